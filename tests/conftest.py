@@ -1,8 +1,8 @@
-"""Tiers by directory, who runs beside whom, and what a test may ask for.
+"""Test tiers, the distribution of tests over pytest-xdist workers, and checks for what a test needs.
 
-A directory of tests/ is a tier: unit, container, gpu, cluster; tests/kubernetes runs with unit.  tests/fuzz is slow,
-unless it is named on the command line; in tests/packages each test says whether it is.  What this machine does not have skips a
-test with a reason, and fails it where CI=true.
+A directory of tests/ is a tier: unit, container, gpu, cluster; tests/kubernetes runs with unit. tests/fuzz is slow, unless it is
+named on the command line. In tests/packages and tests/examples each test says whether it is slow or needs containers. A test
+that needs something that this machine lacks is skipped with a reason; with CI=true it fails instead.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ TIERS = {
 }
 
 SEARCH = 10
-"""How many times as many examples the profile `search` tries of each test."""
+"""Factor by which the profile `search` increases the number of examples of each test."""
 
-# The profiles of random tests. `fixed` has the same examples in every run; `search` looks for new ones and prints the
-# decorator that repeats what it finds. Neither looks at a clock. tests/unit/test_examples.py sees to it that no test's
-# own settings are otherwise.
+# Profiles of random tests. `fixed` uses the same examples in every run; `search` looks for new ones and prints the decorator
+# that reproduces a failure. Neither depends on a clock. tests/unit/test_examples.py checks that no test's own settings override
+# these.
 PROFILE = settings(
     derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -49,31 +49,33 @@ settings.register_profile(
 )
 settings.load_profile("fixed")
 
-# runc lives in /usr/sbin, which is not on everybody's path.
+# runc is in /usr/sbin, which is not on every user's PATH.
 os.environ["PATH"] += ":/usr/sbin:/sbin"
 
 
 def examples(number: int) -> int:
-    """Return how many examples a test has in this run that has `number` in the profile `fixed`."""
+    """Return the number of examples for this run of a test that has `number` of them in the profile `fixed`."""
     return number * settings().max_examples // PROFILE.max_examples
 
 
 def lack(reason: str) -> None:
-    """End the test for something that this machine does not have."""
+    """Skip the test, or fail it with CI=true, because this machine lacks something."""
     if os.environ.get("CI") == "true":
         pytest.fail(f"{reason}, and CI=true wants it", pytrace=False)
     pytest.skip(reason)
 
 
 def need(*tools: str) -> None:
-    """End the test unless each of the commands is installed."""
+    """Skip or fail the test unless all of the commands are installed."""
     for tool in tools:
         if shutil.which(tool) is None:
             lack(f"needs {tool}")
 
 
 def driver_answers() -> bool:
-    """Whether a kernel module is behind the node; libnvidia-ml makes the node where there is none."""
+    """Return whether the driver's kernel module is loaded: opening /dev/nvidiactl tells, because libnvidia-ml creates the node
+    even without a module.
+    """
     try:
         os.close(os.open("/dev/nvidiactl", os.O_RDWR | os.O_CLOEXEC))
     except OSError:
@@ -83,7 +85,9 @@ def driver_answers() -> bool:
 
 @pytest.fixture(autouse=True)
 def _process_as_before() -> Iterator[None]:
-    """A program that a test runs in this process sets its log up, to a file that ends with the test, and holds signals back."""
+    """Restore the signal mask and the log configuration. A program of ours that a test runs in this process blocks signals, and
+    sends its log to a file that is removed after the test.
+    """
     held = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     yield
     signal.pthread_sigmask(signal.SIG_SETMASK, held)
@@ -100,10 +104,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif tier in TIERS:
             item.add_marker(TIERS[tier])
         elif tier == "packages":
-            # What is slow there installs packages in roots of its own; the rest reads files.
+            # The slow tests there install packages in roots of their own; the others only read files.
             item.add_marker("container" if item.get_closest_marker("slow") else "unit")
         elif tier == "examples":
-            # What plays a story says that it has containers; the rest reads files.
+            # Tests that play a story are marked as needing containers; the others only read files.
             if not item.get_closest_marker("container"):
                 item.add_marker("unit")
         else:
@@ -115,7 +119,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Ask for what a whole tier needs."""
+    """Check for what a whole tier needs."""
     if item.get_closest_marker("container") and os.geteuid() != 0:
         lack("needs root")
     if item.get_closest_marker("gpu") and not driver_answers():
@@ -124,32 +128,33 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Give a worker a short directory: a socket's path has 107 bytes, and `popen-gw0` is 9 of them."""
+    """Give a worker a short directory name: the path of a socket is limited to 107 bytes, and `popen-gw0` takes 9 of them."""
     if hasattr(config, "workerinput") and config.option.basetemp:
         given = Path(config.option.basetemp)
         config.option.basetemp = str(given.with_name(given.name.removeprefix("popen-gw")))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:  # noqa: ARG001 - the hook's signature
-    """Keep the examples of the profile `fixed` independent of what else is imported.
+    """Make the examples of the profile `fixed` independent of the other modules that are imported.
 
-    Hypothesis draws numbers and strings from the constants of all loaded modules of the project, which differ by the
-    tests that run in the same process and change with the code. It has no setting for that.
+    Hypothesis draws numbers and strings from the constants of all loaded modules of the project. These depend on the tests that
+    run in the same process, and change with the code. Hypothesis has no setting for this.
     """
     if settings().derandomize:
         providers._get_local_constants = Constants
 
 
 MEASURING = "tests/container"
-"""The scope of tests that measure time or look at all containers of the machine: no two of them run side by side."""
+"""Scope of the tests that measure time or look at all containers of the machine: no two of them run at the same time."""
 
 FREE = ("test_fronts", "test_hook_", "test_images", "test_runtime", "test_setup_")
-"""Beginnings of modules of tests/container that any worker may run: each has a governor, a directory and containers of
-its own, asks only whether they are as they should be, and has a GPU's time nowhere."""
+"""Prefixes of the modules of tests/container that any worker may run. Each of them has a governor, a directory and containers of
+its own, checks only those, and does not measure GPU time.
+"""
 
 
 def scope_of(nodeid: str) -> str:
-    """Name what one worker runs as a whole: a module, or all that measures."""
+    """Return the name of what one worker runs as a whole: a module, or all tests that measure."""
     module = nodeid.partition("::")[0]
     if module.startswith("tests/examples/test_stories"):
         return MEASURING
@@ -159,7 +164,9 @@ def scope_of(nodeid: str) -> str:
 
 
 def waits(scope: str) -> bool:
-    """Whether tests take as long on a busy machine: they wait for what is done every few seconds, or stop after a given time."""
+    """Return whether the tests of a scope take equally long on a busy machine: they wait for periodic work, or stop after a
+    given time.
+    """
     return scope.startswith(
         ("tests/fuzz/", "tests/kubernetes/", "tests/unit/test_control_guest.py")
     )
@@ -167,9 +174,9 @@ def waits(scope: str) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Give one worker all that measures, and then each of them a module at a time.
+    """Give all measuring tests to one worker, and then one module at a time to each worker.
 
-    A third worker has what waits, and nothing else: in `make test` that leaves the processors to what measures.
+    A third worker runs only the tests that mostly wait: in `make test` that leaves the processors to the tests that measure.
     """
     from xdist.scheduler import LoadScopeScheduling
     from xdist.workermanage import WorkerController
@@ -182,7 +189,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
             waiting = [scope for scope in self.workqueue if waits(scope)]
             if self.nodes[2:3] == [node]:
                 return waiting
-            # What measures takes the longest, though other scopes have more tests.
+            # The measuring tests take the longest, although other scopes have more tests.
             first = [MEASURING] if MEASURING in self.workqueue else []
             return [*first, *(scope for scope in self.workqueue if not waits(scope)), *waiting]
 
@@ -193,7 +200,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
         def _reschedule(self, node: WorkerController) -> None:
             if self.workqueue and not self._left_for(node):
-                node.shutdown()  # when it has done what it has
+                node.shutdown()  # after the tests that it already has
             else:
                 super()._reschedule(node)
 
@@ -202,13 +209,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 @pytest.fixture(scope="session")
 def require() -> Callable[..., None]:
-    """`require("crun")` ends the test unless the command is installed."""
+    """Return a function: `require("crun")` skips or fails the test unless the command is installed."""
     return need
 
 
 @pytest.fixture(scope="session")
 def build_dir() -> Path:
-    """Where meson built the C parts."""
+    """Return the directory in which meson built the C parts."""
     path = Path(os.environ.get("TIDEGATE_BUILD", ROOT / "build" / "meson"))
     if not (path / "build.ninja").exists():
         pytest.fail(f"nothing is built in {path}: run make build", pytrace=False)

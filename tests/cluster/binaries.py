@@ -1,7 +1,7 @@
-"""The programs of a Kubernetes cluster, which TIDEGATE_CLUSTER_BIN names a directory of.
+"""The programs of a Kubernetes cluster, in the directory that TIDEGATE_CLUSTER_BIN names.
 
-No package of Debian's has them all, so the tests build and fetch none: docs/testing.md says where each comes from.
-What the directory lacks fails the tests that asked for it.
+Debian has no packages for all of them, and the tests neither build nor download any: docs/testing.md says where to
+get each one. A test that needs a program that the directory lacks fails.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 VARIABLE = "TIDEGATE_CLUSTER_BIN"
 KUBERNETES = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet")
 PLUGINS = ("loopback", "ptp", "host-local")
-"""Plugins of the container network interface: a pair of interfaces for each pod, and routes between nodes."""
+"""Plugins of the Container Network Interface: a pair of interfaces for each pod, and routes between nodes."""
 OLDEST = (1, 36)
 
 
 class BinariesError(Exception):
-    """The directory is not as it has to be; one line."""
+    """The directory lacks something or has a wrong version. The message is one line."""
 
 
 class Binaries:
@@ -44,7 +44,7 @@ class Binaries:
                 )
 
     def path(self, name: str) -> str:
-        """Return the path of a program, the same in every namespace."""
+        """Return the path of a program, which is the same in every mount namespace."""
         return str(self.directory / name)
 
     def _version(self, name: str, *arguments: str) -> str:

@@ -1,4 +1,4 @@
-"""The certificates of a cluster: one authority, made by openssl, and what each part shows to the others."""
+"""The certificates of a cluster: one authority, made by openssl, and the certificates of all parts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 DAYS = "2"
 
-# `openssl req -x509` takes its extensions from a section of a configuration; one without key usage is what the
-# authorities of EKS, microk8s and many that are made by hand are like.
+# `openssl req -x509` takes its extensions from a section of a configuration file. The authorities of EKS,
+# microk8s, and many that are made by hand have no key usage extension.
 AUTHORITY = """[req]
 distinguished_name = name
 prompt = no
@@ -29,10 +29,10 @@ authorityKeyIdentifier = keyid
 
 
 class Certificates:
-    """An authority in a directory, and what it has signed there: NAME.crt with NAME.key."""
+    """An authority in a directory, and the certificates that it has signed there: NAME.crt with NAME.key."""
 
     def __init__(self, directory: Path, *, key_usage: bool) -> None:
-        """Make the authority; without `key_usage` its certificate does not say what its key is for."""
+        """Make the authority. Without `key_usage` its certificate does not say what the key may be used for."""
         self.directory = directory
         directory.mkdir(parents=True)
         usage = "keyUsage = critical, keyCertSign, cRLSign" if key_usage else ""
@@ -43,7 +43,7 @@ class Certificates:
             "req", "-x509", "-new", "-key", self.key("ca"), "-days", DAYS,
             "-config", str(settings), "-out", self.certificate("ca"),
         )  # fmt: skip
-        # What service accounts' tokens are signed with; it needs no certificate.
+        # The key that signs service accounts' tokens; it needs no certificate.
         self._key("service-accounts")
         self._openssl(
             "pkey", "-in", self.key("service-accounts"), "-pubout",
@@ -59,7 +59,9 @@ class Certificates:
         return str(self.directory / f"{name}.crt")
 
     def sign(self, name: str, user: str, *, group: str = "", names: tuple[str, ...] = ()) -> None:
-        """Make a key and a certificate of a user, of a group; `names` are a server's, DNS:... or IP:... ."""
+        """Make a key and a certificate for a user in a group. `names` are the names of a server, as DNS:... or
+        IP:... .
+        """
         subject = (f"/O={group}" if group else "") + f"/CN={user}"
         request, extensions = self.directory / f"{name}.csr", self.directory / f"{name}.ext"
         extensions.write_text(
@@ -73,7 +75,7 @@ class Certificates:
         )  # fmt: skip
 
     def kubeconfig(self, name: str, server: str) -> Path:
-        """Write NAME.kubeconfig: how the user that NAME.crt names reaches the API server."""
+        """Write NAME.kubeconfig, with which the user of NAME.crt reaches the API server."""
         path = self.directory / f"{name}.kubeconfig"
         cluster = {"server": server, "certificate-authority": self.certificate("ca")}
         user = {"client-certificate": self.certificate(name), "client-key": self.key(name)}

@@ -1,4 +1,4 @@
-"""A whole cluster: a control plane, nodes with GPUs, and Tidegate on them by the manifests of packaging/kubernetes."""
+"""A complete cluster: a control plane, nodes with GPUs, and Tidegate, installed with packaging/kubernetes' manifests."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MANIFESTS = ROOT / "packaging/kubernetes"
 SYSTEM = "tidegate-system"
 START_S = 180.0
 
-# The only thing that a simulated GPU needs and NVIDIA's does not: its device is a directory, which the runtime gives to no
-# container by itself, not even to a privileged one.
+# The only addition that a simulated GPU needs compared with NVIDIA's: its device is a directory, which the runtime never
+# mounts into a container on its own, not even into a privileged one.
 SIMULATED = f"""
 apiVersion: apps/v1
 kind: DaemonSet
@@ -42,7 +42,9 @@ spec:
 
 
 class Cluster:
-    """`start` brings it up without Tidegate, `apply` installs it, `close` returns what is left on this machine."""
+    """A cluster: `start` brings it up without Tidegate, `apply` installs Tidegate, `close` returns what is left on this
+    machine.
+    """
 
     def __init__(
         self,
@@ -55,7 +57,7 @@ class Cluster:
         key_usage: bool = True,
     ) -> None:
         self.base = base
-        self.first_look: list[Document] = []  # the DaemonSet's pods, when they were ready first
+        self.first_look: list[Document] = []  # the DaemonSet's pods when first ready
         self.control_plane = ControlPlane(base / "control-plane", binaries, key_usage=key_usage)
         self.nodes = [
             ClusterNode(
@@ -71,13 +73,13 @@ class Cluster:
         return self.control_plane.api
 
     def kubectl(self, *arguments: str, stdin: str = "", timeout: float = 120) -> str:
-        """Run a command of an administrator's that succeeds; return what it printed."""
+        """Run kubectl as the administrator, require that it succeeds, and return its output."""
         ran = self.control_plane.kubectl(*arguments, stdin=stdin, timeout=timeout)
         assert ran.status == 0, f"kubectl {' '.join(arguments)}: {ran.text}"
         return ran.stdout
 
     def start(self, images: Sequence[Path]) -> None:
-        """Start the control plane and the nodes, and wait until they are ready for pods."""
+        """Start the control plane and the nodes, and wait until the nodes are ready for pods."""
         self.control_plane.start()
         pki = self.control_plane.certificates
         for node in self.nodes:
@@ -94,7 +96,7 @@ class Cluster:
             self.wait_ready(node)
 
     def wait_ready(self, node: ClusterNode, seconds: float = START_S) -> None:
-        """Wait until the cluster says that a node is ready."""
+        """Wait until the cluster reports that a node is ready."""
 
         def ready() -> bool:
             node.kubelet.check()
@@ -114,7 +116,7 @@ class Cluster:
     # Tidegate.
 
     def overlay(self, name: str = "base") -> Path:
-        """Write a kustomization of one of ours with the simulated GPU's mounts."""
+        """Write a kustomization of one of our directories that adds the simulated GPU's mounts."""
         directory = self.base / f"overlay-{name.replace('/', '-')}"
         directory.mkdir(exist_ok=True)
         base = os.path.relpath(MANIFESTS / name, directory)
@@ -133,7 +135,7 @@ class Cluster:
         self.first_look = self.system_pods()
 
     def is_up(self) -> bool:
-        """Return whether all nodes' pods of the DaemonSet are ready, and their GPUs offered."""
+        """Return whether the DaemonSet's pods on all nodes are ready and the GPUs of all nodes are offered."""
         ready = [pod for pod in self.system_pods() if is_true(pod, "Ready")]
         offered = {one["spec"].get("nodeName") for one in self.api.objects("resourceslices")}
         return len(ready) == len(self.nodes) and offered >= {node.name for node in self.nodes}
@@ -143,7 +145,7 @@ class Cluster:
         return self.api.objects("pods", SYSTEM)
 
     def explain(self) -> str:
-        """Say what is known of the DaemonSet's pods."""
+        """Describe the state of the DaemonSet's pods."""
         parts = [self.control_plane.kubectl("get", "pods,resourceslices", "-A", "-o", "wide").text]
         for pod in self.system_pods():
             name = pod["metadata"]["name"]
@@ -155,7 +157,7 @@ class Cluster:
         return "\n".join(parts)
 
     def container_pids(self, node: ClusterNode, name: str) -> list[int]:
-        """Return the processes of the governor, driver or fork server on a node, by this machine's numbers."""
+        """Return the processes of the governor, driver or fork server on a node, as PIDs of this machine."""
         words = {
             "governor": ("tidegate-governor",),
             "driver": ("-m", "kube.main"),
@@ -164,7 +166,7 @@ class Cluster:
         return node.processes(*words[name])
 
     def tidegate(self, *arguments: str) -> str:
-        """Run `tidegate` in the first node's governor."""
+        """Run `tidegate` in the first node's governor container."""
         command = ("exec", "daemonset/tidegate", "-c", "governor", "--", "tidegate", *arguments)
         return self.kubectl("-n", SYSTEM, *command)
 
@@ -186,18 +188,18 @@ class Cluster:
         )
 
     def delete_pods(self, *names: str, seconds: float = 120) -> None:
-        """Delete pods at once, and wait until they are gone."""
+        """Delete pods, and wait until they are gone. Pods with the prefix `force-` are deleted without a grace period."""
         for name in names:
             self.api.delete("pods", name, grace=0 if name.startswith("force-") else 1)
         gone = lambda: not {p["metadata"]["name"] for p in self.api.objects("pods")} & set(names)  # noqa: E731
         wait_for(f"{', '.join(names)} to be gone", gone, seconds, self.pods_text)
 
     def pods_text(self) -> str:
-        """Say which pods there are."""
+        """List the pods and claims."""
         return self.control_plane.kubectl("get", "pods,resourceclaims", "-A", "-o", "wide").text
 
     def wait_pods(self, *names: str, seconds: float = 120) -> float:
-        """Wait until pods are ready; return for how long."""
+        """Wait until pods are ready; return the time that it took, in seconds."""
         began = time.monotonic()
 
         def ready() -> bool:
@@ -211,23 +213,23 @@ class Cluster:
         wait_for(f"{', '.join(names)} to be ready", ready, seconds, explain)
         return time.monotonic() - began
 
-    # What is left.
+    # Leftovers.
 
     def leftovers(self, node: ClusterNode) -> list[str]:
-        """Return what claims and containers that have gone left on a node."""
+        """Return what former claims and containers have left on a node."""
         state = node.path("/run/tidegate")
         left = [str(p) for p in node.path("/var/run/cdi").glob("tidegate.gpu-claim_*")]
         left += [str(p) for p in (state / "containers").glob("*")]
         return [path.removeprefix(f"/proc/{node.pid}/root") for path in left]
 
     def close(self) -> list[str]:
-        """End it all; return what is left of it on this machine."""
+        """Stop everything; return what is left of it on this machine."""
         left = [line for node in self.nodes for line in node.close()]
         self.control_plane.close()
         return left
 
     def remove(self) -> None:
-        """Remove what it wrote."""
+        """Remove the files of the cluster."""
         shutil.rmtree(self.base, ignore_errors=True)
 
 
@@ -240,7 +242,7 @@ def pod(
     out: bool = False,
     node: str = "",
 ) -> Document:
-    """A pod with one container of the workload image, and a claim where there is a template for one."""
+    """Return a pod with one container of the workload image, and with a claim if there is a template for one."""
     mounts: list[dict[str, Any]] = []
     volumes: list[dict[str, Any]] = []
     container: dict[str, Any] = {

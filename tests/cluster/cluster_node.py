@@ -1,8 +1,8 @@
-"""A node of a cluster: containerd and a kubelet on a root file system of Debian's, in namespaces of their own.
+"""A node of a cluster: containerd and a kubelet on a Debian root file system, in namespaces of their own.
 
-Other than the nodes of tests/container it has a PID namespace and a disk: `ClusterNode.crash` ends all that runs on it at
-once, as a reset does, and what is below /etc, /opt and /var is there when it boots again, with another boot id. Its GPU is a
-simulated one, in /dev, whose driver lies where NVIDIA's would.
+Unlike the nodes of tests/container, it has a PID namespace and a disk: `ClusterNode.crash` ends all of its processes at
+once, as a reset does, and the files below /etc, /opt and /var are still there when it boots again, with a new boot id. Its
+GPU is a simulated one in /dev, with a driver in the directory where NVIDIA's would be.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ PAUSE_IMAGE = "registry.k8s.io/pause:3.10"
 GPU_MEMORY = "128GiB"
 READY_S = 90.0
 
-# What a kubelet sets in any case: here they have that value already, as files of the node's own. They are one setting for
-# the whole machine, in whichever namespace they are written.
+# Settings that a kubelet always makes. A node has files of its own with these values mounted over /proc/sys, because a write
+# from any namespace changes them for the whole machine.
 KERNEL = {
     "kernel/keys/root_maxbytes": "25000000",
     "kernel/keys/root_maxkeys": "1000000",
@@ -48,9 +48,10 @@ KERNEL = {
     "vm/panic_on_oom": "0",
 }
 
-# $1 is the unpacked root, $2 the disk, $3 the node's name, $4 what it sees of this machine, read-only and under the same
-# path. Standard input has a line for each hierarchy of control groups; the node ends when it does. This is the first
-# process of the PID namespace: a shell that waits for its child reaps what others leave to it, too.
+# $1 is the unpacked root, $2 the disk, $3 the node's name, and $4 the directory of this machine that the node sees,
+# read-only and under the same path. Standard input has a line for each setting and each hierarchy of control groups; the
+# node ends when standard input is closed. This shell is the first process of the PID namespace: while it waits for its
+# child, it also reaps orphaned processes.
 BOOT = r"""
 set -eu
 root=$1; disk=$2; name=$3; programs=$4
@@ -134,22 +135,23 @@ KUBELET = {
     "authorization": {"mode": "AlwaysAllow"},
     "cgroupDriver": "cgroupfs",
     "containerRuntimeEndpoint": "unix:///run/containerd/containerd.sock",
-    # The machine may have control groups of version 1 alone.
+    # The machine may have only control groups of version 1.
     "failCgroupV1": False,
     "failSwapOn": False,
     "makeIPTablesUtilChains": False,
     "resolvConf": "",
-    # This machine's disk is not the node's.
+    # The disk of this machine is not the node's.
     "evictionHard": {"memory.available": "0%", "nodefs.available": "0%", "imagefs.available": "0%"},
     "imageGCHighThresholdPercent": 100,
     "maxPods": 200,
-    # What is killed more than once within ten minutes would be left alone for up to five: that is the kubelet's own.
+    # By default the kubelet delays restarts of a container that is killed several times within ten minutes by up to five
+    # minutes.
     "crashLoopBackOff": {"maxContainerRestartPeriod": "2s"},
 }
 
 
 class NodeDaemon:
-    """A program that serves on a node; `kill` ends it as a crash does, and leaves what it has started."""
+    """A daemon of a node; `kill` ends it as a crash does, and leaves the processes that it has started."""
 
     def __init__(self, node: ClusterNode, name: str, command: list[str]) -> None:
         self.node = node
@@ -159,10 +161,10 @@ class NodeDaemon:
 
     @property
     def pid(self) -> int | None:
-        """Its number on this machine."""
+        """Its PID on this machine, None while it does not run."""
         if self._entered is None or self._entered.poll() is not None:
             return None
-        # nsenter has forked into the PID namespace, and waits for what it became.
+        # nsenter forks to enter the PID namespace, and waits for its child.
         children = Path(f"/proc/{self._entered.pid}/task/{self._entered.pid}/children")
         found = children.read_text().split()
         return int(found[0]) if found else None
@@ -179,7 +181,7 @@ class NodeDaemon:
             )
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """End it."""
+        """Kill it, and wait for its end."""
         if self._entered is None:
             return
         if (pid := self.pid) is not None:
@@ -188,7 +190,7 @@ class NodeDaemon:
         self._entered = None
 
     def check(self) -> None:
-        """AssertionError where it has ended by itself."""
+        """Raise AssertionError if it has ended unexpectedly."""
         ended = self._entered is None or self._entered.poll() is not None
         assert not ended, f"{self.name} of {self.node.name} has ended\n{self.tail()}"
 
@@ -199,7 +201,7 @@ class NodeDaemon:
 
 
 class ClusterNode:
-    """A node, off until `boot`. `close` ends it and returns what is left of it on this machine."""
+    """A node, off until `boot`. `close` stops it and returns what is left of it on this machine."""
 
     def __init__(
         self,
@@ -213,7 +215,7 @@ class ClusterNode:
         pods: str,
         devices: int = 1,
     ) -> None:
-        """`root` is what tools/engine-root made, `pods` the addresses of pods in CIDR notation."""
+        """`root` is the output of tools/engine-root, `pods` the address range of pods in CIDR notation."""
         self.name = name
         self.base = base
         self.binaries = binaries
@@ -226,18 +228,18 @@ class ClusterNode:
         self.containerd = NodeDaemon(self, "containerd", ["containerd"])
         self.kubelet = NodeDaemon(self, "kubelet", self._kubelet_command())
         self.images: list[Path] = []
-        self.pid = 0  # the first process, by this machine's number
+        self.pid = 0  # the first process, as a PID of this machine
         self._unshare: subprocess.Popen[str] | None = None
         self._before = host_state()
         base.mkdir(parents=True)
 
     @property
     def disk(self) -> Path:
-        """What outlasts a boot."""
+        """The directory that persists across boots."""
         return self.base / "disk"
 
     def log(self, name: str) -> Path:
-        """Where the output of a daemon goes."""
+        """Return the file that receives the output of a daemon."""
         return self.base / f"{name}.log"
 
     def _kubelet_command(self) -> list[str]:
@@ -247,14 +249,14 @@ class ClusterNode:
             f"--node-ip={self.address}", "--v=2",
         ]  # fmt: skip
 
-    # Booting and ending.
+    # Boot and shutdown.
 
     def boot(self) -> None:
-        """Make the namespaces and mounts, and the GPU; nothing runs on it yet but its first process."""
+        """Make the namespaces, the mounts and the GPU; only the node's first process runs afterwards."""
         self.disk.mkdir(exist_ok=True)
         for hierarchy in self.hierarchies:
             hierarchy.group.mkdir()
-            for setting in ("cpuset.cpus", "cpuset.mems"):  # without them no process may join
+            for setting in ("cpuset.cpus", "cpuset.mems"):  # no process joins while they are empty
                 own = hierarchy.group / setting
                 if hierarchy.kind == "cgroup" and own.exists() and not own.read_text().strip():
                     own.write_text((hierarchy.group.parent / setting).read_text())
@@ -309,7 +311,7 @@ class ClusterNode:
             self.check("ldconfig")
 
     def configure(self, kubeconfig: Path, authority: Path) -> None:
-        """Write what containerd and the kubelet read, before their first start."""
+        """Write the configuration of containerd and the kubelet, before their first start."""
         self.write("/etc/containerd/config.toml", CONTAINERD.format(
             pause=PAUSE_IMAGE, programs=self.binaries.directory,
         ))  # fmt: skip
@@ -323,7 +325,7 @@ class ClusterNode:
                         "type": "host-local",
                         "ranges": [[{"subnet": self.pods}]],
                         "routes": [{"dst": "0.0.0.0/0"}],
-                        # A reboot gives all addresses back.
+                        # A reboot releases all addresses.
                         "dataDir": "/run/cni",
                     },
                 }
@@ -342,7 +344,7 @@ class ClusterNode:
         self.kubelet.start()
 
     def start_containerd(self) -> None:
-        """Start containerd, and load images that it does not have yet."""
+        """Start containerd, and wait until it answers."""
         self.containerd.start()
         deadline = time.monotonic() + READY_S
         while (ran := self.run("ctr", "version")).status:
@@ -351,7 +353,7 @@ class ClusterNode:
             time.sleep(0.1)
 
     def load(self, image: Path) -> None:
-        """Load an image's archive."""
+        """Load an image from an archive."""
         with image.open("rb") as file:
             done = subprocess.run(
                 self.command_line("ctr", "-n", "k8s.io", "images", "import", "--local", "-"),
@@ -364,11 +366,12 @@ class ClusterNode:
         assert done.returncode == 0, done.stdout + done.stderr
 
     def keep_fresh(self, image: str) -> None:
-        """Put the control libraries of Tidegate's image where its mirror says that they are.
+        """Put the control libraries of Tidegate's image at the paths that its mirror records.
 
-        A mirror is refused where the files that it was made from are not as they were. Of NVIDIA's driver only the version
-        of the kernel module counts; of the simulated one, which has none, all files do, and the DaemonSet makes the mirror
-        in a container: by the image's paths, and the node's below /host.
+        A mirror is refused if the files that it was made from have changed. For NVIDIA's driver only the version of the
+        kernel module is compared. The simulated driver has no kernel module, so all files are compared; and because the
+        DaemonSet makes the mirror in a container, the recorded paths are those of the image, and those of the node below
+        /host.
         """
         place = "/usr/lib/tidegate"
         self.check("mkdir", "-p", "/tmp/image", place)
@@ -378,11 +381,11 @@ class ClusterNode:
         self.path("/host").symlink_to("/")
 
     def crash(self) -> list[str]:
-        """End all that runs here at once, without notice; return what did not end."""
+        """Kill all processes of the node at once, without notice; return what did not end."""
         left = []
         if self._unshare is not None:
             if self.pid:
-                os.kill(self.pid, signal.SIGKILL)  # its PID namespace ends with it
+                os.kill(self.pid, signal.SIGKILL)  # the kernel ends its PID namespace with it
             elif self._unshare.poll() is None:
                 self._unshare.kill()
             self._unshare.communicate(timeout=60)
@@ -402,7 +405,7 @@ class ClusterNode:
         return left
 
     def close(self) -> list[str]:
-        """End it, remove its disk, and return what is left of it on this machine."""
+        """Stop it, remove its disk, and return what is left of it on this machine."""
         left = self.crash()
         left += [
             f"a mount stays: {line.split()[4]}"
@@ -418,14 +421,14 @@ class ClusterNode:
             if after[name] != value
         ]
 
-    # What is on it.
+    # Files and processes of the node.
 
     def path(self, inside: str | Path) -> Path:
-        """Where this machine finds a path of the node's."""
+        """Return the path on this machine of a path of the node."""
         return Path(f"/proc/{self.pid}/root{inside}")
 
     def write(self, inside: str, text: str, mode: int = 0o644) -> None:
-        """Write a file of the node's."""
+        """Write a file of the node."""
         path = self.path(inside)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -441,7 +444,7 @@ class ClusterNode:
         return ["sh", "-c", script, "sh", *arguments]
 
     def run(self, *arguments: str, timeout: float = 60) -> Ran:
-        """Run a command to its end."""
+        """Run a command, and wait for its end."""
         done = subprocess.run(
             self.command_line(*arguments),
             stdin=subprocess.DEVNULL,
@@ -455,15 +458,15 @@ class ClusterNode:
         return Ran(done.returncode, done.stdout, done.stderr)
 
     def check(self, *arguments: str, timeout: float = 60) -> str:
-        """Run a command that succeeds; return what it printed."""
+        """Run a command, require that it succeeds, and return its output."""
         ran = self.run(*arguments, timeout=timeout)
         assert ran.status == 0, f"{self.name}: {' '.join(arguments)}: {ran.text}"
         return ran.stdout
 
     def processes(self, *words: str) -> list[int]:
-        """Return the processes, by this machine's numbers, with these words in a row in their command line.
+        """Return the processes whose command line has these words in succession, as PIDs of this machine.
 
-        Of a path the last part counts.
+        Of a path, only the last component is compared.
         """
         found = []
         for pid in members(self.hierarchies[0].group):
@@ -477,12 +480,12 @@ class ClusterNode:
         return sorted(found)
 
     def mounts(self) -> list[str]:
-        """Return the mount points of the node's."""
+        """Return the mount points of the node."""
         lines = Path(f"/proc/{self.pid}/mountinfo").read_text().splitlines()
         return sorted(line.split()[4] for line in lines)
 
     def groups(self) -> set[str]:
-        """Return the control groups of pods, by their paths in each hierarchy."""
+        """Return the control groups of pods, as paths relative to each hierarchy."""
         return {
             f"{hierarchy.mountpoint.name}/{path.relative_to(hierarchy.group)}"
             for hierarchy in self.hierarchies
@@ -492,7 +495,7 @@ class ClusterNode:
 
 
 def embedded(kubeconfig: Path) -> str:
-    """Return a kubeconfig whose files are in it."""
+    """Return a kubeconfig with the contents of its files embedded."""
     import base64
 
     document = json.loads(kubeconfig.read_text())

@@ -1,4 +1,6 @@
-"""One cluster for all tests here, with what TIDEGATE_CLUSTER_BIN names; a test that breaks it leaves it whole again."""
+"""One cluster for all tests here, with the programs that TIDEGATE_CLUSTER_BIN names. A test that breaks the cluster
+repairs it.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ from tests.cluster.images import pause_image, tidegate_image, workload_images
 from tests.conftest import ROOT
 
 SUITE = "forky"
-"""The release that nodes have containerd, runc and the hook's Python from."""
+"""Debian release from which nodes have containerd, runc and the hook's Python."""
 TOOLS = ("gcc", "git", "ip", "mount", "nsenter", "openssl", "unshare")
 
 
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-    """Remember that the logs are wanted."""
+    """Remember that a test failed, so that the logs are kept."""
     if call.excinfo is not None and not call.excinfo.errisinstance(pytest.skip.Exception):
         item.session.config.stash[FAILED] = True
 
@@ -31,7 +33,7 @@ FAILED = pytest.StashKey[bool]()
 
 @pytest.fixture(scope="session")
 def binaries() -> Binaries:
-    """The programs; these tests were asked for, so what is not there fails them."""
+    """The programs. These tests run only on request, so a missing program is a failure."""
     named = os.environ.get(VARIABLE)
     lacking = f"{VARIABLE} names no directory with a cluster's programs: docs/testing.md"
     if named:
@@ -64,7 +66,7 @@ def images(
     build_dir: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> list[Path]:
-    """Archives of all images that pods here have."""
+    """Archives of all images that the pods here use."""
     base = tmp_path_factory.mktemp("images")
     return [pause_image(base), *workload_images(base, build_dir), tidegate_image()]
 
@@ -77,9 +79,9 @@ def bare_cluster(
     build_dir: Path,
     images: list[Path],
 ) -> Iterator[Cluster]:
-    """A cluster of one node on which Tidegate is not installed, at first.
+    """A cluster of one node, at first without Tidegate.
 
-    Its certificate authority has no key usage extension, as those of EKS and microk8s have none.
+    The certificate of its authority has no key usage extension, as on EKS and microk8s.
     """
     base = ROOT / "build/cluster" / f"run-{os.getpid()}"
     cluster = Cluster(base, binaries, root=node_root, build=build_dir, key_usage=False)
@@ -98,6 +100,6 @@ def bare_cluster(
 
 @pytest.fixture(scope="session")
 def cluster(bare_cluster: Cluster) -> Cluster:
-    """The cluster with Tidegate on it."""
+    """The cluster with Tidegate installed."""
     bare_cluster.apply()
     return bare_cluster

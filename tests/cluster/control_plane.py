@@ -1,4 +1,6 @@
-"""etcd, API server, scheduler and controllers of a cluster, in a network namespace that its nodes are plugged into."""
+"""The control plane of a cluster: etcd, API server, scheduler and controllers, in a network namespace to which its
+nodes are connected.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,16 @@ NODES = "10.98.0.{}"
 PODS = "10.244.{}.0/24"
 SERVICES = "10.96.0.0/16"
 SERVICE = "10.96.0.1"
-"""Where pods find the API server; it listens there itself, so no node needs kube-proxy."""
+"""Service address of the API server for pods. The API server listens on it itself, so that nodes need no kube-proxy.
+"""
 URL = f"https://{ADDRESS}"
 START_S = 120.0
 
 
 class ControlPlane:
-    """`start` brings it up, `close` ends it. `api` asks it, `kubectl` runs an administrator's command."""
+    """A control plane: `start` brings it up, `close` stops it, `api` sends requests to it, `kubectl` runs a command as
+    administrator.
+    """
 
     def __init__(self, base: Path, binaries: Binaries, *, key_usage: bool = True) -> None:
         self.base = base
@@ -75,7 +80,7 @@ class ControlPlane:
         assert self._namespace.stdout.readline() == "ready\n", "no network for the control plane"
 
     def plug(self, node: ClusterNode) -> None:
-        """Give a node that has just booted its network."""
+        """Connect a node that has just booted to the network."""
         assert self._namespace is not None
         self._plugged += 1
         port = f"port{self._plugged}"
@@ -109,7 +114,7 @@ class ControlPlane:
         self._start(
             "etcd", f"--data-dir={self.base}/etcd", f"--listen-client-urls={etcd}",
             f"--advertise-client-urls={etcd}", "--listen-peer-urls=http://127.0.0.1:2380",
-            # Nothing here outlasts the machine.
+            # The data need not survive a crash of the machine.
             "--unsafe-no-fsync",
         )  # fmt: skip
         self._start(
@@ -162,7 +167,7 @@ class ControlPlane:
             return False
 
     def check(self) -> None:
-        """AssertionError where a part has ended by itself."""
+        """Raise AssertionError if a part has ended unexpectedly."""
         for name, daemon in self._daemons.items():
             assert daemon.poll() is None, f"{name} has ended\n{self._tail(name)}"
 
@@ -194,7 +199,7 @@ class ControlPlane:
         return Ran(done.returncode, done.stdout, done.stderr)
 
     def close(self) -> None:
-        """End everything."""
+        """Stop everything."""
         for daemon in reversed(self._daemons.values()):
             daemon.send_signal(signal.SIGKILL)
             daemon.wait(END_S)

@@ -1,6 +1,7 @@
-"""The images of a cluster, as archives that `ctr images import` reads: no registry can be reached from its nodes.
+"""The images of a cluster, as archives that `ctr images import` reads: the nodes reach no registry.
 
-Tidegate's own is what the Containerfile of packaging/kubernetes makes, done line by line as tests/packages/test_image.py does.
+Tidegate's own image is what the Containerfile of packaging/kubernetes makes, executed line by line as
+tests/packages/test_image.py does.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from tests.packages.test_image import FILE, Build, instructions
 TIDEGATE_IMAGE = "registry.example/tidegate:0.1.0"
 WORKLOAD_IMAGE = "docker.io/library/workload:latest"
 SAMPLE_IMAGE = "nvcr.io/nvidia/k8s/cuda-sample:nbody-cuda11.6.0-ubuntu18.04"
-"""What packaging/kubernetes/examples name."""
+"""The image that packaging/kubernetes/examples name."""
 
-# What holds a pod's namespaces: it waits, and takes what becomes its child.
+# The program of a pod's sandbox, which keeps the pod's namespaces: it sleeps, and reaps orphaned processes.
 PAUSE_C = r"""
 #include <signal.h>
 #include <sys/wait.h>
@@ -40,7 +41,7 @@ int main(void) {
 }
 """
 
-# In the place of NVIDIA's sample: as much work of the simulated GPU as there is time for, and what it came to.
+# Replaces NVIDIA's sample: it runs work on the simulated GPU for 5 s, and records its progress.
 SAMPLE = """#!/bin/sh
 exec /usr/bin/simgpu-workload --unit-us 500 --seconds 5 --out /tmp/progress.bin
 """
@@ -49,7 +50,7 @@ SOURCES = (
     *("governor", "kube", "libcontrol", "oci_hook", "packaging", "simgpu", "tools", "vdriver"),
     *("meson.build", "meson_options.txt", "pyproject.toml", "requirements-kubernetes.lock"),
 )
-"""What Tidegate's image is made of."""
+"""Sources of Tidegate's image."""
 
 
 def pause_image(base: Path) -> Path:
@@ -60,7 +61,9 @@ def pause_image(base: Path) -> Path:
 
 
 def workload_images(base: Path, build: Path) -> list[Path]:
-    """Make an image with this machine's C library and a program for the simulated GPU; and one as examples name it."""
+    """Make an image with this machine's C library and programs for the simulated GPU, and one with the name of NVIDIA's
+    sample.
+    """
     rootfs = make_rootfs(base / "workload", base / "tools")
     shutil.copy(build / "simgpu/simgpu-workload", rootfs / "usr/bin")
     shutil.copy(build / "burner", rootfs / "usr/bin")
@@ -77,7 +80,7 @@ def workload_images(base: Path, build: Path) -> list[Path]:
 
 
 def _digest() -> str:
-    """What the image would be made of now."""
+    """Return a digest of the current sources of the image."""
     listing = subprocess.run(
         ["git", "ls-files", "-z", "--", *SOURCES],
         cwd=ROOT, check=True, capture_output=True, text=True,
@@ -91,7 +94,7 @@ def _digest() -> str:
 
 
 def tidegate_image() -> Path:
-    """Make Tidegate's image of this working tree, in build/cluster-images; once for each state of the tree."""
+    """Make Tidegate's image of this working tree, in build/cluster-images, once for each state of the sources."""
     directory = ROOT / "build/cluster-images"
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("w") as lock:

@@ -1,4 +1,6 @@
-"""The API server, asked by HTTP over the Unix socket of a `kubectl proxy`: no port of this machine is opened."""
+"""A client of the API server, by HTTP over the Unix socket of a `kubectl proxy`: no port of this machine is
+opened.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ GROUPS = {
     "controllerrevisions": "apis/apps/v1",
     "jobs": "apis/batch/v1",
 }
-"""Where each kind is; the others are of the core group."""
+"""API group of each kind; kinds that are not listed are in the core group."""
 CLUSTER_WIDE = frozenset({"nodes", "resourceslices", "namespaces"})
 
 
 class ApiError(Exception):
-    """What the API server answered instead: its status and message."""
+    """An error response of the API server, with its status and message."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"{status}: {message}")
@@ -45,7 +47,7 @@ class _Connection(http.client.HTTPConnection):
 
 
 class KubeApi:
-    """Requests to the API server as its administrator."""
+    """Requests to the API server, as administrator."""
 
     def __init__(self, socket_path: Path) -> None:
         self._socket = socket_path
@@ -53,7 +55,7 @@ class KubeApi:
     def request(
         self, method: str, path: str, body: Document | list[Any] | None = None, *, kind: str = ""
     ) -> Document:
-        """Send a request; ApiError for an answer that is not 2xx, OSError where there is none."""
+        """Send a request. Raise ApiError for an answer that is not 2xx, and OSError if there is no answer."""
         connection = _Connection(self._socket, timeout=30)
         try:
             headers = {"Content-Type": kind or "application/json"}
@@ -74,14 +76,14 @@ class KubeApi:
 
     @staticmethod
     def path(kind: str, name: str = "", namespace: str | None = "default") -> str:
-        """Return the path of a kind or an object; without a namespace, of all of them."""
+        """Return the path of a kind or an object; with `namespace=None`, the path for all namespaces."""
         parts = [GROUPS.get(kind, "api/v1")]
         if namespace is not None and kind not in CLUSTER_WIDE:
             parts += ["namespaces", namespace]
         return "/".join([*parts, kind, *([name] if name else [])])
 
     def get(self, kind: str, name: str, namespace: str = "default") -> Document | None:
-        """Return an object, None where there is none."""
+        """Return an object, or None if it does not exist."""
         try:
             return self.request("GET", self.path(kind, name, namespace))
         except ApiError as e:
@@ -92,13 +94,13 @@ class KubeApi:
     def objects(
         self, kind: str, namespace: str | None = "default", *, labels: str = ""
     ) -> list[Document]:
-        """Return the objects of a kind; with `namespace=None` those of all namespaces."""
+        """Return the objects of a kind; with `namespace=None`, those of all namespaces."""
         query = f"?labelSelector={labels.replace('=', '%3D')}" if labels else ""
         found: list[Document] = self.request("GET", self.path(kind, "", namespace) + query)["items"]
         return found
 
     def create(self, kind: str, document: Document, namespace: str = "default") -> Document:
-        """Make an object."""
+        """Create an object."""
         return self.request("POST", self.path(kind, "", namespace), document)
 
     def patch(self, kind: str, name: str, document: Document, namespace: str = "default") -> None:
@@ -110,7 +112,7 @@ class KubeApi:
     def delete(
         self, kind: str, name: str, namespace: str = "default", *, grace: int | None = None
     ) -> None:
-        """Delete an object, and in the background what it owns; one that is not there is no error."""
+        """Delete an object, and in the background the objects that it owns. A missing object is not an error."""
         query = "?propagationPolicy=Background"
         query += "" if grace is None else f"&gracePeriodSeconds={grace}"
         try:
@@ -120,7 +122,7 @@ class KubeApi:
                 raise
 
     def events(self, name: str, namespace: str = "default") -> list[str]:
-        """Return what was said of an object, oldest first: reason and message."""
+        """Return the events of an object, oldest first: reason and message."""
         found = [
             one
             for one in self.objects("events", namespace)
@@ -131,7 +133,7 @@ class KubeApi:
 
 
 def condition(pod: Document, kind: str) -> Document:
-    """Return a condition of an object, {} where it has none of that kind."""
+    """Return a condition of an object, or {} if it has no condition of that type."""
     for one in pod.get("status", {}).get("conditions") or []:
         if one["type"] == kind:
             found: Document = one
@@ -152,7 +154,9 @@ def wait_for(
     *,
     every: float = 0.2,
 ) -> Value:
-    """Wait until a condition is true and return its value; AssertionError with what `explain` finds."""
+    """Wait until a condition is true and return its value. After the timeout raise AssertionError with the text
+    of `explain`.
+    """
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}\n{explain()}"

@@ -1,4 +1,4 @@
-"""The pod of the DaemonSet is replaced, as an upgrade does, while pods with claims are created."""
+"""Replacement of the DaemonSet's pod, as in an upgrade, while pods with claims are created."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ EVERY_S = 2.0
 
 @dataclass
 class Stream:
-    """A pod with a claim every two seconds, whatever became of those before; each is deleted when it is ready."""
+    """Creates a pod with a claim every two seconds, whether or not the earlier ones are ready; each is deleted
+    when it is ready.
+    """
 
     cluster: Cluster
     delays: dict[str, float] = field(default_factory=dict)
@@ -25,7 +27,7 @@ class Stream:
     _count: int = 0
 
     def run(self, end: threading.Event) -> None:
-        """Create pods until the end, and wait for all of them."""
+        """Create pods until `end` is set, and wait for all of them."""
         following = time.monotonic()
         while not end.is_set() or self._created:
             now = time.monotonic()
@@ -46,7 +48,9 @@ class Stream:
 
 
 def during(cluster: Cluster, seconds: float, *, upgrade: bool) -> list[float]:
-    """Return how long each pod took that was created within some seconds, and until an upgrade was over."""
+    """Return how long each pod took to be ready that was created during `seconds` seconds and, if requested, an
+    upgrade before them.
+    """
     stream, end = Stream(cluster), threading.Event()
     failed: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""A GPU that pods fill to its last percent: kube-scheduler looks again at a pod that it found too large."""
+"""A GPU that pods fill to its last percent: kube-scheduler retries a pod that it found too large."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ ROUNDS = 10
 PODS = 5
 MOST_S = 60.0
 QUIET_S = 15.0
-"""Longer than the driver waits with an update, and kube-scheduler with a pod that it tried."""
+"""A time without attempts, in seconds, longer than the driver defers an update and kube-scheduler a pod
+that it has tried.
+"""
 
 
 def failures(cluster: Cluster, name: str) -> list[Document]:
@@ -33,7 +35,7 @@ def attempts(cluster: Cluster, name: str) -> int:
 
 
 def mark(cluster: Cluster) -> str:
-    """Return the mark of the first node's slice."""
+    """Return the recheck mark of the first node's slice."""
     slices = [
         one
         for one in cluster.api.objects("resourceslices")
@@ -61,7 +63,7 @@ def test_five_pods_that_are_created_at_once_and_fill_a_gpu_are_ready_within_a_mi
 
 
 def test_a_pod_that_waits_is_tried_again_after_claims_were_prepared(cluster: Cluster) -> None:
-    """By the slice's update alone: another pod's claim is no event for a pod that waits."""
+    """Only the update of the slice causes this: a claim of another pod is no event for a pod that waits."""
     for name, compute in (("held", "40"), ("large", "80"), ("little", "10")):
         cluster.claim_template(name, memory="2Gi", compute=compute)
     cluster.api.create("pods", pod("held", template="held"))

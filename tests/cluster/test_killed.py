@@ -1,4 +1,4 @@
-"""What serves on a node is killed at random while a Job's pods come and go."""
+"""Random kills of the node's daemons while the pods of a Job come and go."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from tests.cluster.cluster_node import ClusterNode
 from tests.cluster.kube_api import ApiError, Document, wait_for
 
 SECONDS = float(os.environ.get("TIDEGATE_CLUSTER_KILL_SECONDS", "600"))
-"""How long parts are killed; the pods' work is as long together."""
+"""How long parts are killed, in seconds; the pods' work in total takes about as long."""
 COUNT, SIDE_BY_SIDE = 50, 5
 PAUSE_S = (2.0, 12.0)
-"""Between one kill and the next."""
+"""Range of the pause between two kills, in seconds."""
 AWAY_S = (0.2, 15.0)
-"""How long containerd or the kubelet is away; the kubelet starts the two others again by itself."""
+"""Range of the time for which containerd or the kubelet is away, in seconds. The other parts are restarted by the kubelet.
+"""
 MOST_S = 20.0
 
 
 @dataclass
 class Look:
-    """What was seen of the node at a moment, in seconds since the epoch."""
+    """One observation of the node, at a time in seconds since the epoch, with the parts that did not answer."""
 
     time: float
     away: frozenset[str]
@@ -42,7 +43,7 @@ class Look:
 
 @dataclass
 class Watch:
-    """Looks at the node's parts every 0.2 s, and at what pods are doing every second."""
+    """Observes the node's parts every 0.2 s, and the state of the pods every second."""
 
     cluster: Cluster
     looks: list[Look] = field(default_factory=list)
@@ -55,7 +56,7 @@ class Watch:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Look, in threads, until the block ends."""
+        """Observe, in threads, until the block ends."""
         threads = [threading.Thread(target=run) for run in (self._look, self._ask)]
         for thread in threads:
             thread.start()
@@ -88,7 +89,7 @@ class Watch:
                 if not end.get("exitCode") or end["containerID"] in self._seen:
                     continue
                 self._seen.add(end["containerID"])
-                # A containerd that is killed while a container starts does not know it afterwards.
+                # A containerd that is killed while it starts a container does not know that container afterwards.
                 if end["reason"] in ("StartError", "Unknown"):
                     said = end.get("message", end["reason"])
                     self.failed_starts[said.rpartition(": ")[2][:120]] += 1
@@ -96,7 +97,7 @@ class Watch:
                     self.ended[end["containerID"]] = (one["metadata"]["name"], end)
 
     def longest(self, begin: float, end: float) -> float:
-        """Return for how long, at most, everything was there without a break between two moments."""
+        """Return the longest time between two moments, in seconds, during which all parts answered without interruption."""
         longest = 0.0
         since: float | None = None
         for look in self.looks:
@@ -124,7 +125,7 @@ def answers(path: Path) -> bool:
     """Return whether a program accepts connections on a socket."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(1)
-        # A path below /proc may be too long for an address; a directory's descriptor is short.
+        # A path below /proc may be too long for a socket address; the path of a directory's descriptor is short.
         try:
             directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
         except OSError:
@@ -139,7 +140,7 @@ def answers(path: Path) -> bool:
 
 
 def disturb(cluster: Cluster, seconds: float, chance: random.Random) -> dict[str, int]:
-    """Kill one part after another; return how often each was."""
+    """Kill one part after another; return how often each was killed."""
     node = cluster.nodes[0]
     count = dict.fromkeys(("governor", "driver", "forkserver", "kubelet", "containerd"), 0)
     end = time.monotonic() + seconds
@@ -161,7 +162,7 @@ def disturb(cluster: Cluster, seconds: float, chance: random.Random) -> dict[str
 
 
 def moment(text: str) -> float:
-    """Return the time that an object's field says."""
+    """Return the time in a field of an object, in seconds since the epoch."""
     return dt.datetime.fromisoformat(text).timestamp()
 
 
@@ -169,18 +170,18 @@ def started(document: Document) -> float | None:
     """Return when the first container of a pod started."""
     for status in document["status"].get("containerStatuses") or []:
         for state in (status.get("state") or {}).values():
-            # One that never started has the year 1970.
+            # A container that never started has a time in 1970.
             if state.get("startedAt", "1970") > "1971":
                 return moment(state["startedAt"])
     return None
 
 
 def of_pods(cluster: Cluster, uids: set[str]) -> list[str]:
-    """Return what is on the node of pods: mounts and control groups."""
+    """Return the mounts and control groups of pods on the node."""
     node = cluster.nodes[0]
     found = [path for path in node.mounts() if any(uid in path for uid in uids)]
     found += [path for path in node.groups() if any(uid in path for uid in uids)]
-    # What the engine mounts has its containers' names, and those of pods that are there stay.
+    # Mounts of the engine contain the names of its containers. Those of containers that still exist are not leftovers.
     known = set(node.check("ctr", "-n", "k8s.io", "containers", "list", "-q").split())
     for path in node.mounts():
         parts = path.split("/")
@@ -195,8 +196,8 @@ def test_pods_of_a_job_outlive_all_that_serves_them(cluster: Cluster) -> None:
     cluster.claim_template("killed", memory="2Gi", compute=str(100 // SIDE_BY_SIDE))
     each = SECONDS * SIDE_BY_SIDE / COUNT * 0.8
     work = ("/usr/bin/simgpu-workload", "--unit-us", "500", "--seconds", f"{each:.1f}")
-    # A kubelet or containerd that dies while a container starts ends that start, with or without a claim; the kubelet takes
-    # that for the container's failure, which is final where it is never to be started again.
+    # If the kubelet or containerd dies while a container starts, that start fails, with or without a claim. The kubelet
+    # counts this as a failure of the container, which is final under the restart policy Never.
     template = pod(
         "killed", *work, template="killed", labels={"group": "killed"}, restart="OnFailure"
     )
@@ -205,7 +206,7 @@ def test_pods_of_a_job_outlive_all_that_serves_them(cluster: Cluster) -> None:
         "spec": {
             "completions": COUNT,
             "parallelism": SIDE_BY_SIDE,
-            "backoffLimit": 1000,  # starts that were ended count
+            "backoffLimit": 1000,  # interrupted starts count
             "template": {"metadata": template["metadata"] | {"name": ""}, "spec": template["spec"]},
         },
     }
@@ -232,7 +233,7 @@ def test_pods_of_a_job_outlive_all_that_serves_them(cluster: Cluster) -> None:
     waits = {}
     for name, one in watch.pods.items():
         created, start = moment(one["metadata"]["creationTimestamp"]), watch.starts[name]
-        # Both moments are whole seconds.
+        # Both times are in whole seconds.
         waits[name] = (watch.longest(created, start + 1), start - created)
     assert len(waits) == COUNT, sorted(waits)
     worst = sorted(waits.items(), key=lambda item: item[1])[-3:]
@@ -250,7 +251,7 @@ def test_pods_of_a_job_outlive_all_that_serves_them(cluster: Cluster) -> None:
         120,
         lambda: str(cluster.leftovers(node)),
     )
-    # The kubelet and the engine take their time for containers that ended while they were away.
+    # The kubelet and the engine need some time to clean up containers that ended while they were away.
     wait_for(
         "no mount or group to be left",
         lambda: not of_pods(cluster, uids),
@@ -263,7 +264,7 @@ def test_pods_of_a_job_outlive_all_that_serves_them(cluster: Cluster) -> None:
 
 @pytest.fixture(autouse=True)
 def _all_up(cluster: Cluster) -> Iterator[None]:
-    """A part that a test left away is started again, or all later tests would fail, too."""
+    """Restart parts that a test left stopped; otherwise all later tests would fail, too."""
     yield
     for node in cluster.nodes:
         for daemon in (node.containerd, node.kubelet):

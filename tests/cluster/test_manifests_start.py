@@ -1,4 +1,4 @@
-"""The manifests of packaging/kubernetes as they stand, but for the simulated GPU's mounts."""
+"""The manifests of packaging/kubernetes, unchanged except for the simulated GPU's mounts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def test_the_base_manifests_start_and_no_container_had_to_start_twice(cluster: C
 
 
 def test_a_pod_with_a_claim_starts_by_the_fork_server_and_without_it(cluster: Cluster) -> None:
-    """With a script that does nothing, what prepares a container is the server; then the other way round."""
+    """With a hook script that does nothing, only the fork server can prepare a container; without the
+    server's socket, only the script can.
+    """
     cluster.claim_template("served", memory="2Gi", compute="30")
     node = cluster.nodes[0]
     version = node.path("/opt/tidegate/current").readlink()

@@ -1,4 +1,4 @@
-"""A cluster without Tidegate: what the other tests stand on."""
+"""A cluster without Tidegate, the basis of the other tests."""
 
 from __future__ import annotations
 

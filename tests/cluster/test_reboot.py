@@ -1,4 +1,4 @@
-"""A node that is reset: no process, no mount and nothing of /run is left, and /var is."""
+"""Reset of a node: all processes, mounts and files of /run are lost; the files of /var remain."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_after_a_reboot_all_pods_are_back_in_15_s(cluster: Cluster) -> None:
 
 
 def containers(cluster: Cluster) -> dict[tuple[str, str], str]:
-    """The containers of all pods that run, by pod and name."""
+    """Return the identifiers of all pods' containers, by pod and name."""
     found = {}
     for one in cluster.api.objects("pods", None):
         statuses: list[Document] = one["status"].get("containerStatuses") or []

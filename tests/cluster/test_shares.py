@@ -1,4 +1,4 @@
-"""Shares of a GPU that the cluster's own scheduler gave away, as pods get them."""
+"""GPU shares that kube-scheduler allocated, as pods receive them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.cluster.kube_api import condition, wait_for
 MEASURED_S = 20.0
 UNIT_US = 500
 ALONE = Profile(durations={0: UNIT_US * 1e3}, scale=1.0, units=1)
-"""What a unit of work takes alone, on a GPU that is simulated."""
+"""Time that a unit of work takes alone; on the simulated GPU it is exactly this."""
 
 
 def work(*options: str) -> tuple[str, ...]:
-    """A workload that begins when it is told to."""
+    """Return the command of a workload that begins when it is told to."""
     return (
         *("/usr/bin/simgpu-workload", "--unit-us", str(UNIT_US), "--seconds", "3600"),
         *("--out", "/out/progress.bin", "--wait-file", "/out/begin", *options),
@@ -28,7 +28,7 @@ def out(cluster: Cluster, name: str) -> Path:
 
 
 def begin(cluster: Cluster, *names: str) -> None:
-    """Let workloads begin, all at once."""
+    """Start the work of several workloads at the same time."""
     for name in names:
         wait_for(f"{name}'s program", (out(cluster, name) / "begin.ready").exists, 60)
     for name in names:
@@ -58,7 +58,7 @@ def test_two_pods_get_70_and_30_percent_and_a_third_waits_for_its_reason(cluster
         for name in ("seventy", "thirty")
     }
     first, last = common_span(runs.values())
-    first += 2_000_000_000  # both begin one after the other
+    first += 2_000_000_000  # skip the first 2 s, in which the workloads begin one after the other
     assert last - first > 10e9
     delivered = {name: 100 * run.share(first, last) for name, run in runs.items()}
     total = sum(delivered.values())

@@ -1,4 +1,4 @@
-"""How long pods with claims take to start, beside pods without."""
+"""Start-up time of pods with claims, compared with pods without."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST = 1.3
 
 
 def start_many(cluster: Cluster, label: str, template: str) -> float:
-    """Create COUNT pods at once; return after how many seconds the last one is ready."""
+    """Create COUNT pods at once; return the time in seconds until the last one is ready."""
     names = [f"{label}-{number}" for number in range(COUNT)]
     began = time.monotonic()
     for name in names:
@@ -34,7 +34,7 @@ def test_50_pods_with_claims_are_ready_within_1_3_times_the_time_of_50_without(
     cluster: Cluster,
 ) -> None:
     cluster.claim_template("small", memory="600Mi", compute="2")
-    start_many(cluster, "first", "")  # what is slow once only
+    start_many(cluster, "first", "")  # one-time delays
     plain, claimed = [], []
     for number in range(ROUNDS):
         plain.append(start_many(cluster, f"plain-{number}", ""))

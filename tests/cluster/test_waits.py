@@ -1,4 +1,6 @@
-"""What keeps a pod waiting is over, and the pod starts: no pod waits for the kubelet's next resync."""
+"""A pod that waits starts as soon as the reason is gone, without waiting for the kubelet's next
+resync.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ def test_a_pod_that_came_while_there_was_no_governor_starts_when_it_is_back(
     cluster.claim_template("patient", memory="2Gi", compute="40")
     cluster.api.create("pods", pod("patient", template="patient"))
     end = time.monotonic() + AWAY_S
-    while time.monotonic() < end:  # the kubelet starts it again and again
+    while time.monotonic() < end:  # the kubelet restarts it each time
         for pid in cluster.container_pids(cluster.nodes[0], "governor"):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -36,7 +38,7 @@ def test_the_share_of_a_pod_that_was_deleted_by_force_is_had_when_its_container_
     cluster: Cluster,
 ) -> None:
     cluster.claim_template("forced", memory="2Gi", compute="60")
-    # Its program takes no notice of SIGTERM, so its container is there for some seconds after the pod.
+    # The program ignores SIGTERM, so that the container outlives the pod by some seconds.
     command = ("/bin/sh", "-c", "trap '' TERM; while :; do sleep 1; done")
     first = pod("forced-1", *command, template="forced")
     first["spec"]["terminationGracePeriodSeconds"] = 8
@@ -53,7 +55,7 @@ def test_the_share_of_a_pod_that_was_deleted_by_force_is_had_when_its_container_
 
 def test_a_cdi_file_that_was_removed_is_written_again(cluster: Cluster) -> None:
     cluster.claim_template("removed", memory="2Gi", compute="30")
-    command = ("/usr/bin/sleep", "5")  # and then a second container, which needs the file
+    command = ("/usr/bin/sleep", "5")  # after that, a second container starts, which needs the file
     cluster.api.create("pods", pod("removed", *command, template="removed"))
     cluster.wait_pods("removed")
     node = cluster.nodes[0]

@@ -1,4 +1,6 @@
-"""An attack on the hook under a real runtime, and what must hold after it, whoever won."""
+"""An attack on the hook under a real runtime, and the conditions that must hold after it, whether or not it
+succeeded.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ LOOK = (
 
 @functools.cache
 def traps() -> Path:
-    """Compile a program and a library that leave `marker` beside them where they run; and `static`."""
+    """Compile a program, a static program and a library, each of which creates `marker` next to it when it runs."""
     path = Path(tempfile.mkdtemp(prefix="traps-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     define = f'-DMARKER="{path / "marker"}"'
@@ -55,7 +57,7 @@ def traps() -> Path:
 
 
 def is_own(bundle: Bundle, place: str) -> bool:
-    """Whether a place of the image is a directory, with no link on the way to it."""
+    """Return whether a path of the image is a directory without links on the way to it."""
     path = bundle.rootfs
     for part in place.split("/"):
         path /= part
@@ -79,7 +81,7 @@ def lay_traps(bundle: Bundle) -> None:
 
 
 def run_nothing(bundle: Bundle) -> Bundle:
-    """Have the container run a static program: its own loader would wait for ever for a FIFO."""
+    """Make the container run a static program. The image's own loader would hang on a FIFO."""
     shutil.copy(traps() / "static", bundle.rootfs / "static")
     bundle.config["process"]["args"] = ["/static"]
     return bundle
@@ -87,26 +89,26 @@ def run_nothing(bundle: Bundle) -> Bundle:
 
 @dataclass
 class Outcome:
-    """What an attack came to."""
+    """The result of an attack."""
 
     ran: Ran
-    steps: list[Step]  # of the hook; empty where the runtime did not come to it
-    event: dict[str, Any]  # what the hook logged, empty as well
-    targets: list[str] = field(default_factory=list)  # what it mounted on, below the root
+    steps: list[Step]  # of the hook; empty if the runtime never started it
+    event: dict[str, Any]  # what the hook logged, empty likewise
+    targets: list[str] = field(default_factory=list)  # its mount points, below the root
 
     @property
     def outcome(self) -> str:
-        """prepared, without-gpu, failed; or nothing."""
+        """prepared, without-gpu or failed; empty if there is no event."""
         return str(self.event.get("outcome", ""))
 
     @property
     def code(self) -> str:
-        """The error's class."""
+        """The class of the error."""
         return str(self.event.get("code", ""))
 
 
 def elsewhere(node: Node, bundle: Bundle) -> dict[str, tuple[int, int, int]]:
-    """Everything of the node that is neither the container's root nor what runtime and governor write."""
+    """Describe all files of the node except the container's root and the files that runtime and governor write."""
     skip = (bundle.rootfs, bundle.path / "config.json", node.log)
     skip += tuple(node.base / name for name in ("run", "state", "canary"))
     found = {}
@@ -130,7 +132,9 @@ def assault(
     stage: str = "createRuntime",
     links: bool = False,
 ) -> Outcome:
-    """Run the container, with the hook in steps; nothing outside it was touched, nothing of it ran on the host."""
+    """Run the container with the hook in single steps. Check that nothing outside it was touched and nothing of it
+    ran on the host.
+    """
     lay_traps(bundle)
     descriptors: set[str] = set()
     targets: list[str] = []
@@ -156,7 +160,7 @@ def assault(
     assert len(steps.runs) <= 1
     run = steps.runs[0] if steps.runs else []
     found = faults(run, bundle.rootfs)
-    assert not found, "\n".join(found)  # pytest does not take this module's assertions apart
+    assert not found, "\n".join(found)  # pytest does not rewrite this module's asserts
     assert descriptors == set(), "R12: descriptors that a program of the container's could get"
     assert not [t for t in targets if f"{t}/".startswith(("/proc/", "/dev/", "/sys/"))], (
         targets,
@@ -170,7 +174,7 @@ def assault(
         words = line.split(" ")
         if (
             len(words) > 9 and "-" in words
-        ):  # a line of mountinfo: its fourth word is what of a file system is mounted
+        ):  # a line of mountinfo: its fourth word is the mounted part of the file system
             assert not words[3].startswith(str(canary.path)), line
     events = node.events()
     if ran.status == 0:
@@ -181,7 +185,7 @@ def assault(
 
 
 def not_close_on_exec(pid: int) -> set[str]:
-    """List the descriptors of a process that would outlive an execve, beside the first three."""
+    """Return the descriptors of a process that would survive an execve, except the first three."""
     found = set()
     for entry in Path(f"/proc/{pid}/fdinfo").iterdir():
         flags = next(line for line in entry.read_text().splitlines() if "flags:" in line)
@@ -191,7 +195,7 @@ def not_close_on_exec(pid: int) -> set[str]:
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Exchange two names, in one step of the kernel's."""
+    """Exchange two names atomically."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
@@ -200,14 +204,14 @@ def exchange(one: Path, other: Path) -> None:
 
 
 def put_link(path: Path, text: str) -> None:
-    """Put a link in the place of whatever is there."""
+    """Replace whatever is at a path by a link."""
     remove(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.symlink_to(text)
 
 
 def remove(path: Path) -> None:
-    """Remove whatever is there."""
+    """Remove whatever is at a path."""
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         path.unlink()
     elif path.exists():
@@ -215,7 +219,7 @@ def remove(path: Path) -> None:
 
 
 def put_odd(path: Path, kind: str) -> None:
-    """Put something else than a file, or an odd one, in the place of whatever is there."""
+    """Replace whatever is at a path by something that is not a regular file, or by an odd file."""
     remove(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     match kind:
@@ -229,7 +233,7 @@ def put_odd(path: Path, kind: str) -> None:
         case "char":
             os.mknod(path, 0o020666, os.makedev(1, 5))  # /dev/zero
         case "block":
-            os.mknod(path, 0o060666, os.makedev(7, 200))  # a loop device that nobody has
+            os.mknod(path, 0o060666, os.makedev(7, 200))  # a loop device that is not in use
         case "directory":
             path.mkdir()
             (path / "x").touch()
@@ -244,7 +248,7 @@ def put_odd(path: Path, kind: str) -> None:
 
 
 def below_root(bundle: Bundle, path: Path) -> Path:
-    """Give the place in the image that has a path of the host's."""
+    """Return the path in the image that corresponds to a path of the host."""
     return bundle.rootfs / str(path).lstrip("/")
 
 

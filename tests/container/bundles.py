@@ -1,7 +1,7 @@
-"""Containers for tests: bundles, root file systems from this host's own glibc, driver mirrors, and runtimes.
+"""Containers for tests: bundles, root file systems with this host's glibc, driver mirrors, and runtimes.
 
-Everything here is the real kind of thing: the libraries are ELF files with the right sonames, the mirror's manifest
-follows vdriver/manifest.schema.json, the runtimes are runc and crun.
+Everything here is real: the libraries are ELF files with the right sonames, the mirror's manifest follows
+vdriver/manifest.schema.json, the runtimes are runc and crun.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _tools(cache: Path) -> Path:
 
 
 def make_library(path: Path, soname: str, who: str, *flags: str) -> Path:
-    """Build a small library that says who it is."""
+    """Build a small library with a function that returns the library's name."""
     source = f'const char *tidegate_test_who(void) {{ return "{who}"; }}'
     return compile_c(source, path, "-shared", "-fPIC", "-nostdlib", f"-Wl,-soname,{soname}", *flags)
 
@@ -83,7 +83,7 @@ PLACES = (
 
 
 class _Mirror:
-    """A generation in the making."""
+    """A generation that is being made."""
 
     def __init__(self, work: Path) -> None:
         self.work = work
@@ -108,7 +108,7 @@ class _Mirror:
         self.link(f"{directory}/{stem}.so", name)
 
     def restrict(self, directory: str, into: str, without: set[str]) -> list[str]:
-        """Make a set's directory: the same entries, some of them left out."""
+        """Make a set's directory with the same entries except some."""
         (self.work / into).mkdir(parents=True)
         for entry in (self.work / directory).iterdir():
             copy = self.work / into / entry.name
@@ -123,10 +123,10 @@ class _Mirror:
 
 
 def make_mirror(driver_dir: Path) -> Path:
-    """Build a generation with a manifest, and a driver that it watches; gives the generation.
+    """Build a generation with a manifest, and a driver whose files the manifest watches; return the generation.
 
-    It has a set for compute and utility, and one with graphics besides, to which places and a directory of this host
-    belong, `host-sockets` beside the driver's directory.
+    It has a set for compute and utility, and another set with graphics in addition. The latter comes with places and
+    with a directory of this host, `host-sockets` next to the driver's directory.
     """
     host = driver_dir.parent / "host-driver"
     sockets = driver_dir.parent / "host-sockets"
@@ -258,7 +258,7 @@ def make_rootfs(path: Path, tools: Path, *, cache: bool = True) -> Path:
         name = Path(library).name
         directory = "usr/lib64" if name.startswith("ld-linux") else LIBDIR
         shutil.copy(Path(library).resolve(), path / directory / name)
-    # Ubuntu's is a script around the program.
+    # Ubuntu's ldconfig is a script around the program.
     real = Path("/sbin/ldconfig.real")
     shutil.copy(real if real.exists() else "/sbin/ldconfig", path / "usr/sbin/ldconfig")
     if cache:
@@ -280,7 +280,7 @@ class Bundle:
 
 
 def base_config(command: str, *, annotations: dict[str, str] | None = None) -> dict[str, Any]:
-    """Give a small config.json that runs a shell command as root."""
+    """Return a small config.json that runs a shell command as root."""
     return {
         "ociVersion": "1.0.2",
         "process": {
@@ -310,7 +310,7 @@ def base_config(command: str, *, annotations: dict[str, str] | None = None) -> d
 def add_hook(
     config: dict[str, Any], argv: Iterable[str], *, stage: str, poststop: bool = True
 ) -> None:
-    """Register the hook as our packages do: absolute path, an `env` that is not empty, a timeout."""
+    """Register the hook as our packages do: with an absolute path, a non-empty `env`, and a timeout."""
     arguments = list(argv)
     hooks = config.setdefault("hooks", {})
     entry = {"path": arguments[0], "env": ["LC_ALL=C"], "timeout": 30}
@@ -320,7 +320,7 @@ def add_hook(
 
 
 def add_user_namespace(bundle: Bundle, first: int = 100000) -> None:
-    """Map the container's root to an ordinary user, and give it the root file system."""
+    """Map the container's root user to an ordinary user, and give that user the root file system."""
     bundle.config["linux"]["namespaces"].append({"type": "user"})
     mapping = [{"containerID": 0, "hostID": first, "size": 65536}]
     bundle.config["linux"] |= {"uidMappings": mapping, "gidMappings": mapping}
@@ -331,7 +331,7 @@ def add_user_namespace(bundle: Bundle, first: int = 100000) -> None:
 
 @dataclass
 class Ran:
-    """How a container ended."""
+    """The result of a container."""
 
     status: int
     stdout: str
@@ -347,10 +347,10 @@ class Runtime:
         self.count = 0
 
     def command(self, *arguments: str) -> list[str]:
-        """Give a command line."""
+        """Return the command line for a command of the runtime."""
         command = [self.name, "--root", str(self.state), *arguments]
         if self.name == "crun" and Path("/sys/fs/cgroup/unified").exists():
-            # crun 1.8 refuses a hybrid hierarchy; without the unified part it is an ordinary version 1
+            # crun 1.8 refuses a hybrid hierarchy. Without its unified part it is an ordinary one of version 1.
             script = 'umount /sys/fs/cgroup/unified; exec "$@"'
             command = [
                 "unshare",

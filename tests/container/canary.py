@@ -1,4 +1,4 @@
-"""A directory of the host that no container may touch, and how to tell that nobody did."""
+"""A directory of the host that no container may touch, and the check that none did."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Canary:
-    """A tree that looks like what the hook touches in an image. `watch()` begins, `check()` ends."""
+    """A tree that looks like the parts of an image that the hook touches. `watch()` starts the check,
+    `check()` ends it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,7 +39,7 @@ class Canary:
         self.fd = -1
 
     def watch(self) -> None:
-        """Ask the kernel for everything that happens to any of it from now on."""
+        """Ask the kernel to report all events in the tree from now on."""
         self.before = self._contents()
         self.mounts = self._mounts()
         self.fd = _libc.inotify_init1(IN_NONBLOCK | os.O_CLOEXEC)
@@ -49,7 +51,7 @@ class Canary:
             self.watches[wd] = path
 
     def events(self) -> list[str]:
-        """What was opened, read, changed, made or removed since then."""
+        """Return what was opened, read, changed, created or removed since `watch()`."""
         found = []
         while True:
             try:
@@ -64,9 +66,10 @@ class Canary:
                 data = data[EVENT.size + size :]
 
     def check(self, *, links: bool = False) -> None:
-        """Nobody opened, read, changed, made or removed anything, and nothing was mounted on the host.
+        """Require that nothing was opened, read, changed, created or removed, and nothing was mounted
+        on the host.
 
-        With `links` the image has hard links to it, which may go or be called otherwise.
+        With `links` the image has hard links to the tree's files, which may be removed or renamed.
         """
         fine = (": attributes", ": moved itself") if links else ()
         found = [event for event in self.events() if not event.endswith(fine)]
@@ -77,7 +80,9 @@ class Canary:
         assert self._mounts() == self.mounts
 
     def _mounts(self) -> list[str]:
-        """What is mounted on the host beside the canary: elsewhere others mount, too."""
+        """Return the mounts of the host in the canary's parent directory. Other programs mount
+        elsewhere.
+        """
         return [line for line in host_mounts(self.path.parent) if str(self.path.parent) in line]
 
     def _contents(self) -> dict[str, tuple[tuple[int, int, int], bytes]]:

@@ -1,15 +1,15 @@
 /*
- * A program whose kernels on two GPUs wait for each other, as those of a collective do
+ * A program whose kernels on two GPUs wait for each other, as those of a collective do.
  *
  *   collective one N        one process, one thread: a kernel on each GPU, N times
  *   collective each N       a process for each GPU
- *   collective RANK N       half of it: the other half is another process's, in another container
+ *   collective RANK N       one half: another process, in another container, runs the other half
  *
- * An iteration is 100 us of work on each GPU and a kernel that spins until its counterpart runs,
- * and then works for 50 us. A thread asks the simulated GPU all the time how far it is: what
- * follows from a kernel's beginning happens in the process's calls. It waits for the GPUs after
- * every fourth. Each process makes /out/ready-RANK and begins when /out/begin is there. Prints how
- * long all took and the longest four, in seconds.
+ * An iteration is 100 us of work on each GPU, and a kernel that spins until its counterpart runs
+ * and then works for 50 us. A thread keeps querying the simulated GPU, because the simulation
+ * advances a kernel's effects only in calls of its process. The program waits for the GPUs after
+ * every fourth iteration. Each process creates /out/ready-RANK, and begins when /out/begin exists.
+ * It prints the total time and the time of the longest four iterations, in seconds.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -27,7 +27,7 @@
 #define WORDS "/dev/tidegate-simgpu/words"
 
 static void *cuda;
-static volatile uint32_t *words; /* how far each rank is */
+static volatile uint32_t *words; /* progress of each rank */
 
 struct half {
     void *context, *burn, *meet;

@@ -1,4 +1,6 @@
-"""What the container tier builds once: tools, a mirror, a root file system to copy; and for each test a node."""
+"""The parts of the container tier that are built once (tools, a mirror, a root file system to copy), and a node
+for each test.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,10 @@ from tests.container.stub_governor import StubGovernor
 
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory: pytest.TempPathFactory, require: Callable[..., None]) -> Path:
-    """A directory with `rootfs`, and `node/driver` with the mirror."""
+    """A directory with `rootfs`, and with the mirror in `node/driver`."""
     require("gcc", "runc", "ldconfig")
-    # As an installed hook is: one that compiles its modules writes files beside them, which is no step of a start.
+    # As in an installed hook: a hook that has to compile its modules writes files next to them, which is not a
+    # step of a normal start.
     code = ["-I", "-m", "compileall", "-q", HOOK.parent]
     subprocess.run(["/usr/bin/python3", *code], check=True)
     base = tmp_path_factory.mktemp("made")
@@ -83,7 +86,7 @@ class Node:
         annotations: dict[str, str] | None = None,
         name: str = "bundle",
     ) -> Bundle:
-        """Make a bundle with a copy of the root file system and the hook registered."""
+        """Make a bundle with a copy of the root file system and with the hook registered."""
         path = self.base / name
         path.mkdir()
         subprocess.run(["cp", "-a", str(self.made / "rootfs"), str(path / "rootfs")], check=True)
@@ -97,13 +100,13 @@ class Node:
         return bundle
 
     def own_mirror(self) -> Path:
-        """Copy the mirror, so that the test may damage it; gives the generation."""
+        """Copy the mirror, so that the test may damage it; return the generation."""
         self.driver_dir.unlink()
         shutil.copytree(self.made / "driver", self.driver_dir, symlinks=True)
         return self.driver_dir / (self.driver_dir / "current").readlink()
 
     def events(self) -> list[dict[str, Any]]:
-        """What the hook logged."""
+        """Return what the hook logged."""
         if not self.log.exists():
             return []
         return [json.loads(line) for line in self.log.read_text().splitlines()]
@@ -120,7 +123,7 @@ def node(tmp_path: Path, made_once: Path) -> Iterator[Node]:
 
 
 def as_the_unit() -> list[str]:
-    """Give a command in front of another that leaves it what the fork server's unit leaves it."""
+    """Return a command prefix that leaves a program the privileges that the fork server's unit leaves it."""
     unit = (ROOT / "packaging/systemd/tidegate-forkserver.service").read_text()
     lines = re.findall(r"^CapabilityBoundingSet=(.*)$", unit, re.MULTILINE)
     kept = [name.removeprefix("CAP_").lower() for line in lines for name in line.split()]
@@ -132,7 +135,7 @@ FORKSERVER = HOOK.with_name("tidegate-forkserver")
 
 
 class ForkServer:
-    """The fork server of a node, by this checkout's code or a copy of it."""
+    """The fork server of a node, with the code of this checkout or a copy of it."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""As much of gRPC as the kubelet's side of CRI needs: messages as dictionaries, sent by curl over HTTP/2.
+"""The parts of gRPC that the kubelet's side of CRI needs: messages as dictionaries, sent by curl over HTTP/2.
 
-A message maps the numbers of its fields to values: a string, bytes, a number, another message, or a list of them.
-The numbers are those of k8s.io/cri-api/pkg/apis/runtime/v1/api.proto. Debian has no crictl, and this is less than a
+A message maps field numbers to values: a string, bytes, a number, another message, or a list of them. The numbers
+are those of k8s.io/cri-api/pkg/apis/runtime/v1/api.proto. Debian has no crictl, and this is smaller than a
 dependency.
 """
 
@@ -18,7 +18,7 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
 
 class CriError(Exception):
-    """What the engine answered instead of a message: the line that a kubelet shows."""
+    """An error that the engine returned instead of a message: the line that a kubelet shows."""
 
 
 def _varint(value: int) -> bytes:
@@ -31,7 +31,7 @@ def _varint(value: int) -> bytes:
 
 
 def encode(message: Message) -> bytes:
-    """Give a message's bytes."""
+    """Return a message's bytes."""
     out = b""
     for number, value in message.items():
         for one in value if isinstance(value, list) else [value]:
@@ -45,12 +45,12 @@ def encode(message: Message) -> bytes:
 
 
 def strings(values: Mapping[str, str]) -> list[Message]:
-    """Give a map<string, string> field's value."""
+    """Return the value of a map<string, string> field."""
     return [{1: key, 2: value} for key, value in values.items()]
 
 
 def decode(data: bytes) -> dict[int, list[Any]]:
-    """Give each field's values: numbers, or bytes that may be a message again."""
+    """Return the values of each field: numbers, or bytes that may be a message themselves."""
     at = 0
 
     def varint() -> int:
@@ -79,16 +79,16 @@ def decode(data: bytes) -> dict[int, list[Any]]:
 
 
 class Cri:
-    """One engine's socket."""
+    """The socket of an engine."""
 
     def __init__(self, host: EngineHost, socket: str) -> None:
         self.host = host
         self.socket = socket
 
     def call(self, method: str, request: Message, *, timeout: float = 60) -> dict[int, list[Any]]:
-        """Call `RuntimeService/Version` or another one; CriError with the engine's line."""
+        """Call a method such as `RuntimeService/Version`. Raise CriError with the engine's message if it fails."""
         data = encode(request)
-        # Trailers go the way of headers: into the file, apart from the answer.
+        # curl treats trailers as headers: they go to the file, separate from the answer.
         headers = f"{self.host.work}/grpc-headers"
         ran = self.host.run_bytes(
             "curl", "--silent", "--show-error", "--http2-prior-knowledge",

@@ -1,9 +1,10 @@
 """A node for real engines: a root file system unpacked from packages, in namespaces and control groups of its own.
 
-`tools/engine-root SUITE` unpacks the packages. Here that root gets a tmpfs over it and is pivoted into, so dockerd,
-containerd and podman run with the paths that they are built for, and this machine keeps its own: nothing is installed,
-no file of the host is written, and everything is gone with the mount namespace. The number of a process is the host's,
-as it has to be for a governor outside.  What is left all the same, `EngineHost.leave` finds and says.
+`tools/engine-root SUITE` unpacks the packages. Here that root gets a tmpfs as its upper layer and is pivoted into. So
+dockerd, containerd and podman run with the paths that they are built for, and this machine is not changed: nothing is
+installed, no file of the host is written, and everything disappears with the mount namespace. The PID of a process is the
+same as on the host, as a governor outside of the node needs it. `EngineHost.leave` finds and reports what is left
+nevertheless.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tests.container.bundles import ROOT
 PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 END_S = 15.0
 
-# What engines make where nobody tells them otherwise.
+# Paths that engines create by default.
 HOST_PLACES = (
     *("/etc/cni", "/etc/containerd", "/etc/containers", "/etc/docker", "/etc/tidegate"),
     *("/run/containerd", "/run/containers", "/run/crun", "/run/docker", "/run/docker.pid"),
@@ -33,8 +34,9 @@ HOST_PLACES = (
     *("/dev/shm/libpod_lock", "/opt/cni", "/opt/containerd"),
 )
 
-# $1 is the unpacked root, $2 an empty directory of the host's; then directories that are the same inside, the checkout
-# first, or SOURCE:TARGET. Standard input has a line for each hierarchy of control groups; the node ends when it does.
+# $1 is the unpacked root and $2 an empty directory of the host. The other arguments are directories that have the same
+# path inside, the checkout first, or SOURCE:TARGET. Standard input has a line for each hierarchy of control groups; the
+# node ends when standard input is closed.
 SETUP = r"""
 set -eu
 root=$1; place=$2; shift 2
@@ -110,15 +112,15 @@ class Hierarchy(NamedTuple):
 
     @property
     def members(self) -> Path:
-        """Where who joins the node writes its number."""
+        """The file to which a process that joins the node writes its PID."""
         return self.group / ("init" if self.kind == "cgroup2" else ".") / "cgroup.procs"
 
 
 def hierarchies(name: str, *, second: bool = False) -> list[Hierarchy]:
-    """The hierarchies that the node gets: version 2 where that is all there is, those of version 1 otherwise.
+    """Return the hierarchies that the node gets: version 2 if the machine has nothing else, otherwise those of version 1.
 
-    Beside version 1 the second one is left out, as crun 1.8 refuses a machine that has both. With `second` the node
-    gets that one alone, with such controllers as version 1 does not have: Podman 6 refuses version 1.
+    Next to version 1, version 2 is left out, because crun 1.8 refuses a machine that has both. With `second` the node gets
+    version 2 only, with those controllers that version 1 does not have: Podman 6 refuses version 1.
     """
     own = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -130,7 +132,7 @@ def hierarchies(name: str, *, second: bool = False) -> list[Hierarchy]:
         kind, _, options = words[words.index("-") + 1 :]
         mountpoint = Path(words[4])
         if kind == "cgroup2":
-            # The top: only there may a group with controllers have processes beside it.
+            # At the top: only the root group may have both processes and groups with controllers.
             found.append(Hierarchy(kind, options, mountpoint, mountpoint / name))
         elif kind == "cgroup":
             options = ",".join(o for o in options.split(",") if o not in ("rw", "ro"))
@@ -150,24 +152,24 @@ def hierarchies(name: str, *, second: bool = False) -> list[Hierarchy]:
 
 
 def groups(group: Path) -> Iterator[Path]:
-    """A control group and those below it, the innermost first."""
+    """Iterate over a control group and the groups below it, innermost first."""
     for directory, _, _ in os.walk(group, topdown=False):
         yield Path(directory)
 
 
 def members(group: Path) -> set[int]:
-    """The processes in a control group and below."""
+    """Return the processes in a control group and below."""
     found = set()
     for one in groups(group):
         try:
             found |= {int(line) for line in (one / "cgroup.procs").read_text().split()}
-        except OSError:  # it went away, or its processes are counted by another group
+        except OSError:  # it was removed, or is threaded
             continue
     return found
 
 
 def what(pid: int) -> str:
-    """How a process calls itself, for a message."""
+    """Describe a process for a message: its PID and command line."""
     try:
         line = (
             Path(f"/proc/{pid}/cmdline")
@@ -181,14 +183,14 @@ def what(pid: int) -> str:
 
 
 def host_state() -> dict[str, object]:
-    """What of this machine engines could change: a name and its value at this moment."""
+    """Return what engines could change on this machine: names and their current values."""
     state: dict[str, object] = {place: os.path.lexists(place) for place in HOST_PLACES}
     state["network interfaces"] = sorted(path.name for path in Path("/sys/class/net").iterdir())
     return state
 
 
 class Ran(NamedTuple):
-    """How a command ended."""
+    """The result of a command."""
 
     status: int
     stdout: str
@@ -201,11 +203,11 @@ class Ran(NamedTuple):
 
 
 class EngineHost:
-    """`with EngineHost(root, base) as host`: `host.run("docker", "ps")`. Its end fails when something is left.
+    """A node: `with EngineHost(root, base) as host`, then `host.run("docker", "ps")`. Its end fails if something is left.
 
-    `root` is what tools/engine-root made, `base` a directory of the test's. `host.work`, below it, is inside under the
-    same path, like the checkout (read-only) and each directory in `binds`, a path or SOURCE:TARGET. `second` as in
-    `hierarchies`.
+    `root` is the output of tools/engine-root, `base` a directory of the test. `host.work`, below it, has the same path
+    inside; so has the checkout, read-only, and each directory in `binds`, which may also be SOURCE:TARGET. `second` is as
+    in `hierarchies`.
     """
 
     _count = 0
@@ -229,7 +231,8 @@ class EngineHost:
         self.work.mkdir(exist_ok=True)
         for hierarchy in self.hierarchies:
             hierarchy.group.mkdir()
-            for setting in ("cpuset.cpus", "cpuset.mems"):  # without them nobody may join
+            # No process can join while they are empty.
+            for setting in ("cpuset.cpus", "cpuset.mems"):
                 own = hierarchy.group / setting
                 if hierarchy.kind == "cgroup" and own.exists() and not own.read_text().strip():
                     own.write_text((hierarchy.group.parent / setting).read_text())
@@ -276,18 +279,18 @@ class EngineHost:
         return self._init.pid
 
     def path(self, inside: str | Path) -> Path:
-        """Where the host finds a path of the node's."""
+        """Return the path on the host of a path of the node."""
         return Path(f"/proc/{self.pid}/root{inside}")
 
     def write(self, inside: str, text: str, mode: int = 0o644) -> None:
-        """Write a file of the node's."""
+        """Write a file of the node."""
         path = self.path(inside)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         path.chmod(mode)
 
     def command(self, *arguments: str, dies: bool = False) -> list[str]:
-        """Give the command line that runs a command on the node; with `dies` it does not outlive the test."""
+        """Return the command line that runs a command on the node; with `dies` the command dies with the test."""
         joins = " ".join(f"'{h.members}'" for h in self.hierarchies)
         with_parent = "setpriv --pdeathsig KILL " if dies else ""
         script = (
@@ -308,7 +311,7 @@ class EngineHost:
     def run_bytes(
         self, *arguments: str, timeout: float = 60, stdin: bytes | None = None
     ) -> subprocess.CompletedProcess[bytes]:
-        """Run a command to its end, whatever it prints."""
+        """Run a command to its end, with output that need not be text."""
         return subprocess.run(
             self.command(*arguments),
             input=stdin or b"",
@@ -319,7 +322,7 @@ class EngineHost:
         )
 
     def check(self, *arguments: str, timeout: float = 60, stdin: bytes | None = None) -> str:
-        """Run a command that succeeds; gives what it printed."""
+        """Run a command, require that it succeeds, and return its output."""
         ran = self.run(*arguments, timeout=timeout, stdin=stdin)
         assert ran.status == 0, f"{' '.join(arguments)}: {ran.text}"
         return ran.stdout
@@ -338,7 +341,7 @@ class EngineHost:
         return daemon
 
     def stop(self, daemon: subprocess.Popen[bytes], number: int = signal.SIGTERM) -> int:
-        """End a daemon."""
+        """Stop a daemon."""
         self.daemons.remove(daemon)
         daemon.send_signal(number)
         try:
@@ -348,16 +351,16 @@ class EngineHost:
             return daemon.wait()
 
     def processes(self) -> set[int]:
-        """Every process of the node's, but the one that keeps it."""
+        """Return every process of the node, except the one that keeps it."""
         return members(self.hierarchies[0].group) - {self.pid}
 
     def mounts(self) -> list[str]:
-        """The mount points of the node's."""
+        """Return the mount points of the node."""
         lines = Path(f"/proc/{self.pid}/mountinfo").read_text().splitlines()
         return sorted(line.split()[4] for line in lines)
 
     def groups(self) -> set[str]:
-        """The control groups below the node's, by their paths in each hierarchy."""
+        """Return the control groups below the node's, as paths in each hierarchy."""
         return {
             str(path.relative_to(hierarchy.group))
             for hierarchy in self.hierarchies
@@ -365,7 +368,9 @@ class EngineHost:
         }
 
     def leave(self, patience: float = 5) -> list[str]:
-        """End the node; gives what engines or containers left, a line each. What ends by itself has `patience` seconds."""
+        """End the node, and return what engines or containers left, a line for each. Processes have `patience` seconds to
+        end on their own.
+        """
         left = []
         for daemon in self.daemons.copy():
             if daemon.poll() is None:
@@ -383,7 +388,7 @@ class EngineHost:
                     continue
             while self.processes() and time.monotonic() < deadline + END_S:
                 time.sleep(0.02)
-            # Standard error, too: what the script wrote after `ready` is nobody's.
+            # Reads standard error, too: nothing else reads what the script writes to it after `ready`.
             self._init.communicate(timeout=END_S)
             self._init = None
         for hierarchy in self.hierarchies:
@@ -413,7 +418,7 @@ class EngineHost:
 
 
 def machine() -> str:
-    """This machine's release, as packages call it."""
+    """Return this machine's release, as packages name it."""
     for line in Path("/etc/os-release").read_text().splitlines():
         name, _, value = line.partition("=")
         if name == "VERSION_CODENAME":

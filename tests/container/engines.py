@@ -1,7 +1,8 @@
-"""Real engines on a node of their own: dockerd, containerd by ctr and by CRI, podman; one set of operations for all.
+"""Real engines on a node of their own (dockerd, containerd by ctr and by CRI, podman) with one set of operations for
+all.
 
-An engine's container is started detached, with annotations or without, entered by our runtime or hook or by neither.
-What the engine prints when a start fails is raised as `StartError`: the text that a user sees.
+A container is started detached, with or without annotations, and with our runtime or hook or with neither. If a start
+fails, the engine's message is raised as `StartError`: the text that a user sees.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ ENVIRONMENT = "PATH=/usr/sbin:/usr/bin"
 
 
 class StartError(Exception):
-    """What an engine said of a container that did not start."""
+    """The engine's message about a container that did not start."""
 
 
 def pack_image(
@@ -42,7 +43,7 @@ def pack_image(
     environment: Sequence[str] = (ENVIRONMENT,),
     command: Sequence[str] = ("/usr/bin/sleep", "infinity"),
 ) -> Path:
-    """Write a root file system as an image of one layer, as `docker save` does; every engine reads that."""
+    """Write a root file system as an image of one layer, in the format of `docker save`, which every engine reads."""
     import hashlib
 
     layer = archive.with_suffix(".layer")
@@ -79,9 +80,11 @@ def _as_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def top_layer(archive: Path, rootfs: Path | None = None) -> list[str]:
-    """What is in the last layer of an image that `docker save` wrote, without directories that lead to it.
+    """Return the paths in the last layer of an image that `docker save` wrote, without directories that lead to
+    others.
 
-    With `rootfs`, what is there the same, mode, owner and content, is not counted: an overlay copies what is touched.
+    With `rootfs`, files and directories that are the same there (mode, owner and content) are left out: an overlay
+    copies everything that is touched.
     """
     with tarfile.open(archive) as tar:
         file = tar.extractfile("manifest.json")
@@ -101,7 +104,7 @@ def top_layer(archive: Path, rootfs: Path | None = None) -> list[str]:
 
 
 def _same(entries: tarfile.TarFile, entry: tarfile.TarInfo, path: Path) -> bool:
-    """Whether a file or directory of a layer is what a path has; its owner there was root."""
+    """Return whether a file or directory of a layer equals the one at a path, which root owned."""
     if not path.exists() or (entry.uid, entry.gid) != (0, 0) or path.is_symlink():
         return False
     if entry.mode & 0o7777 != path.stat().st_mode & 0o7777:
@@ -113,7 +116,7 @@ def _same(entries: tarfile.TarFile, entry: tarfile.TarInfo, path: Path) -> bool:
 
 
 def plain(config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json without what no two containers have in common: ids, names, moments, numbers of processes."""
+    """Return a config.json without the parts that differ between any two containers: ids, names, times, PIDs."""
     text = json.dumps(config, sort_keys=True)
     text = re.sub(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "ID", text)
     text = re.sub(r"[0-9a-f]{64}", "ID", text)
@@ -124,7 +127,7 @@ def plain(config: dict[str, Any]) -> dict[str, Any]:
     )
     text = re.sub(r"/proc/\d+/", "/proc/PID/", text)
     loaded: dict[str, Any] = json.loads(text)
-    # Podman's order of these is chance.
+    # Podman writes these in random order.
     loaded["mounts"].sort(key=lambda mount: mount["destination"])
     loaded["process"]["env"].sort()
     return loaded
@@ -136,7 +139,7 @@ class Started:
 
     engine: Engine
     name: str
-    identifier: str  # what config.json's runtime calls it
+    identifier: str  # its id for the runtime
     out: Path
     pod: str = ""
     annotations: Mapping[str, str] = field(default_factory=dict)
@@ -144,28 +147,30 @@ class Started:
 
     @property
     def pid(self) -> int:
-        """Its first process, by the host's number."""
+        """Its first process, as a PID of the host."""
         return self.engine.pid(self)
 
     def config(self) -> dict[str, Any]:
-        """config.json, as the runtime got it."""
+        """Return config.json, as the runtime got it."""
         path = self.engine.host.path(f"{self.engine.bundle(self)}/config.json")
         loaded: dict[str, Any] = json.loads(path.read_bytes())
         return loaded
 
     def rootfs(self) -> str:
-        """Where the node has its root file system mounted."""
+        """Return the mount point of its root file system on the node."""
         path = self.config()["root"]["path"]
         return path if path.startswith("/") else f"{self.engine.bundle(self)}/{path}"
 
     def written(self) -> list[str]:
-        """What is in the container's own layer, without directories that lead to it: what a commit keeps."""
+        """Return the paths in the container's own layer, without directories that lead to others: what a commit
+        keeps.
+        """
         rootfs = self.rootfs()
         for line in Path(f"/proc/{self.engine.host.pid}/mountinfo").read_text().splitlines():
             words = line.split()
             if words[4] == rootfs:
                 options = dict(option.partition("=")[::2] for option in words[-1].split(","))
-                # Podman mounts by names relative to its directory.
+                # Podman's mount options have paths relative to its directory.
                 upper = options["upperdir"]
                 base = rootfs.rpartition("/overlay/")[0] + "/overlay"
                 upper = upper if upper.startswith("/") else f"{base}/{upper}"
@@ -182,13 +187,13 @@ def _leaves(directory: Path) -> list[str]:
 
 
 class Engine(abc.ABC):
-    """An engine on a node; between `start` and `stop` it serves."""
+    """An engine on a node; it serves between `start` and `stop`."""
 
     name = ""
     annotates = True  # whether a user can give a container annotations
 
     def __init__(self, host: EngineHost, volumes: Mapping[str, str]) -> None:
-        """`volumes` is what every container gets, SOURCE: DESTINATION."""
+        """`volumes` are mounts that every container gets, as SOURCE: DESTINATION."""
         self.host = host
         self.volumes = volumes
         self.running: list[Started] = []
@@ -196,10 +201,10 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def start(self, image: Path) -> None:
-        """Start the daemon, if it has one, and load the image."""
+        """Start the daemon, if there is one, and load the image."""
 
     def setup(self, *arguments: str) -> None:
-        """Run `tidegate setup` on the node, from outside."""
+        """Run `tidegate setup` for the node, from outside."""
         done = subprocess.run(
             [
                 *(sys.executable, "-m", "governor.cli", "setup", *arguments),
@@ -214,11 +219,11 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def stop(self) -> None:
-        """End the daemon."""
+        """Stop the daemon."""
 
     @abc.abstractmethod
     def version(self) -> str:
-        """What was run."""
+        """Return the name and the versions of the programs."""
 
     def run(
         self,
@@ -228,7 +233,7 @@ class Engine(abc.ABC):
         image: str = IMAGE,
         devices: tuple[str, ...] = (),
     ) -> Started:
-        """Start a container; by our runtime or hook, or with `ours` false as if there were none on the node."""
+        """Start a container, with our runtime or hook; with `ours` false as if the node had none."""
         self.count += 1
         name = f"tgt-{self.name}-{self.count}"
         out = self.host.work / name
@@ -244,7 +249,7 @@ class Engine(abc.ABC):
         return started
 
     def remove(self, started: Started) -> None:
-        """End and remove a container, or what a start that failed left of it."""
+        """End and remove a container, or what a failed start left of it."""
         self.running.remove(started)
         self._remove(started)
 
@@ -252,7 +257,7 @@ class Engine(abc.ABC):
     def _run(self, started: Started, arguments: list[str], *, ours: bool, image: str) -> str: ...
 
     def knows_cdi(self) -> bool:
-        """Whether a container may ask for devices by CDI."""
+        """Return whether a container may request devices by CDI."""
         return True
 
     @abc.abstractmethod
@@ -261,10 +266,10 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def restart(self, started: Started) -> None:
-        """End what runs in a container and start it again, on the same root file system."""
+        """Stop a container and start it again, on the same root file system."""
 
     def end(self, started: Started) -> None:
-        """End what runs in a container, which stays."""
+        """Stop a container without removing it."""
         raise NotImplementedError(
             f"{self.name} keeps nothing that has ended: leave it out of the test"
         )
@@ -299,10 +304,10 @@ class Docker(Engine):
     name = "docker"
     settings: ClassVar[
         dict[str, object]
-    ] = {}  # of our runtime, where `tidegate setup` is not to write it
+    ] = {}  # of our runtime, where `tidegate setup` must not write it
 
     def start(self, image: Path) -> None:
-        """Start dockerd; no bridge, so no iptables either."""
+        """Start dockerd, without a bridge and therefore without iptables."""
         settings = {
             "bridge": "none",
             "iptables": False,
@@ -319,11 +324,11 @@ class Docker(Engine):
         self.host.check("docker", "load", "-i", str(image))
 
     def stop(self) -> None:
-        """End dockerd; its containerd ends with it."""
+        """Stop dockerd; its containerd ends with it."""
         self.host.stop(self.daemon)
 
     def version(self) -> str:
-        """The daemon's."""
+        """Return the versions of the daemon and its parts."""
         return "Docker " + self.host.check(
             "docker", "version", "--format", "{{.Server.Version}}, {{(index .Server.Components 1).Name}} "
             "{{(index .Server.Components 1).Version}}, runc {{(index .Server.Components 2).Version}}",
@@ -365,7 +370,7 @@ class Docker(Engine):
         return int(self.host.check("docker", "inspect", "--format", "{{.State.Pid}}", started.name))
 
     def bundle(self, started: Started) -> str:
-        # A containerd that runs already is dockerd's, too.
+        # dockerd also uses a containerd that already runs.
         for state in ("/run/docker/containerd/daemon", "/run/containerd"):
             bundle = f"{state}/io.containerd.runtime.v2.task/moby/{started.identifier}"
             if self.host.path(bundle).exists():
@@ -377,7 +382,7 @@ class Docker(Engine):
         self.host.check("docker", "save", "--output", str(archive), image)
 
 
-# A sandbox's score of -998 takes CAP_SYS_RESOURCE, which not every machine gives its root.
+# A sandbox's score of -998 needs CAP_SYS_RESOURCE, which root does not have on every machine.
 CONTAINERD_2 = """version = 2
 [plugins."io.containerd.grpc.v1.cri"]
 sandbox_image = "{image}"
@@ -400,14 +405,14 @@ pod_annotations = ["tidegate.gpu/*"]
 
 
 class Ctr(Engine):
-    """containerd, by its own command line."""
+    """containerd, with its own command line."""
 
     name = "ctr"
     namespace = "default"
     daemon: subprocess.Popen[bytes] | None = None
 
     def start(self, image: Path) -> None:
-        """Start containerd, with a handler for CRI, unless it runs; load the image."""
+        """Start containerd, with a handler for CRI, unless it already runs; load the image."""
         if not self.host.path("/run/containerd/containerd.sock").exists():
             self._start()
         self._load(image)
@@ -430,18 +435,18 @@ class Ctr(Engine):
         return int(found[1]), int(found[2])
 
     def knows_cdi(self) -> bool:
-        return self._version() >= (2, 0)  # ctr's --device
+        return self._version() >= (2, 0)  # the option --device of ctr
 
     def _load(self, image: Path) -> None:
         self.host.check("ctr", "-n", self.namespace, "images", "import", str(image))
 
     def stop(self) -> None:
-        """End containerd, if this engine started it; the images go with the node."""
+        """Stop containerd if this engine started it; the images disappear with the node."""
         if self.daemon is not None:
             self.host.stop(self.daemon)
 
     def version(self) -> str:
-        """The daemon's."""
+        """Return the versions of the daemon and of runc."""
         line = self.host.check("containerd", "--version").split()
         return f"containerd {line[2]}, {self.host.check('runc', '--version').splitlines()[0]}"
 
@@ -501,21 +506,21 @@ class Ctr(Engine):
         )
 
 
-CONTAINER, NODE = 1, 2  # NamespaceMode: the container's own, the host's
+CONTAINER, NODE = 1, 2  # values of NamespaceMode: the container's own, the host's
 
 
 def _labels(started: Started) -> dict[str, str]:
-    """What a kubelet labels pods and their containers with."""
+    """Return the labels that a kubelet gives to pods and their containers."""
     values = {"name": started.name, "uid": started.name, "namespace": "team"}
     return {f"io.kubernetes.pod.{key}": value for key, value in values.items()}
 
 
 class OverCri(Engine):
-    """An engine as a kubelet drives it: a sandbox and a container in it, both with the pod's handler."""
+    """An engine as a kubelet uses it: a sandbox with a container, both with the pod's handler."""
 
     cri: Cri
-    privileged = False  # what the pod may be
-    handler = "runc"  # of a pod that names no class
+    privileged = False  # whether pods may be privileged
+    handler = "runc"  # the handler of a pod without a runtime class
 
     def _connect(self, socket: str) -> None:
         """Wait until the engine serves CRI and has the image."""
@@ -544,7 +549,7 @@ class OverCri(Engine):
             started.pod = answer[1][0].decode()
             config = {
                 1: {1: "main"},
-                2: {1: image, 18: image},  # as the pod and as the user names it
+                2: {1: image, 18: image},  # for the pod, and as the user names it
                 3: arguments,
                 7: mounts,
                 9: strings({**_labels(started), "io.kubernetes.container.name": "main"}),
@@ -591,7 +596,7 @@ class ContainerdCri(OverCri, Ctr):
         self._connect("/run/containerd/containerd.sock")
 
     def version(self) -> str:
-        """The daemon's."""
+        """Return the versions of the daemon and of CRI."""
         answer = self.cri.call("RuntimeService/Version", {})
         return f"{super().version()}, CRI {answer[4][0].decode()}"
 
@@ -605,14 +610,14 @@ class ContainerdCri(OverCri, Ctr):
 
 ENGINE_BIN = os.environ.get("TIDEGATE_ENGINE_BIN", "")
 CRIO_PROGRAMS = ("crio", "pinns")
-CRIO_BIN = "/opt/crio/bin"  # where the node has them
+CRIO_BIN = "/opt/crio/bin"  # directory on the node
 LIBEXEC = "/usr/libexec/crio"
 PODMAN_LIBEXEC = "/usr/libexec/podman"
 CRIO_SOCKET = "/run/crio/crio.sock"
-# It answers HTTP beside gRPC.
+# It serves HTTP next to gRPC.
 CRIO_ANSWERS = ("curl", "--silent", "--unix-socket", CRIO_SOCKET, "http://localhost/info")
 
-# What CRI-O's own packages have in 10-crio.conf: programs that are on no path.
+# The 10-crio.conf of CRI-O's own packages: the programs are not on PATH.
 CRIO_PACKAGES = f"""[crio.runtime]
 default_runtime = "crun"
 [crio.runtime.runtimes.crun]
@@ -625,7 +630,7 @@ runtime_root = "/run/runc"
 monitor_path = "{LIBEXEC}/conmon"
 """
 
-# What a node without systemd, network plugins and registries needs besides; NRI's socket is containerd's here.
+# Additional settings for a node without systemd, network plugins and registries, where NRI's socket is containerd's.
 CRIO_NODE = """[crio.runtime]
 cgroup_manager = "cgroupfs"
 disable_hostport_mapping = true
@@ -638,7 +643,7 @@ enable_nri = false
 
 
 def crio_binds() -> list[str]:
-    """What a node binds for CRI-O: nothing where TIDEGATE_ENGINE_BIN names no directory of programs."""
+    """Return what a node binds for CRI-O: nothing if TIDEGATE_ENGINE_BIN names no directory of programs."""
     if not ENGINE_BIN:
         return []
     for program in CRIO_PROGRAMS:
@@ -648,10 +653,10 @@ def crio_binds() -> list[str]:
 
 
 def put_crio(host: EngineHost) -> None:
-    """Lay CRI-O out as its own packages do.
+    """Install CRI-O as its own packages do.
 
-    CRI-O is in no Debian: its programs come from the directory that TIDEGATE_ENGINE_BIN names (`crio_binds`). conmon,
-    crun and runc are from there, too, if it has them, and the release's otherwise.
+    Debian has no package of CRI-O: its programs come from the directory that TIDEGATE_ENGINE_BIN names
+    (`crio_binds`). conmon, crun and runc are taken from there, too, if it has them, and otherwise from the release.
     """
     for program in CRIO_PROGRAMS:
         host.path(f"/usr/bin/{program}").symlink_to(f"{CRIO_BIN}/{program}")
@@ -659,7 +664,7 @@ def put_crio(host: EngineHost) -> None:
     for program in ("/usr/bin/conmon", "/usr/bin/crun", "/usr/sbin/runc"):
         brought = f"{CRIO_BIN}/{Path(program).name}"
         host.check("cp", brought if host.path(brought).exists() else program, LIBEXEC)
-    # Podman looks there first. On the path it would be found for a handler without monitor_path.
+    # Podman looks there first. On PATH, a handler without monitor_path would find it as well.
     host.check("mv", "/usr/bin/conmon", PODMAN_LIBEXEC)
     host.write("/etc/crio/policy.json", '{"default": [{"type": "insecureAcceptAnything"}]}')
     host.write("/etc/crio/crio.conf.d/10-crio.conf", CRIO_PACKAGES)
@@ -673,25 +678,25 @@ class Crio(OverCri):
     handler = "crun"
 
     def start(self, image: Path) -> None:
-        """Start CRI-O, which has Podman's storage: its image is loaded by podman."""
+        """Start CRI-O. It uses Podman's storage, so podman loads the image."""
         put_crio(self.host)
         self.host.check("podman", "load", "--input", str(image))
         self.setup("crio")
         self.serve()
 
     def serve(self) -> None:
-        """Start the daemon, once or again."""
+        """Start the daemon, for the first time or again."""
         log = self.host.work / "crio.log"
         self.daemon = self.host.start("crio", log=log)
         _await(self.host, self.daemon, log, *CRIO_ANSWERS)
         self._connect(CRIO_SOCKET)
 
     def stop(self) -> None:
-        """End CRI-O."""
+        """Stop CRI-O."""
         self.host.stop(self.daemon)
 
     def version(self) -> str:
-        """The daemon's, its monitor's and its runtime's."""
+        """Return the versions of the daemon, its monitor and its runtime."""
         answer = self.cri.call("RuntimeService/Version", {})
         words = [
             self.host.check(f"{LIBEXEC}/{program}", "--version").splitlines()[0]
@@ -721,14 +726,14 @@ runtime = "{runtime}"
 
 
 class Podman(Engine):
-    """podman, which has no daemon, with our hook by oci-hooks(5)."""
+    """podman, which has no daemon, with our hook through oci-hooks(5)."""
 
     name = "podman"
     runtime = "runc"
 
     def start(self, image: Path) -> None:
-        """Configure it and load the image."""
-        # One file for all: who runs podman with another runtime says so on its command line.
+        """Configure podman and load the image."""
+        # One file for all engines: those that use another runtime name it on podman's command line.
         self.host.write("/etc/containers/containers.conf", CONTAINERS_CONF.format(runtime="runc"))
         self.setup("podman")
         self.host.path("/run/no-hooks").mkdir(exist_ok=True)
@@ -742,10 +747,10 @@ class Podman(Engine):
         return ["podman", "--runtime", self.runtime, *hooks, *arguments]
 
     def stop(self) -> None:
-        """There is nothing to end."""
+        """There is no daemon to stop."""
 
     def version(self) -> str:
-        """The program's, and its runtime's."""
+        """Return the versions of the program and its runtime."""
         runtime = self.host.check(self.runtime, "--version").splitlines()[0]
         return f"Podman {self._podman('--version').split()[-1]}, {runtime}"
 
@@ -787,7 +792,7 @@ class Podman(Engine):
 
 
 class PodmanCrun(Podman):
-    """podman with crun, which tells nobody what a hook wrote."""
+    """podman with crun, which discards the output of hooks."""
 
     name = "podman-crun"
     runtime = "crun"

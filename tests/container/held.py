@@ -1,6 +1,7 @@
 """A container held at the moment when a runtime runs its hooks: a mount namespace, a root, a process.
 
-For tests that look at what the hook did to it, or start it hundreds of times; the runtimes themselves take longer.
+For tests that examine the hook's effects, or start the hook hundreds of times; the runtimes themselves take
+longer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tests.container.bundles import Bundle
 
 
 class Held:
-    """`with Held(bundle) as held`: `held.hook(argv)` runs the hook on it."""
+    """A held container: in `with Held(bundle) as held`, `held.hook(argv)` runs the hook on it."""
 
     def __init__(
         self,
@@ -25,7 +26,7 @@ class Held:
         mount: str = "",
         host: Held | None = None,
     ) -> None:
-        """`host` is another one whose namespace stands for the host's."""
+        """`host` is another held container, whose mount namespace stands for the host's."""
         self.bundle = bundle
         self.enter = ["nsenter", "-m", "-t", str(host.process.pid)] if host else []
         self.mount = mount or 'mount --bind "$1" "$1"'
@@ -67,7 +68,7 @@ class Held:
         self.process.wait()
 
     def state(self, **changes: object) -> bytes:
-        """The OCI state, as a runtime writes it."""
+        """Return the OCI state, as a runtime writes it."""
         state = {
             "ociVersion": "1.0.2",
             "id": f"held-{self.process.pid}",
@@ -101,7 +102,7 @@ class Held:
         )
 
     def mounts(self) -> list[str]:
-        """The mount points in the namespace, below the root by their path there."""
+        """Return the mount points below the root, as paths inside it."""
         prefix = str(self.bundle.rootfs)
         lines = Path(f"/proc/{self.process.pid}/mountinfo").read_text().splitlines()
         return sorted(
@@ -111,7 +112,7 @@ class Held:
         )
 
     def all_mounts(self) -> list[str]:
-        """Every mount point in the namespace."""
+        """Return every mount point in the namespace."""
         return [
             line.split()[4]
             for line in Path(f"/proc/{self.process.pid}/mountinfo").read_text().splitlines()

@@ -1,14 +1,15 @@
 /*
- * A container's program that attacks the others.
+ * A program of a container that attacks other containers.
  *
- *   hostile prowl HOST KEY       try to reach what the governor has for the container KEY, whose
- *                                directory is HOST on the host, in every way there is; say what
- *                                worked, a line each, and at last how much was tried
- *   hostile knock PID            register by the socket that process PID sees, and say the answer
- *   hostile nest                 move to a control group below the own one, as systemd does, start
- * a process in another one below it that registers, and stay hostile scribble [PROGRAM..] write
- * anything into the own ledger, and send anything over the own socket, until killed; beside it run
- * a program of the same container, whose slot is damaged with the rest
+ *   hostile prowl HOST KEY        try in every possible way to reach the governor's files for the
+ *                                 container KEY, whose directory is HOST on the host; print what
+ *                                 worked, one per line, and finally the number of attempts
+ *   hostile knock PID             register at the socket that process PID sees; print the answer
+ *   hostile nest                  move to a control group below its own, as systemd does, start a
+ *                                 process that registers in another group below it, and stay
+ *   hostile scribble [PROGRAM..]  write arbitrary values into its own ledger, and send arbitrary
+ *                                 bytes over its own socket, until it is killed; meanwhile run a
+ *                                 program of the same container, whose slot is damaged, too
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -96,7 +97,7 @@ static int connects(const char *path)
     return done;
 }
 
-/* Everything that can be done to the three names below a directory. */
+/* Does everything that can be done to the three names below a directory. */
 static void molest(const char *directory)
 {
     char path[PATH_MAX], other[PATH_MAX];
@@ -134,7 +135,7 @@ static void molest(const char *directory)
     }
 }
 
-/* The own directory: what is in it may be read, and nothing else. */
+/* Checks the container's own directory: its files can be read, and nothing else. */
 static void keep_to_the_own(void)
 {
     char path[PATH_MAX];
@@ -169,7 +170,7 @@ static void keep_to_the_own(void)
     result(fd, "clone the mount of", OWN);
 }
 
-/* Handles of files near the own one: the other's page has an inode number not far from it. */
+/* Tries handles of files near its own: the inode number of the other page is close to it. */
 static void by_handle(void)
 {
     struct {
@@ -192,7 +193,7 @@ static void by_handle(void)
     close(directory);
 }
 
-/* Files of another process that are the governor's, or a ledger. */
+/* Tries to open files of another process that are the governor's, or a ledger. */
 static void steal(int pid, const char *which)
 {
     char path[PATH_MAX], target[PATH_MAX], name[PATH_MAX + 300];
@@ -243,7 +244,7 @@ static void attack(int pid)
     result(fd < 0 ? -1 : setns(fd, CLONE_NEWNS), "enter", path);
 }
 
-/* In a user namespace of its own it has every capability, over what it makes there. */
+/* In a user namespace of its own the process has every capability over what it makes there. */
 static void in_a_namespace_of_its_own(const char *host)
 {
     if (unshare(CLONE_NEWUSER | CLONE_NEWNS))
@@ -252,7 +253,7 @@ static void in_a_namespace_of_its_own(const char *host)
     by_handle();
     result(umount2(OWN, MNT_DETACH), "unmount", OWN);
     result(mount("", OWN, NULL, MS_REMOUNT | MS_BIND, NULL), "make writable", OWN);
-    if (mount(OWN, "/tmp", NULL, MS_BIND, NULL)) /* which is as read-only */
+    if (mount(OWN, "/tmp", NULL, MS_BIND, NULL)) /* the bind mount is read-only, too */
         return;
     result(mount("", "/tmp", NULL, MS_REMOUNT | MS_BIND, NULL), "make writable", "a bind mount");
     result(open("/tmp/grant", O_RDWR), "write through", "a bind mount");
@@ -327,7 +328,7 @@ static void copy(const char *from, const char *to, const char *name)
     }
 }
 
-/* Move below where `groups` says that somebody is, in every hierarchy; /cgroups is the host's. */
+/* Moves to a group below the one in `groups`, in every hierarchy; /cgroups is the host's. */
 static void descend(char groups[][PATH_MAX], int n, const char *name)
 {
     for (int i = 0; i < n; i++) {
@@ -422,8 +423,7 @@ static uint64_t number(void)
     }
 }
 
-/* What is nonsense in itself is easily seen; this one fits the grant under way, but for its
- * numbers. */
+/* Plain nonsense is easily detected. These values fit the current grant, except for the numbers. */
 static void lie(char *ledger, const char *page)
 {
     const struct grant_device *grant = (const void *)(page + GRANT_DEVICES);
@@ -470,7 +470,7 @@ static void scribble(char **program)
     fcntl(own, F_SETFL, O_NONBLOCK);
     close(open("/out/scribbling", O_CREAT | O_WRONLY, 0644));
     for (unsigned long turn = 0;; turn++) {
-        /* The first slots, which are looked at, more often than the others; and their devices. */
+        /* More often to the first slots and their devices, which are read, than to the others. */
         for (int i = 0; i < 256; i++) {
             uint64_t at = draw() % (draw() % 4 ? 5 * 8192 : (uint64_t)status.st_size) & ~7ul;
             uint64_t value = number();

@@ -1,4 +1,4 @@
-"""What tests do with a node of bench.node: start work in containers, wait for it, and read what the governor says."""
+"""Operations on a node of bench.node: start work in containers, wait for it, and read what the governor reports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def wait_for(condition: Callable[[], Value], what: str, seconds: float = WAIT_S)
 
 
 def clear(node: Node) -> None:
-    """Leave nothing running and nothing registered."""
+    """Leave no container running or registered."""
     for container in node.running:
         node.delete(container)
     node.running.clear()
@@ -48,7 +48,7 @@ def start_worker(
 
 
 def wait_ready(*containers: Running) -> None:
-    """Wait until these are set up; `Node.wait_ready` wants all that ever started to be alive."""
+    """Wait until these containers are set up; `Node.wait_ready` requires all that were ever started to be alive."""
     for container in containers:
         ready = container.out / "begin.ready"
         wait_for(
@@ -58,7 +58,7 @@ def wait_ready(*containers: Running) -> None:
 
 
 def begin(*containers: Running) -> None:
-    """Let workloads begin, and wait until each does something."""
+    """Let workloads begin, and wait until each has done some work."""
     wait_ready(*containers)
     for container in containers:
         (container.out / "begin").touch()
@@ -66,7 +66,7 @@ def begin(*containers: Running) -> None:
 
 
 def units(container: Running) -> int:
-    """How many units a container has done so far."""
+    """Return how many units a container has done so far."""
     try:
         return (container.out / "progress.bin").stat().st_size // 16
     except FileNotFoundError:
@@ -74,20 +74,20 @@ def units(container: Running) -> int:
 
 
 def show_output(container: Running) -> str:
-    """What a container has printed so far."""
+    """Return what a container has printed so far."""
     return (container.bundle / "output").read_text(errors="replace")
 
 
 def directory(node: Node, container: Running) -> Path:
-    """What of the governor's is mounted in a container."""
+    """Return the governor's directory that is mounted in a container."""
     return node.runtime_dir / "containers" / container_key(container.identifier)
 
 
 def events(node: Node, *names: str) -> list[dict]:
-    """What the governor logged under these names."""
+    """Return what the governor logged under these names."""
     found = []
     for line in (node.work / "governor.log").read_text().splitlines():
-        with contextlib.suppress(ValueError):  # its last line may be half written
+        with contextlib.suppress(ValueError):  # the last line may be incomplete
             event = json.loads(line)
             if event["event"] in names:
                 found.append(event)

@@ -2,17 +2,17 @@
 
 The engines are those of this machine's release, or of the one that is named, on the node of test_engines.py: real
 daemons, the C programs, the fork server, a governor and a mirror. In each round every engine starts one container in
-each of three ways, in each of their orders in turn, and removes it before the next:
+each of three ways, in every order of the three in turn, and removes it before the next:
 
-    native      the engine's own runtime, as on a node without Tidegate
-    ungoverned  our runtime or hooks, and a container that asks for nothing
-    governed    our runtime or hooks, and a container that asks for a share
+native      the engine's own runtime, as on a node without Tidegate
+ungoverned  our runtime or hooks, and a container that asks for nothing
+governed    our runtime or hooks, and a container that asks for a share
 
-CRI-O is among them where `TIDEGATE_ENGINE_BIN` names its programs (docs/testing.md).
+CRI-O is among them if `TIDEGATE_ENGINE_BIN` names a directory with its programs (docs/testing.md).
 
-Times are wall clock, from the engine's command (or first CRI call) to its return with the container running. The
-medians of the differences to the native start of the same round are printed; all times go to build/starts/starts.json,
-which is a result as bench/results keeps them.
+Times are wall clock time, from the engine's command (or first CRI call) to its return with the container running. The
+program prints the medians of the differences from the native start of the same round. All times are written to
+build/starts/starts.json, which has the format of the results in bench/results.
 """
 
 from __future__ import annotations
@@ -43,12 +43,14 @@ ASKED = {"memory": "600Mi", "compute": "1"}
 IDLE = ("/usr/bin/sleep", "infinity")
 WAYS = ("native", "ungoverned", "governed")
 PAUSE_S = 0.3
-"""What an engine does after a container's end has been done then: Podman starts itself once more for that."""
+"""Time in seconds in which an engine finishes its work after a container's end: Podman starts itself once more for
+that.
+"""
 PROGRAMS = ("tidegate-hook", "tidegate-runtime")
 
 
 def start(engine: Engine, way: str) -> float:
-    """Start a container and remove it; gives how many milliseconds the start took."""
+    """Start a container and remove it; return how many milliseconds the start took."""
     annotations = ASKED if way == "governed" else {}
     time.sleep(PAUSE_S)
     began = time.monotonic()
@@ -59,11 +61,11 @@ def start(engine: Engine, way: str) -> float:
 
 
 def measure(engines: Sequence[Engine], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Give the milliseconds of each engine's ways, round by round."""
+    """Return the milliseconds of each engine and way, round by round."""
     taken: dict[str, dict[str, list[float]]] = {e.name: {way: [] for way in WAYS} for e in engines}
     for engine in engines:
         for way in WAYS:
-            start(engine, way)  # what is read for the first time
+            start(engine, way)  # to fill caches
     orders = list(itertools.permutations(WAYS))
     for i in range(rounds):
         for engine in engines:
@@ -74,13 +76,16 @@ def measure(engines: Sequence[Engine], rounds: int) -> dict[str, dict[str, list[
 
 
 def summarise(taken: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, float]]:
-    """Give the medians, and what a start costs more than a native one of the same round, with its standard error."""
+    """Return the medians, and the additional cost compared with a native start of the same round, with its standard
+    error.
+    """
     summary = {}
     for name, ways in taken.items():
         summary[name] = {"native_ms": round(statistics.median(ways["native"]), 1)}
         for way in WAYS[1:]:
             more = [ours - own for ours, own in zip(ways[way], ways["native"], strict=True)]
-            error = 1.25 * statistics.stdev(more) / len(more) ** 0.5  # of a median, were it normal
+            # Of a median, for a normal distribution.
+            error = 1.25 * statistics.stdev(more) / len(more) ** 0.5
             summary[name] |= {
                 f"{way}_adds_ms": round(statistics.median(more), 1),
                 f"{way}_error_ms": round(error, 1),

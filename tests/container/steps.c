@@ -2,15 +2,15 @@
  * steps SOCKET PROGRAM [ARGUMENT...]: run a program and stop it before each system call that could
  * harm the host.
  *
- * Each call is told to whoever listens on SOCKET, one line before it is made and one after; before
- * it is made, the program stands still until a byte comes back. A test changes the container
- * meanwhile, so a race that takes luck elsewhere is hit each time. Where nobody listens the program
- * runs on.
+ * Each call is reported to the listener on SOCKET, with one line before the call and one after it.
+ * Before the call, the program stands still until a byte comes back. In the meantime a test can
+ * change the container, so that a race that otherwise depends on luck is hit every time. Without a
+ * listener the program simply runs.
  *
  *   > NUMBER PID NAME NUMBERS... "PATH" "CWD"
- *   < NUMBER RESULT "WHAT THE DESCRIPTOR STANDS FOR"
+ *   < NUMBER RESULT "PATH OF THE RETURNED DESCRIPTOR"
  *
- * Ends as the program does.
+ * The exit status is that of the program.
  */
 
 #define _GNU_SOURCE
@@ -37,7 +37,8 @@
 
 #define N_ENTRIES(array) (sizeof(array) / sizeof((array)[0]))
 
-/* path: which argument is one, or -1. how: openat2(2), whose third argument says how to walk. */
+/* path: index of the argument that is a path, or -1. how: set for openat2(2), whose third argument
+ * is a struct open_how. */
 static const struct call {
     int number;
     const char *name;
@@ -137,8 +138,7 @@ static void wait_for_leave(void)
     }
 }
 
-/* Write text between quotation marks, with what is not printable as \xNN; returns how long it is.
- */
+/* Write text between quotation marks, with unprintable characters as \xNN; return its length. */
 static size_t quote(char *to, size_t size, const char *text)
 {
     size_t n = 0;
@@ -160,7 +160,7 @@ static void read_text(pid_t pid, uint64_t from, char *text, size_t size)
 {
     size_t n = 0;
 
-    /* A byte at a time: the page behind the text may not be there. */
+    /* One byte at a time, because the page after the text may not exist. */
     while (from && n + 1 < size) {
         struct iovec to = {text + n, 1}, at = {(void *)(from + n), 1};
         if (process_vm_readv(pid, &to, 1, &at, 1, 0) != 1 || !text[n])
@@ -274,7 +274,7 @@ int main(int argc, char **argv)
         fail("fork");
     if (child == 0)
         start(argv + 2);
-    connect_to(argv[1]); /* after the fork: the program does not get it */
+    connect_to(argv[1]); /* after the fork, so that the program does not inherit it */
     if (waitpid(child, &status, 0) < 0 || ptrace(PTRACE_SETOPTIONS, child, 0, options) < 0)
         fail("PTRACE_SETOPTIONS");
     ptrace(PTRACE_CONT, child, 0, 0);

@@ -1,7 +1,8 @@
-"""The hook, stopped before each system call that could harm the host: what it did, and what to do meanwhile.
+"""The hook, stopped before each system call that could harm the host: what it did, and what a test does in the
+meantime.
 
-`tests/container/steps.c` is the tracer. A race that needs luck elsewhere is hit here each time, at the step that a test
-chooses; and what the hook opened is known by the kernel's word, not by what the source looks like.
+`tests/container/steps.c` is the tracer. A race that otherwise depends on luck is hit every time, at the step that a
+test chooses; and what the hook opened is known from the kernel, not from the look of the source.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def tracer() -> Path:
 
 @dataclass
 class Step:
-    """One system call: before it is made `result` is None."""
+    """One system call; `result` is None before the call is made."""
 
     number: int
     pid: int
@@ -58,9 +59,9 @@ class Step:
     numbers: tuple[int, ...]
     path: str
     cwd: str
-    inside: bool  # the hook is in the container's mount namespace
+    inside: bool  # whether the hook is in the container's mount namespace
     result: int | None = None
-    what: str = ""  # what the descriptor that it gave stands for
+    what: str = ""  # path of the descriptor that it returned
 
     def __str__(self) -> str:
         return f"{self.number} {self.name}{self.numbers} {self.path!r} = {self.result} {self.what}"
@@ -71,7 +72,9 @@ def _text(raw: bytes | None) -> str:
 
 
 class Steps:
-    """`with Steps(react) as steps`: run `steps.argv(hook)`; `react` is called while the hook stands still."""
+    """A traced hook: in `with Steps(react) as steps`, run `steps.argv(hook)`; `react` is called while the hook is
+    stopped.
+    """
 
     def __init__(self, react: Callable[[Step], None] | None = None) -> None:
         self.react = react or (lambda _: None)
@@ -103,7 +106,7 @@ class Steps:
             raise self.failed[0]
 
     def argv(self, command: list[str]) -> list[str]:
-        """Give the command that runs `command` in steps."""
+        """Return the command that runs `command` in steps."""
         return [str(tracer()), str(self.path), *command]
 
     def _serve(self) -> None:
@@ -149,9 +152,10 @@ class Steps:
 
 
 def faults(steps: list[Step], root: Path) -> list[str]:
-    """List what a hook must never do, whatever the image is; `root` is the container's root file system.
+    """Return the violations of what a hook must never do, whatever the image is; `root` is the container's root file
+    system.
 
-    What it loads before it is undumpable is Python's own, and of the host.
+    Files that it loads before it becomes undumpable are Python's own, and the host's.
     """
     found = [str(step) for step in steps if step.name in STARTS]
     found = [f"R5, R6: it started something: {start}" for start in found[1:]]
@@ -198,7 +202,7 @@ def _fault(step: Step, root: str) -> str | None:
         if step.path == "thread-self/mountinfo" and step.numbers[0] >= 0:
             return None
         if re.fullmatch(r"self/fd/\d+", step.path) and step.numbers[0] >= 0:
-            # What was walked to, opened for reading, by a /proc that a descriptor stands for.
+            # A path that was walked to is opened for reading, through a /proc that is given by a descriptor.
             there = f"{step.what}/".startswith(f"{root}/") or step.result is None or step.result < 0
             return None if there else f"R2: it left the root: {step}"
         return f"R2: opened by path: {step}"
@@ -212,7 +216,7 @@ def _walk_fault(step: Step, root: str) -> str | None:
     if flags & (O_ACCMODE | O_CREAT):
         return f"R11: opened for writing: {step}"
     if step.path == root and not step.inside and resolve & NO_SYMLINKS and flags & O_PATH:
-        return None  # the root itself, by a name in which nothing is a link
+        return None  # the root itself, by a path without links
     confined = (
         resolve & (IN_ROOT | NO_MAGICLINKS) == IN_ROOT | NO_MAGICLINKS
         or resolve & (IN_ROOT | NO_SYMLINKS) == IN_ROOT | NO_SYMLINKS

@@ -1,4 +1,4 @@
-"""A stub of the governor: speaks the protocol on a thread, grants everything, remembers what it was told."""
+"""A stub of the governor: it speaks the protocol on a thread, grants everything, and records the requests."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.container.bundles import GPU, ROOT
 class StubGovernor:
     """Listens on <runtime_dir>/governor.sock.
 
-    `mode` says how it answers: grant, refuse, silent, close, garbage, deny-confirm.  `admitted` holds the admissions that
-    live now, `confirmed` those that were confirmed.  `before_admit` runs before an admission is answered,
-    `before_confirm` before a confirmation is.
+    `mode` selects how it answers: grant, refuse, silent, close, garbage, deny-confirm. `admitted` has the admissions that
+    exist now, `confirmed` the identifiers of those that were confirmed. `before_admit` runs before an admission is
+    answered, `before_confirm` before a confirmation is.
     """
 
     def __init__(self, runtime_dir: Path) -> None:
@@ -128,7 +128,7 @@ class StubGovernor:
                 }
             elif request["op"] == "admit":
                 assert mine is not None
-                number = len(self.requests)  # several may have asked by now
+                number = len(self.requests)  # other clients may have asked by now
                 while (self.runtime_dir / "containers" / f"key{number}").exists():
                     number += 1
                 directory = self.runtime_dir / "containers" / f"key{number}"

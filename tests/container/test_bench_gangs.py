@@ -1,6 +1,7 @@
-"""bench.gangs in containers on two simulated GPUs: what it measures, and that no part takes the others with it.
+"""bench.gangs in containers on two simulated GPUs: what it measures, and that a failing part does not affect the
+others.
 
-What is asserted of shares is coarse: this machine has few processors, and others use them.
+The assertions on shares are coarse: this machine has few processors, and other programs use them.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def test_all_parts(
 def test_by_the_gpus_own_schedulers_a_job_has_its_share_of_both_at_once(
     build_dir: Path, tmp_path: Path, require: Callable[..., None]
 ) -> None:
-    """Its units wait for those of the other GPU, so a share that it had at different times would not be delivered."""
+    """Its units wait for those on the other GPU, so shares at different times on the two GPUs would not be delivered."""
     require("runc")
     parts = ("native", "hogs", "rivals")
     options = ("--scheduling", "hardware", "--seconds", "4")
@@ -82,7 +83,7 @@ def hangs(bench: Bench, keep: Keep) -> None:
     container = bench.start_hog(0, 50, 60)
     bench.node.wait_ready([container.out / "begin.ready"], 30)
     keep["far"] = "so far"
-    # The limit comes now, and not while a busy machine still starts the container.
+    # The limit expires here, and not while a busy machine is still starting the container.
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     time.sleep(60)
 
@@ -114,7 +115,7 @@ def test_a_part_that_hangs_or_fails_is_told_of_and_the_next_one_runs(
     assert "hog-1" in hung["outputs"]["end"]
     assert failed["error"] == "MachineError: it is broken"
     assert "governor-started" in " ".join(failed["outputs"]["end"]["governor"])
-    # There is a governor again, and nothing on its GPUs.
+    # There is a governor again, without containers on its GPUs.
     assert told["error"] is None
     assert [gpu["containers"] for gpu in told["check_json"]["gpus"]] == [0, 0]
 

@@ -1,4 +1,4 @@
-"""`python -m bench.latency` on the simulated GPU, shortened: every arm serves the same requests. How fast is no test's."""
+"""`python -m bench.latency` on the simulated GPU, shortened: every arm serves the same requests. No test asserts how fast."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ def test_every_arm_serves_the_same_requests(
         run.main(["--suite", "latency", "--from", str(tmp_path / "out"), "--out", str(kept)]) == 0
     )
     rows = capsys.readouterr().out.splitlines()
-    assert len(rows) == 7  # and where it was kept
+    assert len(rows) == 7  # and the place where it was kept
     assert "= " in rows[2]
     assert not list(Path("/dev/shm").glob(f"tidegate-simgpu-{os.getpid()}"))

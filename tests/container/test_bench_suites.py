@@ -1,6 +1,7 @@
-"""Every suite of bench.quota, small, in containers on the simulated GPU: it runs, is kept, and has its part of the page.
+"""Every suite of bench.quota, shortened, in containers on the simulated GPU: it runs, is kept, and has its part of the
+page.
 
-What is asserted of shares is coarse: this machine has few processors, and others use them.
+The assertions on shares are coarse: this machine has few processors, and other programs use them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ SMALL = {
 }
 NATIVE = ("aggregate", "graphs")
 WAITS = Arm((Tenant(90, 50),), settings={"hold_launches": False}, native=False)
-"""Launches that do not fit wait for the end of the grant, which comes no more when it is moved."""
+"""An arm without held launches: those that do not fit wait for the end of the grant, which does not come if it is
+extended.
+"""
 
 
 @pytest.mark.slow
@@ -41,7 +44,7 @@ def test_sixty_four_containers_share_a_gpu(
     build_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each has 1 %, all of them want more, and nobody is left out."""
+    """Each has 1 %, all of them want more, and all of them are served."""
     require("runc")
     memory = ["--memory", "64GiB"]
     monkeypatch.setattr(
@@ -61,7 +64,7 @@ def test_sixty_four_containers_share_a_gpu(
 def results(
     tmp_path_factory: pytest.TempPathFactory, require: Callable[..., None], build_dir: Path
 ) -> dict[str, dict[str, Any]]:
-    """What a run of each suite left behind."""
+    """The result of a run of each suite."""
     require("runc")
     base = tmp_path_factory.mktemp("suites")
     with pytest.MonkeyPatch.context() as patch:
@@ -87,7 +90,7 @@ def results(
 
 
 def keep(report: dict[str, Any], where: Path) -> dict[str, Any]:
-    """What bench.run keeps of a run."""
+    """Return what bench.run keeps of a run."""
     where.mkdir()
     (where / "quota.json").write_text(json.dumps(report))
     out = where / "kept.json"
@@ -120,7 +123,7 @@ def test_everybody_worked(results: dict[str, dict[str, Any]], suite: str) -> Non
 
 
 def test_who_is_alone_below_his_cap_works_on(results: dict[str, dict[str, Any]]) -> None:
-    """A grant that became longer woke nobody: 3.7 of 90 %, and 3 to 5 on an H200."""
+    """Extending a grant used to wake no waiting launch: 3.7 % were delivered instead of 90 %, and 3 to 5 % on an H200."""
     assert results["sweep"]["summary"]["alone-waits"]["delivered"][0] > 60
 
 
@@ -132,7 +135,7 @@ def test_a_shape_of_work_gets_about_its_share(
 
 
 def test_the_same_work_ran_without_tidegate(results: dict[str, dict[str, Any]]) -> None:
-    """Time slices know no quota: a container with 30 % has what one with 70 % has."""
+    """Time slices ignore quotas: containers with 30 % and with 70 % get the same."""
     native = results["graphs"]["summary"]["shape-graph"]["native"]["delivered"]
     assert native[0] == pytest.approx(native[1], abs=12)
     assert results["aggregate"]["summary"]["two-500us"]["native"]["sum"] > 60
@@ -149,9 +152,9 @@ def test_changes_are_followed_on_the_time_of_the_samples(
         for event in arm["events"]:
             assert event["at_ns"] < event["until_ns"]
             assert event["until_ns"] < samples + 500_000_000
-    # It is lent the GPU again when the neighbour has ended, whatever else this machine does.
+    # The container is lent the GPU again after the neighbour has ended, whatever else this machine does.
     work = arms["settle-neighbour"]["tenants"][0]["work_us"]
-    # Of all stretches of 0.4 s: a busy machine may start and end the neighbour late.
+    # Compares all stretches of 0.4 s, because a busy machine may start and end the neighbour late.
     stretches = [
         [sum(work[i : i + 40]) / 4000 for i in range(begin, end - 40)]
         for event in arms["settle-neighbour"]["events"][:2]

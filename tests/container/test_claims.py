@@ -1,7 +1,7 @@
-"""Claims in real containers: what the node's driver tells the governor and writes as CDI, and what containers have of it.
+"""Claims in real containers: what the node's driver tells the governor and writes as CDI, and what containers get from it.
 
-Two simulated GPUs. The edits of the CDI specification are put into config.json here as engines do it, from the
-specification that `governor.cdi` makes.
+The node has two simulated GPUs. The tests apply the edits of the CDI specification that `governor.cdi` makes to config.json,
+as engines do.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def share(
 def tell(
     node: Node, uid: str, *shares: dict[str, Any], namespace: str = "default"
 ) -> dict[str, Any]:
-    """What NodePrepareResources tells the governor."""
+    """Tell the governor what NodePrepareResources tells it."""
     return ask(
         node.config, "claim", uid=uid, namespace=namespace, name=f"name-{uid}", shares=list(shares)
     )
@@ -80,7 +80,7 @@ def claims(node: Node) -> dict[str, dict[str, Any]]:
 
 
 def with_devices(node: Node, *wanted: tuple[str, str], pod: str = "", **more: Any) -> Edit:
-    """Edit config.json as an engine does by the specifications of these shares' claims, in their order."""
+    """Return an edit of config.json like an engine's for the CDI specifications of these shares' claims, in their order."""
 
     def edit(config: dict[str, Any]) -> None:
         config["hooks"] = {}
@@ -109,7 +109,7 @@ def with_devices(node: Node, *wanted: tuple[str, str], pod: str = "", **more: An
 
 
 def apply(config: dict[str, Any], edits: dict[str, Any]) -> None:
-    """Apply edits as the CDI specification says, as far as they are ours; simulated GPUs have no nodes."""
+    """Apply those edits of the CDI specification that Tidegate uses; simulated GPUs have no device nodes."""
     assert "deviceNodes" not in edits
     for hook in edits.get("hooks", ()):
         entry = {key: value for key, value in hook.items() if key != "hookName"}
@@ -141,7 +141,7 @@ def worker(node: Node, name: str, edit: Edit) -> Running:
 
 
 def refused(node: Node, name: str, edit: Edit, annotations: dict[str, str] | None = None) -> str:
-    """Start a container that has to be refused, and return the line that says why."""
+    """Start a container that must be refused, and return the line with the reason."""
     container = start(node, name, ["/usr/bin/probe", "work", "0"], edit, annotations)
     assert node.wait(container, WAIT_S) != 0
     [line] = [line for line in container.output.splitlines() if "tidegate: " in line]
@@ -158,7 +158,7 @@ def finish(node: Node, container: Running) -> list[dict[str, Any]]:
 
 
 def known(node: Node, *containers: Running) -> list[dict[str, Any]]:
-    """What the governor says of these, as soon as they are confirmed."""
+    """Return what the governor reports about containers, as soon as they are confirmed."""
 
     def all_there() -> bool:
         for one in containers:
@@ -178,7 +178,7 @@ def outcomes(node: Node, container: Running) -> list[str]:
 
 
 def delivered(node: Node, *containers: Running, seconds: float = 2.5) -> list[float]:
-    """Percent of the GPU that each key's containers were given."""
+    """Return the percentage of the GPU that was charged to each container's key."""
     before = {one["key"]: one["devices"][0]["charged_ns"] for one in node.look().values()}
     began = time.monotonic_ns()
     time.sleep(seconds)
@@ -202,7 +202,7 @@ def test_two_claims_share_a_gpu_70_30(node: Node) -> None:
     small = worker(node, "small", with_devices(node, ("small", "gpu"), pod="serve"))
     begin(large, small)
     most, least = delivered(node, large, small)
-    # On a busy machine programs do not ask in time for all that they may have: less it may be, more not.
+    # On a busy machine programs do not request in time all that they may have: they may get less, but never more.
     assert most <= 75
     assert least <= 34
     assert most > least > 5
@@ -249,7 +249,7 @@ def test_one_container_with_two_shares_on_two_gpus(node: Node) -> None:
     assert [(one["total"], one["taken"], one["error"]) for one in shown] == [
         (2 * GIB, 1536 * MIB, 2)
     ] * 2
-    # One of the two entries has done all.
+    # One of the two entries has done all the work.
     assert outcomes(node, container) == ["prepared", "prepared-already"]
     admitted = [
         one
@@ -261,7 +261,7 @@ def test_one_container_with_two_shares_on_two_gpus(node: Node) -> None:
 
 
 def test_a_share_that_is_named_three_times_is_had_once(node: Node) -> None:
-    """Where another claim of its pod was refused at first, a kubelet names a device once more for each time that it asked."""
+    """If another claim of the pod was refused first, a kubelet names a device once more for each time that it asked."""
     tell(node, "again", share("gpu", compute=40))
     container = probe(node, "again", with_devices(node, *[("again", "gpu")] * 3))
     (seen,) = known(node, container)
@@ -286,7 +286,7 @@ def test_two_containers_share_the_memory_of_one_claim(node: Node) -> None:
     wait_for((first.out / "full").exists, "a full GPU")
     second = probe(node, "second", with_devices(node, ("both", "gpu")))
     assert node.wait(second, WAIT_S) == 1
-    assert "cuDevicePrimaryCtxRetain: 2" in second.output  # not even a context fits
+    assert "cuDevicePrimaryCtxRetain: 2" in second.output  # there is no room even for a context
     (one,) = known(node, first)
     assert one["key"] == uses_key([("both", "gpu")])
     assert one["devices"][0]["memory_used"] == 4 * GIB
@@ -304,11 +304,11 @@ def test_two_containers_share_the_time_of_one_claim(node: Node) -> None:
     begin(*pair)
     assert known(node, *pair)[0]["key"] == known(node, *pair)[1]["key"]
     (together, same) = delivered(node, *pair)
-    assert together == same  # there is one account
+    assert together == same  # they have one account
     assert 5 < together <= 44
     done = [units(one) for one in pair]
     assert min(done) > 20
-    # Their processes are told apart, and counted in together.
+    # Their processes are distinguished, and charged together.
     one, two = known(node, *pair)
     assert len(one["processes"]) == len(two["processes"]) == 1
     assert one["processes"] != two["processes"]
@@ -371,7 +371,7 @@ def test_a_state_that_is_lost_costs_no_claim_that_is_used(node: Node) -> None:
     assert ask(node.config, "gpus")["gpus"][0]["compute_left"] == 40
     tell(
         node, "lost", share("gpu", memory=4 * GIB, compute=60)
-    )  # the same: nothing is booked twice
+    )  # unchanged: no claim is booked twice
     assert ask(node.config, "gpus")["gpus"][0]["compute_left"] == 40
     done = [units(one) for one in pair]
     wait_for(
@@ -434,7 +434,7 @@ def test_an_annotation_names_no_claim(node: Node, annotation: str) -> None:
 
 
 def only_hook(node: Node) -> Edit:
-    """As an engine's own directory of hooks enters ours: for every container, without a word of claims."""
+    """Enter our hook as an engine's own directory of hooks does: for every container, and without a claim."""
 
     def edit(config: dict[str, Any]) -> None:
         arguments = [HOOK.name, *node.hook_arguments(), "createRuntime"]
@@ -507,7 +507,7 @@ def test_a_device_of_a_gpu_beside_a_claim_is_refused(node: Node) -> None:
 
 
 def test_a_hook_of_an_engine_s_directory_beside_a_claim_does_nothing(node: Node) -> None:
-    """An annotation that is allowed has it entered, before the claim's entries or behind."""
+    """An allowed annotation makes the engine enter it, before or after the claim's entries."""
     tell(node, "mine", share("gpu"))
     for place in (0, 1):
 

@@ -1,7 +1,8 @@
-"""From a ResourceClaim to a governed container: the driver's process, the real governor, hook, mirror, and engines that know CDI.
+"""From a ResourceClaim to a governed container: the driver's process, the real governor, hook and mirror, and engines that know
+CDI.
 
-API server and kubelet are stand-ins (tests/kubernetes). What the kubelet does with the answer, to ask the engine for the
-devices that it names, is done here.
+API server and kubelet are stand-ins (tests/kubernetes). Like the kubelet, the tests ask the engine for the devices that the
+driver's answer names.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Cluster:
     devices: list[dict[str, Any]]
 
     def allocate(self, name: str, *results: dict[str, Any], **more: Any) -> dict[str, Any]:
-        """What the scheduler does: a claim with shares of the first GPU, as the slice offers it."""
+        """Act as the scheduler: make a claim with shares of the first GPU, as the slice offers it."""
         document = claim(
             name,
             NAMESPACE,
@@ -54,17 +55,17 @@ class Cluster:
         return document
 
     def prepare(self, document: dict[str, Any]) -> list[str]:
-        """What the kubelet does; the ids that it asks the engine for."""
+        """Act as the kubelet; return the ids that it requests from the engine."""
         answer = self.kubelet.prepare(reference(document))[document["metadata"]["uid"]]
         assert answer.error == ""
         return [identifier for device in answer.devices for identifier in device.cdi_device_ids]
 
     def unprepare(self, document: dict[str, Any]) -> None:
-        """What the kubelet does when the pod has ended."""
+        """Act as the kubelet after the end of the pod."""
         assert self.kubelet.unprepare(reference(document))[document["metadata"]["uid"]].error == ""
 
     def left(self) -> int:
-        """Percent of the first GPU that nobody has."""
+        """Return the percentage of the first GPU that is not reserved."""
         return int(ask(self.site.node.config, "gpus")["gpus"][0]["compute_left"])
 
 
@@ -112,14 +113,14 @@ def cluster(
 
 
 def run(engine: Engine, devices: list[str]) -> Started:
-    """A container that asks for nothing but devices: no annotation, no runtime, no hook of ours."""
+    """Start a container that has nothing but devices: no annotation, and no runtime or hook of ours."""
     started = engine.run(*WORKLOAD, ours=False, devices=tuple(devices))
     wait_ready(started)
     return started
 
 
 def units(started: Started) -> int:
-    """How many units of work a container has done."""
+    """Return how many units of work a container has done."""
     path = started.out / "progress.bin"
     return path.stat().st_size // 16 if path.exists() else 0
 
@@ -139,7 +140,7 @@ def test_two_pods_share_a_gpu_70_to_30(cluster: Cluster, engine: Engine) -> None
         for one in cluster.site.books().values()
     ]
     assert sorted(found) == [(30, 30, 2 * GIB), (70, 70, 4 * GIB)]
-    assert cluster.left() == 0  # nothing is booked twice
+    assert cluster.left() == 0  # no share is booked twice
     for one in started.values():
         begin(cluster.site, one)
     before = {name: units(one) for name, one in started.items()}
@@ -158,7 +159,7 @@ def test_two_pods_share_a_gpu_70_to_30(cluster: Cluster, engine: Engine) -> None
 
 
 def test_a_driver_that_is_gone_stops_no_container(cluster: Cluster, engine: Engine) -> None:
-    """A prepared claim is a file and a row of the governor's; a pod's container starts again without the driver."""
+    """A prepared claim is a file and a row in the governor's database; a pod's container starts again without the driver."""
     document = cluster.allocate("alone", result(compute="40", memory="2Gi"))
     devices = cluster.prepare(document)
     cluster.process.kill()
@@ -178,7 +179,7 @@ def test_a_claim_that_was_taken_back_starts_no_container(cluster: Cluster, engin
     cluster.unprepare(document)
     with pytest.raises(StartError):
         engine.run(*WORKLOAD, ours=False, devices=tuple(devices))
-    # Somebody has kept the file: the governor knows better.
+    # As if the file had been kept: the governor refuses it all the same.
     path.write_bytes(kept)
     try:
         with pytest.raises(StartError):

@@ -1,7 +1,8 @@
-"""Kernels that wait for each other: on two GPUs of a container, and in two containers.
+"""Kernels that wait for each other, as in a collective: on two GPUs of a container, and in two
+containers.
 
-What a collective does. Two containers share the same two simulated GPUs, so whoever holds only one of
-them waits for the other.
+Two containers share the same two simulated GPUs, so a container that holds only one of them waits for
+the other container.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class WithWords(Simulated):
     """Two simulated GPUs, and words in memory that all containers share."""
 
     def clear_words(self) -> None:
-        """Let nobody have met anybody."""
+        """Reset the words on which the kernels meet."""
         words = self.directory / "words"
         words.write_bytes(bytes(4096))
         words.chmod(0o666)
@@ -58,7 +59,9 @@ def start(node: Node, name: str, mode: str, n: int, **annotations: str) -> Runni
 
 
 def finish(node: Node, *containers: Running, processes: int = 1) -> list[dict[str, float]]:
-    """Let all begin at once, each with so many processes; what each says at its end."""
+    """Let all containers begin at the same time, with `processes` processes each; return what each
+    prints at its end.
+    """
 
     def is_ready(container: Running) -> bool:
         assert container.process.poll() is None, show_output(container)
@@ -74,35 +77,39 @@ def finish(node: Node, *containers: Running, processes: int = 1) -> list[dict[st
 
 @pytest.mark.parametrize("mode", ["one", "each"])
 def test_two_containers_with_collectives_over_the_same_gpus(node: Node, mode: str) -> None:
-    """
-    Little more than twice what one takes alone, 0.8 s for 0.3 on a machine of two cores.
+    """Both take little more than twice the time of one alone: 0.8 s instead of 0.3 s on a machine
+    with two cores.
 
-    Granted one by one they took 20 times that, and up to 2 s for four iterations.
+    When the GPUs were granted one by one they took 20 times as long, and up to 2 s for four
+    iterations.
     """
     n = 800
     quota = {"devices": "0,1", "compute": "45", "compute_limit": "100"}
     pair = [start(node, f"{mode}-{i}", mode, n, **quota) for i in range(2)]
     both = finish(node, *pair, processes=2 if mode == "each" else 1)
     for one in both:
-        assert one["seconds"] < 6  # they had taken 7 to 13
+        assert one["seconds"] < 6  # it used to be 7 to 13
         assert one["longest"] < 1
 
 
 def test_halves_of_a_collective_in_two_containers_on_one_gpu(node: Node) -> None:
-    """Each half waits for the other, which waits for the GPU: 4 s when each was waited for."""
+    """Each half waits for the other half, which waits for the GPU. It took 4 s when the arbiter
+    waited for each of them.
+    """
     n = 100
     pair = [
         start(node, f"half-{i}", str(i), n, devices="0", compute="45", compute_limit="100")
         for i in range(2)
     ]
     for one in finish(node, *pair):
-        # Once 100 ms, until it is known that they wait; then 1, and 200 now and then to see.
+        # Waits are 100 ms once, until it is known that the halves wait; then 1 ms, and 200 ms now and
+        # then to check again.
         assert one["seconds"] < 3
         assert one["longest"] < 1
 
 
 def test_halves_of_collectives_over_two_gpus_in_two_containers(node: Node) -> None:
-    """A container on each of two GPUs, and others on both."""
+    """A container on each of two GPUs, and other containers on both."""
     n = 100
     quota = {"compute": "30", "compute_limit": "100"}
     pair = [start(node, f"rank-{i}", str(i), n, devices=str(i), **quota) for i in range(2)]

@@ -1,6 +1,6 @@
-"""CRI-O itself, laid out as its own packages lay it out: what it starts with, and what setup and doctor say of what it does not.
+"""CRI-O itself, in the layout of its own packages: with which files it starts, and what setup and doctor report about others.
 
-CRI-O is in no Debian. `TIDEGATE_ENGINE_BIN` names a directory that has its programs (docs/testing.md).
+Debian has no package of CRI-O. `TIDEGATE_ENGINE_BIN` names a directory with its programs (docs/testing.md).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def node(
     tmp_path_factory: pytest.TempPathFactory,
     require: Callable[..., None],
 ) -> Iterator[EngineHost]:
-    """A node with CRI-O's packages; nothing of it runs."""
+    """A node with CRI-O's packages, without running daemons."""
     require("nsenter", "unshare", "setpriv")
     base = tmp_path_factory.mktemp("c")
     with EngineHost(unpacked(request.param), base, binds=crio_binds()) as host:
@@ -64,7 +64,7 @@ def node(
 
 @pytest.fixture
 def host(node: EngineHost) -> Iterator[EngineHost]:
-    """The node, with CRI-O's files as its packages have them before the test and after it."""
+    """The node, with CRI-O's files as its packages install them, before the test and after it."""
     yield node
     tidegate(node, "setup", "crio", "--undo")
     left = ("50-tidegate.conf", "60-own.conf")
@@ -73,13 +73,13 @@ def host(node: EngineHost) -> Iterator[EngineHost]:
 
 
 def tidegate(host: EngineHost, *words: str) -> tuple[int, str]:
-    """Type a command on the node itself; its status, and all that it prints."""
+    """Run a command on the node itself; return its status, and all of its output."""
     ran = host.run("python3", f"{ROOT}/governor/tidegate", *words)
     return ran.status, ran.text
 
 
 def findings(host: EngineHost, *checks: str) -> dict[str, list[tuple[str, str]]]:
-    """What doctor finds on the node, by the id of the check: state and words."""
+    """Return doctor's findings about the node, by the id of the check: state and text."""
     said = subprocess.run(
         [*(sys.executable, "-m", "governor.cli", "doctor", "--json"), "--root", host.path("/")],
         cwd=ROOT, capture_output=True, text=True, check=False,
@@ -92,7 +92,7 @@ def findings(host: EngineHost, *checks: str) -> dict[str, list[tuple[str, str]]]
 
 
 def starts(host: EngineHost) -> str:
-    """Start CRI-O and end it again; the last line of one that ends by itself, or ""."""
+    """Start CRI-O and stop it again; return the last line of its log if it ended on its own, else ""."""
     log = host.work / "crio.log"
     log.unlink(missing_ok=True)
     daemon = host.start("crio", log=log)
@@ -136,7 +136,7 @@ def test_cri_o_starts_after_setup_and_did_not_with_the_handler_of_an_older_versi
 
 
 def test_cri_o_starts_after_setup_where_its_programs_are_on_the_path(host: EngineHost) -> None:
-    """As distributions have it: no file names a program, and the handlers are built in."""
+    """The layout of distributions: no file names a program, and the handlers are built in."""
     packages = host.path(f"{CONF_D}/10-crio.conf")
     text = packages.read_text()
     packages.unlink()
@@ -186,7 +186,7 @@ def test_a_container_is_the_default_handler_s_runtime_s_and_outlives_cri_o(site:
         started = engine.run(*WORKLOAD, annotations=GOOD)
         wait_ready(started)
         begin(site, started)
-        # crun keeps its state there, and this node's path has runc first.
+        # crun keeps its state there, although runc comes first on this node's PATH.
         assert host.path(f"/run/crun/{started.identifier}").is_dir()
         engine.stop()
         engine.serve()

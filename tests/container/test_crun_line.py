@@ -1,4 +1,4 @@
-"""The hook's line under crun, which sends what hooks write to /dev/null."""
+"""The hook's line under crun, which sends the output of hooks to /dev/null."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def test_the_line_is_in_crun_s_own_standard_error(node: Node, crun: Runtime) -> 
 def test_a_child_of_the_fork_server_finds_crun_by_its_caller(
     node: Node, fronts: Path, tmp_path: Path, name: str
 ) -> None:
-    """A shell stands for the runtime here: the tests run crun in a mount namespace, which the server declines."""
+    """A shell stands in for the runtime, because the tests run crun in a mount namespace, for which the server
+    declines.
+    """
     bundle = node.bundle("true", annotations=WRONG)
     bundle.write()
     node.program = fronts / "tidegate-hook"
@@ -50,7 +52,7 @@ def test_a_child_of_the_fork_server_finds_crun_by_its_caller(
 
 
 def test_a_log_of_crun_s_has_it_as_well(node: Node, crun: Runtime, tmp_path: Path) -> None:
-    """Podman shows crun's log where that is one JSON document, and standard error where it is not."""
+    """Podman shows crun's log if that is one JSON document, and otherwise standard error."""
     bundle = node.bundle("true", annotations=WRONG)
     bundle.write()
     log = tmp_path / "log"

@@ -1,8 +1,9 @@
 """The documents' `tidegate` commands, run one after the other on a node that is made for them.
 
 The node has the machine's files with a /run, a /var/lib, an /etc and a /usr/bin of its own, the simulated GPU's
-driver, a governor, and a container that works. What stands for something of the reader's is replaced by
-what this node has. tests/unit/test_docs_commands.py looks at all the others; docs/tutorial.md is typed as it stands.
+driver, a governor, and a container that works. Placeholders for something of the reader's are replaced by what this
+node has. tests/unit/test_docs_commands.py checks all other commands; docs/tutorial.md is run unchanged by
+test_tutorial.py.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ STANDS_FOR = {
     "ENGINE": "podman",
     "pods.yaml": "$OUT/pods.yaml",
 }
-ENDLESS = 124  # what timeout says of a command that goes on until it is stopped
+ENDLESS = 124  # status of timeout for a command that runs until it is stopped
 
 READS = {"ps", "doctor", "events", "verify"}
-"""Verbs that change nothing: one run is enough of what several pages say."""
+"""Verbs that change nothing: a command that several pages contain is run only once."""
 
 NOT_HERE = {
     "docs/tutorial.md": "tests/container/test_tutorial.py types it",
     "docs/howto/add-a-driver-branch.md": "wants a driver's files: tests/unit/test_vdriver_debian.py has some",
 }
 
-# By the first words of a command, the longest that fits: how it may end. What is not here ends with 0.
+# Allowed exit statuses by the first words of a command; the longest match applies. Other commands exit with 0.
 STATUSES = {
-    "tidegate doctor": {0, 1},  # of a machine without a GPU and without packages something is wrong
+    "tidegate doctor": {0, 1},  # a machine without a GPU and packages has problems
     "tidegate events --follow": {ENDLESS},
-    "tidegate events --all --since": {65},  # the journal's, and this node has a syslog
+    "tidegate events --all --since": {65},  # needs the journal; this node has a syslog
     "tidegate top": {0, ENDLESS},
     "tidegate refresh": {0, 69},  # there may be no driver
     "tidegate refresh --library-dir": {0},
@@ -98,7 +99,7 @@ endless=()
 """
 
 
-SYNOPSIS = "--root DIR"  # that of doctor, whose options mean nothing together
+SYNOPSIS = "--root DIR"  # doctor's synopsis: its options make no sense together
 
 
 def chosen() -> list[Command]:
@@ -122,7 +123,7 @@ def typed(command: Command) -> str:
 
 
 def allowed(command: Command) -> set[int]:
-    """Return the statuses that a command may end with."""
+    """Return the statuses that a command may exit with."""
     text = "tidegate " + " ".join(command.words[1:])
     fits = [begin for begin in STATUSES if text.startswith(begin)]
     return STATUSES[max(fits, key=len)] if fits else {0}
@@ -132,7 +133,7 @@ def allowed(command: Command) -> set[int]:
 def ended(
     require: Callable[..., None], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[int, str]]:
-    """How each command ended, and what it said."""
+    """Return the status and the output of each command."""
     require("runc", "unshare", "bash", "timeout")
     out = tmp_path_factory.mktemp("docs")
     script, ran = [NODE], dict[str, int]()
@@ -145,7 +146,7 @@ def ended(
             f"timeout -k 5 {3 if endless else 30} /usr/bin/tidegate {words}"
             f" >{out}/{number} 2>&1 </dev/null; echo $? >{out}/{number}.status"
         )
-        # What goes on until it is stopped does so beside the others.
+        # Commands that run until they are stopped run in the background.
         script.append(f"({run}) & endless+=($!)" if endless else run)
     script.append('wait "${endless[@]}"; runc kill first KILL; wait %2; kill %1; wait')
     shell = subprocess.Popen(

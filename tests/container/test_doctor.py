@@ -1,4 +1,4 @@
-"""`tidegate doctor` and `tidegate events` on a node that runs: a real governor, a real mirror, real device nodes, and nobody's eyes."""
+"""`tidegate doctor` and `tidegate events` on a running node: a real governor, a real mirror, real device nodes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def node(
 
 
 def look(node: Node, *options: str) -> dict[str, list[dict[str, Any]]]:
-    """What doctor finds on this machine, by the id of the check."""
+    """Return doctor's findings on this machine, by the id of the check."""
     found: dict[str, list[dict[str, Any]]] = {}
     command = ["-m", "governor.cli", "doctor", "--json", "--config", str(node.work / "config.yaml")]
     done = subprocess.run(
@@ -89,7 +89,7 @@ def test_a_node_that_runs_is_right_as_far_as_it_is_set_up(node: Node) -> None:
             f"this checkout has {ROOT}/oci_hook/tidegate-hook"
             in found["files.programs"][0]["found"]
         )
-    # What depends on the machine says something, and nothing breaks.
+    # Checks whose result depends on the machine have a finding, and no check fails.
     assert not any("the check failed" in one["found"] for each in found.values() for one in each)
 
 
@@ -126,12 +126,12 @@ def test_what_happens_to_a_node_is_told(node: Node) -> None:
 
 
 def test_without_root_doctor_says_what_it_does_not_see(node: Node) -> None:
-    # What a user can read: the configuration, in a directory that he may enter.
+    # A user can read this: the configuration, in a directory that the user may enter.
     config = Path("/run") / f"tidegate-doctor-{os.getpid()}.yaml"
     config.write_text((node.work / "config.yaml").read_text())
     config.chmod(0o644)
     command = ["-m", "governor.cli", "doctor", "--json", "--config", str(config)]
-    # A checkout may be where only root may enter: there he sees it in another place.
+    # The checkout may be in a directory that only root may enter, so the user sees it in another place.
     enter = f'mount --bind "$0" /mnt && cd /mnt && exec setpriv --reuid={NOBODY} --regid={NOBODY} --clear-groups "$@"'
     python = Path(sys.executable)
     if python.is_relative_to(ROOT):
@@ -178,7 +178,7 @@ def test_device_nodes_of_other_numbers_are_wrong(host: Host) -> None:
     assert host.look("driver.nodes")[0] == (
         "wrong: /dev/nvidia0 is 195:7, the kernel says 195:0 -> rm /dev/nvidia0 && nvidia-modprobe -c 0"
     )
-    # nvidia-uvm's number is another after a reboot.
+    # The number of nvidia-uvm may change at a reboot.
     host.put("proc/devices", "Character devices:\n195 nvidia\n508 nvidia-uvm\n")
     assert "/dev/nvidia-uvm is 511:0, the kernel says 508:0" in host.look("driver.nodes")[0]
     host.put("proc/devices", "Character devices:\n195 nvidia\n")
@@ -218,7 +218,7 @@ def test_events_has_the_line_of_a_start_that_failed(
     assert "tidegate: " in show_output(refused)
     assert cli.main(["events", "--log", log, "--container", refused.identifier]) == 0
     [line] = capsys.readouterr().out.splitlines()
-    # What the user was shown stands in it, word for word.
+    # The event contains what the user was shown, word for word.
     assert f"governor request-refused {refused.identifier}: refused: " in line
     shown = next(x for x in show_output(refused).splitlines() if "tidegate: " in x)
     assert line.partition("refused: ")[2].partition(";")[0] in shown
@@ -259,7 +259,7 @@ def test_events_finds_what_the_hook_wrote_to_a_real_journal() -> None:
         check=False, cwd=ROOT, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    # A line without its time, which is the hook's.
+    # A line without its time, which is the time of the hook.
     lines = [line.partition("Z ")[2].strip() or line for line in done.stdout.splitlines()]
     failed = "hook     failed 4f3a: image: no glibc; take another"
     assert lines == [

@@ -1,7 +1,7 @@
-"""Docker, containerd and podman themselves start containers by quota: real engines, the real hook, runtime, governor and mirror.
+"""Docker, containerd and podman start containers by quota: real engines, the real hook, runtime, governor and mirror.
 
-The engines are those of this machine's release, in a node of their own (engine_host.py); those of newer ones are slow
-tests. One governor serves all of a node's engines, as on a real one.
+The engines are those of this machine's release, in a node of their own (engine_host.py); tests of newer releases are slow. One
+governor serves all engines of a node, as on a real one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ GIB = 1 << 30
 
 
 class OldDocker(Docker):
-    """Before version 24 nobody can give a container annotations; where the node allows it, variables stand for them."""
+    """Docker before version 24 has no annotations for containers; where the node allows it, variables replace them."""
 
     annotates = False
 
@@ -95,26 +95,26 @@ class Site:
     node: Node
     host: EngineHost
     image: Path
-    rootfs: Path  # the image's
+    rootfs: Path  # of the image
     engines: dict[str, Engine]
 
     def books(self) -> dict[str, dict]:
-        """What the governor has, by id."""
+        """Return the governor's containers, by id."""
         return {one["id"]: one for one in ask(self.node.config, "list")["containers"]}
 
     def traces(self) -> set[str]:
-        """What there is of containers: mounts, control groups, the governor's directories."""
+        """Return what exists for containers: mounts, control groups, directories of the governor."""
         found = {*self.host.mounts(), *self.host.groups(), *self.directories()}
-        # Podman's own, which one of its processes leaves where another one is at work: all of its store on itself.
+        # Podman's own mount of all its storage on itself; a process of podman leaves it while another one works.
         return found - {"/var/lib/containers/storage/overlay"}
 
     def directories(self) -> set[str]:
-        """The directories that the governor has for containers."""
+        """Return the directories that the governor has for containers."""
         return {path.name for path in (self.node.runtime_dir / "containers").iterdir()}
 
 
 def unpacked(suite: str) -> Path:
-    """Where the engines of a release are."""
+    """Return the root file system with the engines of a release."""
     done = subprocess.run(
         [str(ROOT / "tools/engine-root"), suite],
         capture_output=True,
@@ -159,7 +159,7 @@ def make_site(suite: str, base: Path, build_dir: Path, *, second: bool = False) 
             f"{node.runtime_dir}:/run/tidegate",
             f"{node.driver_dir}:/var/lib/tidegate/driver",
             str(machine_.directory),
-            str(build_dir),  # the driver's own files: the hook looks whether they are as they were
+            str(build_dir),  # the driver's files, which the hook compares
         ]
         binds += crio_binds()
         with EngineHost(root, base, binds=binds, second=second) as host:
@@ -167,7 +167,7 @@ def make_site(suite: str, base: Path, build_dir: Path, *, second: bool = False) 
             for program in ("tidegate-hook", "tidegate-runtime"):
                 built = build_dir / "oci_hook/front" / program
                 host.path(f"/usr/bin/{program}").symlink_to(built)
-            # In the namespaces of the engines, as on a node of its own: it serves no others.
+            # In the namespaces of the engines, as on a real node: it serves no others.
             server = host.start(
                 str(ROOT / "oci_hook/tidegate-forkserver"), log=host.work / "forkserver.log"
             )
@@ -183,7 +183,7 @@ def make_site(suite: str, base: Path, build_dir: Path, *, second: bool = False) 
 
 @pytest.fixture(params=ENGINES, ids=lambda kind: kind.name)
 def engine(site: Site, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """An engine of the node's, started the first time; its containers are gone after the test."""
+    """An engine of the node, started on first use; its containers are gone after the test."""
     yield from used(site, request.param)
 
 
@@ -203,7 +203,7 @@ def used(site: Site, kind: type[Engine]) -> Iterator[Engine]:
 
 
 def old_docker(host: EngineHost) -> bool:
-    """Whether this is a Docker from before annotations."""
+    """Return whether this is a Docker without annotations."""
     return int(host.check("dockerd", "--version").split()[2].partition(".")[0]) < 24
 
 
@@ -215,7 +215,7 @@ def wait_ready(started: Started) -> None:
 
 
 def begin(site: Site, started: Started) -> None:
-    """Let the workload begin, and wait until the governor has counted some of it."""
+    """Let the workload begin, and wait until the governor has counted a launch."""
     (started.out / "begin").touch()
     wait_for(
         lambda: site.books()[started.identifier]["devices"][0]["launches"] > 0, "a counted launch"
@@ -223,7 +223,7 @@ def begin(site: Site, started: Started) -> None:
 
 
 def mount_points(engine: Engine, started: Started) -> list[str]:
-    """Where something is mounted in a container."""
+    """Return the mount points in a container."""
     ran = engine.exec(started, "cat", "/proc/1/mountinfo")
     assert ran.status == 0, ran.text
     return sorted(line.split()[4] for line in ran.stdout.splitlines())
@@ -236,7 +236,7 @@ def test_a_container_with_annotations_is_governed(site: Site, engine: Engine) ->
     wait_ready(started)
     [seen] = [one for one in site.books().values() if one["id"] == started.identifier]
     assert seen["confirmed"]
-    assert seen["control_group"]  # by which its processes are told from others
+    assert seen["control_group"]  # identifies its processes
     assert seen["pid"] == started.pid
     assert len(seen["processes"]) == 1
     assert seen["devices"][0]["memory_limit"] == 2 * GIB
@@ -258,7 +258,7 @@ print(json.dumps(find_name(*json.loads(sys.argv[2]))))
 def test_a_container_is_known_by_the_name_that_its_engine_has_for_it(
     site: Site, engine: Engine
 ) -> None:
-    """By the files that the engine itself has written, as `tidegate ps` reads them on the node."""
+    """The name comes from the files that the engine itself has written, as `tidegate ps` reads them on the node."""
     started = engine.run(*IDLE, annotations=GOOD)
     seen = site.books()[started.identifier]
     told = json.dumps([seen["id"], seen["bundle"], seen["identity"]])
@@ -268,7 +268,7 @@ def test_a_container_is_known_by_the_name_that_its_engine_has_for_it(
         Podman: ["podman", started.name, ""],
         ContainerdCri: ["containerd", "main", f"team/{started.name}"],
         Crio: ["cri-o", "main", f"team/{started.name}"],
-        Ctr: ["containerd", "", ""],  # it has none but the id
+        Ctr: ["containerd", "", ""],  # it has nothing but the id
     }
     assert found == next(names for kind, names in expected.items() if isinstance(engine, kind))
 
@@ -284,7 +284,7 @@ CHECKS_OF: dict[type[Engine], tuple[str, ...]] = {
 def test_doctor_finds_nothing_wrong_with_the_engine_and_tells_its_version(
     site: Site, engine: Engine
 ) -> None:
-    """In the words of the engine's own programs and files, which change with its versions."""
+    """doctor reads the output and the files of the engine's own programs, which change with their versions."""
     node = DoctorNode(f"/proc/{site.host.pid}/root", runner=lambda c: site.host.check(*c))
     ids = next(found for kind, found in CHECKS_OF.items() if isinstance(engine, kind))
     said = {one.id: one.finding for one in examine(node, (*ids, "runc.version", "crun.version"))}
@@ -314,7 +314,7 @@ def test_a_wrong_annotation_ends_the_start_with_our_line(site: Site, engine: Eng
         engine.run(*IDLE, annotations=WRONG)
     text = str(caught.value)
     assert text.count("tidegate: ") == 1, text
-    # An engine without annotations says it by a variable.
+    # An engine without annotations uses a variable.
     assert "tidegate.gpu/memory is 'much'" in text or "TIDEGATE_MEMORY is 'much'" in text
     assert not site.books()
     assert not site.directories()
@@ -323,7 +323,7 @@ def test_a_wrong_annotation_ends_the_start_with_our_line(site: Site, engine: Eng
 def test_an_optional_driver_is_there_where_the_image_can_take_it(
     site: Site, engine: Engine
 ) -> None:
-    """The image is looked at before config.json is edited: each engine has mounted it by then."""
+    """The image is inspected before config.json is edited: every engine has mounted it by then."""
     started = engine.run(*IDLE, annotations={**GOOD, "driver": "optional"})
     assert set(site.books()) == {started.identifier}
     assert "tidegate.gpu/reservation" in started.config()["annotations"]
@@ -338,7 +338,7 @@ def test_what_is_executed_in_a_container_is_governed(engine: Engine) -> None:
 
 
 def compose_file(site: Site, key: str) -> Path:
-    """Write the file of the page, with our image, and `key` in the place of its annotations."""
+    """Write the page's file, with our image, and with its annotations under `key`."""
     page = (ROOT / "docs/howto/engines.md").read_text()
     text = page.split("### Docker Compose", 1)[1].split("```yaml\n", 1)[1].split("```", 1)[0]
     document = yaml.safe_load(text)
@@ -387,7 +387,7 @@ def test_a_service_of_compose_is_governed_by_its_annotations_and_not_by_labels(
     wait_for(lambda: not site.books(), "the service to leave the books")
 
 
-# A kubelet starts another container instead.
+# Not for CRI: a kubelet starts another container instead.
 @pytest.mark.parametrize(
     "engine", [Docker, Ctr, Podman, PodmanCrun], ids=lambda kind: kind.name, indirect=True
 )
@@ -421,7 +421,7 @@ def put_cdi(site: Site, tmp_path: Path) -> None:
 def test_a_device_of_cdi_is_governed_without_our_runtime(
     site: Site, engine: Engine, tmp_path: Path
 ) -> None:
-    """The hook comes with the device; its quota by annotations all the same."""
+    """The hook comes with the device; the quota still comes from annotations."""
     if not engine.knows_cdi():
         pytest.skip(f"{engine.version()} does not know CDI")
     put_cdi(site, tmp_path)
@@ -437,7 +437,7 @@ def test_a_device_of_cdi_is_governed_without_our_runtime(
 def test_a_device_whose_annotations_reach_no_hook_is_refused_in_these_words(
     site: Site, engine: Engine, tmp_path: Path
 ) -> None:
-    """As with containerd's default handler, which passes none on."""
+    """As with containerd's default handler, which passes no annotations on."""
     if not engine.knows_cdi():
         pytest.skip(f"{engine.version()} does not know CDI")
     put_cdi(site, tmp_path)
@@ -458,7 +458,7 @@ NO_LIBRARY = (
     "engine", [Docker, Podman, PodmanCrun], ids=lambda kind: kind.name, indirect=True
 )
 def test_a_commit_of_what_has_ended_holds_nothing_of_ours(site: Site, engine: Engine) -> None:
-    """Its layer is that of the same container without us, and what it has besides is as in the image below."""
+    """Its layer is that of the same container without Tidegate; anything else in it equals the image below."""
     plainly = engine.run(*IDLE, ours=False)
     governed = engine.run(*WORKLOAD, annotations=GOOD)
     wait_ready(governed)
@@ -479,7 +479,7 @@ def test_a_commit_of_what_has_ended_holds_nothing_of_ours(site: Site, engine: En
 def test_a_commit_of_what_runs_holds_no_file_of_the_driver_and_runs_without_us(
     site: Site, engine: Engine
 ) -> None:
-    """What it keeps are two empty directories, where mounts are, and the ld.so.cache that we wrote."""
+    """It keeps two empty directories, which are mount points, and the ld.so.cache that the hook wrote."""
     plainly = engine.run(*IDLE, ours=False)
     governed = engine.run(*WORKLOAD, annotations=GOOD)
     wait_ready(governed)
@@ -498,7 +498,7 @@ def test_a_commit_of_what_runs_holds_no_file_of_the_driver_and_runs_without_us(
     }
     listed = engine.exec(again, "ls", "-A", "/run/tidegate", CONTROL.rpartition("/")[0])
     assert (listed.status, listed.stdout.split()[2:]) == (0, [])
-    # And governed again, from the image that has them already.
+    # It is governed again, from the image that already has these.
     anew = engine.run(*WORKLOAD, annotations=GOOD, image="docker.io/library/tidegate-test:commit-1")
     wait_ready(anew)
     begin(site, anew)
@@ -509,14 +509,14 @@ def test_a_commit_of_what_runs_holds_no_file_of_the_driver_and_runs_without_us(
 def test_the_sandbox_of_a_pod_takes_no_quota(
     site: Site, engine: ContainerdCri, monkeypatch: pytest.MonkeyPatch, *, privileged: bool
 ) -> None:
-    """A pod's annotations reach its sandbox, too, and it has its container's handler."""
+    """A pod's annotations reach its sandbox, too, which has the container's handler."""
     monkeypatch.setattr(engine, "privileged", privileged)
     started = engine.run(*IDLE, annotations=GOOD)
     assert set(site.books()) == {started.identifier}
 
 
 def test_what_engines_leave_is_found_and_ended(tmp_path: Path) -> None:
-    """The harness itself: its end says what runs."""
+    """Tests the harness itself: its end reports what still runs."""
     host = EngineHost(unpacked(machine()), tmp_path).__enter__()
     try:
         daemon = host.start("sleep", "1000", log=tmp_path / "log")

@@ -1,6 +1,6 @@
-"""Podman 6 starts containers by quota: the tests of test_engines.py that Podman has a part in, on its own kind of node.
+"""Podman 6 starts containers by quota: the tests of test_engines.py that concern Podman, on a node of its own kind.
 
-It refuses control groups of version 1, so its node has version 2 alone. Debian has it in experimental.
+Podman 6 refuses control groups of version 1, so its node has only version 2. Debian has it in experimental.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.container.test_engines import Site, make_site, used
 
 pytestmark = pytest.mark.slow
 
-# Each takes `site` and `engine`, which are this module's here.
+# Each of them takes `site` and `engine`, which are this module's here.
 test_governed = others.test_a_container_with_annotations_is_governed
 test_named = others.test_a_container_is_known_by_the_name_that_its_engine_has_for_it
 test_plain = others.test_a_container_without_annotations_is_what_it_is_without_tidegate

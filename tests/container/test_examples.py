@@ -1,4 +1,4 @@
-"""The examples are what the documents say: they run to their end."""
+"""The examples work as the documents say: they run to their end."""
 
 import json
 import subprocess

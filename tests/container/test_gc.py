@@ -1,4 +1,6 @@
-"""`tidegate gc` on a machine with containers: what one has mounted stays, whichever way it is mounted, and goes after."""
+"""`tidegate gc` on a machine with containers: a generation that is mounted, in whatever way, is kept, and removed
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +35,17 @@ from vdriver.generations import PROC_PID_INIT_INO
 
 OLD, NEW = "550.163.01", "580.159.04"
 ROOT = Path(__file__).resolve().parents[2]
-# In a container of its own the tests run in another PID namespace than the machine's.
+# In a container, the tests run in another PID namespace than the machine's.
 NESTED = (
     [] if os.stat("/proc/self/ns/pid").st_ino == PROC_PID_INIT_INO else ["--nested"]  # noqa: PTH116
 )
 UNSURE = ("mount namespaces change all the time", "list of mount namespaces, after")
-"""What the collector keeps a generation for because of containers that others start and end while it looks."""
+"""Reasons for which the collector keeps a generation because other containers start and end during the search."""
 BIND = 'mount --bind "$1" "$2" && echo ready && exec sleep 60'
 
 
 class Driver:
-    """A directory with two generations, the newer one in force."""
+    """A directory with two generations, of which the newer one is in force."""
 
     def __init__(self, base: Path) -> None:
         self.path = base / "driver dir"
@@ -54,9 +56,9 @@ class Driver:
         self.target.mkdir()
 
     def gc(self, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, str]:
-        """Run it, and give the reason by name; `removed: ` in front where that is so.
+        """Run it, and return the reason by name, preceded by `removed: ` for a generation that was removed.
 
-        Where other tests' containers kept it from seeing all, it is run again.
+        It is repeated if the containers of other tests prevented a complete search.
         """
         found: dict[str, str] = {}
         deadline = time.monotonic() + 20
@@ -67,7 +69,7 @@ class Driver:
                 return found
 
     def gc_once(self, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, str]:
-        """Run it, whatever else goes on."""
+        """Run it once, whatever else happens on the machine."""
         assert cli.main(["gc", "--driver-dir", str(self.path), *NESTED, *more, "--json"]) == 0
         document = json.loads(capsys.readouterr().out)
         return {
@@ -80,7 +82,7 @@ class Driver:
 def driver(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Driver:
-    """Namespaces are found in either way; kernels before 6.12 have no list."""
+    """Namespaces must be found in either way; kernels before 6.12 have no list."""
     need("gcc", "unshare")
     if request.param == "proc":
         monkeypatch.setattr(namespaces._Search, "_read_listed", lambda _: False)
@@ -103,9 +105,9 @@ def kernel_lists() -> bool:
 
 
 def run_by_now(pid: int) -> str:
-    """Wait until a shell has become the program that it executes, and give that one's name.
+    """Wait until a shell has executed its program, and return the program's name.
 
-    It says that it is ready just before it does.
+    The shell reports that it is ready just before the execution.
     """
     deadline = time.monotonic() + 20
     while (name := Path(f"/proc/{pid}/comm").read_text().strip()) in {"sh", "chroot", "unshare"}:
@@ -123,7 +125,7 @@ def is_gone(process: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def namespace(*command: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a mount namespace of its own, which has said that it is ready."""
+    """Start a process in a mount namespace of its own, and wait until it reports that it is ready."""
     process = subprocess.Popen(
         ["unshare", "-m", "--propagation", "private", *command], stdout=subprocess.PIPE
     )
@@ -236,7 +238,7 @@ def test_a_dry_run_says_the_same_and_removes_nothing(
     for _ in range(3):
         assert cli.main(arguments) == 0
         done = capsys.readouterr().out.splitlines()
-        # A process of another test that ends while it is looked at keeps the generation this time.
+        # If a process of another test ends while it is examined, the generation is kept this time.
         if "the search did not come to its end" not in done[0]:
             break
     assert done == [line.replace("would be removed", "removed") for line in would]
@@ -272,7 +274,7 @@ def test_only_generations_and_their_remains_are_removed(
 def test_a_damaged_generation_is_kept_while_it_is_mounted(
     driver: Driver, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It was mounted under its own name; the kernel shows the name that it has now."""
+    """It was mounted under its own name; the kernel shows its current name."""
     with namespace(*shell(BIND, driver.old / "lib64", driver.target)) as process:
         damaged = driver.old.rename(f"{driver.old}.damaged-0")
         reason = f"mounted in 1 namespace, e.g. pid {process.pid} (sleep)"
@@ -283,7 +285,7 @@ def test_a_damaged_generation_is_kept_while_it_is_mounted(
 def test_a_single_file_that_is_mounted_keeps_its_generation(
     driver: Driver, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also after the file's name was taken away, when the kernel calls it deleted."""
+    """Also after the file was unlinked, when the kernel calls it deleted."""
     target = driver.target / "file"
     target.touch()
     library = driver.old / "lib64/libcuda.so.1"
@@ -297,7 +299,7 @@ def test_a_single_file_that_is_mounted_keeps_its_generation(
 def test_a_mount_outside_of_a_processs_root_keeps_its_generation(
     driver: Driver, made_once: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """mountinfo of a process that is in a chroot does not show it."""
+    """The mountinfo of a process in a chroot does not show it."""
     script = 'mount --bind "$1" "$2" && exec chroot "$3" /bin/sh -c "echo ready; exec sleep 60"'
     arguments = (driver.old / "lib64", driver.target, made_once / "rootfs")
     with namespace(*shell(script, *arguments)) as process:
@@ -330,7 +332,7 @@ time.sleep(60)
 def test_a_namespace_below_a_user_namespace_keeps_a_generation(
     driver: Driver, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As of a rootless container."""
+    """As for a rootless container."""
     command = ["unshare", "--user", "--map-root-user", "-m", "--propagation", "private"]
     script = shell(BIND, driver.old / "lib64", driver.target)
     with namespace(*command, *script) as process:
@@ -352,7 +354,7 @@ def test_a_namespace_that_only_a_descriptor_keeps_keeps_a_generation(
 
 @contextlib.contextmanager
 def pinned(driver: Driver, pin: Path) -> Iterator[None]:
-    """A namespace that has the old generation mounted and no process, but a mount of its file."""
+    """A namespace without a process in which the old generation is mounted, kept by a mount of its file."""
     pin.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", pin], check=True)
     try:
@@ -360,9 +362,8 @@ def pinned(driver: Driver, pin: Path) -> Iterator[None]:
         (pin / "ns").touch()
         command = ["unshare", f"--mount={pin}/ns", "--propagation", "private"]
         bind = ["mount", "--bind", driver.old / "lib64", driver.target]
-        # A namespace can be pinned in an older one only. The kernel tells by their numbers, which
-        # each processor takes from a batch of its own, so that a new one may count as older: then
-        # another processor's is tried.
+        # A namespace can be pinned only in an older one. The kernel compares their numbers, which each processor takes
+        # from a batch of its own, so that a new namespace may count as older. In that case another processor is tried.
         processors = itertools.cycle(sorted(os.sched_getaffinity(0)))
         for _ in range(100):
             on = ["taskset", "-c", str(next(processors))]
@@ -393,7 +394,7 @@ def test_a_namespace_whose_pin_is_covered_keeps_its_generation(
     capsys: pytest.CaptureFixture[str],
     request: pytest.FixtureRequest,
 ) -> None:
-    """The kernel's list has it all the same; without that it could have any generation."""
+    """The kernel's list contains it all the same. Without the list, it could have any generation mounted."""
     with pinned(driver, tmp_path / "pin"):
         subprocess.run(["mount", "--bind", "/dev/null", tmp_path / "pin/ns"], check=True)
         reason = driver.gc(capsys)[driver.old.name]
@@ -420,7 +421,7 @@ def test_a_layer_of_an_overlay_keeps_its_generation(
 def test_a_generation_that_something_is_mounted_on_is_kept(
     driver: Driver, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Or what is mounted there would be emptied with it."""
+    """Otherwise what is mounted there would be removed with it."""
     precious = driver.target / "precious"
     precious.touch()
     subprocess.run(["mount", "--bind", driver.target, driver.old / "bin"], check=True)
@@ -434,7 +435,7 @@ def test_a_generation_that_something_is_mounted_on_is_kept(
 def test_a_mount_below_another_name_of_the_file_system_counts(
     driver: Driver, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The directory is reached by a bind mount here, and the generation was mounted by its first name."""
+    """The directory is reached through a bind mount, while the generation was mounted by its first name."""
     other = tmp_path / "other name"
     other.mkdir()
     subprocess.run(["mount", "--bind", driver.path, other], check=True)
@@ -448,7 +449,7 @@ def test_a_mount_below_another_name_of_the_file_system_counts(
 
 
 def test_in_another_pid_namespace_every_generation_is_kept(driver: Driver) -> None:
-    """Containers may be out of sight there, unless somebody knows that they are not."""
+    """Containers may be out of sight there, unless --nested says that they are not."""
     command = [
         *("unshare", "--pid", "--fork", "--mount-proc", "--propagation", "private"),
         *(sys.executable, "-m", "governor.cli", "gc", "--driver-dir", str(driver.path)),
@@ -504,7 +505,7 @@ TENANT = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", "
 
 @contextlib.contextmanager
 def running(*command: str | Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process, and what it started, which has said that it is ready."""
+    """Start a process, which may start others, and wait until it reports that it is ready."""
     with subprocess.Popen(
         list(map(str, command)), stdout=subprocess.PIPE, start_new_session=True
     ) as process:
@@ -524,7 +525,7 @@ def python(script: str, *arguments: Path) -> list[str]:
 def test_a_mount_below_one_on_the_root_directory_keeps_its_generation(
     driver: Driver, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Who enters the namespace gets to the upper one; the process itself still has the lower."""
+    """A process that enters the namespace gets the upper mount as its root; the process itself still has the lower one."""
     script = """
 assert libc.mount(sys.argv[1].encode(), sys.argv[2].encode(), None, 1 << 12, None) == 0
 assert libc.mount(b"x", b"/", b"tmpfs", 0, None) == 0
@@ -556,7 +557,7 @@ while True:
 def test_a_layer_that_was_named_by_the_link_keeps_every_generation(
     driver: Driver, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The link led to the old generation when it was mounted."""
+    """The link pointed to the old generation at the time of the mount."""
     (tmp_path / "lower").mkdir()
     switch(driver.path, driver.old.name)
     script = (
@@ -607,16 +608,16 @@ def test_a_mount_that_was_taken_away_from_a_process_in_it_keeps_its_generation(
 def test_a_tenants_covered_pin_does_not_stop_the_removal(
     driver: Driver, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
-    """Where the kernel has no list, it is said who keeps the generations."""
+    """Without the kernel's list, the reason says which user keeps the generations."""
     need("setpriv")
     script = (
         "set -e; mount -t tmpfs x /mnt; touch /mnt/p; unshare -m sleep 60 & c=$!; "
         'until [ "$(readlink /proc/$c/ns/mnt)" != "$(readlink /proc/$$/ns/mnt)" ]; do sleep 0.02; done; '
-        # See pinned() for what may fail here.
+        # pinned() says what may fail here.
         "mount --bind /proc/$c/ns/mnt /mnt/p; mount --bind /etc/hostname /mnt/p; kill $c; "
         "wait $c || true; echo ready; exec sleep 60"
     )
-    # On one processor, whose numbers only grow: both namespaces take theirs from one batch.
+    # On one processor, both namespaces take their numbers from one batch, in ascending order.
     on = ["taskset", "-c", str(min(os.sched_getaffinity(0)))]
     with running(*on, *TENANT, *shell(script)):
         reason = driver.gc(capsys)[driver.old.name]
@@ -631,7 +632,7 @@ def test_a_tenants_covered_pin_does_not_stop_the_removal(
 def test_descriptors_that_many_processes_share_are_looked_at_once(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a log of what is looked at: 20 processes with one table of 5000 descriptors."""
+    """A log of the lookups shows this, for 20 processes with one table of 5000 descriptors."""
     script = """
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (6000, 6000))
@@ -649,7 +650,7 @@ time.sleep(60)
 
     def look_and_say(self, pid, path, kind, **more):
         if more.get("fd", -1) >= 0:
-            os.write(fd, f"{pid}\n".encode())  # the path is not there in other namespaces
+            os.write(fd, f"{pid}\n".encode())  # the path does not exist in other namespaces
         look(self, pid, path, kind, **more)
 
     monkeypatch.setattr(namespaces._Search, "_look_at_open", look_and_say)
@@ -670,9 +671,9 @@ def test_a_search_that_does_not_end_in_time_keeps_every_generation(driver: Drive
 
 
 def test_a_search_that_hangs_is_ended(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a file system in user space makes it that does not answer.
+    """As with a file system in user space that does not answer.
 
-    The time is over once the search hangs, however long this machine took to get there.
+    The time limit expires as soon as the search hangs, however long this machine took to get there.
     """
     hangs, says = os.pipe()
     read_all = namespaces._read_all
@@ -701,7 +702,7 @@ def test_a_search_that_hangs_is_ended(driver: Driver, monkeypatch: pytest.Monkey
 def test_a_generation_that_comes_into_force_during_the_search_is_kept(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The search holds the generation's lock and not the directory's, so a refresh may end."""
+    """The search holds the lock of the generation and not that of the directory, so that a refresh can finish."""
     search = generations.search
 
     def search_slowly(*arguments: Any, **more: Any) -> namespaces.Found:
@@ -752,7 +753,7 @@ time.sleep(60)
 def test_descriptors_that_there_is_no_time_for_are_told(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Any user can have millions; they keep nothing where namespaces are complete without them."""
+    """Any user can have millions of them. If the list of namespaces is complete without them, they keep nothing."""
 
     def too_many(self: Any, pid: int, *_: Any, **__: Any) -> None:
         self.last = self._who(pid)

@@ -1,4 +1,6 @@
-"""The step of tests/gpu/run that looks at a machine's control groups, on the simulated GPU and this machine's."""
+"""The step of tests/gpu/run that examines control groups, on the simulated GPU and with this machine's control
+groups.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""gVisor's runsc in the place of runc: a container that asks for a GPU is refused in one line, others run as they do.
+"""gVisor's runsc instead of runc: a container that asks for a GPU is refused in one line, others run as without Tidegate.
 
-runsc is Debian's package, in the roots of the engines. It runs containers by its default platform, ptrace in bookworm and
-systrap in trixie; the network and, outside of a node, control groups are left out. Newer packages, forky's, resolute's and
-stonking's, have the same source as trixie's (July 2024) and are compiled by a Go whose goroutines it cannot tell apart: of
-40 containers with six processes 15 to 19 ended with gVisor's "panic: running on goroutine", and none of bookworm's or trixie's.
+runsc is from Debian's package, in the roots of the engines. It runs containers on its default platform, ptrace in bookworm and
+systrap in trixie, without the network and, outside of a node, without control groups. Newer packages (forky, resolute,
+stonking) have the same source as trixie's (July 2024), but are compiled by a Go whose goroutines it cannot tell apart: of 40
+containers with six processes, 15 to 19 ended with gVisor's "panic: running on goroutine", and none with bookworm's or trixie's.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ REFUSAL = (
     "tidegate: the runtime {} (gVisor) is not supported: its containers have a kernel of their own, which no mount and"
     " no device of the host's reaches; start containers that ask for a GPU with runc or crun"
 )
-KERNEL = "Linux version 4.4.0 "  # what gVisor's kernel says it is
+KERNEL = "Linux version 4.4.0 "  # version that gVisor's kernel reports
 
 
 class Runsc(Runtime):
     """runsc, with a state directory of its own."""
 
     def command(self, *arguments: str) -> list[str]:
-        """Give a command line."""
+        """Return the command line for a command of runsc."""
         options = ["--root", str(self.state), "--ignore-cgroups", "--network=none"]
         return [self.name, *options, *arguments]
 
@@ -144,16 +144,16 @@ class GVisorDocker(Docker):
             }
         }
     }
-    runtime = "/usr/bin/runsc"  # as the line names it
+    runtime = "/usr/bin/runsc"  # the path on the line `runtime`
 
     def start(self, image: Path) -> None:
-        """Start dockerd."""
+        """Write the settings, and start dockerd."""
         self.host.write(SETTINGS, f"runtime {self.runtime}\nenvironment allow\n")
         super().start(image)
 
 
 class OldGVisorDocker(GVisorDocker, OldDocker):
-    """Before version 24 variables stand for annotations."""
+    """Before version 24 Docker has no annotations, and variables replace them."""
 
 
 class GVisorPodman(Podman):
@@ -188,7 +188,7 @@ def engine(site: Site, request: pytest.FixtureRequest) -> Iterator[GVisorDocker 
 
 
 def kernel(engine: Engine, started: Started) -> str:
-    """What a container is told of its kernel."""
+    """Return the kernel version that a container sees."""
     return engine.exec(started, "cat", "/proc/version").stdout
 
 

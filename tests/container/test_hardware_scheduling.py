@@ -1,7 +1,8 @@
-"""Containers whose GPU time the (simulated) GPU's own scheduler divides: `scheduling: hardware`.
+"""Containers whose GPU time is divided by the (simulated) GPU's own scheduler: `scheduling: hardware`.
 
-GPU time is read from the device file, not asked of anybody. What is compared are parts of what was delivered, or of the
-time on the GPU's clock, over seconds: a busy machine changes them by little, as the GPU decides and not a process.
+GPU time is read from the device file, not from the governor or a container. The tests compare parts of the delivered
+time, or of the time on the GPU's clock, over seconds. A busy machine hardly affects them, because the GPU decides and
+not a process.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def busy(node: Node) -> tuple[int, dict[int, int]]:
 
 
 def shares(node: Node, seconds: float, *containers: Running) -> list[float]:
-    """Percent of the GPU's time that each worked, meanwhile."""
+    """Return the percentage of the GPU's time that each container worked during the next `seconds` seconds."""
     pids = [pid_of(node, container) for container in containers]
     begun, before = busy(node)
     time.sleep(seconds)
@@ -65,10 +66,10 @@ def shares(node: Node, seconds: float, *containers: Running) -> list[float]:
 
 
 def expect(node: Node, seconds: float, *wanted: tuple[Running, float], most: float = 1.5) -> None:
-    """In one of some windows all have as much as is wanted.
+    """Require that in one of several windows every container has the wanted share.
 
-    A steering thread that a busy machine keeps waiting switches late, and what was had too much is
-    taken off what follows: in other windows there may be more or less.
+    If a busy machine delays the steering thread, it switches late, and excess time is deducted from what follows: a
+    container may have more or less in other windows.
     """
     wants = [want for _, want in wanted]
     for _ in range(WINDOWS):
@@ -88,7 +89,7 @@ def test_caps_hold_and_no_launch_waits(node: Node) -> None:
     for container in (one, two):
         first, last = (look[container.identifier]["devices"][0] for look in (before, after))
         assert first["waits"] == last["waits"]
-    # What the governor says is what the GPU says, and nothing that a container says.
+    # The governor's charges match the GPU's measurement, and do not depend on what a container reports.
     charged = [
         after[c.identifier]["devices"][0]["charged_ns"]
         - before[c.identifier]["devices"][0]["charged_ns"]
@@ -117,7 +118,7 @@ def test_a_quota_that_is_set_anew_counts(node: Node) -> None:
 
 
 def test_kernels_of_any_length_are_interrupted(node: Node) -> None:
-    """Units of 50 ms: at the launch a tenth of a second could not be divided at all."""
+    """Units take 50 ms: at the launch, a tenth of a second could not be divided at all."""
     long = work(node, 30, 30, "--unit-us", "50000")
     short = work(node, 60, 60)
     begin(long, short)
@@ -131,7 +132,7 @@ def test_what_a_killed_governor_left_off_works_on_within_two_seconds(node: Node)
     pid = pid_of(node, one)
 
     def is_off() -> bool:
-        """Nothing is done in 30 ms, of which it has 1.5 on average."""
+        """Return whether nothing was done in 30 ms, of which the container has 1.5 ms on average."""
         before = busy(node)[1][pid]
         time.sleep(0.03)
         return busy(node)[1][pid] == before
@@ -144,7 +145,7 @@ def test_what_a_killed_governor_left_off_works_on_within_two_seconds(node: Node)
         wait_for(lambda b=before: busy(node)[1][pid] > b, "it to work again without a governor")
         assert time.monotonic() < killed + 2.0
         node.start_governor()
-        # And the next governor holds it to its share again, by whatever came of it before.
+        # The next governor holds it to its share again, whatever state the previous one left.
         wait_for(lambda: one.identifier in node.look(), "it to be adopted")
         time.sleep(1.0)
         expect(node, 1, (one, 5))

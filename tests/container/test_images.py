@@ -1,7 +1,8 @@
-"""Images of every kind under a real governor, on a simulated GPU: who may use less gets no more, whatever the image has.
+"""Images of every kind under a real governor, on a simulated GPU: no container gets more than its quota, whatever its
+image contains.
 
-`governed` is asked of the program: with a quota of 2 GiB it is refused 3 GiB and given 1 GiB, by our library. Each kind is
-started by runc and by crun. docs/reference/images.md has a row for each.
+`governed` checks the program's output: with a quota of 2 GiB, our library refuses it 3 GiB and gives it 1 GiB. Each kind
+of image is started by runc and by crun. docs/reference/images.md has a row for each.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ REFUSED, GIVEN = 2, 0  # CUDA_ERROR_OUT_OF_MEMORY, CUDA_SUCCESS
 
 
 class Images(Simulated):
-    """The simulated GPU, with a program that asks for more than it may have."""
+    """The simulated GPU, with a program that allocates more than its quota."""
 
     def __init__(self, work: Path, build: Path) -> None:
         super().__init__(work, build)
@@ -87,7 +88,7 @@ Make = Callable[..., Bundle]
 
 @pytest.fixture
 def make(site: Node, tmp_path: Path) -> Make:
-    """Make a bundle that asks for 2 GiB, and whose program wants 3."""
+    """A function that makes a bundle with a quota of 2 GiB whose program wants 3 GiB."""
 
     def make_one(*program: str, **annotations: str) -> Bundle:
         import json
@@ -112,7 +113,7 @@ def make(site: Node, tmp_path: Path) -> Make:
 
 
 def governed(ran: Ran, library: str = "") -> None:
-    """Check that our library decided."""
+    """Check that our library answered the program."""
     assert ran.status == 0, ran.stdout + ran.stderr
     words = ran.stdout.split()
     assert words[:2] == [str(REFUSED), str(GIVEN)], ran.stdout
@@ -120,13 +121,13 @@ def governed(ran: Ran, library: str = "") -> None:
 
 
 def ldconfig(bundle: Bundle, *directories: str) -> None:
-    """Make the image's cache, of these directories alone if there are any."""
+    """Make the image's cache; `directories`, if given, are the only additional ones."""
     (bundle.rootfs / "etc/ld.so.conf").write_text("".join(f"/{d}\n" for d in directories))
     subprocess.run(["ldconfig", "-r", str(bundle.rootfs), "-X"], check=True)
 
 
 def own_driver(bundle: Bundle, site: Node, directory: str) -> None:
-    """Put a driver of the image's own there: the GPU's real one, which nobody governs."""
+    """Put a driver of the image's own into a directory: the GPU's real one, without control library."""
     (bundle.rootfs / directory).mkdir(parents=True, exist_ok=True)
     built = site.machine.build / "simgpu"
     for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
@@ -141,7 +142,9 @@ def environment(bundle: Bundle, path: str) -> None:
 def test_a_driver_of_the_images_own_is_one_that_nobody_governs(
     site: Node, make: Make, runtime: Runtime
 ) -> None:
-    """What the tests below are about: without us the image's own is used, and gives what is asked."""
+    """The premise of the tests below: without Tidegate the image's own driver is used, and gives what the program asks
+    for.
+    """
     bundle = make(driver="optional")
     own_driver(bundle, site, COMPAT)
     environment(bundle, f"/{COMPAT}")
@@ -152,7 +155,7 @@ def test_a_driver_of_the_images_own_is_one_that_nobody_governs(
 
 @pytest.mark.parametrize("layout", ["debian", "fedora", "distroless"])
 def test_a_layout_is_governed(make: Make, runtime: Runtime, layout: str) -> None:
-    """With ld.so.cache and without; libraries below a triplet or in /usr/lib64; nothing but glibc and the program."""
+    """With and without ld.so.cache; libraries below a triplet or in /usr/lib64; nothing but glibc and the program."""
     bundle = make()
     root = bundle.rootfs
     if layout == "fedora":
@@ -188,7 +191,7 @@ def test_a_restricted_container_is_governed(make: Make, runtime: Runtime, kind: 
 def test_a_driver_of_the_images_own_comes_after_ours(
     site: Node, make: Make, runtime: Runtime, search: str
 ) -> None:
-    """First on LD_LIBRARY_PATH: CUDA's compat packages, and any other directory."""
+    """First on LD_LIBRARY_PATH: CUDA's compat packages, or any other directory."""
     bundle = make()
     place, path = {
         "compat": (COMPAT, f"/{COMPAT}:/usr/local/nvidia/lib64"),
@@ -210,7 +213,7 @@ def test_a_driver_of_the_images_own_comes_after_ours(
 def test_compat_that_an_entry_point_puts_on_the_path_comes_after_ours(
     site: Node, make: Make, runtime: Runtime
 ) -> None:
-    """Nothing in config.json names it: a script of the image's does, or `exec` with an environment."""
+    """Nothing in config.json names it; a script of the image does, or `exec` with an environment."""
     bundle = make(
         "/usr/bin/env", f"LD_LIBRARY_PATH=/{COMPAT}", "/usr/bin/ask", str(3 * GIB), str(GIB)
     )
@@ -224,7 +227,7 @@ def test_compat_that_an_entry_point_puts_on_the_path_comes_after_ours(
 def test_a_program_whose_rpath_leads_to_its_own_driver_gets_ours(
     site: Node, make: Make, runtime: Runtime, path: str, tags: str
 ) -> None:
-    """DT_RPATH, which is searched before all else, and DT_RUNPATH; the program is found by PATH, as a link."""
+    """DT_RPATH, which is searched before everything else, and DT_RUNPATH; the program is found through PATH, as a link."""
     own = {
         "$ORIGIN": "opt/app/bin",
         "$ORIGIN/../$LIB": "opt/app/lib/x86_64-linux-gnu",
@@ -242,7 +245,7 @@ def test_a_program_whose_rpath_leads_to_its_own_driver_gets_ours(
 def test_a_driver_that_an_older_loader_finds_below_comes_after_ours(
     site: Node, make: Make, runtime: Runtime, below: str
 ) -> None:
-    """Up to glibc 2.36; the directory that LD_LIBRARY_PATH names has none itself."""
+    """Loaders up to glibc 2.36 look there; the directory that LD_LIBRARY_PATH names has no driver itself."""
     bundle = make()
     own_driver(bundle, site, f"opt/app/lib/{below}")
     environment(bundle, "/opt/app/lib")
@@ -253,7 +256,7 @@ def test_a_driver_that_an_older_loader_finds_below_comes_after_ours(
 def test_a_driver_behind_platform_comes_after_ours(
     site: Node, make: Make, runtime: Runtime, platform: str
 ) -> None:
-    """A loader takes $PLATFORM for one of these, by the processor."""
+    """A loader replaces $PLATFORM by one of these, depending on the processor."""
     bundle = make()
     own_driver(bundle, site, f"opt/{platform}/lib")
     environment(bundle, "/opt/$PLATFORM/lib")
@@ -263,7 +266,7 @@ def test_a_driver_behind_platform_comes_after_ours(
 def test_a_driver_in_a_directory_that_is_searched_before_glibc_s_comes_after_ours(
     site: Node, make: Make, runtime: Runtime
 ) -> None:
-    """A root whose /lib is no link to /usr/lib: a loader looks there first."""
+    """A root whose /lib is not a link to /usr/lib: a loader looks there first."""
     bundle = make()
     (bundle.rootfs / "lib").unlink()
     own_driver(bundle, site, "lib/x86_64-linux-gnu")
@@ -281,14 +284,14 @@ BEFORE = [
 def test_a_driver_where_a_loader_looks_before_ours_is_refused(
     site: Node, make: Make, runtime: Runtime, place: str, level: str
 ) -> None:
-    """What else an image has for newer processors is not covered, so nothing is mounted in its place."""
+    """Nothing is mounted over such a directory, because that would hide the image's other libraries for newer processors."""
     bundle = make(*(["/opt/ask", str(3 * GIB), str(GIB)] if place == "rpath" else []))
     directory = {"default": LIBDIR, "compat": COMPAT}.get(place, "opt/app/lib")
     if place == "rpath":
         compile_c(ASK_C, bundle.rootfs / "opt/ask", "-ldl", "-Wl,-rpath,$ORIGIN/app/lib")
     own_driver(bundle, site, f"{directory}/glibc-hwcaps/{level}")
     if place == "cache":
-        # The image's cache says so; that LD_LIBRARY_PATH does, too, is what cannot be governed.
+        # The image's cache leads there, too; but it is LD_LIBRARY_PATH that cannot be governed.
         ldconfig(bundle, directory)
     environment(bundle, f"/{directory}")
     ran = runtime.run(bundle)
@@ -299,14 +302,14 @@ def test_a_driver_where_a_loader_looks_before_ours_is_refused(
         assert ran.stderr.count("tidegate: ") == 1
     del bundle.config["hooks"]
     ran = runtime.run(bundle)
-    if Path("/proc/cpuinfo").read_text().count("avx512vl"):  # what a loader asks for v4
+    if Path("/proc/cpuinfo").read_text().count("avx512vl"):  # what a loader requires for v4
         assert ran.stdout.split()[:2] == [str(GIVEN), str(GIVEN)], ran.stderr
 
 
 def test_a_cache_does_not_lead_to_a_driver_for_newer_processors(
     site: Node, make: Make, runtime: Runtime
 ) -> None:
-    """Of a directory that nothing else names: the cache leads to ours."""
+    """Only the cache names the directory, and the hook makes the cache lead to our library."""
     bundle = make()
     own_driver(bundle, site, "opt/app/lib/glibc-hwcaps/x86-64-v3")
     own_driver(bundle, site, "opt/app/lib")
@@ -318,7 +321,7 @@ def test_a_cache_does_not_lead_to_a_driver_for_newer_processors(
 def test_a_cache_does_not_lead_past_us(
     site: Node, make: Make, runtime: Runtime, cache: str
 ) -> None:
-    """Governed, or refused with the line of a damaged cache that names the driver's libraries."""
+    """It is governed, or refused with the message about a damaged cache that names the driver's libraries."""
     bundle = make()
     own_driver(bundle, site, "opt/cuda")
     ldconfig(bundle, "opt/cuda")
@@ -350,7 +353,7 @@ def test_a_cache_does_not_lead_past_us(
 def test_a_driver_in_a_volume_that_the_path_names_is_refused(
     site: Node, make: Make, runtime: Runtime, tmp_path: Path
 ) -> None:
-    """As GKE and older operators bring the real driver; nothing of ours goes to a directory of the host's."""
+    """As GKE and older operators provide the real driver; the hook puts nothing into a directory of the host."""
     bundle = make()
     volume = Bundle(tmp_path, tmp_path)
     own_driver(volume, site, "host-nvidia/lib64")
@@ -393,7 +396,7 @@ def test_a_driver_that_only_a_process_inside_finds_is_refused(
     *,
     hooked: bool,
 ) -> None:
-    """/proc/self/root is the container's own root, to whoever is in it; no walk from outside follows that."""
+    """For a process inside, /proc/self/root is the container's own root; a lookup from outside does not follow it."""
     bundle = make()
     own_driver(bundle, site, "opt/own/glibc-hwcaps/x86-64-v2")
     own_driver(bundle, site, "opt/own")
@@ -416,7 +419,7 @@ def test_a_driver_that_only_a_process_inside_finds_is_refused(
 def test_a_driver_that_nvidias_toolkit_brings_is_refused(
     make: Make, runtime: Runtime, way: str
 ) -> None:
-    """Whichever of the two would be found first: nobody leaves that to chance."""
+    """Which of the two drivers would be found first must not be left to chance."""
     bundle = make()
     hooks: dict[str, Any] = bundle.config["hooks"]
     if way == "mount":
@@ -444,7 +447,7 @@ def test_a_driver_that_nvidias_toolkit_brings_is_refused(
 def test_an_image_that_no_driver_can_serve(
     make: Make, runtime: Runtime, kind: str, driver: str
 ) -> None:
-    """One line; with `optional` it runs, and has no GPU. A 32-bit glibc alone is none that libcuda could use."""
+    """The refusal is one line; with `optional` the container runs without a GPU. libcuda cannot use a 32-bit glibc alone."""
     bundle = make("/bin/hello", driver=driver)
     root = bundle.rootfs
     for path in root.iterdir():

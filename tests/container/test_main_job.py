@@ -1,7 +1,7 @@
 """The main job: containers under runc share a simulated GPU by quota, with the real hook and the real governor.
 
-One node serves all tests of this file.  The workload is a C program on the driver API; a second one, compiled here,
-asks what a program asks before it allocates.
+One node serves all tests of this file. The workload is a C program on the driver API. A second program, compiled
+here, makes the queries that a program makes before it allocates.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tests.container.nodes import (
 MIB = 1 << 20
 GIB = 1 << 30
 MS = 1_000_000
-CONTEXT = 520 * MIB  # what the governor charges for a process's context by default
+CONTEXT = 520 * MIB  # default charge for a process's context
 GRANTABLE = 16 * GIB - 512 * MIB  # the simulated GPU less the reserve
 
 PROBE_C = r"""
@@ -196,12 +196,12 @@ def clean(node: Node) -> Iterator[None]:
 
 
 def directories(node: Node) -> set[str]:
-    """What the governor has for containers; one that was killed leaves its own for good."""
+    """Return the governor's directories for containers; a container that is killed leaves its own for good."""
     return {path.name for path in (node.runtime_dir / "containers").iterdir()}
 
 
 def refusal(node: Node, name: str, **annotations: str) -> str:
-    """Start a container that does not start, and return our line of what runc shows."""
+    """Start a container that must not start, and return our line in runc's output."""
     container = start_worker(node, name, **annotations)
     assert node.wait(container, WAIT_S) != 0
     assert not (container.out / "begin.ready").exists()
@@ -210,7 +210,9 @@ def refusal(node: Node, name: str, **annotations: str) -> str:
 
 
 def is_granted(node: Node, container: Running) -> bool:
-    """Whether a container holds the GPU now while another waits, from the page that the governor writes."""
+    """Return whether a container holds the GPU now while another waits, according to the page that the governor
+    writes.
+    """
     page = (directory(node, container) / "grant").read_bytes()
     offsets = layout.offsets(layout.GRANT_DEVICE)
     base = layout.grant_device(0)
@@ -223,7 +225,9 @@ def is_granted(node: Node, container: Running) -> bool:
 
 
 class Stall(threading.Thread):
-    """How long this machine keeps a thread waiting that sleeps for a millisecond: others run here too."""
+    """Measures how long this machine delays a thread that sleeps for a millisecond, because other programs run
+    here, too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,8 +266,8 @@ def test_a_container_runs_governed(node: Node, stage: str) -> None:
     assert seen["confirmed"]
     assert len(seen["processes"]) == 1
     [device] = seen["devices"]
-    # Context, what was asked for, and the ring of a few slots that the workload stamps into.
-    # A context counts for what it is expected to take, and soon for what it takes: 512 MiB here.
+    # The context, the requested memory, and the ring of a few slots that the workload stamps into. A context is
+    # charged with its expected size at first, and soon with its real size, which is 512 MiB here.
     assert 512 * MIB + GIB <= device["memory_used"] <= CONTEXT + GIB + 4 * MIB
     assert device["memory_limit"] == 3 * GIB
     (container.out / "begin").touch()
@@ -296,7 +300,7 @@ def test_more_than_the_quota_is_out_of_memory_for_its_container_alone(node: Node
     assert (answer["result"], answer["code"]) == ("CUDA_ERROR_OUT_OF_MEMORY", 2)
     before = units(neighbour)
     wait_for(lambda: units(neighbour) > before + 100, "the neighbour to go on")
-    # The whole quota less the context is there to be had.
+    # The whole quota less the context can be allocated.
     modest = node.start("modest", [*command, "--allocate", str(GIB - CONTEXT)], {"memory": "1Gi"})
     assert node.wait(modest, WAIT_S) == 0, modest.output
     assert neighbour.process.poll() is None
@@ -325,7 +329,7 @@ def test_a_killed_holder_holds_nobody_up(node: Node, how: str) -> None:
     times = [stamp.time for stamp in read_stamps(waiter.out / "progress.bin")]
     first = next(i for i, at in enumerate(times) if at > killed) - 1
     window = [at for at in times[first:] if at < done + 1000 * MS]
-    assert window[-1] > done + 900 * MS  # it was flushed up to here
+    assert window[-1] > done + 900 * MS  # the stamps are written up to here
     gap = max(b - a for a, b in itertools.pairwise(window))
     assert gap < 50 * MS + stall.longest, f"a gap of {gap / MS:.1f} ms"
     # What the victim had is free: the rest of the memory and of the time.
@@ -350,7 +354,7 @@ def test_containers_outlive_the_governor(node: Node) -> None:
                 for stamp in read_stamps(container.out / "progress.bin")
                 if stamp.time > killed
             ]
-            # 0.5 ms of work each, 40 % for each of the two: a tenth of it would do.
+            # A unit takes 0.5 ms, and each of the two has 40 %; a tenth of that is sufficient.
             assert len(after) > (after[-1] - killed) / (0.5 * MS) * 0.04
             assert after[-1] > killed + 1500 * MS
     finally:
@@ -359,7 +363,7 @@ def test_containers_outlive_the_governor(node: Node) -> None:
 
 
 def start_stress(node: Node, name: str) -> Running:
-    """Start threads that use the driver in every way; any error but a lack of memory ends them."""
+    """Start threads that use the driver in every way; any error except a lack of memory ends them."""
     arguments = ["/usr/bin/stress", "--threads", "4", "--wait-file", "/out/begin", "--seconds", "0"]
     return node.start(name, arguments, {"memory": "2Gi", "compute": "40"})
 
@@ -371,7 +375,7 @@ def test_no_call_fails_while_the_governor_is_slow_stands_still_dies_and_is_repla
     wait_ready(*pair)
     draw = random.Random(1)  # noqa: S311
     try:
-        for _ in range(12):  # slow, but not for so long that it counts as away
+        for _ in range(12):  # slow, but too short to count as away
             with node.frozen_governor():
                 time.sleep(draw.uniform(0.02, 0.7))
             time.sleep(draw.uniform(0.01, 0.1))
@@ -477,7 +481,7 @@ def test_processes_of_a_container_share_one_account(node: Node) -> None:
     deadline = time.monotonic() + WAIT_S
     seen = node.look()[container.identifier]
     while seen["devices"][0]["memory_used"] != full and time.monotonic() < deadline:
-        seen = node.look()[container.identifier]  # the governor has looked four times a second
+        seen = node.look()[container.identifier]  # the governor samples four times a second
     (container.out / "end").touch()
     assert node.wait(container, WAIT_S) == 0, container.output
     taken = json.loads(container.output.splitlines()[-1])["taken"]
@@ -486,7 +490,7 @@ def test_processes_of_a_container_share_one_account(node: Node) -> None:
     [device] = seen["devices"]
     blocks = sum(n for n, _ in taken)
     assert all(n > 5 for n, _ in taken)
-    # Before it refuses, a process waits until the governor has looked what contexts really take.
+    # Before it refuses, a process waits until the governor has measured what the contexts really take.
     assert blocks == (3 * GIB - 2 * 512 * MIB) // chunk
     assert device["memory_used"] == full
     assert max(highest, device["memory_peak"]) <= 3 * GIB

@@ -20,9 +20,10 @@ def test_processes_that_fight_for_memory_do_not_pass_the_quota(
     assert memory.main(arguments) == 0, json.loads((out / "memory.json").read_text())["wrong"]
     report = json.loads((out / "memory.json").read_text())
     assert report["hoard"]["killed"] > 0
-    # A granule at most is left, and a full process has the whole quota by the driver's own NVML.
+    # At most a granule is left, and NVML of the driver reports that a full process has the whole
+    # quota.
     assert report["limit"] - memory.GRANULE <= report["full"] <= report["limit"]
-    # Whatever looks of different moments say, none of them was accused of it.
+    # Samples are from different moments; whatever they say, no process was accused of a violation.
     log = (out / "governor.log").read_text()
     assert "process-registered" in log
     assert '"event": "violation"' not in log

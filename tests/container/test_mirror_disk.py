@@ -1,4 +1,4 @@
-"""A mirror on a disk that is full, read-only or of another kind than the driver's."""
+"""A mirror on a disk that is full, read-only, or not the same as the driver's."""
 
 import subprocess
 
@@ -14,7 +14,7 @@ V = "535.261.03"
 
 @pytest.fixture
 def host(tmp_path, require):
-    """A driver, and an output on a file system of its own with room for one generation."""
+    """A driver, and an output directory on a file system of its own with room for one generation."""
     require("mount", "umount")
     put_driver(tmp_path / "root/usr/lib64", V)
     put_control(tmp_path / "control")

@@ -1,6 +1,6 @@
-"""The strategy mps: containers are clients of one daemon, which is watched, started again, and outlives the governor.
+"""The strategy mps: containers are clients of one daemon, which is watched, restarted, and outlives the governor.
 
-The daemon is the stand-in of simgpu/mps_control.c; containers, mounts, control library and governor are the real ones.
+The daemon is the stand-in of simgpu/mps_control.c; containers, mounts, control library and governor are real.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ int main(int argc, char **argv)
 
 
 class WithMps(Simulated):
-    """Two simulated GPUs whose driver has the programs of MPS."""
+    """Two simulated GPUs with a driver that has the programs of MPS."""
 
     def __init__(self, work: Path, build: Path) -> None:
         super().__init__(work, build, devices=2)
@@ -135,7 +135,7 @@ def clean(node: Node) -> Iterator[None]:
 
 
 def mps(node: Node) -> dict[str, Any]:
-    """What the governor says of the daemon of GPU 1."""
+    """Return the governor's report about the daemon of GPU 1."""
     found: dict[str, Any] = ask(node.config, "gpus")["gpus"][1]["mps"]
     return found
 
@@ -160,7 +160,7 @@ def worker(node: Node, name: str, **annotations: str) -> Running:
 
 @contextlib.contextmanager
 def stopped(node: Node, *containers: Running) -> Iterator[None]:
-    """Keep containers from ending meanwhile: what they are told would go with them."""
+    """Keep containers from ending during the block: the events that they are told about would be removed with them."""
     known = node.look()
     pids = [pid for container in containers for pid in known[container.identifier]["processes"]]
     for pid in pids:
@@ -181,7 +181,7 @@ def alive(pid: int) -> bool:
 def test_a_container_is_a_client_and_sees_one_socket_that_it_cannot_change(node: Node) -> None:
     seen = probe(node, "client", strategy="mps")
     said = seen.pop("said")
-    # ".", ".." and "control"; a read-only mount; nobody there to be commanded.
+    # ".", ".." and "control"; a read-only mount; the socket for commands cannot be reached.
     assert seen == {
         "error": 0, "mps": 1, "variable": "/run/tidegate/mps", "entries": 3, "made": 30, "unlinked": 30,
         "control": 0, "privileged": 2,
@@ -270,7 +270,7 @@ def test_a_fault_of_one_is_told_to_all_whose_work_it_ends(node: Node) -> None:
         told = [(directory(node, c) / "mps/events").read_text() for c in (first, second)]
         assert "fault: a process of this container had a fatal fault" in told[0]
         assert "fault: a process of some container had a fatal fault" in told[1]
-    # Both end by it; whoever shares nothing with them goes on.
+    # The fault ends both; a container that shares nothing with them continues.
     for container in (first, second):
         assert node.wait(container, WAIT_S) != 0
         assert "cuLaunchKernel: CUDA_ERROR_LAUNCH_FAILED" in container.output

@@ -1,4 +1,6 @@
-"""Every rule of the hook, taken out of a copy of its code: the tests that the rule names notice."""
+"""Mutants of the hook, each of which removes one rule from a copy of the code: the tests that the
+rule names must fail.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ GIB = 1 << 30
 CONTEXT = 512 * MIB
 WAIT_S = 60.0
 
-# Starts the workload, and says what NVML shows while it runs, one JSON object a line.
+# Starts the workload, and prints what NVML shows while it runs, as one JSON object per line.
 WATCH_C = r"""
 #include <dlfcn.h>
 #include <stdio.h>
@@ -109,7 +109,7 @@ def start(node: Node, name: str, program: list[str], **annotations: str) -> Runn
 
 
 def watch(node: Node, container: Running) -> list[dict[str, Any]]:
-    """Wait for a container's end and return what it saw in its second and third second."""
+    """Wait for a container's end and return what it saw in its second half, without the last samples."""
     assert node.wait(container, WAIT_S) == 0, container.output
     looks = [json.loads(line) for line in container.output.splitlines() if '"child"' in line]
     assert len(looks) >= 20
@@ -117,12 +117,12 @@ def watch(node: Node, container: Running) -> list[dict[str, Any]]:
 
 
 def check(looks: list[dict[str, Any]]) -> None:
-    """The quota, the process with all that it holds, and a GPU that is fully used."""
+    """Check the quota, the process with all that it holds, and a GPU that is fully used."""
     for look in looks:
         [[pid, used]] = look["processes"]
         assert (look["total"], pid, used) == (2 * GIB, look["child"], look["used"])
-        assert 0 < pid < 100  # a number of the container, not of the host
-        # Context, what was asked for, and the ring that the workload stamps into.
+        assert 0 < pid < 100  # a PID of the container, not of the host
+        # The context, the requested memory, and the ring that the workload stamps into.
         assert CONTEXT + 256 * MIB <= used <= CONTEXT + 272 * MIB
     assert 85 <= median(look["gpu"] for look in looks) <= 100
 

@@ -1,4 +1,4 @@
-"""bench.programs on the simulated GPU: the programs that speak the driver API alone, and one that shows its quota."""
+"""bench.programs on the simulated GPU: the programs that use only the driver API, and one that shows its quota."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def test_programs_come_to_the_same_under_a_quota(
     assert (
         "a program with an RPATH finds the same library" in driver["governed"]["answer"]["checks"]
     )
-    # Itself, and a child beside it: two contexts, of 512 MiB here, and the child's block.
+    # The process itself and a child: two contexts, of 512 MiB here, and the child's block.
     assert forks["seen"]["memory_peak"] >= 2 * (512 << 20) + (256 << 20)
 
 
 @pytest.fixture
 def source(tmp_path: Path, require: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the programs, for a test to add its own."""
+    """A copy of the programs, to which a test can add its own."""
     require("gcc", "runc")
     path = tmp_path / "programs"
     shutil.copytree(programs.SOURCE, path)

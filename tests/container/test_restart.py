@@ -1,4 +1,4 @@
-"""A governor that is killed and started again under load: nothing is lost, and nobody notices but by the clock.
+"""A governor that is killed and restarted under load: nothing is lost, and containers notice it only by the clock.
 
 Real containers under runc on the simulated GPU, with the real hook and the real governor.
 """
@@ -47,7 +47,7 @@ MS = 1_000_000
 S = 1_000_000_000
 UNIT_NS = 500_000  # of the workload
 CHUNK = 64 * MIB
-LIMIT = 3 * GIB  # of what fights for memory
+LIMIT = 3 * GIB  # of the processes that compete for memory
 
 FILLER_C = r"""
 /*
@@ -132,13 +132,14 @@ def node(
     machine = Simulated(work, build_dir)
     machine.programs += [build_dir / "stress", build_dir / "hoard", work / "filler"]
     with Node(machine) as made, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SIMGPU_DIR", machine.environment["SIMGPU_DIR"])  # for the driver's NVML here
+        # For the driver's NVML in this process.
+        patch.setenv("SIMGPU_DIR", machine.environment["SIMGPU_DIR"])
         yield made
 
 
 @pytest.fixture(autouse=True)
 def clean(node: Node) -> Iterator[None]:
-    """Leave nothing running and nothing registered."""
+    """Leave no container running or registered."""
     yield
     node.stop_governor()
     node.start_governor()
@@ -157,7 +158,7 @@ def known(node: Node) -> dict[str, dict[str, Any]]:
 
 
 def same(before: dict[str, Any], after: dict[str, Any], *, processes: bool = True) -> None:
-    """Check that a container is what it was."""
+    """Check that the record of a container is unchanged."""
     names = ["id", "key", "pid", "confirmed", "compute", "compute_limit"]
     for name in [*names, "processes"] if processes else names:
         assert before[name] == after[name], name
@@ -166,7 +167,7 @@ def same(before: dict[str, Any], after: dict[str, Any], *, processes: bool = Tru
 
 
 def shares(container: Running, windows: list[tuple[int, int]]) -> list[float]:
-    """What a container had of the GPU, in percent, by the stamps of its units of work."""
+    """Return the percentage of the GPU that a container had, by the stamps of its units of work."""
     times = [stamp.time for stamp in read_stamps(container.out / "progress.bin")]
     return [
         100 * UNIT_NS * sum(1 for at in times if begin < at <= end) / (end - begin)
@@ -175,7 +176,7 @@ def shares(container: Running, windows: list[tuple[int, int]]) -> list[float]:
 
 
 def load(node: Node, name: str) -> tuple[Running, Running]:
-    """Start what uses the driver in every way, and processes that fight for memory and are killed."""
+    """Start a program that uses the driver in every way, and processes that compete for memory and are killed."""
     stress = node.start(
         f"stress-{name}",
         ["/usr/bin/stress", "--threads", "2", "--wait-file", "/out/begin", "--seconds", "0"],
@@ -192,7 +193,7 @@ def load(node: Node, name: str) -> tuple[Running, Running]:
 
 
 def end_load(node: Node, stress: Running, hoard: Running) -> None:
-    """Check that no call of theirs failed."""
+    """Check that none of their calls failed."""
     (stress.out / "begin").touch()
     (hoard.out / "end").touch()
     assert node.wait(stress, WAIT_S) == 0, stress.output
@@ -200,12 +201,12 @@ def end_load(node: Node, stress: Running, hoard: Running) -> None:
     assert node.wait(hoard, 120) == 0, hoard.output
     fought = last_json(hoard.output)
     assert (fought["wrong"], fought["total"]) == (0, LIMIT), fought
-    assert fought["killed"] > 0  # it ends when the test does, however soon
+    assert fought["killed"] > 0  # the hoard ends with the test, however soon that is
     assert fought["refused"]
 
 
 def ride(node: Node, times: int) -> None:
-    """Kill the governor so often under all kinds of load, and look at each container each time."""
+    """Kill the governor `times` times under all kinds of load, and check each container every time."""
     draw = random.Random(times)  # noqa: S311
     quotas = {"large": 45, "small": 20}
     burners = [
@@ -220,7 +221,7 @@ def ride(node: Node, times: int) -> None:
     windows = []
     for _ in range(times):
         node.stop_governor(signal.SIGKILL)
-        # Shorter and longer than it takes until the library counts it as away.
+        # Shorter and longer than the time after which the library considers the governor away.
         time.sleep(draw.choice((0, 0, 0, 0, 0.3, 1.5)))
         node.start_governor()
         returned = time.monotonic_ns()
@@ -238,7 +239,7 @@ def ride(node: Node, times: int) -> None:
         node.kill(container)
         node.wait(container, WAIT_S)
         found = shares(container, windows)
-        # The processes' threads have to share two cores here: without a restart it is as little.
+        # The processes' threads share two cores here: without a restart the shares are as low.
         assert statistics.fmean(found) > 0.3 * quota, found
         assert max(found) < quota + 5, found
 
@@ -271,7 +272,7 @@ def test_shares_are_right_again_within_a_second(node: Node, number: int) -> None
         found = [shares(container, [window])[0] for container in pair]
         all_found.append(found)
         right += all(abs(one - q) < 3 for one, q in zip(found, quotas.values(), strict=True))
-        # Others run on this machine as well, and a window may be theirs.
+        # Other programs run on this machine, and may disturb a window.
         if n >= 3 and right >= 3:
             break
         assert n < 12, all_found
@@ -279,7 +280,7 @@ def test_shares_are_right_again_within_a_second(node: Node, number: int) -> None
 
 
 def ask_filler(container: Running) -> list[int]:
-    """Return what it was answered: one chunk more, to free one, to have that again, a context for another process."""
+    """Return its results for: one more chunk, freeing one, allocating that again, and a context for another process."""
     (container.out / "ask").touch()
     wait_for((container.out / "answer").exists, "an answer")
     found = json.loads((container.out / "answer").read_text())
@@ -295,9 +296,9 @@ def test_a_full_container_stays_full(node: Node) -> None:
         container.out.parent / "output",
         f"{(2 * GIB - 512 * MIB) // CHUNK} chunks, then 2\n",
     )
-    # What it prints comes through the runtime, after the file may be there.
+    # Its output comes through the runtime, possibly after the file exists.
     wait_for(lambda: output.read_text() == expected, "what it says")
-    # Out of memory, freed, had again, and no context for anybody else.
+    # Out of memory, freed, allocated again, and no context for another process.
     assert ask_filler(container) == [2, 0, 0, 2]
 
     def used() -> int:
@@ -306,9 +307,9 @@ def test_a_full_container_stays_full(node: Node) -> None:
     wait_for(lambda: used() == 2 * GIB, "the last look")
     for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
         node.stop_governor(number)
-        assert ask_filler(container)[:3] == [2, 0, 0]  # nobody is there
+        assert ask_filler(container)[:3] == [2, 0, 0]  # without a governor
         node.start_governor()
-        for _ in range(5):  # at once, and while it looks for the first time
+        for _ in range(5):  # at once, and during its first sample
             assert ask_filler(container)[:3] == [2, 0, 0]
             assert 2 * GIB - 16 * MIB <= used() <= 2 * GIB
         assert ask_filler(container) == [2, 0, 0, 2]
@@ -319,7 +320,7 @@ def test_a_full_container_stays_full(node: Node) -> None:
 
 
 def execute(node: Node, container: Running, name: str, seconds: int) -> subprocess.Popen[str]:
-    """Start one more process in a container; its pid is in `name`.pid, what it says in `name`.log."""
+    """Start one more process in a container; its PID is written to `name`.pid, its output to `name`.log."""
     with (container.out / f"{name}.log").open("w") as log:
         return subprocess.Popen(
             [
@@ -344,7 +345,7 @@ def test_what_ends_and_begins_meanwhile(node: Node) -> None:
     node.wait(ended, WAIT_S)
     os.kill(int((stays.out / "early.pid").read_text()), signal.SIGKILL)
     known_to_both.wait(WAIT_S)
-    # These wait for the governor that comes, and one of them not for long enough.
+    # These wait for the next governor, and one of them does not live long enough.
     inside = execute(node, stays, "inside", 1)
     gone = execute(node, stays, "gone", 600)
     wait_for((stays.out / "gone.pid").exists, "it to start")
@@ -367,7 +368,8 @@ def test_what_ends_and_begins_meanwhile(node: Node) -> None:
     wait_for(
         lambda: known(node)[stays.identifier]["devices"][0]["memory_used"] < GIB, "their memory"
     )
-    heir = start_worker(node, "heir", memory="8Gi", compute="60")  # what was the dead one's is free
+    # The dead container's share is free.
+    heir = start_worker(node, "heir", memory="8Gi", compute="60")
     begin(heir)
 
 
@@ -383,13 +385,14 @@ def test_a_changed_quota_lasts(node: Node) -> None:
     other = start_worker(node, "other", compute="80")
     begin(other)
     time.sleep(1.2)
-    # Of what both did, as other tests take the processor from both; from one of them more in some windows.
+    # As parts of the sum of both, because other tests take processor time from both; in some windows more from one of
+    # them.
     parts = []
     while not parts or (abs(parts[-1] - 20) >= 4 and len(parts) < 5):
         now = time.monotonic_ns()
         time.sleep(2.1)
         mine, others = (shares(one, [(now, now + 2 * S)])[0] for one in (container, other))
-        assert mine < 34  # with what it may borrow, never more than the cap that it was given last
+        assert mine < 34  # with lent time, but never above its latest cap
         parts.append(100 * mine / (mine + others))
     assert abs(parts[-1] - 20) < 4, parts
 
@@ -410,7 +413,7 @@ def test_a_start_in_the_middle_of_an_admission_fails_and_leaves_nothing(node: No
     time.sleep(0.5)
     node.stop_governor(signal.SIGKILL)
     assert node.wait(container, WAIT_S) != 0
-    # The hook has asked for another governor meanwhile, which did not come within its patience.
+    # In the meantime the hook has asked for another governor, which did not come within its patience.
     assert "tidegate: the governor is not reachable" in container.output, container.output
     node.start_governor()
     assert known(node) == {}
@@ -431,7 +434,7 @@ def test_a_damaged_database_is_rebuilt_from_what_runs(node: Node) -> None:
     wait_for(lambda: len(known(node)) == 4, "all to be registered")
     before = known(node)
     node.stop_governor(signal.SIGKILL)
-    # What a container left that ended, and nobody knows of any more.
+    # The directory of a container that has ended and that is recorded nowhere.
     (node.runtime_dir / "containers" / "0123456789abcdef").mkdir()
     damage(node)
     node.start_governor()
@@ -443,7 +446,7 @@ def test_a_damaged_database_is_rebuilt_from_what_runs(node: Node) -> None:
     assert said["level"] == "error"
     assert Path(said["moved_to"]).read_bytes().startswith(b"what a disk may do")
     assert len(events(node, "container-recovered")) == 4
-    # What was rebuilt lasts as well.
+    # What was rebuilt is also stored.
     restart(node)
     assert set(known(node)) == set(before)
     for identifier, old in before.items():
@@ -453,7 +456,7 @@ def test_a_damaged_database_is_rebuilt_from_what_runs(node: Node) -> None:
 
 
 def test_a_lost_process_row_is_found_by_its_slot(node: Node) -> None:
-    """The log of the file was cut: an older state, in which a process is missing."""
+    """As if the log of the database were cut: an older state, in which a process is missing."""
     container = start_worker(node, "forgotten")
     begin(container)
     before = known(node)
@@ -483,7 +486,7 @@ def test_a_process_that_starts_long_after_the_governor_was_there(node: Node) -> 
     pid = int((container.out / "alone.pid").read_text())
     wait_for(lambda: pid in known(node)[container.identifier]["processes"], "it to be registered")
     time.sleep(0.5)
-    # What it had launched and taken by itself is in the books.
+    # What it launched and allocated on its own is in the books.
     (device,) = known(node)[container.identifier]["devices"]
     assert (device["contexts"], device["memory_used"] >= GIB) == (2, True)
     assert alone.wait(WAIT_S) == 0
@@ -518,6 +521,6 @@ def test_the_memory_quota_holds_while_governors_come_and_go(node: Node) -> None:
     assert node.wait(hoard, 60) == 0, hoard.output
     fought = last_json(hoard.output)
     assert (fought["wrong"], fought["total"]) == (0, LIMIT), fought
-    # What no process has (the driver's part of a context) is not in a quota: see bench/memory.py.
+    # Memory that belongs to no process (the driver's part of a context) is not in a quota: see bench/memory.py.
     most = LIMIT + 4 * (nobodys_part := 8 * MIB)
     assert memory.longest_stretch(samples, most) < memory.STRETCH_S, nobodys_part

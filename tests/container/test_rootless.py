@@ -1,7 +1,8 @@
-"""Rootless Podman, as an ordinary user runs it: a container without annotations is as ever, one with them is refused in one line.
+"""Rootless Podman, run by an ordinary user: a container without annotations works as before, one with annotations is refused in
+one line.
 
-The user has no subordinate ids, so the namespace has one user, and no control groups, as on any machine with version 1. What
-is shown does not depend on either.
+The user has no subordinate ids, so that the namespace has one user, and no control groups, as on any machine with version 1. The
+results do not depend on either.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tests.container.engines import CONTAINERS_CONF, IMAGE, pack_image
 from tests.container.test_engines import unpacked
 
 UID = "1000"
-# Without CAP_SYS_ADMIN on the host an overlay needs more than every machine has.
+# Without CAP_SYS_ADMIN on the host, an overlay needs features that not every machine has.
 STORAGE_CONF = """[storage]
 driver = "vfs"
 [storage.options]
@@ -50,7 +51,7 @@ def host(
     rootfs = make_rootfs(base / "rootfs", base / "tools")
     with EngineHost(unpacked(machine()), base) as host:
         host.check("sh", "-c", SETUP)
-        # As packages have them: where everybody may read them.
+        # As in packages: readable for every user.
         subprocess.run(
             ["cp", "-r", str(ROOT / "oci_hook"), str(host.path("/usr/local/lib"))], check=True
         )
@@ -62,7 +63,7 @@ def host(
             [sys.executable, "-m", "governor.cli", "setup", "podman", "--root", f"/proc/{host.pid}/root"],
             check=True, cwd=ROOT, stdout=subprocess.DEVNULL,
         )  # fmt: skip
-        # A governor's, of which no more than the mode matters here: root's alone.
+        # A governor's socket. Only its mode matters here: it is for root only.
         socket = host.path("/run/tidegate/governor.sock")
         subprocess.run([sys.executable, "-c", SOCKET, str(socket)], check=True)
         socket.chmod(0o600)
@@ -98,7 +99,7 @@ def test_a_container_without_annotations_starts(host: EngineHost, runtime: str) 
 @pytest.mark.parametrize("runtime", ["runc", "crun"])
 @pytest.mark.parametrize("driver", ["required", "optional"])
 def test_one_with_annotations_is_told_why_not(host: EngineHost, runtime: str, driver: str) -> None:
-    """Neither driver nor governor has been asked for anything by then."""
+    """At that point neither the driver nor the governor has been contacted."""
     ran = start(
         host,
         runtime,
@@ -117,7 +118,7 @@ def test_one_with_annotations_is_told_why_not(host: EngineHost, runtime: str, dr
 def test_a_hooks_directory_that_the_user_cannot_read_stops_every_container(
     host: EngineHost,
 ) -> None:
-    """Why `tidegate setup podman` refuses one."""
+    """The reason why `tidegate setup podman` refuses such a directory."""
     directory = host.path("/etc/tidegate")
     directory.chmod(0o700)
     try:

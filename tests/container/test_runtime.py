@@ -26,7 +26,7 @@ class Wrapped(Runtime):
     program: Path
 
     def command(self, *arguments: str) -> list[str]:
-        """Give a command line."""
+        """Return the command line for a command of the runtime."""
         command = super().command(*arguments)
         at = command.index(self.name)
         return [
@@ -39,13 +39,13 @@ class Wrapped(Runtime):
 
 
 def path_of(name: str) -> str:
-    """Where a runtime is."""
+    """Return the path of a runtime."""
     return next(p for p in (f"/usr/sbin/{name}", f"/usr/bin/{name}") if os.access(p, os.X_OK))
 
 
 @pytest.fixture(params=["script", "front"])
 def node(node: Node, fronts: Path, request: pytest.FixtureRequest) -> Iterator[Node]:
-    """A node whose programs are the Python scripts, or the C programs with a fork server behind them."""
+    """A node whose programs are the Python scripts, or the C programs with a fork server."""
     if request.param == "script":
         yield node
         return
@@ -57,13 +57,13 @@ def node(node: Node, fronts: Path, request: pytest.FixtureRequest) -> Iterator[N
 
 @pytest.fixture
 def wrapper(node: Node) -> str:
-    """The wrapper runtime's path."""
+    """The path of the wrapper runtime."""
     return str(node.program.with_name("tidegate-runtime"))
 
 
 @pytest.fixture
 def dev(node: Node) -> Path:
-    """Device nodes as a host with two GPUs has them; nobody opens them."""
+    """Device nodes as a host with two GPUs has them; no test opens them."""
     directory = node.base / "dev"
     directory.mkdir()
     for name, major, minor in NODES:
@@ -82,7 +82,7 @@ def wrapped(node: Node, dev: Path, runtime: Runtime) -> Wrapped:
 
 
 def write_settings(path: Path, node: Node, dev: Path, real: str, *more: str) -> None:
-    """Write what /etc/tidegate/runtime says on a node."""
+    """Write the settings that /etc/tidegate/runtime contains on a node."""
     arguments = " ".join((*node.hook[1:], "--dev-dir", str(dev)))
     lines = [
         "# the node's settings",
@@ -98,7 +98,7 @@ def write_settings(path: Path, node: Node, dev: Path, real: str, *more: str) -> 
 
 
 def plain(node: Node, command: str, annotations: dict[str, str] | None = None) -> Bundle:
-    """Give a bundle as an engine makes one: nobody has entered the hook."""
+    """Return a bundle as an engine makes it, without an entry of the hook."""
     bundle = node.bundle(command)
     bundle.config = base_config(command, annotations=OURS if annotations is None else annotations)
     bundle.config["process"]["env"] += ["NVIDIA_VISIBLE_DEVICES=all"]
@@ -106,7 +106,7 @@ def plain(node: Node, command: str, annotations: dict[str, str] | None = None) -
 
 
 def written(bundle: Bundle) -> dict[str, Any]:
-    """Give config.json as it is now."""
+    """Return the current config.json."""
     config: dict[str, Any] = json.loads((bundle.path / "config.json").read_text())
     return config
 
@@ -136,7 +136,7 @@ def test_a_container_gets_its_gpu_s_nodes_and_the_hook(node: Node, wrapped: Wrap
 
 
 def test_a_bundle_that_was_edited_is_edited_again(node: Node, wrapped: Wrapped) -> None:
-    """A restart: the reservation that was written down is replaced, nothing is entered twice."""
+    """A restart: the recorded reservation is replaced, and nothing is entered twice."""
     bundle = plain(node, "true")
     assert wrapped.run(bundle).status == 0
     first = written(bundle)
@@ -254,7 +254,7 @@ def test_an_error_of_the_environment_names_the_variable(
 
 
 def test_nvidia_s_own_injection_is_refused(node: Node, wrapped: Wrapped) -> None:
-    """Both would bring a driver, and whose is found would be chance."""
+    """Both would bring a driver, and it would be chance which one is found."""
     bundle = plain(node, "true")
     bundle.config["hooks"] = {"prestart": [{"path": "/usr/bin/nvidia-container-runtime-hook"}]}
     ran = wrapped.run(bundle)
@@ -301,7 +301,7 @@ def test_precreate_gives_back_what_asks_for_nothing(node: Node, dev: Path) -> No
 def test_what_precreate_refuses_the_hook_refuses_with_a_line(
     node: Node, dev: Path, runc: Runtime
 ) -> None:
-    """Podman shows no more of a precreate that fails than its status."""
+    """Of a precreate that fails, Podman shows only the status."""
     bundle = plain(node, "true", annotations={"tidegate.gpu/x": "y"})
     answer = precreate(node, dev, json.dumps(bundle.config).encode())
     assert answer.status == 0
@@ -319,7 +319,7 @@ def test_precreate_ends_with_a_line_where_there_is_no_config(node: Node, dev: Pa
 
 
 def test_a_granted_gpu_without_its_node_is_refused(node: Node, dev: Path, runc: Runtime) -> None:
-    """Nobody has edited config.json: programs would find no GPU and say something obscure."""
+    """config.json was not edited: programs would find no GPU and print something obscure."""
     assert dev
     bundle = node.bundle("true")
     ran = runc.run(bundle)
@@ -347,7 +347,7 @@ def test_a_configuration_that_is_wrong_is_said(node: Node, wrapped: Wrapped) -> 
 def test_a_configuration_that_is_wrong_is_said_where_engines_look(
     tmp_path: Path, wrapper: str, settings: str
 ) -> None:
-    """containerd's shim shows what is in the runtime's log, and nothing of its standard error."""
+    """containerd's shim shows the runtime's log, and nothing of its standard error."""
     file, log = tmp_path / "settings", tmp_path / "log.json"
     file.write_text(settings)
     (tmp_path / "config.json").write_text('{"ociVersion": "1.0.2"}')
@@ -377,7 +377,7 @@ def test_what_runs_is_ended_whatever_is_wrong_with_the_configuration(
 
 
 def printing(path: Path, word: str) -> Path:
-    """A program in a runtime's place, which prints its name and how it was called."""
+    """Make a program in place of a runtime, which prints its name and arguments."""
     path.write_text(f'#!/bin/sh\necho {word} "$@"\n')
     path.chmod(0o755)
     return path
@@ -442,7 +442,9 @@ def test_precreate_takes_no_endless_config(node: Node, dev: Path) -> None:
 
 
 def test_a_container_of_a_claim_is_left_as_the_engine_made_it(node: Node, wrapped: Wrapped) -> None:
-    """CDI has made its nodes and entered the hook; its GPUs are booked: nothing is to be reserved."""
+    """CDI has made the device nodes and entered the hook, and the GPUs are booked, so there is nothing
+    to reserve.
+    """
     bundle = plain(node, "ls -A /run/tidegate", {"tidegate.gpu/capabilities": "compute"})
     claim = [*node.hook, "--claim", "a-b", "--share"]
     entries = [

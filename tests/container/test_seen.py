@@ -1,4 +1,4 @@
-"""What `tidegate ps`, `top` and `inspect` say of containers that work: held against what was promised, and what got done."""
+"""What `tidegate ps`, `top` and `inspect` show of containers that work, compared with their quota and their work."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ def tidegate(node: Node, *arguments: str) -> str:
 
 
 def devices(node: Node) -> dict[str, dict]:
-    """What `ps --json` says of each container's GPU, by the name that the test gave it."""
+    """Return what `ps --json` shows of each container's GPU, by the name that the test gave it."""
     listed = json.loads(tidegate(node, "ps", "--json"))
     return {one["id"].rpartition("-")[2]: one["devices"][0] for one in listed}
 
 
 def test_what_is_delivered_and_waited_is_shown_as_it_is(node: Node) -> None:
-    """Two that never stop, of which one may have no more than a quarter: the other is lent what is idle."""
+    """Two containers that always have work. One may not have more than a quarter, and the other is lent the idle time."""
     small = start_worker(node, "small", compute="25")
     large = start_worker(node, "large", **{"compute": "50", "compute-limit": "100"})
     begin(small, large)
-    time.sleep(2.5)  # so long a rate reaches back
+    time.sleep(2.5)  # the period that a rate covers
     seen = [devices(node) for _ in range(5) if time.sleep(0.5) is None]
     mean = {
         name: {what: sum(one[name][what] for one in seen) / len(seen) for what in ("delivered", "lent", "waited")}
         for name in ("small", "large")
     }  # fmt: skip
-    # On a busy machine programs do not ask in time for all that they may have: less it may be, more not.
+    # On a busy machine programs do not request in time all that they may have: they may get less, but never more.
     assert 10 < mean["small"]["delivered"] < 30
     assert mean["small"]["lent"] < 5
     assert mean["small"]["delivered"] < mean["large"]["delivered"] <= 100
@@ -68,7 +68,7 @@ def test_what_is_delivered_and_waited_is_shown_as_it_is(node: Node) -> None:
         mean["large"]["delivered"] - 58 < mean["large"]["lent"] < mean["large"]["delivered"] / 2 + 5
     )
     assert mean["small"]["delivered"] + mean["large"]["delivered"] <= 102
-    # Who always has more to do waits: for a grant, or for room in the queue.
+    # A container that always has more work waits: for a grant, or for room in the queue.
     assert mean["small"]["waited"] > 40
     assert mean["large"]["waited"] > 5
     row = next(line for line in tidegate(node, "ps").splitlines() if "small" in line)

@@ -1,7 +1,7 @@
-"""`tidegate setup` on a node with real engines: after it they start our programs, and after --undo they do not.
+"""`tidegate setup` on a node with real engines: afterwards they start our programs, and after --undo they do not.
 
-What it sets up are stubs here, which say that they were started: a runtime that is runc afterwards, and a hook that
-passes config.json on. What the real ones do with a container is in test_engines.py.
+The programs that it sets up are stubs here, which record that they were started: a runtime that executes runc, and a
+hook that passes config.json on. test_engines.py tests what the real ones do with a container.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ RELOAD_S = 20.0
 
 
 def containerd_config(release: str) -> str:
-    """A config.toml of the newest version that a containerd reads."""
+    """Return a config.toml of the newest version that a containerd reads."""
     found = plan.version(release)
     assert found is not None
     newest = CONFIG2 if found < (2, 0) else CONFIG3 if found < (2, 3) else CONFIG4
@@ -65,17 +65,17 @@ def containerd_config(release: str) -> str:
 
 @dataclass
 class Site:
-    """A node, an image, and what was started since somebody asked."""
+    """A node, an image, and a record of the programs that were started."""
 
     host: EngineHost
     image: Path
 
     def setup(self, *words: str) -> None:
-        """Type it on the host, with the node's root: no engine is asked, and none of the host's files is touched."""
+        """Run it on the host, with the node's root: no engine is asked, and no file of the host is touched."""
         assert cli.main(["setup", *words, "--root", f"/proc/{self.host.pid}/root"]) == 0
 
     def started(self) -> list[str]:
-        """What of ours was started since the last call."""
+        """Return which of our programs were started since the last call."""
         file = self.host.path("/tmp/started")
         lines = file.read_text().splitlines() if file.exists() else []
         file.unlink(missing_ok=True)
@@ -99,7 +99,7 @@ def site(
 
 
 def answers(site: Site, *command: str) -> str:
-    """Wait until a daemon answers."""
+    """Wait until a daemon answers, and return its output."""
     deadline = time.monotonic() + RELOAD_S
     while True:
         try:
@@ -117,7 +117,7 @@ def test_podman(site):
     run = ("podman", "run", "--rm", "--pull=never", "--network=none")
     site.setup("podman")
     host.check(*run, *ASKS, IMAGE, "/usr/bin/sleep", "0")
-    # Each stage with the environment of its entry.
+    # Each stage has the environment of its entry.
     stages = ("createRuntime", "poststop", "precreate")
     assert site.started() == [f"{stage} {PATHS}" for stage in stages]
     host.check(*run, IMAGE, "/usr/bin/sleep", "0")
@@ -144,7 +144,7 @@ def test_docker(site):
         answers(site, "docker", "version")
         host.check("docker", "load", "-i", str(site.image))
         site.setup("docker")
-        # The daemon has its number in this node's file, which is the host's number.
+        # The PID of the daemon in this node's file is the PID on the host.
         pid = int(host.path("/run/docker.pid").read_text())
         os.kill(pid, signal.SIGHUP)
         deadline = time.monotonic() + RELOAD_S
@@ -167,7 +167,7 @@ def test_docker(site):
         assert host.path("/etc/docker/daemon.json").read_text() == DAEMON
         host.stop(daemon)
         daemon = host.start(*command, log=log)
-        answers(site, "docker", "version")  # `docker info` ends with 0 whoever answers
+        answers(site, "docker", "version")  # `docker info` exits with 0 in any case
         assert host.check(*known).startswith("runc ")
         assert "tidegate" not in host.check(*known)
     finally:
@@ -176,7 +176,7 @@ def test_docker(site):
 
 @pytest.fixture
 def containerd(site) -> Iterator[Callable[[], None]]:
-    """Start containerd anew."""
+    """A function that restarts containerd."""
     host = site.host
     running: list[subprocess.Popen[bytes]] = []
 
@@ -192,7 +192,7 @@ def containerd(site) -> Iterator[Callable[[], None]]:
 
 
 def pod(site: Site, handler: str) -> dict:
-    """Start a pod with a container; gives the container's config.json."""
+    """Start a pod with a container; return the container's config.json."""
     cri = Cri(site.host, "/run/containerd/containerd.sock")
     deadline = time.monotonic() + RELOAD_S
     while not cri.call("ImageService/ImageStatus", {1: {1: IMAGE}}).get(1):
@@ -223,7 +223,7 @@ def test_containerd(site, containerd, base_spec, monkeypatch):
     content = containerd_config(version)
     host.write("/etc/containerd/config.toml", content)
     spec = host.check("ctr", "oci", "spec")
-    # Below another root nobody is asked: the node's own ctr answers here.
+    # Below another root setup asks no engine: here the node's own ctr answers.
     monkeypatch.setattr(
         "governor.setup.containerd.output", lambda _root, *c: spec if c[0] == "ctr" else None
     )
@@ -239,7 +239,7 @@ def test_containerd(site, containerd, base_spec, monkeypatch):
     else:
         assert site.started() == ["runtime"]
         assert "hooks" not in ours
-    # The default handler is as it was, and ours is as it is.
+    # The default handler is unchanged, and the container is the same under ours.
     plain = pod(site, "runc")
     assert site.started() == []
     for one in (plain, ours):
@@ -257,18 +257,18 @@ def test_containerd(site, containerd, base_spec, monkeypatch):
 
 
 def strip(config: dict) -> dict:
-    """A container's configuration without what is named after it."""
+    """Return a container's configuration without what is named after the container."""
     mounts = [{**m, "source": m["source"].rpartition("/")[2]} for m in config["mounts"]]
     return {**config, "mounts": mounts, "linux": {**config["linux"], "namespaces": None}}
 
 
-DEFAULT = "what `containerd config default` prints"  # from 2.3 on that is of version 4
+DEFAULT = "what `containerd config default` prints"  # version 4 from 2.3 on
 
 
 @pytest.mark.parametrize("content", [None, NODE2, "version = 2\n", DEFAULT])
 @pytest.mark.parametrize("suite", SUITES)
 def test_containerd_itself_finds_the_handler_and_what_was_there(tmp_path, suite, content):
-    """Its own reading of its files; no daemon is started."""
+    """containerd itself reads its files; no daemon is started."""
     root, program = tmp_path, unpacked(suite) / "usr/bin/containerd"
     if content == DEFAULT:
         content = subprocess.run(
@@ -287,7 +287,7 @@ def test_containerd_itself_finds_the_handler_and_what_was_there(tmp_path, suite,
         setup(root, "containerd", *words)
         file = root / CONTAINERD_TOML.lstrip("/")
         between = file.read_text()
-        # Imports are absolute: they lead into the root here.
+        # Imports are absolute paths: here they have to lead into the root.
         file.write_text(re.sub("([\"'])/etc/", rf"\1{root}/etc/", between))
         dump = subprocess.run(
             [program, "--config", file, "config", "dump"],
@@ -312,7 +312,7 @@ def test_containerd_itself_finds_the_handler_and_what_was_there(tmp_path, suite,
 
 
 def typed(site: Site, *words: str) -> Ran:
-    """Type `tidegate setup` on the node itself, where engines are asked."""
+    """Run `tidegate setup` on the node itself, where engines are asked."""
     return site.host.run(
         "env", f"PYTHONPATH={ROOT}", "python3", "-B", "-m", "governor.cli", "setup", *words
     )
@@ -352,7 +352,9 @@ def test_what_dockerd_does_not_read_is_not_written(site: Site) -> None:
 def test_what_containerd_does_not_read_is_not_written(
     site: Site, containerd: Callable[[], None]
 ) -> None:
-    """What setup itself does not find: a file that only the new import brings in, a section that CRI does not take."""
+    """Cases that setup itself does not detect: a file that only the new import brings in, a section that CRI does not
+    accept.
+    """
     host = site.host
     version = host.check("containerd", "--version").split()[2].lstrip("v")
     major = int(version.partition(".")[0])

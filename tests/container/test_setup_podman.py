@@ -1,8 +1,8 @@
-"""`tidegate setup podman` on a node with a real Podman and Buildah: containers get the hooks, and images are built.
+"""`tidegate setup podman` on a node with a real Podman and Buildah: containers get the hooks, and images can be built.
 
-The command runs on the node, as root types it, so Podman is asked. The hook is a stub that says which stage it was
-started for; what the real one does is in test_engines.py. Podman 6 refuses control groups of version 1: its node has
-version 2 alone.
+The command runs on the node, as root would run it, so Podman is asked. The hook is a stub that records the stage for
+which it was started; test_engines.py tests what the real one does. Podman 6 refuses control groups of version 1, so its
+node has only version 2.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tests.container.nodes import wait_for
 from tests.container.test_engines import SUITES, unpacked
 from tests.container.test_setup_engines import HOOK
 
-FORMER = "/etc/containers/oci/hooks.d"  # where Buildah reads as well
+FORMER = "/etc/containers/oci/hooks.d"  # Buildah reads it, too
 OWN = "/etc/tidegate/hooks.d"
 CONF = "/etc/containers/containers.conf.d/50-tidegate.conf"
 STAGES = {"precreate", "createRuntime", "poststop"}
 RUN = ("run", "--rm", "--pull=never", "--network=none", "--annotation=tidegate.gpu/memory=4Gi")
 SOCKET = "unix:///run/podman/podman.sock"
-# What writes hooks where they were before there was a directory of Tidegate's own.
+# Writes the hooks to the directory in which they were before Tidegate had one of its own.
 FORMERLY = f"""
 import sys
 from governor import cli
@@ -50,19 +50,19 @@ class Site:
         return self.host.run("env", f"PYTHONPATH={ROOT}", "python3", "-B", *arguments)
 
     def setup(self, *words: str) -> str:
-        """Type it on the node; gives what it printed."""
+        """Run it on the node; return its output."""
         ran = self.python("-m", "governor.cli", "setup", "podman", *words)
         assert ran.status == 0, ran.text
         return ran.stdout
 
     def refused(self, *words: str) -> str:
-        """Type it on the node, and have it refused."""
+        """Run it on the node, and require that it is refused; return the message."""
         ran = self.python("-m", "governor.cli", "setup", "podman", *words)
         assert ran.status == 73, ran.text
         return ran.stderr
 
     def doctor(self, check: str) -> list[str]:
-        """What doctor finds, from outside: the node has not the modules that it takes."""
+        """Return doctor's findings, from outside, because the node lacks the modules that doctor needs."""
         done = subprocess.run(
             [sys.executable, "-m", "governor.cli", "doctor", "--json", "--root", f"/proc/{self.host.pid}/root"],
             check=False, cwd=ROOT, capture_output=True, text=True,
@@ -75,32 +75,32 @@ class Site:
         ]
 
     def run(self, *options: str) -> set[str]:
-        """Run a container that asks for a GPU; gives the stages that the hook was started for."""
+        """Run a container that asks for a GPU; return the stages for which the hook was started."""
         self.host.check("podman", *options, *RUN, IMAGE, "/usr/bin/sleep", "0")
         return self.stages()
 
     def stages(self) -> set[str]:
-        """The stages that the hook was started for since the last call."""
+        """Return the stages for which the hook was started since the last call."""
         file = self.host.path("/tmp/started")
         lines = file.read_text().splitlines() if file.exists() else []
         file.unlink(missing_ok=True)
         return {line.split()[0] for line in lines}
 
     def build(self) -> Ran:
-        """Build an image with a RUN step, which no cache has."""
+        """Build an image with a RUN step that no cache contains."""
         step = f'RUN ["/usr/bin/sleep", "0.{time.monotonic_ns()}"]'
         self.host.write("/tmp/build/Containerfile", f"FROM {IMAGE}\n{step}\n")
         return self.host.run("podman", "build", "--pull=never", "--network=none", "/tmp/build")
 
     def buildah(self) -> Ran:
-        """Run a command in a working container of Buildah's."""
+        """Run a command in a working container of Buildah."""
         name = self.host.check("buildah", "from", "--pull-never", IMAGE).strip()
         ran = self.host.run("buildah", "run", "--network=none", name, "/usr/bin/sleep", "0")
         self.host.check("buildah", "rm", name)
         return ran
 
     def files(self) -> dict[str, bytes]:
-        """The files in /etc/containers and /etc/tidegate."""
+        """Return the files in /etc/containers and /etc/tidegate."""
         return {
             str(path).partition("/root")[2]: path.read_bytes()
             for directory in ("/etc/containers", "/etc/tidegate")
@@ -133,7 +133,7 @@ def node(
 
 @pytest.fixture
 def site(node: Site) -> Iterator[Site]:
-    """The node, which is not set up, before and after."""
+    """The node, which is not set up, before the test and after it."""
     before = node.files()
     yield node
     node.setup("--undo")
@@ -187,7 +187,7 @@ def test_the_remedy_that_doctor_names_for_a_stage_mends_it(site: Site) -> None:
 
 @pytest.fixture
 def service(site: Site) -> Iterator[Callable[[], int]]:
-    """Start Podman's API service anew; gives its number."""
+    """A function that restarts Podman's API service, and returns its PID."""
     running: list[subprocess.Popen[bytes]] = []
     site.host.path("/run/podman").mkdir(exist_ok=True)
 
@@ -234,13 +234,13 @@ def test_a_service_that_runs_on_is_named_until_it_is_restarted(
 
 
 def test_a_container_that_a_policy_restarts_without_the_hooks_is_named(site: Site) -> None:
-    """Podman 5.8 and newer: conmon has the directories of when it was started as options."""
+    """Podman 5.8 and newer: conmon gets the directories as options when it is started."""
     asks = ("--annotation=tidegate.gpu/memory=4Gi", "--restart=always", "--network=none")
     for name, options in (("asks", asks), ("plain", asks[1:])):
         site.host.check("podman", "run", "--detach", "--pull=never", f"--name={name}", *options, IMAGE, "/usr/bin/sleep", "2")  # fmt: skip
     try:
         told = "podman restart asks" in site.setup()
-        # The first one may have begun before.
+        # The first restart may have begun earlier.
         await_restarts(site, 1)
         site.stages()
         await_restarts(site, 2)
@@ -253,13 +253,13 @@ def test_a_container_that_a_policy_restarts_without_the_hooks_is_named(site: Sit
         wait_for(lambda: "createRuntime" in site.stages(), "the hook")
         assert site.setup() == "podman: it is set up already, nothing to do\n"
     finally:
-        # One that is just being restarted is not removed.
+        # A container that is just being restarted is not removed.
         remove = ("podman", "rm", "--force", "--time=0", "--ignore", "asks", "plain")
         wait_for(lambda: site.host.run(*remove).status == 0, "them to go")
 
 
 def await_restarts(site: Site, count: int) -> None:
-    """Wait until Podman has restarted the container so often: then it has just started."""
+    """Wait until Podman has restarted the container `count` times, so that it has just started."""
     inspect = ("podman", "inspect", "--format", "{{.RestartCount}}", "asks")
     wait_for(lambda: int(site.host.check(*inspect)) >= count, "a restart")
 
@@ -271,7 +271,7 @@ def test_what_podman_does_not_read_changes_nothing(site: Site) -> None:
     assert re.search(r"60\.conf\S* toml: line 2 ", site.refused())
     assert site.files() == before
     site.host.path(broken).unlink()
-    # It parses, and what is in force is not what setup would have.
+    # The file is valid, but the resulting configuration is not what setup needs.
     conf = site.host.path("/etc/containers/containers.conf").read_text()
     site.host.write("/root/.config/containers/containers.conf", f'{conf}hooks_dir = ["/x"]\n')
     try:
@@ -283,7 +283,8 @@ def test_what_podman_does_not_read_changes_nothing(site: Site) -> None:
             )
             assert not site.host.path(OWN).exists()
         else:
-            # 4.3 does not read root's own file; 6 reads it in place of that in /etc, before the drop-ins, and /x stays.
+            # 4.3 does not read root's own file; 6 reads it instead of the one in /etc, before the drop-ins, and /x
+            # stays.
             assert f'"{OWN}"]' in site.setup()
             assert site.run() == STAGES
             assert ('"/x"' in site.host.path(CONF).read_text()) is (version == 6)

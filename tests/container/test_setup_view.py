@@ -1,4 +1,6 @@
-"""The private view in which an engine checks its files before `tidegate setup` writes them: real mount namespaces."""
+"""The private view in which an engine checks its files before `tidegate setup` writes them, with real mount
+namespaces.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def test_a_program_sees_the_files_as_they_would_be_and_nobody_else_does(tmp_path
 def test_a_node_without_private_views_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where root lacks CAP_SYS_ADMIN: the engine is not asked, and setup goes on."""
+    """As without CAP_SYS_ADMIN: the engine is not asked, and setup continues."""
     monkeypatch.setattr(view, "CLONE_NEWNS", -1)
     edit = Edit(str(tmp_path / "file"), None, b"")
     assert validate(Root("/"), Validation(("true",)), [edit]) == [
@@ -58,7 +60,7 @@ def test_a_node_without_private_views_is_told_so(
 
 
 def test_a_file_in_the_root_directory_has_no_view_and_is_not_written() -> None:
-    """A mount over its own root is not seen by a process."""
+    """A process does not see a mount over its own root."""
     file = Path("/tidegate-test-of-views")
     with pytest.raises(view.ViewError, match=r"^/: cannot be covered$"):
         view.run(["true"], {str(file): b""})
@@ -66,7 +68,7 @@ def test_a_file_in_the_root_directory_has_no_view_and_is_not_written() -> None:
 
 
 def tell(script: str, tmp_path: Path, **how: object) -> list[str]:
-    """Validate one new file by a shell script in the place of an engine's program."""
+    """Validate one new file with a shell script in place of an engine's program."""
     validation = Validation(("sh", "-c", script), **how)  # type: ignore[arg-type]
     return validate(Root("/"), validation, [Edit(str(tmp_path / "d/file"), None, b"new\n")])
 

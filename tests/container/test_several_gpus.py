@@ -1,6 +1,7 @@
-"""A node with several GPUs: containers get those that are near each other, and a quota on each of them.
+"""A node with several GPUs: containers get GPUs that are close to each other, and a quota on each of them.
 
-Four simulated GPUs in two pairs with NVLink, 0 with 3 and 1 with 2, so that no order of indices finds them.
+Four simulated GPUs in two pairs with NVLink, 0 with 3 and 1 with 2, so that the order of the indices does
+not give the pairs.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ class Pairs(Simulated):
     visible: str | None = None
 
     def spec(self) -> dict[str, Any]:
-        """Say which GPUs a container's programs see."""
+        """Set which GPUs a container's programs see."""
         env = [] if self.visible is None else [f"CUDA_VISIBLE_DEVICES={self.visible}"]
         return {**super().spec(), "env": env}
 
@@ -189,7 +190,7 @@ def clean(node: Node) -> Iterator[None]:
 def start(
     node: Node, name: str, *arguments: str, visible: list[int] | None = None, **annotations: str
 ) -> Running:
-    """Start the probe, which uses the GPUs that are its own, or of the node's those that it is told."""
+    """Start the probe, which uses its own GPUs, or those of the node's that `visible` names."""
     assert isinstance(node.machine, Pairs)
     node.machine.visible = visible and ",".join(UUIDS[index] for index in visible)
     named = {key.replace("_", "-"): value for key, value in annotations.items()}
@@ -197,7 +198,7 @@ def start(
 
 
 def seen(node: Node, container: Running) -> list[dict[str, Any]]:
-    """What the governor says of a container's GPUs, as soon as it is registered."""
+    """Return what the governor reports about a container's GPUs, as soon as it is registered."""
     wait_for(
         lambda: container.identifier in node.look() or container.process.poll() is not None,
         "a container",
@@ -217,7 +218,7 @@ def gpus(node: Node) -> list[dict[str, Any]]:
 
 
 def finish(node: Node, container: Running, *, warnings: int = 0) -> list[dict[str, Any]]:
-    """Let a probe end, and return what it says of the GPUs that it saw."""
+    """Let a probe end, and return what it reports about the GPUs that it saw."""
     (container.out / "end").touch()
     (container.out / "begin").touch()
     assert node.wait(container, WAIT_S) == 0, container.output
@@ -235,7 +236,7 @@ def test_two_gpus_have_a_memory_quota_each(node: Node) -> None:
     assert len(shown) == 2
     for device, used in zip(shown, held, strict=True):
         assert device["total"] == 2 * GIB
-        # The context first, 512 MiB of it by the driver's word and 520 until it is known.
+        # Less the context: 512 MiB as the driver reports it, 520 MiB until that is known.
         assert 2 * GIB - 520 * MIB <= device["free"] <= 2 * GIB - 512 * MIB
         assert device["taken"] == 1536 * MIB
         assert device["error"] == 2  # CUDA_ERROR_OUT_OF_MEMORY
@@ -252,7 +253,7 @@ def test_one_process_is_governed_on_both_of_its_gpus(node: Node) -> None:
     [other] = finish(node, beside)
     length = last_json(container.output)["seconds"]
     for device in both:
-        # A share of 30 % and no more, on the GPU where it is alone as on the other one.
+        # A share of 30 % and no more, also on the GPU where it is alone.
         assert 0.05 < device["units"] * 0.0005 / length < 0.36
     assert 0.05 < other["units"] * 0.0005 / last_json(beside.output)["seconds"] < 0.58
 
@@ -297,7 +298,7 @@ def test_containers_fill_pairs_and_break_none(node: Node) -> None:
     assert place(compute="60") == [0]
     assert place(compute="60") == [3]  # its pair is broken
     assert place(count="2", compute="60") == [1, 2]
-    assert place(compute="40") == [0]  # as full as 3 and before it
+    assert place(compute="40") == [0]  # as full as 3, and of a lower index
     refused = start(node, "refused", "work", "1", count="2", compute="50")
     assert node.wait(refused, WAIT_S) != 0
     assert (

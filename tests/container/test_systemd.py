@@ -1,7 +1,7 @@
 """The units of packaging/systemd under a real systemd: PID 1 of a container, with a driver of small ELF files.
 
 The container has a root file system of its own, copied from this host: systemd, journald, Python and their libraries,
-and no more units than a boot needs.  Nothing of the host's systemd is touched.
+and only those units that a boot needs. The host's systemd is not touched.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REFRESH, CHANGED, PATH = (
 )
 MANAGER = "/usr/lib/systemd/systemd"
 PROGRAMS = ("sh", "sleep", "systemctl", "journalctl")
-# systemd 255 and newer have the executor, older ones not.
+# systemd 255 and newer have the executor, older versions do not.
 DAEMONS = ("systemd", "systemd-executor", "systemd-journald", "systemd-shutdown")
 HOST_UNITS = (
     *("sysinit.target", "basic.target", "multi-user.target", "paths.target", "local-fs.target"),
@@ -43,7 +43,7 @@ HOST_UNITS = (
 )
 WAIT_S = 30
 
-# /hold keeps a refresh that has done its work from ending.
+# While /hold exists, a refresh that has done its work does not end.
 COMMAND = """#!/bin/sh
 export PYTHONHOME=/opt/python PYTHONPATH=/opt/tidegate:/opt/packages PYTHONDONTWRITEBYTECODE=1
 {python} -m governor.cli "$@" || exit
@@ -52,7 +52,7 @@ while [ -e /hold ]; do sleep 0.1; done
 
 
 def elf_needs(files: list[Path]) -> set[Path]:
-    """Where the loader finds what these files need, the loader itself with them."""
+    """Return the paths at which the loader finds what these files need, including the loader itself."""
     listing = subprocess.run(
         ["ldd", *map(str, files)], capture_output=True, text=True, check=False
     ).stdout
@@ -60,7 +60,7 @@ def elf_needs(files: list[Path]) -> set[Path]:
 
 
 def copy_in(rootfs: Path, path: Path) -> None:
-    """Copy one of the host's files to where it is on the host, or the name's directory is a link to."""
+    """Copy a file of the host to the same path; links in its directory are resolved."""
     there = Path(os.path.realpath(path.parent)) / path.name
     target = rootfs / there.relative_to("/")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def copy_in(rootfs: Path, path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def systemd_rootfs(tmp_path_factory: pytest.TempPathFactory, require: Callable[..., None]) -> Path:
-    """A root file system that boots to multi-user.target, with the units installed and no driver."""
+    """A root file system that boots to multi-user.target, with the units installed and without a driver."""
     require("gcc", "runc", "ldd", "systemctl", "journalctl", MANAGER)
     rootfs = tmp_path_factory.mktemp("systemd") / "rootfs"
     for name in ("usr/bin", "usr/sbin", LIBDIR, "usr/lib64", "usr/lib/systemd/system"):
@@ -117,7 +117,7 @@ def systemd_rootfs(tmp_path_factory: pytest.TempPathFactory, require: Callable[.
 
 
 def config(rootfs: Path) -> str:
-    """Give config.json of a container whose first process is systemd."""
+    """Return the config.json of a container whose first process is systemd."""
     capabilities = [
         *("CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_DAC_READ_SEARCH", "CAP_FOWNER", "CAP_FSETID"),
         *("CAP_KILL", "CAP_SETGID", "CAP_SETUID", "CAP_SETPCAP", "CAP_SETFCAP", "CAP_SYS_CHROOT"),
@@ -126,14 +126,14 @@ def config(rootfs: Path) -> str:
     binds = {
         "/opt/python": sys.base_prefix,
         "/opt/packages": sysconfig.get_path("purelib"),
-        # As installed: code that lies in a checkout would take the control library that is built there.
+        # As installed: code in a checkout would use the control library that is built there.
         **{f"/opt/tidegate/{package}": str(ROOT / package) for package in CODE},
     }
     tmpfs = {
         path: {"destination": path, "type": "tmpfs", "source": "tmpfs", "options": options}
         for path, options in {
             "/dev": ["nosuid", "mode=755"],
-            # No sysfs: a kernel module of this host's would be a driver of the node's.
+            # No sysfs: a kernel module of this host would be taken for the node's driver.
             "/sys": ["nosuid", "nodev", "mode=755"],
             "/run": ["nosuid", "nodev", "mode=755"],
             "/tmp": ["nosuid", "nodev", "mode=1777"],
@@ -188,7 +188,7 @@ class Machine:
         self.libdir = rootfs / LIBDIR
 
     def runc(self, *arguments: str, check: bool = True, timeout: float = WAIT_S) -> str:
-        """Run runc, and give what it printed."""
+        """Run runc, and return its output."""
         done = subprocess.run(
             [*self.command, *arguments],
             stdin=subprocess.DEVNULL,
@@ -201,11 +201,11 @@ class Machine:
         return done.stdout
 
     def config(self) -> str:
-        """config.json of the container."""
+        """Return the config.json of the container."""
         return config(self.rootfs)
 
     def boot(self) -> None:
-        """Start it, and wait until the boot has ended."""
+        """Start the container, and wait until the boot has finished."""
         (self.base / "config.json").write_text(self.config())
         with (self.base / "console").open("wb") as console:
             subprocess.run(
@@ -219,7 +219,7 @@ class Machine:
         self.until(lambda: self.systemctl("is-system-running") in ("running", "degraded"))
 
     def execute(self, *command: str) -> str:
-        """Run a command inside, and give what it printed, whatever its status."""
+        """Run a command inside, and return its output, whatever its status."""
         return self.runc("exec", self.name, *command, check=False).strip()
 
     def systemctl(self, *arguments: str) -> str:
@@ -229,11 +229,11 @@ class Machine:
         return self.systemctl("show", "--value", f"--property={name}", unit)
 
     def runs(self, unit: str) -> int:
-        """How often a unit was started."""
+        """Return how often a unit was started."""
         return sum(line.startswith(("Starting ", "Started ")) for line in self.journal(unit))
 
     def journal(self, unit: str) -> list[str]:
-        """What a unit wrote and what systemd said about it."""
+        """Return what a unit wrote and what systemd logged about it."""
         return self.execute(
             "journalctl", "--no-pager", "--output=cat", f"--unit={unit}"
         ).splitlines()
@@ -243,23 +243,23 @@ class Machine:
         return [line.split()[0] for line in lines]
 
     def in_force(self) -> str | None:
-        """The generation in force, less its digest."""
+        """Return the generation in force, without its digest."""
         try:
             return str((self.driver_dir / "current").readlink()).split("-")[0]
         except OSError:
             return None
 
     def story(self) -> str:
-        """What systemd and the units said, for a test that fails."""
+        """Return what systemd and the units logged, for a test that fails."""
         console = (self.base / "console").read_text(errors="replace")
         return "\n".join([console, *self.journal("tidegate-*"), self.systemctl("status")])
 
     def running_root(self) -> Path:
-        """Its root with what is mounted there."""
+        """Return its root, with everything that is mounted there."""
         return Path("/proc", str(json.loads(self.runc("state", self.name))["pid"]), "root")
 
     def until(self, holds: Callable[[], bool], otherwise: str = "waited in vain") -> None:
-        """Wait for what has to come; show what the units said when it does not."""
+        """Wait until a condition holds; after the timeout fail with the log of the units."""
         deadline = time.monotonic() + WAIT_S
         while not holds():
             if time.monotonic() > deadline:
@@ -267,7 +267,7 @@ class Machine:
             time.sleep(0.05)
 
     def drop_in(self, unit: str, text: str) -> None:
-        """Set something in a unit, before the boot."""
+        """Add a drop-in to a unit, before the boot."""
         put(self.rootfs / f"etc/systemd/system/{unit}.d/test.conf", text.encode())
 
     def remove_driver(self) -> None:
@@ -276,7 +276,7 @@ class Machine:
                 old.unlink()
 
     def replace_driver(self, version: str) -> None:
-        """Put another driver in place as a package manager does, and end with what ldconfig does."""
+        """Install another driver as a package manager does, which runs ldconfig at the end."""
         self.remove_driver()
         put_driver(self.libdir, version, simulated=True)
         self.ldconfig()
@@ -286,7 +286,7 @@ class Machine:
         put(self.rootfs / "etc/ld.so.cache~", b"").replace(self.rootfs / "etc/ld.so.cache")
 
     def end(self) -> None:
-        """Kill it with all its processes, and remove what it left in the cgroups."""
+        """Kill it with all its processes, and remove its control groups."""
         self.runc("delete", "--force", self.name, check=False)
 
 
@@ -317,7 +317,7 @@ def test_after_a_refresh_a_former_mirror_that_nobody_uses_is_removed(machine):
     put_driver(machine.libdir, "535.1.2", simulated=True)
     former = machine.driver_dir / "535.1.1-0123456789ab"
     former.mkdir(parents=True)
-    # All of the node's processes are in this container; gc has to be told.
+    # All of the node's processes are in this container, which gc cannot know without --nested.
     nested = "[Service]\nExecStart=\nExecStart=/usr/bin/tidegate gc --nested\n"
     machine.drop_in("tidegate-gc.service", nested)
     machine.boot()
@@ -345,7 +345,7 @@ def test_ten_drivers_within_a_second_end_with_the_last_one_mirrored(machine):
     for n in range(1, 11):
         machine.replace_driver(f"535.1.{n}")
     machine.until(lambda: machine.in_force() == "535.1.10")
-    # More than the 200 triggers within 2 s that would fail a path unit.
+    # More than the 200 triggers within 2 s that would make a path unit fail.
     for _ in range(1000):
         machine.ldconfig()
     machine.replace_driver("535.1.11")
@@ -424,7 +424,7 @@ def test_each_place_that_a_driver_comes_to_is_watched_before_it_exists(machine):
         machine.until(
             lambda: machine.show(CHANGED, "ActiveState") == "activating", f"{name}: no refresh"
         )
-        # The pause has its own tests.
+        # Other tests cover the pause.
         machine.systemctl("stop", CHANGED)
     assert machine.show(PATH, "ActiveState") == "active"
     assert machine.failed() == [CHANGED], machine.story()

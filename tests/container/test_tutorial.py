@@ -1,9 +1,9 @@
-"""docs/tutorial.md, typed as it stands: each of its commands in one shell, on the simulated GPU.
+"""docs/tutorial.md, run unchanged: each of its commands in one shell, on the simulated GPU.
 
-Two things differ: nothing is built, and the container's program works for 8 s instead of a reader's 60.
+There are two differences: nothing is built, and the container's program works for 8 s instead of 60.
 
 The shell sees the machine's files with a /run, a /var/lib and a /dev/shm of its own, so that the tutorial's
-paths are a node's. Whoever changes the page changes the test's input.
+paths are a node's. A change of the page changes the input of this test.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/tutorial.md"
 END = "=== "
 
-# /run, because a container engine's directories and ours are there; the rest for what the page makes.
+# /run, because container engines and Tidegate have directories there; the others for what the page makes.
 OWN = "mount --make-rprivate / && for d in /run /var/lib /dev/shm; do mount -t tmpfs -o mode=755 tmpfs $d; done"
 
 
 def typed() -> list[tuple[str, str]]:
-    """Return each heading of the page with the commands below it, without what builds."""
+    """Return each heading of the page with the commands below it, without those that build."""
     blocks = markdown.fences(PAGE.read_text())
     assert sum("--seconds 60" in block.text for block in blocks) == 1
     heads = [
@@ -50,7 +50,7 @@ def typed() -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def shown(require: Callable[..., None]) -> dict[str, str]:
-    """What the shell printed below each heading."""
+    """Return what the shell printed below each heading."""
     require("runc", "unshare", "bash")
     script = "\n".join(
         ["set -eu", "exec 2>&1"]
@@ -68,7 +68,7 @@ def shown(require: Callable[..., None]) -> dict[str, str]:
     try:
         out, _ = shell.communicate(timeout=120)
     finally:
-        # The governor too, where the page did not come to its end.
+        # The governor, too, if the page did not run to its end.
         with suppress(ProcessLookupError):
             os.killpg(shell.pid, signal.SIGKILL)
     assert shell.returncode == 0, out
@@ -94,5 +94,5 @@ def test_each_part_of_the_tutorial_shows_what_it_says(shown):
 
 def test_the_container_of_the_tutorial_gets_what_it_was_given(shown):
     units = int(re.search(r'"units": ([0-9]+)', shown["7. What it got done"])[1])
-    # 2,000 units are all of the GPU's time in a second; the quota was 40 and then 60 % of it.
+    # 2,000 units take all of the GPU's time in a second; the quota was first 40 % and then 60 % of it.
     assert 0.36 * 16_000 < units < 0.62 * 16_000

@@ -1,4 +1,4 @@
-"""What lies in a story's directory, as its tests read it."""
+"""The files of a story's directory, as its tests read them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def blocks(text: str) -> list[Block]:
 
 
 def table(text: str) -> list[Line]:
-    """Read a table by the columns that its second line draws."""
+    """Parse a table; its second line delimits the columns."""
     lines = text.splitlines()
     at = next((i for i, line in enumerate(lines) if re.fullmatch(r"-+(  -+){3}", line)), 0)
     assert at, f"there is no table in:\n{text}"
@@ -79,7 +79,7 @@ def shell_lines(text: str) -> list[list[str]]:
 
 
 def annotations_of(words: list[str]) -> dict[str, str]:
-    """Return the annotations that a command line gives."""
+    """Return the annotations of a command line."""
     given = [b for a, b in itertools.pairwise(words) if a == "--annotation"]
     return dict(one.split("=", 1) for one in given)
 
@@ -90,5 +90,5 @@ def containers(story: str) -> dict[str, dict[str, str]]:
 
 
 def pods() -> list[Path]:
-    """What becomes of the pods of moving-from-hami."""
+    """Return the converted pods of moving-from-hami."""
     return sorted((EXAMPLES / "moving-from-hami").glob("*.tidegate.yaml"))

@@ -1,4 +1,4 @@
-"""Each story is played on the simulated GPU and comes out as it says, on its page too."""
+"""Each story is played on the simulated GPU, with the results that it states, also on its page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from tests.examples.story_files import EXAMPLES, STORIES, table, told
 pytestmark = pytest.mark.container
 
 TIMES = 3
-"""A story measures time, on a machine that others use as well: what comes of that does not come every time."""
+"""Number of attempts. A story measures time on a machine that others use as well, so a single failure may be
+due to that.
+"""
 LIMIT_S = 120
 
 
@@ -43,7 +45,7 @@ def test_a_story_comes_out_as_it_says(require, build_dir, story):
     def judged(rows):
         return [(row.what, row.expected) for row in rows if row.met]
 
-    # On the page are the same rows, and what one saw with `tidegate ps`.
+    # The page has the same rows, and the output of `tidegate ps`.
     written = table(told(story, "what"))
     assert [row.what for row in written] == [row.what for row in rows]
     assert judged(written) == judged(rows)
@@ -76,7 +78,7 @@ stories.play(__file__, scene)
 
 @pytest.fixture
 def scratch(tmp_path):
-    """Write a story of our own, which says more than it does."""
+    """A function that writes a story of the test's own, of which one expectation is not met."""
     name = f"scratch-{os.getpid()}"
 
     def write(more: str = "pass") -> Path:

@@ -1,4 +1,4 @@
-"""What a story's page tells to copy is what Tidegate takes: annotations, configurations, commands, links."""
+"""Tidegate accepts what a story's page tells to copy: annotations, configurations, commands, links."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HEADINGS = ["The files to copy", "See it", "What to change"]
 
 
 def accept(annotations: dict[str, str]) -> None:
-    """Hold annotations against the hook's parser and against the schema."""
+    """Check annotations with the hook's parser and with the schema."""
     assert annotations
     check_request(parse_annotations(annotations), annotations)
     jsonschema.validate(annotations, SCHEMA)
@@ -56,7 +56,7 @@ def test_a_page_has_what_a_reader_looks_for(story):
     assert f"\nexamples/{story}/run\n" in text
     assert os.access(EXAMPLES / story / "run", os.X_OK)
     for path in (EXAMPLES / story).iterdir():
-        # What is there to be copied is linked; what ends with .tidegate.yaml is in a table.
+        # Files to copy are linked from the page; files that end with .tidegate.yaml are in a table.
         if path.is_file() and path.name not in {"README.md", "run"}:
             assert f"]({path.name})" in text, f"nobody is told of {path.name}"
 
@@ -152,7 +152,7 @@ exit {status}
 
 
 def queue(tmp_path: Path, command: str, running: str = "[1]", **environment: str):
-    """Run gpu-queue before a command; `running` is what `tidegate ps --json` says."""
+    """Run gpu-queue before a command; `running` is the output of `tidegate ps --json`."""
     for name, text in (("tidegate", f"#!/bin/sh\necho '{running}'\n"), ("start", command)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -204,7 +204,7 @@ def test_the_queue_gives_up_after_its_time(tmp_path):
 
 
 def convert(*documents: dict, arguments: tuple[str, ...] = ()) -> tuple[list[dict], list[str]]:
-    """Convert manifests; return them, and what was said."""
+    """Convert manifests; return them, and the messages."""
     done = subprocess.run(
         [EXAMPLES / "moving-from-hami/to-tidegate", *arguments],
         env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},

@@ -1,13 +1,14 @@
 /*
- * The arbiter's threads on two GPUs, beside containers that write anything into their ledgers.
+ * The arbiter's threads on two GPUs, with containers that write arbitrary values into their
+ * ledgers.
  *
- * `arbiter_pages SECONDS SEED anything|idle|done`. Three containers keep to the rules: one on each
- * GPU and one on both (each 25 % of each). Two write random words at random places as fast as they
- * can, one on both GPUs, and wake the threads (`idle`: they want the GPU and do nothing with it;
- * `done`: they say at once that they are done); a sixth comes and goes. Prints, as JSON: the shares
- * of the three and the longest silence of the heartbeat, and how much of a processor the threads
- * used while the pages of the two were nonsense and nobody woke them. What else is wrong a
- * sanitizer says.
+ * `arbiter_pages SECONDS SEED anything|idle|done`. Three containers are honest: one on each GPU and
+ * one on both, with 25 % of each. Two others, one of them on both GPUs, write random words at
+ * random places as fast as they can, and wake the threads. With `idle` they want the GPU instead
+ * and do nothing with it; with `done` they report immediately that they are done. A sixth container
+ * comes and goes. Prints, as JSON, the shares of the three and the longest silence of the
+ * heartbeat, and which fraction of a processor the threads used while the ledgers of the two were
+ * nonsense and no container woke them. Other errors are reported by a sanitizer.
  */
 #include "layout.gen.h"
 #include "prim.h"
@@ -84,7 +85,7 @@ static void begin(struct container *c, uint32_t gpus, uint32_t guarantee, uint32
     struct runner *each[N_GPUS];
     int pair[2];
 
-    /* Of their own size, so that a sanitizer sees who reads beyond them. */
+    /* Each with its exact size, so that a sanitizer detects accesses beyond the end. */
     c->grant = calloc(1, GRANT_SIZE);
     c->ledger = calloc(1, LEDGER_SIZE);
     ((struct ledger_header *)c->ledger)->n_slots = 1;
@@ -120,7 +121,7 @@ static void end(struct container *c)
 static void poke(const struct container *c)
 {
     if (write(c->poke, "p", 1) < 0)
-        return; /* full: it is awake */
+        return; /* full: the thread is already awake */
 }
 
 /* A program that always has work for its GPU, and works until its grant ends. */
@@ -239,7 +240,7 @@ static void scribble(struct container *c)
     }
 }
 
-/* What can be said as soon as something is granted. */
+/* The quickest possible answer to a grant. */
 static void answer(struct container *c)
 {
     for (uint32_t device = 0; device < c->n; device++) {
@@ -277,7 +278,7 @@ static void *lie(void *argument)
     return NULL;
 }
 
-/* What the arbiter's threads have used of a processor: those with their name. */
+/* Returns the processor time of the arbiter's threads, which are found by name. */
 static uint64_t used_ns(void)
 {
     uint64_t sum = 0;

@@ -1,4 +1,4 @@
-"""Builds arbiter_pages.c with sanitizers, runs it, and holds what it says to what others are promised."""
+"""Builds arbiter_pages.c with sanitizers, runs it, and compares its output with what honest containers are promised."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMISED = 25  # percent of each GPU, to each of three
 
 
 def build(directory: Path) -> Path:
-    """Return the program; end the test where there is no compiler with sanitizers."""
+    """Return the program; skip the test if there is no compiler with sanitizers."""
     need("cc", "setarch")
     program = directory / "arbiter_pages"
     made = subprocess.run(
@@ -36,9 +36,11 @@ def build(directory: Path) -> Path:
 
 
 def hold(program: Path, seconds: int, seed: int, liars: str) -> None:
-    """Run it beside such liars. Half of a promise is there on a machine that is busy, and none of it beside a thief."""
+    """Run the program with liars of a kind. The bound is half of the promised share: a busy machine delivers less than
+    the promise, but beside a container that steals time nothing would be left.
+    """
     done = subprocess.run(
-        # Sanitizers want their shadow where randomised mappings may lie.
+        # Without randomisation: sanitizers need their shadow memory at addresses where mappings may be.
         ["setarch", "-R", program, str(seconds), str(seed), liars],
         capture_output=True, text=True, check=False, timeout=seconds + 60,
         env={**os.environ, "ASAN_OPTIONS": "detect_leaks=1"},
@@ -48,7 +50,7 @@ def hold(program: Path, seconds: int, seed: int, liars: str) -> None:
     assert min(said["shares"]) > PROMISED / 2, f"seed {seed}, {liars}: {said}"
     assert said["silence_ms"] < 1000, (
         f"seed {seed}, {liars}: {said}"
-    )  # then its processes take it for gone
+    )  # after that, processes consider the governor gone
     if liars == "anything":
         assert said["resting"] < 0.6, f"seed {seed}: {said}"
     print(f"seed {seed}, {liars}: {said}")

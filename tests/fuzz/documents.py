@@ -1,7 +1,8 @@
-"""The documents that reach Tidegate from outside, what judges each of them by hand, and the schema that says the same.
+"""The documents that reach Tidegate from outside, the hand-written parser of each, and the equivalent schema.
 
-A document is bytes: what a runtime, an engine, `tidegate refresh`, the governor or a hook wrote, or who would like to be taken
-for one of them. `hold` is what must be true of any; corpus/KIND.jsonl has documents that both judge and the verdict that is right.
+A document is a sequence of bytes, from a runtime, an engine, `tidegate refresh`, the governor or a hook, or from a program that
+impersonates one of them. `hold` checks what must be true of any document. corpus/KIND.jsonl has documents with the correct
+verdict, for both the parser and the schema.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ CORPUS = Path(__file__).with_name("corpus")
 LINE = 900
 SETTINGS = reserve.Settings(entry=Entry("/usr/bin/tidegate-hook"), driver_dir="/nonexistent")
 BEYOND = ("is given twice", "is the host's own root", "'..' behind a name", "not absolute")
-"""Why one is refused that follows its schema: JSON Schema sees neither names that come twice nor where a path ends."""
+"""Reasons for refusing a document that follows its schema: JSON Schema can express neither duplicate names nor where a path ends."""
 
 
 class Kind(NamedTuple):
-    """One kind of document: what takes it by hand (its errors are HookError, TidegateError), and its schema."""
+    """One kind of document: its parser, which raises HookError or TidegateError, and its schema."""
 
     take: Callable[[bytes], object]
     schema: jsonschema.Draft202012Validator | None = None
-    text: bool = False  # half a surrogate pair is refused, wherever it stands
+    text: bool = False  # lone surrogates are refused anywhere
 
 
 def validator(path: str, part: str | None = None) -> jsonschema.Draft202012Validator:
@@ -55,7 +56,7 @@ def validator(path: str, part: str | None = None) -> jsonschema.Draft202012Valid
 
 
 def take_config(data: bytes) -> object:
-    """As `oci_hook.main.prepare` does before it looks at the container."""
+    """Parse as `oci_hook.main.prepare` does before it looks at the container."""
     bundle = parse_config(data, "/bundle")
     foreign_driver(bundle.document)
     gpu_nodes(bundle.document)
@@ -63,7 +64,7 @@ def take_config(data: bytes) -> object:
 
 
 def take_annotations(data: bytes) -> object:
-    """Those below our prefix: an object of strings, as config.json and the state are checked."""
+    """Parse the annotations below our prefix: an object of strings, checked as in config.json and in the state."""
     try:
         annotations = load_json(data)
     except (ValueError, RecursionError) as e:
@@ -74,7 +75,7 @@ def take_annotations(data: bytes) -> object:
 
 
 def take_manifest(data: bytes) -> object:
-    """As `read_manifest` does. The command line's reader takes the same."""
+    """Parse as `read_manifest` does. The reader of the command line must accept the same."""
     try:
         found = parse_manifest(data, "/generation")
     except (ValueError, TypeError, RecursionError) as e:
@@ -84,7 +85,7 @@ def take_manifest(data: bytes) -> object:
 
 
 def take_answer(data: bytes, parse: Callable[[dict[str, Any]], object] | None = None) -> object:
-    """As the hook's client does; a refusal is an answer like others."""
+    """Parse as the hook's client does; a refusal is an answer, too."""
     try:
         document = parse_answer(data)
         if parse is None:
@@ -97,7 +98,7 @@ def take_answer(data: bytes, parse: Callable[[dict[str, Any]], object] | None = 
 
 
 class Reserving:
-    """A governor that keeps what it is asked for."""
+    """A governor that accepts every reservation."""
 
     def __init__(self, *_: object) -> None:
         pass
@@ -111,7 +112,7 @@ class Reserving:
 
 
 def take_edit(data: bytes) -> object:
-    """As `tidegate-runtime` and `precreate` do; what comes out is edited again without a change."""
+    """Edit as `tidegate-runtime` and `precreate` do; a second edit of the result must change nothing."""
     settings = SETTINGS._replace(environment=True)
     event = Event("precreate", None)
     with mock.patch.object(reserve, "Client", Reserving):
@@ -151,7 +152,7 @@ KINDS = {
 
 
 def strict(data: bytes) -> Any:
-    """Parse JSON as its standard has it, a number with a fraction as a double; ValueError if it is none."""
+    """Parse JSON strictly by its standard, fractions as doubles; raise ValueError for anything else."""
 
     def number(text: str) -> float:
         value = float(text)
@@ -166,7 +167,7 @@ def strict(data: bytes) -> Any:
 
 
 def is_valid(kind: str, data: bytes) -> bool | None:
-    """What the schema says; None where there is none."""
+    """Return the verdict of the schema, or None if there is no schema."""
     schema = KINDS[kind].schema
     if schema is None:
         return None
@@ -180,7 +181,7 @@ def is_valid(kind: str, data: bytes) -> bool | None:
 
 
 def refusal(kind: str, data: bytes) -> str | None:
-    """Take a document by hand: nothing, or the line by which it was refused. Any other error is a fault of ours."""
+    """Parse a document; return None, or the line with which it was refused. Any other exception is a bug."""
     try:
         KINDS[kind].take(data)
     except InternalError:
@@ -193,10 +194,10 @@ def refusal(kind: str, data: bytes) -> str | None:
 
 
 def hold(kind: str, data: bytes) -> bool:
-    """Hold a document to what is promised of any of its kind; returns whether it was taken."""
+    """Check a document against what is promised of its kind; return whether it was accepted."""
     line, valid = refusal(kind, data), is_valid(kind, data)
     if line is not None:
-        # One line for a terminal, whatever is in the document.
+        # The message is one line for a terminal, whatever the document contains.
         assert len(line) <= LINE, line
         assert line.isascii(), line
         assert line.isprintable(), line
@@ -217,7 +218,7 @@ class Case(NamedTuple):
 
 
 def corpus(kind: str) -> list[Case]:
-    """The documents of a kind: a line each, `document` as JSON, `text`, or `base64` for what is neither."""
+    """Return the documents of a kind. Each line of the file has one: as JSON in `document`, as `text`, or else as `base64`."""
     found = []
     for line in (CORPUS / f"{kind}.jsonl").read_text().splitlines():
         entry = json.loads(line)
@@ -255,7 +256,7 @@ ODD = st.one_of(
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
-    """Every place in a document: what holds it, and under which name or number."""
+    """Return every place in a document: the container of a value, and its key or index there."""
     found: list[tuple[Any, Any]] = []
     waiting = [value]
     while waiting:
@@ -268,17 +269,18 @@ def places(value: Any) -> list[tuple[Any, Any]]:
 
 
 def bases(kind: str) -> list[Any]:
-    """The good documents of a kind, parsed; for config.json that is to be edited as well."""
+    """Return the accepted documents of a kind, parsed; for `edit` those of config.json."""
     return [json.loads(e.data) for e in corpus("config" if kind == "edit" else kind) if e.good]
 
 
 def mutated(kind: str) -> st.SearchStrategy[bytes]:
-    """Good documents of a kind with up to five changes, most of them to one member or value."""
+    """Generate documents with up to five changes to an accepted one, most of them to one member or value."""
     originals = [json.dumps(one) for one in bases(kind)]
 
     @st.composite
     def strategy(draw: st.DrawFn) -> bytes:
-        document = [json.loads(draw(st.sampled_from(originals)))]  # in a list: it may be replaced
+        # In a list, so that the document itself can be replaced.
+        document = [json.loads(draw(st.sampled_from(originals)))]
         for _ in range(draw(st.integers(0, 4))):
             holder, key = draw(st.sampled_from(places(document)))
             match draw(st.sampled_from(("value", "value", "value", "remove", "add", "swap"))):
@@ -298,7 +300,7 @@ def mutated(kind: str) -> st.SearchStrategy[bytes]:
             errors="surrogatepass"
         )
         match draw(st.sampled_from(("", "", "", "", "twice", "cut", "bytes"))):
-            case "twice":  # each member of an object comes again
+            case "twice":  # repeats the members of an object
                 at = draw(st.integers(0, len(data)))
                 data = data[:at] + data[at:].replace(b"{", b"{" + data[1:-1] + b", ", 1)
             case "cut":

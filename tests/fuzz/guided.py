@@ -1,6 +1,6 @@
 """One kind of document under Atheris: `python -m tests.fuzz.guided KIND DIRECTORY [libFuzzer's options]`.
 
-What it finds is written to crash-*, and goes to corpus/KIND.jsonl with the verdict that is right.
+Inputs that fail are written to crash-*. Add them to corpus/KIND.jsonl with the correct verdict.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Damage done to real files, and what must hold for a reader that meets it."""
+"""Damage to real files, and what a reader must guarantee for damaged files."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from vdriver.elf import read_exports, read_library
 from vdriver.errors import LibraryError
 from vdriver.ldcache import CacheError, parse_cache
 
-SECONDS = 10  # a reader that takes as long hangs; it takes a millisecond
+SECONDS = 10  # time limit of a reader; normally it takes a millisecond
 NUMBERS = (0, 1, 2, 7, 8, 0xFF, 0xFFFF, 1 << 31, (1 << 32) - 1, 1 << 63, (1 << 64) - 1)
 
 
 class Counted:
-    """Counts what is read with os.pread while it is entered: `calls`, `bytes`."""
+    """Counts reads with os.pread inside the block: `calls`, `bytes`."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -45,7 +45,9 @@ class Counted:
 
 
 def hold_to_the_contract(content: bytes) -> None:
-    """Read a file of these bytes: a library or a refusal, within bounds, and nothing else."""
+    """Read a file with these bytes: the result is a library or a refusal, within bounds, and
+    nothing else.
+    """
     with tempfile.TemporaryDirectory() as work:
         path = Path(work, "libfuzz.so.1.2.3")
         path.write_bytes(content)
@@ -53,7 +55,7 @@ def hold_to_the_contract(content: bytes) -> None:
             library: Any = _answer(read_library, path)
             first = counted.calls
             exports: Any = _answer(read_exports, path)
-    # One read more than the limit tells that there is one.
+    # One read more than the limit is needed to detect that the limit is reached.
     assert max(first, counted.calls - first) <= module.MAX_READS
     assert counted.bytes <= 2 * module.MAX_BYTES
     if library is not None:
@@ -75,7 +77,9 @@ def hold_to_the_contract(content: bytes) -> None:
 
 
 def hold_the_cache_to_its_contract(content: bytes) -> None:
-    """Parse a loader's cache of these bytes: entries or a refusal, and nothing else."""
+    """Parse a loader's cache with these bytes: the result is entries or a refusal, and nothing
+    else.
+    """
     with _alarm():
         try:
             entries = parse_cache(content)
@@ -109,7 +113,9 @@ def _alarm() -> Iterator[None]:
 
 
 def bases() -> list[bytes]:
-    """Real files of both classes: everything in it, without sections, a plain one, a program."""
+    """Return real files of both classes: with everything, without sections, a plain library, a
+    program.
+    """
     found = []
     for bits in (64, 32):
         found += [rich_elf(bits, s, interpreter=True) for s in ("both", "gnu", "sysv")]
@@ -123,7 +129,7 @@ def bases() -> list[bytes]:
 
 @st.composite
 def mutated_elf(draw: st.DrawFn) -> bytes:
-    """A real file with up to six changes, most of them where a reader looks."""
+    """Generate a real file with up to six changes, most of them in parts that a reader looks at."""
     originals = bases()
     original = draw(st.sampled_from(originals))
     content = bytearray(original)
@@ -156,7 +162,7 @@ def mutated_elf(draw: st.DrawFn) -> bytes:
 
 
 def cache_bytes() -> bytes:
-    """A loader's cache of three libraries, behind one in the older format."""
+    """Return a loader's cache of three libraries, with a cache in the older format before it."""
     strings = b"liba.so.1\0/x/liba.so.1\0/usr/lib/libcuda.so.1\0"
     names = ((0, 10), (3, 13), (33, 23))
     base = 48 + 24 * len(names)
@@ -169,7 +175,7 @@ def cache_bytes() -> bytes:
 
 @st.composite
 def mutated_cache(draw: st.DrawFn) -> bytes:
-    """A cache with up to six changes, most of them in what is counted and pointed to."""
+    """Generate a cache with up to six changes, most of them in counts and offsets."""
     whole = cache_bytes()
     content = bytearray(draw(st.sampled_from((whole, whole[32:]))))
     header = content.find(b"glibc")

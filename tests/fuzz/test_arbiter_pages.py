@@ -1,4 +1,4 @@
-"""The arbiter's threads against ledgers that say anything, as long as TIDEGATE_FUZZ_SECONDS says (60 each)."""
+"""The arbiter's threads with ledgers of arbitrary content, for TIDEGATE_FUZZ_SECONDS seconds (60 each)."""
 
 import os
 import time

@@ -1,7 +1,7 @@
-"""Documents from outside, as long as TIDEGATE_FUZZ_SECONDS says (60 each): made from the corpus, and by what covers new code.
+"""Documents from outside, for TIDEGATE_FUZZ_SECONDS seconds (60 each): mutations of the corpus, and coverage-guided inputs.
 
-Both hold each document to `tests.fuzz.documents.hold`. Coverage guidance is Atheris's (libFuzzer for Python), which is in no
-environment by itself: `tools/fuzz-environment` makes one beside .venv, from requirements-fuzz.lock.
+Both kinds are checked with `tests.fuzz.documents.hold`. Coverage guidance is from Atheris (libFuzzer for Python), which the
+usual environment does not include: `tools/fuzz-environment` makes another one next to .venv, from requirements-fuzz.lock.
 """
 
 import os
@@ -19,13 +19,13 @@ SECONDS = float(os.environ.get("TIDEGATE_FUZZ_SECONDS", "60"))
 EXAMPLES = 1000
 ATHERIS = ROOT / "build/fuzz/bin/python"
 MIB = 512
-"""Atheris, the schemas and a document take 200; a document that takes more than the rest is a fault."""
+"""Memory limit in MiB. Atheris, the schemas and a document take 200; a document that takes more than the rest is a bug."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_document_is_judged_as_its_schema_says(kind):
     end = time.monotonic() + SECONDS
-    first = time.time_ns()  # another one each time; hypothesis prints what fails
+    first = time.time_ns()  # different in each run; hypothesis prints what fails
     rounds = 0
     while rounds == 0 or time.monotonic() < end:
 

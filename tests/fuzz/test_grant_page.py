@@ -1,10 +1,10 @@
-"""The control library against a grant page that says anything, as long as TIDEGATE_FUZZ_SECONDS says.
+"""The control library with a grant page of arbitrary content, for TIDEGATE_FUZZ_SECONDS seconds.
 
-The governor alone writes the page, so nonsense in it means a fault of the governor, or another
-version of it. A process that is governed by it must not pay for that with its life: no crash, no
-call that never returns. Where the page closes the grant, calls wait, and that is right; they
-return when the page is sound again. The library itself has no options that could be fuzzed with it:
-it reads no environment variable and no file but the page.
+Only the governor writes the page, so nonsense in it means a bug in the governor, or another version
+of it. A governed process must survive that: no crash, and no call that never returns. Where the page
+closes the grant, calls rightly wait; they return when the page is valid again. The library has no
+options of its own that could be fuzzed together with the page: it reads no environment variable and
+no other file.
 """
 
 import contextlib
@@ -25,7 +25,9 @@ from tests.conftest import lack
 
 SECONDS = float(os.environ.get("TIDEGATE_FUZZ_SECONDS", "60"))
 LIMIT_MS = 5000
-"""A call that takes longer hangs: nothing here closes the grant for more than 0.2 s."""
+"""Limit in milliseconds after which a call counts as hanging: nothing here closes the grant for more
+than 0.2 s.
+"""
 UUID = simgpu.device_uuid(1, 0).bytes
 SECOND_NS = 1_000_000_000
 
@@ -52,7 +54,7 @@ class Guest:
         self.room = Room(work / "room", [UUID], **{"memory_limit": 1 << 30, **fields})
 
     def start(self, *options: str) -> subprocess.Popen[str]:
-        """Start the program; its errors come with its output."""
+        """Start the program, with its errors in its output."""
         return subprocess.Popen(
             self.room.command(str(self.build / "stress"), "--limit-ms", str(LIMIT_MS), *options),
             env={
@@ -68,7 +70,7 @@ class Guest:
 
 @pytest.fixture
 def guest(build_dir):
-    """A guest, where this machine lets us have a mount namespace."""
+    """A guest, if this machine allows mount namespaces."""
     with tempfile.TemporaryDirectory() as work:
         made = Guest(Path(work), build_dir)
         with made.room:
@@ -80,7 +82,7 @@ def guest(build_dir):
 
 
 def finish(process: subprocess.Popen[str], seconds: float) -> str:
-    """Return what a process said by its end; fail when it does not end."""
+    """Return the complete output of a process; fail if it does not end."""
     try:
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -91,7 +93,7 @@ def finish(process: subprocess.Popen[str], seconds: float) -> str:
 
 
 def number(draw: random.Random) -> int:
-    """Draw a number that is likely to be trouble."""
+    """Draw a number that is likely to cause trouble."""
     now = time.monotonic_ns()
     return draw.choice(
         [
@@ -104,7 +106,7 @@ def number(draw: random.Random) -> int:
 
 
 def damage(room: Room, draw: random.Random) -> list[str]:
-    """Change one to four words of the page, and return what was done."""
+    """Change one to four words of the page, and return a description of the changes."""
     done = []
     for _ in range(draw.randrange(1, 5)):
         value = number(draw)
@@ -147,7 +149,7 @@ def test_a_running_process_outlives_any_page_and_goes_on_when_it_is_sound(guest)
 
 
 def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 30) -> None:
-    """Wait until a file is there; fail when the process ends before."""
+    """Wait until a file exists; fail if the process ends before that."""
     deadline = time.monotonic() + seconds
     while not path.exists():
         if process.poll() is not None or time.monotonic() > deadline:
@@ -156,7 +158,9 @@ def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 30) ->
 
 
 def test_a_process_that_starts_with_any_page_ends(guest):
-    """It runs, or cuInit says that the system is not ready, or there is no room for a context."""
+    """It runs, or cuInit answers CUDA_ERROR_SYSTEM_NOT_READY, or there is not enough memory for a
+    context.
+    """
     seed = time.time_ns()
     draw = random.Random(seed)  # noqa: S311
     deadline = time.monotonic() + SECONDS
@@ -200,7 +204,7 @@ AWAY = {
         ("grant_header", "lookahead_ns", 2**64 - 1), ("grant_device", "deadline_ns", 0)
     ],
 }  # fmt: skip
-"""Pages that a governor left behind when it died with `on_governor_loss: keep`."""
+"""Fields of a page, with their values, when its governor died with `on_governor_loss: keep`."""
 
 
 @pytest.mark.parametrize("fields", AWAY.values(), ids=AWAY)
@@ -210,7 +214,7 @@ def test_a_process_whose_governor_died_in_the_middle_keeps_going(guest, fields):
     )
     wait_for(guest.work / "end.ready", process)
     guest.room.alive = False
-    time.sleep(0.1)  # the last heartbeat
+    time.sleep(0.1)  # after the last heartbeat
     for struct, field, value in fields:
         base = 0 if struct == "grant_header" else layout.grant_device(0)
         pages.write(guest.room.grant, base, struct, field, value)

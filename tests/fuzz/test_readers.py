@@ -1,4 +1,4 @@
-"""Readers of files that others wrote, against damage, for as long as TIDEGATE_FUZZ_SECONDS says (60 each)."""
+"""Readers of files that other programs wrote, on damaged files, for TIDEGATE_FUZZ_SECONDS seconds (60 each)."""
 
 import os
 import time
@@ -26,7 +26,7 @@ EXAMPLES = 1000
 )
 def test_a_damaged_file_is_refused_or_read(contents, hold):
     end = time.monotonic() + SECONDS
-    first = time.time_ns()  # another one each time; hypothesis prints what fails
+    first = time.time_ns()  # different in each run; hypothesis prints what fails
     rounds = 0
     while rounds == 0 or time.monotonic() < end:
 

@@ -1,13 +1,13 @@
-"""`python -m tests.gpu.claims`: ResourceClaims on this machine's GPU, from what a scheduler wrote to the work that is done.
+"""`python -m tests.gpu.claims`: ResourceClaims on this machine's GPU, from the scheduler's allocation to the work of a container.
 
-The driver's own code prepares each claim (`kube.driver`) at a real governor and writes its CDI file; what that file says
-is put into config.json as an engine does it, and runc starts the container. Only the API server is none: a claim is a
-document here. Each line says what was found; a wrong one ends with status 1.
+The driver's own code (`kube.driver`) prepares each claim with a real governor, and writes its CDI file. The content of
+that file is put into config.json as an engine does it, and runc starts the container. Only the API server is missing:
+a claim is a document here. Each printed line is a finding; a wrong one makes the exit status 1.
 
-- two claims, 70 % and 30 %: what each delivers by its own stamps, over what the same work does alone
-- the governor is killed meanwhile: both claims, both containers and their shares are there again
+- two claims, 70 % and 30 %: what each delivers by its own time stamps, relative to the same work alone
+- the governor is killed in the meantime: both claims, both containers and their shares are restored
 - a claim that two containers use: together they have its share, and its memory
-- more memory than the claim has is refused, and so is a claim on more than there is, or one that was taken back
+- refusals: more memory than the claim has, a claim for more than the GPU has, and a claim that was taken back
 - afterwards nothing is left
 """
 
@@ -46,19 +46,23 @@ SECONDS = 12.0
 SETTLE_S = 1.0
 PART_NS = 4 * NS_PER_S
 LEAST = 0.97
-"""Of its quota, what a container delivers at least: with all of the GPU's time given away, hand-overs are
-paid by all (the aim of saturating tenants in docs/benchmarks.md)."""
+"""Lower bound of the delivered share as a fraction of the quota. When all of the GPU's time is guaranteed, every container
+pays for hand-overs (the aim for saturating tenants in docs/benchmarks.md).
+"""
 MOST = {"timeslice": 1.01, "mps": 1.025}
-"""Of its quota at most: under mps the last work of one runs beside the first of the next, and all have more."""
+"""Upper bound of the delivered share as a fraction of the quota, by strategy. Under mps the last work of a holder runs
+together with the first work of the next, so that all get more.
+"""
 BESIDE = 0.06
-"""What two processes of one quota may lose besides what two processes lose that the driver slices: their
-kernels run side by side within a grant, and a grant ends for both. An allowance, not an aim: an H200 showed
-0.03, twice."""
+"""Share that two processes of one quota may lose in addition to the loss of two processes that the driver time-slices:
+their kernels run side by side within a grant, and a grant ends for both. This is an allowance, not an aim: an H200 showed
+0.03, twice.
+"""
 WAIT_S = 60.0
 
 
 class Cluster:
-    """Stands in for the API server: ResourceClaims as a scheduler leaves them, by their names."""
+    """A stand-in for the API server: ResourceClaims as a scheduler leaves them, by name."""
 
     def __init__(self) -> None:
         self.documents: dict[str, dict[str, Any]] = {}
@@ -69,7 +73,7 @@ class Cluster:
         return self.documents[name]
 
     def add(self, name: str, uuid: str, memory_mib: int, compute: int) -> Reference:
-        """Write a strict claim of a part of a GPU, allocated."""
+        """Store a strict claim of a part of a GPU, allocated."""
         uid = f"00000000-0000-4000-8000-{len(self.documents):012d}"
         parameters = {
             "apiVersion": "tidegate.gpu/v1",
@@ -110,7 +114,7 @@ class Cluster:
 
 
 class Site:
-    """A node whose claims are prepared by the driver's own code."""
+    """A node on which the driver's own code prepares claims."""
 
     def __init__(self, node: Node, strategy: str) -> None:
         self.node = node
@@ -130,13 +134,13 @@ class Site:
         self.gpu: dict[str, Any] = ask(node.config, "gpus")["gpus"][0]
 
     def prepare(self, name: str, memory_mib: int, compute: int) -> Reference:
-        """Have a claim allocated and prepared."""
+        """Allocate a claim, and have the driver prepare it."""
         reference = self.cluster.add(name, self.gpu["uuid"], memory_mib, compute)
         self.driver.prepare(reference)
         return reference
 
     def start(self, name: str, reference: Reference, *arguments: str) -> Running:
-        """Start a container that uses a claim: no annotation of ours, no node but the claim's."""
+        """Start a container that uses a claim: it has no annotation of ours, and no device node but the claim's."""
 
         def edit(config: dict[str, Any]) -> None:
             config["hooks"] = {}
@@ -151,14 +155,14 @@ class Site:
         return self.node.start(name, command, {}, edit=edit)
 
     def work(self, name: str, reference: Reference) -> Running:
-        """Start one that works from when it is told to."""
+        """Start a container that begins to work when it is told to."""
         seconds = str(SECONDS + SETTLE_S + 2)
         files = ("--out", "/out/progress.bin", "--wait-file", "/out/begin")
         return self.start(name, reference, "--seconds", seconds, *files)
 
 
 def apply(config: dict[str, Any], edits: Mapping[str, Any]) -> None:
-    """Apply CDI edits as its specification says, as far as ours have them."""
+    """Apply CDI edits as the specification of CDI says, as far as our edits need it."""
     for hook in edits.get("hooks", ()):
         entry = {key: value for key, value in hook.items() if key != "hookName"}
         config["hooks"].setdefault(hook["hookName"], []).append(entry)
@@ -175,10 +179,9 @@ def apply(config: dict[str, Any], edits: Mapping[str, Any]) -> None:
 def run_together(
     site: Site, profile: Profile, containers: list[Running], halfway: Callable[[], None]
 ) -> list[list[float]]:
-    """Let containers work side by side, with something halfway.
+    """Run containers side by side, and call `halfway` in the middle.
 
-    Returns what each delivered in the 4 s after the beginning, and in the last 4 s, in percent of
-    what it does alone.
+    Return what each delivered in the 4 s after the beginning and in the last 4 s, in percent of what it delivers alone.
     """
     node = site.node
     node.wait_ready([one.out / "begin.ready" for one in containers], WAIT_S)
@@ -200,7 +203,7 @@ def run_together(
 
 
 def run_natively(machine: Machine, profile: Profile) -> list[float]:
-    """Let two processes work side by side outside of any container; return their parts."""
+    """Run two processes side by side without containers; return the share that each delivered."""
     files = [machine.work / "solo" / f"pair-{i}.bin" for i in range(2)]
     processes = [
         subprocess.Popen(
@@ -220,7 +223,7 @@ def run_natively(machine: Machine, profile: Profile) -> list[float]:
 
 
 def look_at_two_claims(report: Report, site: Site, profile: Profile) -> None:
-    """Run 70 % beside 30 %, and kill the governor meanwhile."""
+    """Run containers of 70 % and 30 % together, and kill the governor in the meantime."""
     node = site.node
     claims = {"large": (4096, 70), "small": (2048, 30)}
     references = {name: site.prepare(name, *claims[name]) for name in claims}
@@ -254,7 +257,7 @@ def look_at_two_claims(report: Report, site: Site, profile: Profile) -> None:
 
 
 def look_at_members(report: Report, site: Site, profile: Profile) -> None:
-    """Run two containers of one claim beside a third of another."""
+    """Run two containers of one claim together with one of another claim."""
     pair = sum(run_natively(site.node.machine, profile))
     report.say("two processes without Tidegate", f"{100 * pair:.1f} % of one alone")
     node = site.node
@@ -263,7 +266,7 @@ def look_at_members(report: Report, site: Site, profile: Profile) -> None:
     _, shares = run_together(site, profile, containers, lambda: None)
     together = shares[0] + shares[1]
     report.say("members of 40 %, delivered", [round(share, 2) for share in shares[:2]])
-    # One server's clients are not sliced by the driver, so nothing is lost between them.
+    # The driver does not time-slice the clients of one MPS server, so nothing is lost between them.
     least = 40 * (LEAST if site.strategy == "mps" else pair - BESIDE)
     report.say("together", round(together, 2), right=least <= together <= 40 * site.most)
     right = LEAST <= shares[2] / 60 <= site.most
@@ -291,7 +294,7 @@ def look_at_refusals(report: Report, site: Site) -> None:
     spec = site.directory.file(reference.uid).read_bytes()
     site.driver.unprepare(reference)
     report.say("taken back", "its file is gone", right=not [*site.cdi.iterdir()])
-    site.directory.file(reference.uid).write_bytes(spec)  # an engine that still has it
+    site.directory.file(reference.uid).write_bytes(spec)  # as if an engine still had it
     container = site.start("late", reference, "--seconds", "1", "--out", "/out/progress.bin")
     status = site.node.wait(container, WAIT_S)
     lines = [line for line in container.output.splitlines() if "tidegate: " in line]
@@ -301,7 +304,7 @@ def look_at_refusals(report: Report, site: Site) -> None:
 
 
 def look_at_ends(report: Report, site: Site) -> None:
-    """Say what is left in the books."""
+    """Report what is left in the governor's books."""
     node = site.node
     gone = wait_for(lambda: not node.look())
     claims = ask(node.config, "claims")["claims"]
@@ -312,7 +315,7 @@ def look_at_ends(report: Report, site: Site) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Look, write DIR/claims.json, and return 1 where something is wrong."""
+    """Run all checks, write DIR/claims.json, and return 1 if something is wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.claims", description=__doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "build/claims")
     parser.add_argument("--simulated", action="store_true", help="on the simulated GPU")

@@ -1,20 +1,21 @@
 /*
- * A judge of completeness: calls every function that cuda.h declares, in every form, and says what
- * each did to the GPU.
+ * The judge of completeness: calls every function that cuda.h declares, in every form, and reports
+ * what each call did to the GPU.
  *
- *   judge --list                        the names, the cases and the reasons, and nothing is called
- *   judge [--block MiB] [--only NAME]   a JSON line for each call, on standard output
+ *   judge --list                        lists the names, the cases and the reasons, calls nothing
+ *   judge [--block MiB] [--only NAME]   prints a JSON line for each call to standard output
  *
- * It knows nothing of libcontrol's table. Memory is what NVML sees before and after; GPU time is
- * what events see, recorded through the original driver, while the legacy stream is held until the
- * call has returned. In a container with a quota it also says how the process's slot of the ledger
- * moved. tests/gpu/judge.py runs it on the bare machine and in a container, and compares.
+ * The judge knows nothing of libcontrol's table. Memory is what NVML reports before and after a
+ * call. GPU time is measured by events that are recorded through the original driver, while the
+ * legacy stream is held until the call has returned. In a container with a quota it also reports
+ * how the process's slot of the ledger changed. tests/gpu/judge.py runs it on the bare machine and
+ * in a container, and compares.
  *
  * Calls share a process until one of them leaves the context unusable, kills the process or hangs,
- * or wants one of its own (OWN). The calls themselves are in judge_cases.h.
+ * or needs a process of its own (OWN). The calls themselves are in judge_cases.h.
  */
 #define _GNU_SOURCE
-/* Declares each form under the name that the driver exports it by. */
+/* Declares each form under the name by which the driver exports it. */
 #define __CUDA_API_VERSION_INTERNAL
 #include <cuda.h>
 
@@ -44,44 +45,43 @@
 #include "layout.gen.h"
 
 #define MIB     (1024ull * 1024)
-#define TAKE    (64 * MIB) /* what a call that allocates asks for */
-#define HUNG_MS 20000      /* a call that says nothing for so long is killed */
-#define HOLD_NS 30000000   /* a call that has not returned by then waits for the GPU itself */
+#define TAKE    (64 * MIB) /* size of an allocation */
+#define HUNG_MS 20000      /* a call without output for longer is killed */
+#define HOLD_NS 30000000   /* a call that takes longer waits for the GPU */
 #define SETTLE_NS                                                                                  \
-    1000000000ull                /* the account has so long to learn of what the driver did itself \
-                                  */
-#define SETTLED_NS 1200000000ull /* and forgets what it learned when nothing moved for so long */
-#define SMALL      (4 << 20)     /* bytes that the driver takes for itself in any call */
+    1000000000ull /* time in which the account must show what the driver did on its own */
+#define SETTLED_NS 1200000000ull /* it forgets this when nothing has changed for this long */
+#define SMALL      (4 << 20)     /* bytes that the driver may take for itself in any call */
 #define TOOK       (2 << 20)     /* bytes */
 #define WORKED_US  40
-#define ROUNDS     3 /* of a call that waits: the fastest of these */
+#define ROUNDS     3 /* repetitions of a call that waits: the fastest counts */
 #define ABSENT     ((CUresult) - 1)
 #define CONTROLLED "tidegate-ledger"
 
 enum {
-    PTDS = 1 << 0,  /* the form for the per-thread default stream is there, too */
-    PTSZ = 1 << 1,  /* the same by its other suffix */
-    OWN = 1 << 2,   /* wants a process of its own */
-    BARE = 1 << 3,  /* wants no context; implies OWN */
-    OLD = 1 << 4,   /* wants a context of the 32-bit interface */
+    PTDS = 1 << 0,  /* the form for the per-thread default stream exists, too */
+    PTSZ = 1 << 1,  /* the same, with the other suffix */
+    OWN = 1 << 2,   /* needs a process of its own */
+    BARE = 1 << 3,  /* needs to run without a context; implies OWN */
+    OLD = 1 << 4,   /* needs a context of the 32-bit interface */
     SIZED = 1 << 5, /* may be repeated, and does as much work as `work_size` says */
-    FREE = 1 << 6,  /* GPU time is not looked at: the call cannot be put between two events */
+    FREE = 1 << 6,  /* GPU time is ignored: the call cannot be put between two events */
     HOST = 1 << 7,  /* moves bytes between host and device */
-    PAID = 1 << 8,  /* the memory that moves was charged before, or is another process's */
-    LATE = 1 << 9, /* the driver loads code or makes room by itself: the governor's look finds it */
+    PAID = 1 << 8,  /* the memory was charged before, or belongs to another process */
+    LATE = 1 << 9, /* the driver loads code or frees memory on its own: a sample of NVML finds it */
 };
 
 struct one {
     const char *name;
     const char *variant; /* which of several calls of the function this is */
-    const char *reason;  /* why it cannot be called here, NULL where it can */
-    unsigned place;      /* its line: the order of the reference */
+    const char *reason;  /* why it cannot be called here, or NULL */
+    unsigned place;      /* its line, for the order of the reference */
     unsigned flags;
     void (*prepare)(void);
     CUresult (*call)(void *target);
 };
 
-/* What the calls share: made once for a process. */
+/* Shared by the calls, and made once per process. */
 static struct {
     CUdevice device;
     CUcontext context;
@@ -89,19 +89,19 @@ static struct {
     CUevent event;
     CUmodule module;
     CUfunction burn;
-    CUdeviceptr a, b; /* blocks of `block` bytes, made when first asked for */
+    CUdeviceptr a, b; /* blocks of `block` bytes, made on first use */
     char *host;       /* pinned, HOST_SIZE bytes */
 } w;
 
 static size_t block = 1024 * MIB;
 static size_t work_size; /* bytes that a SIZED call copies or fills */
-static uint64_t work_ns; /* what a SIZED kernel takes */
+static uint64_t work_ns; /* duration of a SIZED kernel */
 static const char *self; /* this program, for helpers */
 static pid_t helper;     /* another process with memory to share, 0 if none */
 static void *cuda, *origin_cuda;
-static jmp_buf unprepared; /* where a preparation that failed leads */
+static jmp_buf unprepared; /* target after a preparation has failed */
 static char failure[256];
-static char detail[1024]; /* what a call has to say besides its answer */
+static char detail[1024]; /* what a call reports besides its result */
 
 #define HOST_SIZE (64 * MIB)
 #define MOST(n)   (work_size < (n) ? work_size : (n))
@@ -127,7 +127,7 @@ static void *find_original(const char *name)
     return found ? found : (void *)absent;
 }
 
-/* A function as a program finds it, and as the driver has it. */
+/* A function as a program finds it, and as the driver exports it. */
 #define CU(name)     ((typeof(&name))find(#name))
 #define DRIVER(name) ((typeof(&name))find_original(#name))
 
@@ -137,13 +137,13 @@ static void need(int result, const char *what)
         return;
     snprintf(failure, sizeof failure, "%s answered %d", what, result);
     for (char *c = failure; *c; c++)
-        if (*c == '"' || *c == '\\') /* it becomes a JSON string */
+        if (*c == '"' || *c == '\\') /* inside a JSON string */
             *c = '\'';
     longjmp(unprepared, 1);
 }
 #define NEED(call) need((int)(call), #call)
 
-/* A copy that is too small to be seen is done so many times. */
+/* Repeats a copy that is too small to be measured once. */
 #define AGAIN(times, call)                                                                         \
     ({                                                                                             \
         CUresult r_ = 0;                                                                           \
@@ -213,7 +213,7 @@ static struct memory memory_now(void)
 
     if (nvml.memory && nvml.memory(nvml.device, &info) == 0)
         m.device = (int64_t)info.used;
-    /* Nothing else runs, so a sum needs no pids, which are others in a container. */
+    /* No other program runs, so a sum needs no pids, which are different in a container. */
     if (nvml.processes && nvml.processes(nvml.device, &n, list) == 0 && n) {
         m.processes = 0;
         for (unsigned int i = 0; i < n; i++)
@@ -252,7 +252,7 @@ static void ledger_find(void)
         fclose(maps);
 }
 
-/* The counters that a call may move, by name. */
+/* The counters that a call may change, by name. */
 #define COUNTERS(X)                                                                                \
     X(memory)                                                                                      \
     X(unseen)                                                                                      \
@@ -263,7 +263,7 @@ struct counters {
 #define X(name) int64_t name;
     COUNTERS(X)
 #undef X
-    int64_t overhead; /* what the governor found beyond the ledgers */
+    int64_t overhead; /* memory that the governor found beyond the ledgers */
 };
 
 static struct counters counters_now(void)
@@ -294,11 +294,11 @@ static struct {
 static struct {
     pthread_mutex_t lock;
     pthread_cond_t changed;
-    uint64_t until; /* 0: nobody waits */
+    uint64_t until; /* 0: no call waits */
     bool fired;
 } watch = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
 
-/* Opens the gate for a call that waits for what is held. */
+/* Opens the gate for a call that waits for the held stream. */
 static void *watch_thread(void *unused)
 {
     (void)unused;
@@ -339,7 +339,7 @@ static bool watch_set(uint64_t until)
     return fired;
 }
 
-/* The events and the word are the driver's own doing: nothing governs them. */
+/* The events and the word are made directly by the driver, so that nothing governs them. */
 static void gate_make(void)
 {
     pthread_t thread;
@@ -374,7 +374,8 @@ static CUresult between(float *ms)
     return r ? r : DRIVER(cuEventElapsedTime)(ms, gate.before, gate.after);
 }
 
-/* The shortest time of a few calls that do as much as `size` and `ns` say; -1 when one failed. */
+/* Returns the shortest time of several calls with the work of `size` and `ns`, or -1 if one failed.
+ */
 static double ungated_us(const struct one *one, void *target, size_t size, uint64_t ns)
 {
     double best = -1;
@@ -428,7 +429,7 @@ static void print_reason(const struct one *one, const char *suffix, const char *
     fflush(out);
 }
 
-/* Whether the call can be made; if not, `failure` says what went wrong. */
+/* Returns whether the call can be made; if not, `failure` says what went wrong. */
 static bool prepare(const struct one *one)
 {
     memset(&v, 0, sizeof v);
@@ -448,7 +449,7 @@ static int64_t memory_moved(const struct memory memory[2])
     return process ? process : memory[1].device - memory[0].device;
 }
 
-/* Whether the account has at least half of what moved, in the same direction; see judge.py. */
+/* Returns whether the account has at least half of the change, with its sign; see judge.py. */
 static bool accounted(int64_t moved, const struct counters *from, const struct counters *to,
                       bool late)
 {
@@ -466,7 +467,7 @@ static bool accounted(int64_t moved, const struct counters *from, const struct c
     return 2 * found >= sign * moved;
 }
 
-/* Waits until nothing moves any more in what the governor found: a look of a second ago counts. */
+/* Waits until the governor's findings stop changing: a sample may be up to a second old. */
 static void settle(void)
 {
     uint64_t begin = now_ns(), since = begin;
@@ -483,7 +484,7 @@ static void settle(void)
     }
 }
 
-/* Whether memory came or went, or the GPU worked, and no counter says so yet. */
+/* Returns whether memory was taken or freed, or the GPU worked, and no counter says so yet. */
 static bool unnoticed(const struct counters *from, const struct counters *to,
                       const struct memory memory[2], double gpu_us, bool late)
 {
@@ -496,7 +497,7 @@ static bool unnoticed(const struct counters *from, const struct counters *to,
            to->transfers == from->transfers;
 }
 
-/* Whether the process may go on with the next call. */
+/* Returns whether the process can continue with the next call. */
 static bool judge(const struct one *one, const char *suffix)
 {
     struct memory memory[2];
@@ -518,7 +519,7 @@ static bool judge(const struct one *one, const char *suffix)
         print_reason(one, suffix, "unprepared", failure);
         return !(one->flags & (OWN | BARE)) && w.context && DRIVER(cuCtxSynchronize)() == 0;
     }
-    /* Not before a call that may itself be the one that waits: a pool gives back at the first. */
+    /* Not before a call that may itself wait: a pool frees memory at the first wait. */
     if (w.context && !(one->flags & FREE))
         DRIVER(cuCtxSynchronize)();
     if (ledger && one->flags & LATE)
@@ -542,7 +543,7 @@ static bool judge(const struct one *one, const char *suffix)
         if (!recorded && !between(&ms))
             gpu_us = ms * 1e3;
         if (waited) {
-            /* Events saw the host's time as well: only what grows with the work is the GPU's. */
+            /* The events include time of the host: only what grows with the work is GPU time. */
             gpu_us = -1;
             if ((one->flags & SIZED) && !r) {
                 double most = ungated_us(one, target, block, 2000000);
@@ -562,8 +563,8 @@ static bool judge(const struct one *one, const char *suffix)
         DRIVER(cuCtxSynchronize)();
     memory[1] = memory_now();
     counters[2] = counters_now();
-    /* What a call takes by itself must show at once. What the driver takes or gives back when it
-     * likes to is found by a look now and then, and launches are told a little later. */
+    /* What a call takes itself must be charged at once. What the driver takes or frees at times of
+     * its own is found by a sample now and then, and launches are counted a little later. */
     if (ledger) {
         uint64_t end = now_ns() + SETTLE_NS;
 
@@ -578,7 +579,7 @@ static bool judge(const struct one *one, const char *suffix)
             (double)wall / 1e3, gpu_us, waited ? "true" : "false");
     if (detail[0])
         fprintf(out, ", \"detail\": \"%s\"", detail);
-    /* Left out where NVML lists no process, or this one only before or only afterwards. */
+    /* Omitted if NVML lists no process, or lists this one only before or only afterwards. */
     if (memory[0].processes >= 0 && memory[1].processes >= 0)
         fprintf(out, ", \"process\": %lld", (long long)(memory[1].processes - memory[0].processes));
     if (memory[0].device >= 0 && memory[1].device >= 0)
@@ -592,7 +593,7 @@ static bool judge(const struct one *one, const char *suffix)
     return !(one->flags & (OWN | BARE)) && w.context && DRIVER(cuCtxSynchronize)() == 0;
 }
 
-/* What the calls of a kind need; if it is not to be had, `failure` says why. */
+/* Makes what the calls of a kind need; on failure, `failure` says why. */
 static bool child_start(unsigned kind)
 {
     if (setjmp(unprepared))
@@ -628,7 +629,8 @@ static unsigned kind_of(const struct step *step)
     return step->one->flags & (OLD | BARE);
 }
 
-/* Steps of one kind from `first` on; each is announced, so that the parent knows which ended it. */
+/* Runs the steps of one kind from `first` on, announcing each so that the parent knows the last
+ * one. */
 static _Noreturn void child(const struct step *steps, size_t n, size_t first, int fd)
 {
     unsigned kind = kind_of(&steps[first]);
@@ -641,7 +643,7 @@ static _Noreturn void child(const struct step *steps, size_t n, size_t first, in
         _exit(0);
     }
     for (size_t i = first; i < n; i++) {
-        /* A call that wants a process of its own gets it: it comes first, or not in this one. */
+        /* A call that needs a process of its own must be the first of its process. */
         if (kind_of(&steps[i]) != kind || (i != first && steps[i].one->flags & (OWN | BARE)))
             break;
         fprintf(out, "begin %zu\n", i);
@@ -659,7 +661,7 @@ static _Noreturn void child(const struct step *steps, size_t n, size_t first, in
 
 /* --- the parent ------------------------------------------------------------------------------ */
 
-/* Passes a child's lines on; -1 when it said nothing for too long, else its status. */
+/* Forwards a child's lines. Returns its status, or -1 if it was silent for too long. */
 static int follow(pid_t pid, int fd, size_t *last)
 {
     FILE *in = fdopen(fd, "r");
@@ -727,7 +729,8 @@ static void run(const struct step *steps, size_t n)
             exit(1);
         }
         status = follow(pid, pipes[0], &last);
-        /* What its helper had is gone before the next call is measured: it was killed with it. */
+        /* The helper was killed with the child; its memory is free before the next call is
+         * measured. */
         while (waitpid(-1, NULL, 0) > 0 || errno == EINTR)
             continue;
         out = stdout;

@@ -1,10 +1,11 @@
 """`python -m tests.gpu.judge`: whether any function of cuda.h works past Tidegate.
 
 Compiles judge.c against the CUDA headers of this machine and runs it twice: on the bare machine, and
-in a container with a quota. A call that moves what NVML sees, or that makes the GPU work, has to move
-the container's ledger as well, and to answer what it answers natively. What the control library is
-thought to do with a function (libcontrol.api, functions.toml) is not asked. Writes report.json,
-table.txt and the lines of both runs, and ends with 1 when a function failed or has no call.
+in a container with a quota. A call that changes the memory that NVML reports, or that makes the GPU work,
+has to change the container's ledger as well, and has to return the same result as natively. The tables that
+describe the control library's handling of a function (libcontrol.api, functions.toml) are not consulted.
+Writes report.json, table.txt and the lines of both runs, and exits with 1 if a function failed or is never
+called.
 """
 
 from __future__ import annotations
@@ -34,19 +35,23 @@ LEAST_VERSION = 13000
 
 MIB = 1 << 20
 TOOK = 2 * MIB
-"""NVML counts in pages of this size: whoever took or gave anything took or gave one."""
+"""Smallest change that counts, in bytes: NVML counts in pages of this size."""
 WORKED_US = 40.0
-"""GPU time of a call that did something; two events with nothing between them are 2 us apart."""
+"""GPU time of a call above which it counts as work; two events with nothing between them are 2 us
+apart.
+"""
 WAITED_US = 100.0
-"""The same for a call that waits: a difference of the host's times, which are less exact."""
+"""The same for a call that waits: its time is a difference of host times, which are less exact."""
 OUT_OF_MEMORY = 2
 SMALL_CHANGE = 4 * MIB
-"""Any call may make the driver take or give so much for itself: the governor finds it."""
+"""Memory in bytes that the driver may take or free for itself in any call: the governor finds it
+later.
+"""
 RUN_S = 540.0
 
 Row = dict[str, Any]
 Key = tuple[str, str]
-"""A function's name and which of its calls it is."""
+"""A function's name, and the name of one of its calls."""
 
 CONTROLS = {
     "cuMemAlloc_v2": "memory",
@@ -54,12 +59,12 @@ CONTROLS = {
     "cuMemcpyDtoD_v2": "work",
     "cuMemsetD8_v2": "work",
 }
-"""Calls of which is known what they do: if these are not seen, nothing that the judge says counts."""
+"""Calls with a known effect: if the judge does not see it, none of its verdicts count."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the two runs say of one call."""
+    """The verdict on one call, from both runs."""
 
     key: Key
     native: Row
@@ -70,14 +75,14 @@ class Verdict:
 
 
 def packaged_includes() -> list[Path]:
-    """Return where NVIDIA's Python packages have headers: nvidia-cuda-runtime and its like."""
+    """Return the directories with headers of NVIDIA's Python packages, such as nvidia-cuda-runtime."""
     return [d for p in sys.path for d in sorted(Path(p or ".").glob("nvidia/*/include"))]
 
 
 def find_include(places: Iterable[Path] | None = None) -> Path | None:
-    """Return the first directory with a cuda.h that has what judge.c calls, None if there is none.
+    """Return the first directory with a cuda.h that declares what judge.c calls, or None.
 
-    Without `places` this machine's toolkits are asked first, then NVIDIA's Python packages.
+    Without `places`, look in this machine's toolkits first, then in NVIDIA's Python packages.
     """
     if places is None:
         names = ("CUDA_HOME", "CUDA_PATH")
@@ -98,7 +103,7 @@ def find_include(places: Iterable[Path] | None = None) -> Path | None:
 
 
 def compile_judge(include: Path, output: Path) -> None:
-    """Compile judge.c against a cuda.h; it needs no library of NVIDIA's to link with."""
+    """Compile judge.c against a cuda.h; it links with no library of NVIDIA's."""
     command = [
         "gcc", "-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'libcontrol'}",
         "-isystem", str(include), str(SOURCE), "-o", str(output), "-lpthread", "-ldl",
@@ -110,13 +115,13 @@ def compile_judge(include: Path, output: Path) -> None:
 
 
 def listed(program: Path) -> frozenset[str]:
-    """Return the names of the functions that a compiled judge has something to say of."""
+    """Return the names of the functions that a compiled judge covers."""
     done = subprocess.run([str(program), "--list"], capture_output=True, text=True, check=True)
     return frozenset(line.split("\t")[0] for line in done.stdout.splitlines())
 
 
 def read_rows(text: str) -> dict[Key, Row]:
-    """Return the judge's lines by key; of a call that ended its process, the line that says so."""
+    """Return the judge's lines by key; for a call that ended its process, the line that reports that."""
     rows: dict[Key, Row] = {}
     for line in text.splitlines():
         if line.startswith("{"):
@@ -126,24 +131,27 @@ def read_rows(text: str) -> dict[Key, Row]:
 
 
 def memory_of(row: Mapping[str, Any]) -> int:
-    """Return how many bytes NVML saw come (or go, negative): of processes, else of the device."""
+    """Return the change of memory that NVML reported, in bytes: of the processes, or else of the
+    device. Negative if freed.
+    """
     return int(row.get("process") or row.get("device") or 0)
 
 
 def accounted(row: Mapping[str, Any], change: int, *, late: bool) -> bool:
-    """Whether the ledger has what moved, in that direction, when the call returned or later.
+    """Return whether the ledger recorded the change, with its sign, when the call returned or later.
 
-    Half of it is enough: sizes are rounded by both, and a context is charged for what contexts take
-    on average. With `late` what the governor found since counts as well.
+    Half of the change is enough: both sides round sizes, and a context is charged with the average
+    size of contexts. With `late`, memory that the governor has found since then counts as well.
     """
     sign = -1 if change < 0 else 1
     for when in ("returned", "after"):
         counters = row.get(when, {})
-        # What NVML attributes to the process may move without the charge: it lives on elsewhere.
+        # Memory that NVML attributes to the process may change without the charge, because the memory
+        # lives on elsewhere.
         charged = counters.get("memory", 0)
         found = max(sign * charged, sign * (charged - counters.get("unseen", 0)))
         found += max(0, sign * counters.get("provisional", 0))
-        # Charged in the call as nobody knew how much, and the governor knew before we looked.
+        # Charged provisionally in the call, and settled by the governor before this reading.
         settled = counters.get("provisional_ns", 0) > 0 >= counters.get("provisional", 0)
         if late or (settled and sign > 0):
             found += sign * counters.get("overhead", 0)
@@ -153,14 +161,14 @@ def accounted(row: Mapping[str, Any], change: int, *, late: bool) -> bool:
 
 
 def counted(row: Mapping[str, Any], *counters: str) -> bool:
-    """Whether one of the ledger's counters went up, when the call returned or later."""
+    """Return whether one of the ledger's counters increased, when the call returned or later."""
     return any(
         row.get(when, {}).get(name, 0) > 0 for when in ("returned", "after") for name in counters
     )
 
 
 def memory_fault(native: Row, governed: Row) -> str:
-    """Say what memory a call moved that the ledger did not see."""
+    """Describe the memory that a call moved without the ledger, or return an empty string."""
     change = max(memory_of(native), memory_of(governed), key=abs)
     late = native["late"] or abs(change) <= SMALL_CHANGE
     if abs(change) < TOOK or native["paid"] or accounted(governed, change, late=late):
@@ -169,24 +177,24 @@ def memory_fault(native: Row, governed: Row) -> str:
 
 
 def found_late(native: Row, governed: Row) -> bool:
-    """Whether a call moved memory that only the governor's look at NVML brought into the account."""
+    """Return whether a call moved memory that was charged only after the governor's sample of NVML."""
     change = max(memory_of(native), memory_of(governed), key=abs)
     at_once = accounted(governed, change, late=False)
     return abs(change) >= TOOK and not native["paid"] and not at_once
 
 
 HOST_FUNCTIONS = ("cuLaunchHostFunc", "cuStreamAddCallback")
-"""A stream waits for the host in them: the GPU does nothing, however long that takes."""
+"""Functions in which a stream waits for the host: the GPU does no work, however long they take."""
 
 
 def worked_us(row: Row) -> float:
-    """Return the GPU time of a call, 0 where it is too short to be told from none."""
+    """Return the GPU time of a call, or 0 if it is too short to be distinguished from none."""
     time = float(row["gpu_us"])
     return time if time > (WAITED_US if row["waited"] else WORKED_US) else 0.0
 
 
 def work_fault(native: Row, governed: Row) -> str:
-    """Say how long a call made the GPU work that did not pass the gate."""
+    """Describe the GPU time of a call that did not pass the gate, or return an empty string."""
     time = max(worked_us(native), worked_us(governed))
     if not time or counted(governed, "launches", "small"):
         return ""
@@ -198,10 +206,10 @@ def work_fault(native: Row, governed: Row) -> str:
 
 
 def judge_call(key: Key, native: Row, governed: Row, quota: int) -> Verdict:
-    """Hold the two runs of a call against each other; `quota` is the container's memory in bytes."""
+    """Compare the two runs of a call; `quota` is the container's memory in bytes."""
     outcome = native["outcome"]
     if outcome != "ran":
-        # The control library may have what the driver lacks: it answers then that it cannot do it.
+        # The control library may have a function that the driver lacks. It must then return an error.
         mild = ("absent", "unprepared", outcome)
         refused = governed["outcome"] == "ran" and governed["result"]
         fault = f"{governed['outcome']} with a quota, natively {outcome}"
@@ -222,7 +230,7 @@ def judge_call(key: Key, native: Row, governed: Row, quota: int) -> Verdict:
 
 
 def blind(rows: Mapping[Key, Row], controls: Iterable[str] = tuple(CONTROLS)) -> list[str]:
-    """Name what the judge should have seen natively and did not."""
+    """Return what the judge should have seen natively and did not."""
     missed = []
     for name in controls:
         row = rows.get((name, ""), {"outcome": "missing"})
@@ -239,7 +247,7 @@ def blind(rows: Mapping[Key, Row], controls: Iterable[str] = tuple(CONTROLS)) ->
 def judge_all(
     native: Mapping[Key, Row], governed: Mapping[Key, Row], declared: Iterable[str], quota: int
 ) -> tuple[list[Verdict], list[str]]:
-    """Return a verdict for each call, and what is wrong with the judgement itself."""
+    """Return a verdict for each call, and the defects of the judgement itself."""
     lost: Row = {"outcome": "missing", "reason": "this run did not come to it"}
     keys = dict.fromkeys([*native, *governed])
     verdicts = [judge_call(k, native.get(k, lost), governed.get(k, lost), quota) for k in keys]
@@ -251,7 +259,7 @@ def judge_all(
 
 
 def summarise(verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """Return the numbers of calls, and the names of those that are not simply as they should be."""
+    """Return the number of calls, and the names of those that are not simply right."""
     named = {" ".join(v.key).strip(): v for v in verdicts}
     failed = {name: list(v.faults) for name, v in named.items() if v.faults}
     rest = {name: v for name, v in named.items() if name not in failed}
@@ -268,7 +276,7 @@ def summarise(verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
 
 def make_table(verdicts: Iterable[Verdict]) -> str:
-    """Return a line for each call: natively its answer, memory and GPU time, then the verdict."""
+    """Return a line for each call: its native result, memory and GPU time, then the verdict."""
     lines = [f"{'function':<52} {'answer':>6} {'MiB':>7} {'us':>8}  verdict"]
     for v in verdicts:
         name = v.key[0] + (f" ({v.key[1]})" if v.key[1] else "")
@@ -288,7 +296,7 @@ class JudgedNvidia(Nvidia):
     program: Path
 
     def make_rootfs(self, directory: Path) -> None:
-        """Add the judge."""
+        """Make the image's root file system, and add the judge."""
         super().make_rootfs(directory)
         shutil.copy(self.program, directory / "usr/bin/judge")
 
@@ -299,13 +307,13 @@ class JudgedSimulated(Simulated):
     program: Path
 
     def make_rootfs(self, directory: Path) -> None:
-        """Add the judge."""
+        """Make the image's root file system, and add the judge."""
         super().make_rootfs(directory)
         shutil.copy(self.program, directory / "usr/bin/judge")
 
 
 def run_native(machine: Machine, program: Path, options: list[str]) -> str:
-    """Run the judge on the bare machine and return its lines."""
+    """Run the judge on the bare machine and return its output."""
     try:
         done = subprocess.run(
             [str(program), *options],
@@ -323,7 +331,7 @@ def run_native(machine: Machine, program: Path, options: list[str]) -> str:
 
 
 def run_governed(machine: Machine, options: list[str], quota: int) -> tuple[str, str]:
-    """Run the judge in a container that is alone; return its lines and the driver's version."""
+    """Run the judge in the only container of a node; return its output and the driver's version."""
     with Node(machine) as node:
         driver = read_manifest((node.driver_dir / "current").resolve()).version
         annotations = {"memory": str(quota), "compute": "100"}
@@ -336,7 +344,7 @@ def run_governed(machine: Machine, options: list[str], quota: int) -> tuple[str,
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run both and write the report; 1 when a function failed or the judge was blind."""
+    """Run both and write the report; return 1 if a function failed or the judge was blind."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.judge", description=__doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "build/judge")
     parser.add_argument("--include", type=Path, help="where cuda.h is; default: the usual places")

@@ -1,4 +1,5 @@
-/* The calls of the judge, by the sections of the reference. How they are written: judge_cases.h. */
+/* The calls of the judge, by the sections of the reference. judge_cases.h describes their syntax.
+ */
 #pragma once
 
 // clang-format off: a table
@@ -382,7 +383,7 @@ CASE(cuEventDestroy_v2, 0, (need_event()), fn(v.event));
 CASE(cuEventElapsedTime, 0, (need_event()), fn(&v.f, v.event, v.event2));
 CASE(cuEventElapsedTime_v2, 0, (need_event()), fn(&v.f, v.event, v.event2));
 
-/* Resources of others */
+/* External resources */
 CASE(cuImportExternalMemory, OWN, (need_external()), fn(&v.external, &v.external_of));
 CASE(cuExternalMemoryGetMappedBuffer, OWN, (need_imported()), fn(&v.q, v.external, &v.buffer_of));
 CASE(cuExternalMemoryGetMappedMipmappedArray, OWN, (need_imported()), fn(&v.mip, v.external, &v.array_of));
@@ -392,7 +393,7 @@ NOT_HERE(cuSignalExternalSemaphoresAsync, PTSZ, SEMAPHORE);
 NOT_HERE(cuWaitExternalSemaphoresAsync, PTSZ, SEMAPHORE);
 NOT_HERE(cuDestroyExternalSemaphore, 0, SEMAPHORE);
 
-/* Words of memory in streams */
+/* Memory operations in streams */
 CASE(cuStreamWaitValue32, PTSZ, (need_blocks()), fn(w.stream, w.a, 0, CU_STREAM_WAIT_VALUE_GEQ));
 CASE(cuStreamWaitValue32_v2, PTSZ, (need_blocks()), fn(w.stream, w.a, 0, CU_STREAM_WAIT_VALUE_GEQ));
 CASE(cuStreamWaitValue64, PTSZ, (need_blocks()), fn(w.stream, w.a, 0, CU_STREAM_WAIT_VALUE_GEQ));
@@ -655,7 +656,7 @@ CASE(cuLogsCurrent, 0, (), fn(&v.log, 0));
 CASE(cuLogsDumpToFile, 0, (NEED(CU(cuLogsCurrent)(&v.log, 0))), fn(&v.log, "/dev/null", 0));
 CASE(cuLogsDumpToMemory, 0, (NEED(CU(cuLogsCurrent)(&v.log, 0)); v.n = sizeof v.buffer), fn(&v.log, v.buffer, &v.n, 0));
 
-/* Checkpoints, of another process */
+/* Checkpoints of another process */
 #define CHECKPOINT (OWN | FREE | PAID)
 CASE(cuCheckpointProcessGetRestoreThreadId, CHECKPOINT, (need_helper()), fn(v.pid, &v.i));
 CASE(cuCheckpointProcessGetState, CHECKPOINT, (need_helper()), fn(v.pid, &v.state));

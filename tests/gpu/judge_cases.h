@@ -1,16 +1,16 @@
 /*
- * The calls of the judge: one for each function of cuda.h 13.0, and more where a function does
- * different things. Included by judge.c, which says what the flags mean.
+ * The calls of the judge: one for each function of cuda.h 13.0, and more for a function that does
+ * different things. Included by judge.c, which explains the flags.
  *
  *   CASE(form, flags, (preparation), call)            `fn` is the form that is judged
  *   VARIANT(form, "what", flags, (preparation), call) another call of the same function
- *   NOT_HERE(form, flags, "reason")                   what this machine cannot do
+ *   NOT_HERE(form, flags, "reason")                   not possible on this machine
  *
- * The preparation goes through the functions that a program would use, and is not measured.
+ * The preparation uses the functions that a program would use, and is not measured.
  */
 #pragma once
 
-/* What a preparation leaves for its call; all zero before it. */
+/* The results of a preparation for its call; all zero before it. */
 static struct {
     CUdeviceptr p, q, pointers[4];
     CUarray array, array2;
@@ -129,7 +129,7 @@ extern const struct one *const __start_cases[], *const __stop_cases[];
 
 /* --- what preparations share ----------------------------------------------------------------- */
 
-/* `burn` works for so many nanoseconds of the GPU's clock; those of the others do nothing. */
+/* `burn` works for `ns` nanoseconds of the GPU's clock; the other kernels do nothing. */
 static const char ptx[] = ".version 7.0\n.target sm_70\n.address_size 64\n"
                           ".visible .entry burn(.param .u64 ns)\n{\n"
                           "  .reg .u64 %n, %s, %t;\n  .reg .pred %q;\n"
@@ -148,7 +148,8 @@ static const char managed_ptx[] =
 static const char texture_ptx[] = ".version 7.0\n.target sm_70\n.address_size 64\n"
                                   ".global .texref picture;\n.global .surfref canvas;\n"
                                   ".visible .entry burn()\n{\n  ret;\n}\n";
-/* 16 KiB of stack for each thread that the GPU can have: the driver takes it for the context. */
+/* 16 KiB of stack for each thread that the GPU can have, which the driver allocates for the
+ * context. */
 static const char stack_ptx[] = ".version 7.0\n.target sm_70\n.address_size 64\n"
                                 ".visible .entry deep(.param .u64 at)\n{\n"
                                 "  .local .align 8 .b8 stack[16384];\n"
@@ -318,7 +319,7 @@ static void copy_peer(void)
 #define TALL(copy)  ((copy).Height = work_size / 65536, &(copy))
 #define TALL3(copy) ((copy).srcHeight = (copy).dstHeight = work_size / 65536, TALL(copy))
 
-/* A descriptor of the 32-bit interface from the one that is prepared. */
+/* Makes a descriptor of the 32-bit interface from the prepared one. */
 static CUDA_MEMCPY2D_v1 *old_copy2(void)
 {
     static CUDA_MEMCPY2D_v1 c;
@@ -377,7 +378,7 @@ static CUDA_MEMCPY3D_BATCH_OP *batch_op(void)
     return &op;
 }
 
-/* Deflate's stored blocks: any data is its own compression. */
+/* Stored blocks of Deflate: any data is its own compression. */
 #define STORED       65535u
 #define STORED_COUNT 512u
 
@@ -445,7 +446,7 @@ static void need_pool(void)
     NEED(CU(cuMemPoolCreate)(&v.pool, &v.pool_props));
 }
 
-/* A pool that keeps 64 MiB that nobody uses. */
+/* A pool that keeps 64 MiB that are not in use. */
 static void need_kept(void)
 {
     need_pool();
@@ -767,14 +768,14 @@ static void need_object(void)
     NEED(CU(cuUserObjectCreate)(&v.object, NULL, do_nothing, 2, CU_USER_OBJECT_NO_DESTRUCTOR_SYNC));
 }
 
-/* Relaxed, so that this process may go on. */
+/* In relaxed mode, so that this process can continue. */
 static void need_capture(void)
 {
     NEED(CU(cuStreamCreate)(&v.capturing, CU_STREAM_NON_BLOCKING));
     NEED(CU(cuStreamBeginCapture_v2)(v.capturing, CU_STREAM_CAPTURE_MODE_RELAXED));
 }
 
-/* Where the form's own default stream captures, it is the form that is asked: no handle of ours. */
+/* For forms that begin a capture themselves: a stream that does not capture yet. */
 static void need_capturable(void)
 {
     NEED(CU(cuStreamCreate)(&v.capturing, CU_STREAM_NON_BLOCKING));
@@ -823,7 +824,7 @@ struct shared {
     CUipcEventHandle event;
 };
 
-/* In another process: shares a block and an event until its input ends. */
+/* Runs in another process: shares a block and an event until its input ends. */
 static int share(void)
 {
     struct shared s = {0};
@@ -838,7 +839,7 @@ static int share(void)
         CU(cuDevicePrimaryCtxRetain)(&context, device) || CU(cuCtxSetCurrent)(context) ||
         CU(cuMemAlloc_v2)(&p, TAKE))
         return 1;
-    /* What cannot be shared is refused where it is opened, and judged there. */
+    /* What cannot be shared is refused where it is opened, and is judged there. */
     CU(cuIpcGetMemHandle)(&s.memory, p);
     if (CU(cuEventCreate)(&event, CU_EVENT_INTERPROCESS | CU_EVENT_DISABLE_TIMING) == 0)
         CU(cuIpcGetEventHandle)(&s.event, event);
@@ -871,8 +872,7 @@ static void need_helper(void)
     v.pid = helper;
 }
 
-/* The version of the interface in which a function got a form; the forms between are looked up,
- * too. */
+/* The interface versions in which a function got a new form; those between are looked up, too. */
 static const int versions[] = {2000,  2010,  2020,  3000,  3010,  3020,  4000,  4010,  5000,  5050,
                                6000,  6050,  7000,  7050,  8000,  9000,  9020,  10000, 10010, 10020,
                                11000, 11010, 11020, 11030, 11040, 11050, 11060, 11070, 11080, 12000,
@@ -881,9 +881,9 @@ static const int versions[] = {2000,  2010,  2020,  3000,  3010,  3020,  4000,  
 typedef CUresult lookup(const char *name, int version, cuuint64_t flags, void **found);
 
 /*
- * How many functions a look-up hands out past the control library: as the driver has them, although
- * the library that the program loaded has one of its own. None where nothing stands before the
- * driver.
+ * Returns how many functions a look-up returns past the control library: as the driver exports
+ * them, although the library that the program loaded has its own. The result is 0 if no library is
+ * interposed.
  */
 static CUresult count_leaks(lookup *look)
 {

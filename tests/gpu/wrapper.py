@@ -1,8 +1,9 @@
-"""`python -m tests.gpu.wrapper`: a container by `tidegate-runtime` on this machine, and what `tidegate doctor` says of it.
+"""`python -m tests.gpu.wrapper`: a container by `tidegate-runtime` on this machine, and the findings of `tidegate doctor`.
 
-On the machine's own control groups, which the tests elsewhere have of version 1 alone: whether the governor knows a
-container by its group, finds who joins that group from outside, and tells who began in it by `exec`; whether config.json was
-edited, the program has our library and its quota, and nothing is left after `delete`. Each line says what was found.
+It runs on the machine's own control groups; the other tests have only version 1 of them. It checks whether the
+governor knows a container by its control group, finds a process that joins the group from outside, and recognises
+one that was started by `exec`; whether config.json was edited, the program has our library and its quota, and
+nothing is left after `delete`. Each printed line is a finding.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ NAME = "wrapper"
 WAIT_S = 30.0
 BURN = ["/usr/bin/burner", "--unit-us", "500", "--seconds", "120", "--out", "/out/{}.bin"]
 MUST = ("kernel.", "cgroup.", "driver.", "mirror.", "governor.")
-"""The checks of doctor that nothing of this machine excuses; engines and packages it need not have."""
+"""Prefixes of doctor's checks that must pass on any machine; the machine need not have engines and packages."""
 LIBRARY = "glibc-hwcaps/x86-64-v2"
 LIBRARY_DIRS = ("usr/lib/x86_64-linux-gnu", "usr/lib64")
 
 
 @dataclass
 class Report:
-    """What was found, and what of it is wrong."""
+    """The findings, and those of them that are wrong."""
 
     seen: dict[str, Any] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
 
     def say(self, what: str, found: object, *, right: bool = True) -> None:
-        """Print a line, and keep it."""
+        """Print a finding, and keep it."""
         self.seen[what] = found
         if not right:
             self.wrong.append(f"{what}: {found}")
@@ -52,10 +53,10 @@ class Report:
 
 
 class Wrapped:
-    """A container that the wrapper runtime makes, starts and deletes."""
+    """A container that the wrapper runtime creates, starts and deletes."""
 
     def __init__(self, node: Node) -> None:
-        """Write its bundle, as an engine does that knows nothing of us, and the node's settings."""
+        """Write the container's bundle, as an engine without knowledge of Tidegate would, and the node's settings."""
         self.node = node
         self.begun: list[subprocess.Popen[bytes]] = []
         self.ident = f"tidegate-{os.getpid()}-{NAME}"
@@ -86,12 +87,12 @@ class Wrapped:
         (self.bundle / "config.json").write_text(json.dumps(config))
 
     def config(self) -> dict[str, Any]:
-        """Give config.json as it is now."""
+        """Return the current config.json."""
         found: dict[str, Any] = json.loads((self.bundle / "config.json").read_text())
         return found
 
     def run(self, *arguments: str, output: str = "output") -> subprocess.Popen[bytes]:
-        """Begin a command of the wrapper's."""
+        """Start a command of the wrapper."""
         command = [
             str(ROOT / "oci_hook/tidegate-runtime"),
             *("--tidegate-config", str(self.settings), "--root", str(self.node.state_dir)),
@@ -104,25 +105,25 @@ class Wrapped:
         return process
 
     def do(self, *arguments: str) -> None:
-        """Run one to its end; MachineError with what it said."""
+        """Run a command of the wrapper to its end; raise MachineError with its output if it fails."""
         name = f"output-{arguments[0]}"
         if self.run(*arguments, output=name).wait(60):
             said = (self.node.work / name).read_text(errors="replace").split()
             raise MachineError(f"{arguments[0]} failed: {' '.join(said)[-600:]}")
 
     def delete(self) -> None:
-        """Have all of it end."""
+        """Delete the container, and wait for the commands that run in it."""
         self.do("delete", "--force", self.ident)
         for process in self.begun:
             process.wait(60)
 
     def seen(self) -> dict[str, Any] | None:
-        """Give what the governor says of it."""
+        """Return what the governor reports about the container."""
         known = {one["id"]: one for one in ask(self.node.config, "list")["containers"]}
         return known.get(self.ident)
 
     def left(self) -> dict[str, str]:
-        """Give what is in the image where a start makes things."""
+        """Return what is in the image in places where a start of the container creates files."""
         root = self.bundle / "rootfs"
         places = ["run/tidegate", "usr/bin/nvidia-smi", *(f"{d}/{LIBRARY}" for d in LIBRARY_DIRS)]
         found = {place: "there" for place in places if os.path.lexists(root / place)}
@@ -134,7 +135,7 @@ class Wrapped:
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = WAIT_S) -> Any:
-    """Give what a condition gives once it is true, or the last of it."""
+    """Return the value of a condition as soon as it is true, or its last value after the timeout."""
     deadline = time.monotonic() + seconds
     while not (found := condition()) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -142,7 +143,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = WAIT_S) -> Any:
 
 
 def look_at_host(report: Report) -> None:
-    """Say what this machine is."""
+    """Report what this machine is."""
     mounts = find_mounts()
     versions = {V2: "version 2", FREEZER: "version 1 (freezer)"}
     report.say("kernel", platform.release())
@@ -156,7 +157,7 @@ def look_at_host(report: Report) -> None:
 
 
 def examine(report: Report, node: Node, when: str) -> None:
-    """Run `tidegate doctor`; what it finds wrong of what must be right is wrong."""
+    """Run `tidegate doctor`; a problem in one of the checks of MUST counts as wrong."""
     command = ["-m", "governor.cli", "doctor", "--json", "--config", str(node.work / "config.yaml")]
     done = subprocess.run(
         [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False
@@ -178,7 +179,7 @@ def examine(report: Report, node: Node, when: str) -> None:
 
 
 def look_at_start(report: Report, container: Wrapped, pid: int) -> None:
-    """Say what the container was given."""
+    """Report what the container was given."""
     config = container.config()
     nodes = sorted(device["path"] for device in config["linux"]["devices"])
     real = container.node.machine.kind == "nvidia"
@@ -200,7 +201,7 @@ def look_at_start(report: Report, container: Wrapped, pid: int) -> None:
 
 
 def look_at_membership(report: Report, container: Wrapped, pid: int) -> None:
-    """Say whether the governor knows who belongs to the container."""
+    """Report whether the governor knows which processes belong to the container."""
     own, theirs, mounts = read_cgroups("self"), read_cgroups(pid), find_mounts()
     kind = next((k for k in mounts if theirs.get(k, "/") not in ("/", own.get(k))), None)
     report.say(
@@ -248,7 +249,7 @@ def look_at_membership(report: Report, container: Wrapped, pid: int) -> None:
 
 
 def look_at_container(report: Report, node: Node) -> None:
-    """Make, start and delete a container by the wrapper."""
+    """Create, start and delete a container with the wrapper."""
     container = Wrapped(node)
     before = container.left()
     pid_file = node.work / "pid"
@@ -272,7 +273,7 @@ def look_at_container(report: Report, node: Node) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Look, write DIR/wrapper.json, and return 1 where something is wrong."""
+    """Run all checks, write DIR/wrapper.json, and return 1 if something is wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.wrapper", description=__doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "build/wrapper")
     parser.add_argument("--simulated", action="store_true", help="on the simulated GPU")

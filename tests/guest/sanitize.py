@@ -1,9 +1,9 @@
 """`python -m tests.guest.sanitize address|undefined|thread`: the guest's code under a sanitizer.
 
-Builds the C parts with it, in a build folder of their own, and runs tests/guest/stress.c against the
-control library and the simulated GPU while the grant opens and closes, all of it instrumented. Ends
-with 1 when the sanitizer found something (its report is the output), and with 77 where this machine
-lets nobody make a mount namespace.
+Builds the C parts with the sanitizer, in a build folder of their own, and runs tests/guest/stress.c with
+the control library and the simulated GPU, all of them instrumented, while the grant opens and closes.
+Exits with 1 if the sanitizer found something (the output is its report), and with 77 if this machine does
+not allow mount namespaces.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ from simgpu import simgpu
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECONDS = 6
 LIMIT_S = 120
-"""A run that lasts longer hangs."""
+"""Time limit of a run in seconds; a longer run counts as hanging."""
 
 OPTIONS = {
-    # Driver objects that the control library made go with their context, and are no leak of it.
+    # Driver objects of the control library are freed with their context, and are not leaks.
     "address": {"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=66"},
     "undefined": {"UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1:exitcode=66"},
     "thread": {"TSAN_OPTIONS": "halt_on_error=0:exitcode=66:second_deadlock_stack=1"},
 }
-# ThreadSanitizer does not follow fences, and gcc warns of each.
+# ThreadSanitizer does not model fences, and gcc warns about each of them.
 FLAGS = {"thread": ["-Dc_args=-Wno-tsan"]}
 NOT_HERE = 77
 
 
 def build(sanitizer: str) -> Path:
-    """Build with a sanitizer and return the build folder; CalledProcessError with the output."""
+    """Build with a sanitizer and return the build folder. Raise CalledProcessError with the output
+    if that fails.
+    """
     folder = ROOT / "build" / f"sanitize-{sanitizer}"
     meson = [sys.executable, "-m", "mesonbuild.mesonmain"]
     commands = [[*meson, "compile", "-C", str(folder)]]
@@ -51,14 +53,16 @@ def build(sanitizer: str) -> Path:
 
 
 def open_and_close(room: Room, process: subprocess.Popen[str], seed: int = 1) -> None:
-    """Do to the grant what a governor does, and what happens when one is away, until the end."""
+    """Change the grant as a governor does, and as it stays while a governor is away, until the
+    process ends.
+    """
     draw = random.Random(seed)  # noqa: S311 - a schedule, no secret
     began = time.monotonic()
     is_lost = False
     while process.poll() is None and time.monotonic() < began + LIMIT_S:
         if not is_lost and room.counter("launches") > 100:
             is_lost = True
-            room.lose_ledger()  # the program takes its books along, while its threads count in them
+            room.lose_ledger()  # the program moves its ledger while its threads count in it
         now = time.monotonic_ns()
         room.alive = draw.random() > 0.02
         room.write("contended", draw.randrange(2))
@@ -82,14 +86,15 @@ def open_and_close(room: Room, process: subprocess.Popen[str], seed: int = 1) ->
 
 
 def stress(folder: Path, work: Path, environment: dict[str, str]) -> tuple[int, str, str]:
-    """Run the stress program of a build; its status, output and errors."""
+    """Run the stress program of a build; return its status, output and errors."""
     simgpu.create(work / "gpu")
     library = control_folder(
         work / "lib", folder / "libcontrol/libcuda.so.1", (folder / "simgpu/libcuda.so.1").resolve()
     )
     uuid = simgpu.device_uuid(1, 0).bytes
     with Room(work / "room", [uuid], memory_limit=1 << 30) as room:
-        # Sanitizers want their shadow where randomised mappings may lie.
+        # Without randomisation: sanitizers need their shadow memory at addresses where mappings may
+        # be.
         command = ["setarch", "-R", str(folder / "stress"), "--seconds", str(SECONDS)]
         variables = {"LD_LIBRARY_PATH": str(library), "SIMGPU_DIR": str(work / "gpu")}
         with (
@@ -116,7 +121,7 @@ def stress(folder: Path, work: Path, environment: dict[str, str]) -> tuple[int, 
 
 
 def main() -> int:
-    """Build, run, and say what was found."""
+    """Build, run, and print the result."""
     parser = argparse.ArgumentParser(prog="python -m tests.guest.sanitize", description=__doc__)
     parser.add_argument("sanitizer", choices=sorted(OPTIONS))
     sanitizer = parser.parse_args().sanitizer

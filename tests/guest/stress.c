@@ -1,15 +1,16 @@
 /*
- * Threads that use the driver API in every way that the control library knows, for a while
+ * Threads that use the driver API in every way that the control library knows, for a given time.
  *
  *   stress [--seconds S] [--threads N] [--seed N] [--limit-ms N] [--wait-file F]
  *
- * It is linked against libcuda.so.1 as an application is. Each thread draws what it does next:
- * launches into streams of its own, a shared one and the per-thread one, allocations of all kinds,
- * capture and replay of graphs, streams and contexts made and destroyed, questions. A call may say
- * that memory is out; any other error ends the program with 1. A call that takes longer than
- * --limit-ms ends it with 3 and a line that names the call. With --wait-file it makes F.ready once
- * it is set up, and works until F is there and --seconds are over. The last line of its output is
- * JSON: how many calls there were, and the longest.
+ * The program is linked with libcuda.so.1 as an application is. Each thread chooses its next action
+ * at random: launches into streams of its own, a shared one and the per-thread one, allocations of
+ * all kinds, capture and replay of graphs, creation and destruction of streams and contexts,
+ * queries. A call may report that memory is exhausted; any other error ends the program with
+ * status 1. A call that takes longer than --limit-ms ends it with status 3 and a line that names
+ * the call. With --wait-file the program creates F.ready once it is set up, and works until F
+ * exists and --seconds are over. The last line of its output is JSON: the number of calls, and the
+ * longest of them.
  */
 #include <fcntl.h>
 #include <pthread.h>
@@ -66,8 +67,8 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **par
 
 #define THREADS_MOST 64
 #define BLOCKS       32
-#define BURN_MOST    60000u     /* ns of a kernel */
-#define BLOCK_MOST   (8u << 20) /* bytes of an allocation */
+#define BURN_MOST    60000u     /* longest kernel, in ns */
+#define BLOCK_MOST   (8u << 20) /* largest allocation, in bytes */
 
 struct worker {
     pthread_t thread;
@@ -80,7 +81,7 @@ struct worker {
     uint64_t n_calls;
     uint64_t longest;
     const char *longest_name;
-    /* What the watchdog looks at. */
+    /* Read by the watchdog. */
     _Atomic(const char *) call;
     _Atomic uint64_t began;
 };
@@ -100,7 +101,7 @@ static uint64_t now(void)
     return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
 }
 
-/* xorshift64: the same seed does the same on every machine, as far as threads let it. */
+/* xorshift64: the same seed gives the same sequence on every machine, as far as threads permit. */
 static uint64_t draw(struct worker *w, uint64_t below)
 {
     w->random ^= w->random << 13;
@@ -133,7 +134,7 @@ static bool end(struct worker *w, const char *call, CUresult result)
     _exit(1);
 }
 
-/* True unless memory is out. */
+/* True unless memory is exhausted. */
 #define CALL(w, function, ...) (begin((w), #function), end((w), #function, function(__VA_ARGS__)))
 
 /* ---- what a thread does ---- */
@@ -238,11 +239,11 @@ static void new_stream(struct worker *w)
 {
     unsigned i = (unsigned)draw(w, 2);
 
-    /* What was freed in its order is in there. */
+    /* It contains blocks that were freed in the order of the stream. */
     CALL(w, cuStreamSynchronize, w->streams[i]);
     CALL(w, cuStreamDestroy_v2, w->streams[i]);
-    /* The one that captures is none that the legacy stream waits for: a launch there would end it.
-     */
+    /* The capturing stream must be one that the legacy stream does not wait for: a launch there
+     * would end the capture. */
     CALL(w, cuStreamCreate, &w->streams[i], i);
 }
 
@@ -326,15 +327,15 @@ static const char *option(int argc, char **argv, const char *name, const char *o
     return otherwise;
 }
 
-/* Ends the program where a thread has been in one call for too long. */
+/* Ends the program if a thread has been in one call for too long. */
 static void watch(unsigned n_threads, uint64_t limit)
 {
     for (unsigned i = 0; i < n_threads; i++) {
         const char *call = atomic_load(&workers[i].call);
         uint64_t began = atomic_load(&workers[i].began);
 
-        /* The two words are not of one call when another one begins in between: then it is young.
-         */
+        /* If another call begins in between, the two words belong to different calls, but then it
+         * began recently. */
         if (!call || atomic_load(&workers[i].call) != call || now() < began + limit)
             continue;
         fprintf(stderr, "stress: a thread has been in %s for more than %llu ms\n", call,

@@ -1,6 +1,7 @@
-"""What the policies of packaging/kubernetes/base/admission.yaml let pass and what they refuse, as data.
+"""Cases for the admission policies of packaging/kubernetes/base/admission.yaml, as data: what they let
+pass and what they refuse.
 
-test_admission.py holds the cases against the driver and the hook; tests/cluster asks a real API server.
+test_admission.py compares the cases with the driver and the hook; tests/cluster asks a real API server.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ Document = dict[str, Any]
 
 
 def parameters(**options: Any) -> Document:
-    """Options of a TidegateConfig."""
+    """Return the options of a TidegateConfig."""
     return {"apiVersion": "tidegate.gpu/v1", "kind": "TidegateConfig", **options}
 
 
@@ -23,7 +24,7 @@ def claim(
     driver: str = "tidegate.gpu",
     kind: str = "ResourceClaim",
 ) -> Document:
-    """A claim, or a template of one, with parameters."""
+    """Return a claim, or a template of one, with parameters."""
     exactly: Document = {"deviceClassName": "gpu-elastic.tidegate.gpu"}
     if compute:
         exactly["capacity"] = {"requests": {"compute": compute}}
@@ -42,12 +43,12 @@ def claim(
 
 
 def template(options: Document | None, compute: str = "") -> Document:
-    """A template of a claim."""
+    """Return a template of a claim."""
     return claim(options, compute, kind="ResourceClaimTemplate")
 
 
 def device_class(options: Document) -> Document:
-    """A class with parameters."""
+    """Return a device class with parameters."""
     return {
         "apiVersion": "resource.k8s.io/v1",
         "kind": "DeviceClass",
@@ -57,7 +58,9 @@ def device_class(options: Document) -> Document:
 
 
 def pod(*, claims: bool = False, **annotations: str) -> Document:
-    """A pod with annotations below tidegate.gpu/; a minus sign in a name is an underscore here."""
+    """Return a pod with annotations below tidegate.gpu/. Underscores in the names stand for minus
+    signs.
+    """
     container: Document = {"name": "a", "image": "registry.example/a"}
     spec: Document = {"automountServiceAccountToken": False, "containers": [container]}
     if claims:
@@ -132,4 +135,4 @@ REFUSE: dict[str, tuple[Document, str]] = {
 }  # fmt: skip
 
 WARN = pod(claims=True, memory="8Gi")
-"""Let pass with a warning: the claim may be of another driver."""
+"""A pod that passes with a warning: its claim may be for another driver."""

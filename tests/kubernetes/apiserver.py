@@ -1,8 +1,8 @@
-"""A stand-in for the API server: what the driver asks for, over HTTP, written from the published API.
+"""A stand-in for the API server, written from the published API: it serves the requests that the driver makes, over HTTP.
 
-Bodies are held against the published OpenAPI schemas and against the rules that the API documents for ResourceSlices.
-It can drop fields as a feature gate that is off does, answer late, wrongly or not at all, and call back before it answers.
-It is no API server: there is no admission, no authorisation, and nothing but these resources.
+Bodies are checked against the published OpenAPI schemas and against the rules that the API documents for ResourceSlices.
+The stand-in can drop fields as a disabled feature gate does, answer late, wrongly or not at all, and call a function of
+the test before it answers. It has no admission, no authorisation, and no other resources.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _LABEL_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
 
 
 class MisfitError(Exception):
-    """What the API server would refuse with 422."""
+    """A body that the API server would refuse with 422."""
 
 
 def validate(body: dict[str, Any]) -> None:
-    """Hold a body against the published schemas and the documented rules."""
+    """Check a body against the published schemas and the documented rules."""
     try:
         kubernetes_validate.validate(dict(body), RELEASE, strict=True)
     except kubernetes_validate.ValidationError as e:
@@ -89,7 +89,8 @@ def _validate_capacity(name: str, capacity: dict[str, Any], *, shared: bool) -> 
         most = parse_quantity(policy["validRange"].get("max", capacity["value"]))
         step = parse_quantity(policy["validRange"].get("step", "1"))
         _require(0 <= least <= usual <= most <= value, f"{name}: min, default, max, value")
-        # Counted from min; what is no multiple by itself is a quantity that nobody wants to read.
+        # Steps are counted from min. With a min that is not a multiple of step, the resulting quantities would be
+        # unreadable.
         _require(step > 0, f"{name}: step is {step}")
         _require(
             all(one % step == 0 for one in (least, usual, most)),
@@ -109,7 +110,7 @@ def _validate_capacity(name: str, capacity: dict[str, Any], *, shared: bool) -> 
 
 
 def _canonical(value: str) -> str:
-    """Write a quantity as the API server does: the largest suffix that leaves a whole number."""
+    """Format a quantity as the API server does: with the largest suffix that leaves a whole number."""
     number = parse_quantity(value)
     for suffix, power in (("Ti", 40), ("Gi", 30), ("Mi", 20), ("Ki", 10)):
         if value.endswith("i") and number % (1 << power) == 0:
@@ -118,7 +119,7 @@ def _canonical(value: str) -> str:
 
 
 class ApiServer:
-    """Listens on a port of this machine; `kubeconfig` leads there."""
+    """Listens on a port of this machine; `kubeconfig` points to it."""
 
     def __init__(self, directory: Path, node: str = "node-1") -> None:
         self.lock = threading.RLock()
@@ -135,17 +136,17 @@ class ApiServer:
         self.pods: dict[tuple[str, str], dict[str, Any]] = {}
         self.events: list[dict[str, Any]] = []
         self.requests: list[tuple[str, str]] = []
-        """Verb and resource, in order; dry runs are their own verb."""
+        """Verb and resource of each request, in order; dry runs have verbs of their own."""
         self.misfits: list[str] = []
         self.consumable = True
-        """Gate DRAConsumableCapacity."""
+        """State of the feature gate DRAConsumableCapacity."""
         self.taints = True
-        """Gate DRADeviceTaints."""
+        """State of the feature gate DRADeviceTaints."""
         self.refuse: dict[tuple[str, str], list[int]] = {}
-        """By verb and resource: statuses to answer with, one after the other; 0 closes, -1 hangs."""
+        """Statuses to answer with, one after the other, by verb and resource; 0 closes the connection, -1 hangs."""
         self.before: Callable[[str, str], None] = lambda _verb, _resource: None
         self.deeper: dict[str, int] = {}
-        """By a claim's name: by how many lists what is innermost is nested more."""
+        """Number of lists around the innermost value that are added to a claim's parameters, by the claim's name."""
         self._version = 100
         self._watchers: list[tuple[str, list[dict[str, Any]], threading.Condition]] = []
         self._stopped = threading.Event()
@@ -193,30 +194,30 @@ class ApiServer:
         )
 
     def close(self) -> None:
-        """End, with every watch."""
+        """Stop, and end every watch."""
         self._stopped.set()
         self.server.shutdown()
         self.server.server_close()
 
     def counts(self) -> Counter[tuple[str, str]]:
-        """How often each verb was used on each resource."""
+        """Return how often each verb was used on each resource."""
         with self.lock:
             return Counter(self.requests)
 
     def add_claim(self, document: dict[str, Any]) -> None:
-        """Have a claim."""
+        """Store a claim."""
         with self.lock:
             metadata = document["metadata"]
             self.claims[metadata["namespace"], metadata["name"]] = document
 
     def wipe_slices(self) -> None:
-        """Delete the node's slices, as a kubelet that starts does."""
+        """Delete the node's slices, as a kubelet does when it starts."""
         with self.lock:
             for name in list(self.slices):
                 self._note("DELETED", self.slices.pop(name))
 
     def slice_of(self, name: str = "node-1-tidegate.gpu") -> dict[str, Any] | None:
-        """What is stored."""
+        """Return the stored slice of that name, or None."""
         with self.lock:
             return copy.deepcopy(self.slices.get(name))
 
@@ -367,7 +368,7 @@ class ApiServer:
         changed = threading.Condition()
         entry = (name, events, changed)
         with self.lock:
-            # What has happened since the version that is asked for, as far as it is still to be seen.
+            # What happened after the requested version, as far as the stored state still shows it.
             stored = self.slices.get(name)
             if stored is None:
                 events.append(

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 class Stand:
-    """What a driver meets on a node, and the driver, where it was started."""
+    """The surroundings of a driver on a node, and the driver once it is started."""
 
     def __init__(self, base: Path) -> None:
         self.base = base
@@ -35,7 +35,7 @@ class Stand:
         self.process: subprocess.Popen[bytes] | None = None
 
     def command(self, *more: str) -> list[str]:
-        """The driver's command line."""
+        """Return the driver's command line."""
         return [
             sys.executable, "-m", "kube.main",
             "--node-name", NODE,
@@ -49,7 +49,7 @@ class Stand:
         ]  # fmt: skip
 
     def start(self, *more: str, before: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
-        """Start the driver; `before` comes before it on the command line."""
+        """Start the driver; `before` precedes it on the command line."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [*before, *self.command(*more)],
@@ -62,13 +62,13 @@ class Stand:
         return self.process
 
     def up(self, *more: str) -> None:
-        """Start the driver and have the kubelet register it; the GPUs are offered then."""
+        """Start the driver, have the kubelet register it, and wait until it is ready."""
         self.start(*more)
         self.kubelet.register()
         wait_for(self.ready.exists, f"ready\n{self.text()}")
 
     def kill(self, number: int = signal.SIGKILL) -> int:
-        """End the driver and return its exit status."""
+        """Send a signal to the driver, wait for its end, and return its exit status."""
         assert self.process is not None
         if self.process.poll() is None:
             self.process.send_signal(number)
@@ -77,26 +77,26 @@ class Stand:
         return status
 
     def die(self) -> None:
-        """Kill the driver where it stands, from any thread; `kill` still tells how it ended."""
+        """Kill the driver immediately, from any thread; `kill` still returns its exit status."""
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait(15)
 
     def text(self) -> str:
-        """What the driver has said."""
+        """Return the driver's log."""
         return self.log.read_text() if self.log.exists() else ""
 
     def logged(self, event: str) -> list[dict[str, Any]]:
-        """The events of one name."""
+        """Return the logged events of a name."""
         lines = [line for line in self.text().splitlines() if line.startswith("{")]
         return [one for one in map(json.loads, lines) if one["event"] == event]
 
     def files(self) -> list[str]:
-        """What is in the directory of CDI."""
+        """Return the names in the CDI directory."""
         return sorted(path.name for path in self.cdi.iterdir()) if self.cdi.exists() else []
 
     def close(self) -> None:
-        """End all."""
+        """Stop everything."""
         if self.process is not None:
             self.kill()
         self.kubelet.close()
@@ -108,9 +108,9 @@ class Stand:
 def stand(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Stand]:
-    """Stand-ins that answer; no driver yet."""
+    """Stand-ins that answer, without a driver yet."""
     monkeypatch.setenv("GRPC_VERBOSITY", "NONE")
-    made = Stand(tmp_path_factory.mktemp("k"))  # a socket's path is short
+    made = Stand(tmp_path_factory.mktemp("k"))  # short, for the paths of sockets
     yield made
     made.close()
     assert made.governor.failed == []
@@ -119,5 +119,5 @@ def stand(
 
 @pytest.fixture
 def wait() -> Callable[..., Any]:
-    """`wait_for`."""
+    """The function `wait_for`."""
     return wait_for

@@ -14,7 +14,7 @@ NODE = "node-1"
 def result(
     index: int = 0, request: str = "gpu", memory: str = "8Gi", compute: str = "30", **more: Any
 ) -> dict[str, Any]:
-    """One device of an allocation."""
+    """Return one device of an allocation."""
     return {
         "request": request,
         "driver": "tidegate.gpu",
@@ -29,7 +29,7 @@ def result(
 def config(
     source: str = "FromClass", requests: tuple[str, ...] = (), **parameters: Any
 ) -> dict[str, Any]:
-    """Opaque parameters of a class or of a claim."""
+    """Return opaque parameters of a class or of a claim."""
     document = {"apiVersion": "tidegate.gpu/v1", "kind": "TidegateConfig", **parameters}
     entry: dict[str, Any] = {
         "source": source,
@@ -45,7 +45,7 @@ def claim(
     configs: tuple[dict[str, Any], ...] = (),
     uid: str = "",
 ) -> dict[str, Any]:
-    """A ResourceClaim that is allocated."""
+    """Return a ResourceClaim that is allocated."""
     return {
         "apiVersion": "resource.k8s.io/v1",
         "kind": "ResourceClaim",
@@ -67,6 +67,6 @@ def claim(
 
 
 def reference(document: dict[str, Any]) -> tuple[str, str, str]:
-    """Namespace, name and uid, as the kubelet names a claim."""
+    """Return namespace, name and uid, as the kubelet identifies a claim."""
     metadata = document["metadata"]
     return metadata["namespace"], metadata["name"], metadata["uid"]

@@ -1,4 +1,4 @@
-"""A stand-in for the governor: the requests that the driver makes, with books as simple as they can be."""
+"""A stand-in for the governor: it answers the requests that the driver makes, with minimal bookkeeping."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 def gpu(index: int, **more: Any) -> dict[str, Any]:
-    """A GPU as the governor tells of it: 80 GiB less the reserve."""
+    """Return a GPU as the governor describes it: 80 GiB less the reserve."""
     return {
         "index": index,
         "uuid": f"GPU-{index:08x}-1111-2222-3333-444455556666",
@@ -39,7 +39,7 @@ def gpu(index: int, **more: Any) -> dict[str, Any]:
 
 
 def answer(*gpus: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """What the governor answers to `gpus`."""
+    """Return the governor's answer to `gpus`."""
     return {
         "ok": True,
         "placement": "spread",
@@ -53,7 +53,7 @@ def answer(*gpus: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 class GovernorStandIn:
-    """Listens on <runtime_dir>/governor.sock; keeps claims as long as it lives."""
+    """Listens on <runtime_dir>/governor.sock, and keeps claims as long as the object exists."""
 
     def __init__(self, runtime_dir: Path, *gpus: dict[str, Any]) -> None:
         self.gpus = list(gpus) or [gpu(0), gpu(1)]
@@ -64,7 +64,7 @@ class GovernorStandIn:
         """How often the books changed."""
         self.before: Callable[[str], None] = lambda _op: None
         self.after: Callable[[str], None] = lambda _op: None
-        """Called when it is done, before it is answered."""
+        """Called after a request is executed and before it is answered."""
         self.failed: list[str] = []
         self.lock = threading.RLock()
         schema = json.loads((ROOT / "governor" / "protocol.schema.json").read_text())
@@ -81,7 +81,7 @@ class GovernorStandIn:
         threading.Thread(target=self._serve, args=(self.listener,), daemon=True).start()
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self.path.unlink(missing_ok=True)
         self.listener.shutdown(socket.SHUT_RDWR)
         self.listener.close()
@@ -91,7 +91,7 @@ class GovernorStandIn:
         self._listen()
 
     def count(self, op: str) -> int:
-        """How often something was asked."""
+        """Return how often an operation was requested."""
         with self.lock:
             return sum(request["op"] == op for request in self.requests)
 
@@ -104,7 +104,7 @@ class GovernorStandIn:
             threading.Thread(target=self._connection, args=(connection,), daemon=True).start()
 
     def _connection(self, connection: socket.socket) -> None:
-        # Who asked may be dead when the answer comes.
+        # The client may be dead when the answer is sent.
         with connection, contextlib.suppress(OSError), connection.makefile("rwb") as stream:
             try:
                 for line in stream:

@@ -1,8 +1,8 @@
 """A stand-in for the kubelet's plugin side, written from the published protocols.
 
-It finds registration sockets in a directory, asks who is there, chooses a version as the kubelet does, tells the plugin how
-it went, and calls it. An answer that the kubelet would take for a mistake fails the test. What it prepared it forgets when
-it restarts; a real one keeps that.
+It finds registration sockets in a directory, asks the plugin for its name and versions, chooses a version as the kubelet
+does, reports the result to the plugin, and calls it. An answer that the kubelet would treat as a mistake fails the test.
+After a restart it has forgotten what it prepared; a real kubelet remembers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HEALTH = {
 
 
 def wait_for(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> Any:
-    """Return what `condition` returns as soon as that is anything."""
+    """Return the first true value that `condition` returns."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         value = condition()
@@ -51,7 +51,7 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> 
 
 
 QUICK = [
-    # The pauses of a client that finds nobody are for networks; and each is to have its own.
+    # The default reconnect delays of gRPC are meant for networks. Each client needs a pool of its own to have other delays.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),
@@ -64,12 +64,12 @@ CDI = re.compile(r"[a-z0-9][a-z0-9.-]*/[A-Za-z][A-Za-z0-9_-]*=[A-Za-z0-9][A-Za-z
 
 
 def _require_all(answers: Any, claims: Sequence[tuple[str, str, str]]) -> None:
-    """Fail for what the kubelet takes for a mistake: a claim that is skipped, or nobody's."""
+    """Fail if the answers do not match the claims, which the kubelet treats as a mistake."""
     assert set(answers) == {uid for _, _, uid in claims}
 
 
 class Kubelet:
-    """Watches `<directory>/plugins_registry`, knows one driver."""
+    """Watches `<directory>/plugins_registry` for one driver."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Kubelet:
         self._channel: Any = None
 
     def register(self, seconds: float = 15.0, *, accept: bool = True, instance: str = "") -> None:
-        """Wait for the plugin's socket, of one instance or whichever, and register it."""
+        """Wait for the plugin's registration socket, of the given or any instance, and register the plugin."""
         path = wait_for(
             lambda: next(iter(self.registry.glob(f"*{instance}-reg.sock")), None),
             "a registration socket",
@@ -98,7 +98,7 @@ class Kubelet:
                 pluginregistration_v1_pb2.InfoRequest(), timeout=seconds, wait_for_ready=True
             )
             assert (self.info.type, self.info.name) == ("DRAPlugin", self.driver)
-            # The first that the plugin names, whichever is newer.
+            # The first known version in the plugin's list, even if a later one is newer.
             self.chosen = next((v for v in self.info.supported_versions if v in self.speaks), "")
             stub.NotifyRegistrationStatus(
                 pluginregistration_v1_pb2.RegistrationStatus(
@@ -115,7 +115,7 @@ class Kubelet:
         self._channel = grpc.insecure_channel(f"unix:{self.info.endpoint}", QUICK)
 
     def close(self) -> None:
-        """Let go of the plugin."""
+        """Close the connection to the plugin."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -137,7 +137,7 @@ class Kubelet:
         return dict(answers)
 
     def begin(self, *claims: tuple[str, str, str], timeout: float = 45.0) -> Any:
-        """Call NodePrepareResources and return the call: `cancel` is what a pod's deletion does."""
+        """Start NodePrepareResources and return the call, which `cancel` ends as the deletion of a pod does."""
         messages, services = PREFERRED[self.chosen]
         request = messages.NodePrepareResourcesRequest(
             claims=[messages.Claim(namespace=n, name=m, uid=u) for n, m, u in claims]
@@ -159,7 +159,7 @@ class Kubelet:
     def watch_health(self, version: str = "v1alpha1", timeout: float = 20.0) -> Any:
         """Call NodeWatchResources; iterate over what it sends."""
         service = f"{version}.DRAResourceHealth"
-        assert service in self.info.supported_versions  # from 1.37 on nobody else is asked
+        assert service in self.info.supported_versions  # kubelets since 1.37 require it
         messages, services = HEALTH[service]
         stub = services.DRAResourceHealthStub(self._channel)
         return stub.NodeWatchResources(

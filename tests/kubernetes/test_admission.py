@@ -1,6 +1,7 @@
-"""The admission policies: their cases are what driver and hook refuse, their lists are the schemas'.
+"""The admission policies: their cases match what the driver and the hook refuse, their lists match
+the schemas.
 
-That a real API server takes the expressions and decides so is in tests/cluster.
+tests/cluster tests that a real API server accepts the expressions and decides the same.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ BINDINGS = {
 
 
 def judge(document: dict[str, Any]) -> None:
-    """Do with an object what the driver or the hook does; it raises what it refuses with."""
+    """Process an object as the driver or the hook does, and raise their refusal."""
     kind = document["kind"]
     if kind == "Pod":
         annotations = document["metadata"].get("annotations")
@@ -81,7 +82,7 @@ def _expressions(policy: str) -> str:
 
 
 def _list_after(text: str, words: str) -> set[str]:
-    """The words of the CEL list that stands behind some others."""
+    """Return the words of the CEL list that follows the given words."""
     found = re.search(re.escape(words) + r"\s*\[([^\]]*)\]", " ".join(text.split()))
     assert found, words
     return set(re.findall(r'"([^"]+)"', found[1]))
@@ -104,12 +105,14 @@ def test_the_policies_know_what_the_schemas_know() -> None:
     )
     assert _list_after(annotations, '.orValue("required") in') == set(hook["tidegate.gpu/driver"]["enum"])  # fmt: skip
     for name in ("memory", "count", "compute", "compute-limit"):
-        # RE2 has no lookahead, and its $ is the end of the text.
+        # RE2 has no lookahead, and its $ matches only at the end of the text.
         assert hook[f"tidegate.gpu/{name}"]["pattern"].replace("(?!\\n)", "") in annotations, name
 
 
 def test_a_policy_that_fails_keeps_no_object_out() -> None:
-    """The driver and the hook refuse what it would have; others' claims and pods are to pass."""
+    """The driver and the hook refuse what the policy would have refused, and claims and pods of
+    others must pass.
+    """
     assert {spec["failurePolicy"] for spec in POLICIES.values()} == {"Ignore"}
     assert BINDINGS == {
         "tidegate-parameters": ["Deny"],

@@ -1,4 +1,6 @@
-"""Events on claims: one line, whatever is in a refusal, and not more of them than the API server bears."""
+"""Events on claims: each is one line, whatever a refusal contains, and their number is limited for the API
+server's sake.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z
 
 
 class Events:
-    """What was written; refuses with a status where the test says one."""
+    """Collects the events that are written; refuses them with a status if the test sets one."""
 
     def __init__(self, http: int = 0) -> None:
         self.http = http
@@ -55,7 +57,7 @@ def end(announcer: Announcer) -> None:
 @settings(max_examples=examples(50))
 @given(st.text() | st.just("a\nb\x1b[2J\r\u2028\u202e\ud800"))
 def test_an_event_is_one_line_of_printable_text(words: str) -> None:
-    """Names of fields of the claim's parameters are a tenant's, and so are words in a refusal."""
+    """Field names in the claim's parameters come from a tenant, and so do words in a refusal."""
     events = Events()
     announce(events, (Reference("ns", "c", "u-1"), None, ClaimError(words * 50, hint="x")))
     (event,) = events.written
@@ -76,7 +78,9 @@ def test_names_of_events_are_names_whatever_a_claim_is_called() -> None:
 
 
 def test_many_refusals_are_not_many_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same words once in five minutes, a few pods of each claim, and no more than so many in all."""
+    """The same message is sent once in five minutes, for a few pods of each claim, and the total number is
+    limited.
+    """
     now = [0.0]
     monkeypatch.setattr("kube.announce.time.monotonic", lambda: now[0])
     document = claim("c", "ns")
@@ -92,7 +96,7 @@ def test_many_refusals_are_not_many_events(monkeypatch: pytest.MonkeyPatch) -> N
         announcer.refused(about, document, ClaimError(f"no {number}", hint="x"))
     assert len(announcer._said) == MOST
     assert announcer._queue.qsize() <= MOST
-    # The clock goes on, and what was said is forgotten.
+    # After AGAIN_S the messages that were sent are forgotten.
     now[0] += AGAIN_S + 1
     announcer.refused(about, document, ClaimError("no", hint="x"))
     assert len(announcer._said) == 1
@@ -120,7 +124,7 @@ def test_a_claim_that_is_none_still_has_its_event(document: Any) -> None:
 
 
 def test_a_field_that_no_terminal_should_see_is_refused_in_a_line() -> None:
-    """An API server keeps parameters as their author wrote them, half surrogate pairs and all."""
+    """An API server keeps parameters as their author wrote them, including lone surrogates."""
     for name in ("\x1b]0;x\x07", "\ud800", "\u202eabc", "a\nb", "x" * 9000):
         configs = (config("FromClaim", **{name: 1}),)
         with pytest.raises(ClaimError) as caught:

@@ -1,4 +1,6 @@
-"""What an allocated ResourceClaim means: shares, parameters, CDI devices, and every refusal in one line."""
+"""Interpretation of an allocated ResourceClaim: shares, parameters, CDI devices, and every refusal in one
+line.
+"""
 
 from __future__ import annotations
 
@@ -199,7 +201,7 @@ def test_many_devices_are_refused() -> None:
 
 
 def failure(function: Callable[..., object], *arguments: object) -> str:
-    """The line that a call is refused with; nothing where it is not."""
+    """Return the message that a call is refused with, or an empty string if it is not refused."""
     try:
         function(*arguments)
     except ClaimError as e:
@@ -283,13 +285,13 @@ def test_the_hooks_arguments_carry_claim_and_share() -> None:
     assert first["hooks"][0]["args"] == [
         "tidegate-hook", "--log", "/x", "--claim", "u-1", "--share", "gpu/0", "createRuntime",
     ]  # fmt: skip
-    assert first["hooks"][0]["env"]  # without it a hook inherits the image's, in older runc
+    assert first["hooks"][0]["env"]  # with an empty one, older runc passes the image's
     assert first["env"] == ["NVIDIA_VISIBLE_DEVICES=void"]
 
 
 def test_a_gpu_with_a_node_brings_it_and_what_all_need(tmp_path: Path) -> None:
     if os.geteuid() != 0:
-        lack("needs root")  # device nodes
+        lack("needs root")  # for device nodes
     for name, numbers in {
         "nvidiactl": (195, 255),
         "nvidia-uvm": (510, 0),
@@ -321,7 +323,7 @@ def test_a_specification_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "cdi" / "tidegate.gpu-claim_u-1.json"
     assert json.loads(path.read_text()) == {"kind": "y"}
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    (tmp_path / "cdi" / "tidegate.gpu-claim_u-2.new").write_text("{")  # of one that was killed
+    (tmp_path / "cdi" / "tidegate.gpu-claim_u-2.new").write_text("{")  # of a killed driver
     (tmp_path / "cdi" / "nvidia.json").write_text("{}")
     assert directory.uids() == {"u-1", "u-2"}
     assert directory.remove("u-1")

@@ -1,4 +1,4 @@
-"""The driver's process as a kubelet and a cluster meet it; both are stand-ins, the client and the process are real."""
+"""The driver's process and client, which are real, between stand-ins for the kubelet and the cluster."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_a_claim_is_prepared_and_taken_back(stand: Stand) -> None:
     assert not stand.ready.exists()
     assert not list(
         stand.kubelet.directory.rglob("*.sock")
-    )  # the kubelet takes that for the plugin's end
-    # What the role in packaging/kubernetes/ allows.
+    )  # the kubelet then considers the plugin gone
+    # The rights of the role in packaging/kubernetes/.
     allowed = {(verb, resource) for _, resource, verbs in CALLS for verb in verbs}
     assert {
         (verb.removeprefix("dry-"), resource) for verb, resource in stand.api.counts()
@@ -72,7 +72,7 @@ def test_a_claim_is_prepared_and_taken_back(stand: Stand) -> None:
 
 
 def test_a_container_names_a_request_and_gets_the_alternative_that_was_chosen(stand: Stand) -> None:
-    """The kubelet gives a container the devices whose request names have the one that it names, which is never an alternative's."""
+    """A container names a request, never an alternative; the kubelet gives it the devices whose request names include that name."""
     chosen, other = result(0, "gpu/h100"), result(1, "more")
     document = claim("train", "team-a", chosen, other)
     stand.api.add_claim(document)
@@ -85,7 +85,7 @@ def test_a_container_names_a_request_and_gets_the_alternative_that_was_chosen(st
 
 
 def test_one_claim_that_fails_keeps_nobody_from_the_others(stand: Stand) -> None:
-    """Each error names claim, resource and amount, and is an event on the claim and its pod, once."""
+    """Each error names claim, resource and amount, and becomes one event on the claim and its pod."""
     good = claim("good", "team-a", result(0, compute="70"))
     full = claim("full", "team-b", result(0, compute="40"))
     wrong = claim("wrong", "team-b", result(1), configs=(config("FromClaim", computLimit=5),))
@@ -95,7 +95,7 @@ def test_one_claim_that_fails_keeps_nobody_from_the_others(stand: Stand) -> None
     stand.up()
     assert stand.kubelet.prepare(reference(good))[good["metadata"]["uid"]].error == ""
     for _ in range(3):
-        # With too little time to wait for what may pass.
+        # The timeout is too short for the driver to wait for something that may change.
         answers = stand.kubelet.prepare(
             *map(reference, (good, full, wrong)), gone, reference(good), timeout=2.9
         )
@@ -150,7 +150,7 @@ def test_two_kubelets_versions_are_served_and_another_is_not(stand: Stand) -> No
 
 
 def test_a_kubelet_that_starts_finds_driver_and_slice_again(stand: Stand) -> None:
-    """It deletes the slices of its node, and may have lost what it prepared."""
+    """A kubelet that starts deletes the slices of its node, and may have lost what it prepared."""
     document = claim()
     stand.api.add_claim(document)
     stand.up()
@@ -187,7 +187,7 @@ def test_a_second_driver_on_the_node_is_refused(stand: Stand) -> None:
 
 
 def test_a_cdi_file_that_was_removed_is_written_again(stand: Stand) -> None:
-    """As long as the pod's sandbox is there no kubelet asks, and its containers do not start."""
+    """While the pod's sandbox exists, the kubelet does not ask again, and the pod's containers do not start without the file."""
     document = claim()
     stand.api.add_claim(document)
     stand.up()
@@ -223,7 +223,7 @@ def test_calls_at_the_same_time_enter_a_claim_once(stand: Stand) -> None:
 
 
 def test_a_lost_answer_is_asked_for_again(stand: Stand) -> None:
-    """The kubelet gives up while the API server is slow; what was begun is found done."""
+    """The kubelet gives up while the API server is slow; its next call finds the work done."""
     document = claim()
     stand.api.add_claim(document)
     stand.up()
@@ -236,7 +236,7 @@ def test_a_lost_answer_is_asked_for_again(stand: Stand) -> None:
     stand.api.before = lambda _verb, _resource: None
     assert stand.kubelet.prepare(reference(document))[document["metadata"]["uid"]].error == ""
     assert stand.governor.changes == 1
-    # Too little time is left to begin: nothing is done, and it says so.
+    # With too little time left to begin, nothing is done, and the error says so.
     assert (
         "run out of time"
         in stand.kubelet.prepare(reference(document), timeout=1.5)[
@@ -246,7 +246,7 @@ def test_a_lost_answer_is_asked_for_again(stand: Stand) -> None:
 
 
 def test_without_the_gate_nothing_is_offered(stand: Stand) -> None:
-    """Not for a moment: a scheduler that saw the devices would give them out whole."""
+    """The devices are not offered even for a moment: a scheduler that saw them would allocate them whole."""
     stand.api.consumable = False
     process = stand.start()
     stand.kubelet.register()
@@ -338,7 +338,7 @@ def test_a_claim_costs_the_api_server_one_request(stand: Stand) -> None:
         stand.kubelet.prepare(reference(document))
         stand.kubelet.unprepare(reference(document))
     after = stand.api.counts()
-    after["list", "pods"] = before["list", "pods"]  # after the registration, whatever is prepared
+    after["list", "pods"] = before["list", "pods"]  # listed after registration anyway
     assert {key: after[key] - before[key] for key in after if after[key] != before[key]} == {
         ("get", "resourceclaims"): 8
     }
@@ -376,7 +376,7 @@ def test_a_governor_that_is_away_refuses_in_a_line_and_comes_back(stand: Stand) 
 
 
 def test_a_call_waits_for_a_governor_that_is_restarted(stand: Stand) -> None:
-    """A kubelet that is refused asks again with the pod's next resync, a minute later."""
+    """After a refusal the kubelet asks again only at the pod's next resync, a minute later."""
     document = claim()
     stand.api.add_claim(document)
     stand.up()
@@ -403,7 +403,7 @@ def test_a_call_waits_for_a_governor_that_is_restarted(stand: Stand) -> None:
 
 
 def test_many_calls_that_wait_keep_no_other_call_waiting(stand: Stand) -> None:
-    """What they wait for is found by each as soon as a claim before it is taken back."""
+    """Each waiting call succeeds as soon as the claim that occupies the GPU is taken back."""
     old = claim("old", "ns", result(0, compute="100"))
     new = [claim(f"new-{i}", "ns", result(0, compute="2")) for i in range(40)]
     other = claim("other", "ns", result(1))
@@ -431,7 +431,7 @@ def test_many_calls_that_wait_keep_no_other_call_waiting(stand: Stand) -> None:
 
 @pytest.mark.parametrize("by", ["cancel", "unprepare"])
 def test_a_pod_that_is_deleted_while_its_claim_waits_leaves_nothing(stand: Stand, by: str) -> None:
-    """The kubelet ends the call, and takes the claim back: the next answer comes at once."""
+    """The kubelet cancels the call or takes the claim back; in both cases the waiting call ends at once."""
     old = claim("old", "ns", result(0, compute="100"))
     new = claim("new", "ns", result(0))
     uid = new["metadata"]["uid"]
@@ -451,7 +451,7 @@ def test_a_pod_that_is_deleted_while_its_claim_waits_leaves_nothing(stand: Stand
     time.sleep(1.5)
     assert stand.governor.claims == {}
     assert stand.files() == []
-    # What is asked for after that is served.
+    # A later request for the same claim is served.
     assert stand.kubelet.prepare(reference(new))[uid].error == ""
 
 
@@ -501,7 +501,7 @@ def test_a_kubeconfig_that_is_none_is_one_line(
 def test_an_api_server_that_cannot_or_will_not_is_understood(
     status: int, body: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, stand: Stand
 ) -> None:
-    """A path that no API server has is not answered as one of its objects that is missing."""
+    """A path that the API server does not know gets another answer than a missing object."""
     from kubernetes.client.exceptions import ApiException
 
     cluster = Cluster(str(stand.api.kubeconfig))
@@ -523,7 +523,7 @@ def test_what_is_wrong_at_the_start_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NODE_NAME", raising=False)
-    monkeypatch.setattr("governor.logs.configure", lambda: None)  # it is this process's, too
+    monkeypatch.setattr("governor.logs.configure", lambda: None)  # it is the test process's, too
     for arguments, status, words in (
         (
             ("--node-name", "n", "--default-compute", "120"),
@@ -557,9 +557,9 @@ def test_the_kubelets_directory_is_roots_alone(stand: Stand) -> None:
 
 
 def test_parameters_that_are_nested_too_deeply_are_refused_by_their_claim(stand: Stand) -> None:
-    """10 KiB of them are allowed, which Python's parser takes for a circle."""
+    """10 KiB of parameters are allowed: enough to nest them more deeply than Python's JSON parser accepts."""
     deep: list = []
-    for _ in range(400):  # what this process still writes
+    for _ in range(400):  # a depth that this process can still encode
         deep = [deep]
     documents = [
         claim(f"deep-{i}", "ns", result(), configs=(config("FromClaim", computeLimit=deep),))
@@ -569,7 +569,7 @@ def test_parameters_that_are_nested_too_deeply_are_refused_by_their_claim(stand:
         stand.api.add_claim(document)
     stand.api.deeper["deep-1"] = 4000
     stand.up()
-    # The second one by whichever is in its way first: Python 3.13 reads it.
+    # The second claim fails at one of two checks: Python 3.13 can parse it.
     for document, words in zip(
         documents,
         ("computeLimit: \\[\\[", "is nested too deeply|computeLimit: \\[\\["),

@@ -1,6 +1,6 @@
-"""The driver is killed between any two steps: nothing is booked twice or lost, and no file stays that nobody knows.
+"""The driver is killed between any two steps: no claim is booked twice or lost, and no unknown file remains.
 
-strace kills it at a system call of its own; the stand-ins kill it while it waits for their answers.
+strace kills it at one of its own system calls; the stand-ins kill it while it waits for their answers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from tests.kubernetes.kubelet import wait_for
 
 
 def settled(stand: Stand, document: dict) -> None:
-    """Start a driver again, as a DaemonSet does; the kubelet asks again, and all is as if nothing had been."""
+    """Start a driver again, as the DaemonSet does, and prepare the claim again: the result is as if the driver had
+    not been killed.
+    """
     if stand.process is not None:
         stand.kill()
     stand.start()
@@ -32,7 +34,7 @@ def settled(stand: Stand, document: dict) -> None:
 
 
 def gone(stand: Stand, document: dict) -> None:
-    """The same for a claim that is taken back."""
+    """Start a driver again, and take the claim back: the result is as if the driver had not been killed."""
     if stand.process is not None:
         stand.kill()
     stand.start()
@@ -45,7 +47,7 @@ def gone(stand: Stand, document: dict) -> None:
 
 
 def lost(call: Callable[[], object]) -> None:
-    """The kubelet's call ends with the driver."""
+    """Require that the call of the kubelet fails because the driver dies."""
     with pytest.raises(grpc.RpcError):
         call()
 
@@ -71,7 +73,7 @@ def test_it_is_killed_while_it_asks_the_governor(stand: Stand, op: str, when: st
     setattr(stand.governor, when, die)
     stand.api.before = lambda _verb, resource: asked.set() if resource == "resourceclaims" else None
     lost(lambda: stand.kubelet.prepare(reference(document)))
-    # What was asked is done, whoever asked: before that it is chance which of the two comes first.
+    # When the driver dies after the request, the governor has executed it. Before it, either can be first.
     assert when == "before" or len(stand.governor.claims) == 1
     setattr(stand.governor, when, lambda _op: None)
     settled(stand, document)
@@ -111,7 +113,7 @@ def test_it_is_killed_while_it_takes_a_claim_back(stand: Stand, when: str) -> No
 def test_it_is_killed_while_it_writes_the_file(
     stand: Stand, require: Callable[..., None], call: str
 ) -> None:
-    """The governor knows the claim, and the file is half there, or not at all: no engine reads that."""
+    """The governor knows the claim, and the file is incomplete or missing: engines do not read it in that state."""
     require("strace")
     document = claim()
     stand.api.add_claim(document)
@@ -139,7 +141,7 @@ def test_it_is_killed_while_it_writes_the_file(
 def test_it_is_killed_before_it_removes_the_file(
     stand: Stand, require: Callable[..., None]
 ) -> None:
-    """The governor has let go of the claim; the next driver finds the file and removes it unasked."""
+    """The governor has released the claim; the next driver finds the file, and removes it without a request."""
     require("strace")
     document = claim()
     stand.api.add_claim(document)
@@ -167,7 +169,7 @@ def test_it_is_killed_before_it_removes_the_file(
 
 @pytest.mark.slow
 def test_it_is_killed_at_any_time(stand: Stand) -> None:
-    """Forty times, at a moment that chance chooses, while claims come and go."""
+    """Kill it forty times, at random moments, while claims come and go."""
     dice = random.Random(4711)  # noqa: S311 - the same each time
     documents = [claim(f"c{i}", "ns", result(i % 2, compute="10")) for i in range(8)]
     for document in documents:
@@ -186,7 +188,7 @@ def test_it_is_killed_at_any_time(stand: Stand) -> None:
             uid = document["metadata"]["uid"]
             try:
                 if uid in wanted:
-                    # Whether the answer comes or not, from now on it is not to be there.
+                    # From here on the claim must be gone, whether or not the answer arrives.
                     wanted.discard(uid)
                     assert stand.kubelet.unprepare(reference(document), timeout=5)[uid].error == ""
                 else:

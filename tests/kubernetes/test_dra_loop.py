@@ -1,4 +1,4 @@
-"""What the driver does every two seconds, on a clock of the test's; and the service, whatever it is asked."""
+"""The driver's loop, which runs every two seconds, on a virtual clock; and the service, under arbitrary requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.kubernetes.kubelet import Kubelet
 
 
 class Slices:
-    """An API server's slices, without the network."""
+    """The slices of an API server, without the network."""
 
     def __init__(self) -> None:
         self.stored: dict[str, Any] | None = None
@@ -61,7 +61,7 @@ class Slices:
 
 
 class Governor:
-    """A governor that says what the test wants."""
+    """A governor that answers as the test says."""
 
     def __init__(self) -> None:
         self.away = False
@@ -140,7 +140,7 @@ def taints(slices: Slices) -> set[tuple[str, str]]:
 def test_a_governor_that_stays_away_keeps_new_pods_away(
     parts: tuple[Loop, Slices, Governor, Publisher], clock: list[float]
 ) -> None:
-    """A restart is nobody's business; after a minute the node's GPUs take nobody, until it is back."""
+    """A restart of the governor has no effect. After a minute the node's GPUs accept no new pods until it is back."""
     loop, slices, governor, _ = parts
     loop.step()
     assert slices.writes == 1
@@ -162,7 +162,7 @@ def test_a_governor_that_stays_away_keeps_new_pods_away(
 def test_before_a_kubelet_has_come_nothing_is_offered_and_that_is_said(
     clock: list[float], tmp_path: Path
 ) -> None:
-    """A pod that is sent to a node whose kubelet does not know the driver never starts."""
+    """A pod never starts on a node where the kubelet does not know the driver."""
     slices, governor = Slices(), Governor()
     publisher = Publisher(slices, interval=6.0, clock=lambda: clock[0])
     args = argparse.Namespace(
@@ -196,7 +196,7 @@ def test_before_a_kubelet_has_come_nothing_is_offered_and_that_is_said(
 def test_a_kubelet_that_refuses_has_no_gpus_offered(
     parts: tuple[Loop, Slices, Governor, Publisher], clock: list[float]
 ) -> None:
-    """It deletes the slice; made again, it would have pods sent to a node where none starts."""
+    """The kubelet deletes the slice. If the driver made it again, pods would be sent to a node where none starts."""
     loop, slices, _, publisher = parts
     loop.step()
     assert publisher.current
@@ -217,7 +217,7 @@ def test_a_kubelet_that_refuses_has_no_gpus_offered(
 def test_a_kubelet_that_refuses_is_asked_again(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a socket that it could not register it never asks again, for a new one it does."""
+    """The kubelet never retries a socket that it could not register; it does register a new one."""
     monkeypatch.setattr("kube.service.REFUSED_S", 0.2)
     base = tmp_path_factory.mktemp("k")
     told: list[bool] = []
@@ -306,7 +306,7 @@ GARBAGE: list[Any] = [
 def test_an_answer_that_nobody_understands_ends_nothing(
     parts: tuple[Loop, Slices, Governor, Publisher], clock: list[float], garbage: Any
 ) -> None:
-    """It is asked again later, as of who does not answer; with sense in it all goes on."""
+    """The driver asks again later, as after no answer. As soon as an answer makes sense, it continues normally."""
     loop, slices, _, publisher = parts
     slices.stored = garbage
     for _ in range(5):
@@ -322,7 +322,7 @@ def test_an_answer_that_nobody_understands_ends_nothing(
 def test_a_node_without_a_uid_owns_no_slice(
     parts: tuple[Loop, Slices, Governor, Publisher],
 ) -> None:
-    """The garbage collector would delete what somebody owns who is not there."""
+    """The garbage collector would delete an object with an owner that does not exist."""
     loop, slices, _, _ = parts
     slices.node = lambda _name: {"metadata": {}}  # type: ignore[method-assign]
     loop.step()
@@ -332,7 +332,7 @@ def test_a_node_without_a_uid_owns_no_slice(
 def test_a_node_that_is_made_again_owns_its_slice(
     parts: tuple[Loop, Slices, Governor, Publisher], clock: list[float]
 ) -> None:
-    """The slice goes with the old node; with its uid a new one would go, too, again and again."""
+    """The slice is deleted with the old node. With that node's uid, a new slice would be deleted again and again."""
     loop, slices, _, publisher = parts
     loop.step()
     asked = []
@@ -346,7 +346,7 @@ def test_a_node_that_is_made_again_owns_its_slice(
     loop.step()
     assert asked == []
     slices.stored = None
-    publisher.forget()  # the watch has told
+    publisher.forget()  # as the watch does after the deletion
     for _ in range(3):
         clock[0] += 10
         loop.step()
@@ -356,7 +356,7 @@ def test_a_node_that_is_made_again_owns_its_slice(
 
 
 class Watched:
-    """Watches that tell what the test says, one after the other."""
+    """Watches that deliver the test's events, one list after the other."""
 
     def __init__(self, *watches: list[Any]) -> None:
         self.watches = list(watches)
@@ -386,7 +386,7 @@ def test_an_event_that_nobody_understands_ends_no_watch(
 
 
 def test_a_write_of_its_own_is_not_taken_for_anothers() -> None:
-    """Its event comes before its answer, or after the next write."""
+    """The event of its own write arrives before the answer, or after the next write."""
     slices, wake = Slices(), threading.Event()
     publisher = Publisher(slices, interval=0.0)
     watcher = Watcher(Watched(), publisher, "n", wake)
@@ -437,7 +437,7 @@ def test_who_fights_for_the_slice_is_answered_once_a_second() -> None:
 
 
 class Documents:
-    """Claims by name, or whatever the test says."""
+    """Claims by name, or whatever the test sets."""
 
     def __init__(self) -> None:
         self.found: Any = None
@@ -449,7 +449,7 @@ class Documents:
 
 
 def test_a_claim_is_not_taken_back_while_it_is_prepared(tmp_path: Path) -> None:
-    """Or the file would come after the governor has let go of it, and stay."""
+    """Otherwise the file would be written after the governor has released the claim, and would remain."""
     governor, documents = Governor(), Documents()
     documents.found = claim("a", "b", result(), uid="u-1")
     driver = Driver(NODE, governor, documents, Directory(tmp_path))
@@ -479,7 +479,7 @@ def test_a_claim_is_not_taken_back_while_it_is_prepared(tmp_path: Path) -> None:
 
 
 class Cluster:
-    """Claims by name, and what is wrong with some; counts what it is asked."""
+    """Claims by name, with failures for some of them; counts the requests."""
 
     def __init__(self, *documents: dict[str, Any]) -> None:
         self.found = {reference(one)[1]: one for one in documents}
@@ -506,7 +506,7 @@ def test_what_is_not_as_it_was_answered_becomes_so_again(tmp_path: Path) -> None
     assert not driver.differs()
     del governor.booked["u-forgotten"], governor.booked["u-refused"]
     directory.remove("u-without-file")
-    # As it is when its first allocation has ended and no kubelet knows of it any more.
+    # The state in which the first allocation has ended, and the kubelet no longer knows of it.
     documents["moved"]["status"]["allocation"]["devices"]["results"][0]["pool"] = "node-2"
     governor.booked["u-leaving"] = {**governor.booked["u-leaving"], "leaving": True}
     driver._prepared.pop("u-leaving")
@@ -522,14 +522,14 @@ def test_what_is_not_as_it_was_answered_becomes_so_again(tmp_path: Path) -> None
     assert directory.uids() == {
         "u-as-it-was", "u-forgotten", "u-without-file", "u-failing", "u-refused",
     }  # fmt: skip
-    # What was refused, and what fails, is asked of nobody every two seconds.
+    # Claims that were refused, or that fail, are not requested every two seconds.
     assert not driver.differs()
 
 
 def test_a_driver_that_starts_asks_once_for_each_claim_that_the_governor_knows(
     tmp_path: Path,
 ) -> None:
-    """One that cannot be prepared any more stays as it is, and is not asked for again and again."""
+    """A claim that can no longer be prepared stays as it is, and is not requested repeatedly."""
     documents = [claim(f"c{i}", "ns", result(0, compute="5"), uid=f"u-{i}") for i in range(3)]
     governor, cluster = Governor(), Cluster(*documents)
     for document in documents:
@@ -547,7 +547,7 @@ def test_a_driver_that_starts_asks_once_for_each_claim_that_the_governor_knows(
 
 
 class Call:
-    """A call of the kubelet's that it may give up."""
+    """A call of the kubelet, which can give it up."""
 
     def __init__(self) -> None:
         self.active = True
@@ -564,7 +564,7 @@ class Call:
 
 @pytest.mark.parametrize("op", ["Prepare", "Unprepare"])
 def test_a_call_that_the_kubelet_has_given_up_changes_nothing(tmp_path: Path, op: str) -> None:
-    """While it waits for its turn the kubelet may ask for the opposite, and be served first."""
+    """While the call waits for its turn, the kubelet may request the opposite, and that request may be served first."""
     governor, documents = Governor(), Documents()
     documents.found = claim("a", "b", result(), uid="u-1")
     driver = Driver(NODE, governor, documents, Directory(tmp_path))
@@ -626,7 +626,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_any_call_has_an_answer_for_each_claim(
     served: Any, claims: list[tuple[str, str, str]], results: list[dict], *, there: bool
 ) -> None:
-    """Whatever names and uids come: each has its answer, an error is one line, no file is elsewhere, and nothing is half done."""
+    """For any names and uids, each claim has its answer, an error is one line, no file is written elsewhere, and nothing is half
+    done.
+    """
     governor, documents, directory, channel = served
     stub = dra_v1_pb2_grpc.DRAPluginStub(channel)
     named = [dra_v1_pb2.Claim(namespace=n, name=m, uid=u) for n, m, u in claims]

@@ -1,4 +1,4 @@
-"""Two drivers on a node, one of which takes the place of the other: real processes, and a kubelet that knows both."""
+"""Two drivers on a node, of which the second replaces the first: real processes, and a kubelet that knows both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from tests.kubernetes.kubelet import Kubelet, wait_for
 from tests.kubernetes.test_dra_loop import Cluster, Governor
 
 OLD, NEW = "0b7e3c2c", "f1a0c9d4"
-"""Instances. A pod's uid is longer, and so are the paths of these tests than a kubelet's."""
+"""Instance names. In a cluster the name is a pod's uid, which is longer, but the paths of these tests are longer than
+a kubelet's.
+"""
 
 
 def sockets(stand: Stand) -> set[str]:
@@ -35,7 +37,7 @@ def named(uid: str) -> set[str]:
 
 
 class Two:
-    """The stand with a second driver, the kubelet's connection to it, and its log."""
+    """The stand with a second driver and the kubelet's connection to it."""
 
     def __init__(self, stand: Stand) -> None:
         self.stand = stand
@@ -44,7 +46,7 @@ class Two:
         self.ready = stand.base / "ready-new"
 
     def start(self) -> None:
-        """Start the second driver, beside the first."""
+        """Start the second driver while the first runs."""
         first, self.stand.ready = self.stand.process, self.ready
         self.process = self.stand.start("--instance", NEW)
         self.stand.process = first
@@ -71,7 +73,7 @@ def two(stand: Stand) -> Iterator[Two]:
 
 
 def test_a_new_driver_serves_before_the_old_one_ends(two: Two) -> None:
-    """Both are called meanwhile; either takes back what the other has prepared."""
+    """Both drivers are called in the meantime, and each can take back what the other has prepared."""
     stand = two.stand
     documents = [claim(f"c{i}", "ns", result(0, compute="5")) for i in range(4)]
     uids = [document["metadata"]["uid"] for document in documents]
@@ -85,7 +87,7 @@ def test_a_new_driver_serves_before_the_old_one_ends(two: Two) -> None:
     assert two.kubelet.prepare(reference(documents[3]))[uids[3]].error == ""
     assert two.kubelet.unprepare(reference(documents[0]))[uids[0]].error == ""
     assert stand.kubelet.unprepare(reference(documents[3]))[uids[3]].error == ""
-    time.sleep(1.5)  # several rounds of both: nothing comes back that was taken back
+    time.sleep(1.5)  # several rounds of both loops: no claim that was taken back reappears
     assert set(stand.governor.claims) == {uids[1], uids[2]}
     assert stand.files() == sorted(f"tidegate.gpu-claim_{uid}.json" for uid in uids[1:3])
     assert stand.kill(signal.SIGTERM) == 0
@@ -104,7 +106,7 @@ def test_one_of_two_drivers_writes_the_slice(two: Two) -> None:
     wait_for(lambda: stand.api.counts()["update", "resourceslices"], "the slice of a change")
     time.sleep(1.5)
     assert stand.api.counts()["update", "resourceslices"] == 1
-    # The new one dies at once: the old one goes on, and removes what the other has left.
+    # The new driver dies at once: the old one continues, and removes the sockets of the other.
     assert two.process is not None
     two.process.kill()
     two.process.wait(15)
@@ -115,7 +117,7 @@ def test_one_of_two_drivers_writes_the_slice(two: Two) -> None:
 
 
 def test_what_waits_when_a_driver_is_replaced_is_answered(two: Two) -> None:
-    """The kubelet cuts off what it has called when the registration's socket is gone."""
+    """The kubelet aborts a driver's calls when the driver's registration socket disappears."""
     stand = two.stand
     full, waiting = claim("full", "ns", result(0, compute="100")), claim("waiting", "ns", result(0))
     for document in (full, waiting):
@@ -138,7 +140,7 @@ def test_what_waits_when_a_driver_is_replaced_is_answered(two: Two) -> None:
 
 
 def test_without_a_successor_a_driver_ends_although_a_call_waits(two: Two) -> None:
-    """It may wait for a governor that comes with the next pod only."""
+    """The call may wait for a governor that only the next pod brings."""
     stand = two.stand
     full, waiting = claim("full", "ns", result(0, compute="100")), claim("waiting", "ns", result(0))
     for document in (full, waiting):
@@ -157,7 +159,7 @@ def test_a_driver_before_its_registration_leaves_the_slice_alone(two: Two) -> No
     wait_for(lambda: sockets(two.stand) == named(OLD) | named(NEW), "both listen")
     time.sleep(1.5)
     assert two.stand.api.counts()["update", "resourceslices"] == 0
-    assert two.stand.logged("another-leads")  # the new one says it of itself
+    assert two.stand.logged("another-leads")  # the new driver logs it about the old one
     assert not two.ready.exists()
 
 
@@ -195,7 +197,7 @@ def test_what_a_dead_instance_has_left_goes_and_what_lives_stays(places: tuple[P
     others = places[1] / "other.example-reg.sock"
     others.touch()
     assert dead._own is not None
-    os.close(dead._own)  # as a kernel does of a process that is killed
+    os.close(dead._own)  # as the kernel does for a process that is killed
     dead._own = None
     new = Instance(*places, "new")
     new.start()
@@ -214,13 +216,13 @@ def test_what_a_dead_instance_has_left_goes_and_what_lives_stays(places: tuple[P
 def test_the_latest_that_a_kubelet_has_registered_leads(places: tuple[Path, Path]) -> None:
     old, new = Instance(*places, "z-old"), Instance(*places, "a-new")
     old.start()
-    assert old.leads()  # nobody else is there
+    assert old.leads()  # it is the only instance
     old.note_registered(True)
     new.start()
     assert (old.leads(), new.leads(), old.has_successor()) == (True, False, False)
     new.note_registered(True)
     assert (old.leads(), new.leads(), old.has_successor()) == (False, True, True)
-    old.note_registered(True)  # a kubelet that starts registers both in any order
+    old.note_registered(True)  # a kubelet that starts registers both, in any order
     assert (old.leads(), new.leads()) == (False, True)
     new.note_registered(False)
     assert (old.leads(), new.leads()) == (True, False)
@@ -254,13 +256,13 @@ def test_an_instance_has_a_name_that_leads_nowhere_else(
 
 
 def test_two_drivers_do_not_work_on_a_claim_at_the_same_time(places: tuple[Path, Path]) -> None:
-    """The other is a process of its own: the kernel tells no threads apart."""
+    """The other driver is a process, because the kernel does not distinguish the threads of one."""
     own = Instance(*places, "own")
     own.start()
     entered = threading.Event()
     read, write = os.pipe()
     pid = os.fork()
-    if pid == 0:  # holds u-1 until it is told
+    if pid == 0:  # the child holds u-1 until the pipe is closed
         with own.hold("u-1", lambda: None):
             os.close(write)
             (places[0] / "held").touch()
@@ -292,7 +294,7 @@ def _give_up() -> None:
 
 
 def test_what_another_driver_has_taken_back_is_not_prepared_again(tmp_path: Path) -> None:
-    """The cluster still has the claim: its pod ends, and its kubelet has called the other one."""
+    """The cluster still has the claim: its pod is ending, and its kubelet has called the other driver."""
     from kube.cdi import Directory
     from kube.claims import Reference
 
@@ -308,7 +310,7 @@ def test_what_another_driver_has_taken_back_is_not_prepared_again(tmp_path: Path
     new.reconcile()
     assert not new.differs()
     assert (governor.booked, directory.uids()) == ({}, set())
-    # What is leaving was taken back, too, although containers use it.
+    # A claim that is leaving was taken back, too, although containers still use it.
     new.prepare(named)
     governor.booked["u-1"] = {**governor.booked["u-1"], "leaving": True}
     directory.remove("u-1")

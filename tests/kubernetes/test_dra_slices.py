@@ -1,4 +1,4 @@
-"""A node's GPUs as a ResourceSlice: held against the published schemas, and against what the scheduler needs."""
+"""A node's GPUs as a ResourceSlice, checked against the published schemas and against the scheduler's needs."""
 
 from __future__ import annotations
 

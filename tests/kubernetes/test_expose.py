@@ -1,4 +1,4 @@
-"""The proxy in front of the governor's metrics: what it lets through, and what it does not."""
+"""The proxy in front of the governor's metrics: which requests it forwards, and which it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""packaging/kubernetes: what is applied is what Kubernetes accepts, and no right is there without a use."""
+"""The manifests of packaging/kubernetes: Kubernetes accepts what is applied, and every right that is
+granted is used.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ DIRECTORIES = ["base", *sorted(f"overlays/{path.name}" for path in (HERE / "over
 EXAMPLES = sorted((HERE / "examples").glob("*.yaml"))
 SOURCES = [p for p in sorted(HERE.rglob("*.yaml")) if p.name not in {"kustomization.yaml", "config.yaml"}]  # fmt: skip
 UNKNOWN = {"ServiceMonitor"}
-"""Kinds that are no part of Kubernetes: their schema comes with the Prometheus operator."""
+"""Kinds that are not part of Kubernetes: their schemas come with the Prometheus operator."""
 
 
 def validate(document: dict[str, Any]) -> None:
@@ -49,7 +51,7 @@ def render(directory: str) -> list[dict[str, Any]]:
         [kubectl(), "kustomize", str(HERE / directory)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""  # deprecated fields are named there
+    assert done.stderr == ""  # warnings about deprecated fields would appear there
     return list(yaml.safe_load_all(done.stdout))
 
 
@@ -103,7 +105,9 @@ def test_every_container_has_the_image_that_the_base_names(directory: str, tmp_p
 
 @pytest.mark.parametrize("directory", DIRECTORIES)
 def test_a_pod_is_replaced_while_the_old_one_serves(directory: str) -> None:
-    """What rules out two pods on a node is in none; a device plugin is replaced one after the other."""
+    """No DaemonSet has a setting that excludes two pods on a node. Device plugins are replaced without
+    overlap.
+    """
     daemon_set = one(render(directory), "DaemonSet")
     rolling = daemon_set["spec"]["updateStrategy"]["rollingUpdate"]
     spec = daemon_set["spec"]["template"]["spec"]
@@ -117,7 +121,7 @@ def test_a_pod_is_replaced_while_the_old_one_serves(directory: str) -> None:
     assert not any("hostPort" in port for port in ports)
     environment = {one["name"]: one["valueFrom"]["fieldRef"] for one in by_name["dra"]["env"]}
     assert environment["POD_UID"] == {"fieldPath": "metadata.uid"}
-    # A governor of the new pod that failed beside the old one would come back late.
+    # If the new pod's governor exited because the old one still runs, the kubelet would restart it late.
     if "governor" in by_name:
         assert by_name["governor"]["command"] == ["tidegate-governor", "--wait"]
         assert by_name["forkserver"]["args"][1:] == ["--wait"]
@@ -140,7 +144,9 @@ def test_the_device_plugin_needs_nothing_of_the_api_server() -> None:
 
 @pytest.mark.parametrize("directory", [d for d in DIRECTORIES if d != "overlays/device-plugin"])
 def test_the_driver_alone_has_a_token_and_reaches_no_other_drivers_socket(directory: str) -> None:
-    """Others of its pod are privileged, run before it, or answer whoever comes by the network."""
+    """The other containers of the pod are privileged, run before the driver, or answer requests from the
+    network.
+    """
     daemon_set = one(render(directory), "DaemonSet")
     spec = daemon_set["spec"]["template"]["spec"]
     assert spec["automountServiceAccountToken"] is False
@@ -215,7 +221,7 @@ def test_a_node_that_has_the_package_runs_nothing_privileged() -> None:
 
 
 def test_the_fork_server_is_in_the_namespaces_of_the_hooks_that_it_serves(tmp_path: Path) -> None:
-    """What it executes is what the init container has put on the host, by the host's Python."""
+    """The fork server executes what the init container has installed on the host, with the host's Python."""
     documents = render("base")
     daemon_set = one(documents, "DaemonSet")
     spec = daemon_set["spec"]["template"]["spec"]
@@ -224,19 +230,19 @@ def test_the_fork_server_is_in_the_namespaces_of_the_hooks_that_it_serves(tmp_pa
     assert server["command"][:3] == ["nsenter", "--target", "1"]
     assert {"--mount", "--cgroup", "--net"} <= set(server["command"])
     assert spec["hostPID"] is True
-    # Not by --pid: nsenter would stay its parent, and pass on no signal.
+    # Without --pid: with it, nsenter would remain the parent process, and would forward no signal.
     assert "--pid" not in server["command"]
     target = installs["command"][installs["command"].index("--to") + 1]
     program = Path(server["args"][0])
     made = tmp_path / "made"
     if os.geteuid() != 0:
-        lack("needs root")  # chroot
+        lack("needs root")  # for chroot
     assert install(made).returncode == 0
     path = made / program.relative_to(target)
     assert path.read_bytes() == (ROOT / "oci_hook/tidegate-forkserver").read_bytes()
     help_ = subprocess.run([path, "--help"], capture_output=True, text=True, check=False)
     assert (help_.returncode, "[--wait]" in help_.stderr) == (2, True)
-    # The version, by which a caller of another one is told from its own.
+    # The version, by which the server recognises a caller of another version.
     said = subprocess.run(
         ["/usr/bin/python3", "-c", "import oci_hook.forkserver as f; print(f._version())"],
         cwd=made / "current/python", check=True, capture_output=True, text=True,
@@ -255,7 +261,7 @@ def test_the_role_has_what_the_driver_calls_and_no_more() -> None:
     }
     called = {(group, resource, verb) for group, resource, verbs in CALLS for verb in verbs}
     assert granted == called
-    # CALLS is what is called: each method of the client that the code names.
+    # CALLS lists all calls: every client method that the code names.
     verbs = {"read": "get", "list": "watch", "replace": "update", "create": "create", "delete": "delete", "patch": "patch"}  # fmt: skip
     methods = set()
     for module in sorted((ROOT / "kube").glob("*.py")):
@@ -275,13 +281,13 @@ def test_the_role_has_what_the_driver_calls_and_no_more() -> None:
 
 @pytest.mark.parametrize("directory", DIRECTORIES)
 def test_the_kubelet_finds_a_place_for_each_termination_log(directory: str) -> None:
-    """It mounts a file there; where a volume covers the place, that must be writable."""
+    """The kubelet mounts a file there; a volume that covers the path must be writable."""
     for container in containers(one(render(directory), "DaemonSet")):
         log = container.get("terminationMessagePath", "/dev/termination-log")
         mounts = {mount["mountPath"]: mount for mount in container.get("volumeMounts", ())}
         over = [mounts[str(p)] for p in Path(log).parents if str(p) in mounts]
         assert not (over and over[0].get("readOnly")), container["name"]
-        # The root file system is read-only: what no volume covers is the runtime's own /dev.
+        # The root file system is read-only; the only other writable place is /dev, which the runtime makes.
         assert over or log.startswith("/dev/"), container["name"]
 
 
@@ -362,7 +368,7 @@ def test_commands_have_the_options_that_they_are_given(directory: str) -> None:
     for container in containers(one(render(directory), "DaemonSet")):
         command = container["command"]
         if command[:2] == ["python3", "-m"]:
-            # --help comes last: what stands before it has been accepted then.
+            # With --help as last argument, the options before it are parsed and accepted first.
             subprocess.run(
                 [sys.executable, "-m", *command[2:], "--help"],
                 cwd=ROOT,
@@ -376,7 +382,9 @@ def test_commands_have_the_options_that_they_are_given(directory: str) -> None:
 
 
 def test_who_answers_the_network_can_ask_for_metrics_alone(tmp_path: Path) -> None:
-    """The sidecar is nobody with root's group: what the governor makes for root alone is closed to it."""
+    """The sidecar runs as user 65534 in group root: sockets that the governor makes for root only are
+    closed to it.
+    """
     daemon_set = one(render("overlays/monitoring"), "DaemonSet")
     (sidecar,) = [c for c in containers(daemon_set) if c["name"] == "metrics"]
     user = sidecar["securityContext"]
@@ -391,7 +399,8 @@ def test_who_answers_the_network_can_ask_for_metrics_alone(tmp_path: Path) -> No
         "for name in sys.argv[1:]: s = socket.socket(socket.AF_UNIX); print(s.connect_ex(name))\n"
     )
     with metrics.listening(config), daemon.listening(tmp_path / "governor.sock"):
-        # By the directory as it is now: pytest's are nobody's to look into.
+        # The names are relative to the working directory, because other users cannot search pytest's
+        # directories.
         done = subprocess.run(
             [sys.executable, "-c", program, "metrics.sock", "governor.sock"],
             cwd=tmp_path, check=True, capture_output=True, text=True,
@@ -410,7 +419,7 @@ def install(to: Path, source: Path = ROOT) -> subprocess.CompletedProcess[str]:
 
 def test_the_hook_goes_to_the_node_and_an_upgrade_keeps_the_one_before(tmp_path: Path) -> None:
     if os.geteuid() != 0:
-        lack("needs root")  # chroot
+        lack("needs root")  # for chroot
     to = tmp_path / "opt"
     assert install(to).returncode == 0
     first = (to / "current").resolve()

@@ -1,7 +1,7 @@
-"""The device plugin: units, what the kubelet asks, its restarts, and ours.
+"""The device plugin: units, the kubelet's requests, and restarts of the kubelet and of the plugin.
 
-The kubelet here is a stand-in, written from the public protocol; so is the governor, of which the
-plugin needs the five answers that `kube.plugin.Governor` names.
+The kubelet is a stand-in, written from the public protocol. So is the governor, of which the plugin
+needs the five answers that `kube.plugin.Governor` names.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ A, B = (f"GPU-{letter * 8}-0000-4000-8000-000000000000" for letter in "ab")
 
 
 class Governor:
-    """A governor that books what it is told, up to what a GPU has."""
+    """A governor that books what it is told, up to the capacity of a GPU."""
 
     def __init__(self, gib: int = 16) -> None:
         self.memory = gib * GIB
@@ -74,7 +74,7 @@ class Governor:
 
 
 class Kubelet:
-    """A kubelet that takes a registration, and asks the plugin as the real one does."""
+    """A kubelet that accepts a registration, and calls the plugin as the real one does."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -82,7 +82,7 @@ class Kubelet:
         self.refuse = False
 
     def start(self) -> None:
-        """Do what a kubelet does first: every socket in the directory goes."""
+        """Remove every socket in the directory, as a kubelet does first, and listen."""
         self.directory.mkdir(parents=True, exist_ok=True)
         for path in self.directory.iterdir():
             path.unlink()
@@ -128,7 +128,7 @@ def allocate(stub: Any, *containers: list[str]) -> list[str]:
     )
     answer = stub.Allocate(request, timeout=10)
     for one in answer.container_responses:
-        # What a pod can say otherwise, or what would need no governor, is never used.
+        # These fields are never used: a pod can override them, or they work without the governor.
         assert not one.envs
         assert not one.mounts
         assert not one.devices
@@ -229,7 +229,7 @@ def test_a_kubelet_that_starts_anew_is_registered_with(node) -> None:
     governor, kubelet, loop, _, _ = node
     loop.step()
     kubelet.stop()
-    loop.step()  # nobody is there, and that is no error
+    loop.step()  # without a kubelet, which is not an error
     kubelet.start()
     assert not (kubelet.directory / SOCKET).exists()
     for _ in range(3):
@@ -269,7 +269,7 @@ def test_a_kubelet_that_refuses_is_left_alone_for_a_while(node, monkeypatch) -> 
 def test_a_kubelet_that_is_not_there_is_said_and_not_each_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No directory of the kubelet's, then one without its socket: as where its --root-dir is another."""
+    """First the kubelet's directory is missing, then its socket, as with another --root-dir."""
     clock = [100.0]
     monkeypatch.setattr("kube.plugin.time.monotonic", lambda: clock[0])
     governor = Governor()
@@ -319,7 +319,7 @@ def test_a_lost_gpu_and_a_governor_that_is_away_make_units_unhealthy(node, monke
     wait(lambda: seen[-1] == {"Healthy"})
     governor.away = True
     loop.step()
-    clock[0] += AWAY_S - 1  # a restart
+    clock[0] += AWAY_S - 1  # as long as a restart may take
     loop.step()
     assert len(seen) == 3
     with pytest.raises(grpc.RpcError) as caught:

@@ -1,6 +1,8 @@
-"""Device plugin and DRA driver on the governor itself, a process on the simulated GPU: what stand-ins cannot show.
+"""The device plugin and the DRA driver with a real governor process on the simulated GPU, for what stand-ins cannot
+show.
 
-Only the API server is the test's. Containers are admitted as the hook does it, with what their engine says of their pod.
+Only the API server is a stand-in. Containers are admitted as the hook does it, with what their engine says about their
+pod.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def node(tmp_path: Path, gpus: tuple[Path, Path], build_dir: Path) -> Iterator[N
 
 
 class Cluster:
-    """An API server's claims."""
+    """The claims of an API server."""
 
     def __init__(self) -> None:
         self.claims: dict[tuple[str, str], dict[str, Any]] = {}
@@ -58,7 +60,7 @@ def admit(node: Node, name: str, claim: dict[str, Any], namespace: str) -> Path:
 
 
 def test_pods_of_any_namespace_use_the_device_plugins_units(node: Node, tmp_path: Path) -> None:
-    """The kubelet says no namespace with units, and the engine says the pod's with the container."""
+    """The kubelet names no namespace together with units; the engine names the pod's together with the container."""
     governor = Governor(node.config.runtime_dir)
     books = Books(governor, Directory(tmp_path / "cdi"), Policy())
     units = unit_names(governor.gpus()["gpus"][0])
@@ -66,7 +68,7 @@ def test_pods_of_any_namespace_use_the_device_plugins_units(node: Node, tmp_path
         (device,) = books.allocate([own])
         claim = next(one for one in governor.claims() if one["uid"] in device)
         admit(node, f"of-{namespace}", claim, namespace)
-        # No namespace can have this name, and so no claim of the cluster is taken for units.
+        # No namespace can have this name, so that no claim of the cluster is taken for units.
         assert "." in claim["namespace"]
     assert [one["shares"][0]["containers"] for one in governor.claims()] == [
         ["of-default"],
@@ -77,7 +79,7 @@ def test_pods_of_any_namespace_use_the_device_plugins_units(node: Node, tmp_path
 def test_a_governor_that_has_lost_its_file_hears_of_prepared_claims_again(
     node: Node, tmp_path: Path
 ) -> None:
-    """A container of theirs that starts again asks no kubelet to prepare anything."""
+    """When a container of these claims restarts, the kubelet is not asked to prepare anything."""
     governor, cluster = Governor(node.config.runtime_dir), Cluster()
     directory = Directory(tmp_path / "cdi")
     driver = Driver(NODE, governor, cluster, directory)
@@ -118,7 +120,7 @@ def test_units_are_told_again_where_the_governor_has_lost_its_file(
     (tmp_path / "state" / "state.db").write_bytes(b"no database" * 1000)
     node.start()
     assert governor.claims() == []
-    books.allocate([units[3:5]])  # to somebody else: the second claim is over
+    books.allocate([units[3:5]])  # to another pod: the second claim is over
     books.tell_again()
     assert len(governor.claims()) == 2
     assert before[0] in governor.claims()

@@ -1,4 +1,4 @@
-"""A slice's mark, by which kube-scheduler looks again at pods that it left waiting: when it changes, and that it is bounded."""
+"""The recheck mark of a slice, which makes kube-scheduler retry waiting pods: when it changes, and how often at most."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LOOK_S = 2.0
 
 
 class Node:
-    """A driver's loop as far as the mark goes, on a clock of the test's; counts its updates."""
+    """The part of a driver's loop that handles the mark, on a virtual clock; counts the updates."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -45,10 +45,10 @@ class Node:
         self.updates: list[float] = []
 
     def look(self) -> bool:
-        """Look once, and two seconds pass; return whether the slice was updated."""
+        """Look once, and let two seconds pass; return whether the slice was updated."""
         mark = self.recheck.next_mark(self.claims, self.mark, self.now, room=self.room)
         if mark is not None:
-            assert mark != self.mark  # an update that changes nothing is no event
+            assert mark != self.mark  # an update without a change causes no event
             self.mark = mark
             self.updates.append(self.now)
             self.recheck.updated(self.claims, self.now)
@@ -56,7 +56,7 @@ class Node:
         return mark is not None
 
     def pass_time(self, seconds: float) -> int:
-        """Look for so long; return how often the slice was updated."""
+        """Look for `seconds` seconds; return how often the slice was updated."""
         return sum(self.look() for _ in range(int(seconds / LOOK_S)))
 
 
@@ -99,7 +99,7 @@ def test_without_room_there_is_no_update_and_none_is_made_up_for(node: Node) -> 
     node.claims |= {"u-1", "u-2"}
     assert node.pass_time(60) == 0
     node.room = True
-    node.claims.remove("u-1")  # the end of a claim is an event for the scheduler by itself
+    node.claims.remove("u-1")  # the scheduler sees the end of a claim as an event of its own
     assert node.pass_time(600) == 0
 
 
@@ -117,7 +117,7 @@ def test_a_driver_that_starts_goes_on_where_the_last_one_ended(node: Node) -> No
     assert node.pass_time(600) == 0
     node.claims.add("u-3")
     node.look()
-    node.recheck = Recheck()  # it has ended before the update
+    node.recheck = Recheck()  # the driver ended before the update
     assert node.pass_time(600) == 1
 
 
@@ -149,7 +149,7 @@ def test_a_mark_that_was_written_by_hand_is_replaced(node: Node, mark: str) -> N
     )
 )
 def test_whatever_happens_updates_are_bounded(steps: list[tuple[str, int]]) -> None:
-    """One in ten seconds of a driver's life, and no more than claims were prepared and drivers started."""
+    """At most one update in ten seconds of a driver's life, and no more than claims were prepared and drivers started."""
     node, prepared, started = Node(), 0, 0.0
     for what, number in steps:
         uid = f"u-{number}"
@@ -200,7 +200,7 @@ def api(tmp_path: Path) -> Any:
 
 
 def wanted(mark: str | None = None, *gpus: dict[str, Any]) -> dict[str, Any]:
-    """The slice of a node, with a mark."""
+    """Return the slice of a node, with a mark."""
     made = make_slice(NODE, "u", answer(*(gpus or (gpu(0),))), {})
     if mark is not None:
         made["metadata"]["annotations"] = {ANNOTATION: mark}
@@ -254,7 +254,7 @@ def test_a_mark_waits_with_other_changes_for_the_next_write(api: ApiServer) -> N
 
 
 def test_an_update_that_comes_second_is_made_again_from_what_is_stored(api: ApiServer) -> None:
-    """Neither the other's annotation nor the mark is lost."""
+    """Neither the other writer's annotation nor the mark is lost."""
     publisher = Publisher(Cluster(str(api.kubeconfig)), interval=0.0)
     publisher.publish(wanted())
 
@@ -299,7 +299,7 @@ def test_a_driver_that_is_killed_marks_the_slice_as_often_as_one_that_is_not(sta
     stand.kubelet.prepare(reference(documents[3]))
     _wait_looks(stand)
     assert stored_mark(stand.api) == mark
-    stand.kill()  # what the last one let go by without an update the next one does not know
+    stand.kill()  # the next driver does not know the changes that the previous one did not publish
     stand.governor.gpus[0]["compute_left"] = 20
     stand.ready.unlink()
     stand.up()
@@ -311,7 +311,7 @@ def test_a_driver_that_is_killed_marks_the_slice_as_often_as_one_that_is_not(sta
 
 
 def _wait_mark(stand: Stand, documents: list[dict[str, Any]]) -> str:
-    """Wait until the slice's mark is of these claims; return it."""
+    """Wait until the slice's mark is that of these claims; return it."""
     digest = _digest(document["metadata"]["uid"] for document in documents)
 
     def found() -> str | None:
@@ -322,7 +322,7 @@ def _wait_mark(stand: Stand, documents: list[dict[str, Any]]) -> str:
 
 
 def _wait_looks(stand: Stand) -> None:
-    """Let a driver look at its node for longer than it waits with an update."""
+    """Wait while a driver looks at its node for longer than it defers an update."""
     looks = stand.governor.count("gpus")
     wait_for(lambda: stand.governor.count("gpus") >= looks + 8, "some looks")
 
@@ -330,7 +330,7 @@ def _wait_looks(stand: Stand) -> None:
 def test_the_loop_has_the_slice_marked_while_a_gpu_has_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With what the loop knows: claims, room, taints, and a governor that is away."""
+    """The loop takes into account claims, room, taints, and a governor that is away."""
     loop, slices, governor, pass_time = _loop(tmp_path, monkeypatch)
     loop.step()
     governor.booked["u-1"] = {"uid": "u-1", "namespace": "ns", "name": "c", "shares": []}
@@ -340,7 +340,7 @@ def test_the_loop_has_the_slice_marked_while_a_gpu_has_room(
     governor.gpus = lambda: answer(gpu(0, compute_left=0), gpu(1, closed="it starts"))
     governor.booked["u-2"] = {**governor.booked["u-1"], "uid": "u-2"}
     pass_time(60)
-    assert slices.writes == 3  # the taint
+    assert slices.writes == 3  # for the taint
     assert slices.stored["metadata"]["annotations"][ANNOTATION] == first
 
 

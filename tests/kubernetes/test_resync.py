@@ -1,4 +1,4 @@
-"""Pods whose claims a kubelet could not prepare are asked for again at once: one annotation, and on which pods it is written."""
+"""The annotation that makes the kubelet retry a pod at once after it could not prepare the pod's claims, and which pods get it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.kubernetes.kubelet import wait_for
 def pod_of(
     document: dict[str, Any], *, sandbox: bool | None = False, **more: Any
 ) -> dict[str, Any]:
-    """The pod that a claim is reserved for; None is a kubelet that has not said a word of it."""
+    """Return the pod that a claim is reserved for; with `sandbox=None` the kubelet has reported no condition of it yet."""
     (reserved,) = document["status"]["reservedFor"]
     conditions = [] if sandbox is None else [
         {"type": "PodReadyToStartContainers", "status": str(sandbox)}
@@ -58,7 +58,7 @@ def annotated(pod: dict[str, Any]) -> bool:
 
 
 def test_pods_that_waited_for_the_driver_are_asked_for_again(stand: Stand) -> None:
-    """As after a reboot: what a pod's status says is of before, but its sandbox is gone."""
+    """As after a reboot: the pod's status is from before it, but its sandbox is gone."""
     pending = add(stand, claim("pending", "ns", result(0, compute="5")), sandbox=None)
     rebooted = add(stand, claim("rebooted", "ns", result(0, compute="5")), phase="Running")
     running = add(
@@ -84,7 +84,7 @@ def test_what_the_kubelet_has_asked_for_is_left_alone(stand: Stand) -> None:
     stand.up()
     pod = add(stand, document, sandbox=None)
     stand.kubelet.prepare(reference(document))
-    stand.kubelet.register()  # the looks begin anew
+    stand.kubelet.register()  # starts the looks again
     lists = stand.api.counts()["list", "pods"]
     wait_for(lambda: stand.api.counts()["list", "pods"] > lists + 1, "looks")
     assert not annotated(pod)
@@ -99,12 +99,12 @@ def test_a_pod_whose_call_has_waited_in_vain_is_asked_for_again(stand: Stand) ->
     waiting, refused = add(stand, late), add(stand, wrong)
     stand.kubelet.prepare(reference(full))
     assert stand.kubelet.prepare(reference(wrong), timeout=4)[wrong["metadata"]["uid"]].error
-    # Long enough that it waits on a busy machine, too: what has not waited is not asked for again.
+    # The timeout is long enough for a busy machine, too: only a call that has waited leads to a retry.
     assert stand.kubelet.prepare(reference(late), timeout=8)[late["metadata"]["uid"]].error
     (said,) = wait_for(lambda: stand.logged("pod-asked-again"), "it is asked for again")
     assert (said["pod"], said["why"]) == (waiting["metadata"]["name"], "refused")
     assert annotated(waiting)
-    # What is wrong by itself is not otherwise the next time.
+    # A claim that is wrong would fail in the same way at the next attempt.
     assert not annotated(refused)
 
 
@@ -128,7 +128,7 @@ def test_a_call_that_was_cancelled_asks_for_nothing(stand: Stand) -> None:
 
 
 class Api:
-    """An API server that says what the test wants."""
+    """An API server that answers as the test says."""
 
     def __init__(self) -> None:
         self.listed: list[Any] = []

@@ -1,6 +1,8 @@
-"""The API server over TLS: what authorities are trusted, and what a failure says. The server and openssl are real.
+"""The API server over TLS: which authorities are trusted, and what a failure says. The server and openssl are
+real.
 
-Python sets VERIFY_X509_STRICT from 3.13 on; older ones are made to, in the one place where urllib3 does.
+Python sets VERIFY_X509_STRICT from 3.13 on; for older versions the tests set it, in the one place where urllib3
+makes contexts.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ def openssl(*words: str, cwd: Path) -> None:
 
 
 def authority(directory: Path, name: str, *extensions: str) -> Path:
-    """Make a certificate authority with these extensions and no others."""
+    """Make a certificate authority with only these extensions."""
     (directory / f"{name}.cnf").write_text(
         f"[req]\ndistinguished_name=dn\nx509_extensions=ext\nprompt=no\n[dn]\nCN={name}\n[ext]\n"
         + "\n".join(("basicConstraints=critical,CA:TRUE", "subjectKeyIdentifier=hash", *extensions))
@@ -48,7 +50,7 @@ def authority(directory: Path, name: str, *extensions: str) -> Path:
 
 
 def certificate(directory: Path, ca: str, names: str, days: int = 30) -> Path:
-    """Make a server's certificate, with its key in one file."""
+    """Make a server's certificate, with its key in the same file."""
     openssl(
         "req", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=127.0.0.1", "-keyout", "s.key",
         "-out", "s.csr", cwd=directory,
@@ -56,7 +58,7 @@ def certificate(directory: Path, ca: str, names: str, days: int = 30) -> Path:
     (directory / "s.ext").write_text(
         f"subjectAltName={names}\nauthorityKeyIdentifier=keyid\nbasicConstraints=CA:FALSE\n"
     )
-    # Unlike `openssl x509`, it takes dates that have passed, in every version.
+    # Unlike `openssl x509`, `openssl ca` accepts dates in the past in every version.
     (directory / "ca.cnf").write_text(
         "[ca]\ndefault_ca = d\n[d]\ndatabase = index\nserial = serial\nnew_certs_dir = .\n"
         "unique_subject = no\n"
@@ -95,7 +97,7 @@ class _Quiet(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *_: Any) -> None:
-        pass  # a client that refuses our certificate
+        pass  # from a client that refuses our certificate
 
 
 @pytest.fixture
@@ -120,7 +122,7 @@ def serve() -> Iterator[Callable[[Path], int]]:
 
 @pytest.fixture
 def strict(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have urllib3 make its contexts as under Python 3.13."""
+    """Make urllib3 create its contexts as under Python 3.13."""
     original = urllib3.connection.create_urllib3_context
 
     def made(*args: Any, **more: Any) -> ssl.SSLContext:
@@ -154,7 +156,7 @@ def kubeconfig(directory: Path, port: int, ca: Path, host: str = "127.0.0.1") ->
 def test_an_authority_without_key_usage_is_trusted(
     tmp_path: Path, serve: Callable[[Path], int]
 ) -> None:
-    """As EKS and microk8s make them; urllib3 by itself refuses the same server."""
+    """As EKS and microk8s make them; urllib3 with its default settings refuses the same server."""
     ca = authority(tmp_path, "plain")
     port = serve(certificate(tmp_path, "plain", "IP:127.0.0.1"))
     with (

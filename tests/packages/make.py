@@ -1,4 +1,4 @@
-"""Packages of this working tree, made once a session, and fresh roots to install them into."""
+"""Packages of this working tree, built once per session, and fresh roots to install them into."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _made: dict[tuple[str, ...], Path] = {}
 
 
 def package(kind: str, *arguments: str, version: str = "") -> Path:
-    """Build a package, once a session, and give its file; with `version` as if the tree were of that one."""
+    """Build a package, once per session, and return its file; `version` overrides the version of the tree."""
     key = (kind, *arguments, version)
     if key not in _made:
         out = ROOT / "build/packages" / f"tests-{os.getpid()}-{len(_made)}"
         atexit.register(shutil.rmtree, out, ignore_errors=True)
         with (ROOT / "build/packages.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # a worker beside us builds in the same place
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another worker would build in the same place
             done = subprocess.run(
                 ["tools/package", kind, *arguments],
                 cwd=ROOT,
@@ -40,7 +40,9 @@ def package(kind: str, *arguments: str, version: str = "") -> Path:
 
 
 def fresh_root(suite: str, *, slim: bool = False) -> Path:
-    """A fresh system of a release, with engines and nothing of ours; `slim`: without engines either."""
+    """Return the root of a fresh system of a release, with engines and without Tidegate; `slim` leaves the
+    engines out, too.
+    """
     done = subprocess.run(
         ["tools/package-root", suite, *(["slim"] if slim else [])],
         cwd=ROOT,
@@ -55,14 +57,14 @@ def fresh_root(suite: str, *, slim: bool = False) -> Path:
 
 
 def laid_out(destdir: Path, build: Path, vendor: Path) -> Path:
-    """Install what meson has built to a directory, and give the prefix in it.
+    """Install what meson has built to a directory, and return the prefix in it.
 
-    It is a build for tests, so the prefix is the one that it was set up with.
+    The build is one for tests, so the prefix is the one that it was set up with.
     """
     options = json.loads((build / "meson-info/intro-buildoptions.json").read_text())
     prefix = next(one["value"] for one in options if one["name"] == "prefix")
     subprocess.run([sys.executable, "tools/vendor.py", vendor], cwd=ROOT, check=True)
-    tools = str(Path(sys.executable).parent)  # meson's
+    tools = str(Path(sys.executable).parent)  # contains meson
     where = ["--destdir", destdir, "--prefix", prefix, "--build", build, "--vendor", vendor]
     subprocess.run(
         [sys.executable, "tools/install.py", *where],

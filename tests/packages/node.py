@@ -1,7 +1,7 @@
-"""A fresh system of a Debian release, in a node of namespaces, on which a package is installed.
+"""A fresh system of a Debian release on which a package is installed, as a node of namespaces.
 
-Nothing of the checkout is visible in it: what runs there is what the package installed. The simulated GPU's driver lies
-where NVIDIA's would.
+Nothing of the checkout is visible in it: only what the package installed can run. The simulated GPU's driver is in the
+directory where NVIDIA's would be.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ WORKLOAD = (
     *("/usr/bin/simgpu-workload", "--unit-us", "500", "--seconds", "600"),
     *("--out", "/out/progress.bin", "--wait-file", "/out/begin"),
 )
-# What engines, and not we, leave in /etc.
+# Directories of engines in /etc, which remain after a removal of Tidegate.
 ENGINES_OWN = ("/etc/docker", "/etc/containers", "/etc/cni", "/etc/containerd")
 
 
 class Node:
-    """A fresh system with a GPU, in which the package is installed by hand."""
+    """A fresh system with a GPU, on which the test installs the package."""
 
     def __init__(self, host: EngineHost, gpu: Path, build: Path) -> None:
         self.host = host
@@ -47,34 +47,34 @@ class Node:
             shutil.copy(file, path)
             path.with_name(f"{library}.so.1").symlink_to(file.name)
         host.check("ldconfig")
-        # Whatever still looked into the checkout would find nothing.
+        # Hides the checkout: a program that still used it would fail.
         host.check("mount", "-t", "tmpfs", "tmpfs", str(ROOT))
 
     def apt(self, *arguments: str) -> str:
-        """Run apt-get, which finds what a package depends on in its cache: there is no network here."""
+        """Run apt-get. It finds dependencies only in its cache, because the node has no network."""
         options = ("-o", "APT::Sandbox::User=root", "-o", "Dpkg::Options::=--force-confold")
         environment = ("DEBIAN_FRONTEND=noninteractive", "LC_ALL=C.UTF-8")
         command = ("apt-get", "-qy", "--no-install-recommends", *options, *arguments)
         return self.host.check("env", *environment, *command, timeout=300)
 
     def install(self, deb: Path) -> str:
-        """Install a package's file, or upgrade to it."""
+        """Install a package file, or upgrade to it."""
         return self.apt("install", self.bring(deb))
 
     def bring(self, package: Path) -> str:
-        """Copy a package's file to where the node sees it."""
+        """Copy a package file to a directory that the node sees, and return its path."""
         return str(shutil.copy(package, self.host.work / package.name))
 
     def files(self) -> set[str]:
-        """What is where packages put files, less directories that do not name us."""
+        """Return the files in the places where packages put files, without directories that do not name Tidegate."""
         places = ("/usr", "/etc", "/opt", "/var/lib/systemd", "/var/lib/tidegate", "/run/tidegate")
         what = ("(", "!", "-type", "d", "-o", "-path", "*tidegate*", ")", "-print")
         found = self.host.run("find", *places, "-xdev", *what).stdout.splitlines()
-        # Whoever imports a module of another package's may leave its bytecode.
+        # Importing a module of another package may leave bytecode.
         return {p for p in found if "__pycache__" not in p or "tidegate" in p}
 
     def start_governor(self) -> None:
-        """Do what its unit does."""
+        """Start the governor as its unit does."""
         log = self.host.work / "governor.log"
         self.governor = self.host.start(
             "env", f"SIMGPU_DIR={self.gpu}", "/usr/bin/tidegate-governor", log=log
@@ -87,16 +87,16 @@ class Node:
         self.governor = None
 
     def generation(self) -> str:
-        """The mirror in force."""
+        """Return the name of the current generation of the mirror."""
         return self.host.check("readlink", f"{DRIVER_DIR}/current").strip()
 
     def books(self) -> set[str]:
-        """The ids of the governor's containers."""
+        """Return the identifiers of the governor's containers."""
         return {one["id"] for one in json.loads(self.host.check("tidegate", "ps", "--json"))}
 
 
 def of_the_node(kind: type[Engine]) -> type[Engine]:
-    """An engine that is set up by the installed command, on the node."""
+    """Return a variant of an engine class that is set up on the node by the installed command."""
 
     class Installed(kind):  # type: ignore[misc, valid-type]
         def setup(self, *arguments: str) -> None:
@@ -106,7 +106,7 @@ def of_the_node(kind: type[Engine]) -> type[Engine]:
 
 
 def old_docker(host: EngineHost) -> bool:
-    """Whether its users cannot give annotations."""
+    """Return whether docker's users cannot give annotations."""
     return "--annotation" not in host.check("docker", "run", "--help")
 
 
@@ -127,14 +127,14 @@ def fresh_node(suite: str, base: Path, build: Path, require: Callable[..., None]
 
 
 def workload_image(node: Node, base: Path, build: Path) -> Path:
-    """An image with the workload and nothing of ours, where the node finds it."""
+    """Make an image with the workload and without Tidegate, at a path that the node sees."""
     rootfs = make_rootfs(base / "image", base / "tools")
     shutil.copy(build / "simgpu/simgpu-workload", rootfs / "usr/bin/simgpu-workload")
     return pack_image(rootfs, node.host.work / "image.tar")
 
 
 def units(started: Started) -> int:
-    """How many pieces of work a container has done."""
+    """Return how many units of work a container has done."""
     try:
         return (started.out / "progress.bin").stat().st_size // 16
     except FileNotFoundError:
@@ -142,7 +142,7 @@ def units(started: Started) -> int:
 
 
 def start(engine: Engine, annotations: Mapping[str, str]) -> Started:
-    """A container that works."""
+    """Start a container that works, and wait until it does."""
     started = engine.run(*WORKLOAD, annotations=annotations)
     wait_for((started.out / "begin.ready").exists, f"{started.name}")
     (started.out / "begin").touch()
@@ -152,7 +152,7 @@ def start(engine: Engine, annotations: Mapping[str, str]) -> Started:
 
 @contextmanager
 def starts_going_on(engine: Engine) -> Iterator[None]:
-    """Containers start and end one after another meanwhile; none of them may fail."""
+    """Start and end containers one after another during the block; none of them may fail."""
     stop = threading.Event()
 
     def go_on() -> int:

@@ -67,7 +67,7 @@ def test_a_fresh_system_is_installed_runs_is_upgraded_and_has_nothing_left_of_it
     node.apt("install", *sorted(set(depends)))
     before = node.files()
 
-    # Installed: the programs are there, compiled, and find what is theirs.
+    # Installation: the programs are there, compiled, and find their files.
     node.install(deb)
     assert host.check("tidegate", "--version") == f"tidegate {VERSION}\n"
     assert host.check("readlink", "-f", "/usr/bin/tidegate-hook").startswith(
@@ -80,10 +80,10 @@ def test_a_fresh_system_is_installed_runs_is_upgraded_and_has_nothing_left_of_it
     node.start_governor()
     found = json.loads(host.run("tidegate", "doctor", "--json").stdout)["findings"]
     assert [one for one in found if one["state"] == "wrong"] == []
-    # Nothing wrote bytecode that the package does not know of.
+    # No program has written bytecode that the package does not know of.
     assert host.check("find", "/usr/lib/tidegate", "-name", "*.pyc").splitlines() == compiled
 
-    # The main job, by the engines of the release.
+    # The main job, with the engines of the release.
     podman = of_the_node(Podman)(host, {str(node.gpu): SIMGPU})
     podman.start(image)
     shares = ("45", "30", "15")
@@ -95,7 +95,8 @@ def test_a_fresh_system_is_installed_runs_is_upgraded_and_has_nothing_left_of_it
     time.sleep(6)
     done = [units(one) - b for one, b in zip(running, begun, strict=True)]
     seconds = time.monotonic() - at
-    # Units of 0.5 ms. This machine may be slow, and is nobody's alone: never more than the share, and not far less.
+    # Units take 0.5 ms. This machine may be slow, and other programs use it, too: a container never gets more than
+    # its share, but may get less, down to half of it.
     delivered = [n * 0.05 / seconds for n in done]
     for share, percent in zip(shares, delivered, strict=True):
         assert int(share) / 2 < percent < int(share) + 3, delivered
@@ -113,7 +114,8 @@ def test_a_fresh_system_is_installed_runs_is_upgraded_and_has_nothing_left_of_it
     wait_for(lambda: len(node.books()) == 3, "the one that ended to leave the books")
     known = node.books()
 
-    # Upgraded, as its scripts do under systemd: containers go on, with the library that they have, and others start.
+    # Upgrade, as the package's scripts do it under systemd: running containers continue with their library, and new
+    # ones start.
     old = node.generation()
     with starts_going_on(podman):
         node.install(newer)
@@ -135,14 +137,14 @@ def test_a_fresh_system_is_installed_runs_is_upgraded_and_has_nothing_left_of_it
     maps = host.check("grep", "-c", f"{node.generation()}", f"/proc/{running[0].pid}/mountinfo")
     assert int(maps)
 
-    # Not removed while engines need its programs to end containers; nothing has changed then.
+    # A removal is refused while engines need the programs to end containers; it has changed nothing then.
     refused = host.run("env", "LC_ALL=C.UTF-8", "dpkg", "--remove", "tidegate", timeout=120)
     assert refused.status != 0
     assert "end them first" in refused.text
     assert host.check("tidegate", "--version") == f"tidegate {NEWER}\n"
     assert_works(*running)
 
-    # Removed: engines are as they were, and the configuration stays.
+    # Removal: the configuration of the engines is restored, and Tidegate's configuration stays.
     for one in running:
         one.engine.remove(one)
     docker.stop()
@@ -157,12 +159,12 @@ def test_a_fresh_system_is_installed_runs_is_upgraded_and_has_nothing_left_of_it
         or docker_kind is not Docker
     )
     assert not host.run("sh", "-c", "grep -rl tidegate /etc/containers").stdout
-    # An engine without us starts containers as ever.
+    # An engine without Tidegate starts containers as before.
     host.check(
         "podman", "--runtime=runc", "run", "--rm", "--network=none", IMAGE, "/usr/bin/sleep", "0"
     )
 
-    # Purged: nothing is left, and nothing is said of it.
+    # Purge: nothing is left, and dpkg prints no warning.
     purged = host.run("env", "LC_ALL=C.UTF-8", "dpkg", "--purge", "tidegate", timeout=120)
     assert purged.status == 0, purged.text
     assert "warning" not in purged.text
@@ -171,10 +173,12 @@ def test_a_fresh_system_is_installed_runs_is_upgraded_and_has_nothing_left_of_it
 
 
 def test_the_lintian_of_the_release_has_no_error_for_it(node: Node, deb: Path) -> None:
-    """That of a newer release knows rules that the one which builds the package does not."""
+    """The lintian of a newer release knows rules that the lintian of the release that builds the package does not
+    know.
+    """
     node.apt("install", "lintian")
-    # The C programs are linked statically on purpose. Older releases take them for libraries, and mind an override of
-    # a tag that they do not find.
+    # The C programs are linked statically on purpose. Older releases take them for libraries, and complain about an
+    # override of a tag that they do not find.
     but = ("--suppress-tags", "statically-linked-binary")
     ran = node.host.run("lintian", "--fail-on", "error", *but, node.bring(deb), timeout=600)
     assert ran.status == 0, ran.text
@@ -191,7 +195,7 @@ def test_who_forces_a_removal_takes_nothing_from_a_container(
     podman.start(image)
     running = start(podman, {"memory": "1Gi", "compute": "30"})
     node.stop_governor()
-    # What dpkg does when prerm is out of the way.
+    # What dpkg does without a prerm.
     host.check("rm", "/var/lib/dpkg/info/tidegate.prerm")
     ran = host.run("env", "LC_ALL=C.UTF-8", "dpkg", "--purge", "tidegate", timeout=120)
     assert ran.status == 0, ran.text
@@ -211,7 +215,7 @@ def test_who_forces_a_removal_takes_nothing_from_a_container(
         ).status
         == 0
     )
-    node.install(deb)  # its engine ends it by the hook
+    node.install(deb)  # the engine needs the hook to end the container
     podman.remove(running)
     host.check("dpkg", "--purge", "tidegate", timeout=120)
     assert not host.path("/var/lib/tidegate").exists()

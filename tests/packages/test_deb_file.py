@@ -1,6 +1,6 @@
-"""The Debian package's file: what is in it, what it depends on, its scripts, and what lintian has against it.
+"""The file of the Debian package: its contents, dependencies and scripts, and the complaints of lintian.
 
-It is built for this, which takes as long as everything else here together; its life is in test_deb.py.
+It is built for these tests, which takes as long as all other tests here together; its life is in test_deb.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def deb(require: Callable[..., None]) -> Path:
 
 
 def listing(deb: Path) -> list[str]:
-    """The names of what is no directory in a package."""
+    """Return the names in a package that are not directories."""
     text = subprocess.run(
         ["dpkg-deb", "--contents", deb], capture_output=True, text=True, check=True
     ).stdout
@@ -34,20 +34,21 @@ def listing(deb: Path) -> list[str]:
 
 
 def scripts(deb: Path, tmp_path: Path) -> Path:
-    """The directory with a package's control file and scripts."""
+    """Unpack a package's control file and scripts, and return their directory."""
     subprocess.run(["dpkg-deb", "--control", deb, tmp_path / "control"], check=True)
     return tmp_path / "control"
 
 
 def test_lintian_has_nothing_against_it(require: Callable[..., None], deb: Path) -> None:
-    """But what is overridden, each with its reason, in packaging/debian/tidegate.lintian-overrides."""
+    """Except for what packaging/debian/tidegate.lintian-overrides overrides, each time with the reason."""
     require("lintian")
     changes = next(deb.parent.glob("tidegate_*.changes"))
-    # Units and no init.d script. Debian 12's lintian minds; newer ones do not know the tag, and mind an override of it.
+    # There are units and no init.d script. Only Debian 12's lintian complains about that. Newer versions do not know
+    # the tag, and complain about an override of it.
     tag = "package-supports-alternative-init-but-no-init.d-script"
     known = Path(f"/usr/share/lintian/tags/p/{tag}.tag").exists()
     tags = [tag] if known else []
-    # Ubuntu's debhelper leaves the upstream changelog out, and lintian takes CHANGELOG.md for it.
+    # Ubuntu's debhelper omits the upstream changelog, and lintian takes CHANGELOG.md for it.
     if "/usr/share/doc/tidegate/changelog.gz" not in listing(deb):
         tags.append("wrong-name-for-upstream-changelog")
     but = ("--suppress-tags", ",".join(tags)) if tags else ()
@@ -69,7 +70,7 @@ def test_it_says_what_it_depends_on_and_provides_no_library(deb: Path, tmp_path:
         "python3-structlog", "python3-yaml",
     }  # fmt: skip
     assert not {"Provides", "Conflicts", "Replaces"} & set(fields)
-    # With shlibs or symbols other packages would come to depend on this one for libcuda.so.1.
+    # With shlibs or symbols, other packages would get a dependency on this one for libcuda.so.1.
     assert sorted(p.name for p in control.iterdir()) == [
         "conffiles", "control", "md5sums", "postinst", "postrm", "prerm",
     ]  # fmt: skip
@@ -92,7 +93,7 @@ def test_its_files_are_those_of_make_install(deb: Path) -> None:
         "/usr/share/fish/",
     )
     units = "/usr/lib/systemd/system/"
-    upstream = "/usr/share/doc/tidegate/changelog.gz" in found  # Ubuntu's debhelper leaves it out
+    upstream = "/usr/share/doc/tidegate/changelog.gz" in found  # Ubuntu's debhelper omits it
     assert [n for n in own if not n.startswith((*pages, units))] == [
         "/etc/tidegate/config.yaml",
         *(f"/usr/bin/{n}" for n in ("tidegate", "tidegate-governor", "tidegate-hook", "tidegate-runtime")),
@@ -118,7 +119,7 @@ def test_its_files_are_those_of_make_install(deb: Path) -> None:
 def test_its_scripts_do_what_they_have_to_in_order(deb: Path, tmp_path: Path) -> None:
     control = scripts(deb, tmp_path)
     postinst, prerm, postrm = ((control / n).read_text() for n in ("postinst", "prerm", "postrm"))
-    # Bytecode before anything runs; the mirror before the governor, whose unit asks for it.
+    # Bytecode before anything runs; the mirror before the governor, because the governor's unit requires it.
     steps = [
         "py3compile",
         "\n    move_hooks\n",
@@ -126,7 +127,8 @@ def test_its_scripts_do_what_they_have_to_in_order(deb: Path, tmp_path: Path) ->
         "_dh_action 'tidegate-governor.service'",
     ]
     assert [postinst.index(step) for step in steps] == sorted(postinst.index(s) for s in steps)
-    # An upgrade restarts, it does not stop: containers that run are without a governor for a moment only.
+    # An upgrade restarts the governor instead of stopping it, so that running containers are without one only for a
+    # moment.
     assert "_dh_action=restart" in postinst
     assert '"$1" = remove' in prerm.partition("deb-systemd-invoke stop")[0].rpartition("\nif ")[2]
     assert prerm.index("refuse_in_use\n") < prerm.index("undo_setups\n") < prerm.index("py3clean")

@@ -1,7 +1,7 @@
-"""The image of packaging/kubernetes: its Containerfile done line by line, and the pods' commands in what comes out.
+"""The image of packaging/kubernetes: its Containerfile is executed line by line, and the pods' commands run in the result.
 
-No engine builds it, because its base would have to come from a registry: in its place is a fresh minimal system of the same
-release. What the instructions mean is Docker's reference of the Dockerfile, as far as ours has them.
+The image is not built by an engine, which would fetch its base from a registry. The base here is a fresh minimal system of
+the same release. The meaning of the instructions, as far as ours uses them, is from Docker's reference of the Dockerfile.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ PACKAGE = "build/packages/tidegate_*_amd64.deb"
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 NOBODY = "65534:0"
 
-# In a mount and PID namespace of its own, so nothing of it is left on the host.
+# Runs in a mount and PID namespace of its own, so that nothing of it remains on the host.
 ENTER = """mount -t proc proc "$0/proc" && exec chroot ${user:+"--userspec=$user"} "$0" "$@" """
 
 
 @dataclass
 class Image:
-    """A stage of the build: its root, and what a container of it begins with."""
+    """A stage of the build: its root, and the environment and command of its containers."""
 
     root: Path
     environment: dict[str, str] = field(
@@ -46,7 +46,7 @@ class Image:
     def run(
         self, *command: str, user: str = "", **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command in it."""
+        """Run a command in the stage's root."""
         enter = (
             "unshare",
             "--mount",
@@ -67,21 +67,21 @@ class Image:
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
-    """Return the instructions with what follows each."""
+    """Return the instructions, each with its arguments."""
     lines = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("#"))
     joined = re.sub(r"\\\n", " ", lines)
     return [(line.split()[0], line.split(maxsplit=1)[1]) for line in joined.splitlines() if line]
 
 
 class Build:
-    """Stages by their names, the last one last."""
+    """The stages of a build, by name, in the order of the file."""
 
     def __init__(self, work: Path, base: Path, deb: Path) -> None:
         self.work, self.base, self.deb = work, base, deb
         self.stages: dict[str, Image] = {}
 
     def do(self, instruction: str, words: str) -> None:
-        """Do one instruction in the stage that is built."""
+        """Execute one instruction in the current stage."""
         if instruction == "FROM":
             base, _, name = words.partition(" AS ")
             assert base == BASE
@@ -105,7 +105,7 @@ class Build:
                 raise AssertionError(f"{instruction} is not known here")
 
     def run(self, image: Image, command: str) -> None:
-        """Run a shell's line, with this machine's way to the network."""
+        """Run a line of shell, with this machine's settings for the network."""
         known = ("http_proxy", "https_proxy", "PIP_INDEX_URL")
         environment = {name: os.environ[name] for name in known if name in os.environ}
         bundle = image.root / "tmp/ca.crt"
@@ -158,7 +158,7 @@ def test_it_has_what_its_pods_run(image: Image) -> None:
             if command[0].endswith("/install-node"):
                 continue
             if command[0] == "nsenter":
-                # What follows is the host's program, as install-node has put it there.
+                # The arguments name a program of the host, where install-node has put it.
                 assert image.run("nsenter", "--help").returncode == 0
                 seen.add("nsenter")
                 continue
@@ -180,8 +180,8 @@ def test_it_has_no_more_than_that(image: Image) -> None:
 
 @pytest.mark.slow
 def test_the_node_s_part_comes_out_of_it(image: Image) -> None:
-    """Into a directory of its own root, which stands for the host's."""
-    for _ in range(2):  # and again, as each start of the pod does
+    """It is installed into a directory of the image's own root, which stands for the host's."""
+    for _ in range(2):  # twice, because each start of the pod repeats it
         done = image.run(
             "/usr/libexec/tidegate/install-node", "--host", "/", "--to", "/opt/tidegate"
         )

@@ -1,4 +1,4 @@
-"""What `make install` lays out, which is what every package has, and what is said of it in one place."""
+"""The layout that `make install` produces and every package has, and facts that are stated in one place only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TRIPLET = "x86_64-linux-gnu"
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory: pytest.TempPathFactory, build_dir: Path) -> Path:
-    """The prefix below a root that was installed to, with a umask that would let nobody in."""
+    """The prefix of an installation below another root, made with a umask that would lock other users out."""
     base = tmp_path_factory.mktemp("install")
     before = os.umask(0o077)
     try:
@@ -39,12 +39,14 @@ def prefix(tmp_path_factory: pytest.TempPathFactory, build_dir: Path) -> Path:
 
 
 def root_of(prefix: Path) -> Path:
-    """What would be / on a node."""
+    """Return the directory that would be / on a node."""
     return next(p for p in prefix.parents if p.name == "root" and (p / "etc").is_dir())
 
 
 def names(directory: Path, *skip: str) -> list[str]:
-    """What is no directory below one, less what begins with a name in `skip`."""
+    """Return the paths below a directory that are not directories, without those that start with a name in
+    `skip`.
+    """
     found = (str(p.relative_to(directory)) for p in directory.rglob("*") if not p.is_dir())
     return sorted(name for name in found if not name.startswith(skip))
 
@@ -62,7 +64,7 @@ def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str
 
 
 def test_everything_has_its_place(prefix: Path) -> None:
-    # What these three have is up to whoever writes pages, completions and dashboards.
+    # The contents of these directories depend on the authors of pages, completions and dashboards.
     others = ("lib/tidegate/python/", "share/man/", "share/bash-completion/", "share/zsh/")
     shared = ("share/tidegate/grafana/", "share/tidegate/prometheus/", "share/tidegate/kubernetes/")
     assert names(prefix, *others, *shared, "share/fish/", "share/doc/") == [
@@ -112,20 +114,22 @@ def test_all_of_our_code_is_there_but_what_makes_tables(prefix: Path) -> None:
 
 
 def test_files_are_for_everybody_to_read_and_for_root_to_write(prefix: Path) -> None:
-    """Engines run some as root, and a container's user reads others, whoever's umask made them."""
+    """Engines run some of them as root, and the user of a container reads others, whatever the umask of the
+    installation was.
+    """
     programs = {"tidegate", "tidegate-governor", "tidegate-hook", "tidegate-runtime"}
     programs.add("tidegate-forkserver")
-    programs.add("install-node")  # which a cluster's node runs
+    programs.add("install-node")  # a node of a cluster runs it
     for path in prefix.rglob("*"):
         if path.is_symlink():
             continue
         documents = path.is_relative_to(prefix / "share/doc")
         if documents and path.is_file():
-            # An example that is run is run where it lies.
+            # Examples that can be executed are executed in place.
             assert stat.S_IMODE(path.stat().st_mode) in (0o644, 0o755), path
             continue
         runs = path.is_dir() or path.name in programs or ".so" in path.name
-        runs = runs and path.parent.name != "completions"  # of a program, by its name
+        runs = runs and path.parent.name != "completions"  # completions are named after programs
         mode = stat.S_IMODE(path.stat().st_mode)
         assert mode in ((0o755,) if runs and ".so" not in path.name else (0o644, 0o755)), path
         assert runs or mode == 0o644, path
@@ -138,7 +142,7 @@ def test_links_of_the_documents_lead_to_what_is_installed(prefix: Path) -> None:
     followed = 0
     for page in pages:
         for link in links(page.read_text()):
-            # Packages have the licence where their kind keeps licences.
+            # Packages install the licence where packages of their kind have it.
             if link.path and not link.outside and link.path != "LICENSE":
                 assert (page.parent / link.path).exists(), f"{page}:{link.line}: {link.target}"
                 followed += 1
@@ -155,7 +159,7 @@ def test_a_command_is_a_link_to_where_its_code_is(prefix: Path) -> None:
         for path in (*(prefix / "bin").iterdir(), *scripts(prefix))
         if path.read_bytes()[:4] != b"\x7fELF"
     }
-    # The hook has Python's own library and nothing else; the command has the distribution's modules besides.
+    # The hook uses only Python's own library; the command also uses the distribution's modules.
     assert first == {
         "tidegate": b"#!/usr/bin/python3 -I",
         "tidegate-governor": b"#!/usr/bin/python3 -I",
@@ -166,7 +170,7 @@ def test_a_command_is_a_link_to_where_its_code_is(prefix: Path) -> None:
 
 
 def scripts(prefix: Path) -> list[Path]:
-    """What the C programs and the fork server's unit execute."""
+    """Return the scripts that the C programs and the fork server's unit execute."""
     names = ("tidegate-hook", "tidegate-runtime", "tidegate-forkserver")
     return [prefix / "lib/tidegate/python/oci_hook" / name for name in names]
 
@@ -213,7 +217,7 @@ def test_every_module_is_found_in_the_installation_with_its_libraries(prefix: Pa
 
 
 def test_no_loader_of_the_node_finds_the_control_library(prefix: Path) -> None:
-    """A program of the host that loads libcuda.so.1 is nobody's container: it gets the driver, or nothing."""
+    """A program of the host that loads libcuda.so.1 is in no container: it gets the driver, or an error."""
     found = names(prefix)
     assert [n for n in found if "libcuda" in n or "libnvidia-ml" in n] == [
         f"lib/tidegate/{TRIPLET}/libcuda.so.1", f"lib/tidegate/{TRIPLET}/libnvidia-ml.so.1"
@@ -267,7 +271,7 @@ def test_a_second_installation_takes_away_what_the_first_had_and_keeps_the_confi
 def test_over_a_second_installation_engines_find_every_program(
     tmp_path: Path, build_dir: Path
 ) -> None:
-    """A container that starts meanwhile, or ends, is started or ended by one of the two versions."""
+    """A container that starts or ends during the installation is handled by one of the two versions."""
     prefix = laid_out(tmp_path / "root", build_dir, tmp_path / "vendor")
     programs = [prefix / "bin" / name for name in ("tidegate-hook", "tidegate-runtime")]
     modules = [prefix / "lib/tidegate/python/oci_hook" / name for name in ("entry.py", "client.py")]
@@ -293,7 +297,9 @@ def test_over_a_second_installation_engines_find_every_program(
 
 
 def options(text: str) -> list[str]:
-    """Every option of the sample with its comment sign taken off, a section with one option at a time."""
+    """Return every option of the sample with its comment sign removed; options of a section come one at a
+    time, below it.
+    """
     found, section = [], ""
     for line in text.splitlines():
         if re.match(r"#[a-z_]+:$", line):
@@ -312,7 +318,7 @@ def test_every_option_of_the_sample_is_accepted_and_is_the_default() -> None:
     known = json.loads((ROOT / "governor/config.schema.json").read_text())["properties"]
     inner = sum(len(one.get("properties", "x")) for one in known.values())
     assert len(lines) == inner
-    # What depends on the machine, or stands there as an example of what has no default.
+    # Options with a default that depends on the machine, and an example of an option that has no default.
     depends = ("library_dir", "spin_us", "lookahead_us", "gpus", "defaults:\n  memory")
     for line in lines:
         config = parse_config(line)
@@ -325,7 +331,7 @@ def test_every_option_of_the_sample_is_accepted_and_is_the_default() -> None:
 
 
 def test_the_version_stands_in_one_place() -> None:
-    # Manual pages are written from there.
+    # The manual pages are generated from these places.
     places = [
         "governor",
         "vdriver",
@@ -334,7 +340,7 @@ def test_the_version_stands_in_one_place() -> None:
         "tools",
         "packaging",
         ":!packaging/man",
-        # Which image a cluster gets is looked at in tests/kubernetes/test_manifests.py.
+        # tests/kubernetes/test_manifests.py checks which image a cluster gets.
         ":!packaging/kubernetes",
     ]
     again = subprocess.run(
@@ -345,7 +351,7 @@ def test_the_version_stands_in_one_place() -> None:
 
 
 def minima() -> dict[str, str]:
-    """The oldest version of each module that the code runs with."""
+    """Return the oldest supported version of each module."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     found = dict(re.fullmatch(r"([a-z-]+)>=([0-9.]+)", d).groups() for d in project["dependencies"])  # type: ignore[union-attr]
     return {"python": project["requires-python"].removeprefix(">="), **found}
@@ -356,7 +362,7 @@ FEDORA = {"python": "%{python_package}", "prometheus-client": "python3-prometheu
 
 
 def test_both_packages_depend_on_what_the_project_does() -> None:
-    """nvidia-ml-py is in neither distribution's archive, so it comes along."""
+    """nvidia-ml-py is in neither distribution's archive, so the packages contain it."""
     wanted = {name: version for name, version in minima().items() if name != "nvidia-ml-py"}
     control = (PACKAGING / "debian/control").read_text().partition("\nPackage:")[2]
     assert set(re.findall(r"^ (python3\S*) \(>= ([0-9.]+)\),$", control, re.MULTILINE)) == {
@@ -381,7 +387,7 @@ def test_what_rhel_lacks_is_locked_for_its_package() -> None:
     for name in brought:
         numbers = [tuple(map(int, v.split("."))) for v in (locked[name], minima()[name])]
         assert numbers[0] >= numbers[1]
-    # The next one has rpds-py below it, which is compiled for one Python.
+    # From 4.18 on jsonschema needs rpds-py, which is compiled for one version of Python.
     assert tuple(map(int, locked["jsonschema"].split("."))) < (4, 18)
 
 
@@ -449,7 +455,7 @@ def test_packages_include_each_script_and_no_other() -> None:
     ]
     asked = [n for text in texts for n in re.findall(r"^#INCLUDE# (\S+)$", text, re.MULTILINE)]
     spec = re.findall(r"^@(\S+\.sh)@$", (PACKAGING / "rpm/tidegate.spec").read_text(), re.MULTILINE)
-    # Both formats do the same after an upgrade, before a removal and after it.
+    # Both formats run the same scripts after an upgrade, before a removal and after it.
     assert (
         asked
         == spec
@@ -462,7 +468,8 @@ def test_packages_include_each_script_and_no_other() -> None:
     assert set(asked) == {path.name for path in (PACKAGING / "scripts").iterdir()}
 
 
-# A tmpfs in a mount namespace of its own: there each test has mounts, and a stand-in for a container's.
+# A tmpfs in a mount namespace of its own, where each test has its mounts, and a stand-in for a container's
+# mount.
 NODE = """set -e
 mount -t tmpfs none {base}
 cd {base}
@@ -480,7 +487,7 @@ def on_a_node(base: Path, steps: str, question: str) -> subprocess.CompletedProc
     scripts = "".join(
         (PACKAGING / "scripts" / name).read_text() for name in ("in-use.sh", "remove-state.sh")
     )
-    # What is removed is below `base`, and nothing of this machine's.
+    # Restricts removals to paths below `base`.
     for path in ("/usr/lib/", "/var/lib/", "/run/"):
         scripts = scripts.replace(path, f"{base}{path}")
     script = NODE.format(base=base, scripts=scripts, steps=steps, question=question)
@@ -493,7 +500,7 @@ def on_a_node(base: Path, steps: str, question: str) -> subprocess.CompletedProc
         ("mkdir -p driver/g c; mount --bind driver/g c", "driver", "used"),
         ("mkdir -p driver/g driver2/g c; mount --bind driver2/g c", "driver", "unused"),
         ("mkdir -p driver/g c; mount --bind driver c", "driver", "unused"),
-        # An administrator's link to a larger disk, or to the place of all such links.
+        # An administrator's link to a larger disk, or to a directory of such links.
         (
             "mkdir -p disk/tidegate/driver/g c; ln -s disk/tidegate state; mount --bind state/driver/g c",
             "state/driver",
@@ -516,14 +523,14 @@ def on_a_node(base: Path, steps: str, question: str) -> subprocess.CompletedProc
 def test_a_package_sees_what_containers_have_mounted(
     tmp_path: Path, steps: str, asked: str, said: str
 ) -> None:
-    """Wherever an administrator has put it, and whatever that is called."""
+    """It sees this wherever an administrator has put the mirror, and whatever the directory is called."""
     base = tmp_path / "node"
     done = on_a_node(base, steps, f"if in_use {base}/{asked}; then echo used; else echo unused; fi")
     assert (done.returncode, done.stdout) == (0, f"{said}\n"), done.stderr
 
 
 def test_a_disk_that_is_mounted_fails_no_removal(tmp_path: Path) -> None:
-    """The disk stays mounted and is emptied; another below it is nobody's to empty."""
+    """The disk stays mounted and is emptied, except for another disk that is mounted below it."""
     steps = (
         "mkdir -p var/lib/tidegate/driver run/tidegate/containers run/cdi usr/lib"
         "; mount -t tmpfs n var/lib/tidegate/driver; mkdir -p var/lib/tidegate/driver/g/other"
@@ -549,7 +556,7 @@ def test_the_preset_names_what_the_packages_enable() -> None:
     assert sorted(re.findall(r"^%systemd_post (.*)", spec, re.MULTILINE)[0].split()) == sorted(
         preset
     )
-    # The mirror comes first: the other units are skipped where there is none.
+    # The mirror comes first, because the other units are skipped while there is none.
     assert started == [
         "tidegate-refresh.path tidegate-refresh.service",
         "tidegate-governor.service",

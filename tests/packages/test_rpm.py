@@ -1,7 +1,7 @@
 """The RPM packages, built here for Fedora and for RHEL 9: files, dependencies, scriptlets, and an installation of the files.
 
-No Fedora is at hand. rpm installs the packages on a fresh Debian 12, whose Python is 3.11 as the one that RHEL 9's package
-asks for; there the scriptlets run, and what was installed.
+The tests have no Fedora. rpm installs the packages on a fresh Debian 12, which has the version of Python that RHEL 9's
+package needs, 3.11; there the scriptlets run, and the installed programs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def ask(rpm: Path, *what: str) -> list[str]:
 
 
 def scriptlets(rpm: Path) -> dict[str, str]:
-    """Each scriptlet's text by its name."""
+    """Return the text of each scriptlet, by name."""
     text = "\n".join(ask(rpm, "--scripts", "--triggers"))
     parts = re.split(r"^(\w+) scriptlet \(using /bin/sh\).*$", text, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
@@ -116,14 +116,14 @@ def test_fedora_has_every_module_that_it_asks_for(fedora: Path) -> None:
 def test_on_rhel_9_it_runs_under_its_newer_python_with_modules_of_its_own(
     rhel: Path, tmp_path: Path
 ) -> None:
-    """Its python3 is 3.9; 3.11 is beside it, and of our modules PyYAML alone."""
+    """RHEL 9's python3 is 3.9. It also has 3.11, but of the modules that Tidegate needs only PyYAML for it."""
     assert rhel.name == f"tidegate-{VERSION}-1.el9.x86_64.rpm"
     asked = {line for line in ask(rhel, "--requires") if "python" in line}
     assert asked == {"/usr/bin/python3.11", "python3.11 >= 3.11", "python3.11-pyyaml >= 6.0"}
     root = unpack(rhel, tmp_path)
     for name in ("tidegate", "tidegate-governor"):
         assert (root / "usr/bin" / name).read_text().startswith("#!/usr/bin/python3.11 -I")
-    # Those that containers start by are C programs, and leave the rest to scripts behind them.
+    # The programs with which containers start are C programs, which run these scripts.
     for name in ("tidegate-hook", "tidegate-runtime", "tidegate-forkserver"):
         script = root / "usr/lib/tidegate/python/oci_hook" / name
         assert script.read_text().startswith("#!/usr/bin/python3.11 -I")
@@ -144,7 +144,7 @@ def test_on_rhel_9_it_runs_under_its_newer_python_with_modules_of_its_own(
 
 
 def test_on_rhel_9_its_python_may_be_another(require: Callable[..., None], tmp_path: Path) -> None:
-    """Neither 3.11 nor 3.12 lives as long as RHEL 9 does."""
+    """Neither 3.11 nor 3.12 is supported for as long as RHEL 9 is."""
     require("rpmbuild")
     rpm = package("rpm", *RHEL, "rhel_python 3.12")
     asked = {line for line in ask(rpm, "--requires") if "python" in line}
@@ -154,7 +154,7 @@ def test_on_rhel_9_its_python_may_be_another(require: Callable[..., None], tmp_p
 
 
 def unpack(rpm: Path, directory: Path) -> Path:
-    """Lay a package's files out."""
+    """Unpack a package's files, and return their root."""
     need("rpm2cpio", "cpio")
     archive = subprocess.run(["rpm2cpio", rpm], capture_output=True, check=True).stdout
     root = directory / "root"
@@ -165,7 +165,7 @@ def unpack(rpm: Path, directory: Path) -> Path:
 
 
 def test_what_rhel_gets_runs_under_that_python(rhel: Path, tmp_path: Path) -> None:
-    """With PyYAML and nothing else of a site's: Debian 12's Python is 3.11, too."""
+    """The only module that it needs from the system is PyYAML. Debian 12's Python is 3.11, too."""
     import sys
     import sysconfig
 
@@ -188,7 +188,7 @@ def test_what_rhel_gets_runs_under_that_python(rhel: Path, tmp_path: Path) -> No
         capture_output=True, text=True, check=False, cwd="/", timeout=60,
     )  # fmt: skip
     assert done.stdout == "pack\n", done.stderr
-    assert sysconfig.get_path("purelib")  # -S left it out
+    assert sysconfig.get_path("purelib")  # -S left this directory out
 
 
 @pytest.mark.parametrize("which", ["fedora", "rhel"])
@@ -221,7 +221,9 @@ def test_its_scriptlets_do_what_debians_do(request: pytest.FixtureRequest, which
 def test_the_selinux_module_is_one_to_a_compiler(
     require: Callable[..., None], tmp_path: Path
 ) -> None:
-    """Beside the types that it names; whether it is enough, only a node that enforces can tell."""
+    """The module is compiled together with the types that it names. Only an enforcing node can tell whether it is
+    sufficient.
+    """
     require("secilc")
     labels = tmp_path / "file_contexts"
     policy = [ROOT / "tests/packages/policy.cil", ROOT / "packaging/selinux/tidegate.cil"]
@@ -246,7 +248,7 @@ def test_what_rpm_installs_runs_containers_is_upgraded_under_them_and_erased(
 ) -> None:
     host = node.host
     options = RHEL if which == "rhel" else ()
-    # Of the modules RHEL has PyYAML.
+    # Of these modules RHEL has only PyYAML.
     modules = ("jsonschema", "prometheus-client", "pyelftools", "structlog")
     node.apt(
         "install", "rpm", "python3-yaml", *(f"python3-{m}" for m in modules if which == "fedora")
@@ -254,7 +256,7 @@ def test_what_rpm_installs_runs_containers_is_upgraded_under_them_and_erased(
     before = node.files()
 
     def rpm(*arguments: str) -> Ran:
-        # Debian's packages are not in rpm's database, and Debian's rpm would say so.
+        # rpm's database does not contain Debian's packages, and Debian's rpm would warn about that.
         return host.run("rpm", "--force-debian", "--nodeps", *arguments, timeout=120)
 
     def install(how: str, file: Path) -> None:
@@ -277,7 +279,7 @@ def test_what_rpm_installs_runs_containers_is_upgraded_under_them_and_erased(
     assert len(node.books()) == 1
     assert host.check("find", "/usr/lib/tidegate", "-name", "*.pyc").splitlines() == compiled
 
-    # The container goes on, governed, and its package cannot be erased.
+    # The container continues under the governor's control, and its package cannot be erased.
     old = node.generation()
     install("--upgrade", package("rpm", *options, version=NEWER))
     assert host.check("tidegate", "--version") == f"tidegate {NEWER}\n"

@@ -1,7 +1,8 @@
-"""What is installed under a systemd that runs, on a fresh system of the release: what the Debian package's scripts start,
+"""The installed units under a running systemd, on a fresh system of the release: what the Debian package's scripts start,
 restart and stop, and what the script for a wheel does.
 
-The system is PID 1 of a container, an overlay over what tools/package-root made, with the simulated GPU's driver in place.
+The system is PID 1 of a container, on an overlay over the output of tools/package-root, with the simulated GPU's driver
+installed.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ APT = "apt-get -qy --no-install-recommends -o APT::Sandbox::User=root install"
 
 
 class Installed(Machine):
-    """A system of a release's own systemd."""
+    """A container that runs a release's own systemd."""
 
     def __init__(self, base: Path, rootfs: Path, gpu: Path) -> None:
         super().__init__(base, rootfs)
         self.gpu = gpu
 
     def config(self) -> str:
-        """Nothing of the checkout is mounted; systemd may lower a score, as a real one may."""
+        """Without mounts of the checkout, and with the capability to lower an OOM score, as a real system has it."""
         document = json.loads(config(self.rootfs))
         document["mounts"] = [
             m for m in document["mounts"] if not m["destination"].startswith("/opt/")
@@ -65,16 +66,16 @@ class Installed(Machine):
         )
 
     def governor(self) -> int:
-        """The governor's process, 0 where there is none."""
+        """Return the governor's process, or 0 if there is none."""
         return int(self.show("tidegate-governor.service", "MainPID"))
 
     def forkserver(self) -> int:
-        """The fork server's process, 0 where there is none."""
+        """Return the fork server's process, or 0 if there is none."""
         return int(self.show("tidegate-forkserver.service", "MainPID"))
 
 
 def own_capabilities() -> set[str]:
-    """Those of the three that this machine gives its root."""
+    """Return which of the three capabilities this machine gives to its root user."""
     [bounding] = (
         int(line.split()[1], 16)
         for line in Path("/proc/self/status").read_text().splitlines()
@@ -110,7 +111,7 @@ def machine(
             [file] = build_dir.glob(f"simgpu/{library}.so.*.*[0-9]")
             shutil.copy(file, place / "root" / LIBDIR / file.name)
             (place / "root" / LIBDIR / f"{library}.so.1").symlink_to(file.name)
-        # A real driver's nodes are in /dev; the simulated one's are files.
+        # The device nodes of a real driver are in /dev; those of the simulated GPU are files.
         setting = f"[Service]\nEnvironment=SIMGPU_DIR={GPU}\nReadWritePaths={GPU}\n"
         if "CAP_SYS_RESOURCE" not in own_capabilities():
             setting += "OOMScoreAdjust=0\n"
@@ -148,13 +149,13 @@ def test_its_services_run_after_the_installation_over_an_upgrade_and_end_with_it
     assert machine.show("tidegate-refresh.service", "Result") == "success"
     machine.shell("tidegate check")
     first, server = machine.governor(), machine.forkserver()
-    # Hooks enter a container's mount namespace from the host's, so its children have to be there.
+    # Hooks enter a container's mount namespace from the host's, so the fork server's children have to be in the host's.
     for name in ("mnt", "pid", "user"):
         machine.shell(f"[ /proc/{server}/ns/{name} -ef /proc/1/ns/{name} ]")
     assert "forkserver.serves" not in machine.shell("tidegate doctor --problems || true")
     generation = machine.shell("readlink /var/lib/tidegate/driver/current")
 
-    # A reload of what is wrong fails and ends nothing; what is mended is in force.
+    # A reload of a wrong configuration fails and ends nothing; the corrected configuration takes effect.
     ours = "/etc/tidegate/config.d/50-ours.yaml"
     machine.shell(f"echo 'placemnt: pack' >{ours}; ! systemctl reload tidegate-governor")
     assert machine.systemctl("is-active", "tidegate-governor.service") == "active"
@@ -166,7 +167,7 @@ def test_its_services_run_after_the_installation_over_an_upgrade_and_end_with_it
     machine.shell(f"rm {ours}; systemctl reload tidegate-governor")
     assert machine.governor() == first
 
-    # One that is stuck is ended and replaced: it gives no sign of life.
+    # A governor that hangs, and so sends no keep-alive, is killed and replaced.
     drop_in = "/run/systemd/system/tidegate-governor.service.d/watchdog.conf"
     machine.shell(
         f"mkdir -p $(dirname {drop_in}); printf '[Service]\\nWatchdogSec=2s\\nTimeoutAbortSec=1s\\n' >{drop_in}"
@@ -180,7 +181,7 @@ def test_its_services_run_after_the_installation_over_an_upgrade_and_end_with_it
     machine.shell(f"rm {drop_in}; systemctl daemon-reload; systemctl restart tidegate-governor")
     first = machine.governor()
 
-    # The governor is another one, of the new version; the mirror has the new control library.
+    # A new governor of the new version runs, and the mirror has the new control library.
     machine.shell(f"dpkg --install /root/{debs[1].name}")
     machine.until(lambda: machine.governor() not in (0, first))
     machine.until(lambda: machine.forkserver() not in (0, server))
@@ -196,7 +197,7 @@ def test_its_services_run_after_the_installation_over_an_upgrade_and_end_with_it
     machine.shell("dpkg --purge tidegate")
     machine.systemctl("daemon-reload")
     left = machine.shell("find /etc /usr /var/lib -xdev -name '*tidegate*' -print").split()
-    own = "/etc/systemd/system/tidegate-{}.service.d"  # the test's drop-ins
+    own = "/etc/systemd/system/tidegate-{}.service.d"  # drop-ins of this test
     assert set(left) <= {own.format("governor"), own.format("forkserver")}
 
 
@@ -208,7 +209,7 @@ def test_what_tidegate_install_prints_makes_a_node_of_a_wheel(
     machine.shell(f"{APT} python3-{modules}")
     machine.shell("python3 -m venv --without-pip --system-site-packages /opt/tidegate")
     [site] = (machine.rootfs / "opt/tidegate/lib").glob("python3*/site-packages")
-    # As pip does it, which has nothing to fetch from here.
+    # As pip would do it, which has no source of packages here.
     with zipfile.ZipFile(package("wheel")) as wheel:
         wheel.extractall(site)
     subprocess.run([sys.executable, "tools/vendor.py", tmp_path / "vendor"], cwd=ROOT, check=True)
@@ -219,7 +220,7 @@ def test_what_tidegate_install_prints_makes_a_node_of_a_wheel(
         (machine.rootfs / "opt/tidegate/bin" / name).chmod(0o755)
     programs = ("tidegate-hook", "tidegate-runtime")
     for name in (*programs, *(f"front/{name}" for name in programs), "tidegate-forkserver"):
-        (site / "oci_hook" / name).chmod(0o755)  # zipfile minds no modes, pip does
+        (site / "oci_hook" / name).chmod(0o755)  # zipfile ignores modes, pip does not
 
     machine.shell("/opt/tidegate/bin/tidegate install >/root/install")
     machine.shell("sh -eu /root/install")

@@ -1,4 +1,6 @@
-"""The wheel: installed by pip into an environment of its own, and what `tidegate install` says is left to do."""
+"""The wheel: its installation by pip into an environment, and the remaining steps that `tidegate install`
+prints.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ OTHERS = "others than root may change it, and engines run it as root"
 
 
 def wheel_tree(directory: Path) -> Path:
-    """The files of packaging/ as a wheel has them."""
+    """Make the files of packaging/ as a wheel has them."""
     code = directory / "code"
     for name in ("systemd", "udev"):
         (code / "governor/share" / name).mkdir(parents=True)
@@ -34,10 +36,10 @@ def wheel_tree(directory: Path) -> Path:
 def test_the_script_puts_everything_where_units_and_engines_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it prints is a shell's, and each thing that it copies from is there."""
+    """The output is valid shell, and each file that it copies exists."""
     monkeypatch.setattr("governor.verbs.install._is_roots", lambda _: True)
     code = wheel_tree(tmp_path)
-    # pytest's own directory is one that the units do not see: that would be the whole answer.
+    # The units cannot see pytest's directory, so that the script would only say so and exit.
     lines = [line for line in script(code, Path("/opt/tidegate/bin")) if line != "exit 1"]
     text = "\n".join(lines)
     assert subprocess.run(["sh", "-n"], input=text, text=True, check=False).returncode == 0
@@ -88,7 +90,7 @@ def test_a_place_that_does_not_do_ends_the_script_at_its_begin(
     ],
 )
 def test_what_others_may_change_does_not_do(tmp_path: Path, steps: str, *, roots: bool) -> None:
-    """Whoever owns a directory above it can put another there."""
+    """The owner of any parent directory can replace the directory."""
     if os.geteuid() != 0:
         lack("needs root")
     lib = tmp_path / "opt/venv/lib"
@@ -108,7 +110,7 @@ def test_beside_a_package_it_replaces_nothing(
 
 
 def test_no_command_becomes_a_link_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an environment pip puts commands below /usr/local, and on some systems to /usr/bin."""
+    """Without an environment pip puts commands below /usr/local, and on some systems into /usr/bin."""
     monkeypatch.setattr("governor.verbs.install._is_roots", lambda _: True)
     code = Path("/usr/local/lib/python3.11/dist-packages")
     for commands in ("/usr/local/bin", "/usr/bin"):
@@ -164,7 +166,7 @@ def test_pip_installs_a_command_that_finds_what_came_with_it(tmp_path: Path) -> 
     said = run(venv / "bin/tidegate", "install")
     assert said.returncode == 0, said.stderr
     [hook] = re.findall(r"^ln -sf (\S+) /usr/bin/tidegate-hook$", said.stdout, re.MULTILINE)
-    # Engines run the hook by its path, under the system's Python, outside of the environment.
+    # Engines run the hook by its path, with the system's Python, outside of the environment.
     assert "usage: tidegate-hook" in run(hook).stderr
     found = run(
         venv / "bin/python", "-c", "from governor import places; print(places.control_dir())"

@@ -12,6 +12,7 @@ import os
 import select
 
 from oci_hook import kernel, traces
+from oci_hook.entry import Whole
 from oci_hook.errors import BundleError, HookError, ImageError, MirrorError, MountError, show
 from oci_hook.files import as_owner, remove, write_all
 from oci_hook.image import open_root
@@ -327,8 +328,9 @@ class Applier:
         """Create the parts of a path after the first `done`; `fd` is the directory of those."""
         for depth, name in enumerate(parts[done:], done + 1):
             parent = fd
-            as_owner(parent, partial(kernel.mkdirat, parent, name, 0o755))
-            self.undo.add(partial(kernel.unlinkat, parent, name, directory=True))
+            with Whole():
+                as_owner(parent, partial(kernel.mkdirat, parent, name, 0o755))
+                self.undo.add(partial(kernel.unlinkat, parent, name, directory=True))
             self._note(parent, Trace("directory", "/".join(parts[:depth])))
             readable = kernel.open_child(parent, name, os.O_RDONLY | os.O_DIRECTORY)
             _own_like(parent, readable)
@@ -359,9 +361,10 @@ class Applier:
                 raise
             if dirfd < 0:
                 dirfd = self.make_own_directory(parent)
-            made = as_owner(dirfd, lambda: kernel.create(dirfd, name, 0o755))
+            with Whole():
+                made = as_owner(dirfd, lambda: kernel.create(dirfd, name, 0o755))
+                self.undo.add(lambda: kernel.unlinkat(dirfd, name))
             assert made is not None  # noqa: S101
-            self.undo.add(lambda: kernel.unlinkat(dirfd, name))
             self._note(dirfd, Trace("file", path))
             _own_like(dirfd, made)
             os.close(made)
@@ -390,8 +393,9 @@ class Applier:
             self.require_ours(target, path, volumes=True)
         elif os.path.sameopenfile(target, self.rootfd):
             raise OSError(errno.EXDEV, "it is the container's root itself", path)
-        kernel.move_mount(source, target, path)
-        self.undo.add(lambda: kernel.umount(self.container.procfd, source))
+        with Whole():
+            kernel.move_mount(source, target, path)
+            self.undo.add(lambda: kernel.umount(self.container.procfd, source))
 
     def write_cache(self, operation: WriteCache) -> None:
         """Replace the cache by one rename.
@@ -406,7 +410,9 @@ class Applier:
         )
         for left in (TEMPORARY, ASIDE):  # left by a run that was killed
             remove(dirfd, left)
-        fd = as_owner(dirfd, lambda: kernel.create(dirfd, TEMPORARY, 0o600))
+        with Whole():
+            fd = as_owner(dirfd, lambda: kernel.create(dirfd, TEMPORARY, 0o600))
+            self.undo.add(partial(remove, dirfd, TEMPORARY))
         assert fd is not None  # noqa: S101
         try:
             try:
@@ -416,12 +422,13 @@ class Applier:
                 ours = os.fstat(fd)
             finally:
                 os.close(fd)
-            _exchange(dirfd, name)
+            with Whole():
+                _exchange(dirfd, name)
+                self.undo.add(partial(kernel.renameat, dirfd, TEMPORARY, name))
         except OSError:
             with suppress(OSError):
                 remove(dirfd, TEMPORARY)
             raise
-        self.undo.add(partial(kernel.renameat, dirfd, TEMPORARY, name))
         kept = self.kept | {"ours": [ours.st_size, ours.st_mtime_ns]}
         self.undo.note(Trace("cache", operation.target, kept))
         self.undo.at_success(partial(remove, dirfd, TEMPORARY))

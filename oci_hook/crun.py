@@ -11,19 +11,19 @@ from __future__ import annotations
 import os
 import stat
 
+from oci_hook import apart
+
 NULL = os.makedev(1, 3)
 FLAGS = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-
-
-caller = 0
-"""Pid of the process that a child of the fork server works for, or 0; crun is its parent."""
 
 
 def tell(line: str) -> None:
     """Write the line where the user of crun sees it; errors are ignored."""
     try:
-        parent = _parent(caller) if caller else os.getppid()
-        own = os.fstat(2)
+        if apart.is_abandoned():
+            return  # the caller's number may be another process's by now
+        parent = _parent(apart.caller) if apart.caller else os.getppid()
+        own = os.stat(f"/proc/{apart.caller or 'self'}/fd/2")
         if not (stat.S_ISCHR(own.st_mode) and own.st_rdev == NULL):
             return  # the runtime reads the hook's standard error
         with open(f"/proc/{parent}/cmdline", "rb", buffering=0) as file:

@@ -12,7 +12,7 @@ from time import monotonic
 TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
     import signal
-    from types import FrameType
+    from collections.abc import Callable
 else:
     import _signal as signal  # without the names of numbers, which take 4 ms
 
@@ -38,6 +38,7 @@ NAME_LIMIT = 253  # of a claim's uid and a share's name
 DEADLINE = 20.0  # runtimes have none of their own unless the hook entry sets one
 PREFIX = "tidegate.gpu/"
 ESCAPES = tuple([b"\\u%04x" % ord(character) for character in PREFIX])
+LATE = "--late"  # of the C front, whose deadline for a child of the fork server has passed
 STATE_LIMIT = 4 << 20
 CONFIG_LIMIT = 4 << 20  # parsed it is 50 times as large, where it holds what is smallest
 PART = 64 << 10  # what is read first; most of what is read is smaller
@@ -108,9 +109,13 @@ def _misuse(message: str, *values: str) -> Exception:
 def arm(seconds: float, who: str = "the hook") -> None:
     """Set a deadline of our own: without one a hook that hangs holds the runtime for ever."""
 
-    def expire(_signal: int, _frame: "FrameType | None") -> None:
+    def expire(*_: object) -> None:
         from oci_hook.errors import MountError
 
+        if Whole.depth:
+            Whole.missed = expire
+            return
+        shield()
         raise MountError(
             f"{who} did not finish within {seconds:g} s", hint="see the hook's log on the node"
         )
@@ -119,9 +124,40 @@ def arm(seconds: float, who: str = "the hook") -> None:
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
+class Whole:
+    """`with Whole():` a deadline that passes inside the block takes effect at its end.
+
+    A deadline passes during the very call that is stuck. When that returns, the step that takes
+    back what it made has to be recorded first.
+    """
+
+    depth = 0
+    missed: "Callable[[], None] | None" = None
+
+    def __enter__(self) -> None:
+        """Hold the deadline back."""
+        Whole.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        """Raise what was held back."""
+        Whole.depth -= 1
+        if Whole.missed and not Whole.depth:
+            missed, Whole.missed = Whole.missed, None
+            missed()
+
+
 def disarm() -> None:
     """Take the deadline back."""
     signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def shield() -> None:
+    """Let no deadline interrupt the rest: the way back, or what follows a success.
+
+    The process that waits for this one has a limit of its own: `oci_hook.apart`.
+    """
+    disarm()
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
 
 
 def read_bounded(fd: int, limit: int) -> "bytes | None":
@@ -179,18 +215,47 @@ def run(arguments: "list[str]") -> int:
     """Do what the command line asks; gives the exit status."""
     began = monotonic()
     options = Options()
-    event = None
+    raw = None
+    late = arguments[:1] == [LATE]
     try:
-        options = parse_arguments(arguments)
+        options = parse_arguments(arguments[late:])
         arm(options.timeout)
-        raw = None
-        if options.stage != "precreate":
-            raw = read_bounded(0, STATE_LIMIT)
-            if not options.governed and not options.claim and asks_nothing(raw):
-                return 0
+        raw = read_bounded(0, CONFIG_LIMIT if options.stage == "precreate" else STATE_LIMIT)
+        if not late and is_done(options, raw):
+            return 0
+        disarm()
         import gc
 
         gc.disable()  # to look for what is in circles takes 2 ms, and the end frees all
+        from oci_hook.apart import overdue, run_apart
+
+        if late:
+            raise overdue(options.timeout, "the hook")  # noqa: TRY301 - as where it is found here
+        return run_apart(lambda: _serve(options, raw, began), options.timeout)
+    except Exception as e:  # noqa: BLE001
+        disarm()
+        from oci_hook.main import begin_event, fail
+
+        return fail(e, options, begin_event(options, raw, began))
+
+
+def is_done(options: Options, raw: "bytes | None") -> bool:
+    """Tell whether nothing is left to do, by what came on standard input."""
+    if options.stage != "precreate":
+        return not options.governed and not options.claim and asks_nothing(raw)
+    if raw is None or may_mention_us(raw):
+        return False
+    from oci_hook.files import write_all
+
+    write_all(1, raw)
+    return True
+
+
+def _serve(options: Options, raw: "bytes | None", began: float) -> int:
+    """Do what the command line asks, in a process that may be given up; gives the exit status."""
+    event = None
+    try:
+        arm(options.timeout)
         from oci_hook.log import Event
         from oci_hook.main import serve
 
@@ -212,6 +277,15 @@ def take_program(argv: "list[str]") -> "list[str]":
     return [argv[2], *argv[3:]] if argv[1:2] == ["--program"] and len(argv) > 2 else argv
 
 
+def open_standard() -> None:
+    """Open standard descriptors that are closed: one of ours would become standard error."""
+    for fd in range(3):
+        try:
+            posix.fstat(fd)
+        except OSError:
+            posix.open("/dev/null", posix.O_RDWR)
+
+
 def main() -> None:
     """Run and end the process."""
     sys.argv = take_program(sys.argv)
@@ -219,12 +293,7 @@ def main() -> None:
         if name:  # "=x" has none, and cannot be unset
             posix.unsetenv(name)
     posix.environ.clear()
-    for fd in range(3):
-        try:
-            posix.fstat(fd)
-        except OSError:
-            # or a descriptor of ours becomes somebody's standard error
-            posix.open("/dev/null", posix.O_RDWR)
+    open_standard()
     posix.closerange(3, 1 << 30)
     posix.umask(0o022)
     status = run(sys.argv[1:])

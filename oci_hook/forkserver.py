@@ -7,9 +7,9 @@ the server everything works, only slower.
 
 A caller is served where a hook of its own would have run in the same way: it is root, of the same
 version and installation, in the same mount, PID and user namespaces, and has the same root
-directory. Any other caller is declined and executes the script. The child is killed with its
-caller: the kernel sends SIGKILL when the caller's end of a pipe closes, as a runtime that gives a
-hook up kills it.
+directory. Any other caller is declined and executes the script. The child ends with its caller: the
+kernel sends a signal when the caller's end of a pipe closes, be it that a runtime gives a hook up
+and kills it, or that the caller gives up a child that is stuck (`oci_hook.apart`).
 
 Some children are forked before there is a caller for them, and accept one themselves: no start
 waits for a fork. They end with the server, by a pipe.
@@ -28,6 +28,7 @@ import struct
 import sys
 import time
 
+import oci_hook.apart
 import oci_hook.apply
 import oci_hook.claims
 import oci_hook.client
@@ -137,7 +138,7 @@ def read_request(caller: socket.socket, version: str) -> list[str]:
     What is sent is, each with a NUL, the caller's version, the directory of its scripts, the role,
     the path by which the caller was executed, and its arguments.
 
-    The caller's process is known to `oci_hook.crun` afterwards.
+    The caller's process is known to `oci_hook.apart` afterwards.
     """
     pid, uid, _ = PEER.unpack(caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
     if uid != os.geteuid():
@@ -148,7 +149,7 @@ def read_request(caller: socket.socket, version: str) -> list[str]:
         raise Declined
     if not words[1].startswith("/") or _places(str(pid)) != _places("self"):
         raise Declined
-    oci_hook.crun.caller = pid
+    oci_hook.apart.caller = pid
     return words
 
 
@@ -158,22 +159,6 @@ def read_descriptors(caller: socket.socket) -> list[int]:
     if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC) or len(fds) != N_DESCRIPTORS:
         raise OSError(errno.EPROTO, "the caller sent no descriptors")
     return fds
-
-
-def _die_with(pipe: int) -> None:
-    """Have the kernel kill this process when a pipe is closed; OSError where it is closed already.
-
-    Nothing is ever written to it, so a signal for it says that the caller has ended. The socket
-    does not do: a signal for what the caller sent may come after it was received.
-    """
-    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
-    try:
-        os.read(pipe, 1)
-    except BlockingIOError:
-        return
-    raise OSError(errno.EPIPE, "the caller has given up")
 
 
 def serve_one(caller: socket.socket, version: str) -> None:
@@ -188,11 +173,12 @@ def serve_one(caller: socket.socket, version: str) -> None:
         caller.send(BEGUN)
         *standard, directory, pipe = read_descriptors(caller)
         caller.settimeout(None)
-        _die_with(pipe)
+        oci_hook.apart.follow(pipe)
     except OSError:
         return
     for number, fd in enumerate(standard):
-        os.dup2(fd, number)
+        if number or role == "hook":  # no other reads what comes on standard input
+            os.dup2(fd, number)
     os.fchdir(directory)
     for fd in (*standard, directory):
         os.close(fd)
@@ -401,12 +387,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("tidegate-forkserver: hooks run as root; start it as root", file=sys.stderr)
         return 77
     oci_hook.kernel.set_undumpable()
-    for fd in range(3):
-        try:
-            os.fstat(fd)
-        except OSError:
-            # or a child puts a caller's descriptor in the place of one that it needs
-            os.open("/dev/null", os.O_RDWR)
+    oci_hook.entry.open_standard()
     try:
         server = Server(runtime_dir, wait=wait)
     except BlockingIOError:

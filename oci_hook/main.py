@@ -12,9 +12,9 @@ from oci_hook.entry import (
     CONFIG_LIMIT,
     PREFIX,
     Options,
-    arm,
+    Whole,
     may_mention_us,
-    read_bounded,
+    shield,
 )
 from oci_hook.errors import (
     BundleError,
@@ -25,6 +25,7 @@ from oci_hook.errors import (
     show,
 )
 from oci_hook.log import Event, complain
+from oci_hook.record import suppress
 from oci_hook.state import (
     State,
     is_sandbox,
@@ -34,8 +35,6 @@ from oci_hook.state import (
     parse_state,
     read_config,
 )
-
-UNDO_DEADLINE = 5.0
 
 
 def prepare(options: Options, state: State, event: Event) -> str:
@@ -162,8 +161,9 @@ def prepare(options: Options, state: State, event: Event) -> str:
         event.phase("plan")
         skipped = [*plan.skipped, *apply_plan(plan, manifest.hold, container, undo)]
         try:
-            traces.remember(options.runtime_dir, state.id, state.pid, home, undo.traces())
-            noted = True
+            with Whole():
+                traces.remember(options.runtime_dir, state.id, state.pid, home, undo.traces())
+                noted = True
         except OSError as e:
             skipped.append(f"traces of this container will stay: {e.strerror}")
         if skipped:
@@ -173,7 +173,7 @@ def prepare(options: Options, state: State, event: Event) -> str:
         undo.forget()
         event.phase("confirm")
     except BaseException:
-        arm(UNDO_DEADLINE)
+        shield()
         left = undo.run(container)
         # Or the note is another engine's, of a container that runs; or the end does what is left.
         if noted and not left:
@@ -183,40 +183,41 @@ def prepare(options: Options, state: State, event: Event) -> str:
         raise
     finally:
         client.close()
+    # Some engines tell nobody of an end: what they leave is looked through now and then.
+    if state.pid % traces.SWEEP == 0:  # one start of so many, by chance
+        shield()
+        traces.sweep_apart(options.runtime_dir)
     return "prepared"
 
 
-def precreate(options: Options, event: Event) -> str:
-    """Podman's own stage: config.json comes on stdin, and goes on stdout as it is to be."""
-    data = read_bounded(0, CONFIG_LIMIT)
+def precreate(options: Options, data: bytes | None, event: Event) -> str:
+    """Podman's own stage: config.json came on stdin, and goes on stdout as it is to be."""
     if data is None:
         raise BundleError(
             f"config.json on stdin is larger than {CONFIG_LIMIT} bytes", hint="make it smaller"
         )
-    outcome, edited = "no-request", None
-    if may_mention_us(data):
-        from oci_hook.edits import Entry, enter_hook
-        from oci_hook.notation import dump_json
-        from oci_hook.reserve import Settings, edit_config
+    from oci_hook.edits import Entry, enter_hook
+    from oci_hook.notation import dump_json
+    from oci_hook.reserve import Settings, edit_config
 
-        settings = Settings(
-            # Under no other name than it has: a file of the engine's enters it by that, too.
-            entry=Entry(os.path.abspath(sys.argv[0]), options.given),
-            runtime_dir=options.runtime_dir,
-            dev_dir=options.dev_dir,
-            driver_dir=options.driver_dir,
-            module_version=options.module_version,
-            timeout=options.timeout / 2,
-        )
-        name = "config.json on stdin"
-        try:
-            outcome, edited = edit_config(data, "", name, settings, event)
-        except HookError as e:
-            # Podman shows the status alone. The hook finds the same, and its line is shown.
-            document, _, _ = parse_document(data, name)
-            enter_hook(document, settings.entry)
-            outcome, edited = "edited", dump_json(document).encode()
-            event.fields |= {"code": e.code, "message": e.message}
+    settings = Settings(
+        # Under no other name than it has: a file of the engine's enters it by that, too.
+        entry=Entry(os.path.abspath(sys.argv[0]), options.given),
+        runtime_dir=options.runtime_dir,
+        dev_dir=options.dev_dir,
+        driver_dir=options.driver_dir,
+        module_version=options.module_version,
+        timeout=options.timeout / 2,
+    )
+    name = "config.json on stdin"
+    try:
+        outcome, edited = edit_config(data, "", name, settings, event)
+    except HookError as e:
+        # Podman shows the status alone. The hook finds the same, and its line is shown.
+        document, _, _ = parse_document(data, name)
+        enter_hook(document, settings.entry)
+        outcome, edited = "edited", dump_json(document).encode()
+        event.fields |= {"code": e.code, "message": e.message}
     event.phase("edit")
     from oci_hook.files import write_all
 
@@ -229,7 +230,7 @@ def release(options: Options, state: State) -> str:
     from oci_hook import traces
 
     traces.take_back(options.runtime_dir, state.id)
-    traces.sweep(options.runtime_dir)
+    traces.sweep_apart(options.runtime_dir)
     asks = any(name.startswith(PREFIX) for name in state.annotations)
     governed = options.governed or options.claim != ""
     if not governed and (is_sandbox(state.annotations) or not asks):
@@ -243,9 +244,9 @@ def release(options: Options, state: State) -> str:
 
 
 def serve(options: Options, raw: bytes | None, event: Event) -> str:
-    """Do what a stage is for; `raw` is the OCI state. Gives the outcome."""
+    """Do what a stage is for; `raw` came on standard input. Gives the outcome."""
     if options.stage == "precreate":
-        return precreate(options, event)
+        return precreate(options, raw, event)
     state = parse_state(raw, needs_pid=options.stage != "poststop")
     event.fields["id"] = show(state.id, 128)
     if options.stage == "poststop":
@@ -253,15 +254,27 @@ def serve(options: Options, raw: bytes | None, event: Event) -> str:
     return prepare(options, state, event)
 
 
+def begin_event(options: Options, raw: bytes | None, began: float) -> Event:
+    """Give the event of a run whose work another process did, or which was not begun."""
+    event = Event(options.stage or "?", options.log, began)
+    if raw is not None and options.stage != "precreate":
+        with suppress(HookError):  # the container may have no id
+            event.fields["id"] = show(parse_state(raw, needs_pid=False).id, 128)
+    return event
+
+
 def fail(e: Exception, options: Options, event: Event | None) -> int:
     """Say what went wrong; gives the exit status."""
     error = e if isinstance(e, HookError) else _internal(e)
     complain(error.line())
+    from oci_hook.apart import is_abandoned
     from oci_hook.crun import tell
 
     tell(error.line())
     event = event or Event(options.stage or "?", options.log)
-    event.emit("failed", code=error.code, message=error.message, hint=error.hint)
+    # An abandoned start has its event already; this one says that its process has ended.
+    outcome = "abandoned" if is_abandoned() else "failed"
+    event.emit(outcome, code=error.code, message=error.message, hint=error.hint)
     # a container that is gone stays gone, whatever we have to say about it
     return 0 if options.stage == "poststop" else error.status
 

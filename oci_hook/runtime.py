@@ -12,6 +12,7 @@ import sys
 TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
     from oci_hook.log import Event
+    from oci_hook.reserve import Settings
 
 CONFIG = "/etc/tidegate/runtime"
 RUNTIMES = (
@@ -20,6 +21,8 @@ RUNTIMES = (
     *("/usr/libexec/crio/crun", "/usr/libexec/crio/runc"),
 )
 HOOK = "/usr/bin/tidegate-hook"
+NAME = "tidegate-runtime"
+LATE = "--tidegate-late"  # of the C front, whose deadline for a child of the fork server has passed
 END_DEADLINE = 6.0  # seconds; the engine holds a lock meanwhile
 COMMANDS = frozenset(
     (
@@ -294,8 +297,21 @@ def replace_file(path: str, data: bytes) -> None:
         os.close(dirfd)
 
 
-def prepare(call: Call, node: Node, event: Event) -> None:
-    """Edit config.json if the container asks for a GPU; HookError says why it cannot start."""
+class Making:
+    """What is known of a container that may ask for a GPU."""
+
+    __slots__ = ("bundle", "data", "path", "settings", "timeout")
+
+    def __init__(self, data: bytes, bundle: str, path: str, settings: Settings) -> None:
+        self.data = data  # of config.json, which is at `path`
+        self.bundle = bundle
+        self.path = path
+        self.settings = settings
+        self.timeout = settings.timeout * 2
+
+
+def look(call: Call, node: Node) -> Making | None:
+    """Read config.json; None where it asks for nothing, HookError where it cannot start."""
     from oci_hook.entry import may_mention_us
     from oci_hook.state import read_file
 
@@ -307,18 +323,17 @@ def prepare(call: Call, node: Node, event: Event) -> None:
     data = read_file(path, "the engine keeps config.json in the bundle")
     allowed = node.environment == "allow"
     if not may_mention_us(data) and not (allowed and b"TIDEGATE_" in data):
-        return
+        return None
     import gc
 
     gc.disable()  # searching for reference cycles takes 2 ms
     from oci_hook.edits import Entry
-    from oci_hook.entry import arm, disarm, parse_arguments
-    from oci_hook.errors import BundleError, show
-    from oci_hook.reserve import Settings, edit_config
+    from oci_hook.entry import parse_arguments
+    from oci_hook.reserve import Settings
 
     if path != f"{bundle}/config.json":
         _refuse_elsewhere(data, path)
-        return
+        return None
     if os.path.basename(os.path.realpath(node.runtime)).startswith("runsc"):
         _refuse_gvisor(data, path, node)
     words = node.hook_arguments.split()
@@ -332,11 +347,21 @@ def prepare(call: Call, node: Node, event: Event) -> None:
         environment=allowed,
         timeout=hook.timeout / 2,
     )
-    arm(hook.timeout, "tidegate-runtime")
+    return Making(data, bundle, path, settings)
+
+
+def edit(making: Making, event: Event) -> None:
+    """Edit config.json where that is due; HookError says why the container cannot start."""
+    from oci_hook.entry import arm, disarm
+    from oci_hook.errors import BundleError, show
+    from oci_hook.reserve import edit_config
+
+    path = making.path
+    arm(making.timeout, NAME)
     try:
-        outcome, edited = edit_config(data, bundle, path, settings, event)
+        outcome, edited = edit_config(making.data, making.bundle, path, making.settings, event)
     finally:
-        disarm()  # the alarm would otherwise end the real runtime
+        disarm()
     if edited is None:
         if outcome != "no-request":
             event.emit(outcome)
@@ -406,20 +431,34 @@ def delete(call: Call, node: Node, arguments: list[str]) -> int:
 
 
 def take_back(call: Call, node: Node) -> None:
-    """Remove what a container's start left in the image."""
-    from oci_hook import traces
-    from oci_hook.entry import arm, disarm
+    """Take away what a container's start left in the image."""
+    from oci_hook.apart import run_apart
 
-    arm(END_DEADLINE, "tidegate-runtime")
+    def work() -> int:
+        from oci_hook import traces
+        from oci_hook.entry import arm, disarm
+
+        arm(END_DEADLINE, NAME)
+        try:
+            traces.take_back(node.runtime_dir, call.ident)
+            traces.sweep_apart(node.runtime_dir)
+        except Exception as e:  # noqa: BLE001
+            _tell_left(node, e)
+        finally:
+            disarm()
+        return 0
+
     try:
-        traces.take_back(node.runtime_dir, call.ident)
-        traces.sweep(node.runtime_dir)
-    except Exception as e:  # noqa: BLE001 - the container is gone, even if something of it stays
-        from oci_hook.log import Event
+        run_apart(work, END_DEADLINE, NAME)
+    except Exception as e:  # noqa: BLE001
+        _tell_left(node, e)
 
-        Event("runtime", node.log or None).emit("failed", code="internal", message=str(e))
-    finally:
-        disarm()
+
+def _tell_left(node: Node, e: Exception) -> None:
+    """Log that something stays of a container, which is gone all the same."""
+    from oci_hook.log import Event
+
+    Event("runtime", node.log or None).emit("failed", code="internal", message=str(e))
 
 
 def take_config(arguments: list[str]) -> tuple[str, list[str]]:
@@ -456,40 +495,70 @@ def after_delete(arguments: list[str]) -> int:
     return 0
 
 
-def edit_or_refuse(call: Call, node: Node) -> int:
-    """Edit config.json if needed; return 0, or the exit status of a refused start."""
-    from oci_hook.errors import HookError, InternalError, show
-    from oci_hook.log import Event, complain
+def edit_or_refuse(call: Call, node: Node, *, late: bool = False) -> int:
+    """Edit config.json where it is due; 0, or the exit status of a start that is refused.
+
+    With `late` the C program has abandoned the process that edits.
+    """
+    from oci_hook.errors import show
+    from oci_hook.log import Event
 
     event = Event("runtime", node.log or None)
     event.fields["id"] = show(call.ident, 128)
     try:
-        prepare(call, node, event)
-    except Exception as e:  # noqa: BLE001 - the engine gets one line for any error
-        error = (
-            e
-            if isinstance(e, HookError)
-            else InternalError(
-                f"{type(e).__name__}: {show(e)}",
-                hint="report this at the project's issue tracker",
-            )
+        making = look(call, node)
+        if making is None:
+            return 0
+        from oci_hook.apart import overdue, run_apart
+
+        if late:
+            raise overdue(making.timeout, NAME)  # noqa: TRY301 - as where it is found here
+
+        def work() -> int:
+            try:
+                edit(making, event)
+            except Exception as e:  # noqa: BLE001
+                return _refuse(call, event, e)
+            return 0
+
+        return run_apart(work, making.timeout, NAME)
+    except Exception as e:  # noqa: BLE001
+        return _refuse(call, event, e)
+
+
+def _refuse(call: Call, event: Event, e: Exception) -> int:
+    """Give an engine one line, whatever happened; gives the exit status."""
+    from oci_hook.apart import is_abandoned
+    from oci_hook.errors import HookError, InternalError, show
+    from oci_hook.log import complain
+
+    error = (
+        e
+        if isinstance(e, HookError)
+        else InternalError(
+            f"{type(e).__name__}: {show(e)}",
+            hint="report this at the project's issue tracker",
         )
+    )
+    outcome = "abandoned" if is_abandoned() else "failed"
+    if outcome == "failed":
         complain(error.line())
         _tell_engine(call, error.line())
-        event.emit("failed", code=error.code, message=error.message, hint=error.hint)
-        return error.status
-    return 0
+    event.emit(outcome, code=error.code, message=error.message, hint=error.hint)
+    return error.status
 
 
 def main() -> None:
-    """Edit config.json if needed, and execute the real runtime."""
-    from oci_hook.entry import take_program
+    """Edit where it is due, and become the real runtime."""
+    from oci_hook.entry import open_standard, take_program
 
+    open_standard()
     sys.argv = take_program(sys.argv)
     arguments = sys.argv[1:]
     if arguments[:1] == ["--tidegate-deleted"]:
         sys.exit(after_delete(arguments[1:]))
-    config, arguments = take_config(arguments)
+    late = arguments[:1] == [LATE]
+    config, arguments = take_config(arguments[late:])
     try:
         node = read_node(config, arguments)
     except SettingsError as e:
@@ -503,7 +572,7 @@ def main() -> None:
             sys.exit(_fail(call, str(none)))
     call = understand(arguments, node)
     if call.command in MAKING:
-        status = edit_or_refuse(call, node)
+        status = edit_or_refuse(call, node, late=late)
         if status:
             sys.exit(status)
     try:

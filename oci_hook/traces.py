@@ -17,7 +17,9 @@ import time
 from binascii import a2b_base64, b2a_base64
 
 from oci_hook import kernel, ldcache
+from oci_hook.apart import ANSWERS, run_briefly
 from oci_hook.entry import read_bounded
+from oci_hook.errors import MountError
 from oci_hook.files import as_owner, remove, write_all
 from oci_hook.letters import DIGITS, LETTERS, consists_of
 from oci_hook.notation import dump_json, load_json
@@ -41,6 +43,7 @@ KEPT_LIMIT = 512 << 10  # bytes of a cache that is kept; usual ones have tens of
 STORED_LIMIT = 1 << 20  # bytes of a note
 HEAD_LIMIT = 32 << 10  # bytes of a note's first line: the longest path, as JSON
 SWEEP = 32  # on average one start in so many looks through all notes
+SWEEPING = 1 << 62  # the byte of LOCK behind those that stand for roots
 LOOKS = 64  # directories looked up for a cache that the container wrote; each takes a path walk
 SECONDS = 4.0  # time limit of one container's clean-up
 
@@ -123,20 +126,31 @@ def lock(runtime_dir: str, device: int, inode: int) -> int:
     The lock lasts until the descriptor is closed or the process ends; the process must not have
     another descriptor of that file. Without the lock the end of another container could remove what
     this one uses, mounts included: between the look at the image and what is created then, or
-    between that and its note. Returns -1 if the lock is not available.
+    between that and its note. Returns -1 if the lock is not available. Another holder may be stuck
+    because the root does not answer: MountError at the deadline, which says so.
 
     Each root corresponds to a byte of one file, so locks leave no files behind.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        fd = os.open(f"{runtime_dir}/{LOCK}", flags, 0o600)
-        try:
-            fcntl.lockf(fd, fcntl.LOCK_EX, 1, (device << 40 ^ inode) & ((1 << 62) - 1))
-        except BaseException:
-            os.close(fd)
-            raise
+        return _lock_byte(runtime_dir, (device << 40 ^ inode) & (SWEEPING - 1), fcntl.LOCK_EX)
+    except MountError as e:
+        raise MountError(
+            "the start or end of another container on the same root file system is not over, and"
+            f" {e.message}",
+            hint=ANSWERS,
+        ) from e
     except OSError:
         return -1
+
+
+def _lock_byte(runtime_dir: str, byte: int, how: int) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(f"{runtime_dir}/{LOCK}", flags, 0o600)
+    try:
+        fcntl.lockf(fd, how, 1, byte)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
 
 
@@ -181,9 +195,6 @@ def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[Tra
         raise
     finally:
         os.close(dirfd)
-    # Some engines do not report a container's end, so old notes are removed from time to time.
-    if pid % SWEEP == 0:
-        sweep(runtime_dir)
 
 
 def forget(runtime_dir: str, ident: str) -> None:
@@ -326,6 +337,19 @@ def sweep(runtime_dir: str) -> None:
             # A start may have written a new note under this name meanwhile.
             if not stays and _parse_note(_read(runtime_dir, name, HEAD_LIMIT)) == note:
                 forget(runtime_dir, name)
+
+
+def sweep_apart(runtime_dir: str) -> None:
+    """Sweep in another process: a root may lie on a file system that does not answer.
+
+    One at a time: the next one would be stuck at the same root.
+    """
+
+    def work() -> None:
+        _lock_byte(runtime_dir, SWEEPING, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        sweep(runtime_dir)
+
+    run_briefly(work)
 
 
 def _take_back(procfd: int, rootfd: int, trace: Trace, traces: list[Trace]) -> None:

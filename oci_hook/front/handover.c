@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/auxv.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
@@ -16,6 +17,7 @@
 #define N_DESCRIPTORS 5           /* standard ones, the working directory, a pipe's end */
 #define MESSAGE_LIMIT (32u << 10) /* a longer command line is the script's */
 #define CONNECT_MS    500         /* a server that is slower is not worth waiting for */
+#define GRACE_MS      2000        /* as in oci_hook/apart.py */
 
 #ifndef SYS_close_range
 #define SYS_close_range 436
@@ -143,18 +145,22 @@ static bool send_request(int server, const char *role, char *const arguments[])
 }
 
 /*
- * Sends the standard descriptors, the working directory, and the end of a pipe that closes when
- * this process ends: by it the kernel ends the server's process. Gives the other end, -1 if that
- * fails. Not before a process waits for them: in the queue of a server that is stopped they would
- * keep the runtime's pipes open.
+ * Sends standard input, files in place of the outputs, the working directory, and the end of a pipe
+ * that closes when this process ends: by it the kernel tells the server's process. Gives the other
+ * end, -1 if that fails. Not before a process waits for them: in the queue of a server that is
+ * stopped they would keep the runtime's pipe open.
+ *
+ * The outputs themselves are kept here: runtimes in Go wait until every process that has them has
+ * ended, one that is stuck as well.
  */
-static int send_descriptors(int server)
+static int send_descriptors(int server, const int outputs[2])
 {
     union {
         struct cmsghdr header;
         char space[CMSG_SPACE(N_DESCRIPTORS * sizeof(int))];
     } control = {.space = {0}};
-    int alive[2], fds[N_DESCRIPTORS] = {0, 1, 2, open(".", O_PATH | O_DIRECTORY | O_CLOEXEC), -1};
+    int alive[2], fds[N_DESCRIPTORS] = {STDIN_FILENO, outputs[0], outputs[1],
+                                        open(".", O_PATH | O_DIRECTORY | O_CLOEXEC), -1};
     struct iovec part = {(char *)"", 1};
     struct msghdr message = {
         .msg_iov = &part,
@@ -180,7 +186,7 @@ static int send_descriptors(int server)
     return -1;
 }
 
-/* Receives a byte: how the server answers. -1 where none comes. */
+/* Receives a byte: how the server answers. HANDOVER_LOST or HANDOVER_LATE where none comes. */
 static int receive(int server)
 {
     unsigned char answer;
@@ -189,25 +195,54 @@ static int receive(int server)
     do
         n = recv(server, &answer, sizeof(answer), 0);
     while (n < 0 && errno == EINTR);
-    return n == 1 ? answer : -1;
+    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK))
+        return HANDOVER_LATE;
+    return n == 1 ? answer : HANDOVER_LOST;
 }
 
-int handover_run(int server, const char *role, char *const arguments[])
+/* Writes to a standard output what was written to the file in its place. */
+static bool pass_on(int file, int output)
 {
-    int alive = -1, status;
+    static char part[64 << 10];
+    off_t at = 0;
+    ssize_t size;
 
-    if (send_request(server, role, arguments) && receive(server) == 1)
-        alive = send_descriptors(server);
-    /* Without its descriptors the server's process does nothing: the script may do all instead. */
-    if (alive < 0) {
-        close(server);
-        return HANDOVER_DECLINED;
+    while ((size = pread(file, part, sizeof(part), at)) > 0) {
+        for (ssize_t done = 0, n; done < size; done += n) {
+            n = write(output, part + done, (size_t)(size - done));
+            if (n <= 0)
+                return false;
+        }
+        at += size;
     }
-    set_timeout(server, 0); /* the child has a deadline of its own */
-    status = receive(server);
+    return size == 0;
+}
+
+int handover_run(int server, const char *role, char *const arguments[], double seconds)
+{
+    int outputs[2] = {memfd_create("tidegate-output", MFD_CLOEXEC),
+                      memfd_create("tidegate-output", MFD_CLOEXEC)};
+    int alive = -1, status = HANDOVER_DECLINED;
+
+    if (outputs[0] >= 0 && outputs[1] >= 0 && send_request(server, role, arguments) &&
+        receive(server) == 1)
+        alive = send_descriptors(server, outputs);
+    /* Without its descriptors the server's process does nothing: the script may do all instead. */
+    if (alive >= 0) {
+        set_timeout(server, (long)(seconds * 1e3) + GRACE_MS);
+        status = receive(server);
+        close(alive);
+    }
+    if (status >= 0) {
+        pass_on(outputs[1], STDERR_FILENO); /* what is lost there is in the log */
+        if (!pass_on(outputs[0], STDOUT_FILENO))
+            handover_fail(STATUS_OS_ERROR, "tidegate: config.json could not be written to stdout; "
+                                           "see why the engine closed it\n");
+    }
     close(server);
-    close(alive);
-    return status < 0 ? HANDOVER_LOST : status;
+    close(outputs[0]);
+    close(outputs[1]);
+    return status;
 }
 
 void handover_execute(const char *name, const char *first, char *const arguments[],

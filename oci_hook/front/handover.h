@@ -13,6 +13,7 @@
 enum {
     HANDOVER_DECLINED = -1, /* nothing was begun: execute the script */
     HANDOVER_LOST = -2,     /* the child ended without a status: what it did is unknown */
+    HANDOVER_LATE = -3,     /* the child is stuck, as where a root file system does not answer */
     STATUS_OS_ERROR = 71,   /* EX_OSERR, as MountError in oci_hook/errors.py */
     STATUS_CONFIG = 78,     /* EX_CONFIG */
 };
@@ -31,10 +32,12 @@ int handover_connect(const char *runtime_dir);
 
 /*
  * Lets the fork server do what the script would do as `role` with these arguments, which end with a
- * NULL. The server's child has this process's standard descriptors and working directory. Returns
- * the child's exit status, or HANDOVER_*. Closes `server`.
+ * NULL. The server's child has this process's standard input and working directory. What it writes
+ * is passed to the standard outputs when it has ended. `seconds` is the child's deadline: a little
+ * later the child is abandoned, and ends when it can. Returns the child's exit status, or
+ * HANDOVER_*. Closes `server`.
  */
-int handover_run(int server, const char *role, char *const arguments[]);
+int handover_run(int server, const char *role, char *const arguments[], double seconds);
 
 /*
  * Executes the Python script `name` of this installation with `first`, if it is not NULL, and these

@@ -17,8 +17,7 @@
 #include <sys/time.h>
 #include <unistd.h>
 
-#define DEADLINE_S      20 /* as in oci_hook/entry.py */
-#define MOST_DEADLINE_S 3600
+#define DEADLINE_S 20 /* as in oci_hook/entry.py */
 
 static char *no_environment[] = {NULL};
 
@@ -74,17 +73,6 @@ static bool is_stage(const char *word)
     return false;
 }
 
-/* Reads a number of seconds in digits, with a fraction or not. */
-static bool take_timeout(const char *value, double *seconds)
-{
-    char *end;
-
-    if (strspn(value, "0123456789.") != strlen(value))
-        return false;
-    *seconds = strtod(value, &end);
-    return end != value && !*end && *seconds >= 1e-3 && *seconds <= MOST_DEADLINE_S;
-}
-
 /* Reads options that are written as two words each; false for any other form, and for mistakes. */
 static bool parse(char *const arguments[], struct options *options)
 {
@@ -101,7 +89,7 @@ static bool parse(char *const arguments[], struct options *options)
                 return false;
             if (strcmp(word, "--runtime-dir") == 0)
                 options->runtime_dir = value;
-            if (strcmp(word, "--timeout") == 0 && !take_timeout(value, &options->timeout))
+            if (strcmp(word, "--timeout") == 0 && !text_read_deadline(value, &options->timeout))
                 return false;
             claim |= strcmp(word, "--claim") == 0;
             share |= strcmp(word, "--share") == 0;
@@ -175,9 +163,14 @@ int main(int argc, char *argv[])
         arm(0);
         server = handover_connect(options.runtime_dir);
         if (server >= 0) {
-            status = handover_run(server, "hook", arguments);
+            status = handover_run(server, "hook", arguments, options.timeout);
             if (status >= 0)
                 return status;
+            if (status == HANDOVER_LATE) {
+                lseek(STDIN_FILENO, 0, SEEK_SET);
+                handover_execute("tidegate-hook", "--late", arguments, no_environment);
+                handover_fail(failed, late);
+            }
             if (status == HANDOVER_LOST)
                 handover_fail(STATUS_OS_ERROR,
                               "tidegate: the fork server's process ended before the container was "

@@ -8,8 +8,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#define PREFIX     "tidegate.gpu/"
-#define FIRST_SIZE (64u << 10) /* most configurations are smaller */
+#define PREFIX          "tidegate.gpu/"
+#define FIRST_SIZE      (64u << 10) /* most configurations are smaller */
+#define MOST_DEADLINE_S 3600        /* as in oci_hook/entry.py */
 
 bool text_read(int fd, size_t limit, struct text *text)
 {
@@ -46,6 +47,16 @@ bool text_read_file(const char *path, struct text *text)
         fstat(fd, &status) == 0 && S_ISREG(status.st_mode) && text_read(fd, CONFIG_LIMIT, text);
     close(fd);
     return read_whole;
+}
+
+bool text_read_deadline(const char *text, double *seconds)
+{
+    char *end;
+
+    if (strspn(text, "0123456789.") != strlen(text))
+        return false;
+    *seconds = strtod(text, &end);
+    return end != text && !*end && *seconds >= 1e-3 && *seconds <= MOST_DEADLINE_S;
 }
 
 static int hex_digit(char c)

@@ -25,6 +25,9 @@ bool text_read(int fd, size_t limit, struct text *text);
 /* Reads a regular file. False if it is not one, is larger than CONFIG_LIMIT, or cannot be read. */
 bool text_read_file(const char *path, struct text *text);
 
+/* Reads a deadline in seconds: digits, with or without a fraction. False for any other form. */
+bool text_read_deadline(const char *text, double *seconds);
+
 /* Whether the text contains `tidegate.gpu` or a JSON escape of one of the prefix's characters. */
 bool text_may_request(const struct text *text);
 

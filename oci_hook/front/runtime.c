@@ -23,7 +23,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#define CONFIG "/etc/tidegate/runtime"
+#define CONFIG         "/etc/tidegate/runtime"
+#define END_DEADLINE_S 6 /* as in oci_hook/runtime.py */
 #define LOST                                                                                       \
     "tidegate-runtime: the fork server's process ended before the container was prepared; start "  \
     "the container again, and see the log of tidegate-forkserver\n"
@@ -214,7 +215,7 @@ static void become_runtime(const struct settings *settings, char *argv[])
 /* Has the runtime delete a container, and the fork server take away what it left; its status. */
 static int delete(const struct settings *settings, char *argv[], char *const arguments[])
 {
-    int server, status;
+    int server, status, done = HANDOVER_DECLINED;
     pid_t pid = fork();
 
     if (pid == 0) {
@@ -232,7 +233,9 @@ static int delete(const struct settings *settings, char *argv[], char *const arg
             handover_fail(STATUS_OS_ERROR, "tidegate-runtime: the runtime's status is lost\n");
     /* Whatever it answered: a container that does not exist has ended, a running one keeps all. */
     server = handover_connect(settings->runtime_dir); /* which waits for a request for a second */
-    if (server < 0 || handover_run(server, "deleted", arguments) < 0) {
+    if (server >= 0)
+        done = handover_run(server, "deleted", arguments, END_DEADLINE_S);
+    if (done == HANDOVER_DECLINED || done == HANDOVER_LOST) {
         pid = fork();
         if (pid == 0) {
             handover_execute("tidegate-runtime", "--tidegate-deleted", arguments, environ);
@@ -277,13 +280,15 @@ int main(int argc, char *argv[])
     server = handover_connect(settings.runtime_dir);
     if (server < 0)
         goto script;
-    status = handover_run(server, "runtime", arguments);
+    status = handover_run(server, "runtime", arguments, settings.timeout);
     if (status == 0)
         become_runtime(&settings, argv);
     else if (status > 0)
         return status;
     else if (status == HANDOVER_LOST)
         handover_fail(STATUS_OS_ERROR, LOST);
+    else if (status == HANDOVER_LATE)
+        handover_execute("tidegate-runtime", "--tidegate-late", arguments, environ);
 script:
     handover_execute("tidegate-runtime", NULL, arguments, environ);
     handover_fail(STATUS_OS_ERROR,

@@ -7,12 +7,13 @@
 #include <string.h>
 #include <unistd.h>
 
+#define DEADLINE_S 20 /* as in oci_hook/entry.py */
 #define FILE_LIMIT (64u << 10)
 
 /* Those that the script alone reads. */
 static bool is_other(const char *name)
 {
-    static const char *const names[] = {"hook", "hook-arguments", "dev-dir", "log"};
+    static const char *const names[] = {"hook", "dev-dir", "log"};
 
     for (size_t i = 0; i < sizeof(names) / sizeof(*names); i++)
         if (strcmp(name, names[i]) == 0)
@@ -35,6 +36,29 @@ static bool take_runtime_for(const char *value, struct settings *settings)
     return true;
 }
 
+/* Takes the deadline from the hook's options: --timeout and a value, as one word or as two. */
+static bool take_hook_arguments(const char *value, struct settings *settings)
+{
+    static const char option[] = "--timeout";
+    const char *at = value;
+
+    while ((at = strstr(at, option))) {
+        char seconds[32];
+        size_t length;
+
+        at += strlen(option);
+        at += *at == '=' ? 1 : strspn(at, " \t");
+        length = strcspn(at, " \t");
+        if (length >= sizeof(seconds))
+            return false;
+        memcpy(seconds, at, length);
+        seconds[length] = '\0';
+        if (!text_read_deadline(seconds, &settings->timeout))
+            return false;
+    }
+    return true;
+}
+
 static bool take(const char *name, const char *value, struct settings *settings)
 {
     if (strcmp(name, "environment") == 0) {
@@ -49,6 +73,8 @@ static bool take(const char *name, const char *value, struct settings *settings)
         strcpy(settings->runtime_dir, value);
     else if (strcmp(name, "runtime-for") == 0)
         return take_runtime_for(value, settings);
+    else if (strcmp(name, "hook-arguments") == 0)
+        return take_hook_arguments(value, settings);
     else
         return is_other(name);
     return true;
@@ -95,7 +121,8 @@ bool settings_read(const char *path, const char *root, struct settings *settings
     struct text file;
     char *line, *end;
 
-    *settings = (struct settings){.runtime_dir = "/run/tidegate", .root = root};
+    *settings =
+        (struct settings){.runtime_dir = "/run/tidegate", .root = root, .timeout = DEADLINE_S};
     if (access(path, F_OK) != 0)
         return errno == ENOENT && find_runtime(settings);
     if (!text_read_file(path, &file) || file.size > FILE_LIMIT ||

@@ -10,6 +10,7 @@ struct settings {
     char runtime_for_root[PATH_MAX]; /* the runtime that `runtime-for` has for `root`, "" if none */
     char runtime_dir[PATH_MAX];      /* where the governor and the fork server listen */
     bool environment;                /* whether TIDEGATE_* variables of a container count */
+    double timeout;                  /* seconds: the hook's deadline, and the script's own */
 };
 
 /*

@@ -100,6 +100,13 @@ static const struct call {
 
 static int link_fd = -1;
 
+/* A process, and the call that it is in: the hook forks once. */
+static struct process {
+    pid_t pid;
+    const struct call *call;
+    unsigned count;
+} processes[16];
+
 static _Noreturn void fail(const char *what)
 {
     dprintf(2, "steps: %s: %s\n", what, strerror(errno));
@@ -188,6 +195,23 @@ static const struct call *find_call(uint64_t number)
     return NULL;
 }
 
+/* The entry of a process, or a free one; no two of those that are traced are in calls for long. */
+static struct process *find_process(pid_t pid)
+{
+    struct process *free_one = NULL;
+
+    for (size_t i = 0; i < N_ENTRIES(processes); i++) {
+        if (processes[i].pid == pid)
+            return &processes[i];
+        if (!processes[i].call)
+            free_one = &processes[i];
+    }
+    if (!free_one)
+        fail("too many processes");
+    *free_one = (struct process){.pid = pid};
+    return free_one;
+}
+
 static void tell_entry(pid_t pid, unsigned count, const struct user_regs_struct *r,
                        const struct call *call)
 {
@@ -262,7 +286,6 @@ int main(int argc, char **argv)
     const long options = PTRACE_O_TRACESECCOMP | PTRACE_O_TRACESYSGOOD | PTRACE_O_TRACEEXEC |
                          PTRACE_O_TRACEFORK | PTRACE_O_TRACEVFORK | PTRACE_O_TRACECLONE |
                          PTRACE_O_EXITKILL;
-    const struct call *call = NULL;
     unsigned count = 0;
     int status;
     pid_t child;
@@ -281,28 +304,33 @@ int main(int argc, char **argv)
     for (;;) {
         pid_t pid = waitpid(-1, &status, __WALL);
         long signal = 0, how = PTRACE_CONT;
+        struct process *process;
 
         if (pid < 0)
             fail("waitpid");
+        process = find_process(pid);
         if (WIFEXITED(status) || WIFSIGNALED(status)) {
+            process->call = NULL;
             if (pid != child)
                 continue;
             return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
         }
         if (status >> 8 == (SIGTRAP | (PTRACE_EVENT_SECCOMP << 8))) {
             struct user_regs_struct r;
-            if (ptrace(PTRACE_GETREGS, pid, 0, &r) == 0 && (call = find_call(r.orig_rax))) {
-                count++;
-                tell_entry(pid, count, &r, call);
+            if (ptrace(PTRACE_GETREGS, pid, 0, &r) == 0 &&
+                (process->call = find_call(r.orig_rax))) {
+                process->count = ++count;
+                tell_entry(pid, count, &r, process->call);
                 wait_for_leave();
                 how = PTRACE_SYSCALL;
             }
         } else if (WSTOPSIG(status) == (SIGTRAP | 0x80)) {
-            if (call)
-                tell_exit(pid, count, call);
-            call = NULL;
+            if (process->call)
+                tell_exit(pid, process->count, process->call);
+            process->call = NULL;
         } else if (status >> 16) {
-            how = call ? PTRACE_SYSCALL : PTRACE_CONT; /* an event of exec, fork or clone */
+            how =
+                process->call ? PTRACE_SYSCALL : PTRACE_CONT; /* an event of exec, fork or clone */
         } else if (WSTOPSIG(status) != SIGSTOP || pid == child) {
             signal = WSTOPSIG(status);
         }

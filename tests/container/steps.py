@@ -36,7 +36,7 @@ NEVER = {
     "linkat", "symlink", "symlinkat", "unlink", "rmdir", "rename", "truncate", "chmod", "fchmodat", "chown", "lchown",
     "fchownat", "setxattr", "mount", "open",
 }  # fmt: skip
-STARTS = {"execve", "execveat", "fork", "vfork", "clone", "clone3"}
+STARTS = {"execve", "execveat", "vfork", "clone3"}  # not `clone`: the hook forks itself
 NAMES = {"mkdirat", "unlinkat", "renameat", "renameat2"}
 
 
@@ -124,7 +124,7 @@ class Steps:
     def _follow(self, connection: socket.socket, lines: object) -> None:
         steps: list[Step] = []
         self.runs.append(steps)
-        inside = False
+        inside: set[int] = set()  # processes
         for line in lines:  # type: ignore[attr-defined]
             match = LINE.match(line)
             assert match, line
@@ -137,7 +137,7 @@ class Steps:
                     numbers=tuple(map(int, numbers)),
                     path=_text(match[4]),
                     cwd=_text(match[5]),
-                    inside=inside,
+                    inside=int(pid) in inside,
                 )
                 steps.append(step)
                 try:
@@ -146,9 +146,10 @@ class Steps:
                     with contextlib.suppress(OSError):
                         connection.sendall(b".")
             else:
-                steps[-1].result, steps[-1].what = int(match[3]), _text(match[4])
-                if steps[-1].name == "setns" and steps[-1].result == 0:
-                    inside = not inside
+                step = steps[int(match[2]) - 1]
+                step.result, step.what = int(match[3]), _text(match[4])
+                if step.name == "setns" and step.result == 0:
+                    inside ^= {step.pid}
 
 
 def faults(steps: list[Step], root: Path) -> list[str]:

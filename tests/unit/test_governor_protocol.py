@@ -353,6 +353,20 @@ def test_an_admission_that_is_not_confirmed_is_taken_back(governor: Governor, pi
         assert governor.directories() == []
 
 
+def test_an_admission_whose_hook_is_stuck_ends_with_the_container(
+    governor: Governor, pidfd: int, sleeper: subprocess.Popen[bytes]
+) -> None:
+    """A root file system that does not answer keeps the hook's process, and its connection open."""
+    with Client(governor) as client:
+        assert client.ask(ADMIT, pidfd)["ok"]
+        sleeper.kill()  # as the runtime does with a start that has failed
+        wait_for(lambda: listed(governor) == [])
+        assert governor.directories() == []
+        # Once the file system answers.
+        assert client.error({"v": 1, "op": "confirm"})[0] == "request"
+    assert listed(governor) == []
+
+
 def test_what_is_reserved_is_kept_for_one_container(governor: Governor, pidfd: int) -> None:
     with Client(governor) as client:
         answer = client.ask(RESERVE)

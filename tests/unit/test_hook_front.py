@@ -43,6 +43,7 @@ class Settings(ctypes.Structure):
         ("runtime_for_root", ctypes.c_char * PATH_MAX),
         ("runtime_dir", ctypes.c_char * PATH_MAX),
         ("environment", ctypes.c_bool),
+        ("timeout", ctypes.c_double),
     )
 
 

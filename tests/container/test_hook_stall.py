@@ -1,0 +1,309 @@
+"""A root file system that does not answer: the start ends all the same, and nothing comes of it later."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from oci_hook.edits import HOOK_TIMEOUT
+from tests.container.bundles import HOOK, Runtime
+from tests.container.conftest import ForkServer, Node
+from tests.container.fuse import Fuse
+from tests.container.held import Held
+from tests.container.nodes import wait_for
+from tests.container.test_hook_start import tree
+
+DEADLINE = 4.0  # seconds; by then the hook has to be where it is stuck
+ENOUGH = 60.0  # for what is not stuck
+ANSWERS = "see what serves that file system (FUSE, NFS), and start the container once it answers\n"
+LINE = (
+    f"tidegate: the hook did not finish within {DEADLINE:g} s, and could not be interrupted:"
+    f" most likely the container's root file system does not answer; {ANSWERS}"
+)
+# What a start asks of its root, in this order. Before it makes the cache it is admitted.
+IMAGE, MAKES = ("open", "ld.so.cache"), ("create", ".ld.so.cache.tidegate")
+OTHERS = [
+    ("getattr", ""), ("mkdir", "glibc-hwcaps"), ("mkdir", "x86-64-v2"), ("create", "nvidia-smi"),
+    ("write", ".ld.so.cache.tidegate"), ("rename", "ld.so.cache"),
+]  # fmt: skip
+ENDS = ("rmdir", "x86-64-v2")
+
+
+class Way:
+    """How the hook is executed: by the C program with a fork server, without one, or as a script."""
+
+    def __init__(self, node: Node, fronts: Path, name: str) -> None:
+        node.timeout = DEADLINE
+        node.program = HOOK if name == "script" else fronts / "tidegate-hook"
+        self.server = ForkServer(node.base / "run") if name == "server" else None
+
+    def ends(self, fuse: Fuse) -> None:
+        """Let the file system answer, and wait until the process that is stuck has ended."""
+        stuck = fuse.stuck()
+        # The C programs of another tree's build execute that tree's scripts: tools/mutate.py.
+        if self.server and "TIDEGATE_BUILD" not in os.environ:
+            status = Path(f"/proc/{stuck}/stat").read_text()
+            assert int(status.rpartition(") ")[2].split()[1]) == self.server.process.pid
+        fuse.go_on()
+        wait_for(lambda: not Path(f"/proc/{stuck}").exists(), "the abandoned process to end")
+
+
+@pytest.fixture(params=["server", "front", "script"])
+def way(request: pytest.FixtureRequest, node: Node, fronts: Path) -> Iterator[Way]:
+    made = Way(node, fronts, request.param)
+    yield made
+    if made.server:
+        made.server.stop()
+
+
+one_way = pytest.mark.parametrize("way", ["script"], indirect=True)
+
+
+class Stalling:
+    """A bundle whose root is served by FUSE, from a directory `below` which was as `before`."""
+
+    def __init__(self, node: Node) -> None:
+        self.bundle = node.bundle("true")
+        self.below = node.base / "below"
+        self.bundle.rootfs.rename(self.below)
+        self.bundle.rootfs.mkdir()
+        self.fuse = Fuse(self.below, self.bundle.rootfs)
+        self.before = tree(self.below)
+
+
+@pytest.fixture
+def stalling(node: Node) -> Stalling:
+    return Stalling(node)
+
+
+def left(node: Node) -> list[str]:
+    """What starts have left in the runtime directory."""
+    traces = node.base / "run/traces"
+    return sorted(path.name for path in traces.iterdir()) if traces.exists() else []
+
+
+def nothing_came_of_it(node: Node, stalling: Stalling, held: Held) -> None:
+    assert [mount for mount in held.mounts() if mount] == []
+    assert tree(stalling.below) == stalling.before
+    node.governor.wait_idle()
+    assert node.governor.admitted == {}
+    assert node.governor.confirmed == set()
+    assert left(node) == []
+    assert "left_behind" not in node.events()[-1]
+
+
+def has_ended(node: Node, held: Held) -> None:
+    """Prepare the container, and end it."""
+    node.timeout = ENOUGH
+    assert held.hook(node.hook).returncode == 0
+    held.process.kill()
+    held.process.wait()
+    node.timeout = DEADLINE
+
+
+def ends_and_leaves_nothing(
+    node: Node, way: Way, stalling: Stalling, operation: str, name: str
+) -> None:
+    with stalling.fuse as fuse, Held(stalling.bundle) as held:
+        fuse.stall(operation, name)
+        began = time.monotonic()
+        done = held.hook(node.hook)
+        assert time.monotonic() - began < HOOK_TIMEOUT
+        assert (done.returncode, done.stderr, done.stdout) == (71, LINE, "")
+        [event] = node.events()
+        assert (event["outcome"], event["code"]) == ("failed", "mount")
+        assert event["id"] == f"held-{held.process.pid}"
+        way.ends(fuse)
+        nothing_came_of_it(node, stalling, held)
+    assert [event["outcome"] for event in node.events()] == ["failed", "abandoned"]
+
+
+@pytest.mark.parametrize(("operation", "name"), [IMAGE, MAKES], ids=["image", "makes"])
+def test_a_start_ends_at_its_deadline_and_leaves_nothing(
+    node: Node, way: Way, stalling: Stalling, operation: str, name: str
+) -> None:
+    ends_and_leaves_nothing(node, way, stalling, operation, name)
+
+
+@one_way
+@pytest.mark.parametrize(("operation", "name"), OTHERS, ids=[f"{o}-{n}" for o, n in OTHERS])
+def test_it_does_so_wherever_it_is_stuck(
+    node: Node, way: Way, stalling: Stalling, operation: str, name: str
+) -> None:
+    ends_and_leaves_nothing(node, way, stalling, operation, name)
+
+
+def test_a_runtime_waits_no_longer(way: Way, runc: Runtime, stalling: Stalling) -> None:
+    """runc waits for the hook's end, and for that of each process that has the hook's outputs."""
+    # The hook's entry was made before the deadline was known.
+    for entries in stalling.bundle.config["hooks"].values():
+        entries[0]["args"][-2] = str(DEADLINE)
+    with stalling.fuse as fuse:
+        fuse.stall(*IMAGE)
+        ran = runc.run(stalling.bundle, timeout=HOOK_TIMEOUT)
+        assert ran.status != 0
+        assert LINE.strip() in ran.stderr
+        way.ends(fuse)
+
+
+def test_a_way_back_that_is_stuck_is_gone_to_its_end(
+    node: Node, way: Way, stalling: Stalling
+) -> None:
+    """The governor refuses at the end, and the file system delays that what was made is taken away."""
+    node.governor.mode = "deny-confirm"
+    with stalling.fuse as fuse, Held(stalling.bundle) as held:
+        fuse.stall("rmdir", "glibc-hwcaps")
+        done = held.hook(node.hook)
+        assert (done.returncode, done.stderr) == (71, LINE)
+        way.ends(fuse)
+        nothing_came_of_it(node, stalling, held)
+    assert node.events()[-1]["message"] == "the admission is gone"
+
+
+def test_a_hook_that_the_runtime_kills_leaves_nothing(
+    node: Node, way: Way, stalling: Stalling
+) -> None:
+    """As where the entry of the hook has a shorter timeout than the hook's own."""
+    node.timeout = ENOUGH
+    with stalling.fuse as fuse, Held(stalling.bundle) as held:
+        fuse.stall(*MAKES)
+        with subprocess.Popen(
+            [*node.hook, "createRuntime"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as hook:
+            assert hook.stdin is not None
+            assert hook.stdout is not None
+            hook.stdin.write(held.state())
+            hook.stdin.close()
+            fuse.stuck()
+            hook.kill()
+            assert hook.stdout.read() == b""  # no other process has it open
+        way.ends(fuse)
+        nothing_came_of_it(node, stalling, held)
+    assert [event["outcome"] for event in node.events()] == ["abandoned"]
+
+
+@one_way
+def test_a_start_that_is_stuck_holds_up_its_own_root_alone(
+    node: Node, way: Way, runc: Runtime, stalling: Stalling
+) -> None:
+    """The process has a lock of that root until it ends."""
+    with stalling.fuse as fuse, Held(stalling.bundle) as held:
+        fuse.stall(*MAKES)
+        assert held.hook(node.hook).stderr == LINE
+        again = held.hook(node.hook, stdin=held.state(id="again"))
+        assert again.returncode == 71
+        assert again.stderr == (
+            "tidegate: the start or end of another container on the same root file system is not"
+            f" over, and the hook did not finish within {DEADLINE:g} s; {ANSWERS}"
+        )
+        node.timeout = ENOUGH
+        other = runc.run(node.bundle("ls -A /run/tidegate", name="other"))
+        assert "grant" in other.stdout.split(), other.stderr
+        way.ends(fuse)
+        assert held.hook(node.hook).returncode == 0
+        assert node.events()[-1]["outcome"] == "prepared"
+
+
+def test_an_end_that_is_stuck_is_given_up(node: Node, way: Way, stalling: Stalling) -> None:
+    """A container that is gone stays gone; what its start left goes when the file system answers."""
+    with stalling.fuse as fuse, Held(stalling.bundle) as held:
+        has_ended(node, held)
+        fuse.stall(*ENDS)
+        done = held.hook(node.hook, stage="poststop")
+        assert (done.returncode, done.stderr) == (0, LINE)
+        way.ends(fuse)
+        assert left(node) == []
+
+
+@one_way
+@pytest.mark.usefixtures("way")
+def test_a_note_of_a_root_that_is_stuck_holds_no_other_up(node: Node, stalling: Stalling) -> None:
+    """Ends look whether the roots of all notes are still there."""
+    with stalling.fuse as fuse, Held(stalling.bundle) as held:
+        has_ended(node, held)
+        node.timeout = ENOUGH
+        fuse.stall("getattr", "")
+        for number in range(3):
+            done = held.hook(node.hook, stage="poststop", stdin=held.state(id=f"other{number}"))
+            assert (done.returncode, done.stderr) == (0, "")
+        stuck = fuse.stuck()
+        assert [request.pid for request in fuse.held] == [stuck]  # a second one would be here, too
+        fuse.go_on()
+        wait_for(lambda: not Path(f"/proc/{stuck}").exists(), "what looked to end")
+    assert left(node) == [f"held-{held.process.pid}"]
+
+
+@one_way
+def test_podman_s_stage_is_given_up(node: Node, way: Way, stalling: Stalling) -> None:
+    """Podman takes what is written for the configuration, so nothing is."""
+    config = stalling.bundle.config
+    config["annotations"] |= {"tidegate.gpu/driver": "optional"}
+    config["root"]["path"] = str(stalling.bundle.rootfs)
+    with stalling.fuse as fuse:
+        fuse.stall("lookup", "usr")
+        done = subprocess.run(
+            [*node.hook, "precreate"], input=json.dumps(config), capture_output=True, text=True,
+            check=False, timeout=HOOK_TIMEOUT,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout, done.stderr) == (71, "", LINE)
+        way.ends(fuse)
+    assert node.governor.requests == []
+
+
+def wrapper(node: Node, runtime: str) -> list[str]:
+    """The wrapper's command line for a real runtime, which is a script."""
+    real, settings = node.base / "real", node.base / "settings"
+    real.write_text(runtime)
+    real.chmod(0o755)
+    settings.write_text(
+        f"runtime {real}\nruntime-dir {node.base}/run\nlog {node.log}\n"
+        f"hook-arguments {' '.join(node.hook[1:])}\n"
+    )
+    program = node.program.with_name("tidegate-runtime")
+    return [str(program), "--tidegate-config", str(settings)]
+
+
+def test_the_wrapper_gives_up_a_root_that_it_looks_into(
+    node: Node, way: Way, stalling: Stalling
+) -> None:
+    """With `driver: optional` it looks for the image's C library."""
+    log = node.base / "runc.log"
+    command = [*wrapper(node, "#!/bin/sh\necho executed\n"), "--log", str(log)]
+    bundle = stalling.bundle
+    bundle.config["annotations"] |= {"tidegate.gpu/driver": "optional"}
+    bundle.write()
+    before = (bundle.path / "config.json").read_bytes()
+    with stalling.fuse as fuse:
+        fuse.stall("lookup", "usr")
+        done = subprocess.run(
+            [*command, "create", "--bundle", bundle.path, "one"],
+            capture_output=True, text=True, check=False, timeout=HOOK_TIMEOUT,
+        )  # fmt: skip
+        line = LINE.replace("the hook", "tidegate-runtime", 1)
+        assert (done.returncode, done.stdout, done.stderr) == (71, "", line)
+        way.ends(fuse)
+    assert log.read_text().count(line.strip()) == 1
+    assert [event["outcome"] for event in node.events()] == ["failed", "abandoned"]
+    assert (bundle.path / "config.json").read_bytes() == before
+    assert node.governor.requests == []
+
+
+def test_the_wrapper_gives_up_an_end(node: Node, way: Way, stalling: Stalling) -> None:
+    """Its status is the real runtime's."""
+    command = wrapper(node, "#!/bin/sh\necho deleted\nexit 3\n")
+    with stalling.fuse as fuse, Held(stalling.bundle) as held:
+        has_ended(node, held)
+        fuse.stall(*ENDS)
+        done = subprocess.run(
+            [*command, "delete", f"held-{held.process.pid}"],
+            capture_output=True, text=True, check=False, timeout=HOOK_TIMEOUT,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout, done.stderr) == (3, "deleted\n", "")
+        way.ends(fuse)
+        assert left(node) == []

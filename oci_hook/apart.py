@@ -1,14 +1,14 @@
-"""Work that is done apart from the process that the runtime waits for.
+"""Runs work in a separate process, so that a root file system cannot block the runtime.
 
-A container's root file system may be one that stalls: FUSE, whose server is a process, or one of a
-network. A process that has asked such a server for something waits in the kernel until the server
-answers, and no signal ends that wait: neither the one of a deadline nor SIGKILL. Therefore a
-process of its own looks into the root. The one that the runtime waits for never does, and
-abandons the other one when the deadline has passed.
+A container's root file system may stall if it is a network file system or FUSE, which a server
+process implements. A process that has sent such a server a request waits in the kernel until the
+server answers, and no signal ends that wait, neither SIGKILL nor the signal of a deadline.
+Therefore a separate process, the worker, accesses the root. The process that the runtime waits for
+never does, and abandons the worker when the deadline has passed.
 
-An abandoned process takes back what it has made as soon as the file system answers, and ends. It
-has no descriptor of the runtime's: runtimes in Go wait until every process has closed a hook's
-outputs.
+An abandoned worker removes what it has created as soon as the file system answers, and ends. It has
+none of the runtime's descriptors, because runtimes in Go wait until every process has closed a
+hook's outputs.
 
 This module imports next to nothing, because what is in memory before the fork is copied after it.
 """
@@ -26,25 +26,26 @@ if TYPE_CHECKING:
 else:
     import _signal as signal  # without the names of numbers, which take 4 ms
 
-# Seconds beyond a deadline. A process that is not stuck ends by then, with a line that says more.
+# Seconds that a worker gets beyond its deadline. A worker that is not stuck ends by then, with an
+# error line that says more.
 GRACE = 2.0
-BRIEFLY = 1.0  # seconds for work that may be cut short, and for a process to be ended by SIGKILL
-LOST = 255  # the status of a process that did not come to an end of its work
+BRIEFLY = 1.0  # seconds for work that may be cut short, and for SIGKILL to take effect
+LOST = 255  # exit status of a worker that did not complete its work
 ANSWERS = "see what serves that file system (FUSE, NFS), and start the container once it answers"
 
 caller = 0
-"""The process that waits for this one; its parent is the runtime."""
+"""Pid of the process that waits for this one; its parent is the runtime. 0 if there is none."""
 link = -1
-"""The end of a pipe: the process that waits has the other one."""
+"""This process's end of a pipe to the waiting process; -1 if no process waits."""
 
 
 def follow(pipe: int) -> None:
-    """Have SIGALRM sent when the process that waits ends; OSError where it has ended already.
+    """Request SIGALRM for when the waiting process ends; OSError if it has ended already.
 
-    Nothing is ever written to the pipe, so a signal for it says that its other end is closed.
-    PR_SET_PDEATHSIG does not do: the kernel forgets it when a process changes its user.
+    Nothing is ever written to the pipe, so a signal for it means that its other end is closed.
+    PR_SET_PDEATHSIG is not sufficient: the kernel clears it when a process changes its user.
     """
-    global link  # noqa: PLW0603 - a process has one
+    global link  # noqa: PLW0603 - one per process
     fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGALRM)
     fcntl.fcntl(pipe, fcntl.F_SETOWN, posix.getpid())
     fcntl.fcntl(pipe, fcntl.F_SETFL, posix.O_ASYNC | posix.O_NONBLOCK)
@@ -54,7 +55,7 @@ def follow(pipe: int) -> None:
 
 
 def is_abandoned() -> bool:
-    """Tell whether the process that waited for this one has ended."""
+    """Return whether the process that waited for this one has ended."""
     if link < 0:
         return False
     try:
@@ -64,7 +65,7 @@ def is_abandoned() -> bool:
 
 
 def overdue(seconds: float, who: str) -> "MountError":
-    """Say that a process was abandoned."""
+    """Return the error that reports an abandoned worker; `who` names it in the message."""
     from oci_hook.errors import MountError
 
     return MountError(
@@ -75,10 +76,10 @@ def overdue(seconds: float, who: str) -> "MountError":
 
 
 def run_apart(work: "Callable[[], int]", seconds: float, who: str = "the hook") -> int:
-    """Do work in another process, and give its status; MountError where that outlasts its deadline.
+    """Do work in a worker process and return its status; MountError if it exceeds its deadline.
 
-    `seconds` is the deadline that the work sets itself. A child of the fork server is that other
-    process already.
+    `seconds` is the deadline that the work itself sets. A child of the fork server is a worker
+    already, so it does the work itself.
     """
     if link >= 0:
         return work()
@@ -112,10 +113,11 @@ def run_apart(work: "Callable[[], int]", seconds: float, who: str = "the hook") 
 
 
 def run_briefly(work: "Callable[[], None]") -> None:
-    """Do work that may be cut short in another process, which has no descriptor.
+    """Do work that may be cut short in another process, which has no descriptors.
 
-    After a second it is killed, and left alone where that does not end it. It is waited for because
-    crun adopts what a hook leaves behind, and misses the end of the hook where both end at once.
+    The process is killed after a second, and left behind if it is stuck. It is waited for because
+    crun adopts the processes that a hook leaves behind, and misses the end of the hook if both end
+    at the same time.
     """
     try:
         pid = posix.fork()
@@ -142,13 +144,13 @@ def _lost(message: str) -> "MountError":
 
 
 def _is_stuck(pid: int) -> bool:
-    """Tell whether a process that was killed is in a wait that no signal ends."""
+    """Return whether a process that was killed is in a wait that no signal ends."""
     with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
         return file.read(4096).rpartition(b") ")[2][:1] == b"D"
 
 
 def _wait_for(pid: int, seconds: float) -> int | None:
-    """Wait for a child, and give its status; None where it has not ended in time."""
+    """Wait for a child and return its status; None if it has not ended in time."""
     pidfd = posix.pidfd_open(pid)
     try:
         if not select.select([pidfd], [], [], seconds)[0]:
@@ -159,7 +161,7 @@ def _wait_for(pid: int, seconds: float) -> int | None:
 
 
 def _leave(parent: int, pipe: int, outputs: list[int]) -> None:
-    """Keep nothing of the process that waits but the pipe, and files in place of its outputs."""
+    """Close all inherited descriptors except the pipe; files replace the standard outputs."""
     global caller  # noqa: PLW0603
     caller = parent
     null = posix.open("/dev/null", posix.O_RDWR | posix.O_CLOEXEC)
@@ -171,7 +173,7 @@ def _leave(parent: int, pipe: int, outputs: list[int]) -> None:
 
 
 def _pass_on(outputs: list[int]) -> None:
-    """Write to the outputs what was written in their place."""
+    """Copy what the worker wrote to the files in `outputs` to the standard outputs."""
     for number, fd in enumerate(outputs, 1):
         data = memoryview(posix.pread(fd, posix.fstat(fd).st_size, 0))
         try:
@@ -179,4 +181,4 @@ def _pass_on(outputs: list[int]) -> None:
                 data = data[posix.write(number, data) :]
         except OSError:
             if number == 1:
-                raise  # of standard error the log has the line, too
+                raise  # a lost error line is not fatal: the log has it, too

@@ -21,7 +21,7 @@ def tell(line: str) -> None:
     """Write the line where the user of crun sees it; errors are ignored."""
     try:
         if apart.is_abandoned():
-            return  # the caller's number may be another process's by now
+            return  # another process may have the caller's pid by now
         parent = _parent(apart.caller) if apart.caller else os.getppid()
         own = os.stat(f"/proc/{apart.caller or 'self'}/fd/2")
         if not (stat.S_ISCHR(own.st_mode) and own.st_rdev == NULL):

@@ -1,7 +1,8 @@
-"""The hook's beginning, and its end where a container asks for nothing, as most of a node do.
+"""The hook's entry point, and all that runs for a container that does not request a GPU.
 
-They pay for the interpreter and for this module, which imports nothing that has to be read: `os`
-alone takes 2 ms, and an annotation that is no text, as below, saves 0.3 ms for `__future__`.
+Most containers of a node do not, and pay only for the interpreter and for this module. It imports
+no module that has to be read from disk: `os` alone takes 2 ms. Annotations that need it are string
+literals, which saves 0.3 ms for `__future__`.
 """
 
 import posix  # os, without its classes
@@ -34,19 +35,19 @@ WITH_VALUE = (
     "--share",
 )
 OF_CLAIMS = ("--claim", "--share")
-NAME_LIMIT = 253  # of a claim's uid and a share's name
-DEADLINE = 20.0  # runtimes have none of their own unless the hook entry sets one
+NAME_LIMIT = 253  # characters of a claim's uid and of a share's name
+DEADLINE = 20.0  # seconds; runtimes have no deadline unless the hook entry sets one
 PREFIX = "tidegate.gpu/"
 ESCAPES = tuple([b"\\u%04x" % ord(character) for character in PREFIX])
-LATE = "--late"  # of the C front, whose deadline for a child of the fork server has passed
-STATE_LIMIT = 4 << 20
-CONFIG_LIMIT = 4 << 20  # parsed it is 50 times as large, where it holds what is smallest
-PART = 64 << 10  # what is read first; most of what is read is smaller
-PARTS = 1 << 20  # what is read at once after that
+LATE = "--late"  # option of the C front, after a child of the fork server missed its deadline
+STATE_LIMIT = 4 << 20  # bytes
+CONFIG_LIMIT = 4 << 20  # bytes; parsed, a document of the smallest values is 50 times as large
+PART = 64 << 10  # bytes of the first read; most inputs are smaller
+PARTS = 1 << 20  # bytes of each further read
 
 
 class Options:
-    """The command line."""
+    """The options of the command line."""
 
     def __init__(self) -> None:
         self.runtime_dir = "/run/tidegate"
@@ -55,8 +56,8 @@ class Options:
         self.log: str | None = None
         self.timeout = DEADLINE
         self.dev_dir = "/dev"
-        self.governed = False  # who entered the hook says so, whatever the annotations say
-        self.claim = ""  # whose share the container has
+        self.governed = False  # the hook entry says so, whatever the annotations say
+        self.claim = ""  # uid of the claim that `share` belongs to
         self.share = ""
         self.stage = ""
         self.given: tuple[str, ...] = ()  # the options, to be written into config.json
@@ -107,7 +108,7 @@ def _misuse(message: str, *values: str) -> Exception:
 
 
 def arm(seconds: float, who: str = "the hook") -> None:
-    """Set a deadline of our own: without one a hook that hangs holds the runtime for ever."""
+    """Set a deadline: without one, a hook that hangs would block the runtime for ever."""
 
     def expire(*_: object) -> None:
         from oci_hook.errors import MountError
@@ -125,21 +126,21 @@ def arm(seconds: float, who: str = "the hook") -> None:
 
 
 class Whole:
-    """`with Whole():` a deadline that passes inside the block takes effect at its end.
+    """`with Whole():` defers a deadline that passes inside the block to the end of the block.
 
-    A deadline passes during the very call that is stuck. When that returns, the step that takes
-    back what it made has to be recorded first.
+    The deadline usually passes during the call that is stuck. When that call returns, the step that
+    undoes it has to be recorded before the deadline takes effect.
     """
 
     depth = 0
     missed: "Callable[[], None] | None" = None
 
     def __enter__(self) -> None:
-        """Hold the deadline back."""
+        """Defer the deadline."""
         Whole.depth += 1
 
     def __exit__(self, *_: object) -> None:
-        """Raise what was held back."""
+        """Raise the error of a deadline that passed inside the block."""
         Whole.depth -= 1
         if Whole.missed and not Whole.depth:
             missed, Whole.missed = Whole.missed, None
@@ -147,21 +148,21 @@ class Whole:
 
 
 def disarm() -> None:
-    """Take the deadline back."""
+    """Cancel the deadline."""
     signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def shield() -> None:
-    """Let no deadline interrupt the rest: the way back, or what follows a success.
+    """Let no deadline interrupt what follows: undoing a failed start, or work after a success.
 
-    The process that waits for this one has a limit of its own: `oci_hook.apart`.
+    The process that waits for this one has its own time limit (`oci_hook.apart`).
     """
     disarm()
     signal.signal(signal.SIGALRM, signal.SIG_IGN)
 
 
 def read_bounded(fd: int, limit: int) -> "bytes | None":
-    """Read to the end of `fd`; None when there is more than `limit`."""
+    """Read `fd` to its end; None if it has more than `limit` bytes."""
     parts: list[bytes] = []
     size = 0
     while size <= limit:
@@ -174,11 +175,11 @@ def read_bounded(fd: int, limit: int) -> "bytes | None":
 
 
 def may_mention_us(config: bytes) -> bool:
-    """Tell without parsing whether config.json can hold an annotation of ours.
+    """Return, without parsing, whether config.json may contain an annotation of Tidegate.
 
-    Most containers of a node hold none, and this is all they pay for.  An escape could spell the
-    prefix, so text with one of its characters escaped is parsed to be sure. Go escapes "&", "<" and
-    ">", which half of all command lines have: they are none of those.
+    Most containers of a node have none, and this check is all that they pay for. Escapes could
+    spell the prefix, so a text in which one of its characters is escaped is parsed to be sure. Go
+    escapes "&", "<" and ">", which half of all command lines contain; the prefix has none of them.
     """
     if PREFIX.encode()[:-1] in config:
         return True
@@ -186,14 +187,15 @@ def may_mention_us(config: bytes) -> bool:
 
 
 def asks_nothing(state: "bytes | None") -> bool:
-    """Tell without parsing that a container asks for nothing, as most of a node do.
+    """Return, without parsing, whether a container certainly requests nothing.
 
-    To parse takes modules. What is not as every runtime writes it is parsed, and who parses it
-    says what is wrong.
+    Most containers of a node request nothing, and parsing needs modules that take time to import.
+    A state that is not in the form that runtimes write gives False; the code that then parses it
+    reports what is wrong.
     """
     if state is None or may_mention_us(state):
         return False
-    if state.count(b'"bundle"') != 1 or b"\\u00" in state:  # by which it could be spelled, too
+    if state.count(b'"bundle"') != 1 or b"\\u00" in state:  # escapes could spell the key, too
         return False
     colon, _, rest = state.partition(b'"bundle"')[2].partition(b'"')
     path, quote, _ = rest.partition(b'"')
@@ -212,7 +214,7 @@ def asks_nothing(state: "bytes | None") -> bool:
 
 
 def run(arguments: "list[str]") -> int:
-    """Do what the command line asks; gives the exit status."""
+    """Do what the command line asks for; return the exit status."""
     began = monotonic()
     options = Options()
     raw = None
@@ -226,11 +228,11 @@ def run(arguments: "list[str]") -> int:
         disarm()
         import gc
 
-        gc.disable()  # to look for what is in circles takes 2 ms, and the end frees all
+        gc.disable()  # searching for reference cycles takes 2 ms, and exiting frees everything
         from oci_hook.apart import overdue, run_apart
 
         if late:
-            raise overdue(options.timeout, "the hook")  # noqa: TRY301 - as where it is found here
+            raise overdue(options.timeout, "the hook")  # noqa: TRY301 - handled as if found here
         return run_apart(lambda: _serve(options, raw, began), options.timeout)
     except Exception as e:  # noqa: BLE001
         disarm()
@@ -240,7 +242,7 @@ def run(arguments: "list[str]") -> int:
 
 
 def is_done(options: Options, raw: "bytes | None") -> bool:
-    """Tell whether nothing is left to do, by what came on standard input."""
+    """Return whether nothing is left to do, judging by `raw` from standard input."""
     if options.stage != "precreate":
         return not options.governed and not options.claim and asks_nothing(raw)
     if raw is None or may_mention_us(raw):
@@ -252,7 +254,7 @@ def is_done(options: Options, raw: "bytes | None") -> bool:
 
 
 def _serve(options: Options, raw: "bytes | None", began: float) -> int:
-    """Do what the command line asks, in a process that may be given up; gives the exit status."""
+    """Do what the command line asks for in a worker process; return the exit status."""
     event = None
     try:
         arm(options.timeout)
@@ -273,12 +275,12 @@ def _serve(options: Options, raw: "bytes | None", began: float) -> int:
 
 
 def take_program(argv: "list[str]") -> "list[str]":
-    """Give a command line as the caller wrote it: the C front says how it was executed itself."""
+    """Return the caller's command line; the C front passes its own path with --program."""
     return [argv[2], *argv[3:]] if argv[1:2] == ["--program"] and len(argv) > 2 else argv
 
 
 def open_standard() -> None:
-    """Open standard descriptors that are closed: one of ours would become standard error."""
+    """Open closed standard descriptors: a file opened later would become standard error."""
     for fd in range(3):
         try:
             posix.fstat(fd)
@@ -287,14 +289,14 @@ def open_standard() -> None:
 
 
 def main() -> None:
-    """Run and end the process."""
+    """Run the hook and end the process."""
     sys.argv = take_program(sys.argv)
     for name in posix.environ:
-        if name:  # "=x" has none, and cannot be unset
+        if name:  # "=x" has no name and cannot be unset
             posix.unsetenv(name)
     posix.environ.clear()
     open_standard()
     posix.closerange(3, 1 << 30)
     posix.umask(0o022)
     status = run(sys.argv[1:])
-    posix._exit(status)  # noqa: SLF001 - nothing to flush, and the interpreter's end takes milliseconds
+    posix._exit(status)  # noqa: SLF001 - nothing to flush, and a normal exit takes milliseconds

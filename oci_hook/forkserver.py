@@ -1,18 +1,18 @@
 """The fork server: an interpreter with the hook's modules loaded, which forks for each start.
 
-To start an interpreter and to import the hook takes 25 ms, several times for each container. The C
-programs in `oci_hook/front` connect to this server instead: a child of it does what the script
-would have done, with the caller's standard descriptors, working directory and command line. Without
-the server everything works, only slower.
+Starting an interpreter and importing the hook takes 25 ms, several times for each container. The C
+programs in `oci_hook/front` connect to this server instead. One of its children does what the
+script would have done, with the caller's standard input, working directory and command line, and
+with files in place of its outputs. Without the server everything works, only slower.
 
-A caller is served where a hook of its own would have run in the same way: it is root, of the same
-version and installation, in the same mount, PID and user namespaces, and has the same root
-directory. Any other caller is declined and executes the script. The child ends with its caller: the
-kernel sends a signal when the caller's end of a pipe closes, be it that a runtime gives a hook up
-and kills it, or that the caller gives up a child that is stuck (`oci_hook.apart`).
+A caller is served if the script would have run in the same way here: the caller is root, has the
+same version and installation, the same mount, PID and user namespaces and the same root directory.
+Any other caller is declined and executes the script. A child ends with its caller: the kernel sends
+it a signal when the caller's end of a pipe closes. That happens when a runtime gives up a hook and
+kills it, or when the caller abandons a child that is stuck (`oci_hook.apart`).
 
-Some children are forked before there is a caller for them, and accept one themselves: no start
-waits for a fork. They end with the server, by a pipe.
+Spare children are forked in advance and accept a caller themselves, so no start waits for a fork.
+They end with the server, which they notice by a pipe.
 """
 
 from __future__ import annotations
@@ -60,24 +60,24 @@ SOCKET = "forkserver.sock"
 LOCK = "forkserver.lock"
 USAGE = "usage: tidegate-forkserver [--wait] [--runtime-dir DIR]"
 MESSAGE_LIMIT = 32 << 10  # bytes of a request, as in front/handover.c
-N_DESCRIPTORS = 5  # standard input, output and error, the working directory, a pipe's end
-REQUEST_S = 1.0  # seconds; a caller sends what it has to send at once
+N_DESCRIPTORS = 5  # standard input, output and error, the working directory, one end of a pipe
+REQUEST_S = 1.0  # seconds; a caller sends its request at once
 FINISH_S = 30  # seconds that children have to finish when the server is stopped
 PLACES = ("ns/mnt", "ns/pid", "ns/user", "root")  # in /proc/PID
-# Children at work. The largest config.json takes 48 MiB in one, and a container of a cluster's has
-# 1 GiB for all; without memory it would end in the middle of all its starts.
+# Maximum number of children. The largest config.json takes 48 MiB in one of them. In a cluster, the
+# server's container has 1 GiB for all; without memory it would end amid all of its starts.
 MOST = 16
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
-N_SPARE = 2  # children that wait for callers; of a crowd the others wait until more are forked
-PAUSE_S = 0.1  # seconds without memory or descriptors before the next caller is looked for
+N_SPARE = 2  # children that wait for callers; further callers wait until more are forked
+PAUSE_S = 0.1  # seconds until the next attempt when memory, descriptors or children are short
 BACKLOG = 512
 PEER = struct.Struct("=iII")  # struct ucred: pid, uid, gid
-NEWS = struct.Struct("=i?")  # of a child: its pid, and whether the code on disk is its own
+NEWS = struct.Struct("=i?")  # a child's report: its pid, and whether the code is unchanged on disk
 BEGUN = b"\1"
 DECLINED = b"\0"
 
 
-class Declined(Exception):  # noqa: N818 - no error: the caller executes the script
+class Declined(Exception):  # noqa: N818 - not an error: the caller executes the script
     """The request is not served here."""
 
 
@@ -93,7 +93,7 @@ ROLES: dict[str, Callable[[list[str]], int]] = {
 
 
 def _version() -> str:
-    """Return the version of this code, which is the caller's if they were installed together."""
+    """Return the version of this code; a caller that was installed with it has the same one."""
     path = os.path.join(os.path.dirname(os.path.dirname(__file__)), "governor/__init__.py")
     with open(path, encoding="utf-8") as file:
         for line in file:
@@ -104,7 +104,7 @@ def _version() -> str:
 
 
 class Sources:
-    """The files of the loaded code: a server whose code was replaced must not serve."""
+    """The files of the loaded code: once they are replaced on disk, the server must not serve."""
 
     def __init__(self) -> None:
         own = os.path.dirname(__file__)
@@ -120,7 +120,7 @@ class Sources:
         return found
 
     def are_current(self) -> bool:
-        """Tell whether the files are still those that were loaded."""
+        """Return whether the files are still those that were loaded."""
         try:
             return self._look() == self.known
         except OSError:
@@ -133,12 +133,12 @@ def _places(pid: str) -> list[tuple[int, int]]:
 
 
 def read_request(caller: socket.socket, version: str) -> list[str]:
-    """Take a request: role, program and arguments. Declined where it is not served here.
+    """Receive a request: role, program and arguments. Declined if it is not served here.
 
-    What is sent is, each with a NUL, the caller's version, the directory of its scripts, the role,
-    the path by which the caller was executed, and its arguments.
+    A caller sends its version, the directory of its scripts, the role, the path by which it was
+    executed, and its arguments, each followed by a NUL.
 
-    The caller's process is known to `oci_hook.apart` afterwards.
+    This sets `oci_hook.apart.caller`.
     """
     pid, uid, _ = PEER.unpack(caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
     if uid != os.geteuid():
@@ -154,7 +154,7 @@ def read_request(caller: socket.socket, version: str) -> list[str]:
 
 
 def read_descriptors(caller: socket.socket) -> list[int]:
-    """Take the caller's descriptors; OSError where it has given up."""
+    """Receive the caller's descriptors; OSError if the caller has given up."""
     _, fds, flags, _ = socket.recv_fds(caller, 1, N_DESCRIPTORS)
     if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC) or len(fds) != N_DESCRIPTORS:
         raise OSError(errno.EPROTO, "the caller sent no descriptors")
@@ -162,7 +162,7 @@ def read_descriptors(caller: socket.socket) -> list[int]:
 
 
 def serve_one(caller: socket.socket, version: str) -> None:
-    """Do what one caller asks, in a process of its own, and tell it the status."""
+    """Do in this child what a caller asks for, and send it the status."""
     try:
         caller.settimeout(REQUEST_S)
         try:
@@ -177,7 +177,7 @@ def serve_one(caller: socket.socket, version: str) -> None:
     except OSError:
         return
     for number, fd in enumerate(standard):
-        if number or role == "hook":  # no other reads what comes on standard input
+        if number or role == "hook":  # the other roles do not read standard input
             os.dup2(fd, number)
     os.fchdir(directory)
     for fd in (*standard, directory):
@@ -201,18 +201,18 @@ def _remove(path: str) -> None:
 
 
 class Server:
-    """Listens, and forks the processes that serve."""
+    """Listens on the socket and forks the children that serve callers."""
 
     def __init__(self, runtime_dir: str, *, wait: bool = False) -> None:
-        """Begin to listen; OSError where another server does, or the directory is missing.
+        """Begin to listen; OSError if another server does, or if the directory is missing.
 
-        With `wait` that other server's end is waited for.
+        With `wait`, wait until the other server has ended.
         """
         self.version = _version()
         self.sources = Sources()
         self.stopping = False
         self.spare: set[int] = set()
-        self.children: set[int] = set()  # the spare ones among them
+        self.children: set[int] = set()  # including the spare ones
         self.lock = os.open(
             f"{runtime_dir}/{LOCK}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
         )
@@ -227,21 +227,21 @@ class Server:
         finally:
             os.umask(before)
         self.listener.listen(BACKLOG)
-        self.listener.setblocking(False)  # a caller may be another child's already
+        self.listener.setblocking(False)  # another child may have accepted the caller already
         self.news, self.tell = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.signals, self.signalled = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.ending, self.end = os.pipe2(os.O_CLOEXEC)
         os.rename(making, self.path)
 
     def run(self) -> None:
-        """Serve until SIGTERM, or until the code on disk is no longer what is loaded."""
-        # Whichever thread a signal comes to, and whenever, the pipe wakes who waits.
+        """Serve until SIGTERM, or until the code on disk differs from what is loaded."""
+        # The pipe wakes `poll` no matter when a signal arrives, and in which thread.
         signal.set_wakeup_fd(self.signalled, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         gc.collect()
-        gc.freeze()  # or the first collection of a child copies every page
+        gc.freeze()  # otherwise the first collection of a child copies every page
         gc.disable()
         waiting = select.poll()
         for fd in (self.news, self.signals):
@@ -252,7 +252,7 @@ class Server:
                     self._decline()
                 continue
             waiting.poll()
-            self._hear()  # first: what comes after it wakes the next wait
+            self._hear()  # before _reap: a signal that comes after it wakes the next poll
             self._reap()
         self._finish()
 
@@ -260,13 +260,13 @@ class Server:
         self.stopping = True
 
     def _keep_spares(self) -> bool:
-        """Fork what is missing; tell whether any child waits for a caller."""
+        """Fork missing spare children; return whether any child waits for a caller."""
         while len(self.spare) < N_SPARE and len(self.children) < MOST and self._fork():
             pass
         return bool(self.spare)
 
     def _has_room(self, waiting: select.poll) -> bool:
-        """Wait a little for a child to end where all are at work, as they do in some 20 ms."""
+        """If all children are busy, wait briefly for one to end; usually one does within 20 ms."""
         if len(self.children) < MOST:
             return False
         waiting.poll(PAUSE_S * 1000)
@@ -275,7 +275,7 @@ class Server:
         return len(self.children) < MOST
 
     def _decline(self) -> None:
-        """Have callers execute the script, as there is no memory or no process for a child."""
+        """Make callers execute the script, because there is no memory or no process for a child."""
         try:
             while True:
                 self.listener.accept()[0].close()
@@ -292,7 +292,7 @@ class Server:
             return
 
     def _hear(self) -> None:
-        """Take what children and signals have written."""
+        """Read what children and signals have written to the pipes."""
         for fd in (self.signals, self.news):
             try:
                 said = os.read(fd, NEWS.size << 10)
@@ -314,7 +314,8 @@ class Server:
             return True
         try:
             signal.set_wakeup_fd(-1)
-            # One that comes between the kernel's change and Python's would be told as an error.
+            # Python would report an error for a signal that arrives between the change of the
+            # kernel's handler and the change of Python's own.
             signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
             for number in HANDLED:
                 signal.signal(number, signal.SIG_DFL)
@@ -329,10 +330,10 @@ class Server:
             os._exit(0)
 
     def _accept(self) -> socket.socket | None:
-        """Wait for a caller; None when the server has ended, or its code was replaced."""
+        """Wait for a caller; None if the server has ended, or its code was replaced on disk."""
         waiting = select.poll()
         waiting.register(self.listener, select.POLLIN)
-        waiting.register(self.ending, 0)  # of which the end is always told
+        waiting.register(self.ending, 0)  # poll reports the end of a pipe in any case
         while True:
             if self.ending in dict(waiting.poll()):
                 return None
@@ -341,7 +342,7 @@ class Server:
             except BlockingIOError:
                 continue  # another child has it
             except OSError:  # no memory or no descriptors
-                time.sleep(PAUSE_S)  # one that ended would be forked again at once
+                time.sleep(PAUSE_S)  # a child that ended instead would be forked again at once
                 continue
             current = self.sources.are_current()
             os.write(self.tell, NEWS.pack(os.getpid(), current))
@@ -351,7 +352,7 @@ class Server:
             return None
 
     def _finish(self) -> None:
-        """Stop listening, and wait for the children, which have deadlines of their own."""
+        """Stop listening, and wait for the children, which have their own deadlines."""
         self.listener.close()
         os.close(self.end)
         _remove(self.path)
@@ -372,7 +373,7 @@ def _tell_systemd(state: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until stopped; gives the exit status."""
+    """Serve until stopped; return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     runtime_dir = "/run/tidegate"
     wait = words[:1] == ["--wait"]

@@ -1,9 +1,8 @@
-"""What an image offers: directories for libraries and files, loader, ld.so.cache.
+"""Inspects an image: its library directories, loader and ld.so.cache, and its own drivers.
 
-Looks, and changes nothing.
-
-The image is hostile.  Everything is opened through openat2(2) confined to its root, checked to be a
-regular file by its descriptor before it is opened for reading, and read up to a limit.
+It changes nothing. The image is hostile: every path is opened with openat2(2), confined to the
+image's root. A file is checked by its descriptor to be a regular file before it is opened for
+reading, and is read up to a limit.
 """
 
 from __future__ import annotations
@@ -40,58 +39,58 @@ LIBRARY_DIRS_32 = (
     "usr/lib",
     "lib",
 )
-# glibc has no glibc-hwcaps for i386; ld.so.cache leads here
+# glibc has no glibc-hwcaps for i386, so ld.so.cache leads to this directory.
 SUBDIRECTORY_32 = "tidegate"
 ELF_HEAD = 20
 LOADERS = {"x86_64": "ld-linux-x86-64.so.2"}
 MUSL = {"x86_64": "lib/ld-musl-x86_64.so.1"}
 HWCAPS = {"x86_64": "glibc-hwcaps/x86-64-v2"}
-PLATFORMS = ("x86_64", "haswell", "xeon_phi")  # what $PLATFORM means, by processor and loader
-# Where else a loader looks for what a directory has: before ours, and, one below the other in this
-# order, up to glibc 2.36, behind it.
+PLATFORMS = ("x86_64", "haswell", "xeon_phi")  # values of $PLATFORM, by processor and loader
+# Subdirectories of a library directory that a loader searches before that of Tidegate, and those
+# that loaders up to glibc 2.36 search after it, nested in this order.
 BEFORE = ("glibc-hwcaps/x86-64-v4", "glibc-hwcaps/x86-64-v3")
 BEHIND = ("tls", "haswell", "xeon_phi", "avx512_1", "x86_64")
 VOLUME = "it is on a volume"
-# What must not be found in an image before ours.
+# Libraries of an image that a loader must not find before those of the node's driver.
 GOVERNED = ("libcuda.so.1", "libnvidia-ml.so.1")
-COMPAT = ("compat", "compat/lib", "compat/lib.real")  # of CUDA's packages, below /usr/local/cuda*
+COMPAT = ("compat", "compat/lib", "compat/lib.real")  # from CUDA packages, in /usr/local/cuda*
 SEARCH_LIMIT = 256
-LINKS_LIMIT = 40  # of the kernel's
+LINKS_LIMIT = 40  # the kernel's limit for the links in one path
 ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ENAMETOOLONG}
 HINT = "use a glibc-based image, or set tidegate.gpu/driver: optional to start without a GPU"
 
 
 class Look(NamedTuple):
-    """What an image has where a directory could be mounted."""
+    """What an image has at a path where a directory could be mounted."""
 
     state: Literal["absent", "empty", "full", "unusable"]
-    reason: str = ""  # why nothing can be mounted or made there
+    reason: str = ""  # why nothing can be mounted or created there
 
 
 class Image(NamedTuple):
-    """What matters of an image; paths are relative to its root."""
+    """The relevant properties of an image; paths are relative to its root."""
 
     library_dir: str
     target: str  # the directory that the mirror's libraries are mounted on
     cache: bytes | None  # ld.so.cache
-    target32: str | None = None  # the same for 32-bit libraries; None: see reason32
+    target32: str | None = None  # `target` for 32-bit libraries; if None, see reason32
     reason32: str = "it was not looked at"
-    looks: dict[str, Look] = {}  # noqa: RUF012 - nobody writes to it
-    own: tuple[str, ...] = ()  # directories with a driver of the image's own, searched before ours
+    looks: dict[str, Look] = {}  # noqa: RUF012 - never modified
+    own: tuple[str, ...] = ()  # directories with the image's own driver, searched before the node's
 
     @property
     def subdirectory(self) -> str:
-        """What a loader of this image looks into first, below each directory that it searches."""
+        """The subdirectory that this image's loader searches first in each library directory."""
         return self.target[len(self.library_dir) + 1 :]
 
     def place(self, target: str) -> str:
-        """Say which directory of this image a target of the manifest is."""
+        """Return the directory of this image that a target of the manifest stands for."""
         below = target.removeprefix(f"{LIBDIR}/")
         return target if below == target else f"{self.library_dir}/{below}"
 
 
 def open_root(root: str) -> int:
-    """Open a container's root file system by its path on the host; it is not the host's own."""
+    """Open a container's root file system by its path on the host; refuse the host's own root."""
     try:
         rootfd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as e:
@@ -110,9 +109,10 @@ def open_root(root: str) -> int:
 
 
 def _find(rootfd: int, path: str, flags: int = os.O_PATH, *, as_loader: bool = False) -> int | None:
-    """Open in root; None when there is nothing, or nothing that can be walked to.
+    """Open a path in the root; None if it does not exist or cannot be reached.
 
-    Where a loader looks (`as_loader`) what only a process inside comes to is an ImageError.
+    `as_loader` is for a path that a loader searches: if only a process inside the container can
+    reach it, that is an ImageError.
     """
     try:
         return kernel.open_in_root(rootfd, path, flags)
@@ -129,20 +129,20 @@ def _find(rootfd: int, path: str, flags: int = os.O_PATH, *, as_loader: bool = F
 
 
 def _leads_through_proc(rootfd: int, path: str, reason: int) -> bool:
-    """Tell whether what is not found is only not there for us.
+    """Return whether a path that was not found may exist for a process inside the container.
 
-    A loader follows /proc/self, of which there is none for a process outside, and its links to
-    roots and descriptors, which nobody here does.
+    A loader follows /proc/self, which does not exist for a process outside, and the links in it to
+    roots and descriptors, which the hook never follows.
     """
     rest, here, links = path.split("/")[::-1], list[str](), 0
     if reason in (errno.ENOENT, errno.ENOTDIR) and "proc" not in rest:
-        # One call instead of one for each part: most of what is looked for is in no image.
+        # One call instead of one per component: most paths that are looked for do not exist.
         try:
             fd = kernel.open_in_root(rootfd, path, links=False)
             os.close(fd)
         except OSError as e:
             if e.errno == reason:
-                return False  # no link is on the way to what is missing
+                return False  # the path contains no link up to the missing component
     while rest:
         part = rest.pop()
         if part in ("", "."):
@@ -160,7 +160,7 @@ def _leads_through_proc(rootfd: int, path: str, reason: int) -> bool:
             if stat.S_ISLNK(os.fstat(fd).st_mode):
                 links += 1
                 if links > LINKS_LIMIT:
-                    return False  # nobody comes to its end
+                    return False  # no process can follow this many links
                 target = kernel.readlink(fd)
                 here = [] if target.startswith("/") else here
                 rest += target.split("/")[::-1]
@@ -168,7 +168,7 @@ def _leads_through_proc(rootfd: int, path: str, reason: int) -> bool:
                 here = [*here, part]
         finally:
             os.close(fd)
-    return reason == errno.ELOOP  # of a link that only the kernel reads
+    return reason == errno.ELOOP  # from a link that only the kernel resolves
 
 
 def _open_regular(rootfd: int, procfd: int, path: str) -> int | None:
@@ -196,7 +196,7 @@ def _read_file(rootfd: int, procfd: int, path: str, limit: int) -> bytes | None:
 
 
 def _require_empty(rootfd: int, path: str) -> None:
-    """Refuse a directory that has entries: a mount would hide them from the image."""
+    """Refuse a directory that has entries: a mount would hide them from the container."""
     fd = _find(rootfd, path, os.O_RDONLY | os.O_DIRECTORY)
     if fd is None:
         entry = _find(rootfd, path, os.O_PATH | os.O_NOFOLLOW)
@@ -208,7 +208,7 @@ def _require_empty(rootfd: int, path: str) -> None:
             hint="remove it from the image",
         )
     try:
-        with os.scandir(fd) as entries:  # a few are enough to say; there may be millions
+        with os.scandir(fd) as entries:  # a few suffice for the message; there may be millions
             names = sorted(entry.name for entry in islice(entries, ENTRIES_SHOWN + 1))
     finally:
         os.close(fd)
@@ -223,9 +223,9 @@ def _require_empty(rootfd: int, path: str) -> None:
 
 
 def look_at(rootfd: int, path: str) -> Look:
-    """Say what is at `path`, or what on the way to it keeps a directory from being made there.
+    """Return what is at `path`, or what prevents a directory from being created there.
 
-    What is mounted on the root's own tree is a volume, which is the user's.
+    A mount below the root is a volume, which belongs to the user.
     """
     try:
         return _look_at(rootfd, path)
@@ -240,7 +240,7 @@ def _look_at(rootfd: int, path: str) -> Look:
         try:
             if kernel.mount_id(fd) != own:
                 return Look("unusable", VOLUME)
-            with os.scandir(fd) as entries:  # one is enough to know; there may be millions
+            with os.scandir(fd) as entries:  # the first one decides; there may be millions
                 return Look("full" if any(True for _ in entries) else "empty")
         finally:
             os.close(fd)
@@ -261,7 +261,7 @@ def _look_at(rootfd: int, path: str) -> Look:
 
 
 def _is_libc32(rootfd: int, procfd: int, path: str) -> bool:
-    """Tell by the head of its ELF header whether a file is a library for i386."""
+    """Return whether a file is a library for i386, according to its ELF header."""
     fd = _open_regular(rootfd, procfd, path)
     if fd is None:
         return False
@@ -274,7 +274,7 @@ def _is_libc32(rootfd: int, procfd: int, path: str) -> bool:
 
 
 def _find_32(rootfd: int, procfd: int, cache: bytes | None) -> tuple[str | None, str]:
-    """Find where 32-bit libraries go; or say why they cannot."""
+    """Return where 32-bit libraries are to be mounted, or why they cannot be."""
     for directory in LIBRARY_DIRS_32:
         if _is_libc32(rootfd, procfd, f"{directory}/libc.so.6"):
             break
@@ -297,9 +297,9 @@ def inspect_image(
     *,
     compat32: bool = False,
 ) -> Image:
-    """Find where the mirror's libraries go in this image.
+    """Find where the mirror's libraries are to be mounted in this image.
 
-    `compat32` looks for 32-bit glibc besides.
+    With `compat32`, also look for a 32-bit glibc.
     """
     if machine not in LIBRARY_DIRS:
         raise ImageError(
@@ -333,7 +333,7 @@ def inspect_image(
         raise UnservedImageError(
             f"the image has no loader (/lib64/{LOADERS[machine]} is not a regular file)", hint=HINT
         )
-    # glibc before 2.33 does not know glibc-hwcaps and looks into tls
+    # glibc before 2.33 does not know glibc-hwcaps, but searches `tls`.
     subdirectory = HWCAPS[machine] if b"glibc-hwcaps" in loader else "tls"
     target = f"{library_dir}/{subdirectory}"
     _require_empty(rootfd, target)
@@ -349,7 +349,7 @@ def inspect_image(
 
 
 def _process(document: dict[str, Any]) -> tuple[str, str, dict[str, str]]:
-    """Give working directory, program and environment of a config.json, as far as they are used."""
+    """Return working directory, program and the relevant environment from config.json."""
     process = document.get("process")
     if type(process) is not dict:
         return "/", "", {}
@@ -369,16 +369,16 @@ def _process(document: dict[str, Any]) -> tuple[str, str, dict[str, str]]:
 
 
 def _join(at: str, path: str) -> str:
-    """Give a path below the root, without parts that say nothing."""
+    """Return a path relative to the root, without empty and `.` components."""
     whole = path if path.startswith("/") else f"{at}/{path}"
     return "/".join(part for part in whole.split("/") if part not in ("", "."))
 
 
 def search_path(rootfd: int, procfd: int, library_dir: str, document: dict[str, Any]) -> list[str]:
-    """Give the directories, below the root, that a loader searches before its own.
+    """Return the directories, relative to the root, that a loader searches before the default ones.
 
-    LD_LIBRARY_PATH of a config.json and the RPATH of its program name them.  Look from the
-    container's mount namespace: the program may be in a volume.
+    LD_LIBRARY_PATH in config.json and the RPATH of its program name them. Call this in the
+    container's mount namespace, because the program may be in a volume.
     """
     cwd, name, environment = _process(document)
     value = environment.get("LD_LIBRARY_PATH", "")
@@ -404,17 +404,17 @@ def search_path(rootfd: int, procfd: int, library_dir: str, document: dict[str, 
             for e in entries
             for meaning in (meanings if token in e else meanings[:1])
         ]
-    return [_join(cwd, entry) for entry in entries]  # one that is empty is the working directory
+    return [_join(cwd, entry) for entry in entries]  # an empty one is the working directory
 
 
 def _look_at_program(rootfd: int, procfd: int, path: str) -> tuple[str, str] | None:
-    """Give a program's directory, behind all links as a loader takes it, and its RPATH."""
+    """Return a program's RPATH and its directory, with all links resolved as a loader does it."""
     try:
         fd = _open_regular(rootfd, procfd, path)
         if fd is None:
             return None
         try:
-            # Text, which is walked in the root again.
+            # Only text: the result is resolved in the root again.
             root, place = (kernel.name_of(procfd, n) for n in (rootfd, fd))
             return place.removeprefix(root).rpartition("/")[0] or "/", run_path(fd)
         finally:
@@ -436,10 +436,11 @@ def _compat_directories(rootfd: int) -> list[str]:
 
 
 def look_for_drivers(rootfd: int, image: Image, search: list[str]) -> Image:
-    """Find the directories of `search`, and of CUDA's compat packages, that have a driver.
+    """Find the directories that contain a driver: of `search`, defaults, CUDA's compat packages.
 
-    A loader looks into their subdirectory first, where ours can be mounted; ImageError where it
-    cannot.  As with places, volumes show in the container's own mount namespace alone.
+    A loader searches their subdirectory first, so the node's driver can be mounted there;
+    ImageError if it cannot. As for `look_at_places`, volumes are visible only in the container's
+    mount namespace.
     """
     own = kernel.mount_id(rootfd)
     seen: set[tuple[int, int, int]] = set()
@@ -457,7 +458,7 @@ def look_for_drivers(rootfd: int, image: Image, search: list[str]) -> Image:
         if not name:
             continue
         volume = place[0] != own
-        plain = os.path.normpath(path)  # what a path with .. means, unless there are links
+        plain = os.path.normpath(path)  # the meaning of a path with `..`, if it contains no links
         if volume or _identify(rootfd, plain) != place:
             raise ImageError(
                 f"{show('/' + path)} has a driver of its own ({name}), which would be found"
@@ -471,9 +472,9 @@ def look_for_drivers(rootfd: int, image: Image, search: list[str]) -> Image:
 
 
 def _refuse_before(rootfd: int, path: str, image: Image) -> None:
-    """Refuse a driver that a loader finds before what it looks into for ours.
+    """Refuse a driver where a loader searches before the subdirectory for the node's driver.
 
-    Ours there instead would cover what else the image has there.
+    Mounting the node's driver there instead would hide whatever else the image has there.
     """
     if image.subdirectory not in HWCAPS.values():
         return
@@ -488,7 +489,7 @@ def _refuse_before(rootfd: int, path: str, image: Image) -> None:
 
 
 def _behind(rootfd: int, path: str, names: tuple[str, ...]) -> list[str]:
-    """Give the directories of a directory, of those names, that a loader up to 2.36 looks into."""
+    """Return the subdirectories with these names, which a loader up to glibc 2.36 searches."""
     found = []
     for place, name in enumerate(names, 1):
         if _identify(rootfd, f"{path}/{name}") is not None:
@@ -498,7 +499,7 @@ def _behind(rootfd: int, path: str, names: tuple[str, ...]) -> list[str]:
 
 
 def _find_driver(rootfd: int, path: str, below: tuple[str, ...] = ()) -> str:
-    """Name the first of the driver's libraries in a directory, or in others below it."""
+    """Return the first library of a driver in a directory or in those `below` it; "" if none."""
     for directory in ("", *below):
         for library in GOVERNED:
             name = f"{directory}/{library}" if directory else library
@@ -508,7 +509,7 @@ def _find_driver(rootfd: int, path: str, below: tuple[str, ...] = ()) -> str:
 
 
 def _is_main(rootfd: int, image: Image, directory: str) -> bool:
-    """Tell whether a link below a directory leads to where the driver is mounted in any case."""
+    """Return whether a link in a directory leads to where the driver is mounted in any case."""
     parts = image.subdirectory.split("/")
     for below in ("/".join(parts[:depth]) for depth in range(1, len(parts) + 1)):
         place = _identify(rootfd, f"{directory}/{below}")
@@ -518,7 +519,7 @@ def _is_main(rootfd: int, image: Image, directory: str) -> bool:
 
 
 def _identify(rootfd: int, path: str) -> tuple[int, int, int] | None:
-    """Give mount, device and inode of a directory."""
+    """Return mount id, device and inode of a directory; None if it does not exist."""
     fd = _find(rootfd, path or ".", os.O_PATH | os.O_DIRECTORY, as_loader=True)
     if fd is None:
         return None
@@ -537,9 +538,9 @@ def _is_file(rootfd: int, path: str) -> bool:
 
 
 def look_at_places(rootfd: int, image: Image, share: Share) -> Image:
-    """Look at every directory that a place of the share could go to.
+    """Look at every directory where a place of the share could be mounted.
 
-    A container's volumes show in its own mount namespace alone: look from there.
+    Call this in the container's mount namespace, because only there are its volumes visible.
     """
     targets = (target for place in share.places for target in place.targets)
     paths = sorted({image.place(target) for target in targets})

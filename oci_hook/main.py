@@ -1,6 +1,7 @@
-"""The hook, for a container that may ask for something: `oci_hook.entry` has seen to all others.
+"""The stages of the hook, for containers that may request a GPU.
 
-Modules that only a GPU container needs are imported after it is known to be one.
+`oci_hook.entry` has handled all other containers before. Modules that only a GPU container needs
+are imported once the container is known to be one.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from oci_hook.state import (
 
 
 def prepare(options: Options, state: State, event: Event) -> str:
-    """Prepare one container; gives the outcome."""
+    """Prepare one container; return the outcome."""
     config = read_config(state.bundle)
     governed = options.governed or options.claim != ""
     if (
@@ -56,7 +57,7 @@ def prepare(options: Options, state: State, event: Event) -> str:
     claims = find_claims(bundle.document, os.path.abspath(sys.argv[0]))
     require_named(claims, (options.claim, options.share))
     if claims and claims[0] != (options.claim, options.share):
-        return "prepared-already"  # by the entry of the first share, or yet to be
+        return "prepared-already"  # the hook entry of the first share does it, before or after
     if claims:
         event.fields["claims"] = list(dict(claims))  # their uids
     if "pod" in bundle.identity:
@@ -101,9 +102,10 @@ def prepare(options: Options, state: State, event: Event) -> str:
         event.fields |= {"generation": manifest.generation}
         event.phase("manifest")
         container = Container(state.pid, bundle.root)
-        # Of a run whose end nobody told.
+        # Left by an earlier container with this id, if its end was not reported.
         traces.take_back(options.runtime_dir, state.id)
-        # Until this process ends: others of this root meet all that it makes, or nothing.
+        # Held until this process ends: another start or end on this root finds either everything
+        # that this start creates, or nothing.
         place = os.fstat(container.rootfd)
         home = kernel.path_of(container.procfd, container.rootfd)
         traces.lock(options.runtime_dir, place.st_dev, place.st_ino)
@@ -128,7 +130,7 @@ def prepare(options: Options, state: State, event: Event) -> str:
     except OSError as e:
         raise explain(e, f"look into {show(bundle.root)}") from e
 
-    # half of the deadline, so that the line says who did not answer
+    # Half of the deadline, so that the error line says that the governor did not answer.
     client = Client(options.runtime_dir, options.timeout / 2, PATIENCE)
     undo, noted = Undo(), False
     try:
@@ -175,7 +177,8 @@ def prepare(options: Options, state: State, event: Event) -> str:
     except BaseException:
         shield()
         left = undo.run(container)
-        # Or the note is another engine's, of a container that runs; or the end does what is left.
+        # Not `noted`: a note of this id belongs to a running container of another engine.
+        # `left`: the note has to stay, because the container's end removes what is left.
         if noted and not left:
             traces.forget(options.runtime_dir, state.id)
         if left:
@@ -183,15 +186,15 @@ def prepare(options: Options, state: State, event: Event) -> str:
         raise
     finally:
         client.close()
-    # Some engines tell nobody of an end: what they leave is looked through now and then.
-    if state.pid % traces.SWEEP == 0:  # one start of so many, by chance
+    # Some engines do not report the end of a container, so the notes are swept now and then.
+    if state.pid % traces.SWEEP == 0:  # by chance, about one start in SWEEP
         shield()
         traces.sweep_apart(options.runtime_dir)
     return "prepared"
 
 
 def precreate(options: Options, data: bytes | None, event: Event) -> str:
-    """Podman's own stage: config.json came on stdin, and goes on stdout as it is to be."""
+    """Handle Podman's own stage: edit config.json from stdin and write it to stdout."""
     if data is None:
         raise BundleError(
             f"config.json on stdin is larger than {CONFIG_LIMIT} bytes", hint="make it smaller"
@@ -201,7 +204,7 @@ def precreate(options: Options, data: bytes | None, event: Event) -> str:
     from oci_hook.reserve import Settings, edit_config
 
     settings = Settings(
-        # Under no other name than it has: a file of the engine's enters it by that, too.
+        # The name by which the hook was executed: a hook file of the engine uses that name, too.
         entry=Entry(os.path.abspath(sys.argv[0]), options.given),
         runtime_dir=options.runtime_dir,
         dev_dir=options.dev_dir,
@@ -213,7 +216,8 @@ def precreate(options: Options, data: bytes | None, event: Event) -> str:
     try:
         outcome, edited = edit_config(data, "", name, settings, event)
     except HookError as e:
-        # Podman shows the status alone. The hook finds the same, and its line is shown.
+        # Podman shows only the exit status of this stage. The hook will find the same error, and
+        # its line is shown.
         document, _, _ = parse_document(data, name)
         enter_hook(document, settings.entry)
         outcome, edited = "edited", dump_json(document).encode()
@@ -226,7 +230,7 @@ def precreate(options: Options, data: bytes | None, event: Event) -> str:
 
 
 def release(options: Options, state: State) -> str:
-    """Take away what a container left, and tell the governor; it finds out by itself too."""
+    """Remove what a container left and tell the governor, which would notice on its own, too."""
     from oci_hook import traces
 
     traces.take_back(options.runtime_dir, state.id)
@@ -244,7 +248,7 @@ def release(options: Options, state: State) -> str:
 
 
 def serve(options: Options, raw: bytes | None, event: Event) -> str:
-    """Do what a stage is for; `raw` came on standard input. Gives the outcome."""
+    """Run a stage and return its outcome; `raw` was read from standard input."""
     if options.stage == "precreate":
         return precreate(options, raw, event)
     state = parse_state(raw, needs_pid=options.stage != "poststop")
@@ -255,7 +259,7 @@ def serve(options: Options, raw: bytes | None, event: Event) -> str:
 
 
 def begin_event(options: Options, raw: bytes | None, began: float) -> Event:
-    """Give the event of a run whose work another process did, or which was not begun."""
+    """Return the event for work that was not begun, or that another process did."""
     event = Event(options.stage or "?", options.log, began)
     if raw is not None and options.stage != "precreate":
         with suppress(HookError):  # the container may have no id
@@ -264,7 +268,7 @@ def begin_event(options: Options, raw: bytes | None, began: float) -> Event:
 
 
 def fail(e: Exception, options: Options, event: Event | None) -> int:
-    """Say what went wrong; gives the exit status."""
+    """Report what went wrong; return the exit status."""
     error = e if isinstance(e, HookError) else _internal(e)
     complain(error.line())
     from oci_hook.apart import is_abandoned
@@ -272,15 +276,15 @@ def fail(e: Exception, options: Options, event: Event | None) -> int:
 
     tell(error.line())
     event = event or Event(options.stage or "?", options.log)
-    # An abandoned start has its event already; this one says that its process has ended.
+    # The event of an abandoned start was logged already; this one reports that its worker ended.
     outcome = "abandoned" if is_abandoned() else "failed"
     event.emit(outcome, code=error.code, message=error.message, hint=error.hint)
-    # a container that is gone stays gone, whatever we have to say about it
+    # The container has ended in any case, so an error does not make `poststop` fail.
     return 0 if options.stage == "poststop" else error.status
 
 
 def _internal(e: Exception) -> InternalError:
-    """Give a mistake of ours a line with its place."""
+    """Return the error for an unexpected exception, with the place that raised it."""
     frame = e.__traceback__
     while frame and frame.tb_next:
         frame = frame.tb_next

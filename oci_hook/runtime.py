@@ -22,8 +22,8 @@ RUNTIMES = (
 )
 HOOK = "/usr/bin/tidegate-hook"
 NAME = "tidegate-runtime"
-LATE = "--tidegate-late"  # of the C front, whose deadline for a child of the fork server has passed
-END_DEADLINE = 6.0  # seconds; the engine holds a lock meanwhile
+LATE = "--tidegate-late"  # option of the C front, after a forked child missed its deadline
+END_DEADLINE = 6.0  # seconds; the engine holds a lock during this time
 COMMANDS = frozenset(
     (
         *("checkpoint", "create", "delete", "events", "exec", "features", "help", "init", "kill"),
@@ -272,7 +272,7 @@ def _fail(call: Call, line: str, log: str = "") -> int:
 
 
 def replace_file(path: str, data: bytes) -> None:
-    """Replace a file's content by `data`; readers find either all of the old or all of the new."""
+    """Replace a file's content with `data`; readers see either the whole old or new content."""
     from oci_hook.files import write_all
 
     directory, name = os.path.split(path)
@@ -298,12 +298,12 @@ def replace_file(path: str, data: bytes) -> None:
 
 
 class Making:
-    """What is known of a container that may ask for a GPU."""
+    """What is known of a container that may request a GPU and is about to be created."""
 
     __slots__ = ("bundle", "data", "path", "settings", "timeout")
 
     def __init__(self, data: bytes, bundle: str, path: str, settings: Settings) -> None:
-        self.data = data  # of config.json, which is at `path`
+        self.data = data  # content of config.json, which is at `path`
         self.bundle = bundle
         self.path = path
         self.settings = settings
@@ -311,7 +311,7 @@ class Making:
 
 
 def look(call: Call, node: Node) -> Making | None:
-    """Read config.json; None where it asks for nothing, HookError where it cannot start."""
+    """Read config.json; None if it requests nothing, HookError if the container cannot start."""
     from oci_hook.entry import may_mention_us
     from oci_hook.state import read_file
 
@@ -351,7 +351,7 @@ def look(call: Call, node: Node) -> Making | None:
 
 
 def edit(making: Making, event: Event) -> None:
-    """Edit config.json where that is due; HookError says why the container cannot start."""
+    """Edit config.json if necessary; HookError says why the container cannot start."""
     from oci_hook.entry import arm, disarm
     from oci_hook.errors import BundleError, show
     from oci_hook.reserve import edit_config
@@ -431,7 +431,7 @@ def delete(call: Call, node: Node, arguments: list[str]) -> int:
 
 
 def take_back(call: Call, node: Node) -> None:
-    """Take away what a container's start left in the image."""
+    """Remove what a container's start left in the image; failures are only logged."""
     from oci_hook.apart import run_apart
 
     def work() -> int:
@@ -455,7 +455,7 @@ def take_back(call: Call, node: Node) -> None:
 
 
 def _tell_left(node: Node, e: Exception) -> None:
-    """Log that something stays of a container, which is gone all the same."""
+    """Log that traces of a container are left; the container itself is deleted all the same."""
     from oci_hook.log import Event
 
     Event("runtime", node.log or None).emit("failed", code="internal", message=str(e))
@@ -496,9 +496,9 @@ def after_delete(arguments: list[str]) -> int:
 
 
 def edit_or_refuse(call: Call, node: Node, *, late: bool = False) -> int:
-    """Edit config.json where it is due; 0, or the exit status of a start that is refused.
+    """Edit config.json if necessary; return 0, or the exit status of a start that is refused.
 
-    With `late` the C program has abandoned the process that edits.
+    `late` says that the C program has abandoned the process that edits.
     """
     from oci_hook.errors import show
     from oci_hook.log import Event
@@ -512,7 +512,7 @@ def edit_or_refuse(call: Call, node: Node, *, late: bool = False) -> int:
         from oci_hook.apart import overdue, run_apart
 
         if late:
-            raise overdue(making.timeout, NAME)  # noqa: TRY301 - as where it is found here
+            raise overdue(making.timeout, NAME)  # noqa: TRY301 - handled as if found here
 
         def work() -> int:
             try:
@@ -527,7 +527,7 @@ def edit_or_refuse(call: Call, node: Node, *, late: bool = False) -> int:
 
 
 def _refuse(call: Call, event: Event, e: Exception) -> int:
-    """Give an engine one line, whatever happened; gives the exit status."""
+    """Report any error to the engine in one line; return the exit status."""
     from oci_hook.apart import is_abandoned
     from oci_hook.errors import HookError, InternalError, show
     from oci_hook.log import complain
@@ -549,7 +549,7 @@ def _refuse(call: Call, event: Event, e: Exception) -> int:
 
 
 def main() -> None:
-    """Edit where it is due, and become the real runtime."""
+    """Edit config.json if necessary, and become the real runtime."""
     from oci_hook.entry import open_standard, take_program
 
     open_standard()

@@ -42,8 +42,8 @@ ID_LIMIT = 200  # characters of an id, which has to fit into a file name
 KEPT_LIMIT = 512 << 10  # bytes of a cache that is kept; usual ones have tens of KiB; /run is memory
 STORED_LIMIT = 1 << 20  # bytes of a note
 HEAD_LIMIT = 32 << 10  # bytes of a note's first line: the longest path, as JSON
-SWEEP = 32  # on average one start in so many looks through all notes
-SWEEPING = 1 << 62  # the byte of LOCK behind those that stand for roots
+SWEEP = 32  # on average, one of this many starts looks through all notes
+SWEEPING = 1 << 62  # offset in LOCK of the byte for sweeps; the bytes before it are for roots
 LOOKS = 64  # directories looked up for a cache that the container wrote; each takes a path walk
 SECONDS = 4.0  # time limit of one container's clean-up
 
@@ -124,10 +124,11 @@ def lock(runtime_dir: str, device: int, inode: int) -> int:
     """Lock a root, so that no other process starts or ends a container of it; return a descriptor.
 
     The lock lasts until the descriptor is closed or the process ends; the process must not have
-    another descriptor of that file. Without the lock the end of another container could remove what
-    this one uses, mounts included: between the look at the image and what is created then, or
-    between that and its note. Returns -1 if the lock is not available. Another holder may be stuck
-    because the root does not answer: MountError at the deadline, which says so.
+    another descriptor of that file. Without the lock, the end of another container could remove
+    what this one uses, mounts included: after the image was examined and before something is
+    created, or before that is noted. Returns -1 if locking is not possible. If the process that has
+    the lock is stuck because the root does not answer, the deadline raises a MountError that says
+    so.
 
     Each root corresponds to a byte of one file, so locks leave no files behind.
     """
@@ -340,9 +341,9 @@ def sweep(runtime_dir: str) -> None:
 
 
 def sweep_apart(runtime_dir: str) -> None:
-    """Sweep in another process: a root may lie on a file system that does not answer.
+    """Sweep in another process, because a root may be on a file system that does not answer.
 
-    One at a time: the next one would be stuck at the same root.
+    Only one process sweeps at a time: another one would be stuck at the same root.
     """
 
     def work() -> None:

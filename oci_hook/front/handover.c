@@ -14,9 +14,9 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#define N_DESCRIPTORS 5           /* standard ones, the working directory, a pipe's end */
-#define MESSAGE_LIMIT (32u << 10) /* a longer command line is the script's */
-#define CONNECT_MS    500         /* a server that is slower is not worth waiting for */
+#define N_DESCRIPTORS 5           /* standard ones, the working directory, one end of a pipe */
+#define MESSAGE_LIMIT (32u << 10) /* bytes; the script handles longer command lines */
+#define CONNECT_MS    500         /* waiting longer for a slow server would not pay */
 #define GRACE_MS      2000        /* as in oci_hook/apart.py */
 
 #ifndef SYS_close_range
@@ -26,7 +26,7 @@
 void handover_tidy_descriptors(void)
 {
     for (int fd = 0; fd < 3; fd++) {
-        /* Otherwise a descriptor of ours becomes standard error. */
+        /* Otherwise a file that is opened later would become standard error. */
         if (fcntl(fd, F_GETFD) < 0)
             (void)!open("/dev/null", O_RDWR);
     }
@@ -86,7 +86,10 @@ int handover_connect(const char *runtime_dir)
     return -1;
 }
 
-/* Puts the directory of the scripts into `path`: the one above this program's, or the source's. */
+/*
+ * Stores the directory of the scripts in `path`: the parent of this program's directory, or the
+ * source directory if the build is not installed. False if it cannot be determined.
+ */
 static bool find_scripts(char *path, size_t room)
 {
     ssize_t length = readlink("/proc/self/exe", path, room - 1);
@@ -101,7 +104,7 @@ static bool find_scripts(char *path, size_t room)
             return false;
         *slash = '\0';
     }
-#ifdef SOURCE_DIRECTORY /* of a build that is not installed */
+#ifdef SOURCE_DIRECTORY /* for a build that is not installed */
     slash = path + strlen(path);
     if ((size_t)snprintf(slash, room - (size_t)(slash - path), "/tidegate-hook") >=
         room - (size_t)(slash - path))
@@ -113,7 +116,7 @@ static bool find_scripts(char *path, size_t room)
     return true;
 }
 
-/* Appends a word and its NUL. */
+/* Appends a word and its NUL to the message; false if there is no room. */
 static bool put(char *message, size_t *size, const char *word)
 {
     size_t length = strlen(word) + 1;
@@ -126,8 +129,8 @@ static bool put(char *message, size_t *size, const char *word)
 }
 
 /*
- * Says what is wanted, and by which code: a server of another installation declines. The
- * descriptors follow when a process of the server's has answered.
+ * Sends the request with the version and directory of this installation: the server of another one
+ * declines. The descriptors follow when a child of the server has answered.
  */
 static bool send_request(int server, const char *role, char *const arguments[])
 {
@@ -145,13 +148,13 @@ static bool send_request(int server, const char *role, char *const arguments[])
 }
 
 /*
- * Sends standard input, files in place of the outputs, the working directory, and the end of a pipe
- * that closes when this process ends: by it the kernel tells the server's process. Gives the other
- * end, -1 if that fails. Not before a process waits for them: in the queue of a server that is
- * stopped they would keep the runtime's pipe open.
+ * Sends standard input, files in place of the outputs, the working directory and one end of a pipe.
+ * Returns the other end, or -1 on failure. That end closes when this process ends, and the kernel
+ * then signals the server's child. Called only when a child waits for the descriptors: in the
+ * queue of a stopped server, they would keep the runtime's pipe open.
  *
- * The outputs themselves are kept here: runtimes in Go wait until every process that has them has
- * ended, one that is stuck as well.
+ * The outputs themselves are not sent: runtimes in Go wait until every process that has them has
+ * ended, even one that is stuck.
  */
 static int send_descriptors(int server, const int outputs[2])
 {
@@ -186,7 +189,7 @@ static int send_descriptors(int server, const int outputs[2])
     return -1;
 }
 
-/* Receives a byte: how the server answers. HANDOVER_LOST or HANDOVER_LATE where none comes. */
+/* Receives the server's answer, one byte. HANDOVER_LOST or HANDOVER_LATE if none comes. */
 static int receive(int server)
 {
     unsigned char answer;
@@ -200,7 +203,7 @@ static int receive(int server)
     return n == 1 ? answer : HANDOVER_LOST;
 }
 
-/* Writes to a standard output what was written to the file in its place. */
+/* Copies to a standard output what was written to the file in its place. */
 static bool pass_on(int file, int output)
 {
     static char part[64 << 10];
@@ -227,14 +230,14 @@ int handover_run(int server, const char *role, char *const arguments[], double s
     if (outputs[0] >= 0 && outputs[1] >= 0 && send_request(server, role, arguments) &&
         receive(server) == 1)
         alive = send_descriptors(server, outputs);
-    /* Without its descriptors the server's process does nothing: the script may do all instead. */
+    /* Without the descriptors the child does nothing, so the script may do the work instead. */
     if (alive >= 0) {
         set_timeout(server, (long)(seconds * 1e3) + GRACE_MS);
         status = receive(server);
         close(alive);
     }
     if (status >= 0) {
-        pass_on(outputs[1], STDERR_FILENO); /* what is lost there is in the log */
+        pass_on(outputs[1], STDERR_FILENO); /* if this fails: the log has it, too */
         if (!pass_on(outputs[0], STDOUT_FILENO))
             handover_fail(STATUS_OS_ERROR, "tidegate: config.json could not be written to stdout; "
                                            "see why the engine closed it\n");

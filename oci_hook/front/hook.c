@@ -1,9 +1,10 @@
 /*
- * tidegate-hook as runtimes execute it: a container that asks for nothing is done with here, in
- * less than a millisecond. Everything else is handed over, unread or with what was read on stdin.
+ * tidegate-hook as runtimes execute it. A container that requests nothing is finished here, in less
+ * than a millisecond. Everything else is handed over: with standard input unread, or with what was
+ * read from it put back.
  *
- * It is linked statically, so that no variable of the environment that it is given loads code into
- * it, and passes none of them on.
+ * The program is linked statically, so that no environment variable can load code into it, and it
+ * passes no variables on.
  */
 #include "handover.h"
 #include "requests.h"
@@ -21,16 +22,16 @@
 
 static char *no_environment[] = {NULL};
 
-/* What of a command line matters here; the script understands the rest, and says what is wrong. */
+/* The options that matter here; the script understands the others, and reports mistakes. */
 struct options {
     const char *runtime_dir;
     const char *stage;
     double timeout; /* seconds */
-    bool named;     /* an entry of the node's own says that the container is to be governed */
+    bool named;     /* --governed or --claim: the hook entry says that it is governed */
 };
 
-static char late[128];               /* the line of a deadline that has passed */
-static int failed = STATUS_OS_ERROR; /* the status of a start that fails here */
+static char late[128];               /* error line for a deadline that has passed */
+static int failed = STATUS_OS_ERROR; /* exit status if this program fails */
 
 static void expire(int signal)
 {
@@ -38,7 +39,7 @@ static void expire(int signal)
     handover_fail(failed, late);
 }
 
-/* Sets a deadline for standard input, which a runtime may never close; 0 takes it back. */
+/* Sets a deadline for standard input, which a runtime may never close; 0 cancels it. */
 static void arm(double seconds)
 {
     struct itimerval timer = {.it_value = {.tv_sec = (time_t)seconds}};
@@ -73,7 +74,7 @@ static bool is_stage(const char *word)
     return false;
 }
 
-/* Reads options that are written as two words each; false for any other form, and for mistakes. */
+/* Parses options with their values as separate words; false for other forms and for mistakes. */
 static bool parse(char *const arguments[], struct options *options)
 {
     bool claim = false, share = false;
@@ -107,14 +108,14 @@ static bool parse(char *const arguments[], struct options *options)
     return !claim || strcmp(options->stage, "precreate") != 0;
 }
 
-/* Whether nothing is to be done, by what the runtime wrote to standard input. */
+/* Whether nothing is left to do, judging by what the runtime wrote to standard input. */
 static bool is_done(const struct options *options, const struct text *input)
 {
     if (strcmp(options->stage, "precreate") != 0)
         return !options->named && state_requests_nothing(input);
     if (text_may_request(input))
         return false;
-    /* Podman takes what is written for the configuration, so all of it has to arrive. */
+    /* Podman takes the output as the configuration, so all of it has to arrive. */
     for (size_t done = 0; done < input->size;) {
         ssize_t n = write(STDOUT_FILENO, input->data + done, input->size - done);
 
@@ -126,7 +127,7 @@ static bool is_done(const struct options *options, const struct text *input)
     return true;
 }
 
-/* Puts what was read back on standard input, for a process that reads it again. */
+/* Makes standard input a copy of what was read, for the process that reads it again. */
 static bool put_back(const struct text *input)
 {
     int fd = memfd_create("tidegate-hook-stdin", MFD_CLOEXEC);
@@ -144,16 +145,16 @@ int main(int argc, char *argv[])
     bool is_whole;
 
     handover_tidy_descriptors();
-    signal(SIGPIPE, SIG_IGN); /* as Python has it: a write to a closed output is an error */
+    signal(SIGPIPE, SIG_IGN); /* as in Python: a write to a closed output is an error */
     umask(022);
     if (parse(arguments, &options)) {
         if (strcmp(options.stage, "poststop") == 0)
-            failed = 0; /* a container that is gone stays gone */
+            failed = 0; /* the container has ended in any case */
         arm(options.timeout);
         is_whole = text_read(STDIN_FILENO, CONFIG_LIMIT, &input);
         if (is_whole && is_done(&options, &input))
             return 0;
-        /* What is too large is handed over as far as it was read: the script says so. */
+        /* If the input is too large, what was read is handed over: the script reports the error. */
         if (!is_whole && input.size <= CONFIG_LIMIT)
             handover_fail(failed, "tidegate: standard input cannot be read to its end; the runtime "
                                   "has to write to it, and to close it\n");

@@ -9,7 +9,7 @@
 #include <unistd.h>
 
 #define PREFIX          "tidegate.gpu/"
-#define FIRST_SIZE      (64u << 10) /* most configurations are smaller */
+#define FIRST_SIZE      (64u << 10) /* bytes; most configurations are smaller */
 #define MOST_DEADLINE_S 3600        /* as in oci_hook/entry.py */
 
 bool text_read(int fd, size_t limit, struct text *text)
@@ -67,7 +67,7 @@ static int hex_digit(char c)
     return c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
 }
 
-/* Whether the escape at `at`, \u00 and two digits, stands for a character of the prefix. */
+/* Whether `at` is an escape, \u00 and two digits, for a character of the prefix. */
 static bool escapes_prefix(const char *at, const char *end)
 {
     int high, low;
@@ -85,7 +85,7 @@ bool text_may_request(const struct text *text)
 
     if (memmem(text->data, text->size, PREFIX, strlen(PREFIX) - 1))
         return true;
-    /* Go writes "&", "<" and ">" as escapes, which many command lines have: those are none. */
+    /* Go escapes "&", "<" and ">", which many command lines contain, but the prefix does not. */
     while ((at = memchr(at, '\\', (size_t)(end - at)))) {
         if (escapes_prefix(at, end))
             return true;
@@ -114,7 +114,7 @@ bool state_requests_nothing(const struct text *state)
         return false;
     at += strlen("\"bundle\"");
     if (find(at, end, "\"bundle\""))
-        return false; /* a value could be spelled so */
+        return false; /* one of them could be a value */
     while (at < end && *at && strchr(" \t\n\r\v\f", *at))
         at++;
     if (at == end || *at++ != ':')

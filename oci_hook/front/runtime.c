@@ -1,12 +1,12 @@
 /*
- * tidegate-runtime as engines execute it: in the place of runc or crun, which it becomes.
+ * tidegate-runtime as engines execute it: in place of runc or crun, which it becomes.
  *
- * Every command of an engine comes through here. One that does not make a container, or makes one
- * that asks for nothing, goes to the runtime at once. For the others config.json is edited first,
- * by the fork server or by the Python script of the same name.
+ * Every command of an engine runs through this program. A command that does not create a container,
+ * or creates one that requests nothing, goes to the runtime at once. For the others config.json is
+ * edited first, by the fork server or by the Python script of the same name.
  *
- * Only command lines in the form that engines write are read here: known options, each written out.
- * In any other form the script decides, which reads them as runc and crun do.
+ * Only command lines in the form that engines write are parsed here: known options, not
+ * abbreviated. The script handles all other forms, and parses them as runc and crun do.
  */
 #include "handover.h"
 #include "requests.h"
@@ -35,7 +35,7 @@ struct call {
     const char *command;
     const char *bundle;
     const char *ident;
-    bool elsewhere; /* --config names another file than the bundle's */
+    bool elsewhere; /* --config is given: the file may not be that of the bundle */
 };
 
 enum kind { UNKNOWN, FLAG, VALUE };
@@ -48,7 +48,7 @@ static bool is_among(const char *word, const char *const names[])
     return false;
 }
 
-/* What an option is: before the command, of `delete`, or of a command that makes a container. */
+/* The kind of an option: before the command, of `delete`, or of a command that creates. */
 static enum kind kind_of(const char *name, const char *command)
 {
     static const char *const values[] = {"cgroup-manager", "criu", "log",      "log-format",
@@ -83,12 +83,12 @@ static enum kind kind_of(const char *name, const char *command)
 static void take(struct call *call, const char *name, const char *value)
 {
     if (strcmp(name, "bundle") == 0)
-        call->bundle = *value ? value : "."; /* as runc and crun have it */
+        call->bundle = *value ? value : "."; /* as in runc and crun */
     else if (strcmp(name, "config") == 0)
         call->elsewhere = true;
 }
 
-/* Reads a command line of the form that engines write; false for any other. */
+/* Parses a command line in the form that engines write; false for any other form. */
 static bool parse(char *const arguments[], struct call *call)
 {
     *call = (struct call){.bundle = "."};
@@ -131,7 +131,7 @@ static bool parse(char *const arguments[], struct call *call)
     return call->command != NULL;
 }
 
-/* The state directory that --root names, "" if none; NULL for a form that engines do not write. */
+/* Returns the directory that --root names, "" if none; NULL if engines do not write this form. */
 static const char *state_root(char *const arguments[])
 {
     const char *root = "";
@@ -165,7 +165,7 @@ static bool makes(const char *command)
     return is_among(command, making);
 }
 
-/* Whether none of the words is a command that needs more than the runtime. */
+/* Whether no word is a command that needs more than the runtime. */
 static bool is_plain(char *const arguments[])
 {
     for (; *arguments; arguments++)
@@ -174,7 +174,7 @@ static bool is_plain(char *const arguments[])
     return true;
 }
 
-/* Whether a container that is made certainly asks for nothing. */
+/* Whether the container to be created certainly requests nothing. */
 static bool requests_nothing(const struct call *call, const struct settings *settings)
 {
     char path[PATH_MAX];
@@ -187,7 +187,7 @@ static bool requests_nothing(const struct call *call, const struct settings *set
     return !settings->environment || !memmem(config.data, config.size, "TIDEGATE_", 9);
 }
 
-/* Whether the hook noted what a container's end has to take away. */
+/* Whether the hook has noted what is to be removed at the container's end. */
 static bool left_something(const struct call *call, const struct settings *settings)
 {
     char path[PATH_MAX];
@@ -202,7 +202,7 @@ static bool left_something(const struct call *call, const struct settings *setti
     return stat(path, &status) == 0;
 }
 
-/* Returns only where the runtime cannot be executed: the script says so wherever engines look. */
+/* Returns only if the runtime cannot be executed; the script reports that to the engine. */
 static void become_runtime(const struct settings *settings, char *argv[])
 {
     char *own = argv[0];
@@ -212,14 +212,17 @@ static void become_runtime(const struct settings *settings, char *argv[])
     argv[0] = own;
 }
 
-/* Has the runtime delete a container, and the fork server take away what it left; its status. */
+/*
+ * Lets the runtime delete a container, and the fork server or the script remove what its start
+ * left. Returns the runtime's status.
+ */
 static int delete(const struct settings *settings, char *argv[], char *const arguments[])
 {
     int server, status, done = HANDOVER_DECLINED;
     pid_t pid = fork();
 
     if (pid == 0) {
-        /* An engine that gives up kills the process that it knows: this one's parent. */
+        /* An engine that gives up kills only the process that it started: the parent. */
         prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
         become_runtime(settings, argv);
         handover_execute("tidegate-runtime", NULL, arguments, environ);
@@ -231,8 +234,8 @@ static int delete(const struct settings *settings, char *argv[], char *const arg
     while (waitpid(pid, &status, 0) < 0)
         if (errno != EINTR)
             handover_fail(STATUS_OS_ERROR, "tidegate-runtime: the runtime's status is lost\n");
-    /* Whatever it answered: a container that does not exist has ended, a running one keeps all. */
-    server = handover_connect(settings->runtime_dir); /* which waits for a request for a second */
+    /* For any status: a container that does not exist has ended, a running one loses nothing. */
+    server = handover_connect(settings->runtime_dir); /* not earlier: it waits 1 s for requests */
     if (server >= 0)
         done = handover_run(server, "deleted", arguments, END_DEADLINE_S);
     if (done == HANDOVER_DECLINED || done == HANDOVER_LOST) {

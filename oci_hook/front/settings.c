@@ -10,7 +10,7 @@
 #define DEADLINE_S 20 /* as in oci_hook/entry.py */
 #define FILE_LIMIT (64u << 10)
 
-/* Those that the script alone reads. */
+/* Whether a setting is one that only the script reads. */
 static bool is_other(const char *name)
 {
     static const char *const names[] = {"hook", "dev-dir", "log"};
@@ -21,8 +21,7 @@ static bool is_other(const char *name)
     return false;
 }
 
-/* Takes a state directory, a blank and its runtime, which counts where the engine names that one.
- */
+/* Takes `DIRECTORY RUNTIME`: the runtime to use if --root names that state directory. */
 static bool take_runtime_for(const char *value, struct settings *settings)
 {
     size_t length = strcspn(value, " ");
@@ -36,7 +35,7 @@ static bool take_runtime_for(const char *value, struct settings *settings)
     return true;
 }
 
-/* Takes the deadline from the hook's options: --timeout and a value, as one word or as two. */
+/* Takes the deadline from the hook's options: --timeout and its value, in one word or two. */
 static bool take_hook_arguments(const char *value, struct settings *settings)
 {
     static const char option[] = "--timeout";
@@ -80,14 +79,14 @@ static bool take(const char *name, const char *value, struct settings *settings)
     return true;
 }
 
-/* Takes one line without its end: a name, a blank, a value. */
+/* Takes one line without its newline: a name, a blank and a value. */
 static bool take_line(char *line, struct settings *settings)
 {
     char *end, *value;
 
     for (const char *c = line; *c; c++)
         if ((*c < ' ' && *c != '\t') || *c == 0x7f || (*c & 0x80))
-            return false; /* the script knows what is text */
+            return false; /* the script decides what is valid text */
     line += strspn(line, " \t");
     for (end = line + strlen(line); end > line && strchr(" \t", end[-1]); end--)
         end[-1] = '\0';

@@ -1,8 +1,8 @@
-"""A directory by FUSE whose server takes a request and does not answer it.
+"""A FUSE file system that shows another directory, with a server that can leave requests unanswered.
 
-The process that made the request waits in the kernel then, and neither a deadline nor SIGKILL ends
-that. The server is a thread that speaks the kernel's protocol (include/uapi/linux/fuse.h), as far as
-a hook and a small container need it, and does each thing in another directory.
+The process that made such a request waits in the kernel, and neither a deadline nor SIGKILL ends the
+wait. The server is a thread that speaks the kernel's protocol (include/uapi/linux/fuse.h), as far as
+a hook and a small container need it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tests.container.nodes import wait_for
 
 DEVICE = "/dev/fuse"
 MNT_FORCE, MNT_DETACH = 1, 2
-ROOT = 1  # the number of the root's node
+ROOT = 1  # node number of the root
 HEADER = struct.Struct("=IIQQIIIHH")  # struct fuse_in_header
 ANSWER = struct.Struct("=IiQ")  # struct fuse_out_header
 MOST_WRITE = 64 << 10
-LIMIT_S = 120.0  # what still waits then gets an error, or a test that fails could not end
+LIMIT_S = 120.0  # requests that still wait then get an error, so that a failed test can end
 OPCODES = {
     1: "lookup", 2: "forget", 3: "getattr", 4: "setattr", 5: "readlink", 6: "symlink", 9: "mkdir",
     10: "unlink", 11: "rmdir", 12: "rename", 14: "open", 15: "read", 16: "write", 17: "statfs",
@@ -42,10 +42,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass
 class Request:
-    """What the kernel asks: an operation on the file at a path."""
+    """A request of the kernel: an operation on the file at a path."""
 
     operation: str
-    path: str  # below the root
+    path: str  # relative to the root
     unique: int
     node: int
     pid: int
@@ -53,7 +53,7 @@ class Request:
 
     @property
     def names(self) -> list[str]:
-        """The names at the end of the body of an operation on an entry."""
+        """The names at the end of the body, for an operation on a directory entry."""
         skip = {"mkdir": 8, "create": 16, "rename": 8, "rename2": 16}.get(self.operation, 0)
         return [os.fsdecode(name) for name in self.body[skip:].split(b"\0")[:-1]]
 
@@ -107,19 +107,19 @@ class Fuse:
             wait_for(lambda pid=pid: not Path(f"/proc/{pid}").exists(), "what was stuck to end")
 
     def _abort(self) -> None:
-        """Answer whatever waits with an error, as /sys/fs/fuse/connections/N/abort does."""
+        """Fail all waiting requests, as /sys/fs/fuse/connections/N/abort does."""
         _libc.umount2(os.fsencode(self.mountpoint), MNT_FORCE)
 
     def stall(self, operation: str, name: str) -> None:
-        """Leave the next request for an entry of this name unanswered, and all that are like it."""
+        """Leave all such requests for an entry of this name unanswered from now on."""
         self.rule = (operation, name)
 
     def stuck(self) -> int:
-        """Wait for a request that is left unanswered, and give the process that made it."""
+        """Wait for a request that is left unanswered, and return the pid that made it."""
         return wait_for(lambda: self.held, "a request that stalls")[0].pid
 
     def go_on(self) -> None:
-        """Answer what was left, and everything from now on."""
+        """Answer all requests that were left unanswered, and everything from now on."""
         with self.lock:
             self.rule = None
             held, self.held = self.held, []
@@ -132,7 +132,7 @@ class Fuse:
                 data = os.read(self.fd, MOST_WRITE + (64 << 10))
             except OSError as e:
                 if e.errno in (errno.ENOENT, errno.EINTR):
-                    continue  # a request that was taken back
+                    continue  # the request was interrupted
                 return
             length, opcode, unique, node, _, _, pid, _, _ = HEADER.unpack_from(data)
             request = Request(
@@ -186,7 +186,7 @@ class Fuse:
         )  # fmt: skip
 
     def _entry(self, path: str) -> bytes:
-        """Give an entry that is asked for each time: nothing of it is kept in the kernel."""
+        """Return an entry without validity, so that the kernel asks for it each time."""
         status = self._place(path).lstat()
         self.paths[status.st_ino] = path
         return struct.pack("=4Q2I", status.st_ino, 0, 0, 0, 0, 0) + self._attributes(status)

@@ -2,15 +2,15 @@
  * steps SOCKET PROGRAM [ARGUMENT...]: run a program and stop it before each system call that could
  * harm the host.
  *
- * Each call is reported to the listener on SOCKET, with one line before the call and one after it.
- * Before the call, the program stands still until a byte comes back. In the meantime a test can
- * change the container, so that a race that otherwise depends on luck is hit every time. Without a
- * listener the program simply runs.
+ * Each call is reported on SOCKET, with one line before the call and one after it. Before the call,
+ * the program is stopped until a byte comes back. Meanwhile a test can change the container, so it
+ * hits a race each time that it would hit elsewhere only by luck. If no process listens on SOCKET,
+ * the program runs on.
  *
  *   > NUMBER PID NAME NUMBERS... "PATH" "CWD"
- *   < NUMBER RESULT "PATH OF THE RETURNED DESCRIPTOR"
+ *   < NUMBER RESULT "FILE OF THE RESULTING DESCRIPTOR"
  *
- * The exit status is that of the program.
+ * Exits with the program's status, or 128 and the number of the signal that ended it.
  */
 
 #define _GNU_SOURCE
@@ -37,8 +37,7 @@
 
 #define N_ENTRIES(array) (sizeof(array) / sizeof((array)[0]))
 
-/* path: index of the argument that is a path, or -1. how: set for openat2(2), whose third argument
- * is a struct open_how. */
+/* path: index of the path argument, or -1. how: 1 for openat2(2), which takes an open_how. */
 static const struct call {
     int number;
     const char *name;
@@ -100,7 +99,7 @@ static const struct call {
 
 static int link_fd = -1;
 
-/* A process, and the call that it is in: the hook forks once. */
+/* Traced processes, and the call that each one is in. The hook forks once. */
 static struct process {
     pid_t pid;
     const struct call *call;
@@ -145,7 +144,7 @@ static void wait_for_leave(void)
     }
 }
 
-/* Write text between quotation marks, with unprintable characters as \xNN; return its length. */
+/* Write text in quotation marks, unprintable characters as \xNN; returns the length. */
 static size_t quote(char *to, size_t size, const char *text)
 {
     size_t n = 0;
@@ -167,7 +166,7 @@ static void read_text(pid_t pid, uint64_t from, char *text, size_t size)
 {
     size_t n = 0;
 
-    /* One byte at a time, because the page after the text may not exist. */
+    /* One byte at a time, because the page after the text may not be mapped. */
     while (from && n + 1 < size) {
         struct iovec to = {text + n, 1}, at = {(void *)(from + n), 1};
         if (process_vm_readv(pid, &to, 1, &at, 1, 0) != 1 || !text[n])
@@ -195,7 +194,7 @@ static const struct call *find_call(uint64_t number)
     return NULL;
 }
 
-/* The entry of a process, or a free one; no two of those that are traced are in calls for long. */
+/* Returns the entry of a process, or one in no call; two processes are seldom in calls at once. */
 static struct process *find_process(pid_t pid)
 {
     struct process *free_one = NULL;

@@ -1,8 +1,7 @@
-"""The hook, stopped before each system call that could harm the host: what it did, and what a test does in the
-meantime.
+"""Runs the hook and stops it before each system call that could harm the host.
 
-`tests/container/steps.c` is the tracer. A race that otherwise depends on luck is hit every time, at the step that a
-test chooses; and what the hook opened is known from the kernel, not from the look of the source.
+`tests/container/steps.c` is the tracer. A test hits a race each time at the step that it chooses, where other tests need
+luck. What the hook opened is known from the kernel, not inferred from the source.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ NEVER = {
     "linkat", "symlink", "symlinkat", "unlink", "rmdir", "rename", "truncate", "chmod", "fchmodat", "chown", "lchown",
     "fchownat", "setxattr", "mount", "open",
 }  # fmt: skip
-STARTS = {"execve", "execveat", "vfork", "clone3"}  # not `clone`: the hook forks itself
+STARTS = {"execve", "execveat", "vfork", "clone3"}  # not `clone`, because the hook forks
 NAMES = {"mkdirat", "unlinkat", "renameat", "renameat2"}
 
 
 @functools.cache
 def tracer() -> Path:
-    """Compile the tracer once."""
+    """Compile the tracer, once, and return its path."""
     path = Path(tempfile.mkdtemp(prefix="steps-")) / "steps"
     atexit.register(shutil.rmtree, path.parent, ignore_errors=True)
     subprocess.run(["gcc", "-O1", "-o", str(path), str(SOURCE)], check=True)
@@ -59,9 +58,9 @@ class Step:
     numbers: tuple[int, ...]
     path: str
     cwd: str
-    inside: bool  # whether the hook is in the container's mount namespace
+    inside: bool  # the hook is in the container's mount namespace
     result: int | None = None
-    what: str = ""  # path of the descriptor that it returned
+    what: str = ""  # the file of the resulting descriptor
 
     def __str__(self) -> str:
         return f"{self.number} {self.name}{self.numbers} {self.path!r} = {self.result} {self.what}"
@@ -72,9 +71,7 @@ def _text(raw: bytes | None) -> str:
 
 
 class Steps:
-    """A traced hook: in `with Steps(react) as steps`, run `steps.argv(hook)`; `react` is called while the hook is
-    stopped.
-    """
+    """`with Steps(react) as steps`: run `steps.argv(hook)`; `react` is called while the hook is stopped."""
 
     def __init__(self, react: Callable[[Step], None] | None = None) -> None:
         self.react = react or (lambda _: None)
@@ -153,10 +150,9 @@ class Steps:
 
 
 def faults(steps: list[Step], root: Path) -> list[str]:
-    """Return the violations of what a hook must never do, whatever the image is; `root` is the container's root file
-    system.
+    """Return violations of what a hook must never do with any image; `root` is the container's root.
 
-    Files that it loads before it becomes undumpable are Python's own, and the host's.
+    Calls before the hook is undumpable are not examined: Python loads its own files from the host then.
     """
     found = [str(step) for step in steps if step.name in STARTS]
     found = [f"R5, R6: it started something: {start}" for start in found[1:]]
@@ -203,7 +199,7 @@ def _fault(step: Step, root: str) -> str | None:
         if step.path == "thread-self/mountinfo" and step.numbers[0] >= 0:
             return None
         if re.fullmatch(r"self/fd/\d+", step.path) and step.numbers[0] >= 0:
-            # A path that was walked to is opened for reading, through a /proc that is given by a descriptor.
+            # A file that was reached before, reopened for reading through a descriptor of /proc.
             there = f"{step.what}/".startswith(f"{root}/") or step.result is None or step.result < 0
             return None if there else f"R2: it left the root: {step}"
         return f"R2: opened by path: {step}"
@@ -217,7 +213,7 @@ def _walk_fault(step: Step, root: str) -> str | None:
     if flags & (O_ACCMODE | O_CREAT):
         return f"R11: opened for writing: {step}"
     if step.path == root and not step.inside and resolve & NO_SYMLINKS and flags & O_PATH:
-        return None  # the root itself, by a path without links
+        return None  # the root itself, by a path that contains no link
     confined = (
         resolve & (IN_ROOT | NO_MAGICLINKS) == IN_ROOT | NO_MAGICLINKS
         or resolve & (IN_ROOT | NO_SYMLINKS) == IN_ROOT | NO_SYMLINKS

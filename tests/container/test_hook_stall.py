@@ -1,4 +1,4 @@
-"""A root file system that does not answer: the start ends all the same, and nothing comes of it later."""
+"""A root file system that does not answer: the start ends in time, and has no effect afterwards."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.container.held import Held
 from tests.container.nodes import wait_for
 from tests.container.test_hook_start import tree
 
-DEADLINE = 4.0  # seconds; by then the hook has to be where it is stuck
-ENOUGH = 60.0  # for what is not stuck
+DEADLINE = 4.0  # seconds; the hook has to reach the request that stalls before
+ENOUGH = 60.0  # seconds; deadline for runs that are not to miss it
 ANSWERS = "see what serves that file system (FUSE, NFS), and start the container once it answers\n"
 LINE = (
     f"tidegate: the hook did not finish within {DEADLINE:g} s, and could not be interrupted:"
     f" most likely the container's root file system does not answer; {ANSWERS}"
 )
-# What a start asks of its root, in this order. Before it makes the cache it is admitted.
+# Requests of a start to its root file system. The start is admitted between IMAGE and MAKES.
 IMAGE, MAKES = ("open", "ld.so.cache"), ("create", ".ld.so.cache.tidegate")
 OTHERS = [
     ("getattr", ""), ("mkdir", "glibc-hwcaps"), ("mkdir", "x86-64-v2"), ("create", "nvidia-smi"),
@@ -36,7 +36,7 @@ ENDS = ("rmdir", "x86-64-v2")
 
 
 class Way:
-    """How the hook is executed: by the C program with a fork server, without one, or as a script."""
+    """How the hook is executed: as the C program, with or without fork server, or as the script."""
 
     def __init__(self, node: Node, fronts: Path, name: str) -> None:
         node.timeout = DEADLINE
@@ -44,9 +44,9 @@ class Way:
         self.server = ForkServer(node.base / "run") if name == "server" else None
 
     def ends(self, fuse: Fuse) -> None:
-        """Let the file system answer, and wait until the process that is stuck has ended."""
+        """Let the file system answer, and wait until the stuck process has ended."""
         stuck = fuse.stuck()
-        # The C programs of another tree's build execute that tree's scripts: tools/mutate.py.
+        # C programs built in another tree execute the scripts of that tree (tools/mutate.py).
         if self.server and "TIDEGATE_BUILD" not in os.environ:
             status = Path(f"/proc/{stuck}/stat").read_text()
             assert int(status.rpartition(") ")[2].split()[1]) == self.server.process.pid
@@ -66,7 +66,7 @@ one_way = pytest.mark.parametrize("way", ["script"], indirect=True)
 
 
 class Stalling:
-    """A bundle whose root is served by FUSE, from a directory `below` which was as `before`."""
+    """A bundle with a root that FUSE serves from the directory `below`; `before`: its original content."""
 
     def __init__(self, node: Node) -> None:
         self.bundle = node.bundle("true")
@@ -83,7 +83,7 @@ def stalling(node: Node) -> Stalling:
 
 
 def left(node: Node) -> list[str]:
-    """What starts have left in the runtime directory."""
+    """Return the notes that starts have left in the runtime directory."""
     traces = node.base / "run/traces"
     return sorted(path.name for path in traces.iterdir()) if traces.exists() else []
 
@@ -99,7 +99,7 @@ def nothing_came_of_it(node: Node, stalling: Stalling, held: Held) -> None:
 
 
 def has_ended(node: Node, held: Held) -> None:
-    """Prepare the container, and end it."""
+    """Let the hook prepare the container, and end the container."""
     node.timeout = ENOUGH
     assert held.hook(node.hook).returncode == 0
     held.process.kill()
@@ -140,7 +140,7 @@ def test_it_does_so_wherever_it_is_stuck(
 
 
 def test_a_runtime_waits_no_longer(way: Way, runc: Runtime, stalling: Stalling) -> None:
-    """runc waits for the hook's end, and for that of each process that has the hook's outputs."""
+    """runc waits until the hook and every process that has the hook's outputs have ended."""
     # The hook's entry was made before the deadline was known.
     for entries in stalling.bundle.config["hooks"].values():
         entries[0]["args"][-2] = str(DEADLINE)
@@ -155,7 +155,7 @@ def test_a_runtime_waits_no_longer(way: Way, runc: Runtime, stalling: Stalling) 
 def test_a_way_back_that_is_stuck_is_gone_to_its_end(
     node: Node, way: Way, stalling: Stalling
 ) -> None:
-    """The governor refuses at the end, and the file system delays that what was made is taken away."""
+    """The governor refuses the confirmation, and the file system stalls while the start is undone."""
     node.governor.mode = "deny-confirm"
     with stalling.fuse as fuse, Held(stalling.bundle) as held:
         fuse.stall("rmdir", "glibc-hwcaps")
@@ -169,7 +169,7 @@ def test_a_way_back_that_is_stuck_is_gone_to_its_end(
 def test_a_hook_that_the_runtime_kills_leaves_nothing(
     node: Node, way: Way, stalling: Stalling
 ) -> None:
-    """As where the entry of the hook has a shorter timeout than the hook's own."""
+    """This happens if the timeout in the hook entry is shorter than the hook's own deadline."""
     node.timeout = ENOUGH
     with stalling.fuse as fuse, Held(stalling.bundle) as held:
         fuse.stall(*MAKES)
@@ -192,7 +192,7 @@ def test_a_hook_that_the_runtime_kills_leaves_nothing(
 def test_a_start_that_is_stuck_holds_up_its_own_root_alone(
     node: Node, way: Way, runc: Runtime, stalling: Stalling
 ) -> None:
-    """The process has a lock of that root until it ends."""
+    """The stuck process holds the lock of that root until it ends."""
     with stalling.fuse as fuse, Held(stalling.bundle) as held:
         fuse.stall(*MAKES)
         assert held.hook(node.hook).stderr == LINE
@@ -211,7 +211,7 @@ def test_a_start_that_is_stuck_holds_up_its_own_root_alone(
 
 
 def test_an_end_that_is_stuck_is_given_up(node: Node, way: Way, stalling: Stalling) -> None:
-    """A container that is gone stays gone; what its start left goes when the file system answers."""
+    """The hook exits with 0; what the start left is removed when the file system answers."""
     with stalling.fuse as fuse, Held(stalling.bundle) as held:
         has_ended(node, held)
         fuse.stall(*ENDS)
@@ -224,7 +224,7 @@ def test_an_end_that_is_stuck_is_given_up(node: Node, way: Way, stalling: Stalli
 @one_way
 @pytest.mark.usefixtures("way")
 def test_a_note_of_a_root_that_is_stuck_holds_no_other_up(node: Node, stalling: Stalling) -> None:
-    """Ends look whether the roots of all notes are still there."""
+    """Each end of a container checks whether the roots of all notes still exist."""
     with stalling.fuse as fuse, Held(stalling.bundle) as held:
         has_ended(node, held)
         node.timeout = ENOUGH
@@ -233,7 +233,7 @@ def test_a_note_of_a_root_that_is_stuck_holds_no_other_up(node: Node, stalling: 
             done = held.hook(node.hook, stage="poststop", stdin=held.state(id=f"other{number}"))
             assert (done.returncode, done.stderr) == (0, "")
         stuck = fuse.stuck()
-        assert [request.pid for request in fuse.held] == [stuck]  # a second one would be here, too
+        assert [request.pid for request in fuse.held] == [stuck]  # a second sweep would be here
         fuse.go_on()
         wait_for(lambda: not Path(f"/proc/{stuck}").exists(), "what looked to end")
     assert left(node) == [f"held-{held.process.pid}"]
@@ -241,7 +241,7 @@ def test_a_note_of_a_root_that_is_stuck_holds_no_other_up(node: Node, stalling: 
 
 @one_way
 def test_podman_s_stage_is_given_up(node: Node, way: Way, stalling: Stalling) -> None:
-    """Podman takes what is written for the configuration, so nothing is."""
+    """Podman takes the output as the configuration, so nothing is written."""
     config = stalling.bundle.config
     config["annotations"] |= {"tidegate.gpu/driver": "optional"}
     config["root"]["path"] = str(stalling.bundle.rootfs)
@@ -257,7 +257,7 @@ def test_podman_s_stage_is_given_up(node: Node, way: Way, stalling: Stalling) ->
 
 
 def wrapper(node: Node, runtime: str) -> list[str]:
-    """The wrapper's command line for a real runtime, which is a script."""
+    """Return the wrapper's command line, with the script `runtime` as the real runtime."""
     real, settings = node.base / "real", node.base / "settings"
     real.write_text(runtime)
     real.chmod(0o755)
@@ -272,7 +272,7 @@ def wrapper(node: Node, runtime: str) -> list[str]:
 def test_the_wrapper_gives_up_a_root_that_it_looks_into(
     node: Node, way: Way, stalling: Stalling
 ) -> None:
-    """With `driver: optional` it looks for the image's C library."""
+    """With `driver: optional` the wrapper looks for the image's C library."""
     log = node.base / "runc.log"
     command = [*wrapper(node, "#!/bin/sh\necho executed\n"), "--log", str(log)]
     bundle = stalling.bundle
@@ -295,7 +295,7 @@ def test_the_wrapper_gives_up_a_root_that_it_looks_into(
 
 
 def test_the_wrapper_gives_up_an_end(node: Node, way: Way, stalling: Stalling) -> None:
-    """Its status is the real runtime's."""
+    """The wrapper returns the real runtime's status."""
     command = wrapper(node, "#!/bin/sh\necho deleted\nexit 3\n")
     with stalling.fuse as fuse, Held(stalling.bundle) as held:
         has_ended(node, held)

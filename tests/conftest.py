@@ -168,7 +168,12 @@ def waits(scope: str) -> bool:
     given time.
     """
     return scope.startswith(
-        ("tests/fuzz/", "tests/kubernetes/", "tests/unit/test_control_guest.py")
+        (
+            "tests/container/test_hook_stall.py",
+            "tests/fuzz/",
+            "tests/kubernetes/",
+            "tests/unit/test_control_guest.py",
+        )
     )
 
 

@@ -131,6 +131,7 @@ def test_a_start_ends_at_its_deadline_and_leaves_nothing(
     ends_and_leaves_nothing(node, way, stalling, operation, name)
 
 
+@pytest.mark.slow
 @one_way
 @pytest.mark.parametrize(("operation", "name"), OTHERS, ids=[f"{o}-{n}" for o, n in OTHERS])
 def test_it_does_so_wherever_it_is_stuck(

@@ -1,6 +1,6 @@
 """A listening Unix socket for a container's processes.
 
-It takes no more of the governor's time than a pace allows, whatever the container does.
+A `Pace` limits how much of the governor's time it takes, whatever the container does.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ log = structlog.get_logger()
 
 BACKLOG = 100
 SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-"""Errors that mean that the governor lacks what a connection needs, for a moment or longer."""
+"""Errors that mean that the governor lacks a resource for a connection, for a moment or longer."""
 SHORT_S = 1.0
+"""Pause in accepting connections after such an error, in seconds."""
 
 
 class Listener:
@@ -34,7 +35,7 @@ class Listener:
     def __init__(
         self, path: Path, pace: Pace, serve: Callable[[socket.socket], Awaitable[None]]
     ) -> None:
-        """Listen at `path`; `serve` is called with each connection, and has to close it."""
+        """Listen at `path`; `serve` is called with each connection and has to close it."""
         self._path, self._pace, self._serve = path, pace, serve
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -45,7 +46,8 @@ class Listener:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
             self._socket.bind(str(path))
-            path.chmod(0o666)  # any user of the container; no other container has the directory
+            # For any user of the container; no other container has the directory.
+            path.chmod(0o666)
             self._socket.listen(BACKLOG)
         except OSError:
             self._socket.close()
@@ -53,7 +55,7 @@ class Listener:
         self._listen()
 
     def close(self) -> None:
-        """Accept nothing more, and end the connections that are being served."""
+        """Stop accepting connections, and cancel the tasks that serve the accepted ones."""
         if self._timer is not None:
             self._timer.cancel()
         self._loop.remove_reader(self._socket)

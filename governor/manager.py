@@ -1,4 +1,4 @@
-"""What the governor tells the service manager (sd_notify(3)): it is ready, it is alive."""
+"""Notifications to the service manager (sd_notify(3)): readiness and signs of life."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import os
 import socket
 
 PATIENCE_S = 0.5
-"""Longest time for which a stuck service manager, with a full queue, holds the governor up, in
-seconds."""
+"""Longest time in seconds for which the governor waits for a stuck service manager whose queue is
+full."""
 
 
 def notify(state: str) -> None:
-    """Notify the service manager, if there is one."""
+    """Send `state` to the service manager, if there is one."""
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return
@@ -23,14 +23,14 @@ def notify(state: str) -> None:
 
 
 def watchdog_s() -> float | None:
-    """Return the time within which the manager wants a sign of life, in seconds; None if never."""
+    """Return the service manager's watchdog interval in seconds, or None if it has none for us."""
     usec = os.environ.get("WATCHDOG_USEC", "")
     is_ours = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
     return int(usec) / 1e6 if is_ours and usec.isdecimal() and int(usec) else None
 
 
 async def feed_watchdog(within_s: float) -> None:
-    """Send signs of life from the event loop, twice within the time in which one is wanted."""
+    """Send signs of life from the event loop, twice per watchdog interval."""
     while True:
         notify("WATCHDOG=1")
         await asyncio.sleep(within_s / 2)

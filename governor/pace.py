@@ -1,4 +1,7 @@
-"""How often something may happen: what tenants cause is bounded for each container separately."""
+"""Rate limits for events that tenants cause.
+
+Each container has its own limits for connections and log lines.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,21 @@ from typing import Any
 
 LINE_S = 1.0
 LINES = 64
-"""One line a second, after 64 at once."""
+"""Pace of a `PacedLog`: one line every `LINE_S` seconds, after `LINES` at once."""
 
 
 class Pace:
-    """A rate with a burst: `burst` events at once, and then one every `each_s` seconds.
+    """A rate with a burst: `burst` events at once, then one every `each_s` seconds.
 
     Times are seconds on any clock that does not go back.
     """
 
     def __init__(self, each_s: float, burst: int) -> None:
         self._each_s, self._burst_s = each_s, burst * each_s
-        self._paid_until = -self._burst_s  # events so far take up the time until then
+        self._paid_until = -self._burst_s  # end of the time that the events so far take up
 
     def wait(self, now: float) -> float:
-        """Return for how many seconds the next event has to wait."""
+        """Return the time until the next event may happen, in seconds; 0 if it may happen now."""
         return max(0.0, max(self._paid_until, now - self._burst_s) + self._each_s - now)
 
     def take(self, now: float) -> None:
@@ -37,7 +40,10 @@ class Pace:
 
 
 class PacedLog:
-    """Log lines that a tenant causes. Some are left out, and the next one says how many."""
+    """Log lines that a tenant causes.
+
+    Lines over the pace are left out, and the next line says how many.
+    """
 
     def __init__(self, log: Any) -> None:
         self._log = log
@@ -45,11 +51,11 @@ class PacedLog:
         self._n_left_out = 0
 
     def info(self, event: str, **fields: object) -> None:
-        """Write a line, or count it."""
+        """Write a line, or count it as left out."""
         self._write("info", event, fields)
 
     def warning(self, event: str, **fields: object) -> None:
-        """Write a warning, or count it."""
+        """Write a warning, or count it as left out."""
         self._write("warning", event, fields)
 
     def _write(self, level: str, event: str, fields: dict[str, object]) -> None:

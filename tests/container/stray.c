@@ -1,17 +1,17 @@
 /*
- * A program that goes around the control library: it loads the driver's own libcuda from where the
- * test put it.
+ * A program that goes around the control library: it loads the driver's own libcuda from the path
+ * at which the test put it.
  *
- *   stray WAY...   each way is one step, in the order given:
- *     join         register, by cuInit of the control library, and make a context there
+ *   stray WAY...   each way is a step; the steps run in the given order:
+ *     join         register through cuInit of the control library, and make a context there
  *     own          make a context with the driver's own library
- *     take:BYTES   allocate with the last library
- *     bursts:BYTES hold so much for 0.9 s, and nothing for 0.3 s, again and again
- *     burn:MS      keep the GPU busy for so long with the last library, in kernels of a millisecond
+ *     take:BYTES   allocate this amount with the library of the last join or own
+ *     bursts:BYTES hold this amount for 0.9 s, then nothing for 0.3 s, in an endless loop
+ *     burn:MS      keep the GPU busy for this time with the last library, in kernels of 1 ms
  *     began        make the file /out/began
  *     sleep:MS     wait
- *     tick         count in /out/ticks, every 10 ms, until it is killed
- *     child        do what follows in a child, and wait for its end
+ *     tick         append a byte to /out/ticks every 10 ms until killed
+ *     child        run the following steps in a child, and wait for its end
  */
 #include <dlfcn.h>
 #include <stdint.h>

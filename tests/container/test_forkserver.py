@@ -1,4 +1,4 @@
-"""The C programs in front of hook and wrapper runtime, and the fork server behind them."""
+"""The C programs in front of the hook and the wrapper runtime, and the fork server behind them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROGRAMS = ("tidegate-hook", "tidegate-runtime")
 
 
 def executed(trace: Path) -> list[str]:
-    """The programs that were executed, as strace wrote them down."""
+    """Return the programs that were executed, from strace's output."""
     lines = trace.read_text().splitlines()
     return [line.split('execve("')[1].split('"')[0] for line in lines if " = 0" in line]
 
@@ -38,7 +38,7 @@ def traced(trace: Path, *command: str, stdin: bytes = b"") -> subprocess.Complet
 
 
 def state(bundle: Path, pid: int = 1 << 21) -> bytes:
-    """What a runtime writes to a hook's standard input."""
+    """Return what a runtime writes to a hook's standard input."""
     document = {
         "ociVersion": "1.0.2", "id": "one", "status": "creating", "pid": pid,
         "bundle": str(bundle), "annotations": {},
@@ -48,18 +48,18 @@ def state(bundle: Path, pid: int = 1 << 21) -> bytes:
 
 @pytest.fixture
 def front(node: Node, fronts: Path) -> Node:
-    """A node whose programs are the C ones."""
+    """A node that uses the C programs."""
     node.program = fronts / "tidegate-hook"
     return node
 
 
 def interpreted(front: Node) -> list[str]:
-    """What runs where no fork server serves."""
+    """Return the programs that run when no fork server serves."""
     return [str(front.program), str(HOOK)]
 
 
 def test_the_programs_are_static(front: Node) -> None:
-    """No variable of the environment can have the loader bring code into them: there is no loader."""
+    """There is no loader, so no environment variable can make it load code into the programs."""
     for name in PROGRAMS:
         path = front.program.with_name(name)
         done = subprocess.run(["readelf", "-ld", path], capture_output=True, text=True, check=True)
@@ -87,7 +87,7 @@ def test_a_governed_start_needs_an_interpreter_only_without_the_server(
     bundle.write()
     trace = front.base / "trace"
     done = traced(trace, *front.hook, "createRuntime", stdin=state(bundle.path))
-    assert done.returncode != 0  # there is no such process
+    assert done.returncode != 0  # the process does not exist
     assert done.stderr.startswith(b"tidegate: ")
     expected = [str(front.program)] if server else interpreted(front)
     assert executed(trace) == expected
@@ -131,7 +131,7 @@ def test_many_starts_at_once_are_served(front: Node, forkserver: ForkServer) -> 
     assert plain.returncode != 0
     assert {one.returncode for one in running} == {plain.returncode}
     assert said == {plain.stderr}
-    # What they leave is reaped.
+    # The server reaps its children.
     wait_for(lambda: len(children(forkserver)) == N_SPARE, "the children to be gone")
 
 
@@ -142,7 +142,7 @@ def children(server: ForkServer) -> list[int]:
 
 @dataclass
 class Waiting:
-    """A start whose hook waits for the governor: the runtime, the hook's process, the server's child."""
+    """A start whose hook waits for the governor: the runtime, the hook's process and the server's child."""
 
     runtime: subprocess.Popen[str]
     hook: int
@@ -167,7 +167,7 @@ def waiting(front: Node, forkserver: ForkServer, runc: Runtime) -> Iterator[Wait
         if runs(pid, front)
     ]
     yield Waiting(started, hook, child)
-    front.governor.mode = "grant"  # what is told of the container's end is answered
+    front.governor.mode = "grant"  # so that the report of the container's end is answered
     started.communicate(timeout=30)
 
 
@@ -179,7 +179,7 @@ def runs(pid: int, front: Node) -> bool:
 
 
 def test_a_child_ends_with_the_hook(front: Node, waiting: Waiting) -> None:
-    """A runtime that gives the hook up kills it, and then takes the container apart."""
+    """A runtime that gives up on the hook kills it and then removes the container."""
     os.kill(waiting.hook, signal.SIGKILL)
     wait_for(lambda: not Path(f"/proc/{waiting.child}").exists(), "the child to be gone")
     front.governor.wait_idle()
@@ -207,13 +207,13 @@ def test_a_server_that_is_stopped_finishes_what_it_began(
     ran = runc.run(front.bundle("ls -A /run/tidegate"))
     assert "grant" in ran.stdout.split(), ran.stderr
     assert asked
-    # The end of the container found no server, and was told by the script.
+    # At the end of the container no server ran, so the script told the governor.
     assert [event["outcome"] for event in front.events()] == ["prepared", "released"]
     forkserver.stop()
 
 
 def copy_code(directory: Path, fronts: Path, version: str = "") -> Path:
-    """Install the hook's code, C programs and all, in a directory of its own; gives where the scripts are."""
+    """Install the hook's code with the C programs in a separate directory; return the directory of the scripts."""
     shutil.copytree(HOOK.parent, directory / "oci_hook", ignore=shutil.ignore_patterns("front"))
     (directory / "oci_hook/front").mkdir()
     for name in PROGRAMS:
@@ -227,7 +227,7 @@ def copy_code(directory: Path, fronts: Path, version: str = "") -> Path:
 
 
 def asked(front: Node, program: Path) -> list[str]:
-    """What a start by this program executes, and the program itself."""
+    """Return what a start by this program executes, the program itself included."""
     if not (front.base / "bundle").exists():
         front.bundle("true").write()
     trace = front.base / "trace"
@@ -264,7 +264,7 @@ def test_a_server_of_another_installation_or_version_is_not_used(
 def test_a_server_that_waits_takes_the_place_of_one_that_ends(
     front: Node, forkserver: ForkServer
 ) -> None:
-    """As the pod that replaces another one does: it is there before the other one ends."""
+    """As when a pod replaces another one: it runs before the other one ends."""
     command = [str(FORKSERVER), "--wait", "--runtime-dir", str(front.base / "run")]
     following = subprocess.Popen(command)
     try:
@@ -282,7 +282,7 @@ def test_a_server_that_waits_takes_the_place_of_one_that_ends(
 
 
 def blocked(pid: int) -> bool:
-    """Whether a process waits for a lock of a file."""
+    """Whether a process waits for a file lock."""
     return any(
         line.split()[1] == "->" and int(line.split()[5]) == pid
         for line in Path("/proc/locks").read_text().splitlines()
@@ -292,7 +292,7 @@ def blocked(pid: int) -> bool:
 @pytest.mark.parametrize("namespace", ["mount", "pid", "user"])
 @pytest.mark.usefixtures("forkserver")
 def test_a_caller_in_another_namespace_is_not_served(front: Node, namespace: str) -> None:
-    """There a path, or a process's number, means something else."""
+    """In that namespace a path or a process's number means something else."""
     bundle = front.bundle("true")
     bundle.write()
     trace = front.base / "trace"
@@ -335,7 +335,7 @@ def test_another_user_neither_reaches_the_server_nor_stands_for_it(
 
 
 def test_a_server_that_does_not_answer_is_not_waited_for(front: Node) -> None:
-    """Stopped, as by a debugger: the script begins a quarter of a second later."""
+    """The server is stopped, as by a debugger: the script begins a quarter of a second later."""
     server = ForkServer(front.base / "run")
     wait_for(lambda: len(children(server)) == N_SPARE, "its children")
     stopped = [server.process.pid, *children(server)]
@@ -351,7 +351,7 @@ def test_a_server_that_does_not_answer_is_not_waited_for(front: Node) -> None:
         for pid in stopped:
             os.kill(pid, signal.SIGCONT)
     time.sleep(0.2)
-    # What was asked and given up is not done afterwards.
+    # The request that was given up is not carried out afterwards.
     assert [event["outcome"] for event in front.events()] == ["failed"]
     server.stop()
 
@@ -382,18 +382,18 @@ def test_a_socket_that_a_killed_server_left_is_no_hindrance(
 
 
 def ask(front: Node) -> list[str]:
-    """Start a hook for a process that does not exist; gives what was executed."""
+    """Start a hook for a process that does not exist; return what was executed."""
     trace = front.base / "trace"
     done = traced(trace, *front.hook, "createRuntime", stdin=state(front.base / "bundle"))
     assert done.stderr.startswith(b"tidegate: "), done.stderr
-    assert b"fork server" not in done.stderr  # its process has said what is wrong
+    assert b"fork server" not in done.stderr  # the message is from the server's child
     return executed(trace)
 
 
 def test_a_server_that_cannot_fork_goes_on(front: Node) -> None:
-    """As where a limit on processes is reached: an end would kill the starts that it has begun."""
+    """As where a limit on processes is reached. If the server ended, the starts that it serves would be killed."""
     front.bundle("true").write()
-    # Its first child is the first process of a namespace, in which none is made after that ended.
+    # Its first child is the first process of a pid namespace. When that has ended, the kernel refuses further forks.
     server = ForkServer(front.base / "run", under=("unshare", "--pid"))
     wait_for(lambda: len(children(server)) == N_SPARE, "its children")
     os.kill(children(server)[0], signal.SIGKILL)
@@ -404,14 +404,14 @@ def test_a_server_that_cannot_fork_goes_on(front: Node) -> None:
 
 
 def test_a_server_has_so_many_children_and_no_more(front: Node, forkserver: ForkServer) -> None:
-    """Each may need 48 MiB, and all together have a limit: further callers execute the script."""
+    """Each child may need 48 MiB, and all together have a limit: further callers execute the script."""
     front.bundle("true").write()
     executed_it = False
-    for _ in range(10):  # on a busy machine the first may have ended before the last has come
+    for _ in range(10):  # on a busy machine the first may end before the last begins
         with contextlib.ExitStack() as stack:
             for _ in range(MOST):
                 client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                stack.enter_context(client).connect(str(forkserver.socket))  # and says nothing
+                stack.enter_context(client).connect(str(forkserver.socket))  # and sends nothing
             executed_it = ask(front) == interpreted(front)
             assert len(children(forkserver)) <= MOST
         if executed_it:
@@ -436,7 +436,7 @@ def test_a_server_without_descriptors_goes_on(front: Node, forkserver: ForkServe
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_what_waits_for_callers_ends_with_the_server(front: Node, number: signal.Signals) -> None:
-    """However that ends: a process that went on would listen in the next server's place."""
+    """In whatever way the server ends: a process that went on would listen in the next server's place."""
     server = ForkServer(front.base / "run")
     wait_for(lambda: len(children(server)) == N_SPARE, "its children")
     spares = [Path(f"/proc/{pid}") for pid in children(server)]
@@ -465,7 +465,7 @@ def test_a_server_that_was_started_without_standard_descriptors_serves(front: No
 
 
 def test_a_signal_between_a_look_and_the_wait_stops_the_server(front: Node) -> None:
-    """Here it comes to another thread, so that it interrupts no call of the one that serves."""
+    """The signal goes to another thread here, so that it interrupts no call of the thread that serves."""
     program = """
 import signal, sys, threading
 sys.path.insert(0, sys.argv[1])
@@ -493,7 +493,7 @@ server.run()
 def test_the_server_s_locale_is_not_what_paths_are_written_in(
     front: Node, tmp_path: Path, runc: Runtime, require: Callable[..., None]
 ) -> None:
-    """systemd gives services the system's locale; runtimes write UTF-8 in any."""
+    """systemd gives services the system's locale; runtimes write UTF-8 in any locale."""
     require("localedef")
     name = "en_US.ISO-8859-1"
     subprocess.run(
@@ -508,7 +508,7 @@ def test_the_server_s_locale_is_not_what_paths_are_written_in(
 
 @pytest.mark.usefixtures("forkserver")
 def test_a_caller_with_another_root_directory_is_not_served(front: Node, tmp_path: Path) -> None:
-    """Its paths lead to other files than the server's."""
+    """The caller's paths lead to other files than the server's."""
     front.bundle("true").write()
     root = tmp_path / "root"
     inside = [front.program.parent, front.base]
@@ -566,7 +566,7 @@ def test_what_precreate_is_given_by_a_pipe_comes_out_whole(front: Node) -> None:
 def test_a_mistake_in_a_command_line_is_said_to_a_container_that_asks_for_nothing(
     front: Node, arguments: tuple[str, ...]
 ) -> None:
-    """Or it shows with the first container that asks for something."""
+    """Else the mistake would show only with the first container that asks for something."""
     bundle = front.bundle("true", annotations={})
     del bundle.config["hooks"]
     bundle.write()
@@ -611,7 +611,7 @@ def test_a_configuration_that_nobody_takes_is_an_error(front: Node) -> None:
 
 
 def test_a_configuration_that_is_not_read_to_its_end_is_an_error(front: Node) -> None:
-    """Podman would take what came until then, with whatever that leaves out."""
+    """Podman would take what arrived until then, with whatever is missing from it."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     os.write(writing, b'{"annotations": ')
@@ -625,7 +625,7 @@ def test_a_configuration_that_is_not_read_to_its_end_is_an_error(front: Node) ->
 
 
 def wrapper_settings(front: Node, real: str) -> list[str]:
-    """Settings that make a program the real runtime; the wrapper's command line for them."""
+    """Write settings that make a program the real runtime; return the wrapper's command line with them."""
     program = front.base / "real"
     program.write_text(real)
     program.chmod(0o755)
@@ -635,7 +635,7 @@ def wrapper_settings(front: Node, real: str) -> list[str]:
 
 
 def test_a_command_line_of_any_length_reaches_the_runtime(front: Node) -> None:
-    """As of `runc exec`, whose words may be anything, also the name of a command."""
+    """For example that of `runc exec`, whose words may be anything, even the name of a command."""
     wrapper = wrapper_settings(front, '#!/bin/sh\necho "$#"\n')
     words = ["exec", "one", "seq", *map(str, range(3000)), "run"]
     done = subprocess.run([*wrapper, *words], capture_output=True, text=True, check=False)
@@ -645,7 +645,7 @@ def test_a_command_line_of_any_length_reaches_the_runtime(front: Node) -> None:
 def test_an_empty_bundle_is_the_working_directory(
     front: Node, require: Callable[..., None]
 ) -> None:
-    """As runc has it, so no file in the root directory stands for config.json."""
+    """As with runc; a config.json in the root directory is not used instead."""
     require("strace")
     wrapper = wrapper_settings(front, "#!/bin/sh\n")
     trace = front.base / "trace"
@@ -661,7 +661,7 @@ def test_an_empty_bundle_is_the_working_directory(
 def test_a_runtime_that_deletes_slowly_does_not_cost_the_server(
     front: Node, forkserver: ForkServer
 ) -> None:
-    """`delete --force` waits for the container's end, longer than the server for a request."""
+    """`delete --force` waits for the container's end, for longer than the server waits for a request."""
     wrapper = wrapper_settings(front, "#!/bin/sh\nsleep 2\n")
     (front.base / "run/traces").mkdir(mode=0o700, exist_ok=True)
     (front.base / "run/traces/one").write_text("")
@@ -697,7 +697,7 @@ def test_a_deleted_container_leaves_nothing_in_its_root(
     at = command.index(runtime.name)
     deleted = traced(trace, *command[:at], *wrapper, *command[at + 1 :])
     assert deleted.returncode == 0, deleted.stderr
-    # Beside control groups of both versions crun runs in a mount namespace of its own: not served.
+    # On a host with control groups of both versions, crun runs in its own mount namespace and is not served.
     served = with_server != "" and "unshare" not in command
     assert (str(HOOK.with_name("tidegate-runtime")) in executed(trace)) == (not served)
     assert not (front.base / "run/traces/kept").exists()

@@ -1,4 +1,4 @@
-"""What an image, a user or a node can do to the ways in: the wrapper, precreate, CDI, and the hook alone.
+"""What an image, a user or a node can do to the ways into a container: the wrapper, precreate, CDI, the hook alone.
 
 Whatever they do, a container that can reach a GPU is governed or does not start.
 """
@@ -60,7 +60,7 @@ int main(void) {{ return access("/dev/nvidia0", F_OK) ? {WITHOUT} : {WITH}; }}
 
 
 def make_unserved(node: Node, bundle: Bundle, why: str) -> str:
-    """Let no driver serve the image, or the node have none; gives a word of the reason."""
+    """Make a node or an image that no driver serves; return a word of the reason."""
     compile_c(LOOK_C, bundle.rootfs / "look", "-static")
     bundle.config["process"]["args"] = ["/look"]
     if why == "no mirror":
@@ -73,7 +73,7 @@ def make_unserved(node: Node, bundle: Bundle, why: str) -> str:
 
 
 def enter_cdi(node: Node, bundle: Bundle, nodes: list[dict[str, Any]] = GPU_NODES) -> None:
-    """Do what an engine does that knows CDI."""
+    """Edit the configuration as an engine with CDI does."""
     add_hook(bundle.config, [*node.hook, "--governed"], stage="createRuntime")
     bundle.config["linux"]["devices"] = list(nodes)
 
@@ -84,7 +84,7 @@ def logged(node: Node, name: str = "runtime.log") -> list[dict[str, Any]]:
 
 
 def refused(node: Node, ran: Ran, word: str) -> None:
-    """It did not start, and the line says why; crun keeps what hooks write to itself."""
+    """The container did not start, and the line says why; crun does not show what hooks write."""
     assert ran.status not in (WITH, WITHOUT, 0)
     [event] = [e for e in (*logged(node), *node.events()) if e["outcome"] == "failed"]
     assert word in event["message"]
@@ -99,7 +99,7 @@ UNSERVED = pytest.mark.parametrize("why", ["musl", "no mirror"])
 def test_optional_without_a_driver_is_without_a_gpu_by_the_wrapper(
     node: Node, wrapped: Wrapped, dev: Path, why: str
 ) -> None:
-    """Nor is there a governor on such a node: nobody asks it."""
+    """Such a node does not have a governor either: the wrapper does not ask for one."""
     bundle = plain(node, "", annotations=OPTIONAL)
     word = make_unserved(node, bundle, why)
     write_settings(
@@ -135,7 +135,7 @@ def test_optional_without_a_driver_is_without_a_gpu_by_precreate(
 def test_optional_without_a_driver_is_refused_by_cdi(
     node: Node, runtime: Runtime, why: str
 ) -> None:
-    """The engine has made the nodes already."""
+    """The engine has made the device nodes already."""
     bundle = plain(node, "", annotations=OPTIONAL)
     word = make_unserved(node, bundle, why)
     enter_cdi(node, bundle)
@@ -173,7 +173,7 @@ def test_optional_with_a_gpu_of_the_user_s_is_refused_by_precreate_and_hook(
     bundle.config["root"]["path"] = str(bundle.rootfs)
     bundle.config["linux"]["devices"] = GPU_NODES
     answer = precreate(node, dev, json.dumps(bundle.config).encode())
-    assert answer.status == 0  # the hook finds the same, and its line is shown
+    assert answer.status == 0  # the hook comes to the same result, and its line is shown
     node.log.unlink()
     bundle.config = json.loads(answer.stdout)
     refused(node, runtime.run(bundle), word)
@@ -188,12 +188,12 @@ def test_optional_on_a_node_with_a_driver_is_with_a_gpu(node: Node, wrapped: Wra
 def test_an_image_that_changes_after_it_was_looked_at_gets_no_ungoverned_gpu(
     node: Node, wrapped: Wrapped
 ) -> None:
-    """The nodes are written down by then."""
+    """The wrapper has entered the device nodes into the configuration by then."""
     bundle = plain(node, "", annotations=OPTIONAL)
     compile_c(LOOK_C, bundle.rootfs / "look", "-static")
     bundle.config["process"]["args"] = ["/look"]
     libc = bundle.rootfs / LIBDIR / "libc.so.6"
-    # A hook of the engine's runs before ours, as root and on the host.
+    # A hook of the engine runs before ours, as root and on the host.
     shell = ["sh", "-c", f"mv {libc} {libc}.away"]
     bundle.config["hooks"] = {"prestart": [{"path": "/bin/sh", "args": shell}]}
     refused(node, wrapped.run(bundle), "no glibc")
@@ -210,7 +210,7 @@ def test_a_stale_mirror_ends_the_start_at_the_wrapper(node: Node, wrapped: Wrapp
 
 
 def test_the_wrapper_follows_no_link_of_the_image(node: Node, wrapped: Wrapped) -> None:
-    """R2: what the host has in the loader's place is not taken for the image's."""
+    """R2: a file that the host has under the loader's path is not taken for the image's."""
     bundle = plain(node, "", annotations=OPTIONAL)
     compile_c(LOOK_C, bundle.rootfs / "look", "-static")
     bundle.config["process"]["args"] = ["/look"]
@@ -221,7 +221,7 @@ def test_the_wrapper_follows_no_link_of_the_image(node: Node, wrapped: Wrapped) 
 
 
 def test_the_wrapper_looks_into_no_root_of_the_host_s(node: Node, wrapped: Wrapped) -> None:
-    """R16, by another name."""
+    """R16, with the host's root under another name."""
     bundle = plain(node, "", annotations=OPTIONAL)
     shutil.rmtree(bundle.rootfs)
     bundle.rootfs.symlink_to("/")
@@ -242,7 +242,7 @@ SHOW = "ls /dev; ls -A /run/tidegate"
 
 
 def governed(node: Node, ran: Ran) -> None:
-    """It started with its GPU, under the quota that its annotations ask for."""
+    """The container started with its GPU, under the quota that its annotations ask for."""
     assert {"nvidia0", "grant"} <= set(ran.stdout.split()), ran.stderr
     node.governor.wait_idle()
     [admit] = [r for r in node.governor.requests if r["op"] == "admit"]
@@ -264,7 +264,7 @@ def test_who_calls_itself_a_sandbox_is_governed_by_cdi(
 def test_who_calls_itself_a_sandbox_is_governed_by_cdi_without_nodes_too(
     node: Node, runtime: Runtime
 ) -> None:
-    """As simulated GPUs have none: the hook's own argument says that a GPU was asked for."""
+    """As with simulated GPUs, which have no nodes: the hook's own argument says that a GPU was asked for."""
     bundle = plain(node, "ls -A /run/tidegate", annotations=OURS | SANDBOX)
     enter_cdi(node, bundle, [])
     assert "grant" in runtime.run(bundle).stdout
@@ -276,7 +276,7 @@ def test_who_calls_itself_a_sandbox_is_governed_by_cdi_without_nodes_too(
 def test_a_sandbox_with_a_node_is_governed_by_the_hook_alone(
     node: Node, dev: Path, runtime: Runtime
 ) -> None:
-    """Podman's `--device /dev/nvidia0`, with a hook that came by its annotation."""
+    """Podman's `--device /dev/nvidia0`, with a hook that an annotation selected."""
     assert dev
     bundle = plain(node, SHOW, annotations=OURS | SANDBOX)
     add_hook(bundle.config, node.hook, stage="createRuntime", poststop=False)
@@ -318,7 +318,7 @@ def test_who_calls_itself_a_sandbox_is_governed_by_precreate(
 def test_a_sandbox_without_a_gpu_is_left_alone_by_all(
     node: Node, dev: Path, wrapped: Wrapped, runtime: Runtime
 ) -> None:
-    """A pod's own has its annotations; a user's container that says so has no GPU, either."""
+    """A pod's own sandbox has the pod's annotations; a user's container that claims to be one has no GPU either."""
     bundle = plain(node, SHOW, annotations=OURS | SANDBOX)
     for n in range(2):
         ran = (wrapped, runtime)[n].run(bundle)
@@ -326,13 +326,14 @@ def test_a_sandbox_without_a_gpu_is_left_alone_by_all(
         assert written(bundle) == bundle.config
         data = json.dumps(bundle.config).encode()
         assert precreate(node, dev, data).stdout.encode() == data
-        # Once more with the hook, as Podman enters it by the annotation.
+        # Once more with the hook, which Podman adds because of the annotation.
         add_hook(bundle.config, node.hook, stage="createRuntime", poststop=False)
     assert node.governor.requests == []
 
 
-# How engines and people write it, and how somebody would who wants the wrapper to edit another bundle than the runtime
-# reads. {b}: the container's bundle; the directory around is another one, which asks for nothing.
+# How engines and people write the command line, and how an attacker would write it to make the wrapper edit another
+# bundle than the runtime reads. {b}: the container's bundle. The directory around it is another bundle, which asks for
+# nothing.
 LINES = {
     "run -b {b} x": True,
     "run -b={b} x": False,
@@ -368,7 +369,7 @@ QUICK_LINES = [
 def test_the_wrapper_reads_the_command_line_as_the_runtime_does(
     node: Node, wrapped: Wrapped, line: str
 ) -> None:
-    """Whatever starts has the GPU that its own config.json asks for, and the other bundle stays as it is."""
+    """A container that starts has the GPU that its own config.json asks for, and the other bundle stays unchanged."""
     bundle = plain(node, SHOW + "; echo it-runs")
     bundle.write()
     other = node.base / "other"
@@ -399,7 +400,7 @@ def plain_config() -> str:
 
 
 def test_a_config_that_hooks_do_not_read_is_refused(node: Node, wrapped: Wrapped) -> None:
-    """crun alone has --config; the hook would prepare what the bundle's own says."""
+    """Only crun has --config; the hook would prepare what the bundle's own config.json says."""
     bundle = plain(node, "true")
     asks = node.base / "asks.json"
     asks.write_text(json.dumps(bundle.config))
@@ -460,7 +461,7 @@ def test_a_hostile_config_ends_with_a_line(
     assert (bundle.path / "config.json").read_bytes() == data
     answer = precreate_bytes(node, dev, data)
     assert "Traceback" not in answer.stderr
-    if answer.status == 0:  # the hook finds the same
+    if answer.status == 0:  # the hook comes to the same result
         hooks = json.loads(answer.stdout)["hooks"]["createRuntime"]
         assert [hook["path"] for hook in hooks] == [node.hook[0]]
         assert "devices" not in answer.stdout
@@ -471,7 +472,7 @@ def test_a_hostile_config_ends_with_a_line(
 def test_a_config_as_deep_as_can_be_is_refused_or_the_runtime_s(
     node: Node, dev: Path, wrapped: Wrapped
 ) -> None:
-    """Around the depth from which on it is refused, what is read is written as well."""
+    """Near the depth limit, whatever can be read can be written as well."""
     assert dev
     bundle = node.bundle("true")
     ends = set()
@@ -550,7 +551,7 @@ def test_a_governor_that_never_ends_its_answer_holds_nobody(
 def test_the_deadline_is_not_the_real_runtime_s(
     node: Node, dev: Path, require: Callable[..., None]
 ) -> None:
-    """A timer outlasts an execve, and would end crun; Go's programs do not heed it."""
+    """A timer survives execve and would end crun; programs in Go ignore its signal."""
     require("crun")
     wrapper = Wrapped("crun", node.base / "state")
     wrapper.program = node.program.with_name("tidegate-runtime")
@@ -566,8 +567,8 @@ def test_the_deadline_is_not_the_real_runtime_s(
 def test_hooks_of_others_stay_where_they_are_and_ours_is_behind_them(
     node: Node, wrapped: Wrapped
 ) -> None:
-    """One that names our hook with other options is replaced; none of them comes between nodes and quota."""
-    # It reads what it is given: crun fails a container whose hook has ended before (a broken pipe).
+    """A hook entry that names our hook with other options is replaced; none comes between the nodes and the quota."""
+    # The other hook reads its input: crun fails a container whose hook ended before that (a broken pipe).
     other = {"path": "/bin/sh", "args": ["sh", "-c", "cat >/dev/null"]}
     fake = {"path": node.hook[0], "args": ["tidegate-hook", "--runtime-dir", "/x", "poststop"]}
     bundle = plain(node, SHOW)
@@ -588,7 +589,7 @@ def test_hooks_of_others_stay_where_they_are_and_ours_is_behind_them(
 def test_a_config_that_changes_behind_the_wrapper_s_back_gets_no_gpu_unseen(
     node: Node, wrapped: Wrapped, dev: Path
 ) -> None:
-    """The real runtime reads another one than was edited, with its hook: that of a GPU that was not granted."""
+    """The runtime reads another configuration than the wrapper edited; its hook is for a GPU that was not granted."""
     real = node.base / "swapping"
     bundle = plain(node, SHOW)
     swap = 's/"major": 195, "minor": 0,/"major": 195, "minor": 1,/g'
@@ -604,7 +605,7 @@ def test_a_config_that_changes_behind_the_wrapper_s_back_gets_no_gpu_unseen(
     [event] = node.events()
     assert (event["outcome"], event["code"]) == ("failed", "device")
     deadline = time.monotonic() + 20
-    while node.governor.admitted:  # the governor hears of the end by itself
+    while node.governor.admitted:  # the governor learns of the end on its own
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -644,7 +645,7 @@ def test_a_gpu_beside_the_granted_one_is_taken_out_in_front(
 def test_what_a_start_left_goes_by_each_form_of_delete(
     node: Node, wrapped: Wrapped, how: list[str]
 ) -> None:
-    """Also of one that calls itself a sandbox; what is deleted is the container that the runtime takes it for."""
+    """Also for a container that calls itself a sandbox. The wrapper cleans up what the runtime deletes."""
     bundle = plain(node, "true", annotations=OURS | SANDBOX)
     bundle.config["linux"]["devices"] = GPU_NODES
     bundle.write()

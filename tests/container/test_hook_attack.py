@@ -1,4 +1,4 @@
-"""Images that want more than their share: the rules that the CVEs of runc and of NVIDIA's toolkit taught.
+"""Attacks by images on more than their share: the rules that the CVEs of runc and of NVIDIA's toolkit taught.
 
 R1  no container path is a mount's source     R2  resolve once, act on the descriptor
 R3  create only with O_EXCL|O_NOFOLLOW        R4  a link's place is confined, its text is anything
@@ -6,8 +6,9 @@ R5  execute nothing of the image              R7  the environment and the workin
 R8  mounts are private                        R9  the image's environment grants nothing
 R10 check a source's type on its descriptor   R12 no descriptor survives into the container
 R13 never in the container's namespaces       R14 limits everywhere     R15 values are data     R16 never the host's root
-docs/reference/hook-rules.md says for each rule where it is and what attacks it. Here are attacks on a container that is held
-still; test_hook_rules.py mounts them under runc and crun, test_hook_steps.py between the hook's system calls.
+docs/reference/hook-rules.md says where each rule is implemented and what attacks it. This file has the attacks on a
+container that is held still. Those in test_hook_rules.py run under runc and crun, those in test_hook_steps.py between
+the hook's system calls.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PROBE = "probe libcuda.so.1 libnvidia-ml.so.1 libcuda.so libnvidia-ptxjitcompile
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Iterator[Path]:
-    """A directory of the host that nobody may touch."""
+    """A directory of the host that nothing may touch."""
     path = tmp_path / "victim"
     for name in ("usr/bin", LIBDIR, "etc", "run", "x86-64-v2"):
         (path / name).mkdir(parents=True)
@@ -61,7 +62,7 @@ def replace_by_link(path: Path, text: str) -> None:
 
 
 def attack(node: Node, bundle: Bundle) -> tuple[int, str]:
-    """Run the hook; whatever it says, its mounts are inside the root and its line is one."""
+    """Run the hook; whatever it reports, its mounts are inside the root, and it prints at most one line."""
     with Held(bundle) as held:
         before = set(held.all_mounts())
         done = held.hook(node.hook)
@@ -107,7 +108,7 @@ def test_a_link_to_the_host_in_every_place(node: Node, victim: Path, place: str,
 def test_a_link_whose_target_exists_inside_is_followed_inside(
     node: Node, victim: Path, place: str
 ) -> None:
-    """The image has the victim's path too: what is made is made there, in the image."""
+    """The image has the victim's path too: the hook makes its files at that path in the image."""
     bundle = node.bundle("true")
     inside = bundle.rootfs / str(victim).lstrip("/")
     shutil.copytree(victim, inside)
@@ -143,7 +144,7 @@ DIRECTORIES = [
 def test_a_link_where_files_of_the_driver_go_costs_at_most_these_files(
     node: Node, victim: Path, place: str, text: str, *, inside: bool
 ) -> None:
-    """A place is a convenience: the container starts, whatever is there, and the host has not changed."""
+    """A place is a convenience: the container starts whatever is there, and the host has not changed."""
     bundle = node.bundle("true", annotations=GRAPHICS)
     if inside:
         shutil.copytree(victim, bundle.rootfs / str(victim).lstrip("/"))
@@ -210,7 +211,7 @@ def test_a_single_file_is_bound_over_a_regular_one_only(
 def test_a_volume_where_files_of_the_driver_go_is_left_alone(
     node: Node, victim: Path, inside: str, second: str
 ) -> None:
-    """It is the user's: nothing is made in it and nothing mounted on it.  The next directory serves."""
+    """The volume is the user's: nothing is made in it, and nothing is mounted on it. The next directory is used."""
     bundle = node.bundle("true", annotations=GRAPHICS)
     etc, share = "etc/vulkan/icd.d", "usr/share/vulkan/icd.d"
     volume = victim / "run"
@@ -291,7 +292,7 @@ def test_odd_files_neither_hang_nor_break_the_hook(
 
 
 def test_nothing_of_the_image_is_executed(node: Node, runc: Runtime, tmp_path: Path) -> None:
-    """R5, R7: programs, libraries and Python modules of the image, and its environment, meet a deaf hook."""
+    """R5, R7: the hook ignores programs, libraries and Python modules of the image, and its environment."""
     bundle = node.bundle(PROBE)
     marker = tmp_path / "marker"
     source = f'#include <fcntl.h>\n__attribute__((constructor)) static void run(void) {{ open("{marker}", O_CREAT | O_WRONLY, 0600); }}'
@@ -339,7 +340,7 @@ def test_nothing_of_the_image_is_executed(node: Node, runc: Runtime, tmp_path: P
 
 @pytest.mark.usefixtures("victim")
 def test_a_shared_mount_is_refused(node: Node) -> None:
-    """R8: a mount made on one would appear on the host."""
+    """R8: a mount that is made on a shared mount would appear on the host."""
     bundle = node.bundle("true")
     bundle.write()
     with Held(bundle, propagation="shared") as held:
@@ -351,7 +352,7 @@ def test_a_shared_mount_is_refused(node: Node) -> None:
 
 
 def test_a_volume_that_the_image_leads_to_gets_no_files(node: Node, victim: Path) -> None:
-    """R3: a host directory mounted into the container is not a place to create things in, wherever links lead."""
+    """R3: nothing is created in a host directory that is mounted into the container, wherever links lead."""
     for place in ("run", LIBDIR + "/glibc-hwcaps", "usr/bin"):
         bundle = node.bundle("true", name="bundle-" + place.replace("/", "-"))
         (bundle.rootfs / "data").mkdir()
@@ -467,9 +468,9 @@ int main(int argc, char **argv) {
 def test_a_race_between_directory_and_link_reaches_nothing(
     node: Node, victim: Path, tmp_path: Path, places: list[str], rounds: int
 ) -> None:
-    """R2: whatever the walk meets, it is inside, and what was opened is what is acted on.
+    """R2: whatever the walk meets is inside the root, and what was opened is what is acted on.
 
-    By luck, for long; test_hook_steps.py enters each window.
+    This race hits by luck, and runs for long; test_hook_steps.py enters each window.
     """
     bundle = node.bundle("true")
     swap = compile_c(SWAP_C, tmp_path / "swap")
@@ -482,7 +483,7 @@ def test_a_race_between_directory_and_link_reaches_nothing(
     with Held(bundle) as held:
 
         def outside() -> set[str]:
-            # By their numbers: other tests rename directories that mounts are in.
+            # By numbers, because other tests rename directories that contain mounts.
             lines = Path(f"/proc/{held.process.pid}/mountinfo").read_text().splitlines()
             inside = f"{bundle.rootfs}/"
             return {line.split()[0] for line in lines if not line.split()[4].startswith(inside)}
@@ -497,7 +498,7 @@ def test_a_race_between_directory_and_link_reaches_nothing(
         finally:
             swapper.kill()
             swapper.wait()
-    # the victim's fixture compares its content and the host's mounts
+    # the fixture `victim` compares its content and the host's mounts
 
 
 def test_a_link_below_usr_lib_is_no_obstacle_to_an_honest_image(node: Node, runc: Runtime) -> None:
@@ -529,7 +530,7 @@ def test_another_mount_in_the_place_of_the_root_is_not_taken_for_it(node: Node) 
 def test_a_root_whose_name_becomes_a_link_before_the_hook_runs(
     node: Node, tmp_path: Path, *, is_above: bool
 ) -> None:
-    """From both namespaces it leads to one directory, which is the host's: no runtime has mounted it."""
+    """From both namespaces the link leads to the same directory, which is the host's: no runtime mounted it."""
     bundle = node.bundle("true")
     victim = tmp_path / "victim"
     shutil.copytree(bundle.rootfs, victim, symlinks=True)

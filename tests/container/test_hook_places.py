@@ -1,4 +1,4 @@
-"""What a container gets beside libraries: places, directories of the host, 32-bit libraries; and from which generation."""
+"""What a container gets besides libraries: places, host directories, 32-bit libraries; and from which generation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def asking(capabilities: str) -> dict[str, str]:
 
 
 def test_a_container_for_graphics_gets_the_drivers_files(node: Node, runtime: Runtime) -> None:
-    """Libraries of the larger set, directories mounted whole, sockets of the host; and nothing on the host."""
+    """Libraries of the larger set, directories mounted whole, sockets of the host; nothing changes on the host."""
     before = host_mounts(node.base)
     sockets = node.made / "host-sockets"
     command = (
@@ -65,7 +65,7 @@ def test_who_asks_for_no_graphics_gets_none_of_it(node: Node, runc: Runtime) -> 
 
 
 def test_files_of_the_image_stay_beside_the_drivers(node: Node, runtime: Runtime) -> None:
-    """Both directories have some: the driver's is bound singly into the first, over one of its own name."""
+    """Both directories have files of the image. The driver's file is mounted singly into the first, over a namesake."""
     bundle = node.bundle(
         "cat /etc/vulkan/icd.d/*; cat /usr/share/vulkan/icd.d/*; cat /usr/share/glvnd/egl_vendor.d/*;"
         "cat /etc/glvnd/egl_vendor.d/*",
@@ -96,7 +96,7 @@ def test_files_of_the_image_stay_beside_the_drivers(node: Node, runtime: Runtime
 def test_a_volume_of_the_configuration_leaves_a_place_the_next_directory(
     node: Node, runtime: Runtime, there: tuple[str, ...]
 ) -> None:
-    """The runtime mounts it in the container alone: from the host's side the directory is empty."""
+    """The runtime mounts the volume in the container only: from the host's side the directory is empty."""
     bundle = node.bundle(
         "ls -AR /etc/vulkan; cat /usr/share/vulkan/icd.d/*", annotations=asking("graphics")
     )
@@ -167,7 +167,7 @@ def test_a_place_that_the_image_has_no_room_for_is_logged(node: Node, runc: Runt
 
 
 def test_a_place_that_fails_half_way_leaves_nothing(node: Node, runc: Runtime) -> None:
-    """The first directory on the way is made, the second is refused by the file system: the first goes again."""
+    """The first directory on the way is made, the file system refuses the second: the first is removed again."""
     generation = node.own_mirror()
     manifest = json.loads((generation / "manifest.json").read_text())
     name = "n" * 300
@@ -181,7 +181,7 @@ def test_a_place_that_fails_half_way_leaves_nothing(node: Node, runc: Runtime) -
 
 @pytest.mark.parametrize("kind", ["link", "file"])
 def test_a_link_in_place_of_a_directory_of_the_host_is_not_followed(node: Node, kind: str) -> None:
-    """Some of these directories are below /tmp, where every user of the host may put a link."""
+    """Some of these directories are below /tmp, where any user of the host can put a link."""
     generation = node.own_mirror()
     path = node.base / "sockets"
     path.symlink_to("/etc") if kind == "link" else path.touch()
@@ -196,7 +196,7 @@ def test_a_link_in_place_of_a_directory_of_the_host_is_not_followed(node: Node, 
 
 
 def put_libc32(bundle: Bundle, directory: str = LIBDIR32) -> None:
-    """A real library for i386 under the C library's name, known to the image's ld.so.cache."""
+    """Put a real i386 library under the C library's name, and enter it into the image's ld.so.cache."""
     make_library(bundle.rootfs / directory / "libc.so.6", "libc.so.6", "i386", "-m32")
     (bundle.rootfs / "etc/ld.so.conf").write_text(f"/{directory}\n")
     subprocess.run(["ldconfig", "-r", str(bundle.rootfs), "-X"], check=True)
@@ -226,7 +226,7 @@ def test_32_bit_libraries_are_found_by_the_cache(
     assert f" => /{directory}/libc.so.6\n" in ran.stdout
     assert f"libGLX_nvidia.so.{VERSION}" in lines
     assert lines[-1].endswith(f"/{TARGET}/libGLX_nvidia.so.0 tidegate's libGLX_nvidia")
-    assert "libcuda.so.1 (libc6)" not in ran.stdout  # the quota would not hold for it
+    assert "libcuda.so.1 (libc6)" not in ran.stdout  # the quota would not apply to it
 
 
 def test_the_set_decides_on_32_bit_libraries_too(node: Node, runc: Runtime) -> None:
@@ -252,7 +252,7 @@ def test_the_set_decides_on_32_bit_libraries_too(node: Node, runc: Runtime) -> N
 def test_an_image_that_cannot_take_32_bit_libraries(
     node: Node, runc: Runtime, lack: str, message: str
 ) -> None:
-    """Asked for by name they are missed; as a part of `all` they are left out."""
+    """If they are asked for by name, the start fails; as a part of `all` they are left out."""
     bundles = [
         node.bundle("echo started", annotations=asking(asked), name=asked)
         for asked in ("all", "compat32")
@@ -337,7 +337,7 @@ def test_a_package_upgrade_stops_no_container_while_the_module_is_the_same(
 
 
 def test_a_generation_stays_while_a_hook_works_on_it(node: Node) -> None:
-    """`tidegate gc` asks for the lock alone, and gets it only when the hook has ended."""
+    """`tidegate gc` asks for an exclusive lock, and gets it only when the hook has ended."""
     generation = node.own_mirror()
     node.governor.mode = "silent"
     node.timeout = 4.0
@@ -358,9 +358,9 @@ def test_a_generation_stays_while_a_hook_works_on_it(node: Node) -> None:
 
 
 def test_a_generation_that_is_exchanged_by_name_does_not_mix(node: Node, runc: Runtime) -> None:
-    """`tidegate refresh --repair` puts another in the place of one whose manifest a hook has read.
+    """`tidegate refresh --repair` replaces a generation whose manifest a hook has read.
 
-    The governor is asked between the manifest and the mounts, so that is where it happens here.
+    The hook asks the governor between the manifest and the mounts, so the test replaces the generation then.
     """
     generation = node.own_mirror()
     other = node.base / "other"
@@ -388,13 +388,13 @@ def test_a_generation_that_is_exchanged_by_name_does_not_mix(node: Node, runc: R
 
 
 def waiters() -> list[list[str]]:
-    """Who waits for a lock of a whole file, as /proc/locks tells: number, "->", kind, how, access, process."""
+    """Return the waiters for locks of whole files from /proc/locks: number, "->", kind, how, access, process."""
     lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
     return [words for words in lines if words[1:3] == ["->", "FLOCK"]]
 
 
 def test_a_hook_that_comes_while_its_generation_goes_takes_the_next(node: Node) -> None:
-    """The collector holds the lock, switches and takes the old one away; the hook waits and starts over."""
+    """The collector holds the lock, switches and removes the old generation; the hook waits and starts over."""
     old = node.own_mirror()
     new = old.with_name(f"{VERSION}-abababababab")
     shutil.copytree(old, new, symlinks=True)
@@ -423,7 +423,7 @@ def test_a_hook_that_comes_while_its_generation_goes_takes_the_next(node: Node) 
 
 
 def test_what_the_host_mounts_below_a_directory_stays_with_the_host(node: Node) -> None:
-    """To mount it along would be to mount what nobody asked for, and to leave it as writable as it is on the host."""
+    """A mount of it would be one that was not asked for, and would leave it as writable as it is on the host."""
     generation = node.own_mirror()
     path = node.base / "sockets"
     (path / "below").mkdir(parents=True)
@@ -440,7 +440,7 @@ def test_what_the_host_mounts_below_a_directory_stays_with_the_host(node: Node) 
 
 
 def test_a_volume_in_place_of_a_directory_of_the_host_stays(node: Node, runtime: Runtime) -> None:
-    """What the configuration mounts there is what its user wants there."""
+    """The user wants there what the configuration mounts there."""
     sockets = node.made / "host-sockets"
     bundle = node.bundle(f"ls -A {sockets}", annotations=asking("graphics"))
     volume = node.base / "volume"

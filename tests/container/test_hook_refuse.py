@@ -1,4 +1,4 @@
-"""What keeps a container from starting: its own exit status, one line, and nothing left behind."""
+"""What keeps a container from starting: an exit status for each reason, one line, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.container.test_hook_start import everything, host_mounts, tree
 
 
 def check_line(line: str) -> None:
-    """One printable line: what, then what to do."""
+    """The hook prints one printable line: what is wrong, then what to do."""
     assert line.endswith("\n")
     assert line.count("\n") == 1
     assert line[:-1].isascii()
@@ -144,7 +144,7 @@ def test_a_damaged_manifest(node: Node) -> None:
 
 @pytest.mark.parametrize("what", ["missing", "link", "fifo", "directory"])
 def test_a_mirror_with_something_else_in_a_programs_place(node: Node, what: str) -> None:
-    """R10: the type of a source is checked on the descriptor that is mounted; what was mounted before it comes off."""
+    """R10: a source's type is checked on the descriptor that is mounted; earlier mounts are removed again."""
     program = node.own_mirror() / "bin" / "nvidia-smi"
     program.unlink()
     match what:
@@ -158,7 +158,7 @@ def test_a_mirror_with_something_else_in_a_programs_place(node: Node, what: str)
 
 
 def test_no_governor(node: Node) -> None:
-    node.timeout = 3.0  # for half of it a governor that is restarted would be waited for
+    node.timeout = 3.0  # the hook waits for half of it, in case the governor is being restarted
     (node.base / "run/governor.sock").unlink()
     refuse(node, node.bundle("true"), 75, "governor.sock (connect: there is no socket)")
 
@@ -190,7 +190,7 @@ def test_a_governor_that_refuses_speaks_for_itself(node: Node) -> None:
 
 
 def test_a_refusal_is_nothing_to_a_container_of_the_same_id(node: Node) -> None:
-    """Another engine's, which runs: what it left in its image is still known when it ends."""
+    """A container of another engine runs: what was made in its image is still on record when it ends."""
     node.governor.mode = "refuse"
     bundle = node.bundle("true")
     made = [Trace("directory", "run")]
@@ -202,13 +202,13 @@ def test_a_refusal_is_nothing_to_a_container_of_the_same_id(node: Node) -> None:
 
 
 def test_a_confirmation_that_fails_takes_everything_back(node: Node) -> None:
-    """All mounts were made and the cache written: all of it goes, the old cache comes back."""
+    """All mounts were made and the cache was written: all is undone, and the old cache is restored."""
     node.governor.mode = "deny-confirm"
     refuse(node, node.bundle("true"), 77, "the admission is gone")
 
 
 def test_what_could_not_be_taken_back_goes_at_the_end(node: Node) -> None:
-    """Something is in the way meanwhile; the runtime says the end of such a container, too."""
+    """A file is in the way for a while. The runtime reports the end of a container that failed to start, too."""
     node.governor.mode = "deny-confirm"
     bundle = node.bundle("true")
     before = tree(bundle.rootfs)
@@ -251,7 +251,7 @@ int main(int argc, char **argv) {
 @pytest.mark.parametrize("root", ["bind", "overlay", "no exchange"])
 @pytest.mark.parametrize("kind", ["link", "mode, owner and time", "hard link"])
 def test_a_cache_that_comes_back_is_the_very_one(node: Node, kind: str, root: str) -> None:
-    """An overlay knows no hard links between its layers, so there it is a file that its upper layer has."""
+    """An overlay has no hard links between its layers, so there the cache is a file of the upper layer."""
     node.governor.mode = "deny-confirm"
     bundle = node.bundle("true")
     etc = bundle.rootfs / "etc"
@@ -333,7 +333,7 @@ def test_a_damaged_cache_that_names_ours(node: Node) -> None:
 
 
 def test_a_cache_that_leads_elsewhere_and_cannot_be_written(node: Node) -> None:
-    """/etc is a volume of the host: not ours to write, and the image's own library would win."""
+    """/etc is a mount of the host: the hook must not write to it, and the image's own library would be found first."""
     bundle = node.bundle("true")
     make_library(bundle.rootfs / "opt/cuda/libcuda.so.1", "libcuda.so.1", "the image's libcuda")
     (bundle.rootfs / "etc/ld.so.conf").write_text("/opt/cuda\n")
@@ -367,7 +367,7 @@ def test_a_root_file_system_that_cannot_be_written(node: Node) -> None:
 
 
 def test_a_read_only_root_that_was_prepared_is_served(node: Node) -> None:
-    """Directories and placeholder are in the image, the cache does not name ours: nothing has to be written."""
+    """The image has the directories, and its cache does not name our libraries: nothing has to be written."""
     bundle = node.bundle("true")
     (bundle.rootfs / TARGET).mkdir(parents=True)
     (bundle.rootfs / "run/tidegate").mkdir()
@@ -381,7 +381,7 @@ def test_a_read_only_root_that_was_prepared_is_served(node: Node) -> None:
 
 
 def test_no_mount_namespace(node: Node) -> None:
-    """Its mounts would be the host's."""
+    """The hook's mounts would appear on the host."""
     bundle = node.bundle("true")
     bundle.write()
     with Held(bundle) as held:
@@ -405,7 +405,7 @@ def test_a_process_that_has_ended(node: Node) -> None:
 def test_a_number_that_is_anothers_by_now_is_not_the_container_s(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process ends while the hook takes hold of it, and the next one gets its number."""
+    """The process ends while the hook opens its pidfd, and the next process gets its number."""
     bundle = node.bundle("true")
     with Held(bundle) as held, subprocess.Popen(["true"]) as ended:
         os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
@@ -443,7 +443,7 @@ def test_poststop_never_fails(node: Node) -> None:
 
 
 def test_runc_shows_the_line_and_the_status(node: Node, runc: Runtime) -> None:
-    """And the container's root is as it was."""
+    """The container's root is as it was, too."""
     bundle = node.bundle("echo started", annotations={"tidegate.gpu/memory": "8GB"})
     before = tree(bundle.rootfs)
     ran = runc.run(bundle)

@@ -1,9 +1,9 @@
 """Attacks on the hook under runc and crun; tests/mutants/rules.toml says which rule each is for.
 
-Each runs with the hook in steps (tests/container/steps.py), beside a directory of the host that nobody may touch
-(tests/container/canary.py), and with traps in the image (tests/container/assault.py). What is asserted for all of them is
-in `assault`: nothing outside the container was opened, read, made, changed or mounted on, nothing of the image ran or was
-loaded on the host, and every call that the hook made was one that cannot leave the container's root.
+Each attack runs with the hook in steps (tests/container/steps.py), next to a directory of the host that nothing may touch
+(tests/container/canary.py), and with traps in the image (tests/container/assault.py). `assault` asserts what holds for
+all of them: nothing outside the container was opened, read, made, changed or mounted on, nothing of the image ran or was
+loaded on the host, and every call of the hook was one that cannot leave the container's root.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def canary(tmp_path: Path) -> Canary:
 
 
 def settled(outcome: Outcome) -> None:
-    """It started, or did not for a reason that the hook or the runtime gave in one line."""
+    """The container started, or did not for a reason that the hook or the runtime gave in one line."""
     if outcome.ran.status == 0:
         assert outcome.outcome in ("prepared", "without-gpu")
     if outcome.outcome == "failed":
@@ -73,7 +73,7 @@ def settled(outcome: Outcome) -> None:
 
 
 def ours(outcome: Outcome, *targets: str) -> None:
-    """What the container has at these places is the node's own, and read-only."""
+    """The container's files at these places are the node's own, and read-only."""
     lines = [line.split(" ") for line in outcome.ran.stdout.splitlines() if " - " in line]
     mounts = {words[4]: words for words in lines}
     for target in targets:
@@ -81,7 +81,7 @@ def ours(outcome: Outcome, *targets: str) -> None:
 
 
 def link_texts(place: str) -> dict[str, str]:
-    """Where a link at `place` may lead; {canary} is the host's directory."""
+    """Return the targets for a link at `place`; {canary} is the host's directory."""
     up = "../" * (place.count("/") + 12)
     return {
         "absolute": "{canary}/" + place,
@@ -90,7 +90,7 @@ def link_texts(place: str) -> dict[str, str]:
         "own root": "/proc/self/root{canary}/" + place,
         "own cwd": "/proc/self/cwd",
         "descriptor": "/proc/self/fd/13",
-        "chain": "/first",  # and further, each in another way
+        "chain": "/first",  # continues over further links of different kinds
         "itself": place.rpartition("/")[2],
         "nowhere": "/nowhere/at/all",
     }
@@ -114,7 +114,7 @@ LINKS = [
 def test_a_link_at_each_component(
     node: Node, runtime: Runtime, canary: Canary, place: str, kind: str
 ) -> None:
-    """R2, R3, R4: followed inside the root, or refused."""
+    """R2, R3, R4: the link is followed inside the root, or refused."""
     bundle = node.bundle(LOOK)
     if kind == "chain":
         chain(bundle, str(canary.path / place))
@@ -134,7 +134,7 @@ def test_a_link_at_each_component(
 def test_a_link_whose_target_is_in_the_image_too(
     node: Node, runtime: Runtime, canary: Canary, place: str
 ) -> None:
-    """R2: the image has a directory under the path that the host has; it is the image's that is used."""
+    """R2: the image has a directory under a path that the host has, too; the hook uses the image's."""
     bundle = node.bundle(LOOK)
     inside = below_root(bundle, canary.path) / place
     inside.parent.mkdir(parents=True)
@@ -173,7 +173,7 @@ QUICK_KINDS = {"fifo", "char"}
 def test_odd_files_at_each_place(
     node: Node, runtime: Runtime, canary: Canary, place: str, kind: str
 ) -> None:
-    """R10, R14: what a file is, is asked of its descriptor before it is opened for reading; sizes are bounded."""
+    """R10, R14: the type of a file is checked on its descriptor before it is opened for reading; sizes are bounded."""
     bundle = node.bundle(
         "", annotations={"tidegate.gpu/memory": "8Gi", "tidegate.gpu/capabilities": "all"}
     )
@@ -181,9 +181,7 @@ def test_odd_files_at_each_place(
     run_nothing(bundle)
     outcome = assault(node, runtime, bundle, canary)
     settled(outcome)
-    for (
-        step
-    ) in outcome.steps:  # nothing but regular files and directories was ever opened to be read
+    for step in outcome.steps:  # only regular files and directories were opened for reading
         assert (
             step.what != str(bundle.rootfs / place)
             or step.numbers[2] & 0o10000000
@@ -221,7 +219,7 @@ INTO_PROC = [
 def test_links_into_proc_sys_and_dev(
     node: Node, runtime: Runtime, canary: Canary, *, place: str, kind: str, host_pids: bool
 ) -> None:
-    """R10, R11: nothing is written there; with the host's PID namespace /proc/self is the hook itself."""
+    """R10, R11: nothing is written there. With the host's PID namespace, /proc/self is the hook itself."""
     bundle = node.bundle(LOOK)
     if host_pids:
         namespaces = bundle.config["linux"]["namespaces"]
@@ -239,9 +237,9 @@ def test_links_into_proc_sys_and_dev(
 def test_a_link_does_not_cover_what_the_runtime_mounts(
     node: Node, runtime: Runtime, canary: Canary, place: str, target: str
 ) -> None:
-    """R10: a runtime hides files of /proc by its own /dev/null, and lets it be where there is none.
+    """R10: a runtime hides files of /proc with its own /dev/null, and leaves them visible where that is missing.
 
-    An image that had the driver or the grant mounted on /dev by a link would see what is hidden (as with
+    An image that could have the driver or the grant mounted on /dev through a link would see what is hidden (as with
     CVE-2025-31133).
     """
     bundle = node.bundle("cat /proc/timer_list /proc/self/mountinfo; echo end")
@@ -263,7 +261,7 @@ def test_a_link_does_not_cover_what_the_runtime_mounts(
 def test_what_a_runtime_hides_stays_hidden(
     node: Node, runtime: Runtime, canary: Canary, place: str
 ) -> None:
-    """R10: with a /dev that the configuration binds, runc starts the container without its /dev/null."""
+    """R10: if the configuration binds a directory on /dev, runc starts the container without its own /dev/null."""
     bundle = node.bundle("cat /proc/timer_list")
     bundle.config["mounts"] = [m for m in bundle.config["mounts"] if m["destination"] != "/dev"]
     source = node.base / "devices"
@@ -281,7 +279,7 @@ def test_what_a_runtime_hides_stays_hidden(
 def test_proc_sys_and_dev_from_the_image(
     node: Node, runtime: Runtime, canary: Canary, name: str, kind: str
 ) -> None:
-    """R10, R11: the hook has the host's own /proc, by a descriptor that it took before it looked at the image."""
+    """R10, R11: the hook uses the host's /proc, through a descriptor that it opened before it looked at the image."""
     if (runtime.name, name, kind) == ("runc", "dev", "link"):
         pytest.skip("runc 1.1 itself makes its links of /dev there (CVE-2026-41579)")
     bundle = node.bundle(LOOK)
@@ -362,7 +360,7 @@ def test_a_directory_of_the_host_in_the_way(
 def test_a_link_to_a_directory_of_the_host_that_has_what_is_to_be_made(
     node: Node, runtime: Runtime, canary: Canary, place: str
 ) -> None:
-    """R3: a volume that only a link of the image puts in the way is none that the configuration put there."""
+    """R3: a volume to which only a link of the image leads does not count as put there by the configuration."""
     bundle = run_nothing(node.bundle(""))
     source = node.base / "volume"
     source.mkdir()
@@ -376,7 +374,7 @@ def test_a_link_to_a_directory_of_the_host_that_has_what_is_to_be_made(
 def test_a_single_file_or_directory_of_the_host_over_a_place(
     node: Node, runtime: Runtime, canary: Canary, place: str
 ) -> None:
-    """R3, R10: a bind mount over the place itself is covered or refused; what it shows of the host stays as it is."""
+    """R3, R10: a bind mount over the place itself is covered or refused; what it shows of the host is unchanged."""
     bundle = node.bundle("cat /proc/self/mountinfo")
     source = node.base / "volume"
     if place in (TARGET, "run/tidegate"):
@@ -394,7 +392,7 @@ def test_a_single_file_or_directory_of_the_host_over_a_place(
 
 @pytest.mark.parametrize("place", ["usr/lib", "run", "etc", "usr/bin"])
 def test_an_overlay_in_the_way(node: Node, runtime: Runtime, canary: Canary, place: str) -> None:
-    """R3: what an overlay of the configuration's would copy up into a directory of the host is not made."""
+    """R3: the hook makes nothing that an overlay of the configuration would copy up into a directory of the host."""
     bundle = node.bundle("cat /proc/self/mountinfo")
     lower, upper, work = (node.base / name for name in ("lower", "upper", "work"))
     shutil.copytree(bundle.rootfs / place, lower, symlinks=True)
@@ -411,14 +409,14 @@ def test_an_overlay_in_the_way(node: Node, runtime: Runtime, canary: Canary, pla
     lay_traps(bundle)
     outcome = settled_with(node, runtime, bundle, canary, skip=("upper", "work"))
     made = {str(p.relative_to(upper)) for p in upper.rglob("*")}
-    # `run` is the one directory that a configuration may mount where the grant goes
+    # `run` is the only directory at the grant's place that a configuration may mount
     assert made == ({"tidegate"} if place == "run" and outcome.outcome == "prepared" else set())
 
 
 def settled_with(
     node: Node, runtime: Runtime, bundle: Bundle, canary: Canary, *, skip: tuple[str, ...]
 ) -> Outcome:
-    """As `assault`, where something beside the container's root is the test's own to look at."""
+    """Like `assault`; what `skip` names outside the container's root is left to the test to check."""
     import tests.container.assault as module
 
     everything = module.elsewhere
@@ -444,7 +442,7 @@ def test_an_environment_that_loads_and_runs_things(
     stage: str,
     env: str,
 ) -> None:
-    """R5, R7: the image's environment, working directory and modules meet a deaf hook, whatever the runtime passes on."""
+    """R5, R7: the hook ignores the image's environment, working directory and modules, whatever the runtime passes."""
     bundle = node.bundle(LOOK)
     module = f"import os\nos.close(os.open({str(traps() / 'marker')!r}, os.O_CREAT))\n"
     names = (
@@ -474,7 +472,7 @@ def test_an_environment_that_loads_and_runs_things(
     bundle.config["process"]["env"] += [
         *hostile[:-1], f"LD_PRELOAD={library}", f"LD_AUDIT={library}", f"LD_LIBRARY_PATH={bundle.rootfs}",
     ]  # fmt: skip
-    if env == "none":  # then the hook inherits the runtime's own
+    if env == "none":  # then the hook inherits the runtime's environment
         import tests.container.assault as attack
 
         def without_env(config: dict, argv: list[str], **named: object) -> None:
@@ -507,7 +505,7 @@ HOSTILE = {
     "bidi": {P + "strategy": "\u202eotua"},
     "surrogate": {P + "strategy": "\ud800"},
     "digits": {P + "memory": "9" * 10_000},
-    "other digits": {P + "compute": "\u0661\u0660"},  # Arabic-Indic 10, which int() takes
+    "other digits": {P + "compute": "\u0661\u0660"},  # Arabic-Indic 10: int() accepts it
     "plus": {P + "compute": "+10"},
     "newline": {P + "compute": "10\n"},
     "zero": {P + "memory": "0"},
@@ -521,7 +519,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_annotations_are_data(node: Node, runtime: Runtime, canary: Canary, kind: str) -> None:
-    """R14, R15: refused, with one printable line; in no shell, path or format. The governor does not hear of it."""
+    """R14, R15: refused, with one printable line; used in no shell, path or format. The governor is not asked."""
     annotations = {
         name: value.replace("{marker}", str(traps() / "marker")).replace(
             "{canary}", str(canary.path)
@@ -531,7 +529,7 @@ def test_annotations_are_data(node: Node, runtime: Runtime, canary: Canary, kind
     outcome = assault(node, runtime, node.bundle("echo started", annotations=annotations), canary)
     assert "started" not in outcome.ran.stdout
     assert outcome.ran.status != 0
-    if outcome.steps:  # runc refuses a lone surrogate itself
+    if outcome.steps:  # runc itself refuses a lone surrogate
         assert outcome.code in ("annotation", "bundle", "state"), outcome.event
         line = f"{outcome.event['message']}; {outcome.event['hint']}"
         assert line.isprintable()
@@ -553,7 +551,7 @@ CONFIGS: dict[str, Callable[[], tuple[dict[str, str], str]]] = {
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_config_of_any_size(node: Node, runtime: Runtime, canary: Canary, kind: str) -> None:
-    """R14: read up to a limit, and no longer than seconds."""
+    """R14: the hook reads up to a limit, and within seconds."""
     annotations, codes = CONFIGS[kind]()
     bundle = node.bundle("echo started", annotations={"tidegate.gpu/memory": "8Gi", **annotations})
     outcome = assault(node, runtime, bundle, canary)
@@ -565,7 +563,7 @@ def test_a_config_of_any_size(node: Node, runtime: Runtime, canary: Canary, kind
 
 @pytest.mark.parametrize("size", [5 << 20, 64 << 20])
 def test_a_state_of_any_size(node: Node, size: int) -> None:
-    """R14: a runtime that writes without an end is not listened to without an end."""
+    """R14: the hook stops reading if a runtime writes without end."""
     from tests.container.held import Held
 
     with Held(node.bundle("true")) as held:
@@ -575,7 +573,7 @@ def test_a_state_of_any_size(node: Node, size: int) -> None:
 
 
 def test_a_state_that_never_ends(node: Node) -> None:
-    """R14: the hook has a deadline of its own; the runtime may have none."""
+    """R14: the hook has its own deadline; the runtime may have none."""
     node.timeout = 0.5
     with subprocess.Popen(
         [*node.hook, "createRuntime"], stdin=subprocess.PIPE, stderr=subprocess.PIPE
@@ -589,7 +587,7 @@ def test_a_state_that_never_ends(node: Node) -> None:
 
 
 def test_what_is_shared_on_the_host_is_private_in_the_container(node: Node) -> None:
-    """R8: mirror and grant lie on a shared mount, as everything does under systemd; their copies have no peers."""
+    """R8: mirror and grant are on a shared mount, as is everything under systemd; the hook's copies have no peers."""
     from tests.container.held import Held
 
     bundle = node.bundle("true")
@@ -620,7 +618,7 @@ def test_what_is_shared_on_the_host_is_private_in_the_container(node: Node) -> N
 def test_the_environment_grants_nothing(
     node: Node, runtime: Runtime, env: list[str], *, asks: bool
 ) -> None:
-    """R9: neither a GPU, nor more of one."""
+    """R9: the environment yields neither a GPU nor a larger share of one."""
     wanted = {"tidegate.gpu/memory": "1Gi"} if asks else {}
     bundle = node.bundle("ls -A /run", annotations=wanted)
     bundle.config["process"]["env"] += env
@@ -649,7 +647,7 @@ SOCKETS = [
 def test_a_replaced_socket_of_the_governor(
     node: Node, runtime: Runtime, canary: Canary, kind: str
 ) -> None:
-    """R13, R14: the hook neither hangs nor believes; the image's own socket under that path is never spoken to."""
+    """R13, R14: the hook neither hangs nor believes it, and never uses the image's own socket under that path."""
     bundle = node.bundle("echo started")
     node.timeout = 3.0
     path = node.base / "run/governor.sock"
@@ -721,7 +719,7 @@ while True:
 
 
 def impostor(path: Path, grants: str) -> subprocess.Popen[bytes]:
-    """Listen where the governor does: as nobody, and grant a directory of the host; or say `endless` things as root."""
+    """Listen in the governor's place: grant a directory of the host as user nobody, or send `endless` data as root."""
     process = subprocess.Popen(
         ["/usr/bin/python3", "-c", IMPOSTOR, str(path), grants], stdout=subprocess.PIPE
     )
@@ -789,7 +787,7 @@ int main(int argc, char **argv) {
 def test_pages_and_libraries_cannot_be_changed(
     node: Node, runtime: Runtime, canary: Canary, kind: str
 ) -> None:
-    """R8: the container's root writes to, truncates, replaces or remounts nothing that the hook mounted."""
+    """R8: the container's root cannot write to, truncate, replace or remount what the hook mounted."""
     from tests.container.bundles import compile_c
 
     bundle = node.bundle(f"{PAGES[kind]} 2>/dev/null; echo end")
@@ -808,7 +806,7 @@ def test_pages_and_libraries_cannot_be_changed(
 def test_no_file_of_the_image_is_mounted_anywhere(
     node: Node, runtime: Runtime, canary: Canary, kind: str
 ) -> None:
-    """R1: the image has what looks like a driver, under the host's paths as well; what is mounted is the host's."""
+    """R1: the image has files like a driver's, under the host's paths as well; the hook mounts the host's files."""
     bundle = node.bundle(
         f"cat /usr/bin/nvidia-smi; cat /run/tidegate/grant; ls /{TARGET}; cat /proc/self/mountinfo"
     )
@@ -840,7 +838,7 @@ def test_no_file_of_the_image_is_mounted_anywhere(
 def test_a_working_directory_and_descriptors(
     node: Node, runtime: Runtime, canary: Canary, cwd: str
 ) -> None:
-    """R12: no descriptor of the hook's or of who started the runtime; its working directory is the runtime's."""
+    """R12: no descriptor of the hook or of the runtime's caller is left; the working directory is the runtime's."""
     bundle = node.bundle("cd /proc/self/fd; ls -l . | cat; cat /proc/self/mountinfo > /dev/null")
     bundle.config["process"]["cwd"] = cwd
     bundle.config["root"]["readonly"] = cwd == "/var"
@@ -859,7 +857,7 @@ def test_a_working_directory_and_descriptors(
     "root", ["/", "//", "/.", "/proc/1/root", "/proc/self/root", "../../../../../../../..", "link"]
 )
 def test_the_hosts_own_root_is_refused(node: Node, runtime: Runtime, root: str) -> None:
-    """R16: and by the hook, whatever the runtime says to it; nothing is mounted, nothing made."""
+    """R16: the hook itself refuses, whatever the runtime tells it; nothing is mounted or made."""
     from tests.container.held import Held
     from tests.container.test_hook_start import host_mounts
 
@@ -873,7 +871,7 @@ def test_the_hosts_own_root_is_refused(node: Node, runtime: Runtime, root: str) 
         done = held.hook(node.hook, stage="prestart" if runtime.name == "crun" else "createRuntime")
         assert done.returncode == 66, done.stderr
         assert "root.path" in done.stderr
-        # a process with more capabilities than ours keeps its /proc/PID/root to itself
+        # a process with more capabilities than ours protects its /proc/PID/root
         assert "the host's own root" in done.stderr or root == "/proc/1/root"
         assert (held.all_mounts(), host_mounts(node.base)) == before
     assert node.governor.requests == []
@@ -883,7 +881,7 @@ def test_the_hosts_own_root_is_refused(node: Node, runtime: Runtime, root: str) 
 def test_a_link_in_a_user_namespace(
     node: Node, runtime: Runtime, canary: Canary, place: str
 ) -> None:
-    """R3: what is made for a container's mapped root is given to it by descriptor; nothing of the host changes hands."""
+    """R3: what the hook makes is given to the mapped root by descriptor; nothing of the host changes owner."""
     bundle = node.bundle(LOOK)
     put_link(bundle.rootfs / place, str(canary.path / place))
     inside = below_root(bundle, canary.path)
@@ -895,7 +893,7 @@ def test_a_link_in_a_user_namespace(
 
 
 def test_the_traps_work() -> None:
-    """Run and loaded on the host, they leave their file: it is no accident that none is found."""
+    """When run and loaded on the host, the traps leave their file, so it means something that no test finds it."""
     marker = traps() / "marker"
     for command, env in (
         ([str(traps() / "program")], {}),
@@ -926,7 +924,7 @@ def test_the_canary_sings(tmp_path: Path) -> None:
 
 
 def test_standard_descriptors_that_are_closed_become_none_of_the_hook_s(node: Node) -> None:
-    """R12: what is written to standard error would be written into one of them."""
+    """R12: else a message to standard error would be written into one of the hook's files."""
     node.governor.mode = "silent"
     node.timeout = 4.0
     with Held(node.bundle("true")) as held:

@@ -18,7 +18,7 @@ from tests.container.test_hook_start import FOUND, PROBE, everything, tree
 AT_ONCE = 8
 ROUNDS = 3
 ASKED = {"tidegate.gpu/memory": "8Gi", "tidegate.gpu/compute": "50"}
-# Whether it is served at its start, and later, when others have come and gone.
+# Check that the container is served at its start, and still after others have come and gone.
 LOOKS = (
     f"{PROBE}; stat -c %s /run/tidegate/grant; sleep {{}}; {PROBE}; stat -c %s /run/tidegate/grant"
 )
@@ -27,7 +27,7 @@ SERVED = f"{FOUND}4096\n" * 2
 
 @pytest.fixture
 def shared(node: Node) -> Path:
-    """A root, whose cache has a mode, an owner and a time that show when it is made anew."""
+    """A root whose cache has a mode, an owner and a time that show whether it was made anew."""
     root = node.bundle("").rootfs
     cache = root / "etc/ld.so.cache"
     cache.chmod(0o640)
@@ -37,7 +37,7 @@ def shared(node: Node) -> Path:
 
 
 def make(node: Node, root: Path, number: int, command: str, capabilities: str) -> Bundle:
-    """A bundle of its own over the shared root."""
+    """Make a separate bundle over the shared root."""
     path = node.base / f"shared{number}"
     path.mkdir(exist_ok=True)
     asked = ASKED | {"tidegate.gpu/capabilities": capabilities}
@@ -66,7 +66,7 @@ def run(runtime: Runtime, bundle: Bundle, name: str) -> Ran:
 def test_starts_and_ends_at_once_over_one_root(
     node: Node, runtime: Runtime, shared: Path, capabilities: str
 ) -> None:
-    """None fails, none loses what it uses, and the last takes away what all of them made; ids come back."""
+    """None fails or loses what it uses, and the last one removes what all of them made; container ids are reused."""
     node.timeout = 40.0
     before, kept = tree(shared), everything(shared / "etc/ld.so.cache")
     together = threading.Barrier(AT_ONCE)
@@ -94,7 +94,7 @@ def test_starts_and_ends_at_once_over_one_root(
 def test_a_start_that_fails_takes_nothing_from_another_of_its_root(
     node: Node, runtime: Runtime, shared: Path
 ) -> None:
-    """The second comes when the first has made all; then the first is refused, and takes back what it made."""
+    """The second starts when the first has made everything. Then the first is refused, and removes what it made."""
     node.timeout = 20.0
     before, kept = tree(shared), everything(shared / "etc/ld.so.cache")
     governor = node.governor

@@ -19,8 +19,8 @@ from tests.container.held import Held
 from tests.container.nodes import wait_for
 from tests.container.test_hook_start import tree
 
-DEADLINE = 4.0  # seconds; the hook has to reach the request that stalls before
-ENOUGH = 60.0  # seconds; deadline for runs that are not to miss it
+DEADLINE = 4.0  # seconds; the hook has to reach the request that stalls before it
+ENOUGH = 60.0  # seconds; a deadline that the hook is not to miss
 ANSWERS = "see what serves that file system (FUSE, NFS), and start the container once it answers\n"
 LINE = (
     f"tidegate: the hook did not finish within {DEADLINE:g} s, and could not be interrupted:"
@@ -234,7 +234,7 @@ def test_a_note_of_a_root_that_is_stuck_holds_no_other_up(node: Node, stalling: 
             done = held.hook(node.hook, stage="poststop", stdin=held.state(id=f"other{number}"))
             assert (done.returncode, done.stderr) == (0, "")
         stuck = fuse.stuck()
-        assert [request.pid for request in fuse.held] == [stuck]  # a second sweep would be here
+        assert [request.pid for request in fuse.held] == [stuck]  # a second sweep would be listed
         fuse.go_on()
         wait_for(lambda: not Path(f"/proc/{stuck}").exists(), "what looked to end")
     assert left(node) == [f"held-{held.process.pid}"]

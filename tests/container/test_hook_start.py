@@ -34,15 +34,15 @@ libnvidia-ml.so.1: /{TARGET}/libnvidia-ml.so.1 tidegate's libnvidia-ml
 libcuda.so: /{TARGET}/libcuda.so.1 tidegate's libcuda
 libnvidia-ptxjitcompiler.so.1: /{TARGET}/libnvidia-ptxjitcompiler.so.1 tidegate's libnvidia-ptxjitcompiler
 """
-# without a cache the loader searches its default directories, /lib/<triplet> before /usr/lib/<triplet>
+# without a cache, the loader searches its default directories: /lib/<triplet> before /usr/lib/<triplet>
 SEARCHED = FOUND.replace(" /usr/lib/", " /lib/")
 
 
 def host_mounts(own: Path) -> list[str]:
-    """What is mounted on the host, without the ids that change by themselves.
+    """Return the host's mounts, without the ids that change on their own.
 
-    Other tests mount in directories of their own meanwhile, and the roots of releases are made in build/: of temporary
-    files and of build/ only what is below `own` counts.
+    Other tests mount in their own directories meanwhile, and the roots of releases are made in build/: in the temporary
+    directory and in build/, only mounts below `own` count.
     """
     lines = [
         line.split(" ", 4)[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()
@@ -55,7 +55,7 @@ def host_mounts(own: Path) -> list[str]:
 def test_a_container_finds_the_mirror_and_its_grant(
     node: Node, runtime: Runtime, stage: str
 ) -> None:
-    """Libraries by dlopen and by ldconfig -p, the program, the grant; the governor is told, and told of the end."""
+    """Libraries by dlopen and by ldconfig -p, the program, the grant; the governor is told of start and end."""
     before = host_mounts(node.base)
     command = (
         f"{PROBE}; nvidia-smi; ls -A /run/tidegate; stat -c %s /run/tidegate/grant; ldconfig -p"
@@ -97,7 +97,7 @@ def test_a_container_finds_the_mirror_and_its_grant(
 
 
 def test_the_mounts_are_read_only_and_private(node: Node, runc: Runtime) -> None:
-    """Root in the container cannot write through any of them, and they belong to the container alone."""
+    """Root in the container cannot write through any of the mounts, and they belong to the container alone."""
     command = (
         f"for f in /{TARGET}/x /run/tidegate/x /usr/bin/nvidia-smi; do touch $f 2>/dev/null && echo wrote $f; done;"
         "cat /proc/self/mountinfo"
@@ -108,7 +108,7 @@ def test_the_mounts_are_read_only_and_private(node: Node, runc: Runtime) -> None
     for line in ran.stdout.splitlines():
         words = line.split()
         mounts[words[4]] = (words[5], words[6])
-    # relatime and the like are the host's
+    # flags such as relatime are the host's
     for target, flags in {
         f"/{TARGET}": {"ro", "nosuid", "nodev"},
         "/usr/bin/nvidia-smi": {"ro", "nosuid", "nodev"},
@@ -143,7 +143,7 @@ def test_a_user_namespace_is_served(node: Node, runtime: Runtime) -> None:
 def test_a_user_namespace_is_served_from_directories_of_root_alone(
     node: Node, runtime: Runtime
 ) -> None:
-    """The driver's directory has mode 0700: nobody but the hook walks to what it mounts."""
+    """The driver's directory has mode 0700: only the hook can walk to what it mounts."""
     node.own_mirror()
     node.driver_dir.chmod(0o700)
     bundle = node.bundle(
@@ -159,7 +159,7 @@ def test_a_user_namespace_is_served_from_directories_of_root_alone(
 
 
 def test_a_cache_that_leads_elsewhere_is_corrected(node: Node, runtime: Runtime) -> None:
-    """An image with a libcuda of its own and a cache that maps it: ours is found, the other entries stay."""
+    """The image has its own libcuda and a cache that maps it: ours is found, and the other entries stay."""
     bundle = node.bundle("probe libcuda.so.1 libother.so.1; ldconfig -p")
     make_library(bundle.rootfs / "opt/cuda/libcuda.so.1", "libcuda.so.1", "the image's libcuda")
     make_library(bundle.rootfs / "opt/cuda/libother.so.1", "libother.so.1", "the image's other")
@@ -177,7 +177,7 @@ def test_a_cache_that_leads_elsewhere_is_corrected(node: Node, runtime: Runtime)
 
 @pytest.mark.parametrize("cache", ["missing", "directory", "dangling"])
 def test_an_image_without_a_cache_is_served(node: Node, runc: Runtime, cache: str) -> None:
-    """The loader looks into the directory by itself."""
+    """The loader looks into the directory even without a cache."""
     bundle = node.bundle(PROBE)
     path = bundle.rootfs / "etc/ld.so.cache"
     path.unlink()
@@ -190,7 +190,7 @@ def test_an_image_without_a_cache_is_served(node: Node, runc: Runtime, cache: st
 
 
 def test_a_start_over_what_a_run_left_that_nobody_ended(node: Node, runtime: Runtime) -> None:
-    """A node that lost its power told nobody of the end: the hook comes again over what is there, and nothing grows."""
+    """A node that lost power reported no end: the hook runs over what is left there, and nothing grows."""
     bundle = node.bundle(PROBE)
     del bundle.config["hooks"]["poststop"]
     assert runtime.run(bundle).stdout == FOUND
@@ -200,11 +200,11 @@ def test_a_start_over_what_a_run_left_that_nobody_ended(node: Node, runtime: Run
         ran = runtime.run(bundle)
         assert (ran.status, ran.stdout) == (0, FOUND), ran.stderr
         assert tree(bundle.rootfs) == first
-    assert node.events()[-1]["operations"] == 3  # the cache already says it
+    assert node.events()[-1]["operations"] == 3  # the cache already has the entries
 
 
 def tree(root: Path) -> dict[str, tuple[int, int, int]]:
-    """Every entry below a directory with its mode, size and owner."""
+    """Return every entry below a directory with its mode, size and owner."""
     found = {}
     for directory, names, files in os.walk(root):
         for name in [*names, *files]:
@@ -219,7 +219,7 @@ def tree(root: Path) -> dict[str, tuple[int, int, int]]:
 
 
 def everything(path: Path) -> tuple[object, ...]:
-    """What can be told of a file but its inode's number and the time of the last change to that."""
+    """Return all that identifies a file, except its inode number and ctime."""
     s = path.lstat()
     content = path.readlink() if path.is_symlink() else path.read_bytes()
     attributes = {n: os.getxattr(path, n, follow_symlinks=False) for n in os.listxattr(path)}
@@ -227,7 +227,7 @@ def everything(path: Path) -> tuple[object, ...]:
 
 
 def test_what_is_in_the_image_meanwhile_is_little(node: Node, runc: Runtime) -> None:
-    """One directory chain, one placeholder per program, the cache: no empty file for each library."""
+    """One chain of directories, one placeholder per program, the cache; no empty file for each library."""
     bundle = node.bundle("true")
     del bundle.config["hooks"]["poststop"]
     before = tree(bundle.rootfs)
@@ -244,7 +244,7 @@ def test_what_is_in_the_image_meanwhile_is_little(node: Node, runc: Runtime) -> 
 
 @pytest.mark.parametrize("cache", ["file", "link", "hostile"])
 def test_nothing_stays_in_the_image(node: Node, runtime: Runtime, cache: str) -> None:
-    """The end takes away what the start made, places of graphics among it; the cache is the image's, to its time."""
+    """The end removes what the start made, places for graphics included. The cache is the image's, with its time."""
     bundle = node.bundle(
         f"{PROBE}; nvidia-smi",
         annotations={"tidegate.gpu/memory": "8Gi", "tidegate.gpu/capabilities": "all"},
@@ -269,7 +269,7 @@ def test_nothing_stays_in_the_image(node: Node, runtime: Runtime, cache: str) ->
 
 
 def test_what_the_container_makes_in_our_places_stays(node: Node, runc: Runtime) -> None:
-    """Only what is empty goes, and of a cache that ldconfig wrote in the container only what leads to us."""
+    """Only empty files and directories go. A cache that ldconfig wrote in the container loses only our entries."""
     bundle = node.bundle("echo /opt/own >/etc/ld.so.conf; ldconfig; true")
     make_library(bundle.rootfs / "opt/own/libown.so.1", "libown.so.1", "the image's")
     assert runc.run(bundle).status == 0
@@ -286,7 +286,7 @@ def test_what_the_container_makes_in_our_places_stays(node: Node, runc: Runtime)
 
 
 def test_links_that_a_container_leaves_lead_nobody_out(node: Node, runtime: Runtime) -> None:
-    """At the end the root file system is as the container wants it: nothing outside goes or changes."""
+    """At the end the container controls its root file system: nothing outside it is removed or changed."""
     victim = node.base / "victim"
     (victim / "tidegate").mkdir(parents=True)
     (victim / "nvidia-smi").touch()
@@ -295,7 +295,7 @@ def test_links_that_a_container_leaves_lead_nobody_out(node: Node, runtime: Runt
     bundle = node.bundle(
         "true", annotations={"tidegate.gpu/memory": "8Gi", "tidegate.gpu/capabilities": "utility"}
     )
-    # What a container could have done while it ran, done between its end and ours.
+    # What a container could have done while it ran; here it is done between its end and our hook.
     swap = compile_c(
         f"""
 #include <stdio.h>
@@ -327,7 +327,7 @@ int main(void) {{
 def test_a_container_without_annotations_is_left_alone(
     node: Node, runtime: Runtime, stage: str
 ) -> None:
-    """No mirror, no governor, an odd image: none of it matters to a container that asks for no GPU."""
+    """Without a GPU request, a missing mirror or governor and an odd image do not matter."""
     bundle = node.bundle(
         "ls -A /run; probe libcuda.so.1", stage=stage, annotations={"org.example/note": "hello"}
     )
@@ -344,7 +344,7 @@ def test_a_container_without_annotations_is_left_alone(
 
 
 def test_a_loader_from_before_glibc_hwcaps_gets_tls(node: Node, runc: Runtime) -> None:
-    """A stand-in for an old loader: this host's, with the name it must not know blanked out of it."""
+    """Stands in for an old loader: this host's loader, with the name blanked out that it must not know."""
     bundle = node.bundle(f"ls /{LIBDIR}/tls")
     loader = bundle.rootfs / "usr/lib64/ld-linux-x86-64.so.2"
     loader.write_bytes(loader.read_bytes().replace(b"glibc-hwcaps", b"glibc-xxcaps"))
@@ -354,7 +354,7 @@ def test_a_loader_from_before_glibc_hwcaps_gets_tls(node: Node, runc: Runtime) -
 
 
 def test_a_red_hat_layout_is_served(node: Node, runtime: Runtime) -> None:
-    """Libraries in /usr/lib64, with a loader that searches there: the directory is chosen from the image."""
+    """Libraries in /usr/lib64, with a loader that searches there: the hook takes the directory from the image."""
     bundle = node.bundle(
         "ls /usr/lib64/glibc-hwcaps/x86-64-v2; LD_LIBRARY_PATH=/usr/lib64 probe libcuda.so.1"
     )
@@ -380,7 +380,7 @@ def test_a_program_of_the_image_is_covered_and_comes_back(node: Node, runc: Runt
 
 
 def test_a_volume_over_run_takes_the_grant(node: Node, runc: Runtime) -> None:
-    """A tmpfs on /run is the common case; a host directory there is one that the configuration named itself."""
+    """A tmpfs on /run is the common case; a host directory there was named by the configuration itself."""
     volume = node.base / "volume"
     volume.mkdir()
     for mount in (
@@ -400,7 +400,7 @@ def test_a_volume_over_run_takes_the_grant(node: Node, runc: Runtime) -> None:
 
 
 def test_ldconfig_in_the_container_still_works(node: Node, runtime: Runtime) -> None:
-    """apt-get install runs it: it renames a new cache over ours, and finds the mirror by itself."""
+    """apt-get install runs it: it renames a new cache over ours, and finds the mirror on its own."""
     ran = runtime.run(node.bundle(f"ldconfig || echo failed; {PROBE}; ldconfig -p"))
     assert ran.status == 0, ran.stderr
     assert "failed" not in ran.stdout
@@ -440,7 +440,7 @@ int main(int argc, char **argv) {
 
 
 def test_an_idmapped_root_is_served(node: Node, tmp_path: Path) -> None:
-    """The host's root has no place on such a mount: what the hook makes belongs to the owner of its directory."""
+    """The host's root is not mapped on such a mount: what the hook makes belongs to the owner of its directory."""
     idmap = compile_c(IDMAP_C, tmp_path / "idmap")
     bundle = node.bundle("true")
     with subprocess.Popen(["unshare", "-U", "sleep", "30"]) as user:
@@ -550,7 +550,7 @@ def test_versioned_names_are_there_too(node: Node, runc: Runtime) -> None:
 
 
 def test_a_volume_over_what_the_image_has_leaves_the_image_s(node: Node, runtime: Runtime) -> None:
-    """What is made in a volume is not what the image has under the same name: at the end that is not ours."""
+    """A directory in a volume is not the image's of the same name, so the image's is not removed at the end."""
     bundle = node.bundle("stat -c %s /run/tidegate/grant")
     (bundle.rootfs / "run/tidegate").mkdir()
     bundle.config["mounts"].append({"destination": "/run", "type": "tmpfs", "source": "tmpfs"})
@@ -562,7 +562,7 @@ def test_a_volume_over_what_the_image_has_leaves_the_image_s(node: Node, runtime
 def test_a_cache_that_is_a_link_to_the_host_changes_nothing_there(
     node: Node, runtime: Runtime
 ) -> None:
-    """The image has a cache under the path that the host has a file at; the link comes back with owner and time."""
+    """The image has a cache under the path of a file of the host. The link is restored with its owner and time."""
     victim = node.base / "victim"
     victim.write_bytes(b"the host's")
     before = everything(victim)
@@ -581,7 +581,7 @@ def test_a_cache_that_is_a_link_to_the_host_changes_nothing_there(
 
 
 def test_nothing_goes_from_another_mount(node: Node) -> None:
-    """What is mounted below a root on the host is not the container's."""
+    """A mount below a root on the host does not belong to the container."""
     root, run = node.base / "rootfs", node.base / "run"
     for directory in ("volume", "etc"):
         (root / directory).mkdir(parents=True)
@@ -604,7 +604,7 @@ def test_nothing_goes_from_another_mount(node: Node) -> None:
 
 
 def test_the_umask_of_who_starts_the_hook_does_not_count(node: Node) -> None:
-    """A container's programs need not be root to find the driver."""
+    """The container's programs need not be root to find the driver."""
     bundle = node.bundle("true")
     with Held(bundle) as held:
         hook = ["sh", "-c", 'umask 077 && exec "$@"', "sh", *node.hook]

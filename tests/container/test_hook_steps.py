@@ -1,7 +1,7 @@
-"""Races that hit: what the hook walks, makes and mounts on is changed while it stands still between two system calls.
+"""Races that hit: what the hook walks, makes and mounts on is changed while it is stopped between two system calls.
 
-A race that swaps in a loop beside the hook may miss the window for years. Here each window is entered: by exchanging
-things at every step in turn, and by single changes at the steps that make, write, rename and mount.
+A race that swaps in a loop next to the hook may miss the window for years. These tests enter each window: by exchanging
+names at every step in turn, and by single changes at the steps that make, write, rename and mount.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def canary(tmp_path: Path) -> Canary:
 
 
 class Swap:
-    """A name of the image, and a link to the host beside it; `put(True)` has the link in the name's place."""
+    """A name of the image and a link to the host next to it; `put(True)` puts the link in the name's place."""
 
     def __init__(self, bundle: Bundle, canary: Canary, place: str, number: int = 0) -> None:
         self.path = bundle.rootfs / place
@@ -82,7 +82,7 @@ MAY_BE_THERE = {f"{LIBDIR}/glibc-hwcaps", TARGET, "run/tidegate"}
 def test_a_directory_that_is_a_link_at_every_other_step(
     node: Node, runtime: Runtime, canary: Canary, place: str, pattern: str
 ) -> None:
-    """R2: what was looked at is what is used. The image has the host's path, too, so that the hook goes on."""
+    """R2: what was checked is what is used. The image has the host's path too, so that the hook goes on."""
     bundle = run_nothing(node.bundle(""))
     if place in MAY_BE_THERE:
         (bundle.rootfs / place).mkdir(parents=True)
@@ -108,7 +108,7 @@ def test_a_directory_that_is_a_link_at_every_other_step(
 def test_a_directory_that_is_a_link_at_one_step(
     node: Node, tmp_path: Path, place: str, *, back: bool
 ) -> None:
-    """R2: at each step there is, for one step alone or from then on."""
+    """R2: at each step, for that step alone or from then on."""
     at, seen = 0, 1
     while at < seen:
         at += 1
@@ -145,7 +145,7 @@ def test_a_directory_that_is_a_link_at_one_step(
 def test_directories_that_are_links_now_and_then(
     node: Node, runtime: Runtime, canary: Canary, seed: int
 ) -> None:
-    """R2: several at once, by chance; the seed tells which."""
+    """R2: several changes at once, at random; the seed reproduces them."""
     draw = random.Random(seed)  # noqa: S311
     bundle = run_nothing(node.bundle(""))
     places = draw.sample(SWAPPED, 3)
@@ -183,7 +183,7 @@ def reads_again(path: str) -> Callable[[Step, list[Step]], bool]:
 
 
 def mounts(number: int) -> Callable[[Step, list[Step]], bool]:
-    """The mount of this number."""
+    """The mount with this number, counted from 0."""
     return lambda s, before: (
         s.name == "move_mount" and [b.name for b in before].count("move_mount") == number
     )
@@ -191,7 +191,7 @@ def mounts(number: int) -> Callable[[Step, list[Step]], bool]:
 
 TEMPORARY = ".ld.so.cache.tidegate"
 
-# when, in the place of what, and where that is in the host's tree
+# the step, the name that is replaced, and what replaces it below the canary
 MOMENTS: dict[str, tuple[Callable[..., bool], str, str]] = {
     "the cache is made": (makes(TEMPORARY), f"etc/{TEMPORARY}", "etc/ld.so.cache"),
     "the cache is put in place": (lambda s: s.name == "renameat2", CACHE, CACHE),
@@ -242,7 +242,7 @@ CASES = [
     pytest.param(moment, thing, marks=() if "link" in thing else pytest.mark.slow)
     for moment, (_, _, of_host) in MOMENTS.items()
     for thing in THINGS
-    if thing != "hard link" or of_host in OF_FILES  # directories have none
+    if thing != "hard link" or of_host in OF_FILES  # directories have no hard links
 ]
 
 
@@ -250,7 +250,7 @@ CASES = [
 def test_something_else_is_there_at_that_moment(
     node: Node, runtime: Runtime, canary: Canary, moment: str, thing: str
 ) -> None:
-    """R2, R3, R4, R10: between the look and the use, the name stands for something else."""
+    """R2, R3, R4, R10: between check and use, the name is made to lead to another file."""
     when, place, of_host = MOMENTS[moment]
     bundle = run_nothing(node.bundle(""))
     path = bundle.rootfs / place
@@ -268,7 +268,7 @@ def test_something_else_is_there_at_that_moment(
                     path.symlink_to(canary.path / of_host)
                 case "hard link":
                     os.link(canary.path / of_host, path)
-                    canary.events()  # that was the test's own doing
+                    canary.events()  # drops the events that the test itself caused
                 case "fifo":
                     os.mkfifo(path)
                 case "directory":
@@ -327,7 +327,7 @@ main()
 
 @pytest.mark.parametrize("place", SWAPPED)
 def test_without_the_rule_the_race_reaches_the_host(node: Node, canary: Canary, place: str) -> None:
-    """The same race against a hook whose walks are not confined: in one of the patterns it stands on the host."""
+    """The same race against a hook whose walks are not confined: in one of the patterns it reaches the host."""
     reached = []
     for number, pattern in enumerate(PATTERNS.values()):
         bundle = node.bundle("true", name=f"bundle{number}")
@@ -357,7 +357,7 @@ def test_without_the_rule_the_race_reaches_the_host(node: Node, canary: Canary, 
 
 @pytest.mark.parametrize("what", ["process", "generation", "grant", "rootfs", "bundle"])
 def test_what_is_the_hosts_goes_away_meanwhile(node: Node, canary: Canary, what: str) -> None:
-    """R2, R13: who is gone when his namespace is entered, or mounted, is not looked for by number or name again."""
+    """R2, R13: what is gone when the hook enters its namespace or mounts it is not looked up by number or name."""
     node.own_mirror()
     bundle = run_nothing(node.bundle(""))
     gone = canary.path / "gone"
@@ -401,7 +401,7 @@ def test_what_is_the_hosts_goes_away_meanwhile(node: Node, canary: Canary, what:
 
 
 def test_the_tracer_sees_what_is_wrong(tmp_path: Path) -> None:
-    """Each fault that `faults` knows is found in a program that has it: it is no accident that the hook has none."""
+    """`faults` finds each fault that it knows in a program with that fault, so the clean result for the hook counts."""
     import subprocess
 
     script = """

@@ -1,6 +1,6 @@
-"""Containers that attack each other: what the governor has for one, no other can see, change or talk to; and a container
-that writes anything into its own ledger takes nothing from the others. hostile.c is the attacker; it runs as root of its container.
-"""
+"""Containers that attack each other. A container cannot see, change or talk to what the governor keeps for another one.
+A container that writes anything into its own ledger takes nothing from the others. The attacker is hostile.c, which
+runs as root of its container."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from tests.container.nodes import (
 
 S = 1_000_000_000
 UNIT_NS = 500_000
-"""What one unit of the workload takes of the GPU."""
+"""GPU time that one unit of the workload takes, in nanoseconds."""
 
 
 class WithHostile(Simulated):
-    """The simulated GPU, and in each image the attacker."""
+    """The simulated GPU; each image also has the attacker."""
 
     def __init__(self, work: Path, build: Path) -> None:
         super().__init__(work, build)
@@ -54,7 +54,7 @@ class WithHostile(Simulated):
 
 
 def runtime_script(name: str, work: Path) -> str:
-    """A runtime to execute by one name: crun wants a mount namespace here."""
+    """Return a script that runs the runtime under a single name: crun needs a mount namespace here."""
     command = Runtime(name, work).command()
     command = command[: command.index("--root")]
     quoted = " ".join(f"'{word}'" for word in command)
@@ -84,12 +84,12 @@ def clean(node: Node) -> Iterator[None]:
 
 
 def inside(node: Node, container: Running) -> int:
-    """The first process of a container, by its number on the host."""
+    """Return the pid on the host of a container's first process."""
     return int(node.look()[container.identifier]["pid"])
 
 
 def as_attacker(**process: Any) -> Callable[[dict[str, Any]], None]:
-    """Edit config.json so: who it is, and where it may write."""
+    """Return an edit of config.json: the user that the process runs as, and a /tmp that it may write to."""
 
     def edit(config: dict[str, Any]) -> None:
         config["process"] |= process
@@ -103,7 +103,7 @@ def as_attacker(**process: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def in_namespace_of(pid: int, **process: Any) -> Callable[[dict[str, Any]], None]:
-    """The same, in the pid namespace of another: as in a pod that shares it."""
+    """The same in another container's pid namespace, as in a pod that shares it."""
     first = as_attacker(**process)
 
     def edit(config: dict[str, Any]) -> None:
@@ -116,7 +116,7 @@ def in_namespace_of(pid: int, **process: Any) -> Callable[[dict[str, Any]], None
 
 
 def contents(path: Path) -> dict[str, tuple[int, int, int]]:
-    """What is in a directory: kind and mode, owner, and size of each."""
+    """Map the names in a directory to kind and mode, owner, and size."""
     return {
         one.name: (one.lstat().st_mode, one.lstat().st_uid, one.lstat().st_size)
         for one in path.iterdir()
@@ -124,7 +124,7 @@ def contents(path: Path) -> dict[str, tuple[int, int, int]]:
 
 
 def descriptors(fds: Path) -> collections.Counter[str]:
-    """What kinds of files a process has open, and how many; pages of containers that ended are unmapped some time later."""
+    """Count a process's open files by kind, without those of ended containers, whose pages are unmapped later."""
     found: collections.Counter[str] = collections.Counter()
     for fd in fds.iterdir():
         with contextlib.suppress(OSError):
@@ -163,12 +163,12 @@ def test_no_container_reaches_what_another_has(node: Node, who: str) -> None:
     assert tried, attacker.output
     alone, at_others, others = map(int, tried.groups())
     assert alone > 700
-    # The victim's own at least, at which there are more ways than places.
+    # In a shared pid namespace the attacker finds at least the victim's process, and tries many ways at each.
     assert (others > 0) == ("shared" in who)
     assert at_others >= 150 * others
     assert contents(has) == before
     after = (has / "grant").read_bytes()
-    assert (after[:16], after[24:64]) == (page[:16], page[24:64])  # the heartbeat aside
+    assert (after[:16], after[24:64]) == (page[:16], page[24:64])  # all but the heartbeat
     assert victim.process.poll() is None, show_output(victim)
     wait_for(lambda: attacker.identifier not in node.look(), "its end")
     wait_for(lambda: not descriptors(fds) - kinds, f"{descriptors(fds) - kinds} to be closed", 10)
@@ -177,7 +177,7 @@ def test_no_container_reaches_what_another_has(node: Node, who: str) -> None:
 
 
 def test_the_attacker_can_tell_what_works(node: Node) -> None:
-    """In the victim's own place everything that is to be denied to others is found, or the test above shows nothing."""
+    """In its own directory the attacker finds what it is denied elsewhere. Else the test above would show nothing."""
     attacker = node.start(
         "self", ["/usr/bin/hostile", "prowl", "/run/tidegate", "."],
         {"memory": "1Gi", "compute": "20"}, edit=as_attacker(),
@@ -203,7 +203,7 @@ def test_the_attacker_can_tell_what_works(node: Node) -> None:
 
 
 def test_a_socket_registers_nobody_but_its_container(node: Node) -> None:
-    """Whose processes see each other, as equals, are kept apart by the kernel no more: the governor asks whose one is."""
+    """The kernel does not separate equal processes that see each other: the governor checks the caller's container."""
     victim = start_worker(node, "host", compute="20")
     begin(victim)
     pid = inside(node, victim)
@@ -219,14 +219,14 @@ def test_a_socket_registers_nobody_but_its_container(node: Node) -> None:
 
 
 def with_control_groups(config: dict[str, Any]) -> None:
-    """Edit config.json so: the host's control groups are at /cgroups, and paths are as there."""
+    """Edit config.json: the host's control groups are at /cgroups, under the host's paths."""
     config["mounts"].append(
         {"destination": "/cgroups", "type": "bind", "source": "/sys/fs/cgroup", "options": ["rbind", "rw"]}
     )  # fmt: skip
 
 
 def execute(node: Node, container: Running, *arguments: str) -> str:
-    """Run a program in a container that runs, by its runtime; return what it prints."""
+    """Run a program in a running container through its runtime; return its output."""
     command = [
         node.runtime,
         "--root",
@@ -241,7 +241,8 @@ def execute(node: Node, container: Running, *arguments: str) -> str:
 
 
 def test_who_moves_to_groups_below_its_own_stays_of_the_container(node: Node) -> None:
-    """As systemd does as the first process: it is in init.scope, its services elsewhere, and what `exec` starts above both."""
+    """As systemd does as the first process: it moves to init.scope and its services to other groups. `exec` starts
+    processes in the group above both."""
     container = node.start(
         "systemd", ["/usr/bin/hostile", "nest"], {"memory": "1Gi", "compute": "20"},
         edit=with_control_groups,
@@ -257,7 +258,7 @@ def test_who_moves_to_groups_below_its_own_stays_of_the_container(node: Node) ->
     node.start_governor()
     assert len(node.look()[container.identifier]["processes"]) == 1
     assert execute(node, container, *knock) == "slot 1, a ledger\n"
-    # A neighbour that shares its pid namespace is as foreign as ever.
+    # A neighbour that shares its pid namespace is still refused.
     attacker = node.start(
         "neighbour", ["/usr/bin/hostile", "knock", "1"], {"memory": "1Gi", "compute": "20"},
         edit=in_namespace_of(pid),
@@ -267,7 +268,7 @@ def test_who_moves_to_groups_below_its_own_stays_of_the_container(node: Node) ->
 
 
 def test_users_of_the_host_come_to_no_container_s_socket(node: Node) -> None:
-    """Nor does root register there, who may come to it."""
+    """A process of root on the host can connect, but is not registered."""
     victim = start_worker(node, "watched", compute="20")
     begin(victim)
     path = directory(node, victim) / "governor.sock"
@@ -286,12 +287,12 @@ def test_users_of_the_host_come_to_no_container_s_socket(node: Node) -> None:
     assert (int.from_bytes(answer, "little"), fds) == (layout.NO_SLOT, [])
 
 
-@pytest.mark.parametrize("node", ["runc"], indirect=True)  # it is the governor's: one will do
+@pytest.mark.parametrize("node", ["runc"], indirect=True)  # the governor's: one runtime will do
 def test_the_directory_of_containers_is_closed_before_there_are_any(node: Node) -> None:
     path = node.runtime_dir / "containers"
     node.stop_governor()
     assert not list(path.iterdir())
-    path.chmod(0o755)  # as a governor of an older version left it
+    path.chmod(0o755)  # as an older version of the governor left it
     node.start_governor()
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     node.stop_governor()
@@ -309,7 +310,7 @@ def test_who_enters_a_container_past_its_engine_is_told_how(node: Node) -> None:
         [*enter, *knock], capture_output=True, text=True, timeout=WAIT_S, check=True
     )
     assert done.stdout == "slot -1, no ledger\n"
-    # Of what the tests before it have refused the log may tell late.
+    # The log is paced, so lines about what earlier tests had refused may come late.
     [refused] = wait_for(
         lambda: [
             one for one in events(node, "process-refused") if one["container"] == victim.identifier
@@ -321,7 +322,7 @@ def test_who_enters_a_container_past_its_engine_is_told_how(node: Node) -> None:
 
 
 def share(container: Running, first: int, last: int) -> float:
-    """What a container did of its work between two times, percent of the GPU."""
+    """Return the work that a container did between two times, in percent of the GPU."""
     stamps = [s for s in read_stamps(container.out / "progress.bin") if first <= s.time < last]
     return 100 * len(stamps) * UNIT_NS / (last - first)
 
@@ -329,7 +330,7 @@ def share(container: Running, first: int, last: int) -> float:
 QUOTAS = {"honest-a": 40, "honest-b": 30}
 
 
-@pytest.mark.parametrize("node", ["runc"], indirect=True)  # it is the governor's: one will do
+@pytest.mark.parametrize("node", ["runc"], indirect=True)  # the governor's: one runtime will do
 def test_who_writes_anything_into_its_ledger_takes_nothing_from_others(node: Node) -> None:
     pair = [start_worker(node, name, compute=str(quota)) for name, quota in QUOTAS.items()]
     burn = node.machine.command("burn", inside=True)
@@ -345,7 +346,7 @@ def test_who_writes_anything_into_its_ledger_takes_nothing_from_others(node: Nod
     assert hostile.process.poll() is None, show_output(hostile)
     time.sleep(0.5)
     found: list[list[float]] = []
-    while len(found) < 5:  # a busy machine has seconds of its own
+    while len(found) < 5:  # on a busy machine single measurements may be off
         first = time.monotonic_ns()
         time.sleep(3)
         assert {one["id"] for one in ask(node.config, "list", timeout=10)["containers"]} == {
@@ -356,14 +357,14 @@ def test_who_writes_anything_into_its_ledger_takes_nothing_from_others(node: Nod
         if all(0.8 * quota < part < 1.25 * quota for part, quota in shares):
             break
     for i, quota in enumerate(QUOTAS.values()):
-        # The last one, if it was a good one: what was lost before is made up for.
+        # Only the last measurement if it was good: work that was lost before is made up for in it.
         parts = [found[-1]] if len(found) < 5 else found
         assert 0.6 * quota < statistics.median(part[i] for part in parts) < 1.4 * quota, found
-    # Its page is the governor's, and says what it ever said.
+    # The governor owns its page, which still has the same values.
     page = (directory(node, hostile) / "grant").read_bytes()
     device = layout.grant_device(0)
     assert pages.read(page, device, "grant_device", "memory_limit") == 1 << 30
-    # And others come and go meanwhile.
+    # Other containers can come and go meanwhile.
     node.kill(hostile)
     wait_for(lambda: hostile.identifier not in node.look(), "its end")
     late = start_worker(node, "late", compute="30", memory="1Gi")

@@ -1,8 +1,8 @@
-"""Containers that go around the control library, on a simulated GPU, under runc: they are found in time, throttled,
-stopped; and honest ones are never accused.
+"""Containers that go around the control library, under runc with a simulated GPU: they are found in time, throttled
+and stopped. Honest containers are never accused.
 
-The culprit loads a copy of the driver's own libcuda (stray.c). Who is how long frozen is read from the governor's log
-and from the container's own ticks.
+The culprit loads a copy of the driver's own libcuda (stray.c). The tests take the times of freezes from the governor's
+log and from the container's own ticks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SOON_S = 2.0
 
 
 class WithStray(Simulated):
-    """The simulated GPU, and in each image the culprit with a driver of its own."""
+    """The simulated GPU; each image also has the culprit and a driver of its own."""
 
     def __init__(self, work: Path, build: Path) -> None:
         super().__init__(work, build)
@@ -50,7 +50,7 @@ Place = Callable[..., contextlib.AbstractContextManager[Node]]
 
 @pytest.fixture
 def place(tmp_path: Path, build_dir: Path, require: Callable[..., None]) -> Place:
-    """A node with these settings, as a context."""
+    """Return a context manager that makes a node with the given settings."""
     require("gcc", "runc")
 
     @contextlib.contextmanager
@@ -74,7 +74,7 @@ def burner(node: Node, name: str, *options: str, **annotations: str) -> Running:
 
 
 def violations(node: Node, container: Running) -> dict[str, dict[str, Any]]:
-    """What `tidegate ps --json` shows of a container, the last of each kind."""
+    """Return the violations that `tidegate ps --json` shows for a container: the last one of each kind."""
     known = {one["id"]: one for one in ask(node.config, "list")["containers"]}
     if container.identifier not in known:
         return {}
@@ -82,7 +82,7 @@ def violations(node: Node, container: Running) -> dict[str, dict[str, Any]]:
 
 
 def scrape(node: Node) -> dict[tuple[str, ...], float]:
-    """The metrics, by name and the values of their labels in the order of their names; nobody's are a pod's."""
+    """Return the metrics by name and label values, in the order of the labels' names; labels in `WHOSE` are left out."""
     body = get(node, "metrics.sock", "/metrics")
     return {
         (
@@ -95,7 +95,7 @@ def scrape(node: Node) -> dict[tuple[str, ...], float]:
 
 
 def get(node: Node, name: str, target: str) -> bytes:
-    """What one of the governor's sockets has for a browser or a scraper."""
+    """Return what one of the governor's sockets answers to a browser or a scraper."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(WAIT_S)
         client.connect(str(node.runtime_dir / name))
@@ -108,7 +108,7 @@ def get(node: Node, name: str, target: str) -> bytes:
 
 
 def had(node: Node, container: Running) -> dict[str, Any]:
-    """What the page says of a container over the last 15 minutes; nothing, as long as there is no step."""
+    """Return the page's series of a container for the last 15 minutes; empty until the first step is complete."""
     answer = json.loads(get(node, "web.sock", "/api/v1/history"))
     return next((one for one in answer["series"] if one["id"] == container.identifier), {})
 
@@ -176,7 +176,7 @@ def test_who_takes_memory_past_the_library_is_reported_within_two_seconds(place:
         for one in violations(node, culprit).values():
             assert one["ended"] - ended < SOON_S
         told = events(node, "violation", "violation-ended")
-        # Once each when it began, and once when it was over; nobody else, and nothing was done.
+        # One event when each began and one when it ended, for no other container; nothing was done about them.
         assert sorted((one["event"], one["kind"]) for one in told) == [
             ("violation", "memory"),
             ("violation", "unregistered"),
@@ -187,7 +187,7 @@ def test_who_takes_memory_past_the_library_is_reported_within_two_seconds(place:
         assert told[0]["policy"] == "report"
         assert violations(node, neighbour) == {}
         assert not events(node, "container-frozen", "violation-stopped")
-        # The page remembers it, when the container has gone, too.
+        # The page still shows it when the container has gone.
         node.delete(culprit)
         wait_for(lambda: had(node, culprit).get("ended"), "the culprit to be over on the page")
         wait_for(lambda: len(had(node, neighbour)["used"]) >= 2, "a whole step of the neighbour's")
@@ -213,7 +213,7 @@ def test_who_works_without_a_grant_is_reported_within_two_seconds(
 ) -> None:
     with place() as node:
         neighbour = burner(node, "neighbour", compute="40")
-        # What a start leaves behind is not looked at: a second of nothing, then work.
+        # What a start leaves behind is not counted, so the culprit pauses for a second before it works.
         culprit = start(node, "culprit", *ways, "sleep:1500", "began", "burn:3000", "sleep:60000")
         since = began(culprit)
         found = wait_for(lambda: violations(node, culprit).get("compute"), "compute")
@@ -239,7 +239,7 @@ def test_a_registered_process_that_holds_more_than_its_quota_is_reported(place: 
 
 
 def test_memory_that_is_held_in_bursts_is_reported_and_stopped(place: Place) -> None:
-    """It is given back before it has been held for a second, so each burst by itself is no violation."""
+    """Each burst is given back before it has been held for a second, so a single burst is not a violation."""
     with place(on_violation="stop") as node:
         culprit = start(
             node, "culprit", "join", "own", "began", f"bursts:{5 * GIB}", memory="1200Mi"
@@ -250,7 +250,7 @@ def test_memory_that_is_held_in_bursts_is_reported_and_stopped(place: Place) -> 
         [found] = events(node, "violation")
         assert (stopped["kind"], found["kind"]) == ("memory", "memory")
         assert time.time() - since < SOON_S + 3
-        # What was promised to others can be had.
+        # Memory that was promised to others is available.
         victim = start(node, "victim", "join", f"take:{10 * GIB}", memory="11Gi")
         assert node.wait(victim, WAIT_S) == 0, show_output(victim)
 
@@ -259,14 +259,14 @@ def test_memory_that_is_held_in_bursts_is_reported_and_stopped(place: Place) -> 
 @pytest.mark.alone
 def test_honest_containers_are_not_accused(place: Place) -> None:
     """Six at once: two that saturate, two that come and go, one with pieces of work that outlast their grants and are
-    not waited for, one that fills its quota. Then a governor that does not answer for a while: they help themselves."""
+    not waited for, one that fills its quota. Then the governor stops answering: the containers grant themselves."""
     with place(longest_ms=100) as node:
         burner(node, "one", compute="20")
         burner(node, "two", compute="20", **{"compute-limit": "60"})
         burner(node, "short-pauses", "--gap-us", "700000", compute="10")
         burner(node, "long-pauses", "--unit-us", "50000", "--gap-us", "2500000", compute="10")
         burner(node, "long", "--unit-us", "1500000", compute="10")
-        # To the brim: its quota, less a context and what is about it.
+        # Fills its quota to the brim, less a context and what belongs to it.
         full = start(
             node, "full", "join", f"take:{1488 << 20}", "began", "sleep:60000", compute="5"
         )
@@ -280,7 +280,7 @@ def test_honest_containers_are_not_accused(place: Place) -> None:
         assert len(node.look()) == len(node.running) == 6
         long = [one for one in node.look().values() if one["id"].endswith("-long")]
         told = long[0]["devices"][0]
-        # Or it showed nothing: one piece of its work is longer than all its grants.
+        # Else the test showed nothing: a single piece of its work is longer than all its grants.
         assert told["launches"]
         assert told["held_ns"] < 1_500_000_000
 
@@ -293,7 +293,7 @@ def ticks(container: Running) -> int:
 
 
 def stands_still(container: Running) -> bool:
-    """Whether it did nothing for a third of a second."""
+    """Whether the container did nothing for a third of a second."""
     before = ticks(container)
     time.sleep(0.35)
     return ticks(container) == before > 0
@@ -319,7 +319,7 @@ def test_throttling_freezes_for_longer_and_longer_and_thaws(place: Place) -> Non
         before = units(neighbour)
         assert stands_still(culprit)
         assert units(neighbour) > before
-        # A runtime can end it although it is frozen.
+        # A runtime can end the container although it is frozen.
         since = time.monotonic()
         node.delete(culprit)
         assert culprit.process.poll() is not None
@@ -339,7 +339,7 @@ def test_nobody_stays_frozen_when_the_governor(place: Place, number: signal.Sign
     with place(on_violation="throttle") as node:
         culprit = start(node, "culprit", "own", f"take:{3 * GIB}", "began", "tick")
         began(culprit)
-        # Of the second time, two seconds, more is left than this takes: nobody thaws it by the time.
+        # The second freeze lasts two seconds. The test stops the governor before that, so the time does not thaw it.
         wait_for(lambda: len(events(node, "container-frozen")) == 2, "the second time")
         assert (node.runtime_dir / "frozen.json").exists()
         node.stop_governor(number)
@@ -358,7 +358,7 @@ def test_a_container_that_its_runtime_paused_is_left_alone(place: Place) -> None
         culprit = start(node, "culprit", "own", f"take:{3 * GIB}", "sleep:500", "began", "tick")
         began(culprit)
         wait_for(lambda: events(node, "container-thawed"), "the end of the first time")
-        # It is looked at for 2.5 s before the second.
+        # The governor looks at it for 2.5 s before the second freeze.
         command = ["runc", "--root", str(node.state_dir)]
         subprocess.run([*command, "pause", culprit.identifier], check=True)
         wait_for(lambda: events(node, "violation-throttle-failed"), "word of it")
@@ -383,7 +383,7 @@ def test_stopping_kills_the_container(place: Place) -> None:
 
 
 def on_the_gpu(node: Node, pids: list[int], seconds: float) -> float:
-    """Percent of the simulated GPU's time that processes worked, meanwhile."""
+    """Percent of the simulated GPU's time for which the processes work in the next `seconds`."""
     looks = []
     for pause in (seconds, 0):
         status = simgpu.status(node.machine.directory / "gpu0")
@@ -395,7 +395,7 @@ def on_the_gpu(node: Node, pids: list[int], seconds: float) -> float:
 
 
 def test_limit_holds_who_goes_around_the_library_to_the_quota(place: Place) -> None:
-    """It has a driver of its own, kernels without end and a neighbour that leaves it room, and goes on working."""
+    """The container has its own driver, endless kernels and a neighbour that leaves time unused. It goes on working."""
     with place(on_violation="limit", scheduling="hardware") as node:
         neighbour = burner(node, "neighbour", compute="40")
         culprit = start(node, "culprit", "own", "began", "burn:60000", compute="20")
@@ -405,7 +405,7 @@ def test_limit_holds_who_goes_around_the_library_to_the_quota(place: Place) -> N
         time.sleep(1)
         shares = [on_the_gpu(node, [held["pid"]], 1) for _ in range(3)]
         assert max(shares) < 23
-        assert max(shares) > 15  # it is not frozen, nor killed
+        assert max(shares) > 15  # it is neither frozen nor killed
         (listed,) = [
             c for c in ask(node.config, "list")["containers"] if c["id"] == culprit.identifier
         ]
@@ -429,7 +429,7 @@ def test_limit_says_so_where_grants_divide_the_time(place: Place) -> None:
 
 
 def test_a_process_is_known_by_its_control_group_and_by_its_namespace(place: Place) -> None:
-    """Under runc both say it; a process of the host is in neither."""
+    """Under runc both identify it; a process of the host has neither."""
     with place() as node:
         container = start(node, "one", "began", "child", "sleep:60000")
         began(container)

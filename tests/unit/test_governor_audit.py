@@ -1,6 +1,6 @@
-"""The auditor with made-up containers: whom it counts in, what it says, what it does, and what it leaves behind.
+"""The auditor with made-up containers: which processes it counts, what it reports and does, and what it leaves behind.
 
-Real containers are in tests/container/test_violations.py.
+The tests with real containers are in tests/container/test_violations.py.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from vdriver.nvml import ProcessMemory, ProcessUse
 GIB = 1 << 30
 DEVICE = Device(0, "GPU-0", "made up", 16 * GIB)
 CONTEXT = Config().context_memory
-NEVER = 999_999_999  # no pid
+NEVER = 999_999_999  # not the pid of any process
 
 
 class Made:
-    """A container as far as an auditor looks at it."""
+    """The part of a container that an auditor uses."""
 
     def __init__(self, name: str, pid: int = NEVER, device: Device = DEVICE) -> None:
         self.identifier = name
@@ -91,7 +91,7 @@ class Made:
 
 
 class MadeGroup:
-    """A control group that remembers."""
+    """A control group that records the calls."""
 
     hierarchy = cgroups.V2
     path = "/one"
@@ -101,7 +101,7 @@ class MadeGroup:
         self.did: list[str] = []
 
     def freeze(self) -> None:
-        assert self.path in self.record.read_text()  # before it is frozen
+        assert self.path in self.record.read_text()  # recorded before it is frozen
         self.did.append("freeze")
 
     def thaw(self) -> None:
@@ -111,7 +111,7 @@ class MadeGroup:
 
 
 class Clock:
-    """The module `time` of the auditor: time passes at once while everybody sleeps."""
+    """Replaces the module `time` in the auditor: time passes at once while all tasks sleep."""
 
     CLOCK_BOOTTIME = time.CLOCK_BOOTTIME
     clock_gettime_ns = staticmethod(time.clock_gettime_ns)
@@ -134,7 +134,7 @@ class Clock:
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """An event loop on such a clock."""
+    """An event loop that runs on such a clock."""
 
     def __init__(self, clock: Clock) -> None:
         class Selector(selectors.SelectSelector):
@@ -150,7 +150,7 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 class World:
-    """An auditor, its containers, and who belongs to whom."""
+    """An auditor, its containers, and the container that each process belongs to."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, **options: str) -> None:
         self.config = replace(Config(runtime_dir=str(directory)), **options)
@@ -190,11 +190,11 @@ class World:
             await asyncio.sleep(0.1)
 
     def named(self) -> tuple[ProcessUse, ...]:
-        """Process 1 works now."""
+        """Return a sample in which process 1 works at present."""
         return (ProcessUse(1, self.clock.time_ns() // 1000, 99),)
 
     def play(self, scene: Awaitable[None]) -> list[dict[str, Any]]:
-        """Run it, and return what was logged of violations and what was done."""
+        """Run the scene; return the log events about violations and actions."""
 
         async def whole() -> None:
             await scene
@@ -227,7 +227,7 @@ def test_all_processes_count_registered_or_not(world: Callable[..., World]) -> N
             ProcessMemory(1, allowed),
             ProcessMemory(2, 1, computes=False),
             ProcessMemory(3, 5, computes=False),
-            ProcessMemory(4, 9 * GIB),  # nobody's
+            ProcessMemory(4, 9 * GIB),  # belongs to no container
         )
     )
     assert kinds(logs) == [("violation", "memory")]
@@ -260,7 +260,7 @@ def test_a_stranger_that_draws_or_came_before_the_governor_is_not_accused(
 def test_a_process_that_was_registered_may_be_listed_for_a_moment_after_its_end(
     world: Callable[..., World],
 ) -> None:
-    """Nor do many such moments add up, where programs run for a second each."""
+    """Many such moments, as with programs that run for a second each, do not add up either."""
     made = world()
     one = made.add("one")
     made.owners = dict.fromkeys(range(1, 20), one)
@@ -343,7 +343,7 @@ def test_a_container_that_ended_by_itself_cannot_be_stopped(world: Callable[...,
 def test_a_container_is_frozen_and_thawed_without_looks(
     world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NVML may fail for ever meanwhile."""
+    """NVML may fail for good after the container was frozen."""
     made = world(on_violation="throttle")
     one = made.add("one", pid=os.getpid())
     made.owners = {1: one}
@@ -408,7 +408,7 @@ def test_containers_that_share_a_claim_are_frozen_together_as_far_as_they_can_be
 def test_one_of_two_that_cannot_be_frozen_leaves_nobody_frozen(
     world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second fails while the first stands still already."""
+    """Freezing the second one fails when the first one is already frozen."""
     made = world(on_violation="throttle")
     one = made.add("one", pid=os.getpid())
     made.owners = {1: one}
@@ -532,7 +532,7 @@ def test_what_a_governor_that_died_left_frozen_is_thawed(
 
 
 def refuse_to_thaw(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """As a read-only /sys/fs/cgroup does; return what ends that."""
+    """Make thawing fail as with a read-only /sys/fs/cgroup; return a function that ends this."""
     real = os.open
 
     def refuse(path: Any, flags: int, *more: Any, **named: Any) -> int:
@@ -547,7 +547,7 @@ def refuse_to_thaw(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 def test_who_cannot_be_thawed_is_not_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A drop-in that lets the governor freeze goes with the policy, and the governor had been killed."""
+    """The drop-in that allows freezing is removed with the policy, after the governor was killed."""
     group = tmp_path / "cgroup/pod/one"
     group.mkdir(parents=True)
     (group / "cgroup.freeze").write_text("1")

@@ -1,4 +1,4 @@
-"""What the governor tells the service manager, heard at a socket of the test's."""
+"""The governor's notifications to the service manager, received at a socket of the test."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.
 
 
 def signs(manager: socket.socket) -> int:
-    """How many signs of life have come."""
+    """Return the number of signs of life that have arrived."""
     manager.setblocking(False)
     n = 0
     while True:
@@ -43,7 +43,7 @@ def signs(manager: socket.socket) -> int:
     [
         ("30000000", None, 30.0),
         ("30000000", "own", 30.0),
-        ("30000000", "1", None),  # it is another process's
+        ("30000000", "1", None),  # meant for another process
         ("0", None, None),
         ("soon", None, None),
         (None, None, None),
@@ -84,7 +84,7 @@ def test_a_manager_that_takes_nothing_holds_nobody_up(
     manager: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("governor.manager.PATIENCE_S", 0.01)
-    for _ in range(100):  # more than its queue holds
+    for _ in range(100):  # more than the manager's queue holds
         notify("WATCHDOG=1")
     assert 0 < signs(manager) < 100
 

@@ -1,4 +1,4 @@
-"""What a container may cause in the governor: connections and lines of the log, at a pace."""
+"""Limits on what a container causes in the governor: connections and log lines are paced."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def play(tmp_path: Path) -> Play:
 
 
 def client(path: Path) -> socket.socket:
-    """A connection that is in the listener's queue."""
+    """Return a connection that is in the listener's queue."""
     made = socket.socket(socket.AF_UNIX)
     made.setblocking(False)
     try:
@@ -96,7 +96,7 @@ def client(path: Path) -> socket.socket:
 
 
 def fill(path: Path) -> list[socket.socket]:
-    """Connect until the queue is full."""
+    """Connect until the listener's queue is full; return the connections."""
     clients = []
     with contextlib.suppress(BlockingIOError):
         clients.extend(client(path) for _ in range(2 * BACKLOG))
@@ -122,7 +122,7 @@ def test_connections_beyond_the_pace_wait_in_the_queue(play: Play) -> None:
         await settle()
         assert len(served) == 3
         loop = asyncio.get_running_loop()
-        for one in clients:  # the others have their turns later
+        for one in clients:  # the others are served later
             assert await loop.sock_recv(one, 1) == b"x"
             one.close()
         made.close()
@@ -186,7 +186,7 @@ def test_without_descriptors_it_waits_and_goes_on(
         made = Listener(path, Pace(0.01, 10), serve)
 
         class Short:
-            """The listener's socket, as it is where the table of descriptors is full, twice."""
+            """The listener's socket when the table of descriptors is full, for the first two calls."""
 
             left = 2
 

@@ -1,4 +1,4 @@
-"""When a look accuses: on a virtual clock, by looks that a test makes up."""
+"""When looks report a violation: made-up looks on a virtual clock."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ HONEST = Facts(now_ns=0, allowed=GIB, memory={7: GIB})
 
 
 class Play:
-    """Looks at a container, four times a second, and what they led to."""
+    """Looks at a container, four times a second, and the violations that they reported."""
 
     def __init__(self) -> None:
         self.judge = Judge("GPU-0")
         self.now = 100 * S
-        self.told: list[tuple[str, bool, int]] = []  # kind, begin, when
+        self.told: list[tuple[str, bool, int]] = []  # kind, whether it began, time
         self.episodes: list[Episode] = []
 
     def look(self, facts: Facts, passed: int = LOOK) -> list[tuple[str, bool]]:
@@ -58,7 +58,7 @@ class Play:
             self.look(facts)
 
     def idle(self, ns: int, *, percent: int = 0, frozen: bool = False, pid: int = 7) -> None:
-        """Nothing by the books, and samples of the moment if it works all the same."""
+        """The container has no grant; samples show work of `percent` if that is not 0."""
         end = self.now + ns
         while self.now < end:
             at = self.now + LOOK - 10 * MS
@@ -86,7 +86,7 @@ def test_memory_over_the_quota_is_reported_after_a_second_and_once() -> None:
 
 
 def test_looks_that_are_mistaken_now_and_then_accuse_nobody() -> None:
-    """Two processes hand all that is allowed to each other: some looks see it with both."""
+    """Two processes hand the whole quota to each other, so that a few looks count it for both."""
     play = Play()
     over = replace(HONEST, memory={7: GIB, 8: GIB}, unregistered=frozenset({8}))
     for i in range(1000):
@@ -107,7 +107,7 @@ def test_looks_that_are_mistaken_now_and_then_accuse_nobody() -> None:
 def test_memory_beyond_the_quota_adds_up_over_bursts(
     held: int, on: int, off: int, within: int
 ) -> None:
-    """A program could give it back whenever it has held it for nearly a second."""
+    """A program could free the memory each time before it has held it for a second."""
     play = Play()
     play.looks(HONEST, S)
     begin = play.now
@@ -129,7 +129,7 @@ def test_bursts_go_on_with_a_violation_and_after_it_one_look_is_enough() -> None
     assert len(play.told) == 1
     play.looks(HONEST, S)
     assert play.look(replace(HONEST, memory={7: 5 * GIB})) == [(MEMORY, True)]
-    play.looks(HONEST, 30 * S)  # what it did is forgotten
+    play.looks(HONEST, 30 * S)  # the earlier excess is forgotten
     assert play.look(replace(HONEST, memory={7: 5 * GIB})) == []
 
 
@@ -168,7 +168,7 @@ def test_a_stranger_is_reported_at_its_second_half_second() -> None:
     assert play.look(stranger) == []
     assert play.look(stranger) == [(UNREGISTERED, True)]
     assert play.episodes == [Episode(UNREGISTERED, "GPU-0", 9, 5, 0)]
-    # Another one in its place goes on with it.
+    # If another process takes its place, the same violation goes on.
     play.looks(replace(stranger, unregistered=frozenset({10})), 3 * S)
     play.looks(HONEST, S)
     assert [(kind, began) for kind, began, _ in play.told[1:]] == [(UNREGISTERED, False)]
@@ -191,7 +191,7 @@ def test_work_without_a_grant_is_reported_within_two_seconds() -> None:
 
 def test_who_worked_until_now_and_goes_on_without_a_grant_is_reported_within_two_seconds() -> None:
     play = Play()
-    play.looks(HONEST, 5 * S)  # not idle: it has grants
+    play.looks(HONEST, 5 * S)  # the container is not idle: it has grants
     begin = play.now
     play.idle(10 * S, percent=50)
     assert [(kind, began) for kind, began, _ in play.told] == [(COMPUTE, True)]
@@ -199,7 +199,7 @@ def test_who_worked_until_now_and_goes_on_without_a_grant_is_reported_within_two
 
 
 def test_samples_of_the_time_before_accuse_nobody() -> None:
-    """They reach back for a second, and come again and again."""
+    """NVML's samples reach back for a second, and the same ones are returned again and again."""
     play = Play()
     play.looks(HONEST, S)
     old = tuple(Sample(play.now + i * 100 * MS, 7, 99) for i in range(1, 9))
@@ -234,7 +234,7 @@ def test_housekeeping_of_a_context_is_no_work_and_nonsense_no_evidence(percent: 
 
 
 def test_after_looks_that_came_late_nothing_is_known() -> None:
-    """The governor stood still: the container gave itself its share."""
+    """The governor stood still, and the container gave itself its share meanwhile."""
     play = Play()
     play.idle(5 * S)
     for _ in range(20):
@@ -254,12 +254,12 @@ def test_who_is_granted_now_and_then_is_not_accused(work_every: int) -> None:
 
 
 def test_a_violation_of_compute_outlasts_a_freeze() -> None:
-    """Frozen it does nothing; what it does when it is thawed is the same violation, or none."""
+    """A frozen container does nothing; its work after the thaw continues the same violation, or the violation ends."""
     play = Play()
     play.idle(3 * S)
     play.idle(2 * S, percent=99)
     play.idle(32 * S, frozen=True)
-    play.idle(S)  # it takes its time to begin again
+    play.idle(S)  # the container needs some time to begin again
     assert len(play.told) == 1
     play.idle(5 * S, percent=99)
     assert len(play.told) == 1
@@ -271,7 +271,7 @@ def test_a_violation_of_compute_outlasts_a_freeze() -> None:
 def test_samples_of_before_a_freeze_accuse_nobody_after_it() -> None:
     play = Play()
     play.idle(3 * S)
-    play.idle(500 * MS, percent=99)  # not enough yet
+    play.idle(500 * MS, percent=99)  # not enough for a report
     play.idle(1 * S, frozen=True, percent=99)
     play.idle(500 * MS, percent=99)
     assert play.told == []
@@ -310,7 +310,7 @@ def test_begin_and_end_take_turns(looks: list[tuple[Facts, int]]) -> None:
 @settings(max_examples=examples(300))
 @given(st.lists(facts, max_size=30))
 def test_no_look_alone_accuses(looks: list[Facts]) -> None:
-    """One look of twelve accuses of nothing if it sees no more than twice what is allowed."""
+    """A look in twelve reports nothing if the memory that it sees is at most twice the allowed amount."""
     play = Play()
     for one in looks:
         play.look(replace(one, memory={7: min(sum(one.memory.values()), 2 * GIB)}))
@@ -353,6 +353,6 @@ def test_a_violation_that_lasts_is_not_forgotten_for_others() -> None:
 
 
 def test_what_a_second_takes_fits_into_two() -> None:
-    """From the last honest work: samples settle, then come three times within the looks."""
+    """After the last honest work, the samples have to settle; then three looks have to find new ones."""
     assert SETTLE_NS + 3 * LOOK <= 2 * S
     assert SETTLE_NS < EVIDENCE_NS

@@ -1,4 +1,4 @@
-"""The policy for the hardware's scheduler on a virtual clock, with a GPU that behaves as was measured (virtual_gpu.py)."""
+"""The policy for the hardware's scheduler, on a virtual clock with a model of a measured GPU (virtual_gpu.py)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ S = 1000 * MS
 
 @dataclass
 class Run:
-    """What came of it: work done in percent of the GPU by container, over all and in each 100 ms and second; waits in ms."""
+    """The result of a run.
+
+    Work of each container in percent of the GPU: in total, in each 100 ms and in each second. Waits in ms.
+    """
 
     used: dict[int, float]
     tenths: list[dict[int, float]]
@@ -38,7 +41,7 @@ class Run:
     changes: int
     settings: list[dict[int, Setting]] = field(default_factory=list)
     sliding: list[dict[int, float]] = field(default_factory=list)
-    """As `seconds`, of those that begin at each grain."""
+    """As `seconds`, but for the seconds that begin at each grain."""
 
     def mean(self, i):
         return sum(self.waits[i]) / len(self.waits[i])
@@ -62,7 +65,7 @@ SWITCH_OFF, SWITCH_ON, SET_SLICE = 600_000, 360_000, 450_000
 
 
 def carry_out(gpu, before, settings, advance):
-    """Have settings hold, as `steering.py` does it; each call of the driver takes time."""
+    """Apply settings as `steering.py` does; each call of the driver takes time."""
 
     def was_on(i):
         return i not in before or before[i].on
@@ -81,7 +84,7 @@ def carry_out(gpu, before, settings, advance):
 
 
 def run(shares, contexts, seconds=6, warm=2, grain=PERIOD):
-    """Have the policy steer the GPU for `warm` seconds, and look at `seconds` after that."""
+    """Let the policy steer the GPU for `warm` seconds, then record the next `seconds`."""
     gpu, policy = Gpu(contexts), Policy(0)
     for i, share in shares.items():
         policy.add(i, share, 0)
@@ -140,7 +143,7 @@ def test_guarantees_are_weights_and_nothing_is_left_idle():
     total = sum(r.used.values())
     assert total >= 98.5
     assert [100 * r.used[i] / total for i in (1, 2, 3)] == pytest.approx([50, 33.3, 16.7], abs=0.5)
-    assert r.changes == 0  # and nothing has to be done for it
+    assert r.changes == 0  # and nothing has to be switched for it
 
 
 @pytest.mark.parametrize("wanted", [(45, 30, 15), (60, 30), (30,), (5, 5)])
@@ -155,7 +158,7 @@ def test_caps_hold_in_each_tenth_of_a_second(wanted):
 
 @pytest.mark.parametrize(("wanted", "most"), [((45, 30, 15), 1.1), ((10,) * 8, 1.5)])
 def test_those_who_reach_their_caps_are_switched_off_together(wanted, most):
-    """Each call takes locks of the whole host, and there are ten periods a second."""
+    """Each call takes locks that the whole host shares, and there are ten periods a second."""
     shares = {i: Share(w / 100, w / 100) for i, w in enumerate(wanted)}
     r = run(shares, {i: endless() for i in shares})
     n = sum(
@@ -169,7 +172,7 @@ def test_those_who_reach_their_caps_are_switched_off_together(wanted, most):
 
 
 def test_one_that_works_on_beyond_its_cap_is_not_waited_for():
-    """The others have not used theirs: it may be that they have no work any more."""
+    """The others have not used their shares, and may not have work any more."""
     policy = Policy(0)
     for i in (1, 2):
         policy.add(i, Share(0.3, 0.3), 0)
@@ -183,7 +186,7 @@ def test_one_that_works_on_beyond_its_cap_is_not_waited_for():
 
 @pytest.mark.parametrize("wanted", [(70, 30), (25,) * 4, (10, 45, 45), (13,) * 4 + (12,) * 4])
 def test_where_all_is_promised_changes_of_the_context_are_what_they_lack(wanted):
-    """Nothing is switched for it: what calls of the driver cost is lost to all."""
+    """Nothing is switched in this case: time that calls of the driver take is lost to all containers."""
     shares = {i: Share(w / 100, w / 100) for i, w in enumerate(wanted)}
     r = run(shares, {i: endless() for i in shares})
     assert sum(r.used.values()) >= 98.5
@@ -195,7 +198,7 @@ def test_where_all_is_promised_changes_of_the_context_are_what_they_lack(wanted)
 
 @pytest.mark.parametrize("wanted", [(70, 30), (80, 20), (90, 10), (40, 30)])
 def test_the_larger_of_two_waits_for_less_than_10_ms(wanted):
-    """What of it comes now and then is behind one turn of the other, whatever that one launches."""
+    """If the container has only occasional work, that waits for one turn of the other, whatever the other launches."""
     policy = Policy(0)
     for i, w in enumerate(wanted):
         policy.add(i, Share(w / 100, w / 100), 0)
@@ -204,7 +207,7 @@ def test_the_larger_of_two_waits_for_less_than_10_ms(wanted):
 
 
 def test_what_calls_of_the_driver_cut_off_a_cap_comes_later():
-    """A turn that ends some ms early or late is no loss and no gain over a second."""
+    """A turn that ends some ms early or late makes no difference over a second."""
     shares = {1: Share(0.45, 0.45), 2: Share(0.3, 0.3), 3: Share(0.15, 0.15)}
     r = run(shares, {i: endless() for i in shares})
     for i, share in shares.items():
@@ -245,11 +248,11 @@ def test_nobody_gets_more_than_the_cap_or_less_than_the_guarantee(guarantees, ex
         i: Share(g / 100, min(100, g + e) / 100)
         for i, (g, e) in enumerate(zip(guarantees, extra, strict=False))
     }
-    # A turn more or less, of up to 30 ms, is a third of a point in ten seconds.
+    # One turn more or less, of up to 30 ms, is a third of a percentage point in ten seconds.
     r = run(shares, {i: endless() for i in shares}, seconds=10, warm=1)
     for i, share in shares.items():
         assert r.used[i] <= 100 * share.limit + 0.5
-        # A change costs 80 us, which no container is charged; more than a twentieth of a share is not lost to it.
+        # A change costs 80 us, which no container is charged. A container loses at most 1/20 of its share to changes.
         assert r.used[i] >= 95 * share.guarantee
 
 
@@ -257,7 +260,7 @@ def test_nobody_gets_more_than_the_cap_or_less_than_the_guarantee(guarantees, ex
 
 
 def test_requests_of_one_below_its_guarantee_wait_for_a_fraction_of_a_millisecond():
-    """The same arrivals alone and beside endless work, without any setting; the classes differ in nothing here."""
+    """The same arrivals alone and next to endless work, without any setting. The class makes no difference here."""
     alone = run({1: Share(0.5, 1)}, {1: requests(20)}, 20)
     for share in (Share(0.5, 1), Share(0.2, 1), Share(0.2, 1, latency=True)):
         r = run({1: share, 2: Share(1 - share.guarantee, 1)}, {1: requests(20), 2: endless()}, 20)
@@ -270,7 +273,7 @@ def test_requests_of_one_below_its_guarantee_wait_for_a_fraction_of_a_millisecon
     ("n", "mean_ms", "guarantee"), [(4, 8, 0.2), (8, 25, 0.1), (32, 100, 0.03)]
 )
 def test_services_beside_each_other_wait_as_without_us(n, mean_ms, guarantee):
-    """None keeps the GPU busy, so there is nothing to keep the others from: nor to switch for."""
+    """None of them keeps the GPU busy, so none has to be kept from it, and nothing has to be switched."""
 
     def contexts():
         length = 1.0 if n == 4 else 2.0
@@ -288,7 +291,7 @@ def test_services_beside_each_other_wait_as_without_us(n, mean_ms, guarantee):
     ("n", "mean_ms", "guarantee"), [(8, 20, 0.1), (8, 20, 0.12), (16, 40, 0.06)]
 )
 def test_services_that_nearly_fill_the_gpu_take_no_turns(n, mean_ms, guarantee):
-    """80 % in requests, and the changes of the context with it: to be off would let their queues grow."""
+    """Requests take 80 %, and context changes come on top. Being switched off would let the queues grow."""
 
     def contexts():
         return {i: requests(mean_ms, seed=i) for i in range(n)}
@@ -302,7 +305,7 @@ def test_services_that_nearly_fill_the_gpu_take_no_turns(n, mean_ms, guarantee):
 
 @dataclass
 class PartTime(Context):
-    """It has endless work for a part of each cycle, in ms."""
+    """A container that has endless work for `part` ms of each `cycle` ms."""
 
     cycle: int = 200
     part: int = 100
@@ -316,7 +319,7 @@ class PartTime(Context):
 
 @pytest.mark.parametrize(("cycle", "part"), [(200, 100), (300, 140), (100, 45), (20, 9)])
 def test_one_that_works_part_of_the_time_takes_3_points_of_a_guarantee_at_most(cycle, part):
-    """A turn in which it does nothing is its own; but the time of such a turn is lost to all."""
+    """A container is charged for a turn in which it does nothing, but the time of that turn is lost to all."""
     contexts = {0: requests(20, 0.5), 1: endless(), 2: PartTime(cycle=cycle, part=part)}
     contexts[2].now = 0
     r = run({0: Share(0.1, 1), 1: Share(0.6, 1), 2: Share(0.2, 1)}, contexts, 6, warm=3)
@@ -326,7 +329,7 @@ def test_one_that_works_part_of_the_time_takes_3_points_of_a_guarantee_at_most(c
 
 @pytest.mark.parametrize("limits", [(0.2, 0.2), (0.02, 0.2), (0.3, 0.1)])
 def test_caps_hold_beside_a_service_of_class_latency(limits):
-    """Its slices are long, and say nothing of how much of the GPU it uses."""
+    """The slices of the service are long; their length does not tell how much of the GPU it uses."""
     one, two = limits
     shares = {0: Share(one, one), 1: Share(0.5, 1, latency=True), 2: Share(two, two)}
     r = run(shares, {0: endless(), 1: requests(60, 6), 2: endless()}, 8, warm=3)
@@ -346,7 +349,7 @@ def test_beside_three_trainings_requests_wait_as_little_and_the_trainings_lose_n
         rest + r.used[1] >= 97
     )  # a hundred changes of the context a second, and those of the turns
     assert [100 * r.used[i] / rest for i in (2, 3, 4)] == pytest.approx([37.5, 37.5, 25], abs=1.5)
-    # One of the three at a time is on, with a short slice.
+    # Of the three, one at a time is on, with a short slice.
     for setting in r.settings:
         assert sum(setting[i].on for i in (2, 3, 4)) == 1
         assert {setting[i].slice_ns for i in (2, 3, 4)} == {SHORT}
@@ -385,13 +388,13 @@ def test_a_latency_container_that_offers_more_than_its_cap_is_held_to_it():
 @pytest.mark.parametrize("limit", [0.05, 0.1, 0.3])
 @pytest.mark.parametrize("begin_ms", [2050, 2070, 2095, 2100])
 def test_the_cap_of_a_latency_container_holds_within_any_second(limit, begin_ms):
-    """Of what it used at the end of a period, the second that begins there has more to come."""
+    """A second that begins with the work at the end of a period contains that work and what follows it."""
     late = Context(mean=10**18, length=60 * S)
     late.next_at = begin_ms * MS
     shares = {1: Share(min(limit, 0.2), limit, latency=True), 2: Share(0.4, 1), 3: Share(0.3, 1)}
     r = run(shares, {1: late, 2: endless(), 3: endless()}, 8, grain=5 * MS)
     assert max(window[1] for window in r.sliding) <= 100 * limit + 1
-    later = [window[1] for window in r.sliding[200:]]  # it has worked for a second
+    later = [window[1] for window in r.sliding[200:]]  # from when it has worked for a second
     assert sum(later) / len(later) >= 100 * shares[1].guarantee - 0.5
 
 
@@ -404,7 +407,7 @@ def test_a_latency_container_that_slept_may_use_its_second_at_once():
         setting, _ = policy.step(i * PERIOD, {1: PERIOD})
         assert setting[1].on
         assert policy.is_first(1)
-    assert not policy.step(3 * PERIOD, {1: PERIOD})[0][1].on  # 300 ms: all of a second's cap
+    assert not policy.step(3 * PERIOD, {1: PERIOD})[0][1].on  # 300 ms: the cap of a whole second
     on = [policy.step(i * PERIOD, {2: PERIOD})[0][1].on for i in range(4, 13)]
     assert on == [False] * 6 + [True] * 3
 
@@ -441,7 +444,7 @@ def test_a_newcomer_is_on_from_its_first_step():
 
 
 def test_no_slice_is_longer_than_a_period():
-    """A container with a large guarantee that wakes up beside a small one would have the GPU for most of a second."""
+    """A container with a large guarantee that wakes up next to a small one would hold the GPU for most of a second."""
     policy, now = Policy(0), 0
     policy.add(1, Share(0.02, 1), 0)
     policy.add(2, Share(0.9, 1), 0)
@@ -460,7 +463,7 @@ def test_a_container_that_slept_has_saved_nothing():
     for _ in range(20):  # both work
         now += PERIOD
         policy.step(now, {1: PERIOD * 3 // 10, 2: PERIOD * 6 // 10})
-    for _ in range(20):  # and the first one sleeps
+    for _ in range(20):  # the first one sleeps
         now += PERIOD
         policy.step(now, {2: PERIOD * 6 // 10})
     assert policy.step(now + 32 * MS, {1: 32 * MS})[0][1].on
@@ -488,13 +491,13 @@ def test_a_changed_cap_holds_from_the_next_period_on():
     assert policy.step(PERIOD, {1: PERIOD})[0][1].on
     policy.add(1, Share(0.2, 0.2), PERIOD)
     assert not policy.step(PERIOD * 3 // 2, {1: PERIOD // 2})[0][1].on
-    # What it had beyond the cap in that period is taken off the next ones, and not more than a period's worth.
+    # Use beyond the cap in that period is taken off the next ones, up to one period's worth.
     on = [policy.step(PERIOD * i, {})[0][1].on for i in range(2, 6)]
     assert on == [False, True, True, True]
 
 
 def test_the_first_period_leaves_no_debt():
-    """It may have worked for a while before it was found."""
+    """The container may have worked for a while before its channel groups were found."""
     policy = Policy(0)
     policy.add(1, Share(0.05, 0.05), 0)
     policy.step(PERIOD, {})
@@ -503,14 +506,14 @@ def test_the_first_period_leaves_no_debt():
 
 
 def test_what_it_had_until_it_was_found_is_no_debt():
-    """A governor that starts finds what its predecessor's containers have a while after they go on."""
+    """A governor that starts finds the channel groups of running containers after these have gone on for a while."""
     policy = Policy(0)
     policy.add(1, Share(0.05, 0.05), 0)
     for i in range(1, 6):
         policy.step(PERIOD * i, {1: PERIOD}, {})
     assert not policy.step(PERIOD * 11 // 2, {1: PERIOD // 2}, {1: 1})[0][1].on
     assert policy.step(PERIOD * 6, {1: 0}, {1: 1})[0][1].on
-    # From then on it is.
+    # From then on its use counts.
     policy.step(PERIOD * 7, {1: PERIOD}, {1: 1})
     assert not any(policy.step(PERIOD * i, {1: 0}, {1: 1})[0][1].on for i in range(8, 20))
 
@@ -533,7 +536,7 @@ def test_a_clock_that_goes_back_takes_nothing_back():
 
 @pytest.mark.parametrize("guarantee", [0.01, 0.1, 0.2])
 def test_a_latency_container_with_endless_work_leaves_its_neighbour_the_guarantee(guarantee):
-    """The class is its own annotation: it is first for what it is guaranteed, not for all that its cap allows."""
+    """The class is a separate annotation: it gives priority for the guarantee, not for all that the cap allows."""
     shares = {1: Share(guarantee, 1, latency=True), 2: Share(1 - guarantee, 1)}
     result = run(shares, {1: endless(), 2: endless()})
     assert result.used[2] == pytest.approx(100 * (1 - guarantee), abs=3)
@@ -548,7 +551,7 @@ def test_two_in_the_first_rank_share_as_they_are_guaranteed():
 
 
 class Bursts(Context):
-    """Work without end, for the last part of each cycle."""
+    """Endless work in the last part of each cycle."""
 
     def __init__(self, gpu_now, idle_ms, busy_ms):
         super().__init__()
@@ -561,7 +564,7 @@ class Bursts(Context):
 @pytest.mark.parametrize(("idle", "busy"), [(200, 100), (170, 30), (160, 40), (150, 150)])
 @pytest.mark.parametrize("guarantees", [(0.01, 0.99), (0.01, 0.5, 0.49), (0.1, 0.9)])
 def test_one_that_comes_in_bursts_takes_no_more_than_it_is_owed(guarantees, idle, busy):
-    """It is served first when it comes, and owes what it takes beyond its guarantee while others are short."""
+    """It is served first when it comes. What it takes beyond its guarantee while others are short becomes its debt."""
     contexts = {i: endless() for i in range(2, len(guarantees) + 1)}
     gpu = Gpu({1: Bursts(lambda: gpu.now, idle, busy), **contexts})
     policy = Policy(0)
@@ -582,7 +585,7 @@ def test_one_that_comes_in_bursts_takes_no_more_than_it_is_owed(guarantees, idle
 
 
 class Pauses(Context):
-    """Units of work with a pause behind each, as a program makes them that waits for each."""
+    """Units of work with a pause after each, as from a program that waits for each unit."""
 
     def __init__(self, unit_us, pause_us):
         super().__init__()
@@ -605,7 +608,7 @@ class Pauses(Context):
 def test_work_that_is_shorter_than_what_it_takes_to_begin_it_is_not_done_for_others_guarantees(
     latency,
 ):
-    """Units of 50 us: each takes two changes of the context, and in the first rank it has them at once."""
+    """Units of 50 us: each takes two context changes, and a container with priority gets them at once."""
     shares = {1: Share(0.1, 1, latency=latency), 2: Share(0.45, 1), 3: Share(0.45, 1)}
     result = run(shares, {1: Pauses(50, 300), 2: endless(), 3: endless()})
     assert 1 < result.used[1] < 5
@@ -614,7 +617,7 @@ def test_work_that_is_shorter_than_what_it_takes_to_begin_it_is_not_done_for_oth
 
 @pytest.mark.parametrize("limit", [0.01, 0.1, 0.3])
 def test_a_container_that_does_nothing_costs_few_steps(limit):
-    """Each is some calls of the driver, which take locks of the whole host."""
+    """Each step makes calls of the driver, which take locks that the whole host shares."""
     policy, now, n = Policy(0), 0, 0
     policy.add(1, Share(limit, limit), 0)
     while now < 10 * S:
@@ -624,7 +627,7 @@ def test_a_container_that_does_nothing_costs_few_steps(limit):
 
 
 def test_one_that_was_off_for_long_is_held_in_the_period_in_which_it_is_on_again():
-    """A step that came late left it a whole period, and so a debt of two seconds; it did not idle meanwhile."""
+    """A late step left it on for a whole period, which makes a debt of two seconds; it was not idle meanwhile."""
     contexts = {1: endless()}
     gpu, policy, used = Gpu(contexts), Policy(0), {}
     policy.add(1, Share(0.05, 0.05), 0)

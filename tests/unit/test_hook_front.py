@@ -1,4 +1,4 @@
-"""The C programs in front of hook and wrapper runtime decide as the Python scripts do, or leave it to them."""
+"""The C programs in front of the hook and the wrapper runtime decide as the Python scripts do, or leave it to them."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_settings_are_read_alike_or_left_to_the_script(
     found = Settings()
     if not front.settings_read(str(path).encode(), root.encode(), ctypes.byref(found)):
         return
-    node = runtime.read_node(str(path), ["--root", root] if root else [])  # which takes them, too
+    node = runtime.read_node(str(path), ["--root", root] if root else [])  # which accepts it, too
     assert found.runtime.decode() == node.runtime
     assert found.runtime_dir.decode() == node.runtime_dir
     assert found.environment == (node.environment == "allow")
@@ -188,7 +188,7 @@ LINES_OF_WORDS = st.lists(WORDS, max_size=7)
 def test_a_container_that_asks_for_a_gpu_reaches_the_runtime_by_neither(
     build_dir: Path, tmp_path_factory: pytest.TempPathFactory, name: str, words: list[str]
 ) -> None:
-    """A governor that is not there refuses what asks; both programs have to find out what asks."""
+    """Without a governor, requests for a GPU are refused; both programs have to find the same requests."""
     base = tmp_path_factory.getbasetemp() / f"lines-{name}"
     if not base.exists():
         for bundle, annotations in (("asks", {"tidegate.gpu/memory": "1Gi"}), ("plain", {})):
@@ -198,7 +198,7 @@ def test_a_container_that_asks_for_a_gpu_reaches_the_runtime_by_neither(
         real = base / name
         real.write_text('#!/bin/sh\nprintf "%s\\n" executed "$@"\n')
         real.chmod(0o755)
-        # For a governor whose directory is there the programs would wait, 5 s each.
+        # If the governor's directory existed, the programs would wait for the governor, 5 s each.
         (base / "settings").write_text(f"runtime {real}\nruntime-dir {base}/none\n")
     line = [word.format(asks=base / "asks", plain=base / "plain") for word in words]
     outcomes = []

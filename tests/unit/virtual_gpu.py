@@ -1,9 +1,13 @@
-"""A GPU on a virtual clock, as its scheduler behaves: channel groups in a circle, a slice each.
+"""A model of a GPU's hardware scheduler on a virtual clock: channel groups in turn, a slice each.
 
-What was measured on an H100 and an H200 (docs/reference/driver-calls.md) is modelled: a change of
-the context costs 80 us which no context has, and 70 us at the end of each turn, which the
-context has without doing anything; a group whose work ends gives way at once, one that has none costs nothing, a slice
-interrupts a kernel. A switch off or on acts at once here; what the calls take is the caller's.
+The model follows measurements on an H100 and an H200 (docs/reference/driver-calls.md):
+
+- A change of the context costs 80 us that are charged to no context, and 70 us at the end of each
+  turn that are charged to the context although it does nothing in them.
+- A group whose work ends gives way at once. A group without work costs nothing.
+- The end of a slice interrupts a kernel.
+
+A switch off or on takes effect at once here; the caller models the time that the driver's calls take.
 """
 
 from __future__ import annotations
@@ -19,19 +23,19 @@ END = 70_000
 
 @dataclass
 class Context:
-    """What one container runs: endless work, or requests of `length` that arrive by chance."""
+    """The work of one container: endless work, or requests of `length` ns that arrive at random."""
 
-    mean: int = 0  # between two requests; 0: there is always work
+    mean: int = 0  # mean time between two requests, in ns; 0: there is always work
     length: int = 0
     seed: int = 1
     on: bool = True
     slice_ns: int = 2 * MS
     used: int = 0
-    done: int = 0  # of that, what was work
-    early: int = 0  # turns that ended with the work
-    left: int = 0  # of what has arrived
-    arrivals: list[int] = field(default_factory=list)  # of requests that wait
-    waits: list[int] = field(default_factory=list)  # from arrival to completion
+    done: int = 0  # the part of `used` that was work
+    early: int = 0  # number of turns that ended early because the work ended
+    left: int = 0  # rest of the request in progress, in ns
+    arrivals: list[int] = field(default_factory=list)  # arrival times of the requests that wait
+    waits: list[int] = field(default_factory=list)  # times from arrival to completion, in ns
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)  # noqa: S311
@@ -48,7 +52,7 @@ class Context:
             self._draw(self.next_at)
 
     def work(self) -> int:
-        """How much work there is now; endless work is a lot."""
+        """Return the amount of work at present, in ns; endless work is a very large number."""
         if not self.mean:
             return 1 << 62
         return len(self.arrivals) * self.length - (self.length - self.left if self.left else 0)
@@ -89,12 +93,12 @@ class Gpu:
         return None
 
     def advance(self, until: int) -> dict[int, int]:
-        """Run until then; return what each used, the time of a switch left out."""
+        """Run until `until`; return the time that each context used, without the cost of switches."""
         before = {i: c.used for i, c in self.contexts.items()}
         while self.now < until:
             for c in self.contexts.values():
                 c.arrive(self.now)
-            # The newest arrival of anybody ends a stretch, so that the circle sees it.
+            # A stretch ends at the next arrival of any context, so that the scheduler sees that arrival.
             horizon = min([until, *(c.next_at for c in self.contexts.values() if c.mean)])
             horizon = max(horizon, self.now + 1)
             if self.resident is None or not self._runnable(self.resident) or self._slice_left <= 0:

@@ -172,8 +172,11 @@ def waiting(front: Node, forkserver: ForkServer, runc: Runtime) -> Iterator[Wait
 
 
 def runs(pid: int, front: Node) -> bool:
+    """Return whether a process is a hook of this node. Hooks of other workers' tests are of the same program."""
+    process = Path(f"/proc/{pid}")
     try:
-        return Path(f"/proc/{pid}/exe").readlink() == front.program
+        is_ours = os.fsencode(front.base) in (process / "cmdline").read_bytes()
+        return is_ours and (process / "exe").readlink() == front.program
     except OSError:
         return False
 

@@ -19,6 +19,9 @@ from tests.container.held import Held
 from tests.container.nodes import wait_for
 from tests.container.test_hook_start import tree
 
+# They wait for deadlines, and leave processes that nothing ends for seconds, which other tests' searches would meet.
+pytestmark = pytest.mark.slow
+
 DEADLINE = 4.0  # seconds; the hook has to reach the request that stalls before it
 ENOUGH = 60.0  # seconds; a deadline that the hook is not to miss
 ANSWERS = "see what serves that file system (FUSE, NFS), and start the container once it answers\n"
@@ -131,7 +134,6 @@ def test_a_start_ends_at_its_deadline_and_leaves_nothing(
     ends_and_leaves_nothing(node, way, stalling, operation, name)
 
 
-@pytest.mark.slow
 @one_way
 @pytest.mark.parametrize(("operation", "name"), OTHERS, ids=[f"{o}-{n}" for o, n in OTHERS])
 def test_it_does_so_wherever_it_is_stuck(

@@ -190,6 +190,7 @@ def run_tests(tree: Path, tests: tuple[str, ...]) -> tuple[int, str]:
     command = [
         *("unshare", "-m", "--propagation", "private", "sh", "-ec", COVERED, "sh"),
         *(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"),
+        *("-m", "not gpu and not cluster"),  # slow tests, too, where a rule names them
         *("--basetemp", str(tree.parent / "t"), *tests),
     ]
     build = os.environ.get("TIDEGATE_BUILD", str(ROOT / "build" / "meson"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import json
 import os
 import secrets
@@ -42,6 +41,7 @@ from governor.config import Config
 from governor.container import Container, Member, container_key
 from governor.counters import Tally
 from governor.errors import OccupiedError, RefusedError, RequestError, StateError, TidegateError
+from governor.listener import SHORT
 from governor.mps import Event, Mps
 from governor.names import find_name
 from governor.quota import MIB, Device, Quota
@@ -60,9 +60,6 @@ RESERVED_S = 30.0
 """How long GPUs stay reserved for a container that was given their device nodes and does not start,
 in seconds."""
 MOST_RESERVED = 1024
-_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-"""Errors that mean that the system is short of what a connection needs; the governor waits until it
-is available again."""
 SCHEMA_FILE = Path(__file__).with_name("protocol.schema.json")
 _SCHEMA: dict[str, Any] = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
 _VALIDATOR = jsonschema.Draft202012Validator(_SCHEMA)
@@ -260,7 +257,7 @@ class Server:
                 try:
                     connection, _ = await loop.sock_accept(listener)
                 except OSError as e:
-                    if e.errno not in _SHORT:
+                    if e.errno not in SHORT:
                         raise
                     log.error("connection-not-accepted", error=e.strerror)
                     await asyncio.sleep(SHORT_S)

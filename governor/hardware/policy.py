@@ -10,9 +10,9 @@ work ends, or that of a container which alone of several is on. In a *round* eac
 turn; a period has a whole number of rounds.
 
 A container that is below its guarantee is *owed* the missing time. It has one of two ranks. The
-*first rank* holds containers of class latency that have used less than their guarantee of the last
-second, and those of the other class that have been below their guarantee for a while. They get long
-slices, and containers that work next to them get short ones, so that the first rank waits for a
+*first rank* holds containers that have been below their guarantee for a while, and those of class
+latency that have used less than their guarantee of the last second. They get long slices, and
+containers that work next to them get short ones, so that the first rank waits for a
 fraction of a millisecond.
 
 A container *goes on* if its turns seldom end for lack of work. Several containers that go on would
@@ -465,7 +465,8 @@ class Policy:
                 tenant.first, tenant.owed = False, 0.0  # its window gives it its part
             elif tenant.share.latency:
                 whole = tenant.share.guarantee * WINDOW * PERIOD
-                tenant.first = tenant.cost_others < (0.8 if not tenant.first else 1) * whole
+                is_below = tenant.cost_others < (0.8 if not tenant.first else 1) * whole
+                tenant.first = is_below or tenant.owed >= (FALL if tenant.first else RISE)
                 tenant.busy = tenant.busy or not tenant.first
             elif tenant.first:
                 tenant.first = tenant.owed >= FALL

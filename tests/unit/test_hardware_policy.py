@@ -377,6 +377,20 @@ def test_half_the_gpu_in_requests_is_served_before_what_borrows():
     assert r.mean(1) <= 1.6 * alone.mean(1)
 
 
+@pytest.mark.parametrize(("mean_ms", "guarantee"), [(4, 0.6), (8, 0.3), (20, 0.15)])
+def test_a_service_waits_no_longer_because_of_its_class(mean_ms, guarantee):
+    """Not even if the switches that it causes sometimes use up its guarantee of a second."""
+
+    def beside_endless_work(share):
+        contexts = {1: requests(mean_ms), 2: endless()}
+        return run({1: share, 2: Share(1 - guarantee, 1)}, contexts, 20)
+
+    without = beside_endless_work(Share(guarantee, 1))
+    r = beside_endless_work(Share(guarantee, guarantee + 0.1, latency=True))
+    assert r.mean(1) <= 1.02 * without.mean(1)
+    assert r.p99(1) <= 1.05 * without.p99(1)
+
+
 def test_a_latency_container_that_offers_more_than_its_cap_is_held_to_it():
     shares = {1: Share(0.3, 0.3, latency=True), 2: Share(0.4, 1), 3: Share(0.3, 1)}
     r = run(shares, {1: endless(), 2: endless(), 3: endless()}, 10)

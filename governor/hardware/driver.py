@@ -45,7 +45,21 @@ def module_branch(proc: Path = Path("/proc")) -> int | None:
     return int(found[1]) if found else None
 
 
-def _kernel_ioctl(fd: int, request: int, data: bytearray) -> None:
+def node_of(uuid: str, proc: Path = Path("/proc")) -> str | None:
+    """Return the name of a GPU's device node, `nvidia0`; None if the kernel module does not say."""
+    for path in (proc / "driver/nvidia/gpus").glob("*/information"):
+        try:
+            text = path.read_text()
+        except OSError:
+            continue
+        minor = re.search(r"^Device Minor:\s*(\d+)", text, re.MULTILINE)
+        if minor and re.search(rf"^GPU UUID:\s*{re.escape(uuid)}\s*$", text, re.MULTILINE):
+            return f"nvidia{minor[1]}"
+    return None
+
+
+def kernel_ioctl(fd: int, request: int, data: bytearray) -> None:
+    """Make the system call."""
     fcntl.ioctl(fd, request, data)
 
 
@@ -61,11 +75,17 @@ class Gpu(NamedTuple):
 class Driver:
     """A client of the kernel module, until it is closed; methods raise OSError or DriverCallError.
 
-    `branch` is that of the kernel module, `ioctl` makes the system call.
+    `branch` is that of the kernel module, `ioctl` makes the system call. The device nodes are in
+    the directory of `path`.
     """
 
     def __init__(
-        self, branch: int, *, path: str = calls.CONTROL_DEVICE, ioctl: Ioctl = _kernel_ioctl
+        self,
+        branch: int,
+        *,
+        path: str = calls.CONTROL_DEVICE,
+        proc: Path = Path("/proc"),
+        ioctl: Ioctl = kernel_ioctl,
     ) -> None:
         if branch < calls.FIRST_BRANCH:
             raise DriverCallError(
@@ -74,7 +94,8 @@ class Driver:
                 0x56,
             )
         self._ioctl = ioctl
-        self._path = path
+        self._path, self._proc = path, proc
+        self._nodes: list[int] = []
         self._alloc = calls.ALLOC if branch >= calls.ALLOC.since else calls.ALLOC_WITHOUT_SIZE
         node = branch >= calls.MEMORY_ALLOC.since
         self._memory = calls.MEMORY_ALLOC if node else calls.MEMORY_ALLOC_WITHOUT_NODE
@@ -98,6 +119,8 @@ class Driver:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+        while self._nodes:
+            os.close(self._nodes.pop())
 
     def allocate(
         self,
@@ -167,29 +190,35 @@ class Driver:
         values = {"hClient": client, "hObject": handle}
         return self.ask(calls.GET_ACCESS_RIGHTS, self.client, values)[0] == 0
 
-    def gpus(self) -> dict[str, Gpu]:
-        """Return the GPUs that the driver has attached, by UUID; makes our objects for each."""
-        found = {}
+    def gpu(self, uuid: str) -> Gpu | None:
+        """Return a GPU, with objects of ours below it; None if no process has it open."""
         ids = self.control(calls.GET_ATTACHED_IDS, self.client, {})
         for i in range(0, len(ids), 4):
             gpu_id = int.from_bytes(ids[i : i + 4], "little")
-            if gpu_id == calls.NO_GPU_ID:
-                continue
-            found_gpu = self._open_gpu(gpu_id)
-            found[found_gpu.uuid] = found_gpu
-        return found
+            if gpu_id != calls.NO_GPU_ID and self._uuid(gpu_id) == uuid:
+                return self._open_gpu(gpu_id, uuid)
+        return None
 
-    def _open_gpu(self, gpu_id: int) -> Gpu:
+    def _uuid(self, gpu_id: int) -> str:
+        answer = self.control(calls.GET_UUID, self.client, {"gpuId": gpu_id})
+        assert calls.GET_UUID.parameters  # noqa: S101
+        return calls.GET_UUID.parameters.text(answer, "gpuUuid")
+
+    def _open_gpu(self, gpu_id: int, uuid: str) -> Gpu:
+        # The kernel module makes a device object only for a process that has the GPU's own device
+        # node open (`osIsGpuAccessible`), which libraries like NVML do for their process.
+        name = node_of(uuid, self._proc)
+        if name:
+            node = str(Path(self._path).with_name(name))
+            self._nodes.append(os.open(node, os.O_RDWR | os.O_CLOEXEC))
         info = self.control(calls.GET_ID_INFO, self.client, {"gpuId": gpu_id})
         layout = calls.GET_ID_INFO.parameters
-        uuid = self.control(calls.GET_UUID, self.client, {"gpuId": gpu_id})
-        assert layout and calls.GET_UUID.parameters  # noqa: S101, PT018
-        instance = layout.get(info, "deviceInstance")
+        assert layout  # noqa: S101
         device = self.allocate(
             self.client,
             calls.DEVICE,
             calls.DEVICE_ALLOC,
-            {"deviceId": instance, "vaMode": calls.VA_MODE_PRIVATE},
+            {"deviceId": layout.get(info, "deviceInstance"), "vaMode": calls.VA_MODE_PRIVATE},
         )
         subdevice = self.allocate(
             device,
@@ -197,7 +226,7 @@ class Driver:
             calls.SUBDEVICE_ALLOC,
             {"subDeviceId": layout.get(info, "subDeviceInstance")},
         )
-        return Gpu(gpu_id, calls.GET_UUID.parameters.text(uuid, "gpuUuid"), device, subdevice)
+        return Gpu(gpu_id, uuid, device, subdevice)
 
     def map_memory(self, size: int) -> tuple[int, mmap.mmap]:
         """Map memory that the driver writes and we may read; return its handle and the mapping."""

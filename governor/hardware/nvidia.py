@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,14 @@ from governor.hardware.discovery import (
     find_holdings,
     live_clients,
 )
-from governor.hardware.driver import Driver, DriverCallError, Gpu, Ioctl, module_branch
+from governor.hardware.driver import (
+    Driver,
+    DriverCallError,
+    Gpu,
+    Ioctl,
+    kernel_ioctl,
+    module_branch,
+)
 from governor.hardware.trace import Residency, Trace
 
 CAP_SYS_ADMIN = 21
@@ -68,19 +74,20 @@ class NvidiaHardware:
         *,
         branch: int | None = None,
         path: str = calls.CONTROL_DEVICE,
-        ioctl: Ioctl | None = None,
+        proc: Path = Path("/proc"),
+        ioctl: Ioctl = kernel_ioctl,
     ) -> None:
         found = branch or module_branch()
         if found is None:
             raise FileNotFoundError("/proc/driver/nvidia/version is not there")
-        self._branch, self._path = found, path
-        self._options = {"ioctl": ioctl} if ioctl else {}
+        self._branch, self._path, self._proc = found, path, proc
+        self._ioctl = ioctl
         self._driver = self._open()
         try:
-            gpus = self._driver.gpus()
-            if uuid not in gpus:
+            gpu = self._driver.gpu(uuid)
+            if gpu is None:
                 raise DriverCallError(f"the driver has no GPU {uuid}", 0x57)
-            self._gpu: Gpu = gpus[uuid]
+            self._gpu: Gpu = gpu
             self._trace = Trace(self._driver, self._gpu)
         except BaseException:
             self._driver.close()
@@ -91,7 +98,7 @@ class NvidiaHardware:
         self.full_turns: Sequence[Full] = ()
 
     def _open(self) -> Driver:
-        return Driver(self._branch, path=self._path, **self._options)
+        return Driver(self._branch, path=self._path, proc=self._proc, ioctl=self._ioctl)
 
     @property
     def reviver(self) -> tuple[str, tuple[str, ...]]:
@@ -226,10 +233,28 @@ def require_rights(proc: Path = Path("/proc")) -> None:
             os.close(pidfd)
 
 
-def revive(uuid: str, tokens: Sequence[Sequence[int]]) -> None:
-    """Switch on channels of a GPU, each on its own, as some of their processes may have ended."""
-    with Driver(module_branch() or calls.FIRST_BRANCH) as driver:
-        gpu = driver.gpus()[uuid]
+def revive(
+    uuid: str,
+    tokens: Sequence[Sequence[int]],
+    *,
+    path: str = calls.CONTROL_DEVICE,
+    proc: Path = Path("/proc"),
+    ioctl: Ioctl = kernel_ioctl,
+) -> None:
+    """Switch on channels of a GPU, each on its own, as some of their processes may have ended.
+
+    Raises OSError or DriverCallError if one that still exists may be off.
+    """
+    branch = module_branch(proc) or calls.FIRST_BRANCH
+    with Driver(branch, path=path, proc=proc, ioctl=ioctl) as driver:
+        gpu = driver.gpu(uuid)
+        if gpu is None:
+            return  # no process is left that has channels
+        failed: DriverCallError | None = None
         for client, channel in tokens:
-            with contextlib.suppress(DriverCallError):
+            try:
                 driver.switch_channels(gpu, [(client, channel)], on=True)
+            except DriverCallError as e:  # the others are switched on all the same
+                failed = e if driver.exists(client, channel) else failed
+        if failed:
+            raise failed

@@ -99,12 +99,13 @@ class Steering(Generic[H]):
     ) -> None:
         """Set up a GPU without containers.
 
-        `announce` is told what will be off before it is switched off, and in each step while
-        anything is off. `samples` returns NVML's samples since a time, both on the clock; None if
-        NVML has none. On the `board` GPUs agree when containers with several of them are on; `gpu`
-        is this one's number there.
+        `announce` is told what will be off before it is switched off, in each step while anything
+        is off, and once more when nothing is. `samples` returns NVML's samples since a time, both
+        on the clock; None if NVML has none. On the `board` GPUs agree when containers with several
+        of them are on; `gpu` is this one's number there.
         """
         self._announce = announce
+        self._announced = False  # whether anything is off by the last announcement
         self._hardware, self._clock = hardware, clock
         self._policy = Policy(clock())
         self._samples, self._activity = samples, Activity(clock())
@@ -273,6 +274,7 @@ class Steering(Generic[H]):
                     self._settings[tenant] = self._settings[tenant]._replace(on=True)
         if failed:
             raise failed
+        self._announced = False
         self._announce([])
 
     def setting(self, tenant: int) -> Setting | None:
@@ -286,7 +288,7 @@ class Steering(Generic[H]):
         # A container that could not be switched on is tried again in the next step.
         self._switch(sorted(on - was_on), on=True)
         self._settings = {i: s if i in on else s._replace(on=True) for i, s in settings.items()}
-        if len(on) < len(settings) or on != was_on:
+        if len(on) < len(settings) or self._announced:
             self._announce_off(settings)
         self._switch(sorted(was_on - on), on=False)
         for i, setting in settings.items():
@@ -297,6 +299,7 @@ class Steering(Generic[H]):
     def _announce_off(self, settings: Mapping[int, Setting]) -> None:
         off = [i for i, setting in settings.items() if not setting.on]
         held = [one for i in off for one in self._held.get(i, [])]
+        self._announced = bool(held)
         self._announce(self._hardware.tokens(held))
 
     def _switch(self, tenants: Sequence[int], *, on: bool) -> None:

@@ -3,7 +3,8 @@
 A container that is off does nothing until it is switched on, and a governor that was killed cannot
 do that. So the governor starts this process, and tells it through a pipe what it is about to switch
 off: each time one line of JSON with everything that is off. When the pipe ends, or is silent for
-SILENCE_S while something is off, everything in the last line is switched on.
+SILENCE_S while something is off, everything in the last line is switched on. If that fails, it is
+tried again after AGAIN_S: without end while the governor lives, and N_TRIES times otherwise.
 
     python -m governor.hardware.watchdog REVIVER ARGUMENT...
 """
@@ -19,13 +20,19 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 SILENCE_S = 1.0
 """Longest silence of a governor that works, in seconds: turns and periods last 0.1 s."""
 
-
+AGAIN_S = 0.5
+N_TRIES = 60
+RESTART_S = 10.0
+"""Shortest interval, in seconds, between two watchdogs of one governor."""
+CLOSE_S = 5.0
+"""Longest wait for the end of the process, in seconds."""
 PIPE_BYTES = 1 << 20
 """Size of the pipe: a few lines with all channels of a thousand contexts."""
 
@@ -35,8 +42,14 @@ class Watchdog:
 
     def __init__(self, reviver: str, arguments: Sequence[str]) -> None:
         """Start it; `reviver` is `module:function`, called with `arguments` and what is off."""
+        self._command = [sys.executable, "-m", "governor.hardware.watchdog", reviver, *arguments]
+        self._told: list[Any] = []
+        self._start()
+
+    def _start(self) -> None:
+        self._started_at = time.monotonic()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "governor.hardware.watchdog", reviver, *arguments],
+            self._command,
             stdin=subprocess.PIPE,
             start_new_session=True,  # a signal to the governor's process group does not end it
         )
@@ -45,22 +58,35 @@ class Watchdog:
         # A watchdog that is stopped must not block the thread that switches on.
         os.set_blocking(self._fd, False)
         fcntl.fcntl(self._fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        self._told: list[Any] = []
 
     def tell(self, off: Sequence[Any]) -> None:
-        """Say what is off from now on, before it is switched off; OSError if nothing listens."""
-        # If nothing has changed, an empty line says that the governor works.
-        line = b"\n" if off == self._told else json.dumps(list(off)).encode() + b"\n"
-        if os.write(self._fd, line) != len(line):
-            raise BlockingIOError("the watchdog does not read")
+        """Say what is off from now on, before it is switched off; OSError if nothing listens.
+
+        A watchdog that has ended, which the kernel may do to it when memory is short, is replaced.
+        """
+        try:
+            self._write(off, is_news=off != self._told)
+        except BrokenPipeError:
+            if time.monotonic() < self._started_at + RESTART_S:
+                raise
+            self.close()
+            self._start()
+            self._write(off, is_news=True)
         self._told = list(off)
 
+    def _write(self, off: Sequence[Any], *, is_news: bool) -> None:
+        # If nothing has changed, an empty line says that the governor works.
+        line = json.dumps(list(off)).encode() + b"\n" if is_news else b"\n"
+        if os.write(self._fd, line) != len(line):
+            raise BlockingIOError("the watchdog does not read")
+
     def close(self) -> None:
-        """Stop the process, after everything was switched on."""
+        """Stop the process, once it has switched on what is off."""
         assert self._process.stdin is not None  # noqa: S101
         with contextlib.suppress(OSError):
             self._process.stdin.close()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(CLOSE_S)
 
 
 def watch(reviver: str, arguments: Sequence[str]) -> None:
@@ -69,24 +95,44 @@ def watch(reviver: str, arguments: Sequence[str]) -> None:
     revive = getattr(importlib.import_module(module), function)
     off: list[Any] = []
     is_revived = False
+    n_failed = 0
     buffer = b""
     poll = select.poll()
     poll.register(0, select.POLLIN | select.POLLHUP)
     while True:
-        ready = poll.poll(SILENCE_S * 1000 if off and not is_revived else None)
+        silence_s = AGAIN_S if n_failed else SILENCE_S
+        ready = poll.poll(silence_s * 1000 if off and not is_revived else None)
         data = os.read(0, 1 << 16) if ready else b""
-        if ready and data:
+        if data:
             lines = (buffer + data).split(b"\n")
             buffer = lines.pop()
             for line in lines:
                 off = json.loads(line) if line else off
-            is_revived = False
+            is_revived, n_failed = False, 0
             continue
         if off and not is_revived:
-            revive(*arguments, off)
-            is_revived = True  # until the governor says again what is off
-        if ready:
-            return
+            is_revived = _is_done(revive, [*arguments, off], n_failed)
+            n_failed += not is_revived
+        if ready:  # the pipe has ended
+            if not off or is_revived or n_failed >= N_TRIES:
+                return
+            time.sleep(AGAIN_S)
+
+
+def _is_done(revive: Callable[..., None], arguments: Sequence[Any], n_failed: int) -> bool:
+    """Switch on what is off; say why if it fails for the first time, and return whether it did."""
+    try:
+        revive(*arguments)
+    except Exception as e:  # noqa: BLE001 - whatever it is, containers that are off do nothing
+        if not n_failed:
+            print(
+                f"tidegate-watchdog: containers are switched off and cannot be switched on: {e}; "
+                f"it is tried again every {AGAIN_S:g} s",
+                file=sys.stderr,
+                flush=True,
+            )
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ Its behaviour was taken from the published source (580.142, src/nvidia/src/kerne
 a client is valid only through the open file that allocated the client (`rmclientValidate_IMPL`,
 strict). GET_ACCESS_RIGHTS can ask about any client from the caller's own. Parameters must have
 their exact size. Client handles come from a counter. Here, open files are told apart by descriptor,
-because each descriptor is a file of its own. No time passes on its own.
+because each descriptor is a file of its own. No time passes on its own. A device object is for a
+process that has the GPU's device node open (`osIsGpuAccessible`); here, `nvidia3` of `make_nodes`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,41 @@ import mmap
 import os
 import struct
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from governor.hardware import calls
 
 OK, INVALID_ARGUMENT, INVALID_CLIENT, NOT_FOUND, NOT_SUPPORTED = 0, 0x1F, 0x23, 0x57, 0x56
+INSUFFICIENT_PERMISSIONS = 0x1B
 UUID = "GPU-6cfd9e5c-0000-0000-0000-000000000001"
 GPU_ID = 0x600
 RECORD = calls.RECORD_HEADER_SIZE + calls.SWITCH_RECORD.size
+
+
+def make_nodes(directory: Path) -> dict[str, Any]:
+    """Create device nodes and what /proc says of them; return the arguments by which they are found."""
+    for name in ("nvidiactl", "nvidia0", "nvidia3"):
+        (directory / name).touch()
+    proc = directory / "proc"
+    for i, (uuid, minor) in enumerate([("GPU-other", 0), (UUID, 3)]):
+        gpu = proc / f"driver/nvidia/gpus/0000:0{i}:00.0"
+        gpu.mkdir(parents=True)
+        text = f"Model: \t\t NVIDIA H200\nGPU UUID: \t {uuid}\nDevice Minor: \t {minor}\n"
+        (gpu / "information").write_text(text)
+    (proc / "driver/nvidia/version").write_text("NVRM version: ...  580.159.04  Release Build\n")
+    return {"path": str(directory / "nvidiactl"), "proc": proc}
+
+
+def has_node_open() -> bool:
+    """Whether this process has the GPU's device node open."""
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").endswith("/nvidia3"):  # noqa: PTH115
+                return True
+        except OSError:
+            continue
+    return False
 
 
 @dataclass
@@ -108,6 +137,9 @@ class KernelModule:
             parameters = ctypes.string_at(pointer, sizes[kind])
             if layout is calls.ALLOC and layout.get(data, "paramsSize") != sizes[kind]:
                 return struct.pack_into("<I", data, 28, INVALID_ARGUMENT)
+            if kind == calls.DEVICE.value and not has_node_open():
+                at = 28 if layout is calls.ALLOC else 24
+                return struct.pack_into("<I", data, at, INSUFFICIENT_PERMISSIONS)
             assert parent in self.clients[root][1]
             self.clients[root][1][new] = Object(parent, kind, data=bytearray(parameters))
         struct.pack_into("<I", data, 8, new)

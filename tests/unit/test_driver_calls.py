@@ -23,9 +23,10 @@ from governor.hardware.discovery import (
     live_clients,
 )
 from governor.hardware.driver import Driver, DriverCallError, module_branch
+from governor.hardware.nvidia import revive
 from governor.hardware.trace import Residency, Switch, Trace
 from tests.conftest import lack, need
-from tests.unit.kernel_module import GPU_ID, UUID, KernelModule
+from tests.unit.kernel_module import GPU_ID, UUID, KernelModule, make_nodes
 from tools.check_driver_calls import assertions, branch_of, differences, layouts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,15 +44,18 @@ def module():
 
 
 @pytest.fixture
-def device(tmp_path):
-    path = tmp_path / "nvidiactl"
-    path.touch()
-    return str(path)
+def nodes(tmp_path):
+    return make_nodes(tmp_path)
 
 
 @pytest.fixture
-def driver(module, device):
-    with Driver(580, path=device, ioctl=module.ioctl) as driver:
+def device(nodes):
+    return nodes["path"]
+
+
+@pytest.fixture
+def driver(module, nodes):
+    with Driver(580, **nodes, ioctl=module.ioctl) as driver:
         yield driver
 
 
@@ -168,10 +172,10 @@ def test_the_branch_is_the_kernel_modules(tmp_path, text, branch):
 
 
 @pytest.mark.parametrize("branch", [515, 530, 535, 545, 580])
-def test_gpus_are_opened_on_each_branch(branch, device):
+def test_gpus_are_opened_on_each_branch(branch, nodes):
     module = KernelModule(branch)
-    with Driver(branch, path=device, ioctl=module.ioctl) as driver:
-        (gpu,) = driver.gpus().values()
+    with Driver(branch, **nodes, ioctl=module.ioctl) as driver:
+        gpu = driver.gpu(UUID)
         Trace(driver, gpu, 16)
     assert (gpu.gpu_id, gpu.uuid) == (GPU_ID, UUID)
 
@@ -183,7 +187,7 @@ def test_an_older_branch_is_refused_before_anything_is_opened():
 
 def test_a_driver_that_refuses_is_named_with_its_answer(driver, module):
     module.refuse[calls.GET_TIME.name] = 0x56
-    (gpu,) = driver.gpus().values()
+    gpu = driver.gpu(UUID)
     with pytest.raises(DriverCallError, match="TIMER_GET_TIME: NV_ERR_NOT_SUPPORTED") as e:
         driver.gpu_time_ns(gpu)
     assert e.value.status == 0x56
@@ -314,11 +318,11 @@ def test_a_descriptor_is_told_by_its_device_number():
 # ---- steering ----
 
 
-def test_slices_and_switches_reach_the_groups(module, device, other, found_by):
+def test_slices_and_switches_reach_the_groups(module, nodes, device, other, found_by):
     client = module.process(600)
     found_by(600)
-    with Driver(580, path=device, ioctl=module.ioctl) as driver:
-        (gpu,) = driver.gpus().values()
+    with Driver(580, **nodes, ioctl=module.ioctl) as driver:
+        gpu = driver.gpu(UUID)
         (holding,) = find_holdings(
             driver, other.pid, other.pidfd, live_clients(driver), device=device
         )
@@ -337,7 +341,7 @@ def test_slices_and_switches_reach_the_groups(module, device, other, found_by):
 def test_more_channels_than_a_call_takes_are_switched_in_steps(driver, module):
     client = module.process(600, n_contexts=12)
     channels = [(client, handle) for handle in module.objects(client, 0xC86F)]
-    (gpu,) = driver.gpus().values()
+    gpu = driver.gpu(UUID)
     driver.switch_channels(gpu, channels, on=False)
     assert all(item.off for item in module.objects(client, 0xC86F).values())
     assert (
@@ -352,7 +356,7 @@ def test_more_channels_than_a_call_takes_are_switched_in_steps(driver, module):
 
 @pytest.fixture
 def trace(driver):
-    (gpu,) = driver.gpus().values()
+    gpu = driver.gpu(UUID)
     return Trace(driver, gpu, 8)
 
 
@@ -379,7 +383,7 @@ def test_the_trace_goes_round_and_says_what_it_dropped(trace, module):
 
 
 def test_a_trace_that_is_refused_says_why(driver, module):
-    (gpu,) = driver.gpus().values()
+    gpu = driver.gpu(UUID)
     module.refuse[calls.BIND_TRACE.name] = 0x56
     with pytest.raises(
         DriverCallError, match="the trace of context switches: NV_ERR_NOT_SUPPORTED"
@@ -493,3 +497,56 @@ def test_the_tool_says_how_it_is_used():
     )
     assert done.returncode == 1
     assert "SOURCE [TAG...]" in done.stderr
+
+
+def test_without_the_gpus_own_device_node_the_driver_gives_no_device(module, device):
+    """It is what the stand-in says, and what an H200 said to a watchdog without NVML."""
+    with (
+        Driver(580, path=device, proc=Path("/nowhere"), ioctl=module.ioctl) as driver,
+        pytest.raises(DriverCallError, match="NV01_DEVICE_0: NV_ERR_INSUFFICIENT_PERMISSIONS"),
+    ):
+        driver.gpu(UUID)
+
+
+def _switch_off(module, nodes):
+    """Switch two processes off, as a governor that is killed then; return what is off."""
+    off = [
+        (client, channel)
+        for client in (module.process(600), module.process(601))
+        for channel in module.objects(client, 0xC86F)
+    ]
+    with Driver(580, **nodes, ioctl=module.ioctl) as driver:
+        driver.switch_channels(driver.gpu(UUID), off, on=False)
+    return off
+
+
+def _is_off(module, pair):
+    return bool(module.clients[pair[0]][1][pair[1]].off)
+
+
+def test_another_process_switches_on_what_was_left_off(module, nodes):
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    off = _switch_off(module, nodes)
+    assert all(_is_off(module, pair) for pair in off)
+    revive(UUID, off, **nodes, ioctl=module.ioctl)
+    assert not any(_is_off(module, pair) for pair in off)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_process_that_has_ended_does_not_keep_others_off(module, nodes):
+    off = _switch_off(module, nodes)
+    del module.clients[off[0][0]]
+    revive(UUID, off, **nodes, ioctl=module.ioctl)
+    assert not any(_is_off(module, pair) for pair in off if pair[0] in module.clients)
+
+
+def test_a_driver_that_does_not_switch_on_is_an_error(module, nodes):
+    off = _switch_off(module, nodes)
+    module.refuse[calls.DISABLE_CHANNELS.name] = 0x56
+    with pytest.raises(DriverCallError, match="NV_ERR_NOT_SUPPORTED"):
+        revive(UUID, off, **nodes, ioctl=module.ioctl)
+
+
+def test_a_gpu_that_no_process_has_open_has_nothing_to_switch_on(module, nodes):
+    revive("GPU-other", [(1, 2)], **nodes, ioctl=module.ioctl)
+    assert calls.DISABLE_CHANNELS.name not in [name for name, _ in module.asked]

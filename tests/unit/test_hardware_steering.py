@@ -13,10 +13,10 @@ from governor.hardware import calls
 from governor.hardware.activity import Sample
 from governor.hardware.discovery import Group, Holding
 from governor.hardware.driver import DriverCallError
-from governor.hardware.nvidia import NvidiaHardware, require_rights
+from governor.hardware.nvidia import NvidiaHardware, require_rights, revive
 from governor.hardware.policy import END, GAP, PERIOD, SHORT, Share
 from governor.hardware.steering import Steering
-from tests.unit.kernel_module import GPU_ID, UUID, KernelModule
+from tests.unit.kernel_module import GPU_ID, UUID, KernelModule, make_nodes
 
 MS = 1_000_000
 FDS = {1: 601, 2: 602, 3: 603}
@@ -25,8 +25,7 @@ FDS = {1: 601, 2: 602, 3: 603}
 @pytest.fixture
 def node(tmp_path, monkeypatch):
     """A GPU with three processes, pids 1001 to 1003, and its steering on a clock that the test advances."""
-    path = tmp_path / "nvidiactl"
-    path.touch()
+    nodes = make_nodes(tmp_path)
     module, clock = KernelModule(), SimpleNamespace(now=0)
     held = {}
     for i, fd in FDS.items():
@@ -46,7 +45,7 @@ def node(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "governor.hardware.nvidia.borrowed_of", lambda _, fd, __: contextlib.nullcontext(fd)
     )
-    hardware = NvidiaHardware(UUID, branch=580, path=str(path), ioctl=module.ioctl)
+    hardware = NvidiaHardware(UUID, branch=580, **nodes, ioctl=module.ioctl)
     announced, samples = [], []
     steering = Steering(
         hardware,
@@ -87,7 +86,7 @@ def node(tmp_path, monkeypatch):
         hardware=hardware,
         announced=announced,
         samples=samples,
-        path=str(path),
+        nodes=nodes,
     )
     for i in FDS:
         steering.remove(i)
@@ -319,12 +318,10 @@ def test_what_was_known_of_a_process_is_replaced(node):
     assert node.state(1)[1] == us(SHORT)  # its one group has all of the container's slice
 
 
-def test_a_gpu_that_the_driver_does_not_have_leaves_nothing_open(node, tmp_path):
+def test_a_gpu_that_the_driver_does_not_have_leaves_nothing_open(node):
     before = len(list(os.scandir("/proc/self/fd")))
     with pytest.raises(DriverCallError, match="the driver has no GPU GPU-other"):
-        NvidiaHardware(
-            "GPU-other", branch=580, path=str(tmp_path / "nvidiactl"), ioctl=node.module.ioctl
-        )
+        NvidiaHardware("GPU-other", branch=580, **node.nodes, ioctl=node.module.ioctl)
     assert len(list(os.scandir("/proc/self/fd"))) == before
 
 
@@ -341,6 +338,22 @@ def test_what_is_switched_off_is_announced_before(node):
     node.step(10)  # announced again in each step while it is off, so that silence means something
     assert len(node.announced) == 2
     node.step(60)
+    assert node.announced[-1][0] == []
+
+
+@pytest.mark.parametrize("how", ["remove", "forget"])
+def test_what_is_gone_is_not_off_for_long(node, how):
+    """Or the watchdog would take the silence on a node without containers for a governor that is stuck."""
+    node.steering.add(1, Share(0.3, 0.3))
+    node.attach(1)
+    node.step(0)
+    node.step(30, c1=30)
+    assert node.announced[-1][0]
+    if how == "remove":
+        node.steering.remove(1)
+    else:
+        node.steering.forget(1, 1001)
+    assert node.step(1) <= PERIOD
     assert node.announced[-1][0] == []
 
 
@@ -538,7 +551,7 @@ def play_and_die(node, n_calls, seed):
         if left[0] == 0:
             raise KilledError
 
-    hardware = NvidiaHardware(UUID, branch=580, path=node.path, ioctl=ioctl)
+    hardware = NvidiaHardware(UUID, branch=580, **node.nodes, ioctl=ioctl)
     left[0] = n_calls
     steering = Steering(hardware, clock=lambda: node.clock.now, announce=announced.append)
     try:
@@ -562,9 +575,9 @@ def play_and_die(node, n_calls, seed):
 
 @pytest.mark.parametrize("n_kills", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_a_governor_that_is_killed_anywhere_leaves_nobody_off(node, n_kills, monkeypatch):
-    """What is off was announced before, so the watchdog knows it.
+    """What is off was announced before, so the watchdog knows it and switches it on.
 
-    The next governor switches it on before its first step.
+    Every second time there is no watchdog: the next governor does so before its first step.
     """
     clients = [client for client, _ in node.held.values()]
     monkeypatch.setattr("governor.hardware.nvidia.live_clients", lambda *_: clients)
@@ -580,7 +593,10 @@ def test_a_governor_that_is_killed_anywhere_leaves_nobody_off(node, n_kills, mon
         if off:
             assert off <= {tuple(pair) for pair in announced[-1]}
             was_off += 1
-        hardware = NvidiaHardware(UUID, branch=580, path=node.path, ioctl=node.module.ioctl)
+            if n % 4 < 2:
+                revive(UUID, announced[-1], **node.nodes, ioctl=node.module.ioctl)
+                assert all(node.state(i)[0] for i in FDS)
+        hardware = NvidiaHardware(UUID, branch=580, **node.nodes, ioctl=node.module.ioctl)
         steering = Steering(hardware, clock=lambda: node.clock.now)
         for i in FDS:
             steering.add(i, Share(0.2, 0.2))

@@ -25,6 +25,16 @@ def revive(path, off):
         file.write(json.dumps(off) + "\n")
 
 
+def fail_at_first(path, off):
+    """Fail three times, then do as `revive` does."""
+    tries = Path(f"{path}.tries")
+    n = len(tries.read_text()) if tries.exists() else 0
+    tries.write_text("x" * (n + 1))
+    if n < 3:
+        raise RuntimeError("the driver is busy")
+    revive(path, off)
+
+
 def revived(path):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -122,11 +132,41 @@ def _status(dog, name):
     return next(line.split()[1] for line in text.splitlines() if line.startswith(name))
 
 
-def test_without_it_nothing_may_be_switched_off(path):
-    dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
+@pytest.mark.parametrize("is_governor_alive", [True, False])
+def test_what_fails_is_tried_again(path, is_governor_alive, capfd):
+    dog = Watchdog("tests.unit.test_hardware_watchdog:fail_at_first", [str(path)])
+    dog.tell([7])
+    if not is_governor_alive:
+        dog.close()
+    wait_for(lambda: revived(path))
+    assert revived(path) == [[7]]
+    if is_governor_alive:
+        dog.close()
+    assert capfd.readouterr().err == (
+        "tidegate-watchdog: containers are switched off and cannot be switched on: the driver is busy; "
+        "it is tried again every 0.5 s\n"
+    )
+
+
+def _kill(dog):
     dog._process.kill()
     dog._process.wait()
-    with pytest.raises(OSError, match="Broken pipe"):
+
+
+def test_one_that_was_killed_is_replaced(path, monkeypatch):
+    monkeypatch.setattr("governor.hardware.watchdog.RESTART_S", 0.0)
+    dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
+    dog.tell([7])
+    _kill(dog)
+    dog.tell([7])  # all of it, although nothing has changed
+    dog.close()
+    assert revived(path) == [[7]]
+
+
+def test_without_it_nothing_may_be_switched_off(path):
+    dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
+    _kill(dog)
+    with pytest.raises(OSError, match="Broken pipe"):  # it was started just now
         dog.tell([7])
     dog.close()
 

@@ -41,9 +41,13 @@ UNITS = 20
 """A request is 20 kernels of 0.1 ms."""
 SET_UP_S = 60.0
 SETTLE_S = 1.0
+TRAINING_SETTLE_S = 3.0
+"""The same for a training."""
 """Time for which the jobs run before the first request, seconds."""
 SERVICE = f"burner-{UNIT_US}"
 JOB = "burner-500"
+MEMORY = "4Gi"
+"""Quota of a training."""
 ROOM = 10
 """Guarantee of the service beyond what its requests take, in points; the jobs share the rest."""
 
@@ -156,25 +160,36 @@ def run(
     seconds: float,
     iterations: Mapping[str, str],
     *,
+    job: str = JOB,
+    guarantee: int | None = None,
     service_quota: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
     """Return the requests' times in ms and the jobs' units per second.
 
-    There is no service if `mean_us` is 0.
+    There is no service if `mean_us` is 0. Without a `guarantee` it is ROOM points more than what
+    the requests take.
     """
 
-    def command(job: str, *more: str) -> list[str]:
-        given = ["--iterations", iterations[job]] if job in iterations else []
+    def command(kind: str, *more: str) -> list[str]:
+        if not kind.startswith("burner-"):
+            own = arm.machine.command(kind, inside=arm.inside)
+            return [*own, "--wait-file", "/out/begin", *more]
+        given = ["--iterations", iterations[kind]] if kind in iterations else []
         program = "/usr/bin/burner" if arm.inside else str(arm.machine.build / "burner")
-        unit = job.split("-")[1]
+        unit = kind.split("-")[1]
         return [program, "--unit-us", unit, *given, "--wait-file", "/out/begin", *more]
 
-    guarantee = ROOM + (100 * UNITS * UNIT_US // mean_us if mean_us else 0)
+    if guarantee is None:
+        guarantee = ROOM + (100 * UNITS * UNIT_US // mean_us if mean_us else 0)
     jobs = [
         arm.start(
             f"job-{i}",
-            command(JOB, "--seconds", "3600", "--out", "/out/progress.bin"),
-            {"compute": str((100 - guarantee) // n_jobs), "compute-limit": "100"},
+            command(job, "--seconds", "3600", "--out", "/out/progress.bin"),
+            {
+                "compute": str((100 - guarantee) // n_jobs),
+                "compute-limit": "100",
+                **({} if job.startswith("burner-") else {"memory": MEMORY}),
+            },
         )
         for i in range(n_jobs)
     ]
@@ -191,7 +206,7 @@ def run(
             wait_for(out / "begin.ready")
         for out in jobs:
             (out / "begin").touch()
-        time.sleep(SETTLE_S)
+        time.sleep(SETTLE_S if job.startswith("burner-") else TRAINING_SETTLE_S)
         begin = time.monotonic()
         if service:
             (service / "begin").touch()
@@ -224,12 +239,18 @@ def _requests(service: Path) -> list[float]:
     return [round(took / 1e6, 3) for _, took in struct.iter_unpack("<QQ", data)]
 
 
+def label_of(mean_us: int, n_jobs: int, way: str, guarantee: int | None) -> str:
+    """Return an arm's name; a guarantee is in it if it was asked for."""
+    label = f"every-{mean_us}us-{n_jobs}-jobs-{way}"
+    return label if guarantee is None else f"{label}-{guarantee}"
+
+
 def summarise(report: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures of each arm: ms, and percent of what one job does alone."""
     found = {}
     for arm in report["arms"]:
         times = sorted(arm["requests_ms"])
-        name = f"every-{arm['mean_us']}us-{arm['jobs']}-jobs-{arm['arm']}"
+        name = label_of(arm["mean_us"], arm["jobs"], arm["arm"], arm.get("guarantee"))
         found[name] = {
             "n": len(times),
             "mean_ms": round(statistics.fmean(times), 3),
@@ -246,11 +267,13 @@ def show(one: Mapping[str, Any]) -> str:
     return f"{row}  jobs {' '.join(map(str, jobs))} = {sum(jobs):.1f} %" if jobs else row
 
 
-def calibrate(machine: Machine, work: Path) -> tuple[dict[str, str], float]:
+def calibrate(machine: Machine, work: Path, job: str) -> tuple[dict[str, str], float]:
     """Return the iterations of each kind of unit, and the units per second of a job alone."""
     iterations: dict[str, str] = {}
-    for job in (SERVICE, JOB):
-        program = [str(machine.build / "burner"), "--unit-us", job.split("-")[1]]
+    for one in (SERVICE, job):
+        if not one.startswith("burner-"):
+            continue
+        program = [str(machine.build / "burner"), "--unit-us", one.split("-")[1]]
         done = subprocess.run(
             [*program, "--seconds", "0.5"],
             env={**os.environ, **machine.environment},
@@ -258,8 +281,8 @@ def calibrate(machine: Machine, work: Path) -> tuple[dict[str, str], float]:
             text=True,
             check=True,
         )
-        iterations[job] = str(json.loads(done.stdout)["iterations"])
-    solo = run(Outside(machine, work / "solo"), 1, 0, 3.0, iterations)["units_per_s"][0]
+        iterations[one] = str(json.loads(done.stdout)["iterations"])
+    solo = run(Outside(machine, work / "solo"), 1, 0, 3.0, iterations, job=job)["units_per_s"][0]
     return iterations, float(solo)
 
 
@@ -281,6 +304,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--mean-us", type=int, nargs="+", default=[20000, 4000])
     parser.add_argument("--jobs", type=int, nargs="+", default=[1, 3])
     ways = [way.name for way in (*ALONE, *BESIDE)]
+    parser.add_argument("--job", default=JOB, help="what the jobs do: burner-US, resnet18, ...")
+    parser.add_argument(
+        "--guarantees", type=int, nargs="+", default=[None],
+        help="of the service, in percent, each in an arm of its own; the jobs share the rest",
+    )  # fmt: skip
     parser.add_argument("--ways", nargs="+", choices=ways, default=ways)
     parser.add_argument("--simulated", action="store_true", help="also where there is a GPU")
     args = parser.parse_args(argv)
@@ -289,38 +317,52 @@ def main(argv: list[str] | None = None) -> int:
     shutil.rmtree(args.output, ignore_errors=True)
     args.output.mkdir(parents=True)
     report: dict[str, Any] = {"arms": [], "run": describe_run(), "unit_us": UNIT_US, "units": UNITS}
+    report["job"] = args.job
     try:
         machine = find_machine(args, args.output / "machine", args.build)
         with contextlib.closing(machine):
-            iterations, solo = calibrate(machine, args.output)
+            iterations, solo = calibrate(machine, args.output, args.job)
             report |= {"gpu": _gpu(machine), "solo_units_per_s": solo}
-            for mean_us in args.mean_us:
-                plan = [(way, 0) for way in ALONE]
-                plan += [(way, n) for n in args.jobs for way in BESIDE]
-                for way, n_jobs in plan:
-                    if way.name not in args.ways:
-                        continue
-                    label = f"every-{mean_us}us-{n_jobs}-jobs-{way.name}"
-                    machine.work = args.output / label
-                    with open_arm(machine, args.output / label / "arm", way.scheduling) as arm:
-                        got = run(
-                            arm,
-                            n_jobs,
-                            mean_us,
-                            args.seconds,
-                            iterations,
-                            service_quota=way.service,
-                        )
-                    got |= {"arm": way.name, "jobs": n_jobs, "mean_us": mean_us}
-                    report["arms"].append(got)
-                    row = show(list(summarise(report).values())[-1])
-                    what = f"every {mean_us / 1000:g} ms, {n_jobs} jobs, {way.name:8}"
-                    print(what, row, flush=True)
-                    keep(args.output, report)  # the arms that follow may take long
+            for mean_us, way, n_jobs, guarantee in plan(args):
+                label = label_of(mean_us, n_jobs, way.name, guarantee)
+                machine.work = args.output / label
+                with open_arm(machine, args.output / label / "arm", way.scheduling) as arm:
+                    got = run(
+                        arm,
+                        n_jobs,
+                        mean_us,
+                        args.seconds,
+                        iterations,
+                        job=args.job,
+                        guarantee=guarantee,
+                        service_quota=way.service,
+                    )
+                got |= {"arm": way.name, "jobs": n_jobs, "mean_us": mean_us}
+                if guarantee is not None:
+                    got["guarantee"] = guarantee
+                report["arms"].append(got)
+                row = show(list(summarise(report).values())[-1])
+                share = "" if guarantee is None else f"{guarantee}/{100 - guarantee}"
+                what = f"every {mean_us / 1000:g} ms, {n_jobs} jobs, {way.name:8} {share:5}"
+                print(what, row, flush=True)
+                keep(args.output, report)  # the arms that follow may take long
     except (MachineError, TidegateError, VdriverError, subprocess.SubprocessError) as e:
         print(f"latency: {e}", file=sys.stderr)
         return 1
     return 0
+
+
+def plan(args: argparse.Namespace) -> Iterator[tuple[int, Way, int, int | None]]:
+    """Yield each arm: mean time between requests in us, way, number of jobs and guarantee."""
+    for mean_us in args.mean_us:
+        for way, n_jobs in [(way, 0) for way in ALONE] + [
+            (w, n) for n in args.jobs for w in BESIDE
+        ]:
+            if way.name not in args.ways:
+                continue
+            is_shared = n_jobs > 0 and way.scheduling is not None
+            for guarantee in args.guarantees if is_shared else [None]:
+                yield mean_us, way, n_jobs, guarantee
 
 
 def keep(output: Path, report: Mapping[str, Any]) -> None:

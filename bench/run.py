@@ -343,7 +343,7 @@ def latency(options: argparse.Namespace) -> dict[str, Any]:
         "suite": "latency",
         **run,
         "gpu": gpu,
-        "configuration": {key: report[key] for key in ("unit_us", "units")},
+        "configuration": {key: report[key] for key in ("unit_us", "units", "job") if key in report},
         "raw": report,
         "summary": claimed,
     }

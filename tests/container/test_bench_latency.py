@@ -35,3 +35,20 @@ def test_every_arm_serves_the_same_requests(
     assert len(rows) == 7  # and the place where it was kept
     assert "= " in rows[2]
     assert not list(Path("/dev/shm").glob(f"tidegate-simgpu-{os.getpid()}"))
+
+
+def test_guarantees_that_are_asked_for_have_an_arm_each(
+    require, build_dir: Path, tmp_path: Path
+) -> None:
+    require("runc")
+    options = ["--simulated", "--seconds", "0.5", "--mean-us", "20000", "--jobs", "1"]
+    options += ["--ways", "alone", "native", "hardware", "--guarantees", "50", "20"]
+    out = tmp_path / "out"
+    assert latency.main([*options, "--build", str(build_dir), "--output", str(out)]) == 0
+    report = json.loads((out / "latency.json").read_text())
+    assert list(report["summary"]) == [
+        "every-20000us-0-jobs-alone",
+        "every-20000us-1-jobs-native",
+        "every-20000us-1-jobs-hardware-50",
+        "every-20000us-1-jobs-hardware-20",
+    ]

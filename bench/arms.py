@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+OWN_DRIVER = "own-driver.so"
+"""Name of the copy of the driver's libcuda in a container's /usr/bin."""
+
 
 @dataclass(frozen=True)
 class Tenant:
@@ -33,6 +36,8 @@ class Tenant:
     memory: str = "1Gi"
     program: str = ""
     """The program that it runs instead of the burner."""
+    goes_around: bool = False
+    """Whether it loads a copy of the driver's own libcuda instead of Tidegate's."""
 
     @property
     def job(self) -> str:
@@ -56,6 +61,8 @@ class Tenant:
             options += ["--bursts", str(self.bursts), "--duty", str(self.duty)]
         if self.processes > 1:
             options += ["--processes", str(self.processes)]
+        if self.goes_around:
+            options += ["--driver", f"/usr/bin/{OWN_DRIVER}"]
         return options
 
 
@@ -190,6 +197,20 @@ def _arms() -> dict[str, Arm]:
     return arms
 
 
+def _around() -> dict[str, Arm]:
+    """Return arms with a program that goes around the control library, beside one that does not."""
+    settings = {"scheduling": "hardware", "on_violation": "limit"}
+    return {
+        f"around-{share}": Arm(
+            (Tenant(share, form="cooperative", goes_around=True), Tenant(90 - share)),
+            10,
+            settings,
+            native=False,
+        )
+        for share in (10, 30, 60)
+    }
+
+
 ARMS = _arms()
 # The same arms with the GPU's own scheduler; these too run only if they are named.
 HARDWARE = {
@@ -202,7 +223,8 @@ ARMS |= {
     for name in ("thirds", "tight", "four-50us", "four-500us")
 }
 
-ARMS |= HARDWARE
+# Only the GPU's own scheduler can hold such a program; these arms, too, run only if they are named.
+ARMS |= HARDWARE | _around()
 
 SUITES: dict[str, tuple[str, ...]] = {
     "table7": ("thirds",),

@@ -4,7 +4,7 @@
  *   burner --unit-us U --seconds S --out FILE [--form FORM] [--iterations N] [--depth D]
  *          [--gap-us G] [--bursts SEED] [--duty PERCENT] [--wait-file F] [--block BYTES]
  *          [--allocate BYTES] [--stream own|null] [--requests MEAN_US] [--units N] [--seed S]
- *          [--processes N]
+ *          [--processes N] [--driver FILE]
  *
  * A unit is work of one of these forms, followed by a one-thread kernel that writes %globaltimer
  * into pinned host memory:
@@ -32,7 +32,8 @@
  * ended, and the host waits for its end. FILE gets records of two u64 in ns: how long after the
  * start the request arrived, and how long after its arrival it had ended.
  *
- * It uses the driver API through dlopen, needs no CUDA toolkit, and knows nothing of Tidegate.
+ * It uses the driver API through dlopen, needs no CUDA toolkit, and knows nothing of Tidegate. With
+ * --driver it loads that file as the driver's library, and so may go around Tidegate's.
  */
 #include "processes.h"
 
@@ -470,7 +471,7 @@ int main(int argc, char **argv)
     size_t allocate = strtoull(option(argc, argv, "--allocate", "0"), NULL, 10);
     struct processes all =
         processes_fork((unsigned)strtoul(option(argc, argv, "--processes", "1"), NULL, 10));
-    void *library = dlopen("libcuda.so.1", RTLD_NOW);
+    void *library = dlopen(option(argc, argv, "--driver", "libcuda.so.1"), RTLD_NOW);
     const char *kernels[N_FORMS] = {
         [COOPERATIVE] = "together", [PERSISTENT] = "persist", [SWEEP] = "sweep"};
     handle context, module, events[256], side_events[256];

@@ -31,7 +31,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bench.arms import ARMS, SUITES, Arm, Tenant
+from bench.arms import ARMS, OWN_DRIVER, SUITES, Arm, Tenant
 from bench.demo import SETTLE_S, find_machine, name_gpu, run_solo, say
 from bench.events import SAMPLE_NS, SCRIPTS, Event, pid_of, place_events, summarise_events
 from bench.limits import PartError, time_limit
@@ -48,6 +48,7 @@ from bench.progress import (
 )
 from bench.provenance import describe_run
 from governor.config import Config
+from governor.daemon import origin_of
 from governor.errors import TidegateError
 from vdriver.errors import VdriverError
 from vdriver.manifest import read_manifest
@@ -124,6 +125,14 @@ class Clock:
         }
 
 
+def give_own_driver(node: Node) -> None:
+    """Put a copy of the driver's own libcuda into the containers that are started from now on."""
+    copy = node.work / OWN_DRIVER
+    if copy not in node.machine.programs:
+        shutil.copy(origin_of(str(node.driver_dir), "libcuda"), copy)
+        node.machine.programs.append(copy)
+
+
 def start_one(node: Node, tenant: Tenant, seconds: float) -> Running:
     """Start a container that sets up and then waits for the signal to begin."""
     arguments = [
@@ -166,6 +175,8 @@ def spans_of(stamps: Sequence[Stamp], bursts: Sequence[Sequence[int]], unit_ns: 
 def run_arm(node: Node, arm: Arm, profiles: Mapping[str, Profile]) -> dict[str, Any]:
     """Run one arm, and return what each container did."""
     visitors: dict[str, Running] = {}
+    if any(tenant.goes_around for tenant in arm.tenants):
+        give_own_driver(node)
 
     def start(tenant: Tenant, seconds: float) -> Running:
         visitor = start_one(node, tenant, seconds)

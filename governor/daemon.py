@@ -89,14 +89,17 @@ def require_simulated(driver_dir: str) -> str | None:
 
 def original_nvml(driver_dir: str) -> Path:
     """Return the driver's own NVML library in the generation in force."""
+    return origin_of(driver_dir, "libnvidia-ml")
+
+
+def origin_of(driver_dir: str, library: str) -> Path:
+    """Return the driver's own `library`, libcuda or libnvidia-ml, in the generation in force."""
     generation = Path(driver_dir) / "current"
     manifest = read_manifest(generation.resolve())
     for file in manifest.files:
-        if file.role == "origin" and file.path.endswith("libnvidia-ml-origin.so.1"):
+        if file.role == "origin" and file.path.endswith(f"{library}-origin.so.1"):
             return generation.resolve() / file.path
-    raise GovernorError(
-        f"the mirror at {generation} has no NVML library", hint="run tidegate refresh"
-    )
+    raise GovernorError(f"the mirror at {generation} has no {library}", hint="run tidegate refresh")
 
 
 def find_devices(nvml: Nvml) -> tuple[list[Device], dict[int, str]]:

@@ -176,6 +176,8 @@ def test_its_services_run_after_the_installation_over_an_upgrade_and_end_with_it
     first = machine.governor()
     machine.shell(f"kill -STOP {first}")
     machine.until(lambda: machine.governor() not in (0, first))
+    # It has a process from the beginning of its start on, and answers at its end.
+    machine.until(lambda: machine.systemctl("is-active", "tidegate-governor.service") == "active")
     assert machine.show("tidegate-governor.service", "NRestarts") == "1"
     machine.shell("tidegate check")
     machine.shell(f"rm {drop_in}; systemctl daemon-reload; systemctl restart tidegate-governor")

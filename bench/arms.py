@@ -36,6 +36,8 @@ class Tenant:
     memory: str = "1Gi"
     program: str = ""
     """The program that it runs instead of the burner."""
+    latency: bool = False
+    """Whether its class is latency."""
     goes_around: bool = False
     """Whether it loads a copy of the driver's own libcuda instead of Tidegate's."""
 
@@ -197,10 +199,22 @@ def _arms() -> dict[str, Arm]:
     return arms
 
 
-def _around() -> dict[str, Arm]:
-    """Return arms with a program that goes around the control library, beside one that does not."""
-    settings = {"scheduling": "hardware", "on_violation": "limit"}
-    return {
+def _only_hardware() -> dict[str, Arm]:
+    """Return arms of what only the GPU's own scheduler can do.
+
+    In `around-SHARE`, a program goes around the control library, beside one that does not. In
+    `greedy-LIMIT`, a container of class latency offers more than its cap, beside two others.
+    """
+    hardware = {"scheduling": "hardware"}
+    settings = {**hardware, "on_violation": "limit"}
+    others = (Tenant(40, limit=100), Tenant(30, limit=100))
+    greedy = {
+        f"greedy-{limit}": Arm(
+            (Tenant(20, limit=limit, latency=True), *others), 10, hardware, native=False
+        )
+        for limit in (20, 30)
+    }
+    return greedy | {
         f"around-{share}": Arm(
             (Tenant(share, form="cooperative", goes_around=True), Tenant(90 - share)),
             10,
@@ -223,8 +237,8 @@ ARMS |= {
     for name in ("thirds", "tight", "four-50us", "four-500us")
 }
 
-# Only the GPU's own scheduler can hold such a program; these arms, too, run only if they are named.
-ARMS |= HARDWARE | _around()
+# These arms, too, run only if they are named.
+ARMS |= HARDWARE | _only_hardware()
 
 SUITES: dict[str, tuple[str, ...]] = {
     "table7": ("thirds",),

@@ -145,6 +145,7 @@ def start_one(node: Node, tenant: Tenant, seconds: float) -> Running:
     limit = tenant.compute if tenant.limit is None else tenant.limit
     annotations = {
         "compute": str(tenant.compute), "compute-limit": str(limit), "memory": tenant.memory,
+        **({"class": "latency"} if tenant.latency else {}),
     }  # fmt: skip
     return node.start(f"{next(_names)}", arguments, annotations)
 

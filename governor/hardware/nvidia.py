@@ -93,6 +93,8 @@ class NvidiaHardware:
             self._driver.close()
             raise
         self._residency = Residency()
+        self._clients: list[int] = []  # of other processes, at the last search
+        self._searched = 0  # handle of the client that made it
         self.returned_ns: Mapping[int, int] = {}
         self.early_turns: Mapping[int, int] = {}
         self.full_turns: Sequence[Full] = ()
@@ -117,8 +119,7 @@ class NvidiaHardware:
         """
         # A client has to be newer than those that it searches for.
         with self._open() as probe:
-            n = calls.N_CLIENTS if thorough else N_CLIENTS_LOOKED_AT
-            clients = [c for c in live_clients(probe, n) if c != self._driver.client]
+            clients = self._live_clients(probe, thorough=thorough)
             try:
                 holdings = find_holdings(probe, pid, pidfd, clients, device=self._path)
             except ProcessLookupError:
@@ -128,6 +129,24 @@ class NvidiaHardware:
             for holding in holdings
         ]
         return [held for held in here if held.groups]
+
+    def _live_clients(self, probe: Driver, *, thorough: bool) -> list[int]:
+        """Return the clients of other processes, newest first.
+
+        Handles come from a counter, so a client that the last search did not find is newer than
+        that. Without this each search would make some thousand calls.
+        """
+        n_new = (probe.client - self._searched) % calls.N_CLIENTS
+        if thorough:
+            found = live_clients(probe, calls.N_CLIENTS)
+        elif not self._searched or n_new >= N_CLIENTS_LOOKED_AT:
+            found = live_clients(probe, N_CLIENTS_LOOKED_AT)
+        else:
+            found = live_clients(probe, n_new)
+            found += [one for one in self._clients if probe.exists(one, one)]
+        self._searched = probe.client
+        self._clients = [one for one in dict.fromkeys(found) if one != self._driver.client]
+        return self._clients
 
     def switch(self, held: Sequence[Held], *, on: bool) -> None:
         """Switch the channels of all of these on or off, in as few calls as possible.

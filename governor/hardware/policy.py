@@ -51,7 +51,7 @@ WINDOW = 10
 """Number of periods in a second, within which the cap of a container of class latency holds."""
 FINE = 10 * MS
 """Longest interval to the next step while such a container works. Steps say when it used what."""
-SLACK = 5 * MS
+SLACK = 4 * MS
 """Time by which such a container may exceed its cap in a second that begins anywhere. Within one
 that begins with a period it may not, which keeps its average exact; driver calls may be late."""
 ROUNDS = {1: 3, 2: 3, 3: 2}
@@ -102,7 +102,6 @@ LIVELY = 3 * PERIOD
 windows are off most of the time."""
 MANY = 4
 """Number of busy channel groups from which on steps come less often."""
-
 RISE = 150 * MS
 FALL = 10 * MS
 MOST = 400 * MS
@@ -210,6 +209,7 @@ class _Tenant:
         self.cost = 0.0  # time of the context switches that it caused in this period
         self.carried = 0.0  # debt of earlier periods to its cap; a credit if negative
         self.turn = 0.0  # length of one turn
+        self.is_in_circle = False  # slices alone keep it to its cap
         self.groups = 1  # channel groups with work; each has turns of its own
         self.recent: deque[float] = deque(maxlen=WINDOW - 1)  # GPU time in each of the last periods
         self.costs: deque[float] = deque(maxlen=WINDOW - 1)
@@ -244,9 +244,14 @@ class _Tenant:
         return self.had + sum(self.costs) + self.cost
 
     @property
+    def own(self) -> float:
+        """Its part of this period, less its debt."""
+        return self.share.limit * PERIOD - self.carried
+
+    @property
     def budget(self) -> float:
         """GPU time that it may use in this period."""
-        own = self.share.limit * PERIOD - self.carried
+        own = self.own
         if self.share.latency:
             left = self.share.limit * WINDOW * PERIOD - sum(self.recent)
             left = min(left, self.spent + (0.0 if self.is_over else self.room))
@@ -269,6 +274,22 @@ class _Tenant:
     def left(self) -> float:
         """Part of the budget that it has not used."""
         return self.budget - self.spent
+
+    @property
+    def left_of_turns(self) -> float:
+        """What it has not had of this period's turns, without a credit."""
+        return self.share.limit * PERIOD - max(0.0, self.carried) - self.spent
+
+    @property
+    def left_until_off(self) -> float:
+        """What it may use in this period until it is switched off.
+
+        In a circle, turns begin and end anywhere in a period. A debt of a whole turn is paid by a
+        whole period, as each switch disturbs the others.
+        """
+        if not self.is_in_circle:
+            return self.left
+        return 0.0 if self.carried > self.turn else self.own + 2 * self.turn - self.spent
 
     @property
     def takes_turns(self) -> bool:
@@ -302,6 +323,7 @@ class Policy:
         self._had = 0.0  # time with work or context switches in this period
         self._round_left: float = NEVER  # of all budgets, while containers at their caps stay on
         self._is_even = False  # all have the same slices, whatever their ranks
+        self._circle: set[int] = set()  # containers whose slices keep them to their caps
 
     def add(self, tenant: int, share: Share, now: int) -> None:
         """Let a container share the GPU from now on, or change what it may have."""
@@ -403,15 +425,25 @@ class Policy:
             if tenant.on:
                 tenant.could_use += max(0, passed - (together - ns) - costs)
                 tenant.did_use += ns
-        self._forgive(now)
+        # In turns that were kept for one container, others lose what that one does not use.
+        self._forgive(now, passed, together + costs if kept is None else passed)
         if now >= self._period_end:
             self._end_period(now)
 
-    def _forgive(self, now: int) -> None:
-        """Cancel what all busy containers lack in common: it went into context switches."""
+    def _forgive(self, now: int, passed: int, had: float) -> None:
+        """Cancel what all busy containers lack in common: it went into context switches.
+
+        `had`: what all containers used of the time that has passed. The GPU cannot do all of what
+        is guaranteed if the guarantees leave no time for context switches.
+        """
         busy = [t for t in self._tenants.values() if now - t.used_at < PERIOD and t.burst > BURST]
-        common = min((t.owed for t in busy), default=0.0)
-        if len(busy) > 1 and common > 0:
+        if len(busy) < 2:
+            return
+        lost = max(0.0, passed - had / min(1.0, sum(t.share.guarantee for t in busy)))
+        for tenant in busy:
+            tenant.owed -= lost
+        common = min(t.owed for t in busy)
+        if common > 0:
             for tenant in busy:
                 tenant.owed -= common
 
@@ -511,15 +543,20 @@ class Policy:
         lively = [t for t in others.values() if self._is_lively(t, now)]
         is_batched = not waits and all(t.is_capped and not t.first for t in lively)
         left = sum(max(0.0, t.left) for t in lively)
-        is_going_on = is_batched and left > LITTLE
+        is_going_on = is_batched and any(t.left_of_turns > LITTLE for t in lively)
         self._round_left = left if is_going_on else NEVER
         for i, tenant in others.items():
+            # The GPU begins its circle anew anywhere when channels are switched. So it is left
+            # alone where all caps together are more than the GPU has.
+            tenant.is_in_circle = is_batched and i in self._circle and not tenant.share.latency
             is_over = tenant.is_spent
-            if is_batched and tenant.spent > tenant.turn / 2:
+            if tenant.is_in_circle:
+                is_over = tenant.left_until_off <= 0
+            elif is_batched and tenant.spent > tenant.turn / 2:
                 # Its next turn comes after those of all others. While these go on to their own
                 # caps, leaving it on takes none of their time, and one call switches all of them
                 # off.
-                is_over = tenant.left <= (-LITTLE if is_going_on else LITTLE)
+                is_over = tenant.left <= (-max(LITTLE, tenant.turn) if is_going_on else LITTLE)
             if tenant.is_capped and is_over:
                 settings[i] = settings[i]._replace(on=False)
         return settings
@@ -570,10 +607,17 @@ class Policy:
             # An idle container is not in the sum, and may wake up.
             weights = {i: min(1.0, t.share.guarantee / whole) for i, t in tenants.items()}
             length = free
+        self._circle = {
+            i
+            for i in busy
+            if not is_room and weights[i] <= tenants[i].share.limit + LITTLE / PERIOD
+        }
         rounds = self._rounds(n, length * min((weights[i] for i in busy), default=1.0))
         # Of many groups, each has one turn per round, so one over its cap is not urgent.
         self._grain = SOON if n < MANY else length // rounds // 8
-        length = length // rounds - (0 if is_room else n * GAP)
+        # Where all is promised, a round takes longer than its part of the period by the gaps
+        # between turns. If it took no longer, shorter gaps than GAP would let caps be exceeded.
+        length = length // rounds
         settings = {}
         for i, tenant in tenants.items():
             is_alone = len(busy) == 1 and i in busy
@@ -633,7 +677,10 @@ class Policy:
                 at.append(now + max(LATER if is_idle else SOON, int(left)))
             if is_idle:
                 continue  # what it may overuse until the period ends is taken off the next
-            if tenant.is_spent:  # it waits for the others to reach their caps
+            if tenant.is_in_circle:
+                rate = max(settings[i].slice_ns / slices, 0.01)
+                at.append(now + max(self._grain, int(tenant.left_until_off / rate)))
+            elif tenant.is_spent:  # it waits for the others to reach their caps
                 at.append(now + min(LATER, max(SOON, int(self._round_left))))
             elif tenant.is_capped:
                 if tenant.share.latency:

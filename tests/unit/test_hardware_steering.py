@@ -14,7 +14,7 @@ from governor.hardware.activity import Sample
 from governor.hardware.discovery import Group, Holding
 from governor.hardware.driver import DriverCallError
 from governor.hardware.nvidia import NvidiaHardware, require_rights, revive
-from governor.hardware.policy import END, GAP, PERIOD, SHORT, Share
+from governor.hardware.policy import END, PERIOD, SHORT, Share
 from governor.hardware.steering import Steering
 from tests.unit.kernel_module import GPU_ID, UUID, KernelModule, make_nodes
 
@@ -108,8 +108,8 @@ def test_slices_are_set_once_and_not_again(node):
     node.attach(1)
     node.attach(2)
     node.step(0)
-    # A round takes a quarter of a period, less two context switches. A turn takes END to end.
-    round_ns = PERIOD // 4 - 2 * GAP
+    # The turns of a round make up a quarter of a period. A turn takes END to end.
+    round_ns = PERIOD // 4
     assert node.state(1) == (True, us(round_ns * 2 / 3 - END))
     assert node.state(2) == (True, us(round_ns / 3 - END))
     before = n_calls(node.module, calls.SET_TIMESLICE)
@@ -183,13 +183,13 @@ def test_processes_of_one_container_share_its_slice(node):
     node.attach(1)
     node.attach(3)
     node.step(0)
-    whole = us((PERIOD // 4 - 2 * GAP) / 2 - END)
+    whole = us((PERIOD // 4) / 2 - END)
     assert node.state(1)[1] == node.state(3)[1] == whole
     node.attach(2, to=1)
     node.step(10, c1=3, c3=3)
     assert node.state(1)[1] == whole  # the second one has not worked yet
     node.step(10, c1=3, c2=3, c3=3)
-    half = us(((PERIOD // 2 - 3 * GAP) / 2 - 2 * END) / 2)  # fewer rounds: three turns
+    half = us(((PERIOD // 2) / 2 - 2 * END) / 2)  # fewer rounds: three turns
     assert node.state(1)[1] == node.state(2)[1] == half
     for _ in range(12):
         node.step(100, c1=45, c3=45)
@@ -339,6 +339,24 @@ def test_what_is_switched_off_is_announced_before(node):
     assert len(node.announced) == 2
     node.step(60)
     assert node.announced[-1][0] == []
+
+
+def test_a_search_looks_only_at_clients_that_are_new_or_were_there(node):
+    def n_asked():
+        return n_calls(node.module, calls.GET_ACCESS_RIGHTS)
+
+    assert node.hardware.find(1001, -1)
+    first = n_asked()
+    assert first > 1000
+    new = node.module.process(604)
+    for i in (1001, 1002, 1003):  # all older than the last search
+        assert node.hardware.find(i, -1)
+    assert n_asked() - first < 30
+    assert new in node.hardware._clients
+    del node.module.clients[new]
+    assert node.hardware.find(1001, -1)
+    assert new not in node.hardware._clients
+    assert set(node.hardware._clients) == {client for client, _ in node.held.values()}
 
 
 @pytest.mark.parametrize("how", ["remove", "forget"])

@@ -6,6 +6,7 @@ The model follows measurements on an H100 and an H200 (docs/reference/driver-cal
   turn that are charged to the context although it does nothing in them.
 - A group whose work ends gives way at once. A group without work costs nothing.
 - The end of a slice interrupts a kernel.
+- When channels are switched off or on, the turn ends, and the circle of turns begins anew anywhere.
 
 A switch off or on takes effect at once here; the caller models the time that the driver's calls take.
 """
@@ -78,6 +79,13 @@ class Gpu:
         self.switches = 0
         self._order = sorted(contexts)
         self._slice_left = 0
+        self._begin = 0
+        self._random = random.Random(2)  # noqa: S311
+
+    def begin_anew(self) -> None:
+        """End the turn, and begin the circle anywhere."""
+        self.resident, self._slice_left = None, 0
+        self._begin = self._random.randrange(len(self._order))
 
     def _runnable(self, i: int) -> bool:
         c = self.contexts[i]
@@ -85,7 +93,7 @@ class Gpu:
 
     def _next(self) -> int | None:
         n = len(self._order)
-        at = self._order.index(self.resident) + 1 if self.resident in self.contexts else 0
+        at = self._order.index(self.resident) + 1 if self.resident in self.contexts else self._begin
         for k in range(n):
             i = self._order[(at + k) % n]
             if self._runnable(i):

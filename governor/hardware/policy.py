@@ -113,7 +113,7 @@ AWAKE = 2000 * MS
 BUSY = 0.05, 0.02
 """Parts of the time that a container could have had. One that uses more than the first counts for
 weights, until it uses less than the second."""
-FULL, NOT_FULL = 0.98, 0.92
+FULL, NOT_FULL = 0.97, 0.92
 """Parts of a period with work or context switches. The GPU is full, that is, has more work than it
 can do, once each of N_FULL periods in a row had more than the first, until the average falls below
 the second."""
@@ -401,7 +401,9 @@ class Policy:
         # Turns that end with their slices cost as much, where others have work.
         self._had += together + costs
         self._had += sum(
-            used.get(i, 0) * GAP / (t.slice + END) for i, t in self._tenants.items() if t.on
+            used.get(i, 0) * GAP / (t.slice / t.groups + END)
+            for i, t in self._tenants.items()
+            if t.on
         )
         kept = self._turn if self._turn_end < NEVER else None
         begin, self._now = self._now, max(now, self._now)

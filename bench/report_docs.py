@@ -105,8 +105,20 @@ the service alone and `native` both, without Tidegate. `governed` is the service
 Tidegate, with a cap of 70 % and the class latency. `gate`: grants at the launch divide the time;
 `hardware`: the GPU's own scheduler does. The service is guaranteed ten percent more than its
 requests take (20 % with one every 20 ms), the jobs share the rest, and all may use what is idle.
-`latency` is `hardware` with that class and the cap. What jobs do is in percent of what one of them
-does alone.
+`latency` is `hardware` with that class and the cap. Where an arm's name ends with two numbers, they
+are the guarantees of the service and of the jobs together, and the first of them replaces the rule
+above. A result whose title names a model has trainings of that model as jobs. What jobs do is in
+percent of what one of them does alone.
+"""
+
+RESTARTS = """\
+## A governor that is killed
+
+`python -m bench.restarts` kills the governor with SIGKILL again and again under the GPU's own
+scheduler, while three containers with caps of 45, 30 and 15 % always have work, and starts the next
+one at once or up to 3 s later. A container that has used its cap is switched off until the period
+ends, so each pauses without a kill as well. The longest pauses count from the kill to one second
+after the next governor answers.
 """
 
 PROGRAMS = """\
@@ -480,14 +492,15 @@ def add_latency(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
     """Add a row for each arm of each run, and say where an arm without Tidegate is better."""
     page.add(LATENCY)
     for stem, result in results.items():
-        page.add(f"### {stem}")
+        job = result["configuration"].get("job", "burner")
+        page.add(f"### {stem}" + ("" if job.startswith("burner") else f", {job}"))
         arms = list(zip(result["raw"]["arms"], result["summary"].values(), strict=True))
         alone = {arm["mean_us"]: one for arm, one in arms if arm["arm"] == "alone"}
         rows = [
             (
                 f"{arm['mean_us'] / 1000:g} ms",
                 str(arm["jobs"]),
-                arm["arm"],
+                _name_of(arm),
                 *(
                     f"{one[key]:.2f} ({one[key] / alone[arm['mean_us']][key]:.2f})"
                     for key in ("mean_ms", "p99_ms")
@@ -505,6 +518,32 @@ def add_latency(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
         page.add(where(result))
 
 
+def _name_of(arm: Mapping[str, Any]) -> str:
+    guarantee = arm.get("guarantee")
+    return arm["arm"] if guarantee is None else f"{arm['arm']} {guarantee}/{100 - guarantee}"
+
+
+def add_restarts(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
+    """Add a row for each container of each run."""
+    page.add(RESTARTS)
+    for stem, result in results.items():
+        raw, summary = result["raw"], result["summary"]
+        page.add(f"### {stem}")
+        down = max(kill["down_ms"] for kill in raw["kills"])
+        page.add(
+            f"{result['gpu']['name']}, {len(raw['kills'])} kills; the next governor was started "
+            f"{down / 1000:.1f} s after the kill at most."
+        )
+        rows = [
+            (f"{share} %", f"{quiet:.0f} ms", f"{killed:.0f} ms")
+            for share, quiet, killed in zip(
+                raw["shares"], summary["without_a_kill"], summary["with_kills"], strict=True
+            )
+        ]
+        page.table(("cap", "longest pause without a kill", "with kills"), rows, "rrr")
+        page.add(where(result))
+
+
 SECTIONS: dict[str, Callable[[Page, Mapping[str, dict[str, Any]]], None]] = {
     "shares": add_shares,
     "quota": add_quota,
@@ -516,6 +555,7 @@ SECTIONS: dict[str, Callable[[Page, Mapping[str, dict[str, Any]]], None]] = {
     "step": add_step,
     "memory": add_memory,
     "latency": add_latency,
+    "restarts": add_restarts,
     "judge": add_judge,
     "programs": add_programs,
 }

@@ -27,6 +27,7 @@ from bench.progress import ProgressError, mean_abs_error_pp
 from bench.provenance import ROOT, UNKNOWN
 from bench.quota import summarise as summarise_arm
 from bench.report import WINDOWS, sampled_shares
+from bench.restarts import summarise as summarise_pauses
 
 RESULTS = ROOT / "bench" / "results"
 SCHEMA = pathlib.Path(__file__).with_name("result.schema.json")
@@ -349,6 +350,23 @@ def latency(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def restarts(options: argparse.Namespace) -> dict[str, Any]:
+    """Deaths of the governor, from the directory of a run of bench.restarts."""
+    report, run = read_run(options.source / "restarts.json", "bench.restarts")
+    gpu, claimed = report.pop("gpu"), report.pop("summary")
+    name_commit(run, options.commit)
+    if claimed != summarise_pauses(report):
+        raise ResultError("the pauses do not give the figures that the report claims")
+    return {
+        "suite": "restarts",
+        **run,
+        "gpu": gpu,
+        "configuration": {"scheduling": report["scheduling"], "shares": report["shares"]},
+        "raw": report,
+        "summary": claimed,
+    }
+
+
 SUITES: dict[str, Suite] = {
     "gangs": gangs,
     "hook": hook,
@@ -358,6 +376,7 @@ SUITES: dict[str, Suite] = {
     "mirror": mirror,
     "overhead": overhead,
     "programs": programs,
+    "restarts": restarts,
     "quota": quota,
     "shares": shares,
 }

@@ -317,7 +317,7 @@ class Policy:
         self._turn: int | None = None
         self._turn_end = 0
         self._early: Mapping[int, int] = {}
-        self._grain = SOON
+        self._grain, self._later = SOON, LATER
         self._part = 1.0  # recent average part of the time with work or context switches
         self._is_full, self._n_full, self._n_unknown = True, 0, N_FULL
         self._had = 0.0  # time with work or context switches in this period
@@ -617,6 +617,7 @@ class Policy:
         rounds = self._rounds(n, length * min((weights[i] for i in busy), default=1.0))
         # Of many groups, each has one turn per round, so one over its cap is not urgent.
         self._grain = SOON if n < MANY else length // rounds // 8
+        self._later = LATER if n < MANY else PERIOD // 4
         # Where all is promised, a round takes longer than its part of the period by the gaps
         # between turns. If it took no longer, shorter gaps than GAP would let caps be exceeded.
         length = length // rounds
@@ -683,7 +684,7 @@ class Policy:
                 rate = max(settings[i].slice_ns / slices, 0.01)
                 at.append(now + max(self._grain, int(tenant.left_until_off / rate)))
             elif tenant.is_spent:  # it waits for the others to reach their caps
-                at.append(now + min(LATER, max(SOON, int(self._round_left))))
+                at.append(now + min(self._later, max(SOON, int(self._round_left))))
             elif tenant.is_capped:
                 if tenant.share.latency:
                     at.append(now + FINE)

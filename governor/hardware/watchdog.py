@@ -28,7 +28,8 @@ SILENCE_S = 1.0
 """Longest silence of a governor that works, in seconds: turns and periods last 0.1 s."""
 
 AGAIN_S = 0.5
-N_TRIES = 60
+N_TRIES = 10
+"""A service manager starts the next governor, which switches on as well, when this process ends."""
 RESTART_S = 10.0
 """Shortest interval, in seconds, between two watchdogs of one governor."""
 CLOSE_S = 5.0

@@ -45,6 +45,7 @@ class Watchdog:
         """Start it; `reviver` is `module:function`, called with `arguments` and what is off."""
         self._command = [sys.executable, "-m", "governor.hardware.watchdog", reviver, *arguments]
         self._told: list[Any] = []
+        self._fd = -1
         self._start()
 
     def _start(self) -> None:
@@ -55,10 +56,15 @@ class Watchdog:
             start_new_session=True,  # a signal to the governor's process group does not end it
         )
         assert self._process.stdin is not None  # noqa: S101
-        self._fd = self._process.stdin.fileno()
-        # A watchdog that is stopped must not block the thread that switches on.
-        os.set_blocking(self._fd, False)
-        fcntl.fcntl(self._fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        fd = self._process.stdin.fileno()
+        try:
+            # A watchdog that is stopped must not block the thread that switches on.
+            os.set_blocking(fd, False)
+            fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        except OSError:
+            self.close()
+            raise
+        self._fd = fd
 
     def tell(self, off: Sequence[Any]) -> None:
         """Say what is off from now on, before it is switched off; OSError if nothing listens.
@@ -86,6 +92,7 @@ class Watchdog:
         assert self._process.stdin is not None  # noqa: S101
         with contextlib.suppress(OSError):
             self._process.stdin.close()
+        self._fd = -1  # the number may be another file's from now on
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(CLOSE_S)
 

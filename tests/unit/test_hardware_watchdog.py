@@ -185,3 +185,23 @@ def test_one_that_does_not_read_is_an_error_and_no_wait(path):
     finally:
         dog._process.kill()
         dog.close()
+
+
+def test_one_that_cannot_be_replaced_writes_into_no_other_file(path, monkeypatch):
+    monkeypatch.setattr("governor.hardware.watchdog.RESTART_S", 0.0)
+    dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
+    _kill(dog)
+
+    def fail(*_, **__):
+        raise BlockingIOError("no process can be started")
+
+    monkeypatch.setattr("governor.hardware.watchdog.subprocess.Popen", fail)
+    with pytest.raises(BlockingIOError, match="no process"):
+        dog.tell([7])
+    ends = os.pipe()  # it may get the number of the pipe that was closed
+    try:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            dog.tell([])
+    finally:
+        for end in ends:
+            os.close(end)

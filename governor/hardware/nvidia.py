@@ -33,6 +33,10 @@ from governor.hardware.trace import Residency, Trace
 CAP_SYS_ADMIN = 21
 LEAST = 100
 """Shortest slice that is set, in microseconds: a switch takes 80 us."""
+AGAIN = 64
+"""Handles that two searches in a row look at."""
+N_CLIENTS_KEPT = N_CLIENTS_LOOKED_AT // 2
+"""Clients that an ordinary search asks for because an earlier one found them."""
 SLICE_UNIT = 1024
 """What the driver calls a microsecond, in nanoseconds: turns of 24,920 of them take 25.53 ms
 (H200), and all other lengths that were tried are longer in the same ratio."""
@@ -136,7 +140,7 @@ class NvidiaHardware:
         Handles come from a counter, so a client that the last search did not find is newer than
         that. Without this each search would make some thousand calls.
         """
-        n_new = (probe.client - self._searched) % calls.N_CLIENTS
+        n_new = (probe.client - self._searched) % calls.N_CLIENTS + AGAIN
         if thorough:
             found = live_clients(probe, calls.N_CLIENTS)
         elif not self._searched or n_new >= N_CLIENTS_LOOKED_AT:
@@ -144,9 +148,11 @@ class NvidiaHardware:
         else:
             found = live_clients(probe, n_new)
             found += [one for one in self._clients if probe.exists(one, one)]
+        found = [one for one in dict.fromkeys(found) if one != self._driver.client]
         self._searched = probe.client
-        self._clients = [one for one in dict.fromkeys(found) if one != self._driver.client]
-        return self._clients
+        # An ordinary search asks for no more than without this, however many there are.
+        self._clients = found[:N_CLIENTS_KEPT]
+        return found
 
     def switch(self, held: Sequence[Held], *, on: bool) -> None:
         """Switch the channels of all of these on or off, in as few calls as possible.

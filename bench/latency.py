@@ -41,9 +41,9 @@ UNITS = 20
 """A request is 20 kernels of 0.1 ms."""
 SET_UP_S = 60.0
 SETTLE_S = 1.0
+"""Time for which the jobs run before the first request, seconds."""
 TRAINING_SETTLE_S = 3.0
 """The same for a training."""
-"""Time for which the jobs run before the first request, seconds."""
 SERVICE = f"burner-{UNIT_US}"
 JOB = "burner-500"
 MEMORY = "4Gi"

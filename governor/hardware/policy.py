@@ -284,12 +284,12 @@ class _Tenant:
     def left_until_off(self) -> float:
         """What it may use in this period until it is switched off.
 
-        In a circle, turns begin and end anywhere in a period. A debt of a whole turn is paid by a
-        whole period, as each switch disturbs the others.
+        In a circle, turns begin and end anywhere in a period, and each switch disturbs the others.
+        So two turns more are tolerated, until there is a debt of one.
         """
         if not self.is_in_circle:
             return self.left
-        return 0.0 if self.carried > self.turn else self.own + 2 * self.turn - self.spent
+        return self.own + (0.0 if self.carried > self.turn else 2 * self.turn) - self.spent
 
     @property
     def takes_turns(self) -> bool:
@@ -443,7 +443,7 @@ class Policy:
             return
         lost = max(0.0, passed - had / min(1.0, sum(t.share.guarantee for t in busy)))
         for tenant in busy:
-            tenant.owed -= lost
+            tenant.owed = max(tenant.owed - lost, min(tenant.owed, 0.0))
         common = min(t.owed for t in busy)
         if common > 0:
             for tenant in busy:
@@ -547,6 +547,8 @@ class Policy:
         left = sum(max(0.0, t.left) for t in lively)
         is_going_on = is_batched and any(t.left_of_turns > LITTLE for t in lively)
         self._round_left = left if is_going_on else NEVER
+        for tenant in self._tenants.values():
+            tenant.is_in_circle = False
         for i, tenant in others.items():
             # The GPU begins its circle anew anywhere when channels are switched. So it is left
             # alone where all caps together are more than the GPU has.
@@ -672,11 +674,9 @@ class Policy:
             tenant = self._tenants[i]
             is_idle = now - max(tenant.used_at, tenant.on_at) > PERIOD
             if tenant.first and len(on) > 1 and self._wakes(tenant, now) and not self._is_even:
-                left = (
-                    tenant.share.guarantee * WINDOW * PERIOD - tenant.had
-                    if tenant.share.latency
-                    else (tenant.owed - FALL) * tenant.share.guarantee
-                )
+                left = (tenant.owed - FALL) * tenant.share.guarantee
+                if tenant.share.latency:
+                    left = max(left, tenant.share.guarantee * WINDOW * PERIOD - tenant.had)
                 at.append(now + max(LATER if is_idle else SOON, int(left)))
             if is_idle:
                 continue  # what it may overuse until the period ends is taken off the next

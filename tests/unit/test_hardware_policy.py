@@ -223,6 +223,55 @@ def test_where_caps_make_up_the_gpu_nothing_is_switched(caps, seed, gap, monkeyp
         assert [window[i] for i in shares] == pytest.approx([100 * cap for cap in caps], abs=1)
 
 
+class OnAndOff(Context):
+    """Endless work for a part of each cycle, both in ms."""
+
+    def __init__(self, cycle, busy, phase=0):
+        super().__init__()
+        self.cycle, self.busy, self.phase, self.at = cycle * MS, busy * MS, phase * MS, 0
+
+    def arrive(self, now):
+        self.at = now
+
+    def work(self):
+        return 1 << 62 if (self.at + self.phase) % self.cycle < self.busy else 0
+
+
+@pytest.mark.parametrize(
+    ("share", "cycle", "busy", "phase"),
+    [
+        (0.65, 200, 100, 0),
+        (0.65, 200, 100, 150),
+        (0.65, 400, 300, 0),
+        (0.4, 250, 100, 0),
+        (0.5, 200, 100, 0),
+    ],
+)
+def test_a_neighbour_that_works_in_bursts_takes_nothing_of_a_guarantee(share, cycle, busy, phase):
+    """What a container had while its neighbour was idle must not be taken off it for longer than that."""
+    shares = {1: Share(share, share), 2: Share(1 - share, 1 - share)}
+    r = run(shares, {1: endless(), 2: OnAndOff(cycle, busy, phase)}, 8)
+    assert r.used[1] >= 100 * share - 1.5
+    assert r.used[1] <= 100 * share + 0.5
+    assert min(window[1] for window in r.tenths) > 0
+
+
+def test_a_container_at_its_cap_does_not_owe_what_is_idle():
+    policy = Policy(0)
+    for i, share in enumerate([Share(0.3, 0.3), Share(0.3, 0.3), Share(0.4, 1)]):
+        policy.add(i, share, 0)
+    now = 0
+    for _ in range(30):  # two of them reach their caps, and the GPU is idle for the rest
+        policy.step(now + 60 * MS, {0: 30 * MS, 1: 30 * MS})
+        now += PERIOD
+        policy.step(now, {})
+    for _ in range(3):
+        now += PERIOD
+        policy.step(now, {2: PERIOD})
+    assert policy.is_first(0)
+    assert policy.is_first(1)
+
+
 def test_a_container_of_several_processes_does_not_make_the_gpu_look_idle():
     """Each process has its part of the slice, so the driver's own slices cost four times as many switches.
 

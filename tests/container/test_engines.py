@@ -351,6 +351,13 @@ def compose_file(site: Site, key: str) -> Path:
     return path
 
 
+def compose_version(host: EngineHost) -> tuple[int, int]:
+    """Return the version of Docker Compose."""
+    found = re.search(r"(\d+)\.(\d+)", host.check("docker", "compose", "version", "--short"))
+    assert found
+    return int(found[1]), int(found[2])
+
+
 @pytest.mark.parametrize("engine", [Docker], ids=lambda kind: kind.name, indirect=True)
 def test_a_service_of_compose_is_governed_by_its_annotations_and_not_by_labels(
     site: Site, engine: Engine
@@ -371,8 +378,12 @@ def test_a_service_of_compose_is_governed_by_its_annotations_and_not_by_labels(
             compose(key, "ps", "--quiet").strip() for key in ("annotations", "labels")
         )
         books = site.books()
-        assert set(books) == {asked}
-        assert books[asked]["devices"][0]["memory_limit"] == 4 * GIB
+        # Compose before 2.26 reads annotations and drops them (docs/howto/engines.md): Ubuntu 24.04 has 2.24.
+        if compose_version(host) >= (2, 26):
+            assert set(books) == {asked}
+            assert books[asked]["devices"][0]["memory_limit"] == 4 * GIB
+        else:
+            assert not books
         config = (
             engine.bundle(Started(engine, "labelled", labelled, site.host.work)) + "/config.json"
         )

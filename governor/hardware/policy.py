@@ -31,9 +31,9 @@ A cap holds within each period: a container that has used its part is off until 
 shortfall is a *credit* for later periods, an excess is a debt. The GPU begins its circle of turns
 anew, anywhere, when channels are switched. So no container is off before all have had their turns
 of the period, and none while slices alone keep all containers to their caps; some turns more are a
-debt. The cap of a container of class
-latency holds within a second instead, so that it may use all of it at once. If it does, it is in
-the second rank, and capped in each period, until it has used less again.
+debt. The cap of a container of class latency holds within a second instead, so that it may use all
+of it at once. If it does, it is in the second rank, and capped in each period, until it has used
+less again.
 
 Times are nanoseconds, shares are parts of one GPU from 0 to 1.
 """

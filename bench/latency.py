@@ -355,9 +355,9 @@ def main(argv: list[str] | None = None) -> int:
 def plan(args: argparse.Namespace) -> Iterator[tuple[int, Way, int, int | None]]:
     """Yield each arm: mean time between requests in us, way, number of jobs and guarantee."""
     for mean_us in args.mean_us:
-        for way, n_jobs in [(way, 0) for way in ALONE] + [
-            (w, n) for n in args.jobs for w in BESIDE
-        ]:
+        alone = [(way, 0) for way in ALONE]
+        beside = [(way, n) for n in args.jobs for way in BESIDE]
+        for way, n_jobs in (*alone, *beside):
             if way.name not in args.ways:
                 continue
             is_shared = n_jobs > 0 and way.scheduling is not None

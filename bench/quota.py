@@ -204,11 +204,7 @@ def run_arm(node: Node, arm: Arm, profiles: Mapping[str, Profile]) -> dict[str, 
     if arm.script:
         for one in containers:
             os.kill(pid_of(node, one), signal.SIGTERM)
-    for container in containers:
-        if node.wait(container, 120):
-            raise MachineError(f"a container failed: {container.output.strip()[-200:]}")
-        node.running.remove(container)
-    told = [Told(one.out / "progress.bin", one.output) for one in containers]
+    told = wait_for_end(node, containers)
     begin, step, tenants = measure_work(arm, told, profiles, passed, SAMPLE_NS)
     for tenant, container in zip(tenants, containers, strict=True):
         tenant["governor"] = difference(before[container.name], after[container.name])
@@ -248,6 +244,15 @@ class Told:
         self.bursts = answer.get("bursts", [])
         # The simulated GPU's clock is that of this machine.
         self.ahead_ns = int(answer.get("clock_ns", 0))
+
+
+def wait_for_end(node: Node, containers: Sequence[Running]) -> list[Told]:
+    """Wait until containers have ended by themselves, and return what they reported."""
+    for container in containers:
+        if node.wait(container, 120):
+            raise MachineError(f"a container failed: {container.output.strip()[-200:]}")
+        node.running.remove(container)
+    return [Told(one.out / "progress.bin", one.output) for one in containers]
 
 
 def measure_work(

@@ -32,7 +32,7 @@ from bench.machine import ROOT, Machine, MachineError
 from bench.node import Node
 from bench.progress import NS_PER_MS, NS_PER_S
 from bench.provenance import describe_run
-from bench.quota import FOREVER_S, Told, start_all
+from bench.quota import FOREVER_S, start_all, wait_for_end
 from governor.errors import TidegateError
 from vdriver.errors import VdriverError
 
@@ -80,11 +80,7 @@ def measure(machine: Machine, n_kills: int, scheduling: str) -> dict[str, Any]:
         node.check_scheduling()
         for one in containers:
             os.kill(pid_of(node, one), signal.SIGTERM)
-        for one in containers:
-            if node.wait(one, 120):
-                raise MachineError(f"a container failed: {one.output.strip()[-200:]}")
-            node.running.remove(one)
-        told = [Told(one.out / "progress.bin", one.output) for one in containers]
+        told = wait_for_end(node, containers)
     times = [[stamp.time - one.ahead_ns for stamp in one.stamps] for one in told]
 
     def gaps(begin: int, end: int) -> list[float]:

@@ -13,7 +13,7 @@ import pathlib
 import re
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bench.gang_figures import summarise as summarise_gangs
@@ -333,38 +333,36 @@ def gangs(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def latency(options: argparse.Namespace) -> dict[str, Any]:
-    """Requests next to endless work, from the directory of a run of bench.latency."""
-    report, run = read_run(options.source / "latency.json", "bench.latency")
+def keep_report(
+    options: argparse.Namespace,
+    suite: str,
+    summarise: Callable[[dict[str, Any]], dict[str, Any]],
+    configuration: Sequence[str],
+) -> dict[str, Any]:
+    """Return the result of a suite whose report has all raw data, and a summary that follows."""
+    report, run = read_run(options.source / f"{suite}.json", f"bench.{suite}")
     gpu, claimed = report.pop("gpu"), report.pop("summary")
     name_commit(run, options.commit)
-    if claimed != summarise_requests(report):
-        raise ResultError("the requests do not give the figures that the report claims")
+    if claimed != summarise(report):
+        raise ResultError("the raw data does not give the figures that the report claims")
     return {
-        "suite": "latency",
+        "suite": suite,
         **run,
         "gpu": gpu,
-        "configuration": {key: report[key] for key in ("unit_us", "units", "job") if key in report},
+        "configuration": {key: report[key] for key in configuration if key in report},
         "raw": report,
         "summary": claimed,
     }
+
+
+def latency(options: argparse.Namespace) -> dict[str, Any]:
+    """Requests next to endless work, from the directory of a run of bench.latency."""
+    return keep_report(options, "latency", summarise_requests, ("unit_us", "units", "job"))
 
 
 def restarts(options: argparse.Namespace) -> dict[str, Any]:
     """Deaths of the governor, from the directory of a run of bench.restarts."""
-    report, run = read_run(options.source / "restarts.json", "bench.restarts")
-    gpu, claimed = report.pop("gpu"), report.pop("summary")
-    name_commit(run, options.commit)
-    if claimed != summarise_pauses(report):
-        raise ResultError("the pauses do not give the figures that the report claims")
-    return {
-        "suite": "restarts",
-        **run,
-        "gpu": gpu,
-        "configuration": {"scheduling": report["scheduling"], "shares": report["shares"]},
-        "raw": report,
-        "summary": claimed,
-    }
+    return keep_report(options, "restarts", summarise_pauses, ("scheduling", "shares"))
 
 
 SUITES: dict[str, Suite] = {

@@ -24,9 +24,10 @@ from typing import Any
 import structlog
 
 from governor import cgroups
+from governor.account import Look, Process
 from governor.cgroups import CannotFreezeError, Group
 from governor.config import Config
-from governor.container import Container, Look, Process
+from governor.container import Container
 from governor.counters import Tally
 from governor.processes import started_ns, status_fields
 from governor.quota import Device
@@ -243,13 +244,13 @@ class Auditor:
         Its report is its own word: a container that claims to have worked is not accused of
         `compute`.
         """
-        stats = watched.container.stats(i)
+        stats = watched.container.gpus.stats(i)
         books = (
             int(stats.grants),
             int(stats.held_ns),
             sum(charge.busy_ns for charge in charges.values()),
         )
-        passing = watched.container.passing(i)
+        passing = watched.container.account.passing(i)
         passing_ns = passing.count * SMALL_NS + passing.bytes // BYTES_PER_NS
         before = watched.devices.get(device.uuid)
         if before is None:
@@ -532,11 +533,11 @@ def _is_gone(e: Exception) -> bool:
 def _find_owner(pid: int, watched: Sequence[_Watched]) -> Container | None:
     groups = cgroups.read_cgroups(pid)
     for one in watched:
-        if one.container.has_cgroups(groups):
+        if one.container.members.has_cgroups(groups):
             return one.container
     namespaces = cgroups.pid_namespaces(pid)
     for one in watched:
-        if one.container.has_namespaces(namespaces):
+        if one.container.members.has_namespaces(namespaces):
             return one.container
     return None
 

@@ -170,7 +170,7 @@ class Group:
     def __init__(self, hierarchy: str, path: str, mounts: Mapping[str, Path]) -> None:
         parts = [part for part in path.split("/") if part]
         if not parts or ".." in parts or "." in parts:
-            raise CannotFreezeError(f"control group {path!r} is nobody's own")
+            raise CannotFreezeError(f"control group {path!r} belongs to no single container")
         if hierarchy not in mounts:
             raise CannotFreezeError(f"no hierarchy {hierarchy or 'of version 2'} is mounted")
         self.hierarchy, self.path = hierarchy, path

@@ -123,7 +123,7 @@ class Config:
     switch_us: int = 130
     inflight_us: int = 4000
     idle_release_us: int = 200
-    longest_ms: int = 1000
+    longest_ms: int = 100
     hold_launches: bool = True
     memory_reserve: int = 512 * MIB
     context_memory: int = 520 * MIB

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import structlog
@@ -26,6 +26,25 @@ SHORT_S = 1.0
 """Pause in accepting connections after such an error, in seconds."""
 
 
+def start_serving(
+    tasks: set[asyncio.Task[None]], serve: Coroutine[None, None, None], connection: socket.socket
+) -> None:
+    """Start a task that serves an accepted connection, and keep it in `tasks` until it ends.
+
+    `serve` closes the connection, unless it keeps it. A task that is cancelled before its first
+    step never enters `serve`, so the connection is closed here.
+    """
+
+    def ended(task: asyncio.Task[None]) -> None:
+        tasks.discard(task)
+        if task.cancelled():
+            connection.close()
+
+    task = asyncio.get_running_loop().create_task(serve)
+    tasks.add(task)
+    task.add_done_callback(ended)
+
+
 class Listener:
     """Accepts connections one at a time; those that come too fast wait in the kernel's queue.
 
@@ -33,13 +52,13 @@ class Listener:
     """
 
     def __init__(
-        self, path: Path, pace: Pace, serve: Callable[[socket.socket], Awaitable[None]]
+        self, path: Path, pace: Pace, serve: Callable[[socket.socket], Coroutine[None, None, None]]
     ) -> None:
         """Listen at `path`; `serve` is called with each connection and has to close it."""
         self._path, self._pace, self._serve = path, pace, serve
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Future[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.setblocking(False)
@@ -88,6 +107,4 @@ class Listener:
             return
         self._pace.take(now)
         connection.setblocking(False)
-        task = asyncio.ensure_future(self._serve(connection))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        start_serving(self._tasks, self._serve(connection), connection)

@@ -228,7 +228,7 @@ def collect(server: Server) -> list[Metric]:
     for kind in KINDS:
         families.add((kind,), violations=tally.violations[kind])
     # Read once: a GPU's time is the sum over its containers.
-    times = [container.gpu_times() for container in containers]
+    times = [container.account.gpu_times() for container in containers]
     _add_gpus(families, server, tally.gpu_times(times))
     for container, own in zip(containers, times, strict=True):
         _add_container(families, container, own)
@@ -307,8 +307,8 @@ def _add_container(families: _Families, container: Container, times: Mapping[str
     )
     for i, device in enumerate(container.devices):
         labels = (name, device.uuid, *whose)
-        quota, time_of, counted = container.quota, times[device.uuid], container.counted(i)
-        memory = container.memory(i)
+        quota, time_of, counted = container.quota, times[device.uuid], container.account.counted(i)
+        memory = container.account.memory(i)
         families.add(
             labels,
             container_compute_guarantee_ratio=quota.compute / 100,
@@ -331,7 +331,7 @@ def _add_container(families: _Families, container: Container, times: Mapping[str
             container_memory_seen_bytes=findings.seen[i],
             container_memory_peak_bytes=memory.peak,
         )
-        families.add_waits(labels, container.waits(i))
+        families.add_waits(labels, container.gpus.waits(i))
         for kind in KINDS:
             families.add(
                 (*labels, kind),

@@ -16,8 +16,9 @@ from typing import Protocol
 
 import structlog
 
+from governor.account import Look
 from governor.audit import Auditor
-from governor.container import Container, Look
+from governor.container import Container
 from governor.counters import Tally
 from governor.quota import Device
 from governor.server import Server
@@ -70,7 +71,9 @@ class Nobodys:
     def tell(self, container: Container, device: int) -> None:
         """Tell a container what was found last, if it was not told yet."""
         if self.n is not None:
-            container.tell_nobodys(device, self.began_ns, self.bytes, self.each, self.n)
+            container.account.publish_unattributed(
+                device, self.began_ns, self.bytes, self.each, self.n
+            )
 
     def look(self, began_ns: int, found: int, n_processes: int) -> None:
         """Take in what was found with so many processes, and learn what each of them brings.
@@ -149,7 +152,9 @@ def _unseen(watch: _Watch, server: Server) -> int | None:
     it.
     """
     charges = [
-        charge for container, i in watch.sharing(server) for charge in container.charges(i).values()
+        charge
+        for container, i in watch.sharing(server)
+        for charge in container.account.charges(i).values()
     ]
     if any(charge.taking for charge in charges):
         return None
@@ -219,7 +224,7 @@ async def _look(
     # before and after: what is freed or taken meanwhile is not debt.
     began_ns = time.monotonic_ns()
     before = [
-        (container, i, container.charges(i), container.is_open(i))
+        (container, i, container.account.charges(i), container.account.is_open(i))
         for container, i in watch.sharing(server)
     ]
     wanted = any(is_open for *_, is_open in before) or (
@@ -254,6 +259,6 @@ async def _look(
         # The container may have ended meanwhile, and another may have come under its name.
         if server.containers.get(container.key) is container:
             watch.nobodys.tell(container, i)
-            container.reconcile(i, charges, look)
+            container.account.reconcile(i, charges, look)
     if look is not None and auditor is not None:
         auditor.look(watch.device, look, seen, {c: charges for c, _, charges, _ in before})

@@ -223,8 +223,8 @@ def describe(server: Server) -> dict[str, Any]:
 def _describe(container: Container) -> dict[str, Any]:
     devices = []
     for i, device in enumerate(container.devices):
-        memory, counted = container.memory(i), container.counted(i)
-        waits = container.waits(i).counts
+        memory, counted = container.account.memory(i), container.account.counted(i)
+        waits = container.gpus.waits(i).counts
         devices.append(
             {
                 "gpu": device.uuid,
@@ -266,7 +266,7 @@ def reason_of(episode: Episode) -> str:
 
 def uses_of(container: Container) -> Iterator[tuple[tuple[Container, str], Use]]:
     """Yield what the history records of a container, for each of its GPUs."""
-    times = container.gpu_times()
+    times = container.account.gpu_times()
     for i, device in enumerate(container.devices):
         time_of = times[device.uuid]
         use = Use(
@@ -278,9 +278,9 @@ def uses_of(container: Container) -> Iterator[tuple[tuple[Container, str], Use]]
             lent_ns=time_of.lent_ns,
             guarantee=container.quota.compute,
             limit=container.quota.compute_limit,
-            memory=container.memory(i).used,
+            memory=container.account.memory(i).used,
             memory_limit=container.quota.memory,
-            refused=container.counted(i)["refused"],
+            refused=container.account.counted(i)["refused"],
         )
         yield (container, device.uuid), use
 
@@ -314,7 +314,7 @@ async def keep(server: Server, history: History) -> None:
         except Exception as e:  # the container's end must go on all the same
             log.exception("page-look-failed", container=container.identifier, error=repr(e))
 
-    server.on_end = part
+    server.admissions.on_end = part
     while True:
         await asyncio.sleep(max(0.1, (history.due_ns() - time.monotonic_ns()) / 1e9))
         try:

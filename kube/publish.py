@@ -145,7 +145,7 @@ class Publisher:
             log.warning(
                 "taints-dropped",
                 message="the API server drops device taints: its feature gate DRADeviceTaints is"
-                " off; GPUs that take nobody are left out of the ResourceSlice instead",
+                " off; GPUs that accept no containers are left out of the ResourceSlice instead",
             )
             self._note(result, self._comparable(result))
             self._stale.set()

@@ -320,7 +320,7 @@ class Endpoint:
             self._inode = self._path.stat().st_ino
         except (OSError, RuntimeError) as e:
             raise SocketError(
-                f"{self._path}: nobody can listen there: {e}", hint="run as root; see --kubelet-dir"
+                f"{self._path}: cannot listen there: {e}", hint="run as root; see --kubelet-dir"
             ) from e
         finally:
             os.umask(before)

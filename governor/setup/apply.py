@@ -179,7 +179,7 @@ def _require_unchanged(root: Root, changes: list[Edit]) -> None:
         file = root.read(change.path)
         if (file.data if file else None) != change.before:
             raise SetupError(
-                f"{root.shown(change.path)} has just been changed by somebody else",
+                f"{root.shown(change.path)} was changed by another program meanwhile",
                 hint="run it again",
             )
 

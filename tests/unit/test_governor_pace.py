@@ -171,6 +171,32 @@ def test_what_is_served_ends_with_the_listener(play: Play) -> None:
     play(scene)
 
 
+def test_a_connection_whose_task_has_not_begun_ends_with_the_listener(play: Play) -> None:
+    """A task that is cancelled before its first step runs no `finally` of what it serves."""
+
+    async def scene(path: Path) -> None:
+        accepted = []
+
+        class Noted(Pace):
+            def take(self, now: float) -> None:
+                super().take(now)
+                # This runs before the task's first step.
+                asyncio.get_running_loop().call_soon(made.close)
+
+        async def serve(connection: socket.socket) -> None:
+            accepted.append(connection)
+            connection.close()
+
+        made = Listener(path, Noted(0.01, 10), serve)
+        one = client(path)
+        await settle()
+        assert not accepted
+        assert one.recv(1) == b""
+        one.close()
+
+    play(scene)
+
+
 def test_without_descriptors_it_waits_and_goes_on(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,338 @@
+"""What a container uses of its GPUs: what its processes are charged, and what NVML saw of them.
+
+The ledger is written by the container's processes. Each number from it is bounded where it is read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from mmap import mmap
+from socket import socket
+from typing import Any
+
+from governor.counters import Counters, GpuTime, Rates
+from governor.members import Member
+from governor.quota import Device, Quota
+from governor.scheduled import Scheduled
+from governor.usage import (
+    Charge,
+    Debt,
+    Meter,
+    Passing,
+    of_limit,
+    read_charge,
+    read_passing,
+    sampled_percent,
+)
+from libcontrol import layout, pages
+from vdriver.nvml import ProcessUse
+
+COUNTED = (
+    *("launches", "waits", "wait_ns", "refused", "markers", "busy_ns", "blocks", "predicted_ns"),
+    *("error_ns", "transfers", "transfer_bytes", "small", "contexts"),
+)
+"""Fields of a ledger's device whose sums over the processes `tidegate ps` shows."""
+
+
+@dataclass
+class GpuUse:
+    """What a process uses of one GPU, as of the last look."""
+
+    debt: Debt = field(default_factory=Debt)
+    used: int = 0
+    peak: int = 0
+    part: float = 0.0  # of the GPU's time, percent
+    worked: float = 0.0  # `part` times nanoseconds, summed
+
+
+@dataclass(eq=False)
+class Process:
+    """A registered process; compared by identity, because slots and pids are reused."""
+
+    slot: int
+    pid: int
+    start: int
+    pidfd: int
+    socket: socket | None  # None until it has come back to this governor
+    inner_pid: int
+    start_us: int
+    start_ns: int
+    uses: list[GpuUse]
+    member: Member | None = None
+    """The member that the process belongs to, where there are several."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a container uses of one GPU's memory, in bytes."""
+
+    charged: int
+    overhead: int
+    used: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class Look:
+    """One look at NVML: when it began, and what it saw of a GPU's processes, by host pid."""
+
+    began_ns: int
+    seen: Mapping[int, int]
+    samples: tuple[ProcessUse, ...] = ()
+
+
+class Account:
+    """The use of one container, by GPU; `processes` are its registered processes, by slot."""
+
+    def __init__(
+        self,
+        *,
+        grant: mmap,
+        ledger: mmap,
+        devices: Sequence[Device],
+        quota: Quota,
+        processes: Mapping[int, Process],
+        gpus: Scheduled,
+        context_memory: int,
+        is_running: bool,
+    ) -> None:
+        """`is_running` is true for a container that an earlier governor has admitted."""
+        self.quota = quota
+        self._grant, self._ledger, self._devices = grant, ledger, devices
+        self._processes, self._gpus = processes, gpus
+        self._context_memory = context_memory
+        self._meters: list[Meter[Process]] = [Meter() for _ in devices]
+        self._looked_ns = [0] * len(devices)
+        self._told_ns = [0] * len(devices)
+        self._counters = Counters(len(devices))
+        self._rates = [Rates() for _ in devices]
+        # What the page says about memory stands until this governor's first look.
+        self._kept = [is_running] * len(devices)
+
+    # What is read
+
+    def charges(self, device: int) -> dict[Process, Charge]:
+        """Return what the ledger says about each process on GPU `device`."""
+        whole = self._devices[device].memory
+        return {
+            process: read_charge(self._ledger, slot, device, whole)
+            for slot, process in self._processes.items()
+        }
+
+    def used(self, device: int) -> int:
+        """Return the bytes in use on GPU `device`, by NVML's last look and the books as of now."""
+        base = layout.grant_device(device)
+        since = pages.read(self._grant, base, "grant_device", "reconciled_ns")
+        return sum(
+            charge.used(process.uses[device].debt.bytes, since)
+            for process, charge in self.charges(device).items()
+        )
+
+    def memory(self, device: int) -> Memory:
+        """Return what is used of GPU `device`; no process counts for more than its memory."""
+        charged = sum(charge.memory for charge in self.charges(device).values())
+        peak = pages.read(self._ledger, 0, "ledger_header", "memory_peak", device)
+        return Memory(
+            charged=charged,
+            overhead=sum(process.uses[device].debt.bytes for process in self._processes.values()),
+            used=self.used(device),
+            peak=min(peak, self._devices[device].memory),
+        )
+
+    def gpu_times(self) -> dict[str, GpuTime]:
+        """Return the container's time on each GPU, by UUID; it never goes back."""
+        now_ns = time.monotonic_ns()
+        return {
+            device.uuid: self._counters.time(i, self._gpus.stats(i), now_ns)
+            for i, device in enumerate(self._devices)
+        }
+
+    def counted(self, device: int) -> Mapping[str, int]:
+        """Return what its processes counted on GPU `device`, including those that ended."""
+        return self._counters.processes(self._ledger, self._processes, device)
+
+    def passing(self, device: int) -> Passing:
+        """Return what its processes report that runs on GPU `device` without a grant."""
+        return read_passing(self._ledger, self._processes, device)
+
+    def is_open(self, device: int) -> bool:
+        """Return whether the container holds GPU `device` by an open grant."""
+        base = layout.grant_device(device)
+        return pages.read(self._grant, base, "grant_device", "deadline_ns") == layout.OPEN
+
+    def contexts(self, slot: int, device: int) -> int:
+        """Return how many contexts a process claims to have; the number is not checked."""
+        base = layout.ledger_device(slot, device)
+        return pages.read(self._ledger, base, "ledger_device", "contexts")
+
+    def lookups(self) -> int:
+        """Return how often its processes looked functions of the driver up."""
+        return sum(
+            pages.read(self._ledger, pages.slot_base(slot), "ledger_slot", "lookups")
+            for slot in self._processes
+        )
+
+    def describe(self, device: int) -> dict[str, Any]:
+        """Return what `tidegate ps` shows of GPU `device`: bytes, percent, nanoseconds, counts."""
+        stats, waits = self._gpus.stats(device), self._gpus.waits(device)
+        return {
+            "uuid": self._devices[device].uuid,
+            "index": self._devices[device].index,
+            **self._rate(device),
+            "waiting": self._waiting(device),
+            "memory_limit": self.quota.memory,
+            "memory_used": self.used(device),
+            "memory_peak": pages.read(self._ledger, 0, "ledger_header", "memory_peak", device),
+            "grants": int(stats.grants),
+            "charged_ns": int(stats.charged_ns),
+            "lent_ns": int(stats.lent_ns),
+            "held_ns": int(stats.held_ns),
+            "overdue": int(stats.overdue),
+            "grant_waits": list(waits.counts),
+            "grant_wait_ns": int(waits.ns),
+            **{name: pages.device_sum(self._ledger, name, device) for name in COUNTED},
+        }
+
+    def _rate(self, device: int) -> dict[str, float | None]:
+        """Return the recent rates on GPU `device`, in percent, and remember this reading."""
+        now_ns = time.monotonic_ns()
+        time_of = self._counters.time(device, self._gpus.stats(device), now_ns)
+        waited_ns = self.counted(device)["wait_ns"]
+        return self._rates[device].look(
+            now_ns, delivered=time_of.charged_ns, lent=time_of.lent_ns, waited=waited_ns
+        )
+
+    def _waiting(self, device: int) -> int:
+        """Return how many of its processes report that they wait for time on GPU `device`."""
+        return sum(
+            pages.read(self._ledger, layout.ledger_device(slot, device), "ledger_device", "want")
+            > 0
+            for slot in self._processes
+        )
+
+    # What is published on the grant page
+
+    def reconcile(self, device: int, before: Mapping[Process, Charge], look: Look | None) -> None:
+        """Compare the books with a look at NVML, and publish the result.
+
+        `before` are the charges from before the look. `look` is None if NVML failed: what NVML saw
+        last stands, and `reconciled_ns` says how old that is.
+        """
+        after = self.charges(device)
+        now_ns = time.monotonic_ns()
+        base = layout.grant_device(device)
+        if look is None:
+            since = pages.read(self._grant, base, "grant_device", "reconciled_ns")
+        else:
+            since = look.began_ns
+            self._kept[device] = False
+        for process, charge in after.items():
+            use = process.uses[device]
+            if look is not None:
+                seen = look.seen.get(process.pid, 0)
+                books = before.get(process, Charge()), charge
+                use.debt.look(look.began_ns, seen, *books, self._context_memory, ended_ns=now_ns)
+            use.used = charge.used(use.debt.bytes, since)
+            use.peak = max(use.peak, use.used)
+        self._publish_memory(device)
+        if look is not None:
+            # After the debt: a process that reads this time also finds what the look found.
+            pages.write(self._grant, base, "grant_device", "reconciled_ns", since)
+        self._measure(device, now_ns, after, look)
+        self._publish_usage()
+
+    def publish_unattributed(
+        self, device: int, began_ns: int, unattributed: int, each: int, n_processes: int
+    ) -> None:
+        """Publish how much memory that belongs to no process a look found on a GPU.
+
+        `began_ns` is when the look began. `unattributed` are the bytes in use that NVML attributes
+        to no process and that no container's books mention; the number may be negative. Each
+        process brings `each` bytes of them.
+        """
+        base = layout.grant_device(device)
+        if self._told_ns[device] == began_ns:
+            return
+        self._told_ns[device] = began_ns
+        for name, value in (
+            ("unattributed", unattributed % 2**64),
+            ("unattributed_each", each),
+            ("n_processes", n_processes),
+            ("unattributed_ns", began_ns),
+        ):
+            pages.write(self._grant, base, "grant_device", name, value)
+
+    def count_ended(self, slot: int) -> None:
+        """Keep what a process that has ended counted, before its slot is cleared."""
+        self._counters.process_ended(self._ledger, slot)
+
+    def publish_ended(self) -> None:
+        """Publish the memory without a process that has ended."""
+        for device in range(len(self._devices)):
+            # Its part of the debt as well: the next look may be a quarter of a second away.
+            self._publish_memory(device)
+        self._publish_usage()
+
+    def _measure(
+        self, device: int, now_ns: int, charges: Mapping[Process, Charge], look: Look | None
+    ) -> None:
+        sampled = None
+        is_alone = self.is_open(device) and not self._gpus.is_steered(device)
+        if is_alone and look is not None:
+            pids = frozenset(process.pid for process in self._processes.values())
+            by_pid = sampled_percent(look.samples, pids)
+            sampled = {process: by_pid.get(process.pid, 0) for process in charges}
+        self._rate(device)
+        held_ns = int(self._gpus.stats(device).held_ns)
+        busy = {process: charge.busy_ns for process, charge in charges.items()}
+        parts = self._meters[device].look(now_ns, busy, held_ns, sampled)
+        passed = now_ns - self._looked_ns[device]
+        self._looked_ns[device] = now_ns
+        for process, part in parts.items():
+            use = process.uses[device]
+            use.part = part
+            use.worked += part * min(passed, now_ns - process.start_ns)
+        pages.write(
+            self._grant,
+            layout.grant_device(device),
+            "grant_device",
+            "utilisation",
+            of_limit(sum(parts.values()), self.quota.compute_limit),
+        )
+
+    def _publish_memory(self, device: int) -> None:
+        if self._kept[device]:
+            return
+        base = layout.grant_device(device)
+        uses = [process.uses[device] for process in self._processes.values()]
+        for name, value in (
+            ("memory_overhead", sum(use.debt.bytes for use in uses)),
+            ("overhead_last", sum(use.debt.last for use in uses)),
+            ("memory_used", sum(use.used for use in uses)),
+        ):
+            pages.write(self._grant, base, "grant_device", name, min(value, 2**64 - 1))
+
+    def _publish_usage(self) -> None:
+        now_ns = time.monotonic_ns()
+        limit = self.quota.compute_limit
+        entries: list[dict[str, int | Sequence[int]]] = []
+        for process in self._processes.values():
+            lived = max(1, now_ns - process.start_ns)
+            numbers: dict[str, list[int]] = {
+                "memory": [use.used for use in process.uses],
+                "memory_peak": [use.peak for use in process.uses],
+                "utilisation": [of_limit(use.part, limit) for use in process.uses],
+                "mean_utilisation": [of_limit(use.worked / lived, limit) for use in process.uses],
+            }
+            rest = [0] * (layout.N_DEVICES - len(process.uses))
+            entries.append(
+                {
+                    "pid": process.inner_pid,
+                    "state": 1,
+                    "start_us": process.start_us,
+                    **{name: values + rest for name, values in numbers.items()},
+                }
+            )
+        pages.write_usage(self._grant, entries, time.time_ns() // 1000)

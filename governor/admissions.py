@@ -1,0 +1,364 @@
+"""The containers of this node: admitted, changed, taken over from an earlier governor, ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import structlog
+
+from governor.arbiter import Runner
+from governor.books import Books
+from governor.claims import Claim, Share, Use, merge, uses_key
+from governor.config import Config
+from governor.container import Container, Remains, Wanted, container_key
+from governor.counters import Tally
+from governor.errors import RefusedError, RequestError, StateError
+from governor.members import Member
+from governor.mps import Mps
+from governor.quota import MIB, Quota
+from governor.recover import Found
+from governor.requests import limit_after, nodes_of, pod_of, uses_of
+from governor.reservations import Reservations, describe_devices
+from governor.state import State, Whose
+from oci_hook.request import check_request, parse_annotations
+
+log = structlog.get_logger()
+
+Pending = tuple[Container, Member]
+"""An admission that was not confirmed."""
+
+
+class Claimed(Protocol):
+    """The claims of the node, as far as the admission of containers needs them."""
+
+    def find_shares(
+        self, uses: Sequence[Use], request: dict[str, Any]
+    ) -> list[tuple[Claim, Share]]:
+        """Return the shares that a container may use; RefusedError says why it may not."""
+
+    def recover(self, found: Found) -> list[tuple[Claim, Share]]:
+        """Return the shares that a container of an earlier governor uses."""
+
+    def names(self, uses: Sequence[Use]) -> list[str]:
+        """Return the names of the claims."""
+
+    def leave(self, uses: Sequence[Use]) -> None:
+        """Note that the last container with these shares has ended."""
+
+
+class Admissions:
+    """The containers of one node, by key, from their admission to their end."""
+
+    def __init__(
+        self,
+        config: Config,
+        books: Books,
+        runners: Mapping[str, Runner],
+        state: State,
+        reservations: Reservations,
+    ) -> None:
+        """Begin without containers; `bookings` has to be set before the first is admitted."""
+        self.config = config
+        self.containers: dict[str, Container] = {}
+        self.mps: dict[str, Mps] = {}  # by GPU, where it is shared by MPS
+        self.tally = Tally()
+        self.bookings: Claimed
+        self.on_end: Callable[[Container], None] | None = None
+        """Called for each container that ends, while the arbiter still knows it."""
+        self._books, self._state, self._reservations = books, state, reservations
+        self._runners = dict(runners)
+
+    def _make(self, wanted: Wanted, remains: Remains | None = None) -> Container:
+        return Container(
+            wanted,
+            runners=self._runners,
+            config=self.config,
+            state=self._state,
+            mps=self.mps.get(wanted.devices[0].uuid),
+            remains=remains,
+        )
+
+    async def adopt(self, found: Found) -> None:
+        """Take over a container that an earlier governor admitted and that runs."""
+        key = found.remains.key
+        try:
+            shares = self.bookings.recover(found)
+            if shares:
+                devices = self._books.named(found.devices)
+            else:
+                devices = self._books.restore(key, found.quota, found.devices)
+            wanted = Wanted(
+                found.identifier, found.pidfd, found.quota, devices, found.whose, tuple(shares)
+            )
+            container = self._make(wanted, found.remains)
+        except BaseException:
+            self._books.leave(key)
+            raise
+        self.containers[key] = container
+        self._state.note(container.row)
+        try:
+            await container.listen(self._ended)
+        except OSError as e:
+            # Its registered processes are known; only new ones cannot reach the governor.
+            log.error("container-unreachable", container=found.identifier, error=str(e))
+        log.info(
+            "container-adopted",
+            container=found.identifier,
+            key=key,
+            processes=sorted(container.pids()),
+            **found.quota.describe(),
+        )
+
+    async def admit(
+        self, request: dict[str, Any], descriptors: list[int], pending: list[Pending]
+    ) -> dict[str, Any]:
+        """Admit a container, and note it in `pending`; RefusedError says why it may not start.
+
+        The first of the descriptors is a pidfd of its first process.
+        """
+        if not descriptors:
+            raise RequestError("admit came without a pidfd", hint="send it with SCM_RIGHTS")
+        uses = uses_of(request)
+        known = self._admitted_before(request["id"], uses, descriptors[0])
+        if known is not None:
+            return {**self._grant(known), "already": True}
+        parsed = parse_annotations(request["annotations"])
+        check_request(parsed, request["annotations"])
+        whose = Whose(request["bundle"], request["identity"])
+        if uses:
+            shares = self.bookings.find_shares(uses, request)
+            key = uses_key(uses)
+            together = self.containers.get(key)
+            if together is not None:
+                return self._join(together, request, descriptors, pending)
+            quotas = merge(shares)
+            quota = next(iter(quotas.values()))
+            devices = self._books.claimed(shares[0][0], quotas)
+        else:
+            shares, key = [], container_key(request["id"])
+            parsed = self._reservations.redeem(request, parsed)
+            annotated = bool(request["annotations"])
+            quota, devices = self._books.admit(key, parsed, nodes_of(request), annotated=annotated)
+        pidfd = descriptors.pop(0)
+        wanted = Wanted(request["id"], pidfd, quota, devices, whose, tuple(shares))
+        made = await self._start(key, wanted, pending)
+        self._tell_admitted(made, request)
+        return self._grant(made)
+
+    def _admitted_before(
+        self, identifier: str, uses: Sequence[Use], pidfd: int
+    ) -> Container | None:
+        """Return the container if it was admitted before; RefusedError if another has its id.
+
+        The hook may be entered twice, by two components that each make sure that it is entered, or
+        once for each share of a claim.
+        """
+        known = self.find(identifier)
+        if known is None:
+            return None
+        container, member = known
+        is_same = member.confirmed and member.is_process(pidfd)
+        if is_same and set(container.uses) == set(uses):
+            return container
+        if not (uses and member.has_ended()):
+            raise RefusedError(
+                f"container {identifier[:64]!r} is already registered",
+                hint="delete it first, or give this one another name",
+            )
+        self.part(container, member, "ended")
+        return None
+
+    async def _start(self, key: str, wanted: Wanted, pending: list[Pending]) -> Container:
+        """Make what is in the books under `key`; an error leaves nothing, there and elsewhere."""
+        made: Container | None = None
+        try:
+            made = self._make(wanted)
+            self.containers[key] = made
+            pending.append((made, made.members[0]))
+            # After the directory: one that no row names is examined and removed, but a row that has
+            # no directory yet would be taken for damage.
+            self._state.put(made.row)
+            await made.listen(self._ended)
+        except BaseException as e:
+            if made is None:
+                self._books.leave(key)
+            else:
+                self.end(made, "failed")
+            if not isinstance(e, OSError):
+                raise
+            raise RefusedError(
+                f"the container's directory cannot be made: {e.strerror or e}",
+                hint=f"check {self.config.runtime_dir}",
+            ) from e
+        return made
+
+    def _join(
+        self,
+        container: Container,
+        request: dict[str, Any],
+        descriptors: list[int],
+        pending: list[Pending],
+    ) -> dict[str, Any]:
+        """Add a container to those that use the same shares; it gets what they have."""
+        whose = Whose(request["bundle"], request["identity"])
+        member = container.join(request["id"], descriptors.pop(0), whose)
+        try:
+            self._state.put(container.row)
+        except StateError:
+            container.part(member)
+            raise
+        pending.append((container, member))
+        self._tell_admitted(container, request)
+        return self._grant(container)
+
+    def _tell_admitted(self, container: Container, request: dict[str, Any]) -> None:
+        self.tally.admitted += 1
+        quota = container.quota
+        claims = self.bookings.names(container.uses)
+        log.info(
+            "container-admitted",
+            container=request["id"],
+            key=container.key,
+            devices=[device.index for device in container.devices],
+            memory=quota.memory,
+            compute=quota.compute,
+            compute_limit=quota.compute_limit,
+            strategy=container.strategy,
+            **{"class": quota.work_class},
+            **({"claims": claims} if claims else {}),
+            **pod_of(request["identity"]),
+        )
+
+    def _grant(self, container: Container) -> dict[str, Any]:
+        return {
+            "ok": True,
+            "key": container.key,
+            "directory": str(container.directory),
+            "devices": describe_devices(container.devices),
+            **container.quota.describe(),
+            "strategy": container.strategy,
+        }
+
+    def confirm(self, pending: list[Pending]) -> dict[str, Any]:
+        """Confirm the last admission of a connection."""
+        container, member = pending[-1] if pending else (None, None)
+        if (
+            container is None
+            or member is None
+            or self.containers.get(container.key) is not container
+            or member not in container.members
+        ):
+            raise RequestError("confirm without an admission", hint="send admit first")
+        row = container.confirm(member)
+        self._state.put(row)
+        container.confirmed_as(row)
+        return {"ok": True}
+
+    def find(self, identifier: str) -> tuple[Container, Member] | None:
+        """Return a container by its id, or by the name that it has while its id is not known."""
+        container = self.containers.get(container_key(identifier))
+        if container is not None:
+            return container, container.members[0]
+        named = (
+            (one, member)
+            for one in self.containers.values()
+            for member in one.members
+            if member.identifier == identifier
+        )
+        return next(named, None)
+
+    def release(self, identifier: str) -> dict[str, Any]:
+        """Remove a container that its hook says has ended, if it has."""
+        found = self.find(identifier)
+        # Another engine's container of the same id may run: only its process says that it has
+        # ended.
+        if found is not None and found[1].has_ended():
+            self.part(*found, "released")
+        return {"ok": True}
+
+    def set(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Give a running container another quota."""
+        found = self.find(request["id"])
+        if found is None:
+            raise RefusedError(
+                f"no container {request['id'][:64]!r} shares a GPU of this node",
+                hint="tidegate ps lists them",
+            )
+        container, _ = found
+        if container.claims:
+            raise RefusedError(
+                f"the container has its quota from {container.claims[0][0]}",
+                hint="have the pod use another claim",
+            )
+        old = container.quota
+        quota = Quota(
+            request.get("memory", old.memory),
+            request.get("compute", old.compute),
+            request.get("compute_limit", limit_after(request, old)),
+            request.get("class", old.work_class),
+        )
+        _refuse_below_use(container, quota)
+        self._books.change(container.key, quota)
+        try:
+            # Before the grant page, which is what counts after a restart.
+            self._state.put(replace(container.row, quota=quota))
+        except StateError:
+            self._books.change(container.key, old)
+            raise
+        container.set_quota(quota)
+        log.info("quota-changed", container=container.identifier, **quota.describe())
+        return {"ok": True, **quota.describe()}
+
+    def _ended(self, container: Container, member: Member) -> None:
+        self.part(container, member, "ended")
+
+    def part(self, container: Container, member: Member, why: str) -> None:
+        """Remove one member; with the last one goes what the members had."""
+        if self.containers.get(container.key) is not container or member not in container.members:
+            return
+        if len(container.members) == 1:
+            self.end(container, why)
+            return
+        container.part(member)
+        self._state.note(container.row)
+        log.info("container-ended", container=member.identifier, key=container.key, why=why)
+
+    def end(self, container: Container, why: str) -> None:
+        """Remove a container with all its members."""
+        if self.containers.get(container.key) is not container:
+            return
+        del self.containers[container.key]
+        self._books.leave(container.key)
+        self.tally.container_ended(container.account)
+        if self.on_end is not None:
+            self.on_end(container)
+        container.close()
+        log.info("container-ended", container=container.identifier, why=why)
+        self.bookings.leave(container.uses)
+
+    def close(self) -> None:
+        """Let go of every container; those that run keep to their quota on their own."""
+        for container in list(self.containers.values()):
+            for member in list(container.members):
+                if not member.confirmed:
+                    self.part(container, member, "stopping")
+            if container.key in self.containers:
+                del self.containers[container.key]
+                container.close(keep=True)
+
+
+def _refuse_below_use(container: Container, quota: Quota) -> None:
+    """Refuse a quota with less memory than the container uses, and less than it has now."""
+    used = max(container.account.used(i) for i in range(len(container.devices)))
+    if quota.memory >= min(used, container.quota.memory):
+        return
+    whole = quota.memory >= MIB
+    asked = f"{quota.memory // MIB} MiB" if whole else f"{quota.memory} bytes"
+    raise RefusedError(
+        f"the container uses {-(-used // MIB)} MiB, {asked} were asked for",
+        hint="ask for more, or wait until it has given memory back"
+        if whole
+        else f"write it like {-(-used // MIB)}Mi",
+    )

@@ -1,0 +1,301 @@
+"""Claims that are booked on this node: what they ask for, what uses them, and when they end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import structlog
+
+from governor.admissions import Admissions
+from governor.books import Books
+from governor.claims import MOST_SHOWN, NODE, Claim, Share, Use, check_claim, parse_claim, words
+from governor.container import Container
+from governor.errors import OccupiedError, RefusedError, StateError
+from governor.recover import Found
+from governor.state import State
+from oci_hook.request import refuse_beside
+
+log = structlog.get_logger()
+
+
+class Bookings:
+    """The claims of one node, by uid."""
+
+    def __init__(self, books: Books, state: State, admissions: Admissions) -> None:
+        self._books, self._state, self._admissions = books, state, admissions
+        self.claims: dict[str, Claim] = {}
+
+    def restore(self, claim: Claim) -> None:
+        """Enter a claim that an earlier governor had booked."""
+        self.claims[claim.uid] = claim
+        for uuid in self._books.restore_claim(claim):
+            log.error("claim-without-gpu", claim=_called(claim), uid=claim.uid, gpu=uuid)
+
+    def recover(self, found: Found) -> list[tuple[Claim, Share]]:
+        """Return the shares that a container uses.
+
+        Claims that the state has lost are recovered from the container's directory.
+        """
+        for claim in found.claims:
+            if claim.uid not in self.claims:
+                self.restore(claim)
+                self._state.note_claim(claim)
+                log.warning("claim-recovered", claim=_called(claim), uid=claim.uid)
+        shares = []
+        for uid, name in found.uses:
+            claim = self.claims[uid]
+            shares.append((claim, next(share for share in claim.shares if share.name == name)))
+        return shares
+
+    def names(self, uses: Sequence[Use]) -> list[str]:
+        """Return the names of claims; the uid of a claim that is not known."""
+        known = (self.claims.get(uid) or uid for uid, _ in uses)
+        return sorted({one if isinstance(one, str) else _called(one) for one in known})
+
+    def find_shares(
+        self, uses: Sequence[Use], request: dict[str, Any]
+    ) -> list[tuple[Claim, Share]]:
+        """Return the shares that a container may use; RefusedError says why it may not."""
+        shares = []
+        for uid, name in uses:
+            claim = self.claims.get(uid)
+            if claim is None:
+                raise RefusedError(
+                    f"claim {uid} is not known to this node's governor",
+                    hint="the node driver announces claims: see the log of tidegate-dra",
+                )
+            if claim.leaving:
+                raise RefusedError(
+                    f"{claim} was taken back, and its last container has not ended",
+                    hint="wait until that container has ended",
+                )
+            share = next((one for one in claim.shares if one.name == name), None)
+            if share is None:
+                raise RefusedError(
+                    f"{claim} has no share {name[:64]!r}, it has"
+                    f" {', '.join(one.name for one in claim.shares)}",
+                    hint="install the same version of hook and node driver",
+                )
+            namespace = request["identity"].get("namespace", claim.namespace)
+            if claim.namespace not in (namespace, NODE):
+                raise RefusedError(
+                    f"{claim} is not in this container's namespace {namespace[:64]!r}",
+                    hint="have the pod use a claim of its own namespace",
+                )
+            shares.append((claim, share))
+        refuse_beside(request["annotations"], " and ".join(sorted({str(c) for c, _ in shares})))
+        self._keep_apart(uses)
+        return shares
+
+    def _keep_apart(self, uses: Sequence[Use]) -> None:
+        """Refuse a container that would combine a share with other shares than its users do now."""
+        for container in list(self._admissions.containers.values()):
+            both = set(container.uses) & set(uses)
+            if not both:
+                continue
+            # A member's end may not have been noticed yet: a pod's containers follow each other
+            # closely.
+            for member in list(container.members):
+                if member.has_ended():
+                    self._admissions.part(container, member, "ended")
+            if container.key not in self._admissions.containers or set(container.uses) == set(uses):
+                continue
+            uid, name = min(both)
+            raise RefusedError(
+                f"share {name} of {self.claims[uid]} is used by container"
+                f" {container.identifier[:64]!r} together with other shares than this one names",
+                hint="give each container the same requests of a claim, or none that another has",
+            )
+
+    def claim(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Book a claim, in the file before the answer; the same claim again is not an error."""
+        claim = parse_claim(request)
+        known = self.claims.get(claim.uid)
+        check_claim(claim)
+        try:
+            self._book(claim, known)
+        except OccupiedError as e:
+            if not e.device:
+                raise
+            e.hint = self._occupants(e.device, claim.uid)
+            if not e.hint:
+                # Its own shares together exceed the GPU: no container's end makes room for them.
+                raise RefusedError(e.message, hint="ask for less of one GPU") from e
+            raise
+        if known is None or not known.same(claim):
+            log.info(
+                "claim-booked" if known is None else "claim-changed",
+                claim=_called(claim),
+                uid=claim.uid,
+                shares=claim.describe()["shares"],
+            )
+        return {"ok": True, "uid": claim.uid, "shares": self._describe_shares(claim)}
+
+    def _book(self, claim: Claim, known: Claim | None) -> None:
+        """Enter a claim in the place of what is known about it; an error changes nothing."""
+        if known is not None and known.same(claim):
+            if known.leaving:
+                # It was taken back too early, or its sender has forgotten that and tells it again.
+                self._state.put_claim(claim)
+                self.claims[claim.uid] = claim
+            return
+        if known is None:
+            self._part_ended({share.device for share in claim.shares})
+            self._books.admit_claim(claim)
+            try:
+                self._state.put_claim(claim)
+            except StateError:
+                self._books.leave_claim(claim)
+                raise
+        else:
+            user = self._user_of(claim.uid)
+            if user is not None:
+                raise OccupiedError(
+                    f"{known} is used by container {user.identifier[:64]!r} with {known.amounts()},"
+                    f" and cannot be changed to {claim.amounts()}",
+                    hint="wait until that container has ended",
+                )
+            self._books.change_claim(known, claim)
+            try:
+                self._state.put_claim(claim)
+            except StateError:
+                self._books.leave_claim(claim)
+                self._books.restore_claim(known)
+                raise
+        self.claims[claim.uid] = claim
+
+    def _part_ended(self, devices: set[str]) -> None:
+        """Remove members on these GPUs that have ended without being noticed."""
+        for container in list(self._admissions.containers.values()):
+            if any(device.uuid in devices for device in container.devices):
+                for member in list(container.members):
+                    if member.has_ended():
+                        self._admissions.part(container, member, "ended")
+
+    def _occupants(self, uuid: str, but: str) -> str:
+        """Return as a hint what has parts of a GPU besides claim `but`; empty if nothing has."""
+        ending, booked = [], []
+        for claim in list(self.claims.values()):
+            quotas = [share.quota for share in claim.shares if share.device == uuid]
+            if claim.uid == but or not quotas:
+                continue
+            user = self._user_of(claim.uid)
+            if claim.uid not in self.claims:
+                continue  # its last container had ended
+            amount = f"{claim} ({' and '.join(words(quota) for quota in quotas)})"
+            container = "" if user is None else f"container {user.identifier[:64]!r}"
+            if claim.leaving:
+                ending.append(f"{amount}, taken back, is free when its {container} has ended")
+            else:
+                booked.append(f"{amount} has it" + (f" with {container}" if container else ""))
+        beside = [
+            f"container {one.identifier[:64]!r} ({words(one.quota)}) was started beside the"
+            " cluster's scheduler"
+            for one in self._admissions.containers.values()
+            if not one.uses and any(device.uuid == uuid for device in one.devices)
+        ]
+        found = [*ending, *beside, *booked]
+        if not found:
+            return ""
+        more = [f"{len(found) - MOST_SHOWN} more (tidegate ps)"] if len(found) > MOST_SHOWN else []
+        return "wait: " + "; ".join([*found[:MOST_SHOWN], *more])
+
+    def unclaim(self, uid: str) -> dict[str, Any]:
+        """Take a claim back, at once or when its last container has ended."""
+        user = self._user_of(uid)
+        claim = self.claims.get(uid)
+        if claim is None:
+            return {"ok": True}
+        if user is None:
+            self._state.strike_claim(uid)
+            del self.claims[uid]
+            self._books.leave_claim(claim)
+            log.info("claim-released", claim=_called(claim), uid=uid)
+        elif not claim.leaving:
+            leaving = replace(claim, leaving=True)
+            self._state.put_claim(leaving)
+            self.claims[uid] = leaving
+            log.info("claim-leaving", claim=_called(claim), uid=uid, container=user.identifier)
+        return {"ok": True}
+
+    def _user_of(self, uid: str) -> Container | None:
+        """Return a container that uses a share of a claim.
+
+        Members that have ended without being noticed are removed first.
+        """
+        for container in list(self._admissions.containers.values()):
+            if not any(uid == own for own, _ in container.uses):
+                continue
+            for member in list(container.members):
+                if member.has_ended():
+                    self._admissions.part(container, member, "ended")
+            if container.key in self._admissions.containers:
+                return container
+        return None
+
+    def strike(self, claim: Claim) -> None:
+        """Forget a claim that was taken back, if no container uses it any more."""
+        if any(uid == claim.uid for c in self._admissions.containers.values() for uid, _ in c.uses):
+            return
+        del self.claims[claim.uid]
+        self._books.leave_claim(claim)
+        self._state.leave_claim(claim.uid)
+        log.info("claim-released", claim=_called(claim), uid=claim.uid)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return what `tidegate claims` shows."""
+        return [
+            {
+                **claim.describe(),
+                "leaving": claim.leaving,
+                "shares": self._describe_shares(claim),
+            }
+            for claim in self.claims.values()
+        ]
+
+    def leave(self, uses: Sequence[Use]) -> None:
+        """Note that the last container with these shares has ended."""
+        for uid in {uid for uid, _ in uses}:
+            claim = self.claims.get(uid)
+            if claim is not None and claim.leaving:
+                self.strike(claim)
+
+    def _describe_shares(self, claim: Claim) -> list[dict[str, Any]]:
+        known = {device.uuid: device for device in self._books.devices}
+        shares = []
+        for one, share in zip(claim.describe()["shares"], claim.shares, strict=True):
+            device = known.get(share.device)
+            users = [
+                c for c in self._admissions.containers.values() if (claim.uid, share.name) in c.uses
+            ]
+            used = [
+                c.account.used(i)
+                for c in users
+                for i, own in enumerate(c.devices)
+                if own.uuid == share.device
+            ]
+            shares.append(
+                {
+                    **one,
+                    "uuid": share.device,
+                    "index": device and device.index,
+                    "minor": device and device.minor,
+                    "memory_used": sum(used),
+                    "containers": [m.identifier for c in users for m in c.members],
+                }
+            )
+        return shares
+
+    def claimants(self, uuid: str) -> int:
+        """Return how many containers have their part of a GPU from claims."""
+        return sum(
+            len(container.members)
+            for container in self._admissions.containers.values()
+            if container.uses and any(device.uuid == uuid for device in container.devices)
+        )
+
+
+def _called(claim: Claim) -> str:
+    return f"{claim.namespace}/{claim.name}"

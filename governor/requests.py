@@ -1,0 +1,99 @@
+"""Requests to the governor: read and checked against the schema, which says what may be in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+
+from governor.books import Nodes
+from governor.claims import Use
+from governor.errors import RequestError
+from governor.quota import Quota
+from oci_hook.errors import show
+from oci_hook.notation import load_json
+
+SCHEMA_FILE = Path(__file__).with_name("protocol.schema.json")
+_SCHEMA: dict[str, Any] = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
+_VALIDATOR = jsonschema.Draft202012Validator(_SCHEMA)
+
+
+def _validators_by_op() -> dict[str, jsonschema.Draft202012Validator]:
+    """Return a validator for each operation alone.
+
+    `oneOf` tries all of them: 0.7 ms of the 5.5 ms of processor time that a start took here.
+    """
+    whole = dict(_SCHEMA)
+    kinds = whole.pop("oneOf")
+    validators = {}
+    for kind in kinds:
+        said = kind["properties"]["op"]
+        for op in said.get("enum") or [said["const"]]:
+            validators[op] = jsonschema.Draft202012Validator({**whole, "allOf": [kind]})
+    return validators
+
+
+_BY_OP = _validators_by_op()
+
+
+def parse_request(line: bytes) -> dict[str, Any]:
+    """Return the request in a line; RequestError if the line is not a request."""
+    try:
+        document: dict[str, Any] = load_json(line)
+        json.dumps(document, ensure_ascii=False).encode()  # half a surrogate pair is not text
+        # What is just not too deep for the JSON parser can be too deep for the validator that says
+        # what is wrong with it.
+        error = None if _is_request(document) else _find_error(document)
+    except (ValueError, RecursionError) as e:
+        raise RequestError(
+            "a request is not JSON", hint="install the same version of hook and governor"
+        ) from e
+    if error is not None:
+        raise RequestError(
+            f"a request is not understood: {show(error.message, 160)}",
+            hint="install the same version of hook and governor",
+        )
+    return document
+
+
+def _is_request(document: object) -> bool:
+    op = document.get("op") if isinstance(document, dict) else None
+    validator = _BY_OP.get(op) if isinstance(op, str) else None
+    return validator is not None and validator.is_valid(document)
+
+
+def _find_error(document: object) -> jsonschema.ValidationError | None:
+    """Return what is wrong with a document, by the whole schema: the error that fits best."""
+    error: jsonschema.ValidationError | None = jsonschema.exceptions.best_match(
+        _VALIDATOR.iter_errors(document)
+    )
+    return error
+
+
+def pod_of(identity: Mapping[str, str]) -> dict[str, str]:
+    """Return the pod that a container belongs to, for the log; empty outside of Kubernetes."""
+    pod, namespace = identity.get("pod"), identity.get("namespace", "")
+    return {"pod": f"{namespace}/{pod}"} if pod else {}
+
+
+def uses_of(request: dict[str, Any]) -> tuple[Use, ...]:
+    """Return the shares that an admission names, each once."""
+    return tuple(
+        dict.fromkeys(
+            (one["uid"], name) for one in request.get("claims", ()) for name in one["shares"]
+        )
+    )
+
+
+def nodes_of(request: dict[str, Any]) -> Nodes:
+    """Return the device nodes that a container has, as its hook tells them."""
+    return Nodes(frozenset(request.get("nodes", ())), request.get("exact", False))
+
+
+def limit_after(request: dict[str, Any], old: Quota) -> int:
+    """Return the limit for a request that names none: a strict container stays strict."""
+    compute = int(request.get("compute", old.compute))
+    return compute if old.compute_limit == old.compute else max(old.compute_limit, compute)

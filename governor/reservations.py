@@ -1,0 +1,85 @@
+"""GPUs that are reserved for a while, for a container that is being given their device nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import structlog
+
+from governor.books import Books
+from governor.errors import RefusedError
+from governor.quota import Device
+from governor.requests import nodes_of
+from oci_hook.request import Request, check_request, parse_annotations
+
+log = structlog.get_logger()
+
+RESERVED_S = 30.0
+"""How long GPUs stay reserved for a container that was given their device nodes and does not start,
+in seconds."""
+MOST_RESERVED = 1024
+
+
+class Reservations:
+    """The reservations of one node, by token."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._reserved: dict[str, tuple[tuple[Device, ...], asyncio.TimerHandle]] = {}
+
+    def reserve(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Reserve GPUs for a while, for a container that is being given their device nodes."""
+        parsed = parse_annotations(request["annotations"])
+        check_request(parsed, request["annotations"])
+        self._strike(request.get("replaces", ""))
+        if len(self._reserved) >= MOST_RESERVED:
+            raise RefusedError(
+                f"{MOST_RESERVED} reservations wait for their containers",
+                hint=f"try again in {RESERVED_S:g} s",
+            )
+        token = secrets.token_hex(16)
+        quota, devices = self._books.admit(_reservation(token), parsed, nodes_of(request))
+        expiry = asyncio.get_running_loop().call_later(RESERVED_S, self._expire, token)
+        self._reserved[token] = (devices, expiry)
+        return {
+            "ok": True,
+            "reservation": token,
+            "expires_s": RESERVED_S,
+            "devices": describe_devices(devices),
+            **quota.describe(),
+        }
+
+    def _strike(self, token: str) -> tuple[Device, ...]:
+        """Remove a reservation from the books; one that is unknown or over is not an error."""
+        devices, expiry = self._reserved.pop(token, ((), None))
+        if expiry is not None:
+            expiry.cancel()
+            self._books.leave(_reservation(token))
+        return devices
+
+    def _expire(self, token: str) -> None:
+        log.warning("reservation-expired", devices=[d.index for d in self._strike(token)])
+
+    def redeem(self, request: dict[str, Any], parsed: Request) -> Request:
+        """Give a container the GPUs that were reserved for it.
+
+        If its reservation is gone, it gets what its device nodes allow: they were written down with
+        the reservation.
+        """
+        devices = self._strike(request.get("reservation", ""))
+        if not devices:
+            return parsed
+        return parsed._replace(devices=tuple(device.uuid for device in devices), gpus=None)
+
+
+def _reservation(token: str) -> str:
+    """Return the name of a reservation in the books, which no container's key can equal."""
+    return f"reservation {token}"
+
+
+def describe_devices(devices: Sequence[Device]) -> list[dict[str, Any]]:
+    """Return GPUs as answers have them."""
+    return [{"uuid": d.uuid, "index": d.index, "minor": d.minor} for d in devices]

@@ -1,0 +1,134 @@
+"""A container's part of what divides its GPUs' time: one runner for each GPU.
+
+A runner is a thread that hands out grants, or that steers the GPU's own scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from mmap import mmap
+
+from governor.arbiter import NOBODY, WHOLE, Runner, Stats, Together, Waits
+from governor.quota import Quota
+
+
+def shares_of(quota: Quota) -> tuple[int, int]:
+    """Return guarantee and cap of a quota, in parts per million of a GPU."""
+    return quota.compute * WHOLE // 100, quota.compute_limit * WHOLE // 100
+
+
+class Scheduled:
+    """One container at the runners of its GPUs, from `start` to `close`."""
+
+    def __init__(self, runners: Sequence[Runner]) -> None:
+        self._runners = list(runners)
+        self._tenants: list[int] = []
+        self._gang = NOBODY
+        # Pidfds of the processes without a slot that are held, by GPU and pid.
+        self._held: dict[int, dict[int, int]] = {}
+        self._loop = asyncio.get_running_loop()
+
+    def start(self, quota: Quota, grant: mmap, ledger: mmap) -> None:
+        """Share the GPUs with the container of these pages."""
+        shares = shares_of(quota)
+        for i, runner in enumerate(self._runners):
+            self._tenants.append(runner.add(*shares, grant, i, ledger, latency=quota.is_latency))
+
+    def run_together(self) -> None:
+        """Let a container with several GPUs run on all of them at the same time."""
+        together = self._together
+        if together is not None and len(self._tenants) > 1:
+            self._gang = together.add(self._runners, self._tenants)
+
+    @property
+    def _together(self) -> Together | None:
+        """What schedules all GPUs at once; None where they are divided in different ways."""
+        ways = {id(runner.together): runner.together for runner in self._runners}
+        return ways.popitem()[1] if len(ways) == 1 else None
+
+    def set(self, quota: Quota) -> None:
+        """Hold the container to another quota from now on."""
+        for runner, tenant in zip(self._runners, self._tenants, strict=True):
+            runner.set(tenant, *shares_of(quota), latency=quota.is_latency)
+
+    def enter(self, slot: int, pid: int, pidfd: int, contexts: Callable[[int], int]) -> None:
+        """Announce a process: sooner or later it has a context on each GPU.
+
+        `contexts` returns how many it claims to have on a GPU, by index.
+        """
+        for i, (runner, tenant) in enumerate(zip(self._runners, self._tenants, strict=False)):
+            runner.enter(tenant, slot, pid, pidfd, lambda i=i: contexts(i))  # type: ignore[misc]
+
+    def leave(self, slot: int) -> None:
+        """Note that a process has ended."""
+        for runner, tenant in zip(self._runners, self._tenants, strict=False):
+            runner.leave(tenant, slot)
+
+    def watch(self, fd: int) -> None:
+        """Wake the GPUs' threads when a process writes to its socket."""
+        self._runners[0].watch(fd, self._runners[1:])
+
+    def is_steered(self, device: int) -> bool:
+        """Return whether a GPU's own scheduler divides its time."""
+        return self._runners[device].is_steered
+
+    def stats(self, device: int) -> Stats:
+        """Return the counters of GPU `device`."""
+        return self._runners[device].stats(self._tenants[device])
+
+    def waits(self, device: int) -> Waits:
+        """Return how long the container waited for its grants of GPU `device`."""
+        return self._runners[device].waits(self._tenants[device])
+
+    def hold(self, device: int, pids: frozenset[int], owns: Callable[[int], bool]) -> list[int]:
+        """Have a steered GPU's scheduler hold exactly these unregistered processes to the quota.
+
+        They belong to the container; `owns` tells whether a pid does. Returns the pids that are
+        held since this call.
+        """
+        runner, tenant = self._runners[device], self._tenants[device]
+        held = self._held.setdefault(device, {})
+        for pid in held.keys() - pids:
+            self._let_go(device, pid)
+        new = []
+        for pid in pids - held.keys():
+            try:
+                pidfd = os.pidfd_open(pid)
+            except OSError:
+                continue
+            # From here on the pid is no other process's as long as this process lives.
+            if not owns(pid):
+                os.close(pidfd)
+                continue
+            # Slots are numbered from 0. An unregistered process has none, so its negative pid takes
+            # the slot's place. It has a context.
+            try:
+                runner.enter(tenant, -pid, pid, pidfd, lambda: 1)
+            except OSError:  # no descriptor is left: retried at the next look
+                os.close(pidfd)
+                continue
+            held[pid] = pidfd
+            self._loop.add_reader(pidfd, self._let_go, device, pid)
+            new.append(pid)
+        return new
+
+    def _let_go(self, device: int, pid: int) -> None:
+        pidfd = self._held[device].pop(pid)
+        self._loop.remove_reader(pidfd)
+        os.close(pidfd)
+        self._runners[device].leave(self._tenants[device], -pid)
+
+    def close(self) -> None:
+        """Leave the GPUs; the pages are not accessed any more."""
+        together = self._together
+        if together is not None and self._gang != NOBODY:
+            together.remove(self._gang)
+            self._gang = NOBODY
+        for device, held in self._held.items():
+            for pid in list(held):
+                self._let_go(device, pid)
+        for runner, tenant in zip(self._runners, self._tenants, strict=False):
+            runner.remove(tenant)
+        self._tenants = []

@@ -1,0 +1,336 @@
+"""The processes of a container that have registered, each in a slot of the container's ledger.
+
+A process connects to the container's socket, sends one byte, and gets the number of its slot and
+the ledger. It keeps the connection for as long as it lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from governor.account import Account, GpuUse, Process
+from governor.listener import Listener
+from governor.members import Member, Members
+from governor.pace import Pace, PacedLog
+from governor.processes import Identity, identify, namespace_pid, pid_namespace, start_time
+from governor.region import Ledger
+from governor.scheduled import Scheduled
+from governor.state import ProcessRow, State
+from libcontrol import layout, pages
+
+log = structlog.get_logger()
+
+_SO_PEERPIDFD = 77
+
+MOST_UNANSWERED = 64
+"""Maximum number of connections from a container's own processes that have sent nothing yet or wait
+for their turn. Connections from processes outside the container have an equal limit of their own.
+"""
+ANSWER_S = 5.0
+"""Longest time that a connection may stay silent, in seconds."""
+REGISTRATION_S = 0.01
+REGISTRATIONS = 256
+"""A container's processes may connect a hundred times a second, after a burst of 256."""
+STRANGER = "it is not in the container's control group; enter with the engine's exec, not nsenter"
+
+
+def _hung_up(peer: socket.socket | None) -> bool:
+    if peer is None:
+        return True
+    try:
+        return not peer.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _disconnect(peer: socket.socket) -> None:
+    """End a connection for every process that has a descriptor of it.
+
+    The arbiter has one, and so has any process to which the registered process passed its own.
+    """
+    with contextlib.suppress(OSError):
+        peer.shutdown(socket.SHUT_RDWR)
+    peer.close()
+
+
+def _peer(own: socket.socket, pid: int) -> int:
+    """Return a pidfd of the process that connected.
+
+    Before Linux 6.5 it refers to the process that has that pid by now.
+    """
+    try:
+        return int.from_bytes(
+            own.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4), sys.byteorder, signed=True
+        )
+    except OSError as e:
+        if e.errno != errno.ENOPROTOOPT:
+            raise
+        return os.pidfd_open(pid)
+
+
+class Slots:
+    """The slots of one container; `processes` has what is in them, for all parts to read."""
+
+    def __init__(
+        self,
+        *,
+        key: str,
+        ledger: Ledger,
+        n_devices: int,
+        processes: dict[int, Process],
+        members: Members,
+        gpus: Scheduled,
+        account: Account,
+        state: State,
+    ) -> None:
+        self._key, self._n_devices = key, n_devices
+        self._ledger_fd, self._ledger = ledger
+        self._processes, self._members = processes, members
+        self._gpus, self._account, self._state = gpus, account, state
+        self._listener: Listener | None = None
+        self._unanswered = {True: 0, False: 0}  # its own processes' (True), and others'
+        self._lines = PacedLog(log)
+        self._refusals = {True: PacedLog(log), False: PacedLog(log)}
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def _name(self) -> str:
+        return self._members[0].identifier if self._members else ""
+
+    def take_over(
+        self, rows: Iterable[tuple[ProcessRow, int]], usage: Iterable[Mapping[str, Any]]
+    ) -> None:
+        """Keep the slots of processes that still run; what others were charged becomes free.
+
+        Each row comes with the process's pidfd. `usage` are the entries of the grant page.
+        """
+        known = {(entry["pid"], entry["start_us"]): entry for entry in usage}
+        for row, pidfd in rows:
+            member = self._members.of(row.process.pid)
+            inner = namespace_pid(row.process.pid, (member or self._members[0]).pid)
+            uses = [GpuUse() for _ in range(self._n_devices)]
+            peaks = known.get((inner, row.start_us), {}).get("memory_peak", ())
+            for use, peak in zip(uses, peaks if isinstance(peaks, tuple) else (), strict=False):
+                use.peak = peak
+            self._enter(
+                Process(
+                    slot=row.slot,
+                    pid=row.process.pid,
+                    start=row.process.start,
+                    pidfd=pidfd,
+                    socket=None,
+                    inner_pid=inner,
+                    start_us=row.start_us,
+                    start_ns=time.monotonic_ns(),
+                    uses=uses,
+                    member=member,
+                )
+            )
+        for slot in range(layout.N_SLOTS):
+            if slot not in self._processes:
+                pages.clear_slot(self._ledger, slot)
+        n_slots = 1 + max(self._processes, default=-1)
+        pages.write(self._ledger, 0, "ledger_header", "n_slots", n_slots)
+
+    def announce(self) -> None:
+        """Announce the processes that were taken over to the GPUs, which did not exist yet."""
+        for process in self._processes.values():
+            self._announce(process)
+
+    def listen(self, path: Path) -> None:
+        """Serve the container's processes at a socket."""
+        self._listener = Listener(path, Pace(REGISTRATION_S, REGISTRATIONS), self._register)
+
+    def close(self, *, keep: bool) -> None:
+        """Serve no more; with `keep` processes keep their slots, and what they are charged."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None  # it refers to this object
+        for slot in () if keep else list(self._processes):
+            self._end(slot)
+
+    def drop(self) -> None:
+        """Release what is held of processes that keep their slots."""
+        for process in self._processes.values():
+            self._loop.remove_reader(process.pidfd)
+            os.close(process.pidfd)
+            if process.socket is not None:
+                _disconnect(process.socket)
+        self._processes.clear()
+
+    async def _register(self, own: socket.socket) -> None:
+        """Give a process its slot: it sends one byte and gets the slot's number and the ledger.
+
+        A process that had a slot from the previous governor sends another byte and keeps that slot.
+        A process that connects or registers in a loop does not use up the descriptors, rows or log
+        lines of other containers.
+        """
+        credentials = own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        pid = struct.unpack("3i", credentials)[0]
+        is_own = self._is_own(pid)
+        self._unanswered[is_own] += 1
+        is_kept = False
+        try:
+            if self._unanswered[is_own] <= MOST_UNANSWERED:
+                request = await asyncio.wait_for(self._loop.sock_recv(own, 1), ANSWER_S)
+                is_kept = bool(request) and self._answer_request(request, pid, own, is_own=is_own)
+        except (TimeoutError, ConnectionError):
+            pass
+        finally:
+            self._unanswered[is_own] -= 1
+            if not is_kept:
+                _disconnect(own)
+
+    def _is_own(self, pid: int) -> bool:
+        """Return whether a process is registered, or in the container's control group.
+
+        Or the container has none. Where containers share a pid namespace, processes of another
+        container with equal rights can reach this one's directory by /proc/PID/root. Only the
+        control group tells them apart.
+        """
+        is_registered = any(process.pid == pid for process in self._processes.values())
+        return is_registered or self._members.of(pid) is not None
+
+    def _answer_request(
+        self, request: bytes, pid: int, own: socket.socket, *, is_own: bool
+    ) -> bool:
+        """Answer a process, and return whether the connection is kept."""
+        try:
+            if not is_own:
+                raise RuntimeError(STRANGER)
+            if request == layout.AGAIN:
+                self._readmit(pid, own)
+            else:
+                self._admit(pid, own)
+        except (OSError, RuntimeError) as e:
+            # Refuse explicitly: a process that only sees its connection end takes the governor to
+            # be away, and would keep a whole quota for itself alone.
+            with contextlib.suppress(OSError):
+                own.send(struct.pack("I", layout.NO_SLOT))
+            self._refusals[is_own].warning(
+                "process-refused", container=self._name, pid=pid, error=str(e)
+            )
+            return False
+        return True
+
+    def _admit(self, pid: int, own: socket.socket) -> None:
+        # A process that executed another program has hung up, and registers again.
+        for known in [p for p in self._processes.values() if p.pid == pid and _hung_up(p.socket)]:
+            self._end(known.slot)
+        slot = next((i for i in range(layout.N_SLOTS) if i not in self._processes), None)
+        if slot is None:
+            raise RuntimeError(f"{layout.N_SLOTS} processes of this container already use the GPU")
+        process = self._identify(slot, pid, own)
+        # Before the slot is in use: a slot in use that has no row means that the file was damaged.
+        self._state.register(
+            self._key, ProcessRow(slot, Identity(pid, process.start), process.start_us)
+        )
+        pages.clear_slot(self._ledger, slot)
+        self._enter(process)
+        try:
+            self._answer(process, own)
+        except OSError:
+            self._forget(slot)
+            raise
+        self._lines.info("process-registered", container=self._name, pid=pid, slot=slot)
+
+    def _identify(self, slot: int, pid: int, own: socket.socket) -> Process:
+        """Return what is known of the process that connected, as of now."""
+        pidfd = _peer(own, pid)
+        # The process that connected may have ended since, and its pid may be another process's.
+        identity = identify(pidfd)
+        if not pid or identity.pid != pid:
+            os.close(pidfd)
+            raise RuntimeError("it has ended")
+        member = self._members.of(pid)
+        if member is None:
+            os.close(pidfd)
+            raise RuntimeError(STRANGER)
+        return Process(
+            slot=slot,
+            pid=pid,
+            start=identity.start,
+            pidfd=pidfd,
+            socket=own,
+            inner_pid=namespace_pid(pid, member.pid),
+            start_us=time.time_ns() // 1000,
+            start_ns=time.monotonic_ns(),
+            uses=[GpuUse() for _ in range(self._n_devices)],
+            member=member,
+        )
+
+    def _readmit(self, pid: int, own: socket.socket) -> None:
+        """Reconnect a process that the previous governor registered, or that lost this one."""
+        start = start_time(pid)
+        for process in self._processes.values():
+            if (process.pid, process.start) == (pid, start) and _hung_up(process.socket):
+                if process.socket is not None:
+                    _disconnect(process.socket)
+                process.socket = None
+                self._answer(process, own)
+                process.socket = own
+                self._lines.info(
+                    "process-returned", container=self._name, pid=pid, slot=process.slot
+                )
+                return
+        raise RuntimeError("it says that it is registered, but it is not")
+
+    def _enter(self, process: Process) -> None:
+        """Put a process into its slot."""
+        slot = process.slot
+        base = pages.slot_base(slot)
+        pages.write(self._ledger, base, "ledger_slot", "namespace", pid_namespace(process.pid))
+        pages.write(self._ledger, base, "ledger_slot", "state", 1)
+        seen = pages.read(self._ledger, 0, "ledger_header", "n_slots")
+        if slot >= seen:
+            pages.write(self._ledger, 0, "ledger_header", "n_slots", slot + 1)
+        self._processes[slot] = process
+        self._loop.add_reader(process.pidfd, self._end, slot)
+        self._announce(process)
+
+    def _announce(self, process: Process) -> None:
+        contexts = partial(self._account.contexts, process.slot)
+        self._gpus.enter(process.slot, process.pid, process.pidfd, contexts)
+
+    def _answer(self, process: Process, own: socket.socket) -> None:
+        self._gpus.watch(own.fileno())
+        socket.send_fds(own, [struct.pack("I", process.slot)], [self._ledger_fd])
+
+    def _forget(self, slot: int) -> Process:
+        process = self._processes.pop(slot)
+        self._gpus.leave(slot)
+        self._loop.remove_reader(process.pidfd)
+        os.close(process.pidfd)
+        self._account.count_ended(slot)
+        pages.clear_slot(self._ledger, slot)
+        self._state.unregister(self._key, slot)
+        return process
+
+    def _end(self, slot: int) -> None:
+        """Take back what a process that ended was charged; the driver has freed it by now."""
+        process = self._forget(slot)
+        if process.socket is not None:
+            _disconnect(process.socket)
+        self._account.publish_ended()
+        self._lines.info("process-ended", container=self._name, pid=process.pid, slot=slot)
+
+    def release(self, member: Member) -> None:
+        """Note that a member is gone: its processes belong to the container."""
+        for process in self._processes.values():
+            if process.member is member:
+                process.member = None

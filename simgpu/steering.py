@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from governor.hardware.activity import Full
+from governor.hardware.watchdog import Watchdog
 
 MOST = 256
 """Maximum number of contexts of one GPU: GPU_CONTEXTS of layout.h."""
@@ -77,10 +78,9 @@ class SimulatedHardware:
         self._at_off: dict[int, int] = {}
         self.returned_ns: Mapping[int, int] = {}
 
-    @property
-    def reviver(self) -> tuple[str, tuple[str, ...]]:
-        """A function that switches tokens on in another process, and its first arguments."""
-        return "simgpu.steering:revive", (self._nvml._name, self._uuid)  # noqa: SLF001
+    def watchdog(self) -> Watchdog:
+        """Start a process that switches on what is left off."""
+        return Watchdog("simgpu.steering:revive", (self._nvml._name, self._uuid))  # noqa: SLF001
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""
@@ -132,6 +132,15 @@ class SimulatedHardware:
     def tokens(self, held: Sequence[Process]) -> list[Any]:
         """Return the pids, in the form that `revive` takes."""
         return [one.pid for one in held]
+
+    def name(self, held: Process) -> list[Any]:
+        """Return a JSON value from which `named` makes the same again."""
+        return list(held)
+
+    def named(self, data: Any) -> Process:
+        """Return what has this name; ValueError or TypeError if it is no name."""
+        pid, n_groups = data
+        return Process(int(pid), int(n_groups))
 
     def used_ns(self) -> Mapping[int, int]:
         """Return for how long each process was on the GPU since the last call, by pid, in ns.

@@ -28,6 +28,7 @@ LEFT_OUT = (
 PROGRAMS = {
     "tidegate": "governor",
     "tidegate-governor": "governor",
+    "tidegate-steering": "governor",
     "tidegate-hook": "oci_hook",
     "tidegate-runtime": "oci_hook",
     "tidegate-forkserver": "oci_hook",

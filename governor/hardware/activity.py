@@ -14,8 +14,8 @@ for what another one does, and a process that paused may be charged too much. Ne
 it is alone, or where its neighbours are off or work all the time.
 
 Samples arrive some time after what they describe. Until then time is charged at the highest rate of
-any sample of the last second. What a sample shows beyond that is charged when it arrives, and
-nothing is given back. Times are nanoseconds.
+any sample of the last second. When a sample arrives, what it shows beyond that is charged, and what
+was charged too much is given back. Times are nanoseconds.
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ class Activity:
     ) -> dict[int, int]:
         """Return what to charge for the time since the last step, by pid.
 
+        A charge is negative if more is given back than charged.
         `samples`: the new ones; None if they were not asked for, or NVML has none. `full`: turns
         that ended with their slice since the last step.
         """
@@ -176,7 +177,7 @@ class Activity:
         for one in self._settled:
             for pid, of in one.parts.items():
                 self._parts[pid] = max(self._parts.get(pid, 0.0), of if of < BUSY else 1.0)
-        return {pid: max(0.0, ns - cut.charged[pid]) for pid, ns in active.items()}
+        return {pid: ns - cut.charged[pid] for pid, ns in active.items()}
 
     def _cut(self, until: int) -> _Step:
         """Remove the steps before `until`; return them as one."""

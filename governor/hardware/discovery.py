@@ -18,7 +18,7 @@ import ctypes
 import errno
 import itertools
 import os
-import signal
+import select
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -68,6 +68,13 @@ def duplicate_descriptor(pidfd: int, fd: int) -> int:
     if copy < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return copy
+
+
+def has_ended(pidfd: int) -> bool:
+    """Return whether a process has ended, which takes no right to send it signals."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 @contextlib.contextmanager
@@ -216,8 +223,9 @@ def find_holdings(
         except OSError as e:
             if e.errno != errno.EBADF:  # closed in the meantime
                 raise
-    signal.pidfd_send_signal(pidfd, 0)  # it is still alive, so the pid was its own all the time
-    return found
+    if has_ended(pidfd):
+        raise ProcessLookupError(errno.ESRCH, f"process {pid} has ended")
+    return found  # the process is still alive, so the pid was its own all the time
 
 
 def answers(driver: Driver, client: int, fd: int) -> bool:

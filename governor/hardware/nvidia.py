@@ -29,6 +29,7 @@ from governor.hardware.driver import (
     module_branch,
 )
 from governor.hardware.trace import Residency, Trace
+from governor.hardware.watchdog import Watchdog
 
 CAP_SYS_ADMIN = 21
 LEAST = 100
@@ -106,10 +107,9 @@ class NvidiaHardware:
     def _open(self) -> Driver:
         return Driver(self._branch, path=self._path, proc=self._proc, ioctl=self._ioctl)
 
-    @property
-    def reviver(self) -> tuple[str, tuple[str, ...]]:
-        """Function that switches tokens on in another process, and its arguments."""
-        return "governor.hardware.nvidia:revive", (self._gpu.uuid,)
+    def watchdog(self) -> Watchdog:
+        """Start a process that switches on what is left off."""
+        return Watchdog("governor.hardware.nvidia:revive", (self._gpu.uuid,))
 
     def close(self) -> None:
         """Give everything back. Channels that are off stay off."""
@@ -221,6 +221,20 @@ class NvidiaHardware:
         """Return the channels in the form that `revive` takes."""
         return [list(pair) for one in held for pair in one.channels]
 
+    def name(self, held: Held) -> list[Any]:
+        """Return a JSON value from which another call makes the same again."""
+        groups = [[group.handle, group.gpu_id, list(group.channels)] for group in held.groups]
+        return [held.pid, held.holding.client, held.holding.descriptor, groups]
+
+    def named(self, data: Any) -> Held:
+        """Return what has this name; ValueError or TypeError if it is no name."""
+        pid, client, descriptor, found = data
+        groups = tuple(
+            Group(int(client), int(handle), int(gpu_id), tuple(int(one) for one in channels))
+            for handle, gpu_id, channels in found
+        )
+        return Held(Holding(int(pid), int(client), int(descriptor), groups), groups)
+
     def used_ns(self) -> Mapping[int, int]:
         """Return how long each process was on the GPU since the last call, by pid."""
         # Before the flush: later records are for the next call.
@@ -247,7 +261,7 @@ def require_rights(proc: Path = Path("/proc")) -> None:
     status = (proc / "self/status").read_text()
     effective = int(next(t for t in status.splitlines() if t.startswith("CapEff:")).split()[1], 16)
     if not effective >> CAP_SYS_ADMIN & 1:
-        raise PermissionError("the governor has no CAP_SYS_ADMIN, so the trace names no process")
+        raise PermissionError("without CAP_SYS_ADMIN the trace names no process")
     with tempfile.TemporaryFile() as file:
         pidfd = os.pidfd_open(os.getpid())
         try:

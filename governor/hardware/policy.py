@@ -17,6 +17,7 @@ fraction of a millisecond.
 
 A container *goes on* if its turns seldom end for lack of work. Several containers that go on would
 waste time in switching between short slices, so only one of them is on at a time: they take turns.
+One that has the turn and does nothing *rests*: it takes no turns until it works again, and is on.
 If the work of a container in the first rank is shorter than the context switches that it causes,
 those use up its guarantee as well, and the others keep theirs. While the first rank is empty all
 containers are on, with long slices in the ratio of their guarantees. While no container goes on, or
@@ -32,8 +33,8 @@ shortfall is a *credit* for later periods, an excess is a debt. The GPU begins i
 anew, anywhere, when channels are switched. So no container is off before all have had their turns
 of the period, and none while slices alone keep all containers to their caps; some turns more are a
 debt. The cap of a container of class latency holds within a second instead, so that it may use all
-of it at once. If it does, it is in the second rank, and capped in each period, until it has used
-less again.
+of it at once. If it does, it is in the second rank, and has at most twice its part in each period,
+until it has used less again.
 
 Times are nanoseconds, shares are parts of one GPU from 0 to 1.
 """
@@ -85,9 +86,12 @@ EVEN = 2 * MS
 LONG = 16 * MS
 """Slice of a container in the first rank; the sum of their slices if all of them go on."""
 END = 70_000
-"""Time by which a turn outlasts its slice (H200: 0 to 100 us)."""
+"""Time by which a turn outlasts its slice, mostly to restore the context (H200: 0 to 100 us). It is
+charged to no container."""
 GAP = 80_000
 """Time from the end of a turn to the beginning of the next (H100, H200)."""
+TURN_COST = GAP + END
+"""Time that a turn takes from all containers."""
 LEAST = 1 * MS
 """Shortest slice where all containers are on: 1 ms costs 8 % in switching, 2 ms 7 % (H100)."""
 TURN_LEAST = 10 * MS
@@ -124,8 +128,19 @@ N_FULL = 4
 BURST = 0.5
 """Part of the time that it could have had: a container that used more in one of the last periods
 takes turns."""
+RESTS = 3 * MS
+"""Idle time of the GPU while a container has the turn and does nothing, after which it rests."""
+LOOK = 5 * MS
+"""Time from the beginning of a turn until it is known whether the container works."""
 ENDING = 5 * MS
 """A container goes on if it has more GPU time than this per turn that ends for lack of work."""
+
+
+OWES = 150 * MS
+"""Time that a container took while others were owed, beyond which it takes turns whatever its turns
+look like."""
+N_SHORT = 8
+"""Most groups of a container that have SHORT each."""
 
 
 class Share(NamedTuple):
@@ -171,22 +186,36 @@ class _Second:
     """What a container used within the last second, to the length of a step."""
 
     def __init__(self) -> None:
-        # Begin and end of each step in which it used the GPU, and the GPU time.
+        # Begin and end of the use of the GPU in each step, and the GPU time.
         self._parts: deque[tuple[int, int, float]] = deque()
         self._sum = 0.0
 
     def add(self, begin: int, end: int, ns: float) -> None:
         """Add what was used between two times, and forget what is older than a second."""
-        if ns and end > begin:
-            self._parts.append((begin, end, ns))
+        if ns < 0:
+            self._take_back(-ns)
+        elif ns and end > begin:
+            # It may have been at the end of the step.
+            self._parts.append((max(begin, end - max(1, int(ns))), end, ns))
             self._sum += ns
         while self._parts and self._parts[0][1] <= end - WINDOW * PERIOD:
             self._sum -= self._parts.popleft()[2]
         if not self._parts:
             self._sum = 0.0  # no remainder of the additions
 
+    def _take_back(self, ns: float) -> None:
+        """Take off what was added too much, the oldest first: no second may seem too empty."""
+        while ns > 0 and self._parts:
+            begin, end, of = self._parts.popleft()
+            taken = min(ns, of)
+            self._sum -= taken
+            ns -= taken
+            if of > taken:
+                begin = max(begin, end - max(1, int(of - taken)))
+                self._parts.appendleft((begin, end, of - taken))
+
     def total(self, now: int) -> float:
-        """Return the sum. A step that began more than a second ago counts in proportion."""
+        """Return the sum. Of a use that began more than a second ago, the rest counts."""
         since = now - WINDOW * PERIOD
         if not self._parts or self._parts[0][0] >= since:
             return self._sum
@@ -229,6 +258,7 @@ class _Tenant:
         self.busy = True
         self.n_early = 0  # turns in this period that ended for lack of work
         self.goes_on = False  # False while nothing is known of its turns
+        self.rests = False  # it had the turn, and did nothing
         self.on, self.slice = True, EVEN
         # It is found, and steered from then on, in the middle of a period, so what it has beyond
         # its cap in that period is not a debt. Nor is what it had before, within UNFOUND periods.
@@ -258,7 +288,7 @@ class _Tenant:
         if self.share.latency:
             left = self.share.limit * WINDOW * PERIOD - sum(self.recent)
             left = min(left, self.spent + (0.0 if self.is_over else self.room))
-            return left if self.first else min(own, left)
+            return left if self.first else min(2 * own, left)
         return max(0.0, own)
 
     @property
@@ -267,8 +297,15 @@ class _Tenant:
         return self.share.limit * WINDOW * PERIOD + SLACK
 
     def use(self, begin: int, now: int, ns: int) -> None:
-        """Account for what it used between two times."""
-        self.spent += ns
+        """Account for what it used between two times; if negative, it was charged too much before.
+
+        What is given back reduces a debt, and what it has used of this period. It is no credit.
+        """
+        if ns < 0 and self.carried > 0:
+            debt = max(0.0, self.carried + ns)
+            ns = min(0, int(ns + self.carried - debt))
+            self.carried = debt
+        self.spent = max(0.0, self.spent + ns)
         self.second.add(begin, now, ns)
         self.room = self.second_at_most - self.second.total(now)
         self.is_over = self.room <= (SLACK if self.is_over else 0)
@@ -297,7 +334,16 @@ class _Tenant:
     @property
     def takes_turns(self) -> bool:
         """Whether it has to take turns with others like it while the first rank must not wait."""
-        return self.goes_on and (self.burst > BURST or self.share.latency)
+        return self.goes_on and not self.rests and (self.burst > BURST or self.share.latency)
+
+    @property
+    def owes(self) -> bool:
+        """Whether it has to take turns with those that do, for what it took from others.
+
+        Otherwise it could escape its turns by work that ends them early now and then.
+        """
+        is_debtor = self.owed < -OWES and self.burst > BURST
+        return is_debtor and not self.rests and not self.share.latency
 
     @property
     def is_capped(self) -> bool:
@@ -319,6 +365,7 @@ class Policy:
         self._windows: Mapping[int, Window] = {}
         self._turn: int | None = None
         self._turn_end = 0
+        self._unused = 0  # idle time of the GPU since the one with the turn last worked
         self._early: Mapping[int, int] = {}
         self._grain, self._later = SOON, LATER
         self._part = 1.0  # recent average part of the time with work or context switches
@@ -344,6 +391,10 @@ class Policy:
         if self._turn == tenant:
             self._turn = None
 
+    def owed(self, tenant: int) -> float:
+        """Return what a container is owed, in nanoseconds at its guaranteed rate."""
+        return self._tenants[tenant].owed
+
     def is_first(self, tenant: int) -> bool:
         """Return whether a container is in the first rank."""
         return self._tenants[tenant].first
@@ -358,11 +409,12 @@ class Policy:
     ) -> tuple[dict[int, Setting], int]:
         """Return every container's setting and the time of the next step.
 
-        `used`: GPU time of each container since the last step. `groups`: how many channel groups of
-        a container have work, each with turns of its own; one, where it is not said. A container's
-        slice is for all its groups. Where groups are given, a container without any has not been
-        found yet and cannot be switched off. `early`: how many of its turns ended for lack of work
-        since the last step. `windows`: when containers that have several GPUs are on.
+        `used`: GPU time of each container since the last step, less what was charged too much
+        before. `groups`: how many channel groups of a container have work, each with turns of its
+        own; one, where it is not said. A container's slice is for all its groups. Where groups are
+        given, a container without any has not been found yet and cannot be switched off. `early`:
+        how many of its turns ended for lack of work since the last step. `windows`: when containers
+        that have several GPUs are on.
         """
         self._windows = {i: w for i, w in (windows or {}).items() if i in self._tenants}
         self._early = early or {}
@@ -400,40 +452,64 @@ class Policy:
     def _account(self, now: int, used: Mapping[int, int]) -> None:
         passed = max(0, now - self._now)
         together = sum(used.get(number, 0) for number in self._tenants)
-        costs = sum(self._early.get(number, 0) for number in self._tenants) * 2 * GAP
+        costs = sum(self._early.get(number, 0) for number in self._tenants) * 2 * TURN_COST
         # Turns that end with their slices cost as much, where others have work.
         self._had += together + costs
         self._had += sum(
-            used.get(i, 0) * GAP / (t.slice / t.groups + END)
+            used.get(i, 0) * TURN_COST / (t.slice / t.groups)
             for i, t in self._tenants.items()
             if t.on
         )
+        own_turns = min(self._turns_among_groups(used), max(0, passed - together - costs))
         kept = self._turn if self._turn_end < NEVER else None
         begin, self._now = self._now, max(now, self._now)
+        owed = {number for number, tenant in self._tenants.items() if tenant.owed > FALL}
         for number, tenant in self._tenants.items():
             ns = used.get(number, 0)
             share = tenant.share
             tenant.use(begin, self._now, ns)
-            cost = self._early.get(number, 0) * 2 * GAP
+            cost = self._early.get(number, 0) * 2 * TURN_COST
             tenant.cost += cost
             tenant.n_early += self._early.get(number, 0)
             # Time that it took while others were owed is a debt; time that was idle is not.
-            is_owing = any(t.owed > FALL for t in self._tenants.values() if t is not tenant)
+            is_owing = len(owed) > (number in owed)
             least = -MOST if is_owing else min(tenant.owed, -FALL)
             # A turn in which it did nothing is charged, too, because others were off for it.
-            had = max(ns + cost, passed - (together - ns) - costs) if number == kept else ns + cost
+            had = ns + cost
+            if number == kept:
+                had = max(had, min(passed, passed - (together - ns) - costs))
             tenant.owed = min(max(tenant.owed + passed - had / share.guarantee, least), MOST)
             if tenant.is_spent:
                 tenant.owed = min(tenant.owed, 0.0)  # it had all that its cap allows
-            if ns:
-                tenant.used_at = now
+            if ns > 0:
+                tenant.used_at, tenant.rests = now, False
             if tenant.on:
-                tenant.could_use += max(0, passed - (together - ns) - costs)
+                could = passed - (together - ns) - costs - own_turns
+                tenant.could_use += min(passed, max(0, could))
                 tenant.did_use += ns
+        if kept is not None:
+            self._unused += min(passed, max(0, passed - together - costs))
+            self._unused = 0 if used.get(kept, 0) > 0 else self._unused
+            self._tenants[kept].rests = self._unused >= RESTS
         # In turns that were kept for one container, others lose what that one does not use.
         self._forgive(now, passed, together + costs if kept is None else passed)
         if now >= self._period_end:
             self._end_period(now)
+
+    def _turns_among_groups(self, used: Mapping[int, int]) -> float:
+        """Return what turns cost that ended with very short slices, as those of several groups do.
+
+        No container could have used that time.
+        """
+        n = largest = 0.0
+        for number, tenant in self._tenants.items():
+            if tenant.on and tenant.groups > 1 and tenant.slice / tenant.groups < LEAST:
+                of_group = max(0, used.get(number, 0)) / tenant.slice
+                n += of_group * tenant.groups
+                largest = max(largest, of_group)
+        n_early = sum(self._early.get(number, 0) for number in self._tenants)
+        # A group's turn ends with its slice only if another group has work.
+        return TURN_COST * max(0.0, min(n, 2 * (n - largest)) - n_early)
 
     def _forgive(self, now: int, passed: int, had: float) -> None:
         """Cancel what all busy containers lack in common: it went into context switches.
@@ -444,7 +520,8 @@ class Policy:
         busy = [t for t in self._tenants.values() if now - t.used_at < PERIOD and t.burst > BURST]
         if len(busy) < 2:
             return
-        lost = max(0.0, passed - had / min(1.0, sum(t.share.guarantee for t in busy)))
+        lost = passed - had / min(1.0, sum(t.share.guarantee for t in busy))
+        lost = min(max(0.0, lost), passed)
         for tenant in busy:
             tenant.owed = max(tenant.owed - lost, min(tenant.owed, 0.0))
         common = min(t.owed for t in busy)
@@ -477,7 +554,7 @@ class Policy:
                 of.extend([0.0] * min(n - 1, WINDOW))
             tenant.spent = tenant.cost = 0.0
             if tenant.could_use >= TURN_LEAST:
-                part = min(1.0, tenant.did_use / tenant.could_use)
+                part = min(1.0, max(0.0, tenant.did_use / tenant.could_use))
                 tenant.load = (tenant.load + part) / 2
                 tenant.burst = max(part, (tenant.burst + part) / 2)
                 tenant.busy = tenant.load > BUSY[tenant.busy]
@@ -525,7 +602,12 @@ class Policy:
         waits = any(self._wakes(tenant, now) for tenant in first.values())
         self._is_even = False
         keeps_on = any(t.goes_on and self._is_lively(t, now) for t in others.values())
-        takers = [i for i, t in rest.items() if t.takes_turns and not t.is_spent]
+        are_turns = any(t.takes_turns for t in rest.values())
+        takers = [
+            i
+            for i, t in rest.items()
+            if not t.is_spent and (t.takes_turns or (t.owes and are_turns))
+        ]
         if not waits:
             self._turn = None
             # Slices do not depend on which containers are off, as each change takes a driver call.
@@ -543,7 +625,7 @@ class Policy:
             for i, tenant in rest.items():
                 # The turns of one that does not go on are short; cutting them up would cost as
                 # much.
-                ns = SHORT if tenant.goes_on else EVEN
+                ns = SHORT * min(tenant.groups, N_SHORT) if tenant.goes_on else EVEN
                 settings[i] = Setting(i == holder or i not in takers, ns)
         lively = [t for t in others.values() if self._is_lively(t, now)]
         is_batched = not waits and all(t.is_capped and not t.first for t in lively)
@@ -559,7 +641,7 @@ class Policy:
             is_over = tenant.is_spent
             if tenant.is_in_circle:
                 is_over = tenant.left_until_off <= 0
-            elif is_batched and tenant.spent > tenant.turn / 2:
+            elif is_batched and not tenant.share.latency and tenant.spent > tenant.turn / 2:
                 # Its next turn comes after those of all others. While these go on to their own
                 # caps, leaving it on takes none of their time, and one call switches all of them
                 # off.
@@ -604,11 +686,16 @@ class Policy:
         # The extra time of windows (`more`) changes each period; slices must not.
         free = PERIOD - sum(w.end - w.begin - w.more for w in self._windows.values())
         free = max(0, free)
-        is_room = sum(tenants[i].share.limit for i in busy) * PERIOD < free
+        # Many turns leave no room for caps that add up to less than the GPU.
+        is_room = sum(tenants[i].share.limit for i in busy) * PERIOD + n * TURN_COST < free
         if is_room:
             # There is room for all caps, and they are reached in whole turns.
             weights = {i: tenant.share.limit for i, tenant in tenants.items()}
             length = PERIOD
+        elif sum(tenants[i].share.limit for i in busy) * PERIOD <= free:
+            # All lack only what turns cost.
+            weights = {i: tenant.share.limit for i, tenant in tenants.items()}
+            length = free
         else:
             whole = sum(tenants[i].share.guarantee for i in busy) or 1.0
             # An idle container is not in the sum, and may wake up.
@@ -623,14 +710,12 @@ class Policy:
         # Of many groups, each has one turn per round, so one over its cap is not urgent.
         self._grain = SOON if n < MANY else length // rounds // 8
         self._later = LATER if n < MANY else PERIOD // 4
-        # Where all is promised, a round takes longer than its part of the period by the gaps
-        # between turns. If it took no longer, shorter gaps than GAP would let caps be exceeded.
-        length = length // rounds
+        # A round has its part of the period, so that each container has the same in each period.
+        length = length // rounds - (0 if is_room else n * TURN_COST)
         settings = {}
         for i, tenant in tenants.items():
             is_alone = len(busy) == 1 and i in busy
-            ns = int(length * weights[i]) - tenant.groups * END
-            ns = SHORT if is_alone else max(LEAST, ns)
+            ns = SHORT if is_alone else max(LEAST, int(length * weights[i]))
             settings[i] = Setting(True, ns)
             tenant.turn = float(ns)
         return settings
@@ -660,6 +745,7 @@ class Policy:
         whole = sum(self._tenants[i].share.guarantee for i in busy)
         part = self._tenants[self._turn].share.guarantee / whole
         self._turn_end = now + max(TURN_LEAST, int(PERIOD * part))
+        self._unused = 1  # not known yet
         return self._turn
 
     # ---- when to step again ----
@@ -671,8 +757,11 @@ class Policy:
             at += [edge for edge in edges if edge > now]
         if self._turn is not None and self._turn_end < NEVER:
             at.append(self._turn_end)
+            if self._unused:
+                at.append(now + LOOK)
         on = [i for i, setting in settings.items() if setting.on]
         slices = sum(settings[i].slice_ns for i in on if self._tenants[i].busy) or 1
+        is_ranked = any(self._tenants[i].first for i in on)
         for i in on:
             tenant = self._tenants[i]
             is_idle = now - max(tenant.used_at, tenant.on_at) > PERIOD
@@ -681,6 +770,8 @@ class Policy:
                 if tenant.share.latency:
                     left = max(left, tenant.share.guarantee * WINDOW * PERIOD - tenant.had)
                 at.append(now + max(LATER if is_idle else SOON, int(left)))
+            if is_idle and tenant.share.latency and tenant.is_capped:
+                at.append(now + max(LATER, int(tenant.left)))
             if is_idle:
                 continue  # what it may overuse until the period ends is taken off the next
             if tenant.is_in_circle:
@@ -691,8 +782,9 @@ class Policy:
             elif tenant.is_capped:
                 if tenant.share.latency:
                     at.append(now + FINE)
-                # Slices of the first rank do not tell how much of the GPU it uses.
-                is_rate = tenant.busy and not any(self._tenants[j].first for j in on)
+                # Slices of the first rank do not tell how much of the GPU it uses. A cap that holds
+                # within any second does not wait for the end of a turn.
+                is_rate = tenant.busy and not is_ranked and not tenant.share.latency
                 rate = settings[i].slice_ns / slices if is_rate else 1.0
                 left = (tenant.budget - tenant.spent) / min(1.0, max(rate, 0.01))
                 at.append(now + max(self._grain, int(left)))

@@ -26,8 +26,8 @@ from governor.hardware.finder import Finder, Found
 from governor.hardware.gangs import Board
 from governor.hardware.nvidia import NvidiaHardware, require_rights
 from governor.hardware.policy import Share
+from governor.hardware.remote import RemoteHardware
 from governor.hardware.steering import Hardware, Steering
-from governor.hardware.watchdog import Watchdog
 from vdriver.errors import NvmlError
 from vdriver.nvml import DeviceUse, Nvml
 
@@ -38,22 +38,40 @@ HIDDEN_NS = 500_000_000
 grants can hold that process, if anything can."""
 
 
+class Tells(Protocol):
+    """What is told of tokens that are off, and switches them on when the governor dies."""
+
+    def tell(self, off: Sequence[Any], /) -> None:
+        """Say what is off from now on, before it is switched off; OSError if nothing listens."""
+
+    def close(self) -> None:
+        """Stop it, once it has switched on what is off."""
+
+
 class Closeable(Hardware[Any], Protocol):
     """A GPU that is steered until it is closed."""
 
-    @property
-    def reviver(self) -> tuple[str, tuple[str, ...]]:
-        """Function that switches tokens on in another process, and its arguments."""
+    def watchdog(self) -> Tells:
+        """Start what switches tokens on when the governor dies."""
 
     def close(self) -> None:
         """Give back what it has."""
 
 
 def open_hardware(nvml: Nvml, uuid: str) -> Closeable:
-    """Return the scheduler of a GPU; OSError or DriverCallError if it cannot be steered."""
+    """Return the scheduler of a GPU; OSError or DriverCallError if it cannot be steered.
+
+    A governor that may not make the calls itself asks the steering service.
+    """
     simulated = nvml.simulated(uuid)
     if simulated is None:
-        require_rights()
+        try:
+            require_rights()
+        except PermissionError as lacking:
+            try:
+                return RemoteHardware(uuid)
+            except OSError as e:
+                raise OSError(f"{e} (and the governor itself may not: {lacking})") from e
         return NvidiaHardware(uuid)
     try:
         from simgpu.steering import SimulatedHardware
@@ -90,7 +108,7 @@ class HardwareRunner(Runner):
         """
         # First: without it nothing may be switched off, and if it fails nothing is left to be
         # stopped.
-        self._watchdog = Watchdog(*hardware.reviver)
+        self._watchdog = hardware.watchdog()
         super().__init__(library, config)
         self._board = board or Board()
         self.together = self._board
@@ -273,8 +291,8 @@ class HardwareRunner(Runner):
             found = self._busy((since_ns + ahead) // 1000)
         except NvmlError:  # then what is on the GPU counts as working
             return None
-        # NVML rounds down. A whole percent is much of a small cap, so it is not given away.
-        return [Sample(one.time_us * 1000 - ahead, (one.percent + 1) / 100) for one in found]
+        # NVML rounds down, by half a percent on average.
+        return [Sample(one.time_us * 1000 - ahead, (one.percent + 0.5) / 100) for one in found]
 
     def _say_lost(self) -> None:
         n, now = self._hardware.n_lost, time.monotonic()

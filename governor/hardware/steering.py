@@ -121,7 +121,10 @@ class Steering(Generic[H]):
         """Processes that were on the GPU in the last step through channels that are not known."""
         self.returned: set[int] = set()
         """Processes that were on it although they are off: through other channels, or on again."""
-        self.used_ns: Counter[int] = Counter()  # GPU time by container, since it was added
+        # GPU time by container, since it was added. It never falls: later time offsets what was
+        # charged too much.
+        self.used_ns: Counter[int] = Counter()
+        self._over: dict[int, int] = {}
 
     def add(self, tenant: int, share: Share) -> None:
         """Let a container share the GPU, or change what it may have."""
@@ -147,6 +150,7 @@ class Steering(Generic[H]):
         self._groups.pop(tenant, None)
         self._gangs.pop(tenant, None)
         self.used_ns.pop(tenant, None)  # another container may get the number next
+        self._over.pop(tenant, None)
         self._policy.remove(tenant)
 
     def enter(self, tenant: int, pid: int) -> None:
@@ -211,7 +215,7 @@ class Steering(Generic[H]):
             tenant = self._tenants.get(pid)
             if tenant is not None:
                 used[tenant] += ns
-        self.used_ns.update(used)
+        self._count_used(used)
         groups = self._count_groups(now, times)
         early: Counter[int] = Counter()
         for pid, n in self._hardware.early_turns.items():
@@ -227,6 +231,13 @@ class Steering(Generic[H]):
         self._groups = groups
         self._apply(settings, changed)
         return wake
+
+    def _count_used(self, used: Mapping[int, int]) -> None:
+        for tenant, ns in used.items():
+            left = ns - self._over.pop(tenant, 0)
+            self.used_ns[tenant] += max(0, left)
+            if left < 0:
+                self._over[tenant] = -left
 
     def _count_groups(self, now: int, times: Mapping[int, int]) -> dict[int, int]:
         """Return the number of working channel groups of each container that was found."""

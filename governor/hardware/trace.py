@@ -20,8 +20,11 @@ from governor.hardware.driver import Driver, DriverCallError, Gpu
 EARLY = 0.9
 """Part of its slice: a shorter turn ended for lack of work."""
 LATE = 1.3
-"""Part of its slice: at the end of the slice of a longer turn no other context waited. Turns last
-0.1 ms longer than their slices (H200)."""
+"""Part of its slice: at the end of the slice of a longer turn no other context waited. A turn lasts
+longer than its slice by RESTORE, and up to 0.1 ms more (H200)."""
+RESTORE = 60_000
+"""Beginning of a turn in which the context is restored and nothing runs, in nanoseconds (H200: a
+kernel of 1.002 ms takes turns of 1.063 to 1.065 ms). It is charged to no process."""
 USUAL_SLICE = 2 * 1024 * 1024
 """Time slice that libcuda asks for, in nanoseconds."""
 MANY = 1024
@@ -29,6 +32,8 @@ MANY = 1024
 N_RECORDS = 32768
 """Records in the buffer: at slices of 0.1 ms there are 8,000 a second (H100)."""
 _RECORD = calls.RECORD_HEADER_SIZE + calls.SWITCH_RECORD.size
+_FIELDS = calls.SWITCH_RECORD.only("tag", "seqno", "context_id", "pid", "timestamp")
+_BEGIN, _END = calls.TAG_BEGIN.value, calls.TAG_END.value
 _PAGE = 4096
 
 _REASONS = {
@@ -101,18 +106,9 @@ class Trace:
         get = self._get
         while get != put and put < self._n:
             at = get * _RECORD + calls.RECORD_HEADER_SIZE
-            record = bytes(self._records[at : at + calls.SWITCH_RECORD.size])
-            tag = record[0]
-            if tag in (calls.TAG_BEGIN.value, calls.TAG_END.value):
-                found.append(
-                    Switch(
-                        begins=tag == calls.TAG_BEGIN.value,
-                        pid=calls.SWITCH_RECORD.get(record, "pid"),
-                        context=calls.SWITCH_RECORD.get(record, "context_id"),
-                        at_ns=calls.SWITCH_RECORD.get(record, "timestamp"),
-                        sequence=int.from_bytes(record[2:4], "little"),
-                    )
-                )
+            tag, low, high, context, pid, at_ns = _FIELDS.unpack_from(self._records, at)
+            if tag in (_BEGIN, _END):
+                found.append(Switch(tag == _BEGIN, pid, context, at_ns, high << 8 | low))
             get = (get + 1) % self._n
         if get != self._get:
             self._get = get
@@ -123,13 +119,14 @@ class Trace:
 class Residency:
     """GPU time by process, added up from a trace; pure.
 
-    A turn without a record of its begin is not counted. A turn without a record of its end ends
-    where the next turn of any context begins, as the GPU has one at a time. A context that is
-    switched off while no other has work may get no record of its end, nor of its begin when it is
-    on again, so `switched` has to be called at both times.
+    The first `restore_ns` of a turn are not counted, nor is a turn without a record of its begin. A
+    turn without a record of its end ends where the next turn of any context begins, as the GPU has
+    one at a time. A context that is switched off while no other has work may get no record of its
+    end, nor of its begin when it is on again, so `switched` has to be called at both times.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, restore_ns: int = RESTORE) -> None:
+        self._restore_ns = restore_ns
         self.ns: dict[int, int] = defaultdict(int)
         self.n_lost = 0
         self.resident: Switch | None = None
@@ -158,8 +155,8 @@ class Residency:
             self._sequence = switch.sequence
             self.settle(switch.at_ns)
             if switch.begins:
-                self.resident, self._since = switch, switch.at_ns
-                self._began = switch.at_ns
+                self.resident, self._began = switch, switch.at_ns
+                self._since = switch.at_ns + self._restore_ns
                 # It had another turn, and was not switched off and on in between.
                 if self._ended.pop(switch.context, (0,))[0] == switch.pid:
                     self._early[switch.pid] += 1

@@ -79,6 +79,8 @@ def test_everything_has_its_place(prefix: Path) -> None:
         "lib/systemd/system/tidegate-governor.service",
         "lib/systemd/system/tidegate-refresh.path",
         "lib/systemd/system/tidegate-refresh.service",
+        "lib/systemd/system/tidegate-steering.service",
+        "lib/systemd/system/tidegate-steering.socket",
         "lib/systemd/system/tidegate-watch@.path",
         "lib/tidegate/libtidegate-arbiter.so",
         "lib/tidegate/vendor/nvidia-ml-py.LICENSE",
@@ -118,7 +120,7 @@ def test_files_are_for_everybody_to_read_and_for_root_to_write(prefix: Path) -> 
     installation was.
     """
     programs = {"tidegate", "tidegate-governor", "tidegate-hook", "tidegate-runtime"}
-    programs.add("tidegate-forkserver")
+    programs |= {"tidegate-forkserver", "tidegate-steering"}
     programs.add("install-node")  # a node of a cluster runs it
     for path in prefix.rglob("*"):
         if path.is_symlink():
@@ -166,13 +168,15 @@ def test_a_command_is_a_link_to_where_its_code_is(prefix: Path) -> None:
         "tidegate-hook": b"#!/usr/bin/python3 -ISE",
         "tidegate-runtime": b"#!/usr/bin/python3 -ISEXutf8",
         "tidegate-forkserver": b"#!/usr/bin/python3 -ISEXutf8",
+        "tidegate-steering": b"#!/usr/bin/python3 -I",
     }
 
 
 def scripts(prefix: Path) -> list[Path]:
-    """Return the scripts that the C programs and the fork server's unit execute."""
+    """Return the scripts that the C programs and units execute."""
     names = ("tidegate-hook", "tidegate-runtime", "tidegate-forkserver")
-    return [prefix / "lib/tidegate/python/oci_hook" / name for name in names]
+    code = prefix / "lib/tidegate/python"
+    return [*(code / "oci_hook" / name for name in names), code / "governor/tidegate-steering"]
 
 
 def test_commands_start_from_anywhere_and_mind_no_environment(prefix: Path, tmp_path: Path) -> None:
@@ -552,13 +556,15 @@ def test_the_preset_names_what_the_packages_enable() -> None:
     preset = re.findall(
         r"^enable (\S+)", (PACKAGING / "systemd/80-tidegate.preset").read_text(), re.MULTILINE
     )
-    assert sorted(" ".join(started).split()) == sorted(preset)
+    words = " ".join(started).split()
+    assert sorted(word for word in words if not word.startswith("--")) == sorted(preset)
     assert sorted(re.findall(r"^%systemd_post (.*)", spec, re.MULTILINE)[0].split()) == sorted(
         preset
     )
     # The mirror comes first, because the other units are skipped while there is none.
     assert started == [
         "tidegate-refresh.path tidegate-refresh.service",
+        "--no-stop-on-upgrade tidegate-steering.socket",
         "tidegate-governor.service",
         "tidegate-forkserver.service",
     ]

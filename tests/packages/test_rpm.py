@@ -172,7 +172,7 @@ def test_what_rhel_gets_runs_under_that_python(rhel: Path, tmp_path: Path) -> No
     import yaml
 
     if sys.version_info[:2] != (3, 11):
-        pytest.skip("this machine's Python is no 3.11")
+        pytest.skip("this machine's Python is not 3.11")
     root = unpack(rhel, tmp_path)
     (tmp_path / "site").mkdir()
     for name in ("yaml", "_yaml"):
@@ -200,7 +200,7 @@ def test_its_scriptlets_do_what_debians_do(request: pytest.FixtureRequest, which
         "systemctl"
     )
     assert (
-        "preset tidegate-refresh.service tidegate-refresh.path tidegate-governor.service"
+        "preset tidegate-refresh.service tidegate-refresh.path tidegate-steering.socket"
         in said["postinstall"]
     )
     before = said["preuninstall"]

@@ -27,7 +27,10 @@ pytestmark = pytest.mark.slow
 
 LIBDIR = "usr/lib/x86_64-linux-gnu"
 GPU = "/opt/gpu"
-UNITS = ("tidegate-refresh.path", "tidegate-governor.service", "tidegate-forkserver.service")
+UNITS = (
+    *("tidegate-refresh.path", "tidegate-steering.socket"),
+    *("tidegate-governor.service", "tidegate-forkserver.service"),
+)
 ENVIRONMENT = "LC_ALL=C.UTF-8 DEBIAN_FRONTEND=noninteractive PATH=/usr/sbin:/usr/bin:/sbin:/bin"
 
 APT = "apt-get -qy --no-install-recommends -o APT::Sandbox::User=root install"
@@ -153,6 +156,7 @@ def test_its_services_run_after_the_installation_over_an_upgrade_and_end_with_it
     for name in ("mnt", "pid", "user"):
         machine.shell(f"[ /proc/{server}/ns/{name} -ef /proc/1/ns/{name} ]")
     assert "forkserver.serves" not in machine.shell("tidegate doctor --problems || true")
+    assert_steering_starts(machine, "PYTHONPATH=/usr/lib/tidegate/python python3")
     generation = machine.shell("readlink /var/lib/tidegate/driver/current")
 
     # A reload of a wrong configuration fails and ends nothing; the corrected configuration takes effect.
@@ -163,7 +167,7 @@ def test_its_services_run_after_the_installation_over_an_upgrade_and_end_with_it
     assert "placemnt is no option" in machine.shell("tidegate events")
     machine.shell(f"echo 'placement: pack' >{ours}; systemctl reload tidegate-governor")
     assert "placement: pack" in machine.shell("tidegate check")
-    assert machine.shell("tidegate reload --dry-run").splitlines()[-1] == "nothing is new"
+    assert machine.shell("tidegate reload --dry-run").splitlines()[-1] == "nothing has changed"
     machine.shell(f"rm {ours}; systemctl reload tidegate-governor")
     assert machine.governor() == first
 
@@ -203,6 +207,32 @@ def test_its_services_run_after_the_installation_over_an_upgrade_and_end_with_it
     assert set(left) <= {own.format("governor"), own.format("forkserver")}
 
 
+STEER = """
+from governor.hardware.remote import RemoteHardware
+try:
+    RemoteHardware("GPU-1")
+except OSError as e:
+    print(e)
+"""
+
+
+def assert_steering_starts(machine: Installed, python: str) -> None:
+    """Require that a connection starts the service, that its sandbox permits what it needs, and that it ends again.
+
+    There is no kernel module here. If the service names this as the reason why it cannot open a GPU, it has looked
+    for everything else. The simulated GPU is not steered by packages.
+    """
+    put(machine.rootfs / "root/steer.py", STEER.encode())
+    for _ in range(2):
+        said = machine.shell(f"{python} /root/steer.py")
+        assert "/proc/driver/nvidia/version is not there" in said, machine.story()
+        machine.until(
+            lambda: machine.systemctl("is-active", "tidegate-steering.service") == "inactive"
+        )
+        assert machine.show("tidegate-steering.service", "Result") == "success"
+    assert machine.systemctl("is-active", "tidegate-steering.socket") == "active"
+
+
 @pytest.mark.parametrize("machine", ["bookworm"], indirect=True)
 def test_what_tidegate_install_prints_makes_a_node_of_a_wheel(
     machine: Installed, tmp_path: Path
@@ -223,6 +253,7 @@ def test_what_tidegate_install_prints_makes_a_node_of_a_wheel(
     programs = ("tidegate-hook", "tidegate-runtime")
     for name in (*programs, *(f"front/{name}" for name in programs), "tidegate-forkserver"):
         (site / "oci_hook" / name).chmod(0o755)  # zipfile ignores modes, pip does not
+    (site / "governor/tidegate-steering").chmod(0o755)
 
     machine.shell("/opt/tidegate/bin/tidegate install >/root/install")
     machine.shell("sh -eu /root/install")
@@ -232,3 +263,4 @@ def test_what_tidegate_install_prints_makes_a_node_of_a_wheel(
     machine.shell("tidegate check")
     assert machine.shell("readlink -f /usr/bin/tidegate-hook").startswith("/opt/tidegate/lib/")
     assert "usage: tidegate-hook" in machine.shell("tidegate-hook 2>&1 || :")
+    assert_steering_starts(machine, "/opt/tidegate/bin/python")

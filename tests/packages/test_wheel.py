@@ -20,7 +20,7 @@ from tests.conftest import ROOT, lack
 from tests.packages.make import package
 
 HIDDEN = "the units' sandboxes do not see it"
-OTHERS = "others than root may change it, and engines run it as root"
+OTHERS = "users other than root may change it, and engines run it as root"
 
 
 def wheel_tree(directory: Path) -> Path:
@@ -45,7 +45,9 @@ def test_the_script_puts_everything_where_units_and_engines_look(
     assert subprocess.run(["sh", "-n"], input=text, text=True, check=False).returncode == 0
     for name in ("tidegate", "tidegate-governor", "tidegate-hook", "tidegate-runtime"):
         assert re.search(rf"^ln -sf \S+/{name} /usr/bin/{name}$", text, re.MULTILINE)
-    named = re.findall(rf"{re.escape(str(code))}/governor/share/\S+\.(?:service|path|rules)", text)
+    named = re.findall(
+        rf"{re.escape(str(code))}/governor/share/\S+\.(?:service|path|socket|rules)", text
+    )
     assert all(Path(path).is_file() for path in named)
     assert {Path(path).name for path in named} == {
         path.name
@@ -72,7 +74,7 @@ def test_a_place_that_does_not_do_ends_the_script_at_its_begin(
 ) -> None:
     monkeypatch.setattr("governor.verbs.install._is_roots", lambda _: roots)
     lines = "\n".join(script(Path(place), Path(place))).splitlines()
-    assert lines[0] == f"# {place} does not do: {reason}.".replace("\n", "?")
+    assert lines[0] == f"# {place} cannot be used: {reason}.".replace("\n", "?")
     assert lines[2] == "exit 1"
 
 
@@ -105,7 +107,7 @@ def test_beside_a_package_it_replaces_nothing(
     monkeypatch.setattr("governor.verbs.install._is_roots", lambda _: True)
     monkeypatch.setattr("governor.places.PRIVATE", tmp_path)
     lines = list(script(Path("/opt/x/lib"), Path("/opt/x/bin")))
-    assert lines[0].startswith(f"# {tmp_path} is there")
+    assert lines[0].startswith(f"# {tmp_path} exists")
     assert lines[2] == "exit 1"
 
 

@@ -24,7 +24,7 @@ from governor.hardware.discovery import (
 )
 from governor.hardware.driver import Driver, DriverCallError, module_branch
 from governor.hardware.nvidia import revive
-from governor.hardware.trace import Residency, Switch, Trace
+from governor.hardware.trace import RESTORE, Residency, Switch, Trace
 from tests.conftest import lack, need
 from tests.unit.kernel_module import GPU_ID, UUID, KernelModule, make_nodes
 from tools.check_driver_calls import assertions, branch_of, differences, layouts
@@ -303,7 +303,7 @@ def test_a_process_that_is_gone_is_an_error(driver, device):
     ended = subprocess.Popen(["true"])
     pidfd = os.pidfd_open(ended.pid)
     ended.wait()
-    with pytest.raises(OSError, match="No such process"):
+    with pytest.raises(OSError, match="has ended"):
         find_holdings(driver, ended.pid, pidfd, [], device=device)
     os.close(pidfd)
 
@@ -367,7 +367,7 @@ def test_the_trace_is_read_in_order_and_once(trace, module):
     assert [(s.begins, s.pid, s.context, s.sequence) for s in found] == [
         (True, 100, 7, 0), (False, 100, 7, 1), (True, 200, 9, 2), (False, 200, 9, 3),
     ]  # fmt: skip
-    assert found[1].at_ns - found[0].at_ns == 2_000_000
+    assert found[1].at_ns - found[0].at_ns == 2_000_000 + RESTORE
     assert trace.read() == []
 
 
@@ -407,7 +407,7 @@ def test_time_on_the_gpu_is_added_up_by_process(trace, module):
 
 def test_who_is_off_is_not_on_the_gpu_whether_its_end_is_recorded_or_not():
     """No other context follows, so neither its end is recorded nor its begin when it is on again."""
-    residency = Residency()
+    residency = Residency(restore_ns=0)
     residency.add([Switch(True, 1, 7, 100, 0)])
     residency.switched([1], 150, on=False)
     residency.switched([1], 400, on=True)
@@ -421,7 +421,7 @@ def test_who_is_off_is_not_on_the_gpu_whether_its_end_is_recorded_or_not():
 
 
 def test_who_is_on_again_by_itself_is_charged():
-    residency = Residency()
+    residency = Residency(restore_ns=0)
     residency.add([Switch(True, 1, 7, 100, 0)])
     residency.switched([1], 150, on=False)
     residency.add([Switch(True, 1, 7, 300, 1)])
@@ -433,7 +433,7 @@ def test_who_is_on_again_by_itself_is_charged():
 
 
 def test_turns_that_end_with_the_work_and_with_the_slice_are_told_apart():
-    residency = Residency()
+    residency = Residency(restore_ns=0)
     residency.sliced(1, 1000)
     residency.sliced(2, 1000)
     at, n = 0, itertools.count()
@@ -450,7 +450,7 @@ def test_turns_that_end_with_the_work_and_with_the_slice_are_told_apart():
 
 
 def test_a_turn_that_switching_off_ended_was_not_given_away():
-    residency = Residency()
+    residency = Residency(restore_ns=0)
     residency.sliced(1, 1000)
     residency.add([Switch(True, 1, 7, 0, 0), Switch(False, 1, 7, 300, 1)])
     residency.switched([1], 350, on=False)
@@ -460,7 +460,7 @@ def test_a_turn_that_switching_off_ended_was_not_given_away():
 
 
 def test_a_turn_that_switching_off_ended_is_as_the_one_before():
-    residency = Residency()
+    residency = Residency(restore_ns=0)
     residency.sliced(1, 1000)
     for begin, end in ((0, 1000), (1500, 1900)):
         residency.add([Switch(True, 1, 7, begin, 0), Switch(False, 1, 7, end, 1)])
@@ -480,8 +480,22 @@ def test_lost_records_are_counted_and_time_is_charged_once(trace, module):
     assert residency.resident is None
 
 
-def test_an_end_of_somebody_else_ends_nothing():
+def test_the_time_in_which_a_context_is_restored_is_charged_to_nobody():
     residency = Residency()
+    turn = 1_002_000 + RESTORE  # a kernel of 1.002 ms (H200)
+    residency.add([Switch(True, 1, 7, 0, 0), Switch(False, 1, 7, turn, 1)])
+    residency.add(
+        [Switch(True, 2, 9, 2 * turn, 2), Switch(False, 2, 9, 2 * turn + RESTORE // 2, 3)]
+    )
+    residency.add([Switch(True, 1, 7, 3 * turn, 4)])
+    residency.settle(3 * turn + RESTORE)
+    assert residency.take()[0] == {1: 1_002_000}
+    residency.settle(3 * turn + RESTORE + 500)
+    assert residency.take()[0] == {1: 500}
+
+
+def test_an_end_of_somebody_else_ends_nothing():
+    residency = Residency(restore_ns=0)
     residency.add([Switch(True, 1, 7, 100, 0), Switch(False, 2, 9, 150, 1)])
     assert residency.resident is not None
     assert residency.ns == {1: 50}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from governor.hardware.activity import Activity, Full, Sample
@@ -51,7 +53,8 @@ def alone(load, **options):
 def test_one_that_is_alone_is_charged_what_it_works(part):
     charged = alone(always(part))
     assert sum(charged[100:]) == pytest.approx(part * 1000, abs=11)  # in the third second
-    assert min(charged) >= 0  # the surplus charge of the first tenths is not given back
+    # The surplus charge of the first tenths is given back.
+    assert sum(charged) == pytest.approx(part * 3000, abs=3 * 11)
 
 
 def test_one_that_does_nothing_is_charged_hardly_anything_in_the_end():
@@ -66,14 +69,28 @@ def test_work_that_begins_after_a_pause_is_charged_in_full():
 
 
 def test_less_work_is_charged_as_less_after_a_second():
-    charged = alone(lambda ms: 1.0 if ms < 1000 else 0.3, until=4000)
-    assert sum(charged[125:175]) == pytest.approx(300, abs=20)
+    charged = alone(lambda ms: 1.0 if ms < 1000 else 0.3, until=5000)
+    assert sum(charged) == pytest.approx(1000 + 4 * 300, abs=5 * 11)
+    assert sum(charged[150:200]) == pytest.approx(300, abs=11)
 
 
 def test_one_that_is_switched_off_for_a_part_is_charged_for_the_rest():
     """It is on the GPU for 40 of every 100 ms, and works all of that time."""
     on = lambda ms: float(ms % 100 < 40)  # noqa: E731
     assert sum(play({7: on}, {7: on})[7]) == pytest.approx(1200, abs=1)
+
+
+def test_samples_that_differ_are_charged_on_average():
+    """Every other sample shows 60 %, the others 50 %; charged at the highest, it would be 600 ms a second."""
+    charged = alone(lambda ms: 0.6 if ms // 200 % 2 else 0.5, until=5000)
+    assert sum(charged[150:]) == pytest.approx(1100, abs=25)
+
+
+def test_no_process_is_given_back_more_than_it_was_charged():
+    charged = alone(lambda ms: float(1000 <= ms < 1200), until=3000)
+    totals = list(itertools.accumulate(charged))
+    assert min(totals) >= 0
+    assert totals[-1] == pytest.approx(200 + 28, abs=15)  # a percent more, as NVML rounds down
 
 
 def halves():

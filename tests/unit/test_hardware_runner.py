@@ -1,9 +1,14 @@
-"""A GPU that its own scheduler divides: the arbiter's thread is idle, and takes over again when steering fails."""
+"""A GPU that its own scheduler divides: the arbiter's thread is idle, and takes over again when steering fails.
+
+Each test runs with a governor that makes the driver calls itself, and with one that asks the steering service.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
+import socket
+import threading
 import time
 from collections import Counter
 from mmap import mmap
@@ -14,7 +19,10 @@ import pytest
 from governor.arbiter import WHOLE, load_library
 from governor.config import Config
 from governor.hardware.driver import DriverCallError
+from governor.hardware.remote import RemoteHardware
 from governor.hardware.runner import HardwareRunner
+from governor.hardware.service import Service
+from governor.hardware.watchdog import Watchdog
 from libcontrol import layout, pages
 
 MS = 1_000_000
@@ -32,7 +40,9 @@ class PlayedGpu:
     returned_ns: ClassVar[dict[int, int]] = {}
     early_turns: ClassVar[dict[int, int]] = {}
     full_turns = ()
-    reviver = "tests.unit.test_hardware_runner:nothing", ()
+
+    def watchdog(self):
+        return Watchdog("tests.unit.test_hardware_runner:nothing", ())
 
     def __init__(self):
         self.contexts = set()
@@ -90,6 +100,12 @@ class PlayedGpu:
     def tokens(self, held):
         return [one.pid for one in held]
 
+    def name(self, held):
+        return [held.pid]
+
+    def named(self, data):
+        return Process(*data)
+
     def close(self):
         self.closed = True
 
@@ -128,12 +144,32 @@ def gpu():
     return PlayedGpu()
 
 
+@pytest.fixture(params=["itself", "by the service"])
+def hardware(request, gpu, tmp_path):
+    """What the runner steers: the GPU, or a connection to a service that has it."""
+    if request.param == "itself":
+        yield gpu
+        return
+    path = tmp_path / "steering.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        service = Service(listener, lambda _: gpu, is_passed=True)
+        thread = threading.Thread(target=service.run)
+        thread.start()
+        hardware = RemoteHardware("GPU-played", str(path))
+        yield hardware
+        hardware.close()
+        thread.join(10)  # with its last session
+        assert not thread.is_alive()
+
+
 @pytest.fixture
-def runner(build_dir, gpu):
-    runner = HardwareRunner(load_library(build_dir / "libcontrol"), Config(), gpu, gpu=0)
+def runner(build_dir, gpu, hardware):
+    runner = HardwareRunner(load_library(build_dir / "libcontrol"), Config(), hardware, gpu=0)
     yield runner
     runner.close()
-    assert gpu.closed
+    wait_for(lambda: gpu.closed)
 
 
 def test_every_container_has_an_open_grant_at_once(runner):
@@ -292,12 +328,12 @@ def test_where_steering_fails_grants_divide_the_time(runner, gpu, failure):
     assert sum(c.look("deadline_ns") > time.monotonic_ns() + 50 * MS for c in containers) == 0
 
 
-def test_the_end_switches_everything_on(build_dir, gpu):
-    runner = HardwareRunner(load_library(build_dir / "libcontrol"), Config(), gpu, gpu=0)
+def test_the_end_switches_everything_on(build_dir, gpu, hardware):
+    runner = HardwareRunner(load_library(build_dir / "libcontrol"), Config(), hardware, gpu=0)
     container = Container(runner, 10, 10)
     gpu.contexts.add(11)
     container.enter(gpu, 11)
     wait_for(lambda: 11 in gpu.off)
     runner.close()
     assert gpu.off == set()
-    assert gpu.closed
+    wait_for(lambda: gpu.closed)

@@ -14,7 +14,7 @@ from governor.hardware.activity import Sample
 from governor.hardware.discovery import Group, Holding
 from governor.hardware.driver import DriverCallError
 from governor.hardware.nvidia import AGAIN, NvidiaHardware, require_rights, revive
-from governor.hardware.policy import END, PERIOD, SHORT, Share
+from governor.hardware.policy import PERIOD, SHORT, TURN_COST, Share
 from governor.hardware.steering import Steering
 from tests.unit.kernel_module import GPU_ID, UUID, KernelModule, make_nodes
 
@@ -108,10 +108,10 @@ def test_slices_are_set_once_and_not_again(node):
     node.attach(1)
     node.attach(2)
     node.step(0)
-    # The turns of a round make up a quarter of a period. A turn takes END to end.
-    round_ns = PERIOD // 4
-    assert node.state(1) == (True, us(round_ns * 2 / 3 - END))
-    assert node.state(2) == (True, us(round_ns / 3 - END))
+    # A round takes a quarter of a period, with what its turns cost.
+    round_ns = PERIOD // 4 - 2 * TURN_COST
+    assert node.state(1) == (True, us(round_ns * 2 / 3))
+    assert node.state(2) == (True, us(round_ns / 3))
     before = n_calls(node.module, calls.SET_TIMESLICE)
     for _ in range(5):
         node.step(100, c1=66, c2=33)
@@ -183,13 +183,13 @@ def test_processes_of_one_container_share_its_slice(node):
     node.attach(1)
     node.attach(3)
     node.step(0)
-    whole = us((PERIOD // 4) / 2 - END)
+    whole = us((PERIOD // 4 - 2 * TURN_COST) / 2)
     assert node.state(1)[1] == node.state(3)[1] == whole
     node.attach(2, to=1)
     node.step(10, c1=3, c3=3)
     assert node.state(1)[1] == whole  # the second one has not worked yet
     node.step(10, c1=3, c2=3, c3=3)
-    half = us(((PERIOD // 2) / 2 - 2 * END) / 2)  # fewer rounds: three turns
+    half = us((PERIOD // 2 - 3 * TURN_COST) / 2 / 2)  # fewer rounds: three turns
     assert node.state(1)[1] == node.state(2)[1] == half
     for _ in range(12):
         node.step(100, c1=45, c3=45)
@@ -415,9 +415,7 @@ def test_what_is_off_and_not_found_again_is_not_forgotten(node, monkeypatch):
 def test_without_the_right_to_see_pids_nothing_is_steered(tmp_path, capabilities, is_right):
     (tmp_path / "self").mkdir()
     (tmp_path / "self/status").write_text(f"Name:\tx\nCapEff:\t{capabilities}\n")
-    refused = pytest.raises(
-        PermissionError, match="no CAP_SYS_ADMIN, so the trace names no process"
-    )
+    refused = pytest.raises(PermissionError, match="without CAP_SYS_ADMIN the trace names no")
     with contextlib.nullcontext() if is_right else refused:
         require_rights(tmp_path)
 
@@ -548,6 +546,20 @@ def test_one_that_is_alone_and_pauses_is_charged_its_work(node):
     for _ in range(50):
         node.step(30, c1=30)
     assert node.steering.used_ns[1] - before == pytest.approx(150 * MS, abs=10 * MS)
+
+
+def test_the_time_that_is_shown_never_falls(node):
+    """A second of full work, then pauses: the surplus charge is offset by what comes later."""
+    node.steering.add(1, Share(0.5, 1))
+    node.attach(1)
+    shown = []
+    node.samples.append(lambda: [Sample(node.clock.now - 50 * MS, 1.0 if len(shown) < 33 else 0.1)])
+    for _ in range(150):
+        node.step(30, c1=30)
+        shown.append(node.steering.used_ns[1])
+    assert shown == sorted(shown)
+    # Half a second is known to a sample's length only.
+    assert shown[-1] == pytest.approx(1250 * MS, abs=150 * MS)
 
 
 def test_one_that_is_off_and_leaves_no_record_is_on_in_the_next_period(node):

@@ -1,6 +1,6 @@
 """The process that switches on what a dead governor has left off.
 
-This file's `revive` stands in for the driver call.
+This file's `revive` replaces the driver call.
 """
 
 from __future__ import annotations

@@ -11,12 +11,13 @@ import pytest
 
 from governor.config import Config
 from governor.errors import ConfigError
+from governor.hardware.channel import SOCKET
 
 PACKAGING = Path(__file__).resolve().parents[2] / "packaging"
 UNITS = PACKAGING / "systemd"
 SERVICES = [
     "tidegate-refresh.service", "tidegate-driver-changed.service", "tidegate-gc.service",
-    "tidegate-governor.service",
+    "tidegate-governor.service", "tidegate-steering.service",
 ]  # fmt: skip
 
 
@@ -31,10 +32,13 @@ def host(tmp_path):
     """A root with the units and the programs that they name, as systemd-analyze needs it."""
     units = tmp_path / "usr/lib/systemd/system"
     shutil.copytree(UNITS, units)
-    for name in ("sysinit", "basic", "paths", "shutdown", "multi-user", "local-fs", "umount"):
+    targets = ("sysinit", "basic", "paths", "sockets", "shutdown", "multi-user", "local-fs")
+    for name in (*targets, "umount"):
         (units / f"{name}.target").write_text("[Unit]\nDefaultDependencies=no\n")
     names = [f"bin/{name}" for name in ("tidegate", "tidegate-governor", "sleep", "systemctl")]
-    for name in (*names, "lib/tidegate/python/oci_hook/tidegate-forkserver"):
+    code = "lib/tidegate/python"
+    servers = (f"{code}/oci_hook/tidegate-forkserver", f"{code}/governor/tidegate-steering")
+    for name in (*names, *servers):
         program = tmp_path / "usr" / name
         program.parent.mkdir(parents=True, exist_ok=True)
         program.write_text("#!/bin/sh\n")
@@ -125,10 +129,27 @@ def test_the_preset_enables_what_can_be_enabled():
     lines = (UNITS / "80-tidegate.preset").read_text().splitlines()
     enabled = [line.split()[1] for line in lines if line.startswith("enable ")]
     assert enabled == [
-        "tidegate-refresh.service", "tidegate-refresh.path", "tidegate-governor.service",
-        "tidegate-forkserver.service",
+        "tidegate-refresh.service", "tidegate-refresh.path", "tidegate-steering.socket",
+        "tidegate-governor.service", "tidegate-forkserver.service",
     ]  # fmt: skip
-    assert [settings(unit, "WantedBy") for unit in enabled] == [["multi-user.target"]] * 4
+    wanted = {unit: settings(unit, "WantedBy") for unit in enabled}
+    assert wanted.pop("tidegate-steering.socket") == ["sockets.target"]
+    assert set(map(tuple, wanted.values())) == {("multi-user.target",)}
+
+
+def test_the_governor_asks_where_the_steering_service_listens():
+    assert settings("tidegate-steering.socket", "ListenStream") == [SOCKET]
+    assert settings("tidegate-governor.service", "Wants") == ["tidegate-steering.socket"]
+    assert settings("tidegate-steering.socket", "SocketMode") == ["0600"]
+
+
+def test_the_steering_service_is_permitted_what_it_asks_for():
+    """`require_rights` of governor/hardware/nvidia.py; the governor has neither."""
+    (capabilities,) = settings("tidegate-steering.service", "CapabilityBoundingSet")
+    assert "CAP_SYS_ADMIN" in capabilities.split()
+    assert settings("tidegate-steering.service", "SystemCallFilter")[-1] == "pidfd_getfd"
+    (governor,) = settings("tidegate-governor.service", "CapabilityBoundingSet")
+    assert "CAP_SYS_ADMIN" not in governor.split()
 
 
 MOUNTING = [

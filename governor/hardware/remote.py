@@ -1,0 +1,145 @@
+"""A GPU whose scheduler is steered through the steering service, as `runner.Closeable`.
+
+The calls need CAP_SYS_ADMIN and the system call pidfd_getfd, which let a process do nearly anything
+on the host. The governor of a package has neither. It decides, and `service` makes the calls.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from governor.hardware.activity import Full
+from governor.hardware.channel import SOCKET, VERSION, Channel
+
+START_S = 10.0
+"""Longest wait for the service, which the service manager starts at the first connection."""
+CALL_S = 10.0
+"""Longest wait for what takes a millisecond; beyond it grants divide the time of the GPU."""
+FIND_S = 120.0
+"""Longest wait for a search; a thorough one takes some seconds."""
+N_TRIES = 20
+RETRY_S = 0.1
+
+
+class OutdatedServiceError(OSError):
+    """The service is of another version, and ends when the governor that it serves ends."""
+
+
+class RemoteHeld(NamedTuple):
+    """What a process has on the GPU; `data` is what the service calls it."""
+
+    pid: int
+    key: int
+    n_groups: int
+    data: list[Any]
+
+
+class RemoteHardware:
+    """One GPU that is steered by the service at a socket; OSError if that cannot be done."""
+
+    def __init__(self, uuid: str, path: str = SOCKET) -> None:
+        self._channel, self._searches = _open(uuid, path)
+        self.n_lost = 0
+        self.returned_ns: Mapping[int, int] = {}
+        self.early_turns: Mapping[int, int] = {}
+        self.full_turns: Sequence[Full] = ()
+
+    def watchdog(self) -> RemoteWatchdog:
+        """Return the service's watchdog, which has run since the GPU was opened."""
+        return RemoteWatchdog(self._channel)
+
+    def close(self) -> None:
+        """End the connection. The service switches on what is off."""
+        self._channel.close()
+        self._searches.close()
+
+    def find(self, pid: int, pidfd: int, *, thorough: bool = False) -> Sequence[RemoteHeld]:
+        """Return what a process has on the GPU; nothing if it is gone or has no context."""
+        answer = self._searches.ask({"find": pid, "thorough": thorough}, [pidfd])
+        return [RemoteHeld(*one) for one in answer["held"]]
+
+    def switch(self, held: Sequence[RemoteHeld], *, on: bool) -> None:
+        """Let the GPU schedule these from now on, or not at all."""
+        if held:
+            self._channel.ask({"switch": [one.data for one in held], "on": on})
+
+    def set_slice(self, held: RemoteHeld, ns: int) -> None:
+        """Give each channel group this time slice."""
+        self._channel.ask({"slice": held.data, "ns": ns})
+
+    def tokens(self, held: Sequence[RemoteHeld]) -> list[Any]:
+        """Return what the service's watchdog is told of these."""
+        return [one.data for one in held]
+
+    def used_ns(self) -> Mapping[int, int]:
+        """Return how long each process was on the GPU since the last call, by pid."""
+        answer = self._channel.ask({"used": True})
+        self.n_lost = int(answer["lost"])
+        self.returned_ns = dict(answer["returned"])
+        self.early_turns = Counter(dict(answer["early"]))
+        self.full_turns = [Full(*turn) for turn in answer["full"]]
+        return Counter(dict(answer["used"]))
+
+
+class RemoteWatchdog:
+    """The service's watchdog, with the interface of `watchdog.Watchdog`.
+
+    The service tells it at each request for the time used that the governor works.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._told: list[Any] = []
+
+    def tell(self, off: Sequence[Any]) -> None:
+        """Say what is off from now on, before it is switched off."""
+        if list(off) != self._told:
+            self._channel.ask({"off": list(off)})
+            self._told = list(off)
+
+    def close(self) -> None:
+        """Do nothing: it ends with the connection, once it has switched on what is off."""
+
+
+def _open(uuid: str, path: str) -> tuple[Channel, Channel]:
+    """Connect, and return a channel for steering and one for searches.
+
+    A service of another version serves a governor that is ending, and is then replaced.
+    """
+    for i in range(N_TRIES):
+        try:
+            return _open_once(uuid, path)
+        except OutdatedServiceError:
+            if i + 1 == N_TRIES:
+                raise
+            time.sleep(RETRY_S)
+    raise AssertionError
+
+
+def _open_once(uuid: str, path: str) -> tuple[Channel, Channel]:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    channel, searches = Channel(sock, START_S), Channel(ours, FIND_S)
+    try:
+        try:
+            sock.connect(path)
+        except OSError as e:
+            raise OSError(f"no steering service answers at {path}: {e.strerror}") from e
+        with theirs:
+            answer = channel.ask({"open": uuid, "version": VERSION}, [theirs.fileno()])
+        if answer.get("version") != VERSION:
+            raise OutdatedServiceError(
+                f"the steering service is of another version; "
+                f"restart tidegate-steering, then tidegate-governor ({path})"
+            )
+        sock.settimeout(CALL_S)
+    except BaseException:
+        theirs.close()
+        channel.close()
+        searches.close()
+        raise
+    return channel, searches

@@ -145,6 +145,7 @@ def load_library(directory: str | Path) -> ctypes.CDLL:
         "arbiter_released": (None, (pointer, u64, u64, u32)),
         "arbiter_alive": (None, (pointer, u64)),
         "arbiter_sign": (None, (pointer, i32, u64)),
+        "arbiter_overrun": (None, (pointer, i32, ctypes.c_bool, u64)),
         "arbiter_busy": (None, (pointer, i32, u64)),
         "arbiter_step": (None, (pointer, u64, ctypes.POINTER(View))),
         "arbiter_stats": (None, (pointer, i32, ctypes.POINTER(Stats))),
@@ -240,6 +241,10 @@ class Arbiter:
     def sign(self, tenant: int, sign_ns: int) -> None:
         """Report when a tenant last showed that it runs."""
         self._library.arbiter_sign(self._self, tenant, sign_ns)
+
+    def overrun(self, tenant: int, now: int, *, overruns: bool) -> None:
+        """Report whether work of a tenant still runs although its grant is over."""
+        self._library.arbiter_overrun(self._self, tenant, overruns, now)
 
     def busy(self, tenant: int, busy_ns: int) -> None:
         """Report how much GPU time a tenant has used in total, by the GPU's clock."""

@@ -15,7 +15,14 @@
 #define SCALE_NS    100000000.0 /* GPU time within which the scale adapts */
 #define LEAST_SCALE 0.9
 #define FULL        0.985 /* demand that leaves nothing idle */
-#define SEVERAL     2     /* processes, perhaps: how many worked is not known */
+#define PATIENCE    0.5 /* by how much the time grows in which work is waited for: see taken_at() */
+#define BEHIND_NS   20000000.0 /* by how much a container past its due has waited far too long */
+#define WITHHELD    0.5 /* part of an allowance that is refused while one has: see end_grant() */
+#define SWITCHES    5.0 /* a grant as long as this many of them is worth its own */
+#define OVERRUN_NS  60000000000.0 /* GPU time owed for which an overrun is believed */
+#define ACCRUE_NS   1000000000ull /* most of the time between two looks that is charged */
+#define AGAIN_NS    200000000ull /* an overrun that ended begins again no sooner, without a grant */
+#define SEVERAL     2            /* processes, perhaps: how many worked is not known */
 
 struct tenant {
     bool used;
@@ -33,12 +40,16 @@ struct tenant {
     double unsettled_charge, unsettled_held;
     double unsettled_beside; /* by how much its use may exceed what it held */
     unsigned n_unsettled;
-    bool was_long;        /* one of them was overdue for longer than an unwatched grant may be */
-    unsigned n_impatient; /* grants left that are not waited for */
-    double allowance;     /* how much of what it held its reports may still call unused */
-    uint64_t allowed;     /* until when that has grown */
-    double overhead;      /* estimate of what a grant loses to the hand-over */
-    double nap;           /* average sleep between two pieces of work; 0: it sleeps for long */
+    bool was_long;           /* one of them was overdue for longer than an unwatched grant may be */
+    unsigned n_impatient;    /* grants left that are not waited for */
+    double allowance;        /* how much of what it held its reports may still call unused */
+    uint64_t allowed;        /* until when that has grown */
+    double overhead;         /* estimate of what a grant loses to the hand-over */
+    double length;           /* average time that it holds a grant which it has to give back */
+    double nap;              /* average sleep between two pieces of work; 0: it sleeps for long */
+    bool overruns;           /* work of a grant that is over still runs, as its ledger says */
+    uint64_t overran;        /* when it last ended */
+    uint64_t overran_grants; /* grants that the container had had when it began */
     struct arbiter_turn turn; /* of a container with several GPUs */
     struct arbiter_stats stats;
 };
@@ -54,9 +65,14 @@ struct arbiter {
     bool beside;       /* the previous holder's work may run alongside the first of this grant */
     uint64_t alive;    /* when the holder last said that its work still runs */
     uint64_t gpu_free; /* when the last holder's work ended */
+    uint64_t accrued;  /* until then, work that outlasts its grant is charged */
+    double shared;     /* part of this grant that was charged to such work of others */
     bool lent;         /* this grant is beyond the guarantee */
     bool contended;    /* another container waited during this grant */
     bool open;
+    double late;      /* time for which work that outlasts its grant kept the others waiting */
+    double patience;  /* how long work that outlasts its grant is waited for, of all containers */
+    uint64_t patient; /* until then that has grown */
     int32_t standby;
     double lent_clock;
     int32_t n;      /* highest tenant ever, plus one */
@@ -76,6 +92,7 @@ struct arbiter *arbiter_new(const struct arbiter_config *config)
         arbiter->standby = ARBITER_NOBODY;
         arbiter->align = ARBITER_NEVER;
         arbiter->scale = 1;
+        arbiter->patience = (double)config->longest_ns;
     }
     return arbiter;
 }
@@ -150,6 +167,93 @@ static void charge(struct tenant *t, double ns, bool lent)
 static bool wants(const struct tenant *t)
 {
     return t->used && t->want && !t->absent;
+}
+
+/* Returns when the tenant may have GPU time, as its own or lent. */
+static double eligible_at(const struct tenant *t)
+{
+    if (is_elastic(t) && t->capped_at < t->owed_at)
+        return t->capped_at;
+    return t->owed_at;
+}
+
+/*
+ * Whether it is charged for work that outlasted its grant. The GPUs of a gang are given and taken
+ * together, and its work waits for the others.
+ *
+ * What one is charged the holder is not, and only the ledger says that such work runs. So it is
+ * believed only up to a debt: in the long run, a container that says so untruly can give others no
+ * more than its own share.
+ */
+static bool is_overrunning(const struct arbiter *arbiter, int32_t i)
+{
+    const struct tenant *t = &arbiter->tenants[i];
+    double debt = (t->owed_at - (double)arbiter->accrued) * t->guarantee;
+
+    return t->used && t->overruns && i != arbiter->holder && t->turn.role == ARBITER_ALONE &&
+           debt < OVERRUN_NS;
+}
+
+/*
+ * Charges the time since the last call to work that outlasts its grant. The GPU divides its time
+ * evenly between the contexts that have work, so each of them has an equal part of it, and the
+ * holder has what is left of its grant. Such work is paid for like any other, before its container
+ * is granted anything.
+ */
+static void accrue(struct arbiter *arbiter, uint64_t now)
+{
+    uint64_t since = arbiter->accrued;
+    unsigned n = 0;
+    bool held = arbiter->holder != ARBITER_NOBODY && arbiter->start < now, wanted = held;
+    double each;
+
+    if (now <= since)
+        return;
+    arbiter->accrued = now;
+    for (int32_t i = 0; i < arbiter->n; i++) {
+        n += is_overrunning(arbiter, i);
+        wanted = wanted || (wants(&arbiter->tenants[i]) && !is_overrunning(arbiter, i) &&
+                            eligible_at(&arbiter->tenants[i]) <= (double)since);
+    }
+    if (!n || !since)
+        return;
+    if (now - since > ACCRUE_NS)
+        since = now - ACCRUE_NS; /* the governor was stopped meanwhile */
+    if (held && arbiter->start > since)
+        since = arbiter->start;
+    each = (double)(now - since) / (n + held);
+    for (int32_t i = 0; i < arbiter->n; i++) {
+        struct tenant *t = &arbiter->tenants[i];
+        bool lent = is_elastic(t) && !wanted;
+
+        if (!is_overrunning(arbiter, i))
+            continue;
+        charge(t, each, lent);
+        t->stats.charged_ns += (uint64_t)each;
+        t->stats.held_ns += (uint64_t)each;
+        t->stats.lent_ns += lent ? (uint64_t)each : 0;
+    }
+    if (held) {
+        arbiter->shared += (double)(now - since) - each;
+        arbiter->late = clamp(arbiter->late + each * n, 0, MAX_LAG_NS);
+    }
+}
+
+/* Says whether work of a tenant runs although its grant is over, from now on. */
+void arbiter_overrun(struct arbiter *arbiter, int32_t tenant, bool overruns, uint64_t now)
+{
+    struct tenant *t = &arbiter->tenants[tenant];
+
+    accrue(arbiter, now);
+    /* Otherwise it could say so whenever a container that it favours holds the GPU. */
+    if (overruns && !t->overruns && t->overran_grants == t->stats.grants &&
+        now < t->overran + AGAIN_NS)
+        return;
+    if (t->overruns && !overruns)
+        t->overran = now;
+    if (!t->overruns && overruns)
+        t->overran_grants = t->stats.grants;
+    t->overruns = overruns;
 }
 
 /* Whether it is away for a moment, as far as is known. */
@@ -243,16 +347,77 @@ void arbiter_sign(struct arbiter *arbiter, int32_t tenant, uint64_t sign_ns)
     t->owed_at = max(t->owed_at, (double)sign_ns - 2.0 * (double)arbiter->config.quantum_ns);
 }
 
+/* Returns by when a tenant that is owed GPU time should have had a grant. If its grants last longer
+ * than a quantum, because its work does, it has them less often, and each is due later: otherwise
+ * several such containers would go one after the other while another has to wait. */
+static double due_at(const struct arbiter *arbiter, const struct tenant *t)
+{
+    return t->owed_at + max((double)arbiter->config.quantum_ns, t->length) / t->guarantee;
+}
+
+/* Returns how long past its due a container waits at most, as a part of BEHIND_NS: 0 to 1. */
+static double others_behind(const struct arbiter *arbiter, double at)
+{
+    double most = 0;
+
+    for (int32_t i = 0; i < arbiter->n; i++)
+        if (i != arbiter->holder && wants(&arbiter->tenants[i]))
+            most = max(most, at - due_at(arbiter, &arbiter->tenants[i]));
+    return clamp(most / BEHIND_NS, 0, 1);
+}
+
+/* Whether the holder gave the grant back well before its end. */
+static bool was_early(const struct arbiter *arbiter, double end)
+{
+    return end + (double)arbiter->config.switch_ns < (double)arbiter->deadline;
+}
+
+/*
+ * Returns how long the grant was, as a part of what is worth a change of contexts: 0 to 1. It is 1
+ * also if the arbiter ended the grant, or no other container is owed time at its end.
+ *
+ * A container that works for a moment and sleeps again makes the GPU change contexts twice, and
+ * keeps the other from it for longer than it works itself. If that were free, some such containers
+ * together could take more than their shares.
+ */
+static double worth_its_switch(const struct arbiter *arbiter, double held, double end)
+{
+    double least = SWITCHES * (double)arbiter->config.switch_ns;
+
+    if (held >= least || !was_early(arbiter, end))
+        return 1;
+    for (int32_t i = 0; i < arbiter->n; i++)
+        if (i != arbiter->holder && wants(&arbiter->tenants[i]) &&
+            arbiter->tenants[i].owed_at <= end)
+            return held / least;
+    return 1;
+}
+
 /* Ends the grant. The holder's work ends (or ended) at `end`. */
 static void end_grant(struct arbiter *arbiter, uint64_t end, uint32_t n_active)
 {
     struct tenant *t = &arbiter->tenants[arbiter->holder];
     double held = end > arbiter->start ? (double)(end - arbiter->start) : 0;
-    /* However short the holder says that the grant was, it has cost the others something. */
-    double cost = max(held, (double)arbiter->config.overhead_ns / 4);
-    double estimate = max((1 - BELIEVED) * cost, cost - t->overhead);
-    double believed = BELIEVED * t->guarantee * max(0, (double)end - (double)t->allowed);
+    double cost, estimate, part, fee,
+        believed = BELIEVED * t->guarantee * max(0, (double)end - (double)t->allowed);
 
+    held = max(0, held - arbiter->shared);
+    part = worth_its_switch(arbiter, held, (double)end);
+    fee = (1 - part) * (double)arbiter->config.switch_ns;
+    believed *= part;
+    /* If a container does that often, the hand-overs are lost for all, and may be what keeps
+     * another from its share. */
+    if (was_early(arbiter, (double)end))
+        believed *= 1 - WITHHELD * others_behind(arbiter, (double)end);
+    if (end > arbiter->deadline + arbiter->config.overdue_ns && !arbiter->open) {
+        arbiter->late = clamp(arbiter->late + (double)(end - arbiter->deadline), 0, MAX_LAG_NS);
+        arbiter->patience -= (double)(end - arbiter->deadline) - (double)arbiter->config.overdue_ns;
+        arbiter->patience = max(0, arbiter->patience);
+    }
+    arbiter->shared = 0;
+    /* However short the holder says that the grant was, it has cost the others something. */
+    cost = max(held, (double)arbiter->config.overhead_ns / 4);
+    estimate = max((1 - BELIEVED) * cost, cost - t->overhead);
     if (arbiter->open) {
         /* Alone, it is owed nothing and owes nothing. */
         t->owed_at = max(t->owed_at, (double)end);
@@ -260,7 +425,8 @@ static void end_grant(struct arbiter *arbiter, uint64_t end, uint32_t n_active)
         t->busy_seen = t->busy_told;
         t->stats.charged_ns += (uint64_t)held;
     } else if (n_active) {
-        charge(t, estimate, arbiter->lent);
+        charge(t, estimate + fee, arbiter->lent);
+        t->stats.charged_ns += (uint64_t)fee;
         t->was_long = t->was_long || end > arbiter->deadline + arbiter->config.overdue_ns;
         t->unsettled_charge += estimate;
         t->unsettled_held += cost;
@@ -291,6 +457,8 @@ static void end_grant(struct arbiter *arbiter, uint64_t end, uint32_t n_active)
         }
     }
     t->stats.held_ns += (uint64_t)held;
+    if (!arbiter->open)
+        t->length = t->length > 0 ? t->length + 0.25 * (held - t->length) : held;
     if (end > arbiter->gpu_free)
         arbiter->gpu_free = end;
     arbiter->last_holder = arbiter->holder;
@@ -310,12 +478,6 @@ void arbiter_remove(struct arbiter *arbiter, int32_t tenant, uint64_t now)
         arbiter->last_holder = ARBITER_NOBODY;
     arbiter->tenants[tenant].used = false;
     arbiter->tenants[tenant].want = false;
-}
-
-/* Returns by when a tenant that is owed GPU time should have had a grant. */
-static double due_at(const struct arbiter *arbiter, const struct tenant *t)
-{
-    return t->owed_at + (double)arbiter->config.quantum_ns / t->guarantee;
 }
 
 /* Whether `t` is so far behind the holder, once the holder has worked until `at`, that it goes
@@ -349,10 +511,47 @@ static void arrive(struct arbiter *arbiter, const struct tenant *t, uint64_t now
         arbiter->deadline = (uint64_t)least;
 }
 
+/* Forgives what all are owed alike. Where hand-overs and pauses leave less GPU time than is owed,
+ * the time for which all containers are kept waiting is owed to none, so that the bound on what one
+ * is owed leaves the differences alone. Time for which work that outlasts its grant kept them
+ * waiting is not forgiven, because the container that caused it pays for it later. */
+static void forgive(struct arbiter *arbiter, uint64_t now, const struct tenant *except)
+{
+    double common = 1e300, most = 0;
+    int n = 0;
+
+    for (int32_t i = 0; i < arbiter->n; i++) {
+        const struct tenant *t = &arbiter->tenants[i];
+
+        if (t == except || !t->used || !(wants(t) || is_napping(t, now)))
+            continue;
+        n++;
+        if ((double)now - t->owed_at < common)
+            common = (double)now - t->owed_at;
+        most = max(most, (double)now - t->owed_at);
+    }
+    common -= COMMON_NS;
+    /* None is owed more than that which is owed most, so what was lost beyond it has been had. */
+    arbiter->late = clamp(arbiter->late, 0, most);
+    if (!n || common <= 0)
+        return;
+    arbiter->late = clamp(arbiter->late, 0, common);
+    common -= arbiter->late;
+    if (common <= 0)
+        return;
+    for (int32_t i = 0; i < arbiter->n; i++) {
+        struct tenant *t = &arbiter->tenants[i];
+
+        if (t != except && t->used && (wants(t) || is_napping(t, now)))
+            t->owed_at += common;
+    }
+}
+
 void arbiter_want(struct arbiter *arbiter, int32_t tenant, bool want, uint64_t now)
 {
     struct tenant *t = &arbiter->tenants[tenant];
     double grace = 2.0 * (double)arbiter->config.quantum_ns;
+    bool slept = false;
 
     if (t->want == want)
         return;
@@ -365,6 +564,7 @@ void arbiter_want(struct arbiter *arbiter, int32_t tenant, bool want, uint64_t n
     if (t->asleep != ARBITER_NEVER && now > t->asleep) {
         double away = (double)(now - t->asleep);
 
+        slept = away > NAP_NS;
         t->nap = away > NAP_NS ? 0 : t->nap > 0 ? t->nap + 0.2 * (away - t->nap) : away;
         /* It keeps what it was owed when it fell asleep, and up to the grace of what the sleep
          * added. */
@@ -372,6 +572,13 @@ void arbiter_want(struct arbiter *arbiter, int32_t tenant, bool want, uint64_t n
             t->owed_at = clamp(t->owed_at + away - grace, t->owed_at, (double)now - grace);
     }
     t->owed_at = max(t->owed_at, (double)now - MAX_LAG_NS);
+    /* What the others lack is not made up for at the expense of one that comes later, unless that
+     * one kept them waiting. */
+    if (arbiter->late > 0 && slept &&
+        t->owed_at <= (double)now + (double)arbiter->config.overdue_ns / t->guarantee) {
+        arbiter->late = 0;
+        forgive(arbiter, now, t);
+    }
     t->asleep = ARBITER_NEVER;
     arrive(arbiter, t, now);
 }
@@ -407,14 +614,6 @@ void arbiter_released(struct arbiter *arbiter, uint64_t release_ns, uint64_t res
     if (!n_active)
         pass_over(&arbiter->tenants[arbiter->holder], arbiter->start);
     end_grant(arbiter, release_ns + residual_ns, n_active);
-}
-
-/* Returns when the tenant may have GPU time, as its own or lent. */
-static double eligible_at(const struct tenant *t)
-{
-    if (is_elastic(t) && t->capped_at < t->owed_at)
-        return t->capped_at;
-    return t->owed_at;
 }
 
 static bool somebody_wants(const struct arbiter *arbiter)
@@ -515,29 +714,6 @@ static uint64_t expected_back(const struct arbiter *arbiter, uint64_t now)
     return first;
 }
 
-/* Forgives what all are owed alike. Where hand-overs and pauses leave less GPU time than is owed,
- * the time for which all containers are kept waiting is owed to none, so that the bound on what one
- * is owed leaves the differences alone. */
-static void forgive(struct arbiter *arbiter, uint64_t now)
-{
-    double common = 1e300;
-
-    for (int32_t i = 0; i < arbiter->n; i++) {
-        const struct tenant *t = &arbiter->tenants[i];
-
-        if (t->used && (wants(t) || is_napping(t, now)) && (double)now - t->owed_at < common)
-            common = (double)now - t->owed_at;
-    }
-    if (common <= COMMON_NS || common > 1e18)
-        return;
-    for (int32_t i = 0; i < arbiter->n; i++) {
-        struct tenant *t = &arbiter->tenants[i];
-
-        if (t->used && (wants(t) || is_napping(t, now)))
-            t->owed_at += common - COMMON_NS;
-    }
-}
-
 static void grant(struct arbiter *arbiter, int32_t tenant, bool lent, uint64_t now)
 {
     struct tenant *t = &arbiter->tenants[tenant];
@@ -546,7 +722,7 @@ static void grant(struct arbiter *arbiter, int32_t tenant, bool lent, uint64_t n
     uint64_t back;
 
     settle(arbiter, t, lent, now);
-    forgive(arbiter, now);
+    forgive(arbiter, now, NULL);
     if (t->n_impatient)
         t->n_impatient--;
     for (int32_t i = 0; i < arbiter->n; i++)
@@ -591,8 +767,14 @@ static void grant(struct arbiter *arbiter, int32_t tenant, bool lent, uint64_t n
     t->stats.grants++;
 }
 
-/* Returns when the grant is taken from a holder that does not give it back. A lent grant is waited
- * for no longer than `overdue_ns`: a container may be owed that time. */
+/*
+ * Returns when the grant is taken from a holder that does not give it back. A lent grant is waited
+ * for no longer than `overdue_ns`: a container may be owed that time.
+ *
+ * Work that is not waited for runs on beside the next holder's, and is charged (accrue()). So how
+ * long is waited is bounded for all containers of the GPU together: several that hold their grants
+ * one after the other could keep the others waiting for longer than any of them may.
+ */
 static uint64_t taken_at(const struct arbiter *arbiter)
 {
     const struct arbiter_config *config = &arbiter->config;
@@ -607,6 +789,9 @@ static uint64_t taken_at(const struct arbiter *arbiter)
             latest = end + config->longest_ns;
         if (latest > sign + config->overdue_ns)
             latest = sign + config->overdue_ns;
+        if (t->turn.role == ARBITER_ALONE &&
+            latest > end + config->overdue_ns + (uint64_t)arbiter->patience)
+            latest = end + config->overdue_ns + (uint64_t)arbiter->patience;
     }
     /* If no sign comes for half of `overdue_ns` after the end or the last sign, no process there is
      * awake to give the grant back. */
@@ -715,10 +900,23 @@ static void step_holder(struct arbiter *arbiter, uint64_t now, struct arbiter_vi
     viewp->wake_ns = taken_at(arbiter);
 }
 
+/* Lets grow how long work that outlasts its grant is waited for, while none does. */
+static void regain_patience(struct arbiter *arbiter, uint64_t now)
+{
+    bool late = arbiter->holder != ARBITER_NOBODY && !arbiter->open && now > arbiter->deadline;
+
+    if (arbiter->patient && now > arbiter->patient && !late)
+        arbiter->patience += PATIENCE * (double)(now - arbiter->patient);
+    arbiter->patience = clamp(arbiter->patience, 0, (double)arbiter->config.longest_ns);
+    arbiter->patient = now;
+}
+
 void arbiter_step(struct arbiter *arbiter, uint64_t now, struct arbiter_view *viewp)
 {
     bool lent;
 
+    accrue(arbiter, now);
+    regain_patience(arbiter, now);
     memset(viewp, 0, sizeof *viewp);
     viewp->wake_ns = ARBITER_NEVER;
     if (arbiter->holder != ARBITER_NOBODY && !arbiter->open && now >= taken_at(arbiter)) {
@@ -879,7 +1077,7 @@ void arbiter_stats(const struct arbiter *arbiter, int32_t tenant, struct arbiter
 {
     *statsp = arbiter->tenants[tenant].stats;
     if (arbiter->holder == tenant) {
-        statsp->since_ns = arbiter->start;
+        statsp->since_ns = arbiter->start + (uint64_t)arbiter->shared;
         statsp->open = arbiter->open;
     }
 }

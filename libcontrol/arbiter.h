@@ -114,6 +114,8 @@ ARBITER_EXPORT void arbiter_released(struct arbiter *arbiter, uint64_t release_n
                                      uint64_t residual_ns, uint32_t n_active);
 ARBITER_EXPORT void arbiter_alive(struct arbiter *arbiter, uint64_t alive_ns);
 ARBITER_EXPORT void arbiter_sign(struct arbiter *arbiter, int32_t tenant, uint64_t sign_ns);
+ARBITER_EXPORT void arbiter_overrun(struct arbiter *arbiter, int32_t tenant, bool overruns,
+                                    uint64_t now);
 ARBITER_EXPORT void arbiter_busy(struct arbiter *arbiter, int32_t tenant, uint64_t busy_ns);
 ARBITER_EXPORT void arbiter_step(struct arbiter *arbiter, uint64_t now, struct arbiter_view *viewp);
 void arbiter_look(const struct arbiter *arbiter, int32_t tenant, uint64_t now,

@@ -28,17 +28,18 @@
  * half. If the work ends soon after others had the GPU, that was the case, and the next time the
  * GPU is given back sooner. If it does not, it is long, and long work is waited for.
  */
-#define HELPER_STUCK_NS (20 * NS_PER_MS)
-#define HELPER_NEW_NS   (100 * NS_PER_MS) /* the same, for work that was never measured */
-#define HELPER_SPINS_NS (NS_PER_MS)       /* the same, where work waited of late */
-#define HELPER_MET_NS   (100 * NS_PER_MS) /* how soon work ends if it waited */
-#define HELPER_MEMORY   64                /* grants for which either finding is remembered */
-#define HELPER_TRIAL_NS (200 * NS_PER_MS) /* how long work is waited for in a trial */
-#define HELPER_TRIALS   64 /* at least one time in this many is a trial, more at first */
-#define HELPER_ENTER_NS (20 * NS_PER_MS) /* how long a launch on its way is waited for */
-#define HELPER_LATE_NS  (NS_PER_MS)      /* and how long past the end of the grant */
-#define HELPER_LOOK_NS  (NS_PER_MS)      /* interval between looks whether late work has ended */
-#define HELPER_ASK_NS   (20 * NS_PER_US) /* the same, where others wait for the end */
+#define HELPER_STUCK_NS   (20 * NS_PER_MS)
+#define HELPER_NEW_NS     (100 * NS_PER_MS) /* the same, for work that was never measured */
+#define HELPER_SPINS_NS   (NS_PER_MS)       /* the same, where work waited of late */
+#define HELPER_MET_NS     (100 * NS_PER_MS) /* how soon work ends if it waited */
+#define HELPER_MEMORY     64                /* grants for which either finding is remembered */
+#define HELPER_TRIAL_NS   (200 * NS_PER_MS) /* how long work is waited for in a trial */
+#define HELPER_TRIALS     64 /* at least one time in this many is a trial, more at first */
+#define HELPER_ENTER_NS   (20 * NS_PER_MS) /* how long a launch on its way is waited for */
+#define HELPER_LATE_NS    (NS_PER_MS)      /* and how long past the end of the grant */
+#define HELPER_LOOK_NS    (NS_PER_MS)      /* interval between looks whether late work has ended */
+#define HELPER_ASK_NS     (20 * NS_PER_US) /* the same, where others wait for the end */
+#define HELPER_OVERRUN_NS (5 * NS_PER_MS)  /* the same, where its grant is over */
 
 #define HELPER_LAST_NS (100 * NS_PER_MS) /* the end of a process waits no longer for a helper */
 
@@ -334,7 +335,9 @@ static uint64_t helper_step(struct gate *g, const struct grant_device *grant,
     if (g->given_up_ns && (g->released || !deadline))
         return HELPER_LOOK_NS;
     if (g->released || (!g->active && now >= deadline))
-        return g->holding ? HELPER_HELD_NS : NS_PER_S;
+        return queue_overruns(&g->queue) ? HELPER_OVERRUN_NS
+               : g->holding              ? HELPER_HELD_NS
+                                         : NS_PER_S;
     if (deadline == GRANT_OPEN) {
         pass_tell_all(grant);
         return HELPER_OPEN_NS;
@@ -376,6 +379,7 @@ static void *helper_run(void *argument)
         ns = helper_step(g, grant, pages_ledger_device(device));
         standby = g->holding ? gate_spin_until(grant, prim_now()) : 0;
         atomic_store_relaxed(&pages_ledger_device(device)->pending, g->queue.n_markers);
+        atomic_store_relaxed(&pages_slot()->overruns[device], queue_overruns(&g->queue));
         prim_unlock(&g->lock);
         /* This notices what pools gave back on their own. */
         if (prim_now() >= refresh_at) {

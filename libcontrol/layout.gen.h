@@ -239,12 +239,14 @@ struct ledger_slot {
     uint32_t pid; /* container, relaxed: the process, in its own namespace */
     uint64_t lookups; /* container, relaxed: cuGetProcAddress answers replaced */
     uint64_t namespace; /* governor, relaxed: inode of its PID namespace, 0: unknown */
-    uint64_t reserved[13];
+    uint8_t overruns[16]; /* container, relaxed: work runs whose grant is over */
+    uint64_t reserved[11];
     uint8_t pad[8064];
 };
 _Static_assert(offsetof(struct ledger_slot, state) == 0, "ledger_slot.state");
 _Static_assert(offsetof(struct ledger_slot, pid) == 4, "ledger_slot.pid");
 _Static_assert(offsetof(struct ledger_slot, lookups) == 8, "ledger_slot.lookups");
 _Static_assert(offsetof(struct ledger_slot, namespace) == 16, "ledger_slot.namespace");
-_Static_assert(offsetof(struct ledger_slot, reserved) == 24, "ledger_slot.reserved");
+_Static_assert(offsetof(struct ledger_slot, overruns) == 24, "ledger_slot.overruns");
+_Static_assert(offsetof(struct ledger_slot, reserved) == 40, "ledger_slot.reserved");
 _Static_assert(sizeof(struct ledger_slot) == 8192, "ledger_slot");

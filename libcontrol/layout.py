@@ -171,7 +171,8 @@ LEDGER_SLOT = Struct(
         Field("pid", "u32", 1, "container", doc="the process, in its own namespace"),
         Field("lookups", "u64", 1, "container", doc="cuGetProcAddress answers replaced"),
         Field("namespace", "u64", 1, "governor", doc="inode of its PID namespace, 0: unknown"),
-        Field("reserved", "u64", 13, "container"),
+        Field("overruns", "u8", N_DEVICES, "container", doc="work runs whose grant is over"),
+        Field("reserved", "u64", 11, "container"),
     ),
     "One process; its devices follow at LEDGER_SLOT_DEVICES.",
 )

@@ -437,7 +437,17 @@ uint64_t queue_late(const struct queue *q, const struct estimate *e, uint64_t no
 void queue_give_up(struct queue *q, uint64_t until)
 {
     q->given_up = q->serials;
+    q->given_up_era = q->era;
     q->given_up_until = until;
+}
+
+/* Whether work that was given up still runs. What was held then waits for the next grant. */
+bool queue_overruns(const struct queue *q)
+{
+    const struct queue_marker *m = &q->markers[q->head];
+
+    return q->given_up && q->n_markers && (int32_t)(q->given_up - m->serial) >= 0 &&
+           (int32_t)(q->given_up_era - m->era) >= 0;
 }
 
 /*

@@ -66,16 +66,17 @@ struct queue_marker {
 };
 
 struct queue {
-    uint32_t era;         /* of the work that runs; held work is of the next era */
-    uint32_t serials;     /* streams, markers and uses of events so far */
-    uint64_t touches;     /* look-ups of streams so far */
-    uint64_t busy_until;  /* when the GPU will have finished what is not held */
-    uint64_t submitted;   /* predicted work that is not held, ever */
-    uint64_t ahead_ns;    /* predicted work that is held */
-    int reference;        /* event of the last marker that was reached: times are relative to it */
-    double reference_ns;  /* its time; the origin is arbitrary */
-    double covered_until; /* GPU time up to here is in busy_ns */
-    uint32_t given_up;    /* markers up to this serial were given up and teach nothing */
+    uint32_t era;          /* of the work that runs; held work is of the next era */
+    uint32_t serials;      /* streams, markers and uses of events so far */
+    uint64_t touches;      /* look-ups of streams so far */
+    uint64_t busy_until;   /* when the GPU will have finished what is not held */
+    uint64_t submitted;    /* predicted work that is not held, ever */
+    uint64_t ahead_ns;     /* predicted work that is held */
+    int reference;         /* event of the last marker that was reached: times are relative to it */
+    double reference_ns;   /* its time; the origin is arbitrary */
+    double covered_until;  /* GPU time up to here is in busy_ns */
+    uint32_t given_up;     /* markers up to this serial were given up and teach nothing */
+    uint32_t given_up_era; /* and of a later era, no work runs yet that was given up */
     uint64_t given_up_until;
     uint64_t progress_ns; /* when a marker was last reached, or the first was put into the queue */
     uint64_t begins_ns;   /* until then the GPU runs work that another container left, too */
@@ -135,6 +136,7 @@ bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look
 uint64_t queue_late(const struct queue *q, const struct estimate *e, uint64_t now,
                     uint64_t *lengthp, bool *knownp);
 void queue_give_up(struct queue *q, uint64_t until);
+bool queue_overruns(const struct queue *q);
 bool queue_asks(struct queue *q);
 void queue_share(struct queue *q);
 void queue_open(struct queue *q, uint64_t now);

@@ -32,6 +32,7 @@
 #endif
 
 #define HEARTBEAT_NS (100 * NS_PER_MS)
+#define SIGN_NS      (500 * NS_PER_MS) /* a process that shows nothing for longer may be stopped */
 
 struct runner_tenant {
     bool used;
@@ -78,9 +79,11 @@ struct report {
     uint64_t release_ns, residual_ns, busy_ns;
     uint64_t alive_ns; /* oldest of the last signs of those that have not given it back */
     uint64_t seen_ns;  /* newest look of a helper at the grant */
+    bool overruns;     /* work runs whose grant is over */
 };
 
-static void read_ledger(const struct runner_tenant *t, uint32_t epoch, struct report *reportp)
+static void read_ledger(const struct runner_tenant *t, uint32_t epoch, uint64_t now,
+                        struct report *reportp)
 {
     uint32_t n_slots = atomic_load_relaxed(&t->ledger->n_slots);
 
@@ -96,6 +99,10 @@ static void read_ledger(const struct runner_tenant *t, uint32_t epoch, struct re
             continue;
         if (atomic_load_acquire(&d->want))
             reportp->want = true;
+        /* A process that is stopped does not say when its work ends. */
+        if (atomic_load_relaxed(&((struct ledger_slot *)base)->overruns[t->device]) &&
+            (int64_t)(now - atomic_load_relaxed(&d->seen_ns)) < (int64_t)SIGN_NS)
+            reportp->overruns = true;
         reportp->busy_ns += atomic_load_relaxed(&d->busy_ns);
         if (atomic_load_relaxed(&d->seen_ns) > reportp->seen_ns)
             reportp->seen_ns = atomic_load_relaxed(&d->seen_ns);
@@ -207,7 +214,8 @@ static void observe(struct runner *runner, uint64_t now)
 
         if (!t->used)
             continue;
-        read_ledger(t, runner->view.epoch, &report);
+        read_ledger(t, runner->view.epoch, now, &report);
+        arbiter_overrun(runner->arbiter, i, report.overruns, now);
         arbiter_busy(runner->arbiter, i, report.busy_ns);
         arbiter_sign(runner->arbiter, i, report.seen_ns < now ? report.seen_ns : 0);
         arbiter_want(runner->arbiter, i, report.want, now);
@@ -341,7 +349,7 @@ static void spin(struct runner *runner, uint64_t deadline)
         pthread_mutex_lock(&runner->mutex);
         holder = runner->view.holder;
         if (holder != ARBITER_NOBODY && runner->tenants[holder].used)
-            read_ledger(&runner->tenants[holder], runner->view.epoch, &report);
+            read_ledger(&runner->tenants[holder], runner->view.epoch, prim_now(), &report);
         else
             report.released = true;
         pthread_mutex_unlock(&runner->mutex);
@@ -369,6 +377,30 @@ static void step(struct runner *runner, uint64_t now, struct arbiter_view *viewp
         arbiter_step(runner->arbiter, now, viewp);
 }
 
+/* Takes note of what the ledgers say, grants, and returns when to do so again; the mutex is
+ * held. */
+static uint64_t pass(struct runner *runner, uint64_t now)
+{
+    struct arbiter_view view;
+
+    if (runner->open) {
+        view = runner->view;
+        view.wake_ns = now + HEARTBEAT_NS;
+        open_all(runner, now);
+    } else {
+        observe(runner, now);
+        step(runner, now, &view);
+        apply(runner, &view);
+    }
+    for (int32_t i = 0; i < runner->n_tenants; i++)
+        if (runner->tenants[i].used)
+            atomic_store_relaxed(&runner->tenants[i].header->heartbeat_ns, now);
+    if (view.holder != ARBITER_NOBODY && view.contended && runner->unused_at > now &&
+        runner->unused_at < view.wake_ns)
+        return runner->unused_at;
+    return view.wake_ns;
+}
+
 static void *run(void *argument)
 {
     struct runner *runner = argument;
@@ -381,22 +413,8 @@ static void *run(void *argument)
 
         pthread_mutex_lock(&runner->mutex);
         now = prim_now();
-        if (runner->open) {
-            view = runner->view;
-            view.wake_ns = now + HEARTBEAT_NS;
-            open_all(runner, now);
-        } else {
-            observe(runner, now);
-            step(runner, now, &view);
-            apply(runner, &view);
-        }
-        for (int32_t i = 0; i < runner->n_tenants; i++)
-            if (runner->tenants[i].used)
-                atomic_store_relaxed(&runner->tenants[i].header->heartbeat_ns, now);
-        until = view.wake_ns;
-        if (view.holder != ARBITER_NOBODY && view.contended && runner->unused_at > now &&
-            runner->unused_at < until)
-            until = runner->unused_at;
+        until = pass(runner, now);
+        view = runner->view;
         pthread_mutex_unlock(&runner->mutex);
         if (runner->config.spin_ns && view.standby != ARBITER_NOBODY &&
             view.deadline_ns > now + runner->config.lookahead_ns + runner->config.spin_ns &&

@@ -230,6 +230,10 @@ static void scribble(struct container *c)
     case 3:
         ((struct ledger_slot *)(c->ledger + LEDGER_SLOTS) + slot)->state = draw(&c->seed) % 4 != 0;
         break;
+    case 6:
+        ((struct ledger_slot *)(c->ledger + LEDGER_SLOTS) + slot)
+            ->overruns[draw(&c->seed) % LAYOUT_N_DEVICES] = (uint8_t)draw(&c->seed);
+        break;
     case 4:
     case 5:
         atomic_store_release(&books_of(c, slot, (uint32_t)draw(&c->seed) % c->n)->want, 1);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.conftest import ROOT, lack, need
@@ -21,12 +22,12 @@ LIARS = ("anything", "idle", "done")
 PROMISED = 25  # percent of each GPU, to each of three
 
 
-def build(directory: Path) -> Path:
+def build(directory: Path, sources: Sequence[str] = SOURCES) -> Path:
     """Return the program; skip the test if there is no compiler with sanitizers."""
     need("cc", "setarch")
-    program = directory / "arbiter_pages"
+    program = directory / Path(sources[0]).stem
     made = subprocess.run(
-        ["cc", *FLAGS, *SOURCES, "-o", program],
+        ["cc", *FLAGS, *sources, "-o", program],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if "cannot find" in made.stderr:

@@ -18,7 +18,7 @@ import jsonschema
 from hypothesis import strategies as st
 
 from governor.errors import TidegateError
-from governor.server import parse_request
+from governor.requests import parse_request
 from oci_hook import reserve
 from oci_hook.client import WRONG, Reservation, parse_admission, parse_answer, parse_reservation
 from oci_hook.edits import Entry, foreign_driver, gpu_nodes
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CORPUS = Path(__file__).with_name("corpus")
 LINE = 900
 SETTINGS = reserve.Settings(entry=Entry("/usr/bin/tidegate-hook"), driver_dir="/nonexistent")
-BEYOND = ("is given twice", "is the host's own root", "'..' behind a name", "not absolute")
+BEYOND = ("is given twice", "is the host's own root", "'..' after a name", "not absolute")
 """Reasons for refusing a document that follows its schema: JSON Schema can express neither duplicate names nor where a path ends."""
 
 
@@ -202,10 +202,10 @@ def hold(kind: str, data: bytes) -> bool:
         assert line.isascii(), line
         assert line.isprintable(), line
     if valid is not None:
-        what = f"{kind}: {data[:2000]!r}: {line or 'taken'}"
-        assert line is not None or valid, f"taken, and its schema rejects it: {what}"
+        what = f"{kind}: {data[:2000]!r}: {line or 'accepted'}"
+        assert line is not None or valid, f"accepted, but its schema rejects it: {what}"
         beyond = line is not None and any(text in line for text in BEYOND)
-        assert line is None or not valid or beyond, f"its schema accepts it: {what}"
+        assert line is None or not valid or beyond, f"refused, but its schema accepts it: {what}"
     return line is None
 
 

@@ -1,10 +1,13 @@
-"""The arbiter's threads with ledgers of arbitrary content, for TIDEGATE_FUZZ_SECONDS seconds (60 each)."""
+"""The arbiter's threads with ledgers of arbitrary content, for TIDEGATE_FUZZ_SECONDS seconds (60 each), and its policy with
+such ledgers for an hour of simulated time.
+"""
 
 import os
 import time
 
 import pytest
 
+from tests.fuzz import ledger_hour
 from tests.fuzz.arbiter_pages import LIARS, build, hold
 
 SECONDS = int(float(os.environ.get("TIDEGATE_FUZZ_SECONDS", "60")))
@@ -18,3 +21,10 @@ def test_whatever_a_ledger_says_the_others_compute(tmp_path, liars):
         hold(program, min(10, max(2, SECONDS)), time.time_ns(), liars)
         if time.monotonic() >= end:
             break
+
+
+@pytest.mark.parametrize("remains", [True, False])
+def test_an_hour_of_lies_moves_nobody(tmp_path, remains):
+    program = ledger_hour.build(tmp_path)
+    for _ in range(4):
+        ledger_hour.hold(program, 3600, time.time_ns() % (1 << 32), remains=remains)

@@ -2,7 +2,7 @@
 
 Only the governor writes the page, so nonsense in it means a bug in the governor, or another version
 of it. A governed process must survive that: no crash, and no call that never returns. Where the page
-closes the grant, calls rightly wait; they return when the page is valid again. The library has no
+closes the grant, calls have to wait; they return when the page is valid again. The library has no
 options of its own that could be fuzzed together with the page: it reads no environment variable and
 no other file.
 """
@@ -77,7 +77,7 @@ def guest(build_dir):
             if subprocess.run(
                 made.room.command("true"), capture_output=True, check=False
             ).returncode:
-                lack("this machine lets nobody make a mount namespace")
+                lack("this machine does not allow mount namespaces")
             yield made
 
 

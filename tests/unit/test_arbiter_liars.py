@@ -153,3 +153,90 @@ def test_who_lies_about_lent_time_gets_no_more_of_it_than_others(library):
             if now >= (began + 400_000 if view.holder == liar else view.deadline_ns):
                 arbiter.released(now)
         assert held[liar] < 1.4 * held[honest]
+
+
+NAP = 150_000
+WORK = 10_000
+
+
+def test_containers_that_work_for_moments_pay_for_the_changes_of_context(library):
+    """Three of them work for 10 us and sleep for 150 us. Each grant makes the GPU change contexts twice.
+
+    Before, the other container had 42.5 % of its 50.
+    """
+    step = 10_000
+    with Arbiter(library, config()) as arbiter:
+        victim = arbiter.add(WHOLE // 2, WHOLE // 2, 0)
+        nappers = [arbiter.add(16 * WHOLE // 100, 16 * WHOLE // 100, 0) for _ in range(3)]
+        done = dict.fromkeys([victim, *nappers], 0)
+        left = dict.fromkeys(done, 0)
+        awake = dict.fromkeys(nappers, 0)
+        last, epoch, free = NOBODY, 0, 0
+        for now in range(0, LONG, step):
+            for tenant in done:
+                arbiter.sign(tenant, now)
+                arbiter.want(tenant, now, want=now >= awake.get(tenant, 0))
+                arbiter.busy(tenant, done[tenant])
+            view = arbiter.step(now)
+            holder = view.holder
+            if view.epoch != epoch:
+                epoch = view.epoch
+                free = now + (SWITCH if holder != last else 0)
+                last = holder
+            if holder == NOBODY or now < free:
+                continue
+            is_late = not left[holder] and now + UNIT // 2 > view.deadline_ns
+            if is_late if holder == victim else now < awake[holder]:
+                arbiter.released(now)
+                continue
+            left[holder] = (left[holder] or (UNIT if holder == victim else WORK)) - step
+            done[holder] += step
+            if holder != victim and not left[holder]:
+                awake[holder] = now + step + NAP
+        assert 100 * done[victim] / LONG > 48.5
+        # They are not starved: what they pay for is their own share.
+        for napper in nappers:
+            stats = arbiter.stats(napper)
+            assert 100 * stats.charged_ns / LONG == pytest.approx(16, abs=0.5)
+
+
+@pytest.mark.parametrize("limit", [5, 100])
+def test_several_that_hold_on_to_their_grants_do_not_add_up(library, limit):
+    """Nine containers of 5 % do nothing with their grants, and say that their work still runs.
+
+    Before, the other container had 36 % of its 50, and waited for up to 8 s.
+    """
+    step, end = 100_000, 8 * S
+    with Arbiter(library, config(longest_ns=100 * MS)) as arbiter:
+        victim = arbiter.add(WHOLE // 2, WHOLE // 2, 0)
+        liars = [arbiter.add(WHOLE // 20, limit * WHOLE // 100, 0) for _ in range(9)]
+        held = dict.fromkeys(liars, 0)
+        done = left = stall = longest = 0
+        holder, last, epoch, free = NOBODY, NOBODY, 0, 0
+        for now in range(0, end, step):
+            for tenant in (victim, *liars):
+                arbiter.sign(tenant, now)
+                arbiter.want(tenant, now, want=True)
+                arbiter.busy(tenant, held.get(tenant, done))
+            if holder in held:
+                arbiter.alive(now)
+            view = arbiter.step(now)
+            holder = view.holder
+            stall = 0 if holder == victim else stall + step
+            # In the first moment all of them are due at once, 28 ms each; later they are not.
+            longest = max(longest, stall) if now > S else 0
+            if view.epoch != epoch:
+                epoch = view.epoch
+                free = now + (SWITCH if holder != last else 0)
+                last = holder
+            if holder in held:
+                held[holder] += step
+            if holder != victim or now < free:
+                continue
+            if not left and now + UNIT // 2 > view.deadline_ns:
+                arbiter.released(now)
+                continue
+            left = (left or UNIT) - step
+            done += step
+        assert 100 * done / end > 48.5
+        assert longest <= 200 * MS

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fuzz import ledger_hour
 from tests.fuzz.arbiter_pages import LIARS, build, hold
 
 
@@ -15,3 +16,10 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("liars", LIARS)
 def test_whatever_a_ledger_says_the_others_compute(program: Path, liars: str) -> None:
     hold(program, 2 if liars == "anything" else 1, 1, liars)
+
+
+@pytest.mark.parametrize("remains", [True, False])
+def test_lies_of_all_kinds_take_nothing_from_a_neighbour(tmp_path: Path, *, remains: bool) -> None:
+    made = ledger_hour.build(tmp_path)
+    for seed in range(3):
+        ledger_hour.hold(made, 600, seed, remains=remains)

@@ -722,7 +722,7 @@ def grant_contended(node: Node, agent: Agent, epoch: int, ns: int = 4_000_000) -
             if agent.field("active_epoch") == epoch:
                 return
             time.sleep(0.001)
-    raise AssertionError(f"nobody took the grant {epoch}")
+    raise AssertionError(f"no process took the grant {epoch}")
 
 
 def quick_agent(node: Node) -> Agent:
@@ -772,7 +772,7 @@ def test_who_spins_for_another_container_gives_the_gpu_back(node: Node, *, measu
 
 
 def test_work_that_is_longer_than_usual_is_given_up_once(node: Node) -> None:
-    """Work that does not end while others have the GPU does not wait for them, so it is waited for afterwards."""
+    """Work that does not end while others have the GPU does not wait for them, so its end is awaited afterwards."""
     agent = quick_agent(node)
     agent.run(LAUNCH)
     grant(node, time.monotonic_ns() + 3600 * SECOND, 2)
@@ -790,6 +790,64 @@ def test_work_that_is_longer_than_usual_is_given_up_once(node: Node) -> None:
         grant(node, 0, 2 * i + 5)
     assert took[0] < 250
     assert max(took[1:]) > 280  # a busy machine may look too late to know
+
+
+def overruns(node: Node, agent: Agent) -> int:
+    """Return whether the process reports work that still runs after the end of its grant."""
+    return pages.read(node.ledger, pages.slot_base(agent.slot), "ledger_slot", "overruns")
+
+
+def test_the_ledger_says_while_work_runs_whose_grant_was_taken(node: Node) -> None:
+    """The arbiter charges such work until it ends, so an ordinary end of a grant must not look like it."""
+    agent = node.agent()
+    agent.run(LAUNCH)
+
+    grant(node, time.monotonic_ns() + 3600 * SECOND, 2)
+    agent.run("s = out('cuStreamCreate', 1)")
+    agent.run("for i in range(3): launch(1_000_000, s); driver.call('cuStreamSynchronize', s)")
+    assert not overruns(node, agent)
+    agent.run("launch(1_500_000_000, s)")
+    time.sleep(0.2)
+    assert not overruns(node, agent)  # its grant goes on
+    node.write("deadline_ns", 0)
+    wake(node)
+    end = time.monotonic() + 1
+    while not overruns(node, agent):
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    agent.run("driver.call('cuStreamSynchronize', s)")
+    end = time.monotonic() + 1
+    while overruns(node, agent):
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_work_that_is_held_until_the_next_grant_is_no_overrun(node: Node) -> None:
+    """It was launched before the grant was taken, and waits. Its container would be charged for waiting, for ever."""
+    agent = node.agent()
+    agent.run(LAUNCH)
+
+    grant(node, time.monotonic_ns() + SECOND // 2, 2)
+    agent.run("s = out('cuStreamCreate', 1)")
+    agent.run("for i in range(3): launch(1_000_000, s); driver.call('cuStreamSynchronize', s)")
+    agent.run("launch(1_500_000_000, s)")
+    time.sleep(0.8)
+    agent.run("launch(1_000_000, s)")  # held: the grant is over
+    node.write("deadline_ns", 0)
+    wake(node)
+    end = time.monotonic() + 1
+    while not overruns(node, agent):
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    end = time.monotonic() + 3
+    while overruns(node, agent):
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    assert agent.field("want")
+    node.write("contended", 0)
+    grant(node, time.monotonic_ns() + 3600 * SECOND, 3)
+    wake(node)
+    agent.run("driver.call('cuStreamSynchronize', s)")
 
 
 def test_long_work_that_is_known_is_waited_for(node: Node) -> None:
@@ -873,11 +931,11 @@ STRATEGY_MPS = 1
 def charged_after(
     agent: Agent, before: int, least: int = 10_000_000, other: str = "launch_meet(1000, 1, s)"
 ) -> int:
-    """Return what units are charged, as soon as they are: a marker has to be looked at first."""
+    """Return the charge of units, as soon as there is one: the agent has to look at a marker first."""
     end = time.monotonic() + 20
     while agent.field("busy_ns") - before < least:
         assert time.monotonic() < end, "it is not charged"
-        # Use another kernel, whose duration says nothing about the unit's.
+        # Use another kernel: its duration says nothing about the unit's.
         agent.run(f"{other}; driver.call('cuStreamSynchronize', s)")
     return agent.field("busy_ns") - before
 

@@ -88,7 +88,7 @@ def play(build_dir: Path) -> Iterator[SimpleNamespace]:
             while min(len(one.beside) for one in played) < 100 or (
                 strategy == "mps" and not any(one.beside[-1] for one in played)
             ):
-                assert time.monotonic() < end, "it is not granted, or never beside"
+                assert time.monotonic() < end, "there is no grant, or never two at once"
                 worked = [one.work() for one in played]
                 if any(worked):
                     theirs.send(b"r")  # makes the thread read it
@@ -152,6 +152,41 @@ def test_a_container_waits_from_when_it_wants_the_gpu_to_its_grant(build_dir: Pa
         theirs.send(b"w")
         time.sleep(0.02)
         assert sum(runner.waits(two.tenant).counts) == n
+    runner.close()
+
+
+def test_work_whose_grant_is_over_is_charged_while_its_process_shows_that_it_runs(
+    build_dir: Path,
+) -> None:
+    """A process that is stopped cannot say that its work has ended, and could be stopped for an hour."""
+    runner = Runner(load_library(build_dir / "libcontrol"), Config(), "timeslice")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        runner.watch(ours.fileno())
+        one = Played(runner, 1, 1.0)
+        one.say(0, "want", 0)
+
+        def charged(seconds: float, *, shows: bool) -> float:
+            before = runner.stats(one.tenant).charged_ns
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                if shows:
+                    one.say(0, "seen_ns", time.monotonic_ns())
+                theirs.send(b"w")
+                time.sleep(0.005)
+            return (runner.stats(one.tenant).charged_ns - before) / 1e9
+
+        assert charged(0.3, shows=True) == 0
+        base = layout.LEDGER_SLOTS
+        pages.write(one.ledger, base, "ledger_slot", "overruns", 1)
+        assert charged(0.5, shows=True) == pytest.approx(0.5, abs=0.2)
+        charged(0.6, shows=False)
+        assert charged(0.5, shows=False) == 0
+        assert charged(0.5, shows=True) > 0.2
+        pages.write(one.ledger, base, "ledger_slot", "overruns", 0)
+        theirs.send(b"w")
+        time.sleep(0.05)
+        assert charged(0.3, shows=True) < 0.02
     runner.close()
 
 

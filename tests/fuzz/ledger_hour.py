@@ -1,0 +1,47 @@
+"""Builds ledger_hour.c with sanitizers, runs it, and compares its output with what a container's neighbours may lose."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+from governor.arbiter import runner_config
+from governor.config import Config
+from tests.fuzz import arbiter_pages
+
+SOURCES = ("tests/fuzz/ledger_hour.c", "libcontrol/arbiter.c", "libcontrol/gangs.c")
+SHARES = (50.0, 20.0)
+LIARS = 30.0
+"""Share in percent of the containers that lie, together."""
+MOVED = 1.5
+"""Most by which the share of an honest container over 10 seconds differs from its quota, in percent of the GPU."""
+
+
+def build(directory: Path) -> Path:
+    """Return the program; skip the test if there is no compiler with sanitizers."""
+    return arbiter_pages.build(directory, SOURCES)
+
+
+def hold(program: Path, seconds: int, seed: int, *, remains: bool) -> None:
+    """Run the program for simulated seconds, on the configuration of a node.
+
+    With `remains` the liars may say that work of theirs goes on after its grant. That time is charged to them, and not to the
+    container that has the GPU meanwhile, so they may give others what is their own, and no more.
+    """
+    config = runner_config(Config())
+    arbiter = config.arbiter
+    numbers = (
+        arbiter.quantum_ns, arbiter.most_ns, arbiter.longest_ns, arbiter.switch_ns, config.lookahead_ns,
+    )  # fmt: skip
+    done = subprocess.run(
+        ["setarch", "-R", program, *map(str, (seconds, seed, *numbers, int(remains)))],
+        capture_output=True, text=True, check=False, timeout=60 + seconds,
+    )  # fmt: skip
+    assert done.returncode == 0, f"seed {seed}: {done.stderr[-8000:]}"
+    said = json.loads(done.stdout)
+    print(f"seed {seed}, remains {remains}: {said}")
+    gain = LIARS + MOVED if remains else MOVED
+    for share, least, most in zip(SHARES, said["least"], said["most"], strict=True):
+        assert least["share"] > share - MOVED, f"seed {seed}: {said}"
+        assert most["share"] < share + gain, f"seed {seed}: {said}"

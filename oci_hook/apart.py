@@ -10,7 +10,7 @@ An abandoned worker removes what it has created as soon as the file system answe
 none of the runtime's descriptors, because runtimes in Go wait until every process has closed a
 hook's outputs.
 
-This module imports next to nothing, because what is in memory before the fork is copied after it.
+This module imports as little as possible: what is in memory before the fork is copied after it.
 """
 
 import fcntl
@@ -89,7 +89,7 @@ def run_apart(work: "Callable[[], int]", seconds: float, who: str = "the hook") 
     try:
         pid = posix.fork()
     except OSError as e:
-        raise _lost(f"no process can be made for {who}: {e.strerror}") from e
+        raise _lost(f"cannot create a process for {who}: {e.strerror}") from e
     if pid == 0:
         own_status = LOST
         try:
@@ -103,7 +103,7 @@ def run_apart(work: "Callable[[], int]", seconds: float, who: str = "the hook") 
         if status is None:
             raise overdue(seconds, who)
         if status < 0 or status == LOST:
-            raise _lost(f"the process that works for {who} did not come to its end ({status})")
+            raise _lost(f"the process that works for {who} did not complete ({status})")
         _pass_on(outputs)
     finally:
         posix.close(writing)
@@ -139,7 +139,7 @@ def _lost(message: str) -> "MountError":
     from oci_hook.errors import MountError
 
     return MountError(
-        message, hint="see the kernel's log for what is short, and start the container again"
+        message, hint="see the kernel's log for what ran out, and start the container again"
     )
 
 

@@ -71,7 +71,7 @@ class Container:
         if os.path.sameopenfile(self.mntns, self.own_mntns):
             raise BundleError(
                 "the container has no mount namespace of its own",
-                hint="give it one: its mounts would land on the host",
+                hint="give it one: otherwise its mounts would appear on the host",
             )
         self.rootfd = open_root(root)
 
@@ -108,7 +108,7 @@ class Inside:
             if not kernel.is_mount_root(rootfd):
                 os.close(rootfd)
                 raise BundleError(  # noqa: TRY301
-                    f"root.path {show(c.root)} is no mount in the container's namespace",
+                    f"root.path {show(c.root)} is not a mount in the container's namespace",
                     hint="the runtime has to mount the root file system before it runs hooks",
                 )
         except BaseException:
@@ -371,7 +371,8 @@ class Applier:
             fd = kernel.open_child(dirfd, name)
         if not kernel.is_regular(fd):
             raise ImageError(
-                f"/{path} in the image is not a regular file, one of the driver is mounted there",
+                f"/{path} in the image is not a regular file, but a file of the driver is"
+                " mounted there",
                 hint="remove it from the image",
             )
         return fd

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 STAGES = ("prestart", "createRuntime")  # in the order in which a runtime runs them
-HINT = "claims and their entries are the node driver's: see the log of tidegate-dra"
+HINT = "the node driver writes claims and their entries: see the log of tidegate-dra"
 
 
 def leads_to(path: object, own: str) -> bool:
@@ -62,7 +62,7 @@ def find_claims(document: dict[str, Any], own: str) -> tuple[tuple[str, str], ..
     if found and shared:
         uid, _ = next(iter(found))
         raise BundleError(
-            f"config.json asks for a device of tidegate.gpu/shared beside claim {show(uid)}",
+            f"config.json asks for a device of tidegate.gpu/shared together with claim {show(uid)}",
             hint="ask for one of them",
         )
     return tuple(found)

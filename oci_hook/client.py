@@ -51,13 +51,13 @@ def _whole(value: Any, most: int) -> int:
     if value is None:
         return 0
     if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"{show(value)} is no number from 0 to {most}")
+        raise ValueError(f"{show(value)} is not a number from 0 to {most}")
     return value
 
 
 def _name(value: Any) -> str:
     if not is_text(value):
-        raise ValueError(f"{show(value)} is no name")
+        raise ValueError(f"{show(value)} is not a name")
     return value  # type: ignore[no-any-return]
 
 
@@ -129,7 +129,7 @@ def require_reachable(runtime_dir: str, uid_map: str = "/proc/self/uid_map") -> 
         return
     raise GovernorError(
         f"this engine is rootless (root in its user namespace is user {outside} outside), and the"
-        f" governor at {show(path)} serves the node's root alone",
+        f" governor at {show(path)} serves only the node's root",
         hint="have root's engine start this container, as with `sudo podman run`",
     )
 
@@ -174,7 +174,8 @@ class Client:
                 self.socket.close()
                 if full:
                     raise GovernorError(
-                        f"the governor took no connection at {show(self.path)} within {most:g} s",
+                        f"the governor accepted no connection at {show(self.path)} within"
+                        f" {most:g} s",
                         hint=START,
                     ) from e
                 raise self._lost("connect", e) from e
@@ -187,8 +188,8 @@ class Client:
         if uid not in (0, os.geteuid()):
             self.socket.close()
             raise GovernorError(
-                f"{show(self.path)} is listened on by user {uid}, not by the governor",
-                hint="see who may write to that directory, and start tidegate-governor",
+                f"user {uid}, not the governor, listens on {show(self.path)}",
+                hint="see which users may write to that directory, and start tidegate-governor",
             )
 
     def _lost(self, op: str, e: Exception) -> GovernorError:

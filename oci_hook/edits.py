@@ -69,7 +69,7 @@ def _object(parent: dict[str, Any], name: str) -> dict[str, Any]:
     if type(value) is not dict:
         raise BundleError(
             f"{name} in config.json is {type(value).__name__}, not an object",
-            hint="whatever wrote config.json has to write it as the OCI specification says",
+            hint="the program that wrote config.json has to follow the OCI specification",
         )
     return value
 
@@ -82,7 +82,7 @@ def _list(parent: dict[str, Any], name: str) -> list[Any]:
     if type(value) is not list:
         raise BundleError(
             f"{name} in config.json is {type(value).__name__}, not a list",
-            hint="whatever wrote config.json has to write it as the OCI specification says",
+            hint="the program that wrote config.json has to follow the OCI specification",
         )
     return value
 
@@ -141,7 +141,7 @@ def require_no_gpu(document: dict[str, Any], why: HookError) -> None:
     """
     if gives_gpu(document):
         raise type(why)(
-            f"{why.message}, and config.json gives the container a GPU, which nobody would govern",
+            f"{why.message}, and config.json gives the container a GPU, which would be ungoverned",
             hint="start it without --device and tidegate.gpu/shared to start without a GPU",
         ) from why
 
@@ -198,7 +198,7 @@ def host_nodes(directory: str, minors: tuple[int, ...]) -> tuple[Node, ...]:
             ) from e
         if not stat.S_ISCHR(status.st_mode):
             raise DeviceError(
-                f"device node {path} is no character device",
+                f"device node {path} is not a character device",
                 hint="remove it, and make it with `nvidia-modprobe -u -c 0`",
             )
         nodes.append(Node(f"/dev/{name}", os.major(status.st_rdev), os.minor(status.st_rdev)))

@@ -49,6 +49,7 @@ import oci_hook.plan
 import oci_hook.request
 import oci_hook.reserve
 import oci_hook.runtime
+import oci_hook.start
 import oci_hook.traces
 
 TYPE_CHECKING = False
@@ -393,14 +394,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         server = Server(runtime_dir, wait=wait)
     except BlockingIOError:
         print(
-            f"tidegate-forkserver: another one serves {runtime_dir}; stop it first,"
-            " or take its place when it has ended by --wait",
+            f"tidegate-forkserver: another server serves {runtime_dir}; stop it first,"
+            " or use --wait to take its place when it has ended",
             file=sys.stderr,
         )
         return 75
     except OSError as e:
         print(
-            f"tidegate-forkserver: it cannot listen in {runtime_dir}: {e.strerror};"
+            f"tidegate-forkserver: cannot listen in {runtime_dir}: {e.strerror};"
             " start tidegate-governor, which makes that directory",
             file=sys.stderr,
         )

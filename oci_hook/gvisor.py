@@ -18,7 +18,7 @@ def refusal(runtime: str) -> BundleError:
     """Return the error for a container that asks for a GPU."""
     return BundleError(
         f"the runtime {show(runtime)} (gVisor) is not supported: its containers have a kernel of"
-        " their own, which no mount and no device of the host's reaches",
+        " their own, which mounts and devices of the host do not reach",
         hint="start containers that ask for a GPU with runc or crun",
     )
 

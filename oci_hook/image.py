@@ -74,7 +74,7 @@ class Image(NamedTuple):
     target: str  # the directory that the mirror's libraries are mounted on
     cache: bytes | None  # ld.so.cache
     target32: str | None = None  # `target` for 32-bit libraries; if None, see reason32
-    reason32: str = "it was not looked at"
+    reason32: str = "it was not examined"
     looks: dict[str, Look] = {}  # noqa: RUF012 - never modified
     own: tuple[str, ...] = ()  # directories with the image's own driver, searched before the node's
 
@@ -121,8 +121,8 @@ def _find(rootfd: int, path: str, flags: int = os.O_PATH, *, as_loader: bool = F
             raise  # a call that a seccomp filter refuses says nothing about the image
         if as_loader and _leads_through_proc(rootfd, path, e.errno):
             raise ImageError(
-                f"{show('/' + path.lstrip('/'))} leads through /proc, to wherever the process that"
-                " follows it is",
+                f"{show('/' + path.lstrip('/'))} leads through /proc, so its target depends on the"
+                " process that follows it",
                 hint="name the directory itself",
             ) from None
         return None
@@ -204,7 +204,8 @@ def _require_empty(rootfd: int, path: str) -> None:
             return
         os.close(entry)
         raise ImageError(
-            f"/{path} in the image is not a directory, the driver's libraries are mounted there",
+            f"/{path} in the image is not a directory, but the driver's libraries"
+            " are mounted there",
             hint="remove it from the image",
         )
     try:
@@ -217,7 +218,7 @@ def _require_empty(rootfd: int, path: str) -> None:
             ", ..." if len(names) > ENTRIES_SHOWN else ""
         )
         raise ImageError(
-            f"/{path} in the image is not empty ({found}), the driver is mounted there",
+            f"/{path} in the image is not empty ({found}), but the driver is mounted there",
             hint="move these files to the directory above it in the image",
         )
 
@@ -257,7 +258,7 @@ def _look_at(rootfd: int, path: str) -> Look:
             return Look("unusable", f"/{prefix} is not a directory")
         volume = kernel.mount_id(fd) != own
         os.close(fd)
-    return Look("unusable", f"/{path} changes while it is looked at")
+    return Look("unusable", f"/{path} changes while it is examined")
 
 
 def _is_libc32(rootfd: int, procfd: int, path: str) -> bool:
@@ -282,11 +283,11 @@ def _find_32(rootfd: int, procfd: int, cache: bytes | None) -> tuple[str | None,
         where = ", ".join(f"/{d}" for d in LIBRARY_DIRS_32)
         return None, f"the image has no 32-bit glibc (no libc.so.6 for i386 in {where})"
     if cache is None or not is_cache(cache):
-        return None, "the image has no ld.so.cache, which 32-bit libraries are found by"
+        return None, "the image has no ld.so.cache, by which 32-bit libraries are found"
     target = f"{directory}/{SUBDIRECTORY_32}"
     look = look_at(rootfd, target)
     if look.state == "full":
-        return None, f"/{target} in the image is not empty, 32-bit libraries are mounted there"
+        return None, f"/{target} in the image is not empty, but 32-bit libraries are mounted there"
     return (target, "") if look.state != "unusable" else (None, f"{look.reason} in the image")
 
 
@@ -303,7 +304,7 @@ def inspect_image(
     """
     if machine not in LIBRARY_DIRS:
         raise ImageError(
-            f"containers of machine {show(machine)} are not served yet, only x86_64",
+            f"containers of machine {show(machine)} are not supported yet, only x86_64",
             hint="run it on x86_64",
         )
     library_dir = None
@@ -362,8 +363,8 @@ def _process(document: dict[str, Any]) -> tuple[str, str, dict[str, str]]:
     for name, value in used.items():
         if not is_text(value):
             raise BundleError(
-                f"{name} of the process in config.json is {show(value)}, no path",
-                hint="whatever wrote config.json has to write valid Unicode",
+                f"{name} of the process in config.json is {show(value)}, not a path",
+                hint="the program that wrote config.json has to write valid Unicode",
             )
     return used["cwd"], used["args"], used
 
@@ -386,7 +387,7 @@ def search_path(rootfd: int, procfd: int, library_dir: str, document: dict[str, 
     if len(entries) > SEARCH_LIMIT:
         raise ImageError(
             f"LD_LIBRARY_PATH names {len(entries)} directories",
-            hint=f"make it shorter: {SEARCH_LIMIT} are looked at",
+            hint=f"make it shorter: {SEARCH_LIMIT} are accepted",
         )
     origin, text = "", ""
     if name:

@@ -13,16 +13,12 @@ from oci_hook.entry import (
     CONFIG_LIMIT,
     PREFIX,
     Options,
-    Whole,
     may_mention_us,
-    shield,
 )
 from oci_hook.errors import (
     BundleError,
-    DriverError,
     HookError,
     InternalError,
-    UnservedImageError,
     show,
 )
 from oci_hook.log import Event, complain
@@ -52,7 +48,7 @@ def prepare(options: Options, state: State, event: Event) -> str:
     annotations = our_annotations(state, bundle, governed=governed)
     if not annotations and not governed:
         return "no-request"
-    from oci_hook.claims import as_request, find_claims, require_named
+    from oci_hook.claims import find_claims, require_named
 
     claims = find_claims(bundle.document, os.path.abspath(sys.argv[0]))
     require_named(claims, (options.claim, options.share))
@@ -64,133 +60,9 @@ def prepare(options: Options, state: State, event: Event) -> str:
         event.fields["pod"] = f"{bundle.identity.get('namespace', '')}/{bundle.identity['pod']}"
     event.phase("state")
 
-    from oci_hook import kernel, traces
-    from oci_hook.apply import Container, Inside, Undo, apply_plan, explain
-    from oci_hook.client import PATIENCE, Client, require_reachable
-    from oci_hook.edits import (
-        check_devices,
-        gpu_nodes,
-        refuse_foreign,
-        require_no_gpu,
-        take_reservation,
-    )
-    from oci_hook.gvisor import refuse_process
-    from oci_hook.image import (
-        inspect_image,
-        look_at_places,
-        look_for_drivers,
-        search_path,
-    )
-    from oci_hook.manifest import check_fresh, choose_share, module_version, read_manifest
-    from oci_hook.plan import plan_container
-    from oci_hook.request import check_request, parse_annotations
+    from oci_hook.start import Start, prepare_container
 
-    event.phase("import")
-    kernel.set_undumpable()
-    refuse_process(state.pid)
-    reservation = take_reservation(annotations)
-    refuse_foreign(bundle.document)
-    nodes = gpu_nodes(bundle.document)
-    request = parse_annotations(annotations)
-    check_request(request, annotations)
-    require_reachable(options.runtime_dir)
-    event.phase("request")
-    try:
-        manifest = read_manifest(options.driver_dir)
-        check_fresh(manifest, module_version(options.module_version))
-        share = choose_share(manifest, request.capabilities)
-        event.fields |= {"generation": manifest.generation}
-        event.phase("manifest")
-        container = Container(state.pid, bundle.root)
-        # Left by an earlier container with this id, if its end was not reported.
-        traces.take_back(options.runtime_dir, state.id)
-        # Held until this process ends: another start or end on this root finds either everything
-        # that this start creates, or nothing.
-        place = os.fstat(container.rootfd)
-        home = kernel.path_of(container.procfd, container.rootfd)
-        traces.lock(options.runtime_dir, place.st_dev, place.st_ino)
-        image = inspect_image(
-            container.rootfd,
-            container.procfd,
-            manifest.machine,
-            compat32=share.compat32 != "no",
-        )
-        with Inside(container) as rootfd:
-            search = search_path(rootfd, container.procfd, image.library_dir, bundle.document)
-            image = look_for_drivers(rootfd, image, search)
-            if share.places:
-                image = look_at_places(rootfd, image, share)
-        event.phase("image")
-    except (DriverError, UnservedImageError) as e:
-        if not request.optional:
-            raise
-        require_no_gpu(bundle.document, e)
-        event.fields |= {"code": e.code, "message": e.message}
-        return "without-gpu"
-    except OSError as e:
-        raise explain(e, f"look into {show(bundle.root)}") from e
-
-    # Half of the deadline, so that the error line says that the governor did not answer.
-    client = Client(options.runtime_dir, options.timeout / 2, PATIENCE)
-    undo, noted = Undo(), False
-    try:
-        grant = client.admit(
-            ident=state.id,
-            pid=state.pid,
-            pidfd=container.pidfd,
-            bundle=state.bundle,
-            annotations=annotations,
-            identity=bundle.identity,
-            reservation=reservation,
-            nodes=nodes,
-            exact=governed,
-            **({"claims": as_request(claims)} if claims else {}),
-        )
-        event.phase("admit")
-        if grant.already:
-            return "prepared-already"
-        check_devices(grant.minors, nodes)
-        plan = plan_container(manifest, share, grant, image)
-        event.fields |= {
-            "key": grant.key,
-            "devices": list(grant.devices),
-            "memory": grant.memory,
-            "compute": grant.compute,
-            "strategy": grant.strategy,
-            "operations": len(plan.operations),
-            "plan": plan.describe(),
-        }
-        event.phase("plan")
-        skipped = [*plan.skipped, *apply_plan(plan, manifest.hold, container, undo)]
-        try:
-            with Whole():
-                traces.remember(options.runtime_dir, state.id, state.pid, home, undo.traces())
-                noted = True
-        except OSError as e:
-            skipped.append(f"traces of this container will stay: {e.strerror}")
-        if skipped:
-            event.fields["skipped"] = skipped
-        event.phase("apply")
-        client.confirm()
-        undo.forget()
-        event.phase("confirm")
-    except BaseException:
-        shield()
-        left = undo.run(container)
-        # Not `noted`: a note of this id belongs to a running container of another engine.
-        # `left`: the note has to stay, because the container's end removes what is left.
-        if noted and not left:
-            traces.forget(options.runtime_dir, state.id)
-        if left:
-            event.fields["left_behind"] = left
-        raise
-    finally:
-        client.close()
-    # Some engines do not report the end of a container, so the notes are swept now and then.
-    if state.pid % traces.SWEEP == 0:  # by chance, about one start in SWEEP
-        shield()
-        traces.sweep_apart(options.runtime_dir)
-    return "prepared"
+    return prepare_container(Start(options, state, bundle, annotations, claims, event))
 
 
 def precreate(options: Options, data: bytes | None, event: Event) -> str:

@@ -422,8 +422,8 @@ def check_fresh(manifest: Manifest, module: str | None) -> None:
     if module is not None and manifest.kind == "nvidia":
         if module != manifest.version:
             raise MirrorError(
-                f"mirror {manifest.generation} is of driver {manifest.version}, the kernel module"
-                f" is {module}",
+                f"mirror {manifest.generation} is of driver {manifest.version}, but"
+                f" the kernel module is {module}",
                 hint="reboot or reload the module after a driver update, then run"
                 " `tidegate refresh`",
             )
@@ -454,7 +454,7 @@ def _choose_set(manifest: Manifest, asked: frozenset[str]) -> MirrorSet:
     offered = {c for s in manifest.sets for c in s.capabilities}
     missing = ",".join(sorted(asked - offered)) or f"{','.join(sorted(asked))} together"
     raise DriverError(
-        f"this node's driver {manifest.version} has nothing for {missing}, it has"
+        f"this node's driver {manifest.version} does not provide {missing}, it has"
         f" {show(','.join(sorted(offered)), 300)}",
         hint="ask for these in tidegate.gpu/capabilities, or run `tidegate refresh` after"
         " installing the rest of the driver",

@@ -29,12 +29,12 @@ def _number(text: str) -> int | float:
     """Return a number with a fraction or an exponent: 5.0 as an int; ValueError for 1e999."""
     value = float(text)
     if value in (float("inf"), float("-inf")):
-        raise ValueError(f"{text[:40]} is no number that can be kept")
+        raise ValueError(f"{text[:40]} is not a number that can be kept")
     return int(value) if value.is_integer() else value
 
 
 def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a number")
 
 
 def _no_json(value: object) -> NoReturn:

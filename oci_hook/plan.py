@@ -107,7 +107,7 @@ def plan_cache(cache: bytes | None, leads: tuple[Lead, ...]) -> WriteCache | Non
     required = any(lead.required for lead in leads)
     if cache is None or not ldcache.is_cache(cache):
         if required:
-            raise _no_compat32("the image has no ld.so.cache, which 32-bit libraries are found by")
+            raise _no_compat32("the image has no ld.so.cache, by which 32-bit libraries are found")
         return None
     names = [name.encode(errors="surrogateescape") for lead in leads for name in lead.sonames]
     strays: list[bytes] = []
@@ -132,7 +132,11 @@ def plan_cache(cache: bytes | None, leads: tuple[Lead, ...]) -> WriteCache | Non
             return None
         raise ImageError(
             f"/etc/ld.so.cache in the image is damaged ({show(e)})"
-            + (", 32-bit libraries are found by it" if required else " and names driver libraries"),
+            + (
+                ", but 32-bit libraries are found by it"
+                if required
+                else " and names driver libraries"
+            ),
             hint="run ldconfig in the image",
         ) from e
     if after.entries == before.entries:

@@ -171,7 +171,7 @@ def parse_annotations(annotations: dict[str, str]) -> Request:
     if "gpus" in fields and "devices" in fields:
         raise AnnotationError(
             f"annotations {PREFIX}count and {PREFIX}devices are both given",
-            hint="say how many GPUs or which, not both",
+            hint="give either the number of GPUs or their names, not both",
         )
     return Request(**fields)  # type: ignore[arg-type]
 
@@ -200,7 +200,7 @@ def refuse_beside(annotations: dict[str, str], claims: str) -> None:
     for name in annotations:
         if name[len(PREFIX) :] not in BESIDE_CLAIM:
             raise AnnotationError(
-                f"annotation {show(name)} stands beside {show(claims, 200)}, which says how much of"
-                " which GPU the container has",
+                f"annotation {show(name)} conflicts with {show(claims, 200)}, which determines how"
+                " much of which GPU the container has",
                 hint="remove the annotation, or the claim",
             )

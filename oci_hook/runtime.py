@@ -384,7 +384,7 @@ def _refuse_elsewhere(data: bytes, path: str) -> None:
     _, annotations, _ = parse_document(data, show(path))
     if any(name.startswith(PREFIX) for name in annotations):
         raise BundleError(
-            f"--config names {show(path)}, hooks read config.json in the bundle",
+            f"--config names {show(path)}, but hooks read config.json in the bundle",
             hint="put it there, and start the container without --config",
         )
 

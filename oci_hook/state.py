@@ -218,7 +218,7 @@ def find_root(document: dict[str, Any], bundle: str, name: str) -> str:
     parts = [part for part in root.split("/") if part not in ("", ".")]
     if ".." in parts[parts.count("..") :]:
         # runc resolves it as text, crun and the kernel follow links.
-        raise BundleError(f"root.path in {name} is {show(root)}, '..' behind a name", hint=hint)
+        raise BundleError(f"root.path in {name} is {show(root)}, with '..' after a name", hint=hint)
     root = os.path.normpath(os.path.join(os.path.realpath(bundle) if bundle else "", root))
     if not root.startswith("/"):
         raise BundleError(f"root.path in {name} is {show(root)}, not absolute", hint=hint)
@@ -240,7 +240,7 @@ def parse_document(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, st
         # crun takes the first of the two, runc and the hook take the last.
         raise BundleError(
             f"{show(twice[0])} is given twice in {name}",
-            hint="whatever wrote config.json has to write each name once",
+            hint="the program that wrote config.json has to write each name once",
         )
     return document, annotations, _identity(annotations, asks=asks)
 
@@ -264,8 +264,8 @@ def _identity(annotations: dict[str, str], *, asks: bool) -> dict[str, str]:
             raise AnnotationError(
                 f"annotation {show(first)} is {show(identity[field])}, and {show(annotation)} is"
                 f" {show(value)}",
-                hint="whose container it is has one answer: take the annotation out that the engine"
-                " does not write",
+                hint="a container belongs to one pod: remove the annotation that the engine does"
+                " not write",
             )
     return identity
 
@@ -287,6 +287,6 @@ def our_annotations(state: State, bundle: Bundle, *, governed: bool = False) -> 
             raise AnnotationError(
                 f"annotation {show(name)} is {show(ours[name])} in config.json and"
                 f" {show(value)} in the OCI state",
-                hint="whatever edits one of them has to edit both",
+                hint="the program that edits one of them has to edit both",
             )
     return ours

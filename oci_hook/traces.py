@@ -136,7 +136,7 @@ def lock(runtime_dir: str, device: int, inode: int) -> int:
         return _lock_byte(runtime_dir, (device << 40 ^ inode) & (SWEEPING - 1), fcntl.LOCK_EX)
     except MountError as e:
         raise MountError(
-            "the start or end of another container on the same root file system is not over, and"
+            "the start or end of another container on the same root file system has not ended, and"
             f" {e.message}",
             hint=ANSWERS,
         ) from e
@@ -162,14 +162,14 @@ def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[Tra
     to write above it could redirect the clean-up.
     """
     if not is_name(ident):
-        raise OSError(errno.EINVAL, "its id is not taken for a file's name")
+        raise OSError(errno.EINVAL, "its id is not accepted as a file name")
     rootfd = kernel.open_straight(root)
     place = os.fstat(rootfd)
     os.close(rootfd)
     note = Note(root, pid, _began(pid), place.st_dev, place.st_ino, time.monotonic_ns())
     data = dump_json(note).encode() + b"\n" + dump_json(traces).encode()
     if len(data) > STORED_LIMIT:
-        raise OSError(errno.EFBIG, f"they take {len(data)} bytes to write down")
+        raise OSError(errno.EFBIG, f"their description takes {len(data)} bytes")
     above = os.open(runtime_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with suppress(FileExistsError):

@@ -122,7 +122,7 @@ def _full(e: OSError, plan: MirrorPlan, directory: Path) -> MirrorError:
     return MirrorError(
         f"{e.filename or directory}: {e.strerror}; the mirror has {plan.size >> 20} MiB, "
         f"{free} MiB are free",
-        hint=f"make room in {directory} (tidegate gc removes generations that nobody uses), "
+        hint=f"make room in {directory} (tidegate gc removes unused generations), "
         "then run tidegate refresh",
     )
 

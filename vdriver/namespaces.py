@@ -538,7 +538,9 @@ class _Search:
         """Read the mounts that a process sees, if its root is not on a mount that was read.
 
         A namespace that is younger than the kernel's list has only mounts that others had; then
-        `follow` is false, and no further round is needed.
+        `follow` is false, and no further round is needed. If the process changes its namespace
+        meanwhile, the kernel shows no mounts at all (Linux 6.18: half of the reads of one that does
+        so all the time), which says nothing.
         """
         try:
             root = self._identity(f"{path}/root")
@@ -547,8 +549,10 @@ class _Search:
             what = f"mounts of {self._who(pid)}"
             self._note_open(pid, root)
             mounts = self._mounts(f"{path}/mountinfo", what)
-            if follow and _inode(os.readlink(f"{path}/ns/mnt", dir_fd=self.proc)) == inode:
+            stays = _inode(os.readlink(f"{path}/ns/mnt", dir_fd=self.proc)) == inode
+            if follow and stays:
                 self.roots.add(root)
+            if (follow and stays) or not mounts:
                 self.quiet = False
                 self.last = self._who(pid)
         except GONE:

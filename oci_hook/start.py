@@ -1,0 +1,211 @@
+"""Prepare a container that requests a GPU, in four steps that each take what the last returned.
+
+`read_request` reads what the container asks for, `inspect` what the node and the image have,
+`admit` asks the governor, and `mount` puts things in place. The modules that only this needs are
+imported here: `oci_hook.main` imports this one when a container is known to request a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from oci_hook import kernel, traces
+from oci_hook.apply import Container, Inside, Undo, apply_plan, explain
+from oci_hook.claims import as_request
+from oci_hook.client import PATIENCE, Client, Grant, require_reachable
+from oci_hook.edits import (
+    check_devices,
+    gpu_nodes,
+    refuse_foreign,
+    require_no_gpu,
+    take_reservation,
+)
+from oci_hook.entry import Options, Whole, shield
+from oci_hook.errors import DriverError, UnservedImageError, show
+from oci_hook.gvisor import refuse_process
+from oci_hook.image import Image, inspect_image, look_at_places, look_for_drivers, search_path
+from oci_hook.log import Event
+from oci_hook.manifest import (
+    Manifest,
+    Share,
+    check_fresh,
+    choose_share,
+    module_version,
+    read_manifest,
+)
+from oci_hook.plan import Plan, plan_container
+from oci_hook.request import Request, check_request, parse_annotations
+from oci_hook.state import Bundle, State
+
+Shares = tuple[tuple[str, str], ...]
+"""Shares of claims, as (uid, name)."""
+
+
+class Start(NamedTuple):
+    """One start of a container: how the hook was called, and what the engine says."""
+
+    options: Options
+    state: State
+    bundle: Bundle
+    annotations: dict[str, str]
+    claims: Shares
+    event: Event
+
+
+class Asked(NamedTuple):
+    """What a container asks for, and the device nodes that it already has."""
+
+    request: Request
+    reservation: str
+    nodes: tuple[int, ...]
+
+
+class Found(NamedTuple):
+    """What the node and the image have: the mirror, the part of it that is wanted, and the image.
+
+    `home` is the path of the container's root, by which its notes are kept.
+    """
+
+    manifest: Manifest
+    share: Share
+    container: Container
+    image: Image
+    home: str
+
+
+def prepare_container(start: Start) -> str:
+    """Prepare one container; return the outcome."""
+    options, state, bundle, event = start.options, start.state, start.bundle, start.event
+    event.phase("import")
+    kernel.set_undumpable()
+    refuse_process(state.pid)
+    asked = read_request(start)
+    event.phase("request")
+    try:
+        found = inspect(start, asked)
+    except (DriverError, UnservedImageError) as e:
+        if not asked.request.optional:
+            raise
+        require_no_gpu(bundle.document, e)
+        event.fields |= {"code": e.code, "message": e.message}
+        return "without-gpu"
+    except OSError as e:
+        raise explain(e, f"look into {show(bundle.root)}") from e
+    # Half of the deadline, so that the error line says that the governor did not answer.
+    client = Client(options.runtime_dir, options.timeout / 2, PATIENCE)
+    try:
+        grant = admit(start, asked, found, client)
+        event.phase("admit")
+        if grant.already:
+            return "prepared-already"
+        check_devices(grant.minors, asked.nodes)
+        plan = plan_container(found.manifest, found.share, grant, found.image)
+        event.fields |= {
+            "key": grant.key,
+            "devices": list(grant.devices),
+            "memory": grant.memory,
+            "compute": grant.compute,
+            "strategy": grant.strategy,
+            "operations": len(plan.operations),
+            "plan": plan.describe(),
+        }
+        event.phase("plan")
+        mount(start, found, plan, client)
+    finally:
+        client.close()
+    # Some engines do not report the end of a container, so the notes are swept now and then.
+    if state.pid % traces.SWEEP == 0:  # by chance, about one start in SWEEP
+        shield()
+        traces.sweep_apart(options.runtime_dir)
+    return "prepared"
+
+
+def read_request(start: Start) -> Asked:
+    """Return what the container asks for; HookError if it may not have it whatever the node has."""
+    annotations, document = start.annotations, start.bundle.document
+    reservation = take_reservation(annotations)
+    refuse_foreign(document)
+    nodes = gpu_nodes(document)
+    request = parse_annotations(annotations)
+    check_request(request, annotations)
+    require_reachable(start.options.runtime_dir)
+    return Asked(request, reservation, nodes)
+
+
+def inspect(start: Start, asked: Asked) -> Found:
+    """Return what the node and the image have."""
+    options, state, bundle, event = start.options, start.state, start.bundle, start.event
+    manifest = read_manifest(options.driver_dir)
+    check_fresh(manifest, module_version(options.module_version))
+    share = choose_share(manifest, asked.request.capabilities)
+    event.fields |= {"generation": manifest.generation}
+    event.phase("manifest")
+    container = Container(state.pid, bundle.root)
+    # Left by an earlier container with this id, if its end was not reported.
+    traces.take_back(options.runtime_dir, state.id)
+    # Held until this process ends: another start or end on this root finds either everything
+    # that this start creates, or nothing.
+    place = os.fstat(container.rootfd)
+    home = kernel.path_of(container.procfd, container.rootfd)
+    traces.lock(options.runtime_dir, place.st_dev, place.st_ino)
+    image = inspect_image(
+        container.rootfd,
+        container.procfd,
+        manifest.machine,
+        compat32=share.compat32 != "no",
+    )
+    with Inside(container) as rootfd:
+        search = search_path(rootfd, container.procfd, image.library_dir, bundle.document)
+        image = look_for_drivers(rootfd, image, search)
+        if share.places:
+            image = look_at_places(rootfd, image, share)
+    event.phase("image")
+    return Found(manifest, share, container, image, home)
+
+
+def admit(start: Start, asked: Asked, found: Found, client: Client) -> Grant:
+    """Ask the governor, and return what it grants; HookError if it refuses."""
+    options, state = start.options, start.state
+    return client.admit(
+        ident=state.id,
+        pid=state.pid,
+        pidfd=found.container.pidfd,
+        bundle=state.bundle,
+        annotations=start.annotations,
+        identity=start.bundle.identity,
+        reservation=asked.reservation,
+        nodes=asked.nodes,
+        exact=options.governed or options.claim != "",
+        **({"claims": as_request(start.claims)} if start.claims else {}),
+    )
+
+
+def mount(start: Start, found: Found, plan: Plan, client: Client) -> None:
+    """Carry out the plan, and confirm the admission. What fails is undone, or said to be left."""
+    options, state, event = start.options, start.state, start.event
+    undo, noted = Undo(), False
+    try:
+        skipped = [*plan.skipped, *apply_plan(plan, found.manifest.hold, found.container, undo)]
+        try:
+            with Whole():
+                traces.remember(options.runtime_dir, state.id, state.pid, found.home, undo.traces())
+                noted = True
+        except OSError as e:
+            skipped.append(f"traces of this container will stay: {e.strerror}")
+        if skipped:
+            event.fields["skipped"] = skipped
+        event.phase("apply")
+        client.confirm()
+        undo.forget()
+        event.phase("confirm")
+    except BaseException:
+        shield()
+        left = undo.run(found.container)
+        # Not `noted`: a note of this id belongs to a running container of another engine.
+        # `left`: the note has to stay, because the container's end removes what is left.
+        if noted and not left:
+            traces.forget(options.runtime_dir, state.id)
+        if left:
+            event.fields["left_behind"] = left
+        raise

@@ -133,6 +133,10 @@ SHAPES = {
 }
 
 
+OUTLASTS = {"20ms": 20_000, "900ms": 900_000, "2000ms": 2_000_000}
+"""Kernels that run on when their grant is over, in microseconds."""
+
+
 def _arms() -> dict[str, Arm]:
     arms = {
         "thirds": strict(45, 30, 15, seconds=20),
@@ -194,6 +198,9 @@ def _arms() -> dict[str, Arm]:
     for name, duties in LOADS.items():
         arms[name] = _bursts(duties, elastic=True)
         arms[f"{name}-strict"] = _bursts(duties, elastic=False)
+    for name, unit_us in OUTLASTS.items():
+        late = Tenant(10, unit_us, depth=1)
+        arms[f"outlasts-{name}"] = Arm((late, Tenant(50, depth=4)), 40)
     for name, tenant in SHAPES.items():
         arms[f"shape-{name}"] = Arm((tenant, Tenant(70)), seconds=10)
     return arms

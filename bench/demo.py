@@ -2,7 +2,8 @@
 
 `python -m bench.demo` finds an NVIDIA GPU or falls back to the simulated one, mirrors the driver,
 starts a governor, and runs real containers under a real runtime with our hook in their config.json.
-It ends with a table, and writes report.json, report.svg and progress.json to its output directory.
+First the same jobs run at the same time without Tidegate. It ends with a table, and writes
+report.json, report.svg and progress.json to its output directory.
 
 The delivered share is progress: the work done, relative to the work that the same job does alone in
 the same time, measured outside any container and without Tidegate, in the same run.
@@ -11,6 +12,7 @@ the same time, measured outside any container and without Tidegate, in the same 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -20,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.machine import ROOT, Machine, MachineError, Nvidia, Simulated
+from bench.machine import ROOT, Machine, MachineError, Nvidia, Simulated, wait_set_up
 from bench.node import Node, Running, last_json
 from bench.progress import (
     MAX_UNIT_NS,
@@ -42,6 +44,8 @@ BUSY = 0.25
 """Fraction of the processors that other programs may use before the demo warns about them."""
 
 MIB = 1 << 20
+ALLOWED, ASKED = 1024 * MIB, 2048 * MIB
+"""Memory quota of the container that asks for too much, and what it asks for."""
 NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
 SETTLE_S = 1.0
 
@@ -91,8 +95,47 @@ def run_solo(
     return profile
 
 
+def run_without(
+    machine: Machine, jobs: dict[str, str], profiles: dict[str, Profile], seconds: float
+) -> dict[str, Progress]:
+    """Run the jobs at the same time without Tidegate; return the progress of each."""
+    root = machine.work / "without"
+    shutil.rmtree(root, ignore_errors=True)
+    with contextlib.ExitStack() as stack:
+        started = []
+        for i, job in enumerate(jobs.values()):
+            own = root / str(i)
+            own.mkdir(parents=True)
+            command = [
+                *machine.command(job, inside=False), "--seconds", str(seconds + 2 * SETTLE_S),
+                "--out", str(own / "progress.bin"), "--wait-file", str(own / "begin"),
+            ]  # fmt: skip
+            output = stack.enter_context((own / "output").open("w"))
+            environment = {**os.environ, **machine.environment}
+            process = stack.enter_context(
+                subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+            )
+            stack.callback(process.kill)
+            started.append(process)
+        wait_set_up(root, started)
+        for i in range(len(started)):
+            (root / str(i) / "begin").touch()
+        for i, process in enumerate(started):
+            if process.wait(seconds + 120):
+                last = (root / str(i) / "output").read_text(errors="replace").strip()[-200:]
+                raise MachineError(f"a job failed beside the others: {last}")
+    return {
+        name: Progress(read_stamps(root / str(i) / "progress.bin"), profiles[job])
+        for i, (name, job) in enumerate(jobs.items())
+    }
+
+
 def watch(node: Node, until: float, began: float, quotas: dict[str, int]) -> None:
-    """Show once a second what the governor has charged each container, until a time."""
+    """Show once a second what the governor has charged each container, until a time.
+
+    On a terminal each line takes the place of the one before.
+    """
+    in_place = sys.stdout.isatty()
     before: dict[str, int] = {}
     last = time.monotonic()
     while (now := time.monotonic()) < until:
@@ -112,7 +155,10 @@ def watch(node: Node, until: float, began: float, quotas: dict[str, int]) -> Non
                 cells.append(f"{container.name} {share:5.1f} % {bar:<10}")
             before[container.name] = charged
         if cells:
-            say(f"  {last - began:5.1f} s  " + "  ".join(cells))
+            line = f"  {last - began:5.1f} s  " + "  ".join(cells)
+            print(f"\r{line}\x1b[K" if in_place else f"{line}\n", end="", flush=True)
+    if in_place:
+        print(flush=True)
 
 
 def ask_for_too_much(node: Node, limit: int, requested: int, job: str) -> tuple[Refused, int]:
@@ -164,19 +210,22 @@ def measure(args: argparse.Namespace, machine: Machine) -> tuple[dict[str, Any],
         for job in dict.fromkeys(jobs.values()):
             say(f"alone, without Tidegate: {job}, {machine.solo_seconds:g} s")
             profiles[job] = run_solo(machine, job, machine.solo_seconds)
+        without = {}
+        if args.without:
+            say(f"all together, without Tidegate: {args.without:g} s")
+            without = run_without(machine, jobs, profiles, args.without)
         say(
             f"{len(quotas)} containers under {args.runtime}: "
             + ", ".join(f"{name} {quota} % {jobs[name]}" for name, quota in quotas.items())
         )
+        say(f"halfway, a container greedy asks for {ASKED // MIB} MiB of its {ALLOWED // MIB}")
         containers = start_all(node, args, quotas, jobs, memory)
         begin = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + int(SETTLE_S * NS_PER_S)
         began = time.monotonic()
         half = began + SETTLE_S + args.seconds / 2
         watch(node, half, began, quotas)
-        refused, refused_exit = ask_for_too_much(
-            node, 1024 * MIB, 2048 * MIB, next(iter(jobs.values()))
-        )
-        say(f"  greedy asked for 2048 MiB of its 1024 MiB: {refused.result}")
+        refused, refused_exit = ask_for_too_much(node, ALLOWED, ASKED, next(iter(jobs.values())))
+        say(f"  greedy: {refused.result}")
         watch(node, began + SETTLE_S + args.seconds, began, quotas)
         node.look()
         seen = {container.name: container.seen for container in containers}
@@ -195,6 +244,7 @@ def measure(args: argparse.Namespace, machine: Machine) -> tuple[dict[str, Any],
                     exit=status,
                     progress=progress,
                     profile=profiles[jobs[container.name]],
+                    without=without.get(container.name),
                 )
             )
         span = None
@@ -254,6 +304,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         prog="python -m bench.demo", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--seconds", type=float, default=30)
+    parser.add_argument(
+        "--without", type=float, default=6, metavar="SECONDS",
+        help="how long the jobs first run together without Tidegate (6); 0: not at all",
+    )  # fmt: skip
     parser.add_argument(
         "--quotas",
         type=lambda text: [int(part) for part in text.split(",")],

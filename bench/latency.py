@@ -1,12 +1,13 @@
 """How long requests take next to endless work: without Tidegate, and with it in each way.
 
 `python -m bench.latency` runs a service that gets requests at random (Poisson arrivals, the same in
-every arm) next to jobs that keep the GPU busy. For each arm it prints the mean and the 99th
-percentile of the time from a request's arrival to its end, and what the jobs did, relative to what
-one of them does alone. Arms, all in one run: the service alone, without Tidegate and with it
-(`governed`); both without Tidegate; `gate`, with grants at the launch; `hardware`, with the GPU's
-own scheduler; and `latency`, the same with a service of that class and a cap. The time of every
-request is kept in latency.json.
+every arm) next to jobs that keep the GPU busy, or several services that share the requests. A
+request is plain kernels, or a model in PyTorch (`--service`). For each arm it prints the mean and
+the 99th percentile of the time from a request's arrival to its end, and what the jobs did, relative
+to what one of them does alone. Arms, all in one run: the service alone, without Tidegate and with
+it (`governed`); both without Tidegate; `gate`, with grants at the launch; `hardware`, with the
+GPU's own scheduler; and `latency`, the same with a service of that class and a cap. The time of
+every request is kept in latency.json.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import abc
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -38,7 +40,10 @@ from vdriver.errors import VdriverError
 
 UNIT_US = 100
 UNITS = 20
-"""A request is 20 kernels of 0.1 ms."""
+"""A request is 20 kernels of 0.1 ms, if the service does not run a model."""
+MODELS = ("resnet18", "decode-graph")
+TRIAL_US, TRIAL_S = 50_000, 3.0
+"""Mean time between requests of a model, and seconds, of the run that tells how long one takes."""
 SET_UP_S = 60.0
 SETTLE_S = 1.0
 """Time for which the jobs run before the first request, seconds."""
@@ -47,9 +52,32 @@ TRAINING_SETTLE_S = 3.0
 SERVICE = f"burner-{UNIT_US}"
 JOB = "burner-500"
 MEMORY = "4Gi"
-"""Quota of a training."""
+"""Quota of a program in PyTorch."""
 ROOM = 10
-"""Guarantee of the service beyond what its requests take, in points; the jobs share the rest."""
+"""Guarantee of the services beyond what their requests take, in points; the jobs share the rest."""
+
+
+class Load(NamedTuple):
+    """What runs in an arm."""
+
+    n_jobs: int
+    mean_us: int
+    """Mean time between two requests to any service; 0 if there is no service."""
+    seconds: float
+    job: str = JOB
+    service: str = SERVICE
+    n_services: int = 1
+    request_us: float = UNITS * UNIT_US
+    """How long a request takes where nothing else runs."""
+    asked: int | None = None
+    """Guarantee of the services together, in percent; by ROOM if None."""
+
+    @property
+    def guarantee(self) -> int:
+        """Guarantee of the services together, in percent."""
+        if self.asked is not None:
+            return self.asked
+        return min(90, ROOM + (round(100 * self.request_us / self.mean_us) if self.mean_us else 0))
 
 
 class Way(NamedTuple):
@@ -153,76 +181,96 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
+def command(arm: Arm, kind: str, iterations: Mapping[str, str], *more: str) -> list[str]:
+    """Return how a program of this kind is started in an arm."""
+    if not kind.startswith("burner-"):
+        own = arm.machine.command(kind, inside=arm.inside)
+        return [*own, "--wait-file", "/out/begin", *more]
+    given = ["--iterations", iterations[kind]] if kind in iterations else []
+    program = "/usr/bin/burner" if arm.inside else str(arm.machine.build / "burner")
+    unit = kind.split("-")[1]
+    return [program, "--unit-us", unit, *given, "--wait-file", "/out/begin", *more]
+
+
+def start_jobs(arm: Arm, load: Load, iterations: Mapping[str, str]) -> list[Path]:
+    """Start the jobs; return their directories."""
+    quota = {
+        "compute": str((100 - load.guarantee) // max(1, load.n_jobs)),
+        "compute-limit": "100",
+        **({} if load.job.startswith("burner-") else {"memory": MEMORY}),
+    }
+    options = ("--seconds", "3600", "--out", "/out/progress.bin")
+    return [
+        arm.start(f"job-{i}", command(arm, load.job, iterations, *options), quota)
+        for i in range(load.n_jobs)
+    ]
+
+
+def start_services(
+    arm: Arm, load: Load, iterations: Mapping[str, str], quota: Mapping[str, str]
+) -> list[Path]:
+    """Start the services, which share the requests and the guarantee; return their directories."""
+    if not load.mean_us:
+        return []
+    n = load.n_services
+    is_model = not load.service.startswith("burner-")
+    options = ["--requests", str(load.mean_us * n), "--seconds", str(load.seconds)]
+    options += [] if is_model else ["--units", str(UNITS)]
+    quota = {
+        "compute": str(load.guarantee // n),
+        **({"memory": MEMORY} if is_model else {}),
+        **quota,
+    }
+    found = []
+    for i in range(n):
+        own = [*options, "--seed", str(1 + i), "--out", "/out/requests.bin"]
+        name = f"service-{i}" if i else "service"
+        found.append(arm.start(name, command(arm, load.service, iterations, *own), quota))
+    return found
+
+
 def run(
     arm: Arm,
-    n_jobs: int,
-    mean_us: int,
-    seconds: float,
+    load: Load,
     iterations: Mapping[str, str],
-    *,
-    job: str = JOB,
-    guarantee: int | None = None,
     service_quota: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
-    """Return the requests' times in ms and the jobs' units per second.
-
-    There is no service if `mean_us` is 0. Without a `guarantee` it is ROOM points more than what
-    the requests take.
-    """
-
-    def command(kind: str, *more: str) -> list[str]:
-        if not kind.startswith("burner-"):
-            own = arm.machine.command(kind, inside=arm.inside)
-            return [*own, "--wait-file", "/out/begin", *more]
-        given = ["--iterations", iterations[kind]] if kind in iterations else []
-        program = "/usr/bin/burner" if arm.inside else str(arm.machine.build / "burner")
-        unit = kind.split("-")[1]
-        return [program, "--unit-us", unit, *given, "--wait-file", "/out/begin", *more]
-
-    if guarantee is None:
-        guarantee = ROOM + (100 * UNITS * UNIT_US // mean_us if mean_us else 0)
-    jobs = [
-        arm.start(
-            f"job-{i}",
-            command(job, "--seconds", "3600", "--out", "/out/progress.bin"),
-            {
-                "compute": str((100 - guarantee) // n_jobs),
-                "compute-limit": "100",
-                **({} if job.startswith("burner-") else {"memory": MEMORY}),
-            },
-        )
-        for i in range(n_jobs)
-    ]
-    service = None
-    if mean_us:
-        options = ("--requests", str(mean_us), "--units", str(UNITS), "--seconds", str(seconds))
-        service = arm.start(
-            "service",
-            command(SERVICE, *options, "--out", "/out/requests.bin"),
-            {"compute": str(guarantee), **service_quota},
-        )
+    """Return the requests' times in ms and the jobs' units per second."""
+    jobs = start_jobs(arm, load, iterations)
+    services = start_services(arm, load, iterations, service_quota)
     try:
-        for out in [*jobs, *([service] if service else [])]:
+        for out in [*jobs, *services]:
             wait_for(out / "begin.ready")
         for out in jobs:
             (out / "begin").touch()
-        time.sleep(SETTLE_S if job.startswith("burner-") else TRAINING_SETTLE_S)
+        time.sleep(SETTLE_S if load.job.startswith("burner-") else TRAINING_SETTLE_S)
         begin = time.monotonic()
-        if service:
-            (service / "begin").touch()
-            output = (service.parent if arm.inside else service) / "output"
-            while not output.read_text().strip():
-                if time.monotonic() > begin + 10 * seconds + SET_UP_S:
-                    raise MachineError(f"the service did not end; see {output}")
-                time.sleep(0.05)
+        for out in services:
+            (out / "begin").touch()
+        if services:
+            for out in services:
+                wait_end(
+                    (out.parent if arm.inside else out) / "output",
+                    begin + 10 * load.seconds + SET_UP_S,
+                )
         else:
-            time.sleep(seconds)
+            time.sleep(load.seconds)
         passed = time.monotonic() - begin
         units = [_units(out, passed) for out in jobs]
     finally:
         arm.end()
-    requests = _requests(service) if service else []
-    return {"requests_ms": requests, "units_per_s": [round(n, 2) for n in units]}
+    return {
+        "requests_ms": [took for out in services for took in _requests(out)],
+        "units_per_s": [round(n, 2) for n in units],
+    }
+
+
+def wait_end(output: Path, deadline: float) -> None:
+    """Wait until a service has said how many requests it answered."""
+    while not output.read_text().strip():
+        if time.monotonic() > deadline:
+            raise MachineError(f"the service did not end; see {output}")
+        time.sleep(0.05)
 
 
 def _units(out: Path, passed: float) -> float:
@@ -239,10 +287,12 @@ def _requests(service: Path) -> list[float]:
     return [round(took / 1e6, 3) for _, took in struct.iter_unpack("<QQ", data)]
 
 
-def label_of(mean_us: int, n_jobs: int, way: str, guarantee: int | None) -> str:
-    """Return an arm's name; a guarantee is in it if it was asked for."""
-    label = f"every-{mean_us}us-{n_jobs}-jobs-{way}"
-    return label if guarantee is None else f"{label}-{guarantee}"
+def label_of(arm: Mapping[str, Any]) -> str:
+    """Return an arm's name; a guarantee is in it if it was asked for, and services if several."""
+    label = f"every-{arm['mean_us']}us-{arm['jobs']}-jobs-{arm['arm']}"
+    n = arm.get("services", 1)
+    label += f"-{n}-services" if n > 1 else ""
+    return label if arm.get("guarantee") is None else f"{label}-{arm['guarantee']}"
 
 
 def summarise(report: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,8 +300,7 @@ def summarise(report: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for arm in report["arms"]:
         times = sorted(arm["requests_ms"])
-        name = label_of(arm["mean_us"], arm["jobs"], arm["arm"], arm.get("guarantee"))
-        found[name] = {
+        found[label_of(arm)] = {
             "n": len(times),
             "mean_ms": round(statistics.fmean(times), 3),
             "p99_ms": round(times[min(len(times) - 1, int(len(times) * 0.99))], 3),
@@ -267,10 +316,13 @@ def show(one: Mapping[str, Any]) -> str:
     return f"{row}  jobs {' '.join(map(str, jobs))} = {sum(jobs):.1f} %" if jobs else row
 
 
-def calibrate(machine: Machine, work: Path, job: str) -> tuple[dict[str, str], float]:
-    """Return the iterations of each kind of unit, and the units per second of a job alone."""
+def calibrate(machine: Machine, work: Path, load: Load) -> tuple[dict[str, str], Load, float]:
+    """Return the iterations of each kind of unit, what is known of the requests, and of a job.
+
+    The latter is the units per second of a job alone.
+    """
     iterations: dict[str, str] = {}
-    for one in (SERVICE, job):
+    for one in (load.service, load.job):
         if not one.startswith("burner-"):
             continue
         program = [str(machine.build / "burner"), "--unit-us", one.split("-")[1]]
@@ -282,8 +334,13 @@ def calibrate(machine: Machine, work: Path, job: str) -> tuple[dict[str, str], f
             check=True,
         )
         iterations[one] = str(json.loads(done.stdout)["iterations"])
-    solo = run(Outside(machine, work / "solo"), 1, 0, 3.0, iterations, job=job)["units_per_s"][0]
-    return iterations, float(solo)
+    if not load.service.startswith("burner-"):
+        alone = load._replace(n_jobs=0, mean_us=TRIAL_US, seconds=TRIAL_S)
+        times = run(Outside(machine, work / "trial"), alone, iterations)["requests_ms"]
+        load = load._replace(request_us=round(1000 * statistics.median(times), 1))
+    one_job = load._replace(n_jobs=1, mean_us=0, seconds=3.0)
+    solo = run(Outside(machine, work / "solo"), one_job, iterations)["units_per_s"][0]
+    return iterations, load, float(solo)
 
 
 def _gpu(machine: Machine) -> dict[str, Any]:
@@ -306,6 +363,12 @@ def main(argv: list[str] | None = None) -> int:
     ways = [way.name for way in (*ALONE, *BESIDE)]
     parser.add_argument("--job", default=JOB, help="what the jobs do: burner-US, resnet18, ...")
     parser.add_argument(
+        "--service", default=SERVICE, choices=(SERVICE, *MODELS), help="what a request is"
+    )
+    parser.add_argument(
+        "--services", type=int, nargs="+", default=[1], help="how many share the requests"
+    )
+    parser.add_argument(
         "--guarantees", type=int, nargs="+", default=[None],
         help="of the service, in percent, each in an arm of its own; the jobs share the rest",
     )  # fmt: skip
@@ -317,52 +380,59 @@ def main(argv: list[str] | None = None) -> int:
     shutil.rmtree(args.output, ignore_errors=True)
     args.output.mkdir(parents=True)
     report: dict[str, Any] = {"arms": [], "run": describe_run(), "unit_us": UNIT_US, "units": UNITS}
-    report["job"] = args.job
+    report |= {"job": args.job, "service": args.service}
     try:
         machine = find_machine(args, args.output / "machine", args.build)
         with contextlib.closing(machine):
-            iterations, solo = calibrate(machine, args.output, args.job)
-            report |= {"gpu": _gpu(machine), "solo_units_per_s": solo}
-            for mean_us, way, n_jobs, guarantee in plan(args):
-                label = label_of(mean_us, n_jobs, way.name, guarantee)
-                machine.work = args.output / label
-                with open_arm(machine, args.output / label / "arm", way.scheduling) as arm:
-                    got = run(
-                        arm,
-                        n_jobs,
-                        mean_us,
-                        args.seconds,
-                        iterations,
-                        job=args.job,
-                        guarantee=guarantee,
-                        service_quota=way.service,
-                    )
-                got |= {"arm": way.name, "jobs": n_jobs, "mean_us": mean_us}
-                if guarantee is not None:
-                    got["guarantee"] = guarantee
-                report["arms"].append(got)
-                row = show(list(summarise(report).values())[-1])
-                share = "" if guarantee is None else f"{guarantee}/{100 - guarantee}"
-                what = f"every {mean_us / 1000:g} ms, {n_jobs} jobs, {way.name:8} {share:5}"
-                print(what, row, flush=True)
-                keep(args.output, report)  # the arms that follow may take long
+            measure(args, machine, report)
     except (MachineError, TidegateError, VdriverError, subprocess.SubprocessError) as e:
         print(f"latency: {e}", file=sys.stderr)
         return 1
     return 0
 
 
-def plan(args: argparse.Namespace) -> Iterator[tuple[int, Way, int, int | None]]:
-    """Yield each arm: mean time between requests in us, way, number of jobs and guarantee."""
-    for mean_us in args.mean_us:
+def measure(args: argparse.Namespace, machine: Machine, report: dict[str, Any]) -> None:
+    """Run all arms, and keep what each of them gives."""
+    kind = args.service if args.service == SERVICE else f"service-{args.service}"
+    if machine.kind == "simulated" and kind != SERVICE:
+        raise MachineError(f"the service {args.service} needs a real GPU and PyTorch")
+    base = Load(0, 0, args.seconds, args.job, kind)
+    iterations, base, solo = calibrate(machine, args.output, base)
+    report |= {"gpu": _gpu(machine), "solo_units_per_s": solo, "request_us": base.request_us}
+    report["iterations"] = iterations
+    for way, load in plan(args, base):
+        got = {"arm": way.name, "jobs": load.n_jobs, "mean_us": load.mean_us}
+        got |= {"services": load.n_services} if load.n_services > 1 else {}
+        got |= {"guarantee": load.asked} if load.asked is not None else {}
+        label = label_of(got)
+        machine.work = args.output / label
+        with open_arm(machine, args.output / label / "arm", way.scheduling) as arm:
+            got |= run(arm, load, iterations, way.service)
+        report["arms"].append(got)
+        row = show(list(summarise(report).values())[-1])
+        share = "" if load.asked is None else f"{load.asked}/{100 - load.asked}"
+        many = f"{load.n_services} services, " if load.n_services > 1 else ""
+        what = f"every {load.mean_us / 1000:g} ms, {many}{load.n_jobs} jobs, {way.name:8} {share:5}"
+        print(what, row, flush=True)
+        keep(args.output, report)  # the arms that follow may take long
+
+
+def plan(args: argparse.Namespace, base: Load) -> Iterator[tuple[Way, Load]]:
+    """Yield how each arm shares the GPU, and what runs in it."""
+    for mean_us, n_services in itertools.product(args.mean_us, args.services):
         alone = [(way, 0) for way in ALONE]
         beside = [(way, n) for n in args.jobs for way in BESIDE]
         for way, n_jobs in (*alone, *beside):
             if way.name not in args.ways:
                 continue
             is_shared = n_jobs > 0 and way.scheduling is not None
-            for guarantee in args.guarantees if is_shared else [None]:
-                yield mean_us, way, n_jobs, guarantee
+            for asked in args.guarantees if is_shared else [None]:
+                yield (
+                    way,
+                    base._replace(
+                        n_jobs=n_jobs, mean_us=mean_us, n_services=n_services, asked=asked
+                    ),
+                )
 
 
 def keep(output: Path, report: Mapping[str, Any]) -> None:

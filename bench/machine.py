@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -197,13 +198,19 @@ class Nvidia(Machine):
         return {}
 
     def command(self, job: str, *, inside: bool) -> list[str]:
-        """Return the PyTorch workload for a model's name, the burner for burner-<microseconds>."""
+        """Return the burner for burner-<microseconds>, and a program in PyTorch otherwise.
+
+        A model's name trains it, decode-graph decodes tokens, and service-<model> answers requests.
+        """
         if job.startswith("burner-"):
             program = "/usr/bin/burner" if inside else str(self.build / "burner")
             return burner_command(program, job, self.iterations)
         folder = Path("/workload") if inside else ROOT / "examples/workloads"
         if job == "decode-graph":
             return [sys.executable, str(folder / "torch_decode.py")]
+        if job.startswith("service-"):
+            model = job.removeprefix("service-")
+            return [sys.executable, str(folder / "torch_service.py"), "--model", model]
         return [sys.executable, str(folder / "torch_workload.py"), "--model", job, *self.options]
 
     def remember(self, job: str, answer: dict[str, Any]) -> None:
@@ -290,6 +297,22 @@ class Nvidia(Machine):
         for path in reversed(self._mounted):
             subprocess.run(["umount", "-l", str(path)], check=False)
         self._layers.rmdir()
+
+
+def wait_set_up(root: Path, started: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait until every workload has reported that it is set up.
+
+    Workload i has the directory i of `root`, with its `--wait-file` begin and its output.
+    """
+    deadline = time.monotonic() + 240
+    while len(list(root.glob("*/begin.ready"))) < len(started):
+        for i, process in enumerate(started):
+            if process.poll() is not None:
+                last = (root / str(i) / "output").read_text(errors="replace").strip()[-200:]
+                raise MachineError(f"a workload ended before its work: {last}")
+        if time.monotonic() > deadline:
+            raise MachineError("a workload was not ready within 240 s")
+        time.sleep(0.02)
 
 
 def burner_command(program: str, job: str, iterations: Mapping[str, str]) -> list[str]:

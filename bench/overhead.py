@@ -54,8 +54,8 @@ BESIDE = ("launch-median",)
 TITLES = {
     "alone": "alone",
     "within": "alone, both in one process",
-    "beside": "while somebody else waits",
-    "within_beside": "while somebody else waits, both in one process",
+    "beside": "while another container waits",
+    "within_beside": "while another container waits, both in one process",
 }
 """The parts of a report."""
 

@@ -44,6 +44,8 @@ class Container:
     exit: int
     progress: Progress
     profile: Profile
+    without: Progress | None = None
+    """The same job beside the others' without Tidegate."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +75,7 @@ def build_report(
     """Return the report over `span` (nanoseconds; default: while all containers ran)."""
     begin, end = span or common_span([one.progress for one in containers])
     quota = {one.name: one.compute for one in containers}
+    before = span_without(containers)
     errors = {
         label: mean_abs_error_pp(shares(containers, width, (begin, end)), quota)
         for label, width in WINDOWS.items()
@@ -87,6 +90,11 @@ def build_report(
                 "memory_limit": one.memory_limit,
                 "memory_peak": one.memory_peak,
                 "exit": one.exit,
+                **(
+                    {"without": round(100 * one.without.share(*before), 3)}
+                    if one.without and before
+                    else {}
+                ),
             }
             for one in containers
         ],
@@ -106,17 +114,36 @@ def build_report(
     }
 
 
+def span_without(containers: Sequence[Container]) -> tuple[int, int] | None:
+    """Return the time in which all ran without Tidegate; None if they did not."""
+    runs = [one.without for one in containers if one.without]
+    if not runs:
+        return None
+    begin, end = common_span(runs)
+    settle = min(NS_PER_S, (end - begin) // 4)
+    return begin + settle, end
+
+
 def sample_progress(containers: Sequence[Container], span: tuple[int, int]) -> dict[str, Any]:
     """Return each container's progress in steps of 10 ms: the work done in each, in microseconds.
 
     Rounding errors are carried over, so that sums over any number of steps are exact to a
     microsecond.
     """
+    samples = _sample({one.name: one.progress for one in containers}, span)
+    before = span_without(containers)
+    if before:
+        runs = {one.name: one.without for one in containers if one.without}
+        samples["without"] = _sample(runs, before)
+    return samples
+
+
+def _sample(runs: Mapping[str, Progress], span: tuple[int, int]) -> dict[str, Any]:
     begin, end = span
     sampled = {}
-    for one in containers:
-        edges = [round(one.progress.at(t) / 1000) for t in range(begin, end + 1, SAMPLE_NS)]
-        sampled[one.name] = [after - before for before, after in itertools.pairwise(edges)]
+    for name, run in runs.items():
+        edges = [round(run.at(t) / 1000) for t in range(begin, end + 1, SAMPLE_NS)]
+        sampled[name] = [after - before for before, after in itertools.pairwise(edges)]
     return {"begin_ns": begin, "step_ns": SAMPLE_NS, "work_us": sampled}
 
 
@@ -134,34 +161,46 @@ def chart_of(report: Mapping[str, Any], samples: Mapping[str, Any]) -> Chart:
     gpu, quota = report["gpu"], {one["name"]: one for one in report["containers"]}
     step = samples["step_ns"]
     delivered = {label: sampled_shares(samples, width) for label, width in WINDOWS.items()}
+    before = {
+        label: sampled_shares(samples["without"], width) if "without" in samples else {}
+        for label, width in WINDOWS.items()
+    }
     series = []
-    seconds = 0.0
+    seconds = earlier = 0.0
     for name, work in samples["work_us"].items():
         lines = {
             label: [
                 ((index + 0.5) * width / NS_PER_S, 100 * share)
-                for index, share in enumerate(delivered[label][name])
+                for index, share in enumerate(
+                    [*before[label].get(name, ()), *delivered[label][name]],
+                    -len(before[label].get(name, ())),
+                )
             ]
             for label, width in WINDOWS.items()
         }
         one = quota[name]
         seconds = max(seconds, len(work) * step / NS_PER_S)
+        earlier = max(earlier, float(len(before["1s"].get(name, ()))))
         note = f"quota {one['compute']:g} %, got {one['delivered']:.1f} %"
         series.append(Series(name, lines["1s"], note, lines["100ms"], one["compute"]))
     kind = "a simulated GPU" if gpu["kind"] == "simulated" else f"one {gpu['name']}"
     errors = {label: one["mean_abs_error_pp"] for label, one in report["windows"].items()}
     told = "; ".join(f"{one.name}: {one.note}" for one in series)
+    first = "Before 0 s without Tidegate. " if earlier else ""
+    where = f"{kind}. {first}" if first else f"{kind}, driver {gpu['driver']}. "
     return Chart(
         title="Delivered GPU time",
         subtitle=(
-            f"{len(series)} containers on {kind}, driver {gpu['driver']}. Mean distance from the "
-            f"quota: {errors['1s']:.2f} points in 1 s windows, {errors['100ms']:.2f} in 100 ms"
+            f"{len(series)} containers on {where}Mean distance from the quota: "
+            f"{errors['1s']:.2f} points in 1 s windows, {errors['100ms']:.2f} in 100 ms"
         ),
-        description=f"Share of the GPU delivered to each container over {seconds:.0f} s. {told}.",
+        description=(
+            f"Share of the GPU delivered to each container over {seconds:.0f} s. {first}{told}."
+        ),
         x_label="time, s",
         y_label="share of the GPU",
         y_unit=" %",
-        x_range=(0.0, seconds),
+        x_range=(-earlier, seconds),
         series=series,
         key=(("thick", "1 s windows"), ("thin", "100 ms windows"), ("dashed", "quota")),
     )
@@ -186,16 +225,19 @@ def size(count: int) -> str:
 
 def render_table(report: Mapping[str, Any]) -> str:
     """Return the report as text for a terminal."""
-    head = ("container", "quota", "delivered", "memory peak", "memory limit", "exit")
+    is_compared = any("without" in one for one in report["containers"])
+    without = ["without"] if is_compared else []
+    head = ["container", "quota", *without, "delivered", "memory peak", "memory limit", "exit"]
     rows = [
-        (
+        [
             one["name"],
             f"{one['compute']:g} %",
+            *([f"{one.get('without', 0):.2f} %"] if is_compared else []),
             f"{one['delivered']:.2f} %",
             size(one["memory_peak"]),
             size(one["memory_limit"]),
             str(one["exit"]),
-        )
+        ]
         for one in report["containers"]
     ]
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
@@ -215,6 +257,7 @@ def render_table(report: Mapping[str, Any]) -> str:
             line(["-" * width for width in widths]),
             *map(line, rows),
             "",
+            *(["without: the same jobs at the same time, without Tidegate"] if is_compared else []),
             (
                 f"distance from the quota: {errors['1s']:.2f} points in windows of 1 s, "
                 f"{errors['100ms']:.2f} in windows of 100 ms"

@@ -1,7 +1,7 @@
-"""The first section of docs/benchmarks.md: the aims, and what was reached on a GPU.
+"""The first section of docs/benchmarks.md: the aims, and the figures reached on a real GPU.
 
 An aim is a bound on a figure of one arm or suite. Every result of a real GPU that has the arm gives
-a value of the figure; the newest one counts, and the others show how much it varies between runs.
+a value of the figure. The newest value counts. The others show how much it varies between runs.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from typing import Any
 AIMS_HEAD = """\
 ## Aims
 
-What was aimed at, and what was reached on a real GPU: by the newest result that has the arm, and
-beside it between which figures all of them lie. Points and percent are of the GPU where nothing
-else is said, and work is what a container does in proportion to what it does alone.
+Each row gives an aim and the figure that was reached on a real GPU. "Reached" is the figure of the
+newest result that has the arm. "In all results" is the range over all results that have it. Points
+and percent are of the GPU unless stated otherwise. Work is what a container does relative to what
+it does alone.
 """
 
 TITLES = ("figure", "aim", "reached", "in all results", "met")
 
 Results = Mapping[str, Mapping[str, Any]]
 Figure = Callable[[Mapping[str, Any]], float | None]
-"""Extracts the figure from one result; None if that result does not have it."""
+"""Extracts the figure from one result, or returns None if the result does not have it."""
 
 
 @dataclass(frozen=True)
 class Aim:
-    """One bound: `figure` is at least `least`, or at most `most`."""
+    """One bound: `figure` has to be at least `least`, or at most `most`."""
 
     words: str
     suite: str
@@ -48,7 +49,7 @@ class Aim:
 
 
 def _of(arm: str, take: Callable[[Mapping[str, Any]], float | None]) -> Figure:
-    """Return the figure that `take` finds in an arm's summary."""
+    """Return a figure that `take` computes from the summary of an arm."""
 
     def figure(result: Mapping[str, Any]) -> float | None:
         found = result["summary"].get(arm)
@@ -66,14 +67,14 @@ def _total(arm: str) -> Figure:
 
 
 def _tight(result: Mapping[str, Any]) -> float | None:
-    """Return by how much the container that is furthest behind exceeds its quota, 49/32/16."""
+    """Return the least value of work minus quota, in points, over the containers with 49/32/16."""
     return _of(
         "tight", lambda s: min(d - q for d, q in zip(s["delivered"], (49, 32, 16), strict=True))
     )(result)
 
 
 def _alone(result: Mapping[str, Any]) -> float | None:
-    """Return how far a container alone is from its cap at most, in percent of the cap."""
+    """Return the largest distance of a lone container's work from its cap, in percent of it."""
     summary = result["summary"]
     caps = (10, 50, 90)
     if not all(f"alone-{cap}" in summary for cap in caps):
@@ -82,7 +83,10 @@ def _alone(result: Mapping[str, Any]) -> float | None:
 
 
 def _beside(result: Mapping[str, Any]) -> float | None:
-    """Return what 50 % next to one to four neighbours with 10 % loses at most, in percent of it."""
+    """Return the largest loss of a container with 50 % beside one to four neighbours with 10 %.
+
+    The loss is in percent of the container's share.
+    """
     lost: list[float] = [
         (50 - arm["delivered"][0]) / 50 * 100
         for name, arm in result["summary"].items()
@@ -92,7 +96,10 @@ def _beside(result: Mapping[str, Any]) -> float | None:
 
 
 def _shape(name: str) -> Figure:
-    """Return how far that form of work, at 30 % next to a container with 70 %, is off its quota."""
+    """Return the distance from the quota of a form of work, in points.
+
+    The container has a quota of 30 % and runs beside one with 70 %.
+    """
     return _of(f"shape-{name}", lambda s: abs(s["delivered"][0] - 30))
 
 
@@ -110,7 +117,7 @@ SHAPES = {
 
 
 def _processor(result: Mapping[str, Any]) -> float | None:
-    """Return the percentage of a core for the governor and all helper threads, 32 containers."""
+    """Return the processor time of governor and helpers with 32 containers, percent of a core."""
     arm = result["raw"].get("arms", {}).get("many")
     return float(100 * sum(arm["processors"].values())) if arm else None
 
@@ -125,9 +132,14 @@ AIMS = (
     Aim(
         "the same over 100 ms, 95th percentile", "quota", _error("thirds", "100ms", "p95"), most=3.5
     ),
-    Aim("49/32/16: the furthest behind its quota, points", "quota", _tight, least=-0.5),
-    Aim("alone at 10, 50 and 90 %: off by, percent of it", "quota", _alone, most=2),
-    Aim("50 % beside up to four with 10 %: lost, percent of it", "quota", _beside, most=3),
+    Aim("49/32/16: container furthest behind its quota, points", "quota", _tight, least=-0.5),
+    Aim(
+        "alone at 10, 50 and 90 %: distance from the cap, percent of the cap",
+        "quota",
+        _alone,
+        most=2,
+    ),
+    Aim("50 % beside up to four with 10 %: loss, percent of its share", "quota", _beside, most=3),
     Aim("4 x 25 %, units of 50 us: sum, percent", "quota", _total("four-50us"), least=97),
     Aim("4 x 25 %, units of 0.5 ms: sum, percent", "quota", _total("four-500us"), least=97),
     Aim(
@@ -152,13 +164,13 @@ AIMS = (
         "`mps`: the same, 95th percentile", "quota", _error("mps-thirds", "100ms", "p95"), most=1.2
     ),
     Aim(
-        "elastic: work over what no idle GPU would do, percent",
+        "elastic: work, percent of the time in which a container had work",
         "quota",
         _of("elastic", lambda s: 100 * s["of_ideal"]),
         least=95,
     ),
     Aim(
-        "elastic: seconds in which an owner got too little",
+        "elastic: windows of 1 s in which a container got too little",
         "quota",
         _of("elastic", lambda s: s["short_windows"]),
         most=0,
@@ -170,43 +182,46 @@ AIMS = (
         most=1,
     ),
     *(
-        Aim(f"{words} at 30 % beside 70 %: off by, points", "quota", _shape(name), most=1)
+        Aim(
+            f"{words} at 30 % beside 70 %: distance from 30 %, points",
+            "quota",
+            _shape(name),
+            most=1,
+        )
         for name, words in SHAPES.items()
     ),
     Aim(
-        "a new quota is there after, ms",
+        "time until a new quota is reached, ms",
         "quota",
         _of("settle-quota", lambda s: s["settle"]["reached_longest_ms"]),
         most=200,
     ),
     Aim(
-        "a holder is stopped: the next one runs after, ms",
+        "a holder is stopped: time until the next one runs, ms",
         "quota",
         _of("stopped", lambda s: s["stall"]["longest_ms"]),
         most=20,
     ),
     Aim(
-        "a holder is killed: the next one runs after, ms",
+        "a holder is killed: time until the next one runs, ms",
         "quota",
         _of("killed", lambda s: s["stall"]["longest_ms"]),
         most=20,
     ),
     Aim("32 containers: governor and helpers, percent of a core", "quota", _processor, most=19),
+    Aim("alone at 100 %: slowdown of a training step, percent", "step", _slower("train"), most=0.3),
     Aim(
-        "alone at 100 %: a training step is slower by, percent", "step", _slower("train"), most=0.3
-    ),
-    Aim(
-        "alone at 100 %: a decoded token (graph) is slower by, percent",
+        "alone at 100 %: slowdown of a decoded token (graph), percent",
         "step",
         _slower("decode-graph"),
         most=0.3,
     ),
 )
-"""The aims for GPU time, in the order in which they are shown."""
+"""The aims for GPU time, in the order of the rows on the page."""
 
 
 def found_for(aim: Aim, results: Results) -> list[tuple[str, float]]:
-    """Return date and figure of each result of a real GPU that has the figure, the oldest first."""
+    """Return dates and values of a figure in results of a real GPU that have it, oldest first."""
     found = []
     for result in results.values():
         if result["suite"] != aim.suite or result["gpu"]["kind"] == "simulated":
@@ -218,7 +233,7 @@ def found_for(aim: Aim, results: Results) -> list[tuple[str, float]]:
 
 
 def rows_of(results: Results, aims: Sequence[Aim] = AIMS) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each aim: what, bound, reached, in all results, met."""
+    """Yield a row for each aim, with the columns of TITLES."""
     for aim in aims:
         found = found_for(aim, results)
         if not found:

@@ -1,7 +1,7 @@
-"""docs/benchmarks.md from bench/results/*.json; nothing else writes it.
+"""Generate docs/benchmarks.md from bench/results/*.json. Nothing else writes that page.
 
-`python -m bench.report_docs` writes the page and its figures; `--check` fails if they are stale.
-The section of a suite is a function of its results; SECTIONS is the table of them.
+`python -m bench.report_docs` writes the page and its figures. `--check` fails if they are stale.
+Each suite has a function that adds its section from its results. SECTIONS lists these functions.
 """
 
 from __future__ import annotations
@@ -24,100 +24,134 @@ from bench.report_quota import DRAWN, QUOTA, chart_of_arm, row_of
 from bench.report_quota import HEAD as QUOTA_HEAD
 
 HEAD = """\
-<!-- Written by `python -m bench.report_docs` from bench/results/*.json: change nothing here. -->
+<!-- Written by `python -m bench.report_docs` from bench/results/*.json. Do not edit. -->
 
 # Benchmarks
 
 Every figure on this page comes from a file in `bench/results`, which holds the raw data, the
 command, the commit and the machine. `python -m bench.run --suite NAME --from DIR` makes such a
-file of what a run (`python -m bench.demo`, `bench.quota`, ...) left in DIR, and
-`python -m bench.report_docs` makes this page.
+file from the output of a run (`python -m bench.demo`, `bench.quota`, ...) in DIR.
+`python -m bench.report_docs` makes this page from the files.
 """
 
 SHARES = """\
 ## Delivered shares
 
-Each job stamps the end of every unit of its work (at most 2 ms) with the GPU's clock. Run alone, it
-shows what a unit takes; beside others, finished units are worth that time. Delivered share is
-progress over time. It uses neither the governor's books nor the driver's utilisation figure. The
-error is the mean distance between delivered share and quota over all windows, averaged over the
-containers, in percentage points.
+Each job stamps the end of every unit of its work (at most 2 ms) with the GPU's clock. A run of the
+job alone shows how long a unit takes. In a run beside other jobs, each finished unit counts for
+that time.
+
+The delivered share is this progress divided by the time that passed. Neither the governor's own
+accounting nor the driver's utilisation figure is used. The error is the mean distance between
+delivered share and quota over all windows, averaged over the containers, in percentage points.
 """
 
 
 MIRROR = """\
 ## The mirror of a driver
 
-`python -m bench.mirror` holds every library and program of a node's driver against readelf,
-mirrors it from nothing and asks again, each time as the whole command `tidegate refresh`, has
-`tidegate verify` load each library with the mirror alone on the search path, and starts containers
-that have no driver but the mirror. Times are medians.
+`python -m bench.mirror` does the following. Times are medians.
+
+- It compares every library and program of a node's driver with the output of readelf.
+- It mirrors the driver from scratch and then refreshes the mirror. Each of these runs is a complete
+  `tidegate refresh` command.
+- It runs `tidegate verify`, which loads each library with only the mirror on the search path.
+- It starts containers that have no driver other than the mirror.
 """
 
 OVERHEAD = """\
 ## What a call costs
 
 `python -m bench.overhead` runs one C program natively and in a container with a quota, in turn
-(A B B A), each time as a new process. A run's figure is the median of its batches of calls; the
-difference is the median over the pairs of runs, with the 95 % interval of a bootstrap of the
-pairs. `alloc-1000` is `cuMemAlloc` and `cuMemFree` with 1,000 blocks alive, and so on; `load` is a
-process's `dlopen` of libcuda.so.1; `look-up-ours` is `cuGetProcAddress` of a function that the
-control library replaces. "Both in one process" is one governed process that has our library and
-the original behind it and calls each in turn, so that no process differs from another. Over the
-stub, a driver whose functions return at once, the difference is the control library's own cost,
-without a container around it. `launch` is the mean over a batch of calls, `launch-median` the
-median call; `alloc-async` is cuMemAllocAsync and cuMemFreeAsync, `alloc` cuMemAlloc and cuMemFree,
-with so many live blocks as the name says, `memory-info` is cuMemGetInfo, `look-up-ours` and
-`look-up` are cuGetProcAddress of a function that Tidegate stands in front of and of another, `load`
-is dlopen. Alone the container has the GPU to itself; while somebody else waits its grants end. A
-difference is the median of differences, not the difference of the medians beside it.
+(A B B A), each time as a new process. The figure of a run is the median of its batches of calls.
+The difference is the median of the differences of the pairs of runs, which is not the difference
+of the medians beside it. The 95 % interval is a bootstrap of the pairs.
+
+- `launch` is the mean over a batch of launches, `launch-median` the median launch.
+- `alloc-async` is `cuMemAllocAsync` and `cuMemFreeAsync`.
+- `alloc` is `cuMemAlloc` and `cuMemFree`. `alloc-1000` is the same with 1,000 live blocks, and so
+  on.
+- `memory-info` is `cuMemGetInfo`.
+- `look-up-ours` is `cuGetProcAddress` of a function that the control library replaces, `look-up`
+  the same of another function.
+- `load` is `dlopen` of libcuda.so.1 by a process.
+
+Rows with "alone" were measured while the container had the GPU to itself. Rows with "while another
+container waits" were measured with grants that end, as they do when another container wants the
+GPU. Rows with "both in one process" were measured in one governed process that has the control
+library and the original libcuda behind it, and calls each in turn. This excludes differences
+between processes.
+
+The stub is a driver whose functions return at once. The difference over the stub is the control
+library's own cost, without a container around it.
 """
 
 HOOK = """\
 ## What a start costs
 
-`python -m bench.hook` runs a static program under runc and crun, in turn without a hook, with a
-hook in C that does nothing, with ours in a container that asks for nothing, with ours in one that
-asks for a share, and both by `tidegate-runtime`. The programs are the C ones with the
-[fork server](reference/runtime.md#the-fork-server) behind them. The figures are the median of the
-differences to the start without a hook in the same round. Then containers that ask for a share are
-started eight at a time. The aims are 5 ms for a container that asks for nothing and 30 ms for one
-that asks for a share.
+`python -m bench.hook` runs a static program under runc and crun, in turn in these ways:
+
+- "alone": without a hook.
+- "trivial": with a hook in C that does nothing.
+- "asks not": with Tidegate's hook, in a container that asks for nothing.
+- "governed": with Tidegate's hook, in a container that asks for a share.
+- "wrapper asks not" and "wrapper governed": the same two under `tidegate-runtime`.
+
+Hook and runtime are the C programs with the [fork server](reference/runtime.md#the-fork-server)
+behind them. "ms more" is the median of the differences from the start without a hook in the same
+round. After that, containers that ask for a share are started eight at a time.
+
+The aims are 5 ms for a container that asks for nothing and 30 ms for one that asks for a share.
 """
 
 STARTS_BY_ENGINE = """\
 ## What a start costs with each engine
 
-`python -m tests.container.start_times` starts one container at a time with real engines:
-natively, by Tidegate's runtime or hooks in a container that asks for nothing, and in one that
-asks for a share, in all orders in turn. A start lasts from the engine's command, or the first CRI
-call, to its return with the container running. The figures are the medians of the differences to
-the native start of the same round, with their standard error. The aims are 5 ms for a container
-that asks for nothing and 30 ms for one that asks for a share.
+`python -m tests.container.start_times` starts one container at a time with real engines, in three
+ways: natively, with Tidegate's runtime or hooks in a container that asks for nothing, and with them
+in a container that asks for a share. Successive rounds go through all orders of the three.
+
+A start lasts from the engine's command, or from the first CRI call, to its return with the
+container running. The figures are the medians of the differences from the native start of the same
+round, with their standard error.
+
+The aims are 5 ms for a container that asks for nothing and 30 ms for one that asks for a share.
 """
 
 LATENCY = """\
 ## Requests beside work that never ends
 
-`python -m bench.latency` has a service whose requests come by chance (Poisson, the same in every
-arm; each is 20 kernels of 0.1 ms) beside jobs that always have work, in units of 0.5 ms. `alone` is
-the service alone and `native` both, without Tidegate. `governed` is the service alone under
-Tidegate, with a cap of 70 % and the class latency. `gate`: grants at the launch divide the time;
-`hardware`: the GPU's own scheduler does. The service is guaranteed ten percent more than its
-requests take (20 % with one every 20 ms), the jobs share the rest, and all may use what is idle.
-`latency` is `hardware` with that class and the cap. Where an arm's name ends with two numbers, they
-are the guarantees of the service and of the jobs together, and the first of them replaces the rule
-above. A result whose title names a model has trainings of that model as jobs. What jobs do is in
-percent of what one of them does alone.
+`python -m bench.latency` runs a service beside jobs that always have work. The service's requests
+arrive at random (a Poisson process, the same in every arm), and each is 20 kernels of 0.1 ms. The
+jobs work in units of 0.5 ms. Where a title names a model, the requests run that model
+(`decode-graph`: tokens by CUDA graphs), or the jobs train it.
+
+The arms:
+
+- `alone`: only the service, without Tidegate.
+- `governed`: only the service, under Tidegate, with a cap of 70 % and the class `latency`.
+- `native`: the service and the jobs, without Tidegate.
+- `gate`: grants at the launch divide the time.
+- `hardware`: the GPU's own scheduler divides the time.
+- `latency`: as `hardware`, and the service has the class `latency` and the cap.
+
+The service is guaranteed ten points more of the GPU than its requests take (20 % with a request
+every 20 ms). The jobs share the rest, and all containers may use idle time. Two numbers at the end
+of an arm's name are the guarantees of the service and of all jobs together; the first of them
+replaces this rule. Several services share the requests and the guarantee.
+
+The work of the jobs is given in percent of what one job does alone.
 """
 
 RESTARTS = """\
 ## A governor that is killed
 
-`python -m bench.restarts` kills the governor with SIGKILL again and again under the GPU's own
-scheduler, while three containers with caps of 45, 30 and 15 % always have work, and starts the next
-one at once or up to 3 s later. A container that has used its cap is switched off until the period
-ends, so each pauses without a kill as well. The longest pauses count from the kill to one second
+`python -m bench.restarts` repeatedly kills the governor with SIGKILL under the GPU's own scheduler,
+and starts the next governor at once or up to 3 s later. Meanwhile three containers with caps of
+45, 30 and 15 % always have work.
+
+A container that has used its cap is switched off until the period ends, so each container pauses
+without a kill as well. The longest pauses with kills are measured from the kill until one second
 after the next governor answers.
 """
 
@@ -125,24 +159,28 @@ PROGRAMS = """\
 ## Programs, alone and governed
 
 `python -m bench.programs` runs each program natively, and then in a container with a quota of
-memory and 50 % of the GPU's time. Exit status, named checks, values and printed lines are compared:
-"the same" is the same to the bit, otherwise within the program's own tolerance. Launches, replaced
-look-ups and the peak of charged memory are what the governor counted for the container.
+memory and 50 % of the GPU's time. It compares the exit status, named checks, values and printed
+lines. "The same" means the same to the bit; otherwise the difference is within the program's own
+tolerance. Launches, replaced look-ups and the peak of charged memory are what the governor counted
+for the container.
 """
 
 STEP = """\
 ## What a step costs
 
-`python -m bench.overhead --step` has one process native and one in a container that is alone and
-has the whole GPU. Both are warm and stay on the same processors; in turn (A B B A) each takes steps
-for a fifth of a second while the other sits still. Two processes differ for as long as they live,
-by up to a percent, whoever runs in them: so there are several rounds, each with new ones. Of a turn
-the median step counts, because the machine is shared and takes the processor away now and then (the
-mean where a result has no median).
-Slower is the mean over the rounds of the median of a round's pairs, the bound the one below which
-it lies with 95 % confidence (a bootstrap of the rounds and of the pairs in them). `train` is a step
-of a transformer, `decode` a token of a model of 24 layers in eager mode, some 300 launches, which
-waits for the host, and `decode-graph` the same token as one CUDA graph.
+`python -m bench.overhead --step` compares a native process with a process in a container that is
+alone and has the whole GPU. Both are warm and stay on the same processors. In turn (A B B A), each
+process takes steps for a fifth of a second while the other is idle. The figure of a turn is its
+median step, because the machine is shared and sometimes takes the processor away. Results without
+a median have the mean instead.
+
+Any two processes differ by up to a percent for as long as they live, whichever program they run.
+Therefore there are several rounds, each with new processes. "Slower" is the mean over the rounds
+of the median of a round's pairs. The true value lies below the upper bound with 95 % confidence
+(a bootstrap of the rounds and of the pairs in them).
+
+`train` is a step of a transformer. `decode` is a token of a model of 24 layers in eager mode, some
+300 launches, and is limited by the host. `decode-graph` is the same token as one CUDA graph.
 """
 
 
@@ -150,7 +188,7 @@ STARTS = WAYS[1:]
 
 
 class Page:
-    """The page's text so far, and its figures by name."""
+    """The text and the figures of the page, which the sections add to."""
 
     def __init__(self) -> None:
         self.parts: list[str] = []
@@ -161,7 +199,7 @@ class Page:
         self.parts.append(text.strip("\n"))
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> None:
-        """Add a table; `align` has one letter per column, l or r."""
+        """Add a table. `align` has one letter for each column, l or r."""
         rule = ["---:" if side == "r" else "---" for side in align]
         self.add("\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows)))
 
@@ -177,7 +215,7 @@ class Page:
 
 
 def where(result: Mapping[str, Any]) -> str:
-    """Return one line on the origin of a result."""
+    """Return a line with a result's command, commit, date and machine."""
     machine = result["machine"]
     commit = result["commit"]
     short = commit if commit == "unknown" else f"{commit[:12]}{commit[40:]}"
@@ -221,9 +259,9 @@ def add_shares(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
         errors = {label: one["mean_abs_error_pp"] for label, one in summary["windows"].items()}
         refused = summary["refused"]
         page.add(
-            f"Error {errors['1s']:.2f} points in windows of 1 s, {errors['100ms']:.2f} in windows "
-            f"of 100 ms. An allocation of {size(refused['requested'])} under a limit of "
-            f"{size(refused['limit'])}: `{refused['result']}`."
+            f"The error is {errors['1s']:.2f} points in windows of 1 s and {errors['100ms']:.2f} "
+            f"in windows of 100 ms. An allocation of {size(refused['requested'])} under a limit of "
+            f"{size(refused['limit'])} returns `{refused['result']}`."
         )
         chart = chart_of({**summary, "gpu": gpu}, result["raw"]["progress"])
         page.figure(f"{stem}.svg", chart.description, render(chart))
@@ -231,7 +269,7 @@ def add_shares(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
 
 
 def add_quota(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
-    """Add a table for each run, and figures of some of its arms."""
+    """Add a table for each run, and the figures of the arms in DRAWN."""
     page.add(QUOTA)
     for stem, result in results.items():
         gpu, arms = result["gpu"], result["raw"]["arms"]
@@ -306,7 +344,7 @@ def add_overhead(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
 
 
 def add_programs(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
-    """Add a table for each run, with the differences below it."""
+    """Add a table for each run, and below it the differences that were found."""
     page.add(PROGRAMS)
     for result in results.values():
         gpu, found = result["gpu"], result["summary"]["programs"]
@@ -357,20 +395,26 @@ def add_step(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
 MEMORY = """\
 ## A memory quota under attack
 
-`python -m bench.memory`: processes of one container allocate and free at random, in eight threads
-each and in every way there is, and some are killed. What is used of the GPU is asked of the
-driver's own NVML every 10 ms or a little later; what a context takes and NVML attributes to nobody
-is left out, for each process that there may be. Then one process takes all it can.
+`python -m bench.memory` runs processes in one container that allocate and free memory at random, in
+eight threads each and in every possible way. Some of them are killed. After that, one process
+takes all the memory that it can get.
+
+The used memory of the GPU is read from the driver's own NVML every 10 ms or slightly less often.
+Memory that a context takes and that NVML attributes to no process is left out, once for each
+process that can exist.
 """
 
 JUDGE = """\
 ## Every function of the driver API
 
-`python -m tests.gpu.judge` calls each function that `cuda.h` declares, natively and under a
-quota, and looks by other means than ours at what it does: memory by NVML, GPU time by events of
-the original driver. What takes memory has to move the container's account, what works has to pass
-the gate or be counted. "Found within a second" is what the driver takes by itself, which the
-governor finds by NVML. The account must have at least half of what moved, in its direction.
+`python -m tests.gpu.judge` calls each function that `cuda.h` declares, natively and under a quota.
+It observes the effect by means that do not depend on Tidegate: memory by NVML, GPU time by events
+of the original driver.
+
+A call that takes memory has to change the container's account, by at least half of what NVML saw
+and in the same direction. A call that makes the GPU work has to pass the gate or be counted.
+"Found within a second" lists calls for which the driver takes memory on its own. The governor
+finds that memory through NVML.
 """
 
 
@@ -448,15 +492,16 @@ def add_starts(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
 
 
 def add_judge(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
-    """Add the numbers of each run, and what they mean."""
+    """Add the verdicts of each run, with the reasons of the calls that prove nothing."""
     page.add(JUDGE)
     for result in results.values():
         one, gpu = result["summary"], result["gpu"]
         page.add(f"### {gpu['name']}, driver {gpu['driver']}, {result['date'][:10]}")
         page.add(
-            f"{one['functions']} functions, {one['calls']} calls of them: {one['proven']} calls do"
-            f" as they should ({len(one['untimed'])} of them without a look at GPU time),"
-            f" {len(one['failed'])} failed, {len(one['unproven'])} prove nothing here."
+            f"{one['functions']} functions in {one['calls']} calls. {one['proven']} calls"
+            f" behave as required; the GPU time of {len(one['untimed'])} of them was not measured."
+            f" {len(one['failed'])} calls failed, and {len(one['unproven'])} prove nothing on this"
+            " machine."
         )
         if one["failed"]:
             page.add("\n".join(f"- failed: {name}" for name in one["failed"]))
@@ -474,7 +519,7 @@ def add_judge(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
 
 
 def add_gangs(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
-    """Add the tables of each run, and what failed in it."""
+    """Add the tables of each run, and the parts of it that failed."""
     page.add(GANGS)
     for stem, result in results.items():
         gpu = result["gpu"]
@@ -489,20 +534,23 @@ def add_gangs(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
 
 
 def add_latency(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
-    """Add a row for each arm of each run, and say where an arm without Tidegate is better."""
+    """Add a row for each arm of each run, with times also as multiples of the arm `alone`."""
     page.add(LATENCY)
     for stem, result in results.items():
-        job = result["configuration"].get("job", "burner")
-        page.add(f"### {stem}" + ("" if job.startswith("burner") else f", {job}"))
+        title = f"### {stem}"
+        for key, what in (("service", "requests of"), ("job", "beside")):
+            name = result["configuration"].get(key, "burner")
+            title += "" if name.startswith("burner") else f", {what} {name}"
+        page.add(title)
         arms = list(zip(result["raw"]["arms"], result["summary"].values(), strict=True))
-        alone = {arm["mean_us"]: one for arm, one in arms if arm["arm"] == "alone"}
+        alone = {_load_of(arm): one for arm, one in arms if arm["arm"] == "alone"}
         rows = [
             (
                 f"{arm['mean_us'] / 1000:g} ms",
                 str(arm["jobs"]),
                 _name_of(arm),
                 *(
-                    f"{one[key]:.2f} ({one[key] / alone[arm['mean_us']][key]:.2f})"
+                    f"{one[key]:.2f} ({one[key] / alone[_load_of(arm)][key]:.2f})"
                     for key in ("mean_ms", "p99_ms")
                 ),
                 " ".join(f"{job:.1f}" for job in one["jobs"]),
@@ -518,9 +566,14 @@ def add_latency(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
         page.add(where(result))
 
 
+def _load_of(arm: Mapping[str, Any]) -> tuple[int, int]:
+    return arm["mean_us"], arm.get("services", 1)
+
+
 def _name_of(arm: Mapping[str, Any]) -> str:
-    guarantee = arm.get("guarantee")
-    return arm["arm"] if guarantee is None else f"{arm['arm']} {guarantee}/{100 - guarantee}"
+    guarantee, n = arm.get("guarantee"), arm.get("services", 1)
+    name = f"{arm['arm']}, {n} services" if n > 1 else arm["arm"]
+    return name if guarantee is None else f"{name} {guarantee}/{100 - guarantee}"
 
 
 def add_restarts(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
@@ -531,8 +584,8 @@ def add_restarts(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
         page.add(f"### {stem}")
         down = max(kill["down_ms"] for kill in raw["kills"])
         page.add(
-            f"{result['gpu']['name']}, {len(raw['kills'])} kills; the next governor was started "
-            f"{down / 1000:.1f} s after the kill at most."
+            f"{result['gpu']['name']}, {len(raw['kills'])} kills. The next governor was started at "
+            f"most {down / 1000:.1f} s after the kill."
         )
         rows = [
             (f"{share} %", f"{quiet:.0f} ms", f"{killed:.0f} ms")
@@ -562,7 +615,7 @@ SECTIONS: dict[str, Callable[[Page, Mapping[str, dict[str, Any]]], None]] = {
 
 
 def build_page(results: Mapping[str, dict[str, Any]]) -> Page:
-    """Return the page from results by file stem, the newest of each suite first."""
+    """Return the page from results by file stem. Each section has its newest result first."""
     page = Page()
     page.add(HEAD)
     if any(one["gpu"]["kind"] != "simulated" for one in results.values()):
@@ -576,12 +629,12 @@ def build_page(results: Mapping[str, dict[str, Any]]) -> Page:
 
 
 def results_below(root: pathlib.Path) -> list[pathlib.Path]:
-    """Return the files of all results that are kept."""
+    """Return the files of all results in bench/results."""
     return sorted((root / "bench" / "results").glob("*.json"))
 
 
 def plan_files(root: pathlib.Path) -> dict[pathlib.Path, str]:
-    """Return every file that follows from the results below `root`, with its content."""
+    """Return the page and its figures with their content, from the results below `root`."""
     found = results_below(root)
     if not found:
         return {}
@@ -592,14 +645,16 @@ def plan_files(root: pathlib.Path) -> dict[pathlib.Path, str]:
 
 
 def stale_files(files: Mapping[pathlib.Path, str]) -> list[pathlib.Path]:
-    """Return the files that are missing or differ."""
+    """Return the files that are missing or have other content."""
     return [path for path, text in files.items() if not path.exists() or path.read_text() != text]
 
 
 def main(arguments: list[str] | None = None, root: pathlib.Path = ROOT) -> int:
-    """Write the page, or check it."""
+    """Write the page and its figures, or check that they are up to date."""
     parser = argparse.ArgumentParser(prog="python -m bench.report_docs", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing, fail when stale")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing, and fail if a file is stale"
+    )
     options = parser.parse_args(arguments)
     files = plan_files(root)
     stale = stale_files(files)

@@ -1,4 +1,4 @@
-"""The section of docs/benchmarks.md on containers with several GPUs, from bench.gangs."""
+"""The section of docs/benchmarks.md on containers with several GPUs, from `bench.gangs`."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ from typing import Any
 GANGS = """\
 ## Containers with several GPUs
 
-`python -m bench.gangs`: a job works on two GPUs and sums numbers over both (NCCL where there is
-PyTorch), in two processes or in one that has both GPUs; every sum is checked. Hogs are containers
-that always have work on one GPU. "Work" is by the stamps of the units, on each GPU's own clock,
-against the same job alone and without Tidegate; what a half of a sum waits for the other is no
-work. "Charged" is what the governor counted. "Longest" is the longest time without an iteration.
-In `restart` the governor is killed (SIGKILL) and started again: "back" is when 100 ms were first
-within 5 points of the share after it answered, "second second" the share from 1 to 2 s after.
+`python -m bench.gangs` runs a job on two GPUs that sums numbers over both. The job consists of two
+processes, or of one process that has both GPUs. It uses NCCL if PyTorch is installed. Every sum is
+checked. Hogs are containers that always have work on one GPU. The columns:
+
+- "Work": computed from the stamps of the units, on each GPU's own clock, relative to the same job
+  alone and without Tidegate. Time in which one half of a sum waits for the other is not work.
+- "Charged": what the governor counted.
+- "Longest": the longest time without an iteration.
+
+In the part `restart` the governor is killed with SIGKILL and started again. "Back" is the time from
+the new governor's first answer until the work in 100 ms was within 5 points of the share for the
+first time. "Second second" is the share from 1 to 2 s after that answer.
 """
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]], str]
 
 
 def show(value: Any, unit: str = "") -> str:
-    """Return a figure for a table; empty if there is none."""
+    """Return a figure as text for a table. It is empty if the value is None."""
     if value is None:
         return ""
     if isinstance(value, list):
@@ -31,17 +36,20 @@ def show(value: Any, unit: str = "") -> str:
 
 
 def topology_lines(part: Mapping[str, Any]) -> list[str]:
-    """Return a line on how close the GPUs are, and whether nvidia-smi agrees."""
+    """Return a line with the distances between GPUs, and whether nvidia-smi reports the same."""
     if "own" not in part:
         return []
     ways = ", ".join(f"{pair}: {way}" for pair, way in part["own"]["ways"].items())
-    words = {True: "as nvidia-smi has it", False: "nvidia-smi has it otherwise", None: "not held "
-             "against nvidia-smi"}  # fmt: skip
+    words = {
+        True: "nvidia-smi reports the same",
+        False: "nvidia-smi reports a different topology",
+        None: "not compared with nvidia-smi",
+    }
     return [f"Topology {ways}, NUMA nodes {part['own']['nodes']}: {words[part['same']]}."]
 
 
 def native_table(part: Mapping[str, Any]) -> Table:
-    """Return a row for each job alone."""
+    """Return a row for each job that ran alone, without Tidegate."""
     rows = [
         (
             name,
@@ -57,7 +65,7 @@ def native_table(part: Mapping[str, Any]) -> Table:
 
 
 def jobs_table(summary: Mapping[str, Any]) -> Table:
-    """Return a row for each job that ran with others."""
+    """Return a row for each job that ran beside other containers."""
     rows = [
         (
             f"{part}, {arm}",
@@ -106,7 +114,7 @@ def tenants_table(summary: Mapping[str, Any]) -> Table:
 
 
 def samples_table(part: Mapping[str, Any]) -> Table:
-    """Return a row for each call of a look and each number of processes."""
+    """Return a row for each NVML call of a sample and each number of processes."""
     rows = [
         (
             str(one["processes"]),
@@ -121,7 +129,7 @@ def samples_table(part: Mapping[str, Any]) -> Table:
 
 
 def tables_of(summary: Mapping[str, Any]) -> list[Table]:
-    """Return the tables of a run that have rows."""
+    """Return the tables of a run, without those that have no rows."""
     found = [
         native_table(summary.get("native", {})),
         jobs_table(summary),
@@ -132,6 +140,6 @@ def tables_of(summary: Mapping[str, Any]) -> list[Table]:
 
 
 def lines_of(summary: Mapping[str, Any]) -> list[str]:
-    """Return what is reported in words: the topology, and what failed."""
+    """Return the sentences of a run: its topology, and the parts that failed."""
     failed = [f"- {name} failed: {one['failed']}" for name, one in summary.items() if one["failed"]]
     return topology_lines(summary.get("topology", {})) + (["\n".join(failed)] if failed else [])

@@ -1,6 +1,6 @@
-"""The section of docs/benchmarks.md on GPU time: a row for each arm of `bench.quota`.
+"""The section of docs/benchmarks.md on GPU time, with a row for each arm of `bench.quota`.
 
-The text, tables and figures of the individual suites are in bench/report_suites.py.
+bench/report_suites.py has the text, tables and figures of the individual suites.
 """
 
 from __future__ import annotations
@@ -16,13 +16,19 @@ from bench.quota import windows
 QUOTA = """\
 ## GPU time, in many arrangements
 
-`python -m bench.quota`: containers side by side, each with a kernel that stamps the end of every
-unit of its work, as above. "Share" is what a container is guaranteed, with its cap where it may be
-lent more; the units are how long a kernel runs alone. Work is in percent of the GPU. The error is
-over the containers that always have work, mean and 95th percentile of all windows. "Of ideal" is
-the work done over the time in which anybody had work; "short" are windows of 1 s in which somebody
-who had work got less than his guarantee less a point. The last column is processor time of the
-governor and of the library's helper threads, in percent of one core.
+`python -m bench.quota` runs containers side by side. Each of them runs a kernel that stamps the end
+of every unit of its work, as above. The columns:
+
+- "Share, units": what each container is guaranteed, with its cap if it may be lent more, and how
+  long a unit takes alone.
+- "Work" and "sum": the work of each container and of all together, in percent of the GPU.
+- "Error": the distance between work and share, as mean and 95th percentile over all windows. It is
+  given for arms whose containers always have work and are lent no time.
+- "Of ideal": the work done, in percent of the time in which any container had work. "Short" counts
+  the windows of 1 s in which a container that had work got less than its guarantee by more than a
+  point.
+- "Governor + helpers": processor time of the governor and of the library's helper threads, in
+  percent of one core.
 """
 
 FORMS = {
@@ -33,14 +39,17 @@ FORMS = {
     "graph": "CUDA graph",
 }
 IDLE_BY_ITSELF = ("tiny", "sync", "copy")
-"""Forms of work that leave the GPU idle now and then, even if they may have all of it."""
+"""Forms of work that leave the GPU idle at times, even with all of the GPU's time available."""
 
 DRAWN = ("elastic", "bursts-strict", "thirds")
+"""Arms that have a figure if their result belongs to no suite."""
+
 WIDTH_NS = 100 * NS_PER_MS
+"""Width of the narrow windows in figures, in nanoseconds."""
 
 
 def describe_tenant(tenant: Mapping[str, Any]) -> str:
-    """Return the share of one container and how it works, in a few characters."""
+    """Return the share of one container and its kind of work, in a few words."""
     text = f"{tenant['compute']}"
     if tenant["limit"] is not None:
         text += f" to {tenant['limit']}"
@@ -64,7 +73,7 @@ def describe_arm(arm: Mapping[str, Any]) -> Iterator[str]:
 
 
 def is_saturating(arm: Mapping[str, Any]) -> bool:
-    """Return whether each container always has work and gets no more than its share."""
+    """Return whether each container always has work and may get no more than its share."""
     return not any(
         one["bursts"]
         or one["gap_us"]
@@ -76,14 +85,14 @@ def is_saturating(arm: Mapping[str, Any]) -> bool:
 
 
 def show_work(delivered: Sequence[float]) -> str:
-    """Return the work of each container of an arm; of many, the least and the most."""
+    """Return the work of each container, or the range if there are more than eight."""
     if len(delivered) > 8:
         return f"{min(delivered):.2f} to {max(delivered):.2f}"
     return " / ".join(f"{one:.2f}" for one in delivered)
 
 
 def row_of(name: str, arm: Mapping[str, Any], told: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return an arm's row."""
+    """Return the row of an arm."""
     errors = [
         f"{told[label]['mean']:.2f} / {told[label]['p95']:.2f}"
         if label in told and is_saturating(arm)
@@ -109,7 +118,7 @@ HEAD = (
 
 
 def chart_of_arm(name: str, arm: Mapping[str, Any], gpu: Mapping[str, Any]) -> Chart:
-    """Return the work of each container of an arm over time."""
+    """Return a chart of the work of each container of an arm over time."""
     series = []
     for i, tenant in enumerate(arm["tenants"]):
         lines = {

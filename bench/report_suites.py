@@ -1,6 +1,6 @@
-"""The part of each suite of `bench.quota` in the report: its text, its tables and its figure.
+"""The text, the tables and the figure of each suite of `bench.quota` in docs/benchmarks.md.
 
-All of it follows from a result's raw data and its summary; shares are percent of the GPU.
+All of them follow from the raw data and the summary of a result. Shares are percent of the GPU.
 """
 
 from __future__ import annotations
@@ -21,56 +21,67 @@ Table = tuple[Sequence[str], Sequence[tuple[str, ...]], str]
 Result = Mapping[str, Any]
 
 SEQUENCES = 8
-"""Number of sequences that the decoding of examples/workloads/torch_step.py does at once."""
+"""Number of sequences that examples/workloads/torch_step.py decodes at once."""
 
 KINDS = {"gpu": "GPU-bound", "memory": "memory-bound", "launch": "launch-bound"}
 
-NATIVE = '"Without" is the same work at the same time without Tidegate, as the GPU slices it.'
+NATIVE = (
+    '"Without" is the same work at the same time without Tidegate, shared by the time slicing of'
+    " the GPU."
+)
 
 WORDS = {
-    "table7": f"Three containers with 45, 30 and 15 %. {NATIVE}",
-    "sweep": "One container alone, with 10 to 90 % and no more than that.",
+    "table7": f"Three containers have 45, 30 and 15 %. {NATIVE}",
+    "sweep": "One container runs alone. Its guarantee is 10 to 90 %, and its cap is the same.",
     "table8": (
-        "A container with 50 % beside one to four with 10 % each, and what it lost against half of"
-        f" what it does alone, in percent of that. {NATIVE}"
+        "A container with 50 % runs beside one to four containers with 10 % each. Its loss is"
+        f" relative to half of what the container does alone, in percent of that half. {NATIVE}"
     ),
     "aggregate": (
-        "Two, four and eight containers that always have work and share all of the GPU: what they"
-        f" get done together. {NATIVE}"
+        "Two, four and eight containers always have work and share all of the GPU. The sum is the"
+        f" work that they do together. {NATIVE}"
     ),
     "elastic": (
-        "Four containers with 25 % each, which work in bursts from the same seeds: strict, where"
-        " nobody gets more than his share, and elastic, where all may be lent up to 100 %. Load is"
-        ' how much of the time each has work. "Of ideal" is the work done over the time in which'
-        f" anybody had work. {NATIVE}"
+        "Four containers with 25 % each work in bursts from the same seeds. In the strict arms, no"
+        " container gets more than its share. In the elastic arms, every"
+        " container may be lent up to 100 %. The load is the part of the time in which each"
+        ' container has work. "Of ideal" is the work done, in percent of the time in which any'
+        f" container had work. {NATIVE}"
     ),
-    "longkernels": f"Kernels of 20 ms beside such of 0.2 ms, and beside each other. {NATIVE}",
+    "longkernels": (
+        f"Kernels of 20 ms run beside kernels of 0.2 ms, and beside each other. {NATIVE}"
+    ),
     "shapes": (
-        'A container with 30 % beside one with 70 % that always has work. "Off" is how far the'
-        f" work of the first over the whole run is from 30, in points. {NATIVE}"
+        "A container with 30 % runs beside a hog, which is a container with 70 % that always has"
+        ' work. "Off" is the distance between the work of the first container over the whole run'
+        f" and 30, in points. {NATIVE}"
     ),
     "graphs": (
-        "CUDA graphs at 30 % beside a container with 70 % that always has work: 20 kernels a graph,"
-        " and the decoding of a model of 24 layers, a graph for a token of each of eight sequences."
-        f" {NATIVE}"
+        "CUDA graphs run at 30 % beside a hog, which is a container with 70 % that always has work."
+        " One kind of graph has 20 kernels. The other decodes with a model of 24 layers, and each"
+        f" graph computes a token of each of eight sequences. {NATIVE}"
     ),
     "settle": (
-        "The time from a change until a container's work in the trailing 100 ms is within 3 points"
-        ' of its new share, and stays there for half a second; "there first" is the first such'
-        " time, whatever came then. A window has so few grants in it that it may be 3 points off"
-        ' without any change; so "off" is the share of the half second that begins 200 ms after a'
-        " change, points from the new one, the most of all. `settle-quota`: its quota is set"
-        " from 30 to 60 % and back, beside one that takes what is left. `settle-neighbour`: one"
-        " that may be lent all of the GPU has 30 % while a neighbour works; changes are its first"
-        ' work and its last unit. "Outside" are later windows that were more than 3 points off all'
-        " the same."
+        "A change is settled when a container's work in the trailing 100 ms is within 3 points of"
+        " its new share and stays there for half a second. The time to settle counts from the"
+        " change.\n\n"
+        "In `settle-quota` the quota of a container is set from 30 to 60 % and back, beside a"
+        " container that takes what is left. In `settle-neighbour` a container that may be lent all"
+        " of the GPU has 30 % while a neighbour works; the changes are the neighbour's first work"
+        " and its last unit.\n\n"
+        '"There first" is the first time within 3 points, even if the work moves away again. A'
+        " window contains so few grants that it can be 3 points off without any change. For this"
+        ' reason "off" is the distance from the new share over the half second that begins 200 ms'
+        ' after a change, in points, and the largest of all changes is shown. "Outside" is the'
+        " fraction of later windows that were nevertheless more than 3 points off."
     ),
     "killed": (
         "A neighbour that works is killed (SIGKILL) or stopped (SIGSTOP) at a random time. The wait"
-        " is the longest time in the 0.3 s from then on in which a container ended no unit of its"
-        ' work, less a unit; usual waiting for a turn is in it. "With the turn before": what the'
-        " neighbour had worked until then counted, too; it has two turns in a row at times, by"
-        ' right. "Had the GPU" says how often the neighbour was the one that worked at that moment.'
+        " is the longest time in the following 0.3 s in which the remaining container ended no unit"
+        " of its work, less the time of one unit. It includes the usual wait for a turn.\n\n"
+        '"With the turn before" also counts what the neighbour had worked before the event. The'
+        " neighbour is at times entitled to two turns in a row."
+        ' "Had the GPU" counts the events at which the neighbour was the container at work.'
     ),
 }
 
@@ -87,7 +98,7 @@ def _without(told: Mapping[str, Any], key: str = "sum") -> str:
 
 
 def arms_table(result: Result) -> Table:
-    """Return a row for each arm, including its result without Tidegate if that was measured."""
+    """Return a row for each arm, with its work without Tidegate if that was measured."""
     arms = told_arms(result)
     rows = [row_of(name, arm, told) for name, arm, told in arms]
     if not any("native" in told for _, _, told in arms):
@@ -100,17 +111,17 @@ def arms_table(result: Result) -> Table:
 
 
 def told_arms(result: Result) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
-    """Return the arms of a result: name, raw data, summary."""
+    """Return the name, the raw data and the summary of each arm of a result."""
     return [(name, arm, result["summary"][name]) for name, arm in result["raw"]["arms"].items()]
 
 
 def target_loss(told: Mapping[str, Any], share: float) -> float:
-    """Return what the first container lost of its share, in percent of that share."""
+    """Return the part of its share that the first container lost, in percent of the share."""
     return 100 * (1 - float(told["delivered"][0]) / share)
 
 
 def table8(result: Result) -> list[Table]:
-    """Return the target's work and loss by the neighbours' kind and number, and every arm."""
+    """Return the target's work and loss by kind and number of its neighbours, and all arms."""
     rows = []
     for kind, words in KINDS.items():
         cells = []
@@ -130,7 +141,7 @@ def table8(result: Result) -> list[Table]:
 
 
 def elastic(result: Result) -> list[Table]:
-    """Return what lending gains at each load."""
+    """Return the gain by lending at each load."""
     rows = []
     for name, duties in LOADS.items():
         both = [result["summary"].get(one) for one in (f"{name}-strict", name)]
@@ -159,7 +170,7 @@ def elastic(result: Result) -> list[Table]:
 
 
 def shapes(result: Result) -> list[Table]:
-    """Return how far each form of work was from 30 %."""
+    """Return the distance of each form of work from its quota of 30 %."""
     rows = [
         (
             name.removeprefix("shape-"),
@@ -175,12 +186,12 @@ def shapes(result: Result) -> list[Table]:
 
 
 def tokens_per_second(arm: Mapping[str, Any], share: float) -> float:
-    """Return a decoding container's tokens per second at `share` percent of its speed alone."""
+    """Return the tokens per second of a container that decodes at `share` % of its speed alone."""
     return SEQUENCES * 1e9 / float(arm["tenants"][0]["unit_ns"]) * share / 100
 
 
 def graphs(result: Result) -> list[Table]:
-    """Return the arms, and the tokens per second of those that decode."""
+    """Return the arms, and the tokens per second of the arms that decode."""
     tables = [arms_table(result)]
     rows = []
     for name, arm, told in told_arms(result):
@@ -202,7 +213,7 @@ def graphs(result: Result) -> list[Table]:
 
 
 def settle(result: Result) -> list[Table]:
-    """Return how long changes took."""
+    """Return the time that changes took to settle."""
     rows = []
     for name, arm, told in told_arms(result):
         found = told["settle"]
@@ -230,7 +241,7 @@ def settle(result: Result) -> list[Table]:
 
 
 def killed(result: Result) -> list[Table]:
-    """Return how long a neighbour waited."""
+    """Return the waits of the remaining container."""
     rows = [
         (
             name,
@@ -308,7 +319,7 @@ def _native_work(arm: Mapping[str, Any]) -> list[float] | None:
 
 
 def draw_sweep(result: Result) -> Chart:
-    """Return delivered against guaranteed shares."""
+    """Return a chart of delivered against guaranteed shares."""
     points = sorted((arm["tenants"][0]["compute"], _work(arm)[0]) for _, arm in _arms(result))
     ideal = [(float(share), float(share)) for share, _ in points]
     series = [Series("work", [(float(a), b) for a, b in points], "", ideal)]
@@ -327,7 +338,7 @@ def _arms(result: Result) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def draw_table8(result: Result) -> Chart:
-    """Return the target's work by the number of its neighbours."""
+    """Return a chart of the target's work by the number of its neighbours."""
     series = []
     for kind in NEIGHBOURS:
         own: list[Point] = []
@@ -353,7 +364,7 @@ def draw_table8(result: Result) -> Chart:
 
 
 def draw_aggregate(result: Result) -> Chart:
-    """Return the total work by the number of containers and the length of a unit."""
+    """Return a chart of the total work by number of containers and length of a unit."""
     groups: dict[int, list[tuple[int, Mapping[str, Any]]]] = {}
     for _, arm in _arms(result):
         groups.setdefault(arm["tenants"][0]["unit_us"], []).append((len(arm["tenants"]), arm))
@@ -381,7 +392,7 @@ def draw_aggregate(result: Result) -> Chart:
 
 
 def draw_elastic(result: Result) -> Chart:
-    """Return the total work over time in the uneven arms: strict against elastic."""
+    """Return a chart of the total work over time in an uneven arm, strict and elastic."""
     arms = result["raw"]["arms"]
     name = next((one for one in reversed(LOADS) if one in arms and f"{one}-strict" in arms), None)
     chosen = [name, f"{name}-strict"] if name else list(arms)[:2]
@@ -410,7 +421,7 @@ def _over_time(work_us: Sequence[int], width_ns: int) -> list[Point]:
 
 
 def draw_shapes(result: Result) -> Chart:
-    """Return the work of each form over time."""
+    """Return a chart of the work of each form over time."""
     series = [
         Series(
             name.removeprefix("shape-"),
@@ -433,7 +444,7 @@ def draw_shapes(result: Result) -> Chart:
 
 
 def draw_settle(result: Result) -> Chart:
-    """Return the trailing 100 ms after each kind of change."""
+    """Return a chart of the work in the trailing 100 ms after each kind of change."""
     series = []
     for name, arm in _arms(result):
         shares = sorted({event["share"] for event in arm["events"]})
@@ -450,7 +461,7 @@ def draw_settle(result: Result) -> Chart:
                 for event in arm["events"]
                 if event["share"] == share
             ]
-            # One line, which goes back to the left for each change.
+            # All changes form one series: the chart begins a new line where time goes backwards.
             points = list(itertools.chain.from_iterable(lines))
             first = lines[0] if lines else []
             series.append(Series(f"to {share} %", first, name, points, float(share)))
@@ -458,14 +469,14 @@ def draw_settle(result: Result) -> Chart:
         "settle",
         result,
         series,
-        what="Work in the trailing 100 ms, behind a change",
+        what="Work in the trailing 100 ms after a change",
         x_label="time since the change, ms",
         key=(("thick", "the first"), ("thin", "all"), ("dashed", "new share")),
     )
 
 
 def draw_killed(result: Result) -> Chart:
-    """Return the wait after each event, sorted."""
+    """Return a chart of the wait after each event, sorted."""
     series = [
         Series(
             name,
@@ -480,7 +491,7 @@ def draw_killed(result: Result) -> Chart:
         "killed",
         result,
         series,
-        what="Longest wait of the one that goes on, sorted",
+        what="Longest waits of the remaining container, sorted",
         x_label="times",
         y_label="wait",
         y_unit=" ms",
@@ -500,12 +511,12 @@ CHARTS: dict[str, Callable[[Result], Chart]] = {
 
 
 def draw(suite: str, result: Result) -> str:
-    """Return a suite's figure as a document."""
+    """Return the figure of a suite as an SVG document."""
     return render(chart_of(suite, result))
 
 
 def chart_of(suite: str, result: Result) -> Chart:
-    """Return a suite's figure; if it has none of its own, the last arm over time."""
+    """Return the figure of a suite, or the work of its last arm over time if it has none."""
     if suite in CHARTS:
         return CHARTS[suite](result)
     name, arm = _arms(result)[-1]

@@ -357,7 +357,8 @@ def keep_report(
 
 def latency(options: argparse.Namespace) -> dict[str, Any]:
     """Requests next to endless work, from the directory of a run of bench.latency."""
-    return keep_report(options, "latency", summarise_requests, ("unit_us", "units", "job"))
+    configuration = ("unit_us", "units", "job", "service", "request_us")
+    return keep_report(options, "latency", summarise_requests, configuration)
 
 
 def restarts(options: argparse.Namespace) -> dict[str, Any]:

@@ -48,7 +48,7 @@ int main(int argc, char **argv)
     printf("{\"total\": %zu, \"runtime\": %d, \"smallest\": %d, \"largest\": %d, \"too_much\": \"%s\"}\n", total, runtime,
            smallest, largest, cudaGetErrorName(cudaMalloc(&too_much, 2 * total)));
     fflush(stdout);
-    // Whoever counts what this process did can do so until its input ends.
+    // The process waits until its input ends, so that what it did can be counted.
     while (getchar() != EOF)
         ;
     return 0;

@@ -162,8 +162,8 @@ HOOK = Command(
         Option(
             ("--governed",),
             "",
-            "the container is governed, whatever its annotations say: entered by who wrote its"
-            " devices",
+            "the container is governed, whatever its annotations say; CDI specifications"
+            " pass this option",
         ),
         Option(
             ("--claim",),

@@ -121,7 +121,7 @@ ROWS = (
             ),
             Panel(
                 "Looks at NVML that fail",
-                "Meanwhile nobody knows what memory the driver takes by itself",
+                "Until one succeeds, the memory that the driver takes by itself is not known",
                 {
                     "rate(tidegate_gpu_looks_failed_total{GPU}[I])"
                     " / rate(tidegate_gpu_looks_total{GPU}[I])": GPU

@@ -43,7 +43,7 @@ Series with a `container` label end with the container; until then they do not g
 its processes end. Sums over containers lose what ended: for a GPU or the node take the series
 without that label, which count on from the governor's start. `gpu` is the GPU's UUID, `index` its
 number on the node, `container` the id that the runtime gave. Under Kubernetes `namespace` and `pod`
-say whose it is, and `claim` (NAMESPACE/NAME) from which claim it has its quota; elsewhere they are
+name its pod, and `claim` (NAMESPACE/NAME) the claim that its quota comes from; elsewhere they are
 empty. Containers that use the same shares of a claim are one series, by the one that came first.
 
 A wait for a grant begins when the governor sees that a container wants the GPU and ends with its

@@ -34,7 +34,7 @@ NO_FAILURE, FAILURES = 0, 1
 HEAD = """\
 # Rules of the hook
 
-The hook runs as root beside an image that somebody else wrote, and so does what edits config.json
+The hook runs as root beside an image that it does not trust, and so does what edits config.json
 in front of it. R1 to R16 come from the CVEs that NVIDIA's toolkit and runc had in the same place.
 Each rule has tests that mount the attack over runc and crun, and mutants: patches that take the
 rule out of the code, which the tests have to notice.

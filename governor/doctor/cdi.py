@@ -79,11 +79,11 @@ def fresh(node: Node) -> Iterator[Finding]:
     found = files(node)
     for file in found:
         if file.fault is not None:
-            yield warning(f"{file.fault}: engines leave it out", f"rm {file.path}")
+            yield warning(f"{file.fault}: engines ignore the file", f"rm {file.path}")
         elif is_ours(file):
             yield from _examine(node, file)
     if not any(is_ours(file) for file in found):
-        yield note(f"no CDI file of Tidegate's in {' or '.join(DIRECTORIES)}", GENERATE)
+        yield note(f"Tidegate has no CDI file in {' or '.join(DIRECTORIES)}", GENERATE)
 
 
 def _examine(node: Node, file: CdiFile) -> Iterator[Finding]:
@@ -101,14 +101,15 @@ def _examine(node: Node, file: CdiFile) -> Iterator[Finding]:
             stages.add(str(hook.get("hookName")))
             if not hook.get("env"):
                 yield wrong(
-                    f"{file.path}: a hook has no env: an image's environment may reach it", GENERATE
+                    f"{file.path}: a hook has no env: the image's environment may reach it",
+                    GENERATE,
                 )
     for path in sorted(programs):
         yield examine_program(node, path, f"{file.path}:")
     if stages and "poststop" not in stages:
         yield warning(
-            f"{file.path} tells the hook of no container's end (no hook poststop): what a start "
-            "makes in a container's layer stays there",
+            f"{file.path} has no hook poststop, which reports a container's end: what a start "
+            "creates in a container's layer stays there",
             GENERATE,
         )
     lacking = (
@@ -131,5 +132,5 @@ def _stale(node: Node, path: str, device: dict[str, Any]) -> str | None:
     if stat.S_ISCHR(status.st_mode) and all(isinstance(number, int) for number in wanted):
         number = os.major(status.st_rdev), os.minor(status.st_rdev)
         if number != wanted:
-            return f"{path} is {number[0]}:{number[1]}, it says {wanted[0]}:{wanted[1]}"
+            return f"{path} is {number[0]}:{number[1]}, the file says {wanted[0]}:{wanted[1]}"
     return None

@@ -102,8 +102,8 @@ def examine(node: Node, ids: Iterable[str] = CHECKS) -> Iterator[Examined]:
                 yield Examined(
                     name,
                     note(
-                        "this is a container of a pod: engines, hooks and CDI are the node's, and"
-                        " are looked at with --root /proc/1/root where the pod has hostPID"
+                        "this is a pod's container: engines, hooks and CDI belong to the node, and"
+                        " are examined with --root /proc/1/root if the pod has hostPID"
                     ),
                 )
             continue
@@ -113,9 +113,7 @@ def examine(node: Node, ids: Iterable[str] = CHECKS) -> Iterator[Examined]:
         except UnseenError as e:
             yield Examined(name, unseen(e.message, e.remedy))
         except BrokenError as e:
-            yield Examined(
-                name, wrong(str(e), "correct the file: who reads it starts nothing with it")
-            )
+            yield Examined(name, wrong(str(e), "correct the file: the programs that read it fail"))
         except Exception as e:  # noqa: BLE001 - one check does not stop the others
             # A mistake of ours, or a node that differs from what we expected.
             text = " ".join(str(e).split())[:200]

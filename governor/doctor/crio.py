@@ -56,7 +56,7 @@ def starts(node: Node) -> Iterator[Finding]:
     for fault, remedy in faults:
         yield wrong(f"CRI-O does not start: {fault}", remedy)
     if not faults:
-        yield ok(f"CRI-O finds all that {crio_config.MAIN} and {crio_config.DROP_INS} name")
+        yield ok(f"CRI-O finds everything that {crio_config.MAIN} and {crio_config.DROP_INS} name")
 
 
 def _hooks(node: Node, config: Configuration) -> Iterator[tuple[str, str]]:
@@ -72,15 +72,15 @@ def _hooks(node: Node, config: Configuration) -> Iterator[tuple[str, str]]:
             hook = (document or {}).get("hook")
             program = PurePosixPath(str(hook.get("path") if isinstance(hook, dict) else ""))
             yield (
-                f"{path} names the stage {stages[0][:40]}, which is not CRI-O's",
+                f"{path} names the stage {stages[0][:40]}, which CRI-O does not know",
                 f"rm {path} && tidegate setup podman"
                 if program.name.startswith(f"{NAME}-")
-                else f"take {directory} out of CRI-O's hooks_dir, or move the file",
+                else f"remove {directory} from CRI-O's hooks_dir, or move the file",
             )
 
 
 def handler(node: Node) -> Iterator[Finding]:
-    """Check whether CRI-O has the handler `tidegate`, and the wrapper has CRI-O's own runtime."""
+    """Check whether CRI-O has the handler `tidegate`, whose wrapper executes CRI-O's runtime."""
     config = configuration(node)
     if config is None:
         yield note(NOT_HERE)

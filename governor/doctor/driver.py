@@ -27,7 +27,7 @@ QUERY = (
 
 @dataclass(frozen=True)
 class Gpu:
-    """What the kernel module says of a GPU, by its PCI address."""
+    """What the kernel module reports about a GPU, by its PCI address."""
 
     address: str
     uuid: str
@@ -47,12 +47,12 @@ def gpus(node: Node) -> tuple[Gpu, ...]:
 
 
 def needs_none(node: Node) -> str | None:
-    """Return why this node needs no kernel module of NVIDIA's, None if it needs one."""
+    """Return why this node does not need NVIDIA's kernel module, None if it needs it."""
     kind = kind_of_mirror(node)
     if kind == "simulated":
         return "the mirror's driver is the simulated GPU's, which has no kernel module"
     if kind == "wsl" or node.stat("/dev/dxg") is not None:
-        return "WSL 2: the driver's kernel half is Windows'"
+        return "WSL 2: the driver's kernel part belongs to Windows"
     return None
 
 
@@ -65,25 +65,25 @@ def _module(node: Node) -> str | None:
 
 
 def module(node: Node) -> Iterator[Finding]:
-    """Check whether the kernel module runs, and in which version."""
+    """Check whether the kernel module is loaded, and report its version."""
     version = _module(node)
     why = needs_none(node)
     if version is not None:
         kind = (
             "open" if "Open Kernel Module" in (node.read(MODULE_VERSION) or "") else "proprietary"
         )
-        yield ok(f"NVIDIA's {kind} kernel module {version} runs; GPUs: {len(gpus(node))}")
+        yield ok(f"NVIDIA's {kind} kernel module {version} is loaded; GPUs: {len(gpus(node))}")
     elif why is not None:
         yield ok(why)
     elif node.stat("/sys/module/nvidia") is not None:
         yield wrong(
-            f"the kernel module nvidia is loaded, and {MODULE_VERSION} says no version",
+            f"the kernel module nvidia is loaded, but {MODULE_VERSION} has no version",
             "journalctl -k --grep NVRM, then reload the module",
         )
     else:
         yield wrong(
-            "no kernel module of NVIDIA's runs",
-            "modprobe nvidia (install the driver first where that finds none)",
+            "NVIDIA's kernel module is not loaded",
+            "modprobe nvidia (if there is no such module, install the driver first)",
         )
 
 
@@ -93,7 +93,7 @@ def libraries(node: Node) -> Iterator[Finding]:
     from vdriver.errors import VdriverError
 
     if kind_of_mirror(node) == "simulated":
-        yield note("the mirror's driver is the simulated GPU's, whose directory is named by hand")
+        yield note("the mirror's driver is the simulated GPU's; its directory is given by hand")
         return
     try:
         driver = find_driver(node.root)
@@ -105,9 +105,9 @@ def libraries(node: Node) -> Iterator[Finding]:
 
 
 def nodes(node: Node) -> Iterator[Finding]:
-    """Check whether the device nodes exist that programs open."""
+    """Check whether the device nodes that programs open exist."""
     if needs_none(node) is not None or _module(node) is None:
-        yield note("without a kernel module of NVIDIA's there are no device nodes")
+        yield note("there are no device nodes without NVIDIA's kernel module")
         return
     numbers = {
         fields[1]: int(fields[0])
@@ -125,11 +125,13 @@ def nodes(node: Node) -> Iterator[Finding]:
         make = f"nvidia-modprobe {'-u ' * path.endswith('-uvm')}-c {minor}"
         status = node.stat(path)
         if status is None:
-            yield wrong(f"{path} is missing, programs find no GPU", make)
+            yield wrong(f"{path} is missing: programs find no GPU", make)
         elif not stat.S_ISCHR(status.st_mode):
-            yield wrong(f"{path} is no character device", f"rm {path} && {make}")
+            yield wrong(f"{path} is not a character device", f"rm {path} && {make}")
         elif major is None:
-            yield wrong(f"{path} is there, and its module nvidia-uvm is not", "modprobe nvidia-uvm")
+            yield wrong(
+                f"{path} exists, but its module nvidia-uvm is not loaded", "modprobe nvidia-uvm"
+            )
         elif (found := _number(status)) != (major, minor):
             yield wrong(
                 f"{path} is {found[0]}:{found[1]}, the kernel says {major}:{minor}",
@@ -137,8 +139,8 @@ def nodes(node: Node) -> Iterator[Finding]:
             )
         elif status.st_mode & 0o006 != 0o006:
             yield warning(
-                f"{path} has mode {stat.S_IMODE(status.st_mode):03o}: programs that are not root's "
-                "find no GPU",
+                f"{path} has mode {stat.S_IMODE(status.st_mode):03o}: programs of users "
+                "other than root find no GPU",
                 f"chmod 0666 {path}, and NVreg_DeviceFileMode=0666 for the module",
             )
         else:
@@ -154,10 +156,10 @@ def _number(status: os.stat_result) -> tuple[int, int]:
 def links(node: Node) -> Iterator[Finding]:
     """Check whether systemd can name the devices: without /dev/char it forgets them on a reload."""
     if node.stat("/run/systemd/system") is None:
-        yield note("systemd does not run here: nobody asks for links in /dev/char")
+        yield note("systemd does not run here: no links in /dev/char are needed")
         return
     if node.stat("/dev/nvidiactl") is None:
-        yield note("without device nodes there is nothing to link to")
+        yield note("there are no device nodes that need a link")
         return
     lacking = [
         name
@@ -179,7 +181,7 @@ def links(node: Node) -> Iterator[Finding]:
 
 
 class NothingToAskError(Exception):
-    """There is no GPU of NVIDIA's to ask about; the message says why."""
+    """There is no NVIDIA GPU to examine; the message says why."""
 
 
 def _of_gpus(
@@ -200,9 +202,11 @@ def _of_gpus(
 
 
 def _smi(node: Node) -> list[list[str]]:
-    """Return what nvidia-smi says of each GPU: index, UUID, MIG, compute mode, persistence."""
+    """Return what nvidia-smi reports per GPU: index, UUID, MIG, compute mode, persistence."""
     if (why := needs_none(node)) is not None or _module(node) is None:
-        raise NothingToAskError(why or "without a kernel module of NVIDIA's nothing is asked")
+        raise NothingToAskError(
+            why or "nvidia-smi is not run: NVIDIA's kernel module is not loaded"
+        )
     # NVML itself could hang on a GPU that fell off the bus. A process can be abandoned.
     rows = [[cell.strip() for cell in row.split(",")] for row in node.run(*QUERY).splitlines()]
     return [row for row in rows if len(row) == QUERY[1].count(",") + 1]
@@ -214,11 +218,11 @@ def mig(_node: Node, rows: list[list[str]]) -> Iterator[Finding]:
     cut = [index for index, _, mode, *_ in rows if mode == "Enabled"]
     for index in cut:
         yield warning(
-            f"GPU {index} has MIG enabled: Tidegate shares whole GPUs, and gives no instances",
-            f"nvidia-smi -i {index} -mig 0, or leave the GPU to others",
+            f"GPU {index} has MIG enabled: Tidegate shares whole GPUs, not instances",
+            f"nvidia-smi -i {index} -mig 0, or do not share this GPU",
         )
     if not cut:
-        yield ok("no GPU is cut up by MIG")
+        yield ok("MIG is not enabled on any GPU")
 
 
 @_of_gpus
@@ -250,7 +254,7 @@ def persistence(node: Node, rows: list[list[str]]) -> Iterator[Finding]:
             "systemctl enable --now nvidia-persistenced",
         )
     else:
-        yield ok("the GPUs stay initialised while nobody uses them")
+        yield ok("the GPUs stay initialised while no program uses them")
 
 
 def mps(node: Node) -> Iterator[Finding]:
@@ -273,13 +277,13 @@ def mps(node: Node) -> Iterator[Finding]:
             seen += 1
         else:
             yield warning(
-                f"process {pid} is an MPS daemon of somebody else's ({pipe}): its clients use a "
-                "GPU outside of all quotas",
+                f"process {pid} is an MPS daemon that is not the governor's ({pipe}): its clients "
+                "use a GPU outside of all quotas",
                 f"echo quit | CUDA_MPS_PIPE_DIRECTORY={pipe} nvidia-cuda-mps-control",
             )
             return  # the daemon and its server are one installation
     if hidden:
-        yield unseen(f"whose {hidden} MPS daemons are", AS_ROOT)
+        yield unseen(f"whether {hidden} MPS daemons are the governor's", AS_ROOT)
     else:
         yield ok("the MPS daemons are the governor's" if seen else "no MPS daemon runs")
 

@@ -54,7 +54,7 @@ def _version(node: Node, program: str) -> Iterator[Finding]:
     try:
         said = node.run(path, "--version")
     except UnseenError as e:
-        raise UnseenError(f"{path} is there; its version is not known: {e.message}") from e
+        raise UnseenError(f"{path} exists, but its version is not known: {e.message}") from e
     version = parse_version(said)
     yield ok(f"{path}, {'.'.join(map(str, version)) if version else said.strip()[:80]}")
 
@@ -70,7 +70,7 @@ nerdctl = partial(_version, program="nerdctl")
 def examine_wrapper(
     node: Node, path: object, what: str, remedy: str, *, elsewhere: bool = False
 ) -> Finding:
-    """Check that what an engine runs is the wrapper runtime, and can be run.
+    """Check that the program that an engine runs is the wrapper runtime, and is executable.
 
     `elsewhere`: the wrapper may have settings of its own.
     """
@@ -92,7 +92,7 @@ def _unhooked(node: Node, path: str, what: str) -> Finding | None:
     if hook != HOOK or own == HOOK or node.stat(HOOK) is not None or node.stat(own) is None:
         return None
     return wrong(
-        f"{what}, {path} enters the hook {HOOK}, which is missing",
+        f"{what}: {path} enters the hook {HOOK}, which is missing",
         f"write `hook {own}` to {CONFIG}",
     )
 
@@ -101,7 +101,7 @@ def _unhooked(node: Node, path: str, what: str) -> Finding | None:
 
 
 def docker_info(node: Node) -> dict[str, Any] | None:
-    """Return what dockerd says of itself, None if it does not answer."""
+    """Return the output of `docker info`, None if dockerd does not answer."""
     client = node.find("docker")
     if client is None:
         return None
@@ -132,11 +132,12 @@ def docker_version(node: Node) -> Iterator[Finding]:
         return
     found = f"{said}: docker run --annotation came with {ANNOTATIONS_SINCE}.0"
     if wrapper_settings(node).environment == "allow":
-        yield note(f"{found}; the environment stands for annotations ({CONFIG})")
+        yield note(f"{found}; environment variables replace annotations ({CONFIG})")
     else:
         yield warning(
             found,
-            f"install Docker {ANNOTATIONS_SINCE} or newer, or have `environment allow` in {CONFIG}",
+            f"install Docker {ANNOTATIONS_SINCE} or newer, or write "
+            f"`environment allow` to {CONFIG}",
         )
 
 
@@ -153,7 +154,7 @@ def docker_runtime(node: Node) -> Iterator[Finding]:
         yield note(f"{DAEMON_JSON} has no runtime {NAME}", "tidegate setup docker")
     elif info is not None and not running:
         yield wrong(
-            f"{DAEMON_JSON} has the runtime {NAME}, and dockerd has not read it yet",
+            f"{DAEMON_JSON} has the runtime {NAME}, but dockerd has not read it yet",
             "systemctl reload docker",
         )
     else:
@@ -161,11 +162,11 @@ def docker_runtime(node: Node) -> Iterator[Finding]:
         given = running.get("runtimeArgs") or named.get("runtimeArgs")
         yield examine_wrapper(node, path, what, "tidegate setup docker", elsewhere=bool(given))
         if info is not None and running and not named:
-            yield note(f"dockerd has the runtime {NAME} from elsewhere than {DAEMON_JSON}")
+            yield note(f"dockerd has the runtime {NAME}, which is not from {DAEMON_JSON}")
 
 
 def docker_labels(node: Node) -> Iterator[Finding]:
-    """Check whether a container of Docker's asks by labels, which no runtime sees."""
+    """Check whether a Docker container requests a GPU by labels, which no runtime sees."""
     client = node.find("docker")
     if client is None:
         yield note("Docker is not installed (docker)")
@@ -182,18 +183,18 @@ def docker_labels(node: Node) -> Iterator[Finding]:
             yield warning(
                 f"Docker's container {name} has the label {ours[0]}, which no runtime sees: it runs"
                 " without a GPU and without a quota",
-                "write it below annotations: in the compose file (Compose 2.26), or as docker run"
-                " --annotation, and make the container anew",
+                "write it below annotations: in the compose file (Compose 2.26 or newer), or use"
+                " docker run --annotation, and recreate the container",
             )
     if quiet:
-        yield ok(f"no container of Docker's asks by a label below {PREFIX}")
+        yield ok(f"no Docker container has a label below {PREFIX}")
 
 
 # containerd
 
 
 class Containerd(NamedTuple):
-    """A configuration of containerd's; `whole` if it includes its defaults and all imports.
+    """A configuration of containerd; `whole` if it includes its defaults and all imports.
 
     `files` are the documents that it is made of, by path; the last one takes precedence.
     """
@@ -240,7 +241,7 @@ def cri_runtimes(document: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def names_default(document: dict[str, Any]) -> bool:
-    """Return whether a file of containerd's says which handler is the default."""
+    """Return whether a file of containerd sets the default handler."""
     plugins = table(document, "plugins")
     return any(
         "cri" in name.split(".") and "default_runtime_name" in table(plugins, name, "containerd")
@@ -249,7 +250,7 @@ def names_default(document: dict[str, Any]) -> bool:
 
 
 def passes(patterns: tuple[str, ...], name: str) -> bool:
-    """Return whether an annotation matches a pattern of containerd's; `*` ends at a slash."""
+    """Return whether an annotation matches a pattern of containerd; `*` ends at a slash."""
     parts = name.split("/")
     return any(
         len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted))
@@ -270,7 +271,7 @@ def containerd_handler(node: Node) -> Iterator[Finding]:
         ):
             yield note(
                 f"{path} disables CRI, as Docker's package does: there are no handlers",
-                "take cri out of disabled_plugins if Kubernetes is to use it",
+                "remove cri from disabled_plugins if Kubernetes uses this containerd",
             )
             continue
         handlers, default = cri_runtimes(document)
@@ -280,7 +281,7 @@ def containerd_handler(node: Node) -> Iterator[Finding]:
             yield wrong(
                 f"{path}: the default handler {default} is not among {', '.join(handlers)}: "
                 "containers that name no handler do not start",
-                f"write [plugins.<CRI>.containerd.runtimes.{default}] beside the others",
+                f"write [plugins.<CRI>.containerd.runtimes.{default}] next to the other handlers",
             )
         handler = table(handlers, NAME)
         if not handler:
@@ -295,7 +296,7 @@ def containerd_handler(node: Node) -> Iterator[Finding]:
         if lacking:
             yield wrong(
                 f'{path}: {" and ".join(lacking)} of the handler {NAME} lack "{PREFIX}*": '
-                "containers start, and without a GPU",
+                "containers start, but without a GPU",
                 "tidegate setup containerd",
             )
     if not here:
@@ -326,7 +327,7 @@ def _handler(node: Node, handler: dict[str, Any], what: str) -> Iterator[Finding
         yield examine_program(node, str(hook["path"]), f"{what}, by {spec},")
         if not strings(hook.get("env")):
             yield wrong(
-                f"{spec}: a hook has no env: an image's environment may reach it",
+                f"{spec}: a hook has no env: the image's environment may reach it",
                 f"{remedy} --base-spec",
             )
 
@@ -349,13 +350,13 @@ def any_engine(node: Node) -> Iterator[Finding]:
         except (UnseenError, BrokenError):
             continue  # its own check reports it
     if any(is_ours(hook) for hook in files(node)):
-        ready.append("whoever reads oci-hooks(5)")
+        ready.append("engines that read oci-hooks(5)")
     if our_files(node):
-        ready.append("whoever is asked for a CDI device")
+        ready.append("engines that support CDI")
     if ready:
         yield ok(f"Tidegate is set up for {', '.join(ready)}")
     else:
         yield warning(
-            "no engine is set up for Tidegate: containers get a GPU by a bundle's own hook only",
+            "no engine is set up for Tidegate: containers get a GPU only by a bundle's hook",
             "tidegate setup docker, podman, containerd or crio",
         )

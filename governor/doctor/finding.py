@@ -11,9 +11,9 @@ class State(StrEnum):
 
     OK = "ok"
     NOTE = "note"  # neither right nor wrong, for instance an engine that is not used
-    UNSEEN = "unseen"  # it could not be looked at, so nothing is said of it
+    UNSEEN = "unseen"  # it could not be examined, so nothing is known about it
     WARNING = "warning"  # containers start, but something else suffers, or will
-    WRONG = "wrong"  # containers do not start, go ungoverned, or others could become root by it
+    WRONG = "wrong"  # containers do not start or run ungoverned, or another user could become root
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Finding:
 
 
 class UnseenError(Exception):
-    """Something cannot be looked at; the message says what and why."""
+    """Something cannot be examined; the message says what and why."""
 
     def __init__(self, message: str, *, remedy: str | None = None) -> None:
         super().__init__(message)
@@ -45,7 +45,7 @@ def note(found: str, remedy: str | None = None) -> Finding:
 
 
 def unseen(found: str, remedy: str | None = None) -> Finding:
-    """Report what could not be looked at, and why."""
+    """Report what could not be examined, and why."""
     return Finding(State.UNSEEN, found, remedy)
 
 
@@ -55,5 +55,5 @@ def warning(found: str, remedy: str) -> Finding:
 
 
 def wrong(found: str, remedy: str) -> Finding:
-    """Report what stops containers, leaves them ungoverned, or lets others take over the node."""
+    """Report what stops containers, leaves them ungoverned, or lets another user become root."""
     return Finding(State.WRONG, found, remedy)

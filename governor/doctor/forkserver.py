@@ -19,11 +19,11 @@ TIMEOUT_S = 2.0
 
 
 def serves(node: Node) -> Iterator[Finding]:
-    """Check whether hooks start without an interpreter each; they work without the server, too."""
+    """Check whether the fork server starts the hooks; without it, each starts an interpreter."""
     path = f"{node.config.runtime_dir}/{SOCKET}"
     pid = _listener(node, path)
     if pid is None:
-        found = "the fork server does not run: each hook starts an interpreter, some 25 ms a start"
+        found = "the fork server does not run: each hook starts an interpreter, about 25 ms a start"
         if node.stat(UNIT) is None:
             yield note(found)
         else:
@@ -33,12 +33,12 @@ def serves(node: Node) -> Iterator[Finding]:
     if other:
         yield warning(
             f"the fork server, process {pid}, is in another {other[0]} namespace than the node's"
-            " first process: it declines what engines of the node ask",
-            "take settings that give it namespaces out of its unit's drop-ins, then systemctl"
-            " restart tidegate-forkserver",
+            " first process: it declines the requests of the node's engines",
+            "remove settings that give it namespaces from its unit's drop-ins, then"
+            " systemctl restart tidegate-forkserver",
         )
     else:
-        yield ok(f"the fork server starts hooks, process {pid}")
+        yield ok(f"the fork server, process {pid}, starts hooks")
 
 
 def _listener(node: Node, path: str) -> int | None:

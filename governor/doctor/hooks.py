@@ -47,7 +47,7 @@ def podman_dirs(node: Node) -> tuple[tuple[str, ...], str | None]:
     for path in names:
         entries = table(read_toml(node, path), "engine").get("hooks_dir")
         if isinstance(entries, list):
-            # A table in the list says whether its entries are added to those before, from here on.
+            # A table in a list says whether that list, and later ones, add to the entries before.
             append = ([e["append"] for e in entries if "append" in table(e)] or [append])[-1]
             found = [*(found if append else ()), *strings(entries)]
             by = path
@@ -89,7 +89,7 @@ def _read(node: Node, path: str) -> HookFile:
     program = hook.get("path")
     fault = None
     if document.get("version") != "1.0.0":
-        fault = f"{path} is of version {document.get('version')!r}, 1.0.0 is known"
+        fault = f"{path} has version {document.get('version')!r}, only 1.0.0 is known"
     elif not isinstance(program, str) or not program.startswith("/"):
         fault = f"{path}: hook.path is {program!r}, accepted is an absolute path"
     name = program if isinstance(program, str) else ""
@@ -113,12 +113,12 @@ def in_force(node: Node) -> Iterator[Finding]:
             yield from _examine(node, hook)
         elif node.stat(hook.program) is None:
             yield warning(
-                f"{hook.path} names {hook.program}, which is missing: Podman and CRI-O leave it "
-                "out, or start no container",
+                f"{hook.path} names {hook.program}, which is missing: Podman and CRI-O ignore "
+                "it, or start no container",
                 f"rm {hook.path}",
             )
         else:
-            yield note(f"{hook.path} has {hook.program} run")
+            yield note(f"{hook.path} runs {hook.program}")
     if not found:
         yield note(f"no hooks in {' or '.join(directories(node))}")
 
@@ -127,17 +127,17 @@ def _examine(node: Node, hook: HookFile) -> Iterator[Finding]:
     yield examine_program(node, hook.program, f"{hook.path}:")
     stages = set(strings(hook.document.get("stages")))
     if not stages & {*STAGES, "precreate", "poststop"}:
-        yield wrong(f"{hook.path} names no stage of Tidegate's: {sorted(stages)}", SETUP)
+        yield wrong(f"{hook.path} names none of Tidegate's stages: {sorted(stages)}", SETUP)
     if not strings(table(hook.document, "hook").get("env")):
         # CVE-2025-23266: without it, a hook of an older runc inherits the image's environment.
         yield wrong(
-            f"{hook.path}: hook.env is empty: an image's environment may reach the hook", SETUP
+            f"{hook.path}: hook.env is empty: the image's environment may reach the hook", SETUP
         )
     when = table(hook.document, "when")
     if when.get("always") is not True and not any(
         _matches(pattern, EXAMPLE) for pattern in table(when, "annotations")
     ):
-        yield wrong(f"{hook.path}: `when` matches no annotation of Tidegate's", SETUP)
+        yield wrong(f"{hook.path}: `when` matches none of Tidegate's annotations", SETUP)
 
 
 def _matches(pattern: str, text: str) -> bool:
@@ -150,7 +150,7 @@ def _matches(pattern: str, text: str) -> bool:
 def stages(node: Node) -> Iterator[Finding]:
     """Check whether Buildah knows the stages of all hooks that it reads."""
     if node.find("podman") is None and node.find("buildah") is None:
-        yield note("Buildah is not installed, nor Podman, which has it")
+        yield note("neither Buildah nor Podman, which contains it, is installed")
         return
     right = True
     for hook in files(node, BUILDAH):
@@ -159,7 +159,7 @@ def stages(node: Node) -> Iterator[Finding]:
             right = False
             yield wrong(
                 f"{hook.path} has the stage {unknown[0][:40]}, which Buildah does not know: "
-                "`podman build` and `buildah run` end with it",
+                "`podman build` and `buildah run` fail",
                 f"rm {hook.path} && {SETUP}"
                 if is_ours(hook)
                 else f"move it to another directory, and add that to hooks_dir in "
@@ -180,27 +180,27 @@ def podman(node: Node) -> Iterator[Finding]:
     stages = {stage for hook in ours for stage in strings(hook.document.get("stages"))}
     if not ours and elsewhere and said_by:
         yield wrong(
-            f"{said_by} has Podman look for hooks in {', '.join(looked) or 'no directory'}, and "
-            f"Tidegate's is {elsewhere[0].path}",
+            f"{said_by} makes Podman look for hooks in {', '.join(looked) or 'no directory'}, "
+            f"but Tidegate's is {elsewhere[0].path}",
             f"add {PurePosixPath(elsewhere[0].path).parent} to hooks_dir in {said_by}",
         )
     elif not ours and elsewhere:
         directory = PurePosixPath(elsewhere[0].path).parent
-        yield wrong(f"Podman by itself looks for hooks in {VENDOR}, not in {directory}", SETUP)
+        yield wrong(f"by default, Podman looks for hooks in {VENDOR}, not in {directory}", SETUP)
     elif not ours:
-        yield note("no hook of Tidegate's for Podman", SETUP)
+        yield note("Podman has no hook of Tidegate", SETUP)
     elif not stages & STAGES:
-        yield wrong(f"Podman's hook of Tidegate's runs at {sorted(stages)} only", SETUP)
+        yield wrong(f"Tidegate's hook for Podman runs only at {sorted(stages)}", SETUP)
     elif "precreate" not in stages:
         yield warning(
-            "Podman runs the hook, and nothing of Tidegate's gives the container devices "
-            "(no stage precreate): name them with --device",
+            "Podman runs the hook, but not at the stage precreate, which gives the container "
+            "device nodes: name them with --device",
             SETUP,
         )
     elif "poststop" not in stages:
         yield warning(
-            "Podman runs the hook, and tells it of no container's end (no stage poststop): what a "
-            "start makes in a container's layer stays there",
+            "Podman runs the hook, but not at the stage poststop, which reports a container's end: "
+            "what a start creates in a container's layer stays there",
             SETUP,
         )
     else:
@@ -221,7 +221,7 @@ def podman_service(node: Node) -> Iterator[Finding]:
                 service.restart,
             )
         else:
-            yield ok(f"{service.shown} has the hooks directories that are configured")
+            yield ok(f"{service.shown} uses the configured hook directories")
     for name in (
         services.unaware(node.root, str(PurePosixPath(ours[0].path).parent)) if ours else ()
     ):
@@ -231,7 +231,7 @@ def podman_service(node: Node) -> Iterator[Finding]:
             f"podman restart {name}",
         )
     if not running:
-        yield note("no service of Podman's API runs")
+        yield note("no Podman API service runs")
 
 
 def doubled(node: Node) -> Iterator[Finding]:
@@ -242,7 +242,7 @@ def doubled(node: Node) -> Iterator[Finding]:
     if handler and both:
         yield warning(
             f"CRI-O has the handler {NAME}, and finds {both[0]} as well",
-            f"rm {both[0]}; for Podman `{SETUP}` has a directory that CRI-O does not read",
+            f"rm {both[0]}; for Podman, `{SETUP}` uses a directory that CRI-O does not read",
         )
     else:
         yield ok("no engine runs the hook twice")

@@ -1,4 +1,4 @@
-"""Check the mirror of the driver: whether it serves and is intact, and has room for another."""
+"""Check the mirror of the driver: whether it is usable and intact, with room for another."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ def room(node: Node) -> Iterator[Finding]:
             continue
         free = status.f_bavail * status.f_frsize
         if status.f_flag & os.ST_RDONLY:
-            yield wrong(f"{there} is on a file system that is read-only", "mount it read-write")
+            yield wrong(f"{there} is on a read-only file system", "mount it read-write")
         elif free < least:
             yield state(
-                f"{free >> 20} MiB are free for {what} in {path}, {least >> 20} MiB are needed "
-                "at most",
-                "make room, also with tidegate gc",
+                f"{free >> 20} MiB are free for {what} in {path}, up to "
+                f"{least >> 20} MiB are needed",
+                "free some space, for example with tidegate gc",
             )
         elif status.f_files and status.f_favail < 1000:
             yield state(f"{status.f_favail} inodes are free in {path}", "remove files there")

@@ -142,7 +142,7 @@ class Node:
             fd = os.open(host, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
             try:
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
-                    raise UnseenError(f"{path} is no regular file")
+                    raise UnseenError(f"{path} is not a regular file")
                 # In small pieces: a sysctl answers ENOMEM to a read of megabytes.
                 data = b"".join(itertools.islice(iter(lambda: os.read(fd, CHUNK), b""), CHUNKS))
             finally:
@@ -183,7 +183,7 @@ class Node:
         if self.runner is not None:
             return self.runner(command)
         if not self.alive:
-            raise UnseenError(f"below {self.root} nothing is run")
+            raise UnseenError(f"no command is run for a node below {self.root}")
         return run_command(command)
 
 
@@ -201,7 +201,7 @@ def read_json(node: Node, path: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError) as e:
         raise BrokenError(f"{path} is not JSON: {e}") from e
     if not isinstance(document, dict):
-        raise BrokenError(f"{path} is no JSON object")
+        raise BrokenError(f"{path} is not a JSON object")
     return document
 
 

@@ -32,11 +32,11 @@ def _docker(node: Node) -> tuple[str, str, str]:
     written = (read_json(node, DAEMON_JSON) or {}).get(key)
     if running and running != written:
         remedy = (
-            f"{DAEMON_JSON} does not say so: take --{key} out of dockerd's command line"
+            f"{DAEMON_JSON} does not set it: remove --{key} from dockerd's command line"
             " (systemctl cat docker), systemctl restart docker"
         )
     else:
-        remedy = f"take {key} out of {DAEMON_JSON}, systemctl reload docker"
+        remedy = f"remove {key} from {DAEMON_JSON}, systemctl reload docker"
     return "Docker", str(running or written or ""), remedy
 
 
@@ -83,12 +83,12 @@ def cdi(node: Node) -> Iterator[Finding]:
     found = [file for file in cdi_files(node) if file.kind.partition("/")[0].endswith("nvidia.com")]
     for file in found:
         yield note(
-            f"{file.path}: who asks for {file.kind} gets a GPU outside of all quotas",
+            f"{file.path}: a container that requests {file.kind} gets a GPU outside of all quotas",
             f"systemctl disable --now nvidia-cdi-refresh.path nvidia-cdi-refresh.service, "
             f"rm {file.path}",
         )
     if not found:
-        yield ok("no CDI file of NVIDIA's")
+        yield ok("NVIDIA has no CDI file")
 
 
 def operator(node: Node) -> Iterator[Finding]:
@@ -97,8 +97,8 @@ def operator(node: Node) -> Iterator[Finding]:
     if node.stat(PLUGIN) is not None:
         quiet = False
         yield warning(
-            f"{PLUGIN} is there: the kubelet gives out whole GPUs that the governor shares as well",
-            "label the node nvidia.com/gpu.deploy.device-plugin=false, or take the GPUs apart",
+            f"{PLUGIN} exists: the kubelet gives out whole GPUs that the governor shares, too",
+            "label the node nvidia.com/gpu.deploy.device-plugin=false, or separate the GPUs",
         )
     inside = node.names(OPERATOR)
     if "driver" in inside and node.names(f"{OPERATOR}/driver"):
@@ -109,8 +109,8 @@ def operator(node: Node) -> Iterator[Finding]:
     if "toolkit" in inside or node.names("/usr/local/nvidia/toolkit"):
         quiet = False
         yield note(
-            "NVIDIA's operator has a toolkit installed on this node; nvidia.default-runtime says "
+            "NVIDIA's operator installed a toolkit on this node; nvidia.default-runtime says "
             "whether it is in force"
         )
     if quiet:
-        yield ok("neither NVIDIA's device plugin nor its operator")
+        yield ok("this node has neither NVIDIA's device plugin nor its operator")

@@ -58,7 +58,7 @@ def _way(node: Node, path: str) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def not_trusted(node: Node, path: str) -> str | None:
-    """Return which user but root could change what is at `path`, None if there is none.
+    """Return how a user other than root could change what is at `path`, None if none could.
 
     The file, every directory on the way, and the same behind each link are examined.
     """
@@ -89,9 +89,9 @@ def _writable(node: Node, status: os.stat_result) -> str | None:
     if stat.S_ISLNK(mode) or (stat.S_ISDIR(mode) and mode & stat.S_ISVTX):
         return None
     if mode & 0o002:
-        return f"has mode {stat.S_IMODE(mode):04o}: everybody may write it"
+        return f"has mode {stat.S_IMODE(mode):04o}: all users may write to it"
     if mode & 0o020 and status.st_gid != 0 and node.alive:
-        return f"has mode {stat.S_IMODE(mode):04o}: group {status.st_gid} may write it"
+        return f"has mode {stat.S_IMODE(mode):04o}: group {status.st_gid} may write to it"
     return None
 
 
@@ -105,12 +105,13 @@ def examine_program(node: Node, path: str, what: str, install: str = PACKAGE) ->
         return wrong(f"{what} {path} is missing", install)
     if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o111 != 0o111:
         return wrong(
-            f"{what} {path} has mode {stat.S_IMODE(status.st_mode):04o}, it cannot be run",
+            f"{what} {path} has mode {stat.S_IMODE(status.st_mode):04o}: it cannot be run",
             f"chmod 0755 {path}",
         )
     if reason := not_trusted(node, path):
         return wrong(
-            f"{what} {path} runs as root, and {reason}", "chown root: and chmod go-w what it names"
+            f"{what} {path} runs as root, and {reason}",
+            "run chown root: and chmod go-w on that path",
         )
     return ok(f"{what} {path}")
 
@@ -134,7 +135,7 @@ def programs(node: Node) -> Iterator[Finding]:
         else:
             yield warning(
                 f"{what} is not installed; this checkout has {found}",
-                f"tidegate setup ENGINE --bin-dir {CHECKOUT / 'oci_hook'} enters that one",
+                f"tidegate setup ENGINE --bin-dir {CHECKOUT / 'oci_hook'} sets up that one",
             )
 
 
@@ -154,16 +155,16 @@ def python(node: Node) -> Iterator[Finding]:
     hook = _script(node, hook) if hook else None
     text = node.read(hook) if hook else None
     if hook is None or text is None:
-        raise UnseenError(f"{HOOK} is missing, so nobody says which python3 runs it")
+        raise UnseenError(f"{HOOK} is missing, so it is not known which python3 would run it")
     line = re.match(r"#! *(/\S+)", text)
     if line is None:
-        yield wrong(f"{hook} has no line #!, the kernel does not run it", PACKAGE)
+        yield wrong(f"{hook} does not begin with #!: the kernel does not run it", PACKAGE)
         return
     interpreter = line[1]
     if node.stat(interpreter) is None:
         yield wrong(f"{interpreter}, which runs {hook}, is missing", "install python3")
         return
-    # What other users could have changed is not run.
+    # A program that other users could have changed is not run.
     if reason := not_trusted(node, interpreter):
         yield wrong(f"{interpreter} runs as root, and {reason}", "reinstall python3")
         return
@@ -177,7 +178,7 @@ def python(node: Node) -> Iterator[Finding]:
             raise
         yield wrong(
             f"{interpreter} does not run the hook: {e.message}",
-            "install all of python3's own modules (python3, not python3-minimal)",
+            "install python3's whole standard library (python3, not python3-minimal)",
         )
         return
     number = tuple(int(part) for part in re.findall(r"[0-9]+", answer)[:2])
@@ -187,7 +188,7 @@ def python(node: Node) -> Iterator[Finding]:
             "install a newer python3",
         )
     else:
-        yield ok(f"{interpreter} is Python {answer}, and has what the hook needs")
+        yield ok(f"{interpreter} is Python {answer}, and has the modules that the hook needs")
 
 
 def wrapper_settings(node: Node) -> Settings:
@@ -218,13 +219,13 @@ def low_level(node: Node) -> Iterator[Finding]:
     if settings.runtime_for:
         return
     yield warning(
-        f"there is none of {', '.join(RUNTIMES)}: the wrapper has nothing to run",
+        f"none of {', '.join(RUNTIMES)} is installed: the wrapper has no runtime",
         f"install runc, or write `runtime /its/path` to {CONFIG}",
     )
 
 
 def owners(node: Node) -> Iterator[Finding]:
-    """Check whether other users than root could change what Tidegate reads."""
+    """Check whether users other than root could change what Tidegate reads."""
     bad = False
     drop_ins = str(PATH.with_suffix(".d"))
     for path in (
@@ -234,10 +235,11 @@ def owners(node: Node) -> Iterator[Finding]:
         if node.stat(path) is not None and (reason := not_trusted(node, path)):
             bad = True
             yield wrong(
-                f"root acts on {path}, and {reason}", "chown root: and chmod go-w what it names"
+                f"root relies on {path}, and {reason}",
+                "run chown root: and chmod go-w on that path",
             )
     if not bad:
-        yield ok("configuration and state are root's alone to change")
+        yield ok("only root can change configuration and state")
 
 
 def control(node: Node) -> Iterator[Finding]:
@@ -251,7 +253,7 @@ def control(node: Node) -> Iterator[Finding]:
     if lacking:
         # A mirror in force has its own copies.
         yield (warning if kind_of_mirror(node) else wrong)(
-            f"{directory} has no {' and no '.join(lacking)}: tidegate refresh makes no mirror",
+            f"{directory} has no {' and no '.join(lacking)}: tidegate refresh cannot make a mirror",
             "install the package tidegate, or make build in a checkout",
         )
     else:

@@ -24,7 +24,7 @@ def configuration(node: Node) -> Iterator[Finding]:
     if node.config_error is not None:
         yield wrong(node.config_error.message, node.config_error.hint)
     elif not node.config_files:
-        yield ok(f"{PATH} is not there: the defaults are in force")
+        yield ok(f"{PATH} does not exist: the defaults are in force")
     else:
         what = "is accepted" if len(node.config_files) == 1 else "are accepted"
         yield ok(f"{', '.join(node.config_files)} {what}")
@@ -73,8 +73,8 @@ def answers(node: Node) -> Iterator[Finding]:
         yield ok(f"version {found}, process {answer.get('pid')}")
     else:
         yield warning(
-            f"the governor is of version {found}, this command of {ours}",
-            "install one version of both, then systemctl restart tidegate-governor",
+            f"the governor has version {found}, this command has {ours}",
+            "install the same version of both, then systemctl restart tidegate-governor",
         )
 
 
@@ -83,17 +83,17 @@ def in_force(node: Node) -> Iterator[Finding]:
     try:
         answer = _ask(node, "config")
     except RequestError:
-        yield note("the governor does not tell its configuration: it is of another version")
+        yield note("the governor cannot report its configuration: it has another version")
         return
     except TidegateError:
-        yield note("the governor does not answer, so nobody tells what is in force")
+        yield note("the governor does not answer, so the configuration in force is not known")
         return
     if answer["error"] is not None:
         refused = answer["refused"]
         when = f", since {_clock(refused['at'])}" if refused else ""
         yield warning(
-            f"{answer['error']['message']}: the governor goes on with the configuration of"
-            f" {_clock(answer['since'])}{when}, and would not start again",
+            f"{answer['error']['message']}: the governor continues with the configuration of"
+            f" {_clock(answer['since'])}{when}, and a restart would fail",
             f"correct it ({answer['error']['hint']}), then tidegate reload",
         )
         return
@@ -103,11 +103,13 @@ def in_force(node: Node) -> Iterator[Finding]:
     ):
         options = [one["option"] for one in answer["changes"] if one["effect"] in effects]
         if options:
-            yield warning(f"the governor has another {', '.join(options)} than its files", remedy)
+            yield warning(
+                f"the governor does not use its files' values of {', '.join(options)}", remedy
+            )
     if not answer["changes"]:
         files = ", ".join(answer["files"])
         yield ok(
-            f"the governor has what its files say: {files}"
+            f"the governor has the configuration of its files: {files}"
             if files
             else "the defaults are in force"
         )
@@ -122,7 +124,7 @@ def gpus(node: Node) -> Iterator[Finding]:
     try:
         answer = _ask(node, "gpus")
     except TidegateError:
-        yield note("the governor does not answer, so nobody tells of its GPUs")
+        yield note("the governor does not answer, so its GPUs are not known")
         return
     shared, open_ = answer["gpus"], []
     for gpu in shared:
@@ -141,7 +143,7 @@ def gpus(node: Node) -> Iterator[Finding]:
     for gpu in answer["left_out"]:
         yield warning(
             f"GPU {gpu['index']} is not shared: {gpu['reason']}",
-            "mend what it names, then systemctl restart tidegate-governor",
+            "fix the cause, then systemctl restart tidegate-governor",
         )
     if open_:
         yield ok(f"GPU {', '.join(map(str, open_))} is shared")
@@ -163,7 +165,8 @@ def scheduling(node: Node) -> Iterator[Finding]:
             yield warning(
                 f"GPU {gpu['index']} is shared by grants although scheduling is hardware: "
                 f"{gpu['not_steered']}",
-                "give it what it lacks (docs/howto/configure.md), or set scheduling: gate",
+                "provide what is missing (docs/troubleshooting.md), then systemctl restart "
+                "tidegate-governor, or set scheduling: gate",
             )
     at_once = [
         one
@@ -178,7 +181,7 @@ def scheduling(node: Node) -> Iterator[Finding]:
         )
     steered = [str(gpu["index"]) for gpu in gpus if gpu["uuid"] not in by_grants]
     if steered:
-        yield ok(f"the own scheduler of GPU {', '.join(steered)} divides its time")
+        yield ok(f"the hardware scheduler divides the time of GPU {', '.join(steered)}")
     elif not at_once and not any(gpu.get("not_steered") for gpu in gpus):
         yield ok("grants divide the GPUs' time")
 
@@ -188,22 +191,22 @@ def membership(node: Node) -> Iterator[Finding]:
     try:
         containers = _ask(node, "list")["containers"]
     except TidegateError:
-        yield note("the governor does not answer, so nobody tells of its containers")
+        yield note("the governor does not answer, so its containers are not known")
         return
     unknown = [str(one["id"]) for one in containers if not one.get("control_group", True)]
     if unknown:
         yield warning(
             f"the governor sees no control group of {len(unknown)} of {len(containers)} containers "
-            f"({unknown[0][:64]}): whoever reaches their sockets is registered",
+            f"({unknown[0][:64]}): every process that reaches their sockets is registered",
             "run the governor in the host's control group namespace, and start containers with "
             "control groups of their own",
         )
     else:
-        yield ok(f"each of {len(containers)} containers is known by its control group")
+        yield ok(f"each of {len(containers)} containers has a control group that the governor sees")
 
 
 def database(node: Node) -> Iterator[Finding]:
-    """Check whether a governor has set its database aside within the last days."""
+    """Check whether a governor has set its database aside in the last days."""
     directory = node.config.state_dir
     aside = [
         name
@@ -221,7 +224,7 @@ def database(node: Node) -> Iterator[Finding]:
             yield warning(
                 f"{directory}/{name}: the governor found its database {what}, "
                 f"{age / 3600:.0f} hours ago",
-                f"look after the disk, then rm {directory}/{name}*",
+                f"check the disk, then rm {directory}/{name}*",
             )
     if not late:
         old = f", {len(aside)} longer ago" if aside else ""

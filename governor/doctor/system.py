@@ -34,7 +34,7 @@ def calls(node: Node) -> Iterator[Finding]:
     release = (node.read("/proc/sys/kernel/osrelease") or "").strip()
     match = re.match(r"([0-9]+)\.([0-9]+)", release)
     if match is None:
-        yield unseen(f"/proc/sys/kernel/osrelease says {release!r}, which is no version")
+        yield unseen(f"/proc/sys/kernel/osrelease says {release!r}, which is not a version")
         return
     version = (int(match[1]), int(match[2]))
     lacking = [f"{name} ({a}.{b})" for name, (a, b) in CALLS if version < (a, b)]
@@ -48,7 +48,7 @@ def calls(node: Node) -> Iterator[Finding]:
             yield wrong(
                 f"Linux {release}: {_listed(list(refused))} refused: "
                 f"{os.strerror(next(iter(refused.values())))}",
-                "take the seccomp filter off whatever starts containers here",
+                "remove the seccomp filter from the service that starts containers here",
             )
             return
         lacking = list(refused)
@@ -64,17 +64,17 @@ def processor(node: Node) -> Iterator[Finding]:
     """Check whether loaders look into the subdirectory that the driver is mounted on."""
     found = re.search(r"^flags\s*:(.*)$", node.read("/proc/cpuinfo") or "", re.MULTILINE)
     if found is None:
-        yield unseen("/proc/cpuinfo names no flags of a processor")
+        yield unseen("/proc/cpuinfo lists no processor flags")
         return
     lacking = sorted(V2 - set(found[1].split()))
     if lacking:
         yield wrong(
-            f"the processor is below x86-64-v2 (no {_listed(lacking)}): loaders pass the driver's "
-            "directory over, and find an image's own driver, ungoverned",
-            "give the virtual machine such a processor (QEMU: -cpu host; Proxmox: type host)",
+            f"the processor is below x86-64-v2 (no {_listed(lacking)}): loaders skip the driver's "
+            "directory, and find an image's own driver, which is not governed",
+            "give the virtual machine an x86-64-v2 processor (QEMU: -cpu host; Proxmox: type host)",
         )
     else:
-        yield ok("the processor is of x86-64-v2 or above")
+        yield ok("the processor supports x86-64-v2")
 
 
 def _refused() -> Iterator[tuple[str, int]]:
@@ -114,10 +114,10 @@ def _listed(names: list[str]) -> str:
 
 
 def cgroups(node: Node) -> Iterator[Finding]:
-    """Report which control groups there are, and whether a runtime cannot use them."""
+    """Report the version of the control groups, and whether a runtime cannot use it."""
     mounts = node.read("/proc/self/mounts")
     if mounts is None:
-        raise UnseenError("/proc/self/mounts is not there")
+        raise UnseenError("/proc/self/mounts does not exist")
     rows = [line.split() for line in mounts.splitlines()]
     kinds = {row[2]: row[1] for row in rows if len(row) > 2 and row[2] in ("cgroup", "cgroup2")}
     match kinds:
@@ -129,7 +129,7 @@ def cgroups(node: Node) -> Iterator[Finding]:
             yield ok("control groups of version 1")
         case _:
             yield wrong(
-                "no control groups are mounted, runtimes start no container",
+                "no control groups are mounted: runtimes start no container",
                 "mount -t cgroup2 none /sys/fs/cgroup",
             )
 
@@ -151,24 +151,24 @@ def _hybrid(node: Node, unified: str) -> Iterator[Finding]:
 def throttling(node: Node) -> Iterator[Finding]:
     """Check whether containers can be frozen, if the configuration asks for that."""
     if node.config.on_violation != "throttle":
-        yield ok(f"on_violation is {node.config.on_violation}: nothing has to be frozen")
+        yield ok(f"on_violation is {node.config.on_violation}: containers are not frozen")
         return
     if not node.alive:
-        raise UnseenError(f"below {node.root} nobody is frozen")
+        raise UnseenError(f"freezing cannot be examined on a node below {node.root}")
     mounts = [str(path) for path in find_mounts().values()]
     pid = process(node)
     shut = [] if pid is None else _read_only(node, pid, mounts)
     if shut:
         yield warning(
-            f"on_violation is throttle, and the governor has {', '.join(shut)} read-only: "
-            "its unit's sandbox",
+            f"on_violation is throttle, but {', '.join(shut)} is read-only in the sandbox of the "
+            "governor's unit",
             "set ProtectControlGroups=no in a drop-in of tidegate-governor.service, and restart it",
         )
     elif mounts:
-        yield ok(f"on_violation is throttle, by {', '.join(mounts)}")
+        yield ok(f"on_violation is throttle, and containers can be frozen by {', '.join(mounts)}")
     else:
         yield warning(
-            "on_violation is throttle, and neither version 2 nor the freezer is mounted",
+            "on_violation is throttle, but neither version 2 nor the freezer is mounted",
             "mount -t cgroup -o freezer none /sys/fs/cgroup/freezer, or set on_violation: report",
         )
 

@@ -11,7 +11,7 @@ from governor.cdi import HOOK, KIND, make_spec
 from governor.errors import SetupError
 from governor.setup.files import Root
 
-SUMMARY = "Describe the node's GPUs to engines that know CDI"
+SUMMARY = "Describe the node's GPUs to engines that support CDI"
 FILE = "/var/run/cdi/tidegate.json"
 
 
@@ -21,16 +21,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     generate = actions.add_parser(
         "generate",
         help="write the specification",
-        description="Write the specification of the GPUs that the driver tells of.",
+        description="Write the specification of the GPUs that the driver reports.",
     )
     generate.add_argument(
         "--output",
         metavar="FILE",
-        help=f"write it there, in one step; engines read {FILE} and /etc/cdi (default: print it)",
+        help=f"write it to this file; engines read {FILE} and /etc/cdi (default: print it)",
     )
     generate.add_argument("--hook", default=HOOK, metavar="FILE", help="the hook (%(default)s)")
     generate.add_argument(
-        "--hook-argument", action="append", default=[], metavar="WORD", help="one of its options"
+        "--hook-argument",
+        action="append",
+        default=[],
+        metavar="WORD",
+        help="an argument of the hook; may be repeated",
     )
     generate.add_argument(
         "--dev-dir", default="/dev", metavar="DIR", help="the host's device nodes (%(default)s)"
@@ -39,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         generate,
         actions.add_parser(
             "list",
-            help="name the devices",
-            description="Name the devices as engines are to be asked for them.",
+            help="list the devices",
+            description="List the names by which engines are asked for the devices.",
         ),
     ):
         action.add_argument(
@@ -78,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write(path: Path, spec: dict[str, Any]) -> None:
-    """Replace the specification atomically: an engine reads all of the new one or of the old.
+    """Replace the specification atomically: an engine reads either the old or the new one.
 
     SetupError says why that is not possible.
     """

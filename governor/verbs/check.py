@@ -1,7 +1,7 @@
 """`tidegate check`: whether the configuration is right, and the node is ready for containers.
 
-It quickly shows what is in force, and what is left of each GPU. `tidegate doctor` examines all that
-a node consists of, and calls `look_at_mirror`.
+It quickly shows what is in force, and what is left of each GPU. `tidegate doctor` examines the
+whole node, and calls `look_at_mirror`.
 """
 
 from __future__ import annotations

@@ -10,8 +10,10 @@ from governor.listing import claims_table
 
 SUMMARY = "List the claims that are booked on this node's GPUs"
 EPILOG = """\
-A claim is booked from when the node's driver told it until that takes it back, whether a container
-uses it or not. One that was taken back while containers use it is leaving: it goes with the last.
+A claim is booked from the time when the node's driver announces it until the driver takes it back,
+whether or not a container uses it. If it is taken back while containers use it, its state is
+leaving, and it ends with the last of them.
+
 """
 
 
@@ -25,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--runtime-dir", metavar="DIR", help="the governor's directory (/run/tidegate)"
     )
-    parser.add_argument("--json", action="store_true", help="print all that the governor knows")
+    parser.add_argument(
+        "--json", action="store_true", help="print everything that the governor reports, as JSON"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -25,14 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_mebibytes,
         default=0,
         metavar="SIZE",
-        help="a GPU's memory, like 80Gi: what gpumem-percentage is a part of",
+        help="memory of a GPU, like 80Gi, of which gpumem-percentage is a part",
     )
     parser.add_argument(
         "--compute",
         type=_percent,
         default=10,
         metavar="PERCENT",
-        help="guaranteed to pods that ask HAMi for memory alone (%(default)s)",
+        help="percent guaranteed to pods that ask HAMi for memory only (%(default)s)",
     )
     parser.add_argument(
         "--json",
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         result = convert(_read(args.file), Options(args.gpu_memory, args.compute))
     except UnreadableError as e:
         raise RequestError(
-            f"{name}: {e}", hint="give it manifests as YAML or JSON, rendered if they are a chart's"
+            f"{name}: {e}", hint="give manifests as YAML or JSON, and render a chart first"
         ) from e
     if args.json:
         print(result.json())
@@ -66,7 +66,9 @@ def _read(file: str) -> str:
     try:
         data = sys.stdin.buffer.read(LARGEST + 1) if file == "-" else Path(file).read_bytes()
         if len(data) > LARGEST:
-            raise RequestError(f"{file} has more than 32 MiB", hint="give it fewer at a time")
+            raise RequestError(
+                f"{file} has more than 32 MiB", hint="give fewer manifests at a time"
+            )
         return data.decode()
     except OSError as e:
         raise RequestError(
@@ -88,5 +90,5 @@ def _mebibytes(text: str) -> int:
 
 def _percent(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 100:
-        raise argparse.ArgumentTypeError("it is 1 to 100")
+        raise argparse.ArgumentTypeError("it is not a whole number from 1 to 100")
     return int(text)

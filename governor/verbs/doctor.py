@@ -1,4 +1,4 @@
-"""`tidegate doctor`: examine all that a node consists of; report what is wrong and how to fix it.
+"""`tidegate doctor`: examine the whole node; report what is wrong and how to fix it.
 
 It changes nothing and has no requirements: it reports what it cannot see, for instance without
 root. `tidegate check` is the quick question before it: what is in force, and what is left of each
@@ -14,10 +14,12 @@ from collections import Counter
 
 SUMMARY = "Examine this node: driver, mirror, governor, engines, and what else could be wrong"
 EPILOG = """\
-states: ok; note, neither right nor wrong; unseen, could not be looked at; warning, stops no
-container; wrong, stops containers, leaves them ungoverned or hands the node to others.
-exit status: 0 when nothing is wrong, 1 when something is; with --strict 1 for warnings and for what
-could not be seen, too; 2 when the command line is wrong. docs/reference/doctor.md has each check.
+states: ok; note, neither right nor wrong; unseen, could not be examined; warning, stops no
+container; wrong, stops containers, leaves them ungoverned, or lets another user become root.
+exit status: 0 if nothing is wrong, 1 if something is; with --strict, also 1 for warnings and for
+what could not be examined; 2 if the command line is wrong. docs/reference/doctor.md describes each
+check.
+
 """
 
 
@@ -29,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--root",
         default="/",
         metavar="DIR",
-        help="the node's files are below this directory; then nothing is run (default /)",
+        help="directory that is the node's root; if it is not /, no command is run (default /)",
     )
     parser.add_argument(
         "--config", metavar="FILE", help="the node's configuration (/etc/tidegate/config.yaml)"
@@ -41,10 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--driver-dir", metavar="DIR", help="the mirror's directory (/var/lib/tidegate/driver)"
     )
     parser.add_argument(
-        "--problems", action="store_true", help="leave out what is right, and notes"
+        "--problems", action="store_true", help="leave out findings that are ok, and notes"
     )
     parser.add_argument(
-        "--strict", action="store_true", help="end with 1 for warnings and what is not seen, too"
+        "--strict",
+        action="store_true",
+        help="exit with 1 also for warnings and what could not be examined",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 

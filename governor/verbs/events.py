@@ -22,19 +22,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--container",
         metavar="ID",
-        help="of this container: its id, or the beginning of that; of a pod or claim: "
-        "NAMESPACE/NAME",
+        help="show this container: its id, or a prefix of it; for a pod or claim, NAMESPACE/NAME",
     )
-    parser.add_argument("--all", action="store_true", help="what went well, too")
+    parser.add_argument("--all", action="store_true", help="also show what succeeded")
     parser.add_argument(
-        "--since", metavar="WHEN", help="as journalctl has it: --since=today, --since=-1h"
+        "--since", metavar="WHEN", help="as for journalctl: --since=today, --since=-1h"
     )
-    parser.add_argument("--follow", action="store_true", help="wait for more")
+    parser.add_argument("--follow", action="store_true", help="wait for further events")
     parser.add_argument(
         "--log",
         action="append",
         metavar="FILE",
-        help="read this file: the hook's own (its --log), the governor's output, or a syslog's; "
+        help="read this file: the hook's log (its --log), the governor's output, or a syslog; "
         "may be repeated (default: the journal, or else /var/log/syslog or messages)",
     )
     parser.add_argument("--json", action="store_true", help="print each event as it was written")
@@ -57,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _hint(container: str | None) -> str:
-    """Say where to find ids if a container is named as its engine does: no log has those names."""
+    """Say where to find ids if a container is given by its name, which is in no log."""
     if container is None or "/" in container or set(container) <= set("0123456789abcdef"):
         return ""
     return "; containers are found by their ids: tidegate ps, docker ps --all, podman ps --all"
@@ -73,9 +72,9 @@ def _files(args: argparse.Namespace) -> list[Path]:
     found = [Path(name) for name in SYSLOG_FILES if Path(name).exists()]
     if not found:
         raise RequestError(
-            f"this node has no journal, and none of {', '.join(SYSLOG_FILES)}",
+            f"this node has no journal and none of {', '.join(SYSLOG_FILES)}",
             hint="run a syslog daemon, or give the hook --log FILE and the wrapper's settings"
-            " `log FILE`; name it here with --log",
+            " `log FILE`, and name that file with --log",
         )
     return found
 
@@ -88,7 +87,7 @@ def _source(args: argparse.Namespace) -> Iterator[Event]:
         return read_journal(args.since, follow=args.follow)
     if args.since:
         raise RequestError(
-            f"--since is the journal's, and {files[0]} is a file", hint="leave it out"
+            f"--since is for the journal only, and {files[0]} is a file", hint="leave it out"
         )
     return read_files(files, follow=args.follow)
 

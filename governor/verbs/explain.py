@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="one annotation; may be repeated, and goes before the bundle's",
+        help="an annotation, which replaces the bundle's; may be repeated",
     )
     container.add_argument("--rootfs", metavar="DIR", help="the container's root file system")
     parser.add_argument(
@@ -52,13 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hook",
         default="/usr/bin/tidegate-hook",
         metavar="FILE",
-        help="the hook, as config.json names it where a claim has it entered (default %(default)s)",
+        help="the hook's path in config.json, where a claim enters it (default %(default)s)",
     )
     parser.add_argument(
         "--module-version",
         default="/proc/driver/nvidia/version",
         metavar="FILE",
-        help="where the kernel module says its version (default %(default)s)",
+        help="file with the kernel module's version (default %(default)s)",
     )
 
 
@@ -79,7 +79,7 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
     claims = find_claims(container.document, args.hook)
     if claims:
         uids = ", ".join(dict(claims))
-        yield f"claims {uids} say how much of which GPU: tidegate claims shows them"
+        yield f"claims {uids} determine how much of which GPU it gets: tidegate claims shows them"
         refuse_beside(container.annotations, f"claim {uids}")
     elif not container.annotations:
         yield "no annotation below tidegate.gpu/: the container is left alone"
@@ -107,7 +107,7 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
 
 
 class _Container(NamedTuple):
-    """A container, as far as the command line describes it."""
+    """A container, as described by the command line."""
 
     annotations: dict[str, str]  # those that count
     root: str | None  # its root file system; None if none was named
@@ -200,7 +200,7 @@ def _request(request: Request, defaults: Defaults) -> Iterator[str]:
     limit = request.compute_limit or request.compute or defaults.compute_limit
     own = "" if request.compute else ", the node's default"
     yield f"compute       {compute} % of each GPU's time, guaranteed{own}"
-    lends = "idle time is lent up to it" if limit != compute else "no idle time is lent"
+    lends = "idle time is lent up to this limit" if limit != compute else "no idle time is lent"
     own = "" if request.compute or request.compute_limit else ", the node's default"
     yield f"compute-limit {limit} %{own}: {lends}"
     if request.devices:
@@ -355,7 +355,7 @@ def _is_here(path: str) -> bool:
 
 
 def _bind(bind: Bind) -> str:
-    here = "" if _is_here(bind.path) else ": not there now, left out"
+    here = "" if _is_here(bind.path) else ": does not exist now, left out"
     return f"{bind.path} ({bind.capability}){here}"
 
 

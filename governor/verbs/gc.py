@@ -21,11 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where generations are (default %(default)s)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="remove nothing, say what would go")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="remove nothing, list what would be removed"
+    )
     parser.add_argument(
         "--nested",
         action="store_true",
-        help="all containers of the node are in this PID namespace, though it is not the machine's",
+        help="all containers of the node are in this PID namespace, although it is not the host's",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
@@ -47,12 +49,12 @@ def _lines(result: Collection) -> list[str]:
     removed = "would be removed" if result.dry_run else "removed"
     lines = [
         f"{o.name}  {removed}: {o.reason}, {o.freed / (1 << 20):.1f} MiB"
-        ", not counting what has other hard links"
+        ", not counting files that have other hard links"
         if o.removed
         else f"{o.name}  kept: {o.reason}"
         for o in result.outcomes
     ]
-    lines += [f"not looked at: {note}" for note in result.notes]
+    lines += [f"not examined: {note}" for note in result.notes]
     return lines or ["no generation in " + str(result.directory)]
 
 

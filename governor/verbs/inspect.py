@@ -1,4 +1,4 @@
-"""`tidegate inspect`: show all that is known of one container."""
+"""`tidegate inspect`: show everything that is known about one container."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from governor.listing import (
     state,
 )
 
-SUMMARY = "Show all that is known of a container or a claim"
+SUMMARY = "Show everything that is known about a container or a claim"
 CLAIM = "claim/"
 """Prefix that names a claim if a container or pod has the same name."""
 MIB = 1 << 20
@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's own options."""
     parser.add_argument(
         "container",
-        help="its id, or as much of the beginning as names one only; its name, or pod; "
-        "or a claim: its uid, NAMESPACE/NAME or name, claim/NAME where a pod has that, too",
+        help="a container: its id, or a unique prefix of it, its name, or its pod; or a claim: "
+        "its uid, NAMESPACE/NAME or name, claim/NAME if a pod has the same name",
     )
     parser.add_argument(
         "--config", metavar="FILE", help="configuration file (/etc/tidegate/config.yaml)"
@@ -125,7 +125,10 @@ def _fields(one: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "bundle", one.get("bundle") or "?"
     yield "directory", one["directory"]
     if not one["control_group"]:
-        yield "control group", "none that the governor sees: whoever reaches its socket registers"
+        yield (
+            "control group",
+            "none that the governor sees: every process that reaches its socket is registered",
+        )
     yield "strategy", one["strategy"]
     yield "class", one["class"]
     memory = one["devices"][0]["memory_limit"] // MIB
@@ -159,7 +162,7 @@ def _device_fields(device: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "  in all", f"{charged} delivered, {lent} of it lent; calls waited {waited}"
     half, most = (wait_bound_ms(device["grant_waits"], part) for part in (0.5, 0.99))
     if half is not None and most is not None:
-        yield "  for a grant", f"waited {_bound(half)} half the times, 99 % {_bound(most)}"
+        yield "  for a grant", f"half of the waits took {_bound(half)}, 99 % {_bound(most)}"
     yield "  counted", ", ".join(f"{name} {device[name]}" for name in COUNTED)
 
 

@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-SUMMARY = "Print what is left to do after an installation by pip, and do nothing"
+SUMMARY = "Print the commands that complete an installation by pip, and run none of them"
 
 # Directories that the units' sandboxes do not see (ProtectHome=, PrivateTmp=).
 HIDDEN = ("/home/", "/root/", "/run/user/", "/tmp/", "/var/tmp/")  # noqa: S108 - refused
@@ -18,8 +18,8 @@ HIDDEN = ("/home/", "/root/", "/run/user/", "/tmp/", "/var/tmp/")  # noqa: S108 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's own options, of which it has none."""
     parser.description = (
-        "Prints a shell script: programs where engines look for them, the configuration, the units."
-        " A package has done all of it."
+        "Prints a shell script that installs the programs where engines look for them, the"
+        " configuration and the units. A package has done all of this."
     )
 
 
@@ -32,7 +32,9 @@ def run(_args: argparse.Namespace) -> int:
         print(_comment(f"This is a checkout. `make -C {where} install` does what a package does."))
     elif not places.is_wheel():
         print(
-            _comment(f"{places.CODE.parent} is a package's or make install's: all of it is done.")
+            _comment(
+                f"{places.CODE.parent} is from a package or make install: nothing is left to do."
+            )
         )
     else:
         # Not sys.prefix: without an environment, pip puts commands below /usr/local.
@@ -59,22 +61,24 @@ def script(code: Path, commands: Path) -> Iterator[str]:
     )
     yield ""
     yield "# The units: the mirror at boot and when the driver changes, and the governor after it."
-    units = [*sorted(share.glob("systemd/*.service")), *sorted(share.glob("systemd/*.path"))]
+    kinds = ("service", "path", "socket")
+    units = [unit for kind in kinds for unit in sorted(share.glob(f"systemd/*.{kind}"))]
     yield _command("mkdir", "-p", "/etc/systemd/system", "/etc/udev/rules.d")
     yield _command("cp", *units, "/etc/systemd/system/")
     yield _command("cp", *sorted(share.glob("udev/*.rules")), "/etc/udev/rules.d/")
-    server = code / "oci_hook/tidegate-forkserver"
-    yield _command(
-        "sed", "-i", f"s|^ExecStart=.*|ExecStart={server}|",
-        "/etc/systemd/system/tidegate-forkserver.service",
-    )  # fmt: skip
+    for server in (code / "oci_hook/tidegate-forkserver", code / "governor/tidegate-steering"):
+        yield _command(
+            "sed", "-i", f"s|^ExecStart=.*|ExecStart={server}|",
+            f"/etc/systemd/system/{server.name}.service",
+        )  # fmt: skip
     yield "systemctl daemon-reload"
     yield "systemctl enable --now tidegate-refresh.path tidegate-refresh.service"
+    yield "systemctl enable --now tidegate-steering.socket"
     yield "systemctl enable --now tidegate-governor.service tidegate-forkserver.service"
     yield ""
-    yield "# For each engine that is to use it: tidegate setup docker, podman, containerd or crio."
+    yield "# For each engine that will use it: tidegate setup docker, podman, containerd or crio."
     yield "# After an upgrade by pip: systemctl start tidegate-refresh, then systemctl restart"
-    yield "# tidegate-governor. Containers go on, with the control library that they have."
+    yield "# tidegate-governor. Running containers keep the control library that they have."
     yield "tidegate doctor"
 
 
@@ -83,17 +87,19 @@ def _faults(code: Path, commands: Path) -> Iterator[str]:
     from governor import places
 
     if places.PRIVATE.exists():
-        yield _comment(f"{places.PRIVATE} is there: a package's or make install's Tidegate, whose")
-        yield "# programs this would replace, and whose units it would hide. Remove that first."
+        yield _comment(
+            f"{places.PRIVATE} exists: Tidegate is installed by a package or make install."
+        )
+        yield "# This script would replace its programs and hide its units. Uninstall it first."
         yield "exit 1"
         yield ""
     reasons = []
     if f"{code}/".startswith(HIDDEN):
         reasons.append("the units' sandboxes do not see it")
     if not (_is_roots(code) and _is_roots(commands)):
-        reasons.append("others than root may change it, and engines run it as root")
+        reasons.append("users other than root may change it, and engines run it as root")
     if reasons:
-        yield _comment(f"{code} does not do: {', and '.join(reasons)}.")
+        yield _comment(f"{code} cannot be used: {', and '.join(reasons)}.")
         yield "# As root: python3 -m venv /opt/tidegate && /opt/tidegate/bin/pip install tidegate"
         yield "exit 1"
         yield ""

@@ -10,10 +10,11 @@ from governor.listing import Listing, table, violation_lines
 
 SUMMARY = "List the containers that share this node's GPUs"
 EPILOG = """\
-COMPUTE is percent of the GPU's time: what was delivered over the last two seconds, what is
-guaranteed, and the limit. WAITING is for how much of these two seconds calls waited, for their turn
-or for room in the queue: a program that always has more to do is near 100 %, however much it gets.
-Violations that last are in STATE, and in a line each below the table.
+COMPUTE is in percent of the GPU's time: what was delivered over the last two seconds, what is
+guaranteed, and the limit. WAITING is the part of these two seconds for which calls waited, for
+their turn or for room in the queue: a program that always has more work is near 100 %, however much
+time it gets. Violations that have not ended are shown in STATE, and on a line each below the table.
+
 """
 
 
@@ -27,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--runtime-dir", metavar="DIR", help="the governor's directory (/run/tidegate)"
     )
-    parser.add_argument("--json", action="store_true", help="print all that the governor knows")
+    parser.add_argument(
+        "--json", action="store_true", help="print everything that the governor reports, as JSON"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

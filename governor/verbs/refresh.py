@@ -43,23 +43,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sockets",
         action="store_true",
-        help="give containers the sockets of nvidia-persistenced and nv-fabricmanager, to which "
-        "a container's root is root",
+        help="give containers the sockets of nvidia-persistenced and nv-fabricmanager, which "
+        "treat a container's root as the host's",
     )
     parser.add_argument(
         "--repair",
         action="store_true",
-        help="read the generation in force as well, and make it anew if its content is damaged",
+        help="read the generation in force as well, and replace it if its content is damaged",
     )
     parser.add_argument(
         "--accept-loss",
         action="store_true",
-        help="mirror a driver that lacks libraries which its mirror in force has",
+        help="mirror the driver even if it lacks libraries that the mirror in force has",
     )
     parser.add_argument(
         "--no-hard-links",
         action="store_true",
-        help="share no file with the host, where the file system has no reflinks: copy",
+        help="copy files if the file system has no reflinks, instead of sharing them with the host",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="write nothing, list what would be made"
@@ -105,9 +105,11 @@ def _lines(result: RefreshResult, *, verbose: bool) -> list[str]:
     lines = [f"driver {driver.version} ({driver.kind}, {driver.machine}) below {driver.root}"]
     lines.append(_outcome(result))
     if result.aside is not None:
-        lines.append(f"the one before was damaged, and is set aside as {result.aside.name}")
+        lines.append(
+            f"the generation before it was damaged, and is set aside as {result.aside.name}"
+        )
     lines += [
-        f"warning: {path} has the build id that it had and other content: reinstall its package"
+        f"warning: {path} has new content but the same build id: reinstall its package"
         for path in result.rewritten
     ]
     lines += [f"note: {note}" for note in plan.notes]
@@ -127,7 +129,7 @@ def _lines(result: RefreshResult, *, verbose: bool) -> list[str]:
     if verbose or len(changes) <= FEW:
         return lines + changes
     counts = (len(result.added), len(result.removed), len(result.replaced))
-    words = "{} names added, {} removed, {} with other content".format(*counts)
+    words = "{} names added, {} removed, {} with different content".format(*counts)
     return [*lines, f"{words} (--verbose lists them)"]
 
 

@@ -1,4 +1,4 @@
-"""`tidegate reload`: have the configuration read again, without a restart as far as possible."""
+"""`tidegate reload`: make the governor reread its configuration, without a restart if possible."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from governor.client import ask, node_config
 from governor.config import show_value
 from governor.errors import ConfigError
 
-SUMMARY = "Have the governor read its configuration again"
+SUMMARY = "Make the governor read its configuration again"
 EPILOG = """\
 A configuration that is wrong changes nothing: the governor keeps the one that it has, and this
-command ends with status 78. The same as SIGHUP, which says in the log what became of it.
+command exits with status 78. SIGHUP does the same, and the log reports the outcome.
+
 """
 WHEN = {
     "now": "in force now",
@@ -54,5 +55,5 @@ def run(args: argparse.Namespace) -> int:
         old, new = (show_value(one["option"], one[which]) for which in ("old", "new"))
         print(f"{one['option']}: {old} -> {new}: {when}")
     if not changes:
-        print("nothing is new")
+        print("nothing has changed")
     return 0

@@ -24,9 +24,7 @@ def _percent(text: str) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's own options."""
-    parser.add_argument(
-        "container", help="its id, or as much of the beginning as names one only; its name, or pod"
-    )
+    parser.add_argument("container", help="its id, or a unique prefix of it, its name, or its pod")
     parser.add_argument(
         "--memory", metavar="SIZE", help="device memory on each of its GPUs, like 12Gi"
     )
@@ -37,10 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compute-limit",
         type=_percent,
         metavar="PERCENT",
-        help="what it may use at most where others leave it",
+        help="the most that it may use while others leave time idle",
     )
     parser.add_argument(
-        "--class", choices=CLASSES, dest="work_class", help="of its work, as tidegate.gpu/class"
+        "--class",
+        choices=CLASSES,
+        dest="work_class",
+        help="class of its work, as tidegate.gpu/class",
     )
     parser.add_argument(
         "--config", metavar="FILE", help="configuration file (/etc/tidegate/config.yaml)"

@@ -32,9 +32,9 @@ FOR = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's own options."""
-    parser.add_argument("engine", choices=ENGINES, help="whose configuration is meant")
+    parser.add_argument("engine", choices=ENGINES, help="the engine to configure")
     parser.add_argument("--dry-run", action="store_true", help="write nothing, show the difference")
-    parser.add_argument("--undo", action="store_true", help="put back what was there before")
+    parser.add_argument("--undo", action="store_true", help="restore what was there before")
     parser.add_argument("--root", default="/", metavar="DIR", help="the node's root (default /)")
     parser.add_argument(
         "--bin-dir",
@@ -42,11 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where tidegate-hook and tidegate-runtime are on the node (default %(default)s)",
     )
-    parser.add_argument("--config", metavar="FILE", help="the engine's own file, if it is another")
+    parser.add_argument(
+        "--config", metavar="FILE", help="the engine's configuration file, if it is not the default"
+    )
     parser.add_argument(
         "--default", action="store_true", help="docker: make it the default runtime as well"
     )
-    parser.add_argument("--hooks-dir", metavar="DIR", help="podman: where it reads hooks")
+    parser.add_argument(
+        "--hooks-dir", metavar="DIR", help="podman: directory from which it reads hooks"
+    )
     parser.add_argument(
         "--containerd-version", metavar="1.7", help="containerd: its version, if it cannot be asked"
     )
@@ -116,7 +120,7 @@ def _set_up(root: Root, args: argparse.Namespace, options: Options) -> int:
     for note in [*plan.notes, *unchecked]:
         print(f"note: {note}")
     if not changes:
-        print(f"{args.engine}: it is set up already, nothing to do")
+        print(f"{args.engine}: already set up, nothing to do")
         return 0
     for change in changes:
         print(f"{args.engine}: {root.shown(change.path)} {_done(change, args)}")
@@ -146,7 +150,7 @@ def _undo(root: Root, args: argparse.Namespace) -> int:
     if not known:
         print(f"{args.engine}: not set up by this command, nothing to undo")
     elif not undo.edits:
-        print(f"{args.engine}: nothing of it is left in the engine's files")
+        print(f"{args.engine}: nothing of Tidegate is left in the engine's files")
     else:
         print(f"to do: {importlib.import_module(f'governor.setup.{args.engine}').UNDONE}")
     return 0

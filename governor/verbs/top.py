@@ -22,9 +22,10 @@ from governor.listing import Listing, columns, percent, safe, table, violation_l
 
 SUMMARY = "Show GPUs and containers live"
 EPILOG = """\
-In a terminal the screen is drawn anew: q ends it, the space bar draws at once. Into a pipe or a
-file go plain lines. The columns are those of tidegate ps. A governor that goes away is said, and
-awaited.
+On a terminal the screen is redrawn: q quits, the space bar redraws at once. Output to a pipe or a
+file is plain lines. The columns are those of tidegate ps. If the governor goes away, the command
+says so and waits for it.
+
 """
 BARS = ((120, 20), (95, 10), (0, 5))
 """Pairs of a terminal's minimum width and the length of a bar, both in columns."""
@@ -39,13 +40,13 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0.1 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0.1 to 3600")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
     return value
 
 
 def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 1 << 31:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
@@ -58,10 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         default=2.0,
         metavar="SECONDS",
-        help="so often (default %(default)g)",
+        help="interval between updates (default %(default)g)",
     )
     parser.add_argument(
-        "--count", type=_count, metavar="N", help="so many times (default: without end)"
+        "--count", type=_count, metavar="N", help="number of updates (default: without end)"
     )
     parser.add_argument(
         "--config", metavar="FILE", help="configuration file (/etc/tidegate/config.yaml)"
@@ -70,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--runtime-dir", metavar="DIR", help="the governor's directory (/run/tidegate)"
     )
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON document a line each time"
+        "--json", action="store_true", help="print one JSON document on one line for each update"
     )
 
 

@@ -19,7 +19,7 @@ SUMMARY = "Check a generation of the mirror, content and loading"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's own options."""
     parser.add_argument(
-        "generation", nargs="?", help="a generation's name, or its path (the one in force)"
+        "generation", nargs="?", help="a generation's name or path (default: the one in force)"
     )
     parser.add_argument(
         "--driver-dir",
@@ -27,9 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where generations are (default %(default)s)",
     )
-    parser.add_argument(
-        "--no-load", action="store_true", help="look at files only, load no library"
-    )
+    parser.add_argument("--no-load", action="store_true", help="check files only, load no library")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
@@ -73,7 +71,7 @@ def _lines(report: Report) -> Iterator[str]:
     elif report.content:
         yield "libraries   not loaded: the content is at fault"
     else:
-        yield "libraries   not asked for"
+        yield "libraries   not requested"
     reasons: dict[str, list[str]] = {}
     for library in report.libraries:
         if library.outcome == "not loaded":

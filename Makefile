@@ -1,4 +1,5 @@
-# One command each; `make help` lists them. All but help and clean first ensure that what they need is installed.
+# One command each; `make help` lists them. All but help and clean first ensure that what they need is installed:
+# build and demo a few packages, the others all that the tests need.
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 export PATH := $(CURDIR)/.venv/bin:$(PATH):/usr/sbin:/sbin
@@ -23,14 +24,15 @@ help: ## this list
 bootstrap: ## install what is missing: system packages (as root), .venv
 	@tools/bootstrap
 
-build: bootstrap ## the C parts, in build/meson
+build: ## the C parts, in build/meson
+	@tools/bootstrap --run
 	@[ -f build/meson/build.ninja ] || meson setup build/meson
 	@meson compile -C build/meson
 
 demo: build ## the main job on this machine, with a simulated GPU where there is none
 	@$(python) -m bench.demo $(ARGS)
 
-test: build ## every test that this machine can run (unit, container)
+test: bootstrap build ## every test that this machine can run (unit, container)
 	@$(python) -m pytest $(workers) $(ARGS)
 
 check: bootstrap ## linters, types, generated files, sanitizers

@@ -61,7 +61,7 @@ def examples(number: int) -> int:
 def lack(reason: str) -> None:
     """Skip the test, or fail it with CI=true, because this machine lacks something."""
     if os.environ.get("CI") == "true":
-        pytest.fail(f"{reason}, and CI=true wants it", pytrace=False)
+        pytest.fail(f"{reason}, and CI=true requires it", pytrace=False)
     pytest.skip(reason)
 
 
@@ -73,8 +73,8 @@ def need(*tools: str) -> None:
 
 
 def driver_answers() -> bool:
-    """Return whether the driver's kernel module is loaded: opening /dev/nvidiactl tells, because libnvidia-ml creates the node
-    even without a module.
+    """Return whether the driver's kernel module is loaded. This opens /dev/nvidiactl, because libnvidia-ml creates the
+    node even without a module.
     """
     try:
         os.close(os.open("/dev/nvidiactl", os.O_RDWR | os.O_CLOEXEC))
@@ -203,7 +203,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
                 self.workqueue.move_to_end(left[0], last=False)
                 super()._assign_work_unit(node)
 
+        def remove_node(self, node: WorkerController) -> str | None:
+            # The base class queues all units of a crashed worker again; a unit without a test left would never finish.
+            units = self.assigned_work[node]
+            for scope in [scope for scope, tests in units.items() if all(tests.values())]:
+                del units[scope]
+            return super().remove_node(node)
+
         def _reschedule(self, node: WorkerController) -> None:
+            if node not in self.registered_collections:
+                return  # it replaces a worker that crashed, and still collects
             if self.workqueue and not self._left_for(node):
                 node.shutdown()  # after the tests that it already has
             else:

@@ -75,7 +75,7 @@ mkdir -p "$new/tmp" "$new/run" "$new/root"
 mount -t tmpfs -o mode=755 tmpfs "$new/run"
 mkdir "$new/run/lock" "$new/run/kernel"
 mount -t tmpfs -o mode=1777 tmpfs "$new/tmp"
-# An overlay takes no overlay for its upper layer.
+# An overlay cannot have an overlay as its upper layer.
 for directory in containerd kubelet; do
     mkdir -p "$disk/$directory" "$new/var/lib/$directory"
     mount --bind "$disk/$directory" "$new/var/lib/$directory"
@@ -91,7 +91,7 @@ while read -r kind first second && [ "$kind" != end ]; do
             mount --bind "$file" "$new/proc/sys/$first" ;;
         cgroup2)
             mount -t cgroup2 cgroup2 "$new/sys/fs/cgroup"
-            # Processes may not be in a group that gives controllers to groups below it.
+            # A group that has processes of its own cannot enable controllers for groups below it.
             mkdir -p "$new/sys/fs/cgroup/init"
             echo 0 >"$new/sys/fs/cgroup/init/cgroup.procs"
             for controller in $(cat "$new/sys/fs/cgroup/cgroup.controllers"); do
@@ -122,7 +122,7 @@ CONTAINERD = """version = 3
 [plugins.'io.containerd.cri.v1.images'.pinned_images]
 sandbox = "{pause}"
 [plugins.'io.containerd.cri.v1.runtime']
-# A sandbox's score of -998 takes CAP_SYS_RESOURCE, which not every machine gives its root.
+# A sandbox's score of -998 needs CAP_SYS_RESOURCE, which root does not have on every machine.
 restrict_oom_score_adj = true
 [plugins.'io.containerd.cri.v1.runtime'.cni]
 bin_dirs = ["{programs}"]
@@ -464,7 +464,7 @@ class ClusterNode:
         return ran.stdout
 
     def processes(self, *words: str) -> list[int]:
-        """Return the processes whose command line has these words in succession, as PIDs of this machine.
+        """Return the processes with these words in succession in their command line, as PIDs of this machine.
 
         Of a path, only the last component is compared.
         """

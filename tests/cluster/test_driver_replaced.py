@@ -48,8 +48,8 @@ class Stream:
 
 
 def during(cluster: Cluster, seconds: float, *, upgrade: bool) -> list[float]:
-    """Return how long each pod took to be ready that was created during `seconds` seconds and, if requested, an
-    upgrade before them.
+    """Return how long each pod created during `seconds` seconds, and during an upgrade before them if requested,
+    took to be ready.
     """
     stream, end = Stream(cluster), threading.Event()
     failed: list[BaseException] = []

@@ -82,7 +82,7 @@ class Watch:
                     self._note_ends(one)
 
     def _note_ends(self, one: Document) -> None:
-        """Note containers that never started, and those whose program failed."""
+        """Note containers that never started, and those in which the program failed."""
         for status in one["status"].get("containerStatuses") or []:
             for state in (status.get("state") or {}, status.get("lastState") or {}):
                 end = state.get("terminated") or {}

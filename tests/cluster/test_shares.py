@@ -16,7 +16,7 @@ ALONE = Profile(durations={0: UNIT_US * 1e3}, scale=1.0, units=1)
 
 
 def work(*options: str) -> tuple[str, ...]:
-    """Return the command of a workload that begins when it is told to."""
+    """Return the command of a workload that begins on request."""
     return (
         *("/usr/bin/simgpu-workload", "--unit-us", str(UNIT_US), "--seconds", "3600"),
         *("--out", "/out/progress.bin", "--wait-file", "/out/begin", *options),

@@ -24,7 +24,7 @@ from tests.container.steps import O_CLOEXEC, Step, Steps, faults
 TRAP_C = r"""
 #include <fcntl.h>
 #include <unistd.h>
-/* Whoever runs or loads this on the host leaves a file there; a container does not have its directory. */
+/* A process that runs or loads this on the host leaves a file there; a container does not have the directory. */
 static void __attribute__((constructor)) spring(void) {
         int fd = open(MARKER, O_CREAT | O_WRONLY | O_APPEND, 0600);
         if (fd >= 0)
@@ -93,7 +93,7 @@ class Outcome:
 
     ran: Ran
     steps: list[Step]  # of the hook; empty if the runtime never started it
-    event: dict[str, Any]  # what the hook logged, empty likewise
+    event: dict[str, Any]  # what the hook logged; also empty in that case
     targets: list[str] = field(default_factory=list)  # its mount points, below the root
 
     @property

@@ -30,7 +30,7 @@ PROBE_C = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>
-/* Say for each library named: where the loader found it and who it says it is. */
+/* Print for each library named: where the loader found it, and the name that it reports. */
 int main(int argc, char **argv) {
         for (int i = 1; i < argc; i++) {
                 void *library = dlopen(argv[i], RTLD_NOW);
@@ -123,7 +123,7 @@ class _Mirror:
 
 
 def make_mirror(driver_dir: Path) -> Path:
-    """Build a generation with a manifest, and a driver whose files the manifest watches; return the generation.
+    """Build a generation with a manifest, and the driver's files that the manifest watches; return the generation.
 
     It has a set for compute and utility, and another set with graphics in addition. The latter comes with places and
     with a directory of this host, `host-sockets` next to the driver's directory.

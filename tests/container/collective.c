@@ -1,5 +1,5 @@
 /*
- * A program whose kernels on two GPUs wait for each other, as those of a collective do.
+ * A program with kernels on two GPUs that wait for each other, as those of a collective do.
  *
  *   collective one N        one process, one thread: a kernel on each GPU, N times
  *   collective each N       a process for each GPU

@@ -3,8 +3,8 @@
 `tools/engine-root SUITE` unpacks the packages. Here that root gets a tmpfs as its upper layer and is pivoted into. So
 dockerd, containerd and podman run with the paths that they are built for, and this machine is not changed: nothing is
 installed, no file of the host is written, and everything disappears with the mount namespace. The PID of a process is the
-same as on the host, as a governor outside of the node needs it. `EngineHost.leave` finds and reports what is left
-nevertheless.
+same as on the host, as a governor outside of the node needs it. `EngineHost.leave` finds and reports anything
+that is left.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ mkdir -p "$new/tmp" "$new/run" "$new/root"
 mount -t tmpfs -o mode=755 tmpfs "$new/run"
 mkdir "$new/run/lock"
 mount -t tmpfs -o mode=1777 tmpfs "$new/tmp"
-# An overlay takes no overlay for its upper layer.
+# An overlay cannot have an overlay as its upper layer.
 for name in docker containerd containers; do
     mkdir -p "$place/var/$name" "$new/var/lib/$name"
     mount --bind "$place/var/$name" "$new/var/lib/$name"
@@ -73,11 +73,11 @@ for pair; do
     mkdir -p "$target"
     mount --rbind "$source" "$target"
 done
-mount -o remount,bind,ro "$new$checkout"  # another Python would leave its compiled files
+mount -o remount,bind,ro "$new$checkout"  # otherwise another Python would leave its compiled files there
 while read -r kind options name && [ "$kind" != end ]; do
     if [ "$kind" = cgroup2 ]; then
         mount -t cgroup2 cgroup2 "$new/sys/fs/cgroup"
-        # Who is in a group that has groups below may have no controllers there.
+        # A group that has processes of its own cannot enable controllers for groups below it.
         mkdir "$new/sys/fs/cgroup/init"
         echo 0 >"$new/sys/fs/cgroup/init/cgroup.procs"
         for controller in $(cat "$new/sys/fs/cgroup/cgroup.controllers"); do
@@ -198,12 +198,12 @@ class Ran(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What a person would have seen."""
+        """What a user would have seen."""
         return self.stdout + self.stderr
 
 
 class EngineHost:
-    """A node: `with EngineHost(root, base) as host`, then `host.run("docker", "ps")`. Its end fails if something is left.
+    """A node: `with EngineHost(root, base) as host`, then `host.run("docker", "ps")`. Leaving fails if anything is left.
 
     `root` is the output of tools/engine-root, `base` a directory of the test. `host.work`, below it, has the same path
     inside; so has the checkout, read-only, and each directory in `binds`, which may also be SOURCE:TARGET. `second` is as

@@ -175,7 +175,7 @@ class Started:
                 base = rootfs.rpartition("/overlay/")[0] + "/overlay"
                 upper = upper if upper.startswith("/") else f"{base}/{upper}"
                 return _leaves(self.engine.host.path(upper))
-        raise AssertionError(f"{rootfs} is no mount of the node's")
+        raise AssertionError(f"{rootfs} is not a mount of the node")
 
 
 def _leaves(directory: Path) -> list[str]:

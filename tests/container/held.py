@@ -26,7 +26,7 @@ class Held:
         mount: str = "",
         host: Held | None = None,
     ) -> None:
-        """`host` is another held container, whose mount namespace stands for the host's."""
+        """`host` is another held container; its mount namespace takes the place of the host's."""
         self.bundle = bundle
         self.enter = ["nsenter", "-m", "-t", str(host.process.pid)] if host else []
         self.mount = mount or 'mount --bind "$1" "$1"'

@@ -2,14 +2,14 @@
  * A program of a container that attacks other containers.
  *
  *   hostile prowl HOST KEY        try in every possible way to reach the governor's files for the
- *                                 container KEY, whose directory is HOST on the host; print what
+ *                                 container KEY, with directory HOST on the host; print what
  *                                 worked, one per line, and finally the number of attempts
  *   hostile knock PID             register at the socket that process PID sees; print the answer
  *   hostile nest                  move to a control group below its own, as systemd does, start a
  *                                 process that registers in another group below it, and stay
  *   hostile scribble [PROGRAM..]  write arbitrary values into its own ledger, and send arbitrary
  *                                 bytes over its own socket, until it is killed; meanwhile run a
- *                                 program of the same container, whose slot is damaged, too
+ *                                 program of the same container, to damage its slot, too
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -430,10 +430,11 @@ static void lie(char *ledger, const char *page)
     uint32_t epoch = *(const volatile uint32_t *)&grant->epoch;
 
     for (int i = 0; i < 3; i++) {
-        struct ledger_device *d =
-            (void *)(ledger + LEDGER_SLOTS + i * (int)sizeof(struct ledger_slot) +
-                     LEDGER_SLOT_DEVICES);
+        struct ledger_slot *slot =
+            (void *)(ledger + LEDGER_SLOTS + i * (int)sizeof(struct ledger_slot));
+        struct ledger_device *d = (void *)((char *)slot + LEDGER_SLOT_DEVICES);
 
+        slot->overruns[0] = draw() % 2;
         d->want = 1;
         d->residual_ns = number();
         d->release_ns = number();
@@ -470,7 +471,7 @@ static void scribble(char **program)
     fcntl(own, F_SETFL, O_NONBLOCK);
     close(open("/out/scribbling", O_CREAT | O_WRONLY, 0644));
     for (unsigned long turn = 0;; turn++) {
-        /* More often to the first slots and their devices, which are read, than to the others. */
+        /* Write most often to the first slots and their devices, which are read. */
         for (int i = 0; i < 256; i++) {
             uint64_t at = draw() % (draw() % 4 ? 5 * 8192 : (uint64_t)status.st_size) & ~7ul;
             uint64_t value = number();

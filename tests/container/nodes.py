@@ -38,7 +38,7 @@ def clear(node: Node) -> None:
 def start_worker(
     node: Node, name: str, *options: str, seconds: float = 600, **annotations: str
 ) -> Running:
-    """Start the workload; it begins when it is told to."""
+    """Start the workload; it begins on request."""
     arguments = [
         *node.machine.command("burn", inside=True),
         "--seconds", str(seconds), "--out", "/out/progress.bin", "--wait-file", "/out/begin",

@@ -60,6 +60,24 @@ def test_sixty_four_containers_share_a_gpu(
         assert tenant["governor"]["held_ns"] < 0.02 * 8e9
 
 
+@pytest.mark.slow
+@pytest.mark.alone
+def test_kernels_that_outlast_their_grants_take_nothing_of_a_neighbours_share(
+    tmp_path: Path, require: Callable[..., None], build_dir: Path
+) -> None:
+    """Kernels of 2 s at 10 % used to get 39 % of this GPU, and the neighbour 36 of its 50 %."""
+    require("runc")
+    common = ["--simulated", "--solo", "8", "--build", str(build_dir)]
+    assert quota.main([*common, "--output", str(tmp_path / "out"), "outlasts-2000ms"]) == 0
+    report = json.loads((tmp_path / "out" / "quota.json").read_text())
+    late, short = report["summary"]["outlasts-2000ms"]["delivered"]
+    assert late < 10 + 3  # 40 s are four of its kernels
+    assert short > 50 - 3
+    # The actual use is charged, and ps shows it.
+    charged = report["arms"]["outlasts-2000ms"]["tenants"][0]["governor"]["charged_ns"] / 40e7
+    assert charged == pytest.approx(late, abs=3)
+
+
 @pytest.fixture(scope="module")
 def results(
     tmp_path_factory: pytest.TempPathFactory, require: Callable[..., None], build_dir: Path

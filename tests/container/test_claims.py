@@ -69,7 +69,7 @@ def share(
 def tell(
     node: Node, uid: str, *shares: dict[str, Any], namespace: str = "default"
 ) -> dict[str, Any]:
-    """Tell the governor what NodePrepareResources tells it."""
+    """Send the governor the request that NodePrepareResources sends."""
     return ask(
         node.config, "claim", uid=uid, namespace=namespace, name=f"name-{uid}", shares=list(shares)
     )
@@ -132,7 +132,7 @@ def probe(node: Node, name: str, edit: Edit, *arguments: str) -> Running:
 
 
 def worker(node: Node, name: str, edit: Edit) -> Running:
-    """Start the workload; it begins when it is told to."""
+    """Start the workload; it begins on request."""
     arguments = [
         *node.machine.command("burn", inside=True),
         "--seconds", "600", "--out", "/out/progress.bin", "--wait-file", "/out/begin",
@@ -417,7 +417,7 @@ def test_an_annotation_beside_a_claim_is_refused(node: Node, annotation: str, va
     line = refused(
         node, f"beside-{annotation}", with_devices(node, ("mine", "gpu")), {annotation: value}
     )
-    assert f"annotation tidegate.gpu/{annotation} stands beside claim default/name-mine" in line
+    assert f"annotation tidegate.gpu/{annotation} conflicts with claim default/name-mine" in line
 
 
 @pytest.mark.parametrize("annotation", ["claim", "claims", "share", "uid"])
@@ -491,7 +491,7 @@ def test_an_entry_of_another_program_names_no_claim(node: Node, path: str) -> No
 def test_a_claim_of_another_namespace_is_refused(node: Node) -> None:
     tell(node, "theirs", share("gpu"), namespace="others")
     line = refused(node, "namespace", with_devices(node, ("theirs", "gpu")))
-    assert "claim others/name-theirs is not of this container's namespace 'default'" in line
+    assert "claim others/name-theirs is not in this container's namespace 'default'" in line
 
 
 def test_a_device_of_a_gpu_beside_a_claim_is_refused(node: Node) -> None:
@@ -503,7 +503,7 @@ def test_a_device_of_a_gpu_beside_a_claim_is_refused(node: Node) -> None:
         config["hooks"]["createRuntime"].insert(0, entry)
 
     line = refused(node, "shared", with_devices(node, ("mine", "gpu"), edit=shared))
-    assert "config.json asks for a device of tidegate.gpu/shared beside claim mine" in line
+    assert "config.json asks for a device of tidegate.gpu/shared together with claim mine" in line
 
 
 def test_a_hook_of_an_engine_s_directory_beside_a_claim_does_nothing(node: Node) -> None:

@@ -33,8 +33,8 @@ def test_the_line_is_in_crun_s_own_standard_error(node: Node, crun: Runtime) -> 
 def test_a_child_of_the_fork_server_finds_crun_by_its_caller(
     node: Node, fronts: Path, tmp_path: Path, name: str
 ) -> None:
-    """A shell stands in for the runtime, because the tests run crun in a mount namespace, for which the server
-    declines.
+    """A shell replaces the runtime, because the tests run crun in a mount namespace, which the server does not
+    serve.
     """
     bundle = node.bundle("true", annotations=WRONG)
     bundle.write()

@@ -63,7 +63,7 @@ done
 ln -sf $ROOT/.venv/bin/tidegate /usr/bin/tidegate
 ln -sf $ROOT/oci_hook/tidegate-hook $ROOT/oci_hook/tidegate-runtime /usr/bin/
 touch /var/log/syslog
-# No engine runs here. CRI-O's setup looks whether its monitor is there, so this stands for it.
+# No engine runs here. CRI-O's setup checks that CRI-O's monitor exists, so this link replaces it.
 [ -e /usr/bin/conmon ] || ln -s true /usr/bin/conmon
 mkdir -p /etc/tidegate/config.d
 echo 'placement: pack' >/etc/tidegate/config.yaml

@@ -89,7 +89,7 @@ def test_a_node_that_runs_is_right_as_far_as_it_is_set_up(node: Node) -> None:
             f"this checkout has {ROOT}/oci_hook/tidegate-hook"
             in found["files.programs"][0]["found"]
         )
-    # Checks whose result depends on the machine have a finding, and no check fails.
+    # Checks that depend on the machine have a finding, and no check fails.
     assert not any("the check failed" in one["found"] for each in found.values() for one in each)
 
 
@@ -183,7 +183,7 @@ def test_device_nodes_of_other_numbers_are_wrong(host: Host) -> None:
     assert "/dev/nvidia-uvm is 511:0, the kernel says 508:0" in host.look("driver.nodes")[0]
     host.put("proc/devices", "Character devices:\n195 nvidia\n")
     assert host.look("driver.nodes")[0].endswith(
-        "its module nvidia-uvm is not -> modprobe nvidia-uvm"
+        "its module nvidia-uvm is not loaded -> modprobe nvidia-uvm"
     )
 
 

@@ -142,7 +142,7 @@ def children(server: ForkServer) -> list[int]:
 
 @dataclass
 class Waiting:
-    """A start whose hook waits for the governor: the runtime, the hook's process and the server's child."""
+    """A start in which the hook waits for the governor: the runtime, the hook's process and the server's child."""
 
     runtime: subprocess.Popen[str]
     hook: int
@@ -172,7 +172,7 @@ def waiting(front: Node, forkserver: ForkServer, runc: Runtime) -> Iterator[Wait
 
 
 def runs(pid: int, front: Node) -> bool:
-    """Return whether a process is a hook of this node. Hooks of other workers' tests are of the same program."""
+    """Return whether a process is a hook of this node. Hooks of other workers' tests run the same program."""
     process = Path(f"/proc/{pid}")
     try:
         is_ours = os.fsencode(front.base) in (process / "cmdline").read_bytes()
@@ -210,7 +210,7 @@ def test_a_server_that_is_stopped_finishes_what_it_began(
     ran = runc.run(front.bundle("ls -A /run/tidegate"))
     assert "grant" in ran.stdout.split(), ran.stderr
     assert asked
-    # At the end of the container no server ran, so the script told the governor.
+    # At the end of the container no server ran, so the script reported it to the governor.
     assert [event["outcome"] for event in front.events()] == ["prepared", "released"]
     forkserver.stop()
 
@@ -267,7 +267,7 @@ def test_a_server_of_another_installation_or_version_is_not_used(
 def test_a_server_that_waits_takes_the_place_of_one_that_ends(
     front: Node, forkserver: ForkServer
 ) -> None:
-    """As when a pod replaces another one: it runs before the other one ends."""
+    """As when one pod replaces another: the new one runs before the old one ends."""
     command = [str(FORKSERVER), "--wait", "--runtime-dir", str(front.base / "run")]
     following = subprocess.Popen(command)
     try:
@@ -295,7 +295,7 @@ def blocked(pid: int) -> bool:
 @pytest.mark.parametrize("namespace", ["mount", "pid", "user"])
 @pytest.mark.usefixtures("forkserver")
 def test_a_caller_in_another_namespace_is_not_served(front: Node, namespace: str) -> None:
-    """In that namespace a path or a process's number means something else."""
+    """In that namespace a path or a PID means something else."""
     bundle = front.bundle("true")
     bundle.write()
     trace = front.base / "trace"
@@ -334,7 +334,7 @@ def test_another_user_neither_reaches_the_server_nor_stands_for_it(
     trace = front.base / "trace"
     traced(trace, *front.hook, "createRuntime", stdin=state(bundle.path))
     assert executed(trace) == interpreted(front)
-    assert other.communicate(timeout=10)[0] == "0\n"  # it was told nothing
+    assert other.communicate(timeout=10)[0] == "0\n"  # it received no data
 
 
 def test_a_server_that_does_not_answer_is_not_waited_for(front: Node) -> None:
@@ -365,8 +365,8 @@ def test_two_servers_cannot_serve_one_directory(front: Node) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 75
     assert done.stderr == (
-        f"tidegate-forkserver: another one serves {front.base}/run; stop it first,"
-        " or take its place when it has ended by --wait\n"
+        f"tidegate-forkserver: another server serves {front.base}/run; stop it first,"
+        " or use --wait to take its place when it has ended\n"
     )
 
 
@@ -394,7 +394,7 @@ def ask(front: Node) -> list[str]:
 
 
 def test_a_server_that_cannot_fork_goes_on(front: Node) -> None:
-    """As where a limit on processes is reached. If the server ended, the starts that it serves would be killed."""
+    """As when a limit on processes is reached. If the server ended, the starts that it serves would be killed."""
     front.bundle("true").write()
     # Its first child is the first process of a pid namespace. When that has ended, the kernel refuses further forks.
     server = ForkServer(front.base / "run", under=("unshare", "--pid"))
@@ -439,7 +439,7 @@ def test_a_server_without_descriptors_goes_on(front: Node, forkserver: ForkServe
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_what_waits_for_callers_ends_with_the_server(front: Node, number: signal.Signals) -> None:
-    """In whatever way the server ends: a process that went on would listen in the next server's place."""
+    """This holds however the server ends: a process that continued would listen in place of the next server."""
     server = ForkServer(front.base / "run")
     wait_for(lambda: len(children(server)) == N_SPARE, "its children")
     spares = [Path(f"/proc/{pid}") for pid in children(server)]
@@ -569,7 +569,7 @@ def test_what_precreate_is_given_by_a_pipe_comes_out_whole(front: Node) -> None:
 def test_a_mistake_in_a_command_line_is_said_to_a_container_that_asks_for_nothing(
     front: Node, arguments: tuple[str, ...]
 ) -> None:
-    """Else the mistake would show only with the first container that asks for something."""
+    """Otherwise the mistake would show only with the first container that asks for something."""
     bundle = front.bundle("true", annotations={})
     del bundle.config["hooks"]
     bundle.write()
@@ -614,7 +614,7 @@ def test_a_configuration_that_nobody_takes_is_an_error(front: Node) -> None:
 
 
 def test_a_configuration_that_is_not_read_to_its_end_is_an_error(front: Node) -> None:
-    """Podman would take what arrived until then, with whatever is missing from it."""
+    """Podman would take the part that had arrived until then, without the rest."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     os.write(writing, b'{"annotations": ')
@@ -638,7 +638,7 @@ def wrapper_settings(front: Node, real: str) -> list[str]:
 
 
 def test_a_command_line_of_any_length_reaches_the_runtime(front: Node) -> None:
-    """For example that of `runc exec`, whose words may be anything, even the name of a command."""
+    """For example that of `runc exec`: its words may be anything, even the name of a command."""
     wrapper = wrapper_settings(front, '#!/bin/sh\necho "$#"\n')
     words = ["exec", "one", "seq", *map(str, range(3000)), "run"]
     done = subprocess.run([*wrapper, *words], capture_output=True, text=True, check=False)

@@ -51,7 +51,7 @@ GPU_NODES = [
     {"path": "/dev/nvidiactl", "type": "c", "major": 195, "minor": 255},
     {"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0},
 ]
-UNGOVERNED = "and config.json gives the container a GPU, which nobody would govern"
+UNGOVERNED = "and config.json gives the container a GPU, which would be ungoverned"
 WITHOUT, WITH = 42, 7
 LOOK_C = f"""
 #include <unistd.h>
@@ -568,7 +568,7 @@ def test_hooks_of_others_stay_where_they_are_and_ours_is_behind_them(
     node: Node, wrapped: Wrapped
 ) -> None:
     """A hook entry that names our hook with other options is replaced; none comes between the nodes and the quota."""
-    # The other hook reads its input: crun fails a container whose hook ended before that (a broken pipe).
+    # The other hook reads its input: crun fails a container if its hook ends before that (a broken pipe).
     other = {"path": "/bin/sh", "args": ["sh", "-c", "cat >/dev/null"]}
     fake = {"path": node.hook[0], "args": ["tidegate-hook", "--runtime-dir", "/x", "poststop"]}
     bundle = plain(node, SHOW)

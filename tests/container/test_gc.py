@@ -539,6 +539,30 @@ time.sleep(60)
     assert driver.gc(capsys)[driver.old.name] == "removed: not in use"
 
 
+def test_a_process_whose_mounts_the_kernel_does_not_show_may_use_a_generation(
+    driver: Driver,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    """It is in a namespace younger than the list, and in the middle of a change to another one."""
+    is_listed = request.node.callspec.params["driver"] != "proc"
+    if is_listed:
+        monkeypatch.setattr(namespaces._Search, "_read_listed", lambda _: True)
+    read = namespaces._Search._mounts
+
+    def show(self: namespaces._Search, path: str, what: str) -> list[namespaces.Mount]:
+        return read(self, path, what) if path.startswith("self/") else []
+
+    monkeypatch.setattr(namespaces._Search, "_mounts", show)
+    script = 'mount --bind "$1" "$2" && echo ready && exec sleep 60'
+    with namespace(*shell(script, driver.old, driver.target)):
+        reason = driver.gc_once(capsys, "--dry-run")[driver.old.name]
+        # Without the list, the namespace itself is entered.
+        expected = "may be in use: mount namespaces change all" if is_listed else "mounted in 1"
+        assert reason.startswith(expected), reason
+
+
 def test_a_process_that_changes_its_namespace_all_the_time_keeps_its_generation(
     driver: Driver, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,7 @@
 
 runsc is from Debian's package, in the roots of the engines. It runs containers on its default platform, ptrace in bookworm and
 systrap in trixie, without the network and, outside of a node, without control groups. Newer packages (forky, resolute,
-stonking) have the same source as trixie's (July 2024), but are compiled by a Go whose goroutines it cannot tell apart: of 40
+stonking) have the same source as trixie's (July 2024), but gVisor cannot tell the goroutines of their Go apart: of 40
 containers with six processes, 15 to 19 ended with gVisor's "panic: running on goroutine", and none with bookworm's or trixie's.
 """
 
@@ -32,8 +32,8 @@ from tests.container.test_runtime import Wrapped, plain, write_settings
 
 WRAPPER = HOOK.with_name("tidegate-runtime")
 REFUSAL = (
-    "tidegate: the runtime {} (gVisor) is not supported: its containers have a kernel of their own, which no mount and"
-    " no device of the host's reaches; start containers that ask for a GPU with runc or crun"
+    "tidegate: the runtime {} (gVisor) is not supported: its containers have a kernel of their own, which mounts"
+    " and devices of the host do not reach; start containers that ask for a GPU with runc or crun"
 )
 KERNEL = "Linux version 4.4.0 "  # version that gVisor's kernel reports
 

@@ -1,4 +1,4 @@
-"""Containers whose GPU time is divided by the (simulated) GPU's own scheduler: `scheduling: hardware`.
+"""GPU time divided among containers by the (simulated) GPU's own scheduler: `scheduling: hardware`.
 
 GPU time is read from the device file, not from the governor or a container. The tests compare parts of the delivered
 time, or of the time on the GPU's clock, over seconds. A busy machine hardly affects them, because the GPU decides and

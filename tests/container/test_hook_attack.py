@@ -546,7 +546,7 @@ def test_a_root_whose_name_becomes_a_link_before_the_hook_runs(
         mounts = held.all_mounts()
         done = held.hook(node.hook)
         assert done.returncode == 66, done.stderr
-        assert "is no mount in the container's namespace" in done.stderr
+        assert "is not a mount in the container's namespace" in done.stderr
         assert held.all_mounts() == mounts
     assert contents(victim) == before
     node.governor.wait_idle()

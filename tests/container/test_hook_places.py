@@ -65,7 +65,7 @@ def test_who_asks_for_no_graphics_gets_none_of_it(node: Node, runc: Runtime) -> 
 
 
 def test_files_of_the_image_stay_beside_the_drivers(node: Node, runtime: Runtime) -> None:
-    """Both directories have files of the image. The driver's file is mounted singly into the first, over a namesake."""
+    """Both directories have files of the image. In the first, the driver's file is mounted over one of its name."""
     bundle = node.bundle(
         "cat /etc/vulkan/icd.d/*; cat /usr/share/vulkan/icd.d/*; cat /usr/share/glvnd/egl_vendor.d/*;"
         "cat /etc/glvnd/egl_vendor.d/*",
@@ -167,7 +167,7 @@ def test_a_place_that_the_image_has_no_room_for_is_logged(node: Node, runc: Runt
 
 
 def test_a_place_that_fails_half_way_leaves_nothing(node: Node, runc: Runtime) -> None:
-    """The first directory on the way is made, the file system refuses the second: the first is removed again."""
+    """The hook makes the first directory on the way, the file system refuses the second, and the first is removed."""
     generation = node.own_mirror()
     manifest = json.loads((generation / "manifest.json").read_text())
     name = "n" * 300
@@ -312,7 +312,9 @@ def test_a_kernel_module_of_another_version_is_refused(node: Node) -> None:
     (node.base / "module-version").write_text(
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.1.2  Release Build\n"
     )
-    refuse(node, node.bundle("true"), 72, f"is of driver {VERSION}, the kernel module is 570.1.2; ")
+    refuse(
+        node, node.bundle("true"), 72, f"is of driver {VERSION}, but the kernel module is 570.1.2; "
+    )
 
 
 @pytest.mark.parametrize("module", [True, False])
@@ -358,7 +360,7 @@ def test_a_generation_stays_while_a_hook_works_on_it(node: Node) -> None:
 
 
 def test_a_generation_that_is_exchanged_by_name_does_not_mix(node: Node, runc: Runtime) -> None:
-    """`tidegate refresh --repair` replaces a generation whose manifest a hook has read.
+    """`tidegate refresh --repair` replaces a generation after a hook has read its manifest.
 
     The hook asks the governor between the manifest and the mounts, so the test replaces the generation then.
     """
@@ -423,7 +425,7 @@ def test_a_hook_that_comes_while_its_generation_goes_takes_the_next(node: Node) 
 
 
 def test_what_the_host_mounts_below_a_directory_stays_with_the_host(node: Node) -> None:
-    """A mount of it would be one that was not asked for, and would leave it as writable as it is on the host."""
+    """The container did not ask for such a mount, which would also be as writable as it is on the host."""
     generation = node.own_mirror()
     path = node.base / "sockets"
     (path / "below").mkdir(parents=True)
@@ -440,7 +442,7 @@ def test_what_the_host_mounts_below_a_directory_stays_with_the_host(node: Node) 
 
 
 def test_a_volume_in_place_of_a_directory_of_the_host_stays(node: Node, runtime: Runtime) -> None:
-    """The user wants there what the configuration mounts there."""
+    """The configuration mounts what the user wants at that path."""
     sockets = node.made / "host-sockets"
     bundle = node.bundle(f"ls -A {sockets}", annotations=asking("graphics"))
     volume = node.base / "volume"

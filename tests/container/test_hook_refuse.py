@@ -126,7 +126,7 @@ def test_no_mirror(node: Node) -> None:
 
 def test_capabilities_without_a_set(node: Node) -> None:
     bundle = node.bundle("true", annotations={"tidegate.gpu/capabilities": "compute,video"})
-    refuse(node, bundle, 69, "has nothing for video, it has compute,graphics,utility")
+    refuse(node, bundle, 69, "does not provide video, it has compute,graphics,utility")
 
 
 def test_a_stale_mirror_names_the_file(node: Node) -> None:

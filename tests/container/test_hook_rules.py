@@ -121,7 +121,7 @@ def test_a_link_at_each_component(
     put_link(bundle.rootfs / place, link_texts(place)[kind].format(canary=canary.path))
     outcome = assault(node, runtime, bundle, canary)
     settled(outcome)
-    assert outcome.steps, "the runtime did not come to the hook"
+    assert outcome.steps, "the runtime did not start the hook"
 
 
 @pytest.mark.parametrize(
@@ -647,7 +647,7 @@ SOCKETS = [
 def test_a_replaced_socket_of_the_governor(
     node: Node, runtime: Runtime, canary: Canary, kind: str
 ) -> None:
-    """R13, R14: the hook neither hangs nor believes it, and never uses the image's own socket under that path."""
+    """R13, R14: the hook neither hangs nor trusts it, and never uses the image's own socket under that path."""
     bundle = node.bundle("echo started")
     node.timeout = 3.0
     path = node.base / "run/governor.sock"
@@ -702,7 +702,7 @@ s.listen(4)
 if sys.argv[2] != "endless":
     os.setgid(65534)
     os.setuid(65534)
-    s.listen(4)  # whom SO_PEERCRED names is who listened last
+    s.listen(4)  # SO_PEERCRED reports the credentials at the last listen
 print("ready", flush=True)
 while True:
     c, _ = s.accept()
@@ -755,7 +755,7 @@ PROBE_FILE_C = r"""
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
 #include <unistd.h>
-/* Try to change a file; say so if that worked. */
+/* Try to change a file; report it if that worked. */
 int main(int argc, char **argv) {
         const char *what = argv[1], *path = argv[2];
         int done = -1;
@@ -893,7 +893,7 @@ def test_a_link_in_a_user_namespace(
 
 
 def test_the_traps_work() -> None:
-    """When run and loaded on the host, the traps leave their file, so it means something that no test finds it."""
+    """The traps leave their file when run and loaded on the host, so it is significant that no other test finds one."""
     marker = traps() / "marker"
     for command, env in (
         ([str(traps() / "program")], {}),
@@ -924,7 +924,7 @@ def test_the_canary_sings(tmp_path: Path) -> None:
 
 
 def test_standard_descriptors_that_are_closed_become_none_of_the_hook_s(node: Node) -> None:
-    """R12: else a message to standard error would be written into one of the hook's files."""
+    """R12: otherwise a message to standard error would be written into one of the hook's files."""
     node.governor.mode = "silent"
     node.timeout = 4.0
     with Held(node.bundle("true")) as held:

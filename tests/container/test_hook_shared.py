@@ -27,7 +27,7 @@ SERVED = f"{FOUND}4096\n" * 2
 
 @pytest.fixture
 def shared(node: Node) -> Path:
-    """A root whose cache has a mode, an owner and a time that show whether it was made anew."""
+    """A root with a cache; the cache's mode, owner and time show whether it was made again."""
     root = node.bundle("").rootfs
     cache = root / "etc/ld.so.cache"
     cache.chmod(0o640)

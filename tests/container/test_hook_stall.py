@@ -202,8 +202,8 @@ def test_a_start_that_is_stuck_holds_up_its_own_root_alone(
         again = held.hook(node.hook, stdin=held.state(id="again"))
         assert again.returncode == 71
         assert again.stderr == (
-            "tidegate: the start or end of another container on the same root file system is not"
-            f" over, and the hook did not finish within {DEADLINE:g} s; {ANSWERS}"
+            "tidegate: the start or end of another container on the same root file system has not"
+            f" ended, and the hook did not finish within {DEADLINE:g} s; {ANSWERS}"
         )
         node.timeout = ENOUGH
         other = runc.run(node.bundle("ls -A /run/tidegate", name="other"))

@@ -56,7 +56,7 @@ def host_mounts(own: Path) -> list[str]:
 def test_a_container_finds_the_mirror_and_its_grant(
     node: Node, runtime: Runtime, stage: str
 ) -> None:
-    """Libraries by dlopen and by ldconfig -p, the program, the grant; the governor is told of start and end."""
+    """Libraries by dlopen and by ldconfig -p, the program, the grant; the governor is notified of start and end."""
     before = host_mounts(node.base)
     command = (
         f"{PROBE}; nvidia-smi; ls -A /run/tidegate; stat -c %s /run/tidegate/grant; ldconfig -p"
@@ -345,7 +345,7 @@ def test_a_container_without_annotations_is_left_alone(
 
 
 def test_a_loader_from_before_glibc_hwcaps_gets_tls(node: Node, runc: Runtime) -> None:
-    """Stands in for an old loader: this host's loader, with the name blanked out that it must not know."""
+    """The old loader is a copy of this host's loader in which the name that it must not know is blanked out."""
     bundle = node.bundle(f"ls /{LIBDIR}/tls")
     loader = bundle.rootfs / "usr/lib64/ld-linux-x86-64.so.2"
     loader.write_bytes(loader.read_bytes().replace(b"glibc-hwcaps", b"glibc-xxcaps"))

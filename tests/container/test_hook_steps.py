@@ -327,7 +327,7 @@ main()
 
 @pytest.mark.parametrize("place", SWAPPED)
 def test_without_the_rule_the_race_reaches_the_host(node: Node, canary: Canary, place: str) -> None:
-    """The same race against a hook whose walks are not confined: in one of the patterns it reaches the host."""
+    """The same race against a hook that does not confine its walks: in one of the patterns it reaches the host."""
     reached = []
     for number, pattern in enumerate(PATTERNS.values()):
         bundle = node.bundle("true", name=f"bundle{number}")

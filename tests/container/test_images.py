@@ -35,7 +35,7 @@ ASK_C = r"""
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
-/* Allocate each size given; say whose library did it. A program with an RPATH of its own, where one was compiled in. */
+/* Allocate each size given; print which library did it. The program has an RPATH of its own if one is compiled in. */
 int main(int argc, char **argv) {
         void *cuda = dlopen("libcuda.so.1", RTLD_NOW), *context;
         if (!cuda)
@@ -88,7 +88,7 @@ Make = Callable[..., Bundle]
 
 @pytest.fixture
 def make(site: Node, tmp_path: Path) -> Make:
-    """A function that makes a bundle with a quota of 2 GiB whose program wants 3 GiB."""
+    """A function that makes a bundle with a quota of 2 GiB and a program that requests 3 GiB."""
 
     def make_one(*program: str, **annotations: str) -> Bundle:
         import json
@@ -266,7 +266,7 @@ def test_a_driver_behind_platform_comes_after_ours(
 def test_a_driver_in_a_directory_that_is_searched_before_glibc_s_comes_after_ours(
     site: Node, make: Make, runtime: Runtime
 ) -> None:
-    """A root whose /lib is not a link to /usr/lib: a loader looks there first."""
+    """A root in which /lib is not a link to /usr/lib: a loader searches /lib first."""
     bundle = make()
     (bundle.rootfs / "lib").unlink()
     own_driver(bundle, site, "lib/x86_64-linux-gnu")

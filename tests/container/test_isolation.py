@@ -124,7 +124,7 @@ def contents(path: Path) -> dict[str, tuple[int, int, int]]:
 
 
 def descriptors(fds: Path) -> collections.Counter[str]:
-    """Count a process's open files by kind, without those of ended containers, whose pages are unmapped later."""
+    """Count a process's open files by kind, except those of ended containers: their pages are unmapped later."""
     found: collections.Counter[str] = collections.Counter()
     for fd in fds.iterdir():
         with contextlib.suppress(OSError):
@@ -177,7 +177,7 @@ def test_no_container_reaches_what_another_has(node: Node, who: str) -> None:
 
 
 def test_the_attacker_can_tell_what_works(node: Node) -> None:
-    """In its own directory the attacker finds what it is denied elsewhere. Else the test above would show nothing."""
+    """In its own directory the attacker finds what is denied elsewhere. Otherwise the test above would show nothing."""
     attacker = node.start(
         "self", ["/usr/bin/hostile", "prowl", "/run/tidegate", "."],
         {"memory": "1Gi", "compute": "20"}, edit=as_attacker(),
@@ -287,7 +287,7 @@ def test_users_of_the_host_come_to_no_container_s_socket(node: Node) -> None:
     assert (int.from_bytes(answer, "little"), fds) == (layout.NO_SLOT, [])
 
 
-@pytest.mark.parametrize("node", ["runc"], indirect=True)  # the governor's: one runtime will do
+@pytest.mark.parametrize("node", ["runc"], indirect=True)  # one runtime is enough for the governor
 def test_the_directory_of_containers_is_closed_before_there_are_any(node: Node) -> None:
     path = node.runtime_dir / "containers"
     node.stop_governor()
@@ -330,7 +330,7 @@ def share(container: Running, first: int, last: int) -> float:
 QUOTAS = {"honest-a": 40, "honest-b": 30}
 
 
-@pytest.mark.parametrize("node", ["runc"], indirect=True)  # the governor's: one runtime will do
+@pytest.mark.parametrize("node", ["runc"], indirect=True)  # one runtime is enough for the governor
 def test_who_writes_anything_into_its_ledger_takes_nothing_from_others(node: Node) -> None:
     pair = [start_worker(node, name, compute=str(quota)) for name, quota in QUOTAS.items()]
     burn = node.machine.command("burn", inside=True)
@@ -357,7 +357,7 @@ def test_who_writes_anything_into_its_ledger_takes_nothing_from_others(node: Nod
         if all(0.8 * quota < part < 1.25 * quota for part, quota in shares):
             break
     for i, quota in enumerate(QUOTAS.values()):
-        # Only the last measurement if it was good: work that was lost before is made up for in it.
+        # Use only the last measurement if it was good: it makes up for work that was lost before it.
         parts = [found[-1]] if len(found) < 5 else found
         assert 0.6 * quota < statistics.median(part[i] for part in parts) < 1.4 * quota, found
     # The governor owns its page, which still has the same values.

@@ -112,7 +112,7 @@ static int show(size_t take)
     return 0;
 }
 
-/* Children allocate in turns, so that each gets some, until the driver says no; they hold it until /out/end is there. */
+/* Children allocate in turns, so that each gets some, until the driver refuses; they hold it until /out/end exists. */
 static int share(int children, size_t chunk)
 {
     int pipes[16][2], answers[16][2], alive = children, sum = 0;

@@ -160,7 +160,7 @@ def worker(node: Node, name: str, **annotations: str) -> Running:
 
 @contextlib.contextmanager
 def stopped(node: Node, *containers: Running) -> Iterator[None]:
-    """Keep containers from ending during the block: the events that they are told about would be removed with them."""
+    """Keep containers from ending during the block: the events reported for them would be removed with them."""
     known = node.look()
     pids = [pid for container in containers for pid in known[container.identifier]["processes"]]
     for pid in pids:
@@ -246,7 +246,7 @@ def test_a_daemon_that_is_killed_is_started_again_and_new_containers_reach_it(no
         wait_for(lambda: mps(node)["state"] == "running", "the daemon")
         wait_for(lambda: link.stat().st_ino != inode, "the link to the new socket")
         told = (directory(node, neighbour) / "mps/events").read_text()
-        assert "daemon-ended: the server ended; start what used the GPU again" in told
+        assert "daemon-ended: the server ended; restart the programs that used the GPU" in told
     after = mps(node)
     assert (after["starts"], after["ends"]) == (before["starts"] + 1, before["ends"] + 1)
     [ended] = events(node, "mps-daemon-ended")

@@ -110,7 +110,7 @@ def test_one_with_annotations_is_told_why_not(host: EngineHost, runtime: str, dr
     assert ran.stderr.count("tidegate: ") == 1, ran.stderr
     assert (
         f"tidegate: this engine is rootless (root in its user namespace is user {UID} outside), and the governor"
-        " at /run/tidegate/governor.sock serves the node's root alone; have root's engine start this container,"
+        " at /run/tidegate/governor.sock serves only the node's root; have root's engine start this container,"
         " as with `sudo podman run`"
     ) in ran.stderr
 

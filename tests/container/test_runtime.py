@@ -45,7 +45,7 @@ def path_of(name: str) -> str:
 
 @pytest.fixture(params=["script", "front"])
 def node(node: Node, fronts: Path, request: pytest.FixtureRequest) -> Iterator[Node]:
-    """A node whose programs are the Python scripts, or the C programs with a fork server."""
+    """A node with the Python scripts, or with the C programs and a fork server."""
     if request.param == "script":
         yield node
         return
@@ -254,7 +254,7 @@ def test_an_error_of_the_environment_names_the_variable(
 
 
 def test_nvidia_s_own_injection_is_refused(node: Node, wrapped: Wrapped) -> None:
-    """Both would bring a driver, and it would be chance which one is found."""
+    """Both would bring a driver, and which one is found would be left to chance."""
     bundle = plain(node, "true")
     bundle.config["hooks"] = {"prestart": [{"path": "/usr/bin/nvidia-container-runtime-hook"}]}
     ran = wrapped.run(bundle)
@@ -301,7 +301,7 @@ def test_precreate_gives_back_what_asks_for_nothing(node: Node, dev: Path) -> No
 def test_what_precreate_refuses_the_hook_refuses_with_a_line(
     node: Node, dev: Path, runc: Runtime
 ) -> None:
-    """Of a precreate that fails, Podman shows only the status."""
+    """If precreate fails, Podman shows only its status."""
     bundle = plain(node, "true", annotations={"tidegate.gpu/x": "y"})
     answer = precreate(node, dev, json.dumps(bundle.config).encode())
     assert answer.status == 0
@@ -377,7 +377,7 @@ def test_what_runs_is_ended_whatever_is_wrong_with_the_configuration(
 
 
 def printing(path: Path, word: str) -> Path:
-    """Make a program in place of a runtime, which prints its name and arguments."""
+    """Make a program in place of a runtime; it prints its name and arguments."""
     path.write_text(f'#!/bin/sh\necho {word} "$@"\n')
     path.chmod(0o755)
     return path

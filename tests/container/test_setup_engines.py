@@ -149,7 +149,7 @@ def test_docker(site):
         os.kill(pid, signal.SIGHUP)
         deadline = time.monotonic() + RELOAD_S
         while "tidegate" not in host.check(*known):
-            assert time.monotonic() < deadline, "a reload is said to be enough"
+            assert time.monotonic() < deadline, "setup says that a reload is enough"
             time.sleep(0.1)
         host.check(*run, "--runtime=tidegate", IMAGE, "/usr/bin/sleep", "0")
         assert site.started() == ["runtime"]
@@ -159,7 +159,7 @@ def test_docker(site):
         os.kill(pid, signal.SIGHUP)
         deadline = time.monotonic() + RELOAD_S
         while not host.check(*known).startswith("tidegate "):
-            assert time.monotonic() < deadline, "so it is for the default"
+            assert time.monotonic() < deadline, "setup says that a reload is enough for the default"
             time.sleep(0.1)
         host.check(*run, IMAGE, "/usr/bin/sleep", "0")
         assert site.started() == ["runtime"]

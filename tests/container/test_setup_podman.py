@@ -147,7 +147,7 @@ def test_images_are_built_after_setup_and_containers_get_the_hooks(site: Site) -
     for ran in (site.build(), site.buildah()):
         assert ran.status == 0, ran.text
     assert site.stages() == set()
-    assert site.setup() == "podman: it is set up already, nothing to do\n"
+    assert site.setup() == "podman: already set up, nothing to do\n"
     assert site.doctor("hooks.stages")[0].startswith("ok: ")
     assert site.doctor("podman.hooks")[0].startswith("ok: ")
     site.setup("--undo")
@@ -162,7 +162,7 @@ def test_what_was_set_up_where_buildah_reads_is_found_and_moved(site: Site) -> N
     assert site.doctor("hooks.stages") == [
         (
             f"wrong: {FORMER}/50-tidegate-devices.json has the stage precreate, which Buildah does not know: "
-            "`podman build` and `buildah run` end with it "
+            "`podman build` and `buildah run` fail "
             f"-> rm {FORMER}/50-tidegate-devices.json && tidegate setup podman"
         )
     ]
@@ -216,7 +216,7 @@ def test_a_service_that_runs_on_is_named_until_it_is_restarted(
     todo = f"kill {pid}, and start `podman system service` again; containers go on"
     assert site.setup().splitlines()[-1] == f"to do: {todo}"
     assert site.run() == STAGES
-    assert site.run(*remote) == set(), "it reads containers.conf anew: nothing is to be said then"
+    assert site.run(*remote) == set(), "if it reads containers.conf again, no note is needed"
     assert site.setup().splitlines()[0] == (
         f"note: process {pid} (podman system service) started before the hooks were set up, and starts containers "
         f"without them: {todo}"
@@ -229,7 +229,7 @@ def test_a_service_that_runs_on_is_named_until_it_is_restarted(
     ]
     service()
     assert site.run(*remote) == STAGES
-    assert site.setup() == "podman: it is set up already, nothing to do\n"
+    assert site.setup() == "podman: already set up, nothing to do\n"
     assert site.doctor("podman.service")[0].startswith("ok: ")
 
 
@@ -251,7 +251,7 @@ def test_a_container_that_a_policy_restarts_without_the_hooks_is_named(site: Sit
         assert ("note: asks started before the hooks were set up" in site.setup()) is told
         site.host.check("podman", "restart", "--time=0", "asks")
         wait_for(lambda: "createRuntime" in site.stages(), "the hook")
-        assert site.setup() == "podman: it is set up already, nothing to do\n"
+        assert site.setup() == "podman: already set up, nothing to do\n"
     finally:
         # A container that is just being restarted is not removed.
         remove = ("podman", "rm", "--force", "--time=0", "--ignore", "asks", "plain")

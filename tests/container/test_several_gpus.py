@@ -67,7 +67,7 @@ static double now(void)
     return t.tv_sec + t.tv_nsec / 1e9;
 }
 
-/* All the memory of a device that is to be had. */
+/* Allocate all the memory of a device that is available. */
 static void fill(struct use *use)
 {
     int (*allocate)(unsigned long long *, size_t) = (int (*)(unsigned long long *, size_t))find("cuMemAlloc_v2");
@@ -110,7 +110,7 @@ int main(int argc, char **argv)
     FILE *file;
     int n;
 
-    /* As a program does that was not told which GPUs are its own. */
+    /* As a program that does not know which GPUs are its own. */
     if (!getenv("CUDA_VISIBLE_DEVICES")) {
         file = fopen("/run/tidegate/devices", "r");
         must(!file || !fgets(own, sizeof(own), file), "/run/tidegate/devices");

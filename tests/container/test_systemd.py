@@ -117,7 +117,7 @@ def systemd_rootfs(tmp_path_factory: pytest.TempPathFactory, require: Callable[.
 
 
 def config(rootfs: Path) -> str:
-    """Return the config.json of a container whose first process is systemd."""
+    """Return the config.json of a container with systemd as its first process."""
     capabilities = [
         *("CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_DAC_READ_SEARCH", "CAP_FOWNER", "CAP_FSETID"),
         *("CAP_KILL", "CAP_SETGID", "CAP_SETUID", "CAP_SETPCAP", "CAP_SETFCAP", "CAP_SYS_CHROOT"),

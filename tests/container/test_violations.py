@@ -280,9 +280,9 @@ def test_honest_containers_are_not_accused(place: Place) -> None:
         assert len(node.look()) == len(node.running) == 6
         long = [one for one in node.look().values() if one["id"].endswith("-long")]
         told = long[0]["devices"][0]
-        # Else the test showed nothing: a single piece of its work is longer than all its grants.
-        assert told["launches"]
-        assert told["held_ns"] < 1_500_000_000
+        # Otherwise the test would show nothing: it was charged for more time than its grants can last, so its work has
+        # outlasted them.
+        assert told["held_ns"] > told["grants"] * 150_000_000
 
 
 def ticks(container: Running) -> int:
@@ -429,7 +429,7 @@ def test_limit_says_so_where_grants_divide_the_time(place: Place) -> None:
 
 
 def test_a_process_is_known_by_its_control_group_and_by_its_namespace(place: Place) -> None:
-    """Under runc both identify it; a process of the host has neither."""
+    """Under runc both identify the process; a process of the host has neither of the two."""
     with place() as node:
         container = start(node, "one", "began", "child", "sleep:60000")
         began(container)

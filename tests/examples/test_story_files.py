@@ -1,4 +1,4 @@
-"""Tidegate accepts what a story's page tells to copy: annotations, configurations, commands, links."""
+"""Tidegate accepts what a story's page says to copy: annotations, configurations, commands, links."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_page_has_what_a_reader_looks_for(story):
     for path in (EXAMPLES / story).iterdir():
         # Files to copy are linked from the page; files that end with .tidegate.yaml are in a table.
         if path.is_file() and path.name not in {"README.md", "run"}:
-            assert f"]({path.name})" in text, f"nobody is told of {path.name}"
+            assert f"]({path.name})" in text, f"the page has no link to {path.name}"
 
 
 @pytest.mark.parametrize("story", STORIES)

@@ -155,7 +155,7 @@ class Site:
         return self.node.start(name, command, {}, edit=edit)
 
     def work(self, name: str, reference: Reference) -> Running:
-        """Start a container that begins to work when it is told to."""
+        """Start a container that begins to work on request."""
         seconds = str(SECONDS + SETTLE_S + 2)
         files = ("--out", "/out/progress.bin", "--wait-file", "/out/begin")
         return self.start(name, reference, "--seconds", seconds, *files)

@@ -1,4 +1,4 @@
-"""`python -m tests.gpu.judge`: whether any function of cuda.h works past Tidegate.
+"""`python -m tests.gpu.judge`: whether any function of cuda.h bypasses Tidegate.
 
 Compiles judge.c against the CUDA headers of this machine and runs it twice: on the bare machine, and
 in a container with a quota. A call that changes the memory that NVML reports, or that makes the GPU work,

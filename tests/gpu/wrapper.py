@@ -1,4 +1,4 @@
-"""`python -m tests.gpu.wrapper`: a container by `tidegate-runtime` on this machine, and the findings of `tidegate doctor`.
+"""`python -m tests.gpu.wrapper`: a container with `tidegate-runtime` on this machine, and what `tidegate doctor` finds.
 
 It runs on the machine's own control groups; the other tests have only version 1 of them. It checks whether the
 governor knows a container by its control group, finds a process that joins the group from outside, and recognises
@@ -211,7 +211,7 @@ def look_at_membership(report: Report, container: Wrapped, pid: int) -> None:
     )
     known = container.seen() or {}
     report.say(
-        "known by its control group",
+        "has a control group that the governor sees",
         known.get("control_group"),
         right=bool(known.get("control_group")),
     )

@@ -32,7 +32,7 @@ A, B = (f"GPU-{letter * 8}-0000-4000-8000-000000000000" for letter in "ab")
 
 
 class Governor:
-    """A governor that books what it is told, up to the capacity of a GPU."""
+    """A governor that books what is requested, up to the capacity of a GPU."""
 
     def __init__(self, gib: int = 16) -> None:
         self.memory = gib * GIB
@@ -285,7 +285,7 @@ def test_a_kubelet_that_is_not_there_is_said_and_not_each_second(
             clock[0] += 1
     loop.stop()
     first, second = [one for one in logs if one["event"] == "no-kubelet"]
-    assert f"{tmp_path}/device-plugins/{SOCKET}: nobody can listen there" in first["message"]
+    assert f"{tmp_path}/device-plugins/{SOCKET}: cannot listen there" in first["message"]
     assert second["message"] == (
         f"{tmp_path}/device-plugins/kubelet.sock is not there, for 40 s; no GPU is offered"
     )

@@ -23,13 +23,14 @@ from typing import Any, Self, TypeVar
 from prometheus_client.parser import text_string_to_metric_families
 
 from governor import web
+from governor.admissions import Pending
 from governor.arbiter import Runner, load_library
 from governor.books import Books
 from governor.config import Config, Metrics, Web
 from governor.container import Container
 from governor.history import STEP_NS, History, Use
 from governor.quota import Device
-from governor.server import Pending, Server
+from governor.server import Server
 
 GIB = 1 << 30
 UUID = "GPU-00000000-0000-0000-0000-000000000001"
@@ -121,7 +122,7 @@ class World:
 
     def close(self) -> None:
         for container in list(self.server.containers.values()):
-            self.server._end(container, "test")
+            self.server.admissions.end(container, "test")
         for child in self.children:
             child.kill()
             child.communicate()

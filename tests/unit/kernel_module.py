@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from governor.hardware import calls
+from governor.hardware.trace import RESTORE
 
 OK, INVALID_ARGUMENT, INVALID_CLIENT, NOT_FOUND, NOT_SUPPORTED = 0, 0x1F, 0x23, 0x57, 0x56
 INSUFFICIENT_PERMISSIONS = 0x1B
@@ -98,9 +99,10 @@ class KernelModule:
     def turn(
         self, pid: int, context: int, ns: int, *, begins: bool = True, ends: bool = True
     ) -> None:
-        """Run a context on the GPU for this long and write the trace."""
+        """Restore a context on the GPU, run it for this long, and write the trace."""
         if begins:
             self._write(calls.TAG_BEGIN.value, pid, context)
+            self.now_ns += RESTORE
         self.now_ns += ns
         if ends:
             self._write(calls.TAG_END.value, pid, context)
@@ -168,14 +170,13 @@ class KernelModule:
         elif size != (call.parameters.size if call.parameters else 0):
             status = INVALID_ARGUMENT
         elif not status:
-            buffer = (ctypes.c_char * max(1, size)).from_address(
-                calls.CONTROL.get(data, "params") or ctypes.addressof(ctypes.c_char())
-            )
-            parameters = bytearray(buffer.raw[:size])
+            address = calls.CONTROL.get(data, "params")
+            parameters = bytearray(ctypes.string_at(address, size))
             status = getattr(self, f"_{call.name.rpartition('CMD_')[2].lower()}")(
                 client, target, parameters
             )
-            buffer.raw = bytes(parameters) or b"\0"
+            assert len(parameters) == size
+            ctypes.memmove(address, bytes(parameters), size)
         self.asked.append((call.name, status))
         struct.pack_into("<I", data, 28, status)
 

@@ -26,7 +26,7 @@ def put_programs(root: Path, directory: str = "/usr/bin") -> None:
 
 
 def put_process(root: Path, pid: int, *words: str) -> None:
-    """Create the /proc entry of a process whose root is this tree."""
+    """Create the /proc entry of a process with this tree as its root."""
     put(root, f"/proc/{pid}/cmdline", "".join(f"{word}\0" for word in words))
     (root / f"proc/{pid}/root").symlink_to(root)
 

@@ -35,7 +35,7 @@ class Command:
 
 
 def pages() -> list[Path]:
-    """Return the pages whose commands a reader may type: all of them."""
+    """Return the pages with commands that a reader may type: all pages."""
     return markdown.pages()
 
 

@@ -138,7 +138,7 @@ def test_a_run_is_kept_and_has_its_part_of_the_page(tmp_path):
     assert run.result_name(kept).endswith("-gangs-nvidia-h200.json")
     assert "trace" not in kept["raw"]["parts"]["hogs"]
     text = report_docs.build_page({"x": kept}).text
-    assert "Topology 0-1: NV18, NUMA nodes {}: nvidia-smi has it otherwise." in text
+    assert "Topology 0-1: NV18, NUMA nodes {}: nvidia-smi reports a different topology." in text
     assert "- hogs failed: PartError: hogs took more than 5 s" in text
     assert (
         "| restart, train | job-1 | 40.00 /s | 40.00 % | 0.02 s | 0 of 600 | 2 of 3 | yes |" in text

@@ -1,4 +1,4 @@
-"""Which differences between a program's two runs bench.programs reports, and which not."""
+"""Which differences between a program's two runs bench.programs reports, and which it does not."""
 
 import copy
 import json

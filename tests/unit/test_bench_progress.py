@@ -26,7 +26,7 @@ MS = NS_PER_MS
 
 
 def run_of(durations, *, steps, begin=0, slowdown=1):
-    """Return the stamps of a job whose step has units of `durations`, each `slowdown` times as long."""
+    """Return the stamps of a job with units of `durations` in each step, each `slowdown` times as long."""
     taken = [int(d * slowdown) for _ in range(steps) for d in durations]
     times = itertools.accumulate(taken, initial=begin)
     kinds = itertools.chain([len(durations) - 1], itertools.cycle(range(len(durations))))

@@ -2,6 +2,7 @@
 
 import json
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import jsonschema
 import pytest
@@ -47,6 +48,27 @@ def containers():
 def report(containers):
     gpu = Gpu("simulated", "Simulated GPU", "580.0")
     return build_report(gpu, containers, Refused(4 * GIB, 3 * GIB, "CUDA_ERROR_OUT_OF_MEMORY"))
+
+
+def test_what_the_jobs_had_without_tidegate_is_beside_it(containers):
+    """Without Tidegate both had 50 %, of which the first second is left out."""
+    containers = [
+        replace(one, without=container("", 0, 50, seconds=4).progress) for one in containers
+    ]
+    gpu = Gpu("simulated", "Simulated GPU", "580.0")
+    report = build_report(gpu, containers, Refused(4 * GIB, 3 * GIB, "CUDA_ERROR_OUT_OF_MEMORY"))
+    validate(report)
+    assert [one["without"] for one in report["containers"]] == [50, 50]
+    table = render_table(report)
+    assert "  without  delivered" in table
+    assert "50.00 %    44.00 %" in table
+    samples = sample_progress(containers, tuple(report["detail"]["span_ns"]))
+    assert {len(work) for work in samples["without"]["work_us"].values()} == {300}
+    chart = chart_of(report, samples)
+    assert chart.x_range == (-3, pytest.approx(5, abs=0.02))
+    assert [x for x, _ in chart.series[0].points] == [-2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 3.5]
+    assert chart.series[0].points[0][1] == pytest.approx(50)
+    assert "Before 0 s without Tidegate" in chart.subtitle
 
 
 def test_the_report_says_what_was_promised_and_what_was_delivered(report):

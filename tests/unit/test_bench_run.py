@@ -121,7 +121,7 @@ def test_the_page_follows_the_results(demo, tmp_path, capsys):
     assert report_docs.main(["--check"], tmp_path) == 0
     page = (tmp_path / "docs/benchmarks.md").read_text()
     assert "| training | resnet18 | 45 % | 44.00 % | 2 GiB | 3 GiB |" in page
-    assert "Error 1.00 points in windows of 1 s, 1.00 in windows of 100 ms." in page
+    assert "The error is 1.00 points in windows of 1 s and 1.00 in windows of 100 ms." in page
     assert "(figures/2026-01-02-shares-nvidia-h200.svg)" in page
     figure = tmp_path / "docs/figures/2026-01-02-shares-nvidia-h200.svg"
     assert figure.read_text().startswith("<svg")

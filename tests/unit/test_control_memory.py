@@ -658,7 +658,7 @@ def test_errno_is_the_applications(agent) -> None:
 
 @contextlib.contextmanager
 def hiding(node, agent) -> Iterator[None]:
-    """Act as a governor whose NVML attributes no more memory to the process from here on."""
+    """Act as a governor for which NVML attributes no more memory to the process from here on."""
     known = node.look()
     base = node.read("unattributed")
 

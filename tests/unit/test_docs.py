@@ -6,6 +6,7 @@ docs/README.md lists all of them.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 from pathlib import Path
@@ -47,6 +48,27 @@ def test_a_page_begins_with_its_title_and_skips_no_level(page):
     assert depths[0] == 1
     assert depths.count(1) == 1
     assert all(after <= before + 1 for before, after in itertools.pairwise(depths))
+
+
+def test_the_figures_of_the_first_screen_are_those_of_a_result():
+    text = (ROOT / "README.md").read_text()
+    results = ROOT / "bench/results"
+    arm = json.loads((results / "2026-11-24-quota-h200-hardware-and-gate-1.json").read_text())[
+        "summary"
+    ]["crowd"]
+    assert f"{arm['1s']['mean']:.2f} points off over a second" in text
+    assert f"{arm['100ms']['mean']:.2f} over 100 ms" in text
+    for line, told in (("without", arm["native"]), ("with", arm)):
+        row = next(r for r in text.splitlines() if r.startswith(f"| {line} Tidegate |"))
+        shown = [float(cell) for cell in row.split("|")[2:-1]]
+        assert shown == pytest.approx([*told["delivered"], told["sum"]], abs=0.0501)
+    requests = json.loads((results / "2026-11-24-latency-h200-resnet18.json").read_text())[
+        "summary"
+    ]
+    for way in ("gate-50", "hardware-50"):
+        assert f"{requests[f'every-20000us-1-jobs-{way}']['mean_ms']:.1f} ms" in text
+    assert f"takes {requests['every-20000us-0-jobs-alone']['mean_ms']:.1f} ms alone" in text
+    assert f"takes {requests['every-20000us-1-jobs-native']['mean_ms']:.1f} ms on average" in text
 
 
 def test_the_index_lists_every_page():

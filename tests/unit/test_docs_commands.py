@@ -46,7 +46,7 @@ SYSTEM = {
     ),
     **dict.fromkeys(("systemctl", "journalctl", "systemd-escape"), SYSTEMD),
     "kubectl": CLUSTER,
-    "helm": "renders a chart, which is somebody else's",
+    "helm": "renders a chart of another project",
     "runc": "tests/container/test_tutorial.py types it",
     "ssh": "needs a second machine",
     "curl": "tests/unit/test_governor_metrics.py and test_governor_web.py ask the same of the same sockets",

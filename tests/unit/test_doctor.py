@@ -66,7 +66,7 @@ def test_fifos_devices_and_huge_files_are_not_read(tmp_path: Path) -> None:
     fifo = host.root / "proc/sys/kernel/osrelease"
     fifo.parent.mkdir(parents=True)
     os.mkfifo(fifo)
-    assert host.look("kernel.calls") == ["unseen: /proc/sys/kernel/osrelease is no regular file"]
+    assert host.look("kernel.calls") == ["unseen: /proc/sys/kernel/osrelease is not a regular file"]
     huge = host.put("etc/docker/daemon.json")
     os.truncate(huge, CHUNK * CHUNKS)
     assert host.look("docker.runtime") == ["unseen: /etc/docker/daemon.json has more than 4 MiB"]

@@ -13,7 +13,7 @@ RUNTIME = "/usr/bin/tidegate-runtime"
 NOT_HERE = "note: CRI-O is not set up here: it has no configuration"
 OURS = f"{CONF_D}/50-tidegate.conf"
 RIGHT = OLD + f'runtime_root = "/run/crun"\nmonitor_path = "{LIBEXEC}/conmon"\n'
-STARTS = "ok: CRI-O finds all that /etc/crio/crio.conf and /etc/crio/crio.conf.d name"
+STARTS = "ok: CRI-O finds everything that /etc/crio/crio.conf and /etc/crio/crio.conf.d name"
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_a_handler_that_is_not_the_wrapper_is_wrong(host: Host) -> None:
     ("program", "remedy"),
     [
         ("/usr/bin/tidegate-hook", "rm /opt/hooks.d/x.json && tidegate setup podman"),
-        ("/usr/bin/other", "take /opt/hooks.d out of CRI-O's hooks_dir, or move the file"),
+        ("/usr/bin/other", "remove /opt/hooks.d from CRI-O's hooks_dir, or move the file"),
     ],
 )
 def test_a_hook_of_a_stage_that_cri_o_does_not_know_is_wrong(
@@ -140,7 +140,7 @@ def test_a_hook_of_a_stage_that_cri_o_does_not_know_is_wrong(
     host.put(f"{CONF_D}/60.conf", '[crio.runtime]\nhooks_dir = ["/opt/hooks.d/"]\n')
     assert host.look("crio.configuration") == [
         (
-            "wrong: CRI-O does not start: /opt/hooks.d/x.json names the stage precreate, which is not CRI-O's"
+            "wrong: CRI-O does not start: /opt/hooks.d/x.json names the stage precreate, which CRI-O does not know"
             f" -> {remedy}"
         )
     ]

@@ -18,28 +18,28 @@ def host(tmp_path: Path) -> Host:
 
 
 def test_the_module_that_runs_is_told(host: Host) -> None:
-    assert host.look("driver.module") == [f"ok: NVIDIA's open kernel module {V} runs; GPUs: 1"]
+    assert host.look("driver.module") == [f"ok: NVIDIA's open kernel module {V} is loaded; GPUs: 1"]
 
 
 def test_a_module_that_is_not_loaded_is_wrong(host: Host) -> None:
     host.remove("proc/driver/nvidia/version")
     assert host.look("driver.module") == [
         (
-            "wrong: no kernel module of NVIDIA's runs"
-            " -> modprobe nvidia (install the driver first where that finds none)"
+            "wrong: NVIDIA's kernel module is not loaded"
+            " -> modprobe nvidia (if there is no such module, install the driver first)"
         )
     ]
     host.put("sys/module/nvidia/refcnt", "0")
     [found] = host.look("driver.module")
     assert found.startswith(
-        "wrong: the kernel module nvidia is loaded, and /proc/driver/nvidia/version says"
+        "wrong: the kernel module nvidia is loaded, but /proc/driver/nvidia/version has"
     )
 
 
 def test_wsl_needs_no_module(host: Host) -> None:
     host.remove("proc/driver/nvidia/version")
     host.put("dev/dxg")
-    assert host.look("driver.module") == ["ok: WSL 2: the driver's kernel half is Windows'"]
+    assert host.look("driver.module") == ["ok: WSL 2: the driver's kernel part belongs to Windows"]
 
 
 def test_a_driver_that_a_refresh_would_find_is_right(host: Host) -> None:
@@ -60,23 +60,23 @@ def test_libraries_of_another_version_than_the_module_are_wrong(host: Host) -> N
 def test_device_nodes_that_are_missing_or_none_are_wrong(host: Host) -> None:
     host.put("dev/nvidia0")
     assert host.look("driver.nodes") == [
-        "wrong: /dev/nvidiactl is missing, programs find no GPU -> nvidia-modprobe -c 255",
-        "wrong: /dev/nvidia-uvm is missing, programs find no GPU -> nvidia-modprobe -u -c 0",
-        "wrong: /dev/nvidia0 is no character device -> rm /dev/nvidia0 && nvidia-modprobe -c 0",
+        "wrong: /dev/nvidiactl is missing: programs find no GPU -> nvidia-modprobe -c 255",
+        "wrong: /dev/nvidia-uvm is missing: programs find no GPU -> nvidia-modprobe -u -c 0",
+        "wrong: /dev/nvidia0 is not a character device -> rm /dev/nvidia0 && nvidia-modprobe -c 0",
     ]
 
 
 def test_without_a_module_there_are_no_nodes(host: Host) -> None:
     host.remove("proc/driver/nvidia/version")
     assert host.look("driver.nodes") == [
-        "note: without a kernel module of NVIDIA's there are no device nodes"
+        "note: there are no device nodes without NVIDIA's kernel module"
     ]
 
 
 def test_links_in_dev_char_matter_to_systemd(host: Host) -> None:
     assert host.look("driver.links")[0].startswith("note: systemd does not run here")
     (host.root / "run/systemd/system").mkdir(parents=True)
-    assert host.look("driver.links") == ["note: without device nodes there is nothing to link to"]
+    assert host.look("driver.links") == ["note: there are no device nodes that need a link"]
     host.put("dev/nvidiactl")
     host.put("dev/char/195:255")
     assert host.look("driver.links")[0].startswith("warning: /dev/char has no links to nvidia0: ")
@@ -90,8 +90,8 @@ CLOSED = "wrong: GPU 0 has the compute mode"
 @pytest.mark.parametrize(
     ("check", "answer", "said"),
     [
-        ("driver.mig", SMI, "ok: no GPU is cut up by MIG"),
-        ("driver.mig", SMI.replace("Disabled", "[N/A]"), "ok: no GPU is cut up by MIG"),
+        ("driver.mig", SMI, "ok: MIG is not enabled on any GPU"),
+        ("driver.mig", SMI.replace("Disabled", "[N/A]"), "ok: MIG is not enabled on any GPU"),
         ("driver.mig", SMI.replace("Disabled", "Enabled"), "warning: GPU 0 has MIG enabled: "),
         ("driver.compute-mode", SMI, "ok: the GPUs take processes of several containers"),
         (
@@ -104,7 +104,7 @@ CLOSED = "wrong: GPU 0 has the compute mode"
             SMI.replace("Default", "Prohibited"),
             f"{CLOSED} Prohibited: it takes no process",
         ),
-        ("driver.persistence", SMI, "ok: the GPUs stay initialised while nobody uses them"),
+        ("driver.persistence", SMI, "ok: the GPUs stay initialised while no program uses them"),
         (
             "driver.persistence",
             f"0, {UUID}, Disabled, Default, Disabled\n",
@@ -131,7 +131,7 @@ def test_what_nvidia_smi_does_not_say_is_not_seen(host: Host, check: str) -> Non
     del host.commands["nvidia-smi"]
     assert host.look(check) == ["unseen: nvidia-smi cannot be run: No such file or directory"]
     host.remove("proc/driver/nvidia/version")
-    assert host.look(check) == ["note: without a kernel module of NVIDIA's nothing is asked"]
+    assert host.look(check) == ["note: nvidia-smi is not run: NVIDIA's kernel module is not loaded"]
 
 
 def put_mps(host: Host, pid: int, pipe: str | None) -> None:
@@ -148,7 +148,7 @@ def test_somebody_elses_mps_daemon_is_warned_of(host: Host) -> None:
     put_mps(host, 900, None)
     assert host.look("driver.mps") == [
         (
-            "warning: process 900 is an MPS daemon of somebody else's (/tmp/nvidia-mps): its clients use a GPU outside of"
+            "warning: process 900 is an MPS daemon that is not the governor's (/tmp/nvidia-mps): its clients use a GPU outside of"
             " all quotas -> echo quit | CUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps nvidia-cuda-mps-control"
         )
     ]

@@ -48,7 +48,7 @@ def test_the_version_of_an_engine_is_told(host: Host, program: str) -> None:
     assert host.look(check) == [f"ok: /usr/bin/{program}, 1.2.3"]
     del host.commands[program]
     assert host.look(check)[0].startswith(
-        f"unseen: /usr/bin/{program} is there; its version is not known: "
+        f"unseen: /usr/bin/{program} exists, but its version is not known: "
     )
 
 
@@ -63,7 +63,7 @@ def set_running(host: Host, version: str = "26.1.5", **info: Any) -> None:
 
 def test_a_container_that_asks_by_a_label_is_named(host: Host) -> None:
     assert host.look("docker.labels") == ["note: Docker is not installed (docker)"]
-    right = ["ok: no container of Docker's asks by a label below tidegate.gpu/"]
+    right = ["ok: no Docker container has a label below tidegate.gpu/"]
     host.program("usr/bin/docker", "one\t\ntwo\tcom.example=a,other.tidegate.gpu/x=1\n")
     assert host.look("docker.labels") == right
     host.program("usr/bin/docker", "one\t\ntrain-1\tx=1,tidegate.gpu/memory=4Gi,y=2\n")
@@ -90,7 +90,7 @@ def test_docker_that_has_the_runtime_is_right(host: Host) -> None:
     host.json("etc/docker/daemon.json", {})
     assert host.look("docker.runtime") == [
         *right,
-        "note: dockerd has the runtime tidegate from elsewhere than /etc/docker/daemon.json",
+        "note: dockerd has the runtime tidegate, which is not from /etc/docker/daemon.json",
     ]
 
 
@@ -106,7 +106,7 @@ def test_docker_that_has_not_read_its_file_again_is_wrong(host: Host) -> None:
     set_running(host, Runtimes={"runc": {"path": "runc"}})
     assert host.look("docker.runtime") == [
         (
-            "wrong: /etc/docker/daemon.json has the runtime tidegate, and dockerd has not read it yet"
+            "wrong: /etc/docker/daemon.json has the runtime tidegate, but dockerd has not read it yet"
             " -> systemctl reload docker"
         )
     ]
@@ -121,7 +121,7 @@ def test_a_checkouts_wrapper_that_enters_a_hook_which_is_not_there_is_wrong(host
     set_docker(host, {"runtimes": {"tidegate": runtime}})
     assert host.look("docker.runtime") == [
         (
-            f"wrong: Docker's runtime tidegate, {own}/tidegate-runtime enters the hook"
+            f"wrong: Docker's runtime tidegate: {own}/tidegate-runtime enters the hook"
             f" /usr/bin/tidegate-hook, which is missing -> write `hook {own}/tidegate-hook` to /etc/tidegate/runtime"
         )
     ]
@@ -151,7 +151,7 @@ def test_a_checkouts_wrapper_that_enters_a_hook_which_is_not_there_is_wrong(host
             "wrong: Docker's runtime tidegate runs 7, accepted is an absolute path",
         ),
         ({"runtimes": []}, "note: /etc/docker/daemon.json has no runtime tidegate"),
-        ([], "wrong: /etc/docker/daemon.json is no JSON object"),
+        ([], "wrong: /etc/docker/daemon.json is not a JSON object"),
     ],
 )
 def test_dockers_file_may_say_anything(host: Host, document: object, said: str) -> None:
@@ -167,7 +167,7 @@ def test_annotations_came_with_docker_24(host: Host) -> None:
     assert host.look("docker.version") == [
         (
             "warning: Docker version 20.10.24+dfsg1, build 297e128: docker run --annotation came with 24.0"
-            " -> install Docker 24 or newer, or have `environment allow` in /etc/tidegate/runtime"
+            " -> install Docker 24 or newer, or write `environment allow` to /etc/tidegate/runtime"
         )
     ]
     host.put("etc/tidegate/runtime", "environment allow\n")
@@ -241,7 +241,7 @@ def test_containerd_that_has_the_handler_is_right(host: Host, main: str, plugin:
         (
             'pod_annotations = ["tidegate.gpu/*"]',
             "",
-            'wrong: {path}: pod_annotations of the handler tidegate lack "tidegate.gpu/*": containers start, and without',
+            'wrong: {path}: pod_annotations of the handler tidegate lack "tidegate.gpu/*": containers start, but without',
         ),
         (
             '"tidegate.gpu/*"',
@@ -355,19 +355,22 @@ def test_hooks_of_ours_that_run_are_right(host: Host) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"version": "0.1.0"}, f"wrong: /{LOCAL} is of version '0.1.0', 1.0.0 is known"),
+        ({"version": "0.1.0"}, f"wrong: /{LOCAL} has version '0.1.0', only 1.0.0 is known"),
         ({"hook": {"path": "tidegate-hook"}}, f"wrong: /{LOCAL}: hook.path is 'tidegate-hook'"),
         (
             {"hook": {"path": "/opt/tidegate-hook", "env": ["A=b"]}},
             f"wrong: /{LOCAL}: /opt/tidegate-hook is missing",
         ),
         ({"hook": {"path": HOOK}}, f"wrong: /{LOCAL}: hook.env is empty"),
-        ({"stages": ["poststart"]}, f"wrong: /{LOCAL} names no stage of Tidegate's"),
+        ({"stages": ["poststart"]}, f"wrong: /{LOCAL} names none of Tidegate's stages"),
         (
             {"when": {"annotations": {"^other/": ".*"}}},
-            f"wrong: /{LOCAL}: `when` matches no annotation",
+            f"wrong: /{LOCAL}: `when` matches none of Tidegate's annotations",
         ),
-        ({"when": {"annotations": {"(": ".*"}}}, f"wrong: /{LOCAL}: `when` matches no annotation"),
+        (
+            {"when": {"annotations": {"(": ".*"}}},
+            f"wrong: /{LOCAL}: `when` matches none of Tidegate's annotations",
+        ),
     ],
 )
 def test_hooks_of_ours_that_do_not_run_are_wrong(
@@ -384,7 +387,7 @@ def test_hooks_of_others_are_named(host: Host) -> None:
     assert state(host.look("hooks.in-force")) == ["warning"]
     host.program("usr/bin/other")
     assert host.look("hooks.in-force") == [
-        "note: /usr/share/containers/oci/hooks.d/50-other.json has /usr/bin/other run"
+        "note: /usr/share/containers/oci/hooks.d/50-other.json runs /usr/bin/other"
     ]
     host.put("etc/containers/oci/hooks.d/broken.json", "{")
     assert "wrong" in state(host.look("hooks.in-force"))
@@ -394,11 +397,11 @@ def test_podman_runs_the_hook_and_adds_devices(host: Host) -> None:
     assert host.look("podman.hooks") == ["note: podman is not installed"]
     host.program("usr/bin/podman")
     assert host.look("podman.hooks") == [
-        "note: no hook of Tidegate's for Podman -> tidegate setup podman"
+        "note: Podman has no hook of Tidegate -> tidegate setup podman"
     ]
     host.json(LOCAL, hook_file())
     assert host.look("podman.hooks") == [
-        f"wrong: Podman by itself looks for hooks in {VENDOR}, not in {OWN} -> tidegate setup podman"
+        f"wrong: by default, Podman looks for hooks in {VENDOR}, not in {OWN} -> tidegate setup podman"
     ]
     host.put(
         "etc/containers/containers.conf.d/50-tidegate.conf",
@@ -407,11 +410,11 @@ def test_podman_runs_the_hook_and_adds_devices(host: Host) -> None:
     assert host.look("podman.hooks") == [f"ok: root's Podman runs /{LOCAL}"]
     host.json(LOCAL, hook_file(stages=["createRuntime"]))
     assert host.look("podman.hooks")[0].startswith(
-        "warning: Podman runs the hook, and nothing of Tidegate's"
+        "warning: Podman runs the hook, but not at the stage precreate"
     )
     host.json(LOCAL, hook_file(stages=["createRuntime", "precreate"]))
     assert host.look("podman.hooks")[0].startswith(
-        "warning: Podman runs the hook, and tells it of no container's end"
+        "warning: Podman runs the hook, but not at the stage poststop"
     )
     host.json(LOCAL, hook_file(stages=["precreate"]))
     assert state(host.look("podman.hooks")) == ["wrong"]
@@ -422,7 +425,7 @@ def test_podman_that_looks_elsewhere_for_hooks_is_wrong(host: Host) -> None:
     host.json(LOCAL, hook_file())
     host.put("etc/containers/containers.conf", '[engine]\nhooks_dir = ["/opt/hooks"]\n')
     assert host.look("podman.hooks")[0].startswith(
-        "wrong: /etc/containers/containers.conf has Podman look for hooks in /opt/hooks, and Tidegate's is "
+        "wrong: /etc/containers/containers.conf makes Podman look for hooks in /opt/hooks, but Tidegate's is "
     )
     host.put(
         "etc/containers/containers.conf.d/a.conf",
@@ -464,8 +467,8 @@ def test_a_stage_that_buildah_does_not_know_is_wrong(host: Host) -> None:
     host.json(LOCAL, hook_file())
     assert host.look("hooks.stages") == [
         (
-            f"wrong: {path} has the stage precreate, which Buildah does not know: `podman build` and `buildah run` "
-            f"end with it -> rm {path} && tidegate setup podman"
+            f"wrong: {path} has the stage precreate, which Buildah does not know: `podman build` and `buildah run` fail"
+            f" -> rm {path} && tidegate setup podman"
         )
     ]
     host.json(path, hook_file(stages=["createRuntime", "poststop"]))
@@ -481,10 +484,10 @@ def test_a_stage_that_buildah_does_not_know_is_wrong(host: Host) -> None:
 
 
 def test_a_service_of_podmans_that_started_before_the_hooks_is_wrong(host: Host) -> None:
-    assert host.look("podman.service") == ["note: no service of Podman's API runs"]
+    assert host.look("podman.service") == ["note: no Podman API service runs"]
     put_service(host.root, 4711, unit=True)
     put_service(host.root, 4712, unit=False, age_s=-100)
-    knows = "has the hooks directories that are configured"
+    knows = "uses the configured hook directories"
     right = [f"ok: podman.service {knows}", f"ok: process 4712 (podman system service) {knows}"]
     assert host.look("podman.service") == right
     conf = "etc/containers/containers.conf.d/50-tidegate.conf"
@@ -502,7 +505,7 @@ def test_a_service_of_podmans_that_started_before_the_hooks_is_wrong(host: Host)
 
 def test_a_container_that_podman_would_restart_without_the_hooks_is_a_warning(host: Host) -> None:
     put_monitor(host.root, 4711, "trainer", (VENDOR,), {"tidegate.gpu/memory": "4Gi"})
-    none = ["note: no service of Podman's API runs"]
+    none = ["note: no Podman API service runs"]
     assert host.look("podman.service") == none
     host.put("etc/containers/containers.conf", f'[engine]\nhooks_dir = ["{OWN}"]\n')
     host.json(LOCAL, hook_file())
@@ -559,7 +562,7 @@ def test_a_cdi_file_is_stale_where_its_devices_are_gone(host: Host) -> None:
     host.json("etc/cdi/tidegate.json", cdi(env=False))
     assert "a hook has no env" in host.look("cdi.fresh")[0]
     host.json("etc/cdi/tidegate.json", cdi(stages=("createRuntime",)))
-    assert any("no container's end (no hook poststop)" in line for line in host.look("cdi.fresh"))
+    assert any("has no hook poststop" in line for line in host.look("cdi.fresh"))
 
 
 def test_a_cdi_file_is_stale_where_it_lacks_a_gpu(host: Host) -> None:
@@ -646,11 +649,11 @@ def test_the_remedy_for_docker_tells_its_file_from_its_command_line(host: Host) 
     set_docker(host, {"default-runtime": "nvidia"})
     set_running(host, DefaultRuntime="nvidia")
     assert host.look("nvidia.default-runtime")[0].endswith(
-        " -> take default-runtime out of /etc/docker/daemon.json, systemctl reload docker"
+        " -> remove default-runtime from /etc/docker/daemon.json, systemctl reload docker"
     )
     set_docker(host, {})
     assert host.look("nvidia.default-runtime")[0].endswith(
-        " -> /etc/docker/daemon.json does not say so: take --default-runtime out of dockerd's "
+        " -> /etc/docker/daemon.json does not set it: remove --default-runtime from dockerd's "
         "command line (systemctl cat docker), systemctl restart docker"
     )
 
@@ -663,15 +666,17 @@ def test_nvidias_hook_is_warned_of(host: Host) -> None:
 
 
 def test_nvidias_devices_by_cdi_are_named(host: Host) -> None:
-    assert host.look("nvidia.cdi") == ["ok: no CDI file of NVIDIA's"]
+    assert host.look("nvidia.cdi") == ["ok: NVIDIA has no CDI file"]
     host.put("run/cdi/nvidia.yaml", "cdiVersion: 0.5.0\nkind: nvidia.com/gpu\n")
     assert host.look("nvidia.cdi")[0].startswith(
-        "note: /run/cdi/nvidia.yaml: who asks for nvidia.com/gpu gets a GPU outside of all quotas"
+        "note: /run/cdi/nvidia.yaml: a container that requests nvidia.com/gpu gets a GPU outside of all quotas"
     )
 
 
 def test_nvidias_operator_and_device_plugin_are_told(host: Host) -> None:
-    assert host.look("nvidia.operator") == ["ok: neither NVIDIA's device plugin nor its operator"]
+    assert host.look("nvidia.operator") == [
+        "ok: this node has neither NVIDIA's device plugin nor its operator"
+    ]
     host.put("run/nvidia/driver/usr/bin/nvidia-smi")
     host.put("run/nvidia/toolkit/toolkit.pid")
     assert state(host.look("nvidia.operator")) == ["note", "note"]
@@ -686,7 +691,7 @@ def test_one_engine_that_is_set_up_is_enough(host: Host) -> None:
     host.json(LOCAL, hook_file())
     host.json("etc/cdi/tidegate.json", cdi())
     assert host.look("engine.any") == [
-        "ok: Tidegate is set up for Docker, whoever reads oci-hooks(5), whoever is asked for a CDI device"
+        "ok: Tidegate is set up for Docker, engines that read oci-hooks(5), engines that support CDI"
     ]
     host.put("etc/docker/daemon.json", "{")  # reported by docker.runtime
     assert state(host.look("engine.any")) == ["ok"]

@@ -45,7 +45,7 @@ def test_a_mirror_of_another_version_than_the_module_is_wrong(host: Host) -> Non
     put_kernel(host.root, "580.95.05")
     [found] = host.look("mirror.in-force")
     assert found.startswith(
-        f"wrong: mirror {generation.name} is of driver {V}, the kernel module is 580.95.05 -> reboot"
+        f"wrong: mirror {generation.name} is of driver {V}, but the kernel module is 580.95.05 -> reboot"
     )
 
 
@@ -151,7 +151,7 @@ def test_room_is_wanted_for_a_generation_and_for_the_database(
 
 def test_the_configuration_is_the_governors(host: Host) -> None:
     assert host.look("governor.configuration") == [
-        "ok: /etc/tidegate/config.yaml is not there: the defaults are in force"
+        "ok: /etc/tidegate/config.yaml does not exist: the defaults are in force"
     ]
     host.put("etc/tidegate/config.yaml", "placement: pack\n")
     assert host.look("governor.configuration") == ["ok: /etc/tidegate/config.yaml is accepted"]
@@ -197,7 +197,7 @@ def test_a_configuration_that_is_not_in_force_is_warned_of(tmp_path: Path) -> No
         assert host.look("governor.in-force") == ["ok: the defaults are in force"]
         config["files"] = ["/etc/tidegate/config.yaml"]
         assert host.look("governor.in-force") == [
-            "ok: the governor has what its files say: /etc/tidegate/config.yaml"
+            "ok: the governor has the configuration of its files: /etc/tidegate/config.yaml"
         ]
         config["changes"] = [
             {"option": "placement", "effect": "next"},
@@ -205,17 +205,17 @@ def test_a_configuration_that_is_not_in_force_is_warned_of(tmp_path: Path) -> No
             {"option": "on_violation", "effect": "now"},
         ]
         assert host.look("governor.in-force") == [
-            "warning: the governor has another placement, on_violation than its files -> tidegate reload",
-            "warning: the governor has another spin_us than its files -> systemctl restart tidegate-governor",
+            "warning: the governor does not use its files' values of placement, on_violation -> tidegate reload",
+            "warning: the governor does not use its files' values of spin_us -> systemctl restart tidegate-governor",
         ]
         config.update(changes=[], since=1e9, error={"message": "f: x is no option", "hint": "look"})
         [found] = host.look("governor.in-force")
         assert found == (
-            "warning: f: x is no option: the governor goes on with the configuration of 2001-09-09T01:46:40Z,"
-            " and would not start again -> correct it (look), then tidegate reload"
+            "warning: f: x is no option: the governor continues with the configuration of 2001-09-09T01:46:40Z,"
+            " and a restart would fail -> correct it (look), then tidegate reload"
         )
         config["refused"] = {"message": "f: x is no option", "hint": "look", "at": 1e9 + 60}
-        assert ", since 2001-09-09T01:47:40Z, and would" in host.look("governor.in-force")[0]
+        assert ", since 2001-09-09T01:47:40Z, and a restart" in host.look("governor.in-force")[0]
     assert host.look("governor.in-force")[0].startswith("note: the governor does not answer")
 
 
@@ -228,7 +228,7 @@ def test_a_governor_that_answers_is_right(tmp_path: Path) -> None:
         assert host.look("governor.gpus") == ["ok: GPU 0 is shared"]
         told["ping"]["version"] = "0.0.9"
         assert host.look("governor.answers")[0].startswith(
-            "warning: the governor is of version 0.0.9, "
+            "warning: the governor has version 0.0.9, "
         )
 
 

@@ -46,20 +46,20 @@ def test_programs_that_are_missing_are_wrong(host: Host) -> None:
         (
             "usr/bin/tidegate-hook",
             0o757,
-            f"{EVERYBODY}/usr/bin/tidegate-hook has mode 0757: everybody may write it",
+            f"{EVERYBODY}/usr/bin/tidegate-hook has mode 0757: all users may write to it",
         ),
-        ("usr/bin", 0o777, f"{EVERYBODY}/usr/bin has mode 0777: everybody may write it"),
-        ("usr", 0o777, f"{EVERYBODY}/usr has mode 0777: everybody may write it"),
-        (".", 0o777, f"{EVERYBODY}/ has mode 0777: everybody may write it"),
+        ("usr/bin", 0o777, f"{EVERYBODY}/usr/bin has mode 0777: all users may write to it"),
+        ("usr", 0o777, f"{EVERYBODY}/usr has mode 0777: all users may write to it"),
+        (".", 0o777, f"{EVERYBODY}/ has mode 0777: all users may write to it"),
         (
             "usr/bin/tidegate-hook",
             0o644,
-            "wrong: the hook /usr/bin/tidegate-hook has mode 0644, it cannot be run",
+            "wrong: the hook /usr/bin/tidegate-hook has mode 0644: it cannot be run",
         ),
         (
             "usr/bin/tidegate-hook",
             0o744,
-            "wrong: the hook /usr/bin/tidegate-hook has mode 0744, it cannot be run",
+            "wrong: the hook /usr/bin/tidegate-hook has mode 0744: it cannot be run",
         ),
     ],
 )
@@ -97,7 +97,7 @@ def test_every_link_of_a_chain_counts(host: Host) -> None:
 
 def test_the_interpreter_of_line_one_is_asked_what_it_has(host: Host) -> None:
     assert host.look("files.python") == [
-        "ok: /usr/bin/python3 is Python 3.11.2, and has what the hook needs"
+        "ok: /usr/bin/python3 is Python 3.11.2, and has the modules that the hook needs"
     ]
     [command] = host.ran
     # The environment is ignored, and nothing is written, not even a bytecode cache.
@@ -119,7 +119,9 @@ def test_an_interpreter_that_does_not_run_the_hook_is_wrong(host: Host) -> None:
         "wrong: /usr/bin/python3, which runs /usr/bin/tidegate-hook, is missing"
     )
     host.put("usr/bin/tidegate-hook", "import os\n", 0o755)
-    assert host.look("files.python")[0].startswith("wrong: /usr/bin/tidegate-hook has no line #!")
+    assert host.look("files.python")[0].startswith(
+        "wrong: /usr/bin/tidegate-hook does not begin with #!"
+    )
     host.remove("usr/bin/tidegate-hook")
     assert host.look("files.python")[0].startswith("unseen: /usr/bin/tidegate-hook is missing")
 
@@ -167,7 +169,7 @@ def test_another_hook_of_the_wrappers_is_examined(host: Host) -> None:
 
 def test_no_runtime_at_all_is_a_warning(host: Host) -> None:
     host.remove("usr/sbin/runc")
-    assert host.look("files.runtime")[0].startswith("warning: there is none of /usr/bin/runc, ")
+    assert host.look("files.runtime")[0].startswith("warning: none of /usr/bin/runc, ")
 
 
 def test_a_runtime_for_a_state_directory_is_looked_at(host: Host) -> None:
@@ -199,11 +201,11 @@ def test_control_libraries_are_wanted_for_a_refresh(host: Host) -> None:
 
 def test_a_configuration_that_others_could_change_is_wrong(host: Host) -> None:
     host.put("etc/tidegate/config.yaml")
-    assert host.look("files.owners") == ["ok: configuration and state are root's alone to change"]
+    assert host.look("files.owners") == ["ok: only root can change configuration and state"]
     drop_in = host.put("etc/tidegate/config.d/x.yaml")
     drop_in.chmod(0o666)
     assert host.look("files.owners")[0].startswith(
-        "wrong: root acts on /etc/tidegate/config.d/x.yaml, "
+        "wrong: root relies on /etc/tidegate/config.d/x.yaml, "
     )
     drop_in.chmod(0o644)
     drop_in.parent.chmod(0o777)
@@ -211,19 +213,19 @@ def test_a_configuration_that_others_could_change_is_wrong(host: Host) -> None:
     drop_in.parent.chmod(0o755)
     (host.root / "etc/tidegate/config.yaml").chmod(0o666)
     assert host.look("files.owners")[0].startswith(
-        "wrong: root acts on /etc/tidegate/config.yaml, and /etc/tidegate/config.yaml has mode 0666"
+        "wrong: root relies on /etc/tidegate/config.yaml, and /etc/tidegate/config.yaml has mode 0666"
     )
 
 
 def test_what_is_mounted_read_only_is_nobodys_to_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An example is a ConfigMap in a pod, whose directory has mode 0777. The mount here is faked."""
+    """An example is a ConfigMap in a pod: its directory has mode 0777. The mount here is faked."""
     host = Host(tmp_path / "root")
     host.put("etc/tidegate/config.yaml", "")
     (host.root / "etc/tidegate").chmod(0o777)
     node = Node(str(host.root))
-    assert "0777: everybody may write it" in str(not_trusted(node, "/etc/tidegate/config.yaml"))
+    assert "0777: all users may write to it" in str(not_trusted(node, "/etc/tidegate/config.yaml"))
     read_only = SimpleNamespace(f_flag=os.ST_RDONLY)
     monkeypatch.setattr("governor.doctor.programs.os.statvfs", lambda _path: read_only)
     assert not_trusted(node, "/etc/tidegate/config.yaml") is None

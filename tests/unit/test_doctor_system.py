@@ -46,8 +46,8 @@ def host(tmp_path: Path) -> Host:
             "4.18.0-553.el8.x86_64",
             "wrong: Linux 4.18.0-553.el8.x86_64 lacks open_tree and move_mount (5.2), openat2 (5.6) and mount_setattr",
         ),
-        ("", "unseen: /proc/sys/kernel/osrelease says '', which is no version"),
-        ("six", "unseen: /proc/sys/kernel/osrelease says 'six', which is no version"),
+        ("", "unseen: /proc/sys/kernel/osrelease says '', which is not a version"),
+        ("six", "unseen: /proc/sys/kernel/osrelease says 'six', which is not a version"),
     ],
 )
 def test_a_kernel_has_the_calls_of_its_version(host: Host, release: str, said: str) -> None:
@@ -68,7 +68,7 @@ def test_a_kernel_has_the_calls_of_its_version(host: Host, release: str, said: s
         (
             "proc /proc proc rw 0 0\n",
             (
-                "wrong: no control groups are mounted, runtimes start no container"
+                "wrong: no control groups are mounted: runtimes start no container"
                 " -> mount -t cgroup2 none /sys/fs/cgroup"
             ),
         ),
@@ -99,22 +99,22 @@ def test_crun_is_warned_of_where_version_2_has_controllers_beside_version_1(host
 
 
 def test_a_processor_that_loaders_take_for_an_old_one_is_wrong(host: Host) -> None:
-    assert host.look("kernel.processor") == ["unseen: /proc/cpuinfo names no flags of a processor"]
+    assert host.look("kernel.processor") == ["unseen: /proc/cpuinfo lists no processor flags"]
     host.put("proc/cpuinfo", FLAGS)
-    assert host.look("kernel.processor") == ["ok: the processor is of x86-64-v2 or above"]
+    assert host.look("kernel.processor") == ["ok: the processor supports x86-64-v2"]
     host.put("proc/cpuinfo", FLAGS.replace("ssse3", "").replace("sse4_2", ""))
     [found] = host.look("kernel.processor")
     assert found.startswith("wrong: the processor is below x86-64-v2 (no sse4_2 and ssse3): ")
 
 
 def test_mounts_that_cannot_be_read_are_not_seen(host: Host) -> None:
-    assert host.look("cgroup.version") == ["unseen: /proc/self/mounts is not there"]
+    assert host.look("cgroup.version") == ["unseen: /proc/self/mounts does not exist"]
 
 
 def test_freezing_matters_where_the_configuration_wants_it(host: Host) -> None:
-    assert host.look("cgroup.freezer") == ["ok: on_violation is report: nothing has to be frozen"]
+    assert host.look("cgroup.freezer") == ["ok: on_violation is report: containers are not frozen"]
     assert host.look("cgroup.freezer", on_violation="throttle") == [
-        f"unseen: below {host.root} nobody is frozen"
+        f"unseen: freezing cannot be examined on a node below {host.root}"
     ]
 
 
@@ -168,13 +168,13 @@ def test_what_freezes_may_not_be_read_only_to_the_governor(monkeypatch: pytest.M
 
     with_table(table.format(freezer, "rw,relatime"))
     assert look_here("cgroup.freezer", on_violation="throttle") == [
-        f"ok: on_violation is throttle, by {freezer}"
+        f"ok: on_violation is throttle, and containers can be frozen by {freezer}"
     ]
     # A unit's sandbox mounts over it.
     with_table(table.format(freezer, "rw") + table.format(freezer, "ro,relatime"))
     assert look_here("cgroup.freezer", on_violation="throttle") == [
         (
-            f"warning: on_violation is throttle, and the governor has {freezer} read-only: its unit's sandbox"
+            f"warning: on_violation is throttle, but {freezer} is read-only in the sandbox of the governor's unit"
             " -> set ProtectControlGroups=no in a drop-in of tidegate-governor.service, and restart it"
         )
     ]
@@ -184,12 +184,12 @@ def test_what_freezes_has_to_be_mounted(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(system, "process", lambda _: None)
     monkeypatch.setattr(system, "find_mounts", lambda: {"freezer": Path("/sys/fs/cgroup/freezer")})
     assert look_here("cgroup.freezer", on_violation="throttle") == [
-        "ok: on_violation is throttle, by /sys/fs/cgroup/freezer"
+        "ok: on_violation is throttle, and containers can be frozen by /sys/fs/cgroup/freezer"
     ]
     monkeypatch.setattr(system, "find_mounts", dict)
     [found] = look_here("cgroup.freezer", on_violation="throttle")
     assert found.startswith(
-        "warning: on_violation is throttle, and neither version 2 nor the freezer"
+        "warning: on_violation is throttle, but neither version 2 nor the freezer"
     )
 
 

@@ -1,7 +1,7 @@
 """Text that reaches the hook, the wrapper runtime and the governor: a corpus, mutations of it, real processes.
 
-tests/fuzz/documents.py describes each kind of document. tests/fuzz/test_documents.py runs for as
-long as it is told to.
+tests/fuzz/documents.py describes each kind of document. tests/fuzz/test_documents.py runs for
+TIDEGATE_FUZZ_SECONDS seconds.
 """
 
 from __future__ import annotations

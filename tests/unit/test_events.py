@@ -260,7 +260,7 @@ def test_a_node_without_any_log_says_so(
     monkeypatch.setattr(events, "has_journal", lambda: False)
     monkeypatch.setattr(events, "SYSLOG_FILES", (str(tmp_path / "syslog"),))
     assert cli.main(["events"]) == 65
-    assert capsys.readouterr().err.startswith("tidegate: this node has no journal, and none of ")
+    assert capsys.readouterr().err.startswith("tidegate: this node has no journal and none of ")
     put(tmp_path / "syslog", f"Nov 22 09:13:51 node7 tidegate-hook[1]: {json.dumps(FAILED)}")
     assert run(capsys) == [FAILED_LINE]
     assert cli.main(["events", "--since", "today"]) == 65

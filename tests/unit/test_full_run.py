@@ -15,7 +15,7 @@ PARTS = ["check", "test", "slow", "alone", "cluster", "bookworm", "trixie", "nob
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A checkout in which all that the script calls is a stand-in.
+    """A checkout in which everything that the script calls is a stand-in.
 
     A stand-in logs its arguments, and fails if the file `fails` has them.
     """

@@ -1,6 +1,6 @@
 """Containers with several GPUs on a virtual clock: granted together, in their shares, and never waiting for each other.
 
-The model is of programs as they meet the gate. A rank is a container on one GPU. It starts a piece
+Programs are modelled as the gate sees them. A rank is a container on one GPU. It starts a piece
 of work while it has a grant that is fresh or into which half of the piece fits. A piece that was
 started runs to its end, whatever becomes of the grant. A collective's piece spins until its
 counterparts on the container's other GPUs were started.
@@ -347,7 +347,7 @@ def test_any_mix_gets_its_shares_and_waits_for_nobody_for_long(library, programs
 
 
 def test_a_turn_begins_where_grants_end_beside_work_of_any_length(library):
-    """Turns that cut grants short waited for their work on one GPU after the other: 4 ms, and 8 % less done."""
+    """Turns that cut grants short used to wait for their work on one GPU after the other: 4 ms, and 8 % less done."""
     gang = Program((0, 1), 30)
     hogs = [Program((0,), 60, work=2 * MS), Program((1,), 60, work=3 * MS // 2)]
     with played(library, [gang, *hogs], 2 * S) as node:

@@ -21,12 +21,14 @@ import pytest
 from structlog.testing import capture_logs
 
 from governor import audit, cgroups
+from governor.account import Look
 from governor.arbiter import Stats
 from governor.audit import Auditor, _Watched
 from governor.cgroups import CannotFreezeError, Membership
 from governor.config import Config
-from governor.container import Container, Look
+from governor.container import Container
 from governor.counters import Tally
+from governor.members import Members
 from governor.quota import Device, Quota
 from governor.usage import Charge, Passing
 from governor.violations import Findings
@@ -57,22 +59,22 @@ class Made:
         self.others: list[Any] = []
 
     @property
-    def members(self) -> list[Any]:
-        return [
-            SimpleNamespace(
-                identifier=self.identifier,
-                pid=self.pid,
-                membership=self.membership,
-                has_ended=lambda: not self.alive,
-            ),
-            *self.others,
-        ]
+    def members(self) -> Members:
+        first: Any = SimpleNamespace(
+            identifier=self.identifier,
+            pid=self.pid,
+            membership=self.membership,
+            has_ended=lambda: not self.alive,
+        )
+        return Members([first, *self.others])
 
-    def has_cgroups(self, groups: dict[str, str]) -> bool:
-        return self.membership.has_cgroups(groups)
+    @property
+    def gpus(self) -> Made:
+        return self
 
-    def has_namespaces(self, namespaces: tuple[tuple[int, int], ...]) -> bool:
-        return self.membership.has_namespaces(namespaces)
+    @property
+    def account(self) -> Made:
+        return self
 
     def pids(self) -> frozenset[int]:
         return frozenset(self.registered)
@@ -82,9 +84,6 @@ class Made:
 
     def passing(self, _: int) -> Passing:
         return self.lets_pass
-
-    def lives(self) -> bool:
-        return self.alive
 
     def kill(self) -> None:
         self.killed += 1
@@ -632,7 +631,7 @@ def test_a_container_of_the_same_name_is_another_one(world: Callable[..., World]
 
 
 class Holds(Made):
-    """A container with two GPUs whose schedulers are steered, or not."""
+    """A container with two GPUs, with their schedulers steered or not."""
 
     def __init__(self) -> None:
         super().__init__("one")

@@ -333,7 +333,7 @@ def test_a_closed_gpu_takes_nobody_and_keeps_who_is_there() -> None:
 
 
 def with_nodes(n: int) -> Books:
-    """Return books of GPUs whose device nodes are numbered in reverse."""
+    """Return books of GPUs with device nodes numbered in reverse."""
     devices = [replace(device, minor=n - 1 - device.index) for device in gpus(n)]
     return Books(devices, Config())
 

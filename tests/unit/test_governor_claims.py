@@ -1,4 +1,4 @@
-"""Claims: booked once and not lost, however often they are told, and shared by containers that come and go.
+"""Claims: booked once and not lost, however often they are requested, and shared by containers that come and go.
 
 These are the governor's own parts with a stub for the arbiter's thread. A container is an idle
 process. Real containers are in tests/container/test_claims.py.
@@ -27,6 +27,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from governor import metrics
+from governor.admissions import Pending
 from governor.arbiter import Runner
 from governor.books import Books
 from governor.claims import Claim, Share, merge, parse_claim, uses_key
@@ -34,7 +35,7 @@ from governor.config import Config
 from governor.container import container_key
 from governor.errors import OccupiedError, RefusedError, RequestError, StateError
 from governor.quota import Device, Quota
-from governor.server import Pending, Server
+from governor.server import Server
 from governor.state import NAME, State
 from tests.conftest import examples
 from tests.unit.test_governor_recover import StubRunner
@@ -103,7 +104,7 @@ class World:
     def kill(self) -> None:
         """Drop everything as the kernel does when a process is killed: nothing more is written."""
         for container in self.server.containers.values():
-            container._state = State()  # discards what it would write
+            container._state = container._slots._state = State()  # discards what they would write
             container.close(keep=True)
         self.state.close()
 
@@ -112,12 +113,12 @@ class World:
         await self.start()
 
     def claim(self, document: dict[str, Any]) -> dict[str, Any]:
-        answer = self.server._claim(document)
+        answer = self.server.bookings.claim(document)
         check_answer("claim", answer)
         return answer
 
     def claims(self) -> dict[str, dict[str, Any]]:
-        listed = {"ok": True, "claims": self.server._describe_claims()}
+        listed = {"ok": True, "claims": self.server.bookings.describe()}
         check_answer("claims", listed)
         return {one["uid"]: one for one in listed["claims"]}
 
@@ -133,7 +134,7 @@ class World:
         pending: list[Pending] = []
         descriptors = [os.pidfd_open(child.pid)]
         try:
-            answer = await self.server._admit(request, descriptors, pending)
+            answer = await self.server.admissions.admit(request, descriptors, pending)
         finally:
             for fd in descriptors:
                 os.close(fd)
@@ -141,7 +142,7 @@ class World:
 
     async def admit(self, name: str, *uses: dict[str, Any], **more: Any) -> dict[str, Any]:
         answer, pending = await self.begin(name, *uses, **more)
-        assert self.server._confirm(pending) == {"ok": True}
+        assert self.server.admissions.confirm(pending) == {"ok": True}
         return answer
 
     async def end(self, name: str, *, wait: bool = True) -> None:
@@ -182,7 +183,7 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 def run(scene: Callable[[World], Awaitable[None]]) -> None:
-    """Run a coroutine function in a world of its own, whose sockets have short paths."""
+    """Run a coroutine function in a world of its own with short paths for its sockets."""
     directory = in_memory()
 
     async def whole() -> None:
@@ -218,10 +219,10 @@ def test_a_claim_is_booked_whether_a_container_uses_it_or_not() -> None:
         assert world.claims()["a"]["shares"][0]["containers"] == ["one"]
         await world.end("one")
         assert world.booked() == (4 * GIB, 70)
-        assert world.server._unclaim("a") == {"ok": True}
+        assert world.server.bookings.unclaim("a") == {"ok": True}
         assert world.booked() == (0, 0)
         assert (world.claims(), world.state.claims) == ({}, {})
-        assert world.server._unclaim("a") == {"ok": True}
+        assert world.server.bookings.unclaim("a") == {"ok": True}
 
     run(scene)
 
@@ -389,7 +390,7 @@ def test_what_cannot_be_written_is_not_promised(monkeypatch: pytest.MonkeyPatch)
             with pytest.raises(StateError):
                 world.claim(told("a", share(compute=30)))
             with pytest.raises(StateError):
-                world.server._unclaim("a")
+                world.server.bookings.unclaim("a")
         assert world.booked() == (4 * GIB, 10)
         assert set(world.claims()) == {"a"}
         await world.restart()
@@ -408,8 +409,8 @@ def test_containers_of_one_share_have_one_quota_and_one_directory() -> None:
         assert one == two
         assert one["key"] == uses_key([("a", "gpu/0")])
         (container,) = world.server.containers.values()
-        assert container._runners[0].__class__ is StubRunner
-        assert len(container._tenants) == 1
+        assert container.gpus._runners[0].__class__ is StubRunner
+        assert len(container.gpus._tenants) == 1
         listed = container.describe()
         assert [(c["id"], c["identity"]["pod"], c["together"]) for c in listed] == [
             ("one", "pod-one", 2),
@@ -502,11 +503,11 @@ def test_a_hook_that_is_entered_once_more_finds_the_container_prepared() -> None
             "id": "one", "pid": first.pid, "bundle": "/b", "annotations": {}, "identity": {}, "claims": [use("a")]
         }  # fmt: skip
         fd = os.pidfd_open(first.pid)
-        assert await world.server._admit(request, [fd], []) == {**answer, "already": True}
-        with pytest.raises(RefusedError, match="registered already"):
-            await world.server._admit({**request, "claims": []}, [fd], [])
+        assert await world.server.admissions.admit(request, [fd], []) == {**answer, "already": True}
+        with pytest.raises(RefusedError, match="already registered"):
+            await world.server.admissions.admit({**request, "claims": []}, [fd], [])
         os.close(fd)
-        with pytest.raises(RefusedError, match="registered already"):  # another one of that id
+        with pytest.raises(RefusedError, match="already registered"):  # another one with that id
             await world.begin("one", use("a"))
         first.kill()
         first.wait()
@@ -519,10 +520,10 @@ def test_an_admission_that_is_not_confirmed_leaves_the_others_alone() -> None:
         world.claim(told("a"))
         _, first = await world.begin("one", use("a"))
         await world.admit("two", use("a"))
-        world.server._part(*first[0], "unconfirmed")
+        world.server.admissions.part(*first[0], "unconfirmed")
         assert world.ids() == ["two"]
         with pytest.raises(RequestError, match="confirm without an admission"):
-            world.server._confirm(first)
+            world.server.admissions.confirm(first)
         _, third = await world.begin("three", use("a"))
         await world.restart()
         assert world.ids() == ["two"]  # an unconfirmed container does not come back
@@ -540,7 +541,7 @@ def test_an_annotation_beside_a_claim_says_nothing(name: str) -> None:
         world.claim(told("a", name="train"))
         value = {"memory": "1Gi", "strategy": "timeslice"}.get(name, "1")
         with pytest.raises(
-            Exception, match=f"tidegate.gpu/{name} stands beside claim default/train"
+            Exception, match=f"tidegate.gpu/{name} conflicts with claim default/train"
         ) as caught:
             await world.begin("one", use("a"), annotations={f"tidegate.gpu/{name}": value})
         assert caught.value.code == "annotation"  # type: ignore[attr-defined]
@@ -556,7 +557,7 @@ def test_an_annotation_beside_a_claim_says_nothing(name: str) -> None:
     [
         ([use("none")], {}, "claim none is not known to this node's governor"),
         ([use("a", "gpu/9")], {}, "claim default/train has no share 'gpu/9', it has gpu/0"),
-        ([use("a")], {"namespace": "other"}, "claim default/train is not of this container's namespace 'other'"),
+        ([use("a")], {"namespace": "other"}, "claim default/train is not in this container's namespace 'other'"),
         ([use("a"), use("none")], {}, "claim none is not known"),
     ],
 )  # fmt: skip
@@ -597,7 +598,7 @@ def test_a_quota_that_a_claim_gives_is_not_set() -> None:
         world.claim(told("a"))
         await world.admit("one", use("a"))
         with pytest.raises(RefusedError, match="has its quota from claim default/name-a"):
-            world.server._set({"id": "one", "compute": 10})
+            world.server.admissions.set({"id": "one", "compute": 10})
 
     run(scene)
 
@@ -610,8 +611,8 @@ def test_a_claim_that_is_in_use_stays_booked_until_its_last_container_has_ended(
         world.claim(told("a"))
         await world.admit("one", use("a"))
         await world.admit("two", use("a"))
-        world.server._unclaim("a")
-        world.server._unclaim("a")
+        world.server.bookings.unclaim("a")
+        world.server.bookings.unclaim("a")
         assert world.claims()["a"]["leaving"]
         with pytest.raises(RefusedError, match="claim default/name-a was taken back"):
             await world.admit("three", use("a"))
@@ -634,7 +635,7 @@ def test_a_claim_that_has_to_wait_hears_what_has_its_gpu() -> None:
     async def scene(world: World) -> None:
         world.claim(told("old", share(compute=40)))
         await world.admit("its-container", use("old"))
-        world.server._unclaim("old")
+        world.server.bookings.unclaim("old")
         with pytest.raises(OccupiedError) as caught:
             world.claim(told("new"))
         assert str(caught.value) == (
@@ -655,7 +656,7 @@ def test_a_claim_that_has_to_wait_hears_what_has_its_gpu() -> None:
         )
         await world.end("beside")
         await world.end("its-container", wait=False)  # its end was not noticed yet
-        world.server._unclaim("other")
+        world.server.bookings.unclaim("other")
         world.claim(told("new"))
         assert world.booked() == (4 * GIB, 70)
 
@@ -675,7 +676,7 @@ def test_a_claim_that_is_told_while_it_leaves_stays() -> None:
     async def scene(world: World) -> None:
         world.claim(told("a"))
         await world.admit("one", use("a"))
-        world.server._unclaim("a")
+        world.server.bookings.unclaim("a")
         world.claim(told("a"))
         await world.admit("two", use("a"))
         for name in ("one", "two"):
@@ -690,7 +691,7 @@ def test_a_container_that_ends_while_no_governor_is_there_ends_a_claim_that_leav
     async def scene(world: World) -> None:
         world.claim(told("a"))
         await world.admit("one", use("a"))
-        world.server._unclaim("a")
+        world.server.bookings.unclaim("a")
         world.kill()
         await world.end("one", wait=False)
         await world.start()
@@ -731,7 +732,7 @@ def test_a_claim_whose_gpu_is_gone_says_so_and_is_taken_back() -> None:
             await world.admit("one", use("a", "y"))
         await world.admit("two", use("a", "x"))
         await world.end("two")
-        world.server._unclaim("a")
+        world.server.bookings.unclaim("a")
         assert world.booked() == (0, 0)
 
     run(scene)
@@ -798,7 +799,7 @@ STEPS = st.one_of(
     ]
 )
 def test_in_any_order_each_claim_is_booked_exactly_once(steps: list[tuple[Any, ...]]) -> None:
-    """The model knows only what was promised, what was told, and what runs."""
+    """The model knows only what was promised, what was taken back, and what runs."""
 
     async def scene(world: World) -> None:
         promised: dict[str, tuple[int, int]] = {}  # GPU and percent
@@ -828,7 +829,7 @@ def test_in_any_order_each_claim_is_booked_exactly_once(steps: list[tuple[Any, .
                 except RefusedError:
                     assert not may
             elif what == "unclaim":
-                world.server._unclaim(values[0])
+                world.server.bookings.unclaim(values[0])
                 if values[0] in promised:
                     leaving.add(values[0])
             elif what == "admit":
@@ -933,7 +934,7 @@ def test_names_of_pods_put_nothing_into_the_metrics() -> None:
                 use(f"c{number}"),
                 identity={"namespace": "default", "pod": f"{hostile}{number}"},
             )
-            world.server._unclaim(f"c{number}")
+            world.server.bookings.unclaim(f"c{number}")
             await world.end(f"one-{number}")
         world.claim(told("a", share(compute=10), name="train"))
         identity = {"namespace": "default", "pod": hostile}

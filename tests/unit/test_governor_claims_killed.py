@@ -116,13 +116,13 @@ class Governor:
 
     def claim(self, uid: str = "a", compute: int = 60) -> None:
         try:
-            self.world.server._claim(told(uid, share(compute=compute)))
+            self.world.server.bookings.claim(told(uid, share(compute=compute)))
             self.say({"claimed": [uid, compute]})
         except TidegateError as e:
             self.say({"refused": str(e)})
 
     def unclaim(self, uid: str = "a") -> None:
-        self.world.server._unclaim(uid)
+        self.world.server.bookings.unclaim(uid)
         self.say({"unclaimed": uid})
 
     async def admit(self, name: str) -> None:
@@ -132,11 +132,11 @@ class Governor:
         }  # fmt: skip
         pending: list[Any] = []
         try:
-            await self.world.server._admit(
+            await self.world.server.admissions.admit(
                 request, [os.pidfd_open(self._sleepers[name].pid)], pending
             )
             if pending:
-                self.world.server._confirm(pending)
+                self.world.server.admissions.confirm(pending)
         except TidegateError as e:
             self.say({"refused": str(e)})
         else:
@@ -147,7 +147,7 @@ class Governor:
         for container in list(self.world.server.containers.values()):
             for member in list(container.members):
                 if member.identifier == name:
-                    self.world.server._part(container, member, "ended")
+                    self.world.server.admissions.part(container, member, "ended")
         self.say({"ended": name})
 
     def look(self) -> None:

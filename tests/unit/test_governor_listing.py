@@ -486,11 +486,11 @@ def test_inspect_shows_all_that_is_known(node: Node) -> None:
         ([0] * N_WAITS, None),
         (
             [9, 0, 1, *[0] * (N_WAITS - 3)],
-            "waited at most 0.25 ms half the times, 99 % at most 1 ms",
+            "half of the waits took at most 0.25 ms, 99 % at most 1 ms",
         ),
         (
             [1, *[0] * (N_WAITS - 2), 2],
-            "waited longer than 1 s half the times, 99 % longer than 1 s",
+            "half of the waits took longer than 1 s, 99 % longer than 1 s",
         ),
     ],
 )

@@ -154,7 +154,7 @@ def test_waits_for_grants_are_a_histogram(play: Callable[[Scene], None]) -> None
     async def scene(world: World) -> None:
         one = await world.admit("one")
         waits = Waits((3, 0, 1, *[0] * (N_WAITS - 4), 2), 5 * S)
-        one.waits = lambda _: waits  # type: ignore[method-assign]
+        one.gpus.waits = lambda _: waits  # type: ignore[method-assign]
         found = await world.scrape()
         own = {"container": "one", "gpu": UUID}
         name = "container_grant_wait_seconds"

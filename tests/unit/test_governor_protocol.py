@@ -30,7 +30,9 @@ from governor.books import Books
 from governor.config import Config
 from governor.container import container_key
 from governor.quota import Device
-from governor.server import LINE_LIMIT, RESERVED_S, SCHEMA_FILE, Server
+from governor.requests import SCHEMA_FILE
+from governor.reservations import RESERVED_S
+from governor.server import LINE_LIMIT, Server
 from libcontrol import layout, pages
 from tests.conftest import examples
 from tests.fuzz.documents import corpus, is_valid, mutated
@@ -451,7 +453,7 @@ def test_a_reservation_that_is_replaced_is_gone(governor: Governor, pidfd: int) 
 def test_a_reservation_that_nobody_confirms_expires(
     governor: Governor, pidfd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("governor.server.RESERVED_S", 0.2)
+    monkeypatch.setattr("governor.reservations.RESERVED_S", 0.2)
     with Client(governor) as client:
         token = client.ask(RESERVE)["reservation"]
         wait_for(lambda: client.ask({"v": 1, "op": "gpus"})["gpus"][0]["compute_left"] == 100)
@@ -487,7 +489,7 @@ def test_an_id_is_admitted_once(governor: Governor, pidfd: int) -> None:
     with Client(governor) as client, Client(governor) as other:
         assert client.ask(ADMIT, pidfd)["ok"]
         code, message = other.error(ADMIT, pidfd)
-        assert (code, message) == ("refused", "a container 'one' is registered already")
+        assert (code, message) == ("refused", "container 'one' is already registered")
         assert other.error({"v": 1, "op": "confirm"})[0] == "request"
         assert client.ask({"v": 1, "op": "confirm"})["ok"]
     assert listed(governor) == ["one"]
@@ -726,7 +728,7 @@ def test_memory_that_is_in_use_is_not_taken_away(governor: Governor, pidfd: int)
     with Client(governor) as client:
         assert client.ask(ADMIT, pidfd)["ok"]
         container = governor.server.containers[container_key("one")]
-        container.used = lambda _: 3 * GIB  # type: ignore[method-assign]
+        container.account.used = lambda _: 3 * GIB  # type: ignore[method-assign]
         change = {"v": 1, "op": "set", "id": "one"}
         code, message = client.error({**change, "memory": 2 * GIB})
         assert (code, message) == (
@@ -738,7 +740,7 @@ def test_memory_that_is_in_use_is_not_taken_away(governor: Governor, pidfd: int)
         assert answer["hint"] == "write it like 3072Mi"
         assert client.ask({**change, "memory": 3 * GIB})["memory"] == 3 * GIB
         # The driver took memory beyond the quota. The quota may still grow.
-        container.used = lambda _: 5 * GIB  # type: ignore[method-assign]
+        container.account.used = lambda _: 5 * GIB  # type: ignore[method-assign]
         assert client.ask({**change, "memory": 4 * GIB})["memory"] == 4 * GIB
 
 

@@ -30,11 +30,13 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 import governor.reconcile
+from governor.account import Look
 from governor.arbiter import Runner, RunnerConfig, Stats, Waits, load_library
 from governor.audit import Auditor
 from governor.config import Config
-from governor.container import Container, Look, namespace_pid
+from governor.container import Container, Wanted
 from governor.counters import Tally
+from governor.processes import namespace_pid
 from governor.quota import Device, Quota
 from governor.reconcile import EACH, LOOK_NS, SOON_NS, Nobodys, reconcile
 from governor.server import Server
@@ -135,10 +137,12 @@ class World:
         self, name: str = "one", *, limit: int = 100, pid: int | None = None
     ) -> Container:
         container = Container(
-            identifier=name,
-            pidfd=os.pidfd_open(pid or os.getpid()),
-            quota=Quota(8 * GIB, limit // 2, limit),
-            devices=(self.device,),
+            Wanted(
+                name,
+                os.pidfd_open(pid or os.getpid()),
+                Quota(8 * GIB, limit // 2, limit),
+                (self.device,),
+            ),
             runners={UUID: self.runner},
             config=Config(runtime_dir=str(self.directory)),
         )
@@ -213,7 +217,7 @@ async def until(condition: Callable[[], object]) -> float:
     """Wait until a condition holds; return how long that took, in seconds."""
     begin = time.monotonic()
     while not condition():
-        assert time.monotonic() - begin < PATIENCE_S, "it did not come"
+        assert time.monotonic() - begin < PATIENCE_S, "the condition does not hold"
         await asyncio.sleep(0.001)
     return time.monotonic() - begin
 
@@ -230,9 +234,9 @@ def read(container: Container, name: str) -> int:
 
 def look_once(container: Container, seen: dict[int, int] | None = None, **more: Any) -> None:
     """Reconcile as the loop does while nothing else changes."""
-    before = container.charges(0)
+    before = container.account.charges(0)
     look = None if seen is None else Look(time.monotonic_ns(), seen, **more)
-    container.reconcile(0, before, look)
+    container.account.reconcile(0, before, look)
 
 
 # One process
@@ -809,12 +813,14 @@ def test_a_process_that_died_during_a_look_leaves_no_debt(play: Play) -> None:
     async def scene(world: World) -> None:
         container = await world.admit()
         child, _ = await world.join(container)
-        before = container.charges(0)
+        before = container.account.charges(0)
         child.kill()
         await until(lambda: not container.pids())
         again, slot = await world.join(container)
         assert slot == 0  # in its place
-        container.reconcile(0, before, Look(time.monotonic_ns(), {child.pid: 5000, again.pid: 70}))
+        container.account.reconcile(
+            0, before, Look(time.monotonic_ns(), {child.pid: 5000, again.pid: 70})
+        )
         assert read(container, "memory_overhead") == 70
 
     play(scene)
@@ -842,13 +848,13 @@ def test_the_65th_process_is_refused_in_so_many_words(play: Play) -> None:
         assert [*answers, (last, 1)] == [(slot, 1) for slot in range(layout.N_SLOTS)]
         assert await asyncio.to_thread(ask) == (layout.NO_SLOT, 0)
         child.kill()
-        await until(lambda: len(container.charges(0)) == layout.N_SLOTS - 1)
+        await until(lambda: len(container.account.charges(0)) == layout.N_SLOTS - 1)
         assert await asyncio.to_thread(ask) == (last, 1)
         # A process that hangs up and returns under its pid is a different program now, so its slots
         # are free.
         connections.close()
         assert (await asyncio.to_thread(ask))[1] == 1
-        assert len(container.charges(0)) == 1
+        assert len(container.account.charges(0)) == 1
         connections.close()
 
     play(scene)
@@ -896,7 +902,7 @@ def test_a_process_is_listed_by_its_number_in_the_container(play: Play) -> None:
         enter = ["nsenter", "--target", str(first), "--pid"]
         await world.join(container, *enter)
         await world.join(container, *enter, *prefix)  # in a nested pid namespace
-        same, deeper = (process.pid for process in container.charges(0))
+        same, deeper = (process.pid for process in container.account.charges(0))
         assert [len(numbers_of(pid)) for pid in (first, same, deeper)] == [2, 2, 3]
         look_once(container, {same: 5, deeper: 6})
         listed = {

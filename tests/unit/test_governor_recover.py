@@ -28,11 +28,13 @@ import pytest
 from structlog.testing import capture_logs
 
 from governor import cgroups, metrics, processes
+from governor.account import Look
+from governor.admissions import Pending
 from governor.arbiter import Runner, Stats, Waits
 from governor.audit import Auditor
 from governor.books import Books
 from governor.config import Config
-from governor.container import Container, Look, container_key
+from governor.container import Container, container_key
 from governor.errors import StateError
 from governor.pace import LINES
 from governor.processes import (
@@ -47,7 +49,7 @@ from governor.processes import (
 )
 from governor.quota import Device, Quota
 from governor.region import MAPPED, find_ledger, make_ledger, memfd_device, open_grant
-from governor.server import Pending, Server
+from governor.server import Server
 from governor.state import NAME, State
 from libcontrol import layout, pages
 from tests.conftest import lack
@@ -189,9 +191,9 @@ class World:
             "annotations": {"tidegate.gpu/memory": "4Gi", "tidegate.gpu/compute": "30"},
         }  # fmt: skip
         pending: list[Pending] = []
-        await self.server._admit(request, [os.pidfd_open(first.pid)], pending)
+        await self.server.admissions.admit(request, [os.pidfd_open(first.pid)], pending)
         if confirm:
-            self.server._confirm(pending)
+            self.server.admissions.confirm(pending)
         return pending[0][0]
 
     def first(self, container: Container) -> Child:
@@ -213,7 +215,7 @@ Play = Callable[[Callable[[World], Awaitable[None]]], None]
 
 @pytest.fixture
 def play() -> Iterator[Play]:
-    """Run a coroutine function in a world of its own, whose sockets have short paths."""
+    """Run a coroutine function in a world of its own with short paths for its sockets."""
     directory = Path(tempfile.mkdtemp())
 
     def run(scene: Callable[[World], Awaitable[None]]) -> None:
@@ -255,7 +257,7 @@ def test_processes_keep_their_slots_and_their_charges(play: Play) -> None:
         assert [(await child.numbers("register"))[0] for child in (a, b, c)] == [0, 1, 2]
         for child, amount in ((a, 100), (b, 200), (c, 300)):
             await child.ask(f"charge {amount}")
-        inode = os.fstat(container._ledger_fd).st_ino
+        inode = os.fstat(container.ledger_fd).st_ino
         pages.write(container.ledger, pages.slot_base(3), "ledger_slot", "state", 1)  # nonsense
         await world.stop()
         b.kill()
@@ -351,7 +353,7 @@ def test_who_is_of_a_container_is_not_asked_where_it_has_moved_to(
         groups("init.scope", first.pid)
         child = world.child(container)
         groups("system.slice", child.pid)
-        assert await child.numbers("register") == (0, os.fstat(container._ledger_fd).st_ino)
+        assert await child.numbers("register") == (0, os.fstat(container.ledger_fd).st_ino)
         await world.stop()
         if not kept:  # not kept by the previous governor
             state = State(Path(world.config.state_dir) / NAME)
@@ -469,10 +471,12 @@ def test_a_container_that_nobody_confirmed_is_taken_back(play: Play) -> None:
 def test_the_page_says_the_quota_that_counts(play: Play) -> None:
     async def scene(world: World) -> None:
         container = await world.admit()
-        world.server._set({"id": "one", "memory": 5 * GIB, "compute": 20, "compute_limit": 70})
+        world.server.admissions.set(
+            {"id": "one", "memory": 5 * GIB, "compute": 20, "compute_limit": 70}
+        )
         quota = Quota(5 * GIB, 20, 70)
         assert world.state.containers[container.key].quota == quota
-        world.server._set({"id": "one", "class": "latency"})
+        world.server.admissions.set({"id": "one", "class": "latency"})
         quota = Quota(5 * GIB, 20, 70, "latency")
         assert world.state.containers[container.key].quota == quota
         await world.restart()
@@ -495,7 +499,9 @@ def test_what_the_page_says_of_memory_holds_until_the_first_look(play: Play) -> 
         await a.numbers("register")
         await b.numbers("register")
         now = time.monotonic_ns()
-        container.reconcile(0, container.charges(0), Look(now, {a.pid: 500, b.pid: 70}))
+        container.account.reconcile(
+            0, container.account.charges(0), Look(now, {a.pid: 500, b.pid: 70})
+        )
         base = layout.grant_device(0)
 
         def overhead() -> int:
@@ -507,10 +513,12 @@ def test_what_the_page_says_of_memory_holds_until_the_first_look(play: Play) -> 
         b.kill()
         await until(lambda: world.one().pids() == {a.pid})
         assert overhead() == 570  # not reconciled yet
-        world.one().reconcile(0, world.one().charges(0), None)  # NVML fails
+        world.one().account.reconcile(0, world.one().account.charges(0), None)  # NVML fails
         assert overhead() == 570
         again = world.one()
-        again.reconcile(0, again.charges(0), Look(time.monotonic_ns(), {a.pid: 500}))
+        again.account.reconcile(
+            0, again.account.charges(0), Look(time.monotonic_ns(), {a.pid: 500})
+        )
         assert overhead() == 500
 
     play(scene)
@@ -612,7 +620,7 @@ def test_a_container_whose_socket_cannot_be_made_still_ends(
         child = world.child(container)
         await child.numbers("register")
         await world.stop()
-        monkeypatch.setattr("governor.container.Listener", fail)
+        monkeypatch.setattr("governor.slots.Listener", fail)
         await world.start()
         assert world.one().pids() == {child.pid}
         world.first(container).kill()
@@ -656,7 +664,7 @@ def test_a_disk_that_cannot_be_written_refuses_who_is_new_and_nobody_else(play: 
         with pytest.raises(StateError, match="cannot be written: attempt to write a readonly"):
             await world.admit("new")
         with pytest.raises(StateError):
-            world.server._set({"id": "one", "compute": 20})
+            world.server.admissions.set({"id": "one", "compute": 20})
         assert {path.name for path in world.containers_dir.iterdir()} == {container.key}
         assert container.quota == quota
         assert world.server._books._gpus[0].quotas == {container.key: quota}
@@ -673,7 +681,7 @@ def test_a_disk_that_cannot_be_written_refuses_who_is_new_and_nobody_else(play: 
 
 # ---- which ledger is a container's ----
 
-# Maps what it is told to under the ledger's name.
+# Maps a file of the kind that its first argument names, under the ledger's name.
 FAKER = """
 import fcntl, mmap, os, sys
 how, size = sys.argv[1], int(sys.argv[2])
@@ -693,7 +701,7 @@ if how != "given":
     pages[:16] = b"TDGLEDGR" + (1).to_bytes(4, "little") + size.to_bytes(4, "little")
 print(os.fstat(fd).st_ino, flush=True)
 for line in sys.stdin:
-    os.ftruncate(fd, 0)  # whoever reads it now gets a SIGBUS
+    os.ftruncate(fd, 0)  # a process that reads it now gets a SIGBUS
     print("shrunk", flush=True)
 """
 
@@ -763,13 +771,13 @@ def test_a_governor_survives_what_a_container_maps(play: Play) -> None:
         await child.ask("charge 100")
         container.ledger[:16] = bytes(16)  # any process that maps it may overwrite its header
         await world.restart()
-        assert os.fstat(world.one()._ledger_fd).st_ino == inode
+        assert os.fstat(world.one().ledger_fd).st_ino == inode
         assert charged(world.one())[0] == 100
         await world.stop()
         with faker("short"), faker("unsealed"):
             child.kill()  # no process has it any more
             await world.start()
-        assert os.fstat(world.one()._ledger_fd).st_ino != inode
+        assert os.fstat(world.one().ledger_fd).st_ino != inode
         assert (await world.child(world.one()).numbers("register"))[0] == 0
 
     play(scene)
@@ -886,7 +894,7 @@ def test_no_ledger_ends_the_governor(play: Play) -> None:
             await child.numbers("register")
         auditor = Auditor(world.server.containers, world.server.tally, world.config)
         for round_ in range(120):
-            before = container.charges(0)
+            before = container.account.charges(0)
             if round_ < len(whole):
                 container.ledger[:] = whole[round_]
             else:
@@ -900,7 +908,7 @@ def test_no_ledger_ends_the_governor(play: Play) -> None:
                 for pid in seen
             )
             look = Look(time.monotonic_ns(), seen, uses)
-            container.reconcile(0, before, look if draw.random() < 0.9 else None)
+            container.account.reconcile(0, before, look if draw.random() < 0.9 else None)
             auditor._audited_ns.clear()
             auditor.look(DEVICE, look, found, {container: before})
             json.dumps(container.describe())

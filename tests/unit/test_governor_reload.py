@@ -95,8 +95,8 @@ def test_a_reload_says_what_counts_now_what_next_and_what_needs_a_restart(node: 
     assert "hold_launches: true -> false: would be in force at once" in lines
     assert setting(directory, "holds") == 1
     assert in_force(node) == [
-        "warning: the governor has another hold_launches, on_governor_loss, defaults.memory than its files -> tidegate reload",
-        "warning: the governor has another quantum_ms, spin_us than its files -> systemctl restart tidegate-governor",
+        "warning: the governor does not use its files' values of hold_launches, on_governor_loss, defaults.memory -> tidegate reload",
+        "warning: the governor does not use its files' values of quantum_ms, spin_us -> systemctl restart tidegate-governor",
     ]
 
     spin = Config().spin_us
@@ -135,8 +135,8 @@ def test_a_reload_says_what_counts_now_what_next_and_what_needs_a_restart(node: 
         "on_governor_loss: deny -> keep: in force for what starts from now on",
         "defaults.memory: 1Gi -> none: in force for what starts from now on",
     ]
-    assert tidegate(node, "reload")[1] == [f"read: {node.file}", "nothing is new"]
-    assert in_force(node) == [f"ok: the governor has what its files say: {node.file}"]
+    assert tidegate(node, "reload")[1] == [f"read: {node.file}", "nothing has changed"]
+    assert in_force(node) == [f"ok: the governor has the configuration of its files: {node.file}"]
 
 
 def test_check_tells_which_files_and_keeps_what_is_promised(node: Node) -> None:
@@ -232,10 +232,10 @@ def test_a_bad_file_changes_nothing_and_is_said(
         if kind == "misspelt":
             [finding] = in_force(node)
             assert finding.startswith(
-                f"warning: {node_file}: placemnt is no option: the governor goes on with the"
+                f"warning: {node_file}: placemnt is no option: the governor continues with the"
             )
             assert finding.endswith(
-                ", and would not start again -> correct it (did you mean placement?), then tidegate reload"
+                ", and a restart would fail -> correct it (did you mean placement?), then tidegate reload"
             )
         path = Path(node_file)
         if path.is_dir() and not path.is_symlink():
@@ -260,7 +260,7 @@ def test_a_bad_file_changes_nothing_and_is_said(
         "reload by SIGHUP",
     )
     assert node.ask("config")["refused"] is None
-    assert in_force(node) == [f"ok: the governor has what its files say: {node.file}"]
+    assert in_force(node) == [f"ok: the governor has the configuration of its files: {node.file}"]
 
 
 def test_a_governor_does_not_start_with_a_bad_file(node: Node) -> None:

@@ -436,7 +436,7 @@ def test_random_damage_is_never_believed(tmp_path: Path) -> None:
 
 @pytest.fixture
 def full(tmp_path: Path) -> Iterator[tuple[State, sqlite3.Connection]]:
-    """A state whose file cannot grow."""
+    """A state with a file that cannot grow."""
     state = opened(tmp_path / NAME)
     state.put(row(0))
     assert state._db is not None

@@ -135,7 +135,7 @@ def test_a_stranger_with_the_number_of_one_that_ended_is_not_registered(
             assert s.recv(4) == layout.NO_SLOT.to_bytes(4, "little")
             assert processes(governor) == 0
             return
-    lack("this machine lets nobody choose a process's number")
+    lack("this machine does not allow a process to choose a PID")
 
 
 def test_connections_that_say_nothing_are_few(governor: Governor, path: str) -> None:

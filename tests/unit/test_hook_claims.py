@@ -136,7 +136,7 @@ def test_an_entry_that_is_ours_and_no_list_of_words_is_refused() -> None:
 @pytest.mark.parametrize("first", [True, False])
 def test_a_device_of_a_gpu_beside_a_claim_is_refused(first: bool) -> None:  # noqa: FBT001
     hooks = [claimed(), entry("--governed")]
-    with pytest.raises(BundleError, match=f"tidegate.gpu/shared beside claim {UID}"):
+    with pytest.raises(BundleError, match=f"tidegate.gpu/shared together with claim {UID}"):
         find_claims(document(*(hooks if first else hooks[::-1])), OWN)
 
 
@@ -182,7 +182,7 @@ def test_what_is_allowed_beside_a_claim(names: dict[str, str]) -> None:
     if set(names) <= {"capabilities", "driver"}:
         refuse_beside(annotations, "claim default/train")
         return
-    with pytest.raises(AnnotationError, match="stands beside claim default/train"):
+    with pytest.raises(AnnotationError, match="conflicts with claim default/train"):
         refuse_beside(annotations, "claim default/train")
 
 

@@ -307,7 +307,7 @@ def test_the_host_s_nodes(dev: Path) -> None:
     with pytest.raises(DeviceError, match="nvidia7: No such file"):
         host_nodes(str(dev), (7,))
     (dev / "nvidia7").touch()
-    with pytest.raises(DeviceError, match="nvidia7 is no character device"):
+    with pytest.raises(DeviceError, match="nvidia7 is not a character device"):
         host_nodes(str(dev), (7,))
 
 

@@ -78,7 +78,7 @@ def test_the_default_is_explained(node: Path, capsys: pytest.CaptureFixture[str]
         "request",
         "  memory        8Gi of each GPU",
         "  compute       30 % of each GPU's time, guaranteed",
-        "  compute-limit 60 %: idle time is lent up to it",
+        "  compute-limit 60 %: idle time is lent up to this limit",
         "  devices       1, chosen by the governor",
         "  class         throughput",
         "  strategy      auto",
@@ -96,7 +96,7 @@ def test_the_default_is_explained(node: Path, capsys: pytest.CaptureFixture[str]
         f"  {TARGET} is where its loader looks first",
         "  has no ld.so.cache",
         "directories of this host",
-        "  /run/nvidia-persistenced (utility): not there now, left out",
+        "  /run/nvidia-persistenced (utility): does not exist now, left out",
         f"  {node}/sockets (utility)",
         "result, if the governor admits it",
         f"  bind {generation}/sets/compute,utility/lib64 -> {TARGET} [ro,nosuid,nodev]",
@@ -113,13 +113,13 @@ def test_the_default_is_explained(node: Path, capsys: pytest.CaptureFixture[str]
             "{}", ["count=1"],
             ["memory        not given, and this node has no default: it would be refused",
              "compute       1 % of each GPU's time, guaranteed, the node's default",
-             "compute-limit 100 %, the node's default: idle time is lent up to it"],
+             "compute-limit 100 %, the node's default: idle time is lent up to this limit"],
         ),
         (
             "defaults: {memory: 8Gi, compute: 20, compute_limit: 60}", ["count=1"],
             ["memory        8Gi of each GPU, the node's default",
              "compute       20 % of each GPU's time, guaranteed, the node's default",
-             "compute-limit 60 %, the node's default: idle time is lent up to it"],
+             "compute-limit 60 %, the node's default: idle time is lent up to this limit"],
         ),
         (
             "defaults: {compute: 20}", ["memory=1Gi", "compute-limit=10"],
@@ -196,7 +196,7 @@ def test_it_fails_as_the_hook_would(node: Path, capsys: pytest.CaptureFixture[st
     assert "the image has no 32-bit glibc" in capsys.readouterr().err
     (node / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  1.2.3  Mon\n")
     assert cli.main(["explain", *arguments, *annotation]) == 72
-    assert f"is of driver {V}, the kernel module is 1.2.3" in capsys.readouterr().err
+    assert f"is of driver {V}, but the kernel module is 1.2.3" in capsys.readouterr().err
 
 
 def fail(node: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
@@ -327,14 +327,14 @@ def test_a_container_of_a_claim_has_its_quota_from_that(
     assert cli.main(["explain", *options]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:4] == [
-        "claims 4c6e say how much of which GPU: tidegate claims shows them",
+        "claims 4c6e determine how much of which GPU it gets: tidegate claims shows them",
         "request",
         "  capabilities  compute, utility",
         "  driver        required",
     ]
     assert "result, if the governor admits it" in lines
     assert cli.main(["explain", *options, "--annotation", "tidegate.gpu/memory=8Gi"]) != 0
-    assert "stands beside claim 4c6e" in capsys.readouterr().err
+    assert "conflicts with claim 4c6e" in capsys.readouterr().err
     # It does not know the entries of another hook.
     assert cli.main(["explain", *options, "--hook", "/opt/hook"]) == 0
     assert "left alone" in capsys.readouterr().out

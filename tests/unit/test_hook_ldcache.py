@@ -239,7 +239,7 @@ def test_counts_that_promise_too_much_are_refused() -> None:
 
 
 def shared(count: int, *, soname: bytes, path: bytes) -> bytes:
-    """Return a cache whose entries all have the same names, each stored once."""
+    """Return a cache in which all entries have the same names, each stored once."""
     start = ldcache.HEADER.size + count * ldcache.ENTRY.size
     strings = soname + b"\0" + path + b"\0"
     row = ldcache.ENTRY.pack(0x303, start, start + len(soname) + 1, 0, 0)

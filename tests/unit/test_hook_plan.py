@@ -251,7 +251,7 @@ def test_a_damaged_cache_matters_only_if_it_names_ours() -> None:
     [
         (None, "the image has no ld.so.cache"),
         (b"no cache", "the image has no ld.so.cache"),
-        (ldcache.NEW_MAGIC + b"\xff" * 60, "is damaged .*, 32-bit libraries are found by it"),
+        (ldcache.NEW_MAGIC + b"\xff" * 60, "is damaged .*, but 32-bit libraries are found by it"),
         (ldcache.OLD_HEADER.pack(ldcache.OLD_MAGIC, 0), "a format from before glibc 2.2"),
     ],
 )
@@ -292,7 +292,7 @@ def test_the_set_decides_on_programs_places_and_binds() -> None:
         (
             ("graphics", "ngx", "video"),
             (
-                f"tidegate: this node's driver {V} has nothing for ngx,video, it has compute,display,graphics,utility;"
+                f"tidegate: this node's driver {V} does not provide ngx,video, it has compute,display,graphics,utility;"
                 " ask for these in tidegate.gpu/capabilities, or run `tidegate refresh` after installing the rest of"
                 " the driver"
             ),
@@ -315,7 +315,7 @@ def test_what_the_driver_lacks_is_said(asked: tuple[str, ...], line: str) -> Non
 def test_sets_that_have_each_but_not_both_are_no_answer() -> None:
     sets = copy.deepcopy(DOCUMENT["sets"])[1:]
     sets[1]["capabilities"] = ["compute", "utility", "video"]
-    with pytest.raises(DriverError, match="has nothing for graphics,video together, it has"):
+    with pytest.raises(DriverError, match="does not provide graphics,video together, it has"):
         choose_share(changed(sets=sets), ("graphics", "video"))
 
 
@@ -589,7 +589,7 @@ def test_a_module_of_another_version_is_refused_whatever_the_files_say(tmp_path:
     with pytest.raises(MirrorError) as caught:
         check_fresh(read_manifest(str(tmp_path / "drivers")), "580.126.09")
     assert caught.value.line() == (
-        f"tidegate: mirror {V}-0123456789ab is of driver {V}, the kernel module is 580.126.09; reboot or reload the"
+        f"tidegate: mirror {V}-0123456789ab is of driver {V}, but the kernel module is 580.126.09; reboot or reload the"
         " module after a driver update, then run `tidegate refresh`"
     )
 
@@ -736,7 +736,7 @@ def wait_for_a_waiter(directory: Path) -> None:
         if any("->" in line and inode in line for line in lines):
             return
         threading.Event().wait(0.01)
-    pytest.fail("nobody waits for the lock")
+    pytest.fail("no process waits for the lock")
 
 
 def test_a_link_to_a_generation_that_is_gone_ends_with_a_line(tmp_path: Path) -> None:
@@ -758,7 +758,7 @@ def test_a_link_to_a_generation_that_is_gone_ends_with_a_line(tmp_path: Path) ->
 )
 def test_half_a_surrogate_pair_in_a_path_is_refused_in_one_line(process: dict[str, Any]) -> None:
     """A config.json can contain one as an escape. This is not an internal error."""
-    with pytest.raises(BundleError, match=r"process in config.json is .*, no path"):
+    with pytest.raises(BundleError, match=r"process in config.json is .*, not a path"):
         search_path(-1, -1, LIBDIR, {"process": {"cwd": "/", **process}})
 
 

@@ -216,8 +216,8 @@ def test_every_annotation_of_the_schema_is_in_the_reference() -> None:
         (
             {"count": "1", "devices": "0"},
             (
-                "tidegate: annotations tidegate.gpu/count and tidegate.gpu/devices are both given; say how many GPUs or"
-                " which, not both"
+                "tidegate: annotations tidegate.gpu/count and tidegate.gpu/devices are both given; give either the number"
+                " of GPUs or their names, not both"
             ),
         ),
     ],

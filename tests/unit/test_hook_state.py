@@ -161,7 +161,7 @@ def test_a_pod_of_cri_o_is_not_taken_for_another_tenants(name: str, value: str) 
     asks = {**CRI_O, "tidegate.gpu/memory": "1Gi"}
     with pytest.raises(AnnotationError, match=f"{name}.*{value}") as caught:
         parse_config(config(**asks, **{name: value}), "/b")
-    assert "take the annotation out that the engine does not write" in caught.value.hint
+    assert "remove the annotation that the engine does not write" in caught.value.hint
     expected = {"namespace": "mallory", "pod": "evil", "pod_uid": "0e", "container": "main"}
     assert parse_config(config(**asks), "/b").identity == expected
     # A container without a GPU is not Tidegate's concern.
@@ -189,7 +189,7 @@ def test_a_duplicate_annotation_is_refused_and_another_duplicate_is_not() -> Non
     "ours", ['"tidegate.gpu/memory": "1Gi"', '"tidegate\\u002egpu/memory": "1Gi"']
 )
 def test_whatever_is_given_twice_is_refused_where_a_gpu_is_asked_for(text: str, ours: str) -> None:
-    """runc uses the last occurrence, crun the first: a reader of one does not notice the other."""
+    """runc uses the last occurrence, crun the first: a program that reads one does not notice the other."""
     text = '{"root": {"path": "r"}, ' + text.replace("%s", ours) + "}"
     with pytest.raises(BundleError, match=r"is given twice in /b/config.json"):
         parse_config(text.encode(), "/b")
@@ -198,7 +198,7 @@ def test_whatever_is_given_twice_is_refused_where_a_gpu_is_asked_for(text: str, 
 @pytest.mark.parametrize("path", ["a/../r", "/a/../r", "../a/../r", "a/./../r"])
 def test_a_root_that_runtimes_find_in_different_places_is_refused(path: str) -> None:
     """If `a` is a link, runc resolves the path as text, and crun by the links."""
-    with pytest.raises(BundleError, match=r"'..' behind a name"):
+    with pytest.raises(BundleError, match=r"'..' after a name"):
         parse_config(json.dumps({"root": {"path": path}}).encode(), "/b")
 
 

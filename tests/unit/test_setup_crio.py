@@ -40,7 +40,7 @@ def handler(name: str, **values: str) -> str:
 
 
 def packages(default: str = "crun") -> str:
-    """Return 10-crio.conf with the handlers of CRI-O's packages, whose programs are not on a path."""
+    """Return 10-crio.conf with the handlers of CRI-O's packages; their programs are not on a path."""
     return f'[crio.runtime]\ndefault_runtime = "{default}"\n' + "".join(
         handler(
             name,

@@ -104,7 +104,7 @@ def test_what_is_there_keeps_its_form(root, capsys, before, after):
     capsys.readouterr()
     second = snapshot(root)
     assert setup(root, "docker") == 0
-    assert capsys.readouterr().out == "docker: it is set up already, nothing to do\n"
+    assert capsys.readouterr().out == "docker: already set up, nothing to do\n"
     assert snapshot(root) == second
     assert setup(root, "docker", "--undo") == 0
     assert snapshot(root) == whole
@@ -425,12 +425,12 @@ def test_what_changes_while_it_is_planned_is_not_written_over(root):
     put(root, CONFIG, '{"debug": true}')
     put(root, "/var/lib/tidegate/state.db", "")
     before = snapshot(root)
-    with pytest.raises(SetupError, match="has just been changed by somebody else; run it again"):
+    with pytest.raises(SetupError, match="was changed by another program meanwhile; run it again"):
         apply.set_up(Root(str(root)), "docker", [apply.Edit(CONFIG, b"{}", b'{"runtimes": {}}')])
     assert snapshot(root) == before
     setup(root, "docker")
     done = snapshot(root)
-    with pytest.raises(SetupError, match="has just been changed"):
+    with pytest.raises(SetupError, match="was changed by another program meanwhile"):
         apply.undo(Root(str(root)), "docker", [apply.Edit(CONFIG, b"{}", b"{}")])
     assert snapshot(root) == done
 

@@ -372,7 +372,7 @@ def test_an_api_service_that_runs_is_named_with_what_restarts_it(root, capsys):
         "note: podman.service",
         "note: process 4712 (podman system service)",
     ]
-    assert notes[-1] == "podman: it is set up already, nothing to do"
+    assert notes[-1] == "podman: already set up, nothing to do"
 
 
 def test_a_container_whose_restart_would_not_know_the_hooks_is_named(root, capsys):

@@ -151,7 +151,7 @@ def test_a_holder_of_the_lock_may_be_killed(
     # It takes the lock soon after it reports. If it does not have the lock yet, nothing is lost.
     deadline = time.monotonic() + 30
     while simgpu.status(gpu).recoveries == 0:
-        assert time.monotonic() < deadline, "nobody recovered the lock of a killed holder"
+        assert time.monotonic() < deadline, "no process recovered the lock of a killed holder"
         lock = int.from_bytes(gpu.read_bytes()[0x1000:0x1004], "little")
         if lock:
             kill(holder)
@@ -204,7 +204,7 @@ def test_nvml_lists_the_processes_of_others(
 def test_nvml_tells_pids_as_its_own_namespace_sees_them(build_dir: Path, gpus: Path) -> None:
     inside = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
     if subprocess.run([*inside, "true"], check=False, capture_output=True).returncode != 0:
-        lack("this machine lets nobody make a pid namespace")
+        lack("this machine does not allow pid namespaces")
     workload = [str(build_dir / "simgpu/simgpu-workload"), "--seconds", "60"]
     with running(
         [*inside, *workload, "--wait-file", str(gpus / "go")], env=environment(build_dir, gpus)

@@ -70,7 +70,7 @@ def test_refresh_says_what_is_in_force_and_what_changed(host, capsys):
         put(host / f"root/usr/lib64/libnvidia-{n}.so.{V}", elf(f"libnvidia-{n}.so.1"))
     assert refresh(host) == 0
     assert (
-        "15 names added, 0 removed, 0 with other content (--verbose lists them)"
+        "15 names added, 0 removed, 0 with different content (--verbose lists them)"
         in capsys.readouterr().out
     )
 

@@ -28,7 +28,7 @@ for name in sys.argv[2:]:
 
 
 def compile_library(path, soname, names, *options, needed=()):
-    """Compile a library whose functions return their own addresses, by which a test tells libraries apart."""
+    """Compile a library with functions that return their own addresses, by which a test tells libraries apart."""
     path.parent.mkdir(parents=True, exist_ok=True)
     source = "".join(f"void *{name}(void) {{ return (void *)&{name}; }}\n" for name in names)
     command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", f"-Wl,-soname,{soname}", *options]
@@ -49,7 +49,7 @@ def host(tmp_path):
 
 
 def answers(library, *names):
-    """Return what dlsym finds of each name, in a process of its own."""
+    """Return what dlsym finds for each name, in a process of its own."""
     command = [sys.executable, "-c", LOOK_UP, str(library), *names]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return {name: found == "True" for name, found in map(str.split, done.stdout.splitlines())}

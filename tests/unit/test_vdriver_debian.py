@@ -34,8 +34,8 @@ CACHE = ROOT / "build" / "driver-cache"
 KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 COMPONENTS = "contrib non-free"
 SMALL = {"large": [], "large32": [], "components": COMPONENTS, "components32": "non-free"}
-# The keys that a stanza must have, each with an example, and the packages whose files the tests
-# look for.
+# The keys that a stanza must have, each with an example, and the packages with the files that the
+# tests look for.
 KEYS_OF_A_BRANCH = {
     "version": '"550.163.01"',
     "suite": '"trixie"',
@@ -290,7 +290,7 @@ def test_every_other_file_is_refused_for_what_readelf_finds_too(driver_root):
         elif reason == "neither a library nor a program (ET_REL)":
             assert re.search(r"Type:\s+REL ", text.stdout), path
         else:
-            # 470's firmware for a RISC-V core, whose segments are laid out for that core's loader.
+            # 470's firmware for a RISC-V core, with segments laid out for that core's loader.
             assert reason == "loaded segments overlap or are out of order", path
             addresses = [int(a, 16) for a in re.findall(r"LOAD\s+\S+\s+(\S+)", text.stdout)]
             assert addresses != sorted(addresses)

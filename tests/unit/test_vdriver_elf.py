@@ -126,7 +126,7 @@ def test_a_file_without_permission_is_refused(tmp_path):
     code = f"""
 import os, sys
 sys.path[:0] = {[p for p in sys.path if p]!r}
-import elftools.elf.elffile  # read_library imports it, and nobody else may read the checkout
+import elftools.elf.elffile  # read_library imports it, and other users may be unable to read the checkout
 from vdriver.elf import read_library
 from vdriver.errors import LibraryError
 os.chdir({str(tmp_path)!r})
@@ -394,7 +394,7 @@ def test_a_chain_without_an_end_is_followed_to_the_end_of_its_segment(tmp_path, 
 
 
 def test_many_long_names_that_share_their_end_do_not_fill_the_memory(tmp_path):
-    # 60,000 symbols, whose names of up to 60,000 bytes are suffixes of one string.
+    # 60,000 symbols; their names of up to 60,000 bytes are suffixes of one string.
     count, offset = 60_000, 0x1000
     names = b"\0" + b"A" * count + b"\0"
     symbols = b"".join(struct.pack("<IBBHQQ", i, 0x12, 0, 1, 1, 0) for i in range(count))

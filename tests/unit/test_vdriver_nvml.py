@@ -51,7 +51,7 @@ static struct sample samples[] = {{10, 1000, 97, 0, 0, 0}, {20, 1200, 3, 0, 0, 0
 int nvmlDeviceGetProcessUtilization(device *d, struct sample *s, unsigned *n, unsigned long long last) {
     if (last >= 2000) return d->index ? 0 : 6;
     if (d->index) return 3;
-    static int grown; /* one sample comes between the question how many there are and the next */
+    static int grown; /* one sample arrives between the query of their number and the next query */
     if (!s) { *n = grown ? 3 : 2; return 7; }
     if (*n < 3) { grown = 1; return 7; }
     memcpy(s, samples, sizeof samples);
@@ -194,7 +194,7 @@ def test_a_library_that_is_none_of_nvml_is_refused(tmp_path):
 
 
 def ways(build, links, *options):
-    """Return the route between the two GPUs, whose NVLinks have these ends."""
+    """Return the route between the two GPUs if their NVLinks have these ends."""
     path = build("libnvidia-ml.so.1", f"-DLINKS={links}", "-DLEVEL=0", *options)
     with Nvml(path) as nvml:
         uuids = [gpu.uuid for gpu in nvml.gpus()]

@@ -117,7 +117,7 @@ def test_json_says_what_came_along_with_each_library(generation, capsys):
 def test_a_generation_is_named_or_the_one_in_force(generation, capsys):
     assert run(generation, generation.name, "--no-load") == 0
     assert run(generation, str(generation), "--no-load") == 0
-    assert "libraries   not asked for" in capsys.readouterr().out
+    assert "libraries   not requested" in capsys.readouterr().out
     assert run(generation, "550.1-000000000000") == 72
     assert "no such generation; name one of those in" in capsys.readouterr().err
     (generation.parent / "current").unlink()

@@ -16,8 +16,6 @@
 #define LEAST_SCALE 0.9
 #define FULL        0.985 /* demand that leaves nothing idle */
 #define PATIENCE    0.5 /* by how much the time grows in which work is waited for: see taken_at() */
-#define BEHIND_NS   20000000.0 /* by how much a container past its due has waited far too long */
-#define WITHHELD    0.5 /* part of an allowance that is refused while one has: see end_grant() */
 #define SWITCHES    5.0 /* a grant as long as this many of them is worth its own */
 #define OVERRUN_NS  60000000000.0 /* GPU time owed for which an overrun is believed */
 #define ACCRUE_NS   1000000000ull /* most of the time between two looks that is charged */
@@ -355,17 +353,6 @@ static double due_at(const struct arbiter *arbiter, const struct tenant *t)
     return t->owed_at + max((double)arbiter->config.quantum_ns, t->length) / t->guarantee;
 }
 
-/* Returns how long past its due a container waits at most, as a part of BEHIND_NS: 0 to 1. */
-static double others_behind(const struct arbiter *arbiter, double at)
-{
-    double most = 0;
-
-    for (int32_t i = 0; i < arbiter->n; i++)
-        if (i != arbiter->holder && wants(&arbiter->tenants[i]))
-            most = max(most, at - due_at(arbiter, &arbiter->tenants[i]));
-    return clamp(most / BEHIND_NS, 0, 1);
-}
-
 /* Whether the holder gave the grant back well before its end. */
 static bool was_early(const struct arbiter *arbiter, double end)
 {
@@ -405,10 +392,6 @@ static void end_grant(struct arbiter *arbiter, uint64_t end, uint32_t n_active)
     part = worth_its_switch(arbiter, held, (double)end);
     fee = (1 - part) * (double)arbiter->config.switch_ns;
     believed *= part;
-    /* If a container does that often, the hand-overs are lost for all, and may be what keeps
-     * another from its share. */
-    if (was_early(arbiter, (double)end))
-        believed *= 1 - WITHHELD * others_behind(arbiter, (double)end);
     if (end > arbiter->deadline + arbiter->config.overdue_ns && !arbiter->open) {
         arbiter->late = clamp(arbiter->late + (double)(end - arbiter->deadline), 0, MAX_LAG_NS);
         arbiter->patience -= (double)(end - arbiter->deadline) - (double)arbiter->config.overdue_ns;

@@ -69,6 +69,7 @@ struct runner {
     int32_t n_tenants;  /* highest index in use, plus one */
     bool open;          /* all have an open grant: the GPU's own scheduler divides the time */
     uint64_t unused_at; /* when a grant that no process uses is taken back */
+    uint64_t held_at;   /* when the holder was last seen not to have given its grant back */
 };
 
 /* What a ledger says of one container, added up over its processes. */
@@ -227,6 +228,9 @@ static void observe(struct runner *runner, uint64_t now)
             continue;
         arbiter_alive(runner->arbiter, report.alive_ns < now ? report.alive_ns : 0);
         if (report.released) {
+            /* Otherwise a container could give its grant back late, and say that it was in time. */
+            if (report.release_ns < runner->held_at)
+                report.release_ns = runner->held_at;
             if (report.release_ns > now)
                 report.release_ns = now;
             arbiter_released(runner->arbiter, report.release_ns, report.residual_ns,
@@ -234,6 +238,8 @@ static void observe(struct runner *runner, uint64_t now)
         } else if (!report.n_active && now >= runner->unused_at &&
                    (runner->view.contended || now >= runner->view.deadline_ns)) {
             arbiter_released(runner->arbiter, now, 0, 0);
+        } else {
+            runner->held_at = now;
         }
     }
 }

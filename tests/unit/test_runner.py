@@ -155,6 +155,41 @@ def test_a_container_waits_from_when_it_wants_the_gpu_to_its_grant(build_dir: Pa
     runner.close()
 
 
+def test_a_grant_that_is_given_back_late_is_held_until_then_whatever_the_ledger_says(
+    build_dir: Path,
+) -> None:
+    runner = Runner(load_library(build_dir / "libcontrol"), Config(), "timeslice")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        runner.watch(ours.fileno())
+        one, two = Played(runner, 1, 1.0), Played(runner, 1, 1.0)
+        end = time.monotonic() + 20
+        while not one.look("deadline_ns"):
+            assert time.monotonic() < end
+            two.work()
+            theirs.send(b"w")
+            time.sleep(0.0005)
+        begin = one.look("start_ns")
+        one.say(0, "active_epoch", one.look("epoch"))
+        looked = 0
+        while looked < begin + 3_000_000:
+            assert time.monotonic() < end
+            one.say(0, "seen_ns", time.monotonic_ns())
+            one.say(0, "alive_ns", time.monotonic_ns())
+            theirs.send(b"w")
+            time.sleep(0.0005)
+            looked = pages.read(one.grant, 0, "grant_header", "heartbeat_ns")
+        one.say(0, "want", 0)
+        one.say(0, "release_ns", begin + 1)
+        one.say(0, "released_epoch", one.look("epoch"))
+        while not (held := runner.stats(one.tenant).held_ns):
+            assert time.monotonic() < end
+            theirs.send(b"w")
+            time.sleep(0.001)
+        assert held >= looked - begin
+    runner.close()
+
+
 def test_work_whose_grant_is_over_is_charged_while_its_process_shows_that_it_runs(
     build_dir: Path,
 ) -> None:

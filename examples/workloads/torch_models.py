@@ -163,7 +163,7 @@ class Gru(nn.Module):
 
     batch = 512
     dtype = torch.float32
-    CHUNK = 6
+    CHUNK = 3
 
     def __init__(self, wrap: WrapFn, *, tiny: bool) -> None:
         super().__init__()

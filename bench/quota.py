@@ -26,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -84,18 +85,23 @@ def lay_profiles(profiles: Mapping[str, Profile], job: str) -> Profile:
         raise MachineError(f"{job} was not run alone") from None
 
 
-def processor_time(pid: int, thread: str | None = None) -> float:
-    """Return the processor time of a process, or of its threads with that name, in seconds."""
-    total = 0
+def processor_times(pid: int) -> dict[str, float]:
+    """Return the processor time of a process's threads in seconds, by name."""
+    found: Counter[str] = Counter()
     for task in Path(f"/proc/{pid}/task").glob("*"):
         try:
             name = (task / "comm").read_text().strip()
             fields = (task / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        if thread is None or name == thread:
-            total += int(fields[11]) + int(fields[12])
-    return total * TICK_S
+        found[name] += int(fields[11]) + int(fields[12])
+    return {name: ticks * TICK_S for name, ticks in found.items()}
+
+
+def processor_time(pid: int, thread: str | None = None) -> float:
+    """Return the processor time of a process, or of its threads with that name, in seconds."""
+    found = processor_times(pid)
+    return sum(found.values()) if thread is None else found.get(thread, 0.0)
 
 
 def children(pid: int) -> list[int]:
@@ -123,6 +129,10 @@ class Clock:
             "governor": processor_time(self.governor),
             "helpers": sum(processor_time(pid, "tidegate") for pid in self.tenants),
         }
+
+    def read_threads(self) -> dict[str, float]:
+        """Return the seconds so far of the governor's threads, by name."""
+        return processor_times(self.governor)
 
 
 def give_own_driver(node: Node) -> None:
@@ -190,7 +200,7 @@ def run_arm(node: Node, arm: Arm, profiles: Mapping[str, Profile]) -> dict[str, 
     node.look()
     before = {one.name: one.seen for one in containers}
     clock = Clock(node, containers)
-    began, processors = time.monotonic(), clock.read()
+    began, processors, threads = time.monotonic(), clock.read(), clock.read_threads()
     events: list[Event] = []
     if arm.script:
         events = SCRIPTS[arm.script](node, arm, containers, start)
@@ -198,6 +208,10 @@ def run_arm(node: Node, arm: Arm, profiles: Mapping[str, Profile]) -> dict[str, 
         time.sleep(arm.seconds)
     passed = time.monotonic() - began
     processors = {key: (value - processors[key]) / passed for key, value in clock.read().items()}
+    threads = {
+        name: (value - threads.get(name, 0.0)) / passed
+        for name, value in clock.read_threads().items()
+    }
     node.look()
     node.check_scheduling()
     after = {one.name: one.seen for one in containers}
@@ -212,6 +226,7 @@ def run_arm(node: Node, arm: Arm, profiles: Mapping[str, Profile]) -> dict[str, 
         "seconds": round(passed, 3) if arm.script else arm.seconds,
         "settings": dict(arm.settings),
         "processors": {key: round(value, 5) for key, value in processors.items()},
+        "governor_threads": {key: round(value, 5) for key, value in threads.items()},
         "step_ns": step,
         "tenants": tenants,
     }

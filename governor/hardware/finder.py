@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import structlog
 
 from governor.hardware.driver import DriverCallError
+from governor.threads import show_name
 
 POLL_S = 0.02
 """Interval at which the numbers of contexts that processes report are read, in seconds."""
@@ -152,6 +153,7 @@ class Finder:
         os.close(process.pidfd)
 
     def _run(self) -> None:
+        show_name()
         while not self._ended.wait(POLL_S):
             while not self._ended.is_set() and (due := self._next(time.monotonic())):
                 process, pidfd, n, thorough = due

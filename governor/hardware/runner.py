@@ -28,6 +28,7 @@ from governor.hardware.nvidia import NvidiaHardware, require_rights
 from governor.hardware.policy import Share
 from governor.hardware.remote import RemoteHardware
 from governor.hardware.steering import Hardware, Steering
+from governor.threads import show_name
 from vdriver.errors import NvmlError
 from vdriver.nvml import DeviceUse, Nvml
 
@@ -214,6 +215,7 @@ class HardwareRunner(Runner):
     # ---- the steering's thread ----
 
     def _run(self) -> None:
+        show_name()
         steering = Steering(
             self._hardware,
             announce=self._watchdog.tell,

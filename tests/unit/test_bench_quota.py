@@ -27,6 +27,7 @@ from bench.quota import (
     group,
     main,
     processor_time,
+    processor_times,
     spans_of,
     summarise,
     try_arm,
@@ -160,6 +161,9 @@ def test_processor_time_is_of_a_process_and_its_threads() -> None:
         while processor_time(child.pid) < 0.2:
             assert child.poll() is None
         assert processor_time(child.pid, "no-such-thread") == 0
+        [(name, seconds)] = processor_times(child.pid).items()
+        assert name == (Path("/proc") / str(child.pid) / "comm").read_text().strip()
+        assert seconds >= 0.2
         child.communicate(b"\n")
 
 

@@ -296,16 +296,31 @@ def label_of(arm: Mapping[str, Any]) -> str:
 
 
 def summarise(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures of each arm: ms, and percent of what one job does alone."""
-    found = {}
+    """Return the figures of each arm, of all its rounds together.
+
+    Requests in ms; what each job does, in percent of what one does alone, and of several rounds the
+    least and the most that all jobs did together.
+    """
+    rounds: dict[str, list[Mapping[str, Any]]] = {}
     for arm in report["arms"]:
-        times = sorted(arm["requests_ms"])
-        found[label_of(arm)] = {
+        rounds.setdefault(label_of(arm), []).append(arm)
+    percent = 100 / report["solo_units_per_s"]
+    found = {}
+    for label, arms in rounds.items():
+        times = sorted(time for arm in arms for time in arm["requests_ms"])
+        jobs = [
+            statistics.fmean(each) for each in zip(*(a["units_per_s"] for a in arms), strict=True)
+        ]
+        found[label] = {
             "n": len(times),
             "mean_ms": round(statistics.fmean(times), 3),
             "p99_ms": round(times[min(len(times) - 1, int(len(times) * 0.99))], 3),
-            "jobs": [round(100 * n / report["solo_units_per_s"], 1) for n in arm["units_per_s"]],
+            "jobs": [round(percent * n, 1) for n in jobs],
         }
+        sums = [sum(arm["units_per_s"]) for arm in arms]
+        if len(arms) > 1 and jobs:
+            found[label]["jobs_from"] = round(percent * min(sums), 1)
+            found[label]["jobs_to"] = round(percent * max(sums), 1)
     return found
 
 
@@ -358,6 +373,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=ROOT / "build/latency")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each arm")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="of all arms; every other one in reversed order"
+    )
     parser.add_argument("--mean-us", type=int, nargs="+", default=[20000, 4000])
     parser.add_argument("--jobs", type=int, nargs="+", default=[1, 3])
     ways = [way.name for way in (*ALONE, *BESIDE)]
@@ -400,21 +418,33 @@ def measure(args: argparse.Namespace, machine: Machine, report: dict[str, Any]) 
     iterations, base, solo = calibrate(machine, args.output, base)
     report |= {"gpu": _gpu(machine), "solo_units_per_s": solo, "request_us": base.request_us}
     report["iterations"] = iterations
-    for way, load in plan(args, base):
+    for number, way, load in rounds(args, base):
         got = {"arm": way.name, "jobs": load.n_jobs, "mean_us": load.mean_us}
         got |= {"services": load.n_services} if load.n_services > 1 else {}
         got |= {"guarantee": load.asked} if load.asked is not None else {}
-        label = label_of(got)
+        got |= {"round": number} if args.rounds > 1 else {}
+        label = label_of(got) + (f"-{number}" if args.rounds > 1 else "")
         machine.work = args.output / label
         with open_arm(machine, args.output / label / "arm", way.scheduling) as arm:
             got |= run(arm, load, iterations, way.service)
         report["arms"].append(got)
-        row = show(list(summarise(report).values())[-1])
+        row = show(summarise(report | {"arms": [got]})[label_of(got)])
         share = "" if load.asked is None else f"{load.asked}/{100 - load.asked}"
         many = f"{load.n_services} services, " if load.n_services > 1 else ""
         what = f"every {load.mean_us / 1000:g} ms, {many}{load.n_jobs} jobs, {way.name:8} {share:5}"
         print(what, row, flush=True)
         keep(args.output, report)  # the arms that follow may take long
+
+
+def rounds(args: argparse.Namespace, base: Load) -> Iterator[tuple[int, Way, Load]]:
+    """Yield all arms once in each round, with its number; the order of every other one is reversed.
+
+    So what changes in the course of a run, as clocks do, does not favour any of them.
+    """
+    arms = list(plan(args, base))
+    for number in range(args.rounds):
+        for way, load in arms if number % 2 == 0 else reversed(arms):
+            yield number, way, load
 
 
 def plan(args: argparse.Namespace, base: Load) -> Iterator[tuple[Way, Load]]:

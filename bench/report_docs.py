@@ -15,6 +15,7 @@ from typing import Any
 
 from bench import report_aims, report_gangs, report_suites
 from bench.hook import WAYS
+from bench.latency import label_of
 from bench.overhead import TITLES
 from bench.plot import render
 from bench.provenance import ROOT
@@ -542,7 +543,9 @@ def add_latency(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
             name = result["configuration"].get(key, "burner")
             title += "" if name.startswith("burner") else f", {what} {name}"
         page.add(title)
-        arms = list(zip(result["raw"]["arms"], result["summary"].values(), strict=True))
+        # Of several rounds, the summary has each arm once.
+        told = {label_of(arm): arm for arm in reversed(result["raw"]["arms"])}
+        arms = [(told[label], one) for label, one in result["summary"].items()]
         alone = {_load_of(arm): one for arm, one in arms if arm["arm"] == "alone"}
         rows = [
             (
@@ -554,7 +557,7 @@ def add_latency(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
                     for key in ("mean_ms", "p99_ms")
                 ),
                 " ".join(f"{job:.1f}" for job in one["jobs"]),
-                f"{sum(one['jobs']):.1f}" if arm["jobs"] else "",
+                _together(one) if arm["jobs"] else "",
             )
             for arm, one in arms
         ]
@@ -564,6 +567,14 @@ def add_latency(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
         )
         page.table(head, rows, "rrlrrrr")
         page.add(where(result))
+
+
+def _together(one: Mapping[str, Any]) -> str:
+    """Return what all jobs did, in percent, and of several rounds the least and the most."""
+    words = f"{sum(one['jobs']):.1f}"
+    return (
+        f"{words} ({one['jobs_from']:.1f} to {one['jobs_to']:.1f})" if "jobs_from" in one else words
+    )
 
 
 def _load_of(arm: Mapping[str, Any]) -> tuple[int, int]:

@@ -76,6 +76,43 @@ def test_each_number_of_services_has_its_arms_and_shares_the_guarantee():
     ]
 
 
+def test_every_other_round_is_reversed_and_all_rounds_count_together():
+    args = argparse.Namespace(
+        mean_us=[20_000],
+        services=[1],
+        jobs=[1],
+        ways=["alone", "native"],
+        guarantees=[None],
+        rounds=3,
+    )
+    order = [(n, way.name) for n, way, _ in latency.rounds(args, latency.Load(0, 0, 1))]
+    assert order == [
+        *((0, "alone"), (0, "native")),
+        *((1, "native"), (1, "alone")),
+        *((2, "alone"), (2, "native")),
+    ]
+    arms = [
+        {
+            "arm": name,
+            "jobs": n_jobs,
+            "mean_us": 20_000,
+            "requests_ms": [ms, ms + 1],
+            "units_per_s": [units] * n_jobs,
+        }
+        for name, n_jobs, ms, units in (
+            ("alone", 0, 1.0, 0),
+            ("native", 1, 2.0, 80),
+            ("native", 1, 4.0, 100),
+            ("alone", 0, 3.0, 0),
+        )
+    ]
+    alone, native = latency.summarise({"arms": arms, "solo_units_per_s": 100.0}).values()
+    assert alone == {"n": 4, "mean_ms": 2.5, "p99_ms": 4.0, "jobs": []}
+    assert native == {
+        "n": 4, "mean_ms": 3.5, "p99_ms": 5.0, "jobs": [90.0], "jobs_from": 80.0, "jobs_to": 100.0,
+    }  # fmt: skip
+
+
 def test_the_guarantee_is_ten_points_more_than_requests_of_a_model_take():
     load = latency.Load(1, 10_000, 1, service="service-resnet18", request_us=2_345.6)
     assert load.guarantee == 33

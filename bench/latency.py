@@ -301,12 +301,12 @@ def summarise(report: Mapping[str, Any]) -> dict[str, Any]:
     Requests in ms; what each job does, in percent of what one does alone, and of several rounds the
     least and the most that all jobs did together.
     """
-    rounds: dict[str, list[Mapping[str, Any]]] = {}
+    by_label: dict[str, list[Mapping[str, Any]]] = {}
     for arm in report["arms"]:
-        rounds.setdefault(label_of(arm), []).append(arm)
+        by_label.setdefault(label_of(arm), []).append(arm)
     percent = 100 / report["solo_units_per_s"]
     found = {}
-    for label, arms in rounds.items():
+    for label, arms in by_label.items():
         times = sorted(time for arm in arms for time in arm["requests_ms"])
         jobs = [
             statistics.fmean(each) for each in zip(*(a["units_per_s"] for a in arms), strict=True)

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from governor.hardware.policy import MS, PERIOD, Load, Window
+from governor.hardware.tenant import MS, PERIOD, Load, Window
 
 MORE = 3 * MS
 """Longest time that is added to a window for what was missing in earlier ones: the driver calls

@@ -25,9 +25,9 @@ from governor.hardware.activity import Sample
 from governor.hardware.finder import Finder, Found
 from governor.hardware.gangs import Board
 from governor.hardware.nvidia import NvidiaHardware, require_rights
-from governor.hardware.policy import Share
 from governor.hardware.remote import RemoteHardware
 from governor.hardware.steering import Hardware, Steering
+from governor.hardware.tenant import Share
 from governor.threads import show_name
 from vdriver.errors import NvmlError
 from vdriver.nvml import DeviceUse, Nvml

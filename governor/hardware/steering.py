@@ -13,7 +13,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from governor.hardware.activity import Activity, Full, Sample
 from governor.hardware.gangs import Board
-from governor.hardware.policy import Policy, Setting, Share
+from governor.hardware.policy import Policy
+from governor.hardware.tenant import Setting, Share
 
 BLIP = 2_000_000
 """GPU time in one step above which a process that is off counts as on again, in nanoseconds."""

@@ -9,7 +9,8 @@ from functools import partial
 import pytest
 
 from governor.hardware.gangs import MORE, RECENT, Board
-from governor.hardware.policy import PERIOD, Load, Policy, Setting, Share, Window
+from governor.hardware.policy import Policy
+from governor.hardware.tenant import PERIOD, Load, Setting, Share, Window
 from tests.unit.test_hardware_policy import SET_SLICE, SWITCH_OFF, SWITCH_ON
 from tests.unit.virtual_gpu import MS, Context, Gpu
 

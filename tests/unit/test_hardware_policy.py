@@ -10,19 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from governor.hardware.policy import (
-    AWAKE,
-    EVEN,
-    LONG,
-    PERIOD,
-    SHORT,
-    TURN_COST,
-    UNFOUND,
-    Policy,
-    Setting,
-    Share,
-    _Second,
-)
+from governor.hardware.policy import AWAKE, LONG, SHORT, TURN_COST, UNFOUND, Policy
+from governor.hardware.tenant import EVEN, PERIOD, Second, Setting, Share
 from tests.conftest import examples
 from tests.unit.virtual_gpu import MS, Context, Gpu
 
@@ -291,7 +280,7 @@ def test_where_all_may_have_what_is_idle_it_is_used():
 
 def test_what_is_given_back_does_not_open_the_second_of_a_latency_container():
     """It was alone, was charged 250 ms of work and 50 of pauses, and the latter is given back later."""
-    second = _Second()
+    second = Second()
     second.add(0, 250 * MS, 250 * MS)
     second.add(250 * MS, 300 * MS, 50 * MS)
     second.add(580 * MS, 600 * MS, -50 * MS)

@@ -14,8 +14,9 @@ from governor.hardware.activity import Sample
 from governor.hardware.discovery import Group, Holding
 from governor.hardware.driver import DriverCallError
 from governor.hardware.nvidia import AGAIN, NvidiaHardware, require_rights, revive
-from governor.hardware.policy import PERIOD, SHORT, TURN_COST, Share
+from governor.hardware.policy import SHORT, TURN_COST
 from governor.hardware.steering import Steering
+from governor.hardware.tenant import PERIOD, Share
 from tests.unit.kernel_module import GPU_ID, UUID, KernelModule, make_nodes
 
 MS = 1_000_000

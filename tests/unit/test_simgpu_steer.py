@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from governor.hardware.policy import Share
 from governor.hardware.steering import Steering
+from governor.hardware.tenant import Share
 from simgpu import simgpu
 from simgpu.steering import SimulatedHardware
 from simgpu.testing import MS, Driver, start_python

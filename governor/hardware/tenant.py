@@ -1,0 +1,243 @@
+"""What the policy for a GPU's own scheduler knows of one container: its shares, use and debts.
+
+Pure, as the policy is, whose words (period, turn, rank, circle) `policy` explains. Times are
+nanoseconds, shares are parts of one GPU from 0 to 1.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+MS = 1_000_000
+PERIOD = 100 * MS
+"""Interval within which caps hold and all containers that take turns have theirs. Switching costs
+0.6 ms (H100, H200): at 100 ms three containers deliver 100.7 % of solo, at 20 ms 94 to 95."""
+WINDOW = 10
+"""Number of periods in a second, within which the cap of a container of class latency holds."""
+SLACK = 4 * MS
+"""Time by which such a container may exceed its cap in a second that begins anywhere. Within one
+that begins with a period it may not, which keeps its average exact; driver calls may be late."""
+EVEN = 2 * MS
+"""Slice of all containers where none has work all the time; it is the driver's own."""
+BURST = 0.5
+"""Part of the time that it could have had: a container that used more in one of the last periods
+takes turns."""
+OWES = 150 * MS
+"""Time that a container took while others were owed, beyond which it takes turns whatever its turns
+look like."""
+
+
+class Share(NamedTuple):
+    """What a container may have of a GPU, and whether its class is latency."""
+
+    guarantee: float
+    limit: float
+    latency: bool = False
+
+
+class Setting(NamedTuple):
+    """What is in force for a container: whether it is on, and its slice in nanoseconds."""
+
+    on: bool
+    slice_ns: int
+
+
+class Window(NamedTuple):
+    """A part of a period, in nanoseconds from the beginning of the period."""
+
+    begin: int
+    end: int
+    more: int = 0
+    """The part of it that makes up for earlier windows that were too short."""
+
+
+class Load(NamedTuple):
+    """What a container and the others do with a GPU, as far as windows depend on it."""
+
+    guarantee: float
+    limit: float
+    is_busy: bool
+    """Whether it was on the GPU in the last periods."""
+    others: float
+    """Sum of the guarantees of the other containers that keep the GPU busy."""
+    others_limit: float
+    """Sum of their limits, at most 1."""
+    had: int
+    """GPU time in the last period, in nanoseconds."""
+
+
+class Second:
+    """What a container used within the last second, to the length of a step."""
+
+    def __init__(self) -> None:
+        # Begin and end of the use of the GPU in each step, and the GPU time.
+        self._parts: deque[tuple[int, int, float]] = deque()
+        self._sum = 0.0
+
+    def add(self, begin: int, end: int, ns: float) -> None:
+        """Add what was used between two times, and forget what is older than a second."""
+        if ns < 0:
+            self._take_back(-ns)
+        elif ns and end > begin:
+            # It may have been at the end of the step.
+            self._parts.append((max(begin, end - max(1, int(ns))), end, ns))
+            self._sum += ns
+        while self._parts and self._parts[0][1] <= end - WINDOW * PERIOD:
+            self._sum -= self._parts.popleft()[2]
+        if not self._parts:
+            self._sum = 0.0  # no remainder of the additions
+
+    def _take_back(self, ns: float) -> None:
+        """Take off what was added too much, the oldest first: no second may seem too empty."""
+        while ns > 0 and self._parts:
+            begin, end, of = self._parts.popleft()
+            taken = min(ns, of)
+            self._sum -= taken
+            ns -= taken
+            if of > taken:
+                begin = max(begin, end - max(1, int(of - taken)))
+                self._parts.appendleft((begin, end, of - taken))
+
+    def total(self, now: int) -> float:
+        """Return the sum. Of a use that began more than a second ago, the rest counts."""
+        since = now - WINDOW * PERIOD
+        if not self._parts or self._parts[0][0] >= since:
+            return self._sum
+        begin, end, ns = self._parts[0]
+        return self._sum - ns * (min(end, since) - begin) / (end - begin)
+
+    def falls_to(self, amount: float) -> int:
+        """Return when the total will be no more than an amount if nothing is added."""
+        left = self._sum
+        for begin, end, ns in self._parts:
+            if left - ns <= amount:
+                return WINDOW * PERIOD + begin + int((end - begin) * max(0.0, left - amount) / ns)
+            left -= ns
+        return 0
+
+
+class Tenant:
+    """A container: its shares, what it used, and what it is owed or owes."""
+
+    def __init__(self, share: Share, now: int) -> None:
+        self.share = share
+        self.owed = 0.0  # time below its guarantee, in ns of wall time at that rate
+        self.first = share.latency
+        self.spent = 0.0  # GPU time in this period
+        self.cost = 0.0  # time of the context switches that it caused in this period
+        self.carried = 0.0  # debt of earlier periods to its cap; a credit if negative
+        self.turn = 0.0  # length of one turn
+        self.is_in_circle = False  # slices alone keep it to its cap
+        self.groups = 1  # channel groups with work; each has turns of its own
+        self.recent: deque[float] = deque(maxlen=WINDOW - 1)  # GPU time in each of the last periods
+        self.costs: deque[float] = deque(maxlen=WINDOW - 1)
+        self.second = Second()
+        self.room = 0.0  # left below its cap within the last second, and SLACK
+        self.is_over = False  # it had none, and is off until it is below its cap again
+        self.used_at = now  # when it last used the GPU
+        self.on_at = now  # when it was last switched on
+        self.could_use = 0.0  # time that it was on and no other used; did_use: what it used
+        self.did_use = 0.0
+        # Part that it used of the time that it could have had: averaged over the last periods, and
+        # the recent peak. As nothing is known yet, all of it.
+        self.load = self.burst = 1.0
+        self.busy = True
+        self.n_early = 0  # turns in this period that ended for lack of work
+        self.goes_on = False  # False while nothing is known of its turns
+        self.rests = False  # it had the turn, and did nothing
+        self.on, self.slice = True, EVEN
+        # It is found, and steered from then on, in the middle of a period, so what it has beyond
+        # its cap in that period is not a debt. Nor is what it had before, within UNFOUND periods.
+        self.is_found = False
+        self.n_unfound = 0  # periods in which it worked and could not be switched off
+        self.fresh = True
+
+    @property
+    def had(self) -> float:
+        """GPU time within the last second."""
+        return sum(self.recent) + self.spent
+
+    @property
+    def cost_others(self) -> float:
+        """Time that others could not use because of it within the last second."""
+        return self.had + sum(self.costs) + self.cost
+
+    @property
+    def own(self) -> float:
+        """Its part of this period, less its debt."""
+        return self.share.limit * PERIOD - self.carried
+
+    @property
+    def budget(self) -> float:
+        """GPU time that it may use in this period."""
+        own = self.own
+        if self.share.latency:
+            left = self.share.limit * WINDOW * PERIOD - sum(self.recent)
+            left = min(left, self.spent + (0.0 if self.is_over else self.room))
+            return left if self.first else min(2 * own, left)
+        return max(0.0, own)
+
+    @property
+    def second_at_most(self) -> float:
+        """What it may use within any second."""
+        return self.share.limit * WINDOW * PERIOD + SLACK
+
+    def use(self, begin: int, now: int, ns: int) -> None:
+        """Account for what it used between two times; if negative, it was charged too much before.
+
+        What is given back reduces a debt, and what it has used of this period. It is no credit.
+        """
+        if ns < 0 and self.carried > 0:
+            debt = max(0.0, self.carried + ns)
+            ns = min(0, int(ns + self.carried - debt))
+            self.carried = debt
+        self.spent = max(0.0, self.spent + ns)
+        self.second.add(begin, now, ns)
+        self.room = self.second_at_most - self.second.total(now)
+        self.is_over = self.room <= (SLACK if self.is_over else 0)
+
+    @property
+    def left(self) -> float:
+        """Part of the budget that it has not used."""
+        return self.budget - self.spent
+
+    @property
+    def left_of_turns(self) -> float:
+        """What it has not had of this period's turns, without a credit."""
+        return self.share.limit * PERIOD - max(0.0, self.carried) - self.spent
+
+    @property
+    def left_until_off(self) -> float:
+        """What it may use in this period until it is switched off.
+
+        In a circle, turns begin and end anywhere in a period, and each switch disturbs the others.
+        So two turns more are tolerated, until there is a debt of one.
+        """
+        if not self.is_in_circle:
+            return self.left
+        return self.own + (0.0 if self.carried > self.turn else 2 * self.turn) - self.spent
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether it has to take turns with others like it while the first rank must not wait."""
+        return self.goes_on and not self.rests and (self.burst > BURST or self.share.latency)
+
+    @property
+    def owes(self) -> bool:
+        """Whether it has to take turns with those that do, for what it took from others.
+
+        Otherwise it could escape its turns by work that ends them early now and then.
+        """
+        is_debtor = self.owed < -OWES and self.burst > BURST
+        return is_debtor and not self.rests and not self.share.latency
+
+    @property
+    def is_capped(self) -> bool:
+        """Whether it may not have the whole GPU."""
+        return self.share.limit < 1.0
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether it has used all that its cap allows in this period."""
+        return self.is_capped and self.spent >= self.budget

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -332,23 +332,14 @@ async def govern(load: Callable[[], Loaded], *, wait: bool = False) -> None:
         # Requests wait at the socket meanwhile, instead of being told that MPS is being started.
         for mps in server.mps.values():
             await mps.tried()
-        tasks += [
-            loop.create_task(server.serve(listener)),
-            loop.create_task(
-                reconcile(server, nvml, devices, runners, tally=server.tally, auditor=auditor)
-            ),
-            loop.create_task(server.keep_state()),
-            loop.create_task(settings.follow(hangups)),
+        work = [
+            server.serve(listener),
+            reconcile(server, nvml, devices, runners, tally=server.tally, auditor=auditor),
+            server.keep_state(),
+            settings.follow(hangups),
+            *_pages(server, scraped, shown),
         ]
-        if config.metrics.listen != "off":
-            endpoint = metrics.Endpoint(lambda: metrics.collect(server))
-            tasks.append(loop.create_task(scraped.serve(endpoint)))
-        if config.web.listen != "off":
-            history = History(time.monotonic_ns())
-            tasks.append(loop.create_task(web.find_names(server)))
-            tasks.append(loop.create_task(web.keep(server, history)))
-            tasks.append(loop.create_task(shown.serve(web.Endpoint(server, history))))
-        waiter = loop.create_task(stop.wait())
+        tasks += [loop.create_task(one) for one in work]
         log.info(
             "governor-started",
             gpus=[f"{device.index}: {device.name}" for device in devices],
@@ -361,15 +352,37 @@ async def govern(load: Callable[[], Loaded], *, wait: bool = False) -> None:
         notify("READY=1")
         if (within_s := watchdog_s()) is not None:
             tasks.append(loop.create_task(feed_watchdog(within_s)))
-        try:
-            done, _ = await asyncio.wait([waiter, *tasks], return_when=asyncio.FIRST_COMPLETED)
-            for task in done - {waiter}:
-                task.result()
-        finally:
-            for task in [waiter, *tasks]:
-                task.cancel()
-            await asyncio.gather(*tasks, waiter, return_exceptions=True)
+        await _run_until(stop, tasks)
         log.info("governor-stopped")
+
+
+def _pages(server: Server, scraped: Offer, shown: Offer) -> list[Coroutine[None, None, None]]:
+    """Return what serves metrics and web page, as far as the configuration wants them."""
+    config = server.config
+    work: list[Coroutine[None, None, None]] = []
+    if config.metrics.listen != "off":
+        work.append(scraped.serve(metrics.Endpoint(lambda: metrics.collect(server))))
+    if config.web.listen != "off":
+        history = History(time.monotonic_ns())
+        work += [
+            web.find_names(server),
+            web.keep(server, history),
+            shown.serve(web.Endpoint(server, history)),
+        ]
+    return work
+
+
+async def _run_until(stop: asyncio.Event, tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Wait for a signal to stop, or for the first task that ends; raise what that one raised."""
+    waiter = asyncio.get_running_loop().create_task(stop.wait())
+    try:
+        done, _ = await asyncio.wait([waiter, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in (waiter, *tasks):
+            task.cancel()
+        await asyncio.gather(*tasks, waiter, return_exceptions=True)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -163,15 +163,10 @@ def _read_claim(
     return Claim(reference, tuple(shares))
 
 
-def _share(
-    result: Mapping[str, Any],
-    reference: Reference,
-    name: str,
-    *,
-    pool: str,
-    devices: Mapping[str, str],
-    config: Sequence[Mapping[str, Any]],
-) -> Share:
+def _require_device(
+    result: Mapping[str, Any], reference: Reference, pool: str, devices: Mapping[str, str]
+) -> None:
+    """Raise ClaimError if what was allocated is not a GPU of this node, or not a share of it."""
     request, device = str(result["request"]), str(result.get("device"))
     if result.get("pool") != pool:
         raise ClaimError(
@@ -192,6 +187,19 @@ def _share(
             " administrative access",
             hint="ask for a share: a GPU beside all quotas is not given",
         )
+
+
+def _share(
+    result: Mapping[str, Any],
+    reference: Reference,
+    name: str,
+    *,
+    pool: str,
+    devices: Mapping[str, str],
+    config: Sequence[Mapping[str, Any]],
+) -> Share:
+    request, device = str(result["request"]), str(result.get("device"))
+    _require_device(result, reference, pool, devices)
     consumed = result.get("consumedCapacity")
     if not consumed:
         raise ClaimError(

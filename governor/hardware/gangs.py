@@ -27,9 +27,14 @@ from governor.hardware.tenant import MS, PERIOD, Load, Window
 MORE = 3 * MS
 """Longest time that is added to a window for what was missing in earlier ones: the driver calls
 that begin and end it take 0.3 to 0.7 ms each, and wait for those of other GPUs."""
+ALIKE = 0.8
+"""Part of what a container uses on the GPU where it uses most: a GPU where it uses less counts as
+one on which it does little."""
 ENTER, LEAVE = 0.6, 0.4
 """Parts of its share of a period: a container that uses at least the first gets a window, and keeps
 it while it uses at least the second."""
+TINY = 1e-6
+"""Sums of guarantees differ by less if they are of the same containers."""
 RECENT = 3 * PERIOD
 """Time for which a GPU's report counts. If it is older, the GPU's thread has ended, or hangs."""
 
@@ -96,25 +101,38 @@ class Board:
     def _place(self, now: int) -> dict[int, Window]:
         lengths: dict[int, int] = {}
         gpus: dict[int, set[int]] = {}
+        guarantees: dict[int, dict[int, float]] = {}  # by GPU and gang
         spare: dict[int, float] = {}  # by GPU: time of a period that no container is guaranteed
+        others: dict[int, float] = {}  # by GPU: guarantees of containers without a window
         for number, gang in self._gangs.items():
             loads = {gpu: load for gpu, (at, load) in gang.said.items() if now - at < RECENT}
             part = _part(loads)
-            # The GPU where it uses most counts: a job may do little on one of its GPUs.
-            had = max((load.had for load in loads.values() if load.is_busy), default=0)
-            gang.used = (gang.used + had) / 2
+            each = [load.had for load in loads.values() if load.is_busy]
+            most = max(each, default=0)
+            gang.used = (gang.used + most) / 2
             least = LEAVE if number in self._windows else ENTER
             if part is None or gang.used < least * part * PERIOD:
                 gang.missing = 0.0
                 continue
             if number in self._windows:
-                # By half, because the effect is reported a period later.
+                # It goes on only while it is on all of its GPUs, so the one where it had least
+                # counts; but a job may do little on one of them. By half, because the effect is
+                # reported a period later.
+                had = min((one for one in each if one >= ALIKE * most), default=0)
+                had -= _alone([load.span for load in loads.values()], now)
                 gang.missing = min(max(gang.missing + (part * PERIOD - had) / 2, 0.0), MORE)
             lengths[number] = int(part * PERIOD)
             gpus[number] = set(loads)
             for gpu, load in loads.items():
                 spare[gpu] = max(0.0, 1.0 - load.guarantee - load.others) * PERIOD
-        windows = _arrange(lengths, gpus)
+                guarantees.setdefault(gpu, {})[number] = load.guarantee
+                others[gpu] = load.guarantee + load.others
+        # Only between windows that have their GPUs to themselves: others would run in the gaps.
+        gaps = {
+            gpu: spare[gpu] if others[gpu] - sum(guarantees[gpu].values()) < TINY else 0.0
+            for gpu in others
+        }
+        windows = _spread(_arrange(lengths, gpus), gpus, gaps)
         for number, window in windows.items():
             # Nothing is taken from what is guaranteed to others, nor from another window.
             own = gpus[number]
@@ -151,6 +169,25 @@ def _arrange(lengths: Mapping[int, int], gpus: Mapping[int, set[int]]) -> dict[i
     return placed
 
 
+def _spread(
+    windows: Mapping[int, Window], gpus: Mapping[int, set[int]], gaps: Mapping[int, float]
+) -> dict[int, Window]:
+    """Return the windows with gaps between them, into which they may be extended.
+
+    Without a gap the container before is still on when the next one begins, as the calls take time.
+    `gaps`: how much of a period the windows on each GPU may leave.
+    """
+    spread = {}
+    for group in _connected(windows, gpus):
+        left = PERIOD - max(windows[i].end for i in group)
+        left = max(0, min([left, *(int(gaps[gpu]) for i in group for gpu in gpus[i])]))
+        for i in group:
+            begin, end, _ = windows[i]
+            later = int(begin * left / PERIOD)
+            spread[i] = Window(begin + later, end + later)
+    return spread
+
+
 def _connected(numbers: Iterable[int], gpus: Mapping[int, set[int]]) -> list[list[int]]:
     """Return the containers in groups that are connected by their GPUs."""
     groups: list[tuple[list[int], set[int]]] = []
@@ -161,6 +198,21 @@ def _connected(numbers: Iterable[int], gpus: Mapping[int, set[int]]) -> list[lis
             members, own = group[0] + members, group[1] | own
         groups.append((members, own))
     return [members for members, _ in groups]
+
+
+def _alone(spans: Sequence[tuple[int, int]], now: int) -> int:
+    """Return for how much of its last window a container was not on all of its GPUs.
+
+    The driver calls of several GPUs exclude each other, so one GPU's window begins and ends later
+    than another's.
+    """
+    # A window is reported in the next step, which may be one of the next period.
+    if not all(now - 5 * PERIOD // 2 < on < off <= now for on, off in spans):
+        return 0
+    begin = max(on for on, _ in spans)
+    together = min(off for _, off in spans) - begin
+    # If the spans are of different windows, they have nothing in common.
+    return max(0, min(off - on for on, off in spans) - together) if together > 0 else 0
 
 
 def _part(loads: Mapping[int, Load]) -> float | None:

@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from governor.hardware.activity import Activity, Full, Sample
 from governor.hardware.gangs import Board
 from governor.hardware.policy import Policy
-from governor.hardware.tenant import Setting, Share
+from governor.hardware.tenant import Load, Setting, Share
 
 BLIP = 2_000_000
 """GPU time in one step above which a process that is off counts as on again, in nanoseconds."""
@@ -112,6 +112,8 @@ class Steering(Generic[H]):
         self._samples, self._activity = samples, Activity(clock())
         self._board, self._gpu = board or Board(), gpu
         self._gangs: dict[int, int] = {}  # by container, for those with several GPUs
+        self._on_since: dict[int, int] = {}  # when these were switched on, while they are on
+        self._spans: dict[int, tuple[int, int]] = {}  # the last time for which these were on
         self._held: dict[int, list[H]] = {}
         self._tenants: dict[int, int] = {}  # by pid
         self._settings: dict[int, Setting] = {}
@@ -150,6 +152,8 @@ class Steering(Generic[H]):
         self._settings.pop(tenant, None)
         self._groups.pop(tenant, None)
         self._gangs.pop(tenant, None)
+        self._on_since.pop(tenant, None)
+        self._spans.pop(tenant, None)
         self.used_ns.pop(tenant, None)  # another container may get the number next
         self._over.pop(tenant, None)
         self._policy.remove(tenant)
@@ -225,13 +229,19 @@ class Steering(Generic[H]):
         windows = self._board.windows(now) if self._gangs else {}
         own = {i: windows[gang] for i, gang in self._gangs.items() if gang in windows}
         settings, wake = self._policy.step(now, used, groups, early, own)
-        if self._gangs:
-            loads = {gang: self._policy.load(i, now) for i, gang in self._gangs.items()}
-            self._board.say(self._gpu, now, loads)
         changed = {i for i in settings if groups.get(i) != self._groups.get(i)}
         self._groups = groups
         self._apply(settings, changed)
+        if self._gangs:
+            self._board.say(self._gpu, now, self._loads(now))
         return wake
+
+    def _loads(self, now: int) -> dict[int, Load]:
+        """Return what containers with several GPUs do on this one, by their numbers there."""
+        return {
+            gang: self._policy.load(i, now)._replace(span=self._spans.get(i, (0, 0)))
+            for i, gang in self._gangs.items()
+        }
 
     def _count_used(self, used: Mapping[int, int]) -> None:
         for tenant, ns in used.items():
@@ -316,8 +326,14 @@ class Steering(Generic[H]):
 
     def _switch(self, tenants: Sequence[int], *, on: bool) -> None:
         held = [one for tenant in tenants for one in self._held.get(tenant, [])]
-        if held:
-            self._hardware.switch(held, on=on)
+        if not held:
+            return
+        self._hardware.switch(held, on=on)
+        for tenant in self._gangs.keys() & set(tenants):
+            if on:
+                self._on_since[tenant] = self._clock()
+            elif tenant in self._on_since:
+                self._spans[tenant] = self._on_since.pop(tenant), self._clock()
 
     def _set_slice(self, tenant: int, setting: Setting) -> None:
         n_groups = self._groups.get(tenant, 1)

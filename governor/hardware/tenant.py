@@ -65,6 +65,9 @@ class Load(NamedTuple):
     """Sum of their limits, at most 1."""
     had: int
     """GPU time in the last period, in nanoseconds."""
+    span: tuple[int, int] = (0, 0)
+    """Begin and end of the last time for which it was on: when the calls returned that switched it
+    on, and off."""
 
 
 class Second:

@@ -362,7 +362,7 @@ def serve(args: argparse.Namespace) -> None:
         driver=driver,
         publisher=publisher,
         health=health,
-        recheck=Recheck(delay=2.5 * args.look_every, interval=5 * args.look_every),
+        recheck=Recheck(delay=0.5 * args.look_every, interval=3 * args.look_every),
         leads=instance.leads,
     )
     watcher = Watcher(cluster, publisher, slice_name(args.node_name), loop.wake)

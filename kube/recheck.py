@@ -3,8 +3,8 @@
 For a moment kube-scheduler counts a newly allocated share twice: as an allocation in flight, and as
 the claim that its informer has seen by then (`GatherAllocatedState`, Kubernetes 1.36). A pod that
 it tries in that moment seems too large. No cluster event corrects that, so the pod waits for up to
-five minutes. An update of any ResourceSlice is such an event, whatever it changes. So a few seconds
-after claims were prepared, an annotation of the slice gets a new value if a GPU still has room.
+five minutes. An update of any ResourceSlice is such an event, whatever it changes. So soon after
+claims were prepared, an annotation of the slice gets a new value if a GPU still has room.
 
 The failed attempt began before the claim's pod was bound, and therefore before the claim was
 prepared: an update after that is never too early, and a claim that is prepared after an update
@@ -24,10 +24,13 @@ from kube.slices import CONTEXT_MEMORY
 
 ANNOTATION = f"dra.{DRIVER}/recheck"
 """Annotation of the slice: the number of retries so far, and a digest of the claims at the last."""
-DELAY_S = 5.0
-"""Seconds from the first new claim to the update, so that a burst of claims has one update."""
-INTERVAL_S = 10.0
-"""Minimum interval between two updates of a node's slice, in seconds."""
+DELAY_S = 1.0
+"""Seconds from the first new claim to the update. The scheduler allocates the claims of many pods
+within two or three seconds, while the first of them are prepared. A pod that it leaves waiting then
+is tried again before the others have started."""
+INTERVAL_S = 6.0
+"""Minimum interval between two updates of a node's slice, in seconds: each has the scheduler look
+at all pods of the cluster that wait for a claim."""
 
 _MARK = re.compile(r"([0-9]{1,18})-([0-9a-f]{16})")
 

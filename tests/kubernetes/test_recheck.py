@@ -65,14 +65,15 @@ def node() -> Node:
     return Node()
 
 
-def test_a_burst_of_claims_has_one_update_some_seconds_later(node: Node) -> None:
+def test_a_burst_of_claims_has_one_update_soon_after_it_began(node: Node) -> None:
     assert node.pass_time(60) == 0
     begun = node.now
     for number in range(4):
         node.claims.add(f"u-{number}")
         if number % 2:
             node.look()
-    assert node.pass_time(600) == 1
+    node.pass_time(600)
+    assert len(node.updates) == 1
     assert DELAY_S <= node.updates[0] - begun < DELAY_S + 2 * LOOK_S
 
 
@@ -149,7 +150,7 @@ def test_a_mark_that_was_written_by_hand_is_replaced(node: Node, mark: str) -> N
     )
 )
 def test_whatever_happens_updates_are_bounded(steps: list[tuple[str, int]]) -> None:
-    """At most one update in ten seconds of a driver's life, and no more than claims were prepared and drivers started."""
+    """At most one update in six seconds of a driver's life, and no more than claims were prepared and drivers started."""
     node, prepared, started = Node(), 0, 0.0
     for what, number in steps:
         uid = f"u-{number}"

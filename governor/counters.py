@@ -111,11 +111,12 @@ class Counters:
         return self._time[device]
 
 
+_read_counters = pages.Reader("ledger_device", *OF_PROCESSES)
+
+
 def _read(ledger: mmap, slot: int, device: int) -> dict[str, int]:
-    base = layout.ledger_device(slot, device)
-    return {
-        name: min(pages.read(ledger, base, "ledger_device", name), MOST) for name in OF_PROCESSES
-    }
+    values = _read_counters(ledger, layout.ledger_device(slot, device))
+    return {name: min(value, MOST) for name, value in zip(OF_PROCESSES, values, strict=True)}
 
 
 RATE_NS = 2_000_000_000

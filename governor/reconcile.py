@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -22,7 +22,7 @@ from governor.container import Container
 from governor.counters import Tally
 from governor.quota import Device
 from governor.server import Server
-from governor.usage import LOOK_NS, WINDOW_NS
+from governor.usage import LOOK_NS, WINDOW_NS, Charge
 from vdriver.errors import VdriverError
 from vdriver.nvml import ProcessMemory, ProcessUse
 
@@ -103,6 +103,7 @@ class _Watch:
     samples: tuple[ProcessUse, ...] = ()
     failing: bool = False
     nobodys: Nobodys = field(default_factory=Nobodys)
+    told: tuple[Container, ...] = ()  # the node's containers, when those with this GPU were told
     blind: bool = False  # it does not report utilisation
 
     def sharing(self, server: Server) -> Iterator[tuple[Container, int]]:
@@ -111,6 +112,14 @@ class _Watch:
             for i, own in enumerate(container.devices):
                 if own.uuid == self.device.uuid:
                     yield container, i
+
+    def tell_new(self, server: Server) -> None:
+        """Tell containers that came since the last look what that found."""
+        here = tuple(server.containers.values())
+        if here != self.told:
+            for container, i in self.sharing(server):
+                self.nobodys.tell(container, i)
+            self.told = here
 
     def is_due(self, server: Server, waiting: Waiting, now_ns: int) -> bool:
         """Return whether to look now: it is time, or a process waits for a look."""
@@ -145,20 +154,18 @@ def _ask_memory(nvml: Observer, uuid: str) -> tuple[tuple[ProcessMemory, ...], i
     return seen, None
 
 
-def _unseen(watch: _Watch, server: Server) -> int | None:
+def _unseen(charges: Iterable[Charge]) -> int | None:
     """Return what containers are charged on a GPU that NVML attributes to no process.
 
     None while a process creates a context: NVML shows the memory before it shows which process has
     it.
     """
-    charges = [
-        charge
-        for container, i in watch.sharing(server)
-        for charge in container.account.charges(i).values()
-    ]
-    if any(charge.taking for charge in charges):
-        return None
-    return sum(charge.unseen for charge in charges)
+    unseen = 0
+    for charge in charges:
+        if charge.taking:
+            return None
+        unseen += charge.unseen
+    return unseen
 
 
 async def reconcile(
@@ -191,8 +198,7 @@ async def reconcile(
             busy = any(container.pids() for container in server.containers.values())
             await asyncio.sleep(POLL_S if busy else IDLE_S)
             for watch in watches:
-                for container, i in watch.sharing(server):
-                    watch.nobodys.tell(container, i)
+                watch.tell_new(server)
                 now_ns = time.monotonic_ns()
                 if watch.is_due(server, runners[watch.device.uuid], now_ns):
                     await look(watch)
@@ -224,23 +230,24 @@ async def _look(
     # before and after: what is freed or taken meanwhile is not debt.
     began_ns = time.monotonic_ns()
     before = [
-        (container, i, container.account.charges(i), container.account.is_open(i))
+        (container, i, container.account.charges(i), container.account.is_sampled(i))
         for container, i in watch.sharing(server)
     ]
-    wanted = any(is_open for *_, is_open in before) or (
+    wanted = any(is_sampled for *_, is_sampled in before) or (
         auditor is not None and auditor.wants_samples(watch.device)
     )
     seen: tuple[ProcessMemory, ...] = ()
     loop = asyncio.get_running_loop()
     look: Look | None = None
-    unseen = _unseen(watch, server)
+    unseen = _unseen(one for _, _, charges, _ in before for one in charges.values())
     try:
         seen, nobodys = await loop.run_in_executor(executor, _ask_memory, nvml, watch.device.uuid)
         if wanted and began_ns - watch.sampled_ns >= LOOK_NS:
             watch.sampled_ns = began_ns
             await _ask_use(nvml, watch, executor)
         if nobodys is not None:
-            settled = unseen is not None and unseen == _unseen(watch, server)
+            now = [container.account.charges(i) for container, i in watch.sharing(server)]
+            settled = unseen == _unseen(one for charges in now for one in charges.values())
             nobodys = nobodys - unseen if unseen is not None and settled else None
         if nobodys is not None:
             watch.nobodys.look(began_ns, nobodys, len(seen))

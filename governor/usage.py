@@ -74,36 +74,40 @@ class Charge:
         return self.memory + overhead + late
 
 
+read_books = pages.Reader(
+    "ledger_device",
+    *("asked_ns", "returned", "shrunk", "moving", "pooled"),
+    *("memory", "unseen", "moving", "pooled", "provisional", "provisional_ns", "taking"),
+    *("busy_ns", "contexts", "took", "gave"),
+    *("returned", "shrunk"),
+)  # fmt: skip
+"""Reads the books in the order that Debt.look() needs: what ends meanwhile is in at least one of
+the numbers."""
+
+
 def read_charge(ledger: mmap, slot: int, device: int, whole: int) -> Charge:
     """Return the books of a process on a GPU of `whole` bytes; no number exceeds that."""
-    base = layout.ledger_device(slot, device)
-    asked_ns, returned_before, shrunk_before, moving_before, pooled_before = (
-        pages.read(ledger, base, "ledger_device", name)
-        for name in ("asked_ns", "returned", "shrunk", "moving", "pooled")
-    )
-    # Read in the order that Debt.look() needs: what ends meanwhile is in at least one of them.
-    read = {
-        name: pages.read(ledger, base, "ledger_device", name)
-        for name in (
-            "memory", "unseen", "moving", "pooled", "provisional", "provisional_ns", "taking",
-            "busy_ns", "contexts", "took", "gave",
-        )
-    }  # fmt: skip
-    memory = min(read["memory"], whole)
-    unseen = min(read["unseen"], memory)
+    (
+        asked_ns, returned_before, shrunk_before, moving_before, pooled_before,
+        memory, unseen, moving, pooled, provisional, provisional_ns, taking,
+        busy_ns, contexts, took, gave,
+        returned, shrunk,
+    ) = read_books(ledger, layout.ledger_device(slot, device))  # fmt: skip
+    memory = min(memory, whole)
+    unseen = min(unseen, memory)
     return Charge(
         memory,
         unseen,
-        min(read["provisional"], whole),
-        read["provisional_ns"],
-        read["busy_ns"],
-        pages.read(ledger, base, "ledger_device", "returned"),
-        min(read["contexts"], MOST_CONTEXTS),
-        min(moving_before + read["moving"], memory),
-        min(max(pooled_before, read["pooled"]), memory),
-        min(read["taking"], unseen),
-        pages.read(ledger, base, "ledger_device", "shrunk"),
-        read["took"] - read["gave"],
+        min(provisional, whole),
+        provisional_ns,
+        busy_ns,
+        returned,
+        min(contexts, MOST_CONTEXTS),
+        min(moving_before + moving, memory),
+        min(max(pooled_before, pooled), memory),
+        min(taking, unseen),
+        shrunk,
+        took - gave,
         asked_ns,
         returned_before,
         shrunk_before,

@@ -12,12 +12,23 @@ from mmap import mmap
 
 from libcontrol import layout
 
-_OFFSETS = {s.name: layout.offsets(s) for s in layout.STRUCTS}
-_TYPES = {s.name: {f.name: f for f in s.fields} for s in layout.STRUCTS}
 _CODES = {"u8": "B", "u32": "I", "u64": "Q"}
 # Native numbers (both architectures are little-endian) are stored by one store of their width.
 # Those of a fixed byte order are stored byte by byte, and another process could read half a number.
 _NATIVE = "@"
+_NUMBERS = {name: struct.Struct(_NATIVE + code) for name, code in _CODES.items()}
+# The governor reads thousands of numbers a second, so where each one is and what it is are worked
+# out once: offset, size, and the functions that take it out and put it in.
+_PLACES = {
+    (s.name, field.name): (
+        layout.offsets(s)[field.name],
+        layout.SIZES[field.type],
+        _NUMBERS[field.type].unpack_from,
+        _NUMBERS[field.type].pack_into,
+    )
+    for s in layout.STRUCTS
+    for field in s.fields
+}
 _USAGE_ENTRY = struct.Struct(
     _NATIVE + "".join(f"{field.n}{_CODES[field.type]}" for field in layout.USAGE_ENTRY.fields)
 )
@@ -25,19 +36,31 @@ _USAGE_ENTRY = struct.Struct(
 
 def read(page: mmap, base: int, name: str, field: str, index: int = 0) -> int:
     """Return one number: element `index` of `field` in the structure `name` at `base`."""
-    described = _TYPES[name][field]
-    code = _CODES[described.type]
-    at = base + _OFFSETS[name][field] + index * layout.SIZES[described.type]
-    value: int = struct.unpack_from(_NATIVE + code, page, at)[0]
+    at, size, unpack, _ = _PLACES[name, field]
+    value: int = unpack(page, base + at + index * size)[0]
     return value
+
+
+class Reader:
+    """Reads some fields of the structure `name`, one after the other, in the order of `fields`.
+
+    A field may be named more than once, and is then read each time.
+    """
+
+    def __init__(self, name: str, *fields: str) -> None:
+        self.fields = fields
+        places = [_PLACES[name, field] for field in fields]
+        self._steps = [(at, unpack) for at, _, unpack, _ in places]
+
+    def __call__(self, page: mmap, base: int) -> list[int]:
+        """Return the numbers of the structure at `base`."""
+        return [unpack(page, base + at)[0] for at, unpack in self._steps]
 
 
 def write(page: mmap, base: int, name: str, field: str, value: int, *, index: int = 0) -> None:
     """Store one number where `read` with the same arguments finds it."""
-    described = _TYPES[name][field]
-    code = _CODES[described.type]
-    at = base + _OFFSETS[name][field] + index * layout.SIZES[described.type]
-    struct.pack_into(_NATIVE + code, page, at, value)
+    at, size, _, pack = _PLACES[name, field]
+    pack(page, base + at + index * size, value)
 
 
 def init_grant(

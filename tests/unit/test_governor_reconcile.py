@@ -30,6 +30,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 import governor.reconcile
+from governor import usage
 from governor.account import Look
 from governor.arbiter import Runner, RunnerConfig, Stats, Waits, load_library
 from governor.audit import Auditor
@@ -340,17 +341,19 @@ def test_books_that_change_while_they_are_read_are_uncertain_by_as_much() -> Non
     guest = Guest()
     for name in ("memory", "pooled"):
         guest.write(name, 300)
-    original = pages.read
 
-    def read(page: mmap.mmap, base: int, struct: str, name: str, index: int = 0) -> int:
-        value = original(page, base, struct, name, index)
-        if name == "memory":
-            with patch.object(pages, "read", original):
+    fields = usage.read_books.fields
+
+    def read(page: mmap.mmap, base: int) -> list[int]:
+        values = []
+        for name in fields:
+            values.append(pages.read(page, base, "ledger_device", name))
+            if name == "memory":
                 for other, sign in (("returned", 1), ("memory", -1), ("shrunk", 1), ("pooled", -1)):
                     guest.add(other, sign * 200)()
-        return value
+        return values
 
-    with patch.object(pages, "read", read):
+    with patch.object(usage, "read_books", Mock(side_effect=read)):
         charge = read_charge(guest.ledger, 0, 0, 2**40)
     assert (charge.memory, charge.pooled) == (300, 300)
     assert (charge.returned_before, charge.returned) == (0, 200)

@@ -117,6 +117,11 @@ MOST = 400 * MS
 """Thresholds of the time that a container is owed, in wall time at its guaranteed rate. It enters
 the first rank at RISE and leaves it below FALL. It is owed MOST at most, and owes MOST at most for
 what it took while others were owed."""
+LACKS = 0.8
+"""Part of its guarantee of the last second. In a circle what a container is owed goes up and down
+by a turn or two, and little of it comes back, as none has more than its slices give it. So one that
+had more than this part stays in the circle.
+"""
 AWAKE = 2000 * MS
 """Time since its last use of the GPU for which a container keeps the slices of others short."""
 BUSY = 0.05, 0.02
@@ -239,13 +244,8 @@ class Policy:
         together = sum(used.get(number, 0) for number in self._tenants)
         costs = sum(self._early.get(number, 0) for number in self._tenants) * 2 * TURN_COST
         # Turns that end with their slices cost as much, where others have work.
-        self._had += together + costs
-        self._had += sum(
-            used.get(i, 0) * TURN_COST / (t.slice / t.groups)
-            for i, t in self._tenants.items()
-            if t.on
-        )
-        own_turns = min(self._turns_among_groups(used), max(0, passed - together - costs))
+        turns = min(self._cost_of_turns(used), max(0, passed - together - costs))
+        self._had += together + costs + turns
         kept = self._turn if self._turn_end < NEVER else None
         begin, self._now = self._now, max(now, self._now)
         owed = {number for number, tenant in self._tenants.items() if tenant.owed > FALL}
@@ -269,7 +269,7 @@ class Policy:
             if ns > 0:
                 tenant.used_at, tenant.rests = now, False
             if tenant.on:
-                could = passed - (together - ns) - costs - own_turns
+                could = passed - (together - ns) - costs - turns
                 tenant.could_use += min(passed, max(0, could))
                 tenant.did_use += ns
         if kept is not None:
@@ -281,14 +281,11 @@ class Policy:
         if now >= self._period_end:
             self._end_period(now)
 
-    def _turns_among_groups(self, used: Mapping[int, int]) -> float:
-        """Return what turns cost that ended with very short slices, as those of several groups do.
-
-        No container could have used that time.
-        """
+    def _cost_of_turns(self, used: Mapping[int, int]) -> float:
+        """Return what turns cost that ended with their slices. No container could have had that."""
         n = largest = 0.0
         for number, tenant in self._tenants.items():
-            if tenant.on and tenant.groups > 1 and tenant.slice / tenant.groups < LEAST:
+            if tenant.on:
                 of_group = max(0, used.get(number, 0)) / tenant.slice
                 n += of_group * tenant.groups
                 largest = max(largest, of_group)
@@ -360,17 +357,18 @@ class Policy:
 
     def _rank(self) -> None:
         for number, tenant in self._tenants.items():
+            whole = tenant.share.guarantee * WINDOW * PERIOD
             if number in self._windows:
                 tenant.first, tenant.owed = False, 0.0  # its window gives it its part
             elif tenant.share.latency:
-                whole = tenant.share.guarantee * WINDOW * PERIOD
                 is_below = tenant.cost_others < (0.8 if not tenant.first else 1) * whole
                 tenant.first = is_below or tenant.owed >= (FALL if tenant.first else RISE)
                 tenant.busy = tenant.busy or not tenant.first
             elif tenant.first:
                 tenant.first = tenant.owed >= FALL
             else:
-                tenant.first = tenant.owed >= RISE
+                lacks = not tenant.is_in_circle or tenant.had < LACKS * whole
+                tenant.first = tenant.owed >= RISE and lacks
 
     def _is_service(self, tenant: Tenant, now: int) -> bool:
         return tenant.share.latency and now - tenant.used_at < AWAKE
@@ -442,11 +440,13 @@ class Policy:
         ratio of their guarantees, in turns that keep the others of the rank waiting only briefly.
         """
         tenant = first[number]
+        # A turn that goes beyond a cap is a debt for some periods.
+        most = LONG if tenant.share.latency else min(LONG, int(tenant.share.limit * PERIOD))
         if not tenant.goes_on:
-            return LONG
+            return max(LEAST, most)
         length = LONG if all(t.goes_on for t in first.values()) else EVEN
         whole = sum(t.share.guarantee for t in first.values() if t.goes_on)
-        return max(LEAST, int(length * tenant.share.guarantee / whole))
+        return max(LEAST, min(most, int(length * tenant.share.guarantee / whole)))
 
     def _with_windows(self, now: int, settings: dict[int, Setting]) -> dict[int, Setting]:
         """Return all containers' settings, given those of the containers without a window."""

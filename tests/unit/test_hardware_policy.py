@@ -901,6 +901,21 @@ def test_work_that_is_shorter_than_what_it_takes_to_begin_it_is_not_done_for_oth
     assert min(result.used[2], result.used[3]) > 42
 
 
+@pytest.mark.parametrize(
+    "shares",
+    [[0.03] * 32, [0.031] * 32, [0.3] + [0.022] * 30, [0.045] * 16 + [0.0155] * 16],
+    ids=["even", "full", "one larger", "two sizes"],
+)
+def test_many_that_always_have_work_are_left_to_their_slices(shares):
+    """What each is owed goes up and down by a turn, and nobody is put first for that."""
+    given = {i: Share(share, share) for i, share in enumerate(shares)}
+    result = run(given, {i: endless() for i in given}, seconds=8)
+    assert result.changes == 0
+    assert len(result.settings) < 11 * 8
+    for i, share in enumerate(shares):
+        assert result.used[i] > 0.95 * 100 * share
+
+
 @pytest.mark.parametrize("limit", [0.01, 0.1, 0.3])
 def test_a_container_that_does_nothing_costs_few_steps(limit):
     """Each step makes calls of the driver, which take locks that the whole host shares."""

@@ -186,8 +186,31 @@ class Gru(nn.Module):
         return torch.stack(losses).mean()
 
 
-MODELS: dict[str, type[ResNet18 | Transformer | Gru]] = {
+class Gemm(nn.Module):
+    """Products of square matrices of 4096 in bfloat16, and nothing else that takes time."""
+
+    batch = 4096
+    dtype = torch.bfloat16
+
+    def __init__(self, wrap: WrapFn, *, tiny: bool) -> None:
+        super().__init__()
+        self.wide = 64 if tiny else 4096
+        layers = (nn.Linear(self.wide, self.wide, bias=False) for _ in range(6))
+        self.parts = nn.ModuleList(wrap(layer) for layer in layers)
+
+    def data(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        x = torch.randn(batch, self.wide, device=device, dtype=self.dtype)
+        return x, torch.zeros_like(x)
+
+    def loss(self, x: Tensor, target: Tensor, mark: MarkFn) -> Tensor:
+        for index, part in enumerate(self.parts, start=1):
+            x = mark(part(x), f"product {index}")
+        return functional.mse_loss(x, target)
+
+
+MODELS: dict[str, type[ResNet18 | Transformer | Gru | Gemm]] = {
     "resnet18": ResNet18,
     "transformer": Transformer,
     "gru": Gru,
+    "gemm": Gemm,
 }

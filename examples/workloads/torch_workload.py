@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A training job that says how far it got: PyTorch beside a quota, or alone.
 
-    torch_workload.py --model resnet18|transformer|gru --seconds S --out FILE
+    torch_workload.py --model resnet18|transformer|gru|gemm --seconds S --out FILE
     torch_workload.py --allocate BYTES
     torch_workload.py --model gru --selftest
 

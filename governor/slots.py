@@ -187,7 +187,10 @@ class Slots:
         is_kept = False
         try:
             if self._unanswered[is_own] <= MOST_UNANSWERED:
-                request = await asyncio.wait_for(self._loop.sock_recv(own, 1), ANSWER_S)
+                # Not wait_for(): before Python 3.12 it ignores a cancellation that comes together
+                # with the result, and the process would be registered after close().
+                async with asyncio.timeout(ANSWER_S):
+                    request = await self._loop.sock_recv(own, 1)
                 is_kept = bool(request) and self._answer_request(request, pid, own, is_own=is_own)
         except (TimeoutError, ConnectionError):
             pass

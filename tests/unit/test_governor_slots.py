@@ -1,0 +1,60 @@
+"""The slots of a container's processes, at the moment in which the container ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
+
+import pytest
+
+from governor.region import close_ledger, make_ledger
+from governor.slots import Slots
+
+
+async def close_after(path: Path, n_steps: int) -> tuple[list[Any], list[Any]]:
+    """Return what a registration did until the slots were closed, and what it has done later.
+
+    The slots are closed `n_steps` steps of the event loop after the process sent its request.
+    """
+    member = SimpleNamespace(identifier="c", pid=os.getpid())
+    members = Mock(of=lambda _: member, __getitem__=lambda *_: member, __len__=lambda _: 1)
+    did = Mock()
+    ledger = make_ledger()
+    slots = Slots(
+        key="c", ledger=ledger, n_devices=1, processes={}, members=members,
+        gpus=did.gpus, account=did.account, state=did.state,
+    )  # fmt: skip
+    slots.listen(path)
+    with socket.socket(socket.AF_UNIX) as process:
+        process.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(process, str(path))
+        for _ in range(5):  # its connection is accepted, and the request is waited for
+            await asyncio.sleep(0)
+        process.send(b"r")
+        for _ in range(n_steps):
+            await asyncio.sleep(0)
+        slots.close(keep=False)
+        slots.drop()
+        before = list(did.mock_calls)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        after = list(did.mock_calls)
+    close_ledger(ledger)
+    return before, after
+
+
+@pytest.mark.parametrize("n_steps", range(8))
+def test_no_process_is_registered_after_the_container_ended(tmp_path: Path, n_steps: int) -> None:
+    """Its ledger's descriptor is closed then, and the number may be another container's."""
+    before, after = asyncio.run(close_after(tmp_path / "s", n_steps))
+    assert after == before
+
+
+def test_the_request_is_answered_within_these_steps(tmp_path: Path) -> None:
+    before, _ = asyncio.run(close_after(tmp_path / "s", 7))
+    assert "state.register" in [cast("Any", call)[0] for call in before]

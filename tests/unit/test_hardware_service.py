@@ -142,6 +142,12 @@ def test_a_service_that_is_killed_leaves_nothing_off(node: SimpleNamespace) -> N
     hardware.close()
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether all threads are stopped: one of them takes the signal, and stops the others."""
+    stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return all(stat.rpartition(") ")[2].startswith("T") for stat in stats)
+
+
 def test_a_service_that_hangs_is_not_waited_for(
     node: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +155,7 @@ def test_a_service_that_hangs_is_not_waited_for(
     hardware = RemoteHardware(node.uuid, node.path)
     switch_off(node, hardware)
     node.service.send_signal(signal.SIGSTOP)
+    wait_for(lambda: is_stopped(node.service.pid), 5)
     with pytest.raises(TimeoutError, match="the steering service does not answer"):
         hardware.used_ns()
     wait_for(lambda: not is_off(node), 5)  # by the watchdog, which is a process of its own
@@ -177,7 +184,7 @@ def test_two_governors_do_not_steer_one_gpu(
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(path)
         listener.listen()
-        own = service.Service(listener, lambda _: node.watch, is_passed=False)
+        own = service.SteeringService(listener, lambda _: node.watch, is_passed=False)
         threading.Thread(target=own.run, daemon=True).start()
         first = RemoteHardware(node.uuid, path)
         with pytest.raises(OSError, match="another governor steers this GPU"):

@@ -14,7 +14,7 @@ OWN_DRIVER = "own-driver.so"
 
 
 @dataclass(frozen=True)
-class Tenant:
+class ArmContainer:
     """A container of an arm: its shares in percent, and what it runs."""
 
     compute: int
@@ -72,7 +72,7 @@ class Tenant:
 class Arm:
     """Containers that run at the same time."""
 
-    tenants: tuple[Tenant, ...]
+    tenants: tuple[ArmContainer, ...]
     seconds: float = 12
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Options of the governor's configuration."""
@@ -80,7 +80,7 @@ class Arm:
     """Whether the arm is meaningful without Tidegate: the same work at the same time."""
     script: str = ""
     """What happens during the arm (bench/events.py); empty: nothing, for `seconds`."""
-    visitors: tuple[Tenant, ...] = ()
+    visitors: tuple[ArmContainer, ...] = ()
     """Containers that come and go in the script."""
     times: int = 0
     """Number of events in the script."""
@@ -90,26 +90,28 @@ class Arm:
 
 def strict(*shares: int, unit_us: int = 500, seconds: float = 12) -> Arm:
     """Return an arm of saturating containers with these shares."""
-    return Arm(tuple(Tenant(share, unit_us) for share in shares), seconds, native=len(shares) > 1)
+    return Arm(
+        tuple(ArmContainer(share, unit_us) for share in shares), seconds, native=len(shares) > 1
+    )
 
 
 def _bursts(duties: tuple[int, ...], *, elastic: bool) -> Arm:
     """Return four containers that work in bursts, always from the same seeds."""
     tenants = tuple(
-        Tenant(25, limit=100 if elastic else None, bursts=seed, duty=duty)
+        ArmContainer(25, limit=100 if elastic else None, bursts=seed, duty=duty)
         for seed, duty in enumerate(duties, 1)
     )
     return Arm(tenants, 8, native=elastic)
 
 
-def _beside(n: int, neighbour: Tenant) -> Arm:
-    return Arm((Tenant(50), *[neighbour] * n), 6)
+def _beside(n: int, neighbour: ArmContainer) -> Arm:
+    return Arm((ArmContainer(50), *[neighbour] * n), 6)
 
 
 NEIGHBOURS = {
-    "gpu": Tenant(10),
-    "memory": Tenant(10, form="sweep"),
-    "launch": Tenant(10, form="tiny", depth=4),
+    "gpu": ArmContainer(10),
+    "memory": ArmContainer(10, form="sweep"),
+    "launch": ArmContainer(10, form="tiny", depth=4),
 }
 LOADS = {
     "load-30": (30, 30, 30, 30),
@@ -121,20 +123,48 @@ LOADS = {
 """Percentage of the time in which each of four containers works."""
 
 SHAPES = {
-    "50us": Tenant(30, 50),
-    "5000us": Tenant(30, 5000),
-    "20000us": Tenant(30, 20_000),
-    "50000us": Tenant(30, 50_000, depth=8),
-    "persistent": Tenant(30, 50_000, form="persistent", depth=4),
-    "cooperative": Tenant(30, form="cooperative"),
-    "graph": Tenant(30, form="graph", depth=16),
-    "copy": Tenant(30, form="copy", depth=8),
-    "sync": Tenant(30, form="sync", depth=0),
+    "50us": ArmContainer(30, 50),
+    "5000us": ArmContainer(30, 5000),
+    "20000us": ArmContainer(30, 20_000),
+    "50000us": ArmContainer(30, 50_000, depth=8),
+    "persistent": ArmContainer(30, 50_000, form="persistent", depth=4),
+    "cooperative": ArmContainer(30, form="cooperative"),
+    "graph": ArmContainer(30, form="graph", depth=16),
+    "copy": ArmContainer(30, form="copy", depth=8),
+    "sync": ArmContainer(30, form="sync", depth=0),
 }
 
 
 OUTLASTS = {"20ms": 20_000, "900ms": 900_000, "2000ms": 2_000_000}
 """Kernels that run on when their grant is over, in microseconds."""
+
+
+def _scripted() -> dict[str, Arm]:
+    """Return the arms in which something happens while the containers run."""
+    return {
+        # The second container takes what is left: it is not capped, and its guarantee is below
+        # half.
+        "settle-quota": Arm(
+            (ArmContainer(30), ArmContainer(40, limit=100)), native=False, script="set", times=6
+        ),
+        "settle-neighbour": Arm(
+            (ArmContainer(30, limit=100),),
+            native=False,
+            script="neighbour",
+            visitors=(ArmContainer(70),),
+            times=3,
+        ),
+        # The cap of the witness leaves 40 % to a container that gets lent time. That one has the
+        # GPU at four in ten of the times at which it is killed.
+        "killed": Arm(
+            (ArmContainer(50, limit=60),),
+            native=False,
+            script="kill",
+            visitors=(ArmContainer(2, limit=100, memory="640Mi"),),
+            times=20,
+        ),
+        "stopped": Arm((ArmContainer(50), ArmContainer(50)), native=False, script="stop", times=20),
+    }
 
 
 def _arms() -> dict[str, Arm]:
@@ -146,44 +176,25 @@ def _arms() -> dict[str, Arm]:
         "four-500us": strict(25, 25, 25, 25),
         "units-20ms": strict(45, 30, 15, unit_us=20_000, seconds=20),
         "elastic": Arm(
-            tuple(Tenant(25, limit=100, bursts=seed) for seed in (1, 2, 3, 4)), seconds=30
+            tuple(ArmContainer(25, limit=100, bursts=seed) for seed in (1, 2, 3, 4)), seconds=30
         ),
         "bursts-strict": Arm(
-            tuple(Tenant(25, bursts=seed) for seed in (1, 2, 3, 4)), seconds=30, native=False
+            tuple(ArmContainer(25, bursts=seed) for seed in (1, 2, 3, 4)), seconds=30, native=False
         ),
-        "gaps": Arm((Tenant(50, 1000, gap_us=500), Tenant(50))),
+        "gaps": Arm((ArmContainer(50, 1000, gap_us=500), ArmContainer(50))),
         # Units shorter than a turn of the GPU's own scheduler, with a pause after each.
-        "short": Arm((Tenant(10, 50, gap_us=300), Tenant(45), Tenant(45))),
-        "gaps-30": Arm((Tenant(30, 1000, gap_us=500), Tenant(50))),
+        "short": Arm((ArmContainer(10, 50, gap_us=300), ArmContainer(45), ArmContainer(45))),
+        "gaps-30": Arm((ArmContainer(30, 1000, gap_us=500), ArmContainer(50))),
         "many": strict(*[3] * 32),
-        "sixty-four": Arm((Tenant(1, memory="640Mi"),) * 64, 12, native=False),
-        "long": Arm((Tenant(50, 20_000), Tenant(50, 200)), 10),
-        "long-30": Arm((Tenant(30, 20_000), Tenant(70, 200)), 10),
+        "sixty-four": Arm((ArmContainer(1, memory="640Mi"),) * 64, 12, native=False),
+        "long": Arm((ArmContainer(50, 20_000), ArmContainer(50, 200)), 10),
+        "long-30": Arm((ArmContainer(30, 20_000), ArmContainer(70, 200)), 10),
         "decode": Arm(
-            (Tenant(30, 1100, program="decode-graph", memory="6Gi"), Tenant(70)), 10, real=True
+            (ArmContainer(30, 1100, program="decode-graph", memory="6Gi"), ArmContainer(70)),
+            10,
+            real=True,
         ),
-        # The second container takes what is left: it is not capped, and its guarantee is below
-        # half.
-        "settle-quota": Arm(
-            (Tenant(30), Tenant(40, limit=100)), native=False, script="set", times=6
-        ),
-        "settle-neighbour": Arm(
-            (Tenant(30, limit=100),),
-            native=False,
-            script="neighbour",
-            visitors=(Tenant(70),),
-            times=3,
-        ),
-        # The cap of the witness leaves 40 % to a container that gets lent time. That one has the
-        # GPU at four in ten of the times at which it is killed.
-        "killed": Arm(
-            (Tenant(50, limit=60),),
-            native=False,
-            script="kill",
-            visitors=(Tenant(2, limit=100, memory="640Mi"),),
-            times=20,
-        ),
-        "stopped": Arm((Tenant(50), Tenant(50)), native=False, script="stop", times=20),
+        **_scripted(),
     }
     for share in range(10, 100, 10):
         arms[f"alone-{share}"] = strict(share, seconds=6)
@@ -191,7 +202,9 @@ def _arms() -> dict[str, Arm]:
         arms[f"two-{unit_us}us"] = strict(50, 50, unit_us=unit_us, seconds=10)
         arms[f"eight-{unit_us}us"] = strict(*[13] * 4, *[12] * 4, unit_us=unit_us, seconds=10)
     for n in (1, 2, 4, 8):
-        arms[f"processes-{n}"] = Arm((Tenant(40, processes=n, memory="8Gi"), Tenant(60)), 10)
+        arms[f"processes-{n}"] = Arm(
+            (ArmContainer(40, processes=n, memory="8Gi"), ArmContainer(60)), 10
+        )
     for kind, neighbour in NEIGHBOURS.items():
         for n in range(1, 5):
             arms[f"beside-{n}-{kind}"] = _beside(n, neighbour)
@@ -199,10 +212,10 @@ def _arms() -> dict[str, Arm]:
         arms[name] = _bursts(duties, elastic=True)
         arms[f"{name}-strict"] = _bursts(duties, elastic=False)
     for name, unit_us in OUTLASTS.items():
-        late = Tenant(10, unit_us, depth=1)
-        arms[f"outlasts-{name}"] = Arm((late, Tenant(50, depth=4)), 40)
+        late = ArmContainer(10, unit_us, depth=1)
+        arms[f"outlasts-{name}"] = Arm((late, ArmContainer(50, depth=4)), 40)
     for name, tenant in SHAPES.items():
-        arms[f"shape-{name}"] = Arm((tenant, Tenant(70)), seconds=10)
+        arms[f"shape-{name}"] = Arm((tenant, ArmContainer(70)), seconds=10)
     return arms
 
 
@@ -214,16 +227,16 @@ def _only_hardware() -> dict[str, Arm]:
     """
     hardware = {"scheduling": "hardware"}
     settings = {**hardware, "on_violation": "limit"}
-    others = (Tenant(40, limit=100), Tenant(30, limit=100))
+    others = (ArmContainer(40, limit=100), ArmContainer(30, limit=100))
     greedy = {
         f"greedy-{limit}": Arm(
-            (Tenant(20, limit=limit, latency=True), *others), 10, hardware, native=False
+            (ArmContainer(20, limit=limit, latency=True), *others), 10, hardware, native=False
         )
         for limit in (20, 30)
     }
     return greedy | {
         f"around-{share}": Arm(
-            (Tenant(share, form="cooperative", goes_around=True), Tenant(90 - share)),
+            (ArmContainer(share, form="cooperative", goes_around=True), ArmContainer(90 - share)),
             10,
             settings,
             native=False,

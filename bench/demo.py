@@ -19,11 +19,12 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from bench.machine import ROOT, Machine, MachineError, Nvidia, Simulated, wait_set_up
-from bench.node import Node, Running, last_json
+from bench.node import BenchNode, Running, last_json
 from bench.progress import (
     MAX_UNIT_NS,
     NS_PER_S,
@@ -34,7 +35,14 @@ from bench.progress import (
     read_stamps,
     solo_profile,
 )
-from bench.report import Container, Gpu, Refused, build_report, render_table, write_report
+from bench.report import (
+    RefusedAllocation,
+    ReportedContainer,
+    ReportedGpu,
+    build_report,
+    render_table,
+    write_report,
+)
 from governor.config import parse_quantity
 from governor.errors import TidegateError
 from vdriver.errors import VdriverError
@@ -130,7 +138,7 @@ def run_without(
     }
 
 
-def watch(node: Node, until: float, began: float, quotas: dict[str, int]) -> None:
+def watch(node: BenchNode, until: float, began: float, quotas: dict[str, int]) -> None:
     """Show once a second what the governor has charged each container, until a time.
 
     On a terminal each line takes the place of the one before.
@@ -161,7 +169,9 @@ def watch(node: Node, until: float, began: float, quotas: dict[str, int]) -> Non
         print(flush=True)
 
 
-def ask_for_too_much(node: Node, limit: int, requested: int, job: str) -> tuple[Refused, int]:
+def ask_for_too_much(
+    node: BenchNode, limit: int, requested: int, job: str
+) -> tuple[RefusedAllocation, int]:
     """Run a container that allocates more than its quota; return the driver API's answer to it."""
     arguments = [*node.machine.command(job, inside=True), "--allocate", str(requested)]
     container = node.start("greedy", arguments, {"memory": str(limit), "compute": "1"})
@@ -173,10 +183,10 @@ def ask_for_too_much(node: Node, limit: int, requested: int, job: str) -> tuple[
             f"the container that asks for too much ended with status {status}: "
             + " ".join(container.output.split())[-400:]
         )
-    return Refused(requested, limit, result), status
+    return RefusedAllocation(requested, limit, result), status
 
 
-def name_gpu(node: Node) -> Gpu:
+def name_gpu(node: BenchNode) -> ReportedGpu:
     """Return the GPU as the driver's own NVML names it."""
     from governor.daemon import original_nvml
 
@@ -193,23 +203,54 @@ def name_gpu(node: Node) -> Gpu:
         check=True,
     )
     name, driver = json.loads(done.stdout)
-    return Gpu(node.machine.kind, name, driver)
+    return ReportedGpu(node.machine.kind, name, driver)
 
 
-def measure(args: argparse.Namespace, machine: Machine) -> tuple[dict[str, Any], list[Container]]:
+def run_alone(machine: Machine, jobs: Iterable[str]) -> dict[str, Profile]:
+    """Return what a unit of each job takes when the job has the GPU for itself."""
+    profiles: dict[str, Profile] = {}
+    for job in dict.fromkeys(jobs):
+        say(f"alone, without Tidegate: {job}, {machine.solo_seconds:g} s")
+        profiles[job] = run_solo(machine, job, machine.solo_seconds)
+    return profiles
+
+
+def wait_for_result(
+    node: BenchNode,
+    container: Running,
+    *,
+    quota: int,
+    memory: int,
+    profile: Profile,
+    without: Progress | None,
+) -> ReportedContainer:
+    """Wait for a container's end, and return what it did."""
+    status = node.wait(container, 120)
+    return ReportedContainer(
+        name=container.name,
+        compute=quota,
+        memory_limit=memory,
+        memory_peak=container.memory_peak,
+        exit=status,
+        progress=Progress(read_stamps(container.out / "progress.bin"), profile),
+        profile=profile,
+        without=without,
+    )
+
+
+def measure(
+    args: argparse.Namespace, machine: Machine
+) -> tuple[dict[str, Any], list[ReportedContainer]]:
     """Run everything, and return the report."""
     quotas = dict(zip(NAMES, args.quotas, strict=False))
     jobs = dict(zip(quotas, args.jobs * len(quotas), strict=False))
     memory = parse_quantity(args.memory, "--memory")
     settings = dict(args.set)
-    with Node(machine, runtime=args.runtime, settings=settings) as node:
+    with BenchNode(machine, runtime=args.runtime, settings=settings) as node:
         gpu = name_gpu(node)
         manifest = read_manifest((node.driver_dir / "current").resolve())
         say(f"GPU: {gpu.name} ({gpu.kind}), driver {gpu.driver}, mirror {manifest.generation}")
-        profiles: dict[str, Profile] = {}
-        for job in dict.fromkeys(jobs.values()):
-            say(f"alone, without Tidegate: {job}, {machine.solo_seconds:g} s")
-            profiles[job] = run_solo(machine, job, machine.solo_seconds)
+        profiles = run_alone(machine, jobs.values())
         without = {}
         if args.without:
             say(f"all together, without Tidegate: {args.without:g} s")
@@ -229,28 +270,20 @@ def measure(args: argparse.Namespace, machine: Machine) -> tuple[dict[str, Any],
         watch(node, began + SETTLE_S + args.seconds, began, quotas)
         node.look()
         seen = {container.name: container.seen for container in containers}
-        results = []
-        for container in containers:
-            status = node.wait(container, 120)
-            progress = Progress(
-                read_stamps(container.out / "progress.bin"), profiles[jobs[container.name]]
+        results = [
+            wait_for_result(
+                node,
+                one,
+                quota=quotas[one.name],
+                memory=memory,
+                profile=profiles[jobs[one.name]],
+                without=without.get(one.name),
             )
-            results.append(
-                Container(
-                    name=container.name,
-                    compute=quotas[container.name],
-                    memory_limit=memory,
-                    memory_peak=container.memory_peak,
-                    exit=status,
-                    progress=progress,
-                    profile=profiles[jobs[container.name]],
-                    without=without.get(container.name),
-                )
-            )
-        span = None
-        if machine.kind == "simulated":
-            # The simulated GPU's clock is that of this machine.
-            span = (begin, begin + int(args.seconds * NS_PER_S))
+            for one in containers
+        ]
+        # The simulated GPU's clock is that of this machine.
+        whole = (begin, begin + int(args.seconds * NS_PER_S))
+        span = whole if machine.kind == "simulated" else None
         report = build_report(
             gpu,
             results,
@@ -267,7 +300,7 @@ def measure(args: argparse.Namespace, machine: Machine) -> tuple[dict[str, Any],
     return report, results
 
 
-def inner_span(results: list[Container], seconds: float) -> tuple[int, int]:
+def inner_span(results: list[ReportedContainer], seconds: float) -> tuple[int, int]:
     """Return the span in which all ran, less the settling time, on the GPU's own clock."""
     begin = max(one.progress.begin for one in results) + int(SETTLE_S * NS_PER_S)
     end = min(one.progress.end for one in results)
@@ -275,7 +308,11 @@ def inner_span(results: list[Container], seconds: float) -> tuple[int, int]:
 
 
 def start_all(
-    node: Node, args: argparse.Namespace, quotas: dict[str, int], jobs: dict[str, str], memory: int
+    node: BenchNode,
+    args: argparse.Namespace,
+    quotas: dict[str, int],
+    jobs: dict[str, str],
+    memory: int,
 ) -> list[Running]:
     """Start the containers, wait until each is set up, and make them begin together."""
     containers = []

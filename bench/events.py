@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from bench.arms import Arm, Tenant
-from bench.node import Node, Running
+from bench.arms import Arm, ArmContainer
+from bench.node import BenchNode, Running
 from bench.progress import NS_PER_MS, NS_PER_S, Stamp
 from governor.client import ask
 
@@ -42,7 +42,7 @@ PHASE_S = 1.5
 """Duration of a quota or a neighbour, seconds."""
 
 Event = dict[str, Any]
-Start = Callable[[Tenant, float], Running]
+Start = Callable[[ArmContainer, float], Running]
 
 
 def now() -> int:
@@ -187,7 +187,7 @@ def keep_ends(stamps: Sequence[Stamp], at: int) -> list[int]:
 # ---- scripts ----
 
 
-def pid_of(node: Node, container: Running) -> int:
+def pid_of(node: BenchNode, container: Running) -> int:
     """Return the pid of a container's first process."""
     if not container.seen.get("pid"):
         node.look()
@@ -200,7 +200,9 @@ def _begin(container: Running) -> int:
     return at
 
 
-def change_quota(node: Node, arm: Arm, containers: list[Running], _start: Start) -> list[Event]:
+def change_quota(
+    node: BenchNode, arm: Arm, containers: list[Running], _start: Start
+) -> list[Event]:
     """Set the first container's quota to twice its own and back, as `tidegate set` does."""
     one = arm.tenants[0].compute
     events: list[Event] = []
@@ -214,7 +216,7 @@ def change_quota(node: Node, arm: Arm, containers: list[Running], _start: Start)
     return events
 
 
-def come_and_go(node: Node, arm: Arm, _containers: list[Running], start: Start) -> list[Event]:
+def come_and_go(node: BenchNode, arm: Arm, _containers: list[Running], start: Start) -> list[Event]:
     """Make a neighbour of the first container begin to work and end, again and again."""
     events: list[Event] = []
     for _ in range(arm.times):
@@ -233,7 +235,7 @@ def come_and_go(node: Node, arm: Arm, _containers: list[Running], start: Start) 
     return events
 
 
-def kill_each(node: Node, arm: Arm, _containers: list[Running], start: Start) -> list[Event]:
+def kill_each(node: BenchNode, arm: Arm, _containers: list[Running], start: Start) -> list[Event]:
     """Run containers next to the first, one after another, and kill each at a random time."""
     draw = random.Random(1)  # noqa: S311
     victims = [start(arm.visitors[0], 600) for _ in range(arm.times)]
@@ -253,7 +255,7 @@ def kill_each(node: Node, arm: Arm, _containers: list[Running], start: Start) ->
 
 
 def stop_and_continue(
-    node: Node, arm: Arm, containers: list[Running], _start: Start
+    node: BenchNode, arm: Arm, containers: list[Running], _start: Start
 ) -> list[Event]:
     """Stop the second container at random times, and continue it after a while."""
     draw = random.Random(1)  # noqa: S311
@@ -269,7 +271,7 @@ def stop_and_continue(
     return events
 
 
-SCRIPTS: dict[str, Callable[[Node, Arm, list[Running], Start], list[Event]]] = {
+SCRIPTS: dict[str, Callable[[BenchNode, Arm, list[Running], Start], list[Event]]] = {
     "set": change_quota,
     "neighbour": come_and_go,
     "kill": kill_each,

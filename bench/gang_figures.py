@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.events import SAMPLE_NS, trailing
 from bench.progress import NS_PER_MS, NS_PER_S
-from bench.quota import windows
+from bench.quota_measure import windows
 
 NEAR = 5.0
 """Distance from its share within which a container counts as back, in points over 100 ms."""

@@ -28,32 +28,37 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.demo import SETTLE_S, driver_answers, name_gpu, run_solo, say
 from bench.events import SAMPLE_NS, pid_of
+from bench.gang_bench import (
+    GPUS,
+    HOG,
+    NVLINK_OFF,
+    SET_UP_S,
+    Bench,
+    GangJob,
+    GangNvidia,
+    GangSimulated,
+)
 from bench.gang_figures import own_topology, read_topology, summarise
 from bench.limits import time_limit
 from bench.machine import ROOT, MachineError
-from bench.node import Node, Running, last_json
-from bench.programs import INSIDE, NvidiaImage, SimulatedImage, bind
-from bench.progress import NS_PER_S, Profile, Progress, ProgressError, read_stamps, solo_profile
+from bench.node import BenchNode, Running, last_json
+from bench.progress import NS_PER_S, Progress, ProgressError, read_stamps, solo_profile
 from bench.provenance import describe_run
-from bench.quota import COUNTERS, LONGEST_NS, work
+from bench.quota_measure import COUNTERS, LONGEST_NS, work
 from governor.client import ask
 from governor.daemon import original_nvml
 from governor.errors import TidegateError
 from vdriver.errors import VdriverError
 from vdriver.manifest import read_manifest
 
-WORKLOADS = ROOT / "examples/workloads"
-GPUS = 2
-HOG = "burner-500"
 SPARE_S = 1.0
 FOREVER_S = 300.0
-SET_UP_S = 100.0
 AWAY_S = (0.0, 0.5, 1.5)
 """Time without a governor after each time that it is killed, seconds."""
 BETWEEN_S = 3.5
@@ -61,153 +66,6 @@ ROUNDS = 100
 """Number of looks through NVML that are timed."""
 TAIL = 40
 """Lines of a log that are kept of a part that failed."""
-
-NVLINK_OFF = ("NCCL_NVLS_ENABLE=0", "NCCL_MNNVL_ENABLE=0")
-
-
-class GangNvidia(NvidiaImage):
-    """A real machine, with the GPUs that a container sees by default."""
-
-    visible: str | None = None
-
-    def spec(self) -> dict[str, Any]:
-        """Add the GPUs that a program sees unless it selects others."""
-        return with_visible(super().spec(), self.visible)
-
-
-class GangSimulated(SimulatedImage):
-    """Two simulated GPUs with NVLink between them."""
-
-    visible: str | None = None
-
-    def __init__(self, work: Path, build: Path, tools: Path) -> None:
-        places = ["--place", "0/0/0/0", "--place", "0/1/0/0", "--nvlink", "0-1=18"]
-        super().__init__(work, build, tools, devices=GPUS, options=places)
-
-    def spec(self) -> dict[str, Any]:
-        """Put all workloads where the real machine has them."""
-        spec = with_visible(super().spec(), self.visible)
-        spec["mounts"] = [m for m in spec["mounts"] if m["destination"] != INSIDE]
-        spec["mounts"].append(bind(WORKLOADS, "/workload"))
-        return spec
-
-
-def with_visible(spec: dict[str, Any], visible: str | None) -> dict[str, Any]:
-    """Return what a machine adds to a bundle, with the environment of GPU programs."""
-    shown = [] if visible is None else [f"CUDA_VISIBLE_DEVICES={visible}"]
-    return {**spec, "env": [*spec.get("env", []), *NVLINK_OFF, *shown]}
-
-
-@dataclass(frozen=True)
-class Job:
-    """The job of gang.py: in two processes or one, and what it does."""
-
-    form: str = "processes"
-    work: str = "reduce"
-
-    @property
-    def name(self) -> str:
-        """Its name in the report."""
-        return f"{self.form}-{self.work}"
-
-
-@dataclass
-class Bench:
-    """What the parts share."""
-
-    node: Node
-    machine: GangNvidia | GangSimulated
-    args: argparse.Namespace
-    uuids: list[str]
-    nvml: str
-    profiles: dict[str, list[Profile]] = field(default_factory=dict)  # by job, one per GPU
-    hog: Profile | None = None
-    started: list[subprocess.Popen[str]] = field(default_factory=list)
-    names: int = 0
-
-    def seconds(self, usual: float) -> float:
-        """Return how long to measure, in seconds."""
-        return float(self.args.seconds or usual)
-
-    def command(self, job: Job, folder: str, seconds: float, out: str) -> list[str]:
-        """Return the command that runs a job."""
-        on = "torch" if self.machine.kind == "nvidia" else "simulated"
-        return [
-            self.machine.python, f"{folder}/gang.py", "--on", on, "--form", job.form,
-            "--work", job.work, "--seconds", str(seconds), "--out", out,
-            "--wait-file", f"{out}/begin",
-        ]  # fmt: skip
-
-    def start(self, what: str, arguments: Sequence[str], gpus: Sequence[int],
-              compute: int, memory: str) -> Running:  # fmt: skip
-        """Start a container with a share of some GPUs, which is also its cap."""
-        self.names += 1
-        self.machine.visible = ",".join(self.uuids[gpu] for gpu in gpus)
-        try:
-            return self.node.start(
-                f"{what}-{self.names}",
-                arguments,
-                {"compute": str(compute), "memory": memory, "devices": ",".join(map(str, gpus))},
-            )
-        finally:
-            self.machine.visible = None
-
-    def start_job(self, job: Job, compute: int, seconds: float) -> Running:
-        """Start a job in a container with both GPUs."""
-        memory = "8Gi" if self.machine.kind == "nvidia" else "2Gi"
-        return self.start(
-            "job", self.command(job, "/workload", seconds, "/out"), range(GPUS), compute, memory
-        )
-
-    def start_hog(self, gpu: int, compute: int, seconds: float) -> Running:
-        """Start a program that always has work on one GPU."""
-        arguments = [
-            *self.machine.command(HOG, inside=True), "--seconds", str(seconds),
-            "--out", "/out/progress.bin", "--wait-file", "/out/begin",
-        ]  # fmt: skip
-        return self.start("hog", arguments, [gpu], compute, "2Gi")
-
-    def keep_logs(self) -> None:
-        """Copy the containers' logs to where they outlast them."""
-        logs = self.machine.work / "logs"
-        logs.mkdir(exist_ok=True)
-        for container in self.node.running:
-            with contextlib.suppress(OSError):
-                shutil.copy(container.bundle / "output", logs / f"{container.name}.log")
-            for path in container.out.glob("nccl.*"):
-                shutil.copy(path, logs / f"{container.name}-{path.name}.log")
-        for name in ("governor.log", "hook.log"):
-            with contextlib.suppress(OSError):
-                shutil.copy(self.machine.work / name, logs / name)
-
-    def clean(self) -> None:
-        """End everything that a part has left, and make sure that there is a governor."""
-        for process in self.started:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
-        self.started.clear()
-        self.node.clear()
-
-    def native(self, job: Job, seconds: float, out: Path) -> dict[str, Any]:
-        """Run a job without Tidegate, and return its answer."""
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir(parents=True)
-        (out / "begin").touch()
-        log = self.machine.work / "logs" / f"native-{job.name}.log"
-        log.parent.mkdir(exist_ok=True)
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                self.command(job, str(WORKLOADS), seconds, str(out)),
-                env={**os.environ, **self.machine.environment},
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, text=True,
-                start_new_session=True,
-            )  # fmt: skip
-        self.started.append(process)
-        status = process.wait(seconds + SET_UP_S)
-        if status:
-            raise MachineError(f"{job.name} ended with {status}: {log.read_text()[-400:]}")
-        return last_json(log.read_text())
 
 
 # ---- the parts ----
@@ -286,9 +144,9 @@ def native(bench: Bench, keep: Keep) -> None:
     keep["jobs"] = {}
     bench.hog = run_solo(bench.machine, HOG, 3.0, longest_ns=LONGEST_NS)
     for job, usual in (
-        (Job("processes"), 6.0),
-        (Job("single"), 6.0),
-        (Job("processes", "train"), 10.0),
+        (GangJob("processes"), 6.0),
+        (GangJob("single"), 6.0),
+        (GangJob("processes", "train"), 10.0),
     ):
         out = bench.machine.work / "native" / job.name
         say(f"  alone: {job.name}")
@@ -312,7 +170,7 @@ Script = Callable[[Bench, Sequence[Running]], list[dict[str, int]]]
 
 def beside(
     bench: Bench,
-    jobs: Sequence[tuple[Job, int]],
+    jobs: Sequence[tuple[GangJob, int]],
     hogs: int,
     usual: float,
     script: Script | None = None,
@@ -320,7 +178,7 @@ def beside(
     """Run jobs with a share of both GPUs, and a hog on each GPU if it has a share."""
     seconds = bench.seconds(usual)
     length = FOREVER_S if script else seconds + SETTLE_S + SPARE_S
-    containers: list[tuple[Running, Job | None, int, list[int]]] = [
+    containers: list[tuple[Running, GangJob | None, int, list[int]]] = [
         (bench.start_job(job, compute, length), job, compute, list(range(GPUS)))
         for job, compute in jobs
     ]
@@ -386,7 +244,7 @@ def watch(running: Sequence[Running], until: float) -> None:
 def measure_gpu(
     bench: Bench,
     gpu: int,
-    containers: Sequence[tuple[Running, Job | None, int, list[int]]],
+    containers: Sequence[tuple[Running, GangJob | None, int, list[int]]],
     seconds: float,
     events: Sequence[Mapping[str, int]],
 ) -> list[dict[str, Any]]:
@@ -477,7 +335,7 @@ def arms(bench: Bench, keep: Keep, chosen: Mapping[str, Callable[[], dict[str, A
 def hogs(bench: Bench, keep: Keep) -> None:
     """Run the job with 30 % while hogs with 60 % run."""
     arms(bench, keep, {
-        form: lambda form=form: beside(bench, [(Job(form), 30)], 60, 30.0)  # type: ignore[misc]
+        form: lambda form=form: beside(bench, [(GangJob(form), 30)], 60, 30.0)  # type: ignore[misc]
         for form in ("processes", "single")
     })  # fmt: skip
 
@@ -485,7 +343,7 @@ def hogs(bench: Bench, keep: Keep) -> None:
 def restart(bench: Bench, keep: Keep) -> None:
     """Train while governors come and go."""
     arms(bench, keep, {
-        "train": lambda: beside(bench, [(Job("processes", "train"), 40)], 50, 0, kill_governor)
+        "train": lambda: beside(bench, [(GangJob("processes", "train"), 40)], 50, 0, kill_governor)
     })  # fmt: skip
 
 
@@ -493,14 +351,14 @@ def rivals(bench: Bench, keep: Keep) -> None:
     """Run two jobs with 45 % against each other."""
     arms(bench, keep, {
         form: lambda form=form: beside(  # type: ignore[misc]
-            bench, [(Job(form), 45), (Job(form), 45)], 0, 15.0
+            bench, [(GangJob(form), 45), (GangJob(form), 45)], 0, 15.0
         )
         for form in ("processes", "single")
     })  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Part:
+class GangPart:
     """A part, and its time limit in seconds."""
 
     run: Callable[[Bench, Keep], None]
@@ -508,12 +366,12 @@ class Part:
 
 
 PARTS = {
-    "topology": Part(topology, 30),
-    "samples": Part(samples, 60),
-    "native": Part(native, 150),
-    "hogs": Part(hogs, 190),
-    "restart": Part(restart, 110),
-    "rivals": Part(rivals, 150),
+    "topology": GangPart(topology, 30),
+    "samples": GangPart(samples, 60),
+    "native": GangPart(native, 150),
+    "hogs": GangPart(hogs, 190),
+    "restart": GangPart(restart, 110),
+    "rivals": GangPart(rivals, 150),
 }
 
 
@@ -577,7 +435,7 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> None:
     machine = find_machine(args)
     settings = {"placement": "topology", "scheduling": args.scheduling}
     report["scheduling"] = args.scheduling
-    with Node(machine, settings=settings) as node:
+    with BenchNode(machine, settings=settings) as node:
         gpus = ask(node.config, "gpus")["gpus"]
         if len(gpus) < GPUS:
             raise MachineError(f"there are {len(gpus)} GPUs; this needs {GPUS}")

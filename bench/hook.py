@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import ROOT, MachineError, Simulated, make_bundle
-from bench.node import Node
+from bench.node import BenchNode
 from bench.provenance import describe_run
 from governor.client import ask
 from governor.errors import TidegateError
@@ -56,7 +56,7 @@ def say(line: str) -> None:
 class Starts:
     """Bundles for each way, and how to run them."""
 
-    def __init__(self, node: Node, work: Path, programs: Path) -> None:
+    def __init__(self, node: BenchNode, work: Path, programs: Path) -> None:
         self.node = node
         self.programs = programs
         self.work = work
@@ -244,7 +244,7 @@ def measure(args: argparse.Namespace, runtimes: Sequence[str], report: dict[str,
     with tempfile.TemporaryDirectory(prefix="tidegate-hook-") as name:
         work = Path(name)
         machine = Simulated(work / "node", BUILT)
-        with Node(machine) as node, contextlib.ExitStack() as stack:
+        with BenchNode(machine) as node, contextlib.ExitStack() as stack:
             programs = SCRIPTS
             if not args.scripts:
                 programs = BUILT / "oci_hook/front"

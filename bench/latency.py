@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 from bench.demo import find_machine, name_gpu
 from bench.machine import ROOT, Machine, MachineError
-from bench.node import Node
+from bench.node import BenchNode
 from bench.progress import read_stamps
 from bench.provenance import describe_run
 from governor.errors import TidegateError
@@ -57,7 +57,7 @@ ROOM = 10
 """Guarantee of the services beyond what their requests take, in points; the jobs share the rest."""
 
 
-class Load(NamedTuple):
+class ArmLoad(NamedTuple):
     """What runs in an arm."""
 
     n_jobs: int
@@ -80,7 +80,7 @@ class Load(NamedTuple):
         return min(90, ROOM + (round(100 * self.request_us / self.mean_us) if self.mean_us else 0))
 
 
-class Way(NamedTuple):
+class SharingWay(NamedTuple):
     """How an arm shares the GPU; without Tidegate if `scheduling` is None."""
 
     name: str
@@ -89,16 +89,16 @@ class Way(NamedTuple):
 
 
 CAPPED = MappingProxyType({"compute-limit": "70", "class": "latency"})
-ALONE = (Way("alone"), Way("governed", "hardware", CAPPED))
+ALONE = (SharingWay("alone"), SharingWay("governed", "hardware", CAPPED))
 BESIDE = (
-    Way("native"),
-    Way("hardware", "hardware"),
-    Way("latency", "hardware", CAPPED),
-    Way("gate", "gate"),  # last: at half load a request takes seconds
+    SharingWay("native"),
+    SharingWay("hardware", "hardware"),
+    SharingWay("latency", "hardware", CAPPED),
+    SharingWay("gate", "gate"),  # last: at half load a request takes seconds
 )
 
 
-class Arm(abc.ABC):
+class Site(abc.ABC):
     """Where and how programs are started."""
 
     inside: bool
@@ -115,7 +115,7 @@ class Arm(abc.ABC):
         """End what was started."""
 
 
-class Outside(Arm):
+class Outside(Site):
     """Ordinary processes directly on the driver."""
 
     inside = False
@@ -142,12 +142,12 @@ class Outside(Arm):
             process.wait(SET_UP_S)
 
 
-class Inside(Arm):
+class NodeSite(Site):
     """Containers on a node with a governor."""
 
     inside = True
 
-    def __init__(self, machine: Machine, work: Path, node: Node) -> None:
+    def __init__(self, machine: Machine, work: Path, node: BenchNode) -> None:
         super().__init__(machine, work)
         self._node = node
 
@@ -163,13 +163,13 @@ class Inside(Arm):
 
 
 @contextlib.contextmanager
-def open_arm(machine: Machine, work: Path, scheduling: str | None) -> Iterator[Arm]:
+def open_arm(machine: Machine, work: Path, scheduling: str | None) -> Iterator[Site]:
     """Provide an arm with that scheduling; None: without Tidegate."""
     if scheduling is None:
         yield Outside(machine, work)
         return
-    with Node(machine, settings={"scheduling": scheduling}, keep_machine=True) as node:
-        yield Inside(machine, work, node)
+    with BenchNode(machine, settings={"scheduling": scheduling}, keep_machine=True) as node:
+        yield NodeSite(machine, work, node)
 
 
 def wait_for(path: Path) -> None:
@@ -181,7 +181,7 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
-def command(arm: Arm, kind: str, iterations: Mapping[str, str], *more: str) -> list[str]:
+def command(arm: Site, kind: str, iterations: Mapping[str, str], *more: str) -> list[str]:
     """Return how a program of this kind is started in an arm."""
     if not kind.startswith("burner-"):
         own = arm.machine.command(kind, inside=arm.inside)
@@ -192,7 +192,7 @@ def command(arm: Arm, kind: str, iterations: Mapping[str, str], *more: str) -> l
     return [program, "--unit-us", unit, *given, "--wait-file", "/out/begin", *more]
 
 
-def start_jobs(arm: Arm, load: Load, iterations: Mapping[str, str]) -> list[Path]:
+def start_jobs(arm: Site, load: ArmLoad, iterations: Mapping[str, str]) -> list[Path]:
     """Start the jobs; return their directories."""
     quota = {
         "compute": str((100 - load.guarantee) // max(1, load.n_jobs)),
@@ -207,7 +207,7 @@ def start_jobs(arm: Arm, load: Load, iterations: Mapping[str, str]) -> list[Path
 
 
 def start_services(
-    arm: Arm, load: Load, iterations: Mapping[str, str], quota: Mapping[str, str]
+    arm: Site, load: ArmLoad, iterations: Mapping[str, str], quota: Mapping[str, str]
 ) -> list[Path]:
     """Start the services, which share the requests and the guarantee; return their directories."""
     if not load.mean_us:
@@ -230,8 +230,8 @@ def start_services(
 
 
 def run(
-    arm: Arm,
-    load: Load,
+    arm: Site,
+    load: ArmLoad,
     iterations: Mapping[str, str],
     service_quota: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
@@ -331,7 +331,7 @@ def show(one: Mapping[str, Any]) -> str:
     return f"{row}  jobs {' '.join(map(str, jobs))} = {sum(jobs):.1f} %" if jobs else row
 
 
-def calibrate(machine: Machine, work: Path, load: Load) -> tuple[dict[str, str], Load, float]:
+def calibrate(machine: Machine, work: Path, load: ArmLoad) -> tuple[dict[str, str], ArmLoad, float]:
     """Return the iterations of each kind of unit, what is known of the requests, and of a job.
 
     The latter is the units per second of a job alone.
@@ -361,7 +361,7 @@ def calibrate(machine: Machine, work: Path, load: Load) -> tuple[dict[str, str],
 def _gpu(machine: Machine) -> dict[str, Any]:
     """Return a description of the GPU, as results have it."""
     machine.work /= "gpu"
-    with Node(machine, keep_machine=True) as node:
+    with BenchNode(machine, keep_machine=True) as node:
         return asdict(name_gpu(node))
 
 
@@ -414,7 +414,7 @@ def measure(args: argparse.Namespace, machine: Machine, report: dict[str, Any]) 
     kind = args.service if args.service == SERVICE else f"service-{args.service}"
     if machine.kind == "simulated" and kind != SERVICE:
         raise MachineError(f"the service {args.service} needs a real GPU and PyTorch")
-    base = Load(0, 0, args.seconds, args.job, kind)
+    base = ArmLoad(0, 0, args.seconds, args.job, kind)
     iterations, base, solo = calibrate(machine, args.output, base)
     report |= {"gpu": _gpu(machine), "solo_units_per_s": solo, "request_us": base.request_us}
     report["iterations"] = iterations
@@ -436,7 +436,7 @@ def measure(args: argparse.Namespace, machine: Machine, report: dict[str, Any]) 
         keep(args.output, report)  # the arms that follow may take long
 
 
-def rounds(args: argparse.Namespace, base: Load) -> Iterator[tuple[int, Way, Load]]:
+def rounds(args: argparse.Namespace, base: ArmLoad) -> Iterator[tuple[int, SharingWay, ArmLoad]]:
     """Yield all arms once in each round, with its number; the order of every other one is reversed.
 
     So what changes in the course of a run, as clocks do, does not favour any of them.
@@ -447,7 +447,7 @@ def rounds(args: argparse.Namespace, base: Load) -> Iterator[tuple[int, Way, Loa
             yield number, way, load
 
 
-def plan(args: argparse.Namespace, base: Load) -> Iterator[tuple[Way, Load]]:
+def plan(args: argparse.Namespace, base: ArmLoad) -> Iterator[tuple[SharingWay, ArmLoad]]:
     """Yield how each arm shares the GPU, and what runs in it."""
     for mean_us, n_services in itertools.product(args.mean_us, args.services):
         alone = [(way, 0) for way in ALONE]

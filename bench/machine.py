@@ -338,26 +338,18 @@ def _run(*command: str) -> None:
         raise MachineError(f"{' '.join(command)}: {' '.join(done.stderr.split())}")
 
 
-def make_bundle(
+def _spec(
     directory: Path,
+    extra: Mapping[str, Any],
     *,
-    machine: Machine,
     name: str,
     arguments: Sequence[str],
     annotations: Mapping[str, str],
     hook: Sequence[str],
-    stage: str = "createRuntime",
-) -> Path:
-    """Write an OCI bundle: a root file system and a config.json with our hook.
-
-    `hook` are the hook's arguments before the stage; `<directory>/out` appears as /out inside.
-    """
-    directory.mkdir(parents=True)
-    (directory / "out").mkdir()
-    machine.make_rootfs(directory / "rootfs")
-    extra = machine.spec()
-    path = str(ROOT / "oci_hook/tidegate-hook")
-    config = {
+    stage: str,
+) -> dict[str, Any]:
+    """Return the config.json of a bundle; `extra` is what the machine adds to it."""
+    return {
         "ociVersion": "1.0.2",
         "hostname": name,
         "process": {
@@ -376,28 +368,12 @@ def make_bundle(
         },
         "root": {"path": "rootfs"},
         "annotations": dict(annotations),
-        "mounts": [
-            {"destination": "/proc", "type": "proc", "source": "proc"},
-            {
-                "destination": "/dev",
-                "type": "tmpfs",
-                "source": "tmpfs",
-                "options": ["nosuid", "strictatime", "mode=755", "size=65536k"],
-            },
-            {"destination": "/dev/shm", "type": "tmpfs", "source": "shm"},  # noqa: S108
-            {
-                "destination": "/out",
-                "type": "bind",
-                "source": str(directory / "out"),
-                "options": ["bind", "rw"],
-            },
-            *extra.get("mounts", []),
-        ],
+        "mounts": _mounts(directory, extra),
         "hooks": {
             stage: [
                 {
-                    "path": path,
-                    "args": ["tidegate-hook", *hook, stage],
+                    "path": str(ROOT / "oci_hook/tidegate-hook"),
+                    "args": ["tidegate-hook", *hook],
                     # Never empty: some runtimes pass the container's environment to a hook without
                     # one.
                     "env": ["PATH=/usr/sbin:/usr/bin:/sbin:/bin"],
@@ -413,6 +389,54 @@ def make_bundle(
             },
         },
     }
+
+
+def _mounts(directory: Path, extra: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {"destination": "/proc", "type": "proc", "source": "proc"},
+        {
+            "destination": "/dev",
+            "type": "tmpfs",
+            "source": "tmpfs",
+            "options": ["nosuid", "strictatime", "mode=755", "size=65536k"],
+        },
+        {"destination": "/dev/shm", "type": "tmpfs", "source": "shm"},  # noqa: S108
+        {
+            "destination": "/out",
+            "type": "bind",
+            "source": str(directory / "out"),
+            "options": ["bind", "rw"],
+        },
+        *extra.get("mounts", []),
+    ]
+
+
+def make_bundle(
+    directory: Path,
+    *,
+    machine: Machine,
+    name: str,
+    arguments: Sequence[str],
+    annotations: Mapping[str, str],
+    hook: Sequence[str],
+    stage: str = "createRuntime",
+) -> Path:
+    """Write an OCI bundle: a root file system and a config.json with our hook.
+
+    `hook` are the hook's arguments before the stage; `<directory>/out` appears as /out inside.
+    """
+    directory.mkdir(parents=True)
+    (directory / "out").mkdir()
+    machine.make_rootfs(directory / "rootfs")
+    config = _spec(
+        directory,
+        machine.spec(),
+        name=name,
+        arguments=arguments,
+        annotations=annotations,
+        hook=[*hook, stage],
+        stage=stage,
+    )
     import json
 
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")

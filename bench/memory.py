@@ -30,7 +30,7 @@ from typing import Any
 
 from bench.demo import find_machine
 from bench.machine import ROOT, MachineError
-from bench.node import Node, last_json
+from bench.node import BenchNode, last_json
 from bench.overhead import gpu_name
 from bench.provenance import describe_run
 from governor.daemon import original_nvml
@@ -83,7 +83,7 @@ def judge(report: dict[str, Any]) -> list[str]:
     return wrong
 
 
-def watch(node: Node, arguments: list[str], limit: int) -> dict[str, Any]:
+def watch(node: BenchNode, arguments: list[str], limit: int) -> dict[str, Any]:
     """Run the processes in a container, and sample the GPU until they end."""
     samples: list[tuple[float, int, int]] = []
     with Nvml(original_nvml(str(node.driver_dir))) as nvml:
@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
         machine = find_machine(args, args.output, args.build)
         machine.programs.append(args.build / "hoard")
         os.environ.update(machine.environment)  # for the driver's NVML in this process
-        with Node(machine) as node:
+        with BenchNode(machine) as node:
             version = read_manifest((node.driver_dir / "current").resolve()).version
             report = watch(node, arguments, args.limit_mib << 20)
             report["processes"] = args.processes

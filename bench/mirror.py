@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import ROOT, MachineError, Nvidia
-from bench.node import Node, last_json
+from bench.node import BenchNode, last_json
 from bench.provenance import describe_run
 from bench.readelf import exports_by_readelf, fields_by_readelf, fields_of
 from vdriver.discover import find_driver
@@ -132,7 +132,7 @@ def refreshes(mirror: Path, build: Path) -> dict[str, Any]:
     }
 
 
-def contained(node: Node, name: str, command: list[str], **annotations: str) -> dict[str, Any]:
+def contained(node: BenchNode, name: str, command: list[str], **annotations: str) -> dict[str, Any]:
     """Run a command in a container that has no driver but the mirror."""
     container = node.start(name, command, {"memory": "8Gi", "compute": "50", **annotations})
     status = node.wait(container, 120)
@@ -145,7 +145,7 @@ def contained(node: Node, name: str, command: list[str], **annotations: str) -> 
 def run_containers(work: Path, build: Path, gl: Path | None) -> dict[str, Any]:
     """Run the programs that use a driver; `without` runs graphics without the capability."""
     graphics = [sys.executable, "/workload/graphics.py"]
-    with Node(GraphicsNode(work, build, gl)) as node:
+    with BenchNode(GraphicsNode(work, build, gl)) as node:
         return {
             "smi": contained(node, "smi", ["nvidia-smi"]),
             "torch": contained(node, "torch", [sys.executable, "-c", TORCH]),

@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.demo import driver_answers, find_machine
 from bench.machine import ROOT, MachineError
-from bench.node import Node, Running, last_json
+from bench.node import BenchNode, Running, last_json
 from bench.provenance import describe_run
 from governor.client import ask
 from governor.errors import TidegateError
@@ -30,7 +30,7 @@ AGAIN_S = 60.0
 UNIT = "burner-500"
 
 
-def worker(node: Node, name: str, seconds: float) -> Running:
+def worker(node: BenchNode, name: str, seconds: float) -> Running:
     """Start a container that works as soon as it can."""
     arguments = [
         *node.machine.command(UNIT, inside=True),
@@ -53,7 +53,7 @@ def wait_working(*containers: Running) -> None:
             time.sleep(0.02)
 
 
-def work_again(node: Node, began: float) -> dict[str, Any]:
+def work_again(node: BenchNode, began: float) -> dict[str, Any]:
     """Start containers until one works; return when, after the fault, and how many did not."""
     for tries in range(1000):
         container = worker(node, f"again-{tries}", 1.0)
@@ -66,7 +66,7 @@ def work_again(node: Node, began: float) -> dict[str, Any]:
     return {"seconds": None, "refused": tries + 1, "output": container.output[-300:]}
 
 
-def measure(node: Node) -> dict[str, Any]:
+def measure(node: BenchNode) -> dict[str, Any]:
     """Let one container fail while others work."""
     others = [worker(node, f"beside-{i}", 30.0) for i in range(BESIDE)]
     wait_working(*others)
@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
             return 1
         machine = find_machine(args, args.output, args.build)
         machine.programs.append(args.build / "fault")
-        with Node(machine, settings=SETTINGS) as node:
+        with BenchNode(machine, settings=SETTINGS) as node:
             report = measure(node)
     except (MachineError, TidegateError, VdriverError) as e:
         print(f"mps: {e}", file=sys.stderr)

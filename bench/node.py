@@ -44,7 +44,7 @@ class Running:
         return self.bundle / "out"
 
 
-class Node:
+class BenchNode:
     """A context manager with a fresh mirror and a governor that answers."""
 
     def __init__(

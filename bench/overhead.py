@@ -31,9 +31,9 @@ from typing import Any
 from bench.demo import find_machine
 from bench.figures import at_least, in_turn, interval
 from bench.machine import ROOT, Machine, MachineError, Simulated
-from bench.node import Node, Running, last_json
+from bench.node import BenchNode, Running, last_json
 from bench.provenance import describe_run
-from bench.room import Room, control_folder
+from bench.room import GrantRoom, control_folder
 from bench.step import KINDS, measure_steps, render_steps, summarise_steps
 from governor.errors import TidegateError
 from vdriver.errors import VdriverError
@@ -160,7 +160,7 @@ def measure_stub(args: argparse.Namespace) -> dict[str, Any]:
     shutil.copy(stub, args.output / "native/libcuda.so.1")
     program = [str(args.build / "overhead"), *args.options]
     report: dict[str, Any] = {"gpu": {"kind": "stub", "name": "stub", "driver": "none"}}
-    with Room(args.output / "room", [STUB_UUID]) as room:
+    with GrantRoom(args.output / "room", [STUB_UUID]) as room:
 
         def arm(name: str) -> Arm:
             environment = {"LD_LIBRARY_PATH": str(args.output / name)}
@@ -193,7 +193,7 @@ def measure_stub(args: argparse.Namespace) -> dict[str, Any]:
 class Contained:
     """The governed runs: each in a container of its own, under one governor."""
 
-    def __init__(self, node: Node, options: Sequence[str]) -> None:
+    def __init__(self, node: BenchNode, options: Sequence[str]) -> None:
         self.node = node
         self.options = options
         self.n = 0
@@ -254,7 +254,7 @@ def measure_node(args: argparse.Namespace) -> dict[str, Any]:
     machine.programs.append(args.build / "overhead")
     program = [str(args.build / "overhead"), *args.options]
     report: dict[str, Any] = {}
-    with Node(machine) as node:
+    with BenchNode(machine) as node:
         version = read_manifest((node.driver_dir / "current").resolve()).version
 
         def native(measures: Sequence[str]) -> Samples:
@@ -300,7 +300,7 @@ def measure_step(args: argparse.Namespace) -> dict[str, Any]:
     if machine.kind != "nvidia":
         machine.close()
         raise MachineError("--step needs an NVIDIA GPU and PyTorch")
-    with Node(machine) as node:
+    with BenchNode(machine) as node:
         version = read_manifest((node.driver_dir / "current").resolve()).version
         report = measure_steps(node, args.output, args.rounds, args.pairs, args.seconds)
     report["gpu"] = {"kind": machine.kind, "name": gpu_name(machine), "driver": version}

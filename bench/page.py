@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import ROOT, MachineError, Simulated
-from bench.node import Node
-from tools.browser import Browser, BrowserError, Page
+from bench.node import BenchNode
+from tools.browser import Browser, BrowserError, BrowserPage
 
 PORT = 9465
 GIB = 1 << 30
@@ -28,7 +28,7 @@ STRAY = ROOT / "tests/container/stray.c"
 ROWS = "document.querySelectorAll('.gpu tbody tr').length"
 
 
-class WithStray(Simulated):
+class PageGpus(Simulated):
     """Two simulated GPUs, and in each image a program that loads a driver of its own."""
 
     def __init__(self, work: Path, build: Path) -> None:
@@ -45,10 +45,10 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-class Scene:
+class PageScene:
     """What happens, and when."""
 
-    def __init__(self, node: Node, seconds: float) -> None:
+    def __init__(self, node: BenchNode, seconds: float) -> None:
         self._node = node
         self._seconds = seconds
 
@@ -103,7 +103,7 @@ class Scene:
         time.sleep(max(0.0, began + self._seconds - 6 - time.monotonic()))
 
 
-def take_pictures(page: Page, output: Path) -> None:
+def take_pictures(page: BrowserPage, output: Path) -> None:
     """Write the two screenshots of an open page."""
     page.wait(f"{ROWS} >= 5")
     for name, width, scheme in (("page.png", 1280, "light"), ("page-narrow.png", 420, "dark")):
@@ -137,10 +137,10 @@ def main(argv: list[str] | None = None) -> int:
         with (
             Browser() as browser,
             browser.page() as page,
-            Node(WithStray(args.work, args.build), settings=settings) as node,
+            BenchNode(PageGpus(args.work, args.build), settings=settings) as node,
         ):
             node.prefix = ""
-            Scene(node, args.seconds).play()
+            PageScene(node, args.seconds).play()
             page.open(f"http://127.0.0.1:{PORT}/")
             take_pictures(page, args.output)
     except (BrowserError, MachineError) as e:

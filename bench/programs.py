@@ -28,7 +28,7 @@ from typing import Any
 
 from bench.demo import driver_answers, name_gpu
 from bench.machine import ROOT, TRIPLET, MachineError, Nvidia, Simulated
-from bench.node import Node, last_json
+from bench.node import BenchNode, last_json
 from bench.provenance import describe_run
 from governor.config import parse_quantity
 from governor.errors import TidegateError
@@ -53,7 +53,7 @@ control library reports launches five times a second.
 
 
 @dataclass(frozen=True)
-class Kind:
+class ProgramKind:
     """A program: its time limit in seconds, and the module that it needs."""
 
     seconds: int
@@ -61,25 +61,25 @@ class Kind:
 
 
 PROGRAMS = {
-    "driver": Kind(60),
-    "threads": Kind(60),
-    "forks": Kind(120),
-    "staticrt": Kind(60),
-    "managed": Kind(60),
-    "green": Kind(60),
-    "mps": Kind(90),
-    "train": Kind(120, "torch"),
-    "inference": Kind(120, "torch"),
-    "compile": Kind(240, "torch"),
-    "graphs": Kind(120, "torch"),
-    "loader": Kind(180, "torch"),
-    "distributed": Kind(180, "torch"),
-    "oom": Kind(120, "torch"),
-    "expandable": Kind(120, "torch"),
-    "asyncalloc": Kind(120, "torch"),
-    "triton_kernels": Kind(120, "triton"),
-    "jax_jit": Kind(180, "jax"),
-    "cupy_arrays": Kind(120, "cupy"),
+    "driver": ProgramKind(60),
+    "threads": ProgramKind(60),
+    "forks": ProgramKind(120),
+    "staticrt": ProgramKind(60),
+    "managed": ProgramKind(60),
+    "green": ProgramKind(60),
+    "mps": ProgramKind(90),
+    "train": ProgramKind(120, "torch"),
+    "inference": ProgramKind(120, "torch"),
+    "compile": ProgramKind(240, "torch"),
+    "graphs": ProgramKind(120, "torch"),
+    "loader": ProgramKind(180, "torch"),
+    "distributed": ProgramKind(180, "torch"),
+    "oom": ProgramKind(120, "torch"),
+    "expandable": ProgramKind(120, "torch"),
+    "asyncalloc": ProgramKind(120, "torch"),
+    "triton_kernels": ProgramKind(120, "triton"),
+    "jax_jit": ProgramKind(180, "jax"),
+    "cupy_arrays": ProgramKind(120, "cupy"),
 }
 
 ON_SIMULATED = ("driver", "threads", "forks")
@@ -91,7 +91,7 @@ STUB_C = "int cuInit(void) { return 1; }\nint cuDeviceTotalMem_v2(void) { return
 
 
 @dataclass
-class Arm:
+class ProgramRun:
     """One run of a program; `status` is None if it did not end in time."""
 
     status: int | None
@@ -129,8 +129,8 @@ class Comparison:
     """A program in both runs."""
 
     name: str
-    native: Arm
-    governed: Arm
+    native: ProgramRun
+    governed: ProgramRun
     seen: Seen
     differences: list[str] = field(default_factory=list)
 
@@ -230,7 +230,7 @@ def shorten(value: Any) -> str:
     return text if len(text) < 120 else text[:117] + "..."
 
 
-def compare(native: Arm, governed: Arm, seen: Seen) -> list[str]:
+def compare(native: ProgramRun, governed: ProgramRun, seen: Seen) -> list[str]:
     """Name every way in which the governed run differs from the native one, or was not governed."""
     if native.missing:
         return []
@@ -376,12 +376,12 @@ class Harness:
         """Return the options of both runs."""
         return ["--quota", str(self.quota), "--within-ms", str(self.within_ms), "--tools", tools]
 
-    def run_native(self, name: str) -> Arm:
+    def run_native(self, name: str) -> ProgramRun:
         """Run a program directly on this machine, with empty caches of its own."""
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
             return self._run_native(name, home)
 
-    def _run_native(self, name: str, home: str) -> Arm:
+    def _run_native(self, name: str, home: str) -> ProgramRun:
         environment = {
             **os.environ,
             **self.machine.environment,
@@ -412,11 +412,11 @@ class Harness:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 status = None
-        return Arm(
+        return ProgramRun(
             status, time.monotonic() - begin, *split_output(path.read_text(errors="replace"))
         )
 
-    def run_governed(self, node: Node, name: str) -> tuple[Arm, Seen]:
+    def run_governed(self, node: BenchNode, name: str) -> tuple[ProgramRun, Seen]:
         """Run a program in a container, and watch its counters until all have been reported."""
         arguments = [
             self.machine.python, f"{INSIDE}/{name}.py", *self.options(TOOLS_INSIDE),
@@ -448,13 +448,13 @@ class Harness:
         if ended:
             status = node.wait(container, 10)
         text = (container.bundle / "output").read_text(errors="replace")
-        return Arm(status, time.monotonic() - begin, *split_output(text)), seen
+        return ProgramRun(status, time.monotonic() - begin, *split_output(text)), seen
 
-    def compare(self, node: Node, name: str) -> Comparison:
+    def compare(self, node: BenchNode, name: str) -> Comparison:
         """Run a program both ways, unless the module that it needs is not installed."""
         needs = PROGRAMS[name].needs
         if importlib.util.find_spec(needs) is None:
-            absent = Arm(NOT_HERE, 0.0, {"missing": f"Python has no module {needs}"}, [])
+            absent = ProgramRun(NOT_HERE, 0.0, {"missing": f"Python has no module {needs}"}, [])
             return Comparison(name, absent, absent, Seen())
         native = self.run_native(name)
         if native.missing:
@@ -463,7 +463,7 @@ class Harness:
         return Comparison(name, native, governed, seen, compare(native, governed, seen))
 
 
-def wait_for_books(node: Node) -> None:
+def wait_for_books(node: BenchNode) -> None:
     """Wait until the governor has forgotten the container that ended."""
     deadline = time.monotonic() + 10
     while node.look():
@@ -542,7 +542,7 @@ def measure(
     image = NvidiaImage if real else SimulatedImage
     machine = image(args.output, args.build, tools)
     quota = parse_quantity(args.memory, "--memory")
-    with Node(machine, runtime=args.runtime) as node:
+    with BenchNode(machine, runtime=args.runtime) as node:
         gpu = name_gpu(node)
         report |= {"gpu": asdict(gpu), "quota": quota, "compute": COMPUTE}
         harness = Harness(machine, quota)

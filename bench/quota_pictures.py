@@ -29,7 +29,7 @@ HAND_OVER = 150_000
 
 
 @dataclass
-class Job:
+class ModelContainer:
     """A container in the model: it wants the GPU unless it is asleep."""
 
     name: str
@@ -53,7 +53,7 @@ class Job:
         return 100 * worked / (end - begin)
 
 
-def play(library: Any, jobs: Sequence[Job], until: int) -> None:
+def play(library: Any, jobs: Sequence[ModelContainer], until: int) -> None:
     """Have the arbiter share a GPU among the jobs for `until` ns, and record their grants."""
     config = Config(spin_us=250, lookahead_us=120)
     with Arbiter(library, arbiter_config(config)) as arbiter:
@@ -178,7 +178,7 @@ def box(x: float, y: float, width: float, height: float, paint: str) -> str:
 LEFT, RIGHT, ROW, BAR = 150.0, 800.0, 52.0, 34.0
 
 
-def strips(words: Words, jobs: Sequence[Job], begin: int, end: int) -> str:
+def strips(words: Words, jobs: Sequence[ModelContainer], begin: int, end: int) -> str:
     """Draw a row for each job that shows when it worked, hatched where the time was lent."""
     top = 84.0
     bottom = top + ROW * len(jobs)
@@ -218,7 +218,11 @@ def strips(words: Words, jobs: Sequence[Job], begin: int, end: int) -> str:
 
 def guarantees(library: Any) -> str:
     """Draw three containers that always have work."""
-    jobs = [Job("alpha", 45, 45), Job("beta", 30, 30), Job("gamma", 15, 15)]
+    jobs = [
+        ModelContainer("alpha", 45, 45),
+        ModelContainer("beta", 30, 30),
+        ModelContainer("gamma", 15, 15),
+    ]
     play(library, jobs, 1_300 * MS)
     return strips(
         Words(
@@ -236,9 +240,9 @@ def lending(library: Any) -> str:
     """Draw what others get while one container is idle, and how it gets its time back."""
     asleep = (1_030 * MS, 1_075 * MS)
     jobs = [
-        Job("owner", 50, 100, asleep),
-        Job("borrower", 20, 100),
-        Job("capped", 20, 20),
+        ModelContainer("owner", 50, 100, asleep),
+        ModelContainer("borrower", 20, 100),
+        ModelContainer("capped", 20, 20),
     ]
     play(library, jobs, 1_300 * MS)
     return strips(

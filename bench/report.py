@@ -24,7 +24,7 @@ SCHEMA = pathlib.Path(__file__).with_name("report.schema.json")
 
 
 @dataclasses.dataclass(frozen=True)
-class Gpu:
+class ReportedGpu:
     """The GPU that the containers shared."""
 
     kind: Literal["simulated", "nvidia"]
@@ -33,7 +33,7 @@ class Gpu:
 
 
 @dataclasses.dataclass(frozen=True)
-class Container:
+class ReportedContainer:
     """A container's quotas, and its results."""
 
     name: str
@@ -49,7 +49,7 @@ class Container:
 
 
 @dataclasses.dataclass(frozen=True)
-class Refused:
+class RefusedAllocation:
     """The allocation above the limit, and the driver API's answer to it."""
 
     requested: int
@@ -58,16 +58,16 @@ class Refused:
 
 
 def shares(
-    containers: Sequence[Container], width: int, span: tuple[int, int]
+    containers: Sequence[ReportedContainer], width: int, span: tuple[int, int]
 ) -> dict[str, list[float]]:
     """Return each container's delivered shares in windows of `width`, all on the same edges."""
     return {one.name: one.progress.windows(width, *span) for one in containers}
 
 
 def build_report(
-    gpu: Gpu,
-    containers: Sequence[Container],
-    refused: Refused,
+    gpu: ReportedGpu,
+    containers: Sequence[ReportedContainer],
+    refused: RefusedAllocation,
     *,
     span: tuple[int, int] | None = None,
     detail: Mapping[str, Any] | None = None,
@@ -114,7 +114,7 @@ def build_report(
     }
 
 
-def span_without(containers: Sequence[Container]) -> tuple[int, int] | None:
+def span_without(containers: Sequence[ReportedContainer]) -> tuple[int, int] | None:
     """Return the time in which all ran without Tidegate; None if they did not."""
     runs = [one.without for one in containers if one.without]
     if not runs:
@@ -124,7 +124,9 @@ def span_without(containers: Sequence[Container]) -> tuple[int, int] | None:
     return begin + settle, end
 
 
-def sample_progress(containers: Sequence[Container], span: tuple[int, int]) -> dict[str, Any]:
+def sample_progress(
+    containers: Sequence[ReportedContainer], span: tuple[int, int]
+) -> dict[str, Any]:
     """Return each container's progress in steps of 10 ms: the work done in each, in microseconds.
 
     Rounding errors are carried over, so that sums over any number of steps are exact to a
@@ -271,7 +273,7 @@ def render_table(report: Mapping[str, Any]) -> str:
 
 
 def write_report(
-    directory: str | pathlib.Path, report: dict[str, Any], containers: Sequence[Container]
+    directory: str | pathlib.Path, report: dict[str, Any], containers: Sequence[ReportedContainer]
 ) -> None:
     """Write report.json, progress.json and report.svg to `directory`, with the run's origin."""
     report = {**report, "detail": {**report["detail"], "run": describe_run()}}

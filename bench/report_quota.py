@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.plot import Chart, Series
 from bench.progress import NS_PER_MS, NS_PER_S
-from bench.quota import windows
+from bench.quota_measure import windows
 
 QUOTA = """\
 ## GPU time, in many arrangements

@@ -14,7 +14,7 @@ from bench.arms import LOADS, NEIGHBOURS
 from bench.events import SAMPLE_NS, WINDOW_NS, trailing
 from bench.plot import Chart, Point, Series, render
 from bench.progress import NS_PER_MS, NS_PER_S
-from bench.quota import delivered
+from bench.quota_measure import delivered
 from bench.report_quota import HEAD, chart_of_arm, describe_arm, row_of, show_work
 
 Table = tuple[Sequence[str], Sequence[tuple[str, ...]], str]

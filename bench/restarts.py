@@ -25,14 +25,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.arms import Tenant
+from bench.arms import ArmContainer
 from bench.demo import find_machine, name_gpu
 from bench.events import now, pid_of
 from bench.machine import ROOT, Machine, MachineError
-from bench.node import Node
+from bench.node import BenchNode
 from bench.progress import NS_PER_MS, NS_PER_S
 from bench.provenance import describe_run
-from bench.quota import FOREVER_S, start_all, wait_for_end
+from bench.quota import FOREVER_S, start_all
+from bench.quota_measure import wait_for_end
 from governor.errors import TidegateError
 from vdriver.errors import VdriverError
 
@@ -54,9 +55,9 @@ def longest_gap_ms(times: Sequence[int], begin: int, end: int) -> float:
 def measure(machine: Machine, n_kills: int, scheduling: str) -> dict[str, Any]:
     """Kill the governor `n_kills` times; return the longest pause of each container after each."""
     draw = random.Random(1)  # noqa: S311
-    tenants = [Tenant(share) for share in SHARES]
+    tenants = [ArmContainer(share) for share in SHARES]
     events: list[tuple[int, int, int]] = []
-    with Node(machine, settings={"scheduling": scheduling}, keep_machine=True) as node:
+    with BenchNode(machine, settings={"scheduling": scheduling}, keep_machine=True) as node:
         gpu = asdict(name_gpu(node))
         containers = start_all(node, tenants, FOREVER_S)
         time.sleep(2)

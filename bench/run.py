@@ -25,7 +25,7 @@ from bench.mirror import faults
 from bench.overhead import summarise_report
 from bench.progress import ProgressError, mean_abs_error_pp
 from bench.provenance import ROOT, UNKNOWN
-from bench.quota import summarise as summarise_arm
+from bench.quota_measure import summarise as summarise_arm
 from bench.report import WINDOWS, sampled_shares
 from bench.restarts import summarise as summarise_pauses
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from bench.plot import Chart, Series, render
 from bench.provenance import ROOT, describe_run
-from kube.simulate import ARMS, GPUS, Arm, Outcome, Scenario, simulate
+from kube.simulate import ARMS, GPUS, ClusterPolicy, Scenario, SimulationOutcome, simulate
 
 RESULTS = ROOT / "bench/results/scale"
 SIMULATED = RESULTS / "2026-11-22-cluster.json"
@@ -42,7 +42,7 @@ STEPS = 60
 """Looks at the node that are counted, of an hour's 1,800; unchanged state is not sent."""
 
 
-def points() -> list[tuple[Scenario, Arm]]:
+def points() -> list[tuple[Scenario, ClusterPolicy]]:
     """Return every run: all arms by load, and whole against shared by the fraction that shares."""
     by_load = [
         (Scenario(load=load, hours=HOURS, warm_hours=WARM), arm) for load in LOADS for arm in ARMS
@@ -55,7 +55,9 @@ def points() -> list[tuple[Scenario, Arm]]:
     return by_load + by_mix
 
 
-def summary(scenario: Scenario, arm: Arm, outcome: Outcome, seconds: float) -> dict[str, Any]:
+def summary(
+    scenario: Scenario, arm: ClusterPolicy, outcome: SimulationOutcome, seconds: float
+) -> dict[str, Any]:
     """Return a run in the form of the file."""
     return {
         "scenario": asdict(scenario),
@@ -97,7 +99,7 @@ def run_cluster() -> None:
 
 
 @dataclass
-class Server:
+class CountingApiServer:
     """An API server that stores objects, and counts the requests and bytes of `kube.cluster`."""
 
     counts: Counter[str]
@@ -145,7 +147,7 @@ class Server:
         return found
 
 
-class Governor:
+class GrantingGovernor:
     """A governor with eight H200, which grants every claim."""
 
     def __init__(self) -> None:
@@ -232,7 +234,7 @@ def count_requests(nodes: int, directory: Path) -> dict[str, Any]:
 
     from kube.cdi import Directory
     from kube.claims import Reference
-    from kube.driver import Driver
+    from kube.driver import ClaimDriver
     from kube.health import Taint
     from kube.names import TAINT_LOST
     from kube.publish import Publisher
@@ -240,13 +242,13 @@ def count_requests(nodes: int, directory: Path) -> dict[str, Any]:
     from kube.slices import device_name, make_slice
 
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    server, size = Server(), 0
+    server, size = CountingApiServer(), 0
     for number in range(nodes):
         node = f"node-{number:04}"
-        governor = Governor()
+        governor = GrantingGovernor()
         clock = [0.0]
         publisher = Publisher(server, clock=lambda now=clock: now[0])  # type: ignore[misc]
-        driver = Driver(node, governor, server, Directory(directory / node))
+        driver = ClaimDriver(node, governor, server, Directory(directory / node))
         lost = {governor.answer["gpus"][3]["uuid"]: [Taint(TAINT_LOST, "does-not-answer")]}  # type: ignore[index]
         well = make_slice(node, "node-uid", governor.answer, {})
         ill = make_slice(node, "node-uid", governor.answer, lost)

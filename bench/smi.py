@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from bench.machine import ROOT, MachineError, Nvidia
-from bench.node import Node
+from bench.node import BenchNode
 
 QUOTA_MIB = 3072
 BUSY = 80
@@ -49,7 +49,7 @@ NEIGHBOUR = {"memory": "3Gi", "compute": "60"}
 
 
 @dataclass
-class Look:
+class SmiOutput:
     """Output of nvidia-smi at one time: MiB, percent, and the MiB of each process by pid."""
 
     burner: int
@@ -62,15 +62,15 @@ class Look:
     processes: dict[int, int] = field(default_factory=dict)
 
 
-def read_looks(text: str) -> tuple[list[Look], str, str]:
+def read_looks(text: str) -> tuple[list[SmiOutput], str, str]:
     """Return the looks of a container's output, and its table and monitor verbatim."""
-    looks: list[Look] = []
+    looks: list[SmiOutput] = []
     rest = {"table": "", "monitor": ""}
     section = ""
     for line in text.splitlines():
         first, _, number = line.partition(" ")
         if first == "look" and number.isdigit():
-            looks.append(Look(int(number)))
+            looks.append(SmiOutput(int(number)))
             section = ""
         elif line in ("gpu", "apps", *rest):
             section = line
@@ -90,7 +90,7 @@ def read_looks(text: str) -> tuple[list[Look], str, str]:
     return looks, rest["table"], rest["monitor"]
 
 
-def judge(looks: list[Look], table: str, monitor: str) -> list[str]:
+def judge(looks: list[SmiOutput], table: str, monitor: str) -> list[str]:
     """Return what is wrong with a container's view of its GPU."""
     if not looks:
         return ["nvidia-smi was not run"]
@@ -119,7 +119,7 @@ def judge(looks: list[Look], table: str, monitor: str) -> list[str]:
 
 
 def run_case(
-    node: Node, name: str, annotations: Mapping[str, str]
+    node: BenchNode, name: str, annotations: Mapping[str, str]
 ) -> tuple[list[str], dict[str, object]]:
     """Run one case; return what is wrong, and what was seen."""
     neighbour = None
@@ -158,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
     failed = False
     try:
         machine = Nvidia(args.output.resolve(), ROOT / "build/meson")
-        with Node(machine) as node:
+        with BenchNode(machine) as node:
             for name, annotations in CASES.items():
                 wrong, seen = run_case(node, name, annotations)
                 report[name] = {"wrong": wrong, **seen}

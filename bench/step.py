@@ -25,7 +25,7 @@ from typing import Any
 
 from bench.figures import bootstrap_rounds, in_turn
 from bench.machine import ROOT, Machine, MachineError
-from bench.node import Node
+from bench.node import BenchNode
 
 KINDS = ("train", "decode-graph", "decode")
 READY_S = 180.0
@@ -38,7 +38,7 @@ Pair = dict[str, dict[str, float]]
 Round = list[Pair]
 
 
-class Arm:
+class Stepper:
     """A process that takes orders in a directory; `failed` returns why it has ended, or None."""
 
     def __init__(self, orders: Path, seconds: float, failed: Callable[[], str | None]) -> None:
@@ -92,7 +92,7 @@ def cores() -> str:
 @contextlib.contextmanager
 def native_arm(
     command: Sequence[str], orders: Path, seconds: float, machine: Machine | None = None
-) -> Iterator[Arm]:
+) -> Iterator[Stepper]:
     """Run a process outside a container."""
     orders.mkdir(parents=True)
     environment = {**os.environ, **(machine.environment if machine else {})}
@@ -108,7 +108,7 @@ def native_arm(
             return f"status {process.returncode}, {log.read_text().strip()[-300:]}"
 
         try:
-            yield Arm(orders, seconds, failed)
+            yield Stepper(orders, seconds, failed)
             (orders / "end").touch()
             process.wait(LATE_S)
         finally:
@@ -116,7 +116,7 @@ def native_arm(
 
 
 @contextlib.contextmanager
-def governed_arm(node: Node, kind: str, number: int, seconds: float) -> Iterator[Arm]:
+def governed_arm(node: BenchNode, kind: str, number: int, seconds: float) -> Iterator[Stepper]:
     """Run a process in a container that has the whole GPU."""
     command = worker(kind, Path("/out"), seconds, inside=True)
     container = node.start(f"step-{kind}-{number}", command, {"memory": "16Gi", "compute": "100"})
@@ -129,7 +129,7 @@ def governed_arm(node: Node, kind: str, number: int, seconds: float) -> Iterator
         return f"status {status}, {text.strip()[-300:]}"
 
     try:
-        arm = Arm(container.out, seconds, failed)
+        arm = Stepper(container.out, seconds, failed)
         yield arm
         node.look()
         if not container.seen["devices"][0]["launches"]:
@@ -141,7 +141,7 @@ def governed_arm(node: Node, kind: str, number: int, seconds: float) -> Iterator
         node.running.remove(container)
 
 
-def run_steps(arms: Mapping[str, Arm], pairs: int) -> list[Pair]:
+def run_steps(arms: Mapping[str, Stepper], pairs: int) -> list[Pair]:
     """Make the two take steps in turn; the first run of each is discarded."""
     for arm in arms.values():
         arm.ready()
@@ -185,7 +185,7 @@ def step_ms(turn: Mapping[str, float]) -> float:
 
 
 def measure_steps(
-    node: Node, output: Path, rounds: int, pairs: int, seconds: float
+    node: BenchNode, output: Path, rounds: int, pairs: int, seconds: float
 ) -> dict[str, Any]:
     """Measure all kinds of step on a node: the rounds of each."""
     report: dict[str, Any] = {}

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import yaml
 
 from bench.machine import ROOT, Machine, MachineError, Nvidia, Simulated
-from bench.node import Node, Running, last_json
+from bench.node import BenchNode, Running, last_json
 from bench.progress import ProgressError, read_stamps
 from governor.errors import TidegateError
 from vdriver.errors import VdriverError
@@ -44,7 +44,7 @@ class StoryError(Exception):
 
 
 @dataclass(frozen=True)
-class Row:
+class StoryRow:
     """A row of the table; `met` is None if nothing was expected."""
 
     what: str
@@ -54,7 +54,7 @@ class Row:
 
 
 @dataclass
-class Program:
+class StoryProgram:
     """A program, in a container or outside any, that stamps the work that it has done."""
 
     name: str
@@ -81,11 +81,11 @@ class Stage:
     """What a scene acts on."""
 
     story: Path
-    node: Node
+    node: BenchNode
     machine: Machine
     containers: dict[str, Mapping[str, str]]
-    rows: list[Row] = field(default_factory=list)
-    outside: list[Program] = field(default_factory=list)
+    rows: list[StoryRow] = field(default_factory=list)
+    outside: list[StoryProgram] = field(default_factory=list)
 
     def say(self, text: str) -> None:
         """Print a line of progress at once."""
@@ -101,7 +101,7 @@ class Stage:
         *options: str,
         like: str | None = None,
         before: Sequence[str] = (),
-    ) -> Program:
+    ) -> StoryProgram:
         """Start a container with a job that waits for `begin`."""
         return self.run(
             name,
@@ -118,7 +118,7 @@ class Stage:
         like: str | None = None,
         before: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
-    ) -> Program:
+    ) -> StoryProgram:
         """Start a container with any command.
 
         Its annotations are those of `like` in containers.yaml, by default those of its own name;
@@ -135,9 +135,9 @@ class Stage:
             for key, value in self.containers[like or name].items()
         }
         container = self.node.start(name, arguments, asked, before=before, edit=edit)
-        return Program(name, container.out, container.process, container)
+        return StoryProgram(name, container.out, container.process, container)
 
-    def leave_outside(self, name: str, job: str, seconds: float, *options: str) -> Program:
+    def leave_outside(self, name: str, job: str, seconds: float, *options: str) -> StoryProgram:
         """Start a job directly on the driver: without a container, and without Tidegate."""
         out = self.place(name)
         command = self.machine.command(job, inside=False)
@@ -145,7 +145,7 @@ class Stage:
 
     def run_outside(
         self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None
-    ) -> Program:
+    ) -> StoryProgram:
         """Start any command directly on the driver."""
         out = self.place(name)
         with (out / "output").open("w") as output:
@@ -154,7 +154,7 @@ class Stage:
                 env={**os.environ, **self.machine.environment, **(environment or {})},
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, text=True,
             )  # fmt: skip
-        program = Program(name, out, process)
+        program = StoryProgram(name, out, process)
         self.outside.append(program)
         return program
 
@@ -173,7 +173,7 @@ class Stage:
             "--wait-file", f"{out}/begin",
         ]  # fmt: skip
 
-    def begin(self, *programs: Program) -> None:
+    def begin(self, *programs: StoryProgram) -> None:
         """Wait until these programs are set up, and make them work."""
         deadline = time.monotonic() + SET_UP_S
         for program in programs:
@@ -187,20 +187,20 @@ class Stage:
             program.begun = time.monotonic()
             (program.out / "begin").touch()
 
-    def wait(self, *programs: Program) -> None:
+    def wait(self, *programs: StoryProgram) -> None:
         """Wait until these have done their work; one that failed ends the story."""
         for program in programs:
             if self.status(program):
                 raise StoryError(f"{program.name} failed: {tail(program)}")
 
-    def status(self, program: Program) -> int:
+    def status(self, program: StoryProgram) -> int:
         """Wait for a program's end, and return its exit status."""
         try:
             return program.process.wait(SPARE_S)
         except subprocess.TimeoutExpired:
             raise StoryError(f"{program.name} did not end within {SPARE_S:.0f} s") from None
 
-    def learn(self, job: str, seconds: float, *options: str) -> Program:
+    def learn(self, job: str, seconds: float, *options: str) -> StoryProgram:
         """Run a job alone directly on the driver, so that other runs of it do the same work."""
         alone = self.leave_outside(f"{job}-alone", job, seconds, *options)
         self.begin(alone)
@@ -256,11 +256,11 @@ class Stage:
 
     def tell(self, what: str, measured: str) -> None:
         """Add a row with something that was measured but is not judged."""
-        self.rows.append(Row(what, "", measured, None))
+        self.rows.append(StoryRow(what, "", measured, None))
 
     def expect(self, what: str, expected: str, measured: str, *, met: bool) -> None:
         """Add a row with what was expected, what was measured, and whether it is as expected."""
-        self.rows.append(Row(what, expected, measured, met))
+        self.rows.append(StoryRow(what, expected, measured, met))
 
     def at_most(self, what: str, measured: float, most: float, unit: str) -> None:
         """Expect a number of at most `most`."""
@@ -287,7 +287,7 @@ def read_settings(story: Path) -> dict[str, Any]:
     return (yaml.safe_load(path.read_text()) or {}) if path.exists() else {}
 
 
-def tail(program: Program) -> str:
+def tail(program: StoryProgram) -> str:
     """Return the end of a program's output, in one line."""
     return " ".join(program.output.split())[-300:] or "it said nothing"
 
@@ -295,7 +295,7 @@ def tail(program: Program) -> str:
 # ---- figures ----
 
 
-def share(program: Program, unit_us: float, begin: float, end: float) -> float:
+def share(program: StoryProgram, unit_us: float, begin: float, end: float) -> float:
     """Return the percentage of the GPU that a program's work was, between two moments.
 
     Its work is the units that it finished, each of which counts for the time that it takes alone.
@@ -304,7 +304,7 @@ def share(program: Program, unit_us: float, begin: float, end: float) -> float:
     return 100 * done * unit_us / 1e6 / (end - begin)
 
 
-def answers(program: Program, pause_us: float) -> list[float]:
+def answers(program: StoryProgram, pause_us: float) -> list[float]:
     """Return how long each request took, in ms, of a program that pauses between requests."""
     moments = program.times()
     # The first ones are for learning: the length of such work is not known yet.
@@ -319,7 +319,7 @@ def percentile(values: Sequence[float], percent: int) -> float:
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
-def render(rows: Sequence[Row]) -> str:
+def render(rows: Sequence[StoryRow]) -> str:
     """Return the table."""
     met = {None: "", True: "yes", False: "NO"}
     cells = [
@@ -413,7 +413,7 @@ def check_machine(build: Path) -> None:
 @contextlib.contextmanager
 def set_stage(folder: Path, machine: Machine) -> Iterator[Stage]:
     """Make a node for the story, and remove it afterwards."""
-    with Node(machine, settings=read_settings(folder)) as node:
+    with BenchNode(machine, settings=read_settings(folder)) as node:
         # A node has a runtime directory of its own, so names need not differ between runs.
         node.prefix = ""
         stage = Stage(folder, node, machine, read_containers(folder))

@@ -49,7 +49,7 @@ class GpuUse:
 
 
 @dataclass(eq=False)
-class Process:
+class RegisteredProcess:
     """A registered process; compared by identity, because slots and pids are reused."""
 
     slot: int
@@ -94,7 +94,7 @@ class Account:
         ledger: mmap,
         devices: Sequence[Device],
         quota: Quota,
-        processes: Mapping[int, Process],
+        processes: Mapping[int, RegisteredProcess],
         gpus: Scheduled,
         context_memory: int,
         is_running: bool,
@@ -104,7 +104,7 @@ class Account:
         self._grant, self._ledger, self._devices = grant, ledger, devices
         self._processes, self._gpus = processes, gpus
         self._context_memory = context_memory
-        self._meters: list[Meter[Process]] = [Meter() for _ in devices]
+        self._meters: list[Meter[RegisteredProcess]] = [Meter() for _ in devices]
         self._looked_ns = [0] * len(devices)
         self._told_ns = [0] * len(devices)
         self._counters = Counters(len(devices))
@@ -114,7 +114,7 @@ class Account:
 
     # What is read
 
-    def charges(self, device: int) -> dict[Process, Charge]:
+    def charges(self, device: int) -> dict[RegisteredProcess, Charge]:
         """Return what the ledger says about each process on GPU `device`."""
         whole = self._devices[device].memory
         return {
@@ -220,7 +220,9 @@ class Account:
 
     # What is published on the grant page
 
-    def reconcile(self, device: int, before: Mapping[Process, Charge], look: Look | None) -> None:
+    def reconcile(
+        self, device: int, before: Mapping[RegisteredProcess, Charge], look: Look | None
+    ) -> None:
         """Compare the books with a look at NVML, and publish the result.
 
         `before` are the charges from before the look. `look` is None if NVML failed: what NVML saw
@@ -282,7 +284,11 @@ class Account:
         self._publish_usage()
 
     def _measure(
-        self, device: int, now_ns: int, charges: Mapping[Process, Charge], look: Look | None
+        self,
+        device: int,
+        now_ns: int,
+        charges: Mapping[RegisteredProcess, Charge],
+        look: Look | None,
     ) -> None:
         sampled = None
         if look is not None and self.is_sampled(device):

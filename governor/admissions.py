@@ -10,7 +10,7 @@ import structlog
 
 from governor.arbiter import Runner
 from governor.books import Books
-from governor.claims import Claim, Share, Use, merge, uses_key
+from governor.claims import Claim, ClaimShare, Use, merge, uses_key
 from governor.config import Config
 from governor.container import Container, Remains, Wanted, container_key
 from governor.counters import Tally
@@ -18,7 +18,7 @@ from governor.errors import RefusedError, RequestError, StateError
 from governor.members import Member
 from governor.mps import Mps
 from governor.quota import MIB, Quota
-from governor.recover import Found
+from governor.recover import FoundContainer
 from governor.requests import limit_after, nodes_of, pod_of, uses_of
 from governor.reservations import Reservations, describe_devices
 from governor.state import State, Whose
@@ -35,10 +35,10 @@ class Claimed(Protocol):
 
     def find_shares(
         self, uses: Sequence[Use], request: dict[str, Any]
-    ) -> list[tuple[Claim, Share]]:
+    ) -> list[tuple[Claim, ClaimShare]]:
         """Return the shares that a container may use; RefusedError says why it may not."""
 
-    def recover(self, found: Found) -> list[tuple[Claim, Share]]:
+    def recover(self, found: FoundContainer) -> list[tuple[Claim, ClaimShare]]:
         """Return the shares that a container of an earlier governor uses."""
 
     def names(self, uses: Sequence[Use]) -> list[str]:
@@ -80,7 +80,7 @@ class Admissions:
             remains=remains,
         )
 
-    async def adopt(self, found: Found) -> None:
+    async def adopt(self, found: FoundContainer) -> None:
         """Take over a container that an earlier governor admitted and that runs."""
         key = found.remains.key
         try:

@@ -24,7 +24,7 @@ from typing import Any
 import structlog
 
 from governor import cgroups
-from governor.account import Look, Process
+from governor.account import Look, RegisteredProcess
 from governor.cgroups import CannotFreezeError, Group
 from governor.config import Config
 from governor.container import Container
@@ -38,7 +38,7 @@ from governor.violations import (
     Episode,
     Facts,
     Judge,
-    Sample,
+    ProcessSample,
     allowed_memory,
     next_freeze,
 )
@@ -155,7 +155,7 @@ class Auditor:
         device: Device,
         look: Look,
         processes: Sequence[ProcessMemory],
-        charges: Mapping[Container, Mapping[Process, Charge]],
+        charges: Mapping[Container, Mapping[RegisteredProcess, Charge]],
     ) -> None:
         """Judge the containers by a look at a GPU; `charges` are from before the look."""
         now_ns = time.monotonic_ns()
@@ -236,7 +236,7 @@ class Auditor:
         watched: _Watched,
         device: Device,
         i: int,
-        charges: Mapping[Process, Charge],
+        charges: Mapping[RegisteredProcess, Charge],
         now_ns: int,
     ) -> bool:
         """Return whether the container had no grant since the last look, and reported no work.
@@ -544,9 +544,9 @@ def _find_owner(pid: int, watched: Sequence[_Watched]) -> Container | None:
 
 def _samples(
     samples: Sequence[ProcessUse], pids: frozenset[int], wall_ns: int
-) -> tuple[Sample, ...]:
+) -> tuple[ProcessSample, ...]:
     return tuple(
-        Sample(one.time_us * 1000 - wall_ns, one.pid, one.percent)
+        ProcessSample(one.time_us * 1000 - wall_ns, one.pid, one.percent)
         for one in samples
         if one.pid in pids
     )

@@ -10,10 +10,19 @@ import structlog
 
 from governor.admissions import Admissions
 from governor.books import Books
-from governor.claims import MOST_SHOWN, NODE, Claim, Share, Use, check_claim, parse_claim, words
+from governor.claims import (
+    MOST_SHOWN,
+    NODE,
+    Claim,
+    ClaimShare,
+    Use,
+    check_claim,
+    parse_claim,
+    words,
+)
 from governor.container import Container
 from governor.errors import OccupiedError, RefusedError, StateError
-from governor.recover import Found
+from governor.recover import FoundContainer
 from governor.state import State
 from oci_hook.request import refuse_beside
 
@@ -33,7 +42,7 @@ class Bookings:
         for uuid in self._books.restore_claim(claim):
             log.error("claim-without-gpu", claim=_called(claim), uid=claim.uid, gpu=uuid)
 
-    def recover(self, found: Found) -> list[tuple[Claim, Share]]:
+    def recover(self, found: FoundContainer) -> list[tuple[Claim, ClaimShare]]:
         """Return the shares that a container uses.
 
         Claims that the state has lost are recovered from the container's directory.
@@ -56,7 +65,7 @@ class Bookings:
 
     def find_shares(
         self, uses: Sequence[Use], request: dict[str, Any]
-    ) -> list[tuple[Claim, Share]]:
+    ) -> list[tuple[Claim, ClaimShare]]:
         """Return the shares that a container may use; RefusedError says why it may not."""
         shares = []
         for uid, name in uses:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from governor.claims import Claim, Share, words
+from governor.claims import Claim, ClaimShare, words
 from governor.config import Config
 from governor.errors import OccupiedError, RefusedError
 from governor.placement import Nearness, Standing, place
@@ -61,7 +61,7 @@ class _Gpu:
         return sum(quota.compute for quota in self.quotas.values())
 
 
-def share_key(claim: Claim, share: Share) -> str:
+def share_key(claim: Claim, share: ClaimShare) -> str:
     """Return the name of a claim's share in the books."""
     return f"{CLAIMED}{claim.uid} {share.name}"
 
@@ -116,6 +116,20 @@ def complete_quota(request: Request, config: Config, *, annotated: bool = True) 
     return Quota(memory, compute, limit, request.work_class)
 
 
+def _check_count(count: int, request: Request) -> None:
+    if count > N_DEVICES:
+        raise RefusedError(
+            f"{count} GPUs were asked for, a container may have {N_DEVICES}",
+            hint=f"ask for {N_DEVICES} at most",
+        )
+    if request.strategy == "mps" and count > 1:
+        raise RefusedError(
+            f"annotation tidegate.gpu/strategy is mps and {count} GPUs were asked for, a client"
+            " of MPS has one",
+            hint="ask for one GPU, or for timeslice",
+        )
+
+
 class Books:
     """The GPUs of the node, and what is granted of them.
 
@@ -163,6 +177,23 @@ class Books:
         """
         nodes = nodes or Nodes()
         quota = complete_quota(request, self._config, annotated=annotated)
+        reached = self._reached(nodes)
+        if nodes.exact and nodes.minors and not request.devices and request.gpus is None:
+            request = request._replace(devices=reached)
+        count = len(request.devices) or request.gpus or 1
+        _check_count(count, request)
+        if request.devices:
+            chosen = self._named(request, nodes)
+            self._check_strategy(chosen, request)
+            self._check(chosen, quota)
+        else:
+            chosen = self._place(quota, count, request, nodes)
+        for gpu in chosen:
+            gpu.quotas[key] = quota
+        return quota, tuple(gpu.device for gpu in chosen)
+
+    def _reached(self, nodes: Nodes) -> tuple[str, ...]:
+        """Return the shared GPUs that a container has device nodes of; RefusedError if none."""
         if not self._gpus:
             reasons = "".join(f", {i} is not shared: {why}" for i, why in self._left_out.items())
             raise RefusedError(
@@ -174,40 +205,23 @@ class Books:
                 f"the container has {nodes}, which is no GPU that this node shares",
                 hint="tidegate check lists them",
             )
-        if nodes.exact and nodes.minors and not request.devices and request.gpus is None:
-            request = request._replace(devices=reached)
-        count = len(request.devices) or request.gpus or 1
-        if count > N_DEVICES:
+        return reached
+
+    def _named(self, request: Request, nodes: Nodes) -> list[_Gpu]:
+        """Return the GPUs that a request names; RefusedError if the container cannot have them."""
+        chosen = [self._find(name) for name in request.devices]
+        if len({gpu.device.uuid for gpu in chosen}) != len(chosen):
             raise RefusedError(
-                f"{count} GPUs were asked for, a container may have {N_DEVICES}",
-                hint=f"ask for {N_DEVICES} at most",
+                "annotation tidegate.gpu/devices names a GPU twice", hint="name each once"
             )
-        if request.strategy == "mps" and count > 1:
-            raise RefusedError(
-                f"annotation tidegate.gpu/strategy is mps and {count} GPUs were asked for, a client"
-                " of MPS has one",
-                hint="ask for one GPU, or for timeslice",
-            )
-        if request.devices:
-            chosen = [self._find(name) for name in request.devices]
-            if len({gpu.device.uuid for gpu in chosen}) != len(chosen):
-                raise RefusedError(
-                    "annotation tidegate.gpu/devices names a GPU twice", hint="name each once"
-                )
-            for gpu in chosen:
-                if not nodes.has(gpu.device):
-                    raise RefusedError(
-                        f"annotation tidegate.gpu/devices names GPU {gpu.device.index}, whose node"
-                        f" /dev/nvidia{gpu.device.minor} the container does not have",
-                        hint="give it that node, or name a GPU that it has",
-                    )
-            self._check_strategy(chosen, request)
-            self._check(chosen, quota)
-        else:
-            chosen = self._place(quota, count, request, nodes)
         for gpu in chosen:
-            gpu.quotas[key] = quota
-        return quota, tuple(gpu.device for gpu in chosen)
+            if not nodes.has(gpu.device):
+                raise RefusedError(
+                    f"annotation tidegate.gpu/devices names GPU {gpu.device.index}, whose node"
+                    f" /dev/nvidia{gpu.device.minor} the container does not have",
+                    hint="give it that node, or name a GPU that it has",
+                )
+        return chosen
 
     def restore(self, key: str, quota: Quota, uuids: tuple[str, ...]) -> tuple[Device, ...]:
         """Enter a container that runs already, with the quota and the GPUs that it has.
@@ -263,7 +277,7 @@ class Books:
             self.leave_claim(claim)
             raise
 
-    def _admit_share(self, claim: Claim, share: Share) -> None:
+    def _admit_share(self, claim: Claim, share: ClaimShare) -> None:
         gpu = self._claimed(claim, share.device)
         check_memory(share.quota.memory, self._config, f"{claim}: memory")
         if gpu.lost is not None:

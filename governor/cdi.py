@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from governor.quota import Device
-from oci_hook.edits import CONTROL, Node, hook_entry, host_nodes
+from oci_hook.edits import CONTROL, DeviceNode, hook_entry, host_nodes
 
 KIND = "tidegate.gpu/shared"
 CLAIM_KIND = "tidegate.gpu/claim"
@@ -118,7 +118,7 @@ def _edits(nodes: list[dict[str, Any]]) -> dict[str, Any]:
     return edits
 
 
-def _node(dev_dir: str, node: Node) -> dict[str, Any]:
+def _node(dev_dir: str, node: DeviceNode) -> dict[str, Any]:
     return {
         "path": node.path,
         "hostPath": f"{dev_dir}/{Path(node.path).name}",

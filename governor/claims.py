@@ -26,7 +26,7 @@ EQUAL = "a container has the same quota on each of its GPUs"
 
 
 @dataclass(frozen=True)
-class Share:
+class ClaimShare:
     """A part of one GPU, by its UUID."""
 
     name: str
@@ -47,7 +47,7 @@ class Claim:
     uid: str
     namespace: str
     name: str
-    shares: tuple[Share, ...]
+    shares: tuple[ClaimShare, ...]
     leaving: bool = False
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ def parse_claim(document: Mapping[str, Any], *, leaving: bool = False) -> Claim:
     The order of its shares does not matter. RequestError if it is not a valid claim.
     """
     shares = [
-        Share(
+        ClaimShare(
             one["name"],
             one["device"],
             Quota(
@@ -125,7 +125,7 @@ def check_claim(claim: Claim) -> None:
         merge([(claim, share) for share in claim.shares if share.request == request])
 
 
-def merge(shares: Sequence[tuple[Claim, Share]]) -> dict[str, Quota]:
+def merge(shares: Sequence[tuple[Claim, ClaimShare]]) -> dict[str, Quota]:
     """Return the quota on each GPU, by its UUID, of a container that has these shares.
 
     Several shares of one GPU are added up; the sum is of class latency if each of them is.
@@ -161,7 +161,7 @@ def merge(shares: Sequence[tuple[Claim, Share]]) -> dict[str, Quota]:
     return quotas
 
 
-def _name(shares: Iterable[tuple[Claim, Share]]) -> str:
+def _name(shares: Iterable[tuple[Claim, ClaimShare]]) -> str:
     return " with ".join(dict.fromkeys(str(claim) for claim, _ in shares))
 
 

@@ -145,7 +145,7 @@ class Config:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedConfig:
     """A configuration, the files that it was merged from, and which file set which option.
 
     `origins` maps an option, like `placement` or `defaults.memory`, to a file; an option that is
@@ -162,7 +162,7 @@ def parse_config(text: str, name: str = "configuration") -> Config:
     return merge_config([(name, text)]).config
 
 
-def merge_config(texts: Iterable[tuple[str, str]]) -> Loaded:
+def merge_config(texts: Iterable[tuple[str, str]]) -> LoadedConfig:
     """Return what several files, each with its name, say together; the last one prevails.
 
     Mappings are merged by their keys; a list replaces the one before.
@@ -176,7 +176,7 @@ def merge_config(texts: Iterable[tuple[str, str]]) -> Loaded:
         for option in _options(document):
             origins[option] = name
         _merge(merged, document)
-    return Loaded(_build(merged, origins), tuple(names), origins)
+    return LoadedConfig(_build(merged, origins), tuple(names), origins)
 
 
 def _options(document: Mapping[str, Any]) -> list[str]:
@@ -401,7 +401,7 @@ def is_drop_in(name: str) -> bool:
     return name.endswith(".yaml") and not name.startswith(".")
 
 
-def load_config(path: str | Path | None = None) -> Loaded:
+def load_config(path: str | Path | None = None) -> LoadedConfig:
     """Read the file at `path` and its drop-ins; without a path, the node's own, if any."""
     file = Path(path or PATH)
     files = find_files(file)

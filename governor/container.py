@@ -24,13 +24,13 @@ from typing import Any
 
 import structlog
 
-from governor.account import Account, Process
+from governor.account import Account, RegisteredProcess
 from governor.arbiter import Runner
 from governor.cgroups import Membership, find_membership
-from governor.claims import Claim, Share, Use, uses_key
+from governor.claims import Claim, ClaimShare, Use, uses_key
 from governor.config import Config
 from governor.members import Member, Members, warn_if_unknown
-from governor.mps import DIRECTORY, Event, Mps
+from governor.mps import DIRECTORY, Mps, MpsEvent
 from governor.pace import PacedLog
 from governor.processes import Identity, identify, names_in
 from governor.quota import Device, Quota
@@ -68,7 +68,7 @@ class Wanted:
     quota: Quota
     devices: tuple[Device, ...]
     whose: Whose = field(default_factory=Whose)
-    claims: tuple[tuple[Claim, Share], ...] = ()
+    claims: tuple[tuple[Claim, ClaimShare], ...] = ()
 
     @property
     def uses(self) -> tuple[Use, ...]:
@@ -136,7 +136,7 @@ class Container:
         self._state = state or State()
         self._mps = mps
         self._gpus = Scheduled([runners[device.uuid] for device in self.devices])
-        self._processes: dict[int, Process] = {}  # by slot
+        self._processes: dict[int, RegisteredProcess] = {}  # by slot
         self._ledger: Ledger | None = None
         self._closed = False
         self._lines = PacedLog(log)
@@ -333,7 +333,7 @@ class Container:
             self._lines.info("process-held", container=self.identifier, pid=pid)
         return True
 
-    def tell_mps(self, event: Event) -> None:
+    def tell_mps(self, event: MpsEvent) -> None:
         """Tell the container what happened to its MPS server, in /run/tidegate/mps/events."""
         path = self.directory / DIRECTORY / "events"
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -447,7 +447,7 @@ class Container:
             shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def _describe_claims(shares: Sequence[tuple[Claim, Share]]) -> list[dict[str, Any]]:
+def _describe_claims(shares: Sequence[tuple[Claim, ClaimShare]]) -> list[dict[str, Any]]:
     claims: dict[str, dict[str, Any]] = {}
     for claim, share in shares:
         named = {"uid": claim.uid, "namespace": claim.namespace, "name": claim.name}

@@ -27,7 +27,7 @@ from governor import logs, metrics, web
 from governor.arbiter import Runner, Runners, load_library
 from governor.audit import Auditor
 from governor.books import Books
-from governor.config import Config, Loaded, load_config
+from governor.config import Config, LoadedConfig, load_config
 from governor.errors import GovernorError, TidegateError
 from governor.hardware.driver import DriverCallError
 from governor.hardware.gangs import Board
@@ -41,7 +41,7 @@ from governor.quota import Device
 from governor.reconcile import reconcile
 from governor.recover import CONTAINERS
 from governor.server import Server
-from governor.settings import Settings
+from governor.settings import SettingsInForce
 from governor.state import NAME, State
 from vdriver.errors import NvmlError, VdriverError
 from vdriver.manifest import read_manifest
@@ -277,12 +277,12 @@ def _hear(stop: asyncio.Event, hangups: asyncio.Event) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
 
 
-async def govern(load: Callable[[], Loaded], *, wait: bool = False) -> None:
+async def govern(load: Callable[[], LoadedConfig], *, wait: bool = False) -> None:
     """Serve by the configuration that `load` returns, until a signal says to stop.
 
     With `wait`, another governor in the same directory is waited for, instead of being an error.
     """
-    settings = Settings(load)
+    settings = SettingsInForce(load)
     config = settings.config
     runtime = Path(config.runtime_dir)
     _make_directories(runtime)
@@ -301,27 +301,7 @@ async def govern(load: Callable[[], Loaded], *, wait: bool = False) -> None:
         contextlib.closing(Offer(lambda: web.listening(config))) as shown,
         contextlib.ExitStack() as stack,
     ):
-        devices, left_out = find_devices(nvml)
-        for index, reason in left_out.items():
-            log.warning("gpu-left-out", gpu=index, reason=reason)
-        together, board = Runners(library, config), Board()
-        stack.callback(together.close)
-        runners: dict[str, Runner] = {}
-        for device in devices:
-            runners[device.uuid] = _make_runner(
-                library, config, nvml, device, together=together, board=board
-            )
-            stack.callback(runners[device.uuid].close)
-        topology = nvml.topology([device.uuid for device in devices])
-        state = State(Path(config.state_dir) / NAME)
-        stack.callback(state.close)
-        state.load()
-        server = Server(config, Books(devices, config, topology, left_out), runners, state)
-        server.versions = {"driver": nvml.driver_version(), "cuda": nvml.cuda_version()}
-        stack.callback(server.close)
-        for mps in _find_mps(config, devices, server):
-            # This runs before the server lets go of the containers.
-            stack.callback(_part_from, server, mps)
+        server, devices, runners = _make_server(stack, config, nvml, library)
         await server.adopt()
         auditor = Auditor(server.containers, server.tally, config)
         stack.callback(auditor.close)
@@ -356,18 +336,46 @@ async def govern(load: Callable[[], Loaded], *, wait: bool = False) -> None:
         log.info("governor-stopped")
 
 
+def _make_server(
+    stack: contextlib.ExitStack, config: Config, nvml: Nvml, library: ctypes.CDLL
+) -> tuple[Server, list[Device], dict[str, Runner]]:
+    """Return the server with the node's GPUs and what was kept; `stack` takes what to close."""
+    devices, left_out = find_devices(nvml)
+    for index, reason in left_out.items():
+        log.warning("gpu-left-out", gpu=index, reason=reason)
+    together, board = Runners(library, config), Board()
+    stack.callback(together.close)
+    runners: dict[str, Runner] = {}
+    for device in devices:
+        runners[device.uuid] = _make_runner(
+            library, config, nvml, device, together=together, board=board
+        )
+        stack.callback(runners[device.uuid].close)
+    topology = nvml.topology([device.uuid for device in devices])
+    state = State(Path(config.state_dir) / NAME)
+    stack.callback(state.close)
+    state.load()
+    server = Server(config, Books(devices, config, topology, left_out), runners, state)
+    server.versions = {"driver": nvml.driver_version(), "cuda": nvml.cuda_version()}
+    stack.callback(server.close)
+    for mps in _find_mps(config, devices, server):
+        # This runs before the server lets go of the containers.
+        stack.callback(_part_from, server, mps)
+    return server, devices, runners
+
+
 def _pages(server: Server, scraped: Offer, shown: Offer) -> list[Coroutine[None, None, None]]:
     """Return what serves metrics and web page, as far as the configuration wants them."""
     config = server.config
     work: list[Coroutine[None, None, None]] = []
     if config.metrics.listen != "off":
-        work.append(scraped.serve(metrics.Endpoint(lambda: metrics.collect(server))))
+        work.append(scraped.serve(metrics.MetricsEndpoint(lambda: metrics.collect(server))))
     if config.web.listen != "off":
         history = History(time.monotonic_ns())
         work += [
             web.find_names(server),
             web.keep(server, history),
-            shown.serve(web.Endpoint(server, history)),
+            shown.serve(web.PageEndpoint(server, history)),
         ]
     return work
 
@@ -402,7 +410,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def load_overridden(args: argparse.Namespace) -> Loaded:
+def load_overridden(args: argparse.Namespace) -> LoadedConfig:
     """Return what the files say, with what the command line overrides."""
     loaded = load_config(args.config)
     given = {name: getattr(args, name) for name in OVERRIDES if getattr(args, name)}

@@ -360,7 +360,7 @@ SAME_S = 0.25
 """Scrapes that are less than this time apart, in seconds, get the same numbers."""
 
 
-class Endpoint(httpd.Endpoint):
+class MetricsEndpoint(httpd.Endpoint):
     """Answers GET /metrics."""
 
     where = "metrics are at /metrics"

@@ -95,7 +95,7 @@ def find_tools(manifest: Manifest) -> Tools:
 
 
 @dataclass(frozen=True)
-class Event:
+class MpsEvent:
     """An event that a line of the daemon's or the server's log reports.
 
     `pid` is a client's. `writer` is the process that, by the line itself, wrote it.
@@ -122,7 +122,7 @@ _EVENTS = (
 )
 
 
-def read_line(line: str) -> Event | None:
+def read_line(line: str) -> MpsEvent | None:
     """Return the event in a line of a log, None if there is none of interest.
 
     A client's command is written to the log as it came, including line breaks. What the client can
@@ -136,7 +136,7 @@ def read_line(line: str) -> Event | None:
         found = pattern.match(text)
         if found:
             pid = int(found[1]) if found.groups() else None
-            return Event(kind, text[:200], pid, int(prefix[1]))
+            return MpsEvent(kind, text[:200], pid, int(prefix[1]))
     return None
 
 
@@ -198,7 +198,7 @@ class Mps:
         device: Device,
         tools: Tools,
         config: Config,
-        tell: Callable[[Mps, Event], None],
+        tell: Callable[[Mps, MpsEvent], None],
     ) -> None:
         self.device = device
         self.state = "starting"
@@ -306,7 +306,7 @@ class Mps:
             self._look_at_fault()
             await asyncio.sleep(POLL_S)
         self.counts.ends += 1
-        self._tell(self, Event("daemon-ended", "the MPS daemon has ended"))
+        self._tell(self, MpsEvent("daemon-ended", "the MPS daemon has ended"))
 
     def _listener(self) -> int:
         """Return the process that listens on the daemon's socket; 0 if none does."""
@@ -386,9 +386,9 @@ class Mps:
         if (state, reason) != (self.state, self.reason):
             self.state, self.reason = state, reason
             self._tried.set()
-            self._tell(self, Event("state", state))
+            self._tell(self, MpsEvent("state", state))
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: MpsEvent) -> None:
         match event.kind:
             case "fault":
                 # Both logs, and several lines of each, report one fault.

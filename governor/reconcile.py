@@ -85,7 +85,7 @@ class Nobodys:
         self.began_ns, self.bytes, self.n = began_ns, found, n_processes
 
 
-class Waiting(Protocol):
+class LookWaiters(Protocol):
     """Knows whether a process waits for a look at a GPU: the runner of the GPU's arbiter."""
 
     def due(self) -> bool:
@@ -121,7 +121,7 @@ class _Watch:
                 self.nobodys.tell(container, i)
             self.told = here
 
-    def is_due(self, server: Server, waiting: Waiting, now_ns: int) -> bool:
+    def is_due(self, server: Server, waiting: LookWaiters, now_ns: int) -> bool:
         """Return whether to look now: it is time, or a process waits for a look."""
         passed = now_ns - self.last_ns
         if passed >= LOOK_NS:
@@ -172,7 +172,7 @@ async def reconcile(
     server: Server,
     nvml: Observer,
     devices: list[Device],
-    runners: Mapping[str, Waiting],
+    runners: Mapping[str, LookWaiters],
     *,
     tally: Tally | None = None,
     auditor: Auditor | None = None,

@@ -49,7 +49,7 @@ _KEY = re.compile(r"[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundContainer:
     """A container that runs; `pidfd` refers to its first process."""
 
     identifier: str
@@ -63,10 +63,12 @@ class Found:
     """What its directory says about the claims, in case the state has lost them."""
 
 
-def find_containers(config: Config, state: State, devices: Sequence[Device]) -> Iterator[Found]:
+def find_containers(
+    config: Config, state: State, devices: Sequence[Device]
+) -> Iterator[FoundContainer]:
     """Yield the containers that run; remove what is left of others."""
     search = _Search(Path(config.runtime_dir) / CONTAINERS, state, [d.uuid for d in devices])
-    looks: list[tuple[str, Callable[[], Found | None]]] = [
+    looks: list[tuple[str, Callable[[], FoundContainer | None]]] = [
         (row.key, partial(search.known, row)) for row in state.containers.values()
     ]
     # Before the first is taken over: from then on the state contains what this governor writes.
@@ -96,7 +98,7 @@ class _Search:
         """
         return mounted_below(self._directory.name, self._directory.stat().st_dev)
 
-    def known(self, row: ContainerRow) -> Found | None:
+    def known(self, row: ContainerRow) -> FoundContainer | None:
         """Return a container of the state, if it was confirmed and still runs."""
         living = [
             (member, pidfd)
@@ -133,7 +135,7 @@ class _Search:
             if _KEY.fullmatch(path.name) and path.name not in known
         )
 
-    def recovered(self, directory: Path) -> Found | None:
+    def recovered(self, directory: Path) -> FoundContainer | None:
         """Return a container that only its directory names, if processes have that mounted."""
         key = directory.name
         processes = self._mounted.by_name.get(key)
@@ -197,7 +199,7 @@ class _Search:
         pidfds: Sequence[int],
         grant: mmap | None,
         claims: tuple[Claim, ...] = (),
-    ) -> Found:
+    ) -> FoundContainer:
         rows = dict(self._state.processes.get(row.key, {}))
         living: dict[int, tuple[ProcessRow, int]] = {}
         for slot, known in rows.items():
@@ -217,7 +219,7 @@ class _Search:
                 self._state.register(row.key, known)
         elif living:
             log.error("ledger-lost", container=row.identifier, key=row.key)
-        return Found(
+        return FoundContainer(
             row.identifier or f"recovered-{row.key}",
             pidfds[0],
             row.quota,

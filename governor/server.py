@@ -28,12 +28,12 @@ from governor.container import Container
 from governor.counters import Tally
 from governor.errors import RequestError, TidegateError
 from governor.listener import SHORT, start_serving
-from governor.mps import Event, Mps
+from governor.mps import Mps, MpsEvent
 from governor.names import find_name
 from governor.recover import find_containers
 from governor.requests import parse_request, pod_of, uses_of
 from governor.reservations import Reservations
-from governor.settings import Settings
+from governor.settings import SettingsInForce
 from governor.state import State
 from oci_hook.errors import HookError
 
@@ -54,7 +54,7 @@ class Server:
         state: State | None = None,
     ) -> None:
         self.versions: dict[str, str | None] = {"driver": None, "cuda": None}
-        self.settings: Settings | None = None  # None where there are no files to read again
+        self.settings: SettingsInForce | None = None  # None where there are no files to read again
         self._state = state or State()
         self._books = books
         self._runners = runners
@@ -251,7 +251,7 @@ class Server:
             "not_steered": runner.not_steered,
         }
 
-    def mps_event(self, mps: Mps, event: Event) -> None:
+    def mps_event(self, mps: Mps, event: MpsEvent) -> None:
         """Handle what happened to a GPU's MPS server, and tell the containers that share it."""
         if event.kind == "state":
             self._books.set_closed(mps.device.uuid, mps.reason)
@@ -277,7 +277,7 @@ class Server:
                 said = "a process of this container" if own else "a process of some container"
                 what = f"{said} had a fatal fault" if event.kind == "fault" else "the server ended"
                 container.tell_mps(
-                    Event(event.kind, f"{what}; restart the programs that used the GPU")
+                    MpsEvent(event.kind, f"{what}; restart the programs that used the GPU")
                 )
 
     def mps_used(self, mps: Mps) -> bool:

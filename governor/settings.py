@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from governor.config import Config, Loaded, describe, differences, effect_of
+from governor.config import Config, LoadedConfig, describe, differences, effect_of
 from governor.errors import ConfigError, TidegateError
 
 log = structlog.get_logger()
@@ -22,10 +22,10 @@ log = structlog.get_logger()
 KEPT = "the governor keeps the configuration that it has"
 
 
-class Settings:
+class SettingsInForce:
     """What is in force, and what a look at the files would change. On the governor's loop."""
 
-    def __init__(self, load: Callable[[], Loaded]) -> None:
+    def __init__(self, load: Callable[[], LoadedConfig]) -> None:
         """Read the files; ConfigError if they are wrong, because no governor runs with them yet."""
         self._load = load
         loaded = load()
@@ -105,7 +105,7 @@ class Settings:
             answer["changes"] = _changes(self.config, loaded.config)
         return answer
 
-    async def _read(self) -> Loaded:
+    async def _read(self) -> LoadedConfig:
         try:
             # On a thread: YAML and its schema take tens of milliseconds.
             return await asyncio.to_thread(self._load)

@@ -21,7 +21,7 @@ from typing import Any
 
 import structlog
 
-from governor.account import Account, GpuUse, Process
+from governor.account import Account, GpuUse, RegisteredProcess
 from governor.listener import Listener
 from governor.members import Member, Members
 from governor.pace import Pace, PacedLog
@@ -92,7 +92,7 @@ class Slots:
         key: str,
         ledger: Ledger,
         n_devices: int,
-        processes: dict[int, Process],
+        processes: dict[int, RegisteredProcess],
         members: Members,
         gpus: Scheduled,
         account: Account,
@@ -128,7 +128,7 @@ class Slots:
             for use, peak in zip(uses, peaks if isinstance(peaks, tuple) else (), strict=False):
                 use.peak = peak
             self._enter(
-                Process(
+                RegisteredProcess(
                     slot=row.slot,
                     pid=row.process.pid,
                     start=row.process.start,
@@ -252,7 +252,7 @@ class Slots:
             raise
         self._lines.info("process-registered", container=self._name, pid=pid, slot=slot)
 
-    def _identify(self, slot: int, pid: int, own: socket.socket) -> Process:
+    def _identify(self, slot: int, pid: int, own: socket.socket) -> RegisteredProcess:
         """Return what is known of the process that connected, as of now."""
         pidfd = _peer(own, pid)
         # The process that connected may have ended since, and its pid may be another process's.
@@ -264,7 +264,7 @@ class Slots:
         if member is None:
             os.close(pidfd)
             raise RuntimeError(STRANGER)
-        return Process(
+        return RegisteredProcess(
             slot=slot,
             pid=pid,
             start=identity.start,
@@ -293,7 +293,7 @@ class Slots:
                 return
         raise RuntimeError("it says that it is registered, but it is not")
 
-    def _enter(self, process: Process) -> None:
+    def _enter(self, process: RegisteredProcess) -> None:
         """Put a process into its slot."""
         slot = process.slot
         base = pages.slot_base(slot)
@@ -306,15 +306,15 @@ class Slots:
         self._loop.add_reader(process.pidfd, self._end, slot)
         self._announce(process)
 
-    def _announce(self, process: Process) -> None:
+    def _announce(self, process: RegisteredProcess) -> None:
         contexts = partial(self._account.contexts, process.slot)
         self._gpus.enter(process.slot, process.pid, process.pidfd, contexts)
 
-    def _answer(self, process: Process, own: socket.socket) -> None:
+    def _answer(self, process: RegisteredProcess, own: socket.socket) -> None:
         self._gpus.watch(own.fileno())
         socket.send_fds(own, [struct.pack("I", process.slot)], [self._ledger_fd])
 
-    def _forget(self, slot: int) -> Process:
+    def _forget(self, slot: int) -> RegisteredProcess:
         process = self._processes.pop(slot)
         self._gpus.leave(slot)
         self._loop.remove_reader(process.pidfd)

@@ -79,7 +79,7 @@ def allowed_memory(limit: int, context_bytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Sample:
+class ProcessSample:
     """One of NVML's samples of a process of the container, on the clock of the looks."""
 
     time_ns: int
@@ -97,7 +97,7 @@ class Facts:
     """Bytes that NVML sees of each of its processes, registered or not, by host pid."""
     unregistered: frozenset[int] = frozenset()
     """Those of the processes that compute without having registered."""
-    samples: Sequence[Sample] = ()
+    samples: Sequence[ProcessSample] = ()
     idle: bool = False
     """Whether it had no grant, and reported no work, since the previous look."""
     frozen: bool = False
@@ -240,7 +240,7 @@ class _Working:
     def __init__(self) -> None:
         self._looked: int | None = None
         self._idle_since = 0
-        self._evidence: dict[int, Sample] = {}  # by time
+        self._evidence: dict[int, ProcessSample] = {}  # by time
         self._last = 0
         self.lasts = False
         self.pid = 0

@@ -74,7 +74,7 @@ def policy_of(page: str) -> str:
     )
 
 
-class Endpoint(httpd.Endpoint):
+class PageEndpoint(httpd.Endpoint):
     """Answers GET requests for the page and for the data that it shows."""
 
     where = f"the page is at /, what it shows at {STATE} and {HISTORY}"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from governor.cdi import HOOK, make_claim_spec
-from kube.claims import Claim
+from kube.claims import AllocatedClaim
 from kube.errors import CdiError
 from kube.names import CDI_CLASS, DRIVER
 
@@ -22,7 +22,7 @@ _PREFIX, _SUFFIX, _NEW = f"{DRIVER}-{CDI_CLASS}_", ".json", ".new"
 
 
 def make_spec(
-    claim: Claim,
+    claim: AllocatedClaim,
     minors: Mapping[str, int | None],
     *,
     hook: str = HOOK,

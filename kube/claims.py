@@ -46,7 +46,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Share:
+class AllocatedShare:
     """One result of the allocation; memory is in bytes, compute in percent."""
 
     name: str
@@ -77,11 +77,11 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Claim:
+class AllocatedClaim:
     """An allocated claim, with only the shares of this driver."""
 
     reference: Reference
-    shares: tuple[Share, ...]
+    shares: tuple[AllocatedShare, ...]
 
     def describe(self) -> dict[str, Any]:
         """Return the request to the governor that enters the claim."""
@@ -107,7 +107,7 @@ class Claim:
 
 def read_claim(
     document: Mapping[str, Any], reference: Reference, pool: str, devices: Mapping[str, str]
-) -> Claim:
+) -> AllocatedClaim:
     """Return the part of a ResourceClaim for this node; ClaimError says why it cannot be served.
 
     `pool` is this node's pool, `devices` maps the names of its devices to the GPUs' UUIDs.
@@ -124,7 +124,7 @@ def read_claim(
 
 def _read_claim(
     document: Mapping[str, Any], reference: Reference, pool: str, devices: Mapping[str, str]
-) -> Claim:
+) -> AllocatedClaim:
     uid = (document.get("metadata") or {}).get("uid")
     if uid != reference.uid:
         raise ClaimError(
@@ -160,7 +160,7 @@ def _read_claim(
         name = f"{request}/{counts[request]}"
         counts[request] += 1
         shares.append(_share(result, reference, name, pool=pool, devices=devices, config=config))
-    return Claim(reference, tuple(shares))
+    return AllocatedClaim(reference, tuple(shares))
 
 
 def _require_device(
@@ -197,7 +197,7 @@ def _share(
     pool: str,
     devices: Mapping[str, str],
     config: Sequence[Mapping[str, Any]],
-) -> Share:
+) -> AllocatedShare:
     request, device = str(result["request"]), str(result.get("device"))
     _require_device(result, reference, pool, devices)
     consumed = result.get("consumedCapacity")
@@ -229,7 +229,7 @@ def _share(
             f"{reference}, request {request}: computeLimit is {limit} %, {COMPUTE} is {compute} %",
             hint=f"write {compute} or more, or strict: true",
         )
-    return Share(
+    return AllocatedShare(
         name=name,
         request=request,
         pool=pool,

@@ -3,54 +3,32 @@
     resources.limits: nvidia.com/gpumem: 3000   ->   ResourceClaimTemplate + resources.claims
 
 Each container that asks for a GPU gets a claim of its own, because in the other systems a quota is
-also a container's. What cannot be carried over becomes a `Note` of level `lost`; what is expressed
-in another way, one of level `changed`. Nothing is dropped without a note.
+also a container's. What cannot be carried over becomes a `ConversionNote` of level `lost`; what is
+expressed in another way, one of level `changed`. Nothing is dropped without a note.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kube import yamltext
-from kube.names import DRIVER, PARAMETERS_KIND, PARAMETERS_VERSION
-
-API = "resource.k8s.io/v1"
-BLOCK_MIB = 256
-"""Size of one tencent.com/vcuda-memory in MiB."""
-MOST_MIB = 1 << 24
-"""Limit of nvidia.com/gpumem in MiB. No GPU has 16 TiB: a manifest that says 8Gi for a resource
-counted in MiB means another number."""
-SHARE = 10
-"""Guarantee in percent of a pod without gpucores: HAMi splits a GPU among ten by default."""
-
-HAMI = ("gpumem", "gpumem-percentage", "gpucores", "priority")
-HAMI_RESOURCES = tuple(f"nvidia.com/{name}" for name in HAMI)
-GPU = "nvidia.com/gpu"
-CORE, BLOCKS = "tencent.com/vcuda-core", "tencent.com/vcuda-memory"
-RESOURCES = (GPU, *HAMI_RESOURCES, CORE, BLOCKS)
-
-WRITTEN = (
-    *("hami.io/vgpu-", "hami.io/bind-", "hami.io/mutex"),
-    *("tencent.com/predicate-", "tencent.com/gpu-assigned", "tencent.com/vcuda-device"),
+from kube.convert_pod import (
+    RESOURCES,
+    ConversionNote,
+    ConvertedPod,
+    ConvertOptions,
+    Notes,
+    Taken,
+    entries,
+    mapping,
+    name_of,
 )
-"""Prefixes of annotations that a scheduler writes on a pod that is placed."""
+from kube.names import DRIVER
 
-NO_EQUAL = {
-    "hami.io/node-scheduler-policy": "the cluster's own scheduler chooses the node",
-    "hami.io/gpu-scheduler-policy": "the cluster's own scheduler chooses the GPU",
-    "hami.io/device-scoring-weights": "the cluster's own scheduler chooses the GPU",
-}
-ENVIRONMENT = {
-    "CUDA_DISABLE_CONTROL": "nothing in a container turns a quota off",
-    "ACTIVE_OOM_KILLER": "an allocation beyond the quota fails, nothing is killed",
-    "CUDA_OVERSUBSCRIBE": "memory is never granted twice",
-    "GPU_CORE_UTILIZATION_POLICY": "",
-    "NVIDIA_VISIBLE_DEVICES": "the claim says which GPUs",
-}
 KINDS = frozenset(
     (
         *("Pod", "PodTemplate", "Deployment", "ReplicaSet", "ReplicationController"),
@@ -59,31 +37,13 @@ KINDS = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Note:
-    """What happened to something that the claim cannot express, or expresses in another way."""
-
-    object: str
-    what: str
-    reason: str
-    level: str
-    """`lost`, `changed`, or `form` for lost comments."""
-
-    def __str__(self) -> str:
-        return f"{self.object}: {self.level}: {self.what}: {self.reason}"
-
-
-Notes = dict[Note, None]
-"""Notes without duplicates, in order."""
-
-
 @dataclass
 class Result:
     """The manifests as text and as values, and the notes."""
 
     text: str = ""
     items: list[Any] = field(default_factory=list)
-    notes: list[Note] = field(default_factory=list)
+    notes: list[ConversionNote] = field(default_factory=list)
 
     @property
     def lost(self) -> int:
@@ -100,80 +60,10 @@ class Result:
         )
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the manifests do not say but the cluster's operator knows."""
-
-    gpu_mib: int = 0
-    """Memory of a GPU in MiB, to which gpumem-percentage refers; 0 if unknown."""
-    share: int = SHARE
-
-
-@dataclass
-class Ask:
-    """What one container asks for, in the terms of a claim."""
-
-    memory_mib: int | None = None
-    compute: int | None = None
-    count: int = 1
-    device_class: str = "gpu-strict"
-    parameters: dict[str, Any] = field(default_factory=dict)
-    selectors: tuple[str, ...] = ()
-    constraints: tuple[str, ...] = ()
-
-    def spec(self) -> dict[str, Any]:
-        """Return the ResourceClaim's spec."""
-        capacity = {}
-        if self.memory_mib is not None:
-            capacity["memory"] = f"{self.memory_mib}Mi"
-        if self.compute is not None:
-            capacity["compute"] = str(self.compute)
-        exactly: dict[str, Any] = {"deviceClassName": f"{self.device_class}.{DRIVER}"}
-        if self.count > 1:
-            exactly["count"] = self.count
-        if self.selectors:
-            exactly["selectors"] = [{"cel": {"expression": one}} for one in self.selectors]
-        if capacity:
-            exactly["capacity"] = {"requests": capacity}
-        devices: dict[str, Any] = {"requests": [{"name": "gpu", "exactly": exactly}]}
-        # The scheduler never gives a request the same device twice; this is for the reader.
-        constraints = [{"distinctAttribute": f"{DRIVER}/uuid"}] if self.count > 1 else []
-        constraints += [{"matchAttribute": name} for name in self.constraints if self.count > 1]
-        if constraints:
-            devices["constraints"] = [{"requests": ["gpu"], **one} for one in constraints]
-        if self.parameters:
-            parameters = {
-                "apiVersion": PARAMETERS_VERSION,
-                "kind": PARAMETERS_KIND,
-                **self.parameters,
-            }
-            opaque = {"driver": DRIVER, "parameters": parameters}
-            devices["config"] = [{"requests": ["gpu"], "opaque": opaque}]
-        return {"devices": devices}
-
-
-class Taken:
-    """The names in use. Finding a free one does not take longer when there are more names."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self._names = set(names)
-        self._numbers: dict[str, int] = {}
-
-    def take(self, name: str) -> str:
-        """Return the name, with a number appended if it is taken."""
-        number, free = self._numbers.get(name, 1), name
-        while free in self._names:
-            number += 1
-            free = f"{name}-{number}"
-        self._numbers[name] = number
-        self._names.add(free)
-        return free
-
-
-def convert(text: str, options: Options | None = None) -> Result:
+def convert(text: str, options: ConvertOptions | None = None) -> Result:
     """Convert manifests to manifests with claims; UnreadableError if the text is not YAML."""
     result = Result()
-    options = options or Options()
+    options = options or ConvertOptions()
     text = text.removeprefix("\ufeff")
     documents = yamltext.read(text)
     if not documents:  # nothing but comments
@@ -188,14 +78,16 @@ def convert(text: str, options: Options | None = None) -> Result:
         if changed or any(name in document.text for name in RESOURCES):
             for key in document.twice:
                 reason = "it is there more than once, and the last one counts"
-                notes[Note(_name(value), key, reason, "lost")] = None
+                notes[ConversionNote(name_of(value), key, reason, "lost")] = None
         body, marked = document.text, document.marked
         if changed:
             body, kept = yamltext.rewrite(document, value)
             marked = marked or not kept
             if not kept and document.has_comments:
-                name = _name(value)
-                notes[Note(name, "comments", "the document was written anew", "form")] = None
+                name = name_of(value)
+                notes[ConversionNote(name, "comments", "the document was written anew", "form")] = (
+                    None
+                )
         if not body.endswith("\n"):
             body += "\n"
         comments = "".join(f"# {_one_line(str(note))}\n" for note in notes)
@@ -238,34 +130,16 @@ def _one_line(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text)
 
 
-def _mapping(value: Any) -> dict[Any, Any]:
-    """Return the value if it is a mapping, otherwise a new, empty one."""
-    return value if isinstance(value, dict) else {}
-
-
-def _entries(value: Any) -> list[dict[Any, Any]]:
-    """Return the mappings in a value that should be a list of them."""
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
-
-
-def _name(value: Any) -> str:
-    """Return a document's name in notes."""
-    document = _mapping(value)
-    metadata = _mapping(document.get("metadata"))
-    name = metadata.get("name") or metadata.get("generateName") or "?"
-    return f"{document.get('kind', '?')} {name}"
-
-
 def _templates(value: Any) -> Iterator[str]:
     """Yield the names of the claim templates that exist already."""
-    document = _mapping(value)
-    for one in (document, *_entries(document.get("items"))):
+    document = mapping(value)
+    for one in (document, *entries(document.get("items"))):
         if one.get("kind") == "ResourceClaimTemplate":
-            yield str(_mapping(one.get("metadata")).get("name"))
+            yield str(mapping(one.get("metadata")).get("name"))
 
 
 def _convert_document(
-    document: Any, options: Options, notes: Notes, taken: Taken
+    document: Any, options: ConvertOptions, notes: Notes, taken: Taken
 ) -> list[dict[str, Any]]:
     """Change a document in place, and return the claim templates that it needs.
 
@@ -281,7 +155,7 @@ def _convert_document(
     made = []
     left: set[int] = set()
     for found in _pods(document):
-        pod = _Pod(document, found, options, notes)
+        pod = ConvertedPod(document, found, options, notes)
         made += pod.convert(taken)
         left |= pod.left
     for path, key in _leftovers(document, left):
@@ -293,23 +167,23 @@ def _convert_document(
                 "claims are counted as <class>.deviceclass.resource.k8s.io/devices"
                 f", e.g. gpu-strict.{DRIVER}.deviceclass.resource.k8s.io/devices"
             )
-        notes[Note(_name(document), key, reason, "lost")] = None
+        notes[ConversionNote(name_of(document), key, reason, "lost")] = None
     return made
 
 
 def _pods(document: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
     """Yield what has a pod's shape, metadata with a spec, in a workload of any kind."""
     kind = document.get("kind")
-    spec = _mapping(document.get("spec"))
+    spec = mapping(document.get("spec"))
     if kind == "Pod":
         yield document
     elif kind == "PodTemplate":
-        yield _mapping(document.get("template"))
+        yield mapping(document.get("template"))
     elif kind == "CronJob":
-        job = _mapping(_mapping(spec.get("jobTemplate")).get("spec"))
-        yield _mapping(job.get("template"))
+        job = mapping(mapping(spec.get("jobTemplate")).get("spec"))
+        yield mapping(job.get("template"))
     else:
-        yield _mapping(spec.get("template"))
+        yield mapping(spec.get("template"))
 
 
 def _leftovers(
@@ -325,344 +199,3 @@ def _leftovers(
     elif isinstance(value, list):
         for index, inner in enumerate(value):
             yield from _leftovers(inner, left, f"{path}[{index}]", above)
-
-
-_NUMBER = re.compile(r"([0-9]{1,15})(\.0*)?(k|M|G|Ki|Mi|Gi)?")
-_FACTORS = {"k": 10**3, "M": 10**6, "G": 10**9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
-
-
-def _whole_number(value: Any) -> int | None:
-    """Return the count of an extended resource, None if it is not a whole number."""
-    if isinstance(value, bool):
-        return None
-    found = _NUMBER.fullmatch(str(value))
-    return int(found[1]) * _FACTORS.get(found[3] or "", 1) if found else None
-
-
-class _Pod:
-    """A pod, or a pod template, during its conversion."""
-
-    def __init__(
-        self, document: dict[Any, Any], pod: dict[Any, Any], options: Options, notes: Notes
-    ) -> None:
-        self.document, self.pod, self.options, self.notes = document, pod, options, notes
-        self.left: set[int] = set()
-        """Parts that stay unchanged and are noted already, by identity."""
-        self.spec = _mapping(pod.get("spec"))
-        self.metadata = _mapping(pod.get("metadata"))
-        held = self.metadata.get("annotations")
-        self.annotations: dict[Any, Any] = held if isinstance(held, dict) else {}
-        self.name = _name(document)
-
-    def note(self, what: str, reason: str, level: str = "lost") -> None:
-        """Add a note about what happened to `what`, without duplicates."""
-        self.notes[Note(self.name, what, reason, level)] = None
-
-    def convert(self, taken: Taken) -> list[dict[str, Any]]:
-        """Change the pod in place, and return its claim templates, if it asks for a GPU."""
-        asking = []
-        first = _entries(self.spec.get("initContainers"))
-        for container in (*first, *_entries(self.spec.get("containers"))):
-            asked = self.take(container)
-            if asked:
-                asking.append((container, asked))
-        if not asking:
-            return []
-        common = self.take_annotations(max(a.get(GPU, 1) for _, a in asking))
-        asks = []
-        for container, asked in asking:
-            ask = self.ask(container, asked)
-            common(ask)
-            asks.append(ask)
-        self.take_surroundings()
-        return self.attach([c for c, _ in asking], asks, first, taken)
-
-    def take(self, container: dict[Any, Any]) -> dict[str, int]:
-        """Remove and return a container's GPU resources; change nothing if one is invalid."""
-        resources = _mapping(container.get("resources"))
-        parts = [(part, _mapping(resources.get(part))) for part in ("requests", "limits")]
-        found: dict[str, int] = {}
-        for _, asked in parts:  # the limits come last, and win
-            for key in RESOURCES:
-                if key in asked:
-                    number = _whole_number(asked[key])
-                    wrong = "" if number is not None else "is no whole number"
-                    if number and key == "nvidia.com/gpumem" and number > MOST_MIB:
-                        wrong = f"is {number} MiB, which no GPU has: it is counted in MiB"
-                    if number is None or wrong:
-                        self.note(key, f"{asked[key]!r} {wrong}, the container stays as it was")
-                        self.left |= {id(part) for _, part in parts}
-                        return {}
-                    found[key] = number
-        for part, asked in parts:
-            for key in list(asked):
-                if key in RESOURCES:
-                    del asked[key]
-                elif isinstance(key, str) and key.startswith("nvidia.com/"):
-                    self.note(key, "it has no equal and stays as it was")
-            if part in resources and not asked and isinstance(resources[part], dict):
-                del resources[part]
-        if "resources" in container and not resources:
-            del container["resources"]
-        if found and not any(found.get(key) for key in (GPU, *HAMI_RESOURCES[:3], CORE, BLOCKS)):
-            self.note(", ".join(found), "it asks for none, and is gone", "changed")
-            return {}
-        return found
-
-    def ask(self, container: dict[Any, Any], asked: dict[str, int]) -> Ask:
-        """Return what a container asked for, in the terms of a claim."""
-        theirs = CORE in asked or BLOCKS in asked
-        ask = self.from_gpu_manager(asked) if theirs else self.from_nvidia(asked)
-        self.take_environment(container, ask)
-        return ask
-
-    def from_nvidia(self, asked: dict[str, int]) -> Ask:
-        """Read nvidia.com/gpu alone, or with what HAMi adds to it."""
-        count = max(asked.get(GPU, 1), 1)
-        if "nvidia.com/priority" in asked:
-            self.note("nvidia.com/priority", "it has no equal: guarantees say who comes first")
-        if not any(asked.get(key) for key in HAMI_RESOURCES[:3]):
-            return Ask(None, 100, count, device_class="gpu-whole")
-        ask = Ask(count=count)
-        percent = asked.get("nvidia.com/gpumem-percentage", 0)
-        if asked.get("nvidia.com/gpumem"):
-            ask.memory_mib = asked["nvidia.com/gpumem"]
-            if percent:
-                self.note("nvidia.com/gpumem-percentage", "nvidia.com/gpumem counts", "changed")
-        elif percent >= 100:
-            pass  # a claim without memory gets all of it, which is less than the GPU's nominal size
-        elif percent and self.options.gpu_mib:
-            ask.memory_mib = self.options.gpu_mib * percent // 100
-        elif percent:
-            self.note(
-                "nvidia.com/gpumem-percentage",
-                f"the claim asks for all of it: say --gpu-memory for {percent} %",
-            )
-        else:
-            self.note(
-                "no nvidia.com/gpumem",
-                "the claim gets all the memory, as from HAMi; its scheduler may have had a default",
-                "changed",
-            )
-        cores = asked.get("nvidia.com/gpucores", 0)
-        if cores:
-            ask.compute = min(cores, 100)
-            if cores > 100:
-                self.note("nvidia.com/gpucores", f"{cores} is more than a GPU has: 100", "changed")
-        else:
-            ask.compute, ask.device_class = self.options.share, "gpu-elastic"
-            self.note(
-                "no nvidia.com/gpucores",
-                f"{ask.compute} % are guaranteed, and the rest may be borrowed",
-                "changed",
-            )
-        return ask
-
-    def from_gpu_manager(self, asked: dict[str, int]) -> Ask:
-        """Read tencent.com/vcuda-core and vcuda-memory."""
-        cores, blocks = asked.get(CORE, 0), asked.get(BLOCKS, 0)
-        count = max(cores // 100, 1)
-        if cores >= 100:
-            if cores % 100:
-                self.note(CORE, f"{cores} is no whole number of GPUs: {count}")
-            if blocks:
-                self.note(
-                    BLOCKS, "vcuda-core asks for whole GPUs, with all their memory", "changed"
-                )
-            return Ask(None, 100, count, device_class="gpu-whole")
-        if not blocks:
-            self.note(f"no {BLOCKS}", "a claim that names none gets all the memory")
-        return Ask(blocks * BLOCK_MIB or None, max(cores, 1))
-
-    def take_environment(self, container: dict[Any, Any], ask: Ask) -> None:
-        """Remove the variables of HAMi's library from a container."""
-        kept = []
-        variables = container.get("env")
-        if not isinstance(variables, list):
-            return
-        for variable in variables:
-            name = _mapping(variable).get("name")
-            ours = isinstance(name, str) and (
-                name in ENVIRONMENT or re.match(r"CUDA_DEVICE_(MEMORY|SM)_LIMIT", name)
-            )
-            if not ours:
-                kept.append(variable)
-            elif name == "GPU_CORE_UTILIZATION_POLICY":
-                value = variable.get("value")
-                if value == "disable" and ask.device_class == "gpu-strict":
-                    ask.device_class = "gpu-elastic"
-                self.note(name, "the claim's class says it", "changed")
-            elif name in ENVIRONMENT:
-                value = str(variable.get("value"))
-                harmless = name == "NVIDIA_VISIBLE_DEVICES" and value in {"all", "void"}
-                self.note(str(name), ENVIRONMENT[str(name)], "changed" if harmless else "lost")
-            else:
-                self.note(str(name), "the claim says it", "changed")
-        if len(kept) != len(variables):
-            container["env"] = kept
-            if not kept:
-                del container["env"]
-
-    def take_annotations(self, count: int) -> Callable[[Ask], None]:
-        """Remove the other systems' annotations; return a function that adds them to each claim."""
-        held, selectors, constraints = self.annotations, [], []
-        limit = mps = None
-        for key in [key for key in held if isinstance(key, str)]:
-            value = held[key]
-            text = str(value)
-            words = [word.strip() for word in text.split(",") if word.strip()]
-            if key.startswith(WRITTEN):
-                self.note(key, "a scheduler wrote it on a pod that was placed", "changed")
-            elif key in NO_EQUAL:
-                self.note(f"{key}: {text}", NO_EQUAL[key])
-            elif key in {"nvidia.com/use-gpuuuid", "nvidia.com/nouse-gpuuuid"} and words:
-                one = f'device.attributes["{DRIVER}"].uuid in {json.dumps(words)}'
-                selectors.append(one if "/use" in key else f"!({one})")
-            elif key in {"nvidia.com/use-gputype", "nvidia.com/nouse-gputype"} and words:
-                model = f'device.attributes["{DRIVER}"].model.lowerAscii()'
-                one = " || ".join(f"{model}.contains({json.dumps(w.lower())})" for w in words)
-                selectors.append(one if "/use" in key else f"!({one})")
-            elif key == "nvidia.com/numa-bind":
-                if text.lower() == "true":
-                    constraints.append(f"{DRIVER}/numaNode")
-                    if count == 1:
-                        self.note(key, "one GPU is always on one NUMA node", "changed")
-            elif key == "nvidia.com/vgpu-mode":
-                mps = text == "mps"
-                if text not in {"mps", "hami-core"}:
-                    self.note(f"{key}: {text}", "whole GPUs are shared")
-            elif key == "tencent.com/vcuda-core-limit":
-                limit = _whole_number(value)
-                if limit is None or not 0 < limit <= 100:
-                    self.note(f"{key}: {text}", "it is no percentage")
-                    limit = None
-            elif key.startswith("tencent.com/vcuda"):
-                self.note(f"{key}: {text}", "it has no equal")
-            elif key.startswith(("hami.io/", "nvidia.com/", "tencent.com/")):
-                self.note(f"{key}: {text}", "it is not known and stays as it was")
-                continue
-            else:
-                continue
-            del held[key]
-        if not held and isinstance(self.metadata.get("annotations"), dict):
-            del self.metadata["annotations"]
-
-        def add(ask: Ask) -> None:
-            ask.selectors, ask.constraints = tuple(selectors), tuple(constraints)
-            if mps and ask.count == 1:
-                ask.parameters["strategy"] = "mps"
-            elif mps:
-                self.note(
-                    "nvidia.com/vgpu-mode: mps",
-                    f"a client of MPS has one GPU, not {ask.count}; the node's strategy counts",
-                )
-            if limit is not None and ask.device_class == "gpu-strict":
-                ask.device_class = "gpu-elastic"
-                ask.parameters["computeLimit"] = max(limit, ask.compute or 1)
-
-        return add
-
-    def take_surroundings(self) -> None:
-        """Remove what sends the pod to the other systems' schedulers and runtimes."""
-        if self.spec.get("schedulerName") == "hami-scheduler":
-            del self.spec["schedulerName"]
-            self.note("schedulerName", "the cluster's own scheduler places claims", "changed")
-        if self.spec.get("runtimeClassName") == "nvidia":
-            del self.spec["runtimeClassName"]
-            self.note("runtimeClassName", "NVIDIA's runtime would mount a second driver", "changed")
-
-        for label in self.node_labels():
-            if label.startswith("nvidia.com/"):
-                self.note(
-                    label,
-                    "it stays in the pod, and is on no node without NVIDIA's feature discovery;"
-                    " a claim's selectors have model, driverVersion and more",
-                )
-
-    def node_labels(self) -> list[str]:
-        """Return the labels by which the pod selects its node, each once."""
-        labels = [key for key in _mapping(self.spec.get("nodeSelector")) if isinstance(key, str)]
-        affinity = _mapping(_mapping(self.spec.get("affinity")).get("nodeAffinity"))
-        required = _mapping(affinity.get("requiredDuringSchedulingIgnoredDuringExecution"))
-        for term in _entries(required.get("nodeSelectorTerms")):
-            labels += [str(one.get("key")) for one in _entries(term.get("matchExpressions"))]
-        return list(dict.fromkeys(labels))
-
-    def attach(
-        self,
-        containers: list[dict[Any, Any]],
-        asks: list[Ask],
-        first: list[dict[Any, Any]],
-        names: Taken,
-    ) -> list[dict[str, Any]]:
-        """Give each container its claim; return the templates, one for each different spec."""
-        workload = _label(self.document) or _label(self.pod) or "pod"
-        templates: dict[str, dict[str, Any]] = {}
-        claims: list[dict[str, str]] = []
-        held = self.spec.get("resourceClaims")
-        taken = Taken(
-            str(_mapping(one).get("name")) for one in (held if isinstance(held, list) else ())
-        )
-        several = len({json.dumps(ask.spec()) for ask in asks}) > 1
-        shared: dict[str, str] = {}
-        early_ones = {id(one) for one in first}
-        for container, ask in zip(containers, asks, strict=True):
-            spec = ask.spec()
-            form = json.dumps(spec)
-            name = _dns(str(container.get("name") or "container"))
-            if form not in templates:
-                own = names.take(f"{workload}-{name}-gpu" if several else f"{workload}-gpu")
-                templates[form] = self.template(own, spec)
-            # An init container has ended when the others start, so it can share a claim with one of
-            # them. An init container that always restarts is a sidecar and runs alongside them.
-            early = id(container) in early_ones
-            brief = early and container.get("restartPolicy") != "Always"
-            if brief and form in shared:
-                claim = shared[form]
-            elif not early and form in shared:
-                claim = shared.pop(form)
-            else:
-                claim = taken.take("gpu" if len(asks) == 1 else f"gpu-{name}")
-                template = templates[form]["metadata"]["name"]
-                claims.append({"name": claim, "resourceClaimTemplateName": template})
-                if brief:
-                    shared[form] = claim
-            _append(container, "resources", claim)
-        if shared:
-            self.note("initContainers", "their claims are held as long as the pod lives", "changed")
-        self.spec["resourceClaims"] = [*(held if isinstance(held, list) else []), *claims]
-        return list(templates.values())
-
-    def template(self, name: str, spec: dict[str, Any]) -> dict[str, Any]:
-        """Return a claim template in the workload's namespace."""
-        metadata: dict[str, Any] = {"name": name}
-        namespace = _mapping(self.document.get("metadata")).get("namespace")
-        if isinstance(namespace, str) and namespace:
-            metadata["namespace"] = namespace
-        return {
-            "apiVersion": API,
-            "kind": "ResourceClaimTemplate",
-            "metadata": metadata,
-            "spec": {"spec": spec},
-        }
-
-
-def _append(container: dict[Any, Any], key: str, claim: str) -> None:
-    """Add a claim to a container's resources."""
-    resources = container.get(key)
-    if not isinstance(resources, dict):
-        resources = container[key] = {}
-    held = resources.get("claims")
-    resources["claims"] = [*(held if isinstance(held, list) else []), {"name": claim}]
-
-
-def _label(document: dict[Any, Any]) -> str:
-    """Return a workload's name as a DNS label, to be part of another name; "" if it has none."""
-    metadata = _mapping(document.get("metadata"))
-    name = metadata.get("name") or metadata.get("generateName")
-    return _dns(name) if isinstance(name, str) else ""
-
-
-def _dns(name: str) -> str:
-    """Return a name as a DNS label: lower case, digits and dashes, with room for a suffix."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower())[:50].strip("-") or "x"

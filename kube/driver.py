@@ -25,7 +25,7 @@ import structlog
 from governor.cdi import HOOK
 from governor.errors import GovernorError, OccupiedError, TidegateError
 from kube.cdi import Directory, make_spec
-from kube.claims import Claim, Reference, read_claim
+from kube.claims import AllocatedClaim, Reference, read_claim
 from kube.errors import CdiError, ClusterError, SocketError
 from kube.names import DRIVER
 from kube.slices import device_name
@@ -42,7 +42,7 @@ MOST_WAITING = 192
 
 
 @dataclass(frozen=True)
-class Call:
+class CallContext:
     """What the driver needs to know about a call; by default it does not wait."""
 
     check: Callable[[], None] = lambda: None
@@ -61,8 +61,8 @@ class _Waiter:
         """Whether a call to take the claim back came after this call had begun."""
 
 
-class Governor(Protocol):
-    """The driver's requests to the node's governor (`kube.node.Node`)."""
+class ClaimGovernor(Protocol):
+    """The driver's requests to the node's governor (`kube.node.NodeClient`)."""
 
     def gpus(self) -> dict[str, Any]:
         """Return the GPUs that are shared."""
@@ -102,13 +102,13 @@ class Refusals(Protocol):
         """Take note that a claim is not prepared yet, and is retried for `seconds`."""
 
 
-class Driver:
+class ClaimDriver:
     """Prepares the claims of one node."""
 
     def __init__(
         self,
         node_name: str,
-        governor: Governor,
+        governor: ClaimGovernor,
         cluster: Claims,
         directory: Directory,
         refusals: Refusals | None = None,
@@ -170,7 +170,7 @@ class Driver:
                 else:
                     self._locks[uid] = (lock, users - 1)
 
-    def prepare(self, reference: Reference, call: Call = Call()) -> Claim:
+    def prepare(self, reference: Reference, call: CallContext = CallContext()) -> AllocatedClaim:
         """Make a claim ready for the containers that use it; a TidegateError says why it is not.
 
         If the caller has given up, or a later call takes the claim back, nothing is changed.
@@ -223,7 +223,7 @@ class Driver:
                 if not self._waiters[uid]:
                     del self._waiters[uid]
 
-    def _require_wanted(self, reference: Reference, call: Call, waiter: _Waiter) -> None:
+    def _require_wanted(self, reference: Reference, call: CallContext, waiter: _Waiter) -> None:
         call.check()
         if waiter.overtaken:
             raise SocketError(
@@ -273,7 +273,7 @@ class Driver:
 
     def _prepare(
         self, reference: Reference, document: dict[str, Any], waited: float = 0.0
-    ) -> Claim:
+    ) -> AllocatedClaim:
         gpus = self._governor.gpus()["gpus"]
         devices = {device_name(gpu["uuid"]): str(gpu["uuid"]) for gpu in gpus}
         claim = read_claim(document, reference, self._node_name, devices)
@@ -318,7 +318,7 @@ class Driver:
         if self._refusals is not None and not isinstance(error, ClusterError | SocketError):
             self._refusals.refused(reference, document, error)
 
-    def unprepare(self, reference: Reference, call: Call = Call()) -> None:
+    def unprepare(self, reference: Reference, call: CallContext = CallContext()) -> None:
         """Take a claim back; it is not an error if it was never prepared.
 
         Calls that have begun to prepare it fail without preparing it.

@@ -30,12 +30,12 @@ from governor.options import Parser
 from kube.announce import Announcer, pods_of
 from kube.cdi import Directory
 from kube.cluster import Cluster
-from kube.driver import Driver
+from kube.driver import ClaimDriver
 from kube.errors import GateError
 from kube.health import UNKNOWN, Condition, Damper, Taint, judge
 from kube.instances import Instance
 from kube.names import TAINT_CLOSED
-from kube.node import Node
+from kube.node import NodeClient
 from kube.options import add_node_options
 from kube.pci import find_roots
 from kube.publish import Publisher, Watcher
@@ -43,7 +43,7 @@ from kube.quantity import whole
 from kube.recheck import ANNOTATION, Recheck, has_room
 from kube.resync import Resync
 from kube.service import Alone, Endpoints, Health, directories
-from kube.slices import Defaults, make_slice, slice_name
+from kube.slices import ClaimDefaults, make_slice, slice_name
 
 log = structlog.get_logger()
 
@@ -77,7 +77,7 @@ class Backoff:
         return now >= self._until
 
 
-class Loop:
+class DriverLoop:
     """The work that is done every two seconds, and whenever `wake` is set."""
 
     def __init__(
@@ -85,8 +85,8 @@ class Loop:
         args: argparse.Namespace,
         *,
         cluster: Cluster,
-        node: Node,
-        driver: Driver,
+        node: NodeClient,
+        driver: ClaimDriver,
         publisher: Publisher,
         health: Health,
         recheck: Recheck | None = None,
@@ -234,7 +234,7 @@ class Loop:
             self._node_uid,
             answer,
             taints,
-            defaults=Defaults(self._args.default_memory, self._args.default_compute),
+            defaults=ClaimDefaults(self._args.default_memory, self._args.default_compute),
             roots=find_roots(addresses),
         )
         claims = self._driver.entered
@@ -332,83 +332,100 @@ class _Ready:
 
 def serve(args: argparse.Namespace) -> None:
     """Serve until SIGTERM or SIGINT."""
+    service = _Service(args)
     stop = threading.Event()
-    cluster = Cluster(args.kubeconfig)
-    node = Node(args.runtime_dir)
-    announcer = Announcer(cluster, args.node_name)
-    instance = Instance(*directories(args.kubelet_dir), args.instance)
-    driver = Driver(
-        args.node_name,
-        node,
-        cluster,
-        Directory(args.cdi_dir),
-        announcer,
-        hook=args.hook,
-        hook_arguments=args.hook_argument,
-        dev_dir=args.dev_dir,
-        hold=instance.hold,
-        others=instance.others,
-        again=lambda reference, document: resync.refused(
-            reference.namespace, None if document is None else pods_of(document)
-        ),
-    )
-    resync = Resync(cluster, args.node_name, driver)
-    publisher = Publisher(cluster, interval=3 * args.look_every)
-    health = Health(args.node_name)
-    loop = Loop(
-        args,
-        cluster=cluster,
-        node=node,
-        driver=driver,
-        publisher=publisher,
-        health=health,
-        recheck=Recheck(delay=0.5 * args.look_every, interval=3 * args.look_every),
-        leads=instance.leads,
-    )
-    watcher = Watcher(cluster, publisher, slice_name(args.node_name), loop.wake)
-
-    def registered(accepted: bool) -> None:  # noqa: FBT001 - the callback's only argument
-        loop.registered(accepted)
-        if accepted:
-            resync.registered()
-
-    endpoints = Endpoints(args.kubelet_dir, driver, health, registered, instance)
 
     def end(_number: int, _frame: object) -> None:
         stop.set()
-        loop.wake.set()
+        service.loop.wake.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
     ready = _Ready(args.ready_file)
-    endpoints.start()
-    threads = [
-        threading.Thread(target=run, name=name, daemon=True)
-        for name, run in (
-            ("events", announcer.run),
-            ("watch", watcher.run),
-            ("resync", resync.run),
-        )
-    ]
-    for thread in threads:
-        thread.start()
+    service.start()
     log.info("driver-started", node=args.node_name, kubelet_dir=args.kubelet_dir)
+    loop = service.loop
     try:
         while not stop.is_set():
             loop.step()
-            endpoints.look()
-            ready.show(ready=publisher.current or loop.stands_by)
+            service.endpoints.look()
+            ready.show(ready=service.publisher.current or loop.stands_by)
             loop.wake.wait(args.look_every)
             loop.wake.clear()
     finally:
         ready.show(ready=False)
-        watcher.stop()
-        health.close()
-        endpoints.stop()
-        announcer.stop()
-        resync.stop()
-        threads[0].join(2.0)
+        service.stop()
     log.info("driver-stopped")
+
+
+class _Service:
+    """The parts of the driver of one node, and their threads."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        cluster = Cluster(args.kubeconfig)
+        node = NodeClient(args.runtime_dir)
+        instance = Instance(*directories(args.kubelet_dir), args.instance)
+        self.announcer = Announcer(cluster, args.node_name)
+        driver = ClaimDriver(
+            args.node_name,
+            node,
+            cluster,
+            Directory(args.cdi_dir),
+            self.announcer,
+            hook=args.hook,
+            hook_arguments=args.hook_argument,
+            dev_dir=args.dev_dir,
+            hold=instance.hold,
+            others=instance.others,
+            again=lambda reference, document: self.resync.refused(
+                reference.namespace, None if document is None else pods_of(document)
+            ),
+        )
+        self.resync = Resync(cluster, args.node_name, driver)
+        self.publisher = Publisher(cluster, interval=3 * args.look_every)
+        self.health = Health(args.node_name)
+        self.loop = DriverLoop(
+            args,
+            cluster=cluster,
+            node=node,
+            driver=driver,
+            publisher=self.publisher,
+            health=self.health,
+            recheck=Recheck(delay=0.5 * args.look_every, interval=3 * args.look_every),
+            leads=instance.leads,
+        )
+        self.watcher = Watcher(cluster, self.publisher, slice_name(args.node_name), self.loop.wake)
+        self.endpoints = Endpoints(
+            args.kubelet_dir, driver, self.health, self._registered, instance
+        )
+        self._threads = [
+            threading.Thread(target=run, name=name, daemon=True)
+            for name, run in (
+                ("events", self.announcer.run),
+                ("watch", self.watcher.run),
+                ("resync", self.resync.run),
+            )
+        ]
+
+    def start(self) -> None:
+        """Serve the kubelet, and start the threads."""
+        self.endpoints.start()
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Stop serving, and write the events that are left."""
+        self.watcher.stop()
+        self.health.close()
+        self.endpoints.stop()
+        self.announcer.stop()
+        self.resync.stop()
+        self._threads[0].join(2.0)
+
+    def _registered(self, accepted: bool) -> None:  # noqa: FBT001 - the callback's only argument
+        self.loop.registered(accepted)
+        if accepted:
+            self.resync.registered()
 
 
 def main(argv: list[str] | None = None) -> int:

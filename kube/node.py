@@ -8,7 +8,7 @@ from governor.client import ask
 from governor.config import Config
 
 
-class Node:
+class NodeClient:
     """The driver's requests to the governor; the methods raise what `governor.client.ask` does."""
 
     def __init__(self, runtime_dir: str, timeout: float = 10.0) -> None:

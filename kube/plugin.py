@@ -34,14 +34,14 @@ from governor.options import Parser
 from kube.api import deviceplugin_v1beta1_pb2 as messages
 from kube.api import deviceplugin_v1beta1_pb2_grpc as services
 from kube.cdi import Directory, make_spec
-from kube.claims import Claim
+from kube.claims import AllocatedClaim
 from kube.errors import CdiError, SocketError
 from kube.health import HEALTHY, UNHEALTHY, judge
 from kube.names import DRIVER, PLUGIN_RESOURCE
-from kube.node import Node
+from kube.node import NodeClient
 from kube.options import add_node_options
-from kube.service import Alone, Endpoint
-from kube.units import Policy, Units, make_claim, parse_units, prefer, read_back, unit_names
+from kube.service import Alone, GrpcServer
+from kube.units import UnitPolicy, Units, make_claim, parse_units, prefer, read_back, unit_names
 from oci_hook.errors import HookError
 
 log = structlog.get_logger()
@@ -58,8 +58,8 @@ STREAMS = 4
 """Maximum number of open streams. Each occupies a worker; a kubelet opens one."""
 
 
-class Governor(Protocol):
-    """The plugin's requests to the node's governor (`kube.node.Node`)."""
+class UnitGovernor(Protocol):
+    """The plugin's requests to the node's governor (`kube.node.NodeClient`)."""
 
     def gpus(self) -> dict[str, Any]:
         """Return the GPUs that are shared."""
@@ -86,7 +86,7 @@ class Unit:
     numa: int | None
 
 
-class Books:
+class Allocations:
     """Enters the units that the kubelet allocates into the governor's books; writes the CDI files.
 
     The order is that of the DRA driver: the governor first. Claims that overlap are taken back
@@ -95,9 +95,9 @@ class Books:
 
     def __init__(
         self,
-        governor: Governor,
+        governor: UnitGovernor,
         directory: Directory,
-        policy: Policy,
+        policy: UnitPolicy,
         *,
         hook: str = HOOK,
         hook_arguments: Sequence[str] = (),
@@ -110,7 +110,7 @@ class Books:
         self._arguments = tuple(hook_arguments)
         self._dev_dir = dev_dir
         self._lock = threading.Lock()
-        self._given: dict[str, tuple[Units, Claim]] = {}
+        self._given: dict[str, tuple[Units, AllocatedClaim]] = {}
         """The answers to the kubelet, all of which the governor has to know, by uid."""
 
     def allocate(self, containers: Sequence[Sequence[str]]) -> list[str]:
@@ -145,7 +145,7 @@ class Books:
         )
         return share.cdi_id(units.uid)
 
-    def _write(self, claim: Claim, entered: Sequence[Mapping[str, Any]]) -> None:
+    def _write(self, claim: AllocatedClaim, entered: Sequence[Mapping[str, Any]]) -> None:
         try:
             spec = make_spec(
                 claim,
@@ -202,10 +202,10 @@ def _require_apart(wanted: Sequence[Units], gpus: Sequence[Mapping[str, Any]]) -
                 )
 
 
-class Plugin(services.DevicePluginServicer):  # type: ignore[misc]
+class DevicePlugin(services.DevicePluginServicer):  # type: ignore[misc]
     """The calls that the kubelet makes."""
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: Allocations) -> None:
         self._books = books
         self._changed = threading.Condition()
         self._units: tuple[Unit, ...] = ()
@@ -290,7 +290,7 @@ def _device(unit: Unit) -> Any:
     return device
 
 
-class Kubelet:
+class KubeletSocket:
     """The kubelet's socket; one that was created anew belongs to another kubelet."""
 
     def __init__(self, directory: Path) -> None:
@@ -339,16 +339,18 @@ class Kubelet:
         return True
 
 
-class Loop:
+class PluginLoop:
     """The work that is done every second."""
 
-    def __init__(self, governor: Governor, books: Books, plugin: Plugin, kubelet_dir: Path) -> None:
+    def __init__(
+        self, governor: UnitGovernor, books: Allocations, plugin: DevicePlugin, kubelet_dir: Path
+    ) -> None:
         self._directory = directory = kubelet_dir / "device-plugins"
         self._governor = governor
         self._books = books
         self._plugin = plugin
-        self._kubelet = Kubelet(directory)
-        self._endpoint = Endpoint(
+        self._kubelet = KubeletSocket(directory)
+        self._endpoint = GrpcServer(
             directory / SOCKET,
             lambda server: services.add_DevicePluginServicer_to_server(plugin, server),
             WORKERS,
@@ -481,11 +483,11 @@ def serve(args: argparse.Namespace) -> None:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    node = Node(args.runtime_dir)
-    books = Books(
+    node = NodeClient(args.runtime_dir)
+    books = Allocations(
         node,
         Directory(args.cdi_dir),
-        Policy(args.compute, args.compute_limit, args.strategy),
+        UnitPolicy(args.compute, args.compute_limit, args.strategy),
         hook=args.hook,
         hook_arguments=args.hook_argument,
         dev_dir=args.dev_dir,
@@ -493,7 +495,7 @@ def serve(args: argparse.Namespace) -> None:
     kubelet_dir = Path(args.kubelet_dir)
     ready = Path(args.ready_file) if args.ready_file else None
     with _alone(kubelet_dir):
-        loop = Loop(node, books, Plugin(books), kubelet_dir)
+        loop = PluginLoop(node, books, DevicePlugin(books), kubelet_dir)
         log.info("plugin-started", kubelet_dir=args.kubelet_dir)
         try:
             while not stop.is_set():

@@ -32,8 +32,8 @@ from kube.api import (
     pluginregistration_v1_pb2,
     pluginregistration_v1_pb2_grpc,
 )
-from kube.claims import Claim, Reference
-from kube.driver import MOST_WAITING, Call, Driver
+from kube.claims import AllocatedClaim, Reference
+from kube.driver import MOST_WAITING, CallContext, ClaimDriver
 from kube.errors import SocketError
 from kube.health import HEALTHY, UNHEALTHY, Condition
 from kube.instances import Instance
@@ -74,10 +74,10 @@ REFUSED_S, REFUSED_MOST_S = 10.0, 300.0
 kubelet refused the driver: the kubelet may ask on its own, or never again for this socket."""
 
 
-class Plugin:
+class DraPlugin:
     """NodePrepareResources and NodeUnprepareResources, in the API version of `messages`."""
 
-    def __init__(self, driver: Driver, messages: ModuleType) -> None:
+    def __init__(self, driver: ClaimDriver, messages: ModuleType) -> None:
         self._driver = driver
         self._messages = messages
 
@@ -111,7 +111,7 @@ class Plugin:
                     device.share_id = share.share_id
         return response
 
-    def _prepare(self, reference: Reference, context: Any) -> Claim | str:
+    def _prepare(self, reference: Reference, context: Any) -> AllocatedClaim | str:
         """Prepare a claim and return it, or return why it could not be prepared."""
         try:
             return self._driver.prepare(reference, _call(context, reference))
@@ -141,7 +141,7 @@ def _references(request: Any) -> list[Reference]:
     return list(found.values())
 
 
-def _call(context: Any, reference: Reference) -> Call:
+def _call(context: Any, reference: Reference) -> CallContext:
     """Return the kubelet's call in the form that the driver needs."""
 
     def left() -> float:
@@ -153,7 +153,7 @@ def _call(context: Any, reference: Reference) -> Call:
         if not context.add_callback(tell):
             tell()
 
-    return Call(partial(_check_time, context, reference), left, when_ended)
+    return CallContext(partial(_check_time, context, reference), left, when_ended)
 
 
 def _check_time(context: Any, reference: Reference) -> None:
@@ -291,7 +291,7 @@ class Alone:
         return seconds
 
 
-class Endpoint:
+class GrpcServer:
     """A gRPC server on a Unix socket in the file system."""
 
     def __init__(self, path: Path, add: Callable[[Any], None], workers: int) -> None:
@@ -357,7 +357,7 @@ class Endpoints:
     def __init__(
         self,
         kubelet_dir: str | Path,
-        driver: Driver,
+        driver: ClaimDriver,
         health: Health,
         registered: Callable[[bool], None],
         instance: Instance | None = None,
@@ -369,9 +369,9 @@ class Endpoints:
         path = self._instance.socket
 
         def add_plugin(server: Any) -> None:
-            dra_v1_pb2_grpc.add_DRAPluginServicer_to_server(Plugin(driver, dra_v1_pb2), server)
+            dra_v1_pb2_grpc.add_DRAPluginServicer_to_server(DraPlugin(driver, dra_v1_pb2), server)
             dra_v1beta1_pb2_grpc.add_DRAPluginServicer_to_server(
-                Plugin(driver, dra_v1beta1_pb2), server
+                DraPlugin(driver, dra_v1beta1_pb2), server
             )
             dra_health_v1_pb2_grpc.add_DRAResourceHealthServicer_to_server(
                 HealthService(health, dra_health_v1_pb2), server
@@ -385,8 +385,8 @@ class Endpoints:
                 Registration(str(path), self._registered), server
             )
 
-        self._plugin = Endpoint(path, add_plugin, WORKERS)
-        self._registrar = Endpoint(self._instance.registration, add_registration, workers=2)
+        self._plugin = GrpcServer(path, add_plugin, WORKERS)
+        self._registrar = GrpcServer(self._instance.registration, add_registration, workers=2)
 
     def start(self) -> None:
         """Listen on both, first on the driver's: the kubelet calls once it sees the other one."""

@@ -42,7 +42,7 @@ SIGMA = math.sqrt(2 * math.log(MEAN_S / MEDIAN_S))
 
 
 @dataclass(frozen=True)
-class Shape:
+class PodShape:
     """What a pod asks for: `compute` and `memory` of each of `count` GPUs, in percent."""
 
     count: int
@@ -56,7 +56,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Arm:
+class ClusterPolicy:
     """A policy of a cluster: whether GPUs are shared, and which nodes are preferred."""
 
     name: str
@@ -66,10 +66,10 @@ class Arm:
 
 
 ARMS = (
-    Arm("whole GPUs", shares=False, packs=False),
-    Arm("whole GPUs, packed", shares=False, packs=True),
-    Arm("shares", shares=True, packs=False),
-    Arm("shares, packed", shares=True, packs=True),
+    ClusterPolicy("whole GPUs", shares=False, packs=False),
+    ClusterPolicy("whole GPUs, packed", shares=False, packs=True),
+    ClusterPolicy("shares", shares=True, packs=False),
+    ClusterPolicy("shares, packed", shares=True, packs=True),
 )
 
 
@@ -87,7 +87,7 @@ class Scenario:
 
 
 @dataclass
-class Outcome:
+class SimulationOutcome:
     """What happened between `warm_hours` and `hours`."""
 
     running: float = 0.0
@@ -122,20 +122,20 @@ def mix_for(sharing: float | None) -> dict[int, float]:
     return {**MIX, 0: sharing / (1 - sharing) * rest / part}
 
 
-def draw_shape(draw: random.Random, kinds: Sequence[int], weights: Sequence[float]) -> Shape:
+def draw_shape(draw: random.Random, kinds: Sequence[int], weights: Sequence[float]) -> PodShape:
     """Draw what a pod asks for; its memory is between 0.5 and 1.5 times its compute."""
     (count,) = draw.choices(kinds, weights)
     if count:
-        return Shape(count, WHOLE, WHOLE)
+        return PodShape(count, WHOLE, WHOLE)
     compute = draw.choice(PARTS)
     memory = min(max(round(compute * draw.uniform(0.5, 1.5) / 5) * 5, 5), WHOLE)
-    return Shape(1, compute, memory)
+    return PodShape(1, compute, memory)
 
 
-class Cluster:
+class SimulatedCluster:
     """The nodes, and the scheduler's choice among them."""
 
-    def __init__(self, nodes: int, arm: Arm, draw: random.Random) -> None:
+    def __init__(self, nodes: int, arm: ClusterPolicy, draw: random.Random) -> None:
         self.arm = arm
         self._draw = draw
         self._compute = [[WHOLE] * GPUS for _ in range(nodes)]
@@ -147,11 +147,11 @@ class Cluster:
         # Number of feasible nodes that kube-scheduler scores (percentageOfNodesToScore is 0).
         self._enough = max(100, nodes * max(5, 50 - nodes // 125) // 100)
 
-    def needs(self, shape: Shape) -> Shape:
+    def needs(self, shape: PodShape) -> PodShape:
         """Return what is allocated for a shape."""
-        return shape if self.arm.shares else Shape(shape.count, WHOLE, WHOLE)
+        return shape if self.arm.shares else PodShape(shape.count, WHOLE, WHOLE)
 
-    def fit(self, node: int, shape: Shape) -> list[int]:
+    def fit(self, node: int, shape: PodShape) -> list[int]:
         """Return the GPUs of a node for a shape: the first with room, or none if too few have."""
         compute, memory = self._compute[node], self._memory[node]
         found = []
@@ -162,7 +162,7 @@ class Cluster:
                     return found
         return []
 
-    def choose(self, shape: Shape) -> tuple[int, list[int]] | None:
+    def choose(self, shape: PodShape) -> tuple[int, list[int]] | None:
         """Return the node and the GPUs for a shape, None if it fits nowhere."""
         nodes = len(self._cpu)
         best: tuple[int, list[int]] | None = None
@@ -187,7 +187,7 @@ class Cluster:
         self._next = (node + 1) % nodes
         return best
 
-    def change(self, node: int, gpus: Sequence[int], shape: Shape, cpu: int, sign: int) -> None:
+    def change(self, node: int, gpus: Sequence[int], shape: PodShape, cpu: int, sign: int) -> None:
         """Take what a shape needs (sign -1), or give it back (sign 1)."""
         for gpu in gpus:
             self._compute[node][gpu] += sign * shape.compute
@@ -197,107 +197,127 @@ class Cluster:
 
 
 @dataclass
-class _Pod:
-    shape: Shape
+class _SimulatedPod:
+    shape: PodShape
     duration: float
     arrived: float
     counts: bool
     """Whether its wait is recorded: not for pods of the initial state and the warm-up."""
 
 
-def simulate(scenario: Scenario, arm: Arm) -> Outcome:
-    """Return what happens to a scenario's pods, which are the same for all arms."""
-    arrivals = random.Random(scenario.seed)  # noqa: S311 - no secret
-    cluster = Cluster(scenario.nodes, arm, random.Random(scenario.seed + 1))  # noqa: S311
-    mix = mix_for(scenario.sharing)
-    kinds, weights = list(mix), list(mix.values())
-    all_gpus = scenario.nodes * GPUS
-    part = sum(PARTS) / len(PARTS) / WHOLE
-    each = sum(w * (kind or part) for kind, w in mix.items()) / sum(weights)
-    rate = scenario.load * all_gpus / each / MEAN_S
-    end, warm = scenario.hours * 3600, scenario.warm_hours * 3600
+class _Simulation:
+    """A scenario on a cluster, event by event; times are in seconds."""
 
-    outcome = Outcome()
-    running: list[tuple[float, int, int, list[int], Shape, _Pod]] = []
-    waiting: dict[Shape, deque[_Pod]] = {}
-    serial = 0
-    used = taken = 0.0
-    last = 0.0
+    def __init__(self, scenario: Scenario, arm: ClusterPolicy) -> None:
+        self.arrivals = random.Random(scenario.seed)  # noqa: S311 - no secret
+        chance = random.Random(scenario.seed + 1)  # noqa: S311
+        self.cluster = SimulatedCluster(scenario.nodes, arm, chance)
+        mix = mix_for(scenario.sharing)
+        self.kinds, self.weights = list(mix), list(mix.values())
+        self.all_gpus = scenario.nodes * GPUS
+        part = sum(PARTS) / len(PARTS) / WHOLE
+        each = sum(w * (kind or part) for kind, w in mix.items()) / sum(self.weights)
+        self.rate = scenario.load * self.all_gpus / each / MEAN_S
+        self.end, self.warm = scenario.hours * 3600, scenario.warm_hours * 3600
+        self.outcome = SimulationOutcome()
+        # By end: pods with their place, and what they take of it.
+        self.running: list[tuple[float, int, int, list[int], PodShape, _SimulatedPod]] = []
+        self.waiting: dict[PodShape, deque[_SimulatedPod]] = {}
+        self.serial = 0
+        self.used = self.taken = 0.0
+        self.last = 0.0
 
-    def account(now: float) -> None:
-        nonlocal last
-        span = min(now, end) - max(last, warm)
+    def account(self, now: float) -> None:
+        """Add up what was used and taken until now."""
+        span = min(now, self.end) - max(self.last, self.warm)
         if span > 0:
-            outcome.running += used * span
-            outcome.taken += taken * span
-        last = now
+            self.outcome.running += self.used * span
+            self.outcome.taken += self.taken * span
+        self.last = now
 
-    def start(pod: _Pod, node: int, gpus: list[int], now: float) -> None:
-        nonlocal serial, used, taken
-        needs = cluster.needs(pod.shape)
-        cluster.change(node, gpus, needs, round(CPU_OF_GPU * pod.shape.gpus), -1)
-        serial += 1
-        heapq.heappush(running, (now + pod.duration, serial, node, gpus, needs, pod))
-        used += pod.shape.gpus
-        taken += needs.gpus
+    def start(self, pod: _SimulatedPod, node: int, gpus: list[int], now: float) -> None:
+        """Run a pod on a node."""
+        needs = self.cluster.needs(pod.shape)
+        self.cluster.change(node, gpus, needs, round(CPU_OF_GPU * pod.shape.gpus), -1)
+        self.serial += 1
+        heapq.heappush(self.running, (now + pod.duration, self.serial, node, gpus, needs, pod))
+        self.used += pod.shape.gpus
+        self.taken += needs.gpus
         if pod.counts:
-            outcome.waits.append(now - pod.arrived)
+            self.outcome.waits.append(now - pod.arrived)
 
-    def arrive(pod: _Pod, now: float) -> None:
+    def arrive(self, pod: _SimulatedPod, now: float) -> None:
+        """Run a pod, or let it wait."""
         found = None
-        needs = cluster.needs(pod.shape)
+        needs = self.cluster.needs(pod.shape)
         # If a pod of the same shape is waiting already, there is no room for this one either.
-        if not waiting.get(needs):
-            found = cluster.choose(needs)
+        if not self.waiting.get(needs):
+            found = self.cluster.choose(needs)
         if found:
-            start(pod, *found, now)
+            self.start(pod, *found, now)
         else:
-            waiting.setdefault(needs, deque()).append(pod)
+            self.waiting.setdefault(needs, deque()).append(pod)
 
-    def finish(now: float) -> None:
-        nonlocal used, taken
-        _, _, node, gpus, needs, pod = heapq.heappop(running)
-        cluster.change(node, gpus, needs, round(CPU_OF_GPU * pod.shape.gpus), 1)
-        used -= pod.shape.gpus
-        taken -= needs.gpus
+    def finish(self, now: float) -> None:
+        """End the pod that ends first, and run those that waited for its room."""
+        _, _, node, gpus, needs, pod = heapq.heappop(self.running)
+        self.cluster.change(node, gpus, needs, round(CPU_OF_GPU * pod.shape.gpus), 1)
+        self.used -= pod.shape.gpus
+        self.taken -= needs.gpus
         # The waiting pods fit on no other node; they are placed in order of arrival.
         while True:
             fitting = [
                 (queue[0].arrived, shape)
-                for shape, queue in waiting.items()
-                if queue and cluster.fit(node, shape)
+                for shape, queue in self.waiting.items()
+                if queue and self.cluster.fit(node, shape)
             ]
             if not fitting:
                 return
             _, shape = min(fitting, key=lambda one: one[0])
-            start(waiting[shape].popleft(), node, cluster.fit(node, shape), now)
+            self.start(self.waiting[shape].popleft(), node, self.cluster.fit(node, shape), now)
 
-    # Pods that are running at time 0, as many as in the steady state: long ones are more frequent
-    # (a length-biased distribution), and each runs for a random rest of its time.
-    for _ in range(round(rate * MEAN_S)):
-        shape = draw_shape(arrivals, kinds, weights)
-        length = arrivals.lognormvariate(math.log(MEDIAN_S) + SIGMA**2, SIGMA)
-        arrive(_Pod(shape, length * arrivals.random(), 0.0, counts=False), 0.0)
-    now = 0.0
-    while True:
-        now += arrivals.expovariate(rate)
-        while running and running[0][0] <= min(now, end):
-            moment = running[0][0]
-            account(moment)
-            finish(moment)
-        if now > end:
-            break
-        account(now)
-        shape = draw_shape(arrivals, kinds, weights)
-        length = arrivals.lognormvariate(math.log(MEDIAN_S), SIGMA)
-        outcome.pods += now > warm
-        arrive(_Pod(shape, length, now, counts=now > warm), now)
-    account(end)
-    for queue in waiting.values():
-        late = [end - pod.arrived for pod in queue if pod.counts]
+    def fill(self) -> None:
+        """Run as many pods at time 0 as in the steady state.
+
+        Long ones are more frequent (a length-biased distribution), and each runs for a random rest
+        of its time.
+        """
+        for _ in range(round(self.rate * MEAN_S)):
+            shape = draw_shape(self.arrivals, self.kinds, self.weights)
+            length = self.arrivals.lognormvariate(math.log(MEDIAN_S) + SIGMA**2, SIGMA)
+            rest = length * self.arrivals.random()
+            self.arrive(_SimulatedPod(shape, rest, 0.0, counts=False), 0.0)
+
+    def run(self) -> None:
+        """Let pods arrive and end until the end."""
+        now = 0.0
+        while True:
+            now += self.arrivals.expovariate(self.rate)
+            while self.running and self.running[0][0] <= min(now, self.end):
+                moment = self.running[0][0]
+                self.account(moment)
+                self.finish(moment)
+            if now > self.end:
+                break
+            self.account(now)
+            shape = draw_shape(self.arrivals, self.kinds, self.weights)
+            length = self.arrivals.lognormvariate(math.log(MEDIAN_S), SIGMA)
+            self.outcome.pods += now > self.warm
+            self.arrive(_SimulatedPod(shape, length, now, counts=now > self.warm), now)
+        self.account(self.end)
+
+
+def simulate(scenario: Scenario, arm: ClusterPolicy) -> SimulationOutcome:
+    """Return what happens to a scenario's pods, which are the same for all arms."""
+    run = _Simulation(scenario, arm)
+    run.fill()
+    run.run()
+    outcome = run.outcome
+    for queue in run.waiting.values():
+        late = [run.end - pod.arrived for pod in queue if pod.counts]
         outcome.left_waiting += len(late)
         outcome.waits += late
     outcome.waits.sort()
-    outcome.running /= all_gpus * (end - warm)
-    outcome.taken /= all_gpus * (end - warm)
+    outcome.running /= run.all_gpus * (run.end - run.warm)
+    outcome.taken /= run.all_gpus * (run.end - run.warm)
     return outcome

@@ -28,7 +28,7 @@ CONTEXT_MEMORY = 520 * MIB
 
 
 @dataclass(frozen=True)
-class Defaults:
+class ClaimDefaults:
     """What a claim takes that does not name it, in bytes and percent; None is the whole GPU."""
 
     memory: int | None = None
@@ -58,7 +58,7 @@ def make_slice(
     answer: Mapping[str, Any],
     taints: Mapping[str, Sequence[Taint]],
     *,
-    defaults: Defaults = Defaults(),
+    defaults: ClaimDefaults = ClaimDefaults(),
     roots: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Return the slice for the governor's answer to `gpus`; its generation is 1.
@@ -99,7 +99,7 @@ def _device(
     gpu: Mapping[str, Any],
     answer: Mapping[str, Any],
     taints: Sequence[Taint],
-    defaults: Defaults,
+    defaults: ClaimDefaults,
     roots: Mapping[str, str],
 ) -> dict[str, Any]:
     memory = gpu["memory"] // MIB * MIB

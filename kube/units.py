@@ -15,7 +15,7 @@ from typing import Any
 
 from governor.claims import NODE
 from governor.errors import RefusedError
-from kube.claims import Claim, Reference, Share
+from kube.claims import AllocatedClaim, AllocatedShare, Reference
 
 GIB = 1 << 30
 NAMESPACE = NODE
@@ -25,7 +25,7 @@ _SHARE = re.compile(r"units-([0-9a-f]{1,240})")
 
 
 @dataclass(frozen=True)
-class Policy:
+class UnitPolicy:
     """How much of a GPU's time comes with its memory, in percent; None means in proportion."""
 
     compute: int | None = None
@@ -125,10 +125,10 @@ def prefer(available: Iterable[str], included: Iterable[str], size: int) -> list
     return [*must, *(name for name in free if name not in must)][:size]
 
 
-def make_claim(units: Units, gpu: Mapping[str, Any], policy: Policy) -> Claim:
+def make_claim(units: Units, gpu: Mapping[str, Any], policy: UnitPolicy) -> AllocatedClaim:
     """Return the claim for `units`, as the governor and CDI need it."""
     compute, limit = policy.share(units.count, gpu["memory"] // GIB)
-    share = Share(
+    share = AllocatedShare(
         name=units.share_name,
         request=units.share_name,
         pool=NAMESPACE,
@@ -139,10 +139,10 @@ def make_claim(units: Units, gpu: Mapping[str, Any], policy: Policy) -> Claim:
         compute_limit=limit,
         strategy=policy.strategy,
     )
-    return Claim(Reference(NAMESPACE, f"units-{units.uid[7:15]}", units.uid), (share,))
+    return AllocatedClaim(Reference(NAMESPACE, f"units-{units.uid[7:15]}", units.uid), (share,))
 
 
-def read_back(claims: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Units, Claim]]:
+def read_back(claims: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Units, AllocatedClaim]]:
     """Return the plugin's claims among the governor's, by uid, with their units."""
     found = {}
     for one in claims:
@@ -152,10 +152,10 @@ def read_back(claims: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Units, Cla
             continue
         share = shares[0]
         units = Units(str(share["device"]), int(match[1], 16))
-        claim = Claim(
+        claim = AllocatedClaim(
             Reference(NAMESPACE, str(one["name"]), str(one["uid"])),
             (
-                Share(
+                AllocatedShare(
                     name=str(share["name"]),
                     request=str(share["name"]),
                     pool=NAMESPACE,

@@ -63,75 +63,85 @@ def entry(fn: api.Fn) -> str:
 
     Raise ValueError for a row that lacks something that its method needs.
     """
+    methods = {"gate": _gated, "copy": _copying, "charge": _charged, "refund": _refunding}
+    if fn.method not in methods:
+        raise ValueError(f"{fn.name}: unknown method {fn.method}")
     names = ", ".join(name for _, name in split_parameters(fn.params))
     head = f"CONTROL_EXPORT CUresult {fn.name}({fn.params})\n{{\n"
-    call = f"real->{fn.name}({names})"
-    if fn.method == "gate":
-        if not fn.key or not fn.stream:
-            raise ValueError(f"{fn.name}: a gated function needs key and stream")
-        after = f"    {fn.after};\n" if fn.after else ""
-        unless = f"!{fn.needed} && " if fn.needed else ""
-        graph = fn.name.startswith("cuGraphLaunch")
-        work = f".key = (uintptr_t){fn.key}, .blocks = {fn.blocks}, .stream = {fn.stream}"
-        work += ", .single = true" if graph else ""
-        what = f"{fn.stream}, (uintptr_t){fn.key}, {fn.blocks}, {str(graph).lower()}"
-        # The slow path is a function of its own, so that the fast path needs no stack frame.
-        return (
-            f"static noinline CUresult long_{fn.name}({fn.params})\n{{\n"
-            f"    struct gate_work work = {{\n"
-            f"        {work}}};\n"
-            f"    struct gate_ticket ticket;\n"
-            f"    CUresult result = {fn.before or 'CUDA_SUCCESS'};\n"
-            f"    if (result == CUDA_SUCCESS)\n"
-            f"        result = gate_enter(&ticket, &work);\n"
-            f"    if (unlikely(result != CUDA_SUCCESS))\n        return result;\n"
-            f"    result = {call};\n"
-            f"    gate_leave(&ticket, result);\n{after}"
-            f"    return result;\n}}\n\n"
-            f"{head}    __typeof__(&{fn.name}) way = long_{fn.name};\n\n"
-            f"    if ({unless}likely(pass_launch({what})))\n"
-            f"        way = real->{fn.name};\n"
-            f"    return way({names});\n}}\n"
-        )
-    if fn.method == "copy":
-        if not fn.copy or not fn.stream:
-            raise ValueError(f"{fn.name}: a copy needs copy and stream")
-        return (
-            f"{head}    struct gate_ticket ticket;\n"
-            f"    CUresult result = copy_enter(&ticket, {fn.copy}, {fn.stream});\n"
-            f"    if (unlikely(result != CUDA_SUCCESS))\n        return result;\n"
-            f"    result = {call};\n"
-            f"    gate_leave(&ticket, result);\n"
-            f"    return result;\n}}\n"
-        )
-    if fn.method == "charge":
-        if not fn.size or not fn.pointer:
-            raise ValueError(f"{fn.name}: a charged function needs size and pointer")
-        settle = f"    account_settle(&charge, {fn.kind}, {fn.settle});\n" if fn.settle else ""
-        return (
-            f"{head}    struct account_charge charge;\n"
-            f"    CUresult result = account_reserve(&charge, {fn.kind}, {fn.size});\n"
-            f"    if (unlikely(result != CUDA_SUCCESS))\n        return result;\n"
-            f"    result = {call};\n"
-            f"    if (unlikely(result != CUDA_SUCCESS)) {{\n"
-            f"        account_cancel(&charge);\n        return result;\n    }}\n"
-            f"{settle}"
-            f"    account_record(&charge, (uintptr_t){fn.pointer});\n"
-            f"    return result;\n}}\n"
-        )
-    if fn.method == "refund":
-        if not fn.pointer:
-            raise ValueError(f"{fn.name}: a refunding function needs pointer")
-        # The block is forgotten before the driver is called, because another thread may be given
-        # the same address as soon as it is free. If the call fails, the block is put back.
-        return (
-            f"{head}    struct account_charge charge;\n"
-            f"    account_forget(&charge, {fn.kind}, (uintptr_t){fn.pointer});\n"
-            f"    CUresult result = {call};\n"
-            f"    account_forgotten(&charge, (uintptr_t){fn.pointer}, result);\n"
-            f"    return result;\n}}\n"
-        )
-    raise ValueError(f"{fn.name}: unknown method {fn.method}")
+    return methods[fn.method](fn, head, names)
+
+
+def _gated(fn: api.Fn, head: str, names: str) -> str:
+    if not fn.key or not fn.stream:
+        raise ValueError(f"{fn.name}: a gated function needs key and stream")
+    after = f"    {fn.after};\n" if fn.after else ""
+    unless = f"!{fn.needed} && " if fn.needed else ""
+    graph = fn.name.startswith("cuGraphLaunch")
+    work = f".key = (uintptr_t){fn.key}, .blocks = {fn.blocks}, .stream = {fn.stream}"
+    work += ", .single = true" if graph else ""
+    what = f"{fn.stream}, (uintptr_t){fn.key}, {fn.blocks}, {str(graph).lower()}"
+    # The slow path is a function of its own, so that the fast path needs no stack frame.
+    return (
+        f"static noinline CUresult long_{fn.name}({fn.params})\n{{\n"
+        f"    struct gate_work work = {{\n"
+        f"        {work}}};\n"
+        f"    struct gate_ticket ticket;\n"
+        f"    CUresult result = {fn.before or 'CUDA_SUCCESS'};\n"
+        f"    if (result == CUDA_SUCCESS)\n"
+        f"        result = gate_enter(&ticket, &work);\n"
+        f"    if (unlikely(result != CUDA_SUCCESS))\n        return result;\n"
+        f"    result = real->{fn.name}({names});\n"
+        f"    gate_leave(&ticket, result);\n{after}"
+        f"    return result;\n}}\n\n"
+        f"{head}    __typeof__(&{fn.name}) way = long_{fn.name};\n\n"
+        f"    if ({unless}likely(pass_launch({what})))\n"
+        f"        way = real->{fn.name};\n"
+        f"    return way({names});\n}}\n"
+    )
+
+
+def _copying(fn: api.Fn, head: str, names: str) -> str:
+    if not fn.copy or not fn.stream:
+        raise ValueError(f"{fn.name}: a copy needs copy and stream")
+    return (
+        f"{head}    struct gate_ticket ticket;\n"
+        f"    CUresult result = copy_enter(&ticket, {fn.copy}, {fn.stream});\n"
+        f"    if (unlikely(result != CUDA_SUCCESS))\n        return result;\n"
+        f"    result = real->{fn.name}({names});\n"
+        f"    gate_leave(&ticket, result);\n"
+        f"    return result;\n}}\n"
+    )
+
+
+def _charged(fn: api.Fn, head: str, names: str) -> str:
+    if not fn.size or not fn.pointer:
+        raise ValueError(f"{fn.name}: a charged function needs size and pointer")
+    settle = f"    account_settle(&charge, {fn.kind}, {fn.settle});\n" if fn.settle else ""
+    return (
+        f"{head}    struct account_charge charge;\n"
+        f"    CUresult result = account_reserve(&charge, {fn.kind}, {fn.size});\n"
+        f"    if (unlikely(result != CUDA_SUCCESS))\n        return result;\n"
+        f"    result = real->{fn.name}({names});\n"
+        f"    if (unlikely(result != CUDA_SUCCESS)) {{\n"
+        f"        account_cancel(&charge);\n        return result;\n    }}\n"
+        f"{settle}"
+        f"    account_record(&charge, (uintptr_t){fn.pointer});\n"
+        f"    return result;\n}}\n"
+    )
+
+
+def _refunding(fn: api.Fn, head: str, names: str) -> str:
+    if not fn.pointer:
+        raise ValueError(f"{fn.name}: a refunding function needs pointer")
+    # The block is forgotten before the driver is called, because another thread may be given the
+    # same address as soon as it is free. If the call fails, the block is put back.
+    return (
+        f"{head}    struct account_charge charge;\n"
+        f"    account_forget(&charge, {fn.kind}, (uintptr_t){fn.pointer});\n"
+        f"    CUresult result = real->{fn.name}({names});\n"
+        f"    account_forgotten(&charge, (uintptr_t){fn.pointer}, result);\n"
+        f"    return result;\n}}\n"
+    )
 
 
 def entries_header() -> str:

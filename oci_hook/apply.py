@@ -12,13 +12,20 @@ import os
 import select
 
 from oci_hook import kernel, traces
-from oci_hook.entry import Whole
-from oci_hook.errors import BundleError, HookError, ImageError, MirrorError, MountError, show
+from oci_hook.errors import (
+    BundleError,
+    HookError,
+    ImageError,
+    MirrorMismatchError,
+    MountError,
+    show,
+)
 from oci_hook.files import as_owner, remove, write_all
 from oci_hook.image import open_root
 from oci_hook.plan import BindDirectory, BindFile, Operation, Plan, WriteCache
+from oci_hook.quick import Whole
 from oci_hook.record import suppress
-from oci_hook.traces import TEMPORARY, Trace
+from oci_hook.traces import TEMPORARY, HookTrace
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
@@ -50,7 +57,7 @@ def explain(e: OSError, doing: str) -> MountError:
     return MountError(message, hint="see the hook's log on the node")
 
 
-class Container:
+class CreatedContainer:
     """A container that the runtime is creating, held by descriptors."""
 
     def __init__(self, pid: int, root: str) -> None:
@@ -84,10 +91,10 @@ class Container:
             )
 
 
-class Inside:
-    """`with Inside(container) as rootfd`: runs the body in the container's mount namespace."""
+class MountNamespace:
+    """Runs the body of `with MountNamespace(container) as rootfd` in its mount namespace."""
 
-    def __init__(self, container: Container) -> None:
+    def __init__(self, container: CreatedContainer) -> None:
         self.container = container
 
     def __enter__(self) -> int:
@@ -128,7 +135,7 @@ class Undo:
     def __init__(self) -> None:
         self.steps: list[Callable[[], None]] = []
         self.remains: list[Callable[[], None]] = []
-        self.noted: list[tuple[int, Trace]] = []
+        self.noted: list[tuple[int, HookTrace]] = []
 
     def add(self, step: Callable[[], None]) -> None:
         """Add a step that undoes the last action."""
@@ -138,11 +145,11 @@ class Undo:
         """Add a step that removes what undoing would have needed; it may use only descriptors."""
         self.remains.append(step)
 
-    def note(self, trace: Trace) -> None:
+    def note(self, trace: HookTrace) -> None:
         """Record what the last action leaves in the container's root file system."""
         self.noted.append((len(self.steps), trace))
 
-    def traces(self) -> list[Trace]:
+    def traces(self) -> list[HookTrace]:
         """Return what is left in the container's root file system."""
         return [trace for _, trace in self.noted]
 
@@ -160,13 +167,13 @@ class Undo:
             with suppress(OSError):
                 self.steps.pop()()
 
-    def run(self, container: Container) -> list[str]:
+    def run(self, container: CreatedContainer) -> list[str]:
         """Undo everything; return the errors."""
         failed: list[str] = []
         if not self.steps:
             return failed
         try:
-            with Inside(container):
+            with MountNamespace(container):
                 while self.steps:
                     try:
                         self.steps.pop()()
@@ -196,7 +203,7 @@ def open_source(operation: BindDirectory | BindFile, hold: int) -> int | None:
         if may_lack:
             return None
         if e.errno in (errno.ENOENT, errno.ENOTDIR):
-            raise MirrorError(
+            raise MirrorMismatchError(
                 f"{operation.source}: {e.strerror}", hint="run `tidegate refresh`"
             ) from e
         raise explain(e, f"open {operation.source}") from e
@@ -205,7 +212,7 @@ def open_source(operation: BindDirectory | BindFile, hold: int) -> int | None:
         if may_lack:
             os.close(fd)
             return None
-        raise MirrorError(
+        raise MirrorMismatchError(
             f"{operation.source} is not a {'directory' if directory else 'regular file'}",
             hint="run `tidegate refresh`",
         )
@@ -245,7 +252,9 @@ def _exchange(dirfd: int, name: str) -> None:
 class Applier:
     """Applies operations below one root."""
 
-    def __init__(self, container: Container, rootfd: int, undo: Undo, kept: dict[str, Any]) -> None:
+    def __init__(
+        self, container: CreatedContainer, rootfd: int, undo: Undo, kept: dict[str, Any]
+    ) -> None:
         """`kept` describes the cache that the image has (`traces.keep`)."""
         self.container = container
         self.rootfd = rootfd
@@ -331,14 +340,14 @@ class Applier:
             with Whole():
                 as_owner(parent, partial(kernel.mkdirat, parent, name, 0o755))
                 self.undo.add(partial(kernel.unlinkat, parent, name, directory=True))
-            self._note(parent, Trace("directory", "/".join(parts[:depth])))
+            self._note(parent, HookTrace("directory", "/".join(parts[:depth])))
             readable = kernel.open_child(parent, name, os.O_RDONLY | os.O_DIRECTORY)
             _own_like(parent, readable)
             os.close(readable)
             fd = kernel.open_child(parent, name, os.O_PATH | os.O_DIRECTORY)
         return fd
 
-    def _note(self, dirfd: int, trace: Trace) -> None:
+    def _note(self, dirfd: int, trace: HookTrace) -> None:
         """Record what was created in the image; on a volume it is not visible from outside."""
         if kernel.mount_id(dirfd) == self.root_mount:
             self.undo.note(trace)
@@ -365,7 +374,7 @@ class Applier:
                 made = as_owner(dirfd, lambda: kernel.create(dirfd, name, 0o755))
                 self.undo.add(lambda: kernel.unlinkat(dirfd, name))
             assert made is not None  # noqa: S101
-            self._note(dirfd, Trace("file", path))
+            self._note(dirfd, HookTrace("file", path))
             _own_like(dirfd, made)
             os.close(made)
             fd = kernel.open_child(dirfd, name)
@@ -431,7 +440,7 @@ class Applier:
                 remove(dirfd, TEMPORARY)
             raise
         kept = self.kept | {"ours": [ours.st_size, ours.st_mtime_ns]}
-        self.undo.note(Trace("cache", operation.target, kept))
+        self.undo.note(HookTrace("cache", operation.target, kept))
         self.undo.at_success(partial(remove, dirfd, TEMPORARY))
 
     def execute(self, operation: Operation, source: int) -> None:
@@ -488,7 +497,7 @@ class Applier:
             raise explain(e, operation.describe()) from e
 
 
-def _keep(plan: Plan, container: Container) -> dict[str, Any]:
+def _keep(plan: Plan, container: CreatedContainer) -> dict[str, Any]:
     """Return what the image has at the place where a cache will be written."""
     for operation in plan.operations:
         if isinstance(operation, WriteCache):
@@ -497,7 +506,7 @@ def _keep(plan: Plan, container: Container) -> dict[str, Any]:
     return {}
 
 
-def apply_plan(plan: Plan, hold: int, container: Container, undo: Undo) -> list[str]:
+def apply_plan(plan: Plan, hold: int, container: CreatedContainer, undo: Undo) -> list[str]:
     """Apply the plan; return what was left out, with the reasons.
 
     `hold` is the directory of the generation that the plan uses. `undo` has the steps back, whether
@@ -510,7 +519,7 @@ def apply_plan(plan: Plan, hold: int, container: Container, undo: Undo) -> list[
     ]
     container.require_alive()
     try:
-        inside = Inside(container)
+        inside = MountNamespace(container)
         with inside as rootfd:
             applier = Applier(container, rootfd, undo, kept)
             for operation, source in zip(plan.operations, sources, strict=True):

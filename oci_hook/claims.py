@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 
 from oci_hook.edits import members
-from oci_hook.entry import parse_arguments
 from oci_hook.errors import BundleError, HookError, show
+from oci_hook.quick import parse_arguments
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import os
 from _struct import Struct, pack  # struct only re-exports these names
 from time import monotonic, sleep
 
-from oci_hook.errors import GovernorError, RefusedError, show
+from oci_hook.errors import AdmissionRefusedError, UnreachableError, show
 from oci_hook.notation import dump_json, load_json
 from oci_hook.state import is_text
 
@@ -127,14 +127,14 @@ def require_reachable(runtime_dir: str, uid_map: str = "/proc/self/uid_map") -> 
     path = f"{runtime_dir}/governor.sock"
     if os.access(path, os.W_OK):
         return
-    raise GovernorError(
+    raise UnreachableError(
         f"this engine is rootless (root in its user namespace is user {outside} outside), and the"
         f" governor at {show(path)} serves only the node's root",
         hint="have root's engine start this container, as with `sudo podman run`",
     )
 
 
-class _EndedError(GovernorError):
+class _EndedError(UnreachableError):
     """The governor ended before it answered."""
 
 
@@ -173,7 +173,7 @@ class Client:
                     continue
                 self.socket.close()
                 if full:
-                    raise GovernorError(
+                    raise UnreachableError(
                         f"the governor accepted no connection at {show(self.path)} within"
                         f" {most:g} s",
                         hint=START,
@@ -187,14 +187,14 @@ class Client:
         _, uid, _ = PEER.unpack(peer)
         if uid not in (0, os.geteuid()):
             self.socket.close()
-            raise GovernorError(
+            raise UnreachableError(
                 f"user {uid}, not the governor, listens on {show(self.path)}",
                 hint="see which users may write to that directory, and start tidegate-governor",
             )
 
-    def _lost(self, op: str, e: Exception) -> GovernorError:
+    def _lost(self, op: str, e: Exception) -> UnreachableError:
         if isinstance(e, TimeoutError):
-            return GovernorError(
+            return UnreachableError(
                 f"the governor did not answer {op} within {self.timeout:g} s", hint=START
             )
         if isinstance(e, FileNotFoundError):
@@ -202,12 +202,12 @@ class Client:
             reason = "there is no socket"
         else:
             reason = e.strerror if isinstance(e, OSError) and e.strerror else show(e)
-        return GovernorError(
+        return UnreachableError(
             f"the governor is not reachable at {show(self.path)} ({op}: {reason})", hint=START
         )
 
-    def _bad(self, op: str, found: object) -> GovernorError:
-        return GovernorError(
+    def _bad(self, op: str, found: object) -> UnreachableError:
+        return UnreachableError(
             f"the governor answered {op} with {show(found)}, which this hook does not understand",
             hint="install the same version of hook and governor",
         )
@@ -216,7 +216,7 @@ class Client:
         """Send one request and return its answer; RefusedError if that is not `ok`."""
         line = dump_json({"v": 1, "op": op, **fields}).encode() + b"\n"
         if len(line) > LINE_LIMIT:
-            raise GovernorError(
+            raise UnreachableError(
                 f"the request {op} takes {len(line)} bytes", hint=f"{LINE_LIMIT} are accepted"
             )
         try:
@@ -242,7 +242,7 @@ class Client:
             raise self._bad(op, answer[:80].decode(errors="replace")) from e
         if not document["ok"]:
             error = document["error"]
-            raise RefusedError(
+            raise AdmissionRefusedError(
                 show(error.get("message") or "the governor refused the container", 400),
                 hint=show(error.get("hint") or "see the governor's log", 300),
             )

@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import stat
 
-from oci_hook.entry import PREFIX
 from oci_hook.errors import BundleError, DeviceError, HookError, show
 from oci_hook.letters import DIGITS, consists_of
+from oci_hook.quick import PREFIX
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def take_reservation(annotations: dict[str, str]) -> str:
     return token if token.isascii() and token.isalnum() and len(token) <= TOKEN_LIMIT else ""
 
 
-class Node(NamedTuple):
+class DeviceNode(NamedTuple):
     """A device node, with its path in the container."""
 
     path: str
@@ -54,7 +54,7 @@ class Node(NamedTuple):
     minor: int
 
 
-class Entry(NamedTuple):
+class HookEntry(NamedTuple):
     """The hook's path and arguments for its entry in config.json."""
 
     path: str
@@ -179,7 +179,7 @@ def governed_by(document: dict[str, Any], path: str) -> bool:
     )
 
 
-def host_nodes(directory: str, minors: tuple[int, ...]) -> tuple[Node, ...]:
+def host_nodes(directory: str, minors: tuple[int, ...]) -> tuple[DeviceNode, ...]:
     """Return the device nodes that a container with these GPUs needs, as the host has them.
 
     Without minor numbers there are none: simulated GPUs have no device nodes.
@@ -201,7 +201,7 @@ def host_nodes(directory: str, minors: tuple[int, ...]) -> tuple[Node, ...]:
                 f"device node {path} is not a character device",
                 hint="remove it, and make it with `nvidia-modprobe -u -c 0`",
             )
-        nodes.append(Node(f"/dev/{name}", os.major(status.st_rdev), os.minor(status.st_rdev)))
+        nodes.append(DeviceNode(f"/dev/{name}", os.major(status.st_rdev), os.minor(status.st_rdev)))
     return tuple(nodes)
 
 
@@ -216,7 +216,7 @@ def check_devices(minors: tuple[int, ...], nodes: tuple[int, ...]) -> None:
         )
 
 
-def _edit_devices(document: dict[str, Any], nodes: tuple[Node, ...]) -> None:
+def _edit_devices(document: dict[str, Any], nodes: tuple[DeviceNode, ...]) -> None:
     """Give a container these device nodes, and remove those of all other GPUs."""
     linux = _object(document, "linux")
     devices = _list(linux, "devices")
@@ -291,7 +291,7 @@ def hook_entry(path: str, arguments: Iterable[str], stage: str = "createRuntime"
     }
 
 
-def enter_hook(document: dict[str, Any], entry: Entry) -> None:
+def enter_hook(document: dict[str, Any], entry: HookEntry) -> None:
     """Enter the hook exactly once; earlier entries are replaced.
 
     There is no `poststop` entry: the programs that edit config.json see the container's end
@@ -330,8 +330,8 @@ def edit(
     *,
     annotations: dict[str, str],
     reservation: str,
-    nodes: tuple[Node, ...],
-    entry: Entry,
+    nodes: tuple[DeviceNode, ...],
+    entry: HookEntry,
 ) -> None:
     """Edit config.json and leave everything else in it; a second edit changes nothing."""
     own = _object(document, "annotations")

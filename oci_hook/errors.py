@@ -36,7 +36,7 @@ class HookError(Exception):
         return text if len(text) <= LINE_LIMIT else text[: LINE_LIMIT - 3] + "..."
 
 
-class StateError(HookError):
+class OciStateError(HookError):
     """What the runtime wrote to stdin is no OCI state."""
 
     code = "state"
@@ -57,28 +57,28 @@ class AnnotationError(HookError):
     status = 64
 
 
-class DriverError(HookError):
+class NoMirrorError(HookError):
     """There is no mirror of a driver for this container."""
 
     code = "driver"
     status = 69
 
 
-class MirrorError(HookError):
+class MirrorMismatchError(HookError):
     """The mirror is there and does not match the host's driver, or is damaged."""
 
     code = "mirror"
     status = 72
 
 
-class GovernorError(HookError):
+class UnreachableError(HookError):
     """The governor does not answer, or answers what the protocol does not know."""
 
     code = "governor"
     status = 75
 
 
-class RefusedError(HookError):
+class AdmissionRefusedError(HookError):
     """The governor refused the container; the message is the governor's."""
 
     code = "refused"

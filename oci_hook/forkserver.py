@@ -46,6 +46,7 @@ import oci_hook.main
 import oci_hook.manifest
 import oci_hook.notation
 import oci_hook.plan
+import oci_hook.quick
 import oci_hook.request
 import oci_hook.reserve
 import oci_hook.runtime
@@ -201,7 +202,7 @@ def _remove(path: str) -> None:
         return
 
 
-class Server:
+class ForkingServer:
     """Listens on the socket and forks the children that serve callers."""
 
     def __init__(self, runtime_dir: str, *, wait: bool = False) -> None:
@@ -389,9 +390,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("tidegate-forkserver: hooks run as root; start it as root", file=sys.stderr)
         return 77
     oci_hook.kernel.set_undumpable()
-    oci_hook.entry.open_standard()
+    oci_hook.quick.open_standard()
     try:
-        server = Server(runtime_dir, wait=wait)
+        server = ForkingServer(runtime_dir, wait=wait)
     except BlockingIOError:
         print(
             f"tidegate-forkserver: another server serves {runtime_dir}; stop it first,"

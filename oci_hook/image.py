@@ -14,10 +14,10 @@ from itertools import islice
 
 from oci_hook import kernel
 from oci_hook.elf import run_path
-from oci_hook.entry import read_bounded
 from oci_hook.errors import BundleError, ImageError, UnservedImageError, show
 from oci_hook.ldcache import CACHE_LIMIT, is_cache
-from oci_hook.manifest import LIBDIR, Share
+from oci_hook.manifest import LIBDIR, WantedParts
+from oci_hook.quick import read_bounded
 from oci_hook.state import is_text
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
@@ -60,7 +60,7 @@ ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ENAMETOOL
 HINT = "use a glibc-based image, or set tidegate.gpu/driver: optional to start without a GPU"
 
 
-class Look(NamedTuple):
+class PathInImage(NamedTuple):
     """What an image has at a path where a directory could be mounted."""
 
     state: Literal["absent", "empty", "full", "unusable"]
@@ -75,7 +75,7 @@ class Image(NamedTuple):
     cache: bytes | None  # ld.so.cache
     target32: str | None = None  # `target` for 32-bit libraries; if None, see reason32
     reason32: str = "it was not examined"
-    looks: dict[str, Look] = {}  # noqa: RUF012 - never modified
+    looks: dict[str, PathInImage] = {}  # noqa: RUF012 - never modified
     own: tuple[str, ...] = ()  # directories with the image's own driver, searched before the node's
 
     @property
@@ -223,7 +223,7 @@ def _require_empty(rootfd: int, path: str) -> None:
         )
 
 
-def look_at(rootfd: int, path: str) -> Look:
+def look_at(rootfd: int, path: str) -> PathInImage:
     """Return what is at `path`, or what prevents a directory from being created there.
 
     A mount below the root is a volume, which belongs to the user.
@@ -231,18 +231,18 @@ def look_at(rootfd: int, path: str) -> Look:
     try:
         return _look_at(rootfd, path)
     except OSError as e:
-        return Look("unusable", f"/{path}: {e.strerror}")
+        return PathInImage("unusable", f"/{path}: {e.strerror}")
 
 
-def _look_at(rootfd: int, path: str) -> Look:
+def _look_at(rootfd: int, path: str) -> PathInImage:
     own = kernel.mount_id(rootfd)
     fd = _find(rootfd, path, os.O_RDONLY | os.O_DIRECTORY)
     if fd is not None:
         try:
             if kernel.mount_id(fd) != own:
-                return Look("unusable", VOLUME)
+                return PathInImage("unusable", VOLUME)
             with os.scandir(fd) as entries:  # the first one decides; there may be millions
-                return Look("full" if any(True for _ in entries) else "empty")
+                return PathInImage("full" if any(True for _ in entries) else "empty")
         finally:
             os.close(fd)
     parts = path.split("/")
@@ -251,14 +251,14 @@ def _look_at(rootfd: int, path: str) -> Look:
         prefix = "/".join(parts[:depth])
         entry = _find(rootfd, prefix, os.O_PATH | os.O_NOFOLLOW)
         if entry is None:
-            return Look("unusable", VOLUME) if volume else Look("absent")
+            return PathInImage("unusable", VOLUME) if volume else PathInImage("absent")
         os.close(entry)
         fd = _find(rootfd, prefix, os.O_PATH | os.O_DIRECTORY)
         if fd is None:
-            return Look("unusable", f"/{prefix} is not a directory")
+            return PathInImage("unusable", f"/{prefix} is not a directory")
         volume = kernel.mount_id(fd) != own
         os.close(fd)
-    return Look("unusable", f"/{path} changes while it is examined")
+    return PathInImage("unusable", f"/{path} changes while it is examined")
 
 
 def _is_libc32(rootfd: int, procfd: int, path: str) -> bool:
@@ -538,7 +538,7 @@ def _is_file(rootfd: int, path: str) -> bool:
     return regular
 
 
-def look_at_places(rootfd: int, image: Image, share: Share) -> Image:
+def look_at_places(rootfd: int, image: Image, share: WantedParts) -> Image:
     """Look at every directory where a place of the share could be mounted.
 
     Call this in the container's mount namespace, because only there are its volumes visible.

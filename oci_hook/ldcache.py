@@ -37,11 +37,11 @@ SECTION = Struct("=IIII")
 ENDIAN_UNSET, ENDIAN_LITTLE = 0, 2
 
 
-class CacheError(ValueError):
+class DamagedCacheError(ValueError):
     """The cache is damaged."""
 
 
-class Entry(NamedTuple):
+class CachedLibrary(NamedTuple):
     """One library in a cache."""
 
     flags: int
@@ -54,7 +54,7 @@ class Entry(NamedTuple):
 class Cache(NamedTuple):
     """A cache; `hwcaps` are the names that entries with DL_CACHE_HWCAP_EXTENSION index."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[CachedLibrary, ...]
     hwcaps: tuple[bytes, ...] | None = None
     generator: bytes | None = None
 
@@ -67,7 +67,7 @@ def is_cache(data: bytes) -> bool:
 def _string(data: bytes, offset: int, limit: int) -> bytes:
     end = data.find(b"\0", offset, offset + limit + 1)
     if offset >= len(data) or end < 0:
-        raise CacheError(f"a string at {offset} has no end")
+        raise DamagedCacheError(f"a string at {offset} has no end")
     return data[offset:end]
 
 
@@ -76,7 +76,7 @@ def _new_part(data: bytes) -> int | None:
     if data.startswith(NEW_MAGIC):
         return 0
     if not data.startswith(OLD_MAGIC) or len(data) < OLD_HEADER.size:
-        raise CacheError("no magic")
+        raise DamagedCacheError("no magic")
     _, count = OLD_HEADER.unpack_from(data)
     start = OLD_HEADER.size + count * OLD_ENTRY_SIZE
     start = (start + 7) & ~7  # ALIGN_CACHE: the alignment of struct cache_file_new
@@ -86,18 +86,18 @@ def _new_part(data: bytes) -> int | None:
 def parse(data: bytes) -> Cache | None:
     """Parse a cache; None if it has only the old format, which no x86-64 loader uses."""
     if len(data) > CACHE_LIMIT:
-        raise CacheError(f"larger than {CACHE_LIMIT} bytes")
+        raise DamagedCacheError(f"larger than {CACHE_LIMIT} bytes")
     base = _new_part(data)
     if base is None:
         return None
     if len(data) < base + HEADER.size:
-        raise CacheError("the header is cut")
+        raise DamagedCacheError("the header is cut")
     _, count, _, endian, extension = HEADER.unpack_from(data, base)
     if endian & 3 not in (ENDIAN_UNSET, ENDIAN_LITTLE):
-        raise CacheError("another byte order")
+        raise DamagedCacheError("another byte order")
     first = base + HEADER.size
     if count > (len(data) - first) // ENTRY.size:
-        raise CacheError(f"{count} entries do not fit")
+        raise DamagedCacheError(f"{count} entries do not fit")
     entries = _parse_entries(data, base, first, count)
     if not extension:
         return Cache(entries)
@@ -105,7 +105,7 @@ def parse(data: bytes) -> Cache | None:
     return Cache(entries, hwcaps, generator)
 
 
-def _parse_entries(data: bytes, base: int, first: int, count: int) -> tuple[Entry, ...]:
+def _parse_entries(data: bytes, base: int, first: int, count: int) -> tuple[CachedLibrary, ...]:
     """Read the entries; CacheError if their names are longer in total than twice the file.
 
     ldconfig writes each path once, and a soname is at most as long as its path. Entries that share
@@ -120,30 +120,30 @@ def _parse_entries(data: bytes, base: int, first: int, count: int) -> tuple[Entr
         path = _string(data, base + value, PATH_LIMIT)
         room -= len(soname) + len(path)
         if room < 0:
-            raise CacheError("names are out of all proportion")
-        entries.append(Entry(flags, soname, path, osversion, hwcap))
+            raise DamagedCacheError("names are out of all proportion")
+        entries.append(CachedLibrary(flags, soname, path, osversion, hwcap))
     return tuple(entries)
 
 
 def _parse_extension(data: bytes, offset: int) -> tuple[tuple[bytes, ...] | None, bytes | None]:
     """Read the sections after the strings. Their offsets count from the start of the file."""
     if offset % 4 or offset + EXTENSION.size > len(data):
-        raise CacheError("the extension does not fit")
+        raise DamagedCacheError("the extension does not fit")
     magic, count = EXTENSION.unpack_from(data, offset)
     first = offset + EXTENSION.size
     room = (len(data) - first) // SECTION.size
     if magic != EXTENSION_MAGIC or count > min(room, SECTIONS_LIMIT):
-        raise CacheError("the extension is damaged")
+        raise DamagedCacheError("the extension is damaged")
     hwcaps = generator = None
     for i in range(count):
         tag, _, start, size = SECTION.unpack_from(data, first + i * SECTION.size)
         if start + size > len(data):
-            raise CacheError("a section does not fit")
+            raise DamagedCacheError("a section does not fit")
         if tag == TAG_GENERATOR:
             generator = data[start : start + size]
         elif tag == TAG_HWCAPS:
             if start % 4 or size % 4 or size > HWCAPS_LIMIT:
-                raise CacheError("the hwcaps section is damaged")
+                raise DamagedCacheError("the hwcaps section is damaged")
             hwcaps = tuple(
                 _string(data, o, NAME_LIMIT)
                 for (o,) in iter_unpack("=I", data[start : start + size])
@@ -200,7 +200,7 @@ def with_libraries(
                 low = middle + 1
             else:
                 high = middle
-        entries.insert(low, Entry(flags, soname, directory + b"/" + soname))
+        entries.insert(low, CachedLibrary(flags, soname, directory + b"/" + soname))
     return cache._replace(entries=tuple(entries))
 
 

@@ -10,7 +10,7 @@ PRIORITY_INFO = 30  # daemon.info
 PRIORITY_ERROR = 27  # daemon.err
 
 
-class Event:
+class RunEvent:
     """What happened in a run, with the duration of each phase in milliseconds."""
 
     def __init__(self, stage: str, log: str | None, began: float | None = None) -> None:

@@ -9,22 +9,17 @@ from __future__ import annotations
 import os
 import sys
 
-from oci_hook.entry import (
-    CONFIG_LIMIT,
-    PREFIX,
-    Options,
-    may_mention_us,
-)
 from oci_hook.errors import (
     BundleError,
     HookError,
     InternalError,
     show,
 )
-from oci_hook.log import Event, complain
+from oci_hook.log import RunEvent, complain
+from oci_hook.quick import CONFIG_LIMIT, PREFIX, HookOptions, may_mention_us
 from oci_hook.record import suppress
 from oci_hook.state import (
-    State,
+    OciState,
     is_sandbox,
     our_annotations,
     parse_config,
@@ -34,7 +29,7 @@ from oci_hook.state import (
 )
 
 
-def prepare(options: Options, state: State, event: Event) -> str:
+def prepare(options: HookOptions, state: OciState, event: RunEvent) -> str:
     """Prepare one container; return the outcome."""
     config = read_config(state.bundle)
     governed = options.governed or options.claim != ""
@@ -65,19 +60,19 @@ def prepare(options: Options, state: State, event: Event) -> str:
     return prepare_container(Start(options, state, bundle, annotations, claims, event))
 
 
-def precreate(options: Options, data: bytes | None, event: Event) -> str:
+def precreate(options: HookOptions, data: bytes | None, event: RunEvent) -> str:
     """Handle Podman's own stage: edit config.json from stdin and write it to stdout."""
     if data is None:
         raise BundleError(
             f"config.json on stdin is larger than {CONFIG_LIMIT} bytes", hint="make it smaller"
         )
-    from oci_hook.edits import Entry, enter_hook
+    from oci_hook.edits import HookEntry, enter_hook
     from oci_hook.notation import dump_json
     from oci_hook.reserve import Settings, edit_config
 
     settings = Settings(
         # The name by which the hook was executed: a hook file of the engine uses that name, too.
-        entry=Entry(os.path.abspath(sys.argv[0]), options.given),
+        entry=HookEntry(os.path.abspath(sys.argv[0]), options.given),
         runtime_dir=options.runtime_dir,
         dev_dir=options.dev_dir,
         driver_dir=options.driver_dir,
@@ -101,7 +96,7 @@ def precreate(options: Options, data: bytes | None, event: Event) -> str:
     return outcome
 
 
-def release(options: Options, state: State) -> str:
+def release(options: HookOptions, state: OciState) -> str:
     """Remove what a container left and tell the governor, which would notice on its own, too."""
     from oci_hook import traces
 
@@ -119,7 +114,7 @@ def release(options: Options, state: State) -> str:
     return "released"
 
 
-def serve(options: Options, raw: bytes | None, event: Event) -> str:
+def serve(options: HookOptions, raw: bytes | None, event: RunEvent) -> str:
     """Run a stage and return its outcome; `raw` was read from standard input."""
     if options.stage == "precreate":
         return precreate(options, raw, event)
@@ -130,16 +125,16 @@ def serve(options: Options, raw: bytes | None, event: Event) -> str:
     return prepare(options, state, event)
 
 
-def begin_event(options: Options, raw: bytes | None, began: float) -> Event:
+def begin_event(options: HookOptions, raw: bytes | None, began: float) -> RunEvent:
     """Return the event for work that was not begun, or that another process did."""
-    event = Event(options.stage or "?", options.log, began)
+    event = RunEvent(options.stage or "?", options.log, began)
     if raw is not None and options.stage != "precreate":
         with suppress(HookError):  # the container may have no id
             event.fields["id"] = show(parse_state(raw, needs_pid=False).id, 128)
     return event
 
 
-def fail(e: Exception, options: Options, event: Event | None) -> int:
+def fail(e: Exception, options: HookOptions, event: RunEvent | None) -> int:
     """Report what went wrong; return the exit status."""
     error = e if isinstance(e, HookError) else _internal(e)
     complain(error.line())
@@ -147,7 +142,7 @@ def fail(e: Exception, options: Options, event: Event | None) -> int:
     from oci_hook.crun import tell
 
     tell(error.line())
-    event = event or Event(options.stage or "?", options.log)
+    event = event or RunEvent(options.stage or "?", options.log)
     # The event of an abandoned start was logged already; this one reports that its worker ended.
     outcome = "abandoned" if is_abandoned() else "failed"
     event.emit(outcome, code=error.code, message=error.message, hint=error.hint)

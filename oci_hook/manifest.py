@@ -10,10 +10,10 @@ from __future__ import annotations
 import fcntl
 import os
 
-from oci_hook.entry import read_bounded
-from oci_hook.errors import DriverError, MirrorError, show
+from oci_hook.errors import MirrorMismatchError, NoMirrorError, show
 from oci_hook.letters import DIGITS, HEX, LETTERS, consists_of, is_below, is_path, is_version
 from oci_hook.notation import load_json
+from oci_hook.quick import read_bounded
 from oci_hook.request import ALL_CAPABILITIES
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
@@ -59,14 +59,14 @@ class MirrorSet(NamedTuple):
     names32: frozenset[str] = frozenset()
 
 
-class Program(NamedTuple):
+class MirrorProgram(NamedTuple):
     """A program that goes to /usr/bin; `path` is relative to the generation."""
 
     path: str
     capability: str
 
 
-class Place(NamedTuple):
+class FixedFiles(NamedTuple):
     """Files that programs look for in fixed directories of a container."""
 
     name: str
@@ -77,14 +77,14 @@ class Place(NamedTuple):
     files: tuple[str, ...]
 
 
-class Bind(NamedTuple):
+class MirrorBind(NamedTuple):
     """A directory of the host that goes to the same path; the path is absolute."""
 
     path: str
     capability: str
 
 
-class Watched(NamedTuple):
+class WatchedFile(NamedTuple):
     """A file of the host that makes the generation stale when it changes."""
 
     path: str
@@ -93,7 +93,7 @@ class Watched(NamedTuple):
     mtime_ns: int
 
 
-class Manifest(NamedTuple):
+class MirrorManifest(NamedTuple):
     """One generation."""
 
     directory: str  # absolute; never through `current`, which may be switched meanwhile
@@ -102,22 +102,22 @@ class Manifest(NamedTuple):
     kind: str
     machine: str
     sets: tuple[MirrorSet, ...]
-    programs: tuple[Program, ...]
-    places: tuple[Place, ...]
-    binds: tuple[Bind, ...]
+    programs: tuple[MirrorProgram, ...]
+    places: tuple[FixedFiles, ...]
+    binds: tuple[MirrorBind, ...]
     cached64: frozenset[str]  # what ldconfig would find in lib64: sonames and development links
     cached32: frozenset[str]
-    watch: tuple[Watched, ...]
+    watch: tuple[WatchedFile, ...]
     hold: int = -1  # descriptor of `directory`, locked against removal; open until the hook ends
 
 
-class Share(NamedTuple):
+class WantedParts(NamedTuple):
     """The parts of a generation that a container gets."""
 
     mirror_set: MirrorSet
-    programs: tuple[Program, ...]
-    places: tuple[Place, ...]
-    binds: tuple[Bind, ...]
+    programs: tuple[MirrorProgram, ...]
+    places: tuple[FixedFiles, ...]
+    binds: tuple[MirrorBind, ...]
     names64: tuple[str, ...]  # names that ld.so.cache has to lead to the set's lib64
     names32: tuple[str, ...]
     compat32: Literal["no", "asked", "offered"]  # offered: used if the image has 32-bit glibc
@@ -220,9 +220,9 @@ def _parse_set(value: Any) -> MirrorSet:
     )
 
 
-def _parse_place(value: Any) -> Place:
+def _parse_place(value: Any) -> FixedFiles:
     entry = _object(value, PLACE)
-    return Place(
+    return FixedFiles(
         name=_text(entry["name"]),
         source=_confined(entry["source"]),
         capability=_text(entry["capability"]),
@@ -258,9 +258,9 @@ def _parse_files(value: Any) -> list[dict[str, Any]]:
     return files
 
 
-def _parse_watched(value: Any) -> Watched:
+def _parse_watched(value: Any) -> WatchedFile:
     entry = _object(value, WATCHED)
-    return Watched(
+    return WatchedFile(
         _checked(entry["path"], _is_absolute),
         _choice(entry["role"], "driver", "control"),
         _whole(entry["size"], 0),
@@ -286,7 +286,7 @@ def _cached(files: list[dict[str, Any]], directory: str) -> frozenset[str]:
     return frozenset(names)
 
 
-def parse_manifest(data: bytes, directory: str) -> Manifest:
+def parse_manifest(data: bytes, directory: str) -> MirrorManifest:
     """Return what the hook needs; ValueError, TypeError and the like mean a damaged manifest.
 
     What vdriver/manifest.schema.json rejects is rejected here as well: a manifest with one wrong
@@ -302,16 +302,18 @@ def parse_manifest(data: bytes, directory: str) -> Manifest:
     _text(source["root"])
     programs = [_object(p, PROGRAM) for p in _list(document["programs"])]
     binds = [_object(b, PROGRAM) for b in _list(document["binds"])]
-    return Manifest(
+    return MirrorManifest(
         directory=directory,
         generation=_checked(document["generation"], _is_generation),
         version=_checked(driver["version"], is_version),
         kind=_choice(driver["kind"], "nvidia", "simulated", "wsl"),
         machine=_choice(document["machine"], "x86_64", "aarch64"),
         sets=tuple(map(_parse_set, _list(document["sets"], 1))),
-        programs=tuple(Program(_confined(p["path"]), _text(p["capability"])) for p in programs),
+        programs=tuple(
+            MirrorProgram(_confined(p["path"]), _text(p["capability"])) for p in programs
+        ),
         places=tuple(map(_parse_place, _list(document["places"]))),
-        binds=tuple(Bind(f"/{_absolute(b['path'])}", _text(b["capability"])) for b in binds),
+        binds=tuple(MirrorBind(f"/{_absolute(b['path'])}", _text(b["capability"])) for b in binds),
         cached64=_cached(files, "lib64"),
         cached32=_cached(files, "lib32"),
         watch=tuple(map(_parse_watched, _list(source["watch"], 1))),
@@ -330,9 +332,9 @@ def hold_generation(driver_dir: str) -> tuple[str, int]:
         try:
             directory = os.path.join(driver_dir, os.readlink(link))
         except FileNotFoundError as e:
-            raise DriverError(f"no driver mirror at {link}", hint=REFRESH) from e
+            raise NoMirrorError(f"no driver mirror at {link}", hint=REFRESH) from e
         except OSError as e:
-            raise MirrorError(
+            raise MirrorMismatchError(
                 f"{link}: {e.strerror}, accepted is a symbolic link", hint=REFRESH
             ) from e
         try:
@@ -340,7 +342,7 @@ def hold_generation(driver_dir: str) -> tuple[str, int]:
         except FileNotFoundError:
             continue
         except OSError as e:
-            raise MirrorError(f"{directory}: {e.strerror}", hint=REFRESH) from e
+            raise MirrorMismatchError(f"{directory}: {e.strerror}", hint=REFRESH) from e
         try:
             fcntl.flock(fd, fcntl.LOCK_SH)
             if os.path.samestat(os.fstat(fd), os.stat(directory)):
@@ -349,12 +351,12 @@ def hold_generation(driver_dir: str) -> tuple[str, int]:
             pass
         except OSError as e:
             os.close(fd)
-            raise MirrorError(f"{directory}: {e.strerror}", hint=REFRESH) from e
+            raise MirrorMismatchError(f"{directory}: {e.strerror}", hint=REFRESH) from e
         os.close(fd)
-    raise MirrorError(f"{link} leads to {show(directory)}, which is gone", hint=REFRESH)
+    raise MirrorMismatchError(f"{link} leads to {show(directory)}, which is gone", hint=REFRESH)
 
 
-def read_manifest(driver_dir: str) -> Manifest:
+def read_manifest(driver_dir: str) -> MirrorManifest:
     """Read the manifest of the generation in force, and hold that generation."""
     directory, hold = hold_generation(driver_dir)
     path = f"{directory}/manifest.json"
@@ -365,13 +367,15 @@ def read_manifest(driver_dir: str) -> Manifest:
         finally:
             os.close(fd)
     except OSError as e:
-        raise MirrorError(f"{path}: {e.strerror}", hint=REFRESH) from e
+        raise MirrorMismatchError(f"{path}: {e.strerror}", hint=REFRESH) from e
     if data is None:
-        raise MirrorError(f"{path} is larger than {MANIFEST_LIMIT} bytes", hint=REFRESH)
+        raise MirrorMismatchError(f"{path} is larger than {MANIFEST_LIMIT} bytes", hint=REFRESH)
     try:
         return parse_manifest(data, directory)._replace(hold=hold)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise MirrorError(f"{path} is not a manifest ({show(repr(e))})", hint=REFRESH) from e
+        raise MirrorMismatchError(
+            f"{path} is not a manifest ({show(repr(e))})", hint=REFRESH
+        ) from e
 
 
 def module_version(path: str = MODULE_VERSION) -> str | None:
@@ -385,7 +389,7 @@ def module_version(path: str = MODULE_VERSION) -> str | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as e:
-        raise MirrorError(
+        raise MirrorMismatchError(
             f"{path}: {e.strerror}", hint="see whether the kernel module works"
         ) from e
 
@@ -411,7 +415,7 @@ def find_version(text: bytes) -> str | None:
     return None
 
 
-def check_fresh(manifest: Manifest, module: str | None) -> None:
+def check_fresh(manifest: MirrorManifest, module: str | None) -> None:
     """Refuse a mirror that does not match the loaded kernel module.
 
     `module` is that module's version. If it is the mirror's version, changed files do not matter:
@@ -421,7 +425,7 @@ def check_fresh(manifest: Manifest, module: str | None) -> None:
     """
     if module is not None and manifest.kind == "nvidia":
         if module != manifest.version:
-            raise MirrorError(
+            raise MirrorMismatchError(
                 f"mirror {manifest.generation} is of driver {manifest.version}, but"
                 f" the kernel module is {module}",
                 hint="reboot or reload the module after a driver update, then run"
@@ -429,10 +433,10 @@ def check_fresh(manifest: Manifest, module: str | None) -> None:
             )
         return
     for _, changed in changed_files(manifest):
-        raise MirrorError(f"mirror {manifest.generation} is stale: {changed}", hint=REFRESH)
+        raise MirrorMismatchError(f"mirror {manifest.generation} is stale: {changed}", hint=REFRESH)
 
 
-def changed_files(manifest: Manifest) -> Iterator[tuple[str, str]]:
+def changed_files(manifest: MirrorManifest) -> Iterator[tuple[str, str]]:
     """Yield the role of each watched file that has changed, and what happened to it."""
     for file in manifest.watch:
         try:
@@ -444,7 +448,7 @@ def changed_files(manifest: Manifest) -> Iterator[tuple[str, str]]:
                 yield file.role, f"{file.path} has changed since it was made"
 
 
-def _choose_set(manifest: Manifest, asked: frozenset[str]) -> MirrorSet:
+def _choose_set(manifest: MirrorManifest, asked: frozenset[str]) -> MirrorSet:
     """Return the smallest set that has all of `asked`; for `all`, the largest set."""
     if asked == {ALL_CAPABILITIES}:
         return max(manifest.sets, key=lambda s: len(s.capabilities))
@@ -453,7 +457,7 @@ def _choose_set(manifest: Manifest, asked: frozenset[str]) -> MirrorSet:
         return min(fitting, key=lambda s: len(s.capabilities))
     offered = {c for s in manifest.sets for c in s.capabilities}
     missing = ",".join(sorted(asked - offered)) or f"{','.join(sorted(asked))} together"
-    raise DriverError(
+    raise NoMirrorError(
         f"this node's driver {manifest.version} does not provide {missing}, it has"
         f" {show(','.join(sorted(offered)), 300)}",
         hint="ask for these in tidegate.gpu/capabilities, or run `tidegate refresh` after"
@@ -461,7 +465,7 @@ def _choose_set(manifest: Manifest, asked: frozenset[str]) -> MirrorSet:
     )
 
 
-def choose_share(manifest: Manifest, capabilities: tuple[str, ...]) -> Share:
+def choose_share(manifest: MirrorManifest, capabilities: tuple[str, ...]) -> WantedParts:
     """Choose what a container that asks for these capabilities gets.
 
     The set determines the rest: a container with its libraries gets the files that belong to them.
@@ -471,7 +475,7 @@ def choose_share(manifest: Manifest, capabilities: tuple[str, ...]) -> Share:
     compat32: Literal["no", "asked", "offered"] = "no"
     if COMPAT32 in asked:
         if chosen.lib32 is None:
-            raise DriverError(
+            raise NoMirrorError(
                 f"this node's driver {manifest.version} has no 32-bit libraries",
                 hint="install them and run `tidegate refresh`, or leave compat32 out of"
                 " tidegate.gpu/capabilities",
@@ -479,7 +483,7 @@ def choose_share(manifest: Manifest, capabilities: tuple[str, ...]) -> Share:
         compat32 = "asked"
     elif ALL_CAPABILITIES in asked and chosen.lib32 is not None:
         compat32 = "offered"
-    return Share(
+    return WantedParts(
         mirror_set=chosen,
         programs=tuple(p for p in manifest.programs if p.capability in chosen.capabilities),
         places=tuple(p for p in manifest.places if p.capability in chosen.capabilities),

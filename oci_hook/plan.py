@@ -6,7 +6,7 @@ from oci_hook import ldcache
 from oci_hook.client import Grant
 from oci_hook.errors import ImageError, show
 from oci_hook.image import Image
-from oci_hook.manifest import Manifest, Place, Share
+from oci_hook.manifest import FixedFiles, MirrorManifest, WantedParts
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ Operation = BindDirectory | BindFile | WriteCache
 class PlacePlan(NamedTuple):
     """Where a place's files go in this image."""
 
-    place: Place
+    place: FixedFiles
     how: Literal["directory", "files", "skipped"]
     target: str  # below the container's root; empty if the place is skipped
     others: tuple[str, ...]  # why earlier targets were not chosen, one line each
@@ -127,7 +127,7 @@ def plan_cache(cache: bytes | None, leads: tuple[Lead, ...]) -> WriteCache | Non
                 strays += ldcache.strays(before, directory, sonames, lead.flags)
             after = ldcache.with_libraries(after, directory, sonames, lead.flags)
         content = ldcache.write(after)
-    except ldcache.CacheError as e:
+    except ldcache.DamagedCacheError as e:
         if not required and not any(name in cache for name in names):
             return None
         raise ImageError(
@@ -158,7 +158,7 @@ def _no_compat32(reason: str) -> ImageError:
     )
 
 
-def _choose_target(place: Place, image: Image, taken: list[str]) -> PlacePlan:
+def _choose_target(place: FixedFiles, image: Image, taken: list[str]) -> PlacePlan:
     """Choose the directory for a place, and one mount for all of it or one for each file.
 
     Files that the image has in a directory stay visible: only an empty directory is covered.
@@ -196,7 +196,12 @@ def _choose_target(place: Place, image: Image, taken: list[str]) -> PlacePlan:
 
 
 def _bind_directory(
-    manifest: Manifest, held: str, target: str, *, noexec: bool = False, optional: bool = False
+    manifest: MirrorManifest,
+    held: str,
+    target: str,
+    *,
+    noexec: bool = False,
+    optional: bool = False,
 ) -> BindDirectory:
     """Return the mount of a directory of the generation."""
     source = f"{manifest.directory}/{held}"
@@ -204,13 +209,18 @@ def _bind_directory(
 
 
 def _bind_file(
-    manifest: Manifest, held: str, target: str, *, noexec: bool = False, optional: bool = False
+    manifest: MirrorManifest,
+    held: str,
+    target: str,
+    *,
+    noexec: bool = False,
+    optional: bool = False,
 ) -> BindFile:
     """Return the mount of a file of the generation."""
     return BindFile(f"{manifest.directory}/{held}", target, held, noexec, optional)
 
 
-def _plan_place(manifest: Manifest, choice: PlacePlan, image: Image) -> list[Operation]:
+def _plan_place(manifest: MirrorManifest, choice: PlacePlan, image: Image) -> list[Operation]:
     place, target = choice.place, choice.target
     # Files below the library directory are modules that programs load.
     noexec = not target.startswith(f"{image.library_dir}/")
@@ -230,7 +240,9 @@ def _plan_place(manifest: Manifest, choice: PlacePlan, image: Image) -> list[Ope
     return []
 
 
-def plan_container(manifest: Manifest, share: Share, grant: Grant, image: Image) -> Plan:
+def plan_container(
+    manifest: MirrorManifest, share: WantedParts, grant: Grant, image: Image
+) -> Plan:
     """Plan one container; ImageError if it asks for compat32 and the image does not support it."""
     mirror_set = share.mirror_set
     operations: list[Operation] = [

@@ -6,9 +6,9 @@ both.
 
 from __future__ import annotations
 
-from oci_hook.entry import PREFIX
 from oci_hook.errors import AnnotationError, show
 from oci_hook.letters import HEX, consists_of, is_number
+from oci_hook.quick import PREFIX
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import os
 from oci_hook.claims import find_claims
 from oci_hook.client import PATIENCE, Client, require_reachable
 from oci_hook.edits import (
-    Entry,
+    HookEntry,
     edit,
     gives_gpu,
     governed_by,
@@ -20,10 +20,10 @@ from oci_hook.edits import (
     require_no_gpu,
     take_reservation,
 )
-from oci_hook.entry import PREFIX
-from oci_hook.errors import AnnotationError, DriverError, HookError, UnservedImageError, show
-from oci_hook.log import Event
+from oci_hook.errors import AnnotationError, HookError, NoMirrorError, UnservedImageError, show
+from oci_hook.log import RunEvent
 from oci_hook.notation import dump_json
+from oci_hook.quick import PREFIX
 from oci_hook.request import Request, check_request, parse_annotations
 from oci_hook.state import find_root, is_sandbox, parse_document
 
@@ -49,7 +49,7 @@ VARIABLES = {
 class Settings(NamedTuple):
     """Paths and settings of this node."""
 
-    entry: Entry
+    entry: HookEntry
     runtime_dir: str = "/run/tidegate"
     dev_dir: str = "/dev"
     driver_dir: str = "/var/lib/tidegate/driver"
@@ -103,7 +103,7 @@ def find_unserved(request: Request, root: str, settings: Settings) -> HookError 
         opened.append(os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
         _, rootfd, procfd = opened
         inspect_image(rootfd, procfd, manifest.machine, compat32=share.compat32 != "no")
-    except (DriverError, UnservedImageError) as e:
+    except (NoMirrorError, UnservedImageError) as e:
         return e
     except OSError as e:
         raise explain(e, f"look into {show(root)}") from e
@@ -114,7 +114,7 @@ def find_unserved(request: Request, root: str, settings: Settings) -> HookError 
 
 
 def edit_config(
-    data: bytes, bundle: str, name: str, settings: Settings, event: Event
+    data: bytes, bundle: str, name: str, settings: Settings, event: RunEvent
 ) -> tuple[str, bytes | None]:
     """Return the outcome, and the edited config.json; None if it stays unchanged.
 

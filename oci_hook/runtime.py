@@ -11,7 +11,7 @@ import sys
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
-    from oci_hook.log import Event
+    from oci_hook.log import RunEvent
     from oci_hook.reserve import Settings
 
 CONFIG = "/etc/tidegate/runtime"
@@ -60,7 +60,7 @@ SHORT = {"b": "bundle", "f": "config"}
 GETOPT = ("crun", "krun", "youki")  # runtimes that parse options like getopt, by file name
 
 
-class Call:
+class EngineCall:
     """The parts of the engine's command line that matter."""
 
     __slots__ = ("bundle", "command", "config", "ident", "log", "log_format")
@@ -69,7 +69,7 @@ class Call:
         self.command = self.bundle = self.config = self.ident = self.log = self.log_format = ""
 
 
-def parse_call(arguments: list[str], *, like_crun: bool = False) -> Call:
+def parse_call(arguments: list[str], *, like_crun: bool = False) -> EngineCall:
     """Find what matters in a command line, parsed like the runtime itself does.
 
     runc has Go's flags: one dash means the same as two, and names are not abbreviated. crun has
@@ -77,7 +77,7 @@ def parse_call(arguments: list[str], *, like_crun: bool = False) -> Call:
     option that neither of them has is taken to have no value; before the command, a word that is
     not a command is taken as the value of such an option.
     """
-    call = Call()
+    call = EngineCall()
     rest = iter(arguments)
     ended = False  # whether a `--` ended the options
     for argument in rest:
@@ -101,7 +101,7 @@ def parse_call(arguments: list[str], *, like_crun: bool = False) -> Call:
     return call
 
 
-def _take(call: Call, name: str, value: str) -> None:
+def _take(call: EngineCall, name: str, value: str) -> None:
     if name == "log":
         call.log = value.removeprefix("file:")  # crun takes file:PATH and journald:NAME
     elif name in ("log-format", "bundle", "config"):
@@ -130,7 +130,7 @@ def _read_getopt(
     return "", None
 
 
-class Node:
+class NodeSettings:
     """The node's settings; in the file each is a line with a name, a blank and a value."""
 
     __slots__ = (
@@ -159,21 +159,21 @@ class SettingsError(Exception):
     """The node's settings are wrong; the message is the line for the engine."""
 
 
-def parse_node(text: str, path: str, *, strict: bool = True) -> Node:
+def parse_node(text: str, path: str, *, strict: bool = True) -> NodeSettings:
     """Parse the text of a settings file; `path` is for the error.
 
     Without `strict` wrong lines are skipped.
     """
-    node = Node()
+    node = NodeSettings()
     for number, line in enumerate(text.splitlines(), 1):
         name, _, value = line.strip().partition(" ")
         field = name.replace("-", "_")
         if not name or name.startswith("#"):
             continue
-        if not strict and not (field in Node.__slots__ and value.strip()):
+        if not strict and not (field in NodeSettings.__slots__ and value.strip()):
             continue
-        if field not in Node.__slots__ or not value.strip():
-            known = ", ".join(slot.replace("_", "-") for slot in Node.__slots__)
+        if field not in NodeSettings.__slots__ or not value.strip():
+            known = ", ".join(slot.replace("_", "-") for slot in NodeSettings.__slots__)
             raise SettingsError(
                 f"{path}:{number}: '{line[:80]}'; accepted are {known}, each with a value"
             )
@@ -206,7 +206,7 @@ def state_root(arguments: list[str]) -> str:
     return ""
 
 
-def read_node(path: str, arguments: list[str], *, strict: bool = True) -> Node:
+def read_node(path: str, arguments: list[str], *, strict: bool = True) -> NodeSettings:
     """Read the settings for a command line; SettingsError if they are wrong or name no runtime.
 
     Without `strict` only a missing runtime is an error.
@@ -232,7 +232,7 @@ def read_node(path: str, arguments: list[str], *, strict: bool = True) -> Node:
     return node
 
 
-def _tell_engine(call: Call, line: str) -> None:
+def _tell_engine(call: EngineCall, line: str) -> None:
     """Write the line to the runtime's log, from which engines like containerd's shim read it."""
     if not call.log or call.log.startswith(("journald:", "syslog:")):
         return
@@ -256,16 +256,16 @@ def _tell_engine(call: Call, line: str) -> None:
         pass
 
 
-def _fail(call: Call, line: str, log: str = "") -> int:
+def _fail(call: EngineCall, line: str, log: str = "") -> int:
     """Report what is wrong with the node's settings, also in the engine's and the node's log."""
     from oci_hook.errors import show
-    from oci_hook.log import Event, complain
+    from oci_hook.log import RunEvent, complain
 
     complain(f"tidegate-runtime: {line}")
     _tell_engine(call, f"tidegate-runtime: {line}")
     if call.command in MAKING:
         message, _, hint = line.partition("; ")
-        event = Event("runtime", log or None)
+        event = RunEvent("runtime", log or None)
         event.fields["id"] = show(call.ident, 128)
         event.emit("failed", code="config", message=message, hint=hint)
     return 78
@@ -310,9 +310,9 @@ class Making:
         self.timeout = settings.timeout * 2
 
 
-def look(call: Call, node: Node) -> Making | None:
+def look(call: EngineCall, node: NodeSettings) -> Making | None:
     """Read config.json; None if it requests nothing, HookError if the container cannot start."""
-    from oci_hook.entry import may_mention_us
+    from oci_hook.quick import may_mention_us
     from oci_hook.state import read_file
 
     # Resolved like the kernel does it for the runtimes: links first, then `..`.
@@ -327,8 +327,8 @@ def look(call: Call, node: Node) -> Making | None:
     import gc
 
     gc.disable()  # searching for reference cycles takes 2 ms
-    from oci_hook.edits import Entry
-    from oci_hook.entry import parse_arguments
+    from oci_hook.edits import HookEntry
+    from oci_hook.quick import parse_arguments
     from oci_hook.reserve import Settings
 
     if path != f"{bundle}/config.json":
@@ -339,7 +339,7 @@ def look(call: Call, node: Node) -> Making | None:
     words = node.hook_arguments.split()
     hook = parse_arguments([*words, "createRuntime"])
     settings = Settings(
-        entry=Entry(node.hook, tuple(words)),
+        entry=HookEntry(node.hook, tuple(words)),
         runtime_dir=node.runtime_dir,
         dev_dir=node.dev_dir,
         driver_dir=hook.driver_dir,
@@ -350,10 +350,10 @@ def look(call: Call, node: Node) -> Making | None:
     return Making(data, bundle, path, settings)
 
 
-def edit(making: Making, event: Event) -> None:
+def edit(making: Making, event: RunEvent) -> None:
     """Edit config.json if necessary; HookError says why the container cannot start."""
-    from oci_hook.entry import arm, disarm
     from oci_hook.errors import BundleError, show
+    from oci_hook.quick import arm, disarm
     from oci_hook.reserve import edit_config
 
     path = making.path
@@ -377,8 +377,8 @@ def edit(making: Making, event: Event) -> None:
 
 def _refuse_elsewhere(data: bytes, path: str) -> None:
     """Refuse a container with crun's --config that asks for a GPU: the hook reads the bundle's."""
-    from oci_hook.entry import PREFIX
     from oci_hook.errors import BundleError, show
+    from oci_hook.quick import PREFIX
     from oci_hook.state import parse_document
 
     _, annotations, _ = parse_document(data, show(path))
@@ -389,11 +389,11 @@ def _refuse_elsewhere(data: bytes, path: str) -> None:
         )
 
 
-def _refuse_gvisor(data: bytes, path: str, node: Node) -> None:
+def _refuse_gvisor(data: bytes, path: str, node: NodeSettings) -> None:
     """Refuse a container that asks for a GPU; others are left to gVisor."""
-    from oci_hook.entry import PREFIX
     from oci_hook.errors import show
     from oci_hook.gvisor import refusal
+    from oci_hook.quick import PREFIX
     from oci_hook.reserve import from_environment
     from oci_hook.state import parse_document
 
@@ -405,7 +405,7 @@ def _refuse_gvisor(data: bytes, path: str, node: Node) -> None:
         raise refusal(node.runtime)
 
 
-def left_traces(call: Call, node: Node) -> bool:
+def left_traces(call: EngineCall, node: NodeSettings) -> bool:
     """Return whether this is the deletion of a container that the hook has prepared."""
     return (
         call.command == "delete"
@@ -415,7 +415,7 @@ def left_traces(call: Call, node: Node) -> bool:
     )
 
 
-def delete(call: Call, node: Node, arguments: list[str]) -> int:
+def delete(call: EngineCall, node: NodeSettings, arguments: list[str]) -> int:
     """Run the real runtime's `delete`, then remove what the container's start left in the image."""
     from oci_hook import kernel
 
@@ -430,13 +430,13 @@ def delete(call: Call, node: Node, arguments: list[str]) -> int:
     return status if status >= 0 else 128 - status
 
 
-def take_back(call: Call, node: Node) -> None:
+def take_back(call: EngineCall, node: NodeSettings) -> None:
     """Remove what a container's start left in the image; failures are only logged."""
     from oci_hook.apart import run_apart
 
     def work() -> int:
         from oci_hook import traces
-        from oci_hook.entry import arm, disarm
+        from oci_hook.quick import arm, disarm
 
         arm(END_DEADLINE, NAME)
         try:
@@ -454,11 +454,11 @@ def take_back(call: Call, node: Node) -> None:
         _tell_left(node, e)
 
 
-def _tell_left(node: Node, e: Exception) -> None:
+def _tell_left(node: NodeSettings, e: Exception) -> None:
     """Log that traces of a container are left; the container itself is deleted all the same."""
-    from oci_hook.log import Event
+    from oci_hook.log import RunEvent
 
-    Event("runtime", node.log or None).emit("failed", code="internal", message=str(e))
+    RunEvent("runtime", node.log or None).emit("failed", code="internal", message=str(e))
 
 
 def take_config(arguments: list[str]) -> tuple[str, list[str]]:
@@ -468,7 +468,7 @@ def take_config(arguments: list[str]) -> tuple[str, list[str]]:
     return (arguments[1] if len(arguments) > 1 else ""), arguments[2:]
 
 
-def understand(arguments: list[str], node: Node) -> Call:
+def understand(arguments: list[str], node: NodeSettings) -> EngineCall:
     """Parse a command line as the node's runtime does."""
     real = os.path.basename(os.path.realpath(node.runtime))
     return parse_call(arguments, like_crun=any(name in real for name in GETOPT))
@@ -495,15 +495,15 @@ def after_delete(arguments: list[str]) -> int:
     return 0
 
 
-def edit_or_refuse(call: Call, node: Node, *, late: bool = False) -> int:
+def edit_or_refuse(call: EngineCall, node: NodeSettings, *, late: bool = False) -> int:
     """Edit config.json if necessary; return 0, or the exit status of a start that is refused.
 
     `late` says that the C program has abandoned the process that edits.
     """
     from oci_hook.errors import show
-    from oci_hook.log import Event
+    from oci_hook.log import RunEvent
 
-    event = Event("runtime", node.log or None)
+    event = RunEvent("runtime", node.log or None)
     event.fields["id"] = show(call.ident, 128)
     try:
         making = look(call, node)
@@ -526,7 +526,7 @@ def edit_or_refuse(call: Call, node: Node, *, late: bool = False) -> int:
         return _refuse(call, event, e)
 
 
-def _refuse(call: Call, event: Event, e: Exception) -> int:
+def _refuse(call: EngineCall, event: RunEvent, e: Exception) -> int:
     """Report any error to the engine in one line; return the exit status."""
     from oci_hook.apart import is_abandoned
     from oci_hook.errors import HookError, InternalError, show
@@ -550,7 +550,7 @@ def _refuse(call: Call, event: Event, e: Exception) -> int:
 
 def main() -> None:
     """Edit config.json if necessary, and become the real runtime."""
-    from oci_hook.entry import open_standard, take_program
+    from oci_hook.quick import open_standard, take_program
 
     open_standard()
     sys.argv = take_program(sys.argv)

@@ -11,7 +11,7 @@ import os
 from typing import NamedTuple
 
 from oci_hook import kernel, traces
-from oci_hook.apply import Container, Inside, Undo, apply_plan, explain
+from oci_hook.apply import CreatedContainer, MountNamespace, Undo, apply_plan, explain
 from oci_hook.claims import as_request
 from oci_hook.client import PATIENCE, Client, Grant, require_reachable
 from oci_hook.edits import (
@@ -21,22 +21,22 @@ from oci_hook.edits import (
     require_no_gpu,
     take_reservation,
 )
-from oci_hook.entry import Options, Whole, shield
-from oci_hook.errors import DriverError, UnservedImageError, show
+from oci_hook.errors import NoMirrorError, UnservedImageError, show
 from oci_hook.gvisor import refuse_process
 from oci_hook.image import Image, inspect_image, look_at_places, look_for_drivers, search_path
-from oci_hook.log import Event
+from oci_hook.log import RunEvent
 from oci_hook.manifest import (
-    Manifest,
-    Share,
+    MirrorManifest,
+    WantedParts,
     check_fresh,
     choose_share,
     module_version,
     read_manifest,
 )
 from oci_hook.plan import Plan, plan_container
+from oci_hook.quick import HookOptions, Whole, shield
 from oci_hook.request import Request, check_request, parse_annotations
-from oci_hook.state import Bundle, State
+from oci_hook.state import Bundle, OciState
 
 Shares = tuple[tuple[str, str], ...]
 """Shares of claims, as (uid, name)."""
@@ -45,12 +45,12 @@ Shares = tuple[tuple[str, str], ...]
 class Start(NamedTuple):
     """One start of a container: how the hook was called, and what the engine says."""
 
-    options: Options
-    state: State
+    options: HookOptions
+    state: OciState
     bundle: Bundle
     annotations: dict[str, str]
     claims: Shares
-    event: Event
+    event: RunEvent
 
 
 class Asked(NamedTuple):
@@ -61,15 +61,15 @@ class Asked(NamedTuple):
     nodes: tuple[int, ...]
 
 
-class Found(NamedTuple):
+class NodeAndImage(NamedTuple):
     """What the node and the image have: the mirror, the part of it that is wanted, and the image.
 
     `home` is the path of the container's root, by which its notes are kept.
     """
 
-    manifest: Manifest
-    share: Share
-    container: Container
+    manifest: MirrorManifest
+    share: WantedParts
+    container: CreatedContainer
     image: Image
     home: str
 
@@ -84,7 +84,7 @@ def prepare_container(start: Start) -> str:
     event.phase("request")
     try:
         found = inspect(start, asked)
-    except (DriverError, UnservedImageError) as e:
+    except (NoMirrorError, UnservedImageError) as e:
         if not asked.request.optional:
             raise
         require_no_gpu(bundle.document, e)
@@ -133,7 +133,7 @@ def read_request(start: Start) -> Asked:
     return Asked(request, reservation, nodes)
 
 
-def inspect(start: Start, asked: Asked) -> Found:
+def inspect(start: Start, asked: Asked) -> NodeAndImage:
     """Return what the node and the image have."""
     options, state, bundle, event = start.options, start.state, start.bundle, start.event
     manifest = read_manifest(options.driver_dir)
@@ -141,7 +141,7 @@ def inspect(start: Start, asked: Asked) -> Found:
     share = choose_share(manifest, asked.request.capabilities)
     event.fields |= {"generation": manifest.generation}
     event.phase("manifest")
-    container = Container(state.pid, bundle.root)
+    container = CreatedContainer(state.pid, bundle.root)
     # Left by an earlier container with this id, if its end was not reported.
     traces.take_back(options.runtime_dir, state.id)
     # Held until this process ends: another start or end on this root finds either everything
@@ -155,16 +155,16 @@ def inspect(start: Start, asked: Asked) -> Found:
         manifest.machine,
         compat32=share.compat32 != "no",
     )
-    with Inside(container) as rootfd:
+    with MountNamespace(container) as rootfd:
         search = search_path(rootfd, container.procfd, image.library_dir, bundle.document)
         image = look_for_drivers(rootfd, image, search)
         if share.places:
             image = look_at_places(rootfd, image, share)
     event.phase("image")
-    return Found(manifest, share, container, image, home)
+    return NodeAndImage(manifest, share, container, image, home)
 
 
-def admit(start: Start, asked: Asked, found: Found, client: Client) -> Grant:
+def admit(start: Start, asked: Asked, found: NodeAndImage, client: Client) -> Grant:
     """Ask the governor, and return what it grants; HookError if it refuses."""
     options, state = start.options, start.state
     return client.admit(
@@ -181,7 +181,7 @@ def admit(start: Start, asked: Asked, found: Found, client: Client) -> Grant:
     )
 
 
-def mount(start: Start, found: Found, plan: Plan, client: Client) -> None:
+def mount(start: Start, found: NodeAndImage, plan: Plan, client: Client) -> None:
     """Carry out the plan, and confirm the admission. What fails is undone, or said to be left."""
     options, state, event = start.options, start.state, start.event
     undo, noted = Undo(), False

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import stat
 
-from oci_hook.entry import CONFIG_LIMIT, PREFIX, STATE_LIMIT, read_bounded
-from oci_hook.errors import AnnotationError, BundleError, HookError, StateError, show
+from oci_hook.errors import AnnotationError, BundleError, HookError, OciStateError, show
 from oci_hook.notation import load_json
+from oci_hook.quick import CONFIG_LIMIT, PREFIX, STATE_LIMIT, read_bounded
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ ID_LIMIT = 1024
 PID_LIMIT = 1 << 22  # PID_MAX_LIMIT
 
 
-class State:
+class OciState:
     """The OCI state. A plain class, because NamedTuple would cost every container 3 ms."""
 
     __slots__ = ("annotations", "bundle", "id", "pid")
@@ -144,33 +144,33 @@ def _annotations(document: dict[str, object], error: type[HookError], what: str)
     return {name: text for name, text in value.items() if type(text) is str}
 
 
-def parse_state(data: bytes | None, *, needs_pid: bool = True) -> State:
+def parse_state(data: bytes | None, *, needs_pid: bool = True) -> OciState:
     """Parse and check the OCI state that the runtime wrote to stdin."""
     hint = "run the hook from an OCI runtime, as createRuntime or prestart"
     if data is None:
-        raise StateError(f"the OCI state on stdin is larger than {STATE_LIMIT} bytes", hint=hint)
-    document = _parse_object(data, StateError, "the OCI state on stdin", hint, [])
+        raise OciStateError(f"the OCI state on stdin is larger than {STATE_LIMIT} bytes", hint=hint)
+    document = _parse_object(data, OciStateError, "the OCI state on stdin", hint, [])
     ident, pid, bundle = document.get("id"), document.get("pid"), document.get("bundle")
     if type(ident) is not str or not is_text(ident) or not 0 < len(ident) <= ID_LIMIT:
-        raise StateError(
+        raise OciStateError(
             f"id in the OCI state is {show(ident)}, not a string of 1 to {ID_LIMIT} characters",
             hint=hint,
         )
     if needs_pid:
         if type(pid) is not int or not 0 < pid <= PID_LIMIT:
-            raise StateError(
+            raise OciStateError(
                 f"pid in the OCI state is {show(pid)}, not a process of this host",
                 hint="register the hook as createRuntime or prestart, which run on the host's side",
             )
         if type(bundle) is not str or not bundle.startswith("/") or not is_text(bundle):
-            raise StateError(
+            raise OciStateError(
                 f"bundle in the OCI state is {show(bundle)}, not an absolute path", hint=hint
             )
-    return State(
+    return OciState(
         ident=ident,
         pid=pid if type(pid) is int else 0,
         bundle=bundle if type(bundle) is str else "",
-        annotations=_annotations(document, StateError, "the OCI state"),
+        annotations=_annotations(document, OciStateError, "the OCI state"),
     )
 
 
@@ -270,7 +270,7 @@ def _identity(annotations: dict[str, str], *, asks: bool) -> dict[str, str]:
     return identity
 
 
-def our_annotations(state: State, bundle: Bundle, *, governed: bool = False) -> dict[str, str]:
+def our_annotations(state: OciState, bundle: Bundle, *, governed: bool = False) -> dict[str, str]:
     """Return the annotations below the prefix: those in config.json, which the state may repeat.
 
     Those of a sandbox do not count. A container that has a GPU or is `governed` is not a sandbox:

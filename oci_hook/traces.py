@@ -18,11 +18,11 @@ from binascii import a2b_base64, b2a_base64
 
 from oci_hook import kernel, ldcache
 from oci_hook.apart import ANSWERS, run_briefly
-from oci_hook.entry import read_bounded
 from oci_hook.errors import MountError
 from oci_hook.files import as_owner, remove, write_all
 from oci_hook.letters import DIGITS, LETTERS, consists_of
 from oci_hook.notation import dump_json, load_json
+from oci_hook.quick import read_bounded
 from oci_hook.record import suppress
 from oci_hook.state import is_text
 
@@ -48,7 +48,7 @@ LOOKS = 64  # directories looked up for a cache that the container wrote; each t
 SECONDS = 4.0  # time limit of one container's clean-up
 
 
-class Trace(NamedTuple):
+class HookTrace(NamedTuple):
     """Something that the hook created or replaced."""
 
     what: str  # directory, file, cache
@@ -56,7 +56,7 @@ class Trace(NamedTuple):
     kept: dict[str, Any] = {}  # noqa: RUF012 - for a cache: the original, and how to identify ours
 
 
-class Note(NamedTuple):
+class NoteHeader(NamedTuple):
     """The first line of a note: the container that the traces belong to."""
 
     root: str
@@ -155,7 +155,7 @@ def _lock_byte(runtime_dir: str, byte: int, how: int) -> int:
     return fd
 
 
-def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[Trace]) -> None:
+def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[HookTrace]) -> None:
     """Write the note of what was created for a container, even if nothing was; raises OSError.
 
     `root` has no link in it, and a link that appears later is not followed: a user with the right
@@ -166,7 +166,7 @@ def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[Tra
     rootfd = kernel.open_straight(root)
     place = os.fstat(rootfd)
     os.close(rootfd)
-    note = Note(root, pid, _began(pid), place.st_dev, place.st_ino, time.monotonic_ns())
+    note = NoteHeader(root, pid, _began(pid), place.st_dev, place.st_ino, time.monotonic_ns())
     data = dump_json(note).encode() + b"\n" + dump_json(traces).encode()
     if len(data) > STORED_LIMIT:
         raise OSError(errno.EFBIG, f"their description takes {len(data)} bytes")
@@ -222,7 +222,7 @@ def _began(pid: int) -> int:
     return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
-def _runs(note: Note) -> bool:
+def _runs(note: NoteHeader) -> bool:
     return note.began > 0 and _began(note.pid) == note.began
 
 
@@ -239,28 +239,28 @@ def _read(runtime_dir: str, ident: str, limit: int = STORED_LIMIT) -> bytes:
         return b""
 
 
-def _parse_note(data: bytes) -> Note | None:
+def _parse_note(data: bytes) -> NoteHeader | None:
     """Parse the first line of a note; None if it is not one."""
     if not data:
         return None  # the usual case; parsing an empty text takes as long as everything else
     try:
-        note = Note(*load_json(data.partition(b"\n")[0]))
+        note = NoteHeader(*load_json(data.partition(b"\n")[0]))
     except (ValueError, TypeError, RecursionError):
         return None
     numbers = all(type(number) is int for number in note[1:])
     return note if numbers and is_text(note.root) else None
 
 
-def _parse_traces(data: bytes) -> list[Trace]:
+def _parse_traces(data: bytes) -> list[HookTrace]:
     """Parse the rest of a note; the result is empty if it is malformed."""
     try:
-        found = [Trace(*trace) for trace in load_json(data.partition(b"\n")[2])]
+        found = [HookTrace(*trace) for trace in load_json(data.partition(b"\n")[2])]
     except (ValueError, TypeError, RecursionError):
         return []
     return [t for t in found if is_text(t.what) and is_text(t.path) and type(t.kept) is dict]
 
 
-def _notes(runtime_dir: str) -> dict[str, Note | None]:
+def _notes(runtime_dir: str) -> dict[str, NoteHeader | None]:
     """Return all notes by file name; None for a file that is not a note."""
     names = os.listdir(f"{runtime_dir}/{DIRECTORY}")
     return {name: _parse_note(_read(runtime_dir, name, HEAD_LIMIT)) for name in names}
@@ -286,7 +286,7 @@ def take_back(runtime_dir: str, ident: str) -> None:
             os.close(held)
 
 
-def _take_from_root(runtime_dir: str, ident: str, own: Note) -> None:
+def _take_from_root(runtime_dir: str, ident: str, own: NoteHeader) -> None:
     """Remove what all containers of one root left, if none of them is running."""
     place = own.device, own.inode
     notes = _notes(runtime_dir).items()
@@ -312,7 +312,7 @@ def _take_from_root(runtime_dir: str, ident: str, own: Note) -> None:
             forget(runtime_dir, name)  # in any case, or the next one runs into the same obstacle
 
 
-def _take_all(rootfd: int, traces: list[Trace], until: float) -> None:
+def _take_all(rootfd: int, traces: list[HookTrace], until: float) -> None:
     """Remove traces, the last one first, until the time `until`."""
     procfd = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     here, host = os.fstat(rootfd), os.stat("/")
@@ -353,7 +353,7 @@ def sweep_apart(runtime_dir: str) -> None:
     run_briefly(work)
 
 
-def _take_back(procfd: int, rootfd: int, trace: Trace, traces: list[Trace]) -> None:
+def _take_back(procfd: int, rootfd: int, trace: HookTrace, traces: list[HookTrace]) -> None:
     """Remove one trace; OSError if it is no longer what was created."""
     parent, _, name = trace.path.rpartition("/")
     dirfd = kernel.open_in_root(rootfd, parent or ".", os.O_PATH | os.O_DIRECTORY, same_mount=True)

@@ -54,7 +54,7 @@ _descriptors: dict[tuple[int, int], int] = {}
 
 
 @dataclass(frozen=True)
-class Context:
+class SeenContext:
     """A context on a device; times are ns of GPU time, `pid` is 0 if it is invisible from here."""
 
     serial: int
@@ -75,7 +75,7 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Status:
+class DeviceStatus:
     """The state of a device at `now`, in ns on its clock."""
 
     device: str
@@ -89,7 +89,7 @@ class Status:
     switches: int
     recoveries: int
     processes: tuple[Process, ...]
-    contexts: tuple[Context, ...]
+    contexts: tuple[SeenContext, ...]
 
 
 def size(text: str) -> int:
@@ -115,7 +115,7 @@ def device_uuid(seed: int, index: int) -> uuid.UUID:
 
 
 @dataclass(frozen=True)
-class Topology:
+class MachineTopology:
     """Where the GPUs of a machine are, and which NVLinks connect them.
 
     A place is `NUMA node/host bridge/PCIe tree/switch`: what two places have in common, from the
@@ -174,7 +174,7 @@ def create(
     context_memory: int = 512 << 20,
     jitter: int = 0,
     virtual_clock: bool = False,
-    topology: Topology = Topology(),
+    topology: MachineTopology = MachineTopology(),
 ) -> list[Path]:
     """Create `gpu0`, `gpu1`... in `directory`, replacing those that exist.
 
@@ -242,7 +242,7 @@ def _process_key() -> int:
     return key or 1
 
 
-def status(path: Path) -> Status:
+def status(path: Path) -> DeviceStatus:
     """Return the present state in a device's file, without what belongs to dead processes."""
     descriptor = _open(path)
     config = CONFIG.unpack(os.pread(descriptor, CONFIG.size, 0))
@@ -272,7 +272,7 @@ def status(path: Path) -> Status:
             continue
         if pid is not None:
             owners[slot] = (pid, memory)
-    contexts: list[Context] = []
+    contexts: list[SeenContext] = []
     held: dict[int, int] = {}
     for index, (serial, tail, slot, _) in enumerate(heads):
         if not serial or slot not in owners:
@@ -282,13 +282,13 @@ def status(path: Path) -> Status:
         )
         held[slot] = held.get(slot, 0) + 1
         pid, _ = owners[slot]
-        contexts.append(Context(serial, pid, tail - head, head, lane_busy, slices))
+        contexts.append(SeenContext(serial, pid, tail - head, head, lane_busy, slices))
     processes = tuple(
         Process(pid, memory + context_memory * held.get(slot, 0), held.get(slot, 0))
         for slot, (pid, memory) in owners.items()
         if memory or slot in held
     )
-    return Status(
+    return DeviceStatus(
         device=path.name,
         uuid=f"GPU-{uuid.UUID(bytes=config[10])}",
         name=config[11].rstrip(b"\0").decode(),
@@ -349,7 +349,7 @@ def main(arguments: list[str] | None = None) -> int:
                 context_memory=options.context_mib << 20,
                 jitter=options.jitter,
                 virtual_clock=options.virtual_clock,
-                topology=Topology(tuple(options.place), tuple(options.nvlink)),
+                topology=MachineTopology(tuple(options.place), tuple(options.nvlink)),
             )
             print("\n".join(map(str, made)))
         else:

@@ -18,7 +18,7 @@ MOST = 256
 """Maximum number of contexts of one GPU: GPU_CONTEXTS of layout.h."""
 
 
-class Process(NamedTuple):
+class SteeredProcess(NamedTuple):
     """A process that has contexts on the GPU."""
 
     pid: int
@@ -30,7 +30,7 @@ class Process(NamedTuple):
         return self.pid
 
 
-class Row(ctypes.Structure):
+class ContextRow(ctypes.Structure):
     """A context: its process, time on the GPU, turns that it gave away, and full turns.
 
     Same as `struct simgpu_residency` in steer.c.
@@ -47,7 +47,7 @@ class Row(ctypes.Structure):
     full_ended: int
 
 
-class Counts(NamedTuple):
+class GpuTimes(NamedTuple):
     """What processes have had of the GPU up to `now`, a time on its clock, by pid."""
 
     now: int
@@ -67,7 +67,7 @@ class SimulatedHardware:
         nvml.nvmlSimgpuResidency.argtypes = (
             ctypes.c_void_p,
             ctypes.POINTER(ctypes.c_uint64),
-            ctypes.POINTER(Row),
+            ctypes.POINTER(ContextRow),
             ctypes.c_int,
         )
         # Like the trace of a real GPU, this tells nothing of the time before.
@@ -85,16 +85,16 @@ class SimulatedHardware:
     def close(self) -> None:
         """Do nothing: there is nothing to release."""
 
-    def _rows(self) -> tuple[int, list[Row]]:
-        now, rows = ctypes.c_uint64(), (Row * MOST)()
+    def _rows(self) -> tuple[int, list[ContextRow]]:
+        now, rows = ctypes.c_uint64(), (ContextRow * MOST)()
         n = self._nvml.nvmlSimgpuResidency(self._handle, ctypes.byref(now), rows, MOST)
         if n < 0:
             raise OSError("the simulated GPU is lost")
         return now.value, rows[:n]
 
-    def _count(self) -> Counts:
+    def _count(self) -> GpuTimes:
         now, rows = self._rows()
-        counts = Counts(now, Counter(), Counter(), Counter(), {})
+        counts = GpuTimes(now, Counter(), Counter(), Counter(), {})
         for row in rows:
             counts.ns[row.pid] += row.ns
             counts.early[row.pid] += row.early
@@ -102,12 +102,18 @@ class SimulatedHardware:
             counts.full_ended[row.pid] = max(counts.full_ended.get(row.pid, 0), row.full_ended)
         return counts
 
-    def find(self, pid: int, pidfd: int = -1, *, thorough: bool = False) -> Sequence[Process]:  # noqa: ARG002
+    def find(
+        self,
+        pid: int,
+        pidfd: int = -1,  # noqa: ARG002
+        *,
+        thorough: bool = False,  # noqa: ARG002
+    ) -> Sequence[SteeredProcess]:
         """Return what a process has on the GPU."""
         n = sum(row.pid == pid for row in self._rows()[1])
-        return [Process(pid, n)] if n else []
+        return [SteeredProcess(pid, n)] if n else []
 
-    def switch(self, held: Sequence[Process], *, on: bool) -> None:
+    def switch(self, held: Sequence[SteeredProcess], *, on: bool) -> None:
         """Let the GPU schedule these processes from now on, or not at all."""
         for one in held:
             self._nvml.nvmlSimgpuSwitch(self._handle, one.pid, int(on))
@@ -120,7 +126,7 @@ class SimulatedHardware:
                 self._at_off[pid] = ns[pid]
             self._off |= pids
 
-    def set_slice(self, held: Process, ns: int) -> None:
+    def set_slice(self, held: SteeredProcess, ns: int) -> None:
         """Give each context of a process a time slice of `ns`."""
         self._nvml.nvmlSimgpuSetTimeslice(self._handle, held.pid, ns)
 
@@ -129,18 +135,18 @@ class SimulatedHardware:
         """Number of lost records of the trace: always 0."""
         return 0
 
-    def tokens(self, held: Sequence[Process]) -> list[Any]:
+    def tokens(self, held: Sequence[SteeredProcess]) -> list[Any]:
         """Return the pids, in the form that `revive` takes."""
         return [one.pid for one in held]
 
-    def name(self, held: Process) -> list[Any]:
+    def name(self, held: SteeredProcess) -> list[Any]:
         """Return a JSON value from which `named` makes the same again."""
         return list(held)
 
-    def named(self, data: Any) -> Process:
+    def named(self, data: Any) -> SteeredProcess:
         """Return what has this name; ValueError or TypeError if it is no name."""
         pid, n_groups = data
-        return Process(int(pid), int(n_groups))
+        return SteeredProcess(int(pid), int(n_groups))
 
     def used_ns(self) -> Mapping[int, int]:
         """Return for how long each process was on the GPU since the last call, by pid, in ns.
@@ -170,4 +176,4 @@ def revive(library: str, uuid: str, tokens: Sequence[int]) -> None:
     nvml.nvmlInit_v2()
     if nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle)) == 0:
         hardware = SimulatedHardware(nvml, handle)
-        hardware.switch([Process(pid, 1) for pid in tokens], on=True)
+        hardware.switch([SteeredProcess(pid, 1) for pid in tokens], on=True)

@@ -1,7 +1,7 @@
 """The simulated GPU from Python, for tests: the driver API with results as exceptions.
 
-`Driver` loads the built library into this process. `Driver.attached` attaches it to a directory of
-devices and detaches it afterwards, so that one process can run many tests.
+`SimulatedDriver` loads the built library into this process. `SimulatedDriver.attached` attaches it
+to a directory of devices and detaches it afterwards, so that one process can run many tests.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def start_python(build: Path, directory: Path, program: str) -> subprocess.Popen
     prelude = (
         "from pathlib import Path\n"
         "from simgpu.testing import *\n"
-        f"driver = Driver(Path({str(build)!r}))\n"
+        f"driver = SimulatedDriver(Path({str(build)!r}))\n"
     )
     return subprocess.Popen(
         [sys.executable, "-c", prelude + program],
@@ -57,7 +57,7 @@ def start_python(build: Path, directory: Path, program: str) -> subprocess.Popen
     )
 
 
-class Driver:
+class SimulatedDriver:
     """The libcuda of one build."""
 
     def __init__(self, build: Path) -> None:
@@ -88,7 +88,7 @@ class Driver:
         return result.value
 
     @contextmanager
-    def attached(self, directory: Path) -> Iterator[Driver]:
+    def attached(self, directory: Path) -> Iterator[SimulatedDriver]:
         """Initialise the driver on the devices of `directory` until the end of the block."""
         before = os.environ.get("SIMGPU_DIR")
         os.environ["SIMGPU_DIR"] = str(directory)
@@ -149,7 +149,7 @@ class Driver:
 class Context:
     """A context, with the two kernels that every simulated GPU has."""
 
-    def __init__(self, driver: Driver, handle: int) -> None:
+    def __init__(self, driver: SimulatedDriver, handle: int) -> None:
         self.driver = driver
         self.handle = handle
         module = driver.get("cuModuleLoadData", ctypes.c_char_p(b"any image"))

@@ -146,25 +146,25 @@ class Browser:
         return message
 
     @contextlib.contextmanager
-    def page(self) -> Iterator[Page]:
+    def page(self) -> Iterator[BrowserPage]:
         """Open a page in a profile of its own."""
         context = self.call("Target.createBrowserContext")["browserContextId"]
         target = self.call("Target.createTarget", url="about:blank", browserContextId=context)
         session = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
-        page = Page(self, session["sessionId"])
+        page = BrowserPage(self, session["sessionId"])
         try:
             yield page
         finally:
             self.call("Target.disposeBrowserContext", browserContextId=context)
 
 
-class Page:
+class BrowserPage:
     """A page of the browser, and its complaints."""
 
     def __init__(self, browser: Browser, session: str) -> None:
         self._browser = browser
         self._session = session
-        for domain in ("Page", "Runtime", "Network", "Log", "Accessibility", "Audits"):
+        for domain in ("BrowserPage", "Runtime", "Network", "Log", "Accessibility", "Audits"):
             self.call(f"{domain}.enable")
         # Keys go to a page that has the focus, and there is no window in front here.
         self.call("Emulation.setFocusEmulationEnabled", enabled=True)

@@ -19,7 +19,7 @@ NOT_HERE = 77
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CheckOutcome:
     """A check's output and exit status."""
 
     name: str
@@ -86,7 +86,7 @@ def commands() -> dict[str, list[str]]:
     return checks
 
 
-def run(name: str, command: list[str]) -> Outcome:
+def run(name: str, command: list[str]) -> CheckOutcome:
     """Run one check."""
     start = time.monotonic()
     done = subprocess.run(
@@ -99,7 +99,7 @@ def run(name: str, command: list[str]) -> Outcome:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    return Outcome(name, done.returncode, time.monotonic() - start, done.stdout)
+    return CheckOutcome(name, done.returncode, time.monotonic() - start, done.stdout)
 
 
 def main() -> int:

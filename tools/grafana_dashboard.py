@@ -45,7 +45,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Row:
+class PanelRow:
     """Panels below a title: numbers, or curves."""
 
     title: str
@@ -55,7 +55,7 @@ class Row:
 
 
 ROWS = (
-    Row(
+    PanelRow(
         "Nodes",
         (
             Panel("Containers", "That share GPUs now", {"sum(tidegate_containers{NODE})": ""}),
@@ -87,7 +87,7 @@ ROWS = (
         "stat",
         4,
     ),
-    Row(
+    PanelRow(
         "GPUs",
         (
             Panel(
@@ -140,7 +140,7 @@ ROWS = (
             ),
         ),
     ),
-    Row(
+    PanelRow(
         "Containers",
         (
             Panel(
@@ -208,7 +208,7 @@ ROWS = (
             ),
         ),
     ),
-    Row(
+    PanelRow(
         "Violations",
         (
             Panel(
@@ -227,7 +227,7 @@ ROWS = (
             ),
         ),
     ),
-    Row(
+    PanelRow(
         "GPUs that are shared by mps",
         (
             Panel(
@@ -270,7 +270,7 @@ def written_out(query: str) -> str:
     return query
 
 
-def panel_json(panel: Panel, row: Row, number: int, x: int, y: int) -> dict[str, Any]:
+def panel_json(panel: Panel, row: PanelRow, number: int, x: int, y: int) -> dict[str, Any]:
     """Return a panel in Grafana's form."""
     defaults: dict[str, Any] = {"unit": panel.unit, "min": 0}
     if panel.most is not None:

@@ -14,7 +14,7 @@ SHARED = ("hooks.d", "crio", "containerd", "grafana", "prometheus", "kubernetes"
 UNITS = ("systemd", "udev", "config.yaml")
 
 
-class Build(BuildHookInterface[Any]):
+class WheelBuild(BuildHookInterface[Any]):
     """Called by hatchling for each wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:

@@ -83,7 +83,7 @@ def _wrapped(text: str) -> list[str]:
     return [f"\\&{line}" if line.startswith((".", "'")) else line for line in lines]
 
 
-class Page:
+class ManPage:
     """One page in the making."""
 
     def __init__(self, name: str, section: int, summary: str, comment: str) -> None:
@@ -195,10 +195,27 @@ CONFIG_FILES = (
 )
 
 
+def _tidegate_statuses() -> list[tuple[str, str]]:
+    return [
+        ("\\fB0\\fR", "It went well."),
+        (
+            "\\fB1\\fR",
+            "`tidegate doctor` found something wrong. With a traceback: a mistake; report it.",
+        ),
+        ("\\fB2\\fR", "The command line is wrong."),
+        *statuses(
+            (governor.errors, {"config", "request", "refused", "governor", "database", "setup"}),
+            (vdriver.errors, {"library", "driver", "nvml", "mirror"}),
+            (oci_hook.errors, {"annotation", "bundle", "driver", "mirror", "image"}),
+        ),
+        ("\\fB130\\fR, \\fB141\\fR", "It was interrupted; who read its output has left."),
+    ]
+
+
 def tidegate_1() -> str:
     """Return tidegate(1)."""
     command = command_table.tidegate()
-    page = Page("tidegate", 1, "share GPUs among containers by quota", "governor/verbs")
+    page = ManPage("tidegate", 1, "share GPUs among containers by quota", "governor/verbs")
     page.section("SYNOPSIS")
     page.lines += [
         "\\fBtidegate\\fR \\fIverb\\fR [\\fIoption\\fR ...]",
@@ -230,25 +247,7 @@ def tidegate_1() -> str:
             if one.more:
                 page.say(*one.more.strip().split("\n\n"))
     page.section("EXIT STATUS")
-    page.items(
-        [
-            ("\\fB0\\fR", "It went well."),
-            (
-                "\\fB1\\fR",
-                "`tidegate doctor` found something wrong. With a traceback: a mistake; report it.",
-            ),
-            ("\\fB2\\fR", "The command line is wrong."),
-            *statuses(
-                (
-                    governor.errors,
-                    {"config", "request", "refused", "governor", "database", "setup"},
-                ),
-                (vdriver.errors, {"library", "driver", "nvml", "mirror"}),
-                (oci_hook.errors, {"annotation", "bundle", "driver", "mirror", "image"}),
-            ),
-            ("\\fB130\\fR, \\fB141\\fR", "It was interrupted; who read its output has left."),
-        ]
-    )
+    page.items(_tidegate_statuses())
     page.say("Each error is one line on standard error: what was found; what to do.")
     page.section("FILES")
     page.items(
@@ -279,7 +278,7 @@ def _lower(text: str) -> str:
 def governor_1() -> str:
     """Return tidegate-governor(1)."""
     command = command_table.governor()
-    page = Page("tidegate-governor", 1, _lower(command.summary), "governor/daemon.py")
+    page = ManPage("tidegate-governor", 1, _lower(command.summary), "governor/daemon.py")
     page.synopsis([command])
     page.section("DESCRIPTION")
     page.say(
@@ -333,7 +332,7 @@ def governor_1() -> str:
 
 def hook_1() -> str:
     """Return tidegate-hook(1)."""
-    page = Page("tidegate-hook", 1, HOOK.summary, "tools/command_table.py")
+    page = ManPage("tidegate-hook", 1, HOOK.summary, "tools/command_table.py")
     page.synopsis([HOOK])
     page.section("DESCRIPTION")
     page.say(
@@ -364,7 +363,7 @@ def hook_1() -> str:
 
 def runtime_1() -> str:
     """Return tidegate-runtime(1)."""
-    page = Page("tidegate-runtime", 1, RUNTIME.summary, "tools/command_table.py")
+    page = ManPage("tidegate-runtime", 1, RUNTIME.summary, "tools/command_table.py")
     page.section("SYNOPSIS")
     page.lines += [
         "\\fBtidegate\\-runtime\\fR [\\fB\\-\\-tidegate\\-config\\fR \\fIFILE\\fR]",
@@ -402,7 +401,7 @@ def runtime_1() -> str:
 
 def yaml_5() -> str:
     """Return tidegate.yaml(5)."""
-    page = Page("tidegate.yaml", 5, "configuration of a node", "governor/config.schema.json")
+    page = ManPage("tidegate.yaml", 5, "configuration of a node", "governor/config.schema.json")
     page.section("SYNOPSIS")
     page.lines += ["/etc/tidegate/config.yaml", ".br", "/etc/tidegate/config.d/*.yaml"]
     page.section("DESCRIPTION")

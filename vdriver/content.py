@@ -13,7 +13,7 @@ from pathlib import Path
 from vdriver import manifest as manifests
 from vdriver.elf import read_library
 from vdriver.errors import LibraryError
-from vdriver.manifest import File, Manifest
+from vdriver.manifest import Manifest, ManifestFile
 from vdriver.plan import BIN, DATA, LIB32, LIB64, ORIGIN, SETS
 
 # Directories that a generation may have without any file of the manifest in them.
@@ -53,7 +53,7 @@ def check_content(generation: Path, manifest: Manifest, *, read: bool = True) ->
     yield from _check_name(generation, manifest)
     tree = _Tree(generation, read=read)
     yield from tree.unreadable
-    files: dict[str, File] = {}
+    files: dict[str, ManifestFile] = {}
     for file in manifest.files:
         if file.path in files:
             yield Fault(file.path, "is in the manifest twice")
@@ -138,7 +138,7 @@ def _check_name(generation: Path, manifest: Manifest) -> Iterator[Fault]:
         yield Fault(manifests.NAME, f"says {manifest.generation}, its entries make {named}")
 
 
-def _check_file(tree: _Tree, file: File, manifest: Manifest) -> Iterator[Fault]:
+def _check_file(tree: _Tree, file: ManifestFile, manifest: Manifest) -> Iterator[Fault]:
     status = tree.entries.get(file.path)
     if status is None:
         yield Fault(file.path, "is not there")
@@ -177,7 +177,7 @@ def _check_file(tree: _Tree, file: File, manifest: Manifest) -> Iterator[Fault]:
         yield from _check_library(tree.root, file, manifest)
 
 
-def _check_library(root: Path, file: File, manifest: Manifest) -> Iterator[Fault]:
+def _check_library(root: Path, file: ManifestFile, manifest: Manifest) -> Iterator[Fault]:
     try:
         library = read_library(root / file.path)
     except LibraryError as e:
@@ -195,7 +195,7 @@ def _check_library(root: Path, file: File, manifest: Manifest) -> Iterator[Fault
 
 def _check_set(  # noqa: PLR0917 - private, and called once
     tree: _Tree,
-    files: dict[str, File],
+    files: dict[str, ManifestFile],
     directory: str,
     names: tuple[str, ...],
     base: str,
@@ -228,7 +228,7 @@ def _check_set(  # noqa: PLR0917 - private, and called once
             yield from _check_same(tree, path, like, files[like])
 
 
-def _check_same(tree: _Tree, path: str, like: str, file: File) -> Iterator[Fault]:
+def _check_same(tree: _Tree, path: str, like: str, file: ManifestFile) -> Iterator[Fault]:
     status, other = tree.entries[path], tree.entries[like]
     if stat.S_IFMT(status.st_mode) != stat.S_IFMT(other.st_mode):
         yield Fault(path, f"is {_kind(status)}, {like} is {_kind(other)}")

@@ -19,7 +19,7 @@ from vdriver.errors import DriverError, LibraryError
 from vdriver.ldcache import MACHINE_FLAGS, MAX_BYTES, CacheError, parse_cache
 from vdriver.manifest import Bind
 from vdriver.places import TRIPLETS, alternatives_of, find_data
-from vdriver.reader import Read, Reader
+from vdriver.reader import Read, TreeReader
 from vdriver.tables import Tables, read_tables, stem
 from vdriver.tree import Tree
 from vdriver.wsl import find_wsl
@@ -90,7 +90,7 @@ def find_driver(
                 f"{tree.host(board.marker)}: this is {board.name}, which Tidegate does not serve",
                 hint=board.hint,
             )
-    if directories is None and (driver := find_wsl(Reader(tree, read), tables)):
+    if directories is None and (driver := find_wsl(TreeReader(tree, read), tables)):
         return driver
     trees = [tree]
     if directories is None:
@@ -290,7 +290,7 @@ def _nothing(found: Sequence[_Found]) -> DriverError:
 def _complete(
     chosen: _Candidate, tables: Tables, kernel: str | None, read: Read, binds: tuple[Bind, ...]
 ) -> Driver:
-    reader = Reader(chosen.found.tree, read)
+    reader = TreeReader(chosen.found.tree, read)
     machine = chosen.cuda.library.machine
     # Most files are next to libcuda; the other directories are searched for those that are not.
     own = os.path.dirname(chosen.cuda.path)  # noqa: PTH120
@@ -349,7 +349,7 @@ def _others(names: Sequence[str], version: str, tables: Tables) -> tuple[str, ..
 
 
 def _libraries(
-    reader: Reader, directories: Sequence[str], version: str, tables: Tables
+    reader: TreeReader, directories: Sequence[str], version: str, tables: Tables
 ) -> dict[tuple[Kind, str], DriverFile]:
     """Return the libraries of the driver of this version, by class and machine, and file name."""
     libraries: dict[tuple[Kind, str], DriverFile] = {}
@@ -391,7 +391,7 @@ def _companion(tree: Tree, files: Sequence[tuple[str, DriverFile]]) -> DriverFil
 
 
 def _programs(
-    reader: Reader, directories: Sequence[str], machine: str, tables: Tables
+    reader: TreeReader, directories: Sequence[str], machine: str, tables: Tables
 ) -> dict[str, DriverFile]:
     programs: dict[str, DriverFile] = {}
     where = [*directories]

@@ -24,7 +24,8 @@ from pathlib import Path
 from vdriver.errors import MirrorError
 from vdriver.manifest import CURRENT
 from vdriver.mirror import DAMAGED, TEMPORARY, locked
-from vdriver.namespaces import Location, Sought, Use, locate, parse_mountinfo, search
+from vdriver.mountinfo import Location, Sought, locate, parse_mountinfo
+from vdriver.namespaces import NamespaceUse, search
 
 # `tidegate refresh` removes names that begin with TEMPORARY, so it ends an interrupted removal.
 REMOVING = f"{TEMPORARY}gc-"
@@ -37,7 +38,7 @@ SEARCH_TIME = 60.0  # longest search in seconds; one that is not complete keeps 
 
 
 @dataclass(frozen=True)
-class Outcome:
+class GenerationOutcome:
     """What happened to a generation, or would: `freed` is in bytes, 0 for one that is kept.
 
     `failed` says that it should have been removed but was not.
@@ -47,7 +48,7 @@ class Outcome:
     removed: bool
     reason: str
     freed: int = 0
-    uses: tuple[Use, ...] = ()
+    uses: tuple[NamespaceUse, ...] = ()
     failed: bool = False
 
 
@@ -57,7 +58,7 @@ class Collection:
 
     directory: Path
     dry_run: bool
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[GenerationOutcome, ...]
     notes: tuple[str, ...]
 
     @property
@@ -92,7 +93,7 @@ def collect(
     directory = Path(driver_dir).resolve()
     given = os.path.abspath(driver_dir)  # noqa: PTH100 - a link in it is a name of its own
     seen = _Seen()
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, GenerationOutcome] = {}
     try:
         with contextlib.ExitStack() as stack:
             fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -106,9 +107,9 @@ def collect(
             in_force = _in_force(directory) if names else ""
             for name in names:
                 if name == in_force:
-                    outcomes[name] = Outcome(name, False, "in force")
+                    outcomes[name] = GenerationOutcome(name, False, "in force")
                 elif (lock := _lock(fd, name, stack)) is None:
-                    outcomes[name] = Outcome(name, False, LOCKED)
+                    outcomes[name] = GenerationOutcome(name, False, LOCKED)
                 else:
                     candidates[name] = lock
             if candidates:
@@ -120,11 +121,11 @@ def collect(
             for name, lock in candidates.items():
                 if name in seen.kept:
                     uses = tuple(seen.uses.get(name, ()))
-                    outcomes[name] = Outcome(name, False, seen.kept[name], uses=uses)
+                    outcomes[name] = GenerationOutcome(name, False, seen.kept[name], uses=uses)
                 elif name == in_force:
-                    outcomes[name] = Outcome(name, False, "in force")
+                    outcomes[name] = GenerationOutcome(name, False, "in force")
                 elif not _is_at(directory / name, lock):
-                    outcomes[name] = Outcome(name, False, CHANGED)
+                    outcomes[name] = GenerationOutcome(name, False, CHANGED)
                 else:
                     outcomes[name] = _remove(directory, name, dry_run=dry_run)
     except OSError as e:
@@ -166,20 +167,20 @@ def _lock(directory: int, name: str, stack: contextlib.ExitStack) -> int | None:
     return fd
 
 
-def _remove(directory: Path, name: str, *, dry_run: bool) -> Outcome:
+def _remove(directory: Path, name: str, *, dry_run: bool) -> GenerationOutcome:
     path = directory / name
     try:
         freed = blocks(path)
         if dry_run:
-            return Outcome(name, True, "not in use", freed)
+            return GenerationOutcome(name, True, "not in use", freed)
         if not name.startswith(REMOVING):
             aside = (directory / f"{REMOVING}{name}{n}" for n in ("", *_suffixes()))
             path = path.rename(next(p for p in aside if not os.path.lexists(p)))
         shutil.rmtree(path)
     except OSError as e:
         reason = f"cannot be removed: {e.filename or path}: {e.strerror or e}"
-        return Outcome(name, False, reason, failed=True)
-    return Outcome(name, True, "not in use", freed)
+        return GenerationOutcome(name, False, reason, failed=True)
+    return GenerationOutcome(name, True, "not in use", freed)
 
 
 def _suffixes() -> Iterator[str]:
@@ -214,7 +215,7 @@ class _Seen:
     """Why generations are kept and what uses them, by name; `notes` say what was not examined."""
 
     kept: dict[str, str] = field(default_factory=dict)
-    uses: dict[str, list[Use]] = field(default_factory=dict)
+    uses: dict[str, list[NamespaceUse]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -238,7 +239,7 @@ def _look(
         faults = ["processes outside of this PID namespace are out of sight (see --nested)"]
     else:
         faults = []
-    opened: dict[str, list[Use]] = {}
+    opened: dict[str, list[NamespaceUse]] = {}
     if mount is not None:
         base = locate(mount, str(directory))
         sought = Sought(

@@ -16,7 +16,7 @@ CURRENT = "current"  # name of the link, next to the generations, to the one in 
 
 
 @dataclass(frozen=True)
-class File:
+class ManifestFile:
     """One file or link of a generation; fields that do not apply to its role are None."""
 
     path: str
@@ -92,7 +92,7 @@ class Manifest:
     programs: tuple[Program, ...]
     places: tuple[Place, ...]
     binds: tuple[Bind, ...]
-    files: tuple[File, ...]
+    files: tuple[ManifestFile, ...]
     root: str
     watch: tuple[Watched, ...]
 
@@ -144,7 +144,7 @@ def parse_manifest(data: bytes) -> Manifest:
         programs=tuple(Program(**p) for p in doc["programs"]),
         places=tuple(Place(**_tuples(p)) for p in doc["places"]),
         binds=tuple(Bind(**b) for b in doc["binds"]),
-        files=tuple(File(**f) for f in doc["files"]),
+        files=tuple(ManifestFile(**f) for f in doc["files"]),
         root=doc["source"]["root"],
         watch=tuple(Watched(**w) for w in doc["source"]["watch"]),
     )

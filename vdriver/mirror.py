@@ -30,8 +30,9 @@ from pathlib import Path
 from vdriver import manifest as manifests
 from vdriver.content import check_content, digest
 from vdriver.errors import MirrorError
-from vdriver.manifest import CURRENT, File, Manifest, Watched
-from vdriver.plan import LIB32, LIB64, ORIGIN, Copy, Link, MirrorPlan
+from vdriver.manifest import CURRENT, Manifest, ManifestFile
+from vdriver.plan import LIB32, LIB64, ORIGIN, Copy, MirrorPlan, PlannedLink
+from vdriver.records import copy_entry, describe_generation, link_entry
 
 FICLONE = 0x40049409  # include/uapi/linux/fs.h
 CHUNK = 1 << 20
@@ -158,7 +159,7 @@ def is_fresh(plan: MirrorPlan, output: str | Path, manifest: Manifest) -> bool:
     control libraries and the driver's libcuda and libnvidia-ml are in `watch`. Content is read only
     when one of them differs.
     """
-    if manifest != _manifest(plan, manifest.generation, manifest.files):
+    if manifest != describe_generation(plan, manifest.generation, manifest.files):
         return False
     base = Path(output, manifest.generation)
     files = {f.path: f for f in manifest.files}
@@ -172,12 +173,12 @@ def is_fresh(plan: MirrorPlan, output: str | Path, manifest: Manifest) -> bool:
     )
 
 
-def _same(operation: Copy | Link, file: File, made: Path) -> bool:
+def _same(operation: Copy | PlannedLink, file: ManifestFile, made: Path) -> bool:
     try:
         status = made.lstat()
-        if isinstance(operation, Link):
+        if isinstance(operation, PlannedLink):
             return (
-                file == _link_entry(operation)
+                file == link_entry(operation)
                 and stat.S_ISLNK(status.st_mode)
                 and str(made.readlink()) == operation.target
             )
@@ -185,7 +186,7 @@ def _same(operation: Copy | Link, file: File, made: Path) -> bool:
         return False
     content = operation.content
     return (
-        file == _copy_entry(operation, file.sha256)
+        file == copy_entry(operation, file.sha256)
         and (content is None or file.sha256 == hashlib.sha256(content).hexdigest())
         and stat.S_ISREG(status.st_mode)
         and _usable(operation, status)
@@ -235,7 +236,9 @@ class _Writer:
         self.how: Counter[str] = Counter()
         self.aside: Path | None = None
         self.written: dict[str, tuple[Path, str]] = {}  # by host file: its copy and its SHA-256
-        self.previous: dict[tuple[str | None, int | None, str | None, str], tuple[Path, File]] = {}
+        self.previous: dict[
+            tuple[str | None, int | None, str | None, str], tuple[Path, ManifestFile]
+        ] = {}
         if previous is not None:
             base = output / previous.generation
             self.previous = {
@@ -257,13 +260,13 @@ class _Writer:
                 (work / name).mkdir()
                 (work / name).chmod(0o755)
             files = tuple(
-                _link(o, work) if isinstance(o, Link) else self._copy(o, work)
+                _link(o, work) if isinstance(o, PlannedLink) else self._copy(o, work)
                 for o in plan.operations
             )
             self._fill_sets(work)
-            unnamed = _manifest(plan, f"{plan.driver.version}-{'0' * 12}", files)
+            unnamed = describe_generation(plan, f"{plan.driver.version}-{'0' * 12}", files)
             generation = f"{plan.driver.version}-{digest(unnamed)}"
-            manifest = _manifest(plan, generation, files)
+            manifest = describe_generation(plan, generation, files)
             document = manifest.to_json()
             manifests.validate(document)
             _write(work / manifests.NAME, json.dumps(document, indent=1).encode() + b"\n")
@@ -284,7 +287,7 @@ class _Writer:
             raise
         return manifest, written
 
-    def _copy(self, operation: Copy, work: Path) -> File:
+    def _copy(self, operation: Copy, work: Path) -> ManifestFile:
         """Write one file's content and time, and return its entry.
 
         The entry has the hash of what was written. A source that has changed since the search fails
@@ -297,13 +300,13 @@ class _Writer:
             _write(target, operation.content)
             os.utime(target, ns=(operation.mtime_ns, operation.mtime_ns))
             self._count("copied", operation)
-            return _copy_entry(operation, hashlib.sha256(operation.content).hexdigest())
+            return copy_entry(operation, hashlib.sha256(operation.content).hexdigest())
         if host in self.written and self._linked(self.written[host][0], target):
             self._count("shared", operation)
-            return _copy_entry(operation, self.written[host][1])
+            return copy_entry(operation, self.written[host][1])
         sha256 = self._keep(operation, target) or self._read(operation, target)
         self.written[host] = target, sha256
-        return _copy_entry(operation, sha256)
+        return copy_entry(operation, sha256)
 
     def _keep(self, operation: Copy, target: Path) -> str | None:
         """Share the file with the previous generation if it is unchanged; return its SHA-256."""
@@ -488,29 +491,6 @@ def _switch(output: Path, generation: str) -> None:
     _sync(output)
 
 
-def _manifest(plan: MirrorPlan, generation: str, files: tuple[File, ...]) -> Manifest:
-    driver = plan.driver
-    watched = (
-        *(("driver", f.library) for f in (driver.cuda, driver.nvml)),
-        *(("control", library) for library in (plan.control.cuda, plan.control.nvml)),
-    )
-    return Manifest(
-        generation=generation,
-        version=driver.version,
-        kind=driver.kind,
-        machine=driver.machine,
-        sets=plan.sets,
-        programs=plan.programs,
-        places=plan.places,
-        binds=plan.binds,
-        files=files,
-        root=str(Path(driver.root).absolute()),
-        watch=tuple(
-            Watched(os.path.realpath(w.path), role, w.size, w.mtime_ns) for role, w in watched
-        ),
-    )
-
-
 def _reflink(reader: int, writer: int) -> bool:
     try:
         fcntl.ioctl(writer, FICLONE, reader)
@@ -526,32 +506,9 @@ def _transfer(reader: int, writer: int) -> None:
             view = view[os.write(writer, view) :]
 
 
-def _link(operation: Link, work: Path) -> File:
+def _link(operation: PlannedLink, work: Path) -> ManifestFile:
     (work / operation.path).symlink_to(operation.target)
-    return _link_entry(operation)
-
-
-def _copy_entry(operation: Copy, sha256: str | None) -> File:
-    return File(
-        path=operation.path,
-        role=operation.role,
-        capability=operation.capability,
-        soname=operation.soname,
-        build_id=operation.build_id,
-        size=operation.size,
-        mtime_ns=operation.mtime_ns,
-        sha256=sha256,
-        source=operation.below_root,
-    )
-
-
-def _link_entry(operation: Link) -> File:
-    return File(
-        path=operation.path,
-        role="link",
-        capability=operation.capability,
-        target=operation.target,
-    )
+    return link_entry(operation)
 
 
 @contextlib.contextmanager

@@ -16,8 +16,6 @@ named by a relative path, or through another mount of the driver's directory tha
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import fcntl
 import json
 import os
 import posixpath
@@ -26,62 +24,36 @@ import resource
 import select
 import signal
 import stat
-import struct
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-CLONE_NEWNS = 0x00020000  # include/uapi/linux/sched.h
+from vdriver.kernel_calls import (
+    CLONE_NEWNS,
+    MountedFile,
+    enter_namespace,
+    identify_link,
+    next_namespace,
+    share_files,
+)
+from vdriver.mountinfo import MOUNTS, Mount, Sought, names_in_use, parse_mountinfo, show
+
 PROC_USER_INIT_INO = 0xEFFFFFFD  # include/linux/proc_ns.h: the first user namespace
 NS_MNT_GET_NEXT = 0x8010B70B  # include/uapi/linux/nsfs.h
 NS_MNT_GET_PREV = 0x8010B70C
 CAP_SYS_ADMIN = 21
-SYS_KCMP = {"x86_64": 312, "aarch64": 272}
-KCMP_FILES = 2  # include/uapi/linux/kcmp.h
-AT_STATX_DONT_SYNC = 0x4000  # include/uapi/linux/stat.h
-STATX_INO = 0x100
-STATX_MNT_ID = 0x1000
 
-ESCAPE = re.compile(rb"\\([0-7]{3})")
 NAMESPACE = re.compile(r"mnt:\[(\d+)\]")
-LAYERS = re.compile(r"(?:lowerdir|datadir|upperdir|workdir)\+?=(.*)", re.DOTALL)
 GONE = (FileNotFoundError, ProcessLookupError)
 ROUNDS = 5  # passes over all tasks before the namespaces count as changing all the time
 FAULTS = 20  # the most faults, and the most notes, that are reported
 ANSWER = 64 << 20  # bytes; the most that is read from the child
-MOUNTS = 2_000_000  # the most mount ids that are remembered, about 200 MB
 BIG_TABLE = 1024  # descriptors; a smaller table is read again rather than compared
 
 
-class Mount(NamedTuple):
-    """A line of mountinfo, unescaped: `device` is major:minor, `root` a path in the file system."""
-
-    ident: int
-    device: str
-    root: str
-    point: str
-    type: str
-    options: tuple[str, ...]
-
-
-class Location(NamedTuple):
-    """Where a directory is: the device, and the path in that file system, as in mountinfo."""
-
-    device: str
-    path: str
-
-
-class Identity(NamedTuple):
-    """The identity of a file: `mount` is the id of its mount, None before Linux 5.8."""
-
-    device: int
-    inode: int
-    mount: int | None
-
-
 @dataclass(frozen=True)
-class Use:
+class NamespaceUse:
     """A mount namespace that has a generation mounted, and the processes in it, lowest pid first.
 
     `inode` is 0 for a process that has a directory of the generation open.
@@ -98,30 +70,15 @@ class Use:
         return f"pid {self.pids[0]} ({self.command})"
 
 
-@dataclass(frozen=True)
-class Sought:
-    """What to look for.
-
-    `driver` is the location of the driver directory and `paths` are its names; `places` are the
-    generations by name, and `directories` are the directories in them, as NAME/PATH by
-    (st_dev, st_ino).
-    """
-
-    driver: Location
-    paths: tuple[str, ...]
-    places: dict[str, Location]
-    directories: dict[tuple[int, int], str]
-
-
 @dataclass
-class Found:
+class GenerationUses:
     """The uses of each generation: `mounted` by namespace, `opened` by process.
 
     `faults` are why these lists may be incomplete; `notes` say what else was not examined.
     """
 
-    mounted: dict[str, list[Use]] = field(default_factory=dict)
-    opened: dict[str, list[Use]] = field(default_factory=dict)
+    mounted: dict[str, list[NamespaceUse]] = field(default_factory=dict)
+    opened: dict[str, list[NamespaceUse]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -129,110 +86,10 @@ class Found:
 # Lines of mountinfo
 
 
-def parse_mountinfo(data: bytes, faults: list[str] | None = None) -> list[Mount]:
-    """Return the mounts in the content of a mountinfo file, proc_pid_mountinfo(5).
-
-    A line that cannot be parsed is left out and added to `faults`; without it, ValueError is
-    raised.
-    """
-    mounts = []
-    for line in data.split(b"\n"):  # a carriage return may be part of a name
-        if not line:
-            continue
-        try:
-            mounts.append(_parse_line(line))
-        except (ValueError, IndexError) as e:
-            text = f"no line of mountinfo: {show(os.fsdecode(line[:200]))}"
-            if faults is None:
-                raise ValueError(text) from e
-            faults.append(text)
-    return mounts
-
-
-def _parse_line(line: bytes) -> Mount:
-    fields = line.split(b" ")
-    end = fields.index(b"-", 6)
-    return Mount(
-        int(fields[0]),
-        os.fsdecode(fields[2]),
-        _unescape(fields[3]),
-        _unescape(fields[4]),
-        _unescape(fields[end + 1]),
-        # Commas in a value are escaped, commas between options are not.
-        tuple(_unescape(o) for o in b" ".join(fields[end + 3 :]).split(b",")),
-    )
-
-
-def _unescape(text: bytes) -> str:
-    return os.fsdecode(ESCAPE.sub(lambda m: bytes([int(m[1], 8) & 0xFF]), text))
-
-
-def show(text: str) -> str:
-    """Return text from another process, without characters that control a terminal."""
-    safe = os.fsencode(text).decode("utf-8", "backslashreplace")
-    return "".join(c if c.isprintable() else "?" for c in safe)
-
-
-def locate(mount: Mount, path: str) -> Location:
-    """Return the location in the file system of `path`, which is on `mount`."""
-    below = posixpath.relpath(path, mount.point)
-    return Location(mount.device, posixpath.normpath(posixpath.join(mount.root, below)))
-
-
-def layers(options: tuple[str, ...]) -> list[str]:
-    """Return the absolute paths among the layers in an overlay's options, normalised."""
-    found = []
-    for option in options:
-        match = LAYERS.fullmatch(option)
-        for part in re.findall(r"(?:\\.|[^:\\])+", match[1], re.DOTALL) if match else ():
-            path = re.sub(r"\\(.)", r"\1", part, flags=re.DOTALL)
-            if path.startswith("/"):
-                found.append("/" + posixpath.normpath(path).lstrip("/"))
-    return found
-
-
-def names_in_use(mounts: list[Mount], sought: Sought) -> set[str]:
-    """Return the generations that `mounts` use: the root of a mount is the directory or in it.
-
-    An overlay is on another device and shows its layers by the names that it was given. A layer
-    below the driver directory that names a generation keeps that generation; any other layer there
-    (`current`, which may lead elsewhere by now, or the directory as a whole) keeps all.
-    """
-    used: set[str] = set()
-    driver = sought.driver
-    aliases = {
-        _join(m.point, posixpath.relpath(driver.path, m.root))
-        for m in mounts
-        if m.device == driver.device and f"{driver.path}/".startswith(f"{m.root.rstrip('/')}/")
-    }
-    for mount in mounts:
-        if mount.type == "overlay":
-            for layer in layers(mount.options):
-                for path in {*sought.paths, *aliases}:
-                    if f"{layer}/".startswith(f"{path}/"):
-                        used |= _named(layer[len(path) + 1 :].partition("/")[0], sought.places)
-        root = f"{mount.root}/"  # for a deleted directory PATH//deleted, which is below PATH
-        for name, (device, path) in sought.places.items():
-            if mount.device == device and root.startswith(f"{path}/"):
-                used.add(name)
-    return used
-
-
-def _join(point: str, below: str) -> str:
-    return posixpath.normpath(posixpath.join(point, below))
-
-
-def _named(entry: str, places: dict[str, Location]) -> set[str]:
-    if not re.fullmatch(r"[0-9A-Za-z.]+-[0-9a-f]{12}(\..+)?|\.tmp-.+", entry):
-        return set(places)
-    # It may have been renamed since: set aside as damaged, or by a removal that was interrupted.
-    return {n for n in places if n == entry or n.startswith(f"{entry}.") or f"-{entry}" in n}
-
-
 # The search runs in a child process, because it enters namespaces and cannot come back
 
 
-def search(sought: Sought, *, seconds: float) -> Found:
+def search(sought: Sought, *, seconds: float) -> GenerationUses:
     """Search every mount namespace, and what processes have open, for at most `seconds`."""
     deadline = time.monotonic() + seconds
     reader, writer = os.pipe2(os.O_CLOEXEC)
@@ -243,7 +100,7 @@ def search(sought: Sought, *, seconds: float) -> Found:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.close(reader)
             with os.fdopen(writer, "w", encoding="ascii") as file:
-                look = _Search(sought, deadline, os.getppid(), file)
+                look = _ChildSearch(sought, deadline, os.getppid(), file)
                 try:
                     look.run()
                 except Exception as e:
@@ -277,9 +134,9 @@ def _read_all(fd: int, deadline: float) -> bytes:
     return bytes(data)
 
 
-def _merge(data: bytes) -> Found:
+def _merge(data: bytes) -> GenerationUses:
     """Merge the child's lines; if it ended early, its last position becomes a fault or a note."""
-    found = Found()
+    found = GenerationUses()
     at, complete, ended = "", False, False
     for line in data.splitlines():
         try:
@@ -291,7 +148,7 @@ def _merge(data: bytes) -> Found:
         ended = ended or "end" in document
         for key, into in (("mounted", found.mounted), ("opened", found.opened)):
             for name, uses in document.get(key, {}).items():
-                into[name] = [Use(u[0], tuple(u[1]), u[2]) for u in uses]
+                into[name] = [NamespaceUse(u[0], tuple(u[1]), u[2]) for u in uses]
         found.faults += document.get("faults", ())
         found.notes += document.get("notes", ())
     if not ended:
@@ -305,7 +162,7 @@ class _LateError(Exception):
     """The deadline has passed."""
 
 
-class _Search:
+class _ChildSearch:
     """The search in the child process.
 
     `read` are the namespaces that were read, each with a descriptor that keeps it alive: the kernel
@@ -323,7 +180,7 @@ class _Search:
         self.pids: dict[int, set[int]] = {}
         self.opened: dict[str, set[int]] = {}
         self.idents: set[int] = set()
-        self.roots: set[Identity] = set()
+        self.roots: set[MountedFile] = set()
         self.hidden: dict[int, None] = {}
         self.faults: dict[str, None] = {}
         self.notes: dict[str, None] = {}
@@ -417,7 +274,7 @@ class _Search:
             if not (first and effective >> CAP_SYS_ADMIN & 1):
                 return False
             fd = os.open("self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.proc)
-            while (before := _next_namespace(fd, NS_MNT_GET_PREV)) is not None:
+            while (before := next_namespace(fd, NS_MNT_GET_PREV)) is not None:
                 os.close(fd)
                 fd = before
         except OSError:
@@ -430,7 +287,7 @@ class _Search:
             if inode not in self.read:
                 self._enter(fd, inode, f"mount namespace {inode}")
             try:
-                following = _next_namespace(fd, NS_MNT_GET_NEXT)
+                following = next_namespace(fd, NS_MNT_GET_NEXT)
             except OSError as e:
                 self._fault(f"list of mount namespaces, after {inode}: {e.strerror}")
                 return False
@@ -442,7 +299,7 @@ class _Search:
         self.last = what
         self._at(what)
         try:
-            _setns(fd, CLONE_NEWNS)
+            enter_namespace(fd, CLONE_NEWNS)
             mounts = self._mounts("self/mountinfo", what)
         except OSError as e:
             self._fault(f"{what}: {e.strerror}")
@@ -491,7 +348,7 @@ class _Search:
             where = f"mount namespace {pinned} at {show(mount.point)} of {what}"
             self._at(where)
             try:
-                _setns(self.read[inode], CLONE_NEWNS)
+                enter_namespace(self.read[inode], CLONE_NEWNS)
                 fd = _open_pinned(mount.point, (self.nsfs, pinned))
             except OSError as e:
                 self._fault(f"{where}: {e.strerror}")
@@ -598,13 +455,13 @@ class _Search:
 
         With `holders`, namespaces that a descriptor keeps alive are read.
         """
-        if any(_share_files(other, task) for other in scanned):
+        if any(share_files(other, task) for other in scanned):
             return
         size = self._table_size(task)
         if size >= BIG_TABLE:
             for other, _ in (b for b in self.big if b[1] == size):
                 self._check()
-                if _share_files(other, task):
+                if share_files(other, task):
                     return
         try:
             fd = os.open(
@@ -644,19 +501,19 @@ class _Search:
             # systems that do not answer are not asked. The root of a mount without a namespace is
             # shown as "/".
             elif text[:1] == "/" and posixpath.basename(text) in self.basenames:
-                self._note_open(pid, _identity(at, path))
+                self._note_open(pid, identify_link(at, path))
         except OSError:  # closed meanwhile, or another user's
             return
 
-    def _note_open(self, pid: int, identity: Identity) -> None:
+    def _note_open(self, pid: int, identity: MountedFile) -> None:
         path = self.sought.directories.get((identity.device, identity.inode))
         if path is not None and pid != self.parent:  # which holds the generations' locks
             self.opened.setdefault(path.partition("/")[0], set()).add(pid)
 
     # /proc
 
-    def _identity(self, path: str) -> Identity:
-        return _identity(self.proc, path)
+    def _identity(self, path: str) -> MountedFile:
+        return identify_link(self.proc, path)
 
     def _file(self, path: str, limit: int = 1 << 30) -> bytes:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.proc), "rb") as file:
@@ -705,43 +562,6 @@ class _Search:
 
 
 # System calls that Python does not have
-
-libc = ctypes.CDLL(None, use_errno=True)
-
-
-def _next_namespace(fd: int, request: int) -> int | None:
-    """Open the mount namespace after or before that of `fd`; None at the end of the list."""
-    try:
-        following: int = fcntl.ioctl(fd, request, bytearray(16))
-    except FileNotFoundError:
-        return None
-    return following
-
-
-def _setns(fd: int, kind: int) -> None:
-    if libc.setns(ctypes.c_int(fd), ctypes.c_int(kind)):  # os.setns exists since Python 3.12
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-
-
-def _identity(directory: int, path: str) -> Identity:
-    """Return what a link leads to, from the kernel's memory: no file server is asked."""
-    buffer = ctypes.create_string_buffer(256)
-    if libc.statx(
-        directory, os.fsencode(path), AT_STATX_DONT_SYNC, STATX_INO | STATX_MNT_ID, buffer
-    ):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), path)
-    (mask,) = struct.unpack_from("I", buffer, 0)
-    (inode,) = struct.unpack_from("Q", buffer, 32)
-    major, minor, mount = struct.unpack_from("IIQ", buffer, 136)
-    return Identity(os.makedev(major, minor), inode, mount if mask & STATX_MNT_ID else None)
-
-
-def _share_files(one: int, other: int) -> bool:
-    """Return whether two threads share a descriptor table; False if the kernel does not tell."""
-    number = SYS_KCMP.get(os.uname().machine)
-    return number is not None and libc.syscall(number, one, other, KCMP_FILES, 0, 0) == 0
 
 
 def _inode(text: str) -> int | None:

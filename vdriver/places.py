@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from vdriver.driver import DataFile
-from vdriver.reader import Reader
+from vdriver.reader import TreeReader
 from vdriver.tables import PlaceRule, fits
 
 TRIPLETS = {"x86_64": "x86_64-linux-gnu", "aarch64": "aarch64-linux-gnu"}
@@ -22,7 +22,7 @@ MAX_TEXT = 1 << 20  # bytes; the largest known file has 7 KiB
 
 
 def find_data(
-    reader: Reader,
+    reader: TreeReader,
     rules: Sequence[PlaceRule],
     version: str,
     machine: str,
@@ -75,7 +75,7 @@ def _expanded(
             yield template.format(**words)
 
 
-def _file(reader: Reader, place: str, path: str, machine: str) -> DataFile | None:
+def _file(reader: TreeReader, place: str, path: str, machine: str) -> DataFile | None:
     tree = reader.tree
     name = os.path.basename(path)  # noqa: PTH119 - a name, not a file
     library = content = None

@@ -60,7 +60,7 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Link:
+class PlannedLink:
     """A symbolic link in the generation."""
 
     path: str
@@ -72,7 +72,7 @@ class Link:
         return f"link {self.path} -> {self.target}"
 
 
-Operation = Copy | Link
+Operation = Copy | PlannedLink
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def _answer(  # noqa: PLR0917 - private, and called twice
     builder.add_name(LIB64, soname, copy, file.library)
     for other in dict.fromkeys((f"{name}.so", f"{name}.so.{version}", file.name)):
         if other != soname:
-            link = Link(f"{LIB64}/{other}", soname, file.capability)
+            link = PlannedLink(f"{LIB64}/{other}", soname, file.capability)
             builder.add_name(LIB64, other, link, file.library)
     builder.add(_copy(f"{LIB64}/{ORIGIN}/{name}-origin.so.1", file, "origin"))
 
@@ -226,11 +226,11 @@ def _libraries(
             continue
         soname = file.library.soname or file.name
         if soname != file.name:
-            link = Link(f"{directory}/{soname}", file.name, file.capability)
+            link = PlannedLink(f"{directory}/{soname}", file.name, file.capability)
             if not builder.add_name(directory, soname, link, file.library):
                 continue
         if match := SONAME.fullmatch(soname):
-            link = Link(f"{directory}/{match[1]}", soname, file.capability)
+            link = PlannedLink(f"{directory}/{match[1]}", soname, file.capability)
             builder.add_name(directory, match[1], link, file.library)
 
 

@@ -14,7 +14,7 @@ Read = Callable[[str], Library]
 
 
 @dataclass
-class Reader:
+class TreeReader:
     """One tree, a function that reads libraries, and the list of files left out."""
 
     tree: Tree

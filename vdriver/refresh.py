@@ -6,8 +6,9 @@ This is `tidegate refresh`: find, plan, apply. It returns what changed and print
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from vdriver.control import fit_control, read_control
@@ -37,14 +38,14 @@ class RefreshResult:
     manifest: Manifest | None
     previous: Manifest | None
     changed: bool
-    dry_run: bool
-    added: tuple[str, ...]
-    removed: tuple[str, ...]
-    replaced: tuple[str, ...]
     skipped: tuple[Skipped, ...]
-    how: dict[str, int]
-    aside: Path | None
-    rewritten: tuple[str, ...]
+    dry_run: bool = False
+    added: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
+    how: dict[str, int] = field(default_factory=dict)
+    aside: Path | None = None
+    rewritten: tuple[str, ...] = ()
 
 
 def refresh(
@@ -78,42 +79,62 @@ def refresh(
         return plan
 
     readings = Readings(Path(output, READINGS))
-    how: dict[str, int] = {}
-    aside: Path | None = None
     if dry_run:
+        return _foresee(look(), output)
+    if not Path(output).exists():
+        look()  # without a driver to mirror, no directory is created
+    # The lock is held during the search, so the later of two runs has seen the later driver.
+    with exclusive(output) as directory:
         plan = look()
-        before = after = current_manifest(output)
-        changed = before is None or not is_fresh(plan, output, before)
+        applied = apply_mirror(
+            plan, directory, repair=repair, hard_links=hard_links, progress=progress
+        )
+        with contextlib.suppress(OSError):  # then the next run only has to read all files again
+            readings.save()
+    before, after = applied.previous, applied.manifest
+    return _compare(
+        RefreshResult(
+            plan=plan,
+            manifest=after,
+            previous=before,
+            changed=applied.changed,
+            skipped=plan.driver.skipped,
+            how=applied.how,
+            aside=applied.aside,
+            rewritten=_rewritten(before, after),
+        ),
+        _content(before),
+        _content(after),
+    )
+
+
+def _foresee(plan: MirrorPlan, output: str | Path) -> RefreshResult:
+    """Return what a refresh would do."""
+    before = current_manifest(output)
+    return _compare(
+        RefreshResult(
+            plan=plan,
+            manifest=before,
+            previous=before,
+            changed=before is None or not is_fresh(plan, output, before),
+            dry_run=True,
+            skipped=plan.driver.skipped,
+        ),
         # The new content is known only after a copy, so no file counts as replaced.
-        old = dict.fromkeys((f.path for f in before.files) if before else (), "")
-        new = dict.fromkeys((o.path for o in plan.operations), "")
-    else:
-        if not Path(output).exists():
-            look()  # without a driver to mirror, no directory is created
-        # The lock is held during the search, so the later of two runs has seen the later driver.
-        with exclusive(output) as directory:
-            plan = look()
-            applied = apply_mirror(
-                plan, directory, repair=repair, hard_links=hard_links, progress=progress
-            )
-            before, after, changed = applied.previous, applied.manifest, applied.changed
-            old, new = _content(before), _content(after)
-            how, aside = applied.how, applied.aside
-            with contextlib.suppress(OSError):  # then the next run only has to read all files again
-                readings.save()
-    return RefreshResult(
-        plan=plan,
-        manifest=after,
-        previous=before,
-        changed=changed,
-        dry_run=dry_run,
+        dict.fromkeys((f.path for f in before.files) if before else (), ""),
+        dict.fromkeys((o.path for o in plan.operations), ""),
+    )
+
+
+def _compare(
+    result: RefreshResult, old: Mapping[str, str], new: Mapping[str, str]
+) -> RefreshResult:
+    """Return the result with the paths that differ between two states, given by their content."""
+    return dataclasses.replace(
+        result,
         added=tuple(sorted(new.keys() - old.keys())),
         removed=tuple(sorted(old.keys() - new.keys())),
         replaced=tuple(p for p in sorted(new.keys() & old.keys()) if new[p] != old[p]),
-        skipped=plan.driver.skipped,
-        how=how,
-        aside=aside,
-        rewritten=_rewritten(before, after) if not dry_run else (),
     )
 
 

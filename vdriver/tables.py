@@ -49,7 +49,7 @@ class Wsl:
 
 
 @dataclass(frozen=True)
-class Refused:
+class UnsupportedSystem:
     """A system with a driver that Tidegate does not support, recognised by a file."""
 
     marker: str
@@ -73,7 +73,7 @@ class Tables:
     places: tuple[PlaceRule, ...]
     sockets: Mapping[str, str]
     wsl: Wsl
-    refused: tuple[Refused, ...]
+    refused: tuple[UnsupportedSystem, ...]
 
     def knows(self, file_name: str) -> bool:
         """Return whether the table names a capability for a library of this name."""
@@ -174,7 +174,7 @@ def parse_tables(data: Mapping[str, Any]) -> Tables:
             wsl.text("store"),
         ),
         refused=tuple(
-            Refused(r.text("marker"), r.text("name"), r.text("hint"))
+            UnsupportedSystem(r.text("marker"), r.text("name"), r.text("hint"))
             for r in document.array("refused")
         ),
     )

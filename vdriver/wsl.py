@@ -13,7 +13,7 @@ import re
 from vdriver.driver import Driver, DriverFile
 from vdriver.errors import DriverError
 from vdriver.manifest import Bind
-from vdriver.reader import Reader
+from vdriver.reader import TreeReader
 from vdriver.tables import Tables, fits
 from vdriver.tree import Tree
 
@@ -21,7 +21,7 @@ MAX_INF = 4 << 20
 DRIVER_VERSION = re.compile(r"^\s*DriverVer\s*=[^,\n]*,\s*([0-9.]+)", re.MULTILINE | re.IGNORECASE)
 
 
-def find_wsl(reader: Reader, tables: Tables) -> Driver | None:
+def find_wsl(reader: TreeReader, tables: Tables) -> Driver | None:
     """Return the WSL driver below the root, None if this is not WSL."""
     tree, wsl = reader.tree, tables.wsl
     if tree.regular(wsl.marker) is None:

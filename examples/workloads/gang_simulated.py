@@ -23,7 +23,7 @@ RING, KINDS = 64, 3
 CHECKPOINT = 100
 
 
-class Part:
+class SimulatedPart:
     """One GPU."""
 
     def __init__(self, cuda: Cuda, rank: int, words: int) -> None:
@@ -53,7 +53,7 @@ class Part:
         self.launch(self.mark_time, self.slots_at + 8 * (i % RING * KINDS + kind))
 
 
-class Gang:
+class SimulatedGang:
     """The same calls as the one of gang_torch.py."""
 
     def __init__(self, ranks: list[int], world: int, out: Path, *, train: bool) -> None:
@@ -70,7 +70,7 @@ class Gang:
         self.sums: list[int] = []
         cuda = Cuda()
         cuda.call("cuInit", 0)
-        self.parts = [Part(cuda, rank, at) for rank in ranks]
+        self.parts = [SimulatedPart(cuda, rank, at) for rank in ranks]
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()

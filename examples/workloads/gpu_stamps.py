@@ -36,7 +36,7 @@ STAMP_PTX = b"""
 """
 
 
-class Driver:
+class StampDriver:
     """The few calls of libcuda that this job makes itself, found as any application finds them."""
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class GpuStamper(Stamper):
 
     def __init__(self) -> None:
         super().__init__()
-        self._driver = Driver()
+        self._driver = StampDriver()
         self._function = self._driver.load_function(STAMP_PTX, b"tidegate_stamp")
         self._ring = torch.zeros(self.RING, dtype=torch.int64, pin_memory=True)
         self._base = self._ring.data_ptr()

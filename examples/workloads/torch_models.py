@@ -33,7 +33,7 @@ class Half(nn.Module):
         return functional.relu(y, inplace=True)
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """A residual block. Whole, so that a compiled job calls a dozen parts a step, not two dozen:
     more of them left an H200 waiting for the host one part in twelve of the time.
     """
@@ -75,7 +75,9 @@ class ResNet18(nn.Module):
                         nn.Conv2d(wide, out, 1, stride, bias=False), nn.BatchNorm2d(out)
                     )
                 )
-                parts.append((f"stage {stage} block {block}", Block(wide, out, stride, shortcut)))
+                parts.append(
+                    (f"stage {stage} block {block}", ResidualBlock(wide, out, stride, shortcut))
+                )
                 wide = out
         head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(wide, 1000))
         parts.append(("head", head))

@@ -27,7 +27,7 @@ import time
 from typing import Any, NamedTuple
 
 import torch
-from gpu_stamps import RECORD, Driver, GpuStamper, HostStamper, Mark, Stamper
+from gpu_stamps import RECORD, GpuStamper, HostStamper, Mark, StampDriver, Stamper
 from torch import Tensor, nn
 from torch_models import MODELS
 
@@ -41,7 +41,7 @@ STEPS_IN_FLIGHT = 2
 ALLOCATION_CHUNK = 64 * MIB
 
 
-class Job:
+class TrainingJob:
     """A model, its data and its optimiser; one call is one training step."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device, stamper: Stamper) -> None:
@@ -73,7 +73,7 @@ class Job:
         return loss.detach()
 
 
-class Pace:
+class StepPace:
     """Keeps at most two steps in flight, and counts how often the GPU had caught up by then."""
 
     def __init__(self, device: torch.device) -> None:
@@ -96,24 +96,26 @@ class Pace:
             oldest.synchronize()
 
 
-class Run(NamedTuple):
+class TrainingRun(NamedTuple):
     """What a stretch of training came to."""
 
     steps: int
     seconds: float
     loss: float
-    pace: Pace
+    pace: StepPace
 
 
-def train(job: Job, device: torch.device, seconds: float, stop: threading.Event) -> Run:
-    pace, steps, loss = Pace(device), 0, torch.zeros(())
+def train(
+    job: TrainingJob, device: torch.device, seconds: float, stop: threading.Event
+) -> TrainingRun:
+    pace, steps, loss = StepPace(device), 0, torch.zeros(())
     begin = time.monotonic()
     while not stop.is_set() and time.monotonic() - begin < seconds:
         loss = job.step()
         pace.step_submitted()
         steps += 1
     job.stamper.drain()
-    return Run(steps, time.monotonic() - begin, float(loss), pace)
+    return TrainingRun(steps, time.monotonic() - begin, float(loss), pace)
 
 
 def wait_for_start(path: str, stop: threading.Event) -> None:
@@ -140,7 +142,7 @@ def limit_memory(limit: int) -> None:
 def allocate(count: int) -> dict[str, Any]:
     """Ask for `count` bytes: of the driver in one call, and of PyTorch in chunks."""
     require_cuda()
-    driver, pointer = Driver(), ctypes.c_uint64()
+    driver, pointer = StampDriver(), ctypes.c_uint64()
     code = driver.mem_alloc(ctypes.byref(pointer), count)
     if code == 0:
         driver.mem_free(pointer)
@@ -158,7 +160,7 @@ def read_records(path: str) -> list[tuple[int, ...]]:
     return list(RECORD.iter_unpack(data[: len(data) // RECORD.size * RECORD.size]))
 
 
-def queued_step_ms(job: Job, tries: int = 15) -> float | None:
+def queued_step_ms(job: TrainingJob, tries: int = 15) -> float | None:
     """A step's GPU time without gaps: all of it is queued behind a kernel that only waits.
 
     None when the host never finished queueing before that kernel ended.
@@ -178,7 +180,7 @@ def queued_step_ms(job: Job, tries: int = 15) -> float | None:
     return statistics.median(taken) if taken else None
 
 
-def report_selftest(job: Job, path: str, run: Run) -> None:
+def report_selftest(job: TrainingJob, path: str, run: TrainingRun) -> None:
     """Print what each unit takes, and whether the job keeps the GPU busy by itself."""
     stamps = read_records(path)
     units: dict[int, list[float]] = {}
@@ -225,7 +227,7 @@ def work(options: argparse.Namespace, stop: threading.Event) -> dict[str, Any]:
         dynamo.config.recompile_limit = 64
     stamper = GpuStamper() if cuda else HostStamper()
     try:
-        job = Job(options, device, stamper)
+        job = TrainingJob(options, device, stamper)
         for _ in range(WARM_UP_STEPS):
             job.step()
         stamper.drain()

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from governor.doctor.driver import gpus, needs_none
-from governor.doctor.engines import NAME
 from governor.doctor.finding import Finding, note, ok, warning, wrong
-from governor.doctor.node import BrokenError, Node, objects, read_json, table
+from governor.doctor.node import BrokenError, ExaminedNode, objects, read_json, table
 from governor.doctor.programs import examine_program
+from governor.doctor.wrapper import NAME
 
 DIRECTORIES = ("/etc/cdi", "/run/cdi")  # /var/run is a link to /run
 GENERATE = "tidegate cdi generate --output /var/run/cdi/tidegate.json"
@@ -34,7 +34,7 @@ class CdiFile:
             yield table(device, "containerEdits")
 
 
-def files(node: Node) -> tuple[CdiFile, ...]:
+def files(node: ExaminedNode) -> tuple[CdiFile, ...]:
     """Return the CDI files of the node."""
     return tuple(
         _read(node, f"{directory}/{name}")
@@ -44,7 +44,7 @@ def files(node: Node) -> tuple[CdiFile, ...]:
     )
 
 
-def _read(node: Node, path: str) -> CdiFile:
+def _read(node: ExaminedNode, path: str) -> CdiFile:
     document: Any
     try:
         if path.endswith(".json"):
@@ -69,12 +69,12 @@ def is_ours(file: CdiFile) -> bool:
     return file.kind.partition("/")[0].split(".")[0] == NAME
 
 
-def our_files(node: Node) -> tuple[CdiFile, ...]:
+def our_files(node: ExaminedNode) -> tuple[CdiFile, ...]:
     """Return Tidegate's CDI files that can be read."""
     return tuple(file for file in files(node) if is_ours(file))
 
 
-def fresh(node: Node) -> Iterator[Finding]:
+def fresh(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether Tidegate's CDI files name existing devices and programs, and all GPUs."""
     found = files(node)
     for file in found:
@@ -86,7 +86,7 @@ def fresh(node: Node) -> Iterator[Finding]:
         yield note(f"Tidegate has no CDI file in {' or '.join(DIRECTORIES)}", GENERATE)
 
 
-def _examine(node: Node, file: CdiFile) -> Iterator[Finding]:
+def _examine(node: ExaminedNode, file: CdiFile) -> Iterator[Finding]:
     named: set[str] = set()
     programs: set[str] = set()
     stages: set[str] = set()
@@ -123,7 +123,7 @@ def _examine(node: Node, file: CdiFile) -> Iterator[Finding]:
         yield ok(f"{file.path} ({file.kind}) names {len(named)} device nodes")
 
 
-def _stale(node: Node, path: str, device: dict[str, Any]) -> str | None:
+def _stale(node: ExaminedNode, path: str, device: dict[str, Any]) -> str | None:
     """Return why a device node in a file no longer matches the node's; None if it does."""
     status = node.stat(path)
     if status is None:

@@ -18,10 +18,10 @@ from governor.doctor import (
     service,
     system,
 )
-from governor.doctor.finding import Finding, State, UnseenError, note, unseen, wrong
-from governor.doctor.node import BrokenError, Node
+from governor.doctor.finding import Finding, Severity, UnseenError, note, unseen, wrong
+from governor.doctor.node import BrokenError, ExaminedNode
 
-Check = Callable[[Node], Iterator[Finding]]
+Check = Callable[[ExaminedNode], Iterator[Finding]]
 
 CHECKS: dict[str, Check] = {
     "kernel.calls": system.calls,
@@ -94,7 +94,7 @@ class Examined:
     finding: Finding
 
 
-def examine(node: Node, ids: Iterable[str] = CHECKS) -> Iterator[Examined]:
+def examine(node: ExaminedNode, ids: Iterable[str] = CHECKS) -> Iterator[Examined]:
     """Yield what each check finds; an error that ends a check is a finding, too."""
     for name in ids:
         if node.in_pod and name.startswith(OF_NODE):
@@ -123,7 +123,7 @@ def examine(node: Node, ids: Iterable[str] = CHECKS) -> Iterator[Examined]:
             )
 
 
-def status_of(states: Iterable[State], *, strict: bool) -> int:
+def status_of(states: Iterable[Severity], *, strict: bool) -> int:
     """Return the exit status: 1 if something is wrong or, if `strict`, not perfect."""
-    bad = {State.WRONG, State.WARNING, State.UNSEEN} if strict else {State.WRONG}
+    bad = {Severity.WRONG, Severity.WARNING, Severity.UNSEEN} if strict else {Severity.WRONG}
     return int(any(state in bad for state in states))

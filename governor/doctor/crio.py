@@ -6,10 +6,10 @@ import stat
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-from governor.doctor.engines import NAME, examine_wrapper
 from governor.doctor.finding import Finding, UnseenError, note, ok, warning, wrong
-from governor.doctor.node import BrokenError, Node, read_json, read_toml
+from governor.doctor.node import BrokenError, ExaminedNode, read_json, read_toml
 from governor.doctor.programs import wrapper_settings
+from governor.doctor.wrapper import NAME, examine_wrapper
 from governor.setup import crio_config
 from governor.setup.crio_config import Configuration
 from oci_hook.runtime import CONFIG, RUNTIMES
@@ -18,7 +18,7 @@ SETUP = "tidegate setup crio"
 NOT_HERE = "CRI-O is not set up here: it has no configuration"
 
 
-def configuration(node: Node) -> Configuration | None:
+def configuration(node: ExaminedNode) -> Configuration | None:
     """Return CRI-O's configuration as its files define it, None if there are no files."""
 
     def is_directory(path: str) -> bool:
@@ -34,7 +34,7 @@ def configuration(node: Node) -> Configuration | None:
     return config if found else None
 
 
-def _runs(node: Node, path: str) -> bool:
+def _runs(node: ExaminedNode, path: str) -> bool:
     try:
         status = node.stat(path)
     except UnseenError:
@@ -42,7 +42,7 @@ def _runs(node: Node, path: str) -> bool:
     return status is not None and stat.S_ISREG(status.st_mode) and bool(status.st_mode & 0o111)
 
 
-def starts(node: Node) -> Iterator[Finding]:
+def starts(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether CRI-O starts: its runtimes, its monitors, and the hooks that it reads."""
     config = configuration(node)
     if config is None:
@@ -59,7 +59,7 @@ def starts(node: Node) -> Iterator[Finding]:
         yield ok(f"CRI-O finds everything that {crio_config.MAIN} and {crio_config.DROP_INS} name")
 
 
-def _hooks(node: Node, config: Configuration) -> Iterator[tuple[str, str]]:
+def _hooks(node: ExaminedNode, config: Configuration) -> Iterator[tuple[str, str]]:
     for directory in config.hooks_directories:
         for name in node.names(directory):
             path = f"{directory}/{name}"
@@ -79,7 +79,7 @@ def _hooks(node: Node, config: Configuration) -> Iterator[tuple[str, str]]:
             )
 
 
-def handler(node: Node) -> Iterator[Finding]:
+def handler(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether CRI-O has the handler `tidegate`, whose wrapper executes CRI-O's runtime."""
     config = configuration(node)
     if config is None:
@@ -92,7 +92,7 @@ def handler(node: Node) -> Iterator[Finding]:
         yield _runtime(node, config, what)
 
 
-def _runtime(node: Node, config: Configuration, what: str) -> Finding:
+def _runtime(node: ExaminedNode, config: Configuration, what: str) -> Finding:
     """Compare what the wrapper executes for CRI-O's state directory with what CRI-O executes."""
 
     def runs(path: str) -> bool:
@@ -118,7 +118,7 @@ def _runtime(node: Node, config: Configuration, what: str) -> Finding:
     return ok(f"{what}: the wrapper executes {real}")
 
 
-def _same(node: Node, path: str, other: str) -> bool:
+def _same(node: ExaminedNode, path: str, other: str) -> bool:
     one, two = node.stat(path), node.stat(other)
     return (
         one is not None and two is not None and (one.st_dev, one.st_ino) == (two.st_dev, two.st_ino)

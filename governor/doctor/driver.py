@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from governor.doctor.finding import Finding, UnseenError, note, ok, unseen, warning, wrong
 from governor.doctor.mirror import kind_of_mirror
-from governor.doctor.node import AS_ROOT, Node
+from governor.doctor.node import AS_ROOT, ExaminedNode
 from oci_hook.errors import HookError
 from oci_hook.manifest import MODULE_VERSION, module_version
 
@@ -26,7 +26,7 @@ QUERY = (
 
 
 @dataclass(frozen=True)
-class Gpu:
+class ModuleGpu:
     """What the kernel module reports about a GPU, by its PCI address."""
 
     address: str
@@ -34,7 +34,7 @@ class Gpu:
     minor: int
 
 
-def gpus(node: Node) -> tuple[Gpu, ...]:
+def gpus(node: ExaminedNode) -> tuple[ModuleGpu, ...]:
     """Return the GPUs of the kernel module."""
     found = []
     for address in node.names(GPUS):
@@ -42,11 +42,11 @@ def gpus(node: Node) -> tuple[Gpu, ...]:
         minor = re.search(r"^Device Minor:\s*([0-9]+)", text, re.MULTILINE)
         uuid = re.search(r"^GPU UUID:\s*(\S+)", text, re.MULTILINE)
         if minor:
-            found.append(Gpu(address, uuid[1] if uuid else "", int(minor[1])))
+            found.append(ModuleGpu(address, uuid[1] if uuid else "", int(minor[1])))
     return tuple(found)
 
 
-def needs_none(node: Node) -> str | None:
+def needs_none(node: ExaminedNode) -> str | None:
     """Return why this node does not need NVIDIA's kernel module, None if it needs it."""
     kind = kind_of_mirror(node)
     if kind == "simulated":
@@ -56,7 +56,7 @@ def needs_none(node: Node) -> str | None:
     return None
 
 
-def _module(node: Node) -> str | None:
+def _module(node: ExaminedNode) -> str | None:
     host = node.host(MODULE_VERSION)
     try:
         return module_version(host) if host else None
@@ -64,7 +64,7 @@ def _module(node: Node) -> str | None:
         raise UnseenError(e.message, remedy=e.hint) from e
 
 
-def module(node: Node) -> Iterator[Finding]:
+def module(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether the kernel module is loaded, and report its version."""
     version = _module(node)
     why = needs_none(node)
@@ -87,7 +87,7 @@ def module(node: Node) -> Iterator[Finding]:
         )
 
 
-def libraries(node: Node) -> Iterator[Finding]:
+def libraries(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether a refresh would find a driver that fits."""
     from vdriver.discover import find_driver
     from vdriver.errors import VdriverError
@@ -104,7 +104,7 @@ def libraries(node: Node) -> Iterator[Finding]:
     yield ok(f"driver {driver.version} ({driver.kind}, {driver.machine}) is complete")
 
 
-def nodes(node: Node) -> Iterator[Finding]:
+def nodes(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether the device nodes that programs open exist."""
     if needs_none(node) is not None or _module(node) is None:
         yield note("there are no device nodes without NVIDIA's kernel module")
@@ -153,7 +153,7 @@ def _number(status: os.stat_result) -> tuple[int, int]:
     return os.major(status.st_rdev), os.minor(status.st_rdev)
 
 
-def links(node: Node) -> Iterator[Finding]:
+def links(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether systemd can name the devices: without /dev/char it forgets them on a reload."""
     if node.stat("/run/systemd/system") is None:
         yield note("systemd does not run here: no links in /dev/char are needed")
@@ -185,12 +185,12 @@ class NothingToAskError(Exception):
 
 
 def _of_gpus(
-    check: Callable[[Node, list[list[str]]], Iterator[Finding]],
-) -> Callable[[Node], Iterator[Finding]]:
+    check: Callable[[ExaminedNode, list[list[str]]], Iterator[Finding]],
+) -> Callable[[ExaminedNode], Iterator[Finding]]:
     """Turn a check of nvidia-smi's output into a check of the node."""
 
     @functools.wraps(check)
-    def asked(node: Node) -> Iterator[Finding]:
+    def asked(node: ExaminedNode) -> Iterator[Finding]:
         try:
             rows = _smi(node)
         except NothingToAskError as e:
@@ -201,7 +201,7 @@ def _of_gpus(
     return asked
 
 
-def _smi(node: Node) -> list[list[str]]:
+def _smi(node: ExaminedNode) -> list[list[str]]:
     """Return what nvidia-smi reports per GPU: index, UUID, MIG, compute mode, persistence."""
     if (why := needs_none(node)) is not None or _module(node) is None:
         raise NothingToAskError(
@@ -213,7 +213,7 @@ def _smi(node: Node) -> list[list[str]]:
 
 
 @_of_gpus
-def mig(_node: Node, rows: list[list[str]]) -> Iterator[Finding]:
+def mig(_node: ExaminedNode, rows: list[list[str]]) -> Iterator[Finding]:
     """Check whether MIG divides a GPU: programs may then only use its instances."""
     cut = [index for index, _, mode, *_ in rows if mode == "Enabled"]
     for index in cut:
@@ -226,7 +226,7 @@ def mig(_node: Node, rows: list[list[str]]) -> Iterator[Finding]:
 
 
 @_of_gpus
-def compute_mode(node: Node, rows: list[list[str]]) -> Iterator[Finding]:
+def compute_mode(node: ExaminedNode, rows: list[list[str]]) -> Iterator[Finding]:
     """Check whether the GPUs accept processes of several containers."""
     closed = False
     for index, uuid, _, mode, _ in rows:
@@ -244,7 +244,7 @@ def compute_mode(node: Node, rows: list[list[str]]) -> Iterator[Finding]:
 
 
 @_of_gpus
-def persistence(node: Node, rows: list[list[str]]) -> Iterator[Finding]:
+def persistence(node: ExaminedNode, rows: list[list[str]]) -> Iterator[Finding]:
     """Check whether the GPUs stay initialised while no program uses them."""
     off = [index for index, *_, mode in rows if mode == "Disabled"]
     if off and node.stat("/run/nvidia-persistenced/socket") is None:
@@ -257,7 +257,7 @@ def persistence(node: Node, rows: list[list[str]]) -> Iterator[Finding]:
         yield ok("the GPUs stay initialised while no program uses them")
 
 
-def mps(node: Node) -> Iterator[Finding]:
+def mps(node: ExaminedNode) -> Iterator[Finding]:
     """Check for MPS daemons that are not the governor's: their clients are not accounted for."""
     own = f"{node.config.runtime_dir}/mps/"
     seen, hidden = 0, 0
@@ -288,7 +288,7 @@ def mps(node: Node) -> Iterator[Finding]:
         yield ok("the MPS daemons are the governor's" if seen else "no MPS daemon runs")
 
 
-def _is_mps(node: Node, pid: str) -> bool:
+def _is_mps(node: ExaminedNode, pid: str) -> bool:
     try:
         return (node.read(f"/proc/{pid}/comm") or "").startswith("nvidia-cuda-mps")
     except UnseenError:

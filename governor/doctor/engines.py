@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-from governor.doctor.finding import Finding, State, UnseenError, note, ok, warning, wrong
+from governor.doctor.finding import Finding, Severity, UnseenError, note, ok, warning, wrong
 from governor.doctor.node import (
     BrokenError,
-    Node,
+    ExaminedNode,
     objects,
     parse_toml,
     read_json,
@@ -26,13 +26,12 @@ from governor.doctor.node import (
     table,
 )
 from governor.doctor.programs import examine_program, wrapper_settings
+from governor.doctor.wrapper import EXAMPLE, NAME, examine_wrapper
 from governor.setup.tomltext import merged
 from governor.versions import parse_version
-from oci_hook.entry import PREFIX
-from oci_hook.runtime import CONFIG, HOOK
+from oci_hook.quick import PREFIX
+from oci_hook.runtime import CONFIG
 
-NAME = "tidegate"
-"""Name of the runtime or handler in every engine's configuration."""
 DAEMON_JSON = "/etc/docker/daemon.json"
 CONTAINERD = (
     "/etc/containerd/config.toml",
@@ -42,10 +41,9 @@ CONTAINERD = (
 DOCKER_INFO = ("docker", "--host", "unix:///run/docker.sock", "info", "--format", "{{json .}}")
 DOCKER_PS = (*DOCKER_INFO[1:3], "ps", "--all", "--no-trunc", "--format", "{{.Names}}\t{{.Labels}}")
 ANNOTATIONS_SINCE = 24
-EXAMPLE = f"{PREFIX}memory"
 
 
-def _version(node: Node, program: str) -> Iterator[Finding]:
+def _version(node: ExaminedNode, program: str) -> Iterator[Finding]:
     """Report which version of a program is installed."""
     path = node.find(program)
     if path is None:
@@ -67,40 +65,10 @@ podman_version = partial(_version, program="podman")
 nerdctl = partial(_version, program="nerdctl")
 
 
-def examine_wrapper(
-    node: Node, path: object, what: str, remedy: str, *, elsewhere: bool = False
-) -> Finding:
-    """Check that the program that an engine runs is the wrapper runtime, and is executable.
-
-    `elsewhere`: the wrapper may have settings of its own.
-    """
-    if not isinstance(path, str) or not path.startswith("/"):
-        return wrong(f"{what} runs {path!r}, accepted is an absolute path", remedy)
-    if not PurePosixPath(path).name.startswith(f"{NAME}-"):
-        return wrong(f"{what} runs {path}, which is not the wrapper tidegate-runtime", remedy)
-    lacks = None if elsewhere else _unhooked(node, path, what)
-    return lacks or examine_program(node, path, f"{what},")
-
-
-def _unhooked(node: Node, path: str, what: str) -> Finding | None:
-    """Report if a checkout's wrapper would enter a hook that is not installed."""
-    own = str(PurePosixPath(path).with_name("tidegate-hook"))
-    try:
-        hook = wrapper_settings(node).hook
-    except BrokenError:
-        return None  # files.runtime reports it
-    if hook != HOOK or own == HOOK or node.stat(HOOK) is not None or node.stat(own) is None:
-        return None
-    return wrong(
-        f"{what}: {path} enters the hook {HOOK}, which is missing",
-        f"write `hook {own}` to {CONFIG}",
-    )
-
-
 # Docker
 
 
-def docker_info(node: Node) -> dict[str, Any] | None:
+def docker_info(node: ExaminedNode) -> dict[str, Any] | None:
     """Return the output of `docker info`, None if dockerd does not answer."""
     client = node.find("docker")
     if client is None:
@@ -112,11 +80,11 @@ def docker_info(node: Node) -> dict[str, Any] | None:
     return answer if isinstance(answer, dict) and answer.get("ServerVersion") else None
 
 
-def _has_docker(node: Node) -> bool:
+def _has_docker(node: ExaminedNode) -> bool:
     return node.find("dockerd") is not None or node.stat(DAEMON_JSON) is not None
 
 
-def docker_version(node: Node) -> Iterator[Finding]:
+def docker_version(node: ExaminedNode) -> Iterator[Finding]:
     """Report which Docker there is, and check whether its containers can have annotations."""
     info = docker_info(node)
     if info is None and not _has_docker(node):
@@ -141,7 +109,7 @@ def docker_version(node: Node) -> Iterator[Finding]:
         )
 
 
-def docker_runtime(node: Node) -> Iterator[Finding]:
+def docker_runtime(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether Docker has the runtime `tidegate`, in its file and in force."""
     info = docker_info(node)
     if info is None and not _has_docker(node):
@@ -165,7 +133,7 @@ def docker_runtime(node: Node) -> Iterator[Finding]:
             yield note(f"dockerd has the runtime {NAME}, which is not from {DAEMON_JSON}")
 
 
-def docker_labels(node: Node) -> Iterator[Finding]:
+def docker_labels(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether a Docker container requests a GPU by labels, which no runtime sees."""
     client = node.find("docker")
     if client is None:
@@ -204,7 +172,7 @@ class Containerd(NamedTuple):
     files: tuple[tuple[str, dict[str, Any]], ...] = ()
 
 
-def containerd_config(node: Node, path: str) -> Containerd | None:
+def containerd_config(node: ExaminedNode, path: str) -> Containerd | None:
     """Return containerd's configuration in force, None if this file does not exist here."""
     document = read_toml(node, path)
     program = node.find("containerd")
@@ -258,7 +226,7 @@ def passes(patterns: tuple[str, ...], name: str) -> bool:
     )
 
 
-def containerd_handler(node: Node) -> Iterator[Finding]:
+def containerd_handler(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether containerd has the handler `tidegate`, and passes annotations on to it."""
     here = False
     for path in CONTAINERD:
@@ -303,7 +271,7 @@ def containerd_handler(node: Node) -> Iterator[Finding]:
         yield note("containerd is not set up here: it has no configuration")
 
 
-def _handler(node: Node, handler: dict[str, Any], what: str) -> Iterator[Finding]:
+def _handler(node: ExaminedNode, handler: dict[str, Any], what: str) -> Iterator[Finding]:
     """Check whether a handler enters the hook, by the wrapper runtime or by its base spec."""
     remedy = "tidegate setup containerd"
     spec = handler.get("base_runtime_spec")
@@ -332,7 +300,7 @@ def _handler(node: Node, handler: dict[str, Any], what: str) -> Iterator[Finding
             )
 
 
-def any_engine(node: Node) -> Iterator[Finding]:
+def any_engine(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether any engine of the node starts containers with Tidegate."""
     from governor.doctor.cdi import our_files
     from governor.doctor.crio import handler as crio_handler
@@ -345,7 +313,7 @@ def any_engine(node: Node) -> Iterator[Finding]:
         ("CRI-O", crio_handler),
     ):
         try:
-            if any(finding.state is not State.NOTE for finding in check(node)):
+            if any(finding.state is not Severity.NOTE for finding in check(node)):
                 ready.append(name)
         except (UnseenError, BrokenError):
             continue  # its own check reports it

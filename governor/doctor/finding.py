@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class State(StrEnum):
+class Severity(StrEnum):
     """How bad a finding is, in ascending order."""
 
     OK = "ok"
@@ -20,7 +20,7 @@ class State(StrEnum):
 class Finding:
     """One line for an operator; `remedy` is a command, or a step if no command does it."""
 
-    state: State
+    state: Severity
     found: str
     remedy: str | None = None
 
@@ -36,24 +36,24 @@ class UnseenError(Exception):
 
 def ok(found: str) -> Finding:
     """Report that something is right."""
-    return Finding(State.OK, found)
+    return Finding(Severity.OK, found)
 
 
 def note(found: str, remedy: str | None = None) -> Finding:
     """Report something that is neither right nor wrong."""
-    return Finding(State.NOTE, found, remedy)
+    return Finding(Severity.NOTE, found, remedy)
 
 
 def unseen(found: str, remedy: str | None = None) -> Finding:
     """Report what could not be examined, and why."""
-    return Finding(State.UNSEEN, found, remedy)
+    return Finding(Severity.UNSEEN, found, remedy)
 
 
 def warning(found: str, remedy: str) -> Finding:
     """Report what is wrong but does not stop any container."""
-    return Finding(State.WARNING, found, remedy)
+    return Finding(Severity.WARNING, found, remedy)
 
 
 def wrong(found: str, remedy: str) -> Finding:
     """Report what stops containers, leaves them ungoverned, or lets another user become root."""
-    return Finding(State.WRONG, found, remedy)
+    return Finding(Severity.WRONG, found, remedy)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from governor.doctor.finding import Finding, UnseenError, note, ok, warning
-from governor.doctor.node import AS_ROOT, Node
+from governor.doctor.node import AS_ROOT, ExaminedNode
 
 UNIT = "/usr/lib/systemd/system/tidegate-forkserver.service"
 SOCKET = "forkserver.sock"  # as in oci_hook/forkserver.py
@@ -18,7 +18,7 @@ CREDENTIALS = struct.Struct("=iII")  # struct ucred: pid, uid, gid
 TIMEOUT_S = 2.0
 
 
-def serves(node: Node) -> Iterator[Finding]:
+def serves(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether the fork server starts the hooks; without it, each starts an interpreter."""
     path = f"{node.config.runtime_dir}/{SOCKET}"
     pid = _listener(node, path)
@@ -41,7 +41,7 @@ def serves(node: Node) -> Iterator[Finding]:
         yield ok(f"the fork server, process {pid}, starts hooks")
 
 
-def _listener(node: Node, path: str) -> int | None:
+def _listener(node: ExaminedNode, path: str) -> int | None:
     """Return the process that listens, None if there is none."""
     host = node.host(path)
     if host is None:
@@ -59,7 +59,7 @@ def _listener(node: Node, path: str) -> int | None:
     return int(pid)
 
 
-def _differs(node: Node, pid: int, name: str) -> bool:
+def _differs(node: ExaminedNode, pid: int, name: str) -> bool:
     """Return whether a process is in another namespace than the first process of this machine."""
     if not node.alive:
         return False  # the tree is that of another machine, or of a test

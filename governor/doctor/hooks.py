@@ -9,10 +9,10 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from governor.doctor.crio import configuration as crio_configuration
-from governor.doctor.engines import EXAMPLE, NAME
 from governor.doctor.finding import Finding, UnseenError, note, ok, warning, wrong
-from governor.doctor.node import BrokenError, Node, read_json, read_toml, strings, table
+from governor.doctor.node import BrokenError, ExaminedNode, read_json, read_toml, strings, table
 from governor.doctor.programs import examine_program
+from governor.doctor.wrapper import EXAMPLE, NAME
 from governor.setup import services
 from governor.setup.crio_config import STAGES as KNOWN
 from governor.setup.podman import BUILDAH, HOOKS_DIR, default_hooks_dirs
@@ -38,7 +38,7 @@ class HookFile:
     fault: str | None = None
 
 
-def podman_dirs(node: Node) -> tuple[tuple[str, ...], str | None]:
+def podman_dirs(node: ExaminedNode) -> tuple[tuple[str, ...], str | None]:
     """Return where root's Podman looks for hooks, and the file that says so, if one does."""
     names = [*CONTAINERS_CONF[:2]]
     directory = CONTAINERS_CONF[2]
@@ -59,18 +59,18 @@ def podman_dirs(node: Node) -> tuple[tuple[str, ...], str | None]:
     return tuple(asked or found), by
 
 
-def crio_dirs(node: Node) -> tuple[str, ...]:
+def crio_dirs(node: ExaminedNode) -> tuple[str, ...]:
     """Return where CRI-O looks for hooks; no directory if it is not set up."""
     config = crio_configuration(node)
     return () if config is None else config.hooks_directories
 
 
-def directories(node: Node) -> tuple[str, ...]:
+def directories(node: ExaminedNode) -> tuple[str, ...]:
     """Return every directory in which an engine may look for hooks."""
     return tuple(dict.fromkeys((VENDOR, LOCAL, HOOKS_DIR, *podman_dirs(node)[0], *crio_dirs(node))))
 
 
-def files(node: Node, among: tuple[str, ...] | None = None) -> tuple[HookFile, ...]:
+def files(node: ExaminedNode, among: tuple[str, ...] | None = None) -> tuple[HookFile, ...]:
     """Return the hooks in these directories, or in all if none are named."""
     return tuple(
         _read(node, f"{directory}/{name}")
@@ -80,7 +80,7 @@ def files(node: Node, among: tuple[str, ...] | None = None) -> tuple[HookFile, .
     )
 
 
-def _read(node: Node, path: str) -> HookFile:
+def _read(node: ExaminedNode, path: str) -> HookFile:
     try:
         document = read_json(node, path) or {}
     except BrokenError as e:
@@ -101,7 +101,7 @@ def is_ours(hook: HookFile) -> bool:
     return PurePosixPath(hook.program).name.startswith(f"{NAME}-")
 
 
-def in_force(node: Node) -> Iterator[Finding]:
+def in_force(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether Tidegate's hooks can run, and report which others run besides them."""
     found = files(node)
     for hook in found:
@@ -123,7 +123,7 @@ def in_force(node: Node) -> Iterator[Finding]:
         yield note(f"no hooks in {' or '.join(directories(node))}")
 
 
-def _examine(node: Node, hook: HookFile) -> Iterator[Finding]:
+def _examine(node: ExaminedNode, hook: HookFile) -> Iterator[Finding]:
     yield examine_program(node, hook.program, f"{hook.path}:")
     stages = set(strings(hook.document.get("stages")))
     if not stages & {*STAGES, "precreate", "poststop"}:
@@ -147,7 +147,7 @@ def _matches(pattern: str, text: str) -> bool:
         return False
 
 
-def stages(node: Node) -> Iterator[Finding]:
+def stages(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether Buildah knows the stages of all hooks that it reads."""
     if node.find("podman") is None and node.find("buildah") is None:
         yield note("neither Buildah nor Podman, which contains it, is installed")
@@ -169,7 +169,7 @@ def stages(node: Node) -> Iterator[Finding]:
         yield ok("Buildah knows the stages of all hooks that it reads")
 
 
-def podman(node: Node) -> Iterator[Finding]:
+def podman(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether root's Podman runs the hook, and adds the devices before."""
     if node.find("podman") is None:
         yield note("podman is not installed")
@@ -207,7 +207,7 @@ def podman(node: Node) -> Iterator[Finding]:
         yield ok(f"root's Podman runs {', '.join(hook.path for hook in ours)}")
 
 
-def podman_service(node: Node) -> Iterator[Finding]:
+def podman_service(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether Podman's running services and containers know the directory of the hooks."""
     running = services.running(node.root)
     looked, said_by = podman_dirs(node)
@@ -234,7 +234,7 @@ def podman_service(node: Node) -> Iterator[Finding]:
         yield note("no Podman API service runs")
 
 
-def doubled(node: Node) -> Iterator[Finding]:
+def doubled(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether CRI-O would run the hook twice: by its handler and by a file."""
     config = crio_configuration(node)
     handler = None if config is None else config.handlers.get(NAME)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 
 from governor.doctor.finding import Finding, UnseenError, note, ok, unseen, warning, wrong
-from governor.doctor.node import AS_ROOT, Node
+from governor.doctor.node import AS_ROOT, ExaminedNode
 from governor.verbs.check import look_at_mirror
 from oci_hook.errors import HookError
 from oci_hook.manifest import read_manifest
@@ -16,7 +16,7 @@ TYPICAL = 1200 << 20  # bytes; driver 580 has 1.1 GB with its 32-bit libraries a
 LEAST = 16 << 20
 
 
-def _driver_dir(node: Node) -> str:
+def _driver_dir(node: ExaminedNode) -> str:
     """Return where the mirror's directory is, or would be."""
     host = node.host(node.config.driver_dir)
     # Its mode is 0700, because a process that may open it may lock it.
@@ -25,7 +25,7 @@ def _driver_dir(node: Node) -> str:
     return host or node.root.rstrip("/") + node.config.driver_dir
 
 
-def kind_of_mirror(node: Node) -> str | None:
+def kind_of_mirror(node: ExaminedNode) -> str | None:
     """Return the kind of driver that is mirrored, None if it is not known."""
     with contextlib.suppress(HookError, UnseenError):
         manifest = read_manifest(_driver_dir(node))
@@ -34,7 +34,7 @@ def kind_of_mirror(node: Node) -> str | None:
     return None
 
 
-def in_force(node: Node) -> Iterator[Finding]:
+def in_force(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether containers can be served from the mirror, as the hook does."""
     try:
         manifest, changed = look_at_mirror(_driver_dir(node), node.root)
@@ -48,7 +48,7 @@ def in_force(node: Node) -> Iterator[Finding]:
         yield warning(f"{found}; it serves containers, but {changed}", "tidegate refresh")
 
 
-def content(node: Node) -> Iterator[Finding]:
+def content(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether the generation in force matches its manifest, without reading the content."""
     from vdriver.errors import VdriverError
     from vdriver.verify import find_generation, verify
@@ -69,7 +69,7 @@ def content(node: Node) -> Iterator[Finding]:
     )
 
 
-def room(node: Node) -> Iterator[Finding]:
+def room(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether there is room for another generation, and for the governor's database."""
     driver_dir = _driver_dir(node)
     needed = _size(driver_dir) or TYPICAL

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from governor.config import PATH, Config, Loaded, is_drop_in, load_config, merge_config
+from governor.config import PATH, Config, LoadedConfig, is_drop_in, load_config, merge_config
 from governor.doctor.finding import UnseenError
 from governor.errors import ConfigError
 from vdriver.tree import Tree
@@ -73,7 +73,7 @@ def run_command(command: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Node:
+class ExaminedNode:
     """A node; paths are those of a process on it.
 
     `config` is what `config_files` define, or the defaults if those are wrong (`config_error`). Its
@@ -191,7 +191,7 @@ class BrokenError(Exception):
     """A file is not in the format that its reader expects; the message names it."""
 
 
-def read_json(node: Node, path: str) -> dict[str, Any] | None:
+def read_json(node: ExaminedNode, path: str) -> dict[str, Any] | None:
     """Return a JSON object, None if there is no file; BrokenError for anything else."""
     text = node.read(path)
     if text is None:
@@ -205,7 +205,7 @@ def read_json(node: Node, path: str) -> dict[str, Any] | None:
     return document
 
 
-def read_toml(node: Node, path: str) -> dict[str, Any] | None:
+def read_toml(node: ExaminedNode, path: str) -> dict[str, Any] | None:
     """Return a TOML document, None if there is no file; BrokenError for anything else."""
     text = node.read(path)
     try:
@@ -245,12 +245,12 @@ def open_node(
     config_file: str | None = None,
     runtime_dir: str | None = None,
     driver_dir: str | None = None,
-) -> Node:
+) -> ExaminedNode:
     """Return the node below `root`; a configuration that is wrong is one of its findings."""
     # Absolute, or printed paths would mean another file in another directory.
     root = os.path.abspath(root)  # noqa: PTH100
-    node = Node(root)
-    loaded, error = Loaded(Config()), None
+    node = ExaminedNode(root)
+    loaded, error = LoadedConfig(Config()), None
     try:
         loaded = load_config(config_file) if node.alive else _load_below(node, config_file)
     except ConfigError as e:
@@ -260,10 +260,10 @@ def open_node(
         config = replace(config, runtime_dir=runtime_dir)
     if driver_dir:
         config = replace(config, driver_dir=driver_dir)
-    return Node(root, config, error, config_files=loaded.files)
+    return ExaminedNode(root, config, error, config_files=loaded.files)
 
 
-def _load_below(node: Node, config_file: str | None) -> Loaded:
+def _load_below(node: ExaminedNode, config_file: str | None) -> LoadedConfig:
     """Read the configuration of a node below a root; links lead where they would lead there."""
     main = config_file or str(PATH)
     directory = str(Path(main).with_suffix(".d"))

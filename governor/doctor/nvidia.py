@@ -17,7 +17,7 @@ from governor.doctor.engines import (
 )
 from governor.doctor.finding import Finding, note, ok, warning
 from governor.doctor.hooks import files as hook_files
-from governor.doctor.node import Node, read_json
+from governor.doctor.node import ExaminedNode, read_json
 from oci_hook.edits import FOREIGN
 
 PLUGIN = "/var/lib/kubelet/device-plugins/nvidia-gpu.sock"
@@ -25,7 +25,7 @@ OPERATOR = "/run/nvidia"
 UNGOVERNED = "an image that sets NVIDIA_VISIBLE_DEVICES gets GPUs outside of all quotas"
 
 
-def _docker(node: Node) -> tuple[str, str, str]:
+def _docker(node: ExaminedNode) -> tuple[str, str, str]:
     """Return the engine, its default runtime, and how to choose another."""
     key = "default-runtime"
     running = (docker_info(node) or {}).get("DefaultRuntime")
@@ -40,7 +40,7 @@ def _docker(node: Node) -> tuple[str, str, str]:
     return "Docker", str(running or written or ""), remedy
 
 
-def _defaults(node: Node) -> Iterator[tuple[str, str, str]]:
+def _defaults(node: ExaminedNode) -> Iterator[tuple[str, str, str]]:
     """Yield engine, default runtime and how to choose another, for each that names one.
 
     The file that is named is the one that takes precedence: a drop-in comes after the engine's own
@@ -60,7 +60,7 @@ def _defaults(node: Node) -> Iterator[tuple[str, str, str]]:
     yield "CRI-O", default, f"set default_runtime in {file}, systemctl restart crio"
 
 
-def default_runtime(node: Node) -> Iterator[Finding]:
+def default_runtime(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether an engine starts every container with NVIDIA's runtime."""
     found = [d for d in _defaults(node) if d[1].startswith("nvidia")]
     for engine, name, remedy in found:
@@ -69,7 +69,7 @@ def default_runtime(node: Node) -> Iterator[Finding]:
         yield ok("no engine has NVIDIA's runtime as its default")
 
 
-def hook(node: Node) -> Iterator[Finding]:
+def hook(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether NVIDIA's hook is in force for engines that read oci-hooks(5)."""
     found = [h.path for h in hook_files(node) if PurePosixPath(h.program).name in FOREIGN]
     for path in found:
@@ -78,7 +78,7 @@ def hook(node: Node) -> Iterator[Finding]:
         yield ok("NVIDIA's hook is in no directory of hooks")
 
 
-def cdi(node: Node) -> Iterator[Finding]:
+def cdi(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether NVIDIA's devices can be asked for by CDI."""
     found = [file for file in cdi_files(node) if file.kind.partition("/")[0].endswith("nvidia.com")]
     for file in found:
@@ -91,7 +91,7 @@ def cdi(node: Node) -> Iterator[Finding]:
         yield ok("NVIDIA has no CDI file")
 
 
-def operator(node: Node) -> Iterator[Finding]:
+def operator(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether NVIDIA's device plugin or operator hands out GPUs of this node."""
     quiet = True
     if node.stat(PLUGIN) is not None:

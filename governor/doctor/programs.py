@@ -13,9 +13,9 @@ from governor import places
 from governor.config import PATH
 from governor.doctor.finding import Finding, UnseenError, ok, warning, wrong
 from governor.doctor.mirror import kind_of_mirror
-from governor.doctor.node import AS_ROOT, BrokenError, Node
+from governor.doctor.node import AS_ROOT, BrokenError, ExaminedNode
 from oci_hook.runtime import CONFIG, HOOK, RUNTIMES, SettingsError, parse_node
-from oci_hook.runtime import Node as Settings
+from oci_hook.runtime import NodeSettings as Settings
 from vdriver.tree import MAX_LINKS
 
 RUNTIME = "/usr/bin/tidegate-runtime"
@@ -32,7 +32,7 @@ print(*sys.version_info[:3], sep=".")
 """
 
 
-def _way(node: Node, path: str) -> Iterator[tuple[str, os.stat_result]]:
+def _way(node: ExaminedNode, path: str) -> Iterator[tuple[str, os.stat_result]]:
     """Yield everything that is looked up on the way to `path`, also behind links."""
     below = "" if node.alive else node.root
     yield "/", os.lstat(below or "/")
@@ -57,7 +57,7 @@ def _way(node: Node, path: str) -> Iterator[tuple[str, os.stat_result]]:
             todo += target.split("/")[::-1]
 
 
-def not_trusted(node: Node, path: str) -> str | None:
+def not_trusted(node: ExaminedNode, path: str) -> str | None:
     """Return how a user other than root could change what is at `path`, None if none could.
 
     The file, every directory on the way, and the same behind each link are examined.
@@ -72,7 +72,7 @@ def not_trusted(node: Node, path: str) -> str | None:
     return None
 
 
-def _is_read_only(node: Node, name: str) -> bool:
+def _is_read_only(node: ExaminedNode, name: str) -> bool:
     """Return whether the mount is read-only, as a ConfigMap's directory with mode 0777 is in a pod.
 
     A mount that is read-only here can be writable elsewhere, but then through another path.
@@ -81,7 +81,7 @@ def _is_read_only(node: Node, name: str) -> bool:
     return bool(os.statvfs(host).f_flag & os.ST_RDONLY)
 
 
-def _writable(node: Node, status: os.stat_result) -> str | None:
+def _writable(node: ExaminedNode, status: os.stat_result) -> str | None:
     if status.st_uid != node.owner:
         return f"belongs to user {status.st_uid}"
     mode = status.st_mode
@@ -95,7 +95,7 @@ def _writable(node: Node, status: os.stat_result) -> str | None:
     return None
 
 
-def examine_program(node: Node, path: str, what: str, install: str = PACKAGE) -> Finding:
+def examine_program(node: ExaminedNode, path: str, what: str, install: str = PACKAGE) -> Finding:
     """Check that root can run the program at `path`, and no other user can change it.
 
     `install` is the remedy if it is missing.
@@ -116,7 +116,7 @@ def examine_program(node: Node, path: str, what: str, install: str = PACKAGE) ->
     return ok(f"{what} {path}")
 
 
-def _installed(node: Node, path: str) -> str | None:
+def _installed(node: ExaminedNode, path: str) -> str | None:
     """Return where a program of ours is: installed, or in this checkout."""
     if node.stat(path) is not None:
         return path
@@ -124,7 +124,7 @@ def _installed(node: Node, path: str) -> str | None:
     return str(own) if node.alive and own.exists() else None
 
 
-def programs(node: Node) -> Iterator[Finding]:
+def programs(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether the hook and the wrapper runtime exist, and only root can change them."""
     for path, what in ((HOOK, "the hook"), (RUNTIME, "the wrapper runtime")):
         found = _installed(node, path)
@@ -139,7 +139,7 @@ def programs(node: Node) -> Iterator[Finding]:
             )
 
 
-def _script(node: Node, hook: str) -> str:
+def _script(node: ExaminedNode, hook: str) -> str:
     """Return the hook's Python script: the hook itself, or what its C program executes."""
     if not (node.read(hook) or "").startswith("\x7fELF"):
         return hook
@@ -148,7 +148,7 @@ def _script(node: Node, hook: str) -> str:
     return str(script) if node.alive else "/" + os.path.relpath(script, os.path.realpath(node.root))
 
 
-def python(node: Node) -> Iterator[Finding]:
+def python(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether the interpreter in the hook's first line can run it."""
     hook = _installed(node, HOOK)
     installed = hook == HOOK
@@ -191,7 +191,7 @@ def python(node: Node) -> Iterator[Finding]:
         yield ok(f"{interpreter} is Python {answer}, and has the modules that the hook needs")
 
 
-def wrapper_settings(node: Node) -> Settings:
+def wrapper_settings(node: ExaminedNode) -> Settings:
     """Return the wrapper's settings; BrokenError if the wrapper would not accept its file."""
     try:
         return parse_node(node.read(CONFIG) or "", CONFIG)
@@ -199,7 +199,7 @@ def wrapper_settings(node: Node) -> Settings:
         raise BrokenError(str(e)) from e
 
 
-def low_level(node: Node) -> Iterator[Finding]:
+def low_level(node: ExaminedNode) -> Iterator[Finding]:
     """Check what the wrapper runs, and the hook that it enters."""
     settings = wrapper_settings(node)
     if settings.hook != HOOK:
@@ -224,7 +224,7 @@ def low_level(node: Node) -> Iterator[Finding]:
     )
 
 
-def owners(node: Node) -> Iterator[Finding]:
+def owners(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether users other than root could change what Tidegate reads."""
     bad = False
     drop_ins = str(PATH.with_suffix(".d"))
@@ -242,7 +242,7 @@ def owners(node: Node) -> Iterator[Finding]:
         yield ok("only root can change configuration and state")
 
 
-def control(node: Node) -> Iterator[Finding]:
+def control(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether a refresh would find the control libraries."""
     directory = places.control_dir() if node.alive else places.PRIVATE / places.triplet()
     lacking = [

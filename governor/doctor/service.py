@@ -11,7 +11,7 @@ from governor import VERSION
 from governor.client import ask
 from governor.config import PATH, Config
 from governor.doctor.finding import Finding, UnseenError, note, ok, warning, wrong
-from governor.doctor.node import AS_ROOT, Node
+from governor.doctor.node import AS_ROOT, ExaminedNode
 from governor.errors import GovernorError, RequestError, TidegateError
 from governor.state import NAME
 
@@ -19,7 +19,7 @@ UNIT = "/usr/lib/systemd/system/tidegate-governor.service"
 LATELY_S = 7 * 86400
 
 
-def configuration(node: Node) -> Iterator[Finding]:
+def configuration(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether the governor would accept the configuration."""
     if node.config_error is not None:
         yield wrong(node.config_error.message, node.config_error.hint)
@@ -37,7 +37,7 @@ def configuration(node: Node) -> Iterator[Finding]:
             )
 
 
-def _ask(node: Node, op: str) -> dict[str, Any]:
+def _ask(node: ExaminedNode, op: str) -> dict[str, Any]:
     """Ask the governor; UnseenError if we may not."""
     directory = node.host(node.config.runtime_dir)
     if directory is None:
@@ -51,7 +51,7 @@ def _ask(node: Node, op: str) -> dict[str, Any]:
         raise
 
 
-def process(node: Node) -> int | None:
+def process(node: ExaminedNode) -> int | None:
     """Return the governor's process if it answers."""
     try:
         return int(_ask(node, "ping")["pid"])
@@ -59,7 +59,7 @@ def process(node: Node) -> int | None:
         return None
 
 
-def answers(node: Node) -> Iterator[Finding]:
+def answers(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether the governor answers, and has our version."""
     try:
         answer = _ask(node, "ping")
@@ -78,7 +78,7 @@ def answers(node: Node) -> Iterator[Finding]:
         )
 
 
-def in_force(node: Node) -> Iterator[Finding]:
+def in_force(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether the governor uses what its files say now."""
     try:
         answer = _ask(node, "config")
@@ -119,7 +119,7 @@ def _clock(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
-def gpus(node: Node) -> Iterator[Finding]:
+def gpus(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether the governor has lost a GPU, keeps one closed, or could not read one."""
     try:
         answer = _ask(node, "gpus")
@@ -151,7 +151,7 @@ def gpus(node: Node) -> Iterator[Finding]:
         yield wrong("no GPU takes containers", "see the lines above; nvidia-smi -L lists the GPUs")
 
 
-def scheduling(node: Node) -> Iterator[Finding]:
+def scheduling(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether GPUs are scheduled as configured, and whether a class has no effect."""
     try:
         gpus = _ask(node, "gpus")["gpus"]
@@ -186,7 +186,7 @@ def scheduling(node: Node) -> Iterator[Finding]:
         yield ok("grants divide the GPUs' time")
 
 
-def membership(node: Node) -> Iterator[Finding]:
+def membership(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether the governor can tell each container's processes from others'."""
     try:
         containers = _ask(node, "list")["containers"]
@@ -205,7 +205,7 @@ def membership(node: Node) -> Iterator[Finding]:
         yield ok(f"each of {len(containers)} containers has a control group that the governor sees")
 
 
-def database(node: Node) -> Iterator[Finding]:
+def database(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether a governor has set its database aside in the last days."""
     directory = node.config.state_dir
     aside = [

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from governor.cgroups import find_mounts
 from governor.doctor.finding import Finding, UnseenError, note, ok, unseen, warning, wrong
-from governor.doctor.node import Node
+from governor.doctor.node import ExaminedNode
 from governor.doctor.service import process
 from oci_hook import kernel
 
@@ -29,7 +29,7 @@ CAP_SYS_ADMIN = 21
 LABELS = ("container_file_t", "container_ro_file_t", "container_share_t")
 
 
-def calls(node: Node) -> Iterator[Finding]:
+def calls(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether the kernel has the calls that the hook needs for paths and mounts."""
     release = (node.read("/proc/sys/kernel/osrelease") or "").strip()
     match = re.match(r"([0-9]+)\.([0-9]+)", release)
@@ -60,7 +60,7 @@ def calls(node: Node) -> Iterator[Finding]:
         yield ok(f"Linux {release} has {_listed([name for name, _ in CALLS])}")
 
 
-def processor(node: Node) -> Iterator[Finding]:
+def processor(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether loaders look into the subdirectory that the driver is mounted on."""
     found = re.search(r"^flags\s*:(.*)$", node.read("/proc/cpuinfo") or "", re.MULTILINE)
     if found is None:
@@ -113,7 +113,7 @@ def _listed(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def cgroups(node: Node) -> Iterator[Finding]:
+def cgroups(node: ExaminedNode) -> Iterator[Finding]:
     """Report the version of the control groups, and whether a runtime cannot use it."""
     mounts = node.read("/proc/self/mounts")
     if mounts is None:
@@ -134,7 +134,7 @@ def cgroups(node: Node) -> Iterator[Finding]:
             )
 
 
-def _hybrid(node: Node, unified: str) -> Iterator[Finding]:
+def _hybrid(node: ExaminedNode, unified: str) -> Iterator[Finding]:
     found = f"control groups of version 1, with version 2 at {unified} (hybrid)"
     crun = node.find("crun")
     if not crun:
@@ -148,7 +148,7 @@ def _hybrid(node: Node, unified: str) -> Iterator[Finding]:
         )
 
 
-def throttling(node: Node) -> Iterator[Finding]:
+def throttling(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether containers can be frozen, if the configuration asks for that."""
     if node.config.on_violation != "throttle":
         yield ok(f"on_violation is {node.config.on_violation}: containers are not frozen")
@@ -173,14 +173,14 @@ def throttling(node: Node) -> Iterator[Finding]:
         )
 
 
-def _read_only(node: Node, pid: int, mounts: list[str]) -> list[str]:
+def _read_only(node: ExaminedNode, pid: int, mounts: list[str]) -> list[str]:
     """Return those of the mounts that a process may not write to."""
     rows = [line.split() for line in (node.read(f"/proc/{pid}/mountinfo") or "").splitlines()]
     options = {row[4]: row[5].split(",") for row in rows if len(row) > 5}  # the last one is on top
     return [path for path in mounts if "ro" in options.get(path, [])]
 
 
-def security(node: Node) -> Iterator[Finding]:
+def security(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether SELinux or AppArmor keep a container from what Tidegate mounts in it."""
     enforce = node.read("/sys/fs/selinux/enforce")
     apparmor = (node.read("/sys/module/apparmor/parameters/enabled") or "").startswith("Y")
@@ -197,7 +197,7 @@ def security(node: Node) -> Iterator[Finding]:
         yield ok("neither SELinux nor AppArmor is on")
 
 
-def _labels(node: Node) -> Iterator[Finding]:
+def _labels(node: ExaminedNode) -> Iterator[Finding]:
     for path in (f"{node.config.runtime_dir}/containers", f"{node.config.driver_dir}/current"):
         host = node.host(path)
         if host is None or node.stat(path) is None:

@@ -30,7 +30,7 @@ _FORMATS = {"u8": "B", "i32": "i", "u32": "I", "u64": "Q"}
 Buffer = bytes | bytearray | mmap.mmap
 
 
-class Field(NamedTuple):
+class CallField(NamedTuple):
     """One field of a structure: its name in C, type, offset, and number of elements."""
 
     name: str
@@ -49,7 +49,7 @@ class Layout:
     name: str
     header: str
     size: int
-    fields: tuple[Field, ...]
+    fields: tuple[CallField, ...]
     since: int = FIRST_BRANCH
     before: int = 1000
 
@@ -141,18 +141,21 @@ ALLOC = Layout(
     _NVOS,
     32,
     (
-        Field("hRoot", "u32", 0),
-        Field("hObjectParent", "u32", 4),
-        Field("hObjectNew", "u32", 8),
-        Field("hClass", "u32", 12),
-        Field("pAllocParms", "u64", 16),
-        Field("paramsSize", "u32", 24),
-        Field("status", "u32", 28),
+        CallField("hRoot", "u32", 0),
+        CallField("hObjectParent", "u32", 4),
+        CallField("hObjectNew", "u32", 8),
+        CallField("hClass", "u32", 12),
+        CallField("pAllocParms", "u64", 16),
+        CallField("paramsSize", "u32", 24),
+        CallField("status", "u32", 28),
     ),
     since=535,
 )
 ALLOC_WITHOUT_SIZE = dataclasses.replace(
-    ALLOC, fields=(*ALLOC.fields[:5], Field("status", "u32", 24)), since=FIRST_BRANCH, before=535
+    ALLOC,
+    fields=(*ALLOC.fields[:5], CallField("status", "u32", 24)),
+    since=FIRST_BRANCH,
+    before=535,
 )
 
 CONTROL = Layout(
@@ -160,13 +163,13 @@ CONTROL = Layout(
     _NVOS,
     32,
     (
-        Field("hClient", "u32", 0),
-        Field("hObject", "u32", 4),
-        Field("cmd", "u32", 8),
-        Field("flags", "u32", 12),
-        Field("params", "u64", 16),
-        Field("paramsSize", "u32", 24),
-        Field("status", "u32", 28),
+        CallField("hClient", "u32", 0),
+        CallField("hObject", "u32", 4),
+        CallField("cmd", "u32", 8),
+        CallField("flags", "u32", 12),
+        CallField("params", "u64", 16),
+        CallField("paramsSize", "u32", 24),
+        CallField("status", "u32", 28),
     ),
 )
 
@@ -175,14 +178,14 @@ MAP = Layout(
     _NVOS,
     48,
     (
-        Field("hClient", "u32", 0),
-        Field("hDevice", "u32", 4),
-        Field("hMemory", "u32", 8),
-        Field("offset", "u64", 16),
-        Field("length", "u64", 24),
-        Field("pLinearAddress", "u64", 32),
-        Field("status", "u32", 40),
-        Field("flags", "u32", 44),
+        CallField("hClient", "u32", 0),
+        CallField("hDevice", "u32", 4),
+        CallField("hMemory", "u32", 8),
+        CallField("offset", "u64", 16),
+        CallField("length", "u64", 24),
+        CallField("pLinearAddress", "u64", 32),
+        CallField("status", "u32", 40),
+        CallField("flags", "u32", 44),
     ),
 )
 """The structure of the ioctl is this one, followed by the descriptor to map by (i32) and four bytes
@@ -207,20 +210,20 @@ DEVICE_ALLOC = Layout(
     "NV0080_ALLOC_PARAMETERS",
     "class/cl0080.h",
     56,
-    (Field("deviceId", "u32", 0), Field("vaMode", "u32", 48)),
+    (CallField("deviceId", "u32", 0), CallField("vaMode", "u32", 48)),
 )
 VA_MODE_PRIVATE = 2
 """NV_DEVICE_ALLOCATION_VAMODE_MULTIPLE_VASPACES: no address space is made with the device."""
 
 SUBDEVICE_ALLOC = Layout(
-    "NV2080_ALLOC_PARAMETERS", "class/cl2080.h", 4, (Field("subDeviceId", "u32", 0),)
+    "NV2080_ALLOC_PARAMETERS", "class/cl2080.h", 4, (CallField("subDeviceId", "u32", 0),)
 )
 
 MEMORY_ALLOC = Layout(
     "NV_MEMORY_ALLOCATION_PARAMS",
     _NVOS,
     128,
-    (Field("attr", "u32", 24), Field("attr2", "u32", 28), Field("size", "u64", 64)),
+    (CallField("attr", "u32", 24), CallField("attr2", "u32", 28), CallField("size", "u64", 64)),
     since=545,
 )
 MEMORY_ALLOC_WITHOUT_NODE = dataclasses.replace(
@@ -238,11 +241,11 @@ BUFFER_ALLOC = Layout(
     _BUFFER_CLASS,
     72,
     (
-        Field("recordSize", "u32", 16),
-        Field("recordCount", "u32", 20),
-        Field("hSubDevice", "u32", 52),
-        Field("hBufferHeader", "u32", 60),
-        Field("hRecordBuffer", "u32", 64),
+        CallField("recordSize", "u32", 16),
+        CallField("recordCount", "u32", 20),
+        CallField("hSubDevice", "u32", 52),
+        CallField("hBufferHeader", "u32", 60),
+        CallField("hRecordBuffer", "u32", 64),
     ),
 )
 BUFFER_HEADER = Layout(
@@ -250,10 +253,10 @@ BUFFER_HEADER = Layout(
     _BUFFER_CLASS,
     32,
     (
-        Field("recordGet", "u32", 0),
-        Field("recordPut", "u32", 4),
-        Field("recordCount", "u64", 8),
-        Field("recordDropcount", "u64", 16),
+        CallField("recordGet", "u32", 0),
+        CallField("recordPut", "u32", 4),
+        CallField("recordCount", "u64", 8),
+        CallField("recordDropcount", "u64", 16),
     ),
 )
 RECORD_HEADER_SIZE = 8
@@ -263,11 +266,11 @@ SWITCH_RECORD = Layout(
     _FECS,
     24,
     (
-        Field("tag", "u8", 0),
-        Field("seqno", "u8", 2, 2),
-        Field("context_id", "u32", 4),
-        Field("pid", "u32", 8),
-        Field("timestamp", "u64", 16),
+        CallField("tag", "u8", 0),
+        CallField("seqno", "u8", 2, 2),
+        CallField("context_id", "u32", 4),
+        CallField("pid", "u32", 8),
+        CallField("timestamp", "u64", 16),
     ),
 )
 TAG_BEGIN = Constant("NV_EVENT_BUFFER_FECS_CTXSWTAG_SIMPLE_START", 6, _FECS)
@@ -279,7 +282,9 @@ GET_ATTACHED_IDS = Call(
     "NV0000_CTRL_CMD_GPU_GET_ATTACHED_IDS",
     0x201,
     _GPUS,
-    Layout("NV0000_CTRL_GPU_GET_ATTACHED_IDS_PARAMS", _GPUS, 128, (Field("gpuIds", "u32", 0, 32),)),
+    Layout(
+        "NV0000_CTRL_GPU_GET_ATTACHED_IDS_PARAMS", _GPUS, 128, (CallField("gpuIds", "u32", 0, 32),)
+    ),
 )
 NO_GPU_ID = 0xFFFFFFFF
 GET_ID_INFO = Call(
@@ -291,9 +296,9 @@ GET_ID_INFO = Call(
         _GPUS,
         32,
         (
-            Field("gpuId", "u32", 0),
-            Field("deviceInstance", "u32", 8),
-            Field("subDeviceInstance", "u32", 12),
+            CallField("gpuId", "u32", 0),
+            CallField("deviceInstance", "u32", 8),
+            CallField("subDeviceInstance", "u32", 12),
         ),
     ),
 )
@@ -306,10 +311,10 @@ GET_UUID = Call(
         _GPUS,
         268,
         (
-            Field("gpuId", "u32", 0),
-            Field("flags", "u32", 4),
-            Field("gpuUuid", "u8", 8, 256),
-            Field("uuidStrLen", "u32", 264),
+            CallField("gpuId", "u32", 0),
+            CallField("flags", "u32", 4),
+            CallField("gpuUuid", "u8", 8, 256),
+            CallField("uuidStrLen", "u32", 264),
         ),
     ),
 )
@@ -321,7 +326,7 @@ GET_HANDLE_INFO = Call(
         "NV0000_CTRL_CLIENT_GET_HANDLE_INFO_PARAMS",
         _CLIENT,
         16,
-        (Field("hObject", "u32", 0), Field("index", "u32", 4), Field("data", "u32", 8)),
+        (CallField("hObject", "u32", 0), CallField("index", "u32", 4), CallField("data", "u32", 8)),
     ),
 )
 """Needs the open file that the client was allocated with. `data` is a union; a handle is its low
@@ -336,7 +341,7 @@ GET_ACCESS_RIGHTS = Call(
         "NV0000_CTRL_CLIENT_GET_ACCESS_RIGHTS_PARAMS",
         _CLIENT,
         12,
-        (Field("hObject", "u32", 0), Field("hClient", "u32", 4)),
+        (CallField("hObject", "u32", 0), CallField("hClient", "u32", 4)),
     ),
 )
 """Tells, from a client of one's own, whether another client has an object, and writes nothing to
@@ -345,14 +350,17 @@ GET_GPU_ID = Call(
     "NV2080_CTRL_CMD_GPU_GET_ID",
     0x20800142,
     _SUBDEVICE_GPU,
-    Layout("NV2080_CTRL_GPU_GET_ID_PARAMS", _SUBDEVICE_GPU, 4, (Field("gpuId", "u32", 0),)),
+    Layout("NV2080_CTRL_GPU_GET_ID_PARAMS", _SUBDEVICE_GPU, 4, (CallField("gpuId", "u32", 0),)),
 )
 GET_TIME = Call(
     "NV2080_CTRL_CMD_TIMER_GET_TIME",
     0x20800403,
     _SUBDEVICE_TIMER,
     Layout(
-        "NV2080_CTRL_TIMER_GET_TIME_PARAMS", _SUBDEVICE_TIMER, 8, (Field("time_nsec", "u64", 0),)
+        "NV2080_CTRL_TIMER_GET_TIME_PARAMS",
+        _SUBDEVICE_TIMER,
+        8,
+        (CallField("time_nsec", "u64", 0),),
     ),
 )
 """The clock of the trace's records."""
@@ -360,7 +368,7 @@ GET_TIMESLICE = Call(
     "NVA06C_CTRL_CMD_GET_TIMESLICE",
     0xA06C0104,
     _GROUP,
-    Layout("NVA06C_CTRL_TIMESLICE_PARAMS", _GROUP, 8, (Field("timesliceUs", "u64", 0),)),
+    Layout("NVA06C_CTRL_TIMESLICE_PARAMS", _GROUP, 8, (CallField("timesliceUs", "u64", 0),)),
 )
 SET_TIMESLICE = Call("NVA06C_CTRL_CMD_SET_TIMESLICE", 0xA06C0103, _GROUP, GET_TIMESLICE.parameters)
 N_SWITCHED = 64
@@ -374,13 +382,13 @@ DISABLE_CHANNELS = Call(
         _SUBDEVICE_FIFO,
         536,
         (
-            Field("bDisable", "u8", 0),
-            Field("numChannels", "u32", 4),
-            Field("bOnlyDisableScheduling", "u8", 8),
-            Field("bRewindGpPut", "u8", 9),
-            Field("pRunlistPreemptEvent", "u64", 16),
-            Field("hClientList", "u32", 24, N_SWITCHED),
-            Field("hChannelList", "u32", 280, N_SWITCHED),
+            CallField("bDisable", "u8", 0),
+            CallField("numChannels", "u32", 4),
+            CallField("bOnlyDisableScheduling", "u8", 8),
+            CallField("bRewindGpPut", "u8", 9),
+            CallField("pRunlistPreemptEvent", "u64", 16),
+            CallField("hClientList", "u32", 24, N_SWITCHED),
+            CallField("hChannelList", "u32", 280, N_SWITCHED),
         ),
     ),
 )
@@ -393,11 +401,11 @@ BIND_TRACE = Call(
         _SUBDEVICE_GR,
         24,
         (
-            Field("hEventBuffer", "u32", 0),
-            Field("recordSize", "u32", 4),
-            Field("levelOfDetail", "u32", 8),
-            Field("bAllUsers", "u8", 16),
-            Field("reasonCode", "u32", 20),
+            CallField("hEventBuffer", "u32", 0),
+            CallField("recordSize", "u32", 4),
+            CallField("levelOfDetail", "u32", 8),
+            CallField("bAllUsers", "u8", 16),
+            CallField("reasonCode", "u32", 20),
         ),
     ),
 )
@@ -411,7 +419,7 @@ ENABLE_TRACE = Call(
         "NV_EVENT_BUFFER_CTRL_CMD_ENABLE_EVENTS_PARAMS",
         _BUFFER,
         8,
-        (Field("enable", "u8", 0), Field("flags", "u32", 4)),
+        (CallField("enable", "u8", 0), CallField("flags", "u32", 4)),
     ),
 )
 KEEP_OLDEST = Constant("NV_EVENT_BUFFER_FLAG_OVERFLOW_POLICY_KEEP_OLDEST", 1, _BUFFER)
@@ -423,7 +431,7 @@ MOVE_GET = Call(
         "NV_EVENT_BUFFER_CTRL_CMD_UPDATE_GET_PARAMS",
         _BUFFER,
         8,
-        (Field("recordBufferGet", "u32", 0),),
+        (CallField("recordBufferGet", "u32", 0),),
     ),
 )
 FLUSH_TRACE = Call("NV_EVENT_BUFFER_CTRL_CMD_FLUSH", 0x90CD0104, _BUFFER, None)

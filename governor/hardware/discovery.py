@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from governor.hardware import calls
-from governor.hardware.driver import Driver
+from governor.hardware.driver import DriverClient
 
 N_CLIENTS_LOOKED_AT = 4096
 """Number of newest clients that an ordinary search looks at. Older ones were found when they were
@@ -39,7 +39,7 @@ _PIDFD_GETFD = 438
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Group(NamedTuple):
+class ChannelGroup(NamedTuple):
     """A channel group that computes or draws: client, handle, GPU id and channels."""
 
     client: int
@@ -59,7 +59,7 @@ class Holding(NamedTuple):
     pid: int
     client: int
     descriptor: int
-    groups: tuple[Group, ...]
+    groups: tuple[ChannelGroup, ...]
 
 
 def duplicate_descriptor(pidfd: int, fd: int) -> int:
@@ -122,7 +122,7 @@ def control_descriptors(pid: int, device: str, proc: Path = Path("/proc")) -> li
     return sorted(found)
 
 
-def live_clients(driver: Driver, n: int = N_CLIENTS_LOOKED_AT) -> list[int]:
+def live_clients(driver: DriverClient, n: int = N_CLIENTS_LOOKED_AT) -> list[int]:
     """Return which of the last `n` client handles exist, newest first, without ours.
 
     `driver` has to be newer than what is searched for: the search begins at its handle.
@@ -140,7 +140,7 @@ class _Object(NamedTuple):
     kind: int
 
 
-def _objects(driver: Driver, client: int, fd: int) -> dict[int, _Object]:
+def _objects(driver: DriverClient, client: int, fd: int) -> dict[int, _Object]:
     found: dict[int, _Object] = {}
     missing = 0
     layout = calls.GET_HANDLE_INFO.parameters
@@ -161,7 +161,9 @@ def _objects(driver: Driver, client: int, fd: int) -> dict[int, _Object]:
     return found
 
 
-def _gpu_ids(driver: Driver, client: int, fd: int, objects: dict[int, _Object]) -> dict[int, int]:
+def _gpu_ids(
+    driver: DriverClient, client: int, fd: int, objects: dict[int, _Object]
+) -> dict[int, int]:
     """Return the GPU id of each device object, as its subdevice tells it."""
     found = {}
     for handle, item in objects.items():
@@ -172,7 +174,7 @@ def _gpu_ids(driver: Driver, client: int, fd: int, objects: dict[int, _Object]) 
     return found
 
 
-def _groups(driver: Driver, client: int, fd: int) -> tuple[Group, ...]:
+def _groups(driver: DriverClient, client: int, fd: int) -> tuple[ChannelGroup, ...]:
     objects = _objects(driver, client, fd)
     gpu_ids = _gpu_ids(driver, client, fd, objects)
     computes = {
@@ -189,12 +191,14 @@ def _groups(driver: Driver, client: int, fd: int) -> tuple[Group, ...]:
             for channel, other in objects.items()
             if other.parent == handle and other.kind & 0xFF == calls.CHANNEL_LOW_BYTE
         )
-        found.append(Group(client, handle, gpu_ids.get(item.parent, calls.NO_GPU_ID), channels))
+        found.append(
+            ChannelGroup(client, handle, gpu_ids.get(item.parent, calls.NO_GPU_ID), channels)
+        )
     return tuple(found)
 
 
 def find_holdings(
-    driver: Driver,
+    driver: DriverClient,
     pid: int,
     pidfd: int,
     clients: Iterable[int],
@@ -228,7 +232,7 @@ def find_holdings(
     return found  # the process is still alive, so the pid was its own all the time
 
 
-def answers(driver: Driver, client: int, fd: int) -> bool:
+def answers(driver: DriverClient, client: int, fd: int) -> bool:
     """Return whether a client was allocated with this open file."""
     values = {"hObject": client, "index": calls.INFO_CLASS.value}
     return driver.ask(calls.GET_HANDLE_INFO, client, values, client=client, fd=fd)[0] == 0

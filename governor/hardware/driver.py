@@ -1,7 +1,7 @@
 """Make calls to NVIDIA's kernel module, as described by the table in `calls`.
 
-A `Driver` is a client of our own. Objects of other clients are named by the pair of client and
-object. A call on a foreign client is accepted only through the open file that the client was
+A `DriverClient` is a client of our own. Objects of other clients are named by the pair of client
+and object. A call on a foreign client is accepted only through the open file that the client was
 allocated with (`discovery` takes it from the process). Calls take 0.1 to 0.7 ms, and wait for locks
 that all GPUs of the host share, so they belong on a thread of their own.
 """
@@ -63,7 +63,7 @@ def kernel_ioctl(fd: int, request: int, data: bytearray) -> None:
     fcntl.ioctl(fd, request, data)
 
 
-class Gpu(NamedTuple):
+class DriverGpu(NamedTuple):
     """A GPU of the driver: its id there, and our handles of its device and subdevice."""
 
     gpu_id: int
@@ -72,7 +72,7 @@ class Gpu(NamedTuple):
     subdevice: int
 
 
-class Driver:
+class DriverClient:
     """A client of the kernel module, until it is closed; methods raise OSError or DriverCallError.
 
     `branch` is that of the kernel module, `ioctl` makes the system call. The device nodes are in
@@ -190,7 +190,7 @@ class Driver:
         values = {"hClient": client, "hObject": handle}
         return self.ask(calls.GET_ACCESS_RIGHTS, self.client, values)[0] == 0
 
-    def gpu(self, uuid: str) -> Gpu | None:
+    def gpu(self, uuid: str) -> DriverGpu | None:
         """Return a GPU, with objects of ours below it; None if no process has it open."""
         ids = self.control(calls.GET_ATTACHED_IDS, self.client, {})
         for i in range(0, len(ids), 4):
@@ -204,7 +204,7 @@ class Driver:
         assert calls.GET_UUID.parameters  # noqa: S101
         return calls.GET_UUID.parameters.text(answer, "gpuUuid")
 
-    def _open_gpu(self, gpu_id: int, uuid: str) -> Gpu:
+    def _open_gpu(self, gpu_id: int, uuid: str) -> DriverGpu:
         # The kernel module makes a device object only for a process that has the GPU's own device
         # node open (`osIsGpuAccessible`), which libraries like NVML do for their process.
         name = node_of(uuid, self._proc)
@@ -226,7 +226,7 @@ class Driver:
             calls.SUBDEVICE_ALLOC,
             {"subDeviceId": layout.get(info, "subDeviceInstance")},
         )
-        return Gpu(gpu_id, uuid, device, subdevice)
+        return DriverGpu(gpu_id, uuid, device, subdevice)
 
     def map_memory(self, size: int) -> tuple[int, mmap.mmap]:
         """Map memory that the driver writes and we may read; return its handle and the mapping."""
@@ -268,7 +268,7 @@ class Driver:
         """Give a channel group a time slice; it is in force from the group's next turn on."""
         self.control(calls.SET_TIMESLICE, group, {"timesliceUs": us}, client=client, fd=fd)
 
-    def switch_channels(self, gpu: Gpu, channels: list[tuple[int, int]], *, on: bool) -> None:
+    def switch_channels(self, gpu: DriverGpu, channels: list[tuple[int, int]], *, on: bool) -> None:
         """Switch channels, as (client, channel), on or off; what runs there is interrupted.
 
         One call takes 64 of them, so more are switched in several steps. After an error, some of
@@ -287,6 +287,6 @@ class Driver:
                 },
             )
 
-    def gpu_time_ns(self, gpu: Gpu) -> int:
+    def gpu_time_ns(self, gpu: DriverGpu) -> int:
         """Return the GPU's clock in nanoseconds since 1970; it is that of the trace's records."""
         return int.from_bytes(self.control(calls.GET_TIME, gpu.subdevice, {}), "little")

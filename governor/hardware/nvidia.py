@@ -12,7 +12,7 @@ from governor.hardware import calls
 from governor.hardware.activity import Full
 from governor.hardware.discovery import (
     N_CLIENTS_LOOKED_AT,
-    Group,
+    ChannelGroup,
     Holding,
     answers,
     borrowed_of,
@@ -21,9 +21,9 @@ from governor.hardware.discovery import (
     live_clients,
 )
 from governor.hardware.driver import (
-    Driver,
     DriverCallError,
-    Gpu,
+    DriverClient,
+    DriverGpu,
     Ioctl,
     kernel_ioctl,
     module_branch,
@@ -43,11 +43,11 @@ SLICE_UNIT = 1024
 (H200), and all other lengths that were tried are longer in the same ratio."""
 
 
-class Held(NamedTuple):
+class ClientHolding(NamedTuple):
     """What one client of a process has on this GPU."""
 
     holding: Holding
-    groups: tuple[Group, ...]
+    groups: tuple[ChannelGroup, ...]
 
     @property
     def pid(self) -> int:
@@ -92,7 +92,7 @@ class NvidiaHardware:
             gpu = self._driver.gpu(uuid)
             if gpu is None:
                 raise DriverCallError(f"the driver has no GPU {uuid}", 0x57)
-            self._gpu: Gpu = gpu
+            self._gpu: DriverGpu = gpu
             self._trace = Trace(self._driver, self._gpu)
         except BaseException:
             self._driver.close()
@@ -104,8 +104,8 @@ class NvidiaHardware:
         self.early_turns: Mapping[int, int] = {}
         self.full_turns: Sequence[Full] = ()
 
-    def _open(self) -> Driver:
-        return Driver(self._branch, path=self._path, proc=self._proc, ioctl=self._ioctl)
+    def _open(self) -> DriverClient:
+        return DriverClient(self._branch, path=self._path, proc=self._proc, ioctl=self._ioctl)
 
     def watchdog(self) -> Watchdog:
         """Start a process that switches on what is left off."""
@@ -115,7 +115,7 @@ class NvidiaHardware:
         """Give everything back. Channels that are off stay off."""
         self._driver.close()
 
-    def find(self, pid: int, pidfd: int, *, thorough: bool = False) -> Sequence[Held]:
+    def find(self, pid: int, pidfd: int, *, thorough: bool = False) -> Sequence[ClientHolding]:
         """Return what a process has on this GPU; nothing if it is gone or has no context.
 
         A `thorough` search also finds what came with clients that are older than some thousand
@@ -129,12 +129,12 @@ class NvidiaHardware:
             except ProcessLookupError:
                 return []
         here = [
-            Held(holding, tuple(g for g in holding.groups if g.gpu_id == self._gpu.gpu_id))
+            ClientHolding(holding, tuple(g for g in holding.groups if g.gpu_id == self._gpu.gpu_id))
             for holding in holdings
         ]
         return [held for held in here if held.groups]
 
-    def _live_clients(self, probe: Driver, *, thorough: bool) -> list[int]:
+    def _live_clients(self, probe: DriverClient, *, thorough: bool) -> list[int]:
         """Return the clients of other processes, newest first.
 
         Handles come from a counter, so a client that the last search did not find is newer than
@@ -154,7 +154,7 @@ class NvidiaHardware:
         self._clients = found[:N_CLIENTS_KEPT]
         return found
 
-    def switch(self, held: Sequence[Held], *, on: bool) -> None:
+    def switch(self, held: Sequence[ClientHolding], *, on: bool) -> None:
         """Switch the channels of all of these on or off, in as few calls as possible.
 
         A process that has ended has nothing left to switch.
@@ -169,7 +169,9 @@ class NvidiaHardware:
         if not on:
             self._residency.switched(pids, self._driver.gpu_time_ns(self._gpu), on=False)
 
-    def _switch(self, held: Sequence[Held], channels: list[tuple[int, int]], *, on: bool) -> None:
+    def _switch(
+        self, held: Sequence[ClientHolding], channels: list[tuple[int, int]], *, on: bool
+    ) -> None:
         try:
             self._driver.switch_channels(self._gpu, channels, on=on)
         except DriverCallError as e:
@@ -179,7 +181,7 @@ class NvidiaHardware:
                     f"the channels of {len(failed)} clients cannot be switched", e.status
                 ) from e
 
-    def _switch_one(self, held: Held, *, on: bool) -> bool:
+    def _switch_one(self, held: ClientHolding, *, on: bool) -> bool:
         """Switch what a process still has; return whether nothing else failed.
 
         The driver counts how often a channel is switched off, and the call that failed may have
@@ -195,7 +197,7 @@ class NvidiaHardware:
             return not all(self._driver.exists(c, channel) for c, channel in there)
         return True
 
-    def set_slice(self, held: Held, ns: int) -> None:
+    def set_slice(self, held: ClientHolding, ns: int) -> None:
         """Give each channel group this time slice; one that no longer exists needs none.
 
         A process that hides the open file of its client, or has replaced it by another one, keeps
@@ -217,23 +219,23 @@ class NvidiaHardware:
         except OSError:
             return
 
-    def tokens(self, held: Sequence[Held]) -> list[Any]:
+    def tokens(self, held: Sequence[ClientHolding]) -> list[Any]:
         """Return the channels in the form that `revive` takes."""
         return [list(pair) for one in held for pair in one.channels]
 
-    def name(self, held: Held) -> list[Any]:
+    def name(self, held: ClientHolding) -> list[Any]:
         """Return a JSON value from which another call makes the same again."""
         groups = [[group.handle, group.gpu_id, list(group.channels)] for group in held.groups]
         return [held.pid, held.holding.client, held.holding.descriptor, groups]
 
-    def named(self, data: Any) -> Held:
+    def named(self, data: Any) -> ClientHolding:
         """Return what has this name; ValueError or TypeError if it is no name."""
         pid, client, descriptor, found = data
         groups = tuple(
-            Group(int(client), int(handle), int(gpu_id), tuple(int(one) for one in channels))
+            ChannelGroup(int(client), int(handle), int(gpu_id), tuple(int(one) for one in channels))
             for handle, gpu_id, channels in found
         )
-        return Held(Holding(int(pid), int(client), int(descriptor), groups), groups)
+        return ClientHolding(Holding(int(pid), int(client), int(descriptor), groups), groups)
 
     def used_ns(self) -> Mapping[int, int]:
         """Return how long each process was on the GPU since the last call, by pid."""
@@ -285,7 +287,7 @@ def revive(
     Raises OSError or DriverCallError if one that still exists may be off.
     """
     branch = module_branch(proc) or calls.FIRST_BRANCH
-    with Driver(branch, path=path, proc=proc, ioctl=ioctl) as driver:
+    with DriverClient(branch, path=path, proc=proc, ioctl=ioctl) as driver:
         gpu = driver.gpu(uuid)
         if gpu is None:
             return  # no process is left that has channels

@@ -63,7 +63,7 @@ class Steerable(Hardware[Any], Protocol):
 Open = Callable[[str], Steerable]
 
 
-class Service:
+class SteeringService:
     """Serves governors at a listening socket."""
 
     def __init__(self, listener: socket.socket, open_gpu: Open, *, is_passed: bool) -> None:
@@ -310,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     with contextlib.ExitStack() as stack:
         open_gpu = _opener(stack, args.nvml)
-        Service(listener, open_gpu, is_passed=passed is not None).run()
+        SteeringService(listener, open_gpu, is_passed=passed is not None).run()
     return 0
 
 

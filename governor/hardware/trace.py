@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from governor.hardware import calls
 from governor.hardware.activity import Full
-from governor.hardware.driver import Driver, DriverCallError, Gpu
+from governor.hardware.driver import DriverCallError, DriverClient, DriverGpu
 
 EARLY = 0.9
 """Part of its slice: a shorter turn ended for lack of work."""
@@ -58,7 +58,7 @@ class Switch(NamedTuple):
 class Trace:
     """The trace of one GPU, from now on until the driver's client is closed."""
 
-    def __init__(self, driver: Driver, gpu: Gpu, n_records: int = N_RECORDS) -> None:
+    def __init__(self, driver: DriverClient, gpu: DriverGpu, n_records: int = N_RECORDS) -> None:
         self._driver, self._n = driver, n_records
         header, self._header = driver.map_memory(_PAGE)
         records, self._records = driver.map_memory(n_records * _RECORD)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from governor.errors import SetupError
 from governor.setup import journal as journals
 from governor.setup.files import Root
-from governor.setup.journal import DIRECTORY, Entry, Part
-from governor.setup.plan import Plan
+from governor.setup.journal import DIRECTORY, ChangedFile, Part
+from governor.setup.plan import SetupPlan
 from governor.setup.takeout import take_out
 
 
@@ -35,14 +35,14 @@ class Edit:
 
 
 @dataclass
-class Undo:
+class SetupUndo:
     """What has to be written to undo an engine's setup, and notes for the operator."""
 
     edits: list[Edit] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
-def edits(root: Root, plan: Plan) -> list[Edit]:
+def edits(root: Root, plan: SetupPlan) -> list[Edit]:
     """Return what a plan changes, in order; nothing for files that already match it."""
     found = []
     for change in plan.changes:
@@ -104,9 +104,9 @@ def _parent(path: str) -> str:
     return path.rpartition("/")[0]
 
 
-def plan_undo(root: Root, engine: str) -> Undo:
+def plan_undo(root: Root, engine: str) -> SetupUndo:
     """Return what undoes an engine's setup: to the byte, if a file was not edited since."""
-    undo = Undo()
+    undo = SetupUndo()
     for entry in reversed(journals.read(root).engines.get(engine, [])):
         file = root.read(entry.path)
         before = file.data if file else None
@@ -143,7 +143,7 @@ def undo(root: Root, engine: str, changes: list[Edit]) -> None:
             journals.write(root, journal)
 
 
-def _back(entry: Entry, now: bytes | None) -> tuple[bytes | None, bool]:
+def _back(entry: ChangedFile, now: bytes | None) -> tuple[bytes | None, bool]:
     """Go back step by step; also return whether the file was edited on the way."""
     for step in reversed(entry.steps):
         if now == step.after:
@@ -153,7 +153,7 @@ def _back(entry: Entry, now: bytes | None) -> tuple[bytes | None, bool]:
     return now, False
 
 
-def _take_out(root: Root, entry: Entry, data: bytes, undo: Undo) -> bytes | None:
+def _take_out(root: Root, entry: ChangedFile, data: bytes, undo: SetupUndo) -> bytes | None:
     """Take our part out of a file that was edited since; a file that is all ours is set aside."""
     shown = root.shown(entry.path)
     if any("whole" in part for part in entry.parts):

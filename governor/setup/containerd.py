@@ -23,8 +23,8 @@ from governor.setup.plan import (
     HANDLER,
     WRITTEN,
     Change,
-    Options,
-    Plan,
+    SetupOptions,
+    SetupPlan,
     Validation,
     output,
     packaged,
@@ -54,7 +54,7 @@ OWN = ("runtime_type", "runtime_path", "pod_annotations", "container_annotations
 
 
 @dataclass(frozen=True)
-class Node:
+class ContainerdNode:
     """The parts of containerd's configuration that matter here."""
 
     path: str
@@ -101,10 +101,10 @@ class Node:
         return str(next((n for n in reversed(names) if n), "runc"))
 
 
-def plan(root: Root, journal: Journal, options: Options) -> Plan:
+def plan(root: Root, journal: Journal, options: SetupOptions) -> SetupPlan:
     """Plan config.toml and the drop-in; SetupError if that is not possible."""
     node = _look(root, options)
-    result = Plan()
+    result = SetupPlan()
     spec = f"{node.directory}/{BASE_SPEC}" if options.base_spec else None
     program = options.program("tidegate-hook" if spec else "tidegate-runtime")
     if spec:
@@ -144,7 +144,7 @@ def plan(root: Root, journal: Journal, options: Options) -> Plan:
     return result
 
 
-def _look(root: Root, options: Options) -> Node:
+def _look(root: Root, options: SetupOptions) -> ContainerdNode:
     """Read the files, and ask containerd if it is installed."""
     path = options.config or CONFIG
     file = root.read(path)
@@ -186,7 +186,7 @@ def _look(root: Root, options: Options) -> Node:
                     hint=f"move its tables to {root.shown(path)}; or say "
                     "--containerd-version 2.0 if it is that or newer",
                 )
-    return Node(path, file.text() if file else None, number, merges, files, dump, found)
+    return ContainerdNode(path, file.text() if file else None, number, merges, files, dump, found)
 
 
 def _with_imports(root: Root, main: str, document: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -201,7 +201,7 @@ def _with_imports(root: Root, main: str, document: dict[str, Any]) -> dict[str, 
     return files
 
 
-def _lacking(node: Node, said: str) -> str | None:
+def _lacking(node: ContainerdNode, said: str) -> str | None:
     """Return which handlers containerd would lack, by the output of `config dump`."""
     try:
         found = set(table(node.cri(tomltext.parse(said)), "runtimes"))
@@ -221,7 +221,7 @@ def _patterns(path: str, document: dict[str, Any]) -> list[str]:
     return [posixpath.normpath(p if p.startswith("/") else f"{directory}/{p}") for p in imports]
 
 
-def _imports(node: Node, path: str) -> bool:
+def _imports(node: ContainerdNode, path: str) -> bool:
     """Return whether a file below the main file's directory is imported."""
     return any(
         pattern.count("/") == path.count("/")
@@ -231,7 +231,9 @@ def _imports(node: Node, path: str) -> bool:
     )
 
 
-def _existing(root: Root, node: Node, drop_in: str, program: str, spec: str | None) -> str | None:
+def _existing(
+    root: Root, node: ContainerdNode, drop_in: str, program: str, spec: str | None
+) -> str | None:
     """Return where the handler is already; SetupError if it is not ours, or not as asked.
 
     A drop-in that is not imported counts, because only the import is missing then.
@@ -272,14 +274,14 @@ def _key(path: tuple[str, ...]) -> str:
     return ".".join(bare)
 
 
-def _part(node: Node, handler: str) -> Part:
+def _part(node: ContainerdNode, handler: str) -> Part:
     return {
         "tables": ["plugins", node.plugin, "containerd", "runtimes", handler],
         "comments": [COMMENT, RUNC_COMMENT],
     }
 
 
-def _handler(node: Node, program: str, spec: str | None, result: Plan) -> str:
+def _handler(node: ContainerdNode, program: str, spec: str | None, result: SetupPlan) -> str:
     """Return the handler's tables: those of the default, except for runtime and annotations."""
     default = node.default()
     like = table(node.handlers(), default)
@@ -340,7 +342,7 @@ def _value(value: Any) -> str:
     return str(value)
 
 
-def _with_import(root: Root, node: Node, result: Plan) -> Change:
+def _with_import(root: Root, node: ContainerdNode, result: SetupPlan) -> Change:
     """Return config.toml with an import of the drop-in."""
     shown = root.shown(node.path)
     if node.text is None:
@@ -364,7 +366,7 @@ def _with_import(root: Root, node: Node, result: Plan) -> Change:
     return Change(node.path, text, (part, {**mark, "comments": [COMMENT]}))
 
 
-def _with_handler(root: Root, node: Node, handler: str) -> Change:
+def _with_handler(root: Root, node: ContainerdNode, handler: str) -> Change:
     """Return config.toml with the handler appended."""
     parts, block = [_part(node, HANDLER)], f"{COMMENT}\n{handler}"
     default = node.default()
@@ -385,7 +387,7 @@ def _with_handler(root: Root, node: Node, handler: str) -> Change:
     return Change(node.path, text, tuple(parts))
 
 
-def _base_spec(root: Root, options: Options) -> str:
+def _base_spec(root: Root, options: SetupOptions) -> str:
     """Return containerd's own default, with the hook and without what CRI removes from it.
 
     For a handler without a base spec, CRI removes the AppArmor profile, the seccomp profile and the

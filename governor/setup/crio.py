@@ -17,8 +17,8 @@ from governor.setup.plan import (
     HANDLER,
     WRITTEN,
     Change,
-    Options,
-    Plan,
+    SetupOptions,
+    SetupPlan,
     Validation,
     packaged,
     read_toml,
@@ -26,7 +26,7 @@ from governor.setup.plan import (
     untouched,
 )
 from oci_hook.runtime import CONFIG as WRAPPER
-from oci_hook.runtime import Node as Settings
+from oci_hook.runtime import NodeSettings as Settings
 from oci_hook.runtime import SettingsError, parse_node
 
 NAME = "50-tidegate.conf"
@@ -39,7 +39,7 @@ OF_THE_PROGRAM = frozenset(
 COMMENT = WRITTEN.format("crio")
 
 
-def plan(root: Root, journal: Journal, options: Options) -> Plan:
+def plan(root: Root, journal: Journal, options: SetupOptions) -> SetupPlan:
     """Plan CRI-O's files.
 
     SetupError if CRI-O has another handler of the name, or does not start as it is.
@@ -60,7 +60,7 @@ def plan(root: Root, journal: Journal, options: Options) -> Plan:
             f"{root.shown(path)} is there, and has no handler {HANDLER}", hint="move it away"
         )
     _look_at_hooks(root, config)
-    result = Plan()
+    result = SetupPlan()
     base = _base(config, root.runs)
     if HANDLER not in config.handlers:
         handler = _handler(config, base, program)
@@ -217,7 +217,9 @@ def _value(value: Any) -> str:
     return json.dumps(value) if isinstance(value, (bool, int, float)) else '""'
 
 
-def _name_runtime(root: Root, journal: Journal, state_root: str, real: str, result: Plan) -> None:
+def _name_runtime(
+    root: Root, journal: Journal, state_root: str, real: str, result: SetupPlan
+) -> None:
     """Have the wrapper execute `real`, the default handler's runtime, for what CRI-O starts."""
     if not re.fullmatch(r"/\S*", state_root):
         return

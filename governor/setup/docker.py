@@ -9,7 +9,15 @@ from governor.errors import SetupError
 from governor.setup import jsontext
 from governor.setup.files import Root
 from governor.setup.journal import Journal, Part
-from governor.setup.plan import HANDLER, Change, Options, Plan, Validation, output, version
+from governor.setup.plan import (
+    HANDLER,
+    Change,
+    SetupOptions,
+    SetupPlan,
+    Validation,
+    output,
+    version,
+)
 from governor.setup.services import processes
 
 CONFIG = "/etc/docker/daemon.json"
@@ -35,7 +43,7 @@ UNITS = (
 STARTERS = ("/etc/default/docker", "/etc/sysconfig/docker", "/etc/conf.d/docker")
 
 
-def plan(root: Root, _journal: Journal, options: Options) -> Plan:
+def plan(root: Root, _journal: Journal, options: SetupOptions) -> SetupPlan:
     """Plan daemon.json; SetupError if it already has another runtime of our name."""
     path, program = options.config or CONFIG, options.program("tidegate-runtime")
     file = root.read(path)
@@ -55,7 +63,7 @@ def plan(root: Root, _journal: Journal, options: Options) -> Plan:
             f"runtime {HANDLER} in {shown} is {json.dumps(ours)[:80]}, not {program}",
             hint="remove it, or name its directory with --bin-dir",
         )
-    result, parts = Plan(), list[Part]()
+    result, parts = SetupPlan(), list[Part]()
     if ours is None:
         parts.append({"member": ["runtimes", HANDLER]})
         if "runtimes" not in document:

@@ -22,7 +22,7 @@ TEMPORARY = ".tidegate-tmp"  # suffix of a file that is being written
 
 
 @dataclass(frozen=True)
-class File:
+class HostFile:
     """A regular file as it was read: its real path, its bytes, mode and owner."""
 
     path: str
@@ -74,7 +74,7 @@ class Root:
             )
         return real
 
-    def read(self, path: str) -> File | None:
+    def read(self, path: str) -> HostFile | None:
         """Return the regular file at `path`, None if there is none; SetupError for others."""
         shown = self.shown(path)
         try:
@@ -98,7 +98,9 @@ class Root:
             raise SetupError(
                 f"{shown} has more than {LIMIT >> 20} MiB", hint="that is no configuration file"
             )
-        return File(shown, real, data, stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid)
+        return HostFile(
+            shown, real, data, stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid
+        )
 
     def peek(self, path: str) -> str:
         """Return the text of a file, "" if it does not exist or is not a regular file."""

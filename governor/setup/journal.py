@@ -35,7 +35,7 @@ class Step:
 
 
 @dataclass
-class Entry:
+class ChangedFile:
     """A file that was changed: its steps, and what of it is ours."""
 
     path: str
@@ -47,10 +47,10 @@ class Entry:
 class Journal:
     """What each engine's setup changed, and which directories it made."""
 
-    engines: dict[str, list[Entry]] = field(default_factory=dict)
+    engines: dict[str, list[ChangedFile]] = field(default_factory=dict)
     directories: dict[str, str] = field(default_factory=dict)  # path -> engine, in order
 
-    def entry(self, engine: str, path: str) -> Entry | None:
+    def entry(self, engine: str, path: str) -> ChangedFile | None:
         """Return what is known of a file."""
         return next((e for e in self.engines.get(engine, ()) if e.path == path), None)
 
@@ -60,7 +60,9 @@ class Journal:
         """Record a change that is about to be made."""
         entry = self.entry(engine, path)
         if entry is None:
-            self.engines.setdefault(engine, []).append(Entry(path, parts, [Step(before, after)]))
+            self.engines.setdefault(engine, []).append(
+                ChangedFile(path, parts, [Step(before, after)])
+            )
             return
         last = entry.steps[-1]
         if before in (last.before, last.after):
@@ -85,7 +87,7 @@ def read(root: Root) -> Journal:
             )
         engines = {
             engine: [
-                Entry(
+                ChangedFile(
                     entry["path"],
                     list(entry["parts"]),
                     [Step(_bytes(s["before"]), _bytes(s["after"])) for s in entry["steps"]],

@@ -18,7 +18,7 @@ INDENT = "  "  # if the text has none
 
 
 @dataclass(frozen=True)
-class Member:
+class MemberSpan:
     """Position of a member of an object: from its key's quote to the end of its value."""
 
     key: str
@@ -33,9 +33,9 @@ class Span:
 
     open: int
     close: int
-    members: tuple[Member, ...]
+    members: tuple[MemberSpan, ...]
 
-    def get(self, key: str) -> Member | None:
+    def get(self, key: str) -> MemberSpan | None:
         """Return the member of this name."""
         return next((m for m in self.members if m.key == key), None)
 
@@ -138,7 +138,7 @@ def _object(text: str, at: int) -> Span:
         key, at = decoder.raw_decode(text, start)
         value = _skip(text, _skip(text, at) + 1)
         end = decoder.raw_decode(text, value)[1]
-        members.append(Member(key, start, value, end))
+        members.append(MemberSpan(key, start, value, end))
         at = _skip(text, end)
         if text[at] == ",":
             at = _skip(text, at + 1)

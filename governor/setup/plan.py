@@ -11,7 +11,7 @@ from typing import Any
 from governor import places
 from governor.errors import SetupError
 from governor.setup import tomltext
-from governor.setup.files import File, Root
+from governor.setup.files import HostFile, Root
 from governor.setup.journal import Journal, Part
 from governor.versions import parse_version
 from oci_hook.runtime import CONFIG as WRAPPER
@@ -23,7 +23,7 @@ WRITTEN = "# Written by `tidegate setup {0}`; `tidegate setup {0} --undo` takes 
 
 
 @dataclass(frozen=True)
-class Options:
+class SetupOptions:
     """What the command line says of an engine's setup."""
 
     bin_dir: str = "/usr/bin"
@@ -67,7 +67,7 @@ class Validation:
 
 
 @dataclass
-class Plan:
+class SetupPlan:
     """Changes to one engine's files, notes for the operator, and the steps left to the operator."""
 
     changes: list[Change] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Plan:
                 f"{root.shown(program)} is not there yet: install it before a container asks for it"
             )
 
-    def look_at_wrapper(self, root: Root, options: Options) -> None:
+    def look_at_wrapper(self, root: Root, options: SetupOptions) -> None:
         """Note what the wrapper runtime lacks, or that it enters another hook than is meant."""
         self.missing(root, options.program("tidegate-runtime"))
         meant = options.program("tidegate-hook")
@@ -107,7 +107,7 @@ def packaged(name: str) -> str:
     )
 
 
-def read_toml(root: Root, path: str, file: File | None = None) -> dict[str, Any]:
+def read_toml(root: Root, path: str, file: HostFile | None = None) -> dict[str, Any]:
     """Return a TOML file's content, nothing if there is none; SetupError if it is broken."""
     file = file or root.read(path)
     if file is None:

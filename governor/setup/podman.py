@@ -23,8 +23,8 @@ from governor.setup.journal import Journal
 from governor.setup.plan import (
     WRITTEN,
     Change,
-    Options,
-    Plan,
+    SetupOptions,
+    SetupPlan,
     Validation,
     output,
     packaged,
@@ -55,13 +55,13 @@ UNDONE = "nothing: Podman reads hooks at each start of a container"
 ASK = ("podman", "--help")
 
 
-def plan(root: Root, journal: Journal, options: Options) -> Plan:
+def plan(root: Root, journal: Journal, options: SetupOptions) -> SetupPlan:
     """Plan the hooks' files, and that Podman reads them; SetupError if it cannot."""
     known = _known(root, journal)
     directory = posixpath.normpath(options.hooks_dir or _directory(known))
     _require_own(root, directory)
     program = options.program("tidegate-hook")
-    result = Plan()
+    result = SetupPlan()
     for name in HOOKS:
         path, text = f"{directory}/{name}", packaged(f"hooks.d/{name}")
         text = text.replace("/usr/bin/tidegate-hook", program)
@@ -245,7 +245,9 @@ def _look_at_others(root: Root, found: Iterable[str], ours: set[str]) -> None:
                 )
 
 
-def _look_at_processes(root: Root, result: Plan, drop_in: Change | None, directory: str) -> None:
+def _look_at_processes(
+    root: Root, result: SetupPlan, drop_in: Change | None, directory: str
+) -> None:
     """Report processes that keep the hooks directories they started with, and how to end that."""
     file = root.read(DROP_IN)
     changes = drop_in is not None and (file is None or file.text() != drop_in.text)

@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from oci_hook.entry import PREFIX
+from oci_hook.quick import PREFIX
 
 UNIT = "podman.service"
 LIMIT = 4 << 20  # bytes; most that is read of a file
 
 
 @dataclass(frozen=True)
-class Service:
+class PodmanService:
     """A process that serves Podman's API; `started` in seconds since 1970."""
 
     pid: int
@@ -42,7 +42,7 @@ class Service:
         return f"kill {self.pid}, and start `podman system service` again; containers go on"
 
 
-def running(root: str) -> list[Service]:
+def running(root: str) -> list[PodmanService]:
     """Return the services of root's Podman with the root directory `root`, in order of pid.
 
     A service of another user cannot reach the governor, with or without hooks.
@@ -59,7 +59,7 @@ def running(root: str) -> list[Service]:
             continue  # it has ended
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot / os.sysconf("SC_CLK_TCK")
         unit = UNIT if any(UNIT in line.split("/") for line in groups) else None
-        found.append(Service(pid, unit, time.time() - age))
+        found.append(PodmanService(pid, unit, time.time() - age))
     return found
 
 

@@ -19,7 +19,7 @@ from governor.errors import TidegateError
 from oci_hook.errors import HookError
 
 if TYPE_CHECKING:
-    from oci_hook.manifest import Manifest
+    from oci_hook.manifest import MirrorManifest
 
 MIB = 1 << 20
 
@@ -87,7 +87,7 @@ def _whole(file: Path) -> Path:
     return main if whole in find_files(main) else file
 
 
-def look_at_mirror(driver_dir: str, root: str = "/") -> tuple[Manifest, str | None]:
+def look_at_mirror(driver_dir: str, root: str = "/") -> tuple[MirrorManifest, str | None]:
     """Make the checks that the hook makes before it serves a container from the mirror.
 
     Returns the manifest of the generation in force, and what has changed since it was made but does

@@ -43,12 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the manifests; what was lost is on standard error, and makes the status 1."""
-    from kube.convert import Options, convert
+    from kube.convert import convert
+    from kube.convert_pod import ConvertOptions
     from kube.yamltext import UnreadableError
 
     name = "standard input" if args.file == "-" else args.file
     try:
-        result = convert(_read(args.file), Options(args.gpu_memory, args.compute))
+        result = convert(_read(args.file), ConvertOptions(args.gpu_memory, args.compute))
     except UnreadableError as e:
         raise RequestError(
             f"{name}: {e}", hint="give manifests as YAML or JSON, and render a chart first"

@@ -57,16 +57,16 @@ def run(args: argparse.Namespace) -> int:
     """Print a line per finding with its remedy below, and the number of each kind at the end."""
     from governor import VERSION
     from governor.doctor.checks import examine, status_of
-    from governor.doctor.finding import State
+    from governor.doctor.finding import Severity
     from governor.doctor.node import open_node
 
     node = open_node(args.root, args.config, args.runtime_dir, args.driver_dir)
-    counts: Counter[State] = Counter()
+    counts: Counter[Severity] = Counter()
     document = []
     for examined in examine(node):
         finding = examined.finding
         counts[finding.state] += 1
-        if args.problems and finding.state in (State.OK, State.NOTE):
+        if args.problems and finding.state in (Severity.OK, Severity.NOTE):
             continue
         if args.json:
             document.append(
@@ -93,10 +93,10 @@ def run(args: argparse.Namespace) -> int:
         }
         print(json.dumps(answer, indent=1))
     else:
-        warnings = counts[State.WARNING]
+        warnings = counts[Severity.WARNING]
         print(
-            f"{counts[State.WRONG]} wrong, {warnings} warning{'s' * (warnings != 1)}, "
-            f"{counts[State.UNSEEN]} not seen, {counts[State.OK]} right"
+            f"{counts[Severity.WRONG]} wrong, {warnings} warning{'s' * (warnings != 1)}, "
+            f"{counts[Severity.UNSEEN]} not seen, {counts[Severity.OK]} right"
         )
     return status
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from governor.config import Defaults
     from oci_hook.image import Image
-    from oci_hook.manifest import Bind, Manifest, Share
+    from oci_hook.manifest import MirrorBind, MirrorManifest, WantedParts
     from oci_hook.plan import PlacePlan, Plan
     from oci_hook.request import Request
 
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 def _lines(args: argparse.Namespace) -> Iterator[str]:
     from governor.client import node_config
     from oci_hook.claims import find_claims
-    from oci_hook.errors import DriverError, UnservedImageError
+    from oci_hook.errors import NoMirrorError, UnservedImageError
     from oci_hook.request import check_request, parse_annotations, refuse_beside
 
     container = _container(args)
@@ -96,7 +96,7 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
         yield from (f"  {line}" for line in said)
         try:
             yield from _prepared(args, rootfd, container, request)
-        except (DriverError, UnservedImageError) as e:
+        except (NoMirrorError, UnservedImageError) as e:
             if not request.optional:
                 raise
             yield "result"
@@ -118,9 +118,9 @@ class _Container(NamedTuple):
 def _container(args: argparse.Namespace) -> _Container:
     """Return the container; the hook's errors for a bundle, RequestError for the options."""
     from governor.errors import RequestError
-    from oci_hook.entry import PREFIX
+    from oci_hook.quick import PREFIX
     from oci_hook.request import PARSERS
-    from oci_hook.state import State, our_annotations, parse_config, read_config
+    from oci_hook.state import OciState, our_annotations, parse_config, read_config
 
     annotations: dict[str, str] = {}
     volumes: tuple[str, ...] = ()
@@ -134,7 +134,7 @@ def _container(args: argparse.Namespace) -> _Container:
         )
         bundle = parse_config(config, directory)
         annotations = our_annotations(
-            State(ident="", pid=0, bundle=directory, annotations={}), bundle
+            OciState(ident="", pid=0, bundle=directory, annotations={}), bundle
         )
         document = bundle.document
         volumes = tuple(_volumes(document))
@@ -261,7 +261,7 @@ def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
 
 
 def _driver(
-    manifest: Manifest, share: Share, module: str | None, asked: tuple[str, ...]
+    manifest: MirrorManifest, share: WantedParts, module: str | None, asked: tuple[str, ...]
 ) -> Iterator[str]:
     yield f"{manifest.version} ({manifest.machine}), generation {manifest.generation}"
     if module is not None and manifest.kind == "nvidia":
@@ -282,7 +282,7 @@ def _driver(
         yield from _wrapped("programs ", names)
 
 
-def _libraries(manifest: Manifest, share: Share) -> Iterator[str]:
+def _libraries(manifest: MirrorManifest, share: WantedParts) -> Iterator[str]:
     """Yield the set's libraries, grouped by the reason why they are in it."""
     from vdriver.manifest import read_manifest
 
@@ -322,7 +322,7 @@ def _wrapped(title: str, words: Iterable[str]) -> list[str]:
     )
 
 
-def _unplaced(share: Share) -> Iterator[str]:
+def _unplaced(share: WantedParts) -> Iterator[str]:
     """Yield where places could be mounted, while no image decides."""
     yield from _section(
         "places", (f"{p.name}: {' or '.join(map(_shown, p.targets))}" for p in share.places)
@@ -354,7 +354,7 @@ def _is_here(path: str) -> bool:
     return Path(path).is_dir() and not Path(path).is_symlink()
 
 
-def _bind(bind: Bind) -> str:
+def _bind(bind: MirrorBind) -> str:
     here = "" if _is_here(bind.path) else ": does not exist now, left out"
     return f"{bind.path} ({bind.capability}){here}"
 
@@ -370,11 +370,13 @@ def _operations(plan: Plan) -> Iterator[str]:
                 yield operation.describe()
 
 
-def _inspect(rootfd: int, container: _Container, manifest: Manifest, share: Share) -> Image:
+def _inspect(
+    rootfd: int, container: _Container, manifest: MirrorManifest, share: WantedParts
+) -> Image:
     """Inspect the image as the hook does, and what the bundle is going to mount in it."""
     from oci_hook.image import (
         VOLUME,
-        Look,
+        PathInImage,
         inspect_image,
         look_at_places,
         look_for_drivers,
@@ -389,7 +391,7 @@ def _inspect(rootfd: int, container: _Container, manifest: Manifest, share: Shar
         os.close(procfd)
     image = look_at_places(rootfd, look_for_drivers(rootfd, image, search), share)
     mounted = {
-        path: Look("unusable", VOLUME)
+        path: PathInImage("unusable", VOLUME)
         for path in image.looks
         if any(f"{path}/".startswith(f"{volume}/") for volume in container.volumes)
     }

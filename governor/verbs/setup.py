@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from governor.setup.apply import Edit
     from governor.setup.files import Root
     from governor.setup.journal import Journal
-    from governor.setup.plan import Options, Plan
+    from governor.setup.plan import SetupOptions, SetupPlan
 
 SUMMARY = "Make a container engine use Tidegate"
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     """Show what changes, and change it."""
     _check(args)
     from governor.setup.files import Root
-    from governor.setup.plan import Options, packaged
+    from governor.setup.plan import SetupOptions, packaged
 
     if args.runtime_class:
         print(packaged("containerd/runtimeclass.yaml"), end="")
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     root = Root(args.root)
     if args.undo:
         return _undo(root, args)
-    options = Options(
+    options = SetupOptions(
         bin_dir=args.bin_dir,
         config=args.config,
         default=args.default,
@@ -104,12 +104,12 @@ def _check(args: argparse.Namespace) -> None:
             )
 
 
-def _set_up(root: Root, args: argparse.Namespace, options: Options) -> int:
+def _set_up(root: Root, args: argparse.Namespace, options: SetupOptions) -> int:
     from governor.setup import apply, journal
     from governor.setup.validate import validate
 
     module = importlib.import_module(f"governor.setup.{args.engine}")
-    make = cast("Callable[[Root, Journal, Options], Plan]", module.plan)
+    make = cast("Callable[[Root, Journal, SetupOptions], SetupPlan]", module.plan)
     plan = make(root, journal.read(root), options)
     changes = apply.edits(root, plan)
     for change in changes:

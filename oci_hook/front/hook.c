@@ -18,7 +18,7 @@
 #include <sys/time.h>
 #include <unistd.h>
 
-#define DEADLINE_S 20 /* as in oci_hook/entry.py */
+#define DEADLINE_S 20 /* as in oci_hook/quick.py */
 
 static char *no_environment[] = {NULL};
 

@@ -10,7 +10,7 @@
 
 #define PREFIX          "tidegate.gpu/"
 #define FIRST_SIZE      (64u << 10) /* bytes; most configurations are smaller */
-#define MOST_DEADLINE_S 3600        /* as in oci_hook/entry.py */
+#define MOST_DEADLINE_S 3600        /* as in oci_hook/quick.py */
 
 bool text_read(int fd, size_t limit, struct text *text)
 {

@@ -3,7 +3,7 @@
  * container asks for a GPU.
  *
  * The answer errs on one side only: a text that could contain one of Tidegate's annotations counts
- * as a request, and the Python hook parses it to be sure. oci_hook/entry.py has the same two
+ * as a request, and the Python hook parses it to be sure. oci_hook/quick.py has the same two
  * functions, and a test compares both.
  */
 #pragma once

@@ -7,7 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#define DEADLINE_S 20 /* as in oci_hook/entry.py */
+#define DEADLINE_S 20 /* as in oci_hook/quick.py */
 #define FILE_LIMIT (64u << 10)
 
 /* Whether a setting is one that only the script reads. */

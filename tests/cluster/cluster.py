@@ -41,7 +41,7 @@ spec:
 """
 
 
-class Cluster:
+class RealCluster:
     """A cluster: `start` brings it up without Tidegate, `apply` installs Tidegate, `close` returns what is left on this
     machine.
     """

@@ -23,7 +23,7 @@ from tests.container.engine_host import (
     END_S,
     PATH,
     TRIPLET,
-    Ran,
+    CommandResult,
     groups,
     hierarchies,
     host_state,
@@ -443,7 +443,7 @@ class ClusterNode:
         )
         return ["sh", "-c", script, "sh", *arguments]
 
-    def run(self, *arguments: str, timeout: float = 60) -> Ran:
+    def run(self, *arguments: str, timeout: float = 60) -> CommandResult:
         """Run a command, and wait for its end."""
         done = subprocess.run(
             self.command_line(*arguments),
@@ -455,7 +455,7 @@ class ClusterNode:
             timeout=timeout,
             env={"PATH": PATH, "HOME": "/root"},
         )
-        return Ran(done.returncode, done.stdout, done.stderr)
+        return CommandResult(done.returncode, done.stdout, done.stderr)
 
     def check(self, *arguments: str, timeout: float = 60) -> str:
         """Run a command, require that it succeeds, and return its output."""

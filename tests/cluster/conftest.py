@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.binaries import VARIABLE, Binaries, BinariesError
-from tests.cluster.cluster import Cluster
+from tests.cluster.cluster import RealCluster
 from tests.cluster.images import pause_image, tidegate_image, workload_images
 from tests.conftest import ROOT
 
@@ -78,13 +78,13 @@ def bare_cluster(
     node_root: Path,
     build_dir: Path,
     images: list[Path],
-) -> Iterator[Cluster]:
+) -> Iterator[RealCluster]:
     """A cluster of one node, at first without Tidegate.
 
     The certificate of its authority has no key usage extension, as on EKS and microk8s.
     """
     base = ROOT / "build/cluster" / f"run-{os.getpid()}"
-    cluster = Cluster(base, binaries, root=node_root, build=build_dir, key_usage=False)
+    cluster = RealCluster(base, binaries, root=node_root, build=build_dir, key_usage=False)
     try:
         cluster.start(images)
         yield cluster
@@ -99,7 +99,7 @@ def bare_cluster(
 
 
 @pytest.fixture(scope="session")
-def cluster(bare_cluster: Cluster) -> Cluster:
+def cluster(bare_cluster: RealCluster) -> RealCluster:
     """The cluster with Tidegate installed."""
     bare_cluster.apply()
     return bare_cluster

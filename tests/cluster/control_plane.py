@@ -13,7 +13,7 @@ from tests.cluster.binaries import Binaries
 from tests.cluster.certificates import Certificates
 from tests.cluster.cluster_node import ClusterNode
 from tests.cluster.kube_api import KubeApi, wait_for
-from tests.container.engine_host import END_S, PATH, Ran
+from tests.container.engine_host import END_S, PATH, CommandResult
 
 ADDRESS = "10.98.0.1"
 NODES = "10.98.0.{}"
@@ -178,7 +178,7 @@ class ControlPlane:
     def _explain(self) -> str:
         return "\n".join(f"{name}: {self._tail(name)}" for name in self._daemons)
 
-    def kubectl(self, *arguments: str, stdin: str = "", timeout: float = 120) -> Ran:
+    def kubectl(self, *arguments: str, stdin: str = "", timeout: float = 120) -> CommandResult:
         """Run kubectl as the administrator, in the repository's root."""
         from tests.conftest import ROOT
 
@@ -196,7 +196,7 @@ class ControlPlane:
                 "KUBECONFIG": f"{self.certificates.directory}/admin.kubeconfig",
             },
         )
-        return Ran(done.returncode, done.stdout, done.stderr)
+        return CommandResult(done.returncode, done.stdout, done.stderr)
 
     def close(self) -> None:
         """Stop everything."""

@@ -18,7 +18,7 @@ from tests.conftest import ROOT
 from tests.container.bundles import compile_c, make_rootfs
 from tests.container.engines import pack_image
 from tests.packages.make import fresh_root, package
-from tests.packages.test_image import FILE, Build, instructions
+from tests.packages.test_image import FILE, ImageBuild, instructions
 
 TIDEGATE_IMAGE = "registry.example/tidegate:0.1.0"
 WORKLOAD_IMAGE = "docker.io/library/workload:latest"
@@ -111,7 +111,7 @@ def _make(archive: Path) -> None:
     work = archive.with_suffix(f".{os.getpid()}")
     work.mkdir()
     try:
-        build = Build(work, fresh_root("trixie", slim=True), package("deb"))
+        build = ImageBuild(work, fresh_root("trixie", slim=True), package("deb"))
         for instruction, words in instructions(FILE.read_text()):
             build.do(instruction, words)
         image = list(build.stages.values())[-1]

@@ -35,7 +35,7 @@ class ApiError(Exception):
         self.status = status
 
 
-class _Connection(http.client.HTTPConnection):
+class _ApiConnection(http.client.HTTPConnection):
     def __init__(self, path: Path, timeout: float) -> None:
         super().__init__("localhost", timeout=timeout)
         self._path = path
@@ -56,7 +56,7 @@ class KubeApi:
         self, method: str, path: str, body: Document | list[Any] | None = None, *, kind: str = ""
     ) -> Document:
         """Send a request. Raise ApiError for an answer that is not 2xx, and OSError if there is no answer."""
-        connection = _Connection(self._socket, timeout=30)
+        connection = _ApiConnection(self._socket, timeout=30)
         try:
             headers = {"Content-Type": kind or "application/json"}
             data = None if body is None else json.dumps(body)

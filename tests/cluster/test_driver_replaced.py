@@ -8,7 +8,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from tests.cluster.cluster import SYSTEM, Cluster, pod
+from tests.cluster.cluster import SYSTEM, RealCluster, pod
 from tests.cluster.kube_api import is_true, wait_for
 
 MORE_S = 5.0
@@ -21,7 +21,7 @@ class Stream:
     when it is ready.
     """
 
-    cluster: Cluster
+    cluster: RealCluster
     delays: dict[str, float] = field(default_factory=dict)
     _created: dict[str, float] = field(default_factory=dict)
     _count: int = 0
@@ -47,7 +47,7 @@ class Stream:
             time.sleep(0.05)
 
 
-def during(cluster: Cluster, seconds: float, *, upgrade: bool) -> list[float]:
+def during(cluster: RealCluster, seconds: float, *, upgrade: bool) -> list[float]:
     """Return how long each pod created during `seconds` seconds, and during an upgrade before them if requested,
     took to be ready.
     """
@@ -83,7 +83,7 @@ def during(cluster: Cluster, seconds: float, *, upgrade: bool) -> list[float]:
     return list(stream.delays.values())
 
 
-def test_an_upgrade_of_the_driver_delays_no_pod_by_more_than_5_s(cluster: Cluster) -> None:
+def test_an_upgrade_of_the_driver_delays_no_pod_by_more_than_5_s(cluster: RealCluster) -> None:
     cluster.claim_template("replaced", memory="600Mi", compute="2")
     usual = during(cluster, 20, upgrade=False)
     delays = during(cluster, 10, upgrade=True)

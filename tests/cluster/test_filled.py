@@ -6,7 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from kube.recheck import ANNOTATION
-from tests.cluster.cluster import Cluster, pod
+from tests.cluster.cluster import RealCluster, pod
 from tests.cluster.kube_api import Document, wait_for
 
 ROUNDS = 10
@@ -18,7 +18,7 @@ that it has tried.
 """
 
 
-def failures(cluster: Cluster, name: str) -> list[Document]:
+def failures(cluster: RealCluster, name: str) -> list[Document]:
     """Return the events that say why kube-scheduler found no GPU for a pod."""
     return [
         one
@@ -29,12 +29,12 @@ def failures(cluster: Cluster, name: str) -> list[Document]:
     ]
 
 
-def attempts(cluster: Cluster, name: str) -> int:
+def attempts(cluster: RealCluster, name: str) -> int:
     """Return how often kube-scheduler found no GPU for a pod."""
     return sum((one.get("series") or {}).get("count", 1) for one in failures(cluster, name))
 
 
-def mark(cluster: Cluster) -> str:
+def mark(cluster: RealCluster) -> str:
     """Return the recheck mark of the first node's slice."""
     slices = [
         one
@@ -45,7 +45,7 @@ def mark(cluster: Cluster) -> str:
 
 
 def test_five_pods_that_are_created_at_once_and_fill_a_gpu_are_ready_within_a_minute(
-    cluster: Cluster,
+    cluster: RealCluster,
 ) -> None:
     cluster.claim_template("part", memory="2Gi", compute="20")
     took, refused = [], 0
@@ -62,7 +62,7 @@ def test_five_pods_that_are_created_at_once_and_fill_a_gpu_are_ready_within_a_mi
     print(f"{PODS} pods were ready after {took} s; {refused} of all were found too large at first")
 
 
-def test_a_pod_that_waits_is_tried_again_after_claims_were_prepared(cluster: Cluster) -> None:
+def test_a_pod_that_waits_is_tried_again_after_claims_were_prepared(cluster: RealCluster) -> None:
     """Only the update of the slice causes this: a claim of another pod is no event for a pod that waits."""
     for name, compute in (("held", "40"), ("large", "80"), ("little", "10")):
         cluster.claim_template(name, memory="2Gi", compute=compute)

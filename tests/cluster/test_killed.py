@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.cluster import Cluster, pod
+from tests.cluster.cluster import RealCluster, pod
 from tests.cluster.cluster_node import ClusterNode
 from tests.cluster.kube_api import ApiError, Document, wait_for
 
@@ -34,7 +34,7 @@ MOST_S = 20.0
 
 
 @dataclass
-class Look:
+class Observation:
     """One observation of the node, at a time in seconds since the epoch, with the parts that did not answer."""
 
     time: float
@@ -45,8 +45,8 @@ class Look:
 class Watch:
     """Observes the node's parts every 0.2 s, and the state of the pods every second."""
 
-    cluster: Cluster
-    looks: list[Look] = field(default_factory=list)
+    cluster: RealCluster
+    looks: list[Observation] = field(default_factory=list)
     pods: dict[str, Document] = field(default_factory=dict)
     starts: dict[str, float] = field(default_factory=dict)
     failed_starts: Counter[str] = field(default_factory=Counter)
@@ -70,7 +70,7 @@ class Watch:
     def _look(self) -> None:
         node = self.cluster.nodes[0]
         while not self._end.wait(0.2):
-            self.looks.append(Look(time.time(), frozenset(away(node))))
+            self.looks.append(Observation(time.time(), frozenset(away(node))))
 
     def _ask(self) -> None:
         while not self._end.wait(1.0):
@@ -139,7 +139,7 @@ def answers(path: Path) -> bool:
     return True
 
 
-def disturb(cluster: Cluster, seconds: float, chance: random.Random) -> dict[str, int]:
+def disturb(cluster: RealCluster, seconds: float, chance: random.Random) -> dict[str, int]:
     """Kill one part after another; return how often each was killed."""
     node = cluster.nodes[0]
     count = dict.fromkeys(("governor", "driver", "forkserver", "kubelet", "containerd"), 0)
@@ -176,7 +176,7 @@ def started(document: Document) -> float | None:
     return None
 
 
-def of_pods(cluster: Cluster, uids: set[str]) -> list[str]:
+def of_pods(cluster: RealCluster, uids: set[str]) -> list[str]:
     """Return the mounts and control groups of pods on the node."""
     node = cluster.nodes[0]
     found = [path for path in node.mounts() if any(uid in path for uid in uids)]
@@ -190,7 +190,7 @@ def of_pods(cluster: Cluster, uids: set[str]) -> list[str]:
     return found
 
 
-def test_pods_of_a_job_outlive_all_that_serves_them(cluster: Cluster) -> None:
+def test_pods_of_a_job_outlive_all_that_serves_them(cluster: RealCluster) -> None:
     chance = random.Random(20)  # noqa: S311 - no secret
     node = cluster.nodes[0]
     cluster.claim_template("killed", memory="2Gi", compute=str(100 // SIDE_BY_SIDE))
@@ -263,7 +263,7 @@ def test_pods_of_a_job_outlive_all_that_serves_them(cluster: Cluster) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _all_up(cluster: Cluster) -> Iterator[None]:
+def _all_up(cluster: RealCluster) -> Iterator[None]:
     """Restart parts that a test left stopped; otherwise all later tests would fail, too."""
     yield
     for node in cluster.nodes:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tests.cluster.cluster import SYSTEM, Cluster, pod
+from tests.cluster.cluster import SYSTEM, RealCluster, pod
 from tests.cluster.kube_api import wait_for
 
 
-def test_the_base_manifests_start_and_no_container_had_to_start_twice(cluster: Cluster) -> None:
+def test_the_base_manifests_start_and_no_container_had_to_start_twice(cluster: RealCluster) -> None:
     [daemon_set] = cluster.api.objects("daemonsets", SYSTEM)
     assert daemon_set["status"]["numberReady"] == len(cluster.nodes)
     assert len(cluster.first_look) == len(cluster.nodes)
@@ -17,7 +17,7 @@ def test_the_base_manifests_start_and_no_container_had_to_start_twice(cluster: C
         )
 
 
-def test_a_pod_with_a_claim_starts_by_the_fork_server_and_without_it(cluster: Cluster) -> None:
+def test_a_pod_with_a_claim_starts_by_the_fork_server_and_without_it(cluster: RealCluster) -> None:
     """With a hook script that does nothing, only the fork server can prepare a container; without the
     server's socket, only the script can.
     """
@@ -44,7 +44,7 @@ def test_a_pod_with_a_claim_starts_by_the_fork_server_and_without_it(cluster: Cl
     wait_for("nothing to be left", lambda: not cluster.leftovers(node), 60)
 
 
-def test_each_node_s_gpus_are_offered(cluster: Cluster) -> None:
+def test_each_node_s_gpus_are_offered(cluster: RealCluster) -> None:
     slices = [one["spec"] for one in cluster.api.objects("resourceslices")]
     assert {one["nodeName"] for one in slices} == {node.name for node in cluster.nodes}
     for one in slices:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tests.cluster.cluster import Cluster, pod
+from tests.cluster.cluster import RealCluster, pod
 
 
-def test_a_pod_without_a_claim_runs(bare_cluster: Cluster) -> None:
+def test_a_pod_without_a_claim_runs(bare_cluster: RealCluster) -> None:
     bare_cluster.api.create("pods", pod("plain"))
     bare_cluster.wait_pods("plain")
     told = bare_cluster.kubectl("exec", "plain", "--", "/bin/sh", "-c", "echo inside")

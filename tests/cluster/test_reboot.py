@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 
-from tests.cluster.cluster import Cluster, pod
+from tests.cluster.cluster import RealCluster, pod
 from tests.cluster.kube_api import Document, is_true, wait_for
 
 MOST_S = 15.0
 COUNT = 5
 
 
-def test_after_a_reboot_all_pods_are_back_in_15_s(cluster: Cluster) -> None:
+def test_after_a_reboot_all_pods_are_back_in_15_s(cluster: RealCluster) -> None:
     cluster.claim_template("fifth", memory="2Gi", compute="20")
     names = [f"back-{number}" for number in range(COUNT)]
     command = ("/usr/bin/simgpu-workload", "--unit-us", "500", "--seconds", "3600")
@@ -44,7 +44,7 @@ def test_after_a_reboot_all_pods_are_back_in_15_s(cluster: Cluster) -> None:
     wait_for("nothing to be left", lambda: not cluster.leftovers(node), 60)
 
 
-def containers(cluster: Cluster) -> dict[tuple[str, str], str]:
+def containers(cluster: RealCluster) -> dict[tuple[str, str], str]:
     """Return the identifiers of all pods' containers, by pod and name."""
     found = {}
     for one in cluster.api.objects("pods", None):

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from bench.progress import Profile, Progress, common_span, read_stamps
-from tests.cluster.cluster import Cluster, pod
+from tests.cluster.cluster import RealCluster, pod
 from tests.cluster.kube_api import condition, wait_for
 
 MEASURED_S = 20.0
@@ -23,11 +23,11 @@ def work(*options: str) -> tuple[str, ...]:
     )
 
 
-def out(cluster: Cluster, name: str) -> Path:
+def out(cluster: RealCluster, name: str) -> Path:
     return cluster.nodes[0].path(f"/var/lib/out/{name}")
 
 
-def begin(cluster: Cluster, *names: str) -> None:
+def begin(cluster: RealCluster, *names: str) -> None:
     """Start the work of several workloads at the same time."""
     for name in names:
         wait_for(f"{name}'s program", (out(cluster, name) / "begin.ready").exists, 60)
@@ -35,7 +35,9 @@ def begin(cluster: Cluster, *names: str) -> None:
         (out(cluster, name) / "begin").touch()
 
 
-def test_two_pods_get_70_and_30_percent_and_a_third_waits_for_its_reason(cluster: Cluster) -> None:
+def test_two_pods_get_70_and_30_percent_and_a_third_waits_for_its_reason(
+    cluster: RealCluster,
+) -> None:
     for name, compute in (("seventy", "70"), ("thirty", "30"), ("ten", "10")):
         cluster.claim_template(name, memory="2Gi", compute=compute)
 

@@ -6,7 +6,7 @@ import statistics
 import time
 
 from bench.demo import processors_taken
-from tests.cluster.cluster import Cluster, pod
+from tests.cluster.cluster import RealCluster, pod
 from tests.cluster.kube_api import is_true, wait_for
 
 COUNT = 50
@@ -21,7 +21,7 @@ def rest() -> None:
     wait_for("the cluster to be at rest", lambda: processors_taken(2) < IDLE, 120)
 
 
-def start_many(cluster: Cluster, label: str, template: str) -> float:
+def start_many(cluster: RealCluster, label: str, template: str) -> float:
     """Create COUNT pods at once; return the time in seconds until the last one is ready."""
     names = [f"{label}-{number}" for number in range(COUNT)]
     began = time.monotonic()
@@ -39,7 +39,7 @@ def start_many(cluster: Cluster, label: str, template: str) -> float:
 
 
 def test_50_pods_with_claims_are_ready_within_1_3_times_the_time_of_50_without(
-    cluster: Cluster,
+    cluster: RealCluster,
 ) -> None:
     cluster.claim_template("small", memory="600Mi", compute="2")
     for label, template in (("first", ""), ("second", "small")):

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 
-from tests.cluster.cluster import Cluster, pod
+from tests.cluster.cluster import RealCluster, pod
 from tests.cluster.kube_api import wait_for
 
 MOST_S = 20.0
@@ -17,7 +17,7 @@ AWAY_S = 14.0
 
 
 def test_a_pod_that_came_while_there_was_no_governor_starts_when_it_is_back(
-    cluster: Cluster,
+    cluster: RealCluster,
 ) -> None:
     cluster.claim_template("patient", memory="2Gi", compute="40")
     cluster.api.create("pods", pod("patient", template="patient"))
@@ -35,7 +35,7 @@ def test_a_pod_that_came_while_there_was_no_governor_starts_when_it_is_back(
 
 
 def test_the_share_of_a_pod_that_was_deleted_by_force_is_had_when_its_container_has_ended(
-    cluster: Cluster,
+    cluster: RealCluster,
 ) -> None:
     cluster.claim_template("forced", memory="2Gi", compute="60")
     # The program ignores SIGTERM, so that the container outlives the pod by some seconds.
@@ -53,7 +53,7 @@ def test_the_share_of_a_pod_that_was_deleted_by_force_is_had_when_its_container_
     wait_for("nothing to be left", lambda: not cluster.leftovers(cluster.nodes[0]), 60)
 
 
-def test_a_cdi_file_that_was_removed_is_written_again(cluster: Cluster) -> None:
+def test_a_cdi_file_that_was_removed_is_written_again(cluster: RealCluster) -> None:
     cluster.claim_template("removed", memory="2Gi", compute="30")
     command = ("/usr/bin/sleep", "5")  # after that, a second container starts, which needs the file
     cluster.api.create("pods", pod("removed", *command, template="removed"))

@@ -16,10 +16,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.container.bundles import LIBDIR, TARGET, Bundle, Ran, Runtime, add_hook, compile_c
+from tests.container.bundles import (
+    LIBDIR,
+    TARGET,
+    ContainerResult,
+    DiskBundle,
+    Runtime,
+    add_hook,
+    compile_c,
+)
 from tests.container.canary import SECRET, Canary
-from tests.container.conftest import Node
-from tests.container.steps import O_CLOEXEC, Step, Steps, faults
+from tests.container.conftest import HookNode
+from tests.container.steps import O_CLOEXEC, Steps, SystemCall, faults
 
 TRAP_C = r"""
 #include <fcntl.h>
@@ -56,7 +64,7 @@ def traps() -> Path:
     return path
 
 
-def is_own(bundle: Bundle, place: str) -> bool:
+def is_own(bundle: DiskBundle, place: str) -> bool:
     """Return whether a path of the image is a directory without links on the way to it."""
     path = bundle.rootfs
     for part in place.split("/"):
@@ -69,7 +77,7 @@ def is_own(bundle: Bundle, place: str) -> bool:
     return True
 
 
-def lay_traps(bundle: Bundle) -> None:
+def lay_traps(bundle: DiskBundle) -> None:
     """Put the traps where a tool for containers could run or load something of the image."""
     for name in TRAPS:
         if is_own(bundle, name.rpartition("/")[0]):
@@ -80,7 +88,7 @@ def lay_traps(bundle: Bundle) -> None:
         (bundle.rootfs / "etc/ld.so.preload").write_text(f"/{PRELOAD}\n")
 
 
-def run_nothing(bundle: Bundle) -> Bundle:
+def run_nothing(bundle: DiskBundle) -> DiskBundle:
     """Make the container run a static program. The image's own loader would hang on a FIFO."""
     shutil.copy(traps() / "static", bundle.rootfs / "static")
     bundle.config["process"]["args"] = ["/static"]
@@ -88,11 +96,11 @@ def run_nothing(bundle: Bundle) -> Bundle:
 
 
 @dataclass
-class Outcome:
+class AttackOutcome:
     """The result of an attack."""
 
-    ran: Ran
-    steps: list[Step]  # of the hook; empty if the runtime never started it
+    ran: ContainerResult
+    steps: list[SystemCall]  # of the hook; empty if the runtime never started it
     event: dict[str, Any]  # what the hook logged; also empty in that case
     targets: list[str] = field(default_factory=list)  # its mount points, below the root
 
@@ -107,7 +115,7 @@ class Outcome:
         return str(self.event.get("code", ""))
 
 
-def elsewhere(node: Node, bundle: Bundle) -> dict[str, tuple[int, int, int]]:
+def elsewhere(node: HookNode, bundle: DiskBundle) -> dict[str, tuple[int, int, int]]:
     """Describe all files of the node except the container's root and the files that runtime and governor write."""
     skip = (bundle.rootfs, bundle.path / "config.json", node.log)
     skip += tuple(node.base / name for name in ("run", "state", "canary"))
@@ -123,15 +131,15 @@ def elsewhere(node: Node, bundle: Bundle) -> dict[str, tuple[int, int, int]]:
 
 
 def assault(
-    node: Node,
+    node: HookNode,
     runtime: Runtime,
-    bundle: Bundle,
+    bundle: DiskBundle,
     canary: Canary,
-    react: Callable[[Step], None] | None = None,
+    react: Callable[[SystemCall], None] | None = None,
     *,
     stage: str = "createRuntime",
     links: bool = False,
-) -> Outcome:
+) -> AttackOutcome:
     """Run the container with the hook in single steps. Check that nothing outside it was touched and nothing of it
     ran on the host.
     """
@@ -139,7 +147,7 @@ def assault(
     descriptors: set[str] = set()
     targets: list[str] = []
 
-    def step_by_step(step: Step) -> None:
+    def step_by_step(step: SystemCall) -> None:
         if step.name in ("move_mount", "setns"):
             descriptors.update(not_close_on_exec(step.pid))
         if step.name == "move_mount":
@@ -181,7 +189,7 @@ def assault(
         assert events, "the hook did not run"
     assert not events or events[-1]["outcome"] in ("prepared", "without-gpu", "failed")
     assert not events or events[-1].get("code") != "internal", events[-1]
-    return Outcome(ran, run, events[-1] if events else {}, targets)
+    return AttackOutcome(ran, run, events[-1] if events else {}, targets)
 
 
 def not_close_on_exec(pid: int) -> set[str]:
@@ -247,9 +255,18 @@ def put_odd(path: Path, kind: str) -> None:
             path.symlink_to("nowhere")
 
 
-def below_root(bundle: Bundle, path: Path) -> Path:
+def below_root(bundle: DiskBundle, path: Path) -> Path:
     """Return the path in the image that corresponds to a path of the host."""
     return bundle.rootfs / str(path).lstrip("/")
 
 
-__all__ = ["LOOK", "TARGET", "Outcome", "assault", "exchange", "put_link", "put_odd", "remove"]
+__all__ = [
+    "LOOK",
+    "TARGET",
+    "AttackOutcome",
+    "assault",
+    "exchange",
+    "put_link",
+    "put_odd",
+    "remove",
+]

@@ -267,7 +267,7 @@ def make_rootfs(path: Path, tools: Path, *, cache: bool = True) -> Path:
 
 
 @dataclass
-class Bundle:
+class DiskBundle:
     """A bundle on disk; edit `config`, then run."""
 
     path: Path
@@ -319,7 +319,7 @@ def add_hook(
         hooks["poststop"] = [{**entry, "args": [*arguments, "poststop"]}]
 
 
-def add_user_namespace(bundle: Bundle, first: int = 100000) -> None:
+def add_user_namespace(bundle: DiskBundle, first: int = 100000) -> None:
     """Map the container's root user to an ordinary user, and give that user the root file system."""
     bundle.config["linux"]["namespaces"].append({"type": "user"})
     mapping = [{"containerID": 0, "hostID": first, "size": 65536}]
@@ -330,7 +330,7 @@ def add_user_namespace(bundle: Bundle, first: int = 100000) -> None:
 
 
 @dataclass
-class Ran:
+class ContainerResult:
     """The result of a container."""
 
     status: int
@@ -365,7 +365,9 @@ class Runtime:
             ]
         return command
 
-    def run(self, bundle: Bundle, *, timeout: float = 30, env: dict[str, str] | None = None) -> Ran:
+    def run(
+        self, bundle: DiskBundle, *, timeout: float = 30, env: dict[str, str] | None = None
+    ) -> ContainerResult:
         """Run a container to its end."""
         self.count += 1
         bundle.write()
@@ -379,4 +381,4 @@ class Runtime:
             stdin=subprocess.DEVNULL,
             env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", **(env or {})},
         )
-        return Ran(done.returncode, done.stdout, done.stderr)
+        return ContainerResult(done.returncode, done.stdout, done.stderr)

@@ -20,7 +20,7 @@ import pytest
 from tests.container.bundles import (
     HOOK,
     ROOT,
-    Bundle,
+    DiskBundle,
     Runtime,
     add_hook,
     base_config,
@@ -45,7 +45,7 @@ def made_once(tmp_path_factory: pytest.TempPathFactory, require: Callable[..., N
 
 
 @dataclass
-class Node:
+class HookNode:
     """A node: a driver mirror, a runtime directory with a governor, a log of the hook, and bundles."""
 
     base: Path
@@ -85,13 +85,13 @@ class Node:
         stage: str = "createRuntime",
         annotations: dict[str, str] | None = None,
         name: str = "bundle",
-    ) -> Bundle:
+    ) -> DiskBundle:
         """Make a bundle with a copy of the root file system and with the hook registered."""
         path = self.base / name
         path.mkdir()
         subprocess.run(["cp", "-a", str(self.made / "rootfs"), str(path / "rootfs")], check=True)
         wanted = {"tidegate.gpu/memory": "8Gi", "tidegate.gpu/compute": "50"}
-        bundle = Bundle(
+        bundle = DiskBundle(
             path,
             path / "rootfs",
             base_config(command, annotations=wanted if annotations is None else annotations),
@@ -113,10 +113,10 @@ class Node:
 
 
 @pytest.fixture
-def node(tmp_path: Path, made_once: Path) -> Iterator[Node]:
+def node(tmp_path: Path, made_once: Path) -> Iterator[HookNode]:
     (tmp_path / "driver").symlink_to(made_once / "driver")
     governor = StubGovernor(tmp_path / "run")
-    yield Node(tmp_path, made_once, governor)
+    yield HookNode(tmp_path, made_once, governor)
     governor.wait_idle()
     governor.close()
     assert governor.misfits == []  # every request of the hook follows the protocol
@@ -172,7 +172,7 @@ def fronts(build_dir: Path) -> Path:
 
 
 @pytest.fixture
-def forkserver(node: Node) -> Iterator[ForkServer]:
+def forkserver(node: HookNode) -> Iterator[ForkServer]:
     """A fork server on the node."""
     server = ForkServer(node.base / "run")
     yield server

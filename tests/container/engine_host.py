@@ -189,7 +189,7 @@ def host_state() -> dict[str, object]:
     return state
 
 
-class Ran(NamedTuple):
+class CommandResult(NamedTuple):
     """The result of a command."""
 
     status: int
@@ -299,10 +299,12 @@ class EngineHost:
         )
         return ["sh", "-c", script, "sh", *arguments]
 
-    def run(self, *arguments: str, timeout: float = 60, stdin: bytes | None = None) -> Ran:
+    def run(
+        self, *arguments: str, timeout: float = 60, stdin: bytes | None = None
+    ) -> CommandResult:
         """Run a command to its end."""
         done = self.run_bytes(*arguments, timeout=timeout, stdin=stdin)
-        return Ran(
+        return CommandResult(
             done.returncode,
             done.stdout.decode(errors="replace"),
             done.stderr.decode(errors="replace"),

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 from tests.container.bundles import ROOT
 from tests.container.cri import Cri, CriError, strings
-from tests.container.engine_host import EngineHost, Ran
+from tests.container.engine_host import CommandResult, EngineHost
 
 IMAGE = "docker.io/library/tidegate-test:latest"
 PREFIX = "tidegate.gpu/"
@@ -261,7 +261,7 @@ class Engine(abc.ABC):
         return True
 
     @abc.abstractmethod
-    def exec(self, started: Started, *arguments: str) -> Ran:
+    def exec(self, started: Started, *arguments: str) -> CommandResult:
         """Run a command in a container."""
 
     @abc.abstractmethod
@@ -292,7 +292,7 @@ class Engine(abc.ABC):
         yield str(started.out), "/out"
 
 
-def _started(ran: Ran) -> str:
+def _started(ran: CommandResult) -> str:
     if ran.status:
         raise StartError(ran.text)
     return ran.stdout.split()[-1]
@@ -354,7 +354,7 @@ class Docker(Engine):
             )
         )  # fmt: skip
 
-    def exec(self, started: Started, *arguments: str) -> Ran:
+    def exec(self, started: Started, *arguments: str) -> CommandResult:
         return self.host.run("docker", "exec", started.name, *arguments)
 
     def restart(self, started: Started) -> None:
@@ -450,7 +450,7 @@ class Ctr(Engine):
         line = self.host.check("containerd", "--version").split()
         return f"containerd {line[2]}, {self.host.check('runc', '--version').splitlines()[0]}"
 
-    def _ctr(self, *arguments: str) -> Ran:
+    def _ctr(self, *arguments: str) -> CommandResult:
         return self.host.run("ctr", "-n", self.namespace, *arguments)
 
     def _run(self, started: Started, arguments: list[str], *, ours: bool, image: str) -> str:
@@ -468,7 +468,7 @@ class Ctr(Engine):
             raise StartError(ran.text)
         return started.name
 
-    def exec(self, started: Started, *arguments: str) -> Ran:
+    def exec(self, started: Started, *arguments: str) -> CommandResult:
         self.count += 1
         return self._ctr(
             "tasks", "exec", "--exec-id", f"exec-{self.count}", started.name, *arguments
@@ -566,12 +566,12 @@ class OverCri(Engine):
             raise StartError(str(e)) from e
         return started.identifier
 
-    def exec(self, started: Started, *arguments: str) -> Ran:
+    def exec(self, started: Started, *arguments: str) -> CommandResult:
         answer = self.cri.call(
             "RuntimeService/ExecSync", {1: started.identifier, 2: list(arguments), 3: 30}
         )
         out, error = (answer.get(n, [b""])[0].decode() for n in (1, 2))
-        return Ran(answer.get(3, [0])[0], out, error)
+        return CommandResult(answer.get(3, [0])[0], out, error)
 
     def restart(self, started: Started) -> None:
         raise NotImplementedError("a kubelet makes another container: leave CRI out of the test")
@@ -768,7 +768,7 @@ class Podman(Engine):
             )
         )  # fmt: skip
 
-    def exec(self, started: Started, *arguments: str) -> Ran:
+    def exec(self, started: Started, *arguments: str) -> CommandResult:
         return self.host.run(*self._command("exec", started.name, *arguments))
 
     def restart(self, started: Started) -> None:

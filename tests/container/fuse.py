@@ -41,7 +41,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass
-class Request:
+class FuseRequest:
     """A request of the kernel: an operation on the file at a path."""
 
     operation: str
@@ -70,9 +70,9 @@ class Fuse:
         self.mountpoint = mountpoint
         self.paths = {ROOT: ""}
         self.rule: tuple[str, str] | None = None
-        self.held: list[Request] = []
+        self.held: list[FuseRequest] = []
         self.lock = threading.Lock()
-        self.operations: dict[str, Callable[[Request], bytes]] = {
+        self.operations: dict[str, Callable[[FuseRequest], bytes]] = {
             name: operation for name in OPCODES.values() if (operation := getattr(self, f"_{name}", None))
         }  # fmt: skip
 
@@ -135,7 +135,7 @@ class Fuse:
                     continue  # the request was interrupted
                 return
             length, opcode, unique, node, _, _, pid, _, _ = HEADER.unpack_from(data)
-            request = Request(
+            request = FuseRequest(
                 OPCODES.get(opcode, str(opcode)), self.paths.get(node, "?"), unique, node, pid,
                 data[HEADER.size : length],
             )  # fmt: skip
@@ -146,14 +146,14 @@ class Fuse:
             if not stalls:
                 self._answer(request)
 
-    def _stalls(self, request: Request) -> bool:
+    def _stalls(self, request: FuseRequest) -> bool:
         if self.rule is None or request.operation != self.rule[0]:
             return False
         on_entry = ("lookup", "mkdir", "create", "unlink", "rmdir", "rename", "rename2")
         names = request.names if request.operation in on_entry else [Path(request.path).name]
         return self.rule[1] in names
 
-    def _answer(self, request: Request) -> None:
+    def _answer(self, request: FuseRequest) -> None:
         if request.operation in UNANSWERED:
             return
         operation = self.operations.get(request.operation)
@@ -172,7 +172,7 @@ class Fuse:
         return self.directory / path
 
     @staticmethod
-    def _below(request: Request, name: str) -> str:
+    def _below(request: FuseRequest, name: str) -> str:
         return f"{request.path}/{name}" if request.path else name
 
     @staticmethod
@@ -191,19 +191,19 @@ class Fuse:
         self.paths[status.st_ino] = path
         return struct.pack("=4Q2I", status.st_ino, 0, 0, 0, 0, 0) + self._attributes(status)
 
-    def _init(self, request: Request) -> bytes:
+    def _init(self, request: FuseRequest) -> bytes:
         _, _, readahead, _ = struct.unpack_from("=4I", request.body)
         limits = (16, 12, MOST_WRITE, 1)
         return struct.pack("=4I2H2I2H8I", 7, 31, readahead, 0, *limits, 0, 0, *[0] * 8)[:64]
 
-    def _lookup(self, request: Request) -> bytes:
+    def _lookup(self, request: FuseRequest) -> bytes:
         return self._entry(self._below(request, request.names[0]))
 
-    def _getattr(self, request: Request) -> bytes:
+    def _getattr(self, request: FuseRequest) -> bytes:
         status = self._place(request.path).lstat()
         return struct.pack("=Q2I", 0, 0, 0) + self._attributes(status)
 
-    def _setattr(self, request: Request) -> bytes:
+    def _setattr(self, request: FuseRequest) -> bytes:
         valid, _, _, size = struct.unpack_from("=2I2Q", request.body)
         atime, mtime, _, atime_ns, mtime_ns, _, mode, _, uid, gid = struct.unpack_from(
             "=3Q3I4I", request.body, 32
@@ -225,35 +225,35 @@ class Fuse:
             )
         return self._getattr(request)
 
-    def _readlink(self, request: Request) -> bytes:
+    def _readlink(self, request: FuseRequest) -> bytes:
         return os.fsencode(self._place(request.path).readlink())
 
-    def _symlink(self, request: Request) -> bytes:
+    def _symlink(self, request: FuseRequest) -> bytes:
         name, target = request.names
         path = self._below(request, name)
         self._place(path).symlink_to(target)
         return self._entry(path)
 
-    def _mkdir(self, request: Request) -> bytes:
+    def _mkdir(self, request: FuseRequest) -> bytes:
         path = self._below(request, request.names[0])
         self._place(path).mkdir(0o755)
         return self._entry(path)
 
-    def _create(self, request: Request) -> bytes:
+    def _create(self, request: FuseRequest) -> bytes:
         _, mode, _, _ = struct.unpack_from("=4I", request.body)
         path = self._below(request, request.names[0])
         os.close(os.open(self._place(path), os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode & 0o777))
         return self._entry(path) + self._open(request)
 
-    def _unlink(self, request: Request) -> bytes:
+    def _unlink(self, request: FuseRequest) -> bytes:
         self._place(self._below(request, request.names[0])).unlink()
         return b""
 
-    def _rmdir(self, request: Request) -> bytes:
+    def _rmdir(self, request: FuseRequest) -> bytes:
         self._place(self._below(request, request.names[0])).rmdir()
         return b""
 
-    def _rename(self, request: Request) -> bytes:
+    def _rename(self, request: FuseRequest) -> bytes:
         (directory,) = struct.unpack_from("=Q", request.body)
         old, new = request.names
         above = self.paths[directory]
@@ -262,30 +262,30 @@ class Fuse:
         self._entry(path)
         return b""
 
-    def _rename2(self, request: Request) -> bytes:
+    def _rename2(self, request: FuseRequest) -> bytes:
         if struct.unpack_from("=Q2I", request.body)[1]:
             raise _no(errno.EINVAL)
         return self._rename(request)
 
-    def _open(self, _: Request) -> bytes:
+    def _open(self, _: FuseRequest) -> bytes:
         return struct.pack("=Q2I", 0, 0, 0)
 
     _opendir = _open
 
-    def _read(self, request: Request) -> bytes:
+    def _read(self, request: FuseRequest) -> bytes:
         _, offset, size = struct.unpack_from("=2QI", request.body)
         with self._place(request.path).open("rb") as file:
             file.seek(offset)
             return file.read(size)
 
-    def _write(self, request: Request) -> bytes:
+    def _write(self, request: FuseRequest) -> bytes:
         _, offset, size = struct.unpack_from("=2QI", request.body)
         with self._place(request.path).open("r+b") as file:
             file.seek(offset)
             file.write(request.body[40 : 40 + size])
         return struct.pack("=2I", size, 0)
 
-    def _readdir(self, request: Request) -> bytes:
+    def _readdir(self, request: FuseRequest) -> bytes:
         _, offset, size = struct.unpack_from("=2QI", request.body)
         entries = b""
         with os.scandir(self._place(request.path)) as found:
@@ -300,12 +300,12 @@ class Fuse:
             entries += one
         return entries
 
-    def _statfs(self, _: Request) -> bytes:
+    def _statfs(self, _: FuseRequest) -> bytes:
         return struct.pack(
             "=5Q10I", 1 << 20, 1 << 19, 1 << 19, 1 << 20, 1 << 19, 4096, 255, 4096, *[0] * 7
         )
 
-    def _done(self, _: Request) -> bytes:
+    def _done(self, _: FuseRequest) -> bytes:
         return b""
 
     _release = _releasedir = _destroy = _done

@@ -12,19 +12,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tests.container.bundles import Bundle
+from tests.container.bundles import DiskBundle
 
 
-class Held:
-    """A held container: in `with Held(bundle) as held`, `held.hook(argv)` runs the hook on it."""
+class HeldContainer:
+    """A held container: in `with HeldContainer(bundle) as held`, `held.hook(argv)` runs the hook on it."""
 
     def __init__(
         self,
-        bundle: Bundle,
+        bundle: DiskBundle,
         *,
         propagation: str = "private",
         mount: str = "",
-        host: Held | None = None,
+        host: HeldContainer | None = None,
     ) -> None:
         """`host` is another held container; its mount namespace takes the place of the host's."""
         self.bundle = bundle

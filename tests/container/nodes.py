@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from bench.node import Node, Running
+from bench.node import BenchNode, Running
 from governor.client import ask
 from governor.container import container_key
 
@@ -27,7 +27,7 @@ def wait_for(condition: Callable[[], Value], what: str, seconds: float = WAIT_S)
     return value
 
 
-def clear(node: Node) -> None:
+def clear(node: BenchNode) -> None:
     """Leave no container running or registered."""
     for container in node.running:
         node.delete(container)
@@ -36,7 +36,7 @@ def clear(node: Node) -> None:
 
 
 def start_worker(
-    node: Node, name: str, *options: str, seconds: float = 600, **annotations: str
+    node: BenchNode, name: str, *options: str, seconds: float = 600, **annotations: str
 ) -> Running:
     """Start the workload; it begins on request."""
     arguments = [
@@ -78,12 +78,12 @@ def show_output(container: Running) -> str:
     return (container.bundle / "output").read_text(errors="replace")
 
 
-def directory(node: Node, container: Running) -> Path:
+def directory(node: BenchNode, container: Running) -> Path:
     """Return the governor's directory that is mounted in a container."""
     return node.runtime_dir / "containers" / container_key(container.identifier)
 
 
-def events(node: Node, *names: str) -> list[dict]:
+def events(node: BenchNode, *names: str) -> list[dict]:
     """Return what the governor logged under these names."""
     found = []
     for line in (node.work / "governor.log").read_text().splitlines():

@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.machine import Simulated
-from bench.node import Node
+from bench.node import BenchNode
 from bench.provenance import describe_run
 from tests.container.bundles import ROOT, make_rootfs
 from tests.container.engine_host import EngineHost, machine
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         (base / "node").mkdir()
         simulated = Simulated(base / "node", args.build)
         rootfs = make_rootfs(base / "rootfs", base / "tools")
-        with Node(simulated) as node:
+        with BenchNode(simulated) as node:
             binds = [
                 str(node.runtime_dir),
                 f"{node.runtime_dir}:/run/tidegate",

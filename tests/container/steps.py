@@ -49,7 +49,7 @@ def tracer() -> Path:
 
 
 @dataclass
-class Step:
+class SystemCall:
     """One system call; `result` is None before the call is made."""
 
     number: int
@@ -73,9 +73,9 @@ def _text(raw: bytes | None) -> str:
 class Steps:
     """`with Steps(react) as steps`: run `steps.argv(hook)`; `react` is called while the hook is stopped."""
 
-    def __init__(self, react: Callable[[Step], None] | None = None) -> None:
+    def __init__(self, react: Callable[[SystemCall], None] | None = None) -> None:
         self.react = react or (lambda _: None)
-        self.runs: list[list[Step]] = []
+        self.runs: list[list[SystemCall]] = []
         self.failed: list[BaseException] = []
 
     def __enter__(self) -> Self:
@@ -119,7 +119,7 @@ class Steps:
                     self.failed.append(e)
 
     def _follow(self, connection: socket.socket, lines: object) -> None:
-        steps: list[Step] = []
+        steps: list[SystemCall] = []
         self.runs.append(steps)
         inside: set[int] = set()  # processes
         for line in lines:  # type: ignore[attr-defined]
@@ -127,7 +127,7 @@ class Steps:
             assert match, line
             if match[1] == b">":
                 pid, name, *numbers = match[3].split()
-                step = Step(
+                step = SystemCall(
                     number=int(match[2]),
                     pid=int(pid),
                     name=name.decode(),
@@ -149,7 +149,7 @@ class Steps:
                     inside ^= {step.pid}
 
 
-def faults(steps: list[Step], root: Path) -> list[str]:
+def faults(steps: list[SystemCall], root: Path) -> list[str]:
     """Return violations of what a hook must never do with any image; `root` is the container's root.
 
     Calls before the hook is undumpable are not examined: Python loads its own files from the host then.
@@ -164,7 +164,7 @@ def faults(steps: list[Step], root: Path) -> list[str]:
     return found + [fault for step in steps[begin:] if (fault := _fault(step, str(root)))]
 
 
-def _fault(step: Step, root: str) -> str | None:
+def _fault(step: SystemCall, root: str) -> str | None:
     flags = step.numbers[2] if len(step.numbers) > 2 else 0
     if step.name in NEVER:
         return f"R2, R3, R4: a path: {step}"
@@ -206,7 +206,7 @@ def _fault(step: Step, root: str) -> str | None:
     return None
 
 
-def _walk_fault(step: Step, root: str) -> str | None:
+def _walk_fault(step: SystemCall, root: str) -> str | None:
     _, _, flags, resolve = step.numbers
     if not flags & O_CLOEXEC:
         return f"R12: without O_CLOEXEC: {step}"

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from bench import gangs
-from bench.gangs import Bench, Keep, Part
+from bench.gang_bench import Bench
+from bench.gangs import GangPart, Keep
 from bench.machine import MachineError
 
 
@@ -102,8 +103,8 @@ def test_a_part_that_hangs_or_fails_is_told_of_and_the_next_one_runs(
 ) -> None:
     require("runc")
     parts = {
-        "hangs": Part(hangs, 90),
-        "fails": Part(fails, 20),
+        "hangs": GangPart(hangs, 90),
+        "fails": GangPart(fails, 20),
         "topology": gangs.PARTS["topology"],
     }
     monkeypatch.setattr(gangs, "PARTS", parts)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bench import events, quota, report_docs, run
-from bench.arms import Arm, Tenant
+from bench.arms import Arm, ArmContainer
 from bench.machine import Simulated
 
 SMALL = {
@@ -30,7 +30,7 @@ SMALL = {
     "killed": ("killed", "stopped"),
 }
 NATIVE = ("aggregate", "graphs")
-WAITS = Arm((Tenant(90, 50),), settings={"hold_launches": False}, native=False)
+WAITS = Arm((ArmContainer(90, 50),), settings={"hold_launches": False}, native=False)
 """An arm without held launches: those that do not fit wait for the end of the grant, which does not come if it is
 extended.
 """

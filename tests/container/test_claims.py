@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from bench.machine import Simulated
-from bench.node import Node, Running, last_json
+from bench.node import BenchNode, Running, last_json
 from governor.cdi import claim_device, make_claim_spec
 from governor.claims import uses_key
 from governor.client import ask
@@ -40,18 +40,18 @@ Edit = Callable[[dict[str, Any]], None]
 @pytest.fixture(scope="module")
 def node(
     tmp_path_factory: pytest.TempPathFactory, build_dir: Path, require: Callable[..., None]
-) -> Iterator[Node]:
+) -> Iterator[BenchNode]:
     require("gcc", "runc")
     work = tmp_path_factory.mktemp("claims")
     compile_c(PROBE_C, work / "probe", "-ldl", "-lpthread", "-w")
     machine = Simulated(work, build_dir, devices=2)
     machine.programs.append(work / "probe")
-    with Node(machine) as made:
+    with BenchNode(machine) as made:
         yield made
 
 
 @pytest.fixture(autouse=True)
-def clean(node: Node) -> Iterator[None]:
+def clean(node: BenchNode) -> Iterator[None]:
     yield
     clear(node)
     for claim in ask(node.config, "claims")["claims"]:
@@ -67,7 +67,7 @@ def share(
 
 
 def tell(
-    node: Node, uid: str, *shares: dict[str, Any], namespace: str = "default"
+    node: BenchNode, uid: str, *shares: dict[str, Any], namespace: str = "default"
 ) -> dict[str, Any]:
     """Send the governor the request that NodePrepareResources sends."""
     return ask(
@@ -75,11 +75,11 @@ def tell(
     )
 
 
-def claims(node: Node) -> dict[str, dict[str, Any]]:
+def claims(node: BenchNode) -> dict[str, dict[str, Any]]:
     return {claim["uid"]: claim for claim in ask(node.config, "claims")["claims"]}
 
 
-def with_devices(node: Node, *wanted: tuple[str, str], pod: str = "", **more: Any) -> Edit:
+def with_devices(node: BenchNode, *wanted: tuple[str, str], pod: str = "", **more: Any) -> Edit:
     """Return an edit of config.json like an engine's for the CDI specifications of these shares' claims, in their order."""
 
     def edit(config: dict[str, Any]) -> None:
@@ -118,7 +118,7 @@ def apply(config: dict[str, Any], edits: dict[str, Any]) -> None:
 
 
 def start(
-    node: Node,
+    node: BenchNode,
     name: str,
     arguments: Sequence[str],
     edit: Edit,
@@ -127,11 +127,11 @@ def start(
     return node.start(name, arguments, annotations or {}, edit=edit)
 
 
-def probe(node: Node, name: str, edit: Edit, *arguments: str) -> Running:
+def probe(node: BenchNode, name: str, edit: Edit, *arguments: str) -> Running:
     return start(node, name, ["/usr/bin/probe", *(arguments or ("fill",))], edit)
 
 
-def worker(node: Node, name: str, edit: Edit) -> Running:
+def worker(node: BenchNode, name: str, edit: Edit) -> Running:
     """Start the workload; it begins on request."""
     arguments = [
         *node.machine.command("burn", inside=True),
@@ -140,7 +140,9 @@ def worker(node: Node, name: str, edit: Edit) -> Running:
     return start(node, name, arguments, edit)
 
 
-def refused(node: Node, name: str, edit: Edit, annotations: dict[str, str] | None = None) -> str:
+def refused(
+    node: BenchNode, name: str, edit: Edit, annotations: dict[str, str] | None = None
+) -> str:
     """Start a container that must be refused, and return the line with the reason."""
     container = start(node, name, ["/usr/bin/probe", "work", "0"], edit, annotations)
     assert node.wait(container, WAIT_S) != 0
@@ -149,7 +151,7 @@ def refused(node: Node, name: str, edit: Edit, annotations: dict[str, str] | Non
     return line
 
 
-def finish(node: Node, container: Running) -> list[dict[str, Any]]:
+def finish(node: BenchNode, container: Running) -> list[dict[str, Any]]:
     (container.out / "end").touch()
     (container.out / "begin").touch()
     assert node.wait(container, WAIT_S) == 0, container.output
@@ -157,7 +159,7 @@ def finish(node: Node, container: Running) -> list[dict[str, Any]]:
     return devices
 
 
-def known(node: Node, *containers: Running) -> list[dict[str, Any]]:
+def known(node: BenchNode, *containers: Running) -> list[dict[str, Any]]:
     """Return what the governor reports about containers, as soon as they are confirmed."""
 
     def all_there() -> bool:
@@ -171,13 +173,13 @@ def known(node: Node, *containers: Running) -> list[dict[str, Any]]:
     return [seen[one.identifier] for one in containers]
 
 
-def outcomes(node: Node, container: Running) -> list[str]:
+def outcomes(node: BenchNode, container: Running) -> list[str]:
     log = (node.work / "hook.log").read_text().splitlines()
     told = [event for event in map(json.loads, log) if event.get("id") == container.identifier]
     return [event["outcome"] for event in told if event["stage"] == "createRuntime"]
 
 
-def delivered(node: Node, *containers: Running, seconds: float = 2.5) -> list[float]:
+def delivered(node: BenchNode, *containers: Running, seconds: float = 2.5) -> list[float]:
     """Return the percentage of the GPU that was charged to each container's key."""
     before = {one["key"]: one["devices"][0]["charged_ns"] for one in node.look().values()}
     began = time.monotonic_ns()
@@ -195,7 +197,7 @@ def delivered(node: Node, *containers: Running, seconds: float = 2.5) -> list[fl
 # ---- what containers have ----
 
 
-def test_two_claims_share_a_gpu_70_30(node: Node) -> None:
+def test_two_claims_share_a_gpu_70_30(node: BenchNode) -> None:
     tell(node, "large", share("gpu", compute=70))
     tell(node, "small", share("gpu", compute=30))
     large = worker(node, "large", with_devices(node, ("large", "gpu"), pod="train"))
@@ -239,7 +241,7 @@ def test_two_claims_share_a_gpu_70_30(node: Node) -> None:
     )
 
 
-def test_one_container_with_two_shares_on_two_gpus(node: Node) -> None:
+def test_one_container_with_two_shares_on_two_gpus(node: BenchNode) -> None:
     tell(node, "pair", share("gpu/0"), share("gpu/1", gpu=1))
     container = probe(node, "pair", with_devices(node, ("pair", "gpu/0"), ("pair", "gpu/1")))
     (seen,) = known(node, container)
@@ -260,7 +262,7 @@ def test_one_container_with_two_shares_on_two_gpus(node: Node) -> None:
     assert (admitted[0]["claims"], admitted[0]["pod"]) == (["default/name-pair"], "default/pod")
 
 
-def test_a_share_that_is_named_three_times_is_had_once(node: Node) -> None:
+def test_a_share_that_is_named_three_times_is_had_once(node: BenchNode) -> None:
     """If another claim of the pod was refused first, a kubelet names a device once more for each time that it asked."""
     tell(node, "again", share("gpu", compute=40))
     container = probe(node, "again", with_devices(node, *[("again", "gpu")] * 3))
@@ -273,14 +275,14 @@ def test_a_share_that_is_named_three_times_is_had_once(node: Node) -> None:
     assert set(outcomes(node, container)[1:]) == {"prepared-already"}
 
 
-def test_a_container_with_two_claims_that_are_not_equal_is_refused(node: Node) -> None:
+def test_a_container_with_two_claims_that_are_not_equal_is_refused(node: BenchNode) -> None:
     tell(node, "one", share("gpu"))
     tell(node, "two", share("gpu", gpu=1, compute=60))
     line = refused(node, "unequal", with_devices(node, ("one", "gpu"), ("two", "gpu")))
     assert "claim default/name-one with claim default/name-two has 2048 MiB and 40 % of" in line
 
 
-def test_two_containers_share_the_memory_of_one_claim(node: Node) -> None:
+def test_two_containers_share_the_memory_of_one_claim(node: BenchNode) -> None:
     tell(node, "both", share("gpu", memory=4 * GIB))
     first = probe(node, "first", with_devices(node, ("both", "gpu")))
     wait_for((first.out / "full").exists, "a full GPU")
@@ -296,7 +298,7 @@ def test_two_containers_share_the_memory_of_one_claim(node: Node) -> None:
     assert finish(node, third)[0]["taken"] == 4 * GIB - 512 * MIB
 
 
-def test_two_containers_share_the_time_of_one_claim(node: Node) -> None:
+def test_two_containers_share_the_time_of_one_claim(node: BenchNode) -> None:
     tell(node, "both", share("gpu", memory=4 * GIB, compute=40))
     pair = [
         worker(node, name, with_devices(node, ("both", "gpu"), pod=name)) for name in ("one", "two")
@@ -318,7 +320,7 @@ def test_two_containers_share_the_time_of_one_claim(node: Node) -> None:
     wait_for(lambda: units(pair[1]) > before + 20, "the other one to go on")
 
 
-def test_an_init_container_and_then_the_main_one(node: Node) -> None:
+def test_an_init_container_and_then_the_main_one(node: BenchNode) -> None:
     tell(node, "pod", share("gpu"), share("more", gpu=1))
     for name, shares in (("init", ["gpu"]), ("main", ["gpu", "more"])):
         container = probe(node, name, with_devices(node, *(("pod", one) for one in shares)))
@@ -329,7 +331,7 @@ def test_an_init_container_and_then_the_main_one(node: Node) -> None:
 # ---- what lasts ----
 
 
-def test_a_governor_that_is_killed_has_the_claim_and_its_containers_again(node: Node) -> None:
+def test_a_governor_that_is_killed_has_the_claim_and_its_containers_again(node: BenchNode) -> None:
     tell(node, "kept", share("gpu", memory=4 * GIB, compute=60))
     tell(node, "idle", share("gpu", compute=30))
     pair = [worker(node, f"kept-{name}", with_devices(node, ("kept", "gpu"))) for name in "ab"]
@@ -353,7 +355,7 @@ def test_a_governor_that_is_killed_has_the_claim_and_its_containers_again(node: 
     assert ask(node.config, "gpus")["gpus"][0]["compute_left"] == 10
 
 
-def test_a_state_that_is_lost_costs_no_claim_that_is_used(node: Node) -> None:
+def test_a_state_that_is_lost_costs_no_claim_that_is_used(node: BenchNode) -> None:
     tell(node, "lost", share("gpu", memory=4 * GIB, compute=60))
     pair = [worker(node, f"lost-{name}", with_devices(node, ("lost", "gpu"))) for name in "ab"]
     begin(*pair)
@@ -379,7 +381,7 @@ def test_a_state_that_is_lost_costs_no_claim_that_is_used(node: Node) -> None:
     )
 
 
-def test_a_claim_that_is_taken_back_while_a_container_runs(node: Node) -> None:
+def test_a_claim_that_is_taken_back_while_a_container_runs(node: BenchNode) -> None:
     tell(node, "gone", share("gpu", compute=60))
     container = worker(node, "gone", with_devices(node, ("gone", "gpu")))
     begin(container)
@@ -412,7 +414,9 @@ def test_a_claim_that_is_taken_back_while_a_container_runs(node: Node) -> None:
         *(("count", "2"), ("strategy", "timeslice")),
     ],
 )
-def test_an_annotation_beside_a_claim_is_refused(node: Node, annotation: str, value: str) -> None:
+def test_an_annotation_beside_a_claim_is_refused(
+    node: BenchNode, annotation: str, value: str
+) -> None:
     tell(node, "mine", share("gpu"))
     line = refused(
         node, f"beside-{annotation}", with_devices(node, ("mine", "gpu")), {annotation: value}
@@ -421,7 +425,7 @@ def test_an_annotation_beside_a_claim_is_refused(node: Node, annotation: str, va
 
 
 @pytest.mark.parametrize("annotation", ["claim", "claims", "share", "uid"])
-def test_an_annotation_names_no_claim(node: Node, annotation: str) -> None:
+def test_an_annotation_names_no_claim(node: BenchNode, annotation: str) -> None:
     tell(node, "theirs", share("gpu", compute=90))
     tell(node, "mine", share("gpu", compute=10))
     own = refused(
@@ -433,7 +437,7 @@ def test_an_annotation_names_no_claim(node: Node, annotation: str) -> None:
     assert not claims(node)["theirs"]["shares"][0]["containers"]
 
 
-def only_hook(node: Node) -> Edit:
+def only_hook(node: BenchNode) -> Edit:
     """Enter our hook as an engine's own directory of hooks does: for every container, and without a claim."""
 
     def edit(config: dict[str, Any]) -> None:
@@ -444,7 +448,7 @@ def only_hook(node: Node) -> Edit:
     return edit
 
 
-def test_the_environment_names_no_claim(node: Node) -> None:
+def test_the_environment_names_no_claim(node: BenchNode) -> None:
     tell(node, "theirs", share("gpu", compute=90))
     tell(node, "mine", share("gpu", compute=10))
 
@@ -464,7 +468,7 @@ def test_the_environment_names_no_claim(node: Node) -> None:
 
 
 @pytest.mark.parametrize("path", ["/usr/bin/true", "{work}/other/tidegate-hook"])
-def test_an_entry_of_another_program_names_no_claim(node: Node, path: str) -> None:
+def test_an_entry_of_another_program_names_no_claim(node: BenchNode, path: str) -> None:
     tell(node, "theirs", share("gpu", compute=90))
     tell(node, "mine", share("gpu", compute=10))
     other = node.work / "other" / "tidegate-hook"
@@ -488,13 +492,13 @@ def test_an_entry_of_another_program_names_no_claim(node: Node, path: str) -> No
     finish(node, container)
 
 
-def test_a_claim_of_another_namespace_is_refused(node: Node) -> None:
+def test_a_claim_of_another_namespace_is_refused(node: BenchNode) -> None:
     tell(node, "theirs", share("gpu"), namespace="others")
     line = refused(node, "namespace", with_devices(node, ("theirs", "gpu")))
     assert "claim others/name-theirs is not in this container's namespace 'default'" in line
 
 
-def test_a_device_of_a_gpu_beside_a_claim_is_refused(node: Node) -> None:
+def test_a_device_of_a_gpu_beside_a_claim_is_refused(node: BenchNode) -> None:
     tell(node, "mine", share("gpu"))
 
     def shared(config: dict[str, Any]) -> None:
@@ -506,7 +510,7 @@ def test_a_device_of_a_gpu_beside_a_claim_is_refused(node: Node) -> None:
     assert "config.json asks for a device of tidegate.gpu/shared together with claim mine" in line
 
 
-def test_a_hook_of_an_engine_s_directory_beside_a_claim_does_nothing(node: Node) -> None:
+def test_a_hook_of_an_engine_s_directory_beside_a_claim_does_nothing(node: BenchNode) -> None:
     """An allowed annotation makes the engine enter it, before or after the claim's entries."""
     tell(node, "mine", share("gpu"))
     for place in (0, 1):

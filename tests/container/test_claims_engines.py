@@ -23,7 +23,7 @@ from governor.client import ask
 from tests.container.bundles import ROOT
 from tests.container.engines import ContainerdCri, Engine, Podman, Started, StartError
 from tests.container.nodes import wait_for
-from tests.container.test_engines import WORKLOAD, Site, begin, site, used, wait_ready
+from tests.container.test_engines import WORKLOAD, EngineSite, begin, site, used, wait_ready
 from tests.kubernetes.apiserver import ApiServer
 from tests.kubernetes.documents import NODE, claim, config, reference, result
 from tests.kubernetes.kubelet import Kubelet
@@ -34,10 +34,10 @@ NAMESPACE = "team"  # of the pods in tests/container/engines.py
 
 
 @dataclass
-class Cluster:
+class ClaimNode:
     """A node of a cluster: the driver runs, and the kubelet has registered it."""
 
-    site: Site
+    site: EngineSite
     api: ApiServer
     kubelet: Kubelet
     process: subprocess.Popen[bytes]
@@ -70,7 +70,7 @@ class Cluster:
 
 
 @pytest.fixture(params=[Podman, ContainerdCri], ids=lambda kind: kind.name)
-def engine(site: Site, request: pytest.FixtureRequest) -> Iterator[Engine]:
+def engine(site: EngineSite, request: pytest.FixtureRequest) -> Iterator[Engine]:
     for one in used(site, request.param):
         if not one.knows_cdi():
             pytest.skip(f"{one.version()} does not know CDI")
@@ -79,8 +79,8 @@ def engine(site: Site, request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 @pytest.fixture
 def cluster(
-    site: Site, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Cluster]:
+    site: EngineSite, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ClaimNode]:
     monkeypatch.setenv("GRPC_VERBOSITY", "NONE")
     base = tmp_path_factory.mktemp("k")
     api = ApiServer(base, NODE)
@@ -97,7 +97,7 @@ def cluster(
     try:
         kubelet.register(60)
         found = wait_for(api.slice_of, "a ResourceSlice")
-        yield Cluster(site, api, kubelet, process, found["spec"]["devices"])
+        yield ClaimNode(site, api, kubelet, process, found["spec"]["devices"])
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(30)
@@ -125,7 +125,7 @@ def units(started: Started) -> int:
     return path.stat().st_size // 16 if path.exists() else 0
 
 
-def test_two_pods_share_a_gpu_70_to_30(cluster: Cluster, engine: Engine) -> None:
+def test_two_pods_share_a_gpu_70_to_30(cluster: ClaimNode, engine: Engine) -> None:
     large = cluster.allocate(
         "large", result(compute="70", memory="4Gi"), configs=(config(strict=True),)
     )
@@ -158,7 +158,7 @@ def test_two_pods_share_a_gpu_70_to_30(cluster: Cluster, engine: Engine) -> None
     assert not list(cluster.site.host.path("/var/run/cdi").glob("tidegate.gpu-claim_*"))
 
 
-def test_a_driver_that_is_gone_stops_no_container(cluster: Cluster, engine: Engine) -> None:
+def test_a_driver_that_is_gone_stops_no_container(cluster: ClaimNode, engine: Engine) -> None:
     """A prepared claim is a file and a row in the governor's database; a pod's container starts again without the driver."""
     document = cluster.allocate("alone", result(compute="40", memory="2Gi"))
     devices = cluster.prepare(document)
@@ -171,7 +171,9 @@ def test_a_driver_that_is_gone_stops_no_container(cluster: Cluster, engine: Engi
         wait_for(lambda: not cluster.site.books(), "the container to be gone")
 
 
-def test_a_claim_that_was_taken_back_starts_no_container(cluster: Cluster, engine: Engine) -> None:
+def test_a_claim_that_was_taken_back_starts_no_container(
+    cluster: ClaimNode, engine: Engine
+) -> None:
     document = cluster.allocate("gone", result(compute="40", memory="2Gi"))
     devices = cluster.prepare(document)
     (path,) = cluster.site.host.path("/var/run/cdi").glob("tidegate.gpu-claim_*")

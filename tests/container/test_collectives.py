@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bench.machine import Simulated
-from bench.node import Node, Running, last_json
+from bench.node import BenchNode, Running, last_json
 from tests.container.bundles import ROOT, compile_c
 from tests.container.nodes import clear, show_output, wait_for
 
@@ -33,32 +33,32 @@ class WithWords(Simulated):
 @pytest.fixture(scope="module")
 def node(
     tmp_path_factory: pytest.TempPathFactory, build_dir: Path, require: Callable[..., None]
-) -> Iterator[Node]:
+) -> Iterator[BenchNode]:
     require("gcc", "runc")
     work = tmp_path_factory.mktemp("collectives")
     source = (ROOT / "tests/container/collective.c").read_text()
     compile_c(source, work / "collective", "-ldl", "-lpthread", "-w")
     machine = WithWords(work, build_dir, devices=2)
     machine.programs.append(work / "collective")
-    with Node(machine) as made:
+    with BenchNode(machine) as made:
         yield made
 
 
 @pytest.fixture(autouse=True)
-def clean(node: Node) -> Iterator[None]:
+def clean(node: BenchNode) -> Iterator[None]:
     assert isinstance(node.machine, WithWords)
     node.machine.clear_words()
     yield
     clear(node)
 
 
-def start(node: Node, name: str, mode: str, n: int, **annotations: str) -> Running:
+def start(node: BenchNode, name: str, mode: str, n: int, **annotations: str) -> Running:
     arguments = ["/usr/bin/collective", mode, str(n)]
     named = {key.replace("_", "-"): value for key, value in annotations.items()}
     return node.start(name, arguments, {"memory": "2Gi", **named})
 
 
-def finish(node: Node, *containers: Running, processes: int = 1) -> list[dict[str, float]]:
+def finish(node: BenchNode, *containers: Running, processes: int = 1) -> list[dict[str, float]]:
     """Let all containers begin at the same time, with `processes` processes each; return what each
     prints at its end.
     """
@@ -76,7 +76,7 @@ def finish(node: Node, *containers: Running, processes: int = 1) -> list[dict[st
 
 
 @pytest.mark.parametrize("mode", ["one", "each"])
-def test_two_containers_with_collectives_over_the_same_gpus(node: Node, mode: str) -> None:
+def test_two_containers_with_collectives_over_the_same_gpus(node: BenchNode, mode: str) -> None:
     """Both take little more than twice the time of one alone: 0.8 s instead of 0.3 s on a machine
     with two cores.
 
@@ -92,7 +92,7 @@ def test_two_containers_with_collectives_over_the_same_gpus(node: Node, mode: st
         assert one["longest"] < 1
 
 
-def test_halves_of_a_collective_in_two_containers_on_one_gpu(node: Node) -> None:
+def test_halves_of_a_collective_in_two_containers_on_one_gpu(node: BenchNode) -> None:
     """Each half waits for the other half, which waits for the GPU. It took 4 s when the arbiter
     waited for each of them.
     """
@@ -108,7 +108,7 @@ def test_halves_of_a_collective_in_two_containers_on_one_gpu(node: Node) -> None
         assert one["longest"] < 1
 
 
-def test_halves_of_collectives_over_two_gpus_in_two_containers(node: Node) -> None:
+def test_halves_of_collectives_over_two_gpus_in_two_containers(node: BenchNode) -> None:
     """A container on each of two GPUs, and other containers on both."""
     n = 100
     quota = {"compute": "30", "compute_limit": "100"}

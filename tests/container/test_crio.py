@@ -30,7 +30,7 @@ from tests.container.test_engines import (
     GOOD,
     SUITES,
     WORKLOAD,
-    Site,
+    EngineSite,
     begin,
     site,
     unpacked,
@@ -175,7 +175,9 @@ def test_a_hook_of_a_stage_that_cri_o_does_not_know_is_found(host: EngineHost) -
     assert {s for s, _ in findings(host, "crio.configuration")["crio.configuration"]} == {"ok"}
 
 
-def test_a_container_is_the_default_handler_s_runtime_s_and_outlives_cri_o(site: Site) -> None:
+def test_a_container_is_the_default_handler_s_runtime_s_and_outlives_cri_o(
+    site: EngineSite,
+) -> None:
     for engine in used(site, Crio):
         assert isinstance(engine, Crio)
         host = site.host

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.container.bundles import Runtime
-from tests.container.conftest import Node
+from tests.container.conftest import HookNode
 
 WRONG = {"tidegate.gpu/memory": "much"}
 
@@ -21,7 +21,7 @@ def crun(tmp_path: Path, require) -> Runtime:
     return Runtime("crun", tmp_path / "state")
 
 
-def test_the_line_is_in_crun_s_own_standard_error(node: Node, crun: Runtime) -> None:
+def test_the_line_is_in_crun_s_own_standard_error(node: HookNode, crun: Runtime) -> None:
     ran = crun.run(node.bundle("true", annotations=WRONG))
     assert ran.status != 0
     (line,) = [one for one in ran.stderr.splitlines() if one.startswith("tidegate: ")]
@@ -31,7 +31,7 @@ def test_the_line_is_in_crun_s_own_standard_error(node: Node, crun: Runtime) -> 
 @pytest.mark.usefixtures("forkserver")
 @pytest.mark.parametrize("name", ["crun", "runc"])
 def test_a_child_of_the_fork_server_finds_crun_by_its_caller(
-    node: Node, fronts: Path, tmp_path: Path, name: str
+    node: HookNode, fronts: Path, tmp_path: Path, name: str
 ) -> None:
     """A shell replaces the runtime, because the tests run crun in a mount namespace, which the server does not
     serve.
@@ -51,7 +51,7 @@ def test_a_child_of_the_fork_server_finds_crun_by_its_caller(
     assert ran.stderr.count("tidegate: ") == (name == "crun")
 
 
-def test_a_log_of_crun_s_has_it_as_well(node: Node, crun: Runtime, tmp_path: Path) -> None:
+def test_a_log_of_crun_s_has_it_as_well(node: HookNode, crun: Runtime, tmp_path: Path) -> None:
     """Podman shows crun's log if that is one JSON document, and otherwise standard error."""
     bundle = node.bundle("true", annotations=WRONG)
     bundle.write()
@@ -67,7 +67,7 @@ def test_a_log_of_crun_s_has_it_as_well(node: Node, crun: Runtime, tmp_path: Pat
     assert "error executing hook" in json.loads(theirs)["msg"]
 
 
-def test_a_log_that_is_a_link_is_left_alone(node: Node, crun: Runtime, tmp_path: Path) -> None:
+def test_a_log_that_is_a_link_is_left_alone(node: HookNode, crun: Runtime, tmp_path: Path) -> None:
     bundle = node.bundle("true", annotations=WRONG)
     bundle.write()
     log, target = tmp_path / "log", tmp_path / "target"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.shell_blocks import Command, commands
+from tests.unit.shell_blocks import ShellCommand, commands
 
 ROOT = Path(__file__).resolve().parents[2]
 STANDS_FOR = {
@@ -102,7 +102,7 @@ endless=()
 SYNOPSIS = "--root DIR"  # doctor's synopsis: its options make no sense together
 
 
-def chosen() -> list[Command]:
+def chosen() -> list[ShellCommand]:
     """Return the commands that can be run here."""
     found = []
     for command in commands():
@@ -114,7 +114,7 @@ def chosen() -> list[Command]:
     return found
 
 
-def typed(command: Command) -> str:
+def typed(command: ShellCommand) -> str:
     """Return a command as this node's shell takes it."""
     words = [word.strip("[]") if "[" in word or "]" in word else word for word in command.words[1:]]
     return " ".join(
@@ -122,7 +122,7 @@ def typed(command: Command) -> str:
     )
 
 
-def allowed(command: Command) -> set[int]:
+def allowed(command: ShellCommand) -> set[int]:
     """Return the statuses that a command may exit with."""
     text = "tidegate " + " ".join(command.words[1:])
     fits = [begin for begin in STATUSES if text.startswith(begin)]
@@ -180,7 +180,7 @@ def ended(
 
 
 @pytest.mark.parametrize("command", chosen(), ids=str)
-def test_a_command_of_the_documents_works_on_a_node(command: Command, ended) -> None:
+def test_a_command_of_the_documents_works_on_a_node(command: ShellCommand, ended) -> None:
     status, said = ended[str(command)]
     assert status in allowed(command), said
     assert "Traceback" not in said

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from bench.machine import Simulated
-from bench.node import Node
+from bench.node import BenchNode
 from governor import cli
 from governor.doctor.driver import CONTROL_MINOR, MAJOR
 from governor.doctor.programs import HOOK
@@ -31,14 +31,14 @@ NOBODY = 65534
 @pytest.fixture(scope="module")
 def node(
     tmp_path_factory: pytest.TempPathFactory, build_dir: Path, require: Callable[..., None]
-) -> Iterator[Node]:
+) -> Iterator[BenchNode]:
     require("gcc", "runc")
-    with Node(Simulated(tmp_path_factory.mktemp("doctor"), build_dir)) as made:
+    with BenchNode(Simulated(tmp_path_factory.mktemp("doctor"), build_dir)) as made:
         yield made
         clear(made)
 
 
-def look(node: Node, *options: str) -> dict[str, list[dict[str, Any]]]:
+def look(node: BenchNode, *options: str) -> dict[str, list[dict[str, Any]]]:
     """Return doctor's findings on this machine, by the id of the check."""
     found: dict[str, list[dict[str, Any]]] = {}
     command = ["-m", "governor.cli", "doctor", "--json", "--config", str(node.work / "config.yaml")]
@@ -62,7 +62,7 @@ def states(found: dict[str, list[dict[str, Any]]], check: str) -> list[str]:
     return [one["state"] for one in found[check]]
 
 
-def test_a_node_that_runs_is_right_as_far_as_it_is_set_up(node: Node) -> None:
+def test_a_node_that_runs_is_right_as_far_as_it_is_set_up(node: BenchNode) -> None:
     found = look(node)
     for check in (
         "kernel.calls",
@@ -93,7 +93,7 @@ def test_a_node_that_runs_is_right_as_far_as_it_is_set_up(node: Node) -> None:
     assert not any("the check failed" in one["found"] for each in found.values() for one in each)
 
 
-def test_what_happens_to_a_node_is_told(node: Node) -> None:
+def test_what_happens_to_a_node_is_told(node: BenchNode) -> None:
     assert isinstance(node.machine, Simulated)
     gpu = node.machine.directory / "gpu0"
     simgpu.set_lost(gpu, lost=True)
@@ -125,7 +125,7 @@ def test_what_happens_to_a_node_is_told(node: Node) -> None:
     assert states(look(node), "governor.answers") == ["ok"]
 
 
-def test_without_root_doctor_says_what_it_does_not_see(node: Node) -> None:
+def test_without_root_doctor_says_what_it_does_not_see(node: BenchNode) -> None:
     # A user can read this: the configuration, in a directory that the user may enter.
     config = Path("/run") / f"tidegate-doctor-{os.getpid()}.yaml"
     config.write_text((node.work / "config.yaml").read_text())
@@ -210,7 +210,7 @@ def test_programs_that_are_anothers_are_wrong(tmp_path: Path) -> None:
 
 
 def test_events_has_the_line_of_a_start_that_failed(
-    node: Node, capsys: pytest.CaptureFixture[str]
+    node: BenchNode, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = str(node.work / "governor.log")
     refused = node.start("too-much", ["/bin/true"], {"memory": "900Gi", "compute": "10"})

@@ -20,12 +20,12 @@ import pytest
 import yaml
 
 from bench.machine import Simulated
-from bench.node import Node
+from bench.node import BenchNode
 from governor.client import ask
 from governor.doctor.checks import examine
 from governor.doctor.engines import docker_labels
-from governor.doctor.finding import State
-from governor.doctor.node import Node as DoctorNode
+from governor.doctor.finding import Severity
+from governor.doctor.node import ExaminedNode as DoctorNode
 from tests.conftest import lack
 from tests.container.bundles import ROOT, make_rootfs
 from tests.container.engine_host import EngineHost, machine, what
@@ -89,10 +89,10 @@ class OldDocker(Docker):
 
 
 @dataclass
-class Site:
+class EngineSite:
     """A node with a governor, a mirror and engines."""
 
-    node: Node
+    node: BenchNode
     host: EngineHost
     image: Path
     rootfs: Path  # of the image
@@ -139,12 +139,14 @@ def site(
     tmp_path_factory: pytest.TempPathFactory,
     build_dir: Path,
     require: Callable[..., None],
-) -> Iterator[Site]:
+) -> Iterator[EngineSite]:
     require("gcc", "nsenter", "unshare", "setpriv")
     yield from make_site(request.param, tmp_path_factory.mktemp("e"), build_dir)
 
 
-def make_site(suite: str, base: Path, build_dir: Path, *, second: bool = False) -> Iterator[Site]:
+def make_site(
+    suite: str, base: Path, build_dir: Path, *, second: bool = False
+) -> Iterator[EngineSite]:
     """Make a node with the engines of a release; `second` as in engine_host.py."""
     root = unpacked(suite)
     (base / "node").mkdir()
@@ -153,7 +155,7 @@ def make_site(suite: str, base: Path, build_dir: Path, *, second: bool = False) 
     for program in (build_dir / "simgpu/simgpu-workload", build_dir / "burner"):
         (rootfs / "usr/bin" / program.name).write_bytes(program.read_bytes())
         (rootfs / "usr/bin" / program.name).chmod(0o755)
-    with Node(machine_) as node:
+    with BenchNode(machine_) as node:
         binds = [
             str(node.runtime_dir),
             f"{node.runtime_dir}:/run/tidegate",
@@ -173,7 +175,7 @@ def make_site(suite: str, base: Path, build_dir: Path, *, second: bool = False) 
             )
             listening = host.path("/run/tidegate/forkserver.sock")
             wait_for(lambda: listening.exists() or server.poll() is not None, "the fork server")
-            made = Site(node, host, image, rootfs, {})
+            made = EngineSite(node, host, image, rootfs, {})
             yield made
             for engine in reversed(made.engines.values()):
                 engine.stop()
@@ -182,12 +184,12 @@ def make_site(suite: str, base: Path, build_dir: Path, *, second: bool = False) 
 
 
 @pytest.fixture(params=ENGINES, ids=lambda kind: kind.name)
-def engine(site: Site, request: pytest.FixtureRequest) -> Iterator[Engine]:
+def engine(site: EngineSite, request: pytest.FixtureRequest) -> Iterator[Engine]:
     """An engine of the node, started on first use; its containers are gone after the test."""
     yield from used(site, request.param)
 
 
-def used(site: Site, kind: type[Engine]) -> Iterator[Engine]:
+def used(site: EngineSite, kind: type[Engine]) -> Iterator[Engine]:
     if kind.name not in site.engines:
         if kind is Docker and old_docker(site.host):
             kind = OldDocker
@@ -214,7 +216,7 @@ def wait_ready(started: Started) -> None:
     assert ready.exists()
 
 
-def begin(site: Site, started: Started) -> None:
+def begin(site: EngineSite, started: Started) -> None:
     """Let the workload begin, and wait until the governor has counted a launch."""
     (started.out / "begin").touch()
     wait_for(
@@ -229,7 +231,7 @@ def mount_points(engine: Engine, started: Started) -> list[str]:
     return sorted(line.split()[4] for line in ran.stdout.splitlines())
 
 
-def test_a_container_with_annotations_is_governed(site: Site, engine: Engine) -> None:
+def test_a_container_with_annotations_is_governed(site: EngineSite, engine: Engine) -> None:
     engine.remove(engine.run(*IDLE))  # what an engine makes for its first container may stay
     before = site.traces()
     started = engine.run(*WORKLOAD, annotations=GOOD)
@@ -256,7 +258,7 @@ print(json.dumps(find_name(*json.loads(sys.argv[2]))))
 
 
 def test_a_container_is_known_by_the_name_that_its_engine_has_for_it(
-    site: Site, engine: Engine
+    site: EngineSite, engine: Engine
 ) -> None:
     """The name comes from the files that the engine itself has written, as `tidegate ps` reads them on the node."""
     started = engine.run(*IDLE, annotations=GOOD)
@@ -282,16 +284,16 @@ CHECKS_OF: dict[type[Engine], tuple[str, ...]] = {
 
 
 def test_doctor_finds_nothing_wrong_with_the_engine_and_tells_its_version(
-    site: Site, engine: Engine
+    site: EngineSite, engine: Engine
 ) -> None:
     """doctor reads the output and the files of the engine's own programs, which change with their versions."""
     node = DoctorNode(f"/proc/{site.host.pid}/root", runner=lambda c: site.host.check(*c))
     ids = next(found for kind, found in CHECKS_OF.items() if isinstance(engine, kind))
     said = {one.id: one.finding for one in examine(node, (*ids, "runc.version", "crun.version"))}
     states = {identifier: finding.state for identifier, finding in said.items()}
-    expected = dict.fromkeys(states, State.OK)
+    expected = dict.fromkeys(states, Severity.OK)
     if isinstance(engine, OldDocker):  # it has no annotations
-        expected["docker.version"] = State.WARNING
+        expected["docker.version"] = Severity.WARNING
     assert states == expected, said
     version = re.search(r" (\d+\.[\d.]+)", engine.version())
     assert version is not None
@@ -299,7 +301,7 @@ def test_doctor_finds_nothing_wrong_with_the_engine_and_tells_its_version(
 
 
 def test_a_container_without_annotations_is_what_it_is_without_tidegate(
-    site: Site, engine: Engine
+    site: EngineSite, engine: Engine
 ) -> None:
     plainly = engine.run(*IDLE, ours=False)
     beside = engine.run(*IDLE)
@@ -309,7 +311,7 @@ def test_a_container_without_annotations_is_what_it_is_without_tidegate(
     assert not site.books()
 
 
-def test_a_wrong_annotation_ends_the_start_with_our_line(site: Site, engine: Engine) -> None:
+def test_a_wrong_annotation_ends_the_start_with_our_line(site: EngineSite, engine: Engine) -> None:
     with pytest.raises(StartError) as caught:
         engine.run(*IDLE, annotations=WRONG)
     text = str(caught.value)
@@ -321,7 +323,7 @@ def test_a_wrong_annotation_ends_the_start_with_our_line(site: Site, engine: Eng
 
 
 def test_an_optional_driver_is_there_where_the_image_can_take_it(
-    site: Site, engine: Engine
+    site: EngineSite, engine: Engine
 ) -> None:
     """The image is inspected before config.json is edited: every engine has mounted it by then."""
     started = engine.run(*IDLE, annotations={**GOOD, "driver": "optional"})
@@ -337,7 +339,7 @@ def test_what_is_executed_in_a_container_is_governed(engine: Engine) -> None:
     assert "CUDA_SUCCESS" in ran.stdout, ran.text
 
 
-def compose_file(site: Site, key: str) -> Path:
+def compose_file(site: EngineSite, key: str) -> Path:
     """Write the page's file, with our image, and with its annotations under `key`."""
     page = (ROOT / "docs/howto/engines.md").read_text()
     text = page.split("### Docker Compose", 1)[1].split("```yaml\n", 1)[1].split("```", 1)[0]
@@ -360,7 +362,7 @@ def compose_version(host: EngineHost) -> tuple[int, int]:
 
 @pytest.mark.parametrize("engine", [Docker], ids=lambda kind: kind.name, indirect=True)
 def test_a_service_of_compose_is_governed_by_its_annotations_and_not_by_labels(
-    site: Site, engine: Engine
+    site: EngineSite, engine: Engine
 ) -> None:
     host = site.host
     if host.run("docker", "compose", "version").status:
@@ -390,7 +392,7 @@ def test_a_service_of_compose_is_governed_by_its_annotations_and_not_by_labels(
         assert "tidegate.gpu/" not in host.path(config).read_text()
         node = DoctorNode(f"/proc/{host.pid}/root", runner=lambda command: host.check(*command))
         (said,) = docker_labels(node)
-        assert said.state is State.WARNING
+        assert said.state is Severity.WARNING
         assert "labels-first-1 has the label tidegate.gpu/compute, " in said.found
     finally:
         for key in ("annotations", "labels"):
@@ -402,7 +404,7 @@ def test_a_service_of_compose_is_governed_by_its_annotations_and_not_by_labels(
 @pytest.mark.parametrize(
     "engine", [Docker, Ctr, Podman, PodmanCrun], ids=lambda kind: kind.name, indirect=True
 )
-def test_a_restarted_container_is_governed_again(site: Site, engine: Engine) -> None:
+def test_a_restarted_container_is_governed_again(site: EngineSite, engine: Engine) -> None:
     started = engine.run(*WORKLOAD, annotations=GOOD)
     first = started.pid
     wait_ready(started)
@@ -418,7 +420,7 @@ def test_a_restarted_container_is_governed_again(site: Site, engine: Engine) -> 
         assert started.written() == kept
 
 
-def put_cdi(site: Site, tmp_path: Path) -> None:
+def put_cdi(site: EngineSite, tmp_path: Path) -> None:
     """Write the node's CDI file, as `tidegate cdi generate` makes it."""
     file = tmp_path / "tidegate.json"
     subprocess.run(
@@ -430,7 +432,7 @@ def put_cdi(site: Site, tmp_path: Path) -> None:
 
 
 def test_a_device_of_cdi_is_governed_without_our_runtime(
-    site: Site, engine: Engine, tmp_path: Path
+    site: EngineSite, engine: Engine, tmp_path: Path
 ) -> None:
     """The hook comes with the device; the quota still comes from annotations."""
     if not engine.knows_cdi():
@@ -446,7 +448,7 @@ def test_a_device_of_cdi_is_governed_without_our_runtime(
 
 
 def test_a_device_whose_annotations_reach_no_hook_is_refused_in_these_words(
-    site: Site, engine: Engine, tmp_path: Path
+    site: EngineSite, engine: Engine, tmp_path: Path
 ) -> None:
     """As with containerd's default handler, which passes no annotations on."""
     if not engine.knows_cdi():
@@ -468,7 +470,7 @@ NO_LIBRARY = (
 @pytest.mark.parametrize(
     "engine", [Docker, Podman, PodmanCrun], ids=lambda kind: kind.name, indirect=True
 )
-def test_a_commit_of_what_has_ended_holds_nothing_of_ours(site: Site, engine: Engine) -> None:
+def test_a_commit_of_what_has_ended_holds_nothing_of_ours(site: EngineSite, engine: Engine) -> None:
     """Its layer is that of the same container without Tidegate; anything else in it equals the image below."""
     plainly = engine.run(*IDLE, ours=False)
     governed = engine.run(*WORKLOAD, annotations=GOOD)
@@ -488,7 +490,7 @@ def test_a_commit_of_what_has_ended_holds_nothing_of_ours(site: Site, engine: En
 
 @pytest.mark.parametrize("engine", [Docker, Podman], ids=lambda kind: kind.name, indirect=True)
 def test_a_commit_of_what_runs_holds_no_file_of_the_driver_and_runs_without_us(
-    site: Site, engine: Engine
+    site: EngineSite, engine: Engine
 ) -> None:
     """It keeps two empty directories, which are mount points, and the ld.so.cache that the hook wrote."""
     plainly = engine.run(*IDLE, ours=False)
@@ -518,7 +520,7 @@ def test_a_commit_of_what_runs_holds_no_file_of_the_driver_and_runs_without_us(
 @pytest.mark.parametrize("engine", [ContainerdCri], ids=lambda kind: kind.name, indirect=True)
 @pytest.mark.parametrize("privileged", [False, True])
 def test_the_sandbox_of_a_pod_takes_no_quota(
-    site: Site, engine: ContainerdCri, monkeypatch: pytest.MonkeyPatch, *, privileged: bool
+    site: EngineSite, engine: ContainerdCri, monkeypatch: pytest.MonkeyPatch, *, privileged: bool
 ) -> None:
     """A pod's annotations reach its sandbox, too, which has the container's handler."""
     monkeypatch.setattr(engine, "privileged", privileged)

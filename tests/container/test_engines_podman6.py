@@ -12,7 +12,7 @@ import pytest
 
 from tests.container import test_engines as others
 from tests.container.engines import Engine, Podman, PodmanCrun
-from tests.container.test_engines import Site, make_site, used
+from tests.container.test_engines import EngineSite, make_site, used
 
 pytestmark = pytest.mark.slow
 
@@ -29,19 +29,19 @@ test_cdi = others.test_a_device_of_cdi_is_governed_without_our_runtime
 @pytest.fixture(scope="module")
 def site(
     tmp_path_factory: pytest.TempPathFactory, build_dir: Path, require: Callable[..., None]
-) -> Iterator[Site]:
+) -> Iterator[EngineSite]:
     require("gcc", "nsenter", "unshare", "setpriv")
     yield from make_site("experimental", tmp_path_factory.mktemp("e"), build_dir, second=True)
 
 
 @pytest.fixture(params=[Podman, PodmanCrun], ids=lambda kind: kind.name)
-def engine(site: Site, request: pytest.FixtureRequest) -> Iterator[Engine]:
+def engine(site: EngineSite, request: pytest.FixtureRequest) -> Iterator[Engine]:
     yield from used(site, request.param)
 
 
-def test_a_restarted_container_is_governed_again(site: Site, engine: Engine) -> None:
+def test_a_restarted_container_is_governed_again(site: EngineSite, engine: Engine) -> None:
     others.test_a_restarted_container_is_governed_again(site, engine)
 
 
-def test_a_commit_of_what_has_ended_holds_nothing_of_ours(site: Site, engine: Engine) -> None:
+def test_a_commit_of_what_has_ended_holds_nothing_of_ours(site: EngineSite, engine: Engine) -> None:
     others.test_a_commit_of_what_has_ended_holds_nothing_of_ours(site, engine)

@@ -20,7 +20,7 @@ import pytest
 
 from oci_hook.forkserver import MOST, N_SPARE
 from tests.container.bundles import HOOK, Runtime
-from tests.container.conftest import FORKSERVER, ForkServer, Node
+from tests.container.conftest import FORKSERVER, ForkServer, HookNode
 from tests.container.nodes import wait_for
 
 PROGRAMS = ("tidegate-hook", "tidegate-runtime")
@@ -47,18 +47,18 @@ def state(bundle: Path, pid: int = 1 << 21) -> bytes:
 
 
 @pytest.fixture
-def front(node: Node, fronts: Path) -> Node:
+def front(node: HookNode, fronts: Path) -> HookNode:
     """A node that uses the C programs."""
     node.program = fronts / "tidegate-hook"
     return node
 
 
-def interpreted(front: Node) -> list[str]:
+def interpreted(front: HookNode) -> list[str]:
     """Return the programs that run when no fork server serves."""
     return [str(front.program), str(HOOK)]
 
 
-def test_the_programs_are_static(front: Node) -> None:
+def test_the_programs_are_static(front: HookNode) -> None:
     """There is no loader, so no environment variable can make it load code into the programs."""
     for name in PROGRAMS:
         path = front.program.with_name(name)
@@ -67,7 +67,7 @@ def test_the_programs_are_static(front: Node) -> None:
         assert "NEEDED" not in done.stdout
 
 
-def test_a_container_without_a_request_starts_no_interpreter(front: Node) -> None:
+def test_a_container_without_a_request_starts_no_interpreter(front: HookNode) -> None:
     bundle = front.bundle("true", annotations={})
     bundle.config["annotations"] = {"other/name": "x"}
     del bundle.config["hooks"]
@@ -80,7 +80,7 @@ def test_a_container_without_a_request_starts_no_interpreter(front: Node) -> Non
 
 @pytest.mark.parametrize("with_server", ["", "server"])
 def test_a_governed_start_needs_an_interpreter_only_without_the_server(
-    front: Node, with_server: str
+    front: HookNode, with_server: str
 ) -> None:
     server = ForkServer(front.base / "run") if with_server else None
     bundle = front.bundle("true")
@@ -97,7 +97,9 @@ def test_a_governed_start_needs_an_interpreter_only_without_the_server(
 
 @pytest.mark.parametrize("stage", ["createRuntime", "prestart"])
 @pytest.mark.usefixtures("forkserver")
-def test_a_container_is_prepared_by_the_server(front: Node, runtime: Runtime, stage: str) -> None:
+def test_a_container_is_prepared_by_the_server(
+    front: HookNode, runtime: Runtime, stage: str
+) -> None:
     bundle = front.bundle("ls -A /run/tidegate", stage=stage)
     ran = runtime.run(bundle)
     assert (ran.status, ran.stderr) == (0, "")
@@ -106,7 +108,7 @@ def test_a_container_is_prepared_by_the_server(front: Node, runtime: Runtime, st
 
 
 @pytest.mark.usefixtures("forkserver")
-def test_an_error_of_the_server_s_child_is_the_hook_s(front: Node, runc: Runtime) -> None:
+def test_an_error_of_the_server_s_child_is_the_hook_s(front: HookNode, runc: Runtime) -> None:
     front.governor.mode = "refuse"
     ran = runc.run(front.bundle("true"))
     assert ran.status != 0
@@ -114,7 +116,7 @@ def test_an_error_of_the_server_s_child_is_the_hook_s(front: Node, runc: Runtime
     assert "exit status 77" in ran.stderr
 
 
-def test_many_starts_at_once_are_served(front: Node, forkserver: ForkServer) -> None:
+def test_many_starts_at_once_are_served(front: HookNode, forkserver: ForkServer) -> None:
     bundle = front.bundle("true")
     bundle.write()
     running = [
@@ -150,7 +152,7 @@ class Waiting:
 
 
 @pytest.fixture
-def waiting(front: Node, forkserver: ForkServer, runc: Runtime) -> Iterator[Waiting]:
+def waiting(front: HookNode, forkserver: ForkServer, runc: Runtime) -> Iterator[Waiting]:
     front.governor.mode = "silent"
     bundle = front.bundle("true")
     bundle.write()
@@ -171,7 +173,7 @@ def waiting(front: Node, forkserver: ForkServer, runc: Runtime) -> Iterator[Wait
     started.communicate(timeout=30)
 
 
-def runs(pid: int, front: Node) -> bool:
+def runs(pid: int, front: HookNode) -> bool:
     """Return whether a process is a hook of this node. Hooks of other workers' tests run the same program."""
     process = Path(f"/proc/{pid}")
     try:
@@ -181,14 +183,14 @@ def runs(pid: int, front: Node) -> bool:
         return False
 
 
-def test_a_child_ends_with_the_hook(front: Node, waiting: Waiting) -> None:
+def test_a_child_ends_with_the_hook(front: HookNode, waiting: Waiting) -> None:
     """A runtime that gives up on the hook kills it and then removes the container."""
     os.kill(waiting.hook, signal.SIGKILL)
     wait_for(lambda: not Path(f"/proc/{waiting.child}").exists(), "the child to be gone")
     front.governor.wait_idle()
 
 
-def test_a_child_that_is_killed_fails_the_start(front: Node, waiting: Waiting) -> None:
+def test_a_child_that_is_killed_fails_the_start(front: HookNode, waiting: Waiting) -> None:
     front.governor.mode = "grant"  # for what comes after this
     os.kill(waiting.child, signal.SIGKILL)
     _, errors = waiting.runtime.communicate(timeout=30)
@@ -197,7 +199,7 @@ def test_a_child_that_is_killed_fails_the_start(front: Node, waiting: Waiting) -
 
 
 def test_a_server_that_is_stopped_finishes_what_it_began(
-    front: Node, forkserver: ForkServer, runc: Runtime
+    front: HookNode, forkserver: ForkServer, runc: Runtime
 ) -> None:
     asked = []
 
@@ -229,7 +231,7 @@ def copy_code(directory: Path, fronts: Path, version: str = "") -> Path:
     return directory / "oci_hook"
 
 
-def asked(front: Node, program: Path) -> list[str]:
+def asked(front: HookNode, program: Path) -> list[str]:
     """Return what a start by this program executes, the program itself included."""
     if not (front.base / "bundle").exists():
         front.bundle("true").write()
@@ -239,7 +241,9 @@ def asked(front: Node, program: Path) -> list[str]:
     return executed(trace)
 
 
-def test_a_server_ends_when_its_code_is_replaced(front: Node, fronts: Path, tmp_path: Path) -> None:
+def test_a_server_ends_when_its_code_is_replaced(
+    front: HookNode, fronts: Path, tmp_path: Path
+) -> None:
     code = copy_code(tmp_path / "copy", fronts)
     program = code / "front/tidegate-hook"
     server = ForkServer(front.base / "run", code / "tidegate-forkserver")
@@ -252,7 +256,7 @@ def test_a_server_ends_when_its_code_is_replaced(front: Node, fronts: Path, tmp_
 
 @pytest.mark.parametrize("version", ["", "0.0.1"])
 def test_a_server_of_another_installation_or_version_is_not_used(
-    front: Node, fronts: Path, tmp_path: Path, version: str
+    front: HookNode, fronts: Path, tmp_path: Path, version: str
 ) -> None:
     code = copy_code(tmp_path / "copy", fronts, version)
     own = front.program
@@ -265,7 +269,7 @@ def test_a_server_of_another_installation_or_version_is_not_used(
 
 
 def test_a_server_that_waits_takes_the_place_of_one_that_ends(
-    front: Node, forkserver: ForkServer
+    front: HookNode, forkserver: ForkServer
 ) -> None:
     """As when one pod replaces another: the new one runs before the old one ends."""
     command = [str(FORKSERVER), "--wait", "--runtime-dir", str(front.base / "run")]
@@ -294,7 +298,7 @@ def blocked(pid: int) -> bool:
 
 @pytest.mark.parametrize("namespace", ["mount", "pid", "user"])
 @pytest.mark.usefixtures("forkserver")
-def test_a_caller_in_another_namespace_is_not_served(front: Node, namespace: str) -> None:
+def test_a_caller_in_another_namespace_is_not_served(front: HookNode, namespace: str) -> None:
     """In that namespace a path or a PID means something else."""
     bundle = front.bundle("true")
     bundle.write()
@@ -308,7 +312,7 @@ def test_a_caller_in_another_namespace_is_not_served(front: Node, namespace: str
 
 
 def test_another_user_neither_reaches_the_server_nor_stands_for_it(
-    front: Node, forkserver: ForkServer
+    front: HookNode, forkserver: ForkServer
 ) -> None:
     assert forkserver.socket.stat().st_mode & 0o777 == 0o600
     assert forkserver.socket.stat().st_uid == 0
@@ -337,7 +341,7 @@ def test_another_user_neither_reaches_the_server_nor_stands_for_it(
     assert other.communicate(timeout=10)[0] == "0\n"  # it received no data
 
 
-def test_a_server_that_does_not_answer_is_not_waited_for(front: Node) -> None:
+def test_a_server_that_does_not_answer_is_not_waited_for(front: HookNode) -> None:
     """The server is stopped, as by a debugger: the script begins a quarter of a second later."""
     server = ForkServer(front.base / "run")
     wait_for(lambda: len(children(server)) == N_SPARE, "its children")
@@ -360,7 +364,7 @@ def test_a_server_that_does_not_answer_is_not_waited_for(front: Node) -> None:
 
 
 @pytest.mark.usefixtures("forkserver")
-def test_two_servers_cannot_serve_one_directory(front: Node) -> None:
+def test_two_servers_cannot_serve_one_directory(front: HookNode) -> None:
     command = [str(HOOK.with_name("tidegate-forkserver")), "--runtime-dir", str(front.base / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 75
@@ -371,7 +375,7 @@ def test_two_servers_cannot_serve_one_directory(front: Node) -> None:
 
 
 def test_a_socket_that_a_killed_server_left_is_no_hindrance(
-    front: Node, forkserver: ForkServer
+    front: HookNode, forkserver: ForkServer
 ) -> None:
     forkserver.process.kill()
     forkserver.process.communicate()
@@ -384,7 +388,7 @@ def test_a_socket_that_a_killed_server_left_is_no_hindrance(
     ForkServer(front.base / "run").stop()
 
 
-def ask(front: Node) -> list[str]:
+def ask(front: HookNode) -> list[str]:
     """Start a hook for a process that does not exist; return what was executed."""
     trace = front.base / "trace"
     done = traced(trace, *front.hook, "createRuntime", stdin=state(front.base / "bundle"))
@@ -393,7 +397,7 @@ def ask(front: Node) -> list[str]:
     return executed(trace)
 
 
-def test_a_server_that_cannot_fork_goes_on(front: Node) -> None:
+def test_a_server_that_cannot_fork_goes_on(front: HookNode) -> None:
     """As when a limit on processes is reached. If the server ended, the starts that it serves would be killed."""
     front.bundle("true").write()
     # Its first child is the first process of a pid namespace. When that has ended, the kernel refuses further forks.
@@ -406,7 +410,7 @@ def test_a_server_that_cannot_fork_goes_on(front: Node) -> None:
     server.stop()
 
 
-def test_a_server_has_so_many_children_and_no_more(front: Node, forkserver: ForkServer) -> None:
+def test_a_server_has_so_many_children_and_no_more(front: HookNode, forkserver: ForkServer) -> None:
     """Each child may need 48 MiB, and all together have a limit: further callers execute the script."""
     front.bundle("true").write()
     executed_it = False
@@ -424,7 +428,7 @@ def test_a_server_has_so_many_children_and_no_more(front: Node, forkserver: Fork
     assert ask(front) == [str(front.program)]
 
 
-def test_a_server_without_descriptors_goes_on(front: Node, forkserver: ForkServer) -> None:
+def test_a_server_without_descriptors_goes_on(front: HookNode, forkserver: ForkServer) -> None:
     front.bundle("true").write()
     wait_for(lambda: len(children(forkserver)) == N_SPARE, "its children")
     limited = [forkserver.process.pid, *children(forkserver)]
@@ -438,7 +442,9 @@ def test_a_server_without_descriptors_goes_on(front: Node, forkserver: ForkServe
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_what_waits_for_callers_ends_with_the_server(front: Node, number: signal.Signals) -> None:
+def test_what_waits_for_callers_ends_with_the_server(
+    front: HookNode, number: signal.Signals
+) -> None:
     """This holds however the server ends: a process that continued would listen in place of the next server."""
     server = ForkServer(front.base / "run")
     wait_for(lambda: len(children(server)) == N_SPARE, "its children")
@@ -449,7 +455,7 @@ def test_what_waits_for_callers_ends_with_the_server(front: Node, number: signal
 
 
 def test_a_child_that_is_killed_while_it_waits_for_a_caller_is_replaced(
-    front: Node, forkserver: ForkServer
+    front: HookNode, forkserver: ForkServer
 ) -> None:
     front.bundle("true").write()
     wait_for(lambda: len(children(forkserver)) == N_SPARE, "its children")
@@ -460,22 +466,22 @@ def test_a_child_that_is_killed_while_it_waits_for_a_caller_is_replaced(
     assert ask(front) == [str(front.program)]
 
 
-def test_a_server_that_was_started_without_standard_descriptors_serves(front: Node) -> None:
+def test_a_server_that_was_started_without_standard_descriptors_serves(front: HookNode) -> None:
     front.bundle("true").write()
     server = ForkServer(front.base / "run", under=("sh", "-c", 'exec "$@" <&- >&- 2>&-', "without"))
     assert ask(front) == [str(front.program)]
     server.stop()
 
 
-def test_a_signal_between_a_look_and_the_wait_stops_the_server(front: Node) -> None:
+def test_a_signal_between_a_look_and_the_wait_stops_the_server(front: HookNode) -> None:
     """The signal goes to another thread here, so that it interrupts no call of the thread that serves."""
     program = """
 import signal, sys, threading
 sys.path.insert(0, sys.argv[1])
-from oci_hook.forkserver import Server
+from oci_hook.forkserver import ForkingServer
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-server = Server(sys.argv[2])
+server = ForkingServer(sys.argv[2])
 print(flush=True)
 server.run()
 """
@@ -494,7 +500,7 @@ server.run()
 
 
 def test_the_server_s_locale_is_not_what_paths_are_written_in(
-    front: Node, tmp_path: Path, runc: Runtime, require: Callable[..., None]
+    front: HookNode, tmp_path: Path, runc: Runtime, require: Callable[..., None]
 ) -> None:
     """systemd gives services the system's locale; runtimes write UTF-8 in any locale."""
     require("localedef")
@@ -510,7 +516,9 @@ def test_the_server_s_locale_is_not_what_paths_are_written_in(
 
 
 @pytest.mark.usefixtures("forkserver")
-def test_a_caller_with_another_root_directory_is_not_served(front: Node, tmp_path: Path) -> None:
+def test_a_caller_with_another_root_directory_is_not_served(
+    front: HookNode, tmp_path: Path
+) -> None:
     """The caller's paths lead to other files than the server's."""
     front.bundle("true").write()
     root = tmp_path / "root"
@@ -532,7 +540,7 @@ def test_a_caller_with_another_root_directory_is_not_served(front: Node, tmp_pat
 
 
 @pytest.mark.usefixtures("forkserver")
-def test_a_state_that_is_too_large_is_refused_by_the_same_line(front: Node) -> None:
+def test_a_state_that_is_too_large_is_refused_by_the_same_line(front: HookNode) -> None:
     data = b'{"annotations": {"a": "' + b"x" * (5 << 20)
     said = [
         subprocess.run([*hook, "createRuntime"], input=data, capture_output=True, check=False)
@@ -542,7 +550,7 @@ def test_a_state_that_is_too_large_is_refused_by_the_same_line(front: Node) -> N
     assert [(one.returncode, one.stderr) for one in said] == [(65, said[0].stderr)] * 2
 
 
-def test_what_is_to_be_said_of_a_command_line_the_script_says(front: Node) -> None:
+def test_what_is_to_be_said_of_a_command_line_the_script_says(front: HookNode) -> None:
     for arguments in ([], ["createRuntim"], ["--timeout", "0", "prestart"], ["--claim", "a"]):
         said = [
             subprocess.run([str(program), *arguments], capture_output=True, check=False)
@@ -553,7 +561,7 @@ def test_what_is_to_be_said_of_a_command_line_the_script_says(front: Node) -> No
 
 
 @pytest.mark.usefixtures("forkserver")
-def test_what_precreate_is_given_by_a_pipe_comes_out_whole(front: Node) -> None:
+def test_what_precreate_is_given_by_a_pipe_comes_out_whole(front: HookNode) -> None:
     data = json.dumps({"annotations": {"a": "b"}, "x": "y" * (1 << 20)}).encode()
     done = subprocess.run([*front.hook, "precreate"], input=data, capture_output=True, check=False)
     assert (done.returncode, done.stdout == data, done.stderr) == (0, True, b"")
@@ -567,7 +575,7 @@ def test_what_precreate_is_given_by_a_pipe_comes_out_whole(front: Node) -> None:
     ],
 )  # fmt: skip
 def test_a_mistake_in_a_command_line_is_said_to_a_container_that_asks_for_nothing(
-    front: Node, arguments: tuple[str, ...]
+    front: HookNode, arguments: tuple[str, ...]
 ) -> None:
     """Otherwise the mistake would show only with the first container that asks for something."""
     bundle = front.bundle("true", annotations={})
@@ -585,7 +593,7 @@ def test_a_mistake_in_a_command_line_is_said_to_a_container_that_asks_for_nothin
 
 
 @pytest.mark.parametrize("stage", ["createRuntime", "poststop"])
-def test_a_runtime_that_does_not_close_stdin_is_not_waited_for(front: Node, stage: str) -> None:
+def test_a_runtime_that_does_not_close_stdin_is_not_waited_for(front: HookNode, stage: str) -> None:
     reading, writing = os.pipe()
     try:
         done = subprocess.run(
@@ -601,7 +609,7 @@ def test_a_runtime_that_does_not_close_stdin_is_not_waited_for(front: Node, stag
     )
 
 
-def test_a_configuration_that_nobody_takes_is_an_error(front: Node) -> None:
+def test_a_configuration_that_nobody_takes_is_an_error(front: HookNode) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
@@ -613,7 +621,7 @@ def test_a_configuration_that_nobody_takes_is_an_error(front: Node) -> None:
     assert b"config.json could not be written to stdout" in done.stderr
 
 
-def test_a_configuration_that_is_not_read_to_its_end_is_an_error(front: Node) -> None:
+def test_a_configuration_that_is_not_read_to_its_end_is_an_error(front: HookNode) -> None:
     """Podman would take the part that had arrived until then, without the rest."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
@@ -627,7 +635,7 @@ def test_a_configuration_that_is_not_read_to_its_end_is_an_error(front: Node) ->
     assert done.stderr.startswith(b"tidegate: standard input cannot be read to its end")
 
 
-def wrapper_settings(front: Node, real: str) -> list[str]:
+def wrapper_settings(front: HookNode, real: str) -> list[str]:
     """Write settings that make a program the real runtime; return the wrapper's command line with them."""
     program = front.base / "real"
     program.write_text(real)
@@ -637,7 +645,7 @@ def wrapper_settings(front: Node, real: str) -> list[str]:
     return [str(front.program.with_name("tidegate-runtime")), "--tidegate-config", str(settings)]
 
 
-def test_a_command_line_of_any_length_reaches_the_runtime(front: Node) -> None:
+def test_a_command_line_of_any_length_reaches_the_runtime(front: HookNode) -> None:
     """For example that of `runc exec`: its words may be anything, even the name of a command."""
     wrapper = wrapper_settings(front, '#!/bin/sh\necho "$#"\n')
     words = ["exec", "one", "seq", *map(str, range(3000)), "run"]
@@ -646,7 +654,7 @@ def test_a_command_line_of_any_length_reaches_the_runtime(front: Node) -> None:
 
 
 def test_an_empty_bundle_is_the_working_directory(
-    front: Node, require: Callable[..., None]
+    front: HookNode, require: Callable[..., None]
 ) -> None:
     """As with runc; a config.json in the root directory is not used instead."""
     require("strace")
@@ -662,7 +670,7 @@ def test_an_empty_bundle_is_the_working_directory(
 
 
 def test_a_runtime_that_deletes_slowly_does_not_cost_the_server(
-    front: Node, forkserver: ForkServer
+    front: HookNode, forkserver: ForkServer
 ) -> None:
     """`delete --force` waits for the container's end, for longer than the server waits for a request."""
     wrapper = wrapper_settings(front, "#!/bin/sh\nsleep 2\n")
@@ -676,7 +684,7 @@ def test_a_runtime_that_deletes_slowly_does_not_cost_the_server(
 
 @pytest.mark.parametrize("with_server", ["", "server"])
 def test_a_deleted_container_leaves_nothing_in_its_root(
-    front: Node, runtime: Runtime, with_server: str, require: Callable[..., None]
+    front: HookNode, runtime: Runtime, with_server: str, require: Callable[..., None]
 ) -> None:
     require("strace")
     server = ForkServer(front.base / "run") if with_server else None

@@ -22,18 +22,18 @@ import pytest
 
 from tests.container.bundles import (
     LIBDIR,
-    Bundle,
-    Ran,
+    ContainerResult,
+    DiskBundle,
     Runtime,
     add_hook,
     base_config,
     compile_c,
 )
-from tests.container.conftest import Node
+from tests.container.conftest import HookNode
 from tests.container.test_hook_start import tree
 from tests.container.test_runtime import (
     OURS,
-    Wrapped,
+    WrappedRuntime,
     dev,
     node,
     path_of,
@@ -59,7 +59,7 @@ int main(void) {{ return access("/dev/nvidia0", F_OK) ? {WITHOUT} : {WITH}; }}
 """
 
 
-def make_unserved(node: Node, bundle: Bundle, why: str) -> str:
+def make_unserved(node: HookNode, bundle: DiskBundle, why: str) -> str:
     """Make a node or an image that no driver serves; return a word of the reason."""
     compile_c(LOOK_C, bundle.rootfs / "look", "-static")
     bundle.config["process"]["args"] = ["/look"]
@@ -72,18 +72,18 @@ def make_unserved(node: Node, bundle: Bundle, why: str) -> str:
     return "musl"
 
 
-def enter_cdi(node: Node, bundle: Bundle, nodes: list[dict[str, Any]] = GPU_NODES) -> None:
+def enter_cdi(node: HookNode, bundle: DiskBundle, nodes: list[dict[str, Any]] = GPU_NODES) -> None:
     """Edit the configuration as an engine with CDI does."""
     add_hook(bundle.config, [*node.hook, "--governed"], stage="createRuntime")
     bundle.config["linux"]["devices"] = list(nodes)
 
 
-def logged(node: Node, name: str = "runtime.log") -> list[dict[str, Any]]:
+def logged(node: HookNode, name: str = "runtime.log") -> list[dict[str, Any]]:
     path = node.base / name
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def refused(node: Node, ran: Ran, word: str) -> None:
+def refused(node: HookNode, ran: ContainerResult, word: str) -> None:
     """The container did not start, and the line says why; crun does not show what hooks write."""
     assert ran.status not in (WITH, WITHOUT, 0)
     [event] = [e for e in (*logged(node), *node.events()) if e["outcome"] == "failed"]
@@ -97,7 +97,7 @@ UNSERVED = pytest.mark.parametrize("why", ["musl", "no mirror"])
 
 @UNSERVED
 def test_optional_without_a_driver_is_without_a_gpu_by_the_wrapper(
-    node: Node, wrapped: Wrapped, dev: Path, why: str
+    node: HookNode, wrapped: WrappedRuntime, dev: Path, why: str
 ) -> None:
     """Such a node does not have a governor either: the wrapper does not ask for one."""
     bundle = plain(node, "", annotations=OPTIONAL)
@@ -115,7 +115,7 @@ def test_optional_without_a_driver_is_without_a_gpu_by_the_wrapper(
 
 @UNSERVED
 def test_optional_without_a_driver_is_without_a_gpu_by_precreate(
-    node: Node, dev: Path, runtime: Runtime, why: str
+    node: HookNode, dev: Path, runtime: Runtime, why: str
 ) -> None:
     bundle = plain(node, "", annotations=OPTIONAL)
     word = make_unserved(node, bundle, why)
@@ -133,7 +133,7 @@ def test_optional_without_a_driver_is_without_a_gpu_by_precreate(
 
 @UNSERVED
 def test_optional_without_a_driver_is_refused_by_cdi(
-    node: Node, runtime: Runtime, why: str
+    node: HookNode, runtime: Runtime, why: str
 ) -> None:
     """The engine has made the device nodes already."""
     bundle = plain(node, "", annotations=OPTIONAL)
@@ -145,7 +145,7 @@ def test_optional_without_a_driver_is_refused_by_cdi(
 @UNSERVED
 @pytest.mark.parametrize("how", ["node", "rule", "mount"])
 def test_optional_with_a_gpu_of_the_user_s_is_refused_by_the_wrapper(
-    node: Node, wrapped: Wrapped, why: str, how: str
+    node: HookNode, wrapped: WrappedRuntime, why: str, how: str
 ) -> None:
     bundle = plain(node, "", annotations=OPTIONAL)
     word = make_unserved(node, bundle, why)
@@ -166,7 +166,7 @@ def test_optional_with_a_gpu_of_the_user_s_is_refused_by_the_wrapper(
 
 
 def test_optional_with_a_gpu_of_the_user_s_is_refused_by_precreate_and_hook(
-    node: Node, dev: Path, runtime: Runtime
+    node: HookNode, dev: Path, runtime: Runtime
 ) -> None:
     bundle = plain(node, "", annotations=OPTIONAL)
     word = make_unserved(node, bundle, "musl")
@@ -179,14 +179,16 @@ def test_optional_with_a_gpu_of_the_user_s_is_refused_by_precreate_and_hook(
     refused(node, runtime.run(bundle), word)
 
 
-def test_optional_on_a_node_with_a_driver_is_with_a_gpu(node: Node, wrapped: Wrapped) -> None:
+def test_optional_on_a_node_with_a_driver_is_with_a_gpu(
+    node: HookNode, wrapped: WrappedRuntime
+) -> None:
     bundle = plain(node, "ls /dev; ls -A /run/tidegate", annotations=OPTIONAL)
     ran = wrapped.run(bundle)
     assert {"nvidia0", "grant"} <= set(ran.stdout.split()), ran.stderr
 
 
 def test_an_image_that_changes_after_it_was_looked_at_gets_no_ungoverned_gpu(
-    node: Node, wrapped: Wrapped
+    node: HookNode, wrapped: WrappedRuntime
 ) -> None:
     """The wrapper has entered the device nodes into the configuration by then."""
     bundle = plain(node, "", annotations=OPTIONAL)
@@ -199,7 +201,9 @@ def test_an_image_that_changes_after_it_was_looked_at_gets_no_ungoverned_gpu(
     refused(node, wrapped.run(bundle), "no glibc")
 
 
-def test_a_stale_mirror_ends_the_start_at_the_wrapper(node: Node, wrapped: Wrapped) -> None:
+def test_a_stale_mirror_ends_the_start_at_the_wrapper(
+    node: HookNode, wrapped: WrappedRuntime
+) -> None:
     (node.base / "module-version").write_text(
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  1.2.3  Tue Jan 1 00:00:00 UTC 2030\n"
     )
@@ -209,7 +213,7 @@ def test_a_stale_mirror_ends_the_start_at_the_wrapper(node: Node, wrapped: Wrapp
     assert node.governor.requests == []
 
 
-def test_the_wrapper_follows_no_link_of_the_image(node: Node, wrapped: Wrapped) -> None:
+def test_the_wrapper_follows_no_link_of_the_image(node: HookNode, wrapped: WrappedRuntime) -> None:
     """R2: a file that the host has under the loader's path is not taken for the image's."""
     bundle = plain(node, "", annotations=OPTIONAL)
     compile_c(LOOK_C, bundle.rootfs / "look", "-static")
@@ -220,7 +224,9 @@ def test_the_wrapper_follows_no_link_of_the_image(node: Node, wrapped: Wrapped) 
     assert written(bundle) == bundle.config
 
 
-def test_the_wrapper_looks_into_no_root_of_the_host_s(node: Node, wrapped: Wrapped) -> None:
+def test_the_wrapper_looks_into_no_root_of_the_host_s(
+    node: HookNode, wrapped: WrappedRuntime
+) -> None:
     """R16, with the host's root under another name."""
     bundle = plain(node, "", annotations=OPTIONAL)
     shutil.rmtree(bundle.rootfs)
@@ -241,7 +247,7 @@ CLAIMS = pytest.mark.parametrize(
 SHOW = "ls /dev; ls -A /run/tidegate"
 
 
-def governed(node: Node, ran: Ran) -> None:
+def governed(node: HookNode, ran: ContainerResult) -> None:
     """The container started with its GPU, under the quota that its annotations ask for."""
     assert {"nvidia0", "grant"} <= set(ran.stdout.split()), ran.stderr
     node.governor.wait_idle()
@@ -252,7 +258,7 @@ def governed(node: Node, ran: Ran) -> None:
 
 @CLAIMS
 def test_who_calls_itself_a_sandbox_is_governed_by_cdi(
-    node: Node, dev: Path, runtime: Runtime, claim: dict[str, str]
+    node: HookNode, dev: Path, runtime: Runtime, claim: dict[str, str]
 ) -> None:
     """Docker and Podman let a user set any annotation; sandboxes of containerd and CRI-O have no devices."""
     assert dev
@@ -262,7 +268,7 @@ def test_who_calls_itself_a_sandbox_is_governed_by_cdi(
 
 
 def test_who_calls_itself_a_sandbox_is_governed_by_cdi_without_nodes_too(
-    node: Node, runtime: Runtime
+    node: HookNode, runtime: Runtime
 ) -> None:
     """As with simulated GPUs, which have no nodes: the hook's own argument says that a GPU was asked for."""
     bundle = plain(node, "ls -A /run/tidegate", annotations=OURS | SANDBOX)
@@ -274,7 +280,7 @@ def test_who_calls_itself_a_sandbox_is_governed_by_cdi_without_nodes_too(
 
 
 def test_a_sandbox_with_a_node_is_governed_by_the_hook_alone(
-    node: Node, dev: Path, runtime: Runtime
+    node: HookNode, dev: Path, runtime: Runtime
 ) -> None:
     """Podman's `--device /dev/nvidia0`, with a hook that an annotation selected."""
     assert dev
@@ -286,7 +292,7 @@ def test_a_sandbox_with_a_node_is_governed_by_the_hook_alone(
 
 @CLAIMS
 def test_who_calls_itself_a_sandbox_is_governed_by_the_wrapper(
-    node: Node, wrapped: Wrapped, claim: dict[str, str]
+    node: HookNode, wrapped: WrappedRuntime, claim: dict[str, str]
 ) -> None:
     bundle = plain(node, SHOW, annotations=OURS | claim)
     bundle.config["linux"]["devices"] = GPU_NODES
@@ -296,7 +302,7 @@ def test_who_calls_itself_a_sandbox_is_governed_by_the_wrapper(
 
 
 def test_who_calls_itself_a_sandbox_is_governed_by_cdi_behind_the_wrapper(
-    node: Node, wrapped: Wrapped
+    node: HookNode, wrapped: WrappedRuntime
 ) -> None:
     bundle = plain(node, SHOW, annotations=OURS | SANDBOX)
     enter_cdi(node, bundle, [])
@@ -306,7 +312,7 @@ def test_who_calls_itself_a_sandbox_is_governed_by_cdi_behind_the_wrapper(
 
 
 def test_who_calls_itself_a_sandbox_is_governed_by_precreate(
-    node: Node, dev: Path, runtime: Runtime
+    node: HookNode, dev: Path, runtime: Runtime
 ) -> None:
     bundle = plain(node, SHOW, annotations=OURS | SANDBOX)
     bundle.config["linux"]["devices"] = GPU_NODES
@@ -316,7 +322,7 @@ def test_who_calls_itself_a_sandbox_is_governed_by_precreate(
 
 
 def test_a_sandbox_without_a_gpu_is_left_alone_by_all(
-    node: Node, dev: Path, wrapped: Wrapped, runtime: Runtime
+    node: HookNode, dev: Path, wrapped: WrappedRuntime, runtime: Runtime
 ) -> None:
     """A pod's own sandbox has the pod's annotations; a user's container that claims to be one has no GPU either."""
     bundle = plain(node, SHOW, annotations=OURS | SANDBOX)
@@ -367,7 +373,7 @@ QUICK_LINES = [
 
 @pytest.mark.parametrize("line", QUICK_LINES)
 def test_the_wrapper_reads_the_command_line_as_the_runtime_does(
-    node: Node, wrapped: Wrapped, line: str
+    node: HookNode, wrapped: WrappedRuntime, line: str
 ) -> None:
     """A container that starts has the GPU that its own config.json asks for, and the other bundle stays unchanged."""
     bundle = plain(node, SHOW + "; echo it-runs")
@@ -399,7 +405,9 @@ def plain_config() -> str:
     return json.dumps(config)
 
 
-def test_a_config_that_hooks_do_not_read_is_refused(node: Node, wrapped: Wrapped) -> None:
+def test_a_config_that_hooks_do_not_read_is_refused(
+    node: HookNode, wrapped: WrappedRuntime
+) -> None:
     """Only crun has --config; the hook would prepare what the bundle's own config.json says."""
     bundle = plain(node, "true")
     asks = node.base / "asks.json"
@@ -446,7 +454,7 @@ QUICK_HOSTILE = ("enormous", "deep", "twice", "options")
     ],
 )
 def test_a_hostile_config_ends_with_a_line(
-    node: Node, dev: Path, wrapped: Wrapped, text: str
+    node: HookNode, dev: Path, wrapped: WrappedRuntime, text: str
 ) -> None:
     bundle = node.bundle("true")
     data = text.encode(errors="surrogateescape")
@@ -470,7 +478,7 @@ def test_a_hostile_config_ends_with_a_line(
 
 @pytest.mark.slow
 def test_a_config_as_deep_as_can_be_is_refused_or_the_runtime_s(
-    node: Node, dev: Path, wrapped: Wrapped
+    node: HookNode, dev: Path, wrapped: WrappedRuntime
 ) -> None:
     """Near the depth limit, whatever can be read can be written as well."""
     assert dev
@@ -488,19 +496,19 @@ def test_a_config_as_deep_as_can_be_is_refused_or_the_runtime_s(
     assert ends == {True, False}
 
 
-def precreate_bytes(node: Node, dev: Path, data: bytes) -> Ran:
+def precreate_bytes(node: HookNode, dev: Path, data: bytes) -> ContainerResult:
     done = subprocess.run(
         [*node.hook, "--dev-dir", str(dev), "precreate"],
         input=data, capture_output=True, check=False, timeout=30,
     )  # fmt: skip
-    return Ran(done.returncode, done.stdout.decode(), done.stderr.decode())
+    return ContainerResult(done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
 @pytest.mark.parametrize(
     "kind",
     ["fifo", "device", *(pytest.param(k, marks=pytest.mark.slow) for k in ("directory", "socket"))],
 )
-def test_an_odd_config_ends_with_a_line(node: Node, wrapped: Wrapped, kind: str) -> None:
+def test_an_odd_config_ends_with_a_line(node: HookNode, wrapped: WrappedRuntime, kind: str) -> None:
     bundle = node.bundle("true")
     path = bundle.path / "config.json"
     if kind == "fifo":
@@ -521,7 +529,7 @@ def test_an_odd_config_ends_with_a_line(node: Node, wrapped: Wrapped, kind: str)
 
 
 def test_a_governor_that_never_ends_its_answer_holds_nobody(
-    node: Node, dev: Path, wrapped: Wrapped
+    node: HookNode, dev: Path, wrapped: WrappedRuntime
 ) -> None:
     """R14: each byte comes in time, and the deadline is for all of them."""
     drip = node.base / "drip"
@@ -549,11 +557,11 @@ def test_a_governor_that_never_ends_its_answer_holds_nobody(
 
 
 def test_the_deadline_is_not_the_real_runtime_s(
-    node: Node, dev: Path, require: Callable[..., None]
+    node: HookNode, dev: Path, require: Callable[..., None]
 ) -> None:
     """A timer survives execve and would end crun; programs in Go ignore its signal."""
     require("crun")
-    wrapper = Wrapped("crun", node.base / "state")
+    wrapper = WrappedRuntime("crun", node.base / "state")
     wrapper.program = node.program.with_name("tidegate-runtime")
     wrapper.settings = node.base / "runtime.conf"
     node.timeout = 2.0
@@ -565,7 +573,7 @@ def test_the_deadline_is_not_the_real_runtime_s(
 
 
 def test_hooks_of_others_stay_where_they_are_and_ours_is_behind_them(
-    node: Node, wrapped: Wrapped
+    node: HookNode, wrapped: WrappedRuntime
 ) -> None:
     """A hook entry that names our hook with other options is replaced; none comes between the nodes and the quota."""
     # The other hook reads its input: crun fails a container if its hook ends before that (a broken pipe).
@@ -587,7 +595,7 @@ def test_hooks_of_others_stay_where_they_are_and_ours_is_behind_them(
 
 
 def test_a_config_that_changes_behind_the_wrapper_s_back_gets_no_gpu_unseen(
-    node: Node, wrapped: Wrapped, dev: Path
+    node: HookNode, wrapped: WrappedRuntime, dev: Path
 ) -> None:
     """The runtime reads another configuration than the wrapper edited; its hook is for a GPU that was not granted."""
     real = node.base / "swapping"
@@ -627,7 +635,7 @@ MORE = {
     ],
 )
 def test_a_gpu_beside_the_granted_one_is_taken_out_in_front(
-    node: Node, wrapped: Wrapped, how: str
+    node: HookNode, wrapped: WrappedRuntime, how: str
 ) -> None:
     bundle = plain(node, SHOW)
     linux = bundle.config["linux"]
@@ -643,7 +651,7 @@ def test_a_gpu_beside_the_granted_one_is_taken_out_in_front(
 
 @pytest.mark.parametrize("how", [["--force"], ["-f"], ["--"], []])
 def test_what_a_start_left_goes_by_each_form_of_delete(
-    node: Node, wrapped: Wrapped, how: list[str]
+    node: HookNode, wrapped: WrappedRuntime, how: list[str]
 ) -> None:
     """Also for a container that calls itself a sandbox. The wrapper cleans up what the runtime deletes."""
     bundle = plain(node, "true", annotations=OURS | SANDBOX)

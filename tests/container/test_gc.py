@@ -23,15 +23,16 @@ import pytest
 
 from governor import cli
 from tests.conftest import need
-from tests.container.bundles import Bundle, Runtime, base_config
+from tests.container.bundles import DiskBundle, Runtime, base_config
 from tests.unit.vdriver_generation import (
     put_control_with_origin,
     put_generation,
     small_driver,
     switch,
 )
-from vdriver import generations, namespaces
+from vdriver import generations, kernel_calls, namespaces
 from vdriver.generations import PROC_PID_INIT_INO
+from vdriver.mountinfo import Mount
 
 OLD, NEW = "550.163.01", "580.159.04"
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +45,7 @@ UNSURE = ("mount namespaces change all the time", "list of mount namespaces, aft
 BIND = 'mount --bind "$1" "$2" && echo ready && exec sleep 60'
 
 
-class Driver:
+class TwoGenerations:
     """A directory with two generations, of which the newer one is in force."""
 
     def __init__(self, base: Path) -> None:
@@ -81,20 +82,20 @@ class Driver:
 @pytest.fixture(params=["the kernel's list", "proc"])
 def driver(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Driver:
+) -> TwoGenerations:
     """Namespaces must be found in either way; kernels before 6.12 have no list."""
     need("gcc", "unshare")
     if request.param == "proc":
-        monkeypatch.setattr(namespaces._Search, "_read_listed", lambda _: False)
+        monkeypatch.setattr(namespaces._ChildSearch, "_read_listed", lambda _: False)
     elif not kernel_lists():
         pytest.skip("this kernel does not list mount namespaces, or not to this process")
-    return Driver(tmp_path)
+    return TwoGenerations(tmp_path)
 
 
 def kernel_lists() -> bool:
     fd = os.open("/proc/self/ns/mnt", os.O_RDONLY)
     try:
-        following = namespaces._next_namespace(fd, namespaces.NS_MNT_GET_NEXT)
+        following = kernel_calls.next_namespace(fd, namespaces.NS_MNT_GET_NEXT)
     except OSError:
         return False
     finally:
@@ -143,7 +144,7 @@ def shell(script: str, *arguments: Path) -> list[str]:
 
 
 def test_a_containers_generation_is_kept_until_it_ends(
-    driver: Driver,
+    driver: TwoGenerations,
     runc: Runtime,
     made_once: Path,
     tmp_path: Path,
@@ -152,7 +153,7 @@ def test_a_containers_generation_is_kept_until_it_ends(
     path = tmp_path / "bundle"
     path.mkdir()
     subprocess.run(["cp", "-a", str(made_once / "rootfs"), str(path / "rootfs")], check=True)
-    bundle = Bundle(path, path / "rootfs", base_config("echo ready; exec sleep 60"))
+    bundle = DiskBundle(path, path / "rootfs", base_config("echo ready; exec sleep 60"))
     bundle.config["mounts"].append(
         {
             "destination": "/driver",
@@ -193,7 +194,7 @@ def test_a_containers_generation_is_kept_until_it_ends(
 
 
 def test_a_starting_containers_lock_keeps_its_generation(
-    driver: Driver, capsys: pytest.CaptureFixture[str]
+    driver: TwoGenerations, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fd = os.open(driver.old, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_SH)
@@ -205,7 +206,7 @@ def test_a_starting_containers_lock_keeps_its_generation(
     assert driver.gc(capsys)[driver.old.name] == "removed: not in use"
 
 
-def test_a_removal_waits_for_a_refresh_to_end(driver: Driver) -> None:
+def test_a_removal_waits_for_a_refresh_to_end(driver: TwoGenerations) -> None:
     fd = os.open(driver.path, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
     command = [sys.executable, "-m", "governor.cli", "gc", "--driver-dir", str(driver.path)]
@@ -227,7 +228,7 @@ def _waiting_for_locks() -> str:
 
 
 def test_a_dry_run_says_the_same_and_removes_nothing(
-    driver: Driver, capsys: pytest.CaptureFixture[str]
+    driver: TwoGenerations, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["gc", "--driver-dir", str(driver.path), *NESTED]
     assert cli.main([*arguments, "--dry-run"]) == 0
@@ -246,7 +247,7 @@ def test_a_dry_run_says_the_same_and_removes_nothing(
 
 
 def test_only_generations_and_their_remains_are_removed(
-    driver: Driver, capsys: pytest.CaptureFixture[str]
+    driver: TwoGenerations, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damaged = driver.old.rename(f"{driver.old}.damaged-0")
     left = driver.path / f".tmp-gc-{driver.old.name}"
@@ -272,7 +273,7 @@ def test_only_generations_and_their_remains_are_removed(
 
 
 def test_a_damaged_generation_is_kept_while_it_is_mounted(
-    driver: Driver, capsys: pytest.CaptureFixture[str]
+    driver: TwoGenerations, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It was mounted under its own name; the kernel shows its current name."""
     with namespace(*shell(BIND, driver.old / "lib64", driver.target)) as process:
@@ -283,7 +284,7 @@ def test_a_damaged_generation_is_kept_while_it_is_mounted(
 
 
 def test_a_single_file_that_is_mounted_keeps_its_generation(
-    driver: Driver, capsys: pytest.CaptureFixture[str]
+    driver: TwoGenerations, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also after the file was unlinked, when the kernel calls it deleted."""
     target = driver.target / "file"
@@ -297,7 +298,7 @@ def test_a_single_file_that_is_mounted_keeps_its_generation(
 
 
 def test_a_mount_outside_of_a_processs_root_keeps_its_generation(
-    driver: Driver, made_once: Path, capsys: pytest.CaptureFixture[str]
+    driver: TwoGenerations, made_once: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The mountinfo of a process in a chroot does not show it."""
     script = 'mount --bind "$1" "$2" && exec chroot "$3" /bin/sh -c "echo ready; exec sleep 60"'
@@ -309,7 +310,7 @@ def test_a_mount_outside_of_a_processs_root_keeps_its_generation(
 
 
 def test_a_namespace_of_one_thread_keeps_a_generation(
-    driver: Driver, capsys: pytest.CaptureFixture[str]
+    driver: TwoGenerations, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = """
 import ctypes, subprocess, sys, threading, time
@@ -330,7 +331,7 @@ time.sleep(60)
 
 
 def test_a_namespace_below_a_user_namespace_keeps_a_generation(
-    driver: Driver, capsys: pytest.CaptureFixture[str]
+    driver: TwoGenerations, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As for a rootless container."""
     command = ["unshare", "--user", "--map-root-user", "-m", "--propagation", "private"]
@@ -341,7 +342,7 @@ def test_a_namespace_below_a_user_namespace_keeps_a_generation(
 
 
 def test_a_namespace_that_only_a_descriptor_keeps_keeps_a_generation(
-    driver: Driver, capsys: pytest.CaptureFixture[str]
+    driver: TwoGenerations, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with namespace(*shell(BIND, driver.old / "lib64", driver.target)) as process:
         fd = os.open(f"/proc/{process.pid}/ns/mnt", os.O_RDONLY)
@@ -353,7 +354,7 @@ def test_a_namespace_that_only_a_descriptor_keeps_keeps_a_generation(
 
 
 @contextlib.contextmanager
-def pinned(driver: Driver, pin: Path) -> Iterator[None]:
+def pinned(driver: TwoGenerations, pin: Path) -> Iterator[None]:
     """A namespace without a process in which the old generation is mounted, kept by a mount of its file."""
     pin.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", pin], check=True)
@@ -379,7 +380,7 @@ def pinned(driver: Driver, pin: Path) -> Iterator[None]:
 
 
 def test_a_namespace_that_only_a_mount_keeps_keeps_a_generation(
-    driver: Driver, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    driver: TwoGenerations, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pinned(driver, tmp_path / "pin"):
         assert driver.gc(capsys)[driver.old.name] == (
@@ -389,7 +390,7 @@ def test_a_namespace_that_only_a_mount_keeps_keeps_a_generation(
 
 
 def test_a_namespace_whose_pin_is_covered_keeps_its_generation(
-    driver: Driver,
+    driver: TwoGenerations,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     request: pytest.FixtureRequest,
@@ -408,7 +409,7 @@ def test_a_namespace_whose_pin_is_covered_keeps_its_generation(
 
 
 def test_a_layer_of_an_overlay_keeps_its_generation(
-    driver: Driver, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    driver: TwoGenerations, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "lower").mkdir()
     script = 'mount -t overlay overlay -o "lowerdir=$1:$2" "$3" && echo ready && exec sleep 60'
@@ -419,7 +420,7 @@ def test_a_layer_of_an_overlay_keeps_its_generation(
 
 
 def test_a_generation_that_something_is_mounted_on_is_kept(
-    driver: Driver, capsys: pytest.CaptureFixture[str]
+    driver: TwoGenerations, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Otherwise what is mounted there would be removed with it."""
     precious = driver.target / "precious"
@@ -433,7 +434,7 @@ def test_a_generation_that_something_is_mounted_on_is_kept(
 
 
 def test_a_mount_below_another_name_of_the_file_system_counts(
-    driver: Driver, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    driver: TwoGenerations, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The directory is reached through a bind mount, while the generation was mounted by its first name."""
     other = tmp_path / "other name"
@@ -448,7 +449,7 @@ def test_a_mount_below_another_name_of_the_file_system_counts(
         subprocess.run(["umount", other], check=True)
 
 
-def test_in_another_pid_namespace_every_generation_is_kept(driver: Driver) -> None:
+def test_in_another_pid_namespace_every_generation_is_kept(driver: TwoGenerations) -> None:
     """Containers may be out of sight there, unless --nested says that they are not."""
     command = [
         *("unshare", "--pid", "--fork", "--mount-proc", "--propagation", "private"),
@@ -467,7 +468,7 @@ def test_in_another_pid_namespace_every_generation_is_kept(driver: Driver) -> No
     assert run("--nested").startswith(f"{driver.old.name}  removed: not in use, ")
 
 
-def test_without_the_right_to_look_every_generation_is_kept(driver: Driver) -> None:
+def test_without_the_right_to_look_every_generation_is_kept(driver: TwoGenerations) -> None:
     need("setpriv")
     command = [
         *("setpriv", "--bounding-set", "-sys_admin,-sys_ptrace"),
@@ -479,7 +480,7 @@ def test_without_the_right_to_look_every_generation_is_kept(driver: Driver) -> N
 
 
 def test_a_removal_that_is_interrupted_leaves_nothing_half_under_its_name(
-    driver: Driver, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    driver: TwoGenerations, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(path: Path) -> None:
         (path / "lib64/libcuda.so.1").unlink()
@@ -523,7 +524,7 @@ def python(script: str, *arguments: Path) -> list[str]:
 
 
 def test_a_mount_below_one_on_the_root_directory_keeps_its_generation(
-    driver: Driver, capsys: pytest.CaptureFixture[str]
+    driver: TwoGenerations, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A process that enters the namespace gets the upper mount as its root; the process itself still has the lower one."""
     script = """
@@ -540,7 +541,7 @@ time.sleep(60)
 
 
 def test_a_process_whose_mounts_the_kernel_does_not_show_may_use_a_generation(
-    driver: Driver,
+    driver: TwoGenerations,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
@@ -548,13 +549,13 @@ def test_a_process_whose_mounts_the_kernel_does_not_show_may_use_a_generation(
     """It is in a namespace younger than the list, and in the middle of a change to another one."""
     is_listed = request.node.callspec.params["driver"] != "proc"
     if is_listed:
-        monkeypatch.setattr(namespaces._Search, "_read_listed", lambda _: True)
-    read = namespaces._Search._mounts
+        monkeypatch.setattr(namespaces._ChildSearch, "_read_listed", lambda _: True)
+    read = namespaces._ChildSearch._mounts
 
-    def show(self: namespaces._Search, path: str, what: str) -> list[namespaces.Mount]:
+    def show(self: namespaces._ChildSearch, path: str, what: str) -> list[Mount]:
         return read(self, path, what) if path.startswith("self/") else []
 
-    monkeypatch.setattr(namespaces._Search, "_mounts", show)
+    monkeypatch.setattr(namespaces._ChildSearch, "_mounts", show)
     script = 'mount --bind "$1" "$2" && echo ready && exec sleep 60'
     with namespace(*shell(script, driver.old, driver.target)):
         reason = driver.gc_once(capsys, "--dry-run")[driver.old.name]
@@ -564,7 +565,7 @@ def test_a_process_whose_mounts_the_kernel_does_not_show_may_use_a_generation(
 
 
 def test_a_process_that_changes_its_namespace_all_the_time_keeps_its_generation(
-    driver: Driver, capsys: pytest.CaptureFixture[str]
+    driver: TwoGenerations, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = """
 assert libc.mount(sys.argv[1].encode(), sys.argv[2].encode(), None, 1 << 12, None) == 0
@@ -579,7 +580,7 @@ while True:
 
 
 def test_a_layer_that_was_named_by_the_link_keeps_every_generation(
-    driver: Driver, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    driver: TwoGenerations, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The link pointed to the old generation at the time of the mount."""
     (tmp_path / "lower").mkdir()
@@ -595,7 +596,7 @@ def test_a_layer_that_was_named_by_the_link_keeps_every_generation(
 
 
 def test_a_layer_elsewhere_of_the_same_name_keeps_nothing(
-    driver: Driver, capsys: pytest.CaptureFixture[str]
+    driver: TwoGenerations, capsys: pytest.CaptureFixture[str]
 ) -> None:
     need("setpriv")
     script = (
@@ -607,7 +608,7 @@ def test_a_layer_elsewhere_of_the_same_name_keeps_nothing(
 
 
 def test_a_detached_mount_keeps_its_generation(
-    driver: Driver, capsys: pytest.CaptureFixture[str]
+    driver: TwoGenerations, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = """
 assert libc.syscall(428, -100, sys.argv[1].encode(), 1) >= 0  # open_tree, OPEN_TREE_CLONE
@@ -621,7 +622,7 @@ time.sleep(60)
 
 
 def test_a_mount_that_was_taken_away_from_a_process_in_it_keeps_its_generation(
-    driver: Driver, capsys: pytest.CaptureFixture[str]
+    driver: TwoGenerations, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = 'mount --bind "$1" "$2" && cd "$2" && umount -l "$2" && echo ready && exec sleep 60'
     with namespace(*shell(script, driver.old, driver.target)) as process:
@@ -630,7 +631,7 @@ def test_a_mount_that_was_taken_away_from_a_process_in_it_keeps_its_generation(
 
 
 def test_a_tenants_covered_pin_does_not_stop_the_removal(
-    driver: Driver, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+    driver: TwoGenerations, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     """Without the kernel's list, the reason says which user keeps the generations."""
     need("setpriv")
@@ -654,7 +655,7 @@ def test_a_tenants_covered_pin_does_not_stop_the_removal(
 
 
 def test_descriptors_that_many_processes_share_are_looked_at_once(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
+    driver: TwoGenerations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A log of the lookups shows this, for 20 processes with one table of 5000 descriptors."""
     script = """
@@ -670,14 +671,14 @@ time.sleep(60)
 """
     log = driver.target / "log"
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    look = namespaces._Search._look_at_open
+    look = namespaces._ChildSearch._look_at_open
 
     def look_and_say(self, pid, path, kind, **more):
         if more.get("fd", -1) >= 0:
             os.write(fd, f"{pid}\n".encode())  # the path does not exist in other namespaces
         look(self, pid, path, kind, **more)
 
-    monkeypatch.setattr(namespaces._Search, "_look_at_open", look_and_say)
+    monkeypatch.setattr(namespaces._ChildSearch, "_look_at_open", look_and_say)
     with running(*python(script)) as process:
         assert cli.main(["gc", "--driver-dir", str(driver.path), *NESTED]) == 0
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -688,13 +689,15 @@ time.sleep(60)
     assert [looked.count(c) for c in children] == [0] * 20
 
 
-def test_a_search_that_does_not_end_in_time_keeps_every_generation(driver: Driver) -> None:
+def test_a_search_that_does_not_end_in_time_keeps_every_generation(driver: TwoGenerations) -> None:
     found = generations.collect(driver.path, nested=True, seconds=0)
     assert found.outcomes[0].reason.startswith("may be in use: the search took too long")
     assert driver.old.exists()
 
 
-def test_a_search_that_hangs_is_ended(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_hangs_is_ended(
+    driver: TwoGenerations, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As with a file system in user space that does not answer.
 
     The time limit expires as soon as the search hangs, however long this machine took to get there.
@@ -712,7 +715,7 @@ def test_a_search_that_hangs_is_ended(driver: Driver, monkeypatch: pytest.Monkey
         assert time.monotonic() < deadline
         return read_all(fd, time.monotonic())
 
-    monkeypatch.setattr(namespaces._Search, "_look_at_tasks", hang)
+    monkeypatch.setattr(namespaces._ChildSearch, "_look_at_tasks", hang)
     monkeypatch.setattr(namespaces, "_read_all", read_when_it_hangs)
     found = generations.collect(driver.path, nested=True)
     os.close(hangs)
@@ -724,12 +727,12 @@ def test_a_search_that_hangs_is_ended(driver: Driver, monkeypatch: pytest.Monkey
 
 
 def test_a_generation_that_comes_into_force_during_the_search_is_kept(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    driver: TwoGenerations, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The search holds the lock of the generation and not that of the directory, so that a refresh can finish."""
     search = generations.search
 
-    def search_slowly(*arguments: Any, **more: Any) -> namespaces.Found:
+    def search_slowly(*arguments: Any, **more: Any) -> namespaces.GenerationUses:
         fd = os.open(driver.path, os.O_RDONLY)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         switch(driver.path, driver.old.name)
@@ -746,7 +749,7 @@ def test_a_generation_that_comes_into_force_during_the_search_is_kept(
 
 
 def test_a_mount_whose_type_is_no_text_is_read_like_any_other(
-    driver: Driver, capsys: pytest.CaptureFixture[str]
+    driver: TwoGenerations, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A file system in user space chooses its own subtype; /dev/fuse is made here, on a tmpfs."""
     script = """
@@ -775,7 +778,7 @@ time.sleep(60)
 
 
 def test_descriptors_that_there_is_no_time_for_are_told(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    driver: TwoGenerations, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Any user can have millions of them. If the list of namespaces is complete without them, they keep nothing."""
 
@@ -783,7 +786,7 @@ def test_descriptors_that_there_is_no_time_for_are_told(
         self.last = self._who(pid)
         raise namespaces._LateError
 
-    monkeypatch.setattr(namespaces._Search, "_look_at_descriptors", too_many)
+    monkeypatch.setattr(namespaces._ChildSearch, "_look_at_descriptors", too_many)
     found = generations.collect(driver.path, nested=True)
     if request.node.callspec.params["driver"] == "proc":
         reason = found.outcomes[0].reason

@@ -14,21 +14,21 @@ from typing import ClassVar
 
 import pytest
 
-from tests.container.bundles import HOOK, Bundle, Runtime
-from tests.container.conftest import Node
+from tests.container.bundles import HOOK, DiskBundle, Runtime
+from tests.container.conftest import HookNode
 from tests.container.engine_host import machine
 from tests.container.engines import Docker, Engine, Podman, Started, StartError
 from tests.container.test_engines import (
     GOOD,
     IDLE,
+    EngineSite,
     OldDocker,
-    Site,
     make_site,
     old_docker,
     unpacked,
     used,
 )
-from tests.container.test_runtime import Wrapped, plain, write_settings
+from tests.container.test_runtime import WrappedRuntime, plain, write_settings
 
 WRAPPER = HOOK.with_name("tidegate-runtime")
 REFUSAL = (
@@ -47,7 +47,7 @@ class Runsc(Runtime):
         return [self.name, *options, *arguments]
 
 
-class WrappedRunsc(Wrapped, Runsc):
+class WrappedRunsc(WrappedRuntime, Runsc):
     """runsc behind the wrapper."""
 
 
@@ -71,7 +71,7 @@ def program(suite: str) -> str:
 
 
 def test_the_hook_says_that_runsc_is_not_supported(
-    node: Node, program: str, tmp_path: Path
+    node: HookNode, program: str, tmp_path: Path
 ) -> None:
     ran = Runsc(program, tmp_path / "state").run(node.bundle("true"))
     assert ran.status == 128
@@ -84,7 +84,7 @@ def test_the_hook_says_that_runsc_is_not_supported(
 
 
 def test_the_hook_lets_runsc_start_what_asks_for_nothing(
-    node: Node, program: str, tmp_path: Path
+    node: HookNode, program: str, tmp_path: Path
 ) -> None:
     bundle = node.bundle("cat /proc/version", annotations={})
     ran = Runsc(program, tmp_path / "state").run(bundle)
@@ -93,7 +93,7 @@ def test_the_hook_lets_runsc_start_what_asks_for_nothing(
 
 
 @pytest.fixture
-def wrapped(node: Node, program: str, tmp_path: Path) -> WrappedRunsc:
+def wrapped(node: HookNode, program: str, tmp_path: Path) -> WrappedRunsc:
     (tmp_path / "dev").mkdir()
     wrapper = WrappedRunsc(program, tmp_path / "state")
     wrapper.program = WRAPPER
@@ -102,11 +102,11 @@ def wrapped(node: Node, program: str, tmp_path: Path) -> WrappedRunsc:
     return wrapper
 
 
-def by_annotations(node: Node) -> Bundle:
+def by_annotations(node: HookNode) -> DiskBundle:
     return plain(node, "true")
 
 
-def by_the_environment(node: Node) -> Bundle:
+def by_the_environment(node: HookNode) -> DiskBundle:
     bundle = plain(node, "true", {})
     bundle.config["process"]["env"] += ["TIDEGATE_MEMORY=8Gi"]
     return bundle
@@ -114,7 +114,7 @@ def by_the_environment(node: Node) -> Bundle:
 
 @pytest.mark.parametrize("asking", [by_annotations, by_the_environment])
 def test_the_wrapper_says_so_before_runsc_starts(
-    node: Node, program: str, wrapped: WrappedRunsc, asking: Callable[[Node], Bundle]
+    node: HookNode, program: str, wrapped: WrappedRunsc, asking: Callable[[HookNode], DiskBundle]
 ) -> None:
     ran = wrapped.run(asking(node))
     assert (ran.status, ran.stderr) == (66, REFUSAL.format(program) + "\n")
@@ -123,7 +123,7 @@ def test_the_wrapper_says_so_before_runsc_starts(
 
 
 def test_the_wrapper_lets_runsc_start_what_asks_for_nothing(
-    node: Node, wrapped: WrappedRunsc
+    node: HookNode, wrapped: WrappedRunsc
 ) -> None:
     ran = wrapped.run(plain(node, "cat /proc/version", {"tidegate.example/x": "1"}))
     assert (ran.status, ran.stderr) == (0, "")
@@ -172,13 +172,15 @@ def site(
     tmp_path_factory: pytest.TempPathFactory,
     build_dir: Path,
     require: Callable[..., None],
-) -> Iterator[Site]:
+) -> Iterator[EngineSite]:
     require("gcc", "nsenter", "unshare", "setpriv")
     yield from make_site(suite, tmp_path_factory.mktemp("e"), build_dir)
 
 
 @pytest.fixture(params=[GVisorDocker, GVisorPodman], ids=lambda kind: kind.name)
-def engine(site: Site, request: pytest.FixtureRequest) -> Iterator[GVisorDocker | GVisorPodman]:
+def engine(
+    site: EngineSite, request: pytest.FixtureRequest
+) -> Iterator[GVisorDocker | GVisorPodman]:
     kind = request.param
     if kind is GVisorDocker and old_docker(site.host):
         kind = OldGVisorDocker
@@ -193,7 +195,7 @@ def kernel(engine: Engine, started: Started) -> str:
 
 
 def test_engines_start_what_asks_for_nothing_with_runsc_and_refuse_what_asks(
-    site: Site, engine: GVisorDocker | GVisorPodman
+    site: EngineSite, engine: GVisorDocker | GVisorPodman
 ) -> None:
     started = engine.run(*IDLE)
     assert kernel(engine, started).startswith(KERNEL)

@@ -17,21 +17,21 @@ from pathlib import Path
 import pytest
 
 from bench.machine import Simulated
-from bench.node import Node, Running
+from bench.node import BenchNode, Running
 from simgpu import simgpu
 from tests.container.nodes import begin, clear, start_worker, wait_for
 
 
 @pytest.fixture(scope="module")
-def node(require, build_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+def node(require, build_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BenchNode]:
     require("runc")
     machine = Simulated(tmp_path_factory.mktemp("hardware"), build_dir)
-    with Node(machine, settings={"scheduling": "hardware"}) as node:
+    with BenchNode(machine, settings={"scheduling": "hardware"}) as node:
         yield node
 
 
 @pytest.fixture(autouse=True)
-def tidy(node: Node) -> Iterator[None]:
+def tidy(node: BenchNode) -> Iterator[None]:
     yield
     clear(node)
 
@@ -41,22 +41,22 @@ WINDOWS = 5
 numbers = itertools.count()
 
 
-def work(node: Node, compute: int, limit: int, *options: str) -> Running:
+def work(node: BenchNode, compute: int, limit: int, *options: str) -> Running:
     quota = {"compute": str(compute), "compute-limit": str(limit)}
     return start_worker(node, f"worker-{next(numbers)}", *options, **quota)
 
 
-def pid_of(node: Node, container: Running) -> int:
+def pid_of(node: BenchNode, container: Running) -> int:
     (pid,) = node.look()[container.identifier]["processes"]
     return int(pid)
 
 
-def busy(node: Node) -> tuple[int, dict[int, int]]:
+def busy(node: BenchNode) -> tuple[int, dict[int, int]]:
     status = simgpu.status(node.machine.directory / "gpu0")
     return status.now, {context.pid: context.busy for context in status.contexts}
 
 
-def shares(node: Node, seconds: float, *containers: Running) -> list[float]:
+def shares(node: BenchNode, seconds: float, *containers: Running) -> list[float]:
     """Return the percentage of the GPU's time that each container worked during the next `seconds` seconds."""
     pids = [pid_of(node, container) for container in containers]
     begun, before = busy(node)
@@ -65,7 +65,9 @@ def shares(node: Node, seconds: float, *containers: Running) -> list[float]:
     return [100 * (after[pid] - before[pid]) / (ended - begun) for pid in pids]
 
 
-def expect(node: Node, seconds: float, *wanted: tuple[Running, float], most: float = 1.5) -> None:
+def expect(
+    node: BenchNode, seconds: float, *wanted: tuple[Running, float], most: float = 1.5
+) -> None:
     """Require that in one of several windows every container has the wanted share.
 
     If a busy machine delays the steering thread, it switches late, and excess time is deducted from what follows: a
@@ -79,7 +81,7 @@ def expect(node: Node, seconds: float, *wanted: tuple[Running, float], most: flo
     pytest.fail(f"{measured} is not {wants}, in any of {WINDOWS} windows")
 
 
-def test_caps_hold_and_no_launch_waits(node: Node) -> None:
+def test_caps_hold_and_no_launch_waits(node: BenchNode) -> None:
     one, two = work(node, 60, 60), work(node, 30, 30)
     begin(one, two)
     time.sleep(0.5)
@@ -98,7 +100,7 @@ def test_caps_hold_and_no_launch_waits(node: Node) -> None:
     assert charged[0] / sum(charged) == pytest.approx(2 / 3, abs=0.02)
 
 
-def test_idle_time_is_lent_in_the_ratio_of_the_guarantees(node: Node) -> None:
+def test_idle_time_is_lent_in_the_ratio_of_the_guarantees(node: BenchNode) -> None:
     one, two = work(node, 40, 100), work(node, 20, 100)
     begin(one, two)
     time.sleep(0.5)
@@ -107,7 +109,7 @@ def test_idle_time_is_lent_in_the_ratio_of_the_guarantees(node: Node) -> None:
     assert measured[0] / sum(measured) == pytest.approx(2 / 3, abs=0.02)
 
 
-def test_a_quota_that_is_set_anew_counts(node: Node) -> None:
+def test_a_quota_that_is_set_anew_counts(node: BenchNode) -> None:
     from governor.client import ask
 
     one = work(node, 50, 50)
@@ -117,7 +119,7 @@ def test_a_quota_that_is_set_anew_counts(node: Node) -> None:
     expect(node, 2, (one, 20))
 
 
-def test_kernels_of_any_length_are_interrupted(node: Node) -> None:
+def test_kernels_of_any_length_are_interrupted(node: BenchNode) -> None:
     """Units take 50 ms: at the launch, a tenth of a second could not be divided at all."""
     long = work(node, 30, 30, "--unit-us", "50000")
     short = work(node, 60, 60)
@@ -126,7 +128,7 @@ def test_kernels_of_any_length_are_interrupted(node: Node) -> None:
     expect(node, 2, (long, 30), (short, 60))
 
 
-def test_what_a_killed_governor_left_off_works_on_within_two_seconds(node: Node) -> None:
+def test_what_a_killed_governor_left_off_works_on_within_two_seconds(node: BenchNode) -> None:
     one = work(node, 5, 5)
     begin(one)
     pid = pid_of(node, one)
@@ -151,7 +153,7 @@ def test_what_a_killed_governor_left_off_works_on_within_two_seconds(node: Node)
         expect(node, 1, (one, 5))
 
 
-def test_a_governor_that_stops_in_order_leaves_nothing_off(node: Node) -> None:
+def test_a_governor_that_stops_in_order_leaves_nothing_off(node: BenchNode) -> None:
     one = work(node, 5, 5)
     begin(one)
     pid = pid_of(node, one)
@@ -161,7 +163,7 @@ def test_a_governor_that_stops_in_order_leaves_nothing_off(node: Node) -> None:
     node.start_governor()
 
 
-def test_a_container_that_is_killed_while_it_is_off_leaves_nothing(node: Node) -> None:
+def test_a_container_that_is_killed_while_it_is_off_leaves_nothing(node: BenchNode) -> None:
     one = work(node, 5, 5)
     begin(one)
     pid = pid_of(node, one)

@@ -23,9 +23,9 @@ from pathlib import Path
 import pytest
 
 from tests.container.assault import put_odd
-from tests.container.bundles import LIBDIR, TARGET, Bundle, Runtime, compile_c
-from tests.container.conftest import Node
-from tests.container.held import Held
+from tests.container.bundles import LIBDIR, TARGET, DiskBundle, Runtime, compile_c
+from tests.container.conftest import HookNode
+from tests.container.held import HeldContainer
 from tests.container.test_hook_start import SEARCHED, host_mounts, tree
 
 PROBE = "probe libcuda.so.1 libnvidia-ml.so.1 libcuda.so libnvidia-ptxjitcompiler.so.1"
@@ -61,9 +61,9 @@ def replace_by_link(path: Path, text: str) -> None:
     path.symlink_to(text)
 
 
-def attack(node: Node, bundle: Bundle) -> tuple[int, str]:
+def attack(node: HookNode, bundle: DiskBundle) -> tuple[int, str]:
     """Run the hook; whatever it reports, its mounts are inside the root, and it prints at most one line."""
-    with Held(bundle) as held:
+    with HeldContainer(bundle) as held:
         before = set(held.all_mounts())
         done = held.hook(node.hook)
         outside = [
@@ -97,7 +97,9 @@ PLACES = [
     ["{victim}", "../../../../../../../../..{victim}", "/proc/1/root{victim}", "/proc/self/cwd"],
 )
 @pytest.mark.parametrize("place", PLACES)
-def test_a_link_to_the_host_in_every_place(node: Node, victim: Path, place: str, text: str) -> None:
+def test_a_link_to_the_host_in_every_place(
+    node: HookNode, victim: Path, place: str, text: str
+) -> None:
     """R2, R3, R4: the link is followed inside the root or refused; the host has not changed."""
     bundle = node.bundle("true")
     replace_by_link(bundle.rootfs / place, text.format(victim=victim))
@@ -106,7 +108,7 @@ def test_a_link_to_the_host_in_every_place(node: Node, victim: Path, place: str,
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_link_whose_target_exists_inside_is_followed_inside(
-    node: Node, victim: Path, place: str
+    node: HookNode, victim: Path, place: str
 ) -> None:
     """The image has the victim's path too: the hook makes its files at that path in the image."""
     bundle = node.bundle("true")
@@ -142,7 +144,7 @@ DIRECTORIES = [
 @pytest.mark.parametrize("place", DIRECTORIES)
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_link_where_files_of_the_driver_go_costs_at_most_these_files(
-    node: Node, victim: Path, place: str, text: str, *, inside: bool
+    node: HookNode, victim: Path, place: str, text: str, *, inside: bool
 ) -> None:
     """A place is a convenience: the container starts whatever is there, and the host has not changed."""
     bundle = node.bundle("true", annotations=GRAPHICS)
@@ -157,7 +159,7 @@ def test_a_link_where_files_of_the_driver_go_costs_at_most_these_files(
 @pytest.mark.parametrize("kind", ["file", "fifo", "device", "full of links"])
 @pytest.mark.parametrize("place", DIRECTORIES)
 def test_odd_files_where_files_of_the_driver_go(
-    node: Node, victim: Path, place: str, kind: str
+    node: HookNode, victim: Path, place: str, kind: str
 ) -> None:
     bundle = node.bundle("true", annotations=GRAPHICS)
     path = bundle.rootfs / place
@@ -178,7 +180,7 @@ def test_odd_files_where_files_of_the_driver_go(
 
 @pytest.mark.parametrize("kind", ["link inside", "link outside", "fifo", "directory", "file"])
 def test_a_single_file_is_bound_over_a_regular_one_only(
-    node: Node, victim: Path, kind: str
+    node: HookNode, victim: Path, kind: str
 ) -> None:
     """The image has files in both directories, and something under the driver's own name in the first."""
     bundle = node.bundle("true", annotations=GRAPHICS)
@@ -197,7 +199,7 @@ def test_a_single_file_is_bound_over_a_regular_one_only(
             path.mkdir()
         case "file":
             path.write_text("the image's")
-    with Held(bundle) as held:
+    with HeldContainer(bundle) as held:
         assert held.hook(node.hook).returncode == 0
         at = f"/{path.relative_to(bundle.rootfs)}"
         assert (at in held.mounts()) == (kind == "file")
@@ -209,7 +211,7 @@ def test_a_single_file_is_bound_over_a_regular_one_only(
 @pytest.mark.parametrize("inside", ["nothing", "an empty directory", "files"])
 @pytest.mark.parametrize("second", ["nothing", "an empty directory", "files", "a volume"])
 def test_a_volume_where_files_of_the_driver_go_is_left_alone(
-    node: Node, victim: Path, inside: str, second: str
+    node: HookNode, victim: Path, inside: str, second: str
 ) -> None:
     """The volume is the user's: nothing is made in it, and nothing is mounted on it. The next directory is used."""
     bundle = node.bundle("true", annotations=GRAPHICS)
@@ -221,7 +223,7 @@ def test_a_volume_where_files_of_the_driver_go_is_left_alone(
         if content == "files":
             (directory / "other.json").touch()
     volumes = ["etc/vulkan"] + (["usr/share/vulkan"] if second == "a volume" else [])
-    with Held(bundle) as held:
+    with HeldContainer(bundle) as held:
         for place in volumes:
             (bundle.rootfs / place).mkdir(parents=True, exist_ok=True)
             command = ["mount", "--bind", str(volume), str(bundle.rootfs / place)]
@@ -246,7 +248,7 @@ def test_a_volume_where_files_of_the_driver_go_is_left_alone(
     "place", ["usr/lib", LIBDIR, TARGET, "run/tidegate", "etc", "usr/bin/nvidia-smi"]
 )
 @pytest.mark.usefixtures("victim")
-def test_loops_and_dangling_links_end_with_a_line(node: Node, place: str) -> None:
+def test_loops_and_dangling_links_end_with_a_line(node: HookNode, place: str) -> None:
     for text in (Path(place).name, "/nowhere/at/all", "../" * 60 + place):
         bundle = node.bundle("true", name=f"bundle{abs(hash(text))}")
         replace_by_link(bundle.rootfs / place, text)
@@ -267,7 +269,7 @@ def test_loops_and_dangling_links_end_with_a_line(node: Node, place: str) -> Non
     ],
 )
 def test_odd_files_neither_hang_nor_break_the_hook(
-    node: Node, victim: Path, place: str, kind: str
+    node: HookNode, victim: Path, place: str, kind: str
 ) -> None:
     """R14: types are checked on descriptors before anything is opened for reading, and sizes are bounded."""
     bundle = node.bundle("true")
@@ -291,7 +293,7 @@ def test_odd_files_neither_hang_nor_break_the_hook(
     assert time.monotonic() - begin < 5
 
 
-def test_nothing_of_the_image_is_executed(node: Node, runc: Runtime, tmp_path: Path) -> None:
+def test_nothing_of_the_image_is_executed(node: HookNode, runc: Runtime, tmp_path: Path) -> None:
     """R5, R7: the hook ignores programs, libraries and Python modules of the image, and its environment."""
     bundle = node.bundle(PROBE)
     marker = tmp_path / "marker"
@@ -330,7 +332,7 @@ def test_nothing_of_the_image_is_executed(node: Node, runc: Runtime, tmp_path: P
     assert ran.status == 0, ran.stderr
     assert node.events()[0]["outcome"] == "prepared"
     assert not marker.exists()
-    with Held(bundle) as held:
+    with HeldContainer(bundle) as held:
         assert held.hook(node.hook, env=hostile, cwd=bundle.path).returncode == 0
         assert (
             held.hook(node.hook, env=hostile, cwd=bundle.rootfs, stage="poststop").returncode == 0
@@ -339,11 +341,11 @@ def test_nothing_of_the_image_is_executed(node: Node, runc: Runtime, tmp_path: P
 
 
 @pytest.mark.usefixtures("victim")
-def test_a_shared_mount_is_refused(node: Node) -> None:
+def test_a_shared_mount_is_refused(node: HookNode) -> None:
     """R8: a mount that is made on a shared mount would appear on the host."""
     bundle = node.bundle("true")
     bundle.write()
-    with Held(bundle, propagation="shared") as held:
+    with HeldContainer(bundle, propagation="shared") as held:
         before = held.all_mounts()
         done = held.hook(node.hook)
         assert done.returncode == 71
@@ -351,7 +353,7 @@ def test_a_shared_mount_is_refused(node: Node) -> None:
         assert held.all_mounts() == before
 
 
-def test_a_volume_that_the_image_leads_to_gets_no_files(node: Node, victim: Path) -> None:
+def test_a_volume_that_the_image_leads_to_gets_no_files(node: HookNode, victim: Path) -> None:
     """R3: nothing is created in a host directory that is mounted into the container, wherever links lead."""
     for place in ("run", LIBDIR + "/glibc-hwcaps", "usr/bin"):
         bundle = node.bundle("true", name="bundle-" + place.replace("/", "-"))
@@ -359,7 +361,7 @@ def test_a_volume_that_the_image_leads_to_gets_no_files(node: Node, victim: Path
         if place == "usr/bin":
             (bundle.rootfs / "usr/bin").rename(bundle.rootfs / "usr/programs")
         replace_by_link(bundle.rootfs / place, "/data")
-        with Held(bundle) as held:
+        with HeldContainer(bundle) as held:
             command = ["mount", "--bind", str(victim / "run"), str(bundle.rootfs / "data")]
             subprocess.run(["nsenter", "-m", "-t", str(held.process.pid), *command], check=True)
             done = held.hook(node.hook)
@@ -367,7 +369,7 @@ def test_a_volume_that_the_image_leads_to_gets_no_files(node: Node, victim: Path
         assert list((victim / "run").iterdir()) == []
 
 
-def test_the_images_environment_grants_nothing(node: Node, runc: Runtime) -> None:
+def test_the_images_environment_grants_nothing(node: HookNode, runc: Runtime) -> None:
     """R9."""
     bundle = node.bundle("ls -A /run", annotations={})
     bundle.config["process"]["env"] += [
@@ -382,7 +384,7 @@ def test_the_images_environment_grants_nothing(node: Node, runc: Runtime) -> Non
 
 
 def test_no_descriptor_reaches_the_container_or_stays_in_the_hook(
-    node: Node, runtime: Runtime
+    node: HookNode, runtime: Runtime
 ) -> None:
     """R12."""
     ran = runtime.run(node.bundle("cd /proc/self/fd && ls -l . | cat"))
@@ -393,7 +395,7 @@ def test_no_descriptor_reaches_the_container_or_stays_in_the_hook(
     node.governor.mode = "silent"
     node.timeout = 2.0
     leak = os.open(node.base, os.O_RDONLY)
-    with Held(bundle) as held:
+    with HeldContainer(bundle) as held:
         hook = subprocess.Popen(
             [*node.hook, "prestart"],
             stdin=subprocess.PIPE,
@@ -420,10 +422,10 @@ def wait_for(condition: object) -> None:
     pytest.fail("it did not happen")
 
 
-def test_an_oversized_config_is_refused(node: Node) -> None:
+def test_an_oversized_config_is_refused(node: HookNode) -> None:
     """R14."""
     bundle = node.bundle("true")
-    with Held(bundle) as held:
+    with HeldContainer(bundle) as held:
         with (bundle.path / "config.json").open("ab") as f:
             f.write(b" " * (9 << 20))
         done = held.hook(node.hook)
@@ -431,10 +433,10 @@ def test_an_oversized_config_is_refused(node: Node) -> None:
     assert "is larger than 4194304 bytes" in done.stderr
 
 
-def test_deep_and_endless_numbers_are_survived(node: Node) -> None:
+def test_deep_and_endless_numbers_are_survived(node: HookNode) -> None:
     """R14: nesting, long numbers, lone surrogates."""
     bundle = node.bundle("true")
-    with Held(bundle) as held:
+    with HeldContainer(bundle) as held:
         for text in (
             '{"annotations": {"tidegate.gpu/memory": "1Gi"}, "x": ' + "[" * 200000,
             '{"annotations": {"tidegate.gpu/memory": "1Gi"}, "x": ' + "1" * 100000 + "}",
@@ -466,7 +468,7 @@ int main(int argc, char **argv) {
     "places", [[f"{LIBDIR}/glibc-hwcaps", "run"], ["etc", "usr/bin"], ["usr", "run/tidegate"]]
 )
 def test_a_race_between_directory_and_link_reaches_nothing(
-    node: Node, victim: Path, tmp_path: Path, places: list[str], rounds: int
+    node: HookNode, victim: Path, tmp_path: Path, places: list[str], rounds: int
 ) -> None:
     """R2: whatever the walk meets is inside the root, and what was opened is what is acted on.
 
@@ -480,7 +482,7 @@ def test_a_race_between_directory_and_link_reaches_nothing(
         link = bundle.rootfs / f"link{i}"
         link.symlink_to(str(victim / place))
         arguments += [str(bundle.rootfs / place), str(link)]
-    with Held(bundle) as held:
+    with HeldContainer(bundle) as held:
 
         def outside() -> set[str]:
             # By numbers, because other tests rename directories that contain mounts.
@@ -501,7 +503,9 @@ def test_a_race_between_directory_and_link_reaches_nothing(
     # the fixture `victim` compares its content and the host's mounts
 
 
-def test_a_link_below_usr_lib_is_no_obstacle_to_an_honest_image(node: Node, runc: Runtime) -> None:
+def test_a_link_below_usr_lib_is_no_obstacle_to_an_honest_image(
+    node: HookNode, runc: Runtime
+) -> None:
     """Absolute links inside an image are common, and are resolved in the image."""
     bundle = node.bundle(PROBE)
     (bundle.rootfs / "etc/ld.so.cache").unlink()
@@ -514,9 +518,9 @@ def test_a_link_below_usr_lib_is_no_obstacle_to_an_honest_image(node: Node, runc
     assert (ran.status, ran.stdout) == (0, SEARCHED), ran.stderr
 
 
-def test_another_mount_in_the_place_of_the_root_is_not_taken_for_it(node: Node) -> None:
+def test_another_mount_in_the_place_of_the_root_is_not_taken_for_it(node: HookNode) -> None:
     bundle = node.bundle("true")
-    with Held(bundle, mount='mount -t tmpfs none "$1"') as held:
+    with HeldContainer(bundle, mount='mount -t tmpfs none "$1"') as held:
         mounts = held.all_mounts()
         done = held.hook(node.hook)
         assert done.returncode == 66, done.stderr
@@ -528,14 +532,14 @@ def test_another_mount_in_the_place_of_the_root_is_not_taken_for_it(node: Node) 
 
 @pytest.mark.parametrize("is_above", [False, True])
 def test_a_root_whose_name_becomes_a_link_before_the_hook_runs(
-    node: Node, tmp_path: Path, *, is_above: bool
+    node: HookNode, tmp_path: Path, *, is_above: bool
 ) -> None:
     """From both namespaces the link leads to the same directory, which is the host's: no runtime mounted it."""
     bundle = node.bundle("true")
     victim = tmp_path / "victim"
     shutil.copytree(bundle.rootfs, victim, symlinks=True)
     before = contents(victim)
-    with Held(bundle) as held:
+    with HeldContainer(bundle) as held:
         name = bundle.rootfs.parent if is_above else bundle.rootfs
         name.rename(name.with_name("moved"))
         if is_above:

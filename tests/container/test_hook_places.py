@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.container.bundles import LIBDIR, TARGET, VERSION, Bundle, Runtime, make_library
-from tests.container.conftest import Node
-from tests.container.held import Held
+from tests.container.bundles import LIBDIR, TARGET, VERSION, DiskBundle, Runtime, make_library
+from tests.container.conftest import HookNode
+from tests.container.held import HeldContainer
 from tests.container.test_hook_attack import wait_for
 from tests.container.test_hook_refuse import refuse
 from tests.container.test_hook_start import FOUND, PROBE, host_mounts, tree
@@ -26,7 +26,7 @@ def asking(capabilities: str) -> dict[str, str]:
     return {"tidegate.gpu/memory": "8Gi", "tidegate.gpu/capabilities": capabilities}
 
 
-def test_a_container_for_graphics_gets_the_drivers_files(node: Node, runtime: Runtime) -> None:
+def test_a_container_for_graphics_gets_the_drivers_files(node: HookNode, runtime: Runtime) -> None:
     """Libraries of the larger set, directories mounted whole, sockets of the host; nothing changes on the host."""
     before = host_mounts(node.base)
     sockets = node.made / "host-sockets"
@@ -57,14 +57,14 @@ def test_a_container_for_graphics_gets_the_drivers_files(node: Node, runtime: Ru
     assert "skipped" not in node.events()[0]
 
 
-def test_who_asks_for_no_graphics_gets_none_of_it(node: Node, runc: Runtime) -> None:
+def test_who_asks_for_no_graphics_gets_none_of_it(node: HookNode, runc: Runtime) -> None:
     ran = runc.run(node.bundle(f"{PROBE} libGLX_nvidia.so.0; ls -A /usr/share /etc/vulkan"))
     found, _, rest = ran.stdout.partition("libGLX_nvidia.so.0: ")
     assert found == FOUND
     assert rest.endswith("No such file or directory\n")
 
 
-def test_files_of_the_image_stay_beside_the_drivers(node: Node, runtime: Runtime) -> None:
+def test_files_of_the_image_stay_beside_the_drivers(node: HookNode, runtime: Runtime) -> None:
     """Both directories have files of the image. In the first, the driver's file is mounted over one of its name."""
     bundle = node.bundle(
         "cat /etc/vulkan/icd.d/*; cat /usr/share/vulkan/icd.d/*; cat /usr/share/glvnd/egl_vendor.d/*;"
@@ -94,7 +94,7 @@ def test_files_of_the_image_stay_beside_the_drivers(node: Node, runtime: Runtime
 
 @pytest.mark.parametrize("there", [(), ("icd.d",)])
 def test_a_volume_of_the_configuration_leaves_a_place_the_next_directory(
-    node: Node, runtime: Runtime, there: tuple[str, ...]
+    node: HookNode, runtime: Runtime, there: tuple[str, ...]
 ) -> None:
     """The runtime mounts the volume in the container only: from the host's side the directory is empty."""
     bundle = node.bundle(
@@ -121,7 +121,7 @@ def test_a_volume_of_the_configuration_leaves_a_place_the_next_directory(
     assert [path.name for path in volume.iterdir()] == list(there)
 
 
-def test_a_restart_puts_the_drivers_files_where_they_were(node: Node, runc: Runtime) -> None:
+def test_a_restart_puts_the_drivers_files_where_they_were(node: HookNode, runc: Runtime) -> None:
     bundle = node.bundle("cat /etc/vulkan/icd.d/*", annotations=asking("graphics"))
     assert runc.run(bundle).stdout == "the driver's nvidia_icd.json\n"
     first = tree(bundle.rootfs)
@@ -129,11 +129,11 @@ def test_a_restart_puts_the_drivers_files_where_they_were(node: Node, runc: Runt
     assert tree(bundle.rootfs) == first
 
 
-def test_a_root_that_cannot_be_written_costs_the_files_and_says_so(node: Node) -> None:
+def test_a_root_that_cannot_be_written_costs_the_files_and_says_so(node: HookNode) -> None:
     bundle = node.bundle("true", annotations=asking("graphics"))
     for directory in (TARGET, "run/tidegate", "usr/share/nvidia"):
         (bundle.rootfs / directory).mkdir(parents=True)
-    with Held(bundle) as held:
+    with HeldContainer(bundle) as held:
         remount = ["mount", "-o", "remount,bind,ro", str(bundle.rootfs)]
         subprocess.run(["nsenter", "-m", "-t", str(held.process.pid), *remount], check=True)
         done = held.hook(node.hook)
@@ -151,7 +151,7 @@ def test_a_root_that_cannot_be_written_costs_the_files_and_says_so(node: Node) -
     ]
 
 
-def test_a_place_that_the_image_has_no_room_for_is_logged(node: Node, runc: Runtime) -> None:
+def test_a_place_that_the_image_has_no_room_for_is_logged(node: HookNode, runc: Runtime) -> None:
     bundle = node.bundle("echo started", annotations=asking("graphics"))
     (bundle.rootfs / "etc/vulkan").write_text("a file\n")
     (bundle.rootfs / "usr/share").symlink_to("/nowhere")
@@ -166,7 +166,7 @@ def test_a_place_that_the_image_has_no_room_for_is_logged(node: Node, runc: Runt
     ]
 
 
-def test_a_place_that_fails_half_way_leaves_nothing(node: Node, runc: Runtime) -> None:
+def test_a_place_that_fails_half_way_leaves_nothing(node: HookNode, runc: Runtime) -> None:
     """The hook makes the first directory on the way, the file system refuses the second, and the first is removed."""
     generation = node.own_mirror()
     manifest = json.loads((generation / "manifest.json").read_text())
@@ -180,7 +180,9 @@ def test_a_place_that_fails_half_way_leaves_nothing(node: Node, runc: Runtime) -
 
 
 @pytest.mark.parametrize("kind", ["link", "file"])
-def test_a_link_in_place_of_a_directory_of_the_host_is_not_followed(node: Node, kind: str) -> None:
+def test_a_link_in_place_of_a_directory_of_the_host_is_not_followed(
+    node: HookNode, kind: str
+) -> None:
     """Some of these directories are below /tmp, where any user of the host can put a link."""
     generation = node.own_mirror()
     path = node.base / "sockets"
@@ -189,13 +191,13 @@ def test_a_link_in_place_of_a_directory_of_the_host_is_not_followed(node: Node, 
     manifest["binds"] = [{"path": str(path), "capability": "utility"}]
     (generation / "manifest.json").write_text(json.dumps(manifest))
     bundle = node.bundle("true")
-    with Held(bundle) as held:
+    with HeldContainer(bundle) as held:
         assert held.hook(node.hook).returncode == 0
         assert held.mounts() == ["", "/run/tidegate", "/usr/bin/nvidia-smi", f"/{TARGET}"]
     assert "skipped" not in node.events()[0]
 
 
-def put_libc32(bundle: Bundle, directory: str = LIBDIR32) -> None:
+def put_libc32(bundle: DiskBundle, directory: str = LIBDIR32) -> None:
     """Put a real i386 library under the C library's name, and enter it into the image's ld.so.cache."""
     make_library(bundle.rootfs / directory / "libc.so.6", "libc.so.6", "i386", "-m32")
     (bundle.rootfs / "etc/ld.so.conf").write_text(f"/{directory}\n")
@@ -211,7 +213,7 @@ def put_byte(path: Path, offset: int, value: int) -> None:
 @pytest.mark.parametrize("asked", ["compat32,graphics", "all"])
 @pytest.mark.parametrize("directory", [LIBDIR32, "usr/lib32", "usr/lib"])
 def test_32_bit_libraries_are_found_by_the_cache(
-    node: Node, runc: Runtime, asked: str, directory: str
+    node: HookNode, runc: Runtime, asked: str, directory: str
 ) -> None:
     bundle = node.bundle(
         f"ldconfig -p; ls /{directory}/tidegate; probe libGLX_nvidia.so.0",
@@ -229,7 +231,7 @@ def test_32_bit_libraries_are_found_by_the_cache(
     assert "libcuda.so.1 (libc6)" not in ran.stdout  # the quota would not apply to it
 
 
-def test_the_set_decides_on_32_bit_libraries_too(node: Node, runc: Runtime) -> None:
+def test_the_set_decides_on_32_bit_libraries_too(node: HookNode, runc: Runtime) -> None:
     bundle = node.bundle(f"ls /{TARGET32}", annotations=asking("compat32,compute"))
     put_libc32(bundle)
     assert runc.run(bundle).stdout == (
@@ -250,7 +252,7 @@ def test_the_set_decides_on_32_bit_libraries_too(node: Node, runc: Runtime) -> N
     ],
 )
 def test_an_image_that_cannot_take_32_bit_libraries(
-    node: Node, runc: Runtime, lack: str, message: str
+    node: HookNode, runc: Runtime, lack: str, message: str
 ) -> None:
     """If they are asked for by name, the start fails; as a part of `all` they are left out."""
     bundles = [
@@ -282,10 +284,10 @@ def test_an_image_that_cannot_take_32_bit_libraries(
     refuse(node, bundles[1], 76, message)
 
 
-def test_32_bit_libraries_that_the_cache_cannot_lead_to_are_missed(node: Node) -> None:
+def test_32_bit_libraries_that_the_cache_cannot_lead_to_are_missed(node: HookNode) -> None:
     bundle = node.bundle("true", annotations=asking("compat32"))
     put_libc32(bundle)
-    with Held(bundle) as held:
+    with HeldContainer(bundle) as held:
         etc = bundle.rootfs / "etc"
         subprocess.run(
             ["nsenter", "-m", "-t", str(held.process.pid), "mount", "--bind", str(etc), str(etc)],
@@ -298,7 +300,7 @@ def test_32_bit_libraries_that_the_cache_cannot_lead_to_are_missed(node: Node) -
     assert "does not lead to the driver's 32-bit libraries and cannot be replaced" in done.stderr
 
 
-def test_a_driver_without_32_bit_libraries(node: Node) -> None:
+def test_a_driver_without_32_bit_libraries(node: HookNode) -> None:
     generation = node.own_mirror()
     manifest = json.loads((generation / "manifest.json").read_text())
     for entry in manifest["sets"]:
@@ -308,7 +310,7 @@ def test_a_driver_without_32_bit_libraries(node: Node) -> None:
     refuse(node, bundle, 69, f"this node's driver {VERSION} has no 32-bit libraries")
 
 
-def test_a_kernel_module_of_another_version_is_refused(node: Node) -> None:
+def test_a_kernel_module_of_another_version_is_refused(node: HookNode) -> None:
     (node.base / "module-version").write_text(
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.1.2  Release Build\n"
     )
@@ -319,7 +321,7 @@ def test_a_kernel_module_of_another_version_is_refused(node: Node) -> None:
 
 @pytest.mark.parametrize("module", [True, False])
 def test_a_package_upgrade_stops_no_container_while_the_module_is_the_same(
-    node: Node, *, module: bool
+    node: HookNode, *, module: bool
 ) -> None:
     generation = node.own_mirror()
     manifest = json.loads((generation / "manifest.json").read_text())
@@ -333,18 +335,18 @@ def test_a_package_upgrade_stops_no_container_while_the_module_is_the_same(
     (node.base / "module-version").write_text(
         f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {VERSION}  Mon Jun  9 17:42:14 UTC 2025\n"
     )
-    with Held(node.bundle("true")) as held:
+    with HeldContainer(node.bundle("true")) as held:
         done = held.hook(node.hook)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_generation_stays_while_a_hook_works_on_it(node: Node) -> None:
+def test_a_generation_stays_while_a_hook_works_on_it(node: HookNode) -> None:
     """`tidegate gc` asks for an exclusive lock, and gets it only when the hook has ended."""
     generation = node.own_mirror()
     node.governor.mode = "silent"
     node.timeout = 4.0
     collector = os.open(generation, os.O_RDONLY | os.O_DIRECTORY)
-    with Held(node.bundle("true")) as held:
+    with HeldContainer(node.bundle("true")) as held:
         hook = subprocess.Popen(
             [*node.hook, "createRuntime"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
@@ -359,7 +361,7 @@ def test_a_generation_stays_while_a_hook_works_on_it(node: Node) -> None:
     os.close(collector)
 
 
-def test_a_generation_that_is_exchanged_by_name_does_not_mix(node: Node, runc: Runtime) -> None:
+def test_a_generation_that_is_exchanged_by_name_does_not_mix(node: HookNode, runc: Runtime) -> None:
     """`tidegate refresh --repair` replaces a generation after a hook has read its manifest.
 
     The hook asks the governor between the manifest and the mounts, so the test replaces the generation then.
@@ -395,7 +397,7 @@ def waiters() -> list[list[str]]:
     return [words for words in lines if words[1:3] == ["->", "FLOCK"]]
 
 
-def test_a_hook_that_comes_while_its_generation_goes_takes_the_next(node: Node) -> None:
+def test_a_hook_that_comes_while_its_generation_goes_takes_the_next(node: HookNode) -> None:
     """The collector holds the lock, switches and removes the old generation; the hook waits and starts over."""
     old = node.own_mirror()
     new = old.with_name(f"{VERSION}-abababababab")
@@ -404,7 +406,7 @@ def test_a_hook_that_comes_while_its_generation_goes_takes_the_next(node: Node) 
     (new / "manifest.json").write_text(json.dumps({**manifest, "generation": new.name}))
     collector = os.open(old, os.O_RDONLY | os.O_DIRECTORY)
     fcntl.flock(collector, fcntl.LOCK_EX)
-    with Held(node.bundle("true")) as held:
+    with HeldContainer(node.bundle("true")) as held:
         hook = subprocess.Popen(
             [*node.hook, "createRuntime"], stdin=subprocess.PIPE, stderr=subprocess.PIPE
         )
@@ -424,7 +426,7 @@ def test_a_hook_that_comes_while_its_generation_goes_takes_the_next(node: Node) 
     assert node.events()[0]["generation"] == new.name
 
 
-def test_what_the_host_mounts_below_a_directory_stays_with_the_host(node: Node) -> None:
+def test_what_the_host_mounts_below_a_directory_stays_with_the_host(node: HookNode) -> None:
     """The container did not ask for such a mount, which would also be as writable as it is on the host."""
     generation = node.own_mirror()
     path = node.base / "sockets"
@@ -434,14 +436,16 @@ def test_what_the_host_mounts_below_a_directory_stays_with_the_host(node: Node) 
     (generation / "manifest.json").write_text(json.dumps(manifest))
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(path / "below")], check=True)
     try:
-        with Held(node.bundle("true")) as held:
+        with HeldContainer(node.bundle("true")) as held:
             assert held.hook(node.hook).returncode == 0
             assert [m for m in held.mounts() if "sockets" in m] == [str(path)]
     finally:
         subprocess.run(["umount", str(path / "below")], check=True)
 
 
-def test_a_volume_in_place_of_a_directory_of_the_host_stays(node: Node, runtime: Runtime) -> None:
+def test_a_volume_in_place_of_a_directory_of_the_host_stays(
+    node: HookNode, runtime: Runtime
+) -> None:
     """The configuration mounts what the user wants at that path."""
     sockets = node.made / "host-sockets"
     bundle = node.bundle(f"ls -A {sockets}", annotations=asking("graphics"))

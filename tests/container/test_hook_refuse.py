@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from oci_hook.apply import Container
+from oci_hook.apply import CreatedContainer
 from oci_hook.errors import BundleError
-from oci_hook.traces import Trace, remember, take_back
-from tests.container.bundles import LIBDIR, TARGET, Bundle, Runtime, compile_c, make_library
-from tests.container.conftest import Node
-from tests.container.held import Held
+from oci_hook.traces import HookTrace, remember, take_back
+from tests.container.bundles import LIBDIR, TARGET, DiskBundle, Runtime, compile_c, make_library
+from tests.container.conftest import HookNode
+from tests.container.held import HeldContainer
 from tests.container.test_hook_start import everything, host_mounts, tree
 
 
@@ -32,7 +32,7 @@ def check_line(line: str) -> None:
 
 
 def refuse(
-    node: Node, bundle: Bundle, status: int, message: str, *, stdin: bytes | None = None
+    node: HookNode, bundle: DiskBundle, status: int, message: str, *, stdin: bytes | None = None
 ) -> None:
     """The hook ends with this status and this message, and leaves everything as it was."""
     files = tree(bundle.rootfs)
@@ -42,7 +42,7 @@ def refuse(
         if (bundle.rootfs / "etc/ld.so.cache").is_file()
         else b""
     )
-    with Held(bundle) as held:
+    with HeldContainer(bundle) as held:
         before = held.all_mounts()
         done = held.hook(node.hook, stdin=stdin)
         assert (done.returncode, done.stdout) == (status, ""), done.stderr
@@ -60,13 +60,13 @@ def refuse(
 
 
 @pytest.mark.parametrize("stdin", [b"", b"{", b"[1]", b'{"id": 7}', b"\x00\xff"])
-def test_a_broken_state(node: Node, stdin: bytes) -> None:
+def test_a_broken_state(node: HookNode, stdin: bytes) -> None:
     refuse(node, node.bundle("true"), 65, "OCI state", stdin=stdin)
 
 
-def test_a_missing_config(node: Node) -> None:
+def test_a_missing_config(node: HookNode) -> None:
     bundle = node.bundle("true")
-    with Held(bundle) as held:
+    with HeldContainer(bundle) as held:
         (bundle.path / "config.json").unlink()
         done = held.hook(node.hook)
     assert done.returncode == 66
@@ -74,9 +74,9 @@ def test_a_missing_config(node: Node) -> None:
     assert "config.json: No such file or directory" in done.stderr
 
 
-def test_an_unreadable_config(node: Node) -> None:
+def test_an_unreadable_config(node: HookNode) -> None:
     bundle = node.bundle("true")
-    with Held(bundle) as held:
+    with HeldContainer(bundle) as held:
         (bundle.path / "config.json").unlink()
         (bundle.path / "config.json").mkdir()
         done = held.hook(node.hook)
@@ -88,13 +88,13 @@ def test_an_unreadable_config(node: Node) -> None:
     "root",
     [{}, {"path": ""}, {"path": "/"}, {"path": "../../../../../.."}, {"path": "/proc/1/root"}],
 )
-def test_a_root_that_is_missing_or_the_hosts(node: Node, root: dict[str, str]) -> None:
+def test_a_root_that_is_missing_or_the_hosts(node: HookNode, root: dict[str, str]) -> None:
     bundle = node.bundle("true")
     bundle.config["root"] = root
     refuse(node, bundle, 66, "root.path")
 
 
-def test_a_missing_root(node: Node) -> None:
+def test_a_missing_root(node: HookNode) -> None:
     bundle = node.bundle("true")
     bundle.config["root"] = {"path": "elsewhere"}
     refuse(node, bundle, 66, "elsewhere: No such file or directory")
@@ -113,23 +113,23 @@ def test_a_missing_root(node: Node) -> None:
     ],
 )
 def test_an_annotation_that_is_not_accepted(
-    node: Node, annotations: dict[str, str], message: str
+    node: HookNode, annotations: dict[str, str], message: str
 ) -> None:
     refuse(node, node.bundle("true", annotations=annotations), 64, message)
 
 
-def test_no_mirror(node: Node) -> None:
+def test_no_mirror(node: HookNode) -> None:
     node.driver_dir.unlink()
     node.driver_dir.mkdir()
     refuse(node, node.bundle("true"), 69, "run `tidegate refresh`")
 
 
-def test_capabilities_without_a_set(node: Node) -> None:
+def test_capabilities_without_a_set(node: HookNode) -> None:
     bundle = node.bundle("true", annotations={"tidegate.gpu/capabilities": "compute,video"})
     refuse(node, bundle, 69, "does not provide video, it has compute,graphics,utility")
 
 
-def test_a_stale_mirror_names_the_file(node: Node) -> None:
+def test_a_stale_mirror_names_the_file(node: HookNode) -> None:
     generation = node.own_mirror()
     manifest = json.loads((generation / "manifest.json").read_text())
     manifest["source"]["watch"][0]["mtime_ns"] += 1
@@ -137,13 +137,13 @@ def test_a_stale_mirror_names_the_file(node: Node) -> None:
     refuse(node, node.bundle("true"), 72, manifest["source"]["watch"][0]["path"])
 
 
-def test_a_damaged_manifest(node: Node) -> None:
+def test_a_damaged_manifest(node: HookNode) -> None:
     (node.own_mirror() / "manifest.json").write_text("{")
     refuse(node, node.bundle("true"), 72, "is not a manifest")
 
 
 @pytest.mark.parametrize("what", ["missing", "link", "fifo", "directory"])
-def test_a_mirror_with_something_else_in_a_programs_place(node: Node, what: str) -> None:
+def test_a_mirror_with_something_else_in_a_programs_place(node: HookNode, what: str) -> None:
     """R10: a source's type is checked on the descriptor that is mounted; earlier mounts are removed again."""
     program = node.own_mirror() / "bin" / "nvidia-smi"
     program.unlink()
@@ -157,7 +157,7 @@ def test_a_mirror_with_something_else_in_a_programs_place(node: Node, what: str)
     refuse(node, node.bundle("true"), 72, "bin/nvidia-smi")
 
 
-def test_no_governor(node: Node) -> None:
+def test_no_governor(node: HookNode) -> None:
     node.timeout = 3.0  # the hook waits for half of it, in case the governor is being restarted
     (node.base / "run/governor.sock").unlink()
     refuse(node, node.bundle("true"), 75, "governor.sock (connect: there is no socket)")
@@ -171,7 +171,7 @@ def test_no_governor(node: Node) -> None:
         ("garbage", 'answered admit with ["what?"]'),
     ],
 )
-def test_a_governor_that_does_not_answer(node: Node, mode: str, message: str) -> None:
+def test_a_governor_that_does_not_answer(node: HookNode, mode: str, message: str) -> None:
     node.governor.mode = mode
     node.timeout = 0.5
     begin = time.monotonic()
@@ -179,7 +179,7 @@ def test_a_governor_that_does_not_answer(node: Node, mode: str, message: str) ->
     assert time.monotonic() - begin < 10
 
 
-def test_a_governor_that_refuses_speaks_for_itself(node: Node) -> None:
+def test_a_governor_that_refuses_speaks_for_itself(node: HookNode) -> None:
     node.governor.mode = "refuse"
     refuse(
         node,
@@ -189,32 +189,32 @@ def test_a_governor_that_refuses_speaks_for_itself(node: Node) -> None:
     )
 
 
-def test_a_refusal_is_nothing_to_a_container_of_the_same_id(node: Node) -> None:
+def test_a_refusal_is_nothing_to_a_container_of_the_same_id(node: HookNode) -> None:
     """A container of another engine runs: what was made in its image is still on record when it ends."""
     node.governor.mode = "refuse"
     bundle = node.bundle("true")
-    made = [Trace("directory", "run")]
-    with Held(bundle) as held:
+    made = [HookTrace("directory", "run")]
+    with HeldContainer(bundle) as held:
         ident = f"held-{held.process.pid}"
         remember(str(node.base / "run"), ident, os.getpid(), str(bundle.rootfs), made)
         assert held.hook(node.hook).returncode == 77
     assert (node.base / "run/traces" / ident).exists()
 
 
-def test_a_confirmation_that_fails_takes_everything_back(node: Node) -> None:
+def test_a_confirmation_that_fails_takes_everything_back(node: HookNode) -> None:
     """All mounts were made and the cache was written: all is undone, and the old cache is restored."""
     node.governor.mode = "deny-confirm"
     refuse(node, node.bundle("true"), 77, "the admission is gone")
 
 
-def test_what_could_not_be_taken_back_goes_at_the_end(node: Node) -> None:
+def test_what_could_not_be_taken_back_goes_at_the_end(node: HookNode) -> None:
     """A file is in the way for a while. The runtime reports the end of a container that failed to start, too."""
     node.governor.mode = "deny-confirm"
     bundle = node.bundle("true")
     before = tree(bundle.rootfs)
     way = bundle.rootfs / LIBDIR / "glibc-hwcaps/in the way"
     node.governor.before_confirm = way.touch
-    with Held(bundle) as held:
+    with HeldContainer(bundle) as held:
         assert held.hook(node.hook).returncode == 77
         ident = f"held-{held.process.pid}"
     assert node.events()[-1]["left_behind"]
@@ -250,7 +250,7 @@ int main(int argc, char **argv) {
 
 @pytest.mark.parametrize("root", ["bind", "overlay", "no exchange"])
 @pytest.mark.parametrize("kind", ["link", "mode, owner and time", "hard link"])
-def test_a_cache_that_comes_back_is_the_very_one(node: Node, kind: str, root: str) -> None:
+def test_a_cache_that_comes_back_is_the_very_one(node: HookNode, kind: str, root: str) -> None:
     """An overlay has no hard links between its layers, so there the cache is a file of the upper layer."""
     node.governor.mode = "deny-confirm"
     bundle = node.bundle("true")
@@ -280,7 +280,7 @@ def test_a_cache_that_comes_back_is_the_very_one(node: Node, kind: str, root: st
     argv = node.hook
     if root == "no exchange":
         argv = [str(compile_c(NO_EXCHANGE_C, node.base / "no-exchange")), *argv]
-    with Held(bundle, mount=mount) as host, Held(bundle, host=host) as held:
+    with HeldContainer(bundle, mount=mount) as host, HeldContainer(bundle, host=host) as held:
         seen = Path(f"/proc/{held.process.pid}/root{etc}")
         before = {path.name: everything(path) for path in seen.iterdir()}
         done = held.hook(argv)
@@ -289,42 +289,42 @@ def test_a_cache_that_comes_back_is_the_very_one(node: Node, kind: str, root: st
     assert "left_behind" not in node.events()[0]
 
 
-def test_a_file_system_that_cannot_exchange_names_gets_the_new_cache(node: Node) -> None:
+def test_a_file_system_that_cannot_exchange_names_gets_the_new_cache(node: HookNode) -> None:
     bundle = node.bundle("true")
-    with Held(bundle) as held:
+    with HeldContainer(bundle) as held:
         no_exchange = compile_c(NO_EXCHANGE_C, node.base / "no-exchange")
         assert held.hook([str(no_exchange), *node.hook]).returncode == 0
     (cache,) = (bundle.rootfs / "etc").iterdir()
     assert f"/{TARGET}/libcuda.so.1\0".encode() in cache.read_bytes()
 
 
-def test_a_failure_half_way_takes_back_what_was_made(node: Node) -> None:
+def test_a_failure_half_way_takes_back_what_was_made(node: HookNode) -> None:
     """The libraries and the grant are mounted when the program's place turns out to be taken."""
     bundle = node.bundle("true")
     (bundle.rootfs / "usr/bin/nvidia-smi").mkdir()
     refuse(node, bundle, 76, "/usr/bin/nvidia-smi in the image is not a regular file")
 
 
-def test_an_image_on_musl(node: Node) -> None:
+def test_an_image_on_musl(node: HookNode) -> None:
     bundle = node.bundle("true")
     (bundle.rootfs / LIBDIR / "libc.so.6").unlink()
     (bundle.rootfs / "usr/lib/ld-musl-x86_64.so.1").write_bytes(b"musl")
     refuse(node, bundle, 76, "the image is built on musl")
 
 
-def test_an_image_without_a_loader(node: Node) -> None:
+def test_an_image_without_a_loader(node: HookNode) -> None:
     bundle = node.bundle("true")
     (bundle.rootfs / "usr/lib64/ld-linux-x86-64.so.2").unlink()
     refuse(node, bundle, 76, "the image has no loader")
 
 
-def test_an_image_with_files_in_the_directory(node: Node) -> None:
+def test_an_image_with_files_in_the_directory(node: HookNode) -> None:
     bundle = node.bundle("true")
     make_library(bundle.rootfs / TARGET / "libfast.so.1", "libfast.so.1", "fast")
     refuse(node, bundle, 76, f"/{TARGET} in the image is not empty (libfast.so.1)")
 
 
-def test_a_damaged_cache_that_names_ours(node: Node) -> None:
+def test_a_damaged_cache_that_names_ours(node: HookNode) -> None:
     bundle = node.bundle("true")
     (bundle.rootfs / "etc/ld.so.cache").write_bytes(
         b"glibc-ld.so.cache1.1" + b"\xff" * 40 + b"libcuda.so.1\0"
@@ -332,14 +332,14 @@ def test_a_damaged_cache_that_names_ours(node: Node) -> None:
     refuse(node, bundle, 76, "/etc/ld.so.cache in the image is damaged")
 
 
-def test_a_cache_that_leads_elsewhere_and_cannot_be_written(node: Node) -> None:
+def test_a_cache_that_leads_elsewhere_and_cannot_be_written(node: HookNode) -> None:
     """/etc is a mount of the host: the hook must not write to it, and the image's own library would be found first."""
     bundle = node.bundle("true")
     make_library(bundle.rootfs / "opt/cuda/libcuda.so.1", "libcuda.so.1", "the image's libcuda")
     (bundle.rootfs / "etc/ld.so.conf").write_text("/opt/cuda\n")
     subprocess.run(["ldconfig", "-r", str(bundle.rootfs), "-X"], check=True)
     bundle.write()
-    with Held(bundle) as held:
+    with HeldContainer(bundle) as held:
         etc = bundle.rootfs / "etc"
         subprocess.run(
             ["nsenter", "-m", "-t", str(held.process.pid), "mount", "--bind", str(etc), str(etc)],
@@ -353,10 +353,10 @@ def test_a_cache_that_leads_elsewhere_and_cannot_be_written(node: Node) -> None:
     assert "leads to /opt/cuda/libcuda.so.1 and cannot be replaced" in done.stderr
 
 
-def test_a_root_file_system_that_cannot_be_written(node: Node) -> None:
+def test_a_root_file_system_that_cannot_be_written(node: HookNode) -> None:
     bundle = node.bundle("true")
     bundle.write()
-    with Held(bundle) as held:
+    with HeldContainer(bundle) as held:
         remount = ["mount", "-o", "remount,bind,ro", str(bundle.rootfs)]
         subprocess.run(["nsenter", "-m", "-t", str(held.process.pid), *remount], check=True)
         done = held.hook(node.hook)
@@ -366,12 +366,12 @@ def test_a_root_file_system_that_cannot_be_written(node: Node) -> None:
     assert "Read-only file system" in done.stderr
 
 
-def test_a_read_only_root_that_was_prepared_is_served(node: Node) -> None:
+def test_a_read_only_root_that_was_prepared_is_served(node: HookNode) -> None:
     """The image has the directories, and its cache does not name our libraries: nothing has to be written."""
     bundle = node.bundle("true")
     (bundle.rootfs / TARGET).mkdir(parents=True)
     (bundle.rootfs / "run/tidegate").mkdir()
-    with Held(bundle) as held:
+    with HeldContainer(bundle) as held:
         remount = ["mount", "-o", "remount,bind,ro", str(bundle.rootfs)]
         subprocess.run(["nsenter", "-m", "-t", str(held.process.pid), *remount], check=True)
         done = held.hook(node.hook)
@@ -380,11 +380,11 @@ def test_a_read_only_root_that_was_prepared_is_served(node: Node) -> None:
     assert node.events()[0]["skipped"] == ["/usr/bin/nvidia-smi: Read-only file system"]
 
 
-def test_no_mount_namespace(node: Node) -> None:
+def test_no_mount_namespace(node: HookNode) -> None:
     """The hook's mounts would appear on the host."""
     bundle = node.bundle("true")
     bundle.write()
-    with Held(bundle) as held:
+    with HeldContainer(bundle) as held:
         mounts = host_mounts(node.base)
         done = held.hook(node.hook, stdin=held.state(pid=os.getpid()))
         assert (done.returncode, host_mounts(node.base)) == (66, mounts)
@@ -392,9 +392,9 @@ def test_no_mount_namespace(node: Node) -> None:
         assert "no mount namespace of its own" in done.stderr
 
 
-def test_a_process_that_has_ended(node: Node) -> None:
+def test_a_process_that_has_ended(node: HookNode) -> None:
     bundle = node.bundle("true")
-    with Held(bundle) as held:
+    with HeldContainer(bundle) as held:
         ended = subprocess.Popen(["true"])
         ended.wait()
         done = held.hook(node.hook, stdin=held.state(pid=ended.pid))
@@ -403,23 +403,23 @@ def test_a_process_that_has_ended(node: Node) -> None:
 
 
 def test_a_number_that_is_anothers_by_now_is_not_the_container_s(
-    node: Node, monkeypatch: pytest.MonkeyPatch
+    node: HookNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process ends while the hook opens its pidfd, and the next process gets its number."""
     bundle = node.bundle("true")
-    with Held(bundle) as held, subprocess.Popen(["true"]) as ended:
+    with HeldContainer(bundle) as held, subprocess.Popen(["true"]) as ended:
         os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
         gone = os.pidfd_open(ended.pid)
         monkeypatch.setattr(os, "pidfd_open", lambda _: gone)
         with pytest.raises(BundleError, match="of the OCI state has ended"):
-            Container(held.process.pid, str(bundle.rootfs))
+            CreatedContainer(held.process.pid, str(bundle.rootfs))
     os.close(gone)
 
 
 @pytest.mark.parametrize(
     "arguments", [[], ["createContainer"], ["--nope", "prestart"], ["--timeout", "x", "prestart"]]
 )
-def test_a_command_line_that_is_not_understood(node: Node, arguments: list[str]) -> None:
+def test_a_command_line_that_is_not_understood(node: HookNode, arguments: list[str]) -> None:
     """R13: createContainer runs in the container's namespaces, where the hook never runs."""
     done = subprocess.run(
         [node.hook[0], *arguments],
@@ -433,16 +433,16 @@ def test_a_command_line_that_is_not_understood(node: Node, arguments: list[str])
     assert "usage: tidegate-hook" in done.stderr
 
 
-def test_poststop_never_fails(node: Node) -> None:
+def test_poststop_never_fails(node: HookNode) -> None:
     bundle = node.bundle("true")
     (node.base / "run/governor.sock").unlink()
-    with Held(bundle) as held:
+    with HeldContainer(bundle) as held:
         for stdin in (b"", b"{", held.state()):
             assert held.hook(node.hook, stage="poststop", stdin=stdin).returncode == 0
     assert {event["code"] for event in node.events()} == {"state", "governor"}
 
 
-def test_runc_shows_the_line_and_the_status(node: Node, runc: Runtime) -> None:
+def test_runc_shows_the_line_and_the_status(node: HookNode, runc: Runtime) -> None:
     """The container's root is as it was, too."""
     bundle = node.bundle("echo started", annotations={"tidegate.gpu/memory": "8GB"})
     before = tree(bundle.rootfs)
@@ -456,7 +456,7 @@ def test_runc_shows_the_line_and_the_status(node: Node, runc: Runtime) -> None:
     assert tree(bundle.rootfs) == before
 
 
-def test_crun_does_not_start_it_either(node: Node, runtime: Runtime) -> None:
+def test_crun_does_not_start_it_either(node: HookNode, runtime: Runtime) -> None:
     node.governor.mode = "refuse"
     bundle = node.bundle("echo started")
     ran = runtime.run(bundle)
@@ -465,7 +465,7 @@ def test_crun_does_not_start_it_either(node: Node, runtime: Runtime) -> None:
     assert node.governor.admitted == {}
 
 
-def test_the_log_never_fails_a_container(node: Node, runc: Runtime) -> None:
+def test_the_log_never_fails_a_container(node: HookNode, runc: Runtime) -> None:
     node.log.mkdir()
     assert runc.run(node.bundle("echo started")).stdout == "started\n"
     node.log.rmdir()

@@ -19,7 +19,7 @@ import pytest
 
 from tests.container.assault import (
     LOOK,
-    Outcome,
+    AttackOutcome,
     assault,
     below_root,
     lay_traps,
@@ -29,13 +29,13 @@ from tests.container.assault import (
     run_nothing,
     traps,
 )
-from tests.container.bundles import LIBDIR, TARGET, Bundle, Runtime, add_user_namespace
+from tests.container.bundles import LIBDIR, TARGET, DiskBundle, Runtime, add_user_namespace
 from tests.container.canary import SECRET, Canary
-from tests.container.conftest import Node
-from tests.container.held import Held
+from tests.container.conftest import HookNode
+from tests.container.held import HeldContainer
 from tests.container.test_hook_attack import wait_for
 
-Attack = Callable[[Bundle, Canary], None]
+Attack = Callable[[DiskBundle, Canary], None]
 
 # Every component of every path below the root that the hook walks.
 WALKED = [
@@ -63,7 +63,7 @@ def canary(tmp_path: Path) -> Canary:
     return Canary(tmp_path / "canary")
 
 
-def settled(outcome: Outcome) -> None:
+def settled(outcome: AttackOutcome) -> None:
     """The container started, or did not for a reason that the hook or the runtime gave in one line."""
     if outcome.ran.status == 0:
         assert outcome.outcome in ("prepared", "without-gpu")
@@ -72,7 +72,7 @@ def settled(outcome: Outcome) -> None:
         assert outcome.ran.status != 0
 
 
-def ours(outcome: Outcome, *targets: str) -> None:
+def ours(outcome: AttackOutcome, *targets: str) -> None:
     """The container's files at these places are the node's own, and read-only."""
     lines = [line.split(" ") for line in outcome.ran.stdout.splitlines() if " - " in line]
     mounts = {words[4]: words for words in lines}
@@ -96,7 +96,7 @@ def link_texts(place: str) -> dict[str, str]:
     }
 
 
-def chain(bundle: Bundle, last: str) -> None:
+def chain(bundle: DiskBundle, last: str) -> None:
     (bundle.rootfs / "first").symlink_to("var/../second")
     (bundle.rootfs / "second").symlink_to("./third/.")
     (bundle.rootfs / "third").symlink_to(last)
@@ -112,7 +112,7 @@ LINKS = [
 
 @pytest.mark.parametrize(("place", "kind"), LINKS)
 def test_a_link_at_each_component(
-    node: Node, runtime: Runtime, canary: Canary, place: str, kind: str
+    node: HookNode, runtime: Runtime, canary: Canary, place: str, kind: str
 ) -> None:
     """R2, R3, R4: the link is followed inside the root, or refused."""
     bundle = node.bundle(LOOK)
@@ -132,7 +132,7 @@ def test_a_link_at_each_component(
     ],
 )
 def test_a_link_whose_target_is_in_the_image_too(
-    node: Node, runtime: Runtime, canary: Canary, place: str
+    node: HookNode, runtime: Runtime, canary: Canary, place: str
 ) -> None:
     """R2: the image has a directory under a path that the host has, too; the hook uses the image's."""
     bundle = node.bundle(LOOK)
@@ -171,7 +171,7 @@ QUICK_KINDS = {"fifo", "char"}
     ],
 )
 def test_odd_files_at_each_place(
-    node: Node, runtime: Runtime, canary: Canary, place: str, kind: str
+    node: HookNode, runtime: Runtime, canary: Canary, place: str, kind: str
 ) -> None:
     """R10, R14: the type of a file is checked on its descriptor before it is opened for reading; sizes are bounded."""
     bundle = node.bundle(
@@ -217,7 +217,7 @@ INTO_PROC = [
 
 @pytest.mark.parametrize(("place", "kind", "host_pids"), INTO_PROC)
 def test_links_into_proc_sys_and_dev(
-    node: Node, runtime: Runtime, canary: Canary, *, place: str, kind: str, host_pids: bool
+    node: HookNode, runtime: Runtime, canary: Canary, *, place: str, kind: str, host_pids: bool
 ) -> None:
     """R10, R11: nothing is written there. With the host's PID namespace, /proc/self is the hook itself."""
     bundle = node.bundle(LOOK)
@@ -235,7 +235,7 @@ def test_links_into_proc_sys_and_dev(
 @pytest.mark.parametrize("target", ["/dev", "/proc", "/sys", "/proc/sys", "/", "/data"])
 @pytest.mark.parametrize("place", [TARGET, "run/tidegate"])
 def test_a_link_does_not_cover_what_the_runtime_mounts(
-    node: Node, runtime: Runtime, canary: Canary, place: str, target: str
+    node: HookNode, runtime: Runtime, canary: Canary, place: str, target: str
 ) -> None:
     """R10: a runtime hides files of /proc with its own /dev/null, and leaves them visible where that is missing.
 
@@ -259,7 +259,7 @@ def test_a_link_does_not_cover_what_the_runtime_mounts(
 
 @pytest.mark.parametrize("place", [TARGET, "run/tidegate"])
 def test_what_a_runtime_hides_stays_hidden(
-    node: Node, runtime: Runtime, canary: Canary, place: str
+    node: HookNode, runtime: Runtime, canary: Canary, place: str
 ) -> None:
     """R10: if the configuration binds a directory on /dev, runc starts the container without its own /dev/null."""
     bundle = node.bundle("cat /proc/timer_list")
@@ -277,7 +277,7 @@ def test_what_a_runtime_hides_stays_hidden(
 @pytest.mark.parametrize("name", ["proc", "sys", "dev"])
 @pytest.mark.parametrize("kind", ["link", "files"])
 def test_proc_sys_and_dev_from_the_image(
-    node: Node, runtime: Runtime, canary: Canary, name: str, kind: str
+    node: HookNode, runtime: Runtime, canary: Canary, name: str, kind: str
 ) -> None:
     """R10, R11: the hook uses the host's /proc, through a descriptor that it opened before it looked at the image."""
     if (runtime.name, name, kind) == ("runc", "dev", "link"):
@@ -300,7 +300,7 @@ def test_proc_sys_and_dev_from_the_image(
     settled(assault(node, runtime, bundle, canary))
 
 
-def volume(bundle: Bundle, source: Path, destination: str, *options: str) -> None:
+def volume(bundle: DiskBundle, source: Path, destination: str, *options: str) -> None:
     bundle.config["mounts"].append(
         {
             "destination": f"/{destination}",
@@ -327,7 +327,7 @@ def volume(bundle: Bundle, source: Path, destination: str, *options: str) -> Non
     ],
 )
 def test_a_directory_of_the_host_in_the_way(
-    node: Node, runtime: Runtime, canary: Canary, place: str, *, readonly: bool
+    node: HookNode, runtime: Runtime, canary: Canary, place: str, *, readonly: bool
 ) -> None:
     """R3: nothing is made in a volume, whether the configuration or a link of the image put it there."""
     bundle = node.bundle(
@@ -358,7 +358,7 @@ def test_a_directory_of_the_host_in_the_way(
 
 @pytest.mark.parametrize("place", ["run", "usr/bin"])
 def test_a_link_to_a_directory_of_the_host_that_has_what_is_to_be_made(
-    node: Node, runtime: Runtime, canary: Canary, place: str
+    node: HookNode, runtime: Runtime, canary: Canary, place: str
 ) -> None:
     """R3: a volume to which only a link of the image leads does not count as put there by the configuration."""
     bundle = run_nothing(node.bundle(""))
@@ -372,7 +372,7 @@ def test_a_link_to_a_directory_of_the_host_that_has_what_is_to_be_made(
 
 @pytest.mark.parametrize("place", MADE)
 def test_a_single_file_or_directory_of_the_host_over_a_place(
-    node: Node, runtime: Runtime, canary: Canary, place: str
+    node: HookNode, runtime: Runtime, canary: Canary, place: str
 ) -> None:
     """R3, R10: a bind mount over the place itself is covered or refused; what it shows of the host is unchanged."""
     bundle = node.bundle("cat /proc/self/mountinfo")
@@ -391,7 +391,9 @@ def test_a_single_file_or_directory_of_the_host_over_a_place(
 
 
 @pytest.mark.parametrize("place", ["usr/lib", "run", "etc", "usr/bin"])
-def test_an_overlay_in_the_way(node: Node, runtime: Runtime, canary: Canary, place: str) -> None:
+def test_an_overlay_in_the_way(
+    node: HookNode, runtime: Runtime, canary: Canary, place: str
+) -> None:
     """R3: the hook makes nothing that an overlay of the configuration would copy up into a directory of the host."""
     bundle = node.bundle("cat /proc/self/mountinfo")
     lower, upper, work = (node.base / name for name in ("lower", "upper", "work"))
@@ -414,14 +416,14 @@ def test_an_overlay_in_the_way(node: Node, runtime: Runtime, canary: Canary, pla
 
 
 def settled_with(
-    node: Node, runtime: Runtime, bundle: Bundle, canary: Canary, *, skip: tuple[str, ...]
-) -> Outcome:
+    node: HookNode, runtime: Runtime, bundle: DiskBundle, canary: Canary, *, skip: tuple[str, ...]
+) -> AttackOutcome:
     """Like `assault`; what `skip` names outside the container's root is left to the test to check."""
     import tests.container.assault as module
 
     everything = module.elsewhere
 
-    def without(node: Node, bundle: Bundle) -> dict[str, tuple[int, int, int]]:
+    def without(node: HookNode, bundle: DiskBundle) -> dict[str, tuple[int, int, int]]:
         return {n: w for n, w in everything(node, bundle).items() if not n.startswith(skip)}
 
     with pytest.MonkeyPatch.context() as patch:
@@ -434,7 +436,7 @@ def settled_with(
 @pytest.mark.parametrize("stage", ["prestart", "createRuntime"])
 @pytest.mark.parametrize("env", ["entry", "none"])
 def test_an_environment_that_loads_and_runs_things(
-    node: Node,
+    node: HookNode,
     runtime: Runtime,
     canary: Canary,
     monkeypatch: pytest.MonkeyPatch,
@@ -518,7 +520,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_annotations_are_data(node: Node, runtime: Runtime, canary: Canary, kind: str) -> None:
+def test_annotations_are_data(node: HookNode, runtime: Runtime, canary: Canary, kind: str) -> None:
     """R14, R15: refused, with one printable line; used in no shell, path or format. The governor is not asked."""
     annotations = {
         name: value.replace("{marker}", str(traps() / "marker")).replace(
@@ -550,7 +552,7 @@ CONFIGS: dict[str, Callable[[], tuple[dict[str, str], str]]] = {
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_config_of_any_size(node: Node, runtime: Runtime, canary: Canary, kind: str) -> None:
+def test_a_config_of_any_size(node: HookNode, runtime: Runtime, canary: Canary, kind: str) -> None:
     """R14: the hook reads up to a limit, and within seconds."""
     annotations, codes = CONFIGS[kind]()
     bundle = node.bundle("echo started", annotations={"tidegate.gpu/memory": "8Gi", **annotations})
@@ -562,17 +564,17 @@ def test_a_config_of_any_size(node: Node, runtime: Runtime, canary: Canary, kind
 
 
 @pytest.mark.parametrize("size", [5 << 20, 64 << 20])
-def test_a_state_of_any_size(node: Node, size: int) -> None:
+def test_a_state_of_any_size(node: HookNode, size: int) -> None:
     """R14: the hook stops reading if a runtime writes without end."""
-    from tests.container.held import Held
+    from tests.container.held import HeldContainer
 
-    with Held(node.bundle("true")) as held:
+    with HeldContainer(node.bundle("true")) as held:
         done = held.hook(node.hook, stdin=held.state(annotations={"org.example/note": "x" * size}))
     assert done.returncode == 65, done.stderr
     assert "is larger than 4194304 bytes" in done.stderr
 
 
-def test_a_state_that_never_ends(node: Node) -> None:
+def test_a_state_that_never_ends(node: HookNode) -> None:
     """R14: the hook has its own deadline; the runtime may have none."""
     node.timeout = 0.5
     with subprocess.Popen(
@@ -586,13 +588,13 @@ def test_a_state_that_never_ends(node: Node) -> None:
             hook.kill()
 
 
-def test_what_is_shared_on_the_host_is_private_in_the_container(node: Node) -> None:
+def test_what_is_shared_on_the_host_is_private_in_the_container(node: HookNode) -> None:
     """R8: mirror and grant are on a shared mount, as is everything under systemd; the hook's copies have no peers."""
-    from tests.container.held import Held
+    from tests.container.held import HeldContainer
 
     bundle = node.bundle("true")
     share = f'mount --bind {node.base} {node.base} && mount --make-shared {node.base} && mount --bind "$1" "$1"'
-    with Held(bundle, mount=share) as host, Held(bundle, host=host) as held:
+    with HeldContainer(bundle, mount=share) as host, HeldContainer(bundle, host=host) as held:
         base = next(
             line for line in Path(f"/proc/{host.process.pid}/mountinfo").read_text().splitlines()
             if line.split()[4] == str(node.base)
@@ -616,7 +618,7 @@ def test_what_is_shared_on_the_host_is_private_in_the_container(node: Node) -> N
 )
 @pytest.mark.parametrize("asks", [False, True])
 def test_the_environment_grants_nothing(
-    node: Node, runtime: Runtime, env: list[str], *, asks: bool
+    node: HookNode, runtime: Runtime, env: list[str], *, asks: bool
 ) -> None:
     """R9: the environment yields neither a GPU nor a larger share of one."""
     wanted = {"tidegate.gpu/memory": "1Gi"} if asks else {}
@@ -645,7 +647,7 @@ SOCKETS = [
 
 @pytest.mark.parametrize("kind", SOCKETS)
 def test_a_replaced_socket_of_the_governor(
-    node: Node, runtime: Runtime, canary: Canary, kind: str
+    node: HookNode, runtime: Runtime, canary: Canary, kind: str
 ) -> None:
     """R13, R14: the hook neither hangs nor trusts it, and never uses the image's own socket under that path."""
     bundle = node.bundle("echo started")
@@ -785,7 +787,7 @@ int main(int argc, char **argv) {
 
 @pytest.mark.parametrize("kind", PAGES)
 def test_pages_and_libraries_cannot_be_changed(
-    node: Node, runtime: Runtime, canary: Canary, kind: str
+    node: HookNode, runtime: Runtime, canary: Canary, kind: str
 ) -> None:
     """R8: the container's root cannot write to, truncate, replace or remount what the hook mounted."""
     from tests.container.bundles import compile_c
@@ -804,7 +806,7 @@ def test_pages_and_libraries_cannot_be_changed(
 
 @pytest.mark.parametrize("kind", ["compat", "program", "grant", "manifest"])
 def test_no_file_of_the_image_is_mounted_anywhere(
-    node: Node, runtime: Runtime, canary: Canary, kind: str
+    node: HookNode, runtime: Runtime, canary: Canary, kind: str
 ) -> None:
     """R1: the image has files like a driver's, under the host's paths as well; the hook mounts the host's files."""
     bundle = node.bundle(
@@ -836,7 +838,7 @@ def test_no_file_of_the_image_is_mounted_anywhere(
 
 @pytest.mark.parametrize("cwd", ["/", "/proc", "/run/tidegate", "/proc/self/cwd", "/var"])
 def test_a_working_directory_and_descriptors(
-    node: Node, runtime: Runtime, canary: Canary, cwd: str
+    node: HookNode, runtime: Runtime, canary: Canary, cwd: str
 ) -> None:
     """R12: no descriptor of the hook or of the runtime's caller is left; the working directory is the runtime's."""
     bundle = node.bundle("cd /proc/self/fd; ls -l . | cat; cat /proc/self/mountinfo > /dev/null")
@@ -856,15 +858,15 @@ def test_a_working_directory_and_descriptors(
 @pytest.mark.parametrize(
     "root", ["/", "//", "/.", "/proc/1/root", "/proc/self/root", "../../../../../../../..", "link"]
 )
-def test_the_hosts_own_root_is_refused(node: Node, runtime: Runtime, root: str) -> None:
+def test_the_hosts_own_root_is_refused(node: HookNode, runtime: Runtime, root: str) -> None:
     """R16: the hook itself refuses, whatever the runtime tells it; nothing is mounted or made."""
-    from tests.container.held import Held
+    from tests.container.held import HeldContainer
     from tests.container.test_hook_start import host_mounts
 
     bundle = node.bundle("true")
     if root == "link":
         (bundle.path / "link").symlink_to("/")
-    with Held(bundle) as held:
+    with HeldContainer(bundle) as held:
         bundle.config["root"]["path"] = root
         bundle.write()
         before = held.all_mounts(), host_mounts(node.base)
@@ -879,7 +881,7 @@ def test_the_hosts_own_root_is_refused(node: Node, runtime: Runtime, root: str) 
 
 @pytest.mark.parametrize("place", [TARGET, "run/tidegate", "usr/bin", "etc", "usr/bin/nvidia-smi"])
 def test_a_link_in_a_user_namespace(
-    node: Node, runtime: Runtime, canary: Canary, place: str
+    node: HookNode, runtime: Runtime, canary: Canary, place: str
 ) -> None:
     """R3: what the hook makes is given to the mapped root by descriptor; nothing of the host changes owner."""
     bundle = node.bundle(LOOK)
@@ -923,11 +925,11 @@ def test_the_canary_sings(tmp_path: Path) -> None:
             canary.check()
 
 
-def test_standard_descriptors_that_are_closed_become_none_of_the_hook_s(node: Node) -> None:
+def test_standard_descriptors_that_are_closed_become_none_of_the_hook_s(node: HookNode) -> None:
     """R12: otherwise a message to standard error would be written into one of the hook's files."""
     node.governor.mode = "silent"
     node.timeout = 4.0
-    with Held(node.bundle("true")) as held:
+    with HeldContainer(node.bundle("true")) as held:
         hook = subprocess.Popen(
             ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *node.hook, "createRuntime"],
             stdin=subprocess.PIPE,

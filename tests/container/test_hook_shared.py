@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.container.bundles import Bundle, Ran, Runtime, add_hook, base_config
-from tests.container.conftest import Node
+from tests.container.bundles import ContainerResult, DiskBundle, Runtime, add_hook, base_config
+from tests.container.conftest import HookNode
 from tests.container.test_hook_start import FOUND, PROBE, everything, tree
 
 AT_ONCE = 8
@@ -26,7 +26,7 @@ SERVED = f"{FOUND}4096\n" * 2
 
 
 @pytest.fixture
-def shared(node: Node) -> Path:
+def shared(node: HookNode) -> Path:
     """A root with a cache; the cache's mode, owner and time show whether it was made again."""
     root = node.bundle("").rootfs
     cache = root / "etc/ld.so.cache"
@@ -36,19 +36,19 @@ def shared(node: Node) -> Path:
     return root
 
 
-def make(node: Node, root: Path, number: int, command: str, capabilities: str) -> Bundle:
+def make(node: HookNode, root: Path, number: int, command: str, capabilities: str) -> DiskBundle:
     """Make a separate bundle over the shared root."""
     path = node.base / f"shared{number}"
     path.mkdir(exist_ok=True)
     asked = ASKED | {"tidegate.gpu/capabilities": capabilities}
-    bundle = Bundle(path, root, base_config(command, annotations=asked))
+    bundle = DiskBundle(path, root, base_config(command, annotations=asked))
     bundle.config["root"]["path"] = str(root)
     add_hook(bundle.config, node.hook, stage="createRuntime")
     bundle.write()
     return bundle
 
 
-def run(runtime: Runtime, bundle: Bundle, name: str) -> Ran:
+def run(runtime: Runtime, bundle: DiskBundle, name: str) -> ContainerResult:
     done = subprocess.run(
         runtime.command("run", "--bundle", str(bundle.path), name),
         capture_output=True,
@@ -57,14 +57,14 @@ def run(runtime: Runtime, bundle: Bundle, name: str) -> Ran:
         check=False,
         stdin=subprocess.DEVNULL,
     )
-    return Ran(done.returncode, done.stdout, done.stderr)
+    return ContainerResult(done.returncode, done.stdout, done.stderr)
 
 
 @pytest.mark.parametrize(
     "capabilities", ["different", pytest.param("the same", marks=pytest.mark.slow)]
 )
 def test_starts_and_ends_at_once_over_one_root(
-    node: Node, runtime: Runtime, shared: Path, capabilities: str
+    node: HookNode, runtime: Runtime, shared: Path, capabilities: str
 ) -> None:
     """None fails or loses what it uses, and the last one removes what all of them made; container ids are reused."""
     node.timeout = 40.0
@@ -92,14 +92,14 @@ def test_starts_and_ends_at_once_over_one_root(
 
 
 def test_a_start_that_fails_takes_nothing_from_another_of_its_root(
-    node: Node, runtime: Runtime, shared: Path
+    node: HookNode, runtime: Runtime, shared: Path
 ) -> None:
     """The second starts when the first has made everything. Then the first is refused, and removes what it made."""
     node.timeout = 20.0
     before, kept = tree(shared), everything(shared / "etc/ld.so.cache")
     governor = node.governor
     usual = governor.mode
-    second: list[Ran] = []
+    second: list[ContainerResult] = []
     other = threading.Thread(
         target=lambda: second.append(
             run(

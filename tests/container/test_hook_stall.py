@@ -13,9 +13,9 @@ import pytest
 
 from oci_hook.edits import HOOK_TIMEOUT
 from tests.container.bundles import HOOK, Runtime
-from tests.container.conftest import ForkServer, Node
+from tests.container.conftest import ForkServer, HookNode
 from tests.container.fuse import Fuse
-from tests.container.held import Held
+from tests.container.held import HeldContainer
 from tests.container.nodes import wait_for
 from tests.container.test_hook_start import tree
 
@@ -38,10 +38,10 @@ OTHERS = [
 ENDS = ("rmdir", "x86-64-v2")
 
 
-class Way:
+class HookWay:
     """How the hook is executed: as the C program, with or without fork server, or as the script."""
 
-    def __init__(self, node: Node, fronts: Path, name: str) -> None:
+    def __init__(self, node: HookNode, fronts: Path, name: str) -> None:
         node.timeout = DEADLINE
         node.program = HOOK if name == "script" else fronts / "tidegate-hook"
         self.server = ForkServer(node.base / "run") if name == "server" else None
@@ -58,8 +58,8 @@ class Way:
 
 
 @pytest.fixture(params=["server", "front", "script"])
-def way(request: pytest.FixtureRequest, node: Node, fronts: Path) -> Iterator[Way]:
-    made = Way(node, fronts, request.param)
+def way(request: pytest.FixtureRequest, node: HookNode, fronts: Path) -> Iterator[HookWay]:
+    made = HookWay(node, fronts, request.param)
     yield made
     if made.server:
         made.server.stop()
@@ -71,7 +71,7 @@ one_way = pytest.mark.parametrize("way", ["script"], indirect=True)
 class Stalling:
     """A bundle with a root that FUSE serves from the directory `below`; `before`: its original content."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: HookNode) -> None:
         self.bundle = node.bundle("true")
         self.below = node.base / "below"
         self.bundle.rootfs.rename(self.below)
@@ -81,17 +81,17 @@ class Stalling:
 
 
 @pytest.fixture
-def stalling(node: Node) -> Stalling:
+def stalling(node: HookNode) -> Stalling:
     return Stalling(node)
 
 
-def left(node: Node) -> list[str]:
+def left(node: HookNode) -> list[str]:
     """Return the notes that starts have left in the runtime directory."""
     traces = node.base / "run/traces"
     return sorted(path.name for path in traces.iterdir()) if traces.exists() else []
 
 
-def nothing_came_of_it(node: Node, stalling: Stalling, held: Held) -> None:
+def nothing_came_of_it(node: HookNode, stalling: Stalling, held: HeldContainer) -> None:
     assert [mount for mount in held.mounts() if mount] == []
     assert tree(stalling.below) == stalling.before
     node.governor.wait_idle()
@@ -101,7 +101,7 @@ def nothing_came_of_it(node: Node, stalling: Stalling, held: Held) -> None:
     assert "left_behind" not in node.events()[-1]
 
 
-def has_ended(node: Node, held: Held) -> None:
+def has_ended(node: HookNode, held: HeldContainer) -> None:
     """Let the hook prepare the container, and end the container."""
     node.timeout = ENOUGH
     assert held.hook(node.hook).returncode == 0
@@ -111,9 +111,9 @@ def has_ended(node: Node, held: Held) -> None:
 
 
 def ends_and_leaves_nothing(
-    node: Node, way: Way, stalling: Stalling, operation: str, name: str
+    node: HookNode, way: HookWay, stalling: Stalling, operation: str, name: str
 ) -> None:
-    with stalling.fuse as fuse, Held(stalling.bundle) as held:
+    with stalling.fuse as fuse, HeldContainer(stalling.bundle) as held:
         fuse.stall(operation, name)
         began = time.monotonic()
         done = held.hook(node.hook)
@@ -129,7 +129,7 @@ def ends_and_leaves_nothing(
 
 @pytest.mark.parametrize(("operation", "name"), [IMAGE, MAKES], ids=["image", "makes"])
 def test_a_start_ends_at_its_deadline_and_leaves_nothing(
-    node: Node, way: Way, stalling: Stalling, operation: str, name: str
+    node: HookNode, way: HookWay, stalling: Stalling, operation: str, name: str
 ) -> None:
     ends_and_leaves_nothing(node, way, stalling, operation, name)
 
@@ -137,12 +137,12 @@ def test_a_start_ends_at_its_deadline_and_leaves_nothing(
 @one_way
 @pytest.mark.parametrize(("operation", "name"), OTHERS, ids=[f"{o}-{n}" for o, n in OTHERS])
 def test_it_does_so_wherever_it_is_stuck(
-    node: Node, way: Way, stalling: Stalling, operation: str, name: str
+    node: HookNode, way: HookWay, stalling: Stalling, operation: str, name: str
 ) -> None:
     ends_and_leaves_nothing(node, way, stalling, operation, name)
 
 
-def test_a_runtime_waits_no_longer(way: Way, runc: Runtime, stalling: Stalling) -> None:
+def test_a_runtime_waits_no_longer(way: HookWay, runc: Runtime, stalling: Stalling) -> None:
     """runc waits until the hook and every process that has the hook's outputs have ended."""
     # The hook's entry was made before the deadline was known.
     for entries in stalling.bundle.config["hooks"].values():
@@ -156,11 +156,11 @@ def test_a_runtime_waits_no_longer(way: Way, runc: Runtime, stalling: Stalling) 
 
 
 def test_a_way_back_that_is_stuck_is_gone_to_its_end(
-    node: Node, way: Way, stalling: Stalling
+    node: HookNode, way: HookWay, stalling: Stalling
 ) -> None:
     """The governor refuses the confirmation, and the file system stalls while the start is undone."""
     node.governor.mode = "deny-confirm"
-    with stalling.fuse as fuse, Held(stalling.bundle) as held:
+    with stalling.fuse as fuse, HeldContainer(stalling.bundle) as held:
         fuse.stall("rmdir", "glibc-hwcaps")
         done = held.hook(node.hook)
         assert (done.returncode, done.stderr) == (71, LINE)
@@ -170,11 +170,11 @@ def test_a_way_back_that_is_stuck_is_gone_to_its_end(
 
 
 def test_a_hook_that_the_runtime_kills_leaves_nothing(
-    node: Node, way: Way, stalling: Stalling
+    node: HookNode, way: HookWay, stalling: Stalling
 ) -> None:
     """This happens if the timeout in the hook entry is shorter than the hook's own deadline."""
     node.timeout = ENOUGH
-    with stalling.fuse as fuse, Held(stalling.bundle) as held:
+    with stalling.fuse as fuse, HeldContainer(stalling.bundle) as held:
         fuse.stall(*MAKES)
         with subprocess.Popen(
             [*node.hook, "createRuntime"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -193,10 +193,10 @@ def test_a_hook_that_the_runtime_kills_leaves_nothing(
 
 @one_way
 def test_a_start_that_is_stuck_holds_up_its_own_root_alone(
-    node: Node, way: Way, runc: Runtime, stalling: Stalling
+    node: HookNode, way: HookWay, runc: Runtime, stalling: Stalling
 ) -> None:
     """The stuck process holds the lock of that root until it ends."""
-    with stalling.fuse as fuse, Held(stalling.bundle) as held:
+    with stalling.fuse as fuse, HeldContainer(stalling.bundle) as held:
         fuse.stall(*MAKES)
         assert held.hook(node.hook).stderr == LINE
         again = held.hook(node.hook, stdin=held.state(id="again"))
@@ -213,9 +213,9 @@ def test_a_start_that_is_stuck_holds_up_its_own_root_alone(
         assert node.events()[-1]["outcome"] == "prepared"
 
 
-def test_an_end_that_is_stuck_is_given_up(node: Node, way: Way, stalling: Stalling) -> None:
+def test_an_end_that_is_stuck_is_given_up(node: HookNode, way: HookWay, stalling: Stalling) -> None:
     """The hook exits with 0; what the start left is removed when the file system answers."""
-    with stalling.fuse as fuse, Held(stalling.bundle) as held:
+    with stalling.fuse as fuse, HeldContainer(stalling.bundle) as held:
         has_ended(node, held)
         fuse.stall(*ENDS)
         done = held.hook(node.hook, stage="poststop")
@@ -226,9 +226,11 @@ def test_an_end_that_is_stuck_is_given_up(node: Node, way: Way, stalling: Stalli
 
 @one_way
 @pytest.mark.usefixtures("way")
-def test_a_note_of_a_root_that_is_stuck_holds_no_other_up(node: Node, stalling: Stalling) -> None:
+def test_a_note_of_a_root_that_is_stuck_holds_no_other_up(
+    node: HookNode, stalling: Stalling
+) -> None:
     """Each end of a container checks whether the roots of all notes still exist."""
-    with stalling.fuse as fuse, Held(stalling.bundle) as held:
+    with stalling.fuse as fuse, HeldContainer(stalling.bundle) as held:
         has_ended(node, held)
         node.timeout = ENOUGH
         fuse.stall("getattr", "")
@@ -243,7 +245,7 @@ def test_a_note_of_a_root_that_is_stuck_holds_no_other_up(node: Node, stalling: 
 
 
 @one_way
-def test_podman_s_stage_is_given_up(node: Node, way: Way, stalling: Stalling) -> None:
+def test_podman_s_stage_is_given_up(node: HookNode, way: HookWay, stalling: Stalling) -> None:
     """Podman takes the output as the configuration, so nothing is written."""
     config = stalling.bundle.config
     config["annotations"] |= {"tidegate.gpu/driver": "optional"}
@@ -259,7 +261,7 @@ def test_podman_s_stage_is_given_up(node: Node, way: Way, stalling: Stalling) ->
     assert node.governor.requests == []
 
 
-def wrapper(node: Node, runtime: str) -> list[str]:
+def wrapper(node: HookNode, runtime: str) -> list[str]:
     """Return the wrapper's command line, with the script `runtime` as the real runtime."""
     real, settings = node.base / "real", node.base / "settings"
     real.write_text(runtime)
@@ -273,7 +275,7 @@ def wrapper(node: Node, runtime: str) -> list[str]:
 
 
 def test_the_wrapper_gives_up_a_root_that_it_looks_into(
-    node: Node, way: Way, stalling: Stalling
+    node: HookNode, way: HookWay, stalling: Stalling
 ) -> None:
     """With `driver: optional` the wrapper looks for the image's C library."""
     log = node.base / "runc.log"
@@ -297,10 +299,10 @@ def test_the_wrapper_gives_up_a_root_that_it_looks_into(
     assert node.governor.requests == []
 
 
-def test_the_wrapper_gives_up_an_end(node: Node, way: Way, stalling: Stalling) -> None:
+def test_the_wrapper_gives_up_an_end(node: HookNode, way: HookWay, stalling: Stalling) -> None:
     """The wrapper returns the real runtime's status."""
     command = wrapper(node, "#!/bin/sh\necho deleted\nexit 3\n")
-    with stalling.fuse as fuse, Held(stalling.bundle) as held:
+    with stalling.fuse as fuse, HeldContainer(stalling.bundle) as held:
         has_ended(node, held)
         fuse.stall(*ENDS)
         done = subprocess.run(

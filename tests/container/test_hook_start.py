@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from oci_hook import traces
-from oci_hook.traces import Trace
+from oci_hook.traces import HookTrace
 from tests.container.bundles import (
     GPU,
     LIBDIR,
@@ -24,8 +24,8 @@ from tests.container.bundles import (
     compile_c,
     make_library,
 )
-from tests.container.conftest import Node
-from tests.container.held import Held
+from tests.container.conftest import HookNode
+from tests.container.held import HeldContainer
 
 PROBE = "probe libcuda.so.1 libnvidia-ml.so.1 libcuda.so libnvidia-ptxjitcompiler.so.1"
 FOUND = f"""\
@@ -54,7 +54,7 @@ def host_mounts(own: Path) -> list[str]:
 
 @pytest.mark.parametrize("stage", ["prestart", "createRuntime"])
 def test_a_container_finds_the_mirror_and_its_grant(
-    node: Node, runtime: Runtime, stage: str
+    node: HookNode, runtime: Runtime, stage: str
 ) -> None:
     """Libraries by dlopen and by ldconfig -p, the program, the grant; the governor is notified of start and end."""
     before = host_mounts(node.base)
@@ -97,7 +97,7 @@ def test_a_container_finds_the_mirror_and_its_grant(
     assert (stop["stage"], stop["outcome"]) == ("poststop", "released")
 
 
-def test_the_mounts_are_read_only_and_private(node: Node, runc: Runtime) -> None:
+def test_the_mounts_are_read_only_and_private(node: HookNode, runc: Runtime) -> None:
     """Root in the container cannot write through any of the mounts, and they belong to the container alone."""
     command = (
         f"for f in /{TARGET}/x /run/tidegate/x /usr/bin/nvidia-smi; do touch $f 2>/dev/null && echo wrote $f; done;"
@@ -120,7 +120,7 @@ def test_the_mounts_are_read_only_and_private(node: Node, runc: Runtime) -> None
         assert propagation == "-", target
 
 
-def test_a_read_only_root_is_served(node: Node, runtime: Runtime) -> None:
+def test_a_read_only_root_is_served(node: HookNode, runtime: Runtime) -> None:
     bundle = node.bundle(f"{PROBE}; touch /x 2>/dev/null || echo read-only")
     bundle.config["root"]["readonly"] = True
     ran = runtime.run(bundle)
@@ -128,7 +128,7 @@ def test_a_read_only_root_is_served(node: Node, runtime: Runtime) -> None:
     assert ran.stdout == FOUND + "read-only\n"
 
 
-def test_a_user_namespace_is_served(node: Node, runtime: Runtime) -> None:
+def test_a_user_namespace_is_served(node: HookNode, runtime: Runtime) -> None:
     """What the hook leaves in the image belongs to the container's root, not to the host's."""
     bundle = node.bundle(
         f"{PROBE}; stat -c '%u %n' /{LIBDIR}/glibc-hwcaps /etc/ld.so.cache; stat -c %s /run/tidegate/grant"
@@ -142,7 +142,7 @@ def test_a_user_namespace_is_served(node: Node, runtime: Runtime) -> None:
 
 
 def test_a_user_namespace_is_served_from_directories_of_root_alone(
-    node: Node, runtime: Runtime
+    node: HookNode, runtime: Runtime
 ) -> None:
     """The driver's directory has mode 0700: only the hook can walk to what it mounts."""
     node.own_mirror()
@@ -159,7 +159,7 @@ def test_a_user_namespace_is_served_from_directories_of_root_alone(
     assert ran.stdout == f"{FOUND}tidegate test smi\nthe driver's nvidia_icd.json\n"
 
 
-def test_a_cache_that_leads_elsewhere_is_corrected(node: Node, runtime: Runtime) -> None:
+def test_a_cache_that_leads_elsewhere_is_corrected(node: HookNode, runtime: Runtime) -> None:
     """The image has its own libcuda and a cache that maps it: ours is found, and the other entries stay."""
     bundle = node.bundle("probe libcuda.so.1 libother.so.1; ldconfig -p")
     make_library(bundle.rootfs / "opt/cuda/libcuda.so.1", "libcuda.so.1", "the image's libcuda")
@@ -177,7 +177,7 @@ def test_a_cache_that_leads_elsewhere_is_corrected(node: Node, runtime: Runtime)
 
 
 @pytest.mark.parametrize("cache", ["missing", "directory", "dangling"])
-def test_an_image_without_a_cache_is_served(node: Node, runc: Runtime, cache: str) -> None:
+def test_an_image_without_a_cache_is_served(node: HookNode, runc: Runtime, cache: str) -> None:
     """The loader looks into the directory even without a cache."""
     bundle = node.bundle(PROBE)
     path = bundle.rootfs / "etc/ld.so.cache"
@@ -190,7 +190,7 @@ def test_an_image_without_a_cache_is_served(node: Node, runc: Runtime, cache: st
     assert (ran.status, ran.stdout) == (0, SEARCHED), ran.stderr
 
 
-def test_a_start_over_what_a_run_left_that_nobody_ended(node: Node, runtime: Runtime) -> None:
+def test_a_start_over_what_a_run_left_that_nobody_ended(node: HookNode, runtime: Runtime) -> None:
     """A node that lost power reported no end: the hook runs over what is left there, and nothing grows."""
     bundle = node.bundle(PROBE)
     del bundle.config["hooks"]["poststop"]
@@ -227,7 +227,7 @@ def everything(path: Path) -> tuple[object, ...]:
     return s.st_mode, s.st_uid, s.st_gid, s.st_nlink, s.st_mtime_ns, content, attributes
 
 
-def test_what_is_in_the_image_meanwhile_is_little(node: Node, runc: Runtime) -> None:
+def test_what_is_in_the_image_meanwhile_is_little(node: HookNode, runc: Runtime) -> None:
     """One chain of directories, one placeholder per program, the cache; no empty file for each library."""
     bundle = node.bundle("true")
     del bundle.config["hooks"]["poststop"]
@@ -244,7 +244,7 @@ def test_what_is_in_the_image_meanwhile_is_little(node: Node, runc: Runtime) -> 
 
 
 @pytest.mark.parametrize("cache", ["file", "link", "hostile"])
-def test_nothing_stays_in_the_image(node: Node, runtime: Runtime, cache: str) -> None:
+def test_nothing_stays_in_the_image(node: HookNode, runtime: Runtime, cache: str) -> None:
     """The end removes what the start made, places for graphics included. The cache is the image's, with its time."""
     bundle = node.bundle(
         f"{PROBE}; nvidia-smi",
@@ -269,7 +269,7 @@ def test_nothing_stays_in_the_image(node: Node, runtime: Runtime, cache: str) ->
     assert list((node.base / "run/traces").iterdir()) == []
 
 
-def test_what_the_container_makes_in_our_places_stays(node: Node, runc: Runtime) -> None:
+def test_what_the_container_makes_in_our_places_stays(node: HookNode, runc: Runtime) -> None:
     """Only empty files and directories go. A cache that ldconfig wrote in the container loses only our entries."""
     bundle = node.bundle("echo /opt/own >/etc/ld.so.conf; ldconfig; true")
     make_library(bundle.rootfs / "opt/own/libown.so.1", "libown.so.1", "the image's")
@@ -286,7 +286,7 @@ def test_what_the_container_makes_in_our_places_stays(node: Node, runc: Runtime)
     assert "libcuda" not in listed
 
 
-def test_links_that_a_container_leaves_lead_nobody_out(node: Node, runtime: Runtime) -> None:
+def test_links_that_a_container_leaves_lead_nobody_out(node: HookNode, runtime: Runtime) -> None:
     """At the end the container controls its root file system: nothing outside it is removed or changed."""
     victim = node.base / "victim"
     (victim / "tidegate").mkdir(parents=True)
@@ -326,7 +326,7 @@ int main(void) {{
 
 @pytest.mark.parametrize("stage", ["prestart", "createRuntime"])
 def test_a_container_without_annotations_is_left_alone(
-    node: Node, runtime: Runtime, stage: str
+    node: HookNode, runtime: Runtime, stage: str
 ) -> None:
     """Without a GPU request, a missing mirror or governor and an odd image do not matter."""
     bundle = node.bundle(
@@ -344,7 +344,7 @@ def test_a_container_without_annotations_is_left_alone(
     assert (node.governor.requests, node.events()) == ([], [])
 
 
-def test_a_loader_from_before_glibc_hwcaps_gets_tls(node: Node, runc: Runtime) -> None:
+def test_a_loader_from_before_glibc_hwcaps_gets_tls(node: HookNode, runc: Runtime) -> None:
     """The old loader is a copy of this host's loader in which the name that it must not know is blanked out."""
     bundle = node.bundle(f"ls /{LIBDIR}/tls")
     loader = bundle.rootfs / "usr/lib64/ld-linux-x86-64.so.2"
@@ -354,7 +354,7 @@ def test_a_loader_from_before_glibc_hwcaps_gets_tls(node: Node, runc: Runtime) -
     assert "libcuda.so.1\n" in ran.stdout
 
 
-def test_a_red_hat_layout_is_served(node: Node, runtime: Runtime) -> None:
+def test_a_red_hat_layout_is_served(node: HookNode, runtime: Runtime) -> None:
     """Libraries in /usr/lib64, with a loader that searches there: the hook takes the directory from the image."""
     bundle = node.bundle(
         "ls /usr/lib64/glibc-hwcaps/x86-64-v2; LD_LIBRARY_PATH=/usr/lib64 probe libcuda.so.1"
@@ -371,7 +371,7 @@ def test_a_red_hat_layout_is_served(node: Node, runtime: Runtime) -> None:
     )
 
 
-def test_a_program_of_the_image_is_covered_and_comes_back(node: Node, runc: Runtime) -> None:
+def test_a_program_of_the_image_is_covered_and_comes_back(node: HookNode, runc: Runtime) -> None:
     bundle = node.bundle("nvidia-smi")
     own = bundle.rootfs / "usr/bin/nvidia-smi"
     own.write_text("#!/bin/sh\necho the image's\n")
@@ -380,7 +380,7 @@ def test_a_program_of_the_image_is_covered_and_comes_back(node: Node, runc: Runt
     assert own.read_text() == "#!/bin/sh\necho the image's\n"
 
 
-def test_a_volume_over_run_takes_the_grant(node: Node, runc: Runtime) -> None:
+def test_a_volume_over_run_takes_the_grant(node: HookNode, runc: Runtime) -> None:
     """A tmpfs on /run is the common case; a host directory there was named by the configuration itself."""
     volume = node.base / "volume"
     volume.mkdir()
@@ -400,7 +400,7 @@ def test_a_volume_over_run_takes_the_grant(node: Node, runc: Runtime) -> None:
     assert [p.name for p in volume.iterdir()] == ["tidegate"]
 
 
-def test_ldconfig_in_the_container_still_works(node: Node, runtime: Runtime) -> None:
+def test_ldconfig_in_the_container_still_works(node: HookNode, runtime: Runtime) -> None:
     """apt-get install runs it: it renames a new cache over ours, and finds the mirror on its own."""
     ran = runtime.run(node.bundle(f"ldconfig || echo failed; {PROBE}; ldconfig -p"))
     assert ran.status == 0, ran.stderr
@@ -411,7 +411,7 @@ def test_ldconfig_in_the_container_still_works(node: Node, runtime: Runtime) -> 
     assert listed.endswith(f"/glibc-hwcaps/x86-64-v2/libcuda.so.{VERSION}")
 
 
-def test_what_a_killed_run_left_is_cleaned_up(node: Node, runc: Runtime) -> None:
+def test_what_a_killed_run_left_is_cleaned_up(node: HookNode, runc: Runtime) -> None:
     bundle = node.bundle(PROBE)
     for name in (".ld.so.cache.tidegate", ".ld.so.cache.tidegate-aside"):
         (bundle.rootfs / "etc" / name).write_bytes(b"half a cache")
@@ -440,7 +440,7 @@ int main(int argc, char **argv) {
 """
 
 
-def test_an_idmapped_root_is_served(node: Node, tmp_path: Path) -> None:
+def test_an_idmapped_root_is_served(node: HookNode, tmp_path: Path) -> None:
     """The host's root is not mapped on such a mount: what the hook makes belongs to the owner of its directory."""
     idmap = compile_c(IDMAP_C, tmp_path / "idmap")
     bundle = node.bundle("true")
@@ -450,7 +450,7 @@ def test_an_idmapped_root_is_served(node: Node, tmp_path: Path) -> None:
             time.sleep(0.01)
         for name in ("uid_map", "gid_map"):
             (namespace / name).write_text("0 100000 65536\n")
-        with Held(bundle, mount=f'{idmap} {namespace}/ns/user "$1"') as held:
+        with HeldContainer(bundle, mount=f'{idmap} {namespace}/ns/user "$1"') as held:
             done = held.hook(node.hook)
             assert (done.returncode, done.stderr) == (0, "")
             assert held.mounts() == ["", "/run/tidegate", "/usr/bin/nvidia-smi", f"/{TARGET}"]
@@ -471,7 +471,7 @@ IDMAPPED_END = """
 import os, subprocess, sys
 idmap, namespace, root, run, tree = sys.argv[1:]
 sys.path.insert(0, tree)
-from oci_hook.traces import Trace, keep, remember, take_back
+from oci_hook.traces import HookTrace, keep, remember, take_back
 path = "etc/ld.so.cache"
 below = os.open(root, os.O_PATH | os.O_DIRECTORY)
 subprocess.run([idmap, namespace, root], check=True)
@@ -480,7 +480,7 @@ os.unlink(path, dir_fd=below)
 os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=below))
 ours = os.stat(path, dir_fd=below)
 kept["ours"] = [ours.st_size, ours.st_mtime_ns]
-remember(run, "c1", 1 << 30, root, [Trace("cache", path, kept)])
+remember(run, "c1", 1 << 30, root, [HookTrace("cache", path, kept)])
 take_back(run, "c1")
 """
 
@@ -520,7 +520,7 @@ def test_the_end_puts_a_cache_back_on_an_idmapped_root(tmp_path: Path, cache: st
     )
 
 
-def test_an_optional_driver_starts_a_musl_image_without_it(node: Node, runc: Runtime) -> None:
+def test_an_optional_driver_starts_a_musl_image_without_it(node: HookNode, runc: Runtime) -> None:
     bundle = node.bundle(
         "/bin/true-static",
         annotations={"tidegate.gpu/memory": "1Gi", "tidegate.gpu/driver": "optional"},
@@ -545,12 +545,14 @@ def test_an_optional_driver_starts_a_musl_image_without_it(node: Node, runc: Run
     assert "musl" in node.events()[0]["message"]
 
 
-def test_versioned_names_are_there_too(node: Node, runc: Runtime) -> None:
+def test_versioned_names_are_there_too(node: HookNode, runc: Runtime) -> None:
     ran = runc.run(node.bundle(f"probe libcuda.so.{VERSION}"))
     assert ran.stdout.endswith(f"/glibc-hwcaps/x86-64-v2/libcuda.so.{VERSION} tidegate's libcuda\n")
 
 
-def test_a_volume_over_what_the_image_has_leaves_the_image_s(node: Node, runtime: Runtime) -> None:
+def test_a_volume_over_what_the_image_has_leaves_the_image_s(
+    node: HookNode, runtime: Runtime
+) -> None:
     """A directory in a volume is not the image's of the same name, so the image's is not removed at the end."""
     bundle = node.bundle("stat -c %s /run/tidegate/grant")
     (bundle.rootfs / "run/tidegate").mkdir()
@@ -561,7 +563,7 @@ def test_a_volume_over_what_the_image_has_leaves_the_image_s(node: Node, runtime
 
 
 def test_a_cache_that_is_a_link_to_the_host_changes_nothing_there(
-    node: Node, runtime: Runtime
+    node: HookNode, runtime: Runtime
 ) -> None:
     """The image has a cache under the path of a file of the host. The link is restored with its owner and time."""
     victim = node.base / "victim"
@@ -581,7 +583,7 @@ def test_a_cache_that_is_a_link_to_the_host_changes_nothing_there(
     assert everything(victim) == before
 
 
-def test_nothing_goes_from_another_mount(node: Node) -> None:
+def test_nothing_goes_from_another_mount(node: HookNode) -> None:
     """A mount below a root on the host does not belong to the container."""
     root, run = node.base / "rootfs", node.base / "run"
     for directory in ("volume", "etc"):
@@ -595,7 +597,7 @@ def test_nothing_goes_from_another_mount(node: Node) -> None:
         with pytest.raises(OSError, match="Invalid cross-device link"):
             traces.keep(rootfd, "etc/ld.so.cache", b"of the volume")
         os.close(rootfd)
-        made = [Trace("directory", "volume/tidegate"), Trace("file", "volume/smi")]
+        made = [HookTrace("directory", "volume/tidegate"), HookTrace("file", "volume/smi")]
         traces.remember(str(run), "c1", 1 << 30, str(root), made)
         traces.take_back(str(run), "c1")
         assert {p.name for p in (root / "volume").iterdir()} == {"tidegate", "smi"}
@@ -604,10 +606,10 @@ def test_nothing_goes_from_another_mount(node: Node) -> None:
             subprocess.run(["umount", str(root / directory)], check=True)
 
 
-def test_the_umask_of_who_starts_the_hook_does_not_count(node: Node) -> None:
+def test_the_umask_of_who_starts_the_hook_does_not_count(node: HookNode) -> None:
     """The container's programs need not be root to find the driver."""
     bundle = node.bundle("true")
-    with Held(bundle) as held:
+    with HeldContainer(bundle) as held:
         hook = ["sh", "-c", 'umask 077 && exec "$@"', "sh", *node.hook]
         assert held.hook(hook).returncode == 0
     for place in (f"{LIBDIR}/glibc-hwcaps", TARGET, "run/tidegate", "usr/bin/nvidia-smi"):

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from tests.container.assault import assault, below_root, exchange, remove, run_nothing
-from tests.container.bundles import LIBDIR, ROOT, TARGET, Bundle, Runtime
+from tests.container.bundles import LIBDIR, ROOT, TARGET, DiskBundle, Runtime
 from tests.container.canary import Canary
-from tests.container.conftest import Node
-from tests.container.held import Held
-from tests.container.steps import O_CREAT, Step, Steps, faults
+from tests.container.conftest import HookNode
+from tests.container.held import HeldContainer
+from tests.container.steps import O_CREAT, Steps, SystemCall, faults
 from tests.container.test_hook_rules import settled
 
 CACHE = "etc/ld.so.cache"
@@ -33,7 +33,7 @@ def canary(tmp_path: Path) -> Canary:
 class Swap:
     """A name of the image and a link to the host next to it; `put(True)` puts the link in the name's place."""
 
-    def __init__(self, bundle: Bundle, canary: Canary, place: str, number: int = 0) -> None:
+    def __init__(self, bundle: DiskBundle, canary: Canary, place: str, number: int = 0) -> None:
         self.path = bundle.rootfs / place
         self.link = bundle.rootfs / f"swap{number}"
         self.link.symlink_to(canary.path / place)
@@ -47,7 +47,7 @@ class Swap:
             self.count += 1
 
 
-def begins(step: Step) -> bool:
+def begins(step: SystemCall) -> bool:
     """From here on the hook looks at the image."""
     return step.name == "openat2" or step.inside
 
@@ -80,7 +80,7 @@ MAY_BE_THERE = {f"{LIBDIR}/glibc-hwcaps", TARGET, "run/tidegate"}
 )
 @pytest.mark.parametrize("place", SWAPPED)
 def test_a_directory_that_is_a_link_at_every_other_step(
-    node: Node, runtime: Runtime, canary: Canary, place: str, pattern: str
+    node: HookNode, runtime: Runtime, canary: Canary, place: str, pattern: str
 ) -> None:
     """R2: what was checked is what is used. The image has the host's path too, so that the hook goes on."""
     bundle = run_nothing(node.bundle(""))
@@ -92,7 +92,7 @@ def test_a_directory_that_is_a_link_at_every_other_step(
     swap = Swap(bundle, canary, place)
     steps = 0
 
-    def react(step: Step) -> None:
+    def react(step: SystemCall) -> None:
         nonlocal steps
         if begins(step):
             steps += 1
@@ -106,7 +106,7 @@ def test_a_directory_that_is_a_link_at_every_other_step(
 @pytest.mark.parametrize("back", [True, False])
 @pytest.mark.parametrize("place", SWAPPED)
 def test_a_directory_that_is_a_link_at_one_step(
-    node: Node, tmp_path: Path, place: str, *, back: bool
+    node: HookNode, tmp_path: Path, place: str, *, back: bool
 ) -> None:
     """R2: at each step, for that step alone or from then on."""
     at, seen = 0, 1
@@ -119,14 +119,14 @@ def test_a_directory_that_is_a_link_at_one_step(
         swap = Swap(bundle, canary, place)
         count = 0
 
-        def react(step: Step, swap: Swap = swap, at: int = at) -> None:
+        def react(step: SystemCall, swap: Swap = swap, at: int = at) -> None:
             nonlocal count
             if begins(step):
                 count += 1
                 swap.put(count == at or (count > at and not back))
 
         canary.watch()
-        with Steps(react) as steps, Held(bundle) as held:
+        with Steps(react) as steps, HeldContainer(bundle) as held:
             done = held.hook(steps.argv(node.hook))
             outside = [m for m in held.all_mounts() if m.startswith(str(canary.path))]
         assert outside == []
@@ -143,7 +143,7 @@ def test_a_directory_that_is_a_link_at_one_step(
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_directories_that_are_links_now_and_then(
-    node: Node, runtime: Runtime, canary: Canary, seed: int
+    node: HookNode, runtime: Runtime, canary: Canary, seed: int
 ) -> None:
     """R2: several changes at once, at random; the seed reproduces them."""
     draw = random.Random(seed)  # noqa: S311
@@ -154,7 +154,7 @@ def test_directories_that_are_links_now_and_then(
         (bundle.rootfs / place).mkdir(parents=True, exist_ok=True)
     swaps = [Swap(bundle, canary, place, n) for n, place in enumerate(places)]
 
-    def react(step: Step) -> None:
+    def react(step: SystemCall) -> None:
         if begins(step):
             for swap in swaps:
                 swap.put(draw.random() < 0.5)
@@ -162,27 +162,27 @@ def test_directories_that_are_links_now_and_then(
     settled(assault(node, runtime, bundle, canary, react))
 
 
-def makes(name: str) -> Callable[[Step], bool]:
+def makes(name: str) -> Callable[[SystemCall], bool]:
     """The step that makes a file of this name."""
     return lambda s: s.name == "openat" and s.path == name and bool(s.numbers[2] & O_CREAT)
 
 
-def makes_directory(name: str) -> Callable[[Step], bool]:
+def makes_directory(name: str) -> Callable[[SystemCall], bool]:
     return lambda s: s.name == "mkdirat" and s.path == name
 
 
-def opens(path: str, *, inside: bool = True) -> Callable[[Step], bool]:
+def opens(path: str, *, inside: bool = True) -> Callable[[SystemCall], bool]:
     return lambda s: s.name == "openat2" and s.path == path and s.inside == inside
 
 
-def reads_again(path: str) -> Callable[[Step, list[Step]], bool]:
+def reads_again(path: str) -> Callable[[SystemCall, list[SystemCall]], bool]:
     """The step that opens for reading what the step before opened as a place."""
     return lambda s, before: (
         s.name == "openat" and s.path.startswith("self/fd/") and before[-1].path == path
     )
 
 
-def mounts(number: int) -> Callable[[Step, list[Step]], bool]:
+def mounts(number: int) -> Callable[[SystemCall, list[SystemCall]], bool]:
     """The mount with this number, counted from 0."""
     return lambda s, before: (
         s.name == "move_mount" and [b.name for b in before].count("move_mount") == number
@@ -248,16 +248,16 @@ CASES = [
 
 @pytest.mark.parametrize(("moment", "thing"), CASES)
 def test_something_else_is_there_at_that_moment(
-    node: Node, runtime: Runtime, canary: Canary, moment: str, thing: str
+    node: HookNode, runtime: Runtime, canary: Canary, moment: str, thing: str
 ) -> None:
     """R2, R3, R4, R10: between check and use, the name is made to lead to another file."""
     when, place, of_host = MOMENTS[moment]
     bundle = run_nothing(node.bundle(""))
     path = bundle.rootfs / place
-    before: list[Step] = []
-    hit: list[Step] = []
+    before: list[SystemCall] = []
+    hit: list[SystemCall] = []
 
-    def react(step: Step) -> None:
+    def react(step: SystemCall) -> None:
         two = when.__code__.co_argcount == 2
         if not hit and (when(step, before) if two else when(step)):
             hit.append(step)
@@ -289,15 +289,15 @@ CHECKED = {"x86-64-v2": (TARGET, "/dev"), "tidegate": ("run/tidegate", "/dev"), 
 
 @pytest.mark.parametrize("name", CHECKED)
 def test_a_target_that_is_a_link_after_it_was_checked(
-    node: Node, runtime: Runtime, canary: Canary, name: str
+    node: HookNode, runtime: Runtime, canary: Canary, name: str
 ) -> None:
     """R2: what is mounted on is what was checked, not what has its name by then; inside the root as well."""
     place, elsewhere = CHECKED[name]
     bundle = run_nothing(node.bundle(""))
-    before: list[Step] = []
-    hit: list[Step] = []
+    before: list[SystemCall] = []
+    hit: list[SystemCall] = []
 
-    def react(step: Step) -> None:
+    def react(step: SystemCall) -> None:
         if (
             step.name == "statx"
             and before[-1].name == "openat2"
@@ -326,7 +326,9 @@ main()
 
 
 @pytest.mark.parametrize("place", SWAPPED)
-def test_without_the_rule_the_race_reaches_the_host(node: Node, canary: Canary, place: str) -> None:
+def test_without_the_rule_the_race_reaches_the_host(
+    node: HookNode, canary: Canary, place: str
+) -> None:
     """The same race against a hook that does not confine its walks: in one of the patterns it reaches the host."""
     reached = []
     for number, pattern in enumerate(PATTERNS.values()):
@@ -337,14 +339,14 @@ def test_without_the_rule_the_race_reaches_the_host(node: Node, canary: Canary, 
         steps_seen = [0]
 
         def react(
-            step: Step, swap: Swap = swap, seen: list[int] = steps_seen, pattern=pattern
+            step: SystemCall, swap: Swap = swap, seen: list[int] = steps_seen, pattern=pattern
         ) -> None:
             if begins(step):
                 seen[0] += 1
                 swap.put(pattern(seen[0]))
 
         hook = ["/usr/bin/python3", "-ISE", "-c", WITHOUT.format(root=str(ROOT)), *node.hook[1:]]
-        with Steps(react) as steps, Held(bundle) as held:
+        with Steps(react) as steps, HeldContainer(bundle) as held:
             held.hook(steps.argv(hook))
         (run,) = steps.runs
         reached += [
@@ -356,14 +358,14 @@ def test_without_the_rule_the_race_reaches_the_host(node: Node, canary: Canary, 
 
 
 @pytest.mark.parametrize("what", ["process", "generation", "grant", "rootfs", "bundle"])
-def test_what_is_the_hosts_goes_away_meanwhile(node: Node, canary: Canary, what: str) -> None:
+def test_what_is_the_hosts_goes_away_meanwhile(node: HookNode, canary: Canary, what: str) -> None:
     """R2, R13: what is gone when the hook enters its namespace or mounts it is not looked up by number or name."""
     node.own_mirror()
     bundle = run_nothing(node.bundle(""))
     gone = canary.path / "gone"
     hit = False
 
-    def react(step: Step) -> None:
+    def react(step: SystemCall) -> None:
         nonlocal hit
         if step.name != "open_tree" or hit:
             return
@@ -387,7 +389,7 @@ def test_what_is_the_hosts_goes_away_meanwhile(node: Node, canary: Canary, what:
                 bundle.path.symlink_to(canary.path)
 
     canary.watch()
-    with Steps(react) as steps, Held(bundle) as held:
+    with Steps(react) as steps, HeldContainer(bundle) as held:
         done = held.hook(steps.argv(node.hook))
         mounted = [] if what == "process" else held.all_mounts()
     canary.check()

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from bench.machine import Simulated, make_bundle
-from bench.node import Node
+from bench.node import BenchNode
 from tests.container.bundles import (
     LIBDIR,
-    Bundle,
-    Ran,
+    ContainerResult,
+    DiskBundle,
     Runtime,
     add_user_namespace,
     compile_c,
@@ -77,20 +77,20 @@ class Images(Simulated):
 @pytest.fixture(scope="module")
 def site(
     tmp_path_factory: pytest.TempPathFactory, build_dir: Path, require: Callable[..., None]
-) -> Iterator[Node]:
+) -> Iterator[BenchNode]:
     require("gcc", "runc")
-    with Node(Images(tmp_path_factory.mktemp("images"), build_dir)) as node:
+    with BenchNode(Images(tmp_path_factory.mktemp("images"), build_dir)) as node:
         yield node
 
 
-Make = Callable[..., Bundle]
+Make = Callable[..., DiskBundle]
 
 
 @pytest.fixture
-def make(site: Node, tmp_path: Path) -> Make:
+def make(site: BenchNode, tmp_path: Path) -> Make:
     """A function that makes a bundle with a quota of 2 GiB and a program that requests 3 GiB."""
 
-    def make_one(*program: str, **annotations: str) -> Bundle:
+    def make_one(*program: str, **annotations: str) -> DiskBundle:
         import json
 
         path = tmp_path / "bundle"
@@ -103,7 +103,7 @@ def make(site: Node, tmp_path: Path) -> Make:
             annotations={f"tidegate.gpu/{key}": value for key, value in asked.items()},
             hook=site.hook_arguments(),
         )
-        bundle = Bundle(path, path / "rootfs", json.loads((path / "config.json").read_text()))
+        bundle = DiskBundle(path, path / "rootfs", json.loads((path / "config.json").read_text()))
         bundle.config["linux"]["namespaces"] = [
             n for n in bundle.config["linux"]["namespaces"] if n["type"] != "network"
         ]
@@ -112,7 +112,7 @@ def make(site: Node, tmp_path: Path) -> Make:
     return make_one
 
 
-def governed(ran: Ran, library: str = "") -> None:
+def governed(ran: ContainerResult, library: str = "") -> None:
     """Check that our library answered the program."""
     assert ran.status == 0, ran.stdout + ran.stderr
     words = ran.stdout.split()
@@ -120,13 +120,13 @@ def governed(ran: Ran, library: str = "") -> None:
     assert "/glibc-hwcaps/x86-64-v2/libcuda.so.1" in words[2] or words[2] == library, words
 
 
-def ldconfig(bundle: Bundle, *directories: str) -> None:
+def ldconfig(bundle: DiskBundle, *directories: str) -> None:
     """Make the image's cache; `directories`, if given, are the only additional ones."""
     (bundle.rootfs / "etc/ld.so.conf").write_text("".join(f"/{d}\n" for d in directories))
     subprocess.run(["ldconfig", "-r", str(bundle.rootfs), "-X"], check=True)
 
 
-def own_driver(bundle: Bundle, site: Node, directory: str) -> None:
+def own_driver(bundle: DiskBundle, site: BenchNode, directory: str) -> None:
     """Put a driver of the image's own into a directory: the GPU's real one, without control library."""
     (bundle.rootfs / directory).mkdir(parents=True, exist_ok=True)
     built = site.machine.build / "simgpu"
@@ -135,12 +135,12 @@ def own_driver(bundle: Bundle, site: Node, directory: str) -> None:
         (bundle.rootfs / directory / name).symlink_to(f"{name}.999")
 
 
-def environment(bundle: Bundle, path: str) -> None:
+def environment(bundle: DiskBundle, path: str) -> None:
     bundle.config["process"]["env"].append(f"LD_LIBRARY_PATH={path}")
 
 
 def test_a_driver_of_the_images_own_is_one_that_nobody_governs(
-    site: Node, make: Make, runtime: Runtime
+    site: BenchNode, make: Make, runtime: Runtime
 ) -> None:
     """The premise of the tests below: without Tidegate the image's own driver is used, and gives what the program asks
     for.
@@ -189,7 +189,7 @@ def test_a_restricted_container_is_governed(make: Make, runtime: Runtime, kind: 
 
 @pytest.mark.parametrize("search", ["compat", "link", "lib.real", "relative", "default", "opt"])
 def test_a_driver_of_the_images_own_comes_after_ours(
-    site: Node, make: Make, runtime: Runtime, search: str
+    site: BenchNode, make: Make, runtime: Runtime, search: str
 ) -> None:
     """First on LD_LIBRARY_PATH: CUDA's compat packages, or any other directory."""
     bundle = make()
@@ -211,7 +211,7 @@ def test_a_driver_of_the_images_own_comes_after_ours(
 
 
 def test_compat_that_an_entry_point_puts_on_the_path_comes_after_ours(
-    site: Node, make: Make, runtime: Runtime
+    site: BenchNode, make: Make, runtime: Runtime
 ) -> None:
     """Nothing in config.json names it; a script of the image does, or `exec` with an environment."""
     bundle = make(
@@ -225,7 +225,7 @@ def test_compat_that_an_entry_point_puts_on_the_path_comes_after_ours(
 @pytest.mark.parametrize("tags", ["--disable-new-dtags", "--enable-new-dtags"])
 @pytest.mark.parametrize("path", ["/opt/app/lib", "$ORIGIN/../lib", "$ORIGIN", "$ORIGIN/../$LIB"])
 def test_a_program_whose_rpath_leads_to_its_own_driver_gets_ours(
-    site: Node, make: Make, runtime: Runtime, path: str, tags: str
+    site: BenchNode, make: Make, runtime: Runtime, path: str, tags: str
 ) -> None:
     """DT_RPATH, which is searched before everything else, and DT_RUNPATH; the program is found through PATH, as a link."""
     own = {
@@ -243,7 +243,7 @@ def test_a_program_whose_rpath_leads_to_its_own_driver_gets_ours(
 
 @pytest.mark.parametrize("below", ["tls", "haswell", "haswell/avx512_1/x86_64", "x86_64"])
 def test_a_driver_that_an_older_loader_finds_below_comes_after_ours(
-    site: Node, make: Make, runtime: Runtime, below: str
+    site: BenchNode, make: Make, runtime: Runtime, below: str
 ) -> None:
     """Loaders up to glibc 2.36 look there; the directory that LD_LIBRARY_PATH names has no driver itself."""
     bundle = make()
@@ -254,7 +254,7 @@ def test_a_driver_that_an_older_loader_finds_below_comes_after_ours(
 
 @pytest.mark.parametrize("platform", ["haswell", "x86_64"])
 def test_a_driver_behind_platform_comes_after_ours(
-    site: Node, make: Make, runtime: Runtime, platform: str
+    site: BenchNode, make: Make, runtime: Runtime, platform: str
 ) -> None:
     """A loader replaces $PLATFORM by one of these, depending on the processor."""
     bundle = make()
@@ -264,7 +264,7 @@ def test_a_driver_behind_platform_comes_after_ours(
 
 
 def test_a_driver_in_a_directory_that_is_searched_before_glibc_s_comes_after_ours(
-    site: Node, make: Make, runtime: Runtime
+    site: BenchNode, make: Make, runtime: Runtime
 ) -> None:
     """A root in which /lib is not a link to /usr/lib: a loader searches /lib first."""
     bundle = make()
@@ -282,7 +282,7 @@ BEFORE = [
 
 @pytest.mark.parametrize(("place", "level"), BEFORE)
 def test_a_driver_where_a_loader_looks_before_ours_is_refused(
-    site: Node, make: Make, runtime: Runtime, place: str, level: str
+    site: BenchNode, make: Make, runtime: Runtime, place: str, level: str
 ) -> None:
     """Nothing is mounted over such a directory, because that would hide the image's other libraries for newer processors."""
     bundle = make(*(["/opt/ask", str(3 * GIB), str(GIB)] if place == "rpath" else []))
@@ -307,7 +307,7 @@ def test_a_driver_where_a_loader_looks_before_ours_is_refused(
 
 
 def test_a_cache_does_not_lead_to_a_driver_for_newer_processors(
-    site: Node, make: Make, runtime: Runtime
+    site: BenchNode, make: Make, runtime: Runtime
 ) -> None:
     """Only the cache names the directory, and the hook makes the cache lead to our library."""
     bundle = make()
@@ -319,7 +319,7 @@ def test_a_cache_does_not_lead_to_a_driver_for_newer_processors(
 
 @pytest.mark.parametrize("cache", ["leads elsewhere", "nothing else", "damaged", "cut", "empty"])
 def test_a_cache_does_not_lead_past_us(
-    site: Node, make: Make, runtime: Runtime, cache: str
+    site: BenchNode, make: Make, runtime: Runtime, cache: str
 ) -> None:
     """It is governed, or refused with the message about a damaged cache that names the driver's libraries."""
     bundle = make()
@@ -351,11 +351,11 @@ def test_a_cache_does_not_lead_past_us(
 
 
 def test_a_driver_in_a_volume_that_the_path_names_is_refused(
-    site: Node, make: Make, runtime: Runtime, tmp_path: Path
+    site: BenchNode, make: Make, runtime: Runtime, tmp_path: Path
 ) -> None:
     """As GKE and older operators provide the real driver; the hook puts nothing into a directory of the host."""
     bundle = make()
-    volume = Bundle(tmp_path, tmp_path)
+    volume = DiskBundle(tmp_path, tmp_path)
     own_driver(volume, site, "host-nvidia/lib64")
     bundle.config["mounts"].append(
         {
@@ -388,7 +388,7 @@ def test_a_driver_in_a_volume_that_the_path_names_is_refused(
     ],
 )
 def test_a_driver_that_only_a_process_inside_finds_is_refused(
-    site: Node,
+    site: BenchNode,
     make: Make,
     runtime: Runtime,
     path: str,

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from bench.machine import ROOT, Simulated
-from bench.node import Node, Running
+from bench.node import BenchNode, Running
 from bench.progress import read_stamps
 from governor.cgroups import read_cgroups
 from governor.client import ask
@@ -70,20 +70,22 @@ def node(
     tmp_path_factory: pytest.TempPathFactory,
     build_dir: Path,
     require: Callable[..., None],
-) -> Iterator[Node]:
+) -> Iterator[BenchNode]:
     require("gcc", request.param)
     work = tmp_path_factory.mktemp("isolation")
-    with Node(WithHostile(work, build_dir), runtime=runtime_script(request.param, work)) as made:
+    with BenchNode(
+        WithHostile(work, build_dir), runtime=runtime_script(request.param, work)
+    ) as made:
         yield made
 
 
 @pytest.fixture(autouse=True)
-def clean(node: Node) -> Iterator[None]:
+def clean(node: BenchNode) -> Iterator[None]:
     yield
     clear(node)
 
 
-def inside(node: Node, container: Running) -> int:
+def inside(node: BenchNode, container: Running) -> int:
     """Return the pid on the host of a container's first process."""
     return int(node.look()[container.identifier]["pid"])
 
@@ -145,7 +147,7 @@ WHO: dict[str, Callable[[int], Callable[[dict[str, Any]], None]]] = {
 @pytest.mark.parametrize(
     "who", [pytest.param(w, marks=[pytest.mark.slow] if "user" in w else [], id=w) for w in WHO]
 )
-def test_no_container_reaches_what_another_has(node: Node, who: str) -> None:
+def test_no_container_reaches_what_another_has(node: BenchNode, who: str) -> None:
     victim = start_worker(node, f"victim-{who}", compute="20")
     begin(victim)
     has = directory(node, victim)
@@ -176,7 +178,7 @@ def test_no_container_reaches_what_another_has(node: Node, who: str) -> None:
     assert len(done) == 1
 
 
-def test_the_attacker_can_tell_what_works(node: Node) -> None:
+def test_the_attacker_can_tell_what_works(node: BenchNode) -> None:
     """In its own directory the attacker finds what is denied elsewhere. Otherwise the test above would show nothing."""
     attacker = node.start(
         "self", ["/usr/bin/hostile", "prowl", "/run/tidegate", "."],
@@ -202,7 +204,7 @@ def test_the_attacker_can_tell_what_works(node: Node) -> None:
         assert [line for line in found if ".." not in line] == [], way
 
 
-def test_a_socket_registers_nobody_but_its_container(node: Node) -> None:
+def test_a_socket_registers_nobody_but_its_container(node: BenchNode) -> None:
     """The kernel does not separate equal processes that see each other: the governor checks the caller's container."""
     victim = start_worker(node, "host", compute="20")
     begin(victim)
@@ -225,7 +227,7 @@ def with_control_groups(config: dict[str, Any]) -> None:
     )  # fmt: skip
 
 
-def execute(node: Node, container: Running, *arguments: str) -> str:
+def execute(node: BenchNode, container: Running, *arguments: str) -> str:
     """Run a program in a running container through its runtime; return its output."""
     command = [
         node.runtime,
@@ -240,7 +242,7 @@ def execute(node: Node, container: Running, *arguments: str) -> str:
     return done.stdout
 
 
-def test_who_moves_to_groups_below_its_own_stays_of_the_container(node: Node) -> None:
+def test_who_moves_to_groups_below_its_own_stays_of_the_container(node: BenchNode) -> None:
     """As systemd does as the first process: it moves to init.scope and its services to other groups. `exec` starts
     processes in the group above both."""
     container = node.start(
@@ -267,7 +269,7 @@ def test_who_moves_to_groups_below_its_own_stays_of_the_container(node: Node) ->
     assert attacker.output == "slot -1, no ledger\n"
 
 
-def test_users_of_the_host_come_to_no_container_s_socket(node: Node) -> None:
+def test_users_of_the_host_come_to_no_container_s_socket(node: BenchNode) -> None:
     """A process of root on the host can connect, but is not registered."""
     victim = start_worker(node, "watched", compute="20")
     begin(victim)
@@ -288,7 +290,7 @@ def test_users_of_the_host_come_to_no_container_s_socket(node: Node) -> None:
 
 
 @pytest.mark.parametrize("node", ["runc"], indirect=True)  # one runtime is enough for the governor
-def test_the_directory_of_containers_is_closed_before_there_are_any(node: Node) -> None:
+def test_the_directory_of_containers_is_closed_before_there_are_any(node: BenchNode) -> None:
     path = node.runtime_dir / "containers"
     node.stop_governor()
     assert not list(path.iterdir())
@@ -301,7 +303,7 @@ def test_the_directory_of_containers_is_closed_before_there_are_any(node: Node) 
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
-def test_who_enters_a_container_past_its_engine_is_told_how(node: Node) -> None:
+def test_who_enters_a_container_past_its_engine_is_told_how(node: BenchNode) -> None:
     victim = start_worker(node, "entered", compute="20")
     begin(victim)
     knock = ("/usr/bin/hostile", "knock", "self")
@@ -331,7 +333,7 @@ QUOTAS = {"honest-a": 40, "honest-b": 30}
 
 
 @pytest.mark.parametrize("node", ["runc"], indirect=True)  # one runtime is enough for the governor
-def test_who_writes_anything_into_its_ledger_takes_nothing_from_others(node: Node) -> None:
+def test_who_writes_anything_into_its_ledger_takes_nothing_from_others(node: BenchNode) -> None:
     pair = [start_worker(node, name, compute=str(quota)) for name, quota in QUOTAS.items()]
     burn = node.machine.command("burn", inside=True)
     hostile = node.start(

@@ -21,7 +21,7 @@ from typing import Self
 import pytest
 
 from bench.machine import TRIPLET, Simulated
-from bench.node import Node, Running, last_json
+from bench.node import BenchNode, Running, last_json
 from bench.progress import read_stamps
 from governor.client import ask
 from libcontrol import layout
@@ -179,28 +179,28 @@ int main(int argc, char **argv)
 @pytest.fixture(scope="module")
 def node(
     tmp_path_factory: pytest.TempPathFactory, build_dir: Path, require: Callable[..., None]
-) -> Iterator[Node]:
+) -> Iterator[BenchNode]:
     require("gcc", "runc")
     work = tmp_path_factory.mktemp("main")
     compile_c(PROBE_C, work / "probe", "-ldl")
     machine = Simulated(work, build_dir)
     machine.programs += [work / "probe", build_dir / "stress"]
-    with Node(machine) as made:
+    with BenchNode(machine) as made:
         yield made
 
 
 @pytest.fixture(autouse=True)
-def clean(node: Node) -> Iterator[None]:
+def clean(node: BenchNode) -> Iterator[None]:
     yield
     clear(node)
 
 
-def directories(node: Node) -> set[str]:
+def directories(node: BenchNode) -> set[str]:
     """Return the governor's directories for containers; a container that is killed leaves its own for good."""
     return {path.name for path in (node.runtime_dir / "containers").iterdir()}
 
 
-def refusal(node: Node, name: str, **annotations: str) -> str:
+def refusal(node: BenchNode, name: str, **annotations: str) -> str:
     """Start a container that must not start, and return our line in runc's output."""
     container = start_worker(node, name, **annotations)
     assert node.wait(container, WAIT_S) != 0
@@ -209,7 +209,7 @@ def refusal(node: Node, name: str, **annotations: str) -> str:
     return container.output[container.output.index("tidegate: ") :]
 
 
-def is_granted(node: Node, container: Running) -> bool:
+def is_granted(node: BenchNode, container: Running) -> bool:
     """Return whether a container holds the GPU now while another waits, according to the page that the governor
     writes.
     """
@@ -252,7 +252,7 @@ class Stall(threading.Thread):
 
 
 @pytest.mark.parametrize("stage", ["createRuntime", "prestart"])
-def test_a_container_runs_governed(node: Node, stage: str) -> None:
+def test_a_container_runs_governed(node: BenchNode, stage: str) -> None:
     before = directories(node)
     arguments = [
         *node.machine.command("burn", inside=True),
@@ -281,7 +281,7 @@ def test_a_container_runs_governed(node: Node, stage: str) -> None:
     assert directories(node) == before
 
 
-def test_a_program_sees_its_quota(node: Node) -> None:
+def test_a_program_sees_its_quota(node: BenchNode) -> None:
     container = node.start("shown", ["/usr/bin/probe", "show", str(100 * MIB)], {"memory": "2Gi"})
     assert node.wait(container, WAIT_S) == 0, container.output
     seen = last_json(container.output)
@@ -290,7 +290,7 @@ def test_a_program_sees_its_quota(node: Node) -> None:
     assert seen == {"total": 2 * GIB, "free": free, "of": 2 * GIB, "nvml_total": 2 * GIB}
 
 
-def test_more_than_the_quota_is_out_of_memory_for_its_container_alone(node: Node) -> None:
+def test_more_than_the_quota_is_out_of_memory_for_its_container_alone(node: BenchNode) -> None:
     neighbour = start_worker(node, "neighbour")
     begin(neighbour)
     command = node.machine.command("burn", inside=True)
@@ -307,7 +307,7 @@ def test_more_than_the_quota_is_out_of_memory_for_its_container_alone(node: Node
 
 
 @pytest.mark.parametrize("how", ["runc-kill", "in-its-grant"])
-def test_a_killed_holder_holds_nobody_up(node: Node, how: str) -> None:
+def test_a_killed_holder_holds_nobody_up(node: BenchNode, how: str) -> None:
     victim = start_worker(node, f"victim-{how}", memory="4Gi", compute="60")
     waiter = start_worker(node, f"waiter-{how}", memory="4Gi", compute="40")
     begin(victim, waiter)
@@ -340,7 +340,7 @@ def test_a_killed_holder_holds_nobody_up(node: Node, how: str) -> None:
     assert waiter.process.poll() is None
 
 
-def test_containers_outlive_the_governor(node: Node) -> None:
+def test_containers_outlive_the_governor(node: BenchNode) -> None:
     pair = [start_worker(node, name, seconds=2.5) for name in ("survivor-a", "survivor-b")]
     try:
         begin(*pair)
@@ -362,14 +362,14 @@ def test_containers_outlive_the_governor(node: Node) -> None:
         node.start_governor()
 
 
-def start_stress(node: Node, name: str) -> Running:
+def start_stress(node: BenchNode, name: str) -> Running:
     """Start threads that use the driver in every way; any error except a lack of memory ends them."""
     arguments = ["/usr/bin/stress", "--threads", "4", "--wait-file", "/out/begin", "--seconds", "0"]
     return node.start(name, arguments, {"memory": "2Gi", "compute": "40"})
 
 
 def test_no_call_fails_while_the_governor_is_slow_stands_still_dies_and_is_replaced(
-    node: Node,
+    node: BenchNode,
 ) -> None:
     pair = [start_stress(node, name) for name in ("rider-a", "rider-b")]
     wait_ready(*pair)
@@ -405,7 +405,9 @@ def test_no_call_fails_while_the_governor_is_slow_stands_still_dies_and_is_repla
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_without_a_governor_nothing_starts_and_nothing_is_left(node: Node, number: int) -> None:
+def test_without_a_governor_nothing_starts_and_nothing_is_left(
+    node: BenchNode, number: int
+) -> None:
     def mounts() -> set[str]:
         ours = (str(node.work), str(node.runtime_dir))
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
@@ -450,7 +452,7 @@ def test_without_a_governor_nothing_starts_and_nothing_is_left(node: Node, numbe
     ],
 )
 def test_what_cannot_be_granted_is_refused(
-    node: Node, annotations: dict[str, str], says: str, request: pytest.FixtureRequest
+    node: BenchNode, annotations: dict[str, str], says: str, request: pytest.FixtureRequest
 ) -> None:
     case = request.node.callspec.id
     if case == "memory":
@@ -465,7 +467,7 @@ def test_what_cannot_be_granted_is_refused(
     assert directories(node) == known
 
 
-def test_processes_of_a_container_share_one_account(node: Node) -> None:
+def test_processes_of_a_container_share_one_account(node: BenchNode) -> None:
     chunk = 64 * MIB
     container = node.start(
         "family", ["/usr/bin/probe", "share", "2", str(chunk)], {"memory": "3Gi"}

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from bench.machine import Simulated
-from bench.node import Node, Running, last_json
+from bench.node import BenchNode, Running, last_json
 from governor.client import ask
 from libcontrol import layout
 from simgpu import simgpu
@@ -119,28 +119,28 @@ SETTINGS = {
 @pytest.fixture(scope="module")
 def node(
     tmp_path_factory: pytest.TempPathFactory, build_dir: Path, require: Callable[..., None]
-) -> Iterator[Node]:
+) -> Iterator[BenchNode]:
     require("gcc", "runc")
     work = tmp_path_factory.mktemp("mps")
     compile_c(PROBE_C, work / "probe", "-ldl")
-    with Node(WithMps(work, build_dir), settings=SETTINGS) as made:
+    with BenchNode(WithMps(work, build_dir), settings=SETTINGS) as made:
         yield made
 
 
 @pytest.fixture(autouse=True)
-def clean(node: Node) -> Iterator[None]:
+def clean(node: BenchNode) -> Iterator[None]:
     wait_for(lambda: mps(node)["state"] == "running", "the daemon")
     yield
     clear(node)
 
 
-def mps(node: Node) -> dict[str, Any]:
+def mps(node: BenchNode) -> dict[str, Any]:
     """Return the governor's report about the daemon of GPU 1."""
     found: dict[str, Any] = ask(node.config, "gpus")["gpus"][1]["mps"]
     return found
 
 
-def probe(node: Node, name: str, **annotations: str) -> dict[str, Any]:
+def probe(node: BenchNode, name: str, **annotations: str) -> dict[str, Any]:
     assert isinstance(node.machine, WithMps)
     node.machine.visible = UUIDS[1]
     container = node.start(
@@ -150,7 +150,7 @@ def probe(node: Node, name: str, **annotations: str) -> dict[str, Any]:
     return {**last_json(container.output), "said": container.output}
 
 
-def worker(node: Node, name: str, **annotations: str) -> Running:
+def worker(node: BenchNode, name: str, **annotations: str) -> Running:
     assert isinstance(node.machine, WithMps)
     node.machine.visible = UUIDS[int(annotations["devices"])]
     container = start_worker(node, name, **{"memory": "1Gi", "compute": "30", **annotations})
@@ -159,7 +159,7 @@ def worker(node: Node, name: str, **annotations: str) -> Running:
 
 
 @contextlib.contextmanager
-def stopped(node: Node, *containers: Running) -> Iterator[None]:
+def stopped(node: BenchNode, *containers: Running) -> Iterator[None]:
     """Keep containers from ending during the block: the events reported for them would be removed with them."""
     known = node.look()
     pids = [pid for container in containers for pid in known[container.identifier]["processes"]]
@@ -178,7 +178,7 @@ def alive(pid: int) -> bool:
     )
 
 
-def test_a_container_is_a_client_and_sees_one_socket_that_it_cannot_change(node: Node) -> None:
+def test_a_container_is_a_client_and_sees_one_socket_that_it_cannot_change(node: BenchNode) -> None:
     seen = probe(node, "client", strategy="mps")
     said = seen.pop("said")
     # ".", ".." and "control"; a read-only mount; the socket for commands cannot be reached.
@@ -189,7 +189,7 @@ def test_a_container_is_a_client_and_sees_one_socket_that_it_cannot_change(node:
     assert "tidegate: " not in said
 
 
-def test_auto_goes_where_there_is_room_and_the_gpu_decides(node: Node) -> None:
+def test_auto_goes_where_there_is_room_and_the_gpu_decides(node: BenchNode) -> None:
     first = worker(node, "first", devices="0")
     second = worker(node, "second", devices="1")
     known = node.look()
@@ -228,14 +228,16 @@ def test_auto_goes_where_there_is_room_and_the_gpu_decides(node: Node) -> None:
     ],
 )
 def test_what_a_gpu_does_not_offer_is_refused_in_one_line(
-    node: Node, annotations: dict[str, str], line: str
+    node: BenchNode, annotations: dict[str, str], line: str
 ) -> None:
     container = node.start(f"no-{len(line)}", ["/usr/bin/probe"], {"memory": "1Gi", **annotations})
     assert node.wait(container, WAIT_S) != 0
     assert f"tidegate: {line}" in container.output
 
 
-def test_a_daemon_that_is_killed_is_started_again_and_new_containers_reach_it(node: Node) -> None:
+def test_a_daemon_that_is_killed_is_started_again_and_new_containers_reach_it(
+    node: BenchNode,
+) -> None:
     before = mps(node)
     neighbour = worker(node, "neighbour", devices="1")
     link = directory(node, neighbour) / "mps/control"
@@ -254,7 +256,7 @@ def test_a_daemon_that_is_killed_is_started_again_and_new_containers_reach_it(no
     assert probe(node, "next", strategy="mps")["mps"] == 1
 
 
-def test_a_fault_of_one_is_told_to_all_whose_work_it_ends(node: Node) -> None:
+def test_a_fault_of_one_is_told_to_all_whose_work_it_ends(node: BenchNode) -> None:
     first = worker(node, "faulty", devices="1")
     second = worker(node, "bystander", devices="1")
     elsewhere = worker(node, "elsewhere", devices="0")
@@ -281,7 +283,7 @@ def test_a_fault_of_one_is_told_to_all_whose_work_it_ends(node: Node) -> None:
     assert probe(node, "healed", strategy="mps")["mps"] == 1
 
 
-def test_who_does_not_leave_after_a_fault_keeps_nobody_out_for_long(node: Node) -> None:
+def test_who_does_not_leave_after_a_fault_keeps_nobody_out_for_long(node: BenchNode) -> None:
     stays = worker(node, "stays", devices="1")
     before = mps(node)
     with stopped(node, stays):
@@ -298,7 +300,7 @@ def test_who_does_not_leave_after_a_fault_keeps_nobody_out_for_long(node: Node) 
         assert probe(node, "later", strategy="mps")["mps"] == 1
 
 
-def test_commands_of_a_container_are_seen_and_quit_is_not_for_it(node: Node) -> None:
+def test_commands_of_a_container_are_seen_and_quit_is_not_for_it(node: BenchNode) -> None:
     worker(node, "there", devices="1")
     before = mps(node)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as s:
@@ -321,7 +323,7 @@ def test_commands_of_a_container_are_seen_and_quit_is_not_for_it(node: Node) -> 
     assert mps(node)["state"] == "running"
 
 
-def test_a_program_that_finds_no_daemon_is_refused_and_told(node: Node) -> None:
+def test_a_program_that_finds_no_daemon_is_refused_and_told(node: BenchNode) -> None:
     pipe = node.runtime_dir / "mps" / ask(node.config, "gpus")["gpus"][1]["uuid"] / "pipe"
     container = node.start(
         "alone", ["/usr/bin/probe", "wait"], {"memory": "1Gi", "strategy": "mps"}
@@ -342,7 +344,9 @@ def test_a_program_that_finds_no_daemon_is_refused_and_told(node: Node) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_daemon_and_containers_outlive_the_governor(node: Node, number: signal.Signals) -> None:
+def test_daemon_and_containers_outlive_the_governor(
+    node: BenchNode, number: signal.Signals
+) -> None:
     container = worker(node, f"outlives-{number}", devices="1")
     before = mps(node)
     node.stop_governor(number)
@@ -362,7 +366,7 @@ def test_daemon_and_containers_outlive_the_governor(node: Node, number: signal.S
     assert probe(node, f"after-{number}", strategy="mps")["mps"] == 1
 
 
-def test_a_daemon_that_nobody_uses_ends_with_the_governor(node: Node) -> None:
+def test_a_daemon_that_nobody_uses_ends_with_the_governor(node: BenchNode) -> None:
     pid = mps(node)["pid"]
     node.stop_governor()
     try:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bench.machine import Simulated
-from bench.node import Node, Running
+from bench.node import BenchNode, Running
 from tests.container.bundles import compile_c
 
 MIB = 1 << 20
@@ -91,16 +91,16 @@ int main(int argc, char **argv)
 
 
 @pytest.fixture
-def node(tmp_path: Path, build_dir: Path, require: Callable[..., None]) -> Iterator[Node]:
+def node(tmp_path: Path, build_dir: Path, require: Callable[..., None]) -> Iterator[BenchNode]:
     require("gcc", "runc")
     compile_c(WATCH_C, tmp_path / "watch", "-ldl")
     machine = Simulated(tmp_path, build_dir)
     machine.programs.append(tmp_path / "watch")
-    with Node(machine) as made:
+    with BenchNode(machine) as made:
         yield made
 
 
-def start(node: Node, name: str, program: list[str], **annotations: str) -> Running:
+def start(node: BenchNode, name: str, program: list[str], **annotations: str) -> Running:
     arguments = [
         *program, *node.machine.command("burn", inside=True),
         "--seconds", "3", "--out", "/out/progress.bin", "--memory", str(256 * MIB),
@@ -108,7 +108,7 @@ def start(node: Node, name: str, program: list[str], **annotations: str) -> Runn
     return node.start(name, arguments, {"memory": "2Gi", **annotations})
 
 
-def watch(node: Node, container: Running) -> list[dict[str, Any]]:
+def watch(node: BenchNode, container: Running) -> list[dict[str, Any]]:
     """Wait for a container's end and return what it saw in its second half, without the last samples."""
     assert node.wait(container, WAIT_S) == 0, container.output
     looks = [json.loads(line) for line in container.output.splitlines() if '"child"' in line]
@@ -127,12 +127,12 @@ def check(looks: list[dict[str, Any]]) -> None:
     assert 85 <= median(look["gpu"] for look in looks) <= 100
 
 
-def test_a_container_alone_sees_its_own(node: Node) -> None:
+def test_a_container_alone_sees_its_own(node: BenchNode) -> None:
     annotations = {"compute": "30", "compute-limit": "100"}
     check(watch(node, start(node, "alone", ["/usr/bin/watch"], **annotations)))
 
 
-def test_containers_side_by_side_see_each_its_own(node: Node) -> None:
+def test_containers_side_by_side_see_each_its_own(node: BenchNode) -> None:
     quotas = {"first": "60", "second": "20"}  # of the GPU, and each uses all of that
     running = [
         start(node, name, ["/usr/bin/watch"], compute=quota) for name, quota in quotas.items()

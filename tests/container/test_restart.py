@@ -23,7 +23,7 @@ import pytest
 
 from bench import memory
 from bench.machine import Simulated
-from bench.node import Node, Running, last_json
+from bench.node import BenchNode, Running, last_json
 from bench.progress import read_stamps
 from governor.client import ask
 from governor.container import container_key
@@ -125,20 +125,20 @@ int main(int argc, char **argv)
 @pytest.fixture(scope="module")
 def node(
     tmp_path_factory: pytest.TempPathFactory, build_dir: Path, require: Callable[..., None]
-) -> Iterator[Node]:
+) -> Iterator[BenchNode]:
     require("gcc", "runc")
     work = tmp_path_factory.mktemp("restart")
     compile_c(FILLER_C, work / "filler", "-ldl")
     machine = Simulated(work, build_dir)
     machine.programs += [build_dir / "stress", build_dir / "hoard", work / "filler"]
-    with Node(machine) as made, pytest.MonkeyPatch.context() as patch:
+    with BenchNode(machine) as made, pytest.MonkeyPatch.context() as patch:
         # For the driver's NVML in this process.
         patch.setenv("SIMGPU_DIR", machine.environment["SIMGPU_DIR"])
         yield made
 
 
 @pytest.fixture(autouse=True)
-def clean(node: Node) -> Iterator[None]:
+def clean(node: BenchNode) -> Iterator[None]:
     """Leave no container running or registered."""
     yield
     node.stop_governor()
@@ -147,13 +147,13 @@ def clean(node: Node) -> Iterator[None]:
     assert not list((node.runtime_dir / "containers").iterdir())
 
 
-def restart(node: Node, number: int = signal.SIGKILL, away_s: float = 0.0) -> None:
+def restart(node: BenchNode, number: int = signal.SIGKILL, away_s: float = 0.0) -> None:
     node.stop_governor(number)
     time.sleep(away_s)
     node.start_governor()
 
 
-def known(node: Node) -> dict[str, dict[str, Any]]:
+def known(node: BenchNode) -> dict[str, dict[str, Any]]:
     return {one["id"]: one for one in ask(node.config, "list")["containers"]}
 
 
@@ -175,7 +175,7 @@ def shares(container: Running, windows: list[tuple[int, int]]) -> list[float]:
     ]
 
 
-def load(node: Node, name: str) -> tuple[Running, Running]:
+def load(node: BenchNode, name: str) -> tuple[Running, Running]:
     """Start a program that uses the driver in every way, and processes that compete for memory and are killed."""
     stress = node.start(
         f"stress-{name}",
@@ -192,7 +192,7 @@ def load(node: Node, name: str) -> tuple[Running, Running]:
     return stress, hoard
 
 
-def end_load(node: Node, stress: Running, hoard: Running) -> None:
+def end_load(node: BenchNode, stress: Running, hoard: Running) -> None:
     """Check that none of their calls failed."""
     (stress.out / "begin").touch()
     (hoard.out / "end").touch()
@@ -205,7 +205,7 @@ def end_load(node: Node, stress: Running, hoard: Running) -> None:
     assert fought["refused"]
 
 
-def ride(node: Node, times: int) -> None:
+def ride(node: BenchNode, times: int) -> None:
     """Kill the governor `times` times under all kinds of load, and check each container every time."""
     draw = random.Random(times)  # noqa: S311
     quotas = {"large": 45, "small": 20}
@@ -244,20 +244,20 @@ def ride(node: Node, times: int) -> None:
         assert max(found) < quota + 5, found
 
 
-def test_a_governor_that_is_killed_three_times_under_load(node: Node) -> None:
+def test_a_governor_that_is_killed_three_times_under_load(node: BenchNode) -> None:
     ride(node, 3)
 
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_a_governor_that_is_killed_a_hundred_times_under_load(node: Node) -> None:
+def test_a_governor_that_is_killed_a_hundred_times_under_load(node: BenchNode) -> None:
     ride(node, 100)
 
 
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_shares_are_right_again_within_a_second(node: Node, number: int) -> None:
+def test_shares_are_right_again_within_a_second(node: BenchNode, number: int) -> None:
     quotas = {"half": 50, "quarter": 25}
     pair = [
         start_worker(node, f"{name}-{number}", compute=str(quota)) for name, quota in quotas.items()
@@ -289,7 +289,7 @@ def ask_filler(container: Running) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_full_container_stays_full(node: Node) -> None:
+def test_a_full_container_stays_full(node: BenchNode) -> None:
     container = node.start("full", ["/usr/bin/filler", str(CHUNK)], {"memory": "2Gi"})
     wait_for((container.out / "full").exists, "it to be full")
     output, expected = (
@@ -319,7 +319,7 @@ def test_a_full_container_stays_full(node: Node) -> None:
     assert node.wait(container, WAIT_S) == 0
 
 
-def execute(node: Node, container: Running, name: str, seconds: int) -> subprocess.Popen[str]:
+def execute(node: BenchNode, container: Running, name: str, seconds: int) -> subprocess.Popen[str]:
     """Start one more process in a container; its PID is written to `name`.pid, its output to `name`.log."""
     with (container.out / f"{name}.log").open("w") as log:
         return subprocess.Popen(
@@ -333,7 +333,7 @@ def execute(node: Node, container: Running, name: str, seconds: int) -> subproce
         )  # fmt: skip
 
 
-def test_what_ends_and_begins_meanwhile(node: Node) -> None:
+def test_what_ends_and_begins_meanwhile(node: BenchNode) -> None:
     ended = start_worker(node, "ended", memory="8Gi", compute="60")
     stays = start_worker(node, "stays", memory="2Gi", compute="30")
     begin(ended, stays)
@@ -373,7 +373,7 @@ def test_what_ends_and_begins_meanwhile(node: Node) -> None:
     begin(heir)
 
 
-def test_a_changed_quota_lasts(node: Node) -> None:
+def test_a_changed_quota_lasts(node: BenchNode) -> None:
     container = start_worker(node, "changed", compute="60")
     begin(container)
     ask(node.config, "set", id=container.identifier, memory=3 * GIB, compute=20, compute_limit=30)
@@ -398,7 +398,7 @@ def test_a_changed_quota_lasts(node: Node) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_start_while_the_governor_is_restarted_waits_for_it(node: Node, number: int) -> None:
+def test_a_start_while_the_governor_is_restarted_waits_for_it(node: BenchNode, number: int) -> None:
     node.stop_governor(number)
     container = start_worker(node, f"meanwhile-{number}")
     time.sleep(0.5)
@@ -407,7 +407,7 @@ def test_a_start_while_the_governor_is_restarted_waits_for_it(node: Node, number
     assert set(known(node)) == {container.identifier}
 
 
-def test_a_start_in_the_middle_of_an_admission_fails_and_leaves_nothing(node: Node) -> None:
+def test_a_start_in_the_middle_of_an_admission_fails_and_leaves_nothing(node: BenchNode) -> None:
     os.kill(node.governor_pid, signal.SIGSTOP)
     container = start_worker(node, "early")
     time.sleep(0.5)
@@ -420,13 +420,13 @@ def test_a_start_in_the_middle_of_an_admission_fails_and_leaves_nothing(node: No
     assert list((node.runtime_dir / "containers").iterdir()) == []
 
 
-def damage(node: Node) -> None:
+def damage(node: BenchNode) -> None:
     file = node.work / "state" / NAME
     file.write_bytes(b"what a disk may do " * 300)
     file.with_name(f"{NAME}-wal").unlink(missing_ok=True)
 
 
-def test_a_damaged_database_is_rebuilt_from_what_runs(node: Node) -> None:
+def test_a_damaged_database_is_rebuilt_from_what_runs(node: BenchNode) -> None:
     pair = [start_worker(node, "a", compute="50"), start_worker(node, "b", compute="25")]
     stress, hoard = load(node, "damaged")
     begin(*pair)
@@ -455,7 +455,7 @@ def test_a_damaged_database_is_rebuilt_from_what_runs(node: Node) -> None:
     end_load(node, stress, hoard)
 
 
-def test_a_lost_process_row_is_found_by_its_slot(node: Node) -> None:
+def test_a_lost_process_row_is_found_by_its_slot(node: BenchNode) -> None:
     """As if the log of the database were cut: an older state, in which a process is missing."""
     container = start_worker(node, "forgotten")
     begin(container)
@@ -472,7 +472,7 @@ def test_a_lost_process_row_is_found_by_its_slot(node: Node) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_starts_long_after_the_governor_was_there(node: Node) -> None:
+def test_a_process_that_starts_long_after_the_governor_was_there(node: BenchNode) -> None:
     container = start_worker(node, "patient")
     begin(container)
     node.stop_governor(signal.SIGKILL)
@@ -498,7 +498,7 @@ def test_a_process_that_starts_long_after_the_governor_was_there(node: Node) -> 
 
 
 @pytest.mark.slow
-def test_the_memory_quota_holds_while_governors_come_and_go(node: Node) -> None:
+def test_the_memory_quota_holds_while_governors_come_and_go(node: BenchNode) -> None:
     with Nvml(node.machine.build / "simgpu" / "libnvidia-ml.so.1") as nvml:
         uuid = nvml.gpus()[0].uuid
         before = nvml.memory_used(uuid) or 0

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.container.bundles import ROOT, make_rootfs
-from tests.container.engine_host import EngineHost, Ran, machine
+from tests.container.engine_host import CommandResult, EngineHost, machine
 from tests.container.engines import CONTAINERS_CONF, IMAGE, pack_image
 from tests.container.test_engines import unpacked
 
@@ -74,7 +74,7 @@ def host(
         podman(host, "system", "migrate")  # ends the process that keeps the user's namespaces
 
 
-def podman(host: EngineHost, *arguments: str) -> Ran:
+def podman(host: EngineHost, *arguments: str) -> CommandResult:
     """Run podman as the user."""
     return host.run(
         *("setpriv", "--reuid", UID, "--regid", UID, "--clear-groups"),
@@ -82,7 +82,7 @@ def podman(host: EngineHost, *arguments: str) -> Ran:
     )
 
 
-def start(host: EngineHost, runtime: str, *options: str) -> Ran:
+def start(host: EngineHost, runtime: str, *options: str) -> CommandResult:
     cgroups = ["--cgroups=disabled"] if runtime == "crun" else []
     return podman(
         host, "--runtime", runtime, "run", "--rm", "--pull=never", "--network=none", *cgroups,

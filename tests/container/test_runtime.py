@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from tests.container.bundles import GPU, Bundle, Ran, Runtime, base_config
-from tests.container.conftest import ForkServer, Node
+from tests.container.bundles import GPU, ContainerResult, DiskBundle, Runtime, base_config
+from tests.container.conftest import ForkServer, HookNode
 
 OURS = {"tidegate.gpu/memory": "8Gi", "tidegate.gpu/compute": "50"}
 NODES = (("nvidiactl", 195, 255), ("nvidia-uvm", 507, 0), ("nvidia0", 195, 0), ("nvidia1", 195, 1))
 
 
-class Wrapped(Runtime):
+class WrappedRuntime(Runtime):
     """runc or crun behind the wrapper."""
 
     settings: Path
@@ -44,7 +44,7 @@ def path_of(name: str) -> str:
 
 
 @pytest.fixture(params=["script", "front"])
-def node(node: Node, fronts: Path, request: pytest.FixtureRequest) -> Iterator[Node]:
+def node(node: HookNode, fronts: Path, request: pytest.FixtureRequest) -> Iterator[HookNode]:
     """A node with the Python scripts, or with the C programs and a fork server."""
     if request.param == "script":
         yield node
@@ -56,13 +56,13 @@ def node(node: Node, fronts: Path, request: pytest.FixtureRequest) -> Iterator[N
 
 
 @pytest.fixture
-def wrapper(node: Node) -> str:
+def wrapper(node: HookNode) -> str:
     """The path of the wrapper runtime."""
     return str(node.program.with_name("tidegate-runtime"))
 
 
 @pytest.fixture
-def dev(node: Node) -> Path:
+def dev(node: HookNode) -> Path:
     """Device nodes as a host with two GPUs has them; no test opens them."""
     directory = node.base / "dev"
     directory.mkdir()
@@ -73,15 +73,15 @@ def dev(node: Node) -> Path:
 
 
 @pytest.fixture
-def wrapped(node: Node, dev: Path, runtime: Runtime) -> Wrapped:
-    made = Wrapped(runtime.name, runtime.state)
+def wrapped(node: HookNode, dev: Path, runtime: Runtime) -> WrappedRuntime:
+    made = WrappedRuntime(runtime.name, runtime.state)
     made.program = node.program.with_name("tidegate-runtime")
     made.settings = node.base / "runtime.conf"
     write_settings(made.settings, node, dev, path_of(runtime.name))
     return made
 
 
-def write_settings(path: Path, node: Node, dev: Path, real: str, *more: str) -> None:
+def write_settings(path: Path, node: HookNode, dev: Path, real: str, *more: str) -> None:
     """Write the settings that /etc/tidegate/runtime contains on a node."""
     arguments = " ".join((*node.hook[1:], "--dev-dir", str(dev)))
     lines = [
@@ -97,7 +97,7 @@ def write_settings(path: Path, node: Node, dev: Path, real: str, *more: str) -> 
     path.write_text("\n".join(lines) + "\n")
 
 
-def plain(node: Node, command: str, annotations: dict[str, str] | None = None) -> Bundle:
+def plain(node: HookNode, command: str, annotations: dict[str, str] | None = None) -> DiskBundle:
     """Return a bundle as an engine makes it, without an entry of the hook."""
     bundle = node.bundle(command)
     bundle.config = base_config(command, annotations=OURS if annotations is None else annotations)
@@ -105,13 +105,15 @@ def plain(node: Node, command: str, annotations: dict[str, str] | None = None) -
     return bundle
 
 
-def written(bundle: Bundle) -> dict[str, Any]:
+def written(bundle: DiskBundle) -> dict[str, Any]:
     """Return the current config.json."""
     config: dict[str, Any] = json.loads((bundle.path / "config.json").read_text())
     return config
 
 
-def test_a_container_gets_its_gpu_s_nodes_and_the_hook(node: Node, wrapped: Wrapped) -> None:
+def test_a_container_gets_its_gpu_s_nodes_and_the_hook(
+    node: HookNode, wrapped: WrappedRuntime
+) -> None:
     bundle = plain(node, "ls /dev; ls -A /run/tidegate; echo $NVIDIA_VISIBLE_DEVICES")
     bundle.config["x-unknown"] = {"kept": [1, 2.5, "ü"]}
     bundle.config["linux"]["devices"] = [
@@ -135,7 +137,7 @@ def test_a_container_gets_its_gpu_s_nodes_and_the_hook(node: Node, wrapped: Wrap
     assert all(entry["env"] for stage in config["hooks"].values() for entry in stage)
 
 
-def test_a_bundle_that_was_edited_is_edited_again(node: Node, wrapped: Wrapped) -> None:
+def test_a_bundle_that_was_edited_is_edited_again(node: HookNode, wrapped: WrappedRuntime) -> None:
     """A restart: the recorded reservation is replaced, and nothing is entered twice."""
     bundle = plain(node, "true")
     assert wrapped.run(bundle).status == 0
@@ -149,7 +151,9 @@ def test_a_bundle_that_was_edited_is_edited_again(node: Node, wrapped: Wrapped) 
     assert node.governor.requests[3]["replaces"] == "token1"
 
 
-def test_a_container_that_asks_for_nothing_is_untouched(node: Node, wrapped: Wrapped) -> None:
+def test_a_container_that_asks_for_nothing_is_untouched(
+    node: HookNode, wrapped: WrappedRuntime
+) -> None:
     bundle = plain(node, "ls /dev; echo $NVIDIA_VISIBLE_DEVICES", annotations={"other/name": "x"})
     ran = wrapped.run(bundle)
     assert ran.status == 0, ran.stderr
@@ -167,7 +171,7 @@ def test_a_container_that_asks_for_nothing_is_untouched(node: Node, wrapped: Wra
     ],
 )
 def test_what_is_wrong_is_said_where_the_engine_looks(
-    node: Node, wrapped: Wrapped, annotations: dict[str, str], line: str
+    node: HookNode, wrapped: WrappedRuntime, annotations: dict[str, str], line: str
 ) -> None:
     bundle = plain(node, "true", annotations=annotations)
     bundle.write()
@@ -190,7 +194,7 @@ def test_what_is_wrong_is_said_where_the_engine_looks(
     assert (event["stage"], event["outcome"], event["id"]) == ("runtime", "failed", "wrong")
 
 
-def test_a_refusal_starts_nothing(node: Node, wrapped: Wrapped) -> None:
+def test_a_refusal_starts_nothing(node: HookNode, wrapped: WrappedRuntime) -> None:
     node.governor.mode = "refuse"
     bundle = plain(node, "touch /started")
     ran = wrapped.run(bundle)
@@ -200,7 +204,7 @@ def test_a_refusal_starts_nothing(node: Node, wrapped: Wrapped) -> None:
     assert written(bundle) == bundle.config
 
 
-def test_a_missing_node_is_named(node: Node, wrapped: Wrapped, dev: Path) -> None:
+def test_a_missing_node_is_named(node: HookNode, wrapped: WrappedRuntime, dev: Path) -> None:
     (dev / "nvidia-uvm").unlink()
     ran = wrapped.run(plain(node, "true"))
     assert ran.status == 73
@@ -209,7 +213,7 @@ def test_a_missing_node_is_named(node: Node, wrapped: Wrapped, dev: Path) -> Non
 
 
 def test_the_environment_counts_only_where_the_node_says_so(
-    node: Node, wrapped: Wrapped, dev: Path
+    node: HookNode, wrapped: WrappedRuntime, dev: Path
 ) -> None:
     bundle = plain(node, "ls -A /run", annotations={})
     bundle.config["process"]["env"] += ["TIDEGATE_MEMORY=8Gi", "TIDEGATE_COMPUTE=50"]
@@ -237,8 +241,8 @@ def test_the_environment_counts_only_where_the_node_says_so(
     ],
 )  # fmt: skip
 def test_an_error_of_the_environment_names_the_variable(
-    node: Node,
-    wrapped: Wrapped,
+    node: HookNode,
+    wrapped: WrappedRuntime,
     dev: Path,
     *,
     variables: list[str],
@@ -253,7 +257,7 @@ def test_an_error_of_the_environment_names_the_variable(
     assert line in ran.stderr
 
 
-def test_nvidia_s_own_injection_is_refused(node: Node, wrapped: Wrapped) -> None:
+def test_nvidia_s_own_injection_is_refused(node: HookNode, wrapped: WrappedRuntime) -> None:
     """Both would bring a driver, and which one is found would be left to chance."""
     bundle = plain(node, "true")
     bundle.config["hooks"] = {"prestart": [{"path": "/usr/bin/nvidia-container-runtime-hook"}]}
@@ -262,7 +266,7 @@ def test_nvidia_s_own_injection_is_refused(node: Node, wrapped: Wrapped) -> None
     assert "nvidia-container-runtime-hook" in ran.stderr
 
 
-def test_other_commands_are_the_real_runtime_s(node: Node, wrapped: Wrapped) -> None:
+def test_other_commands_are_the_real_runtime_s(node: HookNode, wrapped: WrappedRuntime) -> None:
     done = subprocess.run(wrapped.command("--version"), capture_output=True, text=True, check=True)
     command = [wrapped.name, "--root", str(wrapped.state), "--version"]
     real = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -270,7 +274,7 @@ def test_other_commands_are_the_real_runtime_s(node: Node, wrapped: Wrapped) -> 
     assert node.governor.requests == []
 
 
-def precreate(node: Node, dev: Path, data: bytes) -> Ran:
+def precreate(node: HookNode, dev: Path, data: bytes) -> ContainerResult:
     """Run the stage as Podman does."""
     done = subprocess.run(
         [*node.hook, "--dev-dir", str(dev), "precreate"],
@@ -278,10 +282,10 @@ def precreate(node: Node, dev: Path, data: bytes) -> Ran:
         capture_output=True,
         check=False,
     )
-    return Ran(done.returncode, done.stdout.decode(), done.stderr.decode())
+    return ContainerResult(done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
-def test_precreate_edits_what_comes_on_stdin(node: Node, dev: Path, runc: Runtime) -> None:
+def test_precreate_edits_what_comes_on_stdin(node: HookNode, dev: Path, runc: Runtime) -> None:
     bundle = plain(node, "ls /dev; ls -A /run/tidegate")
     answer = precreate(node, dev, json.dumps(bundle.config).encode())
     assert (answer.status, answer.stderr) == (0, "")
@@ -291,7 +295,7 @@ def test_precreate_edits_what_comes_on_stdin(node: Node, dev: Path, runc: Runtim
     assert [r["op"] for r in node.governor.requests[:3]] == ["reserve", "admit", "confirm"]
 
 
-def test_precreate_gives_back_what_asks_for_nothing(node: Node, dev: Path) -> None:
+def test_precreate_gives_back_what_asks_for_nothing(node: HookNode, dev: Path) -> None:
     data = b'{"annotations": {"a": "b"},\n "process": {}}\n'
     answer = precreate(node, dev, data)
     assert (answer.status, answer.stdout) == (0, data.decode())
@@ -299,7 +303,7 @@ def test_precreate_gives_back_what_asks_for_nothing(node: Node, dev: Path) -> No
 
 
 def test_what_precreate_refuses_the_hook_refuses_with_a_line(
-    node: Node, dev: Path, runc: Runtime
+    node: HookNode, dev: Path, runc: Runtime
 ) -> None:
     """If precreate fails, Podman shows only its status."""
     bundle = plain(node, "true", annotations={"tidegate.gpu/x": "y"})
@@ -312,13 +316,15 @@ def test_what_precreate_refuses_the_hook_refuses_with_a_line(
     assert node.governor.requests == []
 
 
-def test_precreate_ends_with_a_line_where_there_is_no_config(node: Node, dev: Path) -> None:
+def test_precreate_ends_with_a_line_where_there_is_no_config(node: HookNode, dev: Path) -> None:
     answer = precreate(node, dev, b'{"annotations": {"tidegate.gpu/x"')
     assert (answer.status, answer.stdout) == (66, "")
     assert answer.stderr.startswith("tidegate: config.json on stdin is not JSON")
 
 
-def test_a_granted_gpu_without_its_node_is_refused(node: Node, dev: Path, runc: Runtime) -> None:
+def test_a_granted_gpu_without_its_node_is_refused(
+    node: HookNode, dev: Path, runc: Runtime
+) -> None:
     """config.json was not edited: programs would find no GPU and print something obscure."""
     assert dev
     bundle = node.bundle("true")
@@ -328,7 +334,9 @@ def test_a_granted_gpu_without_its_node_is_refused(node: Node, dev: Path, runc: 
     assert GPU not in node.governor.admitted
 
 
-def test_nobody_can_skip_the_edits_by_an_annotation(node: Node, wrapped: Wrapped) -> None:
+def test_nobody_can_skip_the_edits_by_an_annotation(
+    node: HookNode, wrapped: WrappedRuntime
+) -> None:
     bundle = plain(node, "ls -A /run/tidegate", OURS | {"tidegate.gpu/reservation": "guess"})
     ran = wrapped.run(bundle)
     assert "grant" in ran.stdout, ran.stderr
@@ -336,7 +344,7 @@ def test_nobody_can_skip_the_edits_by_an_annotation(node: Node, wrapped: Wrapped
     assert node.governor.requests[1]["reservation"] == "token1"
 
 
-def test_a_configuration_that_is_wrong_is_said(node: Node, wrapped: Wrapped) -> None:
+def test_a_configuration_that_is_wrong_is_said(node: HookNode, wrapped: WrappedRuntime) -> None:
     wrapped.settings.write_text("runtim /usr/bin/runc\n")
     ran = wrapped.run(plain(node, "true"))
     assert ran.status == 78
@@ -435,13 +443,15 @@ def test_a_configuration_that_is_wrong_is_in_the_node_s_log(tmp_path: Path, wrap
     assert event["hint"] == f"write `runtime /its/path` to {file}"
 
 
-def test_precreate_takes_no_endless_config(node: Node, dev: Path) -> None:
+def test_precreate_takes_no_endless_config(node: HookNode, dev: Path) -> None:
     answer = precreate(node, dev, b'{"a": "' + b"x" * (5 << 20) + b'"}')
     assert (answer.status, answer.stdout) == (66, "")
     assert "config.json on stdin is larger than 4194304 bytes" in answer.stderr
 
 
-def test_a_container_of_a_claim_is_left_as_the_engine_made_it(node: Node, wrapped: Wrapped) -> None:
+def test_a_container_of_a_claim_is_left_as_the_engine_made_it(
+    node: HookNode, wrapped: WrappedRuntime
+) -> None:
     """CDI has made the device nodes and entered the hook, and the GPUs are booked, so there is nothing
     to reserve.
     """

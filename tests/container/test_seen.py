@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bench.machine import Simulated
-from bench.node import Node
+from bench.node import BenchNode
 from tests.container.nodes import begin, clear, start_worker, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,19 +23,19 @@ MIB = 1 << 20
 @pytest.fixture(scope="module")
 def node(
     tmp_path_factory: pytest.TempPathFactory, build_dir: Path, require: Callable[..., None]
-) -> Iterator[Node]:
+) -> Iterator[BenchNode]:
     require("runc")
-    with Node(Simulated(tmp_path_factory.mktemp("seen"), build_dir)) as made:
+    with BenchNode(Simulated(tmp_path_factory.mktemp("seen"), build_dir)) as made:
         yield made
 
 
 @pytest.fixture(autouse=True)
-def clean(node: Node) -> Iterator[None]:
+def clean(node: BenchNode) -> Iterator[None]:
     yield
     clear(node)
 
 
-def tidegate(node: Node, *arguments: str) -> str:
+def tidegate(node: BenchNode, *arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "governor.cli", *arguments, "--runtime-dir", str(node.runtime_dir)],
         cwd=ROOT, capture_output=True, text=True, check=True,
@@ -43,13 +43,13 @@ def tidegate(node: Node, *arguments: str) -> str:
     return done.stdout
 
 
-def devices(node: Node) -> dict[str, dict]:
+def devices(node: BenchNode) -> dict[str, dict]:
     """Return what `ps --json` shows of each container's GPU, by the name that the test gave it."""
     listed = json.loads(tidegate(node, "ps", "--json"))
     return {one["id"].rpartition("-")[2]: one["devices"][0] for one in listed}
 
 
-def test_what_is_delivered_and_waited_is_shown_as_it_is(node: Node) -> None:
+def test_what_is_delivered_and_waited_is_shown_as_it_is(node: BenchNode) -> None:
     """Two containers that always have work. One may not have more than a quarter, and the other is lent the idle time."""
     small = start_worker(node, "small", compute="25")
     large = start_worker(node, "large", **{"compute": "50", "compute-limit": "100"})
@@ -78,7 +78,7 @@ def test_what_is_delivered_and_waited_is_shown_as_it_is(node: Node) -> None:
     assert cells[-1] == "ok"
 
 
-def test_a_container_that_does_nothing_is_given_nothing(node: Node) -> None:
+def test_a_container_that_does_nothing_is_given_nothing(node: BenchNode) -> None:
     idle = start_worker(node, "idle", compute="60")
     busy = start_worker(node, "busy", compute="40")
     begin(busy)

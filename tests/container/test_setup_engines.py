@@ -24,7 +24,7 @@ from governor import cli
 from governor.setup import plan
 from tests.container.bundles import ROOT, make_rootfs
 from tests.container.cri import Cri, strings
-from tests.container.engine_host import EngineHost, Ran
+from tests.container.engine_host import CommandResult, EngineHost
 from tests.container.engines import CONTAINERS_CONF, IMAGE, pack_image
 from tests.container.test_engines import SUITES, unpacked
 from tests.unit.setup_tree import put, put_programs, setup
@@ -64,7 +64,7 @@ def containerd_config(release: str) -> str:
 
 
 @dataclass
-class Site:
+class SetupSite:
     """A node, an image, and a record of the programs that were started."""
 
     host: EngineHost
@@ -87,7 +87,7 @@ def site(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     require: Callable[..., None],
-) -> Iterator[Site]:
+) -> Iterator[SetupSite]:
     require("gcc", "nsenter", "unshare", "setpriv")
     root = unpacked(request.param)
     base = tmp_path_factory.mktemp("s")
@@ -95,10 +95,10 @@ def site(
     with EngineHost(root, base) as host:
         host.write("/usr/bin/tidegate-runtime", RUNTIME, 0o755)
         host.write("/usr/bin/tidegate-hook", HOOK, 0o755)
-        yield Site(host, pack_image(rootfs, host.work / "image.tar"))
+        yield SetupSite(host, pack_image(rootfs, host.work / "image.tar"))
 
 
-def answers(site: Site, *command: str) -> str:
+def answers(site: SetupSite, *command: str) -> str:
     """Wait until a daemon answers, and return its output."""
     deadline = time.monotonic() + RELOAD_S
     while True:
@@ -191,7 +191,7 @@ def containerd(site) -> Iterator[Callable[[], None]]:
         host.stop(running.pop())
 
 
-def pod(site: Site, handler: str) -> dict:
+def pod(site: SetupSite, handler: str) -> dict:
     """Start a pod with a container; return the container's config.json."""
     cri = Cri(site.host, "/run/containerd/containerd.sock")
     deadline = time.monotonic() + RELOAD_S
@@ -311,14 +311,14 @@ def test_containerd_itself_finds_the_handler_and_what_was_there(tmp_path, suite,
         setup(root, "containerd", "--undo")
 
 
-def typed(site: Site, *words: str) -> Ran:
+def typed(site: SetupSite, *words: str) -> CommandResult:
     """Run `tidegate setup` on the node itself, where engines are asked."""
     return site.host.run(
         "env", f"PYTHONPATH={ROOT}", "python3", "-B", "-m", "governor.cli", "setup", *words
     )
 
 
-def test_what_dockerd_does_not_read_is_not_written(site: Site) -> None:
+def test_what_dockerd_does_not_read_is_not_written(site: SetupSite) -> None:
     host = site.host
     version = host.check("dockerd", "--version").split()[2]
     for content, reason in (
@@ -350,7 +350,7 @@ def test_what_dockerd_does_not_read_is_not_written(site: Site) -> None:
 
 
 def test_what_containerd_does_not_read_is_not_written(
-    site: Site, containerd: Callable[[], None]
+    site: SetupSite, containerd: Callable[[], None]
 ) -> None:
     """Cases that setup itself does not detect: a file that only the new import brings in, a section that CRI does not
     accept.

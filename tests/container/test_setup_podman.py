@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.container.bundles import ROOT, make_rootfs
-from tests.container.engine_host import EngineHost, Ran
+from tests.container.engine_host import CommandResult, EngineHost
 from tests.container.engines import CONTAINERS_CONF, IMAGE, pack_image
 from tests.container.nodes import wait_for
 from tests.container.test_engines import SUITES, unpacked
@@ -41,12 +41,12 @@ sys.exit(cli.main(["setup", "podman"]))
 
 
 @dataclass
-class Site:
+class PodmanSite:
     """A node with Podman, its image and an empty configuration of ours."""
 
     host: EngineHost
 
-    def python(self, *arguments: str) -> Ran:
+    def python(self, *arguments: str) -> CommandResult:
         return self.host.run("env", f"PYTHONPATH={ROOT}", "python3", "-B", *arguments)
 
     def setup(self, *words: str) -> str:
@@ -86,13 +86,13 @@ class Site:
         file.unlink(missing_ok=True)
         return {line.split()[0] for line in lines}
 
-    def build(self) -> Ran:
+    def build(self) -> CommandResult:
         """Build an image with a RUN step that no cache contains."""
         step = f'RUN ["/usr/bin/sleep", "0.{time.monotonic_ns()}"]'
         self.host.write("/tmp/build/Containerfile", f"FROM {IMAGE}\n{step}\n")
         return self.host.run("podman", "build", "--pull=never", "--network=none", "/tmp/build")
 
-    def buildah(self) -> Ran:
+    def buildah(self) -> CommandResult:
         """Run a command in a working container of Buildah."""
         name = self.host.check("buildah", "from", "--pull-never", IMAGE).strip()
         ran = self.host.run("buildah", "run", "--network=none", name, "/usr/bin/sleep", "0")
@@ -116,7 +116,7 @@ def node(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     require: Callable[..., None],
-) -> Iterator[Site]:
+) -> Iterator[PodmanSite]:
     require("gcc", "nsenter", "unshare", "setpriv")
     root = unpacked(request.param)
     base = tmp_path_factory.mktemp("p")
@@ -128,11 +128,11 @@ def node(
         host.check("podman", "load", "--input", str(image))
         versions = host.check("podman", "--version") + host.check("buildah", "--version")
         print(f"engine: {' '.join(versions.split())}")
-        yield Site(host)
+        yield PodmanSite(host)
 
 
 @pytest.fixture
-def site(node: Site) -> Iterator[Site]:
+def site(node: PodmanSite) -> Iterator[PodmanSite]:
     """The node, which is not set up, before the test and after it."""
     before = node.files()
     yield node
@@ -140,7 +140,7 @@ def site(node: Site) -> Iterator[Site]:
     assert node.files() == before
 
 
-def test_images_are_built_after_setup_and_containers_get_the_hooks(site: Site) -> None:
+def test_images_are_built_after_setup_and_containers_get_the_hooks(site: PodmanSite) -> None:
     assert site.run() == set()
     assert "to do: nothing: Podman reads hooks" in site.setup()
     assert site.run() == STAGES
@@ -154,7 +154,7 @@ def test_images_are_built_after_setup_and_containers_get_the_hooks(site: Site) -
     assert site.run() == set()
 
 
-def test_what_was_set_up_where_buildah_reads_is_found_and_moved(site: Site) -> None:
+def test_what_was_set_up_where_buildah_reads_is_found_and_moved(site: PodmanSite) -> None:
     assert site.python("-c", FORMERLY).status == 0
     assert site.run() == STAGES
     for ran in (site.build(), site.buildah()):
@@ -173,7 +173,7 @@ def test_what_was_set_up_where_buildah_reads_is_found_and_moved(site: Site) -> N
     assert site.doctor("hooks.stages")[0].startswith("ok: ")
 
 
-def test_the_remedy_that_doctor_names_for_a_stage_mends_it(site: Site) -> None:
+def test_the_remedy_that_doctor_names_for_a_stage_mends_it(site: PodmanSite) -> None:
     assert site.python("-c", FORMERLY).status == 0
     [line] = site.doctor("hooks.stages")
     remedy = re.sub(
@@ -186,7 +186,7 @@ def test_the_remedy_that_doctor_names_for_a_stage_mends_it(site: Site) -> None:
 
 
 @pytest.fixture
-def service(site: Site) -> Iterator[Callable[[], int]]:
+def service(site: PodmanSite) -> Iterator[Callable[[], int]]:
     """A function that restarts Podman's API service, and returns its PID."""
     running: list[subprocess.Popen[bytes]] = []
     site.host.path("/run/podman").mkdir(exist_ok=True)
@@ -209,7 +209,7 @@ def service(site: Site) -> Iterator[Callable[[], int]]:
 
 
 def test_a_service_that_runs_on_is_named_until_it_is_restarted(
-    site: Site, service: Callable[[], int]
+    site: PodmanSite, service: Callable[[], int]
 ) -> None:
     remote = ("--remote", "--url", SOCKET)
     pid = service()
@@ -233,7 +233,7 @@ def test_a_service_that_runs_on_is_named_until_it_is_restarted(
     assert site.doctor("podman.service")[0].startswith("ok: ")
 
 
-def test_a_container_that_a_policy_restarts_without_the_hooks_is_named(site: Site) -> None:
+def test_a_container_that_a_policy_restarts_without_the_hooks_is_named(site: PodmanSite) -> None:
     """Podman 5.8 and newer: conmon gets the directories as options when it is started."""
     asks = ("--annotation=tidegate.gpu/memory=4Gi", "--restart=always", "--network=none")
     for name, options in (("asks", asks), ("plain", asks[1:])):
@@ -258,13 +258,13 @@ def test_a_container_that_a_policy_restarts_without_the_hooks_is_named(site: Sit
         wait_for(lambda: site.host.run(*remove).status == 0, "them to go")
 
 
-def await_restarts(site: Site, count: int) -> None:
+def await_restarts(site: PodmanSite, count: int) -> None:
     """Wait until Podman has restarted the container `count` times, so that it has just started."""
     inspect = ("podman", "inspect", "--format", "{{.RestartCount}}", "asks")
     wait_for(lambda: int(site.host.check(*inspect)) >= count, "a restart")
 
 
-def test_what_podman_does_not_read_changes_nothing(site: Site) -> None:
+def test_what_podman_does_not_read_changes_nothing(site: PodmanSite) -> None:
     broken = "/etc/containers/containers.conf.d/60.conf"
     site.host.write(broken, "[engine]\ncgroup_manager = 4\n")
     before = site.files()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bench.machine import Simulated
-from bench.node import Node, Running, last_json
+from bench.node import BenchNode, Running, last_json
 from governor import cli
 from governor.client import ask
 from simgpu import simgpu
@@ -168,7 +168,7 @@ class Pairs(Simulated):
 @pytest.fixture(scope="module")
 def node(
     tmp_path_factory: pytest.TempPathFactory, build_dir: Path, require: Callable[..., None]
-) -> Iterator[Node]:
+) -> Iterator[BenchNode]:
     require("gcc", "runc")
     work = tmp_path_factory.mktemp("several")
     compile_c(PROBE_C, work / "probe", "-ldl", "-lpthread", "-w")
@@ -177,18 +177,22 @@ def node(
     options += ["--nvlink", "0-3=4", "--nvlink", "1-2=4"]
     machine = Pairs(work, build_dir, devices=4, options=options)
     machine.programs.append(work / "probe")
-    with Node(machine, settings={"placement": "topology"}) as made:
+    with BenchNode(machine, settings={"placement": "topology"}) as made:
         yield made
 
 
 @pytest.fixture(autouse=True)
-def clean(node: Node) -> Iterator[None]:
+def clean(node: BenchNode) -> Iterator[None]:
     yield
     clear(node)
 
 
 def start(
-    node: Node, name: str, *arguments: str, visible: list[int] | None = None, **annotations: str
+    node: BenchNode,
+    name: str,
+    *arguments: str,
+    visible: list[int] | None = None,
+    **annotations: str,
 ) -> Running:
     """Start the probe, which uses its own GPUs, or those of the node's that `visible` names."""
     assert isinstance(node.machine, Pairs)
@@ -197,7 +201,7 @@ def start(
     return node.start(name, ["/usr/bin/probe", *arguments], {"memory": "2Gi", **named})
 
 
-def seen(node: Node, container: Running) -> list[dict[str, Any]]:
+def seen(node: BenchNode, container: Running) -> list[dict[str, Any]]:
     """Return what the governor reports about a container's GPUs, as soon as it is registered."""
     wait_for(
         lambda: container.identifier in node.look() or container.process.poll() is not None,
@@ -208,16 +212,16 @@ def seen(node: Node, container: Running) -> list[dict[str, Any]]:
     return devices
 
 
-def indices(node: Node, container: Running) -> list[int]:
+def indices(node: BenchNode, container: Running) -> list[int]:
     return [device["index"] for device in seen(node, container)]
 
 
-def gpus(node: Node) -> list[dict[str, Any]]:
+def gpus(node: BenchNode) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = ask(node.config, "gpus")["gpus"]
     return found
 
 
-def finish(node: Node, container: Running, *, warnings: int = 0) -> list[dict[str, Any]]:
+def finish(node: BenchNode, container: Running, *, warnings: int = 0) -> list[dict[str, Any]]:
     """Let a probe end, and return what it reports about the GPUs that it saw."""
     (container.out / "end").touch()
     (container.out / "begin").touch()
@@ -227,7 +231,7 @@ def finish(node: Node, container: Running, *, warnings: int = 0) -> list[dict[st
     return devices
 
 
-def test_two_gpus_have_a_memory_quota_each(node: Node) -> None:
+def test_two_gpus_have_a_memory_quota_each(node: BenchNode) -> None:
     container = start(node, "memory", "fill", count="2", compute="30")
     assert indices(node, container) == [0, 3]
     wait_for((container.out / "full").exists, "full GPUs")
@@ -243,7 +247,7 @@ def test_two_gpus_have_a_memory_quota_each(node: Node) -> None:
         assert used == 2 * GIB
 
 
-def test_one_process_is_governed_on_both_of_its_gpus(node: Node) -> None:
+def test_one_process_is_governed_on_both_of_its_gpus(node: BenchNode) -> None:
     container = start(node, "time", "work", "4", count="2", compute="30")
     beside = start(node, "beside", "work", "4", devices="3", compute="50")
     assert (indices(node, container), indices(node, beside)) == ([0, 3], [3])
@@ -258,7 +262,7 @@ def test_one_process_is_governed_on_both_of_its_gpus(node: Node) -> None:
     assert 0.05 < other["units"] * 0.0005 / last_json(beside.output)["seconds"] < 0.58
 
 
-def test_a_program_that_sees_one_of_two_gpus_uses_the_quota_of_that_one(node: Node) -> None:
+def test_a_program_that_sees_one_of_two_gpus_uses_the_quota_of_that_one(node: BenchNode) -> None:
     container = start(node, "one", "fill", visible=[0], devices="3,0", compute="10")
     assert indices(node, container) == [3, 0]
     wait_for((container.out / "full").exists, "a full GPU")
@@ -270,7 +274,7 @@ def test_a_program_that_sees_one_of_two_gpus_uses_the_quota_of_that_one(node: No
     assert (device["total"], device["taken"]) == (2 * GIB, 1536 * MIB)
 
 
-def test_programs_are_told_their_gpus_in_the_order_wanted(node: Node) -> None:
+def test_programs_are_told_their_gpus_in_the_order_wanted(node: BenchNode) -> None:
     container = start(node, "order", "fill", devices="2,0", compute="10")
     listed = directory(node, container) / "devices"
     assert indices(node, container) == [2, 0]
@@ -279,7 +283,7 @@ def test_programs_are_told_their_gpus_in_the_order_wanted(node: Node) -> None:
     assert [device["total"] for device in finish(node, container)] == [2 * GIB, 2 * GIB]
 
 
-def test_a_program_on_a_gpu_that_is_not_its_own_is_told(node: Node) -> None:
+def test_a_program_on_a_gpu_that_is_not_its_own_is_told(node: BenchNode) -> None:
     container = start(node, "elsewhere", "work", "1", visible=[1, 0, 3], devices="0", compute="10")
     assert indices(node, container) == [0]
     assert len(finish(node, container, warnings=1)) == 3
@@ -289,7 +293,7 @@ def test_a_program_on_a_gpu_that_is_not_its_own_is_told(node: Node) -> None:
     ) in container.output
 
 
-def test_containers_fill_pairs_and_break_none(node: Node) -> None:
+def test_containers_fill_pairs_and_break_none(node: BenchNode) -> None:
     names = iter("abcdef")
 
     def place(**annotations: str) -> list[int]:
@@ -309,7 +313,7 @@ def test_containers_fill_pairs_and_break_none(node: Node) -> None:
 
 
 def test_the_table_of_gpus_shows_what_is_left_and_how_near_they_are(
-    node: Node, capsys: pytest.CaptureFixture[str]
+    node: BenchNode, capsys: pytest.CaptureFixture[str]
 ) -> None:
     container = start(node, "table", "work", "1", count="2", memory="4Gi", compute="30")
     assert indices(node, container) == [0, 3]
@@ -331,7 +335,7 @@ def test_the_table_of_gpus_shows_what_is_left_and_how_near_they_are(
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_a_gpu_that_falls_off_the_bus_is_passed_over_until_it_is_back(node: Node) -> None:
+def test_a_gpu_that_falls_off_the_bus_is_passed_over_until_it_is_back(node: BenchNode) -> None:
     assert isinstance(node.machine, Pairs)
     path = node.machine.directory / "gpu0"
     simgpu.set_lost(path, lost=True)
@@ -350,7 +354,7 @@ def test_a_gpu_that_falls_off_the_bus_is_passed_over_until_it_is_back(node: Node
 
 
 def test_a_gpu_that_is_lost_at_the_start_keeps_nobody_from_the_others(
-    node: Node, capsys: pytest.CaptureFixture[str]
+    node: BenchNode, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert isinstance(node.machine, Pairs)
     path = node.machine.directory / "gpu1"

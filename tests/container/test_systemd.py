@@ -176,7 +176,7 @@ def config(rootfs: Path) -> str:
     )
 
 
-class Machine:
+class BootedContainer:
     """A container that boots systemd."""
 
     def __init__(self, base: Path, rootfs: Path) -> None:
@@ -291,9 +291,9 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path, systemd_rootfs: Path) -> Iterator[Machine]:
+def machine(tmp_path: Path, systemd_rootfs: Path) -> Iterator[BootedContainer]:
     subprocess.run(["cp", "-a", systemd_rootfs, tmp_path / "rootfs"], check=True)
-    machine = Machine(tmp_path, tmp_path / "rootfs")
+    machine = BootedContainer(tmp_path, tmp_path / "rootfs")
     try:
         yield machine
     finally:

@@ -23,7 +23,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.machine import Simulated
-from bench.node import Node, Running
+from bench.node import BenchNode, Running
 from governor import cgroups
 from governor.client import ask
 from governor.metrics import WHOSE
@@ -35,7 +35,7 @@ GIB = 1 << 30
 SOON_S = 2.0
 
 
-class WithStray(Simulated):
+class SimulatedWithStray(Simulated):
     """The simulated GPU; each image also has the culprit and a driver of its own."""
 
     def __init__(self, work: Path, build: Path) -> None:
@@ -45,7 +45,7 @@ class WithStray(Simulated):
         self.programs.append(shutil.copy(build / "simgpu/libcuda.so.1", work / "own-driver.so"))
 
 
-Place = Callable[..., contextlib.AbstractContextManager[Node]]
+Place = Callable[..., contextlib.AbstractContextManager[BenchNode]]
 
 
 @pytest.fixture
@@ -54,26 +54,26 @@ def place(tmp_path: Path, build_dir: Path, require: Callable[..., None]) -> Plac
     require("gcc", "runc")
 
     @contextlib.contextmanager
-    def make(**settings: object) -> Iterator[Node]:
-        with Node(WithStray(tmp_path, build_dir), settings=settings) as node:
+    def make(**settings: object) -> Iterator[BenchNode]:
+        with BenchNode(SimulatedWithStray(tmp_path, build_dir), settings=settings) as node:
             yield node
 
     return make
 
 
-def start(node: Node, name: str, *ways: str, **annotations: str) -> Running:
+def start(node: BenchNode, name: str, *ways: str, **annotations: str) -> Running:
     quota = {"memory": "2Gi", "compute": "20", **annotations}
     return node.start(name, ["/usr/bin/stray", *ways], quota)
 
 
-def burner(node: Node, name: str, *options: str, **annotations: str) -> Running:
+def burner(node: BenchNode, name: str, *options: str, **annotations: str) -> Running:
     arguments = [
         "/usr/bin/simgpu-workload", "--seconds", "60", "--out", "/out/progress.bin", *options,
     ]  # fmt: skip
     return node.start(name, arguments, {"memory": "2Gi", "compute": "20", **annotations})
 
 
-def violations(node: Node, container: Running) -> dict[str, dict[str, Any]]:
+def violations(node: BenchNode, container: Running) -> dict[str, dict[str, Any]]:
     """Return the violations that `tidegate ps --json` shows for a container: the last one of each kind."""
     known = {one["id"]: one for one in ask(node.config, "list")["containers"]}
     if container.identifier not in known:
@@ -81,7 +81,7 @@ def violations(node: Node, container: Running) -> dict[str, dict[str, Any]]:
     return {one["kind"]: one for one in known[container.identifier]["violations"]}
 
 
-def scrape(node: Node) -> dict[tuple[str, ...], float]:
+def scrape(node: BenchNode) -> dict[tuple[str, ...], float]:
     """Return the metrics by name and label values, in the order of the labels' names; labels in `WHOSE` are left out."""
     body = get(node, "metrics.sock", "/metrics")
     return {
@@ -94,7 +94,7 @@ def scrape(node: Node) -> dict[tuple[str, ...], float]:
     }
 
 
-def get(node: Node, name: str, target: str) -> bytes:
+def get(node: BenchNode, name: str, target: str) -> bytes:
     """Return what one of the governor's sockets answers to a browser or a scraper."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(WAIT_S)
@@ -107,7 +107,7 @@ def get(node: Node, name: str, target: str) -> bytes:
     return bytes(body)
 
 
-def had(node: Node, container: Running) -> dict[str, Any]:
+def had(node: BenchNode, container: Running) -> dict[str, Any]:
     """Return the page's series of a container for the last 15 minutes; empty until the first step is complete."""
     answer = json.loads(get(node, "web.sock", "/api/v1/history"))
     return next((one for one in answer["series"] if one["id"] == container.identifier), {})
@@ -123,7 +123,7 @@ def began(container: Running) -> float:
     return float(wait_for(there, "the culprit"))
 
 
-def pids_of(container: Running, node: Node) -> list[int]:
+def pids_of(container: Running, node: BenchNode) -> list[int]:
     done = subprocess.run(
         [
             "runc",
@@ -382,7 +382,7 @@ def test_stopping_kills_the_container(place: Place) -> None:
         assert neighbour.process.poll() is None
 
 
-def on_the_gpu(node: Node, pids: list[int], seconds: float) -> float:
+def on_the_gpu(node: BenchNode, pids: list[int], seconds: float) -> float:
     """Percent of the simulated GPU's time for which the processes work in the next `seconds`."""
     looks = []
     for pause in (seconds, 0):

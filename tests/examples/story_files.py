@@ -19,14 +19,14 @@ STORIES = (
 PREFIX = "tidegate.gpu/"
 
 
-class Block(NamedTuple):
+class FencedBlock(NamedTuple):
     """A fenced block of a page."""
 
     language: str
     text: str
 
 
-class Line(NamedTuple):
+class TableRow(NamedTuple):
     """A row of a story's table."""
 
     what: str
@@ -39,14 +39,14 @@ def readme(story: str) -> str:
     return (EXAMPLES / story / "README.md").read_text()
 
 
-def blocks(text: str) -> list[Block]:
+def blocks(text: str) -> list[FencedBlock]:
     return [
-        Block(*found)
+        FencedBlock(*found)
         for found in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     ]
 
 
-def table(text: str) -> list[Line]:
+def table(text: str) -> list[TableRow]:
     """Parse a table; its second line delimits the columns."""
     lines = text.splitlines()
     at = next((i for i, line in enumerate(lines) if re.fullmatch(r"-+(  -+){3}", line)), 0)
@@ -56,7 +56,7 @@ def table(text: str) -> list[Line]:
     for line in lines[at + 1 :]:
         if not line.strip():
             break
-        rows.append(Line(*(line[begin:end].strip() for begin, end in spans)))
+        rows.append(TableRow(*(line[begin:end].strip() for begin, end in spans)))
     return rows
 
 

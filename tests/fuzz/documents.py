@@ -21,12 +21,18 @@ from governor.errors import TidegateError
 from governor.requests import parse_request
 from oci_hook import reserve
 from oci_hook.client import WRONG, Reservation, parse_admission, parse_answer, parse_reservation
-from oci_hook.edits import Entry, foreign_driver, gpu_nodes
-from oci_hook.entry import PREFIX
-from oci_hook.errors import AnnotationError, GovernorError, HookError, InternalError, MirrorError
-from oci_hook.log import Event
+from oci_hook.edits import HookEntry, foreign_driver, gpu_nodes
+from oci_hook.errors import (
+    AnnotationError,
+    HookError,
+    InternalError,
+    MirrorMismatchError,
+    UnreachableError,
+)
+from oci_hook.log import RunEvent
 from oci_hook.manifest import parse_manifest
 from oci_hook.notation import load_json
+from oci_hook.quick import PREFIX
 from oci_hook.request import parse_annotations
 from oci_hook.state import our_annotations, parse_config, parse_state
 from vdriver import manifest
@@ -34,12 +40,12 @@ from vdriver import manifest
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS = Path(__file__).with_name("corpus")
 LINE = 900
-SETTINGS = reserve.Settings(entry=Entry("/usr/bin/tidegate-hook"), driver_dir="/nonexistent")
+SETTINGS = reserve.Settings(entry=HookEntry("/usr/bin/tidegate-hook"), driver_dir="/nonexistent")
 BEYOND = ("is given twice", "is the host's own root", "'..' after a name", "not absolute")
 """Reasons for refusing a document that follows its schema: JSON Schema can express neither duplicate names nor where a path ends."""
 
 
-class Kind(NamedTuple):
+class DocumentKind(NamedTuple):
     """One kind of document: its parser, which raises HookError or TidegateError, and its schema."""
 
     take: Callable[[bytes], object]
@@ -79,7 +85,7 @@ def take_manifest(data: bytes) -> object:
     try:
         found = parse_manifest(data, "/generation")
     except (ValueError, TypeError, RecursionError) as e:
-        raise MirrorError("is not a manifest", hint="refresh") from e
+        raise MirrorMismatchError("is not a manifest", hint="refresh") from e
     manifest.parse_manifest(data)
     return found
 
@@ -91,10 +97,10 @@ def take_answer(data: bytes, parse: Callable[[dict[str, Any]], object] | None = 
         if parse is None:
             return document
         if not document["ok"]:
-            raise GovernorError("is a refusal", hint="none")
+            raise UnreachableError("is a refusal", hint="none")
         return parse(document)
     except WRONG as e:
-        raise GovernorError("is no answer", hint="same version") from e
+        raise UnreachableError("is no answer", hint="same version") from e
 
 
 class Reserving:
@@ -114,7 +120,7 @@ class Reserving:
 def take_edit(data: bytes) -> object:
     """Edit as `tidegate-runtime` and `precreate` do; a second edit of the result must change nothing."""
     settings = SETTINGS._replace(environment=True)
-    event = Event("precreate", None)
+    event = RunEvent("precreate", None)
     with mock.patch.object(reserve, "Client", Reserving):
         _, edited = reserve.edit_config(data, "/bundle", "config.json", settings, event)
         if edited is not None:
@@ -133,18 +139,18 @@ def take_state(data: bytes) -> object:
 
 
 KINDS = {
-    "state": Kind(take_state, validator("oci_hook/state.schema.json", "state")),
-    "config": Kind(take_config, validator("oci_hook/state.schema.json", "config")),
-    "edit": Kind(take_edit),
-    "annotations": Kind(take_annotations, validator("oci_hook/annotations.schema.json")),
-    "manifest": Kind(take_manifest, validator("vdriver/manifest.schema.json")),
-    "request": Kind(parse_request, validator("governor/protocol.schema.json"), text=True),
-    "answer": Kind(take_answer, validator("governor/answers.schema.json")),
-    "admitted": Kind(
+    "state": DocumentKind(take_state, validator("oci_hook/state.schema.json", "state")),
+    "config": DocumentKind(take_config, validator("oci_hook/state.schema.json", "config")),
+    "edit": DocumentKind(take_edit),
+    "annotations": DocumentKind(take_annotations, validator("oci_hook/annotations.schema.json")),
+    "manifest": DocumentKind(take_manifest, validator("vdriver/manifest.schema.json")),
+    "request": DocumentKind(parse_request, validator("governor/protocol.schema.json"), text=True),
+    "answer": DocumentKind(take_answer, validator("governor/answers.schema.json")),
+    "admitted": DocumentKind(
         lambda data: take_answer(data, parse_admission),
         validator("governor/answers.schema.json", "admit"),
     ),
-    "reserved": Kind(
+    "reserved": DocumentKind(
         lambda data: take_answer(data, parse_reservation),
         validator("governor/answers.schema.json", "reserve"),
     ),

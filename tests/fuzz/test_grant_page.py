@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.room import Room, control_folder
+from bench.room import GrantRoom, control_folder
 from libcontrol import layout, pages
 from simgpu import simgpu
 from tests.conftest import lack
@@ -42,7 +42,7 @@ FIELDS = [
 ]
 
 
-class Guest:
+class StressProgram:
     """The stress program in a room, on a simulated GPU of its own."""
 
     def __init__(self, work: Path, build: Path, **fields: int) -> None:
@@ -51,7 +51,7 @@ class Guest:
         simgpu.create(work / "gpu")
         driver = (build / "simgpu/libcuda.so.1").resolve()
         self.library = control_folder(work / "lib", build / "libcontrol/libcuda.so.1", driver)
-        self.room = Room(work / "room", [UUID], **{"memory_limit": 1 << 30, **fields})
+        self.room = GrantRoom(work / "room", [UUID], **{"memory_limit": 1 << 30, **fields})
 
     def start(self, *options: str) -> subprocess.Popen[str]:
         """Start the program, with its errors in its output."""
@@ -72,7 +72,7 @@ class Guest:
 def guest(build_dir):
     """A guest, if this machine allows mount namespaces."""
     with tempfile.TemporaryDirectory() as work:
-        made = Guest(Path(work), build_dir)
+        made = StressProgram(Path(work), build_dir)
         with made.room:
             if subprocess.run(
                 made.room.command("true"), capture_output=True, check=False
@@ -105,7 +105,7 @@ def number(draw: random.Random) -> int:
     )  # fmt: skip
 
 
-def damage(room: Room, draw: random.Random) -> list[str]:
+def damage(room: GrantRoom, draw: random.Random) -> list[str]:
     """Change one to four words of the page, and return a description of the changes."""
     done = []
     for _ in range(draw.randrange(1, 5)):

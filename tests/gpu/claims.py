@@ -27,17 +27,17 @@ from typing import Any
 
 from bench.demo import run_solo
 from bench.machine import ROOT, Machine, MachineError, Nvidia, Simulated
-from bench.node import Node, Running, last_json
+from bench.node import BenchNode, Running, last_json
 from bench.progress import NS_PER_S, Profile, Progress, read_stamps
 from governor.cdi import claim_device
 from governor.client import ask
 from governor.errors import TidegateError
 from kube.cdi import Directory
 from kube.claims import Reference
-from kube.driver import Driver
-from kube.node import Node as Governor
+from kube.driver import ClaimDriver
+from kube.node import NodeClient as Governor
 from kube.slices import device_name
-from tests.gpu.wrapper import Report, wait_for
+from tests.gpu.wrapper import WrapperReport, wait_for
 
 MIB = 1 << 20
 NODE = "gpu-node"
@@ -61,7 +61,7 @@ their kernels run side by side within a grant, and a grant ends for both. This i
 WAIT_S = 60.0
 
 
-class Cluster:
+class StoredClaims:
     """A stand-in for the API server: ResourceClaims as a scheduler leaves them, by name."""
 
     def __init__(self) -> None:
@@ -113,17 +113,17 @@ class Cluster:
         return Reference("team", name, uid)
 
 
-class Site:
+class ClaimSite:
     """A node on which the driver's own code prepares claims."""
 
-    def __init__(self, node: Node, strategy: str) -> None:
+    def __init__(self, node: BenchNode, strategy: str) -> None:
         self.node = node
         self.strategy = strategy
         self.most = MOST[strategy]
-        self.cluster = Cluster()
+        self.cluster = StoredClaims()
         self.cdi = node.work / "cdi"
         self.directory = Directory(self.cdi)
-        self.driver = Driver(
+        self.driver = ClaimDriver(
             NODE,
             Governor(str(node.runtime_dir)),
             self.cluster,
@@ -177,7 +177,7 @@ def apply(config: dict[str, Any], edits: Mapping[str, Any]) -> None:
 
 
 def run_together(
-    site: Site, profile: Profile, containers: list[Running], halfway: Callable[[], None]
+    site: ClaimSite, profile: Profile, containers: list[Running], halfway: Callable[[], None]
 ) -> list[list[float]]:
     """Run containers side by side, and call `halfway` in the middle.
 
@@ -222,7 +222,7 @@ def run_natively(machine: Machine, profile: Profile) -> list[float]:
     return [run.share(begin, end) for run in runs]
 
 
-def look_at_two_claims(report: Report, site: Site, profile: Profile) -> None:
+def look_at_two_claims(report: WrapperReport, site: ClaimSite, profile: Profile) -> None:
     """Run containers of 70 % and 30 % together, and kill the governor in the meantime."""
     node = site.node
     claims = {"large": (4096, 70), "small": (2048, 30)}
@@ -256,7 +256,7 @@ def look_at_two_claims(report: Report, site: Site, profile: Profile) -> None:
         site.driver.unprepare(reference)
 
 
-def look_at_members(report: Report, site: Site, profile: Profile) -> None:
+def look_at_members(report: WrapperReport, site: ClaimSite, profile: Profile) -> None:
     """Run two containers of one claim together with one of another claim."""
     pair = sum(run_natively(site.node.machine, profile))
     report.say("two processes without Tidegate", f"{100 * pair:.1f} % of one alone")
@@ -281,7 +281,7 @@ def look_at_members(report: Report, site: Site, profile: Profile) -> None:
         site.driver.unprepare(reference)
 
 
-def look_at_refusals(report: Report, site: Site) -> None:
+def look_at_refusals(report: WrapperReport, site: ClaimSite) -> None:
     """Ask for more than the GPU has, and use a claim that was taken back."""
     most = int(site.gpu["memory_left"]) // MIB
     try:
@@ -303,7 +303,7 @@ def look_at_refusals(report: Report, site: Site) -> None:
     site.directory.remove(reference.uid)
 
 
-def look_at_ends(report: Report, site: Site) -> None:
+def look_at_ends(report: WrapperReport, site: ClaimSite) -> None:
     """Report what is left in the governor's books."""
     node = site.node
     gone = wait_for(lambda: not node.look())
@@ -323,13 +323,13 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     shutil.rmtree(args.output, ignore_errors=True)
     args.output.mkdir(parents=True)
-    report = Report()
+    report = WrapperReport()
     kind: type[Machine] = Simulated if args.simulated else Nvidia
     try:
         machine = kind(args.output.resolve(), ROOT / "build/meson")
-        with Node(machine, settings={"strategies": [args.strategy]}) as node:
+        with BenchNode(machine, settings={"strategies": [args.strategy]}) as node:
             profile = run_solo(machine, JOB, machine.solo_seconds)
-            site = Site(node, args.strategy)
+            site = ClaimSite(node, args.strategy)
             look_at_two_claims(report, site, profile)
             look_at_members(report, site, profile)
             look_at_refusals(report, site)

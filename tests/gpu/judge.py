@@ -24,7 +24,7 @@ from typing import Any
 
 from bench.figures import at_least
 from bench.machine import ROOT, Machine, MachineError, Nvidia, Simulated
-from bench.node import Node
+from bench.node import BenchNode
 from bench.overhead import gpu_name
 from bench.provenance import describe_run
 from libcontrol.coverage import read_declarations
@@ -332,7 +332,7 @@ def run_native(machine: Machine, program: Path, options: list[str]) -> str:
 
 def run_governed(machine: Machine, options: list[str], quota: int) -> tuple[str, str]:
     """Run the judge in the only container of a node; return its output and the driver's version."""
-    with Node(machine) as node:
+    with BenchNode(machine) as node:
         driver = read_manifest((node.driver_dir / "current").resolve()).version
         annotations = {"memory": str(quota), "compute": "100"}
         container = node.start("judge", ["/usr/bin/judge", *options], annotations)

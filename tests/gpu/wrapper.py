@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import ROOT, Machine, MachineError, Nvidia, Simulated, make_bundle
-from bench.node import Node
+from bench.node import BenchNode
 from governor.cgroups import FREEZER, V2, find_mounts, read_cgroups
 from governor.client import ask
 
@@ -38,7 +38,7 @@ LIBRARY_DIRS = ("usr/lib/x86_64-linux-gnu", "usr/lib64")
 
 
 @dataclass
-class Report:
+class WrapperReport:
     """The findings, and those of them that are wrong."""
 
     seen: dict[str, Any] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Report:
 class Wrapped:
     """A container that the wrapper runtime creates, starts and deletes."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: BenchNode) -> None:
         """Write the container's bundle, as an engine without knowledge of Tidegate would, and the node's settings."""
         self.node = node
         self.begun: list[subprocess.Popen[bytes]] = []
@@ -142,7 +142,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = WAIT_S) -> Any:
     return found
 
 
-def look_at_host(report: Report) -> None:
+def look_at_host(report: WrapperReport) -> None:
     """Report what this machine is."""
     mounts = find_mounts()
     versions = {V2: "version 2", FREEZER: "version 1 (freezer)"}
@@ -156,7 +156,7 @@ def look_at_host(report: Report) -> None:
     report.say("runtime", said.partition("\n")[0])
 
 
-def examine(report: Report, node: Node, when: str) -> None:
+def examine(report: WrapperReport, node: BenchNode, when: str) -> None:
     """Run `tidegate doctor`; a problem in one of the checks of MUST counts as wrong."""
     command = ["-m", "governor.cli", "doctor", "--json", "--config", str(node.work / "config.yaml")]
     done = subprocess.run(
@@ -178,7 +178,7 @@ def examine(report: Report, node: Node, when: str) -> None:
     report.say(f"doctor, {when}", ", ".join(f"{n} {state}" for state, n in counts.items()))
 
 
-def look_at_start(report: Report, container: Wrapped, pid: int) -> None:
+def look_at_start(report: WrapperReport, container: Wrapped, pid: int) -> None:
     """Report what the container was given."""
     config = container.config()
     nodes = sorted(device["path"] for device in config["linux"]["devices"])
@@ -200,7 +200,7 @@ def look_at_start(report: Report, container: Wrapped, pid: int) -> None:
         report.say("nvidia-smi's memory.total, MiB", said, right=said == str(QUOTA_MIB))
 
 
-def look_at_membership(report: Report, container: Wrapped, pid: int) -> None:
+def look_at_membership(report: WrapperReport, container: Wrapped, pid: int) -> None:
     """Report whether the governor knows which processes belong to the container."""
     own, theirs, mounts = read_cgroups("self"), read_cgroups(pid), find_mounts()
     kind = next((k for k in mounts if theirs.get(k, "/") not in ("/", own.get(k))), None)
@@ -248,7 +248,7 @@ def look_at_membership(report: Report, container: Wrapped, pid: int) -> None:
         stray.wait()
 
 
-def look_at_container(report: Report, node: Node) -> None:
+def look_at_container(report: WrapperReport, node: BenchNode) -> None:
     """Create, start and delete a container with the wrapper."""
     container = Wrapped(node)
     before = container.left()
@@ -280,11 +280,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     shutil.rmtree(args.output, ignore_errors=True)
     args.output.mkdir(parents=True)
-    report = Report()
+    report = WrapperReport()
     kind: type[Machine] = Simulated if args.simulated else Nvidia
     try:
         look_at_host(report)
-        with Node(kind(args.output.resolve(), ROOT / "build/meson")) as node:
+        with BenchNode(kind(args.output.resolve(), ROOT / "build/meson")) as node:
             examine(report, node, "nothing runs")
             look_at_container(report, node)
     except (MachineError, OSError, subprocess.SubprocessError) as e:

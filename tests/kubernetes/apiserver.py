@@ -152,7 +152,7 @@ class ApiServer:
         self._stopped = threading.Event()
         api = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class ApiHandler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def log_message(self, *_: object) -> None:
@@ -173,7 +173,7 @@ class ApiServer:
             def do_DELETE(self) -> None:
                 api._serve(self, "delete")
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), ApiHandler)
         self.server.daemon_threads = True
         self.port = self.server.server_address[1]
         threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()

@@ -23,7 +23,7 @@ from tests.kubernetes.test_dra_claims import read
 SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 
 
-class Events:
+class CollectedEvents:
     """Collects the events that are written; refuses them with a status if the test sets one."""
 
     def __init__(self, http: int = 0) -> None:
@@ -39,7 +39,7 @@ class Events:
         self.written.append(body)
 
 
-def announce(events: Events, *refusals: tuple[Reference, Any, ClaimError]) -> None:
+def announce(events: CollectedEvents, *refusals: tuple[Reference, Any, ClaimError]) -> None:
     announcer = Announcer(events, "node-1")
     for one in refusals:
         announcer.refused(*one)
@@ -58,7 +58,7 @@ def end(announcer: Announcer) -> None:
 @given(st.text() | st.just("a\nb\x1b[2J\r\u2028\u202e\ud800"))
 def test_an_event_is_one_line_of_printable_text(words: str) -> None:
     """Field names in the claim's parameters come from a tenant, and so do words in a refusal."""
-    events = Events()
+    events = CollectedEvents()
     announce(events, (Reference("ns", "c", "u-1"), None, ClaimError(words * 50, hint="x")))
     (event,) = events.written
     assert event["message"].isprintable()
@@ -66,7 +66,7 @@ def test_an_event_is_one_line_of_printable_text(words: str) -> None:
 
 
 def test_names_of_events_are_names_whatever_a_claim_is_called() -> None:
-    events = Events()
+    events = CollectedEvents()
     for name in ("a" * 253, "a" * 229 + "." + "b" * 23, "a" * 228 + "--" + "b" * 23):
         document = claim(name, "ns")
         announce(events, (Reference(*reference(document)), document, ClaimError("no", hint="x")))
@@ -86,7 +86,7 @@ def test_many_refusals_are_not_many_events(monkeypatch: pytest.MonkeyPatch) -> N
     document = claim("c", "ns")
     document["status"]["reservedFor"] *= 100
     about = Reference(*reference(document))
-    events = Events()
+    events = CollectedEvents()
     announcer = Announcer(events, "node-1")
     for _ in range(1000):
         announcer.refused(about, document, ClaimError("no", hint="x"))
@@ -103,7 +103,7 @@ def test_many_refusals_are_not_many_events(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_who_may_not_write_events_asks_once() -> None:
-    events = Events(http=403)
+    events = CollectedEvents(http=403)
     announcer = Announcer(events, "node-1")
     announcer.refused(Reference("ns", "c", "u"), None, ClaimError("a", hint="x"))
     end(announcer)
@@ -118,7 +118,7 @@ def test_who_may_not_write_events_asks_once() -> None:
     [{"status": "x"}, {"status": {"reservedFor": "pods"}}, {"status": {"reservedFor": [1, None]}}],
 )
 def test_a_claim_that_is_none_still_has_its_event(document: Any) -> None:
-    events = Events()
+    events = CollectedEvents()
     announce(events, (Reference("ns", "c", "u"), document, ClaimError("no", hint="x")))
     assert [event["involvedObject"]["kind"] for event in events.written] == ["ResourceClaim"]
 

@@ -18,11 +18,11 @@ from governor.errors import GovernorError, RefusedError
 from kube.api import dra_v1_pb2, dra_v1_pb2_grpc
 from kube.cdi import Directory
 from kube.claims import Reference
-from kube.driver import Driver
+from kube.driver import ClaimDriver
 from kube.errors import ClusterError, GateError
-from kube.main import AWAY_S, Backoff, Loop
+from kube.main import AWAY_S, Backoff, DriverLoop
 from kube.publish import Publisher, Watcher
-from kube.service import Endpoints, Health, Plugin
+from kube.service import DraPlugin, Endpoints, Health
 from kube.slices import make_slice
 from tests.conftest import examples
 from tests.kubernetes.documents import NODE, claim, reference, result
@@ -30,7 +30,7 @@ from tests.kubernetes.governor import answer, gpu
 from tests.kubernetes.kubelet import Kubelet
 
 
-class Slices:
+class StoredSlices:
     """The slices of an API server, without the network."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Slices:
         self.stored = None
 
 
-class Governor:
+class AnsweringGovernor:
     """A governor that answers as the test says."""
 
     def __init__(self) -> None:
@@ -110,8 +110,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.fixture
-def parts(clock: list[float], tmp_path: Path) -> tuple[Loop, Slices, Governor, Publisher]:
-    slices, governor = Slices(), Governor()
+def parts(
+    clock: list[float], tmp_path: Path
+) -> tuple[DriverLoop, StoredSlices, AnsweringGovernor, Publisher]:
+    slices, governor = StoredSlices(), AnsweringGovernor()
     publisher = Publisher(slices, interval=6.0, clock=lambda: clock[0])
     args = argparse.Namespace(
         node_name=NODE,
@@ -120,15 +122,15 @@ def parts(clock: list[float], tmp_path: Path) -> tuple[Loop, Slices, Governor, P
         kubelet_dir="/var/lib/kubelet",
         instance="",
     )
-    driver = Driver(NODE, governor, slices, Directory(tmp_path))  # type: ignore[arg-type]
-    loop = Loop(
+    driver = ClaimDriver(NODE, governor, slices, Directory(tmp_path))  # type: ignore[arg-type]
+    loop = DriverLoop(
         args, cluster=slices, node=governor, driver=driver, publisher=publisher, health=Health(NODE)
     )  # type: ignore[arg-type]
     loop.registered()
     return loop, slices, governor, publisher
 
 
-def taints(slices: Slices) -> set[tuple[str, str]]:
+def taints(slices: StoredSlices) -> set[tuple[str, str]]:
     assert slices.stored is not None
     return {
         (t["key"], t["value"])
@@ -138,7 +140,7 @@ def taints(slices: Slices) -> set[tuple[str, str]]:
 
 
 def test_a_governor_that_stays_away_keeps_new_pods_away(
-    parts: tuple[Loop, Slices, Governor, Publisher], clock: list[float]
+    parts: tuple[DriverLoop, StoredSlices, AnsweringGovernor, Publisher], clock: list[float]
 ) -> None:
     """A restart of the governor has no effect. After a minute the node's GPUs accept no new pods until it is back."""
     loop, slices, governor, _ = parts
@@ -163,7 +165,7 @@ def test_before_a_kubelet_has_come_nothing_is_offered_and_that_is_said(
     clock: list[float], tmp_path: Path
 ) -> None:
     """A pod never starts on a node where the kubelet does not know the driver."""
-    slices, governor = Slices(), Governor()
+    slices, governor = StoredSlices(), AnsweringGovernor()
     publisher = Publisher(slices, interval=6.0, clock=lambda: clock[0])
     args = argparse.Namespace(
         node_name=NODE,
@@ -172,8 +174,8 @@ def test_before_a_kubelet_has_come_nothing_is_offered_and_that_is_said(
         kubelet_dir="/srv/kubelet",
         instance="",
     )
-    driver = Driver(NODE, governor, slices, Directory(tmp_path))  # type: ignore[arg-type]
-    loop = Loop(
+    driver = ClaimDriver(NODE, governor, slices, Directory(tmp_path))  # type: ignore[arg-type]
+    loop = DriverLoop(
         args, cluster=slices, node=governor, driver=driver, publisher=publisher, health=Health(NODE)
     )  # type: ignore[arg-type]
     with capture_logs() as logs:
@@ -194,7 +196,7 @@ def test_before_a_kubelet_has_come_nothing_is_offered_and_that_is_said(
 
 
 def test_a_kubelet_that_refuses_has_no_gpus_offered(
-    parts: tuple[Loop, Slices, Governor, Publisher], clock: list[float]
+    parts: tuple[DriverLoop, StoredSlices, AnsweringGovernor, Publisher], clock: list[float]
 ) -> None:
     """The kubelet deletes the slice. If the driver made it again, pods would be sent to a node where none starts."""
     loop, slices, _, publisher = parts
@@ -221,7 +223,7 @@ def test_a_kubelet_that_refuses_is_asked_again(
     monkeypatch.setattr("kube.service.REFUSED_S", 0.2)
     base = tmp_path_factory.mktemp("k")
     told: list[bool] = []
-    driver = Driver(NODE, Governor(), Documents(), Directory(base / "cdi"))
+    driver = ClaimDriver(NODE, AnsweringGovernor(), Documents(), Directory(base / "cdi"))
     endpoints = Endpoints(base / "kubelet", driver, Health(NODE), told.append)
     endpoints.start()
     path = base / "kubelet/plugins_registry/tidegate.gpu-reg.sock"
@@ -246,7 +248,7 @@ def test_a_kubelet_that_refuses_is_asked_again(
 
 
 def test_what_waits_for_the_governor_keeps_nobody_from_the_api_server(
-    parts: tuple[Loop, Slices, Governor, Publisher], clock: list[float]
+    parts: tuple[DriverLoop, StoredSlices, AnsweringGovernor, Publisher], clock: list[float]
 ) -> None:
     loop, slices, governor, publisher = parts
     governor.away = True
@@ -268,7 +270,7 @@ def test_what_waits_for_the_governor_keeps_nobody_from_the_api_server(
 
 
 def test_changes_are_written_together_not_one_by_one(clock: list[float]) -> None:
-    slices = Slices()
+    slices = StoredSlices()
     publisher = Publisher(slices, interval=6.0, clock=lambda: clock[0])
     for left in range(100):
         publisher.publish(make_slice(NODE, "u", answer(gpu(0, memory=(left + 1000) << 20)), {}))
@@ -279,7 +281,7 @@ def test_changes_are_written_together_not_one_by_one(clock: list[float]) -> None
 
 
 def test_a_slice_that_somebody_damaged_is_mended_or_taken_away(clock: list[float]) -> None:
-    slices = Slices()
+    slices = StoredSlices()
     publisher = Publisher(slices, clock=lambda: clock[0])
     wanted = make_slice(NODE, "u", answer(gpu(0)), {})
     assert publisher.publish(wanted)
@@ -304,7 +306,9 @@ GARBAGE: list[Any] = [
 
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_an_answer_that_nobody_understands_ends_nothing(
-    parts: tuple[Loop, Slices, Governor, Publisher], clock: list[float], garbage: Any
+    parts: tuple[DriverLoop, StoredSlices, AnsweringGovernor, Publisher],
+    clock: list[float],
+    garbage: Any,
 ) -> None:
     """The driver asks again later, as after no answer. As soon as an answer makes sense, it continues normally."""
     loop, slices, _, publisher = parts
@@ -320,7 +324,7 @@ def test_an_answer_that_nobody_understands_ends_nothing(
 
 
 def test_a_node_without_a_uid_owns_no_slice(
-    parts: tuple[Loop, Slices, Governor, Publisher],
+    parts: tuple[DriverLoop, StoredSlices, AnsweringGovernor, Publisher],
 ) -> None:
     """The garbage collector would delete an object with an owner that does not exist."""
     loop, slices, _, _ = parts
@@ -330,7 +334,7 @@ def test_a_node_without_a_uid_owns_no_slice(
 
 
 def test_a_node_that_is_made_again_owns_its_slice(
-    parts: tuple[Loop, Slices, Governor, Publisher], clock: list[float]
+    parts: tuple[DriverLoop, StoredSlices, AnsweringGovernor, Publisher], clock: list[float]
 ) -> None:
     """The slice is deleted with the old node. With that node's uid, a new slice would be deleted again and again."""
     loop, slices, _, publisher = parts
@@ -355,7 +359,7 @@ def test_a_node_that_is_made_again_owns_its_slice(
     assert asked == [NODE]
 
 
-class Watched:
+class DeliveredWatches:
     """Watches that deliver the test's events, one list after the other."""
 
     def __init__(self, *watches: list[Any]) -> None:
@@ -372,10 +376,10 @@ class Watched:
 def test_an_event_that_nobody_understands_ends_no_watch(
     monkeypatch: pytest.MonkeyPatch, event: Any
 ) -> None:
-    publisher, wake = Publisher(Slices()), threading.Event()
+    publisher, wake = Publisher(StoredSlices()), threading.Event()
     publisher.version = "7"
     good = {"type": "DELETED", "object": {"metadata": {"resourceVersion": "8"}}}
-    cluster = Watched([event], [good])
+    cluster = DeliveredWatches([event], [good])
     watcher = Watcher(cluster, publisher, "n", wake)
     monkeypatch.setattr(watcher._stop, "wait", lambda _s: cluster.watches or watcher.stop())
     thread = threading.Thread(target=watcher.run)
@@ -387,9 +391,9 @@ def test_an_event_that_nobody_understands_ends_no_watch(
 
 def test_a_write_of_its_own_is_not_taken_for_anothers() -> None:
     """The event of its own write arrives before the answer, or after the next write."""
-    slices, wake = Slices(), threading.Event()
+    slices, wake = StoredSlices(), threading.Event()
     publisher = Publisher(slices, interval=0.0)
-    watcher = Watcher(Watched(), publisher, "n", wake)
+    watcher = Watcher(DeliveredWatches(), publisher, "n", wake)
     write, events = slices.replace_slice, list[threading.Thread]()
 
     def tell_first(body: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
@@ -420,9 +424,9 @@ def test_a_write_of_its_own_is_not_taken_for_anothers() -> None:
 
 
 def test_who_fights_for_the_slice_is_answered_once_a_second() -> None:
-    publisher, wake = Publisher(Slices()), threading.Event()
+    publisher, wake = Publisher(StoredSlices()), threading.Event()
     publisher.version = "7"
-    cluster = Watched(
+    cluster = DeliveredWatches(
         [{"type": "MODIFIED", "object": {"metadata": {"resourceVersion": "8"}}}] * 1000
     )
     watcher = Watcher(cluster, publisher, "n", wake)
@@ -450,9 +454,9 @@ class Documents:
 
 def test_a_claim_is_not_taken_back_while_it_is_prepared(tmp_path: Path) -> None:
     """Otherwise the file would be written after the governor has released the claim, and would remain."""
-    governor, documents = Governor(), Documents()
+    governor, documents = AnsweringGovernor(), Documents()
     documents.found = claim("a", "b", result(), uid="u-1")
-    driver = Driver(NODE, governor, documents, Directory(tmp_path))
+    driver = ClaimDriver(NODE, governor, documents, Directory(tmp_path))
     named = Reference("b", "a", "u-1")
     booked, go_on = threading.Event(), threading.Event()
     book = governor.claim
@@ -478,7 +482,7 @@ def test_a_claim_is_not_taken_back_while_it_is_prepared(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-class Cluster:
+class FailingClaims:
     """Claims by name, with failures for some of them; counts the requests."""
 
     def __init__(self, *documents: dict[str, Any]) -> None:
@@ -498,9 +502,9 @@ class Cluster:
 def test_what_is_not_as_it_was_answered_becomes_so_again(tmp_path: Path) -> None:
     names = ("as-it-was", "forgotten", "without-file", "moved", "leaving", "failing", "refused")
     documents = {name: claim(name, "ns", result(0, compute="5"), uid=f"u-{name}") for name in names}
-    governor, cluster = Governor(), Cluster(*documents.values())
+    governor, cluster = AnsweringGovernor(), FailingClaims(*documents.values())
     directory = Directory(tmp_path)
-    driver = Driver(NODE, governor, cluster, directory)
+    driver = ClaimDriver(NODE, governor, cluster, directory)
     for document in documents.values():
         driver.prepare(Reference(*reference(document)))
     assert not driver.differs()
@@ -531,14 +535,14 @@ def test_a_driver_that_starts_asks_once_for_each_claim_that_the_governor_knows(
 ) -> None:
     """A claim that can no longer be prepared stays as it is, and is not requested repeatedly."""
     documents = [claim(f"c{i}", "ns", result(0, compute="5"), uid=f"u-{i}") for i in range(3)]
-    governor, cluster = Governor(), Cluster(*documents)
+    governor, cluster = AnsweringGovernor(), FailingClaims(*documents)
     for document in documents:
-        Driver(NODE, governor, cluster, Directory(tmp_path)).prepare(
+        ClaimDriver(NODE, governor, cluster, Directory(tmp_path)).prepare(
             Reference(*reference(document))
         )
     documents[1]["status"]["allocation"]["devices"]["results"][0]["device"] = "gpu-gone"
     cluster.asked = 0
-    driver = Driver(NODE, governor, cluster, Directory(tmp_path))
+    driver = ClaimDriver(NODE, governor, cluster, Directory(tmp_path))
     for _ in range(3):
         if driver.differs():
             driver.reconcile()
@@ -546,7 +550,7 @@ def test_a_driver_that_starts_asks_once_for_each_claim_that_the_governor_knows(
     assert len(governor.booked) == 3
 
 
-class Call:
+class KubeletCall:
     """A call of the kubelet, which can give it up."""
 
     def __init__(self) -> None:
@@ -565,13 +569,13 @@ class Call:
 @pytest.mark.parametrize("op", ["Prepare", "Unprepare"])
 def test_a_call_that_the_kubelet_has_given_up_changes_nothing(tmp_path: Path, op: str) -> None:
     """While the call waits for its turn, the kubelet may request the opposite, and that request may be served first."""
-    governor, documents = Governor(), Documents()
+    governor, documents = AnsweringGovernor(), Documents()
     documents.found = claim("a", "b", result(), uid="u-1")
-    driver = Driver(NODE, governor, documents, Directory(tmp_path))
+    driver = ClaimDriver(NODE, governor, documents, Directory(tmp_path))
     if op == "Unprepare":
         driver.prepare(Reference("b", "a", "u-1"))
     before = dict(governor.booked), sorted(tmp_path.iterdir())
-    call, plugin = Call(), Plugin(driver, dra_v1_pb2)
+    call, plugin = KubeletCall(), DraPlugin(driver, dra_v1_pb2)
     request = getattr(dra_v1_pb2, f"Node{op}ResourcesRequest")(
         claims=[dra_v1_pb2.Claim(namespace="b", name="a", uid="u-1")]
     )
@@ -602,8 +606,8 @@ _results = st.lists(
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
     base = tmp_path_factory.mktemp("k")
-    governor, documents = Governor(), Documents()
-    driver = Driver(NODE, governor, documents, Directory(base / "cdi"))
+    governor, documents = AnsweringGovernor(), Documents()
+    driver = ClaimDriver(NODE, governor, documents, Directory(base / "cdi"))
     endpoints = Endpoints(base / "kubelet", driver, Health(NODE), lambda _accepted: None)
     endpoints.start()
     with grpc.insecure_channel(f"unix:{base}/kubelet/plugins/tidegate.gpu/dra.sock") as channel:

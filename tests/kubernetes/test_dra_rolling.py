@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from kube.driver import Driver
+from kube.driver import ClaimDriver
 from kube.errors import SocketError
 from kube.instances import Instance
 from tests.kubernetes.conftest import Stand
 from tests.kubernetes.documents import NODE, claim, reference, result
 from tests.kubernetes.kubelet import Kubelet, wait_for
-from tests.kubernetes.test_dra_loop import Cluster, Governor
+from tests.kubernetes.test_dra_loop import AnsweringGovernor, FailingClaims
 
 OLD, NEW = "0b7e3c2c", "f1a0c9d4"
 """Instance names. In a cluster the name is a pod's uid, which is longer, but the paths of these tests are longer than
@@ -299,9 +299,10 @@ def test_what_another_driver_has_taken_back_is_not_prepared_again(tmp_path: Path
     from kube.claims import Reference
 
     document = claim("a", "ns", result(), uid="u-1")
-    governor, directory = Governor(), Directory(tmp_path)
+    governor, directory = AnsweringGovernor(), Directory(tmp_path)
     old, new = (
-        Driver(NODE, governor, Cluster(document), directory, others=lambda: True) for _ in range(2)
+        ClaimDriver(NODE, governor, FailingClaims(document), directory, others=lambda: True)
+        for _ in range(2)
     )
     named = Reference(*reference(document))
     new.prepare(named)

@@ -14,7 +14,7 @@ from kube.names import TAINT_BYPASS, TAINT_CLOSED, TAINT_LOST
 from kube.pci import find_roots
 from kube.quantity import parse_quantity, whole
 from kube.slices import (
-    Defaults,
+    ClaimDefaults,
     device_name,
     make_slice,
     normalised,
@@ -86,7 +86,7 @@ def test_each_gpu_is_a_device_that_can_be_allocated_many_times() -> None:
 
 def test_the_administrator_says_what_a_claim_takes_that_names_nothing() -> None:
     made = make_slice(
-        "n", "u", answer(gpu(0)), {}, defaults=Defaults(memory=8 * GIB + 5, compute=25)
+        "n", "u", answer(gpu(0)), {}, defaults=ClaimDefaults(memory=8 * GIB + 5, compute=25)
     )
     validate(made)
     capacity = made["spec"]["devices"][0]["capacity"]
@@ -116,7 +116,7 @@ def test_whatever_the_node_has_the_slice_is_one_that_the_api_server_takes(
             "u",
             told,
             {uuid: [Taint(TAINT_LOST, "does-not-answer")]},
-            defaults=Defaults(default_memory, default_compute),
+            defaults=ClaimDefaults(default_memory, default_compute),
         )
     )
 

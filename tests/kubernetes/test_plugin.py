@@ -1,7 +1,7 @@
 """The device plugin: units, the kubelet's requests, and restarts of the kubelet and of the plugin.
 
 The kubelet is a stand-in, written from the public protocol. So is the governor, of which the plugin
-needs the five answers that `kube.plugin.Governor` names.
+needs the five answers that `kube.plugin.UnitGovernor` names.
 """
 
 from __future__ import annotations
@@ -24,14 +24,23 @@ from kube.api import deviceplugin_v1beta1_pb2 as messages
 from kube.api import deviceplugin_v1beta1_pb2_grpc as services
 from kube.cdi import Directory
 from kube.errors import CdiError
-from kube.plugin import AWAY_S, SOCKET, Books, Loop, Plugin, _alone, main
-from kube.units import GIB, Policy, Units, make_claim, parse_units, prefer, read_back, unit_names
+from kube.plugin import AWAY_S, SOCKET, Allocations, DevicePlugin, PluginLoop, _alone, main
+from kube.units import (
+    GIB,
+    UnitPolicy,
+    Units,
+    make_claim,
+    parse_units,
+    prefer,
+    read_back,
+    unit_names,
+)
 from tests.conftest import examples
 
 A, B = (f"GPU-{letter * 8}-0000-4000-8000-000000000000" for letter in "ab")
 
 
-class Governor:
+class BookingGovernor:
     """A governor that books what is requested, up to the capacity of a GPU."""
 
     def __init__(self, gib: int = 16) -> None:
@@ -73,7 +82,7 @@ class Governor:
         ]  # fmt: skip
 
 
-class Kubelet:
+class CallingKubelet:
     """A kubelet that accepts a registration, and calls the plugin as the real one does."""
 
     def __init__(self, directory: Path) -> None:
@@ -107,11 +116,13 @@ class Kubelet:
 
 @pytest.fixture
 def node(tmp_path: Path):
-    governor = Governor()
-    books = Books(governor, Directory(tmp_path / "cdi"), Policy(), hook="/usr/bin/tidegate-hook")
-    plugin = Plugin(books)
-    kubelet = Kubelet(tmp_path / "device-plugins")
-    loop = Loop(governor, books, plugin, tmp_path)
+    governor = BookingGovernor()
+    books = Allocations(
+        governor, Directory(tmp_path / "cdi"), UnitPolicy(), hook="/usr/bin/tidegate-hook"
+    )
+    plugin = DevicePlugin(books)
+    kubelet = CallingKubelet(tmp_path / "device-plugins")
+    loop = PluginLoop(governor, books, plugin, tmp_path)
     kubelet.start()
     yield governor, kubelet, loop, plugin, tmp_path
     loop.stop()
@@ -272,9 +283,9 @@ def test_a_kubelet_that_is_not_there_is_said_and_not_each_second(
     """First the kubelet's directory is missing, then its socket, as with another --root-dir."""
     clock = [100.0]
     monkeypatch.setattr("kube.plugin.time.monotonic", lambda: clock[0])
-    governor = Governor()
-    books = Books(governor, Directory(tmp_path / "cdi"), Policy())
-    loop = Loop(governor, books, Plugin(books), tmp_path)
+    governor = BookingGovernor()
+    books = Allocations(governor, Directory(tmp_path / "cdi"), UnitPolicy())
+    loop = PluginLoop(governor, books, DevicePlugin(books), tmp_path)
     with capture_logs() as logs:
         for _ in range(30):
             loop.turn()
@@ -361,7 +372,7 @@ def test_files_are_there_again_after_a_reboot(node) -> None:
     for path in (directory / "cdi").iterdir():
         path.unlink()
     (directory / "cdi" / "tidegate.gpu-claim_plugin-of-nobody.json").write_text("{}")
-    Books(governor, Directory(directory / "cdi"), Policy(compute=5)).restore()
+    Allocations(governor, Directory(directory / "cdi"), UnitPolicy(compute=5)).restore()
     assert spec_of(directory, device) == before
     assert len(list((directory / "cdi").iterdir())) == 1
 
@@ -386,7 +397,7 @@ def test_what_died_between_governor_and_file_is_made_whole(node, monkeypatch) ->
 
 def test_claims_of_the_cluster_are_left_alone(node) -> None:
     governor, kubelet, loop, _, directory = node
-    foreign = make_claim(Units(A, 0xF), {"memory": 16 * GIB}, Policy()).describe()
+    foreign = make_claim(Units(A, 0xF), {"memory": 16 * GIB}, UnitPolicy()).describe()
     governor.claim({**foreign, "uid": "c0ffee", "namespace": "shop"})
     (directory / "cdi").mkdir()
     (directory / "cdi" / "tidegate.gpu-claim_c0ffee.json").write_text("{}")
@@ -435,7 +446,7 @@ def test_what_must_be_included_is() -> None:
 @given(st.integers(1, (1 << 141) - 1))
 def test_units_are_known_again_by_their_claim(bits: int) -> None:
     units = Units(A, bits)
-    claim = make_claim(units, {"memory": 141 * GIB}, Policy()).describe()
+    claim = make_claim(units, {"memory": 141 * GIB}, UnitPolicy()).describe()
     assert len(claim["shares"][0]["name"]) <= 253
     ((uid, (again, made)),) = read_back([claim]).items()
     assert (uid, again) == (units.uid, units)
@@ -448,14 +459,14 @@ def test_compute_in_proportion_never_adds_up_to_more_than_a_gpu(sizes: list[int]
     total, sums = 80, [0, 0]
     for size in sizes:
         if sums[0] + size <= total:
-            sums = [sums[0] + size, sums[1] + Policy().share(size, total)[0]]
+            sums = [sums[0] + size, sums[1] + UnitPolicy().share(size, total)[0]]
     assert sums[1] <= 100
 
 
 def test_a_fixed_share_and_its_limit() -> None:
-    assert Policy(compute=25, compute_limit=10).share(4, 80) == (25, 25)
-    assert Policy(compute_limit=50).share(8, 80) == (10, 50)
-    assert Policy().share(1, 141) == (1, 100)
+    assert UnitPolicy(compute=25, compute_limit=10).share(4, 80) == (25, 25)
+    assert UnitPolicy(compute_limit=50).share(8, 80) == (10, 50)
+    assert UnitPolicy().share(1, 141) == (1, 100)
 
 
 @given(st.lists(st.text(max_size=70)))

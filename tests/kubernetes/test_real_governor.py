@@ -15,25 +15,25 @@ import pytest
 
 from kube.cdi import Directory
 from kube.claims import Reference
-from kube.driver import Driver
+from kube.driver import ClaimDriver
 from kube.errors import ClusterError
-from kube.node import Node as Governor
-from kube.plugin import Books
+from kube.node import NodeClient as Governor
+from kube.plugin import Allocations
 from kube.slices import device_name
-from kube.units import Policy, unit_names
+from kube.units import UnitPolicy, unit_names
 from tests.kubernetes.documents import NODE, claim, reference, result
-from tests.unit.governor_process import Node, gpus
+from tests.unit.governor_process import GovernorNode, gpus
 
 __all__ = ["gpus"]  # a fixture
 
 
 @pytest.fixture
-def node(tmp_path: Path, gpus: tuple[Path, Path], build_dir: Path) -> Iterator[Node]:
-    with Node(tmp_path, gpus, build_dir) as made:
+def node(tmp_path: Path, gpus: tuple[Path, Path], build_dir: Path) -> Iterator[GovernorNode]:
+    with GovernorNode(tmp_path, gpus, build_dir) as made:
         yield made
 
 
-class Cluster:
+class ServedClaims:
     """The claims of an API server."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Cluster:
         return self.claims[namespace, name]
 
 
-def admit(node: Node, name: str, claim: dict[str, Any], namespace: str) -> Path:
+def admit(node: GovernorNode, name: str, claim: dict[str, Any], namespace: str) -> Path:
     """Start a container of a pod with the first share of a claim."""
     return node.container(
         name,
@@ -59,10 +59,12 @@ def admit(node: Node, name: str, claim: dict[str, Any], namespace: str) -> Path:
     )
 
 
-def test_pods_of_any_namespace_use_the_device_plugins_units(node: Node, tmp_path: Path) -> None:
+def test_pods_of_any_namespace_use_the_device_plugins_units(
+    node: GovernorNode, tmp_path: Path
+) -> None:
     """The kubelet names no namespace together with units; the engine names the pod's together with the container."""
     governor = Governor(node.config.runtime_dir)
-    books = Books(governor, Directory(tmp_path / "cdi"), Policy())
+    books = Allocations(governor, Directory(tmp_path / "cdi"), UnitPolicy())
     units = unit_names(governor.gpus()["gpus"][0])
     for namespace, own in (("default", units[:4]), ("team-a", units[4:8])):
         (device,) = books.allocate([own])
@@ -77,12 +79,12 @@ def test_pods_of_any_namespace_use_the_device_plugins_units(node: Node, tmp_path
 
 
 def test_a_governor_that_has_lost_its_file_hears_of_prepared_claims_again(
-    node: Node, tmp_path: Path
+    node: GovernorNode, tmp_path: Path
 ) -> None:
     """When a container of these claims restarts, the kubelet is not asked to prepare anything."""
-    governor, cluster = Governor(node.config.runtime_dir), Cluster()
+    governor, cluster = Governor(node.config.runtime_dir), ServedClaims()
     directory = Directory(tmp_path / "cdi")
-    driver = Driver(NODE, governor, cluster, directory)
+    driver = ClaimDriver(NODE, governor, cluster, directory)
     own = device_name(governor.gpus()["gpus"][0]["uuid"])
     kept, gone = (
         claim(name, "team-a", result(memory="1Gi", compute="10", device=own), uid=f"u-{name}")
@@ -108,10 +110,10 @@ def test_a_governor_that_has_lost_its_file_hears_of_prepared_claims_again(
 
 
 def test_units_are_told_again_where_the_governor_has_lost_its_file(
-    node: Node, tmp_path: Path
+    node: GovernorNode, tmp_path: Path
 ) -> None:
     governor = Governor(node.config.runtime_dir)
-    books = Books(governor, Directory(tmp_path / "cdi"), Policy())
+    books = Allocations(governor, Directory(tmp_path / "cdi"), UnitPolicy())
     units = unit_names(governor.gpus()["gpus"][0])
     books.allocate([units[:2]])
     books.allocate([units[2:4]])

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from kube.cdi import Directory
 from kube.cluster import Cluster
-from kube.driver import Driver
+from kube.driver import ClaimDriver
 from kube.errors import ClusterError
-from kube.main import Loop
+from kube.main import DriverLoop
 from kube.publish import Publisher
 from kube.recheck import ANNOTATION, DELAY_S, INTERVAL_S, Recheck, _digest, has_room
 from kube.service import Health
@@ -28,12 +28,12 @@ from tests.kubernetes.conftest import Stand
 from tests.kubernetes.documents import NODE, claim, reference, result
 from tests.kubernetes.governor import MIB, answer, gpu
 from tests.kubernetes.kubelet import wait_for
-from tests.kubernetes.test_dra_loop import Governor, Slices
+from tests.kubernetes.test_dra_loop import AnsweringGovernor, StoredSlices
 
 LOOK_S = 2.0
 
 
-class Node:
+class MarkedNode:
     """The part of a driver's loop that handles the mark, on a virtual clock; counts the updates."""
 
     def __init__(self) -> None:
@@ -61,11 +61,11 @@ class Node:
 
 
 @pytest.fixture
-def node() -> Node:
-    return Node()
+def node() -> MarkedNode:
+    return MarkedNode()
 
 
-def test_a_burst_of_claims_has_one_update_soon_after_it_began(node: Node) -> None:
+def test_a_burst_of_claims_has_one_update_soon_after_it_began(node: MarkedNode) -> None:
     assert node.pass_time(60) == 0
     begun = node.now
     for number in range(4):
@@ -77,7 +77,7 @@ def test_a_burst_of_claims_has_one_update_soon_after_it_began(node: Node) -> Non
     assert DELAY_S <= node.updates[0] - begun < DELAY_S + 2 * LOOK_S
 
 
-def test_a_claim_that_is_prepared_after_an_update_has_one_of_its_own(node: Node) -> None:
+def test_a_claim_that_is_prepared_after_an_update_has_one_of_its_own(node: MarkedNode) -> None:
     node.claims.add("u-1")
     while not node.look():
         assert node.now < 1060
@@ -86,7 +86,7 @@ def test_a_claim_that_is_prepared_after_an_update_has_one_of_its_own(node: Node)
     assert node.updates[1] - node.updates[0] >= INTERVAL_S
 
 
-def test_a_claim_that_is_prepared_again_has_an_update_with_another_mark(node: Node) -> None:
+def test_a_claim_that_is_prepared_again_has_an_update_with_another_mark(node: MarkedNode) -> None:
     node.claims.add("u-1")
     assert node.pass_time(60) == 1
     node.claims.clear()
@@ -95,7 +95,7 @@ def test_a_claim_that_is_prepared_again_has_an_update_with_another_mark(node: No
     assert node.pass_time(60) == 1
 
 
-def test_without_room_there_is_no_update_and_none_is_made_up_for(node: Node) -> None:
+def test_without_room_there_is_no_update_and_none_is_made_up_for(node: MarkedNode) -> None:
     node.room = False
     node.claims |= {"u-1", "u-2"}
     assert node.pass_time(60) == 0
@@ -104,14 +104,14 @@ def test_without_room_there_is_no_update_and_none_is_made_up_for(node: Node) -> 
     assert node.pass_time(600) == 0
 
 
-def test_a_slice_that_is_written_for_another_reason_needs_no_update(node: Node) -> None:
+def test_a_slice_that_is_written_for_another_reason_needs_no_update(node: MarkedNode) -> None:
     node.claims.add("u-1")
     node.look()
     node.recheck.updated(node.claims, node.now)
     assert node.pass_time(600) == 0
 
 
-def test_a_driver_that_starts_goes_on_where_the_last_one_ended(node: Node) -> None:
+def test_a_driver_that_starts_goes_on_where_the_last_one_ended(node: MarkedNode) -> None:
     node.claims |= {"u-1", "u-2"}
     assert node.pass_time(60) == 1
     node.recheck = Recheck()
@@ -122,8 +122,8 @@ def test_a_driver_that_starts_goes_on_where_the_last_one_ended(node: Node) -> No
     assert node.pass_time(600) == 1
 
 
-def test_a_driver_that_leads_again_looks_at_what_the_other_has_marked(node: Node) -> None:
-    other = Node()
+def test_a_driver_that_leads_again_looks_at_what_the_other_has_marked(node: MarkedNode) -> None:
+    other = MarkedNode()
     node.claims.add("u-1")
     assert node.pass_time(60) == 1
     other.mark, other.claims = node.mark, {"u-1", "u-2"}
@@ -134,7 +134,7 @@ def test_a_driver_that_leads_again_looks_at_what_the_other_has_marked(node: Node
 
 
 @pytest.mark.parametrize("mark", ["", "x", "7", "-1-0", "7-", "9" * 200, "7-" + "g" * 16])
-def test_a_mark_that_was_written_by_hand_is_replaced(node: Node, mark: str) -> None:
+def test_a_mark_that_was_written_by_hand_is_replaced(node: MarkedNode, mark: str) -> None:
     node.mark = mark
     node.claims.add("u-1")
     assert node.pass_time(60) == 1
@@ -151,7 +151,7 @@ def test_a_mark_that_was_written_by_hand_is_replaced(node: Node, mark: str) -> N
 )
 def test_whatever_happens_updates_are_bounded(steps: list[tuple[str, int]]) -> None:
     """At most one update in six seconds of a driver's life, and no more than claims were prepared and drivers started."""
-    node, prepared, started = Node(), 0, 0.0
+    node, prepared, started = MarkedNode(), 0, 0.0
     for what, number in steps:
         uid = f"u-{number}"
         match what:
@@ -350,7 +350,7 @@ def _loop(
 ) -> tuple[Any, Any, Any, Callable[[float], None]]:
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    slices, governor = Slices(), Governor()
+    slices, governor = StoredSlices(), AnsweringGovernor()
     args = argparse.Namespace(
         node_name=NODE,
         default_memory=None,
@@ -358,10 +358,10 @@ def _loop(
         kubelet_dir="/var/lib/kubelet",
         instance="",
     )
-    driver = Driver(NODE, governor, slices, Directory(tmp_path))  # type: ignore[arg-type]
+    driver = ClaimDriver(NODE, governor, slices, Directory(tmp_path))  # type: ignore[arg-type]
     monkeypatch.setattr(driver, "reconcile", lambda: None)
     publisher = Publisher(slices, interval=6.0, clock=lambda: now[0])
-    loop = Loop(
+    loop = DriverLoop(
         args, cluster=slices, node=governor, driver=driver, publisher=publisher, health=Health(NODE)
     )  # type: ignore[arg-type]
     loop.registered()

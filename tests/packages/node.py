@@ -34,7 +34,7 @@ WORKLOAD = (
 ENGINES_OWN = ("/etc/docker", "/etc/containers", "/etc/cni", "/etc/containerd")
 
 
-class Node:
+class PackageNode:
     """A fresh system with a GPU, on which the test installs the package."""
 
     def __init__(self, host: EngineHost, gpu: Path, build: Path) -> None:
@@ -111,14 +111,16 @@ def old_docker(host: EngineHost) -> bool:
 
 
 @contextmanager
-def fresh_node(suite: str, base: Path, build: Path, require: Callable[..., None]) -> Iterator[Node]:
+def fresh_node(
+    suite: str, base: Path, build: Path, require: Callable[..., None]
+) -> Iterator[PackageNode]:
     """A node of a release, with a GPU."""
     require("debootstrap", "gcc", "nsenter", "unshare", "setpriv")
     root = fresh_root(suite)
     machine = Simulated(base / "machine", build)
     try:
         with EngineHost(root, base / "n", binds=[str(machine.directory)]) as host:
-            node = Node(host, machine.directory, build)
+            node = PackageNode(host, machine.directory, build)
             yield node
             if node.governor is not None:
                 node.stop_governor()
@@ -126,7 +128,7 @@ def fresh_node(suite: str, base: Path, build: Path, require: Callable[..., None]
         machine.close()
 
 
-def workload_image(node: Node, base: Path, build: Path) -> Path:
+def workload_image(node: PackageNode, base: Path, build: Path) -> Path:
     """Make an image with the workload and without Tidegate, at a path that the node sees."""
     rootfs = make_rootfs(base / "image", base / "tools")
     shutil.copy(build / "simgpu/simgpu-workload", rootfs / "usr/bin/simgpu-workload")

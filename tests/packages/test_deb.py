@@ -22,7 +22,7 @@ from tests.packages.node import (
     DRIVER_DIR,
     ENGINES_OWN,
     SIMGPU,
-    Node,
+    PackageNode,
     assert_works,
     fresh_node,
     of_the_node,
@@ -48,18 +48,18 @@ def node(
     tmp_path: Path,
     build_dir: Path,
     require: Callable[..., None],
-) -> Iterator[Node]:
+) -> Iterator[PackageNode]:
     with fresh_node(request.param, tmp_path, build_dir, require) as node:
         yield node
 
 
 @pytest.fixture
-def image(node: Node, tmp_path: Path, build_dir: Path) -> Path:
+def image(node: PackageNode, tmp_path: Path, build_dir: Path) -> Path:
     return workload_image(node, tmp_path, build_dir)
 
 
 def test_a_fresh_system_is_installed_runs_is_upgraded_and_has_nothing_left_of_it(
-    node: Node, deb: Path, image: Path
+    node: PackageNode, deb: Path, image: Path
 ) -> None:
     newer = package("deb", version=NEWER)
     host = node.host
@@ -172,7 +172,7 @@ def test_a_fresh_system_is_installed_runs_is_upgraded_and_has_nothing_left_of_it
     assert left == set()
 
 
-def test_the_lintian_of_the_release_has_no_error_for_it(node: Node, deb: Path) -> None:
+def test_the_lintian_of_the_release_has_no_error_for_it(node: PackageNode, deb: Path) -> None:
     """The lintian of a newer release knows rules that the lintian of the release that builds the package does not
     know.
     """
@@ -185,7 +185,7 @@ def test_the_lintian_of_the_release_has_no_error_for_it(node: Node, deb: Path) -
 
 
 def test_who_forces_a_removal_takes_nothing_from_a_container(
-    node: Node, deb: Path, image: Path
+    node: PackageNode, deb: Path, image: Path
 ) -> None:
     node.install(deb)
     host = node.host

@@ -34,7 +34,7 @@ ENTER = """mount -t proc proc "$0/proc" && exec chroot ${user:+"--userspec=$user
 
 
 @dataclass
-class Image:
+class ImageStage:
     """A stage of the build: its root, and the environment and command of its containers."""
 
     root: Path
@@ -73,12 +73,12 @@ def instructions(text: str) -> list[tuple[str, str]]:
     return [(line.split()[0], line.split(maxsplit=1)[1]) for line in joined.splitlines() if line]
 
 
-class Build:
+class ImageBuild:
     """The stages of a build, by name, in the order of the file."""
 
     def __init__(self, work: Path, base: Path, deb: Path) -> None:
         self.work, self.base, self.deb = work, base, deb
-        self.stages: dict[str, Image] = {}
+        self.stages: dict[str, ImageStage] = {}
 
     def do(self, instruction: str, words: str) -> None:
         """Execute one instruction in the current stage."""
@@ -87,7 +87,7 @@ class Build:
             assert base == BASE
             root = self.work / f"stage-{len(self.stages)}"
             subprocess.run(["cp", "-a", "--reflink=auto", self.base, root], check=True)
-            self.stages[name or "last"] = Image(root)
+            self.stages[name or "last"] = ImageStage(root)
             return
         image = list(self.stages.values())[-1]
         match instruction:
@@ -104,7 +104,7 @@ class Build:
             case _:
                 raise AssertionError(f"{instruction} is not known here")
 
-    def run(self, image: Image, command: str) -> None:
+    def run(self, image: ImageStage, command: str) -> None:
         """Run a line of shell, with this machine's settings for the network."""
         known = ("http_proxy", "https_proxy", "PIP_INDEX_URL")
         environment = {name: os.environ[name] for name in known if name in os.environ}
@@ -116,7 +116,7 @@ class Build:
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
         bundle.unlink(missing_ok=True)
 
-    def copy(self, image: Image, words: list[str]) -> None:
+    def copy(self, image: ImageStage, words: list[str]) -> None:
         """Copy a file of the context, or a directory of another stage."""
         options = dict(word[2:].split("=") for word in words if word.startswith("--"))
         source, target = (word for word in words if not word.startswith("--"))
@@ -135,12 +135,12 @@ class Build:
 @pytest.fixture(scope="module")
 def image(
     tmp_path_factory: pytest.TempPathFactory, require: Callable[..., None]
-) -> Iterator[Image]:
+) -> Iterator[ImageStage]:
     require("dpkg-deb")
     if os.geteuid() != 0:
         lack("needs root")
     work = tmp_path_factory.mktemp("image")
-    build = Build(work, fresh_root("trixie", slim=True), package("deb"))
+    build = ImageBuild(work, fresh_root("trixie", slim=True), package("deb"))
     for instruction, words in instructions(FILE.read_text()):
         build.do(instruction, words)
     yield list(build.stages.values())[-1]
@@ -148,7 +148,7 @@ def image(
 
 
 @pytest.mark.slow
-def test_it_has_what_its_pods_run(image: Image) -> None:
+def test_it_has_what_its_pods_run(image: ImageStage) -> None:
     assert image.run(*image.command).returncode == 0
     assert image.run("tidegate", "--version").stdout == f"tidegate {VERSION}\n"
     seen = set()
@@ -171,7 +171,7 @@ def test_it_has_what_its_pods_run(image: Image) -> None:
 
 
 @pytest.mark.slow
-def test_it_has_no_more_than_that(image: Image) -> None:
+def test_it_has_no_more_than_that(image: ImageStage) -> None:
     for module in ("grpc_tools", "kubernetes_validate", "pytest"):
         assert image.run("python3", "-c", f"import {module}").returncode == 1
     assert not list((image.root / "tmp").iterdir())
@@ -179,7 +179,7 @@ def test_it_has_no_more_than_that(image: Image) -> None:
 
 
 @pytest.mark.slow
-def test_the_node_s_part_comes_out_of_it(image: Image) -> None:
+def test_the_node_s_part_comes_out_of_it(image: ImageStage) -> None:
     """It is installed into a directory of the image's own root, which stands for the host's."""
     for _ in range(2):  # twice, because each start of the pod repeats it
         done = image.run(

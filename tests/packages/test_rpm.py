@@ -16,13 +16,13 @@ import pytest
 
 from governor import VERSION
 from tests.conftest import ROOT, need
-from tests.container.engine_host import Ran
+from tests.container.engine_host import CommandResult
 from tests.container.engines import Podman
 from tests.packages.make import NEWER, package
 from tests.packages.node import (
     ENGINES_OWN,
     SIMGPU,
-    Node,
+    PackageNode,
     assert_works,
     fresh_node,
     of_the_node,
@@ -237,14 +237,14 @@ def test_the_selinux_module_is_one_to_a_compiler(
 
 
 @pytest.fixture
-def node(tmp_path: Path, build_dir: Path, require: Callable[..., None]) -> Iterator[Node]:
+def node(tmp_path: Path, build_dir: Path, require: Callable[..., None]) -> Iterator[PackageNode]:
     with fresh_node("bookworm", tmp_path, build_dir, require) as node:
         yield node
 
 
 @pytest.mark.parametrize("which", ["fedora", "rhel"])
 def test_what_rpm_installs_runs_containers_is_upgraded_under_them_and_erased(
-    request: pytest.FixtureRequest, node: Node, tmp_path: Path, build_dir: Path, which: str
+    request: pytest.FixtureRequest, node: PackageNode, tmp_path: Path, build_dir: Path, which: str
 ) -> None:
     host = node.host
     options = RHEL if which == "rhel" else ()
@@ -255,7 +255,7 @@ def test_what_rpm_installs_runs_containers_is_upgraded_under_them_and_erased(
     )
     before = node.files()
 
-    def rpm(*arguments: str) -> Ran:
+    def rpm(*arguments: str) -> CommandResult:
         # rpm's database does not contain Debian's packages, and Debian's rpm would warn about that.
         return host.run("rpm", "--force-debian", "--nodeps", *arguments, timeout=120)
 

@@ -20,7 +20,7 @@ import pytest
 
 from bench.machine import Simulated
 from tests.conftest import ROOT
-from tests.container.test_systemd import Machine, config, put
+from tests.container.test_systemd import BootedContainer, config, put
 from tests.packages.make import NEWER, fresh_root, package
 
 pytestmark = pytest.mark.slow
@@ -36,7 +36,7 @@ ENVIRONMENT = "LC_ALL=C.UTF-8 DEBIAN_FRONTEND=noninteractive PATH=/usr/sbin:/usr
 APT = "apt-get -qy --no-install-recommends -o APT::Sandbox::User=root install"
 
 
-class Installed(Machine):
+class InstalledRelease(BootedContainer):
     """A container that runs a release's own systemd."""
 
     def __init__(self, base: Path, rootfs: Path, gpu: Path) -> None:
@@ -94,7 +94,7 @@ def machine(
     tmp_path: Path,
     build_dir: Path,
     require: Callable[..., None],
-) -> Iterator[Installed]:
+) -> Iterator[InstalledRelease]:
     require("runc", "debootstrap")
     root = fresh_root(request.param)
     gpu = Simulated(tmp_path / "gpu", build_dir)
@@ -109,7 +109,7 @@ def machine(
         subprocess.run(
             ["mount", "-t", "overlay", "overlay", "-o", layers, place / "root"], check=True
         )
-        machine = Installed(tmp_path, place / "root", gpu.directory)
+        machine = InstalledRelease(tmp_path, place / "root", gpu.directory)
         for library in ("libcuda", "libnvidia-ml"):
             [file] = build_dir.glob(f"simgpu/{library}.so.*.*[0-9]")
             shutil.copy(file, place / "root" / LIBDIR / file.name)
@@ -138,7 +138,7 @@ def machine(
 
 
 def test_its_services_run_after_the_installation_over_an_upgrade_and_end_with_it(
-    machine: Installed,
+    machine: InstalledRelease,
 ) -> None:
     debs = [package("deb"), package("deb", version=NEWER)]
     for deb in debs:
@@ -216,7 +216,7 @@ except OSError as e:
 """
 
 
-def assert_steering_starts(machine: Installed, python: str) -> None:
+def assert_steering_starts(machine: InstalledRelease, python: str) -> None:
     """Require that a connection starts the service, that its sandbox permits what it needs, and that it ends again.
 
     There is no kernel module here. If the service names this as the reason why it cannot open a GPU, it has looked
@@ -235,7 +235,7 @@ def assert_steering_starts(machine: Installed, python: str) -> None:
 
 @pytest.mark.parametrize("machine", ["bookworm"], indirect=True)
 def test_what_tidegate_install_prints_makes_a_node_of_a_wheel(
-    machine: Installed, tmp_path: Path
+    machine: InstalledRelease, tmp_path: Path
 ) -> None:
     modules = "jsonschema prometheus-client pyelftools structlog yaml".replace(" ", " python3-")
     machine.shell(f"{APT} python3-{modules}")

@@ -20,7 +20,7 @@ from governor import VERSION
 from governor.config import Config
 from governor.doctor.checks import Examined, examine
 from governor.doctor.finding import UnseenError
-from governor.doctor.node import Node, open_node
+from governor.doctor.node import ExaminedNode, open_node
 from tests.unit.vdriver_generation import (
     put_control_with_origin,
     put_generation,
@@ -82,7 +82,7 @@ class Host:
             raise UnseenError(f"{name} cannot be run: No such file or directory")
         return self.commands[name]
 
-    def node(self, **changes: Any) -> Node:
+    def node(self, **changes: Any) -> ExaminedNode:
         """Open the host as doctor does, with `changes` applied to the configuration."""
         node = open_node(str(self.root))
         config = Config(**{**vars(node.config), **changes}) if changes else node.config
@@ -155,7 +155,7 @@ def governor(host: Host, **answers: dict[str, Any]) -> Iterator[dict[str, Any]]:
         **answers,
     }
 
-    class Handler(socketserver.StreamRequestHandler):
+    class PingHandler(socketserver.StreamRequestHandler):
         def handle(self) -> None:
             request = json.loads(self.rfile.readline())
             self.wfile.write(json.dumps({"ok": True, **told[request["op"]]}).encode() + b"\n")
@@ -166,7 +166,7 @@ def governor(host: Host, **answers: dict[str, Any]) -> Iterator[dict[str, Any]]:
     before = Path.cwd()
     os.chdir(directory)
     try:
-        server = socketserver.UnixStreamServer("governor.sock", Handler)
+        server = socketserver.UnixStreamServer("governor.sock", PingHandler)
     finally:
         os.chdir(before)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})

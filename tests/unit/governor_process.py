@@ -1,6 +1,6 @@
-"""Run a governor as a process of its own on the simulated GPU's real libraries: `with Node(...) as node`.
+"""Run a governor as a process of its own on the simulated GPU's real libraries: `with GovernorNode(...) as node`.
 
-A container is an idle process that is admitted as the hook would admit it. `Tenant` registers as
+A container is an idle process that is admitted as the hook would admit it. `OwnTenant` registers as
 one of its processes and writes into its ledger what a control library would write.
 """
 
@@ -57,7 +57,7 @@ def gpus(tmp_path_factory: pytest.TempPathFactory, build_dir: Path) -> tuple[Pat
     return base / "gpu", base / "driver"
 
 
-class Node:
+class GovernorNode:
     """A governor with its configuration files and its log."""
 
     def __init__(self, directory: Path, gpus: tuple[Path, Path], build: Path) -> None:
@@ -153,7 +153,7 @@ class Node:
         return Path(answer["directory"])
 
 
-class Tenant:
+class OwnTenant:
     """A process of a container. It is this process, which the governor takes for one of the container's."""
 
     def __init__(self, directory: Path) -> None:

@@ -54,7 +54,7 @@ def spawn(*command: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-class World:
+class MetricsWorld:
     """A server with the real arbiter, which serves its metrics at a socket."""
 
     def __init__(self, directory: Path, library: Path) -> None:
@@ -177,8 +177,8 @@ class Served:
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
-    async def _make(self) -> World:
-        return World(*self._where)
+    async def _make(self) -> MetricsWorld:
+        return MetricsWorld(*self._where)
 
     async def _close(self) -> None:
         self.world.close()
@@ -196,7 +196,7 @@ class Served:
         self.port = listener.getsockname()[1]
 
         async def begin() -> asyncio.Task[None]:
-            endpoint = web.Endpoint(self.world.server, self.history)
+            endpoint = web.PageEndpoint(self.world.server, self.history)
             return asyncio.create_task(endpoint.serve(listener))
 
         self._serving = self.run(begin())

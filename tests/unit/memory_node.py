@@ -1,6 +1,6 @@
 """Run processes with the control library on a simulated GPU, without a container; the test acts as the governor.
 
-`Node` makes the pages and answers at the socket. `Agent` is a process that sees them at
+`MemoryNode` makes the pages and answers at the socket. `Agent` is a process that sees them at
 /run/tidegate, in a mount namespace of its own, and does what the test tells it to. Reconciliation
 with the GPU is up to the test: nothing happens unless it calls `look` or enters `looking`.
 """
@@ -53,9 +53,9 @@ must(libc.mount(f'/proc/self/fd/{here}'.encode(), b'/run/tidegate', None, BIND, 
 
 AGENT = """
 import json, threading, time
-from simgpu.testing import CudaError, Driver
+from simgpu.testing import CudaError, SimulatedDriver
 
-class Governed(Driver):
+class Governed(SimulatedDriver):
     def __init__(self, path):
         self.path = path
         self.library = ctypes.CDLL(path)
@@ -96,7 +96,7 @@ ANSWER_S = 120.0
 class Agent:
     """A process of the container; `run` evaluates Python in it, with `driver` in scope."""
 
-    def __init__(self, node: Node, slot: int | None, process: subprocess.Popen[str]) -> None:
+    def __init__(self, node: MemoryNode, slot: int | None, process: subprocess.Popen[str]) -> None:
         self.node = node
         self.slot = slot
         self.process = process
@@ -194,7 +194,7 @@ def info(pool, attribute):
 """
 
 
-class Node:
+class MemoryNode:
     """A container with a quota of `limit` bytes on each of its simulated GPUs."""
 
     def __init__(

@@ -18,7 +18,7 @@ ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 
 @dataclass(frozen=True)
-class Command:
+class ShellCommand:
     """A command as a shell would run it, without redirections and without leading assignments."""
 
     page: str
@@ -54,12 +54,12 @@ def blocks() -> Iterator[tuple[str, markdown.Fence]]:
                 yield page.relative_to(ROOT).as_posix(), fence
 
 
-def commands() -> Iterator[Command]:
+def commands() -> Iterator[ShellCommand]:
     """Yield each command of each block."""
     for page, fence in blocks():
         for offset, line in _lines(script_of(fence)):
             for words in split(line):
-                yield Command(page, fence.line + offset, words)
+                yield ShellCommand(page, fence.line + offset, words)
 
 
 def _lines(script: str) -> Iterator[tuple[int, str]]:
@@ -112,7 +112,7 @@ def _simple(words: list[str]) -> Iterator[tuple[str, ...]]:
         yield tuple(words)
 
 
-def inline() -> Iterator[Command]:
+def inline() -> Iterator[ShellCommand]:
     """Yield Tidegate's own commands that the text quotes between backticks. Some are cut short."""
     for page in pages():
         name = page.relative_to(ROOT).as_posix()
@@ -122,6 +122,6 @@ def inline() -> Iterator[Command]:
                 if re.match(r"(sudo )?(\.venv/bin/)?(tidegate[a-z-]* |python -m |make )", code):
                     try:
                         for words in split(code):
-                            yield Command(name, line.number, words)
+                            yield ShellCommand(name, line.number, words)
                     except ValueError:
                         continue  # an unfinished quotation

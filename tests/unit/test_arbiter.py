@@ -47,7 +47,7 @@ def halves(arbiter: Arbiter) -> tuple[int, int]:
 
 
 @dataclass
-class Job:
+class ModelJob:
     """A container in the model. It always wants the GPU except while it sleeps."""
 
     guarantee: int
@@ -68,7 +68,7 @@ class Job:
 
 def play(
     library,
-    jobs: list[Job],
+    jobs: list[ModelJob],
     until: int,
     *,
     handover: int = 150_000,
@@ -131,14 +131,14 @@ def play(
     "quotas", [(45, 30, 15), (49, 32, 16), (10, 20, 30), (90, 5, 5), (25, 25, 25)]
 )
 def test_each_of_several_saturating_containers_gets_its_quota(library, quotas):
-    jobs = [Job(q, q) for q in quotas]
+    jobs = [ModelJob(q, q) for q in quotas]
     play(library, jobs, 30 * S)
     for job, quota in zip(jobs, quotas, strict=True):
         assert job.share(S, 30 * S) == pytest.approx(quota, abs=1.0)
 
 
 def test_where_little_is_idle_hand_overs_come_off_everybody_in_proportion(library):
-    jobs = [Job(60, 60), Job(40, 40)]
+    jobs = [ModelJob(60, 60), ModelJob(40, 40)]
     play(library, jobs, 20 * S)
     total = sum(job.share(S, 20 * S) for job in jobs)
     assert 93 < total < 100
@@ -146,7 +146,7 @@ def test_where_little_is_idle_hand_overs_come_off_everybody_in_proportion(librar
 
 
 def test_one_second_windows_are_near_the_quota(library):
-    jobs = [Job(q, q) for q in (45, 30, 15)]
+    jobs = [ModelJob(q, q) for q in (45, 30, 15)]
     play(library, jobs, 20 * S)
     errors = [abs(j.share(t * S, (t + 1) * S) - j.guarantee) for j in jobs for t in range(1, 19)]
     assert sum(errors) / len(errors) < 0.5
@@ -161,7 +161,7 @@ BESIDE = {"handover": 0} | {
 
 
 def test_what_ran_before_its_grant_began_is_charged(library):
-    jobs = [Job(45, 45, measures=1.05), Job(30, 30)]
+    jobs = [ModelJob(45, 45, measures=1.05), ModelJob(30, 30)]
     stats = play(library, jobs, 20 * S, **BESIDE)
     assert jobs[0].share(S, 20 * S) == pytest.approx(45 / 1.05, abs=0.2)
     assert jobs[1].share(S, 20 * S) == pytest.approx(30, abs=0.2)
@@ -169,14 +169,14 @@ def test_what_ran_before_its_grant_began_is_charged(library):
 
 
 def test_it_is_not_charged_where_nothing_can_have_run_beside(library):
-    jobs = [Job(45, 45, measures=1.05), Job(30, 30)]
+    jobs = [ModelJob(45, 45, measures=1.05), ModelJob(30, 30)]
     play(library, jobs, 20 * S, **BESIDE | {"beside_ns": 0})
     assert jobs[0].share(S, 20 * S) == pytest.approx(45, abs=0.2)
 
 
 @pytest.mark.parametrize("measures", [(1.05, 1.05), (1.08, 1.02)])
 def test_shares_that_make_up_the_gpu_leave_nothing_idle_whatever_is_measured(library, measures):
-    jobs = [Job(60, 60, measures=measures[0]), Job(40, 40, measures=measures[1])]
+    jobs = [ModelJob(60, 60, measures=measures[0]), ModelJob(40, 40, measures=measures[1])]
     play(library, jobs, 20 * S, **BESIDE)
     assert sum(job.share(S, 20 * S) for job in jobs) > 99.5
     charged = [job.share(S, 20 * S) * job.measures for job in jobs]
@@ -184,7 +184,7 @@ def test_shares_that_make_up_the_gpu_leave_nothing_idle_whatever_is_measured(lib
 
 
 def test_once_somebody_has_left_what_is_measured_is_charged_in_full_again(library):
-    jobs = [Job(60, 60, measures=1.08), Job(40, 40, measures=1.08, awake=[(0, 10 * S)])]
+    jobs = [ModelJob(60, 60, measures=1.08), ModelJob(40, 40, measures=1.08, awake=[(0, 10 * S)])]
     play(library, jobs, 20 * S, **BESIDE)
     assert jobs[0].share(S, 10 * S) == pytest.approx(60, abs=0.5)
     assert jobs[0].share(12 * S, 20 * S) == pytest.approx(60 / 1.08, abs=0.3)
@@ -192,7 +192,7 @@ def test_once_somebody_has_left_what_is_measured_is_charged_in_full_again(librar
 
 @pytest.mark.parametrize("quotas", [(45, 30, 15), (25, 25, 25)])
 def test_processes_that_work_at_the_same_time_are_charged_once(library, quotas):
-    jobs = [Job(q, q) for q in quotas]
+    jobs = [ModelJob(q, q) for q in quotas]
     jobs[0].measures, jobs[0].processes = 2.0, 2
     play(library, jobs, 20 * S, **BESIDE)
     for job, quota in zip(jobs, quotas, strict=True):
@@ -217,7 +217,7 @@ def test_a_grant_says_whether_another_s_work_may_run_beside_it(library, beside_n
 
 
 def test_who_says_too_much_harms_himself_alone(library):
-    jobs = [Job(40, 40, measures=5.0), Job(30, 30), Job(30, 30)]
+    jobs = [ModelJob(40, 40, measures=5.0), ModelJob(30, 30), ModelJob(30, 30)]
     play(library, jobs, 20 * S, **BESIDE)
     assert 30 < jobs[0].share(S, 20 * S) < 40
     for job in jobs[1:]:
@@ -226,7 +226,7 @@ def test_who_says_too_much_harms_himself_alone(library):
 
 def test_long_work_is_charged_and_paid_back(library):
     """With units of 20 ms beside units of 0.2 ms, an overrun becomes debt and the shares hold."""
-    jobs = [Job(30, 30, unit=20 * MS), Job(50, 50)]
+    jobs = [ModelJob(30, 30, unit=20 * MS), ModelJob(50, 50)]
     play(library, jobs, 30 * S)
     assert jobs[0].share(S, 30 * S) == pytest.approx(30, abs=1.0)
     assert jobs[1].share(S, 30 * S) == pytest.approx(50, abs=1.0)
@@ -288,7 +288,7 @@ def test_kernels_that_outlast_any_grant_are_paid_for(library, length_ms):
 
 def test_one_that_says_untruly_that_it_overruns_gives_others_no_more_than_its_share(library):
     """Its neighbours are charged half of what they use, and it pays for the other half."""
-    jobs = [Job(50, 50), Job(30, 30)]
+    jobs = [ModelJob(50, 50), ModelJob(30, 30)]
     until = 500 * S
     with Arbiter(library, config()) as arbiter:
         tenants = [arbiter.add(j.guarantee * WHOLE // 100, j.limit * WHOLE // 100, 0) for j in jobs]
@@ -421,13 +421,13 @@ def test_one_that_overruns_alone_is_charged_for_all_of_it(library):
 
 
 def test_a_capped_container_alone_stays_below_its_cap(library):
-    jobs = [Job(30, 30)]
+    jobs = [ModelJob(30, 30)]
     play(library, jobs, 10 * S)
     assert jobs[0].share(S, 10 * S) == pytest.approx(30, abs=0.5)
 
 
 def test_a_whole_gpu_alone_is_open_and_never_drained(library):
-    jobs = [Job(100, 100)]
+    jobs = [ModelJob(100, 100)]
     stats = play(library, jobs, 10 * S)
     assert stats[0].grants <= 2
     assert jobs[0].share(0, 10 * S) > 99.9
@@ -435,8 +435,8 @@ def test_a_whole_gpu_alone_is_open_and_never_drained(library):
 
 def test_idle_time_is_lent_and_taken_back(library):
     """An owner that wakes gets its share at once. Until then its neighbour had the whole GPU."""
-    owner = Job(50, 50, awake=[(5 * S, 10 * S)])
-    other = Job(30, 100)
+    owner = ModelJob(50, 50, awake=[(5 * S, 10 * S)])
+    other = ModelJob(30, 100)
     play(library, [owner, other], 12 * S)
     assert other.share(S, 5 * S) > 97
     assert owner.share(5 * S + 100 * MS, 10 * S) == pytest.approx(50, abs=1.0)
@@ -445,7 +445,7 @@ def test_idle_time_is_lent_and_taken_back(library):
 
 
 def test_idle_time_is_lent_in_proportion_to_the_guarantees(library):
-    jobs = [Job(30, 100), Job(10, 100)]
+    jobs = [ModelJob(30, 100), ModelJob(10, 100)]
     play(library, jobs, 20 * S)
     assert sum(j.share(S, 20 * S) for j in jobs) > 94
     lent = [j.share(S, 20 * S) - j.guarantee for j in jobs]
@@ -453,8 +453,8 @@ def test_idle_time_is_lent_in_proportion_to_the_guarantees(library):
 
 
 def test_sleeping_earns_no_credit(library):
-    sleeper = Job(30, 30, awake=[(5 * S, 10 * S)])
-    other = Job(60, 60)
+    sleeper = ModelJob(30, 30, awake=[(5 * S, 10 * S)])
+    other = ModelJob(60, 60)
     play(library, [sleeper, other], 10 * S)
     assert sleeper.share(5 * S, 6 * S) < 33
     assert other.share(5 * S, 6 * S) == pytest.approx(60, abs=1.5)
@@ -462,7 +462,7 @@ def test_sleeping_earns_no_credit(library):
 
 def test_a_report_of_no_use_is_believed_within_bounds_only(library):
     """A container that reports no GPU time at all gains at most what a hand-over may cost."""
-    jobs = [Job(30, 30), Job(30, 30)]
+    jobs = [ModelJob(30, 30), ModelJob(30, 30)]
     play(library, jobs, 20 * S, honest=False)
     assert all(j.share(S, 20 * S) < 36 for j in jobs)
 
@@ -693,7 +693,7 @@ def test_what_was_done_before_the_first_grant_is_not_charged(library) -> None:
 
 
 def test_no_tenant_starves_among_64(library):
-    jobs = [Job(1, 1) for _ in range(64)]
+    jobs = [ModelJob(1, 1) for _ in range(64)]
     play(library, jobs, 20 * S)
     assert min(j.share(S, 20 * S) for j in jobs) > 0.85
 
@@ -841,7 +841,7 @@ def test_grants_of_an_mps_gpu_are_short_and_right_over_a_tenth_of_a_second(libra
     settings = arbiter_config(Config(), "mps")
     values = {name: getattr(settings, name) for name, _ in settings._fields_}
     assert (values["quantum_ns"], values["most_ns"], values["switch_ns"]) == (MS, MS, 0)
-    jobs = [Job(q, q, unit=50_000) for q in (45, 30, 15)]
+    jobs = [ModelJob(q, q, unit=50_000) for q in (45, 30, 15)]
     stats = play(library, jobs, 10 * S, handover=20_000, **values)
     for job, stat in zip(jobs, stats, strict=True):
         assert stat.held_ns / stat.grants < 1.1 * MS
@@ -849,7 +849,7 @@ def test_grants_of_an_mps_gpu_are_short_and_right_over_a_tenth_of_a_second(libra
     step = S // 10
     errors = [abs(j.share(t, t + step) - j.guarantee) for j in jobs for t in range(S, 9 * S, step)]
     assert sum(errors) / len(errors) < 0.5
-    tight = [Job(q, q, unit=50_000) for q in (50, 30, 20)]
+    tight = [ModelJob(q, q, unit=50_000) for q in (50, 30, 20)]
     play(library, tight, 10 * S, handover=20_000, **values)
     assert sum(job.share(S, 10 * S) for job in tight) > 96
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench import report_docs, report_suites
-from bench.arms import ARMS, SUITES, Tenant
+from bench.arms import ARMS, SUITES, ArmContainer
 from bench.events import (
     AFTER_NS,
     BEFORE_NS,
@@ -22,7 +22,7 @@ from bench.events import (
 )
 from bench.plot import Chart, Series, render
 from bench.progress import Stamp
-from bench.quota import summarise
+from bench.quota_measure import summarise
 
 MS = 1_000_000
 
@@ -69,7 +69,9 @@ def test_half_a_second_is_needed_to_know() -> None:
 def settling_arm(work: list[int], *events: tuple[int, int, int]) -> dict[str, Any]:
     return {
         "script": "set",
-        "tenants": [{**asdict(Tenant(30)), "unit_ns": 500_000, "work_us": work, "busy_ns": []}],
+        "tenants": [
+            {**asdict(ArmContainer(30)), "unit_ns": 500_000, "work_us": work, "busy_ns": []}
+        ],
         "step_ns": 10 * MS,
         "processors": {"governor": 0.05, "helpers": 0.1},
         "visitors": [],

@@ -7,7 +7,7 @@ import pytest
 
 from bench import programs, report_docs
 from bench import run as bench_run
-from bench.programs import Arm, Comparison, Seen, compare, is_near, new_lines, split_output
+from bench.programs import Comparison, ProgramRun, Seen, compare, is_near, new_lines, split_output
 from bench.provenance import describe_run
 
 ANSWER = {
@@ -23,7 +23,7 @@ SEEN = Seen(launches=100, lookups=40, memory_peak=1 << 29, grants=1)
 
 
 def arm(status=0, lines=(), **changes):
-    return Arm(status, 1.0, {**copy.deepcopy(ANSWER), **changes}, list(lines))
+    return ProgramRun(status, 1.0, {**copy.deepcopy(ANSWER), **changes}, list(lines))
 
 
 def test_two_equal_runs_do_not_differ():
@@ -72,7 +72,7 @@ def test_a_check_has_to_hold_in_both(native, governed, says):
         (arm(), arm(status=139), "the governed run ended with status 139"),
         (arm(), arm(status=None), "the governed run did not end within its time"),
         (arm(status=1), arm(), "the native run ended with status 1"),
-        (arm(), Arm(0, 1.0, {}, []), "the governed run gave no answer"),
+        (arm(), ProgramRun(0, 1.0, {}, []), "the governed run gave no answer"),
     ],
 )
 def test_how_a_run_ends_is_compared(native, governed, says):
@@ -89,7 +89,7 @@ def test_a_run_that_was_not_governed_is_a_difference():
 
 
 def test_a_program_that_is_not_here_is_none_and_one_that_is_lost_inside_is_one():
-    missing = Arm(programs.NOT_HERE, 0.1, {"program": "mps", "missing": "no daemon"}, [])
+    missing = ProgramRun(programs.NOT_HERE, 0.1, {"program": "mps", "missing": "no daemon"}, [])
     both = Comparison("mps", missing, missing, Seen(), compare(missing, missing, Seen()))
     assert both.differences == []
     assert both.result == "not here"

@@ -16,25 +16,14 @@ from typing import Any
 import pytest
 
 from bench import report_docs, run
-from bench.arms import ARMS, SUITES, Tenant, strict
+from bench.arms import ARMS, SUITES, ArmContainer, strict
 from bench.events import SAMPLE_NS
 from bench.machine import MachineError, burner_command
-from bench.node import Node
+from bench.node import BenchNode
 from bench.progress import Profile, Progress, Stamp
 from bench.provenance import describe_run
-from bench.quota import (
-    children,
-    group,
-    main,
-    processor_time,
-    processor_times,
-    spans_of,
-    summarise,
-    try_arm,
-    waits,
-    windows,
-    work,
-)
+from bench.quota import children, group, main, processor_time, processor_times, try_arm
+from bench.quota_measure import spans_of, summarise, waits, windows, work
 from bench.report_quota import describe_arm, row_of
 from governor.config import Config
 
@@ -130,7 +119,7 @@ def test_the_burner_is_told_what_a_unit_is() -> None:
     assert burner_command("b", "burner-500-null", {}) == [
         "b", "--unit-us", "500", "--stream", "null",
     ]  # fmt: skip
-    assert burner_command("b", Tenant(30, form="graph").job, {"burner-500-graph": "7"}) == [
+    assert burner_command("b", ArmContainer(30, form="graph").job, {"burner-500-graph": "7"}) == [
         "b", "--unit-us", "500", "--form", "graph", "--iterations", "7",
     ]  # fmt: skip
 
@@ -143,7 +132,7 @@ def test_suites_and_arms_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_tenant_says_what_it_runs() -> None:
-    tenant = Tenant(30, 1000, gap_us=500, bursts=3)
+    tenant = ArmContainer(30, 1000, gap_us=500, bursts=3)
     assert tenant.job == "burner-1000"
     assert tenant.options == [
         "--depth", "64", "--gap-us", "500", "--bursts", "3", "--duty", "70",
@@ -169,7 +158,7 @@ def test_processor_time_is_of_a_process_and_its_threads() -> None:
 
 def told_arm(**tenant: Any) -> dict[str, Any]:
     """Return an arm as quota.json has it, with one container that works for all of a second."""
-    one = {**asdict(Tenant(40)), "work_us": [4000] * 100, "busy_ns": [], **tenant}
+    one = {**asdict(ArmContainer(40)), "work_us": [4000] * 100, "busy_ns": [], **tenant}
     return {
         "processors": {"governor": 0.05, "helpers": 0.1},
         "step_ns": SAMPLE_NS,
@@ -211,7 +200,7 @@ def test_a_result_whose_figures_do_not_follow_from_its_samples_is_not_kept(tmp_p
     assert "| alone-40 | 40 %, 0.5 ms | 40.00 |" in page.text
 
 
-class LeftNode(Node):
+class LeftNode(BenchNode):
     def __init__(self) -> None:
         self.n_cleared = 0
 
@@ -268,7 +257,7 @@ def test_waits_are_what_is_between_units_beyond_their_own_time() -> None:
 def test_an_arm_of_the_gpus_own_scheduler_says_when_grants_divided_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    node = object.__new__(Node)
+    node = object.__new__(BenchNode)
     node.settings, node.config = {"scheduling": "hardware"}, Config()
     gpu: dict[str, object] = {"index": 0, "scheduling": "hardware", "not_steered": ""}
     monkeypatch.setattr("bench.node.ask", lambda *_: {"gpus": [gpu]})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from bench.quota_pictures import MS, Job, pictures, play
+from bench.quota_pictures import MS, ModelContainer, pictures, play
 from governor.arbiter import load_library
 
 
@@ -16,7 +16,11 @@ def test_the_pictures_that_are_kept_are_what_the_arbiter_decides(build_dir):
 
 def test_who_may_not_borrow_gets_his_guarantee_while_another_is_idle(build_dir):
     asleep = (500 * MS, 1_500 * MS)
-    jobs = [Job("owner", 50, 100, asleep), Job("borrower", 20, 100), Job("capped", 20, 20)]
+    jobs = [
+        ModelContainer("owner", 50, 100, asleep),
+        ModelContainer("borrower", 20, 100),
+        ModelContainer("capped", 20, 20),
+    ]
     play(load_library(build_dir / "libcontrol"), jobs, 2_000 * MS)
     owner, borrower, capped = jobs
     assert owner.share(510 * MS, 1_500 * MS) == 0
@@ -28,7 +32,11 @@ def test_who_may_not_borrow_gets_his_guarantee_while_another_is_idle(build_dir):
 
 
 def test_nobody_works_while_another_does(build_dir):
-    jobs = [Job("alpha", 45, 45), Job("beta", 30, 30), Job("gamma", 15, 15)]
+    jobs = [
+        ModelContainer("alpha", 45, 45),
+        ModelContainer("beta", 30, 30),
+        ModelContainer("gamma", 15, 15),
+    ]
     play(load_library(build_dir / "libcontrol"), jobs, 1_000 * MS)
     grants = sorted(grant[:2] for job in jobs for grant in job.grants)
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(grants))

@@ -10,9 +10,9 @@ import pytest
 from bench.plot import Chart, Series, nice_ticks, number, render, spread
 from bench.progress import NS_PER_MS, Profile, Progress, Stamp
 from bench.report import (
-    Container,
-    Gpu,
-    Refused,
+    RefusedAllocation,
+    ReportedContainer,
+    ReportedGpu,
     build_report,
     chart_of,
     render_table,
@@ -32,7 +32,7 @@ def container(name, compute, share, *, seconds=5, exit_status=0):
     stamps = [Stamp(i * every, 0) for i in range(seconds * 10 * share + 1)]
     profile = Profile({0: float(NS_PER_MS)}, 1.0, len(stamps) - 1)
     progress = Progress(stamps, profile)
-    return Container(name, compute, 3 * GIB, 2 * GIB, exit_status, progress, profile)
+    return ReportedContainer(name, compute, 3 * GIB, 2 * GIB, exit_status, progress, profile)
 
 
 def parse_svg(text):
@@ -46,8 +46,10 @@ def containers():
 
 @pytest.fixture
 def report(containers):
-    gpu = Gpu("simulated", "Simulated GPU", "580.0")
-    return build_report(gpu, containers, Refused(4 * GIB, 3 * GIB, "CUDA_ERROR_OUT_OF_MEMORY"))
+    gpu = ReportedGpu("simulated", "Simulated GPU", "580.0")
+    return build_report(
+        gpu, containers, RefusedAllocation(4 * GIB, 3 * GIB, "CUDA_ERROR_OUT_OF_MEMORY")
+    )
 
 
 def test_what_the_jobs_had_without_tidegate_is_beside_it(containers):
@@ -55,8 +57,10 @@ def test_what_the_jobs_had_without_tidegate_is_beside_it(containers):
     containers = [
         replace(one, without=container("", 0, 50, seconds=4).progress) for one in containers
     ]
-    gpu = Gpu("simulated", "Simulated GPU", "580.0")
-    report = build_report(gpu, containers, Refused(4 * GIB, 3 * GIB, "CUDA_ERROR_OUT_OF_MEMORY"))
+    gpu = ReportedGpu("simulated", "Simulated GPU", "580.0")
+    report = build_report(
+        gpu, containers, RefusedAllocation(4 * GIB, 3 * GIB, "CUDA_ERROR_OUT_OF_MEMORY")
+    )
     validate(report)
     assert [one["without"] for one in report["containers"]] == [50, 50]
     table = render_table(report)

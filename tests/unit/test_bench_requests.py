@@ -62,7 +62,7 @@ def test_each_number_of_services_has_its_arms_and_shares_the_guarantee():
     )
     arms = [
         (way.name, load.n_services, load.n_jobs, load.guarantee)
-        for way, load in latency.plan(args, latency.Load(0, 0, 1))
+        for way, load in latency.plan(args, latency.ArmLoad(0, 0, 1))
     ]
     assert arms == [
         (name, n, n_jobs, guarantee)
@@ -85,7 +85,7 @@ def test_every_other_round_is_reversed_and_all_rounds_count_together():
         guarantees=[None],
         rounds=3,
     )
-    order = [(n, way.name) for n, way, _ in latency.rounds(args, latency.Load(0, 0, 1))]
+    order = [(n, way.name) for n, way, _ in latency.rounds(args, latency.ArmLoad(0, 0, 1))]
     assert order == [
         *((0, "alone"), (0, "native")),
         *((1, "native"), (1, "alone")),
@@ -114,7 +114,7 @@ def test_every_other_round_is_reversed_and_all_rounds_count_together():
 
 
 def test_the_guarantee_is_ten_points_more_than_requests_of_a_model_take():
-    load = latency.Load(1, 10_000, 1, service="service-resnet18", request_us=2_345.6)
+    load = latency.ArmLoad(1, 10_000, 1, service="service-resnet18", request_us=2_345.6)
     assert load.guarantee == 33
     assert load._replace(mean_us=2_000).guarantee == 90
     assert load._replace(mean_us=0).guarantee == 10

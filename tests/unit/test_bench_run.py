@@ -9,7 +9,13 @@ import pytest
 from bench import report_docs, run
 from bench.progress import NS_PER_MS, Profile, Progress, Stamp
 from bench.provenance import describe_machine, describe_run, find_commit, publishable
-from bench.report import Container, Gpu, Refused, build_report, write_report
+from bench.report import (
+    RefusedAllocation,
+    ReportedContainer,
+    ReportedGpu,
+    build_report,
+    write_report,
+)
 
 GIB = 1 << 30
 
@@ -21,16 +27,16 @@ def container(name, compute, share):
     every = NS_PER_MS * 100 // share
     stamps = [Stamp(i * every, 0) for i in range(30 * share + 1)]
     profile = Profile({0: float(NS_PER_MS)}, 1.0, len(stamps) - 1)
-    return Container(name, compute, 3 * GIB, 2 * GIB, 0, Progress(stamps, profile), profile)
+    return ReportedContainer(name, compute, 3 * GIB, 2 * GIB, 0, Progress(stamps, profile), profile)
 
 
 @pytest.fixture
 def demo(tmp_path):
     containers = [container("training", 45, 44), container("notebook", 15, 16)]
     report = build_report(
-        Gpu("nvidia", "NVIDIA H200", "580.159.04"),
+        ReportedGpu("nvidia", "NVIDIA H200", "580.159.04"),
         containers,
-        Refused(4 * GIB, 3 * GIB, "CUDA_ERROR_OUT_OF_MEMORY"),
+        RefusedAllocation(4 * GIB, 3 * GIB, "CUDA_ERROR_OUT_OF_MEMORY"),
         detail={"jobs": {"training": "resnet18", "notebook": "gru"}, "governor": GOVERNOR},
     )
     write_report(tmp_path / "demo", report, containers)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from bench.smi import Look, judge, read_looks
+from bench.smi import SmiOutput, judge, read_looks
 
 OUTPUT = """\
 look 7
@@ -35,8 +35,8 @@ def changed(old: str, new: str) -> list[str]:
 def test_the_last_look_counts() -> None:
     looks, table, monitor = read_looks(OUTPUT)
     assert looks == [
-        Look(7, "NVIDIA H200", "580.159.04", 3072, 0, 3072, 0),
-        Look(7, "NVIDIA H200", "580.159.04", 3072, 562, 2510, 99, {7: 562}),
+        SmiOutput(7, "NVIDIA H200", "580.159.04", 3072, 0, 3072, 0),
+        SmiOutput(7, "NVIDIA H200", "580.159.04", 3072, 562, 2510, 99, {7: 562}),
     ]
     assert table.count("\n") == 1
     assert judge(looks, table, monitor) == []

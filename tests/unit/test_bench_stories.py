@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from bench.stories import (
-    Program,
-    Row,
     StoryError,
+    StoryProgram,
+    StoryRow,
     answers,
     percentile,
     read_containers,
@@ -28,13 +28,13 @@ S = 1_000_000_000
 def program(tmp_path: Path):
     """Make a program that has ended and left these stamps."""
 
-    def make(*stamps_ns: int, clock_ns: int = 0) -> Program:
+    def make(*stamps_ns: int, clock_ns: int = 0) -> StoryProgram:
         data = b"".join(struct.pack("<QQ", stamp, 0) for stamp in stamps_ns)
         (tmp_path / "progress.bin").write_bytes(data)
         (tmp_path / "output").write_text("warning\n" + json.dumps({"clock_ns": clock_ns}) + "\n")
         ended = subprocess.Popen(["true"], text=True)
         ended.wait()
-        return Program("p", tmp_path, ended)
+        return StoryProgram("p", tmp_path, ended)
 
     return make
 
@@ -72,9 +72,9 @@ def test_a_percentile_is_of_the_values() -> None:
 
 def test_the_table_says_what_was_met() -> None:
     rows = [
-        Row("told", "", "8 ms", None),
-        Row("good", "at most 9 ms", "8 ms", met=True),
-        Row("bad", "at least 90 %", "8.0 %", met=False),
+        StoryRow("told", "", "8 ms", None),
+        StoryRow("good", "at most 9 ms", "8 ms", met=True),
+        StoryRow("bad", "at least 90 %", "8.0 %", met=False),
     ]
     assert render(rows) == (
         "what  expected       measured  met\n"

@@ -22,7 +22,7 @@ import pytest
 
 from governor import cli, daemon
 from governor.config import effect_of, read_schema
-from oci_hook import entry, runtime
+from oci_hook import quick, runtime
 from tools import command_table, completions, man_pages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,10 +57,10 @@ def test_the_table_has_what_the_hook_and_the_wrapper_accept() -> None:
     with_value = {flag for o in command_table.HOOK.options if o.value for flag in o.flags}
     flags = {flag for o in command_table.HOOK.options if not o.value for flag in o.flags}
     [stages] = [o.choices for o in command_table.HOOK.options if not o.flags]
-    assert with_value == set(entry.WITH_VALUE)
+    assert with_value == set(quick.WITH_VALUE)
     assert flags == {"--governed"}
-    assert stages == entry.STAGES
-    names = {slot.replace("_", "-") for slot in runtime.Node.__slots__}
+    assert stages == quick.STAGES
+    names = {slot.replace("_", "-") for slot in runtime.NodeSettings.__slots__}
     assert set(command_table.RUNTIME_SETTINGS) == names
 
 
@@ -157,7 +157,7 @@ def test_roff_shows_text_as_it_is() -> None:
     assert man_pages.words("a-b `--c-d` \\ 'e' [f](g) ~ [h](../i.md#j).") == (
         "a-b \\fB\\-\\-c\\-d\\fR \\e \\(aqe\\(aq f \\(ti docs/i.md."
     )
-    page = man_pages.Page("x", 1, "y", "z")
+    page = man_pages.ManPage("x", 1, "y", "z")
     page.section("A")
     page.say("." + "word " * 40 + ".end 'x")
     assert all(not line.startswith((".word", ".end", "'")) for line in page.lines)

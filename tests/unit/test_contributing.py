@@ -8,7 +8,7 @@ import shlex
 
 import pytest
 
-from bench.arms import Arm, Tenant
+from bench.arms import Arm, ArmContainer
 from bench.provenance import ROOT
 from governor.verbs import setup
 
@@ -66,7 +66,7 @@ def test_commands_of_make_are_its_targets() -> None:
 
 def test_the_arm_is_one() -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
-    arms = eval("{" + block + "}", {"Arm": Arm, "Tenant": Tenant})  # noqa: S307 - the page's own
+    arms = eval("{" + block + "}", {"Arm": Arm, "ArmContainer": ArmContainer})  # noqa: S307 - the page's own
     assert all(isinstance(arm, Arm) for arm in arms.values())
 
 

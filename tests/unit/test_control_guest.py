@@ -29,7 +29,7 @@ from tests.unit.memory_node import (
     MIB,
     PRELUDE,
     Agent,
-    Node,
+    MemoryNode,
     need_namespaces,
 )
 
@@ -39,9 +39,9 @@ STREAM = 576 << 10  # bytes that a stream is assumed to take
 
 
 @contextlib.contextmanager
-def played_node(build_dir: Path, directory: Path) -> Iterator[Node]:
+def played_node(build_dir: Path, directory: Path) -> Iterator[MemoryNode]:
     need_namespaces()
-    played = Node(build_dir, directory, LIMIT)
+    played = MemoryNode(build_dir, directory, LIMIT)
     pages.write(played.grant, 0, "grant_header", "inflight_ns", 4_000_000)
     pages.write(played.grant, 0, "grant_header", "holds", 1)
     yield played
@@ -49,12 +49,12 @@ def played_node(build_dir: Path, directory: Path) -> Iterator[Node]:
 
 
 @pytest.fixture
-def node(build_dir: Path, tmp_path: Path) -> Iterator[Node]:
+def node(build_dir: Path, tmp_path: Path) -> Iterator[MemoryNode]:
     with played_node(build_dir, tmp_path) as played:
         yield played
 
 
-def grant(node: Node, deadline_ns: int, epoch: int) -> None:
+def grant(node: MemoryNode, deadline_ns: int, epoch: int) -> None:
     """Open a grant, or close it with a deadline of 0.
 
     The stores are in the governor's order. A new epoch with the old deadline would be a grant that
@@ -85,7 +85,7 @@ def until_field(agent: Agent, field: str, value: int) -> None:
 NOT_READY = 600
 
 
-def held(node: Node) -> Agent:
+def held(node: MemoryNode) -> Agent:
     """Return a process with work in stream `s` of its primary context that waits for a grant."""
     agent = node.agent(context=False)
     agent.run("driver.call('cuCtxSetCurrent', out('cuDevicePrimaryCtxRetain', 0))")
@@ -104,7 +104,7 @@ def held(node: Node) -> Agent:
         "driver.try_call('cuGreenCtxDestroy', 0)",
     ],
 )
-def test_held_work_stays_held_until_its_context_ends(node: Node, call: str) -> None:
+def test_held_work_stays_held_until_its_context_ends(node: MemoryNode, call: str) -> None:
     agent = held(node)
     for _ in range(20):
         agent.run(call)
@@ -114,7 +114,7 @@ def test_held_work_stays_held_until_its_context_ends(node: Node, call: str) -> N
     until(agent, "driver.try_call('cuStreamQuery', s) == 0")
 
 
-def test_the_seventieth_stream_is_followed_like_the_first(node: Node) -> None:
+def test_the_seventieth_stream_is_followed_like_the_first(node: MemoryNode) -> None:
     agent = node.agent()
     agent.run(LAUNCH)
     grant(node, time.monotonic_ns() + 3600 * SECOND, 2)
@@ -133,7 +133,9 @@ def test_the_seventieth_stream_is_followed_like_the_first(node: Node) -> None:
         time.sleep(0.02)
 
 
-def test_launches_at_sight_stay_within_a_grant_that_ends_and_are_all_counted(node: Node) -> None:
+def test_launches_at_sight_stay_within_a_grant_that_ends_and_are_all_counted(
+    node: MemoryNode,
+) -> None:
     for field, value in (("marker_ns", 250_000), ("inflight_ns", 1_000_000), ("holds", 0)):
         pages.write(node.grant, 0, "grant_header", field, value)
     agent = node.agent()
@@ -157,7 +159,7 @@ def test_launches_at_sight_stay_within_a_grant_that_ends_and_are_all_counted(nod
 
 @pytest.mark.parametrize(("unit_ms", "units", "queued_ms"), [(2, 400, 26), (50, 40, 250)])
 def test_who_comes_waits_for_little_of_what_was_queued_while_somebody_was_alone(
-    node: Node, unit_ms: int, units: int, queued_ms: int
+    node: MemoryNode, unit_ms: int, units: int, queued_ms: int
 ) -> None:
     """Units known to take 2 ms are queued for up to 20 ms.
 
@@ -184,7 +186,9 @@ def test_who_comes_waits_for_little_of_what_was_queued_while_somebody_was_alone(
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_launch_waits_for_no_stream_that_waits_for_the_program(node: Node, *, ends: bool) -> None:
+def test_a_launch_waits_for_no_stream_that_waits_for_the_program(
+    node: MemoryNode, *, ends: bool
+) -> None:
     """The stream waits for a word that the program writes only after all its launches."""
     for field, value in (("lookahead_ns", 200_000), ("holds", 0)):
         pages.write(node.grant, 0, "grant_header", field, value)
@@ -204,7 +208,7 @@ def test_a_launch_waits_for_no_stream_that_waits_for_the_program(node: Node, *, 
     )
 
 
-def test_time_between_the_launches_of_a_program_that_is_alone_is_no_work(node: Node) -> None:
+def test_time_between_the_launches_of_a_program_that_is_alone_is_no_work(node: MemoryNode) -> None:
     agent = node.agent()
     agent.run(LAUNCH)
     agent.run("s = out('cuStreamCreate', 1)")
@@ -218,7 +222,7 @@ def test_time_between_the_launches_of_a_program_that_is_alone_is_no_work(node: N
     assert agent.field("busy_ns") - before <= 60_000_000  # out of 1.2 s
 
 
-def test_the_work_of_a_stream_that_ended_is_followed_no_more(node: Node) -> None:
+def test_the_work_of_a_stream_that_ended_is_followed_no_more(node: MemoryNode) -> None:
     agent = node.agent()
     agent.run(LAUNCH)
     grant(node, 2**64 - 1, 2)
@@ -234,7 +238,7 @@ def test_the_work_of_a_stream_that_ended_is_followed_no_more(node: Node) -> None
     assert agent.run("driver.try_call('cuCtxSynchronize')") == 0
 
 
-def test_small_fills_do_not_go_without_a_grant(node: Node) -> None:
+def test_small_fills_do_not_go_without_a_grant(node: MemoryNode) -> None:
     agent = node.agent()
     agent.run(LAUNCH)
     agent.run("block = out('cuMemAlloc_v2', 1 << 20); s = out('cuStreamCreate', 1)")
@@ -247,7 +251,7 @@ def test_small_fills_do_not_go_without_a_grant(node: Node) -> None:
     until(agent, "driver.try_call('cuStreamQuery', s) == 0")
 
 
-def test_a_forked_child_closes_no_descriptor_of_the_program(node: Node) -> None:
+def test_a_forked_child_closes_no_descriptor_of_the_program(node: MemoryNode) -> None:
     agent = node.agent()
     agent.run(
         """
@@ -283,7 +287,7 @@ def test_the_library_stays_when_a_program_closes_it(build_dir: Path) -> None:
         assert "NODELETE" in flags
 
 
-def test_a_process_that_cannot_reach_a_governor_that_runs_does_not_start(node: Node) -> None:
+def test_a_process_that_cannot_reach_a_governor_that_runs_does_not_start(node: MemoryNode) -> None:
     (node.runtime / "governor.sock").unlink()
     with pytest.raises(CudaError, match="cuInit: 802"):
         node.agent()
@@ -300,7 +304,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 20) -> None:
 
 
 @pytest.fixture
-def governed(node: Node) -> Agent:
+def governed(node: MemoryNode) -> Agent:
     """A process with a helper."""
     agent = node.agent()
     agent.run(LAUNCH)
@@ -316,7 +320,7 @@ SOCKETS = """[
 ]"""
 
 
-def test_a_process_comes_back_to_another_governor(node: Node, governed: Agent) -> None:
+def test_a_process_comes_back_to_another_governor(node: MemoryNode, governed: Agent) -> None:
     before = governed.run(SOCKETS)
     for times in range(1, 4):
         node.hang_up()
@@ -336,7 +340,7 @@ def test_a_process_comes_back_to_another_governor(node: Node, governed: Agent) -
 
 
 def test_a_process_that_another_governor_does_not_know_goes_on_alone(
-    node: Node, governed: Agent
+    node: MemoryNode, governed: Agent
 ) -> None:
     node._slots.clear()
     before = governed.charged
@@ -372,7 +376,9 @@ for thread in threads:
 """
 
 
-def move_and_check(node: Node, agent: Agent, ledger: mmap.mmap, slot: int, before: int) -> None:
+def move_and_check(
+    node: MemoryNode, agent: Agent, ledger: mmap.mmap, slot: int, before: int
+) -> None:
     """Wait until a process under load has moved its books to a ledger, and check them."""
 
     def field(name: str) -> int:
@@ -399,7 +405,9 @@ def move_and_check(node: Node, agent: Agent, ledger: mmap.mmap, slot: int, befor
     assert field("memory") - field("unseen") == before
 
 
-def test_a_process_whose_ledger_was_lost_takes_its_books_along(node: Node, governed: Agent) -> None:
+def test_a_process_whose_ledger_was_lost_takes_its_books_along(
+    node: MemoryNode, governed: Agent
+) -> None:
     other = os.memfd_create("tidegate-ledger", os.MFD_CLOEXEC)
     os.ftruncate(other, layout.LEDGER_SIZE)
     ledger = mmap.mmap(other, layout.LEDGER_SIZE)
@@ -417,7 +425,7 @@ def test_a_process_whose_ledger_was_lost_takes_its_books_along(node: Node, gover
     os.close(other)
 
 
-def test_a_process_that_started_alone_takes_its_books_along(node: Node) -> None:
+def test_a_process_that_started_alone_takes_its_books_along(node: MemoryNode) -> None:
     socket_path = node.runtime / "governor.sock"
     socket_path.rename(node.runtime / "elsewhere")
     node._closing.set()
@@ -443,7 +451,9 @@ def test_a_process_that_started_alone_takes_its_books_along(node: Node) -> None:
         beating.join()
 
 
-def test_a_descriptor_that_the_program_closed_is_not_touched(node: Node, governed: Agent) -> None:
+def test_a_descriptor_that_the_program_closed_is_not_touched(
+    node: MemoryNode, governed: Agent
+) -> None:
     governed.run(
         """
 import fcntl
@@ -464,7 +474,7 @@ for i in theirs:
 
 
 def test_a_child_of_a_process_that_came_back_is_another_process(
-    node: Node, governed: Agent
+    node: MemoryNode, governed: Agent
 ) -> None:
     node.hang_up()
     wait_until(lambda: node.returned)
@@ -488,7 +498,9 @@ if child == 0:
     governed.run("launch(1000); driver.call('cuCtxSynchronize')")
 
 
-def test_a_process_that_starts_while_the_governor_is_replaced_waits_for_it(node: Node) -> None:
+def test_a_process_that_starts_while_the_governor_is_replaced_waits_for_it(
+    node: MemoryNode,
+) -> None:
     socket_path = node.runtime / "governor.sock"
     socket_path.rename(node.runtime / "elsewhere")
     # The heartbeat stops here, at a recent time.
@@ -508,7 +520,7 @@ def test_a_process_that_starts_while_the_governor_is_replaced_waits_for_it(node:
     assert list(node._slots.values()) == [agent.process.pid]
 
 
-def test_a_process_that_starts_long_after_keeps_books_of_its_own_at_once(node: Node) -> None:
+def test_a_process_that_starts_long_after_keeps_books_of_its_own_at_once(node: MemoryNode) -> None:
     (node.runtime / "governor.sock").unlink()
     node._closing.set()
     node._beating.join()
@@ -524,7 +536,7 @@ def test_a_process_that_starts_long_after_keeps_books_of_its_own_at_once(node: N
     assert time.monotonic() - began < 8
 
 
-def test_the_end_of_a_program_waits_for_no_grant(node: Node, tmp_path: Path) -> None:
+def test_the_end_of_a_program_waits_for_no_grant(node: MemoryNode, tmp_path: Path) -> None:
     """A library that was loaded later ends later, and may wait for held work."""
     late = tmp_path / "late.so"
     source = ROOT / "tests/guest/late.c"
@@ -540,7 +552,7 @@ def test_the_end_of_a_program_waits_for_no_grant(node: Node, tmp_path: Path) -> 
     assert agent.process.wait(20) == 40
 
 
-def test_what_comes_and_goes_adds_up_to_nothing_while_no_governor_looks(node: Node) -> None:
+def test_what_comes_and_goes_adds_up_to_nothing_while_no_governor_looks(node: MemoryNode) -> None:
     agent = node.agent()
     agent.run(LAUNCH)
     node.go_away()
@@ -561,7 +573,7 @@ def test_what_comes_and_goes_adds_up_to_nothing_while_no_governor_looks(node: No
     assert node.used() >= before + 100 * STREAM
 
 
-def test_a_module_is_not_charged_for_what_other_threads_take_meanwhile(node: Node) -> None:
+def test_a_module_is_not_charged_for_what_other_threads_take_meanwhile(node: MemoryNode) -> None:
     agent = node.agent()
     agent.run(LAUNCH)
     node.go_away()
@@ -585,7 +597,7 @@ thread.start()
     assert node.used() < 256 * MIB
 
 
-def test_a_primary_context_that_cannot_be_destroyed_keeps_its_work_held(node: Node) -> None:
+def test_a_primary_context_that_cannot_be_destroyed_keeps_its_work_held(node: MemoryNode) -> None:
     agent = held(node)
     agent.run("primary = out('cuCtxGetCurrent')")
     assert agent.run("driver.try_call('cuCtxDestroy_v2', primary)") != 0
@@ -597,7 +609,7 @@ def test_a_primary_context_that_cannot_be_destroyed_keeps_its_work_held(node: No
 
 @pytest.mark.parametrize("where", ["other", "0"])
 def test_who_captures_elsewhere_gives_the_gpu_back_when_his_work_is_done(
-    node: Node, where: str
+    node: MemoryNode, where: str
 ) -> None:
     """The stream `other`, or the legacy stream, runs work that the model does not know yet while `s` captures."""
     pages.write(node.grant, 0, "grant_header", "lookahead_ns", 200_000)
@@ -627,7 +639,7 @@ def test_who_captures_elsewhere_gives_the_gpu_back_when_his_work_is_done(
     assert agent.run(f"driver.try_call('cuStreamQuery', {where})") == 0
 
 
-def test_a_capture_goes_on_when_a_stream_that_joined_it_ends(node: Node) -> None:
+def test_a_capture_goes_on_when_a_stream_that_joined_it_ends(node: MemoryNode) -> None:
     agent = node.agent()
     agent.run(LAUNCH)
     agent.run(
@@ -660,7 +672,7 @@ def test_work_in_a_stream_of_another_gpu_needs_that_one_s_grant(
     build_dir: Path, tmp_path: Path
 ) -> None:
     need_namespaces()
-    played = Node(build_dir, tmp_path, LIMIT, devices=2)
+    played = MemoryNode(build_dir, tmp_path, LIMIT, devices=2)
     try:
         agent = played.agent()
         agent.run("second = driver.get('cuCtxCreate_v2', 0, 1)")
@@ -694,7 +706,7 @@ def launch_meet(ns, n, stream=0):
 """A program that defines launch_meet(ns, n), which launches a kernel that spins until words[1] is n."""
 
 
-def give_back_ms(node: Node, agent: Agent, epoch: int) -> float:
+def give_back_ms(node: MemoryNode, agent: Agent, epoch: int) -> float:
     """Return how long after the end of a contended grant of 4 ms an agent gives it back."""
     until_field(agent, "active_epoch", epoch)
     deadline = node.read("deadline_ns")
@@ -702,7 +714,7 @@ def give_back_ms(node: Node, agent: Agent, epoch: int) -> float:
     return (agent.field("release_ns") - deadline) / 1e6
 
 
-def wake(node: Node) -> None:
+def wake(node: MemoryNode) -> None:
     """Wake every process that waits for a grant."""
     page = ctypes.c_char.from_buffer(node.grant)
     signal = layout.grant_device(0) + layout.offsets(layout.GRANT_DEVICE)["signal"]
@@ -710,7 +722,7 @@ def wake(node: Node) -> None:
     ctypes.CDLL(None).syscall(SYS_FUTEX, address, FUTEX_WAKE, 2**31 - 1, 0)
 
 
-def grant_contended(node: Node, agent: Agent, epoch: int, ns: int = 4_000_000) -> None:
+def grant_contended(node: MemoryNode, agent: Agent, epoch: int, ns: int = 4_000_000) -> None:
     """Open a short, contended grant and wake the waiting process. Repeat if it woke too late to take the grant."""
     node.write("contended", 1)
     for _ in range(100):
@@ -725,14 +737,14 @@ def grant_contended(node: Node, agent: Agent, epoch: int, ns: int = 4_000_000) -
     raise AssertionError(f"no process took the grant {epoch}")
 
 
-def quick_agent(node: Node) -> Agent:
+def quick_agent(node: MemoryNode) -> Agent:
     """Return an agent that gives a grant back early, with little work left, and soon after it becomes idle."""
     for field, value in (("lookahead_ns", 200_000), ("idle_release_ns", 500_000)):
         pages.write(node.grant, 0, "grant_header", field, value)
     return node.agent()
 
 
-def hold_up_ms(node: Node, agent: Agent, work: str, epoch: int) -> float:
+def hold_up_ms(node: MemoryNode, agent: Agent, work: str, epoch: int) -> float:
     """Return how long after a contended grant of 4 ms an agent that launches `work` gives it back."""
     agent.send(work)
     until_field(agent, "want", 1)
@@ -742,7 +754,9 @@ def hold_up_ms(node: Node, agent: Agent, work: str, epoch: int) -> float:
 
 
 @pytest.mark.parametrize("measured", [True, False])
-def test_who_spins_for_another_container_gives_the_gpu_back(node: Node, *, measured: bool) -> None:
+def test_who_spins_for_another_container_gives_the_gpu_back(
+    node: MemoryNode, *, measured: bool
+) -> None:
     """The agent gives back after 20 ms the first time, or 100 ms if the work is new.
 
     Once the work is known to wait, it gives back soon.
@@ -771,7 +785,7 @@ def test_who_spins_for_another_container_gives_the_gpu_back(node: Node, *, measu
     assert agent.run("words[0]") == 5
 
 
-def test_work_that_is_longer_than_usual_is_given_up_once(node: Node) -> None:
+def test_work_that_is_longer_than_usual_is_given_up_once(node: MemoryNode) -> None:
     """Work that does not end while others have the GPU does not wait for them, so its end is awaited afterwards."""
     agent = quick_agent(node)
     agent.run(LAUNCH)
@@ -792,12 +806,12 @@ def test_work_that_is_longer_than_usual_is_given_up_once(node: Node) -> None:
     assert max(took[1:]) > 280  # a busy machine may look too late to know
 
 
-def overruns(node: Node, agent: Agent) -> int:
+def overruns(node: MemoryNode, agent: Agent) -> int:
     """Return whether the process reports work that still runs after the end of its grant."""
     return pages.read(node.ledger, pages.slot_base(agent.slot), "ledger_slot", "overruns")
 
 
-def test_the_ledger_says_while_work_runs_whose_grant_was_taken(node: Node) -> None:
+def test_the_ledger_says_while_work_runs_whose_grant_was_taken(node: MemoryNode) -> None:
     """The arbiter charges such work until it ends, so an ordinary end of a grant must not look like it."""
     agent = node.agent()
     agent.run(LAUNCH)
@@ -822,7 +836,7 @@ def test_the_ledger_says_while_work_runs_whose_grant_was_taken(node: Node) -> No
         time.sleep(0.005)
 
 
-def test_work_that_is_held_until_the_next_grant_is_no_overrun(node: Node) -> None:
+def test_work_that_is_held_until_the_next_grant_is_no_overrun(node: MemoryNode) -> None:
     """It was launched before the grant was taken, and waits. Its container would be charged for waiting, for ever."""
     agent = node.agent()
     agent.run(LAUNCH)
@@ -850,7 +864,7 @@ def test_work_that_is_held_until_the_next_grant_is_no_overrun(node: Node) -> Non
     agent.run("driver.call('cuStreamSynchronize', s)")
 
 
-def test_long_work_that_is_known_is_waited_for(node: Node) -> None:
+def test_long_work_that_is_known_is_waited_for(node: MemoryNode) -> None:
     """Work that takes as long as it always does is not mistaken for stuck work."""
     agent = quick_agent(node)
     agent.run(LAUNCH)
@@ -861,7 +875,9 @@ def test_long_work_that_is_known_is_waited_for(node: Node) -> None:
     assert hold_up_ms(node, agent, "launch(260_000_000, s)", 4) > 250
 
 
-def test_new_work_that_ended_by_chance_when_others_had_the_gpu_is_waited_for(node: Node) -> None:
+def test_new_work_that_ended_by_chance_when_others_had_the_gpu_is_waited_for(
+    node: MemoryNode,
+) -> None:
     """The work was given up as if it waited for other containers, and was never measured.
 
     A container with 30 % and units of 50 ms got 56 % this way.
@@ -883,7 +899,7 @@ def test_new_work_that_ended_by_chance_when_others_had_the_gpu_is_waited_for(nod
     assert max(took[1:]) > 130
 
 
-def test_short_work_after_pauses_is_charged_for_what_it_takes(node: Node) -> None:
+def test_short_work_after_pauses_is_charged_for_what_it_takes(node: MemoryNode) -> None:
     """Between two markers, the GPU is idle most of the time."""
     agent = node.agent()
     agent.run(LAUNCH)
@@ -899,7 +915,7 @@ def test_short_work_after_pauses_is_charged_for_what_it_takes(node: Node) -> Non
 
 
 def test_who_waits_for_the_next_grant_keeps_this_one_no_longer_than_his_work_runs(
-    node: Node,
+    node: MemoryNode,
 ) -> None:
     """One unit of 300 ms fits into a grant of 400 ms."""
     agent = quick_agent(node)
@@ -940,7 +956,7 @@ def charged_after(
     return agent.field("busy_ns") - before
 
 
-def test_the_end_of_another_s_work_is_not_charged_to_the_next(node: Node) -> None:
+def test_the_end_of_another_s_work_is_not_charged_to_the_next(node: MemoryNode) -> None:
     """With MPS, both containers' work runs at the same time.
 
     The next holder's grant says from when on it is charged.
@@ -986,7 +1002,7 @@ def test_the_end_of_another_s_work_is_not_charged_to_the_next(node: Node) -> Non
 
 
 def test_work_that_is_new_is_not_taken_for_nothing_where_another_s_may_be_in_it(
-    node: Node,
+    node: MemoryNode,
 ) -> None:
     agent = node.agent()
     pages.write(node.grant, 0, "grant_header", "lookahead_ns", 20_000_000)
@@ -1004,7 +1020,7 @@ def test_work_that_is_new_is_not_taken_for_nothing_where_another_s_may_be_in_it(
     assert charged > 9_900_000
 
 
-def test_a_grant_is_not_given_back_while_a_launch_is_on_its_way(node: Node) -> None:
+def test_a_grant_is_not_given_back_while_a_launch_is_on_its_way(node: MemoryNode) -> None:
     """The agent looks idle: it records an event before the first launch, and the driver takes long to do so."""
     pages.write(node.grant, 0, "grant_header", "holds", 0)
     agent = quick_agent(node)
@@ -1031,7 +1047,7 @@ def test_a_grant_is_not_given_back_while_a_launch_is_on_its_way(node: Node) -> N
     until_field(agent, "released_epoch", 3)
 
 
-def test_who_never_had_a_grant_keeps_to_his_share_without_a_governor(node: Node) -> None:
+def test_who_never_had_a_grant_keeps_to_his_share_without_a_governor(node: MemoryNode) -> None:
     """The library learns how long work takes from the first launch on."""
     node.write("compute", 250_000)
     node.write("compute_limit", 250_000)
@@ -1053,7 +1069,7 @@ def test_who_never_had_a_grant_keeps_to_his_share_without_a_governor(node: Node)
     assert agent.run("share < 0.4"), agent.run("share")
 
 
-def mps_agent(node: Node) -> Agent:
+def mps_agent(node: MemoryNode) -> Agent:
     """Return an agent on an MPS GPU that holds a grant, and gives back with up to 60 ms of work left."""
     agent = quick_agent(node)
     pages.write(node.grant, 0, "grant_header", "lookahead_ns", 60_000_000)
@@ -1065,7 +1081,7 @@ def mps_agent(node: Node) -> Agent:
     return agent
 
 
-def charged_beside_another(node: Node) -> float:
+def charged_beside_another(node: MemoryNode) -> float:
     """Return the charge, in ms, of a unit of 50 ms that takes 200 ms beside another container's work."""
     agent = mps_agent(node)
     agent.run("for i in range(4): launch_meet(50_000_000, 1, s); driver.call('cuCtxSynchronize')")
@@ -1107,7 +1123,7 @@ def test_with_mps_what_ends_beside_another_s_work_is_charged_as_it_was_meant(
 
 
 def test_with_mps_work_that_has_grown_is_found_where_all_of_a_grant_is_one_interval(
-    node: Node,
+    node: MemoryNode,
 ) -> None:
     """A late end beside other containers' work proves nothing, so once in a while the others wait for the end."""
     agent = mps_agent(node)
@@ -1135,7 +1151,7 @@ def test_with_mps_work_that_has_grown_is_found_where_all_of_a_grant_is_one_inter
     assert grown > 300, grown
 
 
-def test_with_mps_only_who_is_next_puts_work_into_held_streams(node: Node) -> None:
+def test_with_mps_only_who_is_next_puts_work_into_held_streams(node: MemoryNode) -> None:
     agent = node.agent(context=False)
     agent.run("driver.call('cuCtxSetCurrent', out('cuDevicePrimaryCtxRetain', 0))")
     node.look()

@@ -23,7 +23,7 @@ from tests.unit.memory_node import (
     LAUNCH,
     MIB,
     Agent,
-    Node,
+    MemoryNode,
     need_namespaces,
     repeating,
 )
@@ -37,14 +37,14 @@ def _namespaces() -> None:
 
 
 @pytest.fixture
-def node(build_dir: Path, tmp_path: Path) -> Iterator[Node]:
-    node = Node(build_dir, tmp_path, LIMIT)
+def node(build_dir: Path, tmp_path: Path) -> Iterator[MemoryNode]:
+    node = MemoryNode(build_dir, tmp_path, LIMIT)
     yield node
     node.close()
 
 
 @pytest.fixture
-def agent(node: Node) -> Agent:
+def agent(node: MemoryNode) -> Agent:
     return node.agent()
 
 
@@ -61,7 +61,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def left(node: Node) -> int:
+def left(node: MemoryNode) -> int:
     return node.limit - node.used()
 
 
@@ -613,7 +613,7 @@ def test_a_killed_process_leaves_nothing_behind(node) -> None:
 
 
 def test_every_gpu_has_books_of_its_own(build_dir, tmp_path) -> None:
-    node = Node(build_dir, tmp_path / "two", LIMIT, devices=2)
+    node = MemoryNode(build_dir, tmp_path / "two", LIMIT, devices=2)
     try:
         agent = node.agent()
         agent.run("here, there = context, driver.get('cuCtxCreate_v2', 0, 1)")
@@ -1015,7 +1015,7 @@ def test_a_context_that_the_driver_does_not_make_leaves_no_claim(
     build_dir: Path, tmp_path: Path
 ) -> None:
     need_namespaces()
-    node = Node(build_dir, tmp_path, LIMIT, memory=256 * MIB)  # the GPU itself is full
+    node = MemoryNode(build_dir, tmp_path, LIMIT, memory=256 * MIB)  # the GPU itself is full
     try:
         node.agent().run("block = driver.allocate(160 << 20)")
         agent = node.agent(context=False)
@@ -1029,7 +1029,7 @@ def test_a_context_that_the_driver_does_not_make_leaves_no_claim(
 
 
 def test_the_end_of_a_context_leaves_other_calls_under_way(build_dir: Path, tmp_path: Path) -> None:
-    node = Node(build_dir, tmp_path, LIMIT, shim=Path(__file__).with_name("memory_shim.c"))
+    node = MemoryNode(build_dir, tmp_path, LIMIT, shim=Path(__file__).with_name("memory_shim.c"))
     try:
         agent = node.agent(context=False)
         agent.run("a = driver.get('cuCtxCreate_v2', 0, 0); block = driver.allocate(512 << 20)")

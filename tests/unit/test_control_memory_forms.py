@@ -11,7 +11,7 @@ import pytest
 
 from simgpu.testing import CudaError
 from tests.conftest import ROOT, need
-from tests.unit.memory_node import CONTEXT, GIB, MIB, Agent, Node, need_namespaces
+from tests.unit.memory_node import CONTEXT, GIB, MIB, Agent, MemoryNode, need_namespaces
 
 LIMIT = GIB
 SHIM = ROOT / "tests" / "unit" / "memory_shim.c"
@@ -24,14 +24,14 @@ def _namespaces() -> None:
 
 
 @pytest.fixture
-def node(build_dir: Path, tmp_path: Path) -> Iterator[Node]:
-    node = Node(build_dir, tmp_path, LIMIT, shim=SHIM)
+def node(build_dir: Path, tmp_path: Path) -> Iterator[MemoryNode]:
+    node = MemoryNode(build_dir, tmp_path, LIMIT, shim=SHIM)
     yield node
     node.close()
 
 
 @pytest.fixture
-def agent(node: Node) -> Agent:
+def agent(node: MemoryNode) -> Agent:
     return node.agent()
 
 
@@ -39,7 +39,7 @@ def raw(layout: str, *values: int) -> str:
     return f"ctypes.create_string_buffer(bytes.fromhex('{struct.pack(layout, *values).hex()}'))"
 
 
-def filled(node: Node, leave: int) -> str:
+def filled(node: MemoryNode, leave: int) -> str:
     """Return a program that takes all but `leave` bytes."""
     return f"driver.allocate({(node.limit - node.used() - leave) // (2 * MIB) * 2 * MIB})"
 

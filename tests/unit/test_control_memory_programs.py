@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from simgpu.testing import CudaError
 from tests.conftest import ROOT, examples, need
-from tests.unit.memory_node import CONTEXT, GIB, MIB, Agent, Node, need_namespaces
+from tests.unit.memory_node import CONTEXT, GIB, MIB, Agent, MemoryNode, need_namespaces
 
 LIMIT = GIB
 UNIT = 2 * MIB
@@ -32,8 +32,8 @@ def _namespaces() -> None:
 
 
 @pytest.fixture
-def node(build_dir: Path, tmp_path: Path) -> Iterator[Node]:
-    node = Node(build_dir, tmp_path, LIMIT, memory=LIMIT)
+def node(build_dir: Path, tmp_path: Path) -> Iterator[MemoryNode]:
+    node = MemoryNode(build_dir, tmp_path, LIMIT, memory=LIMIT)
     yield node
     node.close()
 
@@ -46,10 +46,10 @@ at = driver.get('cuMemAddressReserve', 64 << 30, 0, 0, 0)
 """
 
 
-class Model:
+class ModelProcess:
     """A process: its agent, and what it should be charged."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: MemoryNode) -> None:
         self.node = node
         self.agent = node.agent()
         self.agent.run(SETUP)
@@ -114,7 +114,7 @@ def round_up(size: int, unit: int = UNIT) -> int:
     return (size + unit - 1) // unit * unit
 
 
-def perform(models: list[Model], who: int, what: str, size: int, which: int) -> None:
+def perform(models: list[ModelProcess], who: int, what: str, size: int, which: int) -> None:
     """Run one step of a program. A step that has nothing to work on does nothing."""
     model = models[who % len(models)]
     agent = model.agent
@@ -223,7 +223,7 @@ def perform(models: list[Model], who: int, what: str, size: int, which: int) -> 
     elif what == "kill":
         agent.kill()
         model.node.look()
-        models[who % len(models)] = Model(model.node)
+        models[who % len(models)] = ModelProcess(model.node)
     model.node.look()
 
 
@@ -242,8 +242,8 @@ STEPS = st.lists(
 )
 
 
-def run_programs(node: Node, steps: list[tuple[int, str, int, int]]) -> None:
-    models = [Model(node) for _ in range(2)]
+def run_programs(node: MemoryNode, steps: list[tuple[int, str, int, int]]) -> None:
+    models = [ModelProcess(node) for _ in range(2)]
     try:
         for who, what, size, which in steps:
             perform(models, who, what, size, which)
@@ -321,7 +321,7 @@ def race(seed, threads, rounds, kinds):
 """
 
 
-def start_race(node: Node, n: int, rounds: int, *, kinds: str = "0123") -> list[Agent]:
+def start_race(node: MemoryNode, n: int, rounds: int, *, kinds: str = "0123") -> list[Agent]:
     agents = [node.agent() for _ in range(n)]
     node.look()
     for i, agent in enumerate(agents):
@@ -330,7 +330,7 @@ def start_race(node: Node, n: int, rounds: int, *, kinds: str = "0123") -> list[
     return agents
 
 
-def finish_race(node: Node, agents: list[Agent]) -> int:
+def finish_race(node: MemoryNode, agents: list[Agent]) -> int:
     """Wait for the end, check that nothing is left, and return how many calls were refused."""
     refused = 0
     for agent in agents:
@@ -371,7 +371,7 @@ def test_the_sum_is_within_the_quota_at_every_moment(build_dir, tmp_path) -> Non
     counter = tmp_path / "counter"
     counter.write_bytes(bytes(4096))
     shim = ROOT / "tests" / "unit" / "memory_counter.c"
-    node = Node(build_dir, tmp_path / "node", 8 * CONTEXT + room * UNIT, shim=shim)
+    node = MemoryNode(build_dir, tmp_path / "node", 8 * CONTEXT + room * UNIT, shim=shim)
     node.environment["MEMORY_COUNTER"] = str(counter)
     try:
         agents = [node.agent() for _ in range(8)]
@@ -400,7 +400,7 @@ def test_pools_that_race_for_their_units_are_charged_for_what_they_hold(
 
     The block then goes back, and the GPU has the room.
     """
-    node = Node(build_dir, tmp_path, LIMIT, memory=2 * LIMIT)
+    node = MemoryNode(build_dir, tmp_path, LIMIT, memory=2 * LIMIT)
     try:
         agents = start_race(node, 4, 200)
         refused = finish_race(node, agents)

@@ -69,7 +69,7 @@ input()
 """
 
 
-class Container:
+class NvmlContainer:
     """A grant that the test writes, the stand-in with the simulated driver behind it, and programs inside."""
 
     def __init__(self, directory: Path, build: Path) -> None:
@@ -148,7 +148,7 @@ class Container:
 
 
 @pytest.fixture
-def bare(tmp_path: Path, build_dir: Path) -> Container:
+def bare(tmp_path: Path, build_dir: Path) -> NvmlContainer:
     """A container without a grant."""
     need("unshare", "mount")
     allowed = subprocess.run(
@@ -157,11 +157,11 @@ def bare(tmp_path: Path, build_dir: Path) -> Container:
     )  # fmt: skip
     if allowed.returncode:
         lack("needs a mount namespace")
-    return Container(tmp_path, build_dir)
+    return NvmlContainer(tmp_path, build_dir)
 
 
 @pytest.fixture
-def container(bare: Container) -> Container:
+def container(bare: NvmlContainer) -> NvmlContainer:
     bare.make_grant()
     bare.list_processes(
         {"pid": 7, "memory": 600 * MIB, "memory_peak": 700 * MIB, "utilisation": 30, "start_us": 5},
@@ -172,7 +172,7 @@ def container(bare: Container) -> Container:
 
 
 @pytest.fixture
-def neighbour(container: Container) -> Iterator[Callable[[int], int]]:
+def neighbour(container: NvmlContainer) -> Iterator[Callable[[int], int]]:
     """Start a process outside of any container with a context on a GPU, and return its pid."""
     started = []
 
@@ -193,7 +193,7 @@ def neighbour(container: Container) -> Iterator[Callable[[int], int]]:
 # Memory
 
 
-def test_memory_is_the_quota(container: Container) -> None:
+def test_memory_is_the_quota(container: NvmlContainer) -> None:
     assert container.run(
         "one = pynvml.nvmlDeviceGetMemoryInfo(own)\n"
         "two = pynvml.nvmlDeviceGetMemoryInfo(own, pynvml.nvmlMemory_v2)\n"
@@ -201,7 +201,7 @@ def test_memory_is_the_quota(container: Container) -> None:
     ) == [[3 * GIB, GIB, 2 * GIB]] * 2 + [0]
 
 
-def test_use_beyond_the_quota_leaves_nothing_free(container: Container) -> None:
+def test_use_beyond_the_quota_leaves_nothing_free(container: NvmlContainer) -> None:
     base = layout.grant_device(0)
     pages.write(container.page, base, "grant_device", "memory_used", 2**64 - 1)
     assert container.run(
@@ -209,7 +209,7 @@ def test_use_beyond_the_quota_leaves_nothing_free(container: Container) -> None:
     ) == [3 * GIB, 3 * GIB, 0]
 
 
-def test_arguments_of_a_memory_call_are_judged_by_the_driver(container: Container) -> None:
+def test_arguments_of_a_memory_call_are_judged_by_the_driver(container: NvmlContainer) -> None:
     assert container.run(
         "m = pynvml.c_nvmlMemory_v2_t()\n"
         "m.version = 1\n"
@@ -218,7 +218,7 @@ def test_arguments_of_a_memory_call_are_judged_by_the_driver(container: Containe
     ) == [INVALID_ARGUMENT, INVALID_ARGUMENT, VERSION_MISMATCH, INVALID_ARGUMENT]
 
 
-def test_before_nvml_is_started_every_call_says_so(container: Container) -> None:
+def test_before_nvml_is_started_every_call_says_so(container: NvmlContainer) -> None:
     assert container.run_raw(
         "room = ctypes.create_string_buffer(4096)\n"
         "memory = pynvml.c_nvmlMemory_v2_t()\n"
@@ -243,7 +243,7 @@ OWN = [[7, 600 * MIB], [12, 424 * MIB]]
 
 @pytest.mark.parametrize(("name", "entry"), LISTS)
 def test_every_form_of_the_list_has_the_processes_of_the_container_alone(
-    container: Container, neighbour: Callable[[int], int], name: str, entry: str
+    container: NvmlContainer, neighbour: Callable[[int], int], name: str, entry: str
 ) -> None:
     neighbour(0)
     fields = "'pid', 'usedGpuMemory'"
@@ -261,7 +261,7 @@ def test_every_form_of_the_list_has_the_processes_of_the_container_alone(
     ]
 
 
-def test_an_entry_names_no_instance_of_mig(container: Container) -> None:
+def test_an_entry_names_no_instance_of_mig(container: NvmlContainer) -> None:
     assert container.run(
         "print(json.dumps(entries('nvmlDeviceGetComputeRunningProcesses_v3', 2,"
         " pynvml.c_nvmlProcessInfo_v3_t, 'gpuInstanceId', 'computeInstanceId')))"
@@ -270,7 +270,7 @@ def test_an_entry_names_no_instance_of_mig(container: Container) -> None:
 
 @pytest.mark.parametrize("kind", ["Graphics", "MPSCompute"])
 @pytest.mark.parametrize("version", ["", "_v2", "_v3"])
-def test_no_process_is_of_another_kind(container: Container, kind: str, version: str) -> None:
+def test_no_process_is_of_another_kind(container: NvmlContainer, kind: str, version: str) -> None:
     assert (
         container.run(
             f"name = 'nvmlDeviceGet{kind}RunningProcesses{version}'\n"
@@ -280,7 +280,7 @@ def test_no_process_is_of_another_kind(container: Container, kind: str, version:
     )
 
 
-def test_arguments_of_a_list_are_judged_like_the_drivers(container: Container) -> None:
+def test_arguments_of_a_list_are_judged_like_the_drivers(container: NvmlContainer) -> None:
     assert container.run(
         "f = nvml.nvmlDeviceGetComputeRunningProcesses_v3\n"
         "room, none = c_uint(4), c_uint(0)\n"
@@ -290,7 +290,7 @@ def test_arguments_of_a_list_are_judged_like_the_drivers(container: Container) -
 
 
 def test_another_gpu_of_the_node_is_the_drivers_affair(
-    container: Container, neighbour: Callable[[int], int]
+    container: NvmlContainer, neighbour: Callable[[int], int]
 ) -> None:
     pid = neighbour(1)
     listed, memory, detailed, error = container.run(
@@ -324,7 +324,7 @@ def details(mode, room, version=None):
 """
 
 
-def test_the_detailed_list_is_sized_versioned_and_by_mode(container: Container) -> None:
+def test_the_detailed_list_is_sized_versioned_and_by_mode(container: NvmlContainer) -> None:
     own = [[pid, used, NO_INSTANCE, 0] for pid, used in OWN]
     assert container.run(
         DETAILS + "print(json.dumps([details(0, None), details(0, 1), details(0, 8),"
@@ -346,7 +346,7 @@ def test_the_detailed_list_is_sized_versioned_and_by_mode(container: Container) 
 # Utilisation
 
 
-def test_utilisation_is_the_containers(container: Container) -> None:
+def test_utilisation_is_the_containers(container: NvmlContainer) -> None:
     assert container.run(
         "rates = pynvml.nvmlDeviceGetUtilizationRates(own)\n"
         "states = pynvml.nvmlDeviceGetDynamicPstatesInfo(own)\n"
@@ -356,7 +356,7 @@ def test_utilisation_is_the_containers(container: Container) -> None:
     ) == [40, 0, 40, 0, 0, INVALID_ARGUMENT]
 
 
-def test_a_page_full_of_nonsense_is_a_hundred_percent(container: Container) -> None:
+def test_a_page_full_of_nonsense_is_a_hundred_percent(container: NvmlContainer) -> None:
     base = layout.grant_device(0)
     pages.write(container.page, base, "grant_device", "utilisation", 2**32 - 1)
     assert container.run("print(pynvml.nvmlDeviceGetUtilizationRates(own).gpu)") == 100
@@ -372,7 +372,7 @@ def samples(kind, last, room):
 """
 
 
-def test_samples_are_the_last_look(container: Container) -> None:
+def test_samples_are_the_last_look(container: NvmlContainer) -> None:
     assert container.run(
         SAMPLES + f"print(json.dumps([samples(1, 0, None), samples(1, 0, 4), samples(2, 0, 1),"
         f" samples(1, {NOW_US - 1}, 4)[0], samples(1, {NOW_US}, 4)[0], samples(1, 0, 0)[0],"
@@ -410,7 +410,7 @@ def info(last, room, version=None):
 """
 
 
-def test_processes_that_worked_are_sampled(container: Container) -> None:
+def test_processes_that_worked_are_sampled(container: NvmlContainer) -> None:
     assert container.run(
         UTILISATION + "print(json.dumps([used(0, None), used(0, 0), used(0, 8), info(0, None),"
         f" info(0, 8), used({NOW_US}, 8)[0], info({NOW_US}, 8)[0], info(0, 8, 5)[0],"
@@ -430,7 +430,7 @@ def test_processes_that_worked_are_sampled(container: Container) -> None:
     ]
 
 
-def test_where_nobody_worked_nothing_is_found(container: Container) -> None:
+def test_where_nobody_worked_nothing_is_found(container: NvmlContainer) -> None:
     container.list_processes({"pid": 7, "memory": MIB})
     assert container.run(UTILISATION + "print(json.dumps([used(0, None), info(0, 8)]))") == [
         [NOT_FOUND, 0, []],
@@ -453,7 +453,7 @@ def stats(pid):
 """
 
 
-def test_accounting_that_is_off_is_not_supported(container: Container) -> None:
+def test_accounting_that_is_off_is_not_supported(container: NvmlContainer) -> None:
     assert container.run(ACCOUNTING + "print(json.dumps([pids(None)[0], stats(7)[0]]))") == [
         NOT_SUPPORTED,
         NOT_SUPPORTED,
@@ -461,7 +461,7 @@ def test_accounting_that_is_off_is_not_supported(container: Container) -> None:
 
 
 def test_accounting_knows_the_processes_of_the_container_alone(
-    container: Container, neighbour: Callable[[int], int]
+    container: NvmlContainer, neighbour: Callable[[int], int]
 ) -> None:
     foreign = neighbour(0)
     container.variables["SIMGPU_ACCOUNTING"] = "1"
@@ -487,16 +487,16 @@ print(json.dumps([pynvml.nvmlDeviceGetMemoryInfo(own).total, listed,
 """
 
 
-def test_without_a_grant_the_driver_answers(bare: Container) -> None:
+def test_without_a_grant_the_driver_answers(bare: NvmlContainer) -> None:
     assert bare.run(EVERYTHING) == [16 * GIB, [SUCCESS, 0, []], 0]
 
 
-def test_a_grant_without_usage_governs_memory_and_leaves_the_rest(bare: Container) -> None:
+def test_a_grant_without_usage_governs_memory_and_leaves_the_rest(bare: NvmlContainer) -> None:
     bare.make_grant(size=layout.GRANT_SIZE)
     assert bare.run(EVERYTHING) == [3 * GIB, [SUCCESS, 0, []], 0]
 
 
-def test_a_longer_grant_of_a_later_governor_is_read(container: Container) -> None:
+def test_a_longer_grant_of_a_later_governor_is_read(container: NvmlContainer) -> None:
     size = layout.GRANT_FILE_SIZE + 4096
     os.truncate(container.run_directory / "grant", size)
     pages.write(container.page, 0, "grant_header", "size", size)
@@ -506,12 +506,14 @@ def test_a_longer_grant_of_a_later_governor_is_read(container: Container) -> Non
 @pytest.mark.parametrize(
     ("field", "value"), [("magic", 1), ("version", 2), ("size", 1), ("size", 1 << 30)]
 )
-def test_a_file_that_is_no_grant_is_not_read(container: Container, field: str, value: int) -> None:
+def test_a_file_that_is_no_grant_is_not_read(
+    container: NvmlContainer, field: str, value: int
+) -> None:
     pages.write(container.page, 0, "grant_header", field, value)
     assert container.run(EVERYTHING) == [16 * GIB, [SUCCESS, 0, []], 0]
 
 
-def test_numbers_of_devices_and_entries_are_bounded(container: Container) -> None:
+def test_numbers_of_devices_and_entries_are_bounded(container: NvmlContainer) -> None:
     pages.write(container.page, 0, "grant_header", "n_devices", 2**32 - 1)
     pages.write(container.page, layout.GRANT_USAGE, "usage_header", "n_entries", 2**32 - 1)
     assert container.run(EVERYTHING) == [3 * GIB, [SUCCESS, 2, [[7], [12]]], 40]
@@ -530,21 +532,21 @@ int nvmlDeviceGetMemoryInfo(void *d, unsigned long long m[3]) { m[0] = m[1] = m[
 """
 
 
-def fake_driver(container: Container) -> None:
+def fake_driver(container: NvmlContainer) -> None:
     """Put an old driver behind the stand-in. Its first device is a MIG instance."""
     uuid = f'-DUUID="{simgpu.device_uuid(1, 0)}"'
     command = ["gcc", "-shared", "-fPIC", "-w", "-x", "c", "-", uuid, "-o", str(container.origin)]
     subprocess.run(command, input=FAKE, text=True, check=True)
 
 
-def test_an_instance_of_mig_is_found_by_its_uuid(container: Container) -> None:
+def test_an_instance_of_mig_is_found_by_its_uuid(container: NvmlContainer) -> None:
     fake_driver(container)
     assert container.run(
         "print(json.dumps([pynvml.nvmlDeviceGetMemoryInfo(d).total for d in (own, other)]))"
     ) == [3 * GIB, 5]
 
 
-def test_what_the_driver_lacks_is_not_found(container: Container) -> None:
+def test_what_the_driver_lacks_is_not_found(container: NvmlContainer) -> None:
     fake_driver(container)
     lacked = [fn.name for fn in api.NVML if fn.name != "nvmlDeviceGetMemoryInfo"]
     assert container.run(
@@ -556,7 +558,7 @@ def test_what_the_driver_lacks_is_not_found(container: Container) -> None:
 # Several at once
 
 
-def test_threads_that_ask_first_at_the_same_time_agree(container: Container) -> None:
+def test_threads_that_ask_first_at_the_same_time_agree(container: NvmlContainer) -> None:
     assert container.run(
         "barrier, answers = threading.Barrier(16), []\n"
         "def ask():\n"
@@ -571,7 +573,7 @@ def test_threads_that_ask_first_at_the_same_time_agree(container: Container) -> 
     ) == [[[SUCCESS, 2, [[7], [12]]]] * 16, 1]
 
 
-def test_a_reader_sees_one_set_of_entries(container: Container) -> None:
+def test_a_reader_sees_one_set_of_entries(container: NvmlContainer) -> None:
     """All entries of a set have the same number, so a list with two numbers was read half-way."""
     end = threading.Event()
 
@@ -603,7 +605,7 @@ def test_a_reader_sees_one_set_of_entries(container: Container) -> None:
     assert sets > 10  # it was written meanwhile
 
 
-def test_a_governor_that_died_while_writing_blocks_nobody(container: Container) -> None:
+def test_a_governor_that_died_while_writing_blocks_nobody(container: NvmlContainer) -> None:
     pages.write(container.page, layout.GRANT_USAGE, "usage_header", "sequence", 1)
     seconds, listed = container.run(
         "begin = time.monotonic()\n"
@@ -616,7 +618,7 @@ def test_a_governor_that_died_while_writing_blocks_nobody(container: Container) 
 
 
 def test_the_stand_in_needs_no_libcuda_and_opens_nothing_but_the_grant(
-    container: Container,
+    container: NvmlContainer,
 ) -> None:
     libraries, descriptors = container.run_raw(
         "before = len(os.listdir('/proc/self/fd'))\n"

@@ -20,12 +20,13 @@ from hypothesis import strategies as st
 
 from governor.cli import main
 from kube import yamltext
-from kube.convert import Options, Taken, convert
+from kube.convert import convert
+from kube.convert_pod import ConvertOptions, Taken
 from tests.conftest import examples
 
 HERE = Path(__file__).with_name("convert")
 CASES = sorted(path.stem for path in HERE.glob("*.yaml") if not path.stem.endswith("-expected"))
-OPTIONS = {"several": Options(gpu_mib=81920)}
+OPTIONS = {"several": ConvertOptions(gpu_mib=81920)}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -75,7 +76,7 @@ spec:
 
 def requests_of(text: str, **options: int) -> tuple[dict, list[str]]:
     """Return the claim that a pod gets, and the notes."""
-    result = convert(text, Options(**options))
+    result = convert(text, ConvertOptions(**options))
     template = next(one for one in result.items if one["kind"] == "ResourceClaimTemplate")
     return template["spec"]["spec"]["devices"], [str(note) for note in result.notes]
 
@@ -399,7 +400,7 @@ def test_a_value_of_a_foreign_type_anywhere_makes_no_manifest_fail(case: str) ->
                 for key in path[:-1]:
                     holder = holder[key]
                 holder[path[-1]] = foreign
-                result = convert(json.dumps(changed), Options(gpu_mib=81920))
+                result = convert(json.dumps(changed), ConvertOptions(gpu_mib=81920))
                 assert result.items
 
 

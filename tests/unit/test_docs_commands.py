@@ -20,9 +20,9 @@ import yaml
 
 from governor import cli
 from governor.config import parse_config
-from oci_hook.entry import parse_arguments
+from oci_hook.quick import parse_arguments
 from oci_hook.request import parse_annotations
-from tests.unit.shell_blocks import ROOT, Command, blocks, commands, inline, pages, script_of
+from tests.unit.shell_blocks import ROOT, ShellCommand, blocks, commands, inline, pages, script_of
 from tools import markdown
 
 ENGINES = "an engine's: tests/container/test_engines.py and test_setup_engines.py do the same with each engine"
@@ -89,7 +89,7 @@ class ParsedError(Exception):
     """The command line was accepted. Nothing was done."""
 
 
-def ours(command: Command) -> list[str] | None:
+def ours(command: ShellCommand) -> list[str] | None:
     """Return the arguments of one of our programs or of python -m, or None for another program."""
     name = command.program.rpartition("/")[2]
     where = command.program.removesuffix(name)

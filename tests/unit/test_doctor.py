@@ -14,8 +14,8 @@ import pytest
 from governor import cli
 from governor.doctor import checks
 from governor.doctor.checks import CHECKS, OF_NODE, examine
-from governor.doctor.finding import Finding, State, UnseenError
-from governor.doctor.node import CHUNK, CHUNKS, Node, open_node, run_command
+from governor.doctor.finding import Finding, Severity, UnseenError
+from governor.doctor.node import CHUNK, CHUNKS, ExaminedNode, open_node, run_command
 from tests.unit.doctor_nodes import Host, governor, words
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +90,7 @@ def test_links_lead_to_where_they_lead_below_the_root(tmp_path: Path) -> None:
 def test_a_check_that_fails_says_why_and_keeps_nobody_from_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(_: Node) -> Iterator[Finding]:
+    def broken(_: ExaminedNode) -> Iterator[Finding]:
         raise ZeroDivisionError("division\nby zero")
 
     monkeypatch.setitem(checks.CHECKS, "kernel.calls", broken)
@@ -145,8 +145,8 @@ def test_json_is_as_the_schema_says(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_the_exit_status_says_whether_something_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, status: int, strict: int
 ) -> None:
-    def one(_: Node) -> Iterator[Finding]:
-        yield Finding(checks.State(state), "found", "remedy")
+    def one(_: ExaminedNode) -> Iterator[Finding]:
+        yield Finding(checks.Severity(state), "found", "remedy")
 
     for name in list(CHECKS):
         monkeypatch.setitem(checks.CHECKS, name, one)
@@ -212,11 +212,13 @@ def test_in_a_pod_the_nodes_engines_are_not_missed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
     ids = [name for name in CHECKS if name.startswith(OF_NODE)]
     assert {"engine.any", "containerd.version", "hooks.in-force", "nvidia.cdi"} <= set(ids)
-    (found,) = examine(Node(), ids)
-    assert (found.id, found.finding.state) == ("engine.any", State.NOTE)
+    (found,) = examine(ExaminedNode(), ids)
+    assert (found.id, found.finding.state) == ("engine.any", Severity.NOTE)
     assert "--root /proc/1/root" in found.finding.found
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
-    assert {one.id for one in examine(Node(), ["containerd.version"])} == {"containerd.version"}
+    assert {one.id for one in examine(ExaminedNode(), ["containerd.version"])} == {
+        "containerd.version"
+    }
 
 
 def test_every_check_has_a_row_in_the_reference() -> None:

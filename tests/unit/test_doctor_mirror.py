@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from governor.verbs.check import look_at_mirror
-from oci_hook.errors import MirrorError
+from oci_hook.errors import MirrorMismatchError
 from tests.unit.doctor_nodes import GPU, Host, V, governor
 from tests.unit.vdriver_trees import put_kernel
 
@@ -76,7 +76,7 @@ def test_a_mirror_that_a_pod_made_names_files_as_that_container_saw_them(host: H
     assert look_at_mirror(driver_dir)[1] is None
     os.utime(library, ns=(1, 1))
     # No kernel module on this machine reports a version, so a changed file is an error.
-    with pytest.raises(MirrorError, match=f"{library} has changed since"):
+    with pytest.raises(MirrorMismatchError, match=f"{library} has changed since"):
         look_at_mirror(driver_dir)
     library.unlink()
     assert look_at_mirror(driver_dir)[1] is None
@@ -123,7 +123,7 @@ def test_content_is_not_read(host: Host) -> None:
     assert host.look("mirror.content")[0].startswith("ok: ")
 
 
-class Room:
+class FileSystemWithRoom:
     """A file system with this much room. Only its `statvfs` is fake."""
 
     def __init__(self, free: int, *, inodes: int = 1 << 20, read_only: bool = False) -> None:
@@ -135,15 +135,15 @@ class Room:
 @pytest.mark.parametrize(
     ("room", "states"),
     [
-        (Room(4096 * MIB), ["ok", "ok"]),
-        (Room(500 * MIB), ["warning", "ok"]),
-        (Room(1 * MIB), ["warning", "wrong"]),
-        (Room(4096 * MIB, inodes=3), ["warning", "wrong"]),
-        (Room(4096 * MIB, read_only=True), ["wrong", "wrong"]),
+        (FileSystemWithRoom(4096 * MIB), ["ok", "ok"]),
+        (FileSystemWithRoom(500 * MIB), ["warning", "ok"]),
+        (FileSystemWithRoom(1 * MIB), ["warning", "wrong"]),
+        (FileSystemWithRoom(4096 * MIB, inodes=3), ["warning", "wrong"]),
+        (FileSystemWithRoom(4096 * MIB, read_only=True), ["wrong", "wrong"]),
     ],
 )
 def test_room_is_wanted_for_a_generation_and_for_the_database(
-    host: Host, monkeypatch: pytest.MonkeyPatch, room: Room, states: list[str]
+    host: Host, monkeypatch: pytest.MonkeyPatch, room: FileSystemWithRoom, states: list[str]
 ) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: room)
     assert [line.partition(":")[0] for line in host.look("mirror.room")] == states

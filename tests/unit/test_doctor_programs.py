@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from governor.doctor.node import Node
+from governor.doctor.node import ExaminedNode
 from governor.doctor.programs import not_trusted
 from tests.unit.doctor_nodes import Host
 
@@ -224,7 +224,7 @@ def test_what_is_mounted_read_only_is_nobodys_to_change(
     host = Host(tmp_path / "root")
     host.put("etc/tidegate/config.yaml", "")
     (host.root / "etc/tidegate").chmod(0o777)
-    node = Node(str(host.root))
+    node = ExaminedNode(str(host.root))
     assert "0777: all users may write to it" in str(not_trusted(node, "/etc/tidegate/config.yaml"))
     read_only = SimpleNamespace(f_flag=os.ST_RDONLY)
     monkeypatch.setattr("governor.doctor.programs.os.statvfs", lambda _path: read_only)

@@ -12,7 +12,7 @@ import pytest
 from governor.config import Config
 from governor.doctor import system
 from governor.doctor.checks import examine
-from governor.doctor.node import Node
+from governor.doctor.node import ExaminedNode
 from tests.unit.doctor_nodes import FLAGS, Host, words
 
 V1 = "cgroup /sys/fs/cgroup/memory cgroup rw,memory 0 0\n"
@@ -141,7 +141,7 @@ def test_files_without_a_label_are_warned_of_where_selinux_enforces(host: Host) 
 
 def look_here(check: str, **changes: Any) -> list[str]:
     """Return what a check reports of this machine."""
-    return [words(found) for found in examine(Node(config=Config(**changes)), [check])]
+    return [words(found) for found in examine(ExaminedNode(config=Config(**changes)), [check])]
 
 
 def test_the_kernel_that_runs_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,11 +159,13 @@ def test_what_freezes_may_not_be_read_only_to_the_governor(monkeypatch: pytest.M
     monkeypatch.setattr(system, "find_mounts", lambda: {"freezer": Path(freezer)})
     monkeypatch.setattr(system, "process", lambda _: 4711)
     table = "47 46 0:33 / {} {} - cgroup cgroup rw,freezer\n"
-    read = Node.read
+    read = ExaminedNode.read
 
     def with_table(rows: str) -> None:
         monkeypatch.setattr(
-            Node, "read", lambda n, path: rows if path == "/proc/4711/mountinfo" else read(n, path)
+            ExaminedNode,
+            "read",
+            lambda n, path: rows if path == "/proc/4711/mountinfo" else read(n, path),
         )
 
     with_table(table.format(freezer, "rw,relatime"))

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from oci_hook.entry import CONFIG_LIMIT
+from oci_hook.quick import CONFIG_LIMIT
 from tests.conftest import examples
 from tests.fuzz.documents import KINDS, bases, corpus, hold, is_valid, mutated, refusal
 
@@ -92,7 +92,7 @@ def test_every_document_of_the_corpus_can_be_edited_or_is_refused_with_a_line(ki
         hold("edit", entry.data)
 
 
-class Run:
+class DocumentRun:
     """The outcome of one of our processes that was given a document."""
 
     def __init__(self, name: str, arguments: list[str], data: bytes) -> None:
@@ -150,7 +150,7 @@ def test_a_hook_that_is_given_any_state_ends_with_a_status_and_one_line(
         data = document.replace(b'"bundle": "/b"', f'"bundle": "{tmp_path}"'.encode()).replace(
             b'"pid": 42', f'"pid": {NOBODY}'.encode()
         )
-        ran = Run("tidegate-hook", [*options, "--governed", "createRuntime"], data)
+        ran = DocumentRun("tidegate-hook", [*options, "--governed", "createRuntime"], data)
         ran.must_be_polite()
         assert ran.status, data
 
@@ -161,10 +161,10 @@ def test_a_hook_that_is_given_any_config_ends_with_a_status_and_one_line(
     state = {"id": "c", "pid": NOBODY, "bundle": str(tmp_path)}
     for data in sample("config", 3):
         (tmp_path / "config.json").write_bytes(data)
-        Run(
+        DocumentRun(
             "tidegate-hook", [*options, "createRuntime"], json.dumps(state).encode()
         ).must_be_polite()
-        ran = Run("tidegate-hook", [*options, "precreate"], data)
+        ran = DocumentRun("tidegate-hook", [*options, "precreate"], data)
         ran.must_be_polite()
         assert ran.status in (0, 66, 64), ran.stderr
         assert ran.status or ran.stdout or not data
@@ -204,8 +204,8 @@ def test_the_largest_documents_take_bounded_memory(
     (tmp_path / "config.json").write_bytes(data)
     state = json.dumps({"id": "c", "pid": NOBODY, "bundle": str(tmp_path)}).encode()
     for ran in (
-        Run("tidegate-hook", [*options, "createRuntime"], state),
-        Run("tidegate-hook", [*options, "precreate"], data),
+        DocumentRun("tidegate-hook", [*options, "createRuntime"], state),
+        DocumentRun("tidegate-hook", [*options, "precreate"], data),
     ):
         ran.must_be_polite()
         assert ran.peak < MOST, f"{ran.peak // MIB} MiB"

@@ -22,7 +22,7 @@ from governor.hardware.discovery import (
     find_holdings,
     live_clients,
 )
-from governor.hardware.driver import Driver, DriverCallError, module_branch
+from governor.hardware.driver import DriverCallError, DriverClient, module_branch
 from governor.hardware.nvidia import revive
 from governor.hardware.trace import RESTORE, Residency, Switch, Trace
 from tests.conftest import lack, need
@@ -55,7 +55,7 @@ def device(nodes):
 
 @pytest.fixture
 def driver(module, nodes):
-    with Driver(580, **nodes, ioctl=module.ioctl) as driver:
+    with DriverClient(580, **nodes, ioctl=module.ioctl) as driver:
         yield driver
 
 
@@ -174,7 +174,7 @@ def test_the_branch_is_the_kernel_modules(tmp_path, text, branch):
 @pytest.mark.parametrize("branch", [515, 530, 535, 545, 580])
 def test_gpus_are_opened_on_each_branch(branch, nodes):
     module = KernelModule(branch)
-    with Driver(branch, **nodes, ioctl=module.ioctl) as driver:
+    with DriverClient(branch, **nodes, ioctl=module.ioctl) as driver:
         gpu = driver.gpu(UUID)
         Trace(driver, gpu, 16)
     assert (gpu.gpu_id, gpu.uuid) == (GPU_ID, UUID)
@@ -182,7 +182,7 @@ def test_gpus_are_opened_on_each_branch(branch, nodes):
 
 def test_an_older_branch_is_refused_before_anything_is_opened():
     with pytest.raises(DriverCallError, match="branch 470, and its calls are known from 515 on"):
-        Driver(470, path="/nowhere")
+        DriverClient(470, path="/nowhere")
 
 
 def test_a_driver_that_refuses_is_named_with_its_answer(driver, module):
@@ -199,7 +199,7 @@ def test_a_client_that_cannot_be_made_leaves_no_descriptor(device):
 
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(OSError, match="no such device"):
-        Driver(580, path=device, ioctl=fail)
+        DriverClient(580, path=device, ioctl=fail)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
@@ -256,7 +256,7 @@ def test_groups_are_found_from_outside_without_a_line_in_the_kernels_log(
 ):
     client = module.process(600, n_contexts=2)
     found_by(600)
-    with Driver(580, path=device, ioctl=module.ioctl) as driver:
+    with DriverClient(580, path=device, ioctl=module.ioctl) as driver:
         (holding,) = find_holdings(
             driver, other.pid, other.pidfd, live_clients(driver), device=device
         )
@@ -272,7 +272,7 @@ def test_groups_are_found_from_outside_without_a_line_in_the_kernels_log(
 def test_a_client_of_another_process_is_left_alone(module, device, other, found_by):
     module.process(601)
     found_by(600)
-    with Driver(580, path=device, ioctl=module.ioctl) as driver:
+    with DriverClient(580, path=device, ioctl=module.ioctl) as driver:
         assert (
             find_holdings(driver, other.pid, other.pidfd, live_clients(driver), device=device) == []
         )
@@ -285,7 +285,7 @@ def test_a_client_without_channels_is_none(module, device, other, found_by):
     for handle in list(module.objects(client, calls.GROUP.value)):
         del module.clients[client][1][handle]
     found_by(600)
-    with Driver(580, path=device, ioctl=module.ioctl) as driver:
+    with DriverClient(580, path=device, ioctl=module.ioctl) as driver:
         assert (
             find_holdings(driver, other.pid, other.pidfd, live_clients(driver), device=device) == []
         )
@@ -293,7 +293,7 @@ def test_a_client_without_channels_is_none(module, device, other, found_by):
 
 def test_only_clients_that_are_older_than_ours_are_seen(module, device):
     first = module.process(600)
-    with Driver(580, path=device, ioctl=module.ioctl) as driver:
+    with DriverClient(580, path=device, ioctl=module.ioctl) as driver:
         later = module.process(601)
         assert live_clients(driver) == [first]
         assert later > driver.client
@@ -321,7 +321,7 @@ def test_a_descriptor_is_told_by_its_device_number():
 def test_slices_and_switches_reach_the_groups(module, nodes, device, other, found_by):
     client = module.process(600)
     found_by(600)
-    with Driver(580, **nodes, ioctl=module.ioctl) as driver:
+    with DriverClient(580, **nodes, ioctl=module.ioctl) as driver:
         gpu = driver.gpu(UUID)
         (holding,) = find_holdings(
             driver, other.pid, other.pidfd, live_clients(driver), device=device
@@ -516,7 +516,7 @@ def test_the_tool_says_how_it_is_used():
 def test_without_the_gpus_own_device_node_the_driver_gives_no_device(module, device):
     """It is what the stand-in says, and what an H200 said to a watchdog without NVML."""
     with (
-        Driver(580, path=device, proc=Path("/nowhere"), ioctl=module.ioctl) as driver,
+        DriverClient(580, path=device, proc=Path("/nowhere"), ioctl=module.ioctl) as driver,
         pytest.raises(DriverCallError, match="NV01_DEVICE_0: NV_ERR_INSUFFICIENT_PERMISSIONS"),
     ):
         driver.gpu(UUID)
@@ -529,7 +529,7 @@ def _switch_off(module, nodes):
         for client in (module.process(600), module.process(601))
         for channel in module.objects(client, 0xC86F)
     ]
-    with Driver(580, **nodes, ioctl=module.ioctl) as driver:
+    with DriverClient(580, **nodes, ioctl=module.ioctl) as driver:
         driver.switch_channels(driver.gpu(UUID), off, on=False)
     return off
 

@@ -309,7 +309,7 @@ def test_files_are_followed_beyond_truncation_and_rotation(
 def test_the_hooks_own_log_is_what_is_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    event = log.Event("createRuntime", str(tmp_path / "hook.log"))
+    event = log.RunEvent("createRuntime", str(tmp_path / "hook.log"))
     event.fields["id"] = "4f3a99"
     event.emit("failed", code="image", message="the image has no glibc", hint="take another")
     [line] = run(capsys, "--log", tmp_path / "hook.log")

@@ -30,7 +30,7 @@ def library(build_dir: Path):
 
 
 @dataclass
-class Program:
+class GangProgram:
     """A container that repeats `work` ns on each of its GPUs and, on several, a collective of `meet` ns."""
 
     gpus: tuple[int, ...]
@@ -44,7 +44,7 @@ class Program:
 
 @dataclass
 class Rank:
-    program: Program
+    program: GangProgram
     gpu: int
     tenant: int
     n: int = 0  # pieces started; with several GPUs, the odd ones are collectives
@@ -66,11 +66,11 @@ class Rank:
         return len(self.program.gpus) > 1 and self.n % 2 == 1 and self.program.meet > 0
 
 
-class Node:
+class GangNode:
     """GPUs with an arbiter each, the gangs, and the programs."""
 
     def __init__(
-        self, library, stack: ExitStack, programs: list[Program], *, together: bool
+        self, library, stack: ExitStack, programs: list[GangProgram], *, together: bool
     ) -> None:
         self.now = 0
         n = 1 + max(gpu for p in programs for gpu in p.gpus)
@@ -172,11 +172,11 @@ class Node:
             self.run()
             self.now += TICK
 
-    def share(self, program: Program) -> list[float]:
+    def share(self, program: GangProgram) -> list[float]:
         """Return the percentage of each of its GPUs that a program had."""
         return [100 * r.done / self.now for r in self.ranks if r.program is program]
 
-    def rounds(self, program: Program) -> int:
+    def rounds(self, program: GangProgram) -> int:
         return min(r.n for r in self.ranks if r.program is program)
 
     @property
@@ -188,16 +188,16 @@ class Node:
 
 @contextmanager
 def played(
-    library, programs: list[Program], until: int, *, together: bool = True
-) -> Iterator[Node]:
+    library, programs: list[GangProgram], until: int, *, together: bool = True
+) -> Iterator[GangNode]:
     with ExitStack() as stack:
-        node = Node(library, stack, programs, together=together)
+        node = GangNode(library, stack, programs, together=together)
         node.play(until)
         yield node
 
 
 def test_two_with_collectives_over_the_same_gpus_wait_for_nobody(library):
-    pair = [Program((0, 1), 45), Program((0, 1), 45)]
+    pair = [GangProgram((0, 1), 45), GangProgram((0, 1), 45)]
     with played(library, pair, S) as node:
         assert node.longest < 3 * MS
         for program in pair:
@@ -206,14 +206,17 @@ def test_two_with_collectives_over_the_same_gpus_wait_for_nobody(library):
 
 def test_granted_one_by_one_they_wait_for_each_other(library):
     """This is the problem that gangs solve."""
-    pair = [Program((0, 1), 45), Program((0, 1), 45)]
+    pair = [GangProgram((0, 1), 45), GangProgram((0, 1), 45)]
     with played(library, pair, 2 * S, together=False) as node:
         assert node.longest > 100 * MS
 
 
 def test_one_thread_that_launches_on_all_gpus_in_turn(library):
     """Half of a collective may begin at the very end of a turn. The other half follows at once."""
-    pair = [Program((0, 1), 45, ordered=True), Program((0, 1), 45, work=700_000, ordered=True)]
+    pair = [
+        GangProgram((0, 1), 45, ordered=True),
+        GangProgram((0, 1), 45, work=700_000, ordered=True),
+    ]
     with played(library, pair, S) as node:
         assert node.longest < 3 * MS
         for program in pair:
@@ -222,7 +225,7 @@ def test_one_thread_that_launches_on_all_gpus_in_turn(library):
 
 def test_three_that_share_a_gpu_with_each_other_make_no_circle(library):
     """With GPUs 0 and 1, 1 and 2, 2 and 0, any two of the containers have one GPU in common."""
-    three = [Program(gpus, 30) for gpus in ((0, 1), (1, 2), (0, 2))]
+    three = [GangProgram(gpus, 30) for gpus in ((0, 1), (1, 2), (0, 2))]
     with played(library, three, S) as node:
         assert node.longest < 3 * MS
         for program in three:
@@ -231,7 +234,7 @@ def test_three_that_share_a_gpu_with_each_other_make_no_circle(library):
 
 def test_containers_with_one_gpu_get_their_share_beside_gangs(library):
     programs = [
-        Program((0, 1), 40), Program((0, 1), 30), Program((0,), 20), Program((1,), 20),
+        GangProgram((0, 1), 40), GangProgram((0, 1), 30), GangProgram((0,), 20), GangProgram((1,), 20),
     ]  # fmt: skip
     with played(library, programs, S) as node:
         assert node.longest < 3 * MS
@@ -241,9 +244,13 @@ def test_containers_with_one_gpu_get_their_share_beside_gangs(library):
 
 def test_a_gang_that_uses_one_of_its_gpus_leaves_the_other(library):
     """The third container has the second GPU to itself one second after the gang last used it."""
-    programs = [Program((0, 1), 50, 100, meet=0), Program((0,), 50), Program((1,), 10, 100)]
+    programs = [
+        GangProgram((0, 1), 50, 100, meet=0),
+        GangProgram((0,), 50),
+        GangProgram((1,), 10, 100),
+    ]
     with ExitStack() as stack:
-        node = Node(library, stack, programs, together=True)
+        node = GangNode(library, stack, programs, together=True)
         node.ranks[1].ready = 1 << 62
         node.play(S)
         [alone] = node.share(programs[2])
@@ -252,7 +259,11 @@ def test_a_gang_that_uses_one_of_its_gpus_leaves_the_other(library):
 
 def test_a_gang_that_pauses_does_not_keep_its_gpus(library):
     """Other containers use its pauses, and it goes first when it returns."""
-    programs = [Program((0, 1), 50, pause=6 * MS), Program((0,), 40, 100), Program((1,), 40, 100)]
+    programs = [
+        GangProgram((0, 1), 50, pause=6 * MS),
+        GangProgram((0,), 40, 100),
+        GangProgram((1,), 40, 100),
+    ]
     with played(library, programs, S) as node:
         assert node.longest < 5 * MS
         rounds = node.rounds(programs[0]) / 2
@@ -263,9 +274,9 @@ def test_a_gang_that_pauses_does_not_keep_its_gpus(library):
 
 def test_two_that_become_gangs_at_the_same_time_do_not_stay_crossed(library):
     """Each container holds the GPU that it used alone until both begin to use the other's."""
-    pair = [Program((0, 1), 45, 100), Program((0, 1), 45, 100)]
+    pair = [GangProgram((0, 1), 45, 100), GangProgram((0, 1), 45, 100)]
     with ExitStack() as stack:
-        node = Node(library, stack, pair, together=True)
+        node = GangNode(library, stack, pair, together=True)
         away = [node.ranks[1], node.ranks[2]]  # the first is on GPU 0 alone, the second on 1
         for rank in away:
             rank.ready = 300 * MS
@@ -277,9 +288,9 @@ def test_two_that_become_gangs_at_the_same_time_do_not_stay_crossed(library):
 
 def test_half_of_a_collective_without_its_other_half_is_not_waited_for(library):
     """Its program never launches the rest. The other container continues, and no turn that is over is granted."""
-    pair = [Program((0, 1), 45), Program((0, 1), 45)]
+    pair = [GangProgram((0, 1), 45), GangProgram((0, 1), 45)]
     with ExitStack() as stack:
-        node = Node(library, stack, pair, together=True)
+        node = GangNode(library, stack, pair, together=True)
         node.play(50 * MS)
         node.ranks[1].ready = 1 << 62
         node.play(500 * MS)
@@ -289,7 +300,7 @@ def test_half_of_a_collective_without_its_other_half_is_not_waited_for(library):
 
 def test_a_gang_that_ends_leaves_tenants_that_are_granted_one_by_one(library):
     with ExitStack() as stack:
-        node = Node(library, stack, [Program((0, 1), 50)], together=False)
+        node = GangNode(library, stack, [GangProgram((0, 1), 50)], together=False)
         gang = node.gangs.add({0: node.ranks[0].tenant, 1: node.ranks[1].tenant})
         node.play(100 * MS)
         node.gangs.remove(gang)
@@ -304,7 +315,7 @@ def test_a_gang_that_ends_leaves_tenants_that_are_granted_one_by_one(library):
 QUOTAS = (10, 20, 30)
 SETS = ((0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2))
 PROGRAMS = st.builds(
-    Program,
+    GangProgram,
     gpus=st.sampled_from(SETS),
     quota=st.sampled_from(QUOTAS),
     work=st.sampled_from((200_000, 600_000, 2 * MS)),
@@ -348,8 +359,8 @@ def test_any_mix_gets_its_shares_and_waits_for_nobody_for_long(library, programs
 
 def test_a_turn_begins_where_grants_end_beside_work_of_any_length(library):
     """Turns that cut grants short used to wait for their work on one GPU after the other: 4 ms, and 8 % less done."""
-    gang = Program((0, 1), 30)
-    hogs = [Program((0,), 60, work=2 * MS), Program((1,), 60, work=3 * MS // 2)]
+    gang = GangProgram((0, 1), 30)
+    hogs = [GangProgram((0,), 60, work=2 * MS), GangProgram((1,), 60, work=3 * MS // 2)]
     with played(library, [gang, *hogs], 2 * S) as node:
         assert node.longest < 3 * MS
         assert node.rounds(gang) > 2200

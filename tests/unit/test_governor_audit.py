@@ -109,7 +109,7 @@ class MadeGroup:
     def close(self) -> None: ...
 
 
-class Clock:
+class VirtualTime:
     """Replaces the module `time` in the auditor: time passes at once while all tasks sleep."""
 
     CLOCK_BOOTTIME = time.CLOCK_BOOTTIME
@@ -132,10 +132,10 @@ class Clock:
         return self.time_ns() / 1e9
 
 
-class Loop(asyncio.SelectorEventLoop):
+class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop that runs on such a clock."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: VirtualTime) -> None:
         class Selector(selectors.SelectSelector):
             def select(self, timeout: float | None = None) -> Any:
                 clock.now_ns += round((timeout or 0) * 1e9)
@@ -148,14 +148,14 @@ class Loop(asyncio.SelectorEventLoop):
         return self._clock.monotonic()
 
 
-class World:
+class AuditWorld:
     """An auditor, its containers, and the container that each process belongs to."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, **options: str) -> None:
         self.config = replace(Config(runtime_dir=str(directory)), **options)
         self.containers: dict[str, Container] = {}
         self.tally = Tally()
-        self.clock = Clock()
+        self.clock = VirtualTime()
         self.owners: dict[int, Made] = {}
         self.group = MadeGroup(directory / "frozen.json")
         monkeypatch.setattr(audit, "time", self.clock)
@@ -200,22 +200,22 @@ class World:
 
         with (
             capture_logs() as logs,
-            asyncio.Runner(loop_factory=lambda: Loop(self.clock)) as runner,
+            asyncio.Runner(loop_factory=lambda: VirtualLoop(self.clock)) as runner,
         ):
             runner.run(whole())
         return [dict(event) for event in logs]
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
-    return lambda **options: World(tmp_path, monkeypatch, **options)
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., AuditWorld]:
+    return lambda **options: AuditWorld(tmp_path, monkeypatch, **options)
 
 
 def kinds(logs: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return [(one["event"], one["kind"]) for one in logs if one["event"].startswith("violation")]
 
 
-def test_all_processes_count_registered_or_not(world: Callable[..., World]) -> None:
+def test_all_processes_count_registered_or_not(world: Callable[..., AuditWorld]) -> None:
     made = world()
     one, two = made.add("one"), made.add("two")
     one.registered = {1}
@@ -242,7 +242,7 @@ def test_all_processes_count_registered_or_not(world: Callable[..., World]) -> N
 
 
 def test_a_stranger_that_draws_or_came_before_the_governor_is_not_accused(
-    world: Callable[..., World],
+    world: Callable[..., AuditWorld],
 ) -> None:
     made = world()
     one = made.add("one")
@@ -257,7 +257,7 @@ def test_a_stranger_that_draws_or_came_before_the_governor_is_not_accused(
 
 
 def test_a_process_that_was_registered_may_be_listed_for_a_moment_after_its_end(
-    world: Callable[..., World],
+    world: Callable[..., AuditWorld],
 ) -> None:
     """Many such moments, as with programs that run for a second each, do not add up either."""
     made = world()
@@ -278,7 +278,7 @@ def test_a_process_that_was_registered_may_be_listed_for_a_moment_after_its_end(
 
 @pytest.mark.parametrize("honest", ["holds", "granted", "held", "small", "copies", "pending", None])
 def test_who_holds_or_reports_is_not_accused_of_work(
-    world: Callable[..., World], honest: str | None
+    world: Callable[..., AuditWorld], honest: str | None
 ) -> None:
     made = world()
     one = made.add("one")
@@ -310,7 +310,7 @@ def test_who_holds_or_reports_is_not_accused_of_work(
         assert (logs[0]["found"], logs[0]["allowed"], logs[0]["pid"]) == ("99 %", "0 %", 1)
 
 
-def test_samples_are_asked_for_where_somebody_has_memory(world: Callable[..., World]) -> None:
+def test_samples_are_asked_for_where_somebody_has_memory(world: Callable[..., AuditWorld]) -> None:
     made = world()
     one = made.add("one")
     assert not made.auditor.wants_samples(DEVICE)
@@ -319,7 +319,7 @@ def test_samples_are_asked_for_where_somebody_has_memory(world: Callable[..., Wo
     assert not made.auditor.wants_samples(replace(DEVICE, uuid="GPU-1"))
 
 
-def test_stopping_kills_once_each_time(world: Callable[..., World]) -> None:
+def test_stopping_kills_once_each_time(world: Callable[..., AuditWorld]) -> None:
     made = world(on_violation="stop")
     one = made.add("one")
     made.owners = {1: one}
@@ -329,7 +329,9 @@ def test_stopping_kills_once_each_time(world: Callable[..., World]) -> None:
     assert [one["event"] for one in logs] == ["violation", "violation-stopped"]
 
 
-def test_a_container_that_ended_by_itself_cannot_be_stopped(world: Callable[..., World]) -> None:
+def test_a_container_that_ended_by_itself_cannot_be_stopped(
+    world: Callable[..., AuditWorld],
+) -> None:
     made = world(on_violation="stop")
     one = made.add("one")
     one.kill = lambda: (_ for _ in ()).throw(ProcessLookupError(3, "No such process"))  # type: ignore[method-assign,assignment]
@@ -340,7 +342,7 @@ def test_a_container_that_ended_by_itself_cannot_be_stopped(world: Callable[...,
 
 
 def test_a_container_is_frozen_and_thawed_without_looks(
-    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+    world: Callable[..., AuditWorld], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NVML may fail for good after the container was frozen."""
     made = world(on_violation="throttle")
@@ -366,7 +368,7 @@ def test_a_container_is_frozen_and_thawed_without_looks(
 
 
 def test_containers_that_share_a_claim_are_frozen_together_as_far_as_they_can_be(
-    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+    world: Callable[..., AuditWorld], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = world(on_violation="throttle")
     one = made.add("one", pid=os.getpid())
@@ -405,7 +407,7 @@ def test_containers_that_share_a_claim_are_frozen_together_as_far_as_they_can_be
 
 
 def test_one_of_two_that_cannot_be_frozen_leaves_nobody_frozen(
-    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+    world: Callable[..., AuditWorld], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Freezing the second one fails when the first one is already frozen."""
     made = world(on_violation="throttle")
@@ -434,7 +436,7 @@ def test_one_of_two_that_cannot_be_frozen_leaves_nobody_frozen(
 
 @pytest.mark.parametrize("how", ["stopping", "ended", "killed"])
 def test_who_is_frozen_is_thawed_before_its_time(
-    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch, how: str
+    world: Callable[..., AuditWorld], monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     made = world(on_violation="throttle")
     one = made.add("one", pid=os.getpid())
@@ -464,7 +466,7 @@ def test_who_is_frozen_is_thawed_before_its_time(
 
 
 def test_who_cannot_be_frozen_is_said_once(
-    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+    world: Callable[..., AuditWorld], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = world(on_violation="throttle")
     one = made.add("one")
@@ -482,7 +484,7 @@ def test_who_cannot_be_frozen_is_said_once(
 
 
 def test_a_record_that_cannot_be_written_leaves_nobody_frozen(
-    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+    world: Callable[..., AuditWorld], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = world(on_violation="throttle")
     one = made.add("one")
@@ -508,7 +510,7 @@ def test_a_record_of_any_kind_stops_no_governor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
 ) -> None:
     (tmp_path / "frozen.json").write_bytes(content.encode("utf-8", "surrogateescape"))
-    World(tmp_path, monkeypatch)
+    AuditWorld(tmp_path, monkeypatch)
     assert not (tmp_path / "frozen.json").exists()
 
 
@@ -525,7 +527,7 @@ def test_what_a_governor_that_died_left_frozen_is_thawed(
     ]
     (tmp_path / "frozen.json").write_text(json.dumps({"frozen": left}))
     with capture_logs() as logs:
-        World(tmp_path, monkeypatch)
+        AuditWorld(tmp_path, monkeypatch)
     assert (group / "cgroup.freeze").read_text() == "0"
     assert [one["container"] for one in logs if one["event"] == "container-thawed"] == ["one"]
 
@@ -557,7 +559,7 @@ def test_who_cannot_be_thawed_is_not_forgotten(
     record.write_text(json.dumps({"frozen": [left]}))
     allow = refuse_to_thaw(monkeypatch)
     with capture_logs() as logs:
-        made = World(tmp_path, monkeypatch)
+        made = AuditWorld(tmp_path, monkeypatch)
         made.look()
         made.look()
         assert json.loads(record.read_text()) == {"frozen": [left]}
@@ -569,7 +571,7 @@ def test_who_cannot_be_thawed_is_not_forgotten(
 
 
 def test_a_thaw_that_fails_is_tried_again(
-    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    world: Callable[..., AuditWorld], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     group = tmp_path / "cgroup/one"
     group.mkdir(parents=True)
@@ -597,7 +599,7 @@ def test_a_thaw_that_fails_is_tried_again(
     made.play(scene())
 
 
-def test_a_violation_ends_with_its_container(world: Callable[..., World]) -> None:
+def test_a_violation_ends_with_its_container(world: Callable[..., AuditWorld]) -> None:
     made = world()
     one = made.add("one")
     made.owners = {1: one}
@@ -613,7 +615,7 @@ def test_a_violation_ends_with_its_container(world: Callable[..., World]) -> Non
     assert episode.ended is not None
 
 
-def test_a_container_of_the_same_name_is_another_one(world: Callable[..., World]) -> None:
+def test_a_container_of_the_same_name_is_another_one(world: Callable[..., AuditWorld]) -> None:
     made = world()
     first = made.add("one")
     made.owners = {1: first}

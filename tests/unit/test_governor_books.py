@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from governor.books import Books, Nodes, complete_quota
-from governor.claims import Claim, Share, check_claim
+from governor.claims import Claim, ClaimShare, check_claim
 from governor.config import Config, Defaults
 from governor.errors import RefusedError
 from governor.quota import MIB, Device, Quota, show_memory
@@ -275,7 +275,7 @@ def test_claims_and_strategies() -> None:
 
     def claim(uid: str, *indices: int, strategy: str = "auto") -> Claim:
         quota = Quota(2 * GIB, 30, 30)
-        shares = [Share(f"s{i}", devices[i].uuid, quota, strategy) for i in indices]
+        shares = [ClaimShare(f"s{i}", devices[i].uuid, quota, strategy) for i in indices]
         return Claim(uid, "default", uid, tuple(shares))
 
     for wanted in (
@@ -301,7 +301,7 @@ def test_claims_and_strategies() -> None:
                 "e",
                 "default",
                 "e",
-                tuple(Share(f"gpu/{i}", f"GPU-{i}", Quota(1, 1, 1), "mps") for i in (0, 1)),
+                tuple(ClaimShare(f"gpu/{i}", f"GPU-{i}", Quota(1, 1, 1), "mps") for i in (0, 1)),
             )
         )
     books.set_closed(devices[1].uuid, "its MPS server starts")

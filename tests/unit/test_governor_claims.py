@@ -30,7 +30,7 @@ from governor import metrics
 from governor.admissions import Pending
 from governor.arbiter import Runner
 from governor.books import Books
-from governor.claims import Claim, Share, merge, parse_claim, uses_key
+from governor.claims import Claim, ClaimShare, merge, parse_claim, uses_key
 from governor.config import Config
 from governor.container import container_key
 from governor.errors import OccupiedError, RefusedError, RequestError, StateError
@@ -38,7 +38,7 @@ from governor.quota import Device, Quota
 from governor.server import Server
 from governor.state import NAME, State
 from tests.conftest import examples
-from tests.unit.test_governor_recover import StubRunner
+from tests.unit.test_governor_recover import IdleRunner
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -83,7 +83,7 @@ def check_answer(kind: str, answer: dict[str, Any]) -> None:
     jsonschema.validate(answer, {**ANSWERS, "$ref": f"#/$defs/{kind}"})
 
 
-class World:
+class ClaimsWorld:
     """Successive governors on the same directories, and containers that outlive them."""
 
     def __init__(self, directory: Path) -> None:
@@ -97,7 +97,7 @@ class World:
     async def start(self) -> None:
         self.state = State(Path(self.config.state_dir) / NAME)
         self.state.load()
-        runners = {device.uuid: cast("Runner", StubRunner()) for device in self.devices}
+        runners = {device.uuid: cast("Runner", IdleRunner()) for device in self.devices}
         self.server = Server(self.config, Books(self.devices, self.config), runners, self.state)
         await self.server.adopt()
 
@@ -182,12 +182,12 @@ async def until(condition: Callable[[], Any]) -> None:
         await asyncio.sleep(0.005)
 
 
-def run(scene: Callable[[World], Awaitable[None]]) -> None:
+def run(scene: Callable[[ClaimsWorld], Awaitable[None]]) -> None:
     """Run a coroutine function in a world of its own with short paths for its sockets."""
     directory = in_memory()
 
     async def whole() -> None:
-        world = World(directory)
+        world = ClaimsWorld(directory)
         try:
             await world.start()
             await asyncio.wait_for(scene(world), 60)
@@ -204,7 +204,7 @@ def run(scene: Callable[[World], Awaitable[None]]) -> None:
 
 
 def test_a_claim_is_booked_whether_a_container_uses_it_or_not() -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: ClaimsWorld) -> None:
         answer = world.claim(told("a", share(compute_limit=90)))
         assert answer["shares"] == [
             {
@@ -228,7 +228,7 @@ def test_a_claim_is_booked_whether_a_container_uses_it_or_not() -> None:
 
 
 def test_a_claim_that_is_told_again_changes_nothing() -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: ClaimsWorld) -> None:
         document = told("a", share("gpu/0"), share("gpu/1", gpu=1))
         first = world.claim(document)
         assert world.claim(document) == first
@@ -241,7 +241,7 @@ def test_a_claim_that_is_told_again_changes_nothing() -> None:
 
 
 def test_another_content_counts_while_nobody_uses_the_claim() -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a", share("x", compute=70), share("y", gpu=1)))
         world.claim(told("a", share("x", compute=80, gpu=2)))
         assert [world.booked(gpu) for gpu in range(3)] == [(0, 0), (0, 0), (4 * GIB, 80)]
@@ -277,7 +277,7 @@ def test_another_content_counts_while_nobody_uses_the_claim() -> None:
 def test_a_refusal_names_the_claim_what_is_short_and_what_is_left(
     shares: list[dict[str, Any]], message: str
 ) -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: ClaimsWorld) -> None:
         with pytest.raises(RefusedError) as caught:
             world.claim(told("a", *shares, name="train"))
         assert str(caught.value).startswith("claim default/train")
@@ -290,7 +290,7 @@ def test_a_refusal_names_the_claim_what_is_short_and_what_is_left(
 
 
 def test_claims_and_other_containers_take_from_the_same_books() -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: ClaimsWorld) -> None:
         asked = {
             "annotations": {
                 "tidegate.gpu/memory": "4Gi",
@@ -335,7 +335,7 @@ ODD = {
 
 @pytest.mark.parametrize("field", ODD)
 def test_no_odd_word_or_number_becomes_a_claim(field: str) -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: ClaimsWorld) -> None:
         for value in ODD[field]:
             document = told("a")
             if field in ("uid", "namespace", "name"):
@@ -362,7 +362,7 @@ def test_no_odd_word_or_number_becomes_a_claim(field: str) -> None:
 def test_claims_are_as_many_as_there_is_room_for() -> None:
     """Each claim takes memory and time, so empty claims cannot fill the books or the file."""
 
-    async def scene(world: World) -> None:
+    async def scene(world: ClaimsWorld) -> None:
         for number in range(FREE // GIB):
             world.claim(told(f"c{number}", share(memory=GIB, compute=1)))
         for number in range(100, 300):
@@ -377,7 +377,7 @@ def test_claims_are_as_many_as_there_is_room_for() -> None:
 
 
 def test_what_cannot_be_written_is_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a", share(compute=10)))
 
         def full(*_: object) -> None:
@@ -403,13 +403,13 @@ def test_what_cannot_be_written_is_not_promised(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_containers_of_one_share_have_one_quota_and_one_directory() -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a"))
         one, two = await world.admit("one", use("a")), await world.admit("two", use("a"))
         assert one == two
         assert one["key"] == uses_key([("a", "gpu/0")])
         (container,) = world.server.containers.values()
-        assert container.gpus._runners[0].__class__ is StubRunner
+        assert container.gpus._runners[0].__class__ is IdleRunner
         assert len(container.gpus._tenants) == 1
         listed = container.describe()
         assert [(c["id"], c["identity"]["pod"], c["together"]) for c in listed] == [
@@ -434,7 +434,7 @@ def test_containers_of_one_share_have_one_quota_and_one_directory() -> None:
 
 
 def test_an_init_container_and_then_the_main_one() -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a", share("x"), share("y", gpu=1)))
         for name, shares in (("init", ("x",)), ("again", ("x",)), ("main", ("x", "y"))):
             await world.admit(name, use("a", *shares))
@@ -446,7 +446,7 @@ def test_an_init_container_and_then_the_main_one() -> None:
 
 
 def test_containers_may_have_parts_of_a_claim_but_not_each_others() -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a", share("x"), share("y", gpu=1)))
         await world.admit("one", use("a", "x"))
         await world.admit("two", use("a", "y"))
@@ -461,7 +461,7 @@ def test_containers_may_have_parts_of_a_claim_but_not_each_others() -> None:
 
 
 def test_a_container_with_shares_of_two_claims_on_two_gpus() -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a", share(gpu=1)))
         world.claim(told("b", share(gpu=0)))
         answer = await world.admit("one", use("a"), use("b"))
@@ -479,7 +479,7 @@ def test_a_container_with_shares_of_two_claims_on_two_gpus() -> None:
 
 
 def test_two_shares_of_one_gpu_are_one_larger_one() -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: ClaimsWorld) -> None:
         world.claim(
             told("a", share("gpu/0", compute=30), share("gpu/1", compute=40, compute_limit=90))
         )
@@ -495,7 +495,7 @@ def test_two_shares_of_one_gpu_are_one_larger_one() -> None:
 
 
 def test_a_hook_that_is_entered_once_more_finds_the_container_prepared() -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a"))
         answer = await world.admit("one", use("a"))
         first = world.children["one"]
@@ -516,7 +516,7 @@ def test_a_hook_that_is_entered_once_more_finds_the_container_prepared() -> None
 
 
 def test_an_admission_that_is_not_confirmed_leaves_the_others_alone() -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a"))
         _, first = await world.begin("one", use("a"))
         await world.admit("two", use("a"))
@@ -537,7 +537,7 @@ def test_an_admission_that_is_not_confirmed_leaves_the_others_alone() -> None:
     "name", ["memory", "compute", "compute-limit", "devices", "count", "strategy"]
 )
 def test_an_annotation_beside_a_claim_says_nothing(name: str) -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a", name="train"))
         value = {"memory": "1Gi", "strategy": "timeslice"}.get(name, "1")
         with pytest.raises(
@@ -564,7 +564,7 @@ def test_an_annotation_beside_a_claim_says_nothing(name: str) -> None:
 def test_who_may_not_use_a_claim_hears_why(
     uses: list[dict[str, Any]], identity: dict[str, str], message: str
 ) -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a", name="train"))
         with pytest.raises(RefusedError, match=message):
             await world.begin("one", *uses, identity=identity)
@@ -575,7 +575,7 @@ def test_who_may_not_use_a_claim_hears_why(
 
 
 def test_a_gpu_that_does_not_answer_takes_no_container_of_a_claim() -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a"))
         world.server.books.set_lost(GPUS[0].uuid, "GPU is lost")
         with pytest.raises(
@@ -594,7 +594,7 @@ def test_a_gpu_that_does_not_answer_takes_no_container_of_a_claim() -> None:
 
 
 def test_a_quota_that_a_claim_gives_is_not_set() -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a"))
         await world.admit("one", use("a"))
         with pytest.raises(RefusedError, match="has its quota from claim default/name-a"):
@@ -607,7 +607,7 @@ def test_a_quota_that_a_claim_gives_is_not_set() -> None:
 
 
 def test_a_claim_that_is_in_use_stays_booked_until_its_last_container_has_ended() -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a"))
         await world.admit("one", use("a"))
         await world.admit("two", use("a"))
@@ -632,7 +632,7 @@ def test_a_claim_that_is_in_use_stays_booked_until_its_last_container_has_ended(
 def test_a_claim_that_has_to_wait_hears_what_has_its_gpu() -> None:
     """The refusal names the container of a claim that was taken back, and a container without a claim as such."""
 
-    async def scene(world: World) -> None:
+    async def scene(world: ClaimsWorld) -> None:
         world.claim(told("old", share(compute=40)))
         await world.admit("its-container", use("old"))
         world.server.bookings.unclaim("old")
@@ -664,7 +664,7 @@ def test_a_claim_that_has_to_wait_hears_what_has_its_gpu() -> None:
 
 
 def test_a_claim_that_is_larger_than_its_gpu_waits_for_nothing() -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: ClaimsWorld) -> None:
         with pytest.raises(RefusedError) as caught:
             world.claim(told("a", share(compute=60), share("gpu/1", compute=50)))
         assert not isinstance(caught.value, OccupiedError)
@@ -673,7 +673,7 @@ def test_a_claim_that_is_larger_than_its_gpu_waits_for_nothing() -> None:
 
 
 def test_a_claim_that_is_told_while_it_leaves_stays() -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a"))
         await world.admit("one", use("a"))
         world.server.bookings.unclaim("a")
@@ -688,7 +688,7 @@ def test_a_claim_that_is_told_while_it_leaves_stays() -> None:
 
 
 def test_a_container_that_ends_while_no_governor_is_there_ends_a_claim_that_leaves() -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a"))
         await world.admit("one", use("a"))
         world.server.bookings.unclaim("a")
@@ -704,7 +704,7 @@ def test_a_container_that_ends_while_no_governor_is_there_ends_a_claim_that_leav
 
 
 def test_a_claim_outlives_a_reboot(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a"))
         await world.admit("one", use("a"))
         world.kill()
@@ -720,7 +720,7 @@ def test_a_claim_outlives_a_reboot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_claim_whose_gpu_is_gone_says_so_and_is_taken_back() -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a", share("x"), share("y", gpu=1)))
         world.kill()
         world.devices = GPUS[:1]
@@ -801,7 +801,7 @@ STEPS = st.one_of(
 def test_in_any_order_each_claim_is_booked_exactly_once(steps: list[tuple[Any, ...]]) -> None:
     """The model knows only what was promised, what was taken back, and what runs."""
 
-    async def scene(world: World) -> None:
+    async def scene(world: ClaimsWorld) -> None:
         promised: dict[str, tuple[int, int]] = {}  # GPU and percent
         leaving: set[str] = set()
         runs: dict[str, str] = {}
@@ -867,7 +867,7 @@ def test_in_any_order_each_claim_is_booked_exactly_once(steps: list[tuple[Any, .
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from((10, 20))), min_size=1, max_size=6))
 def test_what_a_container_has_is_the_sum_of_its_shares(parts: list[tuple[int, int]]) -> None:
     shares = [
-        Share(f"s{i}", GPUS[gpu].uuid, Quota(GIB, compute, compute))
+        ClaimShare(f"s{i}", GPUS[gpu].uuid, Quota(GIB, compute, compute))
         for i, (gpu, compute) in enumerate(parts)
     ]
     claim = Claim("a", "default", "a", tuple(shares))
@@ -901,7 +901,7 @@ def test_no_container_is_called_as_a_claim_is() -> None:
 
 
 def test_metrics_say_whose_the_numbers_are() -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a", name="train"))
         await world.admit("one", use("a"))
         await world.admit("two", use("a"))
@@ -926,7 +926,7 @@ def test_names_of_pods_put_nothing_into_the_metrics() -> None:
     """An engine chooses these names. A series has labels with them, and goes with its claim and its container."""
     hostile = 'a"} 1\nforged{x="\\\r\x1b[2J\ud800' + "x" * 20000
 
-    async def scene(world: World) -> None:
+    async def scene(world: ClaimsWorld) -> None:
         for number in range(3):
             world.claim(told(f"c{number}", share(compute=10)))
             await world.admit(

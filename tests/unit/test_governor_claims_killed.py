@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from governor.errors import TidegateError
-from tests.unit.test_governor_claims import GIB, World, in_memory, share, sleeper, told, use
+from tests.unit.test_governor_claims import GIB, ClaimsWorld, in_memory, share, sleeper, told, use
 
 MODULES = ("server", "state", "books", "claims", "container", "region", "recover")
 CONTAINERS = ("one", "two")
@@ -47,7 +47,7 @@ class Killed:
     names = frozenset(f"governor.{module}" for module in MODULES)
 
 
-class Scene:
+class KillScene:
     """Directories and containers that outlive a governor, on which governors run and are killed."""
 
     def __init__(self, directory: Path) -> None:
@@ -55,7 +55,7 @@ class Scene:
         (directory / "run" / "containers").mkdir(parents=True)
         self.sleepers = {name: sleeper() for name in CONTAINERS}
 
-    def run(self, act: Callable[[Governor], Awaitable[None]], at: int = 0) -> list[Any]:
+    def run(self, act: Callable[[KilledGovernor], Awaitable[None]], at: int = 0) -> list[Any]:
         """Run a governor that may be killed at a step, and return what it said.
 
         The last entry has the number of calls if it was not killed.
@@ -77,11 +77,11 @@ class Scene:
         return [json.loads(line) for line in said.splitlines()]
 
     async def _govern(
-        self, act: Callable[[Governor], Awaitable[None]], at: int, write: int
+        self, act: Callable[[KilledGovernor], Awaitable[None]], at: int, write: int
     ) -> None:
-        world = World(self.directory)
+        world = ClaimsWorld(self.directory)
         await world.start()
-        governor = Governor(world, self.sleepers, write)
+        governor = KilledGovernor(world, self.sleepers, write)
         killed = Killed(at)
         if at:
             sys.setprofile(killed)
@@ -101,11 +101,11 @@ class Scene:
         shutil.rmtree(self.directory)
 
 
-class Governor:
+class KilledGovernor:
     """A running governor that writes to a pipe what it says."""
 
     def __init__(
-        self, world: World, sleepers: dict[str, subprocess.Popen[bytes]], write: int
+        self, world: ClaimsWorld, sleepers: dict[str, subprocess.Popen[bytes]], write: int
     ) -> None:
         self.world = world
         self._sleepers = sleepers
@@ -169,11 +169,11 @@ class Governor:
 
 
 @pytest.fixture
-def scenes() -> Iterator[Callable[[], Scene]]:
-    made: list[Scene] = []
+def scenes() -> Iterator[Callable[[], KillScene]]:
+    made: list[KillScene] = []
 
-    def make() -> Scene:
-        made.append(Scene(in_memory()))
+    def make() -> KillScene:
+        made.append(KillScene(in_memory()))
         return made[-1]
 
     yield make
@@ -181,35 +181,35 @@ def scenes() -> Iterator[Callable[[], Scene]]:
         scene.close()
 
 
-async def tell(governor: Governor) -> None:
+async def tell(governor: KilledGovernor) -> None:
     governor.claim()
 
 
-async def tell_other(governor: Governor) -> None:
+async def tell_other(governor: KilledGovernor) -> None:
     governor.claim(compute=90)
 
 
-async def admit(governor: Governor) -> None:
+async def admit(governor: KilledGovernor) -> None:
     await governor.admit("one")
 
 
-async def join(governor: Governor) -> None:
+async def join(governor: KilledGovernor) -> None:
     await governor.admit("two")
 
 
-async def take_back(governor: Governor) -> None:
+async def take_back(governor: KilledGovernor) -> None:
     governor.unclaim()
 
 
-async def end_one(governor: Governor) -> None:
+async def end_one(governor: KilledGovernor) -> None:
     await governor.end("one")
 
 
-async def look(governor: Governor) -> None:
+async def look(governor: KilledGovernor) -> None:
     governor.look()
 
 
-Act = Callable[[Governor], Awaitable[None]]
+Act = Callable[[KilledGovernor], Awaitable[None]]
 CASES: dict[str, tuple[tuple[Act, ...], Act, Act]] = {
     # What happened before, the act during which it is killed, and what is asked again afterwards.
     "tell": ((), tell, tell),
@@ -228,14 +228,16 @@ def steps(count: int, most: int = 24) -> list[int]:
     return list(range(1, count + 1, max(1, -(-count // most))))
 
 
-def one_case(scenes: Callable[[], Scene], name: str, choose: Callable[[int], list[int]]) -> None:
+def one_case(
+    scenes: Callable[[], KillScene], name: str, choose: Callable[[int], list[int]]
+) -> None:
     before, act, again = CASES[name]
 
-    async def all_before(governor: Governor) -> None:
+    async def all_before(governor: KilledGovernor) -> None:
         for step in before:
             await step(governor)
 
-    def prepared() -> Scene:
+    def prepared() -> KillScene:
         scene = scenes()
         assert not any("refused" in word for word in scene.run(all_before))
         return scene
@@ -261,8 +263,8 @@ def one_case(scenes: Callable[[], Scene], name: str, choose: Callable[[int], lis
         scene.directory.mkdir()  # so that the fixture can remove it
 
 
-def after(scene: Scene, again: Act) -> dict[str, Any]:
-    async def act(governor: Governor) -> None:
+def after(scene: KillScene, again: Act) -> dict[str, Any]:
+    async def act(governor: KilledGovernor) -> None:
         await again(governor)
         governor.look()
 
@@ -297,11 +299,11 @@ def check(name: str, found: dict[str, Any], promised: list[dict[str, Any]], at: 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_killed_at_a_step(scenes: Callable[[], Scene], name: str) -> None:
+def test_killed_at_a_step(scenes: Callable[[], KillScene], name: str) -> None:
     one_case(scenes, name, lambda count: steps(count, 7))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_killed_at_many_steps(scenes: Callable[[], Scene], name: str) -> None:
+def test_killed_at_many_steps(scenes: Callable[[], KillScene], name: str) -> None:
     one_case(scenes, name, lambda count: steps(count, 40))

@@ -33,8 +33,15 @@ from governor.listing import Listing, find, short_ids, table, violation_lines
 from governor.names import LIMIT, MOST, Name, find_name
 from governor.verbs import inspect, top
 from governor.violations import Episode
-from tests.unit.governor_process import ROOT, Node, Tenant, gpus, wait_for
-from tests.unit.test_governor_protocol import UUID, Client, Governor, governor, pidfd, sleeper
+from tests.unit.governor_process import ROOT, GovernorNode, OwnTenant, gpus, wait_for
+from tests.unit.test_governor_protocol import (
+    UUID,
+    GovernorClient,
+    GovernorThread,
+    governor,
+    pidfd,
+    sleeper,
+)
 
 __all__ = ["governor", "gpus", "pidfd", "sleeper"]  # fixtures
 
@@ -61,9 +68,9 @@ def test_the_promise_is_a_schema() -> None:
 @pytest.fixture(scope="module")
 def node(
     tmp_path_factory: pytest.TempPathFactory, gpus: tuple[Path, Path], build_dir: Path
-) -> Iterator[Node]:
+) -> Iterator[GovernorNode]:
     """A node that runs a pod's container and one without a pod."""
-    with Node(tmp_path_factory.mktemp("n"), gpus, build_dir) as made:
+    with GovernorNode(tmp_path_factory.mktemp("n"), gpus, build_dir) as made:
         made.container("a" * 64, identity=POD)
         made.container(
             "plain", annotations={"memory": "2Gi", "compute": "20", "compute-limit": "90"}
@@ -71,14 +78,14 @@ def node(
         yield made
 
 
-def command(node: Node, *arguments: str) -> list[str]:
+def command(node: GovernorNode, *arguments: str) -> list[str]:
     return [
         *(sys.executable, "-m", "governor.cli", *arguments),
         *("--runtime-dir", node.config.runtime_dir),
     ]
 
 
-def tidegate(node: Node, *arguments: str) -> str:
+def tidegate(node: GovernorNode, *arguments: str) -> str:
     """Return what the command prints."""
     done = subprocess.run(
         command(node, *arguments), cwd=ROOT, capture_output=True, text=True, check=False
@@ -90,7 +97,7 @@ def tidegate(node: Node, *arguments: str) -> str:
 # ---- ps ----
 
 
-def test_ps_shows_who_has_what(node: Node) -> None:
+def test_ps_shows_who_has_what(node: GovernorNode) -> None:
     wait_for(lambda: "?" not in tidegate(node, "ps"), "rates")
     head, *rows = tidegate(node, "ps").splitlines()
     assert re.split("  +", head) == [
@@ -115,7 +122,7 @@ def test_ps_shows_who_has_what(node: Node) -> None:
     ]  # fmt: skip
 
 
-def test_ps_as_json_keeps_what_is_promised(node: Node) -> None:
+def test_ps_as_json_keeps_what_is_promised(node: GovernorNode) -> None:
     document = json.loads(tidegate(node, "ps", "--json"))
     check("ps", document)
     one = next(each for each in document if each["id"] == "a" * 64)
@@ -126,7 +133,7 @@ def test_ps_as_json_keeps_what_is_promised(node: Node) -> None:
         check("ps", broken)
 
 
-def test_who_has_the_gpu_and_who_waits_is_seen(node: Node) -> None:
+def test_who_has_the_gpu_and_who_waits_is_seen(node: GovernorNode) -> None:
     """This is known from the arbiter's grants, and from the process's own reports in its ledger."""
     directory = Path(node.config.runtime_dir, "containers", container_key("plain"))
 
@@ -134,7 +141,7 @@ def test_who_has_the_gpu_and_who_waits_is_seen(node: Node) -> None:
         [one] = [one for one in node.ask("list")["containers"] if one["id"] == "plain"]
         return dict(one["devices"][0])
 
-    with Tenant(directory) as tenant:
+    with OwnTenant(directory) as tenant:
         tenant.write(want=1)
         wait_for(lambda: device()["waiting"] == 1, "a process that waits")
         began = time.monotonic()
@@ -152,7 +159,7 @@ def test_who_has_the_gpu_and_who_waits_is_seen(node: Node) -> None:
 def test_whose_a_container_is_is_known_after_a_restart(
     tmp_path: Path, gpus: tuple[Path, Path], build_dir: Path
 ) -> None:
-    with Node(tmp_path, gpus, build_dir) as node:
+    with GovernorNode(tmp_path, gpus, build_dir) as node:
         node.container("one", identity=POD)
         before = json.loads(tidegate(node, "ps", "--json"))
         for number in (signal.SIGKILL, signal.SIGTERM):
@@ -167,9 +174,9 @@ def test_whose_a_container_is_is_known_after_a_restart(
 
 @pytest.mark.parametrize("verb", [["ps"], ["inspect", "one"], ["top", "--count", "1"]])
 def test_violations_are_in_plain_sight(
-    governor: Governor, pidfd: int, verb: list[str], capsys: pytest.CaptureFixture[str]
+    governor: GovernorThread, pidfd: int, verb: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Client(governor) as client:
+    with GovernorClient(governor) as client:
         assert client.ask({**ADMIT, "identity": {"name": "trainer"}}, pidfd)["ok"]
         findings = governor.server.containers[container_key("one")].findings
         now = time.time()
@@ -196,10 +203,10 @@ def test_violations_are_in_plain_sight(
 
 
 def test_foreign_text_reaches_no_terminal(
-    governor: Governor, pidfd: int, capsys: pytest.CaptureFixture[str]
+    governor: GovernorThread, pidfd: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evil = "x\x1b]0;owned\x07\x1b[2J\n\rviolation: you: \u202e"
-    with Client(governor) as client:
+    with GovernorClient(governor) as client:
         identity = {"namespace": evil, "pod": evil, "container": evil}
         assert client.ask({**ADMIT, "id": evil, "bundle": evil, "identity": identity}, pidfd)["ok"]
         findings = governor.server.containers[container_key(evil)].findings
@@ -214,10 +221,10 @@ def test_foreign_text_reaches_no_terminal(
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_a_terminal_shows_a_name_as_far_as_it_can(
-    governor: Governor, pidfd: int, encoding: str
+    governor: GovernorThread, pidfd: int, encoding: str
 ) -> None:
     """A container's name must not break the table for the other containers."""
-    with Client(governor) as client:
+    with GovernorClient(governor) as client:
         identity = {"name": "\u0101b"}
         assert client.ask({**ADMIT, "id": "w\u00e9b", "identity": identity}, pidfd)["ok"]
         done = subprocess.run(
@@ -265,7 +272,10 @@ def test_what_an_error_found_reaches_no_terminal(
 
 
 def test_a_file_that_is_wrong_keeps_nobody_from_looking(
-    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    node: GovernorNode,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The governor keeps its old configuration, and an operator that repairs the file has to see containers."""
     bad = tmp_path / "config.yaml"
@@ -465,7 +475,7 @@ def test_files_that_are_not_as_engines_write_them_give_no_name(tmp_path: Path) -
 # ---- inspect ----
 
 
-def test_inspect_shows_all_that_is_known(node: Node) -> None:
+def test_inspect_shows_all_that_is_known(node: GovernorNode) -> None:
     document = json.loads(tidegate(node, "inspect", "train-0", "--json"))
     check("inspect", document)
     assert document["id"] == "a" * 64
@@ -495,7 +505,7 @@ def test_inspect_shows_all_that_is_known(node: Node) -> None:
     ],
 )
 def test_inspect_says_how_long_it_waited_for_its_grants(
-    node: Node, counts: list[int], said: str | None
+    node: GovernorNode, counts: list[int], said: str | None
 ) -> None:
     document = json.loads(tidegate(node, "inspect", "train-0", "--json"))
     device = {**document["devices"][0], "grant_waits": counts}
@@ -506,7 +516,7 @@ def test_inspect_says_how_long_it_waited_for_its_grants(
 # ---- top ----
 
 
-def test_top_prints_plain_lines_into_a_pipe(node: Node) -> None:
+def test_top_prints_plain_lines_into_a_pipe(node: GovernorNode) -> None:
     out = tidegate(node, "top", "--interval", "0.1", "--count", "3")
     assert "\x1b" not in out
     lines = out.splitlines()
@@ -517,7 +527,7 @@ def test_top_prints_plain_lines_into_a_pipe(node: Node) -> None:
     assert "left 60 % 11776 MiB" in lines[1]
 
 
-def test_top_as_json_is_a_document_a_line(node: Node) -> None:
+def test_top_as_json_is_a_document_a_line(node: GovernorNode) -> None:
     lines = tidegate(node, "top", "--interval", "0.1", "--count", "2", "--json").splitlines()
     assert len(lines) == 2
     for line in lines:
@@ -555,7 +565,7 @@ def hear_all() -> None:
 class Terminal:
     """`tidegate top` in a terminal of its own."""
 
-    def __init__(self, node: Node, *arguments: str, kind: str = "xterm") -> None:
+    def __init__(self, node: GovernorNode, *arguments: str, kind: str = "xterm") -> None:
         self.master, slave = pty.openpty()
         termios.tcsetwinsize(slave, (30, 120))
         self.slave = slave
@@ -598,7 +608,7 @@ class Terminal:
         return termios.tcgetattr(self.slave) == self.before
 
 
-def test_top_takes_the_terminal_and_gives_it_back(node: Node) -> None:
+def test_top_takes_the_terminal_and_gives_it_back(node: GovernorNode) -> None:
     with Terminal(node, "--interval", "60") as terminal:
         wait_for(lambda: "ml/train-0" in terminal.read(), "a screen")
         assert terminal.shown.startswith(OPEN)
@@ -620,7 +630,7 @@ def test_top_takes_the_terminal_and_gives_it_back(node: Node) -> None:
     ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
 )
 def test_however_top_ends_the_terminal_is_as_it_was(
-    node: Node, number: signal.Signals, status: int
+    node: GovernorNode, number: signal.Signals, status: int
 ) -> None:
     with Terminal(node, "--interval", "60") as terminal:
         wait_for(lambda: "ml/train-0" in terminal.read(), "a screen")
@@ -634,7 +644,7 @@ def test_however_top_ends_the_terminal_is_as_it_was(
 def test_top_counts_screens_and_waits_for_a_governor_that_is_away(
     tmp_path: Path, gpus: tuple[Path, Path], build_dir: Path
 ) -> None:
-    with Node(tmp_path, gpus, build_dir) as node:
+    with GovernorNode(tmp_path, gpus, build_dir) as node:
         node.container("one")
         with Terminal(node, "--interval", "0.1", "--count", "2") as terminal:
             assert terminal.end() == 0
@@ -650,7 +660,7 @@ def test_top_counts_screens_and_waits_for_a_governor_that_is_away(
             assert terminal.end() == 0
 
 
-def test_top_prints_lines_in_a_terminal_that_can_do_no_more(node: Node) -> None:
+def test_top_prints_lines_in_a_terminal_that_can_do_no_more(node: GovernorNode) -> None:
     with Terminal(node, "--count", "1", kind="dumb") as terminal:
         assert terminal.end() == 0
         assert "ml/train-0" in terminal.shown
@@ -658,14 +668,14 @@ def test_top_prints_lines_in_a_terminal_that_can_do_no_more(node: Node) -> None:
 
 
 def test_what_is_wrong_is_seen_on_a_small_screen(
-    node: Node, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    node: GovernorNode, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rows that do not fit are left out at the end of the table. Lasting violations are always shown."""
     found = json.loads(tidegate(node, "ps", "--json")) * 20
     episode = Episode("memory", found[-1]["devices"][0]["uuid"], 1, 3 * GIB, GIB, began=time.time())
     found[-1] = {**found[-1], "violations": [episode.describe()]}
 
-    class Full:
+    class FullRunner:
         def gpus(self) -> list[dict[str, Any]]:
             return list(node.ask("gpus")["gpus"])
 
@@ -674,7 +684,7 @@ def test_what_is_wrong_is_seen_on_a_small_screen(
 
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("LINES", "12")
-    top._draw(cast("Listing", Full()), 1.0)
+    top._draw(cast("Listing", FullRunner()), 1.0)
     lines = capsys.readouterr().out.split("\r\n")
     assert len(lines) == 12
     assert lines[-1].startswith("\x1b[7mviolation: ")

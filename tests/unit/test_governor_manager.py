@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from governor.manager import feed_watchdog, notify, watchdog_s
-from tests.unit.governor_process import SOON_S, Node, gpus
+from tests.unit.governor_process import SOON_S, GovernorNode, gpus
 
 __all__ = ["gpus"]  # fixtures
 
@@ -97,7 +97,7 @@ def test_a_governor_is_ready_and_lives(
     build_dir: Path,
 ) -> None:
     monkeypatch.setenv("WATCHDOG_USEC", "200000")
-    with Node(tmp_path, gpus, build_dir):
+    with GovernorNode(tmp_path, gpus, build_dir):
         assert manager.recv(100) == b"READY=1"
         for _ in range(3):
             assert manager.recv(100) == b"WATCHDOG=1"

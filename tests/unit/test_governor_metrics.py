@@ -25,18 +25,18 @@ from governor.container import Container
 from governor.counters import Counters, GpuTime, Tally, gpu_time, wait_bound_ms
 from governor.errors import ConfigError, GovernorError
 from governor.httpd import HEAD_LIMIT, MOST_CONNECTIONS, Offer
-from governor.metrics import CLAIM_METRICS, METRICS, WHOSE, Endpoint, collect, listening
+from governor.metrics import CLAIM_METRICS, METRICS, WHOSE, MetricsEndpoint, collect, listening
 from governor.mps import Mps, Tools
 from governor.violations import Episode
 from libcontrol import layout, pages
 from tests.conftest import lack
-from tests.unit.governor_world import GIB, SCRAPE, UUID, Samples, World, until
+from tests.unit.governor_world import GIB, SCRAPE, UUID, MetricsWorld, Samples, until
 from tools import metrics_reference
 
 MIB = 1 << 20
 S = 1_000_000_000
 
-Scene = Callable[[World], Awaitable[None]]
+Scene = Callable[[MetricsWorld], Awaitable[None]]
 
 
 @pytest.fixture
@@ -47,11 +47,11 @@ def play(
 
     def run(scene: Scene) -> None:
         async def whole() -> None:
-            world = World(tmp_path, build_dir / "libcontrol")
+            world = MetricsWorld(tmp_path, build_dir / "libcontrol")
             try:
                 with listening(world.config) as listener:
                     assert listener
-                    endpoint = Endpoint(lambda: collect(world.server))
+                    endpoint = MetricsEndpoint(lambda: collect(world.server))
                     task = asyncio.create_task(endpoint.serve(listener))
                     try:
                         await asyncio.wait_for(scene(world), 60)
@@ -79,7 +79,7 @@ def write(container: Container, slot: int, **values: int) -> None:
 
 
 def test_a_scrape_shows_what_the_governor_knows(play: Callable[[Scene], None]) -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: MetricsWorld) -> None:
         one = await world.admit("one")
         await world.admit('odd "name"\n', memory="2Gi", compute="10")
         with pytest.raises(LookupError, match="refused"):
@@ -151,7 +151,7 @@ def test_a_scrape_shows_what_the_governor_knows(play: Callable[[Scene], None]) -
 
 
 def test_waits_for_grants_are_a_histogram(play: Callable[[Scene], None]) -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: MetricsWorld) -> None:
         one = await world.admit("one")
         waits = Waits((3, 0, 1, *[0] * (N_WAITS - 4), 2), 5 * S)
         one.gpus.waits = lambda _: waits  # type: ignore[method-assign]
@@ -169,7 +169,7 @@ def test_waits_for_grants_are_a_histogram(play: Callable[[Scene], None]) -> None
 def test_counters_of_a_container_stay_when_a_process_ends_and_go_with_the_container(
     play: Callable[[Scene], None],
 ) -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: MetricsWorld) -> None:
         one = await world.admit("one")
         first, second = await world.join(one), await world.join(one)
         write(one, 0, launches=100)
@@ -198,7 +198,7 @@ def test_what_a_gpu_did_does_not_go_back_when_a_container_ends(
 ) -> None:
     """The only container wants the GPU for a while: it holds an open grant, and ends."""
 
-    async def scene(world: World) -> None:
+    async def scene(world: MetricsWorld) -> None:
         one = await world.admit("one", compute="100")
         await world.join(one)
         write(one, 0, want=1)
@@ -259,7 +259,7 @@ def test_a_tally_keeps_what_ended() -> None:
 
 
 def test_formats_and_compression(play: Callable[[Scene], None]) -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: MetricsWorld) -> None:
         await world.admit("one")
         accept = b"Accept: application/openmetrics-text; version=1.0.0\r\n"
         answer = await world.raw(SCRAPE + accept + b"Accept-Encoding: gzip\r\n\r\n")
@@ -300,7 +300,7 @@ def test_formats_and_compression(play: Callable[[Scene], None]) -> None:
 def test_what_is_no_scrape_is_refused(
     play: Callable[[Scene], None], request_: bytes, status: bytes
 ) -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: MetricsWorld) -> None:
         answer = await world.raw(request_)
         assert answer.startswith(b"HTTP/1.1 " + status)
         await world.scrape()
@@ -313,7 +313,7 @@ def test_clients_that_say_nothing_are_sent_away_and_others_are_served_meanwhile(
 ) -> None:
     monkeypatch.setattr("governor.httpd.REQUEST_S", 1.0)
 
-    async def scene(world: World) -> None:
+    async def scene(world: MetricsWorld) -> None:
         silent = [
             await asyncio.open_unix_connection(str(world.path)) for _ in range(MOST_CONNECTIONS - 1)
         ]
@@ -335,7 +335,7 @@ def test_clients_that_say_nothing_are_sent_away_and_others_are_served_meanwhile(
 
 
 def test_connections_without_end_are_few(play: Callable[[Scene], None]) -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: MetricsWorld) -> None:
         def descriptors() -> int:
             return len(list(Path("/proc/self/fd").iterdir()))
 
@@ -357,7 +357,7 @@ def test_a_client_that_does_not_read_is_sent_away(
 ) -> None:
     monkeypatch.setattr("governor.httpd.REQUEST_S", 3.0)
 
-    async def scene(world: World) -> None:
+    async def scene(world: MetricsWorld) -> None:
         for i in range(30):
             await world.admit(f"{i}-" + "x" * 1000, memory="520Mi", compute="1")
         # The answer exceeds a socket's buffer. The governor must not wait for the reader.
@@ -381,7 +381,7 @@ def test_a_client_that_does_not_read_is_sent_away(
 def test_scrapes_near_to_each_other_get_the_same_numbers(
     play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: MetricsWorld) -> None:
         monkeypatch.setattr("governor.metrics.SAME_S", 60.0)
         assert of(await world.scrape(), "containers") == 0
         await world.admit("one")
@@ -432,7 +432,7 @@ def test_a_port_that_is_free_again_is_served(
 
     async def scene(config: Config, taken: socket.socket, port: int) -> None:
         with contextlib.closing(Offer(lambda: listening(config))) as offer:
-            task = asyncio.create_task(offer.serve(Endpoint(list)))
+            task = asyncio.create_task(offer.serve(MetricsEndpoint(list)))
             await asyncio.sleep(0.1)  # about ten tries
             taken.close()
             async with asyncio.timeout(10):

@@ -28,16 +28,16 @@ from governor.mps import (
     DIRECTORY,
     LOG_LIMIT,
     PROGRAM,
-    Event,
     Follower,
     Mps,
+    MpsEvent,
     Tools,
     find_tools,
     read_line,
 )
 from governor.quota import Device
 from tests.conftest import lack
-from vdriver.manifest import File, Manifest
+from vdriver.manifest import Manifest, ManifestFile
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = Device(0, "GPU-00000000-0000-0000-0000-000000000001", "simulated", 16 << 30)
@@ -104,12 +104,12 @@ def test_lines_are_told_once_and_whole(tmp_path: Path, monkeypatch: pytest.Monke
     assert follower.lines() == []
 
 
-def manifest(root: Path, *files: File) -> Manifest:
+def manifest(root: Path, *files: ManifestFile) -> Manifest:
     return Manifest("g", "550.163.01", "nvidia", "x86_64", (), (), (), (), files, str(root), ())
 
 
-def program(name: str, source: str) -> File:
-    return File(f"bin/{name}", "program", source=source)
+def program(name: str, source: str) -> ManifestFile:
+    return ManifestFile(f"bin/{name}", "program", source=source)
 
 
 def test_the_hosts_own_programs_and_libraries_are_used(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_the_hosts_own_programs_and_libraries_are_used(tmp_path: Path) -> None:
             tmp_path,
             program(PROGRAM, f"/usr/bin/{PROGRAM}"),
             program("nvidia-cuda-mps-server", "/usr/sbin/nvidia-cuda-mps-server"),
-            File("lib64/origin/libcuda-origin.so.1", "origin", source="/usr/lib/nvidia/libcuda.so.550.163.01"),
+            ManifestFile("lib64/origin/libcuda-origin.so.1", "origin", source="/usr/lib/nvidia/libcuda.so.550.163.01"),
         )
     )  # fmt: skip
     assert tools == Tools(
@@ -191,7 +191,7 @@ def command(path: Path, text: str) -> None:
 def test_a_daemon_is_started_commanded_killed_and_stopped(tools: Tools, short: Path) -> None:
     if os.geteuid() != 0:
         lack("needs root, as the governor's daemon does")
-    told: list[Event] = []
+    told: list[MpsEvent] = []
     container = short / "container"
     container.mkdir()
     made = Mps(DEVICE, tools, Config(runtime_dir=str(short)), lambda _, event: told.append(event))
@@ -350,7 +350,7 @@ def test_a_client_that_commands_without_end_is_counted_and_told_a_few_times(
 ) -> None:
     if os.geteuid() != 0:
         lack("needs root, as the governor's daemon does")
-    told: list[Event] = []
+    told: list[MpsEvent] = []
     tools = Tools(
         build_dir / "simgpu/mps-control", "/usr/bin:/bin", "/nonexistent", multiuser=False
     )

@@ -59,7 +59,7 @@ def linked(n: int, links: dict[tuple[int, int], int], ancestor: Ancestor = SYS) 
     )
 
 
-class Node:
+class PlacementNode:
     """Books with a policy. Containers are named by consecutive numbers."""
 
     def __init__(self, n: int, topology: Topology, policy: str = "topology") -> None:
@@ -76,20 +76,20 @@ class Node:
 
 
 def test_a_pair_below_one_switch_is_nearer_than_one_across_sockets() -> None:
-    node = Node(8, two_sockets())
+    node = PlacementNode(8, two_sockets())
     node.start(compute=100, devices=0)
     node.start(compute=100, devices=3)
     assert node.start(compute=100, count=2) == [4, 5]  # 1 and 2 are free as well, and on one socket
 
 
 def test_four_are_taken_from_one_socket() -> None:
-    node = Node(8, two_sockets())
+    node = PlacementNode(8, two_sockets())
     node.start(compute=100, devices=1)
     assert node.start(compute=100, count=4) == [4, 5, 6, 7]
 
 
 def test_one_gpu_is_taken_where_the_group_is_broken_already() -> None:
-    node = Node(8, two_sockets())
+    node = PlacementNode(8, two_sockets())
     assert node.start(compute=60) == [0]
     assert node.start(compute=60) == [1]  # 0 has no room
     assert node.start(compute=40) == [0]  # before a GPU that is empty
@@ -99,7 +99,7 @@ def test_one_gpu_is_taken_where_the_group_is_broken_already() -> None:
 
 def test_spread_leaves_no_pair_to_who_comes_next_and_topology_does() -> None:
     pairs = linked(4, {(0, 1): 4, (2, 3): 4})
-    near, spread = Node(4, pairs), Node(4, pairs, "spread")
+    near, spread = PlacementNode(4, pairs), PlacementNode(4, pairs, "spread")
     assert [near.start(compute=30) for _ in range(3)] == [[0], [0], [0]]
     assert near.start(compute=100, count=2) == [2, 3]
     assert [spread.start(compute=30) for _ in range(3)] == [[0], [1], [2]]
@@ -118,7 +118,7 @@ def test_more_nvlinks_are_nearer_than_pcie() -> None:
             for a, b in combinations(range(4), 2)
         },
     )
-    assert Node(4, topology).start(count=2) == [1, 3]
+    assert PlacementNode(4, topology).start(count=2) == [1, 3]
 
 
 def test_a_cube_of_gpus_is_cut_between_its_quads() -> None:
@@ -129,7 +129,7 @@ def test_a_cube_of_gpus_is_cut_between_its_quads() -> None:
         (4, 5): 1, (4, 6): 1, (4, 7): 2, (5, 6): 2, (5, 7): 1, (6, 7): 1,
         (0, 4): 2, (1, 5): 2, (2, 6): 2, (3, 7): 2,
     }  # fmt: skip
-    node = Node(8, linked(8, links))
+    node = PlacementNode(8, linked(8, links))
     assert node.start(compute=100, count=4) == [0, 1, 2, 3]
     assert node.start(compute=100, count=2) == [4, 7]
     assert node.start(compute=100, count=2) == [5, 6]
@@ -138,20 +138,20 @@ def test_a_cube_of_gpus_is_cut_between_its_quads() -> None:
 def test_the_numa_node_decides_where_nothing_else_is_known() -> None:
     names = uuids(4)
     topology = Topology(dict(zip(names, (0, 1, 0, 1), strict=True)), {})
-    node = Node(4, topology)
+    node = PlacementNode(4, topology)
     assert node.start(compute=100, count=2) == [0, 2]
     assert node.start(compute=100, count=2) == [1, 3]
 
 
 def test_where_nothing_is_known_it_packs() -> None:
-    node = Node(3, Topology())
+    node = PlacementNode(3, Topology())
     node.start(compute=30, devices=1)
     assert node.start(compute=30) == [1]
     assert node.start(compute=30, count=2) == [0, 1]
 
 
 def test_named_gpus_are_never_moved() -> None:
-    node = Node(8, two_sockets())
+    node = PlacementNode(8, two_sockets())
     assert node.start(compute=50, devices="7,0") == [7, 0]
     node.start(compute=60, devices="2")
     with pytest.raises(RefusedError, match=r"^GPU 2 has 40 % of its time left"):
@@ -159,7 +159,7 @@ def test_named_gpus_are_never_moved() -> None:
 
 
 def test_a_lost_gpu_is_not_granted_and_is_no_reason_to_keep_its_neighbour() -> None:
-    node = Node(4, linked(4, {(0, 1): 4, (2, 3): 4}))
+    node = PlacementNode(4, linked(4, {(0, 1): 4, (2, 3): 4}))
     node.books.set_lost(uuids(4)[1], "GPU is lost")
     assert node.start(compute=100) == [0]
     with pytest.raises(RefusedError, match=r"^GPU 1 does not answer: GPU is lost; name another"):
@@ -171,7 +171,7 @@ def test_a_lost_gpu_is_not_granted_and_is_no_reason_to_keep_its_neighbour() -> N
 
 
 def test_where_no_gpu_answers_the_reason_is_said() -> None:
-    node = Node(2, Topology())
+    node = PlacementNode(2, Topology())
     for uuid in uuids(2):
         node.books.set_lost(uuid, "GPU is lost")
     with pytest.raises(RefusedError, match=r"^none of 2 GPUs answers: GPU is lost"):
@@ -194,9 +194,9 @@ def test_a_node_whose_gpus_all_fail_says_why() -> None:
 
 def test_more_gpus_than_a_container_may_have_are_refused() -> None:
     with pytest.raises(RefusedError, match="17 GPUs were asked for, a container may have 16"):
-        Node(20, Topology()).start(count=17)
+        PlacementNode(20, Topology()).start(count=17)
     with pytest.raises(RefusedError, match="17 GPUs were asked for, a container may have 16"):
-        Node(20, Topology()).start(devices=",".join(map(str, range(17))))
+        PlacementNode(20, Topology()).start(devices=",".join(map(str, range(17))))
 
 
 def test_a_node_of_many_gpus_is_served_as_well() -> None:
@@ -206,7 +206,7 @@ def test_a_node_of_many_gpus_is_served_as_well() -> None:
         frozenset((names[a], names[b])): Route(0, PIX if a // 4 == b // 4 else SYS)
         for a, b in combinations(range(n), 2)
     }
-    node = Node(n, Topology({}, routes))
+    node = PlacementNode(n, Topology({}, routes))
     node.start(compute=100, devices="1,6,9")
     assert node.start(compute=100, count=4) == [12, 13, 14, 15]
     assert node.start(compute=100, count=3) == [0, 2, 3]
@@ -224,7 +224,7 @@ def test_a_node_of_many_gpus_is_served_as_well() -> None:
 )
 def test_the_manual_s_example(wanted: dict[str, object], chosen: tuple[list[int], ...]) -> None:
     for policy, expected in zip(("spread", "pack", "topology"), chosen, strict=True):
-        node = Node(8, two_sockets(), policy)
+        node = PlacementNode(8, two_sockets(), policy)
         for gpu in (0, 1, 6):
             node.start(compute=60, devices=gpu)
         assert node.start(**wanted) == expected

@@ -67,7 +67,7 @@ CLAIM: dict[str, Any] = {
 VALIDATOR = jsonschema.Draft202012Validator(json.loads(SCHEMA_FILE.read_text()))
 
 
-class Governor:
+class GovernorThread:
     """A server on a thread of its own."""
 
     def __init__(self, directory: Path, library_dir: Path, uuids: Sequence[str] = (UUID,)) -> None:
@@ -114,10 +114,10 @@ class Governor:
         return [path.name for path in (self.directory / "containers").glob("*")]
 
 
-class Client:
+class GovernorClient:
     """A connection to the governor."""
 
-    def __init__(self, governor: Governor) -> None:
+    def __init__(self, governor: GovernorThread) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.settimeout(10)
         self.socket.connect(governor.path)
@@ -150,8 +150,10 @@ class Client:
 
 
 @pytest.fixture
-def governor(request: pytest.FixtureRequest, tmp_path: Path, build_dir: Path) -> Iterator[Governor]:
-    made = Governor(tmp_path, build_dir / "libcontrol", getattr(request, "param", (UUID,)))
+def governor(
+    request: pytest.FixtureRequest, tmp_path: Path, build_dir: Path
+) -> Iterator[GovernorThread]:
+    made = GovernorThread(tmp_path, build_dir / "libcontrol", getattr(request, "param", (UUID,)))
     try:
         yield made
     finally:
@@ -189,8 +191,8 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def listed(governor: Governor) -> list[str]:
-    with Client(governor) as client:
+def listed(governor: GovernorThread) -> list[str]:
+    with GovernorClient(governor) as client:
         return [one["id"] for one in client.ask({"v": 1, "op": "list"})["containers"]]
 
 
@@ -285,9 +287,9 @@ BAD: list[Any] = [
 
 
 def test_what_is_no_request_is_refused_and_the_connection_goes_on(
-    governor: Governor, pidfd: int
+    governor: GovernorThread, pidfd: int
 ) -> None:
-    with Client(governor) as client:
+    with GovernorClient(governor) as client:
         for document in BAD:
             assert not VALIDATOR.is_valid(document)
             code, message = client.error(document)
@@ -302,8 +304,8 @@ def test_what_is_no_request_is_refused_and_the_connection_goes_on(
     assert listed(governor) == []
 
 
-def test_requests_may_come_in_pieces_and_together(governor: Governor) -> None:
-    with Client(governor) as client:
+def test_requests_may_come_in_pieces_and_together(governor: GovernorThread) -> None:
+    with GovernorClient(governor) as client:
         line = b'{"v": 1, "op": "ping"}\n'
         for byte in line[:-1]:
             client.socket.sendall(bytes([byte]))
@@ -313,16 +315,16 @@ def test_requests_may_come_in_pieces_and_together(governor: Governor) -> None:
 
 
 @pytest.mark.parametrize("end", [b"", b"\n"])
-def test_a_line_that_is_too_long_ends_the_connection(governor: Governor, end: bytes) -> None:
-    with Client(governor) as client:
+def test_a_line_that_is_too_long_ends_the_connection(governor: GovernorThread, end: bytes) -> None:
+    with GovernorClient(governor) as client:
         assert client.raw(b'{"v": 1, "op": "ping"' + b" " * LINE_LIMIT + b"}" + end) == b""
     assert listed(governor) == []
 
 
 def test_an_admission_is_confirmed_and_outlives_its_connection(
-    governor: Governor, pidfd: int, sleeper: subprocess.Popen[bytes]
+    governor: GovernorThread, pidfd: int, sleeper: subprocess.Popen[bytes]
 ) -> None:
-    with Client(governor) as client:
+    with GovernorClient(governor) as client:
         answer = client.ask(ADMIT, pidfd)
         directory = governor.directory / "containers" / container_key("one")
         assert answer == {
@@ -346,9 +348,11 @@ def test_an_admission_is_confirmed_and_outlives_its_connection(
     assert governor.directories() == []
 
 
-def test_an_admission_that_is_not_confirmed_is_taken_back(governor: Governor, pidfd: int) -> None:
+def test_an_admission_that_is_not_confirmed_is_taken_back(
+    governor: GovernorThread, pidfd: int
+) -> None:
     for _ in range(3):  # each takes more than half, so its predecessor has to be gone
-        with Client(governor) as client:
+        with GovernorClient(governor) as client:
             assert client.ask(ADMIT, pidfd)["ok"]
             assert governor.directories() == [container_key("one")]
         wait_for(lambda: listed(governor) == [])
@@ -356,10 +360,10 @@ def test_an_admission_that_is_not_confirmed_is_taken_back(governor: Governor, pi
 
 
 def test_an_admission_whose_hook_is_stuck_ends_with_the_container(
-    governor: Governor, pidfd: int, sleeper: subprocess.Popen[bytes]
+    governor: GovernorThread, pidfd: int, sleeper: subprocess.Popen[bytes]
 ) -> None:
     """A root file system that does not answer keeps the hook's process, and its connection open."""
-    with Client(governor) as client:
+    with GovernorClient(governor) as client:
         assert client.ask(ADMIT, pidfd)["ok"]
         sleeper.kill()  # as the runtime does with a start that has failed
         wait_for(lambda: listed(governor) == [])
@@ -369,8 +373,8 @@ def test_an_admission_whose_hook_is_stuck_ends_with_the_container(
     assert listed(governor) == []
 
 
-def test_what_is_reserved_is_kept_for_one_container(governor: Governor, pidfd: int) -> None:
-    with Client(governor) as client:
+def test_what_is_reserved_is_kept_for_one_container(governor: GovernorThread, pidfd: int) -> None:
+    with GovernorClient(governor) as client:
         answer = client.ask(RESERVE)
         assert answer["devices"] == [{"uuid": UUID, "index": 0, "minor": 0}]
         assert answer["expires_s"] == RESERVED_S
@@ -383,17 +387,19 @@ def test_what_is_reserved_is_kept_for_one_container(governor: Governor, pidfd: i
 
 
 @pytest.mark.parametrize("governor", [(UUID, OTHER)], ids=["two GPUs"], indirect=True)
-def test_of_two_that_race_for_one_reservation_one_has_it(governor: Governor, pidfd: int) -> None:
+def test_of_two_that_race_for_one_reservation_one_has_it(
+    governor: GovernorThread, pidfd: int
+) -> None:
     """Both know the reservation's token, as two containers of a copied bundle do.
 
     The loser gets the GPU that has the most room by then.
     """
     third = {"tidegate.gpu/memory": "1Gi", "tidegate.gpu/compute": "30"}
-    with Client(governor) as client:
+    with GovernorClient(governor) as client:
         token = client.ask({**RESERVE, "annotations": third})["reservation"]
     answers: dict[str, dict[str, Any]] = {}
     ready = threading.Barrier(2)
-    clients = {name: Client(governor) for name in ("one", "two")}
+    clients = {name: GovernorClient(governor) for name in ("one", "two")}
 
     def admit(name: str) -> None:
         ready.wait()
@@ -407,7 +413,7 @@ def test_of_two_that_race_for_one_reservation_one_has_it(governor: Governor, pid
         thread.join()
     given = [[device["uuid"] for device in answer["devices"]] for answer in answers.values()]
     assert sorted(given) == [[UUID], [OTHER]]
-    with Client(governor) as client:
+    with GovernorClient(governor) as client:
         gpus = client.ask({"v": 1, "op": "gpus"})["gpus"]
     assert [gpu["compute_left"] for gpu in gpus] == [70, 70]
     for one in clients.values():
@@ -415,10 +421,10 @@ def test_of_two_that_race_for_one_reservation_one_has_it(governor: Governor, pid
 
 
 def test_who_redeems_another_s_reservation_has_its_own_quota_alone(
-    governor: Governor, pidfd: int
+    governor: GovernorThread, pidfd: int
 ) -> None:
     """A reservation names GPUs. The quota on them is asked for and counted again."""
-    with Client(governor) as client:
+    with GovernorClient(governor) as client:
         small = {"tidegate.gpu/memory": "1Gi", "tidegate.gpu/compute": "10"}
         token = client.ask({**RESERVE, "annotations": small})["reservation"]
         assert client.ask(ADMIT, pidfd)["ok"]
@@ -430,19 +436,19 @@ def test_who_redeems_another_s_reservation_has_its_own_quota_alone(
         assert client.ask(late, pidfd)["memory"] == GIB
 
 
-def test_a_guessed_reservation_is_none(governor: Governor, pidfd: int) -> None:
-    with Client(governor) as client:
+def test_a_guessed_reservation_is_none(governor: GovernorThread, pidfd: int) -> None:
+    with GovernorClient(governor) as client:
         token = client.ask(RESERVE)["reservation"]
         assert len(token) == 32
         for guess in ("", "x", token[:-1], token.upper() + "0", f"reservation {token}"):
-            with Client(governor) as guesser:
+            with GovernorClient(governor) as guesser:
                 assert guesser.error({**ADMIT, "reservation": guess}, pidfd)[0] == "refused", guess
                 assert guesser.error({**RESERVE, "replaces": guess})[0] == "refused", guess
         assert client.ask({**ADMIT, "reservation": token}, pidfd)["ok"]
 
 
-def test_a_reservation_that_is_replaced_is_gone(governor: Governor, pidfd: int) -> None:
-    with Client(governor) as client:
+def test_a_reservation_that_is_replaced_is_gone(governor: GovernorThread, pidfd: int) -> None:
+    with GovernorClient(governor) as client:
         first = client.ask(RESERVE)["reservation"]
         second = client.ask({**RESERVE, "replaces": first})["reservation"]
         assert first != second
@@ -451,26 +457,26 @@ def test_a_reservation_that_is_replaced_is_gone(governor: Governor, pidfd: int) 
 
 
 def test_a_reservation_that_nobody_confirms_expires(
-    governor: Governor, pidfd: int, monkeypatch: pytest.MonkeyPatch
+    governor: GovernorThread, pidfd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("governor.reservations.RESERVED_S", 0.2)
-    with Client(governor) as client:
+    with GovernorClient(governor) as client:
         token = client.ask(RESERVE)["reservation"]
         wait_for(lambda: client.ask({"v": 1, "op": "gpus"})["gpus"][0]["compute_left"] == 100)
         # A container that comes late gets what is left.
         assert client.ask({**ADMIT, "reservation": token}, pidfd)["ok"]
 
 
-def test_a_refused_reservation_leaves_nothing(governor: Governor) -> None:
-    with Client(governor) as client:
+def test_a_refused_reservation_leaves_nothing(governor: GovernorThread) -> None:
+    with GovernorClient(governor) as client:
         wrong = {**RESERVE, "annotations": {"tidegate.gpu/memory": "1Ti"}}
         assert client.error(wrong)[0] == "refused"
         assert client.ask({"v": 1, "op": "gpus"})["gpus"][0]["compute_left"] == 100
 
 
-def test_release(governor: Governor, pidfd: int, sleeper: subprocess.Popen[bytes]) -> None:
+def test_release(governor: GovernorThread, pidfd: int, sleeper: subprocess.Popen[bytes]) -> None:
     """A running container cannot be released: another engine with a container of the same id could end it."""
-    with Client(governor) as client:
+    with GovernorClient(governor) as client:
         assert client.ask(ADMIT, pidfd)["ok"]
         assert client.ask({"v": 1, "op": "confirm"})["ok"]
         assert client.ask({"v": 1, "op": "release", "id": "stranger"}) == {"ok": True}
@@ -485,8 +491,8 @@ def test_release(governor: Governor, pidfd: int, sleeper: subprocess.Popen[bytes
         assert client.error({"v": 1, "op": "confirm"})[0] == "request"
 
 
-def test_an_id_is_admitted_once(governor: Governor, pidfd: int) -> None:
-    with Client(governor) as client, Client(governor) as other:
+def test_an_id_is_admitted_once(governor: GovernorThread, pidfd: int) -> None:
+    with GovernorClient(governor) as client, GovernorClient(governor) as other:
         assert client.ask(ADMIT, pidfd)["ok"]
         code, message = other.error(ADMIT, pidfd)
         assert (code, message) == ("refused", "container 'one' is already registered")
@@ -496,9 +502,9 @@ def test_an_id_is_admitted_once(governor: Governor, pidfd: int) -> None:
 
 
 def test_a_hook_that_is_entered_twice_finds_its_container_prepared(
-    governor: Governor, pidfd: int
+    governor: GovernorThread, pidfd: int
 ) -> None:
-    with Client(governor) as client, Client(governor) as other:
+    with GovernorClient(governor) as client, GovernorClient(governor) as other:
         answer = client.ask(ADMIT, pidfd)
         assert other.error(ADMIT, pidfd)[0] == "refused"  # the first hook is still at work
         assert client.ask({"v": 1, "op": "confirm"})["ok"]
@@ -507,7 +513,7 @@ def test_a_hook_that_is_entered_twice_finds_its_container_prepared(
     stranger = subprocess.Popen(["sleep", "60"])
     try:
         fd = os.pidfd_open(stranger.pid)
-        with Client(governor) as client:
+        with GovernorClient(governor) as client:
             assert client.error(ADMIT, fd)[0] == "refused"
         os.close(fd)
     finally:
@@ -515,14 +521,14 @@ def test_a_hook_that_is_entered_twice_finds_its_container_prepared(
         stranger.wait()
 
 
-def test_an_admission_without_a_pidfd_is_refused(governor: Governor) -> None:
-    with Client(governor) as client:
+def test_an_admission_without_a_pidfd_is_refused(governor: GovernorThread) -> None:
+    with GovernorClient(governor) as client:
         assert client.error(ADMIT) == ("request", "admit came without a pidfd")
     assert listed(governor) == []
 
 
-def test_confirm_needs_an_admission(governor: Governor) -> None:
-    with Client(governor) as client:
+def test_confirm_needs_an_admission(governor: GovernorThread) -> None:
+    with GovernorClient(governor) as client:
         assert client.error({"v": 1, "op": "confirm"})[0] == "request"
 
 
@@ -536,19 +542,19 @@ def test_confirm_needs_an_admission(governor: Governor) -> None:
     ],
 )
 def test_a_refusal_leaves_nothing(
-    governor: Governor, pidfd: int, annotations: dict[str, str], code: str
+    governor: GovernorThread, pidfd: int, annotations: dict[str, str], code: str
 ) -> None:
-    with Client(governor) as client:
+    with GovernorClient(governor) as client:
         assert client.error({**ADMIT, "annotations": annotations}, pidfd)[0] == code
         assert governor.directories() == []
         assert client.ask(ADMIT, pidfd)["ok"]  # the same connection may try again
 
 
-def test_a_gpu_that_takes_no_more_leaves_nothing(governor: Governor, pidfd: int) -> None:
+def test_a_gpu_that_takes_no_more_leaves_nothing(governor: GovernorThread, pidfd: int) -> None:
     with mmap.mmap(-1, layout.GRANT_SIZE) as grant, mmap.mmap(-1, layout.LEDGER_SIZE) as ledger:
         tenants = [governor.runner.add(0, WHOLE, grant, 0, ledger) for _ in range(256)]
         try:
-            with Client(governor) as client:
+            with GovernorClient(governor) as client:
                 for _ in range(3):  # each asks for more than half, so nothing may stay in the books
                     code, message = client.error(ADMIT, pidfd)
                     assert (code, message) == ("governor", "256 containers share this GPU already")
@@ -557,11 +563,11 @@ def test_a_gpu_that_takes_no_more_leaves_nothing(governor: Governor, pidfd: int)
         finally:
             for tenant in tenants:
                 governor.runner.remove(tenant)
-    with Client(governor) as client:
+    with GovernorClient(governor) as client:
         assert client.ask(ADMIT, pidfd)["ok"]
 
 
-def test_who_floods_his_socket_keeps_the_gpu_from_nobody(governor: Governor) -> None:
+def test_who_floods_his_socket_keeps_the_gpu_from_nobody(governor: GovernorThread) -> None:
     noisy, ours = socket.socketpair()
     governor.runner.watch(ours.fileno())
     stop = threading.Event()
@@ -595,7 +601,7 @@ def test_who_floods_his_socket_keeps_the_gpu_from_nobody(governor: Governor) -> 
             governor.runner.remove(tenant)
 
 
-def test_what_a_page_granted_before_is_taken_back(governor: Governor) -> None:
+def test_what_a_page_granted_before_is_taken_back(governor: GovernorThread) -> None:
     """A grant on the page of a previous governor does not belong to any container any more."""
     epoch = 2**31 + 17
     with mmap.mmap(-1, layout.GRANT_SIZE) as grant, mmap.mmap(-1, layout.LEDGER_SIZE) as ledger:
@@ -618,26 +624,30 @@ def test_what_a_page_granted_before_is_taken_back(governor: Governor) -> None:
             governor.runner.remove(tenant)
 
 
-def test_a_directory_that_cannot_be_made_leaves_nothing(governor: Governor, pidfd: int) -> None:
+def test_a_directory_that_cannot_be_made_leaves_nothing(
+    governor: GovernorThread, pidfd: int
+) -> None:
     blocked = governor.directory / "containers"
     blocked.write_text("not a directory\n")
     before = descriptors()
-    with Client(governor) as client:
+    with GovernorClient(governor) as client:
         for _ in range(3):
             code, message = client.error(ADMIT, pidfd)
             assert code == "refused"
             assert message.startswith("the container's directory cannot be made")
     wait_for(lambda: descriptors() <= before)
     blocked.unlink()
-    with Client(governor) as client:
+    with GovernorClient(governor) as client:
         assert client.ask(ADMIT, pidfd)["ok"]
 
 
-def test_what_is_open_for_a_container_is_closed_with_it(governor: Governor, pidfd: int) -> None:
+def test_what_is_open_for_a_container_is_closed_with_it(
+    governor: GovernorThread, pidfd: int
+) -> None:
     """This must not wait for Python's cycle collector: a node that starts many containers would run out."""
 
     def begin_and_end() -> None:
-        with Client(governor) as client:
+        with GovernorClient(governor) as client:
             assert client.ask(ADMIT, pidfd)["ok"]
         wait_for(lambda: listed(governor) == [])
 
@@ -653,11 +663,11 @@ def test_what_is_open_for_a_container_is_closed_with_it(governor: Governor, pidf
 
 
 def test_a_container_that_is_dead_already_is_struck_out(
-    governor: Governor, pidfd: int, sleeper: subprocess.Popen[bytes]
+    governor: GovernorThread, pidfd: int, sleeper: subprocess.Popen[bytes]
 ) -> None:
     sleeper.kill()
     sleeper.wait()
-    with Client(governor) as client:
+    with GovernorClient(governor) as client:
         assert client.ask(ADMIT, pidfd)["ok"]
         wait_for(lambda: listed(governor) == [])
         assert client.error({"v": 1, "op": "confirm"})[0] == "request"
@@ -666,8 +676,8 @@ def test_a_container_that_is_dead_already_is_struck_out(
 # ---- another quota for a container that runs ----
 
 
-def test_a_new_quota_holds_from_now_on(governor: Governor, pidfd: int) -> None:
-    with Client(governor) as client:
+def test_a_new_quota_holds_from_now_on(governor: GovernorThread, pidfd: int) -> None:
+    with GovernorClient(governor) as client:
         assert client.ask(ADMIT, pidfd)["ok"]
         assert client.ask({"v": 1, "op": "confirm"})["ok"]
         new = {"memory": 8 * GIB, "compute": 20, "compute_limit": 90, "class": "latency"}
@@ -689,9 +699,9 @@ def test_a_new_quota_holds_from_now_on(governor: Governor, pidfd: int) -> None:
 
 
 def test_a_strict_container_stays_strict_and_an_elastic_one_elastic(
-    governor: Governor, pidfd: int
+    governor: GovernorThread, pidfd: int
 ) -> None:
-    with Client(governor) as client:
+    with GovernorClient(governor) as client:
         assert client.ask(ADMIT, pidfd)["ok"]  # 60, and no more
         change = {"v": 1, "op": "set", "id": "one"}
         assert client.ask({**change, "compute": 30})["compute_limit"] == 30
@@ -711,10 +721,10 @@ def test_a_strict_container_stays_strict_and_an_elastic_one_elastic(
     ],
 )
 def test_a_quota_that_cannot_be_changes_nothing(
-    governor: Governor, pidfd: int, change: dict[str, int], words: str
+    governor: GovernorThread, pidfd: int, change: dict[str, int], words: str
 ) -> None:
     small = {"tidegate.gpu/memory": "4Gi", "tidegate.gpu/compute": "30"}
-    with Client(governor) as client, Client(governor) as other:
+    with GovernorClient(governor) as client, GovernorClient(governor) as other:
         assert client.ask(ADMIT, pidfd)["ok"]  # 60 %
         assert other.ask({**ADMIT, "id": "two", "annotations": small}, pidfd)["ok"]
         before = client.ask({"v": 1, "op": "list"})["containers"]
@@ -724,8 +734,8 @@ def test_a_quota_that_cannot_be_changes_nothing(
         assert client.ask({"v": 1, "op": "list"})["containers"] == before
 
 
-def test_memory_that_is_in_use_is_not_taken_away(governor: Governor, pidfd: int) -> None:
-    with Client(governor) as client:
+def test_memory_that_is_in_use_is_not_taken_away(governor: GovernorThread, pidfd: int) -> None:
+    with GovernorClient(governor) as client:
         assert client.ask(ADMIT, pidfd)["ok"]
         container = governor.server.containers[container_key("one")]
         container.account.used = lambda _: 3 * GIB  # type: ignore[method-assign]
@@ -744,14 +754,14 @@ def test_memory_that_is_in_use_is_not_taken_away(governor: Governor, pidfd: int)
         assert client.ask({**change, "memory": 4 * GIB})["memory"] == 4 * GIB
 
 
-def test_who_is_not_there_has_no_quota(governor: Governor) -> None:
-    with Client(governor) as client:
+def test_who_is_not_there_has_no_quota(governor: GovernorThread) -> None:
+    with GovernorClient(governor) as client:
         code, message = client.error({"v": 1, "op": "set", "id": "nobody", "compute": 1})
         assert (code, message) == ("refused", "no container 'nobody' shares a GPU of this node")
 
 
 def test_the_command_names_a_container_by_its_beginning(
-    governor: Governor, pidfd: int, capsys: pytest.CaptureFixture[str]
+    governor: GovernorThread, pidfd: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def tidegate(*arguments: str) -> tuple[int, str]:
         status = cli.main(["set", *arguments, "--runtime-dir", str(governor.directory)])
@@ -759,7 +769,7 @@ def test_the_command_names_a_container_by_its_beginning(
         # The governor in this process logs to the same place.
         return status, (told.err or told.out).splitlines()[-1]
 
-    with Client(governor) as client, Client(governor) as other:
+    with GovernorClient(governor) as client, GovernorClient(governor) as other:
         assert client.ask({**ADMIT, "id": "abcdef"}, pidfd)["ok"]
         small = {"tidegate.gpu/memory": "1Gi", "tidegate.gpu/compute": "10"}
         assert other.ask({**ADMIT, "id": "abxyz", "annotations": small}, pidfd)["ok"]
@@ -776,8 +786,8 @@ def test_the_command_names_a_container_by_its_beginning(
         )  # fmt: skip
 
 
-def test_the_gpus_are_told_with_what_is_left_of_them(governor: Governor, pidfd: int) -> None:
-    with Client(governor) as client:
+def test_the_gpus_are_told_with_what_is_left_of_them(governor: GovernorThread, pidfd: int) -> None:
+    with GovernorClient(governor) as client:
         assert client.ask(ADMIT, pidfd)["ok"]  # 4 GiB, 60 %
         assert client.ask({"v": 1, "op": "gpus"}) == {
             "ok": True,
@@ -811,12 +821,12 @@ def test_the_gpus_are_told_with_what_is_left_of_them(governor: Governor, pidfd: 
 
 
 @pytest.mark.hypothesis
-def test_the_governor_answers_any_line_with_one(governor: Governor, pidfd: int) -> None:
+def test_the_governor_answers_any_line_with_one(governor: GovernorThread, pidfd: int) -> None:
     """Whatever is asked gets an answer that its schema accepts, and the next request is served."""
     ours = {"admit": "admitted", "reserve": "reserved"}
     lines = [entry.data for entry in corpus("request") if b"\n" not in entry.data]
 
-    def ask(client: Client, line: bytes) -> None:
+    def ask(client: GovernorClient, line: bytes) -> None:
         answer = client.raw(line + b"\n", pidfd)
         document = json.loads(answer)
         assert is_valid("answer", answer), (line, answer)
@@ -828,13 +838,13 @@ def test_the_governor_answers_any_line_with_one(governor: Governor, pidfd: int) 
     @settings(max_examples=examples(100), deadline=None, suppress_health_check=list(HealthCheck))
     @given(data=mutated("request"), more=mutated("request"))
     def holds(data: bytes, more: bytes) -> None:
-        with Client(governor) as client:
+        with GovernorClient(governor) as client:
             for line in (data.replace(b"\n", b" "), more.replace(b"\n", b" ")):
                 if len(line) < 60000:
                     ask(client, line)
             assert client.ask({"v": 1, "op": "list"})["ok"]
 
     for line in lines:  # each sends a descriptor, which belongs to its connection
-        with Client(governor) as client:
+        with GovernorClient(governor) as client:
             ask(client, line)
     holds()

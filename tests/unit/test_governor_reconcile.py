@@ -338,7 +338,7 @@ def test_what_a_pool_is_found_without_during_a_look_was_missing_in_the_one_befor
 
 def test_books_that_change_while_they_are_read_are_uncertain_by_as_much() -> None:
     """Between reads of two fields, a pool is found to have 200 bytes less."""
-    guest = Guest()
+    guest = BusyProcess()
     for name in ("memory", "pooled"):
         guest.write(name, 300)
 
@@ -441,7 +441,7 @@ def test_what_the_driver_took_is_debt_although_the_books_move() -> None:
     assert debt.look(20, 600, before, after) == 500  # not a second time
 
 
-class Guest:
+class BusyProcess:
     """A process that does everything at once, step by step. `there` is what the driver has of it."""
 
     OVERHEAD = 40
@@ -550,7 +550,7 @@ class Guest:
 def test_debt_is_what_the_driver_took_whatever_goes_on_meanwhile(seed: int, often: float) -> None:
     """The process continues between any two numbers that the governor reads."""
     draw = random.Random(seed)  # noqa: S311
-    guest, debt = Guest(), Debt()
+    guest, debt = BusyProcess(), Debt()
     original = pages.read
 
     def go_on() -> None:
@@ -566,12 +566,14 @@ def test_debt_is_what_the_driver_took_whatever_goes_on_meanwhile(seed: int, ofte
         with patch.object(pages, "read", read):
             before = read_charge(guest.ledger, 0, 0, 2**40)
         go_on()
-        seen = Guest.OVERHEAD + guest.there
+        seen = BusyProcess.OVERHEAD + guest.there
         go_on()
         with patch.object(pages, "read", read):
             after = read_charge(guest.ledger, 0, 0, 2**40)
         guest.clock += 1
-        assert debt.look(2 + look, seen, before, after, ended_ns=guest.clock) == Guest.OVERHEAD
+        assert (
+            debt.look(2 + look, seen, before, after, ended_ns=guest.clock) == BusyProcess.OVERHEAD
+        )
 
 
 @settings(max_examples=examples(200), deadline=None)

@@ -93,7 +93,7 @@ for line in sys.stdin:
 """
 
 
-class StubRunner:
+class IdleRunner:
     """An arbiter's thread that does nothing."""
 
     together = None
@@ -145,7 +145,7 @@ class Child:
         self.process.communicate()
 
 
-class World:
+class RecoveryWorld:
     """Successive governors on the same directories."""
 
     def __init__(self, directory: Path) -> None:
@@ -153,7 +153,7 @@ class World:
         self.containers_dir = directory / "run" / "containers"
         self.containers_dir.mkdir(parents=True)
         self.children: list[Child] = []
-        self.runner = StubRunner()
+        self.runner = IdleRunner()
         self.state = State(directory / "state" / NAME)
         self.server = cast("Server", None)
         self.devices = [DEVICE]
@@ -210,7 +210,7 @@ class World:
             child.kill()
 
 
-Play = Callable[[Callable[[World], Awaitable[None]]], None]
+Play = Callable[[Callable[[RecoveryWorld], Awaitable[None]]], None]
 
 
 @pytest.fixture
@@ -218,9 +218,9 @@ def play() -> Iterator[Play]:
     """Run a coroutine function in a world of its own with short paths for its sockets."""
     directory = Path(tempfile.mkdtemp())
 
-    def run(scene: Callable[[World], Awaitable[None]]) -> None:
+    def run(scene: Callable[[RecoveryWorld], Awaitable[None]]) -> None:
         async def whole() -> None:
-            world = World(directory)
+            world = RecoveryWorld(directory)
             try:
                 await world.start()
                 await asyncio.wait_for(scene(world), 60)
@@ -251,7 +251,7 @@ def charged(container: Container) -> list[int]:
 
 
 def test_processes_keep_their_slots_and_their_charges(play: Play) -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: RecoveryWorld) -> None:
         container = await world.admit()
         a, b, c = (world.child(container) for _ in range(3))
         assert [(await child.numbers("register"))[0] for child in (a, b, c)] == [0, 1, 2]
@@ -280,7 +280,7 @@ def test_processes_keep_their_slots_and_their_charges(play: Play) -> None:
 
 
 def test_nothing_comes_back_that_was_not_there(play: Play) -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: RecoveryWorld) -> None:
         container = await world.admit()
         stranger = world.child(container)
         assert await stranger.numbers("again") == (layout.NO_SLOT, 0)
@@ -290,7 +290,7 @@ def test_nothing_comes_back_that_was_not_there(play: Play) -> None:
 
 
 def test_who_became_another_program_meanwhile_is_a_new_process(play: Play) -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: RecoveryWorld) -> None:
         container = await world.admit()
         child = world.child(container)
         await child.numbers("register")
@@ -344,7 +344,7 @@ def test_who_is_of_a_container_is_not_asked_where_it_has_moved_to(
 ) -> None:
     """The first process may move to a group below its own, as systemd does, before or after any process registers."""
 
-    async def scene(world: World) -> None:
+    async def scene(world: RecoveryWorld) -> None:
         first = Child(Path("/"))
         world.children.append(first)
         groups("", first.pid)
@@ -378,7 +378,7 @@ def test_who_is_of_a_container_is_not_asked_where_it_has_moved_to(
 def test_a_container_without_a_control_group_of_its_own_is_said(
     play: Play, groups: Callable[[str, int], None]
 ) -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: RecoveryWorld) -> None:
         with capture_logs() as logs:
             container = await world.admit()
             other = Child(Path("/"))
@@ -401,7 +401,7 @@ def test_a_container_without_a_control_group_of_its_own_is_said(
 def test_strangers_keep_no_process_of_a_container_s_own_out(
     play: Play, groups: Callable[[str, int], None]
 ) -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: RecoveryWorld) -> None:
         first = Child(Path("/"))
         world.children.append(first)
         groups("", first.pid)
@@ -434,7 +434,7 @@ def test_strangers_keep_no_process_of_a_container_s_own_out(
 
 
 def test_a_container_that_ended_meanwhile_is_gone(play: Play) -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: RecoveryWorld) -> None:
         container = await world.admit()
         stays = await world.admit("two")
         await world.stop()
@@ -449,7 +449,7 @@ def test_a_container_that_ended_meanwhile_is_gone(play: Play) -> None:
 
 
 def test_a_container_that_nobody_confirmed_is_taken_back(play: Play) -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: RecoveryWorld) -> None:
         container = await world.admit(confirm=False)
         assert world.state.containers[container.key].confirmed is False
         row = world.state.containers[container.key]
@@ -469,7 +469,7 @@ def test_a_container_that_nobody_confirmed_is_taken_back(play: Play) -> None:
 
 
 def test_the_page_says_the_quota_that_counts(play: Play) -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: RecoveryWorld) -> None:
         container = await world.admit()
         world.server.admissions.set(
             {"id": "one", "memory": 5 * GIB, "compute": 20, "compute_limit": 70}
@@ -493,7 +493,7 @@ def test_the_page_says_the_quota_that_counts(play: Play) -> None:
 
 
 def test_what_the_page_says_of_memory_holds_until_the_first_look(play: Play) -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: RecoveryWorld) -> None:
         container = await world.admit()
         a, b = world.child(container), world.child(container)
         await a.numbers("register")
@@ -562,7 +562,7 @@ def everybodys(page: Path) -> None:
 
 @pytest.mark.parametrize("damage", [remove, cut, blank, other_gpu, fifo, link, everybodys])
 def test_a_grant_page_that_is_damaged_is_said_and_made_anew(play, capsys, damage) -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: RecoveryWorld) -> None:
         container = await world.admit()
         child = world.child(container)
         await child.numbers("register")
@@ -581,7 +581,7 @@ def test_a_grant_page_that_is_damaged_is_said_and_made_anew(play, capsys, damage
 
 
 def test_a_gpu_that_is_gone_keeps_its_container_and_nobody_else(play, capsys) -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: RecoveryWorld) -> None:
         container = await world.admit()
         await world.stop()
         world.devices = [replace(DEVICE, uuid=UUID[:-1] + "2")]
@@ -598,7 +598,7 @@ def test_a_gpu_that_is_gone_keeps_its_container_and_nobody_else(play, capsys) ->
 
 
 def test_directories_that_nobody_has_mounted_are_removed(play: Play) -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: RecoveryWorld) -> None:
         container = await world.admit()
         await world.stop()
         for name in ("0123456789abcdef", "not-ours"):
@@ -615,7 +615,7 @@ def test_a_container_whose_socket_cannot_be_made_still_ends(
     def fail(*_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    async def scene(world: World) -> None:
+    async def scene(world: RecoveryWorld) -> None:
         container = await world.admit()
         child = world.child(container)
         await child.numbers("register")
@@ -638,7 +638,7 @@ def test_a_directory_stays_where_processes_may_not_be_looked_at(
     def refuse(_: str) -> str:
         raise PermissionError
 
-    async def scene(world: World) -> None:
+    async def scene(world: RecoveryWorld) -> None:
         await world.stop()
         left = world.containers_dir / "0123456789abcdef"
         left.mkdir()
@@ -656,7 +656,7 @@ def test_a_directory_stays_where_processes_may_not_be_looked_at(
 
 
 def test_a_disk_that_cannot_be_written_refuses_who_is_new_and_nobody_else(play: Play) -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: RecoveryWorld) -> None:
         container = await world.admit()
         quota = container.quota
         assert world.state._db is not None
@@ -764,7 +764,7 @@ def test_nothing_is_opened_that_is_not_a_memfd(tmp_path: Path) -> None:
 
 
 def test_a_governor_survives_what_a_container_maps(play: Play) -> None:
-    async def scene(world: World) -> None:
+    async def scene(world: RecoveryWorld) -> None:
         container = await world.admit()
         child = world.child(container)
         _, inode = await child.numbers("register")
@@ -887,7 +887,7 @@ def test_no_ledger_ends_the_governor(play: Play) -> None:
     whole = [b"\xff" * layout.LEDGER_SIZE, bytes(layout.LEDGER_SIZE)]
     numbers = [0, 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1]
 
-    async def scene(world: World) -> None:
+    async def scene(world: RecoveryWorld) -> None:
         container = await world.admit()
         children = [world.child(container) for _ in range(3)]
         for child in children:

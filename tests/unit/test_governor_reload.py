@@ -23,14 +23,14 @@ import jsonschema
 import pytest
 
 from governor import cli, daemon
-from governor.config import Config, Loaded, effect_of
+from governor.config import Config, LoadedConfig, effect_of
 from governor.container import container_key
 from governor.doctor.checks import examine
 from governor.doctor.node import open_node
 from governor.errors import ConfigError
-from governor.settings import Settings
+from governor.settings import SettingsInForce
 from tests.unit.doctor_nodes import words
-from tests.unit.governor_process import ROOT, Node, gpus, setting, wait_for
+from tests.unit.governor_process import ROOT, GovernorNode, gpus, setting, wait_for
 
 __all__ = ["gpus"]  # a fixture
 
@@ -38,12 +38,12 @@ OUTPUTS = json.loads((ROOT / "governor/outputs.schema.json").read_text())
 
 
 @pytest.fixture
-def node(tmp_path: Path, gpus: tuple[Path, Path], build_dir: Path) -> Iterator[Node]:
-    with Node(tmp_path, gpus, build_dir) as made:
+def node(tmp_path: Path, gpus: tuple[Path, Path], build_dir: Path) -> Iterator[GovernorNode]:
+    with GovernorNode(tmp_path, gpus, build_dir) as made:
         yield made
 
 
-def test_a_port_that_cannot_be_had_keeps_no_governor_from_its_work(node: Node) -> None:
+def test_a_port_that_cannot_be_had_keeps_no_governor_from_its_work(node: GovernorNode) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -58,7 +58,7 @@ def test_a_port_that_cannot_be_had_keeps_no_governor_from_its_work(node: Node) -
         assert node.ask("ping")["ok"]
 
 
-def tidegate(node: Node, *arguments: str) -> tuple[int, list[str], str]:
+def tidegate(node: GovernorNode, *arguments: str) -> tuple[int, list[str], str]:
     """Run the command and return its status, its lines and its error."""
     done = subprocess.run(
         [sys.executable, "-m", "governor.cli", *arguments, "--runtime-dir", node.config.runtime_dir],
@@ -73,14 +73,16 @@ def check(verb: str, document: object) -> None:
     jsonschema.Draft202012Validator(schema).validate(document)
 
 
-def in_force(node: Node) -> list[str]:
+def in_force(node: GovernorNode) -> list[str]:
     """Return what doctor reports of the configuration in force."""
     opened = open_node(config_file=str(node.file), runtime_dir=node.config.runtime_dir)
     found = examine(opened, ["governor.in-force"])
     return [words(one) for one in found]
 
 
-def test_a_reload_says_what_counts_now_what_next_and_what_needs_a_restart(node: Node) -> None:
+def test_a_reload_says_what_counts_now_what_next_and_what_needs_a_restart(
+    node: GovernorNode,
+) -> None:
     directory = node.container()
     with pytest.raises(LookupError, match="memory is missing"):
         node.container("two", annotations={"compute": "10"})
@@ -139,7 +141,7 @@ def test_a_reload_says_what_counts_now_what_next_and_what_needs_a_restart(node: 
     assert in_force(node) == [f"ok: the governor has the configuration of its files: {node.file}"]
 
 
-def test_check_tells_which_files_and_keeps_what_is_promised(node: Node) -> None:
+def test_check_tells_which_files_and_keeps_what_is_promised(node: GovernorNode) -> None:
     drop_in = node.drop_ins / "10-a.yaml"
     drop_in.write_text("placement: pack\n")
     _, lines, _ = tidegate(node, "check", "--json", "--config", str(node.file))
@@ -152,7 +154,7 @@ def test_check_tells_which_files_and_keeps_what_is_promised(node: Node) -> None:
     assert lines[0] == f"configuration: {node.file}, {drop_in}: accepted"
 
 
-def test_what_needs_a_restart_is_there_after_one(node: Node) -> None:
+def test_what_needs_a_restart_is_there_after_one(node: GovernorNode) -> None:
     directory = node.container()
     node.write(lookahead_us=77)
     assert "needs systemctl restart" in tidegate(node, "reload")[1][1]
@@ -164,7 +166,7 @@ def test_what_needs_a_restart_is_there_after_one(node: Node) -> None:
     assert node.ask("config")["configuration"]["lookahead_us"] == 77
 
 
-def spoil(node: Node, how: str) -> None:
+def spoil(node: GovernorNode, how: str) -> None:
     """Make the configuration wrong in this way."""
     bad = node.drop_ins / "50-bad.yaml"
     match how:
@@ -197,7 +199,7 @@ def spoil(node: Node, how: str) -> None:
 
 @pytest.mark.parametrize("way", ["reload", "SIGHUP"])
 def test_a_bad_file_changes_nothing_and_is_said(
-    node: Node, way: str, capsys: pytest.CaptureFixture[str]
+    node: GovernorNode, way: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert node.process is not None
     directory = node.container()
@@ -263,7 +265,7 @@ def test_a_bad_file_changes_nothing_and_is_said(
     assert in_force(node) == [f"ok: the governor has the configuration of its files: {node.file}"]
 
 
-def test_a_governor_does_not_start_with_a_bad_file(node: Node) -> None:
+def test_a_governor_does_not_start_with_a_bad_file(node: GovernorNode) -> None:
     assert node.stop() == 0
     spoil(node, "misspelt")
     done = subprocess.run(
@@ -290,7 +292,7 @@ sys.exit(daemon.main())
 """
 
 
-def test_a_hangup_before_anybody_hears_it_waits(node: Node) -> None:
+def test_a_hangup_before_anybody_hears_it_waits(node: GovernorNode) -> None:
     """Otherwise it would end the process. The files may have changed since they were read."""
     assert node.stop() == 0
     assert node.events("configuration-loaded") == []
@@ -298,7 +300,7 @@ def test_a_hangup_before_anybody_hears_it_waits(node: Node) -> None:
     wait_for(lambda: node.events("configuration-loaded"), "what became of the hangup")
 
 
-def test_many_at_once_are_done_one_after_the_other(node: Node) -> None:
+def test_many_at_once_are_done_one_after_the_other(node: GovernorNode) -> None:
     node.write(placement="pack")
     commands = [
         subprocess.Popen(
@@ -318,14 +320,14 @@ def test_a_mistake_of_ours_in_reading_changes_nothing() -> None:
     texts: list[Any] = [Config(placement="pack"), RuntimeError("ours"), Config()]
     told: list[Config] = []
 
-    def load() -> Loaded:
+    def load() -> LoadedConfig:
         found = texts.pop(0)
         if isinstance(found, Exception):
             raise found
-        return Loaded(found)
+        return LoadedConfig(found)
 
     async def scene() -> None:
-        settings = Settings(load)
+        settings = SettingsInForce(load)
         settings.tell(lambda _: 1 // 0)  # a listener that fails keeps no other from hearing
         settings.tell(told.append)
         with pytest.raises(ConfigError, match="RuntimeError: the governor keeps"):
@@ -342,10 +344,10 @@ def test_only_what_counts_without_a_restart_is_put_in_force() -> None:
     new = Config(
         runtime_dir="/a", quantum_ms=7, inflight_us=100, mps_fault_s=1, context_memory=1 << 30, placement="pack"
     )  # fmt: skip
-    loads = iter([Loaded(Config()), Loaded(new)])
+    loads = iter([LoadedConfig(Config()), LoadedConfig(new)])
 
     async def scene() -> None:
-        settings = Settings(lambda: next(loads))
+        settings = SettingsInForce(lambda: next(loads))
         changes = (await settings.reload())["changes"]
         assert {one["option"]: one["effect"] for one in changes} == {
             option: effect_of(option)
@@ -380,9 +382,9 @@ def test_a_runtime_directory_that_is_too_deep_for_sockets_is_refused_at_the_star
 def test_a_governor_without_files_says_so(
     tmp_path: Path, build_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tests.unit.test_governor_protocol import Governor
+    from tests.unit.test_governor_protocol import GovernorThread
 
-    governor = Governor(tmp_path, build_dir / "libcontrol")
+    governor = GovernorThread(tmp_path, build_dir / "libcontrol")
     try:
         began = time.monotonic()
         assert cli.main(["reload", "--runtime-dir", str(tmp_path)]) == 65

@@ -94,7 +94,7 @@ def filled(directory: Path, count: int = 12) -> Path:
     return directory / "left" / NAME
 
 
-class Journal(RuleBasedStateMachine):
+class OperationsWithKills(RuleBasedStateMachine):
     """Any sequence of a governor's operations, with a kill at any time."""
 
     keys = st.integers(0, 5)
@@ -183,10 +183,10 @@ class Journal(RuleBasedStateMachine):
         shutil.rmtree(self.directory)
 
 
-Journal.TestCase.settings = settings(
+OperationsWithKills.TestCase.settings = settings(
     max_examples=examples(60), stateful_step_count=30, deadline=None
 )
-TestJournal = Journal.TestCase
+TestJournal = OperationsWithKills.TestCase
 
 
 WRITER = """

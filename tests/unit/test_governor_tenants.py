@@ -20,8 +20,8 @@ from libcontrol import layout
 from tests.conftest import lack
 from tests.unit.test_governor_protocol import (
     ADMIT,
-    Client,
-    Governor,
+    GovernorClient,
+    GovernorThread,
     descriptors,
     governor,
     listed,
@@ -47,20 +47,20 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def path(governor: Governor, pidfd: int) -> Iterator[str]:
+def path(governor: GovernorThread, pidfd: int) -> Iterator[str]:
     """Path of the socket of a running container."""
-    with Client(governor) as client:
+    with GovernorClient(governor) as client:
         yield client.ask(ADMIT, pidfd)["directory"] + "/governor.sock"
 
 
-def processes(governor: Governor) -> int:
-    with Client(governor) as client:
+def processes(governor: GovernorThread) -> int:
+    with GovernorClient(governor) as client:
         [container] = client.ask({"v": 1, "op": "list"})["containers"]
         return len(container["processes"])
 
 
 def test_a_process_that_ends_leaves_nothing_although_another_keeps_its_connection(
-    governor: Governor, path: str
+    governor: GovernorThread, path: str
 ) -> None:
     """Otherwise each round would cost the governor one more descriptor, without a limit."""
     with ExitStack() as stack:
@@ -112,7 +112,7 @@ for _ in range(20):
 
 
 def test_a_stranger_with_the_number_of_one_that_ended_is_not_registered(
-    governor: Governor, path: str
+    governor: GovernorThread, path: str
 ) -> None:
     """A container could connect, exit, and wait until a neighbour's process has its pid."""
     for _ in range(20):
@@ -138,7 +138,7 @@ def test_a_stranger_with_the_number_of_one_that_ended_is_not_registered(
     lack("this machine does not allow a process to choose a PID")
 
 
-def test_connections_that_say_nothing_are_few(governor: Governor, path: str) -> None:
+def test_connections_that_say_nothing_are_few(governor: GovernorThread, path: str) -> None:
     with ExitStack() as stack:
         silent = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(400)]
         before = descriptors()
@@ -156,7 +156,7 @@ def test_connections_that_say_nothing_are_few(governor: Governor, path: str) -> 
         assert s.recv(4) == bytes(4)
 
 
-def test_registrations_are_paced(governor: Governor, path: str) -> None:
+def test_registrations_are_paced(governor: GovernorThread, path: str) -> None:
     """Each registration is a row in the database and lines in the log."""
     begun = time.monotonic()
     rounds = 0
@@ -186,7 +186,7 @@ while True:
 def test_a_process_that_connects_without_end_costs_others_nothing(
     # The capture comes first and so ends last: the governor's thread still writes lines while it
     # stops, and a file that another thread closes during a write corrupts the interpreter's memory.
-    capfd: pytest.CaptureFixture[str], governor: Governor, path: str, says: str
+    capfd: pytest.CaptureFixture[str], governor: GovernorThread, path: str, says: str
 ) -> None:  # fmt: skip
     flood = [subprocess.Popen([sys.executable, "-c", FLOOD, path, says]) for _ in range(4)]
     try:
@@ -217,8 +217,8 @@ def open_files_at_most(number: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_governor_without_descriptors_waits_for_some(governor: Governor) -> None:
-    with Client(governor) as first, socket.socket(socket.AF_UNIX) as second:
+def test_a_governor_without_descriptors_waits_for_some(governor: GovernorThread) -> None:
+    with GovernorClient(governor) as first, socket.socket(socket.AF_UNIX) as second:
         assert first.ask({"v": 1, "op": "ping"})["ok"]
         used = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
         spare = [socket.socket(socket.AF_UNIX) for _ in range(used)]

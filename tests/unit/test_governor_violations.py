@@ -24,7 +24,7 @@ from governor.violations import (
     Facts,
     Findings,
     Judge,
-    Sample,
+    ProcessSample,
     allowed_memory,
     next_freeze,
 )
@@ -62,7 +62,7 @@ class Play:
         end = self.now + ns
         while self.now < end:
             at = self.now + LOOK - 10 * MS
-            samples = (Sample(at, pid, percent),) if percent else ()
+            samples = (ProcessSample(at, pid, percent),) if percent else ()
             self.look(replace(HONEST, idle=True, frozen=frozen, samples=samples))
 
 
@@ -202,7 +202,7 @@ def test_samples_of_the_time_before_accuse_nobody() -> None:
     """NVML's samples reach back for a second, and the same ones are returned again and again."""
     play = Play()
     play.looks(HONEST, S)
-    old = tuple(Sample(play.now + i * 100 * MS, 7, 99) for i in range(1, 9))
+    old = tuple(ProcessSample(play.now + i * 100 * MS, 7, 99) for i in range(1, 9))
     for _ in range(40):
         play.look(replace(HONEST, idle=True, samples=old))
     assert play.told == []
@@ -212,7 +212,7 @@ def test_samples_of_the_future_accuse_nobody() -> None:
     play = Play()
     play.idle(3 * S)
     for i in range(40):
-        ahead = Sample(play.now + 3600 * S + i, 7, 99)
+        ahead = ProcessSample(play.now + 3600 * S + i, 7, 99)
         play.look(replace(HONEST, idle=True, samples=(ahead,)))
     assert play.told == []
 
@@ -220,7 +220,7 @@ def test_samples_of_the_future_accuse_nobody() -> None:
 def test_one_sample_that_comes_again_is_one() -> None:
     play = Play()
     play.idle(3 * S)
-    sample = Sample(play.now, 7, 99)
+    sample = ProcessSample(play.now, 7, 99)
     for _ in range(8):
         play.look(replace(HONEST, idle=True, samples=(sample,)))
     assert play.told == []
@@ -249,7 +249,7 @@ def test_who_is_granted_now_and_then_is_not_accused(work_every: int) -> None:
     for i in range(80):
         at = play.now + LOOK - 10 * MS
         busy = i % work_every == 0
-        play.look(replace(HONEST, idle=not busy, samples=(Sample(at, 7, 99),)))
+        play.look(replace(HONEST, idle=not busy, samples=(ProcessSample(at, 7, 99),)))
     assert play.told == []
 
 
@@ -284,7 +284,7 @@ facts = st.builds(
     memory=st.dictionaries(st.integers(1, 3), st.integers(0, 2 * GIB), max_size=3),
     unregistered=st.frozensets(st.integers(1, 3)),
     samples=st.lists(
-        st.builds(Sample, st.integers(0, 200 * S), st.integers(1, 3), st.integers(0, 200)),
+        st.builds(ProcessSample, st.integers(0, 200 * S), st.integers(1, 3), st.integers(0, 200)),
         max_size=4,
     ),
     idle=st.booleans(),

@@ -28,14 +28,14 @@ from governor.history import STEP_NS, History
 from governor.names import Name, find_name
 from governor.violations import Episode
 from libcontrol import layout, pages
-from tests.unit.governor_world import GIB, UUID, World, until
+from tests.unit.governor_world import GIB, UUID, MetricsWorld, until
 
 MIB = 1 << 20
 S = 1_000_000_000
 SCHEMA = json.loads((Path(web.__file__).with_name("web.schema.json")).read_text())
 HOST = b"Host: localhost\r\n"
 
-Scene = Callable[[World, History], Awaitable[None]]
+Scene = Callable[[MetricsWorld, History], Awaitable[None]]
 
 
 @pytest.fixture
@@ -46,13 +46,13 @@ def play(
 
     def run(scene: Scene) -> None:
         async def whole() -> None:
-            world = World(tmp_path, build_dir / "libcontrol")
+            world = MetricsWorld(tmp_path, build_dir / "libcontrol")
             world.path = tmp_path / "web.sock"
             history = History(0)
             try:
                 with web.listening(world.config) as listener:
                     assert listener
-                    endpoint = web.Endpoint(world.server, history)
+                    endpoint = web.PageEndpoint(world.server, history)
                     task = asyncio.create_task(endpoint.serve(listener))
                     try:
                         await asyncio.wait_for(scene(world, history), 60)
@@ -67,7 +67,9 @@ def play(
     return run
 
 
-async def get(world: World, target: str, head: bytes = HOST) -> tuple[str, dict[str, str], bytes]:
+async def get(
+    world: MetricsWorld, target: str, head: bytes = HOST
+) -> tuple[str, dict[str, str], bytes]:
     """Return the status, the headers and the body."""
     answer = await world.raw(f"GET {target} HTTP/1.1\r\n".encode() + head + b"\r\n")
     top, _, body = answer.partition(b"\r\n\r\n")
@@ -77,7 +79,7 @@ async def get(world: World, target: str, head: bytes = HOST) -> tuple[str, dict[
     return status.removeprefix("HTTP/1.1 "), {name: value for name, _, value in pairs}, body
 
 
-async def document(world: World, target: str) -> dict[str, Any]:
+async def document(world: MetricsWorld, target: str) -> dict[str, Any]:
     status, headers, body = await get(world, target)
     assert (status, headers["Content-Type"]) == ("200 OK", "application/json")
     answer: dict[str, Any] = json.loads(body)
@@ -87,7 +89,7 @@ async def document(world: World, target: str) -> dict[str, Any]:
 
 
 def test_the_state_says_what_the_governor_knows(play: Callable[[Scene], None]) -> None:
-    async def scene(world: World, _: History) -> None:
+    async def scene(world: MetricsWorld, _: History) -> None:
         one = await world.admit("one", compute="40", compute_limit="70")
         with pytest.raises(LookupError, match="refused"):
             await world.admit("two", memory="100Gi")
@@ -140,7 +142,7 @@ def test_the_state_says_what_the_governor_knows(play: Callable[[Scene], None]) -
 
 
 def test_the_history_is_told_from_a_step_on(play: Callable[[Scene], None]) -> None:
-    async def scene(world: World, history: History) -> None:
+    async def scene(world: MetricsWorld, history: History) -> None:
         one = await world.admit("one")
         empty = await document(world, "/api/v1/history")
         assert (empty["last"], empty["series"]) == (-1, [])
@@ -167,7 +169,7 @@ def test_what_a_container_had_is_kept_when_it_ends(
     monkeypatch.setattr("governor.history.STEP_NS", S // 5)
     monkeypatch.setattr("governor.web.STEP_NS", S // 5)
 
-    async def scene(world: World, _: History) -> None:
+    async def scene(world: MetricsWorld, _: History) -> None:
         history = History(time.monotonic_ns())
         task = asyncio.create_task(web.keep(world.server, history))
         try:
@@ -192,7 +194,7 @@ def test_what_a_container_had_is_kept_when_it_ends(
 def test_a_look_that_fails_ends_neither_the_governor_nor_a_container(
     play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scene(world: World, history: History) -> None:
+    async def scene(world: MetricsWorld, history: History) -> None:
         def fail(_: object) -> None:
             raise ValueError("a page that cannot be read")
 
@@ -227,7 +229,7 @@ GUARDS = {
 def test_every_answer_says_what_a_browser_may_do(
     play: Callable[[Scene], None], target: str
 ) -> None:
-    async def scene(world: World, _: History) -> None:
+    async def scene(world: MetricsWorld, _: History) -> None:
         _, headers, _ = await get(world, target)
         assert {name: headers[name] for name in GUARDS} == GUARDS
         assert "Set-Cookie" not in headers
@@ -246,7 +248,7 @@ def test_every_answer_says_what_a_browser_may_do(
 
 
 def test_the_policy_allows_what_stands_in_the_page_alone(play: Callable[[Scene], None]) -> None:
-    async def scene(world: World, _: History) -> None:
+    async def scene(world: MetricsWorld, _: History) -> None:
         _, headers, body = await get(world, "/")
         page = body.decode()
         assert headers["Content-Type"] == "text/html; charset=utf-8"
@@ -283,7 +285,7 @@ def test_the_page_has_nothing_from_elsewhere() -> None:
     ],
 )  # fmt: skip
 def test_a_request_names_this_machine(play: Callable[[Scene], None], host: str) -> None:
-    async def scene(world: World, _: History) -> None:
+    async def scene(world: MetricsWorld, _: History) -> None:
         for target in ("/", "/api/v1/state", "/api/v1/history"):
             status, _, _ = await get(world, target, f"Host: {host}\r\n".encode())
             assert status == "200 OK"
@@ -308,7 +310,7 @@ def test_a_request_for_another_name_gets_nothing(
 ) -> None:
     """A DNS server outside of this machine can make its name lead here."""
 
-    async def scene(world: World, _: History) -> None:
+    async def scene(world: MetricsWorld, _: History) -> None:
         for target in ("/", "/api/v1/state", "/api/v1/history"):
             status, _, body = await get(world, target, head)
             assert status.startswith("421 ")
@@ -330,7 +332,7 @@ def test_a_request_for_another_name_gets_nothing(
 def test_a_page_of_another_origin_gets_no_data(
     play: Callable[[Scene], None], site: str, status: str
 ) -> None:
-    async def scene(world: World, _: History) -> None:
+    async def scene(world: MetricsWorld, _: History) -> None:
         head = HOST + f"Sec-Fetch-Site: {site}\r\n".encode()
         for target in ("/api/v1/state", "/api/v1/history"):
             assert (await get(world, target, head))[0].startswith(status)
@@ -363,7 +365,7 @@ def test_a_page_of_another_origin_gets_no_data(
 def test_nothing_else_is_there(
     play: Callable[[Scene], None], request_: bytes, status: bytes
 ) -> None:
-    async def scene(world: World, _: History) -> None:
+    async def scene(world: MetricsWorld, _: History) -> None:
         answer = await world.raw(request_ + HOST + b"\r\n")
         assert answer.startswith(b"HTTP/1.1 " + status + b" ")
 
@@ -375,7 +377,7 @@ def test_names_are_text_whatever_is_in_them(play: Callable[[Scene], None]) -> No
         "utf-16", "surrogatepass"
     ).decode("utf-16")
 
-    async def scene(world: World, history: History) -> None:
+    async def scene(world: MetricsWorld, history: History) -> None:
         one = await world.admit(name)
         history.look(STEP_NS, web.uses_of(one))
         for target in ("/api/v1/state", "/api/v1/history"):
@@ -394,7 +396,7 @@ def test_names_are_text_whatever_is_in_them(play: Callable[[Scene], None]) -> No
 
 
 def test_an_answer_is_compressed_for_who_takes_it(play: Callable[[Scene], None]) -> None:
-    async def scene(world: World, _: History) -> None:
+    async def scene(world: MetricsWorld, _: History) -> None:
         _, headers, body = await get(world, "/", HOST + b"Accept-Encoding: br, gzip\r\n")
         assert headers["Content-Encoding"] == "gzip"
         assert headers["Content-Length"] == str(len(body))
@@ -407,8 +409,8 @@ def test_an_answer_is_compressed_for_who_takes_it(play: Callable[[Scene], None])
 
 
 def test_many_who_ask_for_parts_take_no_memory(play: Callable[[Scene], None]) -> None:
-    async def scene(world: World, history: History) -> None:
-        endpoint = web.Endpoint(world.server, history)
+    async def scene(world: MetricsWorld, history: History) -> None:
+        endpoint = web.PageEndpoint(world.server, history)
         for since in range(100):
             await endpoint._then(since)
         assert len(endpoint._cuts) <= 9
@@ -471,7 +473,7 @@ def test_names_are_found_once_and_a_mistake_in_that_is_no_end(
 
     monkeypatch.setattr("governor.web.find_name", find)
 
-    async def scene(world: World, _history: History) -> None:
+    async def scene(world: MetricsWorld, _history: History) -> None:
         one, two = [await world.admit(name, compute="10") for name in ("one", "two")]
         ((_, use),) = web.uses_of(one)
         assert use.name == ""
@@ -541,7 +543,7 @@ def test_what_the_howto_asks_for_is_there(play: Callable[[Scene], None]) -> None
     )
     assert len(asked) == 3
 
-    async def scene(world: World, history: History) -> None:
+    async def scene(world: MetricsWorld, history: History) -> None:
         one = await world.admit("one")
         history.look(STEP_NS, web.uses_of(one))
         for host, target in asked:

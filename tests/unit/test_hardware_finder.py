@@ -11,7 +11,7 @@ from governor.hardware.driver import DriverCallError
 from governor.hardware.finder import BURST_S, COST, Finder
 
 
-class World:
+class FinderWorld:
     """Processes by pid. The test sets what each has on the GPU."""
 
     def __init__(self):
@@ -32,7 +32,7 @@ class World:
 
 @pytest.fixture
 def world():
-    world = World()
+    world = FinderWorld()
     world.finder = Finder(world.find, world.told.append)
     yield world
     world.finder.close()
@@ -115,7 +115,7 @@ def test_what_is_found_of_one_that_has_left_is_not_told(world):
 
 def test_a_look_that_does_not_end_keeps_nobody_from_ending(monkeypatch):
     monkeypatch.setattr("governor.hardware.finder.CLOSE_S", 0.1)
-    world = World()
+    world = FinderWorld()
     world.takes_s = 3.0
     finder = world.finder = Finder(world.find, world.told.append)
     enter(world, 11)

@@ -12,7 +12,7 @@ from governor.hardware.gangs import MORE, RECENT, Board
 from governor.hardware.policy import Policy
 from governor.hardware.tenant import PERIOD, Load, Setting, Share, Window
 from tests.unit.test_hardware_policy import SET_SLICE, SWITCH_OFF, SWITCH_ON
-from tests.unit.virtual_gpu import MS, Context, Gpu
+from tests.unit.virtual_gpu import MS, VirtualContext, VirtualGpu
 
 S = 1000 * MS
 QUANTUM = MS // 10
@@ -257,16 +257,16 @@ def set_slice(context, ns):
 
 
 @dataclass
-class Node:
+class TwoGpuNode:
     """Two GPUs. A container has the same number on both."""
 
     shares: list[dict[int, Share]]
     gangs: set[int]
-    contexts: list[dict[int, Context]] = field(init=False)
+    contexts: list[dict[int, VirtualContext]] = field(init=False)
 
     def __post_init__(self):
-        self.contexts = [{i: Context() for i in shares} for shares in self.shares]
-        self.gpus = [Gpu(contexts) for contexts in self.contexts]
+        self.contexts = [{i: VirtualContext() for i in shares} for shares in self.shares]
+        self.gpus = [VirtualGpu(contexts) for contexts in self.contexts]
         self.policies = [Policy(0) for _ in self.gpus]
         self.before: list[dict[int, Setting]] = [{} for _ in self.gpus]
         self.wakes = [0 for _ in self.gpus]
@@ -365,7 +365,7 @@ def measure(node, seconds=5, warm=2):
 def test_a_job_of_two_gpus_beside_hogs_has_its_share_at_once_on_both(limit):
     """Without windows it would be on both GPUs for some 9 percent of the time."""
     hogs = {1: Share(0.3, limit), 2: Share(0.6, 0.6)}
-    had, worked = measure(Node([hogs, dict(hogs)], {1}))
+    had, worked = measure(TwoGpuNode([hogs, dict(hogs)], {1}))
     wanted = 30 if limit == 0.3 else 40  # the hogs may not use more of the rest
     assert worked[1] == pytest.approx(wanted, abs=1)
     for one in had:
@@ -373,21 +373,23 @@ def test_a_job_of_two_gpus_beside_hogs_has_its_share_at_once_on_both(limit):
 
 
 def test_a_hog_on_one_of_its_gpus_is_enough():
-    had, worked = measure(Node([{1: Share(0.3, 0.3), 2: Share(0.6, 1)}, {1: Share(0.3, 0.3)}], {1}))
+    had, worked = measure(
+        TwoGpuNode([{1: Share(0.3, 0.3), 2: Share(0.6, 1)}, {1: Share(0.3, 0.3)}], {1})
+    )
     assert worked[1] == pytest.approx(30, abs=1)
     assert had[0][2] > 66
 
 
 def test_rivals_have_their_halves_at_once_on_both():
     shares = {1: Share(0.45, 0.45), 2: Share(0.45, 0.45)}
-    _, worked = measure(Node([shares, dict(shares)], {1, 2}))
+    _, worked = measure(TwoGpuNode([shares, dict(shares)], {1, 2}))
     # The calls that end the first window delay the second one, on one GPU more than on the other.
     assert worked == {i: pytest.approx(45, abs=0.5) for i in (1, 2)}
 
 
 def test_several_others_share_what_is_left():
     shares = {1: Share(0.3, 0.3), 2: Share(0.4, 1), 3: Share(0.2, 1)}
-    had, worked = measure(Node([shares, dict(shares)], {1}))
+    had, worked = measure(TwoGpuNode([shares, dict(shares)], {1}))
     assert worked[1] == pytest.approx(30, abs=1)
     for one in had:
         assert one[2] / one[3] == pytest.approx(2, rel=0.05)
@@ -397,7 +399,7 @@ def test_several_others_share_what_is_left():
 def test_what_windows_make_up_for_changes_no_slices():
     """Each change is a driver call that takes locks of the whole host."""
     shares = {1: Share(0.3, 0.3), 2: Share(0.4, 1), 3: Share(0.2, 1)}
-    node = Node([shares, dict(shares)], {1})
+    node = TwoGpuNode([shares, dict(shares)], {1})
     node.run(2)
     seen = set()
     for _ in range(20):
@@ -407,14 +409,14 @@ def test_what_windows_make_up_for_changes_no_slices():
 
 
 def test_alone_it_is_held_to_its_cap_as_any_other():
-    _, worked = measure(Node([{1: Share(0.3, 0.3)}, {1: Share(0.3, 0.3)}], {1}))
+    _, worked = measure(TwoGpuNode([{1: Share(0.3, 0.3)}, {1: Share(0.3, 0.3)}], {1}))
     assert worked[1] == pytest.approx(30, abs=1)
 
 
 def test_a_service_is_not_kept_waiting_by_a_window():
     """With class latency, it goes first wherever it has work."""
     shares = {1: Share(0.5, 0.5), 2: Share(0.2, 1, latency=True)}
-    node = Node([shares, {1: Share(0.5, 0.5)}], {1})
+    node = TwoGpuNode([shares, {1: Share(0.5, 0.5)}], {1})
     node.contexts[0][2].mean, node.contexts[0][2].length = 20 * MS, 2 * MS
     node.contexts[0][2]._draw(0)
     measure(node)
@@ -424,7 +426,7 @@ def test_a_service_is_not_kept_waiting_by_a_window():
 
 def test_a_job_of_two_gpus_that_is_a_service_is_served_at_once():
     shares = {1: Share(0.3, 1, latency=True), 2: Share(0.6, 1)}
-    node = Node([shares, dict(shares)], {1})
+    node = TwoGpuNode([shares, dict(shares)], {1})
     for contexts in node.contexts:
         contexts[1].mean, contexts[1].length = 20 * MS, 2 * MS
         contexts[1]._draw(0)
@@ -436,7 +438,7 @@ def test_a_job_of_two_gpus_that_is_a_service_is_served_at_once():
 
 def test_when_the_hog_ends_it_goes_on_by_itself():
     shares = {1: Share(0.3, 1), 2: Share(0.6, 0.6)}
-    node = Node([shares, dict(shares)], {1})
+    node = TwoGpuNode([shares, dict(shares)], {1})
     node.run(2)
     for contexts in node.contexts:  # the hog has no work any more
         contexts[2].mean = 1 << 60

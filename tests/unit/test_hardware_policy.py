@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from governor.hardware.policy import AWAKE, LONG, SHORT, TURN_COST, UNFOUND, Policy
 from governor.hardware.tenant import EVEN, PERIOD, Second, Setting, Share
 from tests.conftest import examples
-from tests.unit.virtual_gpu import MS, Context, Gpu
+from tests.unit.virtual_gpu import MS, VirtualContext, VirtualGpu
 
 S = 1000 * MS
 
 
 @dataclass
-class Run:
+class PolicyRun:
     """The result of a run.
 
     Work of each container in percent of the GPU: in total, in each 100 ms and in each second. Waits in ms.
@@ -45,11 +45,11 @@ class Run:
 
 
 def endless():
-    return Context()
+    return VirtualContext()
 
 
 def requests(mean_ms, length_ms=2.0, seed=5):
-    return Context(mean=int(mean_ms * MS), length=int(length_ms * MS), seed=seed)
+    return VirtualContext(mean=int(mean_ms * MS), length=int(length_ms * MS), seed=seed)
 
 
 SWITCH_OFF, SWITCH_ON, SET_SLICE = 600_000, 360_000, 450_000
@@ -78,7 +78,7 @@ def carry_out(gpu, before, settings, advance):
 
 def run(shares, contexts, seconds=6, warm=2, grain=PERIOD):
     """Let the policy steer the GPU for `warm` seconds, then record the next `seconds`."""
-    gpu, policy = Gpu(contexts), Policy(0)
+    gpu, policy = VirtualGpu(contexts), Policy(0)
     for i, share in shares.items():
         policy.add(i, share, 0)
     used: dict[int, int] = {}
@@ -122,7 +122,7 @@ def run(shares, contexts, seconds=6, warm=2, grain=PERIOD):
         {i: 100 * (b[i] - a[i]) / S for i in a}
         for a, b in zip(history, history[S // grain :], strict=False)
     ]
-    return Run(whole, windows(PERIOD), windows(S), waits, changes, seen, sliding)
+    return PolicyRun(whole, windows(PERIOD), windows(S), waits, changes, seen, sliding)
 
 
 # ---- guarantees and caps ----
@@ -193,7 +193,7 @@ def test_where_all_is_promised_changes_of_the_context_are_what_they_lack(wanted)
 def beginning_late(n, seed):
     """Return endless work that begins at random times within the first second."""
     draw = random.Random(seed)  # noqa: S311
-    contexts = {i: Context(mean=10**18, length=60 * S) for i in range(n)}
+    contexts = {i: VirtualContext(mean=10**18, length=60 * S) for i in range(n)}
     for context in contexts.values():
         context.next_at = draw.randrange(S)
     return contexts
@@ -213,7 +213,7 @@ def test_where_caps_make_up_the_gpu_nothing_is_switched(caps, seed, gap, monkeyp
         assert [window[i] for i in shares] == pytest.approx([100 * cap for cap in caps], abs=1)
 
 
-class OnAndOff(Context):
+class OnAndOff(VirtualContext):
     """Endless work for a part of each cycle, both in ms."""
 
     def __init__(self, cycle, busy, phase=0):
@@ -246,7 +246,7 @@ def test_a_neighbour_that_works_in_bursts_takes_nothing_of_a_guarantee(share, cy
     assert min(window[1] for window in r.tenths) > 0
 
 
-class WorkAndRest(Context):
+class WorkAndRest(VirtualContext):
     """Endless work for 0.2 to 2 s at a time, and rests in between, which make up 30 % of the time."""
 
     def __init__(self, seed):
@@ -381,7 +381,7 @@ def test_several_groups_of_one_container_do_not_use_up_what_others_are_guarantee
     """Beside four processes with 20 % and a service, 70 % used to get 51. A third of the GPU was lost to switches."""
     contexts = {**{f"a{k}": endless() for k in range(4)}, "b": endless(), "c": requests(20, 1.0)}
     owner = {name: {"a": 1, "b": 2, "c": 3}[name[0]] for name in contexts}
-    gpu, policy = Gpu(contexts), Policy(0)
+    gpu, policy = VirtualGpu(contexts), Policy(0)
     for i, share in {1: Share(0.2, 1), 2: Share(0.7, 1), 3: Share(0.1, 1, latency=True)}.items():
         policy.add(i, share, 0)
     used, before, groups = {}, {}, {1: 4, 2: 1, 3: 1}
@@ -540,7 +540,7 @@ def test_services_beside_each_other_wait_as_without_us(n, mean_ms, guarantee):
         return {i: requests(mean_ms, length, seed=i) for i in range(n)}
 
     native = contexts()
-    Gpu(native).advance(8 * S)
+    VirtualGpu(native).advance(8 * S)
     r = run({i: Share(guarantee, 1) for i in native}, contexts())
     mean = sum(r.mean(i) for i in native) / n
     assert mean <= 1.1 * sum(sum(c.waits) / len(c.waits) / MS for c in native.values()) / n
@@ -557,14 +557,14 @@ def test_services_that_nearly_fill_the_gpu_take_no_turns(n, mean_ms, guarantee):
         return {i: requests(mean_ms, seed=i) for i in range(n)}
 
     native = contexts()
-    Gpu(native).advance(12 * S)
+    VirtualGpu(native).advance(12 * S)
     r = run({i: Share(guarantee, 1) for i in native}, contexts(), 8, warm=4)
     mean = sum(r.mean(i) for i in native) / n
     assert mean <= 1.3 * sum(sum(c.waits) / len(c.waits) / MS for c in native.values()) / n
 
 
 @dataclass
-class PartTime(Context):
+class PartTime(VirtualContext):
     """A container that has endless work for `part` ms of each `cycle` ms."""
 
     cycle: int = 200
@@ -663,7 +663,7 @@ def test_a_latency_container_that_offers_more_than_its_cap_is_held_to_it():
 @pytest.mark.parametrize("begin_ms", [2050, 2070, 2095, 2100])
 def test_the_cap_of_a_latency_container_holds_within_any_second(limit, begin_ms):
     """A second that begins with the work at the end of a period contains that work and what follows it."""
-    late = Context(mean=10**18, length=60 * S)
+    late = VirtualContext(mean=10**18, length=60 * S)
     late.next_at = begin_ms * MS
     shares = {1: Share(min(limit, 0.2), limit, latency=True), 2: Share(0.4, 1), 3: Share(0.3, 1)}
     r = run(shares, {1: late, 2: endless(), 3: endless()}, 8, grain=5 * MS)
@@ -836,7 +836,7 @@ def test_two_in_the_first_rank_share_as_they_are_guaranteed():
     assert min(result.used[2], result.used[3]) > 43
 
 
-class Bursts(Context):
+class Bursts(VirtualContext):
     """Endless work in the last part of each cycle."""
 
     def __init__(self, gpu_now, idle_ms, busy_ms):
@@ -852,7 +852,7 @@ class Bursts(Context):
 def test_one_that_comes_in_bursts_takes_no_more_than_it_is_owed(guarantees, idle, busy):
     """It is served first when it comes. What it takes beyond its guarantee while others are short becomes its debt."""
     contexts = {i: endless() for i in range(2, len(guarantees) + 1)}
-    gpu = Gpu({1: Bursts(lambda: gpu.now, idle, busy), **contexts})
+    gpu = VirtualGpu({1: Bursts(lambda: gpu.now, idle, busy), **contexts})
     policy = Policy(0)
     for i, guarantee in enumerate(guarantees, 1):
         policy.add(i, Share(guarantee, 1), 0)
@@ -870,7 +870,7 @@ def test_one_that_comes_in_bursts_takes_no_more_than_it_is_owed(guarantees, idle
     assert 0.5 < used_by[0] < 100 * guarantees[0] + 4
 
 
-class Pauses(Context):
+class Pauses(VirtualContext):
     """Units of work with a pause after each, as from a program that waits for each unit."""
 
     def __init__(self, unit_us, pause_us):
@@ -930,7 +930,7 @@ def test_a_container_that_does_nothing_costs_few_steps(limit):
 def test_one_that_was_off_for_long_is_held_in_the_period_in_which_it_is_on_again():
     """A late step left it on for a whole period, which makes a debt of two seconds; it was not idle meanwhile."""
     contexts = {1: endless()}
-    gpu, policy, used = Gpu(contexts), Policy(0), {}
+    gpu, policy, used = VirtualGpu(contexts), Policy(0), {}
     policy.add(1, Share(0.05, 0.05), 0)
     most, is_late = 0, True
     while gpu.now < 8 * S:

@@ -21,14 +21,14 @@ from governor.config import Config
 from governor.hardware.driver import DriverCallError
 from governor.hardware.remote import RemoteHardware
 from governor.hardware.runner import HardwareRunner
-from governor.hardware.service import Service
+from governor.hardware.service import SteeringService
 from governor.hardware.watchdog import Watchdog
 from libcontrol import layout, pages
 
 MS = 1_000_000
 
 
-class Process:
+class StubProcess:
     def __init__(self, pid):
         self.pid, self.key, self.n_groups = pid, pid, 1
 
@@ -69,7 +69,7 @@ class PlayedGpu:
         self.n_thorough += thorough
         if pid in self.old and not thorough:
             return []
-        return [Process(pid)] if pid in self.contexts - self.hidden else []
+        return [StubProcess(pid)] if pid in self.contexts - self.hidden else []
 
     def switch(self, held, *, on):
         self._pass()
@@ -104,7 +104,7 @@ class PlayedGpu:
         return [held.pid]
 
     def named(self, data):
-        return Process(*data)
+        return StubProcess(*data)
 
     def close(self):
         self.closed = True
@@ -114,7 +114,7 @@ def nothing(_off):
     """The function that the watchdog would call."""
 
 
-class Container:
+class StubContainer:
     def __init__(self, runner, share, limit):
         self.grant, self.ledger = mmap(-1, layout.GRANT_FILE_SIZE), mmap(-1, layout.LEDGER_SIZE)
         self.runner = runner
@@ -154,7 +154,7 @@ def hardware(request, gpu, tmp_path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(path))
         listener.listen()
-        service = Service(listener, lambda _: gpu, is_passed=True)
+        service = SteeringService(listener, lambda _: gpu, is_passed=True)
         thread = threading.Thread(target=service.run)
         thread.start()
         hardware = RemoteHardware("GPU-played", str(path))
@@ -173,7 +173,7 @@ def runner(build_dir, gpu, hardware):
 
 
 def test_every_container_has_an_open_grant_at_once(runner):
-    containers = [Container(runner, 30, 30) for _ in range(3)]
+    containers = [StubContainer(runner, 30, 30) for _ in range(3)]
     wait_for(lambda: all(c.look("deadline_ns") == layout.OPEN for c in containers))
     assert all(c.look("contended") == 0 for c in containers)
     before = pages.read(containers[0].grant, 0, "grant_header", "heartbeat_ns")
@@ -181,7 +181,7 @@ def test_every_container_has_an_open_grant_at_once(runner):
 
 
 def test_a_process_is_looked_for_when_it_has_a_context(runner, gpu):
-    container = Container(runner, 60, 100)
+    container = StubContainer(runner, 60, 100)
     container.enter(gpu, 11)
     time.sleep(0.1)
     assert gpu.slices == {}
@@ -190,7 +190,7 @@ def test_a_process_is_looked_for_when_it_has_a_context(runner, gpu):
 
 
 def test_it_is_looked_for_again_when_it_has_more_contexts_and_else_not(runner, gpu):
-    container = Container(runner, 60, 100)
+    container = StubContainer(runner, 60, 100)
     gpu.contexts.add(11)
     container.enter(gpu, 11)
     wait_for(lambda: 11 in gpu.slices)
@@ -203,7 +203,7 @@ def test_it_is_looked_for_again_when_it_has_more_contexts_and_else_not(runner, g
 
 
 def test_what_it_had_is_what_the_gpu_says(runner, gpu):
-    container = Container(runner, 60, 100)
+    container = StubContainer(runner, 60, 100)
     gpu.contexts.add(11)
     container.enter(gpu, 11)
     wait_for(lambda: runner.stats(container.tenant).charged_ns > 50 * MS)
@@ -212,7 +212,7 @@ def test_what_it_had_is_what_the_gpu_says(runner, gpu):
 
 
 def test_a_cap_switches_off_and_a_new_one_counts(runner, gpu):
-    container = Container(runner, 20, 20)
+    container = StubContainer(runner, 20, 20)
     gpu.contexts.add(11)
     container.enter(gpu, 11)
     wait_for(lambda: 11 in gpu.off)
@@ -223,7 +223,7 @@ def test_a_cap_switches_off_and_a_new_one_counts(runner, gpu):
 
 
 def test_a_container_that_goes_is_left_on(runner, gpu):
-    container = Container(runner, 10, 10)
+    container = StubContainer(runner, 10, 10)
     gpu.contexts.add(11)
     container.enter(gpu, 11)
     wait_for(lambda: 11 in gpu.off)
@@ -232,7 +232,7 @@ def test_a_container_that_goes_is_left_on(runner, gpu):
 
 
 def test_a_process_that_ends_before_it_was_found_is_not_looked_for(runner, gpu):
-    container = Container(runner, 10, 10)
+    container = StubContainer(runner, 10, 10)
     container.enter(gpu, 11)
     runner.leave(container.tenant, 0)
     gpu.contexts.add(11)
@@ -241,14 +241,14 @@ def test_a_process_that_ends_before_it_was_found_is_not_looked_for(runner, gpu):
 
 
 def test_one_that_says_that_it_has_no_context_is_found_by_what_the_gpu_says(runner, gpu):
-    container = Container(runner, 10, 10)
+    container = StubContainer(runner, 10, 10)
     gpu.contexts.add(11)
     container.enter(gpu, 11, says=lambda: 0)
     wait_for(lambda: 11 in gpu.off)
 
 
 def test_one_that_says_that_it_has_contexts_and_has_none_costs_little(runner, gpu):
-    container = Container(runner, 10, 10)
+    container = StubContainer(runner, 10, 10)
     container.enter(gpu, 11, says=lambda: 3)
     time.sleep(1.5)
     assert 1 < gpu.n_finds < 6
@@ -258,13 +258,13 @@ def test_one_that_says_that_it_has_contexts_and_has_none_costs_little(runner, gp
 def test_a_process_that_takes_long_to_look_at_is_left_alone_afterwards(runner, gpu):
     gpu.find_s = 0.05
     says = itertools.count()
-    Container(runner, 10, 10).enter(gpu, 11, says=lambda: next(says))
+    StubContainer(runner, 10, 10).enter(gpu, 11, says=lambda: next(says))
     time.sleep(1.2)
     assert gpu.n_finds < 4  # each takes 0.05 s, and 20 times that passes in between
 
 
 def test_time_that_cannot_be_switched_off_ends_the_steering(runner, gpu):
-    container = Container(runner, 10, 10)
+    container = StubContainer(runner, 10, 10)
     gpu.contexts.add(11)
     gpu.hidden.add(11)
     container.enter(gpu, 11)
@@ -279,7 +279,7 @@ def test_a_client_of_long_ago_is_found_before_it_is_taken_for_hidden(runner, gpu
     """Only the search among all clients finds it, which takes longer than a hidden process may be tolerated."""
     gpu.thorough_s = 1.0
     gpu.old.add(11)
-    container = Container(runner, 10, 10)
+    container = StubContainer(runner, 10, 10)
     gpu.contexts.add(11)
     container.enter(gpu, 11)
     wait_for(lambda: 11 in gpu.off)
@@ -287,7 +287,7 @@ def test_a_client_of_long_ago_is_found_before_it_is_taken_for_hidden(runner, gpu
 
 
 def test_a_process_in_two_slots_is_one_and_goes_with_the_last(runner, gpu):
-    container = Container(runner, 10, 10)
+    container = StubContainer(runner, 10, 10)
     gpu.contexts.add(11)
     container.enter(gpu, 11, slot=0, says=lambda: 1)
     container.enter(gpu, 11, slot=1, says=lambda: 1)
@@ -298,12 +298,12 @@ def test_a_process_in_two_slots_is_one_and_goes_with_the_last(runner, gpu):
 
 
 def test_a_number_that_is_another_container_s_now_begins_at_nothing(runner, gpu):
-    container = Container(runner, 10, 100)
+    container = StubContainer(runner, 10, 100)
     gpu.contexts.add(11)
     container.enter(gpu, 11)
     wait_for(lambda: runner.stats(container.tenant).charged_ns > 20 * MS)
     runner.remove(container.tenant)
-    other = Container(runner, 10, 100)
+    other = StubContainer(runner, 10, 100)
     assert other.tenant == container.tenant
     assert runner.stats(other.tenant).charged_ns == 0
     time.sleep(0.25)
@@ -314,7 +314,7 @@ def test_a_number_that_is_another_container_s_now_begins_at_nothing(runner, gpu)
     "failure", [DriverCallError("a call", 0x65), OSError("the device is gone")]
 )
 def test_where_steering_fails_grants_divide_the_time(runner, gpu, failure):
-    containers = [Container(runner, 40, 40) for _ in range(2)]
+    containers = [StubContainer(runner, 40, 40) for _ in range(2)]
     wait_for(lambda: all(c.look("deadline_ns") == layout.OPEN for c in containers))
     for container in containers:
         pages.write(container.ledger, 0, "ledger_header", "n_slots", 1)
@@ -330,7 +330,7 @@ def test_where_steering_fails_grants_divide_the_time(runner, gpu, failure):
 
 def test_the_end_switches_everything_on(build_dir, gpu, hardware):
     runner = HardwareRunner(load_library(build_dir / "libcontrol"), Config(), hardware, gpu=0)
-    container = Container(runner, 10, 10)
+    container = StubContainer(runner, 10, 10)
     gpu.contexts.add(11)
     container.enter(gpu, 11)
     wait_for(lambda: 11 in gpu.off)

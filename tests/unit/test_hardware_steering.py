@@ -11,7 +11,7 @@ import pytest
 
 from governor.hardware import calls
 from governor.hardware.activity import Sample
-from governor.hardware.discovery import Group, Holding
+from governor.hardware.discovery import ChannelGroup, Holding
 from governor.hardware.driver import DriverCallError
 from governor.hardware.nvidia import AGAIN, NvidiaHardware, require_rights, revive
 from governor.hardware.policy import SHORT, TURN_COST
@@ -33,7 +33,7 @@ def node(tmp_path, monkeypatch):
         client = module.process(fd)
         group = min(module.objects(client, calls.GROUP.value))
         channels = [c for c, o in module.objects(client, 0xC86F).items() if o.parent == group]
-        held[i] = (client, Group(client, group, GPU_ID, tuple(channels)))
+        held[i] = (client, ChannelGroup(client, group, GPU_ID, tuple(channels)))
 
     def find_holdings(_driver, pid, _pidfd, clients, **_):
         """Find a process's holding by its number. test_driver_calls.py tests how real ones are found."""

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from governor import cdi
 from oci_hook.claims import as_request, find_claims, leads_to, require_named
-from oci_hook.edits import Entry, Node
-from oci_hook.entry import parse_arguments
+from oci_hook.edits import DeviceNode, HookEntry
 from oci_hook.errors import AnnotationError, BundleError, InternalError
-from oci_hook.log import Event
+from oci_hook.log import RunEvent
+from oci_hook.quick import parse_arguments
 from oci_hook.request import parse_annotations, refuse_beside
 from oci_hook.reserve import Settings, edit_config
 from oci_hook.state import parse_document
@@ -166,8 +166,8 @@ def test_an_edit_before_the_runtime_leaves_a_container_of_a_claim_alone(tmp_path
         "process": {"env": ["TIDEGATE_MEMORY=8Gi"]},
         "root": {"path": "rootfs"},
     }
-    settings = Settings(Entry(OWN), runtime_dir=str(tmp_path), environment=True)
-    event = Event("test", None)
+    settings = Settings(HookEntry(OWN), runtime_dir=str(tmp_path), environment=True)
+    event = RunEvent("test", None)
     assert edit_config(json.dumps(config).encode(), "/b", "x", settings, event) == (
         "no-request",
         None,
@@ -193,10 +193,10 @@ def test_an_annotation_that_names_a_claim_is_unknown() -> None:
 
 
 def test_the_specification_of_a_claim(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nodes(_: str, minors: tuple[int, ...]) -> tuple[Node, ...]:
+    def nodes(_: str, minors: tuple[int, ...]) -> tuple[DeviceNode, ...]:
         numbered = [(f"/dev/nvidia{minor}", 195, minor) for minor in minors]
         return tuple(
-            Node(*one)
+            DeviceNode(*one)
             for one in (("/dev/nvidiactl", 195, 255), ("/dev/nvidia-uvm", 507, 0), *numbered)
         )
 

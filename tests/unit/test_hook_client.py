@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from oci_hook.client import LINE_LIMIT, Client, parse_admission
-from oci_hook.errors import GovernorError
+from oci_hook.errors import UnreachableError
 
 ANSWER = {
     "ok": True,
@@ -29,7 +29,7 @@ def test_a_request_that_the_governor_would_refuse_is_not_sent(tmp_path: Path) ->
         listener.bind(str(tmp_path / "governor.sock"))
         listener.listen()
         client = Client(str(tmp_path), 0.2)
-        with pytest.raises(GovernorError, match=f"{LINE_LIMIT} are accepted|bytes"):
+        with pytest.raises(UnreachableError, match=f"{LINE_LIMIT} are accepted|bytes"):
             client.release("x" * LINE_LIMIT)
         client.close()
         server, _ = listener.accept()
@@ -76,7 +76,7 @@ def test_who_comes_when_many_wait_for_the_governor_waits_too(tmp_path: Path) -> 
 def test_a_governor_that_accepts_nobody_is_named_in_the_end(tmp_path: Path) -> None:
     made = queue_up(tmp_path / "governor.sock")
     began = time.monotonic()
-    with pytest.raises(GovernorError, match=r"accepted no connection at .* within 0\.5 s"):
+    with pytest.raises(UnreachableError, match=r"accepted no connection at .* within 0\.5 s"):
         Client(str(tmp_path), 0.5, 5.0)
     assert 0.5 <= time.monotonic() - began < 4
     for one in made:
@@ -85,7 +85,7 @@ def test_a_governor_that_accepts_nobody_is_named_in_the_end(tmp_path: Path) -> N
 
 def test_who_is_missing_is_told_without_the_systems_words(tmp_path: Path) -> None:
     # Podman searches for "no such file or directory" and reports a missing program.
-    with pytest.raises(GovernorError) as caught:
+    with pytest.raises(UnreachableError) as caught:
         Client(str(tmp_path), 0.2)
     where = f"{tmp_path}/governor.sock"
     assert caught.value.message == (
@@ -136,6 +136,6 @@ def test_a_governor_that_ends_while_it_admits_and_stays_away_is_named(tmp_path: 
         path.unlink()
         serving = threading.Thread(target=serve, args=(listener, None), daemon=True)
         serving.start()
-        with pytest.raises(GovernorError, match="connect: there is no socket"):
+        with pytest.raises(UnreachableError, match="connect: there is no socket"):
             admit(client)
         serving.join()

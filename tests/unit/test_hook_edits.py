@@ -24,8 +24,8 @@ from governor.verbs.cdi import write
 from oci_hook import runtime
 from oci_hook.edits import (
     RESERVATION,
-    Entry,
-    Node,
+    DeviceNode,
+    HookEntry,
     edit,
     foreign_driver,
     gives_gpu,
@@ -35,12 +35,12 @@ from oci_hook.edits import (
     take_reservation,
 )
 from oci_hook.errors import BundleError, DeviceError, HookError, UnservedImageError
-from oci_hook.log import Event
-from oci_hook.runtime import Call, left_traces, parse_call, replace_file
+from oci_hook.log import RunEvent
+from oci_hook.runtime import EngineCall, left_traces, parse_call, replace_file
 from tests.conftest import lack
 
-NODES = (Node("/dev/nvidiactl", 195, 255), Node("/dev/nvidia0", 195, 0))
-ENTRY = Entry("/usr/bin/tidegate-hook", ("--driver-dir", "/d"))
+NODES = (DeviceNode("/dev/nvidiactl", 195, 255), DeviceNode("/dev/nvidia0", 195, 0))
+ENTRY = HookEntry("/usr/bin/tidegate-hook", ("--driver-dir", "/d"))
 
 
 def edited(document: dict[str, Any]) -> dict[str, Any]:
@@ -384,7 +384,7 @@ def test_an_id_is_no_path_to_the_wrapper(tmp_path: Path, ident: str) -> None:
     (tmp_path / "traces/a").mkdir(parents=True)
     for place in (tmp_path / "c1", tmp_path / "traces/c1"):
         place.touch()
-    call, node = Call(), runtime.Node()
+    call, node = EngineCall(), runtime.NodeSettings()
     call.command, node.runtime_dir = "delete", str(tmp_path)
     call.ident = "c1"
     assert left_traces(call, node)
@@ -401,10 +401,10 @@ def test_a_log_that_is_a_link_or_a_pipe_is_left_alone(
     log, other = tmp_path / "log", tmp_path / "other"
     other.write_text("as it was\n")
     log.symlink_to(other) if kind == "link" else os.mkfifo(log)
-    call = Call()
+    call = EngineCall()
     call.log = str(log)
     if writer == "hook":
-        write = partial(Event("prestart", str(log)).emit, "failed")
+        write = partial(RunEvent("prestart", str(log)).emit, "failed")
     else:
         write = partial(runtime._tell_engine, call, "a line")
     ends = threading.Thread(target=write, daemon=True)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from oci_hook import entry, runtime
+from oci_hook import quick, runtime
 from tests.conftest import examples
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ class Text(ctypes.Structure):
     _fields_ = (("data", ctypes.c_char_p), ("size", ctypes.c_size_t))
 
 
-class Settings(ctypes.Structure):
+class FrontSettings(ctypes.Structure):
     """`struct settings` of front/settings.h."""
 
     _fields_ = (
@@ -64,7 +64,7 @@ def text(data: bytes) -> Any:
 @example(data=rb'{"a\u0074b": 1}')
 @example(data=rb'{"\u0026": 1}')
 def test_what_may_be_a_request_is_one_to_both(front: ctypes.CDLL, data: bytes) -> None:
-    assert front.text_may_request(text(data)) == entry.may_mention_us(data)
+    assert front.text_may_request(text(data)) == quick.may_mention_us(data)
 
 
 def test_an_escape_that_no_parser_takes_is_left_to_the_script(front: ctypes.CDLL) -> None:
@@ -90,7 +90,7 @@ def test_a_state_asks_for_nothing_to_both(  # noqa: PLR0917 - Hypothesis names t
     if config is not None:
         (bundle / "config.json").write_bytes(config)
     state = before + b'"bundle"' + between + b'"' + bytes(bundle) + b'"' + after
-    assert front.state_requests_nothing(text(state)) == entry.asks_nothing(state)
+    assert front.state_requests_nothing(text(state)) == quick.asks_nothing(state)
 
 
 def test_a_configuration_that_is_no_file_or_too_large_is_left_to_the_script(
@@ -101,9 +101,9 @@ def test_a_configuration_that_is_no_file_or_too_large_is_left_to_the_script(
     (tmp_path / "config.json").mkdir()
     assert not front.state_requests_nothing(text(state))
     (tmp_path / "config.json").rmdir()
-    (tmp_path / "config.json").write_bytes(b" " * entry.CONFIG_LIMIT)
+    (tmp_path / "config.json").write_bytes(b" " * quick.CONFIG_LIMIT)
     assert front.state_requests_nothing(text(state))
-    (tmp_path / "config.json").write_bytes(b" " * (entry.CONFIG_LIMIT + 1))
+    (tmp_path / "config.json").write_bytes(b" " * (quick.CONFIG_LIMIT + 1))
     assert not front.state_requests_nothing(text(state))
 
 
@@ -135,7 +135,7 @@ def test_settings_are_read_alike_or_left_to_the_script(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "settings"
     path.write_text("\n".join(lines) + ended)
-    found = Settings()
+    found = FrontSettings()
     if not front.settings_read(str(path).encode(), root.encode(), ctypes.byref(found)):
         return
     node = runtime.read_node(str(path), ["--root", root] if root else [])  # which accepts it, too
@@ -157,7 +157,9 @@ def test_settings_as_people_write_them_need_no_script(
     require("runc")
     (tmp_path / "settings").write_text(lines)
     for name in ("settings", "none"):
-        assert front.settings_read(bytes(tmp_path / name), b"/run/runc", ctypes.byref(Settings()))
+        assert front.settings_read(
+            bytes(tmp_path / name), b"/run/runc", ctypes.byref(FrontSettings())
+        )
 
 
 WORDS = st.sampled_from(

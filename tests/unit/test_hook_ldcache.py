@@ -15,7 +15,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from oci_hook import ldcache
-from oci_hook.ldcache import Cache, CacheError, Entry, compare, parse, strays, with_libraries, write
+from oci_hook.ldcache import (
+    Cache,
+    CachedLibrary,
+    DamagedCacheError,
+    compare,
+    parse,
+    strays,
+    with_libraries,
+    write,
+)
 
 HOST = Path("/etc/ld.so.cache")
 DIRECTORY = b"/usr/lib/x86_64-linux-gnu/glibc-hwcaps/x86-64-v2"
@@ -184,7 +193,7 @@ def test_ours_stand_where_a_binary_search_finds_them(
     import functools
 
     order = sorted(theirs, key=functools.cmp_to_key(compare), reverse=True)
-    cache = Cache(tuple(Entry(0x303, n, b"/x/" + n) for n in order))
+    cache = Cache(tuple(CachedLibrary(0x303, n, b"/x/" + n) for n in order))
     changed = with_libraries(cache, b"/t", tuple(ours))
     found = [e.soname for e in changed.entries]
     assert all(compare(a, b) >= 0 for a, b in itertools.pairwise(found))
@@ -198,8 +207,8 @@ def sample() -> bytes:
     return write(
         Cache(
             (
-                Entry(0x303, b"libb.so.2", b"/l/libb.so.2"),
-                Entry(0x303, b"liba.so.1", b"/l/liba.so.1"),
+                CachedLibrary(0x303, b"libb.so.2", b"/l/libb.so.2"),
+                CachedLibrary(0x303, b"liba.so.1", b"/l/liba.so.1"),
             ),
             (b"x86-64-v2",),
             b"gen",
@@ -216,7 +225,7 @@ def test_damage_gives_a_cache_or_an_error_of_ours(data: st.DataObject) -> None:
     cut = bytes(content[: data.draw(st.integers(0, len(content)))])
     try:
         cache = parse(cut)
-    except CacheError:
+    except DamagedCacheError:
         return
     if cache is not None:
         write(with_libraries(cache, DIRECTORY, NAMES))
@@ -226,15 +235,15 @@ def test_damage_gives_a_cache_or_an_error_of_ours(data: st.DataObject) -> None:
 @given(st.binary(max_size=300))
 def test_any_bytes_behind_a_magic_are_survived(data: bytes) -> None:
     for magic in (ldcache.NEW_MAGIC, ldcache.OLD_MAGIC, b""):
-        with contextlib.suppress(CacheError):
+        with contextlib.suppress(DamagedCacheError):
             parse(magic + data)
 
 
 def test_counts_that_promise_too_much_are_refused() -> None:
     huge = ldcache.HEADER.pack(ldcache.NEW_MAGIC, 0xFFFFFFFF, 0, 2, 0)
-    with pytest.raises(CacheError, match="4294967295 entries do not fit"):
+    with pytest.raises(DamagedCacheError, match="4294967295 entries do not fit"):
         parse(huge)
-    with pytest.raises(CacheError, match="larger than"):
+    with pytest.raises(DamagedCacheError, match="larger than"):
         parse(ldcache.NEW_MAGIC + bytes(ldcache.CACHE_LIMIT))
 
 
@@ -285,7 +294,7 @@ with open("/proc/self/status") as f:
 def test_names_longer_than_a_file_can_have_are_damage() -> None:
     assert parse(shared(1, soname=b"s" * 255, path=b"p" * 4095)) is not None
     for soname, path in ((b"s" * 256, b"p"), (b"s", b"p" * 4097)):
-        with pytest.raises(CacheError, match="has no end"):
+        with pytest.raises(DamagedCacheError, match="has no end"):
             parse(shared(1, soname=soname, path=path))
 
 
@@ -299,7 +308,7 @@ def test_sections_that_repeat_are_not_copied_one_by_one() -> None:
         if count == 2:
             assert parse(data) == Cache((), None, b"glib")
         else:
-            with pytest.raises(CacheError, match="the extension is damaged"):
+            with pytest.raises(DamagedCacheError, match="the extension is damaged"):
                 parse(data)
 
 

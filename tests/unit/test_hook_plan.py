@@ -18,8 +18,14 @@ import pytest
 import oci_hook.image
 from oci_hook import ldcache
 from oci_hook.client import Grant
-from oci_hook.errors import BundleError, DriverError, ImageError, MirrorError, UnservedImageError
-from oci_hook.image import Image, Look, inspect_image, look_at, look_for_drivers, search_path
+from oci_hook.errors import (
+    BundleError,
+    ImageError,
+    MirrorMismatchError,
+    NoMirrorError,
+    UnservedImageError,
+)
+from oci_hook.image import Image, PathInImage, inspect_image, look_at, look_for_drivers, search_path
 from oci_hook.manifest import (
     changed_files,
     check_fresh,
@@ -135,7 +141,9 @@ def changed(**change: Any) -> Any:
 
 
 def cache_of(*, flags: int = 0x303, **libraries: str) -> bytes:
-    entries = tuple(ldcache.Entry(flags, n.encode(), p.encode()) for n, p in libraries.items())
+    entries = tuple(
+        ldcache.CachedLibrary(flags, n.encode(), p.encode()) for n, p in libraries.items()
+    )
     return ldcache.write(ldcache.Cache(entries))
 
 
@@ -152,7 +160,9 @@ def image_of(cache: bytes | None = None, **looks: str) -> Image:
         TARGET,
         cache,
         looks={
-            path: Look(state) if state in ("absent", "empty", "full") else Look("unusable", state)  # type: ignore[arg-type]
+            path: PathInImage(state)
+            if state in ("absent", "empty", "full")
+            else PathInImage("unusable", state)  # type: ignore[arg-type]
             for path, state in states.items()
         },
     )
@@ -307,7 +317,7 @@ def test_the_set_decides_on_programs_places_and_binds() -> None:
     ],
 )
 def test_what_the_driver_lacks_is_said(asked: tuple[str, ...], line: str) -> None:
-    with pytest.raises(DriverError) as caught:
+    with pytest.raises(NoMirrorError) as caught:
         choose_share(MANIFEST, asked)
     assert caught.value.line() == line
 
@@ -315,7 +325,7 @@ def test_what_the_driver_lacks_is_said(asked: tuple[str, ...], line: str) -> Non
 def test_sets_that_have_each_but_not_both_are_no_answer() -> None:
     sets = copy.deepcopy(DOCUMENT["sets"])[1:]
     sets[1]["capabilities"] = ["compute", "utility", "video"]
-    with pytest.raises(DriverError, match="does not provide graphics,video together, it has"):
+    with pytest.raises(NoMirrorError, match="does not provide graphics,video together, it has"):
         choose_share(changed(sets=sets), ("graphics", "video"))
 
 
@@ -503,7 +513,7 @@ def test_a_look_says_what_is_there_or_in_the_way(
     os.close(rootfd)
     if below and state in ("empty", "full"):
         state = "absent"  # the path to it is free
-    assert look == Look(state, reason)  # type: ignore[arg-type]
+    assert look == PathInImage(state, reason)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -564,10 +574,10 @@ def test_a_fresh_mirror_passes_and_a_changed_host_does_not(tmp_path: Path, which
     assert manifest.directory == str(tmp_path / "drivers" / f"{V}-0123456789ab")
     check_fresh(manifest, None)
     file.write_bytes(b"newer")
-    with pytest.raises(MirrorError, match=f"is stale: {file} has changed"):
+    with pytest.raises(MirrorMismatchError, match=f"is stale: {file} has changed"):
         check_fresh(manifest, None)
     file.unlink()
-    with pytest.raises(MirrorError, match=f"is stale: {file}: No such file"):
+    with pytest.raises(MirrorMismatchError, match=f"is stale: {file}: No such file"):
         check_fresh(manifest, None)
 
 
@@ -586,7 +596,7 @@ def test_an_upgraded_package_does_not_matter_while_the_same_module_runs(tmp_path
 
 def test_a_module_of_another_version_is_refused_whatever_the_files_say(tmp_path: Path) -> None:
     make_node(tmp_path)
-    with pytest.raises(MirrorError) as caught:
+    with pytest.raises(MirrorMismatchError) as caught:
         check_fresh(read_manifest(str(tmp_path / "drivers")), "580.126.09")
     assert caught.value.line() == (
         f"tidegate: mirror {V}-0123456789ab is of driver {V}, but the kernel module is 580.126.09; reboot or reload the"
@@ -603,7 +613,7 @@ def test_a_driver_without_a_kernel_module_does_not_ask_for_its_version(
     manifest = read_manifest(str(tmp_path / "drivers"))
     check_fresh(manifest, "580.126.09")
     driver.write_bytes(b"newer")
-    with pytest.raises(MirrorError, match="has changed"):
+    with pytest.raises(MirrorMismatchError, match="has changed"):
         check_fresh(manifest, V)
 
 
@@ -627,12 +637,12 @@ def test_the_module_says_its_version(tmp_path: Path, text: str, version: str | N
     assert module_version(str(tmp_path / "version")) == version
     assert module_version(str(tmp_path / "absent")) is None
     assert module_version(str(tmp_path / "version" / "below")) is None
-    with pytest.raises(MirrorError, match="Is a directory"):
+    with pytest.raises(MirrorMismatchError, match="Is a directory"):
         module_version(str(tmp_path))
 
 
 def test_no_mirror_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(DriverError) as caught:
+    with pytest.raises(NoMirrorError) as caught:
         read_manifest(str(tmp_path))
     assert (
         caught.value.line()
@@ -683,7 +693,7 @@ def test_a_damaged_manifest_is_refused(tmp_path: Path, change: dict[str, object]
     make_node(tmp_path)
     path = tmp_path / "drivers" / "current" / "manifest.json"
     path.write_text(json.dumps({**DOCUMENT, **change}))
-    with pytest.raises(MirrorError, match="is not a manifest"):
+    with pytest.raises(MirrorMismatchError, match="is not a manifest"):
         read_manifest(str(tmp_path / "drivers"))
 
 
@@ -742,7 +752,7 @@ def wait_for_a_waiter(directory: Path) -> None:
 def test_a_link_to_a_generation_that_is_gone_ends_with_a_line(tmp_path: Path) -> None:
     make_node(tmp_path)
     (tmp_path / "drivers" / f"{V}-0123456789ab").rename(tmp_path / "trash")
-    with pytest.raises(MirrorError, match="which is gone"):
+    with pytest.raises(MirrorMismatchError, match="which is gone"):
         read_manifest(str(tmp_path / "drivers"))
 
 
@@ -908,5 +918,5 @@ def test_a_manifest_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     make_node(tmp_path)
     assert read_manifest(str(tmp_path / "drivers")).version == V
     monkeypatch.setattr("oci_hook.manifest.MANIFEST_LIMIT", 100)
-    with pytest.raises(MirrorError, match=r"manifest.json is larger than 100 bytes"):
+    with pytest.raises(MirrorMismatchError, match=r"manifest.json is larger than 100 bytes"):
         read_manifest(str(tmp_path / "drivers"))

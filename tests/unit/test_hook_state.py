@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from oci_hook import state
-from oci_hook.entry import CONFIG_LIMIT, PREFIX, arm, asks_nothing, disarm, may_mention_us
-from oci_hook.errors import AnnotationError, BundleError, HookError, StateError
+from oci_hook.errors import AnnotationError, BundleError, HookError, OciStateError
+from oci_hook.quick import CONFIG_LIMIT, PREFIX, arm, asks_nothing, disarm, may_mention_us
 from oci_hook.state import (
     Bundle,
-    State,
+    OciState,
     our_annotations,
     parse_config,
     parse_state,
@@ -51,7 +51,7 @@ def test_unknown_keys_and_missing_annotations_are_fine() -> None:
     "data", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100000, b'{"id": NaN', b"1" * 10000]
 )
 def test_what_is_no_object_is_refused(data: bytes) -> None:
-    with pytest.raises(StateError):
+    with pytest.raises(OciStateError):
         parse_state(data)
 
 
@@ -76,13 +76,13 @@ def test_what_is_no_object_is_refused(data: bytes) -> None:
     ],
 )
 def test_fields_have_strict_types(change: dict[str, object]) -> None:
-    with pytest.raises(StateError) as caught:
+    with pytest.raises(OciStateError) as caught:
         parse_state(json.dumps({**GOOD, **change}).encode())
     assert caught.value.line().isprintable()
 
 
 def test_too_large_a_state_is_refused() -> None:
-    with pytest.raises(StateError, match="larger than"):
+    with pytest.raises(OciStateError, match="larger than"):
         parse_state(None)
 
 
@@ -217,7 +217,7 @@ def test_an_annotation_that_is_no_string_is_refused() -> None:
 
 def both(config: dict[str, str], seen: dict[str, str]) -> dict[str, str]:
     return our_annotations(
-        State(ident="c", pid=1, bundle="/b", annotations=seen),
+        OciState(ident="c", pid=1, bundle="/b", annotations=seen),
         Bundle(root="/r", annotations=config, identity={}, document={}),
     )
 
@@ -257,7 +257,7 @@ def test_annotations_are_joined_and_have_to_agree() -> None:
 def test_the_sandbox_of_a_pod_wants_nothing(kinds: dict[str, str], *, wants: bool) -> None:
     """It has the pod's annotations, which are meant for the pod's containers."""
     asked = {"tidegate.gpu/memory": "8Gi"}
-    state = State(ident="a", pid=1, bundle="/b", annotations={**asked, **kinds})
+    state = OciState(ident="a", pid=1, bundle="/b", annotations={**asked, **kinds})
     bundle = Bundle(root="/b/rootfs", annotations={**asked, **kinds}, identity={}, document={})
     assert our_annotations(state, bundle) == (asked if wants else {})
 

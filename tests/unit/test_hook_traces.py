@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from oci_hook import kernel, ldcache, runtime, traces
-from oci_hook.entry import arm, disarm
 from oci_hook.errors import MountError
-from oci_hook.traces import Trace, forget, remember, sweep, take_back
+from oci_hook.quick import arm, disarm
+from oci_hook.traces import HookTrace, forget, remember, sweep, take_back
 
 PID = 1 << 30  # no process has it
 
@@ -32,7 +32,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def keep(tmp_path: Path, root: Path, ident: str = "c1", pid: int = PID) -> Path:
-    made = [Trace("directory", "run/tidegate"), Trace("file", "usr/bin/nvidia-smi")]
+    made = [HookTrace("directory", "run/tidegate"), HookTrace("file", "usr/bin/nvidia-smi")]
     remember(str(tmp_path), ident, pid, str(root), made)
     return tmp_path / traces.DIRECTORY / ident
 
@@ -72,7 +72,7 @@ def test_nothing_goes_while_the_container_runs(tmp_path: Path, root: Path) -> No
 @pytest.mark.parametrize("ident", ["", ".", "..", "../c1", "a/b", "~c1", "a" * 201, "a\nb"])
 def test_an_id_that_is_no_file_name_keeps_nothing(tmp_path: Path, root: Path, ident: str) -> None:
     with pytest.raises(OSError, match="not accepted as a file name"):
-        remember(str(tmp_path), ident, PID, str(root), [Trace("directory", "run/tidegate")])
+        remember(str(tmp_path), ident, PID, str(root), [HookTrace("directory", "run/tidegate")])
     assert not (tmp_path / traces.DIRECTORY).exists()
     take_back(str(tmp_path), ident)
     assert (root / "run/tidegate").exists()
@@ -211,8 +211,8 @@ def container_cache(root: Path, paths: list[str]) -> Path:
     """Write a cache as ldconfig in the container would: libraries of ours, followed by one of the container."""
     (root / HWCAPS).mkdir(parents=True, exist_ok=True)
     (root / "etc").mkdir(exist_ok=True)
-    entries = [ldcache.Entry(0x303, b"libcuda.so.1", path.encode()) for path in paths]
-    entries.append(ldcache.Entry(0x303, b"libc.so.6", b"/usr/lib/libc.so.6"))
+    entries = [ldcache.CachedLibrary(0x303, b"libcuda.so.1", path.encode()) for path in paths]
+    entries.append(ldcache.CachedLibrary(0x303, b"libc.so.6", b"/usr/lib/libc.so.6"))
     cache = root / "etc/ld.so.cache"
     cache.write_bytes(ldcache.write(ldcache.Cache(tuple(entries))))
     return cache
@@ -220,7 +220,7 @@ def container_cache(root: Path, paths: list[str]) -> Path:
 
 def made_a_cache(tmp_path: Path, root: Path) -> None:
     kept = {"attributes": [0o644, 0, 0, 0], "data": "", "ours": [0, 0]}
-    made = [Trace("directory", HWCAPS), Trace("cache", "etc/ld.so.cache", kept)]
+    made = [HookTrace("directory", HWCAPS), HookTrace("cache", "etc/ld.so.cache", kept)]
     remember(str(tmp_path), "c1", PID, str(root), made)
 
 
@@ -285,7 +285,7 @@ def test_delete_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         for _ in range(100):
             time.sleep(0.1)
 
-    node, call = runtime.Node(), runtime.Call()
+    node, call = runtime.NodeSettings(), runtime.EngineCall()
     node.runtime, node.runtime_dir, node.log = "/bin/true", str(tmp_path), str(tmp_path / "log")
     monkeypatch.setattr(traces, "take_back", hang)
     monkeypatch.setattr(runtime, "END_DEADLINE", 0.2)
@@ -304,8 +304,8 @@ def test_a_large_cache_is_not_kept_and_loses_what_leads_to_us(tmp_path: Path, ro
     os.close(rootfd)
     status = cache.stat()
     made = [
-        Trace("directory", HWCAPS),
-        Trace("cache", "etc/ld.so.cache", {"ours": [status.st_size, status.st_mtime_ns]}),
+        HookTrace("directory", HWCAPS),
+        HookTrace("cache", "etc/ld.so.cache", {"ours": [status.st_size, status.st_mtime_ns]}),
     ]
     remember(str(tmp_path), "c1", PID, str(root), made)
     take_back(str(tmp_path), "c1")
@@ -317,7 +317,7 @@ def test_a_large_cache_is_not_kept_and_loses_what_leads_to_us(tmp_path: Path, ro
 def test_a_note_that_cannot_be_written_leaves_nothing(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    many = [Trace("directory", f"{'ä' * 2000}/{n}") for n in range(200)]
+    many = [HookTrace("directory", f"{'ä' * 2000}/{n}") for n in range(200)]
     with pytest.raises(OSError, match="their description takes"):
         remember(str(tmp_path), "c1", PID, str(root), many)
     keep(tmp_path, root)
@@ -335,7 +335,7 @@ def test_a_note_that_cannot_be_written_leaves_nothing(
 def test_a_delete_that_fails_is_an_end_of_what_has_ended(tmp_path: Path, root: Path) -> None:
     """As after a checkpoint, the runtime has removed the container on its own, and reports that there is none."""
     keep(tmp_path, root)
-    node, call = runtime.Node(), runtime.Call()
+    node, call = runtime.NodeSettings(), runtime.EngineCall()
     node.runtime, node.runtime_dir = "/bin/false", str(tmp_path)
     call.command, call.ident = "delete", "c1"
     assert runtime.delete(call, node, ["delete", "c1"]) == 1
@@ -393,9 +393,9 @@ def test_what_is_no_file_by_then_stays(tmp_path: Path, root: Path, place: str, k
         "ours": [0, (root / place).lstat().st_mtime_ns],
     }
     made = [
-        Trace("directory", "run/tidegate"),
-        Trace("file", "usr/bin/nvidia-smi"),
-        Trace("cache", "etc/ld.so.cache", kept),
+        HookTrace("directory", "run/tidegate"),
+        HookTrace("file", "usr/bin/nvidia-smi"),
+        HookTrace("cache", "etc/ld.so.cache", kept),
     ]
     remember(str(tmp_path), "c1", PID, str(root), made)
     take_back(str(tmp_path), "c1")
@@ -497,10 +497,10 @@ def test_what_was_made_last_goes_first(tmp_path: Path, root: Path, began: int) -
         kept = traces.keep(rootfd, "etc/ld.so.cache", cache.read_bytes())
         container_cache(root, [f"/{HWCAPS}/{n}.so" for n in range(number)])
         status = cache.stat()
-        made = Trace(
+        made = HookTrace(
             "cache", "etc/ld.so.cache", kept | {"ours": [status.st_size, status.st_mtime_ns]}
         )
-        remember(str(tmp_path), ident, PID, str(root), [Trace("directory", HWCAPS), made])
+        remember(str(tmp_path), ident, PID, str(root), [HookTrace("directory", HWCAPS), made])
         record = tmp_path / traces.DIRECTORY / ident
         note, rest = record.read_bytes().split(b"\n")
         name, pid, _, *more = json.loads(note)
@@ -598,7 +598,7 @@ def test_who_sweeps_forgets_no_note_of_a_start_meanwhile(
     record = keep(tmp_path, root)
     record.write_text(record.read_text().replace("/rootfs", "/gone", 1))
 
-    def then_it_starts(runtime_dir: str) -> dict[str, traces.Note | None]:
+    def then_it_starts(runtime_dir: str) -> dict[str, traces.NoteHeader | None]:
         monkeypatch.setattr(traces, "_notes", looked)
         if found == "nothing":  # as between the two renames of a start
             record.write_bytes(b"")

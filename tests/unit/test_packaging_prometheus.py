@@ -16,7 +16,7 @@ from prometheus_client.exposition import generate_latest
 
 from governor.metrics import METRICS, _Snapshot, collect
 from tests.conftest import lack
-from tests.unit.governor_world import World
+from tests.unit.governor_world import MetricsWorld
 from tools import grafana_dashboard
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,7 +174,7 @@ def test_promtool_has_nothing_against_the_metrics(
     promtool: str, tmp_path: Path, build_dir: Path
 ) -> None:
     async def scrape() -> str:
-        world = World(tmp_path, build_dir / "libcontrol")
+        world = MetricsWorld(tmp_path, build_dir / "libcontrol")
         try:
             await world.admit("one")
             return generate_latest(_Snapshot(collect(world.server))).decode()

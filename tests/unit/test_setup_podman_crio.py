@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from oci_hook.edits import HOOK_ENV, HOOK_TIMEOUT
-from oci_hook.entry import STAGES
+from oci_hook.quick import STAGES
 from tests.unit.setup_tree import (
     put,
     put_crio_programs,

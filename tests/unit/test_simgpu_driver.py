@@ -26,7 +26,7 @@ from simgpu.testing import (
     THREAD_LOCAL,
     Context,
     CudaError,
-    Driver,
+    SimulatedDriver,
 )
 
 MIB = 1 << 20
@@ -36,8 +36,8 @@ UNSUPPORTED, INVALIDATED, IMPLICIT, CAPTURED_EVENT, WRONG_THREAD = 900, 901, 906
 
 
 @pytest.fixture(scope="module")
-def library(build_dir: Path) -> Driver:
-    return Driver(build_dir)
+def library(build_dir: Path) -> SimulatedDriver:
+    return SimulatedDriver(build_dir)
 
 
 @pytest.fixture
@@ -46,13 +46,13 @@ def gpu(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def driver(library: Driver, gpu: Path) -> Iterator[Driver]:
+def driver(library: SimulatedDriver, gpu: Path) -> Iterator[SimulatedDriver]:
     with library.attached(gpu.parent):
         yield library
 
 
 @pytest.fixture
-def context(driver: Driver) -> Context:
+def context(driver: SimulatedDriver) -> Context:
     return driver.context()
 
 
@@ -67,7 +67,7 @@ def in_thread(function: Callable[[], int]) -> int:
 # Memory
 
 
-def test_each_context_takes_512_mib_while_it_exists(driver: Driver, gpu: Path) -> None:
+def test_each_context_takes_512_mib_while_it_exists(driver: SimulatedDriver, gpu: Path) -> None:
     assert simgpu.status(gpu).used == 0
     first = driver.context()
     assert driver.free_memory() == 512 * MIB
@@ -82,7 +82,7 @@ def test_each_context_takes_512_mib_while_it_exists(driver: Driver, gpu: Path) -
 
 
 @pytest.mark.usefixtures("context")
-def test_large_memory_is_charged_in_units_of_2_mib(driver: Driver) -> None:
+def test_large_memory_is_charged_in_units_of_2_mib(driver: SimulatedDriver) -> None:
     for size, charged in ((MIB, 2), (2 * MIB, 2), (2 * MIB + 1, 4), (64 * MIB + 1, 66)):
         address = driver.allocate(size)
         assert driver.free_memory() == (512 - charged) * MIB
@@ -92,7 +92,9 @@ def test_large_memory_is_charged_in_units_of_2_mib(driver: Driver) -> None:
 
 @pytest.mark.usefixtures("context")
 @pytest.mark.parametrize(("n", "size", "slabs"), [(5000, 256, 2), (100, 600 << 10, 34)])
-def test_small_memory_shares_slabs_of_2_mib(driver: Driver, n: int, size: int, slabs: int) -> None:
+def test_small_memory_shares_slabs_of_2_mib(
+    driver: SimulatedDriver, n: int, size: int, slabs: int
+) -> None:
     blocks = [driver.allocate(size) for _ in range(n)]
     assert driver.free_memory() == (512 - 2 * slabs) * MIB
     ends = sorted(blocks)
@@ -108,7 +110,7 @@ def test_small_memory_shares_slabs_of_2_mib(driver: Driver, n: int, size: int, s
 
 
 @pytest.mark.usefixtures("context")
-def test_managed_memory_takes_nothing_of_the_device(driver: Driver) -> None:
+def test_managed_memory_takes_nothing_of_the_device(driver: SimulatedDriver) -> None:
     address = driver.get("cuMemAllocManaged", 4096 * MIB, 1)
     assert driver.free_memory() == 512 * MIB
     driver.call("cuMemsetD32_v2", address, 7, 2)
@@ -118,7 +120,7 @@ def test_managed_memory_takes_nothing_of_the_device(driver: Driver) -> None:
 
 
 @pytest.mark.usefixtures("context")
-def test_host_memory_is_not_freed_as_device_memory(driver: Driver) -> None:
+def test_host_memory_is_not_freed_as_device_memory(driver: SimulatedDriver) -> None:
     pinned = driver.get("cuMemHostAlloc", 16, 0)
     device = driver.allocate(16)
     assert driver.try_call("cuMemFree_v2", pinned) == INVALID_VALUE
@@ -128,7 +130,7 @@ def test_host_memory_is_not_freed_as_device_memory(driver: Driver) -> None:
 
 
 @pytest.mark.usefixtures("context")
-def test_more_than_there_is_is_out_of_memory(driver: Driver) -> None:
+def test_more_than_there_is_is_out_of_memory(driver: SimulatedDriver) -> None:
     address = ctypes.c_uint64()
     assert driver.try_call("cuMemAlloc_v2", ctypes.byref(address), 513 * MIB) == OUT_OF_MEMORY
     driver.allocate(512 * MIB)
@@ -137,13 +139,17 @@ def test_more_than_there_is_is_out_of_memory(driver: Driver) -> None:
     assert driver.try_call("cuMemAlloc_v2", ctypes.byref(address), 0) == INVALID_VALUE
 
 
-def test_a_context_that_does_not_fit_is_out_of_memory(library: Driver, tmp_path: Path) -> None:
+def test_a_context_that_does_not_fit_is_out_of_memory(
+    library: SimulatedDriver, tmp_path: Path
+) -> None:
     simgpu.create(tmp_path, memory=511 * MIB, virtual_clock=True)
     with library.attached(tmp_path), pytest.raises(CudaError, match="OUT_OF_MEMORY"):
         library.context()
 
 
-def test_destroying_a_context_frees_what_it_allocated(library: Driver, tmp_path: Path) -> None:
+def test_destroying_a_context_frees_what_it_allocated(
+    library: SimulatedDriver, tmp_path: Path
+) -> None:
     gpu = simgpu.create(tmp_path, memory=2048 * MIB, virtual_clock=True)[0]
     with library.attached(tmp_path):
         first, second = library.context(), library.context()
@@ -155,7 +161,9 @@ def test_destroying_a_context_frees_what_it_allocated(library: Driver, tmp_path:
         assert simgpu.status(gpu).used == 0
 
 
-def test_the_primary_context_lives_while_somebody_retains_it(driver: Driver, gpu: Path) -> None:
+def test_the_primary_context_lives_while_somebody_retains_it(
+    driver: SimulatedDriver, gpu: Path
+) -> None:
     handle = driver.get("cuDevicePrimaryCtxRetain", 0)
     assert driver.get("cuDevicePrimaryCtxRetain", 0) == handle
     assert simgpu.status(gpu).used == 512 * MIB
@@ -166,7 +174,7 @@ def test_the_primary_context_lives_while_somebody_retains_it(driver: Driver, gpu
 
 
 @pytest.mark.usefixtures("context")
-def test_copies_and_fills_are_real(driver: Driver) -> None:
+def test_copies_and_fills_are_real(driver: SimulatedDriver) -> None:
     source = driver.allocate(4 * MIB)
     target = driver.allocate(4 * MIB)
     driver.call("cuMemcpyHtoD_v2", source, ctypes.c_char_p(b"12345678"), 8)
@@ -176,7 +184,7 @@ def test_copies_and_fills_are_real(driver: Driver) -> None:
 
 
 @pytest.mark.usefixtures("context")
-def test_a_copy_beyond_an_allocation_is_refused(driver: Driver) -> None:
+def test_a_copy_beyond_an_allocation_is_refused(driver: SimulatedDriver) -> None:
     address = driver.allocate(4096)
     words = (ctypes.c_uint64 * 2)()
     assert driver.try_call("cuMemcpyDtoH_v2", words, address + 4088, 16) == INVALID_VALUE
@@ -184,7 +192,7 @@ def test_a_copy_beyond_an_allocation_is_refused(driver: Driver) -> None:
 
 
 def test_an_asynchronous_copy_comes_at_its_place_in_the_stream(
-    driver: Driver, context: Context
+    driver: SimulatedDriver, context: Context
 ) -> None:
     stream = driver.stream()
     slot = driver.allocate(8)
@@ -200,7 +208,9 @@ def test_an_asynchronous_copy_comes_at_its_place_in_the_stream(
     assert list(words) == [MS, 2 * MS]
 
 
-def test_pageable_memory_is_read_before_the_call_returns(driver: Driver, context: Context) -> None:
+def test_pageable_memory_is_read_before_the_call_returns(
+    driver: SimulatedDriver, context: Context
+) -> None:
     address = driver.allocate(8)
     word = ctypes.c_uint64(1)
     stream = driver.stream()
@@ -211,7 +221,9 @@ def test_pageable_memory_is_read_before_the_call_returns(driver: Driver, context
     assert driver.read_words(address, 1) == [1]
 
 
-def test_memory_is_freed_when_the_stream_comes_to_it(driver: Driver, context: Context) -> None:
+def test_memory_is_freed_when_the_stream_comes_to_it(
+    driver: SimulatedDriver, context: Context
+) -> None:
     address = driver.allocate(2 * MIB)
     context.burn(MS)
     driver.call("cuMemFreeAsync", address, 0)
@@ -220,7 +232,9 @@ def test_memory_is_freed_when_the_stream_comes_to_it(driver: Driver, context: Co
     assert driver.free_memory() == 512 * MIB
 
 
-def test_a_stamp_outside_of_memory_is_a_fault_that_sticks(driver: Driver, context: Context) -> None:
+def test_a_stamp_outside_of_memory_is_a_fault_that_sticks(
+    driver: SimulatedDriver, context: Context
+) -> None:
     context.burn(MS, stamp=4096)
     with pytest.raises(CudaError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
         context.synchronize()
@@ -231,7 +245,7 @@ def test_a_stamp_outside_of_memory_is_a_fault_that_sticks(driver: Driver, contex
 # Streams and events
 
 
-def test_events_measure_the_time_between_them(driver: Driver, context: Context) -> None:
+def test_events_measure_the_time_between_them(driver: SimulatedDriver, context: Context) -> None:
     events = [driver.event() for _ in range(3)]
     driver.call("cuEventRecord", events[0], 0)
     context.burn(3 * MS)
@@ -248,7 +262,7 @@ def test_events_measure_the_time_between_them(driver: Driver, context: Context) 
     assert driver.elapsed(events[0], events[2]) == 3.5
 
 
-def test_an_event_pair_includes_the_neighbours_slices(driver: Driver) -> None:
+def test_an_event_pair_includes_the_neighbours_slices(driver: SimulatedDriver) -> None:
     first, second = driver.context(), driver.context()
     first.make_current()
     start, end = driver.event(), driver.event()
@@ -261,7 +275,7 @@ def test_an_event_pair_includes_the_neighbours_slices(driver: Driver) -> None:
 
 
 def test_events_without_timing_or_without_a_record_have_no_time(
-    driver: Driver, context: Context
+    driver: SimulatedDriver, context: Context
 ) -> None:
     timed, untimed = driver.event(), driver.event(DISABLE_TIMING)
     milliseconds = ctypes.byref(ctypes.c_float())
@@ -276,7 +290,9 @@ def test_events_without_timing_or_without_a_record_have_no_time(
     assert driver.try_call("cuEventElapsedTime", milliseconds, timed, end) == NOT_READY
 
 
-def test_an_event_recorded_again_forgets_its_first_record(driver: Driver, context: Context) -> None:
+def test_an_event_recorded_again_forgets_its_first_record(
+    driver: SimulatedDriver, context: Context
+) -> None:
     event = driver.event()
     context.burn(MS)
     driver.call("cuEventRecord", event, 0)
@@ -288,7 +304,7 @@ def test_an_event_recorded_again_forgets_its_first_record(driver: Driver, contex
     assert driver.try_call("cuEventQuery", event) == 0
 
 
-def test_a_destroyed_event_may_still_be_pending(driver: Driver, context: Context) -> None:
+def test_a_destroyed_event_may_still_be_pending(driver: SimulatedDriver, context: Context) -> None:
     event = driver.event()
     context.burn(MS)
     driver.call("cuEventRecord", event, 0)
@@ -299,7 +315,7 @@ def test_a_destroyed_event_may_still_be_pending(driver: Driver, context: Context
     assert driver.try_call("cuEventElapsedTime", ctypes.byref(ctypes.c_float()), again, again)
 
 
-def test_a_stream_is_done_before_the_others(driver: Driver, context: Context) -> None:
+def test_a_stream_is_done_before_the_others(driver: SimulatedDriver, context: Context) -> None:
     first, second = driver.stream(), driver.stream()
     context.burn(MS, stream=first)
     assert driver.try_call("cuStreamQuery", first) == NOT_READY
@@ -309,7 +325,7 @@ def test_a_stream_is_done_before_the_others(driver: Driver, context: Context) ->
     assert driver.clock() == MS
 
 
-def test_a_stream_waits_for_an_event_of_another(driver: Driver, context: Context) -> None:
+def test_a_stream_waits_for_an_event_of_another(driver: SimulatedDriver, context: Context) -> None:
     first, second = driver.stream(), driver.stream()
     event, late = driver.event(), driver.event()
     context.burn(5 * MS, stream=first)
@@ -322,7 +338,7 @@ def test_a_stream_waits_for_an_event_of_another(driver: Driver, context: Context
 
 
 def test_the_null_stream_is_a_barrier_for_blocking_streams_only(
-    driver: Driver, context: Context
+    driver: SimulatedDriver, context: Context
 ) -> None:
     blocking, free = driver.stream(0), driver.stream(NON_BLOCKING)
     context.burn(MS, stream=blocking)
@@ -337,7 +353,7 @@ def test_the_null_stream_is_a_barrier_for_blocking_streams_only(
     assert driver.try_call("cuStreamQuery", LEGACY) == 0
 
 
-def test_each_thread_has_a_stream_of_its_own(driver: Driver, context: Context) -> None:
+def test_each_thread_has_a_stream_of_its_own(driver: SimulatedDriver, context: Context) -> None:
     def ask() -> int:
         context.make_current()
         return driver.try_call("cuStreamQuery", PER_THREAD)
@@ -349,7 +365,7 @@ def test_each_thread_has_a_stream_of_its_own(driver: Driver, context: Context) -
 
 
 def test_a_callback_runs_once_when_its_stream_has_come_to_it(
-    driver: Driver, context: Context
+    driver: SimulatedDriver, context: Context
 ) -> None:
     calls: list[int] = []
     function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: calls.append(driver.clock()))
@@ -360,7 +376,7 @@ def test_a_callback_runs_once_when_its_stream_has_come_to_it(
     assert calls == [2 * MS]
 
 
-def test_threads_share_a_context(driver: Driver, context: Context) -> None:
+def test_threads_share_a_context(driver: SimulatedDriver, context: Context) -> None:
     def work() -> int:
         for _ in range(200):
             context.burn(1000)
@@ -375,7 +391,7 @@ def test_threads_share_a_context(driver: Driver, context: Context) -> None:
     assert driver.clock() == 1_600_000
 
 
-def test_parameters_may_come_in_a_buffer(driver: Driver, context: Context) -> None:
+def test_parameters_may_come_in_a_buffer(driver: SimulatedDriver, context: Context) -> None:
     slot = driver.allocate(8)
     buffer = (ctypes.c_uint64 * 2)(4 * MS, slot)
     size = ctypes.c_size_t(16)
@@ -386,8 +402,8 @@ def test_parameters_may_come_in_a_buffer(driver: Driver, context: Context) -> No
     assert driver.read_words(slot, 1) == [4 * MS]
 
 
-def test_a_launch_configuration_names_the_stream(driver: Driver, context: Context) -> None:
-    class Config(ctypes.Structure):
+def test_a_launch_configuration_names_the_stream(driver: SimulatedDriver, context: Context) -> None:
+    class LaunchConfig(ctypes.Structure):
         _fields_ = [
             ("shape", ctypes.c_uint * 7),
             ("stream", ctypes.c_uint64),
@@ -396,7 +412,7 @@ def test_a_launch_configuration_names_the_stream(driver: Driver, context: Contex
         ]
 
     stream = driver.stream()
-    config = Config((1, 1, 1, 1, 1, 1, 0), stream, None, 0)
+    config = LaunchConfig((1, 1, 1, 1, 1, 1, 0), stream, None, 0)
     word = ctypes.c_uint64(MS)
     parameters = (ctypes.c_void_p * 1)(ctypes.addressof(word))
     driver.call("cuLaunchKernelEx", ctypes.byref(config), context.burner, parameters, None)
@@ -408,7 +424,7 @@ def test_a_launch_configuration_names_the_stream(driver: Driver, context: Contex
 @pytest.mark.parametrize("call", ["cuLaunchKernel", "cuLaunchCooperativeKernel"])
 @pytest.mark.parametrize(("variant", "stream"), [("", LEGACY), ("_ptsz", PER_THREAD)])
 def test_each_form_of_a_launch_has_its_null_stream(
-    driver: Driver, context: Context, call: str, variant: str, stream: int
+    driver: SimulatedDriver, context: Context, call: str, variant: str, stream: int
 ) -> None:
     word = ctypes.c_uint64(MS)
     parameters = (ctypes.c_void_p * 1)(ctypes.addressof(word))
@@ -420,7 +436,7 @@ def test_each_form_of_a_launch_has_its_null_stream(
 
 
 @pytest.mark.usefixtures("context")
-def test_a_module_that_names_its_kernels_has_only_those(driver: Driver) -> None:
+def test_a_module_that_names_its_kernels_has_only_those(driver: SimulatedDriver) -> None:
     text = ctypes.c_char_p(b"// tidegate simgpu module\nkernel burn\nkernel gemm\n")
     module = driver.get("cuModuleLoadData", text)
     driver.get("cuModuleGetFunction", module, ctypes.c_char_p(b"burn"))
@@ -432,11 +448,11 @@ def test_a_module_that_names_its_kernels_has_only_those(driver: Driver) -> None:
 # Capture and graphs
 
 
-def begin(driver: Driver, stream: int, mode: int = GLOBAL) -> None:
+def begin(driver: SimulatedDriver, stream: int, mode: int = GLOBAL) -> None:
     driver.call("cuStreamBeginCapture_v2", stream, mode)
 
 
-def test_a_graph_does_its_commands_again(driver: Driver, context: Context) -> None:
+def test_a_graph_does_its_commands_again(driver: SimulatedDriver, context: Context) -> None:
     stream = driver.stream()
     slot = driver.allocate(16)
     begin(driver, stream)
@@ -454,7 +470,7 @@ def test_a_graph_does_its_commands_again(driver: Driver, context: Context) -> No
     driver.call("cuGraphExecDestroy", execution)
 
 
-def capture_status(driver: Driver, stream: int) -> int:
+def capture_status(driver: SimulatedDriver, stream: int) -> int:
     status = ctypes.c_int()
     driver.call("cuStreamIsCapturing", stream, ctypes.byref(status))
     return status.value
@@ -463,7 +479,7 @@ def capture_status(driver: Driver, stream: int) -> int:
 @pytest.mark.parametrize("mode", [GLOBAL, THREAD_LOCAL])
 @pytest.mark.parametrize("call", ["allocate", "query", "synchronize", "event"])
 def test_calls_that_cannot_be_captured_invalidate_the_capture(
-    driver: Driver, context: Context, mode: int, call: str
+    driver: SimulatedDriver, context: Context, mode: int, call: str
 ) -> None:
     stream, other, event = driver.stream(), driver.stream(), driver.event()
     address, graph = ctypes.c_uint64(), ctypes.c_uint64()
@@ -485,7 +501,7 @@ def test_calls_that_cannot_be_captured_invalidate_the_capture(
 
 
 @pytest.mark.usefixtures("context")
-def test_a_relaxed_thread_or_capture_forbids_nothing(driver: Driver) -> None:
+def test_a_relaxed_thread_or_capture_forbids_nothing(driver: SimulatedDriver) -> None:
     stream = driver.stream()
     graph = ctypes.c_uint64()
     begin(driver, stream, RELAXED)
@@ -501,7 +517,7 @@ def test_a_relaxed_thread_or_capture_forbids_nothing(driver: Driver) -> None:
 
 
 @pytest.mark.usefixtures("context")
-def test_another_threads_query_breaks_a_global_capture_only(driver: Driver) -> None:
+def test_another_threads_query_breaks_a_global_capture_only(driver: SimulatedDriver) -> None:
     """PyTorch's watchdog thread did this."""
     stream, event = driver.stream(), driver.event()
     graph = ctypes.c_uint64()
@@ -514,7 +530,7 @@ def test_another_threads_query_breaks_a_global_capture_only(driver: Driver) -> N
 
 
 @pytest.mark.usefixtures("context")
-def test_a_capturing_stream_and_its_events_cannot_be_asked(driver: Driver) -> None:
+def test_a_capturing_stream_and_its_events_cannot_be_asked(driver: SimulatedDriver) -> None:
     stream, event = driver.stream(), driver.event()
     graph = ctypes.c_uint64()
     begin(driver, stream, RELAXED)
@@ -528,7 +544,7 @@ def test_a_capturing_stream_and_its_events_cannot_be_asked(driver: Driver) -> No
     driver.call("cuEventQuery", event)
 
 
-def test_a_capture_ends_in_its_own_thread(driver: Driver, context: Context) -> None:
+def test_a_capture_ends_in_its_own_thread(driver: SimulatedDriver, context: Context) -> None:
     stream = driver.stream()
     graph = ctypes.c_uint64()
 
@@ -543,7 +559,9 @@ def test_a_capture_ends_in_its_own_thread(driver: Driver, context: Context) -> N
     assert in_thread(end) == 0
 
 
-def test_the_null_stream_does_not_mix_with_a_capture(driver: Driver, context: Context) -> None:
+def test_the_null_stream_does_not_mix_with_a_capture(
+    driver: SimulatedDriver, context: Context
+) -> None:
     stream = driver.stream(0)
     graph = ctypes.c_uint64()
     assert driver.try_call("cuStreamBeginCapture_v2", LEGACY, GLOBAL) == UNSUPPORTED
@@ -552,7 +570,9 @@ def test_the_null_stream_does_not_mix_with_a_capture(driver: Driver, context: Co
     assert driver.try_call("cuStreamEndCapture", stream, ctypes.byref(graph)) == INVALIDATED
 
 
-def test_a_second_stream_joins_a_capture_by_an_event(driver: Driver, context: Context) -> None:
+def test_a_second_stream_joins_a_capture_by_an_event(
+    driver: SimulatedDriver, context: Context
+) -> None:
     first, second, event = driver.stream(), driver.stream(), driver.event()
     graph = ctypes.c_uint64()
     begin(driver, first)
@@ -573,7 +593,7 @@ def test_a_second_stream_joins_a_capture_by_an_event(driver: Driver, context: Co
 # Look-up
 
 
-def find(driver: Driver, name: str, version: int, flags: int = 0) -> tuple[int, int, int]:
+def find(driver: SimulatedDriver, name: str, version: int, flags: int = 0) -> tuple[int, int, int]:
     function, status = ctypes.c_void_p(1), ctypes.c_int(-1)
     code = driver.try_call(
         "cuGetProcAddress_v2",
@@ -586,7 +606,7 @@ def find(driver: Driver, name: str, version: int, flags: int = 0) -> tuple[int, 
     return code, function.value or 0, status.value
 
 
-def address(driver: Driver, symbol: str) -> int:
+def address(driver: SimulatedDriver, symbol: str) -> int:
     return ctypes.cast(getattr(driver.library, symbol), ctypes.c_void_p).value or 0
 
 
@@ -609,19 +629,19 @@ def address(driver: Driver, symbol: str) -> int:
     ],
 )
 def test_a_base_name_is_the_newest_function_of_that_version(
-    library: Driver, name: str, version: int, flags: int, symbol: str
+    library: SimulatedDriver, name: str, version: int, flags: int, symbol: str
 ) -> None:
     assert find(library, name, version, flags) == (0, address(library, symbol), 0)
 
 
-def test_what_cannot_be_found_says_why(library: Driver) -> None:
+def test_what_cannot_be_found_says_why(library: SimulatedDriver) -> None:
     assert find(library, "cuNoSuchThing", 13000) == (NOT_FOUND, 0, 1)
     assert find(library, "cuMemAlloc_v2", 13000) == (NOT_FOUND, 0, 1)
     assert find(library, "cuMemAllocAsync", 11010) == (NOT_FOUND, 0, 2)
     assert find(library, "cuInit", 13000, 4)[0] == INVALID_VALUE
 
 
-def test_every_export_can_be_looked_up(library: Driver, build_dir: Path) -> None:
+def test_every_export_can_be_looked_up(library: SimulatedDriver, build_dir: Path) -> None:
     listing = subprocess.run(
         ["nm", "-D", "--defined-only", str(build_dir / "simgpu" / "libcuda.so.1")],
         check=True, capture_output=True, text=True,
@@ -636,12 +656,12 @@ def test_every_export_can_be_looked_up(library: Driver, build_dir: Path) -> None
         assert address(library, symbol) in found, symbol
 
 
-def test_before_init_nothing_works(library: Driver) -> None:
+def test_before_init_nothing_works(library: SimulatedDriver) -> None:
     count = ctypes.c_int()
     assert library.try_call("cuDeviceGetCount", ctypes.byref(count)) == NOT_INITIALIZED
 
 
-def test_a_device_describes_itself(driver: Driver) -> None:
+def test_a_device_describes_itself(driver: SimulatedDriver) -> None:
     name = ctypes.create_string_buffer(64)
     uuid = ctypes.create_string_buffer(16)
     value = ctypes.c_int()
@@ -658,7 +678,7 @@ def test_a_device_describes_itself(driver: Driver) -> None:
 
 @pytest.mark.parametrize(("wanted", "answer"), [(None, 0), ("0", 0), ("1", 1)])
 def test_the_environment_says_whether_the_device_has_mps(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, wanted: str | None, answer: int
+    driver: SimulatedDriver, monkeypatch: pytest.MonkeyPatch, wanted: str | None, answer: int
 ) -> None:
     monkeypatch.delenv("SIMGPU_MPS", raising=False)
     if wanted is not None:
@@ -681,7 +701,7 @@ def test_the_environment_says_whether_the_device_has_mps(
     ],
 )
 def test_visible_devices_narrow_and_order_what_there_is(
-    library: Driver,
+    library: SimulatedDriver,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     visible: str,
@@ -705,7 +725,7 @@ def test_visible_devices_narrow_and_order_what_there_is(
 
 
 def test_a_uuid_makes_a_device_visible(
-    library: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    library: SimulatedDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     simgpu.create(tmp_path, devices=2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"GPU-{simgpu.device_uuid(1, 1)}")
@@ -728,7 +748,7 @@ def test_the_python_module_and_the_library_agree_on_the_layout() -> None:
     assert int(re.findall(r"SIMGPU_LAYOUT_VERSION (\d+)", text)[0]) == simgpu.VERSION
 
 
-def test_kernels_on_two_gpus_meet(library: Driver, tmp_path: Path) -> None:
+def test_kernels_on_two_gpus_meet(library: SimulatedDriver, tmp_path: Path) -> None:
     """The first kernel spins, which is GPU time, until the other begins. Then both work and end."""
     gpus = simgpu.create(tmp_path / "gpus", memory=2048 * MIB, devices=2)
     with library.attached(gpus[0].parent) as driver:

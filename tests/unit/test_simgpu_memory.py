@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from simgpu import simgpu
-from simgpu.testing import GLOBAL, MS, Context, CudaError, Driver, start_python
+from simgpu.testing import GLOBAL, MS, Context, CudaError, SimulatedDriver, start_python
 
 MIB = 1 << 20
 TOTAL = 4096 * MIB
@@ -20,8 +20,8 @@ PINNED, DEVICE, HOST_NUMA = 1, 1, 3  # CUmemAllocationType, CUmemLocationType
 
 
 @pytest.fixture(scope="module")
-def library(build_dir: Path) -> Driver:
-    return Driver(build_dir)
+def library(build_dir: Path) -> SimulatedDriver:
+    return SimulatedDriver(build_dir)
 
 
 @pytest.fixture
@@ -32,22 +32,22 @@ def gpu(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def driver(library: Driver, gpu: Path) -> Iterator[Driver]:
+def driver(library: SimulatedDriver, gpu: Path) -> Iterator[SimulatedDriver]:
     with library.attached(gpu.parent):
         yield library
 
 
 @pytest.fixture
-def context(driver: Driver) -> Context:
+def context(driver: SimulatedDriver) -> Context:
     return driver.context()
 
 
-def held(driver: Driver) -> int:
+def held(driver: SimulatedDriver) -> int:
     """Return the bytes of the device that are in use. Its contexts take none."""
     return TOTAL - driver.free_memory()
 
 
-def pool_value(driver: Driver, pool: int, attribute: int) -> int:
+def pool_value(driver: SimulatedDriver, pool: int, attribute: int) -> int:
     value = ctypes.c_uint64()
     driver.call("cuMemPoolGetAttribute", pool, attribute, ctypes.byref(value))
     return value.value
@@ -66,7 +66,7 @@ class PoolProps(ctypes.Structure):
     ]
 
 
-def new_pool(driver: Driver, location: int = 0, kind: int = DEVICE, most: int = 0) -> int:
+def new_pool(driver: SimulatedDriver, location: int = 0, kind: int = DEVICE, most: int = 0) -> int:
     props = PoolProps(PINNED, 0, kind, location, None, most)
     return driver.get("cuMemPoolCreate", ctypes.byref(props))
 
@@ -75,7 +75,7 @@ def new_pool(driver: Driver, location: int = 0, kind: int = DEVICE, most: int = 
 
 
 @pytest.mark.usefixtures("context")
-def test_a_pool_grows_in_units_of_32_mib(driver: Driver) -> None:
+def test_a_pool_grows_in_units_of_32_mib(driver: SimulatedDriver) -> None:
     """The sizes were measured on an H200."""
     pool = driver.get("cuDeviceGetDefaultMemPool", 0)
     assert driver.get("cuDeviceGetMemPool", 0) == pool
@@ -94,7 +94,7 @@ def test_a_pool_grows_in_units_of_32_mib(driver: Driver) -> None:
     assert pool_value(driver, pool, USED_HIGH) == 133 * MIB + 2048
 
 
-def test_only_units_without_a_block_are_released(driver: Driver, context: Context) -> None:
+def test_only_units_without_a_block_are_released(driver: SimulatedDriver, context: Context) -> None:
     first = driver.get("cuMemAllocAsync", 32 * MIB, 0)
     small = driver.get("cuMemAllocAsync", 512, 0)
     last = driver.get("cuMemAllocAsync", 64 * MIB, 0)
@@ -108,7 +108,9 @@ def test_only_units_without_a_block_are_released(driver: Driver, context: Contex
 
 
 @pytest.mark.parametrize("wait", ["stream", "context", "event"])
-def test_a_pool_keeps_up_to_its_threshold(driver: Driver, context: Context, wait: str) -> None:
+def test_a_pool_keeps_up_to_its_threshold(
+    driver: SimulatedDriver, context: Context, wait: str
+) -> None:
     pool = driver.get("cuDeviceGetDefaultMemPool", 0)
     threshold = ctypes.c_uint64(64 * MIB)
     driver.call("cuMemPoolSetAttribute", pool, RELEASE_THRESHOLD, ctypes.byref(threshold))
@@ -134,7 +136,7 @@ def test_a_pool_keeps_up_to_its_threshold(driver: Driver, context: Context, wait
 
 
 def test_a_freed_block_is_its_streams_at_once_and_others_later(
-    driver: Driver, context: Context
+    driver: SimulatedDriver, context: Context
 ) -> None:
     first, second = driver.stream(), driver.stream()
     block = driver.get("cuMemAllocAsync", 2 * MIB, first)
@@ -152,7 +154,7 @@ def test_a_freed_block_is_its_streams_at_once_and_others_later(
 
 
 @pytest.mark.usefixtures("context")
-def test_a_block_of_a_pool_may_be_freed_as_any_other(driver: Driver) -> None:
+def test_a_block_of_a_pool_may_be_freed_as_any_other(driver: SimulatedDriver) -> None:
     pool = driver.get("cuDeviceGetDefaultMemPool", 0)
     driver.call("cuMemFree_v2", driver.get("cuMemAllocAsync", MIB, 0))
     assert pool_value(driver, pool, USED) == 0
@@ -162,7 +164,7 @@ def test_a_block_of_a_pool_may_be_freed_as_any_other(driver: Driver) -> None:
 
 
 @pytest.mark.usefixtures("context")
-def test_an_application_makes_pools(driver: Driver) -> None:
+def test_an_application_makes_pools(driver: SimulatedDriver) -> None:
     pool = new_pool(driver, most=64 * MIB)
     block = driver.get("cuMemAllocFromPoolAsync", 40 * MIB, pool, 0)
     assert held(driver) == pool_value(driver, pool, RESERVED) == 64 * MIB
@@ -183,7 +185,7 @@ def test_an_application_makes_pools(driver: Driver) -> None:
 
 
 @pytest.mark.usefixtures("context")
-def test_pools_are_named_by_location(driver: Driver) -> None:
+def test_pools_are_named_by_location(driver: SimulatedDriver) -> None:
     device = (ctypes.c_int * 2)(DEVICE, 1)
     pool = new_pool(driver, location=1)
     driver.call("cuMemSetMemPool", device, PINNED, pool)
@@ -196,7 +198,7 @@ def test_pools_are_named_by_location(driver: Driver) -> None:
 
 
 @pytest.mark.usefixtures("context")
-def test_a_pool_of_the_host_takes_nothing(driver: Driver) -> None:
+def test_a_pool_of_the_host_takes_nothing(driver: SimulatedDriver) -> None:
     pool = new_pool(driver, kind=HOST_NUMA)
     driver.get("cuMemAllocFromPoolAsync", 8192 * MIB, pool, 0)
     assert pool_value(driver, pool, RESERVED) == 8192 * MIB
@@ -204,7 +206,7 @@ def test_a_pool_of_the_host_takes_nothing(driver: Driver) -> None:
 
 
 @pytest.mark.usefixtures("context")
-def test_a_pool_that_cannot_grow_is_out_of_memory(driver: Driver) -> None:
+def test_a_pool_that_cannot_grow_is_out_of_memory(driver: SimulatedDriver) -> None:
     address = ctypes.byref(ctypes.c_uint64())
     driver.allocate(TOTAL - 63 * MIB)
     driver.get("cuMemAllocAsync", 1, 0)
@@ -214,7 +216,7 @@ def test_a_pool_that_cannot_grow_is_out_of_memory(driver: Driver) -> None:
     assert driver.try_call("cuMemAllocAsync", address, 1 << 62, 0) == OUT_OF_MEMORY
 
 
-def test_what_pools_hold_goes_with_the_last_context(driver: Driver, gpu: Path) -> None:
+def test_what_pools_hold_goes_with_the_last_context(driver: SimulatedDriver, gpu: Path) -> None:
     first, second = driver.context(), driver.context()
     pool = driver.get("cuDeviceGetDefaultMemPool", 0)
     first.make_current()
@@ -232,7 +234,7 @@ def test_what_pools_hold_goes_with_the_last_context(driver: Driver, gpu: Path) -
 
 
 @pytest.mark.usefixtures("context")
-def test_stream_ordered_memory_is_not_captured(driver: Driver) -> None:
+def test_stream_ordered_memory_is_not_captured(driver: SimulatedDriver) -> None:
     stream = driver.stream()
     address, graph = ctypes.byref(ctypes.c_uint64()), ctypes.c_uint64()
     driver.call("cuStreamBeginCapture_v2", stream, GLOBAL)
@@ -254,16 +256,20 @@ class Prop(ctypes.Structure):
     ]
 
 
-def create(driver: Driver, size: int, *, exported: bool = False, kind: int = DEVICE) -> int:
+def create(
+    driver: SimulatedDriver, size: int, *, exported: bool = False, kind: int = DEVICE
+) -> int:
     return driver.get("cuMemCreate", size, ctypes.byref(Prop(PINNED, exported, kind, 0)), 0)
 
 
-def allow(driver: Driver, address: int, size: int) -> None:
+def allow(driver: SimulatedDriver, address: int, size: int) -> None:
     driver.call("cuMemSetAccess", address, size, (ctypes.c_int * 3)(DEVICE, 0, 3), 1)
 
 
 @pytest.mark.usefixtures("context")
-def test_memory_is_charged_when_it_is_created_and_until_it_is_unmapped(driver: Driver) -> None:
+def test_memory_is_charged_when_it_is_created_and_until_it_is_unmapped(
+    driver: SimulatedDriver,
+) -> None:
     prop = Prop(PINNED, 0, DEVICE, 0)
     assert driver.get("cuMemGetAllocationGranularity", ctypes.byref(prop), 0) == 2 * MIB
     handle = create(driver, 6 * MIB)
@@ -289,7 +295,7 @@ def test_memory_is_charged_when_it_is_created_and_until_it_is_unmapped(driver: D
 
 
 @pytest.mark.usefixtures("context")
-def test_what_cannot_be_created_says_why(driver: Driver) -> None:
+def test_what_cannot_be_created_says_why(driver: SimulatedDriver) -> None:
     handle = ctypes.byref(ctypes.c_uint64())
     device, other = Prop(PINNED, 0, DEVICE, 0), Prop(PINNED, 0, DEVICE, 2)
     for size, prop, expected in (
@@ -307,7 +313,7 @@ def test_what_cannot_be_created_says_why(driver: Driver) -> None:
 
 
 @pytest.mark.usefixtures("context")
-def test_only_whole_memory_is_mapped_and_unmapped(driver: Driver) -> None:
+def test_only_whole_memory_is_mapped_and_unmapped(driver: SimulatedDriver) -> None:
     first, second = create(driver, 4 * MIB), create(driver, 2 * MIB)
     base = driver.get("cuMemAddressReserve", 8 * MIB, 0, 0, 0)
     assert driver.try_call("cuMemMap", base, 2 * MIB, 0, first, 0) == NOT_SUPPORTED
@@ -325,7 +331,7 @@ def test_only_whole_memory_is_mapped_and_unmapped(driver: Driver) -> None:
 
 
 @pytest.mark.usefixtures("context")
-def test_mappings_that_touch_are_one_memory_once_access_is_set(driver: Driver) -> None:
+def test_mappings_that_touch_are_one_memory_once_access_is_set(driver: SimulatedDriver) -> None:
     base = driver.get("cuMemAddressReserve", 4 * MIB, 0, 0, 0)
     for at in (base, base + 2 * MIB):
         driver.call("cuMemMap", at, 2 * MIB, 0, create(driver, 2 * MIB), 0)
@@ -341,7 +347,7 @@ def test_mappings_that_touch_are_one_memory_once_access_is_set(driver: Driver) -
     assert driver.try_call("cuMemFree_v2", base) == INVALID_VALUE
 
 
-def test_unmapping_waits_for_the_work_before_it(driver: Driver, context: Context) -> None:
+def test_unmapping_waits_for_the_work_before_it(driver: SimulatedDriver, context: Context) -> None:
     base = driver.get("cuMemAddressReserve", 2 * MIB, 0, 0, 0)
     driver.call("cuMemMap", base, 2 * MIB, 0, create(driver, 2 * MIB), 0)
     allow(driver, base, 2 * MIB)
@@ -353,7 +359,7 @@ def test_unmapping_waits_for_the_work_before_it(driver: Driver, context: Context
 
 
 @pytest.mark.usefixtures("context")
-def test_a_mapping_tells_its_handle(driver: Driver) -> None:
+def test_a_mapping_tells_its_handle(driver: SimulatedDriver) -> None:
     handle = create(driver, 2 * MIB)
     base = driver.get("cuMemAddressReserve", 2 * MIB, 0, 0, 0)
     driver.call("cuMemMap", base, 2 * MIB, 0, handle, 0)
@@ -370,7 +376,7 @@ def test_a_mapping_tells_its_handle(driver: Driver) -> None:
 
 
 @pytest.mark.usefixtures("context")
-def test_a_process_that_imports_its_own_memory_pays_once(driver: Driver) -> None:
+def test_a_process_that_imports_its_own_memory_pays_once(driver: SimulatedDriver) -> None:
     handle, plain = create(driver, 2 * MIB, exported=True), create(driver, 2 * MIB)
     descriptor = ctypes.c_int()
     where = ctypes.byref(descriptor)
@@ -407,7 +413,7 @@ input()
 
 @pytest.mark.usefixtures("context")
 def test_exported_memory_is_shared_and_paid_for_by_who_made_it(
-    build_dir: Path, driver: Driver, gpu: Path
+    build_dir: Path, driver: SimulatedDriver, gpu: Path
 ) -> None:
     with start_python(build_dir, gpu.parent, EXPORTER) as process:
         assert process.stdout
@@ -429,13 +435,13 @@ def test_exported_memory_is_shared_and_paid_for_by_who_made_it(
 # Pointers
 
 
-def pointer(driver: Driver, attribute: int, address: int) -> int:
+def pointer(driver: SimulatedDriver, attribute: int, address: int) -> int:
     value = ctypes.c_uint64()
     driver.call("cuPointerGetAttribute", ctypes.byref(value), attribute, address)
     return value.value
 
 
-def address_range(driver: Driver, address: int) -> tuple[int, int]:
+def address_range(driver: SimulatedDriver, address: int) -> tuple[int, int]:
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     driver.call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
     return base.value, size.value
@@ -444,7 +450,7 @@ def address_range(driver: Driver, address: int) -> tuple[int, int]:
 CONTEXT, MEMORY_TYPE, ORDINAL, START, SIZE = 1, 2, 9, 11, 12  # CUpointer_attribute
 
 
-def test_a_pointer_tells_what_it_points_into(driver: Driver, context: Context) -> None:
+def test_a_pointer_tells_what_it_points_into(driver: SimulatedDriver, context: Context) -> None:
     other = driver.context(1)
     there = driver.allocate(3 * MIB)
     assert [pointer(driver, a, there + 5) for a in (CONTEXT, MEMORY_TYPE, ORDINAL, START, SIZE)] == [
@@ -463,7 +469,7 @@ def test_a_pointer_tells_what_it_points_into(driver: Driver, context: Context) -
 
 
 @pytest.mark.usefixtures("context")
-def test_a_pointer_into_nothing_is_no_pointer(driver: Driver) -> None:
+def test_a_pointer_into_nothing_is_no_pointer(driver: SimulatedDriver) -> None:
     value = ctypes.byref(ctypes.c_uint64())
     address = driver.allocate(4 * MIB)
     driver.call("cuMemFree_v2", address)
@@ -494,7 +500,7 @@ input()
 
 @pytest.mark.usefixtures("context")
 def test_memory_of_another_process_is_opened_and_counted(
-    build_dir: Path, driver: Driver, gpu: Path
+    build_dir: Path, driver: SimulatedDriver, gpu: Path
 ) -> None:
     address = ctypes.byref(ctypes.c_uint64())
     with start_python(build_dir, gpu.parent, SHARER) as process:
@@ -519,7 +525,7 @@ def test_memory_of_another_process_is_opened_and_counted(
 
 
 @pytest.mark.usefixtures("context")
-def test_what_cannot_be_opened_says_why(driver: Driver) -> None:
+def test_what_cannot_be_opened_says_why(driver: SimulatedDriver) -> None:
     handle, address = IpcHandle(), ctypes.byref(ctypes.c_uint64())
     own = driver.allocate(MIB)
     driver.call("cuIpcGetMemHandle", ctypes.byref(handle), own)
@@ -534,7 +540,7 @@ def test_what_cannot_be_opened_says_why(driver: Driver) -> None:
 # Arrays
 
 
-class Shape(ctypes.Structure):
+class ArrayShape(ctypes.Structure):
     _fields_ = [
         ("width", ctypes.c_size_t),
         ("height", ctypes.c_size_t),
@@ -548,8 +554,10 @@ class Shape(ctypes.Structure):
 FLOAT = 0x20
 
 
-def array(driver: Driver, width: int, height: int, depth: int = 0, channels: int = 4) -> int:
-    shape = Shape(width, height, depth, FLOAT, channels, 0)
+def array(
+    driver: SimulatedDriver, width: int, height: int, depth: int = 0, channels: int = 4
+) -> int:
+    shape = ArrayShape(width, height, depth, FLOAT, channels, 0)
     return driver.get("cuArray3DCreate_v2", ctypes.byref(shape))
 
 
@@ -558,7 +566,7 @@ def array(driver: Driver, width: int, height: int, depth: int = 0, channels: int
     ("shape", "taken"), [((1024, 1024), 16 * MIB), ((333, 777, 33), 203_423_744), ((1, 1), 2 * MIB)]
 )
 def test_an_array_takes_what_it_took_on_an_h200(
-    driver: Driver, shape: tuple[int, ...], taken: int
+    driver: SimulatedDriver, shape: tuple[int, ...], taken: int
 ) -> None:
     made = array(driver, *shape)
     assert held(driver) == taken
@@ -568,7 +576,7 @@ def test_an_array_takes_what_it_took_on_an_h200(
 
 
 @pytest.mark.usefixtures("context")
-def test_small_arrays_share_a_slab(driver: Driver) -> None:
+def test_small_arrays_share_a_slab(driver: SimulatedDriver) -> None:
     arrays = [array(driver, 64, 64) for _ in range(32)]
     assert held(driver) == 2 * MIB
     for made in arrays:
@@ -577,10 +585,10 @@ def test_small_arrays_share_a_slab(driver: Driver) -> None:
 
 
 @pytest.mark.usefixtures("context")
-def test_an_array_tells_its_shape(driver: Driver) -> None:
+def test_an_array_tells_its_shape(driver: SimulatedDriver) -> None:
     flat = (ctypes.c_size_t * 3)(100, 50, 1 << 32 | FLOAT)
     made = driver.get("cuArrayCreate_v2", flat)
-    shape = Shape()
+    shape = ArrayShape()
     driver.call("cuArray3DGetDescriptor_v2", ctypes.byref(shape), made)
     assert (shape.width, shape.height, shape.depth) == (100, 50, 0)
     assert (shape.format, shape.channels) == (FLOAT, 1)
@@ -588,12 +596,16 @@ def test_an_array_tells_its_shape(driver: Driver) -> None:
     driver.call("cuArrayGetDescriptor_v2", back, made)
     assert list(back) == list(flat)
     where = ctypes.byref(ctypes.c_uint64())
-    for wrong in (Shape(0, 1, 1, FLOAT, 1), Shape(1, 1, 1, FLOAT, 3), Shape(1, 1, 1, 0x91, 1)):
+    for wrong in (
+        ArrayShape(0, 1, 1, FLOAT, 1),
+        ArrayShape(1, 1, 1, FLOAT, 3),
+        ArrayShape(1, 1, 1, 0x91, 1),
+    ):
         assert driver.try_call("cuArray3DCreate_v2", where, ctypes.byref(wrong)) == INVALID_VALUE
 
 
-def test_a_mipmapped_array_has_levels(driver: Driver, context: Context, gpu: Path) -> None:
-    shape = Shape(2048, 2048, 0, FLOAT, 4, 0)
+def test_a_mipmapped_array_has_levels(driver: SimulatedDriver, context: Context, gpu: Path) -> None:
+    shape = ArrayShape(2048, 2048, 0, FLOAT, 4, 0)
     made = driver.get("cuMipmappedArrayCreate", ctypes.byref(shape), 20)
     assert held(driver) == 90_177_536
     level = driver.get("cuMipmappedArrayGetLevel", made, 11)
@@ -615,7 +627,9 @@ def test_a_mipmapped_array_has_levels(driver: Driver, context: Context, gpu: Pat
 # Limits, modules and libraries
 
 
-def test_larger_stacks_take_memory_for_every_thread(library: Driver, tmp_path: Path) -> None:
+def test_larger_stacks_take_memory_for_every_thread(
+    library: SimulatedDriver, tmp_path: Path
+) -> None:
     gpu = simgpu.create(tmp_path, memory=8 << 30, context_memory=0, virtual_clock=True)[0]
     with library.attached(tmp_path):
         context = library.context()
@@ -638,7 +652,7 @@ GLOBALS = ctypes.c_char_p(b"globals:268435456")
 
 
 def test_a_modules_variables_take_memory_while_it_is_loaded(
-    driver: Driver, context: Context, gpu: Path
+    driver: SimulatedDriver, context: Context, gpu: Path
 ) -> None:
     module = driver.get("cuModuleLoadData", GLOBALS)
     assert held(driver) == 256 * MIB
@@ -655,12 +669,12 @@ def test_a_modules_variables_take_memory_while_it_is_loaded(
     assert simgpu.status(gpu).used == 0
 
 
-def load_library(driver: Driver, image: ctypes.c_char_p) -> int:
+def load_library(driver: SimulatedDriver, image: ctypes.c_char_p) -> int:
     return driver.get("cuLibraryLoadData", image, None, None, 0, None, None, 0)
 
 
 @pytest.mark.usefixtures("context")
-def test_a_library_is_loaded_when_a_function_is_asked_for(driver: Driver) -> None:
+def test_a_library_is_loaded_when_a_function_is_asked_for(driver: SimulatedDriver) -> None:
     library = load_library(driver, GLOBALS)
     kernel = driver.get("cuLibraryGetKernel", library, ctypes.c_char_p(b"burn"))
     assert held(driver) == 0
@@ -679,7 +693,7 @@ def test_a_library_is_loaded_when_a_function_is_asked_for(driver: Driver) -> Non
 
 
 @pytest.mark.usefixtures("context")
-def test_a_kernel_of_a_library_may_be_launched_itself(driver: Driver) -> None:
+def test_a_kernel_of_a_library_may_be_launched_itself(driver: SimulatedDriver) -> None:
     library = load_library(driver, ctypes.c_char_p(b"// tidegate simgpu module\nkernel gemm\n"))
     kernel = driver.get("cuLibraryGetKernel", library, ctypes.c_char_p(b"gemm"))
     word = ctypes.c_uint64(MS)
@@ -695,7 +709,7 @@ def test_a_kernel_of_a_library_may_be_launched_itself(driver: Driver) -> None:
 # Copies and fills
 
 
-class Copy(ctypes.Structure):
+class Memcpy3D(ctypes.Structure):
     """CUDA_MEMCPY3D; each end is (x, y, z, level, type, host, device, array, context, pitch, height)."""
 
     _fields_ = [
@@ -738,14 +752,16 @@ class Copy2D(ctypes.Structure):
 TO_HOST, TO_DEVICE, TO_ARRAY = 1, 2, 3  # CUmemorytype
 
 
-def read(driver: Driver, address: int, n: int) -> bytes:
+def read(driver: SimulatedDriver, address: int, n: int) -> bytes:
     data = ctypes.create_string_buffer(n)
     driver.call("cuMemcpyDtoH_v2", data, address, n)
     return data.raw
 
 
 @pytest.mark.parametrize("call", ["cuMemcpy2D_v2", "cuMemcpy2DUnaligned_v2", "cuMemcpy2DAsync_v2"])
-def test_rows_are_copied_between_pitches(driver: Driver, context: Context, call: str) -> None:
+def test_rows_are_copied_between_pitches(
+    driver: SimulatedDriver, context: Context, call: str
+) -> None:
     device = driver.allocate(4096)
     text = ctypes.create_string_buffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ")
     copy = Copy2D(
@@ -769,18 +785,18 @@ def test_rows_are_copied_between_pitches(driver: Driver, context: Context, call:
 
 
 @pytest.mark.usefixtures("context")
-def test_planes_go_through_an_array_and_back(driver: Driver) -> None:
+def test_planes_go_through_an_array_and_back(driver: SimulatedDriver) -> None:
     """Copy 4 x 3 x 2 bytes into the middle of an array of 8 x 8 x 8, and back as packed rows."""
-    shape = Shape(8, 8, 8, 0x01, 1, 0)
+    shape = ArrayShape(8, 8, 8, 0x01, 1, 0)
     made = driver.get("cuArray3DCreate_v2", ctypes.byref(shape))
     source = ctypes.create_string_buffer(b"abcdefghijklmnopqrstuvwx")
     target = driver.allocate(4096)
-    there = Copy(
+    there = Memcpy3D(
         type_from=TO_HOST, host_from=ctypes.addressof(source), pitch_from=4, height_from=3,
         x_to=2, y_to=3, z_to=4, type_to=TO_ARRAY, array_to=made, width=4, rows=3, planes=2,
     )  # fmt: skip
     driver.call("cuMemcpy3D_v2", ctypes.byref(there))
-    back = Copy(
+    back = Memcpy3D(
         x_from=2, y_from=3, z_from=4, type_from=TO_ARRAY, array_from=made,
         type_to=TO_DEVICE, device_to=target, pitch_to=4, height_to=3, width=4, rows=3, planes=2,
     )  # fmt: skip
@@ -795,14 +811,14 @@ def test_planes_go_through_an_array_and_back(driver: Driver) -> None:
     assert driver.try_call("cuMemcpy3D_v2", ctypes.byref(back)) == INVALID_VALUE
 
 
-def test_memory_is_copied_between_devices(driver: Driver, context: Context) -> None:
+def test_memory_is_copied_between_devices(driver: SimulatedDriver, context: Context) -> None:
     source = driver.allocate(4096)
     driver.call("cuMemsetD8_v2", source, 65, 4096)
     other = driver.context(1)
     target = driver.allocate(4096)
     driver.call("cuMemcpyPeer", target, other.handle, source, context.handle, 2)
     driver.call("cuMemcpyPeerAsync", target + 2, other.handle, source, context.handle, 2, 0)
-    copy = Copy(
+    copy = Memcpy3D(
         type_from=TO_DEVICE, device_from=source, context_from=context.handle, type_to=TO_DEVICE,
         x_to=4, device_to=target, context_to=other.handle, width=2, rows=1, planes=1,
     )  # fmt: skip
@@ -815,7 +831,7 @@ def test_memory_is_copied_between_devices(driver: Driver, context: Context) -> N
 
 
 @pytest.mark.usefixtures("context")
-def test_a_copy_finds_out_what_its_addresses_are(driver: Driver) -> None:
+def test_a_copy_finds_out_what_its_addresses_are(driver: SimulatedDriver) -> None:
     word, device = ctypes.c_uint64(0x1234), driver.allocate(16)
     driver.call("cuMemcpy", device, ctypes.addressof(word), 8)
     driver.call("cuMemcpy", device + 8, device, 8)
@@ -833,7 +849,7 @@ def test_a_copy_finds_out_what_its_addresses_are(driver: Driver) -> None:
     ("bits", "bytes_"), [(8, b"\x44"), (16, b"\x44\x33"), (32, b"\x44\x33\x22\x11")]
 )
 def test_fills_have_three_widths_and_two_shapes(
-    driver: Driver, form: str, bits: int, bytes_: bytes
+    driver: SimulatedDriver, form: str, bits: int, bytes_: bytes
 ) -> None:
     address = driver.allocate(4096)
     value = 0x11223344 & (1 << bits) - 1
@@ -848,7 +864,7 @@ def test_fills_have_three_widths_and_two_shapes(
 
 
 def test_large_copies_and_fills_on_the_device_take_its_time(
-    driver: Driver, context: Context
+    driver: SimulatedDriver, context: Context
 ) -> None:
     first, second = driver.allocate(64 * MIB), driver.allocate(64 * MIB)
     pinned = driver.get("cuMemHostAlloc", 2 * MIB, 0)
@@ -868,7 +884,7 @@ def test_large_copies_and_fills_on_the_device_take_its_time(
     assert driver.read_words(second + 64 * MIB - 8, 1) == [0x0101010101010101]
 
 
-def test_a_graph_repeats_large_copies(driver: Driver, context: Context) -> None:
+def test_a_graph_repeats_large_copies(driver: SimulatedDriver, context: Context) -> None:
     first, second, stream = driver.allocate(2 * MIB), driver.allocate(2 * MIB), driver.stream()
     graph = ctypes.c_uint64()
     driver.call("cuStreamBeginCapture_v2", stream, GLOBAL)
@@ -897,7 +913,7 @@ class AllocNode(ctypes.Structure):
     ]
 
 
-def add_allocation(driver: Driver, graph: int, size: int, *before: int) -> tuple[int, int]:
+def add_allocation(driver: SimulatedDriver, graph: int, size: int, *before: int) -> tuple[int, int]:
     """Add a node that allocates `size` bytes after others; return the node and the address."""
     parameters = AllocNode(PoolProps(PINNED, 0, DEVICE, 0), None, 0, size)
     nodes = (ctypes.c_uint64 * len(before))(*before)
@@ -905,12 +921,12 @@ def add_allocation(driver: Driver, graph: int, size: int, *before: int) -> tuple
     return node, parameters.address
 
 
-def add_free(driver: Driver, graph: int, address: int, *before: int) -> int:
+def add_free(driver: SimulatedDriver, graph: int, address: int, *before: int) -> int:
     nodes = (ctypes.c_uint64 * len(before))(*before)
     return driver.get("cuGraphAddMemFreeNode", graph, nodes, len(before), address)
 
 
-def graph_bytes(driver: Driver) -> list[int]:
+def graph_bytes(driver: SimulatedDriver) -> list[int]:
     """Return what graphs use now and used at most, then what is reserved for them now and was at most, in MiB."""
     values = []
     for attribute in range(4):
@@ -922,7 +938,7 @@ def graph_bytes(driver: Driver) -> list[int]:
 
 @pytest.mark.usefixtures("context")
 @pytest.mark.parametrize("call", ["cuGraphUpload", "cuGraphLaunch"])
-def test_a_graph_takes_memory_at_its_first_launch(driver: Driver, call: str) -> None:
+def test_a_graph_takes_memory_at_its_first_launch(driver: SimulatedDriver, call: str) -> None:
     """The sizes were measured on an H200."""
     graph = driver.get("cuGraphCreate", 0)
     first, address = add_allocation(driver, graph, 100 * MIB)
@@ -946,7 +962,9 @@ def test_a_graph_takes_memory_at_its_first_launch(driver: Driver, call: str) -> 
     assert graph_bytes(driver) == [0, 128, 0, 0]
 
 
-def test_graphs_use_what_others_have_left(driver: Driver, context: Context, gpu: Path) -> None:
+def test_graphs_use_what_others_have_left(
+    driver: SimulatedDriver, context: Context, gpu: Path
+) -> None:
     for size, reserved in ((100, 128), (20, 128), (150, 160)):
         graph = driver.get("cuGraphCreate", 0)
         node, address = add_allocation(driver, graph, size * MIB)
@@ -960,7 +978,7 @@ def test_graphs_use_what_others_have_left(driver: Driver, context: Context, gpu:
 
 
 @pytest.mark.usefixtures("context")
-def test_what_a_graph_does_not_free_the_application_does(driver: Driver) -> None:
+def test_what_a_graph_does_not_free_the_application_does(driver: SimulatedDriver) -> None:
     graph = driver.get("cuGraphCreate", 0)
     node, address = add_allocation(driver, graph, MIB)
     other = add_allocation(driver, graph, MIB, node)[1]
@@ -982,7 +1000,7 @@ def test_what_a_graph_does_not_free_the_application_does(driver: Driver) -> None
 
 
 @pytest.mark.usefixtures("context")
-def test_a_graph_that_does_not_fit_is_not_launched(driver: Driver) -> None:
+def test_a_graph_that_does_not_fit_is_not_launched(driver: SimulatedDriver) -> None:
     graph = driver.get("cuGraphCreate", 0)
     add_allocation(driver, graph, 100 * MIB)
     execution = driver.get("cuGraphInstantiateWithFlags", graph, 0)
@@ -1014,7 +1032,9 @@ input()
 
 
 @pytest.mark.usefixtures("context")
-def test_all_memory_of_a_killed_process_is_free(build_dir: Path, driver: Driver, gpu: Path) -> None:
+def test_all_memory_of_a_killed_process_is_free(
+    build_dir: Path, driver: SimulatedDriver, gpu: Path
+) -> None:
     with start_python(build_dir, gpu.parent, HOLDER) as process:
         assert process.stdout
         assert process.stdout.readline() == "ready\n"

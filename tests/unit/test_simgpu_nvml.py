@@ -25,7 +25,7 @@ from pathlib import Path
 from pynvml import *
 from simgpu.testing import *
 build = Path(sys.argv[1])
-driver = Driver(build)
+driver = SimulatedDriver(build)
 nvml = pynvml.nvmlLib = ctypes.CDLL(str(build / "simgpu/libnvidia-ml.so.1"))
 driver.call("cuInit", 0)
 driver.set_clock(1000 * MS)
@@ -150,7 +150,7 @@ def test_samples_of_the_device_are_of_now(ask: Any) -> None:
 def test_places_and_links_are_told_as_they_were_described(tmp_path: Path, build_dir: Path) -> None:
     places = ("0/0/0/0", "0/0/0/0", "0/0/0/1", "0/0/1/0", "0/1/0/0", "1/0/0/0")
     links = ("0-1=4", "1-5=2", "switch=3")
-    topology = simgpu.Topology(places, links)
+    topology = simgpu.MachineTopology(places, links)
     simgpu.create(tmp_path, devices=7, topology=topology)
     program = """
 def get(f, *args):
@@ -204,7 +204,7 @@ def test_a_topology_that_cannot_be_is_refused(
     tmp_path: Path, places: tuple[str, ...], links: tuple[str, ...], says: str
 ) -> None:
     with pytest.raises(ValueError, match=says):
-        simgpu.create(tmp_path, devices=3, topology=simgpu.Topology(places, links))
+        simgpu.create(tmp_path, devices=3, topology=simgpu.MachineTopology(places, links))
 
 
 def test_a_lost_device_is_lost_to_nvml_until_it_is_back(tmp_path: Path, build_dir: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from simgpu import simgpu
-from simgpu.testing import MS, Context, Driver, environment, start_python
+from simgpu.testing import MS, Context, SimulatedDriver, environment, start_python
 from tests.conftest import lack
 
 MIB = 1 << 20
@@ -112,7 +112,7 @@ def test_what_a_killed_process_held_is_free(
     build_dir: Path, gpu: Path, start: Callable[[str], subprocess.Popen[str]]
 ) -> None:
     hog = start(HOG)
-    driver = Driver(build_dir)
+    driver = SimulatedDriver(build_dir)
     with driver.attached(gpu.parent):
         context = driver.context()
         assert driver.free_memory() == (16384 - 512 - 512 - 100) * MIB
@@ -130,7 +130,7 @@ def test_memory_of_the_dead_is_found_when_it_is_needed(
     build_dir: Path, gpu: Path, start: Callable[[str], subprocess.Popen[str]]
 ) -> None:
     hog = start(HOG)
-    driver = Driver(build_dir)
+    driver = SimulatedDriver(build_dir)
     with driver.attached(gpu.parent):
         driver.context()
         kill(hog)
@@ -147,7 +147,7 @@ def test_a_holder_of_the_lock_may_be_killed(
         'print("ready", flush=True)\n'
         'driver.call("simgpu_hold", 0)\n'
     )
-    driver = Driver(build_dir)
+    driver = SimulatedDriver(build_dir)
     # It takes the lock soon after it reports. If it does not have the lock yet, nothing is lost.
     deadline = time.monotonic() + 30
     while simgpu.status(gpu).recoveries == 0:
@@ -177,7 +177,7 @@ def test_processes_killed_at_any_moment_leave_nothing(
     assert survivor.returncode == 0
     assert json.loads(output)["units"] > 0
     assert completed > 0
-    driver = Driver(build_dir)
+    driver = SimulatedDriver(build_dir)
     with driver.attached(gpus):
         driver.context()
         assert driver.free_memory() == (16384 - 512) * MIB
@@ -241,7 +241,7 @@ def test_cuda_and_nvml_live_in_one_process(build_dir: Path, gpus: Path) -> None:
         "(lambda driver: [driver.call('cuInit', 0), driver.context(), driver.allocate(1 << 20),"
         " nvmlDeviceGetMemoryInfo(d).used, nvmlShutdown(), nvmlInit(), driver.free_memory(),"
         " nvmlDeviceGetComputeRunningProcesses(d)[0].pid == __import__('os').getpid()][3::3])"
-        f"(__import__('simgpu.testing').testing.Driver(__import__('pathlib').Path({str(build_dir)!r})))"
+        f"(__import__('simgpu.testing').testing.SimulatedDriver(__import__('pathlib').Path({str(build_dir)!r})))"
     )
     assert nvml(build_dir, gpus, expression) == [514 * MIB, (16384 - 514) * MIB]
 
@@ -290,7 +290,7 @@ print(context.try_burn(MS))
     )
     assert process.stdout
     assert process.stdout.readline() == "ready\n"
-    driver = Driver(build_dir)
+    driver = SimulatedDriver(build_dir)
     with driver.attached(gpus):
         driver.context()
         assert driver.free_memory() == (16384 - 512) * MIB
@@ -388,7 +388,7 @@ def test_a_size_that_is_none_is_refused(text: str) -> None:
 
 
 def test_a_context_of_this_process_is_its_own(build_dir: Path, gpus: Path, gpu: Path) -> None:
-    driver = Driver(build_dir)
+    driver = SimulatedDriver(build_dir)
     with driver.attached(gpus):
         context: Context = driver.context()
         assert context.handle

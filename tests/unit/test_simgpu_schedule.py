@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from simgpu import simgpu
-from simgpu.testing import MS, Context, CudaError, Driver
+from simgpu.testing import MS, Context, CudaError, SimulatedDriver
 
 
 @pytest.fixture(scope="module")
-def library(build_dir: Path) -> Driver:
-    return Driver(build_dir)
+def library(build_dir: Path) -> SimulatedDriver:
+    return SimulatedDriver(build_dir)
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def gpu(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def driver(library: Driver, gpu: Path) -> Iterator[Driver]:
+def driver(library: SimulatedDriver, gpu: Path) -> Iterator[SimulatedDriver]:
     with library.attached(gpu.parent):
         yield library
 
@@ -40,7 +40,7 @@ def fill(context: Context, n: int, duration: int = MS) -> None:
         context.burn(duration)
 
 
-def test_a_context_alone_pays_nothing(driver: Driver, gpu: Path) -> None:
+def test_a_context_alone_pays_nothing(driver: SimulatedDriver, gpu: Path) -> None:
     fill(driver.context(), 50)
     driver.set_clock(20 * MS)
     assert busy(gpu) == [20 * MS]
@@ -50,7 +50,9 @@ def test_a_context_alone_pays_nothing(driver: Driver, gpu: Path) -> None:
     assert (status.contexts[0].completed, status.contexts[0].pending) == (50, 0)
 
 
-def test_a_context_that_comes_back_to_an_idle_gpu_pays_nothing(driver: Driver, gpu: Path) -> None:
+def test_a_context_that_comes_back_to_an_idle_gpu_pays_nothing(
+    driver: SimulatedDriver, gpu: Path
+) -> None:
     context = driver.context()
     driver.context()
     for start in (0, 10 * MS, 20 * MS):
@@ -61,7 +63,9 @@ def test_a_context_that_comes_back_to_an_idle_gpu_pays_nothing(driver: Driver, g
     assert simgpu.status(gpu).switches == 0
 
 
-def test_two_busy_contexts_share_evenly_less_the_switches(driver: Driver, gpu: Path) -> None:
+def test_two_busy_contexts_share_evenly_less_the_switches(
+    driver: SimulatedDriver, gpu: Path
+) -> None:
     for context in (driver.context(), driver.context()):
         fill(context, 60)
     driver.set_clock(100 * MS)
@@ -73,14 +77,14 @@ def test_two_busy_contexts_share_evenly_less_the_switches(driver: Driver, gpu: P
     assert [context.slices for context in status.contexts] == [24, 24]
 
 
-def test_kernel_length_does_not_matter_to_the_slices(driver: Driver, gpu: Path) -> None:
+def test_kernel_length_does_not_matter_to_the_slices(driver: SimulatedDriver, gpu: Path) -> None:
     fill(driver.context(), 600, MS // 10)
     fill(driver.context(), 2, 70 * MS)
     driver.set_clock(100 * MS)
     assert busy(gpu) == [48 * MS, 46 * MS]
 
 
-def test_four_busy_contexts_lose_six_percent(driver: Driver, gpu: Path) -> None:
+def test_four_busy_contexts_lose_six_percent(driver: SimulatedDriver, gpu: Path) -> None:
     for context in [driver.context() for _ in range(4)]:
         fill(context, 300)
     driver.set_clock(852 * MS)  # 100 periods of 4 x 2.13 ms
@@ -91,7 +95,7 @@ def test_four_busy_contexts_lose_six_percent(driver: Driver, gpu: Path) -> None:
     assert status.switches == 400
 
 
-def test_work_that_ends_gives_way_at_once(driver: Driver) -> None:
+def test_work_that_ends_gives_way_at_once(driver: SimulatedDriver) -> None:
     first, second = driver.context(), driver.context()
     slot = driver.allocate(8)
     first.burn(MS // 2)
@@ -100,7 +104,7 @@ def test_work_that_ends_gives_way_at_once(driver: Driver) -> None:
     assert driver.read_words(slot, 1) == [500_000 + 130_000 + MS]
 
 
-def test_a_workload_with_gaps_beside_a_hog_waits_for_its_slices(driver: Driver) -> None:
+def test_a_workload_with_gaps_beside_a_hog_waits_for_its_slices(driver: SimulatedDriver) -> None:
     """1 ms of work and 0.5 ms of idling make 67 % alone. Here it gets 1 ms in 3.26 ms; an H200 gave 29.6 %."""
     hog, gaps = driver.context(), driver.context()
     slot = driver.allocate(8)
@@ -114,7 +118,7 @@ def test_a_workload_with_gaps_beside_a_hog_waits_for_its_slices(driver: Driver) 
     assert ends == [3_130_000 + 3_260_000 * n for n in range(10)]
 
 
-def test_a_newcomer_waits_for_the_end_of_the_first_slice(driver: Driver) -> None:
+def test_a_newcomer_waits_for_the_end_of_the_first_slice(driver: SimulatedDriver) -> None:
     first, second = driver.context(), driver.context()
     fill(first, 100)
     driver.set_clock(MS // 2)
@@ -123,7 +127,7 @@ def test_a_newcomer_waits_for_the_end_of_the_first_slice(driver: Driver) -> None
     assert driver.clock() == 3_130_000
 
 
-def test_a_newcomer_after_that_waits_for_a_whole_slice(driver: Driver) -> None:
+def test_a_newcomer_after_that_waits_for_a_whole_slice(driver: SimulatedDriver) -> None:
     """As seen on an H200, the last slice of a longer stretch of work is not interrupted by a newcomer."""
     first, second = driver.context(), driver.context()
     fill(first, 100)
@@ -133,7 +137,7 @@ def test_a_newcomer_after_that_waits_for_a_whole_slice(driver: Driver) -> None:
     assert driver.clock() == 8_130_000
 
 
-def test_a_kernel_continues_where_it_was_interrupted(driver: Driver) -> None:
+def test_a_kernel_continues_where_it_was_interrupted(driver: SimulatedDriver) -> None:
     first, second = driver.context(), driver.context()
     first.burn(5 * MS)
     second.burn(5 * MS)
@@ -143,7 +147,7 @@ def test_a_kernel_continues_where_it_was_interrupted(driver: Driver) -> None:
 
 
 def test_a_context_that_is_destroyed_leaves_the_gpu_to_the_others(
-    driver: Driver, gpu: Path
+    driver: SimulatedDriver, gpu: Path
 ) -> None:
     first, second = driver.context(), driver.context()
     fill(first, 100)
@@ -154,7 +158,7 @@ def test_a_context_that_is_destroyed_leaves_the_gpu_to_the_others(
     assert busy(gpu) == [10 * MS]
 
 
-def test_the_queue_holds_1024_commands_and_then_blocks(driver: Driver) -> None:
+def test_the_queue_holds_1024_commands_and_then_blocks(driver: SimulatedDriver) -> None:
     context = driver.context()
     fill(context, 1024)
     assert driver.clock() == 0
@@ -165,7 +169,7 @@ def test_the_queue_holds_1024_commands_and_then_blocks(driver: Driver) -> None:
     assert driver.clock() == 2 * MS
 
 
-def test_slices_and_switches_are_the_devices(library: Driver, tmp_path: Path) -> None:
+def test_slices_and_switches_are_the_devices(library: SimulatedDriver, tmp_path: Path) -> None:
     gpu = simgpu.create(tmp_path, slice_us=1000, switch_us=500, virtual_clock=True)[0]
     with library.attached(tmp_path) as driver:
         for context in (driver.context(), driver.context()):
@@ -176,7 +180,7 @@ def test_slices_and_switches_are_the_devices(library: Driver, tmp_path: Path) ->
     assert busy(gpu) == []
 
 
-def trace(library: Driver, directory: Path, *, seed: int, steps: int) -> list[int]:
+def trace(library: SimulatedDriver, directory: Path, *, seed: int, steps: int) -> list[int]:
     simgpu.create(directory, seed=seed, jitter=100, virtual_clock=True)
     with library.attached(directory) as driver:
         contexts = [driver.context() for _ in range(3)]
@@ -190,14 +194,16 @@ def trace(library: Driver, directory: Path, *, seed: int, steps: int) -> list[in
         return driver.read_words(slots, 90)
 
 
-def test_the_same_seed_and_arrivals_give_the_same_history(library: Driver, tmp_path: Path) -> None:
+def test_the_same_seed_and_arrivals_give_the_same_history(
+    library: SimulatedDriver, tmp_path: Path
+) -> None:
     first = trace(library, tmp_path / "1", seed=7, steps=1)
     assert first == trace(library, tmp_path / "2", seed=7, steps=1)
     assert first == trace(library, tmp_path / "3", seed=7, steps=997)
     assert first != trace(library, tmp_path / "4", seed=8, steps=1)
 
 
-def test_two_devices_have_times_of_their_own(library: Driver, tmp_path: Path) -> None:
+def test_two_devices_have_times_of_their_own(library: SimulatedDriver, tmp_path: Path) -> None:
     paths = simgpu.create(tmp_path, devices=2, virtual_clock=True)
     with library.attached(tmp_path) as driver:
         fill(driver.context(0), 10)
@@ -208,12 +214,12 @@ def test_two_devices_have_times_of_their_own(library: Driver, tmp_path: Path) ->
         assert [simgpu.status(path).switches for path in paths] == [0, 0]
 
 
-def test_without_a_device_there_is_no_gpu(library: Driver, tmp_path: Path) -> None:
+def test_without_a_device_there_is_no_gpu(library: SimulatedDriver, tmp_path: Path) -> None:
     with pytest.raises(CudaError, match="CUDA_ERROR_NO_DEVICE"), library.attached(tmp_path):
         pass
 
 
-def test_a_file_that_is_no_device_is_none(library: Driver, tmp_path: Path) -> None:
+def test_a_file_that_is_no_device_is_none(library: SimulatedDriver, tmp_path: Path) -> None:
     (tmp_path / "gpu0").write_bytes(bytes(simgpu.FILE_SIZE))
     with pytest.raises(CudaError, match="CUDA_ERROR_NO_DEVICE"), library.attached(tmp_path):
         pass

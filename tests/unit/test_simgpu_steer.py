@@ -16,7 +16,7 @@ from governor.hardware.steering import Steering
 from governor.hardware.tenant import Share
 from simgpu import simgpu
 from simgpu.steering import SimulatedHardware
-from simgpu.testing import MS, Driver, start_python
+from simgpu.testing import MS, SimulatedDriver, start_python
 
 HOG = """
 driver.call("cuInit", 0)
@@ -29,8 +29,8 @@ input()
 
 
 @pytest.fixture(scope="module")
-def library(build_dir: Path) -> Driver:
-    return Driver(build_dir)
+def library(build_dir: Path) -> SimulatedDriver:
+    return SimulatedDriver(build_dir)
 
 
 def open_nvml(build_dir: Path, tmp_path: Path) -> SimulatedHardware:
@@ -44,7 +44,7 @@ def open_nvml(build_dir: Path, tmp_path: Path) -> SimulatedHardware:
 
 
 @pytest.fixture
-def node(library: Driver, build_dir: Path, tmp_path: Path) -> Iterator[SimpleNamespace]:
+def node(library: SimulatedDriver, build_dir: Path, tmp_path: Path) -> Iterator[SimpleNamespace]:
     """A GPU with two processes that have 50 s of work each. `advance` moves its clock."""
     gpu = simgpu.create(tmp_path / "gpus", virtual_clock=True)[0]
     hogs = []
@@ -130,7 +130,7 @@ def test_what_was_before_it_was_opened_is_not_told(
 
 
 def test_one_that_is_alone_is_resident_with_work_or_without(
-    library: Driver, build_dir: Path, tmp_path: Path
+    library: SimulatedDriver, build_dir: Path, tmp_path: Path
 ) -> None:
     """On a real GPU, the trace has no record of a process that is never interrupted."""
     gpu = simgpu.create(tmp_path / "gpus", virtual_clock=True)[0]

@@ -21,42 +21,42 @@ from kube.simulate import (
     PARTS,
     SIGMA,
     WHOLE,
-    Arm,
-    Cluster,
+    ClusterPolicy,
+    PodShape,
     Scenario,
-    Shape,
+    SimulatedCluster,
     mix_for,
     simulate,
 )
 from tests.conftest import examples
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED = Arm("shares", shares=True, packs=False)
-PACKED = Arm("shares, packed", shares=True, packs=True)
+SHARED = ClusterPolicy("shares", shares=True, packs=False)
+PACKED = ClusterPolicy("shares, packed", shares=True, packs=True)
 SMALL = Scenario(nodes=12, load=0.95, hours=1.0, warm_hours=0.2)
 
 
-def cluster(nodes: int, arm: Arm = SHARED) -> Cluster:
-    return Cluster(nodes, arm, random.Random(1))  # noqa: S311
+def cluster(nodes: int, arm: ClusterPolicy = SHARED) -> SimulatedCluster:
+    return SimulatedCluster(nodes, arm, random.Random(1))  # noqa: S311
 
 
 def test_the_first_gpu_with_room_for_both_amounts_is_taken() -> None:
     one = cluster(1)
-    one.change(0, [0], Shape(1, 60, 10), 0, -1)
-    one.change(0, [1], Shape(1, 10, 60), 0, -1)
-    assert one.fit(0, Shape(1, 40, 90)) == [0]
-    assert one.fit(0, Shape(1, 90, 40)) == [1]
-    assert one.fit(0, Shape(1, 50, 50)) == [2]
-    assert one.fit(0, Shape(6, WHOLE, WHOLE)) == [2, 3, 4, 5, 6, 7]
-    assert one.fit(0, Shape(7, WHOLE, WHOLE)) == []
+    one.change(0, [0], PodShape(1, 60, 10), 0, -1)
+    one.change(0, [1], PodShape(1, 10, 60), 0, -1)
+    assert one.fit(0, PodShape(1, 40, 90)) == [0]
+    assert one.fit(0, PodShape(1, 90, 40)) == [1]
+    assert one.fit(0, PodShape(1, 50, 50)) == [2]
+    assert one.fit(0, PodShape(6, WHOLE, WHOLE)) == [2, 3, 4, 5, 6, 7]
+    assert one.fit(0, PodShape(7, WHOLE, WHOLE)) == []
 
 
 def test_the_emptier_node_is_chosen_or_the_fuller_one() -> None:
     for arm, chosen in ((SHARED, 2), (PACKED, 1)):
         three = cluster(3, arm)
         for node, cpu in ((0, 20_000), (1, 40_000), (2, 10_000)):
-            three.change(node, [], Shape(0, 0, 0), cpu, -1)
-        found = three.choose(Shape(1, 50, 50))
+            three.change(node, [], PodShape(0, 0, 0), cpu, -1)
+        found = three.choose(PodShape(1, 50, 50))
         assert found is not None
         assert found[0] == chosen
 
@@ -64,35 +64,35 @@ def test_the_emptier_node_is_chosen_or_the_fuller_one() -> None:
 def test_as_many_feasible_nodes_are_scored_as_kube_scheduler_scores() -> None:
     assert [cluster(n)._enough for n in (50, 100, 500, 1000, 5000, 10_000)] == [100, 100, 230, 420, 500, 500]  # fmt: skip
     many = cluster(1000)
-    first = many.choose(Shape(1, 50, 50))
+    first = many.choose(PodShape(1, 50, 50))
     assert first is not None
     assert first[0] < 420
-    second = many.choose(Shape(1, 50, 50))
+    second = many.choose(PodShape(1, 50, 50))
     assert second is not None
     assert 420 <= second[0] < 840
 
 
 def test_a_pod_that_shares_takes_a_whole_gpu_where_they_are_not_shared() -> None:
-    assert cluster(1, ARMS[0]).needs(Shape(1, 20, 30)) == Shape(1, WHOLE, WHOLE)
-    assert cluster(1, SHARED).needs(Shape(1, 20, 30)) == Shape(1, 20, 30)
+    assert cluster(1, ARMS[0]).needs(PodShape(1, 20, 30)) == PodShape(1, WHOLE, WHOLE)
+    assert cluster(1, SHARED).needs(PodShape(1, 20, 30)) == PodShape(1, 20, 30)
 
 
 @settings(deadline=None, max_examples=examples(20))
 @given(st.integers(0, 1000), st.sampled_from(ARMS), st.floats(0.3, 1.5))
-def test_nothing_is_given_twice(seed: int, arm: Arm, load: float) -> None:
-    kept = Cluster.change
+def test_nothing_is_given_twice(seed: int, arm: ClusterPolicy, load: float) -> None:
+    kept = SimulatedCluster.change
 
-    def change(self: Cluster, node: int, gpus, shape: Shape, *more: int) -> None:
+    def change(self: SimulatedCluster, node: int, gpus, shape: PodShape, *more: int) -> None:
         kept(self, node, gpus, shape, *more)
         assert len(set(gpus)) == shape.count
         assert all(0 <= left <= WHOLE for left in (*self._compute[node], *self._memory[node]))
         assert self._cpu[node] >= 0
 
-    Cluster.change = change  # type: ignore[method-assign]
+    SimulatedCluster.change = change  # type: ignore[method-assign]
     try:
         outcome = simulate(Scenario(nodes=4, load=load, hours=0.5, warm_hours=0.1, seed=seed), arm)
     finally:
-        Cluster.change = kept  # type: ignore[method-assign]
+        SimulatedCluster.change = kept  # type: ignore[method-assign]
     assert 0 <= outcome.running <= outcome.taken + 1e-9 <= 1 + 2e-9
     assert outcome.pods == len(outcome.waits)
     assert outcome.waits == sorted(outcome.waits)

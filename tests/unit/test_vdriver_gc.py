@@ -9,7 +9,7 @@ import pytest
 
 from governor import cli
 from vdriver.generations import blocks
-from vdriver.namespaces import Location, Mount, Sought, locate, names_in_use, parse_mountinfo
+from vdriver.mountinfo import Location, Mount, Sought, locate, names_in_use, parse_mountinfo
 
 OLD = "550.163.01-0123456789ab"
 NEW = "580.159.04-ba9876543210"

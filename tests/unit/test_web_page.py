@@ -17,7 +17,7 @@ from governor.violations import Episode
 from tests.conftest import lack
 from tests.unit.governor_world import GIB, UUID, Served
 from tools import png
-from tools.browser import Browser, BrowserError, Page, find_browser
+from tools.browser import Browser, BrowserError, BrowserPage, find_browser
 
 ROWS = "document.querySelectorAll('.gpu tbody tr')"
 TEXT = "document.body.innerText"
@@ -36,7 +36,7 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
+def page(browser: Browser) -> Iterator[BrowserPage]:
     with browser.page() as page:
         page.size(1200, 900)
         yield page
@@ -52,22 +52,22 @@ def admit(served: Served, name: str, **quota: str) -> Container:
     return served.run(served.world.admit(name, **quota))
 
 
-def open_page(page: Page, served: Served, rows: int) -> None:
+def open_page(page: BrowserPage, served: Served, rows: int) -> None:
     page.open(served.url)
     page.wait(f"{ROWS}.length === {rows}")
 
 
-def words(page: Page, selector: str) -> str:
+def words(page: BrowserPage, selector: str) -> str:
     """Return the text that a person reads there, with normalised blanks."""
     text = str(page.evaluate(f"document.querySelector({json.dumps(selector)}).innerText"))
     return " ".join(text.split())
 
 
-def row(page: Page, i: int) -> str:
+def row(page: BrowserPage, i: int) -> str:
     return words(page, f".gpu tbody tr:nth-child({i})")
 
 
-def part(page: Page, selector: str) -> float:
+def part(page: BrowserPage, selector: str) -> float:
     """Return the width of an element, in percent of its bar."""
     return float(
         page.evaluate(
@@ -78,7 +78,7 @@ def part(page: Page, selector: str) -> float:
     )
 
 
-def test_the_page_shows_what_containers_have(served: Served, page: Page) -> None:
+def test_the_page_shows_what_containers_have(served: Served, page: BrowserPage) -> None:
     one = admit(served, "one", compute="40", compute_limit="100")
     two = admit(served, "two", compute="30", memory="2Gi")
     served.step((one, 60.0, 20.0), (two, 20.0, 0.0), times=6)
@@ -109,7 +109,9 @@ def test_the_page_shows_what_containers_have(served: Served, page: Page) -> None
     assert page.call("Network.getAllCookies")["cookies"] == []
 
 
-def test_the_page_keeps_up_and_a_new_governor_begins_anew(served: Served, page: Page) -> None:
+def test_the_page_keeps_up_and_a_new_governor_begins_anew(
+    served: Served, page: BrowserPage
+) -> None:
     one = admit(served, "one")
     served.step((one, 40.0, 0.0), times=3)
     open_page(page, served, 1)
@@ -138,7 +140,7 @@ def test_the_page_keeps_up_and_a_new_governor_begins_anew(served: Served, page: 
 
 
 def test_who_has_ended_is_shown_for_as_long_as_the_time_that_is_looked_at(
-    served: Served, page: Page
+    served: Served, page: BrowserPage
 ) -> None:
     one, two = admit(served, "one"), admit(served, "two", memory="2Gi")
     served.step((one, 40.0, 0.0), (two, 10.0, 0.0), times=2)
@@ -151,7 +153,9 @@ def test_who_has_ended_is_shown_for_as_long_as_the_time_that_is_looked_at(
     page.wait(f"{ROWS}.length === 1")
 
 
-def test_refusals_and_violations_stand_with_their_reasons(served: Served, page: Page) -> None:
+def test_refusals_and_violations_stand_with_their_reasons(
+    served: Served, page: BrowserPage
+) -> None:
     one = admit(served, "one")
     with pytest.raises(LookupError):
         admit(served, "too-large", memory="100Gi")
@@ -201,7 +205,7 @@ HOSTILE = [
 ]
 
 
-def test_names_of_containers_are_text_and_nothing_else(served: Served, page: Page) -> None:
+def test_names_of_containers_are_text_and_nothing_else(served: Served, page: BrowserPage) -> None:
     """A user that starts a container chooses its name, and other users see that name on the page."""
     containers = [admit(served, name, memory="520Mi", compute="1") for name in HOSTILE]
     tally = served.world.server.tally
@@ -232,7 +236,7 @@ def test_names_of_containers_are_text_and_nothing_else(served: Served, page: Pag
     assert page.evaluate("getComputedStyle(document.querySelector('bdi')).unicodeBidi") == "isolate"
 
 
-def test_the_browser_runs_nothing_that_is_not_the_page_s(served: Served, page: Page) -> None:
+def test_the_browser_runs_nothing_that_is_not_the_page_s(served: Served, page: BrowserPage) -> None:
     one = admit(served, "one")
     served.step((one, 1.0, 0.0))
     open_page(page, served, 1)
@@ -257,7 +261,7 @@ def test_the_browser_runs_nothing_that_is_not_the_page_s(served: Served, page: P
     assert page.evaluate("window.pwned") is None
 
 
-def test_a_name_that_leads_here_is_not_ours(served: Served, page: Page) -> None:
+def test_a_name_that_leads_here_is_not_ours(served: Served, page: BrowserPage) -> None:
     """A site can make its own name lead to this machine (DNS rebinding), so that its page may ask anything."""
     page.open(f"http://rebound.example:{served.port}/")
     assert page.evaluate(TEXT).startswith("421 Misdirected Request")
@@ -269,7 +273,7 @@ def test_a_name_that_leads_here_is_not_ours(served: Served, page: Page) -> None:
 def stranger() -> Iterator[str]:
     """A page of another origin on this machine."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class PageHandler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.send_header("Content-Type", "text/html")
@@ -279,7 +283,7 @@ def stranger() -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), PageHandler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield f"http://127.0.0.1:{server.server_address[1]}/"
@@ -287,7 +291,9 @@ def stranger() -> Iterator[str]:
         thread.join()
 
 
-def test_a_page_of_another_origin_reads_nothing(served: Served, page: Page, stranger: str) -> None:
+def test_a_page_of_another_origin_reads_nothing(
+    served: Served, page: BrowserPage, stranger: str
+) -> None:
     one = admit(served, "secret-name")
     served.step((one, 1.0, 0.0))
     page.open(stranger)
@@ -311,7 +317,7 @@ def test_a_page_of_another_origin_reads_nothing(served: Served, page: Page, stra
     assert loaded == "refused"
 
 
-def test_all_of_it_is_reached_by_keyboard(served: Served, page: Page) -> None:
+def test_all_of_it_is_reached_by_keyboard(served: Served, page: BrowserPage) -> None:
     one = admit(served, "one")
     served.step((one, 40.0, 0.0), times=3)
     served.step((one, 10.0, 0.0), times=1)
@@ -349,7 +355,7 @@ def test_all_of_it_is_reached_by_keyboard(served: Served, page: Page) -> None:
     page.wait(f"{ROWS}[0].innerText.includes('used 16.3')")
 
 
-def test_a_click_into_a_chart_is_a_look_at_that_moment(served: Served, page: Page) -> None:
+def test_a_click_into_a_chart_is_a_look_at_that_moment(served: Served, page: BrowserPage) -> None:
     one = admit(served, "one")
     served.step((one, 40.0, 0.0), times=100)
     served.step((one, 10.0, 0.0), times=80)
@@ -373,7 +379,7 @@ def test_a_click_into_a_chart_is_a_look_at_that_moment(served: Served, page: Pag
         assert x == pytest.approx(180 * at, abs=1.5)
 
 
-def test_memory_beyond_the_quota_is_drawn_as_such(served: Served, page: Page) -> None:
+def test_memory_beyond_the_quota_is_drawn_as_such(served: Served, page: BrowserPage) -> None:
     one = admit(served, "one")
     served.step((one, 40.0, 0.0), times=2)
     open_page(page, served, 1)
@@ -386,7 +392,7 @@ def test_memory_beyond_the_quota_is_drawn_as_such(served: Served, page: Page) ->
     assert part(page, ".total.memory .slot") == pytest.approx(400 / 15.5, abs=1)
 
 
-def test_a_picture_of_the_page_is_packed_and_the_same(served: Served, page: Page) -> None:
+def test_a_picture_of_the_page_is_packed_and_the_same(served: Served, page: BrowserPage) -> None:
     one = admit(served, "one")
     served.step((one, 40.0, 20.0), times=2)
     page.size(360, 200)
@@ -412,7 +418,7 @@ def test_a_picture_of_the_page_is_packed_and_the_same(served: Served, page: Page
     assert read[0] == read[1]
 
 
-def hear(page: Page) -> list[tuple[str, str]]:
+def hear(page: BrowserPage) -> list[tuple[str, str]]:
     """Return roles and names in the order in which they are read out."""
     nodes = {one["nodeId"]: one for one in page.call("Accessibility.getFullAXTree")["nodes"]}
     heard = []
@@ -425,7 +431,9 @@ def hear(page: Page) -> list[tuple[str, str]]:
     return heard
 
 
-def test_a_reader_for_the_blind_hears_a_table_with_all_numbers(served: Served, page: Page) -> None:
+def test_a_reader_for_the_blind_hears_a_table_with_all_numbers(
+    served: Served, page: BrowserPage
+) -> None:
     one = admit(served, "one", compute="40", compute_limit="60")
     served.step((one, 50.0, 10.0), times=3)
     open_page(page, served, 1)
@@ -482,7 +490,7 @@ CONTRAST = """
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 360])
 def test_it_is_read_in_light_and_dark_wide_and_narrow(
-    served: Served, page: Page, scheme: str, width: int
+    served: Served, page: BrowserPage, scheme: str, width: int
 ) -> None:
     one = admit(served, "one", compute="40", compute_limit="60")
     two = admit(served, "0123456789abcdef" * 4, compute="10")
@@ -512,7 +520,7 @@ def test_it_is_read_in_light_and_dark_wide_and_narrow(
     assert "\u26a0" in row(page, 1)
 
 
-def test_sixty_four_containers_are_shown_at_once(served: Served, page: Page) -> None:
+def test_sixty_four_containers_are_shown_at_once(served: Served, page: BrowserPage) -> None:
     many = [admit(served, f"worker-{i}", memory="520Mi", compute="1") for i in range(2)]
     served.step(*((one, 1.0, 0.0) for one in many), times=3)
     open_page(page, served, 2)

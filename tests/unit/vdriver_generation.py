@@ -13,7 +13,7 @@ from tests.unit.vdriver_trees import elf, put
 from vdriver import manifest as manifests
 from vdriver.content import digest
 from vdriver.elf import read_library
-from vdriver.manifest import CapabilitySet, File, Manifest, Place, Program, Watched
+from vdriver.manifest import CapabilitySet, Manifest, ManifestFile, Place, Program, Watched
 
 
 def put_control_with_origin(directory: Path) -> Path:
@@ -57,7 +57,7 @@ def put_generation(
     capabilities to the names in lib64 of further sets. The set with everything always exists.
     """
     work = driver_dir / "making"
-    files: list[File] = []
+    files: list[ManifestFile] = []
     of = dict(capabilities or {})
 
     def add(path: str, content: bytes | Path, role: str, capability: str) -> None:
@@ -73,12 +73,12 @@ def put_generation(
         if role in ("library", "control", "origin"):
             soname = read_library(work / path).soname
         sha256 = hashlib.sha256(data).hexdigest()
-        files.append(File(path, role, capability, soname, size=len(data), sha256=sha256))
+        files.append(ManifestFile(path, role, capability, soname, size=len(data), sha256=sha256))
 
     def link(path: str, target: str, capability: str) -> None:
         if not os.path.lexists(work / path):
             (work / path).symlink_to(target)
-            files.append(File(path, "link", capability, target=target))
+            files.append(ManifestFile(path, "link", capability, target=target))
 
     for directory in ("lib64/origin", "bin"):
         (work / directory).mkdir(parents=True)

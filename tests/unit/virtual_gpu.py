@@ -22,7 +22,7 @@ END = 70_000
 
 
 @dataclass
-class Context:
+class VirtualContext:
     """The work of one container: endless work, or requests of `length` ns that arrive at random."""
 
     mean: int = 0  # mean time between two requests, in ns; 0: there is always work
@@ -70,8 +70,8 @@ class Context:
                 self.waits.append(now - ns - heapq.heappop(self.arrivals))
 
 
-class Gpu:
-    def __init__(self, contexts: dict[int, Context]) -> None:
+class VirtualGpu:
+    def __init__(self, contexts: dict[int, VirtualContext]) -> None:
         self.contexts = contexts
         self.now = 0
         self.resident: int | None = None

@@ -10,10 +10,10 @@ os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "backend:cudaMallocAsync"
 import torch
 from driver_api import MIB
 from fill import SEGMENT, fill_twice
-from program import Program, run
+from program import ProgramCheck, run
 
 
-def body(program: Program) -> None:
+def body(program: ProgramCheck) -> None:
     backend = torch.cuda.get_allocator_backend()
     program.check("the backend is the driver's pool", backend == "cudaMallocAsync", backend)
     other = torch.cuda.Stream()

@@ -13,11 +13,11 @@ import subprocess
 from pathlib import Path
 
 import torch
-from program import Program, run
+from program import ProgramCheck, run
 from torch import Tensor, nn
 
 
-class Model(nn.Module):
+class CompiledModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(256, 512)
@@ -37,7 +37,7 @@ def step(model: nn.Module, x: Tensor) -> tuple[float, list[float]]:
     return loss.item(), sizes
 
 
-def body(program: Program) -> None:
+def body(program: ProgramCheck) -> None:
     listing = subprocess.run(
         ["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=False
     ).stdout
@@ -45,7 +45,7 @@ def body(program: Program) -> None:
         "ldconfig -p", [line.strip() for line in listing.splitlines() if "libcuda.so" in line]
     )
     torch.manual_seed(3)
-    plain = Model().cuda()
+    plain = CompiledModel().cuda()
     compiled = torch.compile(copy.deepcopy(plain))
     x = torch.randn(512, 256).cuda()
     loss, gradients = step(plain, x)

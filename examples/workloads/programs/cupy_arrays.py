@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import cupy
-from program import Program, run
+from program import ProgramCheck, run
 
 REPLAYS = 20
 
@@ -18,7 +18,7 @@ extern "C" __global__ void scale(const float *x, float *y, float factor, int n)
 """
 
 
-def graph(program: Program) -> None:
+def graph(program: ProgramCheck) -> None:
     """Capture two elementwise kernels and replay them."""
     x = cupy.zeros(1 << 16, dtype=cupy.float32)
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -34,7 +34,7 @@ def graph(program: Program) -> None:
     program.check("each replay adds one", bool((x == REPLAYS).all()), x[:4].get().tolist())
 
 
-def body(program: Program) -> None:
+def body(program: ProgramCheck) -> None:
     generator = cupy.random.RandomState(9)
     x = generator.standard_normal(1 << 20, dtype=cupy.float32)
     program.value("elementwise", float(cupy.sqrt(cupy.abs(x)).mean()))

@@ -17,7 +17,7 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 import torch  # noqa: E402 - after what its libraries read
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
-from program import Program, run  # noqa: E402
+from program import ProgramCheck, run  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
@@ -44,7 +44,7 @@ def over_gloo(rank: int, directory: str) -> None:
     Path(directory, f"rank{rank}").write_text(json.dumps(found))
 
 
-def over_nccl(program: Program, directory: str) -> None:
+def over_nccl(program: ProgramCheck, directory: str) -> None:
     """NCCL with a group of one."""
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", init_method=f"file://{directory}/nccl", rank=0, world_size=1)
@@ -59,7 +59,7 @@ def over_nccl(program: Program, directory: str) -> None:
     dist.destroy_process_group()
 
 
-def body(program: Program) -> None:
+def body(program: ProgramCheck) -> None:
     with tempfile.TemporaryDirectory() as directory:
         mp.spawn(over_gloo, args=(directory,), nprocs=2)
         first, second = (json.loads(Path(directory, f"rank{i}").read_text()) for i in range(2))

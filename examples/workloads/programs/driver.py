@@ -15,8 +15,8 @@ import sys
 from itertools import product
 from pathlib import Path
 
-from driver_api import MIB, Cuda, Place, address_of, place_of
-from program import Program, child_environment, run
+from driver_api import MIB, AddressPlace, Cuda, address_of, place_of
+from program import ProgramCheck, child_environment, run
 
 RTLD_DEEPBIND = 8
 
@@ -46,7 +46,7 @@ SHOW = (
 )
 
 
-def names_of_the_library(program: Program, first: Cuda, home: str) -> None:
+def names_of_the_library(program: ProgramCheck, first: Cuda, home: str) -> None:
     """Open the library by its names and in every mode; it has to be the one that we have."""
     ours = address_of(first.library, "cuInit")
     modes = {
@@ -89,14 +89,14 @@ def look_up_old(query: int, name: str, version: int, flags: int) -> tuple[int, i
     return code, found.value or 0
 
 
-def leads_past(cuda: Cuda, home: str, place: Place) -> bool:
+def leads_past(cuda: Cuda, home: str, place: AddressPlace) -> bool:
     """Whether a function was found elsewhere though our library has one of that name itself."""
     if place.file == home or not place.symbol:
         return False
     return place_of(address_of(cuda.library, place.symbol)).file == home
 
 
-def lookups(program: Program, cuda: Cuda, home: str) -> None:
+def lookups(program: ProgramCheck, cuda: Cuda, home: str) -> None:
     """Ask for each name by each version and flag, in three ways."""
     new = address_of(cuda.library, "cuGetProcAddress_v2")
     old = address_of(cuda.library, "cuGetProcAddress")
@@ -127,7 +127,7 @@ def lookups(program: Program, cuda: Cuda, home: str) -> None:
     program.value("look-ups that find something", found, 0)
 
 
-def by_dlsym(program: Program, cuda: Cuda, home: str) -> None:
+def by_dlsym(program: ProgramCheck, cuda: Cuda, home: str) -> None:
     """Find the exported forms by dlsym."""
     places = {name: place_of(address_of(cuda.library, name)) for name in EXPORTED}
     lost = {name: place for name, place in places.items() if place.file != home}
@@ -160,7 +160,7 @@ def show_child(command: list[str], **more: str) -> tuple[str, int] | str:
     return str(Path(file).resolve()), total
 
 
-def by_search_path(program: Program, wanted: tuple[str, int]) -> None:
+def by_search_path(program: ProgramCheck, wanted: tuple[str, int]) -> None:
     """Let LD_LIBRARY_PATH name where the library was found, and the directories around it."""
     directory = Path(wanted[0]).parent
     parts = directory.parts
@@ -174,7 +174,7 @@ def by_search_path(program: Program, wanted: tuple[str, int]) -> None:
         program.check("LD_LIBRARY_PATH leads to the same library", found == wanted, (where, found))
 
 
-def body(program: Program) -> None:
+def body(program: ProgramCheck) -> None:
     cuda = Cuda()
     home = place_of(address_of(cuda.library, "cuInit")).file
     program.note("library", home)

@@ -52,7 +52,7 @@ AGAIN:
 """
 
 
-class CudaError(Exception):
+class CallError(Exception):
     """A call that did not answer CUDA_SUCCESS; `code` is its CUresult."""
 
     def __init__(self, call: str, code: int, name: str) -> None:
@@ -72,7 +72,7 @@ class DlInfo(ctypes.Structure):
     )
 
 
-class Place(NamedTuple):
+class AddressPlace(NamedTuple):
     """Where an address lies: the file, and the symbol, if it is exactly at the start of one."""
 
     file: str
@@ -84,13 +84,13 @@ _dladdr = _libc.dladdr if hasattr(_libc, "dladdr") else ctypes.CDLL("libdl.so.2"
 _dladdr.argtypes = [ctypes.c_void_p, ctypes.POINTER(DlInfo)]
 
 
-def place_of(address: int) -> Place:
+def place_of(address: int) -> AddressPlace:
     """Return the library and the symbol of an address."""
     info = DlInfo()
     if not _dladdr(address, ctypes.byref(info)):
-        return Place("", "")
+        return AddressPlace("", "")
     name = info.dli_sname.decode() if info.dli_sname and info.dli_saddr == address else ""
-    return Place(str(Path(info.dli_fname.decode()).resolve()), name)
+    return AddressPlace(str(Path(info.dli_fname.decode()).resolve()), name)
 
 
 def address_of(library: ctypes.CDLL, name: str) -> int:
@@ -122,7 +122,7 @@ class Cuda:
         """Call, and raise CudaError when it fails."""
         code = self.attempt(name, *arguments)
         if code:
-            raise CudaError(name, code, self.error_name(code))
+            raise CallError(name, code, self.error_name(code))
 
     def get(self, name: str, *arguments: Any) -> int:
         """Call what puts a handle or a number where its first parameter points; return that."""

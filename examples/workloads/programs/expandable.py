@@ -10,10 +10,10 @@ os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 import torch
 from driver_api import MIB
 from fill import SEGMENT, fill_twice
-from program import Program, run
+from program import ProgramCheck, run
 
 
-def body(program: Program) -> None:
+def body(program: ProgramCheck) -> None:
     grown = []
     for n in (100, 1000, 3000, 500):
         x = torch.arange(n * n, dtype=torch.float32, device="cuda").view(n, n)

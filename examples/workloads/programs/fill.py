@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from driver_api import MIB
-from program import Program
+from program import ProgramCheck
 
 SEGMENT = 64 * MIB
 CONTEXT = 520 * MIB
@@ -22,7 +22,7 @@ def fill(limit: int) -> list[torch.Tensor]:
     return held
 
 
-def fill_twice(program: Program, slack: int) -> None:
+def fill_twice(program: ProgramCheck, slack: int) -> None:
     """Fill, and compare how far it came with the quota: `slack` bytes below it, and never above."""
     _, total = torch.cuda.mem_get_info()
     cap = program.quota - CONTEXT

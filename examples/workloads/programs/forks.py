@@ -15,8 +15,8 @@ import time
 import warnings
 from collections.abc import Callable
 
-from driver_api import MIB, Cuda, CudaError
-from program import Program, child_environment, run, wait_until
+from driver_api import MIB, CallError, Cuda
+from program import ProgramCheck, child_environment, run, wait_until
 
 BLOCK = 256 * MIB
 SLACK = 48 * MIB
@@ -50,7 +50,7 @@ def in_a_fork(work: Callable[[], object]) -> object:
         os.close(reader)
         try:
             text = json.dumps(work())
-        except CudaError as e:
+        except CallError as e:
             text = json.dumps(str(e))
         except Exception as e:  # noqa: BLE001 - the parent reports it
             text = json.dumps(repr(e))
@@ -104,7 +104,7 @@ def by_posix_spawn() -> object:
     return json.loads(text) if os.waitstatus_to_exitcode(status) == 0 else f"status {status}"
 
 
-def time_return(program: Program, cuda: Cuda, ending: str) -> None:
+def time_return(program: ProgramCheck, cuda: Cuda, ending: str) -> None:
     """Let a child hold memory and end; see how long cuMemGetInfo goes on counting it."""
     before, _ = cuda.memory()
     with subprocess.Popen(
@@ -144,7 +144,7 @@ def is_steady(cuda: Cuda) -> bool:
     return cuda.memory()[0] == before
 
 
-def body(program: Program) -> None:
+def body(program: ProgramCheck) -> None:
     wanted = {"sum": 7 * 1024, "burns": BURNS}
     answers = {"forked before cuInit": in_a_fork(use_gpu)}
     cuda = Cuda()

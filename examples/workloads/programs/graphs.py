@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 
 import torch
-from program import Program, run
+from program import ProgramCheck, run
 from torch import nn
 
 REPLAYS = 25
@@ -26,7 +26,7 @@ def warm_up(work) -> None:  # noqa: ANN001 - any callable
     torch.cuda.current_stream().wait_stream(side)
 
 
-def inference(program: Program) -> None:
+def inference(program: ProgramCheck) -> None:
     """Replay a forward pass with new input each time."""
     model = make_model().eval()
     inputs = torch.randn(REPLAYS, 32, 128).cuda()
@@ -47,7 +47,7 @@ def inference(program: Program) -> None:
     program.value("forward", found, 1e-2)
 
 
-def training(program: Program) -> None:
+def training(program: ProgramCheck) -> None:
     """Replay a whole step: forward, backward, optimiser."""
     model = make_model()
     optimiser = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -77,7 +77,7 @@ def training(program: Program) -> None:
     program.value("losses", replayed, 1e-2)
 
 
-def callables(program: Program) -> None:
+def callables(program: ProgramCheck) -> None:
     """Let PyTorch graph a module, forward and backward."""
     plain = make_model()
     sample = torch.randn(32, 128, device="cuda", requires_grad=True)
@@ -93,7 +93,7 @@ def callables(program: Program) -> None:
     program.value("gradient through a graphed callable", sizes[1], 1e-2)
 
 
-def body(program: Program) -> None:
+def body(program: ProgramCheck) -> None:
     torch.manual_seed(4)
     inference(program)
     training(program)

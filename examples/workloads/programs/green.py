@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 
 from driver_api import Cuda, address_of
-from program import NotHereError, Program, run
+from program import NotHereError, ProgramCheck, run
 
 WORDS = 1 << 16
 ROUNDS = 10
@@ -18,7 +18,7 @@ COUNT_AT = 96
 LEAST = 8
 
 
-def body(program: Program) -> None:
+def body(program: ProgramCheck) -> None:
     cuda = Cuda()
     if not address_of(cuda.library, "cuGreenCtxCreate"):
         raise NotHereError("this driver has no green contexts")

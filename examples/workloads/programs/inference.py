@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import torch
-from program import Program, run
+from program import ProgramCheck, run
 from torch import Tensor, nn
 
 BATCHES = (1, 2, 7, 16, 33, 64)
 
 
-class Block(nn.Module):
+class InferenceBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.project = nn.Linear(256, 3 * 256)
@@ -24,9 +24,9 @@ class Block(nn.Module):
         return x + self.out(mixed.transpose(1, 2).reshape(batch, length, 256))
 
 
-def body(program: Program) -> None:
+def body(program: ProgramCheck) -> None:
     torch.manual_seed(2)
-    model = nn.Sequential(*[Block() for _ in range(4)]).to("cuda", torch.bfloat16).eval()
+    model = nn.Sequential(*[InferenceBlock() for _ in range(4)]).to("cuda", torch.bfloat16).eval()
     pictures = nn.Conv2d(3, 32, 5, stride=2).to("cuda", torch.bfloat16).eval()
     means = []
     with torch.no_grad():

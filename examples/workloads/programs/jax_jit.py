@@ -12,7 +12,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cuda")
 import jax
 import jax.numpy as jnp
 from driver_api import Cuda
-from program import Program, run
+from program import ProgramCheck, run
 
 STEPS = 30
 
@@ -28,7 +28,7 @@ def step(parameters: dict, x: jax.Array, wanted: jax.Array) -> tuple[dict, jax.A
     return jax.tree.map(lambda p, g: p - 0.1 * g, parameters, gradients), value
 
 
-def body(program: Program) -> None:
+def body(program: ProgramCheck) -> None:
     keys = jax.random.split(jax.random.key(8), 4)
     parameters = {
         "first": jax.random.normal(keys[0], (64, 128)) * 0.1,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-from program import Program, run
+from program import ProgramCheck, run
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -46,7 +46,7 @@ def change(incoming: Any, outgoing: Any) -> None:
     incoming.get()
 
 
-def share(program: Program) -> None:
+def share(program: ProgramCheck) -> None:
     """Send a tensor to a child, which sees and changes this very memory."""
     context = mp.get_context("spawn")
     to_child, from_child = context.Queue(), context.Queue()
@@ -64,7 +64,7 @@ def share(program: Program) -> None:
     program.check("the child ended well", child.exitcode == 0, child.exitcode)
 
 
-def body(program: Program) -> None:
+def body(program: ProgramCheck) -> None:
     torch.zeros(1, device="cuda")
     forked = load("fork")
     spawned = load("spawn")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 
 from driver_api import MIB, Cuda
-from program import Program, run
+from program import ProgramCheck, run
 
 SIZE = 64 * MIB
 WORDS = SIZE // 4
@@ -15,7 +15,7 @@ ATTACH_GLOBAL = 1
 OUT_OF_MEMORY = 2
 
 
-def body(program: Program) -> None:
+def body(program: ProgramCheck) -> None:
     cuda = Cuda()
     cuda.start()
     add_one = cuda.function("add_one")

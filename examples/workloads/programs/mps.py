@@ -15,8 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from driver_api import Cuda, CudaError
-from program import NotHereError, Program, child_environment, run
+from driver_api import CallError, Cuda
+from program import NotHereError, ProgramCheck, child_environment, run
 
 CONTROL = "nvidia-cuda-mps-control"
 OWN, CLIENTS = 5, 10
@@ -35,13 +35,13 @@ def client() -> None:
             cuda.burn(BURN_NS)
         cuda.call("cuCtxSynchronize")
         answer = {"outcome": "ran", "enabled": enabled & 0xFFFFFFFF}
-    except CudaError as e:
+    except CallError as e:
         answer = {"outcome": "refused", "error": str(e)}
     print(json.dumps(answer), flush=True)
     sys.stdin.read()
 
 
-def try_client(program: Program, environment: dict[str, str]) -> dict:
+def try_client(program: ProgramCheck, environment: dict[str, str]) -> dict:
     """Start a client that lives as long as this program, and return its answer."""
     child = program.until_end.enter_context(
         subprocess.Popen(
@@ -65,7 +65,7 @@ def try_client(program: Program, environment: dict[str, str]) -> dict:
     return answer
 
 
-def start_daemon(program: Program, environment: dict[str, str], said: Path) -> dict | None:
+def start_daemon(program: ProgramCheck, environment: dict[str, str], said: Path) -> dict | None:
     """Start the daemon, to be ended with this program; an answer if it refuses."""
     # A file, because the daemon keeps what it writes to: the end of a pipe would never come.
     with said.open("w") as output:
@@ -87,7 +87,7 @@ def start_daemon(program: Program, environment: dict[str, str], said: Path) -> d
     return None
 
 
-def body(program: Program) -> None:
+def body(program: ProgramCheck) -> None:
     cuda = Cuda()
     cuda.start()
     for _ in range(OWN):

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from fill import SEGMENT, fill_twice
-from program import Program, run
+from program import ProgramCheck, run
 
 
-def body(program: Program) -> None:
+def body(program: ProgramCheck) -> None:
     fill_twice(program, SEGMENT)
 
 

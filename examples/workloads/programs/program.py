@@ -31,7 +31,7 @@ class NotHereError(Exception):
     """What the program needs is not on this machine; one line."""
 
 
-class Program:
+class ProgramCheck:
     """One run: what was asked for, and what has been found so far.
 
     `launches` is how many kernels and graphs the processes that live at the end have started at
@@ -118,9 +118,9 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run(body: Callable[[Program], None]) -> None:
+def run(body: Callable[[ProgramCheck], None]) -> None:
     """Run a program and end the process; what it raises is shown, and ends it with 1."""
-    program = Program(Path(sys.argv[0]).stem, parse_options())
+    program = ProgramCheck(Path(sys.argv[0]).stem, parse_options())
     with program.until_end:
         try:
             body(program)

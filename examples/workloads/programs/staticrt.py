@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 import subprocess
 
-from program import NotHereError, Program, run
+from program import NotHereError, ProgramCheck, run
 
 ROUNDS = 20
 
 
-def body(program: Program) -> None:
+def body(program: ProgramCheck) -> None:
     compiled = program.tool("staticrt")
     if compiled is None:
         raise NotHereError("there was no nvcc to compile staticrt.cu")

@@ -7,7 +7,7 @@ import ctypes
 import threading
 
 from driver_api import MIB, Cuda
-from program import Program, run
+from program import ProgramCheck, run
 
 THREADS, ROUNDS, WORDS = 8, 40, MIB // 4
 BURN_NS = 100_000
@@ -32,7 +32,7 @@ def work(cuda: Cuda, number: int, together: threading.Barrier, found: list[int |
         found[number] = repr(e)
 
 
-def body(program: Program) -> None:
+def body(program: ProgramCheck) -> None:
     cuda = Cuda()
     cuda.start()
     together = threading.Barrier(THREADS)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import torch
-from program import Program, run
+from program import ProgramCheck, run
 from torch import Tensor, nn
 
 STEPS = 15
@@ -23,7 +23,7 @@ class Cnn(nn.Module):
         return self.layers(x)
 
 
-class Transformer(nn.Module):
+class SmallTransformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(100, 128)
@@ -48,12 +48,12 @@ def train(
     return losses
 
 
-def body(program: Program) -> None:
+def body(program: ProgramCheck) -> None:
     torch.manual_seed(1)
     device = torch.device("cuda")
     jobs = {
         "cnn": (Cnn(), torch.randn(64, 3, 32, 32)),
-        "transformer": (Transformer(), torch.randint(0, 100, (64, 48))),
+        "transformer": (SmallTransformer(), torch.randint(0, 100, (64, 48))),
     }
     for name, (model, x) in jobs.items():
         wanted = torch.randint(0, 10, (64,)).to(device)

@@ -4,7 +4,7 @@
 import torch
 import triton
 import triton.language as tl
-from program import Program, run
+from program import ProgramCheck, run
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def product_kernel(a, b, c, n, BLOCK: tl.constexpr):  # noqa: ANN001, ANN201, N8
     tl.store(c + rows[:, None] * n + columns[None, :], total)
 
 
-def body(program: Program) -> None:
+def body(program: ProgramCheck) -> None:
     torch.manual_seed(7)
     n = 100_003
     x, y = torch.randn(n).cuda(), torch.randn(n).cuda()

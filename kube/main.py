@@ -146,6 +146,12 @@ class DriverLoop:
                 self._reconcile.set()
 
     @property
+    def pause_s(self) -> float:
+        """Time until the next step, in seconds."""
+        look_every: float = self._args.look_every
+        return look_every / 4 if self.leading and self._recheck.is_due_soon else look_every
+
+    @property
     def stands_by(self) -> bool:
         """Whether the kubelet knows this driver, and another instance publishes."""
         return self._known and not self.leading
@@ -350,7 +356,7 @@ def serve(args: argparse.Namespace) -> None:
             loop.step()
             service.endpoints.look()
             ready.show(ready=service.publisher.current or loop.stands_by)
-            loop.wake.wait(args.look_every)
+            loop.wake.wait(loop.pause_s)
             loop.wake.clear()
     finally:
         ready.show(ready=False)
@@ -391,7 +397,11 @@ class _Service:
             driver=driver,
             publisher=self.publisher,
             health=self.health,
-            recheck=Recheck(delay=0.5 * args.look_every, interval=3 * args.look_every),
+            recheck=Recheck(
+                delay=0.5 * args.look_every,
+                spacing=args.look_every,
+                interval=3 * args.look_every,
+            ),
             leads=instance.leads,
         )
         self.watcher = Watcher(cluster, self.publisher, slice_name(args.node_name), self.loop.wake)

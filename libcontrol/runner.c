@@ -3,9 +3,7 @@
  *
  * One thread per GPU, without the interpreter's lock. It wakes when a container's process sends a
  * byte (the container wants the GPU, or gives it back), when the arbiter asked to be called again,
- * and ten times a second to write the heartbeat. It reads ledgers, which the containers write:
- * every number from there is bounded before it is used, and a ledger full of nonsense costs its own
- * container only.
+ * and ten times a second to write the heartbeat. It reads and writes the pages (runner_pages.c).
  *
  * The mutex is held for the length of one pass; adding and removing containers takes it too, so a
  * page is never touched after runner_remove() has returned.
@@ -14,12 +12,10 @@
  * mutex that is taken last, for the policy alone, without a system call but the eventfd that wakes
  * another GPU's thread. A GPU that no such container has is stepped without it.
  */
-#include "runner.h"
+#include "runner_state.h"
 
-#include "layout.gen.h"
 #include "prim.h"
 
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -32,249 +28,6 @@
 #endif
 
 #define HEARTBEAT_NS (100 * NS_PER_MS)
-#define SIGN_NS      (500 * NS_PER_MS) /* a process that shows nothing for longer may be stopped */
-
-struct runner_tenant {
-    bool used;
-    struct grant_header *header;
-    struct grant_device *grant;
-    struct ledger_header *ledger;
-    uint32_t device;
-    bool granted;        /* the page says that it holds a grant */
-    bool together;       /* and that its other GPUs are granted together with this one */
-    uint64_t waiting_ns; /* since when it wants a grant and has none; 0: it does not */
-    struct runner_waits waits;
-};
-
-/* All GPUs of a node. */
-struct runners {
-    pthread_mutex_t mutex; /* taken within a runner's own */
-    struct gangs *gangs;
-    struct runner *each[GANGS_N_GPUS];
-};
-
-struct runner {
-    struct runner_config config;
-    struct runners *runners; /* NULL: it has no part in gangs */
-    uint32_t gpu;            /* its number there */
-    pthread_mutex_t mutex;
-    pthread_t thread;
-    bool running;
-    bool stop;
-    int epoll_fd;
-    int wake_fd;
-    struct arbiter *arbiter;
-    struct arbiter_view view;
-    struct runner_tenant tenants[ARBITER_N_TENANTS];
-    int32_t n_tenants;  /* highest index in use, plus one */
-    bool open;          /* all have an open grant: the GPU's own scheduler divides the time */
-    uint64_t unused_at; /* when a grant that no process uses is taken back */
-    uint64_t held_at;   /* when the holder was last seen not to have given its grant back */
-};
-
-/* What a ledger says of one container, added up over its processes. */
-struct report {
-    bool want;
-    uint32_t n_active; /* processes that started work in this grant */
-    bool released;     /* and all of them gave it back */
-    uint64_t release_ns, residual_ns, busy_ns;
-    uint64_t alive_ns; /* oldest of the last signs of those that have not given it back */
-    uint64_t seen_ns;  /* newest look of a helper at the grant */
-    bool overruns;     /* work runs whose grant is over */
-};
-
-static void read_ledger(const struct runner_tenant *t, uint32_t epoch, uint64_t now,
-                        struct report *reportp)
-{
-    uint32_t n_slots = atomic_load_relaxed(&t->ledger->n_slots);
-
-    memset(reportp, 0, sizeof *reportp);
-    reportp->released = true;
-    if (n_slots > LAYOUT_N_SLOTS)
-        n_slots = LAYOUT_N_SLOTS;
-    for (uint32_t i = 0; i < n_slots; i++) {
-        char *base = (char *)t->ledger + LEDGER_SLOTS + i * sizeof(struct ledger_slot);
-        struct ledger_device *d = (struct ledger_device *)(base + LEDGER_SLOT_DEVICES) + t->device;
-
-        if (!atomic_load_relaxed(&((struct ledger_slot *)base)->state))
-            continue;
-        if (atomic_load_acquire(&d->want))
-            reportp->want = true;
-        /* A process that is stopped does not say when its work ends. */
-        if (atomic_load_relaxed(&((struct ledger_slot *)base)->overruns[t->device]) &&
-            (int64_t)(now - atomic_load_relaxed(&d->seen_ns)) < (int64_t)SIGN_NS)
-            reportp->overruns = true;
-        reportp->busy_ns += atomic_load_relaxed(&d->busy_ns);
-        if (atomic_load_relaxed(&d->seen_ns) > reportp->seen_ns)
-            reportp->seen_ns = atomic_load_relaxed(&d->seen_ns);
-        if (atomic_load_seq_cst(&d->active_epoch) != epoch)
-            continue;
-        reportp->n_active++;
-        if (atomic_load_acquire(&d->released_epoch) != epoch) {
-            uint64_t alive = atomic_load_relaxed(&d->alive_ns);
-
-            if (reportp->released || alive < reportp->alive_ns)
-                reportp->alive_ns = alive;
-            reportp->released = false;
-        } else {
-            uint64_t release = atomic_load_relaxed(&d->release_ns);
-            uint64_t residual = atomic_load_relaxed(&d->residual_ns);
-
-            if (release > reportp->release_ns)
-                reportp->release_ns = release;
-            if (residual > reportp->residual_ns)
-                reportp->residual_ns = residual;
-        }
-    }
-    reportp->released = reportp->released && reportp->n_active;
-}
-
-static void publish(struct runner_tenant *t, uint64_t deadline)
-{
-    atomic_store_release(&t->grant->deadline_ns, deadline);
-    atomic_add_seq_cst(&t->grant->signal, 1);
-    prim_futex_wake(&t->grant->signal);
-}
-
-static void close_grant(struct runner_tenant *t)
-{
-    t->granted = false;
-    atomic_store_relaxed(&t->grant->contended, 0);
-    publish(t, 0);
-}
-
-static void count_wait(struct runner_waits *waits, uint64_t ns)
-{
-    uint64_t most = RUNNER_WAIT_LEAST_NS;
-    int i = 0;
-
-    while (i < RUNNER_N_WAITS - 1 && ns > most) {
-        most *= 2;
-        i++;
-    }
-    waits->counts[i]++;
-    waits->ns += ns;
-}
-
-/* Brings the pages in line with what the arbiter says. */
-static void apply(struct runner *runner, const struct arbiter_view *view)
-{
-    const struct arbiter_view *old = &runner->view;
-    struct runner_tenant *t;
-
-    for (int32_t i = 0; i < runner->n_tenants; i++) {
-        t = &runner->tenants[i];
-        if (t->used && t->together != arbiter_in_gang(runner->arbiter, i)) {
-            t->together = !t->together;
-            atomic_store_relaxed(&t->grant->together, t->together);
-        }
-    }
-    if (old->holder != ARBITER_NOBODY &&
-        (view->holder != old->holder || view->epoch != old->epoch) &&
-        runner->tenants[old->holder].used && runner->tenants[old->holder].granted)
-        close_grant(&runner->tenants[old->holder]);
-    if (view->standby != ARBITER_NOBODY && view->standby != old->standby &&
-        runner->config.spin_ns) {
-        t = &runner->tenants[view->standby];
-        atomic_store_release(&t->grant->standby_ns, view->standby_ns);
-        atomic_add_seq_cst(&t->grant->signal, 1);
-        prim_futex_wake(&t->grant->signal);
-    }
-    if (view->holder != ARBITER_NOBODY) {
-        uint64_t deadline = view->deadline_ns == ARBITER_NEVER ? GRANT_OPEN : view->deadline_ns;
-
-        t = &runner->tenants[view->holder];
-        if (!t->granted || view->epoch != old->epoch) {
-            t->granted = true;
-            if (t->waiting_ns)
-                count_wait(&t->waits,
-                           view->start_ns > t->waiting_ns ? view->start_ns - t->waiting_ns : 0);
-            t->waiting_ns = 0;
-            runner->unused_at = view->start_ns + runner->config.unused_ns;
-            atomic_store_relaxed(&t->grant->start_ns, view->start_ns);
-            atomic_store_relaxed(&t->grant->contended, view->contended);
-            atomic_store_relaxed(&t->grant->beside, view->beside);
-            atomic_store_relaxed(&t->grant->standby_ns, 0);
-            atomic_store_release(&t->grant->epoch, view->epoch);
-            publish(t, deadline);
-        } else if (view->contended != old->contended || deadline != old->deadline_ns) {
-            /* Also if the grant becomes longer: a launch that did not fit waits for that. */
-            atomic_store_relaxed(&t->grant->contended, view->contended);
-            publish(t, deadline);
-        }
-    }
-    runner->view = *view;
-}
-
-/* Tells the arbiter what the ledgers say. */
-static void observe(struct runner *runner, uint64_t now)
-{
-    for (int32_t i = 0; i < runner->n_tenants; i++) {
-        struct runner_tenant *t = &runner->tenants[i];
-        struct report report;
-
-        if (!t->used)
-            continue;
-        read_ledger(t, runner->view.epoch, now, &report);
-        arbiter_overrun(runner->arbiter, i, report.overruns, now);
-        arbiter_busy(runner->arbiter, i, report.busy_ns);
-        arbiter_sign(runner->arbiter, i, report.seen_ns < now ? report.seen_ns : 0);
-        arbiter_want(runner->arbiter, i, report.want, now);
-        if (!report.want || t->granted)
-            t->waiting_ns = 0;
-        else if (!t->waiting_ns)
-            t->waiting_ns = now;
-        if (i != runner->view.holder)
-            continue;
-        arbiter_alive(runner->arbiter, report.alive_ns < now ? report.alive_ns : 0);
-        if (report.released) {
-            /* Otherwise a container could give its grant back late, and say that it was in time. */
-            if (report.release_ns < runner->held_at)
-                report.release_ns = runner->held_at;
-            if (report.release_ns > now)
-                report.release_ns = now;
-            arbiter_released(runner->arbiter, report.release_ns, report.residual_ns,
-                             report.n_active);
-        } else if (!report.n_active && now >= runner->unused_at &&
-                   (runner->view.contended || now >= runner->view.deadline_ns)) {
-            arbiter_released(runner->arbiter, now, 0, 0);
-        } else {
-            runner->held_at = now;
-        }
-    }
-}
-
-/* Gives every container an open grant and leaves it there: nothing is decided at a launch. */
-static void open_all(struct runner *runner, uint64_t now)
-{
-    for (int32_t i = 0; i < runner->n_tenants; i++) {
-        struct runner_tenant *t = &runner->tenants[i];
-
-        if (!t->used || t->granted)
-            continue;
-        t->granted = true;
-        t->waiting_ns = 0;
-        atomic_store_relaxed(&t->grant->start_ns, now);
-        atomic_store_relaxed(&t->grant->contended, 0);
-        atomic_store_relaxed(&t->grant->beside, 0);
-        atomic_store_relaxed(&t->grant->standby_ns, 0);
-        atomic_store_release(&t->grant->epoch, atomic_load_relaxed(&t->grant->epoch) + 1);
-        publish(t, GRANT_OPEN);
-    }
-}
-
-/* Closes all open grants, because the arbiter grants again. Its numbers go on behind theirs. */
-static void close_all(struct runner *runner)
-{
-    for (int32_t i = 0; i < runner->n_tenants; i++) {
-        struct runner_tenant *t = &runner->tenants[i];
-
-        if (!t->used || !t->granted)
-            continue;
-        arbiter_begin(runner->arbiter, atomic_load_relaxed(&t->grant->epoch));
-        close_grant(t);
-    }
-}
 
 static void poke(struct runner *runner)
 {
@@ -355,7 +108,7 @@ static void spin(struct runner *runner, uint64_t deadline)
         pthread_mutex_lock(&runner->mutex);
         holder = runner->view.holder;
         if (holder != ARBITER_NOBODY && runner->tenants[holder].used)
-            read_ledger(&runner->tenants[holder], runner->view.epoch, prim_now(), &report);
+            runner_read_ledger(&runner->tenants[holder], runner->view.epoch, prim_now(), &report);
         else
             report.released = true;
         pthread_mutex_unlock(&runner->mutex);
@@ -392,11 +145,11 @@ static uint64_t pass(struct runner *runner, uint64_t now)
     if (runner->open) {
         view = runner->view;
         view.wake_ns = now + HEARTBEAT_NS;
-        open_all(runner, now);
+        runner_open_all(runner, now);
     } else {
-        observe(runner, now);
+        runner_observe(runner, now);
         step(runner, now, &view);
-        apply(runner, &view);
+        runner_apply(runner, &view);
     }
     for (int32_t i = 0; i < runner->n_tenants; i++)
         if (runner->tenants[i].used)
@@ -577,7 +330,7 @@ RUNNER_EXPORT int32_t runner_add(struct runner *runner, uint32_t guarantee, uint
          * believed again. */
         arbiter_begin(runner->arbiter, atomic_load_relaxed(&t->grant->epoch));
         atomic_store_relaxed(&t->grant->standby_ns, 0);
-        close_grant(t);
+        runner_close_grant(t);
         atomic_store_release(&t->header->heartbeat_ns, prim_now());
         if (tenant >= runner->n_tenants)
             runner->n_tenants = tenant + 1;
@@ -625,7 +378,7 @@ RUNNER_EXPORT void runner_open(struct runner *runner, bool open)
         runner->view.holder = ARBITER_NOBODY;
         runner->view.standby = ARBITER_NOBODY;
     } else if (!open && runner->open) {
-        close_all(runner);
+        runner_close_all(runner);
     }
     runner->open = open;
     pthread_mutex_unlock(&runner->mutex);
@@ -650,26 +403,6 @@ RUNNER_EXPORT int runner_watch(struct runner *runner, int fd, struct runner *con
     return epoll_ctl(runner->epoll_fd, EPOLL_CTL_ADD, fd, &event) < 0 ? errno : 0;
 }
 
-/* Whether a process waits for a look at NVML that began after it said so. A time that has not come
- * yet is ignored as nonsense. */
-static bool is_due(const struct runner_tenant *t, uint64_t now)
-{
-    uint64_t since = atomic_load_relaxed(&t->grant->reconciled_ns);
-    uint32_t n_slots = atomic_load_relaxed(&t->ledger->n_slots);
-
-    for (uint32_t i = 0; i < n_slots && i < LAYOUT_N_SLOTS; i++) {
-        const char *base = (char *)t->ledger + LEDGER_SLOTS + i * sizeof(struct ledger_slot);
-        const struct ledger_device *d =
-            (const struct ledger_device *)(base + LEDGER_SLOT_DEVICES) + t->device;
-        uint64_t told = atomic_load_relaxed(&d->provisional_ns);
-
-        if (atomic_load_relaxed(&((const struct ledger_slot *)base)->state) && told > since &&
-            told <= now)
-            return true;
-    }
-    return false;
-}
-
 RUNNER_EXPORT bool runner_due(struct runner *runner)
 {
     uint64_t now = prim_now();
@@ -677,7 +410,7 @@ RUNNER_EXPORT bool runner_due(struct runner *runner)
 
     pthread_mutex_lock(&runner->mutex);
     for (int32_t i = 0; i < runner->n_tenants && !due; i++)
-        due = runner->tenants[i].used && is_due(&runner->tenants[i], now);
+        due = runner->tenants[i].used && runner_tenant_due(&runner->tenants[i], now);
     pthread_mutex_unlock(&runner->mutex);
     return due;
 }

@@ -10,9 +10,15 @@ from pathlib import Path
 
 from tests.conftest import ROOT, lack, need
 
+POLICY = tuple(
+    f"libcontrol/{name}.c"
+    for name in ("arbiter", "arbiter_charge", "arbiter_choice", "arbiter_turn", "gangs")
+)
 SOURCES = (
     "tests/fuzz/arbiter_pages.c",
-    *(f"libcontrol/{n}.c" for n in ("runner", "arbiter", "gangs")),
+    "libcontrol/runner.c",
+    "libcontrol/runner_pages.c",
+    *POLICY,
 )
 FLAGS = (
     "-g", "-O1", "-std=gnu11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-Ilibcontrol", "-pthread",

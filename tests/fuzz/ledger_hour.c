@@ -19,6 +19,7 @@ static uint64_t clock_ns;
 #define prim_now()         clock_ns
 #define prim_futex_wake(p) ((void)(p))
 #include "runner.c"
+#include "runner_pages.c"
 
 #include <stdio.h>
 

@@ -10,7 +10,7 @@ from governor.arbiter import runner_config
 from governor.config import Config
 from tests.fuzz import arbiter_pages
 
-SOURCES = ("tests/fuzz/ledger_hour.c", "libcontrol/arbiter.c", "libcontrol/gangs.c")
+SOURCES = ("tests/fuzz/ledger_hour.c", *arbiter_pages.POLICY)
 SHARES = (50.0, 20.0)
 LIARS = 30.0
 """Share in percent of the containers that lie, together."""

@@ -20,7 +20,7 @@ TICK = 20_000
 UNIT = 200_000  # unit of the other containers' work
 SWITCH = 130_000
 LONG = 3 * S
-# After this long, runner.c takes back a grant in which no work began.
+# After this long, runner_pages.c takes back a grant in which no work began.
 UNUSED = 5 * MS
 
 

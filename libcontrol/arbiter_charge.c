@@ -1,0 +1,280 @@
+/*
+ * The arbiter's charge: what GPU time costs a container, and what it is owed.
+ *
+ * A grant's use is estimated when the grant ends, because its container reports only later what the
+ * GPU's clock measured. arbiter_settle() corrects the estimate before the container's next grant.
+ * Work that outlasts its grant is charged while it runs.
+ */
+#include "arbiter_state.h"
+
+#define MAX_CARRY_NS     20000000.0 /* most of a late report that is carried over */
+#define IMPATIENT_GRANTS 64         /* grants not waited for after a long one with little work */
+#define ALLOWANCE_GRANTS 20         /* allowances that add up, for unusually long hand-overs */
+#define BELIEVED    0.25 /* part of its share that a container may gain by reporting too little */
+#define COMMON_NS   50000000.0  /* most that all that want the GPU may be owed alike */
+#define SCALE_NS    100000000.0 /* GPU time within which the scale adapts */
+#define LEAST_SCALE 0.9
+#define FULL        0.985         /* demand that leaves nothing idle */
+#define SWITCHES    5.0           /* a grant as long as this many of them is worth its own */
+#define OVERRUN_NS  60000000000.0 /* GPU time owed for which an overrun is believed */
+#define ACCRUE_NS   1000000000ull /* most of the time between two looks that is charged */
+
+/* Applies a charge of `ns`, or a correction of one. */
+static void charge(struct tenant *t, double ns, bool lent)
+{
+    t->capped_at += ns / t->limit;
+    if (!lent)
+        t->owed_at += ns / t->guarantee;
+}
+
+/*
+ * Whether it is charged for work that outlasted its grant. The GPUs of a gang are given and taken
+ * together, and its work waits for the others.
+ *
+ * What one is charged the holder is not, and only the ledger says that such work runs. So it is
+ * believed only up to a debt: in the long run, a container that says so untruly can give others no
+ * more than its own share.
+ */
+static bool is_overrunning(const struct arbiter *arbiter, int32_t i)
+{
+    const struct tenant *t = &arbiter->tenants[i];
+    double debt = (t->owed_at - (double)arbiter->accrued) * t->guarantee;
+
+    return t->used && t->overruns && i != arbiter->holder && t->turn.role == ARBITER_ALONE &&
+           debt < OVERRUN_NS;
+}
+
+/*
+ * Charges the time since the last call to work that outlasts its grant. The GPU divides its time
+ * evenly between the contexts that have work, so each of them has an equal part of it, and the
+ * holder has what is left of its grant. Such work is paid for like any other, before its container
+ * is granted anything.
+ */
+void arbiter_accrue(struct arbiter *arbiter, uint64_t now)
+{
+    uint64_t since = arbiter->accrued;
+    unsigned n = 0;
+    bool held = arbiter->holder != ARBITER_NOBODY && arbiter->start < now, wanted = held;
+    double each;
+
+    if (now <= since)
+        return;
+    arbiter->accrued = now;
+    for (int32_t i = 0; i < arbiter->n; i++) {
+        n += is_overrunning(arbiter, i);
+        wanted = wanted || (wants(&arbiter->tenants[i]) && !is_overrunning(arbiter, i) &&
+                            eligible_at(&arbiter->tenants[i]) <= (double)since);
+    }
+    if (!n || !since)
+        return;
+    if (now - since > ACCRUE_NS)
+        since = now - ACCRUE_NS; /* the governor was stopped meanwhile */
+    if (held && arbiter->start > since)
+        since = arbiter->start;
+    each = (double)(now - since) / (n + held);
+    for (int32_t i = 0; i < arbiter->n; i++) {
+        struct tenant *t = &arbiter->tenants[i];
+        bool lent = is_elastic(t) && !wanted;
+
+        if (!is_overrunning(arbiter, i))
+            continue;
+        charge(t, each, lent);
+        t->stats.charged_ns += (uint64_t)each;
+        t->stats.held_ns += (uint64_t)each;
+        t->stats.lent_ns += lent ? (uint64_t)each : 0;
+    }
+    if (held) {
+        arbiter->shared += (double)(now - since) - each;
+        arbiter->late = clamp(arbiter->late + each * n, 0, MAX_LAG_NS);
+    }
+}
+
+/*
+ * Replaces what was estimated at the end of the last grants by what the GPU's clock measured. The
+ * report comes from the container, so it is believed within bounds only.
+ *
+ * Where the last work of a grant runs alongside the first of the next, the use of all containers
+ * adds up to more than the time that has passed. If their shares leave nothing idle, they are
+ * charged for that time together, in proportion: otherwise the GPU would have to rest so that no
+ * container gets more than its share.
+ */
+void arbiter_settle(struct arbiter *arbiter, struct tenant *t, bool lent, uint64_t now)
+{
+    const struct arbiter_config *config = &arbiter->config;
+    double busy, actual, scale = arbiter->scale;
+
+    if (!t->n_unsettled)
+        return;
+    busy = (t->busy_told - t->busy_seen) * scale;
+    /* It was waited for because its work was said to run. Perhaps that work was waiting itself. */
+    if (t->was_long)
+        t->n_impatient = busy < t->unsettled_held / 2 ? IMPATIENT_GRANTS : 0;
+    t->was_long = false;
+    actual = clamp(busy, max(0, t->unsettled_held - t->allowance),
+                   t->unsettled_held + t->unsettled_beside);
+    t->allowance -= max(0, t->unsettled_held - actual);
+    charge(t, actual - t->unsettled_charge, lent);
+    t->overhead += 0.1 * ((t->unsettled_held - actual) / t->n_unsettled - t->overhead);
+    t->overhead = clamp(t->overhead, 0, (double)config->overhead_ns);
+    t->stats.charged_ns += (uint64_t)max(0, actual);
+    t->stats.handover_ns += (uint64_t)max(0, t->unsettled_held - actual);
+    if (lent)
+        t->stats.lent_ns += (uint64_t)max(0, actual);
+    if (config->beside_ns) {
+        double excess = arbiter_demand(arbiter, t, now) >= FULL ? actual - t->unsettled_held
+                                                                : (scale - 1) * t->unsettled_held;
+
+        arbiter->scale = clamp(scale - excess / SCALE_NS, LEAST_SCALE, 1);
+    }
+    /* The last markers of a grant are often reported after it, so what was above or below the
+     * bounds is carried over. */
+    t->busy_seen = clamp(t->busy_seen + actual / scale, t->busy_told - MAX_CARRY_NS,
+                         t->busy_told + MAX_CARRY_NS);
+    t->unsettled_charge = t->unsettled_held = t->unsettled_beside = 0;
+    t->n_unsettled = 0;
+}
+
+/* Whether the holder gave the grant back well before its end. */
+static bool was_early(const struct arbiter *arbiter, double end)
+{
+    return end + (double)arbiter->config.switch_ns < (double)arbiter->deadline;
+}
+
+/*
+ * Returns how long the grant was, as a part of what is worth a change of contexts: 0 to 1. It is 1
+ * also if the arbiter ended the grant, or no other container is owed time at its end.
+ *
+ * A container that works for a moment and sleeps again makes the GPU change contexts twice, and
+ * keeps the other from it for longer than it works itself. If that were free, some such containers
+ * together could take more than their shares.
+ */
+static double worth_its_switch(const struct arbiter *arbiter, double held, double end)
+{
+    double least = SWITCHES * (double)arbiter->config.switch_ns;
+
+    if (held >= least || !was_early(arbiter, end))
+        return 1;
+    for (int32_t i = 0; i < arbiter->n; i++)
+        if (i != arbiter->holder && wants(&arbiter->tenants[i]) &&
+            arbiter->tenants[i].owed_at <= end)
+            return held / least;
+    return 1;
+}
+
+/* Ends the grant. The holder's work ends (or ended) at `end`. */
+void arbiter_end_grant(struct arbiter *arbiter, uint64_t end, uint32_t n_active)
+{
+    struct tenant *t = &arbiter->tenants[arbiter->holder];
+    double held = end > arbiter->start ? (double)(end - arbiter->start) : 0;
+    double cost, estimate, part, fee,
+        believed = BELIEVED * t->guarantee * max(0, (double)end - (double)t->allowed);
+
+    held = max(0, held - arbiter->shared);
+    part = worth_its_switch(arbiter, held, (double)end);
+    fee = (1 - part) * (double)arbiter->config.switch_ns;
+    believed *= part;
+    if (end > arbiter->deadline + arbiter->config.overdue_ns && !arbiter->open) {
+        arbiter->late = clamp(arbiter->late + (double)(end - arbiter->deadline), 0, MAX_LAG_NS);
+        arbiter->patience -= (double)(end - arbiter->deadline) - (double)arbiter->config.overdue_ns;
+        arbiter->patience = max(0, arbiter->patience);
+    }
+    arbiter->shared = 0;
+    /* However short the holder says that the grant was, it has cost the others something. */
+    cost = max(held, (double)arbiter->config.overhead_ns / 4);
+    estimate = max((1 - BELIEVED) * cost, cost - t->overhead);
+    if (arbiter->open) {
+        /* Alone, it is owed nothing and owes nothing. */
+        t->owed_at = max(t->owed_at, (double)end);
+        t->capped_at = max(t->capped_at, (double)end);
+        t->busy_seen = t->busy_told;
+        t->stats.charged_ns += (uint64_t)held;
+    } else if (n_active) {
+        charge(t, estimate + fee, arbiter->lent);
+        t->stats.charged_ns += (uint64_t)fee;
+        t->was_long = t->was_long || end > arbiter->deadline + arbiter->config.overdue_ns;
+        t->unsettled_charge += estimate;
+        t->unsettled_held += cost;
+        /* Processes that work at the same time each report all of that time. */
+        if (n_active == 1)
+            t->unsettled_beside += (double)arbiter->config.beside_ns;
+        /* If no other container waited, none could have used what it left unused. Otherwise it gets
+         * one allowance for each grant, and no more of them by making its grants shorter. */
+        believed = believed < (double)arbiter->config.overhead_ns
+                       ? believed
+                       : (double)arbiter->config.overhead_ns;
+        t->allowance += arbiter->contended ? believed : held;
+        t->allowed = end;
+        t->allowance =
+            clamp(t->allowance, 0, ALLOWANCE_GRANTS * (double)arbiter->config.overhead_ns + held);
+        t->n_unsettled++;
+        if (arbiter->lent) {
+            t->lent_tag = max(t->lent_tag, arbiter->lent_clock) + estimate / t->guarantee;
+        }
+    } else {
+        t->stats.handover_ns += (uint64_t)held;
+        /* Others waited while it did nothing. If that were free, it would be the first in line for
+         * ever. A container that showed no sign either is passed over instead. */
+        if (arbiter->contended && !t->absent) {
+            charge(t, held, arbiter->lent);
+            if (arbiter->lent)
+                t->lent_tag = max(t->lent_tag, arbiter->lent_clock) + held / t->guarantee;
+        }
+    }
+    t->stats.held_ns += (uint64_t)held;
+    if (!arbiter->open)
+        t->length = t->length > 0 ? t->length + 0.25 * (held - t->length) : held;
+    if (end > arbiter->gpu_free)
+        arbiter->gpu_free = end;
+    arbiter->last_holder = arbiter->holder;
+    arbiter->holder = ARBITER_NOBODY;
+    arbiter->open = false;
+    if (!t->want)
+        t->asleep = end;
+}
+
+/* Lets an open grant end at `end`, and charges it from now on. */
+void arbiter_close_open(struct arbiter *arbiter, uint64_t now, uint64_t end)
+{
+    arbiter_end_grant(arbiter, now, SEVERAL);
+    arbiter->holder = arbiter->last_holder;
+    arbiter->start = now;
+    arbiter->alive = 0;
+    arbiter->deadline = end;
+    arbiter->standby = ARBITER_NOBODY;
+}
+
+/* Forgives what all are owed alike. Where hand-overs and pauses leave less GPU time than is owed,
+ * the time for which all containers are kept waiting is owed to none, so that the bound on what one
+ * is owed leaves the differences alone. Time for which work that outlasts its grant kept them
+ * waiting is not forgiven, because the container that caused it pays for it later. */
+void arbiter_forgive(struct arbiter *arbiter, uint64_t now, const struct tenant *except)
+{
+    double common = 1e300, most = 0;
+    int n = 0;
+
+    for (int32_t i = 0; i < arbiter->n; i++) {
+        const struct tenant *t = &arbiter->tenants[i];
+
+        if (t == except || !t->used || !(wants(t) || is_napping(t, now)))
+            continue;
+        n++;
+        if ((double)now - t->owed_at < common)
+            common = (double)now - t->owed_at;
+        most = max(most, (double)now - t->owed_at);
+    }
+    common -= COMMON_NS;
+    /* None is owed more than that which is owed most, so what was lost beyond it has been had. */
+    arbiter->late = clamp(arbiter->late, 0, most);
+    if (!n || common <= 0)
+        return;
+    arbiter->late = clamp(arbiter->late, 0, common);
+    common -= arbiter->late;
+    if (common <= 0)
+        return;
+    for (int32_t i = 0; i < arbiter->n; i++) {
+        struct tenant *t = &arbiter->tenants[i];
+
+        if (t != except && t->used && (wants(t) || is_napping(t, now)))
+            t->owed_at += common;
+    }
+}

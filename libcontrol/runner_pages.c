@@ -1,0 +1,226 @@
+/*
+ * The runner's pages: what the containers' ledgers say, and what their grant pages are told.
+ *
+ * The containers write the ledgers. Every number from there is bounded before it is used, and a
+ * ledger full of nonsense costs its own container only.
+ */
+#include "runner_state.h"
+
+#include "prim.h"
+
+#include <string.h>
+
+#define SIGN_NS (500 * NS_PER_MS) /* a process that shows nothing for longer may be stopped */
+
+void runner_read_ledger(const struct runner_tenant *t, uint32_t epoch, uint64_t now,
+                        struct report *reportp)
+{
+    uint32_t n_slots = atomic_load_relaxed(&t->ledger->n_slots);
+
+    memset(reportp, 0, sizeof *reportp);
+    reportp->released = true;
+    if (n_slots > LAYOUT_N_SLOTS)
+        n_slots = LAYOUT_N_SLOTS;
+    for (uint32_t i = 0; i < n_slots; i++) {
+        char *base = (char *)t->ledger + LEDGER_SLOTS + i * sizeof(struct ledger_slot);
+        struct ledger_device *d = (struct ledger_device *)(base + LEDGER_SLOT_DEVICES) + t->device;
+
+        if (!atomic_load_relaxed(&((struct ledger_slot *)base)->state))
+            continue;
+        if (atomic_load_acquire(&d->want))
+            reportp->want = true;
+        /* A process that is stopped does not say when its work ends. */
+        if (atomic_load_relaxed(&((struct ledger_slot *)base)->overruns[t->device]) &&
+            (int64_t)(now - atomic_load_relaxed(&d->seen_ns)) < (int64_t)SIGN_NS)
+            reportp->overruns = true;
+        reportp->busy_ns += atomic_load_relaxed(&d->busy_ns);
+        if (atomic_load_relaxed(&d->seen_ns) > reportp->seen_ns)
+            reportp->seen_ns = atomic_load_relaxed(&d->seen_ns);
+        if (atomic_load_seq_cst(&d->active_epoch) != epoch)
+            continue;
+        reportp->n_active++;
+        if (atomic_load_acquire(&d->released_epoch) != epoch) {
+            uint64_t alive = atomic_load_relaxed(&d->alive_ns);
+
+            if (reportp->released || alive < reportp->alive_ns)
+                reportp->alive_ns = alive;
+            reportp->released = false;
+        } else {
+            uint64_t release = atomic_load_relaxed(&d->release_ns);
+            uint64_t residual = atomic_load_relaxed(&d->residual_ns);
+
+            if (release > reportp->release_ns)
+                reportp->release_ns = release;
+            if (residual > reportp->residual_ns)
+                reportp->residual_ns = residual;
+        }
+    }
+    reportp->released = reportp->released && reportp->n_active;
+}
+
+/* Whether a process waits for a look at NVML that began after it said so. A time that has not come
+ * yet is ignored as nonsense. */
+bool runner_tenant_due(const struct runner_tenant *t, uint64_t now)
+{
+    uint64_t since = atomic_load_relaxed(&t->grant->reconciled_ns);
+    uint32_t n_slots = atomic_load_relaxed(&t->ledger->n_slots);
+
+    for (uint32_t i = 0; i < n_slots && i < LAYOUT_N_SLOTS; i++) {
+        const char *base = (char *)t->ledger + LEDGER_SLOTS + i * sizeof(struct ledger_slot);
+        const struct ledger_device *d =
+            (const struct ledger_device *)(base + LEDGER_SLOT_DEVICES) + t->device;
+        uint64_t told = atomic_load_relaxed(&d->provisional_ns);
+
+        if (atomic_load_relaxed(&((const struct ledger_slot *)base)->state) && told > since &&
+            told <= now)
+            return true;
+    }
+    return false;
+}
+
+static void publish(struct runner_tenant *t, uint64_t deadline)
+{
+    atomic_store_release(&t->grant->deadline_ns, deadline);
+    atomic_add_seq_cst(&t->grant->signal, 1);
+    prim_futex_wake(&t->grant->signal);
+}
+
+void runner_close_grant(struct runner_tenant *t)
+{
+    t->granted = false;
+    atomic_store_relaxed(&t->grant->contended, 0);
+    publish(t, 0);
+}
+
+static void count_wait(struct runner_waits *waits, uint64_t ns)
+{
+    uint64_t most = RUNNER_WAIT_LEAST_NS;
+    int i = 0;
+
+    while (i < RUNNER_N_WAITS - 1 && ns > most) {
+        most *= 2;
+        i++;
+    }
+    waits->counts[i]++;
+    waits->ns += ns;
+}
+
+/* Brings the pages in line with what the arbiter says. */
+void runner_apply(struct runner *runner, const struct arbiter_view *view)
+{
+    const struct arbiter_view *old = &runner->view;
+    struct runner_tenant *t;
+
+    for (int32_t i = 0; i < runner->n_tenants; i++) {
+        t = &runner->tenants[i];
+        if (t->used && t->together != arbiter_in_gang(runner->arbiter, i)) {
+            t->together = !t->together;
+            atomic_store_relaxed(&t->grant->together, t->together);
+        }
+    }
+    if (old->holder != ARBITER_NOBODY &&
+        (view->holder != old->holder || view->epoch != old->epoch) &&
+        runner->tenants[old->holder].used && runner->tenants[old->holder].granted)
+        runner_close_grant(&runner->tenants[old->holder]);
+    if (view->standby != ARBITER_NOBODY && view->standby != old->standby &&
+        runner->config.spin_ns) {
+        t = &runner->tenants[view->standby];
+        atomic_store_release(&t->grant->standby_ns, view->standby_ns);
+        atomic_add_seq_cst(&t->grant->signal, 1);
+        prim_futex_wake(&t->grant->signal);
+    }
+    if (view->holder != ARBITER_NOBODY) {
+        uint64_t deadline = view->deadline_ns == ARBITER_NEVER ? GRANT_OPEN : view->deadline_ns;
+
+        t = &runner->tenants[view->holder];
+        if (!t->granted || view->epoch != old->epoch) {
+            t->granted = true;
+            if (t->waiting_ns)
+                count_wait(&t->waits,
+                           view->start_ns > t->waiting_ns ? view->start_ns - t->waiting_ns : 0);
+            t->waiting_ns = 0;
+            runner->unused_at = view->start_ns + runner->config.unused_ns;
+            atomic_store_relaxed(&t->grant->start_ns, view->start_ns);
+            atomic_store_relaxed(&t->grant->contended, view->contended);
+            atomic_store_relaxed(&t->grant->beside, view->beside);
+            atomic_store_relaxed(&t->grant->standby_ns, 0);
+            atomic_store_release(&t->grant->epoch, view->epoch);
+            publish(t, deadline);
+        } else if (view->contended != old->contended || deadline != old->deadline_ns) {
+            /* Also if the grant becomes longer: a launch that did not fit waits for that. */
+            atomic_store_relaxed(&t->grant->contended, view->contended);
+            publish(t, deadline);
+        }
+    }
+    runner->view = *view;
+}
+
+/* Tells the arbiter what the ledgers say. */
+void runner_observe(struct runner *runner, uint64_t now)
+{
+    for (int32_t i = 0; i < runner->n_tenants; i++) {
+        struct runner_tenant *t = &runner->tenants[i];
+        struct report report;
+
+        if (!t->used)
+            continue;
+        runner_read_ledger(t, runner->view.epoch, now, &report);
+        arbiter_overrun(runner->arbiter, i, report.overruns, now);
+        arbiter_busy(runner->arbiter, i, report.busy_ns);
+        arbiter_sign(runner->arbiter, i, report.seen_ns < now ? report.seen_ns : 0);
+        arbiter_want(runner->arbiter, i, report.want, now);
+        if (!report.want || t->granted)
+            t->waiting_ns = 0;
+        else if (!t->waiting_ns)
+            t->waiting_ns = now;
+        if (i != runner->view.holder)
+            continue;
+        arbiter_alive(runner->arbiter, report.alive_ns < now ? report.alive_ns : 0);
+        if (report.released) {
+            /* Otherwise a container could give its grant back late, and say that it was in time. */
+            if (report.release_ns < runner->held_at)
+                report.release_ns = runner->held_at;
+            if (report.release_ns > now)
+                report.release_ns = now;
+            arbiter_released(runner->arbiter, report.release_ns, report.residual_ns,
+                             report.n_active);
+        } else if (!report.n_active && now >= runner->unused_at &&
+                   (runner->view.contended || now >= runner->view.deadline_ns)) {
+            arbiter_released(runner->arbiter, now, 0, 0);
+        } else {
+            runner->held_at = now;
+        }
+    }
+}
+
+/* Gives every container an open grant and leaves it there: nothing is decided at a launch. */
+void runner_open_all(struct runner *runner, uint64_t now)
+{
+    for (int32_t i = 0; i < runner->n_tenants; i++) {
+        struct runner_tenant *t = &runner->tenants[i];
+
+        if (!t->used || t->granted)
+            continue;
+        t->granted = true;
+        t->waiting_ns = 0;
+        atomic_store_relaxed(&t->grant->start_ns, now);
+        atomic_store_relaxed(&t->grant->contended, 0);
+        atomic_store_relaxed(&t->grant->beside, 0);
+        atomic_store_relaxed(&t->grant->standby_ns, 0);
+        atomic_store_release(&t->grant->epoch, atomic_load_relaxed(&t->grant->epoch) + 1);
+        publish(t, GRANT_OPEN);
+    }
+}
+
+/* Closes all open grants, because the arbiter grants again. Its numbers go on behind theirs. */
+void runner_close_all(struct runner *runner)
+{
+    for (int32_t i = 0; i < runner->n_tenants; i++) {
+        struct runner_tenant *t = &runner->tenants[i];
+
+        if (!t->used || !t->granted)
+            continue;
+        arbiter_begin(runner->arbiter, atomic_load_relaxed(&t->grant->epoch));
+        runner_close_grant(t);
+    }
+}

@@ -1,0 +1,68 @@
+/* What the runner's files share: its state, and the functions that reach the pages. Files outside
+ * the runner include runner.h. */
+#pragma once
+
+#include "runner.h"
+
+#include "layout.gen.h"
+
+#include <pthread.h>
+
+struct runner_tenant {
+    bool used;
+    struct grant_header *header;
+    struct grant_device *grant;
+    struct ledger_header *ledger;
+    uint32_t device;
+    bool granted;        /* the page says that it holds a grant */
+    bool together;       /* and that its other GPUs are granted together with this one */
+    uint64_t waiting_ns; /* since when it wants a grant and has none; 0: it does not */
+    struct runner_waits waits;
+};
+
+/* All GPUs of a node. */
+struct runners {
+    pthread_mutex_t mutex; /* taken within a runner's own */
+    struct gangs *gangs;
+    struct runner *each[GANGS_N_GPUS];
+};
+
+struct runner {
+    struct runner_config config;
+    struct runners *runners; /* NULL: it has no part in gangs */
+    uint32_t gpu;            /* its number there */
+    pthread_mutex_t mutex;
+    pthread_t thread;
+    bool running;
+    bool stop;
+    int epoll_fd;
+    int wake_fd;
+    struct arbiter *arbiter;
+    struct arbiter_view view;
+    struct runner_tenant tenants[ARBITER_N_TENANTS];
+    int32_t n_tenants;  /* highest index in use, plus one */
+    bool open;          /* all have an open grant: the GPU's own scheduler divides the time */
+    uint64_t unused_at; /* when a grant that no process uses is taken back */
+    uint64_t held_at;   /* when the holder was last seen not to have given its grant back */
+};
+
+/* What a ledger says of one container, added up over its processes. */
+struct report {
+    bool want;
+    uint32_t n_active; /* processes that started work in this grant */
+    bool released;     /* and all of them gave it back */
+    uint64_t release_ns, residual_ns, busy_ns;
+    uint64_t alive_ns; /* oldest of the last signs of those that have not given it back */
+    uint64_t seen_ns;  /* newest look of a helper at the grant */
+    bool overruns;     /* work runs whose grant is over */
+};
+
+/* runner_pages.c; the runner's mutex is held. */
+void runner_read_ledger(const struct runner_tenant *t, uint32_t epoch, uint64_t now,
+                        struct report *reportp);
+bool runner_tenant_due(const struct runner_tenant *t, uint64_t now);
+void runner_close_grant(struct runner_tenant *t);
+void runner_apply(struct runner *runner, const struct arbiter_view *view);
+void runner_observe(struct runner *runner, uint64_t now);
+void runner_open_all(struct runner *runner, uint64_t now);
+void runner_close_all(struct runner *runner);

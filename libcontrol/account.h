@@ -2,6 +2,7 @@
  * Device memory: what this process holds, and what the container may hold.
  *
  *   account.c     charges: the sum over the container's processes against the quota
+ *   account_blocks.c   what allocations are charged as, from their call to their end
  *   blocks.c      the live allocations of this process
  *   pools.c       stream-ordered allocation: what the driver's pools hold
  *   graphs.c      memory of graphs
@@ -73,7 +74,7 @@ struct block *blocks_peer(enum block_kind kind, uint64_t key); /* an entry of th
 void blocks_sweep(bool (*visit)(const struct block *block, void *data), void *data);
 void blocks_after_fork(void);
 
-/* ---- account.c ---- */
+/* ---- account.c, account_blocks.c ---- */
 
 #define ACCOUNT_SMALL (1ull << 20) /* bytes; smaller blocks are cut from slabs */
 #define ACCOUNT_UNIT  (2ull << 20)

@@ -181,7 +181,7 @@ uint64_t *pages_before(const uint64_t *sum);
 /* Writes one line of bounded length to standard error. A process writes at most 16 of them. */
 void control_log(const char *message) cold;
 
-/* gate.c: GPU time. */
+/* gate.c, gate_*.c: GPU time. */
 struct gate_work {
     uintptr_t key;     /* what is launched; durations are learned under this key */
     uint64_t blocks;   /* size of the launch */

@@ -6,482 +6,21 @@
  * no other container waits and no cap applies; then every launch goes (pass.h). Otherwise a launch
  * goes if the model of the GPU's queue (queue.h) says that it ends with the grant.
  *
- * A launch that does not fit goes ahead all the same, to be held on the GPU: its stream first waits
- * for a word of pinned memory to reach the next ticket (cuStreamWaitValue32), which the next grant
- * writes. So the application prepares its next grant while others use the GPU, and a grant begins
- * with one store instead of a race between the application's launches and the GPU. A context that
- * waits in this way costs its neighbours nothing (H200: 6,034 units of 0.5 ms in 3 s next to none,
- * one or three of them; 0.7 us for the call, 2 us on the GPU). Once something is held, all later
- * launches are held too, so held work never waits for something that is behind it. When a grant's
- * worth is held, or where a stream cannot be held, launches wait here.
- *
- * Streams that capture are neither gated nor marked. Every driver call that the library adds is
- * made in relaxed capture mode, because in the other modes it would invalidate a capture of the
- * application.
+ * A launch that does not fit goes ahead all the same, to be held on the GPU (gate_holds.c). When a
+ * grant's worth is held, or where a stream cannot be held, launches wait here. Streams that capture
+ * are not gated (gate_captures.c).
  */
-#include "gate.h"
+#include "gate_parts.h"
 
 #include "pass.h"
 
-#include <pthread.h>
 #include <string.h>
 
 #define GATE_NAP_NS         (250 * NS_PER_US)  /* interval between two looks at a full queue */
 #define GATE_NEW_NS         (20 * NS_PER_US)   /* the same, for work that was never measured */
 #define GATE_OPEN_MARKER_NS (2500 * NS_PER_US) /* between markers under an open grant */
 #define GATE_GAP_NS         (NS_PER_MS)        /* a longer idle time is a gap in an interval */
-#define GATE_N_CAPTURES     64
-#define GATE_JOIN_NS        (100 * NS_PER_MS)
-#define GATE_SPIN_NS        (2 * NS_PER_MS)  /* longest time for which a core is kept busy */
-#define GATE_BESIDE_NS      (20 * NS_PER_MS) /* how long the previous holder's work may still run */
-#define GATE_REST_NS        (50 * NS_PER_MS) /* a longer pause says nothing about the next */
-#define CU_MEMHOSTALLOC_PORTABLE  1
-#define CU_MEMHOSTALLOC_DEVICEMAP 2
-
-struct gate gate_devices[LAYOUT_N_DEVICES];
-
-/* Number of captures that may be under way. While it is 0, no launch asks about its stream. */
-static uint32_t n_captures;
-static uint32_t n_joining; /* threads in calls by which a stream may join a capture */
-
-/* This thread is in a driver call that the library added. What that calls back is let through. */
-static __thread bool visiting;
-
-void gate_visit_begin(struct gate_visit *visit)
-{
-    visit->saved = errno;
-    visit->mode = CU_STREAM_CAPTURE_MODE_RELAXED;
-    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &visit->cancel);
-    visiting = true;
-    driver->cuThreadExchangeStreamCaptureMode(&visit->mode);
-}
-
-void gate_visit_end(struct gate_visit *visit)
-{
-    driver->cuThreadExchangeStreamCaptureMode(&visit->mode);
-    visiting = false;
-    pthread_setcancelstate(visit->cancel, NULL);
-    errno = visit->saved;
-}
-
-/* ---- captures ---- */
-
-/*
- * Called before a call by which a stream may join a capture: it begins one, or waits for an event
- * of one. From here on no thread records an event in a stream that it has not just launched into,
- * and threads that were doing so have finished. An event that gets into the capture instead would
- * break it when it is queried. A thread that marks may be blocked behind a full queue that the
- * caller is about to let run, so this waits for GATE_JOIN_NS at most.
- */
-void gate_join_begin(void)
-{
-    uint64_t end = 0;
-
-    atomic_add_seq_cst(&n_joining, 1);
-    gate_end_all_passes(); /* captured launches do not run now */
-    for (unsigned device = 0; device < pages_n_devices() && !visiting; device++) {
-        struct gate *g = &gate_devices[device];
-
-        if (!atomic_load_acquire(&g->started))
-            continue;
-        gate_lock(g);
-        while (g->n_marking && (!end || prim_now() < end)) {
-            if (!end)
-                end = prim_now() + GATE_JOIN_NS;
-            prim_unlock(&g->lock);
-            prim_sleep(20 * NS_PER_US);
-            gate_lock(g);
-        }
-        prim_unlock(&g->lock);
-    }
-}
-
-void gate_join_end(void)
-{
-    atomic_sub_seq_cst(&n_joining, 1);
-}
-
-bool gate_captures(void)
-{
-    return unlikely(atomic_load_relaxed(&n_captures));
-}
-
-/* The streams in which captures began; a capture ends only in its own. The end of a capture that
- * finds no place here is never noticed, and then each launch asks for the rest of the process's
- * life. */
-static struct capture {
-    CUstream stream;
-    const void *thread;
-    CUcontext ctx;
-    bool used;
-} captures[GATE_N_CAPTURES];
-static struct prim_lock captures_lock;
-
-static struct capture *capture_find(CUstream stream)
-{
-    const void *thread = queue_thread(stream);
-
-    for (struct capture *c = captures; c < captures + GATE_N_CAPTURES; c++)
-        if (c->used && c->stream == stream && c->thread == thread)
-            return c;
-    return NULL;
-}
-
-/* Notes a capture, before another thread can launch into the stream. Returns false if the stream
- * captures already. */
-bool gate_capture_begin(CUstream stream)
-{
-    struct capture *free_place = NULL;
-    CUcontext ctx = NULL;
-    bool known;
-
-    driver->cuCtxGetCurrent(&ctx);
-    prim_lock(&captures_lock);
-    known = capture_find(stream);
-    for (struct capture *c = captures; c < captures + GATE_N_CAPTURES && !free_place; c++)
-        if (!c->used)
-            free_place = c;
-    if (!known && free_place)
-        *free_place = (struct capture){stream, queue_thread(stream), ctx, true};
-    if (!known)
-        atomic_add_seq_cst(&n_captures, 1);
-    prim_unlock(&captures_lock);
-    return !known;
-}
-
-void gate_capture_end(CUstream stream)
-{
-    struct capture *c;
-
-    prim_lock(&captures_lock);
-    c = capture_find(stream);
-    if (c) {
-        c->used = false;
-        atomic_add_relaxed(&n_captures, -1u);
-    }
-    prim_unlock(&captures_lock);
-}
-
-static void capture_end_context(CUcontext ctx)
-{
-    prim_lock(&captures_lock);
-    for (struct capture *c = captures; c < captures + GATE_N_CAPTURES; c++)
-        if (c->used && c->ctx == ctx) {
-            c->used = false;
-            atomic_add_relaxed(&n_captures, -1u);
-        }
-    prim_unlock(&captures_lock);
-}
-
-bool gate_capturing(CUstream stream)
-{
-    return unlikely(atomic_load_relaxed(&n_captures)) && queue_capturing(stream);
-}
-
-/* ---- grants ---- */
-
-/* Notes until when the last work of another container runs alongside ours, and for how much longer
- * it may. Neither is ever long, whatever the page says, and both are 0 where there is no such work.
- */
-static void gate_beside(struct gate *g, const struct grant_device *grant)
-{
-    uint64_t lookahead = atomic_load_relaxed(&pages_grant()->lookahead_ns);
-    uint64_t start = atomic_load_relaxed(&grant->start_ns);
-    uint64_t beside = lookahead < GATE_BESIDE_NS ? lookahead : GATE_BESIDE_NS;
-    uint64_t latest = prim_now() + beside;
-
-    if (atomic_load_relaxed(&grant->strategy) != STRATEGY_MPS ||
-        !atomic_load_relaxed(&grant->beside))
-        beside = start = 0;
-    g->queue.begins_ns = start < latest ? start : latest;
-    g->queue.beside_ns = beside;
-}
-
-/* Returns by which factor one measurement may raise an estimate: it may contain others' time. */
-static float gate_rise(const struct grant_device *grant)
-{
-    if (atomic_load_relaxed(&grant->together))
-        return ESTIMATE_RISE_WAITS;
-    return atomic_load_relaxed(&grant->strategy) == STRATEGY_MPS ? ESTIMATE_RISE_BESIDE
-                                                                 : ESTIMATE_RISE;
-}
-
-/* Closes the accounts of the last grant if a new one has begun. */
-void gate_adopt(struct gate *g, const struct grant_device *grant)
-{
-    uint32_t epoch = atomic_load_acquire(&grant->epoch);
-
-    if (epoch == g->epoch)
-        return;
-    if (g->passing)
-        pass_stop(g, grant);
-    g->epoch = epoch;
-    g->active = false;
-    g->released = false;
-    g->drained = false;
-    g->full = false;
-    g->tried = 0;
-    gate_beside(g, grant);
-    g->queue.rise = gate_rise(grant);
-    if (g->n_spins)
-        g->n_spins--;
-    if (g->n_long)
-        g->n_long--;
-    /* Others had the GPU since the last grant, so no interval may span the two. Held work has an
-     * era of its own already. */
-    if (!g->holding)
-        g->queue.era++;
-}
-
-/*
- * Announces the first work of a grant before it is submitted, so that the arbiter waits for its
- * end. Returns false if the grant was taken back in between; the arbiter then saw no active
- * process.
- */
-static bool gate_announce(struct gate *g, const struct grant_device *grant,
-                          struct ledger_device *ledger, uint64_t now)
-{
-    if (g->active)
-        return true;
-    atomic_store_relaxed(&ledger->seen_ns, now);
-    atomic_store_seq_cst(&ledger->active_epoch, g->epoch);
-    g->active = true;
-    return atomic_load_seq_cst(&grant->epoch) == g->epoch;
-}
-
-/* Whether the governor is away or its page is nonsense (a heartbeat from the future, no page). */
-bool gate_lost(uint64_t now)
-{
-    const struct grant_header *page = pages_grant();
-    uint64_t heartbeat = atomic_load_relaxed(&page->heartbeat_ns);
-
-    return now - heartbeat + GATE_LOST_NS >= 2 * GATE_LOST_NS ||
-           atomic_load_relaxed(&page->magic) != GRANT_MAGIC || pages_alone();
-}
-
-/*
- * Returns the time until which work may start; 0: none may. While the governor is away, the
- * container gives itself grants at its guaranteed share, or does what the node's configuration
- * says.
- */
-static uint64_t gate_deadline(struct gate *g, const struct grant_device *grant, uint64_t now)
-{
-    uint64_t share = atomic_load_relaxed(&grant->compute);
-
-    if (likely(!gate_lost(now)))
-        return g->released ? 0 : atomic_load_acquire(&grant->deadline_ns);
-    switch (pages_on_governor_loss()) {
-    case 1:
-        return 0;
-    case 2:
-        return GRANT_OPEN;
-    default:
-        if (now >= g->local_next) {
-            g->local_deadline = now + GATE_LOCAL_NS;
-            /* A page that says a share of 0 must not stop a program for an hour. */
-            g->local_next = now + GATE_LOCAL_NS * 1000000 / (share > 10000 ? share : 10000);
-        }
-        return g->local_deadline;
-    }
-}
-
-/* Returns until when to spin for a grant that the governor says is near; 0: not at all. Never long,
- * whatever the page says. */
-uint64_t gate_spin_until(const struct grant_device *grant, uint64_t now)
-{
-    uint64_t standby = atomic_load_acquire(&grant->standby_ns);
-
-    return standby < now + GATE_SPIN_NS ? standby : 0;
-}
-
-/* ---- driver calls, made without the lock ---- */
-
-static void gate_unlock_for_call(struct gate *g)
-{
-    g->n_calls++;
-    prim_unlock(&g->lock);
-}
-
-static void gate_lock_after_call(struct gate *g)
-{
-    gate_lock(g);
-    g->n_calls--;
-}
-
-/* Records a marker in the stream. The lock is held before and after. */
-static void gate_mark(struct gate *g, struct queue_stream *s, uint32_t era, uint64_t now,
-                      struct ledger_device *ledger)
-{
-    struct queue_mark mark;
-    bool recorded;
-
-    if (!queue_mark_begin(&g->queue, s, era, now, &mark))
-        return;
-    gate_unlock_for_call(g);
-    recorded = (mark.handle || driver->cuEventCreate(&mark.handle, 0) == CUDA_SUCCESS) &&
-               driver->cuEventRecord(mark.handle, mark.handle_of_stream) == CUDA_SUCCESS;
-    gate_lock_after_call(g);
-    queue_mark_end(&g->queue, &mark, recorded, ledger);
-}
-
-/* Whether an event may be recorded in a stream that other threads may use: not if it captures, and
- * while anything captures not in the legacy stream, which waits for the streams that do. The lock
- * is held before and after. */
-static bool gate_may_mark(struct gate *g, CUstream stream)
-{
-    bool captures_now;
-
-    if (likely(!gate_captures()))
-        return true;
-    if (!stream || stream == CU_STREAM_LEGACY)
-        return false;
-    gate_unlock_for_call(g);
-    captures_now = queue_capturing(stream);
-    gate_lock_after_call(g);
-    return !captures_now;
-}
-
-/* Marks the unmarked work in the current context's streams, unless a stream may be joining a
- * capture. The lock is held before and after. */
-void gate_mark_tails(struct gate *g, CUcontext ctx, struct ledger_device *ledger)
-{
-    struct queue_stream *s;
-
-    g->n_marking++;
-    for (unsigned at = 0;
-         !atomic_load_seq_cst(&n_joining) && (s = queue_next_tail(&g->queue, ctx, &at));) {
-        uint32_t serial = s->serial;
-
-        if (gate_may_mark(g, s->stream) && s->used && s->serial == serial)
-            gate_mark(g, s, s->era, prim_now(), ledger);
-    }
-    g->n_marking--;
-}
-
-/* Whether work of this grant runs that has no marker behind it, because streams capture. */
-bool gate_unmarked(const struct gate *g)
-{
-    const struct queue *q = &g->queue;
-
-    for (unsigned i = 0; i < QUEUE_N_STREAMS && gate_captures(); i++)
-        if (q->streams[i].used && q->streams[i].unmarked && q->streams[i].era == q->era)
-            return true;
-    return false;
-}
-
-/* Retires the markers that were reached and corrects the model by them. The lock is held before and
- * after. */
-void gate_retire(struct gate *g, struct ledger_device *ledger, uint64_t now, bool force)
-{
-    struct queue_look look;
-    bool again = true;
-
-    while (again && !g->retiring && queue_look_begin(&g->queue, now, force, &look)) {
-        g->retiring = true;
-        gate_unlock_for_call(g);
-        look.reached = driver->cuEventQuery(look.event) != CUDA_ERROR_NOT_READY;
-        if (look.reached && look.reference)
-            look.timed = driver->cuEventElapsedTime(&look.since_reference, look.reference,
-                                                    look.event) == CUDA_SUCCESS;
-        if (look.timed && look.before == look.reference) {
-            look.length = look.since_reference;
-            look.measured = true;
-        } else if (look.reached && look.before)
-            look.measured =
-                driver->cuEventElapsedTime(&look.length, look.before, look.event) == CUDA_SUCCESS;
-        gate_lock_after_call(g);
-        g->retiring = false;
-        again = queue_look_end(&g->queue, &g->estimate, &look, ledger, now);
-    }
-}
-
-/* ---- holding work on the GPU ---- */
-
-static uint32_t *hold_find(struct gate *g, CUcontext ctx)
-{
-    for (unsigned i = 0; i < GATE_N_HOLDS; i++)
-        if (g->holds[i].word && g->holds[i].ctx == ctx)
-            return g->holds[i].word;
-    return NULL;
-}
-
-/* Makes the word that streams of the current context can wait for, before there is anything to
- * hold. The lock is held before and after. */
-static cold void hold_prepare(struct gate *g, CUcontext ctx)
-{
-    struct gate_hold *hold = NULL;
-    void *memory = NULL;
-    CUresult result;
-
-    for (unsigned i = 0; i < GATE_N_HOLDS && !hold; i++)
-        if (!g->holds[i].word)
-            hold = &g->holds[i];
-    if (!hold || g->preparing)
-        return;
-    g->preparing = true;
-    gate_unlock_for_call(g);
-    result = driver->cuMemHostAlloc(&memory, sizeof *hold->word,
-                                    CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP);
-    gate_lock_after_call(g);
-    g->preparing = false;
-    if (result != CUDA_SUCCESS) {
-        g->no_holds = true;
-        return;
-    }
-    atomic_store_release((uint32_t *)memory, g->ticket - 1);
-    hold->ctx = ctx;
-    hold->word = memory;
-}
-
-/* Lets what is held run. */
-static void gate_let(struct gate *g, struct ledger_device *ledger, uint64_t now)
-{
-    queue_open(&g->queue, now);
-    g->last_launch = now;
-    for (unsigned i = 0; i < GATE_N_HOLDS; i++)
-        if (g->holds[i].word)
-            atomic_store_release(g->holds[i].word, g->ticket);
-    g->ticket++;
-    g->holding = false;
-    g->n_held = 0;
-    atomic_sub_seq_cst(&ledger->want, 1);
-    atomic_add_seq_cst(&g->turn, 1);
-    prim_futex_wake(&g->turn);
-}
-
-/* Lets held work run now and holds no more, because no helper will let it run later. */
-void gate_end_holds(struct gate *g, struct ledger_device *ledger)
-{
-    g->no_holds = true;
-    if (g->holding)
-        gate_let(g, ledger, prim_now());
-}
-
-/* Lets what is held run if the grant has room for it. Returns whether it did. */
-bool gate_open(struct gate *g, const struct grant_device *grant, struct ledger_device *ledger,
-               uint64_t now)
-{
-    struct queue *q = &g->queue;
-    bool lost;
-    uint64_t deadline, left;
-
-    if (!g->holding)
-        return false;
-    lost = gate_lost(now);
-    left = queue_left(q, now);
-    deadline = gate_deadline(g, grant, now);
-    if (now >= deadline)
-        return false;
-    if ((lost ? left > 0 : g->active) && deadline != GRANT_OPEN &&
-        now + left + q->ahead_ns / 2 > deadline)
-        return false;
-    if (!lost && !gate_announce(g, grant, ledger, now))
-        return false;
-    gate_let(g, ledger, now);
-    return true;
-}
-
-/* ---- launches ---- */
+#define GATE_REST_NS        (50 * NS_PER_MS)   /* a longer pause says nothing about the next */
 
 enum gate_answer {
     GATE_GO,
@@ -570,31 +109,6 @@ static cold void gate_wait(struct gate *g, const struct grant_device *grant,
         prim_relax();
     prim_futex_wait(&grant->signal, seen, patience);
     gate_lock(g);
-}
-
-/*
- * Notes that streams depend on each other, so that nothing is held for a while. Work held in one
- * stream makes others wait for an event, and such a wait does take time slices on the GPU (H200: a
- * GRU of cuDNN, which runs on several streams, cost a neighbour 14 of 30 points while it was held,
- * and nothing when its launches waited instead).
- */
-static void gate_cross(struct gate *g)
-{
-    g->crossed = true;
-    g->crossed_era = g->queue.era;
-}
-
-void gate_note_dependency(void)
-{
-    for (unsigned device = 0; device < pages_n_devices(); device++) {
-        struct gate *g = &gate_devices[device];
-
-        if (!g->started)
-            continue;
-        gate_lock(g);
-        gate_cross(g);
-        prim_unlock(&g->lock);
-    }
 }
 
 /* Returns how much work may be held, in ns. It all runs when the next grant begins, which may be a
@@ -714,6 +228,11 @@ static void gate_note_pause(struct gate *g, uint64_t now)
         g->pause_ns = g->pause_ns ? (3 * g->pause_ns + pause) / 4 : pause;
 }
 
+bool gate_capturing(CUstream stream)
+{
+    return unlikely(atomic_load_relaxed(&gate_n_captures)) && queue_capturing(stream);
+}
+
 CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
 {
     const struct grant_device *grant;
@@ -730,7 +249,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
     int device;
 
     ticket->device = -1;
-    if (unlikely(!pages_slot()) || unlikely(visiting) || gate_capturing(work->stream))
+    if (unlikely(!pages_slot()) || unlikely(gate_visiting) || gate_capturing(work->stream))
         return CUDA_SUCCESS;
     if (unlikely(pages_denied()))
         return CUDA_ERROR_SYSTEM_NOT_READY;
@@ -967,7 +486,7 @@ void gate_forget_context(CUcontext ctx)
             atomic_store_release(g->holds[i].word, g->ticket);
             g->holds[i].word = NULL;
         }
-        while (g->n_calls && !visiting) {
+        while (g->n_calls && !gate_visiting) {
             prim_unlock(&g->lock);
             prim_sleep(20 * NS_PER_US);
             gate_lock(g);
@@ -986,9 +505,5 @@ void gate_after_fork(void)
         gate_devices[device].lock.word = 0;
     }
     pass_after_fork();
-    memset(captures, 0, sizeof captures);
-    captures_lock.word = 0;
-    n_captures = 0;
-    n_joining = 0;
-    visiting = false;
+    captures_after_fork();
 }

@@ -1,6 +1,6 @@
 /*
- * The gate's state for one GPU, shared by the launches (gate.c, pass.c) and the helper thread
- * (helper.c).
+ * The gate's state for one GPU, shared by the launches (gate.c, pass.c and the files that
+ * gate_parts.h names) and the helper thread (helper.c).
  *
  * The lock guards all of it and is never held across a call into the driver: such a call may block
  * until the helper lets held work run, or call back into the application (a profiler's subscriber),
@@ -9,6 +9,8 @@
 #pragma once
 
 #include "queue.h"
+
+#include <pthread.h>
 
 #define GATE_N_HOLDS 8
 /* Launches held at most. The driver's queue has room for twice as many, so no call blocks in it. */
@@ -128,5 +130,22 @@ struct gate_visit {
     int saved;
 };
 
-void gate_visit_begin(struct gate_visit *visit);
-void gate_visit_end(struct gate_visit *visit);
+/* This thread is in a driver call that the library added. What that calls back is let through. */
+extern __thread bool gate_visiting;
+
+static inline void gate_visit_begin(struct gate_visit *visit)
+{
+    visit->saved = errno;
+    visit->mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &visit->cancel);
+    gate_visiting = true;
+    driver->cuThreadExchangeStreamCaptureMode(&visit->mode);
+}
+
+static inline void gate_visit_end(struct gate_visit *visit)
+{
+    driver->cuThreadExchangeStreamCaptureMode(&visit->mode);
+    gate_visiting = false;
+    pthread_setcancelstate(visit->cancel, NULL);
+    errno = visit->saved;
+}

@@ -1,0 +1,137 @@
+/*
+ * Captures: streams that record a graph of what is launched into them.
+ *
+ * Streams that capture are neither gated nor marked. Every driver call that the library adds is
+ * made in relaxed capture mode (gate_visit_begin()), because in the other modes it would invalidate
+ * a capture of the application.
+ */
+#include "gate_parts.h"
+
+#include <string.h>
+
+#define GATE_N_CAPTURES 64
+#define GATE_JOIN_NS    (100 * NS_PER_MS)
+
+uint32_t gate_n_captures;
+uint32_t gate_n_joining;
+__thread bool gate_visiting;
+
+/* ---- calls by which a stream may join a capture ---- */
+
+/*
+ * Called before a call by which a stream may join a capture: it begins one, or waits for an event
+ * of one. From here on no thread records an event in a stream that it has not just launched into,
+ * and threads that were doing so have finished. An event that gets into the capture instead would
+ * break it when it is queried. A thread that marks may be blocked behind a full queue that the
+ * caller is about to let run, so this waits for GATE_JOIN_NS at most.
+ */
+void gate_join_begin(void)
+{
+    uint64_t end = 0;
+
+    atomic_add_seq_cst(&gate_n_joining, 1);
+    gate_end_all_passes(); /* captured launches do not run now */
+    for (unsigned device = 0; device < pages_n_devices() && !gate_visiting; device++) {
+        struct gate *g = &gate_devices[device];
+
+        if (!atomic_load_acquire(&g->started))
+            continue;
+        gate_lock(g);
+        while (g->n_marking && (!end || prim_now() < end)) {
+            if (!end)
+                end = prim_now() + GATE_JOIN_NS;
+            prim_unlock(&g->lock);
+            prim_sleep(20 * NS_PER_US);
+            gate_lock(g);
+        }
+        prim_unlock(&g->lock);
+    }
+}
+
+void gate_join_end(void)
+{
+    atomic_sub_seq_cst(&gate_n_joining, 1);
+}
+
+/* ---- captures under way ---- */
+
+bool gate_captures(void)
+{
+    return unlikely(atomic_load_relaxed(&gate_n_captures));
+}
+
+/* The streams in which captures began; a capture ends only in its own. The end of a capture that
+ * finds no place here is never noticed, and then each launch asks for the rest of the process's
+ * life. */
+static struct capture {
+    CUstream stream;
+    const void *thread;
+    CUcontext ctx;
+    bool used;
+} captures[GATE_N_CAPTURES];
+static struct prim_lock captures_lock;
+
+static struct capture *capture_find(CUstream stream)
+{
+    const void *thread = queue_thread(stream);
+
+    for (struct capture *c = captures; c < captures + GATE_N_CAPTURES; c++)
+        if (c->used && c->stream == stream && c->thread == thread)
+            return c;
+    return NULL;
+}
+
+/* Notes a capture, before another thread can launch into the stream. Returns false if the stream
+ * captures already. */
+bool gate_capture_begin(CUstream stream)
+{
+    struct capture *free_place = NULL;
+    CUcontext ctx = NULL;
+    bool known;
+
+    driver->cuCtxGetCurrent(&ctx);
+    prim_lock(&captures_lock);
+    known = capture_find(stream);
+    for (struct capture *c = captures; c < captures + GATE_N_CAPTURES && !free_place; c++)
+        if (!c->used)
+            free_place = c;
+    if (!known && free_place)
+        *free_place = (struct capture){stream, queue_thread(stream), ctx, true};
+    if (!known)
+        atomic_add_seq_cst(&gate_n_captures, 1);
+    prim_unlock(&captures_lock);
+    return !known;
+}
+
+void gate_capture_end(CUstream stream)
+{
+    struct capture *c;
+
+    prim_lock(&captures_lock);
+    c = capture_find(stream);
+    if (c) {
+        c->used = false;
+        atomic_add_relaxed(&gate_n_captures, -1u);
+    }
+    prim_unlock(&captures_lock);
+}
+
+void capture_end_context(CUcontext ctx)
+{
+    prim_lock(&captures_lock);
+    for (struct capture *c = captures; c < captures + GATE_N_CAPTURES; c++)
+        if (c->used && c->ctx == ctx) {
+            c->used = false;
+            atomic_add_relaxed(&gate_n_captures, -1u);
+        }
+    prim_unlock(&captures_lock);
+}
+
+void captures_after_fork(void)
+{
+    memset(captures, 0, sizeof captures);
+    captures_lock.word = 0;
+    gate_n_captures = 0;
+    gate_n_joining = 0;
+    gate_visiting = false;
+}

@@ -1,0 +1,109 @@
+/*
+ * Grants: until when work may start, and what changes for the gate when a new grant begins.
+ *
+ * Only the grant page and this process's part of the ledger say so; nothing here calls the driver.
+ */
+#include "gate_parts.h"
+
+#define GATE_SPIN_NS   (2 * NS_PER_MS)  /* longest time for which a core is kept busy */
+#define GATE_BESIDE_NS (20 * NS_PER_MS) /* how long the previous holder's work may still run */
+
+struct gate gate_devices[LAYOUT_N_DEVICES];
+
+/* Notes until when the last work of another container runs alongside ours, and for how much longer
+ * it may. Neither is ever long, whatever the page says, and both are 0 where there is no such work.
+ */
+static void gate_beside(struct gate *g, const struct grant_device *grant)
+{
+    uint64_t lookahead = atomic_load_relaxed(&pages_grant()->lookahead_ns);
+    uint64_t start = atomic_load_relaxed(&grant->start_ns);
+    uint64_t beside = lookahead < GATE_BESIDE_NS ? lookahead : GATE_BESIDE_NS;
+    uint64_t latest = prim_now() + beside;
+
+    if (atomic_load_relaxed(&grant->strategy) != STRATEGY_MPS ||
+        !atomic_load_relaxed(&grant->beside))
+        beside = start = 0;
+    g->queue.begins_ns = start < latest ? start : latest;
+    g->queue.beside_ns = beside;
+}
+
+/* Returns by which factor one measurement may raise an estimate: it may contain others' time. */
+static float gate_rise(const struct grant_device *grant)
+{
+    if (atomic_load_relaxed(&grant->together))
+        return ESTIMATE_RISE_WAITS;
+    return atomic_load_relaxed(&grant->strategy) == STRATEGY_MPS ? ESTIMATE_RISE_BESIDE
+                                                                 : ESTIMATE_RISE;
+}
+
+/* Closes the accounts of the last grant if a new one has begun. */
+void gate_adopt(struct gate *g, const struct grant_device *grant)
+{
+    uint32_t epoch = atomic_load_acquire(&grant->epoch);
+
+    if (epoch == g->epoch)
+        return;
+    if (g->passing)
+        pass_stop(g, grant);
+    g->epoch = epoch;
+    g->active = false;
+    g->released = false;
+    g->drained = false;
+    g->full = false;
+    g->tried = 0;
+    gate_beside(g, grant);
+    g->queue.rise = gate_rise(grant);
+    if (g->n_spins)
+        g->n_spins--;
+    if (g->n_long)
+        g->n_long--;
+    /* Others had the GPU since the last grant, so no interval may span the two. Held work has an
+     * era of its own already. */
+    if (!g->holding)
+        g->queue.era++;
+}
+
+/* Whether the governor is away or its page is nonsense (a heartbeat from the future, no page). */
+bool gate_lost(uint64_t now)
+{
+    const struct grant_header *page = pages_grant();
+    uint64_t heartbeat = atomic_load_relaxed(&page->heartbeat_ns);
+
+    return now - heartbeat + GATE_LOST_NS >= 2 * GATE_LOST_NS ||
+           atomic_load_relaxed(&page->magic) != GRANT_MAGIC || pages_alone();
+}
+
+/*
+ * Returns the time until which work may start; 0: none may. While the governor is away, the
+ * container gives itself grants at its guaranteed share, or does what the node's configuration
+ * says.
+ */
+uint64_t gate_deadline(struct gate *g, const struct grant_device *grant, uint64_t now)
+{
+    uint64_t share = atomic_load_relaxed(&grant->compute);
+
+    if (likely(!gate_lost(now)))
+        return g->released ? 0 : atomic_load_acquire(&grant->deadline_ns);
+    switch (pages_on_governor_loss()) {
+    case 1:
+        return 0;
+    case 2:
+        return GRANT_OPEN;
+    default:
+        if (now >= g->local_next) {
+            g->local_deadline = now + GATE_LOCAL_NS;
+            /* A page that says a share of 0 must not stop a program for an hour. */
+            g->local_next = now + GATE_LOCAL_NS * 1000000 / (share > 10000 ? share : 10000);
+        }
+        return g->local_deadline;
+    }
+}
+
+/* Returns until when to spin for a grant that the governor says is near; 0: not at all. Never long,
+ * whatever the page says. */
+uint64_t gate_spin_until(const struct grant_device *grant, uint64_t now)
+{
+    uint64_t standby = atomic_load_acquire(&grant->standby_ns);
+
+    return standby < now + GATE_SPIN_NS ? standby : 0;
+}

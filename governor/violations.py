@@ -17,7 +17,7 @@ from typing import Any
 MEMORY, UNREGISTERED, COMPUTE = KINDS = ("memory", "unregistered", "compute")
 
 LIBRARIES = 128 << 20
-"""How many bytes the code of libraries may exceed a quota by, see libcontrol/modules.c."""
+"""How many bytes the code of libraries may exceed a quota by, see libcontrol/loads.h."""
 
 MEMORY_NS = 1_000_000_000
 """Time for which each look has to find more memory than is allowed, before that is a violation. A

@@ -4,13 +4,15 @@
  *   account.c     charges: the sum over the container's processes against the quota
  *   account_blocks.c   what allocations are charged as, from their call to their end
  *   blocks.c      the live allocations of this process
- *   pools.c       stream-ordered allocation: what the driver's pools hold
+ *   held.c        the charge for what a pool of the driver holds
+ *   pools.c, pool_allocations.c   stream-ordered allocation
  *   graphs.c      memory of graphs
  *   vmm.c         physical allocations and their mappings
  *   exports.c     physical allocations that a descriptor keeps alive
  *   multicast.c   physical allocations that are bound to a multicast object
- *   contexts.c    what contexts take, and what ends with them
- *   arrays.c, memory.c, modules.c   the rest
+ *   contexts.c, primary.c, context_charges.c   what contexts take, and what ends with them
+ *   modules.c, loads.c, hidden.c   modules and libraries
+ *   arrays.c, memory.c   the rest
  */
 #pragma once
 
@@ -160,7 +162,7 @@ void account_after_fork(void);
 void account_relax(CUstreamCaptureMode *mode);
 void account_unrelax(CUstreamCaptureMode *mode);
 
-/* ---- contexts.c ---- */
+/* ---- contexts.c, context_charges.c ---- */
 
 #define OWNER_PRIMARY 0
 #define OWNER_LAST    62
@@ -172,7 +174,7 @@ int contexts_device(CUcontext context); /* index in the grant; -1: unknown */
 void contexts_stream_gone(void);        /* a stream of the current context was destroyed */
 void contexts_after_fork(void);
 
-/* ---- modules.c ---- */
+/* ---- modules.c, hidden.c ---- */
 
 void modules_after_fork(void);
 CUresult modules_launch(uint64_t function);
@@ -229,6 +231,8 @@ uint64_t array_size(const CUDA_ARRAY_DESCRIPTOR *desc);
 uint64_t array_size_3d_v1(const CUDA_ARRAY3D_DESCRIPTOR_v1 *desc);
 uint64_t array_size_3d(const CUDA_ARRAY3D_DESCRIPTOR *desc);
 uint64_t array_size_mipmapped(const CUDA_ARRAY3D_DESCRIPTOR *desc, unsigned int levels);
+
+/* ---- held.c ---- */
 
 /*
  * The charge for what a pool of the driver holds. That amount changes under several threads, and

@@ -78,7 +78,7 @@ extern struct driver_cuda origin_driver;
 /* Returns what to give an application in place of `found`, the driver's answer to a look-up. */
 void *origin_replace(void *found);
 
-/* pages.c: the grant page and the ledger. */
+/* pages.c, pages_join.c, pages_rejoin.c, pages_socket.c: the grant page and the ledger. */
 #define PAGES_DIRECTORY "/run/tidegate"
 
 /* Maps the grant page and registers this process, both only once. Returns true if the container's
@@ -178,7 +178,8 @@ void pages_poke(void);
 void pages_rejoin(void);
 uint64_t *pages_before(const uint64_t *sum);
 
-/* Writes one line of bounded length to standard error. A process writes at most 16 of them. */
+/* log.c: writes one line of bounded length to standard error. A process writes at most 16 of
+ * them. */
 void control_log(const char *message) cold;
 
 /* gate.c, gate_*.c: GPU time. */

@@ -1,0 +1,116 @@
+/*
+ * What a context of any kind takes, at its creation and later, and what ends with it.
+ *
+ * Every context takes some hundreds of megabytes that no allocation shows. They are claimed before
+ * the driver creates the context and are provisional afterwards, until NVML has been sampled
+ * (account.c).
+ */
+#include "contexts.h"
+
+void context_count(int device, int change)
+{
+    atomic_add_relaxed(&pages_ledger_device((unsigned)device)->contexts, (uint64_t)(int64_t)change);
+}
+
+/* The GPU was not granted to this container, and nothing governs the process there. Its operator
+ * should know. */
+cold void context_told_elsewhere(void)
+{
+    static uint32_t told;
+
+    if (pages_slot() && !atomic_exchange_acq_rel(&told, 1))
+        control_log("this process uses a GPU that was not granted to its container, and is not "
+                    "governed there: set CUDA_VISIBLE_DEVICES to what " PAGES_DIRECTORY
+                    "/devices says");
+}
+
+bool context_begin(struct account_charge *charge, CUdevice dev)
+{
+    int device = pages_index_of(dev);
+
+    return account_begin(
+        charge, device,
+        device < 0 ? 0 : atomic_load_relaxed(&pages_grant_device((unsigned)device)->context_bytes));
+}
+
+/* Accounts for the end of a context of this GPU. */
+void context_gone(int device, uint8_t owner)
+{
+    account_sweep(device, owner);
+    modules_context_gone(owner);
+    account_driver_gives(device,
+                         atomic_load_relaxed(&pages_grant_device((unsigned)device)->context_bytes));
+    context_count(device, -1);
+}
+
+/* Pools may end with the last context, so no thread may ask them while the driver ends them. */
+void context_last_leaves(int device)
+{
+    if (atomic_load_relaxed(&pages_ledger_device((unsigned)device)->contexts) <= 1)
+        pools_hand_over(device);
+}
+
+/* ---- what a context takes later ---- */
+
+/* Raising the limit takes local memory for every thread that the GPU can run at once. */
+CONTROL_EXPORT CUresult cuCtxSetLimit(CUlimit limit, size_t value)
+{
+    int device = limit == CU_LIMIT_STACK_SIZE ? pages_index_current() : -1;
+    struct account_charge charge;
+    uint64_t bytes = 0;
+    CUresult result;
+    CUdevice dev;
+    size_t before;
+    int n_sms = 0, n_threads = 0;
+
+    if (device < 0 || driver->cuCtxGetDevice(&dev) != CUDA_SUCCESS ||
+        driver->cuCtxGetLimit(&before, limit) != CUDA_SUCCESS)
+        return real->cuCtxSetLimit(limit, value);
+    if (value > before &&
+        driver->cuDeviceGetAttribute(&n_sms, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, dev) ==
+            CUDA_SUCCESS &&
+        driver->cuDeviceGetAttribute(&n_threads, CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR,
+                                     dev) == CUDA_SUCCESS)
+        bytes = account_product(value - before, (uint64_t)n_sms * (uint64_t)n_threads);
+    if (!account_begin(&charge, device, bytes))
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    result = real->cuCtxSetLimit(limit, value);
+    account_end(&charge, result);
+    return result;
+}
+
+/*
+ * 64 streams took 35.7 MB of an H200. The driver keeps what a stream took for the next one, at
+ * least for a while, and a sample shows that. Because the end of a stream is reported, too, streams
+ * that come and go do not add up.
+ */
+#define CONTEXTS_STREAM (576ull << 10)
+
+static CUresult stream_made(CUresult result)
+{
+    if (result == CUDA_SUCCESS)
+        account_driver_takes(pages_index_current(), CONTEXTS_STREAM);
+    return result;
+}
+
+void contexts_stream_gone(void)
+{
+    account_driver_gives(pages_index_current(), CONTEXTS_STREAM);
+}
+
+CONTROL_EXPORT CUresult cuStreamCreate(CUstream *phStream, unsigned int Flags)
+{
+    return stream_made(real->cuStreamCreate(phStream, Flags));
+}
+
+CONTROL_EXPORT CUresult cuStreamCreateWithPriority(CUstream *phStream, unsigned int flags,
+                                                   int priority)
+{
+    return stream_made(real->cuStreamCreateWithPriority(phStream, flags, priority));
+}
+
+CONTROL_EXPORT CUresult cuGreenCtxStreamCreate(CUstream *phStream, CUgreenCtx greenCtx,
+                                               unsigned int flags, int priority)
+{
+    return stream_made(real->cuGreenCtxStreamCreate(phStream, greenCtx, flags, priority));
+}

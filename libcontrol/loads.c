@@ -1,0 +1,273 @@
+/* How it is measured what a load takes; see loads.h. */
+#include "loads.h"
+
+#define LOADS_MUCH    (16ull << 20)
+#define LOADS_WAIT_NS (2000 * NS_PER_MS)
+#define LOADS_N_LOOKS 8
+#define LOADS_N_TRIES 50
+#define LOADS_N_READS 8
+#define LOADS_NAP_NS  (100 * NS_PER_US)
+
+static size_t free_now(void)
+{
+    CUstreamCaptureMode mode;
+    size_t free_bytes = 0, total;
+
+    account_relax(&mode);
+    if (driver->cuMemGetInfo(&free_bytes, &total) != CUDA_SUCCESS)
+        free_bytes = 0;
+    account_unrelax(&mode);
+    return free_bytes;
+}
+
+static uint64_t charged_now(int device)
+{
+    return atomic_load_relaxed(&pages_ledger_device((unsigned)device)->memory);
+}
+
+static const struct grant_device *grant_of(const struct load *load)
+{
+    return pages_grant_device((unsigned)load->device);
+}
+
+/* Reads both as of one moment, because the memory of other threads is charged a little longer than
+ * it is taken. */
+static void look_now(int device, size_t *free_bytes, uint64_t *charged)
+{
+    uint64_t before;
+
+    *charged = charged_now(device);
+    for (int i = 0; i < LOADS_N_READS; i++) {
+        before = *charged;
+        *free_bytes = free_now();
+        *charged = charged_now(device);
+        if (likely(*charged == before))
+            return;
+    }
+}
+
+/* Reads how much memory belongs to no process, and the number of processes, both from the same
+ * sample. Returns false if there was no sample yet. */
+static bool nobodys_now(const struct grant_device *grant, uint64_t *nobodys, uint32_t *n_processes)
+{
+    bool told = false;
+
+    for (int i = 0; i < LOADS_N_READS; i++) {
+        uint64_t since = atomic_load_acquire(&grant->unattributed_ns);
+
+        *nobodys = atomic_load_acquire(&grant->unattributed);
+        *n_processes = atomic_load_acquire(&grant->n_processes);
+        told = since;
+        if (likely(atomic_load_acquire(&grant->unattributed_ns) == since))
+            break;
+    }
+    return told;
+}
+
+void load_begin(struct load *load)
+{
+    load->device = pages_index_current();
+    load->hidden = load->missing = load->taken = 0;
+    if (load->device < 0)
+        return;
+    load->overhead = atomic_load_relaxed(&grant_of(load)->memory_overhead);
+    load->told = nobodys_now(grant_of(load), &load->nobodys, &load->n_processes);
+    load->returned = account_returned(load->device);
+    look_now(load->device, &load->before, &load->charged);
+}
+
+/* Returns by how much the memory of no process has grown since the load began, less what new
+ * processes brought. */
+uint64_t load_grown(const struct load *load)
+{
+    const struct grant_device *grant = grant_of(load);
+    uint64_t each = atomic_load_relaxed(&grant->unattributed_each);
+    uint64_t nobodys;
+    uint32_t n_processes;
+    int64_t grown;
+
+    nobodys_now(grant, &nobodys, &n_processes);
+    grown = (int64_t)(nobodys - load->nobodys) -
+            (int64_t)(each * (uint64_t)((int64_t)n_processes - (int64_t)load->n_processes));
+    return grown > 0 ? (uint64_t)grown : 0;
+}
+
+/*
+ * Returns what was taken of the GPU since the load began and is not charged to this process, while
+ * its other threads allocate and free. If `freed`, what they free counts as well. It must not where
+ * no sample will correct the result: memory of a thread that was freeing when the load began, and
+ * that is charged a moment longer, would look like memory that the load took.
+ */
+static uint64_t load_taken(const struct load *load, bool freed)
+{
+    uint64_t charged;
+    size_t after;
+    int64_t taken, more;
+
+    look_now(load->device, &after, &charged);
+    taken = (int64_t)(load->before - after);
+    more = (int64_t)(charged - load->charged);
+    if (!freed && taken < 0)
+        taken = 0;
+    if (!freed && more < 0)
+        more = 0;
+    return taken > more ? (uint64_t)(taken - more) : 0;
+}
+
+/* The same, less what other threads are freeing and are still charged for at the moment. */
+static uint64_t load_taken_for_long(const struct load *load, uint64_t taken, bool freed)
+{
+    for (int i = 0; i < LOADS_N_TRIES && taken >= LOADS_MUCH; i++) {
+        uint64_t again;
+
+        prim_sleep(LOADS_NAP_NS);
+        again = load_taken(load, freed);
+        taken = again < taken ? again : taken;
+    }
+    return taken;
+}
+
+/* Returns the part that no sample has found in the process. */
+static uint64_t load_missing(const struct load *load, uint64_t taken)
+{
+    int64_t found =
+        (int64_t)(atomic_load_relaxed(&grant_of(load)->memory_overhead) - load->overhead);
+
+    if (found < 0)
+        found = 0;
+    return taken > (uint64_t)found ? taken - (uint64_t)found : 0;
+}
+
+/* Waits for a sample that shows how much memory belongs to no process. Samples during which the
+ * GPU's memory changed do not. */
+static bool load_await_told(const struct load *load, uint64_t since)
+{
+    const struct grant_device *grant = grant_of(load);
+
+    for (int i = 0; i < LOADS_N_LOOKS && atomic_load_acquire(&grant->unattributed_ns) < since;
+         i++) {
+        account_driver_takes(load->device, 0);
+        if (!account_await_look(load->device, prim_now(), LOADS_WAIT_NS))
+            break;
+    }
+    return atomic_load_acquire(&grant->unattributed_ns) >= since;
+}
+
+/*
+ * Called after a sample that did not find the memory in the process: charges what belongs to no
+ * process. If that cannot be determined because the container itself takes and gives back memory
+ * all the time, everything that is missing is charged; if because other containers do, nothing for
+ * now.
+ */
+static void load_reveal(struct load *load, uint64_t taken, uint64_t since)
+{
+    uint64_t missing, grown;
+    bool told;
+
+    if (load_missing(load, taken) < LOADS_MUCH)
+        return;
+    told = load_await_told(load, since) && load->told;
+    missing = load_missing(load, taken);
+    if (missing < LOADS_MUCH)
+        return;
+    grown = load_grown(load);
+    if (told)
+        load->hidden = grown < missing ? grown : missing;
+    else if ((int64_t)(account_returned(load->device) - load->returned) >= (int64_t)LOADS_MUCH)
+        load->hidden = load_missing(load, load_taken_for_long(load, taken, true));
+    else
+        load->missing = load_missing(load, load_taken_for_long(load, taken, true));
+    if (load->hidden < ACCOUNT_UNIT) {
+        load->hidden = 0;
+        return;
+    }
+    account_add(load->device, load->hidden, true);
+    /* The next load begins with a sample that includes this charge. */
+    load_await_told(load, prim_now());
+}
+
+/* Returns false if the container is over its quota now by more than `debt`. Then the load has to be
+ * undone as far as possible. */
+bool load_end(struct load *load, CUresult result, uint64_t debt)
+{
+    uint64_t now, taken;
+
+    if (load->device < 0 || result != CUDA_SUCCESS)
+        return true;
+    load->taken = taken = load_taken(load, true);
+    now = prim_now();
+    if (taken < LOADS_MUCH) {
+        account_driver_takes(load->device, taken);
+        /* Many small loads add up, but what others gave back may not be known yet. */
+        if (likely(!account_over(load->device, LOADS_DEBT)))
+            return true;
+        account_await_look(load->device, now, LOADS_WAIT_NS);
+        return !account_over(load->device, LOADS_DEBT);
+    }
+    account_driver_takes(load->device, 0);
+    if (account_await_look(load->device, now, LOADS_WAIT_NS))
+        load_reveal(load, taken, now);
+    else
+        account_driver_takes(load->device, load_taken_for_long(load, taken, false));
+    load->taken -= load->hidden < load->taken ? load->hidden : load->taken;
+    return !account_over(load->device, load->hidden ? 0 : debt);
+}
+
+/* What a load took is given back when it ends. Otherwise modules that come and go would add up. */
+void loaded_note(const struct load *load, uint64_t handle)
+{
+    struct block block = {.key = handle,
+                          .value = load->taken,
+                          .kind = BLOCK_LOADED,
+                          .device = -1,
+                          .owner = OWNER_NONE};
+    struct block *known;
+
+    if (load->device < 0 || !load->taken)
+        return;
+    known = blocks_lock(BLOCK_LOADED, handle);
+    if (known)
+        known->value += block.value;
+    else
+        blocks_add(&block);
+    blocks_unlock(BLOCK_LOADED, handle);
+}
+
+uint64_t loaded_forget(uint64_t handle)
+{
+    struct block *known = blocks_lock(BLOCK_LOADED, handle);
+    uint64_t taken = known ? known->value : 0;
+
+    if (known)
+        blocks_remove(known);
+    blocks_unlock(BLOCK_LOADED, handle);
+    return taken;
+}
+
+/*
+ * The driver gives back what is unloaded, or keeps it for the next load. The governor's next sample
+ * shows which. While no governor samples, it is measured here, because nothing else would ever
+ * lower what loads have added up to.
+ */
+void unload_begin(struct load *load)
+{
+    load->device = pages_index_current();
+    load->before = load->device >= 0 && account_alone() ? free_now() : 0;
+}
+
+void unload_end(struct load *load, uint64_t handle, CUresult result)
+{
+    uint64_t given;
+    size_t after;
+
+    if (result != CUDA_SUCCESS)
+        return;
+    given = loaded_forget(handle);
+    if (load->device < 0)
+        return;
+    if (load->before) {
+        after = free_now();
+        given = after > load->before ? after - load->before : 0;
+    }
+    account_driver_gives(load->device, given);
+}

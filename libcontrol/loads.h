@@ -1,0 +1,52 @@
+/*
+ * Loads of modules and libraries: what one takes of a GPU, which no call of the driver tells.
+ *
+ * The driver's own cuMemGetInfo, before and after a load, shows it as long as other containers are
+ * quiet. Each call takes 4 us on an H200, and a load a millisecond. A small amount is provisional
+ * until the governor has sampled. A large amount is not believed before that: the load waits for a
+ * sample, and is undone if the container is over its quota then. If the sample does not find the
+ * memory in the process, but more of the GPU's memory belongs to no process, then it is managed
+ * variables (H200: 128 MiB of them, taken at the load). They are charged until the module ends.
+ * While other containers come and go this cannot be determined. It is noted then, and charged as
+ * soon as it can be.
+ */
+#pragma once
+
+#include "control.h"
+
+#define LOADS_DEBT (128ull << 20) /* how far a library may exceed the quota, at first use */
+
+struct load {
+    int device;
+    size_t before;     /* bytes free on the GPU at the start */
+    uint64_t charged;  /* charged to this process at the start; its other threads go on */
+    uint64_t overhead; /* memory_overhead at the start */
+    bool told;         /* whether the next two are known */
+    uint64_t nobodys;  /* memory of no process: see grant_device.unattributed */
+    uint32_t n_processes;
+    uint64_t returned; /* what the container's processes ever gave back */
+    uint64_t hidden;   /* found at the end: what was charged as memory of no process */
+    uint64_t missing;  /* what may have to be charged, but cannot be determined yet */
+    uint64_t taken;    /* what it took apart from `hidden` */
+};
+
+/* ---- loads.c ---- */
+
+/* Around a load: load_begin(), call the driver, then load_end(). If it was loaded, hidden_note()
+ * and loaded_note() follow, whatever load_end() returns. */
+void load_begin(struct load *load);
+bool load_end(struct load *load, CUresult result, uint64_t debt);
+uint64_t load_grown(const struct load *load);
+void loaded_note(const struct load *load, uint64_t handle);
+uint64_t loaded_forget(uint64_t handle);
+
+/* Around the end of a module or library. */
+void unload_begin(struct load *load);
+void unload_end(struct load *load, uint64_t handle, CUresult result);
+
+/* ---- hidden.c ---- */
+
+void hidden_note(const struct load *load, uint64_t handle);
+void hidden_ends(uint64_t handle);
+void hidden_forget(uint64_t handle, int owner);
+void hidden_after_fork(void);

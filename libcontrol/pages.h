@@ -1,0 +1,38 @@
+/*
+ * What the files on the grant page and the ledger share. Those on the first cuInit (pages_join.c)
+ * and on another governor (pages_rejoin.c) use the socket (pages_socket.c) and set what the rest of
+ * the library reads (pages.c).
+ */
+#pragma once
+
+#include "control.h"
+
+#define PAGES_TRY_NS (100 * NS_PER_MS) /* interval between two attempts to connect */
+
+/* ---- pages.c ---- */
+
+struct pages_file {
+    uint64_t device, inode;
+};
+
+extern uint32_t pages_started;        /* 0 not yet, 1 ready, 2 no grant or refused */
+extern struct pages_file ledger_file; /* the file of the ledger in use */
+
+/* ---- pages_socket.c ---- */
+
+extern int governor_fd;
+extern uint64_t governor_inode; /* by which pages_is_ours() knows that socket */
+
+bool pages_identify(int fd, uint64_t *inodep, uint64_t *sizep);
+bool pages_identify_file(int fd, struct pages_file *filep);
+int pages_socket(int flags);
+long pages_connect(int fd);
+long pages_send(int fd, const char *byte, int flags);
+long pages_receive(int fd, int flags, uint32_t *slotp, int *ledger_fdp);
+bool pages_is_ours(int fd, uint64_t ours);
+bool pages_still_ours(void);
+
+/* ---- pages_rejoin.c ---- */
+
+void pages_note_own_books(void); /* the ledger in use belongs to this process alone */
+void pages_rejoin_after_fork(void);

@@ -1,0 +1,218 @@
+/*
+ * The first cuInit: maps the grant page, registers the process at the container's socket and
+ * receives the ledger.
+ *
+ * The grant page is a file in the directory that the hook mounted, and is mapped read-only. The
+ * ledger comes through the socket, together with the number of this process's slot.
+ *
+ * Without a grant page there is no quota to enforce, and cuInit answers that the system is not
+ * ready. Without a governor cuInit waits for the next one for a while. After that the process keeps
+ * a ledger of its own, until a governor is back (pages_rejoin.c).
+ */
+#include "pages.h"
+
+#include <sys/mman.h>
+#include <sys/socket.h>
+
+/* If the heartbeat is younger than this, the governor is taken to be restarting and cuInit waits
+ * for it. */
+#define PAGES_RESTART_NS (10 * NS_PER_S)
+#define PAGES_N_TRIES    10 /* attempts that may fail while its heartbeat goes on */
+
+enum pages_answer {
+    PAGES_JOINED,
+    PAGES_NOBODY,  /* the governor does not answer */
+    PAGES_REFUSED, /* it does, and refuses this process */
+};
+
+static struct prim_lock start_lock;
+
+static const struct grant_header *pages_map_grant(void)
+{
+    const struct grant_header *page;
+    uint64_t size = 0;
+    int fd = prim_open(PAGES_DIRECTORY "/grant");
+
+    if (fd < 0)
+        return NULL;
+    if (!pages_identify(fd, NULL, &size) || size < GRANT_SIZE) {
+        prim_close(fd);
+        return NULL;
+    }
+    page = prim_map(GRANT_SIZE, PROT_READ, MAP_SHARED, fd);
+    prim_close(fd);
+    if (!page)
+        return NULL;
+    if (page->magic != GRANT_MAGIC || page->version != LAYOUT_VERSION || page->size < GRANT_SIZE) {
+        prim_unmap((void *)page, GRANT_SIZE);
+        return NULL;
+    }
+    return page;
+}
+
+/* Sends the first byte, to which the governor answers with the number of a slot and the ledger's
+ * descriptor. Returns the descriptor, or -1. */
+static int pages_register(int fd, uint32_t *slotp)
+{
+    static const char request = LAYOUT_REGISTER;
+    struct timeval patience = {5, 0};
+    int ledger_fd;
+
+    prim_call(SYS_setsockopt, fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
+    if (pages_send(fd, &request, 0) != 1 ||
+        pages_receive(fd, 0, slotp, &ledger_fd) != (long)sizeof *slotp)
+        return -1;
+    if (*slotp >= LAYOUT_N_SLOTS && ledger_fd >= 0) {
+        prim_close(ledger_fd);
+        return -1;
+    }
+    return ledger_fd;
+}
+
+static enum pages_answer pages_join(void)
+{
+    struct ledger_header *mapped;
+    enum pages_answer answer = PAGES_NOBODY;
+    struct timeval patience = {5, 0}; /* connect() blocks if the backlog is full */
+    uint32_t index = 0;
+    int ledger_fd = -1;
+    int fd = pages_socket(0);
+
+    if (fd < 0)
+        return PAGES_NOBODY;
+    prim_call(SYS_setsockopt, fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
+    if (pages_connect(fd) < 0)
+        goto fail;
+    ledger_fd = pages_register(fd, &index);
+    if (index == LAYOUT_NO_SLOT)
+        answer = PAGES_REFUSED;
+    if (ledger_fd < 0 || !pages_identify_file(ledger_fd, &ledger_file))
+        goto fail;
+    mapped = prim_map(LEDGER_SIZE, PROT_READ | PROT_WRITE, MAP_SHARED, ledger_fd);
+    if (!mapped)
+        goto fail;
+    prim_close(ledger_fd);
+    pages_now.ledger = mapped;
+    pages_now.slot =
+        (struct ledger_slot *)((char *)mapped + LEDGER_SLOTS + index * sizeof *pages_now.slot);
+    pages_now.slot->pid = (uint32_t)prim_pid();
+    pages_identify(fd, &governor_inode, NULL);
+    governor_fd = fd;
+    return PAGES_JOINED;
+fail:
+    if (ledger_fd >= 0)
+        prim_close(ledger_fd);
+    prim_close(fd);
+    return answer;
+}
+
+/* Joins, and waits for a governor that is being restarted. Does not wait for one that has been away
+ * for longer, and not for long for one that runs but cannot be reached. */
+static enum pages_answer pages_join_patiently(void)
+{
+    uint64_t until = prim_now() + PAGES_RESTART_NS;
+    unsigned n_in_vain = 0;
+
+    for (;;) {
+        uint64_t before = atomic_load_relaxed(&pages_now.grant->heartbeat_ns);
+        enum pages_answer answer = pages_join();
+        uint64_t heartbeat;
+
+        if (answer != PAGES_NOBODY)
+            return answer;
+        prim_sleep(PAGES_TRY_NS);
+        heartbeat = atomic_load_relaxed(&pages_now.grant->heartbeat_ns);
+        n_in_vain += heartbeat != before;
+        if (prim_now() >= until || prim_now() - heartbeat >= PAGES_RESTART_NS ||
+            n_in_vain >= PAGES_N_TRIES)
+            return answer;
+    }
+}
+
+static bool pages_keep_own_books(void)
+{
+    void *mapped = prim_map(LEDGER_SIZE, PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1);
+
+    if (!mapped)
+        return false;
+    pages_now.ledger = mapped;
+    pages_now.ledger->n_slots = 1;
+    pages_now.slot = (struct ledger_slot *)((char *)mapped + LEDGER_SLOTS);
+    pages_now.slot->state = 1;
+    pages_now.alone = true;
+    pages_note_own_books();
+    control_log("the governor does not answer; this process keeps its quota by itself");
+    return true;
+}
+
+/* A forked child shares the parent's mappings but is another process, so it registers on its
+ * own. */
+static void pages_after_fork(void)
+{
+    if (pages_still_ours())
+        prim_close(governor_fd);
+    pages_rejoin_after_fork();
+    if (pages_now.ledger)
+        prim_unmap(pages_now.ledger, LEDGER_SIZE);
+    governor_fd = -1;
+    pages_now.ledger = NULL;
+    pages_now.slot = NULL;
+    pages_now.alone = false;
+    pages_started = 0;
+    start_lock.word = 0;
+    gate_after_fork();
+    account_after_fork();
+}
+
+extern int __register_atfork(void (*prepare)(void), void (*parent)(void), void (*child)(void),
+                             void *dso);
+extern void *__dso_handle;
+
+bool pages_start(void)
+{
+    static bool registered;
+    uint32_t state = atomic_load_acquire(&pages_started);
+
+    if (likely(state))
+        return state == 1;
+    prim_lock(&start_lock);
+    if (!pages_started) {
+        if (!pages_now.grant)
+            pages_now.grant = pages_map_grant();
+        if (!registered) {
+            registered = true;
+            __register_atfork(NULL, NULL, pages_after_fork, &__dso_handle);
+        }
+        if (!pages_now.grant) {
+            control_log("no grant at " PAGES_DIRECTORY "/grant: this container was started without "
+                        "the tidegate hook, or with another version of it");
+            atomic_store_release(&pages_started, 2);
+        } else {
+            enum pages_answer answer;
+
+            pages_now.n_devices = pages_now.grant->n_devices;
+            if (pages_now.n_devices > LAYOUT_N_DEVICES)
+                pages_now.n_devices = LAYOUT_N_DEVICES;
+            pages_now.on_governor_loss = pages_now.grant->on_governor_loss;
+            answer = pages_join_patiently();
+            /* A ledger of its own is only for a process that starts while the governor is away. */
+            if (answer == PAGES_NOBODY && !gate_lost(prim_now())) {
+                control_log(
+                    "the governor runs, and this process cannot reach it at " PAGES_DIRECTORY
+                    "/governor.sock");
+                answer = PAGES_REFUSED;
+            } else if (answer == PAGES_REFUSED)
+                control_log(
+                    "the governor does not take this process: it is not in the container's control "
+                    "group (as with nsenter), 64 of this container use the GPU already, or it "
+                    "cannot be watched; see the governor's log");
+            if (answer == PAGES_JOINED || (answer == PAGES_NOBODY && pages_keep_own_books()))
+                atomic_store_release(&pages_started, 1);
+            else
+                atomic_store_release(&pages_started, 2);
+        }
+    }
+    prim_unlock(&start_lock);
+    return atomic_load_acquire(&pages_started) == 1;
+}

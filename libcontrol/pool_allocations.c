@@ -1,0 +1,225 @@
+/*
+ * Allocations from pools: what one may make its pool grow by is claimed first.
+ *
+ * Before an allocation, the most that the pool may grow by is claimed. If that does not fit, but
+ * the free memory in the pool may be enough for a small block, the allocation goes ahead without a
+ * claim. It is taken back if the pool grew nevertheless. Frees need nothing.
+ */
+#include "pools.h"
+
+#define POOLS_UNIT        (32ull << 20)
+#define POOLS_N_WAITS     200
+#define POOLS_DISTRUST_NS (100 * NS_PER_MS)
+#define POOLS_TRUST_NS    (100 * NS_PER_MS) /* lifetime of a trust, also if its process is killed */
+
+struct pool_ticket {
+    struct pool *pool; /* NULL: nothing to account for */
+    uint64_t claimed;
+    bool unsure;      /* the pool may have grown by more than was claimed */
+    uint64_t trusted; /* value with which pool_trust_end() ends the trust; 0: none */
+    uint64_t held;    /* what the pool held before a block was taken on trust */
+};
+
+/* Returns the bytes by which the pool has to grow at least. */
+static uint64_t pool_growth(struct pool *pool, uint64_t size)
+{
+    uint64_t live = 0;
+    uint64_t held;
+
+    pool_settle(pool, 0);
+    driver->cuMemPoolGetAttribute(pool->handle, CU_MEMPOOL_ATTR_USED_MEM_CURRENT, &live);
+    held = held_bytes(&pool->held);
+    if (__builtin_add_overflow(live, size, &live))
+        return UINT64_MAX;
+    return live > held ? account_round(live - held, POOLS_UNIT) : 0;
+}
+
+/* Returns whether a pool of the container grew beyond the quota and has not shrunk since. */
+static bool pool_outgrew(int device)
+{
+    struct ledger_header *ledger = pages_ledger();
+    uint32_t n_slots = atomic_load_relaxed(&ledger->n_slots);
+
+    for (uint32_t i = 0; i < n_slots && i < LAYOUT_N_SLOTS; i++)
+        if (atomic_load_seq_cst(&pages_slot_device(i, (unsigned)device)->outgrown))
+            return true;
+    return false;
+}
+
+/* Until the pool has shrunk, no process of the container is trusted beyond the quota. */
+static void pool_outgrows(struct pool *pool)
+{
+    uint64_t level = 0;
+
+    if (__atomic_compare_exchange_n(&pool->level, &level, held_bytes(&pool->held), false,
+                                    __ATOMIC_SEQ_CST, __ATOMIC_RELAXED))
+        atomic_add_seq_cst(&pages_ledger_device((unsigned)pool->device)->outgrown, 1);
+}
+
+/* The growth is charged by now, so no process is trusted while the container is over its quota. */
+static void pool_trust_end(struct pool *pool, uint64_t until)
+{
+    __atomic_compare_exchange_n(&pages_ledger()->trust_ns[pool->device], &until, 0, false,
+                                __ATOMIC_RELEASE, __ATOMIC_RELAXED);
+}
+
+/*
+ * Only one thread of the container at a time takes a small block on trust, so the quota is exceeded
+ * by one unit at most. Returns the value that ends the trust, or 0 if none is given. A container
+ * that is over its quota already, because the driver took something, may use what its pools have
+ * free, except for a while after a pool grew.
+ */
+static uint64_t pool_trust(struct pool *pool)
+{
+    uint64_t *word = &pages_ledger()->trust_ns[pool->device];
+
+    for (int attempt = 0; attempt < POOLS_N_WAITS; attempt++) {
+        uint64_t now = prim_now(), until = atomic_load_acquire(word);
+
+        if (now < atomic_load_relaxed(&pool->trust_at))
+            return 0;
+        /* A time further in the future was not written by this library. */
+        if ((until <= now || until > now + POOLS_TRUST_NS) &&
+            __atomic_compare_exchange_n(word, &until, now + POOLS_TRUST_NS, false, __ATOMIC_ACQ_REL,
+                                        __ATOMIC_RELAXED)) {
+            /* Checked only now: the thread that was trusted before may have made a pool grow. */
+            if (account_used(pool->device) <= account_limit(pool->device) ||
+                !pool_outgrew(pool->device))
+                return now + POOLS_TRUST_NS;
+            pool_trust_end(pool, now + POOLS_TRUST_NS);
+            return 0;
+        }
+        prim_sleep(POOLS_WAIT_NS);
+    }
+    return 0;
+}
+
+/*
+ * Memory is short. A block that is smaller than a unit may still fit into what the pool holds. It
+ * goes ahead without a claim, and is taken back if the pool grew for it. A larger one needs its
+ * whole size: what is free in the pool is given back first and then claimed again, because it is
+ * not known whether it would be enough.
+ */
+static cold CUresult pool_enter_tight(struct pool_ticket *ticket, uint64_t size)
+{
+    struct pool *pool = ticket->pool;
+    uint64_t whole = account_round(size, POOLS_UNIT);
+
+    for (int attempt = 0; attempt < 2; attempt++) {
+        uint64_t growth = pool_growth(pool, size);
+
+        ticket->claimed = whole;
+        if (account_try(pool->device, whole, pool->unseen))
+            return CUDA_SUCCESS;
+        if (size < POOLS_UNIT && !growth && (ticket->trusted = pool_trust(pool))) {
+            ticket->claimed = 0;
+            ticket->unsure = true;
+            ticket->held = held_bytes(&pool->held);
+            return CUDA_SUCCESS;
+        }
+        if (!attempt && size <= account_limit(pool->device))
+            pools_squeeze(pool->device);
+    }
+    if (account_claim(pool->device, whole, pool->unseen))
+        return CUDA_SUCCESS;
+    return account_refuse(pool->device);
+}
+
+static CUresult pool_enter(struct pool_ticket *ticket, struct pool *pool, uint64_t size,
+                           CUstream stream)
+{
+    CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
+
+    ticket->pool = NULL;
+    if (!pool)
+        return CUDA_SUCCESS;
+    if (driver->cuStreamIsCapturing(stream, &capturing) == CUDA_SUCCESS &&
+        unlikely(capturing != CU_STREAM_CAPTURE_STATUS_NONE)) {
+        graphs_note_memory();
+        return CUDA_SUCCESS;
+    }
+    ticket->pool = pool;
+    ticket->claimed = account_round(size, POOLS_UNIT);
+    ticket->unsure = false;
+    if (likely(account_try(pool->device, ticket->claimed, pool->unseen)))
+        return CUDA_SUCCESS;
+    return pool_enter_tight(ticket, size);
+}
+
+/* The pool grew beyond the quota: frees the block, in the order of its stream. */
+static cold CUresult pool_revoke(struct pool *pool, CUdeviceptr *dptr, CUstream stream)
+{
+    atomic_store_relaxed(&pool->trust_at, prim_now() + POOLS_DISTRUST_NS);
+    driver->cuMemFreeAsync(*dptr, stream);
+    *dptr = 0;
+    pools_squeeze(pool->device);
+    return account_refuse(pool->device);
+}
+
+static CUresult pool_leave(struct pool_ticket *ticket, CUresult result, CUdeviceptr *dptr,
+                           CUstream stream)
+{
+    bool over;
+
+    if (!ticket->pool)
+        return result;
+    pool_settle(ticket->pool, ticket->claimed);
+    if (likely(!ticket->unsure))
+        return result;
+    over = result == CUDA_SUCCESS && held_bytes(&ticket->pool->held) > ticket->held &&
+           account_over(ticket->pool->device, 0);
+    if (over)
+        pool_outgrows(ticket->pool);
+    pool_trust_end(ticket->pool, ticket->trusted);
+    if (over)
+        return pool_revoke(ticket->pool, dptr, stream);
+    return result == CUDA_ERROR_OUT_OF_MEMORY ? account_refuse(ticket->pool->device) : result;
+}
+
+CONTROL_EXPORT CUresult cuMemAllocAsync(CUdeviceptr *dptr, size_t bytesize, CUstream hStream)
+{
+    struct pool_ticket ticket;
+    CUresult result = pool_enter(&ticket, pool_of_stream(hStream), bytesize, hStream);
+
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuMemAllocAsync(dptr, bytesize, hStream);
+    return pool_leave(&ticket, result, dptr, hStream);
+}
+
+CONTROL_EXPORT CUresult cuMemAllocAsync_ptsz(CUdeviceptr *dptr, size_t bytesize, CUstream hStream)
+{
+    CUstream stream = gate_ptsz(hStream);
+    struct pool_ticket ticket;
+    CUresult result = pool_enter(&ticket, pool_of_stream(stream), bytesize, stream);
+
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuMemAllocAsync_ptsz(dptr, bytesize, hStream);
+    return pool_leave(&ticket, result, dptr, stream);
+}
+
+CONTROL_EXPORT CUresult cuMemAllocFromPoolAsync(CUdeviceptr *dptr, size_t bytesize,
+                                                CUmemoryPool pool, CUstream hStream)
+{
+    struct pool_ticket ticket;
+    CUresult result = pool_enter(&ticket, pool_of(pool), bytesize, hStream);
+
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuMemAllocFromPoolAsync(dptr, bytesize, pool, hStream);
+    return pool_leave(&ticket, result, dptr, hStream);
+}
+
+CONTROL_EXPORT CUresult cuMemAllocFromPoolAsync_ptsz(CUdeviceptr *dptr, size_t bytesize,
+                                                     CUmemoryPool pool, CUstream hStream)
+{
+    CUstream stream = gate_ptsz(hStream);
+    struct pool_ticket ticket;
+    CUresult result = pool_enter(&ticket, pool_of(pool), bytesize, stream);
+
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuMemAllocFromPoolAsync_ptsz(dptr, bytesize, pool, hStream);
+    return pool_leave(&ticket, result, dptr, stream);
+}

@@ -1,0 +1,35 @@
+/*
+ * A pool of the driver, shared by the table of pools (pools.c) and the allocations from them
+ * (pool_allocations.c).
+ */
+#pragma once
+
+#include "control.h"
+
+#define POOLS_WAIT_NS (10 * NS_PER_US)
+
+enum pool_state {
+    POOL_FREE,   /* the place is unused */
+    POOL_LIVE,   /* may be asked */
+    POOL_SILENT, /* must not be asked before the application uses it again */
+};
+
+/* Places are reused but never unmapped, so readers need no lock. */
+struct pool {
+    struct pool *next;
+    CUmemoryPool handle;
+    int device; /* -1: what it holds is not charged */
+    bool unseen;
+    uint32_t state;
+    uint32_t n_askers; /* threads that query it outside the application's calls */
+    uint64_t trust_at; /* not trusted before this time, because it grew on trust */
+    uint64_t level;    /* if not 0: it outgrew the quota until it holds less than this */
+    struct held held;
+};
+
+/* Return NULL if there is nothing to account for. */
+struct pool *pool_of(CUmemoryPool handle);
+struct pool *pool_of_stream(CUstream stream);
+
+/* Replaces the charge by what the pool holds now, and gives back a claim of `claimed` bytes. */
+void pool_settle(struct pool *pool, uint64_t claimed);

@@ -1,0 +1,244 @@
+/*
+ * The primary context of each GPU, and green contexts: these retain it, and allocate in it.
+ *
+ * The driver creates it with the first reference and ends it with the last. A reset destroys what
+ * is in it even while it is retained.
+ */
+#include "contexts.h"
+
+struct primary primaries[LAYOUT_N_DEVICES];
+
+static bool primary_active(CUdevice dev)
+{
+    unsigned int flags;
+    int active = 0;
+
+    return driver->cuDevicePrimaryCtxGetState(dev, &flags, &active) == CUDA_SUCCESS && active;
+}
+
+/* The first thread that sees the context alive, or dead, counts it. Returns whether this one
+ * does. */
+static bool primary_turns(int device, bool alive)
+{
+    return atomic_exchange_acq_rel(&primaries[device].alive, alive) != alive;
+}
+
+CONTROL_EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *pctx, CUdevice dev)
+{
+    struct account_charge charge;
+    int device = pages_index_of(dev);
+    CUresult result;
+
+    if (device < 0) {
+        result = real->cuDevicePrimaryCtxRetain(pctx, dev);
+        if (result == CUDA_SUCCESS)
+            context_told_elsewhere();
+        return result;
+    }
+    if (atomic_load_acquire(&primaries[device].alive) && primary_active(dev)) {
+        result = real->cuDevicePrimaryCtxRetain(pctx, dev);
+        if (result == CUDA_SUCCESS)
+            atomic_add_relaxed(&primaries[device].n_retained, 1);
+        return result;
+    }
+    if (!context_begin(&charge, dev))
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    result = real->cuDevicePrimaryCtxRetain(pctx, dev);
+    if (result == CUDA_SUCCESS) {
+        atomic_add_relaxed(&primaries[device].n_retained, 1);
+        atomic_store_release(&primaries[device].handle, *pctx);
+        if (primary_turns(device, true)) {
+            account_end(&charge, result);
+            context_count(device, 1);
+            return result;
+        }
+    }
+    account_cancel(&charge);
+    return result;
+}
+
+static void primary_forget(int device)
+{
+    CUcontext handle = device >= 0 ? atomic_load_acquire(&primaries[device].handle) : NULL;
+
+    if (handle)
+        gate_forget_context(handle);
+}
+
+/* Only the last release ends the context. Until then, what is held in it stays held. Returns the
+ * charges that may end. */
+static uint64_t primary_leaves(CUdevice dev)
+{
+    int device = pages_index_of(dev);
+
+    if (device >= 0 && atomic_load_relaxed(&primaries[device].n_retained) <= 1) {
+        primary_forget(device);
+        context_last_leaves(device);
+    }
+    /* Also where it does not seem the last: of two threads that release at once, perhaps neither
+     * does. */
+    return account_moves_all(device);
+}
+
+static void primary_left(CUdevice dev, uint64_t moving)
+{
+    if (moving)
+        account_landed(pages_index_of(dev), moving, false);
+}
+
+static void primary_ends(CUdevice dev)
+{
+    int device = pages_index_of(dev);
+
+    if (device >= 0 && !primary_active(dev) && primary_turns(device, false)) {
+        pools_hand_over(device);
+        atomic_store_relaxed(&primaries[device].n_retained, 0);
+        context_gone(device, OWNER_PRIMARY);
+    }
+}
+
+static void primary_released(CUdevice dev, CUresult result)
+{
+    int device = pages_index_of(dev);
+    uint32_t *n;
+
+    if (device < 0 || result != CUDA_SUCCESS)
+        return;
+    n = &primaries[device].n_retained;
+    if (atomic_load_relaxed(n))
+        atomic_add_relaxed(n, -1u);
+    primary_ends(dev);
+}
+
+/* The resources of the context are destroyed even while it is retained. */
+static void primary_reset(CUdevice dev, CUresult result)
+{
+    int device = pages_index_of(dev);
+
+    if (device < 0 || result != CUDA_SUCCESS)
+        return;
+    account_sweep(device, OWNER_PRIMARY);
+    account_driver_gives(device, 0);
+    primary_ends(dev);
+}
+
+CONTROL_EXPORT CUresult cuDevicePrimaryCtxRelease(CUdevice dev)
+{
+    uint64_t moving = primary_leaves(dev);
+    CUresult result = real->cuDevicePrimaryCtxRelease(dev);
+
+    primary_released(dev, result);
+    primary_left(dev, moving);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice dev)
+{
+    uint64_t moving = primary_leaves(dev);
+    CUresult result = real->cuDevicePrimaryCtxRelease_v2(dev);
+
+    primary_released(dev, result);
+    primary_left(dev, moving);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuDevicePrimaryCtxReset(CUdevice dev)
+{
+    int device = pages_index_of(dev);
+    uint64_t moving = account_moves_all(device);
+    CUresult result;
+
+    primary_forget(device);
+    if (device >= 0)
+        pools_hand_over(device);
+    result = real->cuDevicePrimaryCtxReset(dev);
+    primary_reset(dev, result);
+    primary_left(dev, moving);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuDevicePrimaryCtxReset_v2(CUdevice dev)
+{
+    int device = pages_index_of(dev);
+    uint64_t moving = account_moves_all(device);
+    CUresult result;
+
+    primary_forget(device);
+    if (device >= 0)
+        pools_hand_over(device);
+    result = real->cuDevicePrimaryCtxReset_v2(dev);
+    primary_reset(dev, result);
+    primary_left(dev, moving);
+    return result;
+}
+
+/* ---- green contexts ---- */
+
+/* A green context retains the primary context, and creates it if there is none. */
+CONTROL_EXPORT CUresult cuGreenCtxCreate(CUgreenCtx *phCtx, CUdevResourceDesc desc, CUdevice dev,
+                                         unsigned int flags)
+{
+    struct account_charge charge;
+    int n_made = 0;
+    CUresult result;
+
+    if (!context_begin(&charge, dev))
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    result = real->cuGreenCtxCreate(phCtx, desc, dev, flags);
+    if (charge.device >= 0 && result == CUDA_SUCCESS) {
+        struct block block = {.key = (uintptr_t)*phCtx,
+                              .kind = BLOCK_GREEN,
+                              .device = (int8_t)charge.device,
+                              .value = (uint64_t)dev,
+                              .owner = OWNER_NONE};
+
+        n_made = 1;
+        atomic_add_relaxed(&primaries[charge.device].n_retained, 1);
+        if (primary_active(dev) && primary_turns(charge.device, true))
+            n_made = 2;
+        if (!blocks_lock(BLOCK_GREEN, block.key))
+            blocks_add(&block);
+        blocks_unlock(BLOCK_GREEN, block.key);
+    }
+    account_end(&charge, result);
+    if (n_made)
+        context_count(charge.device, n_made);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuGreenCtxDestroy(CUgreenCtx hCtx)
+{
+    struct block *found = blocks_lock(BLOCK_GREEN, (uintptr_t)hCtx);
+    struct block green = {.device = -1};
+    uint64_t moving;
+    CUcontext ctx;
+    CUresult result;
+
+    if (found) {
+        green = *found;
+        blocks_remove(found);
+    }
+    blocks_unlock(BLOCK_GREEN, (uintptr_t)hCtx);
+    if (found && driver->cuCtxFromGreenCtx(&ctx, hCtx) == CUDA_SUCCESS)
+        gate_forget_context(ctx);
+    moving = account_moves_all(green.device);
+    result = real->cuGreenCtxDestroy(hCtx);
+    if (green.device < 0)
+        return result;
+    if (result != CUDA_SUCCESS) {
+        blocks_lock(BLOCK_GREEN, green.key);
+        blocks_add(&green);
+        blocks_unlock(BLOCK_GREEN, green.key);
+        account_landed(green.device, moving, false);
+        return result;
+    }
+    context_count(green.device, -1);
+    if (atomic_load_relaxed(&primaries[green.device].n_retained))
+        atomic_add_relaxed(&primaries[green.device].n_retained, -1u);
+    account_driver_gives(
+        green.device,
+        atomic_load_relaxed(&pages_grant_device((unsigned)green.device)->context_bytes));
+    primary_ends((CUdevice)green.value);
+    account_landed(green.device, moving, false);
+    return result;
+}

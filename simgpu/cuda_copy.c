@@ -1,20 +1,13 @@
 /*
- * Entries: copies and fills
+ * Entries: copies of lines, rows and planes
  *
- * A copy or fill of 1 MiB or more that stays on the device takes time on the GPU, and it is carried
- * out when that time has passed. All others take no time, and keep the order of their stream.
+ * All are copies of planes of rows: a line is one row in one plane. copy.h says which of them take
+ * time.
  */
-#include "driver.h"
+#include "copy.h"
 
 #include <stdlib.h>
 #include <string.h>
-
-/* Roughly as on an H200. */
-#define TIMED         (1u << 20) /* bytes */
-#define OVERHEAD      5000u      /* ns */
-#define COPY_PER_NS   2000u      /* bytes: 2 TB/s */
-#define FILL_PER_NS   4000u
-#define ADDRESS(from) ((void *)(uintptr_t)(from))
 
 /* One end of a copy. A device address must be memory that this process has there. */
 struct end {
@@ -28,7 +21,8 @@ struct extent {
     size_t rows, planes;
 };
 
-static bool on_device(const void *address)
+/** on_device() - is this memory of a device, or managed, and not pinned on the host? */
+bool on_device(const void *address)
 {
     const struct allocation *item = memory_at((uintptr_t)address);
 
@@ -457,160 +451,4 @@ ENTRY(cuMemcpy3DPeerAsync, const CUDA_MEMCPY3D *description, CUstream stream)
 ENTRY(cuMemcpy3DPeerAsync_ptsz, const CUDA_MEMCPY3D *description, CUstream stream)
 {
     return copy_3d_peer(description, PER_THREAD(stream), false);
-}
-
-/* Fills of device memory return before they are done, even those without "Async". */
-static CUresult set(CUdeviceptr to, size_t pitch, uint32_t value, size_t width, size_t n,
-                    size_t rows, CUstream handle)
-{
-    struct command command = {.kind = COMMAND_SET,
-                              .to = ADDRESS(to),
-                              .fill = value,
-                              .width = width,
-                              .n = n * width,
-                              .rows = rows,
-                              .planes = 1,
-                              .to_pitch = pitch};
-    struct stream *stream;
-    CUresult r = stream_enter(handle, &stream);
-
-    if (r)
-        return r;
-    if (n == 0 || rows == 0)
-        return driver_leave(CUDA_SUCCESS);
-    if (n > SIZE_MAX / width || to % width || (rows > 1 && (pitch % width || pitch < n * width)) ||
-        !memory_find(command.to, command_to_span(&command)))
-        return driver_leave(CUDA_ERROR_INVALID_VALUE);
-    if (on_device(command.to) && command_bytes(&command) >= TIMED)
-        command.duration = OVERHEAD + command_bytes(&command) / FILL_PER_NS;
-    return driver_leave(stream_submit(stream, &command));
-}
-
-ENTRY(cuMemsetD8_v2, CUdeviceptr to, unsigned char value, size_t n)
-{
-    return set(to, 0, value, 1, n, 1, NULL);
-}
-
-ENTRY(cuMemsetD8_v2_ptds, CUdeviceptr to, unsigned char value, size_t n)
-{
-    return set(to, 0, value, 1, n, 1, CU_STREAM_PER_THREAD);
-}
-
-ENTRY(cuMemsetD8Async, CUdeviceptr to, unsigned char value, size_t n, CUstream stream)
-{
-    return set(to, 0, value, 1, n, 1, stream);
-}
-
-ENTRY(cuMemsetD8Async_ptsz, CUdeviceptr to, unsigned char value, size_t n, CUstream stream)
-{
-    return set(to, 0, value, 1, n, 1, PER_THREAD(stream));
-}
-
-ENTRY(cuMemsetD16_v2, CUdeviceptr to, unsigned short value, size_t n)
-{
-    return set(to, 0, value, 2, n, 1, NULL);
-}
-
-ENTRY(cuMemsetD16_v2_ptds, CUdeviceptr to, unsigned short value, size_t n)
-{
-    return set(to, 0, value, 2, n, 1, CU_STREAM_PER_THREAD);
-}
-
-ENTRY(cuMemsetD16Async, CUdeviceptr to, unsigned short value, size_t n, CUstream stream)
-{
-    return set(to, 0, value, 2, n, 1, stream);
-}
-
-ENTRY(cuMemsetD16Async_ptsz, CUdeviceptr to, unsigned short value, size_t n, CUstream stream)
-{
-    return set(to, 0, value, 2, n, 1, PER_THREAD(stream));
-}
-
-ENTRY(cuMemsetD32_v2, CUdeviceptr to, unsigned int value, size_t n)
-{
-    return set(to, 0, value, 4, n, 1, NULL);
-}
-
-ENTRY(cuMemsetD32_v2_ptds, CUdeviceptr to, unsigned int value, size_t n)
-{
-    return set(to, 0, value, 4, n, 1, CU_STREAM_PER_THREAD);
-}
-
-ENTRY(cuMemsetD32Async, CUdeviceptr to, unsigned int value, size_t n, CUstream stream)
-{
-    return set(to, 0, value, 4, n, 1, stream);
-}
-
-ENTRY(cuMemsetD32Async_ptsz, CUdeviceptr to, unsigned int value, size_t n, CUstream stream)
-{
-    return set(to, 0, value, 4, n, 1, PER_THREAD(stream));
-}
-
-ENTRY(cuMemsetD2D8_v2, CUdeviceptr to, size_t pitch, unsigned char value, size_t n, size_t rows)
-{
-    return set(to, pitch, value, 1, n, rows, NULL);
-}
-
-ENTRY(cuMemsetD2D8_v2_ptds, CUdeviceptr to, size_t pitch, unsigned char value, size_t n,
-      size_t rows)
-{
-    return set(to, pitch, value, 1, n, rows, CU_STREAM_PER_THREAD);
-}
-
-ENTRY(cuMemsetD2D8Async, CUdeviceptr to, size_t pitch, unsigned char value, size_t n, size_t rows,
-      CUstream stream)
-{
-    return set(to, pitch, value, 1, n, rows, stream);
-}
-
-ENTRY(cuMemsetD2D8Async_ptsz, CUdeviceptr to, size_t pitch, unsigned char value, size_t n,
-      size_t rows, CUstream stream)
-{
-    return set(to, pitch, value, 1, n, rows, PER_THREAD(stream));
-}
-
-ENTRY(cuMemsetD2D16_v2, CUdeviceptr to, size_t pitch, unsigned short value, size_t n, size_t rows)
-{
-    return set(to, pitch, value, 2, n, rows, NULL);
-}
-
-ENTRY(cuMemsetD2D16_v2_ptds, CUdeviceptr to, size_t pitch, unsigned short value, size_t n,
-      size_t rows)
-{
-    return set(to, pitch, value, 2, n, rows, CU_STREAM_PER_THREAD);
-}
-
-ENTRY(cuMemsetD2D16Async, CUdeviceptr to, size_t pitch, unsigned short value, size_t n, size_t rows,
-      CUstream stream)
-{
-    return set(to, pitch, value, 2, n, rows, stream);
-}
-
-ENTRY(cuMemsetD2D16Async_ptsz, CUdeviceptr to, size_t pitch, unsigned short value, size_t n,
-      size_t rows, CUstream stream)
-{
-    return set(to, pitch, value, 2, n, rows, PER_THREAD(stream));
-}
-
-ENTRY(cuMemsetD2D32_v2, CUdeviceptr to, size_t pitch, unsigned int value, size_t n, size_t rows)
-{
-    return set(to, pitch, value, 4, n, rows, NULL);
-}
-
-ENTRY(cuMemsetD2D32_v2_ptds, CUdeviceptr to, size_t pitch, unsigned int value, size_t n,
-      size_t rows)
-{
-    return set(to, pitch, value, 4, n, rows, CU_STREAM_PER_THREAD);
-}
-
-ENTRY(cuMemsetD2D32Async, CUdeviceptr to, size_t pitch, unsigned int value, size_t n, size_t rows,
-      CUstream stream)
-{
-    return set(to, pitch, value, 4, n, rows, stream);
-}
-
-ENTRY(cuMemsetD2D32Async_ptsz, CUdeviceptr to, size_t pitch, unsigned int value, size_t n,
-      size_t rows, CUstream stream)
-{
-    return set(to, pitch, value, 4, n, rows, PER_THREAD(stream));
 }

@@ -69,7 +69,7 @@ static struct pool modules_pool = POOL(module, 0x4d4f4430);
 static struct pool libraries_pool = POOL(library, 0x4c494230);
 static struct pool kernels_pool = POOL(kernel, 0x4b524e30);
 
-/* The first five are the kernels that bench/burner.c has in PTX. */
+/* The first five are the kernels that bench/burner_kernels.h has in PTX. */
 static const struct {
     const char *name;
     int does;

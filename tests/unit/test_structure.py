@@ -1,0 +1,99 @@
+"""The shape of the code: names that say one thing, functions and files of a readable size, no circles."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+PRODUCT = ("bench", "governor", "kube", "libcontrol", "oci_hook", "simgpu", "tools", "vdriver")
+GENERATED = ("kube/api/",)
+MOST_LINES_OF_A_FUNCTION = 60
+MOST_LINES_OF_A_FILE = 600
+
+
+def sources(*endings: str, of: tuple[str, ...] = ()) -> list[Path]:
+    """Return the files of the tree, without those that are generated; `of` names top directories."""
+    try:
+        listed = subprocess.run(
+            ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
+        ).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):  # a tree without its history
+        listed = [
+            str(p.relative_to(ROOT))
+            for top in (*PRODUCT, "tests", "examples")
+            for p in (ROOT / top).rglob("*")
+        ]
+    return [
+        ROOT / name
+        for name in listed
+        if name.endswith(endings)
+        and not name.startswith(GENERATED)
+        and ".gen." not in name
+        and (not of or name.split("/")[0] in of)
+        and (ROOT / name).is_file()
+    ]
+
+
+def trees(of: tuple[str, ...] = ()) -> Iterator[tuple[str, ast.Module]]:
+    for path in sources(".py", of=of):
+        yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+
+
+def test_no_class_name_is_defined_twice() -> None:
+    where = defaultdict(set)
+    for name, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                where[node.name].add(name)
+    assert {name: sorted(found) for name, found in where.items() if len(found) > 1} == {}
+
+
+def test_no_function_of_the_product_is_longer_than_a_screen_or_two() -> None:
+    long = {
+        f"{name}:{node.name}": lines
+        for name, tree in trees(PRODUCT)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (lines := (node.end_lineno or 0) - node.lineno + 1) > MOST_LINES_OF_A_FUNCTION
+    }
+    assert long == {}
+
+
+def test_no_file_of_the_product_is_longer_than_can_be_read_in_one_go() -> None:
+    long = {
+        str(path.relative_to(ROOT)): lines
+        for path in sources(".py", ".c", ".h", of=PRODUCT)
+        if (lines := path.read_bytes().count(b"\n")) > MOST_LINES_OF_A_FILE
+    }
+    assert long == {}
+
+
+def imported(tree: ast.Module, modules: frozenset[str]) -> set[str]:
+    """Return which of our modules a module imports anywhere, also in functions and for types."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    # A package's own file is no layer of its own.
+    return {name for name in found if name in modules and f"{name}.__init__" not in modules}
+
+
+@pytest.mark.parametrize("package", PRODUCT)
+def test_modules_import_each_other_in_one_direction(package: str) -> None:
+    parsed = {name.removesuffix(".py").replace("/", "."): tree for name, tree in trees((package,))}
+    modules = frozenset(parsed)
+    graph = {name: imported(tree, modules) - {name} for name, tree in parsed.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as e:
+        pytest.fail(f"a circle: {' -> '.join(e.args[1])}", pytrace=False)

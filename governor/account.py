@@ -198,7 +198,7 @@ class Account:
             "overdue": int(stats.overdue),
             "grant_waits": list(waits.counts),
             "grant_wait_ns": int(waits.ns),
-            **{name: pages.device_sum(self._ledger, name, device) for name in COUNTED},
+            **pages.device_sums(self._ledger, COUNTED, device),
         }
 
     def _rate(self, device: int, stats: Stats) -> dict[str, float | None]:

@@ -155,10 +155,17 @@ def clear_slot(page: mmap, slot: int) -> None:
     page[base : base + layout.LEDGER_SLOT.size] = bytes(layout.LEDGER_SLOT.size)
 
 
-def device_sum(page: mmap, field: str, device: int) -> int:
-    """Return the sum of a ledger field of GPU `device` over all processes, at most 2**64 - 1."""
-    total = 0
+def device_sums(page: mmap, fields: Sequence[str], device: int) -> dict[str, int]:
+    """Return the sums of fields of GPU `device` over all processes, each at most 2**64 - 1."""
+    read_all = Reader("ledger_device", *fields)
+    sums = [0] * len(fields)
     for slot in range(layout.N_SLOTS):
         if read(page, slot_base(slot), "ledger_slot", "state"):
-            total += read(page, layout.ledger_device(slot, device), "ledger_device", field)
-    return min(total, 2**64 - 1)
+            values = read_all(page, layout.ledger_device(slot, device))
+            sums = [one + value for one, value in zip(sums, values, strict=True)]
+    return {name: min(one, 2**64 - 1) for name, one in zip(fields, sums, strict=True)}
+
+
+def device_sum(page: mmap, field: str, device: int) -> int:
+    """Return the sum of one field, as device_sums() does."""
+    return device_sums(page, (field,), device)[field]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import math
 import os
 import random
 import signal
@@ -112,8 +111,6 @@ class DriverLoop:
         self._alone = Alone()
         self._node_uid: str | None = None
         self._away_since: float | None = None
-        self._looked_at = -math.inf
-        self._is_woken = True
         self._answer: Mapping[str, Any] | None = None
         self._conditions: Mapping[str, Condition] = {}
 
@@ -134,11 +131,7 @@ class DriverLoop:
         """Query the node's state and publish it to the cluster."""
         now = time.monotonic()
         self._take_or_leave()
-        if self._is_woken or now - self._looked_at >= 0.9 * self._args.look_every:
-            self._looked_at = now
-            self._look(now)
-        else:
-            self._look_again()
+        self._look(now)
         # Nothing is published before the kubelet knows the driver: pods would be scheduled to this
         # node and never start.
         if not self._known:
@@ -151,14 +144,6 @@ class DriverLoop:
             self._reconcile.clear()  # before it runs: a registration meanwhile needs another one
             if not self._try("reconcile", now, self._driver.reconcile):
                 self._reconcile.set()
-
-    def wait(self) -> None:
-        """Wait until the next step is due: earlier if a recheck is due soon, or `wake` is set."""
-        seconds: float = self._args.look_every
-        if self.leading and self._recheck.is_due_soon:
-            seconds /= 4
-        self._is_woken = self.wake.wait(seconds)
-        self.wake.clear()
 
     @property
     def stands_by(self) -> bool:
@@ -212,14 +197,6 @@ class DriverLoop:
                 hint="see the kubelet's log; --kubelet-dir has to be its --root-dir, by the same"
                 " path here and on the host",
             )
-
-    def _look_again(self) -> None:
-        """Ask only what is left to give, which says whether a pod may have been left waiting.
-
-        To describe all containers takes much more of the governor's time.
-        """
-        with contextlib.suppress(TidegateError):  # the next look tells
-            self._answer = self._node.gpus()
 
     def _look(self, now: float) -> None:
         """Ask the governor for the state of its GPUs."""
@@ -373,7 +350,8 @@ def serve(args: argparse.Namespace) -> None:
             loop.step()
             service.endpoints.look()
             ready.show(ready=service.publisher.current or loop.stands_by)
-            loop.wait()
+            loop.wake.wait(args.look_every)
+            loop.wake.clear()
     finally:
         ready.show(ready=False)
         service.stop()
@@ -413,11 +391,7 @@ class _Service:
             driver=driver,
             publisher=self.publisher,
             health=self.health,
-            recheck=Recheck(
-                delay=0.5 * args.look_every,
-                spacing=args.look_every,
-                interval=3 * args.look_every,
-            ),
+            recheck=Recheck(delay=0.5 * args.look_every, interval=3 * args.look_every),
             leads=instance.leads,
         )
         self.watcher = Watcher(cluster, self.publisher, slice_name(args.node_name), self.loop.wake)

@@ -23,8 +23,7 @@ from kube.slices import normalised
 log = structlog.get_logger()
 
 INTERVAL_S = 6.0
-"""Minimum interval between two writes, in seconds; the next write has all changes until then. A new
-mark (`kube.recheck`) is written at once, with all changes."""
+"""Minimum interval between two writes, in seconds; the next write has all changes until then."""
 WATCH_S = 540
 OWN = 16
 """Number of this driver's own versions that are remembered, because their events may still come."""
@@ -110,10 +109,7 @@ class Publisher:
         if not self._stale.is_set():
             if shown == self._shown and _mark(body) in (None, self.mark):
                 return False
-            # Marks have a pace of their own.
-            is_marked = _mark(body) not in (None, self.mark)
-            is_early = self._written is not None and self._clock() - self._written < self._interval
-            if is_early and not is_marked:
+            if self._written is not None and self._clock() - self._written < self._interval:
                 return False
         self._stale.clear()
         try:

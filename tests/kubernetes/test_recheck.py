@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import signal
 import time
 from collections.abc import Callable
@@ -20,16 +19,7 @@ from kube.driver import ClaimDriver
 from kube.errors import ClusterError
 from kube.main import DriverLoop
 from kube.publish import Publisher
-from kube.recheck import (
-    ANNOTATION,
-    BURST,
-    DELAY_S,
-    INTERVAL_S,
-    SPACING_S,
-    Recheck,
-    _digest,
-    has_room,
-)
+from kube.recheck import ANNOTATION, DELAY_S, INTERVAL_S, Recheck, _digest, has_room
 from kube.service import Health
 from kube.slices import make_slice
 from tests.conftest import examples
@@ -93,22 +83,7 @@ def test_a_claim_that_is_prepared_after_an_update_has_one_of_its_own(node: Marke
         assert node.now < 1060
     node.claims.add("u-2")
     assert node.pass_time(600) == 1
-    assert node.updates[1] - node.updates[0] >= SPACING_S
-
-
-def test_claims_that_go_on_coming_have_some_updates_soon_and_few_in_the_long_run(
-    node: MarkedNode,
-) -> None:
-    """The last of the pods that fill a GPU are left waiting, at a time that nobody tells."""
-    begun = node.now
-    for number in range(600):
-        node.claims.add(f"u-{number}")
-        node.look()
-        assert node.recheck.is_due_soon or node.updates[-1] > node.now - 2 * LOOK_S
-    assert [at - begun for at in node.updates[:BURST]] == pytest.approx(
-        [LOOK_S + 2 * LOOK_S * i for i in range(BURST)]
-    )
-    assert len(node.updates) <= BURST + (node.now - begun) / INTERVAL_S
+    assert node.updates[1] - node.updates[0] >= INTERVAL_S
 
 
 def test_a_claim_that_is_prepared_again_has_an_update_with_another_mark(node: MarkedNode) -> None:
@@ -175,7 +150,7 @@ def test_a_mark_that_was_written_by_hand_is_replaced(node: MarkedNode, mark: str
     )
 )
 def test_whatever_happens_updates_are_bounded(steps: list[tuple[str, int]]) -> None:
-    """In any time of a driver's life some updates and one in six seconds, and no more than claims were prepared and drivers started."""
+    """At most one update in six seconds of a driver's life, and no more than claims were prepared and drivers started."""
     node, prepared, started = MarkedNode(), 0, 0.0
     for what, number in steps:
         uid = f"u-{number}"
@@ -192,11 +167,9 @@ def test_whatever_happens_updates_are_bounded(steps: list[tuple[str, int]]) -> N
                 node.room = what == "room"
         before = len(node.updates)
         if node.look() and before:
+            last = max(node.updates[-2], started - INTERVAL_S)
+            assert node.updates[-1] - last >= INTERVAL_S
             assert node.room
-            own = [at for at in node.updates if at >= started]
-            for first, at in enumerate(own):
-                assert len(own) - first <= BURST + 1 + (own[-1] - at) / INTERVAL_S
-            assert all(b - a >= SPACING_S for a, b in itertools.pairwise(own))
     assert len(node.updates) <= prepared
     node.room = True
     node.pass_time(60)
@@ -272,15 +245,13 @@ def test_a_slice_that_changes_keeps_its_mark(api: ApiServer) -> None:
     assert another.mark == "4-a"
 
 
-def test_a_mark_is_written_at_once_with_what_waits_for_the_next_write(api: ApiServer) -> None:
+def test_a_mark_waits_with_other_changes_for_the_next_write(api: ApiServer) -> None:
     now = [1000.0]
     publisher = Publisher(Cluster(str(api.kubeconfig)), interval=6.0, clock=lambda: now[0])
     publisher.publish(wanted())
-    assert not publisher.publish(wanted(None, gpu(0), gpu(1)))
-    assert publisher.publish(wanted("1-a", gpu(0), gpu(1)))
-    stored = api.slice_of()
-    assert stored is not None
-    assert len(stored["spec"]["devices"]) == 2
+    assert not publisher.publish(wanted("1-a"))
+    now[0] += 6
+    assert publisher.publish(wanted("1-a"))
 
 
 def test_an_update_that_comes_second_is_made_again_from_what_is_stored(api: ApiServer) -> None:

@@ -164,7 +164,7 @@ class BrowserPage:
     def __init__(self, browser: Browser, session: str) -> None:
         self._browser = browser
         self._session = session
-        for domain in ("BrowserPage", "Runtime", "Network", "Log", "Accessibility", "Audits"):
+        for domain in ("Page", "Runtime", "Network", "Log", "Accessibility", "Audits"):
             self.call(f"{domain}.enable")
         # Keys go to a page that has the focus, and there is no window in front here.
         self.call("Emulation.setFocusEmulationEnabled", enabled=True)

@@ -77,9 +77,9 @@ def work(options: argparse.Namespace) -> None:
     ranks = [int(rank) for rank in options.ranks.split(",")]
     number, out = ranks[0], Path(options.out)
     words = Control(out).words
-    backend = importlib.import_module(f"gang_{options.on}").Gang(
-        ranks, WORLD, out, train=options.work == "train"
-    )
+    module = importlib.import_module(f"gang_{options.on}")
+    kind = module.SimulatedGang if options.on == "simulated" else module.TorchGang
+    backend = kind(ranks, WORLD, out, train=options.work == "train")
     say(f"process {number}: set up")
     for i in range(WARM_UP):
         backend.iterate(i)

@@ -54,7 +54,7 @@ class SimulatedPart:
 
 
 class SimulatedGang:
-    """The same calls as the one of gang_torch.py."""
+    """The same calls as the TorchGang of gang_torch.py."""
 
     def __init__(self, ranks: list[int], world: int, out: Path, *, train: bool) -> None:
         path = out / "words"

@@ -114,7 +114,7 @@ class Training(Part):
         }
 
 
-class Gang:
+class TorchGang:
     """The GPUs of this process, and how their numbers are summed with all others'."""
 
     def __init__(self, ranks: list[int], world: int, out: Path, *, train: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bench import events, quota, report_docs, run
+from bench import events, quota, quota_measure, report_docs, run
 from bench.arms import Arm, ArmContainer
 from bench.machine import Simulated
 
@@ -88,7 +88,8 @@ def results(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quota, "SUITES", SMALL)
         patch.setitem(quota.ARMS, "alone-waits", WAITS)
-        patch.setattr(quota, "SETTLE_S", 0.3)
+        for module in (quota, quota_measure):
+            patch.setattr(module, "SETTLE_S", 0.3)
         patch.setattr(quota, "SPARE_S", 0.4)
         patch.setattr(events, "PHASE_S", 0.8)
         common = ["--simulated", "--seconds", "1", "--times", "2", "--solo", "1.3"]

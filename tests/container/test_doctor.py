@@ -236,10 +236,10 @@ for _ in $(seq 100); do [ -S /run/systemd/journal/dev-log ] && break; sleep 0.1;
 "$1" - <<'END'
 from oci_hook import log
 log.SYSLOG = "/run/systemd/journal/dev-log"
-event = log.Event("createRuntime", None)
+event = log.RunEvent("createRuntime", None)
 event.fields["id"] = "4f3a"
 event.emit("failed", code="image", message="no glibc", hint="take another", plan=["x" * 6000])
-event = log.Event("createRuntime", None)
+event = log.RunEvent("createRuntime", None)
 event.fields["id"] = "77aa"
 event.emit("prepared")
 END

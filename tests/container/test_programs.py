@@ -74,7 +74,7 @@ def test_a_program_that_tells_a_quota_differs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (source / "telltale.py").write_text(TELLTALE)
-    monkeypatch.setitem(programs.PROGRAMS, "telltale", programs.Kind(60))
+    monkeypatch.setitem(programs.PROGRAMS, "telltale", programs.ProgramKind(60))
     status, ran = run(build_dir, tmp_path / "out", "telltale")
     assert status == 1
     assert ran["telltale"]["differences"] == [
@@ -92,7 +92,7 @@ def test_a_program_that_hangs_is_ended_in_both_runs_and_the_next_one_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (source / "hangs.py").write_text("import signal\nsignal.pause()\n")
-    monkeypatch.setitem(programs.PROGRAMS, "hangs", programs.Kind(1))
+    monkeypatch.setitem(programs.PROGRAMS, "hangs", programs.ProgramKind(1))
     status, ran = run(build_dir, tmp_path / "out", "hangs", "threads")
     assert status == 1
     assert ran["hangs"]["differences"][:2] == [

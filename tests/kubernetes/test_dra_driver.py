@@ -166,11 +166,12 @@ def test_a_kubelet_that_starts_finds_driver_and_slice_again(stand: Stand) -> Non
 
 def test_sockets_that_are_removed_come_back(stand: Stand) -> None:
     stand.up()
-    for name in ("plugins/tidegate.gpu/dra.sock", "plugins_registry/tidegate.gpu-reg.sock"):
+    names = ("plugins/tidegate.gpu/dra.sock", "plugins_registry/tidegate.gpu-reg.sock")
+    for n_before, name in enumerate(names):
         path = stand.kubelet.directory / name
         path.unlink()
         wait_for(path.exists, f"{name} again")
-        wait_for(lambda: stand.logged("socket-gone"), "the log says so")
+        wait_for(lambda n=n_before: len(stand.logged("socket-gone")) > n, "the log says so")
         stand.kubelet.register()
         assert stand.kubelet.unprepare(("a", "b", "u-1"))["u-1"].error == ""
     assert len(stand.logged("socket-gone")) == 2

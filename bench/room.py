@@ -172,7 +172,7 @@ class GrantRoom:
 
     def counter(self, field: str, device: int = 0) -> int:
         """Return the sum of a ledger field over the processes that have registered."""
-        return pages.device_sum(self.ledger, field, device)
+        return pages.device_sums(self.ledger, [field], device)[field]
 
     def command(self, *arguments: str) -> list[str]:
         """Return a command that runs `arguments` in this environment."""

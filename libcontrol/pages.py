@@ -164,8 +164,3 @@ def device_sums(page: mmap, fields: Sequence[str], device: int) -> dict[str, int
             values = read_all(page, layout.ledger_device(slot, device))
             sums = [one + value for one, value in zip(sums, values, strict=True)]
     return {name: min(one, 2**64 - 1) for name, one in zip(fields, sums, strict=True)}
-
-
-def device_sum(page: mmap, field: str, device: int) -> int:
-    """Return the sum of one field, as device_sums() does."""
-    return device_sums(page, (field,), device)[field]

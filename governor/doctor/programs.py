@@ -14,8 +14,7 @@ from governor.config import PATH
 from governor.doctor.finding import Finding, UnseenError, ok, warning, wrong
 from governor.doctor.mirror import kind_of_mirror
 from governor.doctor.node import AS_ROOT, BrokenError, ExaminedNode
-from oci_hook.runtime import CONFIG, HOOK, RUNTIMES, SettingsError, parse_node
-from oci_hook.runtime import NodeSettings as Settings
+from oci_hook.runtime import CONFIG, HOOK, RUNTIMES, NodeSettings, SettingsError, parse_node
 from vdriver.tree import MAX_LINKS
 
 RUNTIME = "/usr/bin/tidegate-runtime"
@@ -191,7 +190,7 @@ def python(node: ExaminedNode) -> Iterator[Finding]:
         yield ok(f"{interpreter} is Python {answer}, and has the modules that the hook needs")
 
 
-def wrapper_settings(node: ExaminedNode) -> Settings:
+def wrapper_settings(node: ExaminedNode) -> NodeSettings:
     """Return the wrapper's settings; BrokenError if the wrapper would not accept its file."""
     try:
         return parse_node(node.read(CONFIG) or "", CONFIG)

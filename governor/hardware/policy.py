@@ -120,8 +120,7 @@ what it took while others were owed."""
 LACKS = 0.8
 """Part of its guarantee of the last second. In a circle what a container is owed goes up and down
 by a turn or two, and little of it comes back, as none has more than its slices give it. So one that
-had more than this part stays in the circle.
-"""
+had more than this part stays in the circle."""
 AWAKE = 2000 * MS
 """Time since its last use of the GPU for which a container keeps the slices of others short."""
 BUSY = 0.05, 0.02

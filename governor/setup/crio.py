@@ -26,8 +26,7 @@ from governor.setup.plan import (
     untouched,
 )
 from oci_hook.runtime import CONFIG as WRAPPER
-from oci_hook.runtime import NodeSettings as Settings
-from oci_hook.runtime import SettingsError, parse_node
+from oci_hook.runtime import NodeSettings, SettingsError, parse_node
 
 NAME = "50-tidegate.conf"
 UNDONE = "end the pods of the class tidegate, then systemctl restart crio"
@@ -232,7 +231,7 @@ def _name_runtime(
     try:
         settings = parse_node(text, shown)
     except SettingsError:
-        settings = Settings()  # `look_at_wrapper` reports what is wrong
+        settings = NodeSettings()  # `look_at_wrapper` reports what is wrong
     named = settings.runtime_for.get(state_root) or settings.runtime
     if named:
         if named != real:

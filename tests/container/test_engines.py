@@ -25,7 +25,7 @@ from governor.client import ask
 from governor.doctor.checks import examine
 from governor.doctor.engines import docker_labels
 from governor.doctor.finding import Severity
-from governor.doctor.node import ExaminedNode as DoctorNode
+from governor.doctor.node import ExaminedNode
 from tests.conftest import lack
 from tests.container.bundles import ROOT, make_rootfs
 from tests.container.engine_host import EngineHost, machine, what
@@ -287,7 +287,7 @@ def test_doctor_finds_nothing_wrong_with_the_engine_and_tells_its_version(
     site: EngineSite, engine: Engine
 ) -> None:
     """doctor reads the output and the files of the engine's own programs, which change with their versions."""
-    node = DoctorNode(f"/proc/{site.host.pid}/root", runner=lambda c: site.host.check(*c))
+    node = ExaminedNode(f"/proc/{site.host.pid}/root", runner=lambda c: site.host.check(*c))
     ids = next(found for kind, found in CHECKS_OF.items() if isinstance(engine, kind))
     said = {one.id: one.finding for one in examine(node, (*ids, "runc.version", "crun.version"))}
     states = {identifier: finding.state for identifier, finding in said.items()}
@@ -390,7 +390,7 @@ def test_a_service_of_compose_is_governed_by_its_annotations_and_not_by_labels(
             engine.bundle(Started(engine, "labelled", labelled, site.host.work)) + "/config.json"
         )
         assert "tidegate.gpu/" not in host.path(config).read_text()
-        node = DoctorNode(f"/proc/{host.pid}/root", runner=lambda command: host.check(*command))
+        node = ExaminedNode(f"/proc/{host.pid}/root", runner=lambda command: host.check(*command))
         (said,) = docker_labels(node)
         assert said.state is Severity.WARNING
         assert "labels-first-1 has the label tidegate.gpu/compute, " in said.found

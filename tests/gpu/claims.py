@@ -35,7 +35,7 @@ from governor.errors import TidegateError
 from kube.cdi import Directory
 from kube.claims import Reference
 from kube.driver import ClaimDriver
-from kube.node import NodeClient as Governor
+from kube.node import NodeClient
 from kube.slices import device_name
 from tests.gpu.wrapper import WrapperReport, wait_for
 
@@ -125,7 +125,7 @@ class ClaimSite:
         self.directory = Directory(self.cdi)
         self.driver = ClaimDriver(
             NODE,
-            Governor(str(node.runtime_dir)),
+            NodeClient(str(node.runtime_dir)),
             self.cluster,
             self.directory,
             hook=str(ROOT / "oci_hook/tidegate-hook"),

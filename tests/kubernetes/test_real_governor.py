@@ -17,7 +17,7 @@ from kube.cdi import Directory
 from kube.claims import Reference
 from kube.driver import ClaimDriver
 from kube.errors import ClusterError
-from kube.node import NodeClient as Governor
+from kube.node import NodeClient
 from kube.plugin import Allocations
 from kube.slices import device_name
 from kube.units import UnitPolicy, unit_names
@@ -63,7 +63,7 @@ def test_pods_of_any_namespace_use_the_device_plugins_units(
     node: GovernorNode, tmp_path: Path
 ) -> None:
     """The kubelet names no namespace together with units; the engine names the pod's together with the container."""
-    governor = Governor(node.config.runtime_dir)
+    governor = NodeClient(node.config.runtime_dir)
     books = Allocations(governor, Directory(tmp_path / "cdi"), UnitPolicy())
     units = unit_names(governor.gpus()["gpus"][0])
     for namespace, own in (("default", units[:4]), ("team-a", units[4:8])):
@@ -82,7 +82,7 @@ def test_a_governor_that_has_lost_its_file_hears_of_prepared_claims_again(
     node: GovernorNode, tmp_path: Path
 ) -> None:
     """When a container of these claims restarts, the kubelet is not asked to prepare anything."""
-    governor, cluster = Governor(node.config.runtime_dir), ServedClaims()
+    governor, cluster = NodeClient(node.config.runtime_dir), ServedClaims()
     directory = Directory(tmp_path / "cdi")
     driver = ClaimDriver(NODE, governor, cluster, directory)
     own = device_name(governor.gpus()["gpus"][0]["uuid"])
@@ -112,7 +112,7 @@ def test_a_governor_that_has_lost_its_file_hears_of_prepared_claims_again(
 def test_units_are_told_again_where_the_governor_has_lost_its_file(
     node: GovernorNode, tmp_path: Path
 ) -> None:
-    governor = Governor(node.config.runtime_dir)
+    governor = NodeClient(node.config.runtime_dir)
     books = Allocations(governor, Directory(tmp_path / "cdi"), UnitPolicy())
     units = unit_names(governor.gpus()["gpus"][0])
     books.allocate([units[:2]])

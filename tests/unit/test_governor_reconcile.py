@@ -808,7 +808,7 @@ def test_what_a_process_took_is_free_soon_after_its_death(play: Play) -> None:
         took = await until(lambda: read(container, "memory_overhead") == 500)
         assert took < 0.1  # no look had to come first
         assert read(container, "memory_used") == 500
-        assert pages.device_sum(container.ledger, "memory", 0) == 0
+        assert pages.device_sums(container.ledger, ["memory"], 0)["memory"] == 0
         assert [entry["pid"] for entry in pages.read_usage(container.grant)] == [two.pid]
 
     play(scene)

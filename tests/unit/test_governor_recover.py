@@ -266,7 +266,7 @@ def test_processes_keep_their_slots_and_their_charges(play: Play) -> None:
         assert again is not container
         assert again.pids() == {a.pid, c.pid}
         assert charged(again) == [100, 0, 300, 0]
-        assert pages.device_sum(again.ledger, "memory", 0) == 400
+        assert pages.device_sums(again.ledger, ["memory"], 0)["memory"] == 400
         assert (again.quota, again.confirmed) == (Quota(4 * GIB, 30, 30), True)
         assert world.server._books._gpus[0].memory_used == 4 * GIB
         # The processes come back to their slots, and a new one gets a free slot.

@@ -84,7 +84,7 @@ def test_a_device_out_of_bounds_is_an_error(ledger: mmap.mmap, device: int) -> N
     for call in (
         lambda: layout.grant_device(device),
         lambda: layout.ledger_device(0, device),
-        lambda: pages.device_sum(ledger, "memory", device),
+        lambda: pages.device_sums(ledger, ["memory"], device)["memory"],
     ):
         with pytest.raises(IndexError):
             call()
@@ -139,14 +139,14 @@ def test_the_sum_is_of_one_device_over_the_processes_that_are_there(ledger: mmap
     charge(ledger, 0, 1, 100)
     charge(ledger, layout.N_SLOTS - 1, 0, 7)
     charge(ledger, 3, 0, 1000, state=0)  # a free slot
-    assert [pages.device_sum(ledger, "memory", i) for i in range(3)] == [12, 100, 0]
-    assert pages.device_sum(ledger, "launches", 0) == 0
+    assert [pages.device_sums(ledger, ["memory"], i)["memory"] for i in range(3)] == [12, 100, 0]
+    assert pages.device_sums(ledger, ["launches"], 0)["launches"] == 0
 
 
 def test_what_a_container_writes_does_not_overflow_a_sum(ledger: mmap.mmap) -> None:
     for slot in range(layout.N_SLOTS):
         charge(ledger, slot, 0, 2**64 - 1, state=2**32 - 1)
-    assert pages.device_sum(ledger, "memory", 0) == 2**64 - 1
+    assert pages.device_sums(ledger, ["memory"], 0)["memory"] == 2**64 - 1
 
 
 def test_a_cleared_slot_is_free_and_its_neighbours_are_untouched(ledger: mmap.mmap) -> None:
@@ -157,7 +157,7 @@ def test_a_cleared_slot_is_free_and_its_neighbours_are_untouched(ledger: mmap.mm
     base = pages.slot_base(5)
     assert not any(ledger[base : base + layout.LEDGER_SLOT.size])
     for device in (0, layout.N_DEVICES - 1):
-        assert pages.device_sum(ledger, "memory", device) == 10
+        assert pages.device_sums(ledger, ["memory"], device)["memory"] == 10
     assert ledger[:8] == b"TDGLEDGR"
 
 

@@ -138,7 +138,7 @@ static uint64_t lower(uint64_t *sum, uint64_t size)
 /* Lowers a counter of the ledger. After a move to another ledger, some of what was counted in the
  * old one may not be in the new one yet. That part is lowered in the old ledger, and
  * pages_forward() later subtracts it from the new one. */
-static void lower_books(uint64_t *sum, uint64_t size)
+static void lower_sum(uint64_t *sum, uint64_t size)
 {
     uint64_t rest = lower(sum, size);
     uint64_t *before = rest ? pages_before(sum) : NULL;
@@ -168,9 +168,9 @@ void account_give(int device, uint64_t size, bool unseen)
      * higher than it was. */
     if (!unseen)
         atomic_add_seq_cst(&entry->returned, size);
-    lower_books(&entry->memory, size);
+    lower_sum(&entry->memory, size);
     if (unseen)
-        lower_books(&entry->unseen, size);
+        lower_sum(&entry->unseen, size);
 }
 
 /*
@@ -187,7 +187,7 @@ void account_moves(int device, uint64_t size, bool unseen)
 void account_landed(int device, uint64_t size, bool unseen)
 {
     if (!unseen && size)
-        lower_books(&pages_ledger_device((unsigned)device)->moving, size);
+        lower_sum(&pages_ledger_device((unsigned)device)->moving, size);
 }
 
 /* The call that follows may free everything that is charged. Returns how much that is. */
@@ -211,7 +211,7 @@ void account_pools(int device, uint64_t more, uint64_t less, bool unseen)
     if (more)
         atomic_add_seq_cst(&entry->pooled, more);
     if (less)
-        lower_books(&entry->pooled, less);
+        lower_sum(&entry->pooled, less);
 }
 
 /* The driver may have taken `size` bytes off the pools since they were last asked. Called after the
@@ -359,7 +359,7 @@ static void provisional_move(int device, uint64_t more, uint64_t less)
     const struct grant_device *grant = pages_grant_device((unsigned)device);
 
     prim_lock(&provisional_locks[device]);
-    if (entry->provisional_ns <= atomic_load_acquire(&grant->reconciled_ns)) {
+    if (atomic_load_relaxed(&entry->provisional_ns) <= atomic_load_acquire(&grant->reconciled_ns)) {
         atomic_store_seq_cst(&entry->provisional, more);
     } else {
         atomic_add_seq_cst(&entry->provisional, more);
@@ -381,7 +381,7 @@ void account_convert(int device, uint64_t size, bool unseen)
     const struct grant_device *grant = pages_grant_device((unsigned)device);
 
     prim_lock(&provisional_locks[device]);
-    if (entry->provisional_ns <= atomic_load_acquire(&grant->reconciled_ns))
+    if (atomic_load_relaxed(&entry->provisional_ns) <= atomic_load_acquire(&grant->reconciled_ns))
         atomic_store_seq_cst(&entry->provisional, size);
     else
         atomic_add_seq_cst(&entry->provisional, size);
@@ -407,7 +407,7 @@ void account_driver_gives(int device, uint64_t size)
 static void account_taken(struct account_charge *charge)
 {
     if (charge->taking)
-        lower_books(&pages_ledger_device((unsigned)charge->device)->taking, charge->taking);
+        lower_sum(&pages_ledger_device((unsigned)charge->device)->taking, charge->taking);
     charge->taking = 0;
 }
 

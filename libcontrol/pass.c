@@ -114,8 +114,9 @@ void pass_after_fork(void)
  * a kernel by its own handle would load a library (modules.c). */
 static bool pass_fits(CUstream stream)
 {
-    return ((uintptr_t)stream > 2 || (pages_n_devices() == 1 && stream != CU_STREAM_PER_THREAD &&
-                                      pages_ledger_device(0)->contexts <= 1)) &&
+    return ((uintptr_t)stream > 2 ||
+            (pages_n_devices() == 1 && stream != CU_STREAM_PER_THREAD &&
+             atomic_load_relaxed(&pages_ledger_device(0)->contexts) <= 1)) &&
            likely(!atomic_load_seq_cst(&modules_kernels));
 }
 

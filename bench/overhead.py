@@ -33,7 +33,7 @@ from bench.figures import at_least, in_turn, interval
 from bench.machine import ROOT, Machine, MachineError, Simulated
 from bench.node import BenchNode, Running, last_json
 from bench.provenance import describe_run
-from bench.room import GrantRoom, control_folder
+from bench.sandbox import GrantSandbox, control_folder
 from bench.step import KINDS, measure_steps, render_steps, summarise_steps
 from governor.errors import TidegateError
 from vdriver.errors import VdriverError
@@ -160,7 +160,7 @@ def measure_stub(args: argparse.Namespace) -> dict[str, Any]:
     shutil.copy(stub, args.output / "native/libcuda.so.1")
     program = [str(args.build / "overhead"), *args.options]
     report: dict[str, Any] = {"gpu": {"kind": "stub", "name": "stub", "driver": "none"}}
-    with GrantRoom(args.output / "room", [STUB_UUID]) as room:
+    with GrantSandbox(args.output / "room", [STUB_UUID]) as room:
 
         def arm(name: str) -> Arm:
             environment = {"LD_LIBRARY_PATH": str(args.output / name)}

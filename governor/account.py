@@ -123,7 +123,7 @@ class Account:
         }
 
     def used(self, device: int) -> int:
-        """Return the bytes in use on GPU `device`, by NVML's last look and the books as of now."""
+        """Return the bytes in use on GPU `device`, by NVML's last look and the ledger as of now."""
         base = layout.grant_device(device)
         since = pages.read(self._grant, base, "grant_device", "reconciled_ns")
         return sum(
@@ -223,7 +223,7 @@ class Account:
     def reconcile(
         self, device: int, before: Mapping[RegisteredProcess, Charge], look: Look | None
     ) -> None:
-        """Compare the books with a look at NVML, and publish the result.
+        """Compare the ledger with a look at NVML, and publish the result.
 
         `before` are the charges from before the look. `look` is None if NVML failed: what NVML saw
         last stands, and `reconciled_ns` says how old that is.
@@ -240,8 +240,8 @@ class Account:
             use = process.uses[device]
             if look is not None:
                 seen = look.seen.get(process.pid, 0)
-                books = before.get(process, Charge()), charge
-                use.debt.look(look.began_ns, seen, *books, self._context_memory, ended_ns=now_ns)
+                charges = before.get(process, Charge()), charge
+                use.debt.look(look.began_ns, seen, *charges, self._context_memory, ended_ns=now_ns)
             use.used = charge.used(use.debt.bytes, since)
             use.peak = max(use.peak, use.used)
         self._publish_memory(device)
@@ -257,7 +257,7 @@ class Account:
         """Publish how much memory that belongs to no process a look found on a GPU.
 
         `began_ns` is when the look began. `unattributed` are the bytes in use that NVML attributes
-        to no process and that no container's books mention; the number may be negative. Each
+        to no process and that no container's ledger mentions; the number may be negative. Each
         process brings `each` bytes of them.
         """
         base = layout.grant_device(device)

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 import structlog
 
+from governor.allocations import AllocationTable
 from governor.arbiter import Runner
-from governor.books import Books
 from governor.claims import Claim, ClaimShare, Use, merge, uses_key
 from governor.config import Config
-from governor.container import Container, Remains, Wanted, container_key
+from governor.container import Container, RecoveredContainer, Wanted, container_key
 from governor.counters import Tally
 from governor.errors import RefusedError, RequestError, StateError
 from governor.members import Member
@@ -54,7 +54,7 @@ class Admissions:
     def __init__(
         self,
         config: Config,
-        books: Books,
+        allocations: AllocationTable,
         runners: Mapping[str, Runner],
         state: State,
         reservations: Reservations,
@@ -67,34 +67,34 @@ class Admissions:
         self.bookings: Claimed
         self.on_end: Callable[[Container], None] | None = None
         """Called for each container that ends, while the arbiter still knows it."""
-        self._books, self._state, self._reservations = books, state, reservations
+        self._allocations, self._state, self._reservations = allocations, state, reservations
         self._runners = dict(runners)
 
-    def _make(self, wanted: Wanted, remains: Remains | None = None) -> Container:
+    def _make(self, wanted: Wanted, recovered: RecoveredContainer | None = None) -> Container:
         return Container(
             wanted,
             runners=self._runners,
             config=self.config,
             state=self._state,
             mps=self.mps.get(wanted.devices[0].uuid),
-            remains=remains,
+            recovered=recovered,
         )
 
     async def adopt(self, found: FoundContainer) -> None:
         """Take over a container that an earlier governor admitted and that runs."""
-        key = found.remains.key
+        key = found.recovered.key
         try:
             shares = self.bookings.recover(found)
             if shares:
-                devices = self._books.named(found.devices)
+                devices = self._allocations.named(found.devices)
             else:
-                devices = self._books.restore(key, found.quota, found.devices)
+                devices = self._allocations.restore(key, found.quota, found.devices)
             wanted = Wanted(
                 found.identifier, found.pidfd, found.quota, devices, found.whose, tuple(shares)
             )
-            container = self._make(wanted, found.remains)
+            container = self._make(wanted, found.recovered)
         except BaseException:
-            self._books.leave(key)
+            self._allocations.leave(key)
             raise
         self.containers[key] = container
         self._state.note(container.row)
@@ -135,12 +135,14 @@ class Admissions:
                 return self._join(together, request, descriptors, pending)
             quotas = merge(shares)
             quota = next(iter(quotas.values()))
-            devices = self._books.claimed(shares[0][0], quotas)
+            devices = self._allocations.claimed(shares[0][0], quotas)
         else:
             shares, key = [], container_key(request["id"])
             parsed = self._reservations.redeem(request, parsed)
             annotated = bool(request["annotations"])
-            quota, devices = self._books.admit(key, parsed, nodes_of(request), annotated=annotated)
+            quota, devices = self._allocations.admit(
+                key, parsed, nodes_of(request), annotated=annotated
+            )
         pidfd = descriptors.pop(0)
         wanted = Wanted(request["id"], pidfd, quota, devices, whose, tuple(shares))
         made = await self._start(key, wanted, pending)
@@ -171,7 +173,7 @@ class Admissions:
         return None
 
     async def _start(self, key: str, wanted: Wanted, pending: list[Pending]) -> Container:
-        """Make what is in the books under `key`; an error leaves nothing, there and elsewhere."""
+        """Make what is allocated under `key`; an error leaves nothing, there or elsewhere."""
         made: Container | None = None
         try:
             made = self._make(wanted)
@@ -183,7 +185,7 @@ class Admissions:
             await made.listen(self._ended)
         except BaseException as e:
             if made is None:
-                self._books.leave(key)
+                self._allocations.leave(key)
             else:
                 self.end(made, "failed")
             if not isinstance(e, OSError):
@@ -300,12 +302,12 @@ class Admissions:
             request.get("class", old.work_class),
         )
         _refuse_below_use(container, quota)
-        self._books.change(container.key, quota)
+        self._allocations.change(container.key, quota)
         try:
             # Before the grant page, which is what counts after a restart.
             self._state.put(replace(container.row, quota=quota))
         except StateError:
-            self._books.change(container.key, old)
+            self._allocations.change(container.key, old)
             raise
         container.set_quota(quota)
         log.info("quota-changed", container=container.identifier, **quota.describe())
@@ -330,7 +332,7 @@ class Admissions:
         if self.containers.get(container.key) is not container:
             return
         del self.containers[container.key]
-        self._books.leave(container.key)
+        self._allocations.leave(container.key)
         self.tally.container_ended(container.account)
         if self.on_end is not None:
             self.on_end(container)

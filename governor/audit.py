@@ -1,4 +1,4 @@
-"""Comparison of looks at NVML with the containers' books, and the response to violations.
+"""Comparison of looks at NVML with the containers' ledgers, and the response to violations.
 
 Three things are violations (governor/violations.py says when): more memory than the quota, a
 process that computes without having registered, and work without a grant. The node's `on_violation`
@@ -37,8 +37,8 @@ from governor.violations import (
     WATCH_S,
     Episode,
     Facts,
-    Judge,
     ProcessSample,
+    ViolationDetector,
     allowed_memory,
     next_freeze,
 )
@@ -76,9 +76,9 @@ else would thaw it."""
 class _Device:
     """A container on one GPU, as it is kept between looks."""
 
-    judge: Judge
+    judge: ViolationDetector
     looked_ns: int
-    books: tuple[int, int, int] = (0, 0, 0)
+    told: tuple[int, int, int] = (0, 0, 0)
     passing_ns: int = 0
     """The most time that ungoverned copies and fills have taken so far."""
 
@@ -245,7 +245,7 @@ class Auditor:
         `compute`.
         """
         stats = watched.container.gpus.stats(i)
-        books = (
+        told = (
             int(stats.grants),
             int(stats.held_ns),
             sum(charge.busy_ns for charge in charges.values()),
@@ -254,17 +254,17 @@ class Auditor:
         passing_ns = passing.count * SMALL_NS + passing.bytes // BYTES_PER_NS
         before = watched.devices.get(device.uuid)
         if before is None:
-            before = watched.devices[device.uuid] = _Device(Judge(device.uuid), now_ns)
+            before = watched.devices[device.uuid] = _Device(ViolationDetector(device.uuid), now_ns)
             idle = False
         else:
             passed = max(1, now_ns - before.looked_ns)
             idle = (
                 not stats.since_ns
-                and books == before.books
+                and told == before.told
                 and 0 <= passing_ns - before.passing_ns < QUIET * passed
                 and not passing.pending
             )
-        before.books, before.passing_ns, before.looked_ns = books, passing_ns, now_ns
+        before.told, before.passing_ns, before.looked_ns = told, passing_ns, now_ns
         return idle
 
     # Reporting

@@ -9,7 +9,7 @@ from typing import Any
 import structlog
 
 from governor.admissions import Admissions
-from governor.books import Books
+from governor.allocations import AllocationTable
 from governor.claims import (
     MOST_SHOWN,
     NODE,
@@ -32,14 +32,14 @@ log = structlog.get_logger()
 class Bookings:
     """The claims of one node, by uid."""
 
-    def __init__(self, books: Books, state: State, admissions: Admissions) -> None:
-        self._books, self._state, self._admissions = books, state, admissions
+    def __init__(self, allocations: AllocationTable, state: State, admissions: Admissions) -> None:
+        self._allocations, self._state, self._admissions = allocations, state, admissions
         self.claims: dict[str, Claim] = {}
 
     def restore(self, claim: Claim) -> None:
         """Enter a claim that an earlier governor had booked."""
         self.claims[claim.uid] = claim
-        for uuid in self._books.restore_claim(claim):
+        for uuid in self._allocations.restore_claim(claim):
             log.error("claim-without-gpu", claim=_called(claim), uid=claim.uid, gpu=uuid)
 
     def recover(self, found: FoundContainer) -> list[tuple[Claim, ClaimShare]]:
@@ -152,11 +152,11 @@ class Bookings:
             return
         if known is None:
             self._part_ended({share.device for share in claim.shares})
-            self._books.admit_claim(claim)
+            self._allocations.admit_claim(claim)
             try:
                 self._state.put_claim(claim)
             except StateError:
-                self._books.leave_claim(claim)
+                self._allocations.leave_claim(claim)
                 raise
         else:
             user = self._user_of(claim.uid)
@@ -166,12 +166,12 @@ class Bookings:
                     f" and cannot be changed to {claim.amounts()}",
                     hint="wait until that container has ended",
                 )
-            self._books.change_claim(known, claim)
+            self._allocations.change_claim(known, claim)
             try:
                 self._state.put_claim(claim)
             except StateError:
-                self._books.leave_claim(claim)
-                self._books.restore_claim(known)
+                self._allocations.leave_claim(claim)
+                self._allocations.restore_claim(known)
                 raise
         self.claims[claim.uid] = claim
 
@@ -220,7 +220,7 @@ class Bookings:
         if user is None:
             self._state.strike_claim(uid)
             del self.claims[uid]
-            self._books.leave_claim(claim)
+            self._allocations.leave_claim(claim)
             log.info("claim-released", claim=_called(claim), uid=uid)
         elif not claim.leaving:
             leaving = replace(claim, leaving=True)
@@ -249,7 +249,7 @@ class Bookings:
         if any(uid == claim.uid for c in self._admissions.containers.values() for uid, _ in c.uses):
             return
         del self.claims[claim.uid]
-        self._books.leave_claim(claim)
+        self._allocations.leave_claim(claim)
         self._state.leave_claim(claim.uid)
         log.info("claim-released", claim=_called(claim), uid=claim.uid)
 
@@ -272,7 +272,7 @@ class Bookings:
                 self.strike(claim)
 
     def _describe_shares(self, claim: Claim) -> list[dict[str, Any]]:
-        known = {device.uuid: device for device in self._books.devices}
+        known = {device.uuid: device for device in self._allocations.devices}
         shares = []
         for one, share in zip(claim.describe()["shares"], claim.shares, strict=True):
             device = known.get(share.device)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from governor import places
+from governor import install_paths
 from governor.errors import ConfigError
 from governor.quota import UNITS
 
@@ -77,7 +77,7 @@ def _lookahead_us() -> int:
 
 
 def _library_dir() -> str:
-    return str(places.library_dir())
+    return str(install_paths.library_dir())
 
 
 @dataclass(frozen=True)

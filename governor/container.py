@@ -34,8 +34,8 @@ from governor.mps import DIRECTORY, Mps, MpsEvent
 from governor.pace import PacedLog
 from governor.processes import Identity, identify, names_in
 from governor.quota import Device, Quota
-from governor.region import Ledger, make_grant, make_ledger, take_over
 from governor.scheduled import Scheduled, shares_of
+from governor.shared_memory import Ledger, make_grant, make_ledger, take_over
 from governor.slots import Slots
 from governor.state import ContainerRow, MemberRow, ProcessRow, State, Whose
 from governor.violations import Findings
@@ -82,7 +82,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Remains:
+class RecoveredContainer:
     """What the previous governor has left of a container that runs.
 
     `grant` and `ledger` are None where they could not be found again. They are then made anew, and
@@ -117,17 +117,17 @@ class Container:
         config: Config,
         state: State | None = None,
         mps: Mps | None = None,
-        remains: Remains | None = None,
+        recovered: RecoveredContainer | None = None,
     ) -> None:
         """Create what a new container needs, or take over a running one from its `remains`."""
         self.claims, self.uses = wanted.claims, wanted.uses
         self.quota, self.devices = wanted.quota, wanted.devices
-        self.key = remains.key if remains else wanted.key
-        row = MemberRow(None, identify(wanted.pidfd), remains is not None, None, wanted.whose)
+        self.key = recovered.key if recovered else wanted.key
+        row = MemberRow(None, identify(wanted.pidfd), recovered is not None, None, wanted.whose)
         if self.uses or container_key(wanted.identifier) == self.key:
             row = replace(row, identifier=wanted.identifier)
         first = Member(wanted.identifier, row, wanted.pidfd)
-        self.members = Members([first, *(remains.members if remains else ())])
+        self.members = Members([first, *(recovered.members if recovered else ())])
         self.directory = Path(config.runtime_dir) / "containers" / self.key
         self.context_memory = config.context_memory
         self.called: str | None = None  # its name at its engine; None until it was looked up
@@ -142,16 +142,18 @@ class Container:
         self._lines = PacedLog(log)
         self._loop = asyncio.get_running_loop()
         try:
-            self._make(config, remains)
+            self._make(config, recovered)
         except BaseException:
-            self._forget(keep=remains is not None)
+            self._forget(keep=recovered is not None)
             raise
 
-    def _make(self, config: Config, remains: Remains | None) -> None:
+    def _make(self, config: Config, recovered: RecoveredContainer | None) -> None:
         """Make the directory, the pages and the parts, or take them over."""
-        ledger = self._make_pages(config, remains)
+        ledger = self._make_pages(config, recovered)
         first = self.members[0]
-        first.row = replace(first.row, membership=self._find_membership(first.row.process, remains))
+        first.row = replace(
+            first.row, membership=self._find_membership(first.row.process, recovered)
+        )
         for member in self.members:
             warn_if_unknown(member)
         self.row = ContainerRow(
@@ -171,7 +173,7 @@ class Container:
             processes=self._processes,
             gpus=self._gpus,
             context_memory=self.context_memory,
-            is_running=remains is not None,
+            is_running=recovered is not None,
         )
         self._slots = Slots(
             key=self.key,
@@ -183,30 +185,30 @@ class Container:
             account=self.account,
             state=self._state,
         )
-        if remains is not None:
+        if recovered is not None:
             take_over(self.grant, config, self.strategy)
-            self._slots.take_over(remains.processes, pages.read_usage(self.grant))
+            self._slots.take_over(recovered.processes, pages.read_usage(self.grant))
         self._gpus.start(self.quota, self.grant, self.ledger)
         self._slots.announce()
         self._gpus.run_together()
 
-    def _make_pages(self, config: Config, remains: Remains | None) -> Ledger:
+    def _make_pages(self, config: Config, recovered: RecoveredContainer | None) -> Ledger:
         """Make the directory with the grant page, and the ledger, as far as none is left."""
-        if remains is None:
+        if recovered is None:
             shutil.rmtree(self.directory, ignore_errors=True)
         # The governor has created the parent directory. If it was removed since, the new one
         # must not be open to other users.
         self.directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.directory.mkdir(mode=0o755, exist_ok=remains is not None)
-        grant = remains.grant if remains else None
+        self.directory.mkdir(mode=0o755, exist_ok=recovered is not None)
+        grant = recovered.grant if recovered else None
         self.grant = grant or make_grant(
             self.directory / "grant", self.quota, self.devices, config, strategy=self.strategy
         )
-        if self.claims and remains is None:
+        if self.claims and recovered is None:
             self._note_claims()
         if self._mps is not None:
             self._mps.link(self.directory)
-        self._ledger = ledger = (remains.ledger if remains else None) or make_ledger()
+        self._ledger = ledger = (recovered.ledger if recovered else None) or make_ledger()
         return ledger
 
     @property
@@ -228,13 +230,13 @@ class Container:
         path.write_text(json.dumps({"claims": list(claims.values()), "uses": self.uses}) + "\n")
         path.chmod(0o644)
 
-    def _find_membership(self, first: Identity, remains: Remains | None) -> Membership:
-        if remains is None:
+    def _find_membership(self, first: Identity, recovered: RecoveredContainer | None) -> Membership:
+        if recovered is None:
             # The runtime has put the first process into its group, and no code of the image has run
             # yet.
             return find_membership(first.pid)
-        if remains.membership is not None:
-            return remains.membership
+        if recovered.membership is not None:
+            return recovered.membership
         return find_membership(first.pid, is_named=self._is_named)
 
     def _is_named(self, part: str) -> bool:

@@ -24,9 +24,9 @@ from pathlib import Path
 import structlog
 
 from governor import logs, metrics, web
+from governor.allocations import AllocationTable
 from governor.arbiter import Runner, Runners, load_library
 from governor.audit import Auditor
-from governor.books import Books
 from governor.config import Config, LoadedConfig, load_config
 from governor.errors import GovernorError, TidegateError
 from governor.hardware.driver import DriverCallError
@@ -126,7 +126,7 @@ def _find_mps(config: Config, devices: list[Device], server: Server) -> list[Mps
         for device in wanted:
             mps = Mps(device, tools, config, server.mps_event)
             server.mps[device.uuid] = mps
-            server.books.set_closed(device.uuid, mps.reason)
+            server.allocations.set_closed(device.uuid, mps.reason)
     return list(server.mps.values())
 
 
@@ -355,7 +355,7 @@ def _make_server(
     state = State(Path(config.state_dir) / NAME)
     stack.callback(state.close)
     state.load()
-    server = Server(config, Books(devices, config, topology, left_out), runners, state)
+    server = Server(config, AllocationTable(devices, config, topology, left_out), runners, state)
     server.versions = {"driver": nvml.driver_version(), "cuda": nvml.cuda_version()}
     stack.callback(server.close)
     for mps in _find_mps(config, devices, server):

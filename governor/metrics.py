@@ -250,8 +250,8 @@ def _add_claim(families: _Families, server: Server, claim: Claim) -> None:
 
 
 def _add_gpus(families: _Families, server: Server, times: Mapping[str, GpuTime]) -> None:
-    shown = {gpu["uuid"]: gpu for gpu in server.books.describe()["gpus"]}
-    for device in server.books.devices:
+    shown = {gpu["uuid"]: gpu for gpu in server.allocations.describe()["gpus"]}
+    for device in server.allocations.devices:
         room = shown[device.uuid]
         labels = (device.uuid, str(device.index), device.name, room["strategy"])
         lost = room["lost"] is not None

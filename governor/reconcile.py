@@ -1,4 +1,4 @@
-"""Comparison of the books with the driver: looks at NVML, a few times a second on each shared GPU.
+"""Comparison of ledgers with the driver: looks at NVML, a few times a second on each shared GPU.
 
 A look says what each process really has. Between two looks, a process's library charges what it
 knows of. Where the driver took memory on its own, the library says when, and the next look comes
@@ -60,7 +60,7 @@ driver 580."""
 
 
 @dataclass
-class Nobodys:
+class Unattributed:
     """The part of a GPU's memory that belongs to no process, look by look."""
 
     each: int = EACH
@@ -102,7 +102,7 @@ class _Watch:
     sampled_ns: int = 0
     samples: tuple[ProcessUse, ...] = ()
     failing: bool = False
-    nobodys: Nobodys = field(default_factory=Nobodys)
+    unattributed: Unattributed = field(default_factory=Unattributed)
     told: tuple[Container, ...] = ()  # the node's containers, when those with this GPU were told
     blind: bool = False  # it does not report utilisation
 
@@ -118,7 +118,7 @@ class _Watch:
         here = tuple(server.containers.values())
         if here != self.told:
             for container, i in self.sharing(server):
-                self.nobodys.tell(container, i)
+                self.unattributed.tell(container, i)
             self.told = here
 
     def is_due(self, server: Server, waiting: LookWaiters, now_ns: int) -> bool:
@@ -226,7 +226,7 @@ async def _look(
     executor: ThreadPoolExecutor,
     auditor: Auditor | None,
 ) -> None:
-    # The time is read first: what a process took before it, the driver shows. The books are read
+    # The time is read first: what a process took before it, the driver shows. The ledger is read
     # before and after: what is freed or taken meanwhile is not debt.
     began_ns = time.monotonic_ns()
     before = [
@@ -241,31 +241,33 @@ async def _look(
     look: Look | None = None
     unseen = _unseen(one for _, _, charges, _ in before for one in charges.values())
     try:
-        seen, nobodys = await loop.run_in_executor(executor, _ask_memory, nvml, watch.device.uuid)
+        seen, unattributed = await loop.run_in_executor(
+            executor, _ask_memory, nvml, watch.device.uuid
+        )
         if wanted and began_ns - watch.sampled_ns >= LOOK_NS:
             watch.sampled_ns = began_ns
             await _ask_use(nvml, watch, executor)
-        if nobodys is not None:
+        if unattributed is not None:
             now = [container.account.charges(i) for container, i in watch.sharing(server)]
             settled = unseen == _unseen(one for charges in now for one in charges.values())
-            nobodys = nobodys - unseen if unseen is not None and settled else None
-        if nobodys is not None:
-            watch.nobodys.look(began_ns, nobodys, len(seen))
-        # If NVML does not report a process's memory, that says nothing against its books.
+            unattributed = unattributed - unseen if unseen is not None and settled else None
+        if unattributed is not None:
+            watch.unattributed.look(began_ns, unattributed, len(seen))
+        # If NVML does not report a process's memory, that says nothing against its ledger.
         look = Look(began_ns, {one.pid: one.used or 0 for one in seen}, watch.samples)
     except VdriverError as e:
         if not watch.failing:
             log.warning("nvml-failed", gpu=watch.device.index, error=str(e))
-            server.books.set_lost(watch.device.uuid, e.message)
+            server.allocations.set_lost(watch.device.uuid, e.message)
     else:
         if watch.failing:
             log.info("nvml-answers", gpu=watch.device.index)
-            server.books.set_lost(watch.device.uuid, None)
+            server.allocations.set_lost(watch.device.uuid, None)
     watch.failing = look is None
     for container, i, charges, _ in before:
         # The container may have ended meanwhile, and another may have come under its name.
         if server.containers.get(container.key) is container:
-            watch.nobodys.tell(container, i)
+            watch.unattributed.tell(container, i)
             container.account.reconcile(i, charges, look)
     if look is not None and auditor is not None:
         auditor.look(watch.device, look, seen, {c: charges for c, _, charges, _ in before})

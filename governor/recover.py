@@ -22,7 +22,7 @@ import structlog
 from governor.cgroups import find_membership
 from governor.claims import Claim, Use, parse_claim
 from governor.config import Config
-from governor.container import CLAIMS, Remains, container_key
+from governor.container import CLAIMS, RecoveredContainer, container_key
 from governor.errors import TidegateError
 from governor.processes import (
     FileIdentity,
@@ -38,7 +38,7 @@ from governor.processes import (
     read_status,
 )
 from governor.quota import Device, Quota
-from governor.region import MAPPED, Ledger, PageError, find_ledger, open_grant, read_quota
+from governor.shared_memory import MAPPED, Ledger, PageError, find_ledger, open_grant, read_quota
 from governor.state import ContainerRow, MemberRow, ProcessRow, State, Whose
 from libcontrol import layout, pages
 
@@ -56,7 +56,7 @@ class FoundContainer:
     pidfd: int
     quota: Quota
     devices: tuple[str, ...]
-    remains: Remains
+    recovered: RecoveredContainer
     whose: Whose
     uses: tuple[Use, ...] = ()
     claims: tuple[Claim, ...] = ()
@@ -224,7 +224,7 @@ class _Search:
             pidfds[0],
             row.quota,
             row.devices,
-            Remains(
+            RecoveredContainer(
                 row.key,
                 grant,
                 ledger,

@@ -9,12 +9,12 @@ from typing import Any
 
 import jsonschema
 
-from governor.books import Nodes
+from governor.allocations import Nodes
 from governor.claims import Use
 from governor.errors import RequestError
 from governor.quota import Quota
 from oci_hook.errors import show
-from oci_hook.notation import load_json
+from oci_hook.light_json import load_json
 
 SCHEMA_FILE = Path(__file__).with_name("protocol.schema.json")
 _SCHEMA: dict[str, Any] = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import structlog
 
-from governor.books import Books
+from governor.allocations import AllocationTable
 from governor.errors import RefusedError
 from governor.quota import Device
 from governor.requests import nodes_of
@@ -26,8 +26,8 @@ MOST_RESERVED = 1024
 class Reservations:
     """The reservations of one node, by token."""
 
-    def __init__(self, books: Books) -> None:
-        self._books = books
+    def __init__(self, allocations: AllocationTable) -> None:
+        self._allocations = allocations
         self._reserved: dict[str, tuple[tuple[Device, ...], asyncio.TimerHandle]] = {}
 
     def reserve(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class Reservations:
                 hint=f"try again in {RESERVED_S:g} s",
             )
         token = secrets.token_hex(16)
-        quota, devices = self._books.admit(_reservation(token), parsed, nodes_of(request))
+        quota, devices = self._allocations.admit(_reservation(token), parsed, nodes_of(request))
         expiry = asyncio.get_running_loop().call_later(RESERVED_S, self._expire, token)
         self._reserved[token] = (devices, expiry)
         return {
@@ -53,11 +53,11 @@ class Reservations:
         }
 
     def _strike(self, token: str) -> tuple[Device, ...]:
-        """Remove a reservation from the books; one that is unknown or over is not an error."""
+        """Remove a reservation from the table; one that is unknown or over is not an error."""
         devices, expiry = self._reserved.pop(token, ((), None))
         if expiry is not None:
             expiry.cancel()
-            self._books.leave(_reservation(token))
+            self._allocations.leave(_reservation(token))
         return devices
 
     def _expire(self, token: str) -> None:
@@ -76,7 +76,7 @@ class Reservations:
 
 
 def _reservation(token: str) -> str:
-    """Return the name of a reservation in the books, which no container's key can equal."""
+    """Return a reservation's name in the allocation table; no container's key can equal it."""
     return f"reservation {token}"
 
 

@@ -19,9 +19,9 @@ import structlog
 
 from governor import VERSION
 from governor.admissions import Admissions, Pending
+from governor.allocations import AllocationTable
 from governor.arbiter import Runner
 from governor.bookings import Bookings
-from governor.books import Books
 from governor.claims import Claim
 from governor.config import Config
 from governor.container import Container
@@ -49,18 +49,18 @@ class Server:
     def __init__(
         self,
         config: Config,
-        books: Books,
+        allocations: AllocationTable,
         runners: dict[str, Runner],
         state: State | None = None,
     ) -> None:
         self.versions: dict[str, str | None] = {"driver": None, "cuda": None}
         self.settings: SettingsInForce | None = None  # None where there are no files to read again
         self._state = state or State()
-        self._books = books
+        self._allocations = allocations
         self._runners = runners
-        self._reservations = Reservations(books)
-        self.admissions = Admissions(config, books, runners, self._state, self._reservations)
-        self.bookings = Bookings(books, self._state, self.admissions)
+        self._reservations = Reservations(allocations)
+        self.admissions = Admissions(config, allocations, runners, self._state, self._reservations)
+        self.bookings = Bookings(allocations, self._state, self.admissions)
         self.admissions.bookings = self.bookings
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -70,7 +70,7 @@ class Server:
         For running containers it takes effect only as far as its options say so.
         """
         self.admissions.config = config
-        self._books.configure(config)
+        self._allocations.configure(config)
         for container in self.containers.values():
             container.configure(config)
         for mps in self.mps.values():
@@ -102,20 +102,20 @@ class Server:
         return self.admissions.tally
 
     @property
-    def books(self) -> Books:
-        """The books: what each container has of which GPU."""
-        return self._books
+    def allocations(self) -> AllocationTable:
+        """The allocation table: what each container has of which GPU."""
+        return self._allocations
 
     async def adopt(self) -> None:
         """Take over what the previous governor has left, before any request is served."""
         for claim in self._state.claims.values():
             self.bookings.restore(claim)
-        for found in find_containers(self.config, self._state, self._books.devices):
+        for found in find_containers(self.config, self._state, self._allocations.devices):
             try:
                 await self.admissions.adopt(found)
             except Exception as e:  # one container must not keep the others from being adopted
                 # The container keeps to its quota on its own, as while the governor was away.
-                log.exception("container-not-adopted", key=found.remains.key, error=repr(e))
+                log.exception("container-not-adopted", key=found.recovered.key, error=repr(e))
         for claim in list(self.claims.values()):
             if claim.leaving:
                 self.bookings.strike(claim)  # if the last of its containers has ended meanwhile
@@ -235,7 +235,7 @@ class Server:
 
     def _describe_gpus(self) -> dict[str, Any]:
         """Return what `tidegate check` shows of the GPUs."""
-        answer = self._books.describe()
+        answer = self._allocations.describe()
         for gpu in answer["gpus"]:
             gpu["containers"] += self.bookings.claimants(gpu["uuid"])
             mps = self.mps.get(gpu["uuid"])
@@ -254,7 +254,7 @@ class Server:
     def mps_event(self, mps: Mps, event: MpsEvent) -> None:
         """Handle what happened to a GPU's MPS server, and tell the containers that share it."""
         if event.kind == "state":
-            self._books.set_closed(mps.device.uuid, mps.reason)
+            self._allocations.set_closed(mps.device.uuid, mps.reason)
             log.info("mps-state", gpu=mps.device.index, state=mps.state)
             return
         name = "mps-" + event.kind

@@ -1,7 +1,7 @@
 """Why a quota does not fit, in one line: what is short, by how much and where, and what would fit.
 
-Pure, like the books that call it. The line stays readable on a node with many GPUs: it names the
-GPU that comes nearest, and counts the others.
+Pure, like the allocation table, which calls it. The line stays readable on a node with many GPUs:
+it names the GPU that comes nearest, and counts the others.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from governor.listener import Listener
 from governor.members import Member, Members
 from governor.pace import Pace, PacedLog
 from governor.processes import Identity, identify, namespace_pid, pid_namespace, start_time
-from governor.region import Ledger
 from governor.scheduled import Scheduled
+from governor.shared_memory import Ledger
 from governor.state import ProcessRow, State
 from libcontrol import layout, pages
 

@@ -1,6 +1,6 @@
-"""What a process uses of a GPU: its books compared with what NVML sees, and its part of the time.
+"""What a process uses of a GPU: its ledger compared with what NVML sees, and its part of the time.
 
-Pure: no clock, no driver. The books are written by the container, so everything that comes from
+Pure: no clock, no driver. The ledger is written by the container, so everything that comes from
 them is bounded here before anything is computed with it. Bytes, nanoseconds and percent.
 """
 
@@ -74,25 +74,25 @@ class Charge:
         return self.memory + overhead + late
 
 
-read_books = pages.Reader(
+read_ledger = pages.Reader(
     "ledger_device",
     *("asked_ns", "returned", "shrunk", "moving", "pooled"),
     *("memory", "unseen", "moving", "pooled", "provisional", "provisional_ns", "taking"),
     *("busy_ns", "contexts", "took", "gave"),
     *("returned", "shrunk"),
 )  # fmt: skip
-"""Reads the books in the order that Debt.look() needs: what ends meanwhile is in at least one of
+"""Reads the ledger in the order that Debt.look() needs: what ends meanwhile is in at least one of
 the numbers."""
 
 
 def read_charge(ledger: mmap, slot: int, device: int, whole: int) -> Charge:
-    """Return the books of a process on a GPU of `whole` bytes; no number exceeds that."""
+    """Return the charge of a process on a GPU of `whole` bytes; no number exceeds that."""
     (
         asked_ns, returned_before, shrunk_before, moving_before, pooled_before,
         memory, unseen, moving, pooled, provisional, provisional_ns, taking,
         busy_ns, contexts, took, gave,
         returned, shrunk,
-    ) = read_books(ledger, layout.ledger_device(slot, device))  # fmt: skip
+    ) = read_ledger(ledger, layout.ledger_device(slot, device))  # fmt: skip
     memory = min(memory, whole)
     unseen = min(unseen, memory)
     return Charge(
@@ -142,14 +142,14 @@ def read_passing(ledger: mmap, slots: Iterable[int], device: int) -> Passing:
 
 
 class Debt:
-    """What the driver took on its own for one process: what NVML sees beyond the process's books.
+    """What the driver took on its own for one process: what NVML sees beyond the process's ledger.
 
-    The books move while NVML is asked. Of what is charged, calls under way may or may not have what
-    they take or give back, and pools may have given back what they held; all else is allocated. So
-    a look gives a lower and an upper bound of what the driver took. Within these bounds the earlier
-    value stands, together with what the process has reported since that the driver took. What a
-    process reports that the driver takes, and the look may have missed, counts by the process's own
-    books until the next look.
+    The ledger moves while NVML is asked. Of what is charged, calls under way may or may not have
+    what they take or give back, and pools may have given back what they held; all else is
+    allocated. So a look gives a lower and an upper bound of what the driver took. Within these
+    bounds the earlier value stands, together with what the process has reported since that the
+    driver took. What a process reports that the driver takes, and the look may have missed, counts
+    by the process's own ledger until the next look.
 
     Where pools are in use, one look says little about the upper bound: pools may have given
     something back that the process has not noticed. But the process asks them ten times a second.
@@ -162,7 +162,7 @@ class Debt:
     def __init__(self) -> None:
         self.bytes = 0
         self.last = 0
-        """The debt by the last look during which the books stood still; perhaps too little."""
+        """The debt by the last look during which the ledger stood still; perhaps too little."""
         self._last_ns = 0
         self._new_until_ns = 0
         self._told = 0
@@ -259,7 +259,7 @@ class Meter(Generic[Key]):
     """The GPU time of a container's processes over the last second.
 
     While others share the GPU, the time is what the processes report (by the GPU's clock, between
-    their markers), but no more than the container held the GPU by the arbiter's books, because the
+    their markers), but no more than the arbiter has counted as held by the container, because the
     container writes the report. A container that is alone holds an open grant, in which few markers
     are recorded, and its held time is not booked before the grant ends. There NVML's samples count.
     They are right in exactly that case: under contention a sample names only one process.

@@ -1,10 +1,11 @@
-"""What a look at NVML says against a container: that it holds or works more than the books know.
+"""What a look at NVML says against a container: that it holds or works more than is charged.
 
 Pure: no clock, no driver, no file. A look can be wrong, because its numbers are not of one moment,
-and honest work leaves traces after its grant. So a single look never makes a violation: a `Judge`
-(one for each container and GPU) reports it once when it has lasted for a while, and once when it is
-over. A while is uninterrupted time, or time that adds up: the sum finds a program that keeps the
-rules for a moment now and then, when a look may come. Bytes, percent, nanoseconds.
+and honest work leaves traces after its grant. So a single look never makes a violation: a
+`ViolationDetector` (one for each container and GPU) reports it once when it has lasted for a while,
+and once when it is over. A while is uninterrupted time, or time that adds up: the sum finds a
+program that keeps the rules for a moment now and then, when a look may come. Bytes, percent,
+nanoseconds.
 """
 
 from __future__ import annotations
@@ -230,7 +231,7 @@ class _Sum:
 
 
 class _Working:
-    """Whether NVML's samples name a container that has done nothing according to the books.
+    """Whether NVML's samples name a container that has done nothing according to its ledger.
 
     Under contention a sample names one process, with nearly all of the GPU. So the percentage says
     little. But that the process is named says that it worked, although its container has had no
@@ -282,7 +283,7 @@ class _Working:
             self.percent = sum(percents) // len(percents)
 
 
-class Judge:
+class ViolationDetector:
     """The violations of one container on one GPU."""
 
     def __init__(self, gpu: str) -> None:

@@ -189,7 +189,7 @@ def describe(server: Server) -> dict[str, Any]:
 
     Runs on the governor's loop.
     """
-    books = server.books.describe()
+    allocations = server.allocations.describe()
     shown = ("uuid", "index", "name", "strategy", "memory", "memory_left", "compute_left", "lost",
              "closed")  # fmt: skip
     tally = server.tally
@@ -197,9 +197,9 @@ def describe(server: Server) -> dict[str, Any]:
         "policy": server.config.on_violation,
         "gpus": [
             {name: gpu[name] for name in shown} | server.scheduling(gpu["uuid"])
-            for gpu in books["gpus"]
+            for gpu in allocations["gpus"]
         ],
-        "left_out": books["left_out"],
+        "left_out": allocations["left_out"],
         "containers": [_describe(container) for container in server.containers.values()],
         "admitted": tally.admitted,
         "refused": dict(tally.refused),

@@ -87,7 +87,7 @@ class Unit:
 
 
 class Allocations:
-    """Enters the units that the kubelet allocates into the governor's books; writes the CDI files.
+    """Allocates in the governor the units that the kubelet allocates; writes the CDI files.
 
     The order is that of the DRA driver: the governor first. Claims that overlap are taken back
     before.
@@ -205,8 +205,8 @@ def _require_apart(wanted: Sequence[Units], gpus: Sequence[Mapping[str, Any]]) -
 class DevicePlugin(services.DevicePluginServicer):  # type: ignore[misc]
     """The calls that the kubelet makes."""
 
-    def __init__(self, books: Allocations) -> None:
-        self._books = books
+    def __init__(self, allocations: Allocations) -> None:
+        self._allocations = allocations
         self._changed = threading.Condition()
         self._units: tuple[Unit, ...] = ()
         self._closed = False
@@ -267,7 +267,7 @@ class DevicePlugin(services.DevicePluginServicer):  # type: ignore[misc]
         """Enter the units and return their CDI devices."""
         asked = [list(one.devices_ids) for one in request.container_requests]
         try:
-            devices = self._books.allocate(asked)
+            devices = self._allocations.allocate(asked)
         except TidegateError as e:
             log.warning("units-refused", code=e.code, message=e.message, hint=e.hint)
             temporary = isinstance(e, GovernorError)
@@ -343,11 +343,15 @@ class PluginLoop:
     """The work that is done every second."""
 
     def __init__(
-        self, governor: UnitGovernor, books: Allocations, plugin: DevicePlugin, kubelet_dir: Path
+        self,
+        governor: UnitGovernor,
+        allocations: Allocations,
+        plugin: DevicePlugin,
+        kubelet_dir: Path,
     ) -> None:
         self._directory = directory = kubelet_dir / "device-plugins"
         self._governor = governor
-        self._books = books
+        self._allocations = allocations
         self._plugin = plugin
         self._kubelet = KubeletSocket(directory)
         self._endpoint = GrpcServer(
@@ -399,9 +403,9 @@ class PluginLoop:
             answer = self._governor.gpus()
             conditions = judge(answer["gpus"], self._governor.containers())
             if not self._restored:
-                self._books.restore()
+                self._allocations.restore()
                 self._restored = True
-            self._books.tell_again()
+            self._allocations.tell_again()
         except TidegateError as e:
             if self._away_since is None:
                 self._away_since = now
@@ -484,7 +488,7 @@ def serve(args: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     node = NodeClient(args.runtime_dir)
-    books = Allocations(
+    allocations = Allocations(
         node,
         Directory(args.cdi_dir),
         UnitPolicy(args.compute, args.compute_limit, args.strategy),
@@ -495,7 +499,7 @@ def serve(args: argparse.Namespace) -> None:
     kubelet_dir = Path(args.kubelet_dir)
     ready = Path(args.ready_file) if args.ready_file else None
     with _alone(kubelet_dir):
-        loop = PluginLoop(node, books, DevicePlugin(books), kubelet_dir)
+        loop = PluginLoop(node, allocations, DevicePlugin(allocations), kubelet_dir)
         log.info("plugin-started", kubelet_dir=args.kubelet_dir)
         try:
             while not stop.is_set():

@@ -19,7 +19,7 @@ from kube.claims import AllocatedClaim, AllocatedShare, Reference
 
 GIB = 1 << 30
 NAMESPACE = NODE
-"""Namespace of the plugin's claims in the governor's books; no namespace of a cluster has it."""
+"""Namespace of the plugin's claims in the governor; no namespace of a cluster has that name."""
 _UNIT = re.compile(r"([A-Za-z0-9-]{1,58})\.([0-9]{1,4})")
 _SHARE = re.compile(r"units-([0-9a-f]{1,240})")
 

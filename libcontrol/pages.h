@@ -34,5 +34,5 @@ bool pages_still_ours(void);
 
 /* ---- pages_rejoin.c ---- */
 
-void pages_note_own_books(void); /* the ledger in use belongs to this process alone */
+void pages_note_own_ledger(void); /* the ledger in use belongs to this process alone */
 void pages_rejoin_after_fork(void);

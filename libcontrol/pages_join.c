@@ -129,7 +129,7 @@ static enum pages_answer pages_join_patiently(void)
     }
 }
 
-static bool pages_keep_own_books(void)
+static bool pages_keep_own_ledger(void)
 {
     void *mapped = prim_map(LEDGER_SIZE, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1);
@@ -141,7 +141,7 @@ static bool pages_keep_own_books(void)
     pages_now.slot = (struct ledger_slot *)((char *)mapped + LEDGER_SLOTS);
     pages_now.slot->state = 1;
     pages_now.alone = true;
-    pages_note_own_books();
+    pages_note_own_ledger();
     control_log("the governor does not answer; this process keeps its quota by itself");
     return true;
 }
@@ -207,7 +207,7 @@ bool pages_start(void)
                     "the governor does not take this process: it is not in the container's control "
                     "group (as with nsenter), 64 of this container use the GPU already, or it "
                     "cannot be watched; see the governor's log");
-            if (answer == PAGES_JOINED || (answer == PAGES_NOBODY && pages_keep_own_books()))
+            if (answer == PAGES_JOINED || (answer == PAGES_NOBODY && pages_keep_own_ledger()))
                 atomic_store_release(&pages_started, 1);
             else
                 atomic_store_release(&pages_started, 2);

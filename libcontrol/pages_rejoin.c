@@ -23,7 +23,7 @@ struct pages_return {
     bool refused; /* the governor does not know this process's slot */
 };
 
-/* The ledger that this process had before: see pages_move_books(). */
+/* The ledger that this process had before: see pages_move_sums(). */
 struct pages_moved {
     bool by_itself; /* the ledger in use belongs to this process alone */
     struct ledger_header *ledger;
@@ -34,7 +34,7 @@ struct pages_moved {
 static struct pages_return coming_back = {.fd = -1};
 static struct pages_moved moved;
 
-void pages_note_own_books(void)
+void pages_note_own_ledger(void)
 {
     moved.by_itself = true;
 }
@@ -148,7 +148,7 @@ static void pages_forward(struct ledger_slot *to)
  * ledger stays mapped. A thread that is waiting for GPU time announces its next launch in the old
  * ledger, so the arbiter does not see that launch begin.
  */
-static bool pages_move_books(uint32_t index, int ledger_fd, const struct pages_file *file)
+static bool pages_move_sums(uint32_t index, int ledger_fd, const struct pages_file *file)
 {
     struct ledger_header *mapped;
     struct ledger_slot *seen, *slot;
@@ -210,7 +210,7 @@ static void pages_hear_again(struct pages_return *r, uint64_t now)
                pages_now.slot ==
                    (struct ledger_slot *)((char *)pages_now.ledger + LEDGER_SLOTS) + slot;
         if (!same)
-            same = pages_move_books(slot, ledger_fd, &file);
+            same = pages_move_sums(slot, ledger_fd, &file);
     }
     if (ledger_fd >= 0)
         prim_close(ledger_fd);
@@ -221,7 +221,7 @@ static void pages_hear_again(struct pages_return *r, uint64_t now)
     pages_give_up(r, now);
     r->refused = true;
     atomic_store_relaxed(&pages_now.alone, true);
-    control_log("the governor that runs now has no books of this process; it keeps its quota by "
+    control_log("the governor that runs now has no ledger of this process; it keeps its quota by "
                 "itself");
 }
 

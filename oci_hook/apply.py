@@ -11,7 +11,8 @@ import errno
 import os
 import select
 
-from oci_hook import kernel, traces
+from oci_hook import cleanup, kernel
+from oci_hook.cleanup import TEMPORARY, HookTrace
 from oci_hook.errors import (
     BundleError,
     HookError,
@@ -22,10 +23,9 @@ from oci_hook.errors import (
 )
 from oci_hook.files import as_owner, remove, write_all
 from oci_hook.image import open_root
+from oci_hook.light_typing import suppress
 from oci_hook.plan import BindDirectory, BindFile, Operation, Plan, WriteCache
 from oci_hook.quick import Whole
-from oci_hook.record import suppress
-from oci_hook.traces import TEMPORARY, HookTrace
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 else:
     from _functools import partial  # functools imports collections and more
 
-    from oci_hook.record import assert_never
+    from oci_hook.light_typing import assert_never
 
 READONLY = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
 ASIDE = ".ld.so.cache.tidegate-aside"
@@ -502,7 +502,7 @@ def _keep(plan: Plan, container: CreatedContainer) -> dict[str, Any]:
     for operation in plan.operations:
         if isinstance(operation, WriteCache):
             with suppress(OSError):
-                return traces.keep(container.rootfd, operation.target, operation.before)
+                return cleanup.keep(container.rootfd, operation.target, operation.before)
     return {}
 
 

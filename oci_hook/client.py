@@ -8,14 +8,14 @@ from _struct import Struct, pack  # struct only re-exports these names
 from time import monotonic, sleep
 
 from oci_hook.errors import AdmissionRefusedError, UnreachableError, show
-from oci_hook.notation import dump_json, load_json
+from oci_hook.light_json import dump_json, load_json
 from oci_hook.state import is_text
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
     from typing import Any, NamedTuple
 else:
-    from oci_hook.record import NamedTuple
+    from oci_hook.light_typing import NamedTuple
 
 LINE_LIMIT = 64 << 10
 MOST_MINOR = (1 << 20) - 1  # MINORMASK

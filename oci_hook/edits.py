@@ -11,7 +11,7 @@ import os
 import stat
 
 from oci_hook.errors import BundleError, DeviceError, HookError, show
-from oci_hook.letters import DIGITS, consists_of
+from oci_hook.light_re import DIGITS, consists_of
 from oci_hook.quick import PREFIX
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import Any, NamedTuple
 else:
-    from oci_hook.record import NamedTuple
+    from oci_hook.light_typing import NamedTuple
 
 RESERVATION = PREFIX + "reservation"
 TOKEN_LIMIT = 64

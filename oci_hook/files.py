@@ -6,7 +6,7 @@ import errno
 import os
 
 from oci_hook import kernel
-from oci_hook.record import suppress
+from oci_hook.light_typing import suppress
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:

@@ -31,27 +31,27 @@ import time
 import oci_hook.apart
 import oci_hook.apply
 import oci_hook.claims
+import oci_hook.cleanup
 import oci_hook.client
 import oci_hook.crun
 import oci_hook.edits
 import oci_hook.entry
 import oci_hook.files
-import oci_hook.foreign
 import oci_hook.gvisor
 import oci_hook.image
 import oci_hook.kernel
 import oci_hook.ldcache
+import oci_hook.light_ctypes
+import oci_hook.light_json
 import oci_hook.log
 import oci_hook.main
 import oci_hook.manifest
-import oci_hook.notation
 import oci_hook.plan
 import oci_hook.quick
 import oci_hook.request
 import oci_hook.reserve
 import oci_hook.runtime
 import oci_hook.start
-import oci_hook.traces
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
     from typing import Any, Literal, NamedTuple
 else:
-    from oci_hook.record import NamedTuple
+    from oci_hook.light_typing import NamedTuple
 
 LOADER_LIMIT = 8 << 20
 ENTRIES_SHOWN = 3

@@ -17,7 +17,7 @@ TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
     import ctypes
 else:
-    from oci_hook import foreign as ctypes
+    from oci_hook import light_ctypes as ctypes
 
 AT_EMPTY_PATH = 0x1000
 AT_FDCWD = -100

@@ -12,7 +12,7 @@ TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
     from typing import NamedTuple
 else:
-    from oci_hook.record import NamedTuple
+    from oci_hook.light_typing import NamedTuple
 
 OLD_MAGIC = b"ld.so-1.7.0"
 NEW_MAGIC = b"glibc-ld.so.cache1.1"

@@ -28,7 +28,7 @@ class RunEvent:
 
     def emit(self, outcome: str, **fields: object) -> None:
         """Write the line, once."""
-        from oci_hook.notation import dump_json
+        from oci_hook.light_json import dump_json
 
         # In the governor's format; a log file has no other timestamp.
         stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

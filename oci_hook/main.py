@@ -15,9 +15,9 @@ from oci_hook.errors import (
     InternalError,
     show,
 )
+from oci_hook.light_typing import suppress
 from oci_hook.log import RunEvent, complain
 from oci_hook.quick import CONFIG_LIMIT, PREFIX, HookOptions, may_mention_us
-from oci_hook.record import suppress
 from oci_hook.state import (
     OciState,
     is_sandbox,
@@ -67,7 +67,7 @@ def precreate(options: HookOptions, data: bytes | None, event: RunEvent) -> str:
             f"config.json on stdin is larger than {CONFIG_LIMIT} bytes", hint="make it smaller"
         )
     from oci_hook.edits import HookEntry, enter_hook
-    from oci_hook.notation import dump_json
+    from oci_hook.light_json import dump_json
     from oci_hook.reserve import Settings, edit_config
 
     settings = Settings(
@@ -98,10 +98,10 @@ def precreate(options: HookOptions, data: bytes | None, event: RunEvent) -> str:
 
 def release(options: HookOptions, state: OciState) -> str:
     """Remove what a container left and tell the governor, which would notice on its own, too."""
-    from oci_hook import traces
+    from oci_hook import cleanup
 
-    traces.take_back(options.runtime_dir, state.id)
-    traces.sweep_apart(options.runtime_dir)
+    cleanup.take_back(options.runtime_dir, state.id)
+    cleanup.sweep_apart(options.runtime_dir)
     asks = any(name.startswith(PREFIX) for name in state.annotations)
     governed = options.governed or options.claim != ""
     if not governed and (is_sandbox(state.annotations) or not asks):

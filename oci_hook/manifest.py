@@ -11,8 +11,8 @@ import fcntl
 import os
 
 from oci_hook.errors import MirrorMismatchError, NoMirrorError, show
-from oci_hook.letters import DIGITS, HEX, LETTERS, consists_of, is_below, is_path, is_version
-from oci_hook.notation import load_json
+from oci_hook.light_json import load_json
+from oci_hook.light_re import DIGITS, HEX, LETTERS, consists_of, is_below, is_path, is_version
 from oci_hook.quick import read_bounded
 from oci_hook.request import ALL_CAPABILITIES
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any, Literal, NamedTuple
 else:
-    from oci_hook.record import NamedTuple
+    from oci_hook.light_typing import NamedTuple
 
 SCHEMA = 2
 MANIFEST_LIMIT = 16 << 20

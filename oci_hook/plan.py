@@ -12,7 +12,7 @@ TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
     from typing import Literal, NamedTuple
 else:
-    from oci_hook.record import NamedTuple
+    from oci_hook.light_typing import NamedTuple
 
 
 class BindDirectory(NamedTuple):

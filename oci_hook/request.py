@@ -7,14 +7,14 @@ both.
 from __future__ import annotations
 
 from oci_hook.errors import AnnotationError, show
-from oci_hook.letters import HEX, consists_of, is_number
+from oci_hook.light_re import HEX, consists_of, is_number
 from oci_hook.quick import PREFIX
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
     from typing import NamedTuple
 else:
-    from oci_hook.record import NamedTuple
+    from oci_hook.light_typing import NamedTuple
 
 UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 CAPABILITIES = ("compat32", "compute", "display", "graphics", "ngx", "utility", "video")

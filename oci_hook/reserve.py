@@ -21,8 +21,8 @@ from oci_hook.edits import (
     take_reservation,
 )
 from oci_hook.errors import AnnotationError, HookError, NoMirrorError, UnservedImageError, show
+from oci_hook.light_json import dump_json
 from oci_hook.log import RunEvent
-from oci_hook.notation import dump_json
 from oci_hook.quick import PREFIX
 from oci_hook.request import Request, check_request, parse_annotations
 from oci_hook.state import find_root, is_sandbox, parse_document
@@ -31,7 +31,7 @@ TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
     from typing import Any, NamedTuple
 else:
-    from oci_hook.record import NamedTuple
+    from oci_hook.light_typing import NamedTuple
 
 VARIABLES = {
     "TIDEGATE_MEMORY": "memory",

@@ -238,7 +238,7 @@ def _tell_engine(call: EngineCall, line: str) -> None:
         return
     import time
 
-    from oci_hook.notation import dump_json
+    from oci_hook.light_json import dump_json
 
     if call.log_format == "json":
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -435,13 +435,13 @@ def take_back(call: EngineCall, node: NodeSettings) -> None:
     from oci_hook.apart import run_apart
 
     def work() -> int:
-        from oci_hook import traces
+        from oci_hook import cleanup
         from oci_hook.quick import arm, disarm
 
         arm(END_DEADLINE, NAME)
         try:
-            traces.take_back(node.runtime_dir, call.ident)
-            traces.sweep_apart(node.runtime_dir)
+            cleanup.take_back(node.runtime_dir, call.ident)
+            cleanup.sweep_apart(node.runtime_dir)
         except Exception as e:  # noqa: BLE001
             _tell_left(node, e)
         finally:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from oci_hook import kernel, traces
+from oci_hook import cleanup, kernel
 from oci_hook.apply import CreatedContainer, MountNamespace, Undo, apply_plan, explain
 from oci_hook.claims import as_request
 from oci_hook.client import PATIENCE, Client, Grant, require_reachable
@@ -115,9 +115,9 @@ def prepare_container(start: Start) -> str:
     finally:
         client.close()
     # Some engines do not report the end of a container, so the notes are swept now and then.
-    if state.pid % traces.SWEEP == 0:  # by chance, about one start in SWEEP
+    if state.pid % cleanup.SWEEP == 0:  # by chance, about one start in SWEEP
         shield()
-        traces.sweep_apart(options.runtime_dir)
+        cleanup.sweep_apart(options.runtime_dir)
     return "prepared"
 
 
@@ -143,12 +143,12 @@ def inspect(start: Start, asked: Asked) -> NodeAndImage:
     event.phase("manifest")
     container = CreatedContainer(state.pid, bundle.root)
     # Left by an earlier container with this id, if its end was not reported.
-    traces.take_back(options.runtime_dir, state.id)
+    cleanup.take_back(options.runtime_dir, state.id)
     # Held until this process ends: another start or end on this root finds either everything
     # that this start creates, or nothing.
     place = os.fstat(container.rootfd)
     home = kernel.path_of(container.procfd, container.rootfd)
-    traces.lock(options.runtime_dir, place.st_dev, place.st_ino)
+    cleanup.lock(options.runtime_dir, place.st_dev, place.st_ino)
     image = inspect_image(
         container.rootfd,
         container.procfd,
@@ -189,7 +189,9 @@ def mount(start: Start, found: NodeAndImage, plan: Plan, client: Client) -> None
         skipped = [*plan.skipped, *apply_plan(plan, found.manifest.hold, found.container, undo)]
         try:
             with Whole():
-                traces.remember(options.runtime_dir, state.id, state.pid, found.home, undo.traces())
+                cleanup.remember(
+                    options.runtime_dir, state.id, state.pid, found.home, undo.traces()
+                )
                 noted = True
         except OSError as e:
             skipped.append(f"traces of this container will stay: {e.strerror}")
@@ -205,7 +207,7 @@ def mount(start: Start, found: NodeAndImage, plan: Plan, client: Client) -> None
         # Not `noted`: a note of this id belongs to a running container of another engine.
         # `left`: the note has to stay, because the container's end removes what is left.
         if noted and not left:
-            traces.forget(options.runtime_dir, state.id)
+            cleanup.forget(options.runtime_dir, state.id)
         if left:
             event.fields["left_behind"] = left
         raise

@@ -10,7 +10,7 @@ import os
 import stat
 
 from oci_hook.errors import AnnotationError, BundleError, HookError, OciStateError, show
-from oci_hook.notation import load_json
+from oci_hook.light_json import load_json
 from oci_hook.quick import CONFIG_LIMIT, PREFIX, STATE_LIMIT, read_bounded
 
 TYPE_CHECKING = False  # typing itself takes 3 ms

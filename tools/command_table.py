@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from governor import cli, daemon  # noqa: E402
-from governor.places import control_dir  # noqa: E402
+from governor.install_paths import control_dir  # noqa: E402
 
 Takes = Literal["nothing", "word", "file", "directory", "container"]
 

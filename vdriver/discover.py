@@ -16,9 +16,9 @@ from pathlib import Path
 from vdriver.driver import Driver, DriverFile
 from vdriver.elf import read_library, version_in_name
 from vdriver.errors import DriverError, LibraryError
+from vdriver.fixed_dirs import TRIPLETS, alternatives_of, find_data
 from vdriver.ldcache import MACHINE_FLAGS, MAX_BYTES, CacheError, parse_cache
 from vdriver.manifest import Bind
-from vdriver.places import TRIPLETS, alternatives_of, find_data
 from vdriver.reader import Read, TreeReader
 from vdriver.tables import Tables, read_tables, stem
 from vdriver.tree import Tree

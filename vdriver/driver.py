@@ -1,6 +1,6 @@
 """Dataclasses that describe a driver: the files found below a root, and those left out.
 
-discover.py, places.py and wsl.py create them; plan.py turns them into a generation.
+discover.py, fixed_dirs.py and wsl.py create them; plan.py turns them into a generation.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ from pathlib import Path
 from vdriver.control import fit_control, read_control
 from vdriver.discover import find_driver
 from vdriver.driver import Skipped
+from vdriver.elf_cache import ElfCache
 from vdriver.errors import MirrorError
 from vdriver.manifest import Manifest
 from vdriver.mirror import Progress, apply_mirror, current_manifest, exclusive, is_fresh
 from vdriver.plan import DATA, Copy, MirrorPlan, plan_mirror
-from vdriver.readings import Readings
 
 DRIVERS = ("origin", "library", "program", "data")  # roles of files from the driver's packages
 READINGS = "readings.json"  # next to the generations: cache of what the driver's files contain
@@ -78,7 +78,7 @@ def refresh(
             _require_whole(plan, current_manifest(output))
         return plan
 
-    readings = Readings(Path(output, READINGS))
+    readings = ElfCache(Path(output, READINGS))
     if dry_run:
         return _foresee(look(), output)
     if not Path(output).exists():

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from governor import places
+from governor import install_paths
 from governor.config import PATH
 from governor.doctor.finding import Finding, UnseenError, ok, warning, wrong
 from governor.doctor.mirror import kind_of_mirror
@@ -243,7 +243,11 @@ def owners(node: ExaminedNode) -> Iterator[Finding]:
 
 def control(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether a refresh would find the control libraries."""
-    directory = places.control_dir() if node.alive else places.PRIVATE / places.triplet()
+    directory = (
+        install_paths.control_dir()
+        if node.alive
+        else install_paths.PRIVATE / install_paths.triplet()
+    )
     lacking = [
         name
         for name in ("libcuda.so.1", "libnvidia-ml.so.1")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from governor import places
+from governor import install_paths
 from governor.errors import SetupError
 from governor.setup import tomltext
 from governor.setup.files import HostFile, Root
@@ -99,7 +99,7 @@ class SetupPlan:
 
 def packaged(name: str) -> str:
     """Return the text of a file of packaging/, from the checkout or as installed."""
-    file = places.shared_file(name)
+    file = install_paths.shared_file(name)
     if file is not None:
         return file.read_text(encoding="utf-8")
     raise SetupError(

@@ -25,20 +25,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(_args: argparse.Namespace) -> int:
     """Print the script."""
-    from governor import places
+    from governor import install_paths
 
-    if places.is_checkout():
-        where = shlex.quote(str(places.CODE))
+    if install_paths.is_checkout():
+        where = shlex.quote(str(install_paths.CODE))
         print(_comment(f"This is a checkout. `make -C {where} install` does what a package does."))
-    elif not places.is_wheel():
+    elif not install_paths.is_wheel():
         print(
             _comment(
-                f"{places.CODE.parent} is from a package or make install: nothing is left to do."
+                f"{install_paths.CODE.parent} is from a package or make install:"
+                " nothing is left to do."
             )
         )
     else:
         # Not sys.prefix: without an environment, pip puts commands below /usr/local.
-        print("\n".join(script(places.CODE, Path(sysconfig.get_path("scripts")))))
+        print("\n".join(script(install_paths.CODE, Path(sysconfig.get_path("scripts")))))
     return 0
 
 
@@ -84,11 +85,11 @@ def script(code: Path, commands: Path) -> Iterator[str]:
 
 def _faults(code: Path, commands: Path) -> Iterator[str]:
     """Yield what makes this place unfit, as comments and the command that ends the script."""
-    from governor import places
+    from governor import install_paths
 
-    if places.PRIVATE.exists():
+    if install_paths.PRIVATE.exists():
         yield _comment(
-            f"{places.PRIVATE} exists: Tidegate is installed by a package or make install."
+            f"{install_paths.PRIVATE} exists: Tidegate is installed by a package or make install."
         )
         yield "# This script would replace its programs and hide its units. Uninstall it first."
         yield "exit 1"

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from governor.places import control_dir
+from governor.install_paths import control_dir
 
 if TYPE_CHECKING:
     from vdriver.manifest import CapabilitySet

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from oci_hook.apply import CreatedContainer
+from oci_hook.cleanup import HookTrace, remember, take_back
 from oci_hook.errors import BundleError
-from oci_hook.traces import HookTrace, remember, take_back
 from tests.container.bundles import LIBDIR, TARGET, DiskBundle, Runtime, compile_c, make_library
 from tests.container.conftest import HookNode
 from tests.container.held import HeldContainer

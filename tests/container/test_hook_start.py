@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from oci_hook import traces
-from oci_hook.traces import HookTrace
+from oci_hook import cleanup
+from oci_hook.cleanup import HookTrace
 from tests.container.bundles import (
     GPU,
     LIBDIR,
@@ -471,7 +471,7 @@ IDMAPPED_END = """
 import os, subprocess, sys
 idmap, namespace, root, run, tree = sys.argv[1:]
 sys.path.insert(0, tree)
-from oci_hook.traces import HookTrace, keep, remember, take_back
+from oci_hook.cleanup import HookTrace, keep, remember, take_back
 path = "etc/ld.so.cache"
 below = os.open(root, os.O_PATH | os.O_DIRECTORY)
 subprocess.run([idmap, namespace, root], check=True)
@@ -595,11 +595,11 @@ def test_nothing_goes_from_another_mount(node: HookNode) -> None:
         (root / "etc/ld.so.cache").write_bytes(b"of the volume")
         rootfd = os.open(root, os.O_PATH | os.O_DIRECTORY)
         with pytest.raises(OSError, match="Invalid cross-device link"):
-            traces.keep(rootfd, "etc/ld.so.cache", b"of the volume")
+            cleanup.keep(rootfd, "etc/ld.so.cache", b"of the volume")
         os.close(rootfd)
         made = [HookTrace("directory", "volume/tidegate"), HookTrace("file", "volume/smi")]
-        traces.remember(str(run), "c1", 1 << 30, str(root), made)
-        traces.take_back(str(run), "c1")
+        cleanup.remember(str(run), "c1", 1 << 30, str(root), made)
+        cleanup.take_back(str(run), "c1")
         assert {p.name for p in (root / "volume").iterdir()} == {"tidegate", "smi"}
     finally:
         for directory in ("volume", "etc"):

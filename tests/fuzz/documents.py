@@ -29,9 +29,9 @@ from oci_hook.errors import (
     MirrorMismatchError,
     UnreachableError,
 )
+from oci_hook.light_json import load_json
 from oci_hook.log import RunEvent
 from oci_hook.manifest import parse_manifest
-from oci_hook.notation import load_json
 from oci_hook.quick import PREFIX
 from oci_hook.request import parse_annotations
 from oci_hook.state import our_annotations, parse_config, parse_state

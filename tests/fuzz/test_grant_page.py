@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.room import GrantRoom, control_folder
+from bench.sandbox import GrantSandbox, control_folder
 from libcontrol import layout, pages
 from simgpu import simgpu
 from tests.conftest import lack
@@ -51,7 +51,7 @@ class StressProgram:
         simgpu.create(work / "gpu")
         driver = (build / "simgpu/libcuda.so.1").resolve()
         self.library = control_folder(work / "lib", build / "libcontrol/libcuda.so.1", driver)
-        self.room = GrantRoom(work / "room", [UUID], **{"memory_limit": 1 << 30, **fields})
+        self.room = GrantSandbox(work / "room", [UUID], **{"memory_limit": 1 << 30, **fields})
 
     def start(self, *options: str) -> subprocess.Popen[str]:
         """Start the program, with its errors in its output."""
@@ -105,7 +105,7 @@ def number(draw: random.Random) -> int:
     )  # fmt: skip
 
 
-def damage(room: GrantRoom, draw: random.Random) -> list[str]:
+def damage(room: GrantSandbox, draw: random.Random) -> list[str]:
     """Change one to four words of the page, and return a description of the changes."""
     done = []
     for _ in range(draw.randrange(1, 5)):

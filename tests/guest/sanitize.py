@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.room import GrantRoom, control_folder
+from bench.sandbox import GrantSandbox, control_folder
 from simgpu import simgpu
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -52,7 +52,7 @@ def build(sanitizer: str) -> Path:
     return folder
 
 
-def open_and_close(room: GrantRoom, process: subprocess.Popen[str], seed: int = 1) -> None:
+def open_and_close(room: GrantSandbox, process: subprocess.Popen[str], seed: int = 1) -> None:
     """Change the grant as a governor does, and as it stays while a governor is away, until the
     process ends.
     """
@@ -92,7 +92,7 @@ def stress(folder: Path, work: Path, environment: dict[str, str]) -> tuple[int, 
         work / "lib", folder / "libcontrol/libcuda.so.1", (folder / "simgpu/libcuda.so.1").resolve()
     )
     uuid = simgpu.device_uuid(1, 0).bytes
-    with GrantRoom(work / "room", [uuid], memory_limit=1 << 30) as room:
+    with GrantSandbox(work / "room", [uuid], memory_limit=1 << 30) as room:
         # Without randomisation: sanitizers need their shadow memory at addresses where mappings may
         # be.
         command = ["setarch", "-R", str(folder / "stress"), "--seconds", str(SECONDS)]
@@ -126,7 +126,7 @@ def main() -> int:
     parser.add_argument("sanitizer", choices=sorted(OPTIONS))
     sanitizer = parser.parse_args().sanitizer
     with tempfile.TemporaryDirectory() as work:
-        with GrantRoom(Path(work) / "probe", []) as room:
+        with GrantSandbox(Path(work) / "probe", []) as room:
             probe = subprocess.run(
                 room.command("true"), capture_output=True, text=True, check=False
             )

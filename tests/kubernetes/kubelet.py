@@ -59,6 +59,9 @@ QUICK = [
 ]
 
 
+ENDED = (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
+"""Statuses of a call to a server that ends."""
+
 CDI = re.compile(r"[a-z0-9][a-z0-9.-]*/[A-Za-z][A-Za-z0-9_-]*=[A-Za-z0-9][A-Za-z0-9_.:-]*")
 """A device's qualified name: vendor, class and name."""
 
@@ -86,7 +89,22 @@ class Kubelet:
         self._channel: Any = None
 
     def register(self, seconds: float = 15.0, *, accept: bool = True, instance: str = "") -> None:
-        """Wait for the plugin's registration socket, of the given or any instance, and register the plugin."""
+        """Wait for the plugin's registration socket, of the given or any instance, and register the plugin.
+
+        A plugin that makes its sockets anew ends the calls to the old ones. Like a kubelet, this tries again then.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                self._register(seconds, accept=accept, instance=instance)
+                break
+            except grpc.RpcError as e:
+                if e.code() not in ENDED or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+        self.connect()
+
+    def _register(self, seconds: float, *, accept: bool, instance: str) -> None:
         path = wait_for(
             lambda: next(iter(self.registry.glob(f"*{instance}-reg.sock")), None),
             "a registration socket",
@@ -107,7 +125,6 @@ class Kubelet:
                 ),
                 timeout=10,
             )
-        self.connect()
 
     def connect(self) -> None:
         """Connect to the plugin anew."""

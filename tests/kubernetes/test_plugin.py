@@ -117,12 +117,12 @@ class CallingKubelet:
 @pytest.fixture
 def node(tmp_path: Path):
     governor = BookingGovernor()
-    books = Allocations(
+    allocations = Allocations(
         governor, Directory(tmp_path / "cdi"), UnitPolicy(), hook="/usr/bin/tidegate-hook"
     )
-    plugin = DevicePlugin(books)
+    plugin = DevicePlugin(allocations)
     kubelet = CallingKubelet(tmp_path / "device-plugins")
-    loop = PluginLoop(governor, books, plugin, tmp_path)
+    loop = PluginLoop(governor, allocations, plugin, tmp_path)
     kubelet.start()
     yield governor, kubelet, loop, plugin, tmp_path
     loop.stop()
@@ -284,8 +284,8 @@ def test_a_kubelet_that_is_not_there_is_said_and_not_each_second(
     clock = [100.0]
     monkeypatch.setattr("kube.plugin.time.monotonic", lambda: clock[0])
     governor = BookingGovernor()
-    books = Allocations(governor, Directory(tmp_path / "cdi"), UnitPolicy())
-    loop = PluginLoop(governor, books, DevicePlugin(books), tmp_path)
+    allocations = Allocations(governor, Directory(tmp_path / "cdi"), UnitPolicy())
+    loop = PluginLoop(governor, allocations, DevicePlugin(allocations), tmp_path)
     with capture_logs() as logs:
         for _ in range(30):
             loop.turn()

@@ -64,10 +64,10 @@ def test_pods_of_any_namespace_use_the_device_plugins_units(
 ) -> None:
     """The kubelet names no namespace together with units; the engine names the pod's together with the container."""
     governor = NodeClient(node.config.runtime_dir)
-    books = Allocations(governor, Directory(tmp_path / "cdi"), UnitPolicy())
+    allocations = Allocations(governor, Directory(tmp_path / "cdi"), UnitPolicy())
     units = unit_names(governor.gpus()["gpus"][0])
     for namespace, own in (("default", units[:4]), ("team-a", units[4:8])):
-        (device,) = books.allocate([own])
+        (device,) = allocations.allocate([own])
         claim = next(one for one in governor.claims() if one["uid"] in device)
         admit(node, f"of-{namespace}", claim, namespace)
         # No namespace can have this name, so that no claim of the cluster is taken for units.
@@ -113,17 +113,17 @@ def test_units_are_told_again_where_the_governor_has_lost_its_file(
     node: GovernorNode, tmp_path: Path
 ) -> None:
     governor = NodeClient(node.config.runtime_dir)
-    books = Allocations(governor, Directory(tmp_path / "cdi"), UnitPolicy())
+    allocations = Allocations(governor, Directory(tmp_path / "cdi"), UnitPolicy())
     units = unit_names(governor.gpus()["gpus"][0])
-    books.allocate([units[:2]])
-    books.allocate([units[2:4]])
+    allocations.allocate([units[:2]])
+    allocations.allocate([units[2:4]])
     before = governor.claims()
     node.stop()
     (tmp_path / "state" / "state.db").write_bytes(b"no database" * 1000)
     node.start()
     assert governor.claims() == []
-    books.allocate([units[3:5]])  # to another pod: the second claim is over
-    books.tell_again()
+    allocations.allocate([units[3:5]])  # to another pod: the second claim is over
+    allocations.tell_again()
     assert len(governor.claims()) == 2
     assert before[0] in governor.claims()
     assert before[1] not in governor.claims()

@@ -105,7 +105,7 @@ def test_beside_a_package_it_replaces_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("governor.verbs.install._is_roots", lambda _: True)
-    monkeypatch.setattr("governor.places.PRIVATE", tmp_path)
+    monkeypatch.setattr("governor.install_paths.PRIVATE", tmp_path)
     lines = list(script(Path("/opt/x/lib"), Path("/opt/x/bin")))
     assert lines[0].startswith(f"# {tmp_path} exists")
     assert lines[2] == "exit 1"

@@ -24,8 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from governor import web
 from governor.admissions import Pending
+from governor.allocations import AllocationTable
 from governor.arbiter import Runner, load_library
-from governor.books import Books
 from governor.config import Config, Metrics, Web
 from governor.container import Container
 from governor.history import STEP_NS, History, Use
@@ -66,7 +66,9 @@ class MetricsWorld:
         )
         self.runner = Runner(load_library(library), self.config)
         devices = [Device(0, UUID, 'a "GPU" \\ of ours', 16 * GIB)]
-        self.server = Server(self.config, Books(devices, self.config), {UUID: self.runner})
+        self.server = Server(
+            self.config, AllocationTable(devices, self.config), {UUID: self.runner}
+        )
         self.path = directory / "metrics.sock"
         self.children: list[subprocess.Popen[str]] = []
 

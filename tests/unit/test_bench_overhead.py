@@ -9,7 +9,7 @@ import pytest
 
 from bench import figures, overhead, report_docs, run, step
 from bench.provenance import describe_run
-from bench.room import GrantRoom, control_folder
+from bench.sandbox import GrantSandbox, control_folder
 from libcontrol import layout
 from tests.conftest import lack
 
@@ -19,7 +19,7 @@ STUB = b"tidegate stub 0."
 @pytest.fixture
 def room(tmp_path):
     """A room, on machines where this process can have a mount namespace."""
-    with GrantRoom(tmp_path / "room", [STUB]) as made:
+    with GrantSandbox(tmp_path / "room", [STUB]) as made:
         done = subprocess.run(made.command("true"), capture_output=True, text=True, check=False)
         if done.returncode:
             lack(f"no mount namespace: {done.stderr.strip()}")
@@ -98,7 +98,7 @@ def test_a_process_in_a_room_reads_the_page_and_writes_the_ledger(room, build_di
 
 
 def test_a_room_says_what_its_owner_wrote(tmp_path):
-    with GrantRoom(tmp_path / "room", [STUB, bytes(16)], compute=5) as room:
+    with GrantSandbox(tmp_path / "room", [STUB, bytes(16)], compute=5) as room:
         room.grant_until(0, device=1)
         page = (tmp_path / "room/grant").read_bytes()
     assert page[:8] == b"TDGGRANT"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.room import FUTEX_WAKE, SYS_FUTEX
+from bench.sandbox import FUTEX_WAKE, SYS_FUTEX
 from libcontrol import layout, pages
 from simgpu.testing import CudaError
 from tests.conftest import ROOT

@@ -28,8 +28,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from governor import metrics
 from governor.admissions import Pending
+from governor.allocations import AllocationTable
 from governor.arbiter import Runner
-from governor.books import Books
 from governor.claims import Claim, ClaimShare, merge, parse_claim, uses_key
 from governor.config import Config
 from governor.container import container_key
@@ -98,7 +98,9 @@ class ClaimsWorld:
         self.state = State(Path(self.config.state_dir) / NAME)
         self.state.load()
         runners = {device.uuid: cast("Runner", IdleRunner()) for device in self.devices}
-        self.server = Server(self.config, Books(self.devices, self.config), runners, self.state)
+        self.server = Server(
+            self.config, AllocationTable(self.devices, self.config), runners, self.state
+        )
         await self.server.adopt()
 
     def kill(self) -> None:
@@ -159,7 +161,7 @@ class ClaimsWorld:
 
     def booked(self, gpu: int = 0) -> tuple[int, int]:
         """Return the memory and the time of a GPU that are booked."""
-        one = self.server._books._gpus[gpu]
+        one = self.server._allocations._gpus[gpu]
         return one.memory_used, one.compute_used
 
     def close(self) -> None:
@@ -577,7 +579,7 @@ def test_who_may_not_use_a_claim_hears_why(
 def test_a_gpu_that_does_not_answer_takes_no_container_of_a_claim() -> None:
     async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a"))
-        world.server.books.set_lost(GPUS[0].uuid, "GPU is lost")
+        world.server.allocations.set_lost(GPUS[0].uuid, "GPU is lost")
         with pytest.raises(
             RefusedError, match="GPU 0 of claim default/name-a does not answer: GPU is lost"
         ):
@@ -587,7 +589,7 @@ def test_a_gpu_that_does_not_answer_takes_no_container_of_a_claim() -> None:
             match="claim default/name-b asks for 4096 MiB and 1 % of GPU 0, which does not answer",
         ):
             world.claim(told("b", share(compute=1)))
-        world.server.books.set_lost(GPUS[0].uuid, None)
+        world.server.allocations.set_lost(GPUS[0].uuid, None)
         await world.admit("two", use("a"))
 
     run(scene)

@@ -136,7 +136,7 @@ def test_a_scrape_shows_what_the_governor_knows(play: Callable[[Scene], None]) -
         assert of(found, "container_violation", **own, kind="compute") == 0
         odd = {"container": 'odd "name"\n', "gpu": UUID}
         assert of(found, "container_memory_limit_bytes", **odd) == 2 * GIB
-        world.server.books.set_lost(UUID, "GPU is lost")
+        world.server.allocations.set_lost(UUID, "GPU is lost")
         lost = await world.scrape()
         assert of(lost, "gpu_lost", **gpu) == 1
         assert of(lost, "gpu_memory_grantable_bytes", **gpu) == 0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from governor.books import Books
+from governor.allocations import AllocationTable
 from governor.config import Config
 from governor.errors import RefusedError
 from governor.placement import EXACT, Nearness, Standing, place
@@ -63,12 +63,12 @@ class PlacementNode:
     """Books with a policy. Containers are named by consecutive numbers."""
 
     def __init__(self, n: int, topology: Topology, policy: str = "topology") -> None:
-        self.books = Books(gpus(n), Config(placement=policy), topology)
+        self.allocations = AllocationTable(gpus(n), Config(placement=policy), topology)
         self.number = 0
 
     def start(self, **annotations: object) -> list[int]:
         self.number += 1
-        _, devices = self.books.admit(str(self.number), ask(**annotations))
+        _, devices = self.allocations.admit(str(self.number), ask(**annotations))
         return [device.index for device in devices]
 
 
@@ -160,36 +160,36 @@ def test_named_gpus_are_never_moved() -> None:
 
 def test_a_lost_gpu_is_not_granted_and_is_no_reason_to_keep_its_neighbour() -> None:
     node = PlacementNode(4, linked(4, {(0, 1): 4, (2, 3): 4}))
-    node.books.set_lost(uuids(4)[1], "GPU is lost")
+    node.allocations.set_lost(uuids(4)[1], "GPU is lost")
     assert node.start(compute=100) == [0]
     with pytest.raises(RefusedError, match=r"^GPU 1 does not answer: GPU is lost; name another"):
         node.start(devices=1)
     with pytest.raises(RefusedError, match="4 GPUs were asked for, this node has 3 GPUs to share"):
         node.start(count=4)
-    node.books.set_lost(uuids(4)[1], None)
+    node.allocations.set_lost(uuids(4)[1], None)
     assert node.start(devices=1) == [1]
 
 
 def test_where_no_gpu_answers_the_reason_is_said() -> None:
     node = PlacementNode(2, Topology())
     for uuid in uuids(2):
-        node.books.set_lost(uuid, "GPU is lost")
+        node.allocations.set_lost(uuid, "GPU is lost")
     with pytest.raises(RefusedError, match=r"^none of 2 GPUs answers: GPU is lost"):
         node.start()
 
 
 def test_a_gpu_that_could_not_be_read_is_refused_by_name_with_the_reason() -> None:
-    books = Books(gpus(1), Config(), None, {1: "GPU is lost"})
+    allocations = AllocationTable(gpus(1), Config(), None, {1: "GPU is lost"})
     with pytest.raises(
         RefusedError, match="devices names 1, which cannot be shared: GPU is lost"
     ) as caught:
-        books.admit("a", ask(devices=1))
+        allocations.admit("a", ask(devices=1))
     assert "restart" in caught.value.hint
 
 
 def test_a_node_whose_gpus_all_fail_says_why() -> None:
     with pytest.raises(RefusedError, match=r"^this node has no GPU, 0 is not shared: GPU is lost;"):
-        Books([], Config(), None, {0: "GPU is lost"}).admit("a", ask())
+        AllocationTable([], Config(), None, {0: "GPU is lost"}).admit("a", ask())
 
 
 def test_more_gpus_than_a_container_may_have_are_refused() -> None:
@@ -304,11 +304,11 @@ def test_the_manual_s_example(wanted: dict[str, object], chosen: tuple[list[int]
 def test_a_refusal_says_what_is_short_where_and_what_would_fit(
     taken: list[tuple[int, int]], wanted: dict[str, object], line: str
 ) -> None:
-    books = Books(gpus(len(taken)), Config())
+    allocations = AllocationTable(gpus(len(taken)), Config())
     for i, (gib, percent) in enumerate(taken):
-        books.admit(str(i), ask(memory=f"{gib}Gi", compute=percent, devices=i))
+        allocations.admit(str(i), ask(memory=f"{gib}Gi", compute=percent, devices=i))
     with pytest.raises(RefusedError) as caught:
-        books.admit("new", ask(**wanted))
+        allocations.admit("new", ask(**wanted))
     assert str(caught.value) == line
     assert len(line) < 400
 
@@ -463,21 +463,21 @@ def test_no_history_grants_beyond_a_gpu_and_a_refusal_changes_nothing(
     world: tuple[int, Topology], steps: list[tuple[str, object]], policy: str
 ) -> None:
     n, topology = world
-    books = Books(gpus(n), Config(placement=policy), topology)
+    allocations = AllocationTable(gpus(n), Config(placement=policy), topology)
     lost: set[int] = set()
     for number, (what, given_) in enumerate(steps):
-        before = books.describe()
+        before = allocations.describe()
         if what == "end":
-            books.leave(str(given_))
+            allocations.leave(str(given_))
         elif what in ("lose", "regain"):
             assert isinstance(given_, int)
             if given_ < n:
                 uuid = uuids(n)[given_]
                 if what == "lose":
-                    books.set_lost(uuid, "GPU is lost")
+                    allocations.set_lost(uuid, "GPU is lost")
                     lost.add(given_)
                 else:
-                    books.set_lost(uuid, None)
+                    allocations.set_lost(uuid, None)
                     lost.discard(given_)
         else:
             wanted: dict[str, object] = (
@@ -487,11 +487,11 @@ def test_no_history_grants_beyond_a_gpu_and_a_refusal_changes_nothing(
             )
             line = None
             try:
-                quota, devices = books.admit(str(number), ask(**wanted))
+                quota, devices = allocations.admit(str(number), ask(**wanted))
             except RefusedError as e:
                 line = str(e)
             if line is not None:
-                assert books.describe() == before
+                assert allocations.describe() == before
                 assert "\n" not in line
                 assert len(line) < 600
             else:
@@ -504,10 +504,10 @@ def test_no_history_grants_beyond_a_gpu_and_a_refusal_changes_nothing(
                     assert len(chosen) == wanted.get("count", 1)
                 # Compare what is left of each GPU before and after: exactly the quota less, on the
                 # chosen ones only.
-                for old, new in zip(before["gpus"], books.describe()["gpus"], strict=True):
+                for old, new in zip(before["gpus"], allocations.describe()["gpus"], strict=True):
                     part = int(new["index"] in chosen)
                     assert old["memory_left"] - new["memory_left"] == part * quota.memory
                     assert old["compute_left"] - new["compute_left"] == part * quota.compute
-        for gpu in books._gpus:
+        for gpu in allocations._gpus:
             assert sum(q.memory for q in gpu.quotas.values()) <= 16 * GIB - 512 * MIB
             assert sum(q.compute for q in gpu.quotas.values()) <= 100

@@ -25,8 +25,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from governor import cli
+from governor.allocations import AllocationTable
 from governor.arbiter import WHOLE, Runner, load_library
-from governor.books import Books
 from governor.config import Config
 from governor.container import container_key
 from governor.quota import Device
@@ -79,7 +79,7 @@ class GovernorThread:
         self.runners = {uuid: Runner(library, config) for uuid in uuids}
         self.runner = self.runners[UUID]
         devices = [Device(i, uuid, "simulated", 16 * GIB, i) for i, uuid in enumerate(uuids)]
-        self.server = Server(config, Books(devices, config), self.runners)
+        self.server = Server(config, AllocationTable(devices, config), self.runners)
         self.path = str(directory / "governor.sock")
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(self.path)

@@ -39,7 +39,7 @@ from governor.container import Container, Wanted
 from governor.counters import Tally
 from governor.processes import namespace_pid
 from governor.quota import Device, Quota
-from governor.reconcile import EACH, LOOK_NS, SOON_NS, Nobodys, reconcile
+from governor.reconcile import EACH, LOOK_NS, SOON_NS, Unattributed, reconcile
 from governor.server import Server
 from governor.usage import Charge, Debt, Meter, of_limit, read_charge, sampled_percent
 from libcontrol import layout, pages
@@ -91,11 +91,11 @@ class StubNvml:
         self.failing = False
         self.during: Callable[[], None] = lambda: None
         self.looks: list[int] = []
-        self.nobodys: Callable[[], int | None] = lambda: None
+        self.unattributed: Callable[[], int | None] = lambda: None
 
     def memory_used(self, uuid: str) -> int | None:
         assert uuid == UUID
-        own = self.nobodys()
+        own = self.unattributed()
         return None if own is None else own + sum(used or 0 for used in self.used.values())
 
     def processes(self, uuid: str) -> tuple[ProcessMemory, ...]:
@@ -129,7 +129,7 @@ class World:
             "Server",
             SimpleNamespace(
                 containers={},
-                books=SimpleNamespace(set_lost=lambda _, error: self.answers.append(error)),
+                allocations=SimpleNamespace(set_lost=lambda _, error: self.answers.append(error)),
             ),
         )
         self.children: list[subprocess.Popen[str]] = []
@@ -342,7 +342,7 @@ def test_books_that_change_while_they_are_read_are_uncertain_by_as_much() -> Non
     for name in ("memory", "pooled"):
         guest.write(name, 300)
 
-    fields = usage.read_books.fields
+    fields = usage.read_ledger.fields
 
     def read(page: mmap.mmap, base: int) -> list[int]:
         values = []
@@ -353,7 +353,7 @@ def test_books_that_change_while_they_are_read_are_uncertain_by_as_much() -> Non
                     guest.add(other, sign * 200)()
         return values
 
-    with patch.object(usage, "read_books", Mock(side_effect=read)):
+    with patch.object(usage, "read_ledger", Mock(side_effect=read)):
         charge = read_charge(guest.ledger, 0, 0, 2**40)
     assert (charge.memory, charge.pooled) == (300, 300)
     assert (charge.returned_before, charge.returned) == (0, 200)
@@ -1023,19 +1023,19 @@ def test_what_is_no_process_s_is_told_unless_the_gpu_s_memory_moved_during_the_l
     async def scene(world: World) -> None:
         container = await world.admit()
         world.nvml.used = {1: 100, 2: 200}
-        world.nvml.nobodys = lambda: 700
+        world.nvml.unattributed = lambda: 700
         async with world.looking():
             await until(lambda: read(container, "unattributed") == 700)
-            world.nvml.nobodys = lambda: len(world.nvml.looks)  # changes with each look
+            world.nvml.unattributed = lambda: len(world.nvml.looks)  # changes with each look
             looks = len(world.nvml.looks)
             await until(lambda: len(world.nvml.looks) > looks + 3)
             assert read(container, "unattributed") == 700
-            world.nvml.nobodys = lambda: None
+            world.nvml.unattributed = lambda: None
             world.nvml.used[2] = None
             looks = len(world.nvml.looks)
             await until(lambda: len(world.nvml.looks) > looks + 2)
             assert read(container, "unattributed") == 700
-            world.nvml.nobodys = lambda: 900
+            world.nvml.unattributed = lambda: 900
             world.nvml.used[2] = 300
             await until(lambda: read(container, "unattributed") == 900)
 
@@ -1050,14 +1050,14 @@ def test_what_is_no_process_s_is_not_told_while_somebody_makes_a_context(play: P
         child, slot = await world.join(container)
         base = layout.ledger_device(slot, 0)
         world.nvml.used = {1: 100}
-        world.nvml.nobodys = lambda: 500 * MIB
+        world.nvml.unattributed = lambda: 500 * MIB
         for name in ("memory", "unseen", "taking"):
             pages.write(container.ledger, base, "ledger_device", name, 520 * MIB)
         async with world.looking():
             looks = len(world.nvml.looks)
             await until(lambda: len(world.nvml.looks) > looks + 3)
             assert read(container, "unattributed_ns") == 0
-            world.nvml.nobodys = lambda: 9 * MIB
+            world.nvml.unattributed = lambda: 9 * MIB
             world.nvml.used[child.pid] = 511 * MIB
             for name in ("memory", "unseen", "taking"):
                 pages.write(container.ledger, base, "ledger_device", name, 0)
@@ -1071,11 +1071,11 @@ def test_a_container_that_comes_is_told_at_once_what_was_nobodys_before(play: Pl
     """Its first load is compared with this, although memory cannot be attributed while neighbours start."""
 
     async def scene(world: World) -> None:
-        world.nvml.nobodys = lambda: 600 * MIB
+        world.nvml.unattributed = lambda: 600 * MIB
         async with world.looking():
             await until(lambda: world.nvml.looks)
             await asyncio.sleep(0.05)
-            world.nvml.nobodys = lambda: None
+            world.nvml.unattributed = lambda: None
             container = await world.admit()
             await until(lambda: read(container, "unattributed") == 600 * MIB)
 
@@ -1088,13 +1088,13 @@ def test_what_a_process_brings_is_the_least_that_was_seen(looks: list[tuple[int,
 
     A look at one process alone bounds it.
     """
-    nobodys = Nobodys()
+    unattributed = Unattributed()
     for n, hidden in looks:
-        nobodys.look(1, (9 * n + hidden) * MIB, n)
-        assert 0 <= nobodys.each <= EACH
-    nobodys.look(2, 0, 0)
-    nobodys.look(3, 9 * MIB, 1)
-    assert nobodys.each <= 9 * MIB
+        unattributed.look(1, (9 * n + hidden) * MIB, n)
+        assert 0 <= unattributed.each <= EACH
+    unattributed.look(2, 0, 0)
+    unattributed.look(3, 9 * MIB, 1)
+    assert unattributed.each <= 9 * MIB
 
 
 def test_an_nvml_that_does_not_tell_utilisation_is_asked_for_memory_all_the_same(

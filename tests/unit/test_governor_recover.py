@@ -30,9 +30,9 @@ from structlog.testing import capture_logs
 from governor import cgroups, metrics, processes
 from governor.account import Look
 from governor.admissions import Pending
+from governor.allocations import AllocationTable
 from governor.arbiter import Runner, Stats, Waits
 from governor.audit import Auditor
-from governor.books import Books
 from governor.config import Config
 from governor.container import Container, container_key
 from governor.errors import StateError
@@ -48,8 +48,8 @@ from governor.processes import (
     start_time,
 )
 from governor.quota import Device, Quota
-from governor.region import MAPPED, find_ledger, make_ledger, memfd_device, open_grant
 from governor.server import Server
+from governor.shared_memory import MAPPED, find_ledger, make_ledger, memfd_device, open_grant
 from governor.state import NAME, State
 from libcontrol import layout, pages
 from tests.conftest import lack
@@ -161,9 +161,9 @@ class RecoveryWorld:
     async def start(self) -> None:
         self.state = State(Path(self.config.state_dir) / NAME)
         self.state.load()
-        books = Books(self.devices, self.config)
+        allocations = AllocationTable(self.devices, self.config)
         runners = {device.uuid: cast("Runner", self.runner) for device in self.devices}
-        self.server = Server(self.config, books, runners, self.state)
+        self.server = Server(self.config, allocations, runners, self.state)
         await self.server.adopt()
 
     async def stop(self) -> None:
@@ -268,7 +268,7 @@ def test_processes_keep_their_slots_and_their_charges(play: Play) -> None:
         assert charged(again) == [100, 0, 300, 0]
         assert pages.device_sums(again.ledger, ["memory"], 0)["memory"] == 400
         assert (again.quota, again.confirmed) == (Quota(4 * GIB, 30, 30), True)
-        assert world.server._books._gpus[0].memory_used == 4 * GIB
+        assert world.server._allocations._gpus[0].memory_used == 4 * GIB
         # The processes come back to their slots, and a new one gets a free slot.
         assert await a.numbers("again") == (0, inode)
         assert await c.numbers("again") == (2, inode)
@@ -443,7 +443,7 @@ def test_a_container_that_ended_meanwhile_is_gone(play: Play) -> None:
         assert set(world.server.containers) == {stays.key}
         assert [path.name for path in world.containers_dir.iterdir()] == [stays.key]
         assert world.state.containers.keys() == {stays.key}
-        assert world.server._books._gpus[0].memory_used == 4 * GIB
+        assert world.server._allocations._gpus[0].memory_used == 4 * GIB
 
     play(scene)
 
@@ -487,7 +487,7 @@ def test_the_page_says_the_quota_that_counts(play: Play) -> None:
         await world.restart()
         assert world.one().quota == quota
         assert world.state.containers[container.key].quota == quota
-        assert world.server._books._gpus[0].compute_used == 20
+        assert world.server._allocations._gpus[0].compute_used == 20
 
     play(scene)
 
@@ -667,7 +667,7 @@ def test_a_disk_that_cannot_be_written_refuses_who_is_new_and_nobody_else(play: 
             world.server.admissions.set({"id": "one", "compute": 20})
         assert {path.name for path in world.containers_dir.iterdir()} == {container.key}
         assert container.quota == quota
-        assert world.server._books._gpus[0].quotas == {container.key: quota}
+        assert world.server._allocations._gpus[0].quotas == {container.key: quota}
         child = world.child(container)
         assert (await child.numbers("register"))[0] == 0
         world.state._db.execute("PRAGMA query_only = OFF")

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from governor.region import close_ledger, make_ledger
+from governor.shared_memory import close_ledger, make_ledger
 from governor.slots import Slots
 
 

@@ -23,8 +23,8 @@ from governor.violations import (
     Episode,
     Facts,
     Findings,
-    Judge,
     ProcessSample,
+    ViolationDetector,
     allowed_memory,
     next_freeze,
 )
@@ -40,7 +40,7 @@ class Play:
     """Looks at a container, four times a second, and the violations that they reported."""
 
     def __init__(self) -> None:
-        self.judge = Judge("GPU-0")
+        self.judge = ViolationDetector("GPU-0")
         self.now = 100 * S
         self.told: list[tuple[str, bool, int]] = []  # kind, whether it began, time
         self.episodes: list[Episode] = []

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from oci_hook import foreign, kernel
+from oci_hook import kernel, light_ctypes
 
 # Renames two directories as fast as it can, so that the kernel cannot tell where a ".." led.
 DISTURB = """
@@ -75,7 +75,7 @@ TYPES = (
 
 @pytest.mark.parametrize("name", TYPES)
 def test_the_types_are_those_of_ctypes(name: str) -> None:
-    ours, theirs = getattr(foreign, name), getattr(ctypes, name)
+    ours, theirs = getattr(light_ctypes, name), getattr(ctypes, name)
     assert ctypes.sizeof(ours) == ctypes.sizeof(theirs)
     assert ours._type_.lower() == theirs._type_.lower()
     assert (ours._type_.isupper()) == (theirs._type_.isupper())

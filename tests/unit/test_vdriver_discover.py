@@ -10,8 +10,8 @@ from oci_hook.request import CAPABILITIES
 from tests.unit.vdriver_trees import elf, for_aarch64, link, put, put_driver, put_kernel
 from vdriver.discover import find_driver
 from vdriver.errors import DriverError
+from vdriver.fixed_dirs import portable
 from vdriver.manifest import Bind
-from vdriver.places import portable
 from vdriver.tables import read_tables
 from vdriver.tree import Tree
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.vdriver_trees import elf, put, put_control, put_driver, tree
-from vdriver import mirror, readings
+from vdriver import elf_cache, mirror
 from vdriver.content import check_content, digest
 from vdriver.errors import MirrorError
 from vdriver.manifest import read_manifest, validate
@@ -155,7 +155,7 @@ def test_the_name_of_a_generation_follows_from_its_content_alone(host):
 def test_a_second_run_without_changes_writes_and_reads_nothing(host, monkeypatch):
     # The readings are a file of their own. The second run would write it, because the libraries are
     # old enough by then.
-    monkeypatch.setattr(readings, "SETTLED_NS", 10**18)
+    monkeypatch.setattr(elf_cache, "SETTLED_NS", 10**18)
     first = run(host)
     before = {p: p.lstat() for p in (host / "out").rglob("*")}
     monkeypatch.setattr(mirror._Writer, "materialise", lambda _: pytest.fail("content was read"))

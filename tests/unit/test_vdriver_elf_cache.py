@@ -9,10 +9,10 @@ import sys
 import pytest
 
 from tests.unit.vdriver_trees import elf, put, rich_elf
-from vdriver import readings as module
+from vdriver import elf_cache as module
 from vdriver.elf import read_library
+from vdriver.elf_cache import ElfCache
 from vdriver.errors import LibraryError
-from vdriver.readings import Readings
 
 
 @pytest.fixture(autouse=True)
@@ -43,12 +43,12 @@ def test_a_second_run_reads_nothing_and_says_the_same(tmp_path, asked):
     library = put(tmp_path / "librich.so.1.2", rich_elf(64, interpreter=True))
     text = put(tmp_path / "libtext.so.1.2", b"not a library")
     store = tmp_path / "readings.json"
-    first = Readings(store)
+    first = ElfCache(store)
     assert first.read(library) == read_library(library)
     said = refusal(first, text)
     first.save()
     assert asked == [str(library), str(text)]
-    second = Readings(store)
+    second = ElfCache(store)
     assert second.read(library) == read_library(library)
     assert refusal(second, text) == said
     assert said == (
@@ -63,9 +63,9 @@ def test_a_second_run_does_not_load_pyelftools(tmp_path):
     code = f"""
 import sys
 sys.path[:0] = {[p for p in sys.path if p]!r}
-from vdriver import readings
-readings.SETTLED_NS = 0
-kept = readings.Readings({str(tmp_path / "readings.json")!r})
+from vdriver import elf_cache
+elf_cache.SETTLED_NS = 0
+kept = elf_cache.ElfCache({str(tmp_path / "readings.json")!r})
 print(kept.read({str(tmp_path / "liba.so.1.2")!r}).soname, "elftools" in sys.modules)
 kept.save()
 """
@@ -107,36 +107,36 @@ def _rewrite_and_restore_the_time(path):
 def test_a_file_that_changed_is_read_again(tmp_path, change):
     path = put(tmp_path / "liba.so.1.2", elf("liba.so.1"))
     store = tmp_path / "readings.json"
-    first = Readings(store)
+    first = ElfCache(store)
     assert first.read(path).soname == "liba.so.1"
     first.save()
     change(path)
     assert first.read(path).soname == "libb.so.1"
-    assert Readings(store).read(path).soname == "libb.so.1"
+    assert ElfCache(store).read(path).soname == "libb.so.1"
 
 
 def test_what_took_a_library_s_place_is_judged_as_it_is(tmp_path):
     path = put(tmp_path / "liba.so.1.2", elf("liba.so.1"))
     store = tmp_path / "readings.json"
-    first = Readings(store)
+    first = ElfCache(store)
     first.read(path)
     first.save()
     path.rename(tmp_path / "other")
     path.symlink_to("other")
-    assert refusal(Readings(store), path)[0] == f"{path}: a symbolic link"
+    assert refusal(ElfCache(store), path)[0] == f"{path}: a symbolic link"
     path.unlink()
     os.mkfifo(path)
-    assert refusal(Readings(store), path)[0] == f"{path}: not a regular file"
+    assert refusal(ElfCache(store), path)[0] == f"{path}: not a regular file"
     path.unlink()
-    assert refusal(Readings(store), path)[0] == f"{path}: No such file or directory"
+    assert refusal(ElfCache(store), path)[0] == f"{path}: No such file or directory"
     (tmp_path / "other").rename(path)
-    assert Readings(store).read(path).soname == "liba.so.1"
+    assert ElfCache(store).read(path).soname == "liba.so.1"
 
 
 def test_what_the_system_refused_is_asked_again(tmp_path, monkeypatch):
     path = put(tmp_path / "liba.so.1.2", elf("liba.so.1"))
     store = tmp_path / "readings.json"
-    first = Readings(store)
+    first = ElfCache(store)
 
     def no_descriptor_left(*_):
         raise OSError(24, "Too many open files")
@@ -155,7 +155,7 @@ def test_what_the_system_refused_is_asked_again(tmp_path, monkeypatch):
 def test_a_file_that_changed_just_now_is_not_kept(tmp_path, asked, monkeypatch):
     monkeypatch.setattr(module, "SETTLED_NS", 10**18)
     path = put(tmp_path / "liba.so.1.2", elf("liba.so.1"))
-    readings = Readings(tmp_path / "readings.json")
+    readings = ElfCache(tmp_path / "readings.json")
     readings.read(path)
     readings.read(path)
     assert len(asked) == 2
@@ -171,7 +171,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path, monkeypatch)
         _rewrite(path)
         return library
 
-    readings = Readings(None)
+    readings = ElfCache(None)
     with monkeypatch.context() as patch:
         patch.setattr(module, "read_library", read)
         assert readings.read(path).soname == "liba.so.1"
@@ -182,11 +182,11 @@ def test_saving_keeps_what_this_run_asked_for_and_nothing_else(tmp_path):
     one = put(tmp_path / "libone.so.1.2", elf("libone.so.1"))
     two = put(tmp_path / "libtwo.so.1.2", elf("libtwo.so.1"))
     store = tmp_path / "readings.json"
-    first = Readings(store)
+    first = ElfCache(store)
     first.read(one)
     first.read(two)
     first.save()
-    second = Readings(store)
+    second = ElfCache(store)
     second.read(two)
     second.save()
     assert list(json.loads(store.read_text())["readings"]) == [str(two)]
@@ -196,14 +196,14 @@ def test_saving_without_a_change_writes_nothing(tmp_path):
     path = put(tmp_path / "liba.so.1.2", elf("liba.so.1"))
     text = put(tmp_path / "libtext.so.1.2", b"not a library")
     store = tmp_path / "readings.json"
-    first = Readings(store)
+    first = ElfCache(store)
     first.read(path)
     refusal(first, text)
     first.save()
     before = store.stat()
     assert stat.S_IMODE(before.st_mode) == 0o600
     first.save()
-    second = Readings(store)
+    second = ElfCache(store)
     second.read(path)
     refusal(second, text)
     second.save()
@@ -217,7 +217,7 @@ def test_saving_without_a_change_writes_nothing(tmp_path):
 
 def test_readings_without_a_file_last_for_the_run(tmp_path, asked):
     path = put(tmp_path / "liba.so.1.2", elf("liba.so.1"))
-    readings = Readings(None)
+    readings = ElfCache(None)
     assert readings.read(path) == readings.read(str(path))
     readings.save()
     assert asked == [str(path)]
@@ -226,7 +226,7 @@ def test_readings_without_a_file_last_for_the_run(tmp_path, asked):
 def _stored(tmp_path):
     path = put(tmp_path / "liba.so.1.2", elf("liba.so.1", ("libc.so.6",)))
     store = tmp_path / "readings.json"
-    readings = Readings(store)
+    readings = ElfCache(store)
     readings.read(path)
     readings.save()
     return path, store
@@ -237,7 +237,7 @@ def test_a_file_of_other_fields_is_ignored(tmp_path, asked):
     document = json.loads(store.read_text())
     document["version"] += 1
     store.write_text(json.dumps(document))
-    assert Readings(store).read(path).soname == "liba.so.1"
+    assert ElfCache(store).read(path).soname == "liba.so.1"
     assert asked == [str(path)] * 2
 
 
@@ -268,7 +268,7 @@ def test_a_damaged_file_is_ignored_and_replaced(tmp_path, asked, name):
     damaged = DAMAGE[name](whole)
     assert damaged != whole
     store.write_bytes(damaged)
-    readings = Readings(store)
+    readings = ElfCache(store)
     assert readings.read(path).soname == "liba.so.1"
     assert asked == [str(path)] * 2
     readings.save()
@@ -280,17 +280,17 @@ def test_what_is_no_regular_file_is_ignored_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "directory").mkdir()
     for name in ("fifo", "directory", "missing/readings.json"):
-        assert Readings(tmp_path / name).read(path).soname == "liba.so.1"
+        assert ElfCache(tmp_path / name).read(path).soname == "liba.so.1"
 
 
 def test_a_file_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path):
     path = put(tmp_path / "liba.so.1.2", elf("liba.so.1"))
-    readings = Readings(tmp_path / "missing/readings.json")
+    readings = ElfCache(tmp_path / "missing/readings.json")
     readings.read(path)
     with pytest.raises(FileNotFoundError):
         readings.save()
     (tmp_path / "in-the-way/below").mkdir(parents=True)
-    readings = Readings(tmp_path / "in-the-way")
+    readings = ElfCache(tmp_path / "in-the-way")
     readings.read(path)
     with pytest.raises(IsADirectoryError):
         readings.save()
@@ -302,11 +302,11 @@ def test_the_version_follows_the_fields_of_a_library():
 import sys
 sys.path[:0] = {[p for p in sys.path if p]!r}
 import dataclasses
-from vdriver import elf, readings
-print(readings.VERSION)
+from vdriver import elf, elf_cache
+print(elf_cache.VERSION)
 elf.Library = dataclasses.make_dataclass("Library", [("more", "int")], bases=(elf.Library,), frozen=True, kw_only=True)
-del sys.modules["vdriver.readings"]
-from vdriver.readings import VERSION
+del sys.modules["vdriver.elf_cache"]
+from vdriver.elf_cache import VERSION
 print(VERSION)
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -40,7 +40,7 @@ Stamp = tuple[int, int, int, int, int]
 Answer = Library | LibraryError
 
 
-class Readings:
+class ElfCache:
     """A cached `read_library`: `read` answers from memory if the file did not change.
 
     `file` keeps the answers between runs; with None they last for this run only. A cache file that

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from governor.books import Books, Nodes, complete_quota
+from governor.allocations import AllocationTable, Nodes, complete_quota
 from governor.claims import Claim, ClaimShare, check_claim
 from governor.config import Config, Defaults
 from governor.errors import RefusedError
@@ -29,8 +29,8 @@ def ask(**annotations: object) -> Request:
     return parse_annotations(named)
 
 
-def chosen(books: Books, key: str, **annotations: object) -> list[int]:
-    return [device.index for device in books.admit(key, ask(**annotations))[1]]
+def chosen(allocations: AllocationTable, key: str, **annotations: object) -> list[int]:
+    return [device.index for device in allocations.admit(key, ask(**annotations))[1]]
 
 
 @pytest.mark.parametrize(
@@ -104,69 +104,69 @@ def test_a_strategy_that_is_not_there_is_refused(strategy: str) -> None:
 
 
 def test_memory_is_granted_to_the_last_byte_and_no_further() -> None:
-    books = Books(gpus(1), Config())
-    books.admit("a", ask(memory=FREE - GIB))
+    allocations = AllocationTable(gpus(1), Config())
+    allocations.admit("a", ask(memory=FREE - GIB))
     with pytest.raises(RefusedError) as caught:
-        books.admit("b", ask(memory=GIB + 1))
+        allocations.admit("b", ask(memory=GIB + 1))
     assert (
         caught.value.message
         == "GPU 0 has 1024 MiB of memory left to grant, 1025 MiB were asked for (1 MiB short)"
     )
-    books.admit("b", ask(memory=GIB))
+    allocations.admit("b", ask(memory=GIB))
     with pytest.raises(RefusedError, match="has 0 MiB of memory left"):
-        books.admit("c", ask(memory=GIB))
+        allocations.admit("c", ask(memory=GIB))
 
 
 def test_compute_is_guaranteed_to_the_last_percent_and_no_further() -> None:
-    books = Books(gpus(1), Config())
-    books.admit("a", ask(memory="1Gi", compute=45))
+    allocations = AllocationTable(gpus(1), Config())
+    allocations.admit("a", ask(memory="1Gi", compute=45))
     with pytest.raises(RefusedError, match=r"GPU 0 has 55 % of its time left.*56 % were asked for"):
-        books.admit("b", ask(memory="1Gi", compute=56))
-    books.admit("b", ask(memory="1Gi", compute=55))
+        allocations.admit("b", ask(memory="1Gi", compute=56))
+    allocations.admit("b", ask(memory="1Gi", compute=55))
     with pytest.raises(RefusedError, match="0 % of its time left"):
-        books.admit("c", ask(memory="1Gi"))
+        allocations.admit("c", ask(memory="1Gi"))
 
 
 def test_a_limit_is_not_a_guarantee() -> None:
-    books = Books(gpus(1), Config())
+    allocations = AllocationTable(gpus(1), Config())
     for key in "abcd":
-        books.admit(key, ask(memory="1Gi", compute=25, compute_limit=100))
+        allocations.admit(key, ask(memory="1Gi", compute=25, compute_limit=100))
 
 
 def test_who_leaves_makes_room_and_a_refusal_takes_none() -> None:
-    books = Books(gpus(1), Config())
-    books.admit("a", ask(memory=FREE, compute=100))
+    allocations = AllocationTable(gpus(1), Config())
+    allocations.admit("a", ask(memory=FREE, compute=100))
     for _ in range(3):
         with pytest.raises(RefusedError):
-            books.admit("b", ask(memory="1Gi"))
-    books.leave("b")  # was never admitted
-    books.leave("a")
-    books.leave("a")
-    assert chosen(books, "b", memory=FREE, compute=100) == [0]
+            allocations.admit("b", ask(memory="1Gi"))
+    allocations.leave("b")  # was never admitted
+    allocations.leave("a")
+    allocations.leave("a")
+    assert chosen(allocations, "b", memory=FREE, compute=100) == [0]
 
 
 def test_a_node_without_a_gpu_refuses() -> None:
     with pytest.raises(RefusedError, match="no GPU"):
-        Books([], Config()).admit("a", ask(memory="1Gi"))
+        AllocationTable([], Config()).admit("a", ask(memory="1Gi"))
 
 
 def test_a_gpu_smaller_than_the_reserve_has_nothing_left() -> None:
     with pytest.raises(RefusedError, match="GPU 0 has 0 MiB of memory left"):
-        Books(gpus(1, 256 * MIB), Config()).admit("a", ask(memory="1Gi"))
+        AllocationTable(gpus(1, 256 * MIB), Config()).admit("a", ask(memory="1Gi"))
 
 
 def test_spread_takes_the_emptiest() -> None:
-    books = Books(gpus(3), Config(placement="spread"))
-    taken = [chosen(books, str(i), memory="2Gi", compute=10) for i in range(6)]
+    allocations = AllocationTable(gpus(3), Config(placement="spread"))
+    taken = [chosen(allocations, str(i), memory="2Gi", compute=10) for i in range(6)]
     assert taken == [[0], [1], [2], [0], [1], [2]]
-    assert chosen(books, "two", memory="2Gi", compute=50, count=2) == [0, 1]
-    assert chosen(books, "next", memory="2Gi", compute=10) == [2]
+    assert chosen(allocations, "two", memory="2Gi", compute=50, count=2) == [0, 1]
+    assert chosen(allocations, "next", memory="2Gi", compute=10) == [2]
 
 
 def test_pack_takes_the_fullest_that_fits() -> None:
-    books = Books(gpus(3), Config(placement="pack"))
-    assert chosen(books, "pinned", memory="2Gi", compute=30, devices=1) == [1]
-    assert [chosen(books, str(i), memory="2Gi", compute=30) for i in range(4)] == [
+    allocations = AllocationTable(gpus(3), Config(placement="pack"))
+    assert chosen(allocations, "pinned", memory="2Gi", compute=30, devices=1) == [1]
+    assert [chosen(allocations, str(i), memory="2Gi", compute=30) for i in range(4)] == [
         [1],
         [1],
         [0],
@@ -175,53 +175,53 @@ def test_pack_takes_the_fullest_that_fits() -> None:
 
 
 def test_memory_decides_where_compute_does_not() -> None:
-    spread, pack = (Books(gpus(2), Config(placement=p)) for p in ("spread", "pack"))
-    for books in (spread, pack):
-        books.admit("a", ask(memory="8Gi", compute=10, devices=0))
-        books.admit("b", ask(memory="2Gi", compute=10, devices=1))
+    spread, pack = (AllocationTable(gpus(2), Config(placement=p)) for p in ("spread", "pack"))
+    for allocations in (spread, pack):
+        allocations.admit("a", ask(memory="8Gi", compute=10, devices=0))
+        allocations.admit("b", ask(memory="2Gi", compute=10, devices=1))
     assert chosen(spread, "c", memory="1Gi") == [1]
     assert chosen(pack, "c", memory="1Gi") == [0]
 
 
 def test_count_takes_so_many_or_none() -> None:
-    books = Books(gpus(3), Config())
-    books.admit("a", ask(memory="2Gi", compute=60, devices=1))
+    allocations = AllocationTable(gpus(3), Config())
+    allocations.admit("a", ask(memory="2Gi", compute=60, devices=1))
     with pytest.raises(RefusedError) as caught:
-        books.admit("b", ask(memory="2Gi", compute=50, count=3))
+        allocations.admit("b", ask(memory="2Gi", compute=50, count=3))
     assert caught.value.message == (
         "3 of 3 GPUs were asked for, 2 have room: "
         "GPU 1 has 40 % of its time left to guarantee, 50 % were asked for (10 % short)"
     )
     with pytest.raises(RefusedError, match="4 GPUs were asked for, this node has 3 GPUs to share"):
-        books.admit("b", ask(memory="2Gi", count=4))
-    quota, devices = books.admit("b", ask(memory=FREE, compute=100, count=2))
+        allocations.admit("b", ask(memory="2Gi", count=4))
+    quota, devices = allocations.admit("b", ask(memory=FREE, compute=100, count=2))
     assert {device.index for device in devices} == {0, 2}
     assert quota.memory == FREE  # on each GPU
-    books.leave("b")
-    assert chosen(books, "c", memory=FREE, compute=100, count=2) == [0, 2]
+    allocations.leave("b")
+    assert chosen(allocations, "c", memory=FREE, compute=100, count=2) == [0, 2]
 
 
 def test_devices_are_named_by_index_or_uuid_in_the_order_wanted() -> None:
     devices = gpus(3)
-    books = Books(devices, Config())
-    assert chosen(books, "a", memory="2Gi", devices=f"{devices[2].uuid},0") == [2, 0]
+    allocations = AllocationTable(devices, Config())
+    assert chosen(allocations, "a", memory="2Gi", devices=f"{devices[2].uuid},0") == [2, 0]
 
 
 def test_a_named_device_that_is_full_is_not_replaced_by_another() -> None:
-    books = Books(gpus(2), Config())
-    books.admit("a", ask(memory=FREE, devices=0))
+    allocations = AllocationTable(gpus(2), Config())
+    allocations.admit("a", ask(memory=FREE, devices=0))
     with pytest.raises(
         RefusedError, match=r"^GPU 0 has 0 MiB of memory left to grant, 1024 MiB were asked for \("
     ):
-        books.admit("b", ask(memory="1Gi", devices="1,0"))
+        allocations.admit("b", ask(memory="1Gi", devices="1,0"))
     # The refused container leaves nothing booked on GPU 1.
-    assert chosen(books, "c", memory=FREE, compute=100, devices=1) == [1]
+    assert chosen(allocations, "c", memory=FREE, compute=100, devices=1) == [1]
 
 
 def test_an_unknown_device_is_refused_with_those_that_are_there() -> None:
     devices = gpus(2)
     with pytest.raises(RefusedError) as caught:
-        Books(devices, Config()).admit("a", ask(memory="1Gi", devices=7))
+        AllocationTable(devices, Config()).admit("a", ask(memory="1Gi", devices=7))
     assert caught.value.message == (
         "annotation tidegate.gpu/devices names 7, "
         f"this node has 0 ({devices[0].uuid}), 1 ({devices[1].uuid})"
@@ -231,7 +231,9 @@ def test_an_unknown_device_is_refused_with_those_that_are_there() -> None:
 def test_one_device_under_two_names_is_refused() -> None:
     devices = gpus(2)
     with pytest.raises(RefusedError, match="names a GPU twice"):
-        Books(devices, Config()).admit("a", ask(memory="1Gi", devices=f"1,{devices[1].uuid}"))
+        AllocationTable(devices, Config()).admit(
+            "a", ask(memory="1Gi", devices=f"1,{devices[1].uuid}")
+        )
 
 
 BOTH = Config(strategies=("timeslice", "mps"), gpus={"1": {"strategy": "mps"}})
@@ -251,7 +253,7 @@ BOTH = Config(strategies=("timeslice", "mps"), gpus={"1": {"strategy": "mps"}})
 def test_a_container_goes_where_its_strategy_is(
     annotations: dict[str, object], found: list[int]
 ) -> None:
-    assert chosen(Books(gpus(3), BOTH), "a", memory="2Gi", **annotations) == found
+    assert chosen(AllocationTable(gpus(3), BOTH), "a", memory="2Gi", **annotations) == found
 
 
 @pytest.mark.parametrize(
@@ -266,12 +268,12 @@ def test_a_container_goes_where_its_strategy_is(
 )
 def test_where_it_is_not_a_container_is_refused(annotations: dict[str, object], line: str) -> None:
     with pytest.raises(RefusedError, match=line):
-        Books(gpus(3), BOTH).admit("a", ask(memory="2Gi", **annotations))
+        AllocationTable(gpus(3), BOTH).admit("a", ask(memory="2Gi", **annotations))
 
 
 def test_claims_and_strategies() -> None:
-    books = Books(gpus(3), BOTH)
-    devices = books.devices
+    allocations = AllocationTable(gpus(3), BOTH)
+    devices = allocations.devices
 
     def claim(uid: str, *indices: int, strategy: str = "auto") -> Claim:
         quota = Quota(2 * GIB, 30, 30)
@@ -283,18 +285,18 @@ def test_claims_and_strategies() -> None:
         claim("b", 0, strategy="timeslice"),
         claim("c", 0, 1),
     ):
-        books.admit_claim(wanted)
-    assert [gpu["claims"] for gpu in books.describe()["gpus"]] == [2, 2, 0]
+        allocations.admit_claim(wanted)
+    assert [gpu["claims"] for gpu in allocations.describe()["gpus"]] == [2, 2, 0]
     with pytest.raises(
         RefusedError,
         match="claim default/d asks for 2048 MiB and 30 % of GPU 0 by mps, which is shared by",
     ):
-        books.admit_claim(claim("d", 1, 0, strategy="mps"))
-    assert [gpu["claims"] for gpu in books.describe()["gpus"]] == [2, 2, 0]
+        allocations.admit_claim(claim("d", 1, 0, strategy="mps"))
+    assert [gpu["claims"] for gpu in allocations.describe()["gpus"]] == [2, 2, 0]
     both = [devices[i].uuid for i in (1, 0)]
-    assert [one.index for one in books.claimed(claim("c", 0, 1), both[:1])] == [1]
+    assert [one.index for one in allocations.claimed(claim("c", 0, 1), both[:1])] == [1]
     with pytest.raises(RefusedError, match="has 2 GPUs, and GPU 1 is shared by mps"):
-        books.claimed(claim("c", 0, 1), both)
+        allocations.claimed(claim("c", 0, 1), both)
     with pytest.raises(RefusedError, match="has 2 GPUs by mps, a client of MPS has one"):
         check_claim(
             Claim(
@@ -304,54 +306,54 @@ def test_claims_and_strategies() -> None:
                 tuple(ClaimShare(f"gpu/{i}", f"GPU-{i}", Quota(1, 1, 1), "mps") for i in (0, 1)),
             )
         )
-    books.set_closed(devices[1].uuid, "its MPS server starts")
-    books.admit_claim(claim("f", 1))  # the server will be there when a container comes
+    allocations.set_closed(devices[1].uuid, "its MPS server starts")
+    allocations.admit_claim(claim("f", 1))  # the server will be there when a container comes
     with pytest.raises(RefusedError, match="GPU 1 of claim default/a takes no container now"):
-        books.claimed(claim("a", 1), both[:1])
+        allocations.claimed(claim("a", 1), both[:1])
 
 
 def test_the_first_strategy_is_that_of_gpus_that_are_not_named() -> None:
-    books = Books(gpus(2), Config(strategies=("mps",)))
-    assert [gpu["strategy"] for gpu in books.describe()["gpus"]] == ["mps", "mps"]
+    allocations = AllocationTable(gpus(2), Config(strategies=("mps",)))
+    assert [gpu["strategy"] for gpu in allocations.describe()["gpus"]] == ["mps", "mps"]
     with pytest.raises(RefusedError, match="this node offers mps"):
-        books.admit("a", ask(memory="2Gi", strategy="timeslice"))
+        allocations.admit("a", ask(memory="2Gi", strategy="timeslice"))
     with pytest.raises(RefusedError, match="no GPU that answers is shared by timeslice"):
-        books.admit("a", ask(memory="2Gi", count=2))
+        allocations.admit("a", ask(memory="2Gi", count=2))
 
 
 def test_a_closed_gpu_takes_nobody_and_keeps_who_is_there() -> None:
-    books = Books(gpus(3), BOTH)
-    quota, _ = books.admit("a", ask(memory="2Gi", strategy="mps"))
-    books.set_closed(gpus(3)[1].uuid, "its MPS server is away")
+    allocations = AllocationTable(gpus(3), BOTH)
+    quota, _ = allocations.admit("a", ask(memory="2Gi", strategy="mps"))
+    allocations.set_closed(gpus(3)[1].uuid, "its MPS server is away")
     for asked in ({"strategy": "mps"}, {"devices": "1"}):
         with pytest.raises(RefusedError, match="GPU 1 takes no container now: its MPS server"):
-            books.admit("b", ask(memory="2Gi", **asked))
-    books.change("a", Quota(quota.memory // 2, 10, 10))
-    assert chosen(books, "c", memory="2Gi") == [0]
-    books.set_closed(gpus(3)[1].uuid, None)
-    assert chosen(books, "b", memory="2Gi", strategy="mps") == [1]
+            allocations.admit("b", ask(memory="2Gi", **asked))
+    allocations.change("a", Quota(quota.memory // 2, 10, 10))
+    assert chosen(allocations, "c", memory="2Gi") == [0]
+    allocations.set_closed(gpus(3)[1].uuid, None)
+    assert chosen(allocations, "b", memory="2Gi", strategy="mps") == [1]
 
 
-def with_nodes(n: int) -> Books:
+def with_nodes(n: int) -> AllocationTable:
     """Return books of GPUs with device nodes numbered in reverse."""
     devices = [replace(device, minor=n - 1 - device.index) for device in gpus(n)]
-    return Books(devices, Config())
+    return AllocationTable(devices, Config())
 
 
 def test_a_gpu_is_chosen_among_those_whose_nodes_a_container_has() -> None:
-    books = with_nodes(3)
-    _, devices = books.admit("a", ask(memory="1Gi"), Nodes(frozenset({0})))
+    allocations = with_nodes(3)
+    _, devices = allocations.admit("a", ask(memory="1Gi"), Nodes(frozenset({0})))
     assert [device.index for device in devices] == [2]
-    _, devices = books.admit("b", ask(memory="1Gi", count=2), Nodes(frozenset({0, 1})))
+    _, devices = allocations.admit("b", ask(memory="1Gi", count=2), Nodes(frozenset({0, 1})))
     assert [device.index for device in devices] == [1, 2]
 
 
 def test_who_was_given_gpus_by_name_gets_each_of_them() -> None:
-    books = with_nodes(3)
+    allocations = with_nodes(3)
     nodes = Nodes(frozenset({0, 2}), exact=True)
-    _, devices = books.admit("a", ask(memory="1Gi"), nodes)
+    _, devices = allocations.admit("a", ask(memory="1Gi"), nodes)
     assert [device.index for device in devices] == [0, 2]
-    _, devices = books.admit("b", ask(memory="1Gi", count=1), nodes)
+    _, devices = allocations.admit("b", ask(memory="1Gi", count=1), nodes)
     assert len(devices) == 1
 
 
@@ -366,12 +368,15 @@ def test_who_was_given_gpus_by_name_gets_each_of_them() -> None:
 def test_a_gpu_without_its_node_is_refused(
     annotations: dict[str, object], minors: set[int], line: str
 ) -> None:
-    books = with_nodes(3)
+    allocations = with_nodes(3)
     with pytest.raises(RefusedError, match=line):
-        books.admit("a", ask(memory="1Gi", **annotations), Nodes(frozenset(minors)))
-    assert all(gpu["containers"] == 0 for gpu in books.describe()["gpus"])
+        allocations.admit("a", ask(memory="1Gi", **annotations), Nodes(frozenset(minors)))
+    assert all(gpu["containers"] == 0 for gpu in allocations.describe()["gpus"])
 
 
 def test_nodes_that_nobody_knows_forbid_nothing() -> None:
-    books = Books(gpus(2), Config())
-    assert books.admit("a", ask(memory="1Gi", devices="1"), Nodes(frozenset({0})))[1][0].index == 1
+    allocations = AllocationTable(gpus(2), Config())
+    assert (
+        allocations.admit("a", ask(memory="1Gi", devices="1"), Nodes(frozenset({0})))[1][0].index
+        == 1
+    )

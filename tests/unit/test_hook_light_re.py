@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from oci_hook import edits, letters, manifest, request, traces
+from oci_hook import cleanup, edits, light_re, manifest, request
 from oci_hook.errors import AnnotationError
 from tests.conftest import examples
 
@@ -36,13 +36,13 @@ ASKED = {
         rf"0|[1-9]|[1-5][0-9]|6[0-3]|{UUID}",
         lambda text: "," in text or is_request("devices", text),
     ),
-    "relative": (f"{NAME}(?:/{NAME})*", letters.is_below),
+    "relative": (f"{NAME}(?:/{NAME})*", light_re.is_below),
     "absolute": (r"/[^\0\ud800-\udc7f\udd00-\udfff]*", manifest._is_absolute),
-    "path": (r"[^\0\ud800-\udc7f\udd00-\udfff]*", letters.is_path),
+    "path": (r"[^\0\ud800-\udc7f\udd00-\udfff]*", light_re.is_path),
     "generation": (r"[0-9A-Za-z.]+-[0-9a-f]{12}", manifest._is_generation),
-    "version": (r"[0-9]+(?:\.[0-9]+){1,3}", letters.is_version),
+    "version": (r"[0-9]+(?:\.[0-9]+){1,3}", light_re.is_version),
     "digest": (r"[0-9a-f]{64}", lambda text: manifest._is_digest(text, 64)),
-    "id": (r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}", traces.is_name),
+    "id": (r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}", cleanup.is_name),
     "node": (r"/dev/nvidia[0-9]+", edits.is_gpu_node),
 }
 ODD = (

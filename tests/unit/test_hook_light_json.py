@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from oci_hook import client, manifest, notation, state
-from oci_hook.notation import dump_json, load_json
-from oci_hook.record import NamedTuple
+from oci_hook import client, light_json, manifest, state
+from oci_hook.light_json import dump_json, load_json
+from oci_hook.light_typing import NamedTuple
 from tests.conftest import examples
 from tests.fuzz.documents import KINDS, corpus, mutated, refusal
 
@@ -36,8 +36,8 @@ def by_json(data: bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = 
     return json.loads(
         data.decode(),
         object_pairs_hook=pairs,
-        parse_float=notation._number,
-        parse_constant=notation._no_number,
+        parse_float=light_json._number,
+        parse_constant=light_json._no_number,
     )
 
 
@@ -58,7 +58,7 @@ def documents() -> list[bytes]:
 @pytest.mark.parametrize("which", ["C", "Python"])
 def test_what_is_taken_is_what_json_takes(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if which == "Python":  # as in an interpreter without _json
-        monkeypatch.setattr(notation, "make_scanner", None)
+        monkeypatch.setattr(light_json, "make_scanner", None)
     for data in documents():
         assert outcome(load_json, data) == outcome(by_json, data), data[:200]
 
@@ -67,7 +67,7 @@ JUDGE = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from binascii import a2b_base64
-from oci_hook.notation import load_json
+from oci_hook.light_json import load_json
 for line in sys.stdin.buffer.read().splitlines():
     data = a2b_base64(line)
     for name in [name for name in sys.modules if name.partition(".")[0] == "json"]:
@@ -168,7 +168,7 @@ def test_what_is_written_is_what_json_writes(value: Any) -> None:
 @pytest.mark.parametrize("which", ["C", "Python"])
 def test_what_cannot_be_written_is_an_error(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if which == "Python":
-        monkeypatch.setattr(notation, "make_encoder", None)
+        monkeypatch.setattr(light_json, "make_encoder", None)
     circle: list[Any] = []
     circle.append(circle)
     for value in (object(), {"a": {1}}, b"x", circle, {(1, 2): 3}, float("inf"), "\ud800é\0"):

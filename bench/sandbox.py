@@ -72,7 +72,7 @@ def has_ended(process: socket.socket) -> bool:
     return True
 
 
-class GrantRoom:
+class GrantSandbox:
     """A context manager with a grant page that its owner writes, and a heartbeat."""
 
     def __init__(self, directory: Path, uuids: list[bytes], **fields: int) -> None:

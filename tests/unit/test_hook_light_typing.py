@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from oci_hook import record
+from oci_hook import light_typing
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Ours(record.NamedTuple):
+class Ours(light_typing.NamedTuple):
     name: str
     size: int = 3
     others: tuple[int, ...] = ()
@@ -78,7 +78,7 @@ def test_a_field_cannot_be_set():
 
 
 def test_defaults_are_of_the_class_alone():
-    class Other(record.NamedTuple):
+    class Other(light_typing.NamedTuple):
         size: int
 
     with pytest.raises(TypeError):
@@ -88,7 +88,7 @@ def test_defaults_are_of_the_class_alone():
 
 def test_what_is_impossible_is_said():
     with pytest.raises(AssertionError, match="'x' is none of those"):
-        record.assert_never("x")  # type: ignore[arg-type]
+        light_typing.assert_never("x")  # type: ignore[arg-type]
 
 
 SLOW = (
@@ -106,7 +106,7 @@ SLOW = (
 def test_a_start_imports_nothing_slow():
     """Imports are most of the cost of starting a container that asks for a share."""
     names = (
-        "apply client edits files image kernel main manifest plan request reserve runtime traces"
+        "apply client edits files image kernel main manifest plan request reserve runtime cleanup"
     )
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from oci_hook import kernel, ldcache, runtime, traces
+from oci_hook import cleanup, kernel, ldcache, runtime
+from oci_hook.cleanup import HookTrace, forget, remember, sweep, take_back
 from oci_hook.errors import MountError
 from oci_hook.quick import arm, disarm
-from oci_hook.traces import HookTrace, forget, remember, sweep, take_back
 
 PID = 1 << 30  # no process has it
 
@@ -34,7 +34,7 @@ def root(tmp_path: Path) -> Path:
 def keep(tmp_path: Path, root: Path, ident: str = "c1", pid: int = PID) -> Path:
     made = [HookTrace("directory", "run/tidegate"), HookTrace("file", "usr/bin/nvidia-smi")]
     remember(str(tmp_path), ident, pid, str(root), made)
-    return tmp_path / traces.DIRECTORY / ident
+    return tmp_path / cleanup.DIRECTORY / ident
 
 
 def test_only_what_is_empty_goes(tmp_path: Path, root: Path) -> None:
@@ -73,7 +73,7 @@ def test_nothing_goes_while_the_container_runs(tmp_path: Path, root: Path) -> No
 def test_an_id_that_is_no_file_name_keeps_nothing(tmp_path: Path, root: Path, ident: str) -> None:
     with pytest.raises(OSError, match="not accepted as a file name"):
         remember(str(tmp_path), ident, PID, str(root), [HookTrace("directory", "run/tidegate")])
-    assert not (tmp_path / traces.DIRECTORY).exists()
+    assert not (tmp_path / cleanup.DIRECTORY).exists()
     take_back(str(tmp_path), ident)
     assert (root / "run/tidegate").exists()
 
@@ -183,7 +183,7 @@ def test_a_root_whose_name_becomes_a_link_loses_nothing(tmp_path: Path, *, is_ab
     for tree in (tmp_path / "victim", tmp_path / "victim" / "rootfs"):
         assert (tree / "run/tidegate").exists()
         assert (tree / "usr/bin/nvidia-smi").exists()
-    assert not list((tmp_path / traces.DIRECTORY).iterdir())
+    assert not list((tmp_path / cleanup.DIRECTORY).iterdir())
     # Nothing is recorded of what is behind a link either.
     with pytest.raises(OSError, match="Too many levels"):
         remember(str(tmp_path), "c2", PID, str(own), [])
@@ -255,7 +255,7 @@ def test_a_container_s_cache_does_not_choose_how_long_its_end_takes(
     assert len(walks) < 100
     assert cache.read_bytes() == before
     assert not (root / HWCAPS).exists()
-    assert not list((tmp_path / traces.DIRECTORY).iterdir())
+    assert not list((tmp_path / cleanup.DIRECTORY).iterdir())
 
 
 def test_an_end_that_took_its_time_is_the_last_one(
@@ -263,7 +263,7 @@ def test_an_end_that_took_its_time_is_the_last_one(
 ) -> None:
     """What delays it would delay the next start as well."""
     record = keep(tmp_path, root)
-    monkeypatch.setattr(traces, "SECONDS", 0.0)
+    monkeypatch.setattr(cleanup, "SECONDS", 0.0)
     take_back(str(tmp_path), "c1")
     assert (root / "run/tidegate").exists()
     assert not record.exists()
@@ -272,7 +272,7 @@ def test_an_end_that_took_its_time_is_the_last_one(
         raise MountError("late", hint="")
 
     record = keep(tmp_path, root)
-    monkeypatch.setattr(traces, "_take_all", expire)
+    monkeypatch.setattr(cleanup, "_take_all", expire)
     with pytest.raises(MountError):
         take_back(str(tmp_path), "c1")
     assert not record.exists()
@@ -287,7 +287,7 @@ def test_delete_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     node, call = runtime.NodeSettings(), runtime.EngineCall()
     node.runtime, node.runtime_dir, node.log = "/bin/true", str(tmp_path), str(tmp_path / "log")
-    monkeypatch.setattr(traces, "take_back", hang)
+    monkeypatch.setattr(cleanup, "take_back", hang)
     monkeypatch.setattr(runtime, "END_DEADLINE", 0.2)
     began = time.monotonic()
     assert runtime.delete(call, node, ["delete", "c1"]) == 0
@@ -300,7 +300,7 @@ def test_a_large_cache_is_not_kept_and_loses_what_leads_to_us(tmp_path: Path, ro
     more = [f"/usr/lib/{'x' * 200}{n}.so" for n in range(4000)]
     cache = container_cache(root, [f"/{HWCAPS}/libcuda.so.1", *more])
     rootfd = os.open(root, os.O_PATH | os.O_DIRECTORY)
-    assert traces.keep(rootfd, "etc/ld.so.cache", cache.read_bytes()) == {}
+    assert cleanup.keep(rootfd, "etc/ld.so.cache", cache.read_bytes()) == {}
     os.close(rootfd)
     status = cache.stat()
     made = [
@@ -326,10 +326,10 @@ def test_a_note_that_cannot_be_written_leaves_nothing(
         os.write(fd, data[:10])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(traces, "write_all", full)
+    monkeypatch.setattr(cleanup, "write_all", full)
     with pytest.raises(OSError, match="No space"):
         keep(tmp_path, root, "c2")
-    assert [path.name for path in (tmp_path / traces.DIRECTORY).iterdir()] == ["c1"]
+    assert [path.name for path in (tmp_path / cleanup.DIRECTORY).iterdir()] == ["c1"]
 
 
 def test_a_delete_that_fails_is_an_end_of_what_has_ended(tmp_path: Path, root: Path) -> None:
@@ -359,7 +359,7 @@ def test_who_kills_a_delete_kills_the_real_one(tmp_path: Path, root: Path) -> No
         "delete",
         "c1",
     ]
-    with subprocess.Popen(command, cwd=Path(traces.__file__).parents[1]) as wrapper:
+    with subprocess.Popen(command, cwd=Path(cleanup.__file__).parents[1]) as wrapper:
         for _ in range(200):
             if said.exists():
                 break
@@ -408,12 +408,12 @@ def test_only_what_was_read_is_kept(root: Path) -> None:
     path = root / "etc/ld.so.cache"
     rootfd = os.open(root, os.O_PATH | os.O_DIRECTORY)
     path.write_bytes(b"as it was")
-    assert traces.keep(rootfd, "etc/ld.so.cache", b"as it was")["data"] == "YXMgaXQgd2Fz"
+    assert cleanup.keep(rootfd, "etc/ld.so.cache", b"as it was")["data"] == "YXMgaXQgd2Fz"
     path.write_bytes(b"another, that is longer")
-    assert traces.keep(rootfd, "etc/ld.so.cache", b"as it was") == {}
+    assert cleanup.keep(rootfd, "etc/ld.so.cache", b"as it was") == {}
     path.unlink()
     os.mkfifo(path)
-    assert traces.keep(rootfd, "etc/ld.so.cache", b"") == {}
+    assert cleanup.keep(rootfd, "etc/ld.so.cache", b"") == {}
     os.close(rootfd)
 
 
@@ -457,7 +457,7 @@ def test_an_end_writes_through_no_link(tmp_path: Path, root: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(b"the host's")
     cache = container_cache(root, [f"/{HWCAPS}/libcuda.so.1"])
-    (root / "etc" / traces.TEMPORARY).symlink_to(victim)
+    (root / "etc" / cleanup.TEMPORARY).symlink_to(victim)
     made_a_cache(tmp_path, root)
     take_back(str(tmp_path), "c1")
     assert victim.read_bytes() == b"the host's"
@@ -481,7 +481,7 @@ def test_an_id_that_comes_back_to_a_root_in_use_keeps_what_it_made(
             process.kill()
     take_back(str(tmp_path), "c2")
     assert not (root / "run/tidegate").exists()
-    assert not list((tmp_path / traces.DIRECTORY).iterdir())
+    assert not list((tmp_path / cleanup.DIRECTORY).iterdir())
 
 
 @pytest.mark.parametrize("began", [1, -1])
@@ -494,14 +494,14 @@ def test_what_was_made_last_goes_first(tmp_path: Path, root: Path, began: int) -
     rootfd = os.open(root, os.O_PATH | os.O_DIRECTORY)
     before = cache.read_bytes(), cache.stat().st_mtime_ns
     for number, ident in enumerate(("c1", "c2"), 1):
-        kept = traces.keep(rootfd, "etc/ld.so.cache", cache.read_bytes())
+        kept = cleanup.keep(rootfd, "etc/ld.so.cache", cache.read_bytes())
         container_cache(root, [f"/{HWCAPS}/{n}.so" for n in range(number)])
         status = cache.stat()
         made = HookTrace(
             "cache", "etc/ld.so.cache", kept | {"ours": [status.st_size, status.st_mtime_ns]}
         )
         remember(str(tmp_path), ident, PID, str(root), [HookTrace("directory", HWCAPS), made])
-        record = tmp_path / traces.DIRECTORY / ident
+        record = tmp_path / cleanup.DIRECTORY / ident
         note, rest = record.read_bytes().split(b"\n")
         name, pid, _, *more = json.loads(note)
         began_at = 10 + began * number
@@ -516,12 +516,15 @@ def test_what_was_made_last_goes_first(tmp_path: Path, root: Path, began: int) -
 def locked(runtime_dir: Path, device: int, inode: int) -> Iterator[None]:
     """Another process works on a root."""
     code = (
-        "import sys; from oci_hook.traces import lock; lock(sys.argv[1], *map(int, sys.argv[2:]));"
+        "import sys; from oci_hook.cleanup import lock; lock(sys.argv[1], *map(int, sys.argv[2:]));"
         "print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, *map(str, (runtime_dir, device, inode))]
     with subprocess.Popen(
-        command, cwd=Path(traces.__file__).parents[1], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        command,
+        cwd=Path(cleanup.__file__).parents[1],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
@@ -534,13 +537,13 @@ def locked(runtime_dir: Path, device: int, inode: int) -> Iterator[None]:
 def test_a_lock_is_of_one_root(tmp_path: Path) -> None:
     """A lock holds up no process with another root. Where no lock can be made, no process waits."""
     with locked(tmp_path, 1, 2):
-        os.close(traces.lock(str(tmp_path), 1, 3))
-        os.close(traces.lock(str(tmp_path), 2, 2))
+        os.close(cleanup.lock(str(tmp_path), 1, 3))
+        os.close(cleanup.lock(str(tmp_path), 2, 2))
         arm(0.3)
         with pytest.raises(MountError, match="did not finish"):
-            traces.lock(str(tmp_path), 1, 2)
-    os.close(traces.lock(str(tmp_path), 1, 2))
-    assert traces.lock(str(tmp_path / "nowhere"), 1, 2) == -1
+            cleanup.lock(str(tmp_path), 1, 2)
+    os.close(cleanup.lock(str(tmp_path), 1, 2))
+    assert cleanup.lock(str(tmp_path / "nowhere"), 1, 2) == -1
 
 
 def test_an_end_waits_for_a_start_of_its_root(tmp_path: Path, root: Path) -> None:
@@ -594,21 +597,21 @@ def test_who_sweeps_forgets_no_note_of_a_start_meanwhile(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, found: str
 ) -> None:
     """An id comes back between reading its note and removing it."""
-    looked = traces._notes
+    looked = cleanup._notes
     record = keep(tmp_path, root)
     record.write_text(record.read_text().replace("/rootfs", "/gone", 1))
 
-    def then_it_starts(runtime_dir: str) -> dict[str, traces.NoteHeader | None]:
-        monkeypatch.setattr(traces, "_notes", looked)
+    def then_it_starts(runtime_dir: str) -> dict[str, cleanup.NoteHeader | None]:
+        monkeypatch.setattr(cleanup, "_notes", looked)
         if found == "nothing":  # as between the two renames of a start
             record.write_bytes(b"")
         notes = looked(runtime_dir)
         keep(tmp_path, root, pid=os.getpid())
         return notes
 
-    monkeypatch.setattr(traces, "_notes", then_it_starts)
+    monkeypatch.setattr(cleanup, "_notes", then_it_starts)
     sweep(str(tmp_path))
-    assert traces._read(str(tmp_path), "c1")
+    assert cleanup._read(str(tmp_path), "c1")
 
 
 def test_notes_behind_a_link_are_nobody_s(tmp_path: Path, root: Path) -> None:

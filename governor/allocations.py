@@ -22,7 +22,7 @@ from oci_hook.request import Request
 from vdriver.nvml import Topology
 
 CLAIMED = "claim "
-"""Prefix of the names of claims' shares in the books; a container's name there is its key."""
+"""Prefix of the names of claims' shares in the table; a container's name there is its key."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class _Gpu:
 
 
 def share_key(claim: Claim, share: ClaimShare) -> str:
-    """Return the name of a claim's share in the books."""
+    """Return the name of a claim's share in the allocation table."""
     return f"{CLAIMED}{claim.uid} {share.name}"
 
 
@@ -130,7 +130,7 @@ def _check_count(count: int, request: Request) -> None:
         )
 
 
-class Books:
+class AllocationTable:
     """The GPUs of the node, and what is granted of them.
 
     `left_out` are GPUs that NVML lists but that cannot be shared, by index, with the reason.
@@ -264,7 +264,7 @@ class Books:
             gpu.quotas[key] = quota
 
     def leave(self, key: str) -> None:
-        """Remove a container; one that is not in the books is not an error."""
+        """Remove a container; one that is not in the allocation table is not an error."""
         for gpu in self._gpus:
             gpu.quotas.pop(key, None)
 
@@ -319,7 +319,7 @@ class Books:
         return tuple(share.device for share in claim.shares if share.device not in known)
 
     def leave_claim(self, claim: Claim) -> None:
-        """Remove a claim; one that is not in the books is not an error."""
+        """Remove a claim; one that is not in the allocation table is not an error."""
         for share in claim.shares:
             self.leave(share_key(claim, share))
 

@@ -20,10 +20,10 @@ from oci_hook import kernel, ldcache
 from oci_hook.apart import ANSWERS, run_briefly
 from oci_hook.errors import MountError
 from oci_hook.files import as_owner, remove, write_all
-from oci_hook.letters import DIGITS, LETTERS, consists_of
-from oci_hook.notation import dump_json, load_json
+from oci_hook.light_json import dump_json, load_json
+from oci_hook.light_re import DIGITS, LETTERS, consists_of
+from oci_hook.light_typing import suppress
 from oci_hook.quick import read_bounded
-from oci_hook.record import suppress
 from oci_hook.state import is_text
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 else:
     from _functools import partial  # functools imports collections and more
 
-    from oci_hook.record import NamedTuple
+    from oci_hook.light_typing import NamedTuple
 
 DIRECTORY = "traces"  # directory of the notes, below the runtime directory
 LOCK = "traces.lock"  # next to DIRECTORY

@@ -5,8 +5,6 @@ do that. So the governor starts this process, and tells it through a pipe what i
 off: each time one line of JSON with everything that is off. When the pipe ends, or is silent for
 SILENCE_S while something is off, everything in the last line is switched on. If that fails, it is
 tried again after AGAIN_S: without end while the governor lives, and N_TRIES times otherwise.
-
-    python -m governor.hardware.watchdog REVIVER ARGUMENT...
 """
 
 from __future__ import annotations
@@ -37,13 +35,23 @@ CLOSE_S = 5.0
 PIPE_BYTES = 1 << 20
 """Size of the pipe: a few lines with all channels of a thousand contexts."""
 
+START = """\
+import sys
+sys.path[:] = sys.argv.pop(1).split("\\n")
+from governor.hardware import watchdog
+watchdog.main()
+"""
+"""What the process executes. Where modules are is passed on: the scripts of a package put their
+directories on the path themselves, and -I keeps the environment out of what runs as root."""
+
 
 class Watchdog:
     """The governor's end of the pipe."""
 
     def __init__(self, reviver: str, arguments: Sequence[str]) -> None:
         """Start it; `reviver` is `module:function`, called with `arguments` and what is off."""
-        self._command = [sys.executable, "-m", "governor.hardware.watchdog", reviver, *arguments]
+        modules = "\n".join(path for path in sys.path if path.startswith("/"))
+        self._command = [sys.executable, "-I", "-c", START, modules, reviver, *arguments]
         self._told: list[Any] = []
         self._fd = -1
         self._start()
@@ -127,6 +135,16 @@ def watch(reviver: str, arguments: Sequence[str]) -> None:
             time.sleep(AGAIN_S)
 
 
+def main() -> None:
+    """Watch; the command line has the reviver and its arguments.
+
+    This process ends with the pipe. A service manager signals it and the governor at the same time.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    watch(sys.argv[1], sys.argv[2:])
+
+
 def _is_done(revive: Callable[..., None], arguments: Sequence[Any], n_failed: int) -> bool:
     """Switch on what is off; say why if it fails for the first time, and return whether it did."""
     try:
@@ -141,11 +159,3 @@ def _is_done(revive: Callable[..., None], arguments: Sequence[Any], n_failed: in
             )
         return False
     return True
-
-
-if __name__ == "__main__":
-    # This process ends with the pipe. A service manager signals it and the governor at the same
-    # time.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    watch(sys.argv[1], sys.argv[2:])

@@ -53,6 +53,7 @@ def path(tmp_path):
 
 GOVERNOR = """
 import sys, time
+sys.path[:0] = sys.argv[2:]
 from governor.hardware.watchdog import Watchdog
 dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [sys.argv[1]])
 for off in ([1, 2], [2, 3]):
@@ -63,9 +64,11 @@ time.sleep(60)
 
 
 def test_what_a_killed_governor_left_off_is_switched_on(path):
+    """The governor is started as a package's script starts it: nothing but itself says where modules are."""
     with subprocess.Popen(
-        [sys.executable, "-c", GOVERNOR, path], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ) as governor:
+        [sys.executable, "-I", "-c", GOVERNOR, path, ROOT],
+        cwd="/", stdout=subprocess.PIPE, text=True,
+    ) as governor:  # fmt: skip
         dog = int(governor.stdout.readline())
         governor.kill()
         wait_for(lambda: revived(path))

@@ -12,6 +12,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SHARED = ("hooks.d", "crio", "containerd", "grafana", "prometheus", "kubernetes", "selinux")
 UNITS = ("systemd", "udev", "config.yaml")
+CODE = "tidegate/python"
+"""Directory of the packages in the wheel: packaging/wheel/tidegate says why."""
 
 
 class WheelBuild(BuildHookInterface[Any]):
@@ -34,12 +36,12 @@ class WheelBuild(BuildHookInterface[Any]):
         )
         private = made / "usr/lib/tidegate"
         libraries = sorted(private.rglob("*.so*"))
-        included = {str(p): f"libcontrol/lib/{p.relative_to(private)}" for p in libraries}
+        included = {str(p): f"{CODE}/libcontrol/lib/{p.relative_to(private)}" for p in libraries}
         for program in ("tidegate-hook", "tidegate-runtime"):
-            included[str(build / "oci_hook/front" / program)] = f"oci_hook/front/{program}"
+            included[str(build / "oci_hook/front" / program)] = f"{CODE}/oci_hook/front/{program}"
         for name in (*SHARED, *UNITS):
             if (root / "packaging" / name).exists():
-                included[str(root / "packaging" / name)] = f"governor/share/{name}"
+                included[str(root / "packaging" / name)] = f"{CODE}/governor/share/{name}"
         build_data["force_include"].update(included)
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-manylinux_2_{_glibc(libraries)}_{platform.machine()}"

@@ -246,14 +246,16 @@ def test_what_tidegate_install_prints_makes_a_node_of_a_wheel(
         wheel.extractall(site)
     subprocess.run([sys.executable, "tools/vendor.py", tmp_path / "vendor"], cwd=ROOT, check=True)
     shutil.copy(tmp_path / "vendor/pynvml.py", site)
-    for name, module in (("tidegate", "cli"), ("tidegate-governor", "daemon")):
-        program = f"#!/opt/tidegate/bin/python\nimport sys\nfrom governor.{module} import main\nsys.exit(main())\n"
+    code = site / "tidegate/python"
+    for name in ("tidegate", "tidegate-governor"):
+        function = name.replace("-", "_")
+        program = f"#!/opt/tidegate/bin/python\nimport sys\nfrom tidegate.commands import {function}\nsys.exit({function}())\n"
         put(machine.rootfs / "opt/tidegate/bin" / name, program.encode())
         (machine.rootfs / "opt/tidegate/bin" / name).chmod(0o755)
     programs = ("tidegate-hook", "tidegate-runtime")
     for name in (*programs, *(f"front/{name}" for name in programs), "tidegate-forkserver"):
-        (site / "oci_hook" / name).chmod(0o755)  # zipfile ignores modes, pip does not
-    (site / "governor/tidegate-steering").chmod(0o755)
+        (code / "oci_hook" / name).chmod(0o755)  # zipfile ignores modes, pip does not
+    (code / "governor/tidegate-steering").chmod(0o755)
 
     machine.shell("/opt/tidegate/bin/tidegate install >/root/install")
     machine.shell("sh -eu /root/install")
@@ -263,4 +265,5 @@ def test_what_tidegate_install_prints_makes_a_node_of_a_wheel(
     machine.shell("tidegate check")
     assert machine.shell("readlink -f /usr/bin/tidegate-hook").startswith("/opt/tidegate/lib/")
     assert "usage: tidegate-hook" in machine.shell("tidegate-hook 2>&1 || :")
-    assert_steering_starts(machine, "/opt/tidegate/bin/python")
+    inside = f"/{code.relative_to(machine.rootfs)}"
+    assert_steering_starts(machine, f"PYTHONPATH={inside} /opt/tidegate/bin/python")

@@ -145,9 +145,11 @@ def test_it_is_for_this_architecture_and_any_python(require: Callable[..., None]
         "x86_64-linux-gnu/libnvidia-ml.so.1",
         "libtidegate-arbiter.so",
     ):
-        assert f"libcontrol/lib/{name}" in names
+        assert f"tidegate/python/libcontrol/lib/{name}" in names
     assert not [n for n in names if n.endswith((".c", ".h", ".map", "meson.build", "/gen.py"))]
-    assert "governor/share/hooks.d/50-tidegate.json" in names
+    assert "tidegate/python/governor/share/hooks.d/50-tidegate.json" in names
+    # A name such as `governor` may be another package's in the same environment.
+    assert {name.split("/")[0] for name in names} == {"tidegate", f"tidegate-{VERSION}.dist-info"}
 
 
 @pytest.mark.slow
@@ -157,6 +159,10 @@ def test_pip_installs_a_command_that_finds_what_came_with_it(tmp_path: Path) -> 
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     pip = [sys.executable, "-m", "pip", "--python", venv / "bin/python", "install", "--quiet"]
     subprocess.run([*pip, "--no-deps", "--no-index", wheel], check=True, timeout=300)
+    [site] = venv.glob("lib/python*/site-packages")
+    for taken in ("governor", "kube", "libcontrol"):
+        (site / taken).mkdir()
+        (site / taken / "__init__.py").write_text("raise ImportError('of other software')\n")
 
     def run(*command: object) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -170,9 +176,12 @@ def test_pip_installs_a_command_that_finds_what_came_with_it(tmp_path: Path) -> 
     [hook] = re.findall(r"^ln -sf (\S+) /usr/bin/tidegate-hook$", said.stdout, re.MULTILINE)
     # Engines run the hook by its path, with the system's Python, outside of the environment.
     assert "usage: tidegate-hook" in run(hook).stderr
-    found = run(
-        venv / "bin/python", "-c", "from governor import places; print(places.control_dir())"
-    )
+    # The environment has no structlog, but the governor that lacks it is ours.
+    stopped = run(venv / "bin/tidegate-governor", "--help").stderr
+    assert "tidegate/python/governor/daemon.py" in stopped
+    assert "'structlog'" in stopped
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from governor import install_paths; print(install_paths.control_dir())"
+    found = run(venv / "bin/python", "-c", code, site / "tidegate/python")
     assert (Path(found.stdout.strip()) / "libcuda.so.1").is_file()
     class_ = run(venv / "bin/tidegate", "setup", "containerd", "--runtime-class")
     assert class_.stdout == (ROOT / "packaging/containerd/runtimeclass.yaml").read_text()

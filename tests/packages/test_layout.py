@@ -203,8 +203,8 @@ ours = ("oci_hook", "vdriver", "libcontrol", "governor", "pynvml")
 for name, module in sys.modules.items():
     if name.partition(".")[0] in ours and not module.__file__.startswith((code, vendor)):
         raise SystemExit(f"{name} came from {module.__file__}")
-from governor import places
-print(places.library_dir(), places.control_dir(), places.shared_file("crio/50-tidegate.conf"))
+from governor import install_paths as paths
+print(paths.library_dir(), paths.control_dir(), paths.shared_file("crio/50-tidegate.conf"))
 """
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from governor.processes import PROC, read_status
+from vdriver.mountinfo import parse_mountinfo
 
 V2 = ""
 """The hierarchy of version 2, as /proc/PID/cgroup calls it; others are named by their controllers.
@@ -142,18 +142,14 @@ def find_membership(
 def find_mounts(proc: Path = PROC) -> dict[str, Path]:
     """Return the mount points of the hierarchies that can freeze: version 2 and `freezer`."""
     found: dict[str, Path] = {}
-    for line in (proc / "self/mountinfo").read_text(errors="surrogateescape").splitlines():
-        before, _, after = line.partition(" - ")
-        root, point = before.split()[3:5]
-        kind, _, options = after.split(" ", 2)
+    for mount in parse_mountinfo((proc / "self/mountinfo").read_bytes()):
         # If a part of a hierarchy is mounted, the paths of /proc/PID/cgroup do not apply to it.
-        if root != "/":
+        if mount.root != "/":
             continue
-        path = Path(re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), point))
-        if kind == "cgroup2":
-            found.setdefault(V2, path)
-        elif kind == "cgroup" and FREEZER in options.split(","):
-            found.setdefault(FREEZER, path)
+        if mount.type == "cgroup2":
+            found.setdefault(V2, Path(mount.point))
+        elif mount.type == "cgroup" and FREEZER in mount.options:
+            found.setdefault(FREEZER, Path(mount.point))
     return found
 
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import Protocol, cast
 
 from governor import VERSION
-from governor.errors import one_line
 from governor.options import Parser
+from vdriver.errors import one_line
 
 VERBS = (
     *(

@@ -6,27 +6,11 @@ and has a row in docs/reference/errors.md; `status` is the exit status of `tideg
 
 from __future__ import annotations
 
-from typing import ClassVar
+from vdriver.errors import OperatorError
 
 
-class TidegateError(Exception):
-    """Something that an operator can act on."""
-
-    code: ClassVar[str] = "internal"
-    status: ClassVar[int] = 70  # EX_SOFTWARE
-
-    def __init__(self, message: str, *, hint: str) -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
-
-    def __str__(self) -> str:
-        return one_line(f"{self.message}; {self.hint}")
-
-
-def one_line(text: str) -> str:
-    """Return text as one line that a terminal only displays: it may contain foreign words."""
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+class TidegateError(OperatorError):
+    """A fault of the node, its configuration or a request."""
 
 
 class ConfigError(TidegateError):

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from governor.errors import one_line
+from vdriver.errors import one_line
 
 
 class Parser(argparse.ArgumentParser):

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from vdriver.mountinfo import parse_mountinfo
+
 PROC = Path("/proc")
-_ESCAPE = re.compile(rb"\\([0-7]{3})")
 
 
 class Identity(NamedTuple):
@@ -172,7 +172,7 @@ def mounted_below(name: str, device: int) -> Mounted:
     """
     found: dict[str, list[Identity]] = {}
     is_whole = True
-    wanted = f"{os.major(device)}:{os.minor(device)}".encode()
+    wanted = f"{os.major(device)}:{os.minor(device)}"
     ours = _mount_namespace("self")
     known: dict[tuple[str, int, int], list[str]] = {}  # by namespace and root
     for entry in os.listdir("/proc"):  # noqa: PTH208 - thousands of names, no paths needed
@@ -202,15 +202,12 @@ def _mount_namespace(pid: str) -> str:
     return os.readlink(f"/proc/{pid}/ns/mnt")  # noqa: PTH115 - a name in brackets, no path
 
 
-def _directories(pid: str, name: str, device: bytes) -> list[str]:
+def _directories(pid: str, name: str, device: str) -> list[str]:
     keys = []
-    for line in Path(f"/proc/{pid}/mountinfo").read_bytes().splitlines():
-        fields = line.split(b" ", 5)
-        if len(fields) < 6 or fields[2] != device:
-            continue
-        root = os.fsdecode(_ESCAPE.sub(lambda m: bytes([int(m[1], 8) & 255]), fields[3]))
-        above, _, key = root.rpartition("/")
-        if above.rpartition("/")[2] == name:
+    faults: list[str] = []  # a line that is none says nothing of the others
+    for mount in parse_mountinfo(Path(f"/proc/{pid}/mountinfo").read_bytes(), faults):
+        above, _, key = mount.root.rpartition("/")
+        if mount.device == device and above.rpartition("/")[2] == name:
             keys.append(key)
     return keys
 

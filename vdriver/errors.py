@@ -9,10 +9,15 @@ from __future__ import annotations
 from typing import ClassVar
 
 
-class VdriverError(Exception):
-    """A fault of the driver or the mirror that an operator can act on."""
+def one_line(text: str) -> str:
+    """Return text as one line that a terminal only displays: it may contain foreign words."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
-    code: ClassVar[str] = "vdriver"
+
+class OperatorError(Exception):
+    """Something that an operator can act on, in one line."""
+
+    code: ClassVar[str] = "internal"
     status: ClassVar[int] = 70  # EX_SOFTWARE
 
     def __init__(self, message: str, *, hint: str) -> None:
@@ -21,7 +26,13 @@ class VdriverError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        return " ".join(f"{self.message}; {self.hint}".split())
+        return one_line(f"{self.message}; {self.hint}")
+
+
+class VdriverError(OperatorError):
+    """A fault of the driver or the mirror."""
+
+    code = "vdriver"
 
 
 class LibraryError(VdriverError):

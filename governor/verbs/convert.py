@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from governor.config import parse_quantity
-from governor.errors import ConfigError, RequestError, one_line
+from governor.errors import ConfigError, RequestError
+from vdriver.errors import one_line
 
 SUMMARY = "Turn pods that ask HAMi, gpu-manager or NVIDIA's plugin for a GPU into pods with claims"
 LOST = 1

@@ -31,7 +31,7 @@ enum block_kind {
     BLOCK_HANDLE,  /* a physical allocation; `value`: number of mappings, `count`: of references */
     BLOCK_MAPPING, /* by device address; `value`: the handle that is mapped there */
     BLOCK_SPARSE,  /* `value`: a handle that the array `size` keeps alive */
-    BLOCK_BINDING, /* `value`: a handle that the multicast object `size` keeps alive */
+    BLOCK_BINDING, /* `value`: a handle that the object `size` keeps alive: multicast.c */
     BLOCK_EXPORT,  /* by handle; `value`: identifier of its descriptors */
     BLOCK_LINGERING, /* by that identifier: an allocation that only descriptors keep alive */
     BLOCK_LIBRARY,   /* `value`: bit mask of the contexts into which it was loaded */
@@ -221,6 +221,18 @@ void exports_after_fork(void);
 void multicast_ends(uint64_t object);
 
 /* ---- vmm.c, arrays.c ---- */
+
+/* The GPU whose memory a location names: its ordinal, or -1 if it is not a GPU's. A locality domain
+ * is a part of a GPU's memory. */
+static inline CUdevice account_ordinal(const CUmemLocation *location)
+{
+    if (location->type == CU_MEM_LOCATION_TYPE_DEVICE)
+        return location->id;
+    return location->type == CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN ? location->id & 0xff : -1;
+}
+
+/* The same as an index in the grant; -1: nothing is charged there. */
+int account_location(const CUmemLocation *location);
 
 void vmm_array_ends(uint64_t array);
 bool vmm_keep(uint64_t handle); /* keeps it alive like a mapping; false: the handle is unknown */

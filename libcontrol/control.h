@@ -209,7 +209,7 @@ void gate_forget_context(CUcontext ctx);
 bool gate_capturing(CUstream stream);
 bool gate_captures(void);
 void gate_end_all_passes(void);
-bool gate_capture_begin(CUstream stream);
+bool gate_capture_begin(CUstream stream, bool to_graphics);
 void gate_capture_end(CUstream stream);
 void gate_join_begin(void);
 void gate_join_end(void);

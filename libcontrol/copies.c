@@ -187,6 +187,26 @@ struct copy copy_batch_3d(const CUDA_MEMCPY3D_BATCH_OP *ops, size_t count)
     return copy;
 }
 
+/* A logical endpoint is memory of a GPU, here or elsewhere in the fabric. */
+struct copy copy_fabric(const CUDA_FABRIC_COPY_BATCH_OP *ops, size_t count)
+{
+    struct copy copy = {COPY_DEVICE, 0};
+
+    if (!ops || !pages_slot())
+        return copy_nothing;
+    for (size_t i = 0; i < count; i++) {
+        const CUfabricCpyOperand *ends[] = {&ops[i].dst, &ops[i].src};
+        bool host = false;
+
+        for (unsigned end = 0; end < 2; end++)
+            host = host || (ends[end]->type == CU_FABRIC_COPY_OPERAND_TYPE_POINTER &&
+                            !copy_on_device(ends[end]->op.ptr.ptr));
+        if (!host && __builtin_add_overflow(copy.bytes, ops[i].size, &copy.bytes))
+            copy.bytes = UINT64_MAX;
+    }
+    return copy;
+}
+
 struct copy copy_host_batch(const size_t *sizes, size_t count)
 {
     struct copy copy = {COPY_HOST, 0};

@@ -13,6 +13,7 @@ struct copy copy_3d_peer(const CUDA_MEMCPY3D_PEER *p);
 struct copy copy_batch(const CUdeviceptr *to, const CUdeviceptr *from, const size_t *sizes,
                        size_t count);
 struct copy copy_batch_3d(const CUDA_MEMCPY3D_BATCH_OP *ops, size_t count);
+struct copy copy_fabric(const CUDA_FABRIC_COPY_BATCH_OP *ops, size_t count);
 struct copy copy_host_batch(const size_t *sizes, size_t count);
 struct copy copy_decompress(const CUmemDecompressParams *params, size_t count);
 

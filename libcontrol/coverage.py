@@ -2,8 +2,9 @@
 
 Compares three things: what a libcuda exports or a header of NVIDIA's declares, what is known
 about these functions (functions.toml), and which of them the control library hooks
-(libcontrol.api). A function that takes memory, gives it back or starts work is ungoverned if it
-is not hooked. A function that functions.toml does not name is unknown, and may be ungoverned.
+(libcontrol.api). A function that takes memory, gives it back, starts work or concerns captures is
+ungoverned if it is not hooked. A function that functions.toml does not name is unknown, and may be
+ungoverned.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from vdriver.elf import read_exports
 from vdriver.errors import LibraryError
 
 FUNCTIONS = Path(__file__).with_name("functions.toml")
-GOVERNED = ("takes", "gives", "works")
+GOVERNED = ("takes", "gives", "works", "captures")
 """Effects of functions that have to be hooked."""
 
 FORM = re.compile(r"(_v[0-9]+)?(_ptsz|_ptds)?$")
@@ -57,7 +58,7 @@ class Function:
 
     @property
     def ungoverned(self) -> bool:
-        """Whether a program can get memory or GPU time by it past the control library."""
+        """Whether a program gets memory or GPU time, or captures, past the control library."""
         return self.effect in GOVERNED and not self.hooked
 
 

@@ -1,6 +1,6 @@
 /*
  * Types of the CUDA driver API that pass through the control library, with the values of NVIDIA's
- * cuda.h 13.0. Handles are opaque.
+ * cuda.h 13.5. Handles are opaque.
  */
 #pragma once
 

@@ -16,6 +16,7 @@ typedef struct CUgraphNode_st *CUgraphNode;
 typedef struct CUgreenCtx_st *CUgreenCtx;
 typedef struct CUdevResourceDesc_st *CUdevResourceDesc;
 typedef unsigned long long CUmemGenericAllocationHandle;
+typedef uint32_t CUlogicalEndpointId; /* chosen by the program, of those that it reserved */
 typedef int CUmemAllocationHandleType;
 #define CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR 1
 typedef int CUlimit;
@@ -28,10 +29,14 @@ typedef int CUlibraryOption;
 #define CU_MEM_LOCATION_TYPE_NONE                          0
 #define CU_MEM_LOCATION_TYPE_DEVICE                        1
 #define CU_MEM_LOCATION_TYPE_HOST                          2
+#define CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN        6
 #define CU_MEM_ALLOCATION_TYPE_PINNED                      1
 #define CU_MEM_ALLOCATION_TYPE_MANAGED                     2
 #define CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT               5
 #define CU_MEMPOOL_ATTR_USED_MEM_CURRENT                   7
+#define CU_MEMPOOL_ATTR_ALLOCATION_TYPE                    9
+#define CU_MEMPOOL_ATTR_LOCATION_ID                        11
+#define CU_MEMPOOL_ATTR_LOCATION_TYPE                      12
 #define CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT             2
 #define CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL                9
 #define CU_GRAPH_NODE_TYPE_GRAPH                           4
@@ -42,6 +47,7 @@ typedef int CUlibraryOption;
 #define CUDA_ARRAY3D_SPARSE                                0x40
 #define CUDA_ARRAY3D_DEFERRED_MAPPING                      0x80
 
+/* In a locality domain, the two low bytes of `id` are the GPU's ordinal and the domain's. */
 typedef struct CUmemLocation_st {
     int type;
     int id;

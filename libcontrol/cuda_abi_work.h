@@ -12,6 +12,8 @@ typedef struct CUgraphNode_st *CUgraphNode;
 typedef struct CUarray_st *CUarray;
 typedef struct CUgraphEdgeData_st CUgraphEdgeData;
 typedef struct CUmemcpyAttributes_st CUmemcpyAttributes;
+typedef struct CUstreamCigCaptureParams_st CUstreamCigCaptureParams;
+typedef void (*CUgraphRecaptureCallback)(void); /* passed on unchanged */
 
 typedef enum {
     CU_MEMORYTYPE_HOST = 1,
@@ -140,6 +142,33 @@ typedef struct CUDA_MEMCPY3D_BATCH_OP_st {
     int srcAccessOrder;
     unsigned int flags;
 } CUDA_MEMCPY3D_BATCH_OP;
+
+typedef enum {
+    CU_FABRIC_COPY_OPERAND_TYPE_POINTER = 1,
+    CU_FABRIC_COPY_OPERAND_TYPE_LOGICAL_ENDPOINT = 2,
+} CUfabricCpyOperandType;
+
+typedef struct CUfabricCpyOperand_st {
+    CUfabricCpyOperandType type;
+    union {
+        struct {
+            CUdeviceptr ptr;
+            struct {
+                int type, id;
+            } locHint;
+        } ptr;
+        struct {
+            uint32_t id;
+            cuuint64_t offset;
+        } le;
+    } op;
+} CUfabricCpyOperand;
+
+typedef struct CUDA_FABRIC_COPY_BATCH_OP_st {
+    CUfabricCpyOperand src, dst;
+    size_t size;
+    unsigned int flags;
+} CUDA_FABRIC_COPY_BATCH_OP;
 
 typedef struct CUmemDecompressParams_st {
     size_t srcNumBytes, dstNumBytes;

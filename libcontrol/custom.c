@@ -187,10 +187,10 @@ CONTROL_EXPORT CUresult cuStreamDestroy(CUstream hStream)
 
 /* ---- captures: while there are none, no launch has to ask whether its stream captures ---- */
 
-#define CUSTOM_CAPTURE(name, stream, parameters, ...)                                              \
+#define CUSTOM_CAPTURE(name, stream, to_graphics, parameters, ...)                                 \
     CONTROL_EXPORT CUresult name parameters                                                        \
     {                                                                                              \
-        bool begins = gate_capture_begin(stream);                                                  \
+        bool begins = gate_capture_begin(stream, to_graphics);                                     \
         CUresult result;                                                                           \
                                                                                                    \
         gate_join_begin();                                                                         \
@@ -201,22 +201,37 @@ CONTROL_EXPORT CUresult cuStreamDestroy(CUstream hStream)
         return result;                                                                             \
     }
 
-CUSTOM_CAPTURE(cuStreamBeginCapture, hStream, (CUstream hStream), hStream)
-CUSTOM_CAPTURE(cuStreamBeginCapture_ptsz, gate_ptsz(hStream), (CUstream hStream), hStream)
-CUSTOM_CAPTURE(cuStreamBeginCapture_v2, hStream, (CUstream hStream, CUstreamCaptureMode mode),
-               hStream, mode)
-CUSTOM_CAPTURE(cuStreamBeginCapture_v2_ptsz, gate_ptsz(hStream),
+CUSTOM_CAPTURE(cuStreamBeginCapture, hStream, false, (CUstream hStream), hStream)
+CUSTOM_CAPTURE(cuStreamBeginCapture_ptsz, gate_ptsz(hStream), false, (CUstream hStream), hStream)
+CUSTOM_CAPTURE(cuStreamBeginCapture_v2, hStream, false,
                (CUstream hStream, CUstreamCaptureMode mode), hStream, mode)
-CUSTOM_CAPTURE(cuStreamBeginCaptureToGraph, hStream,
+CUSTOM_CAPTURE(cuStreamBeginCapture_v2_ptsz, gate_ptsz(hStream), false,
+               (CUstream hStream, CUstreamCaptureMode mode), hStream, mode)
+CUSTOM_CAPTURE(cuStreamBeginCaptureToGraph, hStream, false,
                (CUstream hStream, CUgraph hGraph, const CUgraphNode *dependencies,
                 const CUgraphEdgeData *dependencyData, size_t numDependencies,
                 CUstreamCaptureMode mode),
                hStream, hGraph, dependencies, dependencyData, numDependencies, mode)
-CUSTOM_CAPTURE(cuStreamBeginCaptureToGraph_ptsz, gate_ptsz(hStream),
+CUSTOM_CAPTURE(cuStreamBeginCaptureToGraph_ptsz, gate_ptsz(hStream), false,
                (CUstream hStream, CUgraph hGraph, const CUgraphNode *dependencies,
                 const CUgraphEdgeData *dependencyData, size_t numDependencies,
                 CUstreamCaptureMode mode),
                hStream, hGraph, dependencies, dependencyData, numDependencies, mode)
+
+CUSTOM_CAPTURE(cuStreamBeginRecaptureToGraph, hStream, false,
+               (CUstream hStream, CUstreamCaptureMode mode, CUgraph hGraph,
+                CUgraphRecaptureCallback callbackFunc, void *userData),
+               hStream, mode, hGraph, callbackFunc, userData)
+CUSTOM_CAPTURE(cuStreamBeginRecaptureToGraph_ptsz, gate_ptsz(hStream), false,
+               (CUstream hStream, CUstreamCaptureMode mode, CUgraph hGraph,
+                CUgraphRecaptureCallback callbackFunc, void *userData),
+               hStream, mode, hGraph, callbackFunc, userData)
+CUSTOM_CAPTURE(cuStreamBeginCaptureToCig, hStream, true,
+               (CUstream hStream, CUstreamCigCaptureParams *streamCigCaptureParams), hStream,
+               streamCigCaptureParams)
+CUSTOM_CAPTURE(cuStreamBeginCaptureToCig_ptsz, gate_ptsz(hStream), true,
+               (CUstream hStream, CUstreamCigCaptureParams *streamCigCaptureParams), hStream,
+               streamCigCaptureParams)
 
 /* A capture that this call could not end goes on. */
 static CUresult capture_ended(CUstream stream, CUresult result)
@@ -234,6 +249,25 @@ CONTROL_EXPORT CUresult cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
 CONTROL_EXPORT CUresult cuStreamEndCapture_ptsz(CUstream hStream, CUgraph *phGraph)
 {
     return capture_ended(gate_ptsz(hStream), real->cuStreamEndCapture_ptsz(hStream, phGraph));
+}
+
+/* From here on the driver is asked about the stream again. */
+static CUresult capture_to_graphics_ended(CUstream stream, CUresult result)
+{
+    if (result == CUDA_SUCCESS)
+        gate_capture_end(stream);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuStreamEndCaptureToCig(CUstream hStream)
+{
+    return capture_to_graphics_ended(hStream, real->cuStreamEndCaptureToCig(hStream));
+}
+
+CONTROL_EXPORT CUresult cuStreamEndCaptureToCig_ptsz(CUstream hStream)
+{
+    return capture_to_graphics_ended(gate_ptsz(hStream),
+                                     real->cuStreamEndCaptureToCig_ptsz(hStream));
 }
 
 /* ---- a launch on several GPUs at once ---- */

@@ -1305,6 +1305,72 @@ CONTROL_EXPORT CUresult cuMemcpy3DBatchAsync_v2_ptsz(size_t numOps, CUDA_MEMCPY3
     return result;
 }
 
+CONTROL_EXPORT CUresult cuMemcpyWithAttributesAsync(CUdeviceptr dst, CUdeviceptr src, size_t size, CUmemcpyAttributes *attr, CUstream hStream)
+{
+    struct gate_ticket ticket;
+    CUresult result = copy_enter(&ticket, copy_any(dst, src, size), hStream);
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuMemcpyWithAttributesAsync(dst, src, size, attr, hStream);
+    gate_leave(&ticket, result);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuMemcpyWithAttributesAsync_ptsz(CUdeviceptr dst, CUdeviceptr src, size_t size, CUmemcpyAttributes *attr, CUstream hStream)
+{
+    struct gate_ticket ticket;
+    CUresult result = copy_enter(&ticket, copy_any(dst, src, size), gate_ptsz(hStream));
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuMemcpyWithAttributesAsync_ptsz(dst, src, size, attr, hStream);
+    gate_leave(&ticket, result);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuMemcpy3DWithAttributesAsync(CUDA_MEMCPY3D_BATCH_OP *op, unsigned long long flags, CUstream hStream)
+{
+    struct gate_ticket ticket;
+    CUresult result = copy_enter(&ticket, copy_batch_3d(op, 1), hStream);
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuMemcpy3DWithAttributesAsync(op, flags, hStream);
+    gate_leave(&ticket, result);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuMemcpy3DWithAttributesAsync_ptsz(CUDA_MEMCPY3D_BATCH_OP *op, unsigned long long flags, CUstream hStream)
+{
+    struct gate_ticket ticket;
+    CUresult result = copy_enter(&ticket, copy_batch_3d(op, 1), gate_ptsz(hStream));
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuMemcpy3DWithAttributesAsync_ptsz(op, flags, hStream);
+    gate_leave(&ticket, result);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuFabricCpyBatchAsync(size_t numOps, CUDA_FABRIC_COPY_BATCH_OP *opList, unsigned long long flags, CUstream hStream)
+{
+    struct gate_ticket ticket;
+    CUresult result = copy_enter(&ticket, copy_fabric(opList, numOps), hStream);
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuFabricCpyBatchAsync(numOps, opList, flags, hStream);
+    gate_leave(&ticket, result);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuFabricCpyBatchAsync_ptsz(size_t numOps, CUDA_FABRIC_COPY_BATCH_OP *opList, unsigned long long flags, CUstream hStream)
+{
+    struct gate_ticket ticket;
+    CUresult result = copy_enter(&ticket, copy_fabric(opList, numOps), gate_ptsz(hStream));
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuFabricCpyBatchAsync_ptsz(numOps, opList, flags, hStream);
+    gate_leave(&ticket, result);
+    return result;
+}
+
 CONTROL_EXPORT CUresult cuMemBatchDecompressAsync(CUmemDecompressParams *paramsArray, size_t count, unsigned int flags, size_t *errorIndex, CUstream stream)
 {
     struct gate_ticket ticket;
@@ -1810,7 +1876,13 @@ const struct control_hook control_hooks[CONTROL_N_HOOKS] = {
     {"cuMulticastCreate", offsetof(struct real_cuda, cuMulticastCreate), (void *)cuMulticastCreate},
     {"cuMulticastBindMem", offsetof(struct real_cuda, cuMulticastBindMem), (void *)cuMulticastBindMem},
     {"cuMulticastBindAddr", offsetof(struct real_cuda, cuMulticastBindAddr), (void *)cuMulticastBindAddr},
+    {"cuMulticastBindMem_v2", offsetof(struct real_cuda, cuMulticastBindMem_v2), (void *)cuMulticastBindMem_v2},
+    {"cuMulticastBindAddr_v2", offsetof(struct real_cuda, cuMulticastBindAddr_v2), (void *)cuMulticastBindAddr_v2},
     {"cuMulticastUnbind", offsetof(struct real_cuda, cuMulticastUnbind), (void *)cuMulticastUnbind},
+    {"cuLogicalEndpointBindMem", offsetof(struct real_cuda, cuLogicalEndpointBindMem), (void *)cuLogicalEndpointBindMem},
+    {"cuLogicalEndpointBindAddr", offsetof(struct real_cuda, cuLogicalEndpointBindAddr), (void *)cuLogicalEndpointBindAddr},
+    {"cuLogicalEndpointUnbind", offsetof(struct real_cuda, cuLogicalEndpointUnbind), (void *)cuLogicalEndpointUnbind},
+    {"cuLogicalEndpointDestroy", offsetof(struct real_cuda, cuLogicalEndpointDestroy), (void *)cuLogicalEndpointDestroy},
     {"cuMemMap", offsetof(struct real_cuda, cuMemMap), (void *)cuMemMap},
     {"cuMemUnmap", offsetof(struct real_cuda, cuMemUnmap), (void *)cuMemUnmap},
     {"cuMemMapArrayAsync", offsetof(struct real_cuda, cuMemMapArrayAsync), (void *)cuMemMapArrayAsync},
@@ -1834,6 +1906,7 @@ const struct control_hook control_hooks[CONTROL_N_HOOKS] = {
     {"cuGraphAddMemAllocNode", offsetof(struct real_cuda, cuGraphAddMemAllocNode), (void *)cuGraphAddMemAllocNode},
     {"cuGraphAddNode", offsetof(struct real_cuda, cuGraphAddNode), (void *)cuGraphAddNode},
     {"cuGraphAddNode_v2", offsetof(struct real_cuda, cuGraphAddNode_v2), (void *)cuGraphAddNode_v2},
+    {"cuGraphAddNode_v3", offsetof(struct real_cuda, cuGraphAddNode_v3), (void *)cuGraphAddNode_v3},
     {"cuGraphInstantiate", offsetof(struct real_cuda, cuGraphInstantiate), (void *)cuGraphInstantiate},
     {"cuGraphInstantiate_v2", offsetof(struct real_cuda, cuGraphInstantiate_v2), (void *)cuGraphInstantiate_v2},
     {"cuGraphInstantiateWithFlags", offsetof(struct real_cuda, cuGraphInstantiateWithFlags), (void *)cuGraphInstantiateWithFlags},
@@ -1933,6 +2006,12 @@ const struct control_hook control_hooks[CONTROL_N_HOOKS] = {
     {"cuMemcpyBatchAsync_v2_ptsz", offsetof(struct real_cuda, cuMemcpyBatchAsync_v2_ptsz), (void *)cuMemcpyBatchAsync_v2_ptsz},
     {"cuMemcpy3DBatchAsync_v2", offsetof(struct real_cuda, cuMemcpy3DBatchAsync_v2), (void *)cuMemcpy3DBatchAsync_v2},
     {"cuMemcpy3DBatchAsync_v2_ptsz", offsetof(struct real_cuda, cuMemcpy3DBatchAsync_v2_ptsz), (void *)cuMemcpy3DBatchAsync_v2_ptsz},
+    {"cuMemcpyWithAttributesAsync", offsetof(struct real_cuda, cuMemcpyWithAttributesAsync), (void *)cuMemcpyWithAttributesAsync},
+    {"cuMemcpyWithAttributesAsync_ptsz", offsetof(struct real_cuda, cuMemcpyWithAttributesAsync_ptsz), (void *)cuMemcpyWithAttributesAsync_ptsz},
+    {"cuMemcpy3DWithAttributesAsync", offsetof(struct real_cuda, cuMemcpy3DWithAttributesAsync), (void *)cuMemcpy3DWithAttributesAsync},
+    {"cuMemcpy3DWithAttributesAsync_ptsz", offsetof(struct real_cuda, cuMemcpy3DWithAttributesAsync_ptsz), (void *)cuMemcpy3DWithAttributesAsync_ptsz},
+    {"cuFabricCpyBatchAsync", offsetof(struct real_cuda, cuFabricCpyBatchAsync), (void *)cuFabricCpyBatchAsync},
+    {"cuFabricCpyBatchAsync_ptsz", offsetof(struct real_cuda, cuFabricCpyBatchAsync_ptsz), (void *)cuFabricCpyBatchAsync_ptsz},
     {"cuMemBatchDecompressAsync", offsetof(struct real_cuda, cuMemBatchDecompressAsync), (void *)cuMemBatchDecompressAsync},
     {"cuMemBatchDecompressAsync_ptsz", offsetof(struct real_cuda, cuMemBatchDecompressAsync_ptsz), (void *)cuMemBatchDecompressAsync_ptsz},
     {"cuMemsetD8_v2", offsetof(struct real_cuda, cuMemsetD8_v2), (void *)cuMemsetD8_v2},
@@ -1983,6 +2062,12 @@ const struct control_hook control_hooks[CONTROL_N_HOOKS] = {
     {"cuStreamBeginCapture_v2_ptsz", offsetof(struct real_cuda, cuStreamBeginCapture_v2_ptsz), (void *)cuStreamBeginCapture_v2_ptsz},
     {"cuStreamBeginCaptureToGraph", offsetof(struct real_cuda, cuStreamBeginCaptureToGraph), (void *)cuStreamBeginCaptureToGraph},
     {"cuStreamBeginCaptureToGraph_ptsz", offsetof(struct real_cuda, cuStreamBeginCaptureToGraph_ptsz), (void *)cuStreamBeginCaptureToGraph_ptsz},
+    {"cuStreamBeginRecaptureToGraph", offsetof(struct real_cuda, cuStreamBeginRecaptureToGraph), (void *)cuStreamBeginRecaptureToGraph},
+    {"cuStreamBeginRecaptureToGraph_ptsz", offsetof(struct real_cuda, cuStreamBeginRecaptureToGraph_ptsz), (void *)cuStreamBeginRecaptureToGraph_ptsz},
     {"cuStreamEndCapture", offsetof(struct real_cuda, cuStreamEndCapture), (void *)cuStreamEndCapture},
     {"cuStreamEndCapture_ptsz", offsetof(struct real_cuda, cuStreamEndCapture_ptsz), (void *)cuStreamEndCapture_ptsz},
+    {"cuStreamBeginCaptureToCig", offsetof(struct real_cuda, cuStreamBeginCaptureToCig), (void *)cuStreamBeginCaptureToCig},
+    {"cuStreamBeginCaptureToCig_ptsz", offsetof(struct real_cuda, cuStreamBeginCaptureToCig_ptsz), (void *)cuStreamBeginCaptureToCig_ptsz},
+    {"cuStreamEndCaptureToCig", offsetof(struct real_cuda, cuStreamEndCaptureToCig), (void *)cuStreamEndCaptureToCig},
+    {"cuStreamEndCaptureToCig_ptsz", offsetof(struct real_cuda, cuStreamEndCaptureToCig_ptsz), (void *)cuStreamEndCaptureToCig_ptsz},
 };

@@ -230,7 +230,7 @@ static void gate_note_pause(struct gate *g, uint64_t now)
 
 bool gate_capturing(CUstream stream)
 {
-    return unlikely(atomic_load_relaxed(&gate_n_captures)) && queue_capturing(stream);
+    return unlikely(atomic_load_relaxed(&gate_n_captures)) && capture_is_running(stream);
 }
 
 CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)

@@ -4,6 +4,9 @@
  * Streams that capture are neither gated nor marked. Every driver call that the library adds is
  * made in relaxed capture mode (gate_visit_begin()), because in the other modes it would invalidate
  * a capture of the application.
+ *
+ * A capture to a graphics API's command list (CUDA in graphics) is like one to a graph, except that
+ * the driver is not known to report it as a capture, so it is looked up here.
  */
 #include "gate_parts.h"
 
@@ -68,8 +71,10 @@ static struct capture {
     const void *thread;
     CUcontext ctx;
     bool used;
+    bool to_graphics;
 } captures[GATE_N_CAPTURES];
 static struct prim_lock captures_lock;
+static uint32_t n_to_graphics; /* captures to command lists */
 
 static struct capture *capture_find(CUstream stream)
 {
@@ -81,9 +86,34 @@ static struct capture *capture_find(CUstream stream)
     return NULL;
 }
 
+/* Called with the lock. */
+static void capture_remove(struct capture *c)
+{
+    c->used = false;
+    if (c->to_graphics)
+        atomic_add_relaxed(&n_to_graphics, -1u);
+    atomic_add_relaxed(&gate_n_captures, -1u);
+}
+
+bool capture_is_running(CUstream stream)
+{
+    struct capture *c;
+    bool to_graphics;
+
+    if (queue_capturing(stream))
+        return true;
+    if (likely(!atomic_load_relaxed(&n_to_graphics)))
+        return false;
+    prim_lock(&captures_lock);
+    c = capture_find(stream);
+    to_graphics = c && c->to_graphics;
+    prim_unlock(&captures_lock);
+    return to_graphics;
+}
+
 /* Notes a capture, before another thread can launch into the stream. Returns false if the stream
  * captures already. */
-bool gate_capture_begin(CUstream stream)
+bool gate_capture_begin(CUstream stream, bool to_graphics)
 {
     struct capture *free_place = NULL;
     CUcontext ctx = NULL;
@@ -95,8 +125,11 @@ bool gate_capture_begin(CUstream stream)
     for (struct capture *c = captures; c < captures + GATE_N_CAPTURES && !free_place; c++)
         if (!c->used)
             free_place = c;
-    if (!known && free_place)
-        *free_place = (struct capture){stream, queue_thread(stream), ctx, true};
+    if (!known && free_place) {
+        *free_place = (struct capture){stream, queue_thread(stream), ctx, true, to_graphics};
+        if (to_graphics)
+            atomic_add_seq_cst(&n_to_graphics, 1);
+    }
     if (!known)
         atomic_add_seq_cst(&gate_n_captures, 1);
     prim_unlock(&captures_lock);
@@ -109,10 +142,8 @@ void gate_capture_end(CUstream stream)
 
     prim_lock(&captures_lock);
     c = capture_find(stream);
-    if (c) {
-        c->used = false;
-        atomic_add_relaxed(&gate_n_captures, -1u);
-    }
+    if (c)
+        capture_remove(c);
     prim_unlock(&captures_lock);
 }
 
@@ -120,10 +151,8 @@ void capture_end_context(CUcontext ctx)
 {
     prim_lock(&captures_lock);
     for (struct capture *c = captures; c < captures + GATE_N_CAPTURES; c++)
-        if (c->used && c->ctx == ctx) {
-            c->used = false;
-            atomic_add_relaxed(&gate_n_captures, -1u);
-        }
+        if (c->used && c->ctx == ctx)
+            capture_remove(c);
     prim_unlock(&captures_lock);
 }
 
@@ -131,6 +160,7 @@ void captures_after_fork(void)
 {
     memset(captures, 0, sizeof captures);
     captures_lock.word = 0;
+    n_to_graphics = 0;
     gate_n_captures = 0;
     gate_n_joining = 0;
     gate_visiting = false;

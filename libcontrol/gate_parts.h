@@ -52,6 +52,8 @@ static inline bool gate_announce(struct gate *g, const struct grant_device *gran
 extern uint32_t gate_n_captures;
 extern uint32_t gate_n_joining; /* threads in calls by which a stream may join a capture */
 
+/* Whether a stream captures. This asks the driver, so no lock of a gate is held. */
+bool capture_is_running(CUstream stream);
 void capture_end_context(CUcontext ctx);
 void captures_after_fork(void);
 
@@ -72,7 +74,7 @@ static inline bool gate_may_mark(struct gate *g, CUstream stream)
     if (!stream || stream == CU_STREAM_LEGACY)
         return false;
     gate_unlock_for_call(g);
-    captures_now = queue_capturing(stream);
+    captures_now = capture_is_running(stream);
     gate_lock_after_call(g);
     return !captures_now;
 }

@@ -162,7 +162,7 @@ static void ranges_collect(struct ranges *ranges, CUgraph graph, unsigned depth)
         if (type != CU_GRAPH_NODE_TYPE_MEM_ALLOC ||
             driver->cuGraphMemAllocNodeGetParams(nodes[i], &params) != CUDA_SUCCESS)
             continue;
-        device = pages_index_of(params.poolProps.location.id);
+        device = account_location(&params.poolProps.location);
         if (ranges->device < 0)
             ranges->device = device;
         if (device >= 0 && device == ranges->device)
@@ -290,6 +290,17 @@ CONTROL_EXPORT CUresult cuGraphAddNode_v2(CUgraphNode *phGraphNode, CUgraph hGra
                                           CUgraphNodeParams *nodeParams)
 {
     CUresult result = real->cuGraphAddNode_v2(phGraphNode, hGraph, dependencies, dependencyData,
+                                              numDependencies, nodeParams);
+
+    return result == CUDA_SUCCESS ? added(result, nodeParams->type) : result;
+}
+
+CONTROL_EXPORT CUresult cuGraphAddNode_v3(CUgraphNode *phGraphNode, CUgraph hGraph,
+                                          const CUgraphNode *dependencies,
+                                          const void *dependencyData, size_t numDependencies,
+                                          CUgraphNodeParams *nodeParams)
+{
+    CUresult result = real->cuGraphAddNode_v3(phGraphNode, hGraph, dependencies, dependencyData,
                                               numDependencies, nodeParams);
 
     return result == CUDA_SUCCESS ? added(result, nodeParams->type) : result;

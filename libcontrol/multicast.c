@@ -1,14 +1,31 @@
 /*
- * Memory that is bound to a multicast object.
+ * Memory that is bound to a multicast object or to a logical endpoint.
  *
- * The object itself takes none. What is bound to it stays allocated until it is unbound or the
- * object ends. An object ends like an allocation: with the last of its references and mappings.
+ * Neither takes any memory itself. What is bound to one stays allocated until it is unbound or the
+ * object ends. A multicast object ends like an allocation: with the last of its references and
+ * mappings. A logical endpoint is destroyed by its number, and with it what this process bound.
  */
 #include "control.h"
 
+/* A number that is no handle of a multicast object stands for an endpoint: the driver's handles are
+ * addresses. */
+#define ENDPOINT(id) (0xe9ull << 56 | (id))
+
+static uint64_t binding_mark(uint64_t object, uint64_t device)
+{
+    return object ^ (device + 1) << 56;
+}
+
 static uint64_t binding_key(uint64_t object, uint64_t offset, uint64_t device)
 {
-    return object ^ (offset << 13 | offset >> 51) ^ (device + 1) << 56;
+    return binding_mark(object, device) ^ (offset << 13 | offset >> 51);
+}
+
+static uint64_t binding_offset(const struct block *block)
+{
+    uint64_t turned = block->key ^ binding_mark(block->size, (uint64_t)block->count - 1);
+
+    return turned >> 13 | turned << 51;
 }
 
 /* Removes a binding to the object, which is the entry's `size`. Returns the allocation, or 0 if
@@ -30,6 +47,7 @@ static void binding_put(uint64_t object, uint64_t offset, uint64_t device, uint6
     struct block entry = {.key = binding_key(object, offset, device),
                           .size = object,
                           .value = handle,
+                          .count = (uint32_t)device + 1,
                           .kind = BLOCK_BINDING,
                           .device = -1,
                           .owner = OWNER_NONE};
@@ -41,47 +59,84 @@ static void binding_put(uint64_t object, uint64_t offset, uint64_t device, uint6
         vmm_let_go(handle);
 }
 
+struct binding_range {
+    uint64_t object;
+    uint32_t count; /* the ordinal of the device plus 1; 0: bindings of all devices */
+    uint64_t from;
+    uint64_t size;
+    uint64_t handle; /* of the binding that was found */
+};
+
 static bool binding_visit(const struct block *block, void *data)
 {
-    struct block *found = data;
+    struct binding_range *range = data;
 
-    if (block->kind != BLOCK_BINDING || block->size != found->size || found->key)
+    if (range->handle || block->kind != BLOCK_BINDING || block->size != range->object)
         return false;
-    *found = *block;
+    if (range->count &&
+        (block->count != range->count || binding_offset(block) - range->from >= range->size))
+        return false;
+    range->handle = block->value;
     return true;
+}
+
+static void bindings_end(struct binding_range range)
+{
+    for (;;) {
+        range.handle = 0;
+        blocks_sweep(binding_visit, &range);
+        if (!range.handle)
+            return;
+        vmm_let_go(range.handle);
+    }
 }
 
 void multicast_ends(uint64_t object)
 {
-    for (;;) {
-        struct block found = {.size = object};
-
-        blocks_sweep(binding_visit, &found);
-        if (!found.key)
-            return;
-        vmm_let_go(found.value);
-    }
+    bindings_end((struct binding_range){.object = object});
 }
 
 static uint64_t device_of(uint64_t handle)
 {
     CUmemAllocationProp prop;
+    int ordinal = driver->cuMemGetAllocationPropertiesFromHandle(&prop, handle) == CUDA_SUCCESS
+                      ? account_ordinal(&prop.location)
+                      : 0;
 
-    return driver->cuMemGetAllocationPropertiesFromHandle(&prop, handle) == CUDA_SUCCESS
-               ? (uint64_t)(uint32_t)prop.location.id
-               : 0;
+    return ordinal < 0 ? 0 : (uint64_t)ordinal;
 }
 
 /* The allocation was kept before the driver's call, so that a release meanwhile does not end its
  * charge. */
-static CUresult bound(uint64_t object, uint64_t offset, uint64_t handle, bool kept, CUresult result)
+static CUresult bound(uint64_t object, uint64_t offset, uint64_t device, uint64_t handle,
+                      CUresult result)
 {
-    if (kept && result == CUDA_SUCCESS)
-        binding_put(object, offset, device_of(handle), handle);
-    else if (kept)
+    if (handle && result == CUDA_SUCCESS)
+        binding_put(object, offset, device, handle);
+    else if (handle)
         vmm_let_go(handle);
     return result;
 }
+
+/* Returns the handle, or 0 if the allocation is none of ours. */
+static uint64_t keep(uint64_t handle)
+{
+    return pages_slot() && vmm_keep(handle) ? handle : 0;
+}
+
+static uint64_t keep_mapped(void *address)
+{
+    CUmemGenericAllocationHandle handle = 0;
+    uint64_t kept;
+
+    if (!pages_slot() || real->cuMemRetainAllocationHandle(&handle, address) != CUDA_SUCCESS)
+        return 0;
+    kept = keep(handle);
+    real->cuMemRelease(handle);
+    return kept;
+}
+
+/* ---- multicast objects ---- */
 
 CONTROL_EXPORT CUresult cuMulticastCreate(CUmemGenericAllocationHandle *mcHandle, const void *prop)
 {
@@ -96,27 +151,43 @@ CONTROL_EXPORT CUresult cuMulticastBindMem(CUmemGenericAllocationHandle mcHandle
                                            CUmemGenericAllocationHandle memHandle, size_t memOffset,
                                            size_t size, unsigned long long flags)
 {
-    bool kept = pages_slot() && vmm_keep(memHandle);
+    uint64_t kept = keep(memHandle);
 
-    return bound(mcHandle, mcOffset, memHandle, kept,
+    return bound(mcHandle, mcOffset, kept ? device_of(kept) : 0, kept,
                  real->cuMulticastBindMem(mcHandle, mcOffset, memHandle, memOffset, size, flags));
+}
+
+CONTROL_EXPORT CUresult cuMulticastBindMem_v2(CUmemGenericAllocationHandle mcHandle, CUdevice dev,
+                                              size_t mcOffset,
+                                              CUmemGenericAllocationHandle memHandle,
+                                              size_t memOffset, size_t size,
+                                              unsigned long long flags)
+{
+    uint64_t kept = keep(memHandle);
+
+    return bound(
+        mcHandle, mcOffset, (uint32_t)dev, kept,
+        real->cuMulticastBindMem_v2(mcHandle, dev, mcOffset, memHandle, memOffset, size, flags));
 }
 
 CONTROL_EXPORT CUresult cuMulticastBindAddr(CUmemGenericAllocationHandle mcHandle, size_t mcOffset,
                                             CUdeviceptr memptr, size_t size,
                                             unsigned long long flags)
 {
-    CUmemGenericAllocationHandle handle = 0;
-    bool kept = false;
-    CUresult result;
+    uint64_t kept = keep_mapped((void *)(uintptr_t)memptr);
 
-    if (pages_slot() &&
-        real->cuMemRetainAllocationHandle(&handle, (void *)(uintptr_t)memptr) == CUDA_SUCCESS) {
-        kept = vmm_keep(handle);
-        real->cuMemRelease(handle);
-    }
-    result = real->cuMulticastBindAddr(mcHandle, mcOffset, memptr, size, flags);
-    return bound(mcHandle, mcOffset, handle, kept, result);
+    return bound(mcHandle, mcOffset, kept ? device_of(kept) : 0, kept,
+                 real->cuMulticastBindAddr(mcHandle, mcOffset, memptr, size, flags));
+}
+
+CONTROL_EXPORT CUresult cuMulticastBindAddr_v2(CUmemGenericAllocationHandle mcHandle, CUdevice dev,
+                                               size_t mcOffset, CUdeviceptr memptr, size_t size,
+                                               unsigned long long flags)
+{
+    uint64_t kept = keep_mapped((void *)(uintptr_t)memptr);
+
+    return bound(mcHandle, mcOffset, (uint32_t)dev, kept,
+                 real->cuMulticastBindAddr_v2(mcHandle, dev, mcOffset, memptr, size, flags));
 }
 
 CONTROL_EXPORT CUresult cuMulticastUnbind(CUmemGenericAllocationHandle mcHandle, CUdevice dev,
@@ -129,5 +200,51 @@ CONTROL_EXPORT CUresult cuMulticastUnbind(CUmemGenericAllocationHandle mcHandle,
         handle = binding_take(mcHandle, mcOffset, (uint64_t)(uint32_t)dev);
     if (handle)
         vmm_let_go(handle);
+    return result;
+}
+
+/* ---- logical endpoints ---- */
+
+CONTROL_EXPORT CUresult cuLogicalEndpointBindMem(CUlogicalEndpointId leId, CUdevice dev,
+                                                 cuuint64_t offset,
+                                                 CUmemGenericAllocationHandle memHandle,
+                                                 cuuint64_t memOffset, cuuint64_t size,
+                                                 unsigned long long flags)
+{
+    uint64_t kept = keep(memHandle);
+
+    return bound(
+        ENDPOINT(leId), offset, (uint32_t)dev, kept,
+        real->cuLogicalEndpointBindMem(leId, dev, offset, memHandle, memOffset, size, flags));
+}
+
+CONTROL_EXPORT CUresult cuLogicalEndpointBindAddr(CUlogicalEndpointId leId, CUdevice dev,
+                                                  cuuint64_t offset, void *ptr, cuuint64_t size,
+                                                  unsigned long long flags)
+{
+    uint64_t kept = keep_mapped(ptr);
+
+    return bound(ENDPOINT(leId), offset, (uint32_t)dev, kept,
+                 real->cuLogicalEndpointBindAddr(leId, dev, offset, ptr, size, flags));
+}
+
+/* One call may unbind what several have bound. */
+CONTROL_EXPORT CUresult cuLogicalEndpointUnbind(CUlogicalEndpointId leId, CUdevice dev,
+                                                cuuint64_t offset, cuuint64_t size)
+{
+    CUresult result = real->cuLogicalEndpointUnbind(leId, dev, offset, size);
+
+    if (result == CUDA_SUCCESS && pages_slot())
+        bindings_end((struct binding_range){
+            .object = ENDPOINT(leId), .count = (uint32_t)dev + 1, .from = offset, .size = size});
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuLogicalEndpointDestroy(CUlogicalEndpointId leId)
+{
+    CUresult result = real->cuLogicalEndpointDestroy(leId);
+
+    if (result == CUDA_SUCCESS && pages_slot())
+        bindings_end((struct binding_range){.object = ENDPOINT(leId)});
     return result;
 }

@@ -128,11 +128,39 @@ static int pool_managed_device(void)
     return device < 0 ? 0 : device;
 }
 
+static int pool_device(const CUmemLocation *location, bool managed)
+{
+    return managed && account_ordinal(location) < 0 ? pool_managed_device()
+                                                    : account_location(location);
+}
+
+/* The GPU of a pool according to the pool itself, which drivers from CUDA 13.2 on can tell: such as
+ * the default pool of a locality domain. */
+static cold int pool_tells(CUmemoryPool handle, bool *managedp)
+{
+    CUmemLocation location = {CU_MEM_LOCATION_TYPE_NONE, 0};
+    int type = 0;
+
+    *managedp = false;
+    if (driver->cuMemPoolGetAttribute(handle, CU_MEMPOOL_ATTR_LOCATION_TYPE, &location.type) !=
+            CUDA_SUCCESS ||
+        driver->cuMemPoolGetAttribute(handle, CU_MEMPOOL_ATTR_LOCATION_ID, &location.id) !=
+            CUDA_SUCCESS)
+        return -1;
+    *managedp = driver->cuMemPoolGetAttribute(handle, CU_MEMPOOL_ATTR_ALLOCATION_TYPE, &type) ==
+                    CUDA_SUCCESS &&
+                type == CU_MEM_ALLOCATION_TYPE_MANAGED;
+    return pool_device(&location, *managedp);
+}
+
 /* Adds a pool that was not created through this library: a GPU's default pool, or one of the
  * host. */
 static cold struct pool *pool_meet(CUmemoryPool handle)
 {
-    for (int device = 0; device < (int)pages_n_devices(); device++) {
+    bool managed;
+    int device;
+
+    for (device = 0; device < (int)pages_n_devices(); device++) {
         CUdevice dev = pages_device((unsigned)device);
         CUmemLocation location = {CU_MEM_LOCATION_TYPE_DEVICE, dev};
         CUmemoryPool known;
@@ -157,7 +185,8 @@ static cold struct pool *pool_meet(CUmemoryPool handle)
             known == handle)
             return pool_add(handle, pool_managed_device(), true);
     }
-    return pool_add(handle, -1, false);
+    device = pool_tells(handle, &managed);
+    return pool_add(handle, device, managed);
 }
 
 struct pool *pool_of(CUmemoryPool handle)
@@ -313,15 +342,10 @@ CONTROL_EXPORT CUresult cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps
 {
     CUresult result = real->cuMemPoolCreate(pool, poolProps);
     bool managed;
-    int device = -1;
 
     if (result == CUDA_SUCCESS && pages_slot()) {
         managed = poolProps->allocType == CU_MEM_ALLOCATION_TYPE_MANAGED;
-        if (poolProps->location.type == CU_MEM_LOCATION_TYPE_DEVICE)
-            device = pages_index_of(poolProps->location.id);
-        else if (managed)
-            device = pool_managed_device();
-        pool_add(*pool, device, managed);
+        pool_add(*pool, pool_device(&poolProps->location, managed), managed);
     }
     return result;
 }

@@ -9,6 +9,11 @@
  */
 #include "control.h"
 
+int account_location(const CUmemLocation *location)
+{
+    return pages_index_of(account_ordinal(location));
+}
+
 static void unlock_handle(CUmemGenericAllocationHandle handle)
 {
     blocks_unlock(BLOCK_HANDLE, handle);
@@ -17,9 +22,7 @@ static void unlock_handle(CUmemGenericAllocationHandle handle)
 CONTROL_EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size,
                                     const CUmemAllocationProp *prop, unsigned long long flags)
 {
-    int device = prop && prop->location.type == CU_MEM_LOCATION_TYPE_DEVICE
-                     ? pages_index_of(prop->location.id)
-                     : -1;
+    int device = prop ? account_location(&prop->location) : -1;
     struct block block = {.size = account_round(size, ACCOUNT_UNIT),
                           .count = 1,
                           .kind = BLOCK_HANDLE,
@@ -203,8 +206,7 @@ CONTROL_EXPORT CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHan
         vmm_note_object(*handle);
         return result;
     }
-    if (prop.location.type == CU_MEM_LOCATION_TYPE_DEVICE)
-        block.device = (int8_t)pages_index_of(prop.location.id);
+    block.device = (int8_t)account_location(&prop.location);
     block.key = *handle;
     found = blocks_lock(BLOCK_HANDLE, block.key);
     if (found)

@@ -248,10 +248,42 @@ _PHYSICAL: tuple[Fn, ...] = (
         "custom",
     ),
     Fn(
+        "cuMulticastBindMem_v2",
+        "CUmemGenericAllocationHandle mcHandle, CUdevice dev, size_t mcOffset, "
+        "CUmemGenericAllocationHandle memHandle, size_t memOffset, size_t size, "
+        "unsigned long long flags",
+        "custom",
+    ),
+    Fn(
+        "cuMulticastBindAddr_v2",
+        "CUmemGenericAllocationHandle mcHandle, CUdevice dev, size_t mcOffset, "
+        "CUdeviceptr memptr, size_t size, unsigned long long flags",
+        "custom",
+    ),
+    Fn(
         "cuMulticastUnbind",
         "CUmemGenericAllocationHandle mcHandle, CUdevice dev, size_t mcOffset, size_t size",
         "custom",
     ),
+    Fn(
+        "cuLogicalEndpointBindMem",
+        "CUlogicalEndpointId leId, CUdevice dev, cuuint64_t offset, "
+        "CUmemGenericAllocationHandle memHandle, cuuint64_t memOffset, cuuint64_t size, "
+        "unsigned long long flags",
+        "custom",
+    ),
+    Fn(
+        "cuLogicalEndpointBindAddr",
+        "CUlogicalEndpointId leId, CUdevice dev, cuuint64_t offset, void *ptr, cuuint64_t size, "
+        "unsigned long long flags",
+        "custom",
+    ),
+    Fn(
+        "cuLogicalEndpointUnbind",
+        "CUlogicalEndpointId leId, CUdevice dev, cuuint64_t offset, cuuint64_t size",
+        "custom",
+    ),
+    Fn("cuLogicalEndpointDestroy", "CUlogicalEndpointId leId", "custom"),
     Fn(
         "cuMemMap",
         "CUdeviceptr ptr, size_t size, size_t offset, CUmemGenericAllocationHandle handle, "
@@ -331,6 +363,11 @@ _GRAPHS: tuple[Fn, ...] = (
     Fn("cuGraphAddNode", _NODE.format("", "CUgraphNodeParams"), "custom"),
     Fn(
         "cuGraphAddNode_v2",
+        _NODE.format("const void *dependencyData, ", "CUgraphNodeParams"),
+        "custom",
+    ),
+    Fn(
+        "cuGraphAddNode_v3",
         _NODE.format("const void *dependencyData, ", "CUgraphNodeParams"),
         "custom",
     ),

@@ -13,7 +13,7 @@
 - `refund`   gives device memory back: `pointer` names the block, `kind` says what it is.
 - `custom`   is written by hand in C.
 
-Parameters are as in NVIDIA's cuda.h 13.0.
+Parameters are as in NVIDIA's cuda.h 13.5.
 """
 
 from __future__ import annotations

@@ -170,6 +170,39 @@ def _batches() -> tuple[Fn, ...]:
     return tuple(rows)
 
 
+# A copy with attributes is a batch of one.
+_WITH_ATTRIBUTES: tuple[Fn, ...] = (
+    *with_ptsz(
+        Fn(
+            "cuMemcpyWithAttributesAsync",
+            "CUdeviceptr dst, CUdeviceptr src, size_t size, CUmemcpyAttributes *attr, "
+            "CUstream hStream",
+            "copy",
+            copy="copy_any(dst, src, size)",
+            stream="hStream",
+        )
+    ),
+    *with_ptsz(
+        Fn(
+            "cuMemcpy3DWithAttributesAsync",
+            "CUDA_MEMCPY3D_BATCH_OP *op, unsigned long long flags, CUstream hStream",
+            "copy",
+            copy="copy_batch_3d(op, 1)",
+            stream="hStream",
+        )
+    ),
+    *with_ptsz(
+        Fn(
+            "cuFabricCpyBatchAsync",
+            "size_t numOps, CUDA_FABRIC_COPY_BATCH_OP *opList, unsigned long long flags, "
+            "CUstream hStream",
+            "copy",
+            copy="copy_fabric(opList, numOps)",
+            stream="hStream",
+        )
+    ),
+)
+
 _BATCH_FETCH = (
     "CUdeviceptr *dptrs, size_t *sizes, size_t count, CUmemLocation *prefetchLocs, "
     "size_t *prefetchLocIdxs, size_t numPrefetchLocs, unsigned long long flags, CUstream hStream"
@@ -234,6 +267,7 @@ _COPIES: tuple[Fn, ...] = (
     *_both("cuMemcpy3D_v2", "const CUDA_MEMCPY3D *pCopy", "copy_3d(pCopy)"),
     *_both("cuMemcpy3DPeer", "const CUDA_MEMCPY3D_PEER *pCopy", "copy_3d_peer(pCopy)"),
     *_batches(),
+    *_WITH_ATTRIBUTES,
     *with_ptsz(
         Fn(
             "cuMemBatchDecompressAsync",
@@ -252,6 +286,11 @@ _CAPTURE = (
     "const CUgraphEdgeData *dependencyData, size_t numDependencies, CUstreamCaptureMode mode"
 )
 
+_RECAPTURE = (
+    "CUstream hStream, CUstreamCaptureMode mode, CUgraph hGraph, "
+    "CUgraphRecaptureCallback callbackFunc, void *userData"
+)
+
 _STREAMS: tuple[Fn, ...] = (
     Fn("cuStreamDestroy", "CUstream hStream", "custom"),
     Fn("cuStreamDestroy_v2", "CUstream hStream", "custom"),
@@ -263,7 +302,16 @@ _STREAMS: tuple[Fn, ...] = (
         Fn("cuStreamBeginCapture_v2", "CUstream hStream, CUstreamCaptureMode mode", "custom")
     ),
     *with_ptsz(Fn("cuStreamBeginCaptureToGraph", _CAPTURE, "custom")),
+    *with_ptsz(Fn("cuStreamBeginRecaptureToGraph", _RECAPTURE, "custom")),
     *with_ptsz(Fn("cuStreamEndCapture", "CUstream hStream, CUgraph *phGraph", "custom")),
+    *with_ptsz(
+        Fn(
+            "cuStreamBeginCaptureToCig",
+            "CUstream hStream, CUstreamCigCaptureParams *streamCigCaptureParams",
+            "custom",
+        )
+    ),
+    *with_ptsz(Fn("cuStreamEndCaptureToCig", "CUstream hStream", "custom")),
 )
 
 ROWS: tuple[Fn, ...] = (*_LAUNCHES, *_COPIES, *_FETCHES, *_STREAMS)

@@ -20,7 +20,7 @@
 #include <cuda.h>
 
 #if CUDA_VERSION < 13000
-#error "the calls are those of cuda.h 13.0"
+#error "the calls are those of cuda.h 13.0 and later"
 #endif
 
 #include <dlfcn.h>

@@ -183,7 +183,7 @@ def found_late(native: Row, governed: Row) -> bool:
     return abs(change) >= TOOK and not native["paid"] and not at_once
 
 
-HOST_FUNCTIONS = ("cuLaunchHostFunc", "cuStreamAddCallback")
+HOST_FUNCTIONS = ("cuLaunchHostFunc", "cuLaunchHostFunc_v2", "cuStreamAddCallback")
 """Functions in which a stream waits for the host: the GPU does no work, however long they take."""
 
 

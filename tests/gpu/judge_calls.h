@@ -11,6 +11,8 @@
 #define SECOND   "needs a second GPU"
 #define SWITCH   "needs several GPUs behind a switch"
 #define SEMAPHORE "needs a semaphore of Vulkan or Direct3D"
+#define CIG       "needs a context that was created for Vulkan or Direct3D"
+#define ENDPOINTS "needs a platform with logical endpoints"
 
 /* Error handling, initialization, version */
 CASE(cuGetErrorString, 0, (), fn(2, &v.text));
@@ -664,3 +666,72 @@ CASE(cuCheckpointProcessLock, CHECKPOINT, (need_helper()), fn(v.pid, NULL));
 CASE(cuCheckpointProcessCheckpoint, CHECKPOINT, (need_helper(); NEED(CU(cuCheckpointProcessLock)(v.pid, NULL))), fn(v.pid, NULL));
 CASE(cuCheckpointProcessRestore, CHECKPOINT, (need_helper(); NEED(CU(cuCheckpointProcessLock)(v.pid, NULL)); NEED(CU(cuCheckpointProcessCheckpoint)(v.pid, NULL))), fn(v.pid, NULL));
 CASE(cuCheckpointProcessUnlock, CHECKPOINT, (need_helper(); NEED(CU(cuCheckpointProcessLock)(v.pid, NULL))), fn(v.pid, NULL));
+
+/* ---- since CUDA 13.1 ---- */
+
+#if CUDA_VERSION >= 13010
+CASE(cuDevSmResourceSplit, 0, (NEED(CU(cuDeviceGetDevResource)(w.device, &v.resource, CU_DEV_RESOURCE_TYPE_SM))), ({ CU_DEV_SM_RESOURCE_GROUP_PARAMS p = {.smCount = 8}; fn(v.resources, 1, &v.resource, NULL, 0, &p); }));
+CASE(cuStreamGetDevResource, PTSZ, (), fn(w.stream, &v.resource, CU_DEV_RESOURCE_TYPE_SM));
+CASE(cuGraphGetId, 0, (need_graph()), fn(v.graph, &v.u));
+CASE(cuGraphExecGetId, 0, (need_exec(need_kernel_node)), fn(v.exec, &v.u));
+CASE(cuGraphNodeGetContainingGraph, 0, (need_kernel_node()), ({ CUgraph g; fn(v.node, &g); }));
+CASE(cuGraphNodeGetLocalId, 0, (need_kernel_node()), fn(v.node, &v.u));
+CASE(cuGraphNodeGetToolsId, 0, (need_kernel_node()), fn(v.node, &v.flags));
+NOT_HERE(cuMulticastBindMem_v2, 0, SWITCH);
+NOT_HERE(cuMulticastBindAddr_v2, 0, SWITCH);
+#endif
+
+/* ---- since CUDA 13.2 ---- */
+
+#if CUDA_VERSION >= 13020
+CASE(cuMemcpyWithAttributesAsync, PTSZ | SIZED, (need_blocks()), fn(w.b, w.a, work_size, batch_attributes(), w.stream));
+VARIANT(cuMemcpyWithAttributesAsync, "to the host", PTSZ | SIZED | HOST, (need_host()), fn((CUdeviceptr)w.host, w.a, MOST(HOST_SIZE), batch_attributes(), w.stream));
+CASE(cuMemcpy3DWithAttributesAsync, PTSZ | SIZED, (need_blocks()), fn(batch_op(), 0, w.stream));
+CASE(cuLaunchHostFunc_v2, PTSZ, (), fn(w.stream, do_nothing, NULL, CU_HOST_TASK_BLOCKING));
+CASE(cuFuncGetParamCount, 0, (), fn(w.burn, &v.n));
+CASE(cuKernelGetParamCount, 0, (need_kernel(ptx)), fn(v.kernel, &v.n));
+CASE(cuGraphNodeGetParams, 0, (need_kernel_node()), fn(v.node, &v.params));
+CASE(cuCoredumpRegisterStartCallback, OWN, (), ({ CUcoredumpCallbackHandle h; fn(dumped, NULL, &h); }));
+CASE(cuCoredumpRegisterCompleteCallback, OWN, (), ({ CUcoredumpCallbackHandle h; fn(dumped, NULL, &h); }));
+CASE(cuCoredumpDeregisterStartCallback, OWN, (NEED(CU(cuCoredumpRegisterStartCallback)(dumped, NULL, (void *)&v.ptr))), fn(v.ptr));
+CASE(cuCoredumpDeregisterCompleteCallback, OWN, (NEED(CU(cuCoredumpRegisterCompleteCallback)(dumped, NULL, (void *)&v.ptr))), fn(v.ptr));
+NOT_HERE(cuStreamBeginCaptureToCig, PTSZ, CIG);
+NOT_HERE(cuStreamEndCaptureToCig, PTSZ, CIG);
+#endif
+
+/* ---- since CUDA 13.3 ---- */
+
+#if CUDA_VERSION >= 13030
+CASE(cuStreamBeginRecaptureToGraph, PTSZ | FREE, (need_capturable(); need_graph()), fn(v.capturing, CU_STREAM_CAPTURE_MODE_RELAXED, v.graph, NULL, NULL));
+NOT_HERE(cuLogicalEndpointIdReserve, 0, ENDPOINTS);
+NOT_HERE(cuLogicalEndpointIdRelease, 0, ENDPOINTS);
+NOT_HERE(cuLogicalEndpointCreate, 0, ENDPOINTS);
+NOT_HERE(cuLogicalEndpointAddDevice, 0, ENDPOINTS);
+NOT_HERE(cuLogicalEndpointDestroy, 0, ENDPOINTS);
+NOT_HERE(cuLogicalEndpointBindAddr, 0, ENDPOINTS);
+NOT_HERE(cuLogicalEndpointBindMem, 0, ENDPOINTS);
+NOT_HERE(cuLogicalEndpointUnbind, 0, ENDPOINTS);
+NOT_HERE(cuLogicalEndpointExport, 0, ENDPOINTS);
+NOT_HERE(cuLogicalEndpointImport, 0, ENDPOINTS);
+NOT_HERE(cuLogicalEndpointGetLimits, 0, ENDPOINTS);
+NOT_HERE(cuLogicalEndpointQuery, 0, ENDPOINTS);
+#endif
+
+/* ---- since CUDA 13.4 ---- */
+
+#if CUDA_VERSION >= 13040
+CASE(cuDeviceGetFabricClusterUuid, 0, (), fn(&v.uuid, w.device));
+CASE(cuDeviceGetCliqueCount, 0, (), fn(&v.n, w.device));
+CASE(cuDeviceGetCliqueInfo, 0, (v.n = 8), ({ CUcliqueInfo c[8]; fn(c, &v.n, w.device); }));
+CASE(cuMemGetLocationInfo, 0, (need_managed()), fn(v.p, TAKE, TAKE, 0, &v.location));
+CASE(cuGraphAddNode_v3, 0, (need_graph()), fn(&v.node, v.graph, NULL, NULL, 0, kernel_params()));
+CASE(cuGraphNodeSetParams_v2, 0, (need_kernel_node()), fn(v.node, kernel_params()));
+NOT_HERE(cuCheckpointOperationComplete, 0, "needs a checkpoint to storage of a program's own");
+#endif
+
+/* ---- since CUDA 13.5 ---- */
+
+#if CUDA_VERSION >= 13050
+CASE(cuTensorMapSetAllocationClass, 0, (need_blocks(); NEED(CU(cuTensorMapEncodeTiled)(&v.tensor, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, (void *)w.a, TILES, (const cuuint32_t[]){16, 16}, ONES, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE))), fn(&v.tensor, CU_TENSOR_MAP_ALLOC_CLASS_SMALL, NULL));
+NOT_HERE(cuFabricCpyBatchAsync, PTSZ, ENDPOINTS);
+#endif

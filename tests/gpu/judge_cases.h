@@ -1,6 +1,6 @@
 /*
- * The calls of the judge: one for each function of cuda.h 13.0, and more for a function that does
- * different things. Included by judge.c, which explains the flags.
+ * The calls of the judge: one for each function of cuda.h 13.0 to 13.5, and more for a function
+ * that does different things. Included by judge.c, which explains the flags.
  *
  *   CASE(form, flags, (preparation), call)            `fn` is the form that is judged
  *   VARIANT(form, "what", flags, (preparation), call) another call of the same function
@@ -585,6 +585,13 @@ static void do_nothing(void *unused)
 {
     (void)unused;
 }
+
+#if CUDA_VERSION >= 13020
+static void dumped(void *unused, int pid, CUdevice device)
+{
+    (void)unused, (void)pid, (void)device;
+}
+#endif
 
 static void called_back(CUstream stream, CUresult status, void *unused)
 {

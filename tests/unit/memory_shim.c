@@ -325,6 +325,13 @@ int cuGraphAddNode_v2(void **node, void *graph, void *const *from, void *edges, 
     return cuGraphAddNode(node, graph, from, n, params);
 }
 
+int cuGraphAddNode_v3(void **node, void *graph, void *const *from, void *edges, size_t n,
+                      int *params)
+{
+    (void)edges;
+    return cuGraphAddNode(node, graph, from, n, params);
+}
+
 int cuGraphGetNodes(void *graph, void **found, size_t *n)
 {
     size_t count = 0;
@@ -406,6 +413,18 @@ int cuMulticastBindAddr(address object, size_t at, address from, size_t size,
     return object > FIRST_OBJECT && size ? 0 : 1;
 }
 
+int cuMulticastBindMem_v2(address object, int device, size_t at, address handle, size_t from,
+                          size_t size, unsigned long long flags)
+{
+    return device ? 1 : cuMulticastBindMem(object, at, handle, from, size, flags);
+}
+
+int cuMulticastBindAddr_v2(address object, int device, size_t at, address from, size_t size,
+                           unsigned long long flags)
+{
+    return device ? 1 : cuMulticastBindAddr(object, at, from, size, flags);
+}
+
 int cuMulticastUnbind(address object, int device, size_t at, size_t size)
 {
     (void)device, (void)at;
@@ -415,4 +434,95 @@ int cuMulticastUnbind(address object, int device, size_t at, size_t size)
 int cuMemRelease(address handle)
 {
     return handle > FIRST_OBJECT ? 0 : NEXT(cuMemRelease)(handle);
+}
+
+/* ---- logical endpoints: 1 to 99 are there ---- */
+
+static int endpoint(unsigned int id, int device, size_t size)
+{
+    return id && id < 100 && !device && size ? 0 : 1;
+}
+
+int cuLogicalEndpointBindMem(unsigned int id, int device, uint64_t at, address handle,
+                             uint64_t from, uint64_t size, unsigned long long flags)
+{
+    (void)at, (void)handle, (void)from, (void)flags;
+    return endpoint(id, device, size);
+}
+
+int cuLogicalEndpointBindAddr(unsigned int id, int device, uint64_t at, void *from, uint64_t size,
+                              unsigned long long flags)
+{
+    (void)at, (void)from, (void)flags;
+    return endpoint(id, device, size);
+}
+
+int cuLogicalEndpointUnbind(unsigned int id, int device, uint64_t at, uint64_t size)
+{
+    (void)at;
+    return endpoint(id, device, size);
+}
+
+int cuLogicalEndpointDestroy(unsigned int id)
+{
+    return endpoint(id, 0, 1);
+}
+
+/* ---- locality domains: parts of the simulated GPU's memory ---- */
+
+#define DEVICE 1
+#define DOMAIN 6
+
+int cuMemCreate(address *handle, size_t size, const int *prop, unsigned long long flags);
+int cuMemPoolCreate(void **pool, const int *props);
+int cuMemGetDefaultMemPool(void **pool, const int *location, int type);
+int cuMemPoolGetAttribute(void *pool, int attribute, void *value);
+
+static void *domain_pool;
+
+/* The properties of allocations and of pools have the location at the same place. */
+static void widen(int *to, const int *from, size_t size)
+{
+    memcpy(to, from, size);
+    if (to[2] == DOMAIN) {
+        to[2] = DEVICE;
+        to[3] &= 0xff;
+    }
+}
+
+int cuMemCreate(address *handle, size_t size, const int *prop, unsigned long long flags)
+{
+    int wide[8];
+
+    widen(wide, prop, sizeof wide);
+    return NEXT(cuMemCreate)(handle, size, wide, flags);
+}
+
+int cuMemPoolCreate(void **pool, const int *props)
+{
+    int wide[22];
+
+    widen(wide, props, sizeof wide);
+    return NEXT(cuMemPoolCreate)(pool, wide);
+}
+
+int cuMemGetDefaultMemPool(void **pool, const int *location, int type)
+{
+    int props[22] = {1, 0, DEVICE, location[1] & 0xff};
+    int r = 0;
+
+    if (location[0] != DOMAIN)
+        return NEXT(cuMemGetDefaultMemPool)(pool, location, type);
+    if (!domain_pool)
+        r = NEXT(cuMemPoolCreate)(&domain_pool, props);
+    *pool = domain_pool;
+    return r;
+}
+
+int cuMemPoolGetAttribute(void *pool, int attribute, void *value)
+{
+    if (pool != domain_pool || attribute < 9)
+        return NEXT(cuMemPoolGetAttribute)(pool, attribute, value);
+    *(int *)value = attribute == 9 ? 1 : attribute == 12 ? DOMAIN : 0;
+    return 0;
 }

@@ -299,7 +299,7 @@ def test_a_node_that_is_added_by_the_general_function_counts_too(agent) -> None:
     agent.run(
         """
 stream = driver.stream()
-for name, more in (('cuGraphAddNode', ()), ('cuGraphAddNode_v2', (None,))):
+for name, more in (('cuGraphAddNode', ()), ('cuGraphAddNode_v2', (None,)), ('cuGraphAddNode_v3', (None,))):
     graph = driver.get('cuGraphCreate', 0)
     params = ctypes.create_string_buffer(256)
     params[0:4] = (10).to_bytes(4, 'little')
@@ -414,6 +414,85 @@ def test_memory_that_is_bound_to_a_multicast_object_stays_charged(agent, bind, e
     assert agent.field("memory") == 100 * MIB
     agent.run(end)
     assert agent.field("memory") == 0
+
+
+BOUND = """
+handle = create()
+at = out('cuMemAddressReserve', 100 * M, 0, 0, 0)
+driver.call('cuMemMap', at, 100 * M, 0, handle, 0)
+"""
+
+
+@pytest.mark.parametrize("bind", ["handle, 0", "at"])
+@pytest.mark.parametrize(
+    "end", ["driver.call('cuMulticastUnbind', many, 0, 8 * M, 100 * M)", "release(many)"]
+)
+def test_a_binding_that_names_its_gpu_keeps_the_charge_too(agent, bind, end) -> None:
+    agent.run(EXPORTS + BOUND + "many = out('cuMulticastCreate', None)")
+    name = "cuMulticastBindMem_v2" if "handle" in bind else "cuMulticastBindAddr_v2"
+    call = f"driver.try_call('{name}', many, {{}}, 8 * M, {bind}, 100 * M, 0)"
+    assert agent.run(call.format(1)) != 0
+    assert agent.run(call.format(0)) == 0
+    agent.run("driver.call('cuMemUnmap', at, 100 * M); release(handle)")
+    assert agent.field("memory") == 100 * MIB
+    agent.run(end)
+    assert agent.field("memory") == 0
+
+
+@pytest.mark.parametrize("bind", ["handle, 0", "at"])
+@pytest.mark.parametrize(
+    "end", ["'cuLogicalEndpointUnbind', 7, 0, 8 * M, 100 * M", "'cuLogicalEndpointDestroy', 7"]
+)
+def test_memory_that_is_bound_to_an_endpoint_stays_charged(agent, bind, end) -> None:
+    agent.run(EXPORTS + BOUND)
+    name = "cuLogicalEndpointBindMem" if "handle" in bind else "cuLogicalEndpointBindAddr"
+    call = f"driver.try_call('{name}', {{}}, 0, 8 * M, {bind}, 100 * M, 0)"
+    assert agent.run(call.format(100)) != 0
+    assert agent.run(call.format(7)) == 0
+    agent.run("driver.call('cuMemUnmap', at, 100 * M); release(handle)")
+    assert agent.field("memory") == 100 * MIB
+    # Others end: another endpoint, another part of this one, and one that is not there.
+    agent.run("driver.call('cuLogicalEndpointDestroy', 8)")
+    agent.run("driver.call('cuLogicalEndpointUnbind', 7, 0, 108 * M, 100 * M)")
+    assert agent.run("driver.try_call('cuLogicalEndpointDestroy', 100)") != 0
+    assert agent.field("memory") == 100 * MIB
+    agent.run(f"driver.call({end})")
+    assert agent.field("memory") == 0
+
+
+def test_one_call_unbinds_all_of_a_range_of_an_endpoint(agent) -> None:
+    agent.run(EXPORTS)
+    agent.run(
+        "handles = [create() for _ in range(4)]\n"
+        "for i, handle in enumerate(handles):\n"
+        "    driver.call('cuLogicalEndpointBindMem', 7, 0, i * 100 * M, handle, 0, 100 * M, 0)\n"
+        "for handle in handles:\n"
+        "    release(handle)"
+    )
+    assert agent.field("memory") == 400 * MIB
+    agent.run("driver.call('cuLogicalEndpointUnbind', 7, 0, 100 * M, 200 * M)")
+    assert agent.field("memory") == 200 * MIB
+    agent.run("driver.call('cuLogicalEndpointDestroy', 7)")
+    assert agent.field("memory") == 0
+
+
+def test_memory_of_a_locality_domain_is_that_of_its_gpu(agent, node) -> None:
+    """Its location is a type of its own, with the GPU's ordinal in the lowest byte."""
+    agent.run("handle = out('cuMemCreate', 100 << 20, prop(6, 0x100), 0)")
+    assert agent.charged == agent.seen - CONTEXT == 100 * MIB
+    agent.run("driver.call('cuMemRelease', handle); stream = driver.stream()")
+    assert agent.refuses(f"out('cuMemCreate', {LIMIT}, prop(6, 0x100), 0)")
+    agent.run(
+        "own = out('cuMemPoolCreate', pool_props(6, 0x100))\n"
+        "theirs = out('cuMemGetDefaultMemPool', (ctypes.c_int * 2)(6, 0x100), 1)"
+    )
+    for pool in ("own", "theirs"):
+        before = agent.charged
+        agent.run(f"p = out('cuMemAllocFromPoolAsync', 64 << 20, {pool}, stream)")
+        assert agent.charged == agent.seen - CONTEXT
+        assert agent.charged - before >= 64 * MIB
+        assert agent.refuses(f"out('cuMemAllocFromPoolAsync', {LIMIT}, {pool}, stream)")
+    assert node.used() <= LIMIT
 
 
 @pytest.mark.parametrize("how", ["ours are closed", "there is no other"])

@@ -210,7 +210,7 @@ def compiled(tmp_path_factory):
     # The header pinned by requirements.lock, not the machine's toolkit: a later one declares more.
     include = judge.find_include(judge.packaged_includes())
     if include is None:
-        lack("needs cuda.h of nvidia-cuda-runtime 13.0")
+        lack("needs cuda.h of nvidia-cuda-runtime 13.5")
     program = tmp_path_factory.mktemp("judge") / "judge"
     judge.compile_judge(include, program)
     return program, include

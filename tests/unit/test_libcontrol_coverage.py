@@ -25,6 +25,9 @@ from vdriver.discover import find_driver
         ("cuGraphInstantiateWithParams_ptsz", "takes"),
         ("cuStreamGetCaptureInfo_v3", "plain"),
         ("cuMulticastCreate", "plain"),
+        ("cuStreamBeginRecaptureToGraph_ptsz", "captures"),
+        ("cuFabricCpyBatchAsync_ptsz", "works"),
+        ("cuLogicalEndpointBindMem", "takes"),
         ("cuMemPrefetchAsync_v2_ptsz", "transfers"),
         ("cuMemAllocFromTheFuture", None),
         ("cuMemHostOfTheFuture", None),
@@ -45,7 +48,7 @@ def test_what_the_control_library_takes_is_known_and_no_function_is_there_twice(
 def test_a_function_that_takes_memory_past_us_or_that_nobody_knows_is_told(tmp_path, capsys):
     source = put(
         tmp_path / "a.c",
-        b"void cuInit(void) {} void cuMemAlloc_v2(void) {} void cuMulticastBindMem_v2(void) {}\n"
+        b"void cuInit(void) {} void cuMemAlloc_v2(void) {} void cuMulticastBindMem_v9(void) {}\n"
         b"void cuOfTomorrow(void) {} void cuCtxGetCurrent(void) {} void other(void) {}\n",
     )
     made = tmp_path / "libcuda.so.1"
@@ -53,12 +56,12 @@ def test_a_function_that_takes_memory_past_us_or_that_nobody_knows_is_told(tmp_p
     assert coverage.main(["--driver", str(made)]) == 1
     assert capsys.readouterr().out.splitlines() == [
         "5 functions: 2 hooked, 1 forwarded, 1 ungoverned, 1 unknown",
-        "ungoverned, takes: cuMulticastBindMem_v2",
+        "ungoverned, takes: cuMulticastBindMem_v9",
         "unknown: cuOfTomorrow",
     ]
     assert coverage.main(["--driver", str(made), "--json"]) == 1
     functions = json.loads(capsys.readouterr().out)["functions"]
-    assert [f["name"] for f in functions if f["ungoverned"]] == ["cuMulticastBindMem_v2"]
+    assert [f["name"] for f in functions if f["ungoverned"]] == ["cuMulticastBindMem_v9"]
     assert coverage.main(["--driver", str(source)]) == 65
     assert "not an ELF file" in capsys.readouterr().err
     for option, file in (("--driver", "/bin/true"), ("--header", str(source))):

@@ -1,0 +1,152 @@
+"""Copies and captures that came with CUDA 13.2 to 13.5, in a process with the control library.
+
+The functions are work_shim.c, in front of the simulated driver.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from libcontrol import pages
+from tests.conftest import ROOT
+from tests.unit.memory_node import GIB, LAUNCH, MIB, Agent, MemoryNode, need_namespaces
+from tests.unit.test_control_guest import NOT_READY, grant, until, until_field
+
+COPIES = """
+SIZE = 64 << 20
+a, b = driver.allocate(SIZE), driver.allocate(SIZE)
+pinned = out('cuMemHostAlloc', SIZE, 0)
+s = out('cuStreamCreate', 1)
+def plain(to, frm, size=SIZE, form=''):
+    driver.call('cuMemcpyWithAttributesAsync' + form, to, frm, size, b'attributes', s)
+class Op3(ctypes.Structure):
+    _fields_ = [(n, ctypes.c_uint64) for n in (
+        'from_type', 'frm', 'from_row', 'from_layer', 'from_hint',
+        'to_type', 'to', 'to_row', 'to_layer', 'to_hint', 'width', 'height', 'depth', 'order')]
+def cube(to, frm, size=SIZE):
+    op = Op3(from_type=1, frm=frm, to_type=1, to=to, width=size // 16, height=4, depth=4, order=1)
+    driver.call('cuMemcpy3DWithAttributesAsync', ctypes.byref(op), 0, s)
+class Op(ctypes.Structure):
+    _fields_ = [(n, ctypes.c_uint64) for n in (
+        'from_type', 'frm', 'from_hint', 'to_type', 'to', 'to_hint', 'size', 'flags')]
+def fabric(to, frm, size=SIZE, to_type=1):
+    ops = (Op * 2)(*[Op(from_type=1, frm=frm, to_type=to_type, to=to, size=size // 2)] * 2)
+    driver.call('cuFabricCpyBatchAsync', 2, ops, 0, s)
+"""
+
+
+@pytest.fixture
+def node(build_dir: Path, tmp_path: Path) -> Iterator[MemoryNode]:
+    need_namespaces()
+    played = MemoryNode(build_dir, tmp_path, 4 * GIB, shim=ROOT / "tests/unit/work_shim.c")
+    pages.write(played.grant, 0, "grant_header", "inflight_ns", 4_000_000)
+    pages.write(played.grant, 0, "grant_header", "holds", 1)
+    yield played
+    played.close()
+
+
+@pytest.fixture
+def agent(node: MemoryNode) -> Agent:
+    started = node.agent()
+    started.run(LAUNCH + COPIES)
+    grant(node, 2**64 - 1, 2)
+    started.run("launch(1000, s); driver.call('cuStreamSynchronize', s)")
+    return started
+
+
+def counted(agent: Agent, program: str) -> dict[str, int]:
+    """Return by how much each counter of the ledger grows while the program runs."""
+    names = ("launches", "small", "transfers", "transfer_bytes")
+    before = {name: agent.field(name) for name in names}
+    agent.run(program)
+    agent.run("driver.call('cuCtxSynchronize')")
+    end = time.monotonic() + 5
+    while True:
+        grown = {name: agent.field(name) - value for name, value in before.items()}
+        # A launch by a pass is counted when the pass ends.
+        if any(grown.values()) or time.monotonic() > end:
+            return {name: value for name, value in grown.items() if value}
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("plain(b, a)", {"launches": 1}),
+        ("plain(b, a, form='_ptsz')", {"launches": 1}),
+        ("plain(b, pinned)", {"transfers": 1, "transfer_bytes": 64 * MIB}),
+        ("plain(b, a, 4096)", {"small": 1}),
+        ("cube(b, a)", {"launches": 1}),
+        ("cube(pinned, a)", {"small": 1}),
+        ("fabric(b, a)", {"launches": 1}),
+        ("fabric(b, pinned)", {"small": 1}),
+        ("fabric(7, a, to_type=2)", {"launches": 1}),
+    ],
+)
+def test_a_copy_is_counted_like_an_older_one(
+    agent: Agent, program: str, expected: dict[str, int]
+) -> None:
+    assert counted(agent, program) == expected
+
+
+@pytest.mark.parametrize("copy", ["plain(b, a)", "cube(b, a)", "fabric(b, a)"])
+def test_a_copy_within_the_gpu_waits_for_a_grant(node: MemoryNode, agent: Agent, copy: str) -> None:
+    grant(node, 0, 3)
+    agent.run(copy)
+    assert agent.field("want") == 1
+    assert agent.run("driver.try_call('cuStreamQuery', s)") == NOT_READY
+    grant(node, 2**64 - 1, 4)
+    until(agent, "driver.try_call('cuStreamQuery', s) == 0")
+
+
+def test_a_graph_that_is_captured_again_is_neither_gated_nor_marked(
+    node: MemoryNode, agent: Agent
+) -> None:
+    agent.run("graph = out('cuGraphCreate', 0)")
+    assert agent.run("driver.try_call('cuStreamBeginRecaptureToGraph', s, 0, 0, None, None)") == 1
+    agent.run("driver.call('cuStreamBeginRecaptureToGraph', s, 0, graph, None, None)")
+    grant(node, 0, 3)
+    # A held launch would return an error, and a marker would end the capture with one.
+    agent.run("for _ in range(200): launch(1_000_000, s)")
+    agent.run("made = ctypes.c_uint64()")
+    agent.run("driver.call('cuStreamEndCapture', s, ctypes.byref(made))")
+    assert agent.field("want") == 0
+    agent.run("launch(1000, s)")
+    assert agent.field("want") == 1  # the stream is an ordinary one again
+    grant(node, 2**64 - 1, 4)
+    until(agent, "driver.try_call('cuStreamQuery', s) == 0")
+
+
+def test_nothing_is_added_to_a_stream_that_is_captured_for_graphics(
+    node: MemoryNode, agent: Agent
+) -> None:
+    """The driver is not known to report such a stream as capturing, and the simulated one does not."""
+    assert agent.run("driver.try_call('cuStreamBeginCaptureToCig', s, None)") == 1
+    agent.run("other = out('cuStreamCreate', 1)")
+    agent.run("driver.call('cuStreamBeginCaptureToCig', s, b'list')")
+    agent.run("for _ in range(200): launch(1_000_000, s)")
+    grant(node, 0, 3)
+    agent.run("for _ in range(200): launch(1_000_000, s)")
+    assert agent.run("driver.library.shim_n_drawn()") == 400
+    assert agent.field("want") == 0
+    agent.send("launch(1000, other)")  # only that stream is left alone
+    until_field(agent, "want", 1)
+    grant(node, 2**64 - 1, 4)
+    agent.answer()
+    assert agent.run("driver.try_call('cuStreamEndCaptureToCig', other)") == 1
+    agent.run("launch(1_000_000, s)")
+    assert agent.run("driver.library.shim_n_drawn()") == 401
+    until(agent, "driver.try_call('cuStreamQuery', other) == 0")
+    assert agent.run("driver.library.shim_n_wrong()") == 0
+    agent.run("driver.call('cuStreamEndCaptureToCig', s)")
+    grant(node, 0, 5)
+    agent.send("launch(1000, s)")
+    until_field(agent, "want", 1)
+    grant(node, 2**64 - 1, 6)
+    agent.answer()
+    assert agent.run("driver.library.shim_n_drawn()") == 401
+    until(agent, "driver.try_call('cuStreamQuery', s) == 0")

@@ -76,6 +76,7 @@ def commands() -> dict[str, list[str]]:
         "scale page": [*python, "bench.scale", "docs", "--check"],
         "metrics page": [sys.executable, "tools/metrics_reference.py", "--check"],
         "dashboard": [sys.executable, "tools/grafana_dashboard.py", "--check"],
+        "CUDA headers": [*python, "tools.cuda_headers", "--check"],
         "driver tables": [sys.executable, "tools/driver_tables.py"],
         "rules of the hook": [sys.executable, "tools/mutate.py", "--check"],
         "ruff check": ["ruff", "check", "--quiet"],

@@ -16,6 +16,7 @@ from typing import Any, Protocol, Self
 
 from governor.config import Config
 from governor.errors import GovernorError
+from libcontrol import pages
 
 NEVER = 2**64 - 1
 NOBODY = -1
@@ -172,11 +173,13 @@ def load_library(directory: str | Path) -> ctypes.CDLL:
         "runner_due": (ctypes.c_bool, (pointer,)),
         "runner_stats": (None, (pointer, i32, ctypes.POINTER(Stats))),
         "runner_waits": (None, (pointer, i32, ctypes.POINTER(Waits))),
+        "runner_fence": (None, ()),
     }
     for name, (result, arguments) in prototypes.items():
         function = getattr(library, name)
         function.restype = result
         function.argtypes = arguments
+    pages.use_fence(library.runner_fence)
     return library
 
 

@@ -42,7 +42,7 @@ static uint64_t account_sum(int device, bool *duep)
 {
     const struct grant_device *grant = pages_grant_device((unsigned)device);
     struct ledger_header *ledger = pages_ledger();
-    uint32_t n_slots = atomic_load_relaxed(&ledger->n_slots);
+    uint32_t n_slots = atomic_load_acquire(&ledger->n_slots);
     /* Read first: what was provisional before a sample is part of the overhead that it found. */
     uint64_t reconciled = atomic_load_acquire(&grant->reconciled_ns);
     uint64_t sum = atomic_load_relaxed(&grant->memory_overhead);
@@ -73,7 +73,7 @@ uint64_t account_used(int device)
 
 uint64_t account_returned(int device)
 {
-    uint32_t n_slots = atomic_load_relaxed(&pages_ledger()->n_slots);
+    uint32_t n_slots = atomic_load_acquire(&pages_ledger()->n_slots);
     uint64_t sum = 0;
 
     for (uint32_t i = 0; i < n_slots && i < LAYOUT_N_SLOTS; i++)

@@ -129,7 +129,7 @@ static inline struct ledger_header *pages_ledger(void)
  * governed. */
 static inline struct ledger_slot *pages_slot(void)
 {
-    return atomic_load_relaxed(&pages_now.slot);
+    return atomic_load_acquire(&pages_now.slot);
 }
 
 /* Returns the counters of the process in a slot of the container's ledger, for one GPU. */

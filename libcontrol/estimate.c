@@ -13,14 +13,15 @@ static uint32_t estimate_home(uintptr_t key, uint64_t blocks)
     return (uint32_t)(hash >> 52) % ESTIMATE_N_KINDS;
 }
 
-/* Begins a kind. Each number is written whole, because estimate_look() reads meanwhile. */
+/* Begins a kind. Each number is written whole, because estimate_look() reads meanwhile. Who finds
+ * the key finds that there are no samples yet, and not what the last kind in this place took. */
 static void kind_begin(struct estimate *e, uint32_t kind, uintptr_t key, uint64_t blocks, float ns)
 {
     atomic_store_relaxed(&e->kinds[kind].n_samples, 0);
     e->kinds[kind].checked = ESTIMATE_NEVER;
     __atomic_store(&e->kinds[kind].ns, &ns, __ATOMIC_RELAXED);
     atomic_store_relaxed(&e->kinds[kind].blocks, blocks);
-    atomic_store_relaxed(&e->kinds[kind].key, key);
+    atomic_store_release(&e->kinds[kind].key, key);
 }
 
 /*
@@ -57,14 +58,14 @@ bool estimate_look(const struct estimate *e, uintptr_t key, uint64_t blocks, uin
 
     for (uint32_t i = 0; i < ESTIMATE_REACH; i++) {
         uint32_t at = (home + i) % ESTIMATE_N_KINDS;
-        uintptr_t found = atomic_load_relaxed(&e->kinds[at].key);
+        uintptr_t found = atomic_load_acquire(&e->kinds[at].key);
         float ns;
 
         if (!found)
             return false;
         if (found != key || atomic_load_relaxed(&e->kinds[at].blocks) != blocks)
             continue;
-        if (atomic_load_relaxed(&e->kinds[at].n_samples) < ESTIMATE_N_LEARN)
+        if (atomic_load_acquire(&e->kinds[at].n_samples) < ESTIMATE_N_LEARN)
             return false;
         __atomic_load(&e->kinds[at].ns, &ns, __ATOMIC_RELAXED);
         *kindp = at;
@@ -165,6 +166,7 @@ void estimate_learn(struct estimate *e, const struct estimate_interval *interval
         if (ns < 500.0f)
             ns = 500.0f;
         __atomic_store(&e->kinds[kind].ns, &ns, __ATOMIC_RELAXED);
-        atomic_bump(&e->kinds[kind].n_samples, 1);
+        /* Behind the duration: the first measurements replace a guess. */
+        atomic_store_release(&e->kinds[kind].n_samples, e->kinds[kind].n_samples + 1);
     }
 }

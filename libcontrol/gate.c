@@ -177,7 +177,8 @@ static void gate_prepare(struct gate *g, const struct gate_ticket *ticket, bool 
  * helper is started. */
 static cold void gate_start(struct gate *g, unsigned device)
 {
-    g->started = true;
+    /* Either gate_join_begin() finds the gate, or what is marked here finds its caller joining. */
+    atomic_store_seq_cst(&g->started, true);
     g->ticket = 1;
     queue_init(&g->queue);
     prim_unlock(&g->lock);

@@ -37,7 +37,7 @@ void gate_join_begin(void)
     for (unsigned device = 0; device < pages_n_devices() && !gate_visiting; device++) {
         struct gate *g = &gate_devices[device];
 
-        if (!atomic_load_acquire(&g->started))
+        if (!atomic_load_seq_cst(&g->started))
             continue;
         gate_lock(g);
         while (g->n_marking && (!end || prim_now() < end)) {

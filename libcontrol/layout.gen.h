@@ -26,7 +26,7 @@
 
 /* What holds for the whole container. */
 struct grant_header {
-    uint64_t magic; /* governor, relaxed: GRANT_MAGIC */
+    uint64_t magic; /* governor, release: GRANT_MAGIC */
     uint32_t version; /* governor, relaxed: LAYOUT_VERSION */
     uint32_t size; /* governor, relaxed: bytes of the whole file */
     uint64_t heartbeat_ns; /* governor, relaxed: when the governor last said that it lives */
@@ -142,10 +142,10 @@ _Static_assert(sizeof(struct usage_entry) == 512, "usage_entry");
 
 /* What the container's processes share. */
 struct ledger_header {
-    uint64_t magic; /* governor, relaxed: LEDGER_MAGIC */
+    uint64_t magic; /* governor, release: LEDGER_MAGIC */
     uint32_t version; /* governor, relaxed: LAYOUT_VERSION */
     uint32_t size; /* governor, relaxed: bytes of the whole ledger */
-    uint32_t n_slots; /* governor, relaxed: slots that were ever in use */
+    uint32_t n_slots; /* governor, release: slots that were ever in use */
     uint32_t reserved;
     uint64_t memory_peak[16]; /* container, relaxed: highest sum of charges, per GPU */
     uint64_t trust_ns[16]; /* container, relaxed: until then a pool may outgrow claims */

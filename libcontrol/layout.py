@@ -52,7 +52,7 @@ GRANT_HEADER = Struct(
     "grant_header",
     256,
     (
-        Field("magic", "u64", doc="GRANT_MAGIC"),
+        Field("magic", "u64", order="release", doc="GRANT_MAGIC"),
         Field("version", "u32", doc="LAYOUT_VERSION"),
         Field("size", "u32", doc="bytes of the whole file"),
         Field("heartbeat_ns", "u64", doc="when the governor last said that it lives"),
@@ -108,10 +108,10 @@ LEDGER_HEADER = Struct(
     "ledger_header",
     4096,
     (
-        Field("magic", "u64", doc="LEDGER_MAGIC"),
+        Field("magic", "u64", order="release", doc="LEDGER_MAGIC"),
         Field("version", "u32", doc="LAYOUT_VERSION"),
         Field("size", "u32", doc="bytes of the whole ledger"),
-        Field("n_slots", "u32", doc="slots that were ever in use"),
+        Field("n_slots", "u32", order="release", doc="slots that were ever in use"),
         Field("reserved", "u32"),
         Field("memory_peak", "u64", N_DEVICES, "container", doc="highest sum of charges, per GPU"),
         Field(

@@ -6,8 +6,9 @@ nothing more; the caller bounds it.
 
 from __future__ import annotations
 
+import platform
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from mmap import mmap
 
 from libcontrol import layout
@@ -18,13 +19,15 @@ _CODES = {"u8": "B", "u32": "I", "u64": "Q"}
 _NATIVE = "@"
 _NUMBERS = {name: struct.Struct(_NATIVE + code) for name, code in _CODES.items()}
 # The governor reads thousands of numbers a second, so where each one is and what it is are worked
-# out once: offset, size, and the functions that take it out and put it in.
+# out once: offset, size, the functions that take it out and put it in, and whether its store comes
+# after all stores before it.
 _PLACES = {
     (s.name, field.name): (
         layout.offsets(s)[field.name],
         layout.SIZES[field.type],
         _NUMBERS[field.type].unpack_from,
         _NUMBERS[field.type].pack_into,
+        field.order == "release",
     )
     for s in layout.STRUCTS
     for field in s.fields
@@ -34,9 +37,24 @@ _USAGE_ENTRY = struct.Struct(
 )
 
 
+# Other architectures than x86-64 let a processor reorder stores with stores, and loads with loads.
+_REORDERS = platform.machine() != "x86_64"
+_fence: Callable[[], object] | None = None
+
+
+def use_fence(fence: Callable[[], object]) -> None:
+    """Order stores and loads by `fence`, a full barrier, if this machine does not do that itself.
+
+    Python has none, so it comes from the library that the governor loads. Without one, order is
+    kept only on x86-64.
+    """
+    global _fence  # noqa: PLW0603 - one processor, one fence
+    _fence = fence if _REORDERS else None
+
+
 def read(page: mmap, base: int, name: str, field: str, index: int = 0) -> int:
     """Return one number: element `index` of `field` in the structure `name` at `base`."""
-    at, size, unpack, _ = _PLACES[name, field]
+    at, size, unpack, _, _ = _PLACES[name, field]
     value: int = unpack(page, base + at + index * size)[0]
     return value
 
@@ -50,16 +68,27 @@ class Reader:
     def __init__(self, name: str, *fields: str) -> None:
         self.fields = fields
         places = [_PLACES[name, field] for field in fields]
-        self._steps = [(at, unpack) for at, _, unpack, _ in places]
+        self._steps = [(at, unpack) for at, _, unpack, _, _ in places]
 
     def __call__(self, page: mmap, base: int) -> list[int]:
         """Return the numbers of the structure at `base`."""
-        return [unpack(page, base + at)[0] for at, unpack in self._steps]
+        if _fence is None:
+            return [unpack(page, base + at)[0] for at, unpack in self._steps]
+        numbers = []
+        for at, unpack in self._steps:
+            numbers.append(unpack(page, base + at)[0])
+            _fence()
+        return numbers
 
 
 def write(page: mmap, base: int, name: str, field: str, value: int, *, index: int = 0) -> None:
-    """Store one number where `read` with the same arguments finds it."""
-    at, size, _, pack = _PLACES[name, field]
+    """Store one number where `read` with the same arguments finds it.
+
+    Who finds it in a field of the order `release` finds all that was stored before.
+    """
+    at, size, _, pack, releases = _PLACES[name, field]
+    if releases and _fence is not None:
+        _fence()
     pack(page, base + at + index * size, value)
 
 
@@ -94,8 +123,7 @@ def write_usage(
 
     `entries` have fields of `usage_entry`; a field per GPU is a sequence. `time_us` is the current
     time in microseconds since 1970. A reader that reads meanwhile sees that the sequence number is
-    odd or has changed, and reads again. On x86-64, stores become visible in the order in which they
-    are made.
+    odd or has changed, and reads again.
     """
     blank = {field.name: (0,) * field.n for field in layout.USAGE_ENTRY.fields}
     packed = b""
@@ -108,6 +136,8 @@ def write_usage(
     at = layout.GRANT_USAGE
     sequence = (read(page, at, "usage_header", "sequence") + 1) & 0xFFFFFFFE
     write(page, at, "usage_header", "sequence", sequence | 1)
+    if _fence is not None:
+        _fence()  # no entry before the odd number
     first = layout.GRANT_USAGE_ENTRIES
     page[first : first + layout.N_SLOTS * layout.USAGE_ENTRY.size] = packed.ljust(
         layout.N_SLOTS * layout.USAGE_ENTRY.size, b"\0"

@@ -72,6 +72,7 @@ static int pages_register(int fd, uint32_t *slotp)
 static enum pages_answer pages_join(void)
 {
     struct ledger_header *mapped;
+    struct ledger_slot *slot;
     enum pages_answer answer = PAGES_NOBODY;
     struct timeval patience = {5, 0}; /* connect() blocks if the backlog is full */
     uint32_t index = 0;
@@ -93,11 +94,12 @@ static enum pages_answer pages_join(void)
         goto fail;
     prim_close(ledger_fd);
     pages_now.ledger = mapped;
-    pages_now.slot =
-        (struct ledger_slot *)((char *)mapped + LEDGER_SLOTS + index * sizeof *pages_now.slot);
-    pages_now.slot->pid = (uint32_t)prim_pid();
+    slot = (struct ledger_slot *)((char *)mapped + LEDGER_SLOTS) + index;
+    slot->pid = (uint32_t)prim_pid();
     pages_identify(fd, &governor_inode, NULL);
     governor_fd = fd;
+    /* Last: who finds a slot uses all the rest. */
+    atomic_store_release(&pages_now.slot, slot);
     return PAGES_JOINED;
 fail:
     if (ledger_fd >= 0)
@@ -133,15 +135,17 @@ static bool pages_keep_own_ledger(void)
 {
     void *mapped = prim_map(LEDGER_SIZE, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1);
+    struct ledger_slot *slot;
 
     if (!mapped)
         return false;
     pages_now.ledger = mapped;
     pages_now.ledger->n_slots = 1;
-    pages_now.slot = (struct ledger_slot *)((char *)mapped + LEDGER_SLOTS);
-    pages_now.slot->state = 1;
+    slot = (struct ledger_slot *)((char *)mapped + LEDGER_SLOTS);
+    slot->state = 1;
     pages_now.alone = true;
     pages_note_own_ledger();
+    atomic_store_release(&pages_now.slot, slot);
     control_log("the governor does not answer; this process keeps its quota by itself");
     return true;
 }

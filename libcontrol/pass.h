@@ -72,7 +72,8 @@ static inline bool pass_launch(CUstream stream, uintptr_t key, uint64_t blocks, 
     if (unlikely(!limit) || unlikely(atomic_load_relaxed(&p->stream) != stream))
         return false;
     grant = atomic_load_relaxed(&p->grant);
-    deadline = atomic_load_relaxed(&grant->deadline_ns);
+    /* The page has the epoch first: a deadline of the next grant is never found with this one's. */
+    deadline = atomic_load_acquire(&grant->deadline_ns);
     if (unlikely(deadline != atomic_load_acquire(&p->deadline_ns)) ||
         unlikely(atomic_load_relaxed(&grant->epoch) != atomic_load_relaxed(&p->epoch)))
         return false;

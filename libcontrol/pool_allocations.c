@@ -38,7 +38,7 @@ static uint64_t pool_growth(struct pool *pool, uint64_t size)
 static bool pool_outgrew(int device)
 {
     struct ledger_header *ledger = pages_ledger();
-    uint32_t n_slots = atomic_load_relaxed(&ledger->n_slots);
+    uint32_t n_slots = atomic_load_acquire(&ledger->n_slots);
 
     for (uint32_t i = 0; i < n_slots && i < LAYOUT_N_SLOTS; i++)
         if (atomic_load_seq_cst(&pages_slot_device(i, (unsigned)device)->outgrown))

@@ -43,3 +43,4 @@ int runner_watch(struct runner *runner, int fd, struct runner *const *others, ui
 bool runner_due(struct runner *runner);
 void runner_stats(struct runner *runner, int32_t tenant, struct arbiter_stats *statsp);
 void runner_waits(struct runner *runner, int32_t tenant, struct runner_waits *waitsp);
+void runner_fence(void);

@@ -15,7 +15,7 @@
 void runner_read_ledger(const struct runner_tenant *t, uint32_t epoch, uint64_t now,
                         struct report *reportp)
 {
-    uint32_t n_slots = atomic_load_relaxed(&t->ledger->n_slots);
+    uint32_t n_slots = atomic_load_acquire(&t->ledger->n_slots);
 
     memset(reportp, 0, sizeof *reportp);
     reportp->released = true;
@@ -63,7 +63,7 @@ void runner_read_ledger(const struct runner_tenant *t, uint32_t epoch, uint64_t 
 bool runner_tenant_due(const struct runner_tenant *t, uint64_t now)
 {
     uint64_t since = atomic_load_relaxed(&t->grant->reconciled_ns);
-    uint32_t n_slots = atomic_load_relaxed(&t->ledger->n_slots);
+    uint32_t n_slots = atomic_load_acquire(&t->ledger->n_slots);
 
     for (uint32_t i = 0; i < n_slots && i < LAYOUT_N_SLOTS; i++) {
         const char *base = (char *)t->ledger + LEDGER_SLOTS + i * sizeof(struct ledger_slot);
@@ -76,6 +76,13 @@ bool runner_tenant_due(const struct runner_tenant *t, uint64_t now)
             return true;
     }
     return false;
+}
+
+/* For Python, which reads and writes the pages as well and has no atomics: what it did there before
+ * the call comes before what it does after. */
+RUNNER_EXPORT void runner_fence(void)
+{
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
 
 static void publish(struct runner_tenant *t, uint64_t deadline)

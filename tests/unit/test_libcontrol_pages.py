@@ -200,3 +200,67 @@ def test_a_sequence_is_even_after_each_set_and_never_the_same(
     after = pages.read(grant_file, layout.GRANT_USAGE, "usage_header", "sequence")
     assert after % 2 == 0
     assert after != sequence
+
+
+@pytest.fixture
+def reordering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that reorders stores; the fence is taken back after the test."""
+    monkeypatch.setattr(pages, "_REORDERS", True)
+    monkeypatch.setattr(pages, "_fence", None)
+
+
+@pytest.mark.usefixtures("reordering")
+def test_nothing_of_the_usage_part_is_stored_outside_of_its_odd_sequence(
+    grant_file: mmap.mmap,
+) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def look() -> None:
+        names = ("sequence", "n_entries", "time_us")
+        usage = layout.GRANT_USAGE
+        seen.append(tuple(pages.read(grant_file, usage, "usage_header", name) for name in names))
+
+    pages.use_fence(look)
+    pages.write_usage(grant_file, [{"pid": 5, "state": 1}], 17)
+    # Before the odd number, behind it, and before the even one.
+    assert seen == [(0, 0, 0), (1, 0, 0), (1, 1, 17)]
+    assert pages.read(grant_file, layout.GRANT_USAGE, "usage_header", "sequence") == 2
+
+
+@pytest.mark.usefixtures("reordering")
+def test_a_magic_number_is_stored_behind_a_fence(ledger: mmap.mmap, grant: mmap.mmap) -> None:
+    ledger[:] = bytes(layout.LEDGER_SIZE)
+    seen: list[bytes] = []
+    pages.use_fence(lambda: seen.append(grant[:16] + ledger[:16]))
+    pages.init_grant(grant, settings={}, devices=[])
+    pages.init_ledger(ledger)
+    sizes = [struct.pack("2I", layout.VERSION, n) for n in (layout.GRANT_SIZE, layout.LEDGER_SIZE)]
+    assert seen == [
+        bytes(8) + sizes[0] + bytes(16),
+        b"TDGGRANT" + sizes[0] + bytes(8) + sizes[1],
+    ]
+
+
+@pytest.mark.usefixtures("reordering")
+def test_a_reader_reads_in_the_order_of_its_fields(ledger: mmap.mmap) -> None:
+    base = layout.ledger_device(0, 0)
+    fences = 0
+
+    def look() -> None:  # the container goes on counting between any two reads
+        nonlocal fences
+        fences += 1
+        pages.write(ledger, base, "ledger_device", "returned", fences)
+
+    pages.use_fence(look)
+    read = pages.Reader("ledger_device", "returned", "memory", "returned")
+    assert read(ledger, base) == [0, 0, 2]
+
+
+def test_a_machine_that_keeps_the_order_makes_no_call(
+    ledger: mmap.mmap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "_REORDERS", False)
+    monkeypatch.setattr(pages, "_fence", None)
+    pages.use_fence(lambda: pytest.fail("a fence"))
+    pages.init_ledger(ledger)
+    pages.Reader("ledger_header", "magic")(ledger, 0)

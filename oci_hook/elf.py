@@ -14,7 +14,7 @@ PHEADER = Struct("<IIQQQQQQ")
 DYNAMIC = Struct("<qQ")
 PT_LOAD, PT_DYNAMIC = 1, 2
 DT_NULL, DT_STRTAB, DT_RPATH, DT_RUNPATH = 0, 5, 15, 29
-EM_X86_64 = 62
+MACHINES = (62, 183)  # EM_X86_64, EM_AARCH64
 SEGMENTS_LIMIT = 64
 DYNAMIC_LIMIT = 64 << 10
 PATH_LIMIT = 16 << 10
@@ -26,7 +26,7 @@ def run_path(fd: int) -> str:
     if len(head) < EHEADER.size:
         return ""
     magic, bits, order, _, _, machine, _, _, start, *_, size, count, _, _, _ = EHEADER.unpack(head)
-    if (magic, bits, order, machine, size) != (b"\x7fELF", 2, 1, EM_X86_64, PHEADER.size):
+    if (magic, bits, order, size) != (b"\x7fELF", 2, 1, PHEADER.size) or machine not in MACHINES:
         return ""
     if count > SEGMENTS_LIMIT or start >= 1 << 62:
         return ""

@@ -16,6 +16,7 @@ from oci_hook import kernel
 from oci_hook.elf import run_path
 from oci_hook.errors import BundleError, ImageError, UnservedImageError, show
 from oci_hook.ldcache import CACHE_LIMIT, is_cache
+from oci_hook.loaders import BY_CACHE, LOADERS, LoadersOf, subdirectory
 from oci_hook.manifest import LIBDIR, WantedParts
 from oci_hook.quick import read_bounded
 from oci_hook.state import is_text
@@ -28,9 +29,6 @@ else:
 
 LOADER_LIMIT = 8 << 20
 ENTRIES_SHOWN = 3
-LIBRARY_DIRS = {
-    "x86_64": ("usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu", "usr/lib64", "lib64"),
-}
 LIBRARY_DIRS_32 = (
     "usr/lib/i386-linux-gnu",
     "lib/i386-linux-gnu",
@@ -39,17 +37,7 @@ LIBRARY_DIRS_32 = (
     "usr/lib",
     "lib",
 )
-# glibc has no glibc-hwcaps for i386, so ld.so.cache leads to this directory.
-SUBDIRECTORY_32 = "tidegate"
 ELF_HEAD = 20
-LOADERS = {"x86_64": "ld-linux-x86-64.so.2"}
-MUSL = {"x86_64": "lib/ld-musl-x86_64.so.1"}
-HWCAPS = {"x86_64": "glibc-hwcaps/x86-64-v2"}
-PLATFORMS = ("x86_64", "haswell", "xeon_phi")  # values of $PLATFORM, by processor and loader
-# Subdirectories of a library directory that a loader searches before that of Tidegate, and those
-# that loaders up to glibc 2.36 search after it, nested in this order.
-BEFORE = ("glibc-hwcaps/x86-64-v4", "glibc-hwcaps/x86-64-v3")
-BEHIND = ("tls", "haswell", "xeon_phi", "avx512_1", "x86_64")
 VOLUME = "it is on a volume"
 # Libraries of an image that a loader must not find before those of the node's driver.
 GOVERNED = ("libcuda.so.1", "libnvidia-ml.so.1")
@@ -77,11 +65,20 @@ class Image(NamedTuple):
     reason32: str = "it was not examined"
     looks: dict[str, PathInImage] = {}  # noqa: RUF012 - never modified
     own: tuple[str, ...] = ()  # directories with the image's own driver, searched before the node's
+    machine: str = "x86_64"
 
     @property
     def subdirectory(self) -> str:
-        """The subdirectory that this image's loader searches first in each library directory."""
+        """The subdirectory that this image's loader searches first in each library directory.
+
+        Unless `by_cache`: then it searches none.
+        """
         return self.target[len(self.library_dir) + 1 :]
+
+    @property
+    def by_cache(self) -> bool:
+        """Whether only ld.so.cache leads this image's loader to the driver."""
+        return self.subdirectory == BY_CACHE
 
     def place(self, target: str) -> str:
         """Return the directory of this image that a target of the manifest stands for."""
@@ -284,11 +281,28 @@ def _find_32(rootfd: int, procfd: int, cache: bytes | None) -> tuple[str | None,
         return None, f"the image has no 32-bit glibc (no libc.so.6 for i386 in {where})"
     if cache is None or not is_cache(cache):
         return None, "the image has no ld.so.cache, by which 32-bit libraries are found"
-    target = f"{directory}/{SUBDIRECTORY_32}"
+    target = f"{directory}/{BY_CACHE}"
     look = look_at(rootfd, target)
     if look.state == "full":
         return None, f"/{target} in the image is not empty, but 32-bit libraries are mounted there"
     return (target, "") if look.state != "unusable" else (None, f"{look.reason} in the image")
+
+
+def _find_libc(rootfd: int, loaders: LoadersOf) -> str:
+    """Return the directory of the image's glibc."""
+    for candidate in loaders.library_dirs:
+        fd = _find(rootfd, f"{candidate}/libc.so.6")
+        if fd is not None:
+            regular = kernel.is_regular(fd)
+            os.close(fd)
+            if regular:
+                return candidate
+    fd = _find(rootfd, loaders.musl)
+    if fd is not None:
+        os.close(fd)
+        raise UnservedImageError("the image is built on musl, the driver needs glibc", hint=HINT)
+    where = ", ".join("/" + d for d in loaders.library_dirs)
+    raise UnservedImageError(f"the image has no glibc (no libc.so.6 in {where})", hint=HINT)
 
 
 def inspect_image(
@@ -302,48 +316,40 @@ def inspect_image(
 
     With `compat32`, also look for a 32-bit glibc.
     """
-    if machine not in LIBRARY_DIRS:
+    if machine not in LOADERS:
         raise ImageError(
-            f"containers of machine {show(machine)} are not supported yet, only x86_64",
-            hint="run it on x86_64",
+            f"containers of machine {show(machine)} are not supported, only x86_64 and aarch64",
+            hint="run it on one of these",
         )
-    library_dir = None
-    for candidate in LIBRARY_DIRS[machine]:
-        fd = _find(rootfd, f"{candidate}/libc.so.6")
-        if fd is not None:
-            regular = kernel.is_regular(fd)
-            os.close(fd)
-            if regular:
-                library_dir = candidate
-                break
-    if library_dir is None:
-        fd = _find(rootfd, MUSL[machine])
-        if fd is not None:
-            os.close(fd)
-            raise UnservedImageError(
-                "the image is built on musl, the driver needs glibc", hint=HINT
-            )
-        where = ", ".join("/" + d for d in LIBRARY_DIRS[machine])
-        raise UnservedImageError(f"the image has no glibc (no libc.so.6 in {where})", hint=HINT)
+    loaders = LOADERS[machine]
+    library_dir = _find_libc(rootfd, loaders)
     loader = None
-    for directory in ("lib64", library_dir):
-        loader = _read_file(rootfd, procfd, f"{directory}/{LOADERS[machine]}", LOADER_LIMIT)
+    for directory in (loaders.directory, library_dir):
+        loader = _read_file(rootfd, procfd, f"{directory}/{loaders.name}", LOADER_LIMIT)
         if loader is not None:
             break
     if loader is None:
         raise UnservedImageError(
-            f"the image has no loader (/lib64/{LOADERS[machine]} is not a regular file)", hint=HINT
+            f"the image has no loader (/{loaders.directory}/{loaders.name} is not a regular file)",
+            hint=HINT,
         )
-    # glibc before 2.33 does not know glibc-hwcaps, but searches `tls`.
-    subdirectory = HWCAPS[machine] if b"glibc-hwcaps" in loader else "tls"
-    target = f"{library_dir}/{subdirectory}"
+    target = f"{library_dir}/{subdirectory(loaders, loader)}"
     _require_empty(rootfd, target)
     image = Image(
         library_dir=library_dir,
         target=target,
         cache=_read_file(rootfd, procfd, "etc/ld.so.cache", CACHE_LIMIT),
+        machine=machine,
     )
-    if compat32:
+    if image.by_cache and not (image.cache and is_cache(image.cache)):
+        raise UnservedImageError(
+            f"the image has no ld.so.cache, by which glibc on {machine} finds the driver",
+            hint="run ldconfig where the image is built, or set tidegate.gpu/driver: optional to"
+            " start without a GPU",
+        )
+    if compat32 and machine != "x86_64":
+        image = image._replace(reason32="32-bit libraries are served on x86_64 only")
+    elif compat32:
         target32, reason32 = _find_32(rootfd, procfd, image.cache)
         image = image._replace(target32=target32, reason32=reason32)
     return image
@@ -375,7 +381,7 @@ def _join(at: str, path: str) -> str:
     return "/".join(part for part in whole.split("/") if part not in ("", "."))
 
 
-def search_path(rootfd: int, procfd: int, library_dir: str, document: dict[str, Any]) -> list[str]:
+def search_path(rootfd: int, procfd: int, image: Image, document: dict[str, Any]) -> list[str]:
     """Return the directories, relative to the root, that a loader searches before the default ones.
 
     LD_LIBRARY_PATH in config.json and the RPATH of its program name them. Call this in the
@@ -398,8 +404,8 @@ def search_path(rootfd: int, procfd: int, library_dir: str, document: dict[str, 
                 origin, text = found
                 break
     entries += text.split(":")[:SEARCH_LIMIT] if text else []
-    tokens = (("ORIGIN", (origin,)), ("LIB", (library_dir.removeprefix("usr/"),)))
-    for token, meanings in (*tokens, ("PLATFORM", PLATFORMS)):
+    tokens = (("ORIGIN", (origin,)), ("LIB", (image.library_dir.removeprefix("usr/"),)))
+    for token, meanings in (*tokens, ("PLATFORM", LOADERS[image.machine].platforms)):
         entries = [
             e.replace(f"${{{token}}}", meaning).replace(f"${token}", meaning)
             for e in entries
@@ -443,10 +449,13 @@ def look_for_drivers(rootfd: int, image: Image, search: list[str]) -> Image:
     ImageError if it cannot. As for `look_at_places`, volumes are visible only in the container's
     mount namespace.
     """
+    if image.by_cache:
+        return _refuse_own(rootfd, image, search)
+    behind = LOADERS[image.machine].behind
     own = kernel.mount_id(rootfd)
     seen: set[tuple[int, int, int]] = set()
     found: list[str] = []
-    default = (path for paths in LIBRARY_DIRS.values() for path in paths)
+    default = LOADERS[image.machine].library_dirs
     for path in (image.library_dir, *default, *search, *_compat_directories(rootfd)):
         place = _identify(rootfd, path)
         if place is None or place in seen:
@@ -455,7 +464,7 @@ def look_for_drivers(rootfd: int, image: Image, search: list[str]) -> Image:
         _refuse_before(rootfd, path, image)
         if path == image.library_dir:
             continue
-        name = _find_driver(rootfd, path, (image.subdirectory, *_behind(rootfd, path, BEHIND)))
+        name = _find_driver(rootfd, path, (image.subdirectory, *_behind(rootfd, path, behind)))
         if not name:
             continue
         volume = place[0] != own
@@ -472,14 +481,29 @@ def look_for_drivers(rootfd: int, image: Image, search: list[str]) -> Image:
     return image._replace(own=tuple(found))
 
 
+def _refuse_own(rootfd: int, image: Image, search: list[str]) -> Image:
+    """Refuse a driver that a loader finds without ld.so.cache, as nothing comes before it."""
+    for path in search + _compat_directories(rootfd):
+        driver = _find_driver(rootfd, path)
+        if driver:
+            raise ImageError(
+                f"{show('/' + path)} has a driver of its own ({driver}), which would be found"
+                f" before the node's: from 2.37 on, glibc on {image.machine} has no subdirectory"
+                " that comes first",
+                hint="remove it from the image, and leave the directory out of LD_LIBRARY_PATH",
+            )
+    return image
+
+
 def _refuse_before(rootfd: int, path: str, image: Image) -> None:
     """Refuse a driver where a loader searches before the subdirectory for the node's driver.
 
     Mounting the node's driver there instead would hide whatever else the image has there.
     """
-    if image.subdirectory not in HWCAPS.values():
+    loaders = LOADERS[image.machine]
+    if image.subdirectory != loaders.hwcaps:
         return
-    for name in BEFORE:
+    for name in loaders.before:
         driver = _find_driver(rootfd, f"{path}/{name}")
         if driver:
             raise ImageError(

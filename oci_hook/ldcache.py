@@ -20,6 +20,7 @@ EXTENSION_MAGIC = 0xEAA42174
 TAG_GENERATOR = 0
 TAG_HWCAPS = 1
 FLAGS_X86_64 = 0x0303  # FLAG_X8664_LIB64 | FLAG_ELF_LIBC6
+FLAGS_AARCH64 = 0x0A03  # FLAG_AARCH64_LIB64 | FLAG_ELF_LIBC6
 FLAGS_I386 = 0x0003  # FLAG_ELF_LIBC6; i386 has no bit of its own
 DL_CACHE_HWCAP_EXTENSION = 1 << 62
 CACHE_LIMIT = 4 << 20
@@ -84,7 +85,7 @@ def _new_part(data: bytes) -> int | None:
 
 
 def parse(data: bytes) -> Cache | None:
-    """Parse a cache; None if it has only the old format, which no x86-64 loader uses."""
+    """Parse a cache; None if it has only the old format, which no 64-bit loader uses."""
     if len(data) > CACHE_LIMIT:
         raise DamagedCacheError(f"larger than {CACHE_LIMIT} bytes")
     base = _new_part(data)
@@ -151,9 +152,13 @@ def _parse_extension(data: bytes, offset: int) -> tuple[tuple[bytes, ...] | None
     return hwcaps, generator
 
 
-def compare(a: bytes, b: bytes) -> int:
-    """Compare sonames as the loader does (_dl_cache_libcmp): runs of digits by their value."""
+def compare(a: bytes, b: bytes, *, signed: bool = True) -> int:
+    """Compare sonames as the loader does (_dl_cache_libcmp): runs of digits by their value.
+
+    Other bytes are compared as `char`, which is signed on x86, but not on aarch64.
+    """
     i = j = 0
+    sign = 128 if signed else 0
     a += b"\0"
     b += b"\0"
     while a[i]:
@@ -173,11 +178,11 @@ def compare(a: bytes, b: bytes) -> int:
         elif 48 <= y <= 57:
             return -1
         elif x != y:
-            return (x ^ 128) - (y ^ 128)  # char is signed on x86
+            return (x ^ sign) - (y ^ sign)
         else:
             i += 1
             j += 1
-    return -((b[j] ^ 128) - 128) if b[j] else 0
+    return -((b[j] ^ sign) - sign) if b[j] else 0
 
 
 def with_libraries(
@@ -194,7 +199,7 @@ def with_libraries(
         low, high = 0, len(entries)
         while low < high:
             middle = (low + high) // 2
-            order = compare(entries[middle].soname, soname)
+            order = compare(entries[middle].soname, soname, signed=flags != FLAGS_AARCH64)
             # Among equal names ldconfig puts those with higher flags first.
             if order > 0 or (order == 0 and entries[middle].flags > flags):
                 low = middle + 1

@@ -93,6 +93,10 @@ class Plan(NamedTuple):
         return [operation.describe() for operation in self.operations]
 
 
+LIBRARIES_32 = "32-bit libraries"
+FLAGS = {"x86_64": ldcache.FLAGS_X86_64, "aarch64": ldcache.FLAGS_AARCH64}
+
+
 class Lead(NamedTuple):
     """Sonames that ld.so.cache has to lead to a directory."""
 
@@ -101,13 +105,21 @@ class Lead(NamedTuple):
     flags: int = ldcache.FLAGS_X86_64
     required: bool = False  # only the cache leads there
 
+    @property
+    def what(self) -> str:
+        """The libraries in words, for an operator."""
+        return LIBRARIES_32 if self.flags == ldcache.FLAGS_I386 else "the driver's libraries"
+
 
 def plan_cache(cache: bytes | None, leads: tuple[Lead, ...]) -> WriteCache | None:
     """Plan the new cache; None if the image has none, or needs no change."""
     required = any(lead.required for lead in leads)
+    by_cache = next((lead.what for lead in leads if lead.required), "")
     if cache is None or not ldcache.is_cache(cache):
         if required:
-            raise _no_compat32("the image has no ld.so.cache, by which 32-bit libraries are found")
+            raise _no_cache(
+                f"the image has no ld.so.cache, by which {by_cache} are found", by_cache
+            )
         return None
     names = [name.encode(errors="surrogateescape") for lead in leads for name in lead.sonames]
     strays: list[bytes] = []
@@ -115,15 +127,15 @@ def plan_cache(cache: bytes | None, leads: tuple[Lead, ...]) -> WriteCache | Non
         before = ldcache.parse(cache)
         if before is None:
             if required:
-                raise _no_compat32(
-                    "/etc/ld.so.cache in the image is in a format from before glibc 2.2"
+                raise _no_cache(
+                    "/etc/ld.so.cache in the image is in a format from before glibc 2.2", by_cache
                 )
             return None
         after = before
         for lead in leads:
             directory = b"/" + lead.directory.encode(errors="surrogateescape")
             sonames = tuple(name.encode(errors="surrogateescape") for name in lead.sonames)
-            if lead.flags == ldcache.FLAGS_X86_64 or lead.required:
+            if lead.flags != ldcache.FLAGS_I386 or lead.required:
                 strays += ldcache.strays(before, directory, sonames, lead.flags)
             after = ldcache.with_libraries(after, directory, sonames, lead.flags)
         content = ldcache.write(after)
@@ -132,11 +144,7 @@ def plan_cache(cache: bytes | None, leads: tuple[Lead, ...]) -> WriteCache | Non
             return None
         raise ImageError(
             f"/etc/ld.so.cache in the image is damaged ({show(e)})"
-            + (
-                ", but 32-bit libraries are found by it"
-                if required
-                else " and names driver libraries"
-            ),
+            + (f", but {by_cache} are found by it" if required else " and names driver libraries"),
             hint="run ldconfig in the image",
         ) from e
     if after.entries == before.entries:
@@ -148,6 +156,12 @@ def plan_cache(cache: bytes | None, leads: tuple[Lead, ...]) -> WriteCache | Non
         required,
         cache,
     )
+
+
+def _no_cache(reason: str, what: str) -> ImageError:
+    if what == LIBRARIES_32:
+        return _no_compat32(reason)
+    return ImageError(reason, hint="run ldconfig in the image")
 
 
 def _no_compat32(reason: str) -> ImageError:
@@ -252,7 +266,8 @@ def plan_container(
     operations += [
         BindDirectory(grant.directory, "run/tidegate", noexec=True, volumes=True),
     ]
-    leads = [Lead(image.target, share.names64)]
+    flags = FLAGS[image.machine]
+    leads = [Lead(image.target, share.names64, flags, required=image.by_cache)]
     skipped: list[str] = []
     if share.compat32 == "asked" and image.target32 is None:
         raise _no_compat32(image.reason32)

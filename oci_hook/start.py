@@ -156,7 +156,7 @@ def inspect(start: Start, asked: Asked) -> NodeAndImage:
         compat32=share.compat32 != "no",
     )
     with MountNamespace(container) as rootfd:
-        search = search_path(rootfd, container.procfd, image.library_dir, bundle.document)
+        search = search_path(rootfd, container.procfd, image, bundle.document)
         image = look_for_drivers(rootfd, image, search)
         if share.places:
             image = look_at_places(rootfd, image, share)

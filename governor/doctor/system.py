@@ -62,7 +62,11 @@ def calls(node: ExaminedNode) -> Iterator[Finding]:
 
 def processor(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether loaders look into the subdirectory that the driver is mounted on."""
-    found = re.search(r"^flags\s*:(.*)$", node.read("/proc/cpuinfo") or "", re.MULTILINE)
+    cpuinfo = node.read("/proc/cpuinfo") or ""
+    if re.search(r"^CPU implementer\s*:", cpuinfo, re.MULTILINE):
+        yield ok("on aarch64 no loader chooses a directory by the processor")
+        return
+    found = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
     if found is None:
         yield unseen("/proc/cpuinfo lists no processor flags")
         return

@@ -386,7 +386,7 @@ def _inspect(
     procfd = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         image = inspect_image(rootfd, procfd, manifest.machine, compat32=share.compat32 != "no")
-        search = search_path(rootfd, procfd, image.library_dir, container.document)
+        search = search_path(rootfd, procfd, image, container.document)
     finally:
         os.close(procfd)
     image = look_at_places(rootfd, look_for_drivers(rootfd, image, search), share)

@@ -105,6 +105,10 @@ def test_a_processor_that_loaders_take_for_an_old_one_is_wrong(host: Host) -> No
     host.put("proc/cpuinfo", FLAGS.replace("ssse3", "").replace("sse4_2", ""))
     [found] = host.look("kernel.processor")
     assert found.startswith("wrong: the processor is below x86-64-v2 (no sse4_2 and ssse3): ")
+    host.put("proc/cpuinfo", "processor\t: 0\nFeatures\t: fp asimd\nCPU implementer\t: 0x41\n")
+    assert host.look("kernel.processor") == [
+        "ok: on aarch64 no loader chooses a directory by the processor"
+    ]
 
 
 def test_mounts_that_cannot_be_read_are_not_seen(host: Host) -> None:

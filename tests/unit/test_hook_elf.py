@@ -16,7 +16,7 @@ from oci_hook.elf import (
     DT_STRTAB,
     DYNAMIC,
     EHEADER,
-    EM_X86_64,
+    MACHINES,
     PHEADER,
     PT_DYNAMIC,
     PT_LOAD,
@@ -97,7 +97,7 @@ def test_what_lies_where_no_file_goes_is_not_read(tmp_path: Path, wild: str) -> 
 
     dynamic, strings = EHEADER.size + 2 * PHEADER.size, EHEADER.size + 2 * PHEADER.size + 48
     head = EHEADER.pack(
-        *(b"\x7fELF", 2, 1, 1, 3, EM_X86_64, 1, 0, number("table", EHEADER.size), 0, 0),
+        *(b"\x7fELF", 2, 1, 1, 3, MACHINES[0], 1, 0, number("table", EHEADER.size), 0, 0),
         *(EHEADER.size, PHEADER.size, 2, 0, 0, 0),
     )
     base = number("strings", 0)

@@ -50,6 +50,7 @@ ROOT = Path(__file__).parents[2]
 LIBDIR = "usr/lib/x86_64-linux-gnu"
 TARGET = f"{LIBDIR}/glibc-hwcaps/x86-64-v2"
 TARGET32 = "usr/lib/i386-linux-gnu/tidegate"
+IMAGE = Image(LIBDIR, TARGET, None)
 V = "580.159.04"
 SMALL = ["libcuda.so", "libcuda.so.1", f"libcuda.so.{V}", "libnvidia-nvvm.so.4"]
 NVVM = f"libnvidia-nvvm.so.{V}"
@@ -769,12 +770,12 @@ def test_a_link_to_a_generation_that_is_gone_ends_with_a_line(tmp_path: Path) ->
 def test_half_a_surrogate_pair_in_a_path_is_refused_in_one_line(process: dict[str, Any]) -> None:
     """A config.json can contain one as an escape. This is not an internal error."""
     with pytest.raises(BundleError, match=r"process in config.json is .*, not a path"):
-        search_path(-1, -1, LIBDIR, {"process": {"cwd": "/", **process}})
+        search_path(-1, -1, IMAGE, {"process": {"cwd": "/", **process}})
 
 
 def test_what_is_no_path_may_be_anything() -> None:
     odd = {"cwd": 3, "args": [], "env": ["A=\ud800", 3, "LD_LIBRARY_PATH=/a:b;"]}
-    assert search_path(-1, -1, LIBDIR, {"process": odd}) == ["a", "b", ""]
+    assert search_path(-1, -1, IMAGE, {"process": odd}) == ["a", "b", ""]
 
 
 def test_a_path_s_tokens_are_what_a_loader_takes_them_for(tmp_path: Path) -> None:
@@ -789,7 +790,7 @@ def test_a_path_s_tokens_are_what_a_loader_takes_them_for(tmp_path: Path) -> Non
         "env": ["PATH=/bin:/usr/bin", f"LD_LIBRARY_PATH={names}"],
     }
     rootfd, procfd = (os.open(path, os.O_PATH | os.O_DIRECTORY) for path in (tmp_path, "/proc"))
-    found = search_path(rootfd, procfd, LIBDIR, {"process": process})
+    found = search_path(rootfd, procfd, IMAGE, {"process": process})
     os.close(rootfd)
     os.close(procfd)
     platforms = ["x/x86_64", "x/haswell", "x/xeon_phi"]
@@ -882,7 +883,7 @@ def test_something_else_in_the_driver_s_place_is_refused(tmp_path: Path, kind: s
 def test_platform_is_each_that_a_loader_may_take_it_for() -> None:
     """The value depends on the node's processor, so all possible values are checked."""
     process = {"env": ["LD_LIBRARY_PATH=/opt/$PLATFORM/lib:/a/${PLATFORM}"]}
-    found = search_path(-1, -1, LIBDIR, {"process": process})
+    found = search_path(-1, -1, IMAGE, {"process": process})
     assert found == [
         *(f"opt/{platform}/lib" for platform in ("x86_64", "haswell", "xeon_phi")),
         *(f"a/{platform}" for platform in ("x86_64", "haswell", "xeon_phi")),
@@ -894,7 +895,7 @@ def test_a_search_path_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     limit = oci_hook.image.SEARCH_LIMIT
     names = ":".join(f"/{n}" for n in range(limit + 1))
     with pytest.raises(ImageError, match="LD_LIBRARY_PATH names 257 directories"):
-        search_path(-1, -1, LIBDIR, {"process": {"env": [f"LD_LIBRARY_PATH={names}"]}})
+        search_path(-1, -1, IMAGE, {"process": {"env": [f"LD_LIBRARY_PATH={names}"]}})
     tried: list[str] = []
 
     def nothing(_root: int, _proc: int, path: str) -> None:
@@ -902,10 +903,10 @@ def test_a_search_path_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(oci_hook.image, "_look_at_program", nothing)
     process = {"args": ["run"], "env": [f"PATH={names}"]}
-    assert search_path(-1, -1, LIBDIR, {"process": process}) == []
+    assert search_path(-1, -1, IMAGE, {"process": process}) == []
     assert len(tried) == limit
     monkeypatch.setattr(oci_hook.image, "_look_at_program", lambda *_: ("/", names))
-    assert len(search_path(-1, -1, LIBDIR, {"process": process})) == limit
+    assert len(search_path(-1, -1, IMAGE, {"process": process})) == limit
     for n in range(limit + 1):
         (tmp_path / f"usr/local/cuda-{n}").mkdir(parents=True)
     rootfd = os.open(tmp_path, os.O_PATH | os.O_DIRECTORY)

@@ -1,0 +1,61 @@
+"""What the loaders of glibc search, by machine: where in an image they find the driver."""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False  # typing itself takes 3 ms
+if TYPE_CHECKING:
+    from typing import NamedTuple
+else:
+    from oci_hook.record import NamedTuple
+
+# No loader searches this directory by itself. Where glibc has no subdirectory for the machine
+# (i386, and aarch64 from 2.37 on), ld.so.cache leads to it.
+BY_CACHE = "tidegate"
+TLS = "tls"  # is searched first by all loaders from before glibc 2.37
+
+
+class LoadersOf(NamedTuple):
+    """What the loaders of a machine's 64-bit programs are called and search."""
+
+    library_dirs: tuple[str, ...]
+    name: str
+    directory: str  # where programs name it
+    musl: str
+    hwcaps: str  # the subdirectory for all processors since glibc 2.33; "": there is none
+    platforms: tuple[str, ...]  # values of $PLATFORM, by processor and loader
+    before: tuple[str, ...]  # subdirectories that a loader searches before that of Tidegate
+    behind: tuple[str, ...]  # those that loaders up to glibc 2.36 search after it, in this nesting
+
+
+LOADERS = {
+    "x86_64": LoadersOf(
+        ("usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu", "usr/lib64", "lib64"),
+        "ld-linux-x86-64.so.2",
+        "lib64",
+        "lib/ld-musl-x86_64.so.1",
+        "glibc-hwcaps/x86-64-v2",
+        ("x86_64", "haswell", "xeon_phi"),
+        ("glibc-hwcaps/x86-64-v4", "glibc-hwcaps/x86-64-v3"),
+        ("tls", "haswell", "xeon_phi", "avx512_1", "x86_64"),
+    ),
+    "aarch64": LoadersOf(
+        ("usr/lib/aarch64-linux-gnu", "lib/aarch64-linux-gnu", "usr/lib64", "lib64"),
+        "ld-linux-aarch64.so.1",
+        "lib",
+        "lib/ld-musl-aarch64.so.1",
+        "",
+        ("aarch64",),
+        (),
+        ("tls", "aarch64", "atomics"),
+    ),
+}
+
+
+def subdirectory(loaders: LoadersOf, loader: bytes) -> str:
+    """Return the subdirectory of a library directory in which this loader finds the driver."""
+    if loaders.hwcaps and b"glibc-hwcaps" in loader:
+        return loaders.hwcaps
+    # glibc before 2.33 does not know glibc-hwcaps. The name is a string of its own until 2.36.
+    if loaders.hwcaps or b"\0tls\0" in loader:
+        return TLS
+    return BY_CACHE

@@ -21,6 +21,8 @@
 #define ACCOUNT_KEPT_NS     (1200 * NS_PER_MS) /* longest wait for a lower overhead: some samples */
 #define ACCOUNT_SELDOM_NS   (4 * NS_PER_S)     /* minimum interval of such waits that are in vain */
 
+struct account_above account_above;
+
 static struct prim_lock provisional_locks[LAYOUT_N_DEVICES];
 
 void account_relax(CUstreamCaptureMode *mode)
@@ -330,10 +332,7 @@ static cold bool account_claim_slowly(int device, uint64_t size, bool unseen)
     bool claimed = size <= account_limit(device) && !pages_denied();
 
     if (claimed) {
-        bool returned = exports_refresh();
-
-        returned = pools_squeeze(device) || returned;
-        claimed = returned && account_try(device, size, unseen);
+        claimed = account_above.reclaim(device) && account_try(device, size, unseen);
         if (!claimed && (account_sum(device, &due), due)) {
             account_await_look(device, prim_now(), ACCOUNT_PATIENCE_NS);
             claimed = account_try(device, size, unseen);
@@ -456,20 +455,11 @@ void account_refresh(int device)
 {
     int saved = errno;
 
-    pools_refresh(device);
-    graphs_refresh(device);
-    exports_refresh();
-    modules_refresh(device);
+    account_above.refresh(device);
     errno = saved;
 }
 
 void account_after_fork(void)
 {
     memset(provisional_locks, 0, sizeof provisional_locks);
-    blocks_after_fork();
-    contexts_after_fork();
-    pools_after_fork();
-    graphs_after_fork();
-    exports_after_fork();
-    modules_after_fork();
 }

@@ -150,11 +150,24 @@ uint64_t account_product(uint64_t a, uint64_t b);
 uint64_t account_round(uint64_t size, uint64_t unit);
 uint64_t account_pitch(uint64_t width, uint64_t height);
 
+/* What the account does through files above it; lifecycle.c sets this when the library is loaded.
+ */
+extern struct account_above {
+    bool (*reclaim)(int device); /* gives back what is not needed; false: nothing was */
+    void (*refresh)(int device);
+    void (*watch)(int device);
+} account_above;
+
 /* Asks the driver what has changed without a call to this library. A helper calls this
  * regularly. */
 void account_refresh(int device);
 
-/* For a forked child, which holds no device memory. */
+/* Starts the helper of a GPU even if nothing was launched there yet. */
+static inline void account_watch(int device)
+{
+    account_above.watch(device);
+}
+
 void account_after_fork(void);
 
 /* Around driver calls that the library adds: they must not invalidate a capture of the
@@ -179,7 +192,6 @@ void contexts_after_fork(void);
 void modules_after_fork(void);
 CUresult modules_launch(uint64_t function);
 
-extern uint32_t modules_kernels; /* number of kernels that would load their library at a launch */
 void modules_context_gone(uint8_t owner);
 void modules_refresh(int device);
 
@@ -213,12 +225,12 @@ void graphs_refresh(int device);
 bool graphs_squeeze(int device);
 void graphs_after_fork(void);
 
-/* ---- exports.c, multicast.c ---- */
+/* ---- exports.c ---- */
 
+void exports_note(uint64_t handle, int fd);
 bool exports_outlive(const struct block *gone);
 bool exports_refresh(void);
 void exports_after_fork(void);
-void multicast_ends(uint64_t object);
 
 /* ---- vmm.c, arrays.c ---- */
 

@@ -1,82 +1,8 @@
 /*
- * Contexts that the application creates, and the owner of what is allocated in any context.
- *
- * What is allocated in a context ends with it, so each block records its owner: a created context
- * by its place in the table below, the primary one as 0. Green contexts allocate in the primary
- * one.
+ * Contexts that the application creates. What is allocated in a context ends with it:
+ * context_table.c.
  */
 #include "contexts.h"
-
-#include <string.h>
-
-static struct context {
-    CUcontext handle; /* NULL: free, or about to be destroyed */
-    int device;
-    uint32_t n_users; /* 1, and cuCtxAttach; 0: the place is free */
-    uint64_t moving;  /* charges that may end with it, while it is being destroyed */
-} contexts[OWNER_LAST];
-static uint32_t n_contexts;
-static struct prim_lock contexts_lock;
-
-static bool is_primary(CUcontext handle)
-{
-    for (unsigned i = 0; handle && i < pages_n_devices(); i++)
-        if (atomic_load_acquire(&primaries[i].handle) == handle)
-            return true;
-    return false;
-}
-
-static struct context *find(CUcontext handle)
-{
-    if (!handle || !atomic_load_relaxed(&n_contexts))
-        return NULL;
-    for (struct context *c = contexts; c < contexts + OWNER_LAST; c++)
-        if (atomic_load_acquire(&c->handle) == handle)
-            return c;
-    return NULL;
-}
-
-uint8_t contexts_owner(void)
-{
-    struct context *c;
-    CUcontext current = NULL;
-
-    if (likely(!atomic_load_relaxed(&n_contexts)))
-        return OWNER_PRIMARY;
-    driver->cuCtxGetCurrent(&current);
-    c = find(current);
-    if (c)
-        return (uint8_t)(c - contexts + 1);
-    /* It may be a context for which the table had no place. */
-    if (atomic_load_relaxed(&n_contexts) == OWNER_LAST && !is_primary(current))
-        return OWNER_NONE;
-    return OWNER_PRIMARY;
-}
-
-bool contexts_several(void)
-{
-    return atomic_load_relaxed(&n_contexts);
-}
-
-int contexts_device(CUcontext handle)
-{
-    struct context *c = find(handle);
-
-    if (c)
-        return c->device;
-    for (unsigned i = 0; i < pages_n_devices(); i++)
-        if (handle && atomic_load_acquire(&primaries[i].handle) == handle)
-            return (int)i;
-    return -1;
-}
-
-void contexts_after_fork(void)
-{
-    memset(contexts, 0, sizeof contexts);
-    memset(primaries, 0, sizeof primaries);
-    n_contexts = 0;
-    contexts_lock.word = 0;
-}
 
 /* A context that finds the table full stays unknown: its end does not refund its blocks. */
 static CUresult made(struct account_charge *charge, CUresult result, const CUcontext *handle)
@@ -191,12 +117,12 @@ static struct context *leave(CUcontext handle)
     struct context *c;
 
     prim_lock(&contexts_lock);
-    c = find(handle);
+    c = context_find(handle);
     if (c)
         atomic_store_release(&c->handle, NULL);
     prim_unlock(&contexts_lock);
     /* The driver does not destroy a primary context here, so what is held in it stays held. */
-    if (handle && !is_primary(handle))
+    if (handle && !context_is_primary(handle))
         gate_forget_context(handle);
     if (c) {
         context_last_leaves(c->device);
@@ -248,7 +174,7 @@ CONTROL_EXPORT CUresult cuCtxAttach(CUcontext *pctx, unsigned int flags)
         struct context *c;
 
         prim_lock(&contexts_lock);
-        c = find(*pctx);
+        c = context_find(*pctx);
         if (c)
             c->n_users++;
         prim_unlock(&contexts_lock);
@@ -263,7 +189,7 @@ CONTROL_EXPORT CUresult cuCtxDetach(CUcontext ctx)
     CUresult result;
 
     prim_lock(&contexts_lock);
-    c = find(ctx);
+    c = context_find(ctx);
     if (c && c->n_users > 1) {
         c->n_users--;
     } else if (c) {

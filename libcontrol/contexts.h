@@ -1,12 +1,25 @@
 /*
- * What the files on contexts share: those that the application creates (contexts.c), the primary
- * one and green ones (primary.c), and what all of them take (context_charges.c).
+ * What the files on contexts share: the table of them (context_table.c), those that the application
+ * creates (contexts.c), the primary one and green ones (primary.c), and what all of them take
+ * (context_charges.c).
  */
 #pragma once
 
 #include "control.h"
 
-/* ---- primary.c ---- */
+/* ---- context_table.c ---- */
+
+struct context {
+    CUcontext handle; /* NULL: free, or about to be destroyed */
+    int device;
+    uint32_t n_users; /* 1, and cuCtxAttach; 0: the place is free */
+    uint64_t moving;  /* charges that may end with it, while it is being destroyed */
+};
+
+/* By owner, from 1 on. Places are taken and given back under the lock. */
+extern struct context contexts[OWNER_LAST];
+extern uint32_t n_contexts;
+extern struct prim_lock contexts_lock;
 
 struct primary {
     CUcontext handle;
@@ -15,6 +28,9 @@ struct primary {
 };
 
 extern struct primary primaries[LAYOUT_N_DEVICES];
+
+bool context_is_primary(CUcontext handle);
+struct context *context_find(CUcontext handle); /* NULL: unknown, or a primary one */
 
 /* ---- context_charges.c ---- */
 

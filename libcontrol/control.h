@@ -75,6 +75,10 @@ extern struct driver_cuda origin_driver;
 #define real   (&origin_real)
 #define driver (&origin_driver)
 
+/* Finds the driver's functions, when the library is loaded. */
+struct control_hook;
+void origin_resolve(const struct control_hook *hooks);
+
 /* Returns what to give an application in place of `found`, the driver's answer to a look-up. */
 void *origin_replace(void *found);
 
@@ -209,6 +213,8 @@ void gate_forget_context(CUcontext ctx);
 bool gate_capturing(CUstream stream);
 bool gate_captures(void);
 void gate_end_all_passes(void);
+extern uint32_t
+    gate_lazy_kernels; /* kernels that would load their library at a launch: no passes */
 bool gate_capture_begin(CUstream stream, bool to_graphics);
 void gate_capture_end(CUstream stream);
 void gate_join_begin(void);

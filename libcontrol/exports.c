@@ -162,7 +162,7 @@ static bool watch_start(void)
 }
 
 /* Called with a reference to the allocation after it was exported as a descriptor. */
-static cold void exported(CUmemGenericAllocationHandle handle, int fd)
+cold void exports_note(uint64_t handle, int fd)
 {
     struct block entry = {.key = handle, .kind = BLOCK_EXPORT, .device = -1, .owner = OWNER_NONE};
     struct block *block = blocks_lock(BLOCK_HANDLE, handle);
@@ -237,7 +237,7 @@ cold bool exports_outlive(const struct block *gone)
     blocks_unlock(BLOCK_LINGERING, lingering.key);
     if (lives)
         atomic_add_relaxed(&n_lingering, 1);
-    gate_watch(gone->device); /* the helper notices when the descriptor is closed */
+    account_watch(gone->device); /* the helper notices when the descriptor is closed */
     return true;
 }
 
@@ -282,22 +282,4 @@ void exports_after_fork(void)
     exports_watch = -1;
     n_lingering = 0;
     exports_lost = exports_made;
-}
-
-CONTROL_EXPORT CUresult cuMemExportToShareableHandle(void *shareableHandle,
-                                                     CUmemGenericAllocationHandle handle,
-                                                     CUmemAllocationHandleType handleType,
-                                                     unsigned long long flags)
-{
-    /* If another thread releases the handle meanwhile, our entry for it remains. */
-    bool kept =
-        handleType == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR && pages_slot() && vmm_keep(handle);
-    CUresult result =
-        real->cuMemExportToShareableHandle(shareableHandle, handle, handleType, flags);
-
-    if (kept && result == CUDA_SUCCESS)
-        exported(handle, *(int *)shareableHandle);
-    if (kept)
-        vmm_let_go(handle);
-    return result;
 }

@@ -254,7 +254,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
         return CUDA_SUCCESS;
     if (unlikely(pages_denied()))
         return CUDA_ERROR_SYSTEM_NOT_READY;
-    if (unlikely(atomic_load_relaxed(&modules_kernels)) &&
+    if (unlikely(atomic_load_relaxed(&gate_lazy_kernels)) &&
         modules_launch(work->key) == CUDA_ERROR_OUT_OF_MEMORY)
         return CUDA_ERROR_OUT_OF_MEMORY;
     device = gate_place(work->stream, &ctx, &current);

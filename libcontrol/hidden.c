@@ -76,7 +76,7 @@ static void open_add(const struct load *load, uint64_t handle, uint8_t owner)
     *place =
         (struct open_load){.handle = handle, .owner = owner, .since = prim_now(), .load = *load};
     prim_unlock(&open_lock);
-    gate_watch(load->device);
+    account_watch(load->device);
 }
 
 static void open_close(struct open_load *o)

@@ -12,12 +12,10 @@
 #include "loads.h"
 
 static uint32_t n_waiting; /* libraries that are not loaded into any context yet */
-uint32_t modules_kernels;
 
 void modules_after_fork(void)
 {
     n_waiting = 0;
-    modules_kernels = 0;
     hidden_after_fork();
 }
 
@@ -143,7 +141,7 @@ static void kernel_note(CUkernel kernel, CUlibrary library)
     if (!waits)
         return;
     if (!blocks_lock(BLOCK_KERNEL, entry.key) && blocks_add(&entry))
-        atomic_add_seq_cst(&modules_kernels, 1);
+        atomic_add_seq_cst(&gate_lazy_kernels, 1);
     blocks_unlock(BLOCK_KERNEL, entry.key);
     gate_end_all_passes();
 }
@@ -164,7 +162,7 @@ static bool kernel_visit(const struct block *block, void *data)
 {
     if (block->kind != BLOCK_KERNEL || block->value != *(const uint64_t *)data)
         return false;
-    atomic_sub_seq_cst(&modules_kernels, 1);
+    atomic_sub_seq_cst(&gate_lazy_kernels, 1);
     return true;
 }
 
@@ -172,7 +170,7 @@ static void kernels_forget(CUlibrary library)
 {
     uint64_t value = (uintptr_t)library;
 
-    if (unlikely(atomic_load_relaxed(&modules_kernels)))
+    if (unlikely(atomic_load_relaxed(&gate_lazy_kernels)))
         blocks_sweep(kernel_visit, &value);
 }
 

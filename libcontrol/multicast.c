@@ -5,95 +5,18 @@
  * object ends. A multicast object ends like an allocation: with the last of its references and
  * mappings. A logical endpoint is destroyed by its number, and with it what this process bound.
  */
-#include "control.h"
+#include "bindings.h"
 
 /* A number that is no handle of a multicast object stands for an endpoint: the driver's handles are
  * addresses. */
 #define ENDPOINT(id) (0xe9ull << 56 | (id))
 
-static uint64_t binding_mark(uint64_t object, uint64_t device)
-{
-    return object ^ (device + 1) << 56;
-}
-
-static uint64_t binding_key(uint64_t object, uint64_t offset, uint64_t device)
-{
-    return binding_mark(object, device) ^ (offset << 13 | offset >> 51);
-}
-
-static uint64_t binding_offset(const struct block *block)
-{
-    uint64_t turned = block->key ^ binding_mark(block->size, (uint64_t)block->count - 1);
-
-    return turned >> 13 | turned << 51;
-}
-
-/* Removes a binding to the object, which is the entry's `size`. Returns the allocation, or 0 if
- * none of ours is bound there. */
-static uint64_t binding_take(uint64_t object, uint64_t offset, uint64_t device)
-{
-    uint64_t key = binding_key(object, offset, device);
-    struct block *block = blocks_lock(BLOCK_BINDING, key);
-    uint64_t handle = block && block->size == object ? block->value : 0;
-
-    if (handle)
-        blocks_remove(block);
-    blocks_unlock(BLOCK_BINDING, key);
-    return handle;
-}
-
-static void binding_put(uint64_t object, uint64_t offset, uint64_t device, uint64_t handle)
-{
-    struct block entry = {.key = binding_key(object, offset, device),
-                          .size = object,
-                          .value = handle,
-                          .count = (uint32_t)device + 1,
-                          .kind = BLOCK_BINDING,
-                          .device = -1,
-                          .owner = OWNER_NONE};
-    bool known = blocks_lock(BLOCK_BINDING, entry.key);
-    bool added = !known && blocks_add(&entry);
-
-    blocks_unlock(BLOCK_BINDING, entry.key);
-    if (!added)
-        vmm_let_go(handle);
-}
-
-struct binding_range {
-    uint64_t object;
-    uint32_t count; /* the ordinal of the device plus 1; 0: bindings of all devices */
-    uint64_t from;
-    uint64_t size;
-    uint64_t handle; /* of the binding that was found */
-};
-
-static bool binding_visit(const struct block *block, void *data)
-{
-    struct binding_range *range = data;
-
-    if (range->handle || block->kind != BLOCK_BINDING || block->size != range->object)
-        return false;
-    if (range->count &&
-        (block->count != range->count || binding_offset(block) - range->from >= range->size))
-        return false;
-    range->handle = block->value;
-    return true;
-}
-
 static void bindings_end(struct binding_range range)
 {
-    for (;;) {
-        range.handle = 0;
-        blocks_sweep(binding_visit, &range);
-        if (!range.handle)
-            return;
-        vmm_let_go(range.handle);
-    }
-}
+    uint64_t handle;
 
-void multicast_ends(uint64_t object)
-{
-    bindings_end((struct binding_range){.object = object});
+    while ((handle = binding_take_any(range)))
+        vmm_let_go(handle);
 }
 
 static uint64_t device_of(uint64_t handle)
@@ -111,9 +34,7 @@ static uint64_t device_of(uint64_t handle)
 static CUresult bound(uint64_t object, uint64_t offset, uint64_t device, uint64_t handle,
                       CUresult result)
 {
-    if (handle && result == CUDA_SUCCESS)
-        binding_put(object, offset, device, handle);
-    else if (handle)
+    if (handle && !(result == CUDA_SUCCESS && binding_put(object, offset, device, handle)))
         vmm_let_go(handle);
     return result;
 }

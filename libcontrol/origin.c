@@ -2,9 +2,7 @@
  * The original: the driver's own libcuda.
  *
  * The control library needs it (DT_NEEDED) as libcuda-origin.so.1. So it is loaded before any of
- * our code runs, and every name that the control library lacks falls through to it. The constructor
- * only resolves pointers: it starts no thread, takes no lock, allocates nothing and makes no CUDA
- * call.
+ * our code runs, and every name that the control library lacks falls through to it.
  */
 #include "control.h"
 
@@ -73,12 +71,12 @@ static void *origin_find(void *handle, const char *name)
     return found ? found : (void *)origin_missing;
 }
 
-__attribute__((constructor)) static void origin_resolve(void)
+void origin_resolve(const struct control_hook *hooks)
 {
     void *handle = dlopen(ORIGIN_NAME, RTLD_LAZY | RTLD_NOLOAD);
 
     for (size_t i = 0; i < CONTROL_N_HOOKS; i++) {
-        const struct control_hook *hook = &control_hooks[i];
+        const struct control_hook *hook = &hooks[i];
         void *theirs = handle ? dlsym(handle, hook->name) : NULL;
 
         *(void **)((char *)&origin_real + hook->real_offset) =

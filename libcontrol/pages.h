@@ -34,5 +34,6 @@ bool pages_still_ours(void);
 
 /* ---- pages_rejoin.c ---- */
 
-void pages_note_own_ledger(void); /* the ledger in use belongs to this process alone */
+void pages_note_own_ledger(void);  /* the ledger in use belongs to this process alone */
+extern void (*pages_forked)(void); /* resets the rest in a forked child; set by lifecycle.c */
 void pages_rejoin_after_fork(void);

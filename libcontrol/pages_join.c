@@ -150,6 +150,8 @@ static bool pages_keep_own_ledger(void)
     return true;
 }
 
+void (*pages_forked)(void);
+
 /* A forked child shares the parent's mappings but is another process, so it registers on its
  * own. */
 static void pages_after_fork(void)
@@ -165,8 +167,7 @@ static void pages_after_fork(void)
     pages_now.alone = false;
     pages_started = 0;
     start_lock.word = 0;
-    gate_after_fork();
-    account_after_fork();
+    pages_forked();
 }
 
 extern int __register_atfork(void (*prepare)(void), void (*parent)(void), void (*child)(void),

@@ -11,6 +11,7 @@
 #define PASS_INFLIGHT_NS (20 * NS_PER_MS)   /* most work queued while the grant is open */
 
 struct pass passes[PASS_N];
+uint32_t gate_lazy_kernels;
 
 /* Launches on all GPUs share the passes. A thread that changes one holds this, within the gate's
  * lock. */
@@ -107,6 +108,7 @@ void pass_after_fork(void)
 {
     memset(passes, 0, sizeof passes);
     passes_lock.word = 0;
+    gate_lazy_kernels = 0;
 }
 
 /* Whether a stream may have a pass. Its handle alone has to say where its work goes, which the
@@ -117,7 +119,7 @@ static bool pass_fits(CUstream stream)
     return ((uintptr_t)stream > 2 ||
             (pages_n_devices() == 1 && stream != CU_STREAM_PER_THREAD &&
              atomic_load_relaxed(&pages_ledger_device(0)->contexts) <= 1)) &&
-           likely(!atomic_load_seq_cst(&modules_kernels));
+           likely(!atomic_load_seq_cst(&gate_lazy_kernels));
 }
 
 static void pass_begin(struct pass *p, const struct gate *g, const struct queue_stream *s,

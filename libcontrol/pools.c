@@ -115,7 +115,7 @@ static cold struct pool *pool_add(CUmemoryPool handle, int device, bool unseen)
     }
     prim_unlock(&pools_lock);
     if (device >= 0)
-        gate_watch(device); /* the helper notices what the pool returns unasked */
+        account_watch(device); /* the helper notices what the pool returns unasked */
     return pool;
 }
 

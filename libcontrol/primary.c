@@ -6,8 +6,6 @@
  */
 #include "contexts.h"
 
-struct primary primaries[LAYOUT_N_DEVICES];
-
 static bool primary_active(CUdevice dev)
 {
     unsigned int flags;

@@ -7,7 +7,7 @@
  * allocation; one call may unmap several. An imported allocation is memory of another process. It
  * is charged when its first mapping shows its size.
  */
-#include "control.h"
+#include "bindings.h"
 
 int account_location(const CUmemLocation *location)
 {
@@ -111,9 +111,12 @@ static void handle_return(CUmemGenericAllocationHandle handle, bool mapping, str
 
 static void handle_refund(const struct block *gone)
 {
+    uint64_t bound;
+
     /* An exported object may live on elsewhere. What is bound to it stays until it is unbound. */
     if (gone->key && gone->flags & BLOCK_OBJECT && !(gone->flags & BLOCK_EXPORTED))
-        multicast_ends(gone->key);
+        while ((bound = binding_take_any((struct binding_range){.object = gone->key})))
+            vmm_let_go(bound);
     if (!gone->key || gone->device < 0 || !gone->size)
         return;
     if (unlikely(gone->flags & BLOCK_EXPORTED) && exports_outlive(gone)) {
@@ -478,4 +481,22 @@ CONTROL_EXPORT CUresult cuMemMapArrayAsync_ptsz(CUarrayMapInfo *mapInfoList, uns
     copy_note_small();
     return arrays_mapped(mapInfoList, count,
                          real->cuMemMapArrayAsync_ptsz(mapInfoList, count, hStream));
+}
+
+CONTROL_EXPORT CUresult cuMemExportToShareableHandle(void *shareableHandle,
+                                                     CUmemGenericAllocationHandle handle,
+                                                     CUmemAllocationHandleType handleType,
+                                                     unsigned long long flags)
+{
+    /* If another thread releases the handle meanwhile, our entry for it remains. */
+    bool kept =
+        handleType == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR && pages_slot() && vmm_keep(handle);
+    CUresult result =
+        real->cuMemExportToShareableHandle(shareableHandle, handle, handleType, flags);
+
+    if (kept && result == CUDA_SUCCESS)
+        exports_note(handle, *(int *)shareableHandle);
+    if (kept)
+        vmm_let_go(handle);
+    return result;
 }

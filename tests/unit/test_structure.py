@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
@@ -97,3 +98,50 @@ def test_modules_import_each_other_in_one_direction(package: str) -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as e:
         pytest.fail(f"a circle: {' -> '.join(e.args[1])}", pytrace=False)
+
+
+def references(build: Path, target: str) -> dict[str, dict[str, list[str]]]:
+    """Return the names that each C file uses of each other one, from the objects of a library or a program."""
+    objects = build / f"{target}.p"
+    defined, used = {}, defaultdict(list)
+    for path in sorted(objects.glob("*.c.o")):
+        file = path.name.removesuffix(".c.o")
+        if not (ROOT / objects.parent.relative_to(build) / f"{file}.c").exists():
+            continue  # built before the file was renamed
+        listed = subprocess.run(["nm", path], check=True, capture_output=True, text=True).stdout
+        for kind, name in (line.split()[-2:] for line in listed.splitlines()):
+            if kind == "U":
+                used[name].append(file)
+            elif kind.isupper():
+                defined[name] = file
+    found: dict[str, dict[str, list[str]]] = defaultdict(dict)
+    for name, files in used.items():
+        for file in files if name in defined else ():
+            found[file].setdefault(defined[name], []).append(name)
+    return found
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "libcontrol/libcuda.so.1",
+        "libcontrol/libnvidia-ml.so.1",
+        "libcontrol/libtidegate-arbiter.so",
+        "oci_hook/front/tidegate-hook",
+        "oci_hook/front/tidegate-runtime",
+    ],
+)
+def test_c_files_use_each_other_in_one_direction(build_dir: Path, target: str) -> None:
+    """What a file below has to call above it goes through a pointer that the file above sets: libcontrol/lifecycle.c."""
+    used = references(build_dir, target)
+    assert used
+    try:
+        list(TopologicalSorter({file: set(others) for file, others in used.items()}).static_order())
+    except CycleError as e:
+        circle = e.args[1]  # each is used by the next one
+        pytest.fail(
+            "\n".join(
+                f"{user}.c uses {', '.join(used[user][file])} of {file}.c"
+                for file, user in itertools.pairwise(circle)
+            )
+        )

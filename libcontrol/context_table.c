@@ -1,0 +1,75 @@
+/*
+ * The contexts of this process, and the owner of what is allocated in any of them.
+ *
+ * What is allocated in a context ends with it, so each block records its owner: a created context
+ * by its place in the table below, the primary one as 0. Green contexts allocate in the primary
+ * one. contexts.c and primary.c, which have the calls that make and end contexts, keep the table.
+ */
+#include "contexts.h"
+
+#include <string.h>
+
+struct context contexts[OWNER_LAST];
+uint32_t n_contexts;
+struct prim_lock contexts_lock;
+struct primary primaries[LAYOUT_N_DEVICES];
+
+bool context_is_primary(CUcontext handle)
+{
+    for (unsigned i = 0; handle && i < pages_n_devices(); i++)
+        if (atomic_load_acquire(&primaries[i].handle) == handle)
+            return true;
+    return false;
+}
+
+struct context *context_find(CUcontext handle)
+{
+    if (!handle || !atomic_load_relaxed(&n_contexts))
+        return NULL;
+    for (struct context *c = contexts; c < contexts + OWNER_LAST; c++)
+        if (atomic_load_acquire(&c->handle) == handle)
+            return c;
+    return NULL;
+}
+
+uint8_t contexts_owner(void)
+{
+    struct context *c;
+    CUcontext current = NULL;
+
+    if (likely(!atomic_load_relaxed(&n_contexts)))
+        return OWNER_PRIMARY;
+    driver->cuCtxGetCurrent(&current);
+    c = context_find(current);
+    if (c)
+        return (uint8_t)(c - contexts + 1);
+    /* It may be a context for which the table had no place. */
+    if (atomic_load_relaxed(&n_contexts) == OWNER_LAST && !context_is_primary(current))
+        return OWNER_NONE;
+    return OWNER_PRIMARY;
+}
+
+bool contexts_several(void)
+{
+    return atomic_load_relaxed(&n_contexts);
+}
+
+int contexts_device(CUcontext handle)
+{
+    struct context *c = context_find(handle);
+
+    if (c)
+        return c->device;
+    for (unsigned i = 0; i < pages_n_devices(); i++)
+        if (handle && atomic_load_acquire(&primaries[i].handle) == handle)
+            return (int)i;
+    return -1;
+}
+
+void contexts_after_fork(void)
+{
+    memset(contexts, 0, sizeof contexts);
+    memset(primaries, 0, sizeof primaries);
+    n_contexts = 0;
+    contexts_lock.word = 0;
+}

@@ -1,0 +1,55 @@
+/*
+ * What happens in a fixed order to all parts at once: when the library is loaded, when the process
+ * forks, when memory is short, and when a helper asks the driver what has changed.
+ *
+ * No other file refers to this one. Files below that have to call one above them do so through what
+ * is set here, so that no two files need each other.
+ *
+ * Locks are taken in this order: start_lock (pages_join.c); the gate's lock of one GPU;
+ * passes_lock; exports_lock or open_lock (hidden.c); a part of the table of blocks. Each of the
+ * others (contexts_lock, captures_lock, pools_lock, provisional_locks) is held alone or taken last.
+ * Only start_lock is held across calls into the driver.
+ */
+#include "pages.h"
+
+/* Gives back what is held for later or no longer needed. Returns whether anything was. */
+static cold bool lifecycle_reclaim(int device)
+{
+    bool returned = exports_refresh();
+
+    return pools_squeeze(device) || returned;
+}
+
+static void lifecycle_refresh(int device)
+{
+    pools_refresh(device);
+    graphs_refresh(device);
+    exports_refresh();
+    modules_refresh(device);
+}
+
+/* In a forked child, which has none of the other threads and holds no device memory. The pages are
+ * the parent's no longer. */
+static void lifecycle_forked(void)
+{
+    gate_after_fork();
+    account_after_fork();
+    blocks_after_fork();
+    contexts_after_fork();
+    pools_after_fork();
+    graphs_after_fork();
+    exports_after_fork();
+    modules_after_fork();
+}
+
+/* Starts no thread, takes no lock, allocates nothing and makes no CUDA call. */
+__attribute__((constructor)) static void lifecycle_loaded(void)
+{
+    origin_resolve(control_hooks);
+    account_above = (struct account_above){
+        .reclaim = lifecycle_reclaim,
+        .refresh = lifecycle_refresh,
+        .watch = gate_watch,
+    };
+    pages_forked = lifecycle_forked;
+}

@@ -9,8 +9,9 @@
  *   graphs.c      memory of graphs
  *   vmm.c         physical allocations and their mappings
  *   exports.c     physical allocations that a descriptor keeps alive
- *   multicast.c   physical allocations that are bound to a multicast object
+ *   multicast.c, bindings.c   physical allocations that are bound to something
  *   contexts.c, primary.c, context_charges.c   what contexts take, and what ends with them
+ *   context_table.c   the contexts of this process, and the owner of an allocation
  *   modules.c, loads.c, hidden.c   modules and libraries
  *   arrays.c, memory.c   the rest
  */

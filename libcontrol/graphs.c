@@ -190,8 +190,8 @@ static void instantiated(CUgraphExec exec, CUgraph graph)
             blocks_remove(stale);
         blocks_add(&block);
         blocks_unlock(BLOCK_EXEC, block.key);
-        account_watch(
-            ranges.device); /* the GPU may take the memory only when it reaches the graph */
+        /* The GPU may take the memory only when it reaches the graph. */
+        account_watch(ranges.device);
     }
     if (ranges.items)
         prim_unmap(ranges.items, ranges.room * sizeof *ranges.items);

@@ -206,8 +206,10 @@ CONTROL_EXPORT CUresult cuCtxDetach(CUcontext ctx)
     if (last)
         return left(c, ctx, result);
     if (c && result != CUDA_SUCCESS) {
+        /* Meanwhile another thread may have ended it, and its place may be another context's. */
         prim_lock(&contexts_lock);
-        c->n_users++;
+        if (context_find(ctx) == c)
+            c->n_users++;
         prim_unlock(&contexts_lock);
     }
     return result;

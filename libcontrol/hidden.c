@@ -49,15 +49,17 @@ static void hidden_add(const struct load *load, uint64_t handle, uint8_t owner)
                           .flags = BLOCK_UNSEEN,
                           .owner = owner};
     struct block *known;
+    bool added;
 
     known = blocks_lock(BLOCK_HIDDEN, block.key);
+    added = !known && blocks_add(&block);
     if (known)
         known->size += block.size;
-    else if (blocks_add(&block))
-        atomic_store_relaxed(&hidden_any, true);
     blocks_unlock(BLOCK_HIDDEN, block.key);
-    if (!known)
+    if (added) {
+        atomic_store_relaxed(&hidden_any, true);
         atomic_add_relaxed(&pages_ledger_device((unsigned)load->device)->blocks, 1);
+    }
     account_note_peak(load->device);
 }
 

@@ -56,13 +56,14 @@ static int pages_register(int fd, uint32_t *slotp)
 {
     static const char request = LAYOUT_REGISTER;
     struct timeval patience = {5, 0};
-    int ledger_fd;
+    int ledger_fd = -1;
+    long n;
 
     prim_call(SYS_setsockopt, fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
-    if (pages_send(fd, &request, 0) != 1 ||
-        pages_receive(fd, 0, slotp, &ledger_fd) != (long)sizeof *slotp)
+    if (pages_send(fd, &request, 0) != 1)
         return -1;
-    if (*slotp >= LAYOUT_N_SLOTS && ledger_fd >= 0) {
+    n = pages_receive(fd, 0, slotp, &ledger_fd);
+    if ((n != (long)sizeof *slotp || *slotp >= LAYOUT_N_SLOTS) && ledger_fd >= 0) {
         prim_close(ledger_fd);
         return -1;
     }

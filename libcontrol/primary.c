@@ -95,16 +95,24 @@ static void primary_ends(CUdevice dev)
     }
 }
 
+/* One reference less; it may be one that this library has not counted. */
+static void primary_uncount(int device)
+{
+    uint32_t *np = &primaries[device].n_retained;
+    uint32_t n = atomic_load_relaxed(np);
+
+    while (n &&
+           !__atomic_compare_exchange_n(np, &n, n - 1, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+        ;
+}
+
 static void primary_released(CUdevice dev, CUresult result)
 {
     int device = pages_index_of(dev);
-    uint32_t *n;
 
     if (device < 0 || result != CUDA_SUCCESS)
         return;
-    n = &primaries[device].n_retained;
-    if (atomic_load_relaxed(n))
-        atomic_add_relaxed(n, -1u);
+    primary_uncount(device);
     primary_ends(dev);
 }
 
@@ -231,8 +239,7 @@ CONTROL_EXPORT CUresult cuGreenCtxDestroy(CUgreenCtx hCtx)
         return result;
     }
     context_count(green.device, -1);
-    if (atomic_load_relaxed(&primaries[green.device].n_retained))
-        atomic_add_relaxed(&primaries[green.device].n_retained, -1u);
+    primary_uncount(green.device);
     account_driver_gives(
         green.device,
         atomic_load_relaxed(&pages_grant_device((unsigned)green.device)->context_bytes));

@@ -211,6 +211,7 @@ class MemoryNode:
         self.limit = limit
         self.environment = {"SIMGPU_DIR": str(work / "gpus"), "PYTHONPATH": str(ROOT)}
         self.agents: list[Agent] = []
+        self.answer_size = 4
         self._slots: dict[int, int] = {}  # slot to pid
         lib = work / "lib"
         (lib / "origin").mkdir(parents=True)
@@ -301,7 +302,8 @@ class MemoryNode:
                 pages.write(self.ledger, 0, "ledger_header", "n_slots", max(ever, slot + 1))
                 self._slots[slot] = struct.unpack("3i", peer)[0]
                 self._connections.append(connection)
-            socket.send_fds(connection, [struct.pack("I", slot)], [self._ledger_fd])
+            answer = struct.pack("I", slot)[: self.answer_size]
+            socket.send_fds(connection, [answer], [self._ledger_fd])
 
     def _answer_again(self, connection: socket.socket) -> None:
         """Answer a process that has a slot already, as a restarted governor does."""

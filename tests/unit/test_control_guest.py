@@ -339,6 +339,17 @@ def test_a_process_comes_back_to_another_governor(node: MemoryNode, governed: Ag
     assert len(node.returned) == 3  # no needless reconnects
 
 
+def test_an_answer_of_the_wrong_length_leaves_no_descriptor_behind(node: MemoryNode) -> None:
+    node.answer_size = 2
+    node._closing.set()
+    node._beating.join()
+    pages.write(node.grant, 0, "grant_header", "heartbeat_ns", time.monotonic_ns() - 20 * SECOND)
+    agent = node.agent(alone=True, context=False)
+    assert node._slots  # it was answered
+    left = "[os.readlink(f'/proc/self/fd/{i}') for i in os.listdir('/proc/self/fd') if os.path.exists(f'/proc/self/fd/{i}')]"
+    assert not [name for name in agent.run(left) if "tidegate-ledger" in name]
+
+
 def test_a_process_that_another_governor_does_not_know_goes_on_alone(
     node: MemoryNode, governed: Agent
 ) -> None:

@@ -22,6 +22,7 @@ from governor.usage import (
     Debt,
     Meter,
     Passing,
+    lent_of,
     of_limit,
     read_charge,
     read_passing,
@@ -67,7 +68,7 @@ class RegisteredProcess:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a container uses of one GPU's memory, in bytes."""
+    """What a container uses of one GPU's memory, in bytes; `peak` is the most that it used."""
 
     charged: int
     overhead: int
@@ -109,6 +110,7 @@ class Account:
         self._told_ns = [0] * len(devices)
         self._counters = Counters(len(devices))
         self._rates = [Rates() for _ in devices]
+        self._peaks = [0] * len(devices)
         # What the page says about memory stands until this governor's first look.
         self._kept = [is_running] * len(devices)
 
@@ -134,19 +136,23 @@ class Account:
     def memory(self, device: int) -> Memory:
         """Return what is used of GPU `device`; no process counts for more than its memory."""
         charged = sum(charge.memory for charge in self.charges(device).values())
-        peak = pages.read(self._ledger, 0, "ledger_header", "memory_peak", device)
+        counted = pages.read(self._ledger, 0, "ledger_header", "memory_peak", device)
+        used = self.used(device)
+        # Its own count sees every moment, but not what the driver takes.
+        peak = max(self._peaks[device], used, min(counted, self._devices[device].memory))
+        self._peaks[device] = peak
         return Memory(
             charged=charged,
             overhead=sum(process.uses[device].debt.bytes for process in self._processes.values()),
-            used=self.used(device),
-            peak=min(peak, self._devices[device].memory),
+            used=used,
+            peak=peak,
         )
 
     def gpu_times(self) -> dict[str, GpuTime]:
         """Return the container's time on each GPU, by UUID; it never goes back."""
         now_ns = time.monotonic_ns()
         return {
-            device.uuid: self._counters.time(i, self._gpus.stats(i), now_ns)
+            device.uuid: self._counters.time(i, self._gpus.stats(i), now_ns, self.quota)
             for i, device in enumerate(self._devices)
         }
 
@@ -183,32 +189,38 @@ class Account:
     def describe(self, device: int) -> dict[str, Any]:
         """Return what `tidegate ps` shows of GPU `device`: bytes, percent, nanoseconds, counts."""
         stats, waits = self._gpus.stats(device), self._gpus.waits(device)
+        rates = self._rate(device, stats)
+        # The same numbers as the metrics have.
+        time_of = self._counters.time(device, stats, time.monotonic_ns(), self.quota)
+        memory = self.memory(device)
         return {
             "uuid": self._devices[device].uuid,
             "index": self._devices[device].index,
-            **self._rate(device, stats),
+            **rates,
             "waiting": self._waiting(device),
             "memory_limit": self.quota.memory,
-            "memory_used": self.used(device),
-            "memory_peak": pages.read(self._ledger, 0, "ledger_header", "memory_peak", device),
-            "grants": int(stats.grants),
-            "charged_ns": int(stats.charged_ns),
-            "lent_ns": int(stats.lent_ns),
-            "held_ns": int(stats.held_ns),
-            "overdue": int(stats.overdue),
+            "memory_used": memory.used,
+            "memory_peak": memory.peak,
+            "grants": time_of.grants,
+            "charged_ns": time_of.charged_ns,
+            "lent_ns": time_of.lent_ns,
+            "held_ns": time_of.held_ns,
+            "overdue": time_of.overdue,
             "grant_waits": list(waits.counts),
             "grant_wait_ns": int(waits.ns),
             **pages.device_sums(self._ledger, COUNTED, device),
+            **self.counted(device),
         }
 
     def _rate(self, device: int, stats: Stats) -> dict[str, float | None]:
         """Return the recent rates on GPU `device`, in percent, and remember this reading."""
         now_ns = time.monotonic_ns()
-        time_of = self._counters.time(device, stats, now_ns)
+        time_of = self._counters.time(device, stats, now_ns, self.quota)
         waited_ns = self.counted(device)["wait_ns"]
-        return self._rates[device].look(
-            now_ns, delivered=time_of.charged_ns, lent=time_of.lent_ns, waited=waited_ns
-        )
+        rates = self._rates[device].look(now_ns, delivered=time_of.charged_ns, waited=waited_ns)
+        used = rates["delivered"]
+        quota = self.quota.compute, self.quota.compute_limit
+        return {**rates, "lent": None if used is None else round(lent_of(used, *quota), 1)}
 
     def _waiting(self, device: int) -> int:
         """Return how many of its processes report that they wait for time on GPU `device`."""

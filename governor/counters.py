@@ -12,11 +12,13 @@ import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from mmap import mmap
 from typing import Protocol
 
 from governor.arbiter import WAIT_BOUNDS_NS, Stats
+from governor.quota import Quota
+from governor.usage import lent_of
 from governor.violations import Episode
 from libcontrol import layout, pages
 
@@ -31,8 +33,9 @@ MOST = 2**62
 class GpuTime:
     """What the arbiter says about a container on a GPU, or about all containers on it.
 
-    Nanoseconds and counts. `held_ns` includes the grant under way. `handover_ns` is time that was
-    held and not charged, of grants with a settled charge.
+    Nanoseconds and counts. `held_ns` includes the grant under way. `lent_ns` is what was charged
+    beyond the guarantee, second by second. `handover_ns` is time that was held and not charged, of
+    grants with a settled charge.
     """
 
     held_ns: int = 0
@@ -51,13 +54,13 @@ class GpuTime:
 def gpu_time(stats: Stats, now_ns: int) -> GpuTime:
     """Return a container's GPU time as of now.
 
-    It includes the grant under way, because an open grant is booked only at its end.
+    It includes the grant under way, because an open grant is booked only at its end. What was lent
+    is not in it: see Counters.
     """
     running = max(0, now_ns - int(stats.since_ns)) if stats.since_ns else 0
     return GpuTime(
         held_ns=int(stats.held_ns) + running,
         charged_ns=int(stats.charged_ns) + (running if stats.open else 0),
-        lent_ns=int(stats.lent_ns),
         handover_ns=int(stats.handover_ns),
         grants=int(stats.grants),
         overdue=int(stats.overdue),
@@ -76,6 +79,31 @@ def wait_bound_ms(waits: Sequence[int], part: float) -> float | None:
     return next((bound for bound, n in counted if n >= part * whole), None) if whole else None
 
 
+LENT_NS = 1_000_000_000
+"""Shortest time of which it is said how much was lent, in nanoseconds. The arbiter knows which
+grants it gave beyond the guarantee, but not of a grant without an end, nor where the GPU's own
+scheduler divides the time; and a container that had its guarantee late has some of it in such
+grants. What was used in a second, less the guarantee, is the same in all these cases."""
+
+
+@dataclass
+class _Lent:
+    """What was lent up to `at_ns`, when `charged_ns` had been charged."""
+
+    at_ns: int
+    charged_ns: int
+    total_ns: int = 0
+
+    def look(self, now_ns: int, charged_ns: int, quota: Quota) -> int:
+        """Return what was lent so far, in nanoseconds, by the last second that is over."""
+        passed = now_ns - self.at_ns
+        if passed >= LENT_NS:
+            own, most = (passed * part // 100 for part in (quota.compute, quota.compute_limit))
+            self.total_ns += int(lent_of(charged_ns - self.charged_ns, own, most))
+            self.at_ns, self.charged_ns = now_ns, charged_ns
+        return self.total_ns
+
+
 class Counters:
     """The counters of one container, by GPU."""
 
@@ -83,6 +111,7 @@ class Counters:
         self._past = [Counter[str]() for _ in range(n_devices)]
         self._told = [Counter[str]() for _ in range(n_devices)]
         self._time = [GpuTime()] * n_devices
+        self._lent: list[_Lent | None] = [None] * n_devices
 
     def process_ended(self, ledger: mmap, slot: int) -> None:
         """Keep what a process counted, before its slot is cleared."""
@@ -99,15 +128,17 @@ class Counters:
             told[name] = max(told[name], min(now[name], MOST))
         return dict(told)
 
-    def time(self, device: int, stats: Stats, now_ns: int) -> GpuTime:
+    def time(self, device: int, stats: Stats, now_ns: int, quota: Quota) -> GpuTime:
         """Return the container's GPU time, which never goes back.
 
         A grant under way may turn out to have ended a little before it was looked at.
         """
         new, old = gpu_time(stats, now_ns), self._time[device]
-        self._time[device] = GpuTime(
-            *(max(getattr(new, f.name), getattr(old, f.name)) for f in fields(GpuTime))
-        )
+        time = GpuTime(*(max(getattr(new, f.name), getattr(old, f.name)) for f in fields(GpuTime)))
+        lent = self._lent[device]
+        if lent is None:
+            lent = self._lent[device] = _Lent(now_ns, time.charged_ns)
+        self._time[device] = replace(time, lent_ns=lent.look(now_ns, time.charged_ns, quota))
         return self._time[device]
 
 

@@ -12,6 +12,8 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from governor.usage import lent_of
+
 STEP_S = 5
 STEP_NS = STEP_S * 1_000_000_000
 STEPS = 180
@@ -33,6 +35,8 @@ COLUMNS = {
 }
 """What is kept of each step, and its array type: parts of a percent, percent, bytes, counts."""
 PARTS = ("used", "lent")
+MOST_BYTES = 2**64 - 1
+"""Highest amount of memory that is told: a peak is the container's own word."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +48,10 @@ class Use:
     name: str
     gpu: str
     charged_ns: int
-    lent_ns: int
     guarantee: int
     limit: int
     memory: int
+    memory_peak: int
     memory_limit: int
     refused: int
 
@@ -174,19 +178,12 @@ class History:
             steps = steps[-1:]
         series.use = use
         charged = use.charged_ns - (before.charged_ns if before else 0)
-        booked = use.lent_ns - (before.lent_ns if before else 0)
         used = 100 * PART * charged // passed_ns
-        lent = 100 * PART * booked // passed_ns
-        if use.limit == 100:
-            # A container that is alone may have the GPU without an end in sight. Nothing of that is
-            # booked as lent, because it keeps the time from no other container. What is beyond its
-            # guarantee is lent all the same.
-            lent = max(lent, used - use.guarantee * PART)
         series.write(
             steps,
             {
                 "used": used,
-                "lent": min(lent, used),
+                "lent": int(lent_of(used, use.guarantee * PART, use.limit * PART)),
                 "guarantee": use.guarantee,
                 "limit": use.limit,
                 "memory": use.memory,
@@ -211,6 +208,7 @@ class History:
                 "gpu": one.use.gpu,
                 "first": first,
                 "ended": one.ended,
+                "memory_peak": min(max(0, one.use.memory_peak), MOST_BYTES),
             }
             series.append((about, values))
         return Cut(self.last, self.left_out, series)

@@ -96,16 +96,16 @@ GPU_METRICS = (
     _gauge("gpu_steered", GPU, "1 while its own scheduler divides its time, 0 while grants do"),
     _gauge("gpu_lost", GPU, "1 while the GPU does not answer and nothing of it is granted"),
     _counter("gpu_held_seconds", GPU, "Time for which containers held the GPU"),
-    _counter("gpu_charged_seconds", GPU, "GPU time that was delivered to them and charged"),
+    _counter("gpu_charged_seconds", GPU, "GPU time that they used"),
     _counter(
         "gpu_lent_seconds",
         GPU,
-        "Of what was charged, idle time beyond guarantees that others might have had",
+        "Of what was charged, time beyond the guarantee of containers that may exceed it",
     ),
     _counter(
         "gpu_handover_seconds",
         GPU,
-        "Time that was held and not delivered, of grants that are settled: divide by the grants",
+        "Time that was held and not used, of grants that are settled: divide by the grants",
     ),
     _counter("gpu_grants", GPU, "Grants of GPU time"),
     _counter("gpu_looks", GPU, "Looks at NVML"),
@@ -126,16 +126,16 @@ CONTAINER_METRICS = (
     _gauge("container_compute_limit_ratio", CONTAINER, "Part of the GPU's time that is the cap"),
     _gauge("container_latency", CONTAINER, "1 where its class is latency"),
     _counter("container_held_seconds", CONTAINER, "Time for which it held the GPU"),
-    _counter("container_charged_seconds", CONTAINER, "GPU time that was delivered and charged"),
+    _counter("container_charged_seconds", CONTAINER, "GPU time that it used"),
     _counter(
         "container_lent_seconds",
         CONTAINER,
-        "Of that, idle time beyond its guarantee that others might have had",
+        "Of that, time beyond its guarantee, by the second, if it may exceed it",
     ),
     _counter(
         "container_handover_seconds",
         CONTAINER,
-        "Time that was held and not delivered, of grants that are settled",
+        "Time that was held and not used, of grants that are settled",
     ),
     _counter("container_grants", CONTAINER, "Grants of GPU time"),
     _histogram(
@@ -157,7 +157,7 @@ CONTAINER_METRICS = (
         "Memory that the driver took by itself: contexts, code",
     ),
     _gauge("container_memory_seen_bytes", CONTAINER, "Memory that NVML sees of its processes"),
-    _gauge("container_memory_peak_bytes", CONTAINER, "Most memory that was in use, by its count"),
+    _gauge("container_memory_peak_bytes", CONTAINER, "Most memory that was in use at a time"),
     _counter("container_violations", (*CONTAINER, "kind"), "Violations that began, by kind"),
     _gauge("container_violation", (*CONTAINER, "kind"), "1 while a violation lasts"),
 )

@@ -319,6 +319,15 @@ def of_limit(part: float, compute_limit: int) -> int:
     return min(100, round(part * 100 / compute_limit)) if compute_limit else 0
 
 
+def lent_of(used: float, guarantee: float, limit: float) -> float:
+    """Return which part of the GPU time that was used in a while was lent.
+
+    That is what exceeds the guarantee of a container which may exceed it. All numbers are of the
+    same while and in the same unit.
+    """
+    return max(0, used - guarantee) if limit > guarantee else 0
+
+
 def sampled_percent(samples: Sequence[ProcessUse], pids: frozenset[int]) -> dict[int, int]:
     """Return NVML's percentage for each of these processes, on average over its samples.
 

@@ -268,17 +268,17 @@ def uses_of(container: Container) -> Iterator[tuple[tuple[Container, str], Use]]
     """Yield what the history records of a container, for each of its GPUs."""
     times = container.account.gpu_times()
     for i, device in enumerate(container.devices):
-        time_of = times[device.uuid]
+        memory = container.account.memory(i)
         use = Use(
             key=container.key,
             container=_text(container.identifier),
             name=_name(container),
             gpu=device.uuid,
-            charged_ns=time_of.charged_ns,
-            lent_ns=time_of.lent_ns,
+            charged_ns=times[device.uuid].charged_ns,
             guarantee=container.quota.compute,
             limit=container.quota.compute_limit,
-            memory=container.account.memory(i).used,
+            memory=memory.used,
+            memory_peak=memory.peak,
             memory_limit=container.quota.memory,
             refused=container.account.counted(i)["refused"],
         )

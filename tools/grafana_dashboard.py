@@ -91,7 +91,7 @@ ROWS = (
         "GPUs",
         (
             Panel(
-                "GPU time delivered",
+                "GPU time used",
                 "Part of each GPU's time that containers had",
                 {"rate(tidegate_gpu_charged_seconds_total{GPU}[I])": GPU},
                 "percentunit",
@@ -112,7 +112,7 @@ ROWS = (
             ),
             Panel(
                 "Cost of a hand-over",
-                "Time held and not delivered, for each grant",
+                "Time held and not used, for each grant",
                 {
                     "rate(tidegate_gpu_handover_seconds_total{GPU}[I])"
                     " / rate(tidegate_gpu_grants_total{GPU}[I])": GPU
@@ -151,9 +151,9 @@ ROWS = (
                 stacked=True,
             ),
             Panel(
-                "Delivered of the guarantee",
-                "At 1 all of it was used; beyond that time was lent; what is less and did not wait,"
-                " it left idle",
+                "Used of the guarantee",
+                "At 1 the container used all of its guarantee, and what exceeds 1 was lent;"
+                " below 1, a container that did not wait asked for less",
                 {
                     "rate(tidegate_container_charged_seconds_total{OF}[I])"
                     " / tidegate_container_compute_guarantee_ratio{OF}": CONTAINER
@@ -162,11 +162,8 @@ ROWS = (
             ),
             Panel(
                 "Lent",
-                "Time beyond the guarantee, which others left idle",
-                {
-                    "clamp_min(rate(tidegate_container_charged_seconds_total{OF}[I])"
-                    " - tidegate_container_compute_guarantee_ratio{OF}, 0)": CONTAINER
-                },
+                "Of the GPU time above, what exceeds the guarantee, which others left idle",
+                {"rate(tidegate_container_lent_seconds_total{OF}[I])": CONTAINER},
                 "percentunit",
                 stacked=True,
             ),

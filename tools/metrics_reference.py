@@ -53,9 +53,8 @@ work waits on the GPU, where nothing counts it.
 What a container counts itself (launches, waits, refused allocations, peak) is as true as its
 program is honest. GPU time, what NVML sees and violations are the governor's own.
 
-A container that is alone and has no cap has the GPU without an end in sight, and nothing of that
-is booked as lent. What it has beyond its guarantee says the difference to it, as in the
-[dashboard](../howto/see-what-happens.md#the-dashboard).
+The words mean what the [glossary](../glossary.md#the-words-for-numbers) says, and the numbers are
+those of `tidegate inspect` and of [the page](../howto/see-what-happens.md#the-page).
 
 Under `timeslice` the hand-over is what was held less what was charged. Under `mps` a container's
 work runs on beside the next one's, and is charged although its grant is over: charged may be more

@@ -22,6 +22,7 @@ from governor.listing import (
     percent,
     safe,
     state,
+    waiting,
 )
 
 SUMMARY = "Show everything that is known about a container or a claim"
@@ -152,18 +153,24 @@ def _fields(one: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _device_fields(device: dict[str, Any]) -> Iterator[tuple[str, str]]:
     used, peak = device["memory_used"] // MIB, device["memory_peak"] // MIB
     yield "  memory", f"{used} MiB used, {peak} MiB at most"
-    delivered, lent, waited = (percent(device[name]) for name in ("delivered", "lent", "waited"))
-    yield "  last 2 s", f"{delivered} % delivered, {lent} % of it lent; calls waited {waited} %"
-    waiting = "?" if device["waiting"] is None else device["waiting"]
-    yield "  now waiting", f"{waiting} of its processes"
-    charged, lent, waited = (
-        f"{device[n] / 1e9:.1f} s" for n in ("charged_ns", "lent_ns", "wait_ns")
-    )
-    yield "  in all", f"{charged} delivered, {lent} of it lent; calls waited {waited}"
+    used, own, lent = map(percent, _parts(device["delivered"], device["lent"]))
+    use = f"{used} % of the GPU used ({own} % of its own, {lent} % lent)"
+    yield "  last 2 s", f"{use}; calls waited {waiting(device)}"
+    n_waiting = "?" if device["waiting"] is None else device["waiting"]
+    yield "  now waiting", f"{n_waiting} of its processes"
+    parts = _parts(device["charged_ns"] / 1e9, device["lent_ns"] / 1e9)
+    used, own, lent = (f"{part:.1f} s" for part in parts)
+    waited = f"{device['wait_ns'] / 1e9:.1f} s"
+    yield "  in all", f"{used} used ({own} of its own, {lent} lent); calls waited {waited}"
     half, most = (wait_bound_ms(device["grant_waits"], part) for part in (0.5, 0.99))
     if half is not None and most is not None:
         yield "  for a grant", f"half of the waits took {_bound(half)}, 99 % {_bound(most)}"
     yield "  counted", ", ".join(f"{name} {device[name]}" for name in COUNTED)
+
+
+def _parts(used: float | None, lent: float | None) -> tuple[Any, Any, Any]:
+    """Return what was used, and of that what was its own and what was lent."""
+    return used, None if used is None or lent is None else used - lent, lent
 
 
 def _bound(ms: float) -> str:

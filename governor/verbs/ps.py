@@ -10,7 +10,7 @@ from governor.listing import Listing, table, violation_lines
 
 SUMMARY = "List the containers that share this node's GPUs"
 EPILOG = """\
-COMPUTE is in percent of the GPU's time: what was delivered over the last two seconds, what is
+COMPUTE is in percent of the GPU's time: what was used over the last two seconds, what is
 guaranteed, and the limit. WAITING is the part of these two seconds for which calls waited, for
 their turn or for room in the queue: a program that always has more work is near 100 %, however much
 time it gets. Violations that have not ended are shown in STATE, and on a line each below the table.

@@ -62,11 +62,11 @@ def test_what_is_delivered_and_waited_is_shown_as_it_is(node: BenchNode) -> None
     }  # fmt: skip
     # On a busy machine programs do not request in time all that they may have: they may get less, but never more.
     assert 10 < mean["small"]["delivered"] < 30
-    assert mean["small"]["lent"] < 5
+    assert mean["small"]["lent"] == 0
     assert mean["small"]["delivered"] < mean["large"]["delivered"] <= 100
-    assert (
-        mean["large"]["delivered"] - 58 < mean["large"]["lent"] < mean["large"]["delivered"] / 2 + 5
-    )
+    for one in seen:
+        beyond = max(0, one["large"]["delivered"] - 50)
+        assert one["large"]["lent"] == pytest.approx(beyond, abs=0.2)
     assert mean["small"]["delivered"] + mean["large"]["delivered"] <= 102
     # A container that always has more work waits: for a grant, or for room in the queue.
     assert mean["small"]["waited"] > 40

@@ -154,7 +154,7 @@ class Served:
         self.port = 0
         self.history = History(0)
         self._steps = 0
-        self._had: dict[str, tuple[int, int, int]] = {}
+        self._had: dict[str, tuple[int, int]] = {}
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -210,23 +210,23 @@ class Served:
 
         self.run(end())
 
-    def step(self, *had: tuple[Container, float, float], times: int = 1, refused: int = 0) -> None:
-        """Advance by steps in each of which these containers use, and are lent, so many percent of the GPU."""
+    def step(self, *had: tuple[Container, float], times: int = 1, refused: int = 0) -> None:
+        """Advance by steps in each of which these containers use so many percent of the GPU."""
 
         async def look() -> None:
             for _ in range(times):
                 self._steps += 1
                 uses = []
-                for container, used, lent in had:
+                for container, used in had:
                     key, quota = container.key, container.quota
-                    sums = self._had.get(key, (0, 0, 0))
-                    more = int(used * STEP_NS / 100), int(lent * STEP_NS / 100), refused
-                    charged_ns, lent_ns, count = (a + b for a, b in zip(sums, more, strict=True))
-                    self._had[key] = charged_ns, lent_ns, count
+                    sums = self._had.get(key, (0, 0))
+                    more = int(used * STEP_NS / 100), refused
+                    charged_ns, count = (a + b for a, b in zip(sums, more, strict=True))
+                    self._had[key] = charged_ns, count
                     use = Use(
                         key, web._text(container.identifier), web._name(container), UUID,
-                        charged_ns, lent_ns, quota.compute, quota.compute_limit,
-                        quota.memory * 3 // 4, quota.memory, count,
+                        charged_ns, quota.compute, quota.compute_limit,
+                        quota.memory * 3 // 4, quota.memory * 7 // 8, quota.memory, count,
                     )  # fmt: skip
                     uses.append((key, use))
                 self.history.look(self._steps * STEP_NS, uses)

@@ -14,7 +14,7 @@ from governor.history import COLUMNS, MOST_SERIES, STEP_NS, STEPS, Cut, History,
 GPU = "GPU-00000000-0000-0000-0000-000000000001"
 SECOND = 1_000_000_000
 GIB = 1 << 30
-ALONE = Use("key", "one", "", GPU, 0, 0, 40, 100, GIB, 4 * GIB, 0)
+ALONE = Use("key", "one", "", GPU, 0, 40, 100, GIB, 2 * GIB, 4 * GIB, 0)
 
 
 def only(cut: Cut) -> dict[str, object]:
@@ -33,14 +33,15 @@ def test_a_step_has_what_came_since_the_look_before() -> None:
     quota = replace(ALONE, limit=60)
     steps(
         history,
-        replace(quota, charged_ns=2 * SECOND, lent_ns=SECOND),
-        replace(quota, charged_ns=4 * SECOND, lent_ns=SECOND, memory=2 * GIB, refused=3),
-        replace(quota, charged_ns=4 * SECOND, lent_ns=SECOND, guarantee=50, limit=60, refused=3),
+        replace(quota, charged_ns=3 * SECOND),
+        replace(quota, charged_ns=5 * SECOND, memory=2 * GIB, memory_peak=3 * GIB, refused=3),
+        replace(quota, charged_ns=5 * SECOND, guarantee=50, memory_peak=3 * GIB, refused=3),
     )
     assert history.last == 2
     assert only(history.cut(-1)) == {
         "series": 1, "key": "key", "id": "one", "name": "", "gpu": GPU, "first": 0, "ended": False,
-        "used": [40.0, 40.0, 0.0],
+        "memory_peak": 3 * GIB,
+        "used": [60.0, 40.0, 0.0],
         "lent": [20.0, 0.0, 0.0],
         "guarantee": [40, 40, 50],
         "limit": [60, 60, 60],
@@ -50,8 +51,7 @@ def test_a_step_has_what_came_since_the_look_before() -> None:
     }  # fmt: skip
 
 
-def test_what_somebody_who_is_alone_has_beyond_his_guarantee_is_lent() -> None:
-    """The arbiter books nothing as lent for a grant without an end."""
+def test_what_is_used_beyond_the_guarantee_is_lent() -> None:
     history = History(0)
     steps(history, replace(ALONE, charged_ns=5 * SECOND))
     assert only(history.cut(-1))["used"] == [100.0]
@@ -61,13 +61,6 @@ def test_what_somebody_who_is_alone_has_beyond_his_guarantee_is_lent() -> None:
     steps(strict, replace(ALONE, limit=40, charged_ns=5 * SECOND // 2))
     assert only(strict.cut(-1))["used"] == [50.0]
     assert only(strict.cut(-1))["lent"] == [0.0]
-
-
-def test_no_more_is_lent_than_is_used() -> None:
-    """Lent time is booked at the end of a grant, which may have begun steps ago."""
-    history = History(0)
-    steps(history, replace(ALONE, charged_ns=SECOND, lent_ns=4 * SECOND))
-    assert (only(history.cut(-1))["used"], only(history.cut(-1))["lent"]) == ([20.0], [20.0])
 
 
 def test_steps_that_were_missed_have_what_they_had_together() -> None:
@@ -191,7 +184,7 @@ def test_nonsense_is_bounded(looks: list[tuple[int, int, int]]) -> None:
     now = 0
     for passed, number, other in looks:
         now += 1 + passed
-        use = replace(ALONE, charged_ns=number, lent_ns=other, memory=other, refused=number)
+        use = replace(ALONE, charged_ns=number, memory=other, memory_peak=other, refused=number)
         history.look(now, [("who", use)])
     for series in history.cut(-1).describe():
         for name, kind in COLUMNS.items():

@@ -513,6 +513,21 @@ def test_inspect_says_how_long_it_waited_for_its_grants(
     assert fields.get("for a grant") == said
 
 
+def test_inspect_says_what_was_lent_in_the_unit_of_what_was_used(node: GovernorNode) -> None:
+    document = json.loads(tidegate(node, "inspect", "train-0", "--json"))
+    device = document["devices"][0]
+    device |= {"delivered": 60.0, "lent": 20.0, "waited": 340.0}
+    device |= {"charged_ns": 42 * S, "lent_ns": 12 * S, "wait_ns": 3 * S}
+    fields = {name.strip(): value for name, value in inspect._device_fields(device)}
+    used = "60 % of the GPU used (40 % of its own, 20 % lent); calls waited 100 %"
+    assert fields["last 2 s"] == used
+    assert fields["in all"] == "42.0 s used (30.0 s of its own, 12.0 s lent); calls waited 3.0 s"
+    device |= {"delivered": None, "lent": None, "waited": None}
+    fields = {name.strip(): value for name, value in inspect._device_fields(device)}
+    used = "? % of the GPU used (? % of its own, ? % lent); calls waited ?"
+    assert fields["last 2 s"] == used
+
+
 # ---- top ----
 
 

@@ -13,20 +13,24 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.openmetrics import parser as openmetrics
 
+from governor import web
 from governor.arbiter import N_WAITS, Stats, Waits
 from governor.config import Config, Metrics, parse_config
 from governor.container import Container
 from governor.counters import Counters, GpuTime, Tally, gpu_time, wait_bound_ms
 from governor.errors import ConfigError, GovernorError
+from governor.history import History
 from governor.httpd import HEAD_LIMIT, MOST_CONNECTIONS, Offer
 from governor.metrics import CLAIM_METRICS, METRICS, WHOSE, MetricsEndpoint, collect, listening
 from governor.mps import Mps, Tools
+from governor.quota import Quota
 from governor.violations import Episode
 from libcontrol import layout, pages
 from tests.conftest import lack
@@ -35,6 +39,7 @@ from tools import metrics_reference
 
 MIB = 1 << 20
 S = 1_000_000_000
+QUOTA = Quota(4 * GIB, 40, 100)
 
 Scene = Callable[[MetricsWorld], Awaitable[None]]
 
@@ -225,12 +230,12 @@ def test_what_a_gpu_did_does_not_go_back_when_a_container_ends(
 
 def test_gpu_time_has_the_grant_under_way() -> None:
     stats = Stats(grants=3, charged_ns=5, lent_ns=2, held_ns=9, overdue=1, handover_ns=4)
-    assert gpu_time(stats, 100) == GpuTime(9, 5, 2, 4, 3, 1)
+    assert gpu_time(stats, 100) == GpuTime(9, 5, 0, 4, 3, 1)
     stats.since_ns = 60
-    assert gpu_time(stats, 100) == GpuTime(49, 5, 2, 4, 3, 1)
+    assert gpu_time(stats, 100) == GpuTime(49, 5, 0, 4, 3, 1)
     stats.open = 1
-    assert gpu_time(stats, 100) == GpuTime(49, 45, 2, 4, 3, 1)
-    assert gpu_time(stats, 50) == GpuTime(9, 5, 2, 4, 3, 1)  # it begins when the GPU is free
+    assert gpu_time(stats, 100) == GpuTime(49, 45, 0, 4, 3, 1)
+    assert gpu_time(stats, 50) == GpuTime(9, 5, 0, 4, 3, 1)  # it begins when the GPU is free
 
 
 @given(
@@ -241,10 +246,86 @@ def test_a_container_s_time_never_goes_back(looks: list[tuple[bool, int, int, in
     before = GpuTime()
     for is_open, held, charged, since in looks:
         stats = Stats(held_ns=held, charged_ns=charged, since_ns=since, open=is_open)
-        now = counters.time(0, stats, 2**63)
+        now = counters.time(0, stats, 2**63, QUOTA)
         assert now.held_ns >= before.held_ns
         assert now.charged_ns >= before.charged_ns
         before = now
+
+
+def test_what_was_lent_is_counted_by_the_second() -> None:
+    counters = Counters(1)
+    lent = []
+    for now, charged in ((0, 0), (0.5, 0.5), (1.0, 0.6), (1.9, 1.4), (3.0, 1.5), (4.0, 1.5)):
+        stats = Stats(charged_ns=int(charged * S), lent_ns=7 * S)
+        lent.append(counters.time(0, stats, 9 * S + int(now * S), QUOTA).lent_ns / S)
+    # 60 % in the first second; then two seconds with 45 %, although the first of them had 80; nothing.
+    assert lent == pytest.approx([0, 0, 0.2, 0.2, 0.3, 0.3])
+    strict = Counters(1)
+    for now in range(3):
+        stats = Stats(charged_ns=now * S // 2)
+        assert strict.time(0, stats, now * S, replace(QUOTA, compute_limit=40)).lent_ns == 0
+
+
+def test_a_word_is_the_same_number_in_ps_in_the_metrics_and_on_the_page(
+    play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [S]
+    clock = SimpleNamespace(monotonic_ns=lambda: now[0], time_ns=time.time_ns)
+    monkeypatch.setattr("governor.account.time", clock)
+
+    async def scene(world: MetricsWorld) -> None:
+        container = await world.admit("one", compute="40", compute_limit="100")
+        history = History(now[0])
+        charged = [0]
+        # What the arbiter granted beyond the guarantee is another number, and shown nowhere.
+        container.gpus.stats = lambda _: Stats(  # type: ignore[method-assign]
+            grants=1, since_ns=S, lent_ns=7 * S, charged_ns=charged[0], overdue=2
+        )
+        base = layout.ledger_device(0, 0)
+        for name, value in (("wait_ns", 3 * S), ("launches", 9), ("waits", 4), ("refused", 1)):
+            pages.write(container.ledger, base, "ledger_device", name, value)
+        container.account.count_ended(0)
+        for name in ("wait_ns", "launches", "waits", "refused"):
+            pages.write(container.ledger, base, "ledger_device", name, 0)
+        pages.write(container.ledger, 0, "ledger_header", "memory_peak", 2**60)
+        for _ in range(20):
+            now[0] += S // 4
+            charged[0] += 6 * S // 40
+            device = container.describe()[0]["devices"][0]
+        history.look(now[0], [(container.key, use) for _, use in web.uses_of(container)])
+        (step,) = history.cut(-1).describe()
+        (shown,) = web.describe(world.server)["containers"][0]["devices"]
+        found = await world.scrape()
+        whose = {"container": "one", "gpu": UUID, "namespace": "", "pod": "", "claim": ""}
+
+        def metric(name: str) -> float:
+            return of(found, f"container_{name}", **whose)
+
+        assert (device["delivered"], device["lent"]) == (60.0, 20.0)
+        assert (step["used"], step["lent"]) == ([60.0], [20.0])
+        for field, name, expected in (
+            ("charged_ns", "charged_seconds_total", 3.0),
+            ("lent_ns", "lent_seconds_total", pytest.approx(0.8)),
+            ("held_ns", "held_seconds_total", 5.0),
+            ("wait_ns", "wait_seconds_total", 3.0),
+        ):
+            assert device[field] / S == metric(name) == expected, field
+        assert shown["wait_s"] == 3.0
+        for field, name in (
+            ("grants", "grants_total"),
+            ("overdue", "grants_overdue_total"),
+            ("launches", "launches_total"),
+            ("waits", "waits_total"),
+            ("refused", "allocations_refused_total"),
+            ("memory_used", "memory_used_bytes"),
+            ("memory_peak", "memory_peak_bytes"),
+            ("memory_limit", "memory_limit_bytes"),
+        ):
+            assert device[field] == metric(name), field
+        assert step["memory_peak"] == shown["memory_peak"] == device["memory_peak"] == 16 * GIB
+        assert shown["refused"] == device["refused"] == 1
+
+    play(scene)
 
 
 def test_a_tally_keeps_what_ended() -> None:

@@ -117,7 +117,7 @@ def test_the_state_says_what_the_governor_knows(play: Callable[[Scene], None]) -
                 "processes": 1, "frozen": True,
                 "devices": [
                     {
-                        "gpu": UUID, "memory_used": GIB, "memory_peak": 0, "memory_limit": 4 * GIB,
+                        "gpu": UUID, "memory_used": GIB, "memory_peak": GIB, "memory_limit": 4 * GIB,
                         "refused": 5, "wait_s": 2.0, "grant_wait_ms": [None, None],
                     }
                 ],

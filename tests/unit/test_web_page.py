@@ -81,8 +81,8 @@ def part(page: BrowserPage, selector: str) -> float:
 def test_the_page_shows_what_containers_have(served: Served, page: BrowserPage) -> None:
     one = admit(served, "one", compute="40", compute_limit="100")
     two = admit(served, "two", compute="30", memory="2Gi")
-    served.step((one, 60.0, 20.0), (two, 20.0, 0.0), times=6)
-    served.step((one, 40.0, 0.0), (two, 30.0, 0.0), times=6, refused=1)
+    served.step((one, 60.0), (two, 20.0), times=6)
+    served.step((one, 40.0), (two, 30.0), times=6, refused=1)
     open_page(page, served, 2)
     assert 'GPU 0: a "GPU" \\ of ours' in words(page, ".gpu h2")
     said = "In the last 1 min: 75.0 % used, of it lent 10.0 %; guaranteed 70 %"
@@ -113,10 +113,10 @@ def test_the_page_keeps_up_and_a_new_governor_begins_anew(
     served: Served, page: BrowserPage
 ) -> None:
     one = admit(served, "one")
-    served.step((one, 40.0, 0.0), times=3)
+    served.step((one, 40.0), times=3)
     open_page(page, served, 1)
     assert "used 40.0 %" in row(page, 1)
-    served.step((one, 10.0, 0.0), times=3)
+    served.step((one, 10.0), times=3)
     page.evaluate("refresh()")
     page.wait(f"{ROWS}[0].innerText.includes('used 25.0')")
     served.stop()
@@ -126,7 +126,7 @@ def test_the_page_keeps_up_and_a_new_governor_begins_anew(
     assert "No answer from the governor since " in said
     assert "used 25.0 %" in row(page, 1)  # the values stay, and the page says how old they are
     served.start(anew=True)
-    served.step((one, 5.0, 0.0))
+    served.step((one, 5.0))
     page.evaluate("refresh()")
     page.wait(f"{ROWS}[0].innerText.includes('used 5.0')")
     assert words(page, "#status") == "Up to date, every 5 seconds"
@@ -134,7 +134,7 @@ def test_the_page_keeps_up_and_a_new_governor_begins_anew(
     served.stop()
     served.start(anew=True)
     two = admit(served, "two", memory="2Gi")
-    served.step((two, 7.0, 0.0))
+    served.step((two, 7.0))
     page.evaluate("refresh()")
     page.wait(f"{ROWS}.length === 1 && {ROWS}[0].innerText.includes('two')")
 
@@ -143,8 +143,8 @@ def test_who_has_ended_is_shown_for_as_long_as_the_time_that_is_looked_at(
     served: Served, page: BrowserPage
 ) -> None:
     one, two = admit(served, "one"), admit(served, "two", memory="2Gi")
-    served.step((one, 40.0, 0.0), (two, 10.0, 0.0), times=2)
-    served.step((one, 40.0, 0.0), times=13)
+    served.step((one, 40.0), (two, 10.0), times=2)
+    served.step((one, 40.0), times=13)
     open_page(page, served, 2)
     assert "ended " in row(page, 2)
     assert "in the 10 s that it was there" in row(page, 2)
@@ -165,7 +165,7 @@ def test_refusals_and_violations_stand_with_their_reasons(
     tally.violate("one", over)
     one.findings.frozen = True
     served.world.server.books.set_lost(UUID, "GPU is lost")
-    served.step((one, 0.0, 0.0))
+    served.step((one, 0.0))
     open_page(page, served, 1)
     events = words(page, "#events")
     assert "refused to start too-large GPU 0 has " in events
@@ -213,7 +213,7 @@ def test_names_of_containers_are_text_and_nothing_else(served: Served, page: Bro
         tally.refuse(time.time(), name, "refused", name, name)
         tally.violate(name, Episode("unregistered", UUID, 1, 1, 0, time.time()))
     served.world.server.books.set_lost(UUID, HOSTILE[0])
-    served.step(*((container, 1.0, 0.0) for container in containers), times=3)
+    served.step(*((container, 1.0) for container in containers), times=3)
     open_page(page, served, len(HOSTILE))
     assert page.evaluate("window.pwned") is None
     assert page.evaluate("document.querySelectorAll('img, script, iframe, object, a').length") == 1
@@ -238,7 +238,7 @@ def test_names_of_containers_are_text_and_nothing_else(served: Served, page: Bro
 
 def test_the_browser_runs_nothing_that_is_not_the_page_s(served: Served, page: BrowserPage) -> None:
     one = admit(served, "one")
-    served.step((one, 1.0, 0.0))
+    served.step((one, 1.0))
     open_page(page, served, 1)
     for text in (
         "document.body.innerHTML = '<b>x</b>'",
@@ -295,7 +295,7 @@ def test_a_page_of_another_origin_reads_nothing(
     served: Served, page: BrowserPage, stranger: str
 ) -> None:
     one = admit(served, "secret-name")
-    served.step((one, 1.0, 0.0))
+    served.step((one, 1.0))
     page.open(stranger)
     for target in ("", "api/v1/state", "api/v1/history"):
         for mode in ("cors", "no-cors"):
@@ -319,8 +319,8 @@ def test_a_page_of_another_origin_reads_nothing(
 
 def test_all_of_it_is_reached_by_keyboard(served: Served, page: BrowserPage) -> None:
     one = admit(served, "one")
-    served.step((one, 40.0, 0.0), times=3)
-    served.step((one, 10.0, 0.0), times=1)
+    served.step((one, 40.0), times=3)
+    served.step((one, 10.0), times=1)
     open_page(page, served, 1)
     assert "used 32.5 %" in row(page, 1)
     reached = []
@@ -348,7 +348,7 @@ def test_all_of_it_is_reached_by_keyboard(served: Served, page: BrowserPage) -> 
     page.evaluate("document.getElementById('pause').focus()")
     page.press(" ")
     assert words(page, "#status").startswith("Paused at ")
-    served.step((one, 0.0, 0.0), times=4)
+    served.step((one, 0.0), times=4)
     page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
     assert "used 32.5 %" in row(page, 1)
     page.press(" ")
@@ -357,8 +357,8 @@ def test_all_of_it_is_reached_by_keyboard(served: Served, page: BrowserPage) -> 
 
 def test_a_click_into_a_chart_is_a_look_at_that_moment(served: Served, page: BrowserPage) -> None:
     one = admit(served, "one")
-    served.step((one, 40.0, 0.0), times=100)
-    served.step((one, 10.0, 0.0), times=80)
+    served.step((one, 40.0), times=100)
+    served.step((one, 10.0), times=80)
     open_page(page, served, 1)
     page.evaluate("document.querySelector('.gpu tbody svg.chart').scrollIntoView()")
     left, top, width, height = page.evaluate(
@@ -381,7 +381,7 @@ def test_a_click_into_a_chart_is_a_look_at_that_moment(served: Served, page: Bro
 
 def test_memory_beyond_the_quota_is_drawn_as_such(served: Served, page: BrowserPage) -> None:
     one = admit(served, "one")
-    served.step((one, 40.0, 0.0), times=2)
+    served.step((one, 40.0), times=2)
     open_page(page, served, 1)
     assert page.evaluate("document.querySelectorAll('.memory .over').length") == 0
     page.evaluate("clearTimeout(timer); [...series.values()][0].memory.fill(2 ** 33); render()")
@@ -394,7 +394,7 @@ def test_memory_beyond_the_quota_is_drawn_as_such(served: Served, page: BrowserP
 
 def test_a_picture_of_the_page_is_packed_and_the_same(served: Served, page: BrowserPage) -> None:
     one = admit(served, "one")
-    served.step((one, 40.0, 20.0), times=2)
+    served.step((one, 40.0), times=2)
     page.size(360, 200)
     open_page(page, served, 1)
     plain = base64.b64decode(page.call("Page.captureScreenshot", format="png")["data"])
@@ -435,7 +435,7 @@ def test_a_reader_for_the_blind_hears_a_table_with_all_numbers(
     served: Served, page: BrowserPage
 ) -> None:
     one = admit(served, "one", compute="40", compute_limit="60")
-    served.step((one, 50.0, 10.0), times=3)
+    served.step((one, 50.0), times=3)
     open_page(page, served, 1)
     for width in (1200, 360):
         page.size(width, 800)
@@ -497,7 +497,7 @@ def test_it_is_read_in_light_and_dark_wide_and_narrow(
     served.world.server.tally.violate("one", Episode("memory", UUID, 1, GIB, 0, time.time()))
     with pytest.raises(LookupError):
         admit(served, "too-large", memory="100Gi")
-    served.step((one, 50.0, 10.0), (two, 10.0, 0.0), times=3, refused=1)
+    served.step((one, 50.0), (two, 10.0), times=3, refused=1)
     page.prefer(color_scheme=scheme)
     page.size(width, 740)
     open_page(page, served, 2)
@@ -522,7 +522,7 @@ def test_it_is_read_in_light_and_dark_wide_and_narrow(
 
 def test_sixty_four_containers_are_shown_at_once(served: Served, page: BrowserPage) -> None:
     many = [admit(served, f"worker-{i}", memory="520Mi", compute="1") for i in range(2)]
-    served.step(*((one, 1.0, 0.0) for one in many), times=3)
+    served.step(*((one, 1.0) for one in many), times=3)
     open_page(page, served, 2)
     drawn = page.evaluate(
         "(() => { const one = [...series.values()][0];"

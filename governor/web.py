@@ -39,7 +39,8 @@ log = structlog.get_logger()
 
 MIB = 1 << 20
 
-PAGE_FILE = Path(__file__).with_name("web.html")
+PAGE = Path(__file__).with_name("page")
+"""The directory of the page: page.html, and the style and the scripts that it names."""
 STATE, HISTORY = "/api/v1/state", "/api/v1/history"
 
 SAME_S = 0.25
@@ -49,7 +50,21 @@ GZIP_FROM = 1024
 
 _OWN_NAME = re.compile(r"(?:localhost|127\.0\.0\.1|\[::1\])(?::[0-9]{1,5})?", re.IGNORECASE)
 _SINCE = re.compile(r"since=([0-9]{1,12})")
+_NAMED = re.compile(
+    r'<link rel="stylesheet" href="([a-z]+\.css)">|<script src="([a-z]+\.js)"></script>'
+)
 _INLINE = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
+
+
+def read_page(directory: Path = PAGE) -> str:
+    """Return the page as one file: style and scripts stand where page.html names them."""
+
+    def put(found: re.Match[str]) -> str:
+        style, script = found.groups()
+        tag = "style" if style else "script"
+        return f"<{tag}>\n{(directory / (style or script)).read_text(encoding='utf-8')}</{tag}>"
+
+    return _NAMED.sub(put, (directory / "page.html").read_text(encoding="utf-8"))
 
 
 def policy_of(page: str) -> str:
@@ -84,7 +99,7 @@ class PageEndpoint(httpd.Endpoint):
         self._server = server
         self._history = history
         self._started = time.time()
-        page = PAGE_FILE.read_text(encoding="utf-8")
+        page = read_page()
         self._page = page.encode()
         self._state: tuple[float, bytes] | None = None
         self._cuts: dict[int, bytes] = {}  # by `since`, as of the step `_cut_at`

@@ -43,7 +43,7 @@ COMMANDS = {
     "tidegate-runtime": "oci_hook/front/tidegate-runtime",
 }
 # Directories of packaging/ that `tidegate setup` or an administrator copies from.
-SUFFIXES = {".py", ".json", ".toml", ".html"}
+SUFFIXES = {".py", ".json", ".toml", ".html", ".css", ".js"}
 SHARED = ("hooks.d", "crio", "containerd", "grafana", "prometheus", "kubernetes", "selinux")
 # Documents, laid out as in the repository, so that links lead to the same places.
 DOCUMENTS = (

@@ -253,15 +253,28 @@ def test_the_policy_allows_what_stands_in_the_page_alone(play: Callable[[Scene],
         page = body.decode()
         assert headers["Content-Type"] == "text/html; charset=utf-8"
         for kind in ("script", "style"):
-            (text,) = re.findall(f"<{kind}>(.*?)</{kind}>", page, re.DOTALL)
-            digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-            assert f"{kind}-src 'sha256-{digest}';" in headers["Content-Security-Policy"]
+            texts = re.findall(f"<{kind}>(.*?)</{kind}>", page, re.DOTALL)
+            assert len(texts) == {"script": 4, "style": 1}[kind]
+            digests = [
+                base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts
+            ]
+            allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+            assert f"{kind}-src {allowed};" in headers["Content-Security-Policy"]
 
     play(scene)
 
 
+def test_the_page_is_made_of_all_files_of_its_directory() -> None:
+    page = web.read_page()
+    files = sorted(path.name for path in web.PAGE.iterdir())
+    assert files == ["charts.js", "data.js", "page.css", "page.html", "page.js", "text.js"]
+    for name in files:
+        if name != "page.html":
+            assert (web.PAGE / name).read_text() in page, name
+
+
 def test_the_page_has_nothing_from_elsewhere() -> None:
-    page = web.PAGE_FILE.read_text(encoding="utf-8")
+    page = web.read_page()
     assert re.findall(r"""(?:src|href)=["']?([^"'> ]+)""", page) == ["data:,"]
     # This one is a name, not an address.
     assert re.findall(r"https?://[^\s\"']+", page) == ["http://www.w3.org/2000/svg"]
@@ -351,7 +364,7 @@ def test_a_page_of_another_origin_gets_no_data(
         (b"GET /api/v1/state?since=1 HTTP/1.1\r\n", b"400"),
         (b"GET /api/v2/state HTTP/1.1\r\n", b"404"),
         (b"GET //api/v1/state HTTP/1.1\r\n", b"404"),
-        (b"GET /web.html HTTP/1.1\r\n", b"404"),
+        (b"GET /page.html HTTP/1.1\r\n", b"404"),
         (b"GET /../config.py HTTP/1.1\r\n", b"404"),
         (b"GET /%2e%2e/config.py HTTP/1.1\r\n", b"404"),
         (b"GET http://localhost/ HTTP/1.1\r\n", b"404"),
@@ -400,10 +413,10 @@ def test_an_answer_is_compressed_for_who_takes_it(play: Callable[[Scene], None])
         _, headers, body = await get(world, "/", HOST + b"Accept-Encoding: br, gzip\r\n")
         assert headers["Content-Encoding"] == "gzip"
         assert headers["Content-Length"] == str(len(body))
-        assert gzip.decompress(body) == web.PAGE_FILE.read_bytes()
+        assert gzip.decompress(body) == web.read_page().encode()
         _, headers, body = await get(world, "/")
         assert "Content-Encoding" not in headers
-        assert body == web.PAGE_FILE.read_bytes()
+        assert body == web.read_page().encode()
 
     play(scene)
 

@@ -71,7 +71,7 @@ def test_no_function_of_the_product_is_longer_than_a_screen_or_two() -> None:
 def test_no_file_of_the_product_is_longer_than_can_be_read_in_one_go() -> None:
     long = {
         str(path.relative_to(ROOT)): lines
-        for path in sources(".py", ".c", ".h", of=PRODUCT)
+        for path in sources(".py", ".c", ".h", ".html", ".css", ".js", of=PRODUCT)
         if (lines := path.read_bytes().count(b"\n")) > MOST_LINES_OF_A_FILE
     }
     assert long == {}

@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,15 +86,14 @@ def test_the_page_shows_what_containers_have(served: Served, page: BrowserPage) 
     served.step((one, 40.0), (two, 30.0), times=6, refused=1)
     open_page(page, served, 2)
     assert 'GPU 0: a "GPU" \\ of ours' in words(page, ".gpu h2")
-    said = "In the last 1 min: 75.0 % used, of it lent 10.0 %; guaranteed 70 %"
+    said = "GPU time in the last 1 min: 75.0 % used (65.0 % of their own, 10.0 % lent); guaranteed 70 %"
     assert said in words(page, ".gpu")
-    assert "Memory now: 4.5 GiB used, 6.0 GiB of 15.5 GiB granted" in words(page, ".gpu")
-    assert "used 50.0 %, of it lent 10.0 %" in row(page, 1)
-    assert "guaranteed 40 %" in row(page, 1)
-    assert "at most" not in row(page, 1).replace("at most 0", "")
-    assert "3.0 GiB of 4.0 GiB (75 %)" in row(page, 1)
+    assert "Memory now: 4.5 GiB in use; granted 6.0 GiB of 15.5 GiB" in words(page, ".gpu")
+    assert "used 50.0 % (40.0 % of its own, 10.0 % lent)" in row(page, 1)
+    assert "guaranteed 40 %, limit 100 %" in row(page, 1)
+    assert "3.0 GiB of 4.0 GiB (75 %) in use peak 3.5 GiB since its start" in row(page, 1)
     assert "6 allocations refused: the quota is 4.0 GiB" in row(page, 1)
-    assert "used 25.0 %, of it lent 0.0 % guaranteed 30 %, at most 30 %" in row(page, 2)
+    assert "used 25.0 % (25.0 % of its own, 0.0 % lent) guaranteed 30 %, limit 30 %" in row(page, 2)
     # The drawing agrees with the text.
     assert part(page, "tr:nth-child(1) .bar.time .own") == pytest.approx(40, abs=1)
     assert part(page, "tr:nth-child(1) .bar.time .lent") == pytest.approx(10, abs=1)
@@ -151,6 +151,121 @@ def test_who_has_ended_is_shown_for_as_long_as_the_time_that_is_looked_at(
     assert "used 10.0 %" in row(page, 2)
     page.evaluate("document.querySelector('input[value=\"60\"]').click()")
     page.wait(f"{ROWS}.length === 1")
+
+
+def heights(page: BrowserPage, chart: str, kind: str = "own") -> list[float]:
+    """Return how high a container's band in a chart is at each of its steps, in percent of the chart."""
+    return list(
+        page.evaluate(
+            f"[...document.querySelectorAll({json.dumps(chart + ' path.' + kind)})].map((path) => {{"
+            " const numbers = (path.getAttribute('d').match(/[0-9.]+/g) ?? []).map(Number);"
+            " const points = Array.from({length: numbers.length / 2}, (_, i) => numbers.slice(2 * i, 2 * i + 2));"
+            " return points.slice(points.length / 2).reverse()"
+            "   .map(([, y], i) => y - points[i][1]).filter((_, i) => i % 2 === 0); })"
+        )
+    )
+
+
+def test_a_shorter_time_takes_nothing_from_the_charts(served: Served, page: BrowserPage) -> None:
+    one, two = admit(served, "one"), admit(served, "two", memory="2Gi")
+    served.step((two, 10.0), times=2)
+    served.step((one, 40.0), (two, 10.0), times=2)
+    served.step((one, 40.0), times=13)
+    open_page(page, served, 2)
+    both = ".sums > div:nth-child(1) svg"
+    charts = [heights(page, both), heights(page, ".sums > div:nth-child(2) svg")]
+    assert charts[0] == [[pytest.approx(40)] * 15, [pytest.approx(10)] * 4]
+    outside = f"document.querySelectorAll('{both} .outside').length"
+    assert page.evaluate(outside) == 0
+    numbers = "[...document.querySelectorAll('.gpu .number')].map((node) => node.innerText)"
+    assert page.evaluate(numbers) == ["2", "1"]  # one that has ended is shown last
+    page.evaluate("document.querySelector('input[value=\"60\"]').click()")
+    page.wait(f"{ROWS}.length === 1")
+    assert charts == [heights(page, both), heights(page, ".sums > div:nth-child(2) svg")]
+    # The time that is not looked at is marked, and a container keeps its number.
+    assert page.evaluate(outside) == 1
+    assert "1 container that ran only at other times: see the charts above." in words(page, ".gpu")
+    assert page.evaluate(numbers) == ["2"]
+
+
+def test_who_has_ended_keeps_his_own_memory_if_another_comes_under_his_name(
+    served: Served, page: BrowserPage
+) -> None:
+    one = admit(served, "one")
+    served.step((one, 40.0), times=3)
+    served.step()
+    one.set_quota(replace(one.quota, memory=2 * GIB))
+    served.step((one, 10.0), times=3)
+    open_page(page, served, 2)
+    assert "1.5 GiB of 2.0 GiB (75 %) in use peak 1.8 GiB since its start" in row(page, 1)
+    assert "peak 3.5 GiB of 4.0 GiB" in row(page, 2)
+    assert "process" not in row(page, 2)
+    assert part(page, "tr:nth-child(2) .bar.memory .own") == pytest.approx(87.5, abs=1.5)
+
+
+def test_charts_have_axes_with_units_and_memory_is_drawn_like_time(
+    served: Served, page: BrowserPage
+) -> None:
+    one, two = admit(served, "one"), admit(served, "two", memory="2Gi", compute="15")
+    served.step((one, 20.0), (two, 15.0), times=2)
+    served.step((one, 40.0), (two, 15.0), times=2)
+    open_page(page, served, 2)
+    ends = [" ".join(text.split()) for text in page.evaluate(
+        "[...document.querySelectorAll('.plot')].map((node) => [...node.querySelectorAll("
+        "'.amounts span, .times span')].map((one) => one.innerText).join(' '))"
+    )]  # fmt: skip
+    times = "\u221215 min \u221210 \u22125 now"
+    assert ends == [
+        f"100 % 50 % 0 % {times}",
+        f"15.5 GiB 7.8 GiB 0 {times}",
+        # Containers of one GPU have one scale: the least in which they all fit.
+        f"50 % 25 % 0 % {times}",
+        f"4.0 GiB 2.0 GiB 0 {times}",
+        f"50 % 25 % 0 % {times}",
+        f"2.0 GiB 1.0 GiB 0 {times}",
+    ]
+    own = "tbody tr:nth-child(1) td:nth-child({}) svg"
+    assert heights(page, own.format(3)) == [[40, 40, 80, 80]]
+    assert heights(page, own.format(5)) == [[75, 75, 75, 75]]
+    memory = heights(page, ".sums > div:nth-child(2) svg")
+    assert memory == [[pytest.approx(part_of / 15.5, abs=0.02)] * 4 for part_of in (300, 150)]
+    # The dashed line is what both are guaranteed, from their first step on.
+    promised = page.evaluate("document.querySelector('.sums svg .promised').getAttribute('d')")
+    assert promised == "".join(
+        f"{'M' if x == 176 else 'L'}{x} 45.00 {x + 1} 45.00" for x in range(176, 180)
+    )
+
+
+def test_a_container_has_one_colour_wherever_it_is_drawn(served: Served, page: BrowserPage) -> None:
+    many = [
+        admit(served, f"c{i}", memory="520Mi", compute="5", compute_limit="9") for i in range(4)
+    ]
+    served.step(*((one, 7.0) for one in many), times=3)
+    open_page(page, served, 4)
+    style = "((node, name) => getComputedStyle(node)[name])"
+    colours = page.evaluate(
+        "[0, 1, 2, 3].map((i) => { const at = (selector) => document.querySelectorAll(selector);"
+        f" const style = {style}; return ["
+        "  style(at('.gpu .number')[i], 'borderLeftColor'),"
+        "  ...['.total:not(.memory) .slot > .own', '.total.memory .slot > .own', 'tbody .bar.time .own',"
+        "      'tbody .bar.memory .own'].map((one) => style(at(one)[i], 'backgroundColor')),"
+        "  ...['.sums > div:nth-child(1) .own', '.sums > div:nth-child(2) .own', 'td:nth-child(3) path.own',"
+        "      'td:nth-child(5) path.own'].map((one) => style(at('svg.chart')[0] && "
+        "       [...at('.gpu ' + one)].filter((node) => node.tagName === 'path')[i], 'fill')),"
+        "  style(at('#hatch-' + i + ' path')[0], 'stroke')]; })"
+    )
+    assert [len(set(of_one)) for of_one in colours] == [1] * 4, colours
+    assert len({of_one[0] for of_one in colours}) == 4
+    hatches = "[...document.querySelectorAll('.sums svg path.lent')].map((node) => node.getAttribute('fill'))"
+    assert page.evaluate(hatches) == [f"url(#hatch-{i})" for i in range(4)]
+    # A neighbour that ends takes no one's number and colour away.
+    served.step(*((one, 7.0) for one in many[1:]), times=1)
+    page.evaluate("refresh()")
+    page.wait("document.querySelectorAll('tr.ended').length === 1")
+    numbers = page.evaluate(
+        "[...document.querySelectorAll('.gpu .number')].map((one) => one.innerText)"
+    )
+    assert numbers == ["2", "3", "4", "1"]
 
 
 def test_refusals_and_violations_stand_with_their_reasons(
@@ -216,7 +331,7 @@ def test_names_of_containers_are_text_and_nothing_else(served: Served, page: Bro
     served.step(*((container, 1.0) for container in containers), times=3)
     open_page(page, served, len(HOSTILE))
     assert page.evaluate("window.pwned") is None
-    assert page.evaluate("document.querySelectorAll('img, script, iframe, object, a').length") == 1
+    assert page.evaluate("document.querySelectorAll('img, script, iframe, object, a').length") == 4
     assert page.evaluate("document.querySelectorAll('main script, main img, b b').length") == 0
     assert page.complaints() == []
     shown = page.evaluate(f"[...{ROWS}].map((row) => row.querySelector('bdi').textContent)")
@@ -331,10 +446,10 @@ def test_all_of_it_is_reached_by_keyboard(served: Served, page: BrowserPage) -> 
         assert outline == "solid", reached
     assert reached == ["pause", "900", "moment"]
     page.press("ArrowLeft")
-    assert "In the 5 s before " in words(page, ".gpu")
+    assert "GPU time in the 5 s before " in words(page, ".gpu")
     assert "used 10.0 %" in row(page, 1)
-    assert page.evaluate("document.querySelectorAll('svg.chart').length") == 2
-    assert page.evaluate("document.querySelectorAll('svg.chart line.cursor').length") == 2
+    assert page.evaluate("document.querySelectorAll('svg.chart').length") == 4
+    assert page.evaluate("document.querySelectorAll('svg.chart line.cursor').length") == 4
     assert page.evaluate(
         "document.getElementById('moment').getAttribute('aria-valuetext')"
     ).startswith("at ")
@@ -371,7 +486,7 @@ def test_a_click_into_a_chart_is_a_look_at_that_moment(served: Served, page: Bro
                 "Input.dispatchMouseEvent", type=kind, x=left + at * width, y=top + height / 2,
                 button="left", clickCount=1,
             )  # fmt: skip
-        assert "In the 5 s before " in words(page, ".gpu")
+        assert "GPU time in the 5 s before " in words(page, ".gpu")
         assert f"used {used} %" in row(page, 1)
         x = page.evaluate(
             "Number(document.querySelector('svg.chart line.cursor').getAttribute('x1'))"
@@ -443,14 +558,14 @@ def test_a_reader_for_the_blind_hears_a_table_with_all_numbers(
         roles = [role for role, _ in heard]
         assert roles.count("table") == 1, width
         assert [name for role, name in heard if role == "columnheader"] == [
-            "Container", "GPU time", "Its last 15 minutes", "Memory", "Refused, violated",
+            "Container", "GPU time", "GPU time, last 15 minutes", "Memory", "Memory, last 15 minutes",
         ]  # fmt: skip
         assert any(role == "rowheader" and "one" in name for role, name in heard)
         (cell,) = [name for role, name in heard if role in ("cell", "gridcell") and "used" in name]
         assert " ".join(cell.split()).startswith(
-            "used 50.0 %, of it lent 10.0 % guaranteed 40 %, at most 60 %"
+            "used 50.0 % (40.0 % of its own, 10.0 % lent) guaranteed 40 %, limit 60 %"
         )
-        assert ("slider", "or at one moment of them") in heard
+        assert ("slider", "or at one moment") in heard
         assert ("status", "") in heard or "status" in roles
         assert "image" not in roles  # bars and charts repeat the text next to them
         assert [name for role, name in heard if role == "heading"] == [
@@ -509,7 +624,7 @@ def test_it_is_read_in_light_and_dark_wide_and_narrow(
         "Math.min(...[...document.querySelectorAll('.gpu .bar, svg.chart')]"
         ".map((node) => node.getBoundingClientRect().width))"
     )
-    assert least >= {1200: 120, 360: 260}[width]
+    assert least >= {1200: 120, 360: 240}[width]
     # Colour is never the only sign: lent time is hatched, and trouble has a symbol and words.
     assert "repeating-linear-gradient" in page.evaluate(
         "getComputedStyle(document.querySelector('.bar .lent')).backgroundImage"

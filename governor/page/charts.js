@@ -1,0 +1,187 @@
+"use strict";
+// Bars and charts. What they show stands beside them in words, so they are hidden from those who listen.
+
+const SVG = "http://www.w3.org/2000/svg";
+// Six hues that are told apart easily, light and dark; red is for trouble. Beyond twelve containers colours come again,
+// and the number tells them apart.
+const HUES = [212, 28, 140, 325, 265, 48];
+const TONES = 2 * HUES.length;
+
+function draw(tag, attributes = {}, ...children) {
+  const node = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+
+/** Give a node the colour of a container, which all that is in it has, too. */
+function tone(node, number) {
+  const at = (number - 1) % TONES;
+  node.classList.add("tone");
+  node.classList.toggle("second", at >= HUES.length);
+  node.style.setProperty("--hue", HUES[at % HUES.length]);
+  return node;
+}
+
+/** The pattern of each tone for time that was lent. */
+function makeHatches(defs) {
+  for (let at = 0; at < TONES; at++) {
+    defs.append(tone(draw("pattern", {id: `hatch-${at}`, width: 4, height: 9, patternUnits: "userSpaceOnUse"},
+      draw("rect", {width: 4, height: 9}), draw("path", {d: "M-1 2 1 -2M-1 11 5 -2M3 11 5 7"})), at + 1));
+  }
+}
+
+function width(node, value) { node.style.width = `${clamp(value)}%`; return node; }
+
+function mark(kind, at) {
+  const node = make("span", {class: `mark ${kind}`});
+  node.style.left = `${clamp(at)}%`;
+  return node;
+}
+
+function timeBar(had) {
+  const bar = make("div", {class: "bar time", "aria-hidden": "true"});
+  bar.append(width(make("span", {class: "own"}), had.used - had.lent));
+  bar.append(width(make("span", {class: "lent"}), Math.min(had.lent, 100 - clamp(had.used - had.lent))));
+  bar.append(mark("guarantee", had.guarantee));
+  if (had.limit < 100) bar.append(mark("limit", had.limit));
+  return bar;
+}
+
+function memoryBar(had) {
+  const bar = make("div", {class: "bar memory", "aria-hidden": "true"});
+  if (had.memory <= had.memory_limit) {
+    bar.append(width(make("span", {class: "own"}), had.memory_limit ? 100 * had.memory / had.memory_limit : 0));
+  } else {
+    const within = 100 * had.memory_limit / had.memory;
+    bar.append(width(make("span", {class: "own"}), within), width(make("span", {class: "over"}), 100 - within));
+    bar.append(mark("limit", within));
+  }
+  return bar;
+}
+
+/** A container's part of a GPU's bar, with its number where there is room for it. */
+function slot(row, share, kind, ...children) {
+  const node = tone(width(make("span", {class: kind}, ...children), share), row.number);
+  node.title = `${row.number}: ${short(plain(row.one.name || row.one.id), 64)}`;
+  if (share >= 3) node.append(make("b", {}, make("span", {}, String(row.number))));
+  return node;
+}
+
+function totalBar(rows) {
+  const bar = make("div", {class: "bar total", "aria-hidden": "true"});
+  let room = 100;
+  for (const row of rows) {
+    const share = Math.min(room, row.had.used * row.had.part);
+    if (share <= 0) continue;
+    room -= share;
+    const lent = 100 * row.had.lent / row.had.used;
+    bar.append(slot(row, share, "slot", width(make("span", {class: "own"}), 100 - lent),
+      width(make("span", {class: "lent"}), lent)));
+  }
+  return bar;
+}
+
+function totalMemoryBar(rows, gpu) {
+  const bar = make("div", {class: "bar total memory", "aria-hidden": "true"});
+  for (const row of rows) {
+    const {stays, memory, memory_limit: limit} = row.had;
+    if (!stays) continue;
+    const used = width(make("span", {class: "own"}), limit ? 100 * memory / limit : 0);
+    bar.append(slot(row, 100 * limit / gpu.memory, "slot granted", used));
+  }
+  return bar;
+}
+
+/** The part of a container's steps that a chart shows: where each is, and its index in the columns. */
+function* shown(one) {
+  const start = firstShown();
+  for (let i = Math.max(0, start - one.first); i < one.used.length; i++) yield [one.first + i - start, i];
+}
+
+/** A path along the steps of one container, which goes back along `floor`; `y` puts a value into the chart. */
+function area(one, y, top, floor) {
+  const there = [], back = [];
+  for (const [x, i] of shown(one)) {
+    there.push(`${x} ${y(top(x, i))} ${x + 1} ${y(top(x, i))}`);
+    back.push(`${x + 1} ${y(floor(x, i))} ${x} ${y(floor(x, i))}`);
+  }
+  return there.length ? `M${there.join(" ")} ${back.reverse().join(" ")}Z` : "";
+}
+
+/** A line along the steps, interrupted where there is no value. */
+function line(values, y) {
+  return values.map((value, x) => value === null ? "" : `${values[x - 1] == null ? "M" : "L"}${x} ${y(value)} ${x + 1} ${y(value)}`)
+    .join("");
+}
+
+/**
+ * Containers above each other along the time. `own` and `lent` name the columns that are filled and hatched, `promised`
+ * the one whose sum is the dashed line, and `most` is where the chart ends.
+ */
+function chart(ones, {own, lent, promised}, most, span) {
+  const svg = draw("svg", {class: "chart", viewBox: `0 0 ${about.steps} 100`, preserveAspectRatio: "none"});
+  const y = (value) => (100 - 100 * clamp(value, most) / most).toFixed(2);
+  const floor = Array(about.steps).fill(0), line_of = Array(about.steps).fill(null);
+  for (const one of ones) {
+    const number = numbers.get(one.key);
+    const base = (x) => floor[x], top = (x, i) => floor[x] + one[own][i];
+    const within = (x, i) => top(x, i) - (lent ? one[lent][i] : 0);
+    const band = tone(draw("g", {}, draw("title", {}, `${number}: ${short(plain(one.name || one.id), 64)}`)), number);
+    band.append(draw("path", {class: "own", d: area(one, y, within, base)}));
+    if (lent) {
+      const fill = `url(#hatch-${(number - 1) % TONES})`;
+      band.append(draw("path", {class: "lent", fill, d: area(one, y, top, within)}));
+    }
+    svg.append(band);
+    for (const [x, i] of shown(one)) {
+      floor[x] += one[own][i];
+      line_of[x] += one[promised][i];
+    }
+  }
+  svg.append(draw("path", {class: "promised", d: line(line_of, y)}));
+  const start = firstShown();
+  if (span.moment) {
+    const x = span.last - start + 0.5;
+    svg.append(draw("line", {class: "cursor", x1: x, x2: x, y1: 0, y2: 100}));
+  } else if (span.first > Math.max(0, start)) {
+    // What the numbers are not taken from.
+    svg.append(draw("rect", {class: "outside", x: 0, y: 0, width: span.first - start, height: 100}));
+  }
+  return svg;
+}
+
+/** A chart with its axes: the amounts of `labels`, from the top to the bottom, and the time. */
+function plot(label, svg, labels) {
+  const minutes = about.steps * about.step_s / 60;
+  const ago = (third) => `\u2212${minutes * third / 3}`;
+  for (const at of [1 / 3, 2 / 3]) {
+    const x = at * about.steps;
+    svg.prepend(draw("line", {class: "grid", x1: x, x2: x, y1: 0, y2: 100}));
+  }
+  svg.prepend(draw("line", {class: "grid", x1: 0, x2: about.steps, y1: 50, y2: 50}));
+  const times = [`${ago(3)}\u00a0min`, ago(2), ago(1), "now"];
+  return make("div", {class: "plot", "aria-hidden": "true"}, make("small", {class: "label"}, label),
+    make("small", {class: "amounts"}, ...labels.map((text) => make("span", {}, text))), svg,
+    make("small", {class: "times"}, ...times.map((text) => make("span", {}, text))));
+}
+
+const TIME = {own: "used", lent: "lent", promised: "guarantee"};
+const MEMORY = {own: "memory", promised: "memory_limit"};
+
+/** Where the charts of these containers end, in percent: the same for all, so that they can be compared. */
+function timeScale(ones) {
+  const highest = Math.max(0, ...ones.map((one) => Math.max(...one.used, ...one.guarantee)));
+  return [10, 20, 50].find((most) => highest <= most) ?? 100;
+}
+
+function timePlot(label, ones, most, span) {
+  return plot(label, chart(ones, TIME, most, span), [most, most / 2, 0].map((amount) => `${amount}\u00a0%`));
+}
+
+/** Memory along the time, up to `whole` bytes, or as much as there was if that is more. */
+function memoryPlot(label, ones, whole, span) {
+  const peak = ones.length === 1 ? Math.max(...ones[0].memory, ...ones[0].memory_limit) : 0;
+  const most = Math.max(whole, peak, MIB);
+  return plot(label, chart(ones, MEMORY, most, span), [bytes(most), bytes(most / 2), "0"]);
+}

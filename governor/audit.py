@@ -166,6 +166,7 @@ class Auditor:
         if self._left and time.monotonic() >= self._again_at:
             self._thaw_again()
         owners = self._owners(device, processes)
+        self._note_elsewhere(device, [one for one in processes if owners[one.pid] is None])
         # The samples have times of the wall clock, by which nothing else is measured here.
         wall_ns = time.time_ns() - time.monotonic_ns()
         for watched in list(self._watched.values()):
@@ -223,6 +224,30 @@ class Auditor:
             process.pid: registered.get(process.pid) or _find_owner(process.pid, here)
             for process in processes
         }
+
+    def _note_elsewhere(self, device: Device, processes: Sequence[ProcessMemory]) -> None:
+        """Note which of these processes belong to containers that were not granted the GPU."""
+        others = [
+            one
+            for one in self._watched.values()
+            if all(own.uuid != device.uuid for own in one.container.devices)
+        ]
+        registered = {pid: one.container for one in others for pid in one.container.pids()}
+        found: dict[Container, dict[int, int]] = {}
+        for process in processes if others else ():
+            owner = registered.get(process.pid) or _find_owner(process.pid, others)
+            if owner is not None and process.computes:
+                found.setdefault(owner, {})[process.pid] = process.used or 0
+        for container in [one.container for one in others]:
+            began = container.findings.note_elsewhere(device, found.get(container, {}))
+            for pid in sorted(began):
+                log.warning(
+                    "gpu-not-granted",
+                    container=container.identifier,
+                    gpu=device.index,
+                    pid=pid,
+                    hint="CUDA_VISIBLE_DEVICES should name the GPUs in /run/tidegate/devices",
+                )
 
     def _is_new(self, pid: int) -> bool:
         """Return whether a process began under this governor.

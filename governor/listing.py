@@ -43,8 +43,9 @@ class Listing:
         answer: list[dict[str, Any]] = ask(self._config, "list")["containers"]
         known, self._names = self._names, {}
         for one in answer:
+            # An older governor, which runs until its restart, does not have these fields.
+            one.setdefault("elsewhere", [])
             for device in one["devices"]:
-                # An older governor, which runs until its restart, does not have these fields.
                 for name in ("delivered", "lent", "waited", "waiting"):
                     device.setdefault(name, None)
             key = str(one["key"])
@@ -237,9 +238,33 @@ def state(container: dict[str, Any], gpu: str | None = None) -> str:
     kinds = [one["kind"] for one in lasting(container) if gpu in (None, one["gpu"])]
     words = ["frozen"] if container["frozen"] else []
     words += [f"violation: {', '.join(dict.fromkeys(kinds))}"] if kinds else []
+    others = sorted({one["index"] for one in container.get("elsewhere", ())})
+    if others:
+        words.append(f"uses GPU {', '.join(map(str, others))} (not its own)")
     if not container["confirmed"]:
         words.append("starting")
     return ", ".join(words) or "ok"
+
+
+def trouble_lines(containers: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a line for each violation that lasts, and for each process on another's GPU."""
+    return [*violation_lines(containers), *elsewhere_lines(containers)]
+
+
+def elsewhere_lines(containers: Iterable[dict[str, Any]]) -> list[str]:
+    """Return a line for each process that uses a GPU which its container was not granted."""
+    said: dict[tuple[Any, ...], str] = {}
+    for one in containers:
+        for use in one.get("elsewhere", ()):
+            line = f"not its own: {cell(one['name'] or one['id'][:40])}: {describe_elsewhere(use)}"
+            said.setdefault((one["key"], use["gpu"], use["pid"]), line)
+    return list(said.values())
+
+
+def describe_elsewhere(use: dict[str, Any]) -> str:
+    """Return what a process has of a GPU that is not its container's."""
+    held = _mebibytes(use["memory"])
+    return f"{held} MiB held outside its quota, GPU {use['index']}, process {use['pid']}"
 
 
 def violation_lines(containers: Iterable[dict[str, Any]]) -> list[str]:

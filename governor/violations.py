@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from governor.quota import Device
+
 MEMORY, UNREGISTERED, COMPUTE = KINDS = ("memory", "unregistered", "compute")
 
 LIBRARIES = 128 << 20
@@ -64,6 +66,8 @@ LATE_NS = 750_000_000
 """Looks that are further apart say nothing about the time between: a container gives itself its
 share when its governor does not answer (`on_governor_loss`)."""
 
+MOST_ELSEWHERE = 32
+"""Number of processes that are told of a container on GPUs that are not its own."""
 MOST_EPISODES = 32
 """Number of violations that are remembered of a container; those that last are always kept."""
 
@@ -145,6 +149,9 @@ class Findings:
     """Bytes that NVML saw of its processes, registered or not, on each GPU at the last look."""
     counts: list[Counter[str]] = field(init=False)
     """Violations that began, by kind, on each GPU."""
+    elsewhere: dict[str, tuple[int, dict[int, int]]] = field(default_factory=dict)
+    """GPUs that it uses and was not granted, by UUID: their index, and the bytes of each process at
+    the last look, by host pid. Nothing holds these to a quota, and no rule forbids it."""
 
     def __post_init__(self) -> None:
         self.seen = [0] * self.n_devices
@@ -158,6 +165,16 @@ class Findings:
             if over is not None:
                 self.episodes.remove(over)
 
+    def note_elsewhere(self, gpu: Device, processes: dict[int, int]) -> frozenset[int]:
+        """Note which of its processes a look found on a GPU that is not its own.
+
+        Returns those that the look before did not find there.
+        """
+        _, before = self.elsewhere.pop(gpu.uuid, (gpu.index, {}))
+        if processes:
+            self.elsewhere[gpu.uuid] = gpu.index, processes
+        return frozenset(processes.keys() - before.keys())
+
     def lasts(self, gpu: str, kind: str) -> bool:
         """Return whether a violation of this kind lasts."""
         return any(
@@ -169,7 +186,16 @@ class Findings:
         return {
             "frozen": self.frozen,
             "violations": [episode.describe() for episode in self.episodes],
+            "elsewhere": self.describe_elsewhere(),
         }
+
+    def describe_elsewhere(self) -> list[dict[str, Any]]:
+        """Return its processes on GPUs that are not its own, as plain values."""
+        return [
+            {"gpu": uuid, "index": index, "pid": pid, "memory": memory}
+            for uuid, (index, processes) in sorted(self.elsewhere.items())
+            for pid, memory in sorted(processes.items())
+        ][:MOST_ELSEWHERE]
 
 
 class _Lasting:

@@ -43,6 +43,9 @@ function renderHead(row, live) {
   if (one.ended) head.append(make("p", {class: "quiet"}, `ended ${clock(timeOf(one.first + one.used.length - 1))}`));
   if (live) head.append(make("p", {class: "quiet"}, count(live.processes, "process", "processes")));
   if (live && live.frozen) head.append(trouble("frozen for a violation"));
+  for (const use of live ? live.elsewhere : []) {
+    head.append(trouble(`uses GPU ${use.index}, which is not its own: process ${use.pid}, ${bytes(use.memory)}`));
+  }
   for (const note of notesOf(row)) head.append(trouble(note));
   return head;
 }

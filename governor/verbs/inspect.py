@@ -16,6 +16,7 @@ from governor.errors import RequestError
 from governor.listing import (
     Listing,
     claim_state,
+    describe_elsewhere,
     describe_violation,
     find,
     find_claim,
@@ -144,6 +145,8 @@ def _fields(one: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if one["mps"]:
         yield "", ""
         yield "MPS server", ", ".join(f"{name} {value}" for name, value in one["mps"].items())
+    for use in one["elsewhere"]:
+        yield "not its own", describe_elsewhere(use)
     for episode in one["violations"]:
         until = "lasts" if episode["ended"] is None else f"until {_when(episode['ended'])}"
         found = describe_violation(one, episode)

@@ -6,14 +6,15 @@ import argparse
 import json
 
 from governor.client import node_config
-from governor.listing import Listing, table, violation_lines
+from governor.listing import Listing, table, trouble_lines
 
 SUMMARY = "List the containers that share this node's GPUs"
 EPILOG = """\
 COMPUTE is in percent of the GPU's time: what was used over the last two seconds, what is
 guaranteed, and the limit. WAITING is the part of these two seconds for which calls waited, for
 their turn or for room in the queue: a program that always has more work is near 100 %, however much
-time it gets. Violations that have not ended are shown in STATE, and on a line each below the table.
+time it gets. Violations that have not ended, and processes that use a GPU which their
+container was not granted, are shown in STATE, and on a line each below the table.
 
 """
 
@@ -40,5 +41,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(containers, indent=2))
         return 0
-    print("\n".join([*table(containers), *violation_lines(containers)]))
+    print("\n".join([*table(containers), *trouble_lines(containers)]))
     return 0

@@ -18,7 +18,7 @@ from typing import Any
 
 from governor.client import node_config
 from governor.errors import GovernorError
-from governor.listing import Listing, columns, percent, safe, table, violation_lines
+from governor.listing import Listing, columns, percent, safe, table, trouble_lines
 
 SUMMARY = "Show GPUs and containers live"
 EPILOG = """\
@@ -125,7 +125,7 @@ def _print(args: argparse.Namespace, listing: Listing) -> int:
 
 def _lines(look: dict[str, Any]) -> list[str]:
     containers = look["containers"]
-    return [look["time"], *_gpu_lines(look), *table(containers), *violation_lines(containers)]
+    return [look["time"], *_gpu_lines(look), *table(containers), *trouble_lines(containers)]
 
 
 def _gpu_lines(look: dict[str, Any], width: int = BARS[0][0]) -> list[str]:
@@ -182,7 +182,7 @@ def _draw(listing: Listing, interval: float) -> None:
         )
         lines = [title, "", *_gpu_lines(look, size.columns), ""]
         lines += table(look["containers"], size.columns)
-        bad = violation_lines(look["containers"])
+        bad = trouble_lines(look["containers"])
     except GovernorError as e:
         lines, bad = [f"tidegate top  {clock}", "", safe(e)], []
     # Violations have to be visible, so they take precedence over lines that do not fit.

@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.machine import Simulated
+from bench.machine import ROOT, Simulated
 from bench.node import BenchNode, Running
 from governor import cgroups
 from governor.client import ask
@@ -38,8 +39,8 @@ SOON_S = 2.0
 class SimulatedWithStray(Simulated):
     """The simulated GPU; each image also has the culprit and a driver of its own."""
 
-    def __init__(self, work: Path, build: Path) -> None:
-        super().__init__(work, build)
+    def __init__(self, work: Path, build: Path, devices: int = 1) -> None:
+        super().__init__(work, build, devices=devices)
         source = Path(__file__).with_name("stray.c").read_text()
         self.programs.append(compile_c(source, work / "stray", "-ldl"))
         self.programs.append(shutil.copy(build / "simgpu/libcuda.so.1", work / "own-driver.so"))
@@ -301,6 +302,37 @@ def stands_still(container: Running) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.alone
+def test_who_uses_a_gpu_that_is_not_its_own_is_shown(
+    tmp_path: Path, build_dir: Path, require: Callable[..., None]
+) -> None:
+    require("gcc", "runc")
+    with BenchNode(SimulatedWithStray(tmp_path, build_dir, devices=2)) as node:
+
+        def told(config: dict[str, Any]) -> None:
+            config["process"]["env"].append("CUDA_VISIBLE_DEVICES=1")
+
+        command = ["/usr/bin/simgpu-workload", "--seconds", "60", "--out", "/out/progress.bin"]
+        quota = {"memory": "2Gi", "compute": "20", "devices": "0"}
+        lost = node.start("lost", [*command, "--memory", str(GIB)], quota, edit=told)
+
+        def used() -> list[dict[str, Any]]:
+            (one,) = ask(node.config, "list")["containers"]
+            return list(one["elsewhere"])
+
+        wait_for(lambda: used() and used()[0]["memory"] > GIB, "use of the other GPU", 20)
+        (one,) = used()
+        assert (one["index"], len(events(node, "gpu-not-granted"))) == (1, 1)
+        assert violations(node, lost) == {}
+        done = subprocess.run(
+            [sys.executable, "-m", "governor.cli", "ps", "--runtime-dir", str(node.runtime_dir)],
+            cwd=ROOT, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        _, row, line = done.stdout.splitlines()
+        assert row.endswith("uses GPU 1 (not its own)")
+        assert line.startswith("not its own: ")
+        lost.process.kill()
+
+
 def test_throttling_freezes_for_longer_and_longer_and_thaws(place: Place) -> None:
     with place(on_violation="throttle") as node:
         neighbour = burner(node, "neighbour", compute="40")

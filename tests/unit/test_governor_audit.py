@@ -11,7 +11,7 @@ import json
 import os
 import selectors
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -160,10 +160,14 @@ class AuditWorld:
         self.group = MadeGroup(directory / "frozen.json")
         monkeypatch.setattr(audit, "time", self.clock)
         monkeypatch.setattr(audit, "AUDIT_NS", 0)
-        monkeypatch.setattr(audit, "_find_owner", lambda pid, _: self.owners.get(pid))
+        monkeypatch.setattr(audit, "_find_owner", self._find_owner)
         monkeypatch.setattr(audit, "started_ns", lambda pid: 2**62 if pid < 1000 else 1)
         self.patch = monkeypatch
         self.auditor = Auditor(self.containers, self.tally, self.config)
+
+    def _find_owner(self, pid: int, watched: Sequence[_Watched]) -> Made | None:
+        owner = self.owners.get(pid)
+        return owner if any(cast("Any", one.container) is owner for one in watched) else None
 
     def add(self, name: str, **more: Any) -> Made:
         made = Made(name, **more)
@@ -317,6 +321,43 @@ def test_samples_are_asked_for_where_somebody_has_memory(world: Callable[..., Au
     one.findings.seen[0] = 1
     assert made.auditor.wants_samples(DEVICE)
     assert not made.auditor.wants_samples(replace(DEVICE, uuid="GPU-1"))
+
+
+def test_who_uses_a_gpu_that_was_not_granted_is_shown_and_not_accused(
+    world: Callable[..., AuditWorld],
+) -> None:
+    made = world(on_violation="stop")
+    mine = made.add("mine")
+    lost = made.add("lost", device=Device(1, "GPU-1", "another", 16 * GIB))
+    lost.registered = {1}
+    made.owners = {2: lost, 3: lost, 4: mine}
+
+    def look(*processes: ProcessMemory) -> None:
+        made.clock.now_ns += 10**9
+        look = Look(made.clock.now_ns, {one.pid: one.used or 0 for one in processes})
+        charges = {cast("Container", mine): {cast("Any", object()): Charge()}}
+        made.auditor.look(DEVICE, look, processes, charges)
+
+    async def scene() -> None:
+        drawing = ProcessMemory(3, GIB, computes=False)
+        for _ in range(3):
+            look(ProcessMemory(1, GIB), ProcessMemory(2, 5), drawing, ProcessMemory(9, GIB))
+        assert lost.findings.describe()["elsewhere"] == [
+            {"gpu": "GPU-0", "index": 0, "pid": 1, "memory": GIB},
+            {"gpu": "GPU-0", "index": 0, "pid": 2, "memory": 5},
+        ]
+        look(ProcessMemory(2, 7))
+        assert [one["pid"] for one in lost.findings.describe_elsewhere()] == [2]
+        look()
+        assert lost.findings.describe()["elsewhere"] == []
+
+    logs = made.play(scene())
+    assert [(one["event"], one["container"], one["gpu"], one["pid"]) for one in logs] == [
+        ("gpu-not-granted", "lost", 0, 1),
+        ("gpu-not-granted", "lost", 0, 2),
+    ]
+    assert mine.findings.describe()["elsewhere"] == []
+    assert (lost.killed, lost.findings.episodes) == (0, [])
 
 
 def test_stopping_kills_once_each_time(world: Callable[..., AuditWorld]) -> None:

@@ -29,7 +29,7 @@ from governor.arbiter import N_WAITS
 from governor.container import container_key
 from governor.counters import MOST_RATE, RATE_NS, Rates
 from governor.errors import RequestError
-from governor.listing import Listing, find, short_ids, table, violation_lines
+from governor.listing import Listing, find, short_ids, table, trouble_lines, violation_lines
 from governor.names import LIMIT, MOST, Name, find_name
 from governor.verbs import inspect, top
 from governor.violations import Episode
@@ -320,6 +320,28 @@ def test_a_narrow_table_keeps_what_tells_containers_apart(
     assert table(containers, len(wide[0]))[0] == wide[0]
     assert table(containers, len(wide[0]) - 6)[0] == wide[0].replace("STRATEGY   ", "")
     assert table([], 20)[0].endswith("WAITING  STATE")
+
+
+def test_a_process_on_a_gpu_that_is_not_its_container_s_is_named() -> None:
+    lost = row("a" * 64, "lo\nst", "")
+    assert trouble_lines([lost]) == []
+    assert table([lost])[1].endswith("  ok")
+    used = {"gpu": "GPU-1", "index": 1, "pid": 4711, "memory": 514 * MIB}
+    lost |= {
+        "key": "k",
+        "elsewhere": [used, {**used, "pid": 4712}, {**used, "gpu": "GPU-3", "index": 3}],
+    }
+    other = {
+        **lost,
+        "id": "b" * 64,
+        "name": "other",
+    }  # of the same claim, so its processes are the same
+    assert table([lost])[1].endswith("  uses GPU 1, 3 (not its own)")
+    assert trouble_lines([lost, other]) == [
+        "not its own: lo?st: 514 MiB held outside its quota, GPU 1, process 4711",
+        "not its own: lo?st: 514 MiB held outside its quota, GPU 1, process 4712",
+        "not its own: lo?st: 514 MiB held outside its quota, GPU 3, process 4711",
+    ]
 
 
 # ---- rates ----

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from governor.container import Container
+from governor.quota import Device
 from governor.violations import Episode
 from tests.conftest import lack
 from tests.unit.governor_world import GIB, UUID, Served
@@ -295,6 +296,20 @@ def test_refusals_and_violations_stand_with_their_reasons(
     assert "violation: compute, " in row(page, 1)
     assert "frozen for a violation" in row(page, 1)
     assert "It does not answer, and nothing of it is granted: GPU is lost" in words(page, ".gpu")
+
+
+def test_a_process_on_a_gpu_that_is_not_its_container_s_is_named(
+    served: Served, page: BrowserPage
+) -> None:
+    one = admit(served, "one")
+    one.findings.note_elsewhere(Device(1, "GPU-1", "another", GIB), {4711: GIB // 2})
+    served.step((one, 40.0))
+    open_page(page, served, 1)
+    said = "uses GPU 1, which is not its own: process 4711, 512 MiB"
+    assert said in row(page, 1)
+    page.press("Tab", times=3)
+    page.press("ArrowLeft")
+    assert said not in row(page, 1)  # of earlier moments it is not known
 
 
 HOSTILE = [

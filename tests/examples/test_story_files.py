@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import os
 import re
@@ -220,6 +221,37 @@ def pod(limits: dict, annotations: dict | None = None, **spec: object) -> dict:
         "metadata": {"name": "p", "annotations": annotations or {}},
         "spec": {"containers": [container], **spec},
     }  # fmt: skip
+
+
+def first_cells(page: str, below: str) -> list[str]:
+    """Return the first cells of the first table below a heading."""
+    lines = page.partition(f"\n{below}\n")[2].splitlines()
+    table = itertools.takewhile(
+        lambda line: line.startswith("|"), itertools.dropwhile(lambda line: line[:1] != "|", lines)
+    )
+    return [line.split("|")[1].strip() for line in table][2:]
+
+
+def test_the_page_and_the_page_on_kubernetes_say_the_same_of_the_scheduler():
+    page = (EXAMPLES / "moving-from-hami/README.md").read_text()
+    kubernetes = (EXAMPLES.parent / "docs/howto/kubernetes.md").read_text()
+    assert first_cells(page, "## First: who chooses the node") == [
+        "requires", "a pod asks with", "convert with", "the node is chosen by", "the GPU is chosen by",
+        "a pod that fits nowhere",
+    ]  # fmt: skip
+    for said in (
+        "cluster's own scheduler",  # with claims it chooses
+        "DRAConsumableCapacity",
+        "`Pending`",
+        "CEL selectors",
+        "scoringStrategy",
+    ):
+        assert said in page, said
+        assert said in kubernetes, said
+    # What one of them has a word for, the other has, too.
+    for cell in first_cells(kubernetes, "## Pods that were written for others"):
+        for word in re.findall(r"(?:nvidia|tencent)\.com/([a-z-]+)", cell):
+            assert word in page, word
 
 
 def test_the_kept_pods_are_what_the_others_become():

@@ -277,7 +277,7 @@ def reason_of(episode: Episode) -> str:
         return f"its processes hold {found} MiB of GPU memory, {allowed} MiB are allowed"
     if episode.kind == COMPUTE:
         return f"it worked on the GPU without a grant ({episode.found} % in NVML's samples)"
-    return "a process of it uses the GPU and has not registered: it goes past the control library"
+    return "a process uses the GPU and has not registered: it bypasses the control library"
 
 
 def uses_of(container: Container) -> Iterator[tuple[tuple[Container, str], Use]]:

@@ -29,61 +29,63 @@ HEAD = f"""\
 
 # Metrics
 
-The governor serves metrics for Prometheus where `metrics.listen` says
-([configuration](configuration.md)): `off` by default, `unix` for a socket, or a port of this
-machine. `GET /metrics` answers in Prometheus's text format or in OpenMetrics, gzipped where that is
-asked for. There is neither a password nor TLS, so nothing but the socket and this machine's own
-addresses is accepted. `curl --unix-socket /run/tidegate/metrics.sock http://tidegate/metrics` shows
-them.
+The governor serves metrics for Prometheus at the place that `metrics.listen` names
+([configuration](configuration.md)): nowhere by default (`off`), a socket (`unix`), or a port of
+this machine. `GET /metrics` answers in Prometheus's text format or in OpenMetrics, compressed with
+gzip if the client accepts it. There is neither a password nor TLS, so only the socket and this
+machine's own addresses are accepted. `curl --unix-socket /run/tidegate/metrics.sock
+http://tidegate/metrics` shows the metrics.
 
-A connection is for one request and ends after {REQUEST_S:g} s; {MOST_CONNECTIONS} are served at a
-time. Scrapes within {SAME_S:g} s of each other get the same numbers.
+A connection serves one request and ends after {REQUEST_S:g} s; at most {MOST_CONNECTIONS} are
+served at a time. Scrapes within {SAME_S:g} s of each other get the same numbers.
 
-Series with a `container` label end with the container; until then they do not go back, whichever of
-its processes end. Sums over containers lose what ended: for a GPU or the node take the series
-without that label, which count on from the governor's start. `gpu` is the GPU's UUID, `index` its
-number on the node, `container` the id that the runtime gave. Under Kubernetes `namespace` and `pod`
-name its pod, and `claim` (NAMESPACE/NAME) the claim that its quota comes from; elsewhere they are
-empty. Containers that use the same shares of a claim are one series, by the one that came first.
+Series with a `container` label end with the container; until then its counters never decrease, even
+if a process ends. Sums over containers lose the containers that have ended: for totals of a GPU or
+of the node, use the series without that label, which keep counting until the governor stops. `gpu`
+is the GPU's UUID, `index` its number on the node, and `container` the id that the runtime gave. In
+Kubernetes, `namespace` and `pod` name the container's pod, and `claim` (NAMESPACE/NAME) the claim
+that its quota comes from; otherwise they are empty. Containers that use the same shares of a claim
+have one series, under the id of the one that came first.
 
 A wait for a grant begins when the governor sees that a container wants the GPU and ends with its
 grant, by the governor's clock. On a GPU that is steered (`tidegate_gpu_steered`) there are none:
 work waits on the GPU, where nothing counts it.
 
-What a container counts itself (launches, waits, refused allocations, peak) is as true as its
-program is honest. GPU time, what NVML sees and violations are the governor's own.
+Numbers that a container counts itself (launches, waits, refused allocations, the peak) are only as
+reliable as its program is honest. GPU time, what NVML reports, and violations are observed by the
+governor itself.
 
 The words mean what the [glossary](../glossary.md#the-words-for-numbers) says, and the numbers are
 those of `tidegate inspect` and of [the page](../howto/see-what-happens.md#the-page).
 
-Under `timeslice` the hand-over is what was held less what was charged. Under `mps` a container's
-work runs on beside the next one's, and is charged although its grant is over: charged may be more
-than held. There look at what is charged, and at `handover` by itself.
+Under `timeslice`, the hand-over is the time held less the time used. Under `mps`, a container's
+work may continue beside that of the next one and is charged although its grant is over, so that
+more may be used than held. On such GPUs, look at the time used and at the hand-over separately.
 """
 
 TAIL = """
 ## Questions
 
 ```promql
-# Part of a GPU that containers get, and what is lost to hand-overs
+# The fraction of a GPU that containers use, and the fraction that hand-overs cost
 rate(tidegate_gpu_charged_seconds_total[5m])
 rate(tidegate_gpu_handover_seconds_total[5m])
 
-# What a hand-over costs on average, seconds
+# The average cost of a hand-over, in seconds
 rate(tidegate_gpu_handover_seconds_total[5m]) / rate(tidegate_gpu_grants_total[5m])
 
-# Containers that get less than 90 % of their guarantee although they wait
+# Containers that use less than 90 % of their guarantee although they wait
 rate(tidegate_container_charged_seconds_total[5m])
     < 0.9 * tidegate_container_compute_guarantee_ratio
   and rate(tidegate_container_wait_seconds_total[5m]) > 0
 
-# How long 99 % of a container's waits for a grant were at most, seconds
+# The time within which 99 % of a container's waits for a grant ended, in seconds
 histogram_quantile(0.99, rate(tidegate_container_grant_wait_seconds_bucket[5m]))
 
 # Containers near their memory quota
 tidegate_container_memory_used_bytes / tidegate_container_memory_limit_bytes > 0.95
 
-# Containers that go around their quota now: see docs/howto/violations.md
+# Containers that bypass their quota at this moment: see docs/howto/violations.md
 tidegate_container_violation == 1
 ```
 """

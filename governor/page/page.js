@@ -115,7 +115,7 @@ function renderFacts(gpu, parts) {
   parts.title.replaceChildren(`GPU ${gpu.index}: `, foreign(gpu.name));
   const divides = gpu.scheduling === "hardware" ? "its own scheduler divides its time" : "grants divide its time";
   parts.facts.replaceChildren(`${gpu.uuid}, shared by ${gpu.strategy}; ${divides}`);
-  if (gpu.not_steered) parts.facts.append(", although the node wants its own scheduler to: ", foreign(gpu.not_steered, 400));
+  if (gpu.not_steered) parts.facts.append(", although the configuration says hardware: ", foreign(gpu.not_steered, 400));
   const troubles = [["does not answer, and nothing of it is granted", gpu.lost], ["takes no container now", gpu.closed]];
   parts.trouble.replaceChildren(...troubles.filter(([, why]) => why !== null)
     .map(([what, why]) => make("span", {class: "bad"}, `\u26a0 It ${what}: `, foreign(why, 400))));
@@ -158,16 +158,16 @@ function renderEvents() {
   const indexes = new Map(state.gpus.map((gpu) => [gpu.uuid, gpu.index]));
   const events = [
     ...state.violations.map((one) => ({
-      at: one.began, what: one.ended === null ? "violation, lasts" : `violation, ${lasted(one.ended - one.began)}`,
+      at: one.began, what: one.ended === null ? "violation, ongoing" : `violation, ${lasted(one.ended - one.began)}`,
       id: one.id, why: `${one.kind}, GPU ${indexes.get(one.gpu) ?? one.gpu}: ${one.reason} (process ${one.pid}); `
         + `policy: ${state.policy}`,
     })),
     ...state.refusals.map((one) => ({
-      at: one.at, what: "refused to start", id: one.id, why: (one.code === "refused" ? "" : `${one.code}: `) + `${one.message}; ${one.hint}`,
+      at: one.at, what: "start refused", id: one.id, why: (one.code === "refused" ? "" : `${one.code}: `) + `${one.message}; ${one.hint}`,
     })),
   ].sort((one, other) => other.at - one.at);
   byId("no-events").hidden = events.length > 0;
-  byId("no-events").textContent = "None since the governor started.";
+  byId("no-events").textContent = "None since the start of the governor.";
   byId("events").hidden = !events.length;
   byId("events").tBodies[0].replaceChildren(...events.map((event) => {
     const who = cell("td", "cell", foreign(names.get(event.id) || event.id || "not named yet", 64));
@@ -190,7 +190,7 @@ function render() {
   const now = new Map(state.containers.map((one) => [one.key, one]));
   for (const gpu of state.gpus) renderGpu(gpu, span, now);
   renderEvents();
-  const left = about.left_out ? ` ${count(about.left_out, "container")} more than fit are not shown.` : "";
+  const left = about.left_out ? ` ${count(about.left_out, "more container")} did not fit into the history.` : "";
   const others = state.left_out.map((gpu) => ` GPU ${gpu.index} is not shared: ${plain(gpu.reason)}.`).join("");
   byId("about").textContent = `version ${state.version}, governor since ${day(state.started)}, `
     + `${count(state.containers.length, "container")}.${left}${others}`;

@@ -451,7 +451,7 @@ def test_only_the_last_refusals_are_remembered_and_no_more_of_each() -> None:
         (Episode("compute", UUID, 1, 87, 0),
          "it worked on the GPU without a grant (87 % in NVML's samples)"),
         (Episode("unregistered", UUID, 1, GIB, 0),
-         "a process of it uses the GPU and has not registered: it goes past the control library"),
+         "a process uses the GPU and has not registered: it bypasses the control library"),
     ],
 )  # fmt: skip
 def test_a_violation_has_a_reason(episode: Episode, reason: str) -> None:

@@ -284,10 +284,10 @@ def test_refusals_and_violations_stand_with_their_reasons(
     served.step((one, 0.0))
     open_page(page, served, 1)
     events = words(page, "#events")
-    assert "refused to start too-large GPU 0 has " in events
+    assert "start refused too-large GPU 0 has " in events
     assert "102400 MiB were asked for" in events
     assert (
-        "violation, lasts one memory, GPU 0: its processes hold 5120 MiB of GPU memory, 4096 MiB are"
+        "violation, ongoing one memory, GPU 0: its processes hold 5120 MiB of GPU memory, 4096 MiB are"
         " allowed (process 4711); policy: report"
     ) in events
     assert "violation, 10 s one compute, GPU 0: it worked on the GPU without a grant" in events

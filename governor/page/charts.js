@@ -64,7 +64,7 @@ function memoryBar(had) {
 function slot(row, share, kind, ...children) {
   const node = tone(width(make("span", {class: kind}, ...children), share), row.number);
   node.title = `${row.number}: ${short(plain(row.one.name || row.one.id), 64)}`;
-  if (share >= 3) node.append(make("b", {}, make("span", {}, String(row.number))));
+  if (share >= 4) node.append(make("b", {}, make("span", {}, String(row.number))));
   return node;
 }
 

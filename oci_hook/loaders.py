@@ -6,7 +6,7 @@ TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
     from typing import NamedTuple
 else:
-    from oci_hook.record import NamedTuple
+    from oci_hook.light_typing import NamedTuple
 
 # No loader searches this directory by itself. Where glibc has no subdirectory for the machine
 # (i386, and aarch64 from 2.37 on), ld.so.cache leads to it.

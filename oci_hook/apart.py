@@ -1,16 +1,16 @@
 """Runs work in a separate process, so that a root file system cannot block the runtime.
 
-A container's root file system may stall if it is a network file system or FUSE, which a server
-process implements. A process that has sent such a server a request waits in the kernel until the
-server answers, and no signal ends that wait, neither SIGKILL nor the signal of a deadline.
-Therefore a separate process, the worker, accesses the root. The process that the runtime waits for
-never does, and abandons the worker when the deadline has passed.
+A container's root file system may stall if it is a network file system or FUSE, where a server
+process answers each request. A process that waits for such an answer is in an uninterruptible
+sleep, which no signal ends, neither SIGKILL nor the signal of a deadline. Therefore only a separate
+process, the worker, accesses the root. The process that the runtime waits for never does, and
+abandons the worker when the deadline has passed.
 
 An abandoned worker removes what it has created as soon as the file system answers, and ends. It has
 none of the runtime's descriptors, because runtimes in Go wait until every process has closed a
 hook's outputs.
 
-This module imports as little as possible: what is in memory before the fork is copied after it.
+This module imports as little as possible: memory that is in use before the fork is copied after it.
 """
 
 import fcntl
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 else:
     import _signal as signal  # without the names of numbers, which take 4 ms
 
-# Seconds that a worker gets beyond its deadline. A worker that is not stuck ends by then, with an
-# error line that says more.
+# Seconds that a worker gets beyond its deadline. A worker that is not stuck ends within that time,
+# with a more specific error line.
 GRACE = 2.0
 BRIEFLY = 1.0  # seconds for work that may be cut short, and for SIGKILL to take effect
 LOST = 255  # exit status of a worker that did not complete its work
@@ -36,11 +36,11 @@ ANSWERS = "see what serves that file system (FUSE, NFS), and start the container
 caller = 0
 """Pid of the process that waits for this one; its parent is the runtime. 0 if there is none."""
 link = -1
-"""This process's end of a pipe to the waiting process; -1 if no process waits."""
+"""This process's end of a pipe to the waiting process; -1 if no process is waiting."""
 
 
 def follow(pipe: int) -> None:
-    """Request SIGALRM for when the waiting process ends; OSError if it has ended already.
+    """Have the kernel send SIGALRM when the waiting process ends; OSError if it already has.
 
     Nothing is ever written to the pipe, so a signal for it means that its other end is closed.
     PR_SET_PDEATHSIG is not sufficient: the kernel clears it when a process changes its user.
@@ -115,9 +115,9 @@ def run_apart(work: "Callable[[], int]", seconds: float, who: str = "the hook") 
 def run_briefly(work: "Callable[[], None]") -> None:
     """Do work that may be cut short in another process, which has no descriptors.
 
-    The process is killed after a second, and left behind if it is stuck. It is waited for because
-    crun adopts the processes that a hook leaves behind, and misses the end of the hook if both end
-    at the same time.
+    The process is killed after a second, and abandoned if it is stuck. The caller waits for it
+    because crun adopts the processes that a hook leaves behind, and misses the end of the hook if
+    both end at the same time.
     """
     try:
         pid = posix.fork()
@@ -144,7 +144,7 @@ def _lost(message: str) -> "MountError":
 
 
 def _is_stuck(pid: int) -> bool:
-    """Return whether a process that was killed is in a wait that no signal ends."""
+    """Return whether a process is in an uninterruptible sleep."""
     with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
         return file.read(4096).rpartition(b") ")[2][:1] == b"D"
 

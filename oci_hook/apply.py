@@ -1,8 +1,8 @@
 """Applies a plan inside a container's mount namespace.
 
 Sources are opened in the host's namespace before anything in the container is examined. Below the
-container's root only descriptors are used: no path is walked twice, and links cannot lead out (runc
-and NVIDIA's toolkit both had a series of CVEs for lack of this).
+container's root only descriptors are used: no path is resolved twice, and links cannot lead out of
+the root. (runc and NVIDIA's toolkit both had a series of CVEs in code without these rules.)
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KERNEL_HINT = "use Linux 5.12 or newer, without a seccomp filter that hides its 
 
 
 def explain(e: OSError, doing: str) -> MountError:
-    """Return an error that says what the kernel refused; common ones with the likely cause."""
+    """Return an error that names the refused operation and, for common errors, the likely cause."""
     message = f"cannot {doing}: {e.strerror}"
     if e.errno == errno.ENOSYS:
         return MountError(message, hint=KERNEL_HINT)
@@ -61,7 +61,7 @@ class CreatedContainer:
     """A container that the runtime is creating, held by descriptors."""
 
     def __init__(self, pid: int, root: str) -> None:
-        """Open process, mount namespace and root, which belong together from then on."""
+        """Open the process, its mount namespace and its root; a reused pid cannot mix them up."""
         self.pid = pid
         self.root = root
         self.procfd = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -83,7 +83,7 @@ class CreatedContainer:
         self.rootfd = open_root(root)
 
     def require_alive(self) -> None:
-        """Refuse if the process has ended, because another may have its pid by now."""
+        """Fail if the process has ended, because another process may have its pid by now."""
         if select.select([self.pidfd], [], [], 0)[0]:
             raise BundleError(
                 f"process {self.pid} of the OCI state has ended",
@@ -92,7 +92,7 @@ class CreatedContainer:
 
 
 class MountNamespace:
-    """Runs the body of `with MountNamespace(container) as rootfd` in its mount namespace."""
+    """Runs the body of `with MountNamespace(container) as rootfd` in that mount namespace."""
 
     def __init__(self, container: CreatedContainer) -> None:
         self.container = container
@@ -142,7 +142,7 @@ class Undo:
         self.steps.append(step)
 
     def at_success(self, step: Callable[[], None]) -> None:
-        """Add a step that removes what undoing would have needed; it may use only descriptors."""
+        """Add a step that removes what only undoing needs; it may use only descriptors."""
         self.remains.append(step)
 
     def note(self, trace: HookTrace) -> None:
@@ -150,18 +150,18 @@ class Undo:
         self.noted.append((len(self.steps), trace))
 
     def traces(self) -> list[HookTrace]:
-        """Return what is left in the container's root file system."""
+        """Return what the actions so far leave in the container's root file system."""
         return [trace for _, trace in self.noted]
 
     def forget(self) -> None:
-        """Drop all steps and remove what they needed; the next run removes what remains."""
+        """Drop all steps and remove what only they needed; the next run removes any remains."""
         self.steps.clear()
         while self.remains:
             with suppress(OSError):
                 self.remains.pop()()
 
     def back_to(self, count: int) -> None:
-        """Undo, within the namespace, all but the first `count` steps; what fails stays."""
+        """Undo all but the first `count` steps, within the namespace; failures are ignored."""
         self.noted = [(n, trace) for n, trace in self.noted if n <= count]
         while len(self.steps) > count:
             with suppress(OSError):
@@ -187,8 +187,8 @@ class Undo:
 def open_source(operation: BindDirectory | BindFile, hold: int) -> int | None:
     """Open a detached, read-only, private copy of a mount of the host.
 
-    `hold` is the directory of the generation that the manifest was read from: its name may lead to
-    another one by now.
+    `hold` is a descriptor of the generation that the manifest was read from: its path may lead to
+    another generation by now.
 
     Returns None for a `may_lack` directory that does not exist or does not answer. A link does not
     count: one of these directories is below /tmp, where any user may create links.
@@ -225,7 +225,7 @@ def open_source(operation: BindDirectory | BindFile, hold: int) -> int | None:
 
 
 def _own_like(dirfd: int, fd: int) -> None:
-    """Give a new file to its directory's owner: in a user namespace, the container's root."""
+    """Give a new file the owner of its directory: in a user namespace, the container's root."""
     parent, child = os.fstat(dirfd), os.fstat(fd)
     if (parent.st_uid, parent.st_gid) != (child.st_uid, child.st_gid):
         os.fchown(fd, parent.st_uid, parent.st_gid)
@@ -255,7 +255,7 @@ class Applier:
     def __init__(
         self, container: CreatedContainer, rootfd: int, undo: Undo, kept: dict[str, Any]
     ) -> None:
-        """`kept` describes the cache that the image has (`traces.keep`)."""
+        """`kept` describes the image's own cache (`cleanup.keep`)."""
         self.container = container
         self.rootfd = rootfd
         self.undo = undo
@@ -265,7 +265,7 @@ class Applier:
         self.skipped: list[str] = []
 
     def _shared_mounts(self) -> frozenset[int]:
-        """Return the ids of the mounts from which changes reach other namespaces."""
+        """Return the ids of the shared mounts, whose changes propagate to other namespaces."""
         fd = os.open(
             "thread-self/mountinfo", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.container.procfd
         )
@@ -278,17 +278,17 @@ class Applier:
         )
 
     def require_ours(self, dirfd: int, path: str, *, volumes: bool) -> None:
-        """Refuse to create in a volume, which is the host's: a link in the image may lead to it.
+        """Refuse to create files on a volume: it belongs to the host, and a link may lead to it.
 
-        With `volumes`, a volume that the configuration mounts on `path` itself is accepted if no
-        link is on the way to it.
+        With `volumes`, a volume that the configuration mounts on `path` itself is accepted if
+        `path` contains no link.
         """
         if kernel.mount_id(dirfd) == self.root_mount or (volumes and self.is_direct(dirfd, path)):
             return
         raise OSError(errno.EXDEV, "it is on a volume", path)
 
     def is_direct(self, fd: int, path: str) -> bool:
-        """Return whether `path` leads to the file of `fd` without a link on the way."""
+        """Return whether `path` leads to the file of `fd` without following a link."""
         try:
             other = kernel.openat2(
                 self.rootfd,
@@ -334,7 +334,7 @@ class Applier:
         return fd
 
     def _make_below(self, fd: int, parts: list[str], done: int) -> int:
-        """Create the parts of a path after the first `done`; `fd` is the directory of those."""
+        """Create the parts of a path after the first `done`, below `fd`, which is their parent."""
         for depth, name in enumerate(parts[done:], done + 1):
             parent = fd
             with Whole():
@@ -390,7 +390,7 @@ class Applier:
         """Mount `source` on `target`.
 
         A link in the image must not decide which of the runtime's mounts is covered: a mount on
-        /dev or /proc would remove what the runtime later hides files with.
+        /dev or /proc would cover the files that the runtime later mounts over others to hide them.
         """
         mount = kernel.mount_id(target)
         if mount in self.shared:
@@ -410,11 +410,11 @@ class Applier:
     def write_cache(self, operation: WriteCache) -> None:
         """Replace the cache by one rename.
 
-        The previous file or link is kept under the other name until the container is certain to
-        start: when it is put back, all its attributes are unchanged.
+        The previous file or link is kept under the temporary name until the container is certain to
+        start, so that it can be restored with all its attributes.
         """
         parent, _, name = operation.target.rpartition("/")
-        # Not on a volume over /etc, which does not belong to the container.
+        # Fails for a volume over /etc, which does not belong to the container.
         dirfd = kernel.open_in_root(
             self.rootfd, parent, os.O_PATH | os.O_DIRECTORY, same_mount=True
         )
@@ -444,7 +444,7 @@ class Applier:
         self.undo.at_success(partial(remove, dirfd, TEMPORARY))
 
     def execute(self, operation: Operation, source: int) -> None:
-        """Apply one operation; an optional one is skipped if the image has no room for it."""
+        """Apply one operation; an optional one is skipped if it fails because of the image."""
         done = len(self.undo.steps)
         optional = not isinstance(operation, WriteCache) and operation.optional
         try:
@@ -486,7 +486,7 @@ class Applier:
                     else "use a root file system that the runtime can write to",
                 ) from e
             if isinstance(operation, BindFile) and e.errno in (errno.EROFS, errno.EXDEV):
-                # Programs are a convenience, so the container starts without.
+                # Programs are a convenience, so the container starts without them.
                 self.skipped.append(f"/{operation.target}: {reason}")
                 return
             if e.errno in (errno.EEXIST, errno.ELOOP, errno.ENOTDIR, errno.EXDEV):
@@ -497,8 +497,8 @@ class Applier:
             raise explain(e, operation.describe()) from e
 
 
-def _keep(plan: Plan, container: CreatedContainer) -> dict[str, Any]:
-    """Return what the image has at the place where a cache will be written."""
+def _describe_cache(plan: Plan, container: CreatedContainer) -> dict[str, Any]:
+    """Describe the image's own cache, so that it can be restored; {} if none will be written."""
     for operation in plan.operations:
         if isinstance(operation, WriteCache):
             with suppress(OSError):
@@ -509,10 +509,10 @@ def _keep(plan: Plan, container: CreatedContainer) -> dict[str, Any]:
 def apply_plan(plan: Plan, hold: int, container: CreatedContainer, undo: Undo) -> list[str]:
     """Apply the plan; return what was left out, with the reasons.
 
-    `hold` is the directory of the generation that the plan uses. `undo` has the steps back, whether
-    this returns or raises.
+    `hold` is a descriptor of the generation that the plan uses. `undo` receives the steps that
+    revert the plan, whether this function returns or raises.
     """
-    kept = _keep(plan, container)
+    kept = _describe_cache(plan, container)
     sources = [
         -1 if isinstance(operation, WriteCache) else open_source(operation, hold)
         for operation in plan.operations

@@ -2,7 +2,7 @@
 
 The node's driver writes the entries into a CDI specification for each claim, and only the engine
 copies them into config.json: annotations and environment, which a tenant sets, cannot name a claim.
-A container with several shares has several entries; the first of them handles all.
+A container with several shares has several entries; the first of them handles all shares.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HINT = "the node driver writes claims and their entries: see the log of tidegate
 
 
 def leads_to(path: object, own: str) -> bool:
-    """Return whether a hook entry's path is that of this hook, also by another name."""
+    """Return whether a hook entry's path leads to this hook, under this or another name."""
     if path == own:
         return True
     if type(path) is not str or not path.startswith("/") or "\0" in path:
@@ -37,8 +37,8 @@ def leads_to(path: object, own: str) -> bool:
 def find_claims(document: dict[str, Any], own: str) -> tuple[tuple[str, str], ...]:
     """Return the shares in config.json as (claim, name); `own` is this hook's path.
 
-    BundleError if a device of tidegate.gpu/shared is requested as well: it would not be the
-    claim's.
+    BundleError if a device of tidegate.gpu/shared is requested as well: its GPU would not belong to
+    the claim.
     """
     found: dict[tuple[str, str], None] = {}
     shared = False

@@ -1,10 +1,10 @@
 """Records what the hook creates in a container's root file system, and removes it at the end.
 
-A mount needs a mount point, and programs ask ld.so.cache where libcuda is. So a start creates
+A mount needs a mount point, and programs find libcuda through ld.so.cache. So a start creates
 directories, perhaps empty files, and a cache. A note on the host, named by the container's id,
 lists them. It is read at the container's end, by the wrapper runtime after `delete` or by
-`poststop`. By then the container could have put anything anywhere, so only what is empty is
-removed, and only through confined descriptors.
+`poststop`. By then the container may have put anything at these paths, so only empty files and
+directories are removed, and only through confined descriptors.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ ID_LIMIT = 200  # characters of an id, which has to fit into a file name
 KEPT_LIMIT = 512 << 10  # bytes of a cache that is kept; usual ones have tens of KiB; /run is memory
 STORED_LIMIT = 1 << 20  # bytes of a note
 HEAD_LIMIT = 32 << 10  # bytes of a note's first line: the longest path, as JSON
-SWEEP = 32  # on average, one of this many starts looks through all notes
+SWEEP = 32  # on average, one of this many starts checks all notes
 SWEEPING = 1 << 62  # offset in LOCK of the byte for sweeps; the bytes before it are for roots
-LOOKS = 64  # directories looked up for a cache that the container wrote; each takes a path walk
+LOOKS = 64  # directories resolved for a cache that the container wrote; each takes a path walk
 SECONDS = 4.0  # time limit of one container's clean-up
 
 
@@ -64,7 +64,7 @@ class NoteHeader(NamedTuple):
     began: int  # start time of that process, because pids are reused; 0 if it had ended
     device: int
     inode: int  # with `device` the identity of the root, which may have other names and containers
-    made: int = 0  # monotonic time in ns: of two notes, the later one's start saw the other's files
+    made: int = 0  # monotonic time in ns: a start finds the files of notes with an earlier time
 
 
 class Attributes(NamedTuple):
@@ -82,11 +82,11 @@ def _attributes(status: os.stat_result) -> Attributes:
 
 
 def keep(rootfd: int, path: str, data: bytes) -> dict[str, Any]:
-    """Describe what is at a path so that it can be restored: a link, or a file with `data` in it.
+    """Describe the file or link at a path so that it can be restored; `data` is a file's content.
 
-    The result is empty for anything else and for a file that is too large: at the end, the cache
-    in its place then only loses the entries that lead to the driver. The file is not read again,
-    because its name may belong to another file by now.
+    The result is empty for anything else and for a file that is too large: at the container's end,
+    the cache in its place then only loses the entries that lead to the driver. The file is not read
+    again, because its name may belong to another file by now.
     """
     parent, _, name = path.rpartition("/")
     dirfd = kernel.open_in_root(rootfd, parent, os.O_PATH | os.O_DIRECTORY, same_mount=True)
@@ -156,7 +156,7 @@ def _lock_byte(runtime_dir: str, byte: int, how: int) -> int:
 
 
 def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[HookTrace]) -> None:
-    """Write the note of what was created for a container, even if nothing was; raises OSError.
+    """Write the note of what was created for a container, even if that is nothing; raises OSError.
 
     `root` has no link in it, and a link that appears later is not followed: a user with the right
     to write above it could redirect the clean-up.
@@ -185,8 +185,8 @@ def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[Hoo
             write_all(fd, data)
         finally:
             os.close(fd)
-        # Files of an earlier container with this id may be in use by others of the same root. The
-        # note is kept for the end of those.
+        # Files of an earlier container with this id may be in use by other containers of the same
+        # root. Its note is kept until those end.
         with suppress(FileNotFoundError):
             kernel.renameat(dirfd, ident, f"{ident}@{note.made}")
         kernel.renameat(dirfd, temporary, ident)
@@ -199,7 +199,7 @@ def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[Hoo
 
 
 def forget(runtime_dir: str, ident: str) -> None:
-    """Remove a container's note; what it left has been removed, or stays."""
+    """Remove a container's note, whether or not everything that it lists was removed."""
     with suppress(OSError):
         dirfd = _directory(runtime_dir)
         try:
@@ -209,7 +209,7 @@ def forget(runtime_dir: str, ident: str) -> None:
 
 
 def _began(pid: int) -> int:
-    """Return the start time of a process; 0 if it has ended, whether it was waited for or not."""
+    """Return the start time of a process; 0 if it has ended, even if it is still a zombie."""
     try:
         fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -301,7 +301,7 @@ def _take_from_root(runtime_dir: str, ident: str, own: NoteHeader) -> None:
     until = time.monotonic() + SECONDS
     for name, note in sorted(shared, key=lambda item: (item[1].made, item[1].began), reverse=True):
         try:
-            with suppress(OSError):  # the root is gone, with all that was in it
+            with suppress(OSError):  # the root is gone, with everything in it
                 rootfd = kernel.open_straight(note.root)
                 here = os.fstat(rootfd)
                 if (here.st_dev, here.st_ino) in running:  # the name leads to another root by now
@@ -309,7 +309,7 @@ def _take_from_root(runtime_dir: str, ident: str, own: NoteHeader) -> None:
                     continue
                 _take_all(rootfd, _parse_traces(_read(runtime_dir, name)), until)
         finally:
-            forget(runtime_dir, name)  # in any case, or the next one runs into the same obstacle
+            forget(runtime_dir, name)  # in any case: the next clean-up would fail at the same point
 
 
 def _take_all(rootfd: int, traces: list[HookTrace], until: float) -> None:
@@ -321,13 +321,13 @@ def _take_all(rootfd: int, traces: list[HookTrace], until: float) -> None:
             # The errors other than OSError are those of a damaged cache or note.
             with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
                 if time.monotonic() < until:
-                    _take_back(procfd, rootfd, trace, traces)
+                    _remove_trace(procfd, rootfd, trace, traces)
     os.close(procfd)
     os.close(rootfd)
 
 
 def sweep(runtime_dir: str) -> None:
-    """Remove the notes of containers that ended unreported and lost their root, and other files."""
+    """Remove notes of containers whose end was not reported and whose root is gone, and strays."""
     with suppress(OSError):
         for name, note in _notes(runtime_dir).items():
             if note is None:
@@ -335,7 +335,7 @@ def sweep(runtime_dir: str) -> None:
             else:
                 # A running container may have its root in another mount namespace.
                 stays = _runs(note) or os.path.isdir(note.root)
-            # A start may have written a new note under this name meanwhile.
+            # A start may have written a new note under this name in the meantime.
             if not stays and _parse_note(_read(runtime_dir, name, HEAD_LIMIT)) == note:
                 forget(runtime_dir, name)
 
@@ -353,7 +353,7 @@ def sweep_apart(runtime_dir: str) -> None:
     run_briefly(work)
 
 
-def _take_back(procfd: int, rootfd: int, trace: HookTrace, traces: list[HookTrace]) -> None:
+def _remove_trace(procfd: int, rootfd: int, trace: HookTrace, traces: list[HookTrace]) -> None:
     """Remove one trace; OSError if it is no longer what was created."""
     parent, _, name = trace.path.rpartition("/")
     dirfd = kernel.open_in_root(rootfd, parent or ".", os.O_PATH | os.O_DIRECTORY, same_mount=True)
@@ -382,20 +382,20 @@ def _take_back(procfd: int, rootfd: int, trace: HookTrace, traces: list[HookTrac
             os.close(fd)
         if data is not None:
             made = [trace.path for trace in traces if trace.what == "directory"]
-            content = _without(rootfd, data, made)
+            content = _without_entries(rootfd, data, made)
             if content is not None:
-                _put(dirfd, name, content, _attributes(status))
+                _replace_file(dirfd, name, content, _attributes(status))
         else:
-            _put_back(dirfd, name, trace.kept)
+            _restore_cache(dirfd, name, trace.kept)
     finally:
         os.close(dirfd)
 
 
-def _put_back(dirfd: int, name: str, kept: dict[str, Any]) -> None:
-    """Restore what was in the place of the cache before."""
+def _restore_cache(dirfd: int, name: str, kept: dict[str, Any]) -> None:
+    """Restore the file or link that the cache replaced."""
     attributes = Attributes(*map(int, kept["attributes"]))
     if "link" not in kept:
-        _put(dirfd, name, a2b_base64(kept["data"]), attributes)
+        _replace_file(dirfd, name, a2b_base64(kept["data"]), attributes)
         return
     remove(dirfd, TEMPORARY)
     _, uid, gid, mtime_ns = attributes
@@ -404,8 +404,8 @@ def _put_back(dirfd: int, name: str, kept: dict[str, Any]) -> None:
     kernel.renameat(dirfd, TEMPORARY, name)
 
 
-def _without(rootfd: int, data: bytes, ours: list[str]) -> bytes | None:
-    """Return a cache that the container wrote, without entries that lead to the hook's directories.
+def _without_entries(rootfd: int, data: bytes, ours: list[str]) -> bytes | None:
+    """Return a cache that the container wrote without the entries for the hook's directories.
 
     None if it stays unchanged: no entry leads there, or it names more directories than LOOKS.
     """
@@ -415,7 +415,7 @@ def _without(rootfd: int, data: bytes, ours: list[str]) -> bytes | None:
     places = {_identity(rootfd, path) for path in ours} - {None}
     names = {path.rpartition("/")[2] for path in ours}
     directories = {entry.path: _directory_of(entry.path) for entry in cache.entries}
-    # Also by other names: /lib may be a link to /usr/lib.
+    # A directory may have other names, too: /lib may be a link to /usr/lib.
     looked = {d for d in directories.values() if d.rpartition("/")[2] in names}
     if len(looked) > LOOKS:
         return None
@@ -440,7 +440,7 @@ def _identity(rootfd: int, path: str) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _put(dirfd: int, name: str, content: bytes, attributes: Attributes) -> None:
+def _replace_file(dirfd: int, name: str, content: bytes, attributes: Attributes) -> None:
     remove(dirfd, TEMPORARY)
     fd = as_owner(dirfd, partial(kernel.create, dirfd, TEMPORARY, 0o600))
     assert fd is not None  # noqa: S101

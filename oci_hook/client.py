@@ -1,4 +1,4 @@
-"""The hook's side of the governor's protocol: JSON lines on a stream socket."""
+"""The hook's client of the governor: sends requests as JSON lines on a stream socket."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Reservation(NamedTuple):
 
 
 def _whole(value: Any, most: int) -> int:
-    """Return a number from an answer, 0 for null; ValueError if it is not one up to `most`."""
+    """Return a number from an answer, 0 for null; ValueError if it is not from 0 to `most`."""
     if value is None:
         return 0
     if type(value) is not int or not 0 <= value <= most:
@@ -100,7 +100,7 @@ def parse_reservation(answer: dict[str, Any]) -> Reservation:
 
 
 def parse_answer(line: bytes) -> dict[str, Any]:
-    """Parse an answer: an object that says whether it is `ok`, and has an error if it is not."""
+    """Parse an answer: an object with `ok`, and with `error` if `ok` is false."""
     document = load_json(line)
     if type(document) is not dict or type(document.get("ok")) is not bool:
         raise TypeError("no answer")
@@ -110,9 +110,9 @@ def parse_answer(line: bytes) -> dict[str, Any]:
 
 
 def require_reachable(runtime_dir: str, uid_map: str = "/proc/self/uid_map") -> None:
-    """Refuse a rootless engine, unless the governor can be reached by its user.
+    """Refuse a rootless engine, unless its user can connect to the governor.
 
-    That is the case for a governor that listens in the same user namespace.
+    That is possible if the governor runs in the same user namespace.
     """
     try:
         fd = os.open(uid_map, os.O_RDONLY | os.O_CLOEXEC)  # open() takes ten times as long
@@ -142,11 +142,11 @@ class Client:
     """One connection to the governor. Until it is confirmed, an admission ends with it."""
 
     def __init__(self, runtime_dir: str, timeout: float, patience: float = 0.0) -> None:
-        """Connect. If the governor was there and is away, wait for it for at most `patience`.
+        """Connect; if the governor is being restarted, wait for it at most `patience` seconds.
 
-        The wait is not longer than `timeout`, so that the error says what is missing. If the
-        kernel's queue of connections is full, the governor is running but busy; this is waited for
-        in any case. Times are in seconds.
+        The wait does not exceed `timeout` seconds either, so that its error is the one reported. If
+        the kernel's queue of connections is full, the governor is running but busy; the client
+        waits for that in any case.
         """
         self.runtime_dir = runtime_dir
         self.path = f"{runtime_dir}/governor.sock"
@@ -155,7 +155,7 @@ class Client:
         self._connect(monotonic())
 
     def _connect(self, began: float) -> None:
-        """Connect; `began` is the time since when the governor has been away."""
+        """Connect; `began` is the time at which the governor was first found missing."""
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self.socket.settimeout(self.timeout)
         self.buffer = b""
@@ -182,7 +182,7 @@ class Client:
         self._require_trusted()
 
     def _require_trusted(self) -> None:
-        """Refuse a listener of another user than root or this one: it decides what is mounted."""
+        """Refuse a listener of any user but root and this one: it decides what is mounted."""
         peer = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
         _, uid, _ = PEER.unpack(peer)
         if uid not in (0, os.geteuid()):
@@ -198,7 +198,7 @@ class Client:
                 f"the governor did not answer {op} within {self.timeout:g} s", hint=START
             )
         if isinstance(e, FileNotFoundError):
-            # Not the system's message, which Podman takes for a missing program.
+            # Not the system's message: Podman would report a missing program.
             reason = "there is no socket"
         else:
             reason = e.strerror if isinstance(e, OSError) and e.strerror else show(e)
@@ -213,7 +213,7 @@ class Client:
         )
 
     def _request(self, op: str, fds: tuple[int, ...] = (), **fields: object) -> dict[str, Any]:
-        """Send one request and return its answer; RefusedError if that is not `ok`."""
+        """Send one request and return its answer; AdmissionRefusedError if that is not `ok`."""
         line = dump_json({"v": 1, "op": op, **fields}).encode() + b"\n"
         if len(line) > LINE_LIMIT:
             raise UnreachableError(
@@ -222,7 +222,7 @@ class Client:
         try:
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, pack(f"{len(fds)}i", *fds))
             sent = self.socket.sendmsg([line], [rights]) if fds else 0
-            if sent < len(line):  # sendall fails even for no data if the other side has closed
+            if sent < len(line):  # sendall fails even for no data if the peer has closed
                 self.socket.sendall(line[sent:])
             while b"\n" not in self.buffer:
                 part = self.socket.recv(LINE_LIMIT)
@@ -259,9 +259,9 @@ class Client:
         identity: dict[str, str],
         **more: object,
     ) -> Grant:
-        """Ask for a place on a GPU; the grant's `directory` exists afterwards.
+        """Ask the governor to admit a container; the grant's `directory` exists afterwards.
 
-        A governor that ends meanwhile has admitted nothing, so the next one is asked again.
+        If the governor ends before it answers, it has admitted nothing, and the next one is asked.
         """
         lost_at: float | None = None
         while True:

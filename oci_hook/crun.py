@@ -1,9 +1,9 @@
 """Delivers the hook's error line under crun, which sends the output of hooks to /dev/null.
 
 crun reports only the exit code of a failed hook. What crun itself writes to standard error reaches
-the user: conmon reads it and passes it to Podman or CRI-O. So the line is written there, through
-the parent process, which is the crun that started the hook. Podman prefers crun's log if that is a
-single JSON document, so the line is added there as well.
+the user: conmon reads it and passes it to Podman or CRI-O. So the hook writes the line to the
+standard error of its parent process, which is the crun that started it. Podman prefers crun's log
+if that is a single JSON document, so the line is appended there as well.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FLAGS = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 def tell(line: str) -> None:
-    """Write the line where the user of crun sees it; errors are ignored."""
+    """Write the line to where crun's own messages go; errors are ignored."""
     try:
         if apart.is_abandoned():
             return  # another process may have the caller's pid by now
@@ -28,7 +28,7 @@ def tell(line: str) -> None:
             return  # the runtime reads the hook's standard error
         with open(f"/proc/{parent}/cmdline", "rb", buffering=0) as file:
             words = os.fsdecode(file.read(1 << 16)).split("\0")
-        if "crun" not in os.path.basename(words[0]):  # its executable may be a copy without a name
+        if "crun" not in os.path.basename(words[0]):  # /proc/PID/exe may be an unnamed copy
             return
         _append(f"/proc/{parent}/fd/2", line)
         log = _find_log(words)

@@ -1,4 +1,4 @@
-"""Edits config.json for a container that shares a GPU; all paths of integration use it.
+"""Edits config.json for a container that shares a GPU: device nodes, hook and annotations.
 
 The wrapper runtime and Podman's `precreate` edit config.json before the container is created,
 because only device nodes that config.json names survive a reload of systemd. The hook does the
@@ -90,7 +90,7 @@ def _list(parent: dict[str, Any], name: str) -> list[Any]:
 def members(document: dict[str, Any], outer: str, name: str) -> list[dict[str, Any]]:
     """Return the objects in a list of config.json, for reading; malformed parts are skipped.
 
-    The runtime checks them, before or later.
+    The runtime itself checks config.json.
     """
     section = document.get(outer) if outer else document
     value = section.get(name) if type(section) is dict else None
@@ -121,7 +121,7 @@ def gives_gpu(document: dict[str, Any]) -> bool:
         bool(gpu_nodes(document))
         or any(
             rule.get("allow") is True
-            and (_is_gpu(rule.get("major"), rule.get("minor")) or _is_of_all(rule))
+            and (_is_gpu(rule.get("major"), rule.get("minor")) or _permits_all(rule))
             for rule in rules
         )
         # Where nodes cannot be created, as in a user namespace, those of the host are mounted.
@@ -147,7 +147,7 @@ def require_no_gpu(document: dict[str, Any], why: HookError) -> None:
 
 
 def foreign_driver(document: dict[str, Any]) -> str:
-    """Return what else puts a driver into the container, "" if nothing does."""
+    """Return the hook or mount that puts another driver into the container, "" if there is none."""
     for stage in STAGES:
         for hook in members(document, "hooks", stage):
             name = os.path.basename(str(hook.get("path")))
@@ -172,7 +172,7 @@ def refuse_foreign(document: dict[str, Any], name: str = "config.json") -> None:
 
 
 def governed_by(document: dict[str, Any], path: str) -> bool:
-    """Return whether a device of Tidegate was requested by name: CDI enters the hook this way."""
+    """Return whether a device of Tidegate was requested by name: CDI then adds such an entry."""
     return any(
         hook.get("path") == path and type(hook.get("args")) is list and "--governed" in hook["args"]
         for hook in members(document, "hooks", "createRuntime")
@@ -180,7 +180,7 @@ def governed_by(document: dict[str, Any], path: str) -> bool:
 
 
 def host_nodes(directory: str, minors: tuple[int, ...]) -> tuple[DeviceNode, ...]:
-    """Return the device nodes that a container with these GPUs needs, as the host has them.
+    """Return the device nodes that a container with these GPUs needs, with the host's numbers.
 
     Without minor numbers there are none: simulated GPUs have no device nodes.
     """
@@ -206,7 +206,7 @@ def host_nodes(directory: str, minors: tuple[int, ...]) -> tuple[DeviceNode, ...
 
 
 def check_devices(minors: tuple[int, ...], nodes: tuple[int, ...]) -> None:
-    """Refuse a container that lacks the node of a granted GPU: programs would not find the GPU."""
+    """Refuse a container without the device node of a granted GPU: programs would not find it."""
     missing = [f"/dev/nvidia{minor}" for minor in minors if minor not in nodes]
     if missing:
         raise DeviceError(
@@ -267,10 +267,10 @@ def _is_gpu(major: object, minor: object) -> bool:
     return major == GPU_MAJOR and (type(minor) is not int or minor < GPU_MINORS)
 
 
-def _is_of_all(rule: dict[str, Any]) -> bool:
-    """Return whether a rule permits all devices, and so GPUs, to a process that makes a node.
+def _permits_all(rule: dict[str, Any]) -> bool:
+    """Return whether a rule permits all devices, so that a process can create a GPU's node itself.
 
-    All containers may make nodes (`m`); that alone does not give access.
+    All containers may create nodes (`m`); that alone does not give access.
     """
     major, minor = rule.get("major"), rule.get("minor")
     return (
@@ -292,12 +292,12 @@ def hook_entry(path: str, arguments: Iterable[str], stage: str = "createRuntime"
 
 
 def enter_hook(document: dict[str, Any], entry: HookEntry) -> None:
-    """Enter the hook exactly once; earlier entries are replaced.
+    """Add the hook's entry exactly once; earlier entries are replaced.
 
     There is no `poststop` entry: the programs that edit config.json see the container's end
-    themselves, and each end needs one process less.
+    themselves, so no process has to be started for it.
     """
-    # --governed from an entry by CDI is kept: a GPU was requested by name.
+    # --governed from an entry that CDI added is kept: a GPU was requested by name.
     more = ("--governed",) if governed_by(document, entry.path) else ()
     hooks = _object(document, "hooks")
     for stage in list(hooks):
@@ -333,7 +333,7 @@ def edit(
     nodes: tuple[DeviceNode, ...],
     entry: HookEntry,
 ) -> None:
-    """Edit config.json and leave everything else in it; a second edit changes nothing."""
+    """Edit config.json and keep everything else in it; a second edit changes nothing."""
     own = _object(document, "annotations")
     own |= annotations
     own[RESERVATION] = reservation

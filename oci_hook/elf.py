@@ -1,7 +1,7 @@
-"""Reads the search path that a program in an image gives the loader: DT_RPATH and DT_RUNPATH.
+"""Reads the library search path (DT_RPATH and DT_RUNPATH) of a program in an image.
 
-The file is not trusted: every offset and count is bounded before it is used, and a malformed file
-has no path. Only the dynamic section and its strings are read.
+The file is not trusted: every offset and count is bounded before it is used, and for a malformed
+file the path is empty. Only the dynamic section and its strings are read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The hook's entry point.
+"""The hook's entry point: parses the command line, and exits early for most containers.
 
-It does nothing for a container that requests no GPU (`oci_hook.quick`). For others, the modules
-that do the work are imported here, when they are needed.
+A container that requests no GPU is left alone (`oci_hook.quick`). For the others, the modules that
+do the work are imported here, when they are needed.
 """
 
 import posix  # os, without its classes
@@ -25,7 +25,7 @@ from oci_hook.quick import (
 
 
 def run(arguments: "list[str]") -> int:
-    """Do what the command line asks for; return the exit status."""
+    """Run the stage that the command line names; return the exit status."""
     began = monotonic()
     options = HookOptions()
     raw = None
@@ -53,7 +53,7 @@ def run(arguments: "list[str]") -> int:
 
 
 def is_done(options: HookOptions, raw: "bytes | None") -> bool:
-    """Return whether nothing is left to do, judging by `raw` from standard input."""
+    """Return whether nothing is left to do, according to `raw`, the text from standard input."""
     if options.stage != "precreate":
         return not options.governed and not options.claim and asks_nothing(raw)
     if raw is None or may_mention_us(raw):
@@ -65,7 +65,7 @@ def is_done(options: HookOptions, raw: "bytes | None") -> bool:
 
 
 def _serve(options: HookOptions, raw: "bytes | None", began: float) -> int:
-    """Do what the command line asks for in a worker process; return the exit status."""
+    """Run the stage in a worker process; return the exit status."""
     event = None
     try:
         arm(options.timeout)

@@ -1,8 +1,8 @@
-"""What can go wrong, sorted as an operator would sort it.
+"""The errors of the hook, one class for each kind of failure that an operator tells apart.
 
 Each class has a code and an exit status that stay the same over releases; docs/reference/errors.md
-has a row for each. A message says what was found, a hint says what to do.  Both may carry text that
-the image or the user wrote: `show()` makes that text safe for a terminal and a log.
+has a row for each. The message states what was found, the hint states what to do. Both may contain
+text that the image or the user wrote: `show()` makes that text safe for a terminal and a log.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ VALUE_LIMIT = 80
 
 
 def show(value: object, limit: int = VALUE_LIMIT) -> str:
-    """Give a foreign value as printable ASCII of bounded length."""
+    """Return an untrusted value as printable ASCII of bounded length."""
     text = ascii(str(value)[: limit + 1])[1:-1]
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
@@ -24,20 +24,20 @@ class HookError(Exception):
     status = 70
 
     def __init__(self, message: str, *, hint: str) -> None:
-        """Keep the two halves of the line apart: `--log` has a field for each."""
+        """Store message and hint separately, because the log has a field for each."""
         super().__init__(message)
         self.message = message
         self.hint = hint
 
     def line(self) -> str:
-        """Give the one line that the runtime shows."""
+        """Return the one line that the runtime shows."""
         text = f"tidegate: {self.message}; {self.hint}"
         text = "".join(c if " " <= c <= "~" else "?" for c in text)
         return text if len(text) <= LINE_LIMIT else text[: LINE_LIMIT - 3] + "..."
 
 
 class OciStateError(HookError):
-    """What the runtime wrote to stdin is no OCI state."""
+    """The text that the runtime wrote to stdin is not an OCI state."""
 
     code = "state"
     status = 65
@@ -65,14 +65,14 @@ class NoMirrorError(HookError):
 
 
 class MirrorMismatchError(HookError):
-    """The mirror is there and does not match the host's driver, or is damaged."""
+    """The mirror is damaged, or does not match the host's driver."""
 
     code = "mirror"
     status = 72
 
 
 class UnreachableError(HookError):
-    """The governor does not answer, or answers what the protocol does not know."""
+    """The governor does not answer, or its answer does not follow the protocol."""
 
     code = "governor"
     status = 75
@@ -86,21 +86,21 @@ class AdmissionRefusedError(HookError):
 
 
 class ImageError(HookError):
-    """The image cannot take the driver."""
+    """The driver cannot be mounted in the image."""
 
     code = "image"
     status = 76
 
 
 class DeviceError(HookError):
-    """A device node that the container needs is not there."""
+    """A device node that the container needs is missing."""
 
     code = "device"
     status = 73
 
 
 class UnservedImageError(ImageError):
-    """No driver can serve the image: `tidegate.gpu/driver: optional` starts it without."""
+    """The image cannot use any driver; `tidegate.gpu/driver: optional` starts it without one."""
 
 
 class MountError(HookError):
@@ -111,4 +111,4 @@ class MountError(HookError):
 
 
 class InternalError(HookError):
-    """A mistake of the hook's own."""
+    """A bug in the hook."""

@@ -1,18 +1,18 @@
 """The fork server: an interpreter with the hook's modules loaded, which forks for each start.
 
 Starting an interpreter and importing the hook takes 25 ms, several times for each container. The C
-programs in `oci_hook/front` connect to this server instead. One of its children does what the
-script would have done, with the caller's standard input, working directory and command line, and
-with files in place of its outputs. Without the server everything works, only slower.
+programs in `oci_hook/front` connect to this server instead. One of its children does the work of
+the script, with the caller's standard input, working directory and command line, and with files in
+place of its outputs. Without the server everything works, only slower.
 
-A caller is served if the script would have run in the same way here: the caller is root, has the
+A caller is served if the script would run here as it does there: the caller is root, and has the
 same version and installation, the same mount, PID and user namespaces and the same root directory.
 Any other caller is declined and executes the script. A child ends with its caller: the kernel sends
 it a signal when the caller's end of a pipe closes. That happens when a runtime gives up a hook and
 kills it, or when the caller abandons a child that is stuck (`oci_hook.apart`).
 
 Spare children are forked in advance and accept a caller themselves, so no start waits for a fork.
-They end with the server, which they notice by a pipe.
+They end when the server ends, which closes a pipe that they watch.
 """
 
 from __future__ import annotations
@@ -65,22 +65,22 @@ MESSAGE_LIMIT = 32 << 10  # bytes of a request, as in front/handover.c
 N_DESCRIPTORS = 5  # standard input, output and error, the working directory, one end of a pipe
 REQUEST_S = 1.0  # seconds; a caller sends its request at once
 FINISH_S = 30  # seconds that children have to finish when the server is stopped
-PLACES = ("ns/mnt", "ns/pid", "ns/user", "root")  # in /proc/PID
+NAMESPACES = ("ns/mnt", "ns/pid", "ns/user", "root")  # in /proc/PID
 # Maximum number of children. The largest config.json takes 48 MiB in one of them. In a cluster, the
 # server's container has 1 GiB for all; without memory it would end amid all of its starts.
-MOST = 16
+MAX_CHILDREN = 16
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 N_SPARE = 2  # children that wait for callers; further callers wait until more are forked
 PAUSE_S = 0.1  # seconds until the next attempt when memory, descriptors or children are short
 BACKLOG = 512
 PEER = struct.Struct("=iII")  # struct ucred: pid, uid, gid
-NEWS = struct.Struct("=i?")  # a child's report: its pid, and whether the code is unchanged on disk
+REPORT = struct.Struct("=i?")  # a child's report: its pid, and whether its code is up to date
 BEGUN = b"\1"
 DECLINED = b"\0"
 
 
 class Declined(Exception):  # noqa: N818 - not an error: the caller executes the script
-    """The request is not served here."""
+    """The server does not serve this request."""
 
 
 def _hook(arguments: list[str]) -> int:
@@ -95,7 +95,7 @@ ROLES: dict[str, Callable[[list[str]], int]] = {
 
 
 def _version() -> str:
-    """Return the version of this code; a caller that was installed with it has the same one."""
+    """Return the version of this code; a caller from the same installation has the same version."""
     path = os.path.join(os.path.dirname(os.path.dirname(__file__)), "governor/__init__.py")
     with open(path, encoding="utf-8") as file:
         for line in file:
@@ -106,7 +106,7 @@ def _version() -> str:
 
 
 class Sources:
-    """The files of the loaded code: once they are replaced on disk, the server must not serve."""
+    """The files of the loaded code: the server stops once they have been replaced on disk."""
 
     def __init__(self) -> None:
         own = os.path.dirname(__file__)
@@ -129,13 +129,13 @@ class Sources:
             return False
 
 
-def _places(pid: str) -> list[tuple[int, int]]:
-    places = (os.stat(f"/proc/{pid}/{name}") for name in PLACES)
-    return [(place.st_dev, place.st_ino) for place in places]
+def _namespaces(pid: str) -> list[tuple[int, int]]:
+    found = (os.stat(f"/proc/{pid}/{name}") for name in NAMESPACES)
+    return [(status.st_dev, status.st_ino) for status in found]
 
 
 def read_request(caller: socket.socket, version: str) -> list[str]:
-    """Receive a request: role, program and arguments. Declined if it is not served here.
+    """Receive a request: role, program and arguments. Raises Declined if it is not served here.
 
     A caller sends its version, the directory of its scripts, the role, the path by which it was
     executed, and its arguments, each followed by a NUL.
@@ -149,7 +149,7 @@ def read_request(caller: socket.socket, version: str) -> list[str]:
     said, *words = [os.fsdecode(word) for word in data.split(b"\0")[:-1]]
     if said != version or len(words) < 3 or words.pop(0) != SCRIPTS or words[0] not in ROLES:
         raise Declined
-    if not words[1].startswith("/") or _places(str(pid)) != _places("self"):
+    if not words[1].startswith("/") or _namespaces(str(pid)) != _namespaces("self"):
         raise Declined
     oci_hook.apart.caller = pid
     return words
@@ -164,7 +164,7 @@ def read_descriptors(caller: socket.socket) -> list[int]:
 
 
 def serve_one(caller: socket.socket, version: str) -> None:
-    """Do in this child what a caller asks for, and send it the status."""
+    """Serve a caller in this child: do its work, and send it the exit status."""
     try:
         caller.settimeout(REQUEST_S)
         try:
@@ -206,7 +206,7 @@ class ForkingServer:
     """Listens on the socket and forks the children that serve callers."""
 
     def __init__(self, runtime_dir: str, *, wait: bool = False) -> None:
-        """Begin to listen; OSError if another server does, or if the directory is missing.
+        """Start listening; OSError if another server is running or the directory is missing.
 
         With `wait`, wait until the other server has ended.
         """
@@ -221,19 +221,19 @@ class ForkingServer:
         fcntl.flock(self.lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         self.path = f"{runtime_dir}/{SOCKET}"
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        making = f"{self.path}.new"
-        _remove(making)
+        temporary = f"{self.path}.new"
+        _remove(temporary)
         before = os.umask(0o177)
         try:
-            self.listener.bind(making)
+            self.listener.bind(temporary)
         finally:
             os.umask(before)
         self.listener.listen(BACKLOG)
         self.listener.setblocking(False)  # another child may have accepted the caller already
-        self.news, self.tell = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self.reports, self.report_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.signals, self.signalled = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.ending, self.end = os.pipe2(os.O_CLOEXEC)
-        os.rename(making, self.path)
+        os.rename(temporary, self.path)
 
     def run(self) -> None:
         """Serve until SIGTERM, or until the code on disk differs from what is loaded."""
@@ -246,7 +246,7 @@ class ForkingServer:
         gc.freeze()  # otherwise the first collection of a child copies every page
         gc.disable()
         waiting = select.poll()
-        for fd in (self.news, self.signals):
+        for fd in (self.reports, self.signals):
             waiting.register(fd, select.POLLIN)
         while not self.stopping:
             if not self._keep_spares():
@@ -254,7 +254,7 @@ class ForkingServer:
                     self._decline()
                 continue
             waiting.poll()
-            self._hear()  # before _reap: a signal that comes after it wakes the next poll
+            self._read_pipes()  # before _reap: later signals wake the next poll
             self._reap()
         self._finish()
 
@@ -263,21 +263,21 @@ class ForkingServer:
 
     def _keep_spares(self) -> bool:
         """Fork missing spare children; return whether any child waits for a caller."""
-        while len(self.spare) < N_SPARE and len(self.children) < MOST and self._fork():
+        while len(self.spare) < N_SPARE and len(self.children) < MAX_CHILDREN and self._fork():
             pass
         return bool(self.spare)
 
     def _has_room(self, waiting: select.poll) -> bool:
         """If all children are busy, wait briefly for one to end; usually one does within 20 ms."""
-        if len(self.children) < MOST:
+        if len(self.children) < MAX_CHILDREN:
             return False
         waiting.poll(PAUSE_S * 1000)
-        self._hear()
+        self._read_pipes()
         self._reap()
-        return len(self.children) < MOST
+        return len(self.children) < MAX_CHILDREN
 
     def _decline(self) -> None:
-        """Make callers execute the script, because there is no memory or no process for a child."""
+        """Close the waiting connections: there is no child for them, so callers run the script."""
         try:
             while True:
                 self.listener.accept()[0].close()
@@ -293,15 +293,15 @@ class ForkingServer:
         except ChildProcessError:
             return
 
-    def _hear(self) -> None:
-        """Read what children and signals have written to the pipes."""
-        for fd in (self.signals, self.news):
+    def _read_pipes(self) -> None:
+        """Read the children's reports, and discard the bytes that signals wrote."""
+        for fd in (self.signals, self.reports):
             try:
-                said = os.read(fd, NEWS.size << 10)
+                data = os.read(fd, REPORT.size << 10)
             except BlockingIOError:
                 continue
-            if fd == self.news:
-                for pid, current in NEWS.iter_unpack(said):
+            if fd == self.reports:
+                for pid, current in REPORT.iter_unpack(data):
                     self.spare.discard(pid)
                     self.stopping |= not current
 
@@ -322,7 +322,7 @@ class ForkingServer:
             for number in HANDLED:
                 signal.signal(number, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
-            for fd in (self.lock, self.end, self.news, self.signals, self.signalled):
+            for fd in (self.lock, self.end, self.reports, self.signals, self.signalled):
                 os.close(fd)
             caller = self._accept()
             self.listener.close()
@@ -342,12 +342,12 @@ class ForkingServer:
             try:
                 caller, _ = self.listener.accept()
             except BlockingIOError:
-                continue  # another child has it
+                continue  # another child has accepted the caller
             except OSError:  # no memory or no descriptors
                 time.sleep(PAUSE_S)  # a child that ended instead would be forked again at once
                 continue
             current = self.sources.are_current()
-            os.write(self.tell, NEWS.pack(os.getpid(), current))
+            os.write(self.report_end, REPORT.pack(os.getpid(), current))
             if current:
                 return caller
             caller.close()  # the caller executes the script
@@ -366,7 +366,7 @@ class ForkingServer:
             signal.alarm(0)
 
 
-def _tell_systemd(state: str) -> None:
+def _notify_systemd(state: str) -> None:
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return
@@ -407,6 +407,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 71
-    _tell_systemd("READY=1")
+    _notify_systemd("READY=1")
     server.run()
     return 0

@@ -1,8 +1,8 @@
-"""Refuses containers of gVisor's runsc, which runs hooks as runc does but cannot be served.
+"""Refuses containers of gVisor's runsc, which runs hooks as runc does but cannot be supported.
 
 The programs in such a container run on gVisor's own kernel, in a process that has left the host's
 file system: neither mounts by the hook nor device nodes reach them. Without these checks the hook
-would fail to find the root file system, an error that does not name the cause.
+would fail because it does not find the root file system, an error that does not name the cause.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ HINT = "use a glibc-based image, or set tidegate.gpu/driver: optional to start w
 
 
 class PathInImage(NamedTuple):
-    """What an image has at a path where a directory could be mounted."""
+    """The state of a path in an image where a directory could be mounted."""
 
     state: Literal["absent", "empty", "full", "unusable"]
     reason: str = ""  # why nothing can be mounted or created there
@@ -131,8 +131,8 @@ def _leads_through_proc(rootfd: int, path: str, reason: int) -> bool:
     A loader follows /proc/self, which does not exist for a process outside, and the links in it to
     roots and descriptors, which the hook never follows.
     """
-    rest, here, links = path.split("/")[::-1], list[str](), 0
-    if reason in (errno.ENOENT, errno.ENOTDIR) and "proc" not in rest:
+    remaining, here, links = path.split("/")[::-1], list[str](), 0
+    if reason in (errno.ENOENT, errno.ENOTDIR) and "proc" not in remaining:
         # One call instead of one per component: most paths that are looked for do not exist.
         try:
             fd = kernel.open_in_root(rootfd, path, links=False)
@@ -140,8 +140,8 @@ def _leads_through_proc(rootfd: int, path: str, reason: int) -> bool:
         except OSError as e:
             if e.errno == reason:
                 return False  # the path contains no link up to the missing component
-    while rest:
-        part = rest.pop()
+    while remaining:
+        part = remaining.pop()
         if part in ("", "."):
             continue
         if part == "..":
@@ -160,7 +160,7 @@ def _leads_through_proc(rootfd: int, path: str, reason: int) -> bool:
                     return False  # no process can follow this many links
                 target = kernel.readlink(fd)
                 here = [] if target.startswith("/") else here
-                rest += target.split("/")[::-1]
+                remaining += target.split("/")[::-1]
             else:
                 here = [*here, part]
         finally:
@@ -221,7 +221,7 @@ def _require_empty(rootfd: int, path: str) -> None:
 
 
 def look_at(rootfd: int, path: str) -> PathInImage:
-    """Return what is at `path`, or what prevents a directory from being created there.
+    """Return the state of `path`: what it contains, or why no directory can be created there.
 
     A mount below the root is a volume, which belongs to the user.
     """
@@ -421,7 +421,7 @@ def _look_at_program(rootfd: int, procfd: int, path: str) -> tuple[str, str] | N
         if fd is None:
             return None
         try:
-            # Only text: the result is resolved in the root again.
+            # Only a string: the result is resolved again, confined to the root.
             root, place = (kernel.name_of(procfd, n) for n in (rootfd, fd))
             return place.removeprefix(root).rpartition("/")[0] or "/", run_path(fd)
         finally:
@@ -443,11 +443,11 @@ def _compat_directories(rootfd: int) -> list[str]:
 
 
 def look_for_drivers(rootfd: int, image: Image, search: list[str]) -> Image:
-    """Find the directories that contain a driver: of `search`, defaults, CUDA's compat packages.
+    """Find the directories that contain a driver: in `search`, defaults, CUDA's compat packages.
 
-    A loader searches their subdirectory first, so the node's driver can be mounted there;
-    ImageError if it cannot. As for `look_at_places`, volumes are visible only in the container's
-    mount namespace.
+    A loader searches Tidegate's subdirectory of each first, so the node's driver can be mounted
+    there; ImageError if it cannot. Call this in the container's mount namespace, because only there
+    are its volumes visible.
     """
     if image.by_cache:
         return _refuse_own(rootfd, image, search)
@@ -496,9 +496,9 @@ def _refuse_own(rootfd: int, image: Image, search: list[str]) -> Image:
 
 
 def _refuse_before(rootfd: int, path: str, image: Image) -> None:
-    """Refuse a driver where a loader searches before the subdirectory for the node's driver.
+    """Refuse a driver in a subdirectory that a loader searches before the node's driver.
 
-    Mounting the node's driver there instead would hide whatever else the image has there.
+    Mounting the node's driver there instead would hide the image's other files in it.
     """
     loaders = LOADERS[image.machine]
     if image.subdirectory != loaders.hwcaps:
@@ -514,7 +514,7 @@ def _refuse_before(rootfd: int, path: str, image: Image) -> None:
 
 
 def _behind(rootfd: int, path: str, names: tuple[str, ...]) -> list[str]:
-    """Return the subdirectories with these names, which a loader up to glibc 2.36 searches."""
+    """Return the existing subdirectories with these names; loaders up to glibc 2.36 search them."""
     found = []
     for place, name in enumerate(names, 1):
         if _identify(rootfd, f"{path}/{name}") is not None:
@@ -524,7 +524,7 @@ def _behind(rootfd: int, path: str, names: tuple[str, ...]) -> list[str]:
 
 
 def _find_driver(rootfd: int, path: str, below: tuple[str, ...] = ()) -> str:
-    """Return the first library of a driver in a directory or in those `below` it; "" if none."""
+    """Return the first driver library in a directory or its subdirectories `below`; "" if none."""
     for directory in ("", *below):
         for library in GOVERNED:
             name = f"{directory}/{library}" if directory else library
@@ -534,7 +534,7 @@ def _find_driver(rootfd: int, path: str, below: tuple[str, ...] = ()) -> str:
 
 
 def _is_main(rootfd: int, image: Image, directory: str) -> bool:
-    """Return whether a link in a directory leads to where the driver is mounted in any case."""
+    """Return whether a link in a directory leads to where the driver is mounted anyway."""
     parts = image.subdirectory.split("/")
     for below in ("/".join(parts[:depth]) for depth in range(1, len(parts) + 1)):
         place = _identify(rootfd, f"{directory}/{below}")
@@ -563,7 +563,7 @@ def _is_file(rootfd: int, path: str) -> bool:
 
 
 def look_at_places(rootfd: int, image: Image, share: WantedParts) -> Image:
-    """Look at every directory where a place of the share could be mounted.
+    """Examine every directory where a place of the share could be mounted.
 
     Call this in the container's mount namespace, because only there are its volumes visible.
     """

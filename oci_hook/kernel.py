@@ -1,9 +1,9 @@
-"""System calls for mounts and confined path walks, without any decisions.
+"""System calls of the hook for mounts and confined path walks; it contains no policy.
 
 Constants and structures are named as in the kernel's headers. Each function is one call with plain
 values, which raises OSError with the path when it fails. No other module of the hook uses ctypes or
-touches what is below a container's root: every function that does takes a directory descriptor and
-either a single name or a path that openat2(2) keeps inside.
+accesses files below a container's root: every function that does takes a directory descriptor and
+either a single name or a path that openat2(2) confines.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RESOLVE_NO_XDEV = 0x01
 SIGKILL = 9
 STATX_MNT_ID = 0x1000
 STATX_ATTR_MOUNT_ROOT = 0x2000
-TRIES = 1000  # attempts at a path walk that other processes disturb
+TRIES = 1000  # attempts at a path walk that races with renames and mounts
 
 _MACHINE = os.uname().machine
 # From 424 on every architecture has the same numbers; these two are older.
@@ -149,14 +149,14 @@ def open_in_root(
 ) -> int:
     """Open `path` as a process with the root `rootfd` would; links cannot lead out of it.
 
-    Without `links`, a link on the way is an OSError, ELOOP.
+    Without `links`, a link in the path is an error, ELOOP.
     """
     resolve = RESOLVE_IN_ROOT | (RESOLVE_NO_MAGICLINKS if links else RESOLVE_NO_SYMLINKS)
     return openat2(rootfd, path, flags, resolve | (RESOLVE_NO_XDEV if same_mount else 0))
 
 
 def open_straight(path: str) -> int:
-    """Open a directory of the host by a path without links; OSError, ELOOP, if it has one."""
+    """Open a directory of the host by a path without links; ELOOP if the path contains one."""
     resolve = RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS
     return openat2(AT_FDCWD, path, os.O_PATH | os.O_DIRECTORY, resolve)
 
@@ -180,7 +180,7 @@ def reopen(procfd: int, fd: int, flags: int) -> int:
 
 
 def name_of(procfd: int, fd: int) -> str:
-    """Return the path by which this process sees a descriptor's file; text, not to be opened."""
+    """Return the path of a descriptor's file as this process sees it, which must not be opened."""
     return os.readlink(f"self/fd/{fd}", dir_fd=procfd)
 
 
@@ -216,7 +216,7 @@ def unlinkat(dirfd: int, name: str, *, directory: bool = False) -> None:
 
 
 def readlink(fd: int) -> str:
-    """Return the target of the symbolic link that a descriptor stands for."""
+    """Return the target of the symbolic link that a descriptor refers to."""
     return os.readlink("", dir_fd=fd)
 
 
@@ -302,7 +302,7 @@ def move_mount(from_fd: int, to_fd: int, path: str) -> None:
 
 
 def umount(procfd: int, fd: int) -> None:
-    """Unmount the mount that `fd` stands for."""
+    """Unmount the mount that `fd` refers to."""
     os.fchdir(procfd)  # umount2(2) takes only paths; this one begins in the host's own /proc
     _check(_libc.umount2(f"self/fd/{fd}".encode(), MNT_DETACH), f"mount {fd}")
 
@@ -313,7 +313,7 @@ def mount_id(fd: int) -> int:
 
 
 def is_mount_root(fd: int) -> bool:
-    """Return whether `fd` is the root of its mount; true if the kernel does not tell (5.8)."""
+    """Return whether `fd` is the root of its mount; true if the kernel cannot tell (before 5.8)."""
     found = _statx(fd)
     tells = found.stx_attributes_mask & STATX_ATTR_MOUNT_ROOT
     return not tells or bool(found.stx_attributes & STATX_ATTR_MOUNT_ROOT)
@@ -341,7 +341,7 @@ def setns(fd: int, nstype: int, path: str) -> None:
 
 
 def set_undumpable() -> None:
-    """Close this process's /proc/PID to processes that share a namespace with it later."""
+    """Protect this process's /proc/PID from processes in the namespaces that it enters."""
     _check(_libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")
 
 
@@ -357,10 +357,10 @@ def set_fs_ids(uid: int, gid: int) -> tuple[int, int]:
 
 
 def is_regular(fd: int) -> bool:
-    """Return whether a descriptor stands for a regular file."""
+    """Return whether a descriptor refers to a regular file."""
     return stat.S_ISREG(os.fstat(fd).st_mode)
 
 
 def is_directory(fd: int) -> bool:
-    """Return whether a descriptor stands for a directory."""
+    """Return whether a descriptor refers to a directory."""
     return stat.S_ISDIR(os.fstat(fd).st_mode)

@@ -1,7 +1,7 @@
 """Reads glibc's ld.so.cache and writes it with the driver's libraries added.
 
 The layout is that of sysdeps/generic/dl-cache.h. The file in an image is not trusted: every count
-and offset is bounded before it is used, and what does not fit raises CacheError.
+and offset is bounded before it is used, and one that does not fit raises DamagedCacheError.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def parse(data: bytes) -> Cache | None:
     if base is None:
         return None
     if len(data) < base + HEADER.size:
-        raise DamagedCacheError("the header is cut")
+        raise DamagedCacheError("the header is truncated")
     _, count, _, endian, extension = HEADER.unpack_from(data, base)
     if endian & 3 not in (ENDIAN_UNSET, ENDIAN_LITTLE):
         raise DamagedCacheError("another byte order")
@@ -107,7 +107,7 @@ def parse(data: bytes) -> Cache | None:
 
 
 def _parse_entries(data: bytes, base: int, first: int, count: int) -> tuple[CachedLibrary, ...]:
-    """Read the entries; CacheError if their names are longer in total than twice the file.
+    """Read the entries; DamagedCacheError if all names together exceed twice the file's size.
 
     ldconfig writes each path once, and a soname is at most as long as its path. Entries that share
     a long name would fill the memory with copies of it.
@@ -155,7 +155,7 @@ def _parse_extension(data: bytes, offset: int) -> tuple[tuple[bytes, ...] | None
 def compare(a: bytes, b: bytes, *, signed: bool = True) -> int:
     """Compare sonames as the loader does (_dl_cache_libcmp): runs of digits by their value.
 
-    Other bytes are compared as `char`, which is signed on x86, but not on aarch64.
+    Returns a negative number, 0 or a positive number, like strcmp. Other bytes are compared as `char`, which is signed on x86, but not on aarch64.
     """
     i = j = 0
     sign = 128 if signed else 0
@@ -190,8 +190,8 @@ def with_libraries(
 ) -> Cache:
     """Return a cache that leads `sonames` to `directory` and is otherwise the same.
 
-    Entries are in descending order. New ones are inserted where a binary search for them ends, so
-    the order of the others stays, whatever it is.
+    Entries are in descending order. New entries are inserted where a binary search for them ends,
+    so the order of the others does not change, whatever it is.
     """
     ours = frozenset(sonames)
     entries = [e for e in cache.entries if e.soname not in ours or e.flags != flags]

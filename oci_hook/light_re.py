@@ -1,4 +1,4 @@
-"""Checks what texts consist of without re, which takes 5 ms to import and 2 ms to compile these."""
+"""Checks the characters of strings without `re`, which takes 5 ms to import and 2 ms to compile."""
 
 from __future__ import annotations
 

@@ -31,11 +31,11 @@ class NamedTuple(tuple):  # type: ignore[type-arg]  # subscripting takes longer
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
         """Create an instance from its fields, in order or by name."""
-        rest = cls._fields[len(values) :]
-        given = cls._defaults | named if rest else named
-        if len(values) > len(cls._fields) or not named.keys() <= set(rest) <= given.keys():
+        remaining = cls._fields[len(values) :]
+        given = cls._defaults | named if remaining else named
+        if len(values) > len(cls._fields) or not named.keys() <= set(remaining) <= given.keys():
             raise TypeError(f"{cls.__name__} has the fields {', '.join(cls._fields)}")
-        return tuple.__new__(cls, values + tuple([given[name] for name in rest]))
+        return tuple.__new__(cls, values + tuple([given[name] for name in remaining]))
 
     @classmethod
     def _make(cls, values: Iterable[Any]) -> Self:
@@ -70,4 +70,4 @@ class suppress:  # noqa: N801 - contextlib's name
 
 def assert_never(value: object) -> NoReturn:
     """Fail for a value of a type that should not occur, like typing.assert_never."""
-    raise AssertionError(f"{value!r} is none of those")
+    raise AssertionError(f"{value!r} is of an unexpected type")

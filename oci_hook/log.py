@@ -1,4 +1,7 @@
-"""Logs one JSON line for each run, to a file or to syslog. Logging never fails a container."""
+"""Logs one JSON line for each run of the hook, to a file or to syslog.
+
+A failure to log never makes a container fail.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ PRIORITY_ERROR = 27  # daemon.err
 
 
 class RunEvent:
-    """What happened in a run, with the duration of each phase in milliseconds."""
+    """The log record of a run, with the duration of each phase in milliseconds."""
 
     def __init__(self, stage: str, log: str | None, began: float | None = None) -> None:
-        """Begin now, or at the time `began` of the monotonic clock."""
+        """Begin now, or at `began`, a time of the monotonic clock."""
         self.fields: dict[str, object] = {"event": "hook-done", "stage": stage}
         self.phases: dict[str, float] = {}
         self.log = log

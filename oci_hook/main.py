@@ -1,6 +1,6 @@
 """The stages of the hook, for containers that may request a GPU.
 
-`oci_hook.entry` has handled all other containers before. Modules that only a GPU container needs
+`oci_hook.entry` has already handled all other containers. Modules that only a GPU container needs
 are imported once the container is known to be one.
 """
 
@@ -48,7 +48,7 @@ def prepare(options: HookOptions, state: OciState, event: RunEvent) -> str:
     claims = find_claims(bundle.document, os.path.abspath(sys.argv[0]))
     require_named(claims, (options.claim, options.share))
     if claims and claims[0] != (options.claim, options.share):
-        return "prepared-already"  # the hook entry of the first share does it, before or after
+        return "prepared-already"  # the first share's hook entry prepares it, before or after
     if claims:
         event.fields["claims"] = list(dict(claims))  # their uids
     if "pod" in bundle.identity:
@@ -71,7 +71,7 @@ def precreate(options: HookOptions, data: bytes | None, event: RunEvent) -> str:
     from oci_hook.reserve import Settings, edit_config
 
     settings = Settings(
-        # The name by which the hook was executed: a hook file of the engine uses that name, too.
+        # The path by which the hook was executed: a hook file of the engine has that path, too.
         entry=HookEntry(os.path.abspath(sys.argv[0]), options.given),
         runtime_dir=options.runtime_dir,
         dev_dir=options.dev_dir,
@@ -83,8 +83,8 @@ def precreate(options: HookOptions, data: bytes | None, event: RunEvent) -> str:
     try:
         outcome, edited = edit_config(data, "", name, settings, event)
     except HookError as e:
-        # Podman shows only the exit status of this stage. The hook will find the same error, and
-        # its line is shown.
+        # Podman shows only the exit status of this stage. At the next stage the hook will find the
+        # same error, and Podman shows that stage's error line.
         document, _, _ = parse_document(data, name)
         enter_hook(document, settings.entry)
         outcome, edited = "edited", dump_json(document).encode()
@@ -97,7 +97,7 @@ def precreate(options: HookOptions, data: bytes | None, event: RunEvent) -> str:
 
 
 def release(options: HookOptions, state: OciState) -> str:
-    """Remove what a container left and tell the governor, which would notice on its own, too."""
+    """Remove what a container left, and report its end: the governor then notices it sooner."""
     from oci_hook import cleanup
 
     cleanup.take_back(options.runtime_dir, state.id)

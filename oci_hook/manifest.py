@@ -1,8 +1,8 @@
-"""Reads the manifest of the generation of the driver mirror that is in force.
+"""Reads the manifest of the driver mirror's current generation, and locks that generation.
 
-`tidegate refresh` writes manifests (vdriver/manifest.schema.json). The hook takes what it needs
-from one, keeps the generation from being removed meanwhile, and checks that the driver is still the
-one from which the mirror was made.
+`tidegate refresh` writes manifests (vdriver/manifest.schema.json). The lock keeps the generation
+from being removed while the hook runs. The hook also checks that the node still has the driver from
+which the mirror was made.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COMPAT32 = "compat32"
 LIBDIR = "{libdir}"
 MODULE_VERSION = "/proc/driver/nvidia/version"
 ROLES = ("library", "control", "origin", "program", "data", "link")
-# The members of each object, as vdriver/manifest.schema.json has them.
+# The members of each object, as in vdriver/manifest.schema.json.
 DOCUMENT = frozenset(
     ("schema", "generation", "driver", "machine", "sets", "programs", "places", "binds")
 ) | {"files", "source"}
@@ -60,7 +60,7 @@ class MirrorSet(NamedTuple):
 
 
 class MirrorProgram(NamedTuple):
-    """A program that goes to /usr/bin; `path` is relative to the generation."""
+    """A program that is mounted in /usr/bin; `path` is relative to the generation."""
 
     path: str
     capability: str
@@ -78,7 +78,7 @@ class FixedFiles(NamedTuple):
 
 
 class MirrorBind(NamedTuple):
-    """A directory of the host that goes to the same path; the path is absolute."""
+    """A directory of the host that is mounted at the same path; the path is absolute."""
 
     path: str
     capability: str
@@ -105,7 +105,7 @@ class MirrorManifest(NamedTuple):
     programs: tuple[MirrorProgram, ...]
     places: tuple[FixedFiles, ...]
     binds: tuple[MirrorBind, ...]
-    cached64: frozenset[str]  # what ldconfig would find in lib64: sonames and development links
+    cached64: frozenset[str]  # names that ldconfig would find in lib64: sonames, development links
     cached32: frozenset[str]
     watch: tuple[WatchedFile, ...]
     hold: int = -1  # descriptor of `directory`, locked against removal; open until the hook ends
@@ -126,7 +126,7 @@ class WantedParts(NamedTuple):
 def _object(
     value: Any, required: frozenset[str], optional: frozenset[str] = frozenset()
 ) -> dict[str, Any]:
-    """Check an object: it has all required members, perhaps optional ones, and no others."""
+    """Check that an object has all required members, and no others except the optional ones."""
     if type(value) is not dict:
         raise TypeError(f"{type(value).__name__}, not an object")
     if not required <= value.keys() <= required | optional:
@@ -191,7 +191,7 @@ def _target(path: Any) -> str:
 
 
 def _names(value: Any, least: int = 0) -> frozenset[str]:
-    """Check the names of a directory's entries, all at once: a manifest has a thousand."""
+    """Check the names of a directory's entries, all at once: a manifest has a thousand of them."""
     result = frozenset(_list(value, least))
     joined = "".join(result)
     if result & {"", ".", ".."} or "/" in joined or not is_path(joined):
@@ -233,7 +233,7 @@ def _parse_place(value: Any) -> FixedFiles:
 
 
 def _parse_files(value: Any) -> list[dict[str, Any]]:
-    """Check the files, as far as possible all at once: a driver has hundreds."""
+    """Check the files, all at once where possible: a driver has hundreds of them."""
     files = _list(value)
     texts: list[str] = []
     digests: list[str] = []
@@ -269,7 +269,7 @@ def _parse_watched(value: Any) -> WatchedFile:
 
 
 def _cached(files: list[dict[str, Any]], directory: str) -> frozenset[str]:
-    """Return what ldconfig would find in a directory: sonames and development links."""
+    """Return the names that ldconfig would find in a directory: sonames and development links."""
     names = set()
     prefix = f"{directory}/"
     for file in files:
@@ -287,10 +287,10 @@ def _cached(files: list[dict[str, Any]], directory: str) -> frozenset[str]:
 
 
 def parse_manifest(data: bytes, directory: str) -> MirrorManifest:
-    """Return what the hook needs; ValueError, TypeError and the like mean a damaged manifest.
+    """Parse a manifest; ValueError, TypeError and the like mean that it is damaged.
 
-    What vdriver/manifest.schema.json rejects is rejected here as well: a manifest with one wrong
-    entry was not written by `tidegate refresh`, so its other entries cannot be trusted either.
+    Whatever vdriver/manifest.schema.json rejects is rejected here as well: a manifest with one
+    wrong entry was not written by `tidegate refresh`, so its other entries cannot be trusted.
     """
     found = load_json(data)
     if type(found) is dict and found.get("schema") != SCHEMA:
@@ -321,11 +321,11 @@ def parse_manifest(data: bytes, directory: str) -> MirrorManifest:
 
 
 def hold_generation(driver_dir: str) -> tuple[str, int]:
-    """Open and lock the generation in force; return its directory and the descriptor.
+    """Open and lock the current generation; return its directory and the descriptor.
 
     `tidegate gc` takes the lock exclusively before it moves a generation away, so a generation that
-    is held here stays until the descriptor is closed. It may be removed between reading the link
-    and taking the lock: then the link leads elsewhere by now, and is read again.
+    is held here stays until the descriptor is closed. If it is removed between reading the link and
+    taking the lock, the link leads to another generation by now and is read again.
     """
     link = f"{driver_dir}/current"
     for _ in range(TRIES):
@@ -357,7 +357,7 @@ def hold_generation(driver_dir: str) -> tuple[str, int]:
 
 
 def read_manifest(driver_dir: str) -> MirrorManifest:
-    """Read the manifest of the generation in force, and hold that generation."""
+    """Read the manifest of the current generation, and hold that generation."""
     directory, hold = hold_generation(driver_dir)
     path = f"{directory}/manifest.json"
     try:
@@ -400,17 +400,17 @@ def find_version(text: bytes) -> str | None:
     "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.261.03  Mon Jun ..." and, since the open
     modules, "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build".
     """
-    for said in text.split(b"Kernel Module")[1:]:
-        rest = said.lstrip(b" ")
-        if rest.startswith(b"for ") and rest != said:
-            machine, blank, behind = rest[len(b"for ") :].partition(b" ")
+    for suffix in text.split(b"Kernel Module")[1:]:
+        words = suffix.lstrip(b" ")
+        if words.startswith(b"for ") and words != suffix:
+            machine, blank, behind = words[len(b"for ") :].partition(b" ")
             if machine.split() != [machine]:
                 continue
-            said, rest = blank + behind, behind.lstrip(b" ")  # noqa: PLW2901 - the rest of it
-        if rest == said or not rest[:1].isdigit():
+            suffix, words = blank + behind, behind.lstrip(b" ")  # noqa: PLW2901 - the rest of it
+        if words == suffix or not words[:1].isdigit():
             continue
-        version = rest.split(None, 1)[0].decode("ascii", "replace")
-        if is_version(version) and rest[len(version) :][:1].isspace():
+        version = words.split(None, 1)[0].decode("ascii", "replace")
+        if is_version(version) and words[len(version) :][:1].isspace():
             return version
     return None
 
@@ -421,7 +421,7 @@ def check_fresh(manifest: MirrorManifest, module: str | None) -> None:
     `module` is that module's version. If it is the mirror's version, changed files do not matter:
     an upgraded package leaves the module unchanged until a reboot, and the mirror keeps the
     libraries that match it, with the control libraries of that time. If no module reports a
-    version, the files that the mirror was made from have to be unchanged.
+    version, the files from which the mirror was made must be unchanged.
     """
     if module is not None and manifest.kind == "nvidia":
         if module != manifest.version:
@@ -437,7 +437,7 @@ def check_fresh(manifest: MirrorManifest, module: str | None) -> None:
 
 
 def changed_files(manifest: MirrorManifest) -> Iterator[tuple[str, str]]:
-    """Yield the role of each watched file that has changed, and what happened to it."""
+    """Yield the role of each watched file that has changed, and a description of the change."""
     for file in manifest.watch:
         try:
             found = os.stat(file.path)
@@ -466,9 +466,10 @@ def _choose_set(manifest: MirrorManifest, asked: frozenset[str]) -> MirrorSet:
 
 
 def choose_share(manifest: MirrorManifest, capabilities: tuple[str, ...]) -> WantedParts:
-    """Choose what a container that asks for these capabilities gets.
+    """Choose the parts of the mirror for a container that asks for these capabilities.
 
-    The set determines the rest: a container with its libraries gets the files that belong to them.
+    The set determines the other parts: a container with its libraries gets the files that belong to
+    them.
     """
     asked = frozenset(capabilities)
     chosen = _choose_set(manifest, asked - {COMPAT32})

@@ -1,4 +1,4 @@
-"""Plans what will be done to a container. Reads nothing and changes nothing."""
+"""Plans the mounts and files for a container, from facts only: it reads and changes nothing."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ Operation = BindDirectory | BindFile | WriteCache
 
 
 class PlacePlan(NamedTuple):
-    """Where a place's files go in this image."""
+    """The target of a place's files in this image."""
 
     place: FixedFiles
     how: Literal["directory", "files", "skipped"]
@@ -173,9 +173,9 @@ def _no_compat32(reason: str) -> ImageError:
 
 
 def _choose_target(place: FixedFiles, image: Image, taken: list[str]) -> PlacePlan:
-    """Choose the directory for a place, and one mount for all of it or one for each file.
+    """Choose the directory for a place, and whether to mount it as a whole or file by file.
 
-    Files that the image has in a directory stay visible: only an empty directory is covered.
+    The image's own files in a directory stay visible: only an empty directory is covered.
     """
     reasons: list[str] = []
     full: list[tuple[str, int]] = []  # targets for single files, and the number of reasons by then
@@ -300,7 +300,7 @@ def plan_container(
         )
         for b in share.binds
     ]
-    # The cache comes last: it leads to what is mounted by then.
+    # The cache comes last: the directories that it leads to have to be mounted by then.
     cache = plan_cache(image.cache, tuple(leads))
     if cache is not None:
         operations.append(cache)

@@ -1,8 +1,8 @@
-"""What runs for every container, also for one that requests no GPU, and what other modules share.
+"""The part of the hook that runs for every container: parses options, and looks for a request.
 
-Most containers of a node request none, and pay only for the interpreter, `oci_hook.entry` and this
-module. It imports no module that has to be read from disk: `os` alone takes 2 ms. Annotations that
-need it are string literals, which saves 0.3 ms for `__future__`.
+Most containers of a node request no GPU, and pay only for the interpreter, `oci_hook.entry` and
+this module. It imports no module that has to be read from disk: `os` alone takes 2 ms. Annotations
+are string literals where necessary, which saves 0.3 ms for `__future__`.
 """
 
 import posix  # os, without its classes
@@ -37,9 +37,9 @@ NAME_LIMIT = 253  # characters of a claim's uid and of a share's name
 DEADLINE = 20.0  # seconds; runtimes have no deadline unless the hook entry sets one
 PREFIX = "tidegate.gpu/"
 ESCAPES = tuple([b"\\u%04x" % ord(character) for character in PREFIX])
-LATE = "--late"  # option of the C front, after a child of the fork server missed its deadline
+LATE = "--late"  # set by the C front, after a child of the fork server has missed its deadline
 STATE_LIMIT = 4 << 20  # bytes
-CONFIG_LIMIT = 4 << 20  # bytes; parsed, a document of the smallest values is 50 times as large
+CONFIG_LIMIT = 4 << 20  # bytes; in memory, a document of the smallest values is 50 times as large
 PART = 64 << 10  # bytes of the first read; most inputs are smaller
 PARTS = 1 << 20  # bytes of each further read
 
@@ -54,7 +54,7 @@ class HookOptions:
         self.log: str | None = None
         self.timeout = DEADLINE
         self.dev_dir = "/dev"
-        self.governed = False  # the hook entry says so, whatever the annotations say
+        self.governed = False  # the hook entry requests a GPU, whatever the annotations request
         self.claim = ""  # uid of the claim that `share` belongs to
         self.share = ""
         self.stage = ""
@@ -151,7 +151,7 @@ def disarm() -> None:
 
 
 def shield() -> None:
-    """Let no deadline interrupt what follows: undoing a failed start, or work after a success.
+    """Disable the deadline before undoing a failed start, and before work after a success.
 
     The process that waits for this one has its own time limit (`oci_hook.apart`).
     """
@@ -175,7 +175,7 @@ def read_bounded(fd: int, limit: int) -> "bytes | None":
 def may_mention_us(config: bytes) -> bool:
     """Return, without parsing, whether config.json may contain an annotation of Tidegate.
 
-    Most containers of a node have none, and this check is all that they pay for. Escapes could
+    Most containers of a node have none, and this check is all that they pay for. JSON escapes could
     spell the prefix, so a text in which one of its characters is escaped is parsed to be sure. Go
     escapes "&", "<" and ">", which half of all command lines contain; the prefix has none of them.
     """
@@ -188,12 +188,12 @@ def asks_nothing(state: "bytes | None") -> bool:
     """Return, without parsing, whether a container certainly requests nothing.
 
     Most containers of a node request nothing, and parsing needs modules that take time to import.
-    A state that is not in the form that runtimes write gives False; the code that then parses it
-    reports what is wrong.
+    A state that is not in the form that runtimes write gives False, and the code that then parses
+    it reports the fault.
     """
     if state is None or may_mention_us(state):
         return False
-    if state.count(b'"bundle"') != 1 or b"\\u00" in state:  # escapes could spell the key, too
+    if state.count(b'"bundle"') != 1 or b"\\u00" in state:  # escapes could also spell the key
         return False
     colon, _, rest = state.partition(b'"bundle"')[2].partition(b'"')
     path, quote, _ = rest.partition(b'"')
@@ -217,7 +217,7 @@ def take_program(argv: "list[str]") -> "list[str]":
 
 
 def open_standard() -> None:
-    """Open closed standard descriptors: a file opened later would become standard error."""
+    """Open closed standard descriptors; otherwise a file opened later becomes standard error."""
     for fd in range(3):
         try:
             posix.fstat(fd)

@@ -1,7 +1,7 @@
 """Parses the annotations below tidegate.gpu/ without jsonschema, which takes 100 ms to import.
 
-annotations.schema.json describes the same for other programs, and a test runs one corpus through
-both.
+annotations.schema.json describes the same format for other programs, and a test runs one corpus
+through both.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ BESIDE_CLAIM = ("capabilities", "driver")
 
 
 def refuse_beside(annotations: dict[str, str], claims: str) -> None:
-    """Refuse annotations about what a claim decides; `claims` names the container's claims."""
+    """Refuse annotations for properties that a claim determines; `claims` names the claims."""
     for name in annotations:
         if name[len(PREFIX) :] not in BESIDE_CLAIM:
             raise AnnotationError(

@@ -1,6 +1,6 @@
-"""Edits config.json for a container that asks for a share of a GPU.
+"""Reserves a GPU for a container that is about to be created, and edits its config.json.
 
-The governor chooses the GPU and reserves it for a limited time; the hook confirms later.
+The governor chooses the GPU and reserves it for a limited time; the hook redeems the reservation.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ class Settings(NamedTuple):
     dev_dir: str = "/dev"
     driver_dir: str = "/var/lib/tidegate/driver"
     module_version: str = "/proc/driver/nvidia/version"
-    environment: bool = False  # the container's variables count if an annotation is missing
+    environment: bool = False  # whether TIDEGATE_* variables replace annotations that are missing
     timeout: float = 10.0
 
 
 def from_environment(document: dict[str, Any]) -> dict[str, str]:
-    """Return what the container's environment asks for, as annotations.
+    """Return the requests in the container's environment, as annotations.
 
-    An image can set the variables, not only the user that starts the container. So they are a last
-    resort for engines without annotations, and only count if the node's settings allow it.
+    An image can set these variables, not only the user that starts the container. So they are a
+    last resort for engines without annotations, and count only if the node's settings allow it.
     """
     process = document.get("process")
     variables = process.get("env") if type(process) is dict else None
@@ -75,7 +75,7 @@ def from_environment(document: dict[str, Any]) -> dict[str, str]:
 
 
 def name_variables(error: AnnotationError, asked: dict[str, str]) -> AnnotationError:
-    """Return an error about annotations with the names of the variables that stand for them."""
+    """Return an error about annotations in terms of the variables from which they were taken."""
     message = error.message
     for variable, name in sorted(VARIABLES.items(), key=lambda pair: -len(pair[1])):
         if PREFIX + name in asked:
@@ -118,12 +118,12 @@ def edit_config(
 ) -> tuple[str, bytes | None]:
     """Return the outcome, and the edited config.json; None if it stays unchanged.
 
-    `bundle` is the base of a relative root.path, `name` is for messages. HookError says what is
-    wrong; then nothing is reserved, or only until the reservation expires.
+    `bundle` is the base of a relative root.path, `name` is for messages. HookError if the container
+    cannot start; a reservation that was made before the error expires by itself.
     """
     document, annotations, identity = parse_document(data, show(name))
     if find_claims(document, settings.entry.path):
-        return "no-request", None  # a claim: device nodes and hook are there, the GPUs are booked
+        return "no-request", None  # for a claim, CDI has edited it and the GPUs are allocated
     exact = governed_by(document, settings.entry.path)
     if is_sandbox(annotations) and not exact and not gives_gpu(document):
         return "no-request", None
@@ -142,7 +142,7 @@ def edit_config(
         raise name_variables(e, asked) from e
     require_reachable(settings.runtime_dir)
     if request.optional:
-        # Checked now, because a device node in config.json is in the container, governed or not.
+        # Checked before device nodes are added, which would be in the container even ungoverned.
         why = find_unserved(request, find_root(document, bundle, show(name)), settings)
         if why is not None:
             require_no_gpu(document, why)

@@ -1,7 +1,7 @@
-"""The wrapper runtime: replaces runc or crun for the engine, and edits config.json before them.
+"""The wrapper runtime: engines run it in place of runc or crun, and it edits config.json for them.
 
-Every command of an engine runs through it, so a command that does not create a container costs the
-interpreter's start and an execve.
+Every command of an engine passes through it, so a command that does not create a container costs
+the interpreter's start and an execve.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RUNTIMES = (
 )
 HOOK = "/usr/bin/tidegate-hook"
 NAME = "tidegate-runtime"
-LATE = "--tidegate-late"  # option of the C front, after a forked child missed its deadline
+LATE = "--tidegate-late"  # set by the C front, after a forked child has missed its deadline
 END_DEADLINE = 6.0  # seconds; the engine holds a lock during this time
 COMMANDS = frozenset(
     (
@@ -32,7 +32,8 @@ COMMANDS = frozenset(
     )
 )
 MAKING = ("create", "run", "restore")
-# Options that take a value, and the others: before the command, of `delete`, of commands in MAKING.
+# Options that take a value, and options that take none: those before the command, those of
+# `delete`, and those of the commands in MAKING.
 OF_ALL = (
     frozenset(
         ("cgroup-manager", "criu", "log", "log-format", "log-level", "root", "rootless"),
@@ -61,7 +62,7 @@ GETOPT = ("crun", "krun", "youki")  # runtimes that parse options like getopt, b
 
 
 class EngineCall:
-    """The parts of the engine's command line that matter."""
+    """The parts of the engine's command line that the wrapper uses."""
 
     __slots__ = ("bundle", "command", "config", "ident", "log", "log_format")
 
@@ -70,17 +71,17 @@ class EngineCall:
 
 
 def parse_call(arguments: list[str], *, like_crun: bool = False) -> EngineCall:
-    """Find what matters in a command line, parsed like the runtime itself does.
+    """Parse a command line in the same way as the runtime itself.
 
-    runc has Go's flags: one dash means the same as two, and names are not abbreviated. crun has
-    getopt's: names may be abbreviated, and short options may be combined with their values. An
-    option that neither of them has is taken to have no value; before the command, a word that is
-    not a command is taken as the value of such an option.
+    runc uses Go's flags: one dash means the same as two, and names cannot be abbreviated. crun uses
+    getopt: names may be abbreviated, and short options may be combined with their values. An option
+    that neither of them has is taken to have no value; before the command, a word that is not a
+    command is taken as the value of such an option.
     """
     call = EngineCall()
-    rest = iter(arguments)
+    words = iter(arguments)
     ended = False  # whether a `--` ended the options
-    for argument in rest:
+    for argument in words:
         if argument == "--" and not ended:
             ended = call.command != ""
         elif ended or not argument.startswith("-") or argument == "-":
@@ -96,7 +97,7 @@ def parse_call(arguments: list[str], *, like_crun: bool = False) -> EngineCall:
             name, value = read(argument, own)
             if name in own[0]:
                 if value is None:
-                    value = next(rest, "")
+                    value = next(words, "")
                 _take(call, name, value)
     return call
 
@@ -121,7 +122,7 @@ def _read_getopt(
         name, equals, value = argument[2:].partition("=")
         known = own[0] | own[1]
         if name not in known:
-            # If several names begin this way, crun accepts none of them.
+            # crun itself rejects an abbreviation that fits several names.
             name = next((k for k in sorted(known) if k.startswith(name)), name)
         return name, value if equals else None
     for place, letter in enumerate(argument[1:], 2):
@@ -131,7 +132,7 @@ def _read_getopt(
 
 
 class NodeSettings:
-    """The node's settings; in the file each is a line with a name, a blank and a value."""
+    """The node's settings; each is a line of the file, with a name, a blank and a value."""
 
     __slots__ = (
         "dev_dir",
@@ -156,13 +157,13 @@ class NodeSettings:
 
 
 class SettingsError(Exception):
-    """The node's settings are wrong; the message is the line for the engine."""
+    """The node's settings are wrong; the message is the error line for the engine."""
 
 
 def parse_node(text: str, path: str, *, strict: bool = True) -> NodeSettings:
     """Parse the text of a settings file; `path` is for the error.
 
-    Without `strict` wrong lines are skipped.
+    Without `strict`, wrong lines are skipped.
     """
     node = NodeSettings()
     for number, line in enumerate(text.splitlines(), 1):
@@ -209,7 +210,7 @@ def state_root(arguments: list[str]) -> str:
 def read_node(path: str, arguments: list[str], *, strict: bool = True) -> NodeSettings:
     """Read the settings for a command line; SettingsError if they are wrong or name no runtime.
 
-    Without `strict` only a missing runtime is an error.
+    Without `strict`, only a missing runtime is an error.
     """
     try:
         with open(path, encoding="utf-8", errors="strict" if strict else "replace") as file:
@@ -233,7 +234,7 @@ def read_node(path: str, arguments: list[str], *, strict: bool = True) -> NodeSe
 
 
 def _tell_engine(call: EngineCall, line: str) -> None:
-    """Write the line to the runtime's log, from which engines like containerd's shim read it."""
+    """Write an error line to the runtime's log, from which containerd's shim and others read it."""
     if not call.log or call.log.startswith(("journald:", "syslog:")):
         return
     import time
@@ -257,7 +258,7 @@ def _tell_engine(call: EngineCall, line: str) -> None:
 
 
 def _fail(call: EngineCall, line: str, log: str = "") -> int:
-    """Report what is wrong with the node's settings, also in the engine's and the node's log."""
+    """Report wrong settings on standard error, in the runtime's log and in the node's log."""
     from oci_hook.errors import show
     from oci_hook.log import RunEvent, complain
 
@@ -272,7 +273,7 @@ def _fail(call: EngineCall, line: str, log: str = "") -> int:
 
 
 def replace_file(path: str, data: bytes) -> None:
-    """Replace a file's content with `data`; readers see either the whole old or new content."""
+    """Replace a file's content with `data` atomically: readers see the old or the new content."""
     from oci_hook.files import write_all
 
     directory, name = os.path.split(path)
@@ -297,8 +298,8 @@ def replace_file(path: str, data: bytes) -> None:
         os.close(dirfd)
 
 
-class Making:
-    """What is known of a container that may request a GPU and is about to be created."""
+class PendingContainer:
+    """A container that is about to be created and may request a GPU."""
 
     __slots__ = ("bundle", "data", "path", "settings", "timeout")
 
@@ -310,12 +311,12 @@ class Making:
         self.timeout = settings.timeout * 2
 
 
-def look(call: EngineCall, node: NodeSettings) -> Making | None:
-    """Read config.json; None if it requests nothing, HookError if the container cannot start."""
+def read_pending(call: EngineCall, node: NodeSettings) -> PendingContainer | None:
+    """Read config.json; None if it requests no GPU, HookError if the container cannot start."""
     from oci_hook.quick import may_mention_us
     from oci_hook.state import read_file
 
-    # Resolved like the kernel does it for the runtimes: links first, then `..`.
+    # Resolved as the kernel resolves it for the runtimes: links first, then `..`.
     bundle = os.path.realpath(call.bundle or ".")
     path = f"{bundle}/config.json"
     if call.config and os.path.realpath(call.config) != os.path.realpath(path):
@@ -347,19 +348,19 @@ def look(call: EngineCall, node: NodeSettings) -> Making | None:
         environment=allowed,
         timeout=hook.timeout / 2,
     )
-    return Making(data, bundle, path, settings)
+    return PendingContainer(data, bundle, path, settings)
 
 
-def edit(making: Making, event: RunEvent) -> None:
-    """Edit config.json if necessary; HookError says why the container cannot start."""
+def edit(pending: PendingContainer, event: RunEvent) -> None:
+    """Edit config.json if necessary; HookError if the container cannot start."""
     from oci_hook.errors import BundleError, show
     from oci_hook.quick import arm, disarm
     from oci_hook.reserve import edit_config
 
-    path = making.path
-    arm(making.timeout, NAME)
+    path = pending.path
+    arm(pending.timeout, NAME)
     try:
-        outcome, edited = edit_config(making.data, making.bundle, path, making.settings, event)
+        outcome, edited = edit_config(pending.data, pending.bundle, path, pending.settings, event)
     finally:
         disarm()
     if edited is None:
@@ -376,7 +377,7 @@ def edit(making: Making, event: RunEvent) -> None:
 
 
 def _refuse_elsewhere(data: bytes, path: str) -> None:
-    """Refuse a container with crun's --config that asks for a GPU: the hook reads the bundle's."""
+    """Refuse a GPU to a container with crun's --config: hooks read the bundle's config.json."""
     from oci_hook.errors import BundleError, show
     from oci_hook.quick import PREFIX
     from oci_hook.state import parse_document
@@ -390,7 +391,7 @@ def _refuse_elsewhere(data: bytes, path: str) -> None:
 
 
 def _refuse_gvisor(data: bytes, path: str, node: NodeSettings) -> None:
-    """Refuse a container that asks for a GPU; others are left to gVisor."""
+    """Refuse a container that asks for a GPU; gVisor runs all others unchanged."""
     from oci_hook.errors import show
     from oci_hook.gvisor import refusal
     from oci_hook.quick import PREFIX
@@ -416,7 +417,7 @@ def left_traces(call: EngineCall, node: NodeSettings) -> bool:
 
 
 def delete(call: EngineCall, node: NodeSettings, arguments: list[str]) -> int:
-    """Run the real runtime's `delete`, then remove what the container's start left in the image."""
+    """Run the real runtime's `delete`, then remove what the hook left in the container's root."""
     from oci_hook import kernel
 
     pid = os.fork()
@@ -424,14 +425,13 @@ def delete(call: EngineCall, node: NodeSettings, arguments: list[str]) -> int:
         kernel.die_with_parent()  # an engine that gives up kills only the process that it started
         os.execv(node.runtime, [node.runtime, *arguments])  # noqa: S606 - the wrapper's purpose
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    # Whatever the status is: a container that does not exist has ended, and one that runs keeps
-    # what it has.
+    # For any status: a container that does not exist has ended, and a running one keeps its files.
     take_back(call, node)
     return status if status >= 0 else 128 - status
 
 
 def take_back(call: EngineCall, node: NodeSettings) -> None:
-    """Remove what a container's start left in the image; failures are only logged."""
+    """Remove what the hook left in the container's root; failures are only logged."""
     from oci_hook.apart import run_apart
 
     def work() -> int:
@@ -443,7 +443,7 @@ def take_back(call: EngineCall, node: NodeSettings) -> None:
             cleanup.take_back(node.runtime_dir, call.ident)
             cleanup.sweep_apart(node.runtime_dir)
         except Exception as e:  # noqa: BLE001
-            _tell_left(node, e)
+            _log_failure(node, e)
         finally:
             disarm()
         return 0
@@ -451,18 +451,18 @@ def take_back(call: EngineCall, node: NodeSettings) -> None:
     try:
         run_apart(work, END_DEADLINE, NAME)
     except Exception as e:  # noqa: BLE001
-        _tell_left(node, e)
+        _log_failure(node, e)
 
 
-def _tell_left(node: NodeSettings, e: Exception) -> None:
-    """Log that traces of a container are left; the container itself is deleted all the same."""
+def _log_failure(node: NodeSettings, e: Exception) -> None:
+    """Log that a container's clean-up failed; the container itself is deleted nevertheless."""
     from oci_hook.log import RunEvent
 
     RunEvent("runtime", node.log or None).emit("failed", code="internal", message=str(e))
 
 
 def take_config(arguments: list[str]) -> tuple[str, list[str]]:
-    """Return the path of the node's settings, and the command line without it."""
+    """Return the path of the settings file, and the command line without --tidegate-config."""
     if arguments[:1] != ["--tidegate-config"]:
         return CONFIG, arguments
     return (arguments[1] if len(arguments) > 1 else ""), arguments[2:]
@@ -475,21 +475,21 @@ def understand(arguments: list[str], node: NodeSettings) -> EngineCall:
 
 
 def make_ready(arguments: list[str]) -> int:
-    """Do the work before the real runtime, for the C front; return an exit status, 0 to go on."""
-    config, rest = take_config(arguments)
+    """Do the work that precedes the real runtime, for the C front; return 0, or an exit status."""
+    config, words = take_config(arguments)
     try:
-        node = read_node(config, rest)
+        node = read_node(config, words)
     except SettingsError as e:
-        return _fail(parse_call(rest), str(e))
-    call = understand(rest, node)
+        return _fail(parse_call(words), str(e))
+    call = understand(words, node)
     return edit_or_refuse(call, node) if call.command in MAKING else 0
 
 
 def after_delete(arguments: list[str]) -> int:
-    """Do the work after the real runtime's `delete`, for the C front."""
-    config, rest = take_config(arguments)
-    node = read_node(config, rest, strict=False)
-    call = understand(rest, node)
+    """Do the work that follows the real runtime's `delete`, for the C front."""
+    config, words = take_config(arguments)
+    node = read_node(config, words, strict=False)
+    call = understand(words, node)
     if left_traces(call, node):
         take_back(call, node)
     return 0
@@ -498,7 +498,7 @@ def after_delete(arguments: list[str]) -> int:
 def edit_or_refuse(call: EngineCall, node: NodeSettings, *, late: bool = False) -> int:
     """Edit config.json if necessary; return 0, or the exit status of a start that is refused.
 
-    `late` says that the C program has abandoned the process that edits.
+    `late`: the C front has already abandoned a process that was editing it.
     """
     from oci_hook.errors import show
     from oci_hook.log import RunEvent
@@ -506,22 +506,22 @@ def edit_or_refuse(call: EngineCall, node: NodeSettings, *, late: bool = False) 
     event = RunEvent("runtime", node.log or None)
     event.fields["id"] = show(call.ident, 128)
     try:
-        making = look(call, node)
-        if making is None:
+        pending = read_pending(call, node)
+        if pending is None:
             return 0
         from oci_hook.apart import overdue, run_apart
 
         if late:
-            raise overdue(making.timeout, NAME)  # noqa: TRY301 - handled as if found here
+            raise overdue(pending.timeout, NAME)  # noqa: TRY301 - handled as if found here
 
         def work() -> int:
             try:
-                edit(making, event)
+                edit(pending, event)
             except Exception as e:  # noqa: BLE001
                 return _refuse(call, event, e)
             return 0
 
-        return run_apart(work, making.timeout, NAME)
+        return run_apart(work, pending.timeout, NAME)
     except Exception as e:  # noqa: BLE001
         return _refuse(call, event, e)
 
@@ -562,7 +562,7 @@ def main() -> None:
     try:
         node = read_node(config, arguments)
     except SettingsError as e:
-        # Parsed like runc: engines write --log in a form that all runtimes understand.
+        # Parsed as runc's command line: engines write --log in a form that all runtimes accept.
         call = parse_call(arguments)
         if call.command in MAKING:
             sys.exit(_fail(call, str(e)))

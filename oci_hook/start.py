@@ -1,8 +1,8 @@
-"""Prepare a container that requests a GPU, in four steps that each take what the last returned.
+"""Prepares a container that requests a GPU, in four steps that use the results of earlier ones.
 
-`read_request` reads what the container asks for, `inspect` what the node and the image have,
-`admit` asks the governor, and `mount` puts things in place. The modules that only this needs are
-imported here: `oci_hook.main` imports this one when a container is known to request a GPU.
+`read_request` parses the request, `inspect` examines the node and the image, `admit` asks the
+governor, and `mount` applies the plan. `oci_hook.main` imports this module, and with it all modules
+that only these steps need, when a container is known to request a GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Shares = tuple[tuple[str, str], ...]
 
 
 class Start(NamedTuple):
-    """One start of a container: how the hook was called, and what the engine says."""
+    """One start of a container: the hook's options, and the input from the runtime and engine."""
 
     options: HookOptions
     state: OciState
@@ -54,7 +54,7 @@ class Start(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What a container asks for, and the device nodes that it already has."""
+    """A container's request, and the device nodes that it already has."""
 
     request: Request
     reservation: str
@@ -62,9 +62,9 @@ class Asked(NamedTuple):
 
 
 class NodeAndImage(NamedTuple):
-    """What the node and the image have: the mirror, the part of it that is wanted, and the image.
+    """The node's mirror, the parts of it that the container gets, and the container's image.
 
-    `home` is the path of the container's root, by which its notes are kept.
+    `home` is the path of the container's root, under which its note is kept.
     """
 
     manifest: MirrorManifest
@@ -92,7 +92,7 @@ def prepare_container(start: Start) -> str:
         return "without-gpu"
     except OSError as e:
         raise explain(e, f"look into {show(bundle.root)}") from e
-    # Half of the deadline, so that the error line says that the governor did not answer.
+    # Half of the deadline, so that this error, not the deadline's, is reported for no answer.
     client = Client(options.runtime_dir, options.timeout / 2, PATIENCE)
     try:
         grant = admit(start, asked, found, client)
@@ -114,7 +114,7 @@ def prepare_container(start: Start) -> str:
         mount(start, found, plan, client)
     finally:
         client.close()
-    # Some engines do not report the end of a container, so the notes are swept now and then.
+    # Some engines do not report the end of a container, so old notes are removed now and then.
     if state.pid % cleanup.SWEEP == 0:  # by chance, about one start in SWEEP
         shield()
         cleanup.sweep_apart(options.runtime_dir)
@@ -122,7 +122,7 @@ def prepare_container(start: Start) -> str:
 
 
 def read_request(start: Start) -> Asked:
-    """Return what the container asks for; HookError if it may not have it whatever the node has."""
+    """Parse the container's request; HookError if it is invalid on every node."""
     annotations, document = start.annotations, start.bundle.document
     reservation = take_reservation(annotations)
     refuse_foreign(document)
@@ -134,7 +134,7 @@ def read_request(start: Start) -> Asked:
 
 
 def inspect(start: Start, asked: Asked) -> NodeAndImage:
-    """Return what the node and the image have."""
+    """Examine the node's mirror and the container's image."""
     options, state, bundle, event = start.options, start.state, start.bundle, start.event
     manifest = read_manifest(options.driver_dir)
     check_fresh(manifest, module_version(options.module_version))
@@ -142,7 +142,7 @@ def inspect(start: Start, asked: Asked) -> NodeAndImage:
     event.fields |= {"generation": manifest.generation}
     event.phase("manifest")
     container = CreatedContainer(state.pid, bundle.root)
-    # Left by an earlier container with this id, if its end was not reported.
+    # Clean up after an earlier container with this id whose end was not reported.
     cleanup.take_back(options.runtime_dir, state.id)
     # Held until this process ends: another start or end on this root finds either everything
     # that this start creates, or nothing.
@@ -165,7 +165,7 @@ def inspect(start: Start, asked: Asked) -> NodeAndImage:
 
 
 def admit(start: Start, asked: Asked, found: NodeAndImage, client: Client) -> Grant:
-    """Ask the governor, and return what it grants; HookError if it refuses."""
+    """Ask the governor to admit the container, and return its grant; HookError if it refuses."""
     options, state = start.options, start.state
     return client.admit(
         ident=state.id,
@@ -182,7 +182,7 @@ def admit(start: Start, asked: Asked, found: NodeAndImage, client: Client) -> Gr
 
 
 def mount(start: Start, found: NodeAndImage, plan: Plan, client: Client) -> None:
-    """Carry out the plan, and confirm the admission. What fails is undone, or said to be left."""
+    """Apply the plan and confirm the admission; on failure, undo the plan and log what is left."""
     options, state, event = start.options, start.state, start.event
     undo, noted = Undo(), False
     try:
@@ -204,8 +204,8 @@ def mount(start: Start, found: NodeAndImage, plan: Plan, client: Client) -> None
     except BaseException:
         shield()
         left = undo.run(found.container)
-        # Not `noted`: a note of this id belongs to a running container of another engine.
-        # `left`: the note has to stay, because the container's end removes what is left.
+        # If not `noted`, a note with this id belongs to a running container of another engine.
+        # If there is something `left`, the note stays: the container's end removes it by the note.
         if noted and not left:
             cleanup.forget(options.runtime_dir, state.id)
         if left:

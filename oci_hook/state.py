@@ -1,7 +1,7 @@
 """Reads the runtime's input: the OCI state on stdin and the bundle's config.json.
 
-Both come from outside: sizes are bounded, types are checked, and what the hook does not need is
-ignored.
+Neither is trusted: sizes are bounded, types are checked, and members that the hook does not need
+are ignored.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Bundle:
         self.document = document
 
 
-# Annotations of containerd and CRI-O that say which pod the container belongs to, by field.
+# The field of a container's identity that each of these annotations of the engines contains.
 IDENTITY = {
     "io.kubernetes.cri.sandbox-namespace": "namespace",
     "io.kubernetes.cri.sandbox-name": "pod",
@@ -68,8 +68,8 @@ IDENTITY = {
 }
 
 
-# Annotations of containerd and CRI-O with the container's type: `sandbox` is the container that
-# keeps a pod's namespaces and runs no program of the user. It has the pod's annotations as well.
+# Annotations of containerd and CRI-O with the container's type. A `sandbox` is the container that
+# keeps a pod's namespaces and runs no program of the user; it has the pod's annotations, too.
 KINDS = ("io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType")
 
 
@@ -77,11 +77,11 @@ def is_sandbox(annotations: dict[str, str]) -> bool:
     """Return whether the annotations declare a pod's sandbox, which the hook leaves alone.
 
     Each engine overwrites a user's value of its own annotation, but not of the other engine's, so
-    both have to agree. Docker and Podman write neither: there the value is the user's, so callers
-    ignore it for a container that has a GPU.
+    both have to agree. Docker and Podman write neither: there the value comes from the user, so
+    callers ignore it for a container that has a GPU.
     """
-    said = [annotations[name] for name in KINDS if name in annotations]
-    return bool(said) and all(kind == "sandbox" for kind in said)
+    kinds = [annotations[name] for name in KINDS if name in annotations]
+    return bool(kinds) and all(kind == "sandbox" for kind in kinds)
 
 
 def _unique(pairs: list[tuple[str, object]], twice: list[str]) -> dict[str, object]:
@@ -271,10 +271,10 @@ def _identity(annotations: dict[str, str], *, asks: bool) -> dict[str, str]:
 
 
 def our_annotations(state: OciState, bundle: Bundle, *, governed: bool = False) -> dict[str, str]:
-    """Return the annotations below the prefix: those in config.json, which the state may repeat.
+    """Return the annotations below the prefix: those of config.json, which the state may repeat.
 
-    Those of a sandbox do not count. A container that has a GPU or is `governed` is not a sandbox:
-    containerd and CRI-O give a sandbox no access to devices, even in a privileged pod.
+    A sandbox's annotations do not count. A container that has a GPU or is `governed` is not a
+    sandbox: containerd and CRI-O give a sandbox no access to devices, even in a privileged pod.
     """
     if is_sandbox(bundle.annotations) and not governed:
         from oci_hook.edits import gives_gpu

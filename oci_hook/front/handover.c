@@ -16,7 +16,7 @@
 
 #define N_DESCRIPTORS 5           /* standard ones, the working directory, one end of a pipe */
 #define MESSAGE_LIMIT (32u << 10) /* bytes; the script handles longer command lines */
-#define CONNECT_MS    500         /* waiting longer for a slow server would not pay */
+#define CONNECT_MS    500         /* beyond this, executing the script is faster */
 #define GRACE_MS      2000        /* as in oci_hook/apart.py */
 
 #ifndef SYS_close_range
@@ -154,7 +154,7 @@ static bool send_request(int server, const char *role, char *const arguments[])
  * queue of a stopped server, they would keep the runtime's pipe open.
  *
  * The outputs themselves are not sent: runtimes in Go wait until every process that has them has
- * ended, even one that is stuck.
+ * ended, even if one is stuck.
  */
 static int send_descriptors(int server, const int outputs[2])
 {
@@ -203,7 +203,7 @@ static int receive(int server)
     return n == 1 ? answer : HANDOVER_LOST;
 }
 
-/* Copies to a standard output what was written to the file in its place. */
+/* Copies to a standard output the content of the file that replaced it. */
 static bool pass_on(int file, int output)
 {
     static char part[64 << 10];
@@ -230,7 +230,7 @@ int handover_run(int server, const char *role, char *const arguments[], double s
     if (outputs[0] >= 0 && outputs[1] >= 0 && send_request(server, role, arguments) &&
         receive(server) == 1)
         alive = send_descriptors(server, outputs);
-    /* Without the descriptors the child does nothing, so the script may do the work instead. */
+    /* Without the descriptors the child does no work, so the script can do it instead. */
     if (alive >= 0) {
         set_timeout(server, (long)(seconds * 1e3) + GRACE_MS);
         status = receive(server);

@@ -1,19 +1,19 @@
 /*
- * The way to the fork server and to the interpreter, shared by the hook and the wrapper runtime.
+ * Hands a start over to the Python code, for the C programs of the hook and the wrapper runtime.
  *
  * Python code prepares a start that asks for a GPU. The fork server (oci_hook/forkserver.py) has
  * the interpreter and the modules loaded, so its forked child begins at once. If the server cannot
  * be reached, has another version, or runs in other namespaces, the program executes the Python
- * script of the same name, which does the same about 25 ms later.
+ * script of the same name, which does the same work about 25 ms later.
  */
 #pragma once
 
 #include <stdbool.h>
 
 enum {
-    HANDOVER_DECLINED = -1, /* nothing was begun: execute the script */
-    HANDOVER_LOST = -2,     /* the child ended without a status: what it did is unknown */
-    HANDOVER_LATE = -3,     /* the child is stuck, as where a root file system does not answer */
+    HANDOVER_DECLINED = -1, /* no work was begun: execute the script */
+    HANDOVER_LOST = -2,     /* the child ended without a status: its work may be incomplete */
+    HANDOVER_LATE = -3,     /* the child is stuck, for instance in a stalled root file system */
     STATUS_OS_ERROR = 71,   /* EX_OSERR, as MountError in oci_hook/errors.py */
     STATUS_CONFIG = 78,     /* EX_CONFIG */
 };
@@ -31,11 +31,10 @@ const char *handover_program(void);
 int handover_connect(const char *runtime_dir);
 
 /*
- * Lets the fork server do what the script would do as `role` with these arguments, which end with a
- * NULL. The server's child has this process's standard input and working directory. What it writes
- * is passed to the standard outputs when it has ended. `seconds` is the child's deadline: a little
- * later the child is abandoned, and ends when it can. Returns the child's exit status, or
- * HANDOVER_*. Closes `server`.
+ * Has the fork server do the work of `role` with these arguments, which end with a NULL. The
+ * server's child has this process's standard input and working directory. Its output is copied to
+ * the standard outputs when it has ended. `seconds` is the child's deadline: 2 s later the child is
+ * abandoned, and ends when it can. Returns the child's exit status, or HANDOVER_*. Closes `server`.
  */
 int handover_run(int server, const char *role, char *const arguments[], double seconds);
 

@@ -1,7 +1,8 @@
 /*
- * tidegate-hook as runtimes execute it. A container that requests nothing is finished here, in less
- * than a millisecond. Everything else is handed over: with standard input unread, or with what was
- * read from it put back.
+ * tidegate-hook: the program that OCI runtimes execute as the hook.
+ *
+ * For a container that requests nothing it exits within a millisecond. All other work is handed
+ * over to the Python code (handover.h), with a standard input that can still be read in full.
  *
  * The program is linked statically, so that no environment variable can load code into it, and it
  * passes no variables on.
@@ -22,12 +23,12 @@
 
 static char *no_environment[] = {NULL};
 
-/* The options that matter here; the script understands the others, and reports mistakes. */
+/* The options that this program uses; the script handles the others, and reports mistakes. */
 struct options {
     const char *runtime_dir;
     const char *stage;
     double timeout; /* seconds */
-    bool named;     /* --governed or --claim: the hook entry says that it is governed */
+    bool named;     /* --governed or --claim is given, so the container requests a GPU */
 };
 
 static char late[128];               /* error line for a deadline that has passed */
@@ -108,14 +109,14 @@ static bool parse(char *const arguments[], struct options *options)
     return !claim || strcmp(options->stage, "precreate") != 0;
 }
 
-/* Whether nothing is left to do, judging by what the runtime wrote to standard input. */
+/* Whether nothing is left to do, according to the text that the runtime wrote to standard input. */
 static bool is_done(const struct options *options, const struct text *input)
 {
     if (strcmp(options->stage, "precreate") != 0)
         return !options->named && state_requests_nothing(input);
     if (text_may_request(input))
         return false;
-    /* Podman takes the output as the configuration, so all of it has to arrive. */
+    /* Podman uses the output as the configuration, so all of it has to arrive. */
     for (size_t done = 0; done < input->size;) {
         ssize_t n = write(STDOUT_FILENO, input->data + done, input->size - done);
 
@@ -127,7 +128,7 @@ static bool is_done(const struct options *options, const struct text *input)
     return true;
 }
 
-/* Makes standard input a copy of what was read, for the process that reads it again. */
+/* Makes standard input a copy of the text that was read, for the process that reads it again. */
 static bool put_back(const struct text *input)
 {
     int fd = memfd_create("tidegate-hook-stdin", MFD_CLOEXEC);
@@ -154,7 +155,7 @@ int main(int argc, char *argv[])
         is_whole = text_read(STDIN_FILENO, CONFIG_LIMIT, &input);
         if (is_whole && is_done(&options, &input))
             return 0;
-        /* If the input is too large, what was read is handed over: the script reports the error. */
+        /* Too large an input is handed over as far as it was read: the script reports the error. */
         if (!is_whole && input.size <= CONFIG_LIMIT)
             handover_fail(failed, "tidegate: standard input cannot be read to its end; the runtime "
                                   "has to write to it, and to close it\n");

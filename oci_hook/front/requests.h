@@ -2,9 +2,9 @@
  * Decides from the bytes of a container's configuration, without parsing them, whether the
  * container asks for a GPU.
  *
- * The answer errs on one side only: a text that could contain one of Tidegate's annotations counts
- * as a request, and the Python hook parses it to be sure. oci_hook/quick.py has the same two
- * functions, and a test compares both.
+ * The check has no false negatives: any text that could contain one of Tidegate's annotations
+ * counts as a request, and the Python hook parses it to be sure. oci_hook/quick.py implements the
+ * same check, and a test compares the two.
  */
 #pragma once
 

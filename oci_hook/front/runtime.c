@@ -1,9 +1,10 @@
 /*
- * tidegate-runtime as engines execute it: in place of runc or crun, which it becomes.
+ * tidegate-runtime: the wrapper that engines execute in place of runc or crun. It ends by executing
+ * the real runtime.
  *
  * Every command of an engine runs through this program. A command that does not create a container,
- * or creates one that requests nothing, goes to the runtime at once. For the others config.json is
- * edited first, by the fork server or by the Python script of the same name.
+ * or creates one that requests nothing, goes to the runtime at once. For other containers
+ * config.json is edited first, by the fork server or by the Python script of the same name.
  *
  * Only command lines in the form that engines write are parsed here: known options, not
  * abbreviated. The script handles all other forms, and parses them as runc and crun do.
@@ -131,7 +132,7 @@ static bool parse(char *const arguments[], struct call *call)
     return call->command != NULL;
 }
 
-/* Returns the directory that --root names, "" if none; NULL if engines do not write this form. */
+/* Returns the directory that --root names, "" if none; NULL if the options have another form. */
 static const char *state_root(char *const arguments[])
 {
     const char *root = "";
@@ -165,7 +166,7 @@ static bool makes(const char *command)
     return is_among(command, making);
 }
 
-/* Whether no word is a command that needs more than the runtime. */
+/* Whether no word is a command for which the runtime alone is not enough. */
 static bool is_plain(char *const arguments[])
 {
     for (; *arguments; arguments++)
@@ -187,8 +188,8 @@ static bool requests_nothing(const struct call *call, const struct settings *set
     return !settings->environment || !memmem(config.data, config.size, "TIDEGATE_", 9);
 }
 
-/* Whether the hook has noted what is to be removed at the container's end. */
-static bool left_something(const struct call *call, const struct settings *settings)
+/* Whether the hook has noted files to be removed at the container's end. */
+static bool has_traces(const struct call *call, const struct settings *settings)
 {
     char path[PATH_MAX];
     struct stat status;
@@ -213,8 +214,8 @@ static void become_runtime(const struct settings *settings, char *argv[])
 }
 
 /*
- * Lets the runtime delete a container, and the fork server or the script remove what its start
- * left. Returns the runtime's status.
+ * Has the runtime delete a container, and then the fork server or the script remove the files that
+ * its start created. Returns the runtime's status.
  */
 static int delete(const struct settings *settings, char *argv[], char *const arguments[])
 {
@@ -234,7 +235,7 @@ static int delete(const struct settings *settings, char *argv[], char *const arg
     while (waitpid(pid, &status, 0) < 0)
         if (errno != EINTR)
             handover_fail(STATUS_OS_ERROR, "tidegate-runtime: the runtime's status is lost\n");
-    /* For any status: a container that does not exist has ended, a running one loses nothing. */
+    /* For any status: a container that does not exist has ended, a running one keeps its files. */
     server = handover_connect(settings->runtime_dir); /* not earlier: it waits 1 s for requests */
     if (server >= 0)
         done = handover_run(server, "deleted", arguments, END_DEADLINE_S);
@@ -274,7 +275,7 @@ int main(int argc, char *argv[])
     deletes = strcmp(call.command, "delete") == 0;
     if (!deletes && !makes(call.command))
         goto script;
-    if (deletes ? !left_something(&call, &settings) : requests_nothing(&call, &settings)) {
+    if (deletes ? !has_traces(&call, &settings) : requests_nothing(&call, &settings)) {
         become_runtime(&settings, argv);
         goto script;
     }

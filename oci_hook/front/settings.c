@@ -86,7 +86,7 @@ static bool take_line(char *line, struct settings *settings)
 
     for (const char *c = line; *c; c++)
         if ((*c < ' ' && *c != '\t') || *c == 0x7f || (*c & 0x80))
-            return false; /* the script decides what is valid text */
+            return false; /* the script decides whether the text is valid */
     line += strspn(line, " \t");
     for (end = line + strlen(line); end > line && strchr(" \t", end[-1]); end--)
         end[-1] = '\0';
@@ -130,7 +130,7 @@ bool settings_read(const char *path, const char *root, struct settings *settings
     for (line = file.data; line < file.data + file.size; line = end + 1) {
         end = memchr(line, '\n', (size_t)(file.data + file.size - line));
         if (!end)
-            return false; /* the last line has no end, and no room for a NUL */
+            return false; /* the last line has no newline, so there is no room for a NUL */
         *end = '\0';
         if (!take_line(line, settings))
             return false;

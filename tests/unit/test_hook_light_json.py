@@ -37,7 +37,7 @@ def by_json(data: bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = 
         data.decode(),
         object_pairs_hook=pairs,
         parse_float=light_json._number,
-        parse_constant=light_json._no_number,
+        parse_constant=light_json._refuse_constant,
     )
 
 

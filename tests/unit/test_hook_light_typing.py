@@ -87,7 +87,7 @@ def test_defaults_are_of_the_class_alone():
 
 
 def test_what_is_impossible_is_said():
-    with pytest.raises(AssertionError, match="'x' is none of those"):
+    with pytest.raises(AssertionError, match="'x' is of an unexpected type"):
         light_typing.assert_never("x")  # type: ignore[arg-type]
 
 

@@ -1,1 +1,1 @@
-"""Finds the host's driver, reads its files with pyelftools and keeps a mirror of it."""
+"""The driver mirror: finds the host's NVIDIA driver and keeps a copy for containers to mount."""

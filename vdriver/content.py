@@ -32,8 +32,8 @@ class Fault:
 def digest(manifest: Manifest) -> str:
     """Return the digest in a generation's name: the first 12 hex digits of a SHA-256.
 
-    The hash covers the manifest, and through it all content. The generation's name is left out, and
-    so are the fields that say where the content came from and when.
+    The hash covers the manifest, and through it all content. It excludes the generation's name and
+    the fields with the origin and the time of the content.
     """
     document = manifest.to_json()
     del document["generation"], document["source"]
@@ -46,7 +46,7 @@ def digest(manifest: Manifest) -> str:
 
 
 def check_content(generation: Path, manifest: Manifest, *, read: bool = True) -> Iterator[Fault]:
-    """Yield every difference between a generation and its manifest, also in the file names.
+    """Yield every difference between a generation and its manifest, including file names.
 
     Without `read` no file is opened: only file types, links, modes and sizes are compared.
     """
@@ -72,11 +72,11 @@ def check_content(generation: Path, manifest: Manifest, *, read: bool = True) ->
         yield from _check_names(place.source, tree.names(place.source), place.files)
         for name in place.files:
             if f"{place.source}/{name}" not in files:
-                yield Fault(f"{place.source}/{name}", f"is of {place.name}, but has no entry")
+                yield Fault(f"{place.source}/{name}", f"belongs to {place.name}, but has no entry")
     for program in manifest.programs:
         if program.path not in files or files[program.path].role != "program":
             yield Fault(program.path, "is a program of the manifest, but has no entry as one")
-    yield from _check_rest(tree, expected)
+    yield from _check_unnamed(tree, expected)
 
 
 class _Tree:
@@ -87,16 +87,16 @@ class _Tree:
         self.read = read  # whether file content is read
         self.entries: dict[str, os.stat_result] = {".": root.lstat()}
         self.unreadable: list[Fault] = []
-        todo = ["."]
-        while todo:
-            directory = todo.pop()
+        pending = ["."]
+        while pending:
+            directory = pending.pop()
             try:
                 with os.scandir(root / directory) as found:
                     for entry in found:
                         path = entry.name if directory == "." else f"{directory}/{entry.name}"
                         self.entries[path] = entry.stat(follow_symlinks=False)
                         if entry.is_dir(follow_symlinks=False):
-                            todo.append(path)
+                            pending.append(path)
             except OSError as e:
                 self.unreadable.append(Fault(directory, f"cannot be read: {e.strerror}"))
 
@@ -112,11 +112,11 @@ class _Tree:
         }
 
     def text(self, path: str) -> str:
-        """Return the target of a link, as it is written in the link."""
+        """Return the text of a link."""
         return str((self.root / path).readlink())
 
-    def leads_nowhere(self, path: str) -> str | None:
-        """Return a fault if a link leads out of the generation or to nothing, else None."""
+    def find_link_fault(self, path: str) -> str | None:
+        """Return a fault if a link is dangling or leads out of the generation, else None."""
         text = self.text(path)
         target = os.path.normpath(f"{Path(path).parent}/{text}")
         if text.startswith("/") or target not in self.entries:
@@ -135,13 +135,13 @@ def _check_name(generation: Path, manifest: Manifest) -> Iterator[Fault]:
         yield Fault(".", f"its manifest is that of {manifest.generation}")
     named = f"{manifest.version}-{digest(manifest)}"
     if manifest.generation != named:
-        yield Fault(manifests.NAME, f"says {manifest.generation}, its entries make {named}")
+        yield Fault(manifests.NAME, f"names {manifest.generation}, but its entries give {named}")
 
 
 def _check_file(tree: _Tree, file: ManifestFile, manifest: Manifest) -> Iterator[Fault]:
     status = tree.entries.get(file.path)
     if status is None:
-        yield Fault(file.path, "is not there")
+        yield Fault(file.path, "is missing")
         return
     if file.role == "link":
         if not stat.S_ISLNK(status.st_mode):
@@ -151,14 +151,14 @@ def _check_file(tree: _Tree, file: ManifestFile, manifest: Manifest) -> Iterator
                 file.path,
                 f"is a link to {tree.text(file.path)}, the manifest has one to {file.target}",
             )
-        elif reason := tree.leads_nowhere(file.path):
+        elif reason := tree.find_link_fault(file.path):
             yield Fault(file.path, reason)
         return
     if not stat.S_ISREG(status.st_mode):
         yield Fault(file.path, f"is {_kind(status)}, the manifest has a file ({file.role})")
         return
     if file.role == "program" and status.st_mode & 0o111 != 0o111:
-        yield Fault(file.path, f"has mode {_mode(status)}, not everybody can execute it")
+        yield Fault(file.path, f"has mode {_mode(status)}, not all users can execute it")
     if status.st_size != file.size:
         yield Fault(file.path, f"has {status.st_size} bytes, the manifest {file.size}")
         return
@@ -206,7 +206,7 @@ def _check_set(  # noqa: PLR0917 - private, and called once
     Adds the paths that belong to the set to `expected`.
     """
     if directory not in tree.entries:
-        yield Fault(directory, "is not there")
+        yield Fault(directory, "is missing")
         return
     yield from _check_names(directory, tree.names(directory), names)
     pairs = [(f"{directory}/{name}", f"{base}/{name}") for name in names]
@@ -219,7 +219,7 @@ def _check_set(  # noqa: PLR0917 - private, and called once
             if file is not None and file.role == "control":
                 origin = f"{name.partition('.so')[0]}-origin.so.1"
                 if origin not in origins:
-                    yield Fault(f"{directory}/{ORIGIN}/{origin}", f"is not there, {name} needs it")
+                    yield Fault(f"{directory}/{ORIGIN}/{origin}", f"is missing, {name} needs it")
     for path, like in pairs:
         expected.add(path)
         if like not in files:
@@ -235,7 +235,7 @@ def _check_same(tree: _Tree, path: str, like: str, file: ManifestFile) -> Iterat
     elif stat.S_ISLNK(status.st_mode):
         if tree.text(path) != tree.text(like):
             yield Fault(path, f"is a link to {tree.text(path)}, {like} is one to {tree.text(like)}")
-        elif reason := tree.leads_nowhere(path):
+        elif reason := tree.find_link_fault(path):
             yield Fault(path, reason)
     elif (status.st_dev, status.st_ino) != (other.st_dev, other.st_ino):
         if not tree.read:
@@ -244,20 +244,20 @@ def _check_same(tree: _Tree, path: str, like: str, file: ManifestFile) -> Iterat
             return
         try:
             if tree.sha256(path) != file.sha256:
-                yield Fault(path, f"has another content than {like}")
+                yield Fault(path, f"has other content than {like}")
         except OSError as e:
             yield Fault(path, f"cannot be read: {e.strerror}")
 
 
 def _check_names(directory: str, found: set[str], names: tuple[str, ...]) -> Iterator[Fault]:
     for name in sorted(set(names) - found):
-        yield Fault(f"{directory}/{name}", "is not there")
+        yield Fault(f"{directory}/{name}", "is missing")
     for name in sorted(found - set(names)):
         yield Fault(f"{directory}/{name}", f"is not among the manifest's names of {directory}")
 
 
-def _check_rest(tree: _Tree, expected: set[str]) -> Iterator[Fault]:
-    """Yield what the manifest does not name, and wrong permissions or owners of any entry."""
+def _check_unnamed(tree: _Tree, expected: set[str]) -> Iterator[Fault]:
+    """Yield entries that the manifest does not name, and those with wrong permissions or owners."""
     directories = set(DIRECTORIES)
     for path in expected:
         directories |= {str(p) for p in Path(path).parents}
@@ -272,15 +272,15 @@ def _check_rest(tree: _Tree, expected: set[str]) -> Iterator[Fault]:
         wanted = 0o555 if stat.S_ISDIR(status.st_mode) else 0o444
         if status.st_mode & wanted != wanted or status.st_mode & 0o7022:
             yield Fault(
-                path, f"has mode {_mode(status)}: readable by all, writable by its owner is right"
+                path, f"has mode {_mode(status)}, must be readable by all, writable by its owner"
             )
         if status.st_uid not in (0, os.geteuid()):
-            yield Fault(path, f"belongs to user {status.st_uid}, root is right")
+            yield Fault(path, f"belongs to user {status.st_uid}, must belong to root")
 
 
 def _kind(status: os.stat_result) -> str:
     kinds = {stat.S_IFREG: "a file", stat.S_IFLNK: "a link", stat.S_IFDIR: "a directory"}
-    return kinds.get(stat.S_IFMT(status.st_mode), "no file")
+    return kinds.get(stat.S_IFMT(status.st_mode), "a special file")
 
 
 def _mode(status: os.stat_result) -> str:

@@ -1,8 +1,8 @@
-"""Reads the two control libraries that a mirror puts in the driver's place, and adapts them.
+"""Reads the control libraries that a mirror has under the driver's names, and fits their exports.
 
 A control library exports every function of the newest driver. An older driver lacks some of them,
-and a program that looks such a name up must not find it: programs choose their code path by the
-result. So those names are made undefined in the mirror's copy.
+and a program must not find such a name either: programs choose their code path by the result of the
+lookup. So those names are made undefined in the mirror's copy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SECTION_AT, VALUE_AT = 6, 8
 class ControlLibraries:
     """The control libraries for libcuda and for NVML.
 
-    The contents are those of the copies in the mirror; None if they are the same as the files'.
+    The contents are those of the copies in the mirror; None if they are unchanged.
     """
 
     cuda: Library
@@ -56,8 +56,8 @@ def fit_control(
 ) -> ControlLibraries:
     """Return the libraries without the names that `driver` does not export.
 
-    MirrorError when one cannot be patched; LibraryError when a file cannot be read. If a driver
-    seems to export nothing, its file was not understood, and no name is hidden.
+    MirrorError if one cannot be patched; LibraryError if a file cannot be read. A driver without
+    any export was not parsed correctly, so in that case no name is hidden.
     """
     return dataclasses.replace(
         control,
@@ -67,9 +67,9 @@ def fit_control(
 
 
 def _fit(control: Library, file: DriverFile, exports: Exports) -> bytes | None:
-    offered = exports(file.library.path)
-    lacking = frozenset(exports(control.path)) - frozenset(offered)
-    if not offered or not lacking:
+    exported = exports(file.library.path)
+    lacking = frozenset(exports(control.path)) - frozenset(exported)
+    if not exported or not lacking:
         return None
     try:
         return hide_exports(Path(control.path).read_bytes(), lacking)
@@ -80,8 +80,8 @@ def _fit(control: Library, file: DriverFile, exports: Exports) -> bytes | None:
 def hide_exports(content: bytes, names: Collection[str]) -> bytes:
     """Return the 64-bit library `content` without definitions of the dynamic symbols `names`.
 
-    A search by the loader skips undefined symbols, so the hash table stays unchanged. A library
-    that refers to one of the names itself would no longer load, and is refused with ValueError.
+    The loader's search skips undefined symbols, so the hash table stays unchanged. A library that
+    refers to one of the names itself would no longer load, so it is refused with ValueError.
     """
     from elftools.elf.relocation import RelocationSection
 
@@ -99,10 +99,10 @@ def hide_exports(content: bytes, names: Collection[str]) -> bytes:
             for relocation in section.iter_relocations():
                 if relocation["r_info_sym"] in hidden:
                     name = hidden[relocation["r_info_sym"]]
-                    raise ValueError(f"looks {name} up by name itself, and the driver lacks it")
+                    raise ValueError(f"refers to {name} itself, which the driver lacks")
     result = bytes(patched)
     if _defined(result) != _defined(content) - frozenset(names):
-        raise ValueError("cannot be rid of the names that the driver lacks, and of them alone")
+        raise ValueError("cannot be patched: hiding the names also changes other symbols")
     return result
 
 
@@ -113,7 +113,7 @@ def _symbols(content: bytes) -> tuple[Any, Any]:
     elf = ELFFile(io.BytesIO(content))
     table = elf.get_section_by_name(".dynsym")
     if table is None or table["sh_entsize"] != SYMBOL:
-        raise ValueError("has no table of dynamic symbols of 64 bit")
+        raise ValueError("has no 64-bit table of dynamic symbols")
     return elf, table
 
 
@@ -133,10 +133,10 @@ def _read(path: Path, read: Read) -> Library:
         raise MirrorError(
             f"{path} has the soname {library.soname}, which no application looks for", hint=HINT
         )
-    # A driver's library in place of the control library would serve containers without limits.
+    # A driver's library in place of the control library would enforce no limits.
     origin = f"{path.name.partition('.so')[0]}-origin.so.1"
     if origin not in library.needed:
         raise MirrorError(
-            f"{path} is no control library of Tidegate's: it does not need {origin}", hint=HINT
+            f"{path} is not a control library of Tidegate: it does not need {origin}", hint=HINT
         )
     return library

@@ -1,7 +1,7 @@
-"""Finds the driver below a root and the files that belong to it.
+"""Finds the NVIDIA driver below a root, and the files that belong to it.
 
-Names are examined first, and only files that are named like a driver's are opened. The knowledge
-about names and directories is in libraries.toml; this module knows nothing about the mirror.
+Names are examined first, and only files with a driver file's name are opened. The names and
+directories are in libraries.toml; this module knows nothing about the mirror.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KERNEL_VERSION = re.compile(rb"Kernel Module(?: +for \S+)? +([0-9]+(?:\.[0-9]+){
 
 Kind = tuple[int, str]  # class and machine
 
-# A program is started by the loader that it names; a container has its loader at such a path.
+# Paths of loaders in a container. A program with another loader (PT_INTERP) would not start there.
 LOADER = re.compile(r"(/usr)?/lib[^/]*/(\S+-linux-gnu\S*/)?ld-linux[^/]*")
 
 
@@ -77,9 +77,9 @@ def find_driver(
 ) -> Driver:
     """Return the driver below `root`, searching only `directories` when they are given.
 
-    The driver is complete and of one version, that of the kernel module if one is loaded.
-    Otherwise DriverError says why there is none. `read` may cache what it has read; `sockets` adds
-    the directories with the sockets of the driver's services.
+    The driver is complete and of one version, that of the kernel module if one is loaded;
+    DriverError if there is none. `read` may cache its results; `sockets` adds the directories with
+    the sockets of the driver's services.
     """
     tables = read_tables()
     tree = Tree(str(root))
@@ -107,13 +107,13 @@ def find_driver(
         candidates = [c for f in beside for c in _candidates(f, read, faults)]
         found = beside if candidates else found
     kernel = next((v for t in trees if (v := read_kernel_version(t))), None)
-    # A fault in a version that the kernel does not run is of no consequence if a driver was found.
+    # A fault in a version other than the kernel module's does not matter if a driver was found.
     known = {c.version for c in candidates}
     for version in sorted(faults.keys() - known, key=_ordered, reverse=True):
         if not candidates or version == kernel:
             raise faults[version]
     if not candidates:
-        raise _nothing(found)
+        raise _not_found(found)
     binds = tuple(Bind(p, c) for p, c in tables.sockets.items()) if sockets else ()
     return _complete(_choose(candidates, kernel), tables, kernel, read, binds)
 
@@ -132,13 +132,13 @@ def _require_directories(tree: Tree, directories: Sequence[str | Path] | None) -
 
 
 def _alternatives(tree: Tree, directories: Sequence[str]) -> list[str]:
-    """Return the directories of Debian's drivers below `directories`, then `directories`."""
+    """Return the directories of Debian's drivers below `directories`, then `directories` itself."""
     below = [f"{d}/nvidia/{name}" for d in directories for name in tree.names(f"{d}/nvidia")]
     return [*below, *directories]
 
 
 def read_kernel_version(tree: Tree) -> str | None:
-    """Return the version of the loaded kernel module, None when the tree shows none."""
+    """Return the version of the loaded kernel module, None if the tree does not show one."""
     match = KERNEL_VERSION.search(tree.read(KERNEL_VERSION_FILE, 4096) or b"")
     return match[1].decode() if match else None
 
@@ -160,7 +160,7 @@ def _scan(tree: Tree, tables: Tables, directories: Sequence[str | Path] | None) 
 
 
 def _search_directories(tree: Tree, wanted: Iterable[str], tables: Tables) -> tuple[str, ...]:
-    """Return the directories that exist, each once, and the directories their links lead to."""
+    """Return the directories that exist, each once, and those to which links in them lead."""
     real: dict[str, None] = {}
     for directory in wanted:
         # Debian's alternatives: libcuda.so.1 -> /etc/alternatives/... -> nvidia/current/libcuda...
@@ -200,20 +200,20 @@ def _known_directories(tables: Tables) -> Iterator[str]:
 
 
 def _candidates(found: _Found, read: Read, faults: dict[str, DriverError]) -> Iterator[_Candidate]:
-    """Yield the complete drivers; the faults of other versions are added to `faults`."""
+    """Yield the complete drivers; add the faults of other versions to `faults`."""
     for version in found.cuda.keys() & found.nvml.keys():
         try:
             cuda = _first(found, found.cuda[version], f"{CUDA}{version}", read, MACHINES)
             if cuda is None:
                 path = found.tree.host(found.cuda[version][0])
                 raise DriverError(  # noqa: TRY301 - all faults are collected the same way
-                    f"{path} is no 64-bit library for {' or '.join(MACHINES)}",
+                    f"{path} is not a 64-bit library for {' or '.join(MACHINES)}",
                     hint="install the driver for this machine",
                 )
             machine = cuda.library.machine
             nvml = _first(found, found.nvml[version], f"{NVML}{version}", read, (machine,))
             if nvml is None:
-                raise _alone(found.tree.host(cuda.path), f"64-bit {NVML}{version}")
+                raise _lacks_counterpart(found.tree.host(cuda.path), f"64-bit {NVML}{version}")
         except DriverError as e:
             faults.setdefault(version, e)
             continue
@@ -238,7 +238,7 @@ def _first(
     return None
 
 
-def _alone(path: str, other: str) -> DriverError:
+def _lacks_counterpart(path: str, other: str) -> DriverError:
     return DriverError(
         f"{path} stands alone: no {other} in any directory searched",
         hint="install the package with the other library of the same version",
@@ -246,7 +246,7 @@ def _alone(path: str, other: str) -> DriverError:
 
 
 def _choose(candidates: list[_Candidate], kernel: str | None) -> _Candidate:
-    # The newest comes first; within one version the tree that was searched first does.
+    # Newest first; within one version, in the order in which the trees were searched.
     ordered = sorted(candidates, key=lambda c: _ordered(c.version), reverse=True)
     # A simulated driver has no kernel module, so the host's module does not apply to it.
     real = [c for c in ordered if not c.simulated]
@@ -262,7 +262,7 @@ def _choose(candidates: list[_Candidate], kernel: str | None) -> _Candidate:
         raise DriverError(
             "two driver versions and no kernel module to choose between them: "
             f"{ordered[0].place} and {ordered[-1].place}",
-            hint="remove one; of two in different directories name one with --library-dir",
+            hint="remove one, or choose a directory with --library-dir",
         )
     return ordered[0]
 
@@ -271,7 +271,7 @@ def _ordered(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("."))
 
 
-def _nothing(found: Sequence[_Found]) -> DriverError:
+def _not_found(found: Sequence[_Found]) -> DriverError:
     for one in found:
         for have, lack, prefix in (
             (one.cuda, one.nvml, NVML),
@@ -279,7 +279,7 @@ def _nothing(found: Sequence[_Found]) -> DriverError:
         ):
             for version in sorted(have.keys() - lack.keys(), key=_ordered, reverse=True):
                 path = one.tree.host(have[version][0])
-                return _alone(path, f"{prefix}{version}")
+                return _lacks_counterpart(path, f"{prefix}{version}")
     looked = [one.tree.host(d) for one in found for d in one.directories]
     return DriverError(
         f"no libcuda.so.<version> in {', '.join(looked[:6]) or 'any known directory'}",
@@ -338,8 +338,8 @@ def _others(names: Sequence[str], version: str, tables: Tables) -> tuple[str, ..
         for n in names
         if tables.knows(n) and not tables.is_companion(n) and (v := version_in_name(n))
     }
-    # 1.0 or 4.0.0 is a soname's version, not a driver's: those have begun with three digits since
-    # 2012.
+    # A version like 1.0 or 4.0.0 is a soname's, not a driver's: driver versions have begun with
+    # three digits since 2012.
     found = {
         v
         for v in found
@@ -378,12 +378,12 @@ def _libraries(
             libraries[kind, chosen.name] = chosen
         for _, file in files:
             if chosen is None or file.path != chosen.path:
-                reader.skip(file.path, "another version of it belongs to this driver")
+                reader.skip(file.path, "this driver has another version of it")
     return libraries
 
 
 def _companion(tree: Tree, files: Sequence[tuple[str, DriverFile]]) -> DriverFile:
-    """Return the file that the link of its soname leads to, or the newest if there is no link."""
+    """Return the file to which the link of its soname leads, or the newest if there is no link."""
     for directory, file in files:
         if tree.regular(f"{directory}/{file.library.soname}") == file.path:
             return file

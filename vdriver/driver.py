@@ -13,7 +13,7 @@ from vdriver.manifest import Bind
 
 @dataclass(frozen=True)
 class DriverFile:
-    """A library or program of the driver: `path` is its place below the driver's root."""
+    """A library or program of the driver; `path` is relative to the driver's root."""
 
     name: str
     path: str
@@ -25,9 +25,9 @@ class DriverFile:
 class DataFile:
     """A file for one of the places in libraries.toml.
 
-    `host` is the name to open the file by. `content` is what the mirror gets when that is not the
-    file's own content. `path` is None when the host has no such file and the content comes from
-    libraries.toml.
+    `host` is the path by which the file is opened. `content` is set if the mirror gets other
+    content than the file's own. `path` is None if the host has no such file and the content comes
+    from libraries.toml.
     """
 
     place: str

@@ -1,9 +1,9 @@
 """Reads the facts that a driver mirror needs from one ELF file, with pyelftools.
 
-This module knows nothing about drivers. Whatever the file holds, `read_library` and `read_exports`
-return or raise `LibraryError`: they open the file without waiting (a FIFO is refused), and the
-amount read from one file is bounded. What the loader would read is read the way the loader reads
-it: from the segments, never from sections.
+This module knows nothing about drivers. For any file, `read_library` and `read_exports` either
+return or raise `LibraryError`: they open the file without blocking (a FIFO is refused), and the
+amount read from one file is bounded. Facts for the loader are read as the loader reads them, from
+the segments, never from sections.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vdriver.errors import LibraryError
 
 # Bounds for one file, in read calls and bytes. The files of drivers 390.157 to 555.58.02 need at
 # most 958 reads and 7 KB for a Library, 25,715 reads and 280 KB for exports; the 46,000 exports of
-# LLVM 15 need 388,096 reads and 5.9 MB. A file that needs more is built to keep a parser busy.
+# LLVM 15 need 388,096 reads and 5.9 MB. A file that needs more was made to keep a parser busy.
 # MAX_READS reads take about a second.
 MAX_READS = 500_000
 MAX_BYTES = 8 << 20
@@ -39,23 +39,23 @@ NT_GNU_BUILD_ID = 3
 ABI_SYSTEMS = {0: "Linux", 1: "Gnu", 2: "Solaris2", 3: "Freebsd", 4: "Netbsd", 5: "Syllable"}
 MACHINES = {"EM_X86_64": "x86_64", "EM_AARCH64": "aarch64", "EM_386": "i386", "EM_ARM": "arm"}
 
-# Symbols that a search by name finds. For GNU, STB_LOOS is a unique symbol and STT_LOOS an
+# Symbols that a search by name finds. On GNU systems, STB_LOOS is a unique symbol and STT_LOOS an
 # indirect function.
 BINDS = ("STB_GLOBAL", "STB_WEAK", "STB_LOOS")
 TYPES = ("STT_NOTYPE", "STT_OBJECT", "STT_FUNC", "STT_COMMON", "STT_TLS", "STT_LOOS")
 VISIBILITIES = ("STV_DEFAULT", "STV_PROTECTED")
 
-# Tags that may occur only once: of two the loader takes the last, pyelftools the first.
+# Tags that may occur only once: of two, the loader uses the last and pyelftools the first.
 SINGLE = ("DT_SONAME", "DT_RUNPATH", "DT_RPATH", "DT_STRTAB", "DT_SYMTAB", "DT_HASH", "DT_GNU_HASH")
 
 
 @dataclass(frozen=True)
 class Library:
-    """What the loader and a mirror need to know about one shared library or program.
+    """The facts about one shared library or program that the loader and a mirror need.
 
     `notes` are the names of the note sections, `version` is the one in the file's name, `size` is
-    in bytes, `interpreter` is a program's loader, and `abi` is the system and the oldest kernel
-    that the file is for ("Linux 2.3.99").
+    in bytes, `interpreter` is a program's loader, and `abi` is the operating system and the oldest
+    kernel that the file supports ("Linux 2.3.99").
     """
 
     path: str
@@ -74,10 +74,10 @@ class Library:
 
 
 def read_library(path: str | Path) -> Library:
-    """Read the ELF file at `path`; LibraryError says why it cannot be used.
+    """Read the ELF file at `path`; LibraryError if it cannot be used.
 
-    A symbolic link at the end of `path` is refused: only the caller knows the root that links are
-    relative to, so the caller resolves them.
+    A symbolic link at the end of `path` is refused: only the caller knows the root below which
+    links are to be resolved.
     """
     name = str(path)
     with _opened(name) as (elf, notes, status):
@@ -105,7 +105,7 @@ def read_exports(path: str | Path) -> tuple[str, ...]:
     """Return the sorted names that dlsym finds in the file at `path`; errors as in read_library.
 
     These are the dynamic symbols that are defined, visible, and global, weak or unique. Each name
-    is there once, whatever its symbol versions are.
+    occurs once, even if it has several symbol versions.
     """
     with _opened(str(path)) as (elf, _, _):
         segment, tags = _dynamic(elf)
@@ -122,7 +122,7 @@ def read_exports(path: str | Path) -> tuple[str, ...]:
 
 
 def version_in_name(name: str) -> str | None:
-    """Return what follows `.so.` in a file name if it is a dotted version like `535.261.03`."""
+    """Return the text after `.so.` in a file name if it is a dotted version like `535.261.03`."""
     _, dot, version = os.path.basename(name).partition(".so.")  # noqa: PTH119 - a name, not a file
     parts = version.split(".")
     if dot and 2 <= len(parts) <= 4 and all(p.isascii() and p.isdigit() for p in parts):
@@ -131,7 +131,7 @@ def version_in_name(name: str) -> str | None:
 
 
 class _RefusedError(Exception):
-    """Why a file is refused; `_opened` adds the file's name."""
+    """The reason why a file is refused; `_opened` adds the file's name."""
 
 
 class _Stream(io.RawIOBase):
@@ -163,7 +163,7 @@ class _Stream(io.RawIOBase):
 
 @contextlib.contextmanager
 def _opened(name: str) -> Iterator[tuple[Any, tuple[str, ...], os.stat_result]]:
-    """Open a file and yield what `_parse` returns, and its status; LibraryError if that fails."""
+    """Open a file and yield the result of `_parse` and its status; LibraryError if that fails."""
     from elftools.common.exceptions import ELFError
     from elftools.construct import ConstructError
 
@@ -179,9 +179,9 @@ def _opened(name: str) -> Iterator[tuple[Any, tuple[str, ...], os.stat_result]]:
         status = os.fstat(fd)
         yield *_parse(fd, status), status
     except _RefusedError as e:
-        # Raised without a cause: `readings` stores only refusals that the file's content explains.
+        # Raised without a cause: ElfCache stores only refusals that depend on the file's content.
         raise _error(name, str(e)) from None
-    # pyelftools raises these for damage. A failing disk raises OSError, which it may wrap in them.
+    # pyelftools raises these for damage. It may also wrap the OSError of a failing disk in them.
     except (ELFError, ConstructError, UnicodeDecodeError, struct.error, OSError) as e:
         raise _error(name, f"unreadable or truncated ELF ({type(e).__name__}: {e})"[:200]) from e
     finally:
@@ -199,7 +199,7 @@ def _parse(fd: int, status: os.stat_result) -> tuple[Any, tuple[str, ...]]:
     kind, count, header = elf["e_type"], elf["e_phnum"], elf.structs.Elf_Phdr.sizeof()
     _require(elf.little_endian, "not in the byte order of this machine (little-endian)")
     _require(kind in ("ET_DYN", "ET_EXEC"), f"neither a library nor a program ({kind})")
-    _require(count, "nothing of it is loaded (no segments)")
+    _require(count, "no segments that could be loaded")
     _require(max(count, elf.num_sections()) <= MAX_HEADERS, f"more than {MAX_HEADERS} headers")
     size = elf["e_phentsize"]
     _require(size == header, f"headers of {size} bytes instead of {header}")
@@ -210,7 +210,7 @@ def _parse(fd: int, status: os.stat_result) -> tuple[Any, tuple[str, ...]]:
     end = 0
     for s in elf.iter_segments():
         whole = s["p_offset"] + s["p_filesz"] <= status.st_size
-        _require(whole, f"truncated: a {s['p_type']} segment ends behind the file")
+        _require(whole, f"truncated: a {s['p_type']} segment extends beyond the file")
         if s["p_type"] == "PT_LOAD":
             # The loader maps segments in this order, each over the earlier ones.
             _require(s["p_vaddr"] >= end, "loaded segments overlap or are out of order")
@@ -229,16 +229,16 @@ def _note_sections(elf: Any, size: int) -> tuple[str, ...]:
         s = struct_parse(elf.structs.Elf_Shdr, elf.stream, place)
         # NOBITS sections (.bss) occupy no space in the file.
         room = 0 if s["sh_type"] in ("SHT_NOBITS", "SHT_NULL") else s["sh_offset"] + s["sh_size"]
-        _require(room <= size, f"truncated: section {number} ends behind the file")
+        _require(room <= size, f"truncated: section {number} extends beyond the file")
         if s["sh_type"] == "SHT_NOTE" and elf.get_shstrndx():
             notes.append(_text(elf.get_section(number).name))
     return tuple(notes)
 
 
 def _offset(elf: Any, address: int, size: int, what: str) -> Any:
-    """Return the offset in the file that the `size` bytes at an address are loaded from."""
+    """Return the offset in the file from which the `size` bytes at an address are loaded."""
     offset = next(elf.address_offsets(address, size), None)
-    _require(offset is not None, f"{what} lies outside of what is loaded")
+    _require(offset is not None, f"{what} is not in a loaded segment")
     return offset
 
 
@@ -251,13 +251,13 @@ def _dynamic(elf: Any) -> tuple[Any, list[Any]]:
     [segment] = segments
     # The loader uses the address and pyelftools the offset: both must find the same bytes.
     place = _offset(elf, segment["p_vaddr"], segment["p_filesz"], "the dynamic segment")
-    _require(place == segment["p_offset"], "the dynamic segment is not where it is loaded from")
+    _require(place == segment["p_offset"], "the dynamic segment is not at its load address")
     _, names = segment.get_table_offset("DT_STRTAB")
-    _require(names is not None, "no table of names in what is loaded")
+    _require(names is not None, "no table of names in a loaded segment")
     tags = list(itertools.islice(segment.iter_tags(), MAX_HEADERS + 1))
     _require(len(tags) <= MAX_HEADERS, f"more than {MAX_HEADERS} dynamic tags")
     kinds = [tag["d_tag"] for tag in tags]
-    _require(all(kinds.count(kind) < 2 for kind in SINGLE), "one dynamic tag is there twice")
+    _require(all(kinds.count(kind) < 2 for kind in SINGLE), "a dynamic tag occurs twice")
     return segment, tags
 
 
@@ -281,13 +281,13 @@ def _linked(elf: Any) -> tuple[str | None, tuple[str, ...], str | None]:
 def _interpreter(elf: Any) -> str | None:
     for segment in elf.iter_segments("PT_INTERP"):
         name = _text(segment.get_interp_name())
-        _require(0 < len(name) < segment["p_filesz"], "an interpreter without a name or its end")
+        _require(0 < len(name) < segment["p_filesz"], "an empty or unterminated interpreter name")
         return name
     return None
 
 
 def _gnu_notes(elf: Any) -> tuple[str | None, str | None]:
-    """Return the build id and the ABI; of several notes the first counts."""
+    """Return the build id and the ABI; the first note of each kind wins."""
     build_id = abi = None
     segments = list(elf.iter_segments("PT_NOTE"))
     _require(sum(s["p_filesz"] for s in segments) <= MAX_NOTES, f"notes of over {MAX_NOTES} bytes")
@@ -296,7 +296,7 @@ def _gnu_notes(elf: Any) -> tuple[str | None, str | None]:
             if (name, kind) == (b"GNU", NT_GNU_BUILD_ID):
                 build_id = build_id or content.hex()
             elif (name, kind) == (b"GNU", NT_GNU_ABI_TAG):
-                _require(len(content) >= 16, "a note of its ABI is cut off")
+                _require(len(content) >= 16, "a truncated ABI note")
                 system, *version = struct.unpack_from("<4I", content)
                 name_of = ABI_SYSTEMS.get(system, str(system))
                 abi = abi or f"{name_of} {'.'.join(map(str, version))}"
@@ -306,7 +306,7 @@ def _gnu_notes(elf: Any) -> tuple[str | None, str | None]:
 def _notes(elf: Any, segment: Any) -> Iterator[tuple[bytes, int, bytes]]:
     """Yield name, type and content of each note of a segment.
 
-    Read here, because pyelftools before 0.31 takes the padding at a segment's end for a note.
+    They are parsed here because pyelftools before 0.31 takes padding at a segment's end for a note.
     """
     elf.stream.seek(segment["p_offset"])
     data = elf.stream.read(segment["p_filesz"])
@@ -314,17 +314,17 @@ def _notes(elf: Any, segment: Any) -> Iterator[tuple[bytes, int, bytes]]:
     while at + header.size < len(data):
         # Name and content are padded to a multiple of four, whatever the segment's alignment.
         aligned = segment["p_align"] != 8 or not at % 8
-        _require(aligned, "a note is not aligned to 8 bytes, as its segment is")
+        _require(aligned, "a note is not aligned to 8 bytes like its segment")
         name_size, size, kind = header.unpack_from(data, at)
         start = at + header.size + (name_size + 3) // 4 * 4
-        _require(start + size <= len(data), "a note ends behind its segment")
+        _require(start + size <= len(data), "a note extends beyond its segment")
         name = data[at + header.size :][:name_size].partition(b"\0")[0]
         yield name, kind, data[start : start + size]
         at = start + (size + 3) // 4 * 4
 
 
 def _has_hash_table(elf: Any, values: dict[str, int]) -> bool:
-    """Return whether names can be searched for; the table's used part has to be loaded."""
+    """Return whether the file has a hash table for names, whose used part has to be loaded."""
     table = values.get("DT_GNU_HASH", values.get("DT_HASH"))
     if table is None:
         return False
@@ -338,7 +338,7 @@ def _has_hash_table(elf: Any, values: dict[str, int]) -> bool:
 def _is_found(symbol: Any) -> bool:
     """Return whether a search by name finds a symbol.
 
-    The symbols that name versions are absolute with the value zero, and are not found.
+    It does not find the symbols that name versions, which are absolute and have the value zero.
     """
     kind = symbol["st_info"]["type"]
     return (

@@ -1,8 +1,8 @@
-"""Caches what was read from ELF files, from one run to the next.
+"""Caches the results of `read_library` in a file, from one refresh to the next.
 
-A driver changes once a month, but a refresh needs its forty libraries at every boot. An entry is
-valid while its file's inode, size and times are the same. The cache file is as trustworthy as its
-directory: only root may be able to write there.
+A driver changes once a month, but a refresh reads its forty libraries at every boot. An entry is
+valid while its file's inode, size and times are unchanged. The cache file is trusted, so only root
+must be able to write to its directory.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from vdriver.errors import LibraryError
 
 MAX_BYTES = 16 << 20  # largest cache file; forty libraries take 25 KiB
 
-# Age in nanoseconds from which a file's times are trusted. A file that changes twice within a tick
-# of the kernel's clock (10 ms at most) keeps its times, so a reading right after a change is not
-# cached.
+# Minimum age of a file's last change for a result to be cached, in nanoseconds. A file that changes
+# twice within a tick of the kernel's clock (10 ms at most) has the same times after both changes.
 SETTLED_NS = 100_000_000
 
-# Incremented when a field of Library changes its meaning, or when other files are refused.
+# Incremented when the meaning of a field of Library changes, or the rules for refusing a file.
 MEANING = 2
 
-# A cache with another version is void; the version covers the names and types of all fields.
+# A cache with another version is discarded; the version covers the names and types of all fields.
 VERSION = zlib.crc32(
     repr((MEANING, [(f.name, f.type) for f in dataclasses.fields(Library)])).encode()
 )
@@ -41,10 +40,10 @@ Answer = Library | LibraryError
 
 
 class ElfCache:
-    """A cached `read_library`: `read` answers from memory if the file did not change.
+    """A cached `read_library`: `read` returns the cached result if the file did not change.
 
-    `file` keeps the answers between runs; with None they last for this run only. A cache file that
-    is absent, damaged, too large or of another version of this program counts as empty.
+    `file` keeps the results between runs; with None they last for this run only. A cache file that
+    is absent, damaged, too large or from another version of this program counts as empty.
     """
 
     def __init__(self, file: str | Path | None) -> None:
@@ -54,7 +53,7 @@ class ElfCache:
             damage = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
             with contextlib.suppress(*damage):
                 self._known = _load(self._file)
-        self._asked: dict[str, tuple[Stamp, Answer]] = {}
+        self._used: dict[str, tuple[Stamp, Answer]] = {}
         self._stored = dict(self._known)
 
     def read(self, path: str | Path) -> Library:
@@ -64,30 +63,30 @@ class ElfCache:
         kept = self._known.get(name)
         if kept is None or kept[0] != stamp:
             self._known.pop(name, None)
-            self._asked.pop(name, None)
-            answer = _ask(name)
+            self._used.pop(name, None)
+            answer = _read_file(name)
             if stamp is None or not _is_settled(stamp):
-                return _tell(answer)
-            # The stamp is from before the reading: if the file changes meanwhile, the next differs.
+                return _unpack(answer)
+            # The stamp was taken before the file was read, so a change during reading is noticed.
             kept = self._known[name] = stamp, answer
-        self._asked[name] = kept
-        return _tell(kept[1])
+        self._used[name] = kept
+        return _unpack(kept[1])
 
     def save(self) -> None:
-        """Store the answers that this run used, unless they are stored already; raises OSError."""
+        """Store the results that this run used, unless they are stored already; raises OSError."""
         if self._file is None or self._same():
             return
-        document = {"version": VERSION, "readings": {n: _pack(*a) for n, a in self._asked.items()}}
+        document = {"version": VERSION, "readings": {n: _pack(*a) for n, a in self._used.items()}}
         _write(self._file, json.dumps(document, separators=(",", ":")).encode())
-        self._stored = dict(self._asked)
+        self._stored = dict(self._used)
 
     def _same(self) -> bool:
         # Errors compare by identity: an error that came from the file is the same object in both.
-        return self._asked == self._stored
+        return self._used == self._stored
 
 
 def _stamp(path: str) -> Stamp | None:
-    """Return values that change when a regular file does; None if `path` is not such a file."""
+    """Return values that change when a regular file changes; None if `path` is not such a file."""
     try:
         s = os.lstat(path)
     except (OSError, ValueError):
@@ -101,16 +100,16 @@ def _is_settled(stamp: Stamp) -> bool:
     return stamp[4] + SETTLED_NS <= time.time_ns()
 
 
-def _ask(path: str) -> Answer:
+def _read_file(path: str) -> Answer:
     try:
         return read_library(path)
     except LibraryError as e:
         if e.__cause__ is not None:
-            raise  # not cached: what the system refuses now it may permit later
+            raise  # not cached: an error from the system may be temporary
         return LibraryError(e.message, hint=e.hint)  # a new one, without references to frames
 
 
-def _tell(answer: Answer) -> Library:
+def _unpack(answer: Answer) -> Library:
     if isinstance(answer, LibraryError):
         raise LibraryError(answer.message, hint=answer.hint)
     return answer
@@ -157,7 +156,7 @@ def _parse(path: str, fields: dict[str, Any]) -> Answer:
 
 
 def _fits(value: Any, kind: str) -> bool:
-    """Return whether a value has the type `kind`, one of the four that Library's fields have."""
+    """Return whether a value has the type `kind`, one of the four types of Library's fields."""
     if kind == "tuple[str, ...]":
         return isinstance(value, tuple) and all(isinstance(v, str) for v in value)
     if kind == "int":
@@ -166,7 +165,7 @@ def _fits(value: Any, kind: str) -> bool:
 
 
 def _write(file: Path, data: bytes) -> None:
-    """Replace a file atomically; after a power failure either the old or the new one is there."""
+    """Replace a file atomically; after a power failure either the old or the new one exists."""
     fd, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)  # mode 0600
     try:
         with os.fdopen(fd, "wb") as new:

@@ -1,6 +1,6 @@
-"""The errors of a driver and its mirror, grouped by what an operator does about them.
+"""The errors of a driver and its mirror, grouped by the action that an operator takes.
 
-Every error is one line: the message says what was found, the hint says what to do. `code` is
+Every error is one line: the message states what was found, the hint states what to do. `code` is
 stable and has a row in docs/reference/errors.md; `status` is the exit status of `tidegate`.
 """
 

@@ -1,4 +1,4 @@
-"""Finds the driver's files that belong in fixed directories: configuration, modules, firmware.
+"""Finds the driver's files for fixed directories of a container: configuration, modules, firmware.
 
 All of them are optional. The rules come from libraries.toml; each file found is a DataFile.
 """
@@ -32,7 +32,7 @@ def find_data(
 ) -> tuple[DataFile, ...]:
     """Return the files of each place, the first of each name; unusable files are skipped.
 
-    `libraries` are the names of the driver's libraries, each without `.so` and what follows.
+    `libraries` are the names of the driver's libraries, each up to `.so`.
     """
     found: dict[tuple[str, str], DataFile] = {}
     words = {"version": version, "triplet": TRIPLETS[machine]}

@@ -1,10 +1,10 @@
-"""Finds the generations that no container uses any more, and removes them.
+"""Removes the generations of the mirror that no container uses any more (`tidegate gc`).
 
 A generation is in use if it is mounted in any mount namespace of the machine, or if a process has
-one of its directories open (`vdriver.namespaces` finds both). Where the search is not permitted to
-look, every generation that could be in use there is kept. The search may take a minute; it holds
-only the generations' own locks, so a refresh does not wait for it. The driver directory's lock is
-taken for the removal.
+one of its directories open (`vdriver.namespaces` finds both). If the search lacks a permission,
+every generation that could be in use out of its reach is kept. The search may take a minute; it
+holds only the generations' own locks, so a refresh does not wait for it. The driver directory's
+lock is taken for the removal.
 
 A library that is only mapped (its process lost the mount) does not count: a removed file stays
 available to processes that have it open, and finding them means reading the maps of every process.
@@ -27,7 +27,7 @@ from vdriver.mirror import DAMAGED, TEMPORARY, locked
 from vdriver.mountinfo import Location, Sought, locate, parse_mountinfo
 from vdriver.namespaces import NamespaceUse, search
 
-# `tidegate refresh` removes names that begin with TEMPORARY, so it ends an interrupted removal.
+# `tidegate refresh` deletes names that begin with TEMPORARY, which completes an aborted removal.
 REMOVING = f"{TEMPORARY}gc-"
 NAME = re.compile(rf"[0-9A-Za-z.]+-[0-9a-f]{{12}}({re.escape(DAMAGED)}-.+)?|{REMOVING}.+")
 
@@ -39,9 +39,9 @@ SEARCH_TIME = 60.0  # longest search in seconds; one that is not complete keeps 
 
 @dataclass(frozen=True)
 class GenerationOutcome:
-    """What happened to a generation, or would: `freed` is in bytes, 0 for one that is kept.
+    """The outcome for a generation, predicted for a dry run; `freed` is in bytes, 0 if it is kept.
 
-    `failed` says that it should have been removed but was not.
+    `failed` is set if it should have been removed but was not.
     """
 
     name: str
@@ -54,7 +54,7 @@ class GenerationOutcome:
 
 @dataclass(frozen=True)
 class Collection:
-    """What `collect` did, or would do, by name; `notes` say what it could not examine."""
+    """The result of `collect` or of its dry run; `notes` name what it could not examine."""
 
     directory: Path
     dry_run: bool
@@ -85,14 +85,14 @@ def collect(
 ) -> Collection:
     """Remove every generation in `driver_dir` that is neither in force nor in use.
 
-    This includes generations that were set aside as damaged and leftovers of earlier runs; nothing
-    else is touched. `nested` says that all containers are in this PID namespace although it is not
-    the machine's first. The search for uses takes `seconds` at most. MirrorError when the directory
-    does not exist or no generation is in force.
+    This includes generations that were set aside as damaged and leftovers of earlier runs; no other
+    file is touched. `nested` asserts that all containers are in this PID namespace although it is
+    not the machine's initial one. The search for uses takes at most `seconds`. MirrorError if the
+    directory does not exist or no generation is in force.
     """
     directory = Path(driver_dir).resolve()
-    given = os.path.abspath(driver_dir)  # noqa: PTH100 - a link in it is a name of its own
-    seen = _Seen()
+    given = os.path.abspath(driver_dir)  # noqa: PTH100 - a path with links is another name of it
+    usage = _Usage()
     outcomes: dict[str, GenerationOutcome] = {}
     try:
         with contextlib.ExitStack() as stack:
@@ -114,14 +114,16 @@ def collect(
                     candidates[name] = lock
             if candidates:
                 paths = {str(directory), given}
-                seen = _look(directory, paths, fd, candidates, nested=nested, seconds=seconds)
-                # Since before the search the generations' locks have kept the hook from using them.
+                usage = _find_usage(
+                    directory, paths, fd, candidates, nested=nested, seconds=seconds
+                )
+                # The generations' locks, taken before the search, keep the hook from using them.
                 stack.enter_context(locked(directory))
                 in_force = _in_force(directory)
             for name, lock in candidates.items():
-                if name in seen.kept:
-                    uses = tuple(seen.uses.get(name, ()))
-                    outcomes[name] = GenerationOutcome(name, False, seen.kept[name], uses=uses)
+                if name in usage.kept:
+                    uses = tuple(usage.uses.get(name, ()))
+                    outcomes[name] = GenerationOutcome(name, False, usage.kept[name], uses=uses)
                 elif name == in_force:
                     outcomes[name] = GenerationOutcome(name, False, "in force")
                 elif not _is_at(directory / name, lock):
@@ -134,7 +136,7 @@ def collect(
             hint="run tidegate refresh first, and tidegate gc as root",
         ) from e
     return Collection(
-        directory, dry_run, tuple(outcomes[n] for n in sorted(outcomes)), tuple(seen.notes)
+        directory, dry_run, tuple(outcomes[n] for n in sorted(outcomes)), tuple(usage.notes)
     )
 
 
@@ -207,19 +209,19 @@ def blocks(directory: Path) -> int:
     return total * 512
 
 
-# What is in use
+# Search for uses
 
 
 @dataclass
-class _Seen:
-    """Why generations are kept and what uses them, by name; `notes` say what was not examined."""
+class _Usage:
+    """Uses of generations and reasons to keep them, by name; `notes` name what was not examined."""
 
     kept: dict[str, str] = field(default_factory=dict)
     uses: dict[str, list[NamespaceUse]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
-def _look(
+def _find_usage(
     directory: Path,
     paths: set[str],
     fd: int,
@@ -227,16 +229,16 @@ def _look(
     *,
     nested: bool,
     seconds: float,
-) -> _Seen:
-    seen = _Seen()
-    mounts = parse_mountinfo(Path("/proc/self/mountinfo").read_bytes(), seen.notes)
+) -> _Usage:
+    usage = _Usage()
+    mounts = parse_mountinfo(Path("/proc/self/mountinfo").read_bytes(), usage.notes)
     own = _mount_id(fd)
     mount = next((m for m in mounts if m.ident == own), None)
     if mount is None or os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115
         faults = ["/proc is not this process's own"]
         mount = None
     elif os.stat("/proc/self/ns/pid").st_ino != PROC_PID_INIT_INO and not nested:  # noqa: PTH116
-        faults = ["processes outside of this PID namespace are out of sight (see --nested)"]
+        faults = ["processes outside of this PID namespace cannot be seen (see --nested)"]
     else:
         faults = []
     opened: dict[str, list[NamespaceUse]] = {}
@@ -250,28 +252,28 @@ def _look(
         )
         found = search(sought, seconds=seconds)
         faults += found.faults
-        seen.notes += found.notes
-        seen.uses, opened = found.mounted, found.opened
+        usage.notes += found.notes
+        usage.uses, opened = found.mounted, found.opened
     for name, lock in candidates.items():
         below = f"{directory}/{name}"
-        users = seen.uses.get(name)
+        users = usage.uses.get(name)
         if _mount_id(lock) != own or any(f"{m.point}/".startswith(f"{below}/") for m in mounts):
-            seen.kept[name] = "something is mounted on it"
+            usage.kept[name] = "something is mounted on it"
         elif users:
             plural = "s" if len(users) > 1 else ""
-            seen.kept[name] = (
+            usage.kept[name] = (
                 f"mounted in {len(users)} namespace{plural}, e.g. {users[0].describe()}"
             )
         elif name in opened:
-            seen.uses[name] = opened[name]
+            usage.uses[name] = opened[name]
             plural = "es" if len(opened[name]) > 1 else ""
-            seen.kept[name] = (
+            usage.kept[name] = (
                 f"open in {len(opened[name])} process{plural}, e.g. {opened[name][0].describe()}"
             )
         elif faults:
-            seen.kept[name] = f"may be in use: {faults[0]}"
-    seen.notes += faults
-    return seen
+            usage.kept[name] = f"may be in use: {faults[0]}"
+    usage.notes += faults
+    return usage
 
 
 def _directories(directory: Path, names: dict[str, int]) -> dict[tuple[int, int], str]:

@@ -1,4 +1,4 @@
-"""System calls for namespaces and files that Python does not have."""
+"""System calls for namespaces and files that are not in Python's standard library."""
 
 from __future__ import annotations
 
@@ -9,20 +9,10 @@ import struct
 from typing import NamedTuple
 
 CLONE_NEWNS = 0x00020000  # include/uapi/linux/sched.h
-
-
 SYS_KCMP = {"x86_64": 312, "aarch64": 272}
-
-
 KCMP_FILES = 2  # include/uapi/linux/kcmp.h
-
-
 AT_STATX_DONT_SYNC = 0x4000  # include/uapi/linux/stat.h
-
-
 STATX_INO = 0x100
-
-
 STATX_MNT_ID = 0x1000
 
 
@@ -54,7 +44,7 @@ def enter_namespace(fd: int, kind: int) -> None:
 
 
 def identify_link(directory: int, path: str) -> MountedFile:
-    """Return what a link leads to, from the kernel's memory: no file server is asked."""
+    """Identify a link's target from the kernel's cache, without a request to a file server."""
     buffer = ctypes.create_string_buffer(256)
     if libc.statx(
         directory, os.fsencode(path), AT_STATX_DONT_SYNC, STATX_INO | STATX_MNT_ID, buffer
@@ -68,6 +58,6 @@ def identify_link(directory: int, path: str) -> MountedFile:
 
 
 def share_files(one: int, other: int) -> bool:
-    """Return whether two threads share a descriptor table; False if the kernel does not tell."""
+    """Return whether two threads share a descriptor table; False if the kernel cannot tell."""
     number = SYS_KCMP.get(os.uname().machine)
     return number is not None and libc.syscall(number, one, other, KCMP_FILES, 0, 0) == 0

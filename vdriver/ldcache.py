@@ -1,7 +1,7 @@
 """Reads the loader's cache, /etc/ld.so.cache, without running ldconfig.
 
-Supported are the format that glibc has written since 2.2 (`glibc-ld.so.cache1.1`), the older one
-(`ld.so-1.7.0`), and both in one file. This module knows nothing about directories or libraries.
+It supports the format that glibc has written since 2.2 (`glibc-ld.so.cache1.1`), the older one
+(`ld.so-1.7.0`), and both in one file. It does not know which libraries belong to a driver.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_STRING = 4096
 
 
 class CacheError(ValueError):
-    """The bytes are not a cache that can be read; the text says why."""
+    """The bytes are not a readable cache; the message gives the reason."""
 
 
 @dataclass(frozen=True)

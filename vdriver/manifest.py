@@ -12,7 +12,7 @@ from vdriver.errors import MirrorError
 SCHEMA = 2
 SCHEMA_FILE = Path(__file__).with_name("manifest.schema.json")
 NAME = "manifest.json"
-CURRENT = "current"  # name of the link, next to the generations, to the one in force
+CURRENT = "current"  # the link to the generation in force, in the generations' directory
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class CapabilitySet:
 
 @dataclass(frozen=True)
 class Program:
-    """A program that goes to /usr/bin."""
+    """A program that is mounted in /usr/bin."""
 
     path: str
     capability: str
@@ -151,7 +151,7 @@ def parse_manifest(data: bytes) -> Manifest:
 
 
 def validate(document: dict[str, Any]) -> None:
-    """Validate `document` against the schema; MirrorError names the place that does not match."""
+    """Validate `document` against the schema; MirrorError names the member that does not match."""
     import jsonschema
 
     schema = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))

@@ -1,15 +1,15 @@
-"""Writes a planned generation such that only complete generations are ever in force.
+"""Writes a planned generation of the mirror, so that only complete generations are ever in force.
 
-A generation is written under a temporary name, made durable and renamed to the name that its
-content gives it. Only then is `current` switched to it, by rename as well. If this process is
-killed at any point, the previous generation stays in force; the next run removes what was left
-behind. The lock of the output directory allows one run at a time.
+A generation is written under a temporary name, made durable, and renamed to a name that is derived
+from its content. Only then is `current` switched to it, by rename as well. If this process is
+killed at any point, the previous generation stays in force, and the next run removes the temporary
+files. The lock of the output directory allows one run at a time.
 
 File content is shared if the file system allows it: with the previous generation, by a reflink of
 the driver's file, or by a hard link to it. A hard link is made only to a file that no user but root
 may write. Such a link shares the content: a program that rewrites the driver's file in place
-changes the mirror as well. Package managers do not do that, they rename. `tidegate verify` reports
-it, and so does the next refresh, which makes another generation.
+changes the mirror as well. Package managers do not do that: they rename. `tidegate verify` reports
+such a change, and so does the next refresh, which makes another generation.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Applied:
     """The generation now in force, the previous one, and whether anything was written.
 
     `how` counts files by how their content was obtained: shared (with the previous generation, or
-    within this one), reflinked, hard-linked, copied. `aside` is where a damaged generation was
-    moved.
+    within this one), reflinked, hard-linked, copied. `aside` is the path to which a damaged
+    generation was moved.
     """
 
     manifest: Manifest
@@ -91,9 +91,9 @@ def apply_mirror(
 ) -> Applied:
     """Make the plan's generation and put it in force; change nothing if it already is.
 
-    To be called within `exclusive`. With `repair` the content of the generation in force is read,
-    and a generation that was changed is set aside. `progress` is called with the bytes done and
-    the total.
+    Call this within `exclusive`. With `repair` the content of the generation in force is read, and
+    a damaged generation is set aside. `progress` is called with the number of bytes done and the
+    total.
     """
     _remove_stale(directory)
     previous = current_manifest(directory)
@@ -129,14 +129,14 @@ def _full(e: OSError, plan: MirrorPlan, directory: Path) -> MirrorError:
 
 
 def _explain(e: OSError, directory: Path) -> MirrorError:
-    """Return an error that says why the mirror cannot be written and what to do about it."""
+    """Return an error with the reason why the mirror cannot be written, and a hint."""
     message = f"{e.filename or directory}: {e.strerror or e}"
     if e.errno == errno.EROFS:
         hint = "mount it writable, or name another directory with --output"
     elif e.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
         hint = "move it away, or name another directory with --output"
     elif e.errno in (errno.EACCES, errno.EPERM):
-        hint = f"run tidegate refresh as root; {directory} has to be root's to write"
+        hint = f"run tidegate refresh as root; root has to be able to write to {directory}"
     else:
         hint = f"see what is wrong with {directory}, then run tidegate refresh"
     return MirrorError(message, hint=hint)
@@ -153,11 +153,10 @@ def current_manifest(output: str | Path) -> Manifest | None:
 
 
 def is_fresh(plan: MirrorPlan, output: str | Path, manifest: Manifest) -> bool:
-    """Return whether `manifest` is what `plan` would make, and all its files are still there.
+    """Return whether `manifest` is the one that `plan` would make, and all its files still exist.
 
-    Names, sizes, times and build ids decide that: a mirrored file keeps its source's time, and the
-    control libraries and the driver's libcuda and libnvidia-ml are in `watch`. Content is read only
-    when one of them differs.
+    Names, sizes, times and build ids are compared: a mirrored file keeps its source's time, and the
+    control libraries and the driver's libcuda and libnvidia-ml are in `watch`. No content is read.
     """
     if manifest != describe_generation(plan, manifest.generation, manifest.files):
         return False
@@ -197,12 +196,12 @@ def _same(operation: Copy | PlannedLink, file: ManifestFile, made: Path) -> bool
 def _usable(operation: Copy, status: os.stat_result) -> bool:
     """Return whether all users may read or run a file, and only root or this user may write it."""
     wanted = 0o555 if operation.role == "program" else 0o444
-    ours = status.st_uid in (0, os.geteuid())
-    return ours and status.st_mode & 0o7022 == 0 and status.st_mode & wanted == wanted
+    owned = status.st_uid in (0, os.geteuid())
+    return owned and status.st_mode & 0o7022 == 0 and status.st_mode & wanted == wanted
 
 
 def _directories(plan: MirrorPlan | Manifest) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield each directory of a set, and the names that have to be in it."""
+    """Yield each directory of a set, and the names that it has to contain."""
     for s in plan.sets:
         yield s.lib64, tuple(sorted((*s.names64, ORIGIN)))
         if s.lib32 is not None and s.names32 is not None:
@@ -290,8 +289,8 @@ class _Writer:
     def _copy(self, operation: Copy, work: Path) -> ManifestFile:
         """Write one file's content and time, and return its entry.
 
-        The entry has the hash of what was written. A source that has changed since the search fails
-        the run: a package is being upgraded, and a mixture of both versions would be worse than
+        The entry has the hash of the written content. The run fails if a source has changed since
+        the search: a package is being upgraded, and a mixture of both versions would be worse than
         either.
         """
         target = work / operation.path
@@ -304,11 +303,11 @@ class _Writer:
         if host in self.written and self._linked(self.written[host][0], target):
             self._count("shared", operation)
             return copy_entry(operation, self.written[host][1])
-        sha256 = self._keep(operation, target) or self._read(operation, target)
+        sha256 = self._reuse_previous(operation, target) or self._read(operation, target)
         self.written[host] = target, sha256
         return copy_entry(operation, sha256)
 
-    def _keep(self, operation: Copy, target: Path) -> str | None:
+    def _reuse_previous(self, operation: Copy, target: Path) -> str | None:
         """Share the file with the previous generation if it is unchanged; return its SHA-256."""
         source = None if operation.role == "control" else operation.below_root
         key = (source, operation.size, operation.build_id, operation.role)
@@ -361,7 +360,7 @@ class _Writer:
         return sha256
 
     def _hard_link(self, operation: Copy, status: os.stat_result, target: Path) -> bool:
-        """Link to the driver's own file if that is as good as a copy; return whether it did."""
+        """Link to the driver's own file if that is as safe as a copy; return whether it was."""
         if not self.hard_links or operation.role == "control":
             return False
         if status.st_uid != 0 or not _usable(operation, status):
@@ -386,7 +385,7 @@ class _Writer:
         return True
 
     def _fill_sets(self, work: Path) -> None:
-        """Make the directories of the narrower sets, from links to the files in lib64 and lib32."""
+        """Make the directories of the smaller sets from links to the files in lib64 and lib32."""
         import shutil
 
         origin = tuple(f"{ORIGIN}/{n}" for n in _names(work / LIB64 / ORIGIN))
@@ -435,9 +434,9 @@ def _changed(operation: Copy) -> MirrorError:
 
 
 def _adopt(work: Path, final: Path, plan: MirrorPlan) -> None:
-    """Keep the intact generation that exists already, and give it the new times and manifest.
+    """Keep the intact generation that already exists, and give it the new times and manifest.
 
-    It is not replaced because containers may have it mounted.
+    It is not replaced, because containers may have it mounted.
     """
     import shutil
 
@@ -474,7 +473,7 @@ def _exchange(work: Path, final: Path) -> Path:
 
 
 def _intact(final: Path, manifest: Manifest) -> bool:
-    """Return whether a generation matches its manifest exactly, as `tidegate verify` checks it."""
+    """Return whether a generation matches its manifest exactly (`content.check_content`)."""
     if final.is_symlink() or not final.is_dir():
         return False
     return next(check_content(final, manifest), None) is None
@@ -523,9 +522,9 @@ def locked(directory: Path) -> Iterator[int]:
 
 
 def _remove_stale(output: Path) -> None:
-    """Remove what an interrupted run left; the lock excludes that another run is using it.
+    """Remove the temporary files of an interrupted run; the lock ensures that no run uses them.
 
-    What cannot be removed (a hard link to a file that was made immutable) stays and does no harm.
+    A file that cannot be removed (a hard link to an immutable file) stays and does no harm.
     """
     for name in os.listdir(output):  # noqa: PTH208 - names, not paths
         if not name.startswith(TEMPORARY):

@@ -1,4 +1,4 @@
-"""Read mount tables, and find which generations their mounts use."""
+"""Parses mount tables, and finds the generations of the mirror that their mounts use."""
 
 from __future__ import annotations
 
@@ -9,12 +9,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 ESCAPE = re.compile(rb"\\([0-7]{3})")
-
-
 LAYERS = re.compile(r"(?:lowerdir|datadir|upperdir|workdir)\+?=(.*)", re.DOTALL)
-
-
-MOUNTS = 2_000_000  # the most mount ids that are remembered, about 200 MB
+MOUNTS = 2_000_000  # maximum number of mount ids that are remembered, about 200 MB
 
 
 class Mount(NamedTuple):
@@ -29,7 +25,7 @@ class Mount(NamedTuple):
 
 
 class Location(NamedTuple):
-    """Where a directory is: the device, and the path in that file system, as in mountinfo."""
+    """The location of a directory: the device, and the path in its file system, as in mountinfo."""
 
     device: str
     path: str
@@ -37,9 +33,9 @@ class Location(NamedTuple):
 
 @dataclass(frozen=True)
 class Sought:
-    """What to look for.
+    """The directories whose uses are searched for.
 
-    `driver` is the location of the driver directory and `paths` are its names; `places` are the
+    `driver` is the location of the driver directory and `paths` are its paths; `places` are the
     generations by name, and `directories` are the directories in them, as NAME/PATH by
     (st_dev, st_ino).
     """
@@ -53,8 +49,8 @@ class Sought:
 def parse_mountinfo(data: bytes, faults: list[str] | None = None) -> list[Mount]:
     """Return the mounts in the content of a mountinfo file, proc_pid_mountinfo(5).
 
-    A line that cannot be parsed is left out and added to `faults`; without it, ValueError is
-    raised.
+    A line that cannot be parsed is left out and added to `faults`. If `faults` is None, ValueError
+    is raised instead.
     """
     mounts = []
     for line in data.split(b"\n"):  # a carriage return may be part of a name
@@ -95,13 +91,13 @@ def show(text: str) -> str:
 
 
 def locate(mount: Mount, path: str) -> Location:
-    """Return the location in the file system of `path`, which is on `mount`."""
+    """Return the location of `path`, which is on `mount`, in its file system."""
     below = posixpath.relpath(path, mount.point)
     return Location(mount.device, posixpath.normpath(posixpath.join(mount.root, below)))
 
 
 def layers(options: tuple[str, ...]) -> list[str]:
-    """Return the absolute paths among the layers in an overlay's options, normalised."""
+    """Return the normalised absolute paths of the layers in an overlay's options."""
     found = []
     for option in options:
         match = LAYERS.fullmatch(option)
@@ -113,10 +109,10 @@ def layers(options: tuple[str, ...]) -> list[str]:
 
 
 def names_in_use(mounts: list[Mount], sought: Sought) -> set[str]:
-    """Return the generations that `mounts` use: the root of a mount is the directory or in it.
+    """Return the generations that `mounts` use: those that contain the root of a mount.
 
-    An overlay is on another device and shows its layers by the names that it was given. A layer
-    below the driver directory that names a generation keeps that generation; any other layer there
+    An overlay is on another device, and mountinfo has its layers under the paths that it was given.
+    A layer in a generation keeps that generation; any other layer in the driver directory
     (`current`, which may lead elsewhere by now, or the directory as a whole) keeps all.
     """
     used: set[str] = set()

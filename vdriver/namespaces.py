@@ -1,16 +1,16 @@
 """Finds the processes of the machine that have a directory of the driver's mirror mounted or open.
 
-Linux 6.12 and newer list the mount namespaces. On older kernels they are those of the threads in
-/proc, those that an open descriptor keeps alive, and those that a mount pins. Each namespace is
-entered and its mounts are read there, because /proc/PID/mountinfo leaves out what a chroot hides
-from that process. A mount on / hides mounts from a process that enters; these are read from
-outside, through every process that has its root elsewhere. A directory that a process has open, or
-has as its working directory, counts as well: a mount without a namespace (open_tree,
-umount --lazy) shows only in that way.
+Linux 6.12 and newer list the mount namespaces. On older kernels the search finds those of the
+threads in /proc, those that an open descriptor keeps alive, and those that a mount pins. It enters
+each namespace and reads the mounts there, because /proc/PID/mountinfo omits the mounts that a
+chroot hides from that process. A mount on / hides mounts from a process that enters; these are read
+from outside, through every process that has its root elsewhere. A directory that a process has
+open, or has as its working directory, counts as well: a mount without a namespace (open_tree,
+umount --lazy) can be found only in that way.
 
-The search does not see: a mount hidden below another one on / where no process has its root; a
+The search does not find: a mount hidden below another one on / where no process has its root; a
 directory that is open only through a descriptor in flight in a socket; an overlay's layer that was
-named by a relative path, or through another mount of the driver's directory that no longer exists.
+given as a relative path, or through another mount of the driver's directory that no longer exists.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ CAP_SYS_ADMIN = 21
 
 NAMESPACE = re.compile(r"mnt:\[(\d+)\]")
 GONE = (FileNotFoundError, ProcessLookupError)
-ROUNDS = 5  # passes over all tasks before the namespaces count as changing all the time
-FAULTS = 20  # the most faults, and the most notes, that are reported
-ANSWER = 64 << 20  # bytes; the most that is read from the child
+ROUNDS = 5  # passes over all tasks, after which the search gives up waiting for a quiet pass
+FAULTS = 20  # maximum number of faults, and of notes, that are reported
+ANSWER = 64 << 20  # bytes; maximum that is read from the child
 BIG_TABLE = 1024  # descriptors; a smaller table is read again rather than compared
 
 
@@ -74,7 +74,7 @@ class NamespaceUse:
 class GenerationUses:
     """The uses of each generation: `mounted` by namespace, `opened` by process.
 
-    `faults` are why these lists may be incomplete; `notes` say what else was not examined.
+    `faults` are reasons why these lists may be incomplete; `notes` name what else was not examined.
     """
 
     mounted: dict[str, list[NamespaceUse]] = field(default_factory=dict)
@@ -83,10 +83,8 @@ class GenerationUses:
     notes: list[str] = field(default_factory=list)
 
 
-# Lines of mountinfo
-
-
-# The search runs in a child process, because it enters namespaces and cannot come back
+# The search runs in a child process, because a process that enters a namespace may be unable to
+# return.
 
 
 def search(sought: Sought, *, seconds: float) -> GenerationUses:
@@ -100,19 +98,19 @@ def search(sought: Sought, *, seconds: float) -> GenerationUses:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.close(reader)
             with os.fdopen(writer, "w", encoding="ascii") as file:
-                look = _ChildSearch(sought, deadline, os.getppid(), file)
+                child_search = _ChildSearch(sought, deadline, os.getppid(), file)
                 try:
-                    look.run()
+                    child_search.run()
                 except Exception as e:
-                    look.fail(e)
+                    child_search.fail(e)
                     raise
         except BaseException:  # noqa: BLE001 - the parent's handlers must not run here
             os._exit(1)
         os._exit(0)
     os.close(writer)
     try:
-        # A file system in user space may never answer, so the child is killed a little later than
-        # it would stop on its own.
+        # A file system in user space may never answer, so the child is killed 1 s after its own
+        # deadline.
         data = _read_all(reader, deadline + 1)
     finally:
         os.close(reader)
@@ -135,7 +133,7 @@ def _read_all(fd: int, deadline: float) -> bytes:
 
 
 def _merge(data: bytes) -> GenerationUses:
-    """Merge the child's lines; if it ended early, its last position becomes a fault or a note."""
+    """Merge the child's lines; if it ended early, add its last position as a fault or a note."""
     found = GenerationUses()
     at, complete, ended = "", False, False
     for line in data.splitlines():
@@ -153,7 +151,7 @@ def _merge(data: bytes) -> GenerationUses:
         found.notes += document.get("notes", ())
     if not ended:
         (found.notes if complete else found.faults).append(
-            f"the search did not come to its end, it was at {at or 'its beginning'}"
+            f"the search did not finish, it was at {at or 'its beginning'}"
         )
     return found
 
@@ -165,7 +163,7 @@ class _LateError(Exception):
 class _ChildSearch:
     """The search in the child process.
 
-    `read` are the namespaces that were read, each with a descriptor that keeps it alive: the kernel
+    `read` has the namespaces that were read, each with a descriptor that keeps it alive: the kernel
     reuses an inode number as soon as its namespace has ended.
     """
 
@@ -201,15 +199,15 @@ class _ChildSearch:
                 if self.quiet:
                     break
             else:
-                self._fault(f"mount namespaces change all the time, last that of {self.last}")
+                self._fault(f"mount namespaces keep changing, most recently that of {self.last}")
             self._check_hidden(listed=listed)
             if listed:
                 # The list of namespaces is complete without the descriptors. Any user can prolong
-                # the search of those, so running out of time there keeps no generation.
-                self._tell()
+                # the search of descriptors, so a timeout there is no reason to keep a generation.
+                self._report()
         except _LateError:
             self._fault(f"the search took too long, it was at {self.last}")
-            self._tell()
+            self._report()
         else:
             if listed:
                 with contextlib.suppress(_LateError):
@@ -217,25 +215,25 @@ class _ChildSearch:
                     self.last = ""
                 if self.last:
                     self.notes = {f"descriptors, from {self.last} on: no time left": None}
-                self._tell_opened()
+                self._report_opened()
             else:
-                self._tell()
-        self._say(end=True)
+                self._report()
+        self._write_line(end=True)
 
     # Output to the parent
 
-    def _say(self, **document: Any) -> None:
+    def _write_line(self, **document: Any) -> None:
         self.out.write(json.dumps(document) + "\n")
         self.out.flush()
 
     def _at(self, what: str) -> None:
-        self._say(at=what)
+        self._write_line(at=what)
 
     def fail(self, error: Exception) -> None:
-        """Report what ended the search."""
-        self._say(faults=[f"the search failed: {error!r}"])
+        """Report the error that ended the search."""
+        self._write_line(faults=[f"the search failed: {error!r}"])
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         mounted: dict[str, list[Any]] = {}
         for inode in sorted(self.names):
             pids = sorted(self.pids.get(inode, ()))[:1000]
@@ -244,16 +242,18 @@ class _ChildSearch:
                 mounted.setdefault(name, []).append(use)
         faults = list(self.faults)
         more = [f"{len(faults) - FAULTS} more"] if len(faults) > FAULTS else []
-        self._say(mounted=mounted, faults=faults[:FAULTS] + more, notes=list(self.notes)[:FAULTS])
+        self._write_line(
+            mounted=mounted, faults=faults[:FAULTS] + more, notes=list(self.notes)[:FAULTS]
+        )
         self.notes = {}
-        self._tell_opened()
+        self._report_opened()
 
-    def _tell_opened(self) -> None:
+    def _report_opened(self) -> None:
         opened = {
             name: [(0, [pid], self._command(pid)) for pid in sorted(pids)[:1000]]
             for name, pids in self.opened.items()
         }
-        self._say(opened=opened, notes=list(self.notes)[:FAULTS])
+        self._write_line(opened=opened, notes=list(self.notes)[:FAULTS])
 
     def _fault(self, text: str) -> None:
         if len(self.faults) < FAULTS * 10:
@@ -324,9 +324,9 @@ class _ChildSearch:
         return mounts
 
     def _enter_at(self, path: str, inode: int, what: str) -> None:
-        """Read the namespace that a link below /proc leads to.
+        """Read the namespace to which a link below /proc leads.
 
-        If the link leads to another one by now, nothing is read: the next round looks at the
+        If it leads to another namespace by now, nothing is read: the next round examines the
         process again.
         """
         try:
@@ -344,7 +344,7 @@ class _ChildSearch:
             pinned = _inode(mount.root) if mount.type == "nsfs" else None
             if pinned is None or pinned in self.read:
                 continue
-            # Its path holds in the namespace that was just read, which is entered again.
+            # The path is valid in the namespace that was just read, so that is entered again.
             where = f"mount namespace {pinned} at {show(mount.point)} of {what}"
             self._at(where)
             try:
@@ -361,7 +361,7 @@ class _ChildSearch:
     def _tasks(self) -> Iterator[tuple[int, int]]:
         for pid in sorted(int(n) for n in os.listdir(self.proc) if n.isdigit()):  # noqa: PTH208
             if pid != os.getpid():
-                # By thread: any may have a namespace of its own, and the first may have ended.
+                # By thread: each may have a namespace of its own, and the first may have ended.
                 for task in self._names(f"{pid}/task"):
                     self._check()
                     yield pid, int(task)
@@ -394,10 +394,10 @@ class _ChildSearch:
     def _look_at_root(self, path: str, pid: int, inode: int, *, follow: bool) -> None:
         """Read the mounts that a process sees, if its root is not on a mount that was read.
 
-        A namespace that is younger than the kernel's list has only mounts that others had; then
-        `follow` is false, and no further round is needed. If the process changes its namespace
-        meanwhile, the kernel shows no mounts at all (Linux 6.18: half of the reads of one that does
-        so all the time), which says nothing.
+        A namespace that is newer than the kernel's list has only copies of listed namespaces'
+        mounts; then `follow` is false, and no further round is needed. If the process changes its
+        namespace during the read, the kernel returns no mounts at all (Linux 6.18: in half of the
+        reads for a process that keeps changing it), so an empty result proves nothing.
         """
         try:
             root = self._identity(f"{path}/root")
@@ -422,11 +422,11 @@ class _ChildSearch:
         self._note_mounts(inode, mounts)
 
     def _check_hidden(self, *, listed: bool) -> None:
-        """Report the threads that are in a namespace that was not read.
+        """Report the threads whose namespace was not read.
 
-        Reading mountinfo does not need the privilege that the link to the namespace needs, and
-        mount ids are unique on the machine: a thread that has a mount that was read is in a
-        namespace that was read.
+        Reading mountinfo needs less privilege than following the link to the namespace, and mount
+        ids are unique on the machine: a thread with a mount that was read is in a namespace that
+        was read.
         """
         for task in self.hidden:
             try:
@@ -437,7 +437,7 @@ class _ChildSearch:
                 if self._state(task) != "Z":
                     self._fault(f"mounts of {self._who(task)}: {e.strerror}")
                 continue
-            if listed:  # all namespaces were read, except what a mount on / hides
+            if listed:  # all namespaces were read, except mounts that a mount on / hides
                 self._note_mounts(0, mounts)
             elif not any(m.ident in self.idents for m in mounts):
                 self._fault(f"mount namespace of {self._who(task)}: not permitted")
@@ -451,9 +451,9 @@ class _ChildSearch:
     def _look_at_descriptors(
         self, pid: int, task: int, scanned: list[int], *, holders: bool
     ) -> None:
-        """Examine a thread's descriptors, unless it shares a table that was examined.
+        """Examine a thread's descriptors, unless its table is shared and was examined already.
 
-        With `holders`, namespaces that a descriptor keeps alive are read.
+        With `holders`, also read namespaces that a descriptor keeps alive.
         """
         if any(share_files(other, task) for other in scanned):
             return
@@ -497,9 +497,9 @@ class _ChildSearch:
                     self.quiet = False
                     what = f"mount namespace {inode}, {kind} {path} of {self._who(pid)}"
                     self._enter_at(f"{pid}/fd/{path}", inode, what)
-            # Only a path that ends in the name of a sought directory is examined further, so file
-            # systems that do not answer are not asked. The root of a mount without a namespace is
-            # shown as "/".
+            # Only a path that ends in the name of a sought directory is examined further, so that
+            # no request goes to a file system that may not answer. The root of a mount without a
+            # namespace is shown as "/".
             elif text[:1] == "/" and posixpath.basename(text) in self.basenames:
                 self._note_open(pid, identify_link(at, path))
         except OSError:  # closed meanwhile, or another user's
@@ -546,22 +546,19 @@ class _ChildSearch:
         return chr(text.rpartition(b") ")[2][0])
 
     def _command(self, pid: int) -> str:
-        """Return a process's name, which the process chose itself."""
+        """Return a process's name; the process sets it, so it is not trusted."""
         try:
             return show(os.fsdecode(self._file(f"{pid}/comm").removesuffix(b"\n")))
         except OSError:
             return "ended"
 
     def _who(self, pid: int) -> str:
-        """Return a process's pid, name and user, so that an administrator can act."""
+        """Return a process's pid, name and user, for an administrator."""
         try:
             uid = f", uid {os.stat(str(pid), dir_fd=self.proc).st_uid}"
         except OSError:
             uid = ""
         return f"pid {pid} ({self._command(pid)}{uid})"
-
-
-# System calls that Python does not have
 
 
 def _inode(text: str) -> int | None:

@@ -1,8 +1,8 @@
 """Queries NVML through a library at a given path; the only module that imports pynvml.
 
 The results are types of this module; no other module knows NVML's names. Every failure is an
-NvmlError. What a GPU or a driver does not report (the memory of a unified-memory GPU, or of a
-process behind MPS) is None.
+NvmlError. A value that a GPU or a driver does not report (the memory of a unified-memory GPU, or of
+a process behind MPS) is None.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Gpu:
 
 
 class Ancestor(IntEnum):
-    """Where the PCIe paths of two GPUs meet, the nearest first; nvidia-smi has the same names."""
+    """The point where the PCIe paths of two GPUs meet, nearest first; named as in nvidia-smi."""
 
     SAME = 0  # both on one board
     PIX = 10  # one PCIe switch
@@ -54,7 +54,7 @@ class Ancestor(IntEnum):
 
 @dataclass(frozen=True)
 class Route:
-    """How two GPUs are connected: active NVLinks, and where PCIe meets, None if unknown."""
+    """How two GPUs are connected: active NVLinks, and the PCIe ancestor, None if unknown."""
 
     nvlinks: int
     ancestor: Ancestor | None
@@ -62,7 +62,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Topology:
-    """Where the GPUs of a node are, by UUID; unknown values are left out."""
+    """The locations of a node's GPUs and their connections, by UUID; unknown values are omitted."""
 
     nodes: Mapping[str, int] = field(default_factory=dict)
     routes: Mapping[frozenset[str], Route] = field(default_factory=dict)
@@ -157,7 +157,7 @@ class Nvml:
         return tuple(one for one in found if isinstance(one, Gpu))
 
     def survey(self) -> tuple[Gpu | NvmlError, ...]:
-        """Return the GPUs in NVML's order; one that does not answer is replaced by the reason."""
+        """Return the GPUs in NVML's order; an NvmlError replaces one that does not answer."""
         found: list[Gpu | NvmlError] = []
         for i in range(int(_call("nvmlDeviceGetCount", self._nvml.nvmlDeviceGetCount))):
             try:
@@ -172,10 +172,10 @@ class Nvml:
         return (library, self._get(uuid)) if hasattr(library, "nvmlSimgpuSwitch") else None
 
     def topology(self, uuids: Sequence[str]) -> Topology:
-        """Return how near these GPUs are to each other, as far as driver and kernel tell.
+        """Return the topology of these GPUs, as far as the driver and the kernel report it.
 
         An old driver lacks functions, and in a virtual machine some of them fail. The values are
-        then unknown; that is not an error.
+        then unknown, which is not an error.
         """
         handles = {uuid: self._get(uuid) for uuid in uuids}
         addresses = {uuid: self._address(handle) for uuid, handle in handles.items()}
@@ -190,9 +190,11 @@ class Nvml:
                 ends[a].count(address)
                 for a, address in ((one, addresses[other]), (other, addresses[one]))
             )
-            # Through the switches a GPU reaches any other, with as many links as both have there.
+            # Through NVSwitches a GPU reaches every other one, by as many links as both have there.
             switched = min(ends[one].count(_SWITCH), ends[other].count(_SWITCH))
-            level = self._told("nvmlDeviceGetTopologyCommonAncestor", handles[one], handles[other])
+            level = self._try_call(
+                "nvmlDeviceGetTopologyCommonAncestor", handles[one], handles[other]
+            )
             ancestor = Ancestor(level) if level in list(Ancestor) else None
             routes[frozenset((one, other))] = Route(direct + switched, ancestor)
         return Topology(
@@ -206,8 +208,8 @@ class Nvml:
         return str(_call("nvmlSystemGetDriverVersion", self._nvml.nvmlSystemGetDriverVersion))
 
     def cuda_version(self) -> str | None:
-        """Return the newest CUDA version of the driver, like 13.0; None if it does not say."""
-        number = self._told("nvmlSystemGetCudaDriverVersion_v2")
+        """Return the newest CUDA version that the driver supports, like 13.0; None if unknown."""
+        number = self._try_call("nvmlSystemGetCudaDriverVersion_v2")
         return None if not number else f"{number // 1000}.{number % 1000 // 10}"
 
     def memory_used(self, uuid: str) -> int | None:
@@ -241,13 +243,13 @@ class Nvml:
         samples = _optional(
             nvml,
             lambda: nvml.nvmlDeviceGetProcessUtilization(handle, since_us),
-            # No process worked. pynvml takes a success without samples for an error.
+            # No process was active. pynvml treats a success without samples as an error.
             also=(nvml.NVML_ERROR_NOT_FOUND, nvml.NVML_SUCCESS),
         )
         return tuple(
             ProcessUse(int(sample.pid), int(sample.timeStamp), int(sample.smUtil))
             for sample in samples or ()
-            # The driver fills the rest of the buffer with entries that have the pid 0.
+            # The driver fills the unused part of the buffer with entries that have the pid 0.
             if sample.pid and sample.timeStamp > since_us
         )
 
@@ -255,14 +257,14 @@ class Nvml:
         """Return samples of a GPU, newer than `since_us`, by time; there may be none."""
         nvml = self._nvml
         handle = self._get(uuid)
-        told = _optional(
+        answer = _optional(
             nvml,
             lambda: nvml.nvmlDeviceGetSamples(handle, nvml.NVML_GPU_UTILIZATION_SAMPLES, since_us),
             also=(nvml.NVML_ERROR_NOT_FOUND,),
         )
         samples = (
             DeviceUse(int(one.timeStamp), int(one.sampleValue.uiVal))
-            for one in (told[1] if told else ())
+            for one in (answer[1] if answer else ())
         )
         return tuple(sorted(one for one in samples if one.time_us > since_us))
 
@@ -283,7 +285,7 @@ class Nvml:
         )
 
     def _address(self, handle: Any) -> str | None:
-        info = self._told("nvmlDeviceGetPciInfo", handle)
+        info = self._try_call("nvmlDeviceGetPciInfo", handle)
         return None if info is None else _pci_address(info)
 
     def _node(self, handle: Any, address: str | None) -> int | None:
@@ -291,29 +293,29 @@ class Nvml:
 
         nvmlDeviceGetNumaNodeId is something else: the node of a GPU's own memory.
         """
-        words = self._told("nvmlDeviceGetMemoryAffinity", handle, 16, 0)  # scope 0: the node
+        words = self._try_call("nvmlDeviceGetMemoryAffinity", handle, 16, 0)  # scope 0: the node
         mask = sum(int(word) << 64 * i for i, word in enumerate(words or ()))
         if mask.bit_count() == 1:
             return mask.bit_length() - 1
         try:
-            # The file has -1 if the firmware does not say, as on many machines with one node.
+            # The file contains -1 if the firmware has no value, as on many machines with one node.
             node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
         except (OSError, ValueError):
             return None
         return node if node >= 0 else None
 
     def _link_ends(self, handle: Any, gpus: AbstractSet[str]) -> list[str | None]:
-        """Return what is at the end of each active NVLink: a PCI address or _SWITCH.
+        """Return the remote end of each active NVLink: a PCI address of `gpus`, _SWITCH or None.
 
-        The end of a link to a GPU that is not among `gpus` is None: it leads out of this node.
+        None means a device that is not among `gpus`: the link leads out of this node.
         """
         nvml = self._nvml
         ends: list[str | None] = []
         for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-            if not self._told("nvmlDeviceGetNvLinkState", handle, link):
+            if not self._try_call("nvmlDeviceGetNvLinkState", handle, link):
                 continue
-            kind = self._told("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
-            info = self._told("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
+            kind = self._try_call("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
+            info = self._try_call("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
             address = None if info is None else _pci_address(info)
             if address in gpus:
                 ends.append(address)
@@ -328,7 +330,7 @@ class Nvml:
                 ends.append(None)
         return ends
 
-    def _told(self, name: str, *arguments: object) -> Any:
+    def _try_call(self, name: str, *arguments: object) -> Any:
         """Return the result of an NVML function, None if it fails for any reason."""
         try:
             return getattr(self._nvml, name)(*arguments)
@@ -336,7 +338,7 @@ class Nvml:
             return None
 
     def _get(self, uuid: str) -> Any:
-        # Looking up a UUID may fail because another GPU fell off the bus.
+        # Looking up a UUID may fail because another GPU has fallen off the bus.
         if uuid in self._handles:
             return self._handles[uuid]
         # A str works in every pynvml that has decorators for it; older ones take only bytes.
@@ -344,16 +346,16 @@ class Nvml:
 
 
 def _select(pynvml: Any, path: str) -> None:
-    """Make pynvml use the library at `path`, whatever it used before."""
+    """Make pynvml use the library at `path` from now on."""
     try:
-        # Kept loaded: a library that is unloaded and loaded again would lose what its threads hold.
+        # Never unloaded: unloading would free memory that the library's threads still use.
         library = _kept.setdefault(path, ctypes.CDLL(path))
     except OSError as e:
         raise NvmlError(
             f"NVML cannot be loaded: {e}", hint="run tidegate refresh, or reinstall the driver"
         ) from e
     pynvml.nvmlLib = library
-    # The cache has the addresses of the previous library's functions.
+    # The cache holds addresses of the previous library's functions.
     pynvml._nvmlGetFunctionPointer_cache.clear()  # noqa: SLF001
 
 
@@ -371,9 +373,8 @@ def _optional(
 ) -> T | None:
     """Return the result of `function`, None if this GPU or driver does not report it.
 
-    `also` are further error codes that mean that there is nothing to report. pynvml asks for the
-    size and then for the data: if there is more data by then, the call is repeated up to `again`
-    times.
+    `also` are further error codes that mean that there is nothing to report. pynvml queries the
+    size and then the data: if there is more data by then, the call is repeated up to `again` times.
     """
     absent = (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_FUNCTION_NOT_FOUND, *also)
     try:

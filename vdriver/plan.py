@@ -1,7 +1,7 @@
-"""Plans a generation: makes the list of its files from a driver and the control libraries.
+"""Plans a generation of the mirror: lists its files, from a driver and the control libraries.
 
-The functions are pure: they take what was found and read nothing. Every operation can describe
-itself in words.
+The functions are pure: they work on the driver that was found, and read no file. Every operation
+can describe itself in words.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vdriver.tables import Tables, read_tables, stem
 
 LIB64 = "lib64"
 LIB32 = "lib32"
-ORIGIN = "origin"  # below lib64, where only the control library looks
+ORIGIN = "origin"  # below lib64; only the control library searches it
 BIN = "bin"
 DATA = "data"
 SETS = "sets"
@@ -33,7 +33,7 @@ UNGOVERNED = ("libcuda", "libnvidia-ml")
 
 @dataclass(frozen=True)
 class Copy:
-    """A file that goes into the generation; `content` is set if it differs from the source's."""
+    """A file of the generation; `content` is set if it differs from the source's."""
 
     path: str
     host: str
@@ -77,7 +77,7 @@ Operation = Copy | PlannedLink
 
 @dataclass(frozen=True)
 class MirrorPlan:
-    """The content of a generation before it has a name: what to write, and what it is for."""
+    """The content of a generation before it has a name: its files, and how containers use them."""
 
     driver: Driver
     control: ControlLibraries
@@ -113,13 +113,13 @@ def plan_mirror(
             )
     builder = _Builder()
     cuda, nvml = (control.cuda, control.cuda_content), (control.nvml, control.nvml_content)
-    _answer(builder, driver.cuda, *cuda, driver.version, "libcuda")
-    _answer(builder, driver.nvml, *nvml, driver.version, "libnvidia-ml")
+    _add_control(builder, driver.cuda, *cuda, driver.version, "libcuda")
+    _add_control(builder, driver.nvml, *nvml, driver.version, "libnvidia-ml")
     _libraries(builder, LIB64, driver.libraries, driver.version)
     governed = [f for f in driver.libraries32 if stem(f.name) not in UNGOVERNED]
     _libraries(builder, LIB32, governed, driver.version)
     builder.left_out += [
-        f"{f.name} of 32 bit: no control library would govern it"
+        f"{f.name} (32-bit): no control library would govern it"
         for f in driver.libraries32
         if f not in governed
     ]
@@ -184,7 +184,7 @@ def _copy(path: str, file: DriverFile, role: Literal["library", "origin", "progr
     )
 
 
-def _answer(  # noqa: PLR0917 - private, and called twice
+def _add_control(  # noqa: PLR0917 - private, and called twice
     builder: _Builder,
     file: DriverFile,
     control: Library,
@@ -192,7 +192,7 @@ def _answer(  # noqa: PLR0917 - private, and called twice
     version: str,
     name: str,
 ) -> None:
-    """Add the control library under every name of a driver's library, and that one as origin."""
+    """Add the control library under every name of a driver's library, and the latter as origin."""
     soname = f"{name}.so.1"
     copy = Copy(
         f"{LIB64}/{soname}",
@@ -269,7 +269,7 @@ def _sets(
     places: Sequence[Place],
     tables: Tables,
 ) -> tuple[CapabilitySet, ...]:
-    """Return what a container gets for each combination of the capabilities on offer."""
+    """Return the set of libraries for each combination of the driver's capabilities."""
     files = (driver.cuda, driver.nvml, *driver.libraries, *driver.libraries32)
     offered = {f.capability for f in files}
     offered |= {p.capability for p in programs} | {p.capability for p in places}
@@ -299,18 +299,18 @@ def _chosen(
     names: Mapping[str, Library], capabilities: Sequence[str], tables: Tables
 ) -> tuple[str, ...]:
     """Return the names of the libraries with these capabilities, and of those that they need."""
-    todo = [n for n in names if tables.capability(n) in capabilities]
+    pending = [n for n in names if tables.capability(n) in capabilities]
     chosen: set[str] = set()
-    while todo:
-        library = names[todo.pop()]
+    while pending:
+        library = names[pending.pop()]
         if library.path not in chosen:
             chosen.add(library.path)
-            todo += [n for n in library.needed if n in names]
+            pending += [n for n in library.needed if n in names]
     return tuple(sorted(n for n, library in names.items() if library.path in chosen))
 
 
 def _missing(driver: Driver) -> list[str]:
-    """Return a note for each library of the driver that another one needs and is not installed."""
+    """Return a note for each driver library that another one needs and that is not installed."""
     notes = []
     ending = f".so.{driver.version}"
     for files in ((driver.cuda, driver.nvml, *driver.libraries), driver.libraries32):

@@ -1,4 +1,4 @@
-"""Reads a driver's optional files below a root; a file with a fault is left out."""
+"""Reads a driver's optional files below a root; an unusable file is skipped and recorded."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ Read = Callable[[str], Library]
 
 @dataclass
 class TreeReader:
-    """One tree, a function that reads libraries, and the list of files left out."""
+    """A tree, a function that reads libraries, and the list of skipped files."""
 
     tree: Tree
     read: Read
     skipped: list[Skipped] = field(default_factory=list)
 
     def skip(self, path: str, reason: str) -> None:
-        """Record why the file at `path` is left out."""
+        """Record why the file at `path` is skipped."""
         self.skipped.append(Skipped(path, reason))
 
     def regular(self, path: str) -> str | None:
-        """Return the resolved path of a regular file; for others record why, and return None."""
+        """Return the resolved path of a regular file; skip any other file, and return None."""
         real = self.tree.regular(path)
         if real is None:
-            nowhere = self.tree.resolve(path) is None
-            self.skip(path, "a link that leads nowhere" if nowhere else "not a regular file")
+            dangling = self.tree.resolve(path) is None
+            self.skip(path, "a dangling link" if dangling else "not a regular file")
         return real
 
     def library(self, path: str) -> tuple[str, Library] | None:
-        """Return a library's resolved path and facts; on a fault record why, and return None."""
+        """Return a library's resolved path and facts; skip an unusable one, and return None."""
         real = self.regular(path)
         if real is None:
             return None

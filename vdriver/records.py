@@ -1,4 +1,4 @@
-"""What the manifest says of a generation and of each of its files."""
+"""Creates manifest records from a plan: for a generation and for each of its files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def describe_generation(
 
 
 def copy_entry(operation: Copy, sha256: str | None) -> ManifestFile:
-    """Return what the manifest says of a copied file."""
+    """Return the manifest record of a copied file."""
     return ManifestFile(
         path=operation.path,
         role=operation.role,
@@ -51,7 +51,7 @@ def copy_entry(operation: Copy, sha256: str | None) -> ManifestFile:
 
 
 def link_entry(operation: PlannedLink) -> ManifestFile:
-    """Return what the manifest says of a symbolic link."""
+    """Return the manifest record of a symbolic link."""
     return ManifestFile(
         path=operation.path,
         role="link",

@@ -1,6 +1,7 @@
-"""Mirrors the host's driver into a generation and puts it in force.
+"""Updates the mirror of the host's driver: the implementation of `tidegate refresh`.
 
-This is `tidegate refresh`: find, plan, apply. It returns what changed and prints nothing.
+It finds the driver, plans a generation, writes it and puts it in force. It returns the changes and
+prints nothing.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ from vdriver.mirror import Progress, apply_mirror, current_manifest, exclusive, 
 from vdriver.plan import DATA, Copy, MirrorPlan, plan_mirror
 
 DRIVERS = ("origin", "library", "program", "data")  # roles of files from the driver's packages
-READINGS = "readings.json"  # next to the generations: cache of what the driver's files contain
+READINGS = "readings.json"  # next to the generations: the cache of ElfCache
 
 
 @dataclass(frozen=True)
 class RefreshResult:
-    """What a refresh did, or would do.
+    """The changes that a refresh made, or that a dry run predicts.
 
     `manifest` is the generation in force afterwards; after a dry run that is the previous one, if
-    any, and `changed` says whether a real run would make another. `how` counts the files by how
-    their content was obtained, and `aside` is where a damaged generation was moved. `rewritten`
-    names files of the driver that have new content but the same build id, which no package causes.
+    any, and `changed` is whether a real run would make another. `how` counts the files by how their
+    content was obtained, and `aside` is the path to which a damaged generation was moved.
+    `rewritten` names files of the driver that have new content but the same build id, which no
+    package causes.
     """
 
     plan: MirrorPlan
@@ -63,14 +65,14 @@ def refresh(
 ) -> RefreshResult:
     """Put a mirror of the driver below `root` in force in `output`.
 
-    `control` is the directory of the two control libraries; `sockets` gives containers the
+    `control` is the directory of the two control libraries. With `sockets`, containers get the
     directories with the sockets of the driver's services. With `dry_run` nothing is written. With
     `repair` the content of the generation in force is read and checked. With `accept_loss` the
     driver may lack files that its mirror has. Without `hard_links` no file is shared with the host.
-    `progress` is called with the bytes done and the total.
+    `progress` is called with the number of bytes done and the total.
     """
 
-    def look() -> MirrorPlan:
+    def find_and_plan() -> MirrorPlan:
         driver = find_driver(root, driver_directories, read=readings.read, sockets=sockets)
         libraries = fit_control(read_control(control, readings.read), driver)
         plan = plan_mirror(driver, libraries)
@@ -80,16 +82,16 @@ def refresh(
 
     readings = ElfCache(Path(output, READINGS))
     if dry_run:
-        return _foresee(look(), output)
+        return _predict(find_and_plan(), output)
     if not Path(output).exists():
-        look()  # without a driver to mirror, no directory is created
+        find_and_plan()  # fails if there is no driver, before a directory is created
     # The lock is held during the search, so the later of two runs has seen the later driver.
     with exclusive(output) as directory:
-        plan = look()
+        plan = find_and_plan()
         applied = apply_mirror(
             plan, directory, repair=repair, hard_links=hard_links, progress=progress
         )
-        with contextlib.suppress(OSError):  # then the next run only has to read all files again
+        with contextlib.suppress(OSError):  # on failure, the next run only reads all files again
             readings.save()
     before, after = applied.previous, applied.manifest
     return _compare(
@@ -108,8 +110,8 @@ def refresh(
     )
 
 
-def _foresee(plan: MirrorPlan, output: str | Path) -> RefreshResult:
-    """Return what a refresh would do."""
+def _predict(plan: MirrorPlan, output: str | Path) -> RefreshResult:
+    """Return the result that a real run would have."""
     before = current_manifest(output)
     return _compare(
         RefreshResult(
@@ -129,7 +131,7 @@ def _foresee(plan: MirrorPlan, output: str | Path) -> RefreshResult:
 def _compare(
     result: RefreshResult, old: Mapping[str, str], new: Mapping[str, str]
 ) -> RefreshResult:
-    """Return the result with the paths that differ between two states, given by their content."""
+    """Return the result with the paths that differ between `old` and `new`, given by content."""
     return dataclasses.replace(
         result,
         added=tuple(sorted(new.keys() - old.keys())),
@@ -139,10 +141,10 @@ def _compare(
 
 
 def _require_whole(plan: MirrorPlan, previous: Manifest | None) -> None:
-    """Refuse a driver that is half replaced: containers would start with half of it until a reboot.
+    """Refuse a driver in the middle of an upgrade: containers would get half of it until a reboot.
 
     A package manager replaces one package after the other. If the version is still that of the
-    generation in force, two signs show that an upgrade is under way: a library is gone, or a file
+    generation in force, two signs show that an upgrade is in progress: a library is gone, or a file
     has changed while libraries of another version are next to it.
     """
     driver = plan.driver
@@ -155,15 +157,15 @@ def _require_whole(plan: MirrorPlan, previous: Manifest | None) -> None:
         if isinstance(o, Copy) and o.role in DRIVERS
     }
     lost = sorted(p for p in had.keys() - has.keys() if not p.startswith(f"{DATA}/"))
-    what = None
+    sign = None
     if lost:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-        what = f"no longer has {lost[0]}{more}, which the mirror has"
+        sign = f"no longer has {lost[0]}{more}, which the mirror has"
     elif driver.others and had != has:
-        what = f"has other files than its mirror, and libraries of {driver.others[0]} beside them"
-    if what is not None:
+        sign = f"has other files than its mirror, and libraries of {driver.others[0]} beside them"
+    if sign is not None:
         raise MirrorError(
-            f"driver {driver.version} below {driver.root} {what}",
+            f"driver {driver.version} below {driver.root} {sign}",
             hint="wait for the driver's installation to end; if it is meant, "
             "run tidegate refresh --accept-loss",
         )

@@ -1,4 +1,4 @@
-"""Reads `libraries.toml` once: which capability a driver file serves, and where drivers are.
+"""Reads `libraries.toml`: which capability each driver file belongs to, and where drivers are.
 
 tools/driver_tables.py validates the document against libraries.schema.json. At run time only a
 missing key or a value of the wrong type is an error: importing jsonschema takes 60 ms.
@@ -19,12 +19,12 @@ from vdriver.errors import DriverError
 
 FILE = Path(__file__).with_name("libraries.toml")
 UNKNOWN = "compute"
-COMPAT32 = "compat32"  # the capability that names a class of libraries, not a use
+COMPAT32 = "compat32"  # the capability for 32-bit libraries, whatever their use is
 
 
 @dataclass(frozen=True)
 class PlaceRule:
-    """Files that belong in fixed directories: where a host has them, and where they go."""
+    """Files for fixed directories: their directories on a host and in a container."""
 
     name: str
     capability: str
@@ -38,7 +38,7 @@ class PlaceRule:
 
 @dataclass(frozen=True)
 class Wsl:
-    """Where the Windows driver appears in WSL 2."""
+    """The location of the Windows driver in WSL 2."""
 
     marker: str
     directory: str
@@ -50,7 +50,7 @@ class Wsl:
 
 @dataclass(frozen=True)
 class UnsupportedSystem:
-    """A system with a driver that Tidegate does not support, recognised by a file."""
+    """A system whose driver Tidegate does not support, recognised by a file."""
 
     marker: str
     name: str
@@ -84,7 +84,7 @@ class Tables:
         return self.libraries.get(stem(file_name), UNKNOWN)
 
     def is_companion(self, file_name: str) -> bool:
-        """Return whether this is the name of a driver file that has a version of its own."""
+        """Return whether a driver file of this name has a version other than the driver's."""
         return any(fits(file_name, p) for p in self.companions)
 
     def is_optional(self, file_name: str) -> bool:
@@ -93,16 +93,16 @@ class Tables:
 
     def closed(self, capabilities: Iterable[str]) -> tuple[str, ...]:
         """Return `capabilities` with those that they imply and those that every container has."""
-        todo, done = [*self.base, *capabilities], set[str]()
-        while todo:
-            capability = todo.pop()
+        pending, done = [*self.base, *capabilities], set[str]()
+        while pending:
+            capability = pending.pop()
             if capability not in done:
                 done.add(capability)
-                todo += self.implies.get(capability, ())
+                pending += self.implies.get(capability, ())
         return tuple(sorted(done))
 
     def combinations(self, offered: Iterable[str]) -> tuple[tuple[str, ...], ...]:
-        """Return every set of capabilities that a container may get, the smallest first."""
+        """Return every set of capabilities that a container may get, smallest first."""
         optional = sorted(set(offered) - set(self.base))
         sets = {
             self.closed(chosen)
@@ -129,7 +129,7 @@ def stem(file_name: str) -> str:
 
 @functools.cache
 def read_tables(path: Path = FILE) -> Tables:
-    """Read the file; DriverError says in one line what is wrong with it, and where."""
+    """Read the file; DriverError describes the first fault in one line."""
     try:
         return parse_tables(tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as e:  # ValueError: not UTF-8, or not TOML
@@ -138,7 +138,7 @@ def read_tables(path: Path = FILE) -> Tables:
 
 
 def parse_tables(data: Mapping[str, Any]) -> Tables:
-    """Return the tables in a document like `libraries.toml`.
+    """Return the tables in a document in the format of `libraries.toml`.
 
     DriverError names the first key that is missing or has a value of the wrong type.
     """
@@ -245,7 +245,7 @@ class _Table:
 def _fault(what: str) -> DriverError:
     return DriverError(
         f"vdriver/libraries.toml: {what}",
-        hint="correct it as vdriver/libraries.schema.json says, or install Tidegate anew",
+        hint="correct it according to vdriver/libraries.schema.json, or reinstall Tidegate",
     )
 
 

@@ -1,8 +1,8 @@
 """Reads a file system tree below a root, with every symbolic link kept inside the tree.
 
-An absolute link restarts at the root and `..` stops there, as for a process that is chrooted to
-it, so a driver in the tree of a container or an image reads like the host's own. The tree must not
-change meanwhile: paths are resolved here and opened later by name.
+An absolute link restarts at the root and `..` stops there, as for a process that is chrooted to it,
+so a driver in the tree of a container or an image is read in the same way as the host's own. The
+tree must not change during the search: paths are resolved here and opened later by name.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Tree:
 
         It fails for loops, missing components and directories that cannot be searched.
         """
-        todo = [p for p in reversed(PurePosixPath(path).parts) if p.strip("/")]
+        remaining = [p for p in reversed(PurePosixPath(path).parts) if p.strip("/")]
         done: list[str] = []
         links = 0
-        while todo:
-            part = todo.pop()
+        while remaining:
+            part = remaining.pop()
             if part == "..":
                 done = done[:-1]
                 continue
@@ -50,7 +50,7 @@ class Tree:
                 return None
             if target.startswith("/"):
                 done = []
-            todo += [p for p in reversed(PurePosixPath(target).parts) if p.strip("/")]
+            remaining += [p for p in reversed(PurePosixPath(target).parts) if p.strip("/")]
         return "/" + "/".join(done)
 
     def _link(self, path: str) -> str | None:
@@ -62,7 +62,7 @@ class Tree:
         return self._links[path]
 
     def host(self, path: str) -> str:
-        """Return the name by which this process opens a resolved `path`."""
+        """Return the path by which this process opens a resolved `path`."""
         return os.path.join(self.root, path.lstrip("/"))  # noqa: PTH118 - strings throughout
 
     def names(self, directory: str) -> tuple[str, ...]:

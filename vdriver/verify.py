@@ -1,8 +1,8 @@
-"""Compares a generation with its manifest and loads its libraries as in a container.
+"""Verifies a generation: compares it with its manifest and loads its libraries as in a container.
 
-Two questions are answered, and nothing is repaired: is the content what the manifest says, and does
-every library load from the mirror alone, without a library of another driver on this host? Nothing
-is loaded from a generation with wrong content, because loading runs a library's constructors.
+It checks whether the content matches the manifest, and whether every library loads from the mirror
+alone, without a library of another driver on this host; it repairs nothing. Nothing is loaded from
+a generation with wrong content, because loading runs a library's constructors.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ LOADER32 = Path("/lib/ld-linux.so.2")
 LOAD_TIMEOUT = 60.0  # seconds for one library; the largest of 550.163.01 takes 0.2
 WORKERS = 4
 
-# Capability of the X server's modules: the symbols that they lack are in the program that loads
-# them. Some of those are data (serverClient, TimerSet), which RTLD_LAZY resolves at once as well.
+# Capability of the X server's modules: their undefined symbols are in the program that loads them.
+# Some of those are data (serverClient, TimerSet), which even RTLD_LAZY resolves at once.
 MODULES = "display"
 
 # CDLL opens with RTLD_NOW and RTLD_LOCAL. Standard output is replaced so that a library that prints
-# does not disturb the answer; os._exit skips destructors, which are not part of the question.
+# does not disturb the answer; os._exit skips destructors, which are not tested.
 LOAD = """
 import ctypes, json, os, sys
 answer = os.dup(1)
@@ -70,7 +70,8 @@ class Loaded:
     """The result for one library.
 
     `detail` is the reason for any outcome but `loaded`. `not loaded` is not a fault of the mirror:
-    this host lacks what an image may have. `mapped` lists the generation's files that were mapped.
+    this host lacks something that an image may have. `mapped` lists the generation's files that
+    were mapped.
     """
 
     path: str
@@ -81,7 +82,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Report:
-    """The result for a generation, which is in order when there are no faults."""
+    """The result for a generation, which is intact if there are no faults."""
 
     path: Path
     manifest: Manifest
@@ -135,8 +136,8 @@ def verify(
     """Check a generation's content and, with `load`, load its libraries.
 
     Without `read` the content of files is not read, which saves reading a gigabyte.
-    `progress` is called with the number of libraries done and the total. MirrorError when the
-    manifest cannot be read, or `tidegate gc` is removing the generation.
+    `progress` is called with the number of libraries done and the total. MirrorError if the
+    manifest cannot be read, or if `tidegate gc` is removing the generation.
     """
     path = Path(generation).resolve()
     with _held(path):
@@ -206,7 +207,7 @@ def load_libraries(
 
 @dataclass(frozen=True)
 class _Libraries:
-    """The libraries of lib64 or lib32: the files to load, and all names that resolve to one."""
+    """The libraries of lib64 or lib32: the files to load, and all names by which they are found."""
 
     generation: Path
     manifest: Manifest
@@ -220,7 +221,7 @@ class _Libraries:
         return self.generation / self.base
 
     def is_driver(self, name: str) -> bool:
-        """Return whether a file name is one of the driver's, in this mirror or missing from it."""
+        """Return whether a file name is that of a driver library, even if the mirror lacks it."""
         stem = name.partition(".so")[0]
         return (
             name in self.answers
@@ -229,7 +230,7 @@ class _Libraries:
             or name.endswith(f".so.{self.manifest.version}")
         )
 
-    def is_stranger(self, path: str) -> bool:
+    def is_foreign(self, path: str) -> bool:
         """Return whether a mapped file is a driver's library from outside the generation."""
         if path.startswith(f"{self.generation}/"):
             return False
@@ -245,15 +246,15 @@ class _Libraries:
         return self.sonames[path] in self.answers
 
     def missing(self, path: str) -> str | None:
-        """Return a library of the driver that `path` needs and the mirror lacks, None if none."""
-        todo, seen = [self.files[path]], set[str]()
-        while todo:
-            for name in todo.pop().needed:
+        """Return a driver library that `path` needs and the mirror lacks, None if there is none."""
+        pending, seen = [self.files[path]], set[str]()
+        while pending:
+            for name in pending.pop().needed:
                 if name in seen:
                     continue
                 seen.add(name)
                 if name in self.answers:
-                    todo.append(self.answers[name])
+                    pending.append(self.answers[name])
                 elif self.is_driver(name) and not read_tables().is_optional(name):
                     return name
         return None
@@ -289,9 +290,9 @@ def _load64(path: str, libraries: _Libraries) -> Loaded:
     if libraries.manifest.machine != platform.machine():
         return Loaded(path, "not loaded", f"is for {libraries.manifest.machine}")
     error, mapped = _dlopen(libraries, path)
-    strangers = [m for m in mapped if libraries.is_stranger(m)]
-    if strangers:
-        return Loaded(path, "failed", f"maps {strangers[0]}, which is not of the mirror")
+    foreign = [m for m in mapped if libraries.is_foreign(m)]
+    if foreign:
+        return Loaded(path, "failed", f"maps {foreign[0]}, which is not part of the mirror")
     own = tuple(
         m.removeprefix(f"{libraries.generation}/")
         for m in mapped
@@ -342,7 +343,7 @@ def _dlopen(libraries: _Libraries, path: str) -> tuple[str | None, list[str]]:
 
 
 def _host_lacks(error: str, libraries: _Libraries) -> str | None:
-    """Return what an image must have and this host lacks; None if the mirror is at fault."""
+    """Return which requirement of a library this host lacks; None if the mirror is at fault."""
     if match := MISSING.match(error):
         if read_tables().is_optional(match[1]):
             return f"needs {match[1]}, which is not installed with this driver"
@@ -363,7 +364,7 @@ def _load32(path: str, libraries: _Libraries) -> Loaded:
 
 
 def list_needed(loader: Path, path: str, libraries: _Libraries) -> Loaded:
-    """Ask a loader where it would find all that a library needs, symbols included."""
+    """Run a loader to find out where it finds a library's dependencies and symbols."""
     try:
         done = subprocess.run(
             [
@@ -372,7 +373,7 @@ def list_needed(loader: Path, path: str, libraries: _Libraries) -> Loaded:
                 str(libraries.directory),
                 str(libraries.generation / path),
             ],
-            # As `ldd -r` does; not with --list, which stops at the first name that is not found.
+            # As in `ldd -r`; not with --list, which stops at the first name that is not found.
             env={
                 "LC_ALL": "C",
                 "LD_TRACE_LOADED_OBJECTS": "1",
@@ -396,8 +397,8 @@ def list_needed(loader: Path, path: str, libraries: _Libraries) -> Loaded:
             lacking.append(match["name"])
         elif match["path"].startswith(f"{libraries.generation}/"):
             own.append(match["path"].removeprefix(f"{libraries.generation}/"))
-        elif libraries.is_stranger(match["path"]):
-            return Loaded(path, "failed", f"maps {match['path']}, which is not of the mirror")
+        elif libraries.is_foreign(match["path"]):
+            return Loaded(path, "failed", f"maps {match['path']}, which is not part of the mirror")
     if lacking:
         optional = read_tables().is_optional(lacking[0])
         outcome: Literal["not loaded", "failed"] = (

@@ -1,9 +1,9 @@
-"""Finds the Windows driver as WSL 2 shows it.
+"""Finds the driver in WSL 2, where Windows provides it.
 
 Its libraries have no version in their names, and there is no NVIDIA kernel module. The version is
-that of the newest driver store; its INF file gives it as Windows does ("32.0.15.6094" is 560.94:
-the last five digits). The libraries open the store by its path, so a container gets the store at
-the same path.
+that of the newest driver store, whose INF file has it in Windows' notation ("32.0.15.6094" is
+560.94: the last five digits). The libraries open the store by its path, so a container gets the
+store at the same path.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _store(tree: Tree, tables: Tables) -> tuple[str, str]:
                 found.append((tuple(int(p) for p in version.split(".")), store, version))
     if not found:
         raise DriverError(
-            f"no driver store in {tree.host(tables.wsl.stores)} says which version it has",
+            f"no driver store in {tree.host(tables.wsl.stores)} states its version",
             hint="update the NVIDIA driver in Windows",
         )
     _, store, version = max(found)

@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NESTED = (
     [] if os.stat("/proc/self/ns/pid").st_ino == PROC_PID_INIT_INO else ["--nested"]  # noqa: PTH116
 )
-UNSURE = ("mount namespaces change all the time", "list of mount namespaces, after")
+UNSURE = ("mount namespaces keep changing", "list of mount namespaces, after")
 """Reasons for which the collector keeps a generation because other containers start and end during the search."""
 BIND = 'mount --bind "$1" "$2" && echo ready && exec sleep 60'
 
@@ -240,7 +240,7 @@ def test_a_dry_run_says_the_same_and_removes_nothing(
         assert cli.main(arguments) == 0
         done = capsys.readouterr().out.splitlines()
         # If a process of another test ends while it is examined, the generation is kept this time.
-        if "the search did not come to its end" not in done[0]:
+        if "the search did not finish" not in done[0]:
             break
     assert done == [line.replace("would be removed", "removed") for line in would]
     assert not driver.old.exists()
@@ -463,7 +463,7 @@ def test_in_another_pid_namespace_every_generation_is_kept(driver: TwoGeneration
 
     assert run() == (
         f"{driver.old.name}  kept: may be in use: "
-        "processes outside of this PID namespace are out of sight (see --nested)"
+        "processes outside of this PID namespace cannot be seen (see --nested)"
     )
     assert run("--nested").startswith(f"{driver.old.name}  removed: not in use, ")
 
@@ -721,7 +721,7 @@ def test_a_search_that_hangs_is_ended(
     os.close(hangs)
     os.close(says)
     assert found.outcomes[0].reason == (
-        "may be in use: the search did not come to its end, "
+        "may be in use: the search did not finish, "
         "it was at mount namespace 1 of pid 7 (hanging, uid 65534)"
     )
 

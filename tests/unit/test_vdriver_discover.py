@@ -160,7 +160,7 @@ def test_wsl_has_windows_driver_and_its_version_from_the_store(tmp_path):
     assert names(driver.libraries) == ["libdxcore.so", "libnvidia-encode.so.1"]
     assert names(driver.programs) == ["nvidia-smi"]
     put_windows_driver(tmp_path, "nv_dispi.inf_amd64_2222", b"")
-    with pytest.raises(DriverError, match=r"no driver store in .*wsl/drivers says which version"):
+    with pytest.raises(DriverError, match=r"no driver store in .*wsl/drivers states its version"):
         find_driver(tmp_path)
 
 

@@ -312,20 +312,26 @@ NO_END = b"A" * 16
 HOSTILE = {
     "another byte order": ("header", 5, "B", (2,), "byte order"),
     "another class": ("header", 4, "B", (3,), "Invalid EI_CLASS"),
-    "no segments": ("header", 56, "<H", (0,), "nothing of it is loaded"),
+    "no segments": ("header", 56, "<H", (0,), "no segments that could be loaded"),
     "wide headers": ("header", 54, "<H", (57,), "headers of 57 bytes instead of 56"),
     "sections behind the file": ("header", 40, "<Q", (1 << 63,), "unreadable or truncated ELF"),
     "a relocatable file": ("header", 16, "<H", (1,), r"neither a library nor a program \(ET_REL"),
-    "dynamic elsewhere": ("dynamic segment", 16, "<Q", (0,), "not where it is loaded from"),
-    "dynamic nowhere": ("dynamic segment", 16, "<Q", (1 << 60,), "outside of what is loaded"),
-    "two tables of names": ("symbols tag", 0, "<Q", (5,), "tag is there twice"),
+    "dynamic elsewhere": ("dynamic segment", 16, "<Q", (0,), "not at its load address"),
+    "dynamic nowhere": ("dynamic segment", 16, "<Q", (1 << 60,), "not in a loaded segment"),
+    "two tables of names": ("symbols tag", 0, "<Q", (5,), "a dynamic tag occurs twice"),
     "two dynamics": ("note segment", 0, "<I", (2,), "more than one dynamic segment"),
-    "names outside": ("strings tag", 8, "<Q", (1 << 60,), "no table of names in what is loaded"),
-    "no names": ("strings tag", 0, "<Q", (0x60000000,), "no table of names in what is loaded"),
-    "a note with a long name": ("note", 0, "<I", (0xFFFFFFF0,), "a note ends behind its segment"),
-    "a note with much": ("note", 4, "<I", (0xFFFFFFFF,), "a note ends behind its segment"),
-    "an interpreter without end": ("interpreter", 2, "16s", (NO_END,), "an interpreter without"),
-    "no interpreter": ("interpreter", 0, "B", (0,), "an interpreter without a name"),
+    "names outside": ("strings tag", 8, "<Q", (1 << 60,), "no table of names in a loaded segment"),
+    "no names": ("strings tag", 0, "<Q", (0x60000000,), "no table of names in a loaded segment"),
+    "a note with a long name": (
+        "note",
+        0,
+        "<I",
+        (0xFFFFFFF0,),
+        "a note extends beyond its segment",
+    ),
+    "a note with much": ("note", 4, "<I", (0xFFFFFFFF,), "a note extends beyond its segment"),
+    "an interpreter without end": ("interpreter", 2, "16s", (NO_END,), "unterminated interpreter"),
+    "no interpreter": ("interpreter", 0, "B", (0,), "an empty or unterminated"),
     "a segment over another": ("segments", 16, "<Q", (1 << 40,), "overlap or are out of order"),
 }
 
@@ -344,11 +350,11 @@ def test_a_library_made_to_mislead_is_refused_with_the_reason(tmp_path, name):
 
 
 HOSTILE_TABLES = {
-    "a table of 2^32 symbols": ("sysv", "hash", 4, "<I", 0xFFFFFFFF, "outside of what is loaded"),
-    "2^32 buckets": ("gnu", "gnu hash", 0, "<I", 0xFFFFFFFF, "outside of what is loaded"),
-    "2^32 filters": ("gnu", "gnu hash", 8, "<I", 0xFFFFFFFF, "outside of what is loaded"),
-    "a table elsewhere": ("gnu", "gnu hash tag", 8, "<Q", 1 << 60, "outside of what is loaded"),
-    "symbols elsewhere": ("gnu", "symbols tag", 8, "<Q", 1 << 60, "outside of what is loaded"),
+    "a table of 2^32 symbols": ("sysv", "hash", 4, "<I", 0xFFFFFFFF, "not in a loaded segment"),
+    "2^32 buckets": ("gnu", "gnu hash", 0, "<I", 0xFFFFFFFF, "not in a loaded segment"),
+    "2^32 filters": ("gnu", "gnu hash", 8, "<I", 0xFFFFFFFF, "not in a loaded segment"),
+    "a table elsewhere": ("gnu", "gnu hash tag", 8, "<Q", 1 << 60, "not in a loaded segment"),
+    "symbols elsewhere": ("gnu", "symbols tag", 8, "<Q", 1 << 60, "not in a loaded segment"),
     "no symbols": ("gnu", "symbols tag", 0, "<Q", 0x60000000, "does not contain DT_SYMTAB"),
     "symbols behind the end": ("gnu", "gnu hash", 16 + 8, "<I", 1 << 30, "unreadable or truncated"),
 }

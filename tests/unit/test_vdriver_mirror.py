@@ -391,7 +391,7 @@ def test_a_drivers_own_library_is_no_control_library(host):
     for stem in ("libcuda", "libnvidia-ml"):
         shutil.copy(host / f"root/usr/lib64/{stem}.so.{V}", host / f"control/{stem}.so.1")
     with pytest.raises(
-        MirrorError, match=r"libcuda\.so\.1 is no control library of Tidegate's: .*--control-dir"
+        MirrorError, match=r"libcuda\.so\.1 is not a control library of Tidegate: .*--control-dir"
     ):
         run(host)
 

@@ -171,8 +171,8 @@ def test_libraries_of_32_bit_stand_apart_and_none_that_computes_is_ungoverned():
         "link lib32/libnvidia-ptxjitcompiler.so -> libnvidia-ptxjitcompiler.so.1",
     ]
     assert plan.left_out == (
-        f"libcuda.so.{V} of 32 bit: no control library would govern it",
-        f"libnvidia-ml.so.{V} of 32 bit: no control library would govern it",
+        f"libcuda.so.{V} (32-bit): no control library would govern it",
+        f"libnvidia-ml.so.{V} (32-bit): no control library would govern it",
     )
     assert [(s.lib64, s.lib32) for s in plan.sets] == [
         ("lib64", "sets/compute+utility/lib32"),

@@ -17,7 +17,7 @@ from vdriver.tables import parse_tables, read_tables
 
 CAPABILITIES = "['compute', 'display', 'graphics', 'ngx', 'utility', 'video']"
 TRIPLETS = r"'^/([^{}]|\\{triplet\\}|\\{alternative\\})*$'"
-HINT = "correct it as vdriver/libraries.schema.json says, or install Tidegate anew"
+HINT = "correct it according to vdriver/libraries.schema.json, or reinstall Tidegate"
 MISSPELT = [
     (
         ["kapability"],

@@ -137,7 +137,7 @@ LIBRARY = f"lib64/libnvcuvid.so.{V}"
 @pytest.mark.parametrize(
     ("damage", "path", "reason"),
     [
-        (lambda g: (g / LIBRARY).unlink(), LIBRARY, "is not there"),
+        (lambda g: (g / LIBRARY).unlink(), LIBRARY, "is missing"),
         (
             lambda g: os.truncate(g / "data/vulkan/nvidia_icd.json", 1),
             "data/vulkan/nvidia_icd.json",
@@ -151,32 +151,32 @@ LIBRARY = f"lib64/libnvcuvid.so.{V}"
         (
             lambda g: (g / LIBRARY).chmod(0o664),
             LIBRARY,
-            "has mode 0664: readable by all, writable by its owner is right",
+            "has mode 0664, must be readable by all, writable by its owner",
         ),
         (
             lambda g: (g / LIBRARY).chmod(0o640),
             LIBRARY,
-            "has mode 0640: readable by all, writable by its owner is right",
+            "has mode 0640, must be readable by all, writable by its owner",
         ),
         (
             lambda g: (g / "bin/nvidia-smi").chmod(0o4755),
             "bin/nvidia-smi",
-            "has mode 4755: readable by all, writable by its owner is right",
+            "has mode 4755, must be readable by all, writable by its owner",
         ),
         (
             lambda g: (g / "bin/nvidia-smi").chmod(0o644),
             "bin/nvidia-smi",
-            "has mode 0644, not everybody can execute it",
+            "has mode 0644, not all users can execute it",
         ),
         (
             lambda g: (g / "lib64").chmod(0o775),
             "lib64",
-            "has mode 0775: readable by all, writable by its owner is right",
+            "has mode 0775, must be readable by all, writable by its owner",
         ),
         (
             lambda g: g.chmod(0o700),
             ".",
-            "has mode 0700: readable by all, writable by its owner is right",
+            "has mode 0700, must be readable by all, writable by its owner",
         ),
         (lambda g: put(g / "bin/more", b""), "bin/more", "is not in the manifest"),
         (
@@ -197,22 +197,22 @@ LIBRARY = f"lib64/libnvcuvid.so.{V}"
         (
             lambda g: (g / "sets/utility/lib64/libnvidia-ml.so.1").unlink(),
             "sets/utility/lib64/libnvidia-ml.so.1",
-            "is not there",
+            "is missing",
         ),
         (
             lambda g: (g / "sets/utility/lib64/origin/libnvidia-ml-origin.so.1").unlink(),
             "sets/utility/lib64/origin/libnvidia-ml-origin.so.1",
-            "is not there, libnvidia-ml.so.1 needs it",
+            "is missing, libnvidia-ml.so.1 needs it",
         ),
         (
             lambda g: replaced(g / "sets/utility/lib64/libnvidia-ml.so.1", b"other"),
             "sets/utility/lib64/libnvidia-ml.so.1",
-            "has another content than lib64/libnvidia-ml.so.1",
+            "has other content than lib64/libnvidia-ml.so.1",
         ),
         (
             lambda g: shutil.rmtree(g / "sets/utility"),
             "sets/utility/lib64",
-            "is not there",
+            "is missing",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -239,7 +239,7 @@ def test_the_other_kind_of_file_is_told(generation):
         f"{LIBRARY}: is a link, the manifest has a file (library)",
         f"lib64/libnvcuvid.so.1: is a link to /etc/passwd, the manifest has one to libnvcuvid.so.{V}",
         "lib64/libnvcuvid.so: is a directory, the manifest has a link to libnvcuvid.so.1",
-        "bin/nvidia-smi: is no file, the manifest has a file (program)",
+        "bin/nvidia-smi: is a special file, the manifest has a file (program)",
     }
 
 
@@ -281,7 +281,7 @@ def test_a_manifest_whose_entries_do_not_make_its_name_is_told(generation):
     )
     write_manifest(generation, replace(manifest, files=changed), manifest.generation)
     (fault,) = faults(generation)
-    assert fault.startswith(f"manifest.json: says {generation.name}, its entries make {V}-")
+    assert fault.startswith(f"manifest.json: names {generation.name}, but its entries give {V}-")
 
 
 def test_another_generations_directory_is_told(generation):
@@ -306,11 +306,11 @@ def test_the_first_fault_and_their_number_is_the_error(generation, capsys):
     captured = capsys.readouterr()
     assert captured.out.splitlines()[2:] == [
         "libraries   not loaded: the content is at fault",
-        "fault: bin/nvidia-smi: is not there",
+        "fault: bin/nvidia-smi: is missing",
         "fault: bin/more: is not in the manifest",
     ]
     assert captured.err == (
-        f"tidegate: {generation}/bin/nvidia-smi: is not there (and 1 more fault); "
+        f"tidegate: {generation}/bin/nvidia-smi: is missing (and 1 more fault); "
         "run tidegate refresh --repair\n"
     )
 
@@ -420,11 +420,11 @@ def test_another_drivers_library_is_a_failure_wherever_it_comes_from(tmp_path, c
     found = outcomes(put_generation(tmp_path / "driver", V, libraries, control))
     assert found[f"lib64/libnvidia-fbc.so.{V}"] == (
         "failed",
-        f"maps {other}/libnvcuvid.so.1, which is not of the mirror",
+        f"maps {other}/libnvcuvid.so.1, which is not part of the mirror",
     )
     assert found[f"lib64/libnvidia-cfg.so.{V}"] == (
         "failed",
-        f"maps {other}/libharmless.so, which is not of the mirror",
+        f"maps {other}/libharmless.so, which is not part of the mirror",
     )
 
 

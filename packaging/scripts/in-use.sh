@@ -1,7 +1,7 @@
-# Returns whether a mount of any process leads below a directory. The mirror and the grant are mounted in containers,
-# and files that are removed disappear there as well.
+# Returns whether any process has a mount of something below a directory. The mirror and the grant are mounted in
+# containers, and files that are removed disappear there as well.
 in_use() {
-    # A link that an administrator made leads to another disk: what is mounted is there.
+    # Resolved, because an administrator may have made it a link to a directory on another disk.
     below="$(readlink -e -- "$1")" && [ -d "$below" ] || return 1
     # Its device and its path in that file system, in the form of mountinfo.
     device="$(findmnt -f -n -o MAJ:MIN -T "$below" | tr -d ' ')"
@@ -12,7 +12,7 @@ in_use() {
 ${root%/}${below#"${target%/}"}
 END
     )"
-    # With xargs, because on a large node the names make too long a command. A disk that is mounted at the directory
-    # itself does not count as use.
+    # With xargs, because on a large node the names would exceed the length of a command line. A disk that is mounted at
+    # the directory itself does not count as use.
     echo /proc/[0-9]*/mountinfo | xargs cat 2>/dev/null | cut -d ' ' -f 2-4 | grep -F " $device $place/" | grep -q -v '/$'
 }

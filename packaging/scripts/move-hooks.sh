@@ -1,10 +1,11 @@
-# Before Tidegate had a directory of its own, Podman's hooks were where Buildah reads as well: it builds no image there.
+# Moves Podman's hooks out of the directory of earlier versions, which Buildah reads as well: it fails to build images
+# with them.
 move_hooks() {
     grep -qs '"/usr/bin/tidegate-hook"' /etc/containers/oci/hooks.d/50-tidegate-devices.json || return 0
     grep -qs '"podman":' /var/lib/tidegate/setup/journal.json || return 0
     if said=$(tidegate setup podman 2>&1); then
         echo "$said" | sed -n 's/^podman: /tidegate: /p; s/^to do: /tidegate: to do: /p'
     else
-        echo "tidegate: Podman's hooks stay where Buildah fails of them: ${said##*tidegate: }" >&2
+        echo "tidegate: Podman's hooks stay in a directory where Buildah fails because of them: ${said##*tidegate: }" >&2
     fi
 }

@@ -1,18 +1,19 @@
-# A mirror can be made again, and the governor's database is useless without it. If the removal was forced, directories
-# stay while they are in use. rm only reports what cannot be removed, such as the mount point of a disk: a package with
-# a script that fails here could be neither removed nor installed.
+# Removes the mirror, the governor's state and the runtime directory. A mirror can be made again, and the governor's
+# database is useless without it. If the removal was forced, directories that are in use stay. An error of rm, such as
+# for the mount point of a disk, is only reported: a package whose script fails here could be neither removed nor
+# installed.
 remove_state() {
-    # Of our code only bytecode is left, some of it from programs that ran during the removal.
+    # Only bytecode is left of the package's code, some of it from programs that ran during the removal.
     find /usr/lib/tidegate -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || :
     find /usr/lib/tidegate -depth -type d -empty -delete 2>/dev/null || :
     if in_use /var/lib/tidegate/driver; then
-        echo "tidegate: containers that run load the driver from /var/lib/tidegate/driver; when they have ended:" \
+        echo "tidegate: running containers load the driver from /var/lib/tidegate/driver; when they have ended:" \
             "rm -r /var/lib/tidegate" >&2
     else
         rm -rf --one-file-system /var/lib/tidegate/driver /var/lib/tidegate/state.db* || :
     fi
     if in_use /run/tidegate; then
-        echo "tidegate: containers that run have their grants from /run/tidegate, which goes with the next boot" >&2
+        echo "tidegate: running containers have their grants in /run/tidegate, which disappears at the next boot" >&2
     else
         rm -rf --one-file-system /run/tidegate || :
     fi

@@ -428,7 +428,11 @@ def test_a_removal_that_undoes_the_last_setup_says_nothing_of_the_journal(tmp_pa
             "/usr/bin/tidegate-hook",
             '{"podman": []}',
             73,
-            ("", "tidegate: Podman's hooks stay where Buildah fails of them: Z; move it\n"),
+            (
+                "",
+                "tidegate: Podman's hooks stay in a directory where Buildah fails because of them:"
+                " Z; move it\n",
+            ),
         ),
     ],
 )

@@ -87,7 +87,7 @@ def find_driver(
     for board in tables.refused:
         if tree.regular(board.marker):
             raise DriverError(
-                f"{tree.host(board.marker)}: this is {board.name}, which Tidegate does not serve",
+                f"{tree.host(board.marker)}: this is {board.name}, which Tidegate does not support",
                 hint=board.hint,
             )
     if directories is None and (driver := find_wsl(TreeReader(tree, read), tables)):

@@ -430,8 +430,10 @@ def test_a_removal_that_undoes_the_last_setup_says_nothing_of_the_journal(tmp_pa
             73,
             (
                 "",
-                "tidegate: Podman's hooks stay in a directory where Buildah fails because of them:"
-                " Z; move it\n",
+                (
+                    "tidegate: Podman's hooks stay in a directory where Buildah fails because of them:"
+                    " Z; move it\n"
+                ),
             ),
         ),
     ],

@@ -1,4 +1,4 @@
-"""Which claims a container has: only what the entries of our own hook in config.json say."""
+"""Tests of oci_hook.claims: only the entries of this hook in config.json name a container's claims."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def document(*hooks: dict[str, Any], prestart: tuple[dict[str, Any], ...] = ()) 
     return {"hooks": {"createRuntime": list(hooks), "prestart": list(prestart)}}
 
 
-def test_the_order_is_that_in_which_a_runtime_runs_them() -> None:
+def test_shares_are_in_the_order_in_which_a_runtime_runs_the_hooks() -> None:
     found = find_claims(
         document(
             entry("--log", "/x"),
@@ -70,18 +70,18 @@ def test_the_order_is_that_in_which_a_runtime_runs_them() -> None:
         document(claimed(path="/usr/bin/tidegate-hook\0")),
         document(claimed(path="/usr/bin/../bin/tidegate-hook.d")),
         document({**claimed(), "path": None}),
-        # A stage in the container, and the end.
+        # Stages that run in the container, and the one at its end.
         {"hooks": {stage: [claimed(stage=stage)] for stage in ("createContainer", "poststart", "poststop")}},
         # Everything else is ignored.
         {"annotations": {"tidegate.gpu/claim": UID}, "process": {"env": [f"TIDEGATE_CLAIM={UID}"],
          "args": ["--claim", UID, "--share", "gpu"]}},
     ],
 )  # fmt: skip
-def test_what_names_no_claim(found: dict[str, Any]) -> None:
+def test_documents_without_a_claim(found: dict[str, Any]) -> None:
     assert find_claims(found, OWN) == ()
 
 
-def test_our_hook_by_another_name_of_it_is_ours(tmp_path: Path) -> None:
+def test_a_link_to_the_hook_counts_as_the_hook(tmp_path: Path) -> None:
     own, link, copy = tmp_path / "hook", tmp_path / "link", tmp_path / "copy"
     for path in (own, copy):
         path.write_text("#!/bin/sh\n")
@@ -109,7 +109,7 @@ def test_our_hook_by_another_name_of_it_is_ours(tmp_path: Path) -> None:
         ("--claim", UID, "--share", "gpu", "--else"),
     ],
 )
-def test_an_entry_of_ours_that_is_not_understood_is_refused(words: tuple[str, ...]) -> None:
+def test_an_invalid_entry_of_the_hook_is_refused(words: tuple[str, ...]) -> None:
     with pytest.raises(InternalError):
         parse_arguments([*words, "createRuntime"])
     with pytest.raises(
@@ -118,15 +118,15 @@ def test_an_entry_of_ours_that_is_not_understood_is_refused(words: tuple[str, ..
         find_claims(document(claimed(), entry(*words)), OWN)
 
 
-def test_the_arguments() -> None:
+def test_claim_and_share_are_parsed() -> None:
     options = parse_arguments(["--log", "/x", f"--claim={UID}", "--share", "gpu/0", "prestart"])
     assert (options.claim, options.share, options.stage) == (UID, "gpu/0", "prestart")
-    assert options.given == ("--log", "/x")  # a claim is of one container
+    assert options.given == ("--log", "/x")  # a claim belongs to one container
     with pytest.raises(InternalError, match="not with precreate"):
         parse_arguments(["--claim", UID, "--share", "gpu", "precreate"])
 
 
-def test_an_entry_that_is_ours_and_no_list_of_words_is_refused() -> None:
+def test_an_entry_with_an_argument_that_is_not_a_string_is_refused() -> None:
     broken = claimed()
     broken["args"].insert(2, 7)
     with pytest.raises(BundleError):
@@ -134,17 +134,17 @@ def test_an_entry_that_is_ours_and_no_list_of_words_is_refused() -> None:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_device_of_a_gpu_beside_a_claim_is_refused(first: bool) -> None:  # noqa: FBT001
+def test_a_shared_gpu_together_with_a_claim_is_refused(first: bool) -> None:  # noqa: FBT001
     hooks = [claimed(), entry("--governed")]
     with pytest.raises(BundleError, match=f"tidegate.gpu/shared together with claim {UID}"):
         find_claims(document(*(hooks if first else hooks[::-1])), OWN)
 
 
-def test_who_is_entered_for_a_share_that_config_json_does_not_name_is_refused() -> None:
+def test_a_share_that_config_json_does_not_name_is_refused() -> None:
     claims = ((UID, "gpu/0"), ("other", "gpu/1"))
     for own in (("", ""), *claims):
         require_named(claims, own)
-    for own in ((UID, "gpu/1"), ("theirs", "gpu/0")):
+    for own in ((UID, "gpu/1"), ("unknown", "gpu/0")):
         with pytest.raises(
             BundleError, match=f"share {own[1]} of claim {own[0]}, which config.json"
         ):
@@ -153,14 +153,14 @@ def test_who_is_entered_for_a_share_that_config_json_does_not_name_is_refused() 
         require_named((), (UID, "gpu"))
 
 
-def test_a_name_that_is_given_twice_is_refused_beside_a_claim() -> None:
+def test_a_duplicate_name_is_refused_in_a_container_with_a_claim() -> None:
     text = json.dumps(document(claimed()))[:-1] + ', "root": {}, "root": {}}'
     with pytest.raises(BundleError, match="root is given twice"):
         parse_document(text.encode(), "config.json")
 
 
-def test_an_edit_before_the_runtime_leaves_a_container_of_a_claim_alone(tmp_path: Path) -> None:
-    """No governor is asked: none is running."""
+def test_a_container_with_a_claim_is_not_edited(tmp_path: Path) -> None:
+    """The test has no governor, so a request to it would fail."""
     config = document(claimed()) | {
         "annotations": {"tidegate.gpu/capabilities": "compute"},
         "process": {"env": ["TIDEGATE_MEMORY=8Gi"]},
@@ -177,7 +177,7 @@ def test_an_edit_before_the_runtime_leaves_a_container_of_a_claim_alone(tmp_path
 @given(st.dictionaries(st.sampled_from(
     ["memory", "compute", "compute-limit", "count", "devices", "strategy", "capabilities", "driver"]
 ), st.just("1")))  # fmt: skip
-def test_what_is_allowed_beside_a_claim(names: dict[str, str]) -> None:
+def test_annotations_that_are_allowed_together_with_a_claim(names: dict[str, str]) -> None:
     annotations = {f"tidegate.gpu/{name}": value for name, value in names.items()}
     if set(names) <= {"capabilities", "driver"}:
         refuse_beside(annotations, "claim default/train")

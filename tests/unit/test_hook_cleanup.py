@@ -1,4 +1,7 @@
-"""What the hook records of containers on the host. tests/container/test_hook_start.py tests what it removes."""
+"""Tests of oci_hook.cleanup: the notes on the host, and the removal of files at a container's end.
+
+tests/container/test_hook_start.py tests the same with real runtimes.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def keep(tmp_path: Path, root: Path, ident: str = "c1", pid: int = PID) -> Path:
     return tmp_path / cleanup.DIRECTORY / ident
 
 
-def test_only_what_is_empty_goes(tmp_path: Path, root: Path) -> None:
+def test_only_empty_files_and_directories_are_removed(tmp_path: Path, root: Path) -> None:
     file = root / "usr/bin/nvidia-smi"
     for directory, content in (("", b""), ("own", b"the container's")):
         (root / "run/tidegate" / directory).mkdir(parents=True, exist_ok=True)
@@ -50,11 +53,8 @@ def test_only_what_is_empty_goes(tmp_path: Path, root: Path) -> None:
         assert (root / "run/tidegate").exists() == file.exists() == bool(content)
 
 
-def test_nothing_goes_while_the_container_runs(tmp_path: Path, root: Path) -> None:
-    """Two engines may have a container of the same id.
-
-    One that has ended and waits for its parent counts as ended.
-    """
+def test_nothing_is_removed_while_the_container_runs(tmp_path: Path, root: Path) -> None:
+    """Two engines may have containers with the same id. A zombie process counts as ended."""
     with subprocess.Popen(["sleep", "100"]) as process:
         try:
             record = keep(tmp_path, root, pid=process.pid)
@@ -70,7 +70,7 @@ def test_nothing_goes_while_the_container_runs(tmp_path: Path, root: Path) -> No
 
 
 @pytest.mark.parametrize("ident", ["", ".", "..", "../c1", "a/b", "~c1", "a" * 201, "a\nb"])
-def test_an_id_that_is_no_file_name_keeps_nothing(tmp_path: Path, root: Path, ident: str) -> None:
+def test_an_id_that_is_not_a_file_name_gets_no_note(tmp_path: Path, root: Path, ident: str) -> None:
     with pytest.raises(OSError, match="not accepted as a file name"):
         remember(str(tmp_path), ident, PID, str(root), [HookTrace("directory", "run/tidegate")])
     assert not (tmp_path / cleanup.DIRECTORY).exists()
@@ -94,7 +94,7 @@ ODD = [
 
 
 @pytest.mark.parametrize("content", [*DAMAGED, *(head("/tmp") + b"\n" + odd for odd in ODD)])
-def test_a_damaged_note_is_forgotten(tmp_path: Path, root: Path, content: bytes) -> None:
+def test_a_damaged_note_is_removed(tmp_path: Path, root: Path, content: bytes) -> None:
     record = keep(tmp_path, root)
     record.write_bytes(content.replace(b'"/tmp"', json.dumps(str(root)).encode()))
     take_back(str(tmp_path), "c1")
@@ -103,8 +103,10 @@ def test_a_damaged_note_is_forgotten(tmp_path: Path, root: Path, content: bytes)
 
 
 @pytest.mark.parametrize("content", DAMAGED)
-def test_a_damaged_note_is_nothing_to_others(tmp_path: Path, root: Path, content: bytes) -> None:
-    """A bad file must not stop any start or end on the node."""
+def test_a_damaged_note_does_not_affect_other_containers(
+    tmp_path: Path, root: Path, content: bytes
+) -> None:
+    """A bad file must not prevent any start or clean-up on the node."""
     record = keep(tmp_path, root)
     (record.parent / "bad").write_bytes(content)
     (record.parent / "odd").mkdir()
@@ -120,7 +122,7 @@ def test_a_damaged_note_is_nothing_to_others(tmp_path: Path, root: Path, content
     take_back(str(tmp_path), "odd")
 
 
-def test_the_host_s_own_root_loses_nothing(
+def test_nothing_is_removed_from_the_hosts_own_root(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(tmp_path, root)
@@ -132,7 +134,7 @@ def test_the_host_s_own_root_loses_nothing(
     assert (root / "run/tidegate").is_dir()
 
 
-def test_a_number_that_is_used_again_is_another_process(tmp_path: Path, root: Path) -> None:
+def test_a_reused_pid_is_another_process(tmp_path: Path, root: Path) -> None:
     record = keep(tmp_path, root, pid=os.getpid())
     name, pid, began, *place = json.loads(record.read_bytes().partition(b"\n")[0])
     record.write_bytes(
@@ -145,10 +147,10 @@ def test_a_number_that_is_used_again_is_another_process(tmp_path: Path, root: Pa
     assert not record.exists()
 
 
-def test_of_containers_with_one_root_the_last_takes_all(tmp_path: Path, root: Path) -> None:
-    """A removed directory takes along its mounts in each container.
+def test_the_last_container_of_a_root_removes_all_files(tmp_path: Path, root: Path) -> None:
+    """Removing a directory removes the mounts on it in every container.
 
-    The second made nothing, because all was there.
+    The second container created nothing, because everything existed.
     """
     other = tmp_path / "other name"
     other.symlink_to(root)
@@ -168,8 +170,10 @@ def test_of_containers_with_one_root_the_last_takes_all(tmp_path: Path, root: Pa
 
 
 @pytest.mark.parametrize("is_above", [False, True])
-def test_a_root_whose_name_becomes_a_link_loses_nothing(tmp_path: Path, *, is_above: bool) -> None:
-    """The user may have write access above the root, if the engine keeps a user's own directory for it."""
+def test_nothing_is_removed_from_a_root_whose_name_became_a_link(
+    tmp_path: Path, *, is_above: bool
+) -> None:
+    """A user may have write access above the root, if the engine keeps it in the user's directory."""
     own = tmp_path / "users" / "rootfs"
     for tree in (own, tmp_path / "victim", tmp_path / "victim" / "rootfs"):
         (tree / "run/tidegate").mkdir(parents=True)
@@ -184,12 +188,12 @@ def test_a_root_whose_name_becomes_a_link_loses_nothing(tmp_path: Path, *, is_ab
         assert (tree / "run/tidegate").exists()
         assert (tree / "usr/bin/nvidia-smi").exists()
     assert not list((tmp_path / cleanup.DIRECTORY).iterdir())
-    # Nothing is recorded of what is behind a link either.
+    # No note is written for a root behind a link either.
     with pytest.raises(OSError, match="Too many levels"):
         remember(str(tmp_path), "c2", PID, str(own), [])
 
 
-def test_notes_of_roots_that_are_gone_go(tmp_path: Path, root: Path) -> None:
+def test_notes_of_missing_roots_are_removed(tmp_path: Path, root: Path) -> None:
     """A running container may have its root in another mount namespace."""
     stays, goes = keep(tmp_path, root), keep(tmp_path, root / "usr", "c2")
     runs = keep(tmp_path, root / "usr", "c3", pid=os.getpid())
@@ -208,7 +212,7 @@ HWCAPS = "usr/lib/x86-64-v2"
 
 
 def container_cache(root: Path, paths: list[str]) -> Path:
-    """Write a cache as ldconfig in the container would: libraries of ours, followed by one of the container."""
+    """Write a cache as ldconfig in the container would: driver libraries, then one of the image."""
     (root / HWCAPS).mkdir(parents=True, exist_ok=True)
     (root / "etc").mkdir(exist_ok=True)
     entries = [ldcache.CachedLibrary(0x303, b"libcuda.so.1", path.encode()) for path in paths]
@@ -218,31 +222,31 @@ def container_cache(root: Path, paths: list[str]) -> Path:
     return cache
 
 
-def made_a_cache(tmp_path: Path, root: Path) -> None:
+def remember_a_cache(tmp_path: Path, root: Path) -> None:
     kept = {"attributes": [0o644, 0, 0, 0], "data": "", "ours": [0, 0]}
     made = [HookTrace("directory", HWCAPS), HookTrace("cache", "etc/ld.so.cache", kept)]
     remember(str(tmp_path), "c1", PID, str(root), made)
 
 
-def test_what_a_container_s_cache_says_of_us_goes_however_it_is_spelled(
+def test_cache_entries_for_the_driver_are_removed_in_any_spelling(
     tmp_path: Path, root: Path
 ) -> None:
     names = [f"/usr/{'./' * n}lib{'/' * n}/x86-64-v2/libcuda.so.1" for n in range(200)]
     cache = container_cache(root, names)
-    made_a_cache(tmp_path, root)
+    remember_a_cache(tmp_path, root)
     take_back(str(tmp_path), "c1")
     found = ldcache.parse(cache.read_bytes())
     assert found is not None
     assert [entry.soname for entry in found.entries] == [b"libc.so.6"]
 
 
-def test_a_container_s_cache_does_not_choose_how_long_its_end_takes(
+def test_a_cache_of_the_container_cannot_prolong_the_cleanup(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each directory that the cache names could cost a walk over the longest links."""
     cache = container_cache(root, [f"/{n}/x86-64-v2/libcuda.so.1" for n in range(5000)])
     before = cache.read_bytes()
-    made_a_cache(tmp_path, root)
+    remember_a_cache(tmp_path, root)
     walks = []
     walk = kernel.open_in_root
 
@@ -258,10 +262,10 @@ def test_a_container_s_cache_does_not_choose_how_long_its_end_takes(
     assert not list((tmp_path / cleanup.DIRECTORY).iterdir())
 
 
-def test_an_end_that_took_its_time_is_the_last_one(
+def test_a_cleanup_that_times_out_is_not_repeated(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What delays it would delay the next start as well."""
+    """The cause of the delay would also delay the next start."""
     record = keep(tmp_path, root)
     monkeypatch.setattr(cleanup, "SECONDS", 0.0)
     take_back(str(tmp_path), "c1")
@@ -279,7 +283,7 @@ def test_an_end_that_took_its_time_is_the_last_one(
 
 
 def test_delete_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine holds a lock of the container meanwhile."""
+    """An engine holds a lock on the container during the delete."""
 
     def hang(*_: object) -> None:
         for _ in range(100):
@@ -295,8 +299,10 @@ def test_delete_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert 'did not finish within 0.2 s"' in (tmp_path / "log").read_text()
 
 
-def test_a_large_cache_is_not_kept_and_loses_what_leads_to_us(tmp_path: Path, root: Path) -> None:
-    """/run is memory that no quota accounts for."""
+def test_a_large_cache_is_not_kept_and_loses_only_the_drivers_entries(
+    tmp_path: Path, root: Path
+) -> None:
+    """/run is memory, and no quota accounts for it."""
     more = [f"/usr/lib/{'x' * 200}{n}.so" for n in range(4000)]
     cache = container_cache(root, [f"/{HWCAPS}/libcuda.so.1", *more])
     rootfd = os.open(root, os.O_PATH | os.O_DIRECTORY)
@@ -332,8 +338,10 @@ def test_a_note_that_cannot_be_written_leaves_nothing(
     assert [path.name for path in (tmp_path / cleanup.DIRECTORY).iterdir()] == ["c1"]
 
 
-def test_a_delete_that_fails_is_an_end_of_what_has_ended(tmp_path: Path, root: Path) -> None:
-    """As after a checkpoint, the runtime has removed the container on its own, and reports that there is none."""
+def test_a_failed_delete_of_a_container_that_has_ended_cleans_up(
+    tmp_path: Path, root: Path
+) -> None:
+    """As after a checkpoint: the runtime has removed the container itself, and then finds none."""
     keep(tmp_path, root)
     node, call = runtime.NodeSettings(), runtime.EngineCall()
     node.runtime, node.runtime_dir = "/bin/false", str(tmp_path)
@@ -342,11 +350,13 @@ def test_a_delete_that_fails_is_an_end_of_what_has_ended(tmp_path: Path, root: P
     assert not (root / "run/tidegate").exists()
 
 
-def test_who_kills_a_delete_kills_the_real_one(tmp_path: Path, root: Path) -> None:
-    """An engine that tries again must not meet another delete at work."""
+def test_killing_the_wrappers_delete_kills_the_runtimes_delete(tmp_path: Path, root: Path) -> None:
+    """Otherwise the delete of an engine that retries would run at the same time."""
     keep(tmp_path, root)
-    real, said = tmp_path / "runtime", tmp_path / "said"
-    real.write_text(f"#!/bin/sh\necho $$ > {said}.new && mv {said}.new {said}\nexec sleep 60\n")
+    real, pid_file = tmp_path / "runtime", tmp_path / "pid_file"
+    real.write_text(
+        f"#!/bin/sh\necho $$ > {pid_file}.new && mv {pid_file}.new {pid_file}\nexec sleep 60\n"
+    )
     real.chmod(0o755)
     (tmp_path / "settings").write_text(f"runtime {real}\nruntime-dir {tmp_path}\n")
     code = "from oci_hook import runtime; runtime.main()"
@@ -361,26 +371,28 @@ def test_who_kills_a_delete_kills_the_real_one(tmp_path: Path, root: Path) -> No
     ]
     with subprocess.Popen(command, cwd=Path(cleanup.__file__).parents[1]) as wrapper:
         for _ in range(200):
-            if said.exists():
+            if pid_file.exists():
                 break
             time.sleep(0.05)
         wrapper.kill()
-    child = Path(f"/proc/{int(said.read_text())}/stat")
+    child = Path(f"/proc/{int(pid_file.read_text())}/stat")
     for _ in range(100):
         with contextlib.suppress(OSError):
             if child.read_text().rpartition(") ")[2][0] != "Z":
                 time.sleep(0.05)
                 continue
         return
-    pytest.fail("the real delete goes on")
+    pytest.fail("the runtime's delete is still running")
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link"])
 @pytest.mark.parametrize("place", ["usr/bin/nvidia-smi", "etc/ld.so.cache"])
-def test_what_is_no_file_by_then_stays(tmp_path: Path, root: Path, place: str, kind: str) -> None:
-    """The container has put it there, and opening it may have an effect."""
+def test_a_path_that_is_no_longer_a_regular_file_stays(
+    tmp_path: Path, root: Path, place: str, kind: str
+) -> None:
+    """The container has created it, and opening it may have side effects."""
     (root / "etc").mkdir()
-    if kind == "link":  # a link to what would be removed, or rewritten
+    if kind == "link":  # to a file that would be removed or rewritten
         container_cache(root, ["/run/tidegate/libcuda.so.1"]).rename(root / "other")
         if place == "usr/bin/nvidia-smi":
             (root / "other").write_bytes(b"")
@@ -402,8 +414,8 @@ def test_what_is_no_file_by_then_stays(tmp_path: Path, root: Path, place: str, k
     assert (root / place).is_symlink() if kind == "link" else (root / place).is_fifo()
 
 
-def test_only_what_was_read_is_kept(root: Path) -> None:
-    """By then, the name may belong to another file, or to something that is not a file."""
+def test_a_cache_is_kept_only_if_it_is_the_file_that_was_read(root: Path) -> None:
+    """The name may belong to another file by now, or to something that is not a regular file."""
     (root / "etc").mkdir()
     path = root / "etc/ld.so.cache"
     rootfd = os.open(root, os.O_PATH | os.O_DIRECTORY)
@@ -417,14 +429,14 @@ def test_only_what_was_read_is_kept(root: Path) -> None:
     os.close(rootfd)
 
 
-def test_an_end_reads_no_endless_cache(
+def test_the_cleanup_does_not_read_an_endless_cache(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The container's last cache is an empty file of 1 TiB."""
     cache = container_cache(root, [])
     with cache.open("r+b") as file:
         file.truncate(1 << 40)
-    made_a_cache(tmp_path, root)
+    remember_a_cache(tmp_path, root)
     size, read = 0, posix.read
 
     def count(fd: int, most: int) -> bytes:
@@ -441,7 +453,7 @@ def test_an_end_reads_no_endless_cache(
     assert not (root / HWCAPS).exists()
 
 
-def test_an_id_is_no_path_at_the_end(tmp_path: Path, root: Path) -> None:
+def test_the_cleanup_does_not_accept_a_path_as_an_id(tmp_path: Path, root: Path) -> None:
     record = keep(tmp_path, root)
     record.rename(tmp_path / "c1")
     (tmp_path / "c2").write_bytes(b"no note")
@@ -452,23 +464,23 @@ def test_an_id_is_no_path_at_the_end(tmp_path: Path, root: Path) -> None:
     assert (tmp_path / "c2").exists()
 
 
-def test_an_end_writes_through_no_link(tmp_path: Path, root: Path) -> None:
-    """The container has a link to the host where the new cache is written."""
+def test_the_cleanup_does_not_write_through_a_link(tmp_path: Path, root: Path) -> None:
+    """The container has a link to the host under the temporary name of the new cache."""
     victim = tmp_path / "victim"
     victim.write_bytes(b"the host's")
     cache = container_cache(root, [f"/{HWCAPS}/libcuda.so.1"])
     (root / "etc" / cleanup.TEMPORARY).symlink_to(victim)
-    made_a_cache(tmp_path, root)
+    remember_a_cache(tmp_path, root)
     take_back(str(tmp_path), "c1")
     assert victim.read_bytes() == b"the host's"
     assert b"libcuda" not in cache.read_bytes()
     assert [path.name for path in (root / "etc").iterdir()] == ["ld.so.cache"]
 
 
-def test_an_id_that_comes_back_to_a_root_in_use_keeps_what_it_made(
+def test_a_restart_in_a_root_that_is_in_use_keeps_the_earlier_note(
     tmp_path: Path, root: Path
 ) -> None:
-    """Its second start finds all that its first one made, which another container uses meanwhile."""
+    """The second start finds all files of the first one, which another container uses by now."""
     keep(tmp_path, root)
     with subprocess.Popen(["sleep", "100"]) as process:
         try:
@@ -485,10 +497,10 @@ def test_an_id_that_comes_back_to_a_root_in_use_keeps_what_it_made(
 
 
 @pytest.mark.parametrize("began", [1, -1])
-def test_what_was_made_last_goes_first(tmp_path: Path, root: Path, began: int) -> None:
+def test_traces_are_removed_in_reverse_order(tmp_path: Path, root: Path, began: int) -> None:
     """The second start found the first one's cache, whichever process is older.
 
-    Both go, and the image's comes back.
+    Both caches are removed, and the image's own cache is restored.
     """
     cache = container_cache(root, [])
     rootfd = os.open(root, os.O_PATH | os.O_DIRECTORY)
@@ -502,10 +514,10 @@ def test_what_was_made_last_goes_first(tmp_path: Path, root: Path, began: int) -
         )
         remember(str(tmp_path), ident, PID, str(root), [HookTrace("directory", HWCAPS), made])
         record = tmp_path / cleanup.DIRECTORY / ident
-        note, rest = record.read_bytes().split(b"\n")
+        note, traces = record.read_bytes().split(b"\n")
         name, pid, _, *more = json.loads(note)
         began_at = 10 + began * number
-        record.write_bytes(json.dumps([name, pid, began_at, *more]).encode() + b"\n" + rest)
+        record.write_bytes(json.dumps([name, pid, began_at, *more]).encode() + b"\n" + traces)
     os.close(rootfd)
     take_back(str(tmp_path), "c1")
     assert (cache.read_bytes(), cache.stat().st_mtime_ns) == before
@@ -514,7 +526,7 @@ def test_what_was_made_last_goes_first(tmp_path: Path, root: Path, began: int) -
 
 @contextlib.contextmanager
 def locked(runtime_dir: Path, device: int, inode: int) -> Iterator[None]:
-    """Another process works on a root."""
+    """Have another process lock a root."""
     code = (
         "import sys; from oci_hook.cleanup import lock; lock(sys.argv[1], *map(int, sys.argv[2:]));"
         "print('held', flush=True); sys.stdin.read()"
@@ -534,8 +546,8 @@ def locked(runtime_dir: Path, device: int, inode: int) -> Iterator[None]:
         holder.wait()
 
 
-def test_a_lock_is_of_one_root(tmp_path: Path) -> None:
-    """A lock holds up no process with another root. Where no lock can be made, no process waits."""
+def test_a_lock_covers_one_root(tmp_path: Path) -> None:
+    """Processes with other roots do not wait. If locking is not possible, no process waits."""
     with locked(tmp_path, 1, 2):
         os.close(cleanup.lock(str(tmp_path), 1, 3))
         os.close(cleanup.lock(str(tmp_path), 2, 2))
@@ -546,8 +558,8 @@ def test_a_lock_is_of_one_root(tmp_path: Path) -> None:
     assert cleanup.lock(str(tmp_path / "nowhere"), 1, 2) == -1
 
 
-def test_an_end_waits_for_a_start_of_its_root(tmp_path: Path, root: Path) -> None:
-    """What the start makes has no note yet."""
+def test_a_cleanup_waits_for_a_start_in_the_same_root(tmp_path: Path, root: Path) -> None:
+    """The files of the start are not in a note yet."""
     record = keep(tmp_path, root)
     status = root.stat()
     with locked(tmp_path, status.st_dev, status.st_ino):
@@ -561,8 +573,10 @@ def test_an_end_waits_for_a_start_of_its_root(tmp_path: Path, root: Path) -> Non
     assert not list(record.parent.iterdir())
 
 
-def test_restarts_over_a_root_in_use_leave_no_notes(tmp_path: Path, root: Path) -> None:
-    """Each end reads all notes, and the notes take memory."""
+def test_restarts_in_a_root_that_is_in_use_do_not_accumulate_notes(
+    tmp_path: Path, root: Path
+) -> None:
+    """Each clean-up reads all notes, and notes take memory."""
     record = keep(tmp_path, root)
     remember(str(tmp_path), "c2", os.getpid(), str(root), [])
     for _ in range(5):
@@ -573,10 +587,10 @@ def test_restarts_over_a_root_in_use_leave_no_notes(tmp_path: Path, root: Path) 
     assert record.with_name("c2").exists()
 
 
-def test_a_root_s_name_that_leads_to_another_one_takes_nothing_from_it(
+def test_nothing_is_removed_from_another_root_under_the_same_name(
     tmp_path: Path, root: Path
 ) -> None:
-    """Removing a directory takes mounts along: those of a container that runs there by now."""
+    """Removing a directory would remove the mounts of the container that uses that root by now."""
     keep(tmp_path, root)
     root.rename(tmp_path / "before")
     (root / "run/tidegate").mkdir(parents=True)
@@ -593,10 +607,10 @@ def test_a_root_s_name_that_leads_to_another_one_takes_nothing_from_it(
 
 
 @pytest.mark.parametrize("found", ["gone", "nothing"])
-def test_who_sweeps_forgets_no_note_of_a_start_meanwhile(
+def test_a_sweep_keeps_the_note_of_a_start_at_the_same_time(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, found: str
 ) -> None:
-    """An id comes back between reading its note and removing it."""
+    """A container with the same id starts after its old note was read, and before it is removed."""
     looked = cleanup._notes
     record = keep(tmp_path, root)
     record.write_text(record.read_text().replace("/rootfs", "/gone", 1))
@@ -614,7 +628,7 @@ def test_who_sweeps_forgets_no_note_of_a_start_meanwhile(
     assert cleanup._read(str(tmp_path), "c1")
 
 
-def test_notes_behind_a_link_are_nobody_s(tmp_path: Path, root: Path) -> None:
+def test_notes_behind_a_link_are_not_used(tmp_path: Path, root: Path) -> None:
     record = keep(tmp_path, root)
     other = tmp_path / "other"
     record.parent.rename(other)

@@ -1,4 +1,4 @@
-"""The hook's side of the governor's protocol. tests/unit/test_governor_protocol.py has its use of the answers."""
+"""Tests of oci_hook.client; tests/unit/test_governor_protocol.py tests the answers of the protocol."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_request_that_the_governor_would_refuse_is_not_sent(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("directory", ["", "run/tidegate/k1", "../k1", 3, None])
-def test_a_directory_is_mounted_by_its_whole_path_alone(directory: object) -> None:
+def test_a_grant_with_a_relative_directory_is_refused(directory: object) -> None:
     """A relative path would depend on the runtime's working directory."""
     assert parse_admission(ANSWER).directory == "/run/tidegate/k1"
     with pytest.raises((ValueError, TypeError)):
@@ -46,7 +46,7 @@ def test_a_directory_is_mounted_by_its_whole_path_alone(directory: object) -> No
 
 
 def queue_up(path: Path) -> list[socket.socket]:
-    """Fill the queue of a listener at `path` that accepts no connection; return it, then the clients."""
+    """Fill the queue of a listener at `path`, which accepts no connection; return listener and clients."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
     listener.listen(1)
@@ -60,8 +60,8 @@ def queue_up(path: Path) -> list[socket.socket]:
             return made
 
 
-def test_who_comes_when_many_wait_for_the_governor_waits_too(tmp_path: Path) -> None:
-    """A booting node starts more containers at once than the kernel queues connections."""
+def test_a_client_waits_while_the_queue_of_connections_is_full(tmp_path: Path) -> None:
+    """A booting node starts more containers at once than fit in the kernel's queue of connections."""
     made = queue_up(tmp_path / "governor.sock")
     accepting = threading.Timer(0.3, lambda: made.append(made[0].accept()[0]))
     accepting.start()
@@ -73,7 +73,7 @@ def test_who_comes_when_many_wait_for_the_governor_waits_too(tmp_path: Path) -> 
             one.close()
 
 
-def test_a_governor_that_accepts_nobody_is_named_in_the_end(tmp_path: Path) -> None:
+def test_a_governor_that_accepts_no_connection_is_reported(tmp_path: Path) -> None:
     made = queue_up(tmp_path / "governor.sock")
     began = time.monotonic()
     with pytest.raises(UnreachableError, match=r"accepted no connection at .* within 0\.5 s"):
@@ -83,7 +83,7 @@ def test_a_governor_that_accepts_nobody_is_named_in_the_end(tmp_path: Path) -> N
         one.close()
 
 
-def test_who_is_missing_is_told_without_the_systems_words(tmp_path: Path) -> None:
+def test_a_missing_socket_is_reported_without_the_systems_message(tmp_path: Path) -> None:
     # Podman searches for "no such file or directory" and reports a missing program.
     with pytest.raises(UnreachableError) as caught:
         Client(str(tmp_path), 0.2)
@@ -127,7 +127,7 @@ def test_a_governor_that_ends_while_it_admits_is_asked_again_when_it_is_back(
         serving.join()
 
 
-def test_a_governor_that_ends_while_it_admits_and_stays_away_is_named(tmp_path: Path) -> None:
+def test_a_governor_that_ends_while_it_admits_and_stays_away_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "governor.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(path))

@@ -1,4 +1,4 @@
-"""The edits of config.json, how the wrapper runtime reads its arguments, and the CDI specification."""
+"""Tests of the edits of config.json, the wrapper runtime's command line, and the CDI specification."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ PARTS = st.fixed_dictionaries(
 
 
 @given(PARTS)
-def test_edits_done_twice_are_done_once(document: dict[str, Any]) -> None:
-    """This holds for any config.json. All else in it stays, or one line says what is wrong."""
+def test_a_second_edit_changes_nothing(document: dict[str, Any]) -> None:
+    """This holds for any config.json. Everything else in it is kept, or the edit is refused."""
     try:
         once = edited(document)
     except HookError as e:
@@ -85,14 +85,14 @@ def test_edits_done_twice_are_done_once(document: dict[str, Any]) -> None:
     foreign_driver(once)
 
 
-def test_edits_done_twice_give_the_same_bytes() -> None:
-    """A stage that is null counts as absent, so ours comes after the others from the first time on."""
+def test_a_second_edit_gives_the_same_bytes() -> None:
+    """A stage that is null counts as absent, so the first edit already appends the hook at the end."""
     once = edited({"hooks": {"createRuntime": None, "poststop": [{"path": "/usr/bin/other"}]}})
     assert list(once["hooks"]) == ["poststop", "createRuntime"]
     assert json.dumps(edited(once)) == json.dumps(once)
 
 
-def test_the_hook_is_entered_once_whoever_entered_it() -> None:
+def test_the_hook_has_one_entry_after_an_edit() -> None:
     ours = {"path": ENTRY.path, "args": ["x", "--governed", "prestart"]}
     other = {"path": "/usr/bin/other"}
     hooks = edited({"hooks": {"prestart": [ours], "createRuntime": [other, ours]}})["hooks"]
@@ -107,8 +107,8 @@ def test_the_hook_is_entered_once_whoever_entered_it() -> None:
     ]
 
 
-def test_a_right_to_all_gpus_is_taken_out() -> None:
-    """A user can pass `docker run --device-cgroup-rule "c 195:* rwm"` to a container that may create nodes."""
+def test_a_rule_for_all_gpus_is_removed() -> None:
+    """`docker run --device-cgroup-rule "c 195:* rwm"` gives access if the container creates nodes."""
     ours = {"allow": True, "type": "c", "access": "rw"}
     rules = [
         {"allow": False, "access": "rwm"},
@@ -148,8 +148,10 @@ DENIED = {"allow": False, "access": "rwm"}
         ({"type": "c", "major": 1, "access": "rwm"}, False),
     ],
 )
-def test_a_right_to_all_devices_is_a_gpu_and_stays(*, rule: dict[str, Any], counts: bool) -> None:
-    """A container with this right does not start without a driver. A privileged container needs the right."""
+def test_a_rule_for_all_devices_counts_as_a_gpu_and_is_kept(
+    *, rule: dict[str, Any], counts: bool
+) -> None:
+    """A container with this rule does not start without a driver. Privileged containers need it."""
     document = {"linux": {"resources": {"devices": [DENIED, {"allow": True, **rule}]}}}
     assert gives_gpu(document) == counts
     why = UnservedImageError("the image is built on musl", hint="")
@@ -162,7 +164,7 @@ def test_a_right_to_all_devices_is_a_gpu_and_stays(*, rule: dict[str, Any], coun
 
 
 def test_a_sandbox_of_a_privileged_pod_gives_no_gpu() -> None:
-    """containerd and CRI-O create it without devices and without the rights of the pod's containers."""
+    """containerd and CRI-O create it without devices, and without the rules of the pod's containers."""
     usual = {"allow": True, "type": "c", "major": 1, "minor": 3, "access": "rwm"}
     assert not gives_gpu({"linux": {"resources": {"devices": [DENIED]}}})
     assert not gives_gpu({"linux": {"resources": {"devices": [DENIED, usual]}}})
@@ -206,7 +208,7 @@ GO, GETOPT = False, True
 def test_command_lines_as_the_runtime_reads_them(
     *, like_crun: bool, arguments: str, bundle: str
 ) -> None:
-    """tests/container/test_fronts.py checks what each real runtime does with these."""
+    """tests/container/test_fronts.py runs each real runtime with these command lines."""
     call = parse_call(arguments.split(), like_crun=like_crun)
     assert (call.command in ("run", "create"), call.bundle) == (True, bundle)
     assert call.command == "create" if "--root run create" in arguments else "run"
@@ -242,11 +244,11 @@ WORDS = st.text(max_size=12) | st.sampled_from(["--", "-", "--bundle", "-b", "ru
 
 
 @given(st.lists(WORDS, max_size=8), st.integers(0, 1))
-def test_no_command_line_is_too_strange(arguments: list[str], like_crun: int) -> None:
+def test_any_command_line_can_be_parsed(arguments: list[str], like_crun: int) -> None:
     parse_call(arguments, like_crun=bool(like_crun))
 
 
-def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+def test_a_file_is_replaced_atomically(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text("old")
     path.chmod(0o640)
@@ -256,7 +258,7 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
 
 
-def test_a_file_behind_a_link_gives_its_mode(tmp_path: Path) -> None:
+def test_a_replaced_link_gets_the_mode_of_its_target(tmp_path: Path) -> None:
     """The mode of a link itself is 777."""
     real = tmp_path / "real.json"
     real.write_text("old")
@@ -298,7 +300,7 @@ def dev(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_host_s_nodes(dev: Path) -> None:
+def test_the_hosts_device_nodes(dev: Path) -> None:
     assert host_nodes(str(dev), (3,)) == (
         ("/dev/nvidiactl", 195, 255),
         ("/dev/nvidia-uvm", 507, 0),
@@ -343,19 +345,19 @@ def test_the_gpus_are_cdi_devices_by_index_uuid_and_all(dev: Path) -> None:
     assert create["env"]
 
 
-def test_a_gpu_whose_node_is_missing_is_said(dev: Path) -> None:
+def test_a_missing_device_node_is_reported(dev: Path) -> None:
     (dev / "nvidia3").unlink()
     with pytest.raises(DeviceError, match="nvidia3: No such file"):
         make_spec(GPUS, dev_dir=str(dev))
 
 
-def test_no_device_of_cdi_is_without_edits(tmp_path: Path) -> None:
+def test_every_cdi_device_has_edits(tmp_path: Path) -> None:
     """Engines refuse such a specification as a whole."""
     spec = make_spec([replace(gpu, minor=None) for gpu in GPUS], dev_dir=str(tmp_path))
     assert all(device["containerEdits"] for device in spec["devices"])
 
 
-def test_a_specification_is_written_in_one_step(tmp_path: Path) -> None:
+def test_a_specification_is_written_atomically(tmp_path: Path) -> None:
     path = tmp_path / "cdi" / "tidegate.json"
     write(path, {"kind": "x"})
     path.chmod(0o600)  # as if edited by an operator: engines of users could not read it
@@ -371,7 +373,7 @@ def test_a_specification_is_written_in_one_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("token", ["", "../x", "a b", "a" * 65, "\u0661", "\u00e4", "a\n"])
-def test_a_reservation_is_a_token(token: str) -> None:
+def test_a_malformed_reservation_is_ignored(token: str) -> None:
     """The token comes back from an untrusted config.json and goes to the governor."""
     annotations = {RESERVATION: token, "tidegate.gpu/memory": "1Gi"}
     assert take_reservation(annotations) == ""
@@ -380,7 +382,7 @@ def test_a_reservation_is_a_token(token: str) -> None:
 
 
 @pytest.mark.parametrize("ident", ["", ".", "..", "../c1", "/c1", "a/../../c1"])
-def test_an_id_is_no_path_to_the_wrapper(tmp_path: Path, ident: str) -> None:
+def test_the_wrapper_does_not_accept_a_path_as_an_id(tmp_path: Path, ident: str) -> None:
     (tmp_path / "traces/a").mkdir(parents=True)
     for place in (tmp_path / "c1", tmp_path / "traces/c1"):
         place.touch()
@@ -394,10 +396,10 @@ def test_an_id_is_no_path_to_the_wrapper(tmp_path: Path, ident: str) -> None:
 
 @pytest.mark.parametrize("writer", ["hook", "wrapper"])
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_a_log_that_is_a_link_or_a_pipe_is_left_alone(
+def test_a_log_that_is_a_link_or_a_pipe_is_not_written(
     tmp_path: Path, kind: str, writer: str
 ) -> None:
-    """Other users may write to the log's directory. The log must not lead to another file, nor block the hook."""
+    """Other users may write to the log's directory: a link or a pipe must not misuse the hook."""
     log, other = tmp_path / "log", tmp_path / "other"
     other.write_text("as it was\n")
     log.symlink_to(other) if kind == "link" else os.mkfifo(log)
@@ -415,7 +417,7 @@ def test_a_log_that_is_a_link_or_a_pipe_is_left_alone(
 
 
 @pytest.mark.parametrize("kind", ["link", "file"])
-def test_a_file_is_replaced_through_nothing_that_is_in_the_way(
+def test_an_existing_temporary_file_is_not_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     path, other = tmp_path / "config.json", tmp_path / "other"

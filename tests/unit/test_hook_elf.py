@@ -1,4 +1,4 @@
-"""The RPATH of a program in an image: as the linker wrote it, and nothing from a file that makes no sense."""
+"""Tests of oci_hook.elf: the RPATH of a program in an image, and malformed programs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def program(tmp_path_factory: pytest.TempPathFactory, require: Callable[..., Non
 
 @pytest.mark.parametrize("tags", ["--disable-new-dtags", "--enable-new-dtags"])
 @pytest.mark.parametrize("pie", ["-pie", "-no-pie"])
-def test_it_is_what_the_linker_was_told(
+def test_the_path_is_the_one_given_to_the_linker(
     tmp_path: Path, require: Callable[..., None], tags: str, pie: str
 ) -> None:
     require("gcc")
@@ -61,7 +61,7 @@ def test_it_is_what_the_linker_was_told(
 
 
 @pytest.mark.parametrize("content", [b"", b"#!/bin/sh\n", b"\x7fELF", b"\x7fELF\x01\x01" * 20])
-def test_what_is_no_program_has_none(tmp_path: Path, content: bytes) -> None:
+def test_other_files_have_no_path(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "file").write_bytes(content)
     assert ask(tmp_path / "file") == ""
 
@@ -70,7 +70,7 @@ def test_what_is_no_program_has_none(tmp_path: Path, content: bytes) -> None:
     deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(st.data())
-def test_a_damaged_program_raises_nothing(
+def test_a_damaged_program_raises_no_exception(
     program: Path, tmp_path: Path, data: st.DataObject
 ) -> None:
     """Offsets, sizes and counts in the header and in the dynamic section may have any value."""
@@ -88,7 +88,7 @@ def test_a_damaged_program_raises_nothing(
 
 
 @pytest.mark.parametrize("wild", ["", "table", "dynamic section", "path", "strings"])
-def test_what_lies_where_no_file_goes_is_not_read(tmp_path: Path, wild: str) -> None:
+def test_offsets_beyond_any_file_are_not_read(tmp_path: Path, wild: str) -> None:
     """The system call does not accept such an offset, and Python would raise an exception."""
     far = 1 << 63
 

@@ -1,4 +1,4 @@
-"""`tidegate explain` as a user runs it: from a generation and an image's files to the printed words."""
+"""Tests of `tidegate explain`: from a generation and an image's files to the printed lines."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_the_default_is_explained(node: Path, capsys: pytest.CaptureFixture[str]
         ),
     ],
 )  # fmt: skip
-def test_what_the_node_gives_where_nothing_is_said(
+def test_the_nodes_defaults_are_explained(
     node: Path,
     capsys: pytest.CaptureFixture[str],
     configuration: str,
@@ -140,8 +140,8 @@ def test_what_the_node_gives_where_nothing_is_said(
     assert [line.strip() for line in lines[1:4]] == said
 
 
-def test_all_of_it_is_explained(node: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """This covers why each library is there, where each place goes and why not elsewhere, and what is left out."""
+def test_all_capabilities_are_explained(node: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The output explains each library, the target of each place, and everything that is left out."""
     (node / "version").write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {V}  Mon\n")
     (node / "image/usr/lib/x86_64-linux-gnu/gbm").touch()
     lines = explain(node, capsys, "capabilities=all")
@@ -207,9 +207,7 @@ def fail(node: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple
     return status, *capsys.readouterr()
 
 
-def test_a_root_that_is_not_there_is_said_first(
-    node: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_root_is_reported_first(node: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fail(node, capsys, "--rootfs", f"{node}/nowhere") == (
         65,
         "",
@@ -228,7 +226,7 @@ def test_the_hosts_own_root_is_refused_as_by_the_hook(
     assert fail(node, capsys, "--rootfs", root) == (66, "", line)
 
 
-def test_a_bundle_without_config_says_what_its_user_can_do(
+def test_a_bundle_without_config_is_reported_with_a_hint(
     node: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert fail(node, capsys, "--bundle", f"{node}/image") == (
@@ -241,7 +239,7 @@ def test_a_bundle_without_config_says_what_its_user_can_do(
     )
 
 
-def test_32_bit_libraries_that_are_missed_are_said_once(
+def test_missing_32_bit_libraries_are_reported_once(
     node: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     annotation = ("--annotation", "tidegate.gpu/capabilities=compat32,display")
@@ -267,7 +265,7 @@ def test_32_bit_libraries_that_are_missed_are_said_once(
         ({"destination": "/usr/share"}, "/usr/share/vulkan/icd.d, the whole directory"),
     ],
 )
-def test_volumes_of_a_bundle_are_no_place_for_the_drivers_files(
+def test_the_drivers_files_are_not_placed_on_volumes(
     node: Path, capsys: pytest.CaptureFixture[str], mounts: object, shown: str
 ) -> None:
     """The image has files in the first directory."""
@@ -296,10 +294,10 @@ def test_many_names_take_several_lines(node: Path, capsys: pytest.CaptureFixture
     assert max(map(len, lines[at : at + 4])) <= 112
 
 
-def test_a_driver_of_the_image_s_own_that_its_path_names_is_explained(
+def test_the_images_own_driver_in_its_search_path_is_explained(
     node: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The hook mounts ours below that directory."""
+    """The hook mounts the node's driver below that directory."""
     (node / "image/opt/own").mkdir(parents=True)
     (node / "image/opt/own/libcuda.so.1").touch()
     config = {
@@ -313,7 +311,7 @@ def test_a_driver_of_the_image_s_own_that_its_path_names_is_explained(
     assert "/opt/own/glibc-hwcaps/x86-64-v2" in out
 
 
-def test_a_container_of_a_claim_has_its_quota_from_that(
+def test_a_container_with_a_claim_gets_its_quota_from_the_claim(
     node: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["tidegate-hook", "--claim", "4c6e", "--share", "gpu", "createRuntime"]

@@ -1,4 +1,4 @@
-"""The C programs in front of the hook and the wrapper runtime decide as the Python scripts do, or leave it to them."""
+"""Tests that the C programs decide as the Python scripts of the same name, or leave it to them."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def text(data: bytes) -> Any:
 @given(data=TEXTS)
 @example(data=rb'{"a\u0074b": 1}')
 @example(data=rb'{"\u0026": 1}')
-def test_what_may_be_a_request_is_one_to_both(front: ctypes.CDLL, data: bytes) -> None:
+def test_c_and_python_find_the_same_requests(front: ctypes.CDLL, data: bytes) -> None:
     assert front.text_may_request(text(data)) == quick.may_mention_us(data)
 
 
-def test_an_escape_that_no_parser_takes_is_left_to_the_script(front: ctypes.CDLL) -> None:
+def test_an_invalid_escape_is_left_to_the_script(front: ctypes.CDLL) -> None:
     assert front.text_may_request(text(rb"\U0074"))
 
 
@@ -76,7 +76,7 @@ def test_an_escape_that_no_parser_takes_is_left_to_the_script(front: ctypes.CDLL
 @example(before=b"{", between=b": ", after=b"}", config=b"{}")
 @example(before=b"{", between=b": ", after=b"}", config=b"tidegate.gpu")
 @example(before=b"{", between=b":", after=b', "bundle": "/tmp"}', config=b"{}")
-def test_a_state_asks_for_nothing_to_both(  # noqa: PLR0917 - Hypothesis names them
+def test_c_and_python_find_the_same_states_without_a_request(  # noqa: PLR0917 - Hypothesis names them
     front: ctypes.CDLL,
     tmp_path_factory: pytest.TempPathFactory,
     before: bytes,
@@ -93,7 +93,7 @@ def test_a_state_asks_for_nothing_to_both(  # noqa: PLR0917 - Hypothesis names t
     assert front.state_requests_nothing(text(state)) == quick.asks_nothing(state)
 
 
-def test_a_configuration_that_is_no_file_or_too_large_is_left_to_the_script(
+def test_a_configuration_that_is_not_a_file_or_too_large_is_left_to_the_script(
     front: ctypes.CDLL, tmp_path: Path
 ) -> None:
     state = json.dumps({"bundle": str(tmp_path)}).encode()
@@ -126,7 +126,7 @@ LINES = st.lists(
 @given(
     lines=LINES, root=st.sampled_from(["", "/run/crun", "/run"]), ended=st.sampled_from(["", "\n"])
 )
-def test_settings_are_read_alike_or_left_to_the_script(
+def test_c_reads_settings_as_python_does_or_leaves_them_to_the_script(
     front: ctypes.CDLL,
     tmp_path_factory: pytest.TempPathFactory,
     lines: list[str],
@@ -151,7 +151,7 @@ def test_settings_are_read_alike_or_left_to_the_script(
         "environment allow\nruntime-dir /r\nruntime /usr/bin/true\n", "runtime-for /run/crun /usr/bin/crun\n",
     ],
 )  # fmt: skip
-def test_settings_as_people_write_them_need_no_script(
+def test_ordinary_settings_are_read_without_the_script(
     front: ctypes.CDLL, tmp_path: Path, require: Callable[..., None], lines: str
 ) -> None:
     require("runc")
@@ -187,10 +187,10 @@ LINES_OF_WORDS = st.lists(WORDS, max_size=7)
 @example(words=["create", "--bundle", "{plain}", "--bundle", "{asks}", "one"])
 @example(words=["--log", "create", "run", "--bundle={asks}", "one"])
 @example(words=["one", "create", "--bundle", "{asks}", "two"])
-def test_a_container_that_asks_for_a_gpu_reaches_the_runtime_by_neither(
+def test_c_and_python_refuse_the_same_command_lines(
     build_dir: Path, tmp_path_factory: pytest.TempPathFactory, name: str, words: list[str]
 ) -> None:
-    """Without a governor, requests for a GPU are refused; both programs have to find the same requests."""
+    """Without a governor, requests are refused, so both programs have to find the same requests."""
     base = tmp_path_factory.getbasetemp() / f"lines-{name}"
     if not base.exists():
         for bundle, annotations in (("asks", {"tidegate.gpu/memory": "1Gi"}), ("plain", {})):

@@ -1,7 +1,4 @@
-"""What the hook looks for in an image, and what can be in the way.
-
-Real images are in tests/container/test_images.py.
-"""
+"""Tests of path resolution in oci_hook.image. tests/container/test_images.py uses real images."""
 
 from __future__ import annotations
 
@@ -22,14 +19,14 @@ def rootfd(tmp_path: Path) -> Iterator[int]:
     os.close(fd)
 
 
-def test_an_endless_link_is_nothing(tmp_path: Path, rootfd: int) -> None:
+def test_a_loop_of_links_is_not_found(tmp_path: Path, rootfd: int) -> None:
     (tmp_path / "one").symlink_to("two")
     (tmp_path / "two").symlink_to("/one")
     assert image._find(rootfd, "one", as_loader=True) is None
     assert image._find(rootfd, "one/lib", as_loader=True) is None
 
 
-def test_what_is_not_there_is_nothing_whatever_leads_there(tmp_path: Path, rootfd: int) -> None:
+def test_a_missing_path_is_not_found_behind_any_link(tmp_path: Path, rootfd: int) -> None:
     (tmp_path / "a/b").mkdir(parents=True)
     (tmp_path / "a/up").symlink_to("../../../a/./b/none")
     (tmp_path / "a/file").write_text("")
@@ -39,9 +36,7 @@ def test_what_is_not_there_is_nothing_whatever_leads_there(tmp_path: Path, rootf
 
 
 @pytest.mark.parametrize("path", ["proc/self", "/proc//self/root/a", "a/../proc/none", "link/x"])
-def test_a_way_through_proc_is_refused_where_it_ends_for_us(
-    tmp_path: Path, rootfd: int, path: str
-) -> None:
+def test_a_path_through_proc_is_refused(tmp_path: Path, rootfd: int, path: str) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "a").mkdir()
     (tmp_path / "link").symlink_to("/a/../proc/self")
@@ -49,8 +44,8 @@ def test_a_way_through_proc_is_refused_where_it_ends_for_us(
         image._find(rootfd, path, as_loader=True)
 
 
-def test_a_link_to_where_a_process_is_is_refused() -> None:
-    """This applies wherever a list of processes is mounted."""
+def test_a_link_to_a_root_or_directory_of_a_process_is_refused() -> None:
+    """This applies to any directory on which procfs is mounted."""
     rootfd = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
     try:
         for path in ("self/root/none", f"{os.getpid()}/cwd", "self/root"):

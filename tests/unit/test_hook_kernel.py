@@ -1,4 +1,4 @@
-"""Path walks below a container's root, while the node keeps running."""
+"""Tests of oci_hook.kernel: confined path walks, errors, and the types of light_ctypes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from oci_hook import kernel, light_ctypes
 
-# Renames two directories as fast as it can, so that the kernel cannot tell where a ".." led.
+# Renames a directory as fast as it can, so that the kernel cannot tell where a ".." led.
 DISTURB = """
 import os, sys
 os.chdir(sys.argv[1])
@@ -24,7 +24,7 @@ while True:
 """
 
 
-def test_a_walk_goes_on_while_others_rename_and_mount(tmp_path: Path) -> None:
+def test_a_path_walk_succeeds_while_others_rename(tmp_path: Path) -> None:
     inside, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
     (inside / "usr/lib").mkdir(parents=True)
     (inside / "lib").symlink_to("usr/../usr/./lib/../../usr/lib")
@@ -43,7 +43,7 @@ def test_a_walk_goes_on_while_others_rename_and_mount(tmp_path: Path) -> None:
             os.close(root)
 
 
-def test_a_walk_that_never_comes_to_an_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_walk_that_never_succeeds_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     class Busy:
         calls = 0
 
@@ -75,21 +75,21 @@ TYPES = (
 
 @pytest.mark.parametrize("name", TYPES)
 def test_the_types_are_those_of_ctypes(name: str) -> None:
-    ours, theirs = getattr(light_ctypes, name), getattr(ctypes, name)
-    assert ctypes.sizeof(ours) == ctypes.sizeof(theirs)
-    assert ours._type_.lower() == theirs._type_.lower()
-    assert (ours._type_.isupper()) == (theirs._type_.isupper())
+    light, full = getattr(light_ctypes, name), getattr(ctypes, name)
+    assert ctypes.sizeof(light) == ctypes.sizeof(full)
+    assert light._type_.lower() == full._type_.lower()
+    assert (light._type_.isupper()) == (full._type_.isupper())
 
 
-def test_an_error_of_a_call_is_found() -> None:
+def test_a_failed_call_raises_its_errno() -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
         kernel.setns(-1, 0, "nothing")
     assert ctypes.get_errno() == kernel.errno.EBADF
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "../a"])
-def test_a_name_is_of_one_entry(tmp_path: Path, name: str) -> None:
-    """A path in place of a name is a bug of the caller: it is not walked, and nothing happens."""
+def test_a_path_in_place_of_a_name_is_refused(tmp_path: Path, name: str) -> None:
+    """A path in place of a name is a bug in the caller: it is refused before any system call."""
     (tmp_path / "a").mkdir()
     directory = os.open(tmp_path / "a", os.O_PATH | os.O_DIRECTORY)
     calls = (

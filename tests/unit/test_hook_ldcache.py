@@ -1,4 +1,4 @@
-"""ld.so.cache: read, changed and written, and checked against the real ldconfig."""
+"""Tests of oci_hook.ldcache: reading, changing and writing ld.so.cache, compared with ldconfig."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ quick = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def listing(path: Path) -> list[str]:
-    """Return what ldconfig reads from a cache."""
+    """Return the entries of a cache as ldconfig lists them."""
     done = subprocess.run(
         ["ldconfig", "-C", str(path), "-p"], capture_output=True, text=True, check=True
     )
@@ -87,7 +87,7 @@ def cache(tmp_path: Path, require: Callable[..., None]) -> Path:
     return path
 
 
-def test_writing_what_was_read_changes_nothing_for_ldconfig(cache: Path, tmp_path: Path) -> None:
+def test_a_rewritten_cache_is_the_same_for_ldconfig(cache: Path, tmp_path: Path) -> None:
     for source in (cache, HOST):
         parsed = parse(source.read_bytes())
         assert parsed is not None
@@ -97,7 +97,7 @@ def test_writing_what_was_read_changes_nothing_for_ldconfig(cache: Path, tmp_pat
         assert parse(again.read_bytes()) == parsed
 
 
-def test_the_entries_of_a_hwcaps_directory_and_the_generator_stay(cache: Path) -> None:
+def test_the_entries_of_a_hwcaps_directory_and_the_generator_are_kept(cache: Path) -> None:
     parsed = parse(cache.read_bytes())
     assert parsed is not None
     assert parsed.hwcaps == (b"x86-64-v2", b"x86-64-v3")
@@ -110,7 +110,7 @@ def test_the_entries_of_a_hwcaps_directory_and_the_generator_stay(cache: Path) -
     assert [e.hwcap for e in fast] == [ldcache.DL_CACHE_HWCAP_EXTENSION]
 
 
-def test_ours_replace_what_was_there_and_the_rest_stays(cache: Path, tmp_path: Path) -> None:
+def test_new_entries_replace_old_ones_and_the_others_are_kept(cache: Path, tmp_path: Path) -> None:
     parsed = parse(cache.read_bytes())
     assert parsed is not None
     lib = str(tmp_path / "lib").encode()
@@ -124,14 +124,14 @@ def test_ours_replace_what_was_there_and_the_rest_stays(cache: Path, tmp_path: P
     path = tmp_path / "changed"
     path.write_bytes(write(changed))
     before = [line for line in listing(cache) if not line.startswith("libcuda.so.1 ")]
-    ours = [
+    added = [
         f"{name.decode()} (libc6,x86-64) => {DIRECTORY.decode()}/{name.decode()}" for name in NAMES
     ]
-    assert sorted(listing(path)) == sorted(before + ours)
+    assert sorted(listing(path)) == sorted(before + added)
 
 
 def test_a_cache_of_both_formats_is_read(cache: Path, tmp_path: Path) -> None:
-    """ldconfig -c compat writes the old format followed by the new one. The result has the new one alone."""
+    """ldconfig -c compat writes the old format followed by the new one; the result has only the new one."""
     compat = tmp_path / "compat"
     subprocess.run(
         ["ldconfig", "-X", "-c", "compat", "-f", str(tmp_path / "conf"), "-C", str(compat)],
@@ -152,7 +152,7 @@ def test_a_cache_of_both_formats_is_read(cache: Path, tmp_path: Path) -> None:
     assert parsed.entries == plain.entries
 
 
-def test_the_order_is_ldconfigs(cache: Path) -> None:
+def test_the_order_is_that_of_ldconfig(cache: Path) -> None:
     """By our comparison, every cache that ldconfig wrote is in descending order."""
     for source in (cache, HOST):
         parsed = parse(source.read_bytes())
@@ -187,18 +187,16 @@ names = st.text("ab1290.+-", min_size=1, max_size=8).map(str.encode)
 
 @quick
 @given(st.lists(names, unique=True, max_size=20), st.lists(names, unique=True, max_size=6))
-def test_ours_stand_where_a_binary_search_finds_them(
-    theirs: list[bytes], ours: list[bytes]
-) -> None:
+def test_a_binary_search_finds_new_entries(present: list[bytes], added: list[bytes]) -> None:
     import functools
 
-    order = sorted(theirs, key=functools.cmp_to_key(compare), reverse=True)
+    order = sorted(present, key=functools.cmp_to_key(compare), reverse=True)
     cache = Cache(tuple(CachedLibrary(0x303, n, b"/x/" + n) for n in order))
-    changed = with_libraries(cache, b"/t", tuple(ours))
+    changed = with_libraries(cache, b"/t", tuple(added))
     found = [e.soname for e in changed.entries]
     assert all(compare(a, b) >= 0 for a, b in itertools.pairwise(found))
-    assert set(found) == set(theirs) | set(ours)
-    assert {e.path for e in changed.entries if e.soname in ours} == {b"/t/" + n for n in ours}
+    assert set(found) == set(present) | set(added)
+    assert {e.path for e in changed.entries if e.soname in added} == {b"/t/" + n for n in added}
     again = parse(write(changed))
     assert again == changed
 
@@ -218,7 +216,7 @@ def sample() -> bytes:
 
 @quick
 @given(st.data())
-def test_damage_gives_a_cache_or_an_error_of_ours(data: st.DataObject) -> None:
+def test_a_damaged_cache_is_parsed_or_refused(data: st.DataObject) -> None:
     content = bytearray(sample())
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
@@ -233,13 +231,13 @@ def test_damage_gives_a_cache_or_an_error_of_ours(data: st.DataObject) -> None:
 
 @quick
 @given(st.binary(max_size=300))
-def test_any_bytes_behind_a_magic_are_survived(data: bytes) -> None:
+def test_any_bytes_after_a_magic_are_parsed_or_refused(data: bytes) -> None:
     for magic in (ldcache.NEW_MAGIC, ldcache.OLD_MAGIC, b""):
         with contextlib.suppress(DamagedCacheError):
             parse(magic + data)
 
 
-def test_counts_that_promise_too_much_are_refused() -> None:
+def test_counts_that_exceed_the_file_are_refused() -> None:
     huge = ldcache.HEADER.pack(ldcache.NEW_MAGIC, 0xFFFFFFFF, 0, 2, 0)
     with pytest.raises(DamagedCacheError, match="4294967295 entries do not fit"):
         parse(huge)
@@ -263,7 +261,7 @@ def shared(count: int, *, soname: bytes, path: bytes) -> bytes:
 def test_entries_that_share_long_names_do_not_fill_the_memory(
     tmp_path: Path, count: int, soname: bytes, path: bytes
 ) -> None:
-    """A file of 4 MiB took 1.4 GiB. A process's peak since its exec is in its status file."""
+    """A file of 4 MiB once took 1.4 GiB of memory. VmHWM is the peak since the process's exec."""
     (tmp_path / "cache").write_bytes(shared(count, soname=soname, path=path) + b"liba.so.1")
     code = f"""
 import sys
@@ -299,7 +297,7 @@ def test_names_longer_than_a_file_can_have_are_damage() -> None:
 
 
 def test_sections_that_repeat_are_not_copied_one_by_one() -> None:
-    """A quarter of a million sections, each spanning the whole file, took 25 s."""
+    """A quarter of a million sections, each spanning the whole file, once took 25 s."""
     extension = ldcache.HEADER.size
     header = ldcache.HEADER.pack(ldcache.NEW_MAGIC, 0, 0, 2, extension)
     for count in (2, 17):
@@ -312,11 +310,11 @@ def test_sections_that_repeat_are_not_copied_one_by_one() -> None:
                 parse(data)
 
 
-def test_a_cache_of_the_old_format_alone_is_left_alone() -> None:
+def test_a_cache_in_only_the_old_format_is_not_parsed() -> None:
     assert parse(ldcache.OLD_HEADER.pack(ldcache.OLD_MAGIC, 0)) is None
 
 
-def test_what_is_no_cache_is_told_apart() -> None:
+def test_other_files_are_not_taken_for_a_cache() -> None:
     assert ldcache.is_cache(sample())
     assert not ldcache.is_cache(b"hello")
     assert re.match(rb"glibc-ld\.so\.cache1\.1", sample())

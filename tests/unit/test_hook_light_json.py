@@ -1,4 +1,4 @@
-"""The hook's JSON parser agrees with the standard library: what it accepts, what it returns, and its errors."""
+"""Tests that the hook's JSON parser has the same results and errors as the standard library's."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def documents() -> list[bytes]:
 
 
 @pytest.mark.parametrize("which", ["C", "Python"])
-def test_what_is_taken_is_what_json_takes(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_accepts_the_same_documents_as_json(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if which == "Python":  # as in an interpreter without _json
         monkeypatch.setattr(light_json, "make_scanner", None)
     for data in documents():
         assert outcome(load_json, data) == outcome(by_json, data), data[:200]
 
 
-JUDGE = """
+PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from binascii import a2b_base64
@@ -83,11 +83,11 @@ for line in sys.stdin.buffer.read().splitlines():
 """
 
 
-def test_what_is_refused_is_refused_in_the_words_of_json() -> None:
-    """The test runs in a process like the hook's, where json is not imported before its scanner finds an error."""
+def test_its_errors_are_those_of_json() -> None:
+    """The process is like the hook's, where json is imported only after the scanner found an error."""
     tried = documents()
     done = subprocess.run(
-        ["/usr/bin/python3", "-ISE", "-c", JUDGE, str(ROOT)],
+        ["/usr/bin/python3", "-ISE", "-c", PROGRAM, str(ROOT)],
         input=b"\n".join(base64.b64encode(data) or b" " for data in tried),
         capture_output=True,
         check=True,
@@ -127,7 +127,7 @@ def test_any_document_has_the_same_outcome(
 
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("kind", ["state", "config", "manifest", "answer", "admitted"])
-def test_the_line_of_a_refusal_is_the_same(kind: str) -> None:
+def test_error_lines_are_the_same_as_with_json(kind: str) -> None:
     def lines(data: bytes) -> tuple[str | None, str | None]:
         new = refusal(kind, data)
         with pytest.MonkeyPatch.context() as patch:
@@ -160,13 +160,15 @@ def dumped(dump: Callable[[object], str], value: object) -> str:
 
 
 @given(JSON)
-def test_what_is_written_is_what_json_writes(value: Any) -> None:
+def test_its_output_is_that_of_json(value: Any) -> None:
     for one in (value, {"a": value}, (value, value), Record("a", {"b": value})):
         assert dump_json(one) == json.dumps(one)
 
 
 @pytest.mark.parametrize("which", ["C", "Python"])
-def test_what_cannot_be_written_is_an_error(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_json_cannot_write_are_errors(
+    which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if which == "Python":
         monkeypatch.setattr(light_json, "make_encoder", None)
     circle: list[Any] = []

@@ -1,4 +1,4 @@
-"""The hand-written checks of texts accept what these regular expressions accept."""
+"""Tests that the hook's hand-written checks of strings accept what these regular expressions accept."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ TEXTS = st.one_of(
 
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("what", ASKED)
-def test_what_fits_is_what_the_pattern_matches(what: str) -> None:
+def test_each_check_accepts_what_its_pattern_matches(what: str) -> None:
     pattern, fits = ASKED[what]
     compiled = re.compile(pattern)
 
@@ -86,7 +86,7 @@ def test_what_fits_is_what_the_pattern_matches(what: str) -> None:
 
 @given(st.lists(TEXTS, max_size=3))
 @example(["\ud83d", "\ude00"])
-def test_names_are_taken_all_at_once_or_each(names: list[str]) -> None:
+def test_names_are_checked_together_as_they_are_one_by_one(names: list[str]) -> None:
     pattern = re.compile(NAME)
     each = all(pattern.fullmatch(name) for name in names)
     try:

@@ -1,4 +1,4 @@
-"""The hook's NamedTuple behaves like typing's, as far as the hook uses it."""
+"""Tests that the hook's NamedTuple behaves like typing's, as far as the hook uses it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from oci_hook import light_typing
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Ours(light_typing.NamedTuple):
+class LightRecord(light_typing.NamedTuple):
     name: str
     size: int = 3
     others: tuple[int, ...] = ()
@@ -24,7 +24,7 @@ class Ours(light_typing.NamedTuple):
         return 2 * self.size
 
 
-class Theirs(typing.NamedTuple):
+class TypingRecord(typing.NamedTuple):
     name: str
     size: int = 3
     others: tuple[int, ...] = ()
@@ -40,18 +40,18 @@ GOOD = [
 
 
 @pytest.mark.parametrize(("values", "named"), GOOD)
-def test_it_is_made_and_read_like_typing_s(values, named):
-    ours, theirs = Ours(*values, **named), Theirs(*values, **named)
-    assert tuple(ours) == tuple(theirs)
-    assert ours == theirs
-    assert hash(ours) == hash(theirs)
-    assert (ours.name, ours.size, ours.others) == (theirs.name, theirs.size, theirs.others)
-    assert repr(ours) == repr(theirs).replace("Theirs", "Ours")
-    assert ours._replace(size=9) == theirs._replace(size=9)
-    assert type(ours._replace(size=9)) is Ours
-    name, *_ = ours
-    assert name == theirs.name
-    assert ours.twice == 2 * theirs.size
+def test_instances_behave_like_typings(values, named):
+    light, full = LightRecord(*values, **named), TypingRecord(*values, **named)
+    assert tuple(light) == tuple(full)
+    assert light == full
+    assert hash(light) == hash(full)
+    assert (light.name, light.size, light.others) == (full.name, full.size, full.others)
+    assert repr(light) == repr(full).replace("TypingRecord", "LightRecord")
+    assert light._replace(size=9) == full._replace(size=9)
+    assert type(light._replace(size=9)) is LightRecord
+    name, *_ = light
+    assert name == full.name
+    assert light.twice == 2 * full.size
 
 
 @pytest.mark.parametrize(
@@ -65,19 +65,19 @@ def test_it_is_made_and_read_like_typing_s(values, named):
         (("a", 1, ()), {"size": 2}),
     ],
 )
-def test_what_typing_s_refuses_is_refused(values, named):
+def test_the_same_arguments_are_refused(values, named):
     with pytest.raises(TypeError):
-        Theirs(*values, **named)
+        TypingRecord(*values, **named)
     with pytest.raises(TypeError):
-        Ours(*values, **named)
+        LightRecord(*values, **named)
 
 
 def test_a_field_cannot_be_set():
     with pytest.raises(AttributeError):
-        Ours("a").size = 4
+        LightRecord("a").size = 4
 
 
-def test_defaults_are_of_the_class_alone():
+def test_defaults_are_not_shared_between_classes():
     class Other(light_typing.NamedTuple):
         size: int
 
@@ -86,7 +86,7 @@ def test_defaults_are_of_the_class_alone():
     assert Other(1) == (1,)
 
 
-def test_what_is_impossible_is_said():
+def test_assert_never_fails():
     with pytest.raises(AssertionError, match="'x' is of an unexpected type"):
         light_typing.assert_never("x")  # type: ignore[arg-type]
 
@@ -103,7 +103,7 @@ SLOW = (
 )
 
 
-def test_a_start_imports_nothing_slow():
+def test_a_start_imports_no_slow_module():
     """Imports are most of the cost of starting a container that asks for a share."""
     names = (
         "apply client edits files image kernel main manifest plan request reserve runtime cleanup"

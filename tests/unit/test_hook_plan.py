@@ -1,4 +1,4 @@
-"""From a manifest, a grant and an image to a plan, in words."""
+"""Tests of oci_hook.plan, and of the manifest and image from which it makes a plan."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def cache_of(*, flags: int = 0x303, **libraries: str) -> bytes:
 
 
 def image_of(cache: bytes | None = None, **looks: str) -> Image:
-    """Return an image in Debian's layout. A look is a state, or the reason why the place is unusable."""
+    """Return an image in Debian's layout. A look is a state, or the reason why a path is unusable."""
     states = {
         "etc/vulkan/icd.d": "absent",
         "usr/share/vulkan/icd.d": "absent",
@@ -199,11 +199,8 @@ def test_sources_are_of_the_host_and_targets_of_the_container() -> None:
         assert not operation.target.startswith("/")
 
 
-def test_what_is_of_the_generation_is_opened_below_it() -> None:
-    """Sources are opened below the directory that the hook holds.
-
-    Its name may lead to another generation by then.
-    """
+def test_sources_in_the_generation_are_opened_below_its_descriptor() -> None:
+    """The generation's path may lead to another generation when the source is opened."""
     image = image_of(cache_of(), **{ETC: "full", SHARE: "full"})._replace(target32=TARGET32)
     binds = [
         operation
@@ -236,7 +233,7 @@ def test_the_cache_gets_sonames_and_development_links_that_exist() -> None:
     )
 
 
-def test_a_cache_that_says_it_already_is_left_alone() -> None:
+def test_a_cache_that_already_has_the_entries_is_not_written() -> None:
     leads = (Lead(TARGET, ("liba.so.1",)), Lead(TARGET32, ("liba.so.1",), ldcache.FLAGS_I386))
     operation = plan_cache(cache_of(), leads)
     assert isinstance(operation, WriteCache)
@@ -245,11 +242,11 @@ def test_a_cache_that_says_it_already_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("cache", [None, b"", b"no cache", b"\x7fELF" * 100])
-def test_what_a_loader_ignores_is_left_alone(cache: bytes | None) -> None:
+def test_a_file_that_is_not_a_cache_is_not_written(cache: bytes | None) -> None:
     assert plan_cache(cache, (Lead(TARGET, ("liba.so.1",)),)) is None
 
 
-def test_a_damaged_cache_matters_only_if_it_names_ours() -> None:
+def test_a_damaged_cache_matters_only_if_it_names_driver_libraries() -> None:
     broken = ldcache.NEW_MAGIC + b"\xff" * 60
     lead = Lead(TARGET, ("liba.so.1",))
     assert plan_cache(broken, (lead,)) is None
@@ -287,8 +284,8 @@ def test_the_smallest_set_that_has_all_is_chosen(asked: tuple[str, ...], chosen:
     assert choose_share(MANIFEST, asked).mirror_set.lib64 == chosen
 
 
-def test_the_set_decides_on_programs_places_and_binds() -> None:
-    """Only graphics is asked for. But the set has utility as well, so its program and its sockets are included."""
+def test_the_set_determines_programs_places_and_binds() -> None:
+    """Only graphics is requested, but the set has utility, so its program and sockets are included."""
     share = choose_share(MANIFEST, ("graphics",))
     assert [p.path for p in share.programs] == ["bin/nvidia-smi", "bin/nvidia-ngx-updater"]
     assert [p.name for p in share.places] == ["vulkan-icd"]
@@ -317,13 +314,13 @@ def test_the_set_decides_on_programs_places_and_binds() -> None:
         ),
     ],
 )
-def test_what_the_driver_lacks_is_said(asked: tuple[str, ...], line: str) -> None:
+def test_missing_capabilities_are_reported(asked: tuple[str, ...], line: str) -> None:
     with pytest.raises(NoMirrorError) as caught:
         choose_share(MANIFEST, asked)
     assert caught.value.line() == line
 
 
-def test_sets_that_have_each_but_not_both_are_no_answer() -> None:
+def test_it_is_an_error_if_no_set_has_all_capabilities() -> None:
     sets = copy.deepcopy(DOCUMENT["sets"])[1:]
     sets[1]["capabilities"] = ["compute", "utility", "video"]
     with pytest.raises(NoMirrorError, match="does not provide graphics,video together, it has"):
@@ -342,7 +339,7 @@ def test_all_takes_32_bit_libraries_only_where_driver_and_image_have_them() -> N
     assert plan.describe()[-1] == "write /etc/ld.so.cache [5 libraries]"
 
 
-def test_compat32_that_the_image_cannot_take_is_refused() -> None:
+def test_compat32_is_refused_if_the_image_does_not_support_it() -> None:
     """The user asked for it by name."""
     with pytest.raises(ImageError) as caught:
         plan_of("compat32", "display", image=image_of()._replace(reason32="the image has none"))
@@ -383,10 +380,10 @@ ETC, SHARE = "etc/vulkan/icd.d", "usr/share/vulkan/icd.d"
         ("a file", "a loop", "skipped", "", (f"/{ETC}: a file", f"/{SHARE}: a loop")),
     ],
 )
-def test_a_place_whose_reader_looks_everywhere(
+def test_the_target_of_a_place_that_is_searched_everywhere(
     etc: str, share: str, how: str, target: str, others: tuple[str, ...]
 ) -> None:
-    """The first directory without files of the image is used, or single files if it has some in each."""
+    """The first directory without files of the image is used; single files if all have some."""
     plan = plan_of("graphics", image=image_of(**{ETC: etc, SHARE: share}))
     (choice,) = plan.places
     assert (choice.how, choice.target, choice.others) == (how, target, others)
@@ -418,7 +415,7 @@ def test_a_place_whose_reader_looks_everywhere(
         ("a file", "absent", "skipped", ""),
     ],
 )
-def test_a_place_whose_reader_looks_into_one(
+def test_the_target_of_a_place_that_is_searched_in_one_directory(
     first: str, second: str, how: str, target: str
 ) -> None:
     """The first existing directory is that of the image's distribution."""
@@ -434,8 +431,8 @@ def test_a_place_whose_reader_looks_into_one(
     assert (choice.how, choice.target) == (how, target)
 
 
-def test_what_lies_below_the_library_directory_may_be_executed() -> None:
-    """Files there are mapped as code. Everything else is data."""
+def test_files_below_the_library_directory_may_be_executed() -> None:
+    """Programs map these files as code. All other files are data."""
     plan = plan_of("all", image=image_of())
     assert [o.describe() for o in plan.operations if "data/" in o.describe()] == [
         f"bind {GENERATION}/data/vulkan-icd -> /etc/vulkan/icd.d [ro,nosuid,nodev,noexec]",
@@ -504,7 +501,7 @@ def put(path: Path, kind: str) -> None:
     ],
 )
 @pytest.mark.parametrize("below", ["", "/deep/er"])
-def test_a_look_says_what_is_there_or_in_the_way(
+def test_look_at_returns_the_state_of_a_path(
     tmp_path: Path, kind: str, state: str, reason: str, below: str
 ) -> None:
     (tmp_path / "etc").mkdir()
@@ -524,7 +521,7 @@ def test_a_look_says_what_is_there_or_in_the_way(
 def test_a_directory_with_many_entries_is_not_read_to_its_end(
     tmp_path: Path, count: int, width: int, found: str
 ) -> None:
-    """The directory is ours to mount on, but the image has files in it. A few names suffice to report this."""
+    """The mirror would be mounted on it, but the image has files in it. A few names suffice for the error."""
     (tmp_path / "lib64").mkdir()
     (tmp_path / "lib64/ld-linux-x86-64.so.2").write_bytes(b"glibc-hwcaps")
     target = tmp_path / TARGET
@@ -583,7 +580,7 @@ def test_a_fresh_mirror_passes_and_a_changed_host_does_not(tmp_path: Path, which
 
 
 def test_an_upgraded_package_does_not_matter_while_the_same_module_runs(tmp_path: Path) -> None:
-    """The mirror still has what matches the module, including the control libraries that it was made with."""
+    """The mirror still has the libraries that match the module, and their control libraries."""
     driver, control = make_node(tmp_path)
     manifest = read_manifest(str(tmp_path / "drivers"))
     driver.unlink()
@@ -595,7 +592,7 @@ def test_an_upgraded_package_does_not_matter_while_the_same_module_runs(tmp_path
     ]
 
 
-def test_a_module_of_another_version_is_refused_whatever_the_files_say(tmp_path: Path) -> None:
+def test_a_module_of_another_version_is_refused_even_if_no_file_changed(tmp_path: Path) -> None:
     make_node(tmp_path)
     with pytest.raises(MirrorMismatchError) as caught:
         check_fresh(read_manifest(str(tmp_path / "drivers")), "580.126.09")
@@ -633,7 +630,7 @@ def test_a_driver_without_a_kernel_module_does_not_ask_for_its_version(
         ("", None),
     ],
 )
-def test_the_module_says_its_version(tmp_path: Path, text: str, version: str | None) -> None:
+def test_the_version_of_the_kernel_module(tmp_path: Path, text: str, version: str | None) -> None:
     (tmp_path / "version").write_text(text)
     assert module_version(str(tmp_path / "version")) == version
     assert module_version(str(tmp_path / "absent")) is None
@@ -642,7 +639,7 @@ def test_the_module_says_its_version(tmp_path: Path, text: str, version: str | N
         module_version(str(tmp_path))
 
 
-def test_no_mirror_says_what_to_do(tmp_path: Path) -> None:
+def test_a_missing_mirror_is_reported_with_a_hint(tmp_path: Path) -> None:
     with pytest.raises(NoMirrorError) as caught:
         read_manifest(str(tmp_path))
     assert (
@@ -718,8 +715,8 @@ def test_a_generation_is_held_while_it_is_read(tmp_path: Path) -> None:
     os.close(manifest.hold)
 
 
-def test_a_generation_that_goes_in_between_is_not_used(tmp_path: Path) -> None:
-    """A collector holds the lock while another generation comes into force. The hook then reads the new one."""
+def test_a_generation_that_is_removed_before_it_is_locked_is_not_used(tmp_path: Path) -> None:
+    """`tidegate gc` holds the lock while another generation is put in force; the hook reads that one."""
     make_node(tmp_path)
     drivers = tmp_path / "drivers"
     old, new = drivers / f"{V}-0123456789ab", drivers / f"{V}-abababababab"
@@ -740,7 +737,7 @@ def test_a_generation_that_goes_in_between_is_not_used(tmp_path: Path) -> None:
 
 
 def wait_for_a_waiter(directory: Path) -> None:
-    """Wait until a process waits for the lock of a directory. /proc/locks marks it with an arrow."""
+    """Wait until a process waits for the lock of a directory, which /proc/locks shows by an arrow."""
     inode = f":{directory.stat().st_ino} "
     for _ in range(1000):
         lines = Path("/proc/locks").read_text().splitlines()
@@ -750,7 +747,7 @@ def wait_for_a_waiter(directory: Path) -> None:
     pytest.fail("no process waits for the lock")
 
 
-def test_a_link_to_a_generation_that_is_gone_ends_with_a_line(tmp_path: Path) -> None:
+def test_a_link_to_a_missing_generation_is_an_error(tmp_path: Path) -> None:
     make_node(tmp_path)
     (tmp_path / "drivers" / f"{V}-0123456789ab").rename(tmp_path / "trash")
     with pytest.raises(MirrorMismatchError, match="which is gone"):
@@ -773,12 +770,12 @@ def test_half_a_surrogate_pair_in_a_path_is_refused_in_one_line(process: dict[st
         search_path(-1, -1, IMAGE, {"process": {"cwd": "/", **process}})
 
 
-def test_what_is_no_path_may_be_anything() -> None:
+def test_values_that_are_not_used_as_paths_may_be_anything() -> None:
     odd = {"cwd": 3, "args": [], "env": ["A=\ud800", 3, "LD_LIBRARY_PATH=/a:b;"]}
     assert search_path(-1, -1, IMAGE, {"process": odd}) == ["a", "b", ""]
 
 
-def test_a_path_s_tokens_are_what_a_loader_takes_them_for(tmp_path: Path) -> None:
+def test_tokens_in_a_search_path_are_expanded_as_by_a_loader(tmp_path: Path) -> None:
     (tmp_path / "opt/app").mkdir(parents=True)
     (tmp_path / "usr/bin").mkdir(parents=True)
     (tmp_path / "opt/app/run").write_text("#!/bin/sh")
@@ -798,10 +795,10 @@ def test_a_path_s_tokens_are_what_a_loader_takes_them_for(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("there", ["glibc-hwcaps", "glibc-hwcaps/x86-64-v2"])
-def test_a_directory_whose_links_lead_to_the_driver_s_is_served_with_it(
+def test_a_directory_whose_links_lead_to_the_target_needs_no_mount(
     tmp_path: Path, there: str
 ) -> None:
-    """Nothing more has to be mounted, or could be: Tidegate's own mount is there by then."""
+    """No other mount is necessary, or possible: the link leads to Tidegate's own mount."""
     (tmp_path / LIBDIR / there).mkdir(parents=True)
     (tmp_path / "opt/lib").mkdir(parents=True)
     (tmp_path / "opt/lib/libcuda.so.1").touch()
@@ -823,7 +820,7 @@ def look(tmp_path: Path, *search: str) -> Image:
         os.close(rootfd)
 
 
-def test_a_directory_named_libcuda_is_no_driver(tmp_path: Path) -> None:
+def test_a_directory_named_libcuda_is_not_a_driver(tmp_path: Path) -> None:
     (tmp_path / LIBDIR).mkdir(parents=True)
     (tmp_path / "opt/lib/libcuda.so.1").mkdir(parents=True)
     (tmp_path / LIBDIR / "glibc-hwcaps/x86-64-v3/libcuda.so.1").mkdir(parents=True)
@@ -831,7 +828,7 @@ def test_a_directory_named_libcuda_is_no_driver(tmp_path: Path) -> None:
 
 
 def test_a_path_through_links_and_dots_is_refused(tmp_path: Path) -> None:
-    """Mounted by its text, the library would be in another directory than the one that a loader searches."""
+    """Resolved as text, the path is another directory than the one that a loader searches."""
     (tmp_path / "srv/app").mkdir(parents=True)
     (tmp_path / "srv/lib").mkdir()
     (tmp_path / "srv/lib/libcuda.so.1").touch()
@@ -851,7 +848,7 @@ def inspect(tmp_path: Path) -> Image:
         os.close(procfd)
 
 
-def test_a_directory_named_libc_is_no_glibc(tmp_path: Path) -> None:
+def test_a_directory_named_libc_is_not_glibc(tmp_path: Path) -> None:
     """The next directory may have a glibc."""
     (tmp_path / "usr/lib64").mkdir(parents=True)
     (tmp_path / "usr/lib64/ld-linux-x86-64.so.2").write_bytes(b"glibc-hwcaps")
@@ -863,7 +860,7 @@ def test_a_directory_named_libc_is_no_glibc(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "dangling link", "fifo"])
-def test_something_else_in_the_driver_s_place_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_target_that_is_not_a_directory_is_refused(tmp_path: Path, kind: str) -> None:
     (tmp_path / "lib64").mkdir()
     (tmp_path / "lib64/ld-linux-x86-64.so.2").write_bytes(b"glibc-hwcaps")
     target = tmp_path / TARGET
@@ -880,7 +877,7 @@ def test_something_else_in_the_driver_s_place_is_refused(tmp_path: Path, kind: s
         inspect(tmp_path)
 
 
-def test_platform_is_each_that_a_loader_may_take_it_for() -> None:
+def test_platform_is_expanded_to_all_possible_values() -> None:
     """The value depends on the node's processor, so all possible values are checked."""
     process = {"env": ["LD_LIBRARY_PATH=/opt/$PLATFORM/lib:/a/${PLATFORM}"]}
     found = search_path(-1, -1, IMAGE, {"process": process})
@@ -891,7 +888,7 @@ def test_platform_is_each_that_a_loader_may_take_it_for() -> None:
 
 
 def test_a_search_path_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each directory costs a walk in the image, so the image's author must not choose their number."""
+    """Each directory takes a path walk in the image, so an image must not determine their number."""
     limit = oci_hook.image.SEARCH_LIMIT
     names = ":".join(f"/{n}" for n in range(limit + 1))
     with pytest.raises(ImageError, match="LD_LIBRARY_PATH names 257 directories"):

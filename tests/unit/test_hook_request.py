@@ -1,4 +1,4 @@
-"""The annotations: one corpus for the hook's parser and for the schema that documents it."""
+"""Tests of the annotations: one corpus for the hook's parser and for the schema that documents it."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def accepts(annotations: dict[str, str]) -> bool:
     return True
 
 
-def test_the_schema_is_one() -> None:
+def test_the_schema_is_valid() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
 
 
@@ -222,15 +222,13 @@ def test_every_annotation_of_the_schema_is_in_the_reference() -> None:
         ),
     ],
 )
-def test_a_refusal_says_what_was_found_what_is_accepted_and_what_to_do(
-    annotations: dict[str, str], line: str
-) -> None:
+def test_error_lines_of_annotations(annotations: dict[str, str], line: str) -> None:
     with pytest.raises(AnnotationError) as caught:
         parse_annotations(prefixed(annotations))
     assert caught.value.line() == line
 
 
-def test_a_long_value_is_cut() -> None:
+def test_a_long_value_is_truncated() -> None:
     with pytest.raises(AnnotationError) as caught:
         parse_annotations({P + "memory": "9" * 100000})
     assert len(caught.value.line()) < 300

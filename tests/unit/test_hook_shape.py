@@ -1,4 +1,4 @@
-"""The structure of the hook: the modules that it loads, the calls that it makes, and its error lines."""
+"""Tests of the hook's structure: the modules that it loads, the calls that it makes, its error lines."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from oci_hook.errors import HookError, show
 
 HOOK = Path(__file__).parents[2] / "oci_hook"
 
-# Each container of the node pays for every module beyond the interpreter. These are built into it,
-# or are the hook's entry.
+# The start of every container on the node pays for every module beyond the interpreter. These are
+# built into the interpreter, or are the hook's entry.
 QUICK = {"oci_hook", "oci_hook.entry", "oci_hook.quick", "_signal", "_stat", "posix", "time"}
 HEAVY = {
     "argparse",
@@ -70,15 +70,15 @@ print(" ".join(sys.modules))
     return set(done.stdout.split())
 
 
-def test_a_container_without_a_request_loads_next_to_nothing(tmp_path: Path) -> None:
+def test_a_container_without_a_request_loads_only_built_in_modules(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"root": {"path": "rootfs"}}')
     state = json.dumps({"id": "c", "pid": 1, "bundle": str(tmp_path), "annotations": {"a": "b"}})
     code = "from oci_hook.entry import run\nassert run(['createRuntime']) == 0"
     assert loaded_by(code, state) - loaded_by("") <= QUICK
 
 
-def test_a_container_with_a_request_loads_nothing_heavy(tmp_path: Path) -> None:
-    """Neither reading and writing its documents nor logging its line loads any."""
+def test_a_container_with_a_request_loads_no_heavy_module(tmp_path: Path) -> None:
+    """Reading and writing documents and logging load no heavy module either."""
     log = tmp_path / "log"
     code = f"""
 import oci_hook.apply, oci_hook.client, oci_hook.edits, oci_hook.image, oci_hook.main
@@ -177,8 +177,8 @@ DESCRIPTORS = {
 @pytest.mark.parametrize(
     "module", ["apply.py", "files.py", "image.py", "plan.py", "cleanup.py", "elf.py"]
 )
-def test_below_the_root_there_are_only_descriptors(module: str) -> None:
-    """runc and NVIDIA's toolkit had a series of CVEs from walking a path in an image twice."""
+def test_only_descriptors_are_used_below_the_root(module: str) -> None:
+    """runc and NVIDIA's toolkit had a series of CVEs because they resolved a path in an image twice."""
     for function, argument in calls(HOOK / module):
         assert (function, argument) in HOST_PATHS or argument in DESCRIPTORS.get(function, set()), (
             function,
@@ -213,9 +213,9 @@ def test_the_entry_script_trusts_no_environment() -> None:
     assert (HOOK / "tidegate-hook").stat().st_mode & 0o111 == 0o111
 
 
-@pytest.mark.parametrize("who", ["python", "C"])
-def test_the_environment_is_emptied_before_anything_else(who: str) -> None:
-    """This covers what Python sees when `os` is imported, and what any library of the process sees."""
+@pytest.mark.parametrize("reader", ["python", "C"])
+def test_the_environment_is_emptied_before_anything_else(reader: str) -> None:
+    """Neither `os` nor any library of the process sees the runtime's environment."""
     code = """
 import posix, sys
 from oci_hook import entry
@@ -228,7 +228,7 @@ entry.run = vars()[sys.argv[1]]
 entry.main()
 """
     program = f"import sys; sys.path.insert(0, {str(HOOK.parent)!r})\n{code}"
-    command = [b"/usr/bin/python3", b"-ISE", b"-c", program.encode(), who.encode()]
+    command = [b"/usr/bin/python3", b"-ISE", b"-c", program.encode(), reader.encode()]
     environment = [b"PATH=/image", b"TZ=/image", b"LD_LIBRARY_PATH=/image", b"=no name"]
     # By execve(2) itself: newer versions of Python reject an entry without a name.
     starter = f"""
@@ -244,7 +244,7 @@ ctypes.CDLL(None).execve({command[0]!r}, words({command!r}), words({environment!
         check=True,
     )
     # An entry without a name cannot be unset, but no lookup finds it.
-    assert done.stdout == {"python": "[]", "C": "=no name\n"}[who]
+    assert done.stdout == {"python": "[]", "C": "=no name\n"}[reader]
 
 
 def classes() -> list[type[HookError]]:
@@ -290,11 +290,11 @@ def test_codes_and_statuses_are_stable_and_documented() -> None:
         ("it's", "it's"),
     ],
 )
-def test_foreign_values_are_shown_harmless(value: object, shown: str) -> None:
+def test_untrusted_values_are_shown_safely(value: object, shown: str) -> None:
     assert show(value) == shown
 
 
-def test_a_line_is_one_line_whatever_is_in_it() -> None:
+def test_an_error_line_is_one_printable_line() -> None:
     line = HookError("a\nb\x00" + "c" * 5000, hint="d\x7f").line()
     assert line.isprintable()
     assert len(line) <= errors.LINE_LIMIT

@@ -1,4 +1,4 @@
-"""The OCI state and config.json: what is read from them, and which line refuses what."""
+"""Tests of oci_hook.state: parsing of the OCI state and config.json, and their error lines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GOOD = {
 }
 
 
-def test_a_state_of_runc_is_understood() -> None:
+def test_a_state_of_runc_is_parsed() -> None:
     parsed = parse_state(json.dumps(GOOD).encode())
     assert (parsed.id, parsed.pid, parsed.bundle, parsed.annotations) == (
         "c1",
@@ -50,7 +50,7 @@ def test_unknown_keys_and_missing_annotations_are_fine() -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100000, b'{"id": NaN', b"1" * 10000]
 )
-def test_what_is_no_object_is_refused(data: bytes) -> None:
+def test_a_state_that_is_not_an_object_is_refused(data: bytes) -> None:
     with pytest.raises(OciStateError):
         parse_state(data)
 
@@ -117,7 +117,7 @@ def test_a_root_that_is_missing_or_the_hosts_is_refused(config: object) -> None:
         parse_config(json.dumps(config).encode(), "/b")
 
 
-def test_who_the_container_belongs_to_is_taken_from_the_nodes_annotations() -> None:
+def test_the_identity_is_read_from_the_engines_annotations() -> None:
     annotations = {
         "io.kubernetes.cri.sandbox-namespace": "team",
         "io.kubernetes.cri.sandbox-name": "pod-1",
@@ -152,7 +152,7 @@ CRI_O = {
         ("nerdctl/namespace", "kube-system"),
     ],
 )
-def test_a_pod_of_cri_o_is_not_taken_for_another_tenants(name: str, value: str) -> None:
+def test_a_pod_in_cri_o_cannot_pose_as_another_tenants(name: str, value: str) -> None:
     """CRI-O passes on all annotations of a pod, including those that containerd writes."""
 
     def config(**annotations: str) -> bytes:
@@ -188,16 +188,16 @@ def test_a_duplicate_annotation_is_refused_and_another_duplicate_is_not() -> Non
 @pytest.mark.parametrize(
     "ours", ['"tidegate.gpu/memory": "1Gi"', '"tidegate\\u002egpu/memory": "1Gi"']
 )
-def test_whatever_is_given_twice_is_refused_where_a_gpu_is_asked_for(text: str, ours: str) -> None:
-    """runc uses the last occurrence, crun the first: a program that reads one does not notice the other."""
+def test_any_duplicate_name_is_refused_in_a_container_with_a_request(text: str, ours: str) -> None:
+    """runc uses the last occurrence, crun the first: a program that checks one misses the other."""
     text = '{"root": {"path": "r"}, ' + text.replace("%s", ours) + "}"
     with pytest.raises(BundleError, match=r"is given twice in /b/config.json"):
         parse_config(text.encode(), "/b")
 
 
 @pytest.mark.parametrize("path", ["a/../r", "/a/../r", "../a/../r", "a/./../r"])
-def test_a_root_that_runtimes_find_in_different_places_is_refused(path: str) -> None:
-    """If `a` is a link, runc resolves the path as text, and crun by the links."""
+def test_a_root_path_that_runtimes_resolve_differently_is_refused(path: str) -> None:
+    """If `a` is a link, runc resolves `..` in the text of the path, and crun follows the link."""
     with pytest.raises(BundleError, match=r"'..' after a name"):
         parse_config(json.dumps({"root": {"path": path}}).encode(), "/b")
 
@@ -209,7 +209,7 @@ def test_a_bundle_behind_links_has_its_root_where_the_kernel_finds_it(tmp_path: 
     assert bundle.root == f"{tmp_path}/real/r"
 
 
-def test_an_annotation_that_is_no_string_is_refused() -> None:
+def test_an_annotation_that_is_not_a_string_is_refused() -> None:
     config = {"root": {"path": "r"}, "annotations": {"tidegate.gpu/compute": 50}}
     with pytest.raises(AnnotationError, match=r"is int, not a string"):
         parse_config(json.dumps(config).encode(), "/b")
@@ -236,8 +236,7 @@ def test_annotations_are_joined_and_have_to_agree() -> None:
         ({"io.kubernetes.cri-o.ContainerType": "sandbox"}, False),
         ({"io.kubernetes.cri.container-type": "container"}, True),
         ({"io.kubernetes.cri-o.ContainerType": "container"}, True),
-        # An annotation that the pod itself has, in the terms of the engine that the node does not
-        # run.
+        # The pod itself has the annotation of the engine that the node does not run.
         (
             {
                 "io.kubernetes.cri.container-type": "sandbox",
@@ -254,8 +253,8 @@ def test_annotations_are_joined_and_have_to_agree() -> None:
         ),
     ],
 )
-def test_the_sandbox_of_a_pod_wants_nothing(kinds: dict[str, str], *, wants: bool) -> None:
-    """It has the pod's annotations, which are meant for the pod's containers."""
+def test_the_sandbox_of_a_pod_requests_nothing(kinds: dict[str, str], *, wants: bool) -> None:
+    """A sandbox has the pod's annotations, which are meant for the pod's containers."""
     asked = {"tidegate.gpu/memory": "8Gi"}
     state = OciState(ident="a", pid=1, bundle="/b", annotations={**asked, **kinds})
     bundle = Bundle(root="/b/rootfs", annotations={**asked, **kinds}, identity={}, document={})
@@ -277,7 +276,7 @@ def test_the_sandbox_of_a_pod_wants_nothing(kinds: dict[str, str], *, wants: boo
     ],
 )
 def test_no_spelling_of_an_annotation_is_overlooked(text: str) -> None:
-    """The short cut for containers without a request must never be taken by a container with one."""
+    """The fast path for containers without a request must never apply to a container with one."""
     assert any(name.startswith("tidegate.gpu/") for name in json.loads(text)["annotations"])
     assert may_mention_us(text.encode())
 
@@ -295,7 +294,7 @@ def test_an_oversized_config_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         state.read_config(str(tmp_path))
 
 
-def test_a_config_that_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_a_config_that_is_not_a_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
     arm(5)  # otherwise it would wait for a writer
     try:
@@ -307,7 +306,7 @@ def test_a_config_that_is_no_file_is_refused(tmp_path: Path) -> None:
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.binary(max_size=200))
-def test_any_bytes_give_a_state_or_an_error_of_ours(data: bytes) -> None:
+def test_any_bytes_are_parsed_or_refused(data: bytes) -> None:
     line = "x"
     try:
         parse_state(data)
@@ -329,7 +328,7 @@ TEXTS = st.text(max_size=6) | st.sampled_from(
     st.sampled_from([None, (",", ":"), (" , ", " : ")]),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-def test_who_is_taken_to_ask_for_nothing_does_not(
+def test_asks_nothing_agrees_with_the_parser(
     tmp_path: Path,
     config: dict[str, str],
     annotations: dict[str, str],
@@ -355,8 +354,8 @@ def test_who_is_taken_to_ask_for_nothing_does_not(
         assert [name for name in (*config, *annotations) if name.startswith(PREFIX)] == []
 
 
-def test_a_bundle_that_is_spelled_by_escapes_is_parsed(tmp_path: Path) -> None:
-    """Its annotations name a different bundle, which asks for nothing."""
+def test_a_state_with_an_escaped_bundle_key_is_parsed(tmp_path: Path) -> None:
+    """An annotation of the state is named `bundle` and leads to a bundle without a request."""
     (tmp_path / "config.json").write_text("{}")
     said = {**GOOD, "annotations": {"bundle": str(tmp_path)}}
     assert said["bundle"] != str(tmp_path)
@@ -365,10 +364,10 @@ def test_a_bundle_that_is_spelled_by_escapes_is_parsed(tmp_path: Path) -> None:
     assert not asks_nothing(data)
 
 
-def test_an_ordinary_container_is_decided_on_without_parsing(tmp_path: Path) -> None:
+def test_an_ordinary_container_is_recognised_without_parsing(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"annotations": {"a": "b"}}')
     assert asks_nothing(json.dumps({**GOOD, "bundle": str(tmp_path)}).encode())
-    # These are parsed, and then the line says what is wrong.
+    # These are parsed, and the parser reports the error.
     assert not asks_nothing(None)
     assert not asks_nothing(json.dumps({**GOOD, "bundle": str(tmp_path / "none")}).encode())
     (tmp_path / "pipe").mkdir()

@@ -1,4 +1,4 @@
-"""`tidegate refresh` and `tidegate explain` as a user runs them, from a driver of compiled files to the output."""
+"""Tests of the commands `tidegate refresh` and `tidegate explain` with a driver of compiled files."""
 
 import json
 import re
@@ -50,7 +50,7 @@ def explain(host, *more):
     return cli.main(["explain", *options, *more])
 
 
-def test_refresh_says_what_is_in_force_and_what_changed(host, capsys):
+def test_refresh_prints_the_generation_and_the_changes(host, capsys):
     assert refresh(host) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"driver {V} (nvidia, x86_64) below {host}/root"
@@ -75,7 +75,7 @@ def test_refresh_says_what_is_in_force_and_what_changed(host, capsys):
     )
 
 
-def test_a_dry_run_says_the_outcome_first_and_prints_the_plan(host, capsys):
+def test_a_dry_run_prints_the_outcome_and_the_plan(host, capsys):
     assert refresh(host, "--dry-run") == 0
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(
@@ -90,7 +90,7 @@ def test_a_dry_run_says_the_outcome_first_and_prints_the_plan(host, capsys):
     assert not (host / "out").exists()
 
 
-def test_refresh_speaks_json(host, capsys):
+def test_refresh_prints_json(host, capsys):
     assert refresh(host, "--json") == 0
     document = json.loads(capsys.readouterr().out)
     assert document["driver"] == {
@@ -105,13 +105,13 @@ def test_refresh_speaks_json(host, capsys):
     assert Path(document["path"], "manifest.json").exists()
 
 
-def test_a_directory_that_is_named_is_the_only_one_searched(host, capsys):
+def test_only_a_given_directory_is_searched(host, capsys):
     put_driver(host / "root/sim", "999.10.1", simulated=True)
     assert refresh(host, "--library-dir", "/sim") == 0
     assert capsys.readouterr().out.startswith("driver 999.10.1 (simulated, x86_64)")
 
 
-def test_an_error_is_one_line_on_stderr_and_its_classs_status(host, capsys):
+def test_an_error_is_one_line_on_stderr_and_a_status(host, capsys):
     (host / "control/libcuda.so.1").unlink()
     assert refresh(host) == 72
     captured = capsys.readouterr()
@@ -157,7 +157,7 @@ def test_explain_fails_as_the_hook_would(host, capsys):
     assert "is stale" in capsys.readouterr().err
 
 
-def test_explain_of_an_optional_driver_says_that_it_starts_without(host, capsys):
+def test_explain_of_an_optional_driver_reports_a_start_without_it(host, capsys):
     (host / "empty").mkdir()
     options = ("--annotation", "tidegate.gpu/driver=optional", "--rootfs", str(host / "empty"))
     assert explain(host, *options) == 0

@@ -1,4 +1,4 @@
-"""A name that the driver lacks does not exist in its mirror either."""
+"""Tests of vdriver.control: the mirror's control libraries export no name that the driver lacks."""
 
 import ctypes
 import shutil
@@ -41,15 +41,15 @@ def compile_library(path, soname, names, *options, needed=()):
 
 @pytest.fixture
 def host(tmp_path):
-    """A host with an old driver, with only the functions that it had."""
+    """A host with an old driver, which lacks newer functions."""
     libraries = tmp_path / "root/usr/lib64"
     for stem, names in (("libcuda", OLD), ("libnvidia-ml", OLD_NVML)):
         compile_library(libraries / f"{stem}.so.{V}", f"{stem}.so.1", names.split())
     return tmp_path
 
 
-def answers(library, *names):
-    """Return what dlsym finds for each name, in a process of its own."""
+def found_by_dlsym(library, *names):
+    """Return whether dlsym finds each name, in a separate process."""
     command = [sys.executable, "-c", LOOK_UP, str(library), *names]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return {name: found == "True" for name, found in map(str.split, done.stdout.splitlines())}
@@ -68,10 +68,10 @@ def test_the_mirror_of_an_old_driver_has_the_names_of_the_old_driver(host, build
         "cuCtxCreate_v2",
     }
     assert ours["libnvidia-ml.so.1"] == ("nvmlDeviceGetMemoryInfo",)
-    assert answers(
+    assert found_by_dlsym(
         lib64 / "libcuda.so.1", "cuInit", "cuOldOnly", "cuCtxCreate_v4", "cuGetProcAddress"
     ) == {"cuInit": True, "cuOldOnly": True, "cuCtxCreate_v4": False, "cuGetProcAddress": False}
-    assert answers(lib64 / "libnvidia-ml.so.1", "nvmlInit_v2", "nvmlDeviceGetMemoryInfo_v2") == {
+    assert found_by_dlsym(lib64 / "libnvidia-ml.so.1", "nvmlInit_v2", "nvmlDeviceGetMemoryInfo_v2") == {
         "nvmlInit_v2": True, "nvmlDeviceGetMemoryInfo_v2": False
     }  # fmt: skip
     generation = host / "out" / result.manifest.generation
@@ -96,12 +96,12 @@ def test_a_driver_that_gains_a_function_makes_another_generation(host, build_dir
     compile_library(path, "libcuda.so.1", [*OLD.split(), "cuCtxCreate_v4"])
     second = refresh(host / "root", host / "out", build_dir / "libcontrol")
     assert second.manifest.generation != first.manifest.generation
-    assert answers(host / "out/current/lib64/libcuda.so.1", "cuCtxCreate_v4", "cuCtxCreate_v3") == {
+    assert found_by_dlsym(host / "out/current/lib64/libcuda.so.1", "cuCtxCreate_v4", "cuCtxCreate_v3") == {
         "cuCtxCreate_v4": True, "cuCtxCreate_v3": False
     }  # fmt: skip
 
 
-def test_for_a_driver_that_has_all_the_library_stays_as_it_is(host, build_dir):
+def test_the_library_is_unchanged_for_a_driver_with_all_functions(host, build_dir):
     control = read_control(build_dir / "libcontrol")
     for library in (control.cuda, control.nvml):
         stem = library.soname.partition(".so")[0]
@@ -115,7 +115,7 @@ def test_for_a_driver_that_has_all_the_library_stays_as_it_is(host, build_dir):
     assert mirrored.read_bytes() == (build_dir / "libcontrol/libcuda.so.1").read_bytes()
 
 
-def test_a_driver_whose_exports_were_not_understood_hides_nothing(host, build_dir):
+def test_nothing_is_hidden_if_the_drivers_exports_cannot_be_read(host, build_dir):
     control = read_control(build_dir / "libcontrol")
     fitted = fit_control(
         control,
@@ -125,7 +125,7 @@ def test_a_driver_whose_exports_were_not_understood_hides_nothing(host, build_di
     assert fitted == control
 
 
-def test_hidden_names_leave_the_others_and_the_rest_of_the_file(tmp_path):
+def test_hiding_names_changes_nothing_else_in_the_file(tmp_path):
     path = compile_library(tmp_path / "a.so", "a.so", ["alpha", "beta", "gamma"], "-Wl,-Bsymbolic")
     content = path.read_bytes()
     patched = hide_exports(content, {"beta", "delta"})
@@ -139,7 +139,7 @@ def test_hidden_names_leave_the_others_and_the_rest_of_the_file(tmp_path):
     assert not hasattr(library, "beta")
 
 
-def test_a_library_that_looks_the_name_up_itself_is_refused(tmp_path):
+def test_a_library_that_refers_to_a_hidden_name_is_refused(tmp_path):
     """The library would not load, because the loader binds every name at load time."""
     path = compile_library(tmp_path / "a.so", "a.so", ["alpha", "beta"])  # not -Bsymbolic
     with pytest.raises(ValueError, match="refers to alpha itself, which the driver lacks"):

@@ -1,9 +1,8 @@
-"""The drivers that Debian ships, read and mirrored.
+"""Tests that read and mirror the drivers that Debian ships.
 
-vdriver/libraries.toml names the packages that have them. They are downloaded once into
-build/driver-cache, some 110 MB for each ordinary branch. If a suite has moved on, a later driver of
-the same branch is read and mirrored as well. The slow test of the packages' contents then says what
-to write.
+vdriver/libraries.toml names their packages. They are downloaded once into build/driver-cache, some
+110 MB for each ordinary branch. If a suite has a later driver of the same branch by now, that is
+read and mirrored, and the slow test of the packages' contents prints the new values for the table.
 """
 
 import contextlib
@@ -47,8 +46,8 @@ PACKAGES = (
     "*cuda1", "*ml1", "*-smi", "*-opencl-icd", "*-vdpau-driver", "*-driver-bin", "nvidia*-alternative",
     "xserver-xorg-video-nvidia*",
 )  # fmt: skip
-# apt's messages for a name that the archive does not have. Any other failure is the network's or
-# the mirror's.
+# apt's messages for a name that the archive does not have. Any other failure is one of the network
+# or of the mirror.
 UNKNOWN = re.compile(
     "Unable to locate package|No packages found|no installation candidate|does not have a Release file"
 )
@@ -56,7 +55,7 @@ TRIPLETS = ("", "i386-linux-gnu", "x86_64-linux-gnu")
 
 
 def branches():
-    """Yield the table's branches. An ordinary one comes a second time, marked slow, with its large packages."""
+    """Yield the table's branches, and each ordinary one again, marked slow, with its large packages."""
     table = tomllib.loads((ROOT / "vdriver" / "libraries.toml").read_text())
     for number, stanza in enumerate(table["branch"], 1):
         name = stanza.get("version", f"number-{number}")
@@ -100,7 +99,7 @@ def debian_sources(suite, components, components32):
 
 
 def download(branch, directory):
-    """Download packages with their own apt configuration and state. The system's apt is not touched."""
+    """Download packages with a separate apt configuration and state; the system's are not changed."""
     state = CACHE / "apt" / branch["suite"]
     for name in ("lists/partial", "archives/partial"):
         (state / name).mkdir(parents=True, exist_ok=True)
@@ -165,7 +164,7 @@ def set_alternatives(root, script):
 
 
 def unpack(packages, root):
-    """Unpack packages into one root and set their alternatives: first the driver's own, then those of GLX."""
+    """Unpack packages into one root and set their alternatives: the driver's, then those of GLX."""
     scripts = {}
     for package in sorted(packages.glob("*.deb")):
         subprocess.run(["dpkg-deb", "-x", package, root], check=True)
@@ -190,7 +189,7 @@ def alone(name):
 
 @pytest.fixture(scope="module", params=branches())
 def branch(request):
-    """A branch of the table that has what the tests need."""
+    """A branch of the table, checked for the keys and packages that the tests need."""
     stanza = request.param
     for key, example in KEYS_OF_A_BRANCH.items():
         if key not in stanza:
@@ -245,14 +244,14 @@ def test_every_library_and_program_reads_as_readelf_reads_it(driver_root, branch
         if ours is not None:
             bits.append(ours.bits)
             assert fields_of(ours) == fields_by_readelf(path), path
-    # The fewest are in 340.108. The exact numbers of a branch are its `seen`.
+    # 340.108 has the fewest. The exact numbers of a branch are its `seen`.
     assert bits.count(64) >= 22
     assert bits.count(32) >= 12 * bool(branch["packages32"])
 
 
 @pytest.mark.slow
-def test_the_packages_hold_what_the_table_says_of_them(driver_root, branch):
-    """Fix by writing what the error line says."""
+def test_the_packages_match_the_table(driver_root, branch):
+    """To fix a failure, write the values of the error line into the table."""
     if not branch["whole"]:
         pytest.skip("the table counts the large packages too")
     found = [lib for path, lib, _ in everything(driver_root) if lib and ".so" in path.name]
@@ -276,7 +275,7 @@ def test_every_library_and_program_exports_what_readelf_lists(driver_root):
     assert {"cuInit", "cuLaunchKernel", "cuMemAlloc_v2"} <= set(cuda)
 
 
-def test_every_other_file_is_refused_for_what_readelf_finds_too(driver_root):
+def test_every_other_file_is_refused_and_readelf_agrees(driver_root):
     reasons = set()
     for path, ours, reason in everything(driver_root):
         if ours is not None:
@@ -299,7 +298,7 @@ def test_every_other_file_is_refused_for_what_readelf_finds_too(driver_root):
     assert "not an ELF file" in reasons
 
 
-def test_the_driver_is_found_whole(driver_root):
+def test_all_libraries_of_the_driver_are_found(driver_root):
     driver = find_driver(driver_root)
     assert driver.kind == "nvidia"
     assert driver.version == driver.cuda.library.version
@@ -317,7 +316,7 @@ def test_the_driver_is_found_whole(driver_root):
             assert path.name in bits[ours.bits], path
 
 
-def test_configuration_and_modules_are_found_in_their_places(driver_root, branch):
+def test_configuration_and_modules_are_found_by_place(driver_root, branch):
     places = {}
     for file in find_driver(driver_root).data:
         places.setdefault(file.place, []).append(file.name)
@@ -335,10 +334,10 @@ def test_configuration_and_modules_are_found_in_their_places(driver_root, branch
         assert places["firmware"] == ["gsp_ga10x.bin", "gsp_tu10x.bin"]
 
 
-def test_the_mirror_is_what_its_manifest_says_and_each_library_loads_from_it(
+def test_the_mirror_matches_its_manifest_and_each_library_loads_from_it(
     driver_root, build_dir, tmp_path
 ):
-    """Fix missing libraries with: apt-get install libx11-6 libxext6."""
+    """If libraries are missing on this machine: apt-get install libx11-6 libxext6."""
     result = refresh(driver_root, tmp_path / "out", build_dir / "libcontrol")
     report = verify(tmp_path / "out" / result.manifest.generation)
     assert report.faults == ()
@@ -346,19 +345,19 @@ def test_the_mirror_is_what_its_manifest_says_and_each_library_loads_from_it(
     for one in report.libraries:
         if one.outcome == "loaded":
             continue
-        # Of another class, for a newer Debian than this one, separate from the driver and not among
-        # the packages, or in need of Mesa or Wayland, which not every machine has.
+        # It is a 32-bit library, needs a newer Debian or a separate package, or needs Mesa or
+        # Wayland, which not every machine has.
         assert one.path.startswith("lib32/") or re.search(
             r"GLIBC_|is not installed with this driver|lib(gbm|GL|EGL|wayland-\w+)\.so", one.detail
         ), one
     loaded = {x.path.removeprefix("lib64/") for x in report.libraries if x.outcome == "loaded"}
     assert {"libcuda.so.1", "libnvidia-ml.so.1"} <= loaded
     for name in ("libcuda", "libnvidia-ml"):
-        ours = tmp_path / "out" / result.manifest.generation / "lib64" / f"{name}.so.1"
-        theirs = ours.parent / "origin" / f"{name}-origin.so.1"
+        control = tmp_path / "out" / result.manifest.generation / "lib64" / f"{name}.so.1"
+        origin = control.parent / "origin" / f"{name}-origin.so.1"
         # No function that this driver lacks, and every function that both have.
-        all_of_ours = set(read_exports((build_dir / "libcontrol" / ours.name).resolve()))
-        assert set(read_exports(ours)) == all_of_ours & set(read_exports(theirs))
+        complete = set(read_exports((build_dir / "libcontrol" / control.name).resolve()))
+        assert set(read_exports(control)) == complete & set(read_exports(origin))
     assert len(loaded) >= 18
     own = {p.name.partition(".so")[0] for p in libraries(driver_root)}
     for base in ("lib64", "lib32"):
@@ -376,7 +375,7 @@ def test_the_mirror_is_what_its_manifest_says_and_each_library_loads_from_it(
 
 
 def test_no_library_of_a_branch_is_unknown_to_the_table(driver_root):
-    """Fix by adding the name to a capability in vdriver/libraries.toml: docs/howto/add-a-driver-branch.md."""
+    """To fix a failure, add the name to a capability in vdriver/libraries.toml (docs/howto/add-a-driver-branch.md)."""
     driver = find_driver(driver_root)
     names = {f.name for f in (*driver.libraries, *driver.libraries32)}
     assert {n for n in names if not read_tables().knows(n)} == set()

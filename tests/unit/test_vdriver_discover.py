@@ -1,4 +1,4 @@
-"""How a driver is found: hosts as file trees, drivers as compiled libraries."""
+"""Tests of vdriver.discover, with hosts as file trees and drivers as compiled libraries."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def names(files):
     return [f.name for f in files]
 
 
-def test_ubuntu_has_it_in_the_multiarch_directory(tmp_path):
+def test_ubuntu_has_the_driver_in_the_multiarch_directory(tmp_path):
     put_driver(tmp_path / DEBIAN, V)
     put(tmp_path / DEBIAN / f"libnvidia-nvvm.so.{V}", elf("libnvidia-nvvm.so.4"))
     put(tmp_path / DEBIAN / f"vdpau/libvdpau_nvidia.so.{V}", elf("libvdpau_nvidia.so.1"))
@@ -42,7 +42,7 @@ def test_ubuntu_has_it_in_the_multiarch_directory(tmp_path):
     assert driver.skipped == ()
 
 
-def test_debian_has_it_behind_alternatives_with_absolute_links(tmp_path):
+def test_debian_has_the_driver_behind_alternatives_with_absolute_links(tmp_path):
     current = tmp_path / DEBIAN / "nvidia/current"
     put_driver(current, V)
     put(
@@ -60,7 +60,7 @@ def test_debian_has_it_behind_alternatives_with_absolute_links(tmp_path):
     assert driver.programs[0].path == "/usr/lib/nvidia/current/nvidia-smi"
 
 
-def test_an_alternative_leads_to_a_directory_that_nobody_listed(tmp_path):
+def test_an_alternative_leads_to_a_directory_that_is_not_in_the_table(tmp_path):
     put_driver(tmp_path / DEBIAN / "nvidia/tesla-470", "470.256.02")
     for stem in ("libcuda", "libnvidia-ml"):
         link(tmp_path / DEBIAN / f"{stem}.so.1", f"/etc/alternatives/{stem}")
@@ -87,7 +87,7 @@ def test_a_mounted_driver_is_in_usr_local_nvidia(tmp_path):
     assert driver.programs[0].path == "/usr/local/nvidia/bin/nvidia-smi"
 
 
-def test_fedora_has_it_in_lib64_with_a_merged_usr_and_32_bit_beside(tmp_path):
+def test_fedora_has_the_driver_in_lib64_and_32_bit_libraries_in_lib(tmp_path):
     put_driver(tmp_path / "usr/lib64", V)
     link(tmp_path / "lib64", "usr/lib64")
     put(tmp_path / f"usr/lib/libnvidia-tls.so.{V}", elf(f"libnvidia-tls.so.{V}", bits=32))
@@ -103,12 +103,12 @@ def test_fedora_has_it_in_lib64_with_a_merged_usr_and_32_bit_beside(tmp_path):
     assert driver.skipped == ()
 
 
-def test_suse_once_had_it_in_a_directory_of_x11(tmp_path):
+def test_suse_once_had_the_driver_in_a_directory_of_x11(tmp_path):
     put_driver(tmp_path / "usr/X11R6/lib64", "390.157")
     assert find_driver(tmp_path).cuda.path == "/usr/X11R6/lib64/libcuda.so.390.157"
 
 
-def test_nixos_has_a_tree_of_links_into_its_store(tmp_path):
+def test_nixos_has_a_tree_of_links_to_its_store(tmp_path):
     store = tmp_path / "nix/store/abc-nvidia-x11-580.159.04"
     put_driver(store / "lib", "580.159.04")
     for file in (store / "lib").iterdir():
@@ -178,12 +178,12 @@ def test_a_jetson_is_refused_in_one_line(tmp_path, marker):
     with pytest.raises(DriverError) as caught:
         find_driver(tmp_path)
     assert str(caught.value) == (
-        f"{tmp_path}/{marker}: this is a Jetson board, which Tidegate does not serve; its driver "
+        f"{tmp_path}/{marker}: this is a Jetson board, which Tidegate does not support; its driver "
         "comes with the board's system image; use NVIDIA's own container runtime there"
     )
 
 
-def test_companions_with_a_version_of_their_own_are_those_that_the_link_leads_to(tmp_path):
+def test_the_soname_link_chooses_among_companions(tmp_path):
     lib = tmp_path / DEBIAN
     put_driver(lib, V)
     for version in ("1.1.3", "1.1.19"):
@@ -241,7 +241,7 @@ def test_files_for_fixed_directories_are_found_by_place(tmp_path):
     ]
 
 
-def test_a_library_without_the_file_that_leads_to_it_gets_the_one_of_the_table(tmp_path):
+def test_a_missing_configuration_file_comes_from_the_table(tmp_path):
     lib = tmp_path / DEBIAN
     put_driver(lib, V)
     put(lib / f"libnvidia-opencl.so.{V}", elf("libnvidia-opencl.so.1"))
@@ -258,7 +258,7 @@ def test_a_library_without_the_file_that_leads_to_it_gets_the_one_of_the_table(t
     assert [f.path for f in find_driver(tmp_path).data][1] == "/etc/OpenCL/vendors/nvidia.icd"
 
 
-def test_services_sockets_are_given_only_where_the_node_says_so(tmp_path):
+def test_sockets_of_services_are_provided_only_on_request(tmp_path):
     put_driver(tmp_path / DEBIAN, V)
     assert find_driver(tmp_path).binds == ()
     assert find_driver(tmp_path, sockets=True).binds == (
@@ -270,12 +270,12 @@ def test_services_sockets_are_given_only_where_the_node_says_so(tmp_path):
 @pytest.mark.parametrize(
     "text", [b"", b"[" * 100_000, b"\xff\xfe", b'{"ICD": {"library_path": 3}}']
 )
-def test_a_configuration_that_is_none_goes_as_it_is(text):
+def test_an_invalid_configuration_file_is_mirrored_unchanged(text):
     assert portable("nvidia_icd.json", text) is None
     assert portable("nvidia.icd", text) is None
 
 
-def test_a_driver_container_is_a_root_of_its_own(tmp_path):
+def test_a_driver_container_is_a_separate_root(tmp_path):
     inner = tmp_path / "run/nvidia/driver"
     put_driver(inner / DEBIAN, V, links=False)
     link(inner / "usr/lib64", f"/{DEBIAN}")
@@ -285,7 +285,7 @@ def test_a_driver_container_is_a_root_of_its_own(tmp_path):
     assert driver.cuda.path == f"/{DEBIAN}/libcuda.so.{V}"
 
 
-def test_the_loaders_cache_names_a_directory_that_nobody_listed(tmp_path, require):
+def test_the_loaders_cache_names_a_directory_that_is_not_in_the_table(tmp_path, require):
     require("ldconfig")
     put_driver(tmp_path / "opt/gpu/lib", V)
     conf = put(tmp_path / "ld.so.conf", f"{tmp_path}/opt/gpu/lib\n".encode())
@@ -303,26 +303,26 @@ def test_the_loaders_cache_names_a_directory_that_nobody_listed(tmp_path, requir
     assert find_driver(tmp_path).cuda.path == f"/opt/gpu/lib/libcuda.so.{V}"
 
 
-def test_a_damaged_cache_is_a_hint_less(tmp_path):
+def test_a_damaged_cache_is_ignored(tmp_path):
     put_driver(tmp_path / DEBIAN, V)
     put(tmp_path / "etc/ld.so.cache", b"glibc-ld.so.cache1.1\xff\xff\xff\xff")
     assert find_driver(tmp_path).version == V
 
 
-def test_a_simulated_driver_says_so_and_is_no_business_of_the_kernel_module(tmp_path):
+def test_a_simulated_driver_is_recognised_and_ignores_the_kernel_module(tmp_path):
     put_driver(tmp_path / "sim", "999.10.1", simulated=True)
     put_kernel(tmp_path, V)
     driver = find_driver(tmp_path, ["/sim"])
     assert (driver.version, driver.kind, driver.kernel_version) == ("999.10.1", "simulated", None)
 
 
-def test_only_the_directories_that_are_named_are_searched(tmp_path):
+def test_only_the_given_directories_are_searched(tmp_path):
     put_driver(tmp_path / DEBIAN, V)
     put_driver(tmp_path / "other", "550.54.14")
     assert find_driver(tmp_path, ["/other"]).version == "550.54.14"
 
 
-def test_of_two_versions_the_kernel_modules_is_taken(tmp_path):
+def test_of_two_versions_that_of_the_kernel_module_is_used(tmp_path):
     put_driver(tmp_path / "usr/local/nvidia/lib64", "550.54.14")
     put_driver(tmp_path / DEBIAN, V)
     put_kernel(tmp_path, V)
@@ -353,13 +353,13 @@ def test_forward_compatibility_libraries_alone_do_not_compete(tmp_path):
     assert find_driver(tmp_path).version == V
 
 
-def test_half_a_driver_is_an_error_that_names_the_other_half(tmp_path):
+def test_a_driver_without_one_of_its_libraries_is_an_error_that_names_it(tmp_path):
     put(tmp_path / DEBIAN / f"libcuda.so.{V}", elf("libcuda.so.1"))
     with pytest.raises(DriverError, match=rf"stands alone: no libnvidia-ml\.so\.{V}"):
         find_driver(tmp_path)
 
 
-def test_no_driver_is_an_error_that_says_where_was_looked(tmp_path):
+def test_no_driver_is_an_error_that_names_the_directories_searched(tmp_path):
     (tmp_path / "usr/lib64").mkdir(parents=True)
     with pytest.raises(DriverError, match=rf"no libcuda.*{tmp_path}/usr/lib64; install"):
         find_driver(tmp_path)
@@ -368,7 +368,7 @@ def test_no_driver_is_an_error_that_says_where_was_looked(tmp_path):
         find_driver(tmp_path / "empty")
 
 
-def test_a_root_or_a_directory_that_is_not_there_is_what_is_said(tmp_path):
+def test_a_missing_root_or_directory_is_reported(tmp_path):
     with pytest.raises(DriverError, match=rf"{tmp_path}/nowhere: no such directory; .*--root"):
         find_driver(tmp_path / "nowhere")
     put(tmp_path / "file", b"")
@@ -377,7 +377,7 @@ def test_a_root_or_a_directory_that_is_not_there_is_what_is_said(tmp_path):
             find_driver(tmp_path, [name])
 
 
-def test_packages_that_were_unpacked_and_not_installed_are_found(tmp_path):
+def test_packages_that_were_unpacked_but_not_installed_are_found(tmp_path):
     put_driver(tmp_path / DEBIAN / "nvidia/tesla-550", "550.54.15", links=False)
     put(tmp_path / DEBIAN / "libnvidia-glcore.so.550.54.15", elf("libnvidia-glcore.so.550.54.15"))
     put(tmp_path / "usr/lib/nvidia/tesla-550/nvidia-smi", elf(program=True), 0o755)
@@ -387,7 +387,7 @@ def test_packages_that_were_unpacked_and_not_installed_are_found(tmp_path):
     assert names(driver.programs) == ["nvidia-smi"]
 
 
-def test_a_damaged_library_is_told_though_the_other_class_has_a_whole_one(tmp_path):
+def test_a_damaged_library_is_reported_even_if_the_other_class_is_intact(tmp_path):
     put_driver(tmp_path / DEBIAN, V)
     put(tmp_path / DEBIAN / f"libnvcuvid.so.{V}", elf("libnvcuvid.so.1")[:1000])
     put(tmp_path / f"usr/lib/i386-linux-gnu/libnvcuvid.so.{V}", elf("libnvcuvid.so.1", bits=32))
@@ -396,14 +396,14 @@ def test_a_damaged_library_is_told_though_the_other_class_has_a_whole_one(tmp_pa
     assert [s.path for s in driver.skipped] == [f"/{DEBIAN}/libnvcuvid.so.{V}"]
 
 
-def test_half_a_driver_of_64_bit_is_not_completed_by_32_bit(tmp_path):
+def test_a_64_bit_driver_is_not_completed_by_32_bit_libraries(tmp_path):
     put(tmp_path / DEBIAN / f"libcuda.so.{V}", elf("libcuda.so.1"))
     put(tmp_path / f"usr/lib/i386-linux-gnu/libnvidia-ml.so.{V}", elf("libnvidia-ml.so.1", bits=32))
     with pytest.raises(DriverError, match=r"stands alone: no 64-bit libnvidia-ml\.so"):
         find_driver(tmp_path)
 
 
-def test_a_damaged_libcuda_is_an_error_and_a_damaged_other_is_left_out(tmp_path):
+def test_a_damaged_libcuda_is_an_error_and_another_damaged_library_is_skipped(tmp_path):
     put_driver(tmp_path / DEBIAN, V)
     put(tmp_path / DEBIAN / f"libnvidia-cfg.so.{V}", b"")
     put(
@@ -418,7 +418,7 @@ def test_a_damaged_libcuda_is_an_error_and_a_damaged_other_is_left_out(tmp_path)
         find_driver(tmp_path)
 
 
-def test_a_leftover_of_another_version_does_not_stand_in_the_way(tmp_path):
+def test_leftovers_of_another_version_are_ignored(tmp_path):
     put_driver(tmp_path / DEBIAN, V)
     put_kernel(tmp_path, V)
     put(tmp_path / DEBIAN / "libcuda.so.470.1", b"")
@@ -432,7 +432,7 @@ def test_a_leftover_of_another_version_does_not_stand_in_the_way(tmp_path):
         find_driver(tmp_path)
 
 
-def test_a_name_that_cannot_be_printed_is_no_drivers(tmp_path):
+def test_a_name_that_is_not_printable_is_ignored(tmp_path):
     put_driver(tmp_path / DEBIAN, V)
     for name in (f"libnvidia-\n.so.{V}", f"libnvidia-\x1b[2J.so.{V}"):
         put(tmp_path / DEBIAN / name, elf("libnvidia-x.so.1"))
@@ -441,7 +441,7 @@ def test_a_name_that_cannot_be_printed_is_no_drivers(tmp_path):
     assert driver.libraries == driver.skipped == ()
 
 
-def test_a_library_of_the_x32_abi_is_not_one_of_64_bit(tmp_path):
+def test_a_library_of_the_x32_abi_is_not_a_64_bit_library(tmp_path):
     put_driver(tmp_path / DEBIAN, V)
     content = bytearray(elf("libnvidia-cfg.so.1", bits=32))
     content[18:20] = (62).to_bytes(2, "little")  # e_machine: x86-64
@@ -475,12 +475,12 @@ def test_links_never_lead_out_of_the_root(tmp_path):
     link(root / DEBIAN, str(tmp_path / "outside"))
     with pytest.raises(DriverError, match="no libcuda"):
         find_driver(root)
-    # The same texts are found below the root.
+    # The same links are resolved below the root.
     put_driver(root / "outside", V)
     assert find_driver(root).cuda.path == f"/outside/libcuda.so.{V}"
 
 
-def test_a_tree_resolves_as_for_a_process_whose_root_it_is(tmp_path):
+def test_a_tree_resolves_paths_as_for_a_process_with_that_root(tmp_path):
     put(tmp_path / "a/b/file", b"x")
     link(tmp_path / "abs", "/a/b")
     link(tmp_path / "a/up", "../../../../a")
@@ -496,7 +496,7 @@ def test_a_tree_resolves_as_for_a_process_whose_root_it_is(tmp_path):
 
 
 def test_the_table_names_each_library_once():
-    """Fix by removing the second mention in vdriver/libraries.toml."""
+    """To fix a failure, remove the second mention in vdriver/libraries.toml."""
     import tomllib
     from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Reading one ELF file: what gcc and the linker wrote comes back, and nothing hostile does harm."""
+"""Tests of vdriver.elf: facts about files from gcc and the linker, and hostile files."""
 
 import ctypes
 import os
@@ -26,7 +26,7 @@ from vdriver.elf import read_exports, read_library, version_in_name
 from vdriver.errors import LibraryError
 
 
-def test_what_the_linker_wrote_is_read_back(tmp_path):
+def test_the_facts_are_those_that_the_linker_wrote(tmp_path):
     content = elf("libcuda.so.1", ("libm.so.6", "libc.so.6"), runpath="$ORIGIN/origin")
     path = put(tmp_path / "libcuda.so.535.261.03", content)
     library = read_library(path)
@@ -42,7 +42,7 @@ def test_what_the_linker_wrote_is_read_back(tmp_path):
     assert ".note.gnu.build-id" in library.notes
 
 
-def test_the_note_of_a_simulated_driver_is_seen(tmp_path):
+def test_the_note_of_a_simulated_driver_is_found(tmp_path):
     library = read_library(put(tmp_path / "a.so", elf("libcuda.so.1", simulated=True)))
     assert ".note.tidegate.simgpu" in library.notes
 
@@ -73,7 +73,7 @@ def test_a_program_is_read_and_has_no_soname(tmp_path):
         ("libcuda.1.2", None),
     ],
 )
-def test_a_version_is_what_follows_so_in_a_name(name, version):
+def test_the_version_is_the_part_of_a_name_after_so(name, version):
     assert version_in_name(name) == version
 
 
@@ -99,7 +99,7 @@ def test_a_file_truncated_anywhere_is_refused_with_a_reason(tmp_path):
         assert str(path) in caught.value.message
 
 
-def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path):
+def test_a_file_that_is_not_regular_is_refused_without_blocking(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "directory").mkdir()
     (tmp_path / "loop").symlink_to("loop")
@@ -143,20 +143,20 @@ except LibraryError as e:
     )
 
 
-def test_a_soname_that_is_no_file_name_is_refused(tmp_path):
+def test_a_soname_that_is_not_a_file_name_is_refused(tmp_path):
     for soname in ("../../etc/passwd", "..", "/libcuda.so.1", "a\nb"):
         with pytest.raises(LibraryError, match=r"not a file name|not printable"):
             read_library(put(tmp_path / "a.so", elf(soname)))
 
 
-def test_a_file_that_keeps_the_parser_busy_is_given_up(tmp_path, monkeypatch):
+def test_a_file_that_needs_too_many_reads_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MAX_READS", 3)
     with pytest.raises(LibraryError, match="proportion"):
         read_library(put(tmp_path / "a.so", elf("libcuda.so.1")))
 
 
 def test_names_that_never_end_are_read_within_the_bound(tmp_path):
-    # Moves .shstrtab's own section over 32 MiB without a zero byte.
+    # Points the section .shstrtab at 32 MiB without a zero byte.
     content = bytearray(elf("libcuda.so.1"))
     table, size, count = (
         int.from_bytes(content[a:b], "little") for a, b in ((40, 48), (58, 60), (60, 62))
@@ -182,12 +182,12 @@ def test_interpreter_and_abi_are_read_from_the_segments(tmp_path, bits):
 
 @pytest.mark.parametrize("hash_style", ["gnu", "sysv", "both"])
 @pytest.mark.parametrize("bits", [64, 32])
-def test_exports_are_what_a_search_by_name_finds(tmp_path, bits, hash_style):
+def test_exports_are_the_symbols_that_a_search_by_name_finds(tmp_path, bits, hash_style):
     path = put(tmp_path / "a.so", rich_elf(bits, hash_style))
     assert read_exports(path) == RICH_EXPORTS
 
 
-def test_exports_are_what_dlsym_finds(tmp_path):
+def test_exports_are_the_symbols_that_dlsym_finds(tmp_path):
     source = put(tmp_path / "a.c", b"int f(void) { return 1; } int hidden = 2; __thread int t;")
     script = put(tmp_path / "a.map", b"VERSION_1 { global: f; t; local: *; };")
     made = tmp_path / "a.so"
@@ -224,10 +224,10 @@ def test_a_symbol_that_is_hidden_local_or_a_section_is_not_exported(tmp_path):
 
 def test_notes_in_a_segment_aligned_to_eight_bytes_are_found_or_refused(tmp_path):
     content = bytearray(rich_elf(64))
-    # Linkers use different numbers of segments for notes. Here it is one, of these 68 bytes.
-    (table, size), (ours, _) = (elf_parts(content)[p] for p in ("segments", "note segment"))
+    # Linkers use different numbers of segments for notes. This keeps one, of these 68 bytes.
+    (table, size), (kept, _) = (elf_parts(content)[p] for p in ("segments", "note segment"))
     for at in range(table, table + size, 56):
-        if at != ours and struct.unpack_from("<I", content, at) == (4,):
+        if at != kept and struct.unpack_from("<I", content, at) == (4,):
             struct.pack_into("<I", content, at, 0)
     _put(content, "note segment", 32, "<QQQ", 68, 68, 8)
     _put(content, "note", 0, "<III4sII", 4, 8, 5, b"GNU", 0xC0000002, 0)
@@ -255,7 +255,7 @@ def _put(content, part, offset, pattern, *values):
 
 
 @pytest.mark.parametrize("bits", [64, 32])
-def test_a_library_without_section_headers_answers_the_same(tmp_path, bits):
+def test_a_library_without_section_headers_gives_the_same_results(tmp_path, bits):
     whole = rich_elf(bits, interpreter=True)
     content = bytearray(whole[: elf_parts(whole)["sections"][0]])
     _put(content, "header", 40 if bits == 64 else 32, "<Q" if bits == 64 else "<I", 0)
@@ -301,7 +301,7 @@ def test_counts_that_the_header_has_no_room_for_are_in_the_first_section(tmp_pat
     assert counted.notes == library.notes
     assert {".note.gnu.build-id", ".note.ABI-tag"} <= set(library.notes)  # Ubuntu's gcc adds one
     assert counted.build_id == library.build_id
-    # This number of segments is refused, whatever the first section says.
+    # This number of segments is refused, whatever number the first section has.
     struct.pack_into("<H", content, number, 0xFFFF)
     struct.pack_into("<I", content, first + info, 1)
     with pytest.raises(LibraryError, match="more than 1024 headers"):
@@ -369,7 +369,7 @@ def test_exports_made_to_mislead_are_refused_with_the_reason(tmp_path, name):
         read_exports(put(tmp_path / "a.so", bytes(content)))
 
 
-def test_a_symbol_whose_name_is_behind_the_file_is_not_exported(tmp_path):
+def test_a_symbol_whose_name_is_beyond_the_file_is_not_exported(tmp_path):
     content = bytearray(rich_elf(64, "gnu"))
     symbols, _ = elf_parts(content)["symbols"]
     strings, _ = elf_parts(content)["strings"]
@@ -424,7 +424,7 @@ def test_many_long_names_that_share_their_end_do_not_fill_the_memory(tmp_path):
         read_exports(path)
 
 
-def test_a_driver_of_stand_ins_is_read_within_some_hundred_reads(tmp_path):
+def test_a_small_driver_library_takes_at_most_1000_reads(tmp_path):
     put_driver(tmp_path, "535.261.03")
     with Counted() as counted:
         read_library(tmp_path / "libcuda.so.535.261.03")
@@ -441,7 +441,7 @@ def test_notes_without_end_are_refused_before_they_are_read(tmp_path):
     assert counted.bytes <= 16384
 
 
-def test_a_missing_pyelftools_is_no_fault_of_the_file(tmp_path, monkeypatch):
+def test_a_missing_pyelftools_is_not_reported_as_a_fault_of_the_file(tmp_path, monkeypatch):
     path = put(tmp_path / "a.so", elf("liba.so.1"))
     for name in [n for n in sys.modules if n.partition(".")[0] == "elftools"]:
         monkeypatch.delitem(sys.modules, name)

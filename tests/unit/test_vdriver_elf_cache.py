@@ -1,4 +1,4 @@
-"""Kept answers about ELF files: the same as reading again, and never older than the file."""
+"""Tests of vdriver.elf_cache: cached results are those of read_library, and never out of date."""
 
 import json
 import os
@@ -21,8 +21,8 @@ def _files_are_settled(monkeypatch):
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    """The paths that are actually read."""
+def files_read(monkeypatch):
+    """The paths that are actually read, not answered from the cache."""
     paths = []
 
     def read(path):
@@ -39,7 +39,7 @@ def refusal(readings, path):
     return caught.value.message, caught.value.hint
 
 
-def test_a_second_run_reads_nothing_and_says_the_same(tmp_path, asked):
+def test_a_second_run_reads_no_file_and_gives_the_same_results(tmp_path, files_read):
     library = put(tmp_path / "librich.so.1.2", rich_elf(64, interpreter=True))
     text = put(tmp_path / "libtext.so.1.2", b"not a library")
     store = tmp_path / "readings.json"
@@ -47,7 +47,7 @@ def test_a_second_run_reads_nothing_and_says_the_same(tmp_path, asked):
     assert first.read(library) == read_library(library)
     said = refusal(first, text)
     first.save()
-    assert asked == [str(library), str(text)]
+    assert files_read == [str(library), str(text)]
     second = ElfCache(store)
     assert second.read(library) == read_library(library)
     assert refusal(second, text) == said
@@ -55,7 +55,7 @@ def test_a_second_run_reads_nothing_and_says_the_same(tmp_path, asked):
         f"{text}: not an ELF file",
         "reinstall the package that it belongs to",
     )
-    assert asked == [str(library), str(text)]
+    assert files_read == [str(library), str(text)]
 
 
 def test_a_second_run_does_not_load_pyelftools(tmp_path):
@@ -75,7 +75,7 @@ kept.save()
 
 
 def _let_the_clock_tick(path):
-    """Wait for the kernel's clock tick, at most 10 ms: file times cannot show a change within one tick."""
+    """Wait for the kernel's clock tick, at most 10 ms: changes within one tick have the same file time."""
     other = path.with_name("tick")
     for _ in range(1_000_000):
         other.touch()
@@ -115,7 +115,7 @@ def test_a_file_that_changed_is_read_again(tmp_path, change):
     assert ElfCache(store).read(path).soname == "libb.so.1"
 
 
-def test_what_took_a_library_s_place_is_judged_as_it_is(tmp_path):
+def test_a_file_that_replaced_a_library_is_read_again(tmp_path):
     path = put(tmp_path / "liba.so.1.2", elf("liba.so.1"))
     store = tmp_path / "readings.json"
     first = ElfCache(store)
@@ -133,7 +133,7 @@ def test_what_took_a_library_s_place_is_judged_as_it_is(tmp_path):
     assert ElfCache(store).read(path).soname == "liba.so.1"
 
 
-def test_what_the_system_refused_is_asked_again(tmp_path, monkeypatch):
+def test_an_error_of_the_system_is_not_cached(tmp_path, monkeypatch):
     path = put(tmp_path / "liba.so.1.2", elf("liba.so.1"))
     store = tmp_path / "readings.json"
     first = ElfCache(store)
@@ -152,18 +152,18 @@ def test_what_the_system_refused_is_asked_again(tmp_path, monkeypatch):
     assert first.read(tmp_path / "libb.so.1.2").soname == "libb.so.1"
 
 
-def test_a_file_that_changed_just_now_is_not_kept(tmp_path, asked, monkeypatch):
+def test_a_file_that_has_just_changed_is_not_cached(tmp_path, files_read, monkeypatch):
     monkeypatch.setattr(module, "SETTLED_NS", 10**18)
     path = put(tmp_path / "liba.so.1.2", elf("liba.so.1"))
     readings = ElfCache(tmp_path / "readings.json")
     readings.read(path)
     readings.read(path)
-    assert len(asked) == 2
+    assert len(files_read) == 2
     readings.save()
     assert not (tmp_path / "readings.json").exists()
 
 
-def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path, monkeypatch):
+def test_a_file_that_changes_while_it_is_read_is_not_cached(tmp_path, monkeypatch):
     path = put(tmp_path / "liba.so.1.2", elf("liba.so.1"))
 
     def read(name):
@@ -178,7 +178,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path, monkeypatch)
     assert readings.read(path).soname == "libb.so.1"
 
 
-def test_saving_keeps_what_this_run_asked_for_and_nothing_else(tmp_path):
+def test_only_the_results_of_this_run_are_saved(tmp_path):
     one = put(tmp_path / "libone.so.1.2", elf("libone.so.1"))
     two = put(tmp_path / "libtwo.so.1.2", elf("libtwo.so.1"))
     store = tmp_path / "readings.json"
@@ -215,12 +215,12 @@ def test_saving_without_a_change_writes_nothing(tmp_path):
     ]
 
 
-def test_readings_without_a_file_last_for_the_run(tmp_path, asked):
+def test_readings_without_a_file_last_for_the_run(tmp_path, files_read):
     path = put(tmp_path / "liba.so.1.2", elf("liba.so.1"))
     readings = ElfCache(None)
     assert readings.read(path) == readings.read(str(path))
     readings.save()
-    assert asked == [str(path)]
+    assert files_read == [str(path)]
 
 
 def _stored(tmp_path):
@@ -232,13 +232,13 @@ def _stored(tmp_path):
     return path, store
 
 
-def test_a_file_of_other_fields_is_ignored(tmp_path, asked):
+def test_a_cache_file_of_another_version_is_ignored(tmp_path, files_read):
     path, store = _stored(tmp_path)
     document = json.loads(store.read_text())
     document["version"] += 1
     store.write_text(json.dumps(document))
     assert ElfCache(store).read(path).soname == "liba.so.1"
-    assert asked == [str(path)] * 2
+    assert files_read == [str(path)] * 2
 
 
 DAMAGE = {
@@ -262,7 +262,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", sorted(DAMAGE))
-def test_a_damaged_file_is_ignored_and_replaced(tmp_path, asked, name):
+def test_a_damaged_cache_file_is_ignored_and_replaced(tmp_path, files_read, name):
     path, store = _stored(tmp_path)
     whole = store.read_bytes()
     damaged = DAMAGE[name](whole)
@@ -270,12 +270,12 @@ def test_a_damaged_file_is_ignored_and_replaced(tmp_path, asked, name):
     store.write_bytes(damaged)
     readings = ElfCache(store)
     assert readings.read(path).soname == "liba.so.1"
-    assert asked == [str(path)] * 2
+    assert files_read == [str(path)] * 2
     readings.save()
     assert store.read_bytes() == whole
 
 
-def test_what_is_no_regular_file_is_ignored_without_waiting(tmp_path):
+def test_a_cache_that_is_not_a_regular_file_is_ignored_without_blocking(tmp_path):
     path = put(tmp_path / "liba.so.1.2", elf("liba.so.1"))
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "directory").mkdir()
@@ -283,7 +283,7 @@ def test_what_is_no_regular_file_is_ignored_without_waiting(tmp_path):
         assert ElfCache(tmp_path / name).read(path).soname == "liba.so.1"
 
 
-def test_a_file_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path):
+def test_a_cache_that_cannot_be_written_is_an_error_and_leaves_no_file(tmp_path):
     path = put(tmp_path / "liba.so.1.2", elf("liba.so.1"))
     readings = ElfCache(tmp_path / "missing/readings.json")
     readings.read(path)
@@ -310,5 +310,5 @@ from vdriver.elf_cache import VERSION
 print(VERSION)
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    ours, other = done.stdout.split()
-    assert ours == str(module.VERSION) != other
+    usual, changed = done.stdout.split()
+    assert usual == str(module.VERSION) != changed

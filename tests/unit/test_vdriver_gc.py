@@ -1,4 +1,7 @@
-"""The inputs of `tidegate gc`: lines of mountinfo, names, locks, blocks. Removal needs root: tests/container."""
+"""Tests of the inputs of `tidegate gc`: mountinfo, names, locks, disk blocks.
+
+The removal itself needs root; tests/container/test_gc.py tests it.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def gc(driver_dir, *more):
     return cli.main(["gc", "--driver-dir", str(driver_dir), *more])
 
 
-def test_mountinfo_is_read_with_its_escapes_and_its_optional_fields():
+def test_mountinfo_is_parsed_with_escapes_and_optional_fields():
     data = (
         b"36 35 98:0 /a\\040b\\134c /mnt\\0112 rw,noatime shared:7 master:1 - ext3 /dev/root rw,errors=continue\n"
         b"2391 34 0:4 mnt:[4026532208] /run/pin rw - nsfs nsfs rw\n"
@@ -55,7 +58,7 @@ def test_mountinfo_is_read_with_its_escapes_and_its_optional_fields():
     ],
     ids=["root", "a partition", "a btrfs subvolume", "a bind mount"],
 )
-def test_a_directory_is_found_in_its_file_system(root, point, path, expected):
+def test_a_directory_is_located_in_its_file_system(root, point, path, expected):
     place = locate(Mount(1, "0:31", root, point, "btrfs", ()), path)
     assert place == Location("0:31", expected)
 
@@ -85,7 +88,7 @@ LAYERS = {
     ],
     ids=["itself", "lib64", "a set", "deleted", "a deleted file", *LAYERS],
 )
-def test_a_mount_of_a_generation_or_of_something_in_it_is_a_use(used):
+def test_a_mount_of_a_generation_or_of_a_file_in_it_is_a_use(used):
     assert names_in_use([mount("/"), used], SOUGHT) == {OLD}
 
 
@@ -112,26 +115,26 @@ OTHERS = {
     ],
     ids=["root", "above", "damaged", "a longer name", "another", "another device", *OTHERS],
 )
-def test_other_mounts_are_no_use(other):
+def test_other_mounts_are_not_a_use(other):
     assert names_in_use([other], SOUGHT) == set()
 
 
 def test_a_layer_below_another_mount_of_the_driver_directory_is_a_use():
-    """The host's root may be mounted in a container like this."""
+    """A container may have the host's root mounted."""
     host = mount("/", point="/host")
     layer = mount("/", device="0:50", kind="overlay", options=f"lowerdir=/host{D}/{OLD}/lib64:/a")
     assert names_in_use([host, layer], SOUGHT) == {OLD}
     assert names_in_use([layer], SOUGHT) == set()
 
 
-def test_a_layer_that_was_named_before_its_generation_was_set_aside_is_a_use():
+def test_a_layer_of_a_generation_that_was_set_aside_later_is_a_use():
     place = {f"{OLD}.damaged-0": Location("254:0", f"{D}/{OLD}.damaged-0")}
     layer = mount("/", device="0:50", kind="overlay", options=f"lowerdir={D}/{OLD}/lib64")
     sought = Sought(Location("254:0", D), (D,), place, {})
     assert names_in_use([layer], sought) == {f"{OLD}.damaged-0"}
 
 
-def test_text_that_is_not_utf_8_or_breaks_lines_is_read():
+def test_text_that_is_not_utf_8_or_has_line_breaks_is_parsed():
     data = (
         b"36 35 0:50 / /mnt/a\rb\xe2\x80\xa8 rw - fuse.\xff x rw\n"
         b"37 35 0:51 / /o rw - overlay o rw,lowerdir=/a\\054b:/c\n"
@@ -141,7 +144,7 @@ def test_text_that_is_not_utf_8_or_breaks_lines_is_read():
     assert second.options == ("rw", "lowerdir=/a,b:/c")
 
 
-def test_a_line_that_is_no_mount_is_told_and_the_others_are_read():
+def test_an_invalid_line_is_reported_and_the_others_are_parsed():
     faults: list[str] = []
     data = b"36 35 0:50 / /a rw - ext4 x rw\n37 \x1b[2J\n38 35 0:50 / /b rw - ext4 x rw\n"
     assert [m.ident for m in parse_mountinfo(data, faults)] == [36, 38]
@@ -185,7 +188,7 @@ def test_a_directory_without_generations_has_nothing_to_remove(tmp_path, capsys)
     assert "No such file or directory; run tidegate refresh first" in capsys.readouterr().err
 
 
-def test_bytes_are_counted_where_all_links_of_a_file_go(tmp_path):
+def test_bytes_are_counted_if_all_links_of_a_file_are_removed(tmp_path):
     inside, outside = tmp_path / "inside", tmp_path / "outside"
     inside.mkdir()
     outside.mkdir()

@@ -1,4 +1,4 @@
-"""Reading the loader's cache as ldconfig writes it."""
+"""Tests of vdriver.ldcache with caches that ldconfig wrote, and with damaged ones."""
 
 import contextlib
 import os
@@ -40,14 +40,14 @@ def test_entries_are_those_that_ldconfig_lists(cache, tmp_path):
     ).stdout
     expected = re.findall(r"^\s+(\S+) \(.*\) => (\S+)$", listed, re.MULTILINE)
     assert [(e.soname, e.path) for e in entries] == expected
-    ours = {e.soname: e for e in entries if e.path.startswith(str(tmp_path))}
-    assert ours["libcuda.so.1"].path == f"{tmp_path}/one/libcuda.so.1"
-    assert ours["libcuda.so.1"].flags == MACHINE_FLAGS["x86_64"]
-    assert ours["libold.so.1"].flags == 0x0003
+    made = {e.soname: e for e in entries if e.path.startswith(str(tmp_path))}
+    assert made["libcuda.so.1"].path == f"{tmp_path}/one/libcuda.so.1"
+    assert made["libcuda.so.1"].flags == MACHINE_FLAGS["x86_64"]
+    assert made["libold.so.1"].flags == 0x0003
 
 
 @pytest.mark.parametrize("form", ["old", "compat"])
-def test_the_older_format_alone_and_before_the_newer_one_says_the_same(cache, form):
+def test_the_older_format_has_the_same_entries(cache, form):
     conf, made = cache.with_name("ld.so.conf"), cache.with_name("ld.so.cache.older")
     command = ["ldconfig", "-c", form, "-f", conf, "-C", made]
     subprocess.run(command, check=True, capture_output=True)
@@ -67,7 +67,7 @@ def test_a_cache_truncated_anywhere_is_refused(cache):
             parse_cache(data[:cut])
 
 
-def test_a_cache_of_another_byte_order_is_refused():
+def test_a_cache_in_another_byte_order_is_refused():
     with pytest.raises(CacheError, match="big-endian"):
         parse_cache(struct.pack(">20sIIB3xI12x", b"glibc-ld.so.cache1.1", 0, 0, 3, 0))
 

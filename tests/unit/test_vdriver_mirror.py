@@ -1,4 +1,4 @@
-"""Generations on a real file system: their contents, that none is left half made, and what a crash leaves."""
+"""Tests of vdriver.mirror on a real file system: content, interrupted runs, damage and repair."""
 
 import fcntl
 import hashlib
@@ -49,7 +49,7 @@ def upgrade(host, version="550.54.14"):
 
 
 def require_whole(output):
-    """Check that the generation in force has exactly what its manifest says, byte for byte."""
+    """Check that the generation in force matches its manifest, byte for byte."""
     manifest = read_manifest(output / "current")
     assert str((output / "current").readlink()) == manifest.generation
     validate(manifest.to_json())
@@ -66,7 +66,7 @@ def require_whole(output):
     return manifest
 
 
-def test_a_generation_is_laid_out_as_the_contract_says(host):
+def test_the_layout_of_a_generation(host):
     old = os.umask(0o077)
     try:
         result = run(host)
@@ -102,7 +102,7 @@ def test_a_generation_is_laid_out_as_the_contract_says(host):
     ).read_bytes()
 
 
-def test_the_manifest_names_what_makes_it_stale_and_where_content_came_from(host):
+def test_the_manifest_has_watched_files_and_the_origin_of_content(host):
     run(host)
     document = json.loads((host / "out/current/manifest.json").read_text())
     assert document["driver"] == {"version": V, "kind": "nvidia"}
@@ -138,7 +138,7 @@ def test_the_manifest_names_what_makes_it_stale_and_where_content_came_from(host
     )
 
 
-def test_the_name_of_a_generation_follows_from_its_content_alone(host):
+def test_the_name_of_a_generation_depends_only_on_its_content(host):
     one = run(host).manifest
     other = refresh(host / "root", host / "elsewhere", host / "control").manifest
     assert one.generation == other.generation
@@ -153,8 +153,8 @@ def test_the_name_of_a_generation_follows_from_its_content_alone(host):
 
 
 def test_a_second_run_without_changes_writes_and_reads_nothing(host, monkeypatch):
-    # The readings are a file of their own. The second run would write it, because the libraries are
-    # old enough by then.
+    # The cache of readings is a separate file, which the second run would write, because the
+    # libraries are old enough by then.
     monkeypatch.setattr(elf_cache, "SETTLED_NS", 10**18)
     first = run(host)
     before = {p: p.lstat() for p in (host / "out").rglob("*")}
@@ -206,7 +206,7 @@ def test_an_optional_library_that_is_reinstalled_with_other_content_is_noticed(h
     assert run(host).replaced == (f"lib64/libnvidia-nvvm.so.{V}",)
 
 
-def test_a_driver_that_was_touched_keeps_its_generation_and_is_fresh_again(host):
+def test_a_touched_driver_keeps_its_generation_with_new_times(host):
     first = run(host).manifest
     os.utime(host / f"root/usr/lib64/libcuda.so.{V}", ns=(1, 10**18))
     second = run(host)
@@ -220,7 +220,7 @@ def test_a_driver_that_was_touched_keeps_its_generation_and_is_fresh_again(host)
     assert names == {first.generation, "current"}
 
 
-def test_a_generation_that_somebody_changed_is_made_again_beside_the_damaged_one(host):
+def test_a_damaged_generation_is_set_aside_and_made_again(host):
     first = run(host).manifest
     put(host / "out" / first.generation / "lib64/libcuda.so.1", b"something else")
     assert run(host).changed
@@ -230,7 +230,7 @@ def test_a_generation_that_somebody_changed_is_made_again_beside_the_damaged_one
     ).read_bytes() == b"something else"
 
 
-def test_content_that_changed_unseen_is_found_when_asked_for(host):
+def test_repair_finds_damage_with_the_same_size_and_time(host):
     first = run(host).manifest
     damaged = host / "out" / first.generation / "lib64/libcuda.so.1"
     status = damaged.stat()
@@ -260,7 +260,7 @@ def test_a_source_that_changes_while_it_is_copied_fails_the_run(host, monkeypatc
     assert names == {first.generation, "current"}
 
 
-def test_content_is_shared_where_the_file_system_can_and_copied_elsewhere(host, monkeypatch):
+def test_content_is_shared_if_the_file_system_supports_it(host, monkeypatch):
     lib, other = host / "root/usr/lib64", host / f"root/usr/lib64/libnvidia-nvvm.so.{V}"
     other.chmod(0o664)  # writable by others than root
     result = run(host)
@@ -277,7 +277,7 @@ def test_content_is_shared_where_the_file_system_can_and_copied_elsewhere(host, 
     require_whole(host / "elsewhere")
 
 
-def test_a_new_generation_shares_what_did_not_change_with_the_one_before(host):
+def test_a_new_generation_shares_unchanged_files_with_the_previous_one(host):
     first = run(host).manifest
     put(host / "control/libcuda.so.1", elf("libcuda.so.1", ("libcuda-origin.so.1",), tag="newer"))
     second = run(host)
@@ -287,7 +287,7 @@ def test_a_new_generation_shares_what_did_not_change_with_the_one_before(host):
         assert old.samefile(new)
 
 
-def test_a_damaged_generation_gives_nothing_to_the_next(host):
+def test_no_file_of_a_damaged_generation_is_reused(host):
     first = run(host).manifest
     damaged = host / "out" / first.generation / f"lib64/libnvidia-nvvm.so.{V}"
     time = damaged.stat().st_mtime_ns
@@ -311,7 +311,7 @@ def test_a_driver_file_that_was_rewritten_in_place_makes_another_generation(host
     require_whole(host / "out")
 
 
-def test_a_driver_file_that_was_rewritten_in_place_at_the_same_size_is_noticed_and_told(host):
+def test_a_driver_file_that_was_rewritten_in_place_is_reported(host):
     path = host / f"root/usr/lib64/libnvidia-nvvm.so.{V}"
     first = run(host).manifest
     content = bytearray(path.read_bytes())
@@ -326,8 +326,8 @@ def test_a_driver_file_that_was_rewritten_in_place_at_the_same_size_is_noticed_a
     assert run(host).rewritten == ()
 
 
-def test_repair_sets_the_generation_before_aside_when_its_content_is_another(host):
-    """The driver's file changed together with its hard link, whatever the name says."""
+def test_repair_sets_the_previous_generation_aside_if_its_content_changed(host):
+    """The mirrored file is a hard link, so the driver's file has changed with it."""
     first = run(host).manifest
     with (host / "out/current/lib64" / f"libnvidia-nvvm.so.{V}").open("r+b") as file:
         file.seek(0, os.SEEK_END)
@@ -338,7 +338,7 @@ def test_repair_sets_the_generation_before_aside_when_its_content_is_another(hos
     require_whole(host / "out")
 
 
-def test_narrower_sets_are_directories_of_the_same_files(host):
+def test_smaller_sets_are_directories_of_the_same_files(host):
     lib = host / "root/usr/lib64"
     put(lib / f"libnvcuvid.so.{V}", elf("libnvcuvid.so.1"))
     manifest = require_whole_sets(host, run(host).manifest)
@@ -387,7 +387,7 @@ def test_a_control_library_under_a_wrong_name_is_refused(host):
         run(host)
 
 
-def test_a_drivers_own_library_is_no_control_library(host):
+def test_a_drivers_own_library_is_not_a_control_library(host):
     for stem in ("libcuda", "libnvidia-ml"):
         shutil.copy(host / f"root/usr/lib64/{stem}.so.{V}", host / f"control/{stem}.so.1")
     with pytest.raises(
@@ -397,14 +397,14 @@ def test_a_drivers_own_library_is_no_control_library(host):
 
 
 def upgrade_some(host, *names):
-    """Upgrade some libraries to the next version, as a package manager that is half-way through."""
+    """Upgrade some libraries to the next version, as a package manager in the middle of an upgrade."""
     lib = host / "root/usr/lib64"
     for name in names:
         (lib / f"{name}.so.{V}").unlink()
         put(lib / f"{name}.so.550.54.14", elf(f"{name}.so.1", tag="550"))
 
 
-def test_a_driver_that_is_half_replaced_is_refused_and_its_mirror_stays(host):
+def test_a_driver_in_the_middle_of_an_upgrade_is_refused(host):
     first = run(host).manifest
     upgrade_some(host, "libnvidia-nvvm")
     with pytest.raises(
@@ -430,20 +430,20 @@ def test_a_program_that_is_replaced_before_its_libraries_is_refused_too(host):
     assert require_whole(host / "out") == first
 
 
-def test_what_an_older_driver_left_behind_stands_in_nobodys_way(host):
+def test_a_leftover_of_an_older_driver_does_not_prevent_a_refresh(host):
     put(host / "root/usr/lib64/libnvidia-compiler.so.470.256.02", elf("x.so.1"))
     run(host)
     put(host / "control/libcuda.so.1", elf("libcuda.so.1", ("libcuda-origin.so.1",), tag="newer"))
     assert run(host).replaced == ("lib64/libcuda.so.1",)
 
 
-def test_nobody_but_root_may_open_and_so_lock_the_directory(host):
+def test_only_the_owner_may_open_and_so_lock_the_directory(host):
     (host / "out").mkdir(mode=0o755)
     run(host)
     assert stat.S_IMODE((host / "out").stat().st_mode) == 0o700
 
 
-def test_repair_mends_all_that_verify_finds(host):
+def test_repair_fixes_every_fault_that_verify_finds(host):
     put(host / f"root/usr/lib64/libnvcuvid.so.{V}", elf("libnvcuvid.so.1"))
     put(host / "root/etc/OpenCL/vendors/nvidia.icd", b"/opt/libnvidia-opencl.so.1")
     first = run(host).manifest
@@ -464,7 +464,7 @@ def test_repair_mends_all_that_verify_finds(host):
         assert list(check_content(base, result.manifest)) == []
 
 
-def test_a_damaged_generation_is_replaced_in_one_step(host, monkeypatch):
+def test_a_damaged_generation_is_replaced_atomically(host, monkeypatch):
     first = run(host).manifest
     base = host / "out" / first.generation
     (base / "lib64/libcuda.so").unlink()
@@ -487,7 +487,7 @@ def test_a_damaged_generation_is_replaced_in_one_step(host, monkeypatch):
     require_whole(host / "out")
 
 
-def test_a_current_that_leads_out_of_the_directory_is_put_right(host):
+def test_a_current_link_that_leads_out_of_the_directory_is_corrected(host):
     first = run(host).manifest
     shutil.move(host / "out" / first.generation, host / first.generation)
     (host / "out/current").unlink()
@@ -505,11 +505,11 @@ def test_text_of_the_same_size_and_time_is_compared(host):
     assert run(host).replaced == ("data/opencl/nvidia.icd",)
 
 
-def test_no_file_is_shared_with_the_host_where_that_is_asked_for(host):
+def test_without_hard_links_no_file_is_shared_with_the_host(host):
     assert "hard-linked" not in run(host, hard_links=False).how
 
 
-def test_everything_is_durable_before_it_is_named(host, monkeypatch):
+def test_a_generation_is_durable_before_it_is_renamed(host, monkeypatch):
     synced, steps = set(), []
     fsync, rename, replace = os.fsync, os.rename, os.replace
 
@@ -533,8 +533,7 @@ def test_everything_is_durable_before_it_is_named(host, monkeypatch):
     monkeypatch.setattr(os, "rename", renamed)
     monkeypatch.setattr(os, "replace", replaced)
     run(host)
-    # After that, only the readings of the libraries are written, if the libraries are old enough by
-    # now.
+    # Afterwards only the cache of readings is written, if the libraries are old enough by now.
     named = len(steps) - steps[::-1].index("replace") + 1
     assert steps[named - 4 : named] == ["rename", "fsync", "replace", "fsync"]
 
@@ -561,7 +560,7 @@ CALLS = {
 
 
 def killed_at(step, function):
-    """Run `function` in a child that is killed before its `step`th file system call; return whether it got there."""
+    """Run `function` in a child that is killed before file system call number `step`; return whether it was."""
     pid = os.fork()
     if pid == 0:
         count = 0
@@ -598,7 +597,7 @@ def killed_at(step, function):
         *(pytest.param(case, marks=pytest.mark.slow) for case in ("first", "upgrade", "touched")),
     ],
 )
-def test_a_refresh_killed_at_any_step_leaves_a_whole_generation_in_force(host, case):
+def test_a_refresh_killed_at_any_step_leaves_a_complete_generation_in_force(host, case):
     from vdriver.control import read_control
     from vdriver.discover import find_driver
     from vdriver.plan import plan_mirror

@@ -1,4 +1,4 @@
-"""NVML through a compiled library with knobs, opened by its path."""
+"""Tests of vdriver.nvml with a compiled stand-in for NVML, whose answers the tests choose."""
 
 import subprocess
 
@@ -102,7 +102,7 @@ def build(tmp_path):
     return make
 
 
-def test_gpus_are_what_the_library_says(build):
+def test_the_properties_of_gpus(build):
     with Nvml(build("libnvidia-ml.so.1")) as nvml:
         assert nvml.gpus() == (
             Gpu(index=0, uuid="GPU-0", name="Fake 0", memory_total=1 << 30, minor=7),
@@ -111,7 +111,7 @@ def test_gpus_are_what_the_library_says(build):
         assert nvml.memory_used("GPU-1") == 12345
 
 
-def test_a_gpu_that_does_not_tell_its_memory_has_none(build):
+def test_the_memory_of_a_gpu_that_does_not_report_it_is_none(build):
     with Nvml(build("libnvidia-ml.so.1", memory=3)) as nvml:
         assert [g.memory_total for g in nvml.gpus()] == [None, None]
         assert nvml.memory_used("GPU-0") is None
@@ -127,7 +127,7 @@ def test_a_process_is_listed_once_and_its_memory_may_be_unknown(build):
         assert nvml.processes("GPU-1") == ()
 
 
-def test_samples_are_those_of_processes_and_newer(build):
+def test_samples_are_of_processes_and_newer_than_the_given_time(build):
     with Nvml(build("libnvidia-ml.so.1")) as nvml:
         first, second = ProcessUse(10, 1000, 97), ProcessUse(20, 1200, 3)
         assert nvml.utilisation("GPU-0", 0) == (first, second)
@@ -139,7 +139,7 @@ def test_samples_are_those_of_processes_and_newer(build):
 @pytest.mark.parametrize(
     ("uuid", "since"),
     [
-        pytest.param("GPU-0", 2000, id="nobody worked"),
+        pytest.param("GPU-0", 2000, id="no process was active"),
         pytest.param("GPU-1", 2000, id="an answer without samples"),
         pytest.param("GPU-1", 0, id="not supported"),
     ],
@@ -171,7 +171,7 @@ def test_the_same_library_may_be_open_twice_and_another_one_not(build):
         pass
 
 
-def test_a_refusal_is_one_line_with_a_remedy_and_leaves_nothing_open(build):
+def test_an_error_is_one_line_with_a_remedy_and_leaves_nothing_open(build):
     with (
         pytest.raises(NvmlError, match="Driver Not Loaded; load the kernel module"),
         Nvml(build("a.so", init=9)),
@@ -183,7 +183,7 @@ def test_a_refusal_is_one_line_with_a_remedy_and_leaves_nothing_open(build):
             nvml.processes("nonsense")
 
 
-def test_a_library_that_is_none_of_nvml_is_refused(tmp_path):
+def test_a_library_that_is_not_nvml_is_refused(tmp_path):
     with pytest.raises(NvmlError, match="cannot be loaded"), Nvml(tmp_path / "missing.so"):
         pass
     subprocess.run(
@@ -193,8 +193,8 @@ def test_a_library_that_is_none_of_nvml_is_refused(tmp_path):
         pass
 
 
-def ways(build, links, *options):
-    """Return the route between the two GPUs if their NVLinks have these ends."""
+def route_of(build, links, *options):
+    """Return the route between the two GPUs of a library whose NVLinks have these ends."""
     path = build("libnvidia-ml.so.1", f"-DLINKS={links}", "-DLEVEL=0", *options)
     with Nvml(path) as nvml:
         uuids = [gpu.uuid for gpu in nvml.gpus()]
@@ -205,7 +205,7 @@ def ways(build, links, *options):
     ("links", "nvlinks"),
     [
         pytest.param('"22-2","111"', 3, id="to each other, one is down"),
-        pytest.param('"22","1"', 2, id="one end does not tell all"),
+        pytest.param('"22","1"', 2, id="one end does not report all"),
         pytest.param('"SSSS","SSS"', 3, id="through switches, as many as both have"),
         pytest.param('"UUUU","UUUU"', 4, id="to switches that a virtual machine does not see"),
         pytest.param('"2SS","1SS"', 3, id="both kinds"),
@@ -215,28 +215,28 @@ def ways(build, links, *options):
     ],
 )
 def test_nvlinks_between_two_gpus_are_counted(build, links, nvlinks):
-    assert ways(build, links, "-DTYPES") == Route(nvlinks, Ancestor.PHB)
+    assert route_of(build, links, "-DTYPES") == Route(nvlinks, Ancestor.PHB)
 
 
 @pytest.mark.parametrize(("links", "nvlinks"), [('"222","111"', 3), ('"SS","SS"', 2)])
-def test_a_driver_that_does_not_tell_what_a_link_leads_to_tells_its_address(build, links, nvlinks):
-    assert ways(build, links).nvlinks == nvlinks
+def test_links_are_counted_without_the_type_of_their_ends(build, links, nvlinks):
+    assert route_of(build, links).nvlinks == nvlinks
 
 
-def test_a_driver_without_these_functions_tells_nothing(build):
+def test_a_driver_without_these_functions_has_no_topology(build):
     with Nvml(build("libnvidia-ml.so.1")) as nvml:
         uuids = [gpu.uuid for gpu in nvml.gpus()]
         assert nvml.topology(uuids) == Topology({}, {frozenset(uuids): Route(0, None)})
 
 
 @pytest.mark.parametrize("answer", [2, 3, 13, 15, 999])
-def test_an_ancestor_that_is_not_told_is_not_known(build, answer):
+def test_an_unknown_ancestor_is_none(build, answer):
     with Nvml(build("libnvidia-ml.so.1", '-DLINKS="2","1"', f"-DLEVEL={answer}")) as nvml:
         uuids = [gpu.uuid for gpu in nvml.gpus()]
         assert nvml.topology(uuids).routes == {frozenset(uuids): Route(1, None)}
 
 
-def test_a_numa_node_is_one_or_not_known(build):
+def test_a_gpu_near_two_numa_nodes_has_none(build):
     with Nvml(build("libnvidia-ml.so.1", '-DLINKS="",""', "-DLEVEL=0")) as nvml:
-        # Both nodes of the first GPU are equally near, and neither is its own.
+        # The first GPU is equally near to two nodes.
         assert nvml.topology(["GPU-0", "GPU-1"]).nodes == {"GPU-1": 66}

@@ -1,4 +1,4 @@
-"""The plan of a generation as text, from a driver made of values."""
+"""Tests of vdriver.plan: the text of a generation's plan, from a driver made of values."""
 
 import pytest
 
@@ -58,7 +58,7 @@ def driver(*libraries, libraries32=(), programs=(), data=()):
 
 
 CONTROL = ControlLibraries(library("/c/libcuda.so.1"), library("/c/libnvidia-ml.so.1"))
-ANSWERED = [
+CONTROL_OPERATIONS = [
     "mirror /c/libcuda.so.1 -> lib64/libcuda.so.1 (control, compute)",
     "link lib64/libcuda.so -> libcuda.so.1",
     "link lib64/libcuda.so.535.261.03 -> libcuda.so.1",
@@ -70,8 +70,8 @@ ANSWERED = [
 ]
 
 
-def test_every_name_of_libcuda_and_nvml_is_answered_and_the_originals_stand_aside():
-    assert list(plan_mirror(driver(), CONTROL).describe()) == ANSWERED
+def test_the_control_libraries_have_every_name_of_libcuda_and_nvml():
+    assert list(plan_mirror(driver(), CONTROL).describe()) == CONTROL_OPERATIONS
 
 
 def test_a_library_has_its_real_name_its_soname_and_its_development_link():
@@ -84,7 +84,7 @@ def test_a_library_has_its_real_name_its_soname_and_its_development_link():
         ),
         CONTROL,
     )
-    assert list(plan.describe())[len(ANSWERED) :] == [
+    assert list(plan.describe())[len(CONTROL_OPERATIONS) :] == [
         "mirror /lib/libnvidia-nvvm.so.535.261.03 -> lib64/libnvidia-nvvm.so.535.261.03 (library, compute)",
         "link lib64/libnvidia-nvvm.so.4 -> libnvidia-nvvm.so.535.261.03",
         "link lib64/libnvidia-nvvm.so -> libnvidia-nvvm.so.4",
@@ -97,7 +97,7 @@ def test_a_library_has_its_real_name_its_soname_and_its_development_link():
     assert plan.programs == (Program("bin/nvidia-smi", "utility"),)
 
 
-def test_a_set_has_the_libraries_of_its_capabilities_and_what_they_need():
+def test_a_set_has_the_libraries_of_its_capabilities_and_their_dependencies():
     plan = plan_mirror(
         driver(
             file(f"libnvcuvid.so.{V}", "libnvcuvid.so.1", "video"),
@@ -135,7 +135,7 @@ def test_a_set_has_the_libraries_of_its_capabilities_and_what_they_need():
     assert {s.lib32 for s in plan.sets} == {None}
 
 
-def test_a_capability_without_a_library_of_its_own_shares_the_directory():
+def test_a_capability_without_libraries_shares_a_directory():
     rules = DataFile("xorg-conf", "10-nvidia.conf", "/x", "/x", 3, 4)
     plan = plan_mirror(
         driver(file(f"libEGL_nvidia.so.{V}", "libEGL_nvidia.so.0", "graphics"), data=(rules,)),
@@ -148,7 +148,7 @@ def test_a_capability_without_a_library_of_its_own_shares_the_directory():
     ]
 
 
-def test_libraries_of_32_bit_stand_apart_and_none_that_computes_is_ungoverned():
+def test_32_bit_libraries_are_separate_and_libcuda_is_left_out():
     plan = plan_mirror(
         driver(
             libraries32=(
@@ -162,7 +162,7 @@ def test_libraries_of_32_bit_stand_apart_and_none_that_computes_is_ungoverned():
         ),
         CONTROL,
     )
-    assert list(plan.describe())[len(ANSWERED) :] == [
+    assert list(plan.describe())[len(CONTROL_OPERATIONS) :] == [
         f"mirror /lib32/libEGL_nvidia.so.{V} -> lib32/libEGL_nvidia.so.{V} (library, graphics)",
         f"link lib32/libEGL_nvidia.so.0 -> libEGL_nvidia.so.{V}",
         "link lib32/libEGL_nvidia.so -> libEGL_nvidia.so.0",
@@ -180,7 +180,7 @@ def test_libraries_of_32_bit_stand_apart_and_none_that_computes_is_ungoverned():
     ]
 
 
-def test_files_of_a_place_come_together_with_where_they_go():
+def test_the_files_and_targets_of_a_place():
     plan = plan_mirror(
         driver(
             data=(
@@ -205,7 +205,7 @@ def test_files_of_a_place_come_together_with_where_they_go():
         ),
         CONTROL,
     )
-    assert list(plan.describe())[len(ANSWERED) :] == [
+    assert list(plan.describe())[len(CONTROL_OPERATIONS) :] == [
         "rewrite /i -> data/opencl/nvidia.icd (data, compute)",
         "mirror /h -> data/firmware/gsp_tu10x.bin (data, utility)",
     ]
@@ -223,7 +223,7 @@ def test_files_of_a_place_come_together_with_where_they_go():
     assert [o.size for o in plan.operations[-2:]] == [4, 9]
 
 
-def test_what_is_missing_or_not_in_the_table_is_said():
+def test_missing_and_unknown_libraries_are_reported():
     plan = plan_mirror(
         driver(
             file(
@@ -239,15 +239,15 @@ def test_what_is_missing_or_not_in_the_table_is_said():
     )
 
 
-def test_nobody_takes_a_name_of_the_control_library():
+def test_no_library_takes_a_name_of_the_control_library():
     plan = plan_mirror(driver(file(f"libgreedy.so.{V}", "libcuda.so.1")), CONTROL)
-    assert list(plan.describe())[len(ANSWERED) :] == [
+    assert list(plan.describe())[len(CONTROL_OPERATIONS) :] == [
         "mirror /lib/libgreedy.so.535.261.03 -> lib64/libgreedy.so.535.261.03 (library, compute)"
     ]
     assert "taken by mirror /c/libcuda.so.1" in plan.left_out[0]
 
 
-def test_the_drivers_own_version_has_a_soname_before_a_companion():
+def test_the_drivers_version_takes_precedence_over_a_companion():
     plan = plan_mirror(
         driver(
             file("libnvidia-nvvm.so.4.0.0", "libnvidia-nvvm.so.4"),

@@ -1,4 +1,4 @@
-"""vdriver/libraries.toml: the schema refuses misspelt keys, and a damaged file yields one line."""
+"""Tests of vdriver/libraries.toml and its schema: misspelt keys, and the error lines of a damaged file."""
 
 from __future__ import annotations
 
@@ -105,11 +105,11 @@ def objects(value):
             yield from objects(one)
 
 
-def test_the_file_is_what_its_schema_says(document):
+def test_the_file_matches_its_schema(document):
     assert faults(document) == []
 
 
-def test_the_schema_closes_every_table_and_asks_each_for_its_source():
+def test_the_schema_closes_every_table_and_requires_a_source():
     schema = json.loads(SCHEMA.read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
     tables = [o for o in objects(schema) if o.get("type") == "object"]
@@ -122,7 +122,7 @@ def test_the_schema_closes_every_table_and_asks_each_for_its_source():
 
 
 @pytest.mark.parametrize(("path", "value", "fault"), MISSPELT)
-def test_the_schema_refuses_what_is_misspelt(document, path, value, fault):
+def test_the_schema_refuses_misspelt_names(document, path, value, fault):
     put(document, path, value)
     # jsonschema used this wording before 4.21, as in Debian 12.
     found = [one.replace("is too short", "should be non-empty") for one in faults(document)]
@@ -155,14 +155,14 @@ def test_a_table_without_a_source_is_refused(document):
         (["refused"], {}, "refused: tables, each under [[refused]] is needed, found {}"),
     ],
 )
-def test_what_is_missing_or_of_another_type_is_one_line(document, path, value, message):
+def test_a_missing_key_or_a_wrong_type_is_reported_in_one_line(document, path, value, message):
     put(document, path, value)
     with pytest.raises(DriverError) as e:
         parse_tables(document)
     assert str(e.value) == f"vdriver/libraries.toml: {message}; {HINT}"
 
 
-def test_what_is_no_toml_is_one_line(tmp_path):
+def test_invalid_toml_is_reported_in_one_line(tmp_path):
     file = tmp_path / "libraries.toml"
     file.write_text('[companions]\npatterns = ["libnvidia-nvvm.so.4.*"\nsource = "a test"\n')
     with pytest.raises(DriverError) as e:
@@ -171,7 +171,7 @@ def test_what_is_no_toml_is_one_line(tmp_path):
     assert str(e.value) == f"vdriver/libraries.toml: {reason}; {HINT}"
 
 
-def test_a_file_that_cannot_be_read_is_one_line(tmp_path):
+def test_an_unreadable_file_is_reported_in_one_line(tmp_path):
     with pytest.raises(DriverError) as e:
         read_tables(tmp_path / "libraries.toml")
     assert str(e.value) == f"vdriver/libraries.toml: No such file or directory; {HINT}"

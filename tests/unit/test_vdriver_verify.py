@@ -1,4 +1,4 @@
-"""`tidegate verify`: every fault of a generation is reported, and a complete one loads."""
+"""Tests of `tidegate verify`: every fault of a generation is reported, and an intact one loads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NVML = ("libnvidia-ml.so.1", "libnvidia-ml.so", f"libnvidia-ml.so.{V}")
 
 @pytest.fixture(autouse=True)
 def no_32_bit_loader(monkeypatch):
-    """Most hosts have no 32-bit loader. A test below asks this machine's own loader."""
+    """Most hosts have no 32-bit loader. A test below uses this machine's own loader instead."""
     monkeypatch.setattr(verify, "LOADER32", Path("/nowhere/ld-linux.so.2"))
 
 
@@ -79,7 +79,7 @@ def compiled(tmp_path, source, *flags):
     return made.read_bytes()
 
 
-def test_a_whole_generation_is_in_order_and_loads(generation, capsys):
+def test_an_intact_generation_has_no_faults_and_loads(generation, capsys):
     assert run(generation) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
@@ -91,7 +91,7 @@ def test_a_whole_generation_is_in_order_and_loads(generation, capsys):
     ]
 
 
-def test_json_says_what_came_along_with_each_library(generation, capsys):
+def test_json_lists_the_files_mapped_with_each_library(generation, capsys):
     assert run(generation, "--json") == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["generation"], document["intact"], document["faults"]) == (
@@ -114,7 +114,7 @@ def test_json_says_what_came_along_with_each_library(generation, capsys):
     }
 
 
-def test_a_generation_is_named_or_the_one_in_force(generation, capsys):
+def test_a_generation_is_chosen_by_name_or_the_one_in_force(generation, capsys):
     assert run(generation, generation.name, "--no-load") == 0
     assert run(generation, str(generation), "--no-load") == 0
     assert "libraries   not requested" in capsys.readouterr().out
@@ -217,12 +217,12 @@ LIBRARY = f"lib64/libnvcuvid.so.{V}"
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_every_damage_is_told(generation, damage, path, reason):
+def test_every_damage_is_reported(generation, damage, path, reason):
     damage(generation)
     assert f"{path}: {reason}" in faults(generation)
 
 
-def test_the_other_kind_of_file_is_told(generation):
+def test_a_wrong_kind_of_file_is_reported(generation):
     name = generation / LIBRARY
     name.unlink()
     name.symlink_to("libcuda.so.1")
@@ -243,14 +243,14 @@ def test_the_other_kind_of_file_is_told(generation):
     }
 
 
-def test_a_copy_in_a_set_is_as_good_as_a_hard_link(generation):
+def test_a_copy_in_a_set_is_accepted_in_place_of_a_hard_link(generation):
     path = generation / "sets/utility/lib64/libnvidia-ml.so.1"
     replaced(path, path.read_bytes())
     assert path.stat().st_ino != (generation / "lib64/libnvidia-ml.so.1").stat().st_ino
     assert faults(generation) == set()
 
 
-def test_unread_files_are_held_against_their_sizes(generation):
+def test_without_reading_only_sizes_are_compared(generation):
     def unread():
         report = verify.verify(generation, load=False, read=False)
         return {f"{f.path}: {f.reason}" for f in report.faults}
@@ -270,7 +270,7 @@ def test_unread_files_are_held_against_their_sizes(generation):
     }
 
 
-def test_a_manifest_whose_entries_do_not_make_its_name_is_told(generation):
+def test_a_manifest_whose_entries_do_not_match_its_name_is_reported(generation):
     manifest = read_manifest(generation)
     (generation / "data/vulkan/nvidia_icd.json").write_bytes(b"[]")
     changed = tuple(
@@ -284,12 +284,12 @@ def test_a_manifest_whose_entries_do_not_make_its_name_is_told(generation):
     assert fault.startswith(f"manifest.json: names {generation.name}, but its entries give {V}-")
 
 
-def test_another_generations_directory_is_told(generation):
+def test_a_directory_of_another_name_is_reported(generation):
     other = generation.rename(generation.with_name(f"{V}-000000000000"))
     assert faults(other) == {f".: its manifest is that of {generation.name}"}
 
 
-def test_a_link_that_leads_nowhere_in_its_set_is_told(tmp_path, control):
+def test_a_dangling_link_in_a_set_is_reported(tmp_path, control):
     made = put_generation(
         tmp_path / "driver", V, small_driver(V), control, sets={("utility",): NVML[1:]}
     )
@@ -299,7 +299,7 @@ def test_a_link_that_leads_nowhere_in_its_set_is_told(tmp_path, control):
     }
 
 
-def test_the_first_fault_and_their_number_is_the_error(generation, capsys):
+def test_the_error_names_the_first_fault_and_the_number_of_others(generation, capsys):
     (generation / "bin/nvidia-smi").unlink()
     put(generation / "bin/more", b"")
     assert run(generation) == 72
@@ -324,7 +324,7 @@ def test_a_generation_that_is_being_removed_is_not_verified(generation, capsys):
     assert run(generation) == 0
 
 
-def test_a_name_of_the_hosts_that_is_lacking_is_no_failure(tmp_path, control, capsys):
+def test_a_library_that_the_host_lacks_is_not_a_failure(tmp_path, control, capsys):
     libraries = small_driver(V)
     libraries[f"libnvidia-fbc.so.{V}"] = elf("libnvidia-fbc.so.1", ("libtidegate-absent.so.6",))
     made = put_generation(tmp_path / "driver", V, libraries, control)
@@ -336,7 +336,7 @@ def test_a_name_of_the_hosts_that_is_lacking_is_no_failure(tmp_path, control, ca
     assert "libraries   4 loaded, 1 not loaded here, 0 failed" in capsys.readouterr().out
 
 
-def test_a_library_of_the_driver_that_is_lacking_is_a_failure(tmp_path, control, capsys):
+def test_a_missing_library_of_the_driver_is_a_failure(tmp_path, control, capsys):
     libraries = small_driver(V)
     del libraries[f"libnvcuvid.so.{V}"]
     # Needs the absent library indirectly, after a library that the host lacks as well.
@@ -355,7 +355,7 @@ def test_a_library_of_the_driver_that_is_lacking_is_a_failure(tmp_path, control,
     )
 
 
-def test_an_undefined_symbol_is_a_failure_but_for_a_module_of_the_x_server(tmp_path, control):
+def test_an_undefined_symbol_is_a_failure_except_in_a_module_of_the_x_server(tmp_path, control):
     libraries = small_driver(V)
     libraries[f"libnvidia-fbc.so.{V}"] = libraries["nvidia_drv.so"] = compiled(
         tmp_path, "void serverClient(void); void call(void) { serverClient(); }"
@@ -371,8 +371,8 @@ def test_an_undefined_symbol_is_a_failure_but_for_a_module_of_the_x_server(tmp_p
     )
 
 
-def test_a_newer_c_library_than_the_hosts_is_no_failure(tmp_path, control):
-    """This can happen with a package of a newer distribution: it is linked against a stub of a future libm."""
+def test_a_need_for_a_newer_c_library_is_not_a_failure(tmp_path, control):
+    """As with a package of a newer distribution: the library is linked with a stub of a future libm."""
     versions, stub = tmp_path / "versions", tmp_path / "libm.so.6"
     versions.write_text("GLIBC_9.99 { tidegate_new; };")
     command = ["gcc", "-shared", "-fPIC", "-nostdlib", "-x", "c", "-", "-o", stub]
@@ -406,7 +406,7 @@ def test_a_library_that_ends_its_process_is_a_failure(tmp_path, control):
 
 
 def test_another_drivers_library_is_a_failure_wherever_it_comes_from(tmp_path, control):
-    """A run path can find it on a host with a second driver: by its file's name, or only by its soname."""
+    """On a host with a second driver, a run path may lead to it. It is recognised by name or by soname."""
     other = tmp_path / "other"
     put(other / "libnvcuvid.so.1", elf("libnvcuvid.so.1", tag="other"))
     put(other / "libharmless.so", elf("libnvidia-encode.so.1", tag="other"))
@@ -449,7 +449,7 @@ def test_the_environment_of_the_caller_does_not_reach_the_libraries(
     assert [x.path for x in report.libraries if x.outcome == "failed"] == []
 
 
-def test_a_driver_of_another_machine_is_not_loaded(tmp_path, control):
+def test_a_driver_for_another_machine_is_not_loaded(tmp_path, control):
     made = put_generation(tmp_path / "driver", V, small_driver(V), control, machine="aarch64")
     assert f"{LIBRARY}: is 64-bit x86_64, which does not belong there" in faults(made)
 
@@ -461,7 +461,7 @@ def test_a_path_that_the_loader_would_split_is_refused(tmp_path, control):
     assert verify.verify(made, load=False).faults == ()
 
 
-def test_a_32_bit_library_whose_driver_names_are_lacking_is_a_failure(tmp_path, control):
+def test_a_missing_32_bit_library_of_the_driver_is_a_failure(tmp_path, control):
     lib32 = {
         f"libnvidia-encode.so.{V}": elf("libnvidia-encode.so.1", ("libnvcuvid.so.1",), bits=32)
     }
@@ -482,7 +482,7 @@ def test_a_32_bit_library_whose_driver_names_are_lacking_is_a_failure(tmp_path, 
         ),
     ],
 )
-def test_a_loader_lists_what_it_would_map(tmp_path, control, needed, expected):
+def test_a_loader_lists_the_files_that_it_would_map(tmp_path, control, needed, expected):
     """The check of 32-bit libraries, run with this machine's own loader and libraries."""
     libraries = small_driver(V)
     libraries[f"libnvidia-fbc.so.{V}"] = elf("libnvidia-fbc.so.1", needed)

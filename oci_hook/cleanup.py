@@ -127,8 +127,8 @@ def lock(runtime_dir: str, device: int, inode: int) -> int:
     another descriptor of that file. Without the lock, the end of another container could remove
     what this one uses, mounts included: after the image was examined and before something is
     created, or before that is noted. Returns -1 if locking is not possible. If the process that has
-    the lock is stuck because the root does not answer, the deadline raises a MountError that says
-    so.
+    the lock is stuck because the root does not answer, the deadline raises a MountError with that
+    reason.
 
     Each root corresponds to a byte of one file, so locks leave no files behind.
     """

@@ -96,7 +96,7 @@ class WatchedFile(NamedTuple):
 class MirrorManifest(NamedTuple):
     """One generation."""
 
-    directory: str  # absolute; never through `current`, which may be switched meanwhile
+    directory: str  # absolute; never through `current`, which may be switched in the meantime
     generation: str
     version: str
     kind: str

@@ -178,7 +178,7 @@ def _choose_target(place: FixedFiles, image: Image, taken: list[str]) -> PlacePl
     The image's own files in a directory stay visible: only an empty directory is covered.
     """
     reasons: list[str] = []
-    full: list[tuple[str, int]] = []  # targets for single files, and the number of reasons by then
+    full: list[tuple[str, int]] = []  # targets for single files, and the number of reasons so far
 
     def result(how: Literal["directory", "files", "skipped"], target: str, n: int) -> PlacePlan:
         return PlacePlan(place, how, target, tuple(reasons[:n]))

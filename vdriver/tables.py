@@ -59,7 +59,7 @@ class UnsupportedSystem:
 
 @dataclass(frozen=True)
 class Tables:
-    """The content of `libraries.toml`: what is known about driver files in general."""
+    """The content of `libraries.toml`: facts about driver files of all versions."""
 
     libraries: Mapping[str, str]
     programs: Mapping[str, str]

@@ -560,7 +560,7 @@ def test_a_process_whose_mounts_the_kernel_does_not_show_may_use_a_generation(
     with namespace(*shell(script, driver.old, driver.target)):
         reason = driver.gc_once(capsys, "--dry-run")[driver.old.name]
         # Without the list, the namespace itself is entered.
-        expected = "may be in use: mount namespaces change all" if is_listed else "mounted in 1"
+        expected = "may be in use: mount namespaces keep changing" if is_listed else "mounted in 1"
         assert reason.startswith(expected), reason
 
 

@@ -1,7 +1,8 @@
 """Writes events on a claim and its pods that tell users why the claim was refused.
 
-The kubelet's retries do not each cause an event: the same message about the same claim is written
-once in five minutes. If the driver may not write events, it logs that once and goes on.
+The kubelet retries, but not every retry causes an event: the same message about the same claim is
+written at most once in five minutes. A driver that may not write events logs that once and
+continues without them.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ from kube.names import DRIVER
 log = structlog.get_logger()
 
 AGAIN_S = 300.0
+"""Minimum interval between two events with the same message about the same claim, in seconds."""
 MOST = 512
+"""Maximum number of queued events, and of remembered messages."""
 MOST_PODS = 4
+"""Maximum number of pods of a claim that get an event."""
 MESSAGE = 1000
 """Maximum length of a message in characters; the API server takes 1024."""
 
@@ -62,9 +66,9 @@ class Announcer:
         error: TidegateError,
         seconds: float,
     ) -> None:
-        """Announce what a claim waits for, and for how many seconds it is retried."""
-        tried = f"; it is tried again for {seconds:.0f} s"
-        message = str(error)[: MESSAGE - len(tried)] + tried
+        """Announce what a claim waits for, and for how many seconds the driver retries it."""
+        suffix = f"; the driver retries for {seconds:.0f} s"
+        message = str(error)[: MESSAGE - len(suffix)] + suffix
         self._say(reference, document, "PrepareWaiting", message)
 
     def _say(

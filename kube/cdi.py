@@ -1,7 +1,7 @@
-"""Writes claims as CDI devices: a file for each, which the engine reads when a container starts.
+"""Writes a CDI specification for each claim, which the engine reads when a container starts.
 
-What a container gets of a claim is in the arguments of the hook, so no tenant can change it.
-A file appears complete or not at all; only root may read it.
+The container's part of the claim is encoded in the arguments of the hook, which no tenant can
+change. Files appear atomically, and only root may read them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def make_spec(
 
 
 class Directory:
-    """The directory that engines read CDI specifications from; only claims' files are touched."""
+    """The directory from which engines read CDI specifications; only claims' files are touched."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
@@ -68,7 +68,7 @@ class Directory:
             with contextlib.suppress(OSError):
                 new.unlink(missing_ok=True)
             raise CdiError(
-                f"{path}: {e.strerror}", hint="make room, or make it writable for the driver"
+                f"{path}: {e.strerror}", hint="free space, or make it writable for the driver"
             ) from e
         return True
 

@@ -1,6 +1,6 @@
-"""Translates a ResourceClaim for the governor and the kubelet. Pure functions.
+"""Translates an allocated ResourceClaim into a request to the governor. Pure functions.
 
-The scheduler has decided which GPU, how many bytes and what percentage of time. The decision is in
+The scheduler has chosen the GPU, the bytes of memory and the percentage of time. Its decision is in
 the claim's status, which a tenant cannot write.
 """
 
@@ -27,7 +27,7 @@ MOST_SHARES = 32
 
 @dataclass(frozen=True)
 class Reference:
-    """The name of a claim, as the kubelet gives it."""
+    """The namespace, name and uid of a claim, as the kubelet passes them."""
 
     namespace: str
     name: str
@@ -40,7 +40,7 @@ class Reference:
         """Refuse an invalid uid, because the uid becomes part of a file name."""
         if not _UID.fullmatch(self.uid):
             raise ClaimError(
-                f"{self} has the uid {self.uid[:80]!r}, which is none",
+                f"{self} has the uid {self.uid[:80]!r}, which is not valid",
                 hint="see the kubelet's log",
             )
 
@@ -108,7 +108,7 @@ class AllocatedClaim:
 def read_claim(
     document: Mapping[str, Any], reference: Reference, pool: str, devices: Mapping[str, str]
 ) -> AllocatedClaim:
-    """Return the part of a ResourceClaim for this node; ClaimError says why it cannot be served.
+    """Return the part of a ResourceClaim for this node; ClaimError if it cannot be served.
 
     `pool` is this node's pool, `devices` maps the names of its devices to the GPUs' UUIDs.
     """
@@ -117,8 +117,8 @@ def read_claim(
         return _read_claim(document, reference, pool, devices)
     except (AttributeError, KeyError, TypeError) as e:
         raise ClaimError(
-            f"{reference} is not as resource.k8s.io/v1 describes it: {e!r}"[:300],
-            hint="the API server is of a version that this driver does not know",
+            f"{reference} does not have the form of resource.k8s.io/v1: {e!r}"[:300],
+            hint="this driver does not support the version of the API server",
         ) from e
 
 
@@ -129,7 +129,7 @@ def _read_claim(
     if uid != reference.uid:
         raise ClaimError(
             f"{reference} has the uid {uid}, the kubelet prepares {reference.uid}",
-            hint="it was deleted and made again; the pod has to be made again, too",
+            hint="the claim was deleted and created again; recreate the pod, too",
         )
     allocation = (document.get("status") or {}).get("allocation")
     if not allocation:
@@ -140,7 +140,7 @@ def _read_claim(
     results = [one for one in chosen.get("results") or () if one.get("driver") == DRIVER]
     if not results:
         raise ClaimError(
-            f"{reference} has no device of {DRIVER}", hint="ask for a class of Tidegate's"
+            f"{reference} has no device of {DRIVER}", hint="use one of Tidegate's device classes"
         )
     if len(results) > MOST_SHARES:
         raise ClaimError(
@@ -153,10 +153,11 @@ def _read_claim(
         request = str(result.get("request"))
         if not _REQUEST.fullmatch(request):
             raise ClaimError(
-                f"{reference} has a result for the request {request[:130]!r}, which is no name",
+                f"{reference} has a result for the request {request[:130]!r}, which is not a valid"
+                " name",
                 hint="name requests as DNS labels",
             )
-        # The order of the results never changes, so a name means the same share each time.
+        # The order of the results never changes, so a name always refers to the same share.
         name = f"{request}/{counts[request]}"
         counts[request] += 1
         shares.append(_share(result, reference, name, pool=pool, devices=devices, config=config))
@@ -166,26 +167,26 @@ def _read_claim(
 def _require_device(
     result: Mapping[str, Any], reference: Reference, pool: str, devices: Mapping[str, str]
 ) -> None:
-    """Raise ClaimError if what was allocated is not a GPU of this node, or not a share of it."""
+    """Raise ClaimError if the allocated device is not a share of a GPU of this node."""
     request, device = str(result["request"]), str(result.get("device"))
     if result.get("pool") != pool:
         raise ClaimError(
             f"{reference}, request {request}: {_given(result)}device {device} is of the pool"
             f" {result.get('pool')}, this node's is {pool}",
-            hint="the pod is on another node than its claim; make it again",
+            hint="the pod is on another node than its claim; recreate the pod",
         )
     if device not in devices:
         raise ClaimError(
             f"{reference}, request {request}: {_given(result)}device {device} is asked for, which"
-            " this node has not",
+            " this node does not have",
             hint="the GPU is gone or is not shared any more (tidegate check on the node);"
-            " make the pod again",
+            " recreate the pod",
         )
     if result.get("adminAccess"):
         raise ClaimError(
             f"{reference}, request {request}: {_given(result)}device {device} is asked for with"
             " administrative access",
-            hint="ask for a share: a GPU beside all quotas is not given",
+            hint="ask for a share: no GPU is given outside the quotas",
         )
 
 
@@ -205,9 +206,9 @@ def _share(
         raise ClaimError(
             f"{reference}, request {request}: device {device} was given without"
             f" {MEMORY} and {COMPUTE}",
-            hint="the cluster does not count capacities, or did not when the claim was made, which"
-            " has lost them for good then: the gate DRAConsumableCapacity has to be on in API"
-            " server, scheduler and kubelet; after that make claim, template and pod again",
+            hint="the feature gate DRAConsumableCapacity has to be on in the API server, scheduler"
+            " and kubelet; a claim that was created while it was off has lost its capacities, so"
+            " recreate the claim, its template and the pod",
         )
     memory = _amount(consumed, MEMORY, f"{reference}, request {request}")
     compute = _amount(consumed, COMPUTE, f"{reference}, request {request}")
@@ -245,14 +246,16 @@ def _share(
 
 
 def _given(result: Mapping[str, Any]) -> str:
-    """Return in words what the scheduler gave of a device; empty if it does not say."""
+    """Return the capacities that the scheduler gave as text; empty if the result has none."""
     consumed = result.get("consumedCapacity") or {}
-    found = {
+    capacities = {
         name: str(value)[:32]
         for name in (MEMORY, COMPUTE)
         if (value := consumed.get(name, consumed.get(f"{DRIVER}/{name}"))) is not None
     }
-    return ", ".join(f"{name} {value}" for name, value in found.items()) + " of " if found else ""
+    if not capacities:
+        return ""
+    return ", ".join(f"{name} {value}" for name, value in capacities.items()) + " of "
 
 
 def _amount(consumed: Mapping[str, Any], capacity: str, where: str) -> int:
@@ -260,7 +263,7 @@ def _amount(consumed: Mapping[str, Any], capacity: str, where: str) -> int:
     if value is None:
         raise ClaimError(
             f"{where}: consumedCapacity has no {capacity}",
-            hint="the claim was allocated from another version's ResourceSlice; make the pod again",
+            hint="the claim was allocated from another version's ResourceSlice; recreate the pod",
         )
     try:
         number = whole(value)

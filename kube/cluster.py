@@ -1,4 +1,4 @@
-"""Calls the API server through the official client; all of the driver's calls are in this module.
+"""Makes all of the DRA driver's calls to the Kubernetes API server, through the official client.
 
 Objects are plain JSON as on the wire, so fields that the client's model does not know yet are kept.
 Every failure is a ClusterError.
@@ -48,9 +48,7 @@ class Cluster:
                 config.load_kube_config(kubeconfig, client_configuration=configuration)
             else:
                 config.load_incluster_config(client_configuration=configuration)
-        except (
-            Exception
-        ) as e:  # the client's errors, and any error that a file in another format causes in it
+        except Exception as e:  # the client's own errors, and any that an invalid file causes
             by = kubeconfig or "a service account"
             raise ClusterError(
                 f"no way to the API server by {by}: {' '.join(str(e).split())[:200]}",
@@ -142,11 +140,11 @@ class Cluster:
             ),
             timeout=(self._timeout[0], seconds + self._timeout[1]),
         )
-        rest = b""
+        partial = b""
         try:
             for part in response.stream(1 << 16):
-                *lines, rest = (rest + part).split(b"\n")
-                if len(rest) > LONGEST:
+                *lines, partial = (partial + part).split(b"\n")
+                if len(partial) > LONGEST:
                     raise ValueError(f"an event has more than {LONGEST} bytes")
                 for line in filter(None, lines):
                     event: dict[str, Any] = json.loads(line)
@@ -154,7 +152,7 @@ class Cluster:
                         code = int((event.get("object") or {}).get("code") or 0)
                         raise ClusterError(
                             f"the watch of ResourceSlice {name} ended",
-                            hint="it is begun again",
+                            hint="the driver starts it again",
                             http=code,
                         )
                     yield event
@@ -191,33 +189,33 @@ class Cluster:
             lambda **o: self._core.patch_namespaced_pod_status(name, namespace, body, **o),
         )
 
-    def _json(self, what: str, call: Callable[..., Any]) -> dict[str, Any]:
-        response = self._call(what, call, timeout=self._timeout)
+    def _json(self, subject: str, call: Callable[..., Any]) -> dict[str, Any]:
+        response = self._call(subject, call, timeout=self._timeout)
         try:
             document = json.loads(response.data)
         except RecursionError as e:
             # The API server stores parameters as deeply nested as their author wrote them.
             raise ClaimError(
-                f"{what} is nested too deeply to be read", hint="write parameters as they are meant"
+                f"{subject} is nested too deeply to be read", hint="simplify its parameters"
             ) from e
         except Exception as e:
-            raise _explain(what, e) from e
+            raise _explain(subject, e) from e
         if not isinstance(document, dict):
             raise ClusterError(
-                f"{what}: the answer is no object", hint="see what --kubeconfig names"
+                f"{subject}: the answer is not an object", hint="check the address in --kubeconfig"
             )
         return document
 
     @staticmethod
-    def _call(what: str, call: Callable[..., Any], *, timeout: tuple[float, float]) -> Any:
+    def _call(subject: str, call: Callable[..., Any], *, timeout: tuple[float, float]) -> Any:
         try:
             return call(_preload_content=False, _request_timeout=timeout)
         except Exception as e:
-            raise _explain(what, e) from e
+            raise _explain(subject, e) from e
 
 
-def _explain(what: str, e: Exception) -> ClusterError:
-    """Return an error with one line for any exception that the client raised."""
+def _explain(subject: str, e: Exception) -> ClusterError:
+    """Return a one-line error for any exception that the client raised."""
     from kubernetes.client.exceptions import ApiException
 
     # An SSLError of urllib3 arrives as an ApiException with the status 0.
@@ -231,25 +229,25 @@ def _explain(what: str, e: Exception) -> ClusterError:
         hints = {
             401: "see the service account's token",
             403: "give the driver's service account the role of packaging/kubernetes/",
-            404: "it is gone",
-            409: "it is tried again",
-            422: "report it with its line",
+            404: "it does not exist any more",
+            409: "the driver retries",
+            422: "report this line as a bug",
         }
         if "ValidatingAdmissionPolicy" in said:
-            hints[status] = "see the policy, and whose token this driver has (own-node.yaml)"
+            hints[status] = "see the policy, and the owner of this driver's token (own-node.yaml)"
         return ClusterError(
-            f"{what}: the API server says {status}: {' '.join(said.split())[:300]}",
-            hint=hints.get(status, "it is tried again; see the API server's log"),
+            f"{subject}: the API server says {status}: {' '.join(said.split())[:300]}",
+            hint=hints.get(status, "the driver retries; see the API server's log"),
             http=status,
         )
     said = str(e.reason) if isinstance(e, ApiException) else str(e)
-    # The cause comes last, after the names of classes and their addresses.
+    # The cause comes last, after class names and object addresses.
     reason = " ".join(said.partition("Caused by ")[2].split() or said.split())[:300]
-    hint = "it is tried again; see the network and the API server"
+    hint = "the driver retries; see the network and the API server"
     if "CERTIFICATE" in reason or "certificate" in reason:
         hint = (
             "the certificate authority that is trusted has to be the API server's, and its"
             " certificate has to name the host: see the kubeconfig, or the ConfigMap"
             " kube-root-ca.crt of the namespace"
         )
-    return ClusterError(f"{what}: no answer of the API server: {reason}", hint=hint)
+    return ClusterError(f"{subject}: no answer of the API server: {reason}", hint=hint)

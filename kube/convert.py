@@ -2,9 +2,10 @@
 
     resources.limits: nvidia.com/gpumem: 3000   ->   ResourceClaimTemplate + resources.claims
 
-Each container that asks for a GPU gets a claim of its own, because in the other systems a quota is
-also a container's. What cannot be carried over becomes a `ConversionNote` of level `lost`; what is
-expressed in another way, one of level `changed`. Nothing is dropped without a note.
+Each container that asks for a GPU gets a claim of its own, because the other systems' quotas also
+apply per container. A setting that cannot be carried over gets a `ConversionNote` of level `lost`,
+and one that is expressed in another way a note of level `changed`. Nothing is dropped without a
+note.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def convert(text: str, options: ConvertOptions | None = None) -> Result:
         changed = not yamltext.same(value, document.value)
         if changed or any(name in document.text for name in RESOURCES):
             for key in document.twice:
-                reason = "it is there more than once, and the last one counts"
+                reason = "the key occurs more than once, and the last one counts"
                 notes[ConversionNote(name_of(value), key, reason, "lost")] = None
         body, marked = document.text, document.marked
         if changed:
@@ -85,9 +86,7 @@ def convert(text: str, options: ConvertOptions | None = None) -> Result:
             marked = marked or not kept
             if not kept and document.has_comments:
                 name = name_of(value)
-                notes[ConversionNote(name, "comments", "the document was written anew", "form")] = (
-                    None
-                )
+                notes[ConversionNote(name, "comments", "the document was rewritten", "form")] = None
         if not body.endswith("\n"):
             body += "\n"
         comments = "".join(f"# {_one_line(str(note))}\n" for note in notes)
@@ -116,7 +115,7 @@ def _split_head(text: str) -> tuple[str, str]:
 
 
 def _with_names(value: Any) -> Any:
-    """Return a value with keys that JSON can have: dates and bytes from YAML become strings."""
+    """Return a value whose keys JSON allows: dates and bytes from YAML become strings."""
     if isinstance(value, dict):
         return {
             key if key is None or isinstance(key, str | int | float) else str(key): _with_names(one)
@@ -126,7 +125,7 @@ def _with_names(value: Any) -> Any:
 
 
 def _one_line(text: str) -> str:
-    """Return a text that stays within one comment line, whatever an author wrote into a name."""
+    """Return a text that fits in one comment line, even if a name contains line breaks."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 
@@ -160,7 +159,8 @@ def _convert_document(
         left |= pod.left
     for path, key in _leftovers(document, left):
         reason = (
-            f"it stays as it was in {path}, which is no container's limit of a kind that is known"
+            f"it stays as it was in {path}, which is not a container's limit in a known kind"
+            " of workload"
         )
         if str(document.get("kind")) in {"ResourceQuota", "LimitRange"}:
             reason = (
@@ -172,7 +172,7 @@ def _convert_document(
 
 
 def _pods(document: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
-    """Yield what has a pod's shape, metadata with a spec, in a workload of any kind."""
+    """Yield the pods and pod templates (metadata with a spec) in a workload of any kind."""
     kind = document.get("kind")
     spec = mapping(document.get("spec"))
     if kind == "Pod":
@@ -189,7 +189,7 @@ def _pods(document: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
 def _leftovers(
     value: Any, left: set[int], path: str = "", above: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """Yield what asks for a GPU and was not converted, except what was `left` on purpose."""
+    """Yield path and key of unconverted GPU resources, except those `left` unchanged on purpose."""
     if isinstance(value, dict) and id(value) not in left:
         for key, inner in value.items():
             asks = isinstance(key, str) and re.sub(r"^(requests|limits)\.", "", key) in RESOURCES

@@ -1,4 +1,7 @@
-"""Convert one pod, or a pod template, and note what the claim cannot express."""
+"""Converts one pod or pod template from another GPU-sharing system to a Tidegate claim.
+
+A setting that the claim cannot express becomes a note.
+"""
 
 from __future__ import annotations
 
@@ -12,61 +15,48 @@ from kube.names import DRIVER, PARAMETERS_KIND, PARAMETERS_VERSION
 
 API = "resource.k8s.io/v1"
 
-
 BLOCK_MIB = 256
 """Size of one tencent.com/vcuda-memory in MiB."""
 
-
 MOST_MIB = 1 << 24
-"""Limit of nvidia.com/gpumem in MiB. No GPU has 16 TiB: a manifest that says 8Gi for a resource
-counted in MiB means another number."""
-
+"""Limit of nvidia.com/gpumem in MiB. No GPU has 16 TiB: a manifest with 8Gi for this resource,
+which is counted in MiB, means another number."""
 
 SHARE = 10
 """Guarantee in percent of a pod without gpucores: HAMi splits a GPU among ten by default."""
 
-
 HAMI = ("gpumem", "gpumem-percentage", "gpucores", "priority")
-
-
 HAMI_RESOURCES = tuple(f"nvidia.com/{name}" for name in HAMI)
-
-
 GPU = "nvidia.com/gpu"
-
-
 CORE, BLOCKS = "tencent.com/vcuda-core", "tencent.com/vcuda-memory"
-
-
 RESOURCES = (GPU, *HAMI_RESOURCES, CORE, BLOCKS)
-
 
 WRITTEN = (
     *("hami.io/vgpu-", "hami.io/bind-", "hami.io/mutex"),
     *("tencent.com/predicate-", "tencent.com/gpu-assigned", "tencent.com/vcuda-device"),
 )
-"""Prefixes of annotations that a scheduler writes on a pod that is placed."""
-
+"""Prefixes of annotations that a scheduler writes on a pod when it places it."""
 
 NO_EQUAL = {
     "hami.io/node-scheduler-policy": "the cluster's own scheduler chooses the node",
     "hami.io/gpu-scheduler-policy": "the cluster's own scheduler chooses the GPU",
     "hami.io/device-scoring-weights": "the cluster's own scheduler chooses the GPU",
 }
-
+"""Annotations that have no counterpart, with the reason."""
 
 ENVIRONMENT = {
-    "CUDA_DISABLE_CONTROL": "nothing in a container turns a quota off",
-    "ACTIVE_OOM_KILLER": "an allocation beyond the quota fails, nothing is killed",
+    "CUDA_DISABLE_CONTROL": "a container cannot turn its quota off",
+    "ACTIVE_OOM_KILLER": "an allocation beyond the quota fails, no process is killed",
     "CUDA_OVERSUBSCRIBE": "memory is never granted twice",
     "GPU_CORE_UTILIZATION_POLICY": "",
-    "NVIDIA_VISIBLE_DEVICES": "the claim says which GPUs",
+    "NVIDIA_VISIBLE_DEVICES": "the claim names the GPUs",
 }
+"""HAMi's environment variables, with what replaces them."""
 
 
 @dataclass(frozen=True)
 class ConversionNote:
-    """What happened to something that the claim cannot express, or expresses in another way."""
+    """A setting that the claim cannot express, or expresses in another way, and the reason."""
 
     object: str
     what: str
@@ -84,7 +74,7 @@ Notes = dict[ConversionNote, None]
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """What the manifests do not say but the cluster's operator knows."""
+    """Facts that the manifests lack and the cluster's operator supplies."""
 
     gpu_mib: int = 0
     """Memory of a GPU in MiB, to which gpumem-percentage refers; 0 if unknown."""
@@ -118,7 +108,7 @@ class Ask:
         if capacity:
             exactly["capacity"] = {"requests": capacity}
         devices: dict[str, Any] = {"requests": [{"name": "gpu", "exactly": exactly}]}
-        # The scheduler never gives a request the same device twice; this is for the reader.
+        # The scheduler never gives a request the same device twice; this only documents it.
         constraints = [{"distinctAttribute": f"{DRIVER}/uuid"}] if self.count > 1 else []
         constraints += [{"matchAttribute": name} for name in self.constraints if self.count > 1]
         if constraints:
@@ -135,7 +125,7 @@ class Ask:
 
 
 class Taken:
-    """The names in use. Finding a free one does not take longer when there are more names."""
+    """The names in use. The time to find a free one does not grow with the number of names."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = set(names)
@@ -171,8 +161,6 @@ def entries(value: Any) -> list[dict[Any, Any]]:
 
 
 _NUMBER = re.compile(r"([0-9]{1,15})(\.0*)?(k|M|G|Ki|Mi|Gi)?")
-
-
 _FACTORS = {"k": 10**3, "M": 10**6, "G": 10**9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 
 
@@ -192,7 +180,7 @@ class ConvertedPod:
     ) -> None:
         self.document, self.pod, self.options, self.notes = document, pod, options, notes
         self.left: set[int] = set()
-        """Parts that stay unchanged and are noted already, by identity."""
+        """Identities of the parts that stay unchanged and have a note already."""
         self.spec = mapping(pod.get("spec"))
         self.metadata = mapping(pod.get("metadata"))
         held = self.metadata.get("annotations")
@@ -244,20 +232,20 @@ class ConvertedPod:
                 if key in RESOURCES:
                     del asked[key]
                 elif isinstance(key, str) and key.startswith("nvidia.com/"):
-                    self.note(key, "it has no equal and stays as it was")
+                    self.note(key, "it has no counterpart and stays unchanged")
             if part in resources and not asked and isinstance(resources[part], dict):
                 del resources[part]
         if "resources" in container and not resources:
             del container["resources"]
         if found and not any(found.get(key) for key in (GPU, *HAMI_RESOURCES[:3], CORE, BLOCKS)):
-            self.note(", ".join(found), "it asks for none, and is gone", "changed")
+            self.note(", ".join(found), "it asks for nothing and was removed", "changed")
             return {}
         return found
 
     def ask(self, container: dict[Any, Any], asked: dict[str, int]) -> Ask:
         """Return what a container asked for, in the terms of a claim."""
-        theirs = CORE in asked or BLOCKS in asked
-        ask = self.from_gpu_manager(asked) if theirs else self.from_nvidia(asked)
+        is_gpu_manager = CORE in asked or BLOCKS in asked
+        ask = self.from_gpu_manager(asked) if is_gpu_manager else self.from_nvidia(asked)
         self.take_environment(container, ask)
         return ask
 
@@ -265,7 +253,7 @@ class ConvertedPod:
         """Read nvidia.com/gpu alone, or with what HAMi adds to it."""
         count = max(asked.get(GPU, 1), 1)
         if "nvidia.com/priority" in asked:
-            self.note("nvidia.com/priority", "it has no equal: guarantees say who comes first")
+            self.note("nvidia.com/priority", "no counterpart: guarantees determine the order")
         if not any(asked.get(key) for key in HAMI_RESOURCES[:3]):
             return Ask(None, 100, count, device_class="gpu-whole")
         ask = Ask(count=count)
@@ -281,7 +269,7 @@ class ConvertedPod:
         elif percent:
             self.note(
                 "nvidia.com/gpumem-percentage",
-                f"the claim asks for all of it: say --gpu-memory for {percent} %",
+                f"the claim asks for all the memory: add --gpu-memory for {percent} %",
             )
         else:
             self.note(
@@ -293,7 +281,7 @@ class ConvertedPod:
         if cores:
             ask.compute = min(cores, 100)
             if cores > 100:
-                self.note("nvidia.com/gpucores", f"{cores} is more than a GPU has: 100", "changed")
+                self.note("nvidia.com/gpucores", f"{cores} is reduced to 100", "changed")
         else:
             ask.compute, ask.device_class = self.options.share, "gpu-elastic"
             self.note(
@@ -316,7 +304,7 @@ class ConvertedPod:
                 )
             return Ask(None, 100, count, device_class="gpu-whole")
         if not blocks:
-            self.note(f"no {BLOCKS}", "a claim that names none gets all the memory")
+            self.note(f"no {BLOCKS}", "a claim without memory gets all of the GPU's")
         return Ask(blocks * BLOCK_MIB or None, max(cores, 1))
 
     def take_environment(self, container: dict[Any, Any], ask: Ask) -> None:
@@ -327,22 +315,22 @@ class ConvertedPod:
             return
         for variable in variables:
             name = mapping(variable).get("name")
-            ours = isinstance(name, str) and (
+            is_hami = isinstance(name, str) and (
                 name in ENVIRONMENT or re.match(r"CUDA_DEVICE_(MEMORY|SM)_LIMIT", name)
             )
-            if not ours:
+            if not is_hami:
                 kept.append(variable)
             elif name == "GPU_CORE_UTILIZATION_POLICY":
                 value = variable.get("value")
                 if value == "disable" and ask.device_class == "gpu-strict":
                     ask.device_class = "gpu-elastic"
-                self.note(name, "the claim's class says it", "changed")
+                self.note(name, "the claim's class expresses it", "changed")
             elif name in ENVIRONMENT:
                 value = str(variable.get("value"))
                 harmless = name == "NVIDIA_VISIBLE_DEVICES" and value in {"all", "void"}
                 self.note(str(name), ENVIRONMENT[str(name)], "changed" if harmless else "lost")
             else:
-                self.note(str(name), "the claim says it", "changed")
+                self.note(str(name), "the claim expresses it", "changed")
         if len(kept) != len(variables):
             container["env"] = kept
             if not kept:
@@ -357,7 +345,7 @@ class ConvertedPod:
             text = str(value)
             words = [word.strip() for word in text.split(",") if word.strip()]
             if key.startswith(WRITTEN):
-                self.note(key, "a scheduler wrote it on a pod that was placed", "changed")
+                self.note(key, "a scheduler wrote it when it placed the pod", "changed")
             elif key in NO_EQUAL:
                 self.note(f"{key}: {text}", NO_EQUAL[key])
             elif key in {"nvidia.com/use-gpuuuid", "nvidia.com/nouse-gpuuuid"} and words:
@@ -379,12 +367,12 @@ class ConvertedPod:
             elif key == "tencent.com/vcuda-core-limit":
                 limit = _whole_number(value)
                 if limit is None or not 0 < limit <= 100:
-                    self.note(f"{key}: {text}", "it is no percentage")
+                    self.note(f"{key}: {text}", "it is not a percentage")
                     limit = None
             elif key.startswith("tencent.com/vcuda"):
-                self.note(f"{key}: {text}", "it has no equal")
+                self.note(f"{key}: {text}", "it has no counterpart")
             elif key.startswith(("hami.io/", "nvidia.com/", "tencent.com/")):
-                self.note(f"{key}: {text}", "it is not known and stays as it was")
+                self.note(f"{key}: {text}", "it is unknown and stays unchanged")
                 continue
             else:
                 continue
@@ -408,7 +396,7 @@ class ConvertedPod:
         return add
 
     def take_surroundings(self) -> None:
-        """Remove what sends the pod to the other systems' schedulers and runtimes."""
+        """Remove the fields that select the other systems' schedulers and runtimes."""
         if self.spec.get("schedulerName") == "hami-scheduler":
             del self.spec["schedulerName"]
             self.note("schedulerName", "the cluster's own scheduler places claims", "changed")
@@ -420,8 +408,8 @@ class ConvertedPod:
             if label.startswith("nvidia.com/"):
                 self.note(
                     label,
-                    "it stays in the pod, and is on no node without NVIDIA's feature discovery;"
-                    " a claim's selectors have model, driverVersion and more",
+                    "it stays in the pod, but only NVIDIA's feature discovery sets it on nodes;"
+                    " use a claim's selectors (model, driverVersion and more) instead",
                 )
 
     def node_labels(self) -> list[str]:
@@ -502,7 +490,7 @@ def _append(container: dict[Any, Any], key: str, claim: str) -> None:
 
 
 def _label(document: dict[Any, Any]) -> str:
-    """Return a workload's name as a DNS label, to be part of another name; "" if it has none."""
+    """Return a workload's name as a DNS label for use in another name; "" if it has none."""
     metadata = mapping(document.get("metadata"))
     name = metadata.get("name") or metadata.get("generateName")
     return _dns(name) if isinstance(name, str) else ""

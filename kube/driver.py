@@ -1,12 +1,12 @@
-"""Prepares claims and takes them back; repeating a call, or cutting it off, does no harm.
+"""Prepares claims for the kubelet and takes them back.
 
-The order is the same both ways: first the governor, which writes its state before it answers, then
-the CDI file. So a file never says more than the governor knows, and what is missing is created when
-the kubelet asks again.
+Calls are idempotent and may be interrupted. Both ways the governor, which writes its state before
+it answers, comes first, and then the CDI file. So a file never contains more than the governor
+knows, and a missing one is created when the kubelet asks again.
 
 A kubelet that was refused asks again only with the pod's next resync, 60 to 90 s later. So a call
-waits for conditions that may pass: a governor or an API server that is being restarted, or a
-previous container that is still ending. It waits without a lock, so that other calls go on, also
+waits for temporary conditions to pass: a governor or an API server that is being restarted, or a
+previous container that is still ending. It waits without a lock, so that other calls proceed, also
 for the same claim.
 """
 
@@ -34,7 +34,7 @@ from oci_hook.errors import HookError
 log = structlog.get_logger()
 
 WAIT_MOST_S = 40.0
-"""Longest time in seconds that a call waits; a kubelet allows 45 s for it."""
+"""Longest time in seconds that a call waits; the kubelet's timeout is 45 s."""
 PAUSE_S, PAUSE_MOST_S = 0.1, 1.0
 """First and longest pause between two attempts of a call that waits, in seconds."""
 MOST_WAITING = 192
@@ -43,7 +43,7 @@ MOST_WAITING = 192
 
 @dataclass(frozen=True)
 class CallContext:
-    """What the driver needs to know about a call; by default it does not wait."""
+    """The properties of a call that the driver needs; by default the call does not wait."""
 
     check: Callable[[], None] = lambda: None
     """Raises a TidegateError if the caller has given up."""
@@ -90,7 +90,7 @@ class Refusals(Protocol):
     def refused(
         self, reference: Reference, document: dict[str, Any] | None, error: TidegateError
     ) -> None:
-        """Take note that a claim was refused."""
+        """Record that a claim was refused."""
 
     def waits(
         self,
@@ -99,7 +99,7 @@ class Refusals(Protocol):
         error: TidegateError,
         seconds: float,
     ) -> None:
-        """Take note that a claim is not prepared yet, and is retried for `seconds`."""
+        """Record that a claim is not prepared yet, and is retried for `seconds`."""
 
 
 class ClaimDriver:
@@ -124,7 +124,7 @@ class ClaimDriver:
     ) -> None:
         """`hold` and `others` concern the other drivers of the node (`kube.instances`).
 
-        `hold` keeps them from working on a claim, `others` says whether there were any lately.
+        `hold` keeps them from working on a claim, `others` returns whether any was seen lately.
         `again` is called for claims that were refused for a reason that may pass (`kube.resync`).
         """
         self._node_name = node_name
@@ -148,7 +148,7 @@ class ClaimDriver:
         self._locks: dict[str, tuple[threading.Lock, int]] = {}
         self._guard = threading.Lock()
         self._changed = threading.Condition()
-        """Notified when a condition that a call waits for may be over; guards the next two."""
+        """Notified when a condition that a call waits for may have passed; guards the next two."""
         self._waiters: dict[str, set[_Waiter]] = {}
         self._waiting = 0
 
@@ -171,7 +171,7 @@ class ClaimDriver:
                     self._locks[uid] = (lock, users - 1)
 
     def prepare(self, reference: Reference, call: CallContext = CallContext()) -> AllocatedClaim:
-        """Make a claim ready for the containers that use it; a TidegateError says why it is not.
+        """Make a claim ready for the containers that use it; a TidegateError if that fails.
 
         If the caller has given up, or a later call takes the claim back, nothing is changed.
         """
@@ -227,12 +227,13 @@ class ClaimDriver:
         call.check()
         if waiter.overtaken:
             raise SocketError(
-                f"{reference}: the kubelet has taken it back meanwhile", hint="it asks again"
+                f"{reference}: the kubelet has taken it back meanwhile",
+                hint="the kubelet retries",
             )
 
     @contextlib.contextmanager
     def _wait_for(self, error: TidegateError, left: float) -> Iterator[bool]:
-        """Yield whether a call may wait for an error to pass, and count the call meanwhile."""
+        """Yield whether a call may wait for an error to pass; count it as waiting in the block."""
         with self._changed:
             may = left > 0 and _may_pass(error) and self._waiting < MOST_WAITING
             self._waiting += may
@@ -313,8 +314,8 @@ class ClaimDriver:
             message=error.message,
             hint=error.hint,
         )
-        # Without the API server no event can be written, and a call that came too late says
-        # nothing about the claim.
+        # Without the API server no event can be written, and a call that came too late is no
+        # reason to report anything about the claim.
         if self._refusals is not None and not isinstance(error, ClusterError | SocketError):
             self._refusals.refused(reference, document, error)
 
@@ -331,7 +332,7 @@ class ClaimDriver:
         with self._alone(reference.uid, call.check):
             call.check()
             self._take_back(reference.uid, "unprepared", str(reference))
-        self._wake()  # there may be room now
+        self._wake()  # a waiting claim may fit now
 
     def _take_back(self, uid: str, why: str, name: str = "") -> None:
         self._governor.unclaim(uid)
@@ -354,10 +355,10 @@ class ClaimDriver:
     def differs(self) -> bool:
         """Return whether the state differs from what the kubelet was told.
 
-        The governor has other claims after a start of this driver, after it has lost its file, or
-        if another driver of the node was called; or the CDI file of a claim is missing. The result
-        is False while a call works on a claim. A TidegateError says why the governor does not
-        answer.
+        The claims in the governor differ after a start of this driver, after the governor has lost
+        its file, or if another driver of the node was called. The result is also True if the CDI
+        file of a claim is missing, and False while a call works on a claim. TidegateError if the
+        governor does not answer.
         """
         with self._guard:
             calls, idle = self._calls, not self._locks
@@ -373,8 +374,8 @@ class ClaimDriver:
         """Take back leftover claims and prepare lost ones again, according to the cluster.
 
         A claim is lost if the governor has forgotten it or its file was removed: while a pod has
-        its sandbox, the kubelet does not ask again. A TidegateError says what went wrong; claims
-        that were not examined by then stay unchanged.
+        its sandbox, the kubelet does not ask again. After a TidegateError, claims that were not
+        examined by then are unchanged.
         """
         failed: TidegateError | None = None
         entered = {str(claim["uid"]) for claim in self._governor.claims()}
@@ -384,8 +385,8 @@ class ClaimDriver:
                     self._settle(uid)
             except (CdiError, ClusterError) as e:
                 if isinstance(e, ClusterError) and not e.http:
-                    raise  # no answer at all: there would be none for the other claims either
-                failed = e  # the other claims are settled all the same
+                    raise  # the API server does not answer, so the other claims would fail, too
+                failed = e  # the other claims are settled nevertheless
         if failed is not None:
             raise failed
 
@@ -396,7 +397,7 @@ class ClaimDriver:
         reference = self._prepared.get(uid)
         undone = entered is None and not self._directory.has(uid) and self._others()
         if reference is not None and (undone or (entered is not None and _leaves(entered))):
-            # It was taken back, but not by this driver: the kubelet called another one.
+            # The kubelet called another driver of the node to take it back.
             log.info("claim-taken-back", uid=uid, claim=str(reference), why="by another driver")
             del self._prepared[uid]
             reference = None
@@ -434,7 +435,7 @@ class ClaimDriver:
         return next((one for one in self._governor.claims() if str(one["uid"]) == uid), None)
 
     def _look_up(self, reference: Reference) -> tuple[dict[str, Any], str]:
-        """Return a claim and why it is not to be prepared here; the reason is empty if it is."""
+        """Return a claim and the reason not to prepare it here; "" if it is to be prepared."""
         try:
             document = self._cluster.claim(reference.namespace, reference.name)
         except ClusterError as e:

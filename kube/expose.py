@@ -3,8 +3,8 @@
     python3 -m kube.expose --listen 0.0.0.0:9731 --socket /run/tidegate/metrics.sock
 
 The governor listens only on its own machine, because it does not authenticate clients. In a cluster
-a network policy says which pods may scrape. What the policy admits connects to this proxy, which
-serves nothing but `GET /metrics`.
+a network policy restricts which pods may scrape. Those pods connect to this proxy, which serves
+nothing but `GET /metrics`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOST_ANSWER = 64 << 20
 MOST_SERVED = 8
 TIMEOUT_S = 10.0
 _LINE = re.compile(rb"GET /metrics(\?[\x21-\x7e]*)? HTTP/1\.[01]")
-_HEADER = re.compile(rb"[\t\x20-\x7e]*")  # one line only: some servers end it at a bare line feed
+_HEADER = re.compile(rb"[\t\x20-\x7e]*")  # no line feed, which some servers take for a line end
 _KEPT = (b"accept", b"accept-encoding")
 
 
@@ -95,7 +95,7 @@ async def run(host: str, port: int, socket: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Serve until a signal arrives; return the exit status."""
-    parser = argparse.ArgumentParser(prog="kube.expose", description="Passes metrics on.")
+    parser = argparse.ArgumentParser(prog="kube.expose", description="Forwards metrics requests.")
     parser.add_argument("--listen", required=True, metavar="HOST:PORT")
     parser.add_argument("--socket", default="/run/tidegate/metrics.sock", metavar="FILE")
     args = parser.parse_args(argv)

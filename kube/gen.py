@@ -1,7 +1,7 @@
-"""Writes kube/api/ from kube/protos/: `python -m kube.gen`; `--check` tells if it is current.
+"""Generates kube/api/ from kube/protos/: `python -m kube.gen`; `--check` only compares.
 
 The generated code is in the repository, so that a node needs no compiler. It requires a grpcio and
-a protobuf that are not older than the ones that generated it (requirements-kubernetes.lock).
+a protobuf that are not older than those that generated it (requirements-kubernetes.lock).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def generate(directory: Path) -> dict[str, bytes]:
         ["protoc", f"-I{root}", f"--python_out={output}", f"--grpc_python_out={output}", *names]
     )
     if status:
-        raise SystemExit(f"kube.gen: protoc ended with {status}; see the lines above")
+        raise SystemExit(f"kube.gen: protoc ended with status {status}; see the lines above")
     files = {path.name: path.read_bytes() for path in (output / "kube" / "api").iterdir()}
     return {"__init__.py": HEAD.encode(), **files}
 

@@ -1,7 +1,7 @@
 """Turns the governor's findings about GPUs into health and device taints. Pure functions.
 
-A taint keeps new pods away and evicts none: a finding can be wrong, and what runs on a GPU that
-does not answer ends on its own. An operator that wants more can create a DeviceTaintRule.
+A taint keeps new pods away and evicts none: a finding can be wrong, and programs on a GPU that does
+not answer end on their own. An operator can evict them with a DeviceTaintRule.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from kube.names import TAINT_BYPASS, TAINT_CLOSED, TAINT_LOST
 HEALTHY, UNHEALTHY, UNKNOWN = "Healthy", "Unhealthy", "Unknown"
 
 CLEAR_S = 30.0
-"""Seconds that a taint stays after its reason has gone, so that a flapping one is written once."""
+"""Seconds that a taint outlives its reason, so that a flapping taint is written once."""
 MOST = 1000
-"""Maximum length of a message in characters; the kubelet cuts at 1024."""
+"""Maximum length of a message in characters; the kubelet truncates at 1024."""
 
 
 @dataclass(frozen=True, order=True)
 class Taint:
-    """Why a GPU gets no new pod: a key, and a label value."""
+    """A reason to schedule no new pod to a GPU: a key, and a label value."""
 
     key: str
     value: str
@@ -34,7 +34,7 @@ class Taint:
 
 @dataclass(frozen=True)
 class Condition:
-    """The state of a GPU, with the reasons in words and as taints for the scheduler."""
+    """The state of a GPU, with the reasons as text and as taints for the scheduler."""
 
     health: str
     message: str = ""
@@ -69,14 +69,14 @@ def _judge(gpu: Mapping[str, Any], accused: Sequence[tuple[str, str]]) -> Condit
         # The GPU is healthy, but a new pod would share it with a container that exceeds its share.
         kinds = sorted({kind for kind, _ in accused})
         taints.append(Taint(TAINT_BYPASS, kinds[0] if len(kinds) == 1 else "several"))
-        said = ", ".join(sorted({f"{who[:64]} ({kind})" for kind, who in accused}))
-        messages.append(f"containers go around their quota: {said}")
+        names = ", ".join(sorted({f"{name[:64]} ({kind})" for kind, name in accused}))
+        messages.append(f"containers go around their quota: {names}")
     return Condition(health, "; ".join(messages)[:MOST], tuple(sorted(taints)))
 
 
 @dataclass
 class Damper:
-    """Keeps taints for a while, so that a flapping one is not written again and again."""
+    """Keeps taints for a while, so that a flapping taint is not written repeatedly."""
 
     clear_s: float = CLEAR_S
     _seen: dict[tuple[str, str], tuple[float, Taint]] = field(default_factory=dict)
@@ -96,8 +96,6 @@ class Damper:
             if key not in current and now - seen >= self.clear_s:
                 del self._seen[key]
         return {
-            uuid: tuple(
-                sorted(taint for (whose, _), (_, taint) in self._seen.items() if whose == uuid)
-            )
+            uuid: tuple(sorted(taint for (gpu, _), (_, taint) in self._seen.items() if gpu == uuid))
             for uuid in conditions
         }

@@ -1,12 +1,13 @@
-"""Coordinates several drivers on one node: a new one serves before the one that it replaces ends.
+"""Coordinates the instances of the DRA driver on one node during an update.
 
-Kubelets since 1.33 support several plugins of one driver if their sockets have different names, and
-call the one that registered last. So both prepare claims meanwhile. Publishing and reconciling may
-be done by only one: of the instances that are registered, the one that was started last.
+The new instance serves before the old one ends. Kubelets since 1.33 support several plugins of one
+driver if their sockets have different names, and call the one that registered last. So both
+instances may prepare claims. Only one of them publishes and reconciles: of the registered
+instances, the one that was started last.
 
 Each instance holds a lock on a file of its own in the driver's directory while it lives. The next
-instance removes what a dead one left there. All instances share a lock on the directory itself,
-which a driver with fixed socket names, and the device plugin, hold exclusively.
+instance removes the files of a dead one. All instances share a lock on the directory itself; a
+driver with fixed socket names, and the device plugin, hold this lock exclusively.
 """
 
 from __future__ import annotations
@@ -37,11 +38,14 @@ _REGISTRAR = re.compile(rf"{re.escape(DRIVER)}(?:-(?P<name>.+))?-reg\.sock")
 CLAIMS = "claims.lock"
 """File with a byte for each claim, which the instance that works on the claim locks."""
 SLOTS = 1 << 30
+"""Number of bytes of that file, to which the claims' uids are hashed."""
 PATIENCE_S = 5.0
+"""Longest wait in seconds for the lock on this instance's own file."""
 LATELY_S = 120.0
+"""Seconds for which another instance counts as present after it was last seen."""
 HOLD_MOST_S = 20.0
-"""Longest wait in seconds for another instance to release a claim. No step of an instance takes
-that long, because it does not wait for anything while it holds a claim."""
+"""Longest wait in seconds for another instance to release a claim. No instance needs that long,
+because it does not wait for anything while it holds a claim."""
 
 
 class Instance:
@@ -105,12 +109,12 @@ class Instance:
                 raise SocketError(
                     f"another driver, with fixed sockets, or the device plugin serves in"
                     f" {self._directory}",
-                    hint="it goes on; end it first (kubectl delete daemonset)",
+                    hint="stop it first (kubectl delete daemonset)",
                 ) from e
             raise SocketError(
                 f"another driver serves in {self._directory}",
-                hint="it goes on; end it first (a DaemonSet with maxSurge 0 does), or name each"
-                " instance (--instance)",
+                hint="stop it first (a DaemonSet with maxSurge 0 does), or name each instance"
+                " (--instance)",
             ) from e
         except OSError as e:
             self.close()
@@ -120,7 +124,7 @@ class Instance:
             ) from e
 
     def _lock(self) -> int:
-        """Lock this instance's file and return its descriptor; the file still has its name."""
+        """Lock this instance's file and return its descriptor; never that of a removed file."""
         path = self._lock_file(self.name)
         until = time.monotonic() + PATIENCE_S
         while True:
@@ -131,7 +135,7 @@ class Instance:
                 if path.exists() and path.stat().st_ino == os.fstat(fd).st_ino:
                     return fd
             except BlockingIOError:
-                # Another instance examines it, or the previous container has not quite ended.
+                # Another instance is examining it, or the previous container is still ending.
                 if time.monotonic() > until:
                     os.close(fd)
                     raise
@@ -142,7 +146,7 @@ class Instance:
         if self._own is None:
             return
         data = json.dumps({"started": self._started, "registered": registered}).encode()
-        # One write of a whole line, so a reader finds either the old line or the new one.
+        # A single write of the whole line, so a reader sees either the old line or the new one.
         os.pwrite(self._own, data.ljust(80) + b"\n", 0)
 
     def note_registered(self, registered: bool) -> None:  # noqa: FBT001 - the only argument
@@ -152,20 +156,20 @@ class Instance:
             self._write(registered=registered)
 
     def leads(self) -> bool:
-        """Return whether this instance publishes and reconciles; removes dead ones' leftovers."""
+        """Return whether this instance publishes and reconciles; clean up after dead instances."""
         return not self.name or not any(
             other["registered"] and (other["started"] > self._started or not self._registered)
             for other in self.clean()
         )
 
     def has_successor(self) -> bool:
-        """Return whether a later instance is registered, which will serve when this one ends."""
+        """Return whether a later instance is registered, which serves when this one ends."""
         return bool(self.name) and any(
             other["registered"] and other["started"] > self._started for other in self.clean()
         )
 
     def clean(self) -> list[dict[str, Any]]:
-        """Remove what dead instances left; return the states that the live ones have written."""
+        """Remove the files of dead instances; return the states that the live ones have written."""
         # Sockets are listed first: an instance takes its lock before it creates them.
         left = self._found(self._directory, _PLUGIN) | self._found(self._registry, _REGISTRAR)
         alive = {}
@@ -182,7 +186,7 @@ class Instance:
         return list(alive.values())
 
     def others(self) -> bool:
-        """Return whether another instance was seen lately, and may have been called."""
+        """Return whether another instance was seen lately, so the kubelet may have called it."""
         return self._met is not None and time.monotonic() - self._met < LATELY_S
 
     def _found(self, directory: Path, pattern: re.Pattern[str]) -> set[str]:
@@ -250,7 +254,7 @@ class Instance:
 
 
 def _read(fd: int) -> dict[str, Any]:
-    """Return what an instance has written; one that has written nothing is ahead of none."""
+    """Return the state that an instance has written; without one it counts as the oldest."""
     try:
         state = json.loads(os.pread(fd, 200, 0))
         return {"started": int(state["started"]), "registered": state["registered"] is True}

@@ -2,7 +2,7 @@
 
     tidegate-dra --node-name NODE [--kubeconfig FILE] [--runtime-dir DIR] [--kubelet-dir DIR] ...
 
-In a pod the service account leads to the API server. The driver logs one event per line (JSON when
+In a pod the driver uses the service account for the API server. It logs one event per line (JSON if
 standard error is not a terminal) and ends on SIGTERM or SIGINT. Containers on the GPUs keep running
 without it; the next driver takes over the prepared claims.
 """
@@ -48,13 +48,16 @@ from kube.slices import ClaimDefaults, make_slice, slice_name
 log = structlog.get_logger()
 
 PERIOD_S = 2.0
+"""Default interval between two steps of the loop, in seconds."""
 PAUSE_S, PAUSE_MOST_S = 1.0, 60.0
+"""First and longest pause in seconds before a peer that does not answer is asked again."""
 AWAY_S = 60.0
+"""Seconds without an answer of the governor after which its GPUs get the taint AWAY."""
 AWAY = Taint(TAINT_CLOSED, "governor-away")
 
 
 class Backoff:
-    """The pause before asking a peer again that does not answer: it doubles each time."""
+    """The pause before a peer that does not answer is asked again; it doubles each time."""
 
     def __init__(self) -> None:
         self._pause = 0.0
@@ -92,7 +95,7 @@ class DriverLoop:
         recheck: Recheck | None = None,
         leads: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`leads` says whether this driver publishes and reconciles (`kube.instances`)."""
+        """`leads` returns whether this driver publishes and reconciles (`kube.instances`)."""
         self.wake = threading.Event()
         self._args = args
         self._cluster = cluster
@@ -115,10 +118,9 @@ class DriverLoop:
         self._conditions: Mapping[str, Condition] = {}
 
     def registered(self, accepted: bool = True) -> None:  # noqa: FBT001, FBT002
-        """Handle that the kubelet registered or refused this driver: it deletes the node's slices.
+        """Handle the kubelet's answer to the registration; the kubelet deletes the node's slices.
 
-        If the kubelet refused the driver, it prepares no claim, so the slice is not published
-        again.
+        A driver that the kubelet refused is never called, so it does not publish the slice again.
         """
         self._known = accepted
         self._publisher.forget()
@@ -151,13 +153,13 @@ class DriverLoop:
         return self._known and not self.leading
 
     def _take_or_leave(self) -> None:
-        """Check whether this instance leads: another may have taken over, or have ended."""
+        """Check whether this instance leads: another one may have taken over, or have ended."""
         leading = self._leads()
         if leading == self.leading:
             return
         self.leading = leading
         log.info("leads" if leading else "another-leads")
-        # The other instance may have changed something meanwhile, so it is all read again.
+        # The other instance may have changed something meanwhile, so all state is read again.
         self._publisher.forget()
         self._recheck.forget()
         self._reconcile.set()
@@ -178,7 +180,7 @@ class DriverLoop:
             wait = round(backoff.failed(now), 1)
             log.warning("not-answered", what=what, message=e.message, hint=e.hint, again_s=wait)
             return False
-        except Exception as e:  # preparing claims has to go on after any strange answer
+        except Exception as e:  # an unexpected answer must not keep the driver from serving
             wait = round(backoff.failed(now), 1)
             log.exception("not-understood", what=what, error=repr(e)[:300], again_s=wait)
             return False
@@ -192,9 +194,9 @@ class DriverLoop:
             path = Instance(*place, self._args.instance).registration
             log.warning(
                 "no-kubelet",
-                message=f"no kubelet has registered this driver for {alone:.0f} s; it was to find"
-                f" {path}; no GPU is offered",
-                hint="see the kubelet's log; --kubelet-dir has to be its --root-dir, by the same"
+                message=f"no kubelet has registered this driver for {alone:.0f} s; it should have"
+                f" found {path}; no GPU is offered",
+                hint="see the kubelet's log; --kubelet-dir has to be its --root-dir, with the same"
                 " path here and on the host",
             )
 
@@ -209,8 +211,8 @@ class DriverLoop:
             if self._away_since is None:
                 self._away_since = now
                 log.warning("governor-away", message=e.message, hint=e.hint)
-            # A restart is over after AWAY_S; after that no pods should come, because a node
-            # without a governor prepares no claim.
+            # A restart takes less than AWAY_S. After that no more pods should be scheduled here,
+            # because a node without a governor prepares no claim.
             taints = (AWAY,) if now - self._away_since >= AWAY_S else ()
             unknown = Condition(UNKNOWN, "the node's governor does not answer", taints)
             self._conditions = dict.fromkeys(self._conditions, unknown)
@@ -238,7 +240,7 @@ class DriverLoop:
             roots=find_roots(addresses),
         )
         claims = self._driver.entered
-        if self._publisher.current:  # otherwise the stored mark has to be read first
+        if self._publisher.current:  # otherwise the stored mark is not known yet
             closed = {uuid for uuid, found in taints.items() if found}
             room = self._away_since is None and has_room(answer, closed)
             mark = self._recheck.next_mark(claims, self._publisher.mark, now, room=room)
@@ -255,37 +257,39 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--node-name",
         default=os.environ.get("NODE_NAME"),
-        help="the node, as the cluster calls it (default: NODE_NAME)",
+        help="the node's name in the cluster (default: NODE_NAME)",
     )
-    parser.add_argument("--kubeconfig", metavar="FILE", help="where no service account is")
+    parser.add_argument(
+        "--kubeconfig", metavar="FILE", help="for use outside a pod, without a service account"
+    )
     add_node_options(parser)
     parser.add_argument(
         "--default-memory",
         metavar="QUANTITY",
-        help="what a claim takes that names no memory, like 8Gi (default: all of the GPU's)",
+        help="memory of a claim that names none, like 8Gi (default: all of the GPU's)",
     )
     parser.add_argument(
         "--default-compute",
         metavar="PERCENT",
-        help="what a claim takes that names no compute (default: 100)",
+        help="compute of a claim that names none (default: 100)",
     )
     parser.add_argument(
         "--look-every",
         type=float,
         default=PERIOD_S,
         metavar="SECONDS",
-        help="how often the governor is asked about its GPUs (%(default)g); what changes is written"
-        " to the API server after that, and not more often than every third time; pods that wait"
-        " are looked at again every fifth time at most",
+        help="interval at which the governor is asked about its GPUs (%(default)g); changes are"
+        " written to the API server at three times this interval at most",
     )
     parser.add_argument(
         "--instance",
         default=os.environ.get("POD_UID", ""),
         metavar="NAME",
-        help="a name for the sockets, by which a kubelet of 1.33 or newer takes this driver beside"
-        " the one that it replaces: the pod's uid (default: POD_UID; without, it is the only one)",
+        help="a name for the sockets, usually the pod's uid, with which a kubelet of 1.33 or newer"
+        " accepts this driver beside the one that it replaces (default: POD_UID; without a name it"
+        " is the only driver)",
     )
-    parser.add_argument("--ready-file", metavar="FILE", help="is there while the GPUs are offered")
+    parser.add_argument("--ready-file", metavar="FILE", help="exists while the GPUs are offered")
     return parser
 
 

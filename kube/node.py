@@ -1,4 +1,4 @@
-"""Asks the node's governor on its socket about GPUs, claims and the containers that use them."""
+"""Sends requests about GPUs, claims and containers to the socket of the node's governor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class NodeClient:
         self._timeout = timeout
 
     def gpus(self) -> dict[str, Any]:
-        """Return the GPUs that are shared, with what is left of each."""
+        """Return the GPUs that are shared, with the unallocated part of each."""
         return self._ask("gpus")
 
     def containers(self) -> list[dict[str, Any]]:

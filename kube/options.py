@@ -1,4 +1,4 @@
-"""Command line options about the node that the DRA driver and the device plugin share."""
+"""Defines the command line options that the DRA driver and the device plugin have in common."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Reads the opaque parameters of a claim: what capacities cannot express. Pure functions.
+"""Reads the opaque parameters of a claim, which capacities cannot express. Pure functions.
 
 A DeviceClass and a claim may both have parameters; for each option the last one in the allocation
-wins. `strict` and `computeLimit` are one option: a later one of either replaces both.
+wins. `strict` and `computeLimit` count as one option: a later occurrence of either replaces both.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ MOST = 300
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of one request: `compute_limit` None means the guarantee is also the cap.
+    """The parameters of one request.
 
-    That is the default, as with annotations.
+    By default, as with annotations, `compute_limit` is None: the guarantee is also the cap.
     """
 
     compute_limit: int | None = None
@@ -77,7 +77,7 @@ def check(document: object, where: str) -> None:
         error = jsonschema.exceptions.best_match(_validator().iter_errors(document))
     except RecursionError as e:
         raise ClaimError(
-            f"{where}: the document is nested too deeply", hint="options have no lists in them"
+            f"{where}: the document is nested too deeply", hint="no option contains a list"
         ) from e
     if error is None:
         return
@@ -87,17 +87,17 @@ def check(document: object, where: str) -> None:
     if error.validator == "additionalProperties" and isinstance(document, dict):
         field = next(str(name) for name in document if name not in schema()["properties"])
         close = difflib.get_close_matches(field, known, n=1, cutoff=0.5)
-        what = f"{_cut(field)} is no option"
+        problem = f"{_cut(field)} is no option"
         hint = f"did you mean {close[0]}?" if close else hint
     elif error.validator == "not":
-        what = "computeLimit and strict: true say different things"
+        problem = "computeLimit and strict: true say different things"
         hint = "leave one of them out"
     elif error.validator == "required":
-        what = _cut(error.message)
+        problem = _cut(error.message)
         hint = "write apiVersion: tidegate.gpu/v1 and kind: TidegateConfig"
     else:
-        what = f"{path or 'the document'}: {_cut(error.message)}"
-    raise ClaimError(f"{where}: {what}", hint=hint)
+        problem = f"{path or 'the document'}: {_cut(error.message)}"
+    raise ClaimError(f"{where}: {problem}", hint=hint)
 
 
 def _cut(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Finds a GPU's place on the PCI bus in sysfs."""
+"""Finds the PCIe root of each GPU in sysfs."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     tidegate-device-plugin [--runtime-dir DIR] [--kubelet-dir DIR] [--compute 25] ...
 
 It is meant for clusters that cannot share devices by DRA. A container asks for
-`tidegate.gpu/memory-gib: 8`; the node's policy says how much of the GPU's time comes with that.
-What the container gets is written in the hook's arguments, in a CDI file of the node. It is never
+`tidegate.gpu/memory-gib: 8`; the node's policy determines how much of the GPU's time comes with
+that. The allocation is encoded in the hook's arguments, in a CDI file of the node. It is never
 passed in the environment, which a pod can override.
 """
 
@@ -49,10 +49,13 @@ log = structlog.get_logger()
 VERSION = "v1beta1"
 SOCKET = "tidegate-gpu-memory.sock"
 PERIOD_S = 1.0
+"""Interval between two steps of the loop, in seconds."""
 AWAY_S = 15.0
 """Seconds that a governor may be away, as in a restart, before the units become unhealthy."""
 PAUSE_MOST_S = 30.0
+"""Longest pause between two attempts to register, in seconds."""
 CALL_S = 10.0
+"""Timeout of the registration call, in seconds."""
 WORKERS = 8
 STREAMS = 4
 """Maximum number of open streams. Each occupies a worker; a kubelet opens one."""
@@ -79,7 +82,7 @@ class UnitGovernor(Protocol):
 
 @dataclass(frozen=True)
 class Unit:
-    """One device as the kubelet counts it: its name, whether it may be given, its NUMA node."""
+    """One device as the kubelet counts it: its name, whether it can be allocated, its NUMA node."""
 
     name: str
     healthy: bool
@@ -87,10 +90,9 @@ class Unit:
 
 
 class Allocations:
-    """Allocates in the governor the units that the kubelet allocates; writes the CDI files.
+    """Enters the units that the kubelet allocates in the governor, and writes the CDI files.
 
-    The order is that of the DRA driver: the governor first. Claims that overlap are taken back
-    before.
+    As in the DRA driver, the governor comes first. Overlapping claims are taken back before that.
     """
 
     def __init__(
@@ -111,10 +113,10 @@ class Allocations:
         self._dev_dir = dev_dir
         self._lock = threading.Lock()
         self._given: dict[str, tuple[Units, AllocatedClaim]] = {}
-        """The answers to the kubelet, all of which the governor has to know, by uid."""
+        """The kubelet's allocations, all of which the governor has to know, by uid."""
 
     def allocate(self, containers: Sequence[Sequence[str]]) -> list[str]:
-        """Return the CDI device of each container; a TidegateError says why there is none."""
+        """Return the CDI device of each container; a TidegateError if the units are refused."""
         with self._lock:
             gpus = self._governor.gpus()["gpus"]
             wanted = [parse_units(names, gpus) for names in containers]
@@ -159,9 +161,9 @@ class Allocations:
         self._directory.write(claim.reference.uid, spec)
 
     def restore(self) -> None:
-        """Write the CDI files again that a reboot has removed, and remove those without a claim.
+        """Rewrite the CDI files that a reboot has removed, and remove those without a claim.
 
-        The kubelet remembers the answers and starts containers with them without asking again.
+        The kubelet remembers its allocations and starts containers with them without asking again.
         """
         with self._lock:
             claims = self._governor.claims()
@@ -174,7 +176,7 @@ class Allocations:
                 log.info("cdi-left-over", uid=uid)
 
     def tell_again(self) -> None:
-        """Enter claims again that the governor has lost: the kubelet never asks twice for a pod."""
+        """Enter the claims that the governor has lost; the kubelet does not ask twice for a pod."""
         with self._lock:
             known = {str(claim["uid"]) for claim in self._governor.claims()}
             for uid, (_, claim) in list(self._given.items()):
@@ -190,7 +192,7 @@ class Allocations:
 
 
 def _require_apart(wanted: Sequence[Units], gpus: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse units that one call gives to two containers: each container would get all of them."""
+    """Refuse units that one call gives to two containers, each of which would get all of them."""
     for number, units in enumerate(wanted):
         for other in wanted[:number]:
             if units.overlaps(other):
@@ -198,7 +200,7 @@ def _require_apart(wanted: Sequence[Units], gpus: Sequence[Mapping[str, Any]]) -
                 both = (units.bits & other.bits).bit_count()
                 raise RefusedError(
                     f"the kubelet gives {both} GiB of GPU {index} to two containers",
-                    hint="make the pod again; see the kubelet's log",
+                    hint="recreate the pod; see the kubelet's log",
                 )
 
 
@@ -228,11 +230,11 @@ class DevicePlugin(services.DevicePluginServicer):  # type: ignore[misc]
             self._changed.notify_all()
 
     def GetDevicePluginOptions(self, _request: Any, _context: Any) -> Any:  # noqa: N802
-        """Return that the plugin chooses units and has nothing to do at a container's start."""
+        """Return options: the plugin prefers units, and needs no call before containers start."""
         return messages.DevicePluginOptions(get_preferred_allocation_available=True)
 
     def ListAndWatch(self, _request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
-        """Stream the list of all units, at first and whenever one changes."""
+        """Stream the list of all units, at once and whenever one changes."""
         if not self._streams.acquire(blocking=False):
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{STREAMS} streams are open")
         try:
@@ -254,7 +256,7 @@ class DevicePlugin(services.DevicePluginServicer):  # type: ignore[misc]
             self._changed.notify_all()
 
     def GetPreferredAllocation(self, request: Any, _context: Any) -> Any:  # noqa: N802
-        """Choose units of one GPU, the fullest one that has room."""
+        """Choose units of one GPU: the fullest that has room."""
         response = messages.PreferredAllocationResponse()
         for one in request.container_requests:
             chosen = prefer(
@@ -279,7 +281,7 @@ class DevicePlugin(services.DevicePluginServicer):  # type: ignore[misc]
         return response
 
     def PreStartContainer(self, _request: Any, _context: Any) -> Any:  # noqa: N802
-        """Do nothing; the kubelet does not call it, by the plugin's options."""
+        """Do nothing; according to the plugin's options the kubelet does not call it."""
         return messages.PreStartContainerResponse()
 
 
@@ -291,7 +293,7 @@ def _device(unit: Unit) -> Any:
 
 
 class KubeletSocket:
-    """The kubelet's socket; one that was created anew belongs to another kubelet."""
+    """The kubelet's registration socket; a new socket file means that the kubelet has restarted."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / "kubelet.sock"
@@ -313,7 +315,7 @@ class KubeletSocket:
         return status.st_dev, status.st_ino, status.st_ctime_ns
 
     def forget(self) -> None:
-        """Register again at the next look, because the plugin's own socket is a new one."""
+        """Register again at the next look, because the plugin's own socket was created again."""
         self._known = None
 
     def register(self, now: float) -> bool:
@@ -389,7 +391,7 @@ class PluginLoop:
             reason = e.message
         else:
             path = self._directory / "kubelet.sock"
-            reason = "" if path.exists() else f"{path} is not there"
+            reason = "" if path.exists() else f"{path} does not exist"
         alone = self._alone.look(time.monotonic(), alone=bool(reason))
         if alone:
             log.warning(
@@ -437,31 +439,31 @@ def _parser() -> argparse.ArgumentParser:
         "--compute",
         type=_percent,
         metavar="PERCENT",
-        help="what every container is guaranteed (default: in proportion to its memory)",
+        help="guarantee of every container (default: in proportion to its memory)",
     )
     parser.add_argument(
         "--compute-limit",
         type=_percent,
         default=100,
         metavar="PERCENT",
-        help="the most that one may use of what others leave idle (%(default)s)",
+        help="cap of a container that uses time that others leave idle (%(default)s)",
     )
     parser.add_argument(
         "--strategy", choices=("auto", *STRATEGIES), default="auto", help="(%(default)s)"
     )
-    parser.add_argument("--ready-file", metavar="FILE", help="is there once it is registered")
+    parser.add_argument("--ready-file", metavar="FILE", help="exists once it is registered")
     return parser
 
 
 def _percent(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 100:
-        raise argparse.ArgumentTypeError("it is 1 to 100")
+        raise argparse.ArgumentTypeError("1 to 100 are accepted")
     return int(text)
 
 
 @contextlib.contextmanager
 def _alone(kubelet_dir: Path) -> Iterator[None]:
-    """Exclude the DRA driver and a second plugin, which would book the same GPUs."""
+    """Exclude the DRA driver and a second plugin, which would allocate the same GPUs."""
     directory = kubelet_dir / "plugins" / DRIVER
     try:
         directory.mkdir(mode=0o750, parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """Keeps the node's ResourceSlice up to date with as few requests as possible.
 
-Nothing is written while nothing changes. What the API server stores is read back: a cluster that
-drops the fields needed to share devices gets no slice, because its scheduler would give a whole GPU
-to one claim, in contradiction to the node's quotas.
+Nothing is written while nothing changes. The stored slice is read back: a cluster that drops the
+fields needed to share devices gets no slice, because its scheduler would give a whole GPU to one
+claim, in contradiction to the node's quotas.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ log = structlog.get_logger()
 INTERVAL_S = 6.0
 """Minimum interval between two writes, in seconds; the next write has all changes until then."""
 WATCH_S = 540
+"""Duration of one watch request, in seconds."""
 OWN = 16
 """Number of this driver's own versions that are remembered, because their events may still come."""
 PACE_S = 1.0
@@ -54,7 +55,7 @@ class Slices(Protocol):
 
 
 class Publisher:
-    """Writes one slice; `forget` says that another client may have changed it."""
+    """Writes one slice; `forget` is called when another client may have changed it."""
 
     def __init__(
         self,
@@ -86,9 +87,10 @@ class Publisher:
         return self._shown is not None and not self._stale.is_set()
 
     def is_own(self, version: str) -> bool:
-        """Return whether a version of the slice was written by this publisher, or read by it.
+        """Return whether a version of the slice was written or already read by this publisher.
 
-        The event of a write can come before its answer, so this waits for the answer.
+        The event of a write can arrive before the answer to the write, so this waits for the
+        answer.
         """
         with self._lock:
             return version in self._own
@@ -100,9 +102,9 @@ class Publisher:
     def publish(self, wanted: dict[str, Any]) -> bool:
         """Make the API server store this slice; return whether anything was written.
 
-        If the slice has no mark (`kube.recheck`), the stored one stays. ClusterError if the API
-        server does not answer or another write came first: call it again. GateError if the cluster
-        cannot share devices; then no slice is stored.
+        If the slice has no mark (`kube.recheck`), the stored mark stays. ClusterError if the API
+        server does not answer or another write came first; the caller has to retry. GateError if
+        the cluster cannot share devices; then no slice is stored.
         """
         body = self._shape(wanted)
         shown = self._comparable(body)
@@ -181,7 +183,7 @@ class Publisher:
         self._shown = shown
 
     def _check(self, stored: Mapping[str, Any], delete: str | None) -> None:
-        """Raise GATE if the API server dropped what sharing needs; then delete slice `delete`."""
+        """Raise GATE if the API server dropped fields that sharing needs; first delete `delete`."""
         for device in (stored.get("spec") or {}).get("devices") or ():
             capacities = (device.get("capacity") or {}).values()
             shared = device.get("allowMultipleAllocations") is True
@@ -264,14 +266,14 @@ class Watcher:
             try:
                 for event in self._cluster.watch_slice(self._name, version, WATCH_S):
                     if self._look(event):
-                        # Two clients that each correct the slice must not do so in a tight loop.
+                        # Two clients that correct each other's slice must not do so in a busy loop.
                         self._stop.wait(PACE_S)
                     pause = 1.0
                     if self._stop.is_set():
                         return
                 if self._publisher.version == version:
                     self._stop.wait(0.2)
-            except Exception as e:  # noqa: BLE001 - a strange answer must not end the thread
+            except Exception as e:  # noqa: BLE001 - an unexpected answer must not end the thread
                 message = e.message if isinstance(e, ClusterError) else repr(e)[:300]
                 log.info("watch-ended", message=message)
                 # Events may have been missed meanwhile.
@@ -281,13 +283,13 @@ class Watcher:
                 pause = min(pause * 2, 60.0)
 
     def stop(self) -> None:
-        """Stop at the next event, or with the process."""
+        """Stop at the next event, or when the process ends."""
         self._stop.set()
 
     def _look(self, event: Mapping[str, Any]) -> bool:
         metadata = (event.get("object") or {}).get("metadata") or {}
-        ours = self._publisher.is_own(str(metadata.get("resourceVersion") or ""))
-        if event.get("type") == "DELETED" or not ours:
+        own = self._publisher.is_own(str(metadata.get("resourceVersion") or ""))
+        if event.get("type") == "DELETED" or not own:
             log.info("slice-changed-by-others", slice=self._name, what=event.get("type"))
             self._publisher.forget()
             self._wake.set()

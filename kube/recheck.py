@@ -3,12 +3,13 @@
 For a moment kube-scheduler counts a newly allocated share twice: as an allocation in flight, and as
 the claim that its informer has seen by then (`GatherAllocatedState`, Kubernetes 1.36). A pod that
 it tries in that moment seems too large. No cluster event corrects that, so the pod waits for up to
-five minutes. An update of any ResourceSlice is such an event, whatever it changes. So soon after
-claims were prepared, an annotation of the slice gets a new value if a GPU still has room.
+five minutes. An update of any ResourceSlice, whatever it changes, makes the scheduler try such pods
+again. So an annotation of the slice gets a new value soon after claims were prepared, if a GPU
+still has room.
 
 The failed attempt began before the claim's pod was bound, and therefore before the claim was
-prepared: an update after that is never too early, and a claim that is prepared after an update
-gets an update of its own.
+prepared. So an update after the preparation is never too early. A claim that is prepared after an
+update gets an update of its own.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from kube.slices import CONTEXT_MEMORY
 ANNOTATION = f"dra.{DRIVER}/recheck"
 """Annotation of the slice: the number of retries so far, and a digest of the claims at the last."""
 DELAY_S = 1.0
-"""Seconds from the first new claim to the update, so that a pod that waits is tried again while the
-others start: after 2.6 to 4.4 s on a cluster of one node, and after 6.7 s with a delay of 5 s."""
+"""Seconds from the first new claim to the update, so that a waiting pod is retried while the others
+start: after 2.6 to 4.4 s on a cluster of one node, and after 6.7 s with a delay of 5 s."""
 INTERVAL_S = 6.0
-"""Minimum interval between two updates of a node's slice, in seconds: each has the scheduler look
-at all pods of the cluster that wait for a claim."""
+"""Minimum interval between two updates of a node's slice, in seconds: each makes the scheduler try
+all pods of the cluster that wait for a claim."""
 
 _MARK = re.compile(r"([0-9]{1,18})-([0-9a-f]{16})")
 
@@ -41,7 +42,7 @@ class Recheck:
         self._delay = delay
         self._interval = interval
         self._covered: frozenset[str] | None = None
-        """Claims that an update of the slice covers; None if only the mark tells."""
+        """Claims that an update of the slice covers; None if they are known only by the mark."""
         self._since: float | None = None
         """Time at which a claim was first seen that no update covers."""
         self._updated: float | None = None
@@ -53,9 +54,9 @@ class Recheck:
     def next_mark(
         self, claims: Collection[str], mark: str, now: float, *, room: bool
     ) -> str | None:
-        """Return the mark that replaces `mark` in the slice, None while that stays.
+        """Return the mark that replaces `mark` in the slice, None if `mark` stays.
 
-        `claims` are the uids of the prepared claims, `now` is in monotonic seconds, and `room` says
+        `claims` are the uids of the prepared claims, `now` is in monotonic seconds, and `room` is
         whether a GPU has room left.
         """
         count, digest = _parse(mark)
@@ -73,7 +74,7 @@ class Recheck:
         if self._updated is not None and now - self._updated < self._interval:
             return None
         if not room:
-            # If a claim makes room later, its end is itself an event.
+            # If a claim that ends makes room later, its end makes the scheduler retry anyway.
             self._covered = current
             return None
         return f"{count + 1}-{_digest(current)}"

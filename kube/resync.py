@@ -1,10 +1,10 @@
-"""Makes the kubelet synchronize pods at once after it could not have their claims prepared.
+"""Makes the kubelet retry pods at once when the driver can prepare their claims.
 
 A kubelet that finds no driver, or is refused, leaves the pod alone until the pod's next resync, 60
 to 90 s later, unless the pod changes. So the driver writes the time into an annotation of the pod:
-after a call has waited in vain for a condition that may pass, and for pods that were waiting before
-the driver was registered, as after a reboot. The driver may change only that annotation, and only
-on pods of its own node (packaging/kubernetes/base/resync.yaml).
+after a call has waited in vain for a temporary condition to pass, and for pods that were waiting
+before the driver was registered, as after a reboot. The driver may change only that annotation, and
+only on pods of its own node (packaging/kubernetes/base/resync.yaml).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from kube.names import DRIVER
 log = structlog.get_logger()
 
 ANNOTATION = f"dra.{DRIVER}/prepare-again"
-"""The annotation; not below `tidegate.gpu/`, where the hook refuses unknown names."""
+"""The annotation. It is not below `tidegate.gpu/`, where the hook refuses unknown names."""
 AFTER_S = 1.0
 """Seconds from a refusal to the annotation, so that the kubelet processes its answer first."""
 LOOKS_S = (0.3, 3.0, 9.0)
-"""Seconds from a registration to each look for waiting pods: a kubelet that has just started
+"""Seconds from a registration to each search for waiting pods: a kubelet that has just started
 reports its pods late."""
 AGAIN_S = 5.0
-"""Seconds from a failed look to the next."""
+"""Seconds from a failed search to the next."""
 MOST = 1024
 """Maximum number of pods that wait for their annotation."""
 
@@ -50,7 +50,7 @@ class Pods(Protocol):
 
 
 class Known(Protocol):
-    """The query to the driver."""
+    """The driver, which knows the claims that the kubelet has asked for."""
 
     def was_asked(self, uid: str) -> bool:
         """Return whether the driver prepared the claim for a kubelet, or is working on it."""
@@ -77,10 +77,10 @@ class Resync:
             self._changed.notify_all()
 
     def refused(self, namespace: str, pods: Iterable[Mapping[str, Any]] | None) -> None:
-        """Take note that a claim of these pods was refused for a reason that may pass.
+        """Record that a claim of these pods was refused for a temporary reason.
 
-        `pods` is None if they are unknown because the API server did not answer: then they are
-        searched for.
+        `pods` is None if they are unknown because the API server did not answer; the thread then
+        searches for them.
         """
         if pods is None:
             self.registered()
@@ -126,7 +126,7 @@ class Resync:
         """Write to the node's pods that wait for a claim that the kubelet has not asked for."""
         try:
             for pod in self._cluster.pods(self._node):
-                if _waits(pod) and self._is_ours(pod):
+                if _waits(pod) and self._has_unasked_claim(pod):
                     metadata = pod["metadata"]
                     self._write(
                         str(metadata["namespace"]),
@@ -138,10 +138,11 @@ class Resync:
             self._failed(e)
             with self._changed:
                 self._looks.append(time.monotonic() + AGAIN_S)
-        except Exception as e:  # noqa: BLE001 - a strange pod must not end the thread
+        except Exception as e:  # noqa: BLE001 - an unexpected pod must not end the thread
             log.warning("pods-not-understood", error=repr(e)[:300])
 
-    def _is_ours(self, pod: Mapping[str, Any]) -> bool:
+    def _has_unasked_claim(self, pod: Mapping[str, Any]) -> bool:
+        """Return whether the kubelet has not asked for a claim of the pod that is on this node."""
         namespace = str(pod["metadata"]["namespace"])
         for name in _claims(pod):
             try:
@@ -154,10 +155,10 @@ class Resync:
                 continue
             allocation = (claim.get("status") or {}).get("allocation") or {}
             results = (allocation.get("devices") or {}).get("results") or ()
-            ours = any(
+            on_this_node = any(
                 one.get("driver") == DRIVER and one.get("pool") == self._node for one in results
             )
-            if ours and not self._driver.was_asked(str(claim["metadata"]["uid"])):
+            if on_this_node and not self._driver.was_asked(str(claim["metadata"]["uid"])):
                 return True
         return False
 
@@ -168,7 +169,7 @@ class Resync:
         try:
             self._cluster.annotate_pod(namespace, name, uid, ANNOTATION, text)
         except ClusterError as e:
-            # The pod is gone, or another one has its name: nothing waits there any more.
+            # The pod is gone, or another one has its name, so it does not wait any more.
             if e.http != 404 and "metadata.uid" not in e.message:
                 self._failed(e)
             return
@@ -181,14 +182,14 @@ class Resync:
                 "pods-not-asked-again",
                 message=e.message,
                 hint="pods whose claims were refused wait for the kubelet's next resync, 60 to"
-                " 90 s; packaging/kubernetes/base has role and policy for less",
+                " 90 s; the role and policy in packaging/kubernetes/base avoid that",
             )
         elif e.http != 403:
             log.warning("pod-not-asked-again", message=e.message, hint=e.hint)
 
 
 def _waits(pod: Mapping[str, Any]) -> bool:
-    """Return whether a pod has no sandbox yet: a pod that has one has its claims prepared."""
+    """Return whether a pod has no sandbox yet; the claims of a pod with a sandbox are prepared."""
     status = pod.get("status") or {}
     if pod["metadata"].get("deletionTimestamp") or status.get("phase") in ("Succeeded", "Failed"):
         return False
@@ -199,7 +200,7 @@ def _waits(pod: Mapping[str, Any]) -> bool:
 
 
 def _claims(pod: Mapping[str, Any]) -> list[str]:
-    """Return the names of those of a pod's claims that exist already."""
+    """Return the names of a pod's claims that exist already."""
     names = [
         one.get("resourceClaimName") for one in (pod.get("spec") or {}).get("resourceClaims") or ()
     ]

@@ -1,7 +1,7 @@
-"""Serves the kubelet by gRPC on two sockets, one for registration and one for the driver itself.
+"""Serves the kubelet's gRPC calls on two sockets, one for registration and one for the driver.
 
 A socket that was removed is created again (`Endpoints.look`): the kubelet forgets a plugin when its
-socket is gone, and finds the plugin again with the socket.
+socket is removed, and finds the plugin again with the new socket.
 """
 
 from __future__ import annotations
@@ -60,18 +60,19 @@ RESEND_S = 10.0
 RESERVE_S = 2.0
 """Time in seconds that a call must have left for work on a claim to begin."""
 ANSWER_S = 3.0
-"""Time in seconds before its deadline at which a waiting call gives up, and says why."""
+"""Time in seconds before its deadline at which a waiting call gives up and returns the reason."""
 SOCKET_LIMIT = 107
+"""Maximum length of a Unix socket's path, in bytes."""
 HAND_OVER_S = 42.0
 """Longest time in seconds to finish calls if a successor serves; a call waits for 40 s at most."""
 UNREGISTER_S = 1.5
-"""Seconds until the kubelet stops calling: it looks for sockets that are gone once a second."""
+"""Seconds until the kubelet stops calling: it checks for removed sockets once a second."""
 ALONE_S = 20.0
-"""Seconds until a missing kubelet is logged. A running one finds a plugin within a second, one that
-is starting within a few."""
+"""Seconds until a missing kubelet is logged. A running kubelet finds a plugin within a second, one
+that is starting within a few."""
 REFUSED_S, REFUSED_MOST_S = 10.0, 300.0
 """First and longest pause in seconds before the registration socket is created again after the
-kubelet refused the driver: the kubelet may ask on its own, or never again for this socket."""
+kubelet refused the driver. A kubelet may retry on its own, or never for the same socket."""
 
 
 class DraPlugin:
@@ -117,8 +118,8 @@ class DraPlugin:
             return self._driver.prepare(reference, _call(context, reference))
         except TidegateError as e:
             return str(e)
-        except Exception as e:  # noqa: BLE001 - the other claims go on
-            return _mistake(reference, e)
+        except Exception as e:  # noqa: BLE001 - it must not affect the other claims
+            return _internal_error(reference, e)
 
     def NodeUnprepareResources(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Take each claim back."""
@@ -131,7 +132,7 @@ class DraPlugin:
                 answer.error = str(e)
                 log.warning("claim-not-taken-back", uid=reference.uid, error=str(e))
             except Exception as e:  # noqa: BLE001
-                answer.error = _mistake(reference, e)
+                answer.error = _internal_error(reference, e)
         return response
 
 
@@ -146,7 +147,7 @@ def _call(context: Any, reference: Reference) -> CallContext:
 
     def left() -> float:
         remaining = context.time_remaining()
-        # Without a deadline nothing would tell that the caller is gone, so the call does not wait.
+        # Without a deadline the driver could not tell that the caller is gone: it does not wait.
         return 0.0 if remaining is None else float(remaining) - ANSWER_S
 
     def when_ended(tell: Callable[[], None]) -> None:
@@ -157,17 +158,17 @@ def _call(context: Any, reference: Reference) -> CallContext:
 
 
 def _check_time(context: Any, reference: Reference) -> None:
-    """Refuse a call that is over or late: the kubelet may have asked for the opposite since."""
+    """Refuse a call that is over or late: the kubelet may have requested the opposite since."""
     left = context.time_remaining()
     if not context.is_active() or (left is not None and left < RESERVE_S):
         raise SocketError(
-            f"{reference}: the kubelet's call has run out of time", hint="it asks again"
+            f"{reference}: the kubelet's call has run out of time", hint="the kubelet retries"
         )
 
 
-def _mistake(reference: Reference, e: Exception) -> str:
+def _internal_error(reference: Reference, e: Exception) -> str:
     log.error("claim-failed", uid=reference.uid, error=repr(e), exc_info=e)
-    return f"{reference}: a mistake of the driver's own: {e!r}"[:500]
+    return f"{reference}: internal error of the driver: {e!r}"[:500]
 
 
 class Registration:
@@ -187,7 +188,7 @@ class Registration:
         )
 
     def NotifyRegistrationStatus(self, request: Any, _context: Any) -> Any:  # noqa: N802
-        """Take the result; if it is accepted, the kubelet or this driver has just started."""
+        """Handle the result; an accepted registration follows a start of kubelet or driver."""
         if request.plugin_registered:
             log.info("registered")
         else:
@@ -197,7 +198,7 @@ class Registration:
 
 
 class Health:
-    """The health of the GPUs, for the streams that watch it."""
+    """The health of the GPUs, which the kubelet watches in streams."""
 
     def __init__(self, pool: str) -> None:
         self._pool = pool
@@ -271,7 +272,7 @@ class HealthService:
 
 
 class Alone:
-    """Decides when to log that no kubelet has come: after a while, then at doubling times."""
+    """Decides when to log that there is no kubelet: after ALONE_S, then at doubling intervals."""
 
     def __init__(self) -> None:
         self._since: float | None = None
@@ -389,7 +390,7 @@ class Endpoints:
         self._registrar = GrpcServer(self._instance.registration, add_registration, workers=2)
 
     def start(self) -> None:
-        """Listen on both, first on the driver's: the kubelet calls once it sees the other one."""
+        """Listen on both, first on the driver's: the kubelet calls as soon as it sees the other."""
         self._instance.start()
         self._plugin.start()
         self._registrar.start()
@@ -418,10 +419,10 @@ class Endpoints:
     def stop(self, grace: float = 5.0, most: float = HAND_OVER_S) -> None:
         """Finish the running calls, then unregister.
 
-        The kubelet cuts off the calls to a plugin when its registration socket is gone. If a later
-        instance serves, it gets the new calls, so this one's calls may go on for up to `most`
-        seconds. Otherwise they have `grace` seconds: they may be waiting for a governor that comes
-        only with the next pod.
+        The kubelet aborts the calls to a plugin when its registration socket is removed. If a later
+        instance serves, it gets the new calls, so the calls of this one may continue for up to
+        `most` seconds. Otherwise they have `grace` seconds: they may be waiting for a governor that
+        comes only with the next pod.
         """
         until = time.monotonic() + most
         while self._instance.has_successor() and time.monotonic() < until:

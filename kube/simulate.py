@@ -1,14 +1,13 @@
-"""Simulates a cluster of GPU nodes in virtual time, to show what sharing does at scale.
+"""Simulates a cluster of GPU nodes in virtual time, to show the effect of sharing at scale.
 
-This is not a model of GPUs: whether quotas hold is shown elsewhere. It records which pod is placed
-when, by kube-scheduler's rules. Pods are tried in order of arrival, and none blocks another. Nodes
-are tried from where the previous pod's trial ended, until enough are feasible. The best score by
-CPU wins, as with NodeResourcesFit. On a node the first GPU with room is taken, in the slice's
-order, as by the allocator of DynamicResources. A GPU's capacities are 100 of `compute` and 100 of
-`memory`.
+This is not a model of GPUs: other tests show whether quotas hold. The simulation records when each
+pod is placed by kube-scheduler's rules. Pods are tried in order of arrival, and none blocks
+another. The search for a node begins where the previous pod's search ended, and stops when enough
+nodes are feasible. The best score by CPU wins, as with NodeResourcesFit. On a node the first GPU
+with room is taken, in the slice's order, as by the allocator of DynamicResources. A GPU's
+capacities are 100 of `compute` and 100 of `memory`.
 
-Pods that did not fit are retried as soon as another pod ends; a real scheduler lets up to 10 s
-pass.
+Pods that did not fit are retried as soon as another pod ends; a real scheduler waits up to 10 s.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ CPU_OF_GPU = 10_000
 MIX = {0: 37.8, 1: 48.0, 2: 0.2, 4: 0.2, 8: 0.5}
 PARTS = tuple(range(20, 95, 5))
 """Percentages of a GPU that sharing tasks ask for, with equal probability: 0.55 of a GPU on
-average. With the mix above they are then 28.1 % of all GPUs asked for; that table says 28.5 %."""
+average. With the mix above they amount to 28.1 % of all GPUs asked for; that table has 28.5 %."""
 # Run time: the simulator's published log of the 2020 trace (alibaba/clusterdata,
 # cluster-trace-gpu-v2020/simulator) has a mean of 5,039 s; the paper on that trace (Weng et al.,
 # "MLaaS in the Wild", NSDI '22) has a median of 23 min. This log-normal distribution has both.
@@ -62,7 +61,7 @@ class ClusterPolicy:
     name: str
     shares: bool
     packs: bool
-    """Prefers fuller nodes (MostAllocated) instead of emptier ones, which is the default."""
+    """Prefers fuller nodes (MostAllocated); the default prefers emptier ones."""
 
 
 ARMS = (
@@ -82,13 +81,13 @@ class Scenario:
     hours: float = 6.0
     warm_hours: float = 1.0
     sharing: float | None = None
-    """What sharing tasks ask for, as a fraction of the total; None is the trace's fraction."""
+    """GPU time that sharing tasks ask for, as a fraction of the total; None is the trace's."""
     seed: int = 1
 
 
 @dataclass
 class SimulationOutcome:
-    """What happened between `warm_hours` and `hours`."""
+    """The results for the time between `warm_hours` and `hours`."""
 
     running: float = 0.0
     """Mean GPU time asked for by the pods that ran, as a fraction of all GPUs."""
@@ -116,10 +115,10 @@ def mix_for(sharing: float | None) -> dict[int, float]:
     if sharing is None:
         return dict(MIX)
     part = sum(PARTS) / len(PARTS) / WHOLE
-    rest = sum(weight * count for count, weight in MIX.items() if count)
+    whole_gpus = sum(weight * count for count, weight in MIX.items() if count)
     if sharing >= 1:
         return {0: 1.0}
-    return {**MIX, 0: sharing / (1 - sharing) * rest / part}
+    return {**MIX, 0: sharing / (1 - sharing) * whole_gpus / part}
 
 
 def draw_shape(draw: random.Random, kinds: Sequence[int], weights: Sequence[float]) -> PodShape:
@@ -142,7 +141,7 @@ class SimulatedCluster:
         self._memory = [[WHOLE] * GPUS for _ in range(nodes)]
         self._cpu = [CPU] * nodes
         self._largest = [WHOLE] * nodes
-        """The most compute that a GPU of each node has left, which decides most trials."""
+        """The most compute that a GPU of each node has left, which rules out most nodes quickly."""
         self._next = 0
         # Number of feasible nodes that kube-scheduler scores (percentageOfNodesToScore is 0).
         self._enough = max(100, nodes * max(5, 50 - nodes // 125) // 100)
@@ -220,7 +219,7 @@ class _Simulation:
         self.rate = scenario.load * self.all_gpus / each / MEAN_S
         self.end, self.warm = scenario.hours * 3600, scenario.warm_hours * 3600
         self.outcome = SimulationOutcome()
-        # By end: pods with their place, and what they take of it.
+        # A heap by end: end, serial number, node, GPUs, what is allocated there, pod.
         self.running: list[tuple[float, int, int, list[int], PodShape, _SimulatedPod]] = []
         self.waiting: dict[PodShape, deque[_SimulatedPod]] = {}
         self.serial = 0
@@ -228,7 +227,7 @@ class _Simulation:
         self.last = 0.0
 
     def account(self, now: float) -> None:
-        """Add up what was used and taken until now."""
+        """Add up the GPU time that was used and taken until now."""
         span = min(now, self.end) - max(self.last, self.warm)
         if span > 0:
             self.outcome.running += self.used * span
@@ -279,14 +278,14 @@ class _Simulation:
     def fill(self) -> None:
         """Run as many pods at time 0 as in the steady state.
 
-        Long ones are more frequent (a length-biased distribution), and each runs for a random rest
-        of its time.
+        Long ones are more frequent (a length-biased distribution), and each has a random part of
+        its run time left.
         """
         for _ in range(round(self.rate * MEAN_S)):
             shape = draw_shape(self.arrivals, self.kinds, self.weights)
             length = self.arrivals.lognormvariate(math.log(MEDIAN_S) + SIGMA**2, SIGMA)
-            rest = length * self.arrivals.random()
-            self.arrive(_SimulatedPod(shape, rest, 0.0, counts=False), 0.0)
+            remaining = length * self.arrivals.random()
+            self.arrive(_SimulatedPod(shape, remaining, 0.0, counts=False), 0.0)
 
     def run(self) -> None:
         """Let pods arrive and end until the end."""

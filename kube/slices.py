@@ -1,8 +1,8 @@
-"""Makes the ResourceSlice that describes the node's GPUs to the scheduler. Pure functions.
+"""Builds the ResourceSlice that describes the node's GPUs to the scheduler. Pure functions.
 
-A GPU is one device that may be allocated many times; its capacities are bytes and percent. A claim
-takes all of a capacity that it does not name, unless the node's options say otherwise: a claim
-never gets half a GPU without asking for a half.
+A GPU is one device that may be allocated many times; its capacities are bytes of memory and percent
+of time. A claim takes all of a capacity that it does not name, unless the node's options set
+another default: a claim never gets half a GPU without asking for a half.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ MOST_DEVICES = 64
 """Maximum number of devices in a slice with taints."""
 
 CONTEXT_MEMORY = 520 * MIB
-"""The least memory of a claim in bytes if the governor does not say: that of a context."""
+"""The least memory of a claim in bytes, that of a context, if the governor does not report it."""
 
 
 @dataclass(frozen=True)
 class ClaimDefaults:
-    """What a claim takes that does not name it, in bytes and percent; None is the whole GPU."""
+    """The capacities of a claim that names none, in bytes and percent; None is the whole GPU."""
 
     memory: int | None = None
     compute: int | None = None
@@ -38,13 +38,13 @@ class ClaimDefaults:
 def device_name(uuid: str) -> str:
     """Return the name of a GPU's device: its UUID, as a DNS label.
 
-    Indices change with the order of the bus; an earlier claim must not come to mean another GPU.
+    An index would change with the order of the bus, and an old claim would mean another GPU.
     """
     return re.sub(r"[^a-z0-9-]", "-", uuid.lower())[:63].strip("-")
 
 
 def slice_name(node: str) -> str:
-    """Return the name of a node's slice, which is always the same, so it never exists twice."""
+    """Return the name of a node's slice. It never changes, so a node never has two slices."""
     name = f"{node}-{DRIVER}"
     if len(name) <= 253:
         return name
@@ -125,7 +125,7 @@ def _capacity(value: int, least: int, step: int, usual: int) -> dict[str, Any]:
         return str(number) if step == 1 else f"{number // MIB}Mi"
 
     policy: dict[str, Any] = {"default": show(usual)}
-    # The API server refuses a range that has no room for one step.
+    # The API server refuses a range that is smaller than one step.
     if least + step <= value:
         policy["validRange"] = {"min": show(least), "max": show(value), "step": show(step)}
     else:

@@ -1,8 +1,8 @@
-"""The units of the device plugin: GiB of a GPU's memory, each a device with a name. Pure functions.
+"""Maps the device plugin's units, each a GiB of a GPU's memory, to claims. Pure functions.
 
-The kubelet allocates units and never says when they are free again. But a unit has only one owner:
-when a container gets it, the container that had it before has ended. So a claim that overlaps a new
-one is over.
+The kubelet allocates units and never reports when they are free again. But a unit has only one
+owner: when a container gets it, the container that had it before has ended. So a claim that
+overlaps a new one is over.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def parse_units(names: Iterable[str], gpus: Sequence[Mapping[str, Any]]) -> Unit
         gpu = known.get(match[1]) if match else None
         if match is None or gpu is None or int(match[2]) >= gpu["memory"] // GIB:
             raise RefusedError(
-                f"the kubelet gives the unit {name[:64]!r}, which this node has not",
-                hint="make the pod again; the node's GPUs have changed",
+                f"the kubelet gives the unit {name[:64]!r}, which this node does not have",
+                hint="recreate the pod; the node's GPUs have changed",
             )
         chosen[gpu["uuid"]] = chosen.get(gpu["uuid"], 0) | 1 << int(match[2])
     if len(chosen) == 1:
@@ -97,20 +97,20 @@ def parse_units(names: Iterable[str], gpus: Sequence[Mapping[str, Any]]) -> Unit
     parts = ", ".join(f"{bits.bit_count()} GiB on GPU {numbers[u]}" for u, bits in chosen.items())
     total = sum(bits.bit_count() for bits in chosen.values())
     raise RefusedError(
-        f"{total} GiB are asked for, and no GPU has so many left: {parts}",
+        f"{total} GiB are asked for, and no GPU has that much left: {parts}",
         hint="ask for less, wait until a pod has ended, or use DRA, which counts by GPU",
     )
 
 
 def prefer(available: Iterable[str], included: Iterable[str], size: int) -> list[str]:
     """Return the best units for a container: those of the fullest GPU that has room."""
-    must = list(included)
+    included = list(included)
     left: dict[str, list[int]] = {}
-    for name in {*available, *must}:
+    for name in {*available, *included}:
         match = _UNIT.fullmatch(name)
         if match:
             left.setdefault(match[1], []).append(int(match[2]))
-    fixed = [match[1] for match in map(_UNIT.fullmatch, must) if match]
+    fixed = [match[1] for match in map(_UNIT.fullmatch, included) if match]
     # If the kubelet has chosen some units already, the others have to be on the same GPU.
     candidates = [
         (len(units), gpu)
@@ -118,11 +118,11 @@ def prefer(available: Iterable[str], included: Iterable[str], size: int) -> list
         if len(units) >= size and all(gpu == other for other in fixed)
     ]
     if not candidates:
-        rest = sorted(set(available) - set(must))
-        return [*must, *rest][:size]
+        others = sorted(set(available) - set(included))
+        return [*included, *others][:size]
     _, gpu = min(candidates)
     free = [f"{gpu}.{index}" for index in sorted(left[gpu])]
-    return [*must, *(name for name in free if name not in must)][:size]
+    return [*included, *(name for name in free if name not in included)][:size]
 
 
 def make_claim(units: Units, gpu: Mapping[str, Any], policy: UnitPolicy) -> AllocatedClaim:

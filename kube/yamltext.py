@@ -1,8 +1,8 @@
-"""Edits YAML text where a value changes, and leaves the rest as its author wrote it.
+"""Changes values in a YAML text and keeps the comments and format of everything else.
 
 PyYAML drops comments. So a document is read twice, as values and as nodes that know their positions
 in the text. Where two values differ, only those positions are overwritten. If that is not possible
-(anchors, some flow collections), the smallest enclosing part is written anew, and its comments are
+(anchors, some flow collections), the smallest enclosing part is rewritten, and its comments are
 lost. The result is read again and compared.
 """
 
@@ -15,16 +15,16 @@ from typing import Any
 import yaml
 
 MOST_NODES = 300_000
-"""Maximum number of nodes in a document, with aliases expanded: a few lines can have billions."""
+"""Maximum number of nodes with aliases expanded: a few lines can expand to billions."""
 MOST_DEPTH = 200
 
 
 class UnreadableError(Exception):
-    """The text is not usable YAML; the message says where and why."""
+    """The text is not usable YAML; the message has the line and the reason."""
 
 
 class _CannotEditError(Exception):
-    """The part cannot be edited and has to be written anew."""
+    """The part cannot be edited and has to be rewritten."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Document:
 
     @property
     def has_comments(self) -> bool:
-        """Whether comments are lost when it is written anew; a `#` in a string counts as one."""
+        """Whether a rewrite loses comments; a `#` in a string counts as a comment."""
         return "#" in self.text
 
 
@@ -99,7 +99,7 @@ def _index(event: yaml.Event) -> int:
 
 
 def _require_small(root: yaml.Node) -> None:
-    """Count nodes once for each reference; UnreadableError if there are too many, or a cycle."""
+    """Count a node once per reference; UnreadableError if there are too many, or a cycle."""
     left = MOST_NODES
 
     def count(node: yaml.Node, above: int) -> None:
@@ -154,7 +154,7 @@ def dump(value: Any, *, flow: bool = False) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes shared values out in each place, and indents sequences as Kubernetes' documents do."""
+    """Writes a shared value at each of its places, and indents sequences like Kubernetes."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
         return True
@@ -176,7 +176,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def rewrite(document: Document, value: Any) -> tuple[str, bool]:
-    """Return the document's text with another value, and whether its form was kept."""
+    """Return the document's text with another value, and whether its format was kept."""
     text = document.text if document.text.endswith("\n") else f"{document.text}\n"
     if document.root is not None and "%" not in text[:1]:
         try:
@@ -224,7 +224,7 @@ class _Editor:
         return len(self.text) if end < 0 else end + 1
 
     def end(self, node: yaml.Node) -> int:
-        """Return where a node's own text ends; PyYAML marks a block's end at what follows it."""
+        """Return the end of a node's own text; PyYAML marks a block's end at the next token."""
         if not isinstance(node, yaml.CollectionNode) or node.flow_style or not node.value:
             end = self.at(node.end_mark)
             while end > self.at(node.start_mark) and self.text[end - 1] in " \n":
@@ -238,9 +238,9 @@ class _Editor:
         if same(old, new):
             return
         if isinstance(node, yaml.MappingNode) and isinstance(new, dict) and not node.flow_style:
-            mine = list(self.mapping(node, old, new))
-            if mine:
-                yield from mine
+            edits = list(self.mapping(node, old, new))
+            if edits:
+                yield from edits
                 return
         elif (
             isinstance(node, yaml.SequenceNode)
@@ -252,9 +252,9 @@ class _Editor:
                 yield from self.edits(child, before, after)
             return
         elif isinstance(node, yaml.SequenceNode) and isinstance(new, list) and not node.flow_style:
-            mine = self.sequence(node, old, new)
-            if mine:
-                yield from mine
+            edits = self.sequence(node, old, new)
+            if edits:
+                yield from edits
                 return
         yield self.whole(node, new)
 
@@ -282,7 +282,7 @@ class _Editor:
         return edits if new and kept == len(new) else []
 
     def mapping(self, node: yaml.MappingNode, old: Any, new: dict[Any, Any]) -> Iterator[Edit]:
-        """Yield the replacements within a block mapping; none if it is better written anew."""
+        """Yield the replacements within a block mapping; none if it is better rewritten."""
         keys = [key.value for key, _ in node.value]
         column = node.start_mark.column
         indent = " " * column

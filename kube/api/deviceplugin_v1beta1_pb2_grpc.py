@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RegistrationStub:
-    """The kubelet's, at /var/lib/kubelet/device-plugins/kubelet.sock.
+    """Served by the kubelet at /var/lib/kubelet/device-plugins/kubelet.sock.
     """
 
     def __init__(self, channel):
@@ -43,7 +43,7 @@ class RegistrationStub:
 
 
 class RegistrationServicer:
-    """The kubelet's, at /var/lib/kubelet/device-plugins/kubelet.sock.
+    """Served by the kubelet at /var/lib/kubelet/device-plugins/kubelet.sock.
     """
 
     def Register(self, request, context):
@@ -69,7 +69,7 @@ def add_RegistrationServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Registration:
-    """The kubelet's, at /var/lib/kubelet/device-plugins/kubelet.sock.
+    """Served by the kubelet at /var/lib/kubelet/device-plugins/kubelet.sock.
     """
 
     @staticmethod
@@ -101,7 +101,7 @@ class Registration:
 
 
 class DevicePluginStub:
-    """The plugin's, at a socket of its own beside it.
+    """Served by the plugin, at a socket of its own in the same directory.
     """
 
     def __init__(self, channel):
@@ -138,7 +138,7 @@ class DevicePluginStub:
 
 
 class DevicePluginServicer:
-    """The plugin's, at a socket of its own beside it.
+    """Served by the plugin, at a socket of its own in the same directory.
     """
 
     def GetDevicePluginOptions(self, request, context):
@@ -208,7 +208,7 @@ def add_DevicePluginServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DevicePlugin:
-    """The plugin's, at a socket of its own beside it.
+    """Served by the plugin, at a socket of its own in the same directory.
     """
 
     @staticmethod

@@ -167,7 +167,7 @@ def test_a_refusal_names_claim_and_what_was_found() -> None:
         "claim b/a, request gpu: memory 8Gi, compute 30 of device gpu-00000000-1111-2222-3333-444455556666 is of the pool node-2, this node's is node-1; "
     )
     assert changed(device="gpu-ffff").startswith(
-        "claim b/a, request gpu: memory 8Gi, compute 30 of device gpu-ffff is asked for, which this node has not; "
+        "claim b/a, request gpu: memory 8Gi, compute 30 of device gpu-ffff is asked for, which this node does not have; "
     )
     qualified = {"tidegate.gpu/memory": "1Gi", "tidegate.gpu/compute": "5"}
     assert ": memory 1Gi, compute 5 of device gpu-ffff " in changed(
@@ -185,14 +185,14 @@ def test_a_refusal_names_claim_and_what_was_found() -> None:
     assert "memory is 5 bytes" in changed(memory="5")
     assert "memory 8Gi, compute 30 of device gpu-0" in changed(adminAccess=True)
     assert "administrative access" in changed(adminAccess=True)
-    assert "which is no name" in changed(request="a/b/c")
+    assert "which is not a valid name" in changed(request="a/b/c")
     document = claim("a", "b", {**result(), "driver": "other"})
     assert "has no device of tidegate.gpu" in refusal(document)
     del document["status"]["allocation"]
     assert "is not allocated" in refusal(document)
     with pytest.raises(ClaimError, match=r"has the uid .*, the kubelet prepares else"):
         read_claim(document, Reference("b", "a", "else"), NODE, DEVICES)
-    with pytest.raises(ClaimError, match="which is none"):
+    with pytest.raises(ClaimError, match="which is not valid"):
         read_claim(document, Reference("b", "a", "../../etc/cron.d/x"), NODE, DEVICES)
 
 

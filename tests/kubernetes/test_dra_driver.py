@@ -393,7 +393,7 @@ def test_a_call_waits_for_a_governor_that_is_restarted(stand: Stand) -> None:
     wait_for(lambda: len(stand.api.events) == 2, "events on claim and pod, at once")
     assert {one["reason"] for one in stand.api.events} == {"PrepareWaiting"}
     assert re.search(
-        "the governor does not answer .* tried again for 40 s", stand.api.events[0]["message"]
+        "the governor does not answer .* driver retries for 40 s", stand.api.events[0]["message"]
     )
     assert answers == []
     stand.governor.come_back()

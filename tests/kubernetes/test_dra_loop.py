@@ -696,8 +696,10 @@ def test_names_lead_nowhere_else(served: Any) -> None:
     request = dra_v1_pb2.NodePrepareResourcesRequest(
         claims=[dra_v1_pb2.Claim(namespace=namespace, name=name, uid=uid)]
     )
-    assert "which is none" in stub.NodePrepareResources(request, timeout=20).claims[uid].error
+    assert "which is not valid" in stub.NodePrepareResources(request, timeout=20).claims[uid].error
     request = dra_v1_pb2.NodeUnprepareResourcesRequest(
         claims=[dra_v1_pb2.Claim(namespace=namespace, name=name, uid=uid)]
     )
-    assert "which is none" in stub.NodeUnprepareResources(request, timeout=20).claims[uid].error
+    assert (
+        "which is not valid" in stub.NodeUnprepareResources(request, timeout=20).claims[uid].error
+    )

@@ -298,7 +298,7 @@ def test_a_kubelet_that_is_not_there_is_said_and_not_each_second(
     first, second = [one for one in logs if one["event"] == "no-kubelet"]
     assert f"{tmp_path}/device-plugins/{SOCKET}: cannot listen there" in first["message"]
     assert second["message"] == (
-        f"{tmp_path}/device-plugins/kubelet.sock is not there, for 40 s; no GPU is offered"
+        f"{tmp_path}/device-plugins/kubelet.sock does not exist, for 40 s; no GPU is offered"
     )
     assert "--kubelet-dir" in first["hint"]
 

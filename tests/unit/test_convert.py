@@ -265,7 +265,7 @@ PLAIN = "kind: Pod\nmetadata: {name: a}\nspec:\n  containers:\n  - name: x\n    
 def test_a_key_that_is_there_twice_is_not_dropped_without_a_word(more: str, key: str) -> None:
     result = convert(PLAIN + more)
     assert str(result.notes[0]) == (
-        f"Pod a: lost: {key}: it is there more than once, and the last one counts"
+        f"Pod a: lost: {key}: the key occurs more than once, and the last one counts"
     )
     assert result.lost == 1
     others = PLAIN.replace("nvidia.com/gpu", "other") + more.replace("nvidia.com/gpu", "other")
@@ -414,7 +414,7 @@ def test_a_foreign_kind_is_passed_through_and_noted(
     assert printed.out.endswith("kind: [ResourceQuota]\nspec: {hard: {nvidia.com/gpu: 3}}\n")
     assert printed.err == (
         "['ResourceQuota'] ?: lost: nvidia.com/gpu: it stays as it was in .spec.hard, "
-        "which is no container's limit of a kind that is known\n"
+        "which is not a container's limit in a known kind of workload\n"
     )
 
 

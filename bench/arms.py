@@ -1,4 +1,4 @@
-"""The arms of `bench.quota`: which containers run side by side, and which arms make a suite.
+"""Defines the arms of `bench.quota`, which are containers that run side by side, and its suites.
 
 All arms of all suites run with the governor's default configuration: one quantum, one strategy.
 """
@@ -43,7 +43,7 @@ class ArmContainer:
 
     @property
     def job(self) -> str:
-        """What it runs, without pauses. The units of this job, run alone, are the measure."""
+        """The job that it runs, without pauses; the units of this job alone are the measure."""
         return self.program or f"burner-{self.unit_us}{'-' if self.form else ''}{self.form}"
 
     @property
@@ -136,14 +136,14 @@ SHAPES = {
 
 
 OUTLASTS = {"20ms": 20_000, "900ms": 900_000, "2000ms": 2_000_000}
-"""Kernels that run on when their grant is over, in microseconds."""
+"""Durations of kernels that outlast their grant, in microseconds."""
 
 
 def _scripted() -> dict[str, Arm]:
-    """Return the arms in which something happens while the containers run."""
+    """Return the arms with a script, which acts on the containers while they run."""
     return {
-        # The second container takes what is left: it is not capped, and its guarantee is below
-        # half.
+        # The second container takes the remaining time: it is not capped, and its guarantee is
+        # below half.
         "settle-quota": Arm(
             (ArmContainer(30), ArmContainer(40, limit=100)), native=False, script="set", times=6
         ),
@@ -154,8 +154,8 @@ def _scripted() -> dict[str, Arm]:
             visitors=(ArmContainer(70),),
             times=3,
         ),
-        # The cap of the witness leaves 40 % to a container that gets lent time. That one has the
-        # GPU at four in ten of the times at which it is killed.
+        # The witness's cap leaves 40 % of the time to the victim, which lives on lent time. So the
+        # victim has the GPU at four in ten kills.
         "killed": Arm(
             (ArmContainer(50, limit=60),),
             native=False,
@@ -182,7 +182,7 @@ def _arms() -> dict[str, Arm]:
             tuple(ArmContainer(25, bursts=seed) for seed in (1, 2, 3, 4)), seconds=30, native=False
         ),
         "gaps": Arm((ArmContainer(50, 1000, gap_us=500), ArmContainer(50))),
-        # Units shorter than a turn of the GPU's own scheduler, with a pause after each.
+        # Units shorter than a time slice of the GPU's own scheduler, with a pause after each.
         "short": Arm((ArmContainer(10, 50, gap_us=300), ArmContainer(45), ArmContainer(45))),
         "gaps-30": Arm((ArmContainer(30, 1000, gap_us=500), ArmContainer(50))),
         "many": strict(*[3] * 32),
@@ -220,17 +220,18 @@ def _arms() -> dict[str, Arm]:
 
 
 def _only_hardware() -> dict[str, Arm]:
-    """Return arms of what only the GPU's own scheduler can do.
+    """Return arms that only the GPU's own scheduler can run.
 
-    In `around-SHARE`, a program goes around the control library, beside one that does not. In
-    `greedy-LIMIT`, a container of class latency offers more than its cap, beside two others.
+    In `around-SHARE`, a program bypasses the control library, beside one that does not. In
+    `greedy-LIMIT`, a container of class latency has more work than its cap allows, beside two
+    others.
     """
     hardware = {"scheduling": "hardware"}
     settings = {**hardware, "on_violation": "limit"}
-    others = (ArmContainer(40, limit=100), ArmContainer(30, limit=100))
+    neighbours = (ArmContainer(40, limit=100), ArmContainer(30, limit=100))
     greedy = {
         f"greedy-{limit}": Arm(
-            (ArmContainer(20, limit=limit, latency=True), *others), 10, hardware, native=False
+            (ArmContainer(20, limit=limit, latency=True), *neighbours), 10, hardware, native=False
         )
         for limit in (20, 30)
     }

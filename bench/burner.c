@@ -20,20 +20,20 @@
  * - tiny: very short kernels of one block, as many as the host launches in that time.
  *
  * The number of iterations (or copies, or launches) is calibrated at the start (for a job alone) or
- * given (so that a governed job does the same work). With --bursts it alternates between working
- * for 0.2 to 2 s and resting, so that it works for --duty percent of the time (default 70); the
- * last line tells with which unit each burst began and ended. FILE gets records of two
+ * given (so that a governed job does the same work). With --bursts the burner alternates between
+ * working for 0.2 to 2 s and resting, so that it works for --duty percent of the time (default 70);
+ * the last line has the first and the last unit of each burst. FILE gets records of two
  * little-endian u64: the time of the stamp, and 0. The last line on standard output is JSON;
  * "clock_ns" is how far the GPU's clock is ahead of CLOCK_MONOTONIC.
  *
- * With --requests it is a service. Requests of --units units (default 20) arrive at random, one
- * every MEAN_US microseconds on average, in an order that --seed (default 1) determines, whether or
- * not the earlier ones are done. Each is launched on its arrival or when the one before it has
- * ended, and the host waits for its end. FILE gets records of two u64 in ns: how long after the
- * start the request arrived, and how long after its arrival it had ended.
+ * With --requests the burner is a service. Requests of --units units (default 20) arrive at random,
+ * one every MEAN_US microseconds on average, at times that --seed (default 1) determines, whether
+ * or not the earlier requests are done. Each is launched on its arrival or when the previous one
+ * has ended, and the host waits for its end. FILE gets records of two u64 in ns: the time from the
+ * start to the request's arrival, and the time from its arrival to its end.
  *
- * It uses the driver API through dlopen, needs no CUDA toolkit, and knows nothing of Tidegate. With
- * --driver it loads that file as the driver's library, and so may go around Tidegate's.
+ * The burner uses the driver API through dlopen, needs no CUDA toolkit, and does not depend on
+ * Tidegate. With --driver it loads that file as the driver's library, which may bypass Tidegate's.
  */
 #include "burner_kernels.h"
 #include "processes.h"
@@ -114,10 +114,10 @@ static void on_signal(int number)
     stop = 1;
 }
 
-static void check(int result, const char *what)
+static void check(int result, const char *call)
 {
     if (result) {
-        fprintf(stderr, "burner: %s answered %d\n", what, result);
+        fprintf(stderr, "burner: %s answered %d\n", call, result);
         exit(1);
     }
 }
@@ -230,7 +230,7 @@ static void wait_all(void)
         check(cuStreamSynchronize(side), "cuStreamSynchronize");
 }
 
-/* For long units there are few per round. What a unit takes is measured later, from the stamps. */
+/* With long units there are few per round. Their duration is measured later, from the stamps. */
 static uint64_t calibrate(double unit_us)
 {
     uint64_t iterations = form == COPY || form == TINY ? 4 : form == PERSISTENT ? 1000 : 10000;

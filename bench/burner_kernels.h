@@ -1,8 +1,8 @@
 /*
- * The burner's kernels, in PTX, which the driver compiles: no CUDA toolkit is needed.
+ * The burner's kernels in PTX, which the driver compiles, so that no CUDA toolkit is needed
  *
- * The simulated GPU executes no PTX. It has kernels of the same names (simgpu/cuda_module.c), and a
- * new kernel here is added there as well.
+ * The simulated GPU does not execute PTX. It has kernels of the same names (simgpu/cuda_module.c),
+ * so a new kernel has to be added there as well.
  */
 #ifndef BENCH_BURNER_KERNELS_H
 #define BENCH_BURNER_KERNELS_H
@@ -25,7 +25,7 @@ static const char ptx[] =
     ".visible .entry stamp(.param .u64 slot)\n{\n"
     "  .reg .u64 %p, %t;\n  ld.param.u64 %p, [slot];\n"
     "  mov.u64 %t, %globaltimer;\n  st.global.u64 [%p], %t;\n  ret;\n}\n"
-    /* One thread per block adds 1 to the counter and waits until all blocks of this launch have. */
+    /* One thread per block adds 1 to the counter and waits until all blocks have done so. */
     ".visible .entry together(.param .u64 count, .param .u64 sink)\n{\n"
     "  .reg .u64 %n, %i, %p, %c, %all, %goal;\n  .reg .u32 %x;\n  .reg .f32 %a;\n"
     "  .reg .pred %q;\n"

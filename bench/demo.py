@@ -1,9 +1,9 @@
-"""The demo: containers with quotas share a GPU, and one asks for more than its memory.
+"""Runs the demo: containers with quotas share a GPU, and one asks for more than its memory.
 
 `python -m bench.demo` finds an NVIDIA GPU or falls back to the simulated one, mirrors the driver,
-starts a governor, and runs real containers under a real runtime with our hook in their config.json.
-First the same jobs run at the same time without Tidegate. It ends with a table, and writes
-report.json, report.svg and progress.json to its output directory.
+starts a governor, and runs real containers under a real runtime with Tidegate's hook in their
+config.json. First the same jobs run at the same time without Tidegate. The demo prints a table at
+its end, and writes report.json, report.svg and progress.json to its output directory.
 
 The delivered share is progress: the work done, relative to the work that the same job does alone in
 the same time, measured outside any container and without Tidegate, in the same run.
@@ -53,7 +53,7 @@ BUSY = 0.25
 
 MIB = 1 << 20
 ALLOWED, ASKED = 1024 * MIB, 2048 * MIB
-"""Memory quota of the container that asks for too much, and what it asks for."""
+"""Memory quota of the container that asks for too much, and the size of its request, in bytes."""
 NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
 SETTLE_S = 1.0
 
@@ -64,7 +64,7 @@ def say(text: str) -> None:
 
 
 def driver_answers() -> bool:
-    """Return whether a kernel module is behind /dev/nvidiactl; opening a stray node fails."""
+    """Return whether /dev/nvidiactl has a kernel module; opening a leftover node fails."""
     try:
         os.close(os.open("/dev/nvidiactl", os.O_RDWR | os.O_CLOEXEC))
     except OSError:
@@ -82,7 +82,7 @@ def find_machine(args: argparse.Namespace, work: Path, build: Path) -> Machine:
 def run_solo(
     machine: Machine, job: str, seconds: float, longest_ns: float = MAX_UNIT_NS
 ) -> Profile:
-    """Run a job alone, outside any container, and return what its units take."""
+    """Run a job alone, outside any container, and return the durations of its units."""
     out = machine.work / "solo" / f"{job}.bin"
     out.parent.mkdir(parents=True, exist_ok=True)
     command = [*machine.command(job, inside=False), "--seconds", str(seconds), "--out", str(out)]
@@ -139,9 +139,9 @@ def run_without(
 
 
 def watch(node: BenchNode, until: float, began: float, quotas: dict[str, int]) -> None:
-    """Show once a second what the governor has charged each container, until a time.
+    """Show once a second, until a time, how much the governor has charged each container.
 
-    On a terminal each line takes the place of the one before.
+    On a terminal each line replaces the previous one.
     """
     in_place = sys.stdout.isatty()
     before: dict[str, int] = {}
@@ -207,7 +207,7 @@ def name_gpu(node: BenchNode) -> ReportedGpu:
 
 
 def run_alone(machine: Machine, jobs: Iterable[str]) -> dict[str, Profile]:
-    """Return what a unit of each job takes when the job has the GPU for itself."""
+    """Return the duration of each job's units when the job has the GPU for itself."""
     profiles: dict[str, Profile] = {}
     for job in dict.fromkeys(jobs):
         say(f"alone, without Tidegate: {job}, {machine.solo_seconds:g} s")
@@ -224,7 +224,7 @@ def wait_for_result(
     profile: Profile,
     without: Progress | None,
 ) -> ReportedContainer:
-    """Wait for a container's end, and return what it did."""
+    """Wait for a container's end, and return its results."""
     status = node.wait(container, 120)
     return ReportedContainer(
         name=container.name,
@@ -354,16 +354,16 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--jobs",
         type=lambda text: text.split(","),
-        help="what the containers run, in turn (a real GPU: resnet18,transformer,gru)",
+        help="jobs of the containers, assigned in turn (on a real GPU: resnet18,transformer,gru)",
     )
     parser.add_argument("--memory", default="3Gi", help="memory quota of each container (3Gi)")
     parser.add_argument(
-        "--leave", default="768Mi", help="how much of it a simulated job leaves (768Mi)"
+        "--leave", default="768Mi", help="part of the quota that a simulated job leaves (768Mi)"
     )
     parser.add_argument("--output", type=Path, default=ROOT / "build/demo")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
     parser.add_argument("--runtime", default="runc", help="runc or crun")
-    parser.add_argument("--simulated", action="store_true", help="even where there is a real GPU")
+    parser.add_argument("--simulated", action="store_true", help="even if there is a real GPU")
     parser.add_argument("--compile", action="store_true", help="torch.compile in the workloads")
     parser.add_argument(
         "--set",

@@ -1,9 +1,9 @@
-"""The scripts of arms in `bench.quota`, and the figures that follow from them.
+"""Runs the scripts of arms in `bench.quota`, and computes the figures that follow from them.
 
 A script changes quotas, makes a neighbour begin and end, or kills or stops a container, and records
-when, on this machine's clock. The effect is computed from the stamps of the containers that went
-on, on the GPU's clock; `clock_ns` in the burner's last line is how far the latter is ahead of this
-machine's.
+the times of these events on this machine's clock. The effect is computed from the stamps of the
+remaining containers, on the GPU's clock; `clock_ns` in the burner's last line is how far the latter
+is ahead of this machine's.
 
 Times are nanoseconds; shares are percent of the GPU.
 """
@@ -30,7 +30,7 @@ TOLERANCE = 3.0
 """Distance from the new share within which a container counts as settled, points."""
 
 HOLD_NS = NS_PER_S // 2
-"""Time for which it has to stay there, ns."""
+"""Time for which it has to stay within that distance, ns."""
 
 SOON_NS = 200 * NS_PER_MS
 """Time within which a change should be over, ns."""
@@ -62,8 +62,8 @@ def settled_after(
 ) -> int | None:
     """Return how long after a change the trailing 100 ms came within 3 points of a share, in ns.
 
-    They have to stay there for `hold_ns`; None if they did not before `until_ns`. `work_us` are
-    steps of 10 ms.
+    They have to stay there for `hold_ns`; None if that did not happen before `until_ns`. `work_us`
+    is in steps of 10 ms.
     """
     need = hold_ns // SAMPLE_NS
     good = 0
@@ -84,12 +84,13 @@ def trailing(work_us: Sequence[int], from_ns: int, until_ns: int) -> Iterator[tu
 
 
 def settle_times(arm: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what each change of an arm took until it was settled, in ms, and the longest.
+    """Return the time until each change of an arm was settled, in ms, and the longest.
 
-    `reached` is when the new share was reached for the first time. A window of 100 ms has so few
-    grants in it that it may be more than 3 points off again without a change. `outside_percent` is
-    how many of the later windows were nevertheless more than 3 points off. `off` is how far the
-    half second that begins 200 ms after the change is from the new share, in points.
+    `reached` is the time until the new share was reached for the first time. A window of 100 ms
+    contains so few grants that it can be more than 3 points off again without a change.
+    `outside_percent` is the percentage of later windows that were more than 3 points off. `off` is
+    the distance from the new share over the half second that begins 200 ms after the change, in
+    points.
     """
     took: list[float | None] = []
     reached: list[float | None] = []
@@ -136,7 +137,7 @@ def _longest(took: Sequence[float | None]) -> float | None:
 def stall_of(event: Event, unit_ns: float) -> tuple[float, float, bool]:
     """Return a witness's wait after an event, its longest pause, and whether it had to wait.
 
-    Both times are in ms, less one unit. The wait counts from the event, because what came before
+    Both times are in ms, less one unit. The wait counts from the event, because the time before it
     was the other container's turn, or at times two in a row, to which that container was entitled.
     The pause is the whole gap. The witness had to wait if it was not at work at the event.
     """
@@ -177,7 +178,10 @@ def summarise_events(arm: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keep_ends(stamps: Sequence[Stamp], at: int) -> list[int]:
-    """Return when a witness's units ended around a time: us from it, then from the one before."""
+    """Return the ends of a witness's units around a time, in us.
+
+    The first is relative to that time, and each later one to the one before it.
+    """
     first = bisect.bisect_left(stamps, at - BEFORE_NS, key=lambda one: one.time)
     last = bisect.bisect_right(stamps, at + AFTER_NS, key=lambda one: one.time)
     edges = [(one.time - at) // 1000 for one in stamps[first:last]]
@@ -217,7 +221,7 @@ def change_quota(
 
 
 def come_and_go(node: BenchNode, arm: Arm, _containers: list[Running], start: Start) -> list[Event]:
-    """Make a neighbour of the first container begin to work and end, again and again."""
+    """Make a neighbour of the first container begin to work and end, repeatedly."""
     events: list[Event] = []
     for _ in range(arm.times):
         neighbour = start(arm.visitors[0], PHASE_S)
@@ -226,7 +230,7 @@ def come_and_go(node: BenchNode, arm: Arm, _containers: list[Running], start: St
         node.wait(neighbour, 60)
         node.running.remove(neighbour)
         time.sleep(PHASE_S)
-        # Its last stamp tells when it ended, which is looked up once its stamps are read.
+        # The neighbour ended at its last stamp, which is looked up when its stamps are read.
         share = arm.tenants[0].compute
         events.append(
             {"at_ns": began, "tenant": 0, "share": share, "until_ns": 0, "end_of": neighbour.name}
@@ -288,7 +292,7 @@ def place_events(
     begin: int,
     last_of: Callable[[str], int],
 ) -> list[Event]:
-    """Return the events on the time of the samples, which begin at `begin` on the GPU's clock.
+    """Return the events relative to the samples, which begin at `begin` on the GPU's clock.
 
     `ahead_ns` is how far that clock is ahead of this machine's, `stamps` are those of the first
     container, and `last_of` returns when the named container ended its last unit, on the GPU's

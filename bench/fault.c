@@ -1,10 +1,10 @@
 /*
- * A program with a fatal fault: its kernel writes to an unmapped address.
+ * Causes a fatal fault on the GPU: its kernel writes to an unmapped address
  *
  *   fault [--wait-file F]
  *
- * The last line on standard output is JSON: the driver's error when it waits for the kernel. With
- * --wait-file it creates its context, creates F.ready and continues when F exists.
+ * The last line on standard output is JSON with the driver's error from the wait for the kernel.
+ * With --wait-file the program creates its context and F.ready, and continues when F exists.
  */
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -21,10 +21,10 @@ static const char ptx[] = ".version 7.0\n.target sm_70\n.address_size 64\n"
                           "  ret;\n}\n";
 static handle cuda;
 
-static void check(int result, const char *what)
+static void check(int result, const char *call)
 {
     if (result) {
-        printf("{\"error\": %d, \"where\": \"%s\"}\n", result, what);
+        printf("{\"error\": %d, \"where\": \"%s\"}\n", result, call);
         exit(1);
     }
 }

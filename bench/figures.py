@@ -1,4 +1,4 @@
-"""Comparison of two arms that run in turn: medians, with a bootstrap of the pairs (and rounds)."""
+"""Compares two arms that run alternately: medians, with a bootstrap of the pairs (and rounds)."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 def bootstrap_rounds(rounds: Sequence[Sequence[float]], seed: int = 1) -> list[float]:
     """Return the sorted means of the rounds' medians, of samples drawn with replacement.
 
-    Rounds are drawn first, then values within each, so that differences between rounds count as
-    chance as well as those within a round.
+    Rounds are drawn first, then values within each, so that the result covers differences between
+    rounds as well as those within a round.
     """
     draw = random.Random(seed)  # noqa: S311 - a sample, no secret
     return sorted(

@@ -1,4 +1,4 @@
-"""Containers with several GPUs, and what they run: the machine, the node and the jobs."""
+"""Starts the jobs of `bench.gangs`, in containers with several GPUs and without Tidegate."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def with_visible(spec: dict[str, Any], visible: str | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class GangJob:
-    """The job of gang.py: in two processes or one, and what it does."""
+    """The job of gang.py: its form, two processes or one, and its work."""
 
     form: str = "processes"
     work: str = "reduce"
@@ -73,7 +73,7 @@ class GangJob:
 
 @dataclass
 class Bench:
-    """What the parts share."""
+    """The state that the parts of the benchmark share."""
 
     node: BenchNode
     machine: GangNvidia | GangSimulated
@@ -98,14 +98,14 @@ class Bench:
             "--wait-file", f"{out}/begin",
         ]  # fmt: skip
 
-    def start(self, what: str, arguments: Sequence[str], gpus: Sequence[int],
+    def start(self, name: str, arguments: Sequence[str], gpus: Sequence[int],
               compute: int, memory: str) -> Running:  # fmt: skip
         """Start a container with a share of some GPUs, which is also its cap."""
         self.names += 1
         self.machine.visible = ",".join(self.uuids[gpu] for gpu in gpus)
         try:
             return self.node.start(
-                f"{what}-{self.names}",
+                f"{name}-{self.names}",
                 arguments,
                 {"compute": str(compute), "memory": memory, "devices": ",".join(map(str, gpus))},
             )
@@ -128,7 +128,7 @@ class Bench:
         return self.start("hog", arguments, [gpu], compute, "2Gi")
 
     def keep_logs(self) -> None:
-        """Copy the containers' logs to where they outlast them."""
+        """Copy the logs to a directory that is kept when the containers are removed."""
         logs = self.machine.work / "logs"
         logs.mkdir(exist_ok=True)
         for container in self.node.running:
@@ -141,7 +141,7 @@ class Bench:
                 shutil.copy(self.machine.work / name, logs / name)
 
     def clean(self) -> None:
-        """End everything that a part has left, and make sure that there is a governor."""
+        """End everything that a part has left running, and make sure that there is a governor."""
         for process in self.started:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Figures of bench.gangs from its raw data alone, and the topology as nvidia-smi prints it.
+"""Computes the figures of bench.gangs from its raw data, and reads nvidia-smi's topology.
 
 Shares are percent of a GPU; times are nanoseconds unless a name has another unit.
 """
@@ -21,7 +21,7 @@ ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def read_topology(text: str) -> dict[str, Any]:
-    """Return what `nvidia-smi topo -m` says: each pair's connection, and the GPUs' NUMA nodes."""
+    """Return each pair's connection, and the GPUs' NUMA nodes, from `nvidia-smi topo -m`."""
     lines = [ESCAPE.sub("", line).split("\t") for line in text.splitlines()]
     head: list[str] = next((line for line in lines if "GPU1" in (x.strip() for x in line)), [])
     names = [cell.strip() for cell in head]
@@ -41,7 +41,7 @@ def read_topology(text: str) -> dict[str, Any]:
 
 
 def own_topology(gpus: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the same from what the governor reports of its GPUs."""
+    """Return the same from the governor's report of its GPUs."""
     return {
         "ways": {
             f"{gpu['index']}-{route['to']}": f"NV{route['nvlinks']}"
@@ -70,9 +70,9 @@ def percent(work_us: Sequence[int]) -> float | None:
 
 
 def back_after(work_us: Sequence[int], event: Mapping[str, int], share: float) -> float | None:
-    """Return how many ms after a governor answered again the last 100 ms were near the share.
+    """Return the time in ms from a governor's answer until 100 ms of work were near the share.
 
-    None if they never were before the next event.
+    None if that did not happen before the next event.
     """
     for end, done in trailing(work_us, event["returned_ns"], event["until_ns"]):
         if abs(done - share) <= NEAR:
@@ -120,18 +120,18 @@ def summarise_arm(
     """
     jobs = []
     for one in arm["jobs"]:
-        told = one["answer"]
+        answer = one["answer"]
         alone = native.get(one["job"], {})
         job = {
             "name": one["name"],
             "job": one["job"],
             "status": one["status"],
-            **{key: told.get(key) for key in ("iterations", "longest_s", "checked", "wrong")},
-            "rate": rate(told),
-            "of_native": round(100 * rate(told) / rate(alone), 1) if rate(alone) else None,
+            **{key: answer.get(key) for key in ("iterations", "longest_s", "checked", "wrong")},
+            "rate": rate(answer),
+            "of_native": round(100 * rate(answer) / rate(alone), 1) if rate(alone) else None,
         }
-        if told.get("checkpoints"):
-            pairs = list(zip(told["checkpoints"], counted, strict=False))
+        if answer.get("checkpoints"):
+            pairs = list(zip(answer["checkpoints"], counted, strict=False))
             job["same_as_native"] = f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
         jobs.append(job)
     tenants = [summarise_tenant(one, arm["seconds"]) for one in arm["tenants"]]
@@ -149,9 +149,9 @@ def summarise(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     counted = native.get("processes-train", {}).get("checkpoints", [])
     summary: dict[str, Any] = {}
     for name, part in parts.items():
-        told: dict[str, Any] = {"failed": part["error"], "seconds": part["took_s"]}
+        figures: dict[str, Any] = {"failed": part["error"], "seconds": part["took_s"]}
         if name == "native":
-            told["jobs"] = {
+            figures["jobs"] = {
                 job: {
                     "rate": rate(answer),
                     **{key: answer.get(key) for key in ("longest_s", "wrong", "how", "transports")},
@@ -159,10 +159,10 @@ def summarise(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
                 for job, answer in native.items()
             }
         elif name == "topology" and "own" in part:
-            told["own"], told["driver"] = part["own"], part.get("driver")
-            told["same"] = None if told["driver"] is None else part["own"] == part["driver"]
+            figures["own"], figures["driver"] = part["own"], part.get("driver")
+            figures["same"] = None if figures["driver"] is None else part["own"] == part["driver"]
         elif name == "samples":
-            told["rounds"] = [
+            figures["rounds"] = [
                 {
                     **{key: one[key] for key in ("processes", "failed")},
                     **{call: spread(taken) for call, taken in one["us"].items()},
@@ -170,6 +170,6 @@ def summarise(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
                 for one in part.get("looks", [])
             ]
         for arm, raw in part.get("arms", {}).items():
-            told.setdefault("arms", {})[arm] = summarise_arm(raw, native, counted)
-        summary[name] = told
+            figures.setdefault("arms", {})[arm] = summarise_arm(raw, native, counted)
+        summary[name] = figures
     return summary

@@ -1,17 +1,17 @@
-"""`python -m bench.gangs [PART ...]`: containers with several GPUs on a node with two.
+"""`python -m bench.gangs [PART ...]`: measures containers with several GPUs on a node with two.
 
-Each part has a time limit and reports its progress. When it ends, for whatever reason, what it
-found is written to gangs.json, and the next part begins.
+Each part has a time limit and reports its progress. When it ends, for whatever reason, its results
+are written to gangs.json, and the next part begins.
 
   topology  `tidegate check` and the distances between GPUs, against `nvidia-smi topo -m`
-  samples   what a look through NVML costs, with 0 and 8 processes on the GPU
-  native    the job of examples/workloads/gang.py alone, without Tidegate: its rate, and what its
-            units take
+  samples   the cost of an NVML sample, with 0 and 8 processes on the GPU
+  native    the job of examples/workloads/gang.py alone, without Tidegate: its rate, and the
+            duration of its units
   hogs      the job in a container with 30 % of both GPUs, while a hog with 60 % runs on each
   restart   it trains while hogs run and the governor is killed and restarted
   rivals    two containers with 45 % of both GPUs, each with a job of its own
 
-The job runs in two processes, and in one with both GPUs. What a container had of a GPU is computed
+The job runs in two processes, and in one with both GPUs. A container's share of a GPU is computed
 from the stamps of its units, on that GPU's clock, as in bench.quota.
 """
 
@@ -63,9 +63,9 @@ AWAY_S = (0.0, 0.5, 1.5)
 """Time without a governor after each time that it is killed, seconds."""
 BETWEEN_S = 3.5
 ROUNDS = 100
-"""Number of looks through NVML that are timed."""
+"""Number of NVML samples that are timed."""
 TAIL = 40
-"""Lines of a log that are kept of a part that failed."""
+"""Number of lines of a log that are kept if a part fails."""
 
 
 # ---- the parts ----
@@ -74,7 +74,7 @@ Keep = dict[str, Any]
 
 
 def topology(bench: Bench, keep: Keep) -> None:
-    """Compare what placement knows of the GPUs with nvidia-smi."""
+    """Compare placement's view of the GPUs with nvidia-smi's."""
     config = str(bench.machine.work / "config.yaml")
     for name, more in (("text", []), ("json", ["--json"])):
         done = subprocess.run(
@@ -100,7 +100,7 @@ def topology(bench: Bench, keep: Keep) -> None:
 
 
 def samples(bench: Bench, keep: Keep) -> None:
-    """Time looks through NVML."""
+    """Time NVML samples."""
     keep["looks"] = []
     environment = {
         **os.environ, **bench.machine.environment, "CUDA_VISIBLE_DEVICES": bench.uuids[0],
@@ -224,7 +224,7 @@ def beside(
         tenants += measure_gpu(bench, gpu, containers, passed, events)
     for tenant in tenants:
         name, uuid = tenant["name"], bench.uuids[tenant["gpu"]]
-        # A restarted governor starts counting anew.
+        # A restarted governor starts counting from zero.
         tenant["governor"] = {} if script else difference(before[name], after[name], uuid)
     return {"seconds": round(passed, 3), "jobs": answers, "tenants": tenants}
 
@@ -248,7 +248,7 @@ def measure_gpu(
     seconds: float,
     events: Sequence[Mapping[str, int]],
 ) -> list[dict[str, Any]]:
-    """Return what each container did on one GPU, in steps of 10 ms of that GPU's clock."""
+    """Return the work of each container on one GPU, in steps of 10 ms of that GPU's clock."""
     runs: list[tuple[Running, int, Progress | None]] = []
     ahead = 0
     for one, job, compute, gpus in containers:
@@ -318,13 +318,13 @@ def arms(bench: Bench, keep: Keep, chosen: Mapping[str, Callable[[], dict[str, A
     for name, arm in chosen.items():
         say(f"  arm {name}")
         try:
-            keep["arms"][name] = told = arm()
-            ended = {job["name"]: job["status"] for job in told["jobs"]}
-            wrong = f"jobs ended with {ended}" if any(ended.values()) else ""
+            keep["arms"][name] = result = arm()
+            ended = {job["name"]: job["status"] for job in result["jobs"]}
+            failure = f"jobs ended with {ended}" if any(ended.values()) else ""
         except (MachineError, ProgressError, TidegateError, OSError) as e:
-            wrong = str(e) or repr(e)
-        if wrong:
-            failures.append(f"{name}: {wrong}")
+            failure = str(e) or repr(e)
+        if failure:
+            failures.append(f"{name}: {failure}")
             keep.setdefault("outputs", {})[name] = outputs(bench)
         bench.keep_logs()
         bench.clean()
@@ -341,7 +341,7 @@ def hogs(bench: Bench, keep: Keep) -> None:
 
 
 def restart(bench: Bench, keep: Keep) -> None:
-    """Train while governors come and go."""
+    """Train while the governor is killed and restarted."""
     arms(bench, keep, {
         "train": lambda: beside(bench, [(GangJob("processes", "train"), 40)], 50, 0, kill_governor)
     })  # fmt: skip
@@ -379,7 +379,7 @@ PARTS = {
 
 
 def outputs(bench: Bench) -> dict[str, list[str]]:
-    """Return the last lines of what the containers and the governor logged."""
+    """Return the last lines of the logs of the containers and the governor."""
     paths = {one.name: one.bundle / "output" for one in bench.node.running}
     paths["governor"] = bench.machine.work / "governor.log"
     found = {}
@@ -390,13 +390,13 @@ def outputs(bench: Bench) -> dict[str, list[str]]:
 
 
 def run_part(bench: Bench, name: str, seconds: float) -> Keep:
-    """Run one part; return what it found, and its error if it failed."""
+    """Run one part; return its results, and its error if it failed."""
     keep: Keep = {"error": None}
     begin = time.monotonic()
     try:
         with time_limit(seconds, name):
             PARTS[name].run(bench, keep)
-    except Exception as e:  # noqa: BLE001 - whatever it is, the other parts go on
+    except Exception as e:  # noqa: BLE001 - no failure may affect the other parts
         keep["error"] = f"{type(e).__name__}: {e}"
         keep["trace"] = traceback.format_exc().splitlines()[-8:]
         keep.setdefault("outputs", {})["end"] = outputs(bench)
@@ -460,10 +460,10 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m bench.gangs", description=__doc__.split("\n", maxsplit=1)[0]
     )
     parser.add_argument("names", nargs="*", metavar="PART", choices=[*PARTS, []], default=[])
-    parser.add_argument("--seconds", type=float, help="how long each arm runs (its own time)")
+    parser.add_argument("--seconds", type=float, help="duration of each arm (default: its own)")
     parser.add_argument("--limit", type=float, default=480, help="seconds for all parts (480)")
     parser.add_argument("--scheduling", choices=("gate", "hardware"), default="gate")
-    parser.add_argument("--simulated", action="store_true", help="even where there is a real GPU")
+    parser.add_argument("--simulated", action="store_true", help="even if there is a real GPU")
     parser.add_argument("--output", type=Path, default=ROOT / "build/gangs")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
     args = parser.parse_args(argv)

@@ -1,14 +1,14 @@
 /*
- * Processes that compete for device memory: they allocate and free at random, in several threads
- * and in every possible way, and some are killed in the middle of it.
+ * Runs processes that compete for device memory: they allocate and free at random, in several
+ * threads and in every possible way, and some are killed in the middle of it
  *
  *   hoard [--processes N] [--threads N] [--seconds S] [--kill-every MS] [--most BYTES] [--seed N]
  *         [--ways MASK]        1 cuMemAlloc, 2 cuMemAllocAsync, 4 cuMemCreate and cuMemMap; 7
  *         [--end-file PATH]    the competition ends early once this file exists
  *
- * Then it answers two questions: how long after the death of a process is its memory available to
- * another, and how much does a process get that takes all it can? Prints one JSON object. Uses
- * libcuda.so.1 through dlopen and knows nothing of Tidegate.
+ * After that it measures how long after the death of a process its memory is available to another,
+ * and how much memory a process gets that takes all it can. Prints one JSON object. The program
+ * uses libcuda.so.1 through dlopen and does not depend on Tidegate.
  */
 #include <dlfcn.h>
 #include <pthread.h>
@@ -72,7 +72,7 @@ struct block {
 /* Shared by all processes. */
 static struct shared {
     volatile int stop;
-    volatile int ready;     /* processes that hold what they were told to */
+    volatile int ready;     /* last step that a process has reached; see wait_for() */
     volatile uint64_t died; /* ns: when the parent saw the end of the killed process */
     volatile uint64_t back; /* ns: when another process saw its memory */
     volatile uint64_t filled, left, total;
@@ -102,7 +102,7 @@ static void nap(unsigned us)
 }
 
 /* Whether a call succeeded. Any result other than a lack of memory is recorded as a failure. */
-static bool well(int result, const char *call)
+static bool succeeded(int result, const char *call)
 {
     if (result && result != OUT_OF_MEMORY) {
         if (__atomic_add_fetch(&shared->wrong, 1, __ATOMIC_RELAXED) == 1) {
@@ -151,15 +151,15 @@ static void start(void)
     LOAD(cuMemAddressFree, "cuMemAddressFree");
     LOAD(cuMemMap, "cuMemMap");
     LOAD(cuMemUnmap, "cuMemUnmap");
-    if (!well(cuInit(0), "cuInit") || !well(cuDeviceGet(&device, 0), "cuDeviceGet"))
+    if (!succeeded(cuInit(0), "cuInit") || !succeeded(cuDeviceGet(&device, 0), "cuDeviceGet"))
         _exit(1);
     /* A context needs memory as well, and the other processes may hold all of it. */
     while ((result = cuDevicePrimaryCtxRetain(&context, device)) == OUT_OF_MEMORY && !shared->stop)
         nap(20000);
     if (result == OUT_OF_MEMORY)
         _exit(0);
-    if (!well(result, "cuDevicePrimaryCtxRetain") ||
-        !well(cuCtxSetCurrent(context), "cuCtxSetCurrent"))
+    if (!succeeded(result, "cuDevicePrimaryCtxRetain") ||
+        !succeeded(cuCtxSetCurrent(context), "cuCtxSetCurrent"))
         _exit(1);
 }
 
@@ -175,13 +175,13 @@ static int take_mapped(struct block *b)
     result = cuMemCreate(&memory, b->size, &p, 0);
     if (result)
         return result;
-    if (well(cuMemAddressReserve(&b->at, b->size, 0, 0, 0), "cuMemAddressReserve")) {
+    if (succeeded(cuMemAddressReserve(&b->at, b->size, 0, 0, 0), "cuMemAddressReserve")) {
         result = cuMemMap(b->at, b->size, 0, memory, 0);
-        if (!well(result, "cuMemMap"))
+        if (!succeeded(result, "cuMemMap"))
             cuMemAddressFree(b->at, b->size);
     }
     /* From here on the mapping keeps the memory. */
-    well(cuMemRelease(memory), "cuMemRelease");
+    succeeded(cuMemRelease(memory), "cuMemRelease");
     return result;
 }
 
@@ -201,21 +201,21 @@ static bool take(struct block *b, handle stream)
         result = take_mapped(b);
     }
     __atomic_add_fetch(result ? &shared->refused : &shared->allocations, 1, __ATOMIC_RELAXED);
-    return well(result, calls[b->way]);
+    return succeeded(result, calls[b->way]);
 }
 
 static void give(const struct block *b, handle stream)
 {
     switch (b->way) {
     case BLOCK:
-        well(cuMemFree(b->at), "cuMemFree");
+        succeeded(cuMemFree(b->at), "cuMemFree");
         break;
     case ASYNC:
-        well(cuMemFreeAsync(b->at, stream), "cuMemFreeAsync");
+        succeeded(cuMemFreeAsync(b->at, stream), "cuMemFreeAsync");
         break;
     default:
-        well(cuMemUnmap(b->at, b->size), "cuMemUnmap");
-        well(cuMemAddressFree(b->at, b->size), "cuMemAddressFree");
+        succeeded(cuMemUnmap(b->at, b->size), "cuMemUnmap");
+        succeeded(cuMemAddressFree(b->at, b->size), "cuMemAddressFree");
     }
 }
 
@@ -226,8 +226,8 @@ static void *hoard(void *argument)
     unsigned n = 0;
     handle stream;
 
-    if (!well(cuCtxSetCurrent(context), "cuCtxSetCurrent") ||
-        !well(cuStreamCreate(&stream, 1), "cuStreamCreate"))
+    if (!succeeded(cuCtxSetCurrent(context), "cuCtxSetCurrent") ||
+        !succeeded(cuStreamCreate(&stream, 1), "cuStreamCreate"))
         return NULL;
     while (!shared->stop) {
         if (n < N_BLOCKS && rand_r(&draw) % 5 < 3) {
@@ -251,11 +251,11 @@ static void *hoard(void *argument)
             blocks[i] = blocks[--n];
         }
         if (rand_r(&draw) % 64 == 0)
-            well(cuStreamSynchronize(stream), "cuStreamSynchronize");
+            succeeded(cuStreamSynchronize(stream), "cuStreamSynchronize");
     }
     while (n)
         give(&blocks[--n], stream);
-    well(cuStreamSynchronize(stream), "cuStreamSynchronize");
+    succeeded(cuStreamSynchronize(stream), "cuStreamSynchronize");
     return NULL;
 }
 
@@ -288,7 +288,7 @@ static pid_t spawn(void (*run)(unsigned), unsigned number)
     return pid;
 }
 
-static unsigned fight(void)
+static unsigned compete(void)
 {
     pid_t processes[N_PROCESSES];
     unsigned n_killed = 0, n_started = 0;
@@ -346,10 +346,10 @@ static void watch_memory(unsigned unused)
     shared->ready = 2;
     while (shared->ready != 3)
         nap(1000);
-    well(cuMemGetInfo(&before, &total), "cuMemGetInfo");
+    succeeded(cuMemGetInfo(&before, &total), "cuMemGetInfo");
     shared->ready = 4;
     do {
-        well(cuMemGetInfo(&left, &total), "cuMemGetInfo");
+        succeeded(cuMemGetInfo(&left, &total), "cuMemGetInfo");
         nap(200);
     } while (left < before + 64 * MIB && now() < shared->died + 5000000000ull);
     shared->back = now();
@@ -396,12 +396,12 @@ static void fill(unsigned unused)
 
     (void)unused;
     start();
-    /* The governor must have sampled before it knows what the context took. */
+    /* The governor has to take a sample before it knows the memory of the context. */
     nap(1500000);
     for (size_t size = 64 * MIB; size >= 2 * MIB; size /= 2)
         while (cuMemAlloc(&at, size) == 0)
             shared->filled += size;
-    well(cuMemGetInfo(&left, &total), "cuMemGetInfo");
+    succeeded(cuMemGetInfo(&left, &total), "cuMemGetInfo");
     shared->left = left;
     shared->total = total;
     shared->ready = 5;
@@ -443,7 +443,7 @@ int main(int argc, char **argv)
         return 64;
     }
     shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    n_killed = fight();
+    n_killed = compete();
     returned = return_ms();
     waitpid(spawn(fill, 0), NULL, 0);
     printf("{\"allocations\": %llu, \"refused\": %llu, \"killed\": %u, \"wrong\": %llu, \"call\": "

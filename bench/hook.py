@@ -1,19 +1,19 @@
-"""`python -m bench.hook`: what a container's start costs with the hook and the wrapper runtime.
+"""`python -m bench.hook`: measures the cost of a container's start with the hook and the runtime.
 
-Under runc and crun a static program is run in each of these ways, in turn, N times. What counts is
+Under runc and crun a static program is run in each of these ways, in turn, N times. The result is
 the additional cost over the first way in the same round:
 
     bare       no hook
     trivial    a hook in C that does nothing, which is the least that a hook can cost
-    asks-not   our hook, in a container that asks for nothing
-    governed   our hook, in a container that asks for a share
+    asks-not   Tidegate's hook, in a container that asks for nothing
+    governed   Tidegate's hook, in a container that asks for a share
     wrapper-asks-not, wrapper-governed   the same with tidegate-runtime, which inserts the hook
 
 The programs are the C ones, with a fork server behind them. `--scripts` uses the Python scripts
-that they execute if there is no server, and so measures what both save.
+that they execute if there is no server, and so shows how much both save.
 
-Then N containers are started 8 at a time: how long each takes, and which descriptors and mounts
-they leave behind. The GPU is simulated: no part of a start uses one.
+Then N containers are started 8 at a time, to measure how long each takes, and how many descriptors
+and mounts they leave behind. The GPU is simulated: no part of a start uses one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def say(line: str) -> None:
 
 
 class Starts:
-    """Bundles for each way, and how to run them."""
+    """Makes a bundle for each way of starting a container, and runs it."""
 
     def __init__(self, node: BenchNode, work: Path, programs: Path) -> None:
         self.node = node
@@ -148,7 +148,7 @@ def measure_ways(starts: Starts, runtime: str, rounds: int) -> dict[str, list[fl
 
 
 def held(pid: int) -> dict[str, int]:
-    """Return the number of descriptors that the governor has open, and of mounts on this host."""
+    """Return the number of the governor's open descriptors, and of mounts on this host."""
     return {
         "descriptors": len(list(Path(f"/proc/{pid}/fd").iterdir())),
         "mounts": len(Path("/proc/self/mountinfo").read_text().splitlines()),
@@ -182,7 +182,7 @@ def measure_crowd(starts: Starts, runtime: str, n: int) -> dict[str, Any]:
 
 
 def summarise(report: dict[str, Any]) -> dict[str, Any]:
-    """Return what each way adds in the median, and the crowd's figures, for each runtime."""
+    """Return the median cost that each way adds, and the crowd's figures, for each runtime."""
     summary: dict[str, Any] = {}
     for runtime, taken in report["ways"].items():
         bare = taken["bare"]
@@ -211,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=50, help="starts in each way (50)")
     parser.add_argument("--crowd", type=int, default=100, help="containers 8 at a time (100)")
     parser.add_argument("--runtime", action="append", choices=("runc", "crun"))
-    parser.add_argument("--scripts", action="store_true", help="the Python scripts alone")
+    parser.add_argument("--scripts", action="store_true", help="use only the Python scripts")
     args = parser.parse_args(argv)
     if os.geteuid() != 0:
         print("hook: mounts and containers need root", file=sys.stderr)

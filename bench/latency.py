@@ -1,13 +1,13 @@
-"""How long requests take next to endless work: without Tidegate, and with it in each way.
+"""Measures how long requests take beside endless work, with and without Tidegate.
 
 `python -m bench.latency` runs a service that gets requests at random (Poisson arrivals, the same in
-every arm) next to jobs that keep the GPU busy, or several services that share the requests. A
+every arm) beside jobs that keep the GPU busy, or several services that share the requests. A
 request is plain kernels, or a model in PyTorch (`--service`). For each arm it prints the mean and
-the 99th percentile of the time from a request's arrival to its end, and what the jobs did, relative
-to what one of them does alone. Arms, all in one run: the service alone, without Tidegate and with
-it (`governed`); both without Tidegate; `gate`, with grants at the launch; `hardware`, with the
-GPU's own scheduler; and `latency`, the same with a service of that class and a cap. The time of
-every request is kept in latency.json.
+the 99th percentile of the time from a request's arrival to its end, and the work of the jobs,
+relative to that of one job alone. Arms, all in one run: the service alone, without Tidegate and
+with it (`governed`); both without Tidegate (`native`); `gate`, with grants at the launch;
+`hardware`, with the GPU's own scheduler; and `latency`, the same with a service of that class and a
+cap. The time of every request is kept in latency.json.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ UNITS = 20
 """A request is 20 kernels of 0.1 ms, if the service does not run a model."""
 MODELS = ("resnet18", "decode-graph")
 TRIAL_US, TRIAL_S = 50_000, 3.0
-"""Mean time between requests of a model, and seconds, of the run that tells how long one takes."""
+"""Mean time between requests, and duration in seconds, of the run that measures a model's time."""
 SET_UP_S = 60.0
 SETTLE_S = 1.0
 """Time for which the jobs run before the first request, seconds."""
 TRAINING_SETTLE_S = 3.0
-"""The same for a training."""
+"""The same for a job that trains a model."""
 SERVICE = f"burner-{UNIT_US}"
 JOB = "burner-500"
 MEMORY = "4Gi"
@@ -58,7 +58,7 @@ ROOM = 10
 
 
 class ArmLoad(NamedTuple):
-    """What runs in an arm."""
+    """The jobs and services of an arm."""
 
     n_jobs: int
     mean_us: int
@@ -68,9 +68,9 @@ class ArmLoad(NamedTuple):
     service: str = SERVICE
     n_services: int = 1
     request_us: float = UNITS * UNIT_US
-    """How long a request takes where nothing else runs."""
+    """How long a request takes if nothing else runs."""
     asked: int | None = None
-    """Guarantee of the services together, in percent; by ROOM if None."""
+    """Guarantee of the services together, in percent; computed with ROOM if None."""
 
     @property
     def guarantee(self) -> int:
@@ -99,7 +99,7 @@ BESIDE = (
 
 
 class Site(abc.ABC):
-    """Where and how programs are started."""
+    """Starts programs on a machine, in containers or outside."""
 
     inside: bool
 
@@ -112,7 +112,7 @@ class Site(abc.ABC):
 
     @abc.abstractmethod
     def end(self) -> None:
-        """End what was started."""
+        """End the programs that were started."""
 
 
 class Outside(Site):
@@ -135,7 +135,7 @@ class Outside(Site):
         return out
 
     def end(self) -> None:
-        """Terminate the processes; each of them writes what it has."""
+        """Terminate the processes; each of them writes its results so far."""
         for process in self._running:
             process.terminate()
         for process in self._running:
@@ -164,7 +164,7 @@ class NodeSite(Site):
 
 @contextlib.contextmanager
 def open_arm(machine: Machine, work: Path, scheduling: str | None) -> Iterator[Site]:
-    """Provide an arm with that scheduling; None: without Tidegate."""
+    """Provide the site of an arm with that scheduling; None: without Tidegate."""
     if scheduling is None:
         yield Outside(machine, work)
         return
@@ -177,7 +177,7 @@ def wait_for(path: Path) -> None:
     deadline = time.monotonic() + SET_UP_S
     while not path.exists():
         if time.monotonic() > deadline:
-            raise MachineError(f"{path} is not there after {SET_UP_S:g} s; see output beside it")
+            raise MachineError(f"{path} does not exist after {SET_UP_S:g} s; see output beside it")
         time.sleep(0.01)
 
 
@@ -266,7 +266,7 @@ def run(
 
 
 def wait_end(output: Path, deadline: float) -> None:
-    """Wait until a service has said how many requests it answered."""
+    """Wait until a service has printed how many requests it answered."""
     while not output.read_text().strip():
         if time.monotonic() > deadline:
             raise MachineError(f"the service did not end; see {output}")
@@ -288,7 +288,7 @@ def _requests(service: Path) -> list[float]:
 
 
 def label_of(arm: Mapping[str, Any]) -> str:
-    """Return an arm's name; a guarantee is in it if it was asked for, and services if several."""
+    """Return an arm's name; it contains a requested guarantee, and the number of services."""
     label = f"every-{arm['mean_us']}us-{arm['jobs']}-jobs-{arm['arm']}"
     n = arm.get("services", 1)
     label += f"-{n}-services" if n > 1 else ""
@@ -296,10 +296,10 @@ def label_of(arm: Mapping[str, Any]) -> str:
 
 
 def summarise(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures of each arm, of all its rounds together.
+    """Return the figures of each arm, over all its rounds.
 
-    Requests in ms; what each job does, in percent of what one does alone, and of several rounds the
-    least and the most that all jobs did together.
+    Times of requests are in ms, the work of each job in percent of that of a job alone. If there
+    are several rounds, there are also the least and the most work of all jobs together.
     """
     by_label: dict[str, list[Mapping[str, Any]]] = {}
     for arm in report["arms"]:
@@ -332,9 +332,9 @@ def show(one: Mapping[str, Any]) -> str:
 
 
 def calibrate(machine: Machine, work: Path, load: ArmLoad) -> tuple[dict[str, str], ArmLoad, float]:
-    """Return the iterations of each kind of unit, what is known of the requests, and of a job.
+    """Return the iterations of each kind of unit, the load with its requests' time, and a rate.
 
-    The latter is the units per second of a job alone.
+    The rate is the units per second of a job alone.
     """
     iterations: dict[str, str] = {}
     for one in (load.service, load.job):
@@ -359,7 +359,7 @@ def calibrate(machine: Machine, work: Path, load: ArmLoad) -> tuple[dict[str, st
 
 
 def _gpu(machine: Machine) -> dict[str, Any]:
-    """Return a description of the GPU, as results have it."""
+    """Return a description of the GPU in the form of the results."""
     machine.work /= "gpu"
     with BenchNode(machine, keep_machine=True) as node:
         return asdict(name_gpu(node))
@@ -372,26 +372,27 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, default=ROOT / "build/latency")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each arm")
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration of each arm")
     parser.add_argument(
-        "--rounds", type=int, default=1, help="of all arms; every other one in reversed order"
+        "--rounds", type=int, default=1, help="rounds of all arms; every other one reversed"
     )
     parser.add_argument("--mean-us", type=int, nargs="+", default=[20000, 4000])
     parser.add_argument("--jobs", type=int, nargs="+", default=[1, 3])
     ways = [way.name for way in (*ALONE, *BESIDE)]
-    parser.add_argument("--job", default=JOB, help="what the jobs do: burner-US, resnet18, ...")
+    parser.add_argument("--job", default=JOB, help="work of the jobs: burner-US, resnet18, ...")
     parser.add_argument(
-        "--service", default=SERVICE, choices=(SERVICE, *MODELS), help="what a request is"
+        "--service", default=SERVICE, choices=(SERVICE, *MODELS), help="work of a request"
     )
     parser.add_argument(
-        "--services", type=int, nargs="+", default=[1], help="how many share the requests"
+        "--services", type=int, nargs="+", default=[1], help="services that share the requests"
     )
     parser.add_argument(
         "--guarantees", type=int, nargs="+", default=[None],
-        help="of the service, in percent, each in an arm of its own; the jobs share the rest",
+        help="guarantees of the service in percent, each in an arm of its own; the jobs share the"
+        " rest",
     )  # fmt: skip
     parser.add_argument("--ways", nargs="+", choices=ways, default=ways)
-    parser.add_argument("--simulated", action="store_true", help="also where there is a GPU")
+    parser.add_argument("--simulated", action="store_true", help="even if there is a real GPU")
     args = parser.parse_args(argv)
     args.compile = False
     args.output, args.build = args.output.resolve(), args.build.resolve()
@@ -410,7 +411,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(args: argparse.Namespace, machine: Machine, report: dict[str, Any]) -> None:
-    """Run all arms, and keep what each of them gives."""
+    """Run all arms, and keep the results of each."""
     kind = args.service if args.service == SERVICE else f"service-{args.service}"
     if machine.kind == "simulated" and kind != SERVICE:
         raise MachineError(f"the service {args.service} needs a real GPU and PyTorch")
@@ -431,15 +432,16 @@ def measure(args: argparse.Namespace, machine: Machine, report: dict[str, Any]) 
         row = show(summarise(report | {"arms": [got]})[label_of(got)])
         share = "" if load.asked is None else f"{load.asked}/{100 - load.asked}"
         many = f"{load.n_services} services, " if load.n_services > 1 else ""
-        what = f"every {load.mean_us / 1000:g} ms, {many}{load.n_jobs} jobs, {way.name:8} {share:5}"
-        print(what, row, flush=True)
+        mean_ms = load.mean_us / 1000
+        title = f"every {mean_ms:g} ms, {many}{load.n_jobs} jobs, {way.name:8} {share:5}"
+        print(title, row, flush=True)
         keep(args.output, report)  # the arms that follow may take long
 
 
 def rounds(args: argparse.Namespace, base: ArmLoad) -> Iterator[tuple[int, SharingWay, ArmLoad]]:
     """Yield all arms once in each round, with its number; the order of every other one is reversed.
 
-    So what changes in the course of a run, as clocks do, does not favour any of them.
+    So a drift during the run, such as that of clocks, favours no arm.
     """
     arms = list(plan(args, base))
     for number in range(args.rounds):
@@ -448,7 +450,7 @@ def rounds(args: argparse.Namespace, base: ArmLoad) -> Iterator[tuple[int, Shari
 
 
 def plan(args: argparse.Namespace, base: ArmLoad) -> Iterator[tuple[SharingWay, ArmLoad]]:
-    """Yield how each arm shares the GPU, and what runs in it."""
+    """Yield how each arm shares the GPU, and its load."""
     for mean_us, n_services in itertools.product(args.mean_us, args.services):
         alone = [(way, 0) for way in ALONE]
         beside = [(way, n) for n in args.jobs for way in BESIDE]

@@ -1,4 +1,4 @@
-"""A time limit for a part of a benchmark, so that a part that hangs does not affect the others."""
+"""Limits the time of a part of a benchmark, so that a part that hangs does not affect others."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class PartError(Exception):
 
 
 @contextlib.contextmanager
-def time_limit(seconds: float, what: str) -> Iterator[None]:
+def time_limit(seconds: float, name: str) -> Iterator[None]:
     """Raise PartError in this thread, which is the main one, when the time is over."""
 
     def over(number: int, frame: FrameType | None) -> None:
         del number, frame
-        raise PartError(f"{what} took more than {seconds:.0f} s")
+        raise PartError(f"{name} took more than {seconds:.0f} s")
 
     before = signal.signal(signal.SIGALRM, over)
     signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.1))

@@ -1,4 +1,4 @@
-"""The two kinds of GPU that a run can use, and what each needs around a container.
+"""Provides the two kinds of machine that a run can use: with a simulated GPU or a real one.
 
 `Simulated` makes device files and runs the C workload; `Nvidia` uses the node's driver and runs
 PyTorch. A workload has the same interface on both: `--seconds`, `--out`, `--wait-file`,
@@ -28,7 +28,7 @@ class MachineError(Exception):
 
 
 class Machine(abc.ABC):
-    """Where a run takes place: a GPU, its driver, and how a workload is started on it."""
+    """The machine of a run: a GPU, its driver, and how a workload is started on it."""
 
     kind: Literal["simulated", "nvidia"]
     solo_seconds: float
@@ -53,7 +53,7 @@ class Machine(abc.ABC):
         """Return the command that runs a job, without the options that all workloads share."""
 
     def remember(self, job: str, answer: dict[str, Any]) -> None:  # noqa: B027 - most keep nothing
-        """Keep what the solo run of a job reported, for a governed run of the same work."""
+        """Keep the report of a job's solo run, for a governed run of the same work."""
 
     @abc.abstractmethod
     def make_rootfs(self, directory: Path) -> None:
@@ -61,7 +61,7 @@ class Machine(abc.ABC):
 
     @abc.abstractmethod
     def spec(self) -> dict[str, Any]:
-        """Return what this machine adds to a bundle: mounts, devices, device rules, environment."""
+        """Return this machine's part of a bundle: mounts, devices, device rules, environment."""
 
     def remove_bundle(self, bundle: Path) -> None:
         """Remove the bundle of a container that has ended."""
@@ -117,7 +117,7 @@ class Simulated(Machine):
         """Return the C workload; burner-<us>[-<form>] sets the length and form of a unit."""
         if job.count("-") == 2:
             program = "/usr/bin/burner" if inside else str(self.build / "burner")
-            # The processor makes the copies: they are small, or nothing else would be measured.
+            # The copies are small because the processor makes them: large ones would dominate.
             return [*burner_command(program, job, self.iterations), "--block", str(1 << 20)]
         unit = job.split("-")[1] if job.startswith("burner-") else str(self.unit_us)
         program = (
@@ -189,7 +189,7 @@ class Nvidia(Machine):
 
     @property
     def refresh_arguments(self) -> list[str]:
-        """No arguments: the driver is where the node has it."""
+        """No arguments: the driver is in the node's own directories."""
         return []
 
     @property
@@ -218,7 +218,7 @@ class Nvidia(Machine):
         remember_iterations(self.iterations, job, answer)
 
     def make_rootfs(self, directory: Path) -> None:
-        """Mount an overlay of this machine's root, without what is mounted in it (the driver)."""
+        """Mount an overlay of this machine's root, without the mounts (the driver) in it."""
         directory.mkdir(parents=True)
         # Containers of different arms can have the same name.
         layers = self._layers / f"{len(self._mounted)}-{directory.parent.name}"
@@ -348,7 +348,7 @@ def _spec(
     hook: Sequence[str],
     stage: str,
 ) -> dict[str, Any]:
-    """Return the config.json of a bundle; `extra` is what the machine adds to it."""
+    """Return the config.json of a bundle; `extra` is the machine's part of it."""
     return {
         "ociVersion": "1.0.2",
         "hostname": name,
@@ -421,7 +421,7 @@ def make_bundle(
     hook: Sequence[str],
     stage: str = "createRuntime",
 ) -> Path:
-    """Write an OCI bundle: a root file system and a config.json with our hook.
+    """Write an OCI bundle: a root file system and a config.json with Tidegate's hook.
 
     `hook` are the hook's arguments before the stage; `<directory>/out` appears as /out inside.
     """

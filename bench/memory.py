@@ -1,20 +1,20 @@
-"""`python -m bench.memory`: a memory quota under attack.
+"""`python -m bench.memory`: puts a memory quota under attack.
 
 Runs bench/hoard.c in one container: processes that allocate and free at random in many threads,
-some of which are killed. No other program uses the GPU. Meanwhile the driver's own NVML is asked a
-hundred times a second how much of the GPU is used, and how much its processes hold. Writes
+some of which are killed. No other program uses the GPU. Meanwhile the driver's own NVML is read a
+hundred times a second: the used memory of the GPU, and the memory of its processes. Writes
 memory.json with every sample.
 
-It fails when
-- more than the quota is used for longer than a second (what the driver takes on its own is found
-  within a second), or a call fails for a reason other than memory;
+The run fails if
+- more than the quota is used for longer than a second (the governor finds memory that the driver
+  takes on its own within a second), or a call fails for a reason other than memory;
 - a process that takes all it can ends more than one allocation granule (2 MiB) below the quota, or
   above it;
-- the memory of a killed process is not back within 100 ms of its end, or not all is back at the
-  end.
+- the memory of a killed process is not available again within 100 ms of its end, or memory is
+  still charged at the end of the run.
 
 Memory that a context takes and that NVML attributes to no process does not count as the
-container's. How much that is can be seen while one process is idle at the end.
+container's. Its size is measured while one process is idle at the end.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def longest_stretch(samples: list[tuple[float, int]], limit: int) -> float:
 
 
 def judge(report: dict[str, Any]) -> list[str]:
-    """Return what is wrong with a run, one line each."""
+    """Return the faults of a run, one line each."""
     limit, hoard = report["limit"], report["hoard"]
     most = limit + report["nobodys"] * report["processes"]
     wrong = []
@@ -69,11 +69,11 @@ def judge(report: dict[str, Any]) -> list[str]:
     if hoard["wrong"]:
         wrong.append(f"{hoard['wrong']} calls failed, first {hoard['call']}: {hoard['error']}")
     if not hoard["refused"]:
-        wrong.append("nothing was ever refused: the quota was not reached")
+        wrong.append("no allocation was refused: the quota was not reached")
     if not 0 <= hoard["left"] <= GRANULE:
-        wrong.append(f"{hoard['left']} bytes were left when no more could be had")
+        wrong.append(f"{hoard['left']} bytes were left when no more could be allocated")
     if hoard["total"] != limit:
-        wrong.append(f"cuMemGetInfo says that there are {hoard['total']} bytes")
+        wrong.append(f"cuMemGetInfo reports a total of {hoard['total']} bytes")
     if not limit - GRANULE <= report["full"] <= limit:
         wrong.append(f"a full process holds {report['full']} bytes by NVML, its quota is {limit}")
     if hoard["returned_ms"] > RETURN_MS:
@@ -111,11 +111,11 @@ def watch(node: BenchNode, arguments: list[str], limit: int) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run, print the findings and write memory.json; the status is 1 if something is wrong."""
+    """Run, print the findings and write memory.json; the status is 1 if there are faults."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.memory", description=__doc__.split("\n", maxsplit=1)[0]
     )
-    parser.add_argument("--simulated", action="store_true", help="even where there is a real GPU")
+    parser.add_argument("--simulated", action="store_true", help="even if there is a real GPU")
     parser.add_argument("--limit-mib", type=int, default=8192, help="the quota (8192)")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--threads", type=int, default=8)

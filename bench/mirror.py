@@ -1,8 +1,8 @@
-"""`python -m bench.mirror`: the whole driver of a node, mirrored, verified, and run in containers.
+"""`python -m bench.mirror`: mirrors a node's whole driver, verifies it, and runs it in containers.
 
 Compares every file of the driver with readelf, times refreshes and `tidegate verify`, and starts
-containers through the hook that have no driver but the mirror: nvidia-smi, PyTorch, EGL and Vulkan.
-Writes report.json, and exits with status 1 if one of them failed.
+containers through the hook that have no driver except the mirror: nvidia-smi, PyTorch, EGL and
+Vulkan. Writes report.json, and exits with status 1 if one of these steps failed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class GraphicsNode(Nvidia):
         (directory / "gl").mkdir(exist_ok=True)
 
     def spec(self) -> dict[str, Any]:
-        """Return the machine's, with the loaders."""
+        """Return the machine's part of a bundle, with the loaders."""
         spec = super().spec()
         if self.gl is not None:
             spec["mounts"].append(
@@ -91,9 +91,9 @@ def tidegate(*arguments: str) -> tuple[float, int, dict[str, Any]]:
 
 
 def differences(library: Library) -> list[str]:
-    """Name the fields that readelf reads differently."""
-    ours, theirs = fields_of(library), fields_by_readelf(library.path)
-    differ = [name for name in theirs if ours[name] != theirs[name]]
+    """Return the names of the fields that readelf reads differently."""
+    own, expected = fields_of(library), fields_by_readelf(library.path)
+    differ = [name for name in expected if own[name] != expected[name]]
     if read_exports(library.path) != exports_by_readelf(library.path):
         differ.append("exports")
     return differ
@@ -133,7 +133,7 @@ def refreshes(mirror: Path, build: Path) -> dict[str, Any]:
 
 
 def contained(node: BenchNode, name: str, command: list[str], **annotations: str) -> dict[str, Any]:
-    """Run a command in a container that has no driver but the mirror."""
+    """Run a command in a container that has no driver except the mirror."""
     container = node.start(name, command, {"memory": "8Gi", "compute": "50", **annotations})
     status = node.wait(container, 120)
     print(f"{name}: status {status}", flush=True)
@@ -158,7 +158,7 @@ def run_containers(work: Path, build: Path, gl: Path | None) -> dict[str, Any]:
 
 
 def faults(report: dict[str, Any]) -> list[str]:
-    """Name what is not as it must be."""
+    """Return the names of the checks that failed."""
     ran = report["containers"]
     good = {
         "readelf agrees": not report["readelf"]["differ"],
@@ -172,14 +172,14 @@ def faults(report: dict[str, Any]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Do all of it, and write the report."""
+    """Run all steps, and write the report."""
     parser = argparse.ArgumentParser(prog="python -m bench.mirror", description=__doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "build/mirror")
     parser.add_argument(
         "--gl",
         type=Path,
-        help="a directory with libEGL.so.1, libGLdispatch.so.0 and libvulkan.so.1, where this "
-        "machine, which is the containers' image, has none",
+        help="a directory with libEGL.so.1, libGLdispatch.so.0 and libvulkan.so.1, if this "
+        "machine, whose root is the containers' image, lacks them",
     )
     args = parser.parse_args(argv)
     output = args.output.absolute()
@@ -202,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
         (output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     wrong = faults(report)
     print(json.dumps({k: report[k] for k in ("readelf", "refresh", "containers")}))
-    print(f"mirror: {', '.join(wrong) or 'all as it has to be'}")
+    print(f"mirror: {', '.join(wrong) or 'all checks passed'}")
     return 1 if wrong else 0
 
 

@@ -1,9 +1,9 @@
-"""What a fatal fault of one client does to the others of its MPS server, and how work resumes.
+"""Measures the effect of a client's fatal fault on the other clients of its MPS server.
 
 `python -m bench.mps`, on a node with an NVIDIA GPU: two containers work under the strategy `mps`,
-and a third writes to an unmapped address. The report tells what happened to each, what the governor
-saw, and when a new container could work again. Only the latter two are judged: a fault ends the
-others by design.
+and a third writes to an unmapped address. The report shows how each container ended, what the
+governor saw, and when a new container could work again. Only the latter two are judged, because a
+fault ends the other clients by design.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def wait_working(*containers: Running) -> None:
 
 
 def work_again(node: BenchNode, began: float) -> dict[str, Any]:
-    """Start containers until one works; return when, after the fault, and how many did not."""
+    """Start containers until one works; return the time since the fault, and how many failed."""
     for tries in range(1000):
         container = worker(node, f"again-{tries}", 1.0)
         status = node.wait(container, AGAIN_S)
@@ -95,7 +95,7 @@ def measure(node: BenchNode) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run it; the status is 1 if the fault was not seen, or no container could work afterwards."""
+    """Run; the status is 1 if the fault was not seen, or no container could work afterwards."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.mps", description=__doc__.split("\n", maxsplit=1)[0]
     )

@@ -1,4 +1,4 @@
-"""A node for a run: the mirror, a governor of its own, and containers under a real runtime."""
+"""Sets up a node for a run: a mirror, a governor, and containers under a real runtime."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ class BenchNode:
         return container
 
     def look(self) -> dict[str, dict[str, Any]]:
-        """Return what the governor reports of the containers, by id, and remember peaks."""
+        """Return the governor's report of the containers, by id, and remember memory peaks."""
         known = {one["id"]: one for one in ask(self.config, "list")["containers"]}
         for container in self.running:
             if container.identifier in known:
@@ -272,7 +272,7 @@ class BenchNode:
         )
 
     def delete(self, container: Running) -> None:
-        """Make sure that nothing is left of a container."""
+        """Make sure that a container does not run any more."""
         if container.process.poll() is None:
             subprocess.run(
                 [
@@ -292,7 +292,7 @@ class BenchNode:
     def clear(self) -> None:
         """End all containers, and make sure that there is a governor without containers."""
         left = [*self.running]
-        # Even if this fails, what follows waits only for its own containers.
+        # Even if this fails, later calls wait only for their own containers.
         self.running.clear()
         for container in left:
             self.delete(container)

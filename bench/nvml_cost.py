@@ -1,9 +1,9 @@
-"""`python -m bench.nvml_cost LIBRARY UUID ROUNDS`: what a look at a GPU through NVML costs.
+"""`python -m bench.nvml_cost LIBRARY UUID ROUNDS`: measures the cost of an NVML sample of a GPU.
 
 Prints a line of JSON: how many processes NVML listed, how often it did not answer, and the
 microseconds of each round. `samples` is nvmlDeviceGetProcessUtilization and
-nvmlDeviceGetComputeRunningProcesses. `look` is everything that a governor asks in one look: the
-memory, three lists of processes, the memory again, and the samples.
+nvmlDeviceGetComputeRunningProcesses. `look` is everything that the governor reads in one sample:
+the memory, three lists of processes, the memory again, and the utilisation of processes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ SINCE_US = 1_000_000
 
 
 def ask_use(nvml: Nvml, uuid: str, since_us: int) -> bool:
-    """Ask for samples, and return whether there was an answer.
+    """Ask for the utilisation of processes, and return whether there was an answer.
 
-    There may be none if samples are added while they are being counted.
+    NVML may fail if the driver adds utilisation samples while NVML counts them.
     """
     try:
         nvml.utilisation(uuid, since_us)

@@ -1,5 +1,5 @@
 /*
- * What calls of the driver API cost the caller, on any libcuda.so.1.
+ * Measures what calls of the driver API cost the caller, with any libcuda.so.1
  *
  *   overhead MEASURE... [--samples N] [--calls N] [--bytes N] [--leave-file F] [--against LIBRARY]
  *
@@ -14,12 +14,12 @@
  * - look-up-ours, look-up: cuGetProcAddress of cuLaunchKernel, of cuEventQuery;
  * - load: dlopen of libcuda.so.1, each in a process of its own.
  *
- * A sample is the time in ns that one call (one pair of calls) of a batch of --calls took. Waiting
+ * A sample is the mean time in ns of one call (one pair of calls) in a batch of --calls. Waiting
  * for the work of a batch is not part of the measured time. With --against each sample is a pair:
  * one of the named library, which libcuda.so.1 has loaded, and one of libcuda.so.1 itself, in one
  * process and in turn (A B B A); `load` is not available then. Prints one JSON object: a list of
- * --samples numbers for each measure. Like the burner it needs no toolkit and knows nothing of
- * Tidegate.
+ * --samples numbers for each measure. Like the burner the program needs no toolkit and does not
+ * depend on Tidegate.
  */
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -33,7 +33,7 @@
 
 typedef void *handle;
 
-/* Our name, name in the library, parameters. */
+/* Name in this file, symbol in the library, parameters. */
 #define FUNCTIONS(F)                                                                               \
     F(cuInit, cuInit, (unsigned))                                                                  \
     F(cuDeviceGet, cuDeviceGet, (int *, int))                                                      \
@@ -53,16 +53,16 @@ typedef void *handle;
       (handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, handle,       \
        void **, void **))
 
-#define POINTER(ours, theirs, parameters) static int(*ours) parameters;
+#define POINTER(name, symbol, parameters) static int(*name) parameters;
 FUNCTIONS(POINTER)
 
 /* The functions of both libraries, when two are compared. */
 static struct functions {
-#define MEMBER(ours, theirs, parameters) int(*ours) parameters;
+#define MEMBER(name, symbol, parameters) int(*name) parameters;
     FUNCTIONS(MEMBER)
 } original, governed;
 
-/* The name and the parameter are also known to a simulated GPU. */
+/* The simulated GPU knows the name and the parameter, too. */
 static const char ptx[] = ".version 7.0\n.target sm_70\n.address_size 64\n"
                           ".visible .entry burn(.param .u64 ns)\n{\n  ret;\n}\n";
 
@@ -72,10 +72,10 @@ static unsigned n_samples = 30, n_calls = 200, n_blocks;
 static size_t n_bytes = 65536;
 static const char *against;
 
-static void check(int result, const char *what)
+static void check(int result, const char *call)
 {
     if (result) {
-        fprintf(stderr, "overhead: %s answered %d\n", what, result);
+        fprintf(stderr, "overhead: %s answered %d\n", call, result);
         exit(1);
     }
 }
@@ -116,9 +116,9 @@ static void start(void)
     handle context, module;
     int device;
 
-#define LOAD(ours, theirs, parameters)                                                             \
-    load(library, (void *)&governed.ours, #theirs);                                                \
-    ours = governed.ours;
+#define LOAD(name, symbol, parameters)                                                             \
+    load(library, (void *)&governed.name, #symbol);                                                \
+    name = governed.name;
     FUNCTIONS(LOAD)
     check(cuInit(0), "cuInit");
     check(cuDeviceGet(&device, 0), "cuDeviceGet");
@@ -138,17 +138,17 @@ static void start_against(const char *name)
         fprintf(stderr, "overhead: %s is not loaded\n", name);
         exit(1);
     }
-#define LOAD_ORIGINAL(ours, theirs, parameters) load(library, (void *)&original.ours, #theirs);
+#define LOAD_ORIGINAL(name, symbol, parameters) load(library, (void *)&original.name, #symbol);
     FUNCTIONS(LOAD_ORIGINAL)
 }
 
 static void use(const struct functions *which)
 {
-#define USE(ours, theirs, parameters) ours = which->ours;
+#define USE(name, symbol, parameters) name = which->name;
     FUNCTIONS(USE)
 }
 
-/* ---- what is measured: one call, or one pair ---- */
+/* ---- the measured operations: one call, or one pair of calls ---- */
 
 static void do_launch(void)
 {
@@ -199,7 +199,7 @@ static void do_look_up(void)
     look_up("cuEventQuery");
 }
 
-/* ---- how it is measured ---- */
+/* ---- measuring ---- */
 
 static int by_size(const void *a, const void *b)
 {

@@ -1,17 +1,17 @@
-"""`python -m bench.overhead`: what the control library costs the caller of the driver API.
+"""`python -m bench.overhead`: measures the control library's cost to callers of the driver API.
 
 Runs bench/overhead.c natively and governed in a container, in turn (A B B A), each time as a new
-process, and writes overhead.json with every sample. With `--stub` the driver is bench/stub.c, which
-has functions that return at once, so that only the control library's own cost is left; there is no
-container then, only a grant page. With `--step` it compares steps of PyTorch: bench.step.
+process, and writes overhead.json with every sample. With `--stub` the driver is bench/stub.c, whose
+functions return at once, so that only the control library's own cost remains; there is no container
+then, only a grant page. With `--step` it compares steps of PyTorch: bench.step.
 
-Then it measures the same in one governed process that has both libraries: ours, and the original
-behind it. Samples of the two alternate. That excludes differences between processes, which can cost
-a launch some 100 ns either way.
+Then it measures the same in one governed process that has both libraries: the control library, and
+the original behind it. Samples of the two alternate. That excludes differences between processes,
+which can cost a launch some 100 ns either way.
 
 A pair is a native run and the governed one that follows or precedes it. The difference is the
-median over the pairs of the difference of a run's medians, and its interval a bootstrap of the
-pairs.
+median over the pairs of the differences between the runs' medians; its interval is a bootstrap of
+the pairs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ WITHIN = tuple(name for name in ALONE if name != "load")
 AGAINST = ("--against", "libcuda-origin.so.1")
 
 BESIDE = ("launch-median",)
-"""Measures that are taken while another container wants the GPU; they leave out calls that wait."""
+"""Measures that are taken while another container wants the GPU; they exclude calls that wait."""
 
 TITLES = {
     "alone": "alone",
@@ -114,10 +114,10 @@ def run_pairs(
 
 
 def read_samples(text: str, measures: Sequence[str]) -> Samples:
-    """Return what the program measured; raises MachineError if anything requested is missing."""
+    """Return the program's samples; raises MachineError if a requested measure is missing."""
     found = last_json(text)
     if sorted(found) != sorted(measures):
-        last = text.strip().splitlines()[-1:] or ["it said nothing"]
+        last = text.strip().splitlines()[-1:] or ["it printed nothing"]
         raise MachineError(f"the program did not measure everything: {last[0][:200]}")
     return {name: [float(value) for value in found[name]] for name in measures}
 
@@ -126,7 +126,7 @@ def read_pairs(text: str, measures: Sequence[str]) -> list[dict[str, Samples]]:
     """Return each pair of samples of a process with both libraries, as a run of its own."""
     found = last_json(text)
     if sorted(found) != sorted(measures):
-        last = text.strip().splitlines()[-1:] or ["it said nothing"]
+        last = text.strip().splitlines()[-1:] or ["it printed nothing"]
         raise MachineError(f"the program did not measure everything: {last[0][:200]}")
     return [
         {
@@ -160,15 +160,15 @@ def measure_stub(args: argparse.Namespace) -> dict[str, Any]:
     shutil.copy(stub, args.output / "native/libcuda.so.1")
     program = [str(args.build / "overhead"), *args.options]
     report: dict[str, Any] = {"gpu": {"kind": "stub", "name": "stub", "driver": "none"}}
-    with GrantSandbox(args.output / "room", [STUB_UUID]) as room:
+    with GrantSandbox(args.output / "sandbox", [STUB_UUID]) as sandbox:
 
         def arm(name: str) -> Arm:
             environment = {"LD_LIBRARY_PATH": str(args.output / name)}
 
             def run(measures: Sequence[str]) -> Samples:
-                before = room.counter("launches")
-                output = run_program(room.command(*program, *measures), environment)
-                if (room.counter("launches") > before) != (name == "governed"):
+                before = sandbox.counter("launches")
+                output = run_program(sandbox.command(*program, *measures), environment)
+                if (sandbox.counter("launches") > before) != (name == "governed"):
                     raise MachineError(f"the {name} run was not {name}")
                 return read_samples(output, measures)
 
@@ -179,12 +179,12 @@ def measure_stub(args: argparse.Namespace) -> dict[str, Any]:
 
         def within(measures: Sequence[str]) -> list[dict[str, Samples]]:
             environment = {"LD_LIBRARY_PATH": str(args.output / "governed")}
-            command = room.command(*program, *measures, *AGAINST)
+            command = sandbox.command(*program, *measures, *AGAINST)
             return read_pairs(run_program(command, environment), measures)
 
         report["within"] = within(WITHIN)
         # The grant must not end meanwhile: a hand-over is not the library's own cost.
-        room.grant_until(time.monotonic_ns() + 10**13)
+        sandbox.grant_until(time.monotonic_ns() + 10**13)
         report["beside"] = run_pairs(arms, BESIDE, args.pairs)
         report["within_beside"] = within(BESIDE)
     return report
@@ -326,7 +326,7 @@ def summarise_report(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def print_tables(summary: dict[str, Any]) -> None:
-    """Print what was measured."""
+    """Print the measurements as tables."""
     if "train" in summary:
         print(f"\nms a step\n{render_steps(summary)}")
         return
@@ -339,9 +339,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.overhead", description=__doc__.split("\n", maxsplit=1)[0]
     )
-    parser.add_argument("--stub", action="store_true", help="over a driver that does nothing")
-    parser.add_argument("--step", action="store_true", help="steps of PyTorch, not calls")
-    parser.add_argument("--simulated", action="store_true", help="even where there is a real GPU")
+    parser.add_argument("--stub", action="store_true", help="use a driver that does nothing")
+    parser.add_argument("--step", action="store_true", help="measure steps of PyTorch, not calls")
+    parser.add_argument("--simulated", action="store_true", help="even if there is a real GPU")
     parser.add_argument(
         "--pairs", type=at_least(1), help="native and governed runs (10; 40 with --step)"
     )
@@ -351,7 +351,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--calls", type=at_least(1), help="calls in a batch (200; 20000 with --stub)"
     )
-    parser.add_argument("--seconds", type=float, default=0.2, help="a run of steps (0.2)")
+    parser.add_argument("--seconds", type=float, default=0.2, help="time of a run of steps (0.2)")
     parser.add_argument(
         "--rounds", type=at_least(1), default=8, help="new processes with --step (8)"
     )

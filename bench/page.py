@@ -1,4 +1,4 @@
-"""Screenshots of the governor's page: a demo runs for 15 minutes, and a browser shows the page.
+"""Takes screenshots of the governor's web page after a demo of 15 minutes.
 
 `python -m bench.page` runs containers on two simulated GPUs: one that trains, next to one with a
 load that comes in bursts, a notebook for a while, one that allocates more than its memory, one that
@@ -46,7 +46,7 @@ def say(text: str) -> None:
 
 
 class PageScene:
-    """What happens, and when."""
+    """The containers of the demo, and when each starts."""
 
     def __init__(self, node: BenchNode, seconds: float) -> None:
         self._node = node
@@ -60,11 +60,11 @@ class PageScene:
         annotations = {key.replace("_", "-"): value for key, value in quota.items()}
         annotations.setdefault("devices", "0")
 
-        def tell(config: dict[str, Any]) -> None:
+        def set_devices(config: dict[str, Any]) -> None:
             # Without device nodes, a program finds its GPUs by this variable alone.
             config["process"]["env"].append(f"CUDA_VISIBLE_DEVICES={annotations['devices']}")
 
-        self._node.start(name, command, annotations, edit=tell)
+        self._node.start(name, command, annotations, edit=set_devices)
 
     def stray(self) -> None:
         """Start a container that bypasses the control library."""
@@ -73,7 +73,7 @@ class PageScene:
         self._node.start("legacy-app", ["/usr/bin/stray", *ways], quota)
 
     def acts(self) -> list[tuple[float, str, Callable[[], None]]]:
-        """Return what happens at which fraction of the time, with a line that describes it."""
+        """Return the acts of the demo: fraction of the time, description, function."""
         memory = {"memory": "3Gi"}
         takes = ("--memory", str(2 * GIB))
         return [
@@ -90,15 +90,15 @@ class PageScene:
                 "too-large", 0.1, compute="5", memory="100Gi")),
             (0.5, "one that allocates more than its quota", lambda: self.work(
                 "report-job", 0.1, "--allocate", str(2 * GIB), compute="5", memory="1Gi")),
-            (0.7, "one that goes around its quota", self.stray),
+            (0.7, "one that bypasses its quota", self.stray),
         ]  # fmt: skip
 
     def play(self) -> None:
-        """Make all of it happen."""
+        """Run all acts at their times."""
         began = time.monotonic()
-        for at, what, act in self.acts():
+        for at, title, act in self.acts():
             time.sleep(max(0.0, began + at * self._seconds - time.monotonic()))
-            say(f"{time.monotonic() - began:6.1f} s  {what}")
+            say(f"{time.monotonic() - began:6.1f} s  {title}")
             act()
         time.sleep(max(0.0, began + self._seconds - 6 - time.monotonic()))
 
@@ -116,7 +116,7 @@ def take_pictures(page: BrowserPage, output: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run it; the exit status is 0 if the screenshots were made."""
+    """Run the demo; the exit status is 0 if the screenshots were made."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.page", description=__doc__.split("\n", maxsplit=1)[0]
     )

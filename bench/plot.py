@@ -1,8 +1,8 @@
-"""A small SVG writer for line charts: values in, one self-contained document out.
+"""Draws line charts as self-contained SVG documents.
 
-It has no dependencies, because `make demo` installs from nothing on two cores, and a plotting
-library takes more time there than everything else together. It knows lines, levels, ticks and
-labels; nothing of GPUs.
+The module has no dependencies, because `make demo` installs from nothing on two cores, and a
+plotting library takes more time there than everything else together. It draws lines, levels, ticks
+and labels, and contains nothing about GPUs.
 
 The colours are Okabe and Ito's, which colour-blind readers can tell apart, and every line also has
 its name at its right end. The chart has a background of its own, light or dark as the reader's
@@ -70,7 +70,7 @@ class Chart:
     title: str
     subtitle: str
     description: str
-    """What the chart shows, for readers who cannot see it."""
+    """A description of the chart for readers who cannot see it."""
     x_label: str
     y_label: str
     series: Sequence[Series]

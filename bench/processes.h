@@ -1,9 +1,9 @@
 /*
- * One workload as several processes of one container, which do the same and begin together.
+ * Runs a workload as several processes of one container, which do the same and begin together
  *
- * processes_fork() comes first, before any use of CUDA. The first process is the one that was
- * started, and it uses the files as they were named; the k-th one appends ".k" to their names. Only
- * the first process prints its last line, and it ends last.
+ * processes_fork() has to be called before any use of CUDA. The first process is the one that was
+ * started, and it uses the given file names; the k-th process appends ".k" to them. Only the first
+ * process prints its last line, and it ends last.
  */
 #ifndef BENCH_PROCESSES_H
 #define BENCH_PROCESSES_H
@@ -70,7 +70,7 @@ static void processes_ready(const struct processes *all, const char *wait_file)
         snprintf(ready, sizeof ready, "%s.%u.ready", wait_file, k);
         while (access(ready, F_OK)) {
             if (waitpid(-1, NULL, WNOHANG) > 0)
-                exit(1); /* one has failed, and has reported it */
+                exit(1); /* a process has failed, and has reported it */
             usleep(1000);
         }
     }

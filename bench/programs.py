@@ -1,4 +1,4 @@
-"""`python -m bench.programs [NAME ...]`: programs alone and governed, side by side.
+"""`python -m bench.programs [NAME ...]`: compares programs that run alone and governed.
 
 Each program of examples/workloads/programs runs natively, and then in a container with a quota,
 through the hook and a governor. Both runs must produce the same: exit status, named checks, values
@@ -46,9 +46,9 @@ FLOOR = 1e-3
 LINES_KEPT = 60
 COMPUTE = 50
 
-TOLD_S = 0.5
-"""Time within which the counters show what a program launched, seconds: under an open grant the
-control library reports launches five times a second.
+REPORT_S = 0.5
+"""Time within which the counters include all launches of a program, seconds: under an open grant
+the control library reports launches five times a second.
 """
 
 
@@ -85,7 +85,7 @@ PROGRAMS = {
 ON_SIMULATED = ("driver", "threads", "forks")
 """Programs that need only the driver API, and compute nothing."""
 
-# RPATH of the linked program: the usual directories of libraries.
+# RPATH of the linked program, with the usual library directories.
 RPATH = f"/usr/lib/{TRIPLET}:/usr/lib64:/usr/local/nvidia/lib64"
 STUB_C = "int cuInit(void) { return 1; }\nint cuDeviceTotalMem_v2(void) { return 1; }\n"
 
@@ -101,13 +101,13 @@ class ProgramRun:
 
     @property
     def missing(self) -> str | None:
-        """What the program lacks on this machine."""
+        """The requirement that this machine does not meet, or None."""
         return self.answer.get("missing") if self.status == NOT_HERE else None
 
 
 @dataclass
 class Seen:
-    """The largest values that the governor showed of a container's counters on its first GPU."""
+    """The largest values of a container's counters on its first GPU, as the governor reported."""
 
     launches: int = 0
     lookups: int = 0
@@ -115,7 +115,7 @@ class Seen:
     grants: int = 0
 
     def take(self, one: Mapping[str, Any]) -> None:
-        """Take the governor's present counters; a process that ends takes its counts with it."""
+        """Update the maxima with the present counters; a process's counts end with it."""
         if not one:
             return
         device = one["devices"][0]
@@ -155,7 +155,7 @@ def split_output(text: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def shape_of(line: str) -> str:
-    """Return a line without what changes from run to run: numbers, addresses, temporary names."""
+    """Return a line without the parts that vary: numbers, addresses, temporary names."""
     line = re.sub(r"/(?:tmp|dev/shm)/\S*", "/tmp/...", line)  # noqa: S108 - text, no file
     return re.sub(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?", "#", line).strip()
 
@@ -184,19 +184,19 @@ def is_near(native: Any, governed: Any, tolerance: float) -> bool:
 
     Numbers agree within `tolerance` of the largest one, text only if it is identical.
     """
-    ours, theirs = numbers_of(native), numbers_of(governed)
-    if ours is None or theirs is None:
+    first, second = numbers_of(native), numbers_of(governed)
+    if first is None or second is None:
         return bool(native == governed)
-    if len(ours) != len(theirs):
+    if len(first) != len(second):
         return False
-    scale = max((abs(one) for one in ours + theirs), default=0.0)
+    scale = max((abs(one) for one in first + second), default=0.0)
     allowed = tolerance * max(scale, FLOOR)
     # A NaN is not near any value, including itself.
-    return all(abs(a - b) <= allowed for a, b in zip(ours, theirs, strict=True))
+    return all(abs(a - b) <= allowed for a, b in zip(first, second, strict=True))
 
 
 def compare_checks(native: Mapping[str, bool], governed: Mapping[str, bool]) -> list[str]:
-    """Name the checks that do not hold in both runs."""
+    """Return a line for each check that does not hold in both runs."""
     found = []
     for name in dict.fromkeys([*native, *governed]):
         if name not in governed:
@@ -211,15 +211,15 @@ def compare_checks(native: Mapping[str, bool], governed: Mapping[str, bool]) -> 
 
 
 def compare_values(native: Mapping[str, Any], governed: Mapping[str, Any]) -> list[str]:
-    """Name the values that are not near each other."""
+    """Return a line for each value that differs between the runs."""
     found = []
     tolerances = native["tolerances"]
-    ours, theirs = native["values"], governed["values"]
-    for name in dict.fromkeys([*ours, *theirs]):
-        if name not in ours or name not in theirs:
+    first, second = native["values"], governed["values"]
+    for name in dict.fromkeys([*first, *second]):
+        if name not in first or name not in second:
             found.append(f"value “{name}” is missing in one run")
-        elif not is_near(ours[name], theirs[name], tolerances.get(name, TOLERANCE)):
-            pair = f"{shorten(ours[name])} natively, {shorten(theirs[name])} governed"
+        elif not is_near(first[name], second[name], tolerances.get(name, TOLERANCE)):
+            pair = f"{shorten(first[name])} natively, {shorten(second[name])} governed"
             found.append(f"value “{name}” is {pair}")
     return found
 
@@ -231,7 +231,7 @@ def shorten(value: Any) -> str:
 
 
 def compare(native: ProgramRun, governed: ProgramRun, seen: Seen) -> list[str]:
-    """Name every way in which the governed run differs from the native one, or was not governed."""
+    """Return a line for each difference of the governed run, or sign that it was not governed."""
     if native.missing:
         return []
     found = []
@@ -257,7 +257,7 @@ def compare(native: ProgramRun, governed: ProgramRun, seen: Seen) -> list[str]:
 
 
 class NvidiaImage(Nvidia):
-    """The machine's root as the image, with a loader cache that knows no driver."""
+    """The machine's root as the image, with a loader cache that does not contain the driver."""
 
     def __init__(self, work: Path, build: Path, tools: Path) -> None:
         super().__init__(work, build)
@@ -265,12 +265,12 @@ class NvidiaImage(Nvidia):
         self.python = sys.executable
 
     def make_rootfs(self, directory: Path) -> None:
-        """Make the overlay; the driver is mounted over the image, so ldconfig forgets it."""
+        """Make the overlay; the driver is a mount outside it, so ldconfig drops it."""
         super().make_rootfs(directory)
         subprocess.run(["ldconfig", "-r", str(directory)], check=True, stderr=subprocess.DEVNULL)
 
     def spec(self) -> dict[str, Any]:
-        """Return the machine's, with what was compiled, and /sys as every container has it."""
+        """Return the machine's part of a bundle, with the tools, and /sys as in any container."""
         spec = super().spec()
         spec["mounts"] += [
             bind(self.tools, TOOLS_INSIDE),
@@ -302,7 +302,7 @@ class SimulatedImage(Simulated):
                 shutil.copy(library.resolve(), libraries / library.name)
 
     def spec(self) -> dict[str, Any]:
-        """Return the device, Python, the programs, and what was compiled."""
+        """Return the device, Python, the programs, and the tools."""
         spec = super().spec()
         standard = sysconfig.get_path("stdlib")
         spec["mounts"] += [
@@ -369,7 +369,7 @@ class Harness:
     def __init__(self, machine: NvidiaImage | SimulatedImage, quota: int) -> None:
         self.machine = machine
         self.quota = quota
-        # On a simulated GPU, memory is freed once the shared machine has a core to spare.
+        # On a simulated GPU, memory is freed when the shared machine has a free core.
         self.within_ms = 200 if machine.kind == "nvidia" else 2000
 
     def options(self, tools: str) -> list[str]:
@@ -417,7 +417,7 @@ class Harness:
         )
 
     def run_governed(self, node: BenchNode, name: str) -> tuple[ProgramRun, Seen]:
-        """Run a program in a container, and watch its counters until all have been reported."""
+        """Run a program in a container, and read its counters until all have been reported."""
         arguments = [
             self.machine.python, f"{INSIDE}/{name}.py", *self.options(TOOLS_INSIDE),
             "--governed", "--hold", "/out/hold",
@@ -438,7 +438,7 @@ class Harness:
                 ready = time.monotonic()
             node.look()
             seen.take(container.seen)
-            if ready is not None and time.monotonic() > ready + TOLD_S:
+            if ready is not None and time.monotonic() > ready + REPORT_S:
                 (container.out / "hold").touch()
             if time.monotonic() > begin + PROGRAMS[name].seconds:
                 ended = False
@@ -463,7 +463,7 @@ class Harness:
         return Comparison(name, native, governed, seen, compare(native, governed, seen))
 
 
-def wait_for_books(node: BenchNode) -> None:
+def wait_until_forgotten(node: BenchNode) -> None:
     """Wait until the governor has forgotten the container that ended."""
     deadline = time.monotonic() + 10
     while node.look():
@@ -518,12 +518,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.programs", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PROGRAMS)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(PROGRAMS)}")
     parser.add_argument("--memory", default="8Gi", help="memory quota of each container (8Gi)")
     parser.add_argument("--output", type=Path, default=ROOT / "build/programs")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
     parser.add_argument("--runtime", default="runc", help="runc or crun")
-    parser.add_argument("--simulated", action="store_true", help="even where there is a real GPU")
+    parser.add_argument("--simulated", action="store_true", help="even if there is a real GPU")
     args = parser.parse_args(argv)
     unknown = set(args.names) - set(PROGRAMS)
     if unknown:
@@ -551,7 +551,7 @@ def measure(
             comparisons.append(one)
             report["programs"] = [as_json(each) for each in comparisons]
             print(f"{name}: {one.result}", flush=True)
-            wait_for_books(node)
+            wait_until_forgotten(node)
 
 
 def main(argv: list[str] | None = None) -> int:

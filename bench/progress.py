@@ -1,4 +1,4 @@
-"""Progress: how much of its own work a job did, on the GPU's clock.
+"""Computes the progress of a job, which is how much of its own work it did, by the GPU's clock.
 
 A workload stamps the end of each *unit* of work: a record of the time (nanoseconds, the GPU's
 clock) and the unit's kind (its position in the step). A solo run of the job shows how long a unit
@@ -29,7 +29,7 @@ RECORD = struct.Struct("<QQ")
 """One stamp in a file: the time and the unit's kind, both little-endian u64."""
 
 WARM_UP_NS = NS_PER_S
-"""Initial part of a solo run that its profile leaves out, while clocks and caches settle, in ns."""
+"""Initial part of a solo run that its profile excludes, while clocks and caches settle, in ns."""
 
 MAX_UNIT_NS = 2 * NS_PER_MS
 """Longest unit that still resolves a window of 100 ms, in ns: it shifts at most 2 % across an edge.
@@ -37,7 +37,7 @@ MAX_UNIT_NS = 2 * NS_PER_MS
 
 
 class ProgressError(ValueError):
-    """A progress file, or what was asked of it, is unusable for measuring."""
+    """A progress file, or a request for a figure of it, cannot be used for measuring."""
 
 
 class Stamp(NamedTuple):
@@ -49,7 +49,7 @@ class Stamp(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """What each kind of unit takes when its job has the GPU to itself."""
+    """The duration of each kind of unit when its job has the GPU to itself."""
 
     durations: Mapping[int, float]
     """Kind to nanoseconds, scaled so that the solo run's own progress rate is exactly 1."""
@@ -105,7 +105,7 @@ def check_order(stamps: Sequence[Stamp], source: str = "progress data") -> None:
 
 
 def solo_profile(stamps: Sequence[Stamp], warm_up: int = WARM_UP_NS) -> Profile:
-    """Return what a job's units take alone, from a run in which it was alone.
+    """Return the durations of a job's units alone, from a run in which it was alone.
 
     The median per kind excludes stray interruptions from a unit's value. The scale corrects the
     sum, so that the solo run is delivered a share of exactly 1 once its warm-up is over.
@@ -182,7 +182,7 @@ class Progress:
         return p0 + (p1 - p0) * ((time - t0) / (t1 - t0))
 
     def share(self, begin: float, end: float) -> float:
-        """Return what was delivered from `begin` to `end`, as a fraction of having the GPU."""
+        """Return the share delivered from `begin` to `end`, as a fraction of the whole GPU."""
         if end <= begin:
             raise ProgressError(f"the window from {begin} to {end} is empty")
         return (self.at(end) - self.at(begin)) / (end - begin)

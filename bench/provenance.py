@@ -1,4 +1,4 @@
-"""Origin of a measurement: what was run, when, at which commit and on which machine."""
+"""Describes the origin of a measurement: its command, time, commit and machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def find_commit(root: pathlib.Path = ROOT) -> str:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return what a reader needs to judge a figure: processor, cores, memory, kernel."""
+    """Return the machine's processor, cores, memory and kernel, by which a figure is judged."""
     model = platform.machine()
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     if cpuinfo.exists():

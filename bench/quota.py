@@ -1,12 +1,12 @@
-"""`python -m bench.quota [SUITE|ARM ...]`: GPU time under quotas, in many arrangements.
+"""`python -m bench.quota [SUITE|ARM ...]`: measures GPU time under quotas, in many arrangements.
 
 Each arm (bench/arms.py) runs containers side by side on one GPU. Each container runs a burner that
 stamps its units of work with the GPU's clock (bench/burner.c; on a simulated GPU, its own
-workload). What a container did is computed from its stamps and from what a unit takes alone; no
-figure of the governor is used. Writes quota.json: each container's work in steps of 10 ms, what the
-governor reported of it, and the processor time of the governor and of the library's helper threads;
-for a suite also quota.svg. With --native each arm runs a second time without Tidegate, where that
-is meaningful.
+workload). A container's work is computed from its stamps and from the duration of a unit alone; no
+figure of the governor is used. Writes quota.json: each container's work in steps of 10 ms, the
+governor's report of it, and the processor time of the governor and of the library's helper threads;
+for a suite also quota.svg. With --native each arm runs a second time without Tidegate, if that is
+meaningful.
 
 A suite is a series of arms with a file of its own, SUITE/quota.json. Without a name all suites run.
 """
@@ -45,7 +45,7 @@ from bench.progress import (
 from bench.provenance import describe_run
 from bench.quota_measure import (
     LONGEST_NS,
-    Told,
+    WorkloadReport,
     difference,
     measure_work,
     summarise,
@@ -59,16 +59,16 @@ from vdriver.manifest import read_manifest
 
 NATIVE_STEP_NS = 100 * NS_PER_MS
 NATIVE_S = 4.0
-"""Maximum duration of an arm without Tidegate, seconds: only a sum is compared, and no windows."""
+"""Maximum duration of an arm without Tidegate, seconds: only its sum is compared, no windows."""
 
 LEAST_S = 40.0
-"""Time limit for ending what an arm has left, seconds."""
+"""Time limit for cleaning up after an arm, seconds."""
 
 SPARE_S = 1.0
 """Time that a container works beyond the measurement, seconds: containers start with some delay."""
 
 FOREVER_S = 600.0
-"""Duration that is passed to a container which a script ends, seconds."""
+"""Duration that is passed to a container if a script ends it, seconds."""
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -164,14 +164,14 @@ _names = (f"t{i}" for i in itertools.count())
 def rates(
     before: Mapping[str, float], after: Mapping[str, float], seconds: float
 ) -> dict[str, float]:
-    """Return the processor time between two readings, as parts of a processor."""
+    """Return the processor time between two readings, as fractions of a processor."""
     return {
         name: round((value - before.get(name, 0.0)) / seconds, 5) for name, value in after.items()
     }
 
 
 def run_arm(node: BenchNode, arm: Arm, profiles: Mapping[str, Profile]) -> dict[str, Any]:
-    """Run one arm, and return what each container did."""
+    """Run one arm, and return the work of each container."""
     visitors: dict[str, Running] = {}
     if any(tenant.goes_around for tenant in arm.tenants):
         give_own_driver(node)
@@ -202,8 +202,8 @@ def run_arm(node: BenchNode, arm: Arm, profiles: Mapping[str, Profile]) -> dict[
     if arm.script:
         for one in containers:
             os.kill(pid_of(node, one), signal.SIGTERM)
-    told = wait_for_end(node, containers)
-    begin, step, tenants = measure_work(arm, told, profiles, passed, SAMPLE_NS)
+    reports = wait_for_end(node, containers)
+    begin, step, tenants = measure_work(arm, reports, profiles, passed, SAMPLE_NS)
     for tenant, container in zip(tenants, containers, strict=True):
         tenant["governor"] = difference(before[container.name], after[container.name])
     result = {
@@ -221,8 +221,8 @@ def run_arm(node: BenchNode, arm: Arm, profiles: Mapping[str, Profile]) -> dict[
             "events": place_events(
                 events,
                 arm.script,
-                ahead_ns=told[0].ahead_ns,
-                stamps=told[0].stamps,
+                ahead_ns=reports[0].ahead_ns,
+                stamps=reports[0].stamps,
                 begin=begin,
                 last_of=lambda name: read_stamps(visitors[name].out / "progress.bin")[-1].time,
             ),
@@ -233,12 +233,12 @@ def run_arm(node: BenchNode, arm: Arm, profiles: Mapping[str, Profile]) -> dict[
 
 
 def run_native(machine: Machine, arm: Arm, profiles: Mapping[str, Profile]) -> dict[str, Any]:
-    """Run the same work without Tidegate, where the GPU's own time slicing shares it."""
+    """Run the same work without Tidegate, shared by the GPU's own time slicing."""
     seconds = min(arm.seconds, NATIVE_S)
     root = machine.work / "native"
     shutil.rmtree(root, ignore_errors=True)
     environment = {**os.environ, **machine.environment}
-    told = []
+    reports = []
     with contextlib.ExitStack() as stack:
         started = []
         for i, tenant in enumerate(arm.tenants):
@@ -264,8 +264,8 @@ def run_native(machine: Machine, arm: Arm, profiles: Mapping[str, Profile]) -> d
                 raise MachineError(f"a workload failed without Tidegate: {last}")
     for i in range(len(started)):
         text = (root / str(i) / "output").read_text(errors="replace")
-        told.append(Told(root / str(i) / "progress.bin", text))
-    _, step, tenants = measure_work(arm, told, profiles, seconds, NATIVE_STEP_NS)
+        reports.append(WorkloadReport(root / str(i) / "progress.bin", text))
+    _, step, tenants = measure_work(arm, reports, profiles, seconds, NATIVE_STEP_NS)
     shutil.rmtree(root, ignore_errors=True)
     kept = ("compute", "work_us", "waits", "busy_ns")
     return {"step_ns": step, "tenants": [{key: one[key] for key in kept} for one in tenants]}
@@ -280,8 +280,8 @@ def find_profiles(machine: Machine, arms: Mapping[str, Arm], seconds: float) -> 
     return profiles
 
 
-def what_lacks(machine: Machine) -> str | None:
-    """Return what arms of real programs lack on this machine, or None."""
+def missing_requirement(machine: Machine) -> str | None:
+    """Return what arms with real programs need and this machine lacks, or None."""
     if machine.kind != "nvidia":
         return "a real GPU"
     return None if importlib.util.find_spec("torch") else "PyTorch"
@@ -291,7 +291,7 @@ def choose_arms(args: argparse.Namespace, machine: Machine) -> dict[str, list[st
     """Return the arms to run, by the directory of their file; report those that cannot run."""
     names = [*(args.suite or []), *args.names] or list(SUITES)
     chosen: dict[str, list[str]] = {}
-    lacks = what_lacks(machine)
+    lacks = missing_requirement(machine)
     for name in names:
         for arm in SUITES.get(name, (name,)):
             if ARMS[arm].real and lacks:
@@ -319,9 +319,9 @@ def try_arm(
     """
     try:
         with time_limit(args.limit, name) if args.limit else contextlib.nullcontext():
-            told = run_arm(node, arm, profiles)
+            result = run_arm(node, arm, profiles)
             if args.native and arm.native:
-                told["native"] = run_native(node.machine, arm, profiles)
+                result["native"] = run_native(node.machine, arm, profiles)
     except (PartError, MachineError, ProgressError, TidegateError) as e:
         if not args.limit:
             raise
@@ -329,8 +329,8 @@ def try_arm(
         with time_limit(LEAST_S, "the end of an arm"):
             node.clear()
         return None
-    say(f"{name:16} {json.dumps(summarise(told))}")
-    return told
+    say(f"{name:16} {json.dumps(summarise(result))}")
+    return result
 
 
 def measure(
@@ -347,15 +347,15 @@ def measure(
             gpu = name_gpu(node)
             generation = read_manifest((node.driver_dir / "current").resolve()).generation
             for name in names:
-                told = try_arm(node, name, arms[name], profiles, args)
-                if told is None:
+                measured = try_arm(node, name, arms[name], profiles, args)
+                if measured is None:
                     failed.append(name)
                     continue
                 for suite in (one for one, its in chosen.items() if name in its):
                     result = results[suite]
                     result |= {"gpu": asdict(gpu), "generation": generation, "suite": suite}
                     result["quantum_ms"] = Config(**settings).quantum_ms
-                    result["arms"][name] = told
+                    result["arms"][name] = measured
                     write(args.output / suite, result)
     return results, failed
 
@@ -382,19 +382,19 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m bench.quota", description=__doc__.split("\n", maxsplit=1)[0]
     )
     parser.add_argument(
-        "names", nargs="*", metavar="SUITE|ARM", help="those that --list names; all, without any"
+        "names", nargs="*", metavar="SUITE|ARM", help="names that --list prints (default: all)"
     )
     parser.add_argument("--suite", action="append", choices=SUITES, help="the same as its name")
-    parser.add_argument("--list", action="store_true", help="name the suites and arms, and end")
-    parser.add_argument("--native", action="store_true", help="also without Tidegate")
-    parser.add_argument("--seconds", type=float, help="how long each arm runs (its own time)")
-    parser.add_argument("--times", type=int, help="events of each script, at most")
+    parser.add_argument("--list", action="store_true", help="print the suites and arms, and exit")
+    parser.add_argument("--native", action="store_true", help="run also without Tidegate")
+    parser.add_argument("--seconds", type=float, help="duration of each arm (default: its own)")
+    parser.add_argument("--times", type=int, help="maximum number of events of each script")
     parser.add_argument(
         "--limit", type=float, default=0.0, metavar="SECONDS",
-        help="of each arm: one that takes longer, or fails, does not end the others",
+        help="time limit of each arm: one that exceeds it, or fails, does not end the others",
     )  # fmt: skip
     parser.add_argument("--solo", type=float, default=4.0, help="seconds of each job alone (4)")
-    parser.add_argument("--simulated", action="store_true", help="even where there is a real GPU")
+    parser.add_argument("--simulated", action="store_true", help="even if there is a real GPU")
     parser.add_argument("--output", type=Path, default=ROOT / "build/quota")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
     args = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Compute what containers did from the stamps of their units, and compare arms."""
+"""Computes the work of containers from the stamps of their units, and the figures of arms."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ from bench.progress import (
 WAIT_NS = 500_000
 """Shortest wait that counts, ns: shorter ones are context switches and variations of the units."""
 
-
 LONGEST_NS = 3000 * NS_PER_MS
 """Maximum time that a unit may take alone, ns."""
-
 
 COUNTERS = (
     "grants", "charged_ns", "lent_ns", "held_ns", "overdue", "launches", "waits", "busy_ns",
 )  # fmt: skip
+"""The governor's counters of a container that are kept with its work."""
 
 
-def lay_profiles(profiles: Mapping[str, Profile], job: str) -> Profile:
-    """Return what a unit of a job takes alone; raises MachineError if it was not measured."""
+def profile_of(profiles: Mapping[str, Profile], job: str) -> Profile:
+    """Return a job's profile; raises MachineError if the job was not measured alone."""
     try:
         return profiles[job]
     except KeyError:
@@ -55,8 +54,8 @@ def spans_of(stamps: Sequence[Stamp], bursts: Sequence[Sequence[int]], unit_ns: 
     return spans
 
 
-class Told:
-    """What a workload reported: its stamps and its last line."""
+class WorkloadReport:
+    """A workload's report: its stamps, and the values in its last line."""
 
     def __init__(self, path: Path, output: str) -> None:
         answer = last_json(output)
@@ -68,25 +67,25 @@ class Told:
         self.ahead_ns = int(answer.get("clock_ns", 0))
 
 
-def wait_for_end(node: BenchNode, containers: Sequence[Running]) -> list[Told]:
-    """Wait until containers have ended by themselves, and return what they reported."""
+def wait_for_end(node: BenchNode, containers: Sequence[Running]) -> list[WorkloadReport]:
+    """Wait until containers have ended by themselves, and return their reports."""
     for container in containers:
         if node.wait(container, 120):
             raise MachineError(f"a container failed: {container.output.strip()[-200:]}")
         node.running.remove(container)
-    return [Told(one.out / "progress.bin", one.output) for one in containers]
+    return [WorkloadReport(one.out / "progress.bin", one.output) for one in containers]
 
 
 def measure_work(
     arm: Arm,
-    told: Sequence[Told],
+    reports: Sequence[WorkloadReport],
     profiles: Mapping[str, Profile],
     seconds: float,
     step_ns: int,
 ) -> tuple[int, int, list[dict[str, Any]]]:
-    """Return the start of the samples, their step, and what each container did in each step."""
-    used = [lay_profiles(profiles, tenant.job) for tenant in arm.tenants]
-    runs = [Progress(one.stamps, profile) for one, profile in zip(told, used, strict=True)]
+    """Return the start of the samples, their step, and the work of each container in each step."""
+    used = [profile_of(profiles, tenant.job) for tenant in arm.tenants]
+    runs = [Progress(one.stamps, profile) for one, profile in zip(reports, used, strict=True)]
     begin = max(run.begin for run in runs) + int(SETTLE_S * NS_PER_S)
     end = min(run.end for run in runs)
     end = begin + (min(end - begin, int(seconds * NS_PER_S)) // step_ns) * step_ns
@@ -98,7 +97,7 @@ def measure_work(
             "waits": waits(one.stamps, profile, begin, end) if tenant.is_endless else None,
             "busy_ns": within(spans_of(one.stamps, one.bursts, profile.largest[1]), begin, end),
         }
-        for tenant, profile, run, one in zip(arm.tenants, used, runs, told, strict=True)
+        for tenant, profile, run, one in zip(arm.tenants, used, runs, reports, strict=True)
     ]
     return begin, step_ns, tenants
 
@@ -108,8 +107,8 @@ def waits(
 ) -> dict[str, float | int]:
     """Return how long the GPU did not work for a program that always has work.
 
-    Such a wait is the time between two ends of units, less what the later unit takes alone, if it
-    is WAIT_NS or more.
+    Such a wait is the time between two ends of units, less the time of the later unit alone, if
+    the difference is WAIT_NS or more.
     """
     found = sorted(
         after.time - before.time - profile.duration(after.kind)
@@ -131,7 +130,7 @@ def within(spans: Sequence[Sequence[int]], begin: int, end: int) -> list[list[in
 
 
 def work(run: Progress, begin: int, end: int, step_ns: int = SAMPLE_NS) -> list[int]:
-    """Return the work done in each step, in microseconds alone; rounding is carried over."""
+    """Return the work in each step, in microseconds of the job alone; rounding is carried over."""
     edges = [round(run.at(at) / 1000) for at in range(begin, end + 1, step_ns)]
     return [after - before for before, after in itertools.pairwise(edges)]
 
@@ -180,7 +179,7 @@ def summarise(arm: Mapping[str, Any]) -> dict[str, Any]:
                 "mean": round(statistics.fmean(errors), 3),
                 "p95": round(errors[min(len(errors) - 1, int(0.95 * len(errors)))], 3),
             }
-    # Results of earlier runs lack it.
+    # Results of earlier runs have no waits.
     waited = [one.get("waits") for one in arm["tenants"]]
     if any(waited):
         summary["wait_p99_ms"] = [one and round(one["p99_us"] / 1000, 2) for one in waited]
@@ -198,10 +197,10 @@ def summarise(arm: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def elasticity(arm: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how much of the time with work was used, and the windows that were short.
+    """Return the fraction of the time with work that was used, and the number of short windows.
 
-    The former is a fraction of the time in which any container had work. A short window is a second
-    in which a container with work got less than its guarantee by more than a point.
+    The time with work is that in which any container had work. A short window is a second in which
+    a container with work got more than a point less than its guarantee.
     """
     edges = sorted(
         (at, change)

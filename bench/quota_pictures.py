@@ -1,9 +1,9 @@
-"""docs/figures/quota-*.svg: what a quota means, drawn from decisions of the arbiter itself.
+"""Draws docs/figures/quota-*.svg, which explain quotas, from decisions of the arbiter itself.
 
 `python -m bench.quota_pictures` writes the pictures of docs/explanation/quotas.md; `--check` fails
 if they are stale. The arbiter is the governor's (`make build`), the clock is virtual, and the
-containers are a model: each works in units of 0.2 ms for as long as it is awake. So the same
-pictures come out on any machine. What real GPUs did is in docs/benchmarks.md.
+containers are a model: each works in units of 0.2 ms for as long as it is awake. So the pictures
+are the same on any machine. Results of real GPUs are in docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class ModelContainer:
     """Start and end of its sleep, in ns."""
     done: int = 0
     lent: int = 0
-    """The part of it that was lent, as far as it is settled."""
+    """The lent part of `done`, as far as it is settled."""
     grants: list[tuple[int, int, bool]] = field(default_factory=list)
-    """When work began and ended, and whether the time was lent."""
+    """Begin and end of each piece of work, and whether its time was lent."""
 
     def wants(self, now: int) -> bool:
         """Return whether it has work."""
@@ -228,7 +228,7 @@ def guarantees(library: Any) -> str:
         Words(
             "One container at a time, each as often as its quota says",
             "Three containers that always have work, no borrowing: 45, 30 and 15 % of the GPU",
-            "Grants of 4 to 8 ms in turn; a tenth of the time nobody may use the GPU.",
+            "Grants of 4 to 8 ms in turn; for a tenth of the time no container may use the GPU.",
         ),
         jobs,
         1_000 * MS,

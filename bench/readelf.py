@@ -1,4 +1,4 @@
-"""What readelf reports of an ELF file, in the terms of `vdriver.elf`, as a check on that module."""
+"""Reads ELF files with readelf, in the terms of `vdriver.elf`, as a check on that module."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""What a run of several containers on one GPU delivered: report.json, report.svg, a table.
+"""Reports the delivered shares of containers on one GPU: report.json, report.svg, a table.
 
 `build_report` and `chart_of` compute from progress; `write_report` writes everything to a
 directory. report.json is described by report.schema.json next to this module. progress.json next to
-it holds each container's progress in 10 ms samples, from which every figure can be computed again.
+report.json has each container's progress in 10 ms samples, from which every figure can be computed
+again.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ def chart_of(report: Mapping[str, Any], samples: Mapping[str, Any]) -> Chart:
         series.append(Series(name, lines["1s"], note, lines["100ms"], one["compute"]))
     kind = "a simulated GPU" if gpu["kind"] == "simulated" else f"one {gpu['name']}"
     errors = {label: one["mean_abs_error_pp"] for label, one in report["windows"].items()}
-    told = "; ".join(f"{one.name}: {one.note}" for one in series)
+    notes = "; ".join(f"{one.name}: {one.note}" for one in series)
     first = "Before 0 s without Tidegate. " if earlier else ""
     where = f"{kind}. {first}" if first else f"{kind}, driver {gpu['driver']}. "
     return Chart(
@@ -197,7 +198,7 @@ def chart_of(report: Mapping[str, Any], samples: Mapping[str, Any]) -> Chart:
             f"{errors['1s']:.2f} points in 1 s windows, {errors['100ms']:.2f} in 100 ms"
         ),
         description=(
-            f"Share of the GPU delivered to each container over {seconds:.0f} s. {first}{told}."
+            f"Share of the GPU delivered to each container over {seconds:.0f} s. {first}{notes}."
         ),
         x_label="time, s",
         y_label="share of the GPU",

@@ -1,4 +1,4 @@
-"""The first section of docs/benchmarks.md: the aims, and the figures reached on a real GPU.
+"""Makes the first section of docs/benchmarks.md: the aims, and the figures reached on a real GPU.
 
 An aim is a bound on a figure of one arm or suite. Every result of a real GPU that has the arm gives
 a value of the figure. The newest value counts. The others show how much it varies between runs.
@@ -58,8 +58,8 @@ def _of(arm: str, take: Callable[[Mapping[str, Any]], float | None]) -> Figure:
     return figure
 
 
-def _error(arm: str, window: str, what: str) -> Figure:
-    return _of(arm, lambda s: s[window][what] if window in s else None)
+def _error(arm: str, window: str, statistic: str) -> Figure:
+    return _of(arm, lambda s: s[window][statistic] if window in s else None)
 
 
 def _total(arm: str) -> Figure:

@@ -1,4 +1,4 @@
-"""Generate docs/benchmarks.md from bench/results/*.json. Nothing else writes that page.
+"""Generates docs/benchmarks.md from bench/results/*.json; the page has no other source.
 
 `python -m bench.report_docs` writes the page and its figures. `--check` fails if they are stale.
 Each suite has a function that adds its section from its results. SECTIONS lists these functions.
@@ -366,13 +366,13 @@ def add_latency(page: ResultsPage, results: Mapping[str, dict[str, Any]]) -> Non
     page.add(LATENCY)
     for stem, result in results.items():
         title = f"### {stem}"
-        for key, what in (("service", "requests of"), ("job", "beside")):
+        for key, relation in (("service", "requests of"), ("job", "beside")):
             name = result["configuration"].get(key, "burner")
-            title += "" if name.startswith("burner") else f", {what} {name}"
+            title += "" if name.startswith("burner") else f", {relation} {name}"
         page.add(title)
-        # Of several rounds, the summary has each arm once.
-        told = {label_of(arm): arm for arm in reversed(result["raw"]["arms"])}
-        arms = [(told[label], one) for label, one in result["summary"].items()]
+        # If there are several rounds, the summary has each arm once.
+        by_label = {label_of(arm): arm for arm in reversed(result["raw"]["arms"])}
+        arms = [(by_label[label], one) for label, one in result["summary"].items()]
         alone = {_load_of(arm): one for arm, one in arms if arm["arm"] == "alone"}
         rows = [
             (
@@ -397,7 +397,7 @@ def add_latency(page: ResultsPage, results: Mapping[str, dict[str, Any]]) -> Non
 
 
 def _together(one: Mapping[str, Any]) -> str:
-    """Return what all jobs did, in percent, and of several rounds the least and the most."""
+    """Return the work of all jobs in percent, for several rounds with its minimum and maximum."""
     words = f"{sum(one['jobs']):.1f}"
     return (
         f"{words} ({one['jobs_from']:.1f} to {one['jobs_to']:.1f})" if "jobs_from" in one else words

@@ -1,4 +1,4 @@
-"""The section of docs/benchmarks.md on containers with several GPUs, from `bench.gangs`."""
+"""Makes the section of docs/benchmarks.md on containers with several GPUs (`bench.gangs`)."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def jobs_table(summary: Mapping[str, Any]) -> Table:
             job.get("same_as_native", ""),
             "yes" if job["status"] == 0 else f"no: {job['status']}",
         )
-        for part, told in summary.items()
-        for arm, one in told.get("arms", {}).items()
+        for part, figures in summary.items()
+        for arm, one in figures.get("arms", {}).items()
         for job in one["jobs"]
     ]
     head = (
@@ -102,8 +102,8 @@ def tenants_table(summary: Mapping[str, Any]) -> Table:
             show(one.get("back_ms")),
             show(one.get("second_s")),
         )
-        for part, told in summary.items()
-        for arm, side in told.get("arms", {}).items()
+        for part, figures in summary.items()
+        for arm, side in figures.get("arms", {}).items()
         for one in side["tenants"]
     ]
     head = (

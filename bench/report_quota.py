@@ -1,4 +1,4 @@
-"""The section of docs/benchmarks.md on GPU time, with a row for each arm of `bench.quota`.
+"""Makes the section of docs/benchmarks.md on GPU time, with a row for each arm of `bench.quota`.
 
 bench/report_suites.py has the text, tables and figures of the individual suites.
 """
@@ -91,22 +91,22 @@ def show_work(delivered: Sequence[float]) -> str:
     return " / ".join(f"{one:.2f}" for one in delivered)
 
 
-def row_of(name: str, arm: Mapping[str, Any], told: Mapping[str, Any]) -> tuple[str, ...]:
+def row_of(name: str, arm: Mapping[str, Any], summary: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the row of an arm."""
     errors = [
-        f"{told[label]['mean']:.2f} / {told[label]['p95']:.2f}"
-        if label in told and is_saturating(arm)
+        f"{summary[label]['mean']:.2f} / {summary[label]['p95']:.2f}"
+        if label in summary and is_saturating(arm)
         else ""
         for label in ("1s", "100ms")
     ]
-    ideal = told.get("of_ideal")
+    ideal = summary.get("of_ideal")
     return (
         name,
         "; ".join(describe_arm(arm)),
-        show_work(told["delivered"]),
-        f"{told['sum']:.2f}",
+        show_work(summary["delivered"]),
+        f"{summary['sum']:.2f}",
         *errors,
-        "" if ideal is None else f"{100 * ideal:.1f} %, {told['short_windows']} short",
+        "" if ideal is None else f"{100 * ideal:.1f} %, {summary['short_windows']} short",
         " + ".join(f"{100 * arm['processors'][key]:.1f}" for key in ("governor", "helpers")),
     )
 

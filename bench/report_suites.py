@@ -1,4 +1,4 @@
-"""The text, the tables and the figure of each suite of `bench.quota` in docs/benchmarks.md.
+"""Makes the text, the tables and the figure of each suite of `bench.quota` in docs/benchmarks.md.
 
 All of them follow from the raw data and the summary of a result. Shares are percent of the GPU.
 """
@@ -90,34 +90,34 @@ def _ms(value: float | None) -> str:
     return "never" if value is None else f"{value:.1f} ms"
 
 
-def _without(told: Mapping[str, Any], key: str = "sum") -> str:
-    if "native" not in told:
+def _without(summary: Mapping[str, Any], key: str = "sum") -> str:
+    if "native" not in summary:
         return ""
-    value = told["native"][key]
+    value = summary["native"][key]
     return show_work(value) if isinstance(value, list) else f"{value:.2f}"
 
 
 def arms_table(result: Result) -> Table:
     """Return a row for each arm, with its work without Tidegate if that was measured."""
-    arms = told_arms(result)
-    rows = [row_of(name, arm, told) for name, arm, told in arms]
-    if not any("native" in told for _, _, told in arms):
+    arms = summarised_arms(result)
+    rows = [row_of(name, arm, summary) for name, arm, summary in arms]
+    if not any("native" in summary for _, _, summary in arms):
         return HEAD, rows, "llrrrrrr"
     rows = [
-        (*row, _without(told, "delivered"), _without(told))
-        for row, (_, _, told) in zip(rows, arms, strict=True)
+        (*row, _without(summary, "delivered"), _without(summary))
+        for row, (_, _, summary) in zip(rows, arms, strict=True)
     ]
     return (*HEAD, "without", "sum without"), rows, "llrrrrrrrr"
 
 
-def told_arms(result: Result) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+def summarised_arms(result: Result) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
     """Return the name, the raw data and the summary of each arm of a result."""
     return [(name, arm, result["summary"][name]) for name, arm in result["raw"]["arms"].items()]
 
 
-def target_loss(told: Mapping[str, Any], share: float) -> float:
+def target_loss(summary: Mapping[str, Any], share: float) -> float:
     """Return the part of its share that the first container lost, in percent of the share."""
-    return 100 * (1 - float(told["delivered"][0]) / share)
+    return 100 * (1 - float(summary["delivered"][0]) / share)
 
 
 def table8(result: Result) -> list[Table]:
@@ -126,13 +126,13 @@ def table8(result: Result) -> list[Table]:
     for kind, words in KINDS.items():
         cells = []
         for n in range(1, 5):
-            told = result["summary"].get(f"beside-{n}-{kind}")
-            if told is None:
+            summary = result["summary"].get(f"beside-{n}-{kind}")
+            if summary is None:
                 cells.append("")
                 continue
-            text = f"{told['delivered'][0]:.2f} ({target_loss(told, 50):+.1f} %"
-            if "native" in told:
-                text += f"; without {told['native']['delivered'][0]:.2f}"
+            text = f"{summary['delivered'][0]:.2f} ({target_loss(summary, 50):+.1f} %"
+            if "native" in summary:
+                text += f"; without {summary['native']['delivered'][0]:.2f}"
             cells.append(text + ")")
         if any(cells):
             rows.append((words, *cells))
@@ -175,12 +175,12 @@ def shapes(result: Result) -> list[Table]:
         (
             name.removeprefix("shape-"),
             "; ".join(describe_arm(arm)),
-            f"{told['delivered'][0]:.2f}",
-            f"{told['delivered'][0] - arm['tenants'][0]['compute']:+.2f}",
-            f"{told['delivered'][1]:.2f}",
-            _without(told, "delivered"),
+            f"{summary['delivered'][0]:.2f}",
+            f"{summary['delivered'][0] - arm['tenants'][0]['compute']:+.2f}",
+            f"{summary['delivered'][1]:.2f}",
+            _without(summary, "delivered"),
         )
-        for name, arm, told in told_arms(result)
+        for name, arm, summary in summarised_arms(result)
     ]
     return [(("shape", "share, units", "work", "off", "hog", "without"), rows, "llrrrr")]
 
@@ -194,15 +194,15 @@ def graphs(result: Result) -> list[Table]:
     """Return the arms, and the tokens per second of the arms that decode."""
     tables = [arms_table(result)]
     rows = []
-    for name, arm, told in told_arms(result):
+    for name, arm, summary in summarised_arms(result):
         if not arm["tenants"][0].get("program"):
             continue
-        native = told.get("native", {}).get("delivered", [None])[0]
+        native = summary.get("native", {}).get("delivered", [None])[0]
         rows.append(
             (
                 name,
                 f"{tokens_per_second(arm, 100):,.0f}",
-                f"{tokens_per_second(arm, told['delivered'][0]):,.0f}",
+                f"{tokens_per_second(arm, summary['delivered'][0]):,.0f}",
                 "" if native is None else f"{tokens_per_second(arm, native):,.0f}",
             )
         )
@@ -215,8 +215,8 @@ def graphs(result: Result) -> list[Table]:
 def settle(result: Result) -> list[Table]:
     """Return the time that changes took to settle."""
     rows = []
-    for name, arm, told in told_arms(result):
-        found = told["settle"]
+    for name, arm, summary in summarised_arms(result):
+        found = summary["settle"]
         took = [one for one in found["ms"] if one is not None]
         outside = found["outside_percent"]
         off = [abs(one) for one in found["off_points"] if one is not None]
@@ -246,16 +246,16 @@ def killed(result: Result) -> list[Table]:
         (
             name,
             "; ".join(describe_arm(arm)),
-            str(len(told["stall"]["ms"])),
-            str(told["stall"]["at_work"]),
-            _ms(statistics.median(told["stall"]["ms"])) if told["stall"]["ms"] else "",
-            _ms(told["stall"]["longest_ms"]),
-            _ms(told["stall"]["longest_pause_ms"]),
+            str(len(summary["stall"]["ms"])),
+            str(summary["stall"]["at_work"]),
+            _ms(statistics.median(summary["stall"]["ms"])) if summary["stall"]["ms"] else "",
+            _ms(summary["stall"]["longest_ms"]),
+            _ms(summary["stall"]["longest_pause_ms"]),
         )
-        for name, arm, told in told_arms(result)
+        for name, arm, summary in summarised_arms(result)
     ]
     head = (
-        "arm", "who goes on", "times", "had the GPU", "median wait", "longest wait",
+        "arm", "remaining container", "times", "had the GPU", "median wait", "longest wait",
         "with the turn before",
     )  # fmt: skip
     return [(head, rows, "llrrrrr")]
@@ -286,7 +286,7 @@ def _chart(
     result: Result,
     series: list[Series],
     *,
-    what: str,
+    subject: str,
     x_label: str,
     y_label: str = "work",
     y_unit: str = " %",
@@ -296,8 +296,8 @@ def _chart(
     gpu = result["gpu"]
     return Chart(
         title=f"GPU time, suite {suite}",
-        subtitle=f"{what}; {gpu['name']}, driver {gpu['driver']}",
-        description=f"{what}, suite {suite}.",
+        subtitle=f"{subject}; {gpu['name']}, driver {gpu['driver']}",
+        description=f"{subject}, suite {suite}.",
         x_label=x_label,
         y_label=y_label,
         y_unit=y_unit,
@@ -327,7 +327,7 @@ def draw_sweep(result: Result) -> Chart:
         "sweep",
         result,
         series,
-        what="Work of one container alone",
+        subject="Work of one container alone",
         x_label="guaranteed, %",
         key=(("thick", "work"), ("thin", "the guarantee")),
     )
@@ -357,7 +357,7 @@ def draw_table8(result: Result) -> Chart:
         "table8",
         result,
         series,
-        what="Work of a container with 50 %",
+        subject="Work of a container with 50 %",
         x_label="neighbours with 10 %",
         key=(("thick", "with Tidegate"), ("thin", "without"), ("dashed", "guarantee")),
     )
@@ -385,7 +385,7 @@ def draw_aggregate(result: Result) -> Chart:
         "aggregate",
         result,
         series,
-        what="Work of all containers together",
+        subject="Work of all containers together",
         x_label="containers",
         key=(("thick", "with Tidegate"), ("thin", "without"), ("dashed", "one alone")),
     )
@@ -406,7 +406,7 @@ def draw_elastic(result: Result) -> Chart:
         "elastic",
         result,
         series,
-        what="Work of four containers in bursts",
+        subject="Work of four containers in bursts",
         x_label="time, s",
         key=(("thick", "1 s windows"), ("thin", "100 ms windows")),
     )
@@ -436,7 +436,7 @@ def draw_shapes(result: Result) -> Chart:
         "shapes",
         result,
         series,
-        what="Work at 30 % beside a hog",
+        subject="Work at 30 % beside a hog",
         x_label="time, s",
         y_range=(20.0, 40.0),
         key=(("thick", "1 s windows"), ("dashed", "guarantee")),
@@ -469,7 +469,7 @@ def draw_settle(result: Result) -> Chart:
         "settle",
         result,
         series,
-        what="Work in the trailing 100 ms after a change",
+        subject="Work in the trailing 100 ms after a change",
         x_label="time since the change, ms",
         key=(("thick", "the first"), ("thin", "all"), ("dashed", "new share")),
     )
@@ -480,18 +480,18 @@ def draw_killed(result: Result) -> Chart:
     series = [
         Series(
             name,
-            [(float(i), ms) for i, ms in enumerate(sorted(told["stall"]["ms"]), 1)],
+            [(float(i), ms) for i, ms in enumerate(sorted(summary["stall"]["ms"]), 1)],
             "",
             (),
             20.0 if i == 0 else None,
         )
-        for i, (name, _, told) in enumerate(told_arms(result))
+        for i, (name, _, summary) in enumerate(summarised_arms(result))
     ]
     return _chart(
         "killed",
         result,
         series,
-        what="Longest waits of the remaining container, sorted",
+        subject="Longest waits of the remaining container, sorted",
         x_label="times",
         y_label="wait",
         y_unit=" ms",

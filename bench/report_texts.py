@@ -1,4 +1,4 @@
-"""The explanations on the page of results; the figures come from bench/results."""
+"""Contains the explanations in docs/benchmarks.md; the figures come from bench/results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ HEAD = """\
 
 # Benchmarks
 
-Every figure on this page comes from a file in `bench/results`, which holds the raw data, the
+Every figure on this page comes from a file in `bench/results`, which has the raw data, the
 command, the commit and the machine. `python -m bench.run --suite NAME --from DIR` makes such a
 file from the output of a run (`python -m bench.demo`, `bench.quota`, ...) in DIR.
 `python -m bench.report_docs` makes this page from the files.

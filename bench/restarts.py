@@ -1,11 +1,11 @@
-"""How long containers pause when the governor is killed, under the GPU's own scheduler.
+"""Measures how long containers pause when the governor is killed, under the GPU's own scheduler.
 
 `python -m bench.restarts` runs containers with caps, which the governor switches off and on in each
-period of 0.1 s. Again and again it kills the governor with SIGKILL at a random time and starts
-another one, at once or up to 3 s later. From the stamps of each container's units of work it
-computes the longest time without any, between the kill and one second after the next governor
-answers. The same for seconds without a kill is the measure: a container that has used its cap is
-off until the period ends. Writes restarts.json.
+period of 0.1 s. It repeatedly kills the governor with SIGKILL at a random time and starts another
+one, at once or up to 3 s later. From the stamps of each container's units of work it computes the
+longest time without work, between the kill and one second after the next governor answers. The same
+figure for seconds without a kill is the baseline: a container that has used its cap is off until
+the period ends. Writes restarts.json.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def measure(machine: Machine, n_kills: int, scheduling: str) -> dict[str, Any]:
         node.check_scheduling()
         for one in containers:
             os.kill(pid_of(node, one), signal.SIGTERM)
-        told = wait_for_end(node, containers)
-    times = [[stamp.time - one.ahead_ns for stamp in one.stamps] for one in told]
+        reports = wait_for_end(node, containers)
+    times = [[stamp.time - one.ahead_ns for stamp in one.stamps] for one in reports]
 
     def gaps(begin: int, end: int) -> list[float]:
         return [round(longest_gap_ms(one, begin, end), 2) for one in times]
@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--scheduling", choices=["hardware", "gate"], default="hardware")
-    parser.add_argument("--simulated", action="store_true", help="also where there is a GPU")
+    parser.add_argument("--simulated", action="store_true", help="even if there is a real GPU")
     parser.add_argument("--output", type=Path, default=ROOT / "build/restarts")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
     args = parser.parse_args(argv)

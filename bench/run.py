@@ -1,4 +1,4 @@
-"""The one harness: `python -m bench.run --suite NAME` keeps a run's raw data as one JSON file.
+"""Keeps the raw data of a benchmark run as one JSON file: `python -m bench.run --suite NAME`.
 
 A result is written to bench/results/<date>-<suite>-<gpu>.json and described by result.schema.json.
 `bench.report_docs` writes the published figures from the results alone. A suite is a function that
@@ -32,7 +32,7 @@ from bench.restarts import summarise as summarise_pauses
 RESULTS = ROOT / "bench" / "results"
 SCHEMA = pathlib.Path(__file__).with_name("result.schema.json")
 MAX_BYTES = 300_000
-"""Maximum size of a result, bytes: all of them stay in the repository for ever."""
+"""Maximum size of a result, bytes: all results stay in the repository for ever."""
 
 ROUNDING_PP = 0.05
 """Maximum difference between a figure from 10 ms samples and the one from stamps, in points."""
@@ -59,7 +59,7 @@ def read_json(path: pathlib.Path, runner: str = "bench.demo") -> dict[str, Any]:
 
 
 def read_run(path: pathlib.Path, runner: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what read_json() does, and separately the description of the run."""
+    """Return the object in a JSON file, and separately the description of the run."""
     report = read_json(path, runner)
     if not isinstance(report.get("run"), dict):
         raise ResultError(
@@ -82,13 +82,13 @@ def check_samples(summary: Mapping[str, Any], samples: Mapping[str, Any]) -> Non
 
 
 def name_commit(run: dict[str, Any], commit: str | None) -> None:
-    """Set the commit of a run on a copy of the tree, where it could not be determined."""
+    """Set the commit of a run on a copy of the tree, if it could not be determined."""
     if commit and (run["commit"] == UNKNOWN or run["commit"].endswith("-dirty")):
         run["commit"] = commit
 
 
 def shares(options: argparse.Namespace) -> dict[str, Any]:
-    """Shares delivered under quotas, from the directory of a demo run."""
+    """Return the result of a demo run: the shares delivered under quotas."""
     report = read_json(options.source / "report.json")
     samples = read_json(options.source / "progress.json")
     detail = report.pop("detail", {})
@@ -117,7 +117,7 @@ def shares(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def mirror(options: argparse.Namespace) -> dict[str, Any]:
-    """A driver mirrored, verified and used, from the directory of a run of bench.mirror."""
+    """Return the result of a run of bench.mirror: a driver mirrored, verified and used."""
     report, run = read_run(options.source / "report.json", "bench.mirror")
     name_commit(run, options.commit)
     wrong = faults(report)
@@ -152,7 +152,7 @@ def mirror(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def overhead(options: argparse.Namespace) -> dict[str, Any]:
-    """What a call costs, from the directory of a run of bench.overhead."""
+    """Return the result of a run of bench.overhead: the cost of calls or steps."""
     report, run = read_run(options.source / "overhead.json", "bench.overhead")
     gpu, claimed = report.pop("gpu"), report.pop("summary")
     settings = report.pop("options")
@@ -170,7 +170,7 @@ def overhead(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def programs(options: argparse.Namespace) -> dict[str, Any]:
-    """Programs alone and governed, from the directory of a run of bench.programs."""
+    """Return the result of a run of bench.programs: programs alone and governed."""
     report, run = read_run(options.source / "programs.json", "bench.programs")
     name_commit(run, options.commit)
     ran = report.pop("programs", None)
@@ -199,12 +199,12 @@ def programs(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def memory(options: argparse.Namespace) -> dict[str, Any]:
-    """A memory quota under attack, from the directory of a run of bench.memory."""
+    """Return the result of a run of bench.memory: a memory quota under attack."""
     report, run = read_run(options.source / "memory.json", "bench.memory")
     gpu, claimed = report.pop("gpu"), report.pop("wrong")
     name_commit(run, options.commit)
     if claimed != judge_memory(report):
-        raise ResultError("the samples do not give what the report says is wrong")
+        raise ResultError("the samples do not give the faults that the report claims")
     most = report["limit"] + report["nobodys"] * report["processes"]
     used = [(at, value) for at, value, _ in report["samples"]]
     return {
@@ -227,12 +227,12 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def hook(options: argparse.Namespace) -> dict[str, Any]:
-    """What a container's start costs, from the directory of a run of bench.hook."""
+    """Return the result of a run of bench.hook: the cost of a container's start."""
     report, run = read_run(options.source / "hook.json", "bench.hook")
     name_commit(run, options.commit)
     claimed = report.pop("summary")
     if claimed != summarise_starts(report):
-        raise ResultError("the starts do not give what the report says they cost")
+        raise ResultError("the starts do not give the costs that the report claims")
     return {
         "suite": "hook",
         **run,
@@ -250,12 +250,12 @@ JUDGED = (
 
 
 def judge(options: argparse.Namespace) -> dict[str, Any]:
-    """Every function of cuda.h, from the directory of a run of tests.gpu.judge."""
+    """Return the result of a run of tests.gpu.judge: every function of cuda.h."""
     from tests.gpu.judge import judge_call, summarise
 
     report, run = read_run(options.source / "report.json", "tests.gpu.judge")
     name_commit(run, options.commit)
-    # By the present rules: a verdict is only worth something if it can be computed again.
+    # The verdicts are computed again from the raw data, by the present rules.
     verdicts = [
         judge_call(
             (row["native"]["name"], row["native"].get("variant", "")),
@@ -271,8 +271,7 @@ def judge(options: argparse.Namespace) -> dict[str, Any]:
         "gpu": report["gpu"],
         "configuration": {},
         "raw": {
-            # What a call did in both runs: its answer, GPU time, memory and the counters it
-            # changed.
+            # For both runs of a call: its answer, GPU time, memory, and the counters that changed.
             "rows": [
                 [
                     row["native"]["name"] + " " + row["native"].get("variant", ""),
@@ -289,7 +288,7 @@ def judge(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def quota(options: argparse.Namespace) -> dict[str, Any]:
-    """GPU time in many arrangements, from the directory of a run of bench.quota."""
+    """Return the result of a run of bench.quota: GPU time in many arrangements."""
     report, run = read_run(options.source / "quota.json", "bench.quota")
     gpu, claimed = report.pop("gpu"), report.pop("summary")
     name_commit(run, options.commit)
@@ -311,7 +310,7 @@ def quota(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def gangs(options: argparse.Namespace) -> dict[str, Any]:
-    """Containers with several GPUs, from the directory of a run of bench.gangs."""
+    """Return the result of a run of bench.gangs: containers with several GPUs."""
     report, run = read_run(options.source / "gangs.json", "bench.gangs")
     parts = report["parts"]
     name_commit(run, options.commit)
@@ -339,7 +338,7 @@ def keep_report(
     summarise: Callable[[dict[str, Any]], dict[str, Any]],
     configuration: Sequence[str],
 ) -> dict[str, Any]:
-    """Return the result of a suite whose report has all raw data, and a summary that follows."""
+    """Return the result of a suite whose report has all raw data and a summary of them."""
     report, run = read_run(options.source / f"{suite}.json", f"bench.{suite}")
     gpu, claimed = report.pop("gpu"), report.pop("summary")
     name_commit(run, options.commit)
@@ -356,13 +355,13 @@ def keep_report(
 
 
 def latency(options: argparse.Namespace) -> dict[str, Any]:
-    """Requests next to endless work, from the directory of a run of bench.latency."""
+    """Return the result of a run of bench.latency: requests beside endless work."""
     configuration = ("unit_us", "units", "job", "service", "request_us")
     return keep_report(options, "latency", summarise_requests, configuration)
 
 
 def restarts(options: argparse.Namespace) -> dict[str, Any]:
-    """Deaths of the governor, from the directory of a run of bench.restarts."""
+    """Return the result of a run of bench.restarts: a governor that is killed."""
     return keep_report(options, "restarts", summarise_pauses, ("scheduling", "shares"))
 
 
@@ -421,9 +420,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--from", dest="source", type=pathlib.Path, default=ROOT / "build" / "demo",
-        metavar="DIR", help="the directory that the run wrote (build/demo); nothing is run anew",
+        metavar="DIR", help="the directory that the run wrote (build/demo); nothing is run again",
     )  # fmt: skip
-    parser.add_argument("--commit", help="where a run on a copy of the tree does not know it")
+    parser.add_argument("--commit", help="commit of a run on a copy of the tree without git")
     options = parser.parse_args(arguments)
     try:
         result = SUITES[options.suite](options)

@@ -1,8 +1,8 @@
-"""An environment in which one process is governed without a container and without a governor.
+"""Runs a process under the control library without a container and without a governor.
 
 The control library is put in front of a driver of the caller's choice, in a mount namespace of its
-own where /run/tidegate is a directory with a grant page and a socket. The caller writes the page,
-so a test or a measurement decides what is granted, word by word. Needs root, or user namespaces.
+own where /run/tidegate is a directory with a grant page and a socket. The caller writes each word
+of the page, so a test or a measurement controls the grants. Needs root, or user namespaces.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ DEVICE: dict[str, int | bytes] = {
 def control_folder(folder: Path, control: Path, driver: Path) -> Path:
     """Put the control library `control` in front of the library `driver`, as a mirror does.
 
-    Returns the folder for LD_LIBRARY_PATH.
+    Return the folder for LD_LIBRARY_PATH.
     """
     (folder / "origin").mkdir(parents=True, exist_ok=True)
     shutil.copy(control, folder / "libcuda.so.1")
@@ -79,9 +79,9 @@ class GrantSandbox:
         directory.mkdir(parents=True)
         self.directory = directory
         self.alive = True
-        """Whether the heartbeat goes on."""
+        """Whether the heartbeat is written."""
         self.returned = 0
-        """Number of times that a process connected again."""
+        """Number of times that a process has reconnected."""
         path = directory / "grant"
         path.write_bytes(bytes(layout.GRANT_SIZE))
         with path.open("r+b") as file:
@@ -137,7 +137,7 @@ class GrantSandbox:
         pages.init_grant(self.grant, settings=SETTINGS | beat, devices=devices)
 
     def recover(self) -> None:
-        """Fill the page anew, whatever is in it, and wake all waiters; signals never go back."""
+        """Refill the page, whatever its content, and wake all waiters; signals never decrease."""
         self._recovered += 1
         self.reset()
         for device in range(len(self._uuids)):
@@ -211,7 +211,7 @@ class GrantSandbox:
             if not free or not request:
                 process.close()
                 continue
-            # What an ended process counted is kept for as long as there are other slots.
+            # The counts of an ended process are kept for as long as there are unused slots.
             slot = min(free, key=lambda one: (one in self._used, one))
             if slot in self._used:
                 pages.clear_slot(self.ledger, slot)
@@ -236,7 +236,7 @@ class GrantSandbox:
         socket.send_fds(process, [struct.pack("I", slot)], [self._ledger_fd])
 
     def lose_ledger(self) -> None:
-        """Continue with another ledger, as a governor does that did not find the previous one."""
+        """Continue with a new ledger, like a governor that did not find the previous one."""
         fd = os.memfd_create("ledger", os.MFD_CLOEXEC)
         os.ftruncate(fd, layout.LEDGER_SIZE)
         ledger = mmap.mmap(fd, layout.LEDGER_SIZE)

@@ -1,11 +1,11 @@
-"""What sharing does for a cluster of 1,000 nodes, and what our driver asks of its API server.
+"""Measures sharing in a cluster of 1,000 nodes, and the DRA driver's load on its API server.
 
-    python -m bench.scale run        # a quarter of an hour; resumes where it was
+    python -m bench.scale run        # a quarter of an hour; continues an earlier run
     python -m bench.scale requests   # half a minute
     python -m bench.scale docs       # tables and figures of docs/explanation/scale.md; --check
 
-The cluster is that of `kube.simulate`. The requests are counted where the driver makes them: its
-own publisher and driver run for each of many nodes, against an API server that stores and counts.
+The cluster is that of `kube.simulate`. The requests are counted as the driver makes them: its
+publisher and claim driver run for each of many nodes, against an API server that stores and counts.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ SIZES = (1, 10, 100, 1000)
 CLAIMS = 20
 """Claims per node in the counted hour."""
 STEPS = 60
-"""Looks at the node that are counted, of an hour's 1,800; unchanged state is not sent."""
+"""Steps of the driver that are counted, of an hour's 1,800; unchanged state is not sent."""
 
 
 def points() -> list[tuple[Scenario, ClusterPolicy]]:
-    """Return every run: all arms by load, and whole against shared by the fraction that shares."""
+    """Return every run: all arms by load, and two arms by the fraction of sharing tasks."""
     by_load = [
         (Scenario(load=load, hours=HOURS, warm_hours=WARM), arm) for load in LOADS for arm in ARMS
     ]
@@ -85,7 +85,7 @@ def save(path: Path, runs: list[dict[str, Any]]) -> None:
 
 
 def run_cluster() -> None:
-    """Simulate what the file does not have yet."""
+    """Simulate the runs that the file does not have yet."""
     done: list[dict[str, Any]] = load(SIMULATED) if SIMULATED.exists() else []
     known = {(json.dumps(one["scenario"]), one["arm"]) for one in done}
     for scenario, arm in points():
@@ -109,9 +109,9 @@ class CountingApiServer:
         self._slices: dict[str, dict[str, Any]] = {}
         self.claims: dict[str, dict[str, Any]] = {}
 
-    def _count(self, what: str, document: Any) -> None:
-        self.counts[what] += 1
-        self.counts[f"{what} bytes"] += len(json.dumps(document, separators=(",", ":")))
+    def _count(self, request: str, document: Any) -> None:
+        self.counts[request] += 1
+        self.counts[f"{request} bytes"] += len(json.dumps(document, separators=(",", ":")))
 
     def slice(self, name: str) -> dict[str, Any] | None:
         """Return a slice."""
@@ -127,8 +127,8 @@ class CountingApiServer:
         """Store a slice."""
         return self._store(body, "dry run" if dry_run else "update slice", dry_run=dry_run)
 
-    def _store(self, body: dict[str, Any], what: str, *, dry_run: bool) -> dict[str, Any]:
-        self._count(what, body)
+    def _store(self, body: dict[str, Any], request: str, *, dry_run: bool) -> dict[str, Any]:
+        self._count(request, body)
         stored: dict[str, Any] = json.loads(json.dumps(body))
         stored["metadata"]["resourceVersion"] = str(sum(self.counts.values()))
         if not dry_run:
@@ -350,7 +350,7 @@ def request_table(found: list[dict[str, Any]]) -> str:
         counts, nodes = one["counts"], one["nodes"]
         claims = nodes * one["claims_of_each"]
         writes = counts["create slice"] + counts.get("update slice", 0)
-        of_claims = sum(n for what, n in counts.items() if what in CLAIM_WRITES)
+        of_claims = sum(n for request, n in counts.items() if request in CLAIM_WRITES)
         lines.append(
             f"| {nodes} | {writes / nodes:.2f} | {of_claims / claims:.2f} "
             f"| {counts['get claim'] / claims:.2f} | {counts['get claim bytes'] / claims:.0f} "
@@ -418,10 +418,10 @@ def document() -> dict[Path, str]:
 
 
 def main() -> int:
-    """Run, or write what follows from the results."""
+    """Run the simulation, count the requests, or write the documents."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("action", choices=("run", "requests", "docs"))
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 where it is stale")
+    parser.add_argument("--check", action="store_true", help="only fail if a document is stale")
     args = parser.parse_args()
     RESULTS.mkdir(parents=True, exist_ok=True)
     if args.action == "docs":

@@ -1,8 +1,8 @@
-"""`python -m bench.smi`: what nvidia-smi shows in a container with a quota, as JSON.
+"""`python -m bench.smi`: checks what nvidia-smi shows in a container with a quota.
 
 A container burns the GPU and runs nvidia-smi at the same time: first alone with a cap of 100 %,
-then with a cap of 30 % while another container burns as well. Each time it must see its quota, what
-its own process holds, that process and no other, and a GPU that is fully used.
+then with a cap of 30 % while another container burns as well. Each time nvidia-smi must show the
+quota, the memory of the container's process, no other process, and a GPU that is fully used.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from bench.node import BenchNode
 
 QUOTA_MIB = 3072
 BUSY = 80
-"""Least utilisation by a burner of the part of the GPU that it may use, percent."""
+"""Minimum utilisation by a burner of the part of the GPU that it may use, percent."""
 WORK_S = 15
 LOOK_S = 9
 
 GPU_QUERY = "name,driver_version,memory.total,memory.used,memory.free,utilization.gpu"
-# Looks until shortly before the burner ends; the last one counts. Plain `nvidia-smi` must work as
-# well; it draws its table from other calls than the queries.
+# Runs nvidia-smi until shortly before the burner ends; the last output counts. Plain `nvidia-smi`
+# must work as well, because its table comes from other calls than the queries.
 SCRIPT = f"""
 /usr/bin/burner --unit-us 500 --seconds {WORK_S} --out /out/progress.bin >/out/burner.log 2>&1 &
 burner=$!
@@ -63,19 +63,19 @@ class SmiOutput:
 
 
 def read_looks(text: str) -> tuple[list[SmiOutput], str, str]:
-    """Return the looks of a container's output, and its table and monitor verbatim."""
+    """Return the queries in a container's output, and its table and monitor verbatim."""
     looks: list[SmiOutput] = []
-    rest = {"table": "", "monitor": ""}
+    verbatim = {"table": "", "monitor": ""}
     section = ""
     for line in text.splitlines():
         first, _, number = line.partition(" ")
         if first == "look" and number.isdigit():
             looks.append(SmiOutput(int(number)))
             section = ""
-        elif line in ("gpu", "apps", *rest):
+        elif line in ("gpu", "apps", *verbatim):
             section = line
-        elif section in rest:
-            rest[section] += line + "\n"
+        elif section in verbatim:
+            verbatim[section] += line + "\n"
         elif section and looks and line.strip():
             parts = [part.strip() for part in line.split(",")]
             if section == "gpu" and len(parts) == 6:
@@ -87,11 +87,11 @@ def read_looks(text: str) -> tuple[list[SmiOutput], str, str]:
             elif section == "apps" and parts[0].isdigit():
                 known = parts[1] if len(parts) > 1 else ""
                 looks[-1].processes[int(parts[0])] = int(known) if known.isdigit() else -1
-    return looks, rest["table"], rest["monitor"]
+    return looks, verbatim["table"], verbatim["monitor"]
 
 
 def judge(looks: list[SmiOutput], table: str, monitor: str) -> list[str]:
-    """Return what is wrong with a container's view of its GPU."""
+    """Return the faults of a container's view of its GPU."""
     if not looks:
         return ["nvidia-smi was not run"]
     last = looks[-1]
@@ -102,7 +102,7 @@ def judge(looks: list[SmiOutput], table: str, monitor: str) -> list[str]:
         wrong.append(f"{last.used_mib} MiB used and {last.free_mib} MiB free are not the total")
     if list(last.processes) != [last.burner]:
         wrong.append(f"processes {list(last.processes)}, not the burner ({last.burner}) alone")
-    # nvidia-smi rounds each of them.
+    # nvidia-smi rounds both numbers.
     elif abs(last.processes[last.burner] - last.used_mib) > 1 or last.used_mib <= 0:
         wrong.append(
             f"the burner has {last.processes[last.burner]} MiB, the GPU {last.used_mib} MiB in use"
@@ -121,7 +121,7 @@ def judge(looks: list[SmiOutput], table: str, monitor: str) -> list[str]:
 def run_case(
     node: BenchNode, name: str, annotations: Mapping[str, str]
 ) -> tuple[list[str], dict[str, object]]:
-    """Run one case; return what is wrong, and what was seen."""
+    """Run one case; return its faults, and the outputs."""
     neighbour = None
     if name == "beside":
         burn = ["/usr/bin/burner", "--unit-us", "500", "--seconds", str(2 * WORK_S)]
@@ -137,8 +137,8 @@ def run_case(
     wrong = judge(looks, table, monitor)
     if status:
         log = container.out / "burner.log"
-        said = log.read_text(errors="replace").strip() if log.exists() else ""
-        wrong.append(f"the container ended with status {status}: {said}")
+        message = log.read_text(errors="replace").strip() if log.exists() else ""
+        wrong.append(f"the container ended with status {status}: {message}")
     seen: dict[str, object] = {
         "looks": [asdict(look) for look in looks],
         "table": table,
@@ -148,7 +148,7 @@ def run_case(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the cases, write DIR/smi.json, and return 1 if one of them is wrong."""
+    """Run the cases, write DIR/smi.json, and return 1 if one of them has a fault."""
     parser = argparse.ArgumentParser(prog="python -m bench.smi", description=__doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "build/smi")
     args = parser.parse_args(argv)

@@ -1,7 +1,7 @@
-"""`python -m bench.overhead --step`: what a training step and a token take, natively and governed.
+"""`python -m bench.overhead --step`: measures a training step and a token, natively and governed.
 
 Each arm is a process that is warm and takes steps for a moment on request, while the other one is
-idle. So the two values of a pair are half a second apart, and no start-up time is in them. The
+idle. So the two values of a pair are half a second apart and do not include start-up time. The
 container is alone and has the whole GPU. Both arms stay on the same processors.
 
 Two processes of the same program differ by up to a percent for as long as they live, depending on
@@ -30,7 +30,7 @@ from bench.node import BenchNode
 KINDS = ("train", "decode-graph", "decode")
 READY_S = 180.0
 LATE_S = 30.0
-"""Time that a run of steps may take beyond its own, seconds."""
+"""Time that a run of steps may take beyond its duration, seconds."""
 
 N_CORES = 4
 
@@ -39,7 +39,7 @@ Round = list[Pair]
 
 
 class Stepper:
-    """A process that takes orders in a directory; `failed` returns why it has ended, or None."""
+    """A process that files in `orders` control; `failed` returns why it has ended, or None."""
 
     def __init__(self, orders: Path, seconds: float, failed: Callable[[], str | None]) -> None:
         self.orders = orders
@@ -62,7 +62,7 @@ class Stepper:
         self._wait(self.orders / "ready", READY_S)
 
     def run(self) -> dict[str, float]:
-        """Make it take steps for its time: how many, in how many seconds, and the median step."""
+        """Make it take steps; return their number, the seconds that passed, and the median step."""
         (self.orders / f"go-{self.number}").touch()
         done = self.orders / f"done-{self.number}"
         self._wait(done, self.seconds + LATE_S)
@@ -71,7 +71,7 @@ class Stepper:
         return {name: float(answer[name]) for name in ("steps", "seconds", "step_ms")}
 
     def end(self) -> None:
-        """Make it end."""
+        """End it."""
         (self.orders / "end").touch()
 
 
@@ -173,8 +173,8 @@ def summarise_steps(rounds: Sequence[Round]) -> dict[str, float]:
 def slowdown(pair: Pair) -> float:
     """Return the median governed step as a multiple of the median native one.
 
-    A shared machine takes the processor away now and then. In the mean of 40 steps of 4 ms that is
-    a tenth of the total, which says nothing of what a call costs.
+    A shared machine takes the processor away now and then. That is a tenth of the total of 40 steps
+    of 4 ms, so a mean would not show the cost of calls.
     """
     return step_ms(pair["governed"]) / step_ms(pair["native"])
 

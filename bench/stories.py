@@ -1,10 +1,10 @@
-"""The common part of the stories in examples/: a node, containers on it, and a table at the end.
+"""Runs the stories in examples/: sets up a node, runs a story's containers, and prints a table.
 
 A story is `examples/<name>/run`. It calls `play` with a scene, a function that starts containers
 and states what it expects of them. Progress goes to standard error, the table to standard output;
 the status is 0 if everything was as expected. A node consists of the simulated GPU, a mirror of its
-driver, a governor with the story's config.yaml, and runc. What containers may use is in the story's
-containers.yaml, annotation by annotation, as an engine would have it.
+driver, a governor with the story's config.yaml, and runc. The annotations of the containers, as an
+engine would pass them, are in the story's containers.yaml.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StoryRow:
 
 @dataclass
 class StoryProgram:
-    """A program, in a container or outside any, that stamps the work that it has done."""
+    """A program, in a container or outside any, that stamps its work."""
 
     name: str
     out: Path
@@ -78,7 +78,7 @@ class StoryProgram:
 
 @dataclass
 class Stage:
-    """What a scene acts on."""
+    """The node and the programs of a story, with the methods that a scene uses."""
 
     story: Path
     node: BenchNode
@@ -174,7 +174,7 @@ class Stage:
         ]  # fmt: skip
 
     def begin(self, *programs: StoryProgram) -> None:
-        """Wait until these programs are set up, and make them work."""
+        """Wait until these programs are set up, and let them begin to work."""
         deadline = time.monotonic() + SET_UP_S
         for program in programs:
             while not (program.out / "begin.ready").exists():
@@ -188,7 +188,7 @@ class Stage:
             (program.out / "begin").touch()
 
     def wait(self, *programs: StoryProgram) -> None:
-        """Wait until these have done their work; one that failed ends the story."""
+        """Wait until these programs have ended; one that failed ends the story."""
         for program in programs:
             if self.status(program):
                 raise StoryError(f"{program.name} failed: {tail(program)}")
@@ -209,7 +209,7 @@ class Stage:
         return alone
 
     def know(self, job: str) -> None:
-        """Find out how much work a unit of a job is while nothing else runs.
+        """Measure how much work a unit of a job is, while nothing else runs.
 
         The simulated GPU's own program does not need this.
         """
@@ -249,17 +249,17 @@ class Stage:
             self.command(*words), env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True, text=True, check=False,
         )  # fmt: skip
-        said = done.stdout + done.stderr
-        self.say(f"\n$ tidegate {' '.join(words)}\n{said.rstrip()}\n")
+        output = done.stdout + done.stderr
+        self.say(f"\n$ tidegate {' '.join(words)}\n{output.rstrip()}\n")
 
     # ---- the table ----
 
     def tell(self, what: str, measured: str) -> None:
-        """Add a row with something that was measured but is not judged."""
+        """Add a row with a measured value that is not judged."""
         self.rows.append(StoryRow(what, "", measured, None))
 
     def expect(self, what: str, expected: str, measured: str, *, met: bool) -> None:
-        """Add a row with what was expected, what was measured, and whether it is as expected."""
+        """Add a row with the expected and the measured value, and whether they agree."""
         self.rows.append(StoryRow(what, expected, measured, met))
 
     def at_most(self, what: str, measured: float, most: float, unit: str) -> None:
@@ -289,16 +289,16 @@ def read_settings(story: Path) -> dict[str, Any]:
 
 def tail(program: StoryProgram) -> str:
     """Return the end of a program's output, in one line."""
-    return " ".join(program.output.split())[-300:] or "it said nothing"
+    return " ".join(program.output.split())[-300:] or "it printed nothing"
 
 
 # ---- figures ----
 
 
 def share(program: StoryProgram, unit_us: float, begin: float, end: float) -> float:
-    """Return the percentage of the GPU that a program's work was, between two moments.
+    """Return a program's work between two moments, in percent of the GPU.
 
-    Its work is the units that it finished, each of which counts for the time that it takes alone.
+    Each unit that the program finished counts for the time that a unit takes alone.
     """
     done = sum(begin <= moment < end for moment in program.times())
     return 100 * done * unit_us / 1e6 / (end - begin)
@@ -307,7 +307,7 @@ def share(program: StoryProgram, unit_us: float, begin: float, end: float) -> fl
 def answers(program: StoryProgram, pause_us: float) -> list[float]:
     """Return how long each request took, in ms, of a program that pauses between requests."""
     moments = program.times()
-    # The first ones are for learning: the length of such work is not known yet.
+    # The first two are left out, because the length of such work is not known yet.
     taken = [(b - a) * 1e3 - pause_us / 1e3 for a, b in itertools.pairwise(moments)]
     if len(taken) <= 4:
         raise StoryError(f"{program.name} has answered {len(taken)} requests, too few to judge")
@@ -358,10 +358,10 @@ def play(
         prog=f"examples/{folder.name}/run", description=sys.modules["__main__"].__doc__
     )
     parser.add_argument(
-        "--build", type=Path, default=ROOT / "build/meson", help="where meson built the C parts"
+        "--build", type=Path, default=ROOT / "build/meson", help="directory of the built C parts"
     )
     if real:
-        parser.add_argument("--gpu", action="store_true", help="on the GPU of this machine")
+        parser.add_argument("--gpu", action="store_true", help="use the GPU of this machine")
     args = parser.parse_args()
     args.build = args.build.resolve()
     os.environ["PATH"] += ":/usr/sbin:/sbin"
@@ -385,7 +385,7 @@ def play(
         StoryError, MachineError, ProgressError, TidegateError, VdriverError,
         subprocess.CalledProcessError,
     ) as e:  # fmt: skip
-        print(f"run: {e}\nrun: what was logged is in {work}", file=sys.stderr)
+        print(f"run: {e}\nrun: the logs are in {work}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -406,7 +406,7 @@ def check_machine(build: Path) -> None:
         print("run: runc is not installed; apt-get install runc", file=sys.stderr)
         sys.exit(69)
     if not (build / "burner").exists():
-        print("run: nothing is built; say 'make build' first", file=sys.stderr)
+        print("run: nothing is built; run 'make build' first", file=sys.stderr)
         sys.exit(69)
 
 

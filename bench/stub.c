@@ -1,10 +1,9 @@
 /*
- * A libcuda with functions that return at once: what a call through the control library costs
- * beyond them is the control library's own cost.
+ * A libcuda whose functions return at once, for measuring the control library's own cost
  *
  * It is not a driver and not a simulation: streams, events and contexts are numbers, memory is
- * addresses that must not be accessed, and every event has been reached. Functions that return no
- * value to the caller share one body.
+ * addresses that must not be accessed, and every event is complete. Functions that return no value
+ * to the caller share one body.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -51,7 +50,7 @@ AT_ONCE(cuLaunchKernelEx)
 AT_ONCE(cuGraphLaunch)
 AT_ONCE(cuThreadExchangeStreamCaptureMode)
 
-/* With as many parameters as the function has, so that the caller's words are left alone. */
+/* Defines a function with all of its parameters, so that the caller's arguments are left alone. */
 #define GIVES(name, type, value, ...)                                                              \
     EXPORT int name(type *out, ##__VA_ARGS__);                                                     \
     EXPORT int name(type *out, ##__VA_ARGS__)                                                      \
@@ -122,7 +121,7 @@ EXPORT int cuMemHostAlloc(void **pointer, size_t size, unsigned flags)
     return SUCCESS;
 }
 
-/* Addresses are never reused: a table of live blocks sees what a long-lived program does to it. */
+/* Addresses are never reused, so a table of live blocks ages as in a long-lived program. */
 static int allocate(unsigned long long *pointer, size_t size)
 {
     static unsigned long long next = 1ull << 40;

@@ -1,5 +1,5 @@
 /*
- * A context: its life, its view of the device, and the effects of completed kernels
+ * Contexts: creation and end, the view of the device, and the effects of completed kernels
  *
  * Kernels are in the shared queue and are counted; "need" always means a number of kernels that the
  * context must have completed. Commands without GPU time (events, copies, callbacks) are attached

@@ -1,5 +1,5 @@
 /*
- * What copies and fills have in common
+ * Definitions that copies and fills share
  *
  * A copy or fill of 1 MiB or more that stays on the device takes time on the GPU, and it is carried
  * out when that time has passed. All others take no time, and keep the order of their stream.

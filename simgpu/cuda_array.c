@@ -1,5 +1,5 @@
 /*
- * Entries: arrays
+ * Entry points: arrays
  *
  * The size of an array was measured on an H200: rows are rounded up to 64 bytes, their number to a
  * multiple of 8, and planes to a multiple of 16, or below 16 to a power of two. The sum is charged
@@ -202,13 +202,13 @@ static size_t half(size_t n, unsigned int times)
 
 static CUDA_ARRAY3D_DESCRIPTOR level_shape(const CUDA_ARRAY3D_DESCRIPTOR *shape, unsigned int level)
 {
-    CUDA_ARRAY3D_DESCRIPTOR its = *shape;
+    CUDA_ARRAY3D_DESCRIPTOR descriptor = *shape;
 
-    its.Width = half(shape->Width, level);
-    its.Height = half(shape->Height, level);
+    descriptor.Width = half(shape->Width, level);
+    descriptor.Height = half(shape->Height, level);
     if (!(shape->Flags & CUDA_ARRAY3D_LAYERED))
-        its.Depth = half(shape->Depth, level);
-    return its;
+        descriptor.Depth = half(shape->Depth, level);
+    return descriptor;
 }
 
 /* Offset of a level; for the number of levels, the size of all of them. */
@@ -217,9 +217,9 @@ static size_t level_offset(const CUDA_ARRAY3D_DESCRIPTOR *shape, unsigned int le
     size_t offset = 0;
 
     for (unsigned int i = 0; i < level; i++) {
-        CUDA_ARRAY3D_DESCRIPTOR its = level_shape(shape, i);
+        CUDA_ARRAY3D_DESCRIPTOR descriptor = level_shape(shape, i);
 
-        offset += taken(&its);
+        offset += taken(&descriptor);
     }
     return offset;
 }
@@ -274,8 +274,8 @@ ENTRY(cuMipmappedArrayGetLevel, CUarray *levelp, CUmipmappedArray array, unsigne
     if (!levelp || level >= array->n_levels)
         return driver_leave(CUDA_ERROR_INVALID_VALUE);
     if (!array->levels[level]) {
-        CUDA_ARRAY3D_DESCRIPTOR its = level_shape(&array->shape, level);
-        struct array *made = array_new(array->context, &its);
+        CUDA_ARRAY3D_DESCRIPTOR descriptor = level_shape(&array->shape, level);
+        struct array *made = array_new(array->context, &descriptor);
 
         if (!made)
             return driver_leave(CUDA_ERROR_OUT_OF_MEMORY);

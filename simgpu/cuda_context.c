@@ -1,4 +1,4 @@
-/* Entries: contexts, the thread's context stack, and each device's primary context. */
+/* Entry points: contexts, the thread's context stack, and each device's primary context. */
 #include "driver.h"
 
 static CUresult create(CUcontext *contextp, unsigned int flags, CUdevice device)

@@ -1,15 +1,15 @@
 /*
- * Entries: copies of lines, rows and planes
+ * Entry points: copies of lines, rows and planes
  *
- * All are copies of planes of rows: a line is one row in one plane. copy.h says which of them take
- * time.
+ * Every copy is one of planes of rows: a line is one row in one plane. See copy.h for the copies
+ * that take time.
  */
 #include "copy.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* One end of a copy. A device address must be memory that this process has there. */
+/* One end of a copy. A device address must be that of this process's device memory. */
 struct end {
     void *address;
     bool on_device;
@@ -318,69 +318,72 @@ static CUresult copy_places(const struct place_of *to, const struct place_of *fr
     return r ? r : copy(to_end, from_end, extent, stream, synchronous);
 }
 
-static CUresult copy_2d(const CUDA_MEMCPY2D *its, CUstream stream, bool synchronous)
+static CUresult copy_2d(const CUDA_MEMCPY2D *description, CUstream stream, bool synchronous)
 {
     struct place_of to, from;
 
-    if (!its)
+    if (!description)
         return CUDA_ERROR_INVALID_VALUE;
-    to = (struct place_of){.type = its->dstMemoryType,
-                           .host = its->dstHost,
-                           .device = its->dstDevice,
-                           .array = its->dstArray,
-                           .x = its->dstXInBytes,
-                           .y = its->dstY,
-                           .pitch = its->dstPitch};
-    from = (struct place_of){.type = its->srcMemoryType,
-                             .host = (void *)(uintptr_t)its->srcHost,
-                             .device = its->srcDevice,
-                             .array = its->srcArray,
-                             .x = its->srcXInBytes,
-                             .y = its->srcY,
-                             .pitch = its->srcPitch};
-    return copy_places(&to, &from, (struct extent){its->WidthInBytes, its->Height, 1}, stream,
+    to = (struct place_of){.type = description->dstMemoryType,
+                           .host = description->dstHost,
+                           .device = description->dstDevice,
+                           .array = description->dstArray,
+                           .x = description->dstXInBytes,
+                           .y = description->dstY,
+                           .pitch = description->dstPitch};
+    from = (struct place_of){.type = description->srcMemoryType,
+                             .host = (void *)(uintptr_t)description->srcHost,
+                             .device = description->srcDevice,
+                             .array = description->srcArray,
+                             .x = description->srcXInBytes,
+                             .y = description->srcY,
+                             .pitch = description->srcPitch};
+    return copy_places(&to, &from,
+                       (struct extent){description->WidthInBytes, description->Height, 1}, stream,
                        synchronous);
 }
 
-static CUresult copy_3d(const CUDA_MEMCPY3D *its, CUstream stream, bool synchronous)
+static CUresult copy_3d(const CUDA_MEMCPY3D *description, CUstream stream, bool synchronous)
 {
     struct place_of to, from;
 
-    if (!its)
+    if (!description)
         return CUDA_ERROR_INVALID_VALUE;
-    to = (struct place_of){.type = its->dstMemoryType,
-                           .host = its->dstHost,
-                           .device = its->dstDevice,
-                           .array = its->dstArray,
-                           .x = its->dstXInBytes,
-                           .y = its->dstY,
-                           .z = its->dstZ,
-                           .pitch = its->dstPitch,
-                           .height = its->dstHeight,
-                           .level = its->dstLOD};
-    from = (struct place_of){.type = its->srcMemoryType,
-                             .host = (void *)(uintptr_t)its->srcHost,
-                             .device = its->srcDevice,
-                             .array = its->srcArray,
-                             .x = its->srcXInBytes,
-                             .y = its->srcY,
-                             .z = its->srcZ,
-                             .pitch = its->srcPitch,
-                             .height = its->srcHeight,
-                             .level = its->srcLOD};
-    return copy_places(&to, &from, (struct extent){its->WidthInBytes, its->Height, its->Depth},
-                       stream, synchronous);
+    to = (struct place_of){.type = description->dstMemoryType,
+                           .host = description->dstHost,
+                           .device = description->dstDevice,
+                           .array = description->dstArray,
+                           .x = description->dstXInBytes,
+                           .y = description->dstY,
+                           .z = description->dstZ,
+                           .pitch = description->dstPitch,
+                           .height = description->dstHeight,
+                           .level = description->dstLOD};
+    from = (struct place_of){.type = description->srcMemoryType,
+                             .host = (void *)(uintptr_t)description->srcHost,
+                             .device = description->srcDevice,
+                             .array = description->srcArray,
+                             .x = description->srcXInBytes,
+                             .y = description->srcY,
+                             .z = description->srcZ,
+                             .pitch = description->srcPitch,
+                             .height = description->srcHeight,
+                             .level = description->srcLOD};
+    return copy_places(
+        &to, &from,
+        (struct extent){description->WidthInBytes, description->Height, description->Depth}, stream,
+        synchronous);
 }
 
 /* The same description, with a context in place of each reserved word. */
-static CUresult copy_3d_peer(const CUDA_MEMCPY3D *its, CUstream stream, bool synchronous)
+static CUresult copy_3d_peer(const CUDA_MEMCPY3D *description, CUstream stream, bool synchronous)
 {
     CUresult r;
 
-    if (!its)
+    if (!description)
         return CUDA_ERROR_INVALID_VALUE;
-    r = contexts_check(its->dstContext, its->srcContext);
-    return r ? r : copy_3d(its, stream, synchronous);
+    r = contexts_check(description->dstContext, description->srcContext);
+    return r ? r : copy_3d(description, stream, synchronous);
 }
 
 ENTRY(cuMemcpy2D_v2, const CUDA_MEMCPY2D *description)

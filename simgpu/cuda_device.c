@@ -1,4 +1,4 @@
-/* Entries: initialisation, version and devices. */
+/* Entry points: initialisation, version and devices. */
 #include "driver.h"
 #include "mps.h"
 
@@ -114,7 +114,7 @@ ENTRY(cuDeviceGetPCIBusId, char *text, int length, CUdevice device)
 
 ENTRY(cuDeviceGetAttribute, int *value, CUdevice_attribute attribute, CUdevice device)
 {
-    /* An H200's values where it has them; the simulated GPU lacks what is not listed here. */
+    /* The values of an H200; the simulated GPU lacks the features that are not listed here. */
     static const int values[CU_DEVICE_ATTRIBUTE_MAX] = {
         [CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK] = 1024,
         [CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_X] = 1024,
@@ -158,7 +158,7 @@ ENTRY(cuDeviceGetAttribute, int *value, CUdevice_attribute attribute, CUdevice d
     if (attribute < 1 || attribute >= CU_DEVICE_ATTRIBUTE_MAX)
         return CUDA_ERROR_INVALID_VALUE;
     *value = attribute == CU_DEVICE_ATTRIBUTE_PCI_BUS_ID ? (int)config->pci_bus : values[attribute];
-    if (attribute == CU_DEVICE_ATTRIBUTE_MPS_ENABLED) { /* only the answer: nothing is shared */
+    if (attribute == CU_DEVICE_ATTRIBUTE_MPS_ENABLED) { /* only this answer: MPS shares nothing */
         const char *wanted = getenv("SIMGPU_MPS");
 
         *value = wanted ? strcmp(wanted, "1") == 0 : mps_client();

@@ -1,4 +1,4 @@
-/* Entries: fills of lines and rows; copy.h says which of them take time. */
+/* Entry points: fills of lines and rows; see copy.h for the fills that take time. */
 #include "copy.h"
 
 /* Fills of device memory return before they are done, even those without "Async". */

@@ -1,4 +1,4 @@
-/* Entries: capture and graphs. */
+/* Entry points: capture and graphs. */
 #include "driver.h"
 
 static CUresult begin(CUstream handle, CUstreamCaptureMode mode)
@@ -57,7 +57,7 @@ ENTRY(cuGraphInstantiateWithFlags, CUgraphExec *execp, CUgraph graph, unsigned l
 
     if (r)
         return r;
-    /* Other flags say where to upload and launch from. A list of commands has no such place. */
+    /* Other flags choose where to upload to and launch from, which a list of commands lacks. */
     if (!execp || !graph_valid(graph))
         return driver_leave(CUDA_ERROR_INVALID_VALUE);
     return driver_leave(

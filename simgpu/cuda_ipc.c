@@ -1,8 +1,8 @@
 /*
- * Entries: memory of another process
+ * Entry points: memory of another process
  *
- * A handle names the block. Opening it makes memory of the same size that takes nothing of the
- * device. The contents are not shared, because blocks are private memory here.
+ * A handle names the block. Opening it allocates memory of the same size that takes no device
+ * memory. The contents are not shared, because blocks are private memory here.
  */
 #include "driver.h"
 
@@ -63,14 +63,14 @@ static int named_device(const struct name *name)
 static bool named_process(struct device *device, const struct name *name)
 {
     const struct gpu_slot *slot = &device->gpu->shared.slots[name->slot % GPU_SLOTS];
-    bool there;
+    bool alive;
 
     if (!device_enter(device))
         return false;
     device_reap(device);
-    there = slot->attached == name->generation && slot->key == name->key;
+    alive = slot->attached == name->generation && slot->key == name->key;
     device_leave(device);
-    return there;
+    return alive;
 }
 
 static struct allocation *find_import(const struct name *name)
@@ -103,7 +103,7 @@ ENTRY(cuIpcOpenMemHandle_v2, CUdeviceptr *addressp, CUipcMemHandle handle, unsig
     if (ordinal < 0)
         return driver_leave(CUDA_ERROR_MAP_FAILED);
     if (name.generation == driver.devices[ordinal]->generation)
-        return driver_leave(CUDA_ERROR_INVALID_CONTEXT); /* the driver's answer for its own */
+        return driver_leave(CUDA_ERROR_INVALID_CONTEXT); /* exported by this same process */
     if (!named_process(driver.devices[ordinal], &name))
         return driver_leave(CUDA_ERROR_MAP_FAILED);
     item = find_import(&name);
@@ -139,7 +139,7 @@ ENTRY(cuIpcCloseMemHandle, CUdeviceptr address)
         return driver_leave(CUDA_ERROR_INVALID_VALUE);
     if (--item->opened > 0)
         return driver_leave(CUDA_SUCCESS);
-    item->origin = 0; /* can no longer be found: it only ends from here on */
+    item->origin = 0; /* from here on find_import() does not find it */
     r = context_wait(item->context, context_tail(item->context));
     return driver_leave(r ? r : memory_release(address));
 }

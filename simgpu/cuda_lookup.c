@@ -1,4 +1,4 @@
-/* Entries: finding the other entries, and the names of errors. */
+/* Entry points: finding the other entry points, and the names of errors. */
 #include "driver.h"
 
 #include "lookup.h"

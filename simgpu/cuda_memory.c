@@ -1,4 +1,4 @@
-/* Entries: memory of a context, and information about pointers. */
+/* Entry points: memory of a context, and information about pointers. */
 #include "driver.h"
 
 static CUresult allocate(CUdeviceptr *addressp, enum allocation_kind kind, size_t bytes)
@@ -39,7 +39,7 @@ ENTRY(cuMemAllocPitch_v2, CUdeviceptr *addressp, size_t *pitchp, size_t width, s
     return r;
 }
 
-/* Nothing migrates here: managed memory stays on the host and takes nothing of the device. */
+/* Managed memory does not migrate here: it stays on the host and takes no device memory. */
 ENTRY(cuMemAllocManaged, CUdeviceptr *addressp, size_t bytes, unsigned int flags)
 {
     if (flags != 1 && flags != 2)

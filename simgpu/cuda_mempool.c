@@ -1,4 +1,4 @@
-/* Entries: memory pools and stream-ordered allocation. */
+/* Entry points: memory pools and stream-ordered allocation. */
 #include "driver.h"
 
 static CUresult get_pool(struct mempool **poolp, CUdevice ordinal,

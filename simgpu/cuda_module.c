@@ -1,5 +1,5 @@
 /*
- * Entries: modules, functions and launches
+ * Entry points: modules, functions and launches
  *
  * A module's image is not executed. The kernels are built in, and every image has them:
  *
@@ -35,7 +35,7 @@ struct function {
     struct object object;
     struct module *module;
     struct function *next;
-    enum { BURNS, BURNS_AND_STAMPS, STAMPS, PERSISTS, MEETS } does;
+    enum { BURNS, BURNS_AND_STAMPS, STAMPS, PERSISTS, MEETS } action;
     char name[NAME_MOST];
 };
 
@@ -72,7 +72,7 @@ static struct pool kernels_pool = POOL(kernel, 0x4b524e30);
 /* The first five are the kernels that bench/burner_kernels.h has in PTX. */
 static const struct {
     const char *name;
-    int does;
+    int action;
 } kernels[] = {
     {"burn", BURNS},  {"stamp", STAMPS},     {"together", BURNS},
     {"sweep", BURNS}, {"persist", PERSISTS}, {"burn_stamp", BURNS_AND_STAMPS},
@@ -91,7 +91,7 @@ static struct function *function_add(struct module *module, const char *name, si
     memcpy(function->name, name, length);
     for (size_t i = 0; i < sizeof(kernels) / sizeof(kernels[0]); i++) {
         if (strcmp(function->name, kernels[i].name) == 0)
-            function->does = kernels[i].does;
+            function->action = kernels[i].action;
     }
     function->module = module;
     function->next = module->functions;
@@ -134,7 +134,7 @@ static void module_read(struct module *module, const char *text)
     }
 }
 
-/* Only text of our own is read to its end: the length of any other image is unknown. */
+/* Only text with a known header is read to its end: the length of any other image is unknown. */
 static bool is_text(const char *image)
 {
     return strncmp(image, HEADER, strlen(HEADER)) == 0 ||
@@ -438,8 +438,8 @@ static CUresult read_parameters(const struct function *function, void **paramete
                                 struct command *command, uint64_t *timesp)
 {
     uint64_t words[4] = {0};
-    bool four = function->does == PERSISTS || function->does == MEETS;
-    size_t n = four ? 4 : function->does == BURNS_AND_STAMPS ? 2 : 1;
+    bool four = function->action == PERSISTS || function->action == MEETS;
+    size_t n = four ? 4 : function->action == BURNS_AND_STAMPS ? 2 : 1;
 
     if (parameters) {
         for (size_t i = 0; i < n; i++) {
@@ -465,7 +465,7 @@ static CUresult read_parameters(const struct function *function, void **paramete
     }
     *timesp = 1;
     command->duration = words[0];
-    switch (function->does) {
+    switch (function->action) {
     case BURNS:
         break;
     case BURNS_AND_STAMPS:

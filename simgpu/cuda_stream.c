@@ -1,4 +1,4 @@
-/* Entries: streams and events. */
+/* Entry points: streams and events. */
 #include "driver.h"
 
 #include <stdlib.h>

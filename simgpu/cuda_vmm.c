@@ -1,4 +1,4 @@
-/* Entries: virtual memory management. */
+/* Entry points: virtual memory management. */
 #include "driver.h"
 
 #define HANDLE(number) ((struct handle *)(uintptr_t)(number))

@@ -1,7 +1,7 @@
 /*
  * A device file: attaching, the lock, the clock, and cleaning up after dead processes
  *
- * There is no server, so the kernel has to say which processes are alive. Each attached library
+ * There is no server, so only the kernel knows which processes are alive. Each attached library
  * holds a record lock on one byte that represents its slot, and F_GETLK returns the owner's pid in
  * the caller's pid namespace. A record lock is dropped when its process closes any descriptor of
  * the file, so a device is opened once and never closed while it is in use.
@@ -92,7 +92,7 @@ static int byte_owner(int fd, uint32_t slot)
     int r = byte_lock(fd, F_GETLK, F_WRLCK, slot, &pid);
 
     if (r < 0)
-        return 0; /* if the kernel cannot say, the owner counts as alive */
+        return 0; /* if the kernel reports an error, the owner counts as alive */
     if (r == F_UNLCK)
         return -1;
     return pid > 0 ? (int)pid : 0;
@@ -320,8 +320,8 @@ static int slot_attach(struct device *device, bool nvml)
 
     for (uint32_t i = first; i < last; i++) {
         /*
-         * Another copy of this library in this process may own the slot; the kernel would not say
-         * so.
+         * Another copy of this library in this process may own the slot; the kernel would not
+         * report that.
          */
         if (shared->slots[i].attached && slot_mine(device, i))
             continue;

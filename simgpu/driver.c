@@ -149,12 +149,12 @@ CUresult driver_init(void)
 /**
  * driver_forget() - return to the state before cuInit
  *
- * `ours` is false after fork, when the devices belong to the parent process.
+ * `owner` is false after fork, when the devices belong to the parent process.
  */
-void driver_forget(bool ours)
+void driver_forget(bool owner)
 {
     while (driver.contexts) {
-        if (ours) {
+        if (owner) {
             context_free(driver.contexts);
         } else {
             struct context *context = driver.contexts;
@@ -163,12 +163,12 @@ void driver_forget(bool ours)
             context->object.magic = 0;
         }
     }
-    mempool_forget(ours);
-    vmm_forget(ours);
-    graphmem_forget(ours);
+    mempool_forget(owner);
+    vmm_forget(owner);
+    graphmem_forget(owner);
     memory_forget();
     for (int i = 0; i < driver.n_devices; i++) {
-        if (ours)
+        if (owner)
             device_detach(driver.devices[i]);
         else
             device_abandon(driver.devices[i]);

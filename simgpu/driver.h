@@ -1,4 +1,4 @@
-/* What one process knows of its contexts, streams, events and memory; see driver.c. */
+/* Types and functions that the files of the simulated libcuda share; see driver.c. */
 #pragma once
 
 #include <stdbool.h>
@@ -208,7 +208,7 @@ struct driver {
 extern struct driver driver;
 
 CUresult driver_init(void);
-void driver_forget(bool ours);
+void driver_forget(bool owner);
 CUresult driver_enter(void);
 CUresult driver_enter_context(struct context **contextp);
 CUresult driver_leave(CUresult result);
@@ -267,7 +267,7 @@ void memory_release_context(const struct context *context);
 void memory_forget(void);
 
 /* mempool.c */
-#define MEMPOOL_NOBODY ((const struct stream *)1) /* replaces a stream that has ended */
+#define MEMPOOL_ENDED ((const struct stream *)1) /* stands for a stream that has ended */
 bool mempool_valid(const struct mempool *pool);
 CUresult mempool_new(struct mempool **poolp, int ordinal, bool host, uint64_t most);
 CUresult mempool_standard(int ordinal, struct mempool **poolp);
@@ -283,7 +283,7 @@ void mempool_synchronized(const struct device *device);
 void mempool_context_ended(int ordinal);
 CUresult mempool_get(const struct mempool *pool, CUmemPool_attribute attribute, void *value);
 CUresult mempool_set(struct mempool *pool, CUmemPool_attribute attribute, const void *value);
-void mempool_forget(bool ours);
+void mempool_forget(bool owner);
 
 /* vmm.c */
 bool handle_valid(const struct handle *handle);
@@ -300,7 +300,7 @@ CUresult vmm_map(uintptr_t base, size_t size, size_t offset, struct handle *hand
 CUresult vmm_unmap(uintptr_t base, size_t size);
 void vmm_unmapped(const struct allocation *item);
 CUresult vmm_access(uintptr_t base, size_t size, const CUmemAccessDesc *wanted);
-void vmm_forget(bool ours);
+void vmm_forget(bool owner);
 
 /* graphmem.c */
 struct graph_memory;
@@ -316,7 +316,7 @@ void graphmem_trim(int ordinal);
 void graphmem_context_ended(int ordinal);
 CUresult graphmem_get(int ordinal, CUgraphMem_attribute attribute, uint64_t *value);
 CUresult graphmem_set(int ordinal, CUgraphMem_attribute attribute, uint64_t value);
-void graphmem_forget(bool ours);
+void graphmem_forget(bool owner);
 
 /* graph.c */
 struct capture {

@@ -26,7 +26,7 @@ struct span {
 
 struct graph_memory {
     struct graph_memory *next;
-    unsigned int references; /* the graph, and what was instantiated from it */
+    unsigned int references; /* of the graph, and of its executable graph */
     bool instantiated;
     int ordinal;
     uintptr_t base;
@@ -148,7 +148,7 @@ CUresult graphmem_end(struct graph_memory *memory, uintptr_t address)
     return CUDA_ERROR_INVALID_VALUE;
 }
 
-/** graphmem_freed() - free what a launched graph left to the application, if it is that */
+/** graphmem_freed() - free memory that a launched graph left to the application; false if none */
 bool graphmem_freed(uintptr_t address)
 {
     for (struct graph_memory *memory = memories; memory; memory = memory->next) {
@@ -179,7 +179,7 @@ static uint64_t reserved(int ordinal)
     return devices[ordinal].cached + devices[ordinal].used;
 }
 
-/** graphmem_take() - at upload and launch: charge the device with what the graph needs */
+/** graphmem_take() - at upload and launch: charge the device memory that the graph needs */
 CUresult graphmem_take(struct graph_memory *memory)
 {
     uint64_t need = (memory->extent + UNIT - 1) / UNIT * UNIT;
@@ -225,7 +225,7 @@ static void give(struct graph_memory *memory)
     memory->held = 0;
 }
 
-/** graphmem_leave() - the graph, or what was instantiated from it, ends */
+/** graphmem_leave() - drop the reference of a graph, or of its executable graph, that ends */
 void graphmem_leave(struct graph_memory *memory, bool instantiated)
 {
     struct graph_memory **link = &memories;
@@ -248,14 +248,14 @@ void graphmem_leave(struct graph_memory *memory, bool instantiated)
     free(memory);
 }
 
-/** graphmem_trim() - give back what ended graphs of a device have left */
+/** graphmem_trim() - give back the memory of a device that ended graphs have left */
 void graphmem_trim(int ordinal)
 {
     memory_refund(driver.devices[ordinal], devices[ordinal].cached);
     devices[ordinal].cached = 0;
 }
 
-/** graphmem_context_ended() - the last context of a device ended: release what its graphs hold */
+/** graphmem_context_ended() - release the memory of graphs when a device's last context ends */
 void graphmem_context_ended(int ordinal)
 {
     for (struct graph_memory *memory = memories; memory; memory = memory->next) {
@@ -298,14 +298,14 @@ CUresult graphmem_set(int ordinal, CUgraphMem_attribute attribute, uint64_t valu
     return CUDA_SUCCESS;
 }
 
-/** graphmem_forget() - forget all; `ours` is false if the address space belongs to the parent */
-void graphmem_forget(bool ours)
+/** graphmem_forget() - forget all; `owner` is false if the address space belongs to the parent */
+void graphmem_forget(bool owner)
 {
     while (memories) {
         struct graph_memory *memory = memories;
 
         memories = memory->next;
-        if (ours)
+        if (owner)
             munmap((void *)memory->base, memory->room);
         memory->held = memory->extent = memory->room = 0; /* graphs may still point here */
     }

@@ -1,5 +1,5 @@
 /*
- * Memory: what a process has allocated, and what that takes of the device
+ * Memory: the allocations of a process, and the device memory that they take
  *
  * A device address is an address of private, lazily backed memory of this process, so copies are
  * real and untouched memory costs nothing. The device is charged what the driver takes: blocks
@@ -164,7 +164,7 @@ CUresult memory_charge(struct device *device, size_t bytes)
     return r;
 }
 
-/** memory_refund() - return what memory_charge() took; `device` may be NULL if `bytes` is 0 */
+/** memory_refund() - undo memory_charge(); `device` may be NULL if `bytes` is 0 */
 void memory_refund(struct device *device, size_t bytes)
 {
     _Atomic uint64_t *memory;
@@ -176,7 +176,7 @@ void memory_refund(struct device *device, size_t bytes)
     device_leave(device);
 }
 
-/** memory_range() - addresses without memory; replaces what is at `base` if `replace` is set */
+/** memory_range() - addresses without memory; replaces the mapping at `base` if `replace` is set */
 uintptr_t memory_range(uintptr_t base, size_t size, bool replace)
 {
     void *range =

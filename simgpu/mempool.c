@@ -292,7 +292,7 @@ void mempool_forget_stream(const struct stream *stream)
     for (struct mempool *pool = mempools; pool; pool = pool->next) {
         for (struct allocation *block = first_block(pool); block; block = next_block(pool, block)) {
             if (block->freed_in == stream)
-                block->freed_in = MEMPOOL_NOBODY;
+                block->freed_in = MEMPOOL_ENDED;
         }
     }
 }
@@ -405,13 +405,14 @@ CUresult mempool_set(struct mempool *pool, CUmemPool_attribute attribute, const 
     }
 }
 
-/** mempool_forget() - end all handles; `ours` is false if the pools belong to the parent process */
-void mempool_forget(bool ours)
+/** mempool_forget() - end all handles; `owner` is false if the pools belong to the parent process
+ */
+void mempool_forget(bool owner)
 {
     while (mempools) {
         struct mempool *pool = mempools;
 
-        if (ours) {
+        if (owner) {
             mempool_free(pool);
             continue;
         }

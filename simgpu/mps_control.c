@@ -1,10 +1,10 @@
 /*
- * nvidia-cuda-mps-control, a stand-in for tests: the part of the daemon that a governor sees.
+ * A stand-in for nvidia-cuda-mps-control in tests: the part of the daemon that a governor uses
  *
  * It is started with -f, listens on `control` and `control_privileged`, sends the greeting of
  * driver 550, and logs events in the wording of that driver. Its "server" is a child that sleeps.
  * Clients stay connected. SIGUSR1 simulates a fatal fault of the first client: all clients are
- * told, and new ones are refused until these have gone.
+ * notified, and new ones are refused until the old ones have disconnected.
  */
 #include "mps.h"
 
@@ -31,10 +31,10 @@ static struct client {
 } clients[N_CLIENTS];
 static pid_t server;
 static bool fault;
-static volatile sig_atomic_t wanted;
+static volatile sig_atomic_t fault_requested;
 static FILE *server_log;
 
-__attribute__((format(printf, 3, 4))) static void say(FILE *file, const char *who,
+__attribute__((format(printf, 3, 4))) static void say(FILE *file, const char *source,
                                                       const char *format, ...)
 {
     struct timespec now;
@@ -49,7 +49,7 @@ __attribute__((format(printf, 3, 4))) static void say(FILE *file, const char *wh
     gmtime_r(&now.tv_sec, &parts);
     fprintf(file, "[%04d-%02d-%02d %02d:%02d:%02d.%03ld %s %5d] %s\n", parts.tm_year + 1900,
             parts.tm_mon + 1, parts.tm_mday, parts.tm_hour, parts.tm_min, parts.tm_sec,
-            now.tv_nsec / 1000000, who, getpid(), text);
+            now.tv_nsec / 1000000, source, getpid(), text);
     fflush(file);
 }
 
@@ -59,7 +59,7 @@ __attribute__((format(printf, 3, 4))) static void say(FILE *file, const char *wh
 static void on_fault(int number)
 {
     (void)number;
-    wanted = 1;
+    fault_requested = 1;
 }
 
 static int listen_at(const char *directory, const char *name, mode_t mode)
@@ -95,7 +95,7 @@ static void start_server(uid_t uid)
     CONTROL("NEW SERVER %d: Ready", server);
 }
 
-static void take_client(int fd, const struct ucred *who)
+static void add_client(int fd, const struct ucred *peer)
 {
     uint32_t answer = CUDA_SUCCESS;
     struct client *place = NULL;
@@ -103,8 +103,8 @@ static void take_client(int fd, const struct ucred *who)
     for (int i = 0; i < N_CLIENTS && !place; i++)
         if (!clients[i].fd)
             place = &clients[i];
-    start_server(who->uid);
-    CONTROL("NEW CLIENT %d from user %u: Server already exists", who->pid, who->uid);
+    start_server(peer->uid);
+    CONTROL("NEW CLIENT %d from user %u: Server already exists", peer->pid, peer->uid);
     if (fault || !place) {
         SERVER("Teardown in progress, client creation denied");
         answer = CUDA_ERROR_MPS_SERVER_NOT_READY;
@@ -112,12 +112,12 @@ static void take_client(int fd, const struct ucred *who)
     }
     send(fd, &answer, sizeof answer, MSG_NOSIGNAL);
     if (place)
-        *place = (struct client){fd, who->pid};
+        *place = (struct client){fd, peer->pid};
     else
         close(fd);
 }
 
-static void take_commands(int fd, const struct ucred *who, bool privileged)
+static void serve_commands(int fd, const struct ucred *peer, bool privileged)
 {
     struct timeval patience = {1, 0};
     char text[200] = "";
@@ -134,19 +134,19 @@ static void take_commands(int fd, const struct ucred *who, bool privileged)
             CONTROL("Not enough privilege to execute quit command");
         else if (!strncmp(text, "quit", 4))
             exit(0);
-        else if (!strncmp(text, "shutdown_server", 15) && who->uid == getuid() && server)
+        else if (!strncmp(text, "shutdown_server", 15) && peer->uid == getuid() && server)
             kill(server, SIGKILL);
     }
     CONTROL("UI closed");
     close(fd);
 }
 
-static void take(int listener, bool privileged)
+static void accept_connection(int listener, bool privileged)
 {
     int fd = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
     struct timeval patience = {1, 0}, none = {0, 0};
     socklen_t size = sizeof(struct ucred);
-    struct ucred who;
+    struct ucred peer;
     uint32_t type = 0;
     char word[16];
 
@@ -155,7 +155,7 @@ static void take(int listener, bool privileged)
         return;
     setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
     if (send(fd, "OUTBHELL", 9, MSG_NOSIGNAL) != 9 || recv(fd, word, sizeof word, 0) != 9 ||
-        strcmp(word, "OUTBCRED") || getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &who, &size) ||
+        strcmp(word, "OUTBCRED") || getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) ||
         recv(fd, &type, sizeof type, 0) != sizeof type) {
         CONTROL("User did not send valid credentials");
         close(fd);
@@ -163,16 +163,16 @@ static void take(int listener, bool privileged)
     }
     setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &none, sizeof none);
     if (type == MPS_CLIENT)
-        take_client(fd, &who);
+        add_client(fd, &peer);
     else if (type == MPS_COMMANDS)
-        take_commands(fd, &who, privileged);
+        serve_commands(fd, &peer, privileged);
     else {
         CONTROL("Unknown type of connection");
         close(fd);
     }
 }
 
-static void leave(struct client *client)
+static void remove_client(struct client *client)
 {
     bool left = false;
 
@@ -187,9 +187,9 @@ static void leave(struct client *client)
     }
 }
 
-static void fail(void)
+static void report_fault(void)
 {
-    wanted = 0;
+    fault_requested = 0;
     for (int i = 0; i < N_CLIENTS; i++) {
         if (!clients[i].fd)
             continue;
@@ -233,23 +233,23 @@ int main(int argc, char **argv)
         }
         if (poll(polled, 2 + N_CLIENTS, 50) < 0 && errno != EINTR)
             return 1;
-        if (wanted)
-            fail();
+        if (fault_requested)
+            report_fault();
         ended = waitpid(-1, &status, WNOHANG);
         if (ended > 0 && ended == server) {
             CONTROL("Server %d exited with status %d", ended, status);
             server = 0;
             for (int i = 0; i < N_CLIENTS; i++)
                 if (clients[i].fd)
-                    leave(&clients[i]);
+                    remove_client(&clients[i]);
             fault = false;
             continue;
         }
         for (int i = 0; i < N_CLIENTS; i++)
             if (polled[i + 2].revents)
-                leave(&clients[i]);
+                remove_client(&clients[i]);
         for (int i = 0; i < 2; i++)
             if (polled[i].revents)
-                take(polled[i].fd, i == 1);
+                accept_connection(polled[i].fd, i == 1);
     }
 }

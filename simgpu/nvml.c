@@ -206,13 +206,13 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetHandleByUUID, const char *uuid, nvmlDevice_t *d
     if (!uuid)
         return NVML_ERROR_INVALID_ARGUMENT;
     for (unsigned int i = 0; i < nvml.n_devices; i++) {
-        char its[41];
+        char found[41];
 
         /* NVIDIA's manual: "if any GPU has fallen off the bus", because its UUID cannot be read. */
         if (atomic_load(&nvml.devices[i]->gpu->config.lost))
             return NVML_ERROR_GPU_IS_LOST;
-        device_uuid_text(nvml.devices[i], its);
-        if (strcmp(its, uuid) == 0) {
+        device_uuid_text(nvml.devices[i], found);
+        if (strcmp(found, uuid) == 0) {
             *device = nvml.devices[i];
             return NVML_SUCCESS;
         }
@@ -239,24 +239,24 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetMinorNumber, nvmlDevice_t device, unsigned int 
 
 ENTRY(nvmlReturn_t, nvmlDeviceGetName, nvmlDevice_t device, char *name, unsigned int length)
 {
-    char its[sizeof(device->gpu->config.name) + 1] = "";
+    char found[sizeof(device->gpu->config.name) + 1] = "";
     nvmlReturn_t r = ready_device(device, name);
 
     if (r)
         return r;
-    memcpy(its, device->gpu->config.name, sizeof(device->gpu->config.name));
-    return text(name, length, its);
+    memcpy(found, device->gpu->config.name, sizeof(device->gpu->config.name));
+    return text(name, length, found);
 }
 
 ENTRY(nvmlReturn_t, nvmlDeviceGetUUID, nvmlDevice_t device, char *uuid, unsigned int length)
 {
-    char its[41];
+    char found[41];
     nvmlReturn_t r = ready_device(device, uuid);
 
     if (r)
         return r;
-    device_uuid_text(device, its);
-    return text(uuid, length, its);
+    device_uuid_text(device, found);
+    return text(uuid, length, found);
 }
 
 static nvmlReturn_t memory(nvmlDevice_t device, const void *result, nvmlMemory_t *memory)

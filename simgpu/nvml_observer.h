@@ -1,4 +1,4 @@
-/* What the entries of NVML have in common: the observer's devices; see nvml.c. */
+/* Definitions that the files of the simulated NVML share; see nvml.c. */
 #pragma once
 
 #include "device.h"

@@ -44,7 +44,7 @@ static unsigned int processes(const struct device *device, nvmlProcessInfo_t inf
     return kept;
 }
 
-/* Only the driver API creates contexts here: no process does graphics or is under MPS. */
+/* Only the driver API creates contexts here: no process uses graphics or MPS. */
 static nvmlReturn_t list_processes(nvmlDevice_t device, unsigned int *count, void *infos,
                                    size_t size, bool compute)
 {

@@ -1,8 +1,8 @@
 /*
- * NVML: where a GPU is in the machine, and what its NVLinks lead to
+ * NVML: the location of a GPU in the machine, and the other ends of its NVLinks
  *
- * All of it was chosen when the device was created. Every device has a PCI address. One without a
- * place, or without links, answers questions about them with NVML_ERROR_NOT_SUPPORTED.
+ * Both were chosen when the device was created. Every device has a PCI address. If a device has no
+ * place, or no links, calls that ask for them return NVML_ERROR_NOT_SUPPORTED.
  */
 #include "nvml_observer.h"
 

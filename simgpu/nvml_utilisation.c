@@ -1,8 +1,8 @@
 /*
  * NVML: how busy a GPU is, and by which processes
  *
- * A percentage needs two readings of the timeline. The device file has an earlier one only of the
- * GPU as a whole; the observer keeps all others itself, from the first time it is asked.
+ * A percentage needs two readings of the timeline. The device file keeps an earlier reading only of
+ * the GPU as a whole; the observer keeps all others itself, from the first query on.
  */
 #include "nvml_observer.h"
 
@@ -72,7 +72,7 @@ static struct marks {
     } each[N_MARKS];
 } marks[DEVICES];
 
-static nvmlReturn_t mark(struct device *device, struct marks *of)
+static nvmlReturn_t mark(struct device *device, struct marks *series)
 {
     nvmlUtilization_t rates;
     nvmlReturn_t r = nvmlDeviceGetUtilizationRates(device, &rates);
@@ -83,16 +83,17 @@ static nvmlReturn_t mark(struct device *device, struct marks *of)
     if (!device_enter(device))
         return NVML_ERROR_GPU_IS_LOST;
     line = schedule_current(device->gpu);
-    if (!of->n || line->now - of->now >= MARK_LENGTH) {
-        unsigned int at = of->n % N_MARKS;
+    if (!series->n || line->now - series->now >= MARK_LENGTH) {
+        unsigned int at = series->n % N_MARKS;
 
-        if (of->n)
-            rates.gpu = (unsigned int)((line->busy - of->busy) * 100 / (line->now - of->now));
-        of->each[at].time = microseconds();
-        of->each[at].percent = rates.gpu;
-        of->now = line->now;
-        of->busy = line->busy;
-        of->n++;
+        if (series->n)
+            rates.gpu =
+                (unsigned int)((line->busy - series->busy) * 100 / (line->now - series->now));
+        series->each[at].time = microseconds();
+        series->each[at].percent = rates.gpu;
+        series->now = line->now;
+        series->busy = line->busy;
+        series->n++;
     }
     device_leave(device);
     return NVML_SUCCESS;
@@ -102,7 +103,7 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetSamples, nvmlDevice_t device, int type, unsigne
       int *value_type, unsigned int *count, nvmlSample_t *samples)
 {
     nvmlReturn_t r = ready_device(device, count);
-    struct marks *of;
+    struct marks *series;
     unsigned int n = 0, kept;
 
     if (r)
@@ -111,17 +112,17 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetSamples, nvmlDevice_t device, int type, unsigne
         return NVML_ERROR_INVALID_ARGUMENT;
     if (type != GPU_UTILIZATION_SAMPLES)
         return NVML_ERROR_NOT_SUPPORTED;
-    of = &marks[index_of(device)];
-    r = mark(device, of);
+    series = &marks[index_of(device)];
+    r = mark(device, series);
     if (r)
         return r;
-    kept = of->n < N_MARKS ? of->n : N_MARKS;
-    for (unsigned int i = of->n - kept; i < of->n; i++) {
-        if (of->each[i % N_MARKS].time <= last)
+    kept = series->n < N_MARKS ? series->n : N_MARKS;
+    for (unsigned int i = series->n - kept; i < series->n; i++) {
+        if (series->each[i % N_MARKS].time <= last)
             continue;
         if (samples && n < *count)
-            samples[n] = (nvmlSample_t){.time = of->each[i % N_MARKS].time,
-                                        .value.number = of->each[i % N_MARKS].percent};
+            samples[n] = (nvmlSample_t){.time = series->each[i % N_MARKS].time,
+                                        .value.number = series->each[i % N_MARKS].percent};
         n += !samples || n < *count;
     }
     if (!n)
@@ -133,7 +134,7 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetSamples, nvmlDevice_t device, int type, unsigne
 
 /*
  * Busy time of each context at an earlier look of this observer. The device file keeps no such
- * history, so an observer knows nothing of the time before its first look.
+ * history, so an observer has no data of the time before its first look.
  */
 struct history {
     uint64_t now;

@@ -2,8 +2,8 @@
  * The timeline of a simulated GPU
  *
  * This code is pure: it uses no clock, no lock and no system call. The holder of the device's lock
- * says how far to advance. The same arrivals give the same history, regardless of which process
- * advances it and in how many steps.
+ * passes the time to advance to. The same arrivals give the same history, regardless of which
+ * process advances it and in how many steps.
  *
  * These rules were measured on an H200 without MPS. Contexts with pending work take turns in a
  * circle, for one slice each (2 ms). Each change of the context on the GPU costs a switch (130 us)

@@ -1,9 +1,9 @@
-"""Device files of the simulated GPU: create them and read them.
+"""Creates the device files of the simulated GPU, and reads their state.
 
-This module knows the layout of `simgpu/layout.h` (the offsets are asserted there and compared by a
-test) and nothing of the schedule. What it reads is the history up to the point to which the
-device's users have advanced it. A process that uses a device loses it when it closes any descriptor
-of the file (that is how POSIX record locks work), so the descriptors opened here stay open.
+This module depends on the layout in `simgpu/layout.h` (the offsets are asserted there and compared
+by a test) but not on the schedule. The state that it reads is that of the last advance by a process
+that uses the device. A process that uses a device loses it when it closes any descriptor of the
+file (that is how POSIX record locks work), so the descriptors opened here stay open.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _descriptors: dict[tuple[int, int], int] = {}
 
 @dataclass(frozen=True)
 class SeenContext:
-    """A context on a device; times are ns of GPU time, `pid` is 0 if it is invisible from here."""
+    """A context on a device; times are ns of GPU time, `pid` is 0 if it is not visible here."""
 
     serial: int
     pid: int
@@ -116,9 +116,9 @@ def device_uuid(seed: int, index: int) -> uuid.UUID:
 
 @dataclass(frozen=True)
 class MachineTopology:
-    """Where the GPUs of a machine are, and which NVLinks connect them.
+    """Locations of the GPUs of a machine, and the NVLinks between them.
 
-    A place is `NUMA node/host bridge/PCIe tree/switch`: what two places have in common, from the
+    A place is `NUMA node/host bridge/PCIe tree/switch`: the common part of two places, from the
     left, is what NVML calls their common ancestor. Without places NVML does not report one. A link
     is `0-1=4`, four NVLinks between GPUs 0 and 1; `switch=18` means 18 links from each GPU to
     NVSwitches, and `unseen=18` the same in a virtual machine, which does not see the switches.
@@ -179,7 +179,7 @@ def create(
     """Create `gpu0`, `gpu1`... in `directory`, replacing those that exist.
 
     `jitter` is per mille of a kernel's duration. With `virtual_clock` the devices' time starts at 0
-    and passes only when told to.
+    and passes only on request.
     """
     if not 1 <= devices <= 32:
         raise ValueError(f"{devices} devices: between 1 and 32 can be made")
@@ -226,7 +226,7 @@ def _open(path: Path) -> int:
 
 
 def _owner(descriptor: int, slot: int) -> int | None:
-    """Return the pid that holds a slot, 0 if it is invisible from here, None if no other does."""
+    """Return the pid of a slot's owner, 0 if it is not visible here, None if there is no other."""
     query = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, SLOT_LOCK + slot, 1, 0)
     kind, _, _, _, pid = FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, query))
     return None if kind == fcntl.F_UNLCK else max(pid, 0)
@@ -243,7 +243,7 @@ def _process_key() -> int:
 
 
 def status(path: Path) -> DeviceStatus:
-    """Return the present state in a device's file, without what belongs to dead processes."""
+    """Return the present state of a device, without the contexts and memory of dead processes."""
     descriptor = _open(path)
     config = CONFIG.unpack(os.pread(descriptor, CONFIG.size, 0))
     if config[0] != MAGIC or config[1] != VERSION:
@@ -311,7 +311,7 @@ def devices(directory: Path) -> list[Path]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; the exit status is 0, or 2 with one line that tells what is wrong."""
+    """Run the command line; the exit status is 0, or 2 with a one-line error."""
     parser = argparse.ArgumentParser(prog="python -m simgpu", description=__doc__.splitlines()[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
     maker = verbs.add_parser("create", help="make device files")
@@ -326,14 +326,14 @@ def main(arguments: list[str] | None = None) -> int:
     maker.add_argument("--jitter", type=int, default=0, help="per mille of a kernel's duration")
     maker.add_argument(
         "--place", action="append", default=[], metavar="NODE/BRIDGE/TREE/SWITCH",
-        help="where the next GPU is",
+        help="location of the next GPU",
     )  # fmt: skip
     maker.add_argument(
         "--nvlink", action="append", default=[], metavar="A-B=N",
         help="NVLinks between two GPUs; switch=18: of each GPU to NVSwitches",
     )  # fmt: skip
-    maker.add_argument("--virtual-clock", action="store_true", help="time passes only when told")
-    reader = verbs.add_parser("status", help="print what the devices hold, as JSON")
+    maker.add_argument("--virtual-clock", action="store_true", help="time passes only on request")
+    reader = verbs.add_parser("status", help="print the state of the devices as JSON")
     reader.add_argument("--dir", type=Path, default=DEFAULT_DIRECTORY)
     options = parser.parse_args(arguments)
     try:
@@ -354,7 +354,7 @@ def main(arguments: list[str] | None = None) -> int:
             print("\n".join(map(str, made)))
         else:
             if not options.dir.is_dir():
-                raise FileNotFoundError(f"{options.dir} is not there; make it by create --dir")
+                raise FileNotFoundError(f"{options.dir} does not exist; run create --dir")
             found = [asdict(status(path)) for path in devices(options.dir)]
             print(json.dumps({"devices": found}, indent=2))
     except (OSError, ValueError) as error:

@@ -3,7 +3,7 @@
  *
  * Models what a root process does to the channel groups of a real GPU through calls of the kernel
  * module. Contexts are selected by the pid of their process. The calls set time slices, switch
- * contexts off and on, and tell how long each context was on the GPU. Contexts that are created
+ * contexts off and on, and return how long each context was on the GPU. Contexts that are created
  * later have the device's slice and are switched on.
  */
 #include <string.h>
@@ -75,7 +75,8 @@ ENTRY(nvmlSimgpuSwitch, struct device *device, int pid, int on)
     return steer(device, pid, NULL, &is_on);
 }
 
-/* What a context had of the GPU since its creation; simgpu/steering.py has the same structure. */
+/* GPU time and turns of a context since its creation; simgpu/steering.py has this structure, too.
+ */
 struct simgpu_residency {
     uint64_t pid;
     uint64_t ns;    /* on the GPU, with or without work */

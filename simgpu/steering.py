@@ -1,4 +1,4 @@
-"""Steering of a simulated GPU's scheduler, as a root process steers that of a real one.
+"""Steers a simulated GPU's scheduler, as a root process steers that of a real GPU.
 
 Implements `Hardware` of governor/hardware/steering.py for a simulated GPU. A driver call on a real
 GPU takes 0.6 ms; these take no time.
@@ -26,12 +26,12 @@ class SteeredProcess(NamedTuple):
 
     @property
     def key(self) -> int:
-        """The process: everything it has on the GPU is steered together."""
+        """The pid: all contexts of a process are steered together."""
         return self.pid
 
 
 class ContextRow(ctypes.Structure):
-    """A context: its process, time on the GPU, turns that it gave away, and full turns.
+    """A context: its process, time on the GPU, turns that ended early, and full turns.
 
     Same as `struct simgpu_residency` in steer.c.
     """
@@ -48,7 +48,7 @@ class ContextRow(ctypes.Structure):
 
 
 class GpuTimes(NamedTuple):
-    """What processes have had of the GPU up to `now`, a time on its clock, by pid."""
+    """The GPU time and turns of processes up to `now`, a time on the GPU's clock, by pid."""
 
     now: int
     ns: Counter[int]
@@ -70,7 +70,7 @@ class SimulatedHardware:
             ctypes.POINTER(ContextRow),
             ctypes.c_int,
         )
-        # Like the trace of a real GPU, this tells nothing of the time before.
+        # Like the trace of a real GPU, this does not cover the time before.
         self._last = self._count()
         self.early_turns: Mapping[int, int] = {}
         self.full_turns: Sequence[Full] = ()
@@ -79,7 +79,7 @@ class SimulatedHardware:
         self.returned_ns: Mapping[int, int] = {}
 
     def watchdog(self) -> Watchdog:
-        """Start a process that switches on what is left off."""
+        """Start a process that switches on the contexts that are left off."""
         return Watchdog("simgpu.steering:revive", (self._nvml._name, self._uuid))  # noqa: SLF001
 
     def close(self) -> None:
@@ -109,12 +109,12 @@ class SimulatedHardware:
         *,
         thorough: bool = False,  # noqa: ARG002
     ) -> Sequence[SteeredProcess]:
-        """Return what a process has on the GPU."""
+        """Return the process, if it has contexts on the GPU."""
         n = sum(row.pid == pid for row in self._rows()[1])
         return [SteeredProcess(pid, n)] if n else []
 
     def switch(self, held: Sequence[SteeredProcess], *, on: bool) -> None:
-        """Let the GPU schedule these processes from now on, or not at all."""
+        """Switch the contexts of these processes on or off."""
         for one in held:
             self._nvml.nvmlSimgpuSwitch(self._handle, one.pid, int(on))
         pids = {one.pid for one in held}
@@ -140,18 +140,18 @@ class SimulatedHardware:
         return [one.pid for one in held]
 
     def name(self, held: SteeredProcess) -> list[Any]:
-        """Return a JSON value from which `named` makes the same again."""
+        """Return a JSON value from which `named` restores the process."""
         return list(held)
 
     def named(self, data: Any) -> SteeredProcess:
-        """Return what has this name; ValueError or TypeError if it is no name."""
+        """Return the process with this name; ValueError or TypeError if it is not a name."""
         pid, n_groups = data
         return SteeredProcess(int(pid), int(n_groups))
 
     def used_ns(self) -> Mapping[int, int]:
         """Return for how long each process was on the GPU since the last call, by pid, in ns.
 
-        The time of a context that has ended is lost, which is at most that since the last call.
+        The time that a context used between the last call and its end is lost.
         """
         last, now = self._last, self._count()
         self._last = now

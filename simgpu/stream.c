@@ -108,7 +108,7 @@ CUresult stream_new(struct context *context, unsigned int flags, int priority,
     return CUDA_SUCCESS;
 }
 
-/** stream_free() - the handle ends at once; pending work of the stream goes on */
+/** stream_free() - end the handle at once; pending work of the stream continues */
 void stream_free(struct stream *stream)
 {
     struct stream **link = &stream->context->streams;

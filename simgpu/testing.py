@@ -1,4 +1,4 @@
-"""The simulated GPU from Python, for tests: the driver API with results as exceptions.
+"""Makes the simulated GPU's driver API callable from tests in Python, with errors as exceptions.
 
 `SimulatedDriver` loads the built library into this process. `SimulatedDriver.attached` attaches it
 to a directory of devices and detaches it afterwards, so that one process can run many tests.

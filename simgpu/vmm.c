@@ -3,8 +3,8 @@
  *
  * Memory is a piece of a memory file, so that it can be mapped more than once and by other
  * processes. Exportable memory has a file of its own, which is described by its last page; all
- * other memory shares one file. The process that created the memory pays for it until its own
- * handles and mappings are gone. A process that imported it pays nothing, as NVML reports it, and
+ * other memory shares one file. The process that created the memory is charged for it until its own
+ * handles and mappings are gone. A process that imported it is not charged, as NVML reports it, and
  * keeps the contents.
  */
 #include "driver.h"
@@ -459,8 +459,8 @@ CUresult vmm_access(uintptr_t base, size_t size, const CUmemAccessDesc *wanted)
     return CUDA_SUCCESS;
 }
 
-/** vmm_forget() - end all handles; `ours` is false if the address space belongs to the parent */
-void vmm_forget(bool ours)
+/** vmm_forget() - end all handles; `owner` is false if the address space belongs to the parent */
+void vmm_forget(bool owner)
 {
     while (backings) {
         struct backing *backing = backings;
@@ -474,7 +474,7 @@ void vmm_forget(bool ours)
         struct reservation *reservation = reservations;
 
         reservations = reservation->next;
-        if (ours)
+        if (owner)
             munmap((void *)reservation->base, reservation->size);
         free(reservation);
     }

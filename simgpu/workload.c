@@ -1,13 +1,13 @@
 /*
- * A program on the driver API that keeps the GPU busy and records when each unit of work ended
+ * Keeps the simulated GPU busy through the driver API, and records when each unit of work ended
  *
- * It finds the driver as programs do: dlopen("libcuda.so.1"), dlsym for cuGetProcAddress, and
- * everything else through that. Up to --depth units are launched ahead, and their ends are read
- * back in groups by a second stream, so that the first one never runs empty. Each record of the
- * output is two little-endian u64: the time of the end on the GPU's clock in ns, and 0. With
- * --bursts it alternates between working for 0.2 to 2 s and resting, so that it works for --duty
- * percent of the time (default 70); the last line of output tells with which unit each burst began
- * and ended.
+ * The program finds the driver as other programs do: dlopen("libcuda.so.1"), dlsym for
+ * cuGetProcAddress, and everything else through that. Up to --depth units are launched ahead, and
+ * their ends are read back in groups by a second stream, so that the first stream never runs empty.
+ * Each record of the output is two little-endian u64: the time of the end on the GPU's clock in ns,
+ * and 0. With --bursts the program alternates between working for 0.2 to 2 s and resting, so that
+ * it works for --duty percent of the time (default 70); the last line of output has the first and
+ * the last unit of each burst.
  */
 #include <dlfcn.h>
 #include <errno.h>
@@ -201,7 +201,7 @@ static void ring_make(struct ring *ring)
 {
     CUmodule module;
 
-    /* Small groups are seen soon; a container with a small share waits long for a large one. */
+    /* Small groups end soon; a container with a small share would wait long for a large one. */
     ring->group = options.gap ? 1 : (options.depth + 15) / 16;
     ring->groups = options.gap ? 1 : (options.depth + ring->group - 1) / ring->group;
     CALL(load, "cuModuleLoadData", &module, "// tidegate simgpu module\nkernel burn_stamp\n");

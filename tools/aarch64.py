@@ -1,8 +1,8 @@
-"""Compiles the control library for aarch64, and checks the result against what a container has.
+"""Compiles the control library for aarch64, and checks that old containers can load it.
 
-Nothing is run, because this machine cannot run it. If aarch64-linux-gnu-gcc is not installed, the
-tool says so; the package (gcc-aarch64-linux-gnu) takes 160 MB, so `make bootstrap` does not install
-it.
+The libraries are not run, because this machine cannot run them. The compiler's package
+(gcc-aarch64-linux-gnu) takes 160 MB, so `make bootstrap` does not install it; without it the check
+is skipped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def build() -> None:
 
 
 def faults(name: str) -> list[str]:
-    """Return what is wrong with a library that was built."""
+    """Return the faults of a library that was built."""
     with (FOLDER / "libcontrol" / name).open("rb") as file:
         elf = ELFFile(file)
         found = [] if elf["e_machine"] == "EM_AARCH64" else [f"{name} is {elf['e_machine']}"]
@@ -52,15 +52,15 @@ def faults(name: str) -> list[str]:
 
 
 def main() -> int:
-    """Build, check, and print what is wrong."""
+    """Build, check, and print the faults."""
     if shutil.which("aarch64-linux-gnu-gcc") is None:
         print("not here: aarch64-linux-gnu-gcc (Debian: gcc-aarch64-linux-gnu)")
         return 0
     try:
         build()
     except subprocess.CalledProcessError as e:
-        said = e.stdout + e.stderr
-        print(said[max(said.find("FAILED:"), 0) :][:4000])
+        output = e.stdout + e.stderr
+        print(output[max(output.find("FAILED:"), 0) :][:4000])
         return 1
     found = [fault for name in LIBRARIES for fault in faults(name)]
     print("\n".join(found) or f"{', '.join(LIBRARIES)}: no warning, nothing newer than glibc 2.17")

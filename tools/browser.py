@@ -1,4 +1,4 @@
-"""Headless Chromium, driven through two pipes with its own protocol: for the page and screenshots.
+"""Drives headless Chromium through two pipes with its own protocol, for tests and screenshots.
 
 The browser is this machine's `chromium`, or the one that `tools/debian-programs chromium` unpacks.
 """
@@ -34,7 +34,7 @@ class BrowserError(Exception):
 def find_browser() -> tuple[str, dict[str, str]]:
     """Return the program and its environment variables; raises BrowserError if there is none."""
     for name in SYSTEM:
-        # Ubuntu's is a script that requires snap.
+        # Ubuntu's chromium is a script that requires snap.
         if (program := shutil.which(name)) and not Path("/snap").exists():
             return program, {}
     done = subprocess.run(
@@ -66,7 +66,7 @@ class Browser:
 
     def __enter__(self) -> Self:
         program, environment = find_browser()
-        # Not in a test's TMPDIR: its path may be long, and sockets are created there.
+        # Not in a test's TMPDIR, whose path may be too long for the sockets in the profile.
         profile = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-browser-"))
         inner_read, self._write = os.pipe()
         self._read, inner_write = os.pipe()
@@ -78,7 +78,7 @@ class Browser:
             "--remote-debugging-pipe", f"--user-data-dir={profile}",
             *self._options, "about:blank",
         ]  # fmt: skip
-        # The protocol uses descriptors 3 and 4: a shell moves ours there.
+        # The protocol uses descriptors 3 and 4: a shell moves the pipes' ends there.
         shell = f'exec "$@" 3<&{inner_read} 4>&{inner_write}'
         try:
             self._process = subprocess.Popen(
@@ -159,14 +159,14 @@ class Browser:
 
 
 class BrowserPage:
-    """A page of the browser, and its complaints."""
+    """A page of the browser, and its errors and warnings."""
 
     def __init__(self, browser: Browser, session: str) -> None:
         self._browser = browser
         self._session = session
         for domain in ("Page", "Runtime", "Network", "Log", "Accessibility", "Audits"):
             self.call(f"{domain}.enable")
-        # Keys go to a page that has the focus, and there is no window in front here.
+        # Keys go to the page that has the focus, which without a window none has.
         self.call("Emulation.setFocusEmulationEnabled", enabled=True)
 
     def call(self, method: str, **parameters: object) -> Any:
@@ -184,20 +184,20 @@ class BrowserPage:
 
     def complaints(self) -> list[str]:
         """Return the errors and warnings on the page's console, and those of its policies."""
-        said = [
+        messages = [
             f"{one['type']}: {' '.join(str(arg.get('value', arg)) for arg in one['args'])}"
             for one in self.events("Runtime.consoleAPICalled")
             if one["type"] in ("error", "warning", "assert")
         ]
-        said += [
+        messages += [
             str(one["exceptionDetails"].get("exception", {}).get("description"))
             for one in self.events("Runtime.exceptionThrown")
         ]
-        said += [
+        messages += [
             f"{one['entry']['level']}: {one['entry']['text']}"
             for one in self.events("Log.entryAdded")
         ]
-        return said + [one["issue"]["code"] for one in self.events("Audits.issueAdded")]
+        return messages + [one["issue"]["code"] for one in self.events("Audits.issueAdded")]
 
     def open(self, url: str) -> None:
         """Go to an address, and wait until the page is loaded."""
@@ -213,7 +213,7 @@ class BrowserPage:
             expression=expression,
             returnByValue=True,
             awaitPromise=True,
-            allowUnsafeEvalBlockedByCSP=False,  # what the page may not do, we may not either
+            allowUnsafeEvalBlockedByCSP=False,  # the page's own policy applies to tests as well
         )
         if "exceptionDetails" in answer:
             thrown = answer["exceptionDetails"]
@@ -248,7 +248,7 @@ class BrowserPage:
         )  # fmt: skip
 
     def prefer(self, **features: str) -> None:
-        """Set what the user prefers, like `color_scheme="dark"`."""
+        """Set the user's preferences, like `color_scheme="dark"`."""
         self.call(
             "Emulation.setEmulatedMedia",
             features=[

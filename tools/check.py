@@ -1,7 +1,7 @@
 """Runs the linters in parallel, and reports for each whether it passed and how long it took.
 
-A check is a command. Those of generated files print the command that updates them. A check that
-exits with 77 reports that this machine lacks something; with CI=true, that is a failure.
+A check is a command. A check of generated files prints the command that updates them. Exit status
+77 means that this machine lacks something that the check needs; with CI=true, that is a failure.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def commands() -> dict[str, list[str]]:
     sources = [path for path in tracked("*.c", "*.h") if ".gen." not in path]
     # A lock consists of digests, and a licence's text is fixed.
     prose = [path for path in tracked() if not path.endswith((".lock", "LICENSE"))]
-    # A test of misspelt annotations needs the first; LOOS is from the ELF standard, triggerin from
-    # rpm.
+    # A test of misspelt annotations needs the first word; LOOS is from the ELF standard, triggerin
+    # from rpm.
     misspelt = "--ignore-words-list=memroy,loos,triggerin"
     checks = {
         **{
@@ -104,11 +104,11 @@ def run(name: str, command: list[str]) -> CheckOutcome:
 
 
 def main() -> int:
-    """Run all checks, however many fail."""
+    """Run all checks, even if some fail."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         outcomes = list(pool.map(lambda check: run(*check), commands().items()))
     for outcome in outcomes:
-        # The last line of a check that passed tells how much it looked at.
+        # The last line of a check that passed has the number of things that it checked.
         last = outcome.output.strip().rpartition("\n")[2] if outcome.state != "FAILED" else ""
         print(f"{outcome.name:20} {outcome.state:8} {outcome.seconds:5.1f} s  {last}".rstrip())
         if outcome.state == "FAILED":

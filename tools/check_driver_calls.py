@@ -40,8 +40,8 @@ def assertions(branch: int) -> str:
     """Return a C file that compiles only if the table agrees with the headers."""
     headers, checks = {"stddef.h": None}, []
 
-    def check(expression: str, what: str) -> None:
-        checks.append(f'_Static_assert({expression}, "{what}");')
+    def check(expression: str, message: str) -> None:
+        checks.append(f'_Static_assert({expression}, "{message}");')
 
     for member in _members():
         if isinstance(member, calls.Layout):

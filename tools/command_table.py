@@ -1,7 +1,8 @@
-"""The command lines as data, taken from what parses them: for man pages and completions.
+"""Describes the command lines as data, for the manual pages, completions and reference page.
 
-`tidegate` and `tidegate-governor` use argparse. The hook and the wrapper runtime parse by hand, so
-their options are described here; a test compares that with what they accept.
+`tidegate` and `tidegate-governor` use argparse, from which their options are taken. The hook and
+the wrapper runtime parse by hand, so their options are described here; a test compares this with
+the options that they accept.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Option:
     """An option, or, without flags, a positional argument."""
 
     flags: tuple[str, ...]
-    value: str  # its placeholder in a synopsis, empty if it takes none
+    value: str  # placeholder of its value in a synopsis, empty if it takes none
     doc: str
     choices: tuple[str, ...] = ()
     takes: Takes = "nothing"
@@ -39,7 +40,7 @@ class Option:
 
     @property
     def shown(self) -> str:
-        """The option as it is written."""
+        """The option with its value, as on a command line."""
         return f"{self.flags[-1]} {self.value}".rstrip() if self.flags else self.value
 
 
@@ -95,7 +96,7 @@ def _option(parser: argparse.ArgumentParser, action: argparse.Action) -> Option:
     if action.nargs != 0:
         value = str(action.metavar or ("|".join(choices) if choices else action.dest.upper()))
     doc = parser._get_formatter()._expand_help(action) if action.help else ""  # noqa: SLF001
-    # A default that depends on the location of this checkout differs from that of a node.
+    # A default that depends on the location of this checkout is replaced by that of a node.
     doc = doc.replace(str(control_dir()), "/usr/lib/tidegate/MACHINE-linux-gnu")
     return Option(
         tuple(sorted(action.option_strings, key=len)),
@@ -110,15 +111,16 @@ def _option(parser: argparse.ArgumentParser, action: argparse.Action) -> Option:
 
 def _command(parser: argparse.ArgumentParser, path: tuple[str, ...], summary: str) -> Command:
     options, commands = [], []
-    for action in parser._actions:  # noqa: SLF001 - argparse has no other way to ask
+    for action in parser._actions:  # noqa: SLF001 - argparse has no public accessor
         if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
             helps = {choice.dest: choice.help for choice in action._choices_actions}  # noqa: SLF001
             for name, inner in action.choices.items():
                 commands.append(_command(inner, (*path, name), str(helps[name])))
         else:
             options.append(_option(parser, action))
-    said = parser.description or ""
-    more = [said if said.rstrip(".") != summary.rstrip(".") else "", parser.epilog or ""]
+    description = parser.description or ""
+    is_summary = description.rstrip(".") == summary.rstrip(".")
+    more = ["" if is_summary else description, parser.epilog or ""]
     return Command(path, summary, tuple(options), "\n\n".join(filter(None, more)), tuple(commands))
 
 
@@ -151,28 +153,32 @@ HOOK = Command(
         Option(
             ("--module-version",),
             "FILE",
-            "where the kernel module says its version (/proc/driver/nvidia/version)",
+            "file with the kernel module's version (/proc/driver/nvidia/version)",
             (),
             "file",
         ),
-        Option(("--log",), "FILE", "write events there, not to syslog", (), "file"),
+        Option(("--log",), "FILE", "write events to this file, not to syslog", (), "file"),
         Option(
-            ("--timeout",), "SECONDS", "give up, and fail the start, after so long (20)", (), "word"
+            ("--timeout",),
+            "SECONDS",
+            "give up, and fail the start, after this time (20)",
+            (),
+            "word",
         ),
         Option(
             ("--governed",),
             "",
-            "the container is governed, whatever its annotations say; CDI specifications"
+            "the container is governed, regardless of its annotations; CDI specifications"
             " pass this option",
         ),
         Option(
             ("--claim",),
             "UID",
-            "the container has a share of this claim: entered by the node's driver for Kubernetes",
+            "the container has a share of this claim; the node's driver for Kubernetes passes it",
             (),
             "word",
         ),
-        Option(("--share",), "NAME", "which share of the claim", (), "word"),
+        Option(("--share",), "NAME", "the name of the share of the claim", (), "word"),
         Option(
             (),
             "prestart|createRuntime|precreate|poststop",
@@ -199,16 +205,16 @@ RUNTIME = Command(
 )
 
 RUNTIME_SETTINGS = {
-    "runtime": "what is executed: by default the first of /usr/bin/runc, /usr/sbin/runc,"
+    "runtime": "the runtime to execute: by default the first of /usr/bin/runc, /usr/sbin/runc,"
     " /usr/local/sbin/runc, /usr/bin/crun, /usr/libexec/crio/crun and /usr/libexec/crio/runc that"
-    " is there",
-    "runtime-for": "a state directory, a blank, and what is executed in place of `runtime` where"
-    " the engine names that directory with --root; any number of lines",
-    "environment": "allow or ignore (the default): whether variables of the container count where"
-    " an annotation is missing",
-    "hook": "what is entered into config.json (/usr/bin/tidegate-hook)",
-    "hook-arguments": "its options, separated by blanks",
-    "runtime-dir": "where the governor's socket is (/run/tidegate)",
+    " exists",
+    "runtime-for": "a state directory, a blank, and the runtime to execute in place of `runtime` if"
+    " the engine passes that directory with --root; any number of lines",
+    "environment": "allow or ignore (the default): whether variables of the container count if an"
+    " annotation is missing",
+    "hook": "the hook's path to write into config.json (/usr/bin/tidegate-hook)",
+    "hook-arguments": "the hook's options, separated by blanks",
+    "runtime-dir": "directory of the governor's socket (/run/tidegate)",
     "dev-dir": "the host's device nodes (/dev)",
     "log": "a file for the lines of failed starts, in place of syslog",
 }

@@ -1,4 +1,4 @@
-"""docs/reference/commands.md from the table of command lines, which is also used for manual pages.
+"""Generates docs/reference/commands.md from the table of command lines (tools/command_table.py).
 
 `python tools/commands_reference.py` writes the page; `--check` fails if it is stale.
 """
@@ -22,13 +22,13 @@ HEAD = """\
 
 # Commands
 
-Every program, verb and option. The same is in the manual pages, `man tidegate` and so on, and in
-`--help`. Exit statuses are those of the [errors](errors.md); 2 says that the command line is wrong.
+Every program, verb and option. The manual pages (`man tidegate` and so on) and `--help` have the
+same. Exit statuses are those of the [errors](errors.md); 2 means that the command line is wrong.
 Completions for bash, zsh and fish come with the package.
 """
 
 SETTINGS = (
-    "Its settings, a line each in `/etc/tidegate/runtime` ([more](runtime.md#tidegate-runtime)):"
+    "Its settings, one per line of `/etc/tidegate/runtime` ([more](runtime.md#tidegate-runtime)):"
 )
 
 

@@ -1,7 +1,7 @@
-"""packaging/completions: completions for bash, zsh and fish, from the same table as --help.
+"""Generates packaging/completions, for bash, zsh and fish, from the table of command lines.
 
-`python tools/completions.py` writes the files; `--check` fails if they are stale. Pressing Tab
-starts no Python, except where a container is named: then it runs `tidegate ps`.
+`python tools/completions.py` writes the files; `--check` fails if they are stale. Completion does
+not start Python, except for the name of a container: then it runs `tidegate ps`.
 """
 
 from __future__ import annotations

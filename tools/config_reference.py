@@ -1,7 +1,7 @@
-"""docs/reference/configuration.md from governor/config.schema.json and the defaults of `Config`.
+"""Generates docs/reference/configuration.md from governor/config.schema.json and `Config`.
 
 `python tools/config_reference.py` writes the page; `--check` fails if it is stale. The meaning of
-an option is its description in the schema; nothing is written twice.
+an option is its description in the schema, and its default that of `Config`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""packaging/config.yaml, which packages install to /etc/tidegate: each option, commented out.
+"""Generates packaging/config.yaml, the commented-out configuration that packages install.
 
 `python tools/config_sample.py` writes the file; `--check` fails if it is stale.
 """
@@ -21,7 +21,7 @@ from tools.generated import write_or_check  # noqa: E402
 
 FILE = ROOT / "packaging/config.yaml"
 COLUMNS = 96
-# Values to write where the default is described in words.
+# Values for options whose default is described in words.
 EXAMPLES = {
     "library_dir": "/usr/lib/tidegate",
     "spin_us": "250",
@@ -31,16 +31,16 @@ EXAMPLES = {
 }
 
 HEAD = """\
-# Tidegate's configuration on this node. What is commented out is the default.
+# Tidegate's configuration on this node. Values that are commented out are the defaults.
 #
 # Files of /etc/tidegate/config.d/*.yaml are read after this one, in the order of their names.
-# `tidegate check` says whether all of it is accepted. Sizes are bytes, or whole numbers with
+# `tidegate check` reports whether all of it is accepted. Sizes are bytes, or whole numbers with
 # Ki, Mi, Gi or Ti. A percentage is of one GPU.
 """
 
 
 def _plain(text: str) -> str:
-    """Return Markdown's words without its markup; a link becomes its text."""
+    """Return the text of Markdown without its markup; a link becomes its text."""
     return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text).replace("`", "")
 
 

@@ -1,4 +1,4 @@
-"""build/docs: the documents as a site, from the Markdown pages as they are in the repository.
+"""Builds build/docs, a web site, from the Markdown pages of the repository.
 
 `python tools/docs_site.py` needs Sphinx (`make docs` installs it) and no network. Pages are copied
 to their places in the site (`placed`), and their links are adjusted; the list in docs/README.md
@@ -38,7 +38,7 @@ html_show_sourcelink = False
 html_show_copyright = False
 html_theme_options = {{"navigation_with_keys": True}}
 myst_heading_anchors = 4
-# A block of JSON with "..." in it is no JSON, and shows as it is.
+# A block of JSON with "..." in it is not JSON, and is shown without highlighting.
 suppress_warnings = ["misc.highlighting_failure"]
 """
 
@@ -56,7 +56,7 @@ def placed(path: str) -> str:
 
 
 def carried(path: str, text: str, known: set[str]) -> tuple[str, set[str]]:
-    """Return a page with its links as the site has them, and the files to which they lead."""
+    """Return a page with its links adjusted to the site, and the files to which they lead."""
     rewritten, wanted = {}, set()
     here = PurePosixPath(placed(path)).parent
     for link in markdown.links(text):
@@ -107,7 +107,7 @@ def contents(text: str, pages: set[str]) -> str:
 
 
 def stage(directory: Path) -> None:
-    """Lay out the pages as the site has them, with the files to which they lead."""
+    """Copy the pages to their places in the site, with the files to which they lead."""
     shutil.rmtree(directory, ignore_errors=True)
     texts = {
         page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8")
@@ -131,7 +131,7 @@ def stage(directory: Path) -> None:
 
 
 class _Assets(HTMLParser):
-    """Collects what a browser would fetch on its own to show a page."""
+    """Collects the URLs that a browser would fetch on its own to show a page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,14 +149,14 @@ class _Assets(HTMLParser):
 
 
 def styled(sheet: str) -> list[str]:
-    """Return what a style sheet makes a browser fetch."""
+    """Return the URLs that a style sheet makes a browser fetch."""
     sheet = re.sub(r"/\*.*?\*/", "", sheet, flags=re.DOTALL)
     urls = re.findall(r"""url\(\s*["']?([^"')]+)""", sheet)
     return urls + re.findall(r"""@import\s+["']([^"']+)""", sheet)
 
 
 def outside_assets(site: Path) -> list[str]:
-    """Return what pages, style sheets and drawings would fetch from other sites."""
+    """Return the URLs that pages, style sheets and drawings would fetch from other sites."""
     faults = []
     for file in sorted(site.rglob("*")):
         if file.suffix not in {".html", ".css", ".svg"}:

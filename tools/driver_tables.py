@@ -1,7 +1,7 @@
 """Checks vdriver/libraries.toml against vdriver/libraries.schema.json; prints a line per fault.
 
-At run time only the parts that are needed are checked (`vdriver.tables`): jsonschema takes 60 ms to
-import.
+At run time only the parts that are needed are checked (`vdriver.tables`), because importing
+jsonschema takes 60 ms.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files generated from the code: written, or with --check compared with what would be written."""
+"""Writes the files that other tools generate, or with --check reports which are stale."""
 
 from __future__ import annotations
 

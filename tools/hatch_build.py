@@ -1,4 +1,4 @@
-"""Puts the C parts into the wheel, which is for one architecture and for any Python 3."""
+"""Builds the C parts and adds them to the wheel, which is for one architecture and any Python 3."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Installs Tidegate below DESTDIR as packages have it: for `make install` and both package formats.
+"""Installs Tidegate below DESTDIR, for `make install` and for both package formats.
 
     tools/install.py --build build/install --vendor build/vendor [--destdir DIR] [--prefix /usr]
 
@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = ("oci_hook", "vdriver", "libcontrol", "governor", "kube")
-# Files that only the repository needs: the API table and what generates code from it, a simulation.
+# Files that only the repository needs: the API table and its code generators, and a simulation.
 LEFT_OUT = (
     *("libcontrol/api/", "libcontrol/gen.py", "libcontrol/coverage.py"),
     *("libcontrol/functions.toml", "libcontrol/declared.toml"),
@@ -75,7 +75,7 @@ class Installer:
         return target
 
     def file(self, path: str, data: bytes, mode: int = 0o644) -> None:
-        """Write a file in one step, because a program that uses the old one may be running."""
+        """Write a file atomically, because a program that uses the old one may be running."""
         target = self.place(path)
         making = target.with_name(f".{target.name}.new")
         making.write_bytes(data)
@@ -84,7 +84,7 @@ class Installer:
         self.written.add(target)
 
     def link(self, path: str, to: str) -> None:
-        """Make a relative link in one step, because engines start no container without it."""
+        """Make a relative link atomically, because engines start no container without it."""
         target = self.place(path)
         making = target.with_name(f".{target.name}.new")
         making.unlink(missing_ok=True)
@@ -110,7 +110,7 @@ def files(directory: Path) -> Iterator[Path]:
 
 
 def code(to: Installer, python: str, build: Path) -> None:
-    """Install our packages, and the commands as links: a program finds its code by its location."""
+    """Install the packages, and the commands as links: a program finds its code by its location."""
     for package in CODE:
         for path in files(ROOT / package):
             name = str(path.relative_to(ROOT))
@@ -129,7 +129,7 @@ def code(to: Installer, python: str, build: Path) -> None:
 
 
 def shared(to: Installer, unit_dir: str, zsh_dir: str, sysconf_dir: str) -> None:
-    """Install what other programs read."""
+    """Install the files that other programs read."""
     packaging = ROOT / "packaging"
     for name in SHARED:
         for path in files(packaging / name):
@@ -171,16 +171,18 @@ def main() -> None:
     parser.add_argument("--sysconf-dir", default="/etc")
     parser.add_argument("--unit-dir", default="lib/systemd/system")
     parser.add_argument("--zsh-dir", default="share/zsh/vendor-completions")
-    parser.add_argument("--python", default="/usr/bin/python3", help="what runs it on the node")
+    parser.add_argument("--python", default="/usr/bin/python3", help="the node's Python")
     parser.add_argument(
-        "--build", type=Path, required=True, help="where meson built, for the same prefix"
+        "--build", type=Path, required=True, help="meson's build directory, for the same prefix"
     )
-    parser.add_argument("--vendor", type=Path, required=True, help="what tools/vendor.py made")
+    parser.add_argument(
+        "--vendor", type=Path, required=True, help="the directory that tools/vendor.py made"
+    )
     args = parser.parse_args()
     if not args.prefix.startswith("/") or not args.python.startswith("/"):
         parser.error("--prefix and --python are absolute paths")
     if not args.vendor.is_dir():
-        parser.error(f"{args.vendor} is not there; tools/vendor.py makes it")
+        parser.error(f"{args.vendor} does not exist; tools/vendor.py makes it")
     to = Installer(args.destdir.absolute(), args.prefix)
     # Without tags meson would also install libcuda.so, which is for linking.
     meson = ["meson", "install", "-C", args.build, "--no-rebuild", "--quiet", "--tags", "runtime"]
@@ -188,8 +190,8 @@ def main() -> None:
     code(to, args.python, args.build)
     for path in files(args.vendor):
         to.file(f"lib/tidegate/vendor/{path.relative_to(args.vendor)}", path.read_bytes())
-    # Files that only an older version had would be found by imports. They are removed last, because
-    # a container that starts meanwhile needs the hook.
+    # Files of older versions would still be found by imports. They are removed last, because a
+    # container that starts meanwhile needs the hook.
     for name in ("python", "vendor"):
         to.remove_others(f"lib/tidegate/{name}")
     shared(to, args.unit_dir, args.zsh_dir, args.sysconf_dir)

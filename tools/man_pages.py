@@ -1,4 +1,4 @@
-"""packaging/man: the manual pages, from the table of command lines and the configuration's schema.
+"""Generates packaging/man, from the table of command lines and the configuration's schema.
 
 `python tools/man_pages.py` writes them; `--check` fails if they are stale. They are in man(7)
 format, which both man-db and mandoc read.
@@ -33,8 +33,8 @@ DATE = "2026-11-22"
 SPECIAL = {"\\": "\\e", "'": "\\(aq", "`": "\\(ga", "^": "\\(ha", "~": "\\(ti", "-": "\\-"}
 
 EFFECTS = {
-    "now": "A reload puts it in force at once.",
-    "next": "After a reload it counts for what starts from then on.",
+    "now": "A reload puts a new value in force at once.",
+    "next": "After a reload a new value applies to containers and processes that start later.",
     "restart": "A new value needs a restart of the governor.",
 }
 
@@ -179,7 +179,7 @@ def statuses(*sources: tuple[object, set[str]]) -> list[tuple[str, str]]:
                 meaning = (kind.__doc__ or "").strip().partition("\n")[0]
                 found.setdefault(vars(kind)["status"], []).append(f"`{kind.code}`: {meaning}")  # type: ignore[attr-defined]
     if any("internal" in codes for _, codes in sources):
-        found[70] = ["`internal`: A mistake of Tidegate's own: report it."]
+        found[70] = ["`internal`: An internal error of Tidegate: report it."]
     return [(f"\\fB{status}\\fR", " ".join(meanings)) for status, meanings in sorted(found.items())]
 
 
@@ -191,16 +191,16 @@ HOOK_CODES = RUNTIME_CODES | {"state"}
 
 CONFIG_FILES = (
     ("\\fB/etc/tidegate/config.yaml\\fR", "The configuration, tidegate.yaml(5)."),
-    ("\\fB/etc/tidegate/config.d/*.yaml\\fR", "What is said on top of it, by name."),
+    ("\\fB/etc/tidegate/config.d/*.yaml\\fR", "Drop-ins, in the order of their names."),
 )
 
 
 def _tidegate_statuses() -> list[tuple[str, str]]:
     return [
-        ("\\fB0\\fR", "It went well."),
+        ("\\fB0\\fR", "Success."),
         (
             "\\fB1\\fR",
-            "`tidegate doctor` found something wrong. With a traceback: a mistake; report it.",
+            "`tidegate doctor` found a problem. With a traceback: an internal error; report it.",
         ),
         ("\\fB2\\fR", "The command line is wrong."),
         *statuses(
@@ -208,7 +208,10 @@ def _tidegate_statuses() -> list[tuple[str, str]]:
             (vdriver.errors, {"library", "driver", "nvml", "mirror"}),
             (oci_hook.errors, {"annotation", "bundle", "driver", "mirror", "image"}),
         ),
-        ("\\fB130\\fR, \\fB141\\fR", "It was interrupted; who read its output has left."),
+        (
+            "\\fB130\\fR, \\fB141\\fR",
+            "The command was interrupted; the reader of its output has closed the pipe.",
+        ),
     ]
 
 
@@ -227,13 +230,14 @@ def tidegate_1() -> str:
     page.section("DESCRIPTION")
     page.say(
         """
-        Containers that ask for it by annotations share a node's GPUs, each within its quota of
-        memory and of GPU time. `tidegate` shows who has what, changes quotas, checks the node
-        and its configuration, sets up container engines and keeps the mirror of the driver.
+        Containers whose annotations ask for it share a node's GPUs, each within its quota of
+        memory and of GPU time. `tidegate` shows the containers and their use of the GPUs,
+        changes quotas, checks the node and its configuration, sets up container engines and
+        maintains the mirror of the driver.
         """,
         """
-        What a verb prints is for people, and may change. With `--json` it is for programs:
-        members are added over releases, and none is removed or given another meaning.
+        The output of a verb is for people, and may change. With `--json` it is for programs:
+        later releases may add members, but do not remove one or change its meaning.
         """,
     )
     page.section("VERBS")
@@ -248,12 +252,12 @@ def tidegate_1() -> str:
                 page.say(*one.more.strip().split("\n\n"))
     page.section("EXIT STATUS")
     page.items(_tidegate_statuses())
-    page.say("Each error is one line on standard error: what was found; what to do.")
+    page.say("Each error is one line on standard error: the problem; the remedy.")
     page.section("FILES")
     page.items(
         [
             *CONFIG_FILES,
-            ("\\fB/run/tidegate/governor.sock\\fR", "Where the governor is asked, by root alone."),
+            ("\\fB/run/tidegate/governor.sock\\fR", "The governor's socket, for root alone."),
             ("\\fB/var/lib/tidegate/driver\\fR", "The mirror of the driver."),
         ]
     )
@@ -283,34 +287,34 @@ def governor_1() -> str:
     page.section("DESCRIPTION")
     page.say(
         """
-        The governor admits containers, keeps the books of each GPU, hands out GPU time, and
-        holds what the driver says against what each container may have. It runs as root, as
-        `tidegate-governor.service`, and logs one event a line on standard error: JSON, or words
-        where that is a terminal.
+        The governor admits containers, accounts for the memory and time of each GPU, grants GPU
+        time, and compares the driver's figures with each container's quota. It runs as root, as
+        `tidegate-governor.service`, and logs one event per line on standard error: JSON, or text
+        if standard error is a terminal.
         """,
         """
-        It may end at any time, however it does: containers that run keep their quota by
-        themselves, none starts, and the next governor takes over what runs.
+        The governor may end at any time and in any way: running containers keep to their quota
+        by themselves, no container starts, and the next governor takes over the running ones.
         """,
     )
     page.section("OPTIONS")
     page.options(command)
-    page.items([("\\fB\\-\\-help\\fR", "Say how it is called, and end.")])
+    page.items([("\\fB\\-\\-help\\fR", "Print the usage, and exit.")])
     page.section("SIGNALS")
     page.items(
         [
             (
                 "\\fBSIGHUP\\fR",
-                """Read the configuration again, as `tidegate reload` does. One that is wrong is
-                logged as `configuration-refused`, and the governor keeps the one that it has.""",
+                """Read the configuration again, as `tidegate reload` does. If it is not valid, the
+                governor logs `configuration-refused`, and keeps its present configuration.""",
             ),
-            ("\\fBSIGTERM\\fR, \\fBSIGINT\\fR", "End. Containers run on."),
+            ("\\fBSIGTERM\\fR, \\fBSIGINT\\fR", "End. Containers keep running."),
         ]
     )
     page.section("EXIT STATUS")
     page.items(
         [
-            ("\\fB0\\fR", "A signal said to stop."),
+            ("\\fB0\\fR", "The governor was stopped by a signal."),
             ("\\fB2\\fR", "The command line is wrong."),
             *statuses(
                 (governor.errors, {"config", "governor", "database"}),
@@ -323,7 +327,7 @@ def governor_1() -> str:
         [
             *CONFIG_FILES,
             ("\\fB/run/tidegate\\fR", "Sockets, and the pages of containers."),
-            ("\\fB/var/lib/tidegate/state.db\\fR", "What the next governor has to know."),
+            ("\\fB/var/lib/tidegate/state.db\\fR", "The state that the next governor takes over."),
         ]
     )
     page.see("tidegate(1)", "tidegate.yaml(5)", "systemctl(1)")
@@ -337,26 +341,26 @@ def hook_1() -> str:
     page.section("DESCRIPTION")
     page.say(
         """
-        Container runtimes call it with the container's state on standard input, as the OCI
-        runtime specification says; `tidegate setup` enters it. Into a container whose
-        annotations ask for a GPU (`tidegate.gpu/memory`, `tidegate.gpu/compute` and others) it
-        mounts the mirrored driver and the container's grant. A container that asks for nothing
-        is left alone.
+        Container runtimes call the hook with the container's state on standard input, as the OCI
+        runtime specification requires; `tidegate setup` configures them to do so. If the
+        container's annotations ask for a GPU (`tidegate.gpu/memory`, `tidegate.gpu/compute` and
+        others), the hook mounts the mirrored driver and the container's grant into it. A
+        container that asks for nothing is left alone.
         """,
         """
-        For the stage `precreate` it reads config.json, and prints the edited one: with device
-        nodes, and with itself as a hook.
+        For the stage `precreate` the hook reads config.json, adds device nodes and itself as a
+        hook, and prints the result.
         """,
         """
-        It fails closed: what goes wrong is one line on standard error, and an event in the
-        node's log, which `tidegate events` finds; the container does not start, and nothing of
-        it stays.
+        The hook fails closed: an error is one line on standard error, and an event in the node's
+        log, which `tidegate events` finds; the container does not start, and everything that the
+        hook did for it is undone.
         """,
     )
     page.section("OPTIONS")
     page.options(HOOK)
     page.section("EXIT STATUS")
-    page.items([("\\fB0\\fR", "It went well."), *statuses((oci_hook.errors, HOOK_CODES))])
+    page.items([("\\fB0\\fR", "Success."), *statuses((oci_hook.errors, HOOK_CODES))])
     page.see("tidegate(1)", "tidegate-runtime(1)", "oci-hooks(5)", "runc(8)")
     return page.text()
 
@@ -372,11 +376,11 @@ def runtime_1() -> str:
     page.section("DESCRIPTION")
     page.say(
         """
-        Docker, containerd, CRI-O and Podman execute it in runc's place. It has the command line
-        of the runtime behind it. Before `create`, `run` and `restore` of a container that asks
-        for a GPU it writes device nodes and the hook into the bundle's config.json; after
-        `delete` it takes away what the start left in the image's layer. Every other command is
-        that runtime's at once.
+        Docker, containerd, CRI-O and Podman execute this runtime in place of runc. It has the
+        command line of the runtime behind it. Before `create`, `run` and `restore` of a container
+        that asks for a GPU it writes device nodes and the hook into the bundle's config.json;
+        after `delete` it removes what the start left in the image's layer. Every other command is
+        passed to the runtime behind it at once.
         """,
     )
     page.section("OPTIONS")
@@ -385,13 +389,13 @@ def runtime_1() -> str:
     page.section("SETTINGS")
     page.say(
         """
-        `/etc/tidegate/runtime` has one setting a line, a name and a value. Lines that begin
-        with `#` are comments. Without the file the defaults hold.
+        `/etc/tidegate/runtime` has one setting per line, a name and a value. Lines that begin
+        with `#` are comments. Without the file all defaults apply.
         """,
     )
     page.items((f"\\fB{plain(name)}\\fR", _sentence(doc)) for name, doc in RUNTIME_SETTINGS.items())
     page.section("EXIT STATUS")
-    page.say("That of the runtime behind it. Before that is executed:")
+    page.say("That of the runtime behind it. Before that runtime is executed:")
     page.items(statuses((oci_hook.errors, RUNTIME_CODES)))
     page.section("FILES")
     page.items([("\\fB/etc/tidegate/runtime\\fR", "The settings.")])
@@ -417,9 +421,9 @@ def yaml_5() -> str:
         """
         An unknown option, an option that is given twice in one file, and a value that is not
         accepted are errors that name file and option. The governor does not start with such a
-        file, and a running governor keeps its configuration. `tidegate check FILE` tells
-        whether a file is accepted. `tidegate reload` puts it in force and tells what needs a
-        restart; `tidegate reload --dry-run` tells both in advance.
+        file, and a running governor keeps its configuration. `tidegate check FILE` reports
+        whether a file is accepted. `tidegate reload` puts it in force and reports which options
+        need a restart; `tidegate reload --dry-run` reports both in advance.
         """,
         """
         Sizes are bytes, or whole numbers with `Ki`, `Mi`, `Gi` or `Ti`. A name with a dot is an

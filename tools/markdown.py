@@ -1,7 +1,7 @@
-"""Reads the Markdown pages for tools and tests: links, anchors, fenced blocks.
+"""Reads the links, anchors and fenced blocks of Markdown pages, for tools and tests.
 
-It works line by line and supports the Markdown that our pages use: fences of three backticks,
-inline links and images, headings with #. Nothing here knows what a page is about.
+It works line by line and supports the Markdown that the project's pages use: fences of three
+backticks, inline links and images, headings with #.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def links(text: str) -> Iterator[Link]:
 
 
 def _masked(text: str) -> str:
-    """Return a page with its code replaced by blanks, and everything else in its place."""
+    """Return a page with its code replaced by blanks, so that all positions stay the same."""
     outside = {line.number for line in prose(text)}
     lines = text.splitlines(keepends=True)
     return "".join(
@@ -154,7 +154,7 @@ def headings(text: str) -> list[tuple[int, str]]:
 
 
 def anchors(text: str) -> set[str]:
-    """Return what a link may have after #, as forges and the site derive it from headings."""
+    """Return the anchors of a page, as forges and the site derive them from headings."""
     found: set[str] = set()
     for _, words in headings(text):
         base = re.sub(r"[^\w\- ]", "", words.strip().lower()).replace(" ", "-")

@@ -1,12 +1,12 @@
-"""Take out one rule of the hook after another, and see whether the tests of the rule notice.
+"""Removes one rule of the hook after another, and checks that the tests of the rule fail.
 
     python tools/mutate.py [RULE...]  apply mutants to a copy of the tree, and print their killers
     python tools/mutate.py --page     write docs/reference/hook-rules.md
     python tools/mutate.py --check    check that page and mutants are up to date; runs no test
 
 The rules and mutants are data: tests/mutants/rules.toml. A mutant that survives means a rule
-without a test. Some mutants mount on the host what should be in a container, so all of them run in
-a mount namespace of their own.
+without a test. Some mutants make mounts on the host that should be in a container, so all of them
+run in a mount namespace of their own.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ NO_FAILURE, FAILURES = 0, 1
 HEAD = """\
 # Rules of the hook
 
-The hook runs as root beside an image that it does not trust, and so does what edits config.json
-in front of it. R1 to R16 come from the CVEs that NVIDIA's toolkit and runc had in the same place.
-Each rule has tests that mount the attack over runc and crun, and mutants: patches that take the
-rule out of the code, which the tests have to notice.
+The hook, and the runtime that edits config.json before it, run as root on an image that they do not
+trust. R1 to R16 come from CVEs of NVIDIA's toolkit and runc in the same place.
+Each rule has tests that carry out the attack with runc and crun, and mutants: patches that remove
+the rule from the code, with which the tests have to fail.
 `python tools/mutate.py` applies them to a copy of the tree, one after the other (minutes, as root).
 
 This page is made from `tests/mutants/rules.toml` by `python tools/mutate.py --page`.
 
-## Where each is, and what attacks it
+## The code and the tests of each rule
 
-| rule | what it says | where it is | tests |
+| rule | text | code | tests |
 | --- | --- | --- | --- |
 """
 MUTANTS = """
 ## Mutants
 
-| rule | taken out |
+| rule | removed |
 | --- | --- |
 """
 
@@ -67,7 +67,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A patch of one file that takes a rule out; `tests` are run on it."""
+    """A patch of one file that removes a rule; `tests` are run on it."""
 
     rule: str
     name: str
@@ -82,7 +82,8 @@ class Mutant:
         text = path.read_text(encoding="utf-8")
         if text.count(self.old) != 1:
             raise ValueError(
-                f"mutant '{self.name}' replaces what is {text.count(self.old)} times in {self.file}"
+                f"the text of mutant '{self.name}' occurs {text.count(self.old)} times in"
+                f" {self.file}"
             )
         path.write_text(text.replace(self.old, self.new), encoding="utf-8")
         return text
@@ -117,12 +118,12 @@ def page() -> str:
         code = ", ".join(f"`{place}`" for place in rule.code)
         tests = ", ".join(f"`{test.removeprefix('tests/')}`" for test in rule.tests)
         rows.append(f"| {rule.id} | {rule.text} | {code} | {tests} |\n")
-    taken = [f"| {mutant.rule} | {mutant.name} |\n" for mutant in mutants]
-    return HEAD + "".join(rows) + MUTANTS + "".join(taken)
+    removed = [f"| {mutant.rule} | {mutant.name} |\n" for mutant in mutants]
+    return HEAD + "".join(rows) + MUTANTS + "".join(removed)
 
 
 def problems() -> list[str]:
-    """Return what in the table does not fit the tree."""
+    """Return the faults of the table and the page, one line each."""
     rules, mutants = read_table()
     found = []
     if [rule.id for rule in rules] != [f"R{n}" for n in range(1, len(rules) + 1)]:
@@ -133,12 +134,12 @@ def problems() -> list[str]:
         for place in rule.code:
             path, _, name = place.partition(":")
             if name.rpartition(".")[2] not in (ROOT / path).read_text(encoding="utf-8"):
-                found.append(f"{rule.id}: {place} is not there")
+                found.append(f"{rule.id}: {place} does not exist")
     named = {test for rule in rules for test in rule.tests}
     for test in sorted(named | {test for mutant in mutants for test in mutant.tests}):
         path, _, name = test.partition("::")
         if not (ROOT / path).exists() or f"def {name}" not in (ROOT / path).read_text("utf-8"):
-            found.append(f"test {test} is not there")
+            found.append(f"test {test} does not exist")
     for mutant in mutants:
         text = (ROOT / mutant.file).read_text(encoding="utf-8")
         if text.count(mutant.old) != 1:
@@ -147,7 +148,7 @@ def problems() -> list[str]:
         try:
             compile(text.replace(mutant.old, mutant.new), mutant.file, "exec")
         except SyntaxError as e:
-            found.append(f"mutant '{mutant.name}' is no Python: {e}")
+            found.append(f"mutant '{mutant.name}' is not Python: {e}")
     if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page():
         found.append(f"{PAGE.relative_to(ROOT)} is stale; run python tools/mutate.py --page")
     return found
@@ -178,14 +179,14 @@ for directory in etc usr run var; do
 done
 exec "$@"
 """
-"""Script that runs a command with the host's directories under overlays that end with it. A mutant
-may prepare the host itself as if it were a container.
+"""Script that runs a command with the host's directories under overlays that end with the command,
+because a mutant may change the host itself as if it were a container.
 """
 
 
 def run_tests(tree: Path, tests: tuple[str, ...]) -> tuple[int, str]:
     """Run tests in a tree until one fails; return pytest's status and the name of that test."""
-    for cache in tree.rglob("__pycache__"):  # compared by whole seconds; a mutant is quicker
+    for cache in tree.rglob("__pycache__"):  # compared by whole seconds; mutants change faster
         shutil.rmtree(cache)
     command = [
         *("unshare", "-m", "--propagation", "private", "sh", "-ec", COVERED, "sh"),
@@ -206,7 +207,7 @@ def run_tests(tree: Path, tests: tuple[str, ...]) -> tuple[int, str]:
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY)),
         )
     except subprocess.TimeoutExpired:
-        return FAILURES, f"none ended within {SECONDS} s"
+        return FAILURES, f"the tests did not end within {SECONDS} s"
     failed = re.search(r"^(?:FAILED|ERROR) [^:]+::(.+?)(?: - |$)", done.stdout, re.MULTILINE)
     return done.returncode, failed[1] if failed else done.stdout[-2000:]
 
@@ -220,21 +221,21 @@ def hunt(rules: list[str]) -> int:
         tree = Path(work) / "tree"
         copy_tree(tree)
         tests = tuple(sorted({test for mutant in chosen for test in mutant.tests}))
-        status, said = run_tests(tree, tests)
+        status, killer = run_tests(tree, tests)
         if status != NO_FAILURE:
-            print(f"without a mutant the tests fail already: {said}")
+            print(f"the tests fail without a mutant: {killer}")
             return 1
         print("rule mutant                                                        killed by")
         for mutant in chosen:
             begin = time.monotonic()
             before = mutant.apply(tree)
-            status, said = run_tests(tree, mutant.tests)
+            status, killer = run_tests(tree, mutant.tests)
             (tree / mutant.file).write_text(before, encoding="utf-8")
             if status != FAILURES:
                 survivors += 1
-                said = "SURVIVED" if status == NO_FAILURE else f"NOT RUN: {said}"
+                killer = "SURVIVED" if status == NO_FAILURE else f"NOT RUN: {killer}"
             took = time.monotonic() - begin
-            print(f"{mutant.rule:4} {mutant.name:61} {said} ({took:.0f} s)", flush=True)
+            print(f"{mutant.rule:4} {mutant.name:61} {killer} ({took:.0f} s)", flush=True)
     print(f"{len(chosen)} mutants, {survivors} survived")
     return 1 if survivors else 0
 

@@ -1,7 +1,7 @@
-"""Makes PNG pictures smaller: a browser compresses them quickly, and documents keep them for good.
+"""Recompresses PNG screenshots, because a browser optimizes for speed rather than for size.
 
-Text and plain areas are smallest without PNG's filters, which are made for photographs: they become
-a fifth smaller, and no pixel changes.
+Pictures of text and plain areas are smallest without PNG's filters, which suit photographs: they
+become a fifth smaller, and no pixel changes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ BYTES = {2: 3, 6: 4}
 
 
 def repack(png: bytes) -> bytes:
-    """Return the same picture, compressed anew; raises ValueError for an unexpected kind."""
+    """Return the same picture, compressed again; raises ValueError for an unexpected kind."""
     width, height, kind, rows = read(png)
     data = zlib.compress(b"".join(b"\0" + row for row in rows), 9)
     head = struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0)
@@ -50,7 +50,7 @@ def _unfilter(kind: int, coded: bytes, above: bytes, step: int) -> bytes:
     """Return a row's pixels; the coded bytes are differences from a prediction."""
     if kind == 0:
         return coded
-    row = bytearray(step) + coded  # a black pixel precedes the first one
+    row = bytearray(step) + coded  # a black pixel is prepended
     above = bytes(step) + above
     for i in range(step, len(row)):
         left, up, corner = row[i - step], above[i], above[i - step]

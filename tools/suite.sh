@@ -1,9 +1,10 @@
 # shellcheck shell=sh
-# Sourced by the tools that make roots, in the checkout. find_suite sets, for the Debian or Ubuntu release $suite:
+# Finds the mirror and keyring of a Debian or Ubuntu release, for the tools that make roots and source this file.
+# find_suite sets, for the release $suite:
 #
 #     mirror        the mirror of its packages; MIRROR from the environment takes precedence
-#     components    of the archive
-#     keyring       for verifying its signatures
+#     components    the components of its archive
+#     keyring       the keyring that verifies its signatures
 #     script        debootstrap's script, which may be that of another release
 #
 # Ubuntu's releases are looked up next to Debian's on the mirror that this machine's apt uses, or else at Ubuntu's own.
@@ -66,7 +67,7 @@ find_suite() {
 }
 
 fetch_keyring() {
-    download "$mirror/$keyring_deb" "$keyring.deb" || return 0  # debootstrap says that the keyring is missing
+    download "$mirror/$keyring_deb" "$keyring.deb" || return 0  # debootstrap reports the missing keyring
     if echo "$keyring_sha256  $keyring.deb" | sha256sum --check --status; then
         dpkg-deb --fsys-tarfile "$keyring.deb" | tar -xO ./usr/share/keyrings/ubuntu-archive-keyring.gpg >"$keyring.new"
         mv "$keyring.new" "$keyring"

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Fills a directory with the modules that packages ship themselves, each with its licence.
+"""Fills a directory with the Python modules that packages ship themselves, each with its licence.
 
-    tools/vendor.py DIR          what no distribution has: nvidia-ml-py, from .venv
-    tools/vendor.py --all DIR    everything but PyYAML, for distributions that lack it for the
+    tools/vendor.py DIR          the module that no distribution has: nvidia-ml-py, from .venv
+    tools/vendor.py --all DIR    all modules but PyYAML, for distributions that lack them for the
                                  Python that is used (RHEL); pip fetches requirements-vendor.lock
 
-Only pure Python modules: a compiled one would tie a package to one version of Python.
+Only pure Python modules are shipped: a compiled one would tie a package to one version of Python.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def licence(text: str) -> str:
         lines.append(line.strip("#").removeprefix(" "))
     found = "\n".join(lines).strip()
     if "Redistribution and use" not in found:
-        raise SystemExit(f"vendor: {MODULE} does not begin with its licence; see where it has gone")
+        raise SystemExit(f"vendor: {MODULE} does not begin with its licence; find where it is now")
     return found + "\n"
 
 
@@ -41,7 +41,7 @@ def from_here(directory: Path) -> None:
     try:
         version = metadata.version(NAME)
     except metadata.PackageNotFoundError:
-        raise SystemExit(f"vendor: {NAME} is not here; say make bootstrap first") from None
+        raise SystemExit(f"vendor: {NAME} is not installed; run make bootstrap first") from None
     source = Path(sysconfig.get_path("purelib")) / MODULE
     shutil.copyfile(source, directory / MODULE)
     note = f"{MODULE}: {NAME} {version}\n\n"
@@ -49,20 +49,20 @@ def from_here(directory: Path) -> None:
 
 
 def by_pip(directory: Path) -> None:
-    """Have pip fetch what requirements-vendor.lock pins."""
+    """Have pip fetch the packages of requirements-vendor.lock."""
     lock = ROOT / "requirements-vendor.lock"
     options = ["--no-deps", "--no-compile", "--require-hashes", "--only-binary", ":all:"]
     pure = ["--platform", "any", "--implementation", "py", "--abi", "none"]
-    what = ["--target", str(directory), "--requirement", str(lock)]
+    source = ["--target", str(directory), "--requirement", str(lock)]
     subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", *options, *pure, *what],
+        [sys.executable, "-m", "pip", "install", "--quiet", *options, *pure, *source],
         check=True,
     )
     shutil.rmtree(directory / "bin", ignore_errors=True)
     for tests in ("jsonschema/tests", "jsonschema/benchmarks"):
         shutil.rmtree(directory / tests, ignore_errors=True)
-    # The metadata directory stays, because it has the licence. Records of the installation by pip
-    # go.
+    # The metadata directory stays, because it has the licence. pip's records of the installation
+    # are removed.
     for info in directory.glob("*.dist-info"):
         for name in ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json"):
             (info / name).unlink(missing_ok=True)

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""A job on several GPUs: work on each of them and an all-reduce over all, over and over.
+"""A job on several GPUs: in a loop, work on each of them and an all-reduce over all of them.
 
     gang.py --form processes|single --work reduce|train --seconds S --out DIR [--wait-file F]
 
-`processes` has a process for each GPU, `single` one process and one thread for all of them.
+`processes` runs a process for each GPU, `single` one process and one thread for all of them.
 `reduce` multiplies matrices and checks every sum that the all-reduce gave; `train` trains a small
-model with the data divided, and tells the sum of its weights every 100 steps. Each GPU's own clock
-stamps the parts of an iteration into DIR/gpu<n>.bin. Prints how far it is once a second, and a line
-of JSON at the end; ends when the time is over or DIR/end is there. If it stands still for a minute
-it is ended, and says where it stood. Needs PyTorch with NCCL, and the modules beside it.
+model with the data divided, and records the sum of its weights every 100 steps. Each GPU's own
+clock stamps the parts of an iteration into DIR/gpu<n>.bin. The job prints its progress once a
+second, and a line of JSON at the end. It ends when the time is over or DIR/end exists; after a
+minute without progress it prints where it hangs, and fails. Needs PyTorch with NCCL, and the
+modules in this directory.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from typing import Any
 WORLD = 2
 WARM_UP = 12
 DEPTH = 4
-"""Iterations that are launched ahead of what the GPUs have done."""
+"""Iterations that are launched ahead of the last one that the GPUs have completed."""
 
 QUIET_S, STILL_S, SET_UP_S = 20.0, 60.0, 90.0
-"""After so long without an iteration it is asked where it stands; is ended; or while it sets up."""
+"""Times without progress: until the processes print their stacks; until the job fails; and the
+same while it sets up."""
 
 NCCL = {
     # Not every machine has multicast over NVLink, and it may harm users of the same switches.
@@ -48,8 +50,8 @@ NCCL = {
 }
 
 GO, STOP_AT, END, DONE = 0, 1, 2, 8
-"""Words that the processes share: begin; the iteration to stop before; a request to stop; and from
-there on the number of iterations that each process has completed."""
+"""Indexes of the words that the processes share: a request to begin; the iteration to stop before;
+a request to end; and from DONE on the number of iterations that each process has completed."""
 
 
 def say(text: str) -> None:
@@ -57,7 +59,7 @@ def say(text: str) -> None:
 
 
 class Control:
-    """A page of words in DIR/control."""
+    """A page of words in DIR/control, mapped by all processes of the job."""
 
     def __init__(self, out: Path, *, create: bool = False) -> None:
         path = out / "control"
@@ -103,7 +105,7 @@ def work(options: argparse.Namespace) -> None:
             words[DONE + number] = done
         over = words[END] or now - begin > options.seconds
         if number == 0 and over and not words[STOP_AT]:
-            # No process is farther: the work that others launch needs this process's half of it.
+            # No process is ahead of this: its all-reduce needs this process's half.
             words[STOP_AT] = i + 4 * DEPTH
     for mark in pending:
         backend.wait(mark)
@@ -123,7 +125,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 def choose_gpus() -> None:
-    """See the GPUs that are this container's, as Tidegate lists them."""
+    """Make the GPUs that Tidegate gave this container visible to CUDA, in Tidegate's order."""
     with contextlib.suppress(OSError):
         listed = Path("/run/tidegate/devices").read_text().strip()
         os.environ["CUDA_VISIBLE_DEVICES"] = listed
@@ -142,13 +144,13 @@ def start(options: argparse.Namespace, out: Path) -> list[subprocess.Popen[bytes
 
 
 class StillError(Exception):
-    """The job stands still, or one of its processes failed."""
+    """The job makes no progress, or one of its processes failed."""
 
 
 def watch(options: argparse.Namespace, out: Path, children: list[subprocess.Popen[bytes]]) -> None:
-    """Say how far it is until all have ended."""
+    """Start the iterations once all processes are ready; print progress until all have ended."""
     words = Control(out).words
-    began = changed = told = time.monotonic()
+    began = changed = printed = time.monotonic()
     seen: list[int] = []
     asked = False
     while any(child.poll() is None for child in children):
@@ -168,8 +170,8 @@ def watch(options: argparse.Namespace, out: Path, children: list[subprocess.Pope
         state = [ready, *words[DONE : DONE + WORLD]]
         if state != seen:
             seen, changed, asked = state, now, False
-        if now - told >= 1:
-            told = now
+        if now - printed >= 1:
+            printed = now
             say(f"{now - began:.0f} s: {state[1:]} iterations, {ready} processes ready")
         if now - changed > QUIET_S and not asked:
             asked = True
@@ -177,7 +179,7 @@ def watch(options: argparse.Namespace, out: Path, children: list[subprocess.Pope
                 child.send_signal(signal.SIGUSR1)
         most = STILL_S if words[GO] else SET_UP_S
         if now - changed > most:
-            raise StillError(f"it stands still for {most:.0f} s at {state}")
+            raise StillError(f"no progress for {most:.0f} s at {state}")
         time.sleep(0.02)
     statuses = [child.poll() for child in children]
     if any(statuses):
@@ -185,7 +187,7 @@ def watch(options: argparse.Namespace, out: Path, children: list[subprocess.Pope
 
 
 def transports(out: Path) -> list[str]:
-    """Return by what ways NCCL says that it goes from one GPU to another."""
+    """Return the transports between GPUs that NCCL's log names."""
     lines = [
         line
         for path in sorted(out.glob("nccl.*"))

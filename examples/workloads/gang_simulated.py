@@ -1,7 +1,8 @@
-"""The GPUs of a process of gang.py on the simulated GPU, by the driver API.
+"""Backend of gang.py for simulated GPUs, on the driver API.
 
-An all-reduce is the kernel `meet`, which spins until its counterpart on the other GPU runs. What
-follows from a kernel's beginning happens in the calls of its process, so a thread makes some.
+An all-reduce is the kernel `meet`, which spins until its counterpart on the other GPU runs. The
+simulated driver acts on the start of a kernel only within a call of the kernel's process, so a
+thread makes such calls all the time.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class SimulatedPart:
 
 
 class SimulatedGang:
-    """The same calls as the TorchGang of gang_torch.py."""
+    """The simulated GPUs of this process; has the same methods as TorchGang of gang_torch.py."""
 
     def __init__(self, ranks: list[int], world: int, out: Path, *, train: bool) -> None:
         path = out / "words"
@@ -72,10 +73,10 @@ class SimulatedGang:
         cuda.call("cuInit", 0)
         self.parts = [SimulatedPart(cuda, rank, at) for rank in ranks]
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread = threading.Thread(target=self._poll, daemon=True)
         self._thread.start()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         while not self._stop.is_set():
             for part in self.parts:
                 part.enter()
@@ -87,7 +88,7 @@ class SimulatedGang:
             part.enter()
             part.launch(part.burn, WORK_NS)
             part.stamp(i, 0)
-        # One behind the other, as a group of NCCL's calls launches them.
+        # The kernels are launched one after the other, as by a group of NCCL calls.
         for part in self.parts:
             part.enter()
             part.launch(part.meet, MEET_NS, part.own, part.other, i + 1)

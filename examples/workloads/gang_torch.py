@@ -1,4 +1,4 @@
-"""The GPUs of a process of gang.py, by PyTorch and NCCL."""
+"""Backend of gang.py for real GPUs, on PyTorch and NCCL."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHECKPOINT = 100
 
 
 class Part:
-    """One GPU: what it works on, its stream and its stamps."""
+    """One GPU: its data, its stream and its stamps."""
 
     def __init__(self, rank: int, stream: torch.cuda.Stream) -> None:
         self.rank, self.stream, self.device = rank, stream, stream.device
@@ -115,7 +115,7 @@ class Training(Part):
 
 
 class TorchGang:
-    """The GPUs of this process, and how their numbers are summed with all others'."""
+    """The GPUs of this process, and the all-reduce over the GPUs of all processes."""
 
     def __init__(self, ranks: list[int], world: int, out: Path, *, train: bool) -> None:
         if torch.cuda.device_count() < world:
@@ -148,7 +148,7 @@ class TorchGang:
         )
 
     def _choose(self) -> str:
-        """Try NCCL with all GPUs in one group of calls; where that fails the GPUs copy."""
+        """Choose the all-reduce of a single process: NCCL, or copies between GPUs if that fails."""
         for part in self.parts:
             part.shared.zero_()
             torch.cuda.synchronize(part.device)
@@ -157,7 +157,7 @@ class TorchGang:
             for part in self.parts:
                 torch.cuda.synchronize(part.device)
         except (RuntimeError, AttributeError, TypeError) as e:
-            print(f"gang: no NCCL in one process ({e}): the GPUs copy", flush=True)
+            print(f"gang: no NCCL in one process ({e}); using copies", flush=True)
             self._sum = self._sum_by_copies
             return "copies between the GPUs, one process"
         self._sum = self._sum_by_nccl
@@ -169,7 +169,7 @@ class TorchGang:
         )
 
     def _sum_by_copies(self) -> None:
-        """Send each GPU the others' numbers; none adds before all have been sent."""
+        """Send each GPU the numbers of the others; no GPU adds before all have been sent."""
         got: list[list[Tensor]] = []
         events = []
         for part in self.parts:
@@ -212,7 +212,7 @@ class TorchGang:
         self.iterations += 1
 
     def mark(self) -> list[torch.cuda.Event]:
-        """Return what says that all up to here is done."""
+        """Return events that are complete once all work launched so far is done."""
         events = []
         for part in self.parts:
             with part.current():
@@ -226,7 +226,7 @@ class TorchGang:
             event.synchronize()
 
     def record(self) -> None:
-        """Keep the stamps from now on."""
+        """Write the stamps to a file from now on."""
         for part in self.parts:
             with part.current():
                 part.stamper.record_to(str(self.out / f"gpu{part.rank}.bin"))

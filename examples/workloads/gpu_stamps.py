@@ -1,4 +1,4 @@
-"""Stamps: where a stream of GPU work is, told by the GPU's own clock.
+"""Records when each unit of work in a CUDA stream ends, by the GPU's own clock.
 
 A stamp is a kernel of one thread that stores %globaltimer straight into pinned host memory. It runs
 in order with the work around it, costs the GPU a few microseconds and needs no synchronisation; a
@@ -37,7 +37,7 @@ STAMP_PTX = b"""
 
 
 class StampDriver:
-    """The few calls of libcuda that this job makes itself, found as any application finds them."""
+    """The few calls of libcuda that a job makes itself; the dynamic loader finds the library."""
 
     def __init__(self) -> None:
         lib = ctypes.CDLL("libcuda.so.1")
@@ -56,14 +56,14 @@ class StampDriver:
         self.launch_kernel.argtypes = [pointer, *[ctypes.c_uint] * 7, pointer, pointer, pointer]
 
     def result(self, code: int) -> str:
-        """The name of a CUresult, such as CUDA_ERROR_OUT_OF_MEMORY."""
+        """Return the name of a CUresult, such as CUDA_ERROR_OUT_OF_MEMORY."""
         name = ctypes.c_char_p()
         self.name_of(code, ctypes.byref(name))
         return name.value.decode() if name.value else f"CUDA_ERROR_{code}"
 
-    def check(self, code: int, what: str) -> None:
+    def check(self, code: int, call: str) -> None:
         if code:
-            raise RuntimeError(f"{what}: {self.result(code)}")
+            raise RuntimeError(f"{call}: {self.result(code)}")
 
     def load_function(self, ptx: bytes, name: bytes) -> ctypes.c_void_p:
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -74,7 +74,7 @@ class StampDriver:
 
 
 class Stamper:
-    """Numbers the units of a step and writes them down; subclasses know the clock."""
+    """Numbers the units of a step and writes their stamps; subclasses read the clock."""
 
     def __init__(self) -> None:
         self.labels: list[str] = []
@@ -86,12 +86,12 @@ class Stamper:
         self._position = 0
 
     def end_step(self) -> None:
-        """A step that has other units than the first is measured wrongly, so it ends the job."""
+        """End the job if the step had a different number of units than the first one."""
         if self._position != len(self.labels):
             raise RuntimeError(f"a step of {self._position} units after {len(self.labels)}")
 
     def stamp(self, label: str) -> None:
-        """A unit ends here, in the order of the current stream."""
+        """Mark the end of a unit in the current stream."""
         kind = self._position
         self._position += 1
         if kind == len(self.labels):
@@ -104,7 +104,7 @@ class Stamper:
             self.written += len(records) // RECORD.size
 
     def record_to(self, path: str | None) -> None:
-        """Drop what was stamped so far; write what comes to `path`."""
+        """Close the current file, and write later stamps to `path`; without one, drop them."""
         self.drain()
         if self._file >= 0:
             os.close(self._file)
@@ -123,7 +123,7 @@ class Stamper:
 
 
 class HostStamper(Stamper):
-    """The same without a GPU: work on a CPU is done when it returns."""
+    """Stamps without a GPU: a unit on the CPU is done when its call returns."""
 
     def take(self, kind: int) -> None:
         self.write(RECORD.pack(time.monotonic_ns(), kind))
@@ -135,8 +135,8 @@ class HostStamper(Stamper):
 class GpuStamper(Stamper):
     """A ring of slots in pinned host memory that the GPU writes and a host thread collects.
 
-    A slot is free (0) until its kernel has run. Stamps follow each other on one stream, so the
-    first free slot ends what can be collected.
+    A slot is 0 until its kernel has run. Stamps follow each other on one stream, so collecting
+    stops at the first slot that is 0.
     """
 
     RING = 1 << 14
@@ -199,7 +199,7 @@ class GpuStamper(Stamper):
 
 
 class Mark(torch.autograd.Function):
-    """Identity that stamps: on the way forward, and again when its gradient comes back."""
+    """An identity function that stamps in the forward pass, and again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, stamper: Stamper, name: str) -> Tensor:

@@ -1,7 +1,7 @@
-"""Asks EGL and Vulkan what they see, and has EGL draw a pixel; prints one JSON object.
+"""Tests EGL and Vulkan in a container: lists their devices, draws a pixel by EGL, prints JSON.
 
-Runs inside a container, with ctypes alone: the loaders libEGL.so.1 and libvulkan.so.1 are the
-image's, all that they load for this GPU comes from the mirror.
+It needs ctypes alone. The loaders libEGL.so.1 and libvulkan.so.1 come from the image; the libraries
+that they load for this GPU come from the mirror.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def vulkan() -> dict[str, Any]:
     for device in devices[: count.value]:
         properties = ctypes.create_string_buffer(2048)
         library.vkGetPhysicalDeviceProperties(c_void_p(device), properties)
-        # four 32-bit numbers and the type stand before the name
+        # The name follows four 32-bit numbers and the type.
         names.append(cast(byref(properties, 20), c_char_p).value.decode())
     return {"devices": names}
 
@@ -136,14 +136,14 @@ def mapped() -> list[str]:
     return sorted(p for p in paths if "nvidia" in p.lower() or "libcuda" in p)
 
 
-def require(condition: Any, what: str) -> None:
-    """Stop with a word on what failed."""
+def require(condition: Any, step: str) -> None:
+    """Raise an error that names the step if it failed."""
     if not condition:
-        raise RuntimeError(f"failed: {what}")
+        raise RuntimeError(f"failed: {step}")
 
 
 def main() -> int:
-    """Ask both; the status is the number of those that failed."""
+    """Test both interfaces; return the number of those that failed, as the exit status."""
     answer: dict[str, Any] = {}
     failed = 0
     for ask in (egl, vulkan):

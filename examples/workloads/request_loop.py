@@ -1,4 +1,4 @@
-"""Requests that arrive at random: when each arrives, and how long it takes until it is answered.
+"""Serves requests that arrive at random, and records each arrival and the time until its answer.
 
 Arrivals do not wait for answers (an open loop), so a request that arrives while another one is in
 progress waits for it, and its time includes that wait.
@@ -18,7 +18,7 @@ RECORD = struct.Struct("<QQ")
 
 
 def arrivals(mean_us: float, seconds: float, seed: int) -> Iterator[int]:
-    """Yield the arrivals within so many seconds, in nanoseconds from the beginning (Poisson)."""
+    """Yield the arrivals of a Poisson process within `seconds`, in nanoseconds from the start."""
     draw, at = random.Random(seed), 0  # noqa: S311 - nothing secret depends on it
     while (at := at + int(draw.expovariate(1 / mean_us) * 1000) + 1) <= seconds * 1e9:
         yield at

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""A server's decoding, which says how far it got: tokens of a model of 24 layers as a CUDA graph.
+"""A decoding job that stamps its progress: tokens of a model of 24 layers, in a CUDA graph.
 
     torch_decode.py --seconds S --out FILE [--wait-file FILE]
 
-Each unit is a token for each of eight sequences: one replay of the graph, a stamp behind it, and
-the tokens read back before the next one begins, as servers do it. FILE gets the stamps. Needs
-PyTorch, a driver, and the modules beside it.
+Each unit is a token for each of eight sequences: one replay of the graph, a stamp after it, and
+the tokens read back before the next replay, as in a server. FILE gets the stamps. Needs PyTorch,
+a driver, and the modules in this directory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def decode(options: argparse.Namespace, stop: threading.Event) -> dict[str, Any]
         raise SystemExit("torch_decode: PyTorch finds no GPU; --device cpu runs without one")
     torch.manual_seed(1)
     device = torch.device(options.device)
-    torch.empty(1, device=device)  # the stamper finds a context
+    torch.empty(1, device=device)  # creates the context that the stamper needs
     stamper = GpuStamper() if cuda else HostStamper()
     # Without a GPU there is no graph; the model is the same.
     job = (DecodeGraph if cuda else Decode)(device, tiny=options.tiny)

@@ -1,4 +1,4 @@
-"""The models that torch_workload trains, cut into parts of at most 2 ms on an H200.
+"""The models that the workloads in this directory run, cut into parts of at most 2 ms on an H200.
 
 Each has `data` to train on and `loss`, which hands every part's output to `mark`. The sizes stay
 within a container of 3 GiB and keep the GPU busy (an H100 99.9 % of the time for ResNet18, 98.8 %
@@ -36,8 +36,10 @@ class Half(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """A residual block. Whole, so that a compiled job calls a dozen parts a step, not two dozen:
-    more of them left an H200 waiting for the host one part in twelve of the time.
+    """A residual block.
+
+    It is one part, so that a step of a compiled job calls a dozen parts: with two dozen, an H200
+    waited for the host one twelfth of the time.
     """
 
     def __init__(self, wide: int, out: int, stride: int, shortcut: nn.Module) -> None:
@@ -159,9 +161,9 @@ class Transformer(nn.Module):
 
 
 class Gru(nn.Module):
-    """A GRU of 2048 cells over sequences of 48, cut into chunks that hand their state on.
+    """A GRU of 2048 cells over sequences of 48, cut into chunks that pass their state on.
 
-    cuDNN runs a chunk in one call, so a chunk is as fine as a stamp can be. `--compile` reaches the
+    cuDNN runs a chunk in one call, so stamps cannot be finer than a chunk. `--compile` affects the
     head alone: Dynamo leaves recurrent layers to cuDNN.
     """
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""A service in PyTorch that gets requests at random, and says how long each of them took.
+"""A service in PyTorch that answers requests that arrive at random, and records their latency.
 
     torch_service.py --model resnet18|decode-graph --requests MEAN_US --seconds S --out FILE
 
 A request is a forward pass of ResNet18 over a batch of images, or some tokens of a decoder as CUDA
 graphs, each read back before the next one begins. FILE gets the records of request_loop.py. Needs
-PyTorch, a driver, and the modules beside it.
+PyTorch, a driver, and the modules in this directory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch_step import Decode, DecodeGraph
 
 IMAGES = 8
 TOKENS = 2
-"""Tokens of a request for each of the decoder's sequences; one takes 1.1 ms (H200)."""
+"""Tokens of a request for each of the decoder's sequences; a token takes 1.1 ms (H200)."""
 WARM_UP = 50
 """Requests."""
 
@@ -51,7 +51,7 @@ def classify(device: torch.device, units: int, *, tiny: bool) -> Callable[[], No
 
 
 def generate(device: torch.device, units: int, *, tiny: bool) -> Callable[[], None]:
-    """Return a function that makes tokens."""
+    """Return a function that decodes `units` tokens."""
     # Without a GPU there is no graph; the model is the same.
     job = (DecodeGraph if device.type == "cuda" else Decode)(device, tiny=tiny)
 

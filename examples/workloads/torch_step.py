@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""A process that takes steps on command, so that two of them can be compared in turn.
+"""Runs steps of training or decoding on command, to compare two processes step by step.
 
     torch_step.py --kind train|decode|decode-graph --orders DIR --seconds S [--cores 2,3]
 
-Once it is warm it makes DIR/ready. For each file DIR/go-<n> it takes two steps that do not count,
-because its caches are cold, then steps for S seconds, and writes DIR/done-<n>, a JSON object: how
-many steps, in how many seconds, and the median of what one took, in ms. DIR/end ends it.
+After its warm-up it creates DIR/ready. For each file DIR/go-<n> it takes two steps that do not
+count, because its caches are cold, then steps for S seconds, and writes DIR/done-<n>, a JSON
+object: the number of steps, the seconds, and the median duration of a step in ms. DIR/end ends it.
 
-`train` is a step of the transformer of torch_models, `decode` is a token of a model of 24 layers in
-eager mode, read back before the next one begins: some 300 small kernels, so the host is what it
-waits for. `decode-graph` is the same token as one CUDA graph, as servers do it. With --cores all
-its threads stay on those, so that two processes in turn use the same ones. What else makes one
-process faster than the next for as long as it lives is the same in all: no random addresses, no
-random hashes, no garbage collection.
+`train` is a step of the transformer of torch_models. `decode` is a token of a model of 24 layers in
+eager mode, read back before the next one begins: some 300 small kernels, so the host is the
+bottleneck. `decode-graph` is the same token as one CUDA graph, as in a server. With --cores all
+threads stay on those cores, so that two processes that take turns use the same ones. Other causes
+that make one process faster than another for its whole life are removed: random addresses, random
+hashes, and garbage collection.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torch_models import Transformer
 WARM_UP_S = 2.0
 STEPS_IN_FLIGHT = 2
 LEAD = 2
-"""Steps after each sitting still that do not count."""
+"""Steps after each pause that do not count."""
 POLL_S = 0.002
 
 
@@ -46,12 +46,12 @@ ADDR_NO_RANDOMIZE = 0x0040000
 
 
 def start_alike() -> None:
-    """Start again without random addresses and hashes, unless that was done."""
+    """Execute this program again without random addresses and hashes, unless it runs so already."""
     libc = ctypes.CDLL(None)
     if os.environ.get("PYTHONHASHSEED") == "0" or libc.personality(ADDR_NO_RANDOMIZE) < 0:
         return
     os.environ["PYTHONHASHSEED"] = "0"
-    os.execv(sys.executable, [sys.executable, *sys.argv])  # noqa: S606 - ourselves
+    os.execv(sys.executable, [sys.executable, *sys.argv])  # noqa: S606 - the same program
 
 
 class Train:
@@ -102,7 +102,7 @@ class Layer(nn.Module):
 
 
 class Decode:
-    """A token for each of eight sequences; the token is read back."""
+    """Decodes a token for each of eight sequences, and reads the tokens back."""
 
     def __init__(self, device: torch.device, *, tiny: bool) -> None:
         layers, wide, heads, self.length = (2, 32, 2, 16) if tiny else (24, 1024, 16, 512)
@@ -117,7 +117,7 @@ class Decode:
 
     @torch.no_grad()
     def step(self, queued: Callable[[], None] | None = None) -> None:
-        """Make a token and read it back; `queued` is called when all its work is."""
+        """Decode a token and read it back; `queued` is called once all of its work is queued."""
         x = self.words(self.token)
         for layer in self.layers:
             x = layer(x, self.at % self.length)
@@ -129,7 +129,7 @@ class Decode:
 
 
 class DecodeGraph(Decode):
-    """The same as one CUDA graph: all attend to the whole cache, and write to its first place."""
+    """The same as one CUDA graph: a token attends to the whole cache, and writes its entry 0."""
 
     def __init__(self, device: torch.device, *, tiny: bool) -> None:
         super().__init__(device, tiny=tiny)
@@ -162,7 +162,7 @@ JOBS: dict[str, Callable[..., Any]] = {
 
 
 def take_steps(step: Callable[[], None], seconds: float, device: torch.device) -> dict[str, float]:
-    """Take steps for so long, and until all of them are done."""
+    """Take steps for `seconds`, wait until all of them are done, and return the measurements."""
     for _ in range(LEAD):
         step()
     if device.type == "cuda":

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A training job that says how far it got: PyTorch beside a quota, or alone.
+"""A training job in PyTorch that stamps its progress, for measurements with and without a quota.
 
     torch_workload.py --model resnet18|transformer|gru|gemm --seconds S --out FILE
     torch_workload.py --allocate BYTES
@@ -7,7 +7,7 @@
 
 Trains on synthetic data that lives on the GPU, with random initial weights, and stamps the end of
 each unit of work (a part of the step, at most 2 ms of GPU time when alone) into FILE. Needs PyTorch
-and a driver, and the two modules beside it.
+and a driver, and the modules in this directory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch_models import MODELS
 MIB = 1 << 20
 
 TORCH_MEMORY = 2252 * MIB
-"""What PyTorch may cache: with a context (520 MiB) and modules, a quota of 3 GiB holds it."""
+"""Limit of PyTorch's cache; with a context (520 MiB) and modules it fits a quota of 3 GiB."""
 
 WARM_UP_STEPS = 10
 STEPS_IN_FLIGHT = 2
@@ -74,7 +74,7 @@ class TrainingJob:
 
 
 class StepPace:
-    """Keeps at most two steps in flight, and counts how often the GPU had caught up by then."""
+    """Keeps at most two steps in flight, and counts how often the GPU had already finished them."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -97,7 +97,7 @@ class StepPace:
 
 
 class TrainingRun(NamedTuple):
-    """What a stretch of training came to."""
+    """The result of a period of training."""
 
     steps: int
     seconds: float
@@ -119,14 +119,14 @@ def train(
 
 
 def wait_for_start(path: str, stop: threading.Event) -> None:
-    """Say `ready`, then wait until the orchestrator lets all jobs go at once."""
+    """Create PATH.ready, then wait until the orchestrator creates PATH to start all jobs."""
     pathlib.Path(path + ".ready").touch()
     while not stop.is_set() and not pathlib.Path(path).exists():
         time.sleep(0.005)
 
 
 def require_cuda() -> torch.device:
-    """A GPU with PyTorch's context on it; `cuInit` and all else go through libcuda.so.1."""
+    """Return the GPU, with PyTorch's context created through libcuda.so.1."""
     if not torch.cuda.is_available():
         raise SystemExit("torch_workload: PyTorch finds no GPU; --device cpu runs without one")
     torch.empty(1, device="cuda")
@@ -134,13 +134,13 @@ def require_cuda() -> torch.device:
 
 
 def limit_memory(limit: int) -> None:
-    """Keep PyTorch's cache from growing into the quota's last byte: it is greedy without a cap."""
+    """Cap PyTorch's cache: without a cap it would grow up to the quota."""
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
 
 
 def allocate(count: int) -> dict[str, Any]:
-    """Ask for `count` bytes: of the driver in one call, and of PyTorch in chunks."""
+    """Allocate `count` bytes: from the driver in one call, and from PyTorch in chunks."""
     require_cuda()
     driver, pointer = StampDriver(), ctypes.c_uint64()
     code = driver.mem_alloc(ctypes.byref(pointer), count)
@@ -161,9 +161,9 @@ def read_records(path: str) -> list[tuple[int, ...]]:
 
 
 def queued_step_ms(job: TrainingJob, tries: int = 15) -> float | None:
-    """A step's GPU time without gaps: all of it is queued behind a kernel that only waits.
+    """Return the median GPU time of a step without gaps, queued behind a kernel that only waits.
 
-    None when the host never finished queueing before that kernel ended.
+    None if the host never finished queueing before that kernel ended.
     """
     taken = []
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -181,7 +181,7 @@ def queued_step_ms(job: TrainingJob, tries: int = 15) -> float | None:
 
 
 def report_selftest(job: TrainingJob, path: str, run: TrainingRun) -> None:
-    """Print what each unit takes, and whether the job keeps the GPU busy by itself."""
+    """Print the duration of each unit, and whether the job keeps the GPU busy by itself."""
     stamps = read_records(path)
     units: dict[int, list[float]] = {}
     for (before, _), (now, kind) in itertools.pairwise(stamps):
@@ -223,7 +223,7 @@ def work(options: argparse.Namespace, stop: threading.Event) -> dict[str, Any]:
     if options.compile:
         from torch import _dynamo as dynamo  # noqa: PLC0415 - a second that only --compile needs
 
-        # The parts of one class share their code object, and each shape of theirs is a variant.
+        # The parts of a class share one code object, and each of their shapes is a variant of it.
         dynamo.config.recompile_limit = 64
     stamper = GpuStamper() if cuda else HostStamper()
     try:
@@ -262,12 +262,12 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help="instead of the size made for an H200")
     parser.add_argument("--torch-memory", type=int, default=TORCH_MEMORY)
     parser.add_argument("--allocate", type=int, metavar="BYTES")
-    parser.add_argument("--selftest", action="store_true", help="print what each unit takes")
+    parser.add_argument("--selftest", action="store_true", help="print the duration of each unit")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a toy of the model, for tests")
     options = parser.parse_args(arguments)
     if options.allocate is None and options.model is None:
-        parser.error("--model or --allocate says what to do")
+        parser.error("--model or --allocate is required")
     if options.out is None:
         options.out = "/dev/null" if not options.selftest else "selftest.stamps"
     return options

@@ -188,10 +188,10 @@ def test_the_queue_repeats_no_other_failure(tmp_path):
     assert "gpu-queue" not in done.stderr
 
 
-def test_the_queue_waits_for_nobody_who_is_not_there(tmp_path):
+def test_the_queue_gives_up_when_no_container_runs(tmp_path):
     done, tries = queue(tmp_path, COMMAND.format(refusals=99, line=REFUSAL, status=0), "[]")
     assert (done.returncode, tries) == (1, 3)
-    assert done.stderr.endswith("gpu-queue: nothing runs that it could wait for\n")
+    assert done.stderr.endswith("gpu-queue: no container is running whose end could make room\n")
 
 
 def test_the_queue_gives_up_after_its_time(tmp_path):
@@ -302,9 +302,9 @@ def test_what_a_pod_asks_for_becomes_annotations(limits, annotations, wanted):
 
 
 SAID = [
-    ({"nvidia.com/gpumem-percentage": 50}, {}, "gpumem-percentage 50: say --gpu-memory"),
+    ({"nvidia.com/gpumem-percentage": 50}, {}, "gpumem-percentage 50: give --gpu-memory"),
     ({"nvidia.com/gpu": 1}, {}, "no gpumem"),
-    ({"nvidia.com/gpu": 1, "nvidia.com/priority": 1}, {}, "nvidia.com/priority has no equal"),
+    ({"nvidia.com/gpu": 1, "nvidia.com/priority": 1}, {}, "nvidia.com/priority has no equivalent"),
     ({"nvidia.com/gpumem": 1}, {"nvidia.com/use-gputype": "A10"}, "a nodeSelector"),
     ({"nvidia.com/gpumem": 1}, {"nvidia.com/vgpu-mode": "mig"}, "Tidegate shares whole GPUs"),
     ({"nvidia.com/gpumem": 1}, {"hami.io/gpu-scheduler-policy": "binpack"}, "placement: pack"),
@@ -313,7 +313,7 @@ SAID = [
 
 
 @pytest.mark.parametrize(("limits", "annotations", "line"), SAID)
-def test_what_has_no_equal_is_said(limits, annotations, line):
+def test_settings_without_an_equivalent_are_reported(limits, annotations, line):
     (after,), said = convert(pod(limits, annotations))
     assert any(one.startswith("Pod p: ") and line in one for one in said), said
     assert not set(after["metadata"]["annotations"]) & set(annotations)
@@ -330,7 +330,7 @@ def test_variables_of_the_library_go_and_others_stay():
     (after,), said = convert(before)
     assert after["spec"]["containers"][0]["env"] == [{"name": "MODEL", "value": "large"}]
     assert after["metadata"]["annotations"][PREFIX + "compute-limit"] == "100"
-    assert any("CUDA_DISABLE_CONTROL has no equal" in line for line in said)
+    assert any("CUDA_DISABLE_CONTROL has no equivalent" in line for line in said)
 
 
 def test_templates_of_pods_are_found_and_all_else_passes_through():
@@ -359,5 +359,5 @@ def test_containers_of_a_pod_that_differ_are_said():
     two["spec"]["containers"].append({"name": "log", "image": "l"})
     _, said = convert(two)
     assert said == [
-        "Pod p: annotations count for each container of the pod: here they should differ"
+        "Pod p: annotations apply to every container of the pod, but its containers differ"
     ]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""PyTorch on cudaMallocAsync: stream-ordered memory of the driver's own pool."""
+"""Tests PyTorch with cudaMallocAsync: stream-ordered memory from the driver's own pool."""
 
 from __future__ import annotations
 

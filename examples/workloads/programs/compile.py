@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""torch.compile of a small model, forward and backward: Triton has to find libcuda by itself.
+"""Tests torch.compile with a small model, forward and backward: Triton has to find libcuda itself.
 
-It asks `/sbin/ldconfig -p`, and builds a launcher with gcc that is linked with what it found.
+Triton asks `/sbin/ldconfig -p`, and builds a launcher with gcc that it links with that library.
 """
 
 from __future__ import annotations

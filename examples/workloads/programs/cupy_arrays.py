@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""CuPy: elementwise work, FFT, a product, its memory pool, a kernel in CUDA C, and a graph."""
+"""Tests CuPy: elementwise work, FFT, products, its memory pool, a kernel in CUDA C, a graph."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""torch.distributed on one GPU: two processes over gloo with tensors on the GPU, one over NCCL."""
+"""Tests torch.distributed on one GPU: two processes over gloo with GPU tensors, one over NCCL."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import os
 import tempfile
 from pathlib import Path
 
-# Names of machines do not resolve in every container; all of this is on one machine.
+# Host names do not resolve in every container, and all processes are on one host.
 for _name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
     os.environ.setdefault(_name, "lo")
 # One GPU has no use for multicast over NVLink, which machines with several may not allow.
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
-import torch  # noqa: E402 - after what its libraries read
+import torch  # noqa: E402 - after the environment that its libraries read
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
 from program import ProgramCheck, run  # noqa: E402
@@ -25,7 +25,7 @@ WORDS = 100_000
 
 
 def over_gloo(rank: int, directory: str) -> None:
-    """One of two processes; what it found is in a file."""
+    """Run one of two processes, which writes its results to a file."""
     torch.cuda.set_device(0)
     dist.init_process_group("gloo", init_method=f"file://{directory}/gloo", rank=rank, world_size=2)
     found = {}
@@ -45,7 +45,7 @@ def over_gloo(rank: int, directory: str) -> None:
 
 
 def over_nccl(program: ProgramCheck, directory: str) -> None:
-    """NCCL with a group of one."""
+    """Use NCCL with a group of one process."""
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", init_method=f"file://{directory}/nccl", rank=0, world_size=1)
     x = torch.arange(WORDS, dtype=torch.float32, device="cuda")

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Every way to a function of the driver: each name of the library, dlsym, cuGetProcAddress.
+"""Tests every way to find a function of the driver: the library's names, dlsym, cuGetProcAddress.
 
-All ways lead to one library. Where that stands before the driver, no way may lead past it: what it
-has itself is never found in the driver behind it.
+All ways have to lead to one library. If that is the control library, no way may bypass it: a
+function that it exports must never be found in the driver behind it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GOVERNED = (
     "cuMemFree", "cuMemAllocAsync", "cuMemFreeAsync", "cuLaunchKernel", "cuLaunchKernelEx",
     "cuLaunchCooperativeKernel", "cuGraphLaunch", "cuStreamDestroy",
 )  # fmt: skip
-"""What has to be governed whatever else is."""
+"""Functions that have to be found in the control library in any case."""
 
 OTHERS = (
     "cuDeviceGet", "cuDeviceGetName", "cuDeviceGetUuid", "cuCtxGetDevice", "cuCtxSynchronize",
@@ -47,8 +47,8 @@ SHOW = (
 
 
 def names_of_the_library(program: ProgramCheck, first: Cuda, home: str) -> None:
-    """Open the library by its names and in every mode; it has to be the one that we have."""
-    ours = address_of(first.library, "cuInit")
+    """Open the library by each of its names and in every mode; it must be the one of `first`."""
+    wanted = address_of(first.library, "cuInit")
     modes = {
         "local": os.RTLD_LOCAL | os.RTLD_NOW,
         "global": os.RTLD_GLOBAL | os.RTLD_LAZY,
@@ -61,11 +61,11 @@ def names_of_the_library(program: ProgramCheck, first: Cuda, home: str) -> None:
         except OSError as e:
             program.check(f"{label} opens, {mode}", False, e)
             continue
-        program.check(f"{label} opens, {mode}", found == ours, place_of(found))
+        program.check(f"{label} opens, {mode}", found == wanted, place_of(found))
 
 
 def look_up(query: int, name: str, version: int, flags: int) -> tuple[int, int]:
-    """Ask a cuGetProcAddress of five parameters; its result, and the address."""
+    """Call a cuGetProcAddress of five parameters; return its result and the address."""
     kind = ctypes.CFUNCTYPE(
         ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_int,
         ctypes.c_uint64, ctypes.POINTER(ctypes.c_int),
@@ -76,7 +76,7 @@ def look_up(query: int, name: str, version: int, flags: int) -> tuple[int, int]:
 
 
 def look_up_old(query: int, name: str, version: int, flags: int) -> tuple[int, int]:
-    """Ask the first cuGetProcAddress, which has four parameters."""
+    """Call the first version of cuGetProcAddress, which has four parameters."""
     kind = ctypes.CFUNCTYPE(
         ctypes.c_int,
         ctypes.c_char_p,
@@ -89,15 +89,15 @@ def look_up_old(query: int, name: str, version: int, flags: int) -> tuple[int, i
     return code, found.value or 0
 
 
-def leads_past(cuda: Cuda, home: str, place: AddressPlace) -> bool:
-    """Whether a function was found elsewhere though our library has one of that name itself."""
+def bypasses(cuda: Cuda, home: str, place: AddressPlace) -> bool:
+    """Return whether a function was found elsewhere although the library `home` exports it."""
     if place.file == home or not place.symbol:
         return False
     return place_of(address_of(cuda.library, place.symbol)).file == home
 
 
 def lookups(program: ProgramCheck, cuda: Cuda, home: str) -> None:
-    """Ask for each name by each version and flag, in three ways."""
+    """Look up each name with each version and flag, in three ways."""
     new = address_of(cuda.library, "cuGetProcAddress_v2")
     old = address_of(cuda.library, "cuGetProcAddress")
     _, again = look_up(new, "cuGetProcAddress", 12000, 0)
@@ -117,7 +117,7 @@ def lookups(program: ProgramCheck, cuda: Cuda, home: str) -> None:
                 continue
             found += 1
             place = place_of(address)
-            if leads_past(cuda, home, place):
+            if bypasses(cuda, home, place):
                 past.append(f"{label} leads to {place}")
             if name in GOVERNED and place.file != home:
                 elsewhere.append(f"{label} leads to {place}")
@@ -128,7 +128,7 @@ def lookups(program: ProgramCheck, cuda: Cuda, home: str) -> None:
 
 
 def by_dlsym(program: ProgramCheck, cuda: Cuda, home: str) -> None:
-    """Find the exported forms by dlsym."""
+    """Look up the exported names by dlsym."""
     places = {name: place_of(address_of(cuda.library, name)) for name in EXPORTED}
     lost = {name: place for name, place in places.items() if place.file != home}
     program.check("dlsym finds the governed functions in the library", not lost, lost)
@@ -145,7 +145,10 @@ EXPORTED = (
 
 
 def show_child(command: list[str], **more: str) -> tuple[str, int] | str:
-    """Run a child that says where it found cuInit and what memory it sees; or what went wrong."""
+    """Run a child that prints the library of its cuInit and the GPU's memory.
+
+    Return these two, or the text of its failure.
+    """
     done = subprocess.run(
         command,
         env=child_environment(**more),
@@ -161,7 +164,7 @@ def show_child(command: list[str], **more: str) -> tuple[str, int] | str:
 
 
 def by_search_path(program: ProgramCheck, wanted: tuple[str, int]) -> None:
-    """Let LD_LIBRARY_PATH name where the library was found, and the directories around it."""
+    """Set LD_LIBRARY_PATH to the library's directory and to directories around it."""
     directory = Path(wanted[0]).parent
     parts = directory.parts
     above = Path(*parts[: parts.index("glibc-hwcaps")]) if "glibc-hwcaps" in parts else directory
@@ -194,7 +197,7 @@ def body(program: ProgramCheck) -> None:
         "the GPU is as large as the quota", not program.governed or total == program.quota, total
     )
     program.check("cuMemGetInfo agrees", cuda.memory()[1] == total, cuda.memory())
-    # The very pointers that were looked up, put to work.
+    # Calls through the pointers that were looked up.
     query = address_of(cuda.library, "cuGetProcAddress_v2")
     _, allocate = look_up(query, "cuMemAlloc", 12000, 0)
     free, _ = cuda.memory()

@@ -1,6 +1,7 @@
-"""libcuda from Python without anything between: calls with results as exceptions, and a kernel.
+"""Calls of libcuda by ctypes, with results as exceptions, and PTX of two kernels.
 
-The kernel burns time. The same text runs on the simulated GPU, which knows it by its name.
+`burn` keeps the GPU busy for a given time, `add_one` increments each word of an array. The
+simulated GPU runs both too; it recognizes them by their names.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ AGAIN:
 
 
 class CallError(Exception):
-    """A call that did not answer CUDA_SUCCESS; `code` is its CUresult."""
+    """A call did not return CUDA_SUCCESS; `code` is its CUresult."""
 
     def __init__(self, call: str, code: int, name: str) -> None:
         super().__init__(f"{call}: {name}")
@@ -62,7 +63,7 @@ class CallError(Exception):
 
 
 class DlInfo(ctypes.Structure):
-    """What dladdr(3) fills in."""
+    """Dl_info, which dladdr(3) fills in."""
 
     _fields_ = (
         ("dli_fname", ctypes.c_char_p),
@@ -73,7 +74,7 @@ class DlInfo(ctypes.Structure):
 
 
 class AddressPlace(NamedTuple):
-    """Where an address lies: the file, and the symbol, if it is exactly at the start of one."""
+    """The file that an address belongs to, and the symbol if the address is its start."""
 
     file: str
     symbol: str
@@ -94,7 +95,7 @@ def place_of(address: int) -> AddressPlace:
 
 
 def address_of(library: ctypes.CDLL, name: str) -> int:
-    """Return where dlsym finds a function; 0 if it does not."""
+    """Return the address that dlsym finds for a function; 0 if it finds none."""
     try:
         return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
     except AttributeError:
@@ -102,30 +103,30 @@ def address_of(library: ctypes.CDLL, name: str) -> int:
 
 
 class Cuda:
-    """The driver, as a program finds it."""
+    """The driver's library, opened by name as any program opens it."""
 
     def __init__(self, name: str = "libcuda.so.1", mode: int = ctypes.DEFAULT_MODE) -> None:
         self.library = ctypes.CDLL(name, mode)
 
     def attempt(self, name: str, *arguments: Any) -> int:
-        """Call; integers travel as 64 bits. Returns the CUresult."""
+        """Call a function, with integers passed as 64 bits; return its CUresult."""
         passed = [ctypes.c_uint64(a) if isinstance(a, int) else a for a in arguments]
         return int(getattr(self.library, name)(*passed))
 
     def error_name(self, code: int) -> str:
-        """Return CUDA_ERROR_... as the driver spells it."""
+        """Return the driver's name of a CUresult, such as CUDA_ERROR_OUT_OF_MEMORY."""
         text = ctypes.c_char_p()
         self.library.cuGetErrorName(code, ctypes.byref(text))
         return (text.value or str(code).encode()).decode()
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call, and raise CudaError when it fails."""
+        """Call a function, and raise CallError if it fails."""
         code = self.attempt(name, *arguments)
         if code:
             raise CallError(name, code, self.error_name(code))
 
     def get(self, name: str, *arguments: Any) -> int:
-        """Call what puts a handle or a number where its first parameter points; return that."""
+        """Call a function whose first parameter points to its result; return the result."""
         result = ctypes.c_uint64()
         self.call(name, ctypes.byref(result), *arguments)
         return result.value
@@ -138,12 +139,12 @@ class Cuda:
         self.load()
 
     def load(self) -> None:
-        """Load the kernel that burns time into the current context."""
+        """Load the kernels into the current context."""
         self.module = self.get("cuModuleLoadData", ctypes.c_char_p(BURN_PTX))
         self.burner = self.function("burn")
 
     def function(self, name: str) -> int:
-        """Return a kernel by its name."""
+        """Return the handle of a kernel."""
         return self.get("cuModuleGetFunction", self.module, ctypes.c_char_p(name.encode()))
 
     def launch(
@@ -164,17 +165,17 @@ class Cuda:
         )  # fmt: skip
 
     def burn(self, nanoseconds: int, stream: int = 0) -> None:
-        """Keep the GPU busy for a while."""
+        """Keep the GPU busy for so many nanoseconds."""
         self.launch(self.burner, nanoseconds, 0, stream=stream)
 
     def memory(self) -> tuple[int, int]:
-        """Return what cuMemGetInfo calls free, and the total, in bytes."""
+        """Return the free and the total memory that cuMemGetInfo reports, in bytes."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         return free.value, total.value
 
     def total_memory(self) -> int:
-        """Return the GPU's memory as cuDeviceTotalMem says, in bytes; it needs no context."""
+        """Return the memory that cuDeviceTotalMem reports, in bytes; needs no context."""
         self.call("cuInit", 0)
         return self.get("cuDeviceTotalMem_v2", self.get("cuDeviceGet", 0))
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""PyTorch's expandable segments: virtual memory management in the place of cudaMalloc."""
+"""Tests PyTorch's expandable segments: virtual memory management instead of cudaMalloc."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def body(program: ProgramCheck) -> None:
     )
     program.value("means", grown)
     del x
-    # Segments grow by 20 MiB, which may leave that much besides.
+    # Segments grow by 20 MiB, so up to 20 MiB more may be left.
     fill_twice(program, SEGMENT + 32 * MIB)
 
 

@@ -1,4 +1,4 @@
-"""Fill a quota by PyTorch until it is out of memory, give all back, and go on."""
+"""Allocates memory by PyTorch until the quota is used up, frees it, and repeats that."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from program import ProgramCheck
 
 SEGMENT = 64 * MIB
 CONTEXT = 520 * MIB
-"""About what a context takes: alone, PyTorch's own cap leaves as much of the quota."""
+"""Approximate size of a context; without a quota, PyTorch's own cap is lower by this much."""
 
 
 def fill(limit: int) -> list[torch.Tensor]:
-    """Take blocks until there is no more, or `limit` bytes, which is too much."""
+    """Allocate blocks until memory is used up or `limit` bytes are held, which is too many."""
     held: list[torch.Tensor] = []
     try:
         while len(held) * SEGMENT < limit:
@@ -23,7 +23,7 @@ def fill(limit: int) -> list[torch.Tensor]:
 
 
 def fill_twice(program: ProgramCheck, slack: int) -> None:
-    """Fill, and compare how far it came with the quota: `slack` bytes below it, and never above."""
+    """Check that two fills take no more than the quota, and leave less than `slack` bytes of it."""
     _, total = torch.cuda.mem_get_info()
     cap = program.quota - CONTEXT
     if program.governed:
@@ -42,7 +42,7 @@ def fill_twice(program: ProgramCheck, slack: int) -> None:
         if held:
             held.pop()
             held[0].fill_(3)
-            # A part of it: the sum of all would first be made of integers eight times as large.
+            # Only a part: summing the whole block would first make a copy eight times as large.
             found = held[0][-4096:].sum(dtype=torch.int64).item()
             program.check("what was taken can be used", found == 3 * 4096, found)
         held.clear()

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Children of every kind: forked before cuInit and after, spawned, and two that end without a word.
+"""Tests child processes: forked before and after cuInit, spawned, and ended without a clean-up.
 
-What a child held has to be free again soon after its end, however it ended.
+The memory of a child has to be free again soon after its end, however it ended.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from program import ProgramCheck, child_environment, run, wait_until
 
 BLOCK = 256 * MIB
 SLACK = 48 * MIB
-"""What a measurement of free memory may be off by: other processes' streams and modules move it."""
+"""Tolerance of a measurement of free memory: other processes' streams and modules change it."""
 
 BURNS = 20
 
-# A process that has launched may have threads that it did not start: the driver's, or those of a
-# library in its place. Python warns of a fork then.
+# A process that has launched may have threads that it did not start: the driver's, or those of the
+# control library. Python then warns of a fork.
 warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 CHILD_S = 60
 
 
 def use_gpu() -> dict[str, object]:
-    """Take memory, launch, and say what it came to."""
+    """Allocate memory and launch kernels; return the sum of the memory's words."""
     cuda = Cuda()
     cuda.start()
     block = cuda.get("cuMemAlloc_v2", BLOCK)
@@ -43,7 +43,7 @@ def use_gpu() -> dict[str, object]:
 
 
 def in_a_fork(work: Callable[[], object]) -> object:
-    """Run `work` in a forked child, and return what it answered, or how the child ended."""
+    """Run `work` in a forked child, and return its result, or a text on how the child ended."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -70,11 +70,11 @@ def in_a_fork(work: Callable[[], object]) -> object:
         os.close(reader)
         return f"did not end within {CHILD_S} s"
     with os.fdopen(reader) as file:
-        return json.loads(file.read() or '"said nothing"')
+        return json.loads(file.read() or '"no output"')
 
 
-def child_command(what: str) -> list[str]:
-    return [sys.executable, __file__, what]
+def child_command(action: str) -> list[str]:
+    return [sys.executable, __file__, action]
 
 
 def by_exec() -> object:
@@ -105,7 +105,7 @@ def by_posix_spawn() -> object:
 
 
 def time_return(program: ProgramCheck, cuda: Cuda, ending: str) -> None:
-    """Let a child hold memory and end; see how long cuMemGetInfo goes on counting it."""
+    """Measure how long cuMemGetInfo still counts the memory of a child that has ended."""
     before, _ = cuda.memory()
     with subprocess.Popen(
         child_command(ending),
@@ -138,7 +138,7 @@ def time_return(program: ProgramCheck, cuda: Cuda, ending: str) -> None:
 
 
 def is_steady(cuda: Cuda) -> bool:
-    """Return whether as much is free as 0.3 s ago."""
+    """Return whether the free memory stays the same for 0.3 s."""
     before = cuda.memory()[0]
     time.sleep(0.3)
     return cuda.memory()[0] == before
@@ -154,9 +154,9 @@ def body(program: ProgramCheck) -> None:
     answers["spawned"] = by_posix_spawn()
     for how, answer in answers.items():
         program.check(f"a child {how} uses the GPU", answer == wanted, answer)
-    # The driver lets a forked child do nothing after its parent's cuInit, and says so.
+    # The driver refuses all calls of a child that was forked after its parent's cuInit.
     program.value("a child forked after cuInit", str(in_a_fork(lambda: cuda.memory()[1] > 0)))
-    # What the children above had comes back some time after their end.
+    # The memory of the children above becomes free some time after their end.
     wait_until(lambda: is_steady(cuda), 10)
     used = cuda.memory()[1] - cuda.memory()[0]
     program.check("a child that does nothing ends", in_a_fork(lambda: 1) == 1)
@@ -170,7 +170,7 @@ def body(program: ProgramCheck) -> None:
 
 
 def hold() -> None:
-    """Take memory and wait for the end, or for a line."""
+    """Allocate memory, then wait for a line of input or a signal that ends the process."""
     cuda = Cuda()
     cuda.start()
     cuda.get("cuMemAlloc_v2", BLOCK)

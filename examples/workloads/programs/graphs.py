@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""CUDA graphs in PyTorch: inference and a whole training step captured, and graphed callables."""
+"""Tests CUDA graphs in PyTorch: captured inference and training steps, and graphed callables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def make_model() -> nn.Module:
 
 
 def warm_up(work) -> None:  # noqa: ANN001 - any callable
-    """Run beside the capture's stream first, as PyTorch asks for."""
+    """Run the work on another stream before its capture, as PyTorch requires."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A green context: some of the GPU's multiprocessors, a stream of its own, and work on it."""
+"""Tests a green context: some of the GPU's multiprocessors, a stream of its own, and kernels."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ WORDS = 1 << 16
 ROUNDS = 10
 SM, DEFAULT_STREAM, NON_BLOCKING = 1, 1, 1
 RESOURCE = 144
-"""Size of a CUdevResource; its first word is the type, at byte 96 is an SM resource's count."""
+"""Size of a CUdevResource in bytes."""
 
 COUNT_AT = 96
+"""Offset of the number of multiprocessors in a CUdevResource."""
+
 LEAST = 8
 
 
@@ -25,11 +27,13 @@ def body(program: ProgramCheck) -> None:
     cuda.start()
     device = cuda.get("cuDeviceGet", 0)
     whole = ctypes.create_string_buffer(RESOURCE)
-    part, rest = ctypes.create_string_buffer(RESOURCE), ctypes.create_string_buffer(RESOURCE)
+    part, remainder = (ctypes.create_string_buffer(RESOURCE) for _ in range(2))
     cuda.call("cuDeviceGetDevResource", device, whole, SM)
     groups = ctypes.c_uint(1)
-    cuda.call("cuDevSmResourceSplitByCount", part, ctypes.byref(groups), whole, rest, 0, LEAST)
-    counts = [int.from_bytes(one[COUNT_AT : COUNT_AT + 4], "little") for one in (whole, part, rest)]
+    cuda.call("cuDevSmResourceSplitByCount", part, ctypes.byref(groups), whole, remainder, 0, LEAST)
+    counts = [
+        int.from_bytes(one[COUNT_AT : COUNT_AT + 4], "little") for one in (whole, part, remainder)
+    ]
     program.check("a part has some of the multiprocessors", LEAST <= counts[1] < counts[0], counts)
     program.value("multiprocessors", counts, 0)
     description = cuda.get("cuDevResourceGenerateDesc", part, 1)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""JAX: jit and grad, with the pool that it takes at its start, 75 % of the memory that it sees."""
+"""Tests JAX: jit and grad, with the pool that JAX allocates at its start (75 % of the memory)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-/* A program that was linked with -lcuda and has a path of its own to it: which library it got, and
- * the memory it sees. */
+/* Prints which libcuda the dynamic loader found for a program that was linked with -lcuda and has
+ * an RPATH, and the GPU memory that this library reports. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stddef.h>
@@ -17,7 +17,7 @@ int main(void)
     if (!error)
         error = cuDeviceTotalMem_v2(&total, 0);
     if (error || !dladdr(dlsym(RTLD_DEFAULT, "cuInit"), &where)) {
-        fprintf(stderr, "linked: the driver answered %d\n", error);
+        fprintf(stderr, "linked: the driver returned %d\n", error);
         return 1;
     }
     printf("[\"%s\", %zu]\n", where.dli_fname, total);

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Data from worker processes into pinned memory, and a tensor on the GPU sent to a child (IPC)."""
+"""Tests PyTorch's worker processes with pinned memory, and CUDA IPC of a tensor with a child."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Items(Dataset):
 
 
 def load(how: str) -> list[float]:
-    """Return the sum of each batch, made on the GPU."""
+    """Return the sum of each batch, computed on the GPU."""
     loader = DataLoader(
         Items(), batch_size=BATCH, num_workers=2, pin_memory=True, multiprocessing_context=how
     )  # fmt: skip
@@ -37,7 +37,7 @@ def load(how: str) -> list[float]:
 
 
 def change(incoming: Any, outgoing: Any) -> None:
-    """Double a tensor of the parent's, where it lies, and say what it came to."""
+    """Double the parent's tensor in place, and send the sum of it to the parent."""
     tensor = incoming.get()
     tensor.mul_(2)
     torch.cuda.synchronize()
@@ -47,7 +47,7 @@ def change(incoming: Any, outgoing: Any) -> None:
 
 
 def share(program: ProgramCheck) -> None:
-    """Send a tensor to a child, which sees and changes this very memory."""
+    """Send a tensor to a child, which maps and changes the same memory."""
     context = mp.get_context("spawn")
     to_child, from_child = context.Queue(), context.Queue()
     child = context.Process(target=change, args=(to_child, from_child))
@@ -57,8 +57,8 @@ def share(program: ProgramCheck) -> None:
     seen = from_child.get(timeout=60)
     wanted = float(WORDS) * (WORDS - 1)
     program.check("the child saw the parent's tensor, doubled", abs(seen / wanted - 1) < 1e-6, seen)
-    ours = tensor.double().sum().item()
-    program.check("the parent sees what the child did", abs(ours / wanted - 1) < 1e-6, ours)
+    changed = tensor.double().sum().item()
+    program.check("the parent sees what the child did", abs(changed / wanted - 1) < 1e-6, changed)
     to_child.put(None)
     child.join(60)
     program.check("the child ended well", child.exitcode == 0, child.exitcode)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Managed memory: host and GPU write the same words in turns."""
+"""Tests managed memory: host and GPU write the same words in turns."""
 
 from __future__ import annotations
 

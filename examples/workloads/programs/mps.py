@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Start a daemon of NVIDIA's MPS here, and a client of it.
+"""Tests NVIDIA's MPS: starts a daemon and a client of it in this container.
 
-Alone it has to work. Under a quota it may be refused, by an error or by the lack of the program; if
-the client runs, its launches have to be counted like any others.
+Without a quota both have to work. Under a quota the client may be refused, by an error or because
+the daemon's program is missing; if the client runs, its launches have to be counted like any other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WAIT_S = 40.0
 
 
 def client() -> None:
-    """Launch as a client, say how it went, and wait for the end of the input."""
+    """Launch kernels as a client, print the outcome, and wait for the end of the input."""
     cuda = Cuda()
     try:
         cuda.start()
@@ -57,18 +57,21 @@ def try_client(program: ProgramCheck, environment: dict[str, str]) -> dict:
         return {"outcome": "hangs"}
     line = child.stdout.readline()
     if not line:
-        return {"outcome": f"ends with status {child.wait()}", "said": child.stderr.read().decode()}
+        return {
+            "outcome": f"ends with status {child.wait()}",
+            "stderr": child.stderr.read().decode(),
+        }
     answer = json.loads(line)
     if answer["outcome"] == "refused":
         # A refusal is explained on the client's standard error.
-        answer["said"] = child.stderr.readline().decode().strip()
+        answer["stderr"] = child.stderr.readline().decode().strip()
     return answer
 
 
-def start_daemon(program: ProgramCheck, environment: dict[str, str], said: Path) -> dict | None:
-    """Start the daemon, to be ended with this program; an answer if it refuses."""
-    # A file, because the daemon keeps what it writes to: the end of a pipe would never come.
-    with said.open("w") as output:
+def start_daemon(program: ProgramCheck, environment: dict[str, str], log: Path) -> dict | None:
+    """Start the daemon, which ends with this program; return an outcome if it refuses to start."""
+    # The output is a file: the daemon keeps it open, so reading a pipe would never end.
+    with log.open("w") as output:
         done = subprocess.run(
             [CONTROL, "-d"],
             env=environment,
@@ -78,7 +81,7 @@ def start_daemon(program: ProgramCheck, environment: dict[str, str], said: Path)
             stderr=subprocess.STDOUT,
         )
     if done.returncode:
-        return {"outcome": "refused", "error": said.read_text(errors="replace").strip()}
+        return {"outcome": "refused", "error": log.read_text(errors="replace").strip()}
     program.until_end.callback(
         subprocess.run,
         [CONTROL], input=b"quit\n", env=environment, check=False, timeout=30,
@@ -105,7 +108,7 @@ def body(program: ProgramCheck) -> None:
         environment = child_environment(
             CUDA_MPS_PIPE_DIRECTORY=directory, CUDA_MPS_LOG_DIRECTORY=directory
         )
-        answer = start_daemon(program, environment, Path(directory) / "said")
+        answer = start_daemon(program, environment, Path(directory) / "output")
         answer = answer or try_client(program, environment)
     program.note("client", answer)
     if answer["outcome"] == "ran":

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""PyTorch out of memory at the quota, and on again."""
+"""Tests that PyTorch runs out of memory at the quota, and works again afterwards."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the programs here share: their options, named checks and values, and one line of JSON.
+"""Common code of the test programs in this directory: options, named checks and values, JSON.
 
-A program runs twice, alone and under a quota. A check is true or false, and true in both runs; a
-value is compared between them, as near as its tolerance says; a note is for the reader.
+A program runs twice, alone and under a quota. A check has to be true in both runs; a value is
+compared between them, within its tolerance; a note is for the reader.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 NOT_HERE = 77
-"""The exit status of a program that needs what this machine does not have."""
+"""The exit status of a program that needs a feature that this machine does not have."""
 
 TOLERANCE = 1e-3
 HOLD_S = 60.0
@@ -28,14 +28,14 @@ Value = float | str | Sequence[float] | Sequence[str]
 
 
 class NotHereError(Exception):
-    """What the program needs is not on this machine; one line."""
+    """This machine lacks a feature that the program needs; the text names it in one line."""
 
 
 class ProgramCheck:
-    """One run: what was asked for, and what has been found so far.
+    """One run of a program: its options, and its results so far.
 
-    `launches` is how many kernels and graphs the processes that live at the end have started at
-    least; `until_end` holds what has to live until then.
+    `launches` is the least number of kernels and graphs that the processes alive at the end have
+    launched; `until_end` holds resources, such as children, that are kept until then.
     """
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
@@ -53,13 +53,13 @@ class ProgramCheck:
         self.until_end = contextlib.ExitStack()
 
     def check(self, name: str, holds: object, detail: object = "") -> None:
-        """Keep whether something holds; if it does not, say so. All checks of a name must hold."""
+        """Record a check, and print it if it fails. All checks of one name have to hold."""
         self.checks[name] = self.checks.get(name, True) and bool(holds)
         if not holds:
             print(f"{self.name}: {name}: no ({detail})", file=sys.stderr, flush=True)
 
     def value(self, name: str, value: Value, tolerance: float = TOLERANCE) -> None:
-        """Keep a result: numbers are compared to `tolerance` of their size, text to the letter."""
+        """Record a value: numbers are compared within a relative `tolerance`, text exactly."""
         numbers = value if isinstance(value, (list, tuple)) else [value]
         for number in numbers:
             if isinstance(number, float) and not math.isfinite(number):
@@ -69,16 +69,16 @@ class ProgramCheck:
             self.tolerances[name] = tolerance
 
     def note(self, name: str, value: Any) -> None:
-        """Keep a value for the reader that no comparison uses."""
+        """Record a value for the reader, which is not compared."""
         self.notes[name] = value
 
     def tool(self, name: str) -> Path | None:
-        """Return a program that was compiled for this run, if it could be."""
+        """Return the path of a program that was compiled for this run, or None."""
         path = self.tools / name if self.tools else None
         return path if path and path.exists() else None
 
     def finish(self) -> int:
-        """Print the line, wait so that this process can be inspected, and return the status."""
+        """Print the results, wait so that this process can be inspected, and return the status."""
         bits = json.dumps([self.checks, self.values], sort_keys=True).encode()
         answer = {
             "program": self.name,
@@ -97,7 +97,7 @@ class ProgramCheck:
 
 
 def wait_until(condition: Callable[[], object], seconds: float, every: float = 0.005) -> bool:
-    """Ask until it holds, `seconds` at most; whether it did."""
+    """Wait until the condition holds, `seconds` at most; return whether it does."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -110,16 +110,16 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--governed", action="store_true", help="a quota is in force")
     parser.add_argument(
-        "--quota", type=int, default=8 << 30, help="bytes; alone, a program caps itself"
+        "--quota", type=int, default=8 << 30, help="bytes; without a quota, the program's own cap"
     )
-    parser.add_argument("--within-ms", type=int, default=200, help="how soon memory has to be back")
-    parser.add_argument("--tools", type=Path, help="a directory with programs that were compiled")
-    parser.add_argument("--hold", help="at the end create FILE.ready, and go on when FILE is there")
+    parser.add_argument("--within-ms", type=int, default=200, help="time limit for freed memory")
+    parser.add_argument("--tools", type=Path, help="directory of the compiled programs")
+    parser.add_argument("--hold", help="at the end create FILE.ready, and wait for FILE")
     return parser.parse_args()
 
 
 def run(body: Callable[[ProgramCheck], None]) -> None:
-    """Run a program and end the process; what it raises is shown, and ends it with 1."""
+    """Run a program and end the process with its status; an exception ends it with 1."""
     program = ProgramCheck(Path(sys.argv[0]).stem, parse_options())
     with program.until_end:
         try:
@@ -132,5 +132,5 @@ def run(body: Callable[[ProgramCheck], None]) -> None:
 
 
 def child_environment(**more: str) -> dict[str, str]:
-    """The environment for a child, with what it needs besides."""
+    """Return this process's environment for a child, with more variables."""
     return {**os.environ, **more}

@@ -1,12 +1,12 @@
-// A program on the CUDA runtime, to be linked with -cudart static: kernels, stream-ordered memory, a refusal.
+// Tests the CUDA runtime linked with -cudart static: kernels, stream-ordered memory, a refused allocation.
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
 
-static void check(cudaError_t error, const char *what)
+static void check(cudaError_t error, const char *call)
 {
     if (error != cudaSuccess) {
-        fprintf(stderr, "staticrt: %s: %s\n", what, cudaGetErrorName(error));
+        fprintf(stderr, "staticrt: %s: %s\n", call, cudaGetErrorName(error));
         exit(1);
     }
 }
@@ -48,7 +48,7 @@ int main(int argc, char **argv)
     printf("{\"total\": %zu, \"runtime\": %d, \"smallest\": %d, \"largest\": %d, \"too_much\": \"%s\"}\n", total, runtime,
            smallest, largest, cudaGetErrorName(cudaMalloc(&too_much, 2 * total)));
     fflush(stdout);
-    // The process waits until its input ends, so that what it did can be counted.
+    // The process waits until its input ends, so that its launches can be counted.
     while (getchar() != EOF)
         ;
     return 0;

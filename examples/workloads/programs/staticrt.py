@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A program of CUDA C++ with the runtime linked in: only the driver is a library."""
+"""Tests a CUDA C++ program with a static runtime: the driver is its only CUDA library."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def body(program: ProgramCheck) -> None:
     )
     line = child.stdout.readline()
     if not line:
-        raise RuntimeError(f"staticrt said nothing and ended with status {child.wait()}")
+        raise RuntimeError(f"staticrt printed nothing and ended with status {child.wait()}")
     answer = json.loads(line)
     total = answer.pop("total")
     program.check(

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Eight threads that launch at once, each on a stream of its own, with memory of its own."""
+"""Tests eight threads that launch at the same time, each with its own stream and memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BURN_NS = 100_000
 
 
 def work(cuda: Cuda, number: int, together: threading.Barrier, found: list[int | str]) -> None:
-    """Fill a block and burn in turns; what is in the block at the end tells that all of it came."""
+    """Burn time and fill a block in turns; the block has the last value if no fill was lost."""
     try:
         cuda.call("cuCtxSetCurrent", cuda.context)
         stream = cuda.get("cuStreamCreate", 1)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A small CNN and a small Transformer, trained for some steps by PyTorch."""
+"""Tests PyTorch's training: some steps of a small CNN and of a small Transformer."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class StoryProgram:
     process: subprocess.Popen[str]
     container: Running | None = None
     begun: float = 0.0
-    """When it was told to begin, in seconds of CLOCK_MONOTONIC."""
+    """The time at which the story started it, in seconds of CLOCK_MONOTONIC."""
 
     @property
     def output(self) -> str:

@@ -353,7 +353,7 @@ class ClaimDriver:
             return not self._locks and not self._waiters
 
     def differs(self) -> bool:
-        """Return whether the state differs from what the kubelet was told.
+        """Return whether the state differs from the state that the kubelet last got.
 
         The claims in the governor differ after a start of this driver, after the governor has lost
         its file, or if another driver of the node was called. The result is also True if the CDI

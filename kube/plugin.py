@@ -188,7 +188,7 @@ class Allocations:
                     del self._given[uid]  # a container that starts with it gets the error
                     log.warning("units-lost", uid=uid, message=e.message, hint=e.hint)
                 else:
-                    log.info("units-told-again", uid=uid)
+                    log.info("units-restored", uid=uid)
 
 
 def _require_apart(wanted: Sequence[Units], gpus: Sequence[Mapping[str, Any]]) -> None:

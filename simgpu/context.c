@@ -157,7 +157,7 @@ void context_unhold(struct context *context)
     }
 }
 
-/* With the device's lock held: collect what has completed since the last look. */
+/* With the device's lock held: collect the commands that have completed since the last call. */
 static void context_collect(struct context *context)
 {
     struct gpu *gpu = context->device->gpu;
@@ -185,7 +185,7 @@ uint64_t context_tail(const struct context *context)
     return context->device->gpu->contexts[context->index].tail;
 }
 
-/** context_look() - learn what has completed, and carry out the effects */
+/** context_look() - collect the commands that have completed, and carry out their effects */
 CUresult context_look(struct context *context)
 {
     if (!device_enter(context->device))
@@ -196,7 +196,7 @@ CUresult context_look(struct context *context)
     return CUDA_SUCCESS;
 }
 
-/* How long to sleep between two looks at the word that the context waits for. */
+/* How long to sleep between two checks of the word that the context waits for. */
 static uint64_t context_patience(const struct context *context)
 {
     const struct place *first = &context->places[context->head % GPU_QUEUE];
@@ -360,7 +360,7 @@ size_t command_to_span(const struct command *command)
     return span(command, command->to_pitch, command->to_plane);
 }
 
-/** command_from_span() - the same for what a copy reads */
+/** command_from_span() - bytes from the first to the last that a copy reads */
 size_t command_from_span(const struct command *command)
 {
     return span(command, command->from_pitch, command->from_plane);

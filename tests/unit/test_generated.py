@@ -31,6 +31,8 @@ GENERATED = {
 }
 """The files of each check with --check."""
 COMPARED_BY_A_TEST = ["-m bench.quota_pictures"]  # test_bench_quota_pictures.py
+ELSEWHERE = {"CUDA headers": "-m tools.cuda_headers"}
+"""Checks with --check that need more than the file, and the generators: test_cuda_headers.py tries them."""
 SAYS_SO = re.compile(
     r"(?:[Ww]ritten|[Gg]enerated) by (?:`python|the protocol buffer|the gRPC|tools/|python )"
 )
@@ -65,7 +67,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_each_check_of_generated_files_is_tried() -> None:
-    assert set(GENERATED) == {
+    assert {*GENERATED, *ELSEWHERE} == {
         name for name, words in check.commands().items() if words[-1] == "--check"
     }
 
@@ -106,4 +108,4 @@ def test_contributors_are_told_all_generators() -> None:
         for words in (check.commands()[name] for name in GENERATED)
     ]
     expected[expected.index("tools/mutate.py")] += " --page"
-    assert sorted(told) == sorted(expected + COMPARED_BY_A_TEST)
+    assert sorted(told) == sorted([*expected, *COMPARED_BY_A_TEST, *ELSEWHERE.values()])

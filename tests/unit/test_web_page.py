@@ -280,7 +280,7 @@ def test_refusals_and_violations_stand_with_their_reasons(
     over = Episode("compute", UUID, 4712, 87, 0, time.time() - 600, time.time() - 590)
     tally.violate("one", over)
     one.findings.frozen = True
-    served.world.server.books.set_lost(UUID, "GPU is lost")
+    served.world.server.allocations.set_lost(UUID, "GPU is lost")
     served.step((one, 0.0))
     open_page(page, served, 1)
     events = words(page, "#events")
@@ -342,7 +342,7 @@ def test_names_of_containers_are_text_and_nothing_else(served: Served, page: Bro
     for name in HOSTILE:
         tally.refuse(time.time(), name, "refused", name, name)
         tally.violate(name, Episode("unregistered", UUID, 1, 1, 0, time.time()))
-    served.world.server.books.set_lost(UUID, HOSTILE[0])
+    served.world.server.allocations.set_lost(UUID, HOSTILE[0])
     served.step(*((container, 1.0) for container in containers), times=3)
     open_page(page, served, len(HOSTILE))
     assert page.evaluate("window.pwned") is None

@@ -16,12 +16,7 @@
 #define HELD_LOOK 500000u /* ns between two looks at a word that a command waits for */
 #define MEET_LOOK 100000u /* the same for a kernel that spins */
 
-static struct pool contexts_pool = POOL(context, 0x43545830);
-
-bool context_valid(const struct context *context)
-{
-    return pool_owns(&contexts_pool, context);
-}
+struct pool events_pool = POOL(event, 0x45565430);
 
 static CUresult context_place(struct context *context)
 {
@@ -91,38 +86,6 @@ CUresult context_new(struct context **contextp, CUdevice ordinal, unsigned int f
     driver.contexts = context;
     *contextp = context;
     return CUDA_SUCCESS;
-}
-
-/** context_free() - end a context, its pending work, its memory and its streams */
-void context_free(struct context *context)
-{
-    struct device *device = context->device;
-    struct context **link = &driver.contexts;
-
-    while (context->streams)
-        stream_free(context->streams);
-    capture_drop_stream(&context->legacy);
-    if (device_enter(device)) {
-        if (device->gpu->contexts[context->index].serial == context->serial)
-            atomic_store(&device->gpu->contexts[context->index].serial, 0);
-        device_leave(device);
-    }
-    for (unsigned int i = 0; i < GPU_QUEUE; i++) {
-        while (context->places[i].first) {
-            struct effect *effect = context->places[i].first;
-
-            context->places[i].first = effect->next;
-            free(effect->command.staged);
-            free(effect);
-        }
-    }
-    memory_release_context(context);
-    memory_refund(device, context->stacks);
-    while (*link != context)
-        link = &(*link)->next;
-    *link = context->next;
-    mempool_context_ended(context->ordinal);
-    pool_give(&contexts_pool, context);
 }
 
 /*

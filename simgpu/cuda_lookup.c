@@ -3,6 +3,9 @@
 
 #include "lookup.h"
 
+any_function *(*lookup)(const char *name, int version, uint64_t flags,
+                        CUdriverProcAddressQueryResult *statusp);
+
 /*
  * The flags select the default stream of the function that is found; without any it is the legacy
  * one.

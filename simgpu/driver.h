@@ -171,6 +171,8 @@ struct allocation {
     unsigned int opened;           /* imported: number of times it is open here */
     struct handle *handle;         /* mapping: the memory that is mapped */
     uint64_t access;               /* mapping: which devices may use it */
+    /* Pool block, mapping: takes the memory, which does not end with the allocation. */
+    void (*returned)(const struct allocation *item);
 };
 
 struct array {
@@ -206,9 +208,8 @@ struct driver {
 };
 
 extern struct driver driver;
+extern struct pool contexts_pool;
 
-CUresult driver_init(void);
-void driver_forget(bool owner);
 CUresult driver_enter(void);
 CUresult driver_enter_context(struct context **contextp);
 CUresult driver_leave(CUresult result);
@@ -224,7 +225,6 @@ bool current_pop(struct context **contextp);
 const void *current_thread(void);
 
 CUresult context_new(struct context **contextp, CUdevice ordinal, unsigned int flags);
-void context_free(struct context *context);
 bool context_valid(const struct context *context);
 CUresult context_look(struct context *context);
 CUresult context_wait(struct context *context, uint64_t need);
@@ -236,6 +236,11 @@ bool context_displaced(const struct context *context);
 void context_append(struct context *context, const struct command *command);
 void context_settle(struct context *context);
 void context_perform(struct context *context, const struct command *command, uint64_t time);
+
+/* lifecycle.c */
+CUresult driver_init(void);
+void driver_forget(bool owner);
+void context_free(struct context *context);
 
 /* stream.c */
 extern struct pool streams_pool, events_pool;
@@ -276,7 +281,6 @@ CUresult mempool_choose(int ordinal, struct mempool *pool);
 CUresult mempool_destroy(struct mempool *pool);
 CUresult mempool_allocate(struct mempool *pool, struct stream *stream, size_t bytes,
                           uintptr_t *addressp);
-void mempool_returned(const struct allocation *block);
 void mempool_forget_stream(const struct stream *stream);
 void mempool_trim(struct mempool *pool, uint64_t keep);
 void mempool_synchronized(const struct device *device);
@@ -298,7 +302,6 @@ CUresult vmm_reserve(uintptr_t *basep, size_t size, size_t alignment, uintptr_t 
 CUresult vmm_unreserve(uintptr_t base, size_t size);
 CUresult vmm_map(uintptr_t base, size_t size, size_t offset, struct handle *handle);
 CUresult vmm_unmap(uintptr_t base, size_t size);
-void vmm_unmapped(const struct allocation *item);
 CUresult vmm_access(uintptr_t base, size_t size, const CUmemAccessDesc *wanted);
 void vmm_forget(bool owner);
 
@@ -318,7 +321,7 @@ CUresult graphmem_get(int ordinal, CUgraphMem_attribute attribute, uint64_t *val
 CUresult graphmem_set(int ordinal, CUgraphMem_attribute attribute, uint64_t value);
 void graphmem_forget(bool owner);
 
-/* graph.c */
+/* capture.c, graph.c */
 struct capture {
     struct capture *next;
     uint64_t number;

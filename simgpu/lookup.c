@@ -188,12 +188,12 @@ static const struct row {
 } rows[] = {FUNCTIONS(ROW, ROW_PTSZ, ROW_PTDS)};
 
 /**
- * lookup() - the newest function of that base name that a program built for `version` may call
+ * newest() - the newest function of that base name that a program built for `version` may call
  *
  * A name with a version suffix is not a base name and is not found, as in the driver.
  */
-any_function *lookup(const char *name, int version, uint64_t flags,
-                     CUdriverProcAddressQueryResult *statusp)
+static any_function *newest(const char *name, int version, uint64_t flags,
+                            CUdriverProcAddressQueryResult *statusp)
 {
     const struct row *best = NULL;
 
@@ -212,4 +212,9 @@ any_function *lookup(const char *name, int version, uint64_t flags,
         return NULL;
     return flags & CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM ? best->per_thread
                                                                  : best->function;
+}
+
+__attribute__((constructor)) static void offer(void)
+{
+    lookup = newest;
 }

@@ -7,5 +7,6 @@
 
 typedef void any_function(void);
 
-any_function *lookup(const char *name, int version, uint64_t flags,
-                     CUdriverProcAddressQueryResult *statusp);
+/* Set by lookup.c, which has the addresses of all functions. */
+extern any_function *(*lookup)(const char *name, int version, uint64_t flags,
+                               CUdriverProcAddressQueryResult *statusp);

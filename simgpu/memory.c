@@ -321,16 +321,12 @@ static void table_remove(size_t place)
     table.n--;
     memmove(&table.items[place], &table.items[place + 1],
             (table.n - place) * sizeof(table.items[0]));
-    if (item.mempool) {
-        mempool_returned(&item);
+    if (item.returned) {
+        item.returned(&item);
         return;
     }
     if (item.kind == ALLOCATION_GRAPH) /* the graph owns more addresses than these */
         return;
-    if (item.handle) {
-        vmm_unmapped(&item);
-        return;
-    }
     if (item.slab) {
         if (--item.slab->n == 0)
             slab_end(item.slab);

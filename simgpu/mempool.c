@@ -239,6 +239,16 @@ static bool take_again(struct mempool *pool, const struct stream *stream, size_t
     return false;
 }
 
+/** mempool_returned() - a block has left the table */
+static void mempool_returned(const struct allocation *block)
+{
+    struct mempool *pool = block->mempool;
+
+    pool->used -= block->size;
+    if (--pool->n_blocks == 0 && pool->ended)
+        mempool_free(pool);
+}
+
 /** mempool_allocate() - allocate a block that the stream may use at once */
 CUresult mempool_allocate(struct mempool *pool, struct stream *stream, size_t bytes,
                           uintptr_t *addressp)
@@ -249,7 +259,8 @@ CUresult mempool_allocate(struct mempool *pool, struct stream *stream, size_t by
                               .bytes = bytes,
                               .size = size,
                               .context = stream->context,
-                              .mempool = pool};
+                              .mempool = pool,
+                              .returned = mempool_returned};
     CUresult r;
 
     if (bytes == 0)
@@ -270,16 +281,6 @@ CUresult mempool_allocate(struct mempool *pool, struct stream *stream, size_t by
     count_used(pool, size);
     *addressp = item.base;
     return CUDA_SUCCESS;
-}
-
-/** mempool_returned() - a block has left the table */
-void mempool_returned(const struct allocation *block)
-{
-    struct mempool *pool = block->mempool;
-
-    pool->used -= block->size;
-    if (--pool->n_blocks == 0 && pool->ended)
-        mempool_free(pool);
 }
 
 /**

@@ -10,7 +10,6 @@
 #include <stdlib.h>
 
 struct pool streams_pool = POOL(stream, 0x53545230);
-struct pool events_pool = POOL(event, 0x45565430);
 
 static uint64_t larger(uint64_t a, uint64_t b)
 {

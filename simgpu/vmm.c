@@ -348,6 +348,14 @@ CUresult vmm_unreserve(uintptr_t base, size_t size)
     return CUDA_ERROR_INVALID_VALUE;
 }
 
+/** vmm_unmapped() - a mapping has left the table; its addresses stay reserved */
+static void vmm_unmapped(const struct allocation *item)
+{
+    memory_range(item->base, item->size, true);
+    item->handle->mappings--;
+    handle_end(item->handle);
+}
+
 /** vmm_map() - map memory at reserved addresses; all of it, as the driver requires */
 CUresult vmm_map(uintptr_t base, size_t size, size_t offset, struct handle *handle)
 {
@@ -357,7 +365,8 @@ CUresult vmm_map(uintptr_t base, size_t size, size_t offset, struct handle *hand
                               .base = base,
                               .bytes = size,
                               .size = size,
-                              .handle = handle};
+                              .handle = handle,
+                              .returned = vmm_unmapped};
 
     if (base % GRANULARITY || size == 0)
         return CUDA_ERROR_INVALID_VALUE;
@@ -420,14 +429,6 @@ CUresult vmm_unmap(uintptr_t base, size_t size)
         at += step;
     }
     return CUDA_SUCCESS;
-}
-
-/** vmm_unmapped() - a mapping has left the table; its addresses stay reserved */
-void vmm_unmapped(const struct allocation *item)
-{
-    memory_range(item->base, item->size, true);
-    item->handle->mappings--;
-    handle_end(item->handle);
 }
 
 /** vmm_access() - set the rights of one location on whole mappings; those of others stay */

@@ -98,11 +98,7 @@ def collect(
         with contextlib.ExitStack() as stack:
             fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             stack.callback(os.close, fd)
-            names = sorted(
-                e.name
-                for e in os.scandir(directory)
-                if NAME.fullmatch(e.name) and e.is_dir(follow_symlinks=False)
-            )
+            names = _generations(directory)
             candidates: dict[str, int] = {}
             in_force = _in_force(directory) if names else ""
             for name in names:
@@ -137,6 +133,14 @@ def collect(
         ) from e
     return Collection(
         directory, dry_run, tuple(outcomes[n] for n in sorted(outcomes)), tuple(usage.notes)
+    )
+
+
+def _generations(directory: Path) -> list[str]:
+    return sorted(
+        entry.name
+        for entry in os.scandir(directory)
+        if NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
     )
 
 

@@ -127,6 +127,8 @@ def references(build: Path, target: str) -> dict[str, dict[str, list[str]]]:
         "libcontrol/libcuda.so.1",
         "libcontrol/libnvidia-ml.so.1",
         "libcontrol/libtidegate-arbiter.so",
+        "simgpu/libcuda.so.999.10.1",
+        "simgpu/libnvidia-ml.so.999.10.1",
         "oci_hook/front/tidegate-hook",
         "oci_hook/front/tidegate-runtime",
     ],

@@ -1,8 +1,8 @@
 """`python -m bench.memory`: puts a memory quota under attack.
 
-Runs bench/hoard.c in one container: processes that allocate and free at random in many threads,
-some of which are killed. No other program uses the GPU. Meanwhile the driver's own NVML is read a
-hundred times a second: the used memory of the GPU, and the memory of its processes. Writes
+Runs bench/oom_stress.c in one container: processes that allocate and free at random in many
+threads, some of which are killed. No other program uses the GPU. Meanwhile the driver's own NVML is
+read a hundred times a second: the used memory of the GPU, and the memory of its processes. Writes
 memory.json with every sample.
 
 The run fails if
@@ -60,24 +60,24 @@ def longest_stretch(samples: list[tuple[float, int]], limit: int) -> float:
 
 def judge(report: dict[str, Any]) -> list[str]:
     """Return the faults of a run, one line each."""
-    limit, hoard = report["limit"], report["hoard"]
+    limit, counts = report["limit"], report["oom_stress"]
     most = limit + report["nobodys"] * report["processes"]
     wrong = []
     stretch = longest_stretch([(at, used) for at, used, _ in report["samples"]], most)
     if stretch > STRETCH_S:
         wrong.append(f"more than the quota was used for {stretch:.2f} s")
-    if hoard["wrong"]:
-        wrong.append(f"{hoard['wrong']} calls failed, first {hoard['call']}: {hoard['error']}")
-    if not hoard["refused"]:
+    if counts["wrong"]:
+        wrong.append(f"{counts['wrong']} calls failed, first {counts['call']}: {counts['error']}")
+    if not counts["refused"]:
         wrong.append("no allocation was refused: the quota was not reached")
-    if not 0 <= hoard["left"] <= GRANULE:
-        wrong.append(f"{hoard['left']} bytes were left when no more could be allocated")
-    if hoard["total"] != limit:
-        wrong.append(f"cuMemGetInfo reports a total of {hoard['total']} bytes")
+    if not 0 <= counts["left"] <= GRANULE:
+        wrong.append(f"{counts['left']} bytes were left when no more could be allocated")
+    if counts["total"] != limit:
+        wrong.append(f"cuMemGetInfo reports a total of {counts['total']} bytes")
     if not limit - GRANULE <= report["full"] <= limit:
         wrong.append(f"a full process holds {report['full']} bytes by NVML, its quota is {limit}")
-    if hoard["returned_ms"] > RETURN_MS:
-        wrong.append(f"a dead process's memory was back after {hoard['returned_ms']} ms")
+    if counts["returned_ms"] > RETURN_MS:
+        wrong.append(f"a dead process's memory was back after {counts['returned_ms']} ms")
     if report["after"]:
         wrong.append(f"{report['after']} bytes stayed charged")
     return wrong
@@ -89,7 +89,7 @@ def watch(node: BenchNode, arguments: list[str], limit: int) -> dict[str, Any]:
     with Nvml(original_nvml(str(node.driver_dir))) as nvml:
         uuid = nvml.gpus()[0].uuid
         before = nvml.memory_used(uuid) or 0
-        container = node.start("hoard", arguments, {"memory": str(limit), "compute": "100"})
+        container = node.start("oom_stress", arguments, {"memory": str(limit), "compute": "100"})
         began = time.monotonic()
         while container.process.poll() is None:
             at = round(time.monotonic() - began, 4)
@@ -103,7 +103,7 @@ def watch(node: BenchNode, arguments: list[str], limit: int) -> dict[str, Any]:
     last = [one for one in samples if one[0] > samples[-1][0] - STILL_S]
     return {
         "limit": limit,
-        "hoard": last_json(container.output),
+        "oom_stress": last_json(container.output),
         "samples": samples,
         "full": max((held for _, _, held in last), default=0),
         "nobodys": max((used - held for _, used, held in last), default=0),
@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kill-every", type=int, default=500, help="ms between kills (500)")
-    parser.add_argument("--ways", type=int, default=7, help="see the head of hoard.c (7: all)")
+    parser.add_argument("--ways", type=int, default=7, help="see the head of oom_stress.c (7: all)")
     parser.add_argument("--output", type=Path, default=ROOT / "build/memory")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
     args = parser.parse_args(argv)
@@ -130,12 +130,12 @@ def main(argv: list[str] | None = None) -> int:
     args.output, args.build = args.output.resolve(), args.build.resolve()
     shutil.rmtree(args.output, ignore_errors=True)
     args.output.mkdir(parents=True)
-    arguments = ["/usr/bin/hoard"]
+    arguments = ["/usr/bin/oom_stress"]
     for name in ("processes", "threads", "seconds", "seed", "ways", "kill_every"):
         arguments += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     try:
         machine = find_machine(args, args.output, args.build)
-        machine.programs.append(args.build / "hoard")
+        machine.programs.append(args.build / "oom_stress")
         os.environ.update(machine.environment)  # for the driver's NVML in this process
         with BenchNode(machine) as node:
             version = read_manifest((node.driver_dir / "current").resolve()).version
@@ -154,14 +154,15 @@ def main(argv: list[str] | None = None) -> int:
     report["run"] = describe_run()
     report["wrong"] = judge(report)
     (args.output / "memory.json").write_text(json.dumps(report) + "\n")
-    hoard, limit = report["hoard"], report["limit"]
+    counts, limit = report["oom_stress"], report["limit"]
     above = max(used for _, used, _ in report["samples"])
     above -= limit + report["nobodys"] * args.processes
     print(
-        f"{hoard['allocations']} allocations, {hoard['refused']} refused,"
-        f" {hoard['killed']} killed\nquota {limit >> 20} MiB; at most {above / 2**20:+.1f} MiB of"
-        f" it were used; filled to {report['full'] / 2**20:.1f}, {hoard['left'] / 2**20:.2f} left\n"
-        f"a dead process's memory was back after {hoard['returned_ms']} ms"
+        f"{counts['allocations']} allocations, {counts['refused']} refused,"
+        f" {counts['killed']} killed\nquota {limit >> 20} MiB; at most {above / 2**20:+.1f} MiB of"
+        f" it were used; filled to {report['full'] / 2**20:.1f},"
+        f" {counts['left'] / 2**20:.2f} left\n"
+        f"a dead process's memory was back after {counts['returned_ms']} ms"
     )
     for line in report["wrong"]:
         print(f"WRONG: {line}")

@@ -215,7 +215,7 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
         "raw": report,
         "summary": {
             **{
-                name: report["hoard"][name]
+                name: report["oom_stress"][name]
                 for name in ("allocations", "refused", "killed", "left", "returned_ms")
             },
             "beyond": max(value for _, value in used) - most,

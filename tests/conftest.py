@@ -172,7 +172,7 @@ def waits(scope: str) -> bool:
             "tests/container/test_hook_stall.py",
             "tests/fuzz/",
             "tests/kubernetes/",
-            "tests/unit/test_control_guest.py",
+            "tests/unit/test_control_process.py",
         )
     )
 

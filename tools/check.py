@@ -58,7 +58,7 @@ def commands() -> dict[str, list[str]]:
     misspelt = "--ignore-words-list=memroy,loos,triggerin"
     checks = {
         **{
-            f"{name} sanitizer": [*python, "tests.guest.sanitize", name]
+            f"{name} sanitizer": [*python, "tests.interposed.sanitize", name]
             for name in ("thread", "address", "undefined")
         },
         "aarch64": [sys.executable, "tools/aarch64.py"],

@@ -19,7 +19,7 @@ def test_processes_that_fight_for_memory_do_not_pass_the_quota(
     arguments = ["--simulated", "--seconds", "4", "--output", str(out), "--build", str(build_dir)]
     assert memory.main(arguments) == 0, json.loads((out / "memory.json").read_text())["wrong"]
     report = json.loads((out / "memory.json").read_text())
-    assert report["hoard"]["killed"] > 0
+    assert report["oom_stress"]["killed"] > 0
     # At most a granule is left, and NVML of the driver reports that a full process has the whole
     # quota.
     assert report["limit"] - memory.GRANULE <= report["full"] <= report["limit"]
@@ -36,7 +36,7 @@ GOOD = {
     "samples": [[0.0, 0, 0], [1.0, 102 << 20, 102 << 20], [2.0, 100 << 20, 99 << 20]],
     "full": 99 << 20,
     "after": 0,
-    "hoard": {
+    "oom_stress": {
         "wrong": 0, "call": "", "error": 0, "refused": 5, "left": 1 << 20, "total": 100 << 20,
         "returned_ms": 99.0,
     },
@@ -52,15 +52,15 @@ GOOD = {
         ({"full": 101 << 20}, ["a full process holds 105906176 bytes"]),
         ({"full": 97 << 20}, ["a full process holds 101711872 bytes"]),
         ({"after": 1}, ["1 bytes stayed charged"]),
-        ({"hoard": {"wrong": 2, "call": "cuMemMap", "error": 999}}, ["first cuMemMap: 999"]),
-        ({"hoard": {"refused": 0}}, ["the quota was not reached"]),
-        ({"hoard": {"left": 3 << 20}}, ["3145728 bytes were left"]),
-        ({"hoard": {"total": 1}}, ["that there are 1 bytes"]),
-        ({"hoard": {"returned_ms": 100.1}}, ["back after 100.1 ms"]),
+        ({"oom_stress": {"wrong": 2, "call": "cuMemMap", "error": 999}}, ["first cuMemMap: 999"]),
+        ({"oom_stress": {"refused": 0}}, ["the quota was not reached"]),
+        ({"oom_stress": {"left": 3 << 20}}, ["3145728 bytes were left"]),
+        ({"oom_stress": {"total": 1}}, ["a total of 1 bytes"]),
+        ({"oom_stress": {"returned_ms": 100.1}}, ["back after 100.1 ms"]),
     ],
 )
 def test_what_is_wrong_with_a_run_is_said(change: dict, says: list[str]) -> None:
-    hoard = {**GOOD["hoard"], **change.get("hoard", {})}
-    wrong = memory.judge({**GOOD, **change, "hoard": hoard})
+    counts = {**GOOD["oom_stress"], **change.get("oom_stress", {})}
+    wrong = memory.judge({**GOOD, **change, "oom_stress": counts})
     assert len(wrong) == len(says)
     assert all(part in line for part, line in zip(says, wrong, strict=True))

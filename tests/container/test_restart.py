@@ -130,7 +130,7 @@ def node(
     work = tmp_path_factory.mktemp("restart")
     compile_c(FILLER_C, work / "filler", "-ldl")
     machine = Simulated(work, build_dir)
-    machine.programs += [build_dir / "stress", build_dir / "hoard", work / "filler"]
+    machine.programs += [build_dir / "stress", build_dir / "oom_stress", work / "filler"]
     with BenchNode(machine) as made, pytest.MonkeyPatch.context() as patch:
         # For the driver's NVML in this process.
         patch.setenv("SIMGPU_DIR", machine.environment["SIMGPU_DIR"])
@@ -182,26 +182,26 @@ def load(node: BenchNode, name: str) -> tuple[Running, Running]:
         ["/usr/bin/stress", "--threads", "2", "--wait-file", "/out/begin", "--seconds", "0"],
         {"memory": "2Gi", "compute": "10"},
     )
-    hoard = node.start(
-        f"hoard-{name}",
-        ["/usr/bin/hoard", "--processes", "2", "--threads", "2", "--kill-every", "400",
+    allocator = node.start(
+        f"oom-{name}",
+        ["/usr/bin/oom_stress", "--processes", "2", "--threads", "2", "--kill-every", "400",
          "--seconds", "3600", "--end-file", "/out/end"],
         {"memory": str(LIMIT), "compute": "5"},
     )  # fmt: skip
     wait_for((stress.out / "begin.ready").exists, "the stress to begin")
-    return stress, hoard
+    return stress, allocator
 
 
-def end_load(node: BenchNode, stress: Running, hoard: Running) -> None:
+def end_load(node: BenchNode, stress: Running, allocator: Running) -> None:
     """Check that none of their calls failed."""
     (stress.out / "begin").touch()
-    (hoard.out / "end").touch()
+    (allocator.out / "end").touch()
     assert node.wait(stress, WAIT_S) == 0, stress.output
     assert last_json(stress.output)["calls"] > 100
-    assert node.wait(hoard, 120) == 0, hoard.output
-    fought = last_json(hoard.output)
+    assert node.wait(allocator, 120) == 0, allocator.output
+    fought = last_json(allocator.output)
     assert (fought["wrong"], fought["total"]) == (0, LIMIT), fought
-    assert fought["killed"] > 0  # the hoard ends with the test, however soon that is
+    assert fought["killed"] > 0  # the program ends with the test, however soon that is
     assert fought["refused"]
 
 
@@ -213,9 +213,9 @@ def ride(node: BenchNode, times: int) -> None:
         start_worker(node, f"{name}-{times}", memory="1Gi", compute=str(quota))
         for name, quota in quotas.items()
     ]
-    stress, hoard = load(node, str(times))
+    stress, allocator = load(node, str(times))
     begin(*burners)
-    everybody = [*burners, stress, hoard]
+    everybody = [*burners, stress, allocator]
     wait_for(lambda: len(known(node)) == len(everybody), "all to be registered")
     before = known(node)
     windows = []
@@ -228,13 +228,13 @@ def ride(node: BenchNode, times: int) -> None:
         after = known(node)
         assert set(after) == set(before)
         for identifier, old in before.items():
-            # The hoard's processes come and go.
-            same(old, after[identifier], processes=identifier != hoard.identifier)
+            # Its processes come and go.
+            same(old, after[identifier], processes=identifier != allocator.identifier)
         windows.append((returned + S, returned + 2 * S))
         time.sleep(2.1)
         for container in everybody:
             assert container.process.poll() is None, show_output(container)
-    end_load(node, stress, hoard)
+    end_load(node, stress, allocator)
     for container, quota in zip(burners, quotas.values(), strict=True):
         node.kill(container)
         node.wait(container, WAIT_S)
@@ -428,7 +428,7 @@ def damage(node: BenchNode) -> None:
 
 def test_a_damaged_database_is_rebuilt_from_what_runs(node: BenchNode) -> None:
     pair = [start_worker(node, "a", compute="50"), start_worker(node, "b", compute="25")]
-    stress, hoard = load(node, "damaged")
+    stress, allocator = load(node, "damaged")
     begin(*pair)
     ask(node.config, "set", id=pair[1].identifier, compute=30, compute_limit=40)
     wait_for(lambda: len(known(node)) == 4, "all to be registered")
@@ -441,7 +441,7 @@ def test_a_damaged_database_is_rebuilt_from_what_runs(node: BenchNode) -> None:
     after = known(node)
     assert set(after) == set(before)
     for identifier, old in before.items():
-        same(old, after[identifier], processes=identifier != hoard.identifier)
+        same(old, after[identifier], processes=identifier != allocator.identifier)
     [said] = events(node, "database-damaged")
     assert said["level"] == "error"
     assert Path(said["moved_to"]).read_bytes().startswith(b"what a disk may do")
@@ -450,9 +450,9 @@ def test_a_damaged_database_is_rebuilt_from_what_runs(node: BenchNode) -> None:
     restart(node)
     assert set(known(node)) == set(before)
     for identifier, old in before.items():
-        same(old, known(node)[identifier], processes=identifier != hoard.identifier)
+        same(old, known(node)[identifier], processes=identifier != allocator.identifier)
     assert len(events(node, "database-damaged")) == 1
-    end_load(node, stress, hoard)
+    end_load(node, stress, allocator)
 
 
 def test_a_lost_process_row_is_found_by_its_slot(node: BenchNode) -> None:
@@ -502,9 +502,9 @@ def test_the_memory_quota_holds_while_governors_come_and_go(node: BenchNode) -> 
     with Nvml(node.machine.build / "simgpu" / "libnvidia-ml.so.1") as nvml:
         uuid = nvml.gpus()[0].uuid
         before = nvml.memory_used(uuid) or 0
-        hoard = node.start(
+        allocator = node.start(
             "fought",
-            ["/usr/bin/hoard", "--processes", "4", "--threads", "4", "--kill-every", "300", "--seconds", "40"],
+            ["/usr/bin/oom_stress", "--processes", "4", "--threads", "4", "--kill-every", "300", "--seconds", "40"],
             {"memory": str(LIMIT), "compute": "100"},
         )  # fmt: skip
         wait_for(lambda: any(one["processes"] for one in known(node).values()), "it to begin")
@@ -518,8 +518,8 @@ def test_the_memory_quota_holds_while_governors_come_and_go(node: BenchNode) -> 
             while time.monotonic() < until:
                 samples.append((time.monotonic(), (nvml.memory_used(uuid) or 0) - before))
                 time.sleep(0.005)
-    assert node.wait(hoard, 60) == 0, hoard.output
-    fought = last_json(hoard.output)
+    assert node.wait(allocator, 60) == 0, allocator.output
+    fought = last_json(allocator.output)
     assert (fought["wrong"], fought["total"]) == (0, LIMIT), fought
     # Memory that belongs to no process (the driver's part of a context) is not in a quota: see bench/memory.py.
     most = LIMIT + 4 * (nobodys_part := 8 * MIB)

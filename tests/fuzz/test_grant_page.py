@@ -69,8 +69,8 @@ class StressProgram:
 
 
 @pytest.fixture
-def guest(build_dir):
-    """A guest, if this machine allows mount namespaces."""
+def governed(build_dir):
+    """A governed process, if this machine allows mount namespaces."""
     with tempfile.TemporaryDirectory() as work:
         made = StressProgram(Path(work), build_dir)
         with made.room:
@@ -125,22 +125,22 @@ def damage(room: GrantSandbox, draw: random.Random) -> list[str]:
     return done
 
 
-def test_a_running_process_outlives_any_page_and_goes_on_when_it_is_sound(guest):
+def test_a_running_process_outlives_any_page_and_goes_on_when_it_is_sound(governed):
     seed = time.time_ns()
     draw = random.Random(seed)  # noqa: S311
     history: list[list[str]] = []
-    process = guest.start("--wait-file", str(guest.work / "end"), "--seed", str(seed % 2**32))
-    wait_for(guest.work / "end.ready", process)
+    process = governed.start("--wait-file", str(governed.work / "end"), "--seed", str(seed % 2**32))
+    wait_for(governed.work / "end.ready", process)
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline and process.poll() is None:
-        guest.room.alive = draw.random() < 0.8
-        history.append(damage(guest.room, draw))
+        governed.room.alive = draw.random() < 0.8
+        history.append(damage(governed.room, draw))
         time.sleep(draw.uniform(0.001, 0.1))
-        guest.room.recover()
+        governed.room.recover()
         time.sleep(draw.uniform(0.001, 0.02))
-    guest.room.recover()
-    guest.room.alive = True
-    (guest.work / "end").touch()
+    governed.room.recover()
+    governed.room.alive = True
+    (governed.work / "end").touch()
     output = finish(process, 30)
     assert process.returncode == 0, f"seed {seed}: {output}\nlast changes: {history[-5:]}"
     said = json.loads(output.splitlines()[-1])
@@ -157,7 +157,7 @@ def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 30) ->
         time.sleep(0.005)
 
 
-def test_a_process_that_starts_with_any_page_ends(guest):
+def test_a_process_that_starts_with_any_page_ends(governed):
     """It runs, or cuInit answers CUDA_ERROR_SYSTEM_NOT_READY, or there is not enough memory for a
     context.
     """
@@ -166,11 +166,11 @@ def test_a_process_that_starts_with_any_page_ends(guest):
     deadline = time.monotonic() + SECONDS
     rounds = 0
     while rounds < 3 or time.monotonic() < deadline:
-        changes = damage(guest.room, draw)
-        process = guest.start("--seconds", "0.1", "--threads", "2")
+        changes = damage(governed.room, draw)
+        process = governed.start("--seconds", "0.1", "--threads", "2")
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.3)
-        guest.room.recover()
+        governed.room.recover()
         output = finish(process, 30)
         fine = process.returncode in (0, 2) or "cuInit answered 802" in output
         assert fine, f"seed {seed}: {changes}: status {process.returncode}, {output}"
@@ -208,17 +208,17 @@ AWAY = {
 
 
 @pytest.mark.parametrize("fields", AWAY.values(), ids=AWAY)
-def test_a_process_whose_governor_died_in_the_middle_keeps_going(guest, fields):
-    process = guest.start(
-        "--seconds", "2", "--threads", "2", "--wait-file", str(guest.work / "end")
+def test_a_process_whose_governor_died_in_the_middle_keeps_going(governed, fields):
+    process = governed.start(
+        "--seconds", "2", "--threads", "2", "--wait-file", str(governed.work / "end")
     )
-    wait_for(guest.work / "end.ready", process)
-    guest.room.alive = False
+    wait_for(governed.work / "end.ready", process)
+    governed.room.alive = False
     time.sleep(0.1)  # after the last heartbeat
     for struct, field, value in fields:
         base = 0 if struct == "grant_header" else layout.grant_device(0)
-        pages.write(guest.room.grant, base, struct, field, value)
-    guest.room.wake()
-    (guest.work / "end").touch()
+        pages.write(governed.room.grant, base, struct, field, value)
+    governed.room.wake()
+    (governed.work / "end").touch()
     output = finish(process, 30)
     assert process.returncode == 0, output

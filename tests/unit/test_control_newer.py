@@ -14,7 +14,7 @@ import pytest
 from libcontrol import pages
 from tests.conftest import ROOT
 from tests.unit.memory_node import GIB, LAUNCH, MIB, Agent, MemoryNode, need_namespaces
-from tests.unit.test_control_guest import NOT_READY, grant, until, until_field
+from tests.unit.test_control_process import NOT_READY, grant, until, until_field
 
 COPIES = """
 SIZE = 64 << 20

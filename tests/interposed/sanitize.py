@@ -1,6 +1,6 @@
-"""`python -m tests.guest.sanitize address|undefined|thread`: the guest's code under a sanitizer.
+"""`python -m tests.interposed.sanitize address|undefined|thread`: the control library under a sanitizer.
 
-Builds the C parts with the sanitizer, in a build folder of their own, and runs tests/guest/stress.c with
+Builds the C parts with the sanitizer, in a build folder of their own, and runs tests/interposed/stress.c with
 the control library and the simulated GPU, all of them instrumented, while the grant opens and closes.
 Exits with 1 if the sanitizer found something (the output is its report), and with 77 if this machine does
 not allow mount namespaces.
@@ -122,7 +122,9 @@ def stress(folder: Path, work: Path, environment: dict[str, str]) -> tuple[int, 
 
 def main() -> int:
     """Build, run, and print the result."""
-    parser = argparse.ArgumentParser(prog="python -m tests.guest.sanitize", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.interposed.sanitize", description=__doc__
+    )
     parser.add_argument("sanitizer", choices=sorted(OPTIONS))
     sanitizer = parser.parse_args().sanitizer
     with tempfile.TemporaryDirectory() as work:

@@ -2,7 +2,7 @@
  * Runs processes that compete for device memory: they allocate and free at random, in several
  * threads and in every possible way, and some are killed in the middle of it
  *
- *   hoard [--processes N] [--threads N] [--seconds S] [--kill-every MS] [--most BYTES] [--seed N]
+ *   oom_stress [--processes N] [--threads N] [--seconds S] [--kill-every MS] [--most BYTES] [--seed N]
  *         [--ways MASK]        1 cuMemAlloc, 2 cuMemAllocAsync, 4 cuMemCreate and cuMemMap; 7
  *         [--end-file PATH]    the competition ends early once this file exists
  *
@@ -118,7 +118,7 @@ static void load(void *library, void *variable, const char *name)
     void *found = dlsym(library, name);
 
     if (!found) {
-        fprintf(stderr, "hoard: libcuda.so.1 has no %s\n", name);
+        fprintf(stderr, "oom_stress: libcuda.so.1 has no %s\n", name);
         _exit(1);
     }
     memcpy(variable, &found, sizeof found);
@@ -130,7 +130,7 @@ static void start(void)
     int device, result;
 
     if (!library) {
-        fprintf(stderr, "hoard: %s\n", dlerror());
+        fprintf(stderr, "oom_stress: %s\n", dlerror());
         _exit(1);
     }
 #define LOAD(variable, name) load(library, (void *)&variable, name)
@@ -219,7 +219,7 @@ static void give(const struct block *b, handle stream)
     }
 }
 
-static void *hoard(void *argument)
+static void *oom_stress(void *argument)
 {
     unsigned draw = (unsigned)(uintptr_t)argument;
     struct block blocks[N_BLOCKS];
@@ -265,7 +265,7 @@ static void run_process(unsigned number)
 
     start();
     for (unsigned i = 0; i < n_threads; i++)
-        if (pthread_create(&threads[i], NULL, hoard,
+        if (pthread_create(&threads[i], NULL, oom_stress,
                            (void *)(uintptr_t)(seed * 1000003 + number * 1009 + i)))
             _exit(1);
     for (unsigned i = 0; i < n_threads; i++)
@@ -282,7 +282,7 @@ static pid_t spawn(void (*run)(unsigned), unsigned number)
         _exit(0);
     }
     if (pid < 0) {
-        perror("hoard: fork");
+        perror("oom_stress: fork");
         exit(1);
     }
     return pid;
@@ -314,7 +314,7 @@ static unsigned compete(void)
 
         waitpid(processes[i], &status, 0);
         if (status) {
-            fprintf(stderr, "hoard: a process ended with status %#x\n", (unsigned)status);
+            fprintf(stderr, "oom_stress: a process ended with status %#x\n", (unsigned)status);
             exit(1);
         }
     }
@@ -362,7 +362,7 @@ static void wait_for(int state)
 
     while (shared->ready != state) {
         if (now() > end) {
-            fprintf(stderr, "hoard: a process did not get ready\n");
+            fprintf(stderr, "oom_stress: a process did not get ready\n");
             exit(1);
         }
         nap(1000);
@@ -438,8 +438,8 @@ int main(int argc, char **argv)
     }
     if (!n_processes || n_processes > N_PROCESSES || !n_threads || n_threads > N_THREADS ||
         most < 2 * MIB || !ways) {
-        fprintf(stderr, "hoard: 1 to 64 processes and threads, --most of 2 MiB and more; see the "
-                        "head of hoard.c\n");
+        fprintf(stderr, "oom_stress: 1 to 64 processes and threads, --most of 2 MiB and more; see the "
+                        "head of oom_stress.c\n");
         return 64;
     }
     shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);

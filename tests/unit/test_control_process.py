@@ -550,7 +550,7 @@ def test_a_process_that_starts_long_after_keeps_books_of_its_own_at_once(node: M
 def test_the_end_of_a_program_waits_for_no_grant(node: MemoryNode, tmp_path: Path) -> None:
     """A library that was loaded later ends later, and may wait for held work."""
     late = tmp_path / "late.so"
-    source = ROOT / "tests/guest/late.c"
+    source = ROOT / "tests/interposed/late.c"
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", late, source], check=True)
     agent = node.agent()
     agent.run(LAUNCH)

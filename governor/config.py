@@ -130,6 +130,7 @@ class Config:
     on_governor_loss: str = "keep"
     placement: str = "spread"
     on_violation: str = "report"
+    unknown_functions: str = "count"
     metrics: Metrics = field(default_factory=Metrics)
     web: Web = field(default_factory=Web)
     strategies: tuple[str, ...] = STRATEGIES[:1]

@@ -29,6 +29,7 @@ from governor.arbiter import Runner
 from governor.cgroups import Membership, find_membership
 from governor.claims import Claim, ClaimShare, Use, uses_key
 from governor.config import Config
+from governor.lookups import UnknownFunctions
 from governor.members import Member, Members, warn_if_unknown
 from governor.mps import DIRECTORY, Mps, MpsEvent
 from governor.pace import PacedLog
@@ -140,6 +141,7 @@ class Container:
         self._ledger: Ledger | None = None
         self._closed = False
         self._lines = PacedLog(log)
+        self._unknown = UnknownFunctions()
         self._loop = asyncio.get_running_loop()
         try:
             self._make(config, recovered)
@@ -335,6 +337,11 @@ class Container:
             self._lines.info("process-held", container=self.identifier, pid=pid)
         return True
 
+    def note_unknown(self) -> None:
+        """Log functions that its programs looked up and that the control library does not know."""
+        if found := self._unknown.look(self.ledger):
+            self._lines.warning("unknown-functions", container=self.identifier, functions=found)
+
     def tell_mps(self, event: MpsEvent) -> None:
         """Tell the container what happened to its MPS server, in /run/tidegate/mps/events."""
         path = self.directory / DIRECTORY / "events"
@@ -377,6 +384,7 @@ class Container:
 
         There is one entry for each member. What members have of GPUs they have together.
         """
+        self.note_unknown()
         common = {
             "key": self.key,
             "claims": _describe_claims(self.claims),
@@ -387,6 +395,7 @@ class Container:
             "strategy": self.strategy,
             "mps": None if self._mps is None else self._mps.describe(),
             "lookups": self.account.lookups(),
+            "unknown_functions": list(self._unknown.names),
             "devices": [self.account.describe(i) for i in range(len(self.devices))],
             **self.findings.describe(),
         }
@@ -426,6 +435,7 @@ class Container:
         if self._closed:
             return
         self._closed = True
+        self.note_unknown()  # a short life may pass between two looks
         if not keep:
             # The row goes first: a directory that no row names is examined, and removed.
             self._state.leave(self.key)

@@ -281,6 +281,23 @@ def violation_lines(containers: Iterable[dict[str, Any]]) -> list[str]:
     return list(said.values())
 
 
+def unknown_lines(containers: Iterable[dict[str, Any]]) -> list[str]:
+    """Return a line for each container that looked up functions the library does not know."""
+    said: dict[tuple[Any, ...], str] = {}
+    for one in containers:
+        # An older governor, which runs until its restart, does not say.
+        names = one.get("unknown_functions", ())
+        if names:
+            line = f"unknown functions: {cell(one['name'] or one['id'][:40])}: {unknown_of(one)}"
+            said.setdefault((one["key"], *names), line)
+    return list(said.values())
+
+
+def unknown_of(container: dict[str, Any]) -> str:
+    """Return the functions that its programs looked up and the control library does not know."""
+    return cell(", ".join(str(name) for name in container.get("unknown_functions", ())))
+
+
 def describe_violation(container: dict[str, Any], episode: dict[str, Any]) -> str:
     """Return what was found, and what is allowed."""
     index = next(

@@ -269,5 +269,6 @@ async def _look(
         if server.containers.get(container.key) is container:
             watch.unattributed.tell(container, i)
             container.account.reconcile(i, charges, look)
+            container.note_unknown()
     if look is not None and auditor is not None:
         auditor.look(watch.device, look, seen, {c: charges for c, _, charges, _ in before})

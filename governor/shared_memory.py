@@ -27,6 +27,7 @@ LEDGER = "tidegate-ledger"
 MAPPED = f"/memfd:{LEDGER} (deleted)"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _LOSS = {"keep": 0, "deny": 1, "open": 2}
+_UNKNOWN = {"forward": 0, "count": 1, "refuse": 2}
 
 SEARCH_S = 0.5
 """Time for which one container's ledger is looked for, in seconds: its processes may have a great
@@ -68,6 +69,7 @@ def _settings(config: Config, strategy: str) -> dict[str, int]:
         "idle_release_ns": config.idle_release_us * 1000,
         "spin_ns": config.spin_us * 1000,
         "holds": int(config.hold_launches),
+        "unknown_functions": _UNKNOWN[config.unknown_functions],
     }
 
 

@@ -89,6 +89,10 @@ void *origin_replace(void *found);
  * grant can be read. */
 bool pages_start(void);
 
+/* Returns the grant page, or NULL if there is none. Unlike pages_start(), this does not register
+ * the process. */
+const struct grant_header *pages_peek(void);
+
 /* Matches the driver's devices with those of the grant by UUID. Called after cuInit. */
 void pages_match_devices(void);
 
@@ -181,6 +185,10 @@ void pages_poke(void);
  * blocks. */
 void pages_rejoin(void);
 uint64_t *pages_before(const uint64_t *sum);
+
+/* lookups.c: names what was looked up before the process had its part of the ledger. */
+void lookups_started(void);
+void lookups_after_fork(void);
 
 /* log.c: writes one line of bounded length to standard error. A process writes at most 16 of
  * them. */

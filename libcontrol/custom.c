@@ -1,4 +1,4 @@
-/* Initialization, look-up and streams: functions of the API table that are written by hand. */
+/* Initialization and streams: functions of the API table that are written by hand. */
 #include "queue.h"
 
 #include <stdlib.h>
@@ -77,6 +77,7 @@ CONTROL_EXPORT CUresult cuInit(unsigned int Flags)
 
     if (!pages_start())
         return CUDA_ERROR_SYSTEM_NOT_READY;
+    lookups_started();
     custom_mps_point();
     result = real->cuInit(Flags);
     if (result != CUDA_SUCCESS) {
@@ -89,43 +90,6 @@ CONTROL_EXPORT CUresult cuInit(unsigned int Flags)
     pages_match_devices();
     if (!custom_mps_allowed())
         return CUDA_ERROR_SYSTEM_NOT_READY;
-    return result;
-}
-
-static void lookup_replace(void **pfn)
-{
-    struct ledger_slot *slot;
-    void *ours;
-
-    if (!pfn || !*pfn)
-        return;
-    ours = origin_replace(*pfn);
-    if (ours == *pfn)
-        return;
-    *pfn = ours;
-    slot = pages_slot();
-    if (slot)
-        atomic_add_relaxed(&slot->lookups, 1);
-}
-
-CONTROL_EXPORT CUresult cuGetProcAddress(const char *symbol, void **pfn, int cudaVersion,
-                                         cuuint64_t flags)
-{
-    CUresult result = real->cuGetProcAddress(symbol, pfn, cudaVersion, flags);
-
-    if (result == CUDA_SUCCESS)
-        lookup_replace(pfn);
-    return result;
-}
-
-CONTROL_EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **pfn, int cudaVersion,
-                                            cuuint64_t flags,
-                                            CUdriverProcAddressQueryResult *symbolStatus)
-{
-    CUresult result = real->cuGetProcAddress_v2(symbol, pfn, cudaVersion, flags, symbolStatus);
-
-    if (result == CUDA_SUCCESS)
-        lookup_replace(pfn);
     return result;
 }
 

@@ -9,6 +9,8 @@
 #define LAYOUT_N_DEVICES 0x10ull
 #define LAYOUT_N_SLOTS 0x40ull
 #define LAYOUT_NO_SLOT 0xffffffffull
+#define LAYOUT_N_UNKNOWN 0x10ull
+#define LAYOUT_UNKNOWN_SIZE 0x30ull
 #define LAYOUT_REGISTER 0x72ull
 #define LAYOUT_AGAIN 0x61ull
 #define GRANT_MAGIC 0x544e415247474454ull
@@ -23,6 +25,9 @@
 #define LEDGER_SIZE 0x81000ull
 #define GRANT_OPEN 0xffffffffffffffffull
 #define STRATEGY_MPS 0x1ull
+#define UNKNOWN_FORWARD 0x0ull
+#define UNKNOWN_COUNT 0x1ull
+#define UNKNOWN_REFUSE 0x2ull
 
 /* What holds for the whole container. */
 struct grant_header {
@@ -38,7 +43,8 @@ struct grant_header {
     uint64_t idle_release_ns; /* governor, relaxed: a holder idle for so long gives the GPU back */
     uint64_t spin_ns; /* governor, relaxed: a process told to stand by spins at most so long */
     uint32_t holds; /* governor, relaxed: work may be held on the GPU until the next grant */
-    uint8_t pad[180];
+    uint32_t unknown_functions; /* governor, relaxed: 0 forward, 1 count, 2 refuse */
+    uint8_t pad[176];
 };
 _Static_assert(offsetof(struct grant_header, magic) == 0, "grant_header.magic");
 _Static_assert(offsetof(struct grant_header, version) == 8, "grant_header.version");
@@ -52,6 +58,7 @@ _Static_assert(offsetof(struct grant_header, lookahead_ns) == 48, "grant_header.
 _Static_assert(offsetof(struct grant_header, idle_release_ns) == 56, "grant_header.idle_release_ns");
 _Static_assert(offsetof(struct grant_header, spin_ns) == 64, "grant_header.spin_ns");
 _Static_assert(offsetof(struct grant_header, holds) == 72, "grant_header.holds");
+_Static_assert(offsetof(struct grant_header, unknown_functions) == 76, "grant_header.unknown_functions");
 _Static_assert(sizeof(struct grant_header) == 256, "grant_header");
 
 /* One GPU of the container. */
@@ -149,7 +156,9 @@ struct ledger_header {
     uint32_t reserved;
     uint64_t memory_peak[16]; /* container, relaxed: highest sum of charges, per GPU */
     uint64_t trust_ns[16]; /* container, relaxed: until then a pool may outgrow claims */
-    uint8_t pad[3816];
+    uint32_t n_unknown; /* container, relaxed: places of unknown that were taken */
+    uint8_t unknown[768]; /* container, release: names of functions that the library does not know; the first byte is written last */
+    uint8_t pad[3044];
 };
 _Static_assert(offsetof(struct ledger_header, magic) == 0, "ledger_header.magic");
 _Static_assert(offsetof(struct ledger_header, version) == 8, "ledger_header.version");
@@ -158,6 +167,8 @@ _Static_assert(offsetof(struct ledger_header, n_slots) == 16, "ledger_header.n_s
 _Static_assert(offsetof(struct ledger_header, reserved) == 20, "ledger_header.reserved");
 _Static_assert(offsetof(struct ledger_header, memory_peak) == 24, "ledger_header.memory_peak");
 _Static_assert(offsetof(struct ledger_header, trust_ns) == 152, "ledger_header.trust_ns");
+_Static_assert(offsetof(struct ledger_header, n_unknown) == 280, "ledger_header.n_unknown");
+_Static_assert(offsetof(struct ledger_header, unknown) == 284, "ledger_header.unknown");
 _Static_assert(sizeof(struct ledger_header) == 4096, "ledger_header");
 
 /* One process on one GPU. */

@@ -19,6 +19,11 @@ N_DEVICES = 16
 N_SLOTS = 64
 """Maximum number of processes of one container that use the GPU at the same time."""
 
+N_UNKNOWN = 16
+"""Maximum number of functions, unknown to the control library, that are named of one container."""
+UNKNOWN_SIZE = 48
+"""Bytes of the place of such a name, which ends with a 0."""
+
 GRANT_MAGIC = int.from_bytes(b"TDGGRANT", "little")
 LEDGER_MAGIC = int.from_bytes(b"TDGLEDGR", "little")
 
@@ -64,6 +69,7 @@ GRANT_HEADER = Struct(
         Field("idle_release_ns", "u64", doc="a holder idle for so long gives the GPU back"),
         Field("spin_ns", "u64", doc="a process told to stand by spins at most so long"),
         Field("holds", "u32", doc="work may be held on the GPU until the next grant"),
+        Field("unknown_functions", "u32", doc="0 forward, 1 count, 2 refuse"),
     ),
     "What holds for the whole container.",
 )
@@ -116,6 +122,15 @@ LEDGER_HEADER = Struct(
         Field("memory_peak", "u64", N_DEVICES, "container", doc="highest sum of charges, per GPU"),
         Field(
             "trust_ns", "u64", N_DEVICES, "container", doc="until then a pool may outgrow claims"
+        ),
+        Field("n_unknown", "u32", 1, "container", doc="places of unknown that were taken"),
+        Field(
+            "unknown",
+            "u8",
+            N_UNKNOWN * UNKNOWN_SIZE,
+            "container",
+            "release",
+            "names of functions that the library does not know; the first byte is written last",
         ),
     ),
     "What the container's processes share.",
@@ -240,6 +255,8 @@ CONSTANTS = {
     "LAYOUT_N_DEVICES": N_DEVICES,
     "LAYOUT_N_SLOTS": N_SLOTS,
     "LAYOUT_NO_SLOT": NO_SLOT,
+    "LAYOUT_N_UNKNOWN": N_UNKNOWN,
+    "LAYOUT_UNKNOWN_SIZE": UNKNOWN_SIZE,
     "LAYOUT_REGISTER": ord(REGISTER),
     "LAYOUT_AGAIN": ord(AGAIN),
     "GRANT_MAGIC": GRANT_MAGIC,
@@ -254,6 +271,9 @@ CONSTANTS = {
     "LEDGER_SIZE": LEDGER_SIZE,
     "GRANT_OPEN": OPEN,
     "STRATEGY_MPS": 1,
+    "UNKNOWN_FORWARD": 0,
+    "UNKNOWN_COUNT": 1,
+    "UNKNOWN_REFUSE": 2,
 }
 
 

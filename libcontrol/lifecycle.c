@@ -40,6 +40,7 @@ static void lifecycle_forked(void)
     graphs_after_fork();
     exports_after_fork();
     modules_after_fork();
+    lookups_after_fork();
 }
 
 /* Starts no thread, takes no lock, allocates nothing and makes no CUDA call. */

@@ -172,6 +172,16 @@ def init_ledger(page: mmap) -> None:
     write(page, 0, "ledger_header", "magic", layout.LEDGER_MAGIC)
 
 
+def read_unknown(page: mmap) -> list[bytes]:
+    """Return the places of a ledger's header for names of functions, as they are.
+
+    A place that is empty, or whose name is being written, begins with a 0.
+    """
+    at, *_ = _PLACES["ledger_header", "unknown"]
+    size = layout.UNKNOWN_SIZE
+    return [page[at + i * size : at + (i + 1) * size] for i in range(layout.N_UNKNOWN)]
+
+
 def slot_base(slot: int) -> int:
     """Return the offset of process `slot` in the ledger. Raise IndexError if there is none."""
     if not 0 <= slot < layout.N_SLOTS:

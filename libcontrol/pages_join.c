@@ -175,6 +175,26 @@ extern int __register_atfork(void (*prepare)(void), void (*parent)(void), void (
                              void *dso);
 extern void *__dso_handle;
 
+/* Called with the lock. */
+static void pages_map_once(void)
+{
+    if (!pages_now.grant)
+        atomic_store_release(&pages_now.grant, pages_map_grant());
+}
+
+const struct grant_header *pages_peek(void)
+{
+    const struct grant_header *grant = atomic_load_acquire(&pages_now.grant);
+
+    if (unlikely(!grant)) {
+        prim_lock(&start_lock);
+        pages_map_once();
+        grant = pages_now.grant;
+        prim_unlock(&start_lock);
+    }
+    return grant;
+}
+
 bool pages_start(void)
 {
     static bool registered;
@@ -184,8 +204,7 @@ bool pages_start(void)
         return state == 1;
     prim_lock(&start_lock);
     if (!pages_started) {
-        if (!pages_now.grant)
-            pages_now.grant = pages_map_grant();
+        pages_map_once();
         if (!registered) {
             registered = true;
             __register_atfork(NULL, NULL, pages_after_fork, &__dso_handle);

@@ -23,6 +23,7 @@ from governor.listing import (
     percent,
     safe,
     state,
+    unknown_of,
     waiting,
 )
 
@@ -147,6 +148,8 @@ def _fields(one: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "MPS server", ", ".join(f"{name} {value}" for name, value in one["mps"].items())
     for use in one["elsewhere"]:
         yield "not its own", describe_elsewhere(use)
+    if unknown := unknown_of(one):
+        yield "unknown", f"functions that the control library does not know: {unknown}"
     for episode in one["violations"]:
         until = "lasts" if episode["ended"] is None else f"until {_when(episode['ended'])}"
         found = describe_violation(one, episode)

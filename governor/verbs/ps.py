@@ -6,7 +6,7 @@ import argparse
 import json
 
 from governor.client import node_config
-from governor.listing import Listing, table, trouble_lines
+from governor.listing import Listing, table, trouble_lines, unknown_lines
 
 SUMMARY = "List the containers that share this node's GPUs"
 EPILOG = """\
@@ -14,7 +14,8 @@ COMPUTE is in percent of the GPU's time: what was used over the last two seconds
 guaranteed, and the limit. WAITING is the part of these two seconds for which calls waited, for
 their turn or for room in the queue: a program that always has more work is near 100 %, however much
 time it gets. Violations that have not ended, and processes that use a GPU which their
-container was not granted, are shown in STATE, and on a line each below the table.
+container was not granted, are shown in STATE, and on a line each below the table, before the
+functions of the driver that containers looked up and the control library does not know.
 
 """
 
@@ -41,5 +42,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(containers, indent=2))
         return 0
-    print("\n".join([*table(containers), *trouble_lines(containers)]))
+    lines = [*table(containers), *trouble_lines(containers), *unknown_lines(containers)]
+    print("\n".join(lines))
     return 0

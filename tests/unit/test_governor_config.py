@@ -346,7 +346,8 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
 def test_every_option_says_when_a_new_value_counts() -> None:
     assert {effect_of(option) for option in OPTIONS} == set(EFFECTS)
     assert {option for option in OPTIONS if effect_of(option) == "now"} == {
-        "inflight_us", "idle_release_us", "hold_launches", "on_violation", "mps_fault_s"
+        "inflight_us", "idle_release_us", "hold_launches", "on_violation", "mps_fault_s",
+        "unknown_functions",
     }  # fmt: skip
     assert effect_of("defaults.memory") == "next"
     assert effect_of("runtime_dir") == "restart"

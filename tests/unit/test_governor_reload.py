@@ -87,6 +87,16 @@ def test_a_reload_says_what_counts_now_what_next_and_what_needs_a_restart(
     with pytest.raises(LookupError, match="memory is missing"):
         node.container("two", annotations={"compute": "10"})
     assert (setting(directory, "holds"), setting(directory, "on_governor_loss")) == (1, 0)
+    assert setting(directory, "unknown_functions") == 1
+    node.write(unknown_functions="refuse")
+    _, lines, _ = tidegate(node, "reload")
+    assert lines[1] == "unknown_functions: count -> refuse: in force now"
+    assert setting(directory, "unknown_functions") == 2
+    node.write(unknown_functions="forward")
+    tidegate(node, "reload")
+    assert setting(directory, "unknown_functions") == 0
+    node.write()
+    tidegate(node, "reload")
     node.write(hold_launches=False, on_governor_loss="deny", quantum_ms=5, spin_us=7)
     (node.drop_ins / "10-defaults.yaml").write_text("defaults: {memory: 1Gi}\n")
     files = f"{node.file}, {node.drop_ins}/10-defaults.yaml"
@@ -121,7 +131,7 @@ def test_a_reload_says_what_counts_now_what_next_and_what_needs_a_restart(
     node.container("two", annotations={"compute": "10"})
     listed = {one["id"]: one for one in node.ask("list")["containers"]}
     assert listed["two"]["devices"][0]["memory_limit"] == 1 << 30
-    [loaded] = node.events("configuration-loaded")
+    *_, loaded = node.events("configuration-loaded")
     assert (loaded["now"], loaded["restart"]) == (["hold_launches"], ["quantum_ms", "spin_us"])
 
     # A pending change is reported again until it is in force or taken back.

@@ -77,7 +77,7 @@ IMPORTS = {
     "libcuda.so.1": {
         "__errno_location", "__register_atfork", "clock_gettime", "dlopen", "dlsym", "memcpy",
         "memset", "pthread_create", "pthread_detach", "pthread_setcancelstate", "setenv",
-        "snprintf",
+        "snprintf", "strcmp", "strlen", "strncmp",
     },
     "libnvidia-ml.so.1": {"dlopen", "dlsym", "strncmp"},
 }  # fmt: skip

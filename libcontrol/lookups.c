@@ -1,0 +1,195 @@
+/*
+ * Look-ups of functions by cuGetProcAddress.
+ *
+ * The driver answers. If its answer is a function that the control library replaces, the program is
+ * given ours instead. Everything else is the driver's own, and is called without passing here: what
+ * functions.toml names, because that needs no account, and what a later driver has that
+ * functions.toml does not name. The node's configuration says what is done about the latter
+ * (unknown_functions). A form of a function that has to be hooked counts as unknown as well, if it
+ * is none of those that are hooked.
+ *
+ * A look-up by dlsym is not seen here: the loader finds the driver's function without asking.
+ */
+#include "control.h"
+#include "known.gen.h"
+
+#include <stdio.h>
+#include <string.h>
+
+enum lookup_kind {
+    LOOKUP_KNOWN,
+    LOOKUP_HOOKED, /* every form of it is hooked */
+    LOOKUP_UNKNOWN,
+};
+
+#define LOOKUP_LACKED "cuTidegateLacksThisFunction" /* a name that no driver has */
+
+/* The names that were looked up before the process had a ledger: most programs look functions up
+ * before they call cuInit. */
+static char early[LAYOUT_N_UNKNOWN][LAYOUT_UNKNOWN_SIZE];
+static unsigned n_early;
+static struct prim_lock early_lock;
+
+static uint64_t lookup_hash(const char *name, size_t length)
+{
+    uint64_t hash = 0xcbf29ce484222325ull;
+
+    for (size_t i = 0; i < length; i++)
+        hash = (hash ^ (unsigned char)name[i]) * 0x100000001b3ull;
+    return hash;
+}
+
+/* Returns the length of a name without the suffix of a form, such as _v2 or _ptsz. */
+static size_t lookup_base(const char *name)
+{
+    size_t length = strlen(name);
+    size_t digits;
+
+    if (length > 5 && (!strcmp(name + length - 5, "_ptsz") || !strcmp(name + length - 5, "_ptds")))
+        length -= 5;
+    digits = length;
+    while (digits && name[digits - 1] >= '0' && name[digits - 1] <= '9')
+        digits--;
+    if (digits < length && digits > 2 && !strncmp(name + digits - 2, "_v", 2))
+        length = digits - 2;
+    return length;
+}
+
+static enum lookup_kind lookup_find(const char *name)
+{
+    uint64_t hash = lookup_hash(name, lookup_base(name));
+    size_t from = 0, to = CONTROL_N_KNOWN;
+
+    while (from < to) {
+        size_t middle = (from + to) / 2;
+
+        if (control_known[middle] >> 1 == hash >> 1)
+            return control_known[middle] & 1 ? LOOKUP_HOOKED : LOOKUP_KNOWN;
+        if (control_known[middle] < hash)
+            from = middle + 1;
+        else
+            to = middle;
+    }
+    return LOOKUP_UNKNOWN;
+}
+
+/* ---- what the governor is told ---- */
+
+static void lookup_tell(const char *name)
+{
+    struct ledger_header *ledger = pages_ledger();
+    uint32_t place;
+
+    for (place = 0; place < LAYOUT_N_UNKNOWN; place++)
+        if (!strncmp((char *)ledger->unknown + place * LAYOUT_UNKNOWN_SIZE, name,
+                     LAYOUT_UNKNOWN_SIZE - 1))
+            return;
+    if (atomic_load_relaxed(&ledger->n_unknown) >= LAYOUT_N_UNKNOWN)
+        return;
+    place = atomic_add_relaxed(&ledger->n_unknown, 1);
+    if (place < LAYOUT_N_UNKNOWN) {
+        uint8_t *to = ledger->unknown + place * LAYOUT_UNKNOWN_SIZE;
+
+        memcpy(to + 1, name + 1, LAYOUT_UNKNOWN_SIZE - 1);
+        atomic_store_release(to, (uint8_t)name[0]);
+    }
+}
+
+static void lookup_keep(const char *name)
+{
+    bool known = false;
+
+    prim_lock(&early_lock);
+    for (unsigned i = 0; i < n_early; i++)
+        known = known || !strcmp(early[i], name);
+    if (!known && n_early < LAYOUT_N_UNKNOWN)
+        memcpy(early[n_early++], name, LAYOUT_UNKNOWN_SIZE);
+    prim_unlock(&early_lock);
+}
+
+void lookups_started(void)
+{
+    prim_lock(&early_lock);
+    if (pages_slot())
+        for (; n_early; n_early--)
+            lookup_tell(early[n_early - 1]);
+    prim_unlock(&early_lock);
+}
+
+void lookups_after_fork(void)
+{
+    early_lock.word = 0;
+}
+
+/* A form that is not hooked has the version that was asked for behind its name. */
+static void lookup_note(const char *symbol, int version, enum lookup_kind kind)
+{
+    char name[LAYOUT_UNKNOWN_SIZE] = {0};
+
+    if (kind == LOOKUP_HOOKED)
+        snprintf(name, sizeof name, "%s@%d", symbol, version);
+    else
+        snprintf(name, sizeof name, "%s", symbol);
+    if (pages_slot())
+        lookup_tell(name);
+    else
+        lookup_keep(name);
+}
+
+/* ---- answers ---- */
+
+/* Decides on an answer of the driver. Returns whether the program gets it, as it is or replaced. */
+static bool lookup_passes(const char *symbol, void **pfn, int version)
+{
+    struct ledger_slot *slot = pages_slot();
+    const struct grant_header *grant;
+    enum lookup_kind kind;
+    uint32_t policy;
+    void *ours;
+
+    if (!symbol || !pfn || !*pfn)
+        return true;
+    ours = origin_replace(*pfn);
+    if (likely(ours != *pfn)) {
+        *pfn = ours;
+        if (slot)
+            atomic_add_relaxed(&slot->lookups, 1);
+        return true;
+    }
+    kind = lookup_find(symbol);
+    if (likely(kind == LOOKUP_KNOWN))
+        return true;
+    grant = pages_peek();
+    policy = grant ? atomic_load_relaxed(&grant->unknown_functions) : UNKNOWN_FORWARD;
+    if (policy != UNKNOWN_COUNT && policy != UNKNOWN_REFUSE)
+        return true;
+    lookup_note(symbol, version, kind);
+    if (policy == UNKNOWN_COUNT)
+        return true;
+    control_log("a function of the driver was refused, because the control library does not know "
+                "it (unknown_functions: refuse); tidegate inspect on the node names it");
+    *pfn = NULL;
+    return false;
+}
+
+/* The answer to a refused look-up is the driver's own to a name that it lacks. */
+CONTROL_EXPORT CUresult cuGetProcAddress(const char *symbol, void **pfn, int cudaVersion,
+                                         cuuint64_t flags)
+{
+    CUresult result = real->cuGetProcAddress(symbol, pfn, cudaVersion, flags);
+
+    if (result == CUDA_SUCCESS && !lookup_passes(symbol, pfn, cudaVersion))
+        result = real->cuGetProcAddress(LOOKUP_LACKED, pfn, cudaVersion, flags);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **pfn, int cudaVersion,
+                                            cuuint64_t flags,
+                                            CUdriverProcAddressQueryResult *symbolStatus)
+{
+    CUresult result = real->cuGetProcAddress_v2(symbol, pfn, cudaVersion, flags, symbolStatus);
+
+    if (result == CUDA_SUCCESS && !lookup_passes(symbol, pfn, cudaVersion))
+        result = real->cuGetProcAddress_v2(LOOKUP_LACKED, pfn, cudaVersion, flags, symbolStatus);
+    return result;
+}

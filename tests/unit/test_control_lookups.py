@@ -1,0 +1,155 @@
+"""Functions that a program looks up and that the control library does not know: forwarded, counted, refused.
+
+The driver is lookup_shim.c: the simulated one with functions of tomorrow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from libcontrol import coverage, layout, pages
+from tests.conftest import ROOT
+from tests.unit.memory_node import GIB, Agent, MemoryNode, need_namespaces
+
+FORWARD, COUNT, REFUSE = range(3)
+FOUND = [0, 99, 0]  # result, what the function returns, status
+LACKED = [500, None, 1]
+
+FIND = """
+def outcome(result, pointer, status):
+    function = ctypes.CFUNCTYPE(ctypes.c_int)(pointer.value) if pointer.value else None
+    return [result, function() if function else None, status]
+def find(name, version=13000, flags=0):
+    pointer, status = ctypes.c_void_p(7), ctypes.c_int(7)
+    result = driver.try_call('cuGetProcAddress_v2', name.encode(), ctypes.byref(pointer), version, flags,
+                             ctypes.byref(status))
+    return outcome(result, pointer, status.value)
+def find_old(name, version=11030):
+    pointer = ctypes.c_void_p(7)
+    result = driver.try_call('cuGetProcAddress', name.encode(), ctypes.byref(pointer), version, 0)
+    return outcome(result, pointer, None)
+"""
+
+
+@pytest.fixture
+def node(build_dir: Path, tmp_path: Path) -> Iterator[MemoryNode]:
+    need_namespaces()
+    played = MemoryNode(build_dir, tmp_path, GIB, shim=ROOT / "tests/unit/lookup_shim.c")
+    yield played
+    played.close()
+
+
+def start(node: MemoryNode, policy: int) -> Agent:
+    pages.write(node.grant, 0, "grant_header", "unknown_functions", policy)
+    agent = node.agent(context=False)
+    agent.run(FIND)
+    return agent
+
+
+def named(node: MemoryNode) -> list[str]:
+    """Return the names in the ledger."""
+    places = (place.partition(b"\0")[0] for place in pages.read_unknown(node.ledger))
+    return [place.decode() for place in places if place]
+
+
+@pytest.mark.parametrize(
+    ("policy", "answer", "names"),
+    [
+        (FORWARD, FOUND, []),
+        (COUNT, FOUND, ["cuOfTomorrow", "cuOfNextYear"]),
+        (REFUSE, LACKED, ["cuOfTomorrow", "cuOfNextYear"]),
+        (77, FOUND, []),  # of a governor that knows more
+    ],
+)
+def test_what_happens_to_an_unknown_function(
+    node: MemoryNode, policy: int, answer: list[object], names: list[str]
+) -> None:
+    agent = start(node, policy)
+    for _ in range(3):
+        assert agent.run("find('cuOfTomorrow')") == answer
+    assert agent.run("find_old('cuOfNextYear')") == [*answer[:2], None]
+    assert named(node) == names
+    assert pages.read(node.ledger, 0, "ledger_header", "n_unknown") == len(names)
+
+
+@pytest.mark.parametrize("policy", [FORWARD, COUNT, REFUSE])
+def test_a_known_function_is_found_under_every_policy(node: MemoryNode, policy: int) -> None:
+    agent = start(node, policy)
+    for name in ("cuInit", "cuMemAlloc", "cuLaunchKernel", "cuGetErrorName", "cuCtxSynchronize"):
+        call = f"driver.try_call('cuGetProcAddress_v2', b'{name}', ctypes.byref(found), 13000, 0, None)"
+        assert agent.run(f"found = ctypes.c_void_p()\nresult = {call}") is None
+        assert agent.run("[result, bool(found)]") == [0, True]
+    assert agent.run("find('cuCtxGetId')") == FOUND  # which the simulated driver lacks
+    assert agent.run("find('cuCtxGetId_v2_ptsz')") == FOUND
+    assert named(node) == []
+
+
+def test_all_that_the_table_names_is_known(node: MemoryNode) -> None:
+    """A function that has to be hooked passes if the answer is the form that is hooked; the others always do."""
+    agent = start(node, REFUSE)
+    effects = coverage.read_effects()
+    plain = sorted(name for name, effect in effects.items() if effect not in coverage.GOVERNED)
+    assert len(plain) > 350
+    assert agent.run(f"[n for n in {plain} if find(n, 99000) != {FOUND}]") == []
+    assert named(node) == []
+    governed = sorted(set(effects) - set(plain))
+    assert len(governed) > 100
+    assert agent.run(f"[n for n in {governed} if find(n, 99000) != {LACKED}]") == []
+
+
+def test_a_new_form_of_a_function_that_has_to_be_hooked_is_named_with_its_version(
+    node: MemoryNode,
+) -> None:
+    agent = start(node, COUNT)
+    assert agent.run("find('cuMemAlloc', 99000)") == FOUND
+    assert agent.run("find('cuMemcpyDtoDAsync', 99010, 2)") == FOUND
+    assert named(node) == ["cuMemAlloc@99000", "cuMemcpyDtoDAsync@99010"]
+
+
+def test_what_is_looked_up_before_cuinit_is_named_after_it(node: MemoryNode) -> None:
+    agent = start(node, REFUSE)
+    # A child has no part of the ledger until its own cuInit.
+    agent.run(
+        f"""
+r, w = os.pipe()
+pid = os.fork()
+if pid == 0:
+    early = [find('cuOfTomorrow') for _ in range(20)] + [find('cuAtOnce')]
+    os.write(w, b'y' if early == [{LACKED}] * 21 else b'n')
+    os.read(0, 0)
+    driver.call('cuInit', 0)
+    os.write(w, b'.')
+    os._exit(0)
+os.waitpid(pid, 0)
+said = os.read(r, 10).decode()
+"""
+    )
+    assert agent.run("said") == "y."
+    assert sorted(named(node)) == ["cuAtOnce", "cuOfTomorrow"]
+
+
+def test_the_setting_is_followed_while_a_program_runs(node: MemoryNode) -> None:
+    agent = start(node, COUNT)
+    assert agent.run("find('cuOfTomorrow')") == FOUND
+    pages.write(node.grant, 0, "grant_header", "unknown_functions", REFUSE)
+    assert agent.run("find('cuOfTomorrow')") == LACKED
+    pages.write(node.grant, 0, "grant_header", "unknown_functions", FORWARD)
+    assert agent.run("find('cuOfTheDayAfter')") == FOUND
+    assert named(node) == ["cuOfTomorrow"]
+
+
+def test_names_are_cut_and_so_many_are_kept(node: MemoryNode) -> None:
+    agent = start(node, COUNT)
+    other = node.agent(context=False)
+    other.run(FIND)
+    agent.run("for i in range(10): find(f'cuNumber{i}')")
+    other.run("find('cu' + 'x' * 200)")
+    other.run("for i in range(100): find(f'cuNumber{i}')")
+    found = named(node)
+    assert found[:11] == [*(f"cuNumber{i}" for i in range(10)), "cu" + "x" * 45]
+    assert found[11:] == [f"cuNumber{i}" for i in range(10, 15)]
+    assert len(found) == layout.N_UNKNOWN
+    assert pages.read(node.ledger, 0, "ledger_header", "n_unknown") == layout.N_UNKNOWN

@@ -1,0 +1,140 @@
+"""What the governor makes of the names that containers write into their ledgers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import mmap
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from structlog.testing import capture_logs
+
+from governor.config import Config
+from governor.listing import unknown_lines
+from governor.lookups import MOST, UnknownFunctions
+from governor.verbs import inspect
+from libcontrol import layout, pages
+from tests.conftest import ROOT
+from tests.unit.governor_world import MetricsWorld
+
+OUTPUTS = json.loads((ROOT / "governor/outputs.schema.json").read_text())
+
+
+@pytest.fixture
+def ledger() -> mmap.mmap:
+    page = mmap.mmap(-1, layout.LEDGER_SIZE)
+    pages.init_ledger(page)
+    return page
+
+
+def write(page: mmap.mmap, place: int, name: bytes) -> None:
+    for i, byte in enumerate(name.ljust(layout.UNKNOWN_SIZE, b"\0")[: layout.UNKNOWN_SIZE]):
+        at = place * layout.UNKNOWN_SIZE + i
+        pages.write(page, 0, "ledger_header", "unknown", byte, index=at)
+
+
+def test_a_name_is_found_once(ledger: mmap.mmap) -> None:
+    functions = UnknownFunctions()
+    assert functions.look(ledger) == []
+    write(ledger, 0, b"cuOfTomorrow")
+    write(ledger, 3, b"cuMemAlloc@14000")
+    write(ledger, 4, b"cuOfTomorrow")
+    assert functions.look(ledger) == ["cuOfTomorrow", "cuMemAlloc@14000"]
+    assert functions.look(ledger) == []
+    write(ledger, 0, b"cuOther")
+    assert functions.look(ledger) == ["cuOther"]
+    assert functions.names == ("cuOfTomorrow", "cuMemAlloc@14000", "cuOther")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        b"\0uBeingWritten",
+        b"ncclOther",
+        b"cu",
+        b"cu\x1b[2J",
+        b"cuTab\tNewline\n",
+        b"cuNewline\n",
+        "cuÜber".encode(),
+        b"cu\xff\xfe",
+        b"cuName@x",
+        b"cuName@1234567",
+        b"cuName@",
+        b"cu" + b"x" * 46,  # no end
+        b"\xff" * 48,
+    ],
+)
+def test_what_is_no_name_is_passed_over(ledger: mmap.mmap, name: bytes) -> None:
+    functions = UnknownFunctions()
+    write(ledger, 1, name)
+    write(ledger, 2, b"cuAfter")
+    assert functions.look(ledger) == ["cuAfter"]
+
+
+def test_a_container_that_writes_ever_new_names_is_remembered_sixteen(ledger: mmap.mmap) -> None:
+    functions = UnknownFunctions()
+    for i in range(100):
+        write(ledger, i % layout.N_UNKNOWN, f"cuNumber{i}".encode())
+        functions.look(ledger)
+    assert functions.names == tuple(f"cuNumber{i}" for i in range(MOST))
+    assert MOST == 16
+
+
+def test_names_are_logged_once_and_shown(tmp_path: Path, build_dir: Path) -> None:
+    async def scene() -> None:
+        world = MetricsWorld(tmp_path, build_dir / "libcontrol")
+        try:
+            one = await world.admit("one")
+            await world.admit("two", memory="1Gi", compute="10")
+            with capture_logs() as logs:
+                one.note_unknown()
+                write(one.ledger, 0, b"cuOfTomorrow")
+                write(one.ledger, 1, b"cuMemAlloc@14000")
+                for _ in range(3):
+                    one.note_unknown()
+                [described] = one.describe()
+                write(one.ledger, 2, b"cuLate")
+                world.server.admissions.end(one, "test")
+            found = [line for line in logs if line["event"] == "unknown-functions"]
+            assert [(line["container"], line["functions"]) for line in found] == [
+                ("one", ["cuOfTomorrow", "cuMemAlloc@14000"]),
+                ("one", ["cuLate"]),
+            ]
+            assert {line["log_level"] for line in found} == {"warning"}
+            assert described["unknown_functions"] == ["cuOfTomorrow", "cuMemAlloc@14000"]
+            schema = OUTPUTS["$defs"]["container"]["properties"]["unknown_functions"]
+            jsonschema.Draft202012Validator(schema).validate(described["unknown_functions"])
+        finally:
+            world.close()
+
+    asyncio.run(scene())
+
+
+def described(**changes: Any) -> dict[str, Any]:
+    return {"id": "a" * 64, "key": "k", "name": "", "unknown_functions": [], **changes}
+
+
+def test_ps_has_a_line_for_each_container_that_looked_one_up() -> None:
+    names = ["cuOfTomorrow", "cuMemAlloc@14000"]
+    older = described(name="older")
+    del older["unknown_functions"]
+    both = [described(name=name, key="shared", unknown_functions=names[:1]) for name in ("b", "c")]
+    assert unknown_lines([described(), older, described(unknown_functions=names), *both]) == [
+        f"unknown functions: {'a' * 40}: cuOfTomorrow, cuMemAlloc@14000",
+        "unknown functions: b: cuOfTomorrow",  # b and c have one ledger
+    ]
+    # The answer may be of another program at the governor's socket.
+    evil = described(name="n\x1b[2J", unknown_functions=["cu\x1b[2J"])
+    assert unknown_lines([evil]) == ["unknown functions: n?[2J: cu?[2J"]
+
+
+def test_the_default_is_to_count() -> None:
+    assert Config().unknown_functions == "count"
+
+
+def test_inspect_names_them() -> None:
+    assert inspect.unknown_of(described(unknown_functions=["cuA", "cuB"])) == "cuA, cuB"
+    assert inspect.unknown_of({}) == ""

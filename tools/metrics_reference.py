@@ -47,9 +47,9 @@ Kubernetes, `namespace` and `pod` name the container's pod, and `claim` (NAMESPA
 that its quota comes from; otherwise they are empty. Containers that use the same shares of a claim
 have one series, under the id of the one that came first.
 
-A wait for a grant begins when the governor sees that a container wants the GPU and ends with its
-grant, by the governor's clock. On a GPU that is steered (`tidegate_gpu_steered`) there are none:
-work waits on the GPU, where nothing counts it.
+A wait for a grant begins when the governor sees that a container wants the GPU, and ends with the
+container's grant, by the governor's clock. On a GPU that is steered (`tidegate_gpu_steered`) no
+waits are recorded, because work waits on the GPU, where it cannot be observed.
 
 Numbers that a container counts itself (launches, waits, refused allocations, the peak) are only as
 reliable as its program is honest. GPU time, what NVML reports, and violations are observed by the

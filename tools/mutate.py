@@ -40,7 +40,7 @@ Each rule has tests that carry out the attack with runc and crun, and mutants: p
 the rule from the code, with which the tests have to fail.
 `python tools/mutate.py` applies them to a copy of the tree, one after the other (minutes, as root).
 
-This page is made from `tests/mutants/rules.toml` by `python tools/mutate.py --page`.
+This page is generated from `tests/mutants/rules.toml` by `python tools/mutate.py --page`.
 
 ## The code and the tests of each rule
 

@@ -131,6 +131,6 @@ def test_an_output_that_differs_is_noticed():
 
 
 def test_the_container_of_the_tutorial_gets_what_it_was_given(shown):
-    units = int(re.search(r'"units": ([0-9]+)', shown["7. What it got done"])[1])
+    units = int(re.search(r'"units": ([0-9]+)', shown["7. How much work it did"])[1])
     # 2,000 units take all of the GPU's time in a second; the quota was first 40 % and then 60 % of it.
     assert 0.36 * 16_000 < units < 0.62 * 16_000

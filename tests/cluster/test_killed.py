@@ -190,7 +190,7 @@ def of_pods(cluster: RealCluster, uids: set[str]) -> list[str]:
     return found
 
 
-def test_pods_of_a_job_outlive_all_that_serves_them(cluster: RealCluster) -> None:
+def test_pods_of_a_job_survive_kills_of_every_daemon(cluster: RealCluster) -> None:
     chance = random.Random(20)  # noqa: S311 - no secret
     node = cluster.nodes[0]
     cluster.claim_template("killed", memory="2Gi", compute=str(100 // SIDE_BY_SIDE))

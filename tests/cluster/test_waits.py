@@ -34,7 +34,7 @@ def test_a_pod_that_came_while_there_was_no_governor_starts_when_it_is_back(
     wait_for("nothing to be left", lambda: not cluster.leftovers(cluster.nodes[0]), 60)
 
 
-def test_the_share_of_a_pod_that_was_deleted_by_force_is_had_when_its_container_has_ended(
+def test_the_share_of_a_pod_that_was_deleted_by_force_is_free_when_its_container_has_ended(
     cluster: RealCluster,
 ) -> None:
     cluster.claim_template("forced", memory="2Gi", compute="60")

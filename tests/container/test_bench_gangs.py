@@ -95,7 +95,7 @@ def fails(bench: Bench, keep: Keep) -> None:
     raise MachineError("it is broken")
 
 
-def test_a_part_that_hangs_or_fails_is_told_of_and_the_next_one_runs(
+def test_a_part_that_hangs_or_fails_is_reported_and_the_next_part_runs(
     build_dir: Path,
     tmp_path: Path,
     require: Callable[..., None],

@@ -131,7 +131,7 @@ def test_each_suite_is_kept_and_has_its_part_of_the_page(
 
 
 @pytest.mark.parametrize("suite", SMALL)
-def test_everybody_worked(results: dict[str, dict[str, Any]], suite: str) -> None:
+def test_every_container_did_work(results: dict[str, dict[str, Any]], suite: str) -> None:
     arms = results[suite]["arms"]
     # Decoding needs PyTorch and a GPU that computes.
     assert list(arms) == [name for name in SMALL[suite] if name != "decode"]
@@ -142,7 +142,9 @@ def test_everybody_worked(results: dict[str, dict[str, Any]], suite: str) -> Non
             assert tenant["governor"]["launches"] > 0, name
 
 
-def test_who_is_alone_below_his_cap_works_on(results: dict[str, dict[str, Any]]) -> None:
+def test_a_container_alone_below_its_cap_continues_to_work(
+    results: dict[str, dict[str, Any]],
+) -> None:
     """Extending a grant used to wake no waiting launch: 3.7 % were delivered instead of 90 %, and 3 to 5 % on an H200."""
     assert results["sweep"]["summary"]["alone-waits"]["delivered"][0] > 60
 
@@ -183,7 +185,7 @@ def test_changes_are_followed_on_the_time_of_the_samples(
     assert min(stretches[0]) < 60 < max(stretches[1])
 
 
-def test_who_is_killed_or_stopped_is_followed_by_somebody(
+def test_stalls_after_kills_and_stops_are_measured(
     results: dict[str, dict[str, Any]],
 ) -> None:
     arms, summary = results["killed"]["arms"], results["killed"]["summary"]

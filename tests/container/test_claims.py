@@ -262,7 +262,7 @@ def test_one_container_with_two_shares_on_two_gpus(node: BenchNode) -> None:
     assert (admitted[0]["claims"], admitted[0]["pod"]) == (["default/name-pair"], "default/pod")
 
 
-def test_a_share_that_is_named_three_times_is_had_once(node: BenchNode) -> None:
+def test_a_share_that_is_named_three_times_is_allocated_once(node: BenchNode) -> None:
     """If another claim of the pod was refused first, a kubelet names a device once more for each time that it asked."""
     tell(node, "again", share("gpu", compute=40))
     container = probe(node, "again", with_devices(node, *[("again", "gpu")] * 3))
@@ -331,7 +331,7 @@ def test_an_init_container_and_then_the_main_one(node: BenchNode) -> None:
 # ---- what lasts ----
 
 
-def test_a_governor_that_is_killed_has_the_claim_and_its_containers_again(node: BenchNode) -> None:
+def test_the_governor_after_a_killed_one_has_the_claim_and_its_containers(node: BenchNode) -> None:
     tell(node, "kept", share("gpu", memory=4 * GIB, compute=60))
     tell(node, "idle", share("gpu", compute=30))
     pair = [worker(node, f"kept-{name}", with_devices(node, ("kept", "gpu"))) for name in "ab"]
@@ -355,7 +355,7 @@ def test_a_governor_that_is_killed_has_the_claim_and_its_containers_again(node: 
     assert ask(node.config, "gpus")["gpus"][0]["compute_left"] == 10
 
 
-def test_a_state_that_is_lost_costs_no_claim_that_is_used(node: BenchNode) -> None:
+def test_a_lost_database_loses_no_claim_in_use(node: BenchNode) -> None:
     tell(node, "lost", share("gpu", memory=4 * GIB, compute=60))
     pair = [worker(node, f"lost-{name}", with_devices(node, ("lost", "gpu"))) for name in "ab"]
     begin(*pair)
@@ -425,7 +425,7 @@ def test_an_annotation_beside_a_claim_is_refused(
 
 
 @pytest.mark.parametrize("annotation", ["claim", "claims", "share", "uid"])
-def test_an_annotation_names_no_claim(node: BenchNode, annotation: str) -> None:
+def test_an_annotation_cannot_name_a_claim(node: BenchNode, annotation: str) -> None:
     tell(node, "theirs", share("gpu", compute=90))
     tell(node, "mine", share("gpu", compute=10))
     own = refused(
@@ -448,7 +448,7 @@ def only_hook(node: BenchNode) -> Edit:
     return edit
 
 
-def test_the_environment_names_no_claim(node: BenchNode) -> None:
+def test_the_environment_cannot_name_a_claim(node: BenchNode) -> None:
     tell(node, "theirs", share("gpu", compute=90))
     tell(node, "mine", share("gpu", compute=10))
 
@@ -468,7 +468,7 @@ def test_the_environment_names_no_claim(node: BenchNode) -> None:
 
 
 @pytest.mark.parametrize("path", ["/usr/bin/true", "{work}/other/tidegate-hook"])
-def test_an_entry_of_another_program_names_no_claim(node: BenchNode, path: str) -> None:
+def test_an_entry_of_another_program_cannot_name_a_claim(node: BenchNode, path: str) -> None:
     tell(node, "theirs", share("gpu", compute=90))
     tell(node, "mine", share("gpu", compute=10))
     other = node.work / "other" / "tidegate-hook"
@@ -510,7 +510,7 @@ def test_a_device_of_a_gpu_beside_a_claim_is_refused(node: BenchNode) -> None:
     assert "config.json asks for a device of tidegate.gpu/shared together with claim mine" in line
 
 
-def test_a_hook_of_an_engine_s_directory_beside_a_claim_does_nothing(node: BenchNode) -> None:
+def test_a_hook_from_an_engines_directory_does_nothing_beside_a_claim(node: BenchNode) -> None:
     """An allowed annotation makes the engine enter it, before or after the claim's entries."""
     tell(node, "mine", share("gpu"))
     for place in (0, 1):

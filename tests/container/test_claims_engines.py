@@ -158,7 +158,9 @@ def test_two_pods_share_a_gpu_70_to_30(cluster: ClaimNode, engine: Engine) -> No
     assert not list(cluster.site.host.path("/var/run/cdi").glob("tidegate.gpu-claim_*"))
 
 
-def test_a_driver_that_is_gone_stops_no_container(cluster: ClaimNode, engine: Engine) -> None:
+def test_containers_with_a_claim_start_without_the_driver(
+    cluster: ClaimNode, engine: Engine
+) -> None:
     """A prepared claim is a file and a row in the governor's database; a pod's container starts again without the driver."""
     document = cluster.allocate("alone", result(compute="40", memory="2Gi"))
     devices = cluster.prepare(document)

@@ -153,7 +153,7 @@ def test_cri_o_starts_after_setup_where_its_programs_are_on_the_path(host: Engin
         packages.write_text(text)
 
 
-def test_what_only_cri_o_itself_knows_stops_setup(host: EngineHost) -> None:
+def test_an_error_that_only_cri_o_detects_stops_setup(host: EngineHost) -> None:
     host.write(f"{CONF_D}/60-own.conf", '[crio.runtime]\ndefault_sysctls = ["x"]\n')
     status, said = tidegate(host, "setup", "crio")
     assert status == 73
@@ -175,7 +175,7 @@ def test_a_hook_of_a_stage_that_cri_o_does_not_know_is_found(host: EngineHost) -
     assert {s for s, _ in findings(host, "crio.configuration")["crio.configuration"]} == {"ok"}
 
 
-def test_a_container_is_the_default_handler_s_runtime_s_and_outlives_cri_o(
+def test_a_container_runs_under_the_default_handlers_runtime_and_outlives_cri_o(
     site: EngineSite,
 ) -> None:
     for engine in used(site, Crio):

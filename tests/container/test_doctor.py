@@ -62,7 +62,7 @@ def states(found: dict[str, list[dict[str, Any]]], check: str) -> list[str]:
     return [one["state"] for one in found[check]]
 
 
-def test_a_node_that_runs_is_right_as_far_as_it_is_set_up(node: BenchNode) -> None:
+def test_a_running_node_has_no_faults_in_what_is_set_up(node: BenchNode) -> None:
     found = look(node)
     for check in (
         "kernel.calls",
@@ -93,7 +93,7 @@ def test_a_node_that_runs_is_right_as_far_as_it_is_set_up(node: BenchNode) -> No
     assert not any("the check failed" in one["found"] for each in found.values() for one in each)
 
 
-def test_what_happens_to_a_node_is_told(node: BenchNode) -> None:
+def test_changes_of_a_node_are_reported(node: BenchNode) -> None:
     assert isinstance(node.machine, Simulated)
     gpu = node.machine.directory / "gpu0"
     simgpu.set_lost(gpu, lost=True)
@@ -125,7 +125,7 @@ def test_what_happens_to_a_node_is_told(node: BenchNode) -> None:
     assert states(look(node), "governor.answers") == ["ok"]
 
 
-def test_without_root_doctor_says_what_it_does_not_see(node: BenchNode) -> None:
+def test_without_root_doctor_reports_what_it_cannot_see(node: BenchNode) -> None:
     # A user can read this: the configuration, in a directory that the user may enter.
     config = Path("/run") / f"tidegate-doctor-{os.getpid()}.yaml"
     config.write_text((node.work / "config.yaml").read_text())
@@ -187,12 +187,12 @@ def test_device_nodes_of_other_numbers_are_wrong(host: Host) -> None:
     )
 
 
-def test_device_nodes_that_users_may_not_open_are_warned_of(host: Host) -> None:
+def test_device_nodes_that_users_may_not_open_cause_a_warning(host: Host) -> None:
     (host.root / "dev/nvidiactl").chmod(0o660)
     assert host.look("driver.nodes")[0].startswith("warning: /dev/nvidiactl has mode 660: ")
 
 
-def test_programs_that_are_anothers_are_wrong(tmp_path: Path) -> None:
+def test_programs_owned_by_another_user_are_wrong(tmp_path: Path) -> None:
     host = Host(tmp_path / "root")
     host.put("usr/bin/tidegate-hook", "#!/usr/bin/python3 -ISE\n", 0o755)
     host.put("usr/bin/tidegate-runtime", "#!/usr/bin/python3 -ISE\n", 0o755)
@@ -209,7 +209,7 @@ def test_programs_that_are_anothers_are_wrong(tmp_path: Path) -> None:
     ]
 
 
-def test_events_has_the_line_of_a_start_that_failed(
+def test_events_shows_the_line_of_a_failed_start(
     node: BenchNode, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = str(node.work / "governor.log")

@@ -257,9 +257,7 @@ print(json.dumps(find_name(*json.loads(sys.argv[2]))))
 """
 
 
-def test_a_container_is_known_by_the_name_that_its_engine_has_for_it(
-    site: EngineSite, engine: Engine
-) -> None:
+def test_a_container_is_shown_under_its_engines_name(site: EngineSite, engine: Engine) -> None:
     """The name comes from the files that the engine itself has written, as `tidegate ps` reads them on the node."""
     started = engine.run(*IDLE, annotations=GOOD)
     seen = site.books()[started.identifier]
@@ -283,7 +281,7 @@ CHECKS_OF: dict[type[Engine], tuple[str, ...]] = {
 }
 
 
-def test_doctor_finds_nothing_wrong_with_the_engine_and_tells_its_version(
+def test_doctor_finds_nothing_wrong_with_the_engine_and_reports_its_version(
     site: EngineSite, engine: Engine
 ) -> None:
     """doctor reads the output and the files of the engine's own programs, which change with their versions."""
@@ -300,7 +298,7 @@ def test_doctor_finds_nothing_wrong_with_the_engine_and_tells_its_version(
     assert version[1] in said[ids[0]].found
 
 
-def test_a_container_without_annotations_is_what_it_is_without_tidegate(
+def test_a_container_without_annotations_is_the_same_as_without_tidegate(
     site: EngineSite, engine: Engine
 ) -> None:
     plainly = engine.run(*IDLE, ours=False)
@@ -311,7 +309,7 @@ def test_a_container_without_annotations_is_what_it_is_without_tidegate(
     assert not site.books()
 
 
-def test_a_wrong_annotation_ends_the_start_with_our_line(site: EngineSite, engine: Engine) -> None:
+def test_a_wrong_annotation_fails_the_start_with_our_line(site: EngineSite, engine: Engine) -> None:
     with pytest.raises(StartError) as caught:
         engine.run(*IDLE, annotations=WRONG)
     text = str(caught.value)
@@ -322,7 +320,7 @@ def test_a_wrong_annotation_ends_the_start_with_our_line(site: EngineSite, engin
     assert not site.directories()
 
 
-def test_an_optional_driver_is_there_where_the_image_can_take_it(
+def test_an_optional_driver_is_mounted_if_the_image_supports_it(
     site: EngineSite, engine: Engine
 ) -> None:
     """The image is inspected before config.json is edited: every engine has mounted it by then."""
@@ -331,7 +329,7 @@ def test_an_optional_driver_is_there_where_the_image_can_take_it(
     assert "tidegate.gpu/reservation" in started.config()["annotations"]
 
 
-def test_what_is_executed_in_a_container_is_governed(engine: Engine) -> None:
+def test_a_program_executed_in_a_container_is_governed(engine: Engine) -> None:
     started = engine.run(*IDLE, annotations=GOOD)
     ran = engine.exec(started, *WORKLOAD[:3], "--allocate", str(3 * GIB))
     assert "CUDA_ERROR_OUT_OF_MEMORY" in ran.stdout, ran.text
@@ -447,7 +445,7 @@ def test_a_device_of_cdi_is_governed_without_our_runtime(
     begin(site, started)
 
 
-def test_a_device_whose_annotations_reach_no_hook_is_refused_in_these_words(
+def test_a_device_whose_annotations_do_not_reach_the_hook_is_refused_with_the_reason(
     site: EngineSite, engine: Engine, tmp_path: Path
 ) -> None:
     """As with containerd's default handler, which passes no annotations on."""
@@ -470,7 +468,9 @@ NO_LIBRARY = (
 @pytest.mark.parametrize(
     "engine", [Docker, Podman, PodmanCrun], ids=lambda kind: kind.name, indirect=True
 )
-def test_a_commit_of_what_has_ended_holds_nothing_of_ours(site: EngineSite, engine: Engine) -> None:
+def test_a_commit_of_an_ended_container_contains_nothing_of_ours(
+    site: EngineSite, engine: Engine
+) -> None:
     """Its layer is that of the same container without Tidegate; anything else in it equals the image below."""
     plainly = engine.run(*IDLE, ours=False)
     governed = engine.run(*WORKLOAD, annotations=GOOD)
@@ -489,7 +489,7 @@ def test_a_commit_of_what_has_ended_holds_nothing_of_ours(site: EngineSite, engi
 
 
 @pytest.mark.parametrize("engine", [Docker, Podman], ids=lambda kind: kind.name, indirect=True)
-def test_a_commit_of_what_runs_holds_no_file_of_the_driver_and_runs_without_us(
+def test_a_commit_of_a_running_container_contains_no_driver_file_and_runs_without_tidegate(
     site: EngineSite, engine: Engine
 ) -> None:
     """It keeps two empty directories, which are mount points, and the ld.so.cache that the hook wrote."""
@@ -528,7 +528,7 @@ def test_the_sandbox_of_a_pod_takes_no_quota(
     assert set(site.books()) == {started.identifier}
 
 
-def test_what_engines_leave_is_found_and_ended(tmp_path: Path) -> None:
+def test_leftovers_of_engines_are_reported_and_removed(tmp_path: Path) -> None:
     """Tests the harness itself: its end reports what still runs."""
     host = EngineHost(unpacked(machine()), tmp_path).__enter__()
     try:

@@ -18,11 +18,11 @@ pytestmark = pytest.mark.slow
 
 # Each of them takes `site` and `engine`, which are this module's here.
 test_governed = others.test_a_container_with_annotations_is_governed
-test_named = others.test_a_container_is_known_by_the_name_that_its_engine_has_for_it
-test_plain = others.test_a_container_without_annotations_is_what_it_is_without_tidegate
-test_refused = others.test_a_wrong_annotation_ends_the_start_with_our_line
-test_optional = others.test_an_optional_driver_is_there_where_the_image_can_take_it
-test_executed = others.test_what_is_executed_in_a_container_is_governed
+test_named = others.test_a_container_is_shown_under_its_engines_name
+test_plain = others.test_a_container_without_annotations_is_the_same_as_without_tidegate
+test_refused = others.test_a_wrong_annotation_fails_the_start_with_our_line
+test_optional = others.test_an_optional_driver_is_mounted_if_the_image_supports_it
+test_executed = others.test_a_program_executed_in_a_container_is_governed
 test_cdi = others.test_a_device_of_cdi_is_governed_without_our_runtime
 
 
@@ -43,5 +43,7 @@ def test_a_restarted_container_is_governed_again(site: EngineSite, engine: Engin
     others.test_a_restarted_container_is_governed_again(site, engine)
 
 
-def test_a_commit_of_what_has_ended_holds_nothing_of_ours(site: EngineSite, engine: Engine) -> None:
-    others.test_a_commit_of_what_has_ended_holds_nothing_of_ours(site, engine)
+def test_a_commit_of_an_ended_container_contains_nothing_of_ours(
+    site: EngineSite, engine: Engine
+) -> None:
+    others.test_a_commit_of_an_ended_container_contains_nothing_of_ours(site, engine)

@@ -108,7 +108,9 @@ def test_a_container_is_prepared_by_the_server(
 
 
 @pytest.mark.usefixtures("forkserver")
-def test_an_error_of_the_server_s_child_is_the_hook_s(front: HookNode, runc: Runtime) -> None:
+def test_an_error_of_the_servers_child_is_reported_as_the_hooks(
+    front: HookNode, runc: Runtime
+) -> None:
     front.governor.mode = "refuse"
     ran = runc.run(front.bundle("true"))
     assert ran.status != 0
@@ -311,7 +313,7 @@ def test_a_caller_in_another_namespace_is_not_served(front: HookNode, namespace:
     assert executed(trace)[-2:] == interpreted(front)
 
 
-def test_another_user_neither_reaches_the_server_nor_stands_for_it(
+def test_another_user_neither_reaches_the_server_nor_impersonates_it(
     front: HookNode, forkserver: ForkServer
 ) -> None:
     assert forkserver.socket.stat().st_mode & 0o777 == 0o600
@@ -374,7 +376,7 @@ def test_two_servers_cannot_serve_one_directory(front: HookNode) -> None:
     )
 
 
-def test_a_socket_that_a_killed_server_left_is_no_hindrance(
+def test_a_socket_left_by_a_killed_server_does_no_harm(
     front: HookNode, forkserver: ForkServer
 ) -> None:
     forkserver.process.kill()
@@ -397,7 +399,7 @@ def ask(front: HookNode) -> list[str]:
     return executed(trace)
 
 
-def test_a_server_that_cannot_fork_goes_on(front: HookNode) -> None:
+def test_a_server_that_cannot_fork_continues(front: HookNode) -> None:
     """As when a limit on processes is reached. If the server ended, the starts that it serves would be killed."""
     front.bundle("true").write()
     # Its first child is the first process of a pid namespace. When that has ended, the kernel refuses further forks.
@@ -410,7 +412,9 @@ def test_a_server_that_cannot_fork_goes_on(front: HookNode) -> None:
     server.stop()
 
 
-def test_a_server_has_so_many_children_and_no_more(front: HookNode, forkserver: ForkServer) -> None:
+def test_the_number_of_a_servers_children_is_limited(
+    front: HookNode, forkserver: ForkServer
+) -> None:
     """Each child may need 48 MiB, and all together have a limit: further callers execute the script."""
     front.bundle("true").write()
     executed_it = False
@@ -428,7 +432,7 @@ def test_a_server_has_so_many_children_and_no_more(front: HookNode, forkserver: 
     assert ask(front) == [str(front.program)]
 
 
-def test_a_server_without_descriptors_goes_on(front: HookNode, forkserver: ForkServer) -> None:
+def test_a_server_without_descriptors_continues(front: HookNode, forkserver: ForkServer) -> None:
     front.bundle("true").write()
     wait_for(lambda: len(children(forkserver)) == N_SPARE, "its children")
     limited = [forkserver.process.pid, *children(forkserver)]
@@ -442,9 +446,7 @@ def test_a_server_without_descriptors_goes_on(front: HookNode, forkserver: ForkS
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_what_waits_for_callers_ends_with_the_server(
-    front: HookNode, number: signal.Signals
-) -> None:
+def test_spare_children_end_with_the_server(front: HookNode, number: signal.Signals) -> None:
     """This holds however the server ends: a process that continued would listen in place of the next server."""
     server = ForkServer(front.base / "run")
     wait_for(lambda: len(children(server)) == N_SPARE, "its children")
@@ -473,7 +475,7 @@ def test_a_server_that_was_started_without_standard_descriptors_serves(front: Ho
     server.stop()
 
 
-def test_a_signal_between_a_look_and_the_wait_stops_the_server(front: HookNode) -> None:
+def test_a_signal_between_the_check_and_the_wait_stops_the_server(front: HookNode) -> None:
     """The signal goes to another thread here, so that it interrupts no call of the thread that serves."""
     program = """
 import signal, sys, threading
@@ -499,7 +501,7 @@ server.run()
     assert not (front.base / "run/forkserver.sock").exists()
 
 
-def test_the_server_s_locale_is_not_what_paths_are_written_in(
+def test_paths_do_not_depend_on_the_servers_locale(
     front: HookNode, tmp_path: Path, runc: Runtime, require: Callable[..., None]
 ) -> None:
     """systemd gives services the system's locale; runtimes write UTF-8 in any locale."""
@@ -550,7 +552,7 @@ def test_a_state_that_is_too_large_is_refused_by_the_same_line(front: HookNode) 
     assert [(one.returncode, one.stderr) for one in said] == [(65, said[0].stderr)] * 2
 
 
-def test_what_is_to_be_said_of_a_command_line_the_script_says(front: HookNode) -> None:
+def test_the_script_reports_errors_of_a_command_line(front: HookNode) -> None:
     for arguments in ([], ["createRuntim"], ["--timeout", "0", "prestart"], ["--claim", "a"]):
         said = [
             subprocess.run([str(program), *arguments], capture_output=True, check=False)
@@ -561,7 +563,7 @@ def test_what_is_to_be_said_of_a_command_line_the_script_says(front: HookNode) -
 
 
 @pytest.mark.usefixtures("forkserver")
-def test_what_precreate_is_given_by_a_pipe_comes_out_whole(front: HookNode) -> None:
+def test_precreate_returns_all_of_its_input_from_a_pipe(front: HookNode) -> None:
     data = json.dumps({"annotations": {"a": "b"}, "x": "y" * (1 << 20)}).encode()
     done = subprocess.run([*front.hook, "precreate"], input=data, capture_output=True, check=False)
     assert (done.returncode, done.stdout == data, done.stderr) == (0, True, b"")
@@ -574,7 +576,7 @@ def test_what_precreate_is_given_by_a_pipe_comes_out_whole(front: HookNode) -> N
         ("--claim", "a", "createRuntime"), ("--claim", "a", "--share", "b", "precreate"),
     ],
 )  # fmt: skip
-def test_a_mistake_in_a_command_line_is_said_to_a_container_that_asks_for_nothing(
+def test_a_command_line_error_is_reported_even_if_the_container_asks_for_nothing(
     front: HookNode, arguments: tuple[str, ...]
 ) -> None:
     """Otherwise the mistake would show only with the first container that asks for something."""
@@ -609,7 +611,7 @@ def test_a_runtime_that_does_not_close_stdin_is_not_waited_for(front: HookNode, 
     )
 
 
-def test_a_configuration_that_nobody_takes_is_an_error(front: HookNode) -> None:
+def test_a_configuration_without_a_reader_is_an_error(front: HookNode) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
@@ -621,7 +623,7 @@ def test_a_configuration_that_nobody_takes_is_an_error(front: HookNode) -> None:
     assert b"config.json could not be written to stdout" in done.stderr
 
 
-def test_a_configuration_that_is_not_read_to_its_end_is_an_error(front: HookNode) -> None:
+def test_an_incompletely_read_configuration_is_an_error(front: HookNode) -> None:
     """Podman would take the part that had arrived until then, without the rest."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
@@ -669,9 +671,7 @@ def test_an_empty_bundle_is_the_working_directory(
     assert '"./config.json"' in trace.read_text()
 
 
-def test_a_runtime_that_deletes_slowly_does_not_cost_the_server(
-    front: HookNode, forkserver: ForkServer
-) -> None:
+def test_a_slow_delete_is_still_served(front: HookNode, forkserver: ForkServer) -> None:
     """`delete --force` waits for the container's end, for longer than the server waits for a request."""
     wrapper = wrapper_settings(front, "#!/bin/sh\nsleep 2\n")
     (front.base / "run/traces").mkdir(mode=0o700, exist_ok=True)

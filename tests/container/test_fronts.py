@@ -179,7 +179,7 @@ def test_optional_with_a_gpu_of_the_user_s_is_refused_by_precreate_and_hook(
     refused(node, runtime.run(bundle), word)
 
 
-def test_optional_on_a_node_with_a_driver_is_with_a_gpu(
+def test_optional_on_a_node_with_a_driver_gets_a_gpu(
     node: HookNode, wrapped: WrappedRuntime
 ) -> None:
     bundle = plain(node, "ls /dev; ls -A /run/tidegate", annotations=OPTIONAL)
@@ -187,7 +187,7 @@ def test_optional_on_a_node_with_a_driver_is_with_a_gpu(
     assert {"nvidia0", "grant"} <= set(ran.stdout.split()), ran.stderr
 
 
-def test_an_image_that_changes_after_it_was_looked_at_gets_no_ungoverned_gpu(
+def test_an_image_that_changes_after_it_was_examined_gets_no_ungoverned_gpu(
     node: HookNode, wrapped: WrappedRuntime
 ) -> None:
     """The wrapper has entered the device nodes into the configuration by then."""
@@ -224,7 +224,7 @@ def test_the_wrapper_follows_no_link_of_the_image(node: HookNode, wrapped: Wrapp
     assert written(bundle) == bundle.config
 
 
-def test_the_wrapper_looks_into_no_root_of_the_host_s(
+def test_the_wrapper_does_not_examine_the_hosts_root(
     node: HookNode, wrapped: WrappedRuntime
 ) -> None:
     """R16, with the host's root under another name."""
@@ -257,7 +257,7 @@ def governed(node: HookNode, ran: ContainerResult) -> None:
 
 
 @CLAIMS
-def test_who_calls_itself_a_sandbox_is_governed_by_cdi(
+def test_a_container_that_claims_to_be_a_sandbox_is_governed_by_cdi(
     node: HookNode, dev: Path, runtime: Runtime, claim: dict[str, str]
 ) -> None:
     """Docker and Podman let a user set any annotation; sandboxes of containerd and CRI-O have no devices."""
@@ -267,7 +267,7 @@ def test_who_calls_itself_a_sandbox_is_governed_by_cdi(
     governed(node, runtime.run(bundle))
 
 
-def test_who_calls_itself_a_sandbox_is_governed_by_cdi_without_nodes_too(
+def test_a_container_that_claims_to_be_a_sandbox_is_governed_by_cdi_without_nodes_too(
     node: HookNode, runtime: Runtime
 ) -> None:
     """As with simulated GPUs, which have no nodes: the hook's own argument says that a GPU was asked for."""
@@ -291,7 +291,7 @@ def test_a_sandbox_with_a_node_is_governed_by_the_hook_alone(
 
 
 @CLAIMS
-def test_who_calls_itself_a_sandbox_is_governed_by_the_wrapper(
+def test_a_container_that_claims_to_be_a_sandbox_is_governed_by_the_wrapper(
     node: HookNode, wrapped: WrappedRuntime, claim: dict[str, str]
 ) -> None:
     bundle = plain(node, SHOW, annotations=OURS | claim)
@@ -301,7 +301,7 @@ def test_who_calls_itself_a_sandbox_is_governed_by_the_wrapper(
     assert node.governor.requests[0]["nodes"] == [0]
 
 
-def test_who_calls_itself_a_sandbox_is_governed_by_cdi_behind_the_wrapper(
+def test_a_container_that_claims_to_be_a_sandbox_is_governed_by_cdi_behind_the_wrapper(
     node: HookNode, wrapped: WrappedRuntime
 ) -> None:
     bundle = plain(node, SHOW, annotations=OURS | SANDBOX)
@@ -311,7 +311,7 @@ def test_who_calls_itself_a_sandbox_is_governed_by_cdi_behind_the_wrapper(
     assert "poststop" not in written(bundle)["hooks"]
 
 
-def test_who_calls_itself_a_sandbox_is_governed_by_precreate(
+def test_a_container_that_claims_to_be_a_sandbox_is_governed_by_precreate(
     node: HookNode, dev: Path, runtime: Runtime
 ) -> None:
     bundle = plain(node, SHOW, annotations=OURS | SANDBOX)
@@ -453,7 +453,7 @@ QUICK_HOSTILE = ("enormous", "deep", "twice", "options")
         for name, text in HOSTILE.items()
     ],
 )
-def test_a_hostile_config_ends_with_a_line(
+def test_a_hostile_config_is_refused_with_one_line(
     node: HookNode, dev: Path, wrapped: WrappedRuntime, text: str
 ) -> None:
     bundle = node.bundle("true")
@@ -477,7 +477,7 @@ def test_a_hostile_config_ends_with_a_line(
 
 
 @pytest.mark.slow
-def test_a_config_as_deep_as_can_be_is_refused_or_the_runtime_s(
+def test_a_deeply_nested_config_is_refused_or_passed_on(
     node: HookNode, dev: Path, wrapped: WrappedRuntime
 ) -> None:
     """Near the depth limit, whatever can be read can be written as well."""
@@ -508,7 +508,9 @@ def precreate_bytes(node: HookNode, dev: Path, data: bytes) -> ContainerResult:
     "kind",
     ["fifo", "device", *(pytest.param(k, marks=pytest.mark.slow) for k in ("directory", "socket"))],
 )
-def test_an_odd_config_ends_with_a_line(node: HookNode, wrapped: WrappedRuntime, kind: str) -> None:
+def test_an_odd_config_is_refused_with_one_line(
+    node: HookNode, wrapped: WrappedRuntime, kind: str
+) -> None:
     bundle = node.bundle("true")
     path = bundle.path / "config.json"
     if kind == "fifo":
@@ -528,7 +530,7 @@ def test_an_odd_config_ends_with_a_line(node: HookNode, wrapped: WrappedRuntime,
     assert done.stderr.startswith("tidegate: ")
 
 
-def test_a_governor_that_never_ends_its_answer_holds_nobody(
+def test_an_endless_answer_of_the_governor_ends_at_the_deadline(
     node: HookNode, dev: Path, wrapped: WrappedRuntime
 ) -> None:
     """R14: each byte comes in time, and the deadline is for all of them."""
@@ -556,7 +558,7 @@ def test_a_governor_that_never_ends_its_answer_holds_nobody(
     assert "tidegate-runtime did not finish within 1 s; see the hook's log" in ran.stderr
 
 
-def test_the_deadline_is_not_the_real_runtime_s(
+def test_the_deadline_does_not_apply_to_the_real_runtime(
     node: HookNode, dev: Path, require: Callable[..., None]
 ) -> None:
     """A timer survives execve and would end crun; programs in Go ignore its signal."""
@@ -572,7 +574,7 @@ def test_the_deadline_is_not_the_real_runtime_s(
     assert ran.stdout == "alive\n", ran.stderr
 
 
-def test_hooks_of_others_stay_where_they_are_and_ours_is_behind_them(
+def test_other_hooks_stay_in_place_and_precede_ours(
     node: HookNode, wrapped: WrappedRuntime
 ) -> None:
     """A hook entry that names our hook with other options is replaced; none comes between the nodes and the quota."""
@@ -594,7 +596,7 @@ def test_hooks_of_others_stay_where_they_are_and_ours_is_behind_them(
     assert "poststop" not in hooks
 
 
-def test_a_config_that_changes_behind_the_wrapper_s_back_gets_no_gpu_unseen(
+def test_a_config_that_changes_after_the_wrapper_gets_no_ungoverned_gpu(
     node: HookNode, wrapped: WrappedRuntime, dev: Path
 ) -> None:
     """The runtime reads another configuration than the wrapper edited; its hook is for a GPU that was not granted."""
@@ -634,7 +636,7 @@ MORE = {
         *(pytest.param(h, marks=pytest.mark.slow) for h in ("another name", "rule")),
     ],
 )
-def test_a_gpu_beside_the_granted_one_is_taken_out_in_front(
+def test_the_wrapper_removes_a_gpu_that_was_not_granted(
     node: HookNode, wrapped: WrappedRuntime, how: str
 ) -> None:
     bundle = plain(node, SHOW)
@@ -650,7 +652,7 @@ def test_a_gpu_beside_the_granted_one_is_taken_out_in_front(
 
 
 @pytest.mark.parametrize("how", [["--force"], ["-f"], ["--"], []])
-def test_what_a_start_left_goes_by_each_form_of_delete(
+def test_each_form_of_delete_cleans_up(
     node: HookNode, wrapped: WrappedRuntime, how: list[str]
 ) -> None:
     """Also for a container that calls itself a sandbox. The wrapper cleans up what the runtime deletes."""

@@ -227,7 +227,7 @@ def _waiting_for_locks() -> str:
     return " ".join(line.replace(":", " ") + " " for line in lines if "->" in line)
 
 
-def test_a_dry_run_says_the_same_and_removes_nothing(
+def test_a_dry_run_reports_the_same_and_removes_nothing(
     driver: TwoGenerations, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["gc", "--driver-dir", str(driver.path), *NESTED]
@@ -341,7 +341,7 @@ def test_a_namespace_below_a_user_namespace_keeps_a_generation(
         assert driver.gc(capsys)[driver.old.name] == expected
 
 
-def test_a_namespace_that_only_a_descriptor_keeps_keeps_a_generation(
+def test_a_namespace_held_only_by_a_descriptor_keeps_a_generation(
     driver: TwoGenerations, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with namespace(*shell(BIND, driver.old / "lib64", driver.target)) as process:
@@ -379,7 +379,7 @@ def pinned(driver: TwoGenerations, pin: Path) -> Iterator[None]:
         subprocess.run(["umount", "-R", pin], check=True)
 
 
-def test_a_namespace_that_only_a_mount_keeps_keeps_a_generation(
+def test_a_namespace_held_only_by_a_mount_keeps_a_generation(
     driver: TwoGenerations, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pinned(driver, tmp_path / "pin"):
@@ -468,7 +468,7 @@ def test_in_another_pid_namespace_every_generation_is_kept(driver: TwoGeneration
     assert run("--nested").startswith(f"{driver.old.name}  removed: not in use, ")
 
 
-def test_without_the_right_to_look_every_generation_is_kept(driver: TwoGenerations) -> None:
+def test_without_privileges_every_generation_is_kept(driver: TwoGenerations) -> None:
     need("setpriv")
     command = [
         *("setpriv", "--bounding-set", "-sys_admin,-sys_ptrace"),
@@ -479,7 +479,7 @@ def test_without_the_right_to_look_every_generation_is_kept(driver: TwoGeneratio
     assert driver.old.exists()
 
 
-def test_a_removal_that_is_interrupted_leaves_nothing_half_under_its_name(
+def test_an_interrupted_removal_leaves_no_partial_generation_under_its_name(
     driver: TwoGenerations, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(path: Path) -> None:
@@ -621,7 +621,7 @@ time.sleep(60)
     assert driver.gc(capsys)[driver.old.name] == "removed: not in use"
 
 
-def test_a_mount_that_was_taken_away_from_a_process_in_it_keeps_its_generation(
+def test_a_lazily_unmounted_directory_in_use_keeps_its_generation(
     driver: TwoGenerations, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = 'mount --bind "$1" "$2" && cd "$2" && umount -l "$2" && echo ready && exec sleep 60'
@@ -654,7 +654,7 @@ def test_a_tenants_covered_pin_does_not_stop_the_removal(
             assert reason == "removed: not in use"
 
 
-def test_descriptors_that_many_processes_share_are_looked_at_once(
+def test_descriptors_that_many_processes_share_are_examined_once(
     driver: TwoGenerations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A log of the lookups shows this, for 20 processes with one table of 5000 descriptors."""
@@ -748,7 +748,7 @@ def test_a_generation_that_comes_into_force_during_the_search_is_kept(
     assert driver.old.exists()
 
 
-def test_a_mount_whose_type_is_no_text_is_read_like_any_other(
+def test_a_mount_whose_type_is_not_text_is_read_like_any_other(
     driver: TwoGenerations, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A file system in user space chooses its own subtype; /dev/fuse is made here, on a tmpfs."""
@@ -777,7 +777,7 @@ time.sleep(60)
             process.kill()
 
 
-def test_descriptors_that_there_is_no_time_for_are_told(
+def test_descriptors_for_which_no_time_was_left_are_reported(
     driver: TwoGenerations, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Any user can have millions of them. If the list of namespaces is complete without them, they keep nothing."""

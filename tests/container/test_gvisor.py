@@ -83,7 +83,7 @@ def test_the_hook_says_that_runsc_is_not_supported(
     assert not list((tmp_path / "state").iterdir())
 
 
-def test_the_hook_lets_runsc_start_what_asks_for_nothing(
+def test_the_hook_lets_runsc_start_a_container_that_asks_for_nothing(
     node: HookNode, program: str, tmp_path: Path
 ) -> None:
     bundle = node.bundle("cat /proc/version", annotations={})
@@ -113,7 +113,7 @@ def by_the_environment(node: HookNode) -> DiskBundle:
 
 
 @pytest.mark.parametrize("asking", [by_annotations, by_the_environment])
-def test_the_wrapper_says_so_before_runsc_starts(
+def test_the_wrapper_refuses_before_runsc_starts(
     node: HookNode, program: str, wrapped: WrappedRunsc, asking: Callable[[HookNode], DiskBundle]
 ) -> None:
     ran = wrapped.run(asking(node))
@@ -122,7 +122,7 @@ def test_the_wrapper_says_so_before_runsc_starts(
     assert not wrapped.state.exists()
 
 
-def test_the_wrapper_lets_runsc_start_what_asks_for_nothing(
+def test_the_wrapper_lets_runsc_start_a_container_that_asks_for_nothing(
     node: HookNode, wrapped: WrappedRunsc
 ) -> None:
     ran = wrapped.run(plain(node, "cat /proc/version", {"tidegate.example/x": "1"}))
@@ -194,7 +194,7 @@ def kernel(engine: Engine, started: Started) -> str:
     return engine.exec(started, "cat", "/proc/version").stdout
 
 
-def test_engines_start_what_asks_for_nothing_with_runsc_and_refuse_what_asks(
+def test_engines_with_runsc_start_containers_without_a_request_and_refuse_others(
     site: EngineSite, engine: GVisorDocker | GVisorPodman
 ) -> None:
     started = engine.run(*IDLE)

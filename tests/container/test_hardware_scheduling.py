@@ -109,7 +109,7 @@ def test_idle_time_is_lent_in_the_ratio_of_the_guarantees(node: BenchNode) -> No
     assert measured[0] / sum(measured) == pytest.approx(2 / 3, abs=0.02)
 
 
-def test_a_quota_that_is_set_anew_counts(node: BenchNode) -> None:
+def test_a_changed_quota_takes_effect(node: BenchNode) -> None:
     from governor.client import ask
 
     one = work(node, 50, 50)
@@ -128,7 +128,9 @@ def test_kernels_of_any_length_are_interrupted(node: BenchNode) -> None:
     expect(node, 2, (long, 30), (short, 60))
 
 
-def test_what_a_killed_governor_left_off_works_on_within_two_seconds(node: BenchNode) -> None:
+def test_a_container_left_off_by_a_killed_governor_is_on_again_within_two_seconds(
+    node: BenchNode,
+) -> None:
     one = work(node, 5, 5)
     begin(one)
     pid = pid_of(node, one)
@@ -153,7 +155,7 @@ def test_what_a_killed_governor_left_off_works_on_within_two_seconds(node: Bench
         expect(node, 1, (one, 5))
 
 
-def test_a_governor_that_stops_in_order_leaves_nothing_off(node: BenchNode) -> None:
+def test_a_governor_that_stops_cleanly_leaves_no_container_off(node: BenchNode) -> None:
     one = work(node, 5, 5)
     begin(one)
     pid = pid_of(node, one)

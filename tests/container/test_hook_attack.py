@@ -433,7 +433,7 @@ def test_an_oversized_config_is_refused(node: HookNode) -> None:
     assert "is larger than 4194304 bytes" in done.stderr
 
 
-def test_deep_and_endless_numbers_are_survived(node: HookNode) -> None:
+def test_deep_nesting_and_long_numbers_are_refused(node: HookNode) -> None:
     """R14: nesting, long numbers, lone surrogates."""
     bundle = node.bundle("true")
     with HeldContainer(bundle) as held:

@@ -57,7 +57,7 @@ def test_a_container_for_graphics_gets_the_drivers_files(node: HookNode, runtime
     assert "skipped" not in node.events()[0]
 
 
-def test_who_asks_for_no_graphics_gets_none_of_it(node: HookNode, runc: Runtime) -> None:
+def test_a_container_without_graphics_gets_no_graphics_files(node: HookNode, runc: Runtime) -> None:
     ran = runc.run(node.bundle(f"{PROBE} libGLX_nvidia.so.0; ls -A /usr/share /etc/vulkan"))
     found, _, rest = ran.stdout.partition("libGLX_nvidia.so.0: ")
     assert found == FOUND
@@ -129,7 +129,7 @@ def test_a_restart_puts_the_drivers_files_where_they_were(node: HookNode, runc: 
     assert tree(bundle.rootfs) == first
 
 
-def test_a_root_that_cannot_be_written_costs_the_files_and_says_so(node: HookNode) -> None:
+def test_a_read_only_root_gets_no_files_and_the_log_says_so(node: HookNode) -> None:
     bundle = node.bundle("true", annotations=asking("graphics"))
     for directory in (TARGET, "run/tidegate", "usr/share/nvidia"):
         (bundle.rootfs / directory).mkdir(parents=True)
@@ -284,7 +284,7 @@ def test_an_image_that_cannot_take_32_bit_libraries(
     refuse(node, bundles[1], 76, message)
 
 
-def test_32_bit_libraries_that_the_cache_cannot_lead_to_are_missed(node: HookNode) -> None:
+def test_unreachable_32_bit_libraries_fail_the_start(node: HookNode) -> None:
     bundle = node.bundle("true", annotations=asking("compat32"))
     put_libc32(bundle)
     with HeldContainer(bundle) as held:
@@ -340,7 +340,7 @@ def test_a_package_upgrade_stops_no_container_while_the_module_is_the_same(
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_generation_stays_while_a_hook_works_on_it(node: HookNode) -> None:
+def test_a_generation_is_kept_while_a_hook_uses_it(node: HookNode) -> None:
     """`tidegate gc` asks for an exclusive lock, and gets it only when the hook has ended."""
     generation = node.own_mirror()
     node.governor.mode = "silent"
@@ -361,7 +361,9 @@ def test_a_generation_stays_while_a_hook_works_on_it(node: HookNode) -> None:
     os.close(collector)
 
 
-def test_a_generation_that_is_exchanged_by_name_does_not_mix(node: HookNode, runc: Runtime) -> None:
+def test_a_generation_replaced_by_name_is_not_mixed_with_the_old_one(
+    node: HookNode, runc: Runtime
+) -> None:
     """`tidegate refresh --repair` replaces a generation after a hook has read its manifest.
 
     The hook asks the governor between the manifest and the mounts, so the test replaces the generation then.
@@ -397,7 +399,7 @@ def waiters() -> list[list[str]]:
     return [words for words in lines if words[1:3] == ["->", "FLOCK"]]
 
 
-def test_a_hook_that_comes_while_its_generation_goes_takes_the_next(node: HookNode) -> None:
+def test_a_hook_that_starts_during_a_removal_takes_the_next_generation(node: HookNode) -> None:
     """The collector holds the lock, switches and removes the old generation; the hook waits and starts over."""
     old = node.own_mirror()
     new = old.with_name(f"{VERSION}-abababababab")
@@ -426,7 +428,7 @@ def test_a_hook_that_comes_while_its_generation_goes_takes_the_next(node: HookNo
     assert node.events()[0]["generation"] == new.name
 
 
-def test_what_the_host_mounts_below_a_directory_stays_with_the_host(node: HookNode) -> None:
+def test_mounts_of_the_host_below_a_directory_are_not_passed_on(node: HookNode) -> None:
     """The container did not ask for such a mount, which would also be as writable as it is on the host."""
     generation = node.own_mirror()
     path = node.base / "sockets"

@@ -179,7 +179,7 @@ def test_a_governor_that_does_not_answer(node: HookNode, mode: str, message: str
     assert time.monotonic() - begin < 10
 
 
-def test_a_governor_that_refuses_speaks_for_itself(node: HookNode) -> None:
+def test_the_governors_refusal_is_shown_unchanged(node: HookNode) -> None:
     node.governor.mode = "refuse"
     refuse(
         node,
@@ -189,7 +189,7 @@ def test_a_governor_that_refuses_speaks_for_itself(node: HookNode) -> None:
     )
 
 
-def test_a_refusal_is_nothing_to_a_container_of_the_same_id(node: HookNode) -> None:
+def test_a_refusal_does_not_affect_a_container_with_the_same_id(node: HookNode) -> None:
     """A container of another engine runs: what was made in its image is still on record when it ends."""
     node.governor.mode = "refuse"
     bundle = node.bundle("true")
@@ -201,13 +201,13 @@ def test_a_refusal_is_nothing_to_a_container_of_the_same_id(node: HookNode) -> N
     assert (node.base / "run/traces" / ident).exists()
 
 
-def test_a_confirmation_that_fails_takes_everything_back(node: HookNode) -> None:
+def test_a_failed_confirmation_undoes_everything(node: HookNode) -> None:
     """All mounts were made and the cache was written: all is undone, and the old cache is restored."""
     node.governor.mode = "deny-confirm"
     refuse(node, node.bundle("true"), 77, "the admission is gone")
 
 
-def test_what_could_not_be_taken_back_goes_at_the_end(node: HookNode) -> None:
+def test_files_that_could_not_be_removed_are_removed_at_the_end(node: HookNode) -> None:
     """A file is in the way for a while. The runtime reports the end of a container that failed to start, too."""
     node.governor.mode = "deny-confirm"
     bundle = node.bundle("true")
@@ -250,7 +250,9 @@ int main(int argc, char **argv) {
 
 @pytest.mark.parametrize("root", ["bind", "overlay", "no exchange"])
 @pytest.mark.parametrize("kind", ["link", "mode, owner and time", "hard link"])
-def test_a_cache_that_comes_back_is_the_very_one(node: HookNode, kind: str, root: str) -> None:
+def test_a_restored_cache_is_identical_to_the_original(
+    node: HookNode, kind: str, root: str
+) -> None:
     """An overlay has no hard links between its layers, so there the cache is a file of the upper layer."""
     node.governor.mode = "deny-confirm"
     bundle = node.bundle("true")
@@ -298,7 +300,7 @@ def test_a_file_system_that_cannot_exchange_names_gets_the_new_cache(node: HookN
     assert f"/{TARGET}/libcuda.so.1\0".encode() in cache.read_bytes()
 
 
-def test_a_failure_half_way_takes_back_what_was_made(node: HookNode) -> None:
+def test_a_failure_half_way_undoes_the_earlier_mounts(node: HookNode) -> None:
     """The libraries and the grant are mounted when the program's place turns out to be taken."""
     bundle = node.bundle("true")
     (bundle.rootfs / "usr/bin/nvidia-smi").mkdir()
@@ -324,7 +326,7 @@ def test_an_image_with_files_in_the_directory(node: HookNode) -> None:
     refuse(node, bundle, 76, f"/{TARGET} in the image is not empty (libfast.so.1)")
 
 
-def test_a_damaged_cache_that_names_ours(node: HookNode) -> None:
+def test_a_damaged_cache_that_names_libcuda(node: HookNode) -> None:
     bundle = node.bundle("true")
     (bundle.rootfs / "etc/ld.so.cache").write_bytes(
         b"glibc-ld.so.cache1.1" + b"\xff" * 40 + b"libcuda.so.1\0"
@@ -402,7 +404,7 @@ def test_a_process_that_has_ended(node: HookNode) -> None:
     check_line(done.stderr)
 
 
-def test_a_number_that_is_anothers_by_now_is_not_the_container_s(
+def test_a_reused_pid_is_not_taken_for_the_containers(
     node: HookNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process ends while the hook opens its pidfd, and the next process gets its number."""
@@ -419,7 +421,7 @@ def test_a_number_that_is_anothers_by_now_is_not_the_container_s(
 @pytest.mark.parametrize(
     "arguments", [[], ["createContainer"], ["--nope", "prestart"], ["--timeout", "x", "prestart"]]
 )
-def test_a_command_line_that_is_not_understood(node: HookNode, arguments: list[str]) -> None:
+def test_an_invalid_command_line(node: HookNode, arguments: list[str]) -> None:
     """R13: createContainer runs in the container's namespaces, where the hook never runs."""
     done = subprocess.run(
         [node.hook[0], *arguments],

@@ -258,7 +258,7 @@ def test_a_link_does_not_cover_what_the_runtime_mounts(
 
 
 @pytest.mark.parametrize("place", [TARGET, "run/tidegate"])
-def test_what_a_runtime_hides_stays_hidden(
+def test_files_that_a_runtime_hides_stay_hidden(
     node: HookNode, runtime: Runtime, canary: Canary, place: str
 ) -> None:
     """R10: if the configuration binds a directory on /dev, runc starts the container without its own /dev/null."""
@@ -357,7 +357,7 @@ def test_a_directory_of_the_host_in_the_way(
 
 
 @pytest.mark.parametrize("place", ["run", "usr/bin"])
-def test_a_link_to_a_directory_of_the_host_that_has_what_is_to_be_made(
+def test_a_volume_that_only_a_link_leads_to_gets_no_files(
     node: HookNode, runtime: Runtime, canary: Canary, place: str
 ) -> None:
     """R3: a volume to which only a link of the image leads does not count as put there by the configuration."""
@@ -435,7 +435,7 @@ def settled_with(
 
 @pytest.mark.parametrize("stage", ["prestart", "createRuntime"])
 @pytest.mark.parametrize("env", ["entry", "none"])
-def test_an_environment_that_loads_and_runs_things(
+def test_a_hostile_environment_and_modules_are_ignored(
     node: HookNode,
     runtime: Runtime,
     canary: Canary,
@@ -588,7 +588,7 @@ def test_a_state_that_never_ends(node: HookNode) -> None:
             hook.kill()
 
 
-def test_what_is_shared_on_the_host_is_private_in_the_container(node: HookNode) -> None:
+def test_mounts_shared_on_the_host_are_private_in_the_container(node: HookNode) -> None:
     """R8: mirror and grant are on a shared mount, as is everything under systemd; the hook's copies have no peers."""
     from tests.container.held import HeldContainer
 
@@ -906,7 +906,7 @@ def test_the_traps_work() -> None:
         marker.unlink()
 
 
-def test_the_canary_sings(tmp_path: Path) -> None:
+def test_the_canary_detects_each_access(tmp_path: Path) -> None:
     canary = Canary(tmp_path / "canary")
     canary.watch()
     canary.check()
@@ -925,7 +925,7 @@ def test_the_canary_sings(tmp_path: Path) -> None:
             canary.check()
 
 
-def test_standard_descriptors_that_are_closed_become_none_of_the_hook_s(node: HookNode) -> None:
+def test_closed_standard_descriptors_are_not_reused_by_the_hook(node: HookNode) -> None:
     """R12: otherwise a message to standard error would be written into one of the hook's files."""
     node.governor.mode = "silent"
     node.timeout = 4.0

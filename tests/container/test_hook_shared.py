@@ -63,7 +63,7 @@ def run(runtime: Runtime, bundle: DiskBundle, name: str) -> ContainerResult:
 @pytest.mark.parametrize(
     "capabilities", ["different", pytest.param("the same", marks=pytest.mark.slow)]
 )
-def test_starts_and_ends_at_once_over_one_root(
+def test_concurrent_starts_and_ends_on_one_root(
     node: HookNode, runtime: Runtime, shared: Path, capabilities: str
 ) -> None:
     """None fails or loses what it uses, and the last one removes what all of them made; container ids are reused."""
@@ -91,7 +91,7 @@ def test_starts_and_ends_at_once_over_one_root(
     assert list((node.base / "run/traces").iterdir()) == []
 
 
-def test_a_start_that_fails_takes_nothing_from_another_of_its_root(
+def test_a_failed_start_removes_nothing_of_another_on_its_root(
     node: HookNode, runtime: Runtime, shared: Path
 ) -> None:
     """The second starts when the first has made everything. Then the first is refused, and removes what it made."""

@@ -136,13 +136,15 @@ def test_a_start_ends_at_its_deadline_and_leaves_nothing(
 
 @one_way
 @pytest.mark.parametrize(("operation", "name"), OTHERS, ids=[f"{o}-{n}" for o, n in OTHERS])
-def test_it_does_so_wherever_it_is_stuck(
+def test_a_start_ends_at_its_deadline_wherever_it_is_stuck(
     node: HookNode, way: HookWay, stalling: Stalling, operation: str, name: str
 ) -> None:
     ends_and_leaves_nothing(node, way, stalling, operation, name)
 
 
-def test_a_runtime_waits_no_longer(way: HookWay, runc: Runtime, stalling: Stalling) -> None:
+def test_a_runtime_waits_no_longer_than_the_deadline(
+    way: HookWay, runc: Runtime, stalling: Stalling
+) -> None:
     """runc waits until the hook and every process that has the hook's outputs have ended."""
     # The hook's entry was made before the deadline was known.
     for entries in stalling.bundle.config["hooks"].values():
@@ -155,7 +157,7 @@ def test_a_runtime_waits_no_longer(way: HookWay, runc: Runtime, stalling: Stalli
         way.ends(fuse)
 
 
-def test_a_way_back_that_is_stuck_is_gone_to_its_end(
+def test_an_undo_that_is_stuck_is_completed_later(
     node: HookNode, way: HookWay, stalling: Stalling
 ) -> None:
     """The governor refuses the confirmation, and the file system stalls while the start is undone."""
@@ -192,7 +194,7 @@ def test_a_hook_that_the_runtime_kills_leaves_nothing(
 
 
 @one_way
-def test_a_start_that_is_stuck_holds_up_its_own_root_alone(
+def test_a_stuck_start_delays_only_starts_on_its_own_root(
     node: HookNode, way: HookWay, runc: Runtime, stalling: Stalling
 ) -> None:
     """The stuck process holds the lock of that root until it ends."""
@@ -213,7 +215,7 @@ def test_a_start_that_is_stuck_holds_up_its_own_root_alone(
         assert node.events()[-1]["outcome"] == "prepared"
 
 
-def test_an_end_that_is_stuck_is_given_up(node: HookNode, way: HookWay, stalling: Stalling) -> None:
+def test_a_stuck_cleanup_is_abandoned(node: HookNode, way: HookWay, stalling: Stalling) -> None:
     """The hook exits with 0; what the start left is removed when the file system answers."""
     with stalling.fuse as fuse, HeldContainer(stalling.bundle) as held:
         has_ended(node, held)
@@ -226,7 +228,7 @@ def test_an_end_that_is_stuck_is_given_up(node: HookNode, way: HookWay, stalling
 
 @one_way
 @pytest.mark.usefixtures("way")
-def test_a_note_of_a_root_that_is_stuck_holds_no_other_up(
+def test_a_record_of_a_stuck_root_delays_no_other_cleanup(
     node: HookNode, stalling: Stalling
 ) -> None:
     """Each end of a container checks whether the roots of all notes still exist."""
@@ -245,7 +247,7 @@ def test_a_note_of_a_root_that_is_stuck_holds_no_other_up(
 
 
 @one_way
-def test_podman_s_stage_is_given_up(node: HookNode, way: HookWay, stalling: Stalling) -> None:
+def test_a_stuck_precreate_is_abandoned(node: HookNode, way: HookWay, stalling: Stalling) -> None:
     """Podman takes the output as the configuration, so nothing is written."""
     config = stalling.bundle.config
     config["annotations"] |= {"tidegate.gpu/driver": "optional"}
@@ -274,7 +276,7 @@ def wrapper(node: HookNode, runtime: str) -> list[str]:
     return [str(program), "--tidegate-config", str(settings)]
 
 
-def test_the_wrapper_gives_up_a_root_that_it_looks_into(
+def test_the_wrapper_abandons_a_root_that_does_not_answer(
     node: HookNode, way: HookWay, stalling: Stalling
 ) -> None:
     """With `driver: optional` the wrapper looks for the image's C library."""
@@ -299,7 +301,9 @@ def test_the_wrapper_gives_up_a_root_that_it_looks_into(
     assert node.governor.requests == []
 
 
-def test_the_wrapper_gives_up_an_end(node: HookNode, way: HookWay, stalling: Stalling) -> None:
+def test_the_wrapper_abandons_a_stuck_cleanup(
+    node: HookNode, way: HookWay, stalling: Stalling
+) -> None:
     """The wrapper returns the real runtime's status."""
     command = wrapper(node, "#!/bin/sh\necho deleted\nexit 3\n")
     with stalling.fuse as fuse, HeldContainer(stalling.bundle) as held:

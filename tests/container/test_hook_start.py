@@ -190,7 +190,7 @@ def test_an_image_without_a_cache_is_served(node: HookNode, runc: Runtime, cache
     assert (ran.status, ran.stdout) == (0, SEARCHED), ran.stderr
 
 
-def test_a_start_over_what_a_run_left_that_nobody_ended(node: HookNode, runtime: Runtime) -> None:
+def test_a_start_after_an_end_that_was_not_reported(node: HookNode, runtime: Runtime) -> None:
     """A node that lost power reported no end: the hook runs over what is left there, and nothing grows."""
     bundle = node.bundle(PROBE)
     del bundle.config["hooks"]["poststop"]
@@ -227,7 +227,7 @@ def everything(path: Path) -> tuple[object, ...]:
     return s.st_mode, s.st_uid, s.st_gid, s.st_nlink, s.st_mtime_ns, content, attributes
 
 
-def test_what_is_in_the_image_meanwhile_is_little(node: HookNode, runc: Runtime) -> None:
+def test_a_running_container_adds_little_to_its_image(node: HookNode, runc: Runtime) -> None:
     """One chain of directories, one placeholder per program, the cache; no empty file for each library."""
     bundle = node.bundle("true")
     del bundle.config["hooks"]["poststop"]
@@ -269,7 +269,9 @@ def test_nothing_stays_in_the_image(node: HookNode, runtime: Runtime, cache: str
     assert list((node.base / "run/traces").iterdir()) == []
 
 
-def test_what_the_container_makes_in_our_places_stays(node: HookNode, runc: Runtime) -> None:
+def test_files_that_the_container_creates_in_our_directories_stay(
+    node: HookNode, runc: Runtime
+) -> None:
     """Only empty files and directories go. A cache that ldconfig wrote in the container loses only our entries."""
     bundle = node.bundle("echo /opt/own >/etc/ld.so.conf; ldconfig; true")
     make_library(bundle.rootfs / "opt/own/libown.so.1", "libown.so.1", "the image's")
@@ -286,7 +288,9 @@ def test_what_the_container_makes_in_our_places_stays(node: HookNode, runc: Runt
     assert "libcuda" not in listed
 
 
-def test_links_that_a_container_leaves_lead_nobody_out(node: HookNode, runtime: Runtime) -> None:
+def test_links_left_by_a_container_do_not_lead_out_of_its_root(
+    node: HookNode, runtime: Runtime
+) -> None:
     """At the end the container controls its root file system: nothing outside it is removed or changed."""
     victim = node.base / "victim"
     (victim / "tidegate").mkdir(parents=True)
@@ -411,7 +415,7 @@ def test_ldconfig_in_the_container_still_works(node: HookNode, runtime: Runtime)
     assert listed.endswith(f"/glibc-hwcaps/x86-64-v2/libcuda.so.{VERSION}")
 
 
-def test_what_a_killed_run_left_is_cleaned_up(node: HookNode, runc: Runtime) -> None:
+def test_leftovers_of_a_killed_run_are_removed(node: HookNode, runc: Runtime) -> None:
     bundle = node.bundle(PROBE)
     for name in (".ld.so.cache.tidegate", ".ld.so.cache.tidegate-aside"):
         (bundle.rootfs / "etc" / name).write_bytes(b"half a cache")
@@ -486,7 +490,7 @@ take_back(run, "c1")
 
 
 @pytest.mark.parametrize("cache", ["file", "link"])
-def test_the_end_puts_a_cache_back_on_an_idmapped_root(tmp_path: Path, cache: str) -> None:
+def test_cleanup_restores_a_cache_on_an_idmapped_root(tmp_path: Path, cache: str) -> None:
     idmap = compile_c(IDMAP_C, tmp_path / "idmap")
     path = tmp_path / "rootfs/etc/ld.so.cache"
     path.parent.mkdir(parents=True)
@@ -550,7 +554,7 @@ def test_versioned_names_are_there_too(node: HookNode, runc: Runtime) -> None:
     assert ran.stdout.endswith(f"/glibc-hwcaps/x86-64-v2/libcuda.so.{VERSION} tidegate's libcuda\n")
 
 
-def test_a_volume_over_what_the_image_has_leaves_the_image_s(
+def test_a_volume_over_a_directory_leaves_the_images_directory(
     node: HookNode, runtime: Runtime
 ) -> None:
     """A directory in a volume is not the image's of the same name, so the image's is not removed at the end."""
@@ -583,7 +587,7 @@ def test_a_cache_that_is_a_link_to_the_host_changes_nothing_there(
     assert everything(victim) == before
 
 
-def test_nothing_goes_from_another_mount(node: HookNode) -> None:
+def test_nothing_is_removed_from_another_mount(node: HookNode) -> None:
     """A mount below a root on the host does not belong to the container."""
     root, run = node.base / "rootfs", node.base / "run"
     for directory in ("volume", "etc"):
@@ -606,7 +610,7 @@ def test_nothing_goes_from_another_mount(node: HookNode) -> None:
             subprocess.run(["umount", str(root / directory)], check=True)
 
 
-def test_the_umask_of_who_starts_the_hook_does_not_count(node: HookNode) -> None:
+def test_the_callers_umask_has_no_effect(node: HookNode) -> None:
     """The container's programs need not be root to find the driver."""
     bundle = node.bundle("true")
     with HeldContainer(bundle) as held:

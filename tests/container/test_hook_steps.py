@@ -247,7 +247,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("moment", "thing"), CASES)
-def test_something_else_is_there_at_that_moment(
+def test_a_name_is_replaced_at_one_moment(
     node: HookNode, runtime: Runtime, canary: Canary, moment: str, thing: str
 ) -> None:
     """R2, R3, R4, R10: between check and use, the name is made to lead to another file."""
@@ -358,7 +358,9 @@ def test_without_the_rule_the_race_reaches_the_host(
 
 
 @pytest.mark.parametrize("what", ["process", "generation", "grant", "rootfs", "bundle"])
-def test_what_is_the_hosts_goes_away_meanwhile(node: HookNode, canary: Canary, what: str) -> None:
+def test_an_object_of_the_host_disappears_meanwhile(
+    node: HookNode, canary: Canary, what: str
+) -> None:
     """R2, R13: what is gone when the hook enters its namespace or mounts it is not looked up by number or name."""
     node.own_mirror()
     bundle = run_nothing(node.bundle(""))
@@ -402,7 +404,7 @@ def test_what_is_the_hosts_goes_away_meanwhile(node: HookNode, canary: Canary, w
     assert faults(run, bundle.rootfs) == [] or what in ("rootfs", "bundle")
 
 
-def test_the_tracer_sees_what_is_wrong(tmp_path: Path) -> None:
+def test_the_tracer_detects_each_fault(tmp_path: Path) -> None:
     """`faults` finds each fault that it knows in a program with that fault, so the clean result for the hook counts."""
     import subprocess
 

@@ -139,7 +139,7 @@ def environment(bundle: DiskBundle, path: str) -> None:
     bundle.config["process"]["env"].append(f"LD_LIBRARY_PATH={path}")
 
 
-def test_a_driver_of_the_images_own_is_one_that_nobody_governs(
+def test_a_driver_of_the_images_own_is_not_governed_without_tidegate(
     site: BenchNode, make: Make, runtime: Runtime
 ) -> None:
     """The premise of the tests below: without Tidegate the image's own driver is used, and gives what the program asks

@@ -147,7 +147,7 @@ WHO: dict[str, Callable[[int], Callable[[dict[str, Any]], None]]] = {
 @pytest.mark.parametrize(
     "who", [pytest.param(w, marks=[pytest.mark.slow] if "user" in w else [], id=w) for w in WHO]
 )
-def test_no_container_reaches_what_another_has(node: BenchNode, who: str) -> None:
+def test_no_container_reaches_another_containers_files(node: BenchNode, who: str) -> None:
     victim = start_worker(node, f"victim-{who}", compute="20")
     begin(victim)
     has = directory(node, victim)
@@ -204,7 +204,7 @@ def test_the_attacker_can_tell_what_works(node: BenchNode) -> None:
         assert [line for line in found if ".." not in line] == [], way
 
 
-def test_a_socket_registers_nobody_but_its_container(node: BenchNode) -> None:
+def test_a_socket_registers_only_processes_of_its_container(node: BenchNode) -> None:
     """The kernel does not separate equal processes that see each other: the governor checks the caller's container."""
     victim = start_worker(node, "host", compute="20")
     begin(victim)
@@ -242,7 +242,9 @@ def execute(node: BenchNode, container: Running, *arguments: str) -> str:
     return done.stdout
 
 
-def test_who_moves_to_groups_below_its_own_stays_of_the_container(node: BenchNode) -> None:
+def test_a_process_that_moves_to_a_lower_group_still_belongs_to_the_container(
+    node: BenchNode,
+) -> None:
     """As systemd does as the first process: it moves to init.scope and its services to other groups. `exec` starts
     processes in the group above both."""
     container = node.start(
@@ -269,7 +271,7 @@ def test_who_moves_to_groups_below_its_own_stays_of_the_container(node: BenchNod
     assert attacker.output == "slot -1, no ledger\n"
 
 
-def test_users_of_the_host_come_to_no_container_s_socket(node: BenchNode) -> None:
+def test_users_of_the_host_cannot_register_at_a_containers_socket(node: BenchNode) -> None:
     """A process of root on the host can connect, but is not registered."""
     victim = start_worker(node, "watched", compute="20")
     begin(victim)
@@ -303,7 +305,7 @@ def test_the_directory_of_containers_is_closed_before_there_are_any(node: BenchN
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
-def test_who_enters_a_container_past_its_engine_is_told_how(node: BenchNode) -> None:
+def test_a_process_that_enters_without_the_engine_is_refused_with_a_hint(node: BenchNode) -> None:
     victim = start_worker(node, "entered", compute="20")
     begin(victim)
     knock = ("/usr/bin/hostile", "knock", "self")
@@ -333,7 +335,7 @@ QUOTAS = {"honest-a": 40, "honest-b": 30}
 
 
 @pytest.mark.parametrize("node", ["runc"], indirect=True)  # one runtime is enough for the governor
-def test_who_writes_anything_into_its_ledger_takes_nothing_from_others(node: BenchNode) -> None:
+def test_nonsense_in_a_ledger_takes_nothing_from_other_containers(node: BenchNode) -> None:
     pair = [start_worker(node, name, compute=str(quota)) for name, quota in QUOTAS.items()]
     burn = node.machine.command("burn", inside=True)
     hostile = node.start(

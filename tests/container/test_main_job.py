@@ -307,7 +307,7 @@ def test_more_than_the_quota_is_out_of_memory_for_its_container_alone(node: Benc
 
 
 @pytest.mark.parametrize("how", ["runc-kill", "in-its-grant"])
-def test_a_killed_holder_holds_nobody_up(node: BenchNode, how: str) -> None:
+def test_a_killed_holder_delays_no_other_container(node: BenchNode, how: str) -> None:
     victim = start_worker(node, f"victim-{how}", memory="4Gi", compute="60")
     waiter = start_worker(node, f"waiter-{how}", memory="4Gi", compute="40")
     begin(victim, waiter)
@@ -451,7 +451,7 @@ def test_without_a_governor_nothing_starts_and_nothing_is_left(
         ),
     ],
 )
-def test_what_cannot_be_granted_is_refused(
+def test_a_request_that_cannot_be_granted_is_refused(
     node: BenchNode, annotations: dict[str, str], says: str, request: pytest.FixtureRequest
 ) -> None:
     case = request.node.callspec.id

@@ -11,7 +11,7 @@ import pytest
 from bench import memory
 
 
-def test_processes_that_fight_for_memory_do_not_pass_the_quota(
+def test_processes_that_compete_for_memory_do_not_exceed_the_quota(
     build_dir: Path, tmp_path: Path, require: Callable[..., None]
 ) -> None:
     require("runc")
@@ -59,7 +59,7 @@ GOOD = {
         ({"oom_stress": {"returned_ms": 100.1}}, ["back after 100.1 ms"]),
     ],
 )
-def test_what_is_wrong_with_a_run_is_said(change: dict, says: list[str]) -> None:
+def test_each_fault_of_a_run_is_reported(change: dict, says: list[str]) -> None:
     counts = {**GOOD["oom_stress"], **change.get("oom_stress", {})}
     wrong = memory.judge({**GOOD, **change, "oom_stress": counts})
     assert len(wrong) == len(says)

@@ -33,7 +33,7 @@ def names(host):
     return sorted(p.name for p in (host / "out").iterdir() if p.name != "readings.json")
 
 
-def test_a_full_disk_is_one_line_and_leaves_the_generation_before_in_force(host):
+def test_a_full_disk_gives_one_line_and_leaves_the_old_generation_in_force(host):
     first = run(host).manifest
     lib = host / "root/usr/lib64"
     for old in lib.iterdir():
@@ -77,7 +77,7 @@ def test_on_another_file_system_everything_is_copied_and_narrower_sets_are_links
     assert run(host).how == {"copied": 2, "shared": 3}
 
 
-def test_what_an_interrupted_run_left_and_nobody_can_remove_harms_nobody(host):
+def test_leftovers_that_cannot_be_removed_do_no_harm(host):
     left = host / "out/.tmp-gc-old/lib64"
     left.mkdir(parents=True)
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", left], check=True)

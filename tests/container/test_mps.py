@@ -189,7 +189,7 @@ def test_a_container_is_a_client_and_sees_one_socket_that_it_cannot_change(node:
     assert "tidegate: " not in said
 
 
-def test_auto_goes_where_there_is_room_and_the_gpu_decides(node: BenchNode) -> None:
+def test_auto_takes_any_gpu_with_room_and_that_gpus_strategy(node: BenchNode) -> None:
     first = worker(node, "first", devices="0")
     second = worker(node, "second", devices="1")
     known = node.look()
@@ -227,7 +227,7 @@ def test_auto_goes_where_there_is_room_and_the_gpu_decides(node: BenchNode) -> N
         ),
     ],
 )
-def test_what_a_gpu_does_not_offer_is_refused_in_one_line(
+def test_a_strategy_that_a_gpu_does_not_offer_is_refused_in_one_line(
     node: BenchNode, annotations: dict[str, str], line: str
 ) -> None:
     container = node.start(f"no-{len(line)}", ["/usr/bin/probe"], {"memory": "1Gi", **annotations})
@@ -256,7 +256,7 @@ def test_a_daemon_that_is_killed_is_started_again_and_new_containers_reach_it(
     assert probe(node, "next", strategy="mps")["mps"] == 1
 
 
-def test_a_fault_of_one_is_told_to_all_whose_work_it_ends(node: BenchNode) -> None:
+def test_a_fault_is_reported_to_all_containers_whose_work_it_ends(node: BenchNode) -> None:
     first = worker(node, "faulty", devices="1")
     second = worker(node, "bystander", devices="1")
     elsewhere = worker(node, "elsewhere", devices="0")
@@ -283,7 +283,7 @@ def test_a_fault_of_one_is_told_to_all_whose_work_it_ends(node: BenchNode) -> No
     assert probe(node, "healed", strategy="mps")["mps"] == 1
 
 
-def test_who_does_not_leave_after_a_fault_keeps_nobody_out_for_long(node: BenchNode) -> None:
+def test_a_client_that_stays_after_a_fault_keeps_others_out_only_briefly(node: BenchNode) -> None:
     stays = worker(node, "stays", devices="1")
     before = mps(node)
     with stopped(node, stays):
@@ -300,7 +300,7 @@ def test_who_does_not_leave_after_a_fault_keeps_nobody_out_for_long(node: BenchN
         assert probe(node, "later", strategy="mps")["mps"] == 1
 
 
-def test_commands_of_a_container_are_seen_and_quit_is_not_for_it(node: BenchNode) -> None:
+def test_commands_of_a_container_are_counted_and_quit_has_no_effect(node: BenchNode) -> None:
     worker(node, "there", devices="1")
     before = mps(node)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as s:
@@ -323,7 +323,7 @@ def test_commands_of_a_container_are_seen_and_quit_is_not_for_it(node: BenchNode
     assert mps(node)["state"] == "running"
 
 
-def test_a_program_that_finds_no_daemon_is_refused_and_told(node: BenchNode) -> None:
+def test_a_program_that_finds_no_daemon_is_refused_with_a_message(node: BenchNode) -> None:
     pipe = node.runtime_dir / "mps" / ask(node.config, "gpus")["gpus"][1]["uuid"] / "pipe"
     container = node.start(
         "alone", ["/usr/bin/probe", "wait"], {"memory": "1Gi", "strategy": "mps"}
@@ -366,7 +366,7 @@ def test_daemon_and_containers_outlive_the_governor(
     assert probe(node, f"after-{number}", strategy="mps")["mps"] == 1
 
 
-def test_a_daemon_that_nobody_uses_ends_with_the_governor(node: BenchNode) -> None:
+def test_an_unused_daemon_ends_with_the_governor(node: BenchNode) -> None:
     pid = mps(node)["pid"]
     node.stop_governor()
     try:

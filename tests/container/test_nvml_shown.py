@@ -127,12 +127,12 @@ def check(looks: list[dict[str, Any]]) -> None:
     assert 85 <= median(look["gpu"] for look in looks) <= 100
 
 
-def test_a_container_alone_sees_its_own(node: BenchNode) -> None:
+def test_a_container_alone_sees_its_own_quota_and_process(node: BenchNode) -> None:
     annotations = {"compute": "30", "compute-limit": "100"}
     check(watch(node, start(node, "alone", ["/usr/bin/watch"], **annotations)))
 
 
-def test_containers_side_by_side_see_each_its_own(node: BenchNode) -> None:
+def test_each_of_two_containers_sees_its_own_quota_and_process(node: BenchNode) -> None:
     quotas = {"first": "60", "second": "20"}  # of the GPU, and each uses all of that
     running = [
         start(node, name, ["/usr/bin/watch"], compute=quota) for name, quota in quotas.items()

@@ -35,7 +35,7 @@ def run(build: Path, output: Path, *names: str) -> tuple[int, dict[str, dict]]:
     return status, {one["name"]: one for one in report["programs"]}
 
 
-def test_programs_come_to_the_same_under_a_quota(
+def test_programs_give_the_same_results_under_a_quota(
     build_dir: Path, tmp_path: Path, require: Callable[..., None]
 ) -> None:
     require("gcc", "runc")
@@ -66,7 +66,7 @@ def source(tmp_path: Path, require: Callable[..., None], monkeypatch: pytest.Mon
     return path
 
 
-def test_a_program_that_tells_a_quota_differs(
+def test_a_program_that_shows_its_quota_is_reported(
     build_dir: Path,
     tmp_path: Path,
     source: Path,

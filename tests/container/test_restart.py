@@ -333,7 +333,7 @@ def execute(node: BenchNode, container: Running, name: str, seconds: int) -> sub
         )  # fmt: skip
 
 
-def test_what_ends_and_begins_meanwhile(node: BenchNode) -> None:
+def test_ends_and_starts_while_the_governor_is_away(node: BenchNode) -> None:
     ended = start_worker(node, "ended", memory="8Gi", compute="60")
     stays = start_worker(node, "stays", memory="2Gi", compute="30")
     begin(ended, stays)
@@ -426,7 +426,7 @@ def damage(node: BenchNode) -> None:
     file.with_name(f"{NAME}-wal").unlink(missing_ok=True)
 
 
-def test_a_damaged_database_is_rebuilt_from_what_runs(node: BenchNode) -> None:
+def test_a_damaged_database_is_rebuilt_from_running_containers(node: BenchNode) -> None:
     pair = [start_worker(node, "a", compute="50"), start_worker(node, "b", compute="25")]
     stress, allocator = load(node, "damaged")
     begin(*pair)
@@ -472,7 +472,7 @@ def test_a_lost_process_row_is_found_by_its_slot(node: BenchNode) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_starts_long_after_the_governor_was_there(node: BenchNode) -> None:
+def test_a_process_that_starts_long_after_the_governor_was_killed(node: BenchNode) -> None:
     container = start_worker(node, "patient")
     begin(container)
     node.stop_governor(signal.SIGKILL)

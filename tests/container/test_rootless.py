@@ -98,7 +98,9 @@ def test_a_container_without_annotations_starts(host: EngineHost, runtime: str) 
 
 @pytest.mark.parametrize("runtime", ["runc", "crun"])
 @pytest.mark.parametrize("driver", ["required", "optional"])
-def test_one_with_annotations_is_told_why_not(host: EngineHost, runtime: str, driver: str) -> None:
+def test_a_container_with_annotations_is_refused_with_the_reason(
+    host: EngineHost, runtime: str, driver: str
+) -> None:
     """At that point neither the driver nor the governor has been contacted."""
     ran = start(
         host,

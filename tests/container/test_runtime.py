@@ -170,7 +170,7 @@ def test_a_container_that_asks_for_nothing_is_untouched(
         ({"tidegate.gpu/memory": "8 GB"}, "annotation tidegate.gpu/memory is '8 GB'"),
     ],
 )
-def test_what_is_wrong_is_said_where_the_engine_looks(
+def test_an_error_is_reported_where_the_engine_looks(
     node: HookNode, wrapped: WrappedRuntime, annotations: dict[str, str], line: str
 ) -> None:
     bundle = plain(node, "true", annotations=annotations)
@@ -212,7 +212,7 @@ def test_a_missing_node_is_named(node: HookNode, wrapped: WrappedRuntime, dev: P
     assert "nvidia-modprobe" in ran.stderr
 
 
-def test_the_environment_counts_only_where_the_node_says_so(
+def test_the_environment_counts_only_if_the_node_allows_it(
     node: HookNode, wrapped: WrappedRuntime, dev: Path
 ) -> None:
     bundle = plain(node, "ls -A /run", annotations={})
@@ -266,7 +266,9 @@ def test_nvidia_s_own_injection_is_refused(node: HookNode, wrapped: WrappedRunti
     assert "nvidia-container-runtime-hook" in ran.stderr
 
 
-def test_other_commands_are_the_real_runtime_s(node: HookNode, wrapped: WrappedRuntime) -> None:
+def test_other_commands_are_passed_to_the_real_runtime(
+    node: HookNode, wrapped: WrappedRuntime
+) -> None:
     done = subprocess.run(wrapped.command("--version"), capture_output=True, text=True, check=True)
     command = [wrapped.name, "--root", str(wrapped.state), "--version"]
     real = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -285,7 +287,7 @@ def precreate(node: HookNode, dev: Path, data: bytes) -> ContainerResult:
     return ContainerResult(done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
-def test_precreate_edits_what_comes_on_stdin(node: HookNode, dev: Path, runc: Runtime) -> None:
+def test_precreate_edits_its_standard_input(node: HookNode, dev: Path, runc: Runtime) -> None:
     bundle = plain(node, "ls /dev; ls -A /run/tidegate")
     answer = precreate(node, dev, json.dumps(bundle.config).encode())
     assert (answer.status, answer.stderr) == (0, "")
@@ -295,16 +297,14 @@ def test_precreate_edits_what_comes_on_stdin(node: HookNode, dev: Path, runc: Ru
     assert [r["op"] for r in node.governor.requests[:3]] == ["reserve", "admit", "confirm"]
 
 
-def test_precreate_gives_back_what_asks_for_nothing(node: HookNode, dev: Path) -> None:
+def test_precreate_returns_a_config_without_a_request_unchanged(node: HookNode, dev: Path) -> None:
     data = b'{"annotations": {"a": "b"},\n "process": {}}\n'
     answer = precreate(node, dev, data)
     assert (answer.status, answer.stdout) == (0, data.decode())
     assert node.governor.requests == []
 
 
-def test_what_precreate_refuses_the_hook_refuses_with_a_line(
-    node: HookNode, dev: Path, runc: Runtime
-) -> None:
+def test_the_hook_reports_what_precreate_refuses(node: HookNode, dev: Path, runc: Runtime) -> None:
     """If precreate fails, Podman shows only its status."""
     bundle = plain(node, "true", annotations={"tidegate.gpu/x": "y"})
     answer = precreate(node, dev, json.dumps(bundle.config).encode())
@@ -316,7 +316,7 @@ def test_what_precreate_refuses_the_hook_refuses_with_a_line(
     assert node.governor.requests == []
 
 
-def test_precreate_ends_with_a_line_where_there_is_no_config(node: HookNode, dev: Path) -> None:
+def test_precreate_without_a_config_fails_with_one_line(node: HookNode, dev: Path) -> None:
     answer = precreate(node, dev, b'{"annotations": {"tidegate.gpu/x"')
     assert (answer.status, answer.stdout) == (66, "")
     assert answer.stderr.startswith("tidegate: config.json on stdin is not JSON")
@@ -334,9 +334,7 @@ def test_a_granted_gpu_without_its_node_is_refused(
     assert GPU not in node.governor.admitted
 
 
-def test_nobody_can_skip_the_edits_by_an_annotation(
-    node: HookNode, wrapped: WrappedRuntime
-) -> None:
+def test_an_annotation_cannot_skip_the_edits(node: HookNode, wrapped: WrappedRuntime) -> None:
     bundle = plain(node, "ls -A /run/tidegate", OURS | {"tidegate.gpu/reservation": "guess"})
     ran = wrapped.run(bundle)
     assert "grant" in ran.stdout, ran.stderr
@@ -344,7 +342,7 @@ def test_nobody_can_skip_the_edits_by_an_annotation(
     assert node.governor.requests[1]["reservation"] == "token1"
 
 
-def test_a_configuration_that_is_wrong_is_said(node: HookNode, wrapped: WrappedRuntime) -> None:
+def test_a_wrong_configuration_is_reported(node: HookNode, wrapped: WrappedRuntime) -> None:
     wrapped.settings.write_text("runtim /usr/bin/runc\n")
     ran = wrapped.run(plain(node, "true"))
     assert ran.status == 78
@@ -352,7 +350,7 @@ def test_a_configuration_that_is_wrong_is_said(node: HookNode, wrapped: WrappedR
 
 
 @pytest.mark.parametrize("settings", ["runtim /usr/bin/runc\n", "runtime /usr/bin/gone\n"])
-def test_a_configuration_that_is_wrong_is_said_where_engines_look(
+def test_a_wrong_configuration_is_reported_where_engines_look(
     tmp_path: Path, wrapper: str, settings: str
 ) -> None:
     """containerd's shim shows the runtime's log, and nothing of its standard error."""
@@ -371,7 +369,7 @@ def test_a_configuration_that_is_wrong_is_said_where_engines_look(
 
 
 @pytest.mark.parametrize("wrong", [b"log\n", b"environment often\n", b"#\xff\n"])
-def test_what_runs_is_ended_whatever_is_wrong_with_the_configuration(
+def test_containers_can_be_ended_with_a_wrong_configuration(
     tmp_path: Path, wrapper: str, wrong: bytes
 ) -> None:
     file, runtime = tmp_path / "settings", tmp_path / "runtime"
@@ -418,7 +416,7 @@ def test_a_state_directory_has_the_runtime_that_the_settings_name_for_it(
 
 
 @pytest.mark.parametrize("line", ["runtime-for /run/crun", "runtime-for run/crun /usr/bin/crun"])
-def test_a_state_directory_without_a_runtime_is_said(
+def test_a_state_directory_without_a_runtime_is_reported(
     tmp_path: Path, wrapper: str, line: str
 ) -> None:
     file, runtime = tmp_path / "settings", printing(tmp_path / "runtime", "it")
@@ -431,7 +429,7 @@ def test_a_state_directory_without_a_runtime_is_said(
     assert (ran.returncode, ran.stdout) == (0, "it --root /run/crun kill x\n")
 
 
-def test_a_configuration_that_is_wrong_is_in_the_node_s_log(tmp_path: Path, wrapper: str) -> None:
+def test_a_wrong_configuration_is_in_the_nodes_log(tmp_path: Path, wrapper: str) -> None:
     file, log = tmp_path / "settings", tmp_path / "log"
     file.write_text(f"runtime /usr/bin/gone\nlog {log}\n")
     command = [wrapper, "--tidegate-config", str(file), "create", "-b", str(tmp_path), "one"]
@@ -443,7 +441,7 @@ def test_a_configuration_that_is_wrong_is_in_the_node_s_log(tmp_path: Path, wrap
     assert event["hint"] == f"write `runtime /its/path` to {file}"
 
 
-def test_precreate_takes_no_endless_config(node: HookNode, dev: Path) -> None:
+def test_precreate_refuses_a_config_beyond_the_limit(node: HookNode, dev: Path) -> None:
     answer = precreate(node, dev, b'{"a": "' + b"x" * (5 << 20) + b'"}')
     assert (answer.status, answer.stdout) == (66, "")
     assert "config.json on stdin is larger than 4194304 bytes" in answer.stderr

@@ -49,7 +49,7 @@ def devices(node: BenchNode) -> dict[str, dict]:
     return {one["id"].rpartition("-")[2]: one["devices"][0] for one in listed}
 
 
-def test_what_is_delivered_and_waited_is_shown_as_it_is(node: BenchNode) -> None:
+def test_delivered_time_and_waits_are_shown_correctly(node: BenchNode) -> None:
     """Two containers that always have work. One may not have more than a quarter, and the other is lent the idle time."""
     small = start_worker(node, "small", compute="25")
     large = start_worker(node, "large", **{"compute": "50", "compute-limit": "100"})
@@ -78,7 +78,7 @@ def test_what_is_delivered_and_waited_is_shown_as_it_is(node: BenchNode) -> None
     assert cells[-1] == "ok"
 
 
-def test_a_container_that_does_nothing_is_given_nothing(node: BenchNode) -> None:
+def test_an_idle_container_gets_no_time(node: BenchNode) -> None:
     idle = start_worker(node, "idle", compute="60")
     busy = start_worker(node, "busy", compute="40")
     begin(busy)

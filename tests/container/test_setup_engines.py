@@ -267,7 +267,7 @@ DEFAULT = "what `containerd config default` prints"  # version 4 from 2.3 on
 
 @pytest.mark.parametrize("content", [None, NODE2, "version = 2\n", DEFAULT])
 @pytest.mark.parametrize("suite", SUITES)
-def test_containerd_itself_finds_the_handler_and_what_was_there(tmp_path, suite, content):
+def test_containerd_finds_the_handler_and_the_existing_settings(tmp_path, suite, content):
     """containerd itself reads its files; no daemon is started."""
     root, program = tmp_path, unpacked(suite) / "usr/bin/containerd"
     if content == DEFAULT:
@@ -318,7 +318,7 @@ def typed(site: SetupSite, *words: str) -> CommandResult:
     )
 
 
-def test_what_dockerd_does_not_read_is_not_written(site: SetupSite) -> None:
+def test_a_file_that_dockerd_rejects_is_not_written(site: SetupSite) -> None:
     host = site.host
     version = host.check("dockerd", "--version").split()[2]
     for content, reason in (
@@ -349,7 +349,7 @@ def test_what_dockerd_does_not_read_is_not_written(site: SetupSite) -> None:
     assert host.path("/etc/docker/daemon.json").read_text() == DAEMON
 
 
-def test_what_containerd_does_not_read_is_not_written(
+def test_a_file_that_containerd_rejects_is_not_written(
     site: SetupSite, containerd: Callable[[], None]
 ) -> None:
     """Cases that setup itself does not detect: a file that only the new import brings in, a section that CRI does not

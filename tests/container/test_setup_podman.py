@@ -154,7 +154,7 @@ def test_images_are_built_after_setup_and_containers_get_the_hooks(site: PodmanS
     assert site.run() == set()
 
 
-def test_what_was_set_up_where_buildah_reads_is_found_and_moved(site: PodmanSite) -> None:
+def test_hooks_in_a_directory_that_buildah_reads_are_found_and_moved(site: PodmanSite) -> None:
     assert site.python("-c", FORMERLY).status == 0
     assert site.run() == STAGES
     for ran in (site.build(), site.buildah()):
@@ -173,7 +173,7 @@ def test_what_was_set_up_where_buildah_reads_is_found_and_moved(site: PodmanSite
     assert site.doctor("hooks.stages")[0].startswith("ok: ")
 
 
-def test_the_remedy_that_doctor_names_for_a_stage_mends_it(site: PodmanSite) -> None:
+def test_doctors_remedy_for_a_stage_works(site: PodmanSite) -> None:
     assert site.python("-c", FORMERLY).status == 0
     [line] = site.doctor("hooks.stages")
     remedy = re.sub(
@@ -264,7 +264,7 @@ def await_restarts(site: PodmanSite, count: int) -> None:
     wait_for(lambda: int(site.host.check(*inspect)) >= count, "a restart")
 
 
-def test_what_podman_does_not_read_changes_nothing(site: PodmanSite) -> None:
+def test_files_that_podman_rejects_change_nothing(site: PodmanSite) -> None:
     broken = "/etc/containers/containers.conf.d/60.conf"
     site.host.write(broken, "[engine]\ncgroup_manager = 4\n")
     before = site.files()

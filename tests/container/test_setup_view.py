@@ -25,7 +25,7 @@ def shown(command: str, files: dict[str, bytes | None]) -> str:
     return done.stdout
 
 
-def test_a_program_sees_the_files_as_they_would_be_and_nobody_else_does(tmp_path: Path) -> None:
+def test_only_the_checking_program_sees_the_new_files(tmp_path: Path) -> None:
     put(tmp_path, "/conf.d/old", "old")
     put(tmp_path, "/conf.d/kept", "kept", 0o640)
     put(tmp_path, "/conf.d/gone", "gone")
@@ -48,7 +48,7 @@ def test_a_program_sees_the_files_as_they_would_be_and_nobody_else_does(tmp_path
     assert Path("/proc/self/mountinfo").read_text() == mounts
 
 
-def test_a_node_without_private_views_is_told_so(
+def test_a_node_without_private_views_reports_that_nothing_was_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As without CAP_SYS_ADMIN: the engine is not asked, and setup continues."""
@@ -73,7 +73,7 @@ def tell(script: str, tmp_path: Path, **how: object) -> list[str]:
     return validate(Root("/"), validation, [Edit(str(tmp_path / "d/file"), None, b"new\n")])
 
 
-def test_what_the_engine_says_is_the_reason(tmp_path: Path) -> None:
+def test_the_engines_message_is_the_reason(tmp_path: Path) -> None:
     path = tmp_path / "d/file"
     assert tell(f"test $(cat {path}) = new", tmp_path) == []
     with pytest.raises(SetupError) as caught:
@@ -94,7 +94,7 @@ def test_a_version_that_does_not_know_the_command_is_not_asked(tmp_path: Path) -
         tell(script, tmp_path)
 
 
-def test_what_the_engine_prints_is_looked_at(tmp_path: Path) -> None:
+def test_the_engines_output_is_checked(tmp_path: Path) -> None:
     assert tell("echo fine", tmp_path, check=lambda said: None if "fine" in said else "it") == []
     with pytest.raises(SetupError, match="with the new files the handler is not there; nothing"):
         tell("echo fine", tmp_path, check=lambda _said: "the handler is not there")

@@ -283,7 +283,7 @@ def test_programs_are_told_their_gpus_in_the_order_wanted(node: BenchNode) -> No
     assert [device["total"] for device in finish(node, container)] == [2 * GIB, 2 * GIB]
 
 
-def test_a_program_on_a_gpu_that_is_not_its_own_is_told(node: BenchNode) -> None:
+def test_a_program_on_a_gpu_that_was_not_granted_gets_a_message(node: BenchNode) -> None:
     container = start(node, "elsewhere", "work", "1", visible=[1, 0, 3], devices="0", compute="10")
     assert indices(node, container) == [0]
     assert len(finish(node, container, warnings=1)) == 3
@@ -353,7 +353,7 @@ def test_a_gpu_that_falls_off_the_bus_is_passed_over_until_it_is_back(node: Benc
     assert indices(node, start(node, "back", "work", "1", count="2")) == [0, 3]
 
 
-def test_a_gpu_that_is_lost_at_the_start_keeps_nobody_from_the_others(
+def test_a_gpu_that_is_lost_at_the_start_does_not_block_the_others(
     node: BenchNode, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert isinstance(node.machine, Pairs)

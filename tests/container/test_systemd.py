@@ -313,7 +313,7 @@ def test_at_boot_the_mirror_is_there_before_a_container_engine_starts(machine):
     assert machine.failed() == [], machine.story()
 
 
-def test_after_a_refresh_a_former_mirror_that_nobody_uses_is_removed(machine):
+def test_after_a_refresh_an_unused_former_mirror_is_removed(machine):
     put_driver(machine.libdir, "535.1.2", simulated=True)
     former = machine.driver_dir / "535.1.1-0123456789ab"
     former.mkdir(parents=True)
@@ -371,7 +371,7 @@ def test_a_change_while_a_refresh_runs_leads_to_another(machine):
     assert machine.failed() == [], machine.story()
 
 
-def test_an_incomplete_driver_fails_with_one_line_and_the_old_mirror_stays_until_it_is_mended(
+def test_an_incomplete_driver_fails_with_one_line_and_the_old_mirror_stays_until_it_is_complete(
     machine,
 ):
     put_driver(machine.libdir, "535.1.2", simulated=True)
@@ -392,7 +392,7 @@ def test_an_incomplete_driver_fails_with_one_line_and_the_old_mirror_stays_until
 
 
 @pytest.mark.slow
-def test_what_may_pass_is_tried_five_times_and_anew_after_a_change(machine):
+def test_a_temporary_failure_is_tried_five_times_and_again_after_a_change(machine):
     put_driver(machine.libdir, "535.1.2", simulated=True)
     machine.drop_in(REFRESH, "[Service]\nRestartSec=100ms\n")
     control = machine.rootfs / "usr/lib/tidegate" / TRIPLET

@@ -142,7 +142,7 @@ def pids_of(container: Running, node: BenchNode) -> list[int]:
     return list(json.loads(done.stdout))
 
 
-def test_who_takes_memory_past_the_library_is_reported_within_two_seconds(place: Place) -> None:
+def test_memory_taken_past_the_library_is_reported_within_two_seconds(place: Place) -> None:
     with place(metrics={"listen": "unix"}, web={"listen": "unix"}) as node:
         neighbour = burner(node, "neighbour", compute="40")
         culprit = start(node, "culprit", "child", "own", f"take:{3 * GIB}", "began", "sleep:4000")
@@ -209,7 +209,7 @@ def test_who_takes_memory_past_the_library_is_reported_within_two_seconds(place:
         pytest.param(("join", "own"), id="registered", marks=pytest.mark.slow),
     ],
 )
-def test_who_works_without_a_grant_is_reported_within_two_seconds(
+def test_work_without_a_grant_is_reported_within_two_seconds(
     place: Place, ways: tuple[str, ...]
 ) -> None:
     with place() as node:
@@ -367,7 +367,7 @@ def test_throttling_freezes_for_longer_and_longer_and_thaws(place: Place) -> Non
         pytest.param(signal.SIGKILL, id="dies"),
     ],
 )
-def test_nobody_stays_frozen_when_the_governor(place: Place, number: signal.Signals) -> None:
+def test_no_container_stays_frozen_when_the_governor(place: Place, number: signal.Signals) -> None:
     with place(on_violation="throttle") as node:
         culprit = start(node, "culprit", "own", f"take:{3 * GIB}", "began", "tick")
         began(culprit)
@@ -426,7 +426,7 @@ def on_the_gpu(node: BenchNode, pids: list[int], seconds: float) -> float:
     return 100 * (after - before) / (ended - begun)
 
 
-def test_limit_holds_who_goes_around_the_library_to_the_quota(place: Place) -> None:
+def test_limit_holds_a_process_that_bypasses_the_library_to_the_quota(place: Place) -> None:
     """The container has its own driver, endless kernels and a neighbour that leaves time unused. It goes on working."""
     with place(on_violation="limit", scheduling="hardware") as node:
         neighbour = burner(node, "neighbour", compute="40")
@@ -450,7 +450,7 @@ def test_limit_holds_who_goes_around_the_library_to_the_quota(place: Place) -> N
         assert not [pid for pid in culprit_processes if Path(f"/proc/{pid}").exists()]
 
 
-def test_limit_says_so_where_grants_divide_the_time(place: Place) -> None:
+def test_limit_reports_that_grants_divide_the_time(place: Place) -> None:
     with place(on_violation="limit") as node:
         culprit = start(node, "culprit", "own", "began", "sleep:60000")
         began(culprit)

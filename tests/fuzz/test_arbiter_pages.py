@@ -14,7 +14,7 @@ SECONDS = int(float(os.environ.get("TIDEGATE_FUZZ_SECONDS", "60")))
 
 
 @pytest.mark.parametrize("liars", LIARS)
-def test_whatever_a_ledger_says_the_others_compute(tmp_path, liars):
+def test_arbitrary_ledgers_do_not_keep_other_containers_from_computing(tmp_path, liars):
     program = build(tmp_path)
     end = time.monotonic() + SECONDS
     while True:
@@ -24,7 +24,7 @@ def test_whatever_a_ledger_says_the_others_compute(tmp_path, liars):
 
 
 @pytest.mark.parametrize("remains", [True, False])
-def test_an_hour_of_lies_moves_nobody(tmp_path, remains):
+def test_an_hour_of_lies_changes_no_other_share(tmp_path, remains):
     program = ledger_hour.build(tmp_path)
     for _ in range(4):
         ledger_hour.hold(program, 3600, time.time_ns() % (1 << 32), remains=remains)

@@ -125,7 +125,7 @@ def damage(room: GrantSandbox, draw: random.Random) -> list[str]:
     return done
 
 
-def test_a_running_process_outlives_any_page_and_goes_on_when_it_is_sound(governed):
+def test_a_running_process_survives_any_page_and_continues_when_it_is_valid(governed):
     seed = time.time_ns()
     draw = random.Random(seed)  # noqa: S311
     history: list[list[str]] = []

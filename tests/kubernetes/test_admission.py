@@ -65,12 +65,12 @@ def judge(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", PASS)
-def test_what_passes_is_served(name: str) -> None:
+def test_objects_that_pass_are_served(name: str) -> None:
     judge(PASS[name])
 
 
 @pytest.mark.parametrize("name", REFUSE)
-def test_what_is_refused_would_be_refused_at_the_start(name: str) -> None:
+def test_objects_that_are_refused_would_be_refused_at_the_start(name: str) -> None:
     with pytest.raises((TidegateError, HookError)):
         judge(REFUSE[name][0])
 
@@ -88,7 +88,7 @@ def _list_after(text: str, words: str) -> set[str]:
     return set(re.findall(r'"([^"]+)"', found[1]))
 
 
-def test_the_policies_know_what_the_schemas_know() -> None:
+def test_the_policies_match_the_schemas() -> None:
     parameters = _expressions("tidegate-parameters")
     assert _list_after(parameters, "!(key in") == set(schema()["properties"])
     strategies = set(schema()["properties"]["strategy"]["enum"])
@@ -109,7 +109,7 @@ def test_the_policies_know_what_the_schemas_know() -> None:
         assert hook[f"tidegate.gpu/{name}"]["pattern"].replace("(?!\\n)", "") in annotations, name
 
 
-def test_a_policy_that_fails_keeps_no_object_out() -> None:
+def test_a_policy_that_fails_blocks_no_object() -> None:
     """The driver and the hook refuse what the policy would have refused, and claims and pods of
     others must pass.
     """
@@ -121,7 +121,7 @@ def test_a_policy_that_fails_keeps_no_object_out() -> None:
     }
 
 
-def test_annotations_beside_a_claim_are_warned_of_but_those_that_are_allowed() -> None:
+def test_annotations_beside_a_claim_cause_a_warning_unless_allowed() -> None:
     from oci_hook.request import BESIDE_CLAIM
 
     said = _expressions("tidegate-annotations-beside-claims")

@@ -65,7 +65,7 @@ def test_an_event_is_one_line_of_printable_text(words: str) -> None:
     assert len(event["message"]) <= MESSAGE
 
 
-def test_names_of_events_are_names_whatever_a_claim_is_called() -> None:
+def test_event_names_are_valid_for_any_claim_name() -> None:
     events = CollectedEvents()
     for name in ("a" * 253, "a" * 229 + "." + "b" * 23, "a" * 228 + "--" + "b" * 23):
         document = claim(name, "ns")
@@ -77,7 +77,7 @@ def test_names_of_events_are_names_whatever_a_claim_is_called() -> None:
         assert len(name) <= 253
 
 
-def test_many_refusals_are_not_many_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_events_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same message is sent once in five minutes, for a few pods of each claim, and the total number is
     limited.
     """
@@ -102,7 +102,7 @@ def test_many_refusals_are_not_many_events(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(announcer._said) == 1
 
 
-def test_who_may_not_write_events_asks_once() -> None:
+def test_without_the_right_to_write_events_one_request_is_made() -> None:
     events = CollectedEvents(http=403)
     announcer = Announcer(events, "node-1")
     announcer.refused(Reference("ns", "c", "u"), None, ClaimError("a", hint="x"))
@@ -117,13 +117,13 @@ def test_who_may_not_write_events_asks_once() -> None:
     "document",
     [{"status": "x"}, {"status": {"reservedFor": "pods"}}, {"status": {"reservedFor": [1, None]}}],
 )
-def test_a_claim_that_is_none_still_has_its_event(document: Any) -> None:
+def test_an_invalid_claim_still_has_its_event(document: Any) -> None:
     events = CollectedEvents()
     announce(events, (Reference("ns", "c", "u"), document, ClaimError("no", hint="x")))
     assert [event["involvedObject"]["kind"] for event in events.written] == ["ResourceClaim"]
 
 
-def test_a_field_that_no_terminal_should_see_is_refused_in_a_line() -> None:
+def test_a_field_with_control_characters_is_refused_in_one_line() -> None:
     """An API server keeps parameters as their author wrote them, including lone surrogates."""
     for name in ("\x1b]0;x\x07", "\ud800", "\u202eabc", "a\nb", "x" * 9000):
         configs = (config("FromClaim", **{name: 1}),)

@@ -44,7 +44,7 @@ def refusal(document: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_an_allocation_becomes_what_the_governor_is_asked() -> None:
+def test_an_allocation_becomes_a_request_to_the_governor() -> None:
     document = claim(
         "train",
         "team-a",
@@ -155,7 +155,7 @@ def test_parameters_for_a_request_are_for_its_alternatives() -> None:
         ),
     ],
 )
-def test_what_is_wrong_with_parameters_names_the_field(parameters: dict, words: str) -> None:
+def test_an_error_in_parameters_names_the_field(parameters: dict, words: str) -> None:
     assert words in refusal(claim("a", "b", result(), configs=(config("FromClaim", **parameters),)))
 
 
@@ -226,7 +226,7 @@ _parameters = st.dictionaries(
 
 
 @given(document=_json | _parameters)
-def test_any_parameters_are_taken_or_refused_in_a_line(document: object) -> None:
+def test_any_parameters_are_accepted_or_refused_in_one_line(document: object) -> None:
     error = failure(check, document, "claim b/a")
     assert not error or (error.startswith("claim b/a: ") and len(error) < 1000)
 
@@ -253,7 +253,7 @@ _result = st.fixed_dictionaries(
     parameters=_json | _parameters,
     uid=st.text(max_size=70) | st.just("u-1"),
 )
-def test_any_allocation_is_taken_or_refused_in_a_line(
+def test_any_allocation_is_accepted_or_refused_in_one_line(
     results: list[dict], parameters: object, uid: str
 ) -> None:
     entry = {"source": "FromClaim", "opaque": {"driver": "tidegate.gpu", "parameters": parameters}}
@@ -289,7 +289,7 @@ def test_the_hooks_arguments_carry_claim_and_share() -> None:
     assert first["env"] == ["NVIDIA_VISIBLE_DEVICES=void"]
 
 
-def test_a_gpu_with_a_node_brings_it_and_what_all_need(tmp_path: Path) -> None:
+def test_a_specification_has_the_gpus_node_and_the_common_nodes(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         lack("needs root")  # for device nodes
     for name, numbers in {
@@ -313,7 +313,7 @@ def test_a_gpu_with_a_node_brings_it_and_what_all_need(tmp_path: Path) -> None:
     )
 
 
-def test_a_specification_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_specification_is_written_completely_or_not_at_all(tmp_path: Path) -> None:
     directory = Directory(tmp_path / "cdi")
     assert directory.uids() == set()
     assert not directory.remove("u-1")
@@ -344,7 +344,7 @@ def test_a_link_in_a_specifications_place_is_not_followed(tmp_path: Path) -> Non
     assert victim.read_text() == "as before"
 
 
-def test_what_cannot_be_written_is_an_error_with_the_path(tmp_path: Path) -> None:
+def test_a_write_error_names_the_path(tmp_path: Path) -> None:
     (tmp_path / "cdi").write_text("a file")
     with pytest.raises(TidegateError, match=r"cdi/tidegate\.gpu-claim_u-1\.json: Not a directory"):
         Directory(tmp_path / "cdi").write("u-1", {})

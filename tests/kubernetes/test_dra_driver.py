@@ -84,7 +84,7 @@ def test_a_container_names_a_request_and_gets_the_alternative_that_was_chosen(st
     assert [s["name"] for s in stand.governor.claims[uid]["shares"]] == ["gpu/h100/0", "more/0"]
 
 
-def test_one_claim_that_fails_keeps_nobody_from_the_others(stand: Stand) -> None:
+def test_a_failing_claim_does_not_affect_other_claims(stand: Stand) -> None:
     """Each error names claim, resource and amount, and becomes one event on the claim and its pod."""
     good = claim("good", "team-a", result(0, compute="70"))
     full = claim("full", "team-b", result(0, compute="40"))
@@ -201,7 +201,7 @@ def test_a_cdi_file_that_was_removed_is_written_again(stand: Stand) -> None:
     assert stand.governor.changes == 1
 
 
-def test_calls_at_the_same_time_enter_a_claim_once(stand: Stand) -> None:
+def test_concurrent_calls_book_a_claim_once(stand: Stand) -> None:
     documents = [claim(f"c{i}", "ns", result(i % 2, compute="5")) for i in range(6)]
     for document in documents:
         stand.api.add_claim(document)
@@ -271,7 +271,7 @@ def test_a_gate_that_is_turned_off_takes_the_slice_away(stand: Stand) -> None:
     assert stand.api.slices == {}
 
 
-def test_what_happens_to_a_gpu_is_a_taint_and_a_health(stand: Stand) -> None:
+def test_a_gpus_state_is_published_as_taint_and_health(stand: Stand) -> None:
     stand.up()
     streams = [stand.kubelet.watch_health(version, timeout=30) for version in ("v1", "v1alpha1")]
     for stream in streams:
@@ -317,7 +317,7 @@ def test_without_the_gate_of_taints_a_lost_gpu_is_left_out(stand: Stand) -> None
     assert stand.api.counts()["update", "resourceslices"] == writes
 
 
-def test_while_nothing_changes_nothing_is_asked(stand: Stand) -> None:
+def test_no_requests_are_sent_while_nothing_changes(stand: Stand) -> None:
     stand.up()
     wait_for(lambda: stand.api.counts()["watch", "resourceslices"], "the watch")
     wait_for(lambda: stand.api.counts()["list", "pods"] == len(LOOKS_S), "the looks at pods")
@@ -403,7 +403,7 @@ def test_a_call_waits_for_a_governor_that_is_restarted(stand: Stand) -> None:
     assert len(stand.logged("claim-waits")) == 1
 
 
-def test_many_calls_that_wait_keep_no_other_call_waiting(stand: Stand) -> None:
+def test_waiting_calls_do_not_block_other_calls(stand: Stand) -> None:
     """Each waiting call succeeds as soon as the claim that occupies the GPU is taken back."""
     old = claim("old", "ns", result(0, compute="100"))
     new = [claim(f"new-{i}", "ns", result(0, compute="2")) for i in range(40)]
@@ -456,7 +456,7 @@ def test_a_pod_that_is_deleted_while_its_claim_waits_leaves_nothing(stand: Stand
     assert stand.kubelet.prepare(reference(new))[uid].error == ""
 
 
-def test_what_nobody_will_take_back_is_taken_back_at_the_start(stand: Stand) -> None:
+def test_orphaned_claims_are_taken_back_at_the_start(stand: Stand) -> None:
     kept, gone, replaced = (
         claim(name, "ns", result(0, compute="5")) for name in ("kept", "gone", "replaced")
     )
@@ -477,7 +477,7 @@ def test_what_nobody_will_take_back_is_taken_back_at_the_start(stand: Stand) -> 
 
 
 @pytest.mark.parametrize("text", ["{[", "hello", "- a", "apiVersion: v1\n", "clusters: 3\n"])
-def test_a_kubeconfig_that_is_none_is_one_line(
+def test_an_invalid_kubeconfig_is_reported_in_one_line(
     text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("governor.logs.configure", lambda: None)
@@ -499,7 +499,7 @@ def test_a_kubeconfig_that_is_none_is_one_line(
         ),
     ],
 )
-def test_an_api_server_that_cannot_or_will_not_is_understood(
+def test_refusals_of_the_api_server_are_explained(
     status: int, body: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, stand: Stand
 ) -> None:
     """A path that the API server does not know gets another answer than a missing object."""
@@ -520,7 +520,7 @@ def test_an_api_server_that_cannot_or_will_not_is_understood(
         assert one in str(caught.value)
 
 
-def test_what_is_wrong_at_the_start_is_one_line(
+def test_a_startup_error_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NODE_NAME", raising=False)
@@ -551,7 +551,7 @@ def test_what_is_wrong_at_the_start_is_one_line(
         assert words in line
 
 
-def test_the_kubelets_directory_is_roots_alone(stand: Stand) -> None:
+def test_sockets_are_accessible_to_root_only(stand: Stand) -> None:
     stand.up()
     for name in ("plugins/tidegate.gpu/dra.sock", "plugins_registry/tidegate.gpu-reg.sock"):
         assert (stand.kubelet.directory / name).stat().st_mode & 0o077 == 0

@@ -91,7 +91,7 @@ class AnsweringGovernor:
         self.booked.pop(uid, None)
 
 
-def test_who_does_not_answer_is_left_alone_for_longer_each_time() -> None:
+def test_the_delay_grows_with_each_failure() -> None:
     backoff = Backoff()
     waits = [backoff.failed(0.0) for _ in range(12)]
     assert 0.5 <= waits[0] <= 1.0
@@ -161,7 +161,7 @@ def test_a_governor_that_stays_away_keeps_new_pods_away(
     assert (slices.writes, taints(slices)) == (3, set())
 
 
-def test_before_a_kubelet_has_come_nothing_is_offered_and_that_is_said(
+def test_nothing_is_offered_before_a_kubelet_has_registered_the_driver(
     clock: list[float], tmp_path: Path
 ) -> None:
     """A pod never starts on a node where the kubelet does not know the driver."""
@@ -247,7 +247,7 @@ def test_a_kubelet_that_refuses_is_asked_again(
         endpoints.stop(0)
 
 
-def test_what_waits_for_the_governor_keeps_nobody_from_the_api_server(
+def test_an_absent_governor_does_not_delay_the_api_server(
     parts: tuple[DriverLoop, StoredSlices, AnsweringGovernor, Publisher], clock: list[float]
 ) -> None:
     loop, slices, governor, publisher = parts
@@ -280,7 +280,7 @@ def test_changes_are_written_together_not_one_by_one(clock: list[float]) -> None
     assert slices.stored["spec"]["pool"]["generation"] == 17
 
 
-def test_a_slice_that_somebody_damaged_is_mended_or_taken_away(clock: list[float]) -> None:
+def test_a_damaged_slice_is_repaired_or_deleted(clock: list[float]) -> None:
     slices = StoredSlices()
     publisher = Publisher(slices, clock=lambda: clock[0])
     wanted = make_slice(NODE, "u", answer(gpu(0)), {})
@@ -305,7 +305,7 @@ GARBAGE: list[Any] = [
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_an_answer_that_nobody_understands_ends_nothing(
+def test_an_invalid_answer_does_not_stop_the_loop(
     parts: tuple[DriverLoop, StoredSlices, AnsweringGovernor, Publisher],
     clock: list[float],
     garbage: Any,
@@ -333,7 +333,7 @@ def test_a_node_without_a_uid_owns_no_slice(
     assert slices.stored is None
 
 
-def test_a_node_that_is_made_again_owns_its_slice(
+def test_a_recreated_node_owns_its_slice(
     parts: tuple[DriverLoop, StoredSlices, AnsweringGovernor, Publisher], clock: list[float]
 ) -> None:
     """The slice is deleted with the old node. With that node's uid, a new slice would be deleted again and again."""
@@ -373,7 +373,7 @@ class DeliveredWatches:
 
 
 @pytest.mark.parametrize("event", [[1], "x", 5, {"object": "x"}, {"object": {"metadata": [1]}}])
-def test_an_event_that_nobody_understands_ends_no_watch(
+def test_an_invalid_event_does_not_end_the_watch(
     monkeypatch: pytest.MonkeyPatch, event: Any
 ) -> None:
     publisher, wake = Publisher(StoredSlices()), threading.Event()
@@ -389,7 +389,7 @@ def test_an_event_that_nobody_understands_ends_no_watch(
     assert cluster.told == 2
 
 
-def test_a_write_of_its_own_is_not_taken_for_anothers() -> None:
+def test_the_drivers_own_write_is_not_taken_for_a_foreign_one() -> None:
     """The event of its own write arrives before the answer, or after the next write."""
     slices, wake = StoredSlices(), threading.Event()
     publisher = Publisher(slices, interval=0.0)
@@ -423,7 +423,7 @@ def test_a_write_of_its_own_is_not_taken_for_anothers() -> None:
     assert [one["event"] for one in logs].count("slice-changed-by-others") == 1
 
 
-def test_who_fights_for_the_slice_is_answered_once_a_second() -> None:
+def test_a_competing_writer_is_answered_once_a_second() -> None:
     publisher, wake = Publisher(StoredSlices()), threading.Event()
     publisher.version = "7"
     cluster = DeliveredWatches(
@@ -499,7 +499,7 @@ class FailingClaims:
         return self.found[name]
 
 
-def test_what_is_not_as_it_was_answered_becomes_so_again(tmp_path: Path) -> None:
+def test_claims_that_differ_from_their_answers_are_restored(tmp_path: Path) -> None:
     names = ("as-it-was", "forgotten", "without-file", "moved", "leaving", "failing", "refused")
     documents = {name: claim(name, "ns", result(0, compute="5"), uid=f"u-{name}") for name in names}
     governor, cluster = AnsweringGovernor(), FailingClaims(*documents.values())
@@ -663,7 +663,7 @@ def test_any_call_has_an_answer_for_each_claim(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.binary(max_size=200))
-def test_bytes_that_are_no_message_end_one_call_alone(served: Any, data: bytes) -> None:
+def test_an_invalid_message_fails_only_its_own_call(served: Any, data: bytes) -> None:
     governor, documents, _, channel = served
     documents.found = None
     for method in ("NodePrepareResources", "NodeUnprepareResources"):
@@ -687,7 +687,7 @@ def test_bytes_that_are_no_message_end_one_call_alone(served: Any, data: bytes) 
     Directory(served[2]).remove("u-1")
 
 
-def test_names_lead_nowhere_else(served: Any) -> None:
+def test_uids_cannot_name_other_paths(served: Any) -> None:
     _, documents, _, channel = served
     document = claim("a", "b", result(), uid="../../../etc/cdi/x")
     documents.found = document

@@ -116,7 +116,7 @@ def test_one_of_two_drivers_writes_the_slice(two: Two) -> None:
     wait_for(lambda: stand.api.counts()["update", "resourceslices"] == 2, "the next change")
 
 
-def test_what_waits_when_a_driver_is_replaced_is_answered(two: Two) -> None:
+def test_calls_that_wait_during_a_replacement_are_answered(two: Two) -> None:
     """The kubelet aborts a driver's calls when the driver's registration socket disappears."""
     stand = two.stand
     full, waiting = claim("full", "ns", result(0, compute="100")), claim("waiting", "ns", result(0))
@@ -188,7 +188,9 @@ def places(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "plugins", tmp_path / "registry"
 
 
-def test_what_a_dead_instance_has_left_goes_and_what_lives_stays(places: tuple[Path, Path]) -> None:
+def test_files_of_dead_instances_are_removed_and_those_of_live_ones_stay(
+    places: tuple[Path, Path],
+) -> None:
     alive, dead = Instance(*places, "alive"), Instance(*places, "dead")
     for instance in (alive, dead):
         instance.start()
@@ -213,7 +215,7 @@ def test_what_a_dead_instance_has_left_goes_and_what_lives_stays(places: tuple[P
         instance.close()
 
 
-def test_the_latest_that_a_kubelet_has_registered_leads(places: tuple[Path, Path]) -> None:
+def test_the_latest_registered_instance_leads(places: tuple[Path, Path]) -> None:
     old, new = Instance(*places, "z-old"), Instance(*places, "a-new")
     old.start()
     assert old.leads()  # it is the only instance
@@ -234,7 +236,7 @@ def test_the_latest_that_a_kubelet_has_registered_leads(places: tuple[Path, Path
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"started": "x"}', '{"registered": true}'])
-def test_a_lock_file_with_nonsense_is_of_an_instance_that_is_not_registered(
+def test_an_invalid_lock_file_counts_as_not_registered(
     places: tuple[Path, Path], text: str
 ) -> None:
     own, other = Instance(*places, "own"), Instance(*places, "other")
@@ -248,9 +250,7 @@ def test_a_lock_file_with_nonsense_is_of_an_instance_that_is_not_registered(
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", ".", "-", "x" * 64, "ä"])
-def test_an_instance_has_a_name_that_leads_nowhere_else(
-    places: tuple[Path, Path], name: str
-) -> None:
+def test_an_instance_name_cannot_name_another_path(places: tuple[Path, Path], name: str) -> None:
     with pytest.raises(SocketError, match="cannot be part of a socket's name"):
         Instance(*places, name)
 
@@ -293,7 +293,7 @@ def _give_up() -> None:
     raise SocketError("given up", hint="-")
 
 
-def test_what_another_driver_has_taken_back_is_not_prepared_again(tmp_path: Path) -> None:
+def test_a_claim_that_another_driver_took_back_is_not_prepared_again(tmp_path: Path) -> None:
     """The cluster still has the claim: its pod is ending, and its kubelet has called the other driver."""
     from kube.cdi import Directory
     from kube.claims import Reference

@@ -84,7 +84,7 @@ def test_each_gpu_is_a_device_that_can_be_allocated_many_times() -> None:
     assert len(made["spec"]["devices"]) == 2
 
 
-def test_the_administrator_says_what_a_claim_takes_that_names_nothing() -> None:
+def test_defaults_apply_to_claims_without_capacities() -> None:
     made = make_slice(
         "n", "u", answer(gpu(0)), {}, defaults=ClaimDefaults(memory=8 * GIB + 5, compute=25)
     )
@@ -104,7 +104,7 @@ def test_the_administrator_says_what_a_claim_takes_that_names_nothing() -> None:
     uuid=st.from_regex(r"GPU-[0-9a-fA-F]{8}-[0-9a-f]{4}", fullmatch=True),
     driver=st.none() | st.text(max_size=20) | st.just("535.129.03"),
 )
-def test_whatever_the_node_has_the_slice_is_one_that_the_api_server_takes(
+def test_the_api_server_accepts_the_slice_of_any_node(
     *, memory, context, default_memory, default_compute, name, uuid, driver
 ) -> None:
     told = answer(
@@ -124,7 +124,7 @@ def test_whatever_the_node_has_the_slice_is_one_that_the_api_server_takes(
 @pytest.mark.parametrize(
     ("name", "shown"), [("G" * 80, "G" * 64), ("\u00e9" * 40, "\u00e9" * 32), ("a" + "\u20ac" * 30, "a" + "\u20ac" * 21)]
 )  # fmt: skip
-def test_a_name_is_as_long_as_the_api_server_takes_in_bytes(name: str, shown: str) -> None:
+def test_a_name_is_cut_to_the_api_servers_limit_in_bytes(name: str, shown: str) -> None:
     made = make_slice("node", "u", answer(gpu(0, name=name)), {})
     validate(made)
     assert made["spec"]["devices"][0]["attributes"]["model"] == {"string": shown}
@@ -175,7 +175,7 @@ def test_a_drivers_version_is_written_as_semver(text: str, version: str | None) 
     assert semantic_version(text) == version
 
 
-def test_what_the_api_server_writes_otherwise_is_the_same() -> None:
+def test_slices_are_compared_in_normal_form() -> None:
     ours = make_slice("n", "u", answer(gpu(0)), {gpu(0)["uuid"]: [Taint(TAINT_LOST, "x")]})["spec"]
     theirs = make_slice("n", "u", answer(gpu(0)), {gpu(0)["uuid"]: [Taint(TAINT_LOST, "x")]})[
         "spec"
@@ -203,14 +203,14 @@ def test_quantities_are_exact(text: str | int, number: object) -> None:
 @pytest.mark.parametrize(
     "text", ["", "Gi", "8 Gi", "8gi", "0x8", "1e", "nan", "8Gi\n", True, None, "1e999", "٣"]
 )
-def test_what_is_no_quantity_is_refused(text: object) -> None:
+def test_invalid_quantities_are_refused(text: object) -> None:
     with pytest.raises(ValueError, match="no quantity"):
         parse_quantity(text)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="whole"):
         whole("1500m")
 
 
-def test_sysfs_says_below_which_root_a_gpu_is(tmp_path: Path) -> None:
+def test_the_pcie_root_of_a_gpu_is_read_from_sysfs(tmp_path: Path) -> None:
     device = tmp_path / "devices/pci0000:16/0000:16:01.0/0000:1a:00.0"
     device.mkdir(parents=True)
     (tmp_path / "bus/pci/devices").mkdir(parents=True)
@@ -231,7 +231,7 @@ def violation(uuid: str, kind: str = "unregistered", ended: float | None = None)
     }
 
 
-def test_what_the_governor_knows_becomes_health_and_taints() -> None:
+def test_the_governors_findings_become_health_and_taints() -> None:
     gpus = [
         gpu(0),
         gpu(1, lost="GPU is lost"),

@@ -34,7 +34,7 @@ async def exchange(tmp_path: Path, request: bytes, answer: bytes = b"HTTP/1.1 20
     return said, seen
 
 
-def test_metrics_pass_with_what_they_are_negotiated_by(tmp_path: Path) -> None:
+def test_metrics_requests_keep_their_negotiation_headers(tmp_path: Path) -> None:
     request = (
         b"GET /metrics HTTP/1.1\r\nHost: evil\r\nAccept: text/plain\r\nAccept-Encoding: gzip\r\n"
         b"Cookie: x\r\nTransfer-Encoding: chunked\r\n\r\nbody"
@@ -51,7 +51,7 @@ def test_metrics_pass_with_what_they_are_negotiated_by(tmp_path: Path) -> None:
     "head",
     [b"GET / HTTP/1.1", b"POST /metrics HTTP/1.1", b"GET /metrics/../x HTTP/1.1", b"GET http://x/metrics HTTP/1.1", b"", b"GET /metrics HTTP/1.1\nX: y"],
 )  # fmt: skip
-def test_nothing_else_passes(head: bytes, tmp_path: Path) -> None:
+def test_other_requests_are_refused(head: bytes, tmp_path: Path) -> None:
     assert rewritten(head) is None
     said, seen = asyncio.run(exchange(tmp_path, head + b"\r\n\r\n"))
     assert said.startswith(b"HTTP/1.1 404 ")
@@ -62,7 +62,7 @@ def test_nothing_else_passes(head: bytes, tmp_path: Path) -> None:
     "header",
     [b"Accept: a\nHost: b", b"Accept: a\n\nGET /other HTTP/1.1", b"Accept: a\rX: b", b"Accept: \0", b"Accept\n: a", b"Accept: \xff"],
 )  # fmt: skip
-def test_one_header_is_not_two(header: bytes) -> None:
+def test_a_header_cannot_contain_another(header: bytes) -> None:
     assert rewritten(b"GET /metrics HTTP/1.1\r\n" + header) == (
         b"GET /metrics HTTP/1.1\r\nHost: tidegate\r\nConnection: close"
     )
@@ -73,7 +73,7 @@ def test_a_head_without_end_is_cut(tmp_path: Path) -> None:
     assert (said, seen) == (b"", b"")
 
 
-def test_a_governor_that_is_away_is_said(tmp_path: Path) -> None:
+def test_an_absent_governor_gives_status_502(tmp_path: Path) -> None:
     async def ask() -> bytes:
         server = await asyncio.start_server(Proxy(str(tmp_path / "none")).serve, "127.0.0.1", 0)
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
@@ -87,7 +87,7 @@ def test_a_governor_that_is_away_is_said(tmp_path: Path) -> None:
     assert asyncio.run(ask()).startswith(b"HTTP/1.1 502 ")
 
 
-def test_more_than_a_few_at_a_time_are_not_served(tmp_path: Path) -> None:
+def test_concurrent_connections_are_limited(tmp_path: Path) -> None:
     async def crowd() -> bytes:
         server = await asyncio.start_server(Proxy(str(tmp_path / "none")).serve, "127.0.0.1", 0)
         address = server.sockets[0].getsockname()

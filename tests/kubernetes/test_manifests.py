@@ -72,7 +72,7 @@ def test_each_file_is_accepted_by_the_published_schemas(path: Path) -> None:
 
 
 @pytest.mark.parametrize("directory", DIRECTORIES)
-def test_what_kustomize_makes_is_accepted_and_complete(directory: str) -> None:
+def test_the_output_of_kustomize_is_accepted_and_complete(directory: str) -> None:
     documents = render(directory)
     names = [(document["kind"], document["metadata"]["name"]) for document in documents]
     assert len(names) == len(set(names))
@@ -186,7 +186,7 @@ def test_a_stolen_token_offers_nothing_of_other_nodes_or_drivers() -> None:
     ]
 
 
-def test_of_pods_a_stolen_token_changes_one_annotation() -> None:
+def test_a_stolen_token_can_change_only_one_annotation_of_pods() -> None:
     documents = list(yaml.safe_load_all((HERE / "base/resync.yaml").read_text()))
     policy = one(documents, "ValidatingAdmissionPolicy")["spec"]
     assert policy["failurePolicy"] == "Fail"
@@ -381,7 +381,7 @@ def test_commands_have_the_options_that_they_are_given(directory: str) -> None:
             parser((command[1],)).parse_args(command[1:])
 
 
-def test_who_answers_the_network_can_ask_for_metrics_alone(tmp_path: Path) -> None:
+def test_the_container_that_serves_the_network_reaches_only_the_metrics(tmp_path: Path) -> None:
     """The sidecar runs as user 65534 in group root: sockets that the governor makes for root only are
     closed to it.
     """
@@ -417,7 +417,9 @@ def install(to: Path, source: Path = ROOT) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_hook_goes_to_the_node_and_an_upgrade_keeps_the_one_before(tmp_path: Path) -> None:
+def test_the_hook_is_installed_on_the_node_and_an_upgrade_keeps_the_previous_one(
+    tmp_path: Path,
+) -> None:
     if os.geteuid() != 0:
         lack("needs root")  # for chroot
     to = tmp_path / "opt"

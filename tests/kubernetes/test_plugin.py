@@ -224,7 +224,7 @@ def test_units_of_two_gpus_and_units_of_none_are_refused_with_amounts(node) -> N
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
-def test_units_that_two_containers_are_given_at_once_are_nobodys(node) -> None:
+def test_units_given_to_two_containers_at_once_are_refused(node) -> None:
     governor, kubelet, loop, _, directory = node
     loop.step()
     stub = kubelet.plugin()
@@ -252,7 +252,7 @@ def test_a_kubelet_that_starts_anew_is_registered_with(node) -> None:
     assert len(kubelet.requests) == 2
 
 
-def test_a_socket_that_somebody_removes_is_made_and_registered_again(node) -> None:
+def test_a_removed_socket_is_recreated_and_registered_again(node) -> None:
     governor, kubelet, loop, _, _ = node
     loop.step()
     (kubelet.directory / SOCKET).unlink()
@@ -277,7 +277,7 @@ def test_a_kubelet_that_refuses_is_left_alone_for_a_while(node, monkeypatch) -> 
     assert len(kubelet.requests) == 1
 
 
-def test_a_kubelet_that_is_not_there_is_said_and_not_each_second(
+def test_a_missing_kubelet_is_reported_but_not_every_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """First the kubelet's directory is missing, then its socket, as with another --root-dir."""
@@ -364,7 +364,7 @@ def test_without_a_governor_nothing_is_offered(node) -> None:
     assert len(kubelet.requests) == 1
 
 
-def test_files_are_there_again_after_a_reboot(node) -> None:
+def test_files_are_restored_after_a_reboot(node) -> None:
     governor, kubelet, loop, _, directory = node
     loop.step()
     device = allocate(kubelet.plugin(), names(A, 2, 3))[0]
@@ -377,7 +377,7 @@ def test_files_are_there_again_after_a_reboot(node) -> None:
     assert len(list((directory / "cdi").iterdir())) == 1
 
 
-def test_what_died_between_governor_and_file_is_made_whole(node, monkeypatch) -> None:
+def test_an_allocation_that_failed_before_its_file_is_completed(node, monkeypatch) -> None:
     governor, kubelet, loop, _, directory = node
     loop.step()
     stub = kubelet.plugin()
@@ -407,7 +407,7 @@ def test_claims_of_the_cluster_are_left_alone(node) -> None:
     assert (directory / "cdi" / "tidegate.gpu-claim_c0ffee.json").exists()
 
 
-def test_a_second_one_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_plugin_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with _alone(tmp_path):
         assert main(["--kubelet-dir", str(tmp_path)]) == 73
     assert "not both" in capsys.readouterr().err
@@ -419,7 +419,7 @@ gib = st.integers(1, 141)
 
 
 @given(gib, st.data())
-def test_what_is_preferred_is_of_one_gpu_where_one_has_room(size: int, data: Any) -> None:
+def test_preferred_units_are_of_one_gpu_if_one_has_room(size: int, data: Any) -> None:
     gpus = [{"uuid": u, "memory": 141 * GIB} for u in (A, B)]
     everything = [name for gpu in gpus for name in unit_names(gpu)]
     free = data.draw(st.sets(st.sampled_from(everything)))
@@ -435,7 +435,7 @@ def test_what_is_preferred_is_of_one_gpu_where_one_has_room(size: int, data: Any
         assert sum(n.startswith(chosen[0].partition(".")[0]) for n in free) == min(fits)
 
 
-def test_what_must_be_included_is() -> None:
+def test_required_units_are_included() -> None:
     free = names(A, *range(10)) + names(B, *range(3))
     assert set(prefer(free, names(B, 1), 3)) == set(names(B, 0, 1, 2))
     assert set(names(A, 9)) <= set(prefer(free, names(A, 9), 5))
@@ -444,7 +444,7 @@ def test_what_must_be_included_is() -> None:
 
 
 @given(st.integers(1, (1 << 141) - 1))
-def test_units_are_known_again_by_their_claim(bits: int) -> None:
+def test_units_are_recovered_from_their_claim(bits: int) -> None:
     units = Units(A, bits)
     claim = make_claim(units, {"memory": 141 * GIB}, UnitPolicy()).describe()
     assert len(claim["shares"][0]["name"]) <= 253
@@ -470,6 +470,6 @@ def test_a_fixed_share_and_its_limit() -> None:
 
 
 @given(st.lists(st.text(max_size=70)))
-def test_no_name_of_a_unit_makes_it_fail(names_: list[str]) -> None:
+def test_any_invalid_unit_name_is_refused(names_: list[str]) -> None:
     with pytest.raises(RefusedError):
         parse_units(names_, [{"uuid": A, "index": 0, "memory": GIB}])

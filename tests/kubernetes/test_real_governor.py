@@ -78,7 +78,7 @@ def test_pods_of_any_namespace_use_the_device_plugins_units(
     ]
 
 
-def test_a_governor_that_has_lost_its_file_hears_of_prepared_claims_again(
+def test_prepared_claims_are_announced_again_after_the_database_was_lost(
     node: GovernorNode, tmp_path: Path
 ) -> None:
     """When a container of these claims restarts, the kubelet is not asked to prepare anything."""
@@ -109,7 +109,7 @@ def test_a_governor_that_has_lost_its_file_hears_of_prepared_claims_again(
     admit(node, "again", governor.claims()[0], "team-a")
 
 
-def test_units_are_told_again_where_the_governor_has_lost_its_file(
+def test_units_are_announced_again_after_the_database_was_lost(
     node: GovernorNode, tmp_path: Path
 ) -> None:
     governor = NodeClient(node.config.runtime_dir)

@@ -95,7 +95,7 @@ def test_a_claim_that_is_prepared_again_has_an_update_with_another_mark(node: Ma
     assert node.pass_time(60) == 1
 
 
-def test_without_room_there_is_no_update_and_none_is_made_up_for(node: MarkedNode) -> None:
+def test_without_room_there_is_no_update_at_the_time_or_later(node: MarkedNode) -> None:
     node.room = False
     node.claims |= {"u-1", "u-2"}
     assert node.pass_time(60) == 0
@@ -122,7 +122,7 @@ def test_a_driver_that_starts_goes_on_where_the_last_one_ended(node: MarkedNode)
     assert node.pass_time(600) == 1
 
 
-def test_a_driver_that_leads_again_looks_at_what_the_other_has_marked(node: MarkedNode) -> None:
+def test_a_driver_that_leads_again_uses_the_other_drivers_mark(node: MarkedNode) -> None:
     other = MarkedNode()
     node.claims.add("u-1")
     assert node.pass_time(60) == 1
@@ -149,7 +149,7 @@ def test_a_mark_that_was_written_by_hand_is_replaced(node: MarkedNode, mark: str
         max_size=60,
     )
 )
-def test_whatever_happens_updates_are_bounded(steps: list[tuple[str, int]]) -> None:
+def test_updates_are_bounded_for_any_sequence_of_events(steps: list[tuple[str, int]]) -> None:
     """At most one update in six seconds of a driver's life, and no more than claims were prepared and drivers started."""
     node, prepared, started = MarkedNode(), 0, 0.0
     for what, number in steps:
@@ -254,7 +254,7 @@ def test_a_mark_waits_with_other_changes_for_the_next_write(api: ApiServer) -> N
     assert publisher.publish(wanted("1-a"))
 
 
-def test_an_update_that_comes_second_is_made_again_from_what_is_stored(api: ApiServer) -> None:
+def test_a_conflicting_update_is_repeated_on_the_stored_slice(api: ApiServer) -> None:
     """Neither the other writer's annotation nor the mark is lost."""
     publisher = Publisher(Cluster(str(api.kubeconfig)), interval=0.0)
     publisher.publish(wanted())

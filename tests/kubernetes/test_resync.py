@@ -79,7 +79,7 @@ def test_pods_that_waited_for_the_driver_are_asked_for_again(stand: Stand) -> No
     assert pending["metadata"]["annotations"].keys() == {ANNOTATION}
 
 
-def test_what_the_kubelet_has_asked_for_is_left_alone(stand: Stand) -> None:
+def test_pods_whose_claims_the_kubelet_has_requested_are_left_alone(stand: Stand) -> None:
     document = claim("a", "ns", result(0, compute="5"))
     stand.up()
     pod = add(stand, document, sandbox=None)
@@ -231,7 +231,9 @@ def test_another_pod_of_the_name_is_left_alone(
         {"metadata": {"name": "x", "namespace": "ns", "uid": "u"}, "status": {"phase": "Pending"}, "spec": {"resourceClaims": "x"}},
     ],
 )  # fmt: skip
-def test_an_odd_pod_ends_nothing(api: Api, resync: Resync, odd: dict[str, Any]) -> None:
+def test_an_invalid_pod_does_not_stop_the_resync(
+    api: Api, resync: Resync, odd: dict[str, Any]
+) -> None:
     api.listed = [odd]
     resync.registered()
     wait_for(lambda: api.asked, "asked")

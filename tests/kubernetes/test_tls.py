@@ -177,7 +177,7 @@ def test_an_authority_without_key_usage_is_trusted(
         ("expired", "certificate has expired"),
     ],
 )
-def test_what_is_no_certificate_of_the_api_servers_is_refused_with_a_hint(
+def test_a_certificate_that_is_not_the_api_servers_is_refused_with_a_hint(
     tmp_path: Path, serve: Callable[[Path], int], wrong: str, words: str
 ) -> None:
     ca = authority(tmp_path, "plain")
@@ -206,7 +206,7 @@ def test_connections_of_the_client_verify_chain_and_name() -> None:
     assert context.hostname_checks_common_name is False
 
 
-def test_nobody_who_listens_is_no_matter_of_certificates(tmp_path: Path) -> None:
+def test_a_refused_connection_is_not_reported_as_a_certificate_error(tmp_path: Path) -> None:
     cluster = Cluster(kubeconfig(tmp_path, 1, authority(tmp_path, "plain")))
     with pytest.raises(ClusterError) as caught:
         cluster.node("node-1")

@@ -184,7 +184,7 @@ def test_the_lintian_of_the_release_has_no_error_for_it(node: PackageNode, deb: 
     assert ran.status == 0, ran.text
 
 
-def test_who_forces_a_removal_takes_nothing_from_a_container(
+def test_a_forced_removal_takes_nothing_from_a_container(
     node: PackageNode, deb: Path, image: Path
 ) -> None:
     node.install(deb)

@@ -39,7 +39,7 @@ def scripts(deb: Path, tmp_path: Path) -> Path:
     return tmp_path / "control"
 
 
-def test_lintian_has_nothing_against_it(require: Callable[..., None], deb: Path) -> None:
+def test_lintian_reports_nothing(require: Callable[..., None], deb: Path) -> None:
     """Except for what packaging/debian/tidegate.lintian-overrides overrides, each time with the reason."""
     require("lintian")
     changes = next(deb.parent.glob("tidegate_*.changes"))
@@ -59,7 +59,7 @@ def test_lintian_has_nothing_against_it(require: Callable[..., None], deb: Path)
     assert done.returncode == 0, done.stdout
 
 
-def test_it_says_what_it_depends_on_and_provides_no_library(deb: Path, tmp_path: Path) -> None:
+def test_dependencies_are_declared_and_no_library_is_provided(deb: Path, tmp_path: Path) -> None:
     control = scripts(deb, tmp_path)
     text = (control / "control").read_text()
     fields = dict(re.findall(r"^([A-Z][A-Za-z-]+): (.*)$", text, re.MULTILINE))
@@ -116,7 +116,7 @@ def test_its_files_are_those_of_make_install(deb: Path) -> None:
     assert not [n for n in found if n.endswith(".pyc")]
 
 
-def test_its_scripts_do_what_they_have_to_in_order(deb: Path, tmp_path: Path) -> None:
+def test_the_scripts_run_their_steps_in_order(deb: Path, tmp_path: Path) -> None:
     control = scripts(deb, tmp_path)
     postinst, prerm, postrm = ((control / n).read_text() for n in ("postinst", "prerm", "postrm"))
     # Bytecode before anything runs; the mirror before the governor, because the governor's unit requires it.

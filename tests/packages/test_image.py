@@ -148,7 +148,7 @@ def image(
 
 
 @pytest.mark.slow
-def test_it_has_what_its_pods_run(image: ImageStage) -> None:
+def test_the_image_contains_what_its_pods_run(image: ImageStage) -> None:
     assert image.run(*image.command).returncode == 0
     assert image.run("tidegate", "--version").stdout == f"tidegate {VERSION}\n"
     seen = set()
@@ -171,7 +171,7 @@ def test_it_has_what_its_pods_run(image: ImageStage) -> None:
 
 
 @pytest.mark.slow
-def test_it_has_no_more_than_that(image: ImageStage) -> None:
+def test_the_image_contains_no_build_or_test_tools(image: ImageStage) -> None:
     for module in ("grpc_tools", "kubernetes_validate", "pytest"):
         assert image.run("python3", "-c", f"import {module}").returncode == 1
     assert not list((image.root / "tmp").iterdir())
@@ -179,7 +179,7 @@ def test_it_has_no_more_than_that(image: ImageStage) -> None:
 
 
 @pytest.mark.slow
-def test_the_node_s_part_comes_out_of_it(image: ImageStage) -> None:
+def test_the_hook_can_be_installed_from_the_image(image: ImageStage) -> None:
     """It is installed into a directory of the image's own root, which stands for the host's."""
     for _ in range(2):  # twice, because each start of the pod repeats it
         done = image.run(

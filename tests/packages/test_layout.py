@@ -99,7 +99,7 @@ def test_everything_has_its_place(prefix: Path) -> None:
     assert (root_of(prefix) / "etc/tidegate/config.d").is_dir()
 
 
-def test_all_of_our_code_is_there_but_what_makes_tables(prefix: Path) -> None:
+def test_all_code_is_installed_except_generators(prefix: Path) -> None:
     code = names(prefix / "lib/tidegate/python")
     tracked = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "oci_hook", "vdriver", "governor", "kube"],
@@ -115,7 +115,7 @@ def test_all_of_our_code_is_there_but_what_makes_tables(prefix: Path) -> None:
     ]  # fmt: skip
 
 
-def test_files_are_for_everybody_to_read_and_for_root_to_write(prefix: Path) -> None:
+def test_files_are_readable_by_all_users_and_writable_only_by_root(prefix: Path) -> None:
     """Engines run some of them as root, and the user of a container reads others, whatever the umask of the
     installation was.
     """
@@ -137,7 +137,7 @@ def test_files_are_for_everybody_to_read_and_for_root_to_write(prefix: Path) -> 
         assert runs or mode == 0o644, path
 
 
-def test_links_of_the_documents_lead_to_what_is_installed(prefix: Path) -> None:
+def test_links_of_the_documents_lead_to_installed_files(prefix: Path) -> None:
     documents = prefix / "share/doc/tidegate"
     pages = sorted(documents.rglob("*.md"))
     assert documents / "docs/howto/install.md" in pages
@@ -179,7 +179,9 @@ def scripts(prefix: Path) -> list[Path]:
     return [*(code / "oci_hook" / name for name in names), code / "governor/tidegate-steering"]
 
 
-def test_commands_start_from_anywhere_and_mind_no_environment(prefix: Path, tmp_path: Path) -> None:
+def test_commands_start_from_anywhere_and_ignore_the_environment(
+    prefix: Path, tmp_path: Path
+) -> None:
     hostile = tmp_path / "governor"
     hostile.mkdir()
     (hostile / "__init__.py").write_text("raise SystemExit('the environment was minded')\n")
@@ -236,7 +238,7 @@ def test_no_loader_of_the_node_finds_the_control_library(prefix: Path) -> None:
         assert paths == ["$ORIGIN/origin"]
 
 
-def test_the_control_library_says_which_release_it_is_of(prefix: Path) -> None:
+def test_the_control_library_contains_its_release(prefix: Path) -> None:
     library = (prefix / "lib/tidegate" / TRIPLET / "libcuda.so.1").read_bytes()
     assert f"tidegate-control {VERSION}\0".encode() in library
 
@@ -249,7 +251,7 @@ def test_units_run_what_is_installed(prefix: Path) -> None:
             assert (prefix / Path(program).relative_to(below)).exists()
 
 
-def test_a_second_installation_takes_away_what_the_first_had_and_keeps_the_configuration(
+def test_a_second_installation_removes_old_files_and_keeps_the_configuration(
     tmp_path: Path, build_dir: Path
 ) -> None:
     root = tmp_path / "root"
@@ -272,7 +274,7 @@ def test_a_second_installation_takes_away_what_the_first_had_and_keeps_the_confi
     assert config.read_text() == "placement: pack\n"
 
 
-def test_over_a_second_installation_engines_find_every_program(
+def test_engines_find_every_program_during_a_second_installation(
     tmp_path: Path, build_dir: Path
 ) -> None:
     """A container that starts or ends during the installation is handled by one of the two versions."""
@@ -334,7 +336,7 @@ def test_every_option_of_the_sample_is_accepted_and_is_the_default() -> None:
 # One place for each fact
 
 
-def test_the_version_stands_in_one_place() -> None:
+def test_the_version_is_defined_in_one_place() -> None:
     # The manual pages are generated from these places.
     places = [
         "governor",
@@ -383,7 +385,7 @@ def test_both_packages_depend_on_what_the_project_does() -> None:
     }
 
 
-def test_what_rhel_lacks_is_locked_for_its_package() -> None:
+def test_modules_that_rhel_lacks_are_locked_for_its_package() -> None:
     lock = (ROOT / "requirements-vendor.lock").read_text()
     locked = dict(re.findall(r"^([a-z-]+)==([0-9.]+)", lock, re.MULTILINE))
     brought = set(minima()) - {"python", "pyyaml", "nvidia-ml-py"}
@@ -396,12 +398,14 @@ def test_what_rhel_lacks_is_locked_for_its_package() -> None:
 
 
 @pytest.mark.parametrize("script", sorted(p.name for p in (PACKAGING / "scripts").iterdir()))
-def test_the_scripts_of_packages_are_a_shells(script: str) -> None:
+def test_package_scripts_are_valid_shell(script: str) -> None:
     done = run("sh", "-n", PACKAGING / "scripts" / script)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_removal_that_undoes_the_last_setup_says_nothing_of_the_journal(tmp_path: Path) -> None:
+def test_a_removal_that_undoes_the_last_setup_prints_no_error_about_the_journal(
+    tmp_path: Path,
+) -> None:
     journal = tmp_path / "journal.json"
     journal.write_text('{"docker": [], "podman": []}\n')
     script = (PACKAGING / "scripts/before-removal.sh").read_text()
@@ -539,7 +543,7 @@ def test_a_package_sees_what_containers_have_mounted(
     assert (done.returncode, done.stdout) == (0, f"{said}\n"), done.stderr
 
 
-def test_a_disk_that_is_mounted_fails_no_removal(tmp_path: Path) -> None:
+def test_a_mounted_disk_does_not_fail_the_removal(tmp_path: Path) -> None:
     """The disk stays mounted and is emptied, except for another disk that is mounted below it."""
     steps = (
         "mkdir -p var/lib/tidegate/driver run/tidegate/containers run/cdi usr/lib"

@@ -92,7 +92,7 @@ def test_its_files_are_those_of_make_install(fedora: Path) -> None:
 
 
 @pytest.mark.parametrize("which", ["fedora", "rhel"])
-def test_nobody_comes_to_depend_on_it_for_the_driver(
+def test_no_package_can_depend_on_it_for_the_driver(
     request: pytest.FixtureRequest, which: str
 ) -> None:
     rpm = request.getfixturevalue(which)
@@ -143,7 +143,9 @@ def test_on_rhel_9_it_runs_under_its_newer_python_with_modules_of_its_own(
         assert licences, info.name
 
 
-def test_on_rhel_9_its_python_may_be_another(require: Callable[..., None], tmp_path: Path) -> None:
+def test_the_rhel_9_package_can_use_another_python(
+    require: Callable[..., None], tmp_path: Path
+) -> None:
     """Neither 3.11 nor 3.12 is supported for as long as RHEL 9 is."""
     require("rpmbuild")
     rpm = package("rpm", *RHEL, "rhel_python 3.12")
@@ -164,7 +166,7 @@ def unpack(rpm: Path, directory: Path) -> Path:
     return root
 
 
-def test_what_rhel_gets_runs_under_that_python(rhel: Path, tmp_path: Path) -> None:
+def test_the_rhel_package_runs_under_its_python(rhel: Path, tmp_path: Path) -> None:
     """The only module that it needs from the system is PyYAML. Debian 12's Python is 3.11, too."""
     import sys
     import sysconfig
@@ -218,9 +220,7 @@ def test_its_scriptlets_do_what_debians_do(request: pytest.FixtureRequest, which
         assert subprocess.run(["sh", "-n"], input=text, text=True, check=False).returncode == 0
 
 
-def test_the_selinux_module_is_one_to_a_compiler(
-    require: Callable[..., None], tmp_path: Path
-) -> None:
+def test_the_selinux_module_compiles(require: Callable[..., None], tmp_path: Path) -> None:
     """The module is compiled together with the types that it names. Only an enforcing node can tell whether it is
     sufficient.
     """
@@ -243,7 +243,7 @@ def node(tmp_path: Path, build_dir: Path, require: Callable[..., None]) -> Itera
 
 
 @pytest.mark.parametrize("which", ["fedora", "rhel"])
-def test_what_rpm_installs_runs_containers_is_upgraded_under_them_and_erased(
+def test_the_installed_package_runs_containers_is_upgraded_under_them_and_erased(
     request: pytest.FixtureRequest, node: PackageNode, tmp_path: Path, build_dir: Path, which: str
 ) -> None:
     host = node.host

@@ -137,7 +137,7 @@ def machine(
             subprocess.run(["umount", "--lazy", mount], check=False)
 
 
-def test_its_services_run_after_the_installation_over_an_upgrade_and_end_with_it(
+def test_the_services_run_after_the_installation_and_an_upgrade_and_end_with_the_removal(
     machine: InstalledRelease,
 ) -> None:
     debs = [package("deb"), package("deb", version=NEWER)]
@@ -234,7 +234,7 @@ def assert_steering_starts(machine: InstalledRelease, python: str) -> None:
 
 
 @pytest.mark.parametrize("machine", ["bookworm"], indirect=True)
-def test_what_tidegate_install_prints_makes_a_node_of_a_wheel(
+def test_the_script_of_tidegate_install_makes_a_node_from_a_wheel(
     machine: InstalledRelease, tmp_path: Path
 ) -> None:
     modules = "jsonschema prometheus-client pyelftools structlog yaml".replace(" ", " python3-")

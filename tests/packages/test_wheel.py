@@ -69,7 +69,7 @@ def test_the_script_puts_everything_where_units_and_engines_look(
         ("/opt/x\nrm -r", False, OTHERS),
     ],
 )
-def test_a_place_that_does_not_do_ends_the_script_at_its_begin(
+def test_an_unsuitable_directory_ends_the_script_at_its_beginning(
     monkeypatch: pytest.MonkeyPatch, place: str, *, roots: bool, reason: str
 ) -> None:
     monkeypatch.setattr("governor.verbs.install._is_roots", lambda _: roots)
@@ -91,7 +91,9 @@ def test_a_place_that_does_not_do_ends_the_script_at_its_begin(
         ("chgrp 1000 opt/venv; chmod g+w opt/venv", False),
     ],
 )
-def test_what_others_may_change_does_not_do(tmp_path: Path, steps: str, *, roots: bool) -> None:
+def test_a_directory_that_others_can_change_is_unsuitable(
+    tmp_path: Path, steps: str, *, roots: bool
+) -> None:
     """The owner of any parent directory can replace the directory."""
     if os.geteuid() != 0:
         lack("needs root")
@@ -101,7 +103,7 @@ def test_what_others_may_change_does_not_do(tmp_path: Path, steps: str, *, roots
     assert _is_roots(lib) is roots
 
 
-def test_beside_a_package_it_replaces_nothing(
+def test_nothing_is_replaced_if_a_package_is_installed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("governor.verbs.install._is_roots", lambda _: True)
@@ -125,7 +127,7 @@ def test_no_command_becomes_a_link_to_itself(monkeypatch: pytest.MonkeyPatch) ->
         assert all(link != to for to, link in links)
 
 
-def test_one_that_does_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suitable_directory_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("governor.verbs.install._is_roots", lambda _: True)
     assert "exit 1" not in list(
         script(Path("/opt/tidegate/lib/python3.11/site-packages"), Path("/opt/tidegate/bin"))
@@ -133,7 +135,7 @@ def test_one_that_does_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_it_is_for_this_architecture_and_any_python(require: Callable[..., None]) -> None:
+def test_the_wheel_is_for_this_architecture_and_any_python(require: Callable[..., None]) -> None:
     require("gcc")
     wheel = package("wheel")
     assert re.fullmatch(
@@ -153,7 +155,7 @@ def test_it_is_for_this_architecture_and_any_python(require: Callable[..., None]
 
 
 @pytest.mark.slow
-def test_pip_installs_a_command_that_finds_what_came_with_it(tmp_path: Path) -> None:
+def test_pip_installs_a_command_that_finds_its_files(tmp_path: Path) -> None:
     wheel = package("wheel")
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)

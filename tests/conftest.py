@@ -107,7 +107,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             # The slow tests there install packages in roots of their own; the others only read files.
             item.add_marker("container" if item.get_closest_marker("slow") else "unit")
         elif tier == "examples":
-            # Tests that play a story are marked as needing containers; the others only read files.
+            # Tests that run an example are marked as needing containers; the others only read files.
             if not item.get_closest_marker("container"):
                 item.add_marker("unit")
         else:

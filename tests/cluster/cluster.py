@@ -207,8 +207,8 @@ class RealCluster:
             return all(name in found and is_true(found[name], "Ready") for name in names)
 
         def explain() -> str:
-            said = [f"{name}: {line}" for name in names for line in self.api.events(name)[-6:]]
-            return "\n".join([self.pods_text(), *said])
+            events = [f"{name}: {line}" for name in names for line in self.api.events(name)[-6:]]
+            return "\n".join([self.pods_text(), *events])
 
         wait_for(f"{', '.join(names)} to be ready", ready, seconds, explain)
         return time.monotonic() - began

@@ -24,11 +24,11 @@ from tests.container.engine_host import (
     PATH,
     TRIPLET,
     CommandResult,
+    describe_process,
     groups,
     hierarchies,
     host_state,
     members,
-    what,
 )
 
 SIMGPU = "/dev/tidegate-simgpu"
@@ -108,11 +108,11 @@ for file in resolv.conf hosts; do [ -e "$new/etc/$file" ] || : >"$new/etc/$file"
 echo "$name" >"$new/etc/hostname"
 echo "$name" >/proc/sys/kernel/hostname
 cd "$new"
-pivot_root . .     # the old root is on top of the new one,
-umount --lazy .    # and is gone with this
+pivot_root . .     # mounts the old root on top of the new one
+umount --lazy .    # unmounts the old root
 ip link set lo up
 echo 1 >/proc/sys/net/ipv4/ip_forward
-mount --make-rshared /  # as systemd leaves it: a kubelet's mounts have to reach containers
+mount --make-rshared /  # as systemd does: a kubelet's mounts have to reach containers
 echo ready
 trap '' TERM INT
 cat >/dev/null
@@ -256,7 +256,7 @@ class ClusterNode:
         self.disk.mkdir(exist_ok=True)
         for hierarchy in self.hierarchies:
             hierarchy.group.mkdir()
-            for setting in ("cpuset.cpus", "cpuset.mems"):  # no process joins while they are empty
+            for setting in ("cpuset.cpus", "cpuset.mems"):  # an empty cpuset accepts no process
                 own = hierarchy.group / setting
                 if hierarchy.kind == "cgroup" and own.exists() and not own.read_text().strip():
                     own.write_text((hierarchy.group.parent / setting).read_text())
@@ -395,7 +395,7 @@ class ClusterNode:
         deadline = time.monotonic() + END_S
         while (pids := members(self.hierarchies[0].group)) and time.monotonic() < deadline:
             time.sleep(0.02)
-        left += [f"a process runs: {what(pid)}" for pid in pids]
+        left += [f"a process runs: {describe_process(pid)}" for pid in pids]
         for hierarchy in self.hierarchies:
             for group in groups(hierarchy.group) if hierarchy.group.exists() else ():
                 try:

@@ -147,7 +147,7 @@ def is_true(document: Document, kind: str) -> bool:
 
 
 def wait_for(
-    what: str,
+    awaited: str,
     condition: Callable[[], Value],
     seconds: float,
     explain: Callable[[], str] = lambda: "",
@@ -159,6 +159,6 @@ def wait_for(
     """
     deadline = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}\n{explain()}"
+        assert time.monotonic() < deadline, f"waited {seconds:g} s for {awaited}\n{explain()}"
         time.sleep(every)
     return value

@@ -1,4 +1,4 @@
-"""A GPU that pods fill to its last percent: kube-scheduler retries a pod that it found too large."""
+"""A GPU that pods fill to its last percent: kube-scheduler retries a pod for which there was no room before."""
 
 from __future__ import annotations
 

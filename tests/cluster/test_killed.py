@@ -91,8 +91,8 @@ class Watch:
                 self._seen.add(end["containerID"])
                 # A containerd that is killed while it starts a container does not know that container afterwards.
                 if end["reason"] in ("StartError", "Unknown"):
-                    said = end.get("message", end["reason"])
-                    self.failed_starts[said.rpartition(": ")[2][:120]] += 1
+                    message = end.get("message", end["reason"])
+                    self.failed_starts[message.rpartition(": ")[2][:120]] += 1
                 else:
                     self.ended[end["containerID"]] = (one["metadata"]["name"], end)
 

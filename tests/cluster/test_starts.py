@@ -18,11 +18,11 @@ REFILL_S = 2.0
 """Time after which kube-controller-manager may send as many requests at once as ever, in seconds: 30 and 20 a second."""
 
 
-def rest(cluster: RealCluster) -> None:
-    """Wait until the cluster has cleaned up after the last round: the next would be charged for it.
+def wait_for_cleanup(cluster: RealCluster) -> None:
+    """Wait until the cluster has cleaned up after the last round, so that the next round does not measure the cleanup.
 
-    kube-controller-manager deletes the claims of pods that ended at 20 requests a second, hardly working meanwhile.
-    The claims of the next round come after that: 50 pods took 12 s instead of 8 if they were created before.
+    kube-controller-manager deletes the claims of ended pods at 20 requests a second, and does little else meanwhile.
+    If the next 50 pods were created before it had finished, they took 12 s instead of 8.
     """
     wait_for("no claims", lambda: not cluster.api.objects("resourceclaims"), 120)
     wait_for("the cluster to be at rest", lambda: processors_taken(2) < IDLE, 120)
@@ -54,9 +54,9 @@ def test_50_pods_with_claims_are_ready_within_1_3_times_the_time_of_50_without(
         start_many(cluster, label, template)  # one-time delays
     taken: dict[str, list[float]] = {"": [], "small": []}
     for number in range(ROUNDS):
-        # Each way comes first as often as second: the API server takes longer from round to round.
+        # Each kind of pod is first as often as second, because the API server takes longer from round to round.
         for template in ("", "small") if number % 2 == 0 else ("small", ""):
-            rest(cluster)
+            wait_for_cleanup(cluster)
             taken[template].append(start_many(cluster, f"{template or 'plain'}-{number}", template))
     plain, claimed = taken[""], taken["small"]
     print(f"{COUNT} pods: {plain} s without claims, {claimed} s with")

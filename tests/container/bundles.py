@@ -63,9 +63,9 @@ def _tools(cache: Path) -> Path:
     return cache
 
 
-def make_library(path: Path, soname: str, who: str, *flags: str) -> Path:
+def make_library(path: Path, soname: str, name: str, *flags: str) -> Path:
     """Build a small library with a function that returns the library's name."""
-    source = f'const char *tidegate_test_who(void) {{ return "{who}"; }}'
+    source = f'const char *tidegate_test_who(void) {{ return "{name}"; }}'
     return compile_c(source, path, "-shared", "-fPIC", "-nostdlib", f"-Wl,-soname,{soname}", *flags)
 
 

@@ -61,8 +61,8 @@ class Canary:
             while data:
                 wd, mask, _, size = EVENT.unpack_from(data)
                 name = data[EVENT.size : EVENT.size + size].rstrip(b"\0").decode()
-                what = [text for bit, text in NAMES.items() if mask & bit]
-                found.append(f"{self.watches[wd] / name}: {', '.join(what)}")
+                names = [text for bit, text in NAMES.items() if mask & bit]
+                found.append(f"{self.watches[wd] / name}: {', '.join(names)}")
                 data = data[EVENT.size + size :]
 
     def check(self, *, links: bool = False) -> None:
@@ -87,6 +87,6 @@ class Canary:
 
     def _contents(self) -> dict[str, tuple[tuple[int, int, int], bytes]]:
         return {
-            name: (what, (self.path / name).read_bytes() if (self.path / name).is_file() else b"")
-            for name, what in tree(self.path).items()
+            name: (names, (self.path / name).read_bytes() if (self.path / name).is_file() else b"")
+            for name, names in tree(self.path).items()
         }

@@ -34,8 +34,8 @@ from tests.container.stub_governor import StubGovernor
 def made_once(tmp_path_factory: pytest.TempPathFactory, require: Callable[..., None]) -> Path:
     """A directory with `rootfs`, and with the mirror in `node/driver`."""
     require("gcc", "runc", "ldconfig")
-    # As in an installed hook: a hook that has to compile its modules writes files next to them, which is not a
-    # step of a normal start.
+    # Compile the hook's modules, as an installation does: otherwise the first hook writes bytecode next to them, and a
+    # normal start does not.
     code = ["-I", "-m", "compileall", "-q", HOOK.parent]
     subprocess.run(["/usr/bin/python3", *code], check=True)
     base = tmp_path_factory.mktemp("made")

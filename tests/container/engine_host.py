@@ -93,10 +93,10 @@ for name in resolv.conf hosts machine-id; do [ -e "$new/etc/$name" ] || : >"$new
 echo engines >"$new/etc/hostname"
 echo engines >/proc/sys/kernel/hostname
 cd "$new"
-pivot_root . .     # the old root is on top of the new one,
-umount --lazy .    # and is gone with this
+pivot_root . .     # mounts the old root on top of the new one
+umount --lazy .    # unmounts the old root
 ip link set lo up
-mount --make-rshared /  # as systemd leaves it: a mount that is not private would be seen
+mount --make-rshared /  # as systemd does: a mount of the hook that is not private would be detected
 echo ready
 exec cat >/dev/null
 """
@@ -116,10 +116,10 @@ class Hierarchy(NamedTuple):
         return self.group / ("init" if self.kind == "cgroup2" else ".") / "cgroup.procs"
 
 
-def hierarchies(name: str, *, second: bool = False) -> list[Hierarchy]:
+def hierarchies(name: str, *, cgroup2_only: bool = False) -> list[Hierarchy]:
     """Return the hierarchies that the node gets: version 2 if the machine has nothing else, otherwise those of version 1.
 
-    Next to version 1, version 2 is left out, because crun 1.8 refuses a machine that has both. With `second` the node gets
+    Next to version 1, version 2 is left out, because crun 1.8 refuses a machine that has both. With `cgroup2_only` the node gets
     version 2 only, with those controllers that version 1 does not have: Podman 6 refuses version 1.
     """
     own = {}
@@ -147,7 +147,7 @@ def hierarchies(name: str, *, second: bool = False) -> list[Hierarchy]:
                     kind, options, mountpoint, mountpoint / os.path.relpath(path, words[3]) / name
                 )
             )
-    first = [one for one in found if one.kind == "cgroup" and not second]
+    first = [one for one in found if one.kind == "cgroup" and not cgroup2_only]
     return first or [one for one in found if one.kind == "cgroup2"]
 
 
@@ -168,7 +168,7 @@ def members(group: Path) -> set[int]:
     return found
 
 
-def what(pid: int) -> str:
+def describe_process(pid: int) -> str:
     """Describe a process for a message: its PID and command line."""
     try:
         line = (
@@ -206,14 +206,14 @@ class EngineHost:
     """A node: `with EngineHost(root, base) as host`, then `host.run("docker", "ps")`. Leaving fails if anything is left.
 
     `root` is the output of tools/engine-root, `base` a directory of the test. `host.work`, below it, has the same path
-    inside; so has the checkout, read-only, and each directory in `binds`, which may also be SOURCE:TARGET. `second` is as
+    inside; so has the checkout, read-only, and each directory in `binds`, which may also be SOURCE:TARGET. `cgroup2_only` is as
     in `hierarchies`.
     """
 
     _count = 0
 
     def __init__(
-        self, root: Path, base: Path, *, binds: Sequence[str] = (), second: bool = False
+        self, root: Path, base: Path, *, binds: Sequence[str] = (), cgroup2_only: bool = False
     ) -> None:
         EngineHost._count += 1
         self.name = f"tidegate-engines-{os.getpid()}-{EngineHost._count}"
@@ -221,7 +221,7 @@ class EngineHost:
         self.work = base / "shared"
         self.binds = [str(ROOT), str(self.work), *binds]
         self.place = base / "place"
-        self.hierarchies = hierarchies(self.name, second=second)
+        self.hierarchies = hierarchies(self.name, cgroup2_only=cgroup2_only)
         self.daemons: list[subprocess.Popen[bytes]] = []
         self._init: subprocess.Popen[str] | None = None
 
@@ -231,7 +231,7 @@ class EngineHost:
         self.work.mkdir(exist_ok=True)
         for hierarchy in self.hierarchies:
             hierarchy.group.mkdir()
-            # No process can join while they are empty.
+            # A cpuset group without processors or memory nodes accepts no process.
             for setting in ("cpuset.cpus", "cpuset.mems"):
                 own = hierarchy.group / setting
                 if hierarchy.kind == "cgroup" and own.exists() and not own.read_text().strip():
@@ -376,13 +376,13 @@ class EngineHost:
         left = []
         for daemon in self.daemons.copy():
             if daemon.poll() is None:
-                left.append(f"a daemon runs: {what(daemon.pid)}")
+                left.append(f"a daemon runs: {describe_process(daemon.pid)}")
             self.stop(daemon, signal.SIGKILL)
         if self._init is not None:
             deadline = time.monotonic() + patience
             while (pids := self.processes()) and time.monotonic() < deadline:
                 time.sleep(0.02)
-            left += [f"a process runs: {what(pid)}" for pid in sorted(pids)]
+            left += [f"a process runs: {describe_process(pid)}" for pid in sorted(pids)]
             for pid in pids:
                 try:
                     os.kill(pid, signal.SIGKILL)

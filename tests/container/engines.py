@@ -233,7 +233,7 @@ class Engine(abc.ABC):
         image: str = IMAGE,
         devices: tuple[str, ...] = (),
     ) -> Started:
-        """Start a container, with our runtime or hook; with `ours` false as if the node had none."""
+        """Start a container, with our runtime or hook; with `ours` false as on a node without Tidegate."""
         self.count += 1
         name = f"tgt-{self.name}-{self.count}"
         out = self.host.work / name
@@ -714,9 +714,9 @@ class Crio(OverCri):
 CONTAINERS_CONF = """[containers]
 netns = "none"
 log_driver = "k8s-file"
-# Its own are higher than a machine without CAP_SYS_RESOURCE can give.
+# Podman's defaults are higher than a machine without CAP_SYS_RESOURCE can set.
 default_ulimits = ["nofile=1024:1024", "nproc=1024:1024"]
-# Version 2 of control groups has no controller of processes where version 1 has it.
+# Where version 1 of control groups has the pids controller, version 2 lacks it.
 pids_limit = 0
 [engine]
 cgroup_manager = "cgroupfs"

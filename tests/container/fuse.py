@@ -58,12 +58,12 @@ class FuseRequest:
         return [os.fsdecode(name) for name in self.body[skip:].split(b"\0")[:-1]]
 
 
-def _no(number: int) -> OSError:
+def _os_error(number: int) -> OSError:
     return OSError(number, os.strerror(number))
 
 
 class Fuse:
-    """`with Fuse(directory, mountpoint) as fuse`: `fuse.stall("open", "name")`, and `fuse.go_on()`."""
+    """`with Fuse(directory, mountpoint) as fuse`: `fuse.stall("open", "name")`, and `fuse.resume()`."""
 
     def __init__(self, directory: Path, mountpoint: Path) -> None:
         self.directory = directory
@@ -84,7 +84,7 @@ class Fuse:
         options = f"fd={self.fd},rootmode=40000,user_id=0,group_id=0,allow_other"
         target = os.fsencode(self.mountpoint)
         if _libc.mount(b"tidegate-test", target, b"fuse", 0, options.encode()) < 0:
-            raise _no(ctypes.get_errno())
+            raise _os_error(ctypes.get_errno())
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
         self.limit = threading.Timer(LIMIT_S, self._abort)
@@ -115,10 +115,10 @@ class Fuse:
         self.rule = (operation, name)
 
     def stuck(self) -> int:
-        """Wait for a request that is left unanswered, and return the pid that made it."""
+        """Wait for a request that is left unanswered, and return the PID of the process that made it."""
         return wait_for(lambda: self.held, "a request that stalls")[0].pid
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Answer all requests that were left unanswered, and everything from now on."""
         with self.lock:
             self.rule = None
@@ -160,7 +160,7 @@ class Fuse:
         error, body = 0, b""
         try:
             if operation is None:
-                raise _no(errno.ENOSYS)
+                raise _os_error(errno.ENOSYS)
             body = operation(request)
         except OSError as e:
             error = -(e.errno or errno.EIO)
@@ -264,7 +264,7 @@ class Fuse:
 
     def _rename2(self, request: FuseRequest) -> bytes:
         if struct.unpack_from("=Q2I", request.body)[1]:
-            raise _no(errno.EINVAL)
+            raise _os_error(errno.EINVAL)
         return self._rename(request)
 
     def _open(self, _: FuseRequest) -> bytes:

@@ -18,11 +18,11 @@ WAIT_S = 30
 Value = TypeVar("Value")
 
 
-def wait_for(condition: Callable[[], Value], what: str, seconds: float = WAIT_S) -> Value:
+def wait_for(condition: Callable[[], Value], awaited: str, seconds: float = WAIT_S) -> Value:
     """Wait until a condition is true, and return its value."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        assert time.monotonic() < deadline, f"waited {seconds} s for {awaited}"
         time.sleep(0.01)
     return value
 

@@ -1,4 +1,4 @@
-"""`python -m tests.container.start_times`: what a start costs with each engine, natively, ungoverned and governed.
+"""`python -m tests.container.start_times` measures the time of a start with each engine: natively, ungoverned and governed.
 
 The engines are those of this machine's release, or of the one that is named, on the node of test_engines.py: real
 daemons, the C programs, the fork server, a governor and a mirror. In each round every engine starts one container in

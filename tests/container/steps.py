@@ -60,10 +60,10 @@ class SystemCall:
     cwd: str
     inside: bool  # the hook is in the container's mount namespace
     result: int | None = None
-    what: str = ""  # the file of the resulting descriptor
+    file: str = ""  # the file of the resulting descriptor
 
     def __str__(self) -> str:
-        return f"{self.number} {self.name}{self.numbers} {self.path!r} = {self.result} {self.what}"
+        return f"{self.number} {self.name}{self.numbers} {self.path!r} = {self.result} {self.file}"
 
 
 def _text(raw: bytes | None) -> str:
@@ -144,7 +144,7 @@ class Steps:
                         connection.sendall(b".")
             else:
                 step = steps[int(match[2]) - 1]
-                step.result, step.what = int(match[3]), _text(match[4])
+                step.result, step.file = int(match[3]), _text(match[4])
                 if step.name == "setns" and step.result == 0:
                     inside ^= {step.pid}
 
@@ -200,7 +200,7 @@ def _fault(step: SystemCall, root: str) -> str | None:
             return None
         if re.fullmatch(r"self/fd/\d+", step.path) and step.numbers[0] >= 0:
             # A file that was reached before, reopened for reading through a descriptor of /proc.
-            there = f"{step.what}/".startswith(f"{root}/") or step.result is None or step.result < 0
+            there = f"{step.file}/".startswith(f"{root}/") or step.result is None or step.result < 0
             return None if there else f"R2: it left the root: {step}"
         return f"R2: opened by path: {step}"
     return None
@@ -221,7 +221,7 @@ def _walk_fault(step: SystemCall, root: str) -> str | None:
     )
     if not confined:
         return f"R2: a walk that may leave the root: {step}"
-    inside = f"{step.what}/".startswith(f"{root}/") or step.what.endswith(" (deleted)")
+    inside = f"{step.file}/".startswith(f"{root}/") or step.file.endswith(" (deleted)")
     if step.result is not None and step.result >= 0 and not inside:
         return f"R2: it left the root: {step}"
     return None

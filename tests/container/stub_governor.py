@@ -71,7 +71,7 @@ class StubGovernor:
             threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
 
     def _talk(self, connection: socket.socket) -> None:
-        mine: str | None = None
+        own_id: str | None = None
         buffer = b""
         try:
             while True:
@@ -93,11 +93,11 @@ class StubGovernor:
                     with self.lock:
                         self.requests.append(request)
                     if request["op"] == "admit":
-                        mine = request["id"]
+                        own_id = request["id"]
                         self.before_admit()
                     if request["op"] == "confirm":
                         self.before_confirm()
-                    answer = self._answer(request, mine)
+                    answer = self._answer(request, own_id)
                     if answer is None:
                         if self.mode == "close":
                             return
@@ -108,12 +108,12 @@ class StubGovernor:
         finally:
             connection.close()
             with self.idle:
-                if mine is not None and mine not in self.confirmed:
-                    self.admitted.pop(mine, None)
+                if own_id is not None and own_id not in self.confirmed:
+                    self.admitted.pop(own_id, None)
                 self.connections -= 1
                 self.idle.notify_all()
 
-    def _answer(self, request: dict[str, Any], mine: str | None) -> bytes | None:
+    def _answer(self, request: dict[str, Any], own_id: str | None) -> bytes | None:
         if self.mode in ("silent", "close"):
             return None
         if self.mode == "garbage":
@@ -127,14 +127,14 @@ class StubGovernor:
                     "error": {"code": "memory", "message": message, "hint": "ask for less"},
                 }
             elif request["op"] == "admit":
-                assert mine is not None
+                assert own_id is not None
                 number = len(self.requests)  # other clients may have asked by now
                 while (self.runtime_dir / "containers" / f"key{number}").exists():
                     number += 1
                 directory = self.runtime_dir / "containers" / f"key{number}"
                 directory.mkdir(parents=True)
                 (directory / "grant").write_bytes(b"TIDEGATE".ljust(4096, b"\0"))
-                self.admitted[mine] = request
+                self.admitted[own_id] = request
                 answer |= {
                     "key": directory.name,
                     "directory": str(directory),
@@ -154,8 +154,8 @@ class StubGovernor:
                     "ok": False,
                     "error": {"code": "gone", "message": "the admission is gone", "hint": "retry"},
                 }
-            elif request["op"] == "confirm" and mine is not None:
-                self.confirmed.add(mine)
+            elif request["op"] == "confirm" and own_id is not None:
+                self.confirmed.add(own_id)
             elif request["op"] == "release":
                 self.released.append(request["id"])
                 self.admitted.pop(request["id"], None)

@@ -110,15 +110,15 @@ def test_a_part_that_hangs_or_fails_is_reported_and_the_next_part_runs(
     monkeypatch.setattr(gangs, "PARTS", parts)
     status, report = run(build_dir, tmp_path / "out")
     assert status == 1
-    hung, failed, told = (report["parts"][name] for name in parts)
+    hung, failed, topology = (report["parts"][name] for name in parts)
     assert hung["error"] == "PartError: hangs took more than 90 s"
     assert hung["far"] == "so far"
     assert "hog-1" in hung["outputs"]["end"]
     assert failed["error"] == "MachineError: it is broken"
     assert "governor-started" in " ".join(failed["outputs"]["end"]["governor"])
     # There is a governor again, without containers on its GPUs.
-    assert told["error"] is None
-    assert [gpu["containers"] for gpu in told["check_json"]["gpus"]] == [0, 0]
+    assert topology["error"] is None
+    assert [gpu["containers"] for gpu in topology["check_json"]["gpus"]] == [0, 0]
 
 
 def test_no_part_begins_when_the_time_is_over(

@@ -95,8 +95,8 @@ def results(
         patch.setattr(events, "PHASE_S", 0.8)
         common = ["--simulated", "--seconds", "1", "--times", "2", "--solo", "1.3"]
         common += ["--build", str(build_dir)]
-        rest = [suite for suite in SMALL if suite not in NATIVE]
-        for out, more in (("native", ["--native", *NATIVE]), ("rest", rest)):
+        governed = [suite for suite in SMALL if suite not in NATIVE]
+        for out, more in (("native", ["--native", *NATIVE]), ("rest", governed)):
             assert quota.main([*common, "--output", str(base / out), *more]) == 0
     for suite in SMALL:
         where = base / ("native" if suite in NATIVE else "rest") / suite

@@ -66,7 +66,7 @@ def share(
     return {"name": name, "device": UUIDS[gpu], "memory": memory, "compute": compute, **more}
 
 
-def tell(
+def announce(
     node: BenchNode, uid: str, *shares: dict[str, Any], namespace: str = "default"
 ) -> dict[str, Any]:
     """Send the governor the request that NodePrepareResources sends."""
@@ -175,8 +175,8 @@ def known(node: BenchNode, *containers: Running) -> list[dict[str, Any]]:
 
 def outcomes(node: BenchNode, container: Running) -> list[str]:
     log = (node.work / "hook.log").read_text().splitlines()
-    told = [event for event in map(json.loads, log) if event.get("id") == container.identifier]
-    return [event["outcome"] for event in told if event["stage"] == "createRuntime"]
+    events = [event for event in map(json.loads, log) if event.get("id") == container.identifier]
+    return [event["outcome"] for event in events if event["stage"] == "createRuntime"]
 
 
 def delivered(node: BenchNode, *containers: Running, seconds: float = 2.5) -> list[float]:
@@ -194,12 +194,12 @@ def delivered(node: BenchNode, *containers: Running, seconds: float = 2.5) -> li
     ]
 
 
-# ---- what containers have ----
+# ---- the shares of containers ----
 
 
 def test_two_claims_share_a_gpu_70_30(node: BenchNode) -> None:
-    tell(node, "large", share("gpu", compute=70))
-    tell(node, "small", share("gpu", compute=30))
+    announce(node, "large", share("gpu", compute=70))
+    announce(node, "small", share("gpu", compute=30))
     large = worker(node, "large", with_devices(node, ("large", "gpu"), pod="train"))
     small = worker(node, "small", with_devices(node, ("small", "gpu"), pod="serve"))
     begin(large, small)
@@ -212,37 +212,37 @@ def test_two_claims_share_a_gpu_70_30(node: BenchNode) -> None:
         RefusedError,
         match="claim default/name-third asks for 1 % of the time of GPU 0, 0 % are left",
     ):
-        tell(node, "third", share("gpu", compute=1, memory=GIB))
+        announce(node, "third", share("gpu", compute=1, memory=GIB))
     one, two = known(node, large, small)
     assert (one["compute"], one["compute_limit"], two["compute"]) == (70, 70, 30)
     assert one["identity"]["pod"] == "train"
     tidegate = [sys.executable, "-m", "governor.cli"]
     where = ["--runtime-dir", str(node.runtime_dir)]
 
-    def said(*words: str) -> str:
+    def run_tidegate(*words: str) -> str:
         done = subprocess.run(
             [*tidegate, *words, *where], cwd=ROOT, capture_output=True, text=True, check=True
         )
         return done.stdout
 
-    table = said("ps")
+    table = run_tidegate("ps")
     assert "CLAIM" in table.splitlines()[0]
     row = next(line for line in table.splitlines() if "default/train" in line)
     assert "default/name-large" in row
-    assert "claim           default/name-small, share gpu, uid small" in said(
+    assert "claim           default/name-small, share gpu, uid small" in run_tidegate(
         "inspect", small.identifier
     )
-    listed = said("claims").splitlines()
+    listed = run_tidegate("claims").splitlines()
     assert [line.split()[:3] for line in listed[1:]] == [
         ["default/name-large", "gpu", "0"], ["default/name-small", "gpu", "0"]
     ]  # fmt: skip
-    assert "container     " + large.identifier in said("inspect", "default/name-large").replace(
-        "  container", "container", 1
-    )
+    assert "container     " + large.identifier in run_tidegate(
+        "inspect", "default/name-large"
+    ).replace("  container", "container", 1)
 
 
 def test_one_container_with_two_shares_on_two_gpus(node: BenchNode) -> None:
-    tell(node, "pair", share("gpu/0"), share("gpu/1", gpu=1))
+    announce(node, "pair", share("gpu/0"), share("gpu/1", gpu=1))
     container = probe(node, "pair", with_devices(node, ("pair", "gpu/0"), ("pair", "gpu/1")))
     (seen,) = known(node, container)
     assert [device["index"] for device in seen["devices"]] == [0, 1]
@@ -264,7 +264,7 @@ def test_one_container_with_two_shares_on_two_gpus(node: BenchNode) -> None:
 
 def test_a_share_that_is_named_three_times_is_allocated_once(node: BenchNode) -> None:
     """If another claim of the pod was refused first, a kubelet names a device once more for each time that it asked."""
-    tell(node, "again", share("gpu", compute=40))
+    announce(node, "again", share("gpu", compute=40))
     container = probe(node, "again", with_devices(node, *[("again", "gpu")] * 3))
     (seen,) = known(node, container)
     assert [(one["uid"], one["shares"]) for one in seen["claims"]] == [("again", ["gpu"])]
@@ -276,14 +276,14 @@ def test_a_share_that_is_named_three_times_is_allocated_once(node: BenchNode) ->
 
 
 def test_a_container_with_two_claims_that_are_not_equal_is_refused(node: BenchNode) -> None:
-    tell(node, "one", share("gpu"))
-    tell(node, "two", share("gpu", gpu=1, compute=60))
+    announce(node, "one", share("gpu"))
+    announce(node, "two", share("gpu", gpu=1, compute=60))
     line = refused(node, "unequal", with_devices(node, ("one", "gpu"), ("two", "gpu")))
     assert "claim default/name-one with claim default/name-two has 2048 MiB and 40 % of" in line
 
 
 def test_two_containers_share_the_memory_of_one_claim(node: BenchNode) -> None:
-    tell(node, "both", share("gpu", memory=4 * GIB))
+    announce(node, "both", share("gpu", memory=4 * GIB))
     first = probe(node, "first", with_devices(node, ("both", "gpu")))
     wait_for((first.out / "full").exists, "a full GPU")
     second = probe(node, "second", with_devices(node, ("both", "gpu")))
@@ -299,7 +299,7 @@ def test_two_containers_share_the_memory_of_one_claim(node: BenchNode) -> None:
 
 
 def test_two_containers_share_the_time_of_one_claim(node: BenchNode) -> None:
-    tell(node, "both", share("gpu", memory=4 * GIB, compute=40))
+    announce(node, "both", share("gpu", memory=4 * GIB, compute=40))
     pair = [
         worker(node, name, with_devices(node, ("both", "gpu"), pod=name)) for name in ("one", "two")
     ]
@@ -321,7 +321,7 @@ def test_two_containers_share_the_time_of_one_claim(node: BenchNode) -> None:
 
 
 def test_an_init_container_and_then_the_main_one(node: BenchNode) -> None:
-    tell(node, "pod", share("gpu"), share("more", gpu=1))
+    announce(node, "pod", share("gpu"), share("more", gpu=1))
     for name, shares in (("init", ["gpu"]), ("main", ["gpu", "more"])):
         container = probe(node, name, with_devices(node, *(("pod", one) for one in shares)))
         wait_for((container.out / "full").exists, "full GPUs")
@@ -332,8 +332,8 @@ def test_an_init_container_and_then_the_main_one(node: BenchNode) -> None:
 
 
 def test_the_governor_after_a_killed_one_has_the_claim_and_its_containers(node: BenchNode) -> None:
-    tell(node, "kept", share("gpu", memory=4 * GIB, compute=60))
-    tell(node, "idle", share("gpu", compute=30))
+    announce(node, "kept", share("gpu", memory=4 * GIB, compute=60))
+    announce(node, "idle", share("gpu", compute=30))
     pair = [worker(node, f"kept-{name}", with_devices(node, ("kept", "gpu"))) for name in "ab"]
     begin(*pair)
     before = known(node, *pair)
@@ -351,12 +351,12 @@ def test_the_governor_after_a_killed_one_has_the_claim_and_its_containers(node: 
             lambda d=done: all(units(o) > n + 10 for o, n in zip(pair, d, strict=True)),
             "work to go on",
         )
-    tell(node, "kept", share("gpu", memory=4 * GIB, compute=60))
+    announce(node, "kept", share("gpu", memory=4 * GIB, compute=60))
     assert ask(node.config, "gpus")["gpus"][0]["compute_left"] == 10
 
 
 def test_a_lost_database_loses_no_claim_in_use(node: BenchNode) -> None:
-    tell(node, "lost", share("gpu", memory=4 * GIB, compute=60))
+    announce(node, "lost", share("gpu", memory=4 * GIB, compute=60))
     pair = [worker(node, f"lost-{name}", with_devices(node, ("lost", "gpu"))) for name in "ab"]
     begin(*pair)
     before = known(node, *pair)
@@ -371,7 +371,7 @@ def test_a_lost_database_loses_no_claim_in_use(node: BenchNode) -> None:
         p for one in before for p in one["processes"]
     )
     assert ask(node.config, "gpus")["gpus"][0]["compute_left"] == 40
-    tell(
+    announce(
         node, "lost", share("gpu", memory=4 * GIB, compute=60)
     )  # unchanged: no claim is booked twice
     assert ask(node.config, "gpus")["gpus"][0]["compute_left"] == 40
@@ -382,7 +382,7 @@ def test_a_lost_database_loses_no_claim_in_use(node: BenchNode) -> None:
 
 
 def test_a_claim_that_is_taken_back_while_a_container_runs(node: BenchNode) -> None:
-    tell(node, "gone", share("gpu", compute=60))
+    announce(node, "gone", share("gpu", compute=60))
     container = worker(node, "gone", with_devices(node, ("gone", "gpu")))
     begin(container)
     edit = with_devices(node, ("gone", "gpu"))
@@ -417,7 +417,7 @@ def test_a_claim_that_is_taken_back_while_a_container_runs(node: BenchNode) -> N
 def test_an_annotation_beside_a_claim_is_refused(
     node: BenchNode, annotation: str, value: str
 ) -> None:
-    tell(node, "mine", share("gpu"))
+    announce(node, "mine", share("gpu"))
     line = refused(
         node, f"beside-{annotation}", with_devices(node, ("mine", "gpu")), {annotation: value}
     )
@@ -426,8 +426,8 @@ def test_an_annotation_beside_a_claim_is_refused(
 
 @pytest.mark.parametrize("annotation", ["claim", "claims", "share", "uid"])
 def test_an_annotation_cannot_name_a_claim(node: BenchNode, annotation: str) -> None:
-    tell(node, "theirs", share("gpu", compute=90))
-    tell(node, "mine", share("gpu", compute=10))
+    announce(node, "theirs", share("gpu", compute=90))
+    announce(node, "mine", share("gpu", compute=10))
     own = refused(
         node, f"own-{annotation}", with_devices(node, ("mine", "gpu")), {annotation: "theirs"}
     )
@@ -449,8 +449,8 @@ def only_hook(node: BenchNode) -> Edit:
 
 
 def test_the_environment_cannot_name_a_claim(node: BenchNode) -> None:
-    tell(node, "theirs", share("gpu", compute=90))
-    tell(node, "mine", share("gpu", compute=10))
+    announce(node, "theirs", share("gpu", compute=90))
+    announce(node, "mine", share("gpu", compute=10))
 
     def forge(config: dict[str, Any]) -> None:
         config["process"]["env"] += [
@@ -469,8 +469,8 @@ def test_the_environment_cannot_name_a_claim(node: BenchNode) -> None:
 
 @pytest.mark.parametrize("path", ["/usr/bin/true", "{work}/other/tidegate-hook"])
 def test_an_entry_of_another_program_cannot_name_a_claim(node: BenchNode, path: str) -> None:
-    tell(node, "theirs", share("gpu", compute=90))
-    tell(node, "mine", share("gpu", compute=10))
+    announce(node, "theirs", share("gpu", compute=90))
+    announce(node, "mine", share("gpu", compute=10))
     other = node.work / "other" / "tidegate-hook"
     other.parent.mkdir(exist_ok=True)
     other.write_text("#!/bin/sh\n")
@@ -493,13 +493,13 @@ def test_an_entry_of_another_program_cannot_name_a_claim(node: BenchNode, path: 
 
 
 def test_a_claim_of_another_namespace_is_refused(node: BenchNode) -> None:
-    tell(node, "theirs", share("gpu"), namespace="others")
+    announce(node, "theirs", share("gpu"), namespace="others")
     line = refused(node, "namespace", with_devices(node, ("theirs", "gpu")))
     assert "claim others/name-theirs is not in this container's namespace 'default'" in line
 
 
 def test_a_device_of_a_gpu_beside_a_claim_is_refused(node: BenchNode) -> None:
-    tell(node, "mine", share("gpu"))
+    announce(node, "mine", share("gpu"))
 
     def shared(config: dict[str, Any]) -> None:
         entry = dict(config["hooks"]["createRuntime"][0])
@@ -512,7 +512,7 @@ def test_a_device_of_a_gpu_beside_a_claim_is_refused(node: BenchNode) -> None:
 
 def test_a_hook_from_an_engines_directory_does_nothing_beside_a_claim(node: BenchNode) -> None:
     """An allowed annotation makes the engine enter it, before or after the claim's entries."""
-    tell(node, "mine", share("gpu"))
+    announce(node, "mine", share("gpu"))
     for place in (0, 1):
 
         def beside(config: dict[str, Any], at: int = place) -> None:

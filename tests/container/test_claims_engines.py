@@ -1,4 +1,4 @@
-"""From a ResourceClaim to a governed container: the driver's process, the real governor, hook and mirror, and engines that know
+"""From a ResourceClaim to a governed container: the driver's process, the real governor, hook and mirror, and engines with
 CDI.
 
 API server and kubelet are stand-ins (tests/kubernetes). Like the kubelet, the tests ask the engine for the devices that the
@@ -73,7 +73,7 @@ class ClaimNode:
 def engine(site: EngineSite, request: pytest.FixtureRequest) -> Iterator[Engine]:
     for one in used(site, request.param):
         if not one.knows_cdi():
-            pytest.skip(f"{one.version()} does not know CDI")
+            pytest.skip(f"{one.version()} does not support CDI")
         yield one
 
 

@@ -1,4 +1,4 @@
-"""CRI-O itself, in the layout of its own packages: with which files it starts, and what setup and doctor report about others.
+"""CRI-O in the layout of its own packages: the files with which it starts, and what setup and doctor report about other files.
 
 Debian has no package of CRI-O. `TIDEGATE_ENGINE_BIN` names a directory with its programs (docs/testing.md).
 """
@@ -80,12 +80,12 @@ def tidegate(host: EngineHost, *words: str) -> tuple[int, str]:
 
 def findings(host: EngineHost, *checks: str) -> dict[str, list[tuple[str, str]]]:
     """Return doctor's findings about the node, by the id of the check: state and text."""
-    said = subprocess.run(
+    output = subprocess.run(
         [*(sys.executable, "-m", "governor.cli", "doctor", "--json"), "--root", host.path("/")],
         cwd=ROOT, capture_output=True, text=True, check=False,
     ).stdout  # fmt: skip
     found: dict[str, list[tuple[str, str]]] = {check: [] for check in checks}
-    for one in json.loads(said)["findings"]:
+    for one in json.loads(output)["findings"]:
         if one["id"] in found:
             found[one["id"]].append((one["state"], one["found"]))
     return found
@@ -117,17 +117,17 @@ def test_cri_o_starts_after_setup_and_did_not_with_the_handler_of_an_older_versi
     host.write(DROP_IN, OLD)
     assert NO_CONMON in starts(host)
     config = host.run("crio", "config")
-    assert config.status == 0  # it looks for no program
+    assert config.status == 0  # `crio config` looks for no program
     assert [state for state, _ in findings(host, "crio.configuration")["crio.configuration"]] == [
         "wrong"
     ]
-    status, said = tidegate(host, "setup", "crio")
+    status, output = tidegate(host, "setup", "crio")
     assert status == 73
-    assert "CRI-O does not start: the handler tidegate" in said
+    assert "CRI-O does not start: the handler tidegate" in output
     host.path(DROP_IN).unlink()
-    status, said = tidegate(host, "setup", "crio")
-    assert status == 0, said
-    assert "note:" not in said  # `crio config` was asked
+    status, output = tidegate(host, "setup", "crio")
+    assert status == 0, output
+    assert "note:" not in output  # `crio config` was asked
     assert starts(host) == ""
     found = findings(host, "crio.configuration", "crio.handler", "files.runtime")
     assert {state for each in found.values() for state, _ in each} == {"ok"}, found
@@ -141,11 +141,11 @@ def test_cri_o_starts_after_setup_where_its_programs_are_on_the_path(host: Engin
     text = packages.read_text()
     packages.unlink()
     try:
-        status, said = tidegate(host, "setup", "crio")
-        assert (status, "conmon is in no directory of programs" in said) == (73, True)
+        status, output = tidegate(host, "setup", "crio")
+        assert (status, "conmon is in no directory of programs" in output) == (73, True)
         host.check("cp", f"{LIBEXEC}/conmon", "/usr/bin/conmon")
-        status, said = tidegate(host, "setup", "crio")
-        assert status == 0, said
+        status, output = tidegate(host, "setup", "crio")
+        assert status == 0, output
         assert "runtime-for /run/crun /usr/bin/crun" in host.path(SETTINGS).read_text()
         assert starts(host) == ""
     finally:
@@ -155,10 +155,10 @@ def test_cri_o_starts_after_setup_where_its_programs_are_on_the_path(host: Engin
 
 def test_an_error_that_only_cri_o_detects_stops_setup(host: EngineHost) -> None:
     host.write(f"{CONF_D}/60-own.conf", '[crio.runtime]\ndefault_sysctls = ["x"]\n')
-    status, said = tidegate(host, "setup", "crio")
+    status, output = tidegate(host, "setup", "crio")
     assert status == 73
-    assert "with the new files `crio config` ends with 1: " in said
-    assert "nothing was changed" in said
+    assert "with the new files `crio config` ends with 1: " in output
+    assert "nothing was changed" in output
     assert not host.path(DROP_IN).exists()
     assert not host.path(SETTINGS).exists()
 

@@ -51,7 +51,7 @@ def test_a_child_of_the_fork_server_finds_crun_by_its_caller(
     assert ran.stderr.count("tidegate: ") == (name == "crun")
 
 
-def test_a_log_of_crun_s_has_it_as_well(node: HookNode, crun: Runtime, tmp_path: Path) -> None:
+def test_crun_s_own_log_contains_it_as_well(node: HookNode, crun: Runtime, tmp_path: Path) -> None:
     """Podman shows crun's log if that is one JSON document, and otherwise standard error."""
     bundle = node.bundle("true", annotations=WRONG)
     bundle.write()
@@ -62,9 +62,9 @@ def test_a_log_of_crun_s_has_it_as_well(node: HookNode, crun: Runtime, tmp_path:
     command[at:at] = ["--log-format=json", "--log", str(log)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode != 0
-    ours, theirs = log.read_text().splitlines()
-    assert ours.startswith("tidegate: ")
-    assert "error executing hook" in json.loads(theirs)["msg"]
+    hook_line, crun_line = log.read_text().splitlines()
+    assert hook_line.startswith("tidegate: ")
+    assert "error executing hook" in json.loads(crun_line)["msg"]
 
 
 def test_a_log_that_is_a_link_is_left_alone(node: HookNode, crun: Runtime, tmp_path: Path) -> None:

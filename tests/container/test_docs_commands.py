@@ -1,8 +1,8 @@
 """The documents' `tidegate` commands, run one after the other on a node that is made for them.
 
 The node has the machine's files with a /run, a /var/lib, an /etc and a /usr/bin of its own, the simulated GPU's
-driver, a governor, and a container that works. Placeholders for something of the reader's are replaced by what this
-node has. tests/unit/test_docs_commands.py checks all other commands; docs/tutorial.md is run unchanged by
+driver, a governor, and a container that works. Placeholders that a reader fills in are replaced by values of this
+node. tests/unit/test_docs_commands.py checks all other commands; docs/tutorial.md is run unchanged by
 test_tutorial.py.
 """
 
@@ -21,7 +21,7 @@ import pytest
 from tests.unit.shell_blocks import ShellCommand, commands
 
 ROOT = Path(__file__).resolve().parents[2]
-STANDS_FOR = {
+SUBSTITUTES = {
     "ID": "first",
     "3f1c": "first",
     "trainer": "first",
@@ -118,7 +118,7 @@ def typed(command: ShellCommand) -> str:
     """Return a command as this node's shell takes it."""
     words = [word.strip("[]") if "[" in word or "]" in word else word for word in command.words[1:]]
     return " ".join(
-        STANDS_FOR.get(word, word if word.startswith("$") else shlex.quote(word)) for word in words
+        SUBSTITUTES.get(word, word if word.startswith("$") else shlex.quote(word)) for word in words
     )
 
 

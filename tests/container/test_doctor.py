@@ -259,7 +259,7 @@ def test_events_finds_what_the_hook_wrote_to_a_real_journal() -> None:
         check=False, cwd=ROOT, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    # A line without its time, which is the time of the hook.
+    # The line without its time, which the hook has set.
     lines = [line.partition("Z ")[2].strip() or line for line in done.stdout.splitlines()]
     failed = "hook     failed 4f3a: image: no glibc; take another"
     assert lines == [

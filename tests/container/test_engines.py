@@ -28,7 +28,7 @@ from governor.doctor.finding import Severity
 from governor.doctor.node import ExaminedNode
 from tests.conftest import lack
 from tests.container.bundles import ROOT, make_rootfs
-from tests.container.engine_host import EngineHost, machine, what
+from tests.container.engine_host import EngineHost, describe_process, machine
 from tests.container.engines import (
     ENGINES,
     IMAGE,
@@ -103,7 +103,7 @@ class EngineSite:
         return {one["id"]: one for one in ask(self.node.config, "list")["containers"]}
 
     def traces(self) -> set[str]:
-        """Return what exists for containers: mounts, control groups, directories of the governor."""
+        """Return what exists on the node for containers: mounts, control groups, directories of the governor."""
         found = {*self.host.mounts(), *self.host.groups(), *self.directories()}
         # Podman's own mount of all its storage on itself; a process of podman leaves it while another one works.
         return found - {"/var/lib/containers/storage/overlay"}
@@ -145,9 +145,9 @@ def site(
 
 
 def make_site(
-    suite: str, base: Path, build_dir: Path, *, second: bool = False
+    suite: str, base: Path, build_dir: Path, *, cgroup2_only: bool = False
 ) -> Iterator[EngineSite]:
-    """Make a node with the engines of a release; `second` as in engine_host.py."""
+    """Make a node with the engines of a release; `cgroup2_only` as in engine_host.py."""
     root = unpacked(suite)
     (base / "node").mkdir()
     machine_ = Simulated(base / "node", build_dir)
@@ -164,7 +164,7 @@ def make_site(
             str(build_dir),  # the driver's files, which the hook compares
         ]
         binds += crio_binds()
-        with EngineHost(root, base, binds=binds, second=second) as host:
+        with EngineHost(root, base, binds=binds, cgroup2_only=cgroup2_only) as host:
             image = pack_image(rootfs, host.work / "image.tar")
             for program in ("tidegate-hook", "tidegate-runtime"):
                 built = build_dir / "oci_hook/front" / program
@@ -261,14 +261,14 @@ def test_a_container_is_shown_under_its_engines_name(site: EngineSite, engine: E
     """The name comes from the files that the engine itself has written, as `tidegate ps` reads them on the node."""
     started = engine.run(*IDLE, annotations=GOOD)
     seen = site.books()[started.identifier]
-    told = json.dumps([seen["id"], seen["bundle"], seen["identity"]])
-    found = json.loads(site.host.check("python3", "-c", FIND, str(ROOT), told))
+    entry = json.dumps([seen["id"], seen["bundle"], seen["identity"]])
+    found = json.loads(site.host.check("python3", "-c", FIND, str(ROOT), entry))
     expected = {
         Docker: ["docker", started.name, ""],
         Podman: ["podman", started.name, ""],
         ContainerdCri: ["containerd", "main", f"team/{started.name}"],
         Crio: ["cri-o", "main", f"team/{started.name}"],
-        Ctr: ["containerd", "", ""],  # it has nothing but the id
+        Ctr: ["containerd", "", ""],  # ctr gives a container only an id
     }
     assert found == next(names for kind, names in expected.items() if isinstance(engine, kind))
 
@@ -287,25 +287,27 @@ def test_doctor_finds_nothing_wrong_with_the_engine_and_reports_its_version(
     """doctor reads the output and the files of the engine's own programs, which change with their versions."""
     node = ExaminedNode(f"/proc/{site.host.pid}/root", runner=lambda c: site.host.check(*c))
     ids = next(found for kind, found in CHECKS_OF.items() if isinstance(engine, kind))
-    said = {one.id: one.finding for one in examine(node, (*ids, "runc.version", "crun.version"))}
-    states = {identifier: finding.state for identifier, finding in said.items()}
+    findings = {
+        one.id: one.finding for one in examine(node, (*ids, "runc.version", "crun.version"))
+    }
+    states = {identifier: finding.state for identifier, finding in findings.items()}
     expected = dict.fromkeys(states, Severity.OK)
-    if isinstance(engine, OldDocker):  # it has no annotations
+    if isinstance(engine, OldDocker):  # which has no annotations
         expected["docker.version"] = Severity.WARNING
-    assert states == expected, said
+    assert states == expected, findings
     version = re.search(r" (\d+\.[\d.]+)", engine.version())
     assert version is not None
-    assert version[1] in said[ids[0]].found
+    assert version[1] in findings[ids[0]].found
 
 
 def test_a_container_without_annotations_is_the_same_as_without_tidegate(
     site: EngineSite, engine: Engine
 ) -> None:
-    plainly = engine.run(*IDLE, ours=False)
+    ungoverned = engine.run(*IDLE, ours=False)
     beside = engine.run(*IDLE)
-    assert plain(beside.config()) == plain(plainly.config())
-    assert beside.written() == plainly.written()
-    assert mount_points(engine, beside) == mount_points(engine, plainly)
+    assert plain(beside.config()) == plain(ungoverned.config())
+    assert beside.written() == ungoverned.written()
+    assert mount_points(engine, beside) == mount_points(engine, ungoverned)
     assert not site.books()
 
 
@@ -434,7 +436,7 @@ def test_a_device_of_cdi_is_governed_without_our_runtime(
 ) -> None:
     """The hook comes with the device; the quota still comes from annotations."""
     if not engine.knows_cdi():
-        pytest.skip(f"{engine.version()} does not know CDI")
+        pytest.skip(f"{engine.version()} does not support CDI")
     put_cdi(site, tmp_path)
     started = engine.run(
         *WORKLOAD, annotations=GOOD, ours=False, devices=("tidegate.gpu/shared=0",)
@@ -450,7 +452,7 @@ def test_a_device_whose_annotations_do_not_reach_the_hook_is_refused_with_the_re
 ) -> None:
     """As with containerd's default handler, which passes no annotations on."""
     if not engine.knows_cdi():
-        pytest.skip(f"{engine.version()} does not know CDI")
+        pytest.skip(f"{engine.version()} does not support CDI")
     put_cdi(site, tmp_path)
     with pytest.raises(StartError) as caught:
         engine.run(*WORKLOAD, ours=False, devices=("tidegate.gpu/shared=0",))
@@ -471,12 +473,12 @@ NO_LIBRARY = (
 def test_a_commit_of_an_ended_container_contains_nothing_of_ours(
     site: EngineSite, engine: Engine
 ) -> None:
-    """Its layer is that of the same container without Tidegate; anything else in it equals the image below."""
-    plainly = engine.run(*IDLE, ours=False)
+    """The layer is that of the same container without Tidegate; anything else in it equals the image below."""
+    ungoverned = engine.run(*IDLE, ours=False)
     governed = engine.run(*WORKLOAD, annotations=GOOD)
     wait_ready(governed)
     layers = []
-    for n, started in enumerate((plainly, governed)):
+    for n, started in enumerate((ungoverned, governed)):
         engine.end(started)
         archive = site.host.work / f"{engine.name}-ended-{n}.tar"
         engine.commit(started, f"docker.io/library/tidegate-test:ended-{n}", archive)
@@ -492,12 +494,12 @@ def test_a_commit_of_an_ended_container_contains_nothing_of_ours(
 def test_a_commit_of_a_running_container_contains_no_driver_file_and_runs_without_tidegate(
     site: EngineSite, engine: Engine
 ) -> None:
-    """It keeps two empty directories, which are mount points, and the ld.so.cache that the hook wrote."""
-    plainly = engine.run(*IDLE, ours=False)
+    """The image keeps two empty directories, which are mount points, and the ld.so.cache that the hook wrote."""
+    ungoverned = engine.run(*IDLE, ours=False)
     governed = engine.run(*WORKLOAD, annotations=GOOD)
     wait_ready(governed)
     layers = []
-    for n, started in enumerate((plainly, governed)):
+    for n, started in enumerate((ungoverned, governed)):
         archive = site.host.work / f"{engine.name}-{n}.tar"
         engine.commit(started, f"docker.io/library/tidegate-test:commit-{n}", archive)
         layers.append(set(top_layer(archive)))
@@ -511,7 +513,7 @@ def test_a_commit_of_a_running_container_contains_no_driver_file_and_runs_withou
     }
     listed = engine.exec(again, "ls", "-A", "/run/tidegate", CONTROL.rpartition("/")[0])
     assert (listed.status, listed.stdout.split()[2:]) == (0, [])
-    # It is governed again, from the image that already has these.
+    # A container of the new image, which already has these, is governed again.
     anew = engine.run(*WORKLOAD, annotations=GOOD, image="docker.io/library/tidegate-test:commit-1")
     wait_ready(anew)
     begin(site, anew)
@@ -529,14 +531,14 @@ def test_the_sandbox_of_a_pod_takes_no_quota(
 
 
 def test_leftovers_of_engines_are_reported_and_removed(tmp_path: Path) -> None:
-    """Tests the harness itself: its end reports what still runs."""
+    """Tests the harness itself: `EngineHost.leave` reports the processes that still run."""
     host = EngineHost(unpacked(machine()), tmp_path).__enter__()
     try:
         daemon = host.start("sleep", "1000", log=tmp_path / "log")
         host.check("sh", "-c", "sleep 1001 >/dev/null 2>&1 & mount -t tmpfs tmpfs /tmp")
         [stray] = host.processes() - {daemon.pid}
         for pid in (daemon.pid, stray):
-            wait_for(lambda pid=pid: "(sleep " in what(pid), "its program to be there")
+            wait_for(lambda pid=pid: "(sleep " in describe_process(pid), "its program to be there")
         groups = [hierarchy.group for hierarchy in host.hierarchies]
     finally:
         left = host.leave(patience=0.1)

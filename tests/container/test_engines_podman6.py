@@ -31,7 +31,7 @@ def site(
     tmp_path_factory: pytest.TempPathFactory, build_dir: Path, require: Callable[..., None]
 ) -> Iterator[EngineSite]:
     require("gcc", "nsenter", "unshare", "setpriv")
-    yield from make_site("experimental", tmp_path_factory.mktemp("e"), build_dir, second=True)
+    yield from make_site("experimental", tmp_path_factory.mktemp("e"), build_dir, cgroup2_only=True)
 
 
 @pytest.fixture(params=[Podman, PodmanCrun], ids=lambda kind: kind.name)

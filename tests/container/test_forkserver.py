@@ -59,7 +59,7 @@ def interpreted(front: HookNode) -> list[str]:
 
 
 def test_the_programs_are_static(front: HookNode) -> None:
-    """There is no loader, so no environment variable can make it load code into the programs."""
+    """A static program has no loader, so no environment variable can make a loader bring code into it."""
     for name in PROGRAMS:
         path = front.program.with_name(name)
         done = subprocess.run(["readelf", "-ld", path], capture_output=True, text=True, check=True)
@@ -127,14 +127,14 @@ def test_many_starts_at_once_are_served(front: HookNode, forkserver: ForkServer)
         )
         for _ in range(40)
     ]
-    said = {one.communicate(state(bundle.path))[1] for one in running}
+    errors = {one.communicate(state(bundle.path))[1] for one in running}
     plain = subprocess.run(
         [str(HOOK), *front.hook[1:], "createRuntime"],
         input=state(bundle.path), capture_output=True, check=False,
     )  # fmt: skip
     assert plain.returncode != 0
     assert {one.returncode for one in running} == {plain.returncode}
-    assert said == {plain.stderr}
+    assert errors == {plain.stderr}
     # The server reaps its children.
     wait_for(lambda: len(children(forkserver)) == N_SPARE, "the children to be gone")
 
@@ -273,7 +273,7 @@ def test_a_server_of_another_installation_or_version_is_not_used(
 def test_a_server_that_waits_takes_the_place_of_one_that_ends(
     front: HookNode, forkserver: ForkServer
 ) -> None:
-    """As when one pod replaces another: the new one runs before the old one ends."""
+    """As when one pod replaces another: the new server runs before the old one ends."""
     command = [str(FORKSERVER), "--wait", "--runtime-dir", str(front.base / "run")]
     following = subprocess.Popen(command)
     try:
@@ -291,7 +291,7 @@ def test_a_server_that_waits_takes_the_place_of_one_that_ends(
 
 
 def blocked(pid: int) -> bool:
-    """Whether a process waits for a file lock."""
+    """Return whether a process waits for a file lock."""
     return any(
         line.split()[1] == "->" and int(line.split()[5]) == pid
         for line in Path("/proc/locks").read_text().splitlines()
@@ -422,7 +422,9 @@ def test_the_number_of_a_servers_children_is_limited(
         with contextlib.ExitStack() as stack:
             for _ in range(MOST):
                 client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                stack.enter_context(client).connect(str(forkserver.socket))  # and sends nothing
+                stack.enter_context(client).connect(
+                    str(forkserver.socket)
+                )  # a caller that sends nothing
             executed_it = ask(front) == interpreted(front)
             assert len(children(forkserver)) <= MOST
         if executed_it:
@@ -544,22 +546,22 @@ def test_a_caller_with_another_root_directory_is_not_served(
 @pytest.mark.usefixtures("forkserver")
 def test_a_state_that_is_too_large_is_refused_by_the_same_line(front: HookNode) -> None:
     data = b'{"annotations": {"a": "' + b"x" * (5 << 20)
-    said = [
+    results = [
         subprocess.run([*hook, "createRuntime"], input=data, capture_output=True, check=False)
         for hook in (front.hook, [str(HOOK), *front.hook[1:]])
     ]
-    assert said[0].stderr.startswith(b"tidegate: the OCI state on stdin is larger than 4194304")
-    assert [(one.returncode, one.stderr) for one in said] == [(65, said[0].stderr)] * 2
+    assert results[0].stderr.startswith(b"tidegate: the OCI state on stdin is larger than 4194304")
+    assert [(one.returncode, one.stderr) for one in results] == [(65, results[0].stderr)] * 2
 
 
 def test_the_script_reports_errors_of_a_command_line(front: HookNode) -> None:
     for arguments in ([], ["createRuntim"], ["--timeout", "0", "prestart"], ["--claim", "a"]):
-        said = [
+        results = [
             subprocess.run([str(program), *arguments], capture_output=True, check=False)
             for program in (front.program, HOOK)
         ]
-        assert said[0].returncode == said[1].returncode != 0
-        assert said[0].stderr == said[1].stderr
+        assert results[0].returncode == results[1].returncode != 0
+        assert results[0].stderr == results[1].stderr
 
 
 @pytest.mark.usefixtures("forkserver")
@@ -583,15 +585,15 @@ def test_a_command_line_error_is_reported_even_if_the_container_asks_for_nothing
     bundle = front.bundle("true", annotations={})
     del bundle.config["hooks"]
     bundle.write()
-    said = [
+    results = [
         subprocess.run(
             [program, *arguments], input=state(bundle.path), capture_output=True, check=False
         )
         for program in (front.program, HOOK)
     ]
-    assert said[0].returncode == said[1].returncode == 70
-    assert said[0].stderr == said[1].stderr
-    assert said[0].stdout == b""
+    assert results[0].returncode == results[1].returncode == 70
+    assert results[0].stderr == results[1].stderr
+    assert results[0].stdout == b""
 
 
 @pytest.mark.parametrize("stage", ["createRuntime", "poststop"])

@@ -83,7 +83,7 @@ def logged(node: HookNode, name: str = "runtime.log") -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def refused(node: HookNode, ran: ContainerResult, word: str) -> None:
+def assert_refused(node: HookNode, ran: ContainerResult, word: str) -> None:
     """The container did not start, and the line says why; crun does not show what hooks write."""
     assert ran.status not in (WITH, WITHOUT, 0)
     [event] = [e for e in (*logged(node), *node.events()) if e["outcome"] == "failed"]
@@ -139,7 +139,7 @@ def test_optional_without_a_driver_is_refused_by_cdi(
     bundle = plain(node, "", annotations=OPTIONAL)
     word = make_unserved(node, bundle, why)
     enter_cdi(node, bundle)
-    refused(node, runtime.run(bundle), word)
+    assert_refused(node, runtime.run(bundle), word)
 
 
 @UNSERVED
@@ -161,7 +161,7 @@ def test_optional_with_a_gpu_of_the_user_s_is_refused_by_the_wrapper(
         )
     ran = wrapped.run(bundle)
     assert UNGOVERNED in ran.stderr
-    refused(node, ran, word)
+    assert_refused(node, ran, word)
     assert written(bundle) == bundle.config
 
 
@@ -176,7 +176,7 @@ def test_optional_with_a_gpu_of_the_user_s_is_refused_by_precreate_and_hook(
     assert answer.status == 0  # the hook comes to the same result, and its line is shown
     node.log.unlink()
     bundle.config = json.loads(answer.stdout)
-    refused(node, runtime.run(bundle), word)
+    assert_refused(node, runtime.run(bundle), word)
 
 
 def test_optional_on_a_node_with_a_driver_gets_a_gpu(
@@ -198,7 +198,7 @@ def test_an_image_that_changes_after_it_was_examined_gets_no_ungoverned_gpu(
     # A hook of the engine runs before ours, as root and on the host.
     shell = ["sh", "-c", f"mv {libc} {libc}.away"]
     bundle.config["hooks"] = {"prestart": [{"path": "/bin/sh", "args": shell}]}
-    refused(node, wrapped.run(bundle), "no glibc")
+    assert_refused(node, wrapped.run(bundle), "no glibc")
 
 
 def test_a_stale_mirror_ends_the_start_at_the_wrapper(
@@ -247,7 +247,7 @@ CLAIMS = pytest.mark.parametrize(
 SHOW = "ls /dev; ls -A /run/tidegate"
 
 
-def governed(node: HookNode, ran: ContainerResult) -> None:
+def assert_governed(node: HookNode, ran: ContainerResult) -> None:
     """The container started with its GPU, under the quota that its annotations ask for."""
     assert {"nvidia0", "grant"} <= set(ran.stdout.split()), ran.stderr
     node.governor.wait_idle()
@@ -264,7 +264,7 @@ def test_a_container_that_claims_to_be_a_sandbox_is_governed_by_cdi(
     assert dev
     bundle = plain(node, SHOW, annotations=OURS | claim)
     enter_cdi(node, bundle)
-    governed(node, runtime.run(bundle))
+    assert_governed(node, runtime.run(bundle))
 
 
 def test_a_container_that_claims_to_be_a_sandbox_is_governed_by_cdi_without_nodes_too(
@@ -287,7 +287,7 @@ def test_a_sandbox_with_a_node_is_governed_by_the_hook_alone(
     bundle = plain(node, SHOW, annotations=OURS | SANDBOX)
     add_hook(bundle.config, node.hook, stage="createRuntime", poststop=False)
     bundle.config["linux"]["devices"] = GPU_NODES
-    governed(node, runtime.run(bundle))
+    assert_governed(node, runtime.run(bundle))
 
 
 @CLAIMS
@@ -296,7 +296,7 @@ def test_a_container_that_claims_to_be_a_sandbox_is_governed_by_the_wrapper(
 ) -> None:
     bundle = plain(node, SHOW, annotations=OURS | claim)
     bundle.config["linux"]["devices"] = GPU_NODES
-    governed(node, wrapped.run(bundle))
+    assert_governed(node, wrapped.run(bundle))
     assert node.governor.requests[0]["op"] == "reserve"
     assert node.governor.requests[0]["nodes"] == [0]
 
@@ -306,7 +306,7 @@ def test_a_container_that_claims_to_be_a_sandbox_is_governed_by_cdi_behind_the_w
 ) -> None:
     bundle = plain(node, SHOW, annotations=OURS | SANDBOX)
     enter_cdi(node, bundle, [])
-    governed(node, wrapped.run(bundle))
+    assert_governed(node, wrapped.run(bundle))
     assert node.governor.requests[0]["exact"] is True
     assert "poststop" not in written(bundle)["hooks"]
 
@@ -318,7 +318,7 @@ def test_a_container_that_claims_to_be_a_sandbox_is_governed_by_precreate(
     bundle.config["linux"]["devices"] = GPU_NODES
     answer = precreate(node, dev, json.dumps(bundle.config).encode())
     bundle.config = json.loads(answer.stdout)
-    governed(node, runtime.run(bundle))
+    assert_governed(node, runtime.run(bundle))
 
 
 def test_a_sandbox_without_a_gpu_is_left_alone_by_all(
@@ -587,7 +587,7 @@ def test_other_hooks_stay_in_place_and_precede_ours(
         "createRuntime": [fake, other, other],
         "poststop": [fake],
     }
-    governed(node, wrapped.run(bundle))
+    assert_governed(node, wrapped.run(bundle))
     hooks = written(bundle)["hooks"]
     assert hooks["prestart"] == [other]
     assert hooks["createRuntime"][:2] == [other, other]
@@ -646,7 +646,7 @@ def test_the_wrapper_removes_a_gpu_that_was_not_granted(
     else:
         linux["devices"] = [MORE[how]]
     ran = wrapped.run(bundle)
-    governed(node, ran)
+    assert_governed(node, ran)
     assert not {"nvidia1", "gpu"} & set(ran.stdout.split())
     assert {r["minor"] for r in written(bundle)["linux"]["resources"]["devices"]} == {0, 255}
 

@@ -57,7 +57,7 @@ class TwoGenerations:
         self.target.mkdir()
 
     def gc(self, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, str]:
-        """Run it, and return the reason by name, preceded by `removed: ` for a generation that was removed.
+        """Run `tidegate gc`, and return the reason by generation, preceded by `removed: ` if the generation was removed.
 
         It is repeated if the containers of other tests prevented a complete search.
         """
@@ -70,7 +70,7 @@ class TwoGenerations:
                 return found
 
     def gc_once(self, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, str]:
-        """Run it once, whatever else happens on the machine."""
+        """Run `tidegate gc` once, without regard to other activity on the machine."""
         assert cli.main(["gc", "--driver-dir", str(self.path), *NESTED, *more, "--json"]) == 0
         document = json.loads(capsys.readouterr().out)
         return {
@@ -450,7 +450,7 @@ def test_a_mount_below_another_name_of_the_file_system_counts(
 
 
 def test_in_another_pid_namespace_every_generation_is_kept(driver: TwoGenerations) -> None:
-    """Containers may be out of sight there, unless --nested says that they are not."""
+    """Containers may be invisible there, unless --nested declares that they are not."""
     command = [
         *("unshare", "--pid", "--fork", "--mount-proc", "--propagation", "private"),
         *(sys.executable, "-m", "governor.cli", "gc", "--driver-dir", str(driver.path)),
@@ -499,7 +499,7 @@ def test_an_interrupted_removal_leaves_no_partial_generation_under_its_name(
     assert not left.exists()
 
 
-# What hides a mount, and what would keep everything
+# Mounts that are hidden, and users who try to keep every generation
 
 TENANT = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", "unshare", "-Urm"]
 
@@ -546,7 +546,7 @@ def test_a_process_whose_mounts_the_kernel_does_not_show_may_use_a_generation(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    """It is in a namespace younger than the list, and in the middle of a change to another one."""
+    """The process is in a namespace younger than the list, and is changing to another one."""
     is_listed = request.node.callspec.params["driver"] != "proc"
     if is_listed:
         monkeypatch.setattr(namespaces._ChildSearch, "_read_listed", lambda _: True)

@@ -21,8 +21,8 @@ def test_a_container_by_the_wrapper_is_known_by_its_control_group(
     require("runc", "gcc")
     output = tmp_path / "wrapper"
     status = wrapper.main(["--simulated", "--output", str(output)])
-    said = capsys.readouterr().out
-    assert status == 0, said
+    printed = capsys.readouterr().out
+    assert status == 0, printed
     report = json.loads((output / "wrapper.json").read_text())
     assert report["wrong"] == []
     assert report["who joined that group from outside"].startswith("accused: unregistered")

@@ -1,4 +1,4 @@
-"""gVisor's runsc instead of runc: a container that asks for a GPU is refused in one line, others run as without Tidegate.
+"""gVisor's runsc instead of runc: a container that asks for a GPU is refused in one line, and others run as without Tidegate.
 
 runsc is from Debian's package, in the roots of the engines. It runs containers on its default platform, ptrace in bookworm and
 systrap in trixie, without the network and, outside of a node, without control groups. Newer packages (forky, resolute,

@@ -64,7 +64,7 @@ def canary(tmp_path: Path) -> Canary:
 
 
 def settled(outcome: AttackOutcome) -> None:
-    """The container started, or did not for a reason that the hook or the runtime gave in one line."""
+    """The container started, or the hook or the runtime gave in one line the reason why it did not."""
     if outcome.ran.status == 0:
         assert outcome.outcome in ("prepared", "without-gpu")
     if outcome.outcome == "failed":
@@ -72,8 +72,8 @@ def settled(outcome: AttackOutcome) -> None:
         assert outcome.ran.status != 0
 
 
-def ours(outcome: AttackOutcome, *targets: str) -> None:
-    """The container's files at these places are the node's own, and read-only."""
+def assert_own_mounts(outcome: AttackOutcome, *targets: str) -> None:
+    """Require that the container's files at these places are the node's own, and read-only."""
     lines = [line.split(" ") for line in outcome.ran.stdout.splitlines() if " - " in line]
     mounts = {words[4]: words for words in lines}
     for target in targets:
@@ -183,7 +183,7 @@ def test_odd_files_at_each_place(
     settled(outcome)
     for step in outcome.steps:  # only regular files and directories were opened for reading
         assert (
-            step.what != str(bundle.rootfs / place)
+            step.file != str(bundle.rootfs / place)
             or step.numbers[2] & 0o10000000
             or (kind in ("endless", "empty", "directory"))
         ), step
@@ -575,7 +575,7 @@ def test_a_state_of_any_size(node: HookNode, size: int) -> None:
 
 
 def test_a_state_that_never_ends(node: HookNode) -> None:
-    """R14: the hook has its own deadline; the runtime may have none."""
+    """R14: the hook has its own deadline, because the runtime may have none."""
     node.timeout = 0.5
     with subprocess.Popen(
         [*node.hook, "createRuntime"], stdin=subprocess.PIPE, stderr=subprocess.PIPE
@@ -603,9 +603,9 @@ def test_mounts_shared_on_the_host_are_private_in_the_container(node: HookNode) 
         node.own_mirror()  # on that mount
         assert held.hook(node.hook).returncode == 0
         lines = Path(f"/proc/{held.process.pid}/mountinfo").read_text().splitlines()
-    ours = [line for line in lines if line.split()[4].startswith(f"{bundle.rootfs}/")]
-    assert len(ours) == 3
-    assert [line for line in ours if " shared:" in line or " master:" in line] == []
+    hook_mounts = [line for line in lines if line.split()[4].startswith(f"{bundle.rootfs}/")]
+    assert len(hook_mounts) == 3
+    assert [line for line in hook_mounts if " shared:" in line or " master:" in line] == []
 
 
 @pytest.mark.parametrize(
@@ -636,12 +636,12 @@ SOCKETS = [
     "directory",
     "fifo",
     "dangling",
-    "nobody listens",
+    "no listener",
     "datagram",
     "garbage",
     "close",
     "endless",
-    "somebody else",
+    "another user",
 ]
 
 
@@ -675,14 +675,14 @@ def test_a_replaced_socket_of_the_governor(
                 os.mkfifo(path)
             case "dangling":
                 path.symlink_to("nowhere")
-            case "nobody listens":
+            case "no listener":
                 other.bind(str(path))
             case "datagram":
                 with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as s:
                     s.bind(str(path))
             case "endless":
                 helper = impostor(path, "endless")
-            case "somebody else":
+            case "another user":
                 helper = impostor(path, str(canary.path))
         try:
             outcome = assault(node, runtime, bundle, canary)
@@ -721,7 +721,7 @@ while True:
 
 
 def impostor(path: Path, grants: str) -> subprocess.Popen[bytes]:
-    """Listen in the governor's place: grant a directory of the host as user nobody, or send `endless` data as root."""
+    """Listen on the governor's socket: grant a directory of the host as user nobody, or send `endless` data as root."""
     process = subprocess.Popen(
         ["/usr/bin/python3", "-c", IMPOSTOR, str(path), grants], stdout=subprocess.PIPE
     )
@@ -832,7 +832,7 @@ def test_no_file_of_the_image_is_mounted_anywhere(
     assert outcome.outcome == "prepared", outcome.event
     assert outcome.ran.stdout.startswith("#!/bin/sh\necho tidegate test smi\nTIDEGATE")
     assert "of the image" not in outcome.ran.stdout
-    ours(outcome, TARGET, "run/tidegate", "usr/bin/nvidia-smi")
+    assert_own_mounts(outcome, TARGET, "run/tidegate", "usr/bin/nvidia-smi")
     assert "libcuda.so.999.1" not in outcome.ran.stdout
 
 

@@ -66,13 +66,13 @@ def run(runtime: Runtime, bundle: DiskBundle, name: str) -> ContainerResult:
 def test_concurrent_starts_and_ends_on_one_root(
     node: HookNode, runtime: Runtime, shared: Path, capabilities: str
 ) -> None:
-    """None fails or loses what it uses, and the last one removes what all of them made; container ids are reused."""
+    """No start fails, no container loses files that it uses, and the last end removes all of them; ids are reused."""
     node.timeout = 40.0
     before, kept = tree(shared), everything(shared / "etc/ld.so.cache")
     together = threading.Barrier(AT_ONCE)
 
     def work(number: int) -> list[str]:
-        said = []
+        errors = []
         together.wait()
         for turn in range(ROUNDS):
             wanted = "all" if capabilities == "different" and (number + turn) % 2 else "utility"
@@ -80,8 +80,8 @@ def test_concurrent_starts_and_ends_on_one_root(
             bundle = make(node, shared, number, LOOKS.format(pause), wanted)
             ran = run(runtime, bundle, f"shared-{os.getpid()}-{number}")
             if (ran.status, ran.stdout) != (0, SERVED):
-                said.append(f"{number}.{turn}: {ran}")
-        return said
+                errors.append(f"{number}.{turn}: {ran}")
+        return errors
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         wrong = list(itertools.chain(*pool.map(work, range(AT_ONCE))))
@@ -94,7 +94,7 @@ def test_concurrent_starts_and_ends_on_one_root(
 def test_a_failed_start_removes_nothing_of_another_on_its_root(
     node: HookNode, runtime: Runtime, shared: Path
 ) -> None:
-    """The second starts when the first has made everything. Then the first is refused, and removes what it made."""
+    """The second start begins when the first has made its files; then the first is refused, and removes its files."""
     node.timeout = 20.0
     before, kept = tree(shared), everything(shared / "etc/ld.so.cache")
     governor = node.governor

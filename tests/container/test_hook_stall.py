@@ -53,7 +53,7 @@ class HookWay:
         if self.server and "TIDEGATE_BUILD" not in os.environ:
             status = Path(f"/proc/{stuck}/stat").read_text()
             assert int(status.rpartition(") ")[2].split()[1]) == self.server.process.pid
-        fuse.go_on()
+        fuse.resume()
         wait_for(lambda: not Path(f"/proc/{stuck}").exists(), "the abandoned process to end")
 
 
@@ -91,7 +91,7 @@ def left(node: HookNode) -> list[str]:
     return sorted(path.name for path in traces.iterdir()) if traces.exists() else []
 
 
-def nothing_came_of_it(node: HookNode, stalling: Stalling, held: HeldContainer) -> None:
+def assert_nothing_left(node: HookNode, stalling: Stalling, held: HeldContainer) -> None:
     assert [mount for mount in held.mounts() if mount] == []
     assert tree(stalling.below) == stalling.before
     node.governor.wait_idle()
@@ -101,7 +101,7 @@ def nothing_came_of_it(node: HookNode, stalling: Stalling, held: HeldContainer) 
     assert "left_behind" not in node.events()[-1]
 
 
-def has_ended(node: HookNode, held: HeldContainer) -> None:
+def prepare_and_end(node: HookNode, held: HeldContainer) -> None:
     """Let the hook prepare the container, and end the container."""
     node.timeout = ENOUGH
     assert held.hook(node.hook).returncode == 0
@@ -110,7 +110,7 @@ def has_ended(node: HookNode, held: HeldContainer) -> None:
     node.timeout = DEADLINE
 
 
-def ends_and_leaves_nothing(
+def assert_ends_and_leaves_nothing(
     node: HookNode, way: HookWay, stalling: Stalling, operation: str, name: str
 ) -> None:
     with stalling.fuse as fuse, HeldContainer(stalling.bundle) as held:
@@ -123,7 +123,7 @@ def ends_and_leaves_nothing(
         assert (event["outcome"], event["code"]) == ("failed", "mount")
         assert event["id"] == f"held-{held.process.pid}"
         way.ends(fuse)
-        nothing_came_of_it(node, stalling, held)
+        assert_nothing_left(node, stalling, held)
     assert [event["outcome"] for event in node.events()] == ["failed", "abandoned"]
 
 
@@ -131,7 +131,7 @@ def ends_and_leaves_nothing(
 def test_a_start_ends_at_its_deadline_and_leaves_nothing(
     node: HookNode, way: HookWay, stalling: Stalling, operation: str, name: str
 ) -> None:
-    ends_and_leaves_nothing(node, way, stalling, operation, name)
+    assert_ends_and_leaves_nothing(node, way, stalling, operation, name)
 
 
 @one_way
@@ -139,7 +139,7 @@ def test_a_start_ends_at_its_deadline_and_leaves_nothing(
 def test_a_start_ends_at_its_deadline_wherever_it_is_stuck(
     node: HookNode, way: HookWay, stalling: Stalling, operation: str, name: str
 ) -> None:
-    ends_and_leaves_nothing(node, way, stalling, operation, name)
+    assert_ends_and_leaves_nothing(node, way, stalling, operation, name)
 
 
 def test_a_runtime_waits_no_longer_than_the_deadline(
@@ -167,7 +167,7 @@ def test_an_undo_that_is_stuck_is_completed_later(
         done = held.hook(node.hook)
         assert (done.returncode, done.stderr) == (71, LINE)
         way.ends(fuse)
-        nothing_came_of_it(node, stalling, held)
+        assert_nothing_left(node, stalling, held)
     assert node.events()[-1]["message"] == "the admission is gone"
 
 
@@ -189,7 +189,7 @@ def test_a_hook_that_the_runtime_kills_leaves_nothing(
             hook.kill()
             assert hook.stdout.read() == b""  # no other process has it open
         way.ends(fuse)
-        nothing_came_of_it(node, stalling, held)
+        assert_nothing_left(node, stalling, held)
     assert [event["outcome"] for event in node.events()] == ["abandoned"]
 
 
@@ -218,7 +218,7 @@ def test_a_stuck_start_delays_only_starts_on_its_own_root(
 def test_a_stuck_cleanup_is_abandoned(node: HookNode, way: HookWay, stalling: Stalling) -> None:
     """The hook exits with 0; what the start left is removed when the file system answers."""
     with stalling.fuse as fuse, HeldContainer(stalling.bundle) as held:
-        has_ended(node, held)
+        prepare_and_end(node, held)
         fuse.stall(*ENDS)
         done = held.hook(node.hook, stage="poststop")
         assert (done.returncode, done.stderr) == (0, LINE)
@@ -233,7 +233,7 @@ def test_a_record_of_a_stuck_root_delays_no_other_cleanup(
 ) -> None:
     """Each end of a container checks whether the roots of all notes still exist."""
     with stalling.fuse as fuse, HeldContainer(stalling.bundle) as held:
-        has_ended(node, held)
+        prepare_and_end(node, held)
         node.timeout = ENOUGH
         fuse.stall("getattr", "")
         for number in range(3):
@@ -241,7 +241,7 @@ def test_a_record_of_a_stuck_root_delays_no_other_cleanup(
             assert (done.returncode, done.stderr) == (0, "")
         stuck = fuse.stuck()
         assert [request.pid for request in fuse.held] == [stuck]  # a second sweep would be listed
-        fuse.go_on()
+        fuse.resume()
         wait_for(lambda: not Path(f"/proc/{stuck}").exists(), "what looked to end")
     assert left(node) == [f"held-{held.process.pid}"]
 
@@ -307,7 +307,7 @@ def test_the_wrapper_abandons_a_stuck_cleanup(
     """The wrapper returns the real runtime's status."""
     command = wrapper(node, "#!/bin/sh\necho deleted\nexit 3\n")
     with stalling.fuse as fuse, HeldContainer(stalling.bundle) as held:
-        has_ended(node, held)
+        prepare_and_end(node, held)
         fuse.stall(*ENDS)
         done = subprocess.run(
             [*command, "delete", f"held-{held.process.pid}"],

@@ -48,8 +48,8 @@ def host_mounts(own: Path) -> list[str]:
         line.split(" ", 4)[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()
     ]
     others = (f"{tempfile.gettempdir()}/", f"{ROOT}/build/", "/run/tidegate-")
-    ours = (f"{own}/", f"/run/tidegate-{os.getpid()}/")
-    return [line for line in lines if line.startswith(ours) or not line.startswith(others)]
+    own_paths = (f"{own}/", f"/run/tidegate-{os.getpid()}/")
+    return [line for line in lines if line.startswith(own_paths) or not line.startswith(others)]
 
 
 @pytest.mark.parametrize("stage", ["prestart", "createRuntime"])

@@ -47,8 +47,8 @@ class Swap:
             self.count += 1
 
 
-def begins(step: SystemCall) -> bool:
-    """From here on the hook looks at the image."""
+def accesses_image(step: SystemCall) -> bool:
+    """Return whether the hook accesses the image at this step: by openat2, or in the container's namespace."""
     return step.name == "openat2" or step.inside
 
 
@@ -82,7 +82,7 @@ MAY_BE_THERE = {f"{LIBDIR}/glibc-hwcaps", TARGET, "run/tidegate"}
 def test_a_directory_that_is_a_link_at_every_other_step(
     node: HookNode, runtime: Runtime, canary: Canary, place: str, pattern: str
 ) -> None:
-    """R2: what was checked is what is used. The image has the host's path too, so that the hook goes on."""
+    """R2: the hook uses the file that it checked. The image has the host's path too, so that the hook continues."""
     bundle = run_nothing(node.bundle(""))
     if place in MAY_BE_THERE:
         (bundle.rootfs / place).mkdir(parents=True)
@@ -94,7 +94,7 @@ def test_a_directory_that_is_a_link_at_every_other_step(
 
     def react(step: SystemCall) -> None:
         nonlocal steps
-        if begins(step):
+        if accesses_image(step):
             steps += 1
             swap.put(PATTERNS[pattern](steps))
 
@@ -121,7 +121,7 @@ def test_a_directory_that_is_a_link_at_one_step(
 
         def react(step: SystemCall, swap: Swap = swap, at: int = at) -> None:
             nonlocal count
-            if begins(step):
+            if accesses_image(step):
                 count += 1
                 swap.put(count == at or (count > at and not back))
 
@@ -155,7 +155,7 @@ def test_directories_that_are_links_now_and_then(
     swaps = [Swap(bundle, canary, place, n) for n, place in enumerate(places)]
 
     def react(step: SystemCall) -> None:
-        if begins(step):
+        if accesses_image(step):
             for swap in swaps:
                 swap.put(draw.random() < 0.5)
 
@@ -291,7 +291,7 @@ CHECKED = {"x86-64-v2": (TARGET, "/dev"), "tidegate": ("run/tidegate", "/dev"), 
 def test_a_target_that_is_a_link_after_it_was_checked(
     node: HookNode, runtime: Runtime, canary: Canary, name: str
 ) -> None:
-    """R2: what is mounted on is what was checked, not what has its name by then; inside the root as well."""
+    """R2: the mount is made on the file that was checked, not on a later file of that name, not even in the root."""
     place, elsewhere = CHECKED[name]
     bundle = run_nothing(node.bundle(""))
     before: list[SystemCall] = []
@@ -341,7 +341,7 @@ def test_without_the_rule_the_race_reaches_the_host(
         def react(
             step: SystemCall, swap: Swap = swap, seen: list[int] = steps_seen, pattern=pattern
         ) -> None:
-            if begins(step):
+            if accesses_image(step):
                 seen[0] += 1
                 swap.put(pattern(seen[0]))
 
@@ -350,7 +350,7 @@ def test_without_the_rule_the_race_reaches_the_host(
             held.hook(steps.argv(hook))
         (run,) = steps.runs
         reached += [
-            s.what for s in run if s.name == "openat2" and s.what.startswith(str(canary.path))
+            s.file for s in run if s.name == "openat2" and s.file.startswith(str(canary.path))
         ]
         if reached:
             return
@@ -361,7 +361,7 @@ def test_without_the_rule_the_race_reaches_the_host(
 def test_an_object_of_the_host_disappears_meanwhile(
     node: HookNode, canary: Canary, what: str
 ) -> None:
-    """R2, R13: what is gone when the hook enters its namespace or mounts it is not looked up by number or name."""
+    """R2, R13: an object that is gone when the hook enters or mounts it is not looked up again by number or name."""
     node.own_mirror()
     bundle = run_nothing(node.bundle(""))
     gone = canary.path / "gone"

@@ -1,7 +1,7 @@
 """Images of every kind under a real governor, on a simulated GPU: no container gets more than its quota, whatever its
 image contains.
 
-`governed` checks the program's output: with a quota of 2 GiB, our library refuses it 3 GiB and gives it 1 GiB. Each kind
+`assert_governed` checks the program's output: with a quota of 2 GiB, our library refuses it 3 GiB and gives it 1 GiB. Each kind
 of image is started by runc and by crun. docs/reference/images.md has a row for each.
 """
 
@@ -112,7 +112,7 @@ def make(site: BenchNode, tmp_path: Path) -> Make:
     return make_one
 
 
-def governed(ran: ContainerResult, library: str = "") -> None:
+def assert_governed(ran: ContainerResult, library: str = "") -> None:
     """Check that our library answered the program."""
     assert ran.status == 0, ran.stdout + ran.stderr
     words = ran.stdout.split()
@@ -172,7 +172,7 @@ def test_a_layout_is_governed(make: Make, runtime: Runtime, layout: str) -> None
             "simgpu-workload",
         ]
         assert not (root / "etc/ld.so.cache").exists()
-    governed(runtime.run(bundle))
+    assert_governed(runtime.run(bundle))
 
 
 @pytest.mark.parametrize("kind", ["read-only root", "user namespace"])
@@ -184,7 +184,7 @@ def test_a_restricted_container_is_governed(make: Make, runtime: Runtime, kind: 
         add_user_namespace(bundle)
         for directory in [bundle.path, *bundle.path.parents][:-2]:
             directory.chmod(directory.stat().st_mode | 0o011)
-    governed(runtime.run(bundle))
+    assert_governed(runtime.run(bundle))
 
 
 @pytest.mark.parametrize("search", ["compat", "link", "lib.real", "relative", "default", "opt"])
@@ -207,7 +207,7 @@ def test_a_driver_of_the_images_own_comes_after_ours(
     if search == "lib.real":
         (bundle.rootfs / COMPAT / "lib").symlink_to("lib.real")
     environment(bundle, path)
-    governed(runtime.run(bundle))
+    assert_governed(runtime.run(bundle))
 
 
 def test_compat_that_an_entry_point_puts_on_the_path_comes_after_ours(
@@ -219,7 +219,7 @@ def test_compat_that_an_entry_point_puts_on_the_path_comes_after_ours(
     )
     shutil.copy("/usr/bin/env", bundle.rootfs / "usr/bin/env")
     own_driver(bundle, site, COMPAT)
-    governed(runtime.run(bundle))
+    assert_governed(runtime.run(bundle))
 
 
 @pytest.mark.parametrize("tags", ["--disable-new-dtags", "--enable-new-dtags"])
@@ -238,7 +238,7 @@ def test_a_program_whose_rpath_leads_to_its_own_driver_gets_ours(
     (bundle.rootfs / "opt/bin/ask-rpath").symlink_to("../app/bin/ask-rpath")
     bundle.config["process"]["env"].append("PATH=/nowhere:/opt/bin")
     own_driver(bundle, site, own)
-    governed(runtime.run(bundle))
+    assert_governed(runtime.run(bundle))
 
 
 @pytest.mark.parametrize("below", ["tls", "haswell", "haswell/avx512_1/x86_64", "x86_64"])
@@ -249,7 +249,7 @@ def test_a_driver_that_an_older_loader_finds_below_comes_after_ours(
     bundle = make()
     own_driver(bundle, site, f"opt/app/lib/{below}")
     environment(bundle, "/opt/app/lib")
-    governed(runtime.run(bundle))
+    assert_governed(runtime.run(bundle))
 
 
 @pytest.mark.parametrize("platform", ["haswell", "x86_64"])
@@ -260,7 +260,7 @@ def test_a_driver_behind_platform_comes_after_ours(
     bundle = make()
     own_driver(bundle, site, f"opt/{platform}/lib")
     environment(bundle, "/opt/$PLATFORM/lib")
-    governed(runtime.run(bundle))
+    assert_governed(runtime.run(bundle))
 
 
 def test_a_driver_in_a_directory_that_is_searched_before_glibc_s_comes_after_ours(
@@ -270,7 +270,7 @@ def test_a_driver_in_a_directory_that_is_searched_before_glibc_s_comes_after_our
     bundle = make()
     (bundle.rootfs / "lib").unlink()
     own_driver(bundle, site, "lib/x86_64-linux-gnu")
-    governed(runtime.run(bundle))
+    assert_governed(runtime.run(bundle))
 
 
 BEFORE = [
@@ -314,7 +314,7 @@ def test_a_cache_does_not_lead_to_a_driver_for_newer_processors(
     own_driver(bundle, site, "opt/app/lib/glibc-hwcaps/x86-64-v3")
     own_driver(bundle, site, "opt/app/lib")
     ldconfig(bundle, "opt/app/lib")
-    governed(runtime.run(bundle))
+    assert_governed(runtime.run(bundle))
 
 
 @pytest.mark.parametrize("cache", ["leads elsewhere", "nothing else", "damaged", "cut", "empty"])
@@ -347,7 +347,7 @@ def test_a_cache_does_not_lead_past_us(
             assert "tidegate: /etc/ld.so.cache in the image is damaged" in ran.stderr
         assert ran.stdout == ""
     else:
-        governed(ran)
+        assert_governed(ran)
 
 
 def test_a_driver_in_a_volume_that_the_path_names_is_refused(
@@ -419,7 +419,7 @@ def test_a_driver_that_only_a_process_inside_finds_is_refused(
 def test_a_driver_that_nvidias_toolkit_brings_is_refused(
     make: Make, runtime: Runtime, way: str
 ) -> None:
-    """Which of the two drivers would be found first must not be left to chance."""
+    """Chance must not decide which of the two drivers is found."""
     bundle = make()
     hooks: dict[str, Any] = bundle.config["hooks"]
     if way == "mount":

@@ -1,4 +1,4 @@
-"""Containers that attack each other. A container cannot see, change or talk to what the governor keeps for another one.
+"""Containers that attack each other: no container can see, change or connect to what the governor has for another one.
 A container that writes anything into its own ledger takes nothing from the others. The attacker is hostile.c, which
 runs as root of its container."""
 
@@ -105,7 +105,7 @@ def as_attacker(**process: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def in_namespace_of(pid: int, **process: Any) -> Callable[[dict[str, Any]], None]:
-    """The same in another container's pid namespace, as in a pod that shares it."""
+    """Like `as_attacker`, and in another container's PID namespace, as in a pod that shares it."""
     first = as_attacker(**process)
 
     def edit(config: dict[str, Any]) -> None:
@@ -136,7 +136,7 @@ def descriptors(fds: Path) -> collections.Counter[str]:
 
 
 NONE: dict[str, Any] = {"capabilities": {}}
-WHO: dict[str, Callable[[int], Callable[[dict[str, Any]], None]]] = {
+ATTACKERS: dict[str, Callable[[int], Callable[[dict[str, Any]], None]]] = {
     "root": lambda _: as_attacker(),
     "user": lambda _: as_attacker(user={"uid": 1000, "gid": 1000}, **NONE),
     "root-shared-pids": lambda pid: in_namespace_of(pid, **NONE),
@@ -145,20 +145,21 @@ WHO: dict[str, Callable[[int], Callable[[dict[str, Any]], None]]] = {
 
 
 @pytest.mark.parametrize(
-    "who", [pytest.param(w, marks=[pytest.mark.slow] if "user" in w else [], id=w) for w in WHO]
+    "attacker_kind",
+    [pytest.param(w, marks=[pytest.mark.slow] if "user" in w else [], id=w) for w in ATTACKERS],
 )
-def test_no_container_reaches_another_containers_files(node: BenchNode, who: str) -> None:
-    victim = start_worker(node, f"victim-{who}", compute="20")
+def test_no_container_reaches_another_containers_files(node: BenchNode, attacker_kind: str) -> None:
+    victim = start_worker(node, f"victim-{attacker_kind}", compute="20")
     begin(victim)
     has = directory(node, victim)
     before, page = contents(has), (has / "grant").read_bytes()
     fds = Path(f"/proc/{node.governor_pid}/fd")
     kinds = descriptors(fds)
     attacker = node.start(
-        f"attacker-{who}",
+        f"attacker-{attacker_kind}",
         ["/usr/bin/hostile", "prowl", str(has), container_key(victim.identifier)],
         {"memory": "1Gi", "compute": "20"},
-        edit=WHO[who](inside(node, victim)),
+        edit=ATTACKERS[attacker_kind](inside(node, victim)),
     )
     assert node.wait(attacker, WAIT_S) == 0, attacker.output
     tried = re.fullmatch(r"tried (\d+), and (\d+) at (\d+) processes\n", attacker.output)
@@ -166,7 +167,7 @@ def test_no_container_reaches_another_containers_files(node: BenchNode, who: str
     alone, at_others, others = map(int, tried.groups())
     assert alone > 700
     # In a shared pid namespace the attacker finds at least the victim's process, and tries many ways at each.
-    assert (others > 0) == ("shared" in who)
+    assert (others > 0) == ("shared" in attacker_kind)
     assert at_others >= 150 * others
     assert contents(has) == before
     after = (has / "grant").read_bytes()
@@ -276,11 +277,11 @@ def test_users_of_the_host_cannot_register_at_a_containers_socket(node: BenchNod
     victim = start_worker(node, "watched", compute="20")
     begin(victim)
     path = directory(node, victim) / "governor.sock"
-    nobody = (
+    unprivileged = (
         f"import os, socket; os.setuid(65534); socket.socket(socket.AF_UNIX).connect({str(path)!r})"
     )
     done = subprocess.run(
-        [sys.executable, "-c", nobody], capture_output=True, text=True, check=False
+        [sys.executable, "-c", unprivileged], capture_output=True, text=True, check=False
     )
     assert "PermissionError" in done.stderr
     with socket.socket(socket.AF_UNIX) as client:

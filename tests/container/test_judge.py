@@ -12,9 +12,9 @@ def test_no_function_works_past_the_control_library(tmp_path, require, capsys) -
     require("runc", "gcc")
     output = tmp_path / "judge"
     status = judge.main(["--simulated", "--output", str(output)])
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     report = json.loads((output / "report.json").read_text())
-    assert status == 0, said
+    assert status == 0, printed
     assert report["failed"] == {}
     assert report["proven"] >= 220
     governed = [row["governed"] for row in report["rows"] if row["governed"]["outcome"] == "ran"]

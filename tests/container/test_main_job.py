@@ -332,7 +332,7 @@ def test_a_killed_holder_delays_no_other_container(node: BenchNode, how: str) ->
     assert window[-1] > done + 900 * MS  # the stamps are written up to here
     gap = max(b - a for a, b in itertools.pairwise(window))
     assert gap < 50 * MS + stall.longest, f"a gap of {gap / MS:.1f} ms"
-    # What the victim had is free: the rest of the memory and of the time.
+    # The victim's share is free: the rest of the memory and of the time.
     assert victim.identifier not in node.look()
     heir = start_worker(node, f"heir-{how}", **rest)
     begin(heir)

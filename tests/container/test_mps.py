@@ -147,7 +147,7 @@ def probe(node: BenchNode, name: str, **annotations: str) -> dict[str, Any]:
         name, ["/usr/bin/probe"], {"memory": "1Gi", "compute": "10", **annotations}
     )
     assert node.wait(container, WAIT_S) == 0, container.output
-    return {**last_json(container.output), "said": container.output}
+    return {**last_json(container.output), "output": container.output}
 
 
 def worker(node: BenchNode, name: str, **annotations: str) -> Running:
@@ -180,13 +180,13 @@ def alive(pid: int) -> bool:
 
 def test_a_container_is_a_client_and_sees_one_socket_that_it_cannot_change(node: BenchNode) -> None:
     seen = probe(node, "client", strategy="mps")
-    said = seen.pop("said")
+    output = seen.pop("output")
     # ".", ".." and "control"; a read-only mount; the socket for commands cannot be reached.
     assert seen == {
         "error": 0, "mps": 1, "variable": "/run/tidegate/mps", "entries": 3, "made": 30, "unlinked": 30,
         "control": 0, "privileged": 2,
-    }, said  # fmt: skip
-    assert "tidegate: " not in said
+    }, output  # fmt: skip
+    assert "tidegate: " not in output
 
 
 def test_auto_takes_any_gpu_with_room_and_that_gpus_strategy(node: BenchNode) -> None:
@@ -247,8 +247,8 @@ def test_a_daemon_that_is_killed_is_started_again_and_new_containers_reach_it(
         wait_for(lambda: mps(node)["pid"] not in (0, before["pid"]), "another daemon")
         wait_for(lambda: mps(node)["state"] == "running", "the daemon")
         wait_for(lambda: link.stat().st_ino != inode, "the link to the new socket")
-        told = (directory(node, neighbour) / "mps/events").read_text()
-        assert "daemon-ended: the server ended; restart the programs that used the GPU" in told
+        logs = (directory(node, neighbour) / "mps/events").read_text()
+        assert "daemon-ended: the server ended; restart the programs that used the GPU" in logs
     after = mps(node)
     assert (after["starts"], after["ends"]) == (before["starts"] + 1, before["ends"] + 1)
     [ended] = events(node, "mps-daemon-ended")
@@ -269,9 +269,9 @@ def test_a_fault_is_reported_to_all_containers_whose_work_it_ends(node: BenchNod
         assert fault["by"] == first.identifier
         assert fault["text"] == f"Client process {pid} encountered a fatal GPU error."
         assert fault["containers"] == [first.identifier, second.identifier]
-        told = [(directory(node, c) / "mps/events").read_text() for c in (first, second)]
-        assert "fault: a process of this container had a fatal fault" in told[0]
-        assert "fault: a process of some container had a fatal fault" in told[1]
+        logs = [(directory(node, c) / "mps/events").read_text() for c in (first, second)]
+        assert "fault: a process of this container had a fatal fault" in logs[0]
+        assert "fault: a process of some container had a fatal fault" in logs[1]
     # The fault ends both; a container that shares nothing with them continues.
     for container in (first, second):
         assert node.wait(container, WAIT_S) != 0

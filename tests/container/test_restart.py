@@ -157,7 +157,9 @@ def known(node: BenchNode) -> dict[str, dict[str, Any]]:
     return {one["id"]: one for one in ask(node.config, "list")["containers"]}
 
 
-def same(before: dict[str, Any], after: dict[str, Any], *, processes: bool = True) -> None:
+def assert_same_record(
+    before: dict[str, Any], after: dict[str, Any], *, processes: bool = True
+) -> None:
     """Check that the record of a container is unchanged."""
     names = ["id", "key", "pid", "confirmed", "compute", "compute_limit"]
     for name in [*names, "processes"] if processes else names:
@@ -205,7 +207,7 @@ def end_load(node: BenchNode, stress: Running, allocator: Running) -> None:
     assert fought["refused"]
 
 
-def ride(node: BenchNode, times: int) -> None:
+def kill_governor_repeatedly(node: BenchNode, times: int) -> None:
     """Kill the governor `times` times under all kinds of load, and check each container every time."""
     draw = random.Random(times)  # noqa: S311
     quotas = {"large": 45, "small": 20}
@@ -215,8 +217,8 @@ def ride(node: BenchNode, times: int) -> None:
     ]
     stress, allocator = load(node, str(times))
     begin(*burners)
-    everybody = [*burners, stress, allocator]
-    wait_for(lambda: len(known(node)) == len(everybody), "all to be registered")
+    all_containers = [*burners, stress, allocator]
+    wait_for(lambda: len(known(node)) == len(all_containers), "all to be registered")
     before = known(node)
     windows = []
     for _ in range(times):
@@ -229,10 +231,10 @@ def ride(node: BenchNode, times: int) -> None:
         assert set(after) == set(before)
         for identifier, old in before.items():
             # Its processes come and go.
-            same(old, after[identifier], processes=identifier != allocator.identifier)
+            assert_same_record(old, after[identifier], processes=identifier != allocator.identifier)
         windows.append((returned + S, returned + 2 * S))
         time.sleep(2.1)
-        for container in everybody:
+        for container in all_containers:
             assert container.process.poll() is None, show_output(container)
     end_load(node, stress, allocator)
     for container, quota in zip(burners, quotas.values(), strict=True):
@@ -245,13 +247,13 @@ def ride(node: BenchNode, times: int) -> None:
 
 
 def test_a_governor_that_is_killed_three_times_under_load(node: BenchNode) -> None:
-    ride(node, 3)
+    kill_governor_repeatedly(node, 3)
 
 
 @pytest.mark.slow
 @pytest.mark.alone
 def test_a_governor_that_is_killed_a_hundred_times_under_load(node: BenchNode) -> None:
-    ride(node, 100)
+    kill_governor_repeatedly(node, 100)
 
 
 @pytest.mark.slow
@@ -345,7 +347,7 @@ def test_ends_and_starts_while_the_governor_is_away(node: BenchNode) -> None:
     node.wait(ended, WAIT_S)
     os.kill(int((stays.out / "early.pid").read_text()), signal.SIGKILL)
     known_to_both.wait(WAIT_S)
-    # These wait for the next governor, and one of them does not live long enough.
+    # These processes wait for the next governor, and one of them ends before that.
     inside = execute(node, stays, "inside", 1)
     gone = execute(node, stays, "gone", 600)
     wait_for((stays.out / "gone.pid").exists, "it to start")
@@ -360,10 +362,10 @@ def test_ends_and_starts_while_the_governor_is_away(node: BenchNode) -> None:
     assert directories == [container_key(stays.identifier)]
     pid = int((stays.out / "inside.pid").read_text())
     wait_for(lambda: pid in known(node)[stays.identifier]["processes"], "the second process")
-    said = (stays.out / "inside.log").read_text
-    assert inside.wait(WAIT_S) == 0, said()
-    assert "keeps its quota by itself" not in said()
-    assert last_json(said())["units"] > 100
+    read_log = (stays.out / "inside.log").read_text
+    assert inside.wait(WAIT_S) == 0, read_log()
+    assert "keeps its quota by itself" not in read_log()
+    assert last_json(read_log())["units"] > 100
     wait_for(lambda: known(node)[stays.identifier]["processes"] == first, "the others to be gone")
     wait_for(
         lambda: known(node)[stays.identifier]["devices"][0]["memory_used"] < GIB, "their memory"
@@ -380,7 +382,7 @@ def test_a_changed_quota_lasts(node: BenchNode) -> None:
     before = known(node)
     restart(node)
     after = known(node)
-    same(before[container.identifier], after[container.identifier])
+    assert_same_record(before[container.identifier], after[container.identifier])
     assert after[container.identifier]["compute_limit"] == 30
     other = start_worker(node, "other", compute="80")
     begin(other)
@@ -441,22 +443,24 @@ def test_a_damaged_database_is_rebuilt_from_running_containers(node: BenchNode) 
     after = known(node)
     assert set(after) == set(before)
     for identifier, old in before.items():
-        same(old, after[identifier], processes=identifier != allocator.identifier)
+        assert_same_record(old, after[identifier], processes=identifier != allocator.identifier)
     [said] = events(node, "database-damaged")
     assert said["level"] == "error"
     assert Path(said["moved_to"]).read_bytes().startswith(b"what a disk may do")
     assert len(events(node, "container-recovered")) == 4
-    # What was rebuilt is also stored.
+    # The rebuilt records are also stored.
     restart(node)
     assert set(known(node)) == set(before)
     for identifier, old in before.items():
-        same(old, known(node)[identifier], processes=identifier != allocator.identifier)
+        assert_same_record(
+            old, known(node)[identifier], processes=identifier != allocator.identifier
+        )
     assert len(events(node, "database-damaged")) == 1
     end_load(node, stress, allocator)
 
 
 def test_a_lost_process_row_is_found_by_its_slot(node: BenchNode) -> None:
-    """As if the log of the database were cut: an older state, in which a process is missing."""
+    """The database has an older state, in which a process is missing, as if its log had been truncated."""
     container = start_worker(node, "forgotten")
     begin(container)
     before = known(node)
@@ -465,7 +469,7 @@ def test_a_lost_process_row_is_found_by_its_slot(node: BenchNode) -> None:
         assert db.execute("DELETE FROM processes").rowcount == 1
         db.commit()
     node.start_governor()
-    same(before[container.identifier], known(node)[container.identifier])
+    assert_same_record(before[container.identifier], known(node)[container.identifier])
     at = units(container)
     time.sleep(1)
     assert units(container) > at + 400  # of 2000: it has 40 %
@@ -486,14 +490,14 @@ def test_a_process_that_starts_long_after_the_governor_was_killed(node: BenchNod
     pid = int((container.out / "alone.pid").read_text())
     wait_for(lambda: pid in known(node)[container.identifier]["processes"], "it to be registered")
     time.sleep(0.5)
-    # What it launched and allocated on its own is in the books.
+    # The governor counts what the process launched and allocated on its own.
     (device,) = known(node)[container.identifier]["devices"]
     assert (device["contexts"], device["memory_used"] >= GIB) == (2, True)
     assert alone.wait(WAIT_S) == 0
-    said = (container.out / "alone.log").read_text()
-    assert last_json(said)["units"] > 100
-    assert "this process keeps its quota by itself" in said
-    assert "the governor is back" in said
+    log = (container.out / "alone.log").read_text()
+    assert last_json(log)["units"] > 100
+    assert "this process keeps its quota by itself" in log
+    assert "the governor is back" in log
     wait_for(lambda: pid not in known(node)[container.identifier]["processes"], "its end")
 
 

@@ -258,7 +258,7 @@ def test_an_error_of_the_environment_names_the_variable(
 
 
 def test_nvidia_s_own_injection_is_refused(node: HookNode, wrapped: WrappedRuntime) -> None:
-    """Both would bring a driver, and which one is found would be left to chance."""
+    """Both injections would provide a driver, and chance would decide which one is found."""
     bundle = plain(node, "true")
     bundle.config["hooks"] = {"prestart": [{"path": "/usr/bin/nvidia-container-runtime-hook"}]}
     ran = wrapped.run(bundle)

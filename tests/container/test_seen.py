@@ -1,4 +1,4 @@
-"""What `tidegate ps`, `top` and `inspect` show of containers that work, compared with their quota and their work."""
+"""What `tidegate ps`, `top` and `inspect` show about containers that work, compared with their quotas and their work."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_delivered_time_and_waits_are_shown_correctly(node: BenchNode) -> None:
     time.sleep(2.5)  # the period that a rate covers
     seen = [devices(node) for _ in range(5) if time.sleep(0.5) is None]
     mean = {
-        name: {what: sum(one[name][what] for one in seen) / len(seen) for what in ("delivered", "lent", "waited")}
+        name: {field: sum(one[name][field] for one in seen) / len(seen) for field in ("delivered", "lent", "waited")}
         for name in ("small", "large")
     }  # fmt: skip
     # On a busy machine programs do not request in time all that they may have: they may get less, but never more.

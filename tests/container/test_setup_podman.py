@@ -121,7 +121,7 @@ def node(
     root = unpacked(request.param)
     base = tmp_path_factory.mktemp("p")
     rootfs = make_rootfs(base / "rootfs", base / "tools")
-    with EngineHost(root, base, second=request.param == "experimental") as host:
+    with EngineHost(root, base, cgroup2_only=request.param == "experimental") as host:
         host.write("/usr/bin/tidegate-hook", HOOK, 0o755)
         host.write("/etc/containers/containers.conf", CONTAINERS_CONF.format(runtime="runc"))
         image = pack_image(rootfs, host.work / "image.tar")
@@ -239,16 +239,18 @@ def test_a_container_that_a_policy_restarts_without_the_hooks_is_named(site: Pod
     for name, options in (("asks", asks), ("plain", asks[1:])):
         site.host.check("podman", "run", "--detach", "--pull=never", f"--name={name}", *options, IMAGE, "/usr/bin/sleep", "2")  # fmt: skip
     try:
-        told = "podman restart asks" in site.setup()
+        restart_asked = "podman restart asks" in site.setup()
         # The first restart may have begun earlier.
         await_restarts(site, 1)
         site.stages()
         await_restarts(site, 2)
-        assert told is ("createRuntime" not in site.stages())
+        assert restart_asked is ("createRuntime" not in site.stages())
         found = site.doctor("podman.service")[0]
-        assert found.startswith("warning: the container asks was started before the ") is told
+        assert (
+            found.startswith("warning: the container asks was started before the ") is restart_asked
+        )
         await_restarts(site, 3)
-        assert ("note: asks started before the hooks were set up" in site.setup()) is told
+        assert ("note: asks started before the hooks were set up" in site.setup()) is restart_asked
         site.host.check("podman", "restart", "--time=0", "asks")
         wait_for(lambda: "createRuntime" in site.stages(), "the hook")
         assert site.setup() == "podman: already set up, nothing to do\n"

@@ -1,4 +1,4 @@
-"""Containers that go around the control library, under runc with a simulated GPU: they are found in time, throttled
+"""Containers that bypass the control library, under runc with a simulated GPU: they are detected in time, throttled
 and stopped. Honest containers are never accused.
 
 The culprit loads a copy of the driver's own libcuda (stray.c). The tests take the times of freezes from the governor's
@@ -176,16 +176,16 @@ def test_memory_taken_past_the_library_is_reported_within_two_seconds(place: Pla
         wait_for(lambda: all(one["ended"] for one in violations(node, culprit).values()), "the end")
         for one in violations(node, culprit).values():
             assert one["ended"] - ended < SOON_S
-        told = events(node, "violation", "violation-ended")
+        reported = events(node, "violation", "violation-ended")
         # One event when each began and one when it ended, for no other container; nothing was done about them.
-        assert sorted((one["event"], one["kind"]) for one in told) == [
+        assert sorted((one["event"], one["kind"]) for one in reported) == [
             ("violation", "memory"),
             ("violation", "unregistered"),
             ("violation-ended", "memory"),
             ("violation-ended", "unregistered"),
         ]
-        assert {one["container"] for one in told} == {culprit.identifier}
-        assert told[0]["policy"] == "report"
+        assert {one["container"] for one in reported} == {culprit.identifier}
+        assert reported[0]["policy"] == "report"
         assert violations(node, neighbour) == {}
         assert not events(node, "container-frozen", "violation-stopped")
         # The page still shows it when the container has gone.
@@ -197,7 +197,7 @@ def test_memory_taken_past_the_library_is_reported_within_two_seconds(place: Pla
         state = json.loads(get(node, "web.sock", "/api/v1/state"))
         assert [one["id"] for one in state["containers"]] == [neighbour.identifier]
         assert [(one["id"], one["kind"]) for one in state["violations"]] == [
-            (one["container"], one["kind"]) for one in told[:2]
+            (one["container"], one["kind"]) for one in reported[:2]
         ]
         assert b"<title>Tidegate</title>" in get(node, "web.sock", "/")
 
@@ -280,10 +280,10 @@ def test_honest_containers_are_not_accused(place: Place) -> None:
         assert events(node, "violation") == []
         assert len(node.look()) == len(node.running) == 6
         long = [one for one in node.look().values() if one["id"].endswith("-long")]
-        told = long[0]["devices"][0]
+        reported = long[0]["devices"][0]
         # Otherwise the test would show nothing: it was charged for more time than its grants can last, so its work has
         # outlasted them.
-        assert told["held_ns"] > told["grants"] * 150_000_000
+        assert reported["held_ns"] > reported["grants"] * 150_000_000
 
 
 def ticks(container: Running) -> int:
@@ -294,7 +294,7 @@ def ticks(container: Running) -> int:
 
 
 def stands_still(container: Running) -> bool:
-    """Whether the container did nothing for a third of a second."""
+    """Return whether the container did nothing for a third of a second."""
     before = ticks(container)
     time.sleep(0.35)
     return ticks(container) == before > 0
@@ -415,7 +415,7 @@ def test_stopping_kills_the_container(place: Place) -> None:
 
 
 def on_the_gpu(node: BenchNode, pids: list[int], seconds: float) -> float:
-    """Percent of the simulated GPU's time for which the processes work in the next `seconds`."""
+    """Return the percentage of the simulated GPU's time that the processes use in the next `seconds` seconds."""
     looks = []
     for pause in (seconds, 0):
         status = simgpu.status(node.machine.directory / "gpu0")
@@ -427,7 +427,7 @@ def on_the_gpu(node: BenchNode, pids: list[int], seconds: float) -> float:
 
 
 def test_limit_holds_a_process_that_bypasses_the_library_to_the_quota(place: Place) -> None:
-    """The container has its own driver, endless kernels and a neighbour that leaves time unused. It goes on working."""
+    """The container has its own driver, endless kernels and a neighbour that leaves time unused. It continues to work."""
     with place(on_violation="limit", scheduling="hardware") as node:
         neighbour = burner(node, "neighbour", compute="40")
         culprit = start(node, "culprit", "own", "began", "burn:60000", compute="20")

@@ -1,14 +1,14 @@
 /*
- * The arbiter's threads on two GPUs, with containers that write arbitrary values into their
- * ledgers.
+ * Runs the arbiter's threads for two GPUs and measures the shares of honest containers next to
+ * containers that write arbitrary values into their ledgers.
  *
  * `arbiter_pages SECONDS SEED anything|idle|done`. Three containers are honest: one on each GPU and
  * one on both, with 25 % of each. Two others, one of them on both GPUs, write random words at
- * random places as fast as they can, and wake the threads. With `idle` they want the GPU instead
- * and do nothing with it; with `done` they report immediately that they are done. A sixth container
- * comes and goes. Prints, as JSON, the shares of the three and the longest silence of the
- * heartbeat, and which fraction of a processor the threads used while the ledgers of the two were
- * nonsense and no container woke them. Other errors are reported by a sanitizer.
+ * random places as fast as they can, and wake the threads. With `idle` they request the GPU instead
+ * and do not use it; with `done` they release each grant immediately. A sixth container is added
+ * and removed repeatedly. Prints, as JSON, the shares of the three and the longest time without a
+ * heartbeat, and the fraction of a processor that the threads used while the ledgers of the two
+ * were nonsense and no container woke them. Other errors are reported by a sanitizer.
  */
 #include "layout.gen.h"
 #include "prim.h"

@@ -1,4 +1,4 @@
-"""Builds arbiter_pages.c with sanitizers, runs it, and compares its output with what honest containers are promised."""
+"""Builds arbiter_pages.c with sanitizers, runs it, and checks that honest containers get their promised shares."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def hold(program: Path, seconds: int, seed: int, liars: str) -> None:
         env={**os.environ, "ASAN_OPTIONS": "detect_leaks=1"},
     )  # fmt: skip
     assert done.returncode == 0, f"seed {seed}, {liars}: {done.stderr[-8000:]}"
-    said = json.loads(done.stdout)
-    assert min(said["shares"]) > PROMISED / 2, f"seed {seed}, {liars}: {said}"
-    assert said["silence_ms"] < 1000, (
-        f"seed {seed}, {liars}: {said}"
+    result = json.loads(done.stdout)
+    assert min(result["shares"]) > PROMISED / 2, f"seed {seed}, {liars}: {result}"
+    assert result["silence_ms"] < 1000, (
+        f"seed {seed}, {liars}: {result}"
     )  # after that, processes consider the governor gone
     if liars == "anything":
-        assert said["resting"] < 0.6, f"seed {seed}: {said}"
-    print(f"seed {seed}, {liars}: {said}")
+        assert result["resting"] < 0.6, f"seed {seed}: {result}"
+    print(f"seed {seed}, {liars}: {result}")

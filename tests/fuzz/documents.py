@@ -200,7 +200,7 @@ def refusal(kind: str, data: bytes) -> str | None:
 
 
 def hold(kind: str, data: bytes) -> bool:
-    """Check a document against what is promised of its kind; return whether it was accepted."""
+    """Check the properties that every document of a kind must have; return whether the document was accepted."""
     line, valid = refusal(kind, data), is_valid(kind, data)
     if line is not None:
         # The message is one line for a terminal, whatever the document contains.

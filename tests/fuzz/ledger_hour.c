@@ -1,16 +1,17 @@
 /*
- * Ledgers of arbitrary content on a virtual clock: what the other containers of the GPU get.
+ * Measures the shares of honest containers on a GPU, on a virtual clock, next to containers that
+ * write arbitrary values into their ledgers.
  *
  * `ledger_hour SECONDS SEED QUANTUM_NS MOST_NS LONGEST_NS SWITCH_NS LOOKAHEAD_NS REMAINS`. The
  * arbiter and the runner are the real ones, without the runner's thread: this program calls it
  * whenever the thread would wake. Two honest containers always have work, with 50 % and 20 % as
  * guarantee and limit. Six others, with 5 % each, write to their ledgers and never use the GPU; how
  * many of them do so, and how each behaves, changes every few seconds. A behaviour is a lie that
- * makes sense (never give the grant back, give it back at once, report time that was not used ...)
- * or nonsense. With REMAINS not 0 they may also say that their work goes on after its grant.
+ * makes sense (never release the grant, release it at once, report time that was not used ...) or
+ * nonsense. If REMAINS is not 0, they may also report that their work continues after its grant.
  *
  * Prints, as JSON, the least and the greatest share of each honest container over 10 seconds, with
- * what the others did at the end of that time.
+ * the behaviours of the others at the end of that time.
  */
 #include "prim.h"
 
@@ -31,16 +32,16 @@ static uint64_t clock_ns;
 #define NEVER     UINT64_MAX
 
 enum behaviour {
-    SILENT,    /* it wants nothing */
-    UNUSED,    /* it wants the GPU, shows that it is alive, and begins nothing */
-    HOLD,      /* it never gives back, and shows that it is alive */
-    STOPPED,   /* the same, and shows nothing */
-    AT_ONCE,   /* it gives back at once */
-    LATE,      /* it gives back after the end, with signs of life */
-    NAP,       /* it wants the GPU again and again, for very short times */
-    RESIDUAL,  /* it gives back, with work that goes on for a time that it makes up */
-    OVERHANGS, /* it says that work runs whose grant is over */
-    BUSY,      /* it reports GPU time that it did not use */
+    SILENT,    /* requests nothing */
+    UNUSED,    /* requests the GPU, updates `alive_ns`, and begins no work */
+    HOLD,      /* never releases the grant, and updates `alive_ns` */
+    STOPPED,   /* never releases the grant, and does not update `alive_ns` */
+    AT_ONCE,   /* releases the grant at once */
+    LATE,      /* releases the grant after its end, and updates `alive_ns` */
+    NAP,       /* requests the GPU repeatedly, for very short times */
+    RESIDUAL,  /* releases the grant, and reports an invented time for which its work continues */
+    OVERHANGS, /* reports work that runs although its grant has ended */
+    BUSY,      /* reports GPU time that it did not use */
     NONSENSE,
     N_BEHAVIOURS,
 };
@@ -61,9 +62,9 @@ struct container {
     uint64_t buckets[N_BUCKETS];
     /* a liar */
     enum behaviour behaviour;
-    bool away;           /* it is silent in this stretch */
+    bool away;           /* silent in this stretch */
     uint64_t stretch_ns; /* end of its behaviour */
-    uint64_t give_ns;    /* when it gives its grant back */
+    uint64_t give_ns;    /* when it releases its grant */
 };
 
 struct extreme {
@@ -75,7 +76,7 @@ struct extreme {
 static struct runner *runner;
 static struct container honest[N_HONEST], liars[N_LIARS];
 static uint64_t seed, wake_ns;
-static bool remains; /* liars may say that work of theirs goes on after its grant */
+static bool remains; /* liars may report that their work continues after its grant */
 
 static uint64_t draw(uint64_t below)
 {
@@ -411,20 +412,20 @@ int main(int argc, char **argv)
     for (uint64_t end = clock_ns + seconds * NS_PER_S, next_bucket = clock_ns + BUCKET_NS;
          clock_ns < end;) {
         uint64_t next = wake_ns < next_bucket ? wake_ns : next_bucket;
-        struct container *who = NULL;
+        struct container *actor = NULL;
 
         for (int i = 0; i < N_HONEST + N_LIARS; i++) {
             struct container *c = i < N_HONEST ? &honest[i] : &liars[i - N_HONEST];
 
             if (c->next_ns < next) {
                 next = c->next_ns;
-                who = c;
+                actor = c;
             }
         }
         if (next > clock_ns)
             clock_ns = next;
-        if (who) {
-            act(who, who >= liars && who < liars + N_LIARS);
+        if (actor) {
+            act(actor, actor >= liars && actor < liars + N_LIARS);
             continue;
         }
         if (clock_ns >= next_bucket) {

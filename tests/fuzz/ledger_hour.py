@@ -1,4 +1,4 @@
-"""Builds ledger_hour.c with sanitizers, runs it, and compares its output with what a container's neighbours may lose."""
+"""Builds ledger_hour.c with sanitizers, runs it, and checks how much time dishonest containers take from their neighbours."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def build(directory: Path) -> Path:
 def hold(program: Path, seconds: int, seed: int, *, remains: bool) -> None:
     """Run the program for simulated seconds, on the configuration of a node.
 
-    With `remains` the liars may say that work of theirs goes on after its grant. That time is charged to them, and not to the
-    container that has the GPU meanwhile, so they may give others what is their own, and no more.
+    With `remains` the liars may report that their work continues after its grant. That time is charged to them instead of
+    the container that has the GPU meanwhile, so the others may gain the liars' own shares, and no more.
     """
     config = runner_config(Config())
     arbiter = config.arbiter
@@ -39,9 +39,9 @@ def hold(program: Path, seconds: int, seed: int, *, remains: bool) -> None:
         capture_output=True, text=True, check=False, timeout=60 + seconds,
     )  # fmt: skip
     assert done.returncode == 0, f"seed {seed}: {done.stderr[-8000:]}"
-    said = json.loads(done.stdout)
-    print(f"seed {seed}, remains {remains}: {said}")
+    result = json.loads(done.stdout)
+    print(f"seed {seed}, remains {remains}: {result}")
     gain = LIARS + MOVED if remains else MOVED
-    for share, least, most in zip(SHARES, said["least"], said["most"], strict=True):
-        assert least["share"] > share - MOVED, f"seed {seed}: {said}"
-        assert most["share"] < share + gain, f"seed {seed}: {said}"
+    for share, least, most in zip(SHARES, result["least"], result["most"], strict=True):
+        assert least["share"] > share - MOVED, f"seed {seed}: {result}"
+        assert most["share"] < share + gain, f"seed {seed}: {result}"

@@ -143,9 +143,9 @@ def test_a_running_process_survives_any_page_and_continues_when_it_is_valid(gove
     (governed.work / "end").touch()
     output = finish(process, 30)
     assert process.returncode == 0, f"seed {seed}: {output}\nlast changes: {history[-5:]}"
-    said = json.loads(output.splitlines()[-1])
-    assert said["calls"] > 0
-    print(f"{len(history)} pages, {said}")
+    result = json.loads(output.splitlines()[-1])
+    assert result["calls"] > 0
+    print(f"{len(history)} pages, {result}")
 
 
 def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 30) -> None:

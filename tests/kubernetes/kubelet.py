@@ -39,7 +39,7 @@ HEALTH = {
 }
 
 
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> Any:
+def wait_for(condition: Callable[[], Any], awaited: str, seconds: float = 30.0) -> Any:
     """Return the first true value that `condition` returns."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -47,7 +47,7 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> 
         if value:
             return value
         time.sleep(0.02)
-    raise AssertionError(f"{what}: not within {seconds:g} s")
+    raise AssertionError(f"{awaited}: not within {seconds:g} s")
 
 
 QUICK = [

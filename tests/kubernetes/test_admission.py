@@ -124,7 +124,7 @@ def test_a_policy_that_fails_blocks_no_object() -> None:
 def test_annotations_beside_a_claim_cause_a_warning_unless_allowed() -> None:
     from oci_hook.request import BESIDE_CLAIM
 
-    said = _expressions("tidegate-annotations-beside-claims")
+    expressions = _expressions("tidegate-annotations-beside-claims")
     allowed = {f"tidegate.gpu/{name}" for name in BESIDE_CLAIM}
-    assert _list_after(said, "!(key in") == allowed
+    assert _list_after(expressions, "!(key in") == allowed
     assert set(WARN["metadata"]["annotations"]) - allowed

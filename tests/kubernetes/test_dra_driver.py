@@ -21,7 +21,7 @@ from tests.kubernetes.documents import claim, config, reference, result
 from tests.kubernetes.kubelet import Kubelet, wait_for
 
 
-def slice_once_more(stand: Stand) -> dict:
+def wait_for_slice(stand: Stand) -> dict:
     return wait_for(stand.api.slice_of, "a ResourceSlice")
 
 
@@ -30,7 +30,7 @@ def test_a_claim_is_prepared_and_taken_back(stand: Stand) -> None:
     stand.api.add_claim(document)
     stand.up("--hook", "/opt/hook")
     uid = document["metadata"]["uid"]
-    devices = slice_once_more(stand)["spec"]["devices"]
+    devices = wait_for_slice(stand)["spec"]["devices"]
     assert [d["attributes"]["index"]["int"] for d in devices] == [0, 1]
 
     answers = stand.kubelet.prepare(reference(document))
@@ -112,19 +112,19 @@ def test_a_failing_claim_does_not_affect_other_claims(stand: Stand) -> None:
     assert list(stand.governor.claims) == [good["metadata"]["uid"]]
     wait_for(lambda: len(stand.api.events) >= 4, "events")
     time.sleep(0.2)
-    told = {
+    announced = {
         (e["involvedObject"]["kind"], e["involvedObject"]["name"], e["reason"])
         for e in stand.api.events
     }
-    assert told == {
+    assert announced == {
         ("ResourceClaim", "full", "PrepareRefused"), ("Pod", "full-pod", "PrepareRefused"),
         ("ResourceClaim", "wrong", "PrepareRefused"), ("Pod", "wrong-pod", "PrepareRefused"),
     }  # fmt: skip
     assert len(stand.api.events) == 4
-    (said,) = {
+    (message,) = {
         e["message"] for e in stand.api.events if e["involvedObject"]["name"].startswith("full")
     }
-    assert "40 % of GPU 0, 30 % are left" in said
+    assert "40 % of GPU 0, 30 % are left" in message
 
 
 def test_two_kubelets_versions_are_served_and_another_is_not(stand: Stand) -> None:
@@ -276,7 +276,7 @@ def test_a_gpus_state_is_published_as_taint_and_health(stand: Stand) -> None:
     streams = [stand.kubelet.watch_health(version, timeout=30) for version in ("v1", "v1alpha1")]
     for stream in streams:
         assert [d.health for d in next(stream).devices] == [1, 1]
-    first = slice_once_more(stand)
+    first = wait_for_slice(stand)
     stand.governor.gpus[1]["lost"] = "fell off the bus"
     for stream in streams:
         assert [(d.health, d.message) for d in next(stream).devices] == [
@@ -285,9 +285,9 @@ def test_a_gpus_state_is_published_as_taint_and_health(stand: Stand) -> None:
         ]
         stream.cancel()
     wait_for(
-        lambda: slice_once_more(stand)["spec"]["pool"]["generation"] == 2, "the next generation", 20
+        lambda: wait_for_slice(stand)["spec"]["pool"]["generation"] == 2, "the next generation", 20
     )
-    second = slice_once_more(stand)
+    second = wait_for_slice(stand)
     assert "taints" not in second["spec"]["devices"][0]
     (taint,) = second["spec"]["devices"][1]["taints"]
     assert (taint["key"], taint["value"], taint["effect"]) == (
@@ -355,7 +355,7 @@ def test_an_api_server_that_fails_is_asked_again_with_pauses(stand: Stand) -> No
     waits = [one["again_s"] for one in stand.logged("not-answered")]
     assert len(waits) >= 3
     assert waits[-1] > waits[0]
-    assert slice_once_more(stand)["spec"]["pool"]["generation"] == 1
+    assert wait_for_slice(stand)["spec"]["pool"]["generation"] == 1
 
 
 def test_a_governor_that_is_away_refuses_in_a_line_and_comes_back(stand: Stand) -> None:

@@ -18,7 +18,7 @@ from tests.kubernetes.documents import claim, reference, result
 from tests.kubernetes.kubelet import wait_for
 
 
-def settled(stand: Stand, document: dict) -> None:
+def assert_prepared_once(stand: Stand, document: dict) -> None:
     """Start a driver again, as the DaemonSet does, and prepare the claim again: the result is as if the driver had
     not been killed.
     """
@@ -33,7 +33,7 @@ def settled(stand: Stand, document: dict) -> None:
     assert stand.files() == [f"tidegate.gpu-claim_{uid}.json"]
 
 
-def gone(stand: Stand, document: dict) -> None:
+def assert_taken_back(stand: Stand, document: dict) -> None:
     """Start a driver again, and take the claim back: the result is as if the driver had not been killed."""
     if stand.process is not None:
         stand.kill()
@@ -46,7 +46,7 @@ def gone(stand: Stand, document: dict) -> None:
     assert stand.files() == []
 
 
-def lost(call: Callable[[], object]) -> None:
+def assert_call_fails(call: Callable[[], object]) -> None:
     """Require that the call of the kubelet fails because the driver dies."""
     with pytest.raises(grpc.RpcError):
         call()
@@ -66,17 +66,17 @@ def test_it_is_killed_while_it_asks_the_governor(stand: Stand, op: str, when: st
     stand.up()
     asked = threading.Event()
 
-    def die(what: str) -> None:
-        if what == op and asked.is_set():
+    def die(operation: str) -> None:
+        if operation == op and asked.is_set():
             stand.die()
 
     setattr(stand.governor, when, die)
     stand.api.before = lambda _verb, resource: asked.set() if resource == "resourceclaims" else None
-    lost(lambda: stand.kubelet.prepare(reference(document)))
+    assert_call_fails(lambda: stand.kubelet.prepare(reference(document)))
     # When the driver dies after the request, the governor has executed it. Before it, either can be first.
     assert when == "before" or len(stand.governor.claims) == 1
     setattr(stand.governor, when, lambda _op: None)
-    settled(stand, document)
+    assert_prepared_once(stand, document)
 
 
 def test_it_is_killed_while_it_reads_the_claim(stand: Stand) -> None:
@@ -84,9 +84,9 @@ def test_it_is_killed_while_it_reads_the_claim(stand: Stand) -> None:
     stand.api.add_claim(document)
     stand.up()
     stand.api.before = lambda _verb, resource: stand.die() if resource == "resourceclaims" else None
-    lost(lambda: stand.kubelet.prepare(reference(document)))
+    assert_call_fails(lambda: stand.kubelet.prepare(reference(document)))
     stand.api.before = lambda _verb, _resource: None
-    settled(stand, document)
+    assert_prepared_once(stand, document)
 
 
 @pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.slow), "after"])
@@ -96,10 +96,10 @@ def test_it_is_killed_while_it_takes_a_claim_back(stand: Stand, when: str) -> No
     stand.up()
     assert stand.kubelet.prepare(reference(document))[document["metadata"]["uid"]].error == ""
     setattr(stand.governor, when, lambda op: stand.die() if op == "unclaim" else None)
-    lost(lambda: stand.kubelet.unprepare(reference(document)))
+    assert_call_fails(lambda: stand.kubelet.unprepare(reference(document)))
     assert len(stand.files()) == 1
     setattr(stand.governor, when, lambda _op: None)
-    gone(stand, document)
+    assert_taken_back(stand, document)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_it_is_killed_while_it_writes_the_file(
         )
     )  # fmt: skip
     stand.kubelet.register(60)
-    lost(lambda: stand.kubelet.prepare(reference(document)))
+    assert_call_fails(lambda: stand.kubelet.prepare(reference(document)))
     assert stand.process is not None
     stand.process.wait(15)
     assert list(stand.governor.claims) == [uid]
@@ -135,7 +135,7 @@ def test_it_is_killed_while_it_writes_the_file(
         [],
         [f"tidegate.gpu-claim_{uid}.json"],
     )
-    settled(stand, document)
+    assert_prepared_once(stand, document)
 
 
 def test_it_is_killed_before_it_removes_the_file(
@@ -157,14 +157,14 @@ def test_it_is_killed_before_it_removes_the_file(
         )
     )  # fmt: skip
     stand.kubelet.register(60)
-    lost(lambda: stand.kubelet.unprepare(reference(document)))
+    assert_call_fails(lambda: stand.kubelet.unprepare(reference(document)))
     assert stand.process is not None
     stand.process.wait(15)
     assert stand.governor.claims == {}
     assert stand.files() == [path.name]
     stand.start()
     wait_for(lambda: stand.files() == [], "nothing left")
-    gone(stand, document)
+    assert_taken_back(stand, document)
 
 
 @pytest.mark.slow

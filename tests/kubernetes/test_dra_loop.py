@@ -184,12 +184,12 @@ def test_nothing_is_offered_before_a_kubelet_has_registered_the_driver(
             clock[0] += 2
     assert slices.writes == 0
     assert not publisher.current
-    said = [one for one in logs if one["event"] == "no-kubelet"]
-    assert [one["message"].split(";")[0] for one in said] == [
+    warnings = [one for one in logs if one["event"] == "no-kubelet"]
+    assert [one["message"].split(";")[0] for one in warnings] == [
         f"no kubelet has registered this driver for {seconds} s" for seconds in (20, 40, 80)
     ]
-    assert "/srv/kubelet/plugins_registry/tidegate.gpu-reg.sock" in said[0]["message"]
-    assert "--kubelet-dir" in said[0]["hint"]
+    assert "/srv/kubelet/plugins_registry/tidegate.gpu-reg.sock" in warnings[0]["message"]
+    assert "--kubelet-dir" in warnings[0]["hint"]
     loop.registered()
     loop.step()
     assert slices.writes == 1

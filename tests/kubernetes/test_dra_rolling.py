@@ -36,7 +36,7 @@ def named(uid: str) -> set[str]:
     return {f"dra-{uid}.sock", f"tidegate.gpu-{uid}-reg.sock"}
 
 
-class Two:
+class TwoDrivers:
     """The stand with a second driver and the kubelet's connection to it."""
 
     def __init__(self, stand: Stand) -> None:
@@ -65,14 +65,14 @@ class Two:
 
 
 @pytest.fixture
-def two(stand: Stand) -> Iterator[Two]:
-    made = Two(stand)
+def two(stand: Stand) -> Iterator[TwoDrivers]:
+    made = TwoDrivers(stand)
     stand.up("--instance", OLD)
     yield made
     made.close()
 
 
-def test_a_new_driver_serves_before_the_old_one_ends(two: Two) -> None:
+def test_a_new_driver_serves_before_the_old_one_ends(two: TwoDrivers) -> None:
     """Both drivers are called in the meantime, and each can take back what the other has prepared."""
     stand = two.stand
     documents = [claim(f"c{i}", "ns", result(0, compute="5")) for i in range(4)]
@@ -97,7 +97,7 @@ def test_a_new_driver_serves_before_the_old_one_ends(two: Two) -> None:
     assert (stand.governor.claims, stand.files()) == ({}, [])
 
 
-def test_one_of_two_drivers_writes_the_slice(two: Two) -> None:
+def test_one_of_two_drivers_writes_the_slice(two: TwoDrivers) -> None:
     stand = two.stand
     assert stand.api.counts()["create", "resourceslices"] == 1
     two.up()
@@ -116,7 +116,7 @@ def test_one_of_two_drivers_writes_the_slice(two: Two) -> None:
     wait_for(lambda: stand.api.counts()["update", "resourceslices"] == 2, "the next change")
 
 
-def test_calls_that_wait_during_a_replacement_are_answered(two: Two) -> None:
+def test_calls_that_wait_during_a_replacement_are_answered(two: TwoDrivers) -> None:
     """The kubelet aborts a driver's calls when the driver's registration socket disappears."""
     stand = two.stand
     full, waiting = claim("full", "ns", result(0, compute="100")), claim("waiting", "ns", result(0))
@@ -139,8 +139,8 @@ def test_calls_that_wait_during_a_replacement_are_answered(two: Two) -> None:
     assert set(stand.governor.claims) == {waiting["metadata"]["uid"]}
 
 
-def test_without_a_successor_a_driver_ends_although_a_call_waits(two: Two) -> None:
-    """The call may wait for a governor that only the next pod brings."""
+def test_without_a_successor_a_driver_ends_although_a_call_waits(two: TwoDrivers) -> None:
+    """The call may wait for a governor that only the next pod starts."""
     stand = two.stand
     full, waiting = claim("full", "ns", result(0, compute="100")), claim("waiting", "ns", result(0))
     for document in (full, waiting):
@@ -154,7 +154,7 @@ def test_without_a_successor_a_driver_ends_although_a_call_waits(two: Two) -> No
     assert set(stand.governor.claims) == {full["metadata"]["uid"]}
 
 
-def test_a_driver_before_its_registration_leaves_the_slice_alone(two: Two) -> None:
+def test_a_driver_before_its_registration_leaves_the_slice_alone(two: TwoDrivers) -> None:
     two.start()
     wait_for(lambda: sockets(two.stand) == named(OLD) | named(NEW), "both listen")
     time.sleep(1.5)
@@ -163,7 +163,7 @@ def test_a_driver_before_its_registration_leaves_the_slice_alone(two: Two) -> No
     assert not two.ready.exists()
 
 
-def test_fixed_names_and_named_instances_exclude_each_other(two: Two) -> None:
+def test_fixed_names_and_named_instances_exclude_each_other(two: TwoDrivers) -> None:
     stand = two.stand
     log, first = len(stand.text()), stand.process
     second = stand.start()
@@ -311,7 +311,7 @@ def test_a_claim_that_another_driver_took_back_is_not_prepared_again(tmp_path: P
     new.reconcile()
     assert not new.differs()
     assert (governor.booked, directory.uids()) == ({}, set())
-    # A claim that is leaving was taken back, too, although containers still use it.
+    # A claim that is marked as leaving was taken back, too, although containers still use it.
     new.prepare(named)
     governor.booked["u-1"] = {**governor.booked["u-1"], "leaving": True}
     directory.remove("u-1")

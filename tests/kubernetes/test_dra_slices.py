@@ -107,14 +107,14 @@ def test_defaults_apply_to_claims_without_capacities() -> None:
 def test_the_api_server_accepts_the_slice_of_any_node(
     *, memory, context, default_memory, default_compute, name, uuid, driver
 ) -> None:
-    told = answer(
+    gpus = answer(
         gpu(0, memory=memory, name=name, uuid=uuid), context_memory=context, driver=driver
     )
     validate(
         make_slice(
             "node",
             "u",
-            told,
+            gpus,
             {uuid: [Taint(TAINT_LOST, "does-not-answer")]},
             defaults=ClaimDefaults(default_memory, default_compute),
         )
@@ -176,17 +176,17 @@ def test_a_drivers_version_is_written_as_semver(text: str, version: str | None) 
 
 
 def test_slices_are_compared_in_normal_form() -> None:
-    ours = make_slice("n", "u", answer(gpu(0)), {gpu(0)["uuid"]: [Taint(TAINT_LOST, "x")]})["spec"]
-    theirs = make_slice("n", "u", answer(gpu(0)), {gpu(0)["uuid"]: [Taint(TAINT_LOST, "x")]})[
+    sent = make_slice("n", "u", answer(gpu(0)), {gpu(0)["uuid"]: [Taint(TAINT_LOST, "x")]})["spec"]
+    stored = make_slice("n", "u", answer(gpu(0)), {gpu(0)["uuid"]: [Taint(TAINT_LOST, "x")]})[
         "spec"
     ]
-    device = theirs["devices"][0]
+    device = stored["devices"][0]
     device["capacity"]["memory"]["value"] = str(81408 * MIB)
     device["taints"][0]["timeAdded"] = "2026-11-22T00:00:00Z"
-    theirs["pool"]["generation"] = 7
-    assert normalised(ours) == normalised(theirs)
+    stored["pool"]["generation"] = 7
+    assert normalised(sent) == normalised(stored)
     device["capacity"]["compute"]["value"] = "99"
-    assert normalised(ours) != normalised(theirs)
+    assert normalised(sent) != normalised(stored)
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,12 @@ async def exchange(tmp_path: Path, request: bytes, answer: bytes = b"HTTP/1.1 20
     host, port = server.sockets[0].getsockname()
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(request)
-    said = await asyncio.wait_for(reader.read(), 10)
+    received = await asyncio.wait_for(reader.read(), 10)
     writer.close()
     for one in (server, source):
         one.close()
         await one.wait_closed()
-    return said, seen
+    return received, seen
 
 
 def test_metrics_requests_keep_their_negotiation_headers(tmp_path: Path) -> None:
@@ -39,8 +39,8 @@ def test_metrics_requests_keep_their_negotiation_headers(tmp_path: Path) -> None
         b"GET /metrics HTTP/1.1\r\nHost: evil\r\nAccept: text/plain\r\nAccept-Encoding: gzip\r\n"
         b"Cookie: x\r\nTransfer-Encoding: chunked\r\n\r\nbody"
     )
-    said, seen = asyncio.run(exchange(tmp_path, request))
-    assert said.endswith(b"\r\n\r\nmetrics")
+    received, seen = asyncio.run(exchange(tmp_path, request))
+    assert received.endswith(b"\r\n\r\nmetrics")
     assert seen == (
         b"GET /metrics HTTP/1.1\r\nHost: tidegate\r\nAccept: text/plain\r\nAccept-Encoding: gzip\r\n"
         b"Connection: close\r\n\r\n"
@@ -53,8 +53,8 @@ def test_metrics_requests_keep_their_negotiation_headers(tmp_path: Path) -> None
 )  # fmt: skip
 def test_other_requests_are_refused(head: bytes, tmp_path: Path) -> None:
     assert rewritten(head) is None
-    said, seen = asyncio.run(exchange(tmp_path, head + b"\r\n\r\n"))
-    assert said.startswith(b"HTTP/1.1 404 ")
+    received, seen = asyncio.run(exchange(tmp_path, head + b"\r\n\r\n"))
+    assert received.startswith(b"HTTP/1.1 404 ")
     assert seen == b""
 
 
@@ -69,8 +69,10 @@ def test_a_header_cannot_contain_another(header: bytes) -> None:
 
 
 def test_a_head_without_end_is_cut(tmp_path: Path) -> None:
-    said, seen = asyncio.run(exchange(tmp_path, b"GET /metrics HTTP/1.1\r\n" + b"A: b\r\n" * 4000))
-    assert (said, seen) == (b"", b"")
+    received, seen = asyncio.run(
+        exchange(tmp_path, b"GET /metrics HTTP/1.1\r\n" + b"A: b\r\n" * 4000)
+    )
+    assert (received, seen) == (b"", b"")
 
 
 def test_an_absent_governor_gives_status_502(tmp_path: Path) -> None:
@@ -78,11 +80,11 @@ def test_an_absent_governor_gives_status_502(tmp_path: Path) -> None:
         server = await asyncio.start_server(Proxy(str(tmp_path / "none")).serve, "127.0.0.1", 0)
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
-        said = await reader.read()
+        received = await reader.read()
         writer.close()
         server.close()
         await server.wait_closed()
-        return said
+        return received
 
     assert asyncio.run(ask()).startswith(b"HTTP/1.1 502 ")
 
@@ -96,13 +98,13 @@ def test_concurrent_connections_are_limited(tmp_path: Path) -> None:
         reader, writer = await asyncio.open_connection(*address)
         writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
         try:
-            said = await reader.read()
+            received = await reader.read()
         except ConnectionResetError:
-            said = b""
+            received = b""
         for _, each in [*silent, (reader, writer)]:
             each.close()
         server.close()
         await asyncio.sleep(0.2)
-        return said
+        return received
 
     assert asyncio.run(crowd()) == b""

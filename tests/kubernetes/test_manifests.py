@@ -174,13 +174,13 @@ def test_a_stolen_token_offers_nothing_of_other_nodes_or_drivers() -> None:
     (rule,) = policy["matchConstraints"]["resourceRules"]
     assert set(rule["operations"]) == {"CREATE", "UPDATE", "DELETE"}
     assert rule["resources"] == ["resourceslices"]
-    said = " ".join(validation["expression"] for validation in policy["validations"])
+    expressions = " ".join(validation["expression"] for validation in policy["validations"])
     for words in (
         'variables.caller != ""',
         "variables.whose == variables.caller",
         f'.spec.driver == "{DRIVER}"',
     ):
-        assert words in said
+        assert words in expressions
     assert one(documents, "ValidatingAdmissionPolicyBinding")["spec"]["validationActions"] == [
         "Deny"
     ]
@@ -199,13 +199,13 @@ def test_a_stolen_token_can_change_only_one_annotation_of_pods() -> None:
         if any(name.startswith("pods") for name in rule["resources"]) and rule["verbs"] != ["list"]
     ]
     assert writes == [{"apiGroups": [""], "resources": ["pods/status"], "verbs": ["patch"]}]
-    said = " ".join(validation["expression"] for validation in policy["validations"])
+    expressions = " ".join(validation["expression"] for validation in policy["validations"])
     for words in (
         'object.spec.?nodeName.orValue("") == variables.caller',
         f'key == "{ANNOTATION}"',
         "object.?status == oldObject.?status",
     ):
-        assert words in said
+        assert words in expressions
     binding = one(documents, "ValidatingAdmissionPolicyBinding")["spec"]
     assert (binding["policyName"], binding["validationActions"]) == ("tidegate-resync", ["Deny"])
 
@@ -243,11 +243,11 @@ def test_the_fork_server_is_in_the_namespaces_of_the_hooks_that_it_serves(tmp_pa
     help_ = subprocess.run([path, "--help"], capture_output=True, text=True, check=False)
     assert (help_.returncode, "[--wait]" in help_.stderr) == (2, True)
     # The version, by which the server recognises a caller of another version.
-    said = subprocess.run(
+    version = subprocess.run(
         ["/usr/bin/python3", "-c", "import oci_hook.forkserver as f; print(f._version())"],
         cwd=made / "current/python", check=True, capture_output=True, text=True,
     )  # fmt: skip
-    assert said.stdout == f"{VERSION}\n"
+    assert version.stdout == f"{VERSION}\n"
 
 
 def test_the_role_has_what_the_driver_calls_and_no_more() -> None:

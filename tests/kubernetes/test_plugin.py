@@ -347,9 +347,9 @@ def test_a_lost_gpu_and_a_governor_that_is_away_make_units_unhealthy(node, monke
     assert not thread.is_alive()
 
 
-def wait(what, seconds: float = 10.0) -> None:
+def wait(condition, seconds: float = 10.0) -> None:
     end = time.monotonic() + seconds
-    while not what():
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
 

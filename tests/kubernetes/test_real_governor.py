@@ -122,7 +122,7 @@ def test_units_are_announced_again_after_the_database_was_lost(
     (tmp_path / "state" / "state.db").write_bytes(b"no database" * 1000)
     node.start()
     assert governor.claims() == []
-    allocations.allocate([units[3:5]])  # to another pod: the second claim is over
+    allocations.allocate([units[3:5]])  # to another pod: the second claim has ended
     allocations.tell_again()
     assert len(governor.claims()) == 2
     assert before[0] in governor.claims()

@@ -68,8 +68,8 @@ class PackageNode:
     def files(self) -> set[str]:
         """Return the files in the places where packages put files, without directories that do not name Tidegate."""
         places = ("/usr", "/etc", "/opt", "/var/lib/systemd", "/var/lib/tidegate", "/run/tidegate")
-        what = ("(", "!", "-type", "d", "-o", "-path", "*tidegate*", ")", "-print")
-        found = self.host.run("find", *places, "-xdev", *what).stdout.splitlines()
+        expression = ("(", "!", "-type", "d", "-o", "-path", "*tidegate*", ")", "-print")
+        found = self.host.run("find", *places, "-xdev", *expression).stdout.splitlines()
         # Importing a module of another package may leave bytecode.
         return {p for p in found if "__pycache__" not in p or "tidegate" in p}
 
@@ -154,7 +154,7 @@ def start(engine: Engine, annotations: Mapping[str, str]) -> Started:
 
 @contextmanager
 def starts_going_on(engine: Engine) -> Iterator[None]:
-    """Start and end containers one after another during the block; none of them may fail."""
+    """Start and end containers one after another during the block, and require that each start succeeds."""
     stop = threading.Event()
 
     def go_on() -> int:

@@ -185,8 +185,10 @@ def test_commands_start_from_anywhere_and_ignore_the_environment(
     hostile = tmp_path / "governor"
     hostile.mkdir()
     (hostile / "__init__.py").write_text("raise SystemExit('the environment was minded')\n")
-    said = run(prefix / "bin/tidegate", "--version", PYTHONPATH=str(tmp_path), PYTHONHOME="/none")
-    assert (said.returncode, said.stdout) == (0, f"tidegate {VERSION}\n"), said.stderr
+    version = run(
+        prefix / "bin/tidegate", "--version", PYTHONPATH=str(tmp_path), PYTHONHOME="/none"
+    )
+    assert (version.returncode, version.stdout) == (0, f"tidegate {VERSION}\n"), version.stderr
     asked = run(prefix / "bin/tidegate-hook", PYTHONPATH=str(tmp_path))
     assert "usage: tidegate-hook" in asked.stderr
 
@@ -417,7 +419,7 @@ def test_a_removal_that_undoes_the_last_setup_prints_no_error_about_the_journal(
 
 
 @pytest.mark.parametrize(
-    ("hook", "journal", "status", "said"),
+    ("hook", "journal", "status", "output"),
     [
         (None, '{"podman": []}', 0, ("", "")),
         ("/usr/bin/tidegate-hook", None, 0, ("", "")),
@@ -443,7 +445,7 @@ def test_a_removal_that_undoes_the_last_setup_prints_no_error_about_the_journal(
     ],
 )
 def test_an_upgrade_moves_the_hooks_that_setup_wrote_where_buildah_reads(
-    tmp_path: Path, hook: str | None, journal: str | None, status: int, said: tuple[str, str]
+    tmp_path: Path, hook: str | None, journal: str | None, status: int, output: tuple[str, str]
 ) -> None:
     script = (PACKAGING / "scripts/move-hooks.sh").read_text()
     for path, content in (
@@ -459,7 +461,7 @@ def test_an_upgrade_moves_the_hooks_that_setup_wrote_where_buildah_reads(
         f'tidegate() {{ [ "$*" = "setup podman" ] && printf "%s\\n" "{lines}"; return {status}; }}'
     )
     done = run("sh", "-euc", f"{command}\n{script}\nmove_hooks")
-    assert (done.returncode, done.stdout, done.stderr) == (0, *said)
+    assert (done.returncode, done.stdout, done.stderr) == (0, *output)
 
 
 def test_packages_include_each_script_and_no_other() -> None:
@@ -509,7 +511,7 @@ def on_a_node(base: Path, steps: str, question: str) -> subprocess.CompletedProc
 
 
 @pytest.mark.parametrize(
-    ("steps", "asked", "said"),
+    ("steps", "asked", "output"),
     [
         ("mkdir -p driver/g c; mount --bind driver/g c", "driver", "used"),
         ("mkdir -p driver/g driver2/g c; mount --bind driver2/g c", "driver", "unused"),
@@ -535,12 +537,12 @@ def on_a_node(base: Path, steps: str, question: str) -> subprocess.CompletedProc
     ],
 )  # fmt: skip
 def test_a_package_sees_what_containers_have_mounted(
-    tmp_path: Path, steps: str, asked: str, said: str
+    tmp_path: Path, steps: str, asked: str, output: str
 ) -> None:
-    """It sees this wherever an administrator has put the mirror, and whatever the directory is called."""
+    """The script detects it wherever an administrator has put the mirror, and whatever the directory is called."""
     base = tmp_path / "node"
     done = on_a_node(base, steps, f"if in_use {base}/{asked}; then echo used; else echo unused; fi")
-    assert (done.returncode, done.stdout) == (0, f"{said}\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"{output}\n"), done.stderr
 
 
 def test_a_mounted_disk_does_not_fail_the_removal(tmp_path: Path) -> None:

@@ -47,9 +47,9 @@ def rhel(require: Callable[..., None]) -> Path:
     return package("rpm", *RHEL)
 
 
-def ask(rpm: Path, *what: str) -> list[str]:
+def ask(rpm: Path, *query: str) -> list[str]:
     done = subprocess.run(
-        ["rpm", "--query", "--package", *what, rpm],
+        ["rpm", "--query", "--package", *query, rpm],
         capture_output=True, text=True, check=True, timeout=60,
     )  # fmt: skip
     return done.stdout.splitlines()
@@ -279,7 +279,7 @@ def test_the_installed_package_runs_containers_is_upgraded_under_them_and_erased
     assert len(node.books()) == 1
     assert host.check("find", "/usr/lib/tidegate", "-name", "*.pyc").splitlines() == compiled
 
-    # The container continues under the governor's control, and its package cannot be erased.
+    # The container stays under the governor's control, and the package cannot be erased.
     old = node.generation()
     install("--upgrade", package("rpm", *options, version=NEWER))
     assert host.check("tidegate", "--version") == f"tidegate {NEWER}\n"

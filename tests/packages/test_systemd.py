@@ -224,8 +224,8 @@ def assert_steering_starts(machine: InstalledRelease, python: str) -> None:
     """
     put(machine.rootfs / "root/steer.py", STEER.encode())
     for _ in range(2):
-        said = machine.shell(f"{python} /root/steer.py")
-        assert "/proc/driver/nvidia/version is not there" in said, machine.story()
+        output = machine.shell(f"{python} /root/steer.py")
+        assert "/proc/driver/nvidia/version is not there" in output, machine.story()
         machine.until(
             lambda: machine.systemctl("is-active", "tidegate-steering.service") == "inactive"
         )
@@ -241,7 +241,7 @@ def test_the_script_of_tidegate_install_makes_a_node_from_a_wheel(
     machine.shell(f"{APT} python3-{modules}")
     machine.shell("python3 -m venv --without-pip --system-site-packages /opt/tidegate")
     [site] = (machine.rootfs / "opt/tidegate/lib").glob("python3*/site-packages")
-    # As pip would do it, which has no source of packages here.
+    # What pip would do; pip has no package index here.
     with zipfile.ZipFile(package("wheel")) as wheel:
         wheel.extractall(site)
     subprocess.run([sys.executable, "tools/vendor.py", tmp_path / "vendor"], cwd=ROOT, check=True)
@@ -254,7 +254,7 @@ def test_the_script_of_tidegate_install_makes_a_node_from_a_wheel(
         (machine.rootfs / "opt/tidegate/bin" / name).chmod(0o755)
     programs = ("tidegate-hook", "tidegate-runtime")
     for name in (*programs, *(f"front/{name}" for name in programs), "tidegate-forkserver"):
-        (code / "oci_hook" / name).chmod(0o755)  # zipfile ignores modes, pip does not
+        (code / "oci_hook" / name).chmod(0o755)  # pip sets modes, zipfile does not
     (code / "governor/tidegate-steering").chmod(0o755)
 
     machine.shell("/opt/tidegate/bin/tidegate install >/root/install")

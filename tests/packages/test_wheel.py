@@ -39,7 +39,7 @@ def test_the_script_puts_everything_where_units_and_engines_look(
     """The output is valid shell, and each file that it copies exists."""
     monkeypatch.setattr("governor.verbs.install._is_roots", lambda _: True)
     code = wheel_tree(tmp_path)
-    # The units cannot see pytest's directory, so that the script would only say so and exit.
+    # The units cannot see pytest's directory: the script would only report that, and exit.
     lines = [line for line in script(code, Path("/opt/tidegate/bin")) if line != "exit 1"]
     text = "\n".join(lines)
     assert subprocess.run(["sh", "-n"], input=text, text=True, check=False).returncode == 0
@@ -173,9 +173,9 @@ def test_pip_installs_a_command_that_finds_its_files(tmp_path: Path) -> None:
         )  # fmt: skip
 
     assert run(venv / "bin/tidegate", "--version").stdout == f"tidegate {VERSION}\n"
-    said = run(venv / "bin/tidegate", "install")
-    assert said.returncode == 0, said.stderr
-    [hook] = re.findall(r"^ln -sf (\S+) /usr/bin/tidegate-hook$", said.stdout, re.MULTILINE)
+    install = run(venv / "bin/tidegate", "install")
+    assert install.returncode == 0, install.stderr
+    [hook] = re.findall(r"^ln -sf (\S+) /usr/bin/tidegate-hook$", install.stdout, re.MULTILINE)
     # Engines run the hook by its path, with the system's Python, outside of the environment.
     assert "usage: tidegate-hook" in run(hook).stderr
     # The environment has no structlog, but the governor that lacks it is ours.

@@ -317,7 +317,7 @@ def test_two_containers_share_the_time_of_one_claim(node: BenchNode) -> None:
     node.kill(pair[0])
     node.wait(pair[0], WAIT_S)
     before = units(pair[1])
-    wait_for(lambda: units(pair[1]) > before + 20, "the other one to go on")
+    wait_for(lambda: units(pair[1]) > before + 20, "the other one to continue")
 
 
 def test_an_init_container_and_then_the_main_one(node: BenchNode) -> None:
@@ -349,7 +349,7 @@ def test_the_governor_after_a_killed_one_has_the_claim_and_its_containers(node: 
         done = [units(one) for one in pair]
         wait_for(
             lambda d=done: all(units(o) > n + 10 for o, n in zip(pair, d, strict=True)),
-            "work to go on",
+            "work to continue",
         )
     announce(node, "kept", share("gpu", memory=4 * GIB, compute=60))
     assert ask(node.config, "gpus")["gpus"][0]["compute_left"] == 10
@@ -377,7 +377,7 @@ def test_a_lost_database_loses_no_claim_in_use(node: BenchNode) -> None:
     assert ask(node.config, "gpus")["gpus"][0]["compute_left"] == 40
     done = [units(one) for one in pair]
     wait_for(
-        lambda: all(units(o) > n + 10 for o, n in zip(pair, done, strict=True)), "work to go on"
+        lambda: all(units(o) > n + 10 for o, n in zip(pair, done, strict=True)), "work to continue"
     )
 
 
@@ -398,7 +398,7 @@ def test_a_claim_that_is_taken_back_while_a_container_runs(node: BenchNode) -> N
     assert "claim default/name-gone was taken back, and its last container has not ended" in line
     assert listing[0]["shares"][0]["containers"] == [container.identifier]
     done = units(container)
-    wait_for(lambda: units(container) > done + 10, "work to go on")
+    wait_for(lambda: units(container) > done + 10, "work to continue")
     node.kill(container)
     wait_for(lambda: not claims(node), "the claim to go")
     assert ask(node.config, "gpus")["gpus"][0]["compute_left"] == 100

@@ -299,7 +299,7 @@ def test_more_than_the_quota_is_out_of_memory_for_its_container_alone(node: Benc
     answer = last_json(greedy.output)
     assert (answer["result"], answer["code"]) == ("CUDA_ERROR_OUT_OF_MEMORY", 2)
     before = units(neighbour)
-    wait_for(lambda: units(neighbour) > before + 100, "the neighbour to go on")
+    wait_for(lambda: units(neighbour) > before + 100, "the neighbour to continue")
     # The whole quota less the context can be allocated.
     modest = node.start("modest", [*command, "--allocate", str(GIB - CONTEXT)], {"memory": "1Gi"})
     assert node.wait(modest, WAIT_S) == 0, modest.output

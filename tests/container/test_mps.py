@@ -277,7 +277,7 @@ def test_a_fault_is_reported_to_all_containers_whose_work_it_ends(node: BenchNod
         assert node.wait(container, WAIT_S) != 0
         assert "cuLaunchKernel: CUDA_ERROR_LAUNCH_FAILED" in container.output
     count = units(elsewhere)
-    wait_for(lambda: units(elsewhere) > count + 20, "the neighbour on the other GPU to go on")
+    wait_for(lambda: units(elsewhere) > count + 20, "the neighbour on the other GPU to continue")
     wait_for(lambda: mps(node)["state"] == "running", "the server to take clients again")
     assert mps(node)["pid"] == before["pid"]
     assert probe(node, "healed", strategy="mps")["mps"] == 1
@@ -353,7 +353,7 @@ def test_daemon_and_containers_outlive_the_governor(
     try:
         assert alive(before["pid"])
         count = units(container)
-        wait_for(lambda: units(container) > count + 5, "the container to go on")
+        wait_for(lambda: units(container) > count + 5, "the container to continue")
     finally:
         node.start_governor()
     after = mps(node)
@@ -362,7 +362,7 @@ def test_daemon_and_containers_outlive_the_governor(
     known = node.look()[container.identifier]
     assert (known["strategy"], known["mps"]["pid"]) == ("mps", before["pid"])
     count = units(container)
-    wait_for(lambda: units(container) > count + 20, "the container to go on")
+    wait_for(lambda: units(container) > count + 20, "the container to continue")
     assert probe(node, f"after-{number}", strategy="mps")["mps"] == 1
 
 

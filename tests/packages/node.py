@@ -153,7 +153,7 @@ def start(engine: Engine, annotations: Mapping[str, str]) -> Started:
 
 
 @contextmanager
-def starts_going_on(engine: Engine) -> Iterator[None]:
+def repeated_starts(engine: Engine) -> Iterator[None]:
     """Start and end containers one after another during the block, and require that each start succeeds."""
     stop = threading.Event()
 
@@ -177,5 +177,5 @@ def assert_works(*containers: Started) -> None:
     before = [units(one) for one in containers]
     wait_for(
         lambda: all(units(one) > b + 50 for one, b in zip(containers, before, strict=True)),
-        "containers to go on",
+        "containers to continue",
     )

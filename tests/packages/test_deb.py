@@ -27,8 +27,8 @@ from tests.packages.node import (
     fresh_node,
     of_the_node,
     old_docker,
+    repeated_starts,
     start,
-    starts_going_on,
     units,
     workload_image,
 )
@@ -117,7 +117,7 @@ def test_a_fresh_system_is_installed_runs_is_upgraded_and_has_nothing_left_of_it
     # Upgrade, as the package's scripts do it under systemd: running containers continue with their library, and new
     # ones start.
     old = node.generation()
-    with starts_going_on(podman):
+    with repeated_starts(podman):
         node.install(newer)
     assert host.check("tidegate", "--version") == f"tidegate {NEWER}\n"
     host.check("tidegate", "refresh")

@@ -148,7 +148,7 @@ def watch(node: BenchNode, until: float, began: float, quotas: dict[str, int]) -
     last = time.monotonic()
     while (now := time.monotonic()) < until:
         time.sleep(min(1.0, max(0.0, until - now)))
-        node.look()
+        node.list_containers()
         elapsed = time.monotonic() - last
         last = time.monotonic()
         cells = []
@@ -268,7 +268,7 @@ def measure(
         refused, refused_exit = ask_for_too_much(node, ALLOWED, ASKED, next(iter(jobs.values())))
         say(f"  greedy: {refused.result}")
         watch(node, began + SETTLE_S + args.seconds, began, quotas)
-        node.look()
+        node.list_containers()
         seen = {container.name: container.seen for container in containers}
         results = [
             wait_for_result(
@@ -329,7 +329,7 @@ def start_all(
         annotations = {"compute": str(quota), "memory": str(memory)}
         containers.append(node.start(name, arguments, annotations))
     node.wait_ready([c.out / "begin.ready" for c in containers], 240)
-    node.look()
+    node.list_containers()
     for container in containers:
         (container.out / "begin").touch()
     return containers

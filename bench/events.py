@@ -194,7 +194,7 @@ def keep_ends(stamps: Sequence[Stamp], at: int) -> list[int]:
 def pid_of(node: BenchNode, container: Running) -> int:
     """Return the pid of a container's first process."""
     if not container.seen.get("pid"):
-        node.look()
+        node.list_containers()
     return int(container.seen["pid"])
 
 
@@ -244,7 +244,7 @@ def kill_each(node: BenchNode, arm: Arm, _containers: list[Running], start: Star
     draw = random.Random(1)  # noqa: S311
     victims = [start(arm.visitors[0], 600) for _ in range(arm.times)]
     node.wait_ready([one.out / "begin.ready" for one in victims], 240)
-    node.look()
+    node.list_containers()
     events: list[Event] = []
     for victim in victims:
         _begin(victim)

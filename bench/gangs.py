@@ -188,12 +188,12 @@ def beside(
     ]
     running = [container for container, *_ in containers]
     bench.node.wait_ready([one.out / "begin.ready" for one in running], SET_UP_S)
-    bench.node.look()
+    bench.node.list_containers()
     for one in running:
         (one.out / "begin").touch()
     time.sleep(SETTLE_S)
     bench.node.check_scheduling()
-    bench.node.look()
+    bench.node.list_containers()
     before = {one.name: one.seen for one in running}
     began = time.monotonic()
     events: list[dict[str, int]] = []
@@ -202,7 +202,7 @@ def beside(
     else:
         watch(running, began + seconds)
     passed = time.monotonic() - began
-    bench.node.look()
+    bench.node.list_containers()
     after = {one.name: one.seen for one in running}
     if script:
         for one, job, *_ in containers:

@@ -143,10 +143,12 @@ def main(argv: list[str] | None = None) -> int:
             report["processes"] = args.processes
             report["gpu"] = {"kind": machine.kind, "name": gpu_name(machine), "driver": version}
             deadline = time.monotonic() + 5
-            while node.look() and time.monotonic() < deadline:
+            while node.list_containers() and time.monotonic() < deadline:
                 time.sleep(0.05)
             report["after"] = sum(
-                device["memory_used"] for one in node.look().values() for device in one["devices"]
+                device["memory_used"]
+                for one in node.list_containers().values()
+                for device in one["devices"]
             )
     except (MachineError, TidegateError, VdriverError) as e:
         print(f"memory: {e}", file=sys.stderr)

@@ -230,7 +230,7 @@ class BenchNode:
         self.running.append(container)
         return container
 
-    def look(self) -> dict[str, dict[str, Any]]:
+    def list_containers(self) -> dict[str, dict[str, Any]]:
         """Return the governor's report of the containers, by id, and remember memory peaks."""
         known = {one["id"]: one for one in ask(self.config, "list")["containers"]}
         for container in self.running:

@@ -237,7 +237,7 @@ class Contained:
         command = ["/usr/bin/overhead", *self.options, *arguments, "--leave-file", "/out/leave"]
         container = self.start(command, **annotations)
         self.node.wait_ready([container.out / "leave.ready"], RUN_S)
-        self.node.look()
+        self.node.list_containers()
         (container.out / "leave").touch()
         if self.node.wait(container, 30):
             raise MachineError(f"a container failed: {container.output.strip()[-200:]}")

@@ -436,7 +436,7 @@ class Harness:
         while container.process.poll() is None:
             if ready is None and (container.out / "hold.ready").exists():
                 ready = time.monotonic()
-            node.look()
+            node.list_containers()
             seen.take(container.seen)
             if ready is not None and time.monotonic() > ready + REPORT_S:
                 (container.out / "hold").touch()
@@ -466,7 +466,7 @@ class Harness:
 def wait_until_forgotten(node: BenchNode) -> None:
     """Wait until the governor has forgotten the container that ended."""
     deadline = time.monotonic() + 10
-    while node.look():
+    while node.list_containers():
         if time.monotonic() > deadline:
             raise MachineError("the governor still has a container that ended 10 s ago")
         time.sleep(0.02)

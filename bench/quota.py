@@ -152,7 +152,7 @@ def start_all(node: BenchNode, tenants: Sequence[ArmContainer], seconds: float) 
     """Start containers, and make them begin together."""
     containers = [start_one(node, tenant, seconds) for tenant in tenants]
     node.wait_ready([c.out / "begin.ready" for c in containers], 240)
-    node.look()
+    node.list_containers()
     for container in containers:
         (container.out / "begin").touch()
     return containers
@@ -184,7 +184,7 @@ def run_arm(node: BenchNode, arm: Arm, profiles: Mapping[str, Profile]) -> dict[
     seconds = FOREVER_S if arm.script else arm.seconds + SETTLE_S + SPARE_S
     containers = start_all(node, arm.tenants, seconds)
     time.sleep(SETTLE_S)
-    node.look()
+    node.list_containers()
     before = {one.name: one.seen for one in containers}
     clock = ProcessorClock(node, containers)
     began, processors, threads = time.monotonic(), clock.read(), clock.read_threads()
@@ -196,7 +196,7 @@ def run_arm(node: BenchNode, arm: Arm, profiles: Mapping[str, Profile]) -> dict[
     passed = time.monotonic() - began
     processors = rates(processors, clock.read(), passed)
     threads = rates(threads, clock.read_threads(), passed)
-    node.look()
+    node.list_containers()
     node.check_scheduling()
     after = {one.name: one.seen for one in containers}
     if arm.script:

@@ -131,7 +131,7 @@ def governed_arm(node: BenchNode, kind: str, number: int, seconds: float) -> Ite
     try:
         arm = Stepper(container.out, seconds, failed)
         yield arm
-        node.look()
+        node.list_containers()
         if not container.seen["devices"][0]["launches"]:
             raise MachineError("the governor saw no launch: the container was not governed")
         arm.end()

@@ -223,7 +223,7 @@ class Stage:
             self.node.delete(container)
         self.node.running.clear()
         deadline = time.monotonic() + SPARE_S
-        while self.node.look():
+        while self.node.list_containers():
             if time.monotonic() > deadline:
                 raise StoryError("the governor still has containers that have ended")
             time.sleep(0.02)

@@ -217,7 +217,7 @@ class Account:
         now_ns = time.monotonic_ns()
         time_of = self._counters.time(device, stats, now_ns, self.quota)
         waited_ns = self.counted(device)["wait_ns"]
-        rates = self._rates[device].look(now_ns, delivered=time_of.charged_ns, waited=waited_ns)
+        rates = self._rates[device].update(now_ns, delivered=time_of.charged_ns, waited=waited_ns)
         used = rates["delivered"]
         quota = self.quota.compute, self.quota.compute_limit
         return {**rates, "lent": None if used is None else round(lent_of(used, *quota), 1)}
@@ -253,7 +253,9 @@ class Account:
             if look is not None:
                 seen = look.seen.get(process.pid, 0)
                 charges = before.get(process, Charge()), charge
-                use.debt.look(look.began_ns, seen, *charges, self._context_memory, ended_ns=now_ns)
+                use.debt.update(
+                    look.began_ns, seen, *charges, self._context_memory, ended_ns=now_ns
+                )
             use.used = charge.used(use.debt.bytes, since)
             use.peak = max(use.peak, use.used)
         self._publish_memory(device)
@@ -311,7 +313,7 @@ class Account:
         self._rate(device, stats)
         held_ns = int(stats.held_ns)
         busy = {process: charge.busy_ns for process, charge in charges.items()}
-        parts = self._meters[device].look(now_ns, busy, held_ns, sampled)
+        parts = self._meters[device].update(now_ns, busy, held_ns, sampled)
         passed = now_ns - self._looked_ns[device]
         self._looked_ns[device] = now_ns
         for process, part in parts.items():

@@ -150,7 +150,7 @@ class Auditor:
             if own.uuid == device.uuid
         )
 
-    def look(
+    def audit(
         self,
         device: Device,
         look: Look,
@@ -191,7 +191,7 @@ class Auditor:
                 idle=idle,
                 frozen=bool(watched.groups),
             )
-            for episode, began in watched.devices[device.uuid].judge.look(facts):
+            for episode, began in watched.devices[device.uuid].judge.observe(facts):
                 self._tell(watched, i, episode, began=began)
             strangers = [pid for pid, one in own.items() if pid not in known and one.computes]
             self._limit(watched, i, frozenset(strangers))

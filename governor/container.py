@@ -339,7 +339,7 @@ class Container:
 
     def note_unknown(self) -> None:
         """Log functions that its programs looked up and that the control library does not know."""
-        if found := self._unknown.look(self.ledger):
+        if found := self._unknown.read(self.ledger):
             self._lines.warning("unknown-functions", container=self.identifier, functions=found)
 
     def tell_mps(self, event: MpsEvent) -> None:

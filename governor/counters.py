@@ -94,7 +94,7 @@ class _Lent:
     charged_ns: int
     total_ns: int = 0
 
-    def look(self, now_ns: int, charged_ns: int, quota: Quota) -> int:
+    def update(self, now_ns: int, charged_ns: int, quota: Quota) -> int:
         """Return what was lent so far, in nanoseconds, by the last second that is over."""
         passed = now_ns - self.at_ns
         if passed >= LENT_NS:
@@ -138,7 +138,7 @@ class Counters:
         lent = self._lent[device]
         if lent is None:
             lent = self._lent[device] = _Lent(now_ns, time.charged_ns)
-        self._time[device] = replace(time, lent_ns=lent.look(now_ns, time.charged_ns, quota))
+        self._time[device] = replace(time, lent_ns=lent.update(now_ns, time.charged_ns, quota))
         return self._time[device]
 
 
@@ -169,7 +169,7 @@ class Rates:
     def __init__(self) -> None:
         self._looks: deque[tuple[int, dict[str, int]]] = deque()
 
-    def look(self, now_ns: int, **counters: int) -> dict[str, float | None]:
+    def update(self, now_ns: int, **counters: int) -> dict[str, float | None]:
         """Return each counter's rate; None while too little time has passed to tell."""
         looks = self._looks
         while len(looks) > 1 and looks[1][0] <= now_ns - RATE_NS:

@@ -139,7 +139,7 @@ class History:
         if len(self._parted) < MOST_SERIES:
             self._parted.append((who, use))
 
-    def look(self, now_ns: int, uses: Iterable[tuple[Hashable, Use]]) -> None:
+    def record(self, now_ns: int, uses: Iterable[tuple[Hashable, Use]]) -> None:
         """Take in what all containers have had by now; a known one that is missing has ended."""
         last = (now_ns - self._start_ns) // STEP_NS - 1
         if last <= self.last:

@@ -30,7 +30,7 @@ class UnknownFunctions:
         """The names that were found so far, in the order in which they were."""
         return tuple(self._names)
 
-    def look(self, ledger: mmap) -> list[str]:
+    def read(self, ledger: mmap) -> list[str]:
         """Return the names that are in the ledger for the first time."""
         found = []
         for place in pages.read_unknown(ledger):

@@ -75,7 +75,7 @@ class Unattributed:
                 device, self.began_ns, self.bytes, self.each, self.n
             )
 
-    def look(self, began_ns: int, found: int, n_processes: int) -> None:
+    def record(self, began_ns: int, found: int, n_processes: int) -> None:
         """Take in what was found with so many processes, and learn what each of them brings.
 
         The least that was seen counts: whatever else appears meanwhile is not brought by a process.
@@ -184,7 +184,7 @@ async def reconcile(
     watches = [_Watch(device) for device in devices]
     with ThreadPoolExecutor(1, "nvml") as executor:
 
-        async def look(watch: _Watch) -> None:
+        async def sample(watch: _Watch) -> None:
             watch.last_ns = time.monotonic_ns()
             await _look(server, nvml, watch, executor, auditor)
             if tally is not None:
@@ -193,7 +193,7 @@ async def reconcile(
 
         for watch in watches:
             # What belongs to no process before any process is here.
-            await look(watch)
+            await sample(watch)
         while True:
             busy = any(container.pids() for container in server.containers.values())
             await asyncio.sleep(POLL_S if busy else IDLE_S)
@@ -201,7 +201,7 @@ async def reconcile(
                 watch.tell_new(server)
                 now_ns = time.monotonic_ns()
                 if watch.is_due(server, runners[watch.device.uuid], now_ns):
-                    await look(watch)
+                    await sample(watch)
 
 
 async def _ask_use(nvml: Observer, watch: _Watch, executor: ThreadPoolExecutor) -> None:
@@ -252,7 +252,7 @@ async def _look(
             settled = unseen == _unseen(one for charges in now for one in charges.values())
             unattributed = unattributed - unseen if unseen is not None and settled else None
         if unattributed is not None:
-            watch.unattributed.look(began_ns, unattributed, len(seen))
+            watch.unattributed.record(began_ns, unattributed, len(seen))
         # If NVML does not report a process's memory, that says nothing against its ledger.
         look = Look(began_ns, {one.pid: one.used or 0 for one in seen}, watch.samples)
     except VdriverError as e:
@@ -271,4 +271,4 @@ async def _look(
             container.account.reconcile(i, charges, look)
             container.note_unknown()
     if look is not None and auditor is not None:
-        auditor.look(watch.device, look, seen, {c: charges for c, _, charges, _ in before})
+        auditor.audit(watch.device, look, seen, {c: charges for c, _, charges, _ in before})

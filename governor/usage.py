@@ -81,7 +81,7 @@ read_ledger = pages.Reader(
     *("busy_ns", "contexts", "took", "gave"),
     *("returned", "shrunk"),
 )  # fmt: skip
-"""Reads the ledger in the order that Debt.look() needs: what ends meanwhile is in at least one of
+"""Reads the ledger in the order that Debt.update() needs: what ends meanwhile is in at least one of
 the numbers."""
 
 
@@ -174,7 +174,7 @@ class Debt:
         # then.
         self._most: int | None = None
 
-    def look(
+    def update(
         self,
         began_ns: int,
         seen: int,
@@ -271,7 +271,7 @@ class Meter(Generic[Key]):
         self._before: tuple[int, dict[Key, int], int] | None = None
         self._open = False
 
-    def look(
+    def update(
         self,
         now_ns: int,
         busy: Mapping[Key, int],

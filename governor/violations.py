@@ -208,7 +208,7 @@ class _Lasting:
         self._last = 0
         self.lasts = False
 
-    def look(self, now_ns: int, *, is_so: bool) -> bool:
+    def observe(self, now_ns: int, *, is_so: bool) -> bool:
         """Return whether the condition lasts, after a look in which it holds or not."""
         if is_so:
             self._since = now_ns if self._since is None else self._since
@@ -234,7 +234,7 @@ class _Sum:
         self._last = 0
         self._lasts = False
 
-    def look(self, now_ns: int, rate: float) -> bool:
+    def observe(self, now_ns: int, rate: float) -> bool:
         """Return whether it lasts; `rate` is how fast the bucket fills, 0 if nothing was found.
 
         Once the bucket has been full, one more look with the condition is enough, until the bucket
@@ -273,7 +273,7 @@ class _Working:
         self.pid = 0
         self.percent = 0
 
-    def look(self, facts: Facts) -> bool:
+    def observe(self, facts: Facts) -> bool:
         """Return whether it lasts."""
         now_ns, before = facts.now_ns, self._looked
         self._looked = now_ns
@@ -332,21 +332,21 @@ class ViolationDetector:
         self._episodes.clear()
         return lasted
 
-    def look(self, facts: Facts) -> list[tuple[Episode, bool]]:
+    def observe(self, facts: Facts) -> list[tuple[Episode, bool]]:
         """Return the violations that began (True) or ended (False) with this look."""
         total = sum(facts.memory.values())
         stranger = max(facts.unregistered, key=lambda pid: facts.memory.get(pid, 0), default=0)
         largest = max(facts.memory, key=lambda pid: facts.memory[pid], default=0)
         now_ns, has_strangers = facts.now_ns, bool(facts.unregistered)
         beyond = max(0, total - facts.allowed) / max(1, facts.allowed)
-        is_over = self._memory.look(now_ns, is_so=beyond > 0)
-        is_often_over = self._memory_sum.look(now_ns, beyond)
-        is_unregistered = self._unregistered.look(now_ns, is_so=has_strangers)
-        is_often_unregistered = self._unregistered_sum.look(now_ns, float(has_strangers))
+        is_over = self._memory.observe(now_ns, is_so=beyond > 0)
+        is_often_over = self._memory_sum.observe(now_ns, beyond)
+        is_unregistered = self._unregistered.observe(now_ns, is_so=has_strangers)
+        is_often_unregistered = self._unregistered_sum.observe(now_ns, float(has_strangers))
         lasting = {
             MEMORY: is_over or is_often_over,
             UNREGISTERED: is_unregistered or is_often_unregistered,
-            COMPUTE: self._working.look(facts),
+            COMPUTE: self._working.observe(facts),
         }
         found = {
             MEMORY: (largest, total, facts.allowed),

@@ -335,7 +335,7 @@ async def keep(server: Server, history: History) -> None:
         await asyncio.sleep(max(0.1, (history.due_ns() - time.monotonic_ns()) / 1e9))
         try:
             containers = list(server.containers.values())
-            history.look(
+            history.record(
                 time.monotonic_ns(), [use for container in containers for use in uses_of(container)]
             )
         except Exception as e:  # a failure to show something must not end the governor

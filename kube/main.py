@@ -188,7 +188,7 @@ class DriverLoop:
         return True
 
     def _wait(self, now: float) -> None:
-        alone = self._alone.look(now)
+        alone = self._alone.poll(now)
         if alone:
             place = directories(self._args.kubelet_dir)
             path = Instance(*place, self._args.instance).registration
@@ -352,7 +352,7 @@ def serve(args: argparse.Namespace) -> None:
     try:
         while not stop.is_set():
             loop.step()
-            service.endpoints.look()
+            service.endpoints.poll()
             ready.show(ready=service.publisher.current or loop.stands_by)
             loop.wake.wait(args.look_every)
             loop.wake.clear()

@@ -300,7 +300,7 @@ class KubeletSocket:
         self._known: tuple[int, int, int] | None = None
         self._pause = self._not_before = 0.0
 
-    def look(self, now: float) -> bool:
+    def poll(self, now: float) -> bool:
         """Return whether the plugin has to register now."""
         found = self._identity()
         if found is None:
@@ -378,9 +378,9 @@ class PluginLoop:
             self._endpoint.start()
             self._started = True
         # A kubelet that starts removes every socket in the directory, including the plugin's.
-        elif self._endpoint.look():
+        elif self._endpoint.poll():
             self._kubelet.forget()
-        if self._kubelet.look(now):
+        if self._kubelet.poll(now):
             self.registered = self._kubelet.register(now)
 
     def turn(self) -> None:
@@ -392,7 +392,7 @@ class PluginLoop:
         else:
             path = self._directory / "kubelet.sock"
             reason = "" if path.exists() else f"{path} does not exist"
-        alone = self._alone.look(time.monotonic(), alone=bool(reason))
+        alone = self._alone.poll(time.monotonic(), alone=bool(reason))
         if alone:
             log.warning(
                 "no-kubelet",

@@ -1,6 +1,6 @@
 """Serves the kubelet's gRPC calls on two sockets, one for registration and one for the driver.
 
-A socket that was removed is created again (`Endpoints.look`): the kubelet forgets a plugin when its
+A socket that was removed is created again (`Endpoints.poll`): the kubelet forgets a plugin when its
 socket is removed, and finds the plugin again with the new socket.
 """
 
@@ -278,7 +278,7 @@ class Alone:
         self._since: float | None = None
         self._say_at = ALONE_S
 
-    def look(self, now: float, *, alone: bool = True) -> float | None:
+    def poll(self, now: float, *, alone: bool = True) -> float | None:
         """Return for how many seconds there was no kubelet if it is time to log it, else None."""
         if not alone:
             self._since, self._say_at = None, ALONE_S
@@ -327,7 +327,7 @@ class GrpcServer:
             os.umask(before)
         self._server = server
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Listen again if the socket was removed or replaced; return whether it was."""
         try:
             if self._path.stat().st_ino == self._inode:
@@ -395,16 +395,16 @@ class Endpoints:
         self._plugin.start()
         self._registrar.start()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Check that both sockets exist, and register again after the kubelet's refusal."""
         again = 0.0 < self._again_at <= time.monotonic()
-        if self._plugin.look() or again:
+        if self._plugin.poll() or again:
             # The kubelet connects to the driver's socket again when the driver registers.
             self._again_at = 0.0
             self._registrar.stop(0)
             self._registrar.start()
         else:
-            self._registrar.look()
+            self._registrar.poll()
 
     def _registered(self, accepted: bool) -> None:  # noqa: FBT001 - the callback's only argument
         """Handle the kubelet's answer to the registration."""

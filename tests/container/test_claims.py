@@ -147,7 +147,7 @@ def refused(
     container = start(node, name, ["/usr/bin/probe", "work", "0"], edit, annotations)
     assert node.wait(container, WAIT_S) != 0
     [line] = [line for line in container.output.splitlines() if "tidegate: " in line]
-    assert container.identifier not in node.look()
+    assert container.identifier not in node.list_containers()
     return line
 
 
@@ -165,11 +165,11 @@ def known(node: BenchNode, *containers: Running) -> list[dict[str, Any]]:
     def all_there() -> bool:
         for one in containers:
             assert one.process.poll() is None, show_output(one)
-        seen = node.look()
+        seen = node.list_containers()
         return all(seen.get(one.identifier, {}).get("confirmed") for one in containers)
 
     wait_for(all_there, "the containers")
-    seen = node.look()
+    seen = node.list_containers()
     return [seen[one.identifier] for one in containers]
 
 
@@ -181,10 +181,12 @@ def outcomes(node: BenchNode, container: Running) -> list[str]:
 
 def delivered(node: BenchNode, *containers: Running, seconds: float = 2.5) -> list[float]:
     """Return the percentage of the GPU that was charged to each container's key."""
-    before = {one["key"]: one["devices"][0]["charged_ns"] for one in node.look().values()}
+    before = {
+        one["key"]: one["devices"][0]["charged_ns"] for one in node.list_containers().values()
+    }
     began = time.monotonic_ns()
     time.sleep(seconds)
-    after = node.look()
+    after = node.list_containers()
     passed = time.monotonic_ns() - began
     return [
         100
@@ -364,7 +366,7 @@ def test_a_lost_database_loses_no_claim_in_use(node: BenchNode) -> None:
     for file in (node.work / "state").glob("state.db*"):
         file.unlink()
     node.start_governor()
-    after = list(node.look().values())
+    after = list(node.list_containers().values())
     assert sorted(one["pid"] for one in after) == sorted(one["pid"] for one in before)
     assert {one["key"] for one in after} == {before[0]["key"]}
     assert sorted(p for one in after for p in one["processes"]) == sorted(

@@ -169,27 +169,27 @@ def host(tmp_path: Path) -> Host:
 
 
 def test_device_nodes_as_the_driver_makes_them_are_right(host: Host) -> None:
-    assert host.look("driver.nodes") == ["ok: /dev/nvidiactl, /dev/nvidia-uvm, /dev/nvidia0"]
+    assert host.check("driver.nodes") == ["ok: /dev/nvidiactl, /dev/nvidia-uvm, /dev/nvidia0"]
 
 
 def test_device_nodes_of_other_numbers_are_wrong(host: Host) -> None:
     (host.root / "dev/nvidia0").unlink()
     os.mknod(host.root / "dev/nvidia0", 0o666 | stat.S_IFCHR, os.makedev(195, 7))
-    assert host.look("driver.nodes")[0] == (
+    assert host.check("driver.nodes")[0] == (
         "wrong: /dev/nvidia0 is 195:7, the kernel says 195:0 -> rm /dev/nvidia0 && nvidia-modprobe -c 0"
     )
     # The number of nvidia-uvm may change at a reboot.
     host.put("proc/devices", "Character devices:\n195 nvidia\n508 nvidia-uvm\n")
-    assert "/dev/nvidia-uvm is 511:0, the kernel says 508:0" in host.look("driver.nodes")[0]
+    assert "/dev/nvidia-uvm is 511:0, the kernel says 508:0" in host.check("driver.nodes")[0]
     host.put("proc/devices", "Character devices:\n195 nvidia\n")
-    assert host.look("driver.nodes")[0].endswith(
+    assert host.check("driver.nodes")[0].endswith(
         "its module nvidia-uvm is not loaded -> modprobe nvidia-uvm"
     )
 
 
 def test_device_nodes_that_users_may_not_open_cause_a_warning(host: Host) -> None:
     (host.root / "dev/nvidiactl").chmod(0o660)
-    assert host.look("driver.nodes")[0].startswith("warning: /dev/nvidiactl has mode 660: ")
+    assert host.check("driver.nodes")[0].startswith("warning: /dev/nvidiactl has mode 660: ")
 
 
 def test_programs_owned_by_another_user_are_wrong(tmp_path: Path) -> None:
@@ -198,12 +198,12 @@ def test_programs_owned_by_another_user_are_wrong(tmp_path: Path) -> None:
     host.put("usr/bin/tidegate-runtime", "#!/usr/bin/python3 -ISE\n", 0o755)
     os.chown(host.root / "usr/bin/tidegate-hook", NOBODY, NOBODY)
     os.chown(host.root / "usr", NOBODY, 0)
-    assert [line.partition(" ->")[0] for line in host.look("files.programs")] == [
+    assert [line.partition(" ->")[0] for line in host.check("files.programs")] == [
         "wrong: the hook /usr/bin/tidegate-hook runs as root, and /usr belongs to user 65534",
         "wrong: the wrapper runtime /usr/bin/tidegate-runtime runs as root, and /usr belongs to user 65534",
     ]
     os.chown(host.root / "usr", 0, 0)
-    assert [line.partition(" ->")[0] for line in host.look("files.programs")] == [
+    assert [line.partition(" ->")[0] for line in host.check("files.programs")] == [
         "wrong: the hook /usr/bin/tidegate-hook runs as root, and /usr/bin/tidegate-hook belongs to user 65534",
         "ok: the wrapper runtime /usr/bin/tidegate-runtime",
     ]

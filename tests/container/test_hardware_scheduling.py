@@ -47,7 +47,7 @@ def work(node: BenchNode, compute: int, limit: int, *options: str) -> Running:
 
 
 def pid_of(node: BenchNode, container: Running) -> int:
-    (pid,) = node.look()[container.identifier]["processes"]
+    (pid,) = node.list_containers()[container.identifier]["processes"]
     return int(pid)
 
 
@@ -85,9 +85,9 @@ def test_caps_hold_and_no_launch_waits(node: BenchNode) -> None:
     one, two = work(node, 60, 60), work(node, 30, 30)
     begin(one, two)
     time.sleep(0.5)
-    before = node.look()
+    before = node.list_containers()
     expect(node, 2, (one, 60), (two, 30))
-    after = node.look()
+    after = node.list_containers()
     for container in (one, two):
         first, last = (look[container.identifier]["devices"][0] for look in (before, after))
         assert first["waits"] == last["waits"]
@@ -150,7 +150,7 @@ def test_a_container_left_off_by_a_killed_governor_is_on_again_within_two_second
         assert time.monotonic() < killed + 2.0
         node.start_governor()
         # The next governor holds it to its share again, whatever state the previous one left.
-        wait_for(lambda: one.identifier in node.look(), "it to be adopted")
+        wait_for(lambda: one.identifier in node.list_containers(), "it to be adopted")
         time.sleep(1.0)
         expect(node, 1, (one, 5))
 

@@ -87,7 +87,7 @@ def clean(node: BenchNode) -> Iterator[None]:
 
 def inside(node: BenchNode, container: Running) -> int:
     """Return the pid on the host of a container's first process."""
-    return int(node.look()[container.identifier]["pid"])
+    return int(node.list_containers()[container.identifier]["pid"])
 
 
 def as_attacker(**process: Any) -> Callable[[dict[str, Any]], None]:
@@ -173,7 +173,7 @@ def test_no_container_reaches_another_containers_files(node: BenchNode, attacker
     after = (has / "grant").read_bytes()
     assert (after[:16], after[24:64]) == (page[:16], page[24:64])  # all but the heartbeat
     assert victim.process.poll() is None, show_output(victim)
-    wait_for(lambda: attacker.identifier not in node.look(), "its end")
+    wait_for(lambda: attacker.identifier not in node.list_containers(), "its end")
     wait_for(lambda: not descriptors(fds) - kinds, f"{descriptors(fds) - kinds} to be closed", 10)
     done = [e for e in events(node, "process-registered") if e["container"] == victim.identifier]
     assert len(done) == 1
@@ -218,7 +218,7 @@ def test_a_socket_registers_only_processes_of_its_container(node: BenchNode) -> 
     assert attacker.output == "slot -1, no ledger\n"
     [refused] = events(node, "process-refused")[-1:]
     assert refused["container"] == victim.identifier
-    assert len(node.look()[victim.identifier]["processes"]) == 1
+    assert len(node.list_containers()[victim.identifier]["processes"]) == 1
 
 
 def with_control_groups(config: dict[str, Any]) -> None:
@@ -261,7 +261,7 @@ def test_a_process_that_moves_to_a_lower_group_still_belongs_to_the_container(
     assert execute(node, container, *knock) == "slot 1, a ledger\n"
     node.stop_governor(signal.SIGKILL)
     node.start_governor()
-    assert len(node.look()[container.identifier]["processes"]) == 1
+    assert len(node.list_containers()[container.identifier]["processes"]) == 1
     assert execute(node, container, *knock) == "slot 1, a ledger\n"
     # A neighbour that shares its pid namespace is still refused.
     attacker = node.start(
@@ -371,7 +371,7 @@ def test_nonsense_in_a_ledger_takes_nothing_from_other_containers(node: BenchNod
     assert pages.read(page, device, "grant_device", "memory_limit") == 1 << 30
     # Other containers can come and go meanwhile.
     node.kill(hostile)
-    wait_for(lambda: hostile.identifier not in node.look(), "its end")
+    wait_for(lambda: hostile.identifier not in node.list_containers(), "its end")
     late = start_worker(node, "late", compute="30", memory="1Gi")
     begin(late)
     assert "Traceback" not in (node.work / "governor.log").read_text()

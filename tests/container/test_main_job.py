@@ -262,7 +262,7 @@ def test_a_container_runs_governed(node: BenchNode, stage: str) -> None:
         f"governed-{stage}", arguments, {"memory": "3Gi", "compute": "30"}, stage=stage
     )
     wait_ready(container)
-    [seen] = [c for c in node.look().values() if c["id"] == container.identifier]
+    [seen] = [c for c in node.list_containers().values() if c["id"] == container.identifier]
     assert seen["confirmed"]
     assert len(seen["processes"]) == 1
     [device] = seen["devices"]
@@ -272,12 +272,13 @@ def test_a_container_runs_governed(node: BenchNode, stage: str) -> None:
     assert device["memory_limit"] == 3 * GIB
     (container.out / "begin").touch()
     wait_for(
-        lambda: node.look()[container.identifier]["devices"][0]["launches"] > 0, "a counted launch"
+        lambda: node.list_containers()[container.identifier]["devices"][0]["launches"] > 0,
+        "a counted launch",
     )
     assert node.wait(container, WAIT_S) == 0, container.output
     assert last_json(container.output)["result"] == "CUDA_SUCCESS"
     assert len(read_stamps(container.out / "progress.bin")) > 50
-    wait_for(lambda: not node.look(), "the container to leave the books")
+    wait_for(lambda: not node.list_containers(), "the container to leave the books")
     assert directories(node) == before
 
 
@@ -313,7 +314,7 @@ def test_a_killed_holder_delays_no_other_container(node: BenchNode, how: str) ->
     begin(victim, waiter)
     rest = {"memory": str(GRANTABLE - 4 * GIB), "compute": "60"}
     assert "memory left to grant" in refusal(node, f"early-{how}", **rest)
-    pid = node.look()[victim.identifier]["pid"]
+    pid = node.list_containers()[victim.identifier]["pid"]
     with Stall() as stall:
         if how == "runc-kill":
             killed = time.monotonic_ns()
@@ -333,10 +334,12 @@ def test_a_killed_holder_delays_no_other_container(node: BenchNode, how: str) ->
     gap = max(b - a for a, b in itertools.pairwise(window))
     assert gap < 50 * MS + stall.longest, f"a gap of {gap / MS:.1f} ms"
     # The victim's share is free: the rest of the memory and of the time.
-    assert victim.identifier not in node.look()
+    assert victim.identifier not in node.list_containers()
     heir = start_worker(node, f"heir-{how}", **rest)
     begin(heir)
-    assert node.look()[heir.identifier]["devices"][0]["memory_limit"] == GRANTABLE - 4 * GIB
+    assert (
+        node.list_containers()[heir.identifier]["devices"][0]["memory_limit"] == GRANTABLE - 4 * GIB
+    )
     assert waiter.process.poll() is None
 
 
@@ -475,15 +478,17 @@ def test_processes_of_a_container_share_one_account(node: BenchNode) -> None:
     highest = 0
     with contextlib.suppress(KeyError):
         while not (container.out / "full").exists() and container.process.poll() is None:
-            for one in node.look().values():
+            for one in node.list_containers().values():
                 highest = max(highest, one["devices"][0]["memory_used"])
             time.sleep(0.005)
     assert (container.out / "full").exists(), show_output(container)
     full = 2 * 512 * MIB + (3 * GIB - 2 * 512 * MIB) // chunk * chunk
     deadline = time.monotonic() + WAIT_S
-    seen = node.look()[container.identifier]
+    seen = node.list_containers()[container.identifier]
     while seen["devices"][0]["memory_used"] != full and time.monotonic() < deadline:
-        seen = node.look()[container.identifier]  # the governor samples four times a second
+        seen = node.list_containers()[
+            container.identifier
+        ]  # the governor samples four times a second
     (container.out / "end").touch()
     assert node.wait(container, WAIT_S) == 0, container.output
     taken = json.loads(container.output.splitlines()[-1])["taken"]

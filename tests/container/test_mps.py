@@ -161,7 +161,7 @@ def worker(node: BenchNode, name: str, **annotations: str) -> Running:
 @contextlib.contextmanager
 def stopped(node: BenchNode, *containers: Running) -> Iterator[None]:
     """Keep containers from ending during the block: the events reported for them would be removed with them."""
-    known = node.look()
+    known = node.list_containers()
     pids = [pid for container in containers for pid in known[container.identifier]["processes"]]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
@@ -192,7 +192,7 @@ def test_a_container_is_a_client_and_sees_one_socket_that_it_cannot_change(node:
 def test_auto_takes_any_gpu_with_room_and_that_gpus_strategy(node: BenchNode) -> None:
     first = worker(node, "first", devices="0")
     second = worker(node, "second", devices="1")
-    known = node.look()
+    known = node.list_containers()
     one, two = (known[container.identifier] for container in (first, second))
     assert (one["strategy"], one["mps"]) == ("timeslice", None)
     assert (two["strategy"], two["mps"]["state"]) == ("mps", "running")
@@ -261,7 +261,7 @@ def test_a_fault_is_reported_to_all_containers_whose_work_it_ends(node: BenchNod
     second = worker(node, "bystander", devices="1")
     elsewhere = worker(node, "elsewhere", devices="0")
     before = mps(node)
-    [pid] = node.look()[first.identifier]["processes"]
+    [pid] = node.list_containers()[first.identifier]["processes"]
     with stopped(node, first, second):
         os.kill(before["pid"], signal.SIGUSR1)
         wait_for(lambda: mps(node)["faults"] == before["faults"] + 1, "the fault to be seen")
@@ -359,7 +359,7 @@ def test_daemon_and_containers_outlive_the_governor(
     after = mps(node)
     assert (after["state"], after["pid"], after["starts"]) == ("running", before["pid"], 0)
     assert events(node, "mps-adopted")
-    known = node.look()[container.identifier]
+    known = node.list_containers()[container.identifier]
     assert (known["strategy"], known["mps"]["pid"]) == ("mps", before["pid"])
     count = units(container)
     wait_for(lambda: units(container) > count + 20, "the container to continue")

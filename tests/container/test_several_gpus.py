@@ -204,11 +204,13 @@ def start(
 def seen(node: BenchNode, container: Running) -> list[dict[str, Any]]:
     """Return what the governor reports about a container's GPUs, as soon as it is registered."""
     wait_for(
-        lambda: container.identifier in node.look() or container.process.poll() is not None,
+        lambda: (
+            container.identifier in node.list_containers() or container.process.poll() is not None
+        ),
         "a container",
     )
-    assert container.identifier in node.look(), show_output(container)
-    devices: list[dict[str, Any]] = node.look()[container.identifier]["devices"]
+    assert container.identifier in node.list_containers(), show_output(container)
+    devices: list[dict[str, Any]] = node.list_containers()[container.identifier]["devices"]
     return devices
 
 

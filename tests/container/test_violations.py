@@ -278,8 +278,8 @@ def test_honest_containers_are_not_accused(place: Place) -> None:
         time.sleep(3)
         assert [one.name for one in node.running if violations(node, one)] == []
         assert events(node, "violation") == []
-        assert len(node.look()) == len(node.running) == 6
-        long = [one for one in node.look().values() if one["id"].endswith("-long")]
+        assert len(node.list_containers()) == len(node.running) == 6
+        long = [one for one in node.list_containers().values() if one["id"].endswith("-long")]
         reported = long[0]["devices"][0]
         # Otherwise the test would show nothing: it was charged for more time than its grants can last, so its work has
         # outlasted them.

@@ -231,7 +231,7 @@ def look_at_two_claims(report: WrapperReport, site: ClaimSite, profile: Profile)
     containers = [site.work(name, references[name]) for name in claims]
 
     def kill() -> None:
-        seen = node.look()
+        seen = node.list_containers()
         named = [
             claim["name"]
             for one in containers
@@ -242,8 +242,8 @@ def look_at_two_claims(report: WrapperReport, site: ClaimSite, profile: Profile)
         node.start_governor()
         again = {one["name"] for one in ask(node.config, "claims")["claims"]}
         report.say("after kill -9, claims", sorted(again), right=again == {*claims})
-        back = wait_for(lambda: all(one.identifier in node.look() for one in containers))
-        report.say("after kill -9, containers", len(node.look()), right=back)
+        back = wait_for(lambda: all(one.identifier in node.list_containers() for one in containers))
+        report.say("after kill -9, containers", len(node.list_containers()), right=back)
 
     before, after = run_together(site, profile, containers, kill)
     for when, shares in (("before", before), ("after", after)):
@@ -306,7 +306,7 @@ def look_at_refusals(report: WrapperReport, site: ClaimSite) -> None:
 def look_at_ends(report: WrapperReport, site: ClaimSite) -> None:
     """Report what is left in the governor's books."""
     node = site.node
-    gone = wait_for(lambda: not node.look())
+    gone = wait_for(lambda: not node.list_containers())
     claims = ask(node.config, "claims")["claims"]
     gpu = ask(node.config, "gpus")["gpus"][0]
     left = (gpu["compute_left"], gpu["memory_left"] == site.gpu["memory_left"])

@@ -231,15 +231,15 @@ def test_a_kubelet_that_refuses_is_asked_again(
     try:
         kubelet.register(accept=False)
         first = path.stat().st_ctime_ns
-        endpoints.look()
+        endpoints.poll()
         assert path.stat().st_ctime_ns == first
         time.sleep(0.3)
-        endpoints.look()
+        endpoints.poll()
         assert path.stat().st_ctime_ns != first
         second = path.stat().st_ctime_ns
         kubelet.register()
         time.sleep(0.3)
-        endpoints.look()
+        endpoints.poll()
         assert path.stat().st_ctime_ns == second
         assert told == [False, True]
     finally:

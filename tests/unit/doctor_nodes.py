@@ -88,7 +88,7 @@ class Host:
         config = Config(**{**vars(node.config), **changes}) if changes else node.config
         return replace(node, config=config, runner=self.run)
 
-    def look(self, check: str, **changes: Any) -> list[str]:
+    def check(self, check: str, **changes: Any) -> list[str]:
         """Return what one check reports: "state: found", followed by " -> remedy" if it has one."""
         return [words(examined) for examined in examine(self.node(**changes), [check])]
 

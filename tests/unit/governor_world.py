@@ -229,6 +229,6 @@ class Served:
                         quota.memory * 3 // 4, quota.memory * 7 // 8, quota.memory, count,
                     )  # fmt: skip
                     uses.append((key, use))
-                self.history.look(self._steps * STEP_NS, uses)
+                self.history.record(self._steps * STEP_NS, uses)
 
         self.run(look())

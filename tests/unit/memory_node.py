@@ -350,7 +350,7 @@ class MemoryNode:
         agent.slot = None if alone else self.slot_of(process.pid)
         if context:
             agent.run("context = driver.get('cuCtxCreate_v2', 0, 0)")
-            self.look()
+            self.sample()
         return agent
 
     def slot_of(self, pid: int) -> int:
@@ -380,7 +380,7 @@ class MemoryNode:
         """Read a field of a GPU's part of the grant page."""
         return pages.read(self.grant, layout.grant_device(device), "grant_device", field)
 
-    def look(self) -> int:
+    def sample(self) -> int:
         """Do what the governor does four times a second, and return the overhead of the first GPU."""
         for device in range(len(self.gpus)):
             began = time.monotonic_ns()
@@ -415,7 +415,7 @@ class MemoryNode:
     @contextlib.contextmanager
     def looking(self, interval: float = 0.005) -> Iterator[None]:
         """Reconcile all the time, as a governor would."""
-        with repeating(self.look, interval):
+        with repeating(self.sample, interval):
             yield
 
     def used(self, device: int = 0) -> int:

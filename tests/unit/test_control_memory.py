@@ -116,7 +116,7 @@ def test_managed_memory_is_charged_although_no_process_holds_it(agent, node) -> 
     agent.run("block = driver.get('cuMemAllocManaged', 100 << 20, 1)")
     exact(agent, 0)
     assert agent.field("memory") == agent.field("unseen") == 100 * MIB
-    assert node.look() == CONTEXT  # the charge does not hide the driver's overhead
+    assert node.sample() == CONTEXT  # the charge does not hide the driver's overhead
     agent.run("driver.call('cuMemFree_v2', block)")
     assert agent.field("memory") == agent.field("unseen") == 0
 
@@ -260,17 +260,17 @@ def test_a_trim_is_refunded_and_a_destroyed_pool_is_left_to_nvml(agent, node) ->
     exact(agent, 64 * MIB)
     agent.run("driver.call('cuMemPoolTrimTo', pool, 0)")
     exact(agent, 32 * MIB)
-    node.look()
+    node.sample()
     used = node.used()
     agent.run("driver.call('cuMemPoolDestroy', pool)")
     # The pool lives on until the block is freed, but can no longer be asked.
     assert agent.charged == 0
     assert node.used() == used
-    node.look()
+    node.sample()
     assert node.used() == used
     agent.run("driver.call('cuMemFree_v2', blocks[1])")
     agent.run("driver.call('cuCtxSynchronize')")
-    node.look()
+    node.sample()
     assert node.used() == used - 32 * MIB
 
 
@@ -459,7 +459,7 @@ def test_every_context_counts_and_is_refused_where_it_does_not_fit(agent, node) 
     agent.run("others = [driver.get('cuCtxCreate_v2', 0, 0) for _ in range(2)]")
     assert node.used() == 3 * CONTEXT  # before the first reconciliation
     assert agent.field("contexts") == 3
-    node.look()
+    node.sample()
     assert node.used() == 3 * CONTEXT
     agent.run(f"rest = driver.allocate({left(node) - CONTEXT // 2 // MIB * MIB})")
     for call in (
@@ -472,7 +472,7 @@ def test_every_context_counts_and_is_refused_where_it_does_not_fit(agent, node) 
         assert node.used() <= LIMIT
     assert agent.field("contexts") == 3
     agent.run("driver.call('cuCtxDestroy_v2', others.pop())")
-    node.look()
+    node.sample()
     assert node.used() == 2 * CONTEXT  # the remaining memory was allocated in this context
     assert agent.field("contexts") == 2
 
@@ -501,7 +501,7 @@ def test_the_primary_context_ends_with_its_last_reference_or_a_reset(node) -> No
         agent.run("driver.call('cuCtxSetCurrent', primary)")
         agent.run("blocks = [driver.allocate(4 << 20), driver.get('cuMemAllocAsync', 5, 0)]")
         exact(agent, 36 * MIB)
-        node.look()
+        node.sample()
         assert node.used() == 36 * MIB + CONTEXT
         if end == "cuDevicePrimaryCtxRelease_v2":
             agent.run("driver.call('cuDevicePrimaryCtxRelease_v2', 0)")
@@ -509,7 +509,7 @@ def test_the_primary_context_ends_with_its_last_reference_or_a_reset(node) -> No
         agent.run(f"driver.call('{end}', 0)")
         assert agent.field("contexts") == 0
         assert agent.field("memory") == 0
-        node.look()
+        node.sample()
         assert node.used() == 0
         if end == "cuDevicePrimaryCtxReset_v2":
             for _ in range(2):
@@ -524,14 +524,14 @@ def test_stacks_are_refused_beforehand_and_counted_until_the_next_look(agent, no
     taken = agent.seen - before
     assert taken > 0
     assert node.used() == CONTEXT + taken
-    node.look()
+    node.sample()
     assert node.used() == CONTEXT + taken
 
 
 def test_streams_are_counted_until_the_next_look(agent, node) -> None:
     agent.run("stream = driver.stream()")
     assert 0 < node.used() - CONTEXT < MIB
-    node.look()
+    node.sample()
     assert node.used() == CONTEXT
 
 
@@ -541,10 +541,10 @@ def test_streams_are_counted_until_the_next_look(agent, node) -> None:
 def test_a_module_is_counted_until_the_next_look(agent, node) -> None:
     agent.run("module = driver.get('cuModuleLoadData', ctypes.c_char_p(b'globals:33554432'))")
     assert node.used() == CONTEXT + 32 * MIB
-    assert node.look() == CONTEXT + 32 * MIB
+    assert node.sample() == CONTEXT + 32 * MIB
     assert node.used() == CONTEXT + 32 * MIB
     agent.run("driver.call('cuModuleUnload', module)")
-    node.look()
+    node.sample()
     assert node.used() == CONTEXT
 
 
@@ -558,7 +558,7 @@ def test_a_large_module_waits_for_a_look_and_is_unloaded_if_it_does_not_fit(agen
             "driver.get('cuModuleLoadData', ctypes.c_char_p(b'globals:268435456'))"
         )
         assert agent.seen == before
-    node.look()
+    node.sample()
     assert node.used() == before
 
 
@@ -589,7 +589,7 @@ def test_without_a_context_the_driver_answers(node) -> None:
 def test_a_refusal_waits_for_the_look_that_is_due(agent, node) -> None:
     """Memory that a context gave back is usable as soon as it is gone, not a quarter of a second later."""
     agent.run("other = driver.get('cuCtxCreate_v2', 0, 0)")
-    node.look()
+    node.sample()
     agent.run(f"driver.allocate({left(node) // (2 * MIB) * 2 * MIB})")
     agent.run("driver.call('cuCtxDestroy_v2', other)")
     assert node.read("memory_overhead") == 2 * CONTEXT
@@ -607,7 +607,7 @@ def test_a_killed_process_leaves_nothing_behind(node) -> None:
     )
     assert second.free()[0] == LIMIT - 2 * CONTEXT - 592 * MIB
     first.kill()
-    node.look()
+    node.sample()
     assert second.free()[0] == LIMIT - CONTEXT
     second.run(f"driver.allocate({LIMIT - CONTEXT})")
 
@@ -617,7 +617,7 @@ def test_every_gpu_has_books_of_its_own(build_dir, tmp_path) -> None:
     try:
         agent = node.agent()
         agent.run("here, there = context, driver.get('cuCtxCreate_v2', 0, 1)")
-        node.look()
+        node.sample()
         agent.run("driver.call('cuCtxSetCurrent', here); near = driver.stream()")
         agent.run("driver.call('cuCtxSetCurrent', there); far = driver.stream()")
         agent.run("driver.call('cuCtxSetCurrent', here)")
@@ -628,7 +628,7 @@ def test_every_gpu_has_books_of_its_own(build_dir, tmp_path) -> None:
         assert (agent.field("memory", 0), agent.field("memory", 1)) == (0, 128 * MIB)
         agent.run("driver.allocate(4 << 20); driver.get('cuMemAllocAsync', 5, near)")
         assert (agent.field("memory", 0), agent.field("memory", 1)) == (36 * MIB, 128 * MIB)
-        node.look()
+        node.sample()
         for device, memory in ((0, 36 * MIB), (1, 128 * MIB)):
             assert node.seen(device)[agent.process.pid] == memory + CONTEXT == node.used(device)
         assert agent.refuses("driver.get('cuMemCreate', 900 << 20, prop(identity=1), 0)")
@@ -659,7 +659,7 @@ def test_errno_is_the_applications(agent) -> None:
 @contextlib.contextmanager
 def hiding(node, agent) -> Iterator[None]:
     """Act as a governor for which NVML attributes no more memory to the process from here on."""
-    known = node.look()
+    known = node.sample()
     base = node.read("unattributed")
 
     def look() -> None:
@@ -773,7 +773,7 @@ def test_a_container_that_moves_memory_meanwhile_is_charged_what_is_missing(node
 def test_processes_that_come_meanwhile_bring_their_part(node) -> None:
     agent = node.agent()
     base = node.read("unattributed")
-    known = node.look()
+    known = node.sample()
 
     def look() -> None:
         node.write("memory_overhead", known)
@@ -921,7 +921,7 @@ def test_one_block_of_a_container_at_a_time_is_taken_without_a_claim(node) -> No
     """
     agent = node.agent()
     agent.run("stream = driver.stream(); block = out('cuMemAllocAsync', 20 << 20, stream)")
-    node.look()
+    node.sample()
     agent.run(f"rest = driver.allocate({left(node) // (2 * MIB) * 2 * MIB})")
     small = "driver.call('cuMemFreeAsync', out('cuMemAllocAsync', 1 << 20, stream), stream)"
 
@@ -949,7 +949,7 @@ BEYOND = 10 * MIB  # what the driver takes on its own, in the tests below
 def test_what_a_pool_has_free_may_be_used_beyond_the_quota_unless_a_pool_grew_for_it(node) -> None:
     agent = node.agent()
     agent.run("stream = driver.stream(); block = out('cuMemAllocAsync', 20 << 20, stream)")
-    node.look()
+    node.sample()
     agent.run(f"rest = driver.allocate({left(node) // (2 * MIB) * 2 * MIB})")
     node.write("memory_overhead", node.read("memory_overhead") + BEYOND)
     assert node.used() > LIMIT
@@ -974,7 +974,7 @@ def test_pools_outgrow_the_quota_by_one_unit_however_long_their_streams_are_busy
     agent.run("blocks = [out('cuMemAllocAsync', 1 << 20, stream) for i in range(80)]")
     agent.run("for b in blocks[::2]: driver.call('cuMemFreeAsync', b, stream)")
     agent.run("driver.call('cuStreamSynchronize', stream)")
-    node.look()
+    node.sample()
     agent.run(f"rest = driver.allocate({left(node) // (2 * MIB) * 2 * MIB})")
     agent.run("launch(3_000_000_000, busy)")
     for i in range(8):
@@ -1061,5 +1061,5 @@ def test_many_small_modules_are_no_way_around_the_quota(node, load: str) -> None
     with node.looking():
         agent.run(f"rest = driver.allocate({left(node) // (2 * MIB) * 2 * MIB})")
         assert agent.refuses(f"[{load} for i in range(50)]")
-        node.look()
+        node.sample()
         assert node.used() <= LIMIT + (128 + 12) * MIB

@@ -93,7 +93,7 @@ def test_contexts_of_all_kinds(agent, node, create, destroy) -> None:
     agent.run(f"driver.call('{destroy}', other)")
     assert agent.charged == 0
     assert agent.field("contexts") == 1
-    node.look()
+    node.sample()
     assert node.used() == CONTEXT
     agent.run("driver.call('cuCtxSetCurrent', context)")
     agent.run(filled(node, CONTEXT // 2))
@@ -121,7 +121,7 @@ def test_a_green_context_and_the_primary_one_that_it_keeps(node) -> None:
     assert agent.charged == 4 * MIB
     agent.run("driver.call('cuGreenCtxDestroy', green)")
     assert agent.charged == agent.field("contexts") == 0
-    node.look()
+    node.sample()
     assert node.used() == 0
 
 
@@ -196,10 +196,10 @@ def test_a_library_takes_its_memory_with_its_first_kernel(agent, node) -> None:
     agent.run("driver.get('cuKernelGetFunction', kernel)")
     assert node.used() == CONTEXT + 32 * MIB
     agent.run("driver.get('cuKernelGetFunction', kernel)")
-    node.look()
+    node.sample()
     assert node.used() == CONTEXT + 32 * MIB
     agent.run("driver.call('cuLibraryUnload', library)")
-    node.look()
+    node.sample()
     assert node.used() == CONTEXT
     with node.looking():
         agent.run(filled(node, 128 * MIB))
@@ -263,7 +263,7 @@ def graph_of(*sizes):
 def test_memory_of_graphs_is_charged_when_it_is_taken(agent, node, instantiate) -> None:
     agent.run(GRAPHS)
     agent.run("stream = driver.stream()")
-    node.look()
+    node.sample()
     agent.run(f"graph = graph_of(100, 80); graph_exec = {instantiate}")
     assert agent.charged == 0
     agent.run("driver.call('cuGraphUpload', graph_exec, stream)")
@@ -279,7 +279,7 @@ def test_a_graph_that_does_not_fit_is_refused_and_what_graphs_hold_unused_goes_b
 ) -> None:
     agent.run(GRAPHS)
     agent.run("stream = driver.stream()")
-    node.look()
+    node.sample()
     agent.run("graph = graph_of(100); small = driver.get('cuGraphInstantiateWithFlags', graph, 0)")
     agent.run("driver.call('cuGraphUpload', small, stream)")
     agent.run("driver.call('cuGraphExecDestroy', small); driver.call('cuGraphDestroy', graph)")
@@ -315,7 +315,7 @@ for name, more in (('cuGraphAddNode', ()), ('cuGraphAddNode_v2', (None,)), ('cuG
 
 def test_what_is_allocated_while_capturing_is_the_graphs(agent, node) -> None:
     agent.run("stream = driver.stream()")
-    node.look()
+    node.sample()
     agent.run(filled(node, 4 * MIB))
     before = agent.charged
     agent.run("driver.call('cuStreamBeginCapture_v2', stream, 2)")

@@ -53,7 +53,7 @@ class ModelProcess:
         self.node = node
         self.agent = node.agent()
         self.agent.run(SETUP)
-        node.look()
+        node.sample()
         self.small: list[int] = []
         self.large: dict[int, int] = {}
         self.managed: dict[int, int] = {}
@@ -222,9 +222,9 @@ def perform(models: list[ModelProcess], who: int, what: str, size: int, which: i
         model.sizes[mine] = other.handles[handle][0]
     elif what == "kill":
         agent.kill()
-        model.node.look()
+        model.node.sample()
         models[who % len(models)] = ModelProcess(model.node)
-    model.node.look()
+    model.node.sample()
 
 
 # fmt: off
@@ -252,7 +252,7 @@ def run_programs(node: MemoryNode, steps: list[tuple[int, str, int, int]]) -> No
     finally:
         for model in models:
             model.agent.kill()
-    node.look()
+    node.sample()
     assert node.used() == 0
     assert not any(node.seen().values())
 
@@ -323,7 +323,7 @@ def race(seed, threads, rounds, kinds):
 
 def start_race(node: MemoryNode, n: int, rounds: int, *, kinds: str = "0123") -> list[Agent]:
     agents = [node.agent() for _ in range(n)]
-    node.look()
+    node.sample()
     for i, agent in enumerate(agents):
         agent.run(RACER)
         agent.send(f"race({i}, 8, {rounds}, {[int(kind) for kind in kinds]})")
@@ -341,7 +341,7 @@ def finish_race(node: MemoryNode, agents: list[Agent]) -> int:
     for agent in agents:
         assert agent.field("memory") == agent.field("unseen") == agent.field("blocks") == 0
         assert agent.seen == CONTEXT
-    assert node.look() == len(agents) * CONTEXT == node.used()
+    assert node.sample() == len(agents) * CONTEXT == node.used()
     assert node.peak <= LIMIT
     return refused
 
@@ -375,7 +375,7 @@ def test_the_sum_is_within_the_quota_at_every_moment(build_dir, tmp_path) -> Non
     node.environment["MEMORY_COUNTER"] = str(counter)
     try:
         agents = [node.agent() for _ in range(8)]
-        node.look()
+        node.sample()
         for agent in agents:
             agent.run(HAMMER)
             agent.run("workers = [threading.Thread(target=hammer, args=(2000,)) for _ in range(8)]")
@@ -416,7 +416,7 @@ def test_processes_that_are_killed_in_a_race_leave_all_to_the_others(node) -> No
         while agent.field("blocks") < 3:  # in the middle of the race
             assert time.monotonic() < end
         agent.kill()
-    node.look()
+    node.sample()
     assert node.used() == 0
     fresh = node.agent()
     fresh.run(f"driver.allocate({LIMIT - CONTEXT})")

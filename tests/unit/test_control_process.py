@@ -89,7 +89,7 @@ def held(node: MemoryNode) -> Agent:
     """Return a process with work in stream `s` of its primary context that waits for a grant."""
     agent = node.agent(context=False)
     agent.run("driver.call('cuCtxSetCurrent', out('cuDevicePrimaryCtxRetain', 0))")
-    node.look()
+    node.sample()
     agent.run(LAUNCH)
     agent.run("s = out('cuStreamCreate', 1); launch(1000, s); driver.call('cuCtxSynchronize')")
     grant(node, 0, 2)
@@ -1165,7 +1165,7 @@ def test_with_mps_work_that_has_grown_is_found_where_all_of_a_grant_is_one_inter
 def test_with_mps_only_who_is_next_puts_work_into_held_streams(node: MemoryNode) -> None:
     agent = node.agent(context=False)
     agent.run("driver.call('cuCtxSetCurrent', out('cuDevicePrimaryCtxRetain', 0))")
-    node.look()
+    node.sample()
     node.write("strategy", STRATEGY_MPS)
     agent.run(LAUNCH)
     agent.run("s = out('cuStreamCreate', 1); launch(1000, s); driver.call('cuCtxSynchronize')")

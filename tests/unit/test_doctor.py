@@ -66,10 +66,12 @@ def test_fifos_devices_and_huge_files_are_not_read(tmp_path: Path) -> None:
     fifo = host.root / "proc/sys/kernel/osrelease"
     fifo.parent.mkdir(parents=True)
     os.mkfifo(fifo)
-    assert host.look("kernel.calls") == ["unseen: /proc/sys/kernel/osrelease is not a regular file"]
+    assert host.check("kernel.calls") == [
+        "unseen: /proc/sys/kernel/osrelease is not a regular file"
+    ]
     huge = host.put("etc/docker/daemon.json")
     os.truncate(huge, CHUNK * CHUNKS)
-    assert host.look("docker.runtime") == ["unseen: /etc/docker/daemon.json has more than 4 MiB"]
+    assert host.check("docker.runtime") == ["unseen: /etc/docker/daemon.json has more than 4 MiB"]
 
 
 def test_links_lead_to_where_they_lead_below_the_root(tmp_path: Path) -> None:
@@ -78,11 +80,11 @@ def test_links_lead_to_where_they_lead_below_the_root(tmp_path: Path) -> None:
     link = host.put("etc/docker/daemon.json")
     link.unlink()
     link.symlink_to(tmp_path / "daemon.json")
-    assert host.look("docker.runtime")[0].startswith("note: Docker is not installed")
+    assert host.check("docker.runtime")[0].startswith("note: Docker is not installed")
     link.unlink()
     link.symlink_to("/opt/daemon.json")
     host.json("opt/daemon.json", {"runtimes": {"tidegate": {"path": "/opt/tidegate-gone"}}})
-    assert host.look("docker.runtime")[0].startswith(
+    assert host.check("docker.runtime")[0].startswith(
         "wrong: Docker's runtime tidegate, /opt/tidegate-gone"
     )
 

@@ -32,33 +32,33 @@ def host(tmp_path: Path) -> Host:
 
 def test_a_node_without_cri_o_is_no_fault(tmp_path: Path) -> None:
     host = Host(tmp_path / "root")
-    assert host.look("crio.configuration") == host.look("crio.handler") == [NOT_HERE]
+    assert host.check("crio.configuration") == host.check("crio.handler") == [NOT_HERE]
 
 
 def test_what_setup_writes_is_right(host: Host) -> None:
-    assert host.look("crio.configuration") == [STARTS]
-    assert host.look("crio.handler") == [
+    assert host.check("crio.configuration") == [STARTS]
+    assert host.check("crio.handler") == [
         f"ok: CRI-O's handler tidegate, {RUNTIME}",
         f"ok: CRI-O's handler tidegate: the wrapper executes {LIBEXEC}/crun",
     ]
     host.remove(OURS)
-    assert host.look("crio.handler") == [
+    assert host.check("crio.handler") == [
         "note: CRI-O has no handler tidegate -> tidegate setup crio"
     ]
 
 
 def test_a_handler_whose_monitor_cannot_be_found_is_wrong(host: Host) -> None:
     host.put(OURS, OLD)
-    assert host.look("crio.configuration") == [
+    assert host.check("crio.configuration") == [
         (
             f"wrong: CRI-O does not start: the handler tidegate ({OURS}) names no monitor_path, and conmon "
             "is in no directory of programs -> tidegate setup crio"
         )
     ]
     host.program("usr/bin/conmon")
-    assert host.look("crio.configuration") == [STARTS]
+    assert host.check("crio.configuration") == [STARTS]
     host.put(OURS, RIGHT.replace(f"{LIBEXEC}/conmon", "/opt/conmon"))
-    assert host.look("crio.configuration")[0].startswith(
+    assert host.check("crio.configuration")[0].startswith(
         f"wrong: CRI-O does not start: the handler tidegate ({OURS}) has the monitor /opt/conmon, which is missing"
     )
 
@@ -70,10 +70,10 @@ def test_other_handlers_with_which_cri_o_does_not_start_are_told_with_their_own_
     host.put(
         f"{CONF_D}/99.conf", handler("nvidia", runtime_path="/usr/bin/nvidia-container-runtime")
     )
-    [line] = host.look("crio.configuration")
+    [line] = host.check("crio.configuration")
     assert line.endswith("-> install conmon, or correct monitor_path of the handler nvidia")
     host.put(f"{CONF_D}/99.conf", '[crio.runtime]\ndefault_runtime = "kata"\n')
-    assert host.look("crio.configuration") == [
+    assert host.check("crio.configuration") == [
         (
             "wrong: CRI-O does not start: default_runtime is kata, and no file has a handler of that name"
             " -> write [crio.runtime.runtimes.kata], or correct default_runtime"
@@ -83,43 +83,43 @@ def test_other_handlers_with_which_cri_o_does_not_start_are_told_with_their_own_
 
 def test_a_runtime_that_is_not_found_is_wrong(host: Host) -> None:
     host.remove(f"{LIBEXEC}/crun")
-    assert host.look("crio.configuration")[0].startswith(
+    assert host.check("crio.configuration")[0].startswith(
         "wrong: CRI-O does not start: the default handler crun (/etc/crio/crio.conf.d/10-crio.conf) runs "
         f"{LIBEXEC}/crun, which is missing"
     )
-    assert host.look("crio.handler")[1] == (
+    assert host.check("crio.handler")[1] == (
         f"wrong: CRI-O's handler tidegate: the wrapper executes {LIBEXEC}/crun, which is missing"
         " -> install it, or correct /etc/tidegate/runtime"
     )
     host.remove(f"{LIBEXEC}/runc")
     host.remove(SETTINGS)
-    assert host.look("crio.handler")[1] == (
+    assert host.check("crio.handler")[1] == (
         "wrong: CRI-O's handler tidegate: the wrapper has no runtime to execute -> tidegate setup crio"
     )
 
 
 def test_another_runtime_than_the_default_handler_s_is_a_warning(host: Host) -> None:
     host.remove(SETTINGS)
-    assert host.look("crio.handler")[1].startswith("ok: ")  # the wrapper looks there on its own
+    assert host.check("crio.handler")[1].startswith("ok: ")  # the wrapper looks there on its own
     host.program("usr/bin/runc")
-    assert host.look("crio.handler")[1] == (
+    assert host.check("crio.handler")[1] == (
         "warning: CRI-O's handler tidegate: the wrapper executes /usr/bin/runc, and the default handler "
         f"crun {LIBEXEC}/crun -> tidegate setup crio"
     )
     host.put(SETTINGS, "runtime /usr/bin/runc\n")
-    assert host.look("crio.handler")[1].endswith("-> correct /etc/tidegate/runtime")
+    assert host.check("crio.handler")[1].endswith("-> correct /etc/tidegate/runtime")
     host.remove(f"{LIBEXEC}/crun")
     (host.root / f"{LIBEXEC}/crun".lstrip("/")).symlink_to("/usr/bin/runc")
-    assert host.look("crio.handler")[1].startswith("ok: ")
+    assert host.check("crio.handler")[1].startswith("ok: ")
 
 
 def test_a_handler_that_is_not_the_wrapper_is_wrong(host: Host) -> None:
     host.put(OURS, RIGHT.replace(RUNTIME, "/opt/tidegate-gone"))
-    assert host.look("crio.handler")[0].startswith(
+    assert host.check("crio.handler")[0].startswith(
         "wrong: CRI-O's handler tidegate, /opt/tidegate-gone is missing"
     )
     host.put(OURS, "[crio.runtime.runtimes.tidegate]\nruntime_type = 'vm'\n")
-    assert host.look("crio.handler")[0].startswith(
+    assert host.check("crio.handler")[0].startswith(
         "wrong: CRI-O's handler tidegate runs None, accepted is an absolute path"
     )
 
@@ -138,21 +138,21 @@ def test_a_hook_of_a_stage_that_cri_o_does_not_know_is_wrong(
     for path in ("/opt/hooks.d/x.json", f"{HOOKS_DIR}/x.json"):
         host.json(path, {"hook": {"path": program}, "stages": ["poststop", "precreate"]})
     host.put(f"{CONF_D}/60.conf", '[crio.runtime]\nhooks_dir = ["/opt/hooks.d/"]\n')
-    assert host.look("crio.configuration") == [
+    assert host.check("crio.configuration") == [
         (
             "wrong: CRI-O does not start: /opt/hooks.d/x.json names the stage precreate, which CRI-O does not know"
             f" -> {remedy}"
         )
     ]
     host.json("/opt/hooks.d/x.json", {"hook": {"path": program}, "stages": ["createRuntime"]})
-    assert host.look("crio.configuration") == [STARTS]
+    assert host.check("crio.configuration") == [STARTS]
     host.put("/opt/hooks.d/x.json", "{")
-    assert host.look("crio.configuration") == [STARTS]
-    assert any("/opt/hooks.d/x.json is not JSON" in line for line in host.look("hooks.in-force"))
+    assert host.check("crio.configuration") == [STARTS]
+    assert any("/opt/hooks.d/x.json is not JSON" in line for line in host.check("hooks.in-force"))
 
 
 def test_files_that_cri_o_reads_whatever_their_name_are_read(host: Host) -> None:
     host.put(f"{CONF_D}/60/README", OLD)
     assert (
-        f"the handler tidegate ({CONF_D}/60/README) names no" in host.look("crio.configuration")[0]
+        f"the handler tidegate ({CONF_D}/60/README) names no" in host.check("crio.configuration")[0]
     )

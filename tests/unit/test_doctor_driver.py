@@ -18,19 +18,21 @@ def host(tmp_path: Path) -> Host:
 
 
 def test_the_module_that_runs_is_told(host: Host) -> None:
-    assert host.look("driver.module") == [f"ok: NVIDIA's open kernel module {V} is loaded; GPUs: 1"]
+    assert host.check("driver.module") == [
+        f"ok: NVIDIA's open kernel module {V} is loaded; GPUs: 1"
+    ]
 
 
 def test_a_module_that_is_not_loaded_is_wrong(host: Host) -> None:
     host.remove("proc/driver/nvidia/version")
-    assert host.look("driver.module") == [
+    assert host.check("driver.module") == [
         (
             "wrong: NVIDIA's kernel module is not loaded"
             " -> modprobe nvidia (if there is no such module, install the driver first)"
         )
     ]
     host.put("sys/module/nvidia/refcnt", "0")
-    [found] = host.look("driver.module")
+    [found] = host.check("driver.module")
     assert found.startswith(
         "wrong: the kernel module nvidia is loaded, but /proc/driver/nvidia/version has"
     )
@@ -39,27 +41,27 @@ def test_a_module_that_is_not_loaded_is_wrong(host: Host) -> None:
 def test_wsl_needs_no_module(host: Host) -> None:
     host.remove("proc/driver/nvidia/version")
     host.put("dev/dxg")
-    assert host.look("driver.module") == ["ok: WSL 2: the driver's kernel part belongs to Windows"]
+    assert host.check("driver.module") == ["ok: WSL 2: the driver's kernel part belongs to Windows"]
 
 
 def test_a_driver_that_a_refresh_would_find_is_right(host: Host) -> None:
-    assert host.look("driver.libraries") == [f"ok: driver {V} (nvidia, x86_64) is complete"]
+    assert host.check("driver.libraries") == [f"ok: driver {V} (nvidia, x86_64) is complete"]
 
 
 def test_libraries_of_another_version_than_the_module_are_wrong(host: Host) -> None:
     for path in (host.root / LIBRARIES).iterdir():
         path.rename(path.with_name(path.name.replace(V, "580.95.05")))
-    [found] = host.look("driver.libraries")
+    [found] = host.check("driver.libraries")
     assert found.startswith(f"wrong: the kernel module is {V}, but the libraries are 580.95.05 in ")
     # A mirror in force keeps serving the driver that it has.
     host.put_mirror()
-    [found] = host.look("driver.libraries")
+    [found] = host.check("driver.libraries")
     assert found.startswith(f"warning: the kernel module is {V}, ")
 
 
 def test_device_nodes_that_are_missing_or_none_are_wrong(host: Host) -> None:
     host.put("dev/nvidia0")
-    assert host.look("driver.nodes") == [
+    assert host.check("driver.nodes") == [
         "wrong: /dev/nvidiactl is missing: programs find no GPU -> nvidia-modprobe -c 255",
         "wrong: /dev/nvidia-uvm is missing: programs find no GPU -> nvidia-modprobe -u -c 0",
         "wrong: /dev/nvidia0 is not a character device -> rm /dev/nvidia0 && nvidia-modprobe -c 0",
@@ -68,20 +70,20 @@ def test_device_nodes_that_are_missing_or_none_are_wrong(host: Host) -> None:
 
 def test_without_a_module_there_are_no_nodes(host: Host) -> None:
     host.remove("proc/driver/nvidia/version")
-    assert host.look("driver.nodes") == [
+    assert host.check("driver.nodes") == [
         "note: there are no device nodes without NVIDIA's kernel module"
     ]
 
 
 def test_links_in_dev_char_matter_to_systemd(host: Host) -> None:
-    assert host.look("driver.links")[0].startswith("note: systemd does not run here")
+    assert host.check("driver.links")[0].startswith("note: systemd does not run here")
     (host.root / "run/systemd/system").mkdir(parents=True)
-    assert host.look("driver.links") == ["note: there are no device nodes that need a link"]
+    assert host.check("driver.links") == ["note: there are no device nodes that need a link"]
     host.put("dev/nvidiactl")
     host.put("dev/char/195:255")
-    assert host.look("driver.links")[0].startswith("warning: /dev/char has no links to nvidia0: ")
+    assert host.check("driver.links")[0].startswith("warning: /dev/char has no links to nvidia0: ")
     host.put("dev/char/195:0")
-    assert host.look("driver.links") == ["ok: /dev/char has links to the device nodes"]
+    assert host.check("driver.links") == ["ok: /dev/char has links to the device nodes"]
 
 
 CLOSED = "wrong: GPU 0 has the compute mode"
@@ -114,24 +116,26 @@ CLOSED = "wrong: GPU 0 has the compute mode"
 )
 def test_what_nvidia_smi_says_is_judged(host: Host, check: str, answer: str, said: str) -> None:
     host.commands["nvidia-smi"] = answer
-    [found] = host.look(check)
+    [found] = host.check(check)
     assert found.startswith(said)
 
 
 def test_mps_has_a_gpu_of_its_own_in_exclusive_mode(host: Host) -> None:
     host.commands["nvidia-smi"] = SMI.replace("Default", "Exclusive_Process")
     mps = ("mps", "timeslice")
-    assert host.look("driver.compute-mode", strategies=mps)[0].startswith("ok: ")
+    assert host.check("driver.compute-mode", strategies=mps)[0].startswith("ok: ")
     host.commands["nvidia-smi"] = SMI.replace("Default", "Prohibited")
-    assert host.look("driver.compute-mode", strategies=mps)[0].startswith("wrong: ")
+    assert host.check("driver.compute-mode", strategies=mps)[0].startswith("wrong: ")
 
 
 @pytest.mark.parametrize("check", ["driver.mig", "driver.compute-mode", "driver.persistence"])
 def test_what_nvidia_smi_does_not_say_is_not_seen(host: Host, check: str) -> None:
     del host.commands["nvidia-smi"]
-    assert host.look(check) == ["unseen: nvidia-smi cannot be run: No such file or directory"]
+    assert host.check(check) == ["unseen: nvidia-smi cannot be run: No such file or directory"]
     host.remove("proc/driver/nvidia/version")
-    assert host.look(check) == ["note: nvidia-smi is not run: NVIDIA's kernel module is not loaded"]
+    assert host.check(check) == [
+        "note: nvidia-smi is not run: NVIDIA's kernel module is not loaded"
+    ]
 
 
 def put_mps(host: Host, pid: int, pipe: str | None) -> None:
@@ -142,11 +146,11 @@ def put_mps(host: Host, pid: int, pipe: str | None) -> None:
 
 def test_somebody_elses_mps_daemon_is_warned_of(host: Host) -> None:
     host.put("proc/1/comm", "systemd\n")
-    assert host.look("driver.mps") == ["ok: no MPS daemon runs"]
+    assert host.check("driver.mps") == ["ok: no MPS daemon runs"]
     put_mps(host, 812, f"/run/tidegate/mps/{UUID}/pipe")
-    assert host.look("driver.mps") == ["ok: the MPS daemons are the governor's"]
+    assert host.check("driver.mps") == ["ok: the MPS daemons are the governor's"]
     put_mps(host, 900, None)
-    assert host.look("driver.mps") == [
+    assert host.check("driver.mps") == [
         (
             "warning: process 900 is an MPS daemon that is not the governor's (/tmp/nvidia-mps): its clients use a GPU outside of"
             " all quotas -> echo quit | CUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps nvidia-cuda-mps-control"

@@ -37,17 +37,17 @@ def test_a_version_behind_the_path_of_a_module_is_told(host: Host) -> None:
     host.program(
         "usr/bin/containerd", "containerd github.com/containerd/containerd/v2 v2.3.4 3ef3c07\n"
     )
-    assert host.look("containerd.version") == ["ok: /usr/bin/containerd, 2.3.4"]
+    assert host.check("containerd.version") == ["ok: /usr/bin/containerd, 2.3.4"]
 
 
 @pytest.mark.parametrize("program", ["podman", "containerd", "crio", "nerdctl", "runc", "crun"])
 def test_the_version_of_an_engine_is_told(host: Host, program: str) -> None:
     check = f"{program}.version"
-    assert host.look(check) == [f"note: {program} is not installed"]
+    assert host.check(check) == [f"note: {program} is not installed"]
     host.program(f"usr/bin/{program}", f"{program} version 1.2.3\n")
-    assert host.look(check) == [f"ok: /usr/bin/{program}, 1.2.3"]
+    assert host.check(check) == [f"ok: /usr/bin/{program}, 1.2.3"]
     del host.commands[program]
-    assert host.look(check)[0].startswith(
+    assert host.check(check)[0].startswith(
         f"unseen: /usr/bin/{program} exists, but its version is not known: "
     )
 
@@ -62,12 +62,12 @@ def set_running(host: Host, version: str = "26.1.5", **info: Any) -> None:
 
 
 def test_a_container_that_asks_by_a_label_is_named(host: Host) -> None:
-    assert host.look("docker.labels") == ["note: Docker is not installed (docker)"]
+    assert host.check("docker.labels") == ["note: Docker is not installed (docker)"]
     right = ["ok: no Docker container has a label below tidegate.gpu/"]
     host.program("usr/bin/docker", "one\t\ntwo\tcom.example=a,other.tidegate.gpu/x=1\n")
-    assert host.look("docker.labels") == right
+    assert host.check("docker.labels") == right
     host.program("usr/bin/docker", "one\t\ntrain-1\tx=1,tidegate.gpu/memory=4Gi,y=2\n")
-    (said,) = host.look("docker.labels")
+    (said,) = host.check("docker.labels")
     assert said.startswith(
         "warning: Docker's container train-1 has the label tidegate.gpu/memory, which no runtime"
     )
@@ -78,17 +78,17 @@ DOCKER = {"runtimes": {"tidegate": {"path": RUNTIME}}}
 
 
 def test_docker_that_has_the_runtime_is_right(host: Host) -> None:
-    assert state(host.look("docker.runtime")) == ["note"]
-    assert state(host.look("docker.version")) == ["note"]
+    assert state(host.check("docker.runtime")) == ["note"]
+    assert state(host.check("docker.version")) == ["note"]
     set_docker(host, DOCKER)
     right = [f"ok: Docker's runtime tidegate, {RUNTIME}"]
-    assert host.look("docker.runtime") == right
-    assert host.look("docker.version") == ["ok: Docker version 26.1.5+dfsg1, build a72d7cd"]
+    assert host.check("docker.runtime") == right
+    assert host.check("docker.version") == ["ok: Docker version 26.1.5+dfsg1, build a72d7cd"]
     set_running(host, Runtimes={"runc": {"path": "runc"}, "tidegate": {"path": RUNTIME}})
-    assert host.look("docker.runtime") == right
-    assert host.look("docker.version") == ["ok: dockerd 26.1.5 runs"]
+    assert host.check("docker.runtime") == right
+    assert host.check("docker.version") == ["ok: dockerd 26.1.5 runs"]
     host.json("etc/docker/daemon.json", {})
-    assert host.look("docker.runtime") == [
+    assert host.check("docker.runtime") == [
         *right,
         "note: dockerd has the runtime tidegate, which is not from /etc/docker/daemon.json",
     ]
@@ -96,7 +96,7 @@ def test_docker_that_has_the_runtime_is_right(host: Host) -> None:
 
 def test_docker_that_is_not_set_up_is_told_how(host: Host) -> None:
     set_docker(host, {"runtimes": {"other": {"path": "/usr/bin/other"}}})
-    assert host.look("docker.runtime") == [
+    assert host.check("docker.runtime") == [
         "note: /etc/docker/daemon.json has no runtime tidegate -> tidegate setup docker"
     ]
 
@@ -104,7 +104,7 @@ def test_docker_that_is_not_set_up_is_told_how(host: Host) -> None:
 def test_docker_that_has_not_read_its_file_again_is_wrong(host: Host) -> None:
     set_docker(host, DOCKER)
     set_running(host, Runtimes={"runc": {"path": "runc"}})
-    assert host.look("docker.runtime") == [
+    assert host.check("docker.runtime") == [
         (
             "wrong: /etc/docker/daemon.json has the runtime tidegate, but dockerd has not read it yet"
             " -> systemctl reload docker"
@@ -119,7 +119,7 @@ def test_a_checkouts_wrapper_that_enters_a_hook_which_is_not_there_is_wrong(host
     host.remove("usr/bin/tidegate-hook")
     runtime = {"path": f"{own}/tidegate-runtime"}
     set_docker(host, {"runtimes": {"tidegate": runtime}})
-    assert host.look("docker.runtime") == [
+    assert host.check("docker.runtime") == [
         (
             f"wrong: Docker's runtime tidegate: {own}/tidegate-runtime enters the hook"
             f" /usr/bin/tidegate-hook, which is missing -> write `hook {own}/tidegate-hook` to /etc/tidegate/runtime"
@@ -129,10 +129,10 @@ def test_a_checkouts_wrapper_that_enters_a_hook_which_is_not_there_is_wrong(host
     # An operator that keeps the settings in another place has to check them.
     elsewhere = {**runtime, "runtimeArgs": ["--tidegate-config", "/etc/other"]}
     set_docker(host, {"runtimes": {"tidegate": elsewhere}})
-    assert host.look("docker.runtime") == right
+    assert host.check("docker.runtime") == right
     set_docker(host, {"runtimes": {"tidegate": runtime}})
     host.put("etc/tidegate/runtime", f"hook {own}/tidegate-hook\n")
-    assert host.look("docker.runtime") == right
+    assert host.check("docker.runtime") == right
 
 
 @pytest.mark.parametrize(
@@ -156,27 +156,29 @@ def test_a_checkouts_wrapper_that_enters_a_hook_which_is_not_there_is_wrong(host
 )
 def test_dockers_file_may_say_anything(host: Host, document: object, said: str) -> None:
     set_docker(host, document)
-    assert host.look("docker.runtime")[0].startswith(said)
+    assert host.check("docker.runtime")[0].startswith(said)
     host.put("etc/docker/daemon.json", "{" * 100_000)
-    assert host.look("docker.runtime")[0].startswith("wrong: /etc/docker/daemon.json is not JSON: ")
+    assert host.check("docker.runtime")[0].startswith(
+        "wrong: /etc/docker/daemon.json is not JSON: "
+    )
 
 
 def test_annotations_came_with_docker_24(host: Host) -> None:
     set_docker(host, DOCKER)
     host.commands["dockerd"] = "Docker version 20.10.24+dfsg1, build 297e128\n"
-    assert host.look("docker.version") == [
+    assert host.check("docker.version") == [
         (
             "warning: Docker version 20.10.24+dfsg1, build 297e128: docker run --annotation came with 24.0"
             " -> install Docker 24 or newer, or write `environment allow` to /etc/tidegate/runtime"
         )
     ]
     host.put("etc/tidegate/runtime", "environment allow\n")
-    assert host.look("docker.version")[0].startswith("note: Docker version 20.10.24")
+    assert host.check("docker.version")[0].startswith("note: Docker version 20.10.24")
     host.remove("etc/tidegate/runtime")
     set_running(host, "23.0.6")
-    assert host.look("docker.version")[0].startswith("warning: dockerd 23.0.6 runs: ")
+    assert host.check("docker.version")[0].startswith("warning: dockerd 23.0.6 runs: ")
     set_running(host, "24.0.0")
-    assert state(host.look("docker.version")) == ["ok"]
+    assert state(host.check("docker.version")) == ["ok"]
 
 
 V2 = """
@@ -204,14 +206,14 @@ RIGHT = [f"ok: /etc/containerd/config.toml: the handler tidegate, {RUNTIME}"]
     ("main", "plugin"), [(V2, "io.containerd.grpc.v1.cri"), (V3, "io.containerd.cri.v1.runtime")]
 )
 def test_containerd_that_has_the_handler_is_right(host: Host, main: str, plugin: str) -> None:
-    assert state(host.look("containerd.handler")) == ["note"]
+    assert state(host.check("containerd.handler")) == ["note"]
     host.put(CONFIG, main.format(imports=""))
-    assert host.look("containerd.handler") == [
+    assert host.check("containerd.handler") == [
         "note: /etc/containerd/config.toml has no handler tidegate -> tidegate setup containerd"
     ]
     handler = HANDLER.format(plugin=plugin)
     host.put(CONFIG, main.format(imports="") + handler)
-    assert host.look("containerd.handler") == RIGHT
+    assert host.check("containerd.handler") == RIGHT
     # The handler is in a file that the main one imports, by a relative or an absolute pattern.
     for imports in (
         'imports = ["conf.d/*.toml"]',
@@ -219,10 +221,10 @@ def test_containerd_that_has_the_handler_is_right(host: Host, main: str, plugin:
     ):
         host.put(CONFIG, main.format(imports=imports))
         host.put("etc/containerd/conf.d/tidegate.toml", handler)
-        assert host.look("containerd.handler") == RIGHT
+        assert host.check("containerd.handler") == RIGHT
     # The configuration that containerd itself dumps takes precedence over the files.
     host.program("usr/bin/containerd", main.format(imports=""))
-    assert state(host.look("containerd.handler")) == ["note"]
+    assert state(host.check("containerd.handler")) == ["note"]
 
 
 @pytest.mark.parametrize(
@@ -255,7 +257,7 @@ def test_a_handler_that_does_not_reach_the_hook_is_wrong(
 ) -> None:
     text = V2.format(imports="") + HANDLER.format(plugin="io.containerd.grpc.v1.cri")
     host.put(CONFIG, text.replace(old, new))
-    assert host.look("containerd.handler")[-1].startswith(said.format(path=f"/{CONFIG}"))
+    assert host.check("containerd.handler")[-1].startswith(said.format(path=f"/{CONFIG}"))
 
 
 def test_a_default_handler_that_an_import_took_away_is_wrong(host: Host) -> None:
@@ -263,14 +265,14 @@ def test_a_default_handler_that_an_import_took_away_is_wrong(host: Host) -> None
     text = V2.format(imports="") + HANDLER.format(plugin="io.containerd.grpc.v1.cri")
     host.put(CONFIG, text)
     # The file alone does not say what the defaults are.
-    assert host.look("containerd.handler") == RIGHT
+    assert host.check("containerd.handler") == RIGHT
     host.program("usr/bin/containerd", text)
-    assert host.look("containerd.handler")[0].startswith(
+    assert host.check("containerd.handler")[0].startswith(
         f"wrong: /{CONFIG}: the default handler runc is not among tidegate: containers that name no"
     )
     runc = '\n[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]\n'
     host.program("usr/bin/containerd", text + runc)
-    assert host.look("containerd.handler") == RIGHT
+    assert host.check("containerd.handler") == RIGHT
 
 
 def test_a_base_spec_brings_the_hook_without_the_wrapper(host: Host) -> None:
@@ -284,22 +286,22 @@ def test_a_base_spec_brings_the_hook_without_the_wrapper(host: Host) -> None:
         V2.format(imports="") + handler.replace('runtime_type = "io.containerd.runc.v2"', line),
     )
     what = f"/{CONFIG}: the handler tidegate"
-    assert host.look("containerd.handler")[0].startswith(
+    assert host.check("containerd.handler")[0].startswith(
         f"wrong: {what} has the base spec /{spec}, which is missing"
     )
     hook = {"path": HOOK, "args": ["tidegate-hook", "createRuntime"], "env": ["PATH=/usr/bin"]}
     host.json(spec, {"hooks": {"createRuntime": [hook]}})
-    assert host.look("containerd.handler") == [f"ok: {what}, by /{spec}, {HOOK}"]
+    assert host.check("containerd.handler") == [f"ok: {what}, by /{spec}, {HOOK}"]
     host.json(spec, {"hooks": {"createRuntime": [{**hook, "env": []}]}})
-    assert "a hook has no env" in host.look("containerd.handler")[1]
+    assert "a hook has no env" in host.check("containerd.handler")[1]
     host.json(spec, {"hooks": {"createRuntime": [{"path": "/usr/bin/other"}]}})
-    assert host.look("containerd.handler")[0].startswith(f"wrong: {what} runs None")
+    assert host.check("containerd.handler")[0].startswith(f"wrong: {what} runs None")
 
 
 def test_a_runtime_of_our_name_that_is_not_ours_is_wrong(host: Host) -> None:
     host.program("usr/sbin/runc")
     set_docker(host, {"runtimes": {"tidegate": {"path": "/usr/sbin/runc"}}})
-    assert host.look("docker.runtime")[0].startswith(
+    assert host.check("docker.runtime")[0].startswith(
         "wrong: Docker's runtime tidegate runs /usr/sbin/runc, which is not the wrapper tidegate-runtime"
     )
 
@@ -307,11 +309,11 @@ def test_a_runtime_of_our_name_that_is_not_ours_is_wrong(host: Host) -> None:
 def test_a_containerd_without_cri_has_no_handlers(host: Host) -> None:
     """Docker's own package installs containerd like this."""
     host.put(CONFIG, 'disabled_plugins = ["cri"]\n')
-    assert host.look("containerd.handler")[0].startswith(
+    assert host.check("containerd.handler")[0].startswith(
         "note: /etc/containerd/config.toml disables CRI"
     )
     host.put(CONFIG, "version = [")
-    assert host.look("containerd.handler")[0].startswith(
+    assert host.check("containerd.handler")[0].startswith(
         "wrong: /etc/containerd/config.toml is not TOML: "
     )
 
@@ -347,9 +349,9 @@ def hook_file(**changes: Any) -> dict[str, Any]:
 
 
 def test_hooks_of_ours_that_run_are_right(host: Host) -> None:
-    assert state(host.look("hooks.in-force")) == ["note"]
+    assert state(host.check("hooks.in-force")) == ["note"]
     host.json(LOCAL, hook_file())
-    assert host.look("hooks.in-force") == [f"ok: /{LOCAL}: {HOOK}"]
+    assert host.check("hooks.in-force") == [f"ok: /{LOCAL}: {HOOK}"]
 
 
 @pytest.mark.parametrize(
@@ -377,74 +379,74 @@ def test_hooks_of_ours_that_do_not_run_are_wrong(
     host: Host, changes: dict[str, Any], said: str
 ) -> None:
     host.json(LOCAL, hook_file(**changes))
-    assert host.look("hooks.in-force")[-1].startswith(said)
+    assert host.check("hooks.in-force")[-1].startswith(said)
 
 
 def test_hooks_of_others_are_named(host: Host) -> None:
     host.json(
         "usr/share/containers/oci/hooks.d/50-other.json", hook_file(hook={"path": "/usr/bin/other"})
     )
-    assert state(host.look("hooks.in-force")) == ["warning"]
+    assert state(host.check("hooks.in-force")) == ["warning"]
     host.program("usr/bin/other")
-    assert host.look("hooks.in-force") == [
+    assert host.check("hooks.in-force") == [
         "note: /usr/share/containers/oci/hooks.d/50-other.json runs /usr/bin/other"
     ]
     host.put("etc/containers/oci/hooks.d/broken.json", "{")
-    assert "wrong" in state(host.look("hooks.in-force"))
+    assert "wrong" in state(host.check("hooks.in-force"))
 
 
 def test_podman_runs_the_hook_and_adds_devices(host: Host) -> None:
-    assert host.look("podman.hooks") == ["note: podman is not installed"]
+    assert host.check("podman.hooks") == ["note: podman is not installed"]
     host.program("usr/bin/podman")
-    assert host.look("podman.hooks") == [
+    assert host.check("podman.hooks") == [
         "note: Podman has no hook of Tidegate -> tidegate setup podman"
     ]
     host.json(LOCAL, hook_file())
-    assert host.look("podman.hooks") == [
+    assert host.check("podman.hooks") == [
         f"wrong: by default, Podman looks for hooks in {VENDOR}, not in {OWN} -> tidegate setup podman"
     ]
     host.put(
         "etc/containers/containers.conf.d/50-tidegate.conf",
         f'[engine]\nhooks_dir = ["{VENDOR}", "{OWN}"]\n',
     )
-    assert host.look("podman.hooks") == [f"ok: root's Podman runs /{LOCAL}"]
+    assert host.check("podman.hooks") == [f"ok: root's Podman runs /{LOCAL}"]
     host.json(LOCAL, hook_file(stages=["createRuntime"]))
-    assert host.look("podman.hooks")[0].startswith(
+    assert host.check("podman.hooks")[0].startswith(
         "warning: Podman runs the hook, but not at the stage precreate"
     )
     host.json(LOCAL, hook_file(stages=["createRuntime", "precreate"]))
-    assert host.look("podman.hooks")[0].startswith(
+    assert host.check("podman.hooks")[0].startswith(
         "warning: Podman runs the hook, but not at the stage poststop"
     )
     host.json(LOCAL, hook_file(stages=["precreate"]))
-    assert state(host.look("podman.hooks")) == ["wrong"]
+    assert state(host.check("podman.hooks")) == ["wrong"]
 
 
 def test_podman_that_looks_elsewhere_for_hooks_is_wrong(host: Host) -> None:
     host.program("usr/bin/podman")
     host.json(LOCAL, hook_file())
     host.put("etc/containers/containers.conf", '[engine]\nhooks_dir = ["/opt/hooks"]\n')
-    assert host.look("podman.hooks")[0].startswith(
+    assert host.check("podman.hooks")[0].startswith(
         "wrong: /etc/containers/containers.conf makes Podman look for hooks in /opt/hooks, but Tidegate's is "
     )
     host.put(
         "etc/containers/containers.conf.d/a.conf",
         '[engine]\nhooks_dir = ["/etc/tidegate/hooks.d", {append = true}]\n',
     )
-    assert state(host.look("podman.hooks")) == ["ok"]
+    assert state(host.check("podman.hooks")) == ["ok"]
     # `append` stays in force for the files that follow.
     host.put("etc/containers/containers.conf.d/b.conf", '[engine]\nhooks_dir = ["/opt/more"]\n')
-    assert state(host.look("podman.hooks")) == ["ok"]
+    assert state(host.check("podman.hooks")) == ["ok"]
     host.put(
         "etc/containers/containers.conf.d/c.conf",
         '[engine]\nhooks_dir = ["/opt/more", {append = false}]\n',
     )
-    assert state(host.look("podman.hooks")) == ["wrong"]
+    assert state(host.check("podman.hooks")) == ["wrong"]
     host.put(
         "etc/containers/containers.conf.d/z.conf",
         '[engine]\nhooks_dir = ["/etc/tidegate/hooks.d"]\n',
     )
-    assert state(host.look("podman.hooks")) == ["ok"]
+    assert state(host.check("podman.hooks")) == ["ok"]
 
 
 def test_podman_is_asked_where_it_looks_for_hooks(host: Host) -> None:
@@ -456,16 +458,16 @@ def test_podman_is_asked_where_it_looks_for_hooks(host: Host) -> None:
         "Options:\n      --hooks-dir stringArray       Set the OCI hooks directory path (may be set multiple "
         f"times) (default [{VENDOR},{OWN}])\n      --log-level string\n",
     )
-    assert host.look("podman.hooks") == [f"ok: root's Podman runs /{LOCAL}"]
+    assert host.check("podman.hooks") == [f"ok: root's Podman runs /{LOCAL}"]
 
 
 def test_a_stage_that_buildah_does_not_know_is_wrong(host: Host) -> None:
     path = f"{LOCAL_DIR}/50-tidegate-devices.json"
     host.json(path, hook_file())
-    assert state(host.look("hooks.stages")) == ["note"]
+    assert state(host.check("hooks.stages")) == ["note"]
     host.program("usr/bin/podman")
     host.json(LOCAL, hook_file())
-    assert host.look("hooks.stages") == [
+    assert host.check("hooks.stages") == [
         (
             f"wrong: {path} has the stage precreate, which Buildah does not know: `podman build` and `buildah run` fail"
             f" -> rm {path} && tidegate setup podman"
@@ -473,10 +475,10 @@ def test_a_stage_that_buildah_does_not_know_is_wrong(host: Host) -> None:
     ]
     host.json(path, hook_file(stages=["createRuntime", "poststop"]))
     right = ["ok: Buildah knows the stages of all hooks that it reads"]
-    assert host.look("hooks.stages") == right
+    assert host.check("hooks.stages") == right
     other = f"{VENDOR}/other.json"
     host.json(other, hook_file(hook={"path": "/usr/bin/other"}, stages=["precreate"]))
-    [line] = host.look("hooks.stages")
+    [line] = host.check("hooks.stages")
     assert line.startswith(f"wrong: {other} has the stage precreate, ")
     assert line.endswith(
         " -> move it to another directory, and add that to hooks_dir in /etc/containers/containers.conf"
@@ -484,17 +486,17 @@ def test_a_stage_that_buildah_does_not_know_is_wrong(host: Host) -> None:
 
 
 def test_a_service_of_podmans_that_started_before_the_hooks_is_wrong(host: Host) -> None:
-    assert host.look("podman.service") == ["note: no Podman API service runs"]
+    assert host.check("podman.service") == ["note: no Podman API service runs"]
     put_service(host.root, 4711, unit=True)
     put_service(host.root, 4712, unit=False, age_s=-100)
     knows = "uses the configured hook directories"
     right = [f"ok: podman.service {knows}", f"ok: process 4712 (podman system service) {knows}"]
-    assert host.look("podman.service") == right
+    assert host.check("podman.service") == right
     conf = "etc/containers/containers.conf.d/50-tidegate.conf"
     host.put(conf, f'[engine]\nhooks_dir = ["{OWN}"]\n')
-    assert host.look("podman.service") == right  # Tidegate has no hook there
+    assert host.check("podman.service") == right  # Tidegate has no hook there
     host.json(LOCAL, hook_file())
-    assert host.look("podman.service") == [
+    assert host.check("podman.service") == [
         (
             f"wrong: podman.service started before /{conf} was written: containers that it starts get no GPU and no "
             "quota -> systemctl restart podman.service    # containers go on"
@@ -506,10 +508,10 @@ def test_a_service_of_podmans_that_started_before_the_hooks_is_wrong(host: Host)
 def test_a_container_that_podman_would_restart_without_the_hooks_is_a_warning(host: Host) -> None:
     put_monitor(host.root, 4711, "trainer", (VENDOR,), {"tidegate.gpu/memory": "4Gi"})
     none = ["note: no Podman API service runs"]
-    assert host.look("podman.service") == none
+    assert host.check("podman.service") == none
     host.put("etc/containers/containers.conf", f'[engine]\nhooks_dir = ["{OWN}"]\n')
     host.json(LOCAL, hook_file())
-    assert host.look("podman.service") == [
+    assert host.check("podman.service") == [
         (
             "warning: the container trainer was started before the hooks were set up: if it has a restart policy, "
             "Podman restarts it without a GPU and without a quota -> podman restart trainer"
@@ -523,9 +525,9 @@ def test_crio_that_would_run_the_hook_twice_is_warned_of(host: Host) -> None:
         "etc/crio/crio.conf", f'[crio.runtime.runtimes.tidegate]\nruntime_path = "{RUNTIME}"\n'
     )
     host.json(LOCAL, hook_file())
-    assert host.look("hooks.doubled") == ["ok: no engine runs the hook twice"]
+    assert host.check("hooks.doubled") == ["ok: no engine runs the hook twice"]
     host.json("usr/share/containers/oci/hooks.d/tidegate.json", hook_file())
-    assert host.look("hooks.doubled")[0].startswith(
+    assert host.check("hooks.doubled")[0].startswith(
         "warning: CRI-O has the handler tidegate, and finds /usr/share/"
     )
 
@@ -549,20 +551,20 @@ def cdi(
 
 
 def test_a_cdi_file_is_stale_where_its_devices_are_gone(host: Host) -> None:
-    assert state(host.look("cdi.fresh")) == ["note"]
+    assert state(host.check("cdi.fresh")) == ["note"]
     host.json("etc/cdi/tidegate.json", cdi())
-    assert host.look("cdi.fresh")[0] == (
+    assert host.check("cdi.fresh")[0] == (
         "wrong: /etc/cdi/tidegate.json is stale: /dev/nvidia0 is missing -> tidegate cdi generate --output /var/run/cdi/tidegate.json"
     )
     host.put("dev/nvidia0")
-    assert host.look("cdi.fresh") == [
+    assert host.check("cdi.fresh") == [
         f"ok: /etc/cdi/tidegate.json: {HOOK}",
         "ok: /etc/cdi/tidegate.json (tidegate.gpu/shared) names 1 device nodes",
     ]
     host.json("etc/cdi/tidegate.json", cdi(env=False))
-    assert "a hook has no env" in host.look("cdi.fresh")[0]
+    assert "a hook has no env" in host.check("cdi.fresh")[0]
     host.json("etc/cdi/tidegate.json", cdi(stages=("createRuntime",)))
-    assert any("has no hook poststop" in line for line in host.look("cdi.fresh"))
+    assert any("has no hook poststop" in line for line in host.check("cdi.fresh"))
 
 
 def test_a_cdi_file_is_stale_where_it_lacks_a_gpu(host: Host) -> None:
@@ -572,7 +574,7 @@ def test_a_cdi_file_is_stale_where_it_lacks_a_gpu(host: Host) -> None:
         host.put(
             f"proc/driver/nvidia/gpus/0000:{minor}b:00.0/information", f"Device Minor: \t {minor}\n"
         )
-    assert host.look("cdi.fresh")[-1] == (
+    assert host.check("cdi.fresh")[-1] == (
         "warning: /run/cdi/tidegate.yaml is stale: it lacks /dev/nvidia1 -> tidegate cdi generate --output /var/run/cdi/tidegate.json"
     )
 
@@ -581,23 +583,23 @@ def test_a_cdi_file_is_stale_where_it_lacks_a_gpu(host: Host) -> None:
 def test_a_cdi_file_that_is_none_is_warned_of(host: Host, text: str) -> None:
     host.put("etc/cdi/other.yaml", text)
     host.put("etc/cdi/other.json", text)
-    assert state(host.look("cdi.fresh"))[:2] == ["warning", "warning"]
-    assert state(host.look("nvidia.cdi")) == ["ok"]
+    assert state(host.check("cdi.fresh"))[:2] == ["warning", "warning"]
+    assert state(host.check("nvidia.cdi")) == ["ok"]
 
 
 def test_nvidias_runtime_as_a_default_is_warned_of(host: Host) -> None:
     right = ["ok: no engine has NVIDIA's runtime as its default"]
-    assert host.look("nvidia.default-runtime") == right
+    assert host.check("nvidia.default-runtime") == right
     set_docker(host, {"default-runtime": "nvidia"})
-    assert host.look("nvidia.default-runtime")[0].startswith(
+    assert host.check("nvidia.default-runtime")[0].startswith(
         "warning: Docker has the default runtime nvidia: "
     )
     set_running(host, DefaultRuntime="runc")
-    assert host.look("nvidia.default-runtime") == right
+    assert host.check("nvidia.default-runtime") == right
     table = '[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]\n'
     host.put(CONFIG, V2.format(imports="").replace('"runc"', '"nvidia"') + table)
     host.put("etc/crio/crio.conf", '[crio.runtime]\ndefault_runtime = "nvidia"\n')
-    assert state(host.look("nvidia.default-runtime")) == ["warning", "warning"]
+    assert state(host.check("nvidia.default-runtime")) == ["warning", "warning"]
 
 
 # What `nvidia-ctk runtime configure --runtime=containerd --set-as-default` writes since toolkit
@@ -630,7 +632,7 @@ def test_the_remedy_names_containerds_drop_in_that_makes_nvidias_runtime_the_def
     host.put("etc/containerd/conf.d/99-nvidia.toml", NVIDIA_DROP_IN)
     if dumps:
         host.program("usr/bin/containerd", NVIDIA_DROP_IN)
-    (said,) = host.look("nvidia.default-runtime")
+    (said,) = host.check("nvidia.default-runtime")
     assert said.startswith("warning: /etc/containerd/config.toml has the default runtime nvidia: ")
     remedy = 'set default_runtime_name = "runc" in /etc/containerd/conf.d/99-nvidia.toml'
     assert said.endswith(f" -> {remedy}, restart containerd")
@@ -640,7 +642,7 @@ def test_the_remedy_names_crios_drop_in_that_makes_nvidias_runtime_the_default(h
     host.put("etc/crio/crio.conf", '[crio.runtime]\ndefault_runtime = "crun"\n')
     host.put("etc/crio/crio.conf.d/10-crio.conf", "[crio.image]\n")
     host.put("etc/crio/crio.conf.d/99-nvidia.conf", '[crio.runtime]\ndefault_runtime = "nvidia"\n')
-    assert host.look("nvidia.default-runtime")[0].endswith(
+    assert host.check("nvidia.default-runtime")[0].endswith(
         " -> set default_runtime in /etc/crio/crio.conf.d/99-nvidia.conf, systemctl restart crio"
     )
 
@@ -648,59 +650,59 @@ def test_the_remedy_names_crios_drop_in_that_makes_nvidias_runtime_the_default(h
 def test_the_remedy_for_docker_tells_its_file_from_its_command_line(host: Host) -> None:
     set_docker(host, {"default-runtime": "nvidia"})
     set_running(host, DefaultRuntime="nvidia")
-    assert host.look("nvidia.default-runtime")[0].endswith(
+    assert host.check("nvidia.default-runtime")[0].endswith(
         " -> remove default-runtime from /etc/docker/daemon.json, systemctl reload docker"
     )
     set_docker(host, {})
-    assert host.look("nvidia.default-runtime")[0].endswith(
+    assert host.check("nvidia.default-runtime")[0].endswith(
         " -> /etc/docker/daemon.json does not set it: remove --default-runtime from dockerd's "
         "command line (systemctl cat docker), systemctl restart docker"
     )
 
 
 def test_nvidias_hook_is_warned_of(host: Host) -> None:
-    assert host.look("nvidia.hook") == ["ok: NVIDIA's hook is in no directory of hooks"]
+    assert host.check("nvidia.hook") == ["ok: NVIDIA's hook is in no directory of hooks"]
     path = "usr/share/containers/oci/hooks.d/oci-nvidia-hook.json"
     host.json(path, hook_file(hook={"path": "/usr/bin/nvidia-container-runtime-hook"}))
-    assert host.look("nvidia.hook")[0].startswith(f"warning: /{path} is NVIDIA's hook: ")
+    assert host.check("nvidia.hook")[0].startswith(f"warning: /{path} is NVIDIA's hook: ")
 
 
 def test_nvidias_devices_by_cdi_are_named(host: Host) -> None:
-    assert host.look("nvidia.cdi") == ["ok: NVIDIA has no CDI file"]
+    assert host.check("nvidia.cdi") == ["ok: NVIDIA has no CDI file"]
     host.put("run/cdi/nvidia.yaml", "cdiVersion: 0.5.0\nkind: nvidia.com/gpu\n")
-    assert host.look("nvidia.cdi")[0].startswith(
+    assert host.check("nvidia.cdi")[0].startswith(
         "note: /run/cdi/nvidia.yaml: a container that requests nvidia.com/gpu gets a GPU outside of all quotas"
     )
 
 
 def test_nvidias_operator_and_device_plugin_are_told(host: Host) -> None:
-    assert host.look("nvidia.operator") == [
+    assert host.check("nvidia.operator") == [
         "ok: this node has neither NVIDIA's device plugin nor its operator"
     ]
     host.put("run/nvidia/driver/usr/bin/nvidia-smi")
     host.put("run/nvidia/toolkit/toolkit.pid")
-    assert state(host.look("nvidia.operator")) == ["note", "note"]
+    assert state(host.check("nvidia.operator")) == ["note", "note"]
     host.put("var/lib/kubelet/device-plugins/nvidia-gpu.sock")
-    assert state(host.look("nvidia.operator")) == ["warning", "note", "note"]
+    assert state(host.check("nvidia.operator")) == ["warning", "note", "note"]
 
 
 def test_one_engine_that_is_set_up_is_enough(host: Host) -> None:
-    assert host.look("engine.any")[0].startswith("warning: no engine is set up for Tidegate: ")
+    assert host.check("engine.any")[0].startswith("warning: no engine is set up for Tidegate: ")
     set_docker(host, DOCKER)
-    assert host.look("engine.any") == ["ok: Tidegate is set up for Docker"]
+    assert host.check("engine.any") == ["ok: Tidegate is set up for Docker"]
     host.json(LOCAL, hook_file())
     host.json("etc/cdi/tidegate.json", cdi())
-    assert host.look("engine.any") == [
+    assert host.check("engine.any") == [
         "ok: Tidegate is set up for Docker, engines that read oci-hooks(5), engines that support CDI"
     ]
     host.put("etc/docker/daemon.json", "{")  # reported by docker.runtime
-    assert state(host.look("engine.any")) == ["ok"]
+    assert state(host.check("engine.any")) == ["ok"]
 
 
 def test_what_cdi_generate_writes_is_right(host: Host) -> None:
     simulated = Device(0, "GPU-a", "Tidegate Simulated GPU", 16 << 30)  # it has no device node
     host.json("run/cdi/tidegate.json", make_spec([simulated]))
-    assert host.look("cdi.fresh") == [
+    assert host.check("cdi.fresh") == [
         f"ok: /run/cdi/tidegate.json: {HOOK}",
         "ok: /run/cdi/tidegate.json (tidegate.gpu/shared) names 0 device nodes",
     ]

@@ -25,25 +25,25 @@ def host(tmp_path: Path) -> Host:
 def test_a_mirror_in_force_is_right(host: Host) -> None:
     host.put_driver()
     generation = host.put_mirror()
-    assert host.look("mirror.in-force") == [
+    assert host.check("mirror.in-force") == [
         f"ok: generation {generation.name}, driver {V} (nvidia)"
     ]
-    [found] = host.look("mirror.content")
+    [found] = host.check("mirror.content")
     assert found.startswith("ok: ")
 
 
 def test_no_mirror_is_wrong(host: Host) -> None:
-    assert host.look("mirror.in-force") == [
+    assert host.check("mirror.in-force") == [
         f"wrong: no driver mirror at {host.root}/var/lib/tidegate/driver/current -> run `tidegate refresh`"
     ]
-    assert host.look("mirror.content") == ["note: no generation is in force"]
+    assert host.check("mirror.content") == ["note: no generation is in force"]
 
 
 def test_a_mirror_of_another_version_than_the_module_is_wrong(host: Host) -> None:
     host.put_driver()
     generation = host.put_mirror()
     put_kernel(host.root, "580.95.05")
-    [found] = host.look("mirror.in-force")
+    [found] = host.check("mirror.in-force")
     assert found.startswith(
         f"wrong: mirror {generation.name} is of driver {V}, but the kernel module is 580.95.05 -> reboot"
     )
@@ -86,12 +86,12 @@ def test_a_driver_that_has_changed_since_is_a_warning(host: Host) -> None:
     host.put_driver()
     host.put_mirror()
     os.utime(host.root / "nowhere", ns=(1, 1))
-    [found] = host.look("mirror.in-force")
+    [found] = host.check("mirror.in-force")
     assert found.startswith("warning: generation ")
     assert found.endswith("nowhere has changed since it was made -> tidegate refresh")
     # Without a module that reports a version, only the files can be compared.
     host.remove("proc/driver/nvidia/version")
-    [found] = host.look("mirror.in-force")
+    [found] = host.check("mirror.in-force")
     assert found.startswith("wrong: mirror ")
 
 
@@ -109,7 +109,7 @@ def test_a_generation_that_somebody_changed_is_wrong(host: Host, damage: str) ->
             (generation / "lib64/libstranger.so.1").touch()
         case _:
             (generation / "manifest.json").write_text("{}")
-    [found] = host.look("mirror.content")
+    [found] = host.check("mirror.content")
     assert found.startswith("wrong: ")
     assert "tidegate refresh" in found
 
@@ -120,7 +120,7 @@ def test_content_is_not_read(host: Host) -> None:
     generation = host.put_mirror()
     library = generation / f"lib64/libnvcuvid.so.{V}"
     library.write_bytes(b"\0" * library.stat().st_size)
-    assert host.look("mirror.content")[0].startswith("ok: ")
+    assert host.check("mirror.content")[0].startswith("ok: ")
 
 
 class FileSystemWithRoom:
@@ -146,17 +146,17 @@ def test_room_is_wanted_for_a_generation_and_for_the_database(
     host: Host, monkeypatch: pytest.MonkeyPatch, room: FileSystemWithRoom, states: list[str]
 ) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: room)
-    assert [line.partition(":")[0] for line in host.look("mirror.room")] == states
+    assert [line.partition(":")[0] for line in host.check("mirror.room")] == states
 
 
 def test_the_configuration_is_the_governors(host: Host) -> None:
-    assert host.look("governor.configuration") == [
+    assert host.check("governor.configuration") == [
         "ok: /etc/tidegate/config.yaml does not exist: the defaults are in force"
     ]
     host.put("etc/tidegate/config.yaml", "placement: pack\n")
-    assert host.look("governor.configuration") == ["ok: /etc/tidegate/config.yaml is accepted"]
+    assert host.check("governor.configuration") == ["ok: /etc/tidegate/config.yaml is accepted"]
     host.put("etc/tidegate/config.yaml", "quantum_msec: 4\n")
-    [found] = host.look("governor.configuration")
+    [found] = host.check("governor.configuration")
     assert found.startswith("wrong: ")
     assert found.endswith("quantum_msec is no option -> did you mean quantum_ms?")
 
@@ -165,11 +165,11 @@ def test_drop_ins_are_read_as_the_governor_does(host: Host) -> None:
     host.put("etc/tidegate/config.d/20-b.yaml", "placement: pack\n")
     host.put("etc/tidegate/config.d/10-a.yaml", "placement: topology\nspin_us: 7\n")
     assert (host.node().config.placement, host.node().config.spin_us) == ("pack", 7)
-    assert host.look("governor.configuration") == [
+    assert host.check("governor.configuration") == [
         "ok: /etc/tidegate/config.d/10-a.yaml, /etc/tidegate/config.d/20-b.yaml are accepted"
     ]
     host.put("etc/tidegate/config.d/30-c.yml", "placement: spread\n")
-    assert host.look("governor.configuration")[1] == (
+    assert host.check("governor.configuration")[1] == (
         "warning: /etc/tidegate/config.d/30-c.yml is not read: its name does not end in .yaml"
         " -> mv /etc/tidegate/config.d/30-c.yml /etc/tidegate/config.d/30-c.yaml"
     )
@@ -179,12 +179,12 @@ def test_drop_ins_are_read_as_the_governor_does(host: Host) -> None:
     (host.root / "etc/tidegate/config.d/40-d.yaml").symlink_to("/etc/ours.yaml")
     assert host.node().config.placement == "topology"
     host.remove("etc/ours.yaml")
-    assert host.look("governor.configuration") == [
+    assert host.check("governor.configuration") == [
         "wrong: /etc/tidegate/config.d/40-d.yaml: No such file -> name a readable file"
     ]
     host.remove("etc/tidegate/config.d/40-d.yaml")
     host.put("etc/tidegate/config.d/50-e.yaml", "placement: up\n")
-    [found] = host.look("governor.configuration")
+    [found] = host.check("governor.configuration")
     assert found.startswith(
         "wrong: /etc/tidegate/config.d/50-e.yaml: placement: 'up' is not one of"
     )
@@ -194,9 +194,9 @@ def test_a_configuration_that_is_not_in_force_is_warned_of(tmp_path: Path) -> No
     host = Host(tmp_path / "n")
     with governor(host) as told:
         config = told["config"]
-        assert host.look("governor.in-force") == ["ok: the defaults are in force"]
+        assert host.check("governor.in-force") == ["ok: the defaults are in force"]
         config["files"] = ["/etc/tidegate/config.yaml"]
-        assert host.look("governor.in-force") == [
+        assert host.check("governor.in-force") == [
             "ok: the governor has the configuration of its files: /etc/tidegate/config.yaml"
         ]
         config["changes"] = [
@@ -204,42 +204,42 @@ def test_a_configuration_that_is_not_in_force_is_warned_of(tmp_path: Path) -> No
             {"option": "spin_us", "effect": "restart"},
             {"option": "on_violation", "effect": "now"},
         ]
-        assert host.look("governor.in-force") == [
+        assert host.check("governor.in-force") == [
             "warning: the governor does not use its files' values of placement, on_violation -> tidegate reload",
             "warning: the governor does not use its files' values of spin_us -> systemctl restart tidegate-governor",
         ]
         config.update(changes=[], since=1e9, error={"message": "f: x is no option", "hint": "look"})
-        [found] = host.look("governor.in-force")
+        [found] = host.check("governor.in-force")
         assert found == (
             "warning: f: x is no option: the governor continues with the configuration of 2001-09-09T01:46:40Z,"
             " and a restart would fail -> correct it (look), then tidegate reload"
         )
         config["refused"] = {"message": "f: x is no option", "hint": "look", "at": 1e9 + 60}
-        assert ", since 2001-09-09T01:47:40Z, and a restart" in host.look("governor.in-force")[0]
-    assert host.look("governor.in-force")[0].startswith("note: the governor does not answer")
+        assert ", since 2001-09-09T01:47:40Z, and a restart" in host.check("governor.in-force")[0]
+    assert host.check("governor.in-force")[0].startswith("note: the governor does not answer")
 
 
 def test_a_governor_that_answers_is_right(tmp_path: Path) -> None:
     host = Host(tmp_path / "n")
     with governor(host) as told:
-        assert host.look("governor.answers") == [
+        assert host.check("governor.answers") == [
             f"ok: version {told['ping']['version']}, process 4711"
         ]
-        assert host.look("governor.gpus") == ["ok: GPU 0 is shared"]
+        assert host.check("governor.gpus") == ["ok: GPU 0 is shared"]
         told["ping"]["version"] = "0.0.9"
-        assert host.look("governor.answers")[0].startswith(
+        assert host.check("governor.answers")[0].startswith(
             "warning: the governor has version 0.0.9, "
         )
 
 
 def test_a_governor_that_is_away_is_wrong(host: Host) -> None:
-    [found] = host.look("governor.answers")
+    [found] = host.check("governor.answers")
     assert found.startswith("wrong: the governor does not answer at ")
     assert found.endswith("-> start tidegate-governor as root")
     host.put("usr/lib/systemd/system/tidegate-governor.service")
-    [found] = host.look("governor.answers")
+    [found] = host.check("governor.answers")
     assert "-> systemctl start tidegate-governor" in found
-    assert host.look("governor.gpus")[0].startswith("note: the governor does not answer")
+    assert host.check("governor.gpus")[0].startswith("note: the governor does not answer")
 
 
 def test_gpus_that_are_lost_closed_or_left_out_are_told(tmp_path: Path) -> None:
@@ -249,31 +249,31 @@ def test_gpus_that_are_lost_closed_or_left_out_are_told(tmp_path: Path) -> None:
         closed = {**GPU, "index": 2, "closed": "its MPS server is being started"}
         told["gpus"]["gpus"] += [lost, closed]
         told["gpus"]["left_out"] = [{"index": 3, "reason": "NVML does not tell its memory"}]
-        assert [line.partition(" ->")[0] for line in host.look("governor.gpus")] == [
+        assert [line.partition(" ->")[0] for line in host.check("governor.gpus")] == [
             "warning: GPU 1 is lost: GPU is lost",
             "warning: GPU 2 takes no container now: its MPS server is being started",
             "warning: GPU 3 is not shared: NVML does not tell its memory",
             "ok: GPU 0 is shared",
         ]
         told["gpus"]["gpus"] = [lost]
-        assert host.look("governor.gpus")[-1].startswith("wrong: no GPU takes containers")
+        assert host.check("governor.gpus")[-1].startswith("wrong: no GPU takes containers")
 
 
 def test_containers_whose_processes_nobody_can_tell_are_told(tmp_path: Path) -> None:
     host = Host(tmp_path / "n")
     with governor(host) as told:
-        assert host.look("governor.membership")[0].startswith("ok: each of 0 containers")
+        assert host.check("governor.membership")[0].startswith("ok: each of 0 containers")
         told["list"]["containers"] = [
             {"id": "a", "control_group": True},
             {"id": "of an older governor"},
         ]
-        assert host.look("governor.membership")[0].startswith("ok: each of 2 containers")
+        assert host.check("governor.membership")[0].startswith("ok: each of 2 containers")
         told["list"]["containers"] += [{"id": "b" * 100, "control_group": False}]
-        [found] = host.look("governor.membership")
+        [found] = host.check("governor.membership")
         assert found.startswith("warning: the governor sees no control group of 1 of 3 containers ")
         assert f"({'b' * 64})" in found
         assert "-> run the governor in the host's control group namespace" in found
-    assert host.look("governor.membership")[0].startswith("note: the governor does not answer")
+    assert host.check("governor.membership")[0].startswith("note: the governor does not answer")
 
 
 def test_a_database_that_was_set_aside_lately_is_warned_of(
@@ -281,13 +281,13 @@ def test_a_database_that_was_set_aside_lately_is_warned_of(
 ) -> None:
     host.put("var/lib/tidegate/state.db")
     quiet = "ok: no database was set aside within 7 days"
-    assert host.look("governor.database") == [quiet]
+    assert host.check("governor.database") == [quiet]
     host.put("var/lib/tidegate/state.db.damaged-1")
     host.put("var/lib/tidegate/state.db.damaged-1-wal")
-    [found] = host.look("governor.database")
+    [found] = host.check("governor.database")
     assert found.startswith(
         "warning: /var/lib/tidegate/state.db.damaged-1: the governor found its database damaged, 0 hours ago"
     )
     later = time.time() + 8 * 86400
     monkeypatch.setattr(time, "time", lambda: later)
-    assert host.look("governor.database") == [f"{quiet}, 1 longer ago"]
+    assert host.check("governor.database") == [f"{quiet}, 1 longer ago"]

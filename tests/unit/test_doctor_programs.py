@@ -28,13 +28,13 @@ EVERYBODY = "wrong: the hook /usr/bin/tidegate-hook runs as root, and "
 
 
 def test_programs_that_are_roots_alone_are_right(host: Host) -> None:
-    assert host.look("files.programs") == RIGHT
+    assert host.check("files.programs") == RIGHT
 
 
 def test_programs_that_are_missing_are_wrong(host: Host) -> None:
     host.remove("usr/bin/tidegate-hook")
     host.remove("usr/bin/tidegate-runtime")
-    assert host.look("files.programs") == [
+    assert host.check("files.programs") == [
         "wrong: the hook /usr/bin/tidegate-hook is missing -> install the package tidegate",
         "wrong: the wrapper runtime /usr/bin/tidegate-runtime is missing -> install the package tidegate",
     ]
@@ -67,21 +67,21 @@ def test_programs_that_others_could_change_or_nobody_run_are_wrong(
     host: Host, path: str, mode: int, said: str
 ) -> None:
     (host.root / path).chmod(mode)
-    assert host.look("files.programs")[0].startswith(said)
+    assert host.check("files.programs")[0].startswith(said)
 
 
 def test_a_sticky_directory_lets_nobody_replace_a_file(host: Host) -> None:
     (host.root / "usr").chmod(0o1777)
-    assert host.look("files.programs") == RIGHT
+    assert host.check("files.programs") == RIGHT
 
 
 def test_where_a_link_leads_counts_with_its_directories(host: Host) -> None:
     host.put("opt/tidegate/tidegate-hook", "#!/usr/bin/python3 -ISE\n", 0o755)
     host.remove("usr/bin/tidegate-hook")
     (host.root / "usr/bin/tidegate-hook").symlink_to("/opt/tidegate/tidegate-hook")
-    assert host.look("files.programs") == RIGHT
+    assert host.check("files.programs") == RIGHT
     (host.root / "opt").chmod(0o777)
-    assert host.look("files.programs")[0].startswith(f"{EVERYBODY}/opt has mode 0777")
+    assert host.check("files.programs")[0].startswith(f"{EVERYBODY}/opt has mode 0777")
 
 
 def test_every_link_of_a_chain_counts(host: Host) -> None:
@@ -90,13 +90,13 @@ def test_every_link_of_a_chain_counts(host: Host) -> None:
     (host.root / "usr/bin/tidegate-hook").symlink_to("../../srv/alternatives/hook")
     (host.root / "srv/alternatives").mkdir(parents=True, mode=0o755)
     (host.root / "srv/alternatives/hook").symlink_to("/opt/tidegate-hook")
-    assert host.look("files.programs") == RIGHT
+    assert host.check("files.programs") == RIGHT
     (host.root / "srv/alternatives").chmod(0o777)
-    assert host.look("files.programs")[0].startswith(f"{EVERYBODY}/srv/alternatives has mode 0777")
+    assert host.check("files.programs")[0].startswith(f"{EVERYBODY}/srv/alternatives has mode 0777")
 
 
 def test_the_interpreter_of_line_one_is_asked_what_it_has(host: Host) -> None:
-    assert host.look("files.python") == [
+    assert host.check("files.python") == [
         "ok: /usr/bin/python3 is Python 3.11.2, and has the modules that the hook needs"
     ]
     [command] = host.ran
@@ -107,44 +107,46 @@ def test_the_interpreter_of_line_one_is_asked_what_it_has(host: Host) -> None:
 
 def test_an_interpreter_that_does_not_run_the_hook_is_wrong(host: Host) -> None:
     host.commands["python3"] = "3.9.2\n"
-    assert host.look("files.python") == [
+    assert host.check("files.python") == [
         "wrong: /usr/bin/python3 is Python 3.9.2, the hook needs 3.11 -> install a newer python3"
     ]
     del host.commands["python3"]
-    assert host.look("files.python")[0].startswith(
+    assert host.check("files.python")[0].startswith(
         "wrong: /usr/bin/python3 does not run the hook: "
     )
     host.remove("usr/bin/python3")
-    assert host.look("files.python")[0].startswith(
+    assert host.check("files.python")[0].startswith(
         "wrong: /usr/bin/python3, which runs /usr/bin/tidegate-hook, is missing"
     )
     host.put("usr/bin/tidegate-hook", "import os\n", 0o755)
-    assert host.look("files.python")[0].startswith(
+    assert host.check("files.python")[0].startswith(
         "wrong: /usr/bin/tidegate-hook does not begin with #!"
     )
     host.remove("usr/bin/tidegate-hook")
-    assert host.look("files.python")[0].startswith("unseen: /usr/bin/tidegate-hook is missing")
+    assert host.check("files.python")[0].startswith("unseen: /usr/bin/tidegate-hook is missing")
 
 
 @pytest.mark.parametrize("path", ["usr/bin/python3", "usr/bin/tidegate-hook"])
 def test_what_anybody_could_have_changed_is_not_run(host: Host, path: str) -> None:
     (host.root / path).chmod(0o777)
-    [found] = host.look("files.python")
+    [found] = host.check("files.python")
     assert found.startswith(("wrong: ", "unseen: "))
     assert not host.ran
 
 
 def test_the_runtime_that_the_wrapper_runs_is_told(host: Host) -> None:
-    assert host.look("files.runtime") == ["ok: the wrapper runs /usr/sbin/runc"]
+    assert host.check("files.runtime") == ["ok: the wrapper runs /usr/sbin/runc"]
     host.program("usr/bin/runc")
-    assert host.look("files.runtime") == ["ok: the wrapper runs /usr/bin/runc"]
+    assert host.check("files.runtime") == ["ok: the wrapper runs /usr/bin/runc"]
     host.put("etc/tidegate/runtime", "# by hand\nruntime /usr/bin/crun\n")
-    assert host.look("files.runtime")[0].startswith(
+    assert host.check("files.runtime")[0].startswith(
         "wrong: the runtime of /etc/tidegate/runtime, /usr/bin/crun is missing"
         " -> install it, or correct `runtime` in /etc/tidegate/runtime"
     )
     host.program("usr/bin/crun")
-    assert host.look("files.runtime") == ["ok: the runtime of /etc/tidegate/runtime, /usr/bin/crun"]
+    assert host.check("files.runtime") == [
+        "ok: the runtime of /etc/tidegate/runtime, /usr/bin/crun"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -152,29 +154,30 @@ def test_the_runtime_that_the_wrapper_runs_is_told(host: Host) -> None:
 )
 def test_settings_that_the_wrapper_would_not_take_are_wrong(host: Host, text: str) -> None:
     host.put("etc/tidegate/runtime", text)
-    assert host.look("files.runtime")[0].startswith("wrong: /etc/tidegate/runtime:")
+    assert host.check("files.runtime")[0].startswith("wrong: /etc/tidegate/runtime:")
 
 
 def test_another_hook_of_the_wrappers_is_examined(host: Host) -> None:
     host.put("etc/tidegate/runtime", "hook /opt/tidegate-hook\n")
-    assert host.look("files.runtime")[0].startswith(
+    assert host.check("files.runtime")[0].startswith(
         "wrong: the hook of /etc/tidegate/runtime, /opt/tidegate-hook is missing"
         " -> install it, or correct `hook` in /etc/tidegate/runtime"
     )
     host.program("opt/tidegate-hook")
     assert (
-        host.look("files.runtime")[0] == "ok: the hook of /etc/tidegate/runtime, /opt/tidegate-hook"
+        host.check("files.runtime")[0]
+        == "ok: the hook of /etc/tidegate/runtime, /opt/tidegate-hook"
     )
 
 
 def test_no_runtime_at_all_is_a_warning(host: Host) -> None:
     host.remove("usr/sbin/runc")
-    assert host.look("files.runtime")[0].startswith("warning: none of /usr/bin/runc, ")
+    assert host.check("files.runtime")[0].startswith("warning: none of /usr/bin/runc, ")
 
 
 def test_a_runtime_for_a_state_directory_is_looked_at(host: Host) -> None:
     host.put("etc/tidegate/runtime", "runtime-for /run/crun /usr/libexec/crio/crun\n")
-    [first, second] = host.look("files.runtime")
+    [first, second] = host.check("files.runtime")
     assert first == (
         "wrong: the runtime of /etc/tidegate/runtime for /run/crun, /usr/libexec/crio/crun is missing"
         " -> install it, or correct `runtime-for /run/crun` in /etc/tidegate/runtime"
@@ -183,36 +186,36 @@ def test_a_runtime_for_a_state_directory_is_looked_at(host: Host) -> None:
     host.program("usr/libexec/crio/crun")
     host.remove("usr/sbin/runc")
     host.program("usr/libexec/crio/runc")
-    assert [line.partition(":")[0] for line in host.look("files.runtime")] == ["ok", "ok"]
+    assert [line.partition(":")[0] for line in host.check("files.runtime")] == ["ok", "ok"]
 
 
 def test_control_libraries_are_wanted_for_a_refresh(host: Host) -> None:
-    assert host.look("files.control")[0].startswith(
+    assert host.check("files.control")[0].startswith(
         "wrong: /usr/lib/tidegate/x86_64-linux-gnu has no libcuda.so.1 and no "
     )
     host.put_driver()
     host.put_mirror()
-    assert host.look("files.control") == [
+    assert host.check("files.control") == [
         "ok: the control libraries are in /usr/lib/tidegate/x86_64-linux-gnu"
     ]
     host.remove("usr/lib/tidegate/x86_64-linux-gnu/libnvidia-ml.so.1")
-    assert host.look("files.control")[0].startswith("warning: ")  # the mirror in force has its own
+    assert host.check("files.control")[0].startswith("warning: ")  # the mirror in force has its own
 
 
 def test_a_configuration_that_others_could_change_is_wrong(host: Host) -> None:
     host.put("etc/tidegate/config.yaml")
-    assert host.look("files.owners") == ["ok: only root can change configuration and state"]
+    assert host.check("files.owners") == ["ok: only root can change configuration and state"]
     drop_in = host.put("etc/tidegate/config.d/x.yaml")
     drop_in.chmod(0o666)
-    assert host.look("files.owners")[0].startswith(
+    assert host.check("files.owners")[0].startswith(
         "wrong: root relies on /etc/tidegate/config.d/x.yaml, "
     )
     drop_in.chmod(0o644)
     drop_in.parent.chmod(0o777)
-    assert "and /etc/tidegate/config.d has mode 0777" in host.look("files.owners")[0]
+    assert "and /etc/tidegate/config.d has mode 0777" in host.check("files.owners")[0]
     drop_in.parent.chmod(0o755)
     (host.root / "etc/tidegate/config.yaml").chmod(0o666)
-    assert host.look("files.owners")[0].startswith(
+    assert host.check("files.owners")[0].startswith(
         "wrong: root relies on /etc/tidegate/config.yaml, and /etc/tidegate/config.yaml has mode 0666"
     )
 

@@ -52,7 +52,7 @@ def host(tmp_path: Path) -> Host:
 )
 def test_a_kernel_has_the_calls_of_its_version(host: Host, release: str, said: str) -> None:
     host.put("proc/sys/kernel/osrelease", f"{release}\n")
-    [found] = host.look("kernel.calls")
+    [found] = host.check("kernel.calls")
     assert found.startswith(said)
 
 
@@ -76,20 +76,20 @@ def test_a_kernel_has_the_calls_of_its_version(host: Host, release: str, said: s
 )
 def test_the_version_of_control_groups_is_told(host: Host, mounts: str, said: str) -> None:
     host.put("proc/self/mounts", mounts)
-    assert host.look("cgroup.version") == [said]
+    assert host.check("cgroup.version") == [said]
 
 
 def test_crun_is_warned_of_where_version_2_has_controllers_beside_version_1(host: Host) -> None:
     host.put("proc/self/mounts", V1 + UNIFIED)
     host.program("usr/bin/crun")
-    assert host.look("cgroup.version") == [
+    assert host.check("cgroup.version") == [
         (
             "ok: control groups of version 1, with version 2 at /sys/fs/cgroup/unified (hybrid), "
             "without controllers in version 2"
         )
     ]
     host.put("sys/fs/cgroup/unified/cgroup.controllers", "cpu io\n")
-    assert host.look("cgroup.version") == [
+    assert host.check("cgroup.version") == [
         (
             "warning: control groups of version 1, with version 2 at /sys/fs/cgroup/unified (hybrid): "
             "/usr/bin/crun refuses that (cgroups in hybrid mode not supported)"
@@ -99,41 +99,41 @@ def test_crun_is_warned_of_where_version_2_has_controllers_beside_version_1(host
 
 
 def test_a_processor_that_loaders_take_for_an_old_one_is_wrong(host: Host) -> None:
-    assert host.look("kernel.processor") == ["unseen: /proc/cpuinfo lists no processor flags"]
+    assert host.check("kernel.processor") == ["unseen: /proc/cpuinfo lists no processor flags"]
     host.put("proc/cpuinfo", FLAGS)
-    assert host.look("kernel.processor") == ["ok: the processor supports x86-64-v2"]
+    assert host.check("kernel.processor") == ["ok: the processor supports x86-64-v2"]
     host.put("proc/cpuinfo", FLAGS.replace("ssse3", "").replace("sse4_2", ""))
-    [found] = host.look("kernel.processor")
+    [found] = host.check("kernel.processor")
     assert found.startswith("wrong: the processor is below x86-64-v2 (no sse4_2 and ssse3): ")
     host.put("proc/cpuinfo", "processor\t: 0\nFeatures\t: fp asimd\nCPU implementer\t: 0x41\n")
-    assert host.look("kernel.processor") == [
+    assert host.check("kernel.processor") == [
         "ok: on aarch64 no loader chooses a directory by the processor"
     ]
 
 
 def test_mounts_that_cannot_be_read_are_not_seen(host: Host) -> None:
-    assert host.look("cgroup.version") == ["unseen: /proc/self/mounts does not exist"]
+    assert host.check("cgroup.version") == ["unseen: /proc/self/mounts does not exist"]
 
 
 def test_freezing_matters_where_the_configuration_wants_it(host: Host) -> None:
-    assert host.look("cgroup.freezer") == ["ok: on_violation is report: containers are not frozen"]
-    assert host.look("cgroup.freezer", on_violation="throttle") == [
+    assert host.check("cgroup.freezer") == ["ok: on_violation is report: containers are not frozen"]
+    assert host.check("cgroup.freezer", on_violation="throttle") == [
         f"unseen: freezing cannot be examined on a node below {host.root}"
     ]
 
 
 def test_selinux_and_apparmor_are_told(host: Host) -> None:
-    assert host.look("security.modules") == ["ok: neither SELinux nor AppArmor is on"]
+    assert host.check("security.modules") == ["ok: neither SELinux nor AppArmor is on"]
     host.put("sys/fs/selinux/enforce", "0")
-    assert host.look("security.modules") == ["ok: SELinux is permissive"]
+    assert host.check("security.modules") == ["ok: SELinux is permissive"]
     host.put("sys/module/apparmor/parameters/enabled", "Y\n")
-    assert [line.partition(":")[0] for line in host.look("security.modules")] == ["ok", "note"]
+    assert [line.partition(":")[0] for line in host.check("security.modules")] == ["ok", "note"]
 
 
 def test_files_without_a_label_are_warned_of_where_selinux_enforces(host: Host) -> None:
     host.put("sys/fs/selinux/enforce", "1")
     host.put("run/tidegate/containers/key/grant")
-    [found] = host.look("security.modules")
+    [found] = host.check("security.modules")
     # The file system of a test may have no labels at all.
     assert found.startswith(
         (
@@ -213,5 +213,5 @@ def test_labels_are_those_that_containers_may_read(
     host.put("run/tidegate/containers/key/grant")
     label = f"system_u:object_r:{kind}:s0\0".encode()
     monkeypatch.setattr(os, "getxattr", lambda *_: label)
-    [found] = host.look("security.modules")
+    [found] = host.check("security.modules")
     assert found.startswith(said)

@@ -179,7 +179,7 @@ class AuditWorld:
             self.clock.monotonic_ns(), {one.pid: one.used or 0 for one in processes}, samples
         )
         charges = {one: {cast("Any", object()): Charge()} for one in self.containers.values()}
-        self.auditor.look(DEVICE, look, processes, charges)
+        self.auditor.audit(DEVICE, look, processes, charges)
 
     async def looks(
         self,
@@ -336,7 +336,7 @@ def test_who_uses_a_gpu_that_was_not_granted_is_shown_and_not_accused(
         made.clock.now_ns += 10**9
         look = Look(made.clock.now_ns, {one.pid: one.used or 0 for one in processes})
         charges = {cast("Container", mine): {cast("Any", object()): Charge()}}
-        made.auditor.look(DEVICE, look, processes, charges)
+        made.auditor.audit(DEVICE, look, processes, charges)
 
     async def scene() -> None:
         drawing = ProcessMemory(3, GIB, computes=False)

@@ -25,7 +25,7 @@ def only(cut: Cut) -> dict[str, object]:
 def steps(history: History, *uses: Use, begin: int = 1) -> None:
     """Look at one container at the end of each step."""
     for i, use in enumerate(uses, begin):
-        history.look(i * STEP_NS, [("who", use)])
+        history.record(i * STEP_NS, [("who", use)])
 
 
 def test_a_step_has_what_came_since_the_look_before() -> None:
@@ -65,8 +65,8 @@ def test_what_is_used_beyond_the_guarantee_is_lent() -> None:
 
 def test_steps_that_were_missed_have_what_they_had_together() -> None:
     history = History(0)
-    history.look(STEP_NS, [("who", ALONE)])
-    history.look(4 * STEP_NS + 1, [("who", replace(ALONE, charged_ns=6 * SECOND, refused=2))])
+    history.record(STEP_NS, [("who", ALONE)])
+    history.record(4 * STEP_NS + 1, [("who", replace(ALONE, charged_ns=6 * SECOND, refused=2))])
     series = only(history.cut(-1))
     assert series["used"] == [0.0, 39.99, 39.99, 39.99]
     assert series["refused"] == [0, 0, 0, 2]  # not spread, because a third of one cannot be shown
@@ -75,7 +75,7 @@ def test_steps_that_were_missed_have_what_they_had_together() -> None:
 
 def test_a_look_within_a_step_changes_nothing() -> None:
     history = History(0)
-    history.look(STEP_NS - 1, [("who", ALONE)])
+    history.record(STEP_NS - 1, [("who", ALONE)])
     assert (history.last, history.due_ns(), history.cut(-1).series) == (-1, STEP_NS, [])
 
 
@@ -111,21 +111,21 @@ def test_what_somebody_did_until_his_end_is_there() -> None:
     history = History(0)
     steps(history, ALONE)
     history.part("who", replace(ALONE, charged_ns=SECOND))
-    history.look(2 * STEP_NS, [])
+    history.record(2 * STEP_NS, [])
     series = only(history.cut(-1))
     assert (series["used"], series["ended"]) == ([0.0, 20.0], True)
-    history.look(3 * STEP_NS, [])
+    history.record(3 * STEP_NS, [])
     assert only(history.cut(-1))["used"] == [0.0, 20.0]
-    history.look((STEPS + 1) * STEP_NS, [])
+    history.record((STEPS + 1) * STEP_NS, [])
     assert only(history.cut(-1))["used"] == [20.0]
-    history.look((STEPS + 2) * STEP_NS, [])
+    history.record((STEPS + 2) * STEP_NS, [])
     assert history.cut(-1).series == []
 
 
 def test_who_was_there_between_two_looks_is_there() -> None:
     history = History(0)
     history.part("who", replace(ALONE, charged_ns=SECOND))
-    history.look(STEP_NS, [])
+    history.record(STEP_NS, [])
     series = only(history.cut(-1))
     assert (series["used"], series["ended"]) == ([20.0], True)
 
@@ -133,7 +133,7 @@ def test_who_was_there_between_two_looks_is_there() -> None:
 def test_a_name_that_comes_again_is_another_container() -> None:
     history = History(0)
     for i, who in enumerate(("first", "second"), 1):
-        history.look(i * STEP_NS, [(who, ALONE)])
+        history.record(i * STEP_NS, [(who, ALONE)])
     assert [(one["series"], one["ended"]) for one in history.cut(-1).describe()] == [
         (1, True), (2, False)
     ]  # fmt: skip
@@ -142,18 +142,18 @@ def test_a_name_that_comes_again_is_another_container() -> None:
 def test_more_than_fit_make_the_ended_go_first() -> None:
     history = History(0)
     many = [(i, replace(ALONE, key=str(i))) for i in range(MOST_SERIES)]
-    history.look(STEP_NS, many)
-    history.look(2 * STEP_NS, many[2:])
+    history.record(STEP_NS, many)
+    history.record(2 * STEP_NS, many[2:])
     new = [("new", ALONE), ("newer", ALONE), ("newest", ALONE)]
-    history.look(3 * STEP_NS, many[2:] + new)
+    history.record(3 * STEP_NS, many[2:] + new)
     cut = history.cut(-1)
     assert (len(cut.series), cut.left_out) == (MOST_SERIES, 1)
     assert [about["series"] for about, _ in cut.series][-2:] == [MOST_SERIES + 1, MOST_SERIES + 2]
-    history.look(4 * STEP_NS, many[2:])
+    history.record(4 * STEP_NS, many[2:])
     assert history.cut(-1).left_out == 0
     for i in range(3 * MOST_SERIES):
         history.part(("short", i), ALONE)
-    history.look(5 * STEP_NS, [])
+    history.record(5 * STEP_NS, [])
     assert len(history.cut(-1).series) == MOST_SERIES
 
 
@@ -162,7 +162,7 @@ def test_memory_is_bounded() -> None:
     history = History(0)
     uses = [(i, replace(ALONE, key=str(i), container=f"{i:04}" + "x" * 1020)) for i in range(64)]
     for step in range(2 * STEPS):
-        history.look((step + 1) * STEP_NS, uses)
+        history.record((step + 1) * STEP_NS, uses)
     kept = list(history._here.values())
     assert len(kept) == 64
     size = sum(sys.getsizeof(column) for series in kept for column in series.values.values()) + sum(
@@ -185,7 +185,7 @@ def test_nonsense_is_bounded(looks: list[tuple[int, int, int]]) -> None:
     for passed, number, other in looks:
         now += 1 + passed
         use = replace(ALONE, charged_ns=number, memory=other, memory_peak=other, refused=number)
-        history.look(now, [("who", use)])
+        history.record(now, [("who", use)])
     for series in history.cut(-1).describe():
         for name, kind in COLUMNS.items():
             most = {"H": 655.35, "B": 255, "Q": 2**64 - 1, "I": 2**32 - 1}[kind]

@@ -349,24 +349,24 @@ def test_a_process_on_a_gpu_that_is_not_its_container_s_is_named() -> None:
 
 def test_a_rate_is_of_the_last_two_seconds() -> None:
     rates = Rates()
-    assert rates.look(0, given=0) == {"given": None}
-    assert rates.look(S // 20, given=0) == {"given": None}
-    assert rates.look(S, given=S // 2) == {"given": 50.0}
+    assert rates.update(0, given=0) == {"given": None}
+    assert rates.update(S // 20, given=0) == {"given": None}
+    assert rates.update(S, given=S // 2) == {"given": 50.0}
     for tenth in range(11, 61):
-        found = rates.look(tenth * S // 10, given=S // 2)
+        found = rates.update(tenth * S // 10, given=S // 2)
     assert found == {"given": 0.0}
     # Too old a time says nothing about the rate.
-    assert rates.look(6 * S + RATE_NS, given=S // 2 + RATE_NS) == {"given": 100.0}
-    assert rates.look(7 * S + RATE_NS, given=0) == {"given": 0.0}  # a counter that goes back
-    assert rates.look(8 * S + RATE_NS, given=2**62) == {"given": MOST_RATE}
+    assert rates.update(6 * S + RATE_NS, given=S // 2 + RATE_NS) == {"given": 100.0}
+    assert rates.update(7 * S + RATE_NS, given=0) == {"given": 0.0}  # a counter that goes back
+    assert rates.update(8 * S + RATE_NS, given=2**62) == {"given": MOST_RATE}
 
 
 def test_who_asks_all_the_time_gets_the_same_rates() -> None:
     often, rarely = Rates(), Rates()
     for ms in range(10_000):
-        found = often.look(ms * 1_000_000, given=ms * 250_000)
+        found = often.update(ms * 1_000_000, given=ms * 250_000)
         if ms % 250 == 0:
-            rare = rarely.look(ms * 1_000_000, given=ms * 250_000)
+            rare = rarely.update(ms * 1_000_000, given=ms * 250_000)
     assert found == rare == {"given": 25.0}
     assert len(often._looks) < 30
 

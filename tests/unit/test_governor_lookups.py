@@ -38,14 +38,14 @@ def write(page: mmap.mmap, place: int, name: bytes) -> None:
 
 def test_a_name_is_found_once(ledger: mmap.mmap) -> None:
     functions = UnknownFunctions()
-    assert functions.look(ledger) == []
+    assert functions.read(ledger) == []
     write(ledger, 0, b"cuOfTomorrow")
     write(ledger, 3, b"cuMemAlloc@14000")
     write(ledger, 4, b"cuOfTomorrow")
-    assert functions.look(ledger) == ["cuOfTomorrow", "cuMemAlloc@14000"]
-    assert functions.look(ledger) == []
+    assert functions.read(ledger) == ["cuOfTomorrow", "cuMemAlloc@14000"]
+    assert functions.read(ledger) == []
     write(ledger, 0, b"cuOther")
-    assert functions.look(ledger) == ["cuOther"]
+    assert functions.read(ledger) == ["cuOther"]
     assert functions.names == ("cuOfTomorrow", "cuMemAlloc@14000", "cuOther")
 
 
@@ -71,14 +71,14 @@ def test_what_is_no_name_is_passed_over(ledger: mmap.mmap, name: bytes) -> None:
     functions = UnknownFunctions()
     write(ledger, 1, name)
     write(ledger, 2, b"cuAfter")
-    assert functions.look(ledger) == ["cuAfter"]
+    assert functions.read(ledger) == ["cuAfter"]
 
 
 def test_a_container_that_writes_ever_new_names_is_remembered_sixteen(ledger: mmap.mmap) -> None:
     functions = UnknownFunctions()
     for i in range(100):
         write(ledger, i % layout.N_UNKNOWN, f"cuNumber{i}".encode())
-        functions.look(ledger)
+        functions.read(ledger)
     assert functions.names == tuple(f"cuNumber{i}" for i in range(MOST))
     assert MOST == 16
 

@@ -292,7 +292,7 @@ def test_a_word_is_the_same_number_in_ps_in_the_metrics_and_on_the_page(
             now[0] += S // 4
             charged[0] += 6 * S // 40
             device = container.describe()[0]["devices"][0]
-        history.look(now[0], [(container.key, use) for _, use in web.uses_of(container)])
+        history.record(now[0], [(container.key, use) for _, use in web.uses_of(container)])
         (step,) = history.cut(-1).describe()
         (shown,) = web.describe(world.server)["containers"][0]["devices"]
         found = await world.scrape()

@@ -259,7 +259,7 @@ def test_debt_is_what_nvml_sees_beyond_what_it_can_see(
     seen: int, memory: int, unseen: int, overhead: int, used: int
 ) -> None:
     charge = Charge(memory, unseen)
-    assert Debt().look(1, seen, charge, charge) == overhead
+    assert Debt().update(1, seen, charge, charge) == overhead
     assert charge.used(overhead, 0) == used
 
 
@@ -275,46 +275,46 @@ def test_books_that_move_during_a_look_hide_no_debt() -> None:
     """NVML saw 100 bytes of a block that was charged before the look, after it, or in between."""
     context = Charge(provisional=500, provisional_ns=1)
     debt = Debt()
-    assert debt.look(2, 500, context, context) == 500
+    assert debt.update(2, 500, context, context) == 500
     # A block of 300 came and went while NVML was read. NVML saw the context alone, or both.
     came = Charge(memory=300, provisional=500, provisional_ns=1)
     went = Charge(memory=0, returned=300, provisional=500, provisional_ns=1)
-    assert debt.look(SECOND, 500, came, went) == 500
-    assert debt.look(2 * SECOND, 800, came, went) == 500
+    assert debt.update(SECOND, 500, came, went) == 500
+    assert debt.update(2 * SECOND, 800, came, went) == 500
     # Whatever came in between, the driver took at least this much.
-    assert debt.look(3 * SECOND, 1000, came, went) == 700
+    assert debt.update(3 * SECOND, 1000, came, went) == 700
 
 
 def test_a_charge_for_what_is_not_made_yet_hides_no_debt() -> None:
     debt = Debt()
     still = Charge(memory=0)
-    assert debt.look(1, 500, still, still) == 500
+    assert debt.update(1, 500, still, still) == 500
     claimed = Charge(memory=200, moving=200)
-    assert debt.look(SECOND // 4, 500, claimed, claimed) == 500
-    assert debt.look(5 * SECOND, 500, claimed, claimed) == 500
+    assert debt.update(SECOND // 4, 500, claimed, claimed) == 500
+    assert debt.update(5 * SECOND, 500, claimed, claimed) == 500
     made = Charge(memory=200)
-    assert debt.look(6 * SECOND, 700, made, made) == 500
+    assert debt.update(6 * SECOND, 700, made, made) == 500
 
 
 def test_a_block_that_is_freed_and_not_given_back_yet_hides_no_debt() -> None:
     debt = Debt()
     still = Charge(memory=500)
-    assert debt.look(1, 1000, still, still) == 500
-    assert debt.look(2, 500, still, replace(still, moving=500)) == 500
+    assert debt.update(1, 1000, still, still) == 500
+    assert debt.update(2, 500, still, replace(still, moving=500)) == 500
 
 
 def test_calls_under_way_in_a_new_process_hide_nothing_of_its_context() -> None:
     debt = Debt()
     new = Charge(memory=300, moving=300, told=500, provisional=500, provisional_ns=1, contexts=1)
-    assert debt.look(2, 500, new, new, 500) == 500
-    assert debt.look(SECOND, 500, new, new, 500) == 500
+    assert debt.update(2, 500, new, new, 500) == 500
+    assert debt.update(SECOND, 500, new, new, 500) == 500
 
 
 def test_what_a_pool_gave_back_unnoticed_hides_no_debt() -> None:
     debt = Debt()
     holds = Charge(memory=300, pooled=300, told=500, provisional=500, provisional_ns=1)
-    assert debt.look(2, 800, holds, holds) == 500
-    assert debt.look(SECOND // 4, 600, holds, holds) == 500  # the driver trimmed it
+    assert debt.update(2, 800, holds, holds) == 500
+    assert debt.update(SECOND // 4, 600, holds, holds) == 500  # the driver trimmed it
     found = replace(
         holds,
         memory=100,
@@ -324,16 +324,16 @@ def test_what_a_pool_gave_back_unnoticed_hides_no_debt() -> None:
         shrunk=200,
         shrunk_before=200,
     )
-    assert debt.look(SECOND // 2, 600, found, found) == 500
+    assert debt.update(SECOND // 2, 600, found, found) == 500
 
 
 def test_what_a_pool_is_found_without_during_a_look_was_missing_in_the_one_before() -> None:
     debt = Debt()
     holds = Charge(memory=300, pooled=300, told=500, provisional=500, provisional_ns=1)
-    assert debt.look(2, 800, holds, holds, ended_ns=3) == 500
-    assert debt.look(10, 600, holds, holds, ended_ns=20) == 500  # the driver has trimmed it
+    assert debt.update(2, 800, holds, holds, ended_ns=3) == 500
+    assert debt.update(10, 600, holds, holds, ended_ns=20) == 500  # the driver has trimmed it
     found = replace(holds, memory=100, pooled=100, returned=200, shrunk=200, asked_ns=25)
-    assert debt.look(30, 600, holds, found, ended_ns=40) == 500
+    assert debt.update(30, 600, holds, found, ended_ns=40) == 500
 
 
 def test_books_that_change_while_they_are_read_are_uncertain_by_as_much() -> None:
@@ -363,59 +363,59 @@ def test_books_that_change_while_they_are_read_are_uncertain_by_as_much() -> Non
 def test_what_the_driver_gave_back_is_seen_beside_pools_once_they_were_asked() -> None:
     debt = Debt()
     holds = Charge(memory=300, pooled=300, told=500, provisional=500, provisional_ns=1)
-    assert debt.look(2, 800, holds, holds) == 500
-    assert debt.look(SECOND // 4, 700, holds, holds) == 500  # or a pool was trimmed
+    assert debt.update(2, 800, holds, holds) == 500
+    assert debt.update(SECOND // 4, 700, holds, holds) == 500  # or a pool was trimmed
     asked = replace(holds, asked_ns=SECOND // 3)
-    assert debt.look(SECOND // 2, 700, asked, asked) == 400
+    assert debt.update(SECOND // 2, 700, asked, asked) == 400
 
 
 def test_modules_that_come_and_go_add_nothing_up_beside_pools() -> None:
     """Both their load and their unload are reported, and the driver keeps nothing of them."""
     debt = Debt()
     holds = Charge(memory=300, pooled=300, told=500, provisional=500, provisional_ns=1)
-    assert debt.look(2, 800, holds, holds) == 500
+    assert debt.update(2, 800, holds, holds) == 500
     for i in range(1, 200):
         loaded = replace(holds, told=530, provisional=30, provisional_ns=i * SECOND // 50)
-        assert debt.look(i * SECOND // 50 + 1, 830, loaded, loaded) == 530
+        assert debt.update(i * SECOND // 50 + 1, 830, loaded, loaded) == 530
         gone = replace(holds, provisional=0, provisional_ns=i * SECOND // 50 + 2)
-        assert debt.look(i * SECOND // 50 + 3, 800, gone, gone) == 500
+        assert debt.update(i * SECOND // 50 + 3, 800, gone, gone) == 500
 
 
 def test_what_a_look_sees_before_it_is_told_counts_once() -> None:
     debt = Debt()
     holds = Charge(memory=300, pooled=300, told=500, provisional=500, provisional_ns=1)
-    assert debt.look(2, 800, holds, holds) == 500
-    assert debt.look(3, 840, holds, holds) == 540  # just taken
+    assert debt.update(2, 800, holds, holds) == 500
+    assert debt.update(3, 840, holds, holds) == 540  # just taken
     told = replace(holds, told=540, provisional=40, provisional_ns=4)
-    assert debt.look(5, 840, told, told) == 540
-    assert debt.look(6, 840, told, told) == 540
+    assert debt.update(5, 840, told, told) == 540
+    assert debt.update(6, 840, told, told) == 540
     alone = replace(told, pooled=0)
-    assert debt.look(7, 800, alone, alone) == 500  # just given back
+    assert debt.update(7, 800, alone, alone) == 500  # just given back
     gave = replace(alone, told=500, provisional=0, provisional_ns=8)
-    assert debt.look(9, 800, replace(gave, moving=99), gave) == 500
+    assert debt.update(9, 800, replace(gave, moving=99), gave) == 500
 
 
 def test_what_the_driver_gave_back_is_no_debt_from_the_next_look_on() -> None:
     debt = Debt()
     still = Charge()
-    assert debt.look(1, 500, still, still) == 500
+    assert debt.update(1, 500, still, still) == 500
     gave = Charge(provisional_ns=5)
-    assert debt.look(10, 0, gave, gave) == 0
+    assert debt.update(10, 0, gave, gave) == 0
 
 
 def test_a_context_counts_before_nvml_lists_it() -> None:
     debt = Debt()
     new = Charge(provisional=500, provisional_ns=SECOND, contexts=1)
-    assert debt.look(SECOND + 1, 0, new, new, 500) == 500
+    assert debt.update(SECOND + 1, 0, new, new, 500) == 500
     # Another context is being made, and one is reported during the look: both count in addition.
     making = replace(new, memory=500, unseen=500, taking=500)
-    assert making.used(debt.look(SECOND + 2, 0, making, making, 500), SECOND + 2) == 1000
+    assert making.used(debt.update(SECOND + 2, 0, making, making, 500), SECOND + 2) == 1000
     late = replace(new, provisional=300, provisional_ns=SECOND + 9)
-    assert late.used(debt.look(SECOND + 5, 0, new, late, 500), SECOND + 5) == 800
-    assert debt.look(SECOND + SECOND // 10, 480, new, new, 500) == 480
+    assert late.used(debt.update(SECOND + 5, 0, new, late, 500), SECOND + 5) == 800
+    assert debt.update(SECOND + SECOND // 10, 480, new, new, 500) == 480
     two = replace(new, contexts=2)
-    assert debt.look(SECOND + SECOND // 5, 480, two, two, 500) == 1000
-    assert debt.look(3 * SECOND, 960, two, two, 500) == 960
+    assert debt.update(SECOND + SECOND // 5, 480, two, two, 500) == 1000
+    assert debt.update(3 * SECOND, 960, two, two, 500) == 960
 
 
 def test_a_context_that_a_look_saw_in_the_making_counts_once() -> None:
@@ -423,22 +423,22 @@ def test_a_context_that_a_look_saw_in_the_making_counts_once() -> None:
     debt = Debt()
     making = Charge(memory=500, unseen=500, taking=500)
     for seen in (0, 300, 500):
-        assert making.used(debt.look(SECOND, seen, making, making, 500), SECOND) == 500
+        assert making.used(debt.update(SECOND, seen, making, making, 500), SECOND) == 500
     made = Charge(told=500, provisional=500, provisional_ns=SECOND + 5, contexts=1)
-    assert made.used(debt.look(SECOND, 500, making, made, 500), SECOND) == 500  # made meanwhile
+    assert made.used(debt.update(SECOND, 500, making, made, 500), SECOND) == 500  # made meanwhile
     # The next look comes while the process fills its memory.
     made = replace(made, memory=300)
     more = replace(made, memory=400)
-    assert debt.look(SECOND + 10, 850, made, more, 500) == 500
-    assert debt.look(SECOND + 20, 900, more, more, 500) == 500
+    assert debt.update(SECOND + 10, 850, made, more, 500) == 500
+    assert debt.update(SECOND + 20, 900, more, more, 500) == 500
 
 
 def test_what_the_driver_took_is_debt_although_the_books_move() -> None:
     debt = Debt()
     before = Charge(memory=300, told=500, provisional=500, provisional_ns=5)
     after = replace(before, memory=0, returned=300)
-    assert debt.look(10, 600, before, after) == 500
-    assert debt.look(20, 600, before, after) == 500  # not a second time
+    assert debt.update(10, 600, before, after) == 500
+    assert debt.update(20, 600, before, after) == 500  # not a second time
 
 
 class BusyProcess:
@@ -572,7 +572,7 @@ def test_debt_is_what_the_driver_took_whatever_goes_on_meanwhile(seed: int, ofte
             after = read_charge(guest.ledger, 0, 0, 2**40)
         guest.clock += 1
         assert (
-            debt.look(2 + look, seen, before, after, ended_ns=guest.clock) == BusyProcess.OVERHEAD
+            debt.update(2 + look, seen, before, after, ended_ns=guest.clock) == BusyProcess.OVERHEAD
         )
 
 
@@ -586,7 +586,7 @@ def test_books_full_of_nonsense_are_bounded(entry: bytes, data: st.DataObject) -
         ledger[base : base + len(entry)] = entry
         charge = read_charge(ledger, 3, 2, whole)
     assert 0 <= charge.unseen <= charge.memory <= whole
-    assert 0 <= Debt().look(2**63, seen, Charge(), charge) <= seen
+    assert 0 <= Debt().update(2**63, seen, Charge(), charge) <= seen
     assert 0 <= charge.used(seen, 0) <= 3 * whole
 
 
@@ -934,7 +934,7 @@ def test_a_container_is_measured_by_its_report_and_no_more_than_it_held() -> Non
         now = 10 * S + i * quarter
         # Both processes report half of the time, all of it together. The container held 40 % of it.
         busy = {"a": i * quarter // 2, "b": i * quarter // 2}
-        parts = meter.look(now, busy, i * quarter * 2 // 5, None)
+        parts = meter.update(now, busy, i * quarter * 2 // 5, None)
     assert parts == pytest.approx({"a": 20, "b": 20})
 
 
@@ -943,7 +943,7 @@ def test_a_second_ago_is_forgotten() -> None:
     busy = 0
     for i in range(12):
         busy += S // 4 if i in (1, 2, 3, 4) else 0
-        parts = meter.look(i * S // 4, {"a": busy}, busy, None)
+        parts = meter.update(i * S // 4, {"a": busy}, busy, None)
         if i == 4:
             assert parts["a"] == pytest.approx(100)
         if i == 6:
@@ -954,15 +954,15 @@ def test_a_second_ago_is_forgotten() -> None:
 def test_a_report_that_goes_back_or_jumps_is_bounded() -> None:
     meter: Meter[str] = Meter()
     for i, busy in enumerate((2**64 - 1, 0, 2**64 - 1, 5)):
-        parts = meter.look(i * S // 4, {"a": busy}, 10 * S * i, None)
+        parts = meter.update(i * S // 4, {"a": busy}, 10 * S * i, None)
         assert 0 <= parts["a"] <= 100
 
 
 def test_a_container_alone_is_measured_by_nvml() -> None:
     meter: Meter[str] = Meter()
-    meter.look(0, {"a": 0, "b": 0}, 0, {"a": 60, "b": 30})
-    assert meter.look(S // 4, {"a": 5, "b": 0}, 0, {"a": 60, "b": 30}) == {"a": 60, "b": 30}
-    assert sum(meter.look(S // 2, {"a": 5, "b": 0}, 0, {"a": 90, "b": 90}).values()) == 100
+    meter.update(0, {"a": 0, "b": 0}, 0, {"a": 60, "b": 30})
+    assert meter.update(S // 4, {"a": 5, "b": 0}, 0, {"a": 60, "b": 30}) == {"a": 60, "b": 30}
+    assert sum(meter.update(S // 2, {"a": 5, "b": 0}, 0, {"a": 90, "b": 90}).values()) == 100
 
 
 def test_samples_are_averaged_over_their_times() -> None:
@@ -1090,10 +1090,10 @@ def test_what_a_process_brings_is_the_least_that_was_seen(looks: list[tuple[int,
     """
     unattributed = Unattributed()
     for n, hidden in looks:
-        unattributed.look(1, (9 * n + hidden) * MIB, n)
+        unattributed.record(1, (9 * n + hidden) * MIB, n)
         assert 0 <= unattributed.each <= EACH
-    unattributed.look(2, 0, 0)
-    unattributed.look(3, 9 * MIB, 1)
+    unattributed.record(2, 0, 0)
+    unattributed.record(3, 9 * MIB, 1)
     assert unattributed.each <= 9 * MIB
 
 

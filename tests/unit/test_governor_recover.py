@@ -910,7 +910,7 @@ def test_no_ledger_ends_the_governor(play: Play) -> None:
             look = Look(time.monotonic_ns(), seen, uses)
             container.account.reconcile(0, before, look if draw.random() < 0.9 else None)
             auditor._audited_ns.clear()
-            auditor.look(DEVICE, look, found, {container: before})
+            auditor.audit(DEVICE, look, found, {container: before})
             json.dumps(container.describe())
             assert metrics.collect(world.server)
         auditor.close()

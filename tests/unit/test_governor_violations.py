@@ -47,7 +47,7 @@ class Play:
 
     def look(self, facts: Facts, passed: int = LOOK) -> list[tuple[str, bool]]:
         self.now += passed
-        told = self.judge.look(replace(facts, now_ns=self.now))
+        told = self.judge.observe(replace(facts, now_ns=self.now))
         self.told += [(episode.kind, began, self.now) for episode, began in told]
         self.episodes += [episode for episode, began in told if began]
         return [(episode.kind, began) for episode, began in told]

@@ -147,7 +147,7 @@ def test_the_history_is_told_from_a_step_on(play: Callable[[Scene], None]) -> No
         empty = await document(world, "/api/v1/history")
         assert (empty["last"], empty["series"]) == (-1, [])
         for step in range(1, 4):
-            history.look(step * STEP_NS, web.uses_of(one))
+            history.record(step * STEP_NS, web.uses_of(one))
         whole = await document(world, "/api/v1/history")
         assert (whole["last"], whole["step_s"], whole["steps"]) == (2, 5, 180)
         assert whole["series"][0]["guarantee"] == [40, 40, 40]
@@ -156,7 +156,7 @@ def test_the_history_is_told_from_a_step_on(play: Callable[[Scene], None]) -> No
         assert (later["series"][0]["first"], later["series"][0]["guarantee"]) == (2, [40])
         again = await document(world, "/api/v1/history?since=1")
         assert again["series"] == later["series"]
-        history.look(4 * STEP_NS, web.uses_of(one))
+        history.record(4 * STEP_NS, web.uses_of(one))
         assert (await document(world, "/api/v1/history?since=1"))["last"] == 3
 
     play(scene)
@@ -392,7 +392,7 @@ def test_names_are_text_whatever_is_in_them(play: Callable[[Scene], None]) -> No
 
     async def scene(world: MetricsWorld, history: History) -> None:
         one = await world.admit(name)
-        history.look(STEP_NS, web.uses_of(one))
+        history.record(STEP_NS, web.uses_of(one))
         for target in ("/api/v1/state", "/api/v1/history"):
             _, _, body = await get(world, target)
             assert body.isascii()
@@ -558,7 +558,7 @@ def test_what_the_howto_asks_for_is_there(play: Callable[[Scene], None]) -> None
 
     async def scene(world: MetricsWorld, history: History) -> None:
         one = await world.admit("one")
-        history.look(STEP_NS, web.uses_of(one))
+        history.record(STEP_NS, web.uses_of(one))
         for host, target in asked:
             status, _, _ = await get(world, target, f"Host: {host}\r\n".encode())
             assert status == "200 OK"

@@ -122,7 +122,7 @@ class StubContainer:
             WHOLE * share // 100, WHOLE * limit // 100, self.grant, 0, self.ledger
         )
 
-    def look(self, field):
+    def read(self, field):
         return pages.read(self.grant, layout.grant_device(0), "grant_device", field)
 
     def enter(self, gpu, pid, *, slot=0, says=None):
@@ -174,8 +174,8 @@ def runner(build_dir, gpu, hardware):
 
 def test_every_container_has_an_open_grant_at_once(runner):
     containers = [StubContainer(runner, 30, 30) for _ in range(3)]
-    wait_for(lambda: all(c.look("deadline_ns") == layout.OPEN for c in containers))
-    assert all(c.look("contended") == 0 for c in containers)
+    wait_for(lambda: all(c.read("deadline_ns") == layout.OPEN for c in containers))
+    assert all(c.read("contended") == 0 for c in containers)
     before = pages.read(containers[0].grant, 0, "grant_header", "heartbeat_ns")
     wait_for(lambda: pages.read(containers[0].grant, 0, "grant_header", "heartbeat_ns") > before)
 
@@ -270,7 +270,7 @@ def test_time_that_cannot_be_switched_off_ends_the_steering(runner, gpu):
     container.enter(gpu, 11)
     wait_for(lambda: not runner.is_steered)
     assert gpu.n_thorough
-    wait_for(lambda: container.look("deadline_ns") != layout.OPEN)
+    wait_for(lambda: container.read("deadline_ns") != layout.OPEN)
     # The container was charged for it nonetheless.
     assert runner.stats(container.tenant).charged_ns > 400 * MS
 
@@ -315,7 +315,7 @@ def test_a_number_that_is_another_container_s_now_begins_at_nothing(runner, gpu)
 )
 def test_where_steering_fails_grants_divide_the_time(runner, gpu, failure):
     containers = [StubContainer(runner, 40, 40) for _ in range(2)]
-    wait_for(lambda: all(c.look("deadline_ns") == layout.OPEN for c in containers))
+    wait_for(lambda: all(c.read("deadline_ns") == layout.OPEN for c in containers))
     for container in containers:
         pages.write(container.ledger, 0, "ledger_header", "n_slots", 1)
         pages.write(container.ledger, layout.LEDGER_SLOTS, "ledger_slot", "state", 1)
@@ -323,9 +323,9 @@ def test_where_steering_fails_grants_divide_the_time(runner, gpu, failure):
     gpu.failure = failure
     wait_for(lambda: not runner.is_steered)
     # From then on, at most one container has a grant, and the grant ends.
-    wait_for(lambda: all(c.look("deadline_ns") != layout.OPEN for c in containers))
-    wait_for(lambda: any(c.look("deadline_ns") for c in containers))
-    assert sum(c.look("deadline_ns") > time.monotonic_ns() + 50 * MS for c in containers) == 0
+    wait_for(lambda: all(c.read("deadline_ns") != layout.OPEN for c in containers))
+    wait_for(lambda: any(c.read("deadline_ns") for c in containers))
+    assert sum(c.read("deadline_ns") > time.monotonic_ns() + 50 * MS for c in containers) == 0
 
 
 def test_the_end_switches_everything_on(build_dir, gpu, hardware):

@@ -47,23 +47,23 @@ class Played:
     def say(self, slot: int, field: str, value: int) -> None:
         pages.write(self.ledger, layout.ledger_device(slot, 0), "ledger_device", field, value)
 
-    def look(self, field: str) -> int:
+    def read(self, field: str) -> int:
         return pages.read(self.grant, GRANT, "grant_device", field)
 
     def work(self) -> bool:
         """Use the grant, if there is one, and give it back."""
-        epoch = self.look("epoch")
+        epoch = self.read("epoch")
         for i in range(self.processes):
             self.say(i, "seen_ns", time.monotonic_ns())
-        if epoch == self.epoch or not self.look("deadline_ns"):
+        if epoch == self.epoch or not self.read("deadline_ns"):
             return False
         self.epoch = epoch
-        self.beside.append(self.look("beside"))
+        self.beside.append(self.read("beside"))
         for i in range(self.processes):
             self.say(i, "active_epoch", epoch)
         time.sleep(0.001)
         end = time.monotonic_ns()
-        self.used_ns += int((end + LEFT_NS - self.look("start_ns")) * self.measures)
+        self.used_ns += int((end + LEFT_NS - self.read("start_ns")) * self.measures)
         for i in range(self.processes):
             self.say(i, "busy_ns", self.used_ns)
             self.say(i, "release_ns", end)
@@ -131,16 +131,16 @@ def test_a_container_waits_from_when_it_wants_the_gpu_to_its_grant(build_dir: Pa
         one = Played(runner, 1, 1.0)
         runner.set(one.tenant, SHARE, WHOLE)
         # Nothing ends this grant while the container is alone.
-        until(lambda: one.look("deadline_ns") == layout.OPEN)
+        until(lambda: one.read("deadline_ns") == layout.OPEN)
         assert sum(runner.waits(one.tenant).counts) >= 1
-        one.say(0, "active_epoch", one.look("epoch"))
+        one.say(0, "active_epoch", one.read("epoch"))
         two = Played(runner, 1, 1.0)
-        until(lambda: one.look("contended"))
+        until(lambda: one.read("contended"))
         time.sleep(0.003)
         one.say(0, "release_ns", time.monotonic_ns())
-        one.say(0, "released_epoch", one.look("epoch"))
+        one.say(0, "released_epoch", one.read("epoch"))
         one.say(0, "want", 0)
-        until(lambda: two.look("deadline_ns"))
+        until(lambda: two.read("deadline_ns"))
         waits = runner.waits(two.tenant)
         assert sum(waits.counts) >= 1
         assert waits.ns > 2_000_000
@@ -164,13 +164,13 @@ def test_a_grant_that_is_given_back_late_is_held_until_then_whatever_the_ledger_
         runner.watch(ours.fileno())
         one, two = Played(runner, 1, 1.0), Played(runner, 1, 1.0)
         end = time.monotonic() + 20
-        while not one.look("deadline_ns"):
+        while not one.read("deadline_ns"):
             assert time.monotonic() < end
             two.work()
             theirs.send(b"w")
             time.sleep(0.0005)
-        begin = one.look("start_ns")
-        one.say(0, "active_epoch", one.look("epoch"))
+        begin = one.read("start_ns")
+        one.say(0, "active_epoch", one.read("epoch"))
         looked = 0
         while looked < begin + 3_000_000:
             assert time.monotonic() < end
@@ -181,7 +181,7 @@ def test_a_grant_that_is_given_back_late_is_held_until_then_whatever_the_ledger_
             looked = pages.read(one.grant, 0, "grant_header", "heartbeat_ns")
         one.say(0, "want", 0)
         one.say(0, "release_ns", begin + 1)
-        one.say(0, "released_epoch", one.look("epoch"))
+        one.say(0, "released_epoch", one.read("epoch"))
         while not (held := runner.stats(one.tenant).held_ns):
             assert time.monotonic() < end
             theirs.send(b"w")

@@ -28,7 +28,7 @@ enum lookup_kind {
  * before they call cuInit. */
 static char early[LAYOUT_N_UNKNOWN][LAYOUT_UNKNOWN_SIZE];
 static unsigned n_early;
-static struct prim_lock early_lock;
+static struct prim_lock names_lock; /* for these, and for this process's writes to the ledger */
 
 static uint64_t lookup_hash(const char *name, size_t length)
 {
@@ -75,6 +75,7 @@ static enum lookup_kind lookup_find(const char *name)
 
 /* ---- what the governor is told ---- */
 
+/* Called with the lock. */
 static void lookup_tell(const char *name)
 {
     struct ledger_header *ledger = pages_ledger();
@@ -95,30 +96,29 @@ static void lookup_tell(const char *name)
     }
 }
 
+/* Called with the lock. */
 static void lookup_keep(const char *name)
 {
     bool known = false;
 
-    prim_lock(&early_lock);
     for (unsigned i = 0; i < n_early; i++)
         known = known || !strcmp(early[i], name);
     if (!known && n_early < LAYOUT_N_UNKNOWN)
         memcpy(early[n_early++], name, LAYOUT_UNKNOWN_SIZE);
-    prim_unlock(&early_lock);
 }
 
 void lookups_started(void)
 {
-    prim_lock(&early_lock);
+    prim_lock(&names_lock);
     if (pages_slot())
         for (; n_early; n_early--)
             lookup_tell(early[n_early - 1]);
-    prim_unlock(&early_lock);
+    prim_unlock(&names_lock);
 }
 
 void lookups_after_fork(void)
 {
-    early_lock.word = 0;
+    names_lock.word = 0;
 }
 
 /* A form that is not hooked has the version that was asked for behind its name. */
@@ -130,10 +130,27 @@ static void lookup_note(const char *symbol, int version, enum lookup_kind kind)
         snprintf(name, sizeof name, "%s@%d", symbol, version);
     else
         snprintf(name, sizeof name, "%s", symbol);
+    prim_lock(&names_lock);
     if (pages_slot())
         lookup_tell(name);
     else
         lookup_keep(name);
+    prim_unlock(&names_lock);
+}
+
+/* Only the first time: a process writes few lines, and others may matter more. */
+static cold void lookup_log(const char *symbol)
+{
+    static uint32_t logged;
+    char line[240];
+
+    if (atomic_exchange_acq_rel(&logged, 1))
+        return;
+    snprintf(line, sizeof line,
+             "%.80s was refused, because the control library does not know it "
+             "(unknown_functions: refuse); tidegate inspect on the node names others",
+             symbol);
+    control_log(line);
 }
 
 /* ---- answers ---- */
@@ -166,8 +183,7 @@ static bool lookup_passes(const char *symbol, void **pfn, int version)
     lookup_note(symbol, version, kind);
     if (policy == UNKNOWN_COUNT)
         return true;
-    control_log("a function of the driver was refused, because the control library does not know "
-                "it (unknown_functions: refuse); tidegate inspect on the node names it");
+    lookup_log(symbol);
     *pfn = NULL;
     return false;
 }

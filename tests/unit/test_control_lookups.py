@@ -75,6 +75,15 @@ def test_what_happens_to_an_unknown_function(
     assert pages.read(node.ledger, 0, "ledger_header", "n_unknown") == len(names)
 
 
+def test_the_first_refusal_is_on_standard_error(
+    node: MemoryNode, capfd: pytest.CaptureFixture[str]
+) -> None:
+    agent = start(node, REFUSE)
+    agent.run("for i in range(100): find(f'cuNumber{i}')")
+    [line] = [line for line in capfd.readouterr().err.splitlines() if "refused" in line]
+    assert line.startswith("tidegate: cuNumber0 was refused, because the control library does not")
+
+
 @pytest.mark.parametrize("policy", [FORWARD, COUNT, REFUSE])
 def test_a_known_function_is_found_under_every_policy(node: MemoryNode, policy: int) -> None:
     agent = start(node, policy)

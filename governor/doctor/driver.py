@@ -289,7 +289,11 @@ def mps(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def _is_mps(node: ExaminedNode, pid: str) -> bool:
+    """Return whether an MPS daemon or server runs under this pid, and is not merely unreaped."""
     try:
-        return (node.read(f"/proc/{pid}/comm") or "").startswith("nvidia-cuda-mps")
+        if not (node.read(f"/proc/{pid}/comm") or "").startswith("nvidia-cuda-mps"):
+            return False
+        state = (node.read(f"/proc/{pid}/stat") or "").rpartition(") ")[2][:1]
     except UnseenError:
         return False  # it has ended in the meantime
+    return state not in ("Z", "X")

@@ -140,11 +140,18 @@ def test_what_nvidia_smi_does_not_say_is_not_seen(host: Host, check: str) -> Non
 
 def put_mps(host: Host, pid: int, pipe: str | None) -> None:
     host.put(f"proc/{pid}/comm", "nvidia-cuda-mps\n")
+    host.put(f"proc/{pid}/stat", f"{pid} (nvidia-cuda-mps) S 1\n")
     variable = "" if pipe is None else f"CUDA_MPS_PIPE_DIRECTORY={pipe}\0"
     host.put(f"proc/{pid}/environ", f"PATH=/bin\0{variable}")
 
 
-def test_somebody_elses_mps_daemon_is_warned_of(host: Host) -> None:
+def test_an_mps_daemon_that_has_ended_and_was_not_reaped_is_none(host: Host) -> None:
+    put_mps(host, 812, None)
+    host.put("proc/812/stat", "812 (nvidia-cuda-mps) Z 1\n")
+    assert host.check("driver.mps") == ["ok: no MPS daemon runs"]
+
+
+def test_an_mps_daemon_of_another_installation_is_warned_of(host: Host) -> None:
     host.put("proc/1/comm", "systemd\n")
     assert host.check("driver.mps") == ["ok: no MPS daemon runs"]
     put_mps(host, 812, f"/run/tidegate/mps/{UUID}/pipe")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from oci_hook.forkserver import MOST, N_SPARE
+from oci_hook.forkserver import MAX_CHILDREN, N_SPARE
 from tests.container.bundles import HOOK, Runtime
 from tests.container.conftest import FORKSERVER, ForkServer, HookNode
 from tests.container.nodes import wait_for
@@ -420,13 +420,13 @@ def test_the_number_of_a_servers_children_is_limited(
     executed_it = False
     for _ in range(10):  # on a busy machine the first may end before the last begins
         with contextlib.ExitStack() as stack:
-            for _ in range(MOST):
+            for _ in range(MAX_CHILDREN):
                 client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 stack.enter_context(client).connect(
                     str(forkserver.socket)
                 )  # a caller that sends nothing
             executed_it = ask(front) == interpreted(front)
-            assert len(children(forkserver)) <= MOST
+            assert len(children(forkserver)) <= MAX_CHILDREN
         if executed_it:
             break
     assert executed_it

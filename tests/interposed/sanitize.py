@@ -1,9 +1,13 @@
+<<<<<<< HEAD:tests/interposed/sanitize.py
 """`python -m tests.interposed.sanitize address|undefined|thread`: the control library under a sanitizer.
+=======
+"""`python -m tests.guest.sanitize address|undefined|thread|none`: the guest's code under a sanitizer.
+>>>>>>> 7dd990f (tests: the C parts run for aarch64, emulated):tests/guest/sanitize.py
 
 Builds the C parts with the sanitizer, in a build folder of their own, and runs tests/interposed/stress.c with
 the control library and the simulated GPU, all of them instrumented, while the grant opens and closes.
 Exits with 1 if the sanitizer found something (the output is its report), and with 77 if this machine does
-not allow mount namespaces.
+not allow mount namespaces. With `none`, it runs what is in TIDEGATE_BUILD or build/meson.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ OPTIONS = {
     "address": {"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=66"},
     "undefined": {"UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1:exitcode=66"},
     "thread": {"TSAN_OPTIONS": "halt_on_error=0:exitcode=66:second_deadlock_stack=1"},
+    "none": {},
 }
 # ThreadSanitizer does not model fences, and gcc warns about each of them.
 FLAGS = {"thread": ["-Dc_args=-Wno-tsan"]}
@@ -41,6 +46,8 @@ def build(sanitizer: str) -> Path:
     """Build with a sanitizer and return the build folder. Raise CalledProcessError with the output
     if that fails.
     """
+    if sanitizer == "none":
+        return Path(os.environ.get("TIDEGATE_BUILD", ROOT / "build" / "meson"))
     folder = ROOT / "build" / f"sanitize-{sanitizer}"
     meson = [sys.executable, "-m", "mesonbuild.mesonmain"]
     commands = [[*meson, "compile", "-C", str(folder)]]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ["check", "test", "slow", "alone", "cluster", "bookworm", "trixie", "noble"]
+PARTS = ["check", "test", "slow", "alone", "arm64", "cluster", "bookworm", "trixie", "noble"]
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def checkout(tmp_path):
     (tmp_path / "fails").touch()
     (tmp_path / "tools").mkdir()
     shutil.copy(ROOT / "tools/test-full", tmp_path / "tools/test-full")
-    for name in ("bootstrap", "fuzz-environment", "fetch-kubectl", "clean-root"):
+    for name in ("bootstrap", "fuzz-environment", "fetch-kubectl", "arm64", "clean-root"):
         (tmp_path / "tools" / name).write_text(stand_in)
     for name in ("bin/make", ".venv/bin/python"):
         (tmp_path / name).parent.mkdir(parents=True)
@@ -71,6 +71,7 @@ def test_all_parts_run_in_order(checkout):
         "fetch-kubectl ",
         "python -m pytest -n3 --hypothesis-profile=search -m (slow or hypothesis) and not alone",
         "python -m pytest -n0 -m alone",
+        "arm64 ",
         "python -m pytest -n0 -s -m cluster",
         "clean-root bookworm",
         "clean-root trixie",
@@ -90,6 +91,7 @@ def test_a_part_that_fails_does_not_end_the_run(checkout):
         ("test", "FAILED"),
         ("slow", "FAILED"),
         ("alone", "ok"),
+        ("arm64", "ok"),
         ("cluster", "ok"),
         ("bookworm", "ok"),
         ("trixie", "FAILED"),

@@ -14,7 +14,6 @@ import argparse
 import shutil
 import subprocess
 import sys
-import sysconfig
 from importlib import metadata
 from pathlib import Path
 
@@ -39,12 +38,12 @@ def licence(text: str) -> str:
 def from_here(directory: Path) -> None:
     """Copy nvidia-ml-py, which is a single module, with the licence in a file of its own."""
     try:
-        version = metadata.version(NAME)
+        found = metadata.distribution(NAME)
     except metadata.PackageNotFoundError:
         raise SystemExit(f"vendor: {NAME} is not installed; run make bootstrap first") from None
-    source = Path(sysconfig.get_path("purelib")) / MODULE
+    source = Path(str(found.locate_file(MODULE)))
     shutil.copyfile(source, directory / MODULE)
-    note = f"{MODULE}: {NAME} {version}\n\n"
+    note = f"{MODULE}: {NAME} {found.version}\n\n"
     (directory / f"{NAME}.LICENSE").write_text(note + licence(source.read_text("utf-8")), "utf-8")
 
 

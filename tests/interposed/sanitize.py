@@ -1,8 +1,4 @@
-<<<<<<< HEAD:tests/interposed/sanitize.py
-"""`python -m tests.interposed.sanitize address|undefined|thread`: the control library under a sanitizer.
-=======
-"""`python -m tests.guest.sanitize address|undefined|thread|none`: the guest's code under a sanitizer.
->>>>>>> 7dd990f (tests: the C parts run for aarch64, emulated):tests/guest/sanitize.py
+"""`python -m tests.interposed.sanitize address|undefined|thread|none`: the control library under a sanitizer.
 
 Builds the C parts with the sanitizer, in a build folder of their own, and runs tests/interposed/stress.c with
 the control library and the simulated GPU, all of them instrumented, while the grant opens and closes.

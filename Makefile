@@ -7,7 +7,7 @@ python := $(CURDIR)/.venv/bin/python
 
 # ARGS is passed to the command: make test ARGS='-k grant -x', make demo ARGS=--help
 ARGS ?=
-# The parts of test-full to run, all if it is empty: check test slow alone arm64 cluster bookworm trixie noble.
+# The parts of test-full to run, all but the last if it is empty: check test slow alone cluster bookworm trixie noble arm64.
 PARTS ?=
 # Three workers run tests of different kinds in parallel; ARGS=-n0 runs them one by one, as --pdb requires.
 workers := -n3

@@ -1,1 +1,1 @@
-"""The control library that takes libcuda's place: its API table, generator and shared pages."""
+"""The control library, interposed in front of libcuda: API table, generator and shared pages."""

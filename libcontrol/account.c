@@ -1,16 +1,16 @@
 /*
- * Device memory: what the container's processes hold, against the quota.
+ * Charges device memory that the container's processes hold against the container's quota.
  *
  * Each process keeps its own sum in its slot of the ledger; the container's use is the sum over the
- * slots. To reserve memory, a process first adds to its own slot and then sums up, so two processes
- * that race see each other and the quota is never exceeded. A reservation that does not fit is
+ * slots. To reserve memory, a process first adds to its own slot and then sums up; two processes
+ * that race thus see each other and never exceed the quota. A reservation that does not fit is
  * taken back. No process can die with a lock held, because there is none: when a process is
  * killed, the governor clears its slot.
  *
- * No call shows what the driver takes on its own (for a context, a module). NVML does: the governor
- * samples it and publishes what it found beyond the ledger as `memory_overhead`, as of
- * `reconciled_ns`. Until a sample that began later, a process reports what it expects the driver to
- * have taken as `provisional`.
+ * No call reports what the driver takes on its own (for a context or a module), but NVML shows it.
+ * The governor samples NVML and publishes the amount beyond the ledger as `memory_overhead`, as of
+ * `reconciled_ns`. Until a later sample, a process reports what it expects the driver to have taken
+ * as `provisional`.
  */
 #include "control.h"
 
@@ -18,8 +18,8 @@
 
 #define ACCOUNT_LOST_NS     (1000 * NS_PER_MS) /* no governor samples if the heartbeat is older */
 #define ACCOUNT_PATIENCE_NS (60 * NS_PER_MS)   /* longest wait of a refusal for a sample */
-#define ACCOUNT_KEPT_NS     (1200 * NS_PER_MS) /* longest wait for a lower overhead: some samples */
-#define ACCOUNT_SELDOM_NS   (4 * NS_PER_S)     /* minimum interval of such waits that are in vain */
+#define ACCOUNT_KEPT_NS     (1200 * NS_PER_MS) /* longest wait for lower overhead: a few samples */
+#define ACCOUNT_SELDOM_NS   (4 * NS_PER_S)     /* minimum interval between such waits that fail */
 
 struct account_above account_above;
 
@@ -125,7 +125,7 @@ void account_note_peak(int device)
 
 /* ---- charges ---- */
 
-/* Lowers the sum, but not below zero, because others can reset the page to which it belongs.
+/* Lowers the sum, but not below zero, because other processes can reset the page that contains it.
  * Returns the part that was not subtracted. */
 static uint64_t lower(uint64_t *sum, uint64_t size)
 {
@@ -166,8 +166,8 @@ void account_give(int device, uint64_t size, bool unseen)
 
     if (!size)
         return;
-    /* `returned` is raised before the sum is lowered: a sample in between takes the charge for
-     * higher than it was. */
+    /* `returned` is raised before the sum is lowered: a sample in between overestimates the
+     * charge. */
     if (!unseen)
         atomic_add_seq_cst(&entry->returned, size);
     lower_sum(&entry->memory, size);
@@ -176,7 +176,7 @@ void account_give(int device, uint64_t size, bool unseen)
 }
 
 /*
- * A call is under way that takes or gives back `size` bytes of what is charged. Until
+ * Notes that a call is under way that takes or gives back `size` charged bytes. Until
  * account_landed() it is not known whether the driver has them. Called before a claim, and before a
  * block is given back.
  */
@@ -192,7 +192,7 @@ void account_landed(int device, uint64_t size, bool unseen)
         lower_sum(&pages_ledger_device((unsigned)device)->moving, size);
 }
 
-/* The call that follows may free everything that is charged. Returns how much that is. */
+/* Notes that the call that follows may free everything that is charged. Returns that amount. */
 uint64_t account_moves_all(int device)
 {
     uint64_t size =
@@ -202,8 +202,8 @@ uint64_t account_moves_all(int device)
     return size;
 }
 
-/* Pools hold this much more or less of what is charged. The driver may give back what they hold at
- * any time. */
+/* Notes by how much the charged memory in pools has grown or shrunk. The driver may give back what
+ * pools hold at any time. */
 void account_pools(int device, uint64_t more, uint64_t less, bool unseen)
 {
     struct ledger_device *entry = pages_ledger_device((unsigned)device);
@@ -216,7 +216,7 @@ void account_pools(int device, uint64_t more, uint64_t less, bool unseen)
         lower_sum(&entry->pooled, less);
 }
 
-/* The driver may have taken `size` bytes off the pools since they were last asked. Called after the
+/* Notes that pools may have shrunk by `size` bytes since they were last queried. Called after the
  * charge was lowered: a reader that reads `shrunk` first then sees the change in at least one of
  * the two. */
 void account_shrunk(int device, uint64_t size, bool unseen)
@@ -276,7 +276,7 @@ bool account_alone(void)
 
 /* Waits for a sample that began after `since`. Returns false if none came, or if no governor is
  * sampling. */
-cold bool account_await_look(int device, uint64_t since, uint64_t patience)
+cold bool account_await_sample(int device, uint64_t since, uint64_t patience)
 {
     const struct grant_device *grant = pages_grant_device((unsigned)device);
     uint64_t end = prim_now() + patience;
@@ -323,8 +323,8 @@ static cold bool account_wait_for_less(int device, uint64_t size, bool unseen)
     return false;
 }
 
-/* There is no room: gives back what our pools hold unused, and waits for a sample that shows what
- * the driver gave back. */
+/* Tries to make room: gives back what pools hold unused, and waits for a sample that shows what the
+ * driver gave back. */
 static cold bool account_claim_slowly(int device, uint64_t size, bool unseen)
 {
     int saved = errno;
@@ -334,7 +334,7 @@ static cold bool account_claim_slowly(int device, uint64_t size, bool unseen)
     if (claimed) {
         claimed = account_above.reclaim(device) && account_try(device, size, unseen);
         if (!claimed && (account_sum(device, &due), due)) {
-            account_await_look(device, prim_now(), ACCOUNT_PATIENCE_NS);
+            account_await_sample(device, prim_now(), ACCOUNT_PATIENCE_NS);
             claimed = account_try(device, size, unseen);
         }
         claimed = claimed || account_wait_for_less(device, size, unseen);

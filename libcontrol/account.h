@@ -1,5 +1,5 @@
 /*
- * Device memory: what this process holds, and what the container may hold.
+ * Accounting of device memory: what this process holds, and what the container may hold.
  *
  *   account.c     charges: the sum over the container's processes against the quota
  *   account_blocks.c   what allocations are charged as, from their call to their end
@@ -9,11 +9,12 @@
  *   graphs.c      memory of graphs
  *   vmm.c         physical allocations and their mappings
  *   exports.c     physical allocations that a descriptor keeps alive
- *   multicast.c, bindings.c   physical allocations that are bound to something
+ *   multicast.c, bindings.c   physical allocations bound to multicast objects or endpoints
  *   contexts.c, primary.c, context_charges.c   what contexts take, and what ends with them
  *   context_table.c   the contexts of this process, and the owner of an allocation
  *   modules.c, loads.c, hidden.c   modules and libraries
- *   arrays.c, memory.c   the rest
+ *   arrays.c      sizes of arrays
+ *   memory.c      memory of other processes, opened by CUDA IPC
  */
 #pragma once
 
@@ -47,7 +48,7 @@ enum block_kind {
 #define BLOCK_UNSEEN   2  /* NVML does not attribute it to this process */
 #define BLOCK_EXPORTED 4  /* it was exported as a descriptor */
 #define BLOCK_OBJECT   8  /* not memory but a multicast object */
-#define BLOCK_FOR_EVER 16 /* it is not known when its descriptor is closed */
+#define BLOCK_FOR_EVER 16 /* the close of its descriptor cannot be observed */
 
 struct block {
     uint64_t key;   /* an address or a handle, never 0 */
@@ -121,12 +122,12 @@ void account_note_peak(int device);
 bool account_over(int device, uint64_t slack);
 CUresult account_refuse(int device);
 
-/* The driver takes memory on its own, or gives it back. This counts until the governor has
- * sampled. */
+/* Note that the driver takes memory on its own, or gives it back. The amount counts until the
+ * governor has sampled. */
 void account_driver_takes(int device, uint64_t size);
 void account_driver_gives(int device, uint64_t size);
 void account_convert(int device, uint64_t size, bool unseen); /* turns a charge into such memory */
-bool account_await_look(int device, uint64_t since, uint64_t patience);
+bool account_await_sample(int device, uint64_t since, uint64_t patience);
 bool account_alone(void);
 
 /* Begins and ends a claim for memory that the driver is about to take on its own. */
@@ -151,15 +152,15 @@ uint64_t account_product(uint64_t a, uint64_t b);
 uint64_t account_round(uint64_t size, uint64_t unit);
 uint64_t account_pitch(uint64_t width, uint64_t height);
 
-/* What the account does through files above it; lifecycle.c sets this when the library is loaded.
- */
+/* Functions of higher layers that the account calls; lifecycle.c sets them when the library is
+ * loaded. */
 extern struct account_above {
-    bool (*reclaim)(int device); /* gives back what is not needed; false: nothing was */
+    bool (*reclaim)(int device); /* gives back what is not needed; false: there was nothing */
     void (*refresh)(int device);
     void (*watch)(int device);
 } account_above;
 
-/* Asks the driver what has changed without a call to this library. A helper calls this
+/* Queries the driver for changes that no call to this library caused. A helper calls this
  * regularly. */
 void account_refresh(int device);
 
@@ -260,8 +261,8 @@ uint64_t array_size_mipmapped(const CUDA_ARRAY3D_DESCRIPTOR *desc, unsigned int 
 /* ---- held.c ---- */
 
 /*
- * The charge for what a pool of the driver holds. That amount changes under several threads, and
- * only the driver knows it. One word holds the amount and a version, so that an older answer never
+ * The charge for what a pool of the driver holds. Several threads change that amount, and only the
+ * driver knows it. One word holds the amount and a version, so that an older answer never
  * replaces a later one: see held_settle().
  */
 struct held {
@@ -277,7 +278,7 @@ static inline uint64_t held_bytes(const struct held *held)
     return (atomic_load_acquire(&held->word) & HELD_MASK) * HELD_UNIT;
 }
 
-/* Replaces the charge by what `ask` returns, and gives back a claim of `claimed` bytes. */
+/* Replaces the charge by what `query` returns, and gives back a claim of `claimed` bytes. */
 void held_settle(struct held *held, int device, bool unseen, uint64_t claimed,
-                 bool (*ask)(const void *whom, uint64_t *bytes), const void *whom);
+                 bool (*query)(const void *pool, uint64_t *bytes), const void *pool);
 uint64_t held_clear(struct held *held);

@@ -1,6 +1,6 @@
 /*
- * Allocations: what a block of memory is charged as, from the call that makes it to the one that
- * frees it or the end of its context.
+ * Charges blocks of memory, each from the call that allocates it to the one that frees it or the
+ * end of its context.
  *
  * The charges themselves are in account.c, and the table of blocks in blocks.c.
  */
@@ -51,7 +51,7 @@ CUresult account_reserve(struct account_charge *charge, enum account_kind kind, 
     return account_refuse(charge->device);
 }
 
-/* Charges or returns the difference if the driver took another size than was reserved. */
+/* Charges or returns the difference if the driver took a size other than the reserved one. */
 void account_settle(struct account_charge *charge, enum account_kind kind, uint64_t size)
 {
     uint64_t before = charge->size;
@@ -136,7 +136,8 @@ void account_record(const struct account_charge *charge, uint64_t key)
         account_note_peak(charge->device);
 }
 
-/* Takes the block out of the table. A key that is not in it is left for the driver to check. */
+/* Removes the block from the table. A key that is not in the table is left for the driver to
+ * check. */
 void account_forget(struct account_charge *charge, enum account_kind kind, uint64_t key)
 {
     struct block *block;

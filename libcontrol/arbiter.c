@@ -1,6 +1,6 @@
 /*
- * The arbiter's interface: what it is told of its containers, and the step that says what holds
- * from then on; see arbiter.h.
+ * The arbiter's interface: the events that the caller reports, and the step that decides which
+ * container has the grant from then on; see arbiter.h.
  *
  * A step ends a grant that is overdue (arbiter_charge.c), chooses the next holder
  * (arbiter_choice.c), and makes the grant.
@@ -10,9 +10,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define NAP_NS   5000000.0 /* a container that sleeps for longer is not expected back */
-#define PATIENCE 0.5 /* by how much the time grows in which work is waited for: see taken_at() */
-#define AGAIN_NS 200000000ull /* an overrun that ended begins again no sooner, without a grant */
+#define NAP_NS   5000000.0    /* a container that sleeps for longer is not expected back */
+#define PATIENCE 0.5          /* rate at which the wait for late work may grow: see taken_at() */
+#define AGAIN_NS 200000000ull /* minimum time between two overruns without a grant in between */
 
 struct arbiter *arbiter_new(const struct arbiter_config *config)
 {
@@ -64,9 +64,9 @@ int32_t arbiter_add(struct arbiter *arbiter, uint32_t guarantee, uint32_t limit,
     return ARBITER_NOBODY;
 }
 
-/* Tells the number of a grant of an earlier arbiter, as a page says it: the grants to come are
- * numbered beyond it. A number tells two grants apart. Where numbers wrap around, the later one is
- * the nearer one ahead. */
+/* Takes over the number of an earlier arbiter's grant, as read from a page. Later grants are
+ * numbered beyond it, because the number distinguishes two grants. Where numbers wrap around, the
+ * later one is the one that is less than half the range ahead. */
 void arbiter_begin(struct arbiter *arbiter, uint32_t epoch)
 {
     if (epoch && (!arbiter->newest || (int32_t)(epoch - arbiter->newest) > 0))
@@ -85,13 +85,14 @@ void arbiter_remove(struct arbiter *arbiter, int32_t tenant, uint64_t now)
     arbiter->tenants[tenant].want = false;
 }
 
-/* Says whether work of a tenant runs although its grant is over, from now on. */
+/* Records whether, from now on, work of a tenant runs although its grant is over. */
 void arbiter_overrun(struct arbiter *arbiter, int32_t tenant, bool overruns, uint64_t now)
 {
     struct tenant *t = &arbiter->tenants[tenant];
 
     arbiter_accrue(arbiter, now);
-    /* Otherwise it could say so whenever a container that it favours holds the GPU. */
+    /* Otherwise a container could claim an overrun whenever a container that it favours holds the
+     * GPU. */
     if (overruns && !t->overruns && t->overran_grants == t->stats.grants &&
         now < t->overran + AGAIN_NS)
         return;
@@ -103,13 +104,14 @@ void arbiter_overrun(struct arbiter *arbiter, int32_t tenant, bool overruns, uin
 }
 
 /*
- * Passes over a container that has shown nothing since `since`. One that is stopped or frozen keeps
- * saying that it wants the GPU. It is granted nothing until it has shown that it runs, unless no
- * other container wants the GPU.
+ * Passes over a container that has shown no sign of life since `since`. The ledger of a container
+ * that is stopped or frozen still asks for the GPU. Such a container is granted nothing until it
+ * has shown that it runs, unless no other container wants the GPU.
  */
 static void pass_over(struct tenant *t, uint64_t since)
 {
-    /* Not with several GPUs: one of them may be late, and the work on the others waits for it. */
+    /* This does not apply to a container with several GPUs: one of them may be late, and the work
+     * on the others waits for it. */
     t->absent = t->want && t->sign_ns < since && t->turn.role == ARBITER_ALONE;
 }
 
@@ -123,17 +125,17 @@ void arbiter_sign(struct arbiter *arbiter, int32_t tenant, uint64_t sign_ns)
     if (!t->absent)
         return;
     t->absent = false;
-    /* As far as what it is owed goes, it was asleep. */
+    /* For what it is owed, the container counts as having been asleep. */
     t->owed_at = max(t->owed_at, (double)sign_ns - 2.0 * (double)arbiter->config.quantum_ns);
 }
 
-/* A container has begun to want the GPU. If it is owed time, the current grant is cut to a quantum,
- * or to SLICE_NS if the container is far behind the holder. */
+/* Handles a container that has begun to want the GPU. If it is owed time, the current grant is cut
+ * to a quantum, or to SLICE_NS if the container is far behind the holder. */
 static void arrive(struct arbiter *arbiter, const struct tenant *t, uint64_t now)
 {
     double least;
 
-    /* Containers with several GPUs come when it is their turn, and go when it ends. */
+    /* The grants of containers with several GPUs begin and end with their turns. */
     if (arbiter->holder == ARBITER_NOBODY || arbiter->open || t->turn.role != ARBITER_ALONE ||
         arbiter->tenants[arbiter->holder].turn.role == ARBITER_CALLED ||
         t == &arbiter->tenants[arbiter->holder] || t->owed_at > (double)now)
@@ -165,14 +167,14 @@ void arbiter_want(struct arbiter *arbiter, int32_t tenant, bool want, uint64_t n
 
         slept = away > NAP_NS;
         t->nap = away > NAP_NS ? 0 : t->nap > 0 ? t->nap + 0.2 * (away - t->nap) : away;
-        /* It keeps what it was owed when it fell asleep, and up to the grace of what the sleep
-         * added. */
+        /* The container keeps what it was owed when it fell asleep, plus at most `grace` of what
+         * was added during the sleep. */
         if (away > grace && t->owed_at < (double)now - grace)
             t->owed_at = clamp(t->owed_at + away - grace, t->owed_at, (double)now - grace);
     }
     t->owed_at = max(t->owed_at, (double)now - MAX_LAG_NS);
-    /* What the others lack is not made up for at the expense of one that comes later, unless that
-     * one kept them waiting. */
+    /* Time that the others have lost is not made up for at the expense of a container that arrives
+     * later, unless that container kept them waiting. */
     if (arbiter->late > 0 && slept &&
         t->owed_at <= (double)now + (double)arbiter->config.overdue_ns / t->guarantee) {
         arbiter->late = 0;
@@ -187,12 +189,12 @@ void arbiter_busy(struct arbiter *arbiter, int32_t tenant, uint64_t busy_ns)
     struct tenant *t = &arbiter->tenants[tenant];
 
     t->busy_told = (double)busy_ns;
-    /* What it did before its first grant is not charged. */
+    /* Use before the first grant is not charged. */
     if (!t->stats.grants)
         t->busy_seen = t->busy_told;
 }
 
-/* The holder says that it watches work of this grant that still runs: it is not stuck. */
+/* Records that the holder watches work of this grant that still runs, so it is not stuck. */
 void arbiter_alive(struct arbiter *arbiter, uint64_t alive_ns)
 {
     if (alive_ns > arbiter->alive)
@@ -269,12 +271,13 @@ static void grant(struct arbiter *arbiter, int32_t tenant, bool lent, uint64_t n
 }
 
 /*
- * Returns when the grant is taken from a holder that does not give it back. A lent grant is waited
- * for no longer than `overdue_ns`: a container may be owed that time.
+ * Returns when the grant is taken from a holder that does not give it back. The arbiter waits for a
+ * lent grant no longer than `overdue_ns`, because another container may be owed that time.
  *
- * Work that is not waited for runs on beside the next holder's, and is charged (arbiter_accrue()).
- * So how long is waited is bounded for all containers of the GPU together: several that hold their
- * grants one after the other could keep the others waiting for longer than any of them may.
+ * Work that is not waited for continues alongside the next holder's, and is charged
+ * (arbiter_accrue()). The wait is bounded for all containers of the GPU together: otherwise several
+ * containers that hold their grants one after the other could keep the rest waiting for longer than
+ * any one of them may.
  */
 static uint64_t taken_at(const struct arbiter *arbiter)
 {
@@ -321,7 +324,7 @@ static void step_holder(struct arbiter *arbiter, uint64_t now, struct arbiter_vi
             viewp->wake_ns = arbiter_next_eligible(arbiter, now, arbiter->holder);
             return;
         }
-        /* The owner of a share returns, so the open grant ends now. */
+        /* Another container wants its share, so the open grant ends now. */
         arbiter_close_open(arbiter, now, now);
         arbiter->contended = true;
         arbiter->standby = rival;
@@ -343,7 +346,7 @@ static void step_holder(struct arbiter *arbiter, uint64_t now, struct arbiter_vi
         } else if (arbiter_expected_back(arbiter, now) == ARBITER_NEVER &&
                    !arbiter_has_barred(arbiter, (double)arbiter->deadline) &&
                    arbiter_may_continue(arbiter, (double)arbiter->deadline)) {
-            /* No other container can use the GPU: the grant goes on without a drain. */
+            /* No other container can use the GPU, so the grant is extended without a drain. */
             if (t->limit >= 1.0 &&
                 arbiter_next_eligible(arbiter, now, arbiter->holder) == ARBITER_NEVER &&
                 !arbiter_has_barred(arbiter, 1e300)) {
@@ -359,7 +362,7 @@ static void step_holder(struct arbiter *arbiter, uint64_t now, struct arbiter_vi
     viewp->wake_ns = taken_at(arbiter);
 }
 
-/* Lets grow how long work that outlasts its grant is waited for, while none does. */
+/* Extends the time for which work that outlasts its grant is waited for, while no work does so. */
 static void regain_patience(struct arbiter *arbiter, uint64_t now)
 {
     bool late = arbiter->holder != ARBITER_NOBODY && !arbiter->open && now > arbiter->deadline;

@@ -1,18 +1,19 @@
 /*
- * The arbiter: which container may start work on a GPU, and until when.
+ * The arbiter decides which container may start work on a GPU, and until when.
  *
- * It is pure: it has no clock, no thread and no shared memory. The caller tells it the time and
- * what happened; arbiter_step() says what holds from now on and when to call again. So a test runs
- * hours of it on a virtual clock in milliseconds, and `runner.c` runs it on the real one.
+ * It is pure: it has no clock, no thread and no shared memory. The caller passes the time and the
+ * events; arbiter_step() returns the decision and the time of the next call. A test can therefore
+ * simulate hours on a virtual clock in milliseconds, and `runner.c` uses the real clock.
  *
  * Times are nanoseconds, shares are parts per million of the GPU.
  *
- * Each container has a theoretical arrival time (the GCRA of ATM networks): the time at which all
- * that it has used is paid for at its guaranteed rate. The container is owed GPU time while that
- * time lies in the past. Among the containers that are owed time, the earliest deadline goes first
- * (theoretical arrival plus the period of one quantum at its rate). When none is owed time, idle
- * time is lent in start-time fair order to those below their cap; lent time is not charged against
- * the guarantee. A container that was kept waiting keeps what it is owed, one that slept does not.
+ * Each container has a theoretical arrival time (the GCRA of ATM networks): the time at which
+ * everything it has used is paid for at its guaranteed rate. The container is owed GPU time while
+ * that time lies in the past. Among the containers that are owed time, the earliest deadline goes
+ * first (theoretical arrival plus the period of one quantum at its rate). When none is owed time,
+ * idle time is lent in start-time fair order to those below their cap; lent time is not charged
+ * against the guarantee. A container that was kept waiting keeps what it is owed, one that slept
+ * does not.
  */
 #pragma once
 
@@ -28,21 +29,21 @@ struct arbiter_config {
     uint64_t quantum_ns; /* length of one grant */
     uint64_t most_ns;    /* the same, where idle time cannot pay for the hand-overs */
     uint64_t overdue_ns; /* a grant is taken when its end and the holder's last sign are this old */
-    uint64_t longest_ns; /* and when it is overdue for this long, whatever the holder says */
+    uint64_t longest_ns; /* or when it is overdue for this long, whatever the holder reports */
     uint64_t lead_ns;    /* the next holder is decided this long before the end of a grant */
     uint64_t switch_ns;  /* time that the GPU needs to change contexts */
-    uint64_t overhead_ns; /* most of a grant that a report may call unused */
-    uint64_t beside_ns;   /* most of a grant's work that may have run alongside others' */
+    uint64_t overhead_ns; /* longest part of a grant that a report may declare unused */
+    uint64_t beside_ns;   /* longest part of its work that may have run alongside others' */
 };
 
-/* What holds now. */
+/* The arbiter's decision as of the last step. */
 struct arbiter_view {
-    int32_t holder;       /* ARBITER_NOBODY */
+    int32_t holder;       /* ARBITER_NOBODY: none */
     uint32_t epoch;       /* number of the grant */
     uint64_t start_ns;    /* when it began */
     uint64_t deadline_ns; /* ARBITER_NEVER: open */
     uint32_t contended;   /* another container could use the GPU */
-    uint32_t beside;      /* another's last work may run alongside the first of this grant */
+    uint32_t beside;      /* the previous holder's last work may run alongside this grant's */
     int32_t standby;      /* the next holder, if it is decided */
     uint64_t standby_ns;  /* the next holder should be awake until then */
     uint64_t wake_ns;     /* step again by then */
@@ -71,27 +72,27 @@ enum arbiter_role {
 
 struct arbiter_turn {
     enum arbiter_role role;
-    bool unasked;      /* it is granted before it wants the GPU, which it will in a moment */
+    bool unasked;      /* it is granted before it asks for the GPU, as it is expected to */
     bool contended;    /* another container waits for the end of the turn, on any of its GPUs */
     uint64_t until_ns; /* end of the turn; ARBITER_NEVER: open */
 };
 
-/* How a container with several GPUs stands on one of them. */
+/* The state of a container with several GPUs on one of them. */
 struct arbiter_standing {
     bool want;
     bool holds;
-    bool lent;         /* what it could have now would be lent */
-    bool rivals;       /* another waits here that may have the GPU by the end of this grant */
-    bool others;       /* another waits here, whenever it may have the GPU */
+    bool lent;         /* GPU time granted now would be lent */
+    bool rivals;       /* another container waits that is eligible by the end of this grant */
+    bool others;       /* another container waits, eligible or not */
     bool whole;        /* its cap is the whole GPU */
-    bool may_continue; /* it may continue after its grant, as far as its own quota goes */
-    bool stuck;        /* another holds the GPU past the end of its grant */
+    bool may_continue; /* its own quota allows it to continue after its grant */
+    bool stuck;        /* another container holds the GPU past the end of its grant */
     bool free;         /* no container holds the GPU */
     double due;
     double tag;           /* its place in the order in which idle time is lent */
-    double busy;          /* GPU time that it says it has used, ever */
+    double busy;          /* GPU time that it has reported as used, in total */
     uint64_t ready_ns;    /* when it may have GPU time */
-    uint64_t first_ns;    /* from when on none goes before it; ARBITER_NEVER: one that waits does */
+    uint64_t first_ns;    /* when no container goes before it; ARBITER_NEVER: a waiting one does */
     uint64_t deadline_ns; /* of the holder's grant; ARBITER_NEVER: open */
 };
 

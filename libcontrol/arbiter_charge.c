@@ -1,7 +1,7 @@
 /*
- * The arbiter's charge: what GPU time costs a container, and what it is owed.
+ * Charges containers for GPU time, and computes what each of them is owed.
  *
- * A grant's use is estimated when the grant ends, because its container reports only later what the
+ * The use of a grant is estimated when it ends, because the container reports only later what the
  * GPU's clock measured. arbiter_settle() corrects the estimate before the container's next grant.
  * Work that outlasts its grant is charged while it runs.
  */
@@ -9,15 +9,15 @@
 
 #define MAX_CARRY_NS     20000000.0 /* most of a late report that is carried over */
 #define IMPATIENT_GRANTS 64         /* grants not waited for after a long one with little work */
-#define ALLOWANCE_GRANTS 20         /* allowances that add up, for unusually long hand-overs */
+#define ALLOWANCE_GRANTS 20         /* allowances that may add up, for unusually long hand-overs */
 #define BELIEVED    0.25 /* part of its share that a container may gain by reporting too little */
-#define COMMON_NS   50000000.0  /* most that all that want the GPU may be owed alike */
+#define COMMON_NS   50000000.0  /* most that all waiting containers may be owed in common */
 #define SCALE_NS    100000000.0 /* GPU time within which the scale adapts */
 #define LEAST_SCALE 0.9
 #define FULL        0.985         /* demand that leaves nothing idle */
-#define SWITCHES    5.0           /* a grant as long as this many of them is worth its own */
-#define OVERRUN_NS  60000000000.0 /* GPU time owed for which an overrun is believed */
-#define ACCRUE_NS   1000000000ull /* most of the time between two looks that is charged */
+#define SWITCHES    5.0           /* a grant as long as this many switches is worth its own */
+#define OVERRUN_NS  60000000000.0 /* debt up to which a reported overrun is believed */
+#define ACCRUE_NS   1000000000ull /* longest time between two calls that is charged */
 
 /* Applies a charge of `ns`, or a correction of one. */
 static void charge(struct tenant *t, double ns, bool lent)
@@ -28,12 +28,12 @@ static void charge(struct tenant *t, double ns, bool lent)
 }
 
 /*
- * Whether it is charged for work that outlasted its grant. The GPUs of a gang are given and taken
- * together, and its work waits for the others.
+ * Whether a container is charged for work that outlasted its grant. A gang is not, because its GPUs
+ * are granted and taken together, and its work on one GPU waits for the others.
  *
- * What one is charged the holder is not, and only the ledger says that such work runs. So it is
- * believed only up to a debt: in the long run, a container that says so untruly can give others no
- * more than its own share.
+ * Time that is charged to such a container is not charged to the holder, and only the ledger says
+ * that such work runs. The report is therefore believed only up to a debt: in the long run, a
+ * container that reports falsely can give others no more than its own share.
  */
 static bool is_overrunning(const struct arbiter *arbiter, int32_t i)
 {
@@ -46,9 +46,9 @@ static bool is_overrunning(const struct arbiter *arbiter, int32_t i)
 
 /*
  * Charges the time since the last call to work that outlasts its grant. The GPU divides its time
- * evenly between the contexts that have work, so each of them has an equal part of it, and the
- * holder has what is left of its grant. Such work is paid for like any other, before its container
- * is granted anything.
+ * evenly between the contexts that have work, so each of them gets an equal part, and the holder
+ * the remaining part of its grant. Such work is paid for like any other, before its container is
+ * granted anything.
  */
 void arbiter_accrue(struct arbiter *arbiter, uint64_t now)
 {
@@ -90,12 +90,12 @@ void arbiter_accrue(struct arbiter *arbiter, uint64_t now)
 }
 
 /*
- * Replaces what was estimated at the end of the last grants by what the GPU's clock measured. The
- * report comes from the container, so it is believed within bounds only.
+ * Replaces the estimates made at the end of the last grants by what the GPU's clock measured. The
+ * report comes from the container, so it is believed only within bounds.
  *
  * Where the last work of a grant runs alongside the first of the next, the use of all containers
- * adds up to more than the time that has passed. If their shares leave nothing idle, they are
- * charged for that time together, in proportion: otherwise the GPU would have to rest so that no
+ * adds up to more than the time that has passed. If their shares leave nothing idle, each of them
+ * is charged for its proportion of that time: otherwise the GPU would have to stay idle so that no
  * container gets more than its share.
  */
 void arbiter_settle(struct arbiter *arbiter, struct tenant *t, bool lent, uint64_t now)
@@ -106,7 +106,8 @@ void arbiter_settle(struct arbiter *arbiter, struct tenant *t, bool lent, uint64
     if (!t->n_unsettled)
         return;
     busy = (t->busy_told - t->busy_seen) * scale;
-    /* It was waited for because its work was said to run. Perhaps that work was waiting itself. */
+    /* The arbiter waited because the container reported running work. That work may itself have
+     * been waiting. */
     if (t->was_long)
         t->n_impatient = busy < t->unsettled_held / 2 ? IMPATIENT_GRANTS : 0;
     t->was_long = false;
@@ -141,12 +142,12 @@ static bool was_early(const struct arbiter *arbiter, double end)
 }
 
 /*
- * Returns how long the grant was, as a part of what is worth a change of contexts: 0 to 1. It is 1
- * also if the arbiter ended the grant, or no other container is owed time at its end.
+ * Returns the length of the grant relative to one that is worth a context switch, from 0 to 1. The
+ * result is also 1 if the arbiter ended the grant, or no other container is owed time at its end.
  *
- * A container that works for a moment and sleeps again makes the GPU change contexts twice, and
- * keeps the other from it for longer than it works itself. If that were free, some such containers
- * together could take more than their shares.
+ * A container that works for a moment and sleeps again makes the GPU switch contexts twice, and
+ * keeps others from the GPU for longer than it works itself. If that were free, several such
+ * containers together could take more than their shares.
  */
 static double worth_its_switch(const struct arbiter *arbiter, double held, double end)
 {
@@ -179,11 +180,11 @@ void arbiter_end_grant(struct arbiter *arbiter, uint64_t end, uint32_t n_active)
         arbiter->patience = max(0, arbiter->patience);
     }
     arbiter->shared = 0;
-    /* However short the holder says that the grant was, it has cost the others something. */
+    /* However short the grant was by the holder's report, it has cost the others something. */
     cost = max(held, (double)arbiter->config.overhead_ns / 4);
     estimate = max((1 - BELIEVED) * cost, cost - t->overhead);
     if (arbiter->open) {
-        /* Alone, it is owed nothing and owes nothing. */
+        /* A container that has the GPU to itself is owed nothing and owes nothing. */
         t->owed_at = max(t->owed_at, (double)end);
         t->capped_at = max(t->capped_at, (double)end);
         t->busy_seen = t->busy_told;
@@ -197,8 +198,9 @@ void arbiter_end_grant(struct arbiter *arbiter, uint64_t end, uint32_t n_active)
         /* Processes that work at the same time each report all of that time. */
         if (n_active == 1)
             t->unsettled_beside += (double)arbiter->config.beside_ns;
-        /* If no other container waited, none could have used what it left unused. Otherwise it gets
-         * one allowance for each grant, and no more of them by making its grants shorter. */
+        /* If no other container waited, none could have used the time that was left unused.
+         * Otherwise the container gets one allowance for each grant, and no more of them by making
+         * its grants shorter. */
         believed = believed < (double)arbiter->config.overhead_ns
                        ? believed
                        : (double)arbiter->config.overhead_ns;
@@ -212,8 +214,8 @@ void arbiter_end_grant(struct arbiter *arbiter, uint64_t end, uint32_t n_active)
         }
     } else {
         t->stats.handover_ns += (uint64_t)held;
-        /* Others waited while it did nothing. If that were free, it would be the first in line for
-         * ever. A container that showed no sign either is passed over instead. */
+        /* Others waited while the holder did nothing. If that were free, the holder would stay
+         * first in line for ever. A container without a sign of life is passed over instead. */
         if (arbiter->contended && !t->absent) {
             charge(t, held, arbiter->lent);
             if (arbiter->lent)
@@ -232,7 +234,7 @@ void arbiter_end_grant(struct arbiter *arbiter, uint64_t end, uint32_t n_active)
         t->asleep = end;
 }
 
-/* Lets an open grant end at `end`, and charges it from now on. */
+/* Makes an open grant end at `end`, and charges it from now on. */
 void arbiter_close_open(struct arbiter *arbiter, uint64_t now, uint64_t end)
 {
     arbiter_end_grant(arbiter, now, SEVERAL);
@@ -243,10 +245,11 @@ void arbiter_close_open(struct arbiter *arbiter, uint64_t now, uint64_t end)
     arbiter->standby = ARBITER_NOBODY;
 }
 
-/* Forgives what all are owed alike. Where hand-overs and pauses leave less GPU time than is owed,
- * the time for which all containers are kept waiting is owed to none, so that the bound on what one
- * is owed leaves the differences alone. Time for which work that outlasts its grant kept them
- * waiting is not forgiven, because the container that caused it pays for it later. */
+/* Cancels what all containers are owed in common. Where hand-overs and pauses leave less GPU time
+ * than is owed, the time for which all containers wait is owed to none of them, so that the bound
+ * on what a container is owed does not erase the differences between them. Time for which work that
+ * outlasts its grant kept them waiting is not cancelled, because the container that caused it pays
+ * for it later. */
 void arbiter_forgive(struct arbiter *arbiter, uint64_t now, const struct tenant *except)
 {
     double common = 1e300, most = 0;
@@ -263,7 +266,7 @@ void arbiter_forgive(struct arbiter *arbiter, uint64_t now, const struct tenant 
         most = max(most, (double)now - t->owed_at);
     }
     common -= COMMON_NS;
-    /* None is owed more than that which is owed most, so what was lost beyond it has been had. */
+    /* No container is owed more than `most`, so time lost beyond it has been made up for. */
     arbiter->late = clamp(arbiter->late, 0, most);
     if (!n || common <= 0)
         return;

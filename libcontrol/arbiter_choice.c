@@ -1,12 +1,12 @@
 /*
- * The arbiter's choice: which container has the GPU next, when, and for how long.
+ * Chooses which container gets the GPU next, when, and for how long.
  *
- * Nothing here changes the arbiter's state, so any of it may be asked about a time to come, or
- * about what would be without the holder.
+ * Nothing here changes the arbiter's state, so each function may be called for a time in the
+ * future, or as if the holder did not exist.
  */
 #include "arbiter_state.h"
 
-static bool somebody_wants(const struct arbiter *arbiter)
+static bool any_wants(const struct arbiter *arbiter)
 {
     for (int32_t i = 0; i < ARBITER_N_TENANTS; i++)
         if (wants(&arbiter->tenants[i]) || (arbiter->open && i == arbiter->holder))
@@ -14,13 +14,13 @@ static bool somebody_wants(const struct arbiter *arbiter)
     return false;
 }
 
-/* Returns the tenant other than `except` that should have the GPU at `now`; tells whether its time
- * would be lent. */
+/* Returns the tenant other than `except` that should have the GPU at `now`, and in `lentp` whether
+ * its time would be lent. */
 int32_t arbiter_choose(const struct arbiter *arbiter, double now, int32_t except, bool *lentp)
 {
     int32_t owed = ARBITER_NOBODY, lent = ARBITER_NOBODY;
     double best_owed = 0, best_lent = 0;
-    bool present = somebody_wants(arbiter);
+    bool present = any_wants(arbiter);
 
     for (int32_t i = 0; i < arbiter->n; i++) {
         const struct tenant *t = &arbiter->tenants[i];
@@ -29,7 +29,7 @@ int32_t arbiter_choose(const struct arbiter *arbiter, double now, int32_t except
             continue;
         if (t->turn.role == ARBITER_CALLED && (t->want || t->turn.unasked) &&
             (double)t->turn.until_ns > now) {
-            /* Half of a collective may go beyond the cap; the container then owes that time. */
+            /* Half of a collective may exceed the cap; the container then owes that time. */
             *lentp = is_elastic(t) && t->owed_at > now;
             return i;
         }
@@ -56,7 +56,7 @@ int32_t arbiter_choose(const struct arbiter *arbiter, double now, int32_t except
     return owed != ARBITER_NOBODY ? owed : lent;
 }
 
-/* Whether the holder may go on after its deadline, as far as its own quota goes. */
+/* Whether the holder's own quota allows it to continue after its deadline. */
 bool arbiter_may_continue(const struct arbiter *arbiter, double at)
 {
     const struct tenant *t = &arbiter->tenants[arbiter->holder];
@@ -69,7 +69,7 @@ bool arbiter_may_continue(const struct arbiter *arbiter, double at)
            at;
 }
 
-/* Returns what part of the GPU `t` and all others that want it, or soon will, may have. */
+/* Returns the sum of the caps of `t` and of all other tenants that want the GPU or soon will. */
 double arbiter_demand(const struct arbiter *arbiter, const struct tenant *t, uint64_t now)
 {
     double demand = 0;
@@ -84,8 +84,8 @@ double arbiter_demand(const struct arbiter *arbiter, const struct tenant *t, uin
 }
 
 /*
- * Returns how long a grant is. Where there is enough idle time, that pays for the hand-overs, and
- * grants are short, so that shares are right over short times. The less is idle, the longer grants
+ * Returns the length of a grant. Where there is enough idle time to pay for the hand-overs, grants
+ * are short, so that shares are accurate over short times. The less time is idle, the longer grants
  * are: the part of the time that is work, length / (length + cost), has to reach the demand.
  */
 double arbiter_grant_length(const struct arbiter *arbiter, const struct tenant *t, uint64_t now)
@@ -113,7 +113,7 @@ bool arbiter_is_behind(const struct arbiter *arbiter, const struct tenant *t, do
 }
 
 /* Returns when the holder's grant should end for a container that sleeps, is expected back soon and
- * will be behind the holder then; ARBITER_NEVER: there is none. */
+ * will then be behind the holder; ARBITER_NEVER: there is none. */
 uint64_t arbiter_expected_back(const struct arbiter *arbiter, uint64_t now)
 {
     uint64_t first = ARBITER_NEVER;
@@ -136,7 +136,7 @@ uint64_t arbiter_expected_back(const struct arbiter *arbiter, uint64_t now)
 uint64_t arbiter_next_eligible(const struct arbiter *arbiter, uint64_t now, int32_t except)
 {
     double best = 1e300;
-    bool present = somebody_wants(arbiter);
+    bool present = any_wants(arbiter);
 
     for (int32_t i = 0; i < arbiter->n; i++) {
         const struct tenant *t = &arbiter->tenants[i];
@@ -150,7 +150,7 @@ uint64_t arbiter_next_eligible(const struct arbiter *arbiter, uint64_t now, int3
     return best > (double)now ? (uint64_t)best + 1 : now;
 }
 
-/* Whether a tenant wants the GPU that has to wait for its turn. */
+/* Whether a tenant that has to wait for its turn wants the GPU. */
 bool arbiter_has_barred(const struct arbiter *arbiter, double now)
 {
     for (int32_t i = 0; i < arbiter->n; i++) {

@@ -1,17 +1,17 @@
-/* What the arbiter's files share: its state, and the functions that one has for another. Files
- * outside the arbiter include arbiter.h. */
+/* The arbiter's state and internal functions, shared by its source files. Files outside the arbiter
+ * include arbiter.h. */
 #pragma once
 
 #include "arbiter.h"
 
-#define MAX_LAG_NS 1000000000.0 /* longest time by which a container may be owed, in ns */
-#define SLICE_NS   500000.0     /* least length of a grant cut short for one that was just away */
-#define SEVERAL    2            /* processes, perhaps: how many worked is not known */
+#define MAX_LAG_NS 1000000000.0 /* longest time that a container may be owed, in ns */
+#define SLICE_NS   500000.0     /* least length of a grant cut short for a returning container */
+#define SEVERAL    2            /* assumed where the number of working processes is not known */
 
 struct tenant {
     bool used;
     bool want;
-    bool absent;      /* it wants the GPU, and does not use what it is granted: see pass_over() */
+    bool absent;      /* it asks for the GPU but does not use its grants: see pass_over() */
     uint64_t sign_ns; /* when it last showed that it runs */
     double guarantee; /* of the GPU, 0..1 */
     double limit;
@@ -26,14 +26,14 @@ struct tenant {
     unsigned n_unsettled;
     bool was_long;           /* one of them was overdue for longer than an unwatched grant may be */
     unsigned n_impatient;    /* grants left that are not waited for */
-    double allowance;        /* how much of what it held its reports may still call unused */
-    uint64_t allowed;        /* until when that has grown */
+    double allowance;        /* held time that its reports may still declare unused */
+    uint64_t allowed;        /* time up to which the allowance has been credited */
     double overhead;         /* estimate of what a grant loses to the hand-over */
-    double length;           /* average time that it holds a grant which it has to give back */
+    double length;           /* average time for which it holds a grant that is not open */
     double nap;              /* average sleep between two pieces of work; 0: it sleeps for long */
-    bool overruns;           /* work of a grant that is over still runs, as its ledger says */
-    uint64_t overran;        /* when it last ended */
-    uint64_t overran_grants; /* grants that the container had had when it began */
+    bool overruns;           /* by its ledger, work of a grant that is over still runs */
+    uint64_t overran;        /* when the last overrun ended */
+    uint64_t overran_grants; /* number of its grants when the last overrun began */
     struct arbiter_turn turn; /* of a container with several GPUs */
     struct arbiter_stats stats;
 };
@@ -44,24 +44,24 @@ struct arbiter {
     int32_t holder;
     int32_t last_holder;
     uint32_t epoch;
-    uint32_t newest; /* number of the last grant of all, also of an earlier arbiter */
+    uint32_t newest; /* number of the latest grant, including those of an earlier arbiter */
     uint64_t start, deadline;
     bool beside;       /* the previous holder's work may run alongside the first of this grant */
-    uint64_t alive;    /* when the holder last said that its work still runs */
+    uint64_t alive;    /* when the holder last reported that its work still runs */
     uint64_t gpu_free; /* when the last holder's work ended */
-    uint64_t accrued;  /* until then, work that outlasts its grant is charged */
+    uint64_t accrued;  /* time up to which work that outlasts its grant has been charged */
     double shared;     /* part of this grant that was charged to such work of others */
     bool lent;         /* this grant is beyond the guarantee */
     bool contended;    /* another container waited during this grant */
     bool open;
     double late;      /* time for which work that outlasts its grant kept the others waiting */
-    double patience;  /* how long work that outlasts its grant is waited for, of all containers */
-    uint64_t patient; /* until then that has grown */
+    double patience;  /* longest wait for work that outlasts its grant, for all containers */
+    uint64_t patient; /* time up to which `patience` has been increased */
     int32_t standby;
     double lent_clock;
     int32_t n;      /* highest tenant ever, plus one */
-    uint64_t align; /* a container with several GPUs gets its turn then; ARBITER_NEVER: none */
-    uint64_t kept;  /* until then the GPU goes only to a container in its turn */
+    uint64_t align; /* when a container with several GPUs gets its turn; ARBITER_NEVER: none */
+    uint64_t kept;  /* time until which the GPU goes only to a container in its turn */
     double scale;   /* factor by which reported use is charged; see arbiter_settle() */
 };
 
@@ -94,7 +94,7 @@ static inline double eligible_at(const struct tenant *t)
     return t->owed_at;
 }
 
-/* Whether it is away for a moment, as far as is known. */
+/* Whether the container is expected to want the GPU again shortly. */
 static inline bool is_napping(const struct tenant *t, uint64_t now)
 {
     return !t->want && t->nap > 0 && t->asleep != ARBITER_NEVER &&
@@ -102,7 +102,7 @@ static inline bool is_napping(const struct tenant *t, uint64_t now)
 }
 
 /* Returns by when a tenant that is owed GPU time should have had a grant. If its grants last longer
- * than a quantum, because its work does, it has them less often, and each is due later: otherwise
+ * than a quantum, because its work does, it gets them less often, and each is due later: otherwise
  * several such containers would go one after the other while another has to wait. */
 static inline double due_at(const struct arbiter *arbiter, const struct tenant *t)
 {

@@ -1,16 +1,17 @@
 /*
- * A container with several GPUs, on one of them: how it stands here, and what its turn changes.
+ * The part of one GPU's arbiter that concerns containers with several GPUs: their state on this
+ * GPU, and the effect of their turns.
  *
- * gangs.c decides when the turn is, from how the container stands on each of its GPUs.
+ * gangs.c decides when a turn begins and ends, from this state on each of the container's GPUs.
  */
 #include "arbiter_state.h"
 
 #include <string.h>
 
-/* Returns from when on the tenant goes before all that wait, and the holder is done: what the
- * holder has launched runs until the end of its grant, whatever is decided. The gang would wait for
- * that on each of its GPUs for a different time, and what it runs on the first would spin.
- * ARBITER_NEVER: a container that waits goes before it. */
+/* Returns the time from which the tenant goes before all waiting containers and the holder's grant
+ * is over. The holder's work runs until then, whatever is decided: a turn that began earlier would
+ * wait for a different time on each GPU, and work on the first of them would spin. ARBITER_NEVER: a
+ * waiting container goes before the tenant. */
 static uint64_t first_at(const struct arbiter *arbiter, int32_t tenant, double now)
 {
     const struct tenant *t = &arbiter->tenants[tenant];
@@ -36,7 +37,7 @@ static uint64_t first_at(const struct arbiter *arbiter, int32_t tenant, double n
     return (uint64_t)at;
 }
 
-/* Tells how a container with several GPUs stands here. */
+/* Returns the state of a container with several GPUs on this one. */
 void arbiter_look(const struct arbiter *arbiter, int32_t tenant, uint64_t now,
                   struct arbiter_standing *standingp)
 {
@@ -73,8 +74,8 @@ void arbiter_look(const struct arbiter *arbiter, int32_t tenant, uint64_t now,
     }
 }
 
-/* Says what a container with several GPUs may do here from now on. A holder that is in the way of
- * its turn gives the GPU back after a moment. */
+/* Sets what a container with several GPUs may do on this one from now on. If another container
+ * holds the GPU when the turn begins, its grant is cut short. */
 void arbiter_turn(struct arbiter *arbiter, int32_t tenant, const struct arbiter_turn *turn,
                   uint64_t now)
 {
@@ -104,20 +105,20 @@ void arbiter_turn(struct arbiter *arbiter, int32_t tenant, const struct arbiter_
     t->turn = *turn;
 }
 
-/* Whether a tenant's GPUs are granted together, as arbiter_turn() said last. */
+/* Whether a tenant's GPUs are granted together, by the last arbiter_turn(). */
 bool arbiter_in_gang(const struct arbiter *arbiter, int32_t tenant)
 {
     return arbiter->tenants[tenant].turn.role != ARBITER_ALONE;
 }
 
-/* Grants that begin from now on end at `at` at the latest, but not within SLICE_NS. */
+/* Makes grants that begin from now on end by `at`, but no sooner than after SLICE_NS. */
 void arbiter_align(struct arbiter *arbiter, uint64_t at)
 {
     arbiter->align = at;
 }
 
-/* Until `until` the GPU goes only to a container in its turn. One with several GPUs may need it
- * again in a moment, and waits for that on another GPU. */
+/* Keeps the GPU until `until` for a container in its turn, which may need it again in a moment
+ * while its work on another GPU waits. */
 void arbiter_keep(struct arbiter *arbiter, uint64_t until)
 {
     arbiter->kept = until;

@@ -1,10 +1,10 @@
 /*
- * Arrays: how much memory the driver takes for one, which it does not tell.
+ * Computes how much memory the driver takes for an array, which the driver does not report.
  *
  * Measured on an H200: rows are rounded to 64 bytes, heights to 8 rows, depths of more than 16
  * layers to 16, others to a power of two. Sparse arrays and those that get their memory by a later
- * mapping take none themselves. What this gets wrong counts as memory that the driver takes on its
- * own, as NVML shows it.
+ * mapping take none themselves. An error in the result counts as memory that the driver takes on
+ * its own, as NVML shows it.
  */
 #include "control.h"
 

@@ -1,5 +1,5 @@
 /*
- * The table of what is bound to multicast objects and logical endpoints: which allocation is where.
+ * The table of bindings: which allocation is bound to which multicast object or logical endpoint.
  */
 #include "bindings.h"
 

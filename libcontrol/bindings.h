@@ -1,5 +1,6 @@
 /*
- * Memory that is bound to a multicast object or a logical endpoint, which keeps it allocated.
+ * Records memory that is bound to a multicast object or a logical endpoint, which keeps it
+ * allocated.
  */
 #pragma once
 
@@ -16,6 +17,6 @@ struct binding_range {
 /* Returns false if the binding cannot be recorded. */
 bool binding_put(uint64_t object, uint64_t offset, uint64_t device, uint64_t handle);
 
-/* These remove a binding and return the allocation, or 0 if none of ours is bound there. */
+/* These remove a binding and return the allocation, or 0 if no recorded one is bound there. */
 uint64_t binding_take(uint64_t object, uint64_t offset, uint64_t device);
 uint64_t binding_take_any(struct binding_range range);

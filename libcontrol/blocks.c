@@ -1,5 +1,5 @@
 /*
- * The live allocations of this process, by address or handle.
+ * The table of the live allocations of this process, by address or handle.
  *
  * There are sixteen open-addressing tables (parts), each with its own lock. Two threads seldom
  * meet, and an allocation costs the same with ten blocks as with a hundred thousand. A removed

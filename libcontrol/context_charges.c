@@ -1,5 +1,6 @@
 /*
- * What a context of any kind takes, at its creation and later, and what ends with it.
+ * Charges what a context of any kind takes, at its creation and later, and refunds what ends with
+ * it.
  *
  * Every context takes some hundreds of megabytes that no allocation shows. They are claimed before
  * the driver creates the context and are provisional afterwards, until NVML has been sampled
@@ -12,13 +13,13 @@ void context_count(int device, int change)
     atomic_add_relaxed(&pages_ledger_device((unsigned)device)->contexts, (uint64_t)(int64_t)change);
 }
 
-/* The GPU was not granted to this container, and nothing governs the process there. Its operator
- * should know. */
-cold void context_told_elsewhere(void)
+/* Logs once that the process uses a GPU that was not granted to its container and where nothing
+ * governs it. */
+cold void context_log_ungoverned(void)
 {
-    static uint32_t told;
+    static uint32_t logged;
 
-    if (pages_slot() && !atomic_exchange_acq_rel(&told, 1))
+    if (pages_slot() && !atomic_exchange_acq_rel(&logged, 1))
         control_log("this process uses a GPU that was not granted to its container, and is not "
                     "governed there: set CUDA_VISIBLE_DEVICES to what " PAGES_DIRECTORY
                     "/devices says");
@@ -43,7 +44,7 @@ void context_gone(int device, uint8_t owner)
     context_count(device, -1);
 }
 
-/* Pools may end with the last context, so no thread may ask them while the driver ends them. */
+/* Pools may end with the last context, so no thread may query them while the driver frees them. */
 void context_last_leaves(int device)
 {
     if (atomic_load_relaxed(&pages_ledger_device((unsigned)device)->contexts) <= 1)
@@ -81,7 +82,7 @@ CONTROL_EXPORT CUresult cuCtxSetLimit(CUlimit limit, size_t value)
 
 /*
  * 64 streams took 35.7 MB of an H200. The driver keeps what a stream took for the next one, at
- * least for a while, and a sample shows that. Because the end of a stream is reported, too, streams
+ * least for a while, and a sample shows that. The end of a stream is reported as well, so streams
  * that come and go do not add up.
  */
 #define CONTEXTS_STREAM (576ull << 10)

@@ -1,11 +1,11 @@
 /*
- * Contexts that the application creates. What is allocated in a context ends with it:
- * context_table.c.
+ * The calls by which the application creates and destroys contexts. What is allocated in a context
+ * ends with it: see context_table.c.
  */
 #include "contexts.h"
 
 /* A context that finds the table full stays unknown: its end does not refund its blocks. */
-static CUresult made(struct account_charge *charge, CUresult result, const CUcontext *handle)
+static CUresult created(struct account_charge *charge, CUresult result, const CUcontext *handle)
 {
     if (charge->device >= 0 && result == CUDA_SUCCESS) {
         prim_lock(&contexts_lock);
@@ -23,7 +23,7 @@ static CUresult made(struct account_charge *charge, CUresult result, const CUcon
     }
     account_end(charge, result);
     if (charge->device < 0 && result == CUDA_SUCCESS)
-        context_told_elsewhere();
+        context_log_ungoverned();
     /* Counted last: a sample that finds the context counted no longer finds it in `taking`. */
     if (charge->device >= 0 && result == CUDA_SUCCESS)
         context_count(charge->device, 1);
@@ -36,7 +36,7 @@ CONTROL_EXPORT CUresult cuCtxCreate(CUcontext *pctx, unsigned int flags, CUdevic
 
     if (!context_begin(&charge, dev))
         return CUDA_ERROR_OUT_OF_MEMORY;
-    return made(&charge, real->cuCtxCreate(pctx, flags, dev), pctx);
+    return created(&charge, real->cuCtxCreate(pctx, flags, dev), pctx);
 }
 
 CONTROL_EXPORT CUresult cuCtxCreate_v2(CUcontext *pctx, unsigned int flags, CUdevice dev)
@@ -45,7 +45,7 @@ CONTROL_EXPORT CUresult cuCtxCreate_v2(CUcontext *pctx, unsigned int flags, CUde
 
     if (!context_begin(&charge, dev))
         return CUDA_ERROR_OUT_OF_MEMORY;
-    return made(&charge, real->cuCtxCreate_v2(pctx, flags, dev), pctx);
+    return created(&charge, real->cuCtxCreate_v2(pctx, flags, dev), pctx);
 }
 
 CONTROL_EXPORT CUresult cuCtxCreate_v3(CUcontext *pctx, void *paramsArray, int numParams,
@@ -55,7 +55,7 @@ CONTROL_EXPORT CUresult cuCtxCreate_v3(CUcontext *pctx, void *paramsArray, int n
 
     if (!context_begin(&charge, dev))
         return CUDA_ERROR_OUT_OF_MEMORY;
-    return made(&charge, real->cuCtxCreate_v3(pctx, paramsArray, numParams, flags, dev), pctx);
+    return created(&charge, real->cuCtxCreate_v3(pctx, paramsArray, numParams, flags, dev), pctx);
 }
 
 CONTROL_EXPORT CUresult cuCtxCreate_v4(CUcontext *pctx, void *ctxCreateParams, unsigned int flags,
@@ -65,7 +65,7 @@ CONTROL_EXPORT CUresult cuCtxCreate_v4(CUcontext *pctx, void *ctxCreateParams, u
 
     if (!context_begin(&charge, dev))
         return CUDA_ERROR_OUT_OF_MEMORY;
-    return made(&charge, real->cuCtxCreate_v4(pctx, ctxCreateParams, flags, dev), pctx);
+    return created(&charge, real->cuCtxCreate_v4(pctx, ctxCreateParams, flags, dev), pctx);
 }
 
 CONTROL_EXPORT CUresult cuGLCtxCreate(CUcontext *pCtx, unsigned int Flags, CUdevice device)
@@ -74,7 +74,7 @@ CONTROL_EXPORT CUresult cuGLCtxCreate(CUcontext *pCtx, unsigned int Flags, CUdev
 
     if (!context_begin(&charge, device))
         return CUDA_ERROR_OUT_OF_MEMORY;
-    return made(&charge, real->cuGLCtxCreate(pCtx, Flags, device), pCtx);
+    return created(&charge, real->cuGLCtxCreate(pCtx, Flags, device), pCtx);
 }
 
 CONTROL_EXPORT CUresult cuGLCtxCreate_v2(CUcontext *pCtx, unsigned int Flags, CUdevice device)
@@ -83,7 +83,7 @@ CONTROL_EXPORT CUresult cuGLCtxCreate_v2(CUcontext *pCtx, unsigned int Flags, CU
 
     if (!context_begin(&charge, device))
         return CUDA_ERROR_OUT_OF_MEMORY;
-    return made(&charge, real->cuGLCtxCreate_v2(pCtx, Flags, device), pCtx);
+    return created(&charge, real->cuGLCtxCreate_v2(pCtx, Flags, device), pCtx);
 }
 
 CONTROL_EXPORT CUresult cuVDPAUCtxCreate(CUcontext *pCtx, unsigned int flags, CUdevice device,
@@ -93,8 +93,8 @@ CONTROL_EXPORT CUresult cuVDPAUCtxCreate(CUcontext *pCtx, unsigned int flags, CU
 
     if (!context_begin(&charge, device))
         return CUDA_ERROR_OUT_OF_MEMORY;
-    return made(&charge, real->cuVDPAUCtxCreate(pCtx, flags, device, vdpDevice, vdpGetProcAddress),
-                pCtx);
+    return created(&charge,
+                   real->cuVDPAUCtxCreate(pCtx, flags, device, vdpDevice, vdpGetProcAddress), pCtx);
 }
 
 CONTROL_EXPORT CUresult cuVDPAUCtxCreate_v2(CUcontext *pCtx, unsigned int flags, CUdevice device,
@@ -104,15 +104,16 @@ CONTROL_EXPORT CUresult cuVDPAUCtxCreate_v2(CUcontext *pCtx, unsigned int flags,
 
     if (!context_begin(&charge, device))
         return CUDA_ERROR_OUT_OF_MEMORY;
-    return made(&charge,
-                real->cuVDPAUCtxCreate_v2(pCtx, flags, device, vdpDevice, vdpGetProcAddress), pCtx);
+    return created(&charge,
+                   real->cuVDPAUCtxCreate_v2(pCtx, flags, device, vdpDevice, vdpGetProcAddress),
+                   pCtx);
 }
 
 /*
  * The place is kept until the blocks are swept, but has no handle from here on: as soon as the
  * driver has destroyed the context, another thread may get one with the same handle.
  */
-static struct context *leave(CUcontext handle)
+static struct context *begin_destroy(CUcontext handle)
 {
     struct context *c;
 
@@ -131,7 +132,7 @@ static struct context *leave(CUcontext handle)
     return c;
 }
 
-static CUresult left(struct context *c, CUcontext handle, CUresult result)
+static CUresult end_destroy(struct context *c, CUcontext handle, CUresult result)
 {
     uint64_t moving;
 
@@ -154,16 +155,16 @@ static CUresult left(struct context *c, CUcontext handle, CUresult result)
 
 CONTROL_EXPORT CUresult cuCtxDestroy(CUcontext ctx)
 {
-    struct context *c = leave(ctx);
+    struct context *c = begin_destroy(ctx);
 
-    return left(c, ctx, real->cuCtxDestroy(ctx));
+    return end_destroy(c, ctx, real->cuCtxDestroy(ctx));
 }
 
 CONTROL_EXPORT CUresult cuCtxDestroy_v2(CUcontext ctx)
 {
-    struct context *c = leave(ctx);
+    struct context *c = begin_destroy(ctx);
 
-    return left(c, ctx, real->cuCtxDestroy_v2(ctx));
+    return end_destroy(c, ctx, real->cuCtxDestroy_v2(ctx));
 }
 
 CONTROL_EXPORT CUresult cuCtxAttach(CUcontext *pctx, unsigned int flags)
@@ -204,9 +205,10 @@ CONTROL_EXPORT CUresult cuCtxDetach(CUcontext ctx)
     }
     result = real->cuCtxDetach(ctx);
     if (last)
-        return left(c, ctx, result);
+        return end_destroy(c, ctx, result);
     if (c && result != CUDA_SUCCESS) {
-        /* Meanwhile another thread may have ended it, and its place may be another context's. */
+        /* Another thread may have destroyed it meanwhile, and another context may be in its
+         * place. */
         prim_lock(&contexts_lock);
         if (context_find(ctx) == c)
             c->n_users++;

@@ -1,7 +1,7 @@
 /*
- * What the files on contexts share: the table of them (context_table.c), those that the application
- * creates (contexts.c), the primary one and green ones (primary.c), and what all of them take
- * (context_charges.c).
+ * Declarations shared by the files that handle contexts: the table of contexts (context_table.c),
+ * those that the application creates (contexts.c), primary and green ones (primary.c), and their
+ * charges (context_charges.c).
  */
 #pragma once
 
@@ -37,6 +37,6 @@ struct context *context_find(CUcontext handle); /* NULL: unknown, or a primary o
 /* Claims what a context on this device will take. Returns false if it does not fit. */
 bool context_begin(struct account_charge *charge, CUdevice dev);
 void context_count(int device, int change);
-void context_told_elsewhere(void) cold;
+void context_log_ungoverned(void) cold;
 void context_gone(int device, uint8_t owner);
 void context_last_leaves(int device);

@@ -1,5 +1,6 @@
 /*
- * The control library takes libcuda's place in a container and holds the container to its quota.
+ * The control library is interposed in front of libcuda in a container's processes, and holds the
+ * container to its quota. This header is included by all of its parts.
  *
  * Terms used throughout:
  *
@@ -75,11 +76,12 @@ extern struct driver_cuda origin_driver;
 #define real   (&origin_real)
 #define driver (&origin_driver)
 
-/* Finds the driver's functions, when the library is loaded. */
+/* Resolves the driver's functions when the library is loaded. */
 struct control_hook;
 void origin_resolve(const struct control_hook *hooks);
 
-/* Returns what to give an application in place of `found`, the driver's answer to a look-up. */
+/* Returns the function that an application gets in place of `found`, the driver's answer to a
+ * look-up. */
 void *origin_replace(void *found);
 
 /* pages.c, pages_join.c, pages_rejoin.c, pages_socket.c: the grant page and the ledger. */
@@ -186,7 +188,7 @@ void pages_poke(void);
 void pages_rejoin(void);
 uint64_t *pages_before(const uint64_t *sum);
 
-/* lookups.c: names what was looked up before the process had its part of the ledger. */
+/* lookups.c: reports the names that were looked up before the process had its slot. */
 void lookups_started(void);
 void lookups_after_fork(void);
 

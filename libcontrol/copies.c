@@ -1,6 +1,7 @@
 /*
- * Copies and fills. Those within the GPU's memory are work like that of a kernel and pass the gate,
- * unless they are too small to matter. Those to and from the host are only counted.
+ * Gates or counts copies and fills. Those within the GPU's memory are work like that of a kernel
+ * and pass the gate, unless they are too small to matter. Those to and from the host are only
+ * counted.
  *
  * On an H200 a copy of 4 MiB takes 7 us, of which 5 us are the same for any size. Beyond that, the
  * rate is 2 TB/s for a copy and 4 TB/s for a fill.
@@ -66,7 +67,7 @@ void copy_note_small(void)
     copy_enter(&ticket, (struct copy){COPY_OTHER, 0}, NULL);
 }
 
-/* ---- what a call copies, and where ---- */
+/* ---- size and direction of a copy ---- */
 
 /* The driver knows host memory only if it is pinned. Memory that it does not know is the host's as
  * well. */
@@ -140,7 +141,7 @@ struct copy copy_3d_peer(const CUDA_MEMCPY3D_PEER *p)
 
 /* Many copies in one call count as one, with the size of those within the device. Many small ones
  * are as much work as a large one. After the first small one within the device, the other small
- * ones are taken to be as well, so that the driver is not asked twice for each. */
+ * ones are assumed to be within it too, so that the driver is not queried twice for each. */
 struct copy copy_batch(const CUdeviceptr *to, const CUdeviceptr *from, const size_t *sizes,
                        size_t count)
 {
@@ -165,7 +166,7 @@ struct copy copy_batch(const CUdeviceptr *to, const CUdeviceptr *from, const siz
     return copy;
 }
 
-/* The extent is in elements of the array's, or of one byte, and each counts as one byte. Larger
+/* The extent is in elements of the array or in bytes, and each element counts as one byte. Larger
  * elements are underestimated until their duration is learned. */
 struct copy copy_batch_3d(const CUDA_MEMCPY3D_BATCH_OP *ops, size_t count)
 {

@@ -1,4 +1,4 @@
-/* What a call that copies or fills does: how much, and in which direction. Used by the generated
+/* Determine the size and direction of a call that copies or fills. Used by the generated
  * entries. */
 #pragma once
 

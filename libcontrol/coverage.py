@@ -160,9 +160,9 @@ def main(argv: list[str] | None = None) -> int:
         return os.EX_NOINPUT
     functions = cover(names)
     if not functions:
-        what = "declares" if args.header else "exports"
+        verb = "declares" if args.header else "exports"
         print(
-            f"coverage: {args.header or args.driver} {what} no function of the CUDA driver API: "
+            f"coverage: {args.header or args.driver} {verb} no function of the CUDA driver API: "
             "name cuda.h or a header beside it, or a libcuda.so.<version>",
             file=sys.stderr,
         )

@@ -1,4 +1,4 @@
-/* Initialization and streams: functions of the API table that are written by hand. */
+/* Functions of the API table that are written by hand, for initialization and streams. */
 #include "queue.h"
 
 #include <stdlib.h>
@@ -16,8 +16,8 @@ static bool custom_mps_granted(void)
 }
 
 /*
- * The driver looks for the MPS daemon once, in cuInit, and works without MPS if it finds none. What
- * the program or its image says about a daemon does not count. The environment is changed once, in
+ * The driver looks for the MPS daemon once, in cuInit, and works without MPS if it finds none. A
+ * daemon that the program or its image configures is ignored. The environment is changed once, in
  * the first cuInit, which most programs call before they have threads.
  */
 static void custom_mps_point(void)
@@ -60,12 +60,12 @@ static bool custom_mps_allowed(void)
     if (granted) {
         control_log("this container's strategy is mps, and the driver found no MPS server "
                     "at " CUSTOM_MPS_DIRECTORY ": see tidegate ps --json on the node");
-        /* With a context of its own the process would take more than its turns are made for. */
+        /* With a context of its own, the process would take more than its turns allow for. */
         if (pages_now.on_governor_loss == CUSTOM_LOSS_OPEN)
             return true;
     } else
         control_log(
-            "an MPS daemon runs here, but this container has not the strategy mps: stop it, "
+            "an MPS daemon runs here, but this container's strategy is not mps: stop the daemon, "
             "or unset " CUSTOM_MPS_VARIABLE);
     pages_deny();
     return false;
@@ -82,9 +82,8 @@ CONTROL_EXPORT CUresult cuInit(unsigned int Flags)
     result = real->cuInit(Flags);
     if (result != CUDA_SUCCESS) {
         if (custom_mps_granted())
-            control_log(
-                "cuInit failed, as a client of this container's MPS server: " CUSTOM_MPS_DIRECTORY
-                "/events says what happened to that");
+            control_log("cuInit failed, as a client of this container's MPS server: "
+                        "see " CUSTOM_MPS_DIRECTORY "/events for the server's state");
         return result;
     }
     pages_match_devices();
@@ -95,7 +94,7 @@ CONTROL_EXPORT CUresult cuInit(unsigned int Flags)
 
 /* ---- streams ---- */
 
-/* The event may belong to a capture. Then the stream belongs to it from here on. */
+/* The event may belong to a capture, which the stream then joins. */
 static bool wait_begin(void)
 {
     bool joins = gate_captures();
@@ -197,7 +196,7 @@ CUSTOM_CAPTURE(cuStreamBeginCaptureToCig_ptsz, gate_ptsz(hStream), true,
                (CUstream hStream, CUstreamCigCaptureParams *streamCigCaptureParams), hStream,
                streamCigCaptureParams)
 
-/* A capture that this call could not end goes on. */
+/* A capture that this call could not end continues. */
 static CUresult capture_ended(CUstream stream, CUresult result)
 {
     if (gate_captures() && !queue_capturing(stream))
@@ -215,7 +214,7 @@ CONTROL_EXPORT CUresult cuStreamEndCapture_ptsz(CUstream hStream, CUgraph *phGra
     return capture_ended(gate_ptsz(hStream), real->cuStreamEndCapture_ptsz(hStream, phGraph));
 }
 
-/* From here on the driver is asked about the stream again. */
+/* From here on, the driver is queried about the stream again. */
 static CUresult capture_to_graphics_ended(CUstream stream, CUresult result)
 {
     if (result == CUDA_SUCCESS)
@@ -246,8 +245,8 @@ static bool custom_push_context_of(CUstream stream)
            driver->cuCtxPushCurrent(ctx) == CUDA_SUCCESS;
 }
 
-/* Its kernels wait for each other. So it starts once every GPU has admitted it, and is not held
- * then. */
+/* The kernels of such a launch wait for each other, so it starts once every GPU has admitted it,
+ * and is never held. */
 CONTROL_EXPORT CUresult cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARAMS *launchParamsList,
                                                              unsigned int numDevices,
                                                              unsigned int flags)

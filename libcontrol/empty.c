@@ -1,2 +1,3 @@
-/* Takes the place of the original while the control library is linked; see meson.build. */
+/* An empty library that stands for the original while the control library is linked; see
+ * meson.build. */
 typedef int empty_translation_unit;

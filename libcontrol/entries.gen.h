@@ -525,11 +525,11 @@ CUresult cuStreamBeginCaptureToCig_ptsz(CUstream hStream, CUstreamCigCapturePara
 CUresult cuStreamEndCaptureToCig(CUstream hStream);
 CUresult cuStreamEndCaptureToCig_ptsz(CUstream hStream);
 
-/* One row per function of the table: its name, where the driver's own is kept, and ours. */
+/* One row per function of the table: its name, where the driver's own is kept, and the hook. */
 struct control_hook {
     const char *name;
     size_t real_offset;
-    void *ours;
+    void *function;
 };
 
 #define CONTROL_N_HOOKS 258

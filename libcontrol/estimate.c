@@ -1,4 +1,4 @@
-/* Learned durations of work; see estimate.h. */
+/* Learns how long work takes; see estimate.h. */
 #include "estimate.h"
 
 #include "prim.h"
@@ -13,8 +13,9 @@ static uint32_t estimate_home(uintptr_t key, uint64_t blocks)
     return (uint32_t)(hash >> 52) % ESTIMATE_N_KINDS;
 }
 
-/* Begins a kind. Each number is written whole, because estimate_look() reads meanwhile. Who finds
- * the key finds that there are no samples yet, and not what the last kind in this place took. */
+/* Begins a kind. Each number is written by one store, because estimate_look() reads concurrently. A
+ * reader that finds the key also finds that there are no samples yet, and does not use the duration
+ * of the previous kind in this place. */
 static void kind_begin(struct estimate *e, uint32_t kind, uintptr_t key, uint64_t blocks, float ns)
 {
     atomic_store_relaxed(&e->kinds[kind].n_samples, 0);
@@ -26,7 +27,7 @@ static void kind_begin(struct estimate *e, uint32_t kind, uintptr_t key, uint64_
 
 /*
  * Returns the kind's place in a table of fixed size: a kind that finds its neighbourhood full
- * replaces the first one there. `guess_ns` is used until the first measurement; 0: no idea.
+ * replaces the first one there. `guess_ns` is used until the first measurement; 0: unknown.
  */
 uint32_t estimate_kind(struct estimate *e, uintptr_t key, uint64_t blocks, uint64_t guess_ns)
 {
@@ -49,7 +50,7 @@ uint32_t estimate_kind(struct estimate *e, uintptr_t key, uint64_t blocks, uint6
 
 /*
  * Looks up a kind and its duration without the lock. Returns false if it is not known. While a kind
- * takes another's place the answer may be of either: it is wrong once, and never beyond the table.
+ * replaces another, the answer may belong to either: it is wrong once, and always within the table.
  */
 bool estimate_look(const struct estimate *e, uintptr_t key, uint64_t blocks, uint32_t *kindp,
                    uint64_t *nsp)
@@ -131,8 +132,8 @@ bool estimate_unchecked(const struct estimate *e, const struct estimate_interval
 /*
  * Learns from a measured interval. Where kernels wait for each other on several GPUs, or run
  * alongside others' work, a long measurement is mostly waiting. So one measurement raises an
- * estimate by the factor `rise` at most, and estimates stay near the shortest one. With the mean of
- * both, a collective's kernel would fit into no grant but as its first work.
+ * estimate by the factor `rise` at most, and estimates stay near the shortest measurement. With the
+ * mean, a collective's kernel would fit into a grant only as its first work.
  */
 void estimate_learn(struct estimate *e, const struct estimate_interval *interval,
                     uint64_t measured_ns, float rise)
@@ -166,7 +167,7 @@ void estimate_learn(struct estimate *e, const struct estimate_interval *interval
         if (ns < 500.0f)
             ns = 500.0f;
         __atomic_store(&e->kinds[kind].ns, &ns, __ATOMIC_RELAXED);
-        /* Behind the duration: the first measurements replace a guess. */
+        /* Stored after the duration, because the first measurements replace a guess. */
         atomic_store_release(&e->kinds[kind].n_samples, e->kinds[kind].n_samples + 1);
     }
 }

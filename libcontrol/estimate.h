@@ -19,10 +19,10 @@
 
 #define ESTIMATE_NEVER 0x80000000u /* never checked; no process has that many grants */
 
-/* Factor by which one measurement raises the duration of a kind at most, because others' time may
- * be in it. Where containers run at the same time, that is so in one measurement of four, by a
- * tenth or more (H200, before most of these were recognised), and work that has grown is found out
- * within a hundred. */
+/* Factor by which one measurement raises the duration of a kind at most, because it may include
+ * other containers' time. Where containers run at the same time, one measurement in four does so,
+ * by a tenth or more (H200, before most of these were recognised), and work that has become longer
+ * is recognised within a hundred measurements. */
 #define ESTIMATE_RISE        2.0f
 #define ESTIMATE_RISE_WAITS  1.02f /* it may wait for another GPU */
 #define ESTIMATE_RISE_BESIDE 1.01f /* others' work may run alongside it */
@@ -44,7 +44,7 @@ struct estimate {
         uint64_t blocks;
         float ns;
         uint32_t n_samples;
-        uint32_t checked; /* last grant in which it would have been noticed if it took longer */
+        uint32_t checked; /* last grant in which a longer duration would have been noticed */
     } kinds[ESTIMATE_N_KINDS];
 };
 

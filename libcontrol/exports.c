@@ -1,15 +1,15 @@
 /*
- * Physical allocations that were exported as a descriptor.
+ * Keeps physical allocations charged that were exported as a file descriptor.
  *
  * Such an allocation lives as long as the descriptor, in whichever process that is by then, and
  * NVML attributes it to no process once its handle is released (H200: 1 GiB, exported and released,
- * left the process's memory at once, and the GPU's when the descriptor was closed). So it stays
- * charged until the last copy of the descriptor is closed, in any process.
+ * left the process's memory at once, and the GPU's when the descriptor was closed). It therefore
+ * stays charged until the last copy of the descriptor is closed, in any process.
  *
  * The kernel shows when that happens: an epoll instance knows an open file without keeping it open,
  * and /proc/self/fdinfo lists the files that it knows. A file of our own is in the list as well,
- * under a number that nothing else uses. If it is missing, the program has closed our descriptors:
- * then nothing is known, and nothing is refunded. A descriptor that cannot be watched counts as
+ * under a number that nothing else uses. If it is missing, the program has closed the library's
+ * descriptors, and nothing is refunded. A descriptor that cannot be watched counts as
  * open for ever, unless the driver's descriptors are of a kind that cannot be polled at all.
  */
 #include "control.h"
@@ -18,7 +18,7 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 
-#define EXPORTS_N    4096 /* descriptors that can be told apart; of more, none counts as closed */
+#define EXPORTS_N    4096 /* descriptors that can be tracked; beyond that, none counts as closed */
 #define EXPORTS_HIGH 500  /* lowest number of our descriptors, clear of a program's own */
 
 static struct prim_lock exports_lock;
@@ -35,7 +35,7 @@ static struct {
     uint64_t numbers[EXPORTS_N];
 } open_files;
 
-static int raised(int fd)
+static int move_to_high_number(int fd)
 {
     int high = (int)prim_call(SYS_fcntl, fd, F_DUPFD_CLOEXEC, EXPORTS_HIGH);
 
@@ -91,8 +91,8 @@ static void read_line(const char *line)
         open_files.numbers[open_files.n++] = number;
 }
 
-/* Called with the lock. Finds out which of the files are still open somewhere. */
-static void look(void)
+/* Called with the lock. Determines which of the files are still open in any process. */
+static void read_open_files(void)
 {
     char path[48], buffer[1024], line[128];
     size_t length = 0;
@@ -131,14 +131,14 @@ static bool is_open(uint64_t number, uint8_t flags)
     return false;
 }
 
-/* Called with the lock. The descriptor may be another file's by now: it is ours only if our own
- * file is in its list. */
+/* Called with the lock. The program may have reused the descriptor's number: it is still the
+ * library's only if the library's own file is in its list. */
 static bool watch_start(void)
 {
     int own;
 
     if (exports_watch >= 0) {
-        look();
+        read_open_files();
         if (open_files.known)
             return true;
         exports_lost = exports_made;
@@ -147,11 +147,11 @@ static bool watch_start(void)
     own = (int)prim_call(SYS_eventfd2, 0, EFD_CLOEXEC);
     if (own < 0)
         return false;
-    own = raised(own);
+    own = move_to_high_number(own);
     exports_own = 1ull << 63 | (prim_now() ^ (uintptr_t)&exports_own << 20);
     exports_watch = (int)prim_call(SYS_epoll_create1, EPOLL_CLOEXEC);
     if (exports_watch >= 0)
-        exports_watch = raised(exports_watch);
+        exports_watch = move_to_high_number(exports_watch);
     if (exports_watch >= 0 && watch_file(own, exports_own) == 0)
         return true;
     if (exports_watch >= 0)
@@ -223,7 +223,7 @@ cold bool exports_outlive(const struct block *gone)
     if (!lingering.key)
         return false;
     prim_lock(&exports_lock);
-    look();
+    read_open_files();
     lives = is_open(lingering.key, lingering.flags);
     prim_unlock(&exports_lock);
     if (!lives)
@@ -252,14 +252,15 @@ static bool closed_visit(const struct block *block, void *data)
     return true;
 }
 
-/* Refunds what was closed since the last call. Returns whether anything was. */
+/* Refunds allocations whose descriptors were closed since the last call. Returns whether there were
+ * any. */
 cold static bool exports_settle(void)
 {
     uint64_t bytes[LAYOUT_N_DEVICES] = {0};
     bool any = false;
 
     prim_lock(&exports_lock);
-    look();
+    read_open_files();
     if (open_files.known)
         blocks_sweep(closed_visit, bytes);
     prim_unlock(&exports_lock);

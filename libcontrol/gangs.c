@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define PLAY_NS   1000000000ull /* a GPU counts as used for this long after the last sign */
+#define IN_USE_NS 1000000000ull /* a GPU counts as used for this long after the last sign */
 #define RECENT_NS 100000000ull  /* and is granted unasked for this long */
 #define QUIET_NS  300000ull     /* no GPU of the gang is in use for this long: its turn is over */
 /* How long a GPU that a gang gave back is kept while the gang holds another: half of a collective
@@ -44,7 +44,7 @@ struct gangs {
     uint64_t stale;     /* GPUs on which a gang was removed since their last step */
     uint64_t now;       /* of the last step */
     uint64_t wake;      /* a step is due by then */
-    uint64_t poked;     /* GPUs on which gangs may do something else than at the last step there */
+    uint64_t poked;     /* GPUs to step again, because what gangs may do there has changed */
 };
 
 struct gangs *gangs_new(const struct arbiter_config *config)
@@ -76,8 +76,8 @@ static uint64_t gpus_of(const struct gang *g)
     return gpus;
 }
 
-/* Makes a gang of a container's tenants, one for each GPU. Returns its number, or ARBITER_NOBODY:
- * then its GPUs are granted one by one. */
+/* Makes a gang of a container's tenants, one for each GPU. Returns its number, or ARBITER_NOBODY if
+ * it cannot be a gang and its GPUs are granted one by one. */
 int32_t gangs_add(struct gangs *gangs, const uint32_t *gpus, const int32_t *tenants, uint32_t n)
 {
     if (n > GANGS_N_OWN)
@@ -125,27 +125,28 @@ bool gangs_concern(const struct gangs *gangs, uint32_t gpu)
     return (gangs->concerned | gangs->stale) & 1ull << gpu;
 }
 
-/* ---- what is known ---- */
+/* ---- queries ---- */
 
-static bool is_played(const struct gangs *gangs, const struct member *m)
+static bool is_in_use(const struct gangs *gangs, const struct member *m)
 {
-    return m->standing.want || m->standing.holds || (m->seen && gangs->now < m->seen_ns + PLAY_NS);
+    return m->standing.want || m->standing.holds ||
+           (m->seen && gangs->now < m->seen_ns + IN_USE_NS);
 }
 
-/* Returns the GPUs that the container uses; with several it is a gang. */
-static uint64_t played(const struct gangs *gangs, const struct gang *g)
+/* Returns the GPUs that the container uses. If there are several, it is a gang. */
+static uint64_t gpus_in_use(const struct gangs *gangs, const struct gang *g)
 {
     uint64_t gpus = 0;
 
     for (uint32_t i = 0; i < g->n; i++)
-        if (is_played(gangs, &g->members[i]))
+        if (is_in_use(gangs, &g->members[i]))
             gpus |= bit(&g->members[i]);
     return gpus;
 }
 
 static bool is_gang(const struct gangs *gangs, const struct gang *g)
 {
-    uint64_t gpus = played(gangs, g);
+    uint64_t gpus = gpus_in_use(gangs, g);
 
     return g->used && (g->turn || (gpus & (gpus - 1)));
 }
@@ -166,14 +167,15 @@ static bool holds(const struct gang *g)
     return false;
 }
 
-/* Asks for a step at `at`, if that is still to come. */
+/* Requests a step at `at`, if that is in the future. */
 static void wake_at(struct gangs *gangs, uint64_t at)
 {
     if (at > gangs->now && at < gangs->wake)
         gangs->wake = at;
 }
 
-/* Returns from when on all of its GPUs let it begin; ARBITER_NEVER: another goes before it. */
+/* Returns the time from which the gang's turn may begin on all of its GPUs; ARBITER_NEVER: another
+ * container goes before it. */
 static uint64_t begins_at(const struct gangs *gangs, const struct gang *g)
 {
     uint64_t at = 0;
@@ -181,7 +183,7 @@ static uint64_t begins_at(const struct gangs *gangs, const struct gang *g)
     for (uint32_t i = 0; i < g->n; i++) {
         const struct member *m = &g->members[i];
 
-        if (!is_played(gangs, m))
+        if (!is_in_use(gangs, m))
             continue;
         if (m->standing.stuck || m->standing.first_ns == ARBITER_NEVER)
             return ARBITER_NEVER;
@@ -199,7 +201,7 @@ static uint64_t ready_at(const struct gangs *gangs, const struct gang *g)
     uint64_t at = 0;
 
     for (uint32_t i = 0; i < g->n; i++)
-        if (is_played(gangs, &g->members[i]) && g->members[i].standing.ready_ns > at)
+        if (is_in_use(gangs, &g->members[i]) && g->members[i].standing.ready_ns > at)
             at = g->members[i].standing.ready_ns;
     return at;
 }
@@ -211,7 +213,7 @@ static bool has_rival(const struct gangs *gangs, const struct gang *g, uint64_t 
         const struct gang *other = &gangs->gangs[i];
 
         if (other != g && is_gang(gangs, other) && wants(other) &&
-            played(gangs, other) & played(gangs, g) && ready_at(gangs, other) <= end)
+            gpus_in_use(gangs, other) & gpus_in_use(gangs, g) && ready_at(gangs, other) <= end)
             return true;
     }
     return false;
@@ -239,7 +241,7 @@ static void end_turn(struct gangs *gangs, struct gang *g)
     gangs->poked |= gpus_of(g);
 }
 
-/* Whether a gang's turn has been over for so long that it is not waited for any more. */
+/* Whether a gang's turn has been over for so long that its GPUs are no longer waited for. */
 static bool is_given_up(const struct gangs *gangs, const struct gang *g)
 {
     return g->end != ARBITER_NEVER && gangs->now >= g->end + gangs->config.overdue_ns;
@@ -251,8 +253,8 @@ static bool is_over(const struct gangs *gangs, const struct gang *g, const struc
     return m->done || (g->end != ARBITER_NEVER && gangs->now >= g->end);
 }
 
-/* Whether a GPU was given back, the gang wants it again and still holds others: the other half of
- * what runs there may be waiting for this one. */
+/* Whether the gang gave the GPU back, wants it again and still holds others: work on those may be
+ * waiting for its other half on this one. */
 static bool is_split(const struct gangs *gangs, const struct gang *g, const struct member *m)
 {
     return g->turn && holds(g) && !is_given_up(gangs, g) && m->split_ns <= gangs->now &&
@@ -264,7 +266,7 @@ static uint64_t split_since(const struct gang *g, const struct member *m)
     return m->done ? m->changed_ns : g->end;
 }
 
-/* Gives a GPU that was given back a short grant if the rest of the gang does not end either. This
+/* Makes a short grant on a GPU that was given back if the gang's other GPUs do not end either. This
  * lasts for 20 ms at most. */
 static void mend_split(struct gangs *gangs, struct gang *g)
 {
@@ -284,7 +286,7 @@ static void mend_split(struct gangs *gangs, struct gang *g)
     }
 }
 
-/* Lets the turn end if another container waits. If none does, it goes on everywhere, without a
+/* Lets the turn end if another container waits, and otherwise extends it on all GPUs without a
  * drain. */
 static void extend_turn(struct gangs *gangs, struct gang *g)
 {
@@ -294,7 +296,7 @@ static void extend_turn(struct gangs *gangs, struct gang *g)
     for (uint32_t i = 0; i < g->n; i++) {
         const struct member *m = &g->members[i];
 
-        if (!is_played(gangs, m))
+        if (!is_in_use(gangs, m))
             continue;
         others = others || m->standing.others;
         contended = contended || m->standing.rivals;
@@ -333,12 +335,12 @@ static bool waits(const struct gang *g)
     return false;
 }
 
-/* Whether the gang has given everything back: it could get nothing more in this turn, and would
- * keep others from theirs. */
+/* Whether the gang has given all of its GPUs back: it could get nothing more in this turn, and
+ * would keep others from theirs. */
 static bool is_spent(const struct gangs *gangs, const struct gang *g)
 {
     for (uint32_t i = 0; i < g->n; i++)
-        if (is_played(gangs, &g->members[i]) && !g->members[i].done)
+        if (is_in_use(gangs, &g->members[i]) && !g->members[i].done)
             return false;
     return true;
 }
@@ -365,7 +367,7 @@ static void keep_turn(struct gangs *gangs, struct gang *g)
  * free or at the end of a grant. */
 static bool may_begin(struct gangs *gangs, const struct gang *g)
 {
-    uint64_t mine = played(gangs, g), at = begins_at(gangs, g);
+    uint64_t own = gpus_in_use(gangs, g), at = begins_at(gangs, g);
     bool anywhere = false;
 
     for (uint32_t i = 0; i < g->n; i++) {
@@ -376,7 +378,7 @@ static bool may_begin(struct gangs *gangs, const struct gang *g)
     for (uint32_t i = 0; i < gangs->n; i++) {
         const struct gang *other = &gangs->gangs[i];
 
-        if (other != g && other->used && other->turn && played(gangs, other) & mine)
+        if (other != g && other->used && other->turn && gpus_in_use(gangs, other) & own)
             return false;
     }
     if (at > gangs->now) {
@@ -387,9 +389,9 @@ static bool may_begin(struct gangs *gangs, const struct gang *g)
     return anywhere;
 }
 
-/* Whether gang `a` goes before gang `b`. Those that would have to be lent time go behind those that
- * are owed it. Among them, the one goes first that has the least of what it should have, on the GPU
- * where it has the most. */
+/* Whether gang `a` goes before gang `b`. A gang that would have to be lent time goes behind one
+ * that is owed it. Otherwise the gang goes first that has had the least of its share, compared on
+ * the GPU where each has had the most. */
 static bool goes_before(const struct gangs *gangs, const struct gang *a, const struct gang *b)
 {
     double due[2] = {0, 0}, tag[2] = {0, 0};
@@ -400,7 +402,7 @@ static bool goes_before(const struct gangs *gangs, const struct gang *a, const s
         for (uint32_t i = 0; i < both[side]->n; i++) {
             const struct member *m = &both[side]->members[i];
 
-            if (!is_played(gangs, m))
+            if (!is_in_use(gangs, m))
                 continue;
             lent[side] = lent[side] || m->standing.lent;
             if (m->standing.due > due[side])
@@ -437,8 +439,8 @@ static void decide(struct gangs *gangs)
 
 /* ---- one GPU ---- */
 
-static void look(struct gangs *gangs, struct gang *g, struct member *m,
-                 const struct arbiter *arbiter)
+static void observe(struct gangs *gangs, struct gang *g, struct member *m,
+                    const struct arbiter *arbiter)
 {
     bool held = m->standing.holds;
     double busy = m->standing.busy;
@@ -454,16 +456,16 @@ static void look(struct gangs *gangs, struct gang *g, struct member *m,
     m->granted = m->granted || m->standing.holds;
     if (held && !m->standing.holds) {
         m->changed_ns = gangs->now;
-        gangs->poked |= gpus_of(g); /* its other GPUs are kept until all is over */
+        gangs->poked |= gpus_of(g); /* its other GPUs are kept until the turn is over */
         m->done = m->standing.want ||
                   (g->end != ARBITER_NEVER && gangs->now + gangs->config.lead_ns >= g->end);
         m->split_ns = 0;
     }
 }
 
-/* Tells the arbiter what the gang may do on its GPU. */
-static void order(struct gangs *gangs, const struct gang *g, const struct member *m,
-                  struct arbiter *arbiter)
+/* Sets what the gang may do on the arbiter's GPU. */
+static void set_turn(struct gangs *gangs, const struct gang *g, const struct member *m,
+                     struct arbiter *arbiter)
 {
     struct arbiter_turn turn = {.role = ARBITER_BARRED};
 
@@ -479,8 +481,8 @@ static void order(struct gangs *gangs, const struct gang *g, const struct member
     arbiter_turn(arbiter, m->tenant, &turn, gangs->now);
 }
 
-/* Whether a gang holds a GPU past the end of its grant and waits for another, while its turn is
- * long over or another gang's. Perhaps what it waits for waits for what it holds. */
+/* Whether a gang holds a GPU past the end of its grant and waits for another one, while its own
+ * turn is long over or another gang has the turn. The two may be waiting for each other. */
 static bool is_crossed(struct gangs *gangs, const struct gang *g, const struct member *m)
 {
     uint64_t at = m->standing.deadline_ns;
@@ -500,7 +502,7 @@ static bool is_crossed(struct gangs *gangs, const struct gang *g, const struct m
 }
 
 /* Returns when the next turn on this GPU is expected to begin; ARBITER_NEVER: none is. */
-static uint64_t expected(const struct gangs *gangs, uint32_t gpu)
+static uint64_t next_turn_at(const struct gangs *gangs, uint32_t gpu)
 {
     uint64_t first = ARBITER_NEVER;
 
@@ -508,13 +510,13 @@ static uint64_t expected(const struct gangs *gangs, uint32_t gpu)
         const struct gang *g = &gangs->gangs[i];
         uint64_t at;
 
-        if (!is_gang(gangs, g) || g->turn || !wants(g) || !(played(gangs, g) & 1ull << gpu))
+        if (!is_gang(gangs, g) || g->turn || !wants(g) || !(gpus_in_use(gangs, g) & 1ull << gpu))
             continue;
         at = ready_at(gangs, g);
         for (uint32_t m = 0; m < g->n; m++) {
             const struct arbiter_standing *s = &g->members[m].standing;
 
-            if (g->members[m].gpu != gpu && is_played(gangs, &g->members[m]) && !s->free &&
+            if (g->members[m].gpu != gpu && is_in_use(gangs, &g->members[m]) && !s->free &&
                 s->deadline_ns > at)
                 at = s->deadline_ns;
         }
@@ -524,10 +526,10 @@ static uint64_t expected(const struct gangs *gangs, uint32_t gpu)
     return first;
 }
 
-/* Returns until when a GPU is granted to no other container, because a gang may need it for half of
- * a collective. A container that was let in there would run for as long as a grant, and the other
- * half would spin meanwhile. */
-static uint64_t kept(const struct gangs *gangs, uint32_t gpu)
+/* Returns the time until which a GPU is granted to no other container, because a gang may need it
+ * for half of a collective. Another container would run there for as long as a grant, while the
+ * other half spins. */
+static uint64_t kept_until(const struct gangs *gangs, uint32_t gpu)
 {
     for (uint32_t i = 0; i < gangs->n; i++) {
         const struct gang *g = &gangs->gangs[i];
@@ -539,7 +541,8 @@ static uint64_t kept(const struct gangs *gangs, uint32_t gpu)
     return 0;
 }
 
-/* Steps one GPU's arbiter. Returns as bits the other GPUs that have to be stepped because of it. */
+/* Steps one GPU's arbiter. Returns a bit mask of the other GPUs that have to be stepped as a
+ * result. */
 uint64_t gangs_step(struct gangs *gangs, uint32_t gpu, struct arbiter *arbiter, uint64_t now,
                     struct arbiter_view *viewp)
 {
@@ -559,7 +562,7 @@ uint64_t gangs_step(struct gangs *gangs, uint32_t gpu, struct arbiter *arbiter, 
         for (uint32_t i = 0; i < gangs->n; i++)
             for (uint32_t m = 0; gangs->gangs[i].used && m < gangs->gangs[i].n; m++)
                 if (gangs->gangs[i].members[m].gpu == gpu)
-                    look(gangs, &gangs->gangs[i], &gangs->gangs[i].members[m], arbiter);
+                    observe(gangs, &gangs->gangs[i], &gangs->gangs[i].members[m], arbiter);
         decide(gangs);
         /* What the step changes is seen in the next pass. It may end or begin a turn. */
         if (pass == 3 || (pass && !(gangs->poked & here)))
@@ -573,12 +576,12 @@ uint64_t gangs_step(struct gangs *gangs, uint32_t gpu, struct arbiter *arbiter, 
                     continue;
                 if (is_crossed(gangs, g, &g->members[m])) {
                     arbiter_take(arbiter, now);
-                    look(gangs, &gangs->gangs[i], &gangs->gangs[i].members[m], arbiter);
+                    observe(gangs, &gangs->gangs[i], &gangs->gangs[i].members[m], arbiter);
                 }
-                order(gangs, g, &g->members[m], arbiter);
+                set_turn(gangs, g, &g->members[m], arbiter);
             }
-        arbiter_align(arbiter, expected(gangs, gpu));
-        arbiter_keep(arbiter, kept(gangs, gpu));
+        arbiter_align(arbiter, next_turn_at(gangs, gpu));
+        arbiter_keep(arbiter, kept_until(gangs, gpu));
         arbiter_step(arbiter, now, viewp);
     }
     if (gangs->wake < viewp->wake_ns)

@@ -3,10 +3,10 @@
  * as ends with the grant.
  *
  * The governor publishes one word, `deadline_ns`: work may start before it. GRANT_OPEN means that
- * no other container waits and no cap applies; then every launch goes (pass.h). Otherwise a launch
- * goes if the model of the GPU's queue (queue.h) says that it ends with the grant.
+ * no other container waits and no cap applies; then every launch passes (pass.h). Otherwise a
+ * launch passes if it ends with the grant by the model of the GPU's queue (queue.h).
  *
- * A launch that does not fit goes ahead all the same, to be held on the GPU (gate_holds.c). When a
+ * A launch that does not fit is submitted all the same, and held on the GPU (gate_holds.c). When a
  * grant's worth is held, or where a stream cannot be held, launches wait here. Streams that capture
  * are not gated (gate_captures.c).
  */
@@ -16,7 +16,7 @@
 
 #include <string.h>
 
-#define GATE_NAP_NS         (250 * NS_PER_US)  /* interval between two looks at a full queue */
+#define GATE_NAP_NS         (250 * NS_PER_US)  /* interval between two checks of a full queue */
 #define GATE_NEW_NS         (20 * NS_PER_US)   /* the same, for work that was never measured */
 #define GATE_OPEN_MARKER_NS (2500 * NS_PER_US) /* between markers under an open grant */
 #define GATE_GAP_NS         (NS_PER_MS)        /* a longer idle time is a gap in an interval */
@@ -52,7 +52,7 @@ static enum gate_answer gate_ask(struct gate *g, uint64_t deadline, uint64_t now
 
 /* Marks the end of the stream's work before a wait in which the queue may run dry, so that no
  * interval spans the wait. The lock is held before and after. Returns whether the work was marked:
- * the lock was given up for that, so the caller has to look again. */
+ * the lock was released for that, so the caller has to check again. */
 static bool gate_mark_end(struct gate *g, const struct queue_stream *s,
                           struct ledger_device *ledger)
 {
@@ -111,8 +111,8 @@ static cold void gate_wait(struct gate *g, const struct grant_device *grant,
     gate_lock(g);
 }
 
-/* Returns how much work may be held, in ns. It all runs when the next grant begins, which may be a
- * short one. */
+/* Returns how much work may be held, in ns. All of it runs when the next grant begins, which may be
+ * a short one. */
 static uint64_t gate_hold_ns(const struct gate *g)
 {
     uint64_t most = atomic_load_relaxed(&pages_grant()->inflight_ns);
@@ -125,9 +125,9 @@ static uint64_t gate_hold_ns(const struct gate *g)
 
 /*
  * Whether work may be put into the stream to be held: a grant's worth of known work, or one piece
- * of unknown duration. Nothing is held where several GPUs are granted together: all that is held on
- * one of them would run when only the other half of a collective has to, and would spin in its
- * turn.
+ * of unknown duration. Nothing is held where several GPUs are granted together: all work that is
+ * held on one of them would run when only the other half of a collective has to, and would itself
+ * spin.
  *
  * Where containers share one context of the GPU, only the next holder holds work: streams that wait
  * delay each launch of the container that runs (H200, kernels of 25 us: by 2 us with three such
@@ -177,7 +177,8 @@ static void gate_prepare(struct gate *g, const struct gate_ticket *ticket, bool 
  * helper is started. */
 static cold void gate_start(struct gate *g, unsigned device)
 {
-    /* Either gate_join_begin() finds the gate, or what is marked here finds its caller joining. */
+    /* Either gate_join_begin() sees this gate, or a thread that marks here sees that its caller is
+     * joining. */
     atomic_store_seq_cst(&g->started, true);
     g->ticket = 1;
     queue_init(&g->queue);
@@ -218,8 +219,9 @@ static int gate_place(CUstream stream, CUcontext *ctxp, bool *currentp)
     return one ? 0 : pages_index_current();
 }
 
-/* Learns how long the program's pauses are, from a launch that follows one. It is not known when a
- * metered pass let its launches by; they count as made just now, so nothing is learned then. */
+/* Learns how long the program's pauses are, from a launch that follows one. The times of launches
+ * that a metered pass let through are not known; they count as made just now, so nothing is learned
+ * from them. */
 static void gate_note_pause(struct gate *g, uint64_t now)
 {
     uint64_t end = g->queue.busy_until > g->last_launch ? g->queue.busy_until : g->last_launch;
@@ -300,7 +302,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
             }
             open = pass_open(g, &s, grant, ledger, now, &average);
             if (open == PASS_FULL && !looked) {
-                /* Only the model says so: the markers may have been reached long ago. */
+                /* The queue is full by the model only: its markers may have been reached. */
                 looked = true;
                 gate_visit_begin(&visit);
                 gate_retire(g, ledger, now, true);
@@ -386,7 +388,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
     ticket->era = g->queue.era + held;
     ticket->mark = false;
     learn = learn || estimate_samples(&g->estimate, kind) < ESTIMATE_N_LEARN;
-    /* While the grant is open the last marker will do, however long ago it was reached. */
+    /* Under an open grant the last marker suffices, however long ago it was reached. */
     mark = (!g->passing || learn) &&
            (dry || queue_wants_mark_before(&g->queue, s, ticket->era, learn));
     if (first || wait || mark) {
@@ -405,16 +407,16 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
         }
         g->n_entering[ticket->era & 1]--;
     }
-    /* While the grant is open, no marker is put before work that comes late; and in no grant is one
-     * put before work that comes after a pause but is not the first behind the last marker. The
-     * interval has a gap then. */
+    /* Under an open grant, no marker precedes work that comes late; and in no grant does one
+     * precede work that comes after a pause but is not the first behind the last marker. The
+     * interval then has a gap. */
     s->gap =
         s->gap || (!mark && !held && g->queue.busy_until + (g->passing ? 0 : GATE_GAP_NS) < now);
     queue_add(&g->queue, s, &g->estimate, ticket->era, kind, 1, now);
     ticket->mark = learn || queue_wants_mark_behind(
                                 s, g->passing ? GATE_OPEN_MARKER_NS
                                               : atomic_load_relaxed(&pages_grant()->marker_ns));
-    /* The lock may have been given up since: the stream gets a pass only if all still holds. */
+    /* The lock may have been released since, so all conditions for a pass are checked again. */
     if (!g->passing && !g->holding && !ticket->mark && g->active && !g->released &&
         ticket->era == g->queue.era && g->epoch == atomic_load_acquire(&grant->epoch) &&
         !gate_lost(now))
@@ -440,14 +442,14 @@ void gate_leave(const struct gate_ticket *ticket, CUresult result)
     gate_visit_begin(&visit);
     gate_lock(g);
     s = queue_find(&g->queue, ticket->ctx, ticket->stream);
-    /* Not if another thread has marked it since, or a hold lies between the work and the marker. */
+    /* No marker if another thread has marked it since, or a hold lies between work and marker. */
     if (s->unmarked && s->era == ticket->era)
         gate_mark(g, s, s->era, prim_now(), ledger);
     prim_unlock(&g->lock);
     gate_visit_end(&visit);
 }
 
-/* ---- what ends ---- */
+/* ---- ends of streams, contexts and processes ---- */
 
 void gate_forget_stream(CUstream stream)
 {

@@ -35,12 +35,12 @@ struct gate {
     bool active;    /* work was started in this grant */
     bool released;  /* the grant was given back */
     bool drained;   /* the ends of the streams' work were marked when the grant ended */
-    bool passing;   /* the grant is open: launches go by passes without being followed */
+    bool passing;   /* the grant is open: launches use passes and are not tracked */
     bool blind;     /* such launches were made, and their ends are not marked yet */
     bool preparing; /* a thread is making a hold word */
     bool retiring;  /* a thread is asking the driver about the oldest marker */
     uint32_t epoch;
-    struct pass *metered; /* launches go by it on credit, and are not in the queue yet; or NULL */
+    struct pass *metered; /* launches use it on credit, and are not in the queue yet; or NULL */
     unsigned n_calls;     /* threads in a driver call that uses events of the queue */
     unsigned n_marking;   /* threads that mark streams which other threads use */
     /* For an even and an odd era: threads with a launch in it that is not in the queue yet. */
@@ -57,14 +57,14 @@ struct gate {
     /* How often late work was given up or tried, since it was last found to be long. */
     unsigned n_tries;
     uint32_t tried;          /* marker that is waited for as a trial; 0: none */
-    uint64_t tried_late;     /* how late that marker was at the last look, in ns */
+    uint64_t tried_late;     /* how late that marker was at the last check, in ns */
     uint64_t local_deadline; /* end of the container's own grant, while the governor is away */
     uint64_t local_next;
     bool full;                       /* the next launch does not fit into the grant */
     bool holding;                    /* streams wait for `ticket` */
     unsigned n_held;                 /* launches that are held */
     bool crossed;                    /* streams depended on each other: see gate_cross() */
-    uint32_t crossed_era;            /* era in which they did last */
+    uint32_t crossed_era;            /* last era in which they did */
     const struct queue_stream *only; /* stream of the last launch */
     bool no_holds;                   /* the driver cannot hold streams */
     uint32_t ticket;                 /* value that the next opening writes to the hold words */
@@ -94,12 +94,12 @@ enum pass_answer {
     PASS_FULL,   /* wait for the queue */
 };
 
-/* Decides about a launch under an open grant that came without a pass. Usually its stream gets
- * one. */
+/* Decides on a launch under an open grant whose stream has no pass. Usually the stream gets one. */
 enum pass_answer pass_open(struct gate *g, struct queue_stream **sp,
                            const struct grant_device *grant, struct ledger_device *ledger,
                            uint64_t now, uint32_t *kindp);
-/* Gives the stream of the last launch a metered pass, if more may go before the next marker. */
+/* Gives the stream of the last launch a metered pass, if more launches may precede the next
+ * marker. */
 void pass_meter(struct gate *g, const struct queue_stream *s, const struct grant_device *grant,
                 struct ledger_device *ledger, uint64_t deadline, uint64_t now);
 void pass_collect(struct gate *g);
@@ -114,23 +114,24 @@ static inline void gate_collect(struct gate *g)
         pass_collect(g);
 }
 
-/* Takes the lock. The queue then contains all launches that a metered pass let by. */
+/* Takes the lock. The queue then contains all launches that a metered pass let through. */
 static inline void gate_lock(struct gate *g)
 {
     prim_lock(&g->lock);
     gate_collect(g);
 }
 
-/* Brackets the driver calls that the library adds. They break no capture of the application, what
- * they call back is not governed, errno stays as it was, and no thread is cancelled in them,
- * because the gate's counters say that it is there. */
+/* Brackets the driver calls that the library adds. They break no capture of the application, their
+ * callbacks are not governed, errno is preserved, and no thread is cancelled in them, because the
+ * gate's counters include it. */
 struct gate_visit {
     CUstreamCaptureMode mode;
     int cancel;
     int saved;
 };
 
-/* This thread is in a driver call that the library added. What that calls back is let through. */
+/* Whether this thread is in a driver call that the library added. Calls from its callbacks are let
+ * through. */
 extern __thread bool gate_visiting;
 
 static inline void gate_visit_begin(struct gate_visit *visit)

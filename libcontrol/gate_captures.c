@@ -1,12 +1,12 @@
 /*
- * Captures: streams that record a graph of what is launched into them.
+ * Keeps track of captures: streams that record a graph of what is launched into them.
  *
  * Streams that capture are neither gated nor marked. Every driver call that the library adds is
  * made in relaxed capture mode (gate_visit_begin()), because in the other modes it would invalidate
  * a capture of the application.
  *
  * A capture to a graphics API's command list (CUDA in graphics) is like one to a graph, except that
- * the driver is not known to report it as a capture, so it is looked up here.
+ * the driver is not known to report it as a capture, so it is looked up in a table here.
  */
 #include "gate_parts.h"
 
@@ -63,9 +63,9 @@ bool gate_captures(void)
     return unlikely(atomic_load_relaxed(&gate_n_captures));
 }
 
-/* The streams in which captures began; a capture ends only in its own. The end of a capture that
- * finds no place here is never noticed, and then each launch asks for the rest of the process's
- * life. */
+/* The streams in which captures began; a capture ends only in its own. The end of a capture for
+ * which the table has no place is never noticed, and each launch then queries the driver for the
+ * rest of the process's life. */
 static struct capture {
     CUstream stream;
     const void *thread;

@@ -1,7 +1,7 @@
 /*
- * Grants: until when work may start, and what changes for the gate when a new grant begins.
+ * Reads grants: until when work may start, and what changes for the gate when a new grant begins.
  *
- * Only the grant page and this process's part of the ledger say so; nothing here calls the driver.
+ * This follows from the grant page and this process's slot alone; nothing here calls the driver.
  */
 #include "gate_parts.h"
 
@@ -10,9 +10,9 @@
 
 struct gate gate_devices[LAYOUT_N_DEVICES];
 
-/* Notes until when the last work of another container runs alongside ours, and for how much longer
- * it may. Neither is ever long, whatever the page says, and both are 0 where there is no such work.
- */
+/* Notes until when the last work of another container runs alongside this one's, and for how much
+ * longer it may. Both times are bounded, whatever the page contains, and are 0 where there is no
+ * such work. */
 static void gate_beside(struct gate *g, const struct grant_device *grant)
 {
     uint64_t lookahead = atomic_load_relaxed(&pages_grant()->lookahead_ns);
@@ -27,7 +27,8 @@ static void gate_beside(struct gate *g, const struct grant_device *grant)
     g->queue.beside_ns = beside;
 }
 
-/* Returns by which factor one measurement may raise an estimate: it may contain others' time. */
+/* Returns the factor by which one measurement may raise an estimate, because it may include other
+ * containers' time. */
 static float gate_rise(const struct grant_device *grant)
 {
     if (atomic_load_relaxed(&grant->together))
@@ -63,7 +64,7 @@ void gate_adopt(struct gate *g, const struct grant_device *grant)
         g->queue.era++;
 }
 
-/* Whether the governor is away or its page is nonsense (a heartbeat from the future, no page). */
+/* Whether the governor is away or its page is invalid (a heartbeat from the future, no page). */
 bool gate_lost(uint64_t now)
 {
     const struct grant_header *page = pages_grant();
@@ -75,8 +76,8 @@ bool gate_lost(uint64_t now)
 
 /*
  * Returns the time until which work may start; 0: none may. While the governor is away, the
- * container gives itself grants at its guaranteed share, or does what the node's configuration
- * says.
+ * container gives itself grants at its guaranteed share, unless the node's configuration says
+ * otherwise.
  */
 uint64_t gate_deadline(struct gate *g, const struct grant_device *grant, uint64_t now)
 {
@@ -92,15 +93,15 @@ uint64_t gate_deadline(struct gate *g, const struct grant_device *grant, uint64_
     default:
         if (now >= g->local_next) {
             g->local_deadline = now + GATE_LOCAL_NS;
-            /* A page that says a share of 0 must not stop a program for an hour. */
+            /* A page with a share of 0 must not stop a program for an hour. */
             g->local_next = now + GATE_LOCAL_NS * 1000000 / (share > 10000 ? share : 10000);
         }
         return g->local_deadline;
     }
 }
 
-/* Returns until when to spin for a grant that the governor says is near; 0: not at all. Never long,
- * whatever the page says. */
+/* Returns until when to spin for a grant that the governor has announced; 0: not at all. The time
+ * is bounded, whatever the page contains. */
 uint64_t gate_spin_until(const struct grant_device *grant, uint64_t now)
 {
     uint64_t standby = atomic_load_acquire(&grant->standby_ns);

@@ -1,9 +1,9 @@
 /*
- * Work that is held on the GPU until the next grant.
+ * Holds work on the GPU until the next grant.
  *
- * A launch that does not fit goes ahead all the same, to be held on the GPU: its stream first waits
+ * A launch that does not fit is submitted all the same, and held on the GPU: its stream first waits
  * for a word of pinned memory to reach the next ticket (cuStreamWaitValue32), which the next grant
- * writes. So the application prepares its next grant while others use the GPU, and a grant begins
+ * writes. The application thus prepares its next grant while others use the GPU, and a grant begins
  * with one store instead of a race between the application's launches and the GPU. A context that
  * waits in this way costs its neighbours nothing (H200: 6,034 units of 0.5 ms in 3 s next to none,
  * one or three of them; 0.7 us for the call, 2 us on the GPU). Once something is held, all later
@@ -15,8 +15,8 @@
 #define CU_MEMHOSTALLOC_PORTABLE  1
 #define CU_MEMHOSTALLOC_DEVICEMAP 2
 
-/* Makes the word that streams of the current context can wait for, before there is anything to
- * hold. The lock is held before and after. */
+/* Allocates the word that streams of the current context can wait for, before any work is held. The
+ * lock is held before and after. */
 cold void hold_prepare(struct gate *g, CUcontext ctx)
 {
     struct gate_hold *hold = NULL;
@@ -43,7 +43,7 @@ cold void hold_prepare(struct gate *g, CUcontext ctx)
     hold->word = memory;
 }
 
-/* Lets what is held run. */
+/* Lets held work run. */
 static void gate_let(struct gate *g, struct ledger_device *ledger, uint64_t now)
 {
     queue_open(&g->queue, now);
@@ -67,7 +67,7 @@ void gate_end_holds(struct gate *g, struct ledger_device *ledger)
         gate_let(g, ledger, prim_now());
 }
 
-/* Lets what is held run if the grant has room for it. Returns whether it did. */
+/* Lets held work run if the grant has room for it. Returns whether it did. */
 bool gate_open(struct gate *g, const struct grant_device *grant, struct ledger_device *ledger,
                uint64_t now)
 {

@@ -1,9 +1,9 @@
 /*
- * Markers: events that are recorded behind work and queried later. What they say corrects the model
- * of the GPU's queue (queue.h).
+ * Records and queries markers: events behind work, whose times correct the model of the GPU's queue
+ * (queue.h).
  *
- * The driver is called without the gate's lock, so each function here that calls it gives the lock
- * up meanwhile, and its caller has to look again at what the lock guards.
+ * The driver is called without the gate's lock, so each function here that calls it releases the
+ * lock meanwhile, and its caller has to read again what the lock guards.
  */
 #include "gate_parts.h"
 

@@ -1,19 +1,19 @@
 /*
- * What the files of the gate share with each other. Each calls only those named before it:
+ * Internal declarations of the gate. Each of its files calls only those named before it:
  *
  *   gate_grants.c     what the grant allows, and when a new one has begun
  *   gate_captures.c   which streams capture
- *   gate_markers.c    markers: recorded behind work, and looked at
+ *   gate_markers.c    markers: recorded behind work, and queried
  *   gate_holds.c      work that is held on the GPU
  *   gate.c            launches
  *
- * What is short and part of a launch is inline, so that it costs no call.
+ * Short functions on the path of a launch are inline, so that they cost no call.
  */
 #pragma once
 
 #include "gate.h"
 
-/* Around a driver call that is made without the lock. */
+/* Release and retake the lock around a driver call. */
 static inline void gate_unlock_for_call(struct gate *g)
 {
     g->n_calls++;
@@ -48,11 +48,11 @@ static inline bool gate_announce(struct gate *g, const struct grant_device *gran
 
 /* ---- gate_captures.c ---- */
 
-/* Number of captures that may be under way. While it is 0, no launch asks about its stream. */
+/* Number of captures that may be under way. While it is 0, no launch queries its stream. */
 extern uint32_t gate_n_captures;
 extern uint32_t gate_n_joining; /* threads in calls by which a stream may join a capture */
 
-/* Whether a stream captures. This asks the driver, so no lock of a gate is held. */
+/* Whether a stream captures. This queries the driver, so no lock of a gate is held. */
 bool capture_is_running(CUstream stream);
 void capture_end_context(CUcontext ctx);
 void captures_after_fork(void);
@@ -63,8 +63,8 @@ void gate_mark(struct gate *g, struct queue_stream *s, uint32_t era, uint64_t no
                struct ledger_device *ledger);
 
 /* Whether an event may be recorded in a stream that other threads may use: not if it captures, and
- * while anything captures not in the legacy stream, which waits for the streams that do. The lock
- * is held before and after. */
+ * not in the legacy stream while any stream captures, because the legacy stream waits for that
+ * stream. The lock is held before and after. */
 static inline bool gate_may_mark(struct gate *g, CUstream stream)
 {
     bool captures_now;

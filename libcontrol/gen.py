@@ -1,10 +1,9 @@
 """Write the generated C of the control library from its tables.
 
-These are `libcontrol.api`, `libcontrol.layout` and functions.toml.
+The tables are `libcontrol.api`, `libcontrol.layout` and functions.toml.
 
 `python -m libcontrol.gen` writes the files. With `--check` it exits 1 and names those that are
-stale. The generated files are kept in the repository, so that a review shows what a row of the
-table really does.
+stale. The generated files are kept in the repository, so that a review shows the effect of a row.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def _gated(fn: api.Fn, head: str, names: str) -> str:
     graph = fn.name.startswith("cuGraphLaunch")
     work = f".key = (uintptr_t){fn.key}, .blocks = {fn.blocks}, .stream = {fn.stream}"
     work += ", .single = true" if graph else ""
-    what = f"{fn.stream}, (uintptr_t){fn.key}, {fn.blocks}, {str(graph).lower()}"
+    arguments = f"{fn.stream}, (uintptr_t){fn.key}, {fn.blocks}, {str(graph).lower()}"
     # The slow path is a function of its own, so that the fast path needs no stack frame.
     return (
         f"static noinline CUresult long_{fn.name}({fn.params})\n{{\n"
@@ -96,7 +95,7 @@ def _gated(fn: api.Fn, head: str, names: str) -> str:
         f"    gate_leave(&ticket, result);\n{after}"
         f"    return result;\n}}\n\n"
         f"{head}    __typeof__(&{fn.name}) way = long_{fn.name};\n\n"
-        f"    if ({unless}likely(pass_launch({what})))\n"
+        f"    if ({unless}likely(pass_launch({arguments})))\n"
         f"        way = real->{fn.name};\n"
         f"    return way({names});\n}}\n"
     )
@@ -147,7 +146,7 @@ def _refunding(fn: api.Fn, head: str, names: str) -> str:
 
 
 def entries_header() -> str:
-    """Return entries.gen.h: pointers to the driver's own functions, and prototypes of ours."""
+    """Return entries.gen.h: pointers to the driver's own functions, and prototypes of the hooks."""
     out = [BANNER.format(source="api"), "#pragma once\n", '#include "cuda_abi.h"\n']
     out.append(
         "/* The driver's own functions, resolved once from the original;"
@@ -159,11 +158,11 @@ def entries_header() -> str:
     out += [f"CUresult {fn.name}({fn.params});" for fn in api.CUDA]
     out.append(
         "\n/* One row per function of the table: its name, where the driver's own is kept,"
-        " and ours. */"
+        " and the hook. */"
     )
     out.append(
         "struct control_hook {\n    const char *name;\n    size_t real_offset;\n"
-        "    void *ours;\n};\n"
+        "    void *function;\n};\n"
     )
     out.append(f"#define CONTROL_N_HOOKS {len(api.CUDA)}")
     out.append("extern const struct control_hook control_hooks[CONTROL_N_HOOKS];")
@@ -189,7 +188,7 @@ def entries_source() -> str:
 
 
 def nvml_header() -> str:
-    """Return nvml.gen.h: pointers to NVML's own functions, and prototypes of ours."""
+    """Return nvml.gen.h: pointers to NVML's own functions, and prototypes of the hooks."""
     out = [BANNER.format(source="api"), "#pragma once\n", '#include "nvml_abi.h"\n']
     out.append("/* The driver's own functions; NULL where it lacks one. */")
     out.append("struct real_nvml {")
@@ -202,7 +201,7 @@ def nvml_header() -> str:
 
 
 def name_hash(name: str) -> int:
-    """Return the number by which lookups.c finds a name: FNV-1a of 64 bits."""
+    """Return the 64-bit FNV-1a hash by which lookups.c finds a name."""
     value = 0xCBF29CE484222325
     for byte in name.encode():
         value = (value ^ byte) * 0x100000001B3 % 2**64

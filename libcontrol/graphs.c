@@ -1,5 +1,5 @@
 /*
- * Memory of graphs: nodes that allocate, whether added or captured.
+ * Charges the memory of graphs with nodes that allocate, whether added or captured.
  *
  * The driver backs the addresses of such nodes from one pool per GPU, at the first launch or the
  * upload of an executable graph, and keeps the memory until cuDeviceGraphMemTrim. What that pool
@@ -31,9 +31,9 @@ void graphs_after_fork(void)
     graphs_in_use = 0;
 }
 
-static bool ask(const void *whom, uint64_t *bytes)
+static bool query_reserved(const void *pool, uint64_t *bytes)
 {
-    int device = (int)((const struct held *)whom - held);
+    int device = (int)((const struct held *)pool - held);
 
     return driver->cuDeviceGetGraphMemAttribute(pages_device((unsigned)device),
                                                 CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT,
@@ -45,7 +45,7 @@ static void settle(int device, uint64_t claimed)
     CUstreamCaptureMode mode;
 
     account_relax(&mode);
-    held_settle(&held[device], device, false, claimed, ask, &held[device]);
+    held_settle(&held[device], device, false, claimed, query_reserved, &held[device]);
     account_unrelax(&mode);
 }
 
@@ -55,7 +55,7 @@ void graphs_refresh(int device)
         settle(device, 0);
 }
 
-/* Gives back what no graph uses now. Returns whether there was any. */
+/* Gives back memory that no graph uses now. Returns whether there was any. */
 bool graphs_squeeze(int device)
 {
     uint64_t before = held_bytes(&held[device]);
@@ -67,7 +67,7 @@ bool graphs_squeeze(int device)
     return held_bytes(&held[device]) < before;
 }
 
-/* ---- what an executable may need ---- */
+/* ---- memory that an executable graph may need ---- */
 
 struct range {
     CUdeviceptr start, end;
@@ -133,7 +133,7 @@ static uint64_t ranges_union(struct ranges *ranges)
     return sum;
 }
 
-/* Adds what the graph's nodes allocate on one GPU: that of the first node on a governed one. */
+/* Adds what the graph's nodes allocate on one GPU, that of the first node on a governed one. */
 static void ranges_collect(struct ranges *ranges, CUgraph graph, unsigned depth)
 {
     CUgraphNode *nodes;
@@ -179,7 +179,7 @@ static void instantiated(CUgraphExec exec, CUgraph graph)
     struct block *stale;
 
     ranges_collect(&ranges, graph, GRAPHS_DEPTH);
-    /* It may be unknown what a graph needs, but what its launches took is charged nevertheless. */
+    /* Even if the needs of a graph are unknown, what its launches took is charged. */
     if (!ranges.n && ranges.unknown)
         ranges.device = pages_index_current();
     if (ranges.n || (ranges.unknown && ranges.device >= 0)) {

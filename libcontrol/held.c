@@ -1,6 +1,6 @@
 /*
- * The charge for what a pool of the driver holds, while several threads make it grow and shrink.
- * Each pool of stream-ordered allocation has one, and so has each GPU's memory of graphs.
+ * Keeps the charge for what a pool of the driver holds, while several threads make it grow and
+ * shrink. Each pool of stream-ordered allocation has one, and so has each GPU's memory of graphs.
  */
 #include "control.h"
 
@@ -10,17 +10,17 @@ static uint64_t held_next(uint64_t word, uint64_t units)
 }
 
 void held_settle(struct held *held, int device, bool unseen, uint64_t claimed,
-                 bool (*ask)(const void *whom, uint64_t *bytes), const void *whom)
+                 bool (*query)(const void *pool, uint64_t *bytes), const void *pool)
 {
     uint64_t before, now, bytes, word;
 
-    /* A thread that replaces the word meanwhile may have asked later than this one; then ask
-     * again. An answer that changes nothing is written as well, so that no older one is written
-     * after it. */
+    /* A thread that replaces the word meanwhile may have queried the pool later than this one,
+     * which then queries it again. An answer that changes nothing is written as well, so that no
+     * older one is written after it. */
     do {
         before = now = 0;
         word = atomic_load_acquire(&held->word);
-        if (!ask(whom, &bytes))
+        if (!query(pool, &bytes))
             break;
         before = word & HELD_MASK;
         now = bytes / HELD_UNIT + !!(bytes % HELD_UNIT);

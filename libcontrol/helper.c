@@ -3,7 +3,7 @@
  *
  * It lets held work run when a grant begins, and it gives the grant back: at the deadline, as soon
  * as no more than `lookahead_ns` of work is left, so that the next container's work begins while
- * the last of ours drains; or when nothing was launched for `idle_release_ns` while another
+ * the last of this one's drains; or when nothing was launched for `idle_release_ns` while another
  * container waits.
  */
 #include "gate.h"
@@ -15,9 +15,9 @@
 /* All signals but the two that the C library itself sends to every thread (cancel, setxid): a
  * thread that changes the user ID waits for an answer from each. */
 #define HELPER_BLOCKED    (~(3ull << 31))
-#define HELPER_ALONE_NS   (NS_PER_MS)       /* interval between looks while the governor is away */
+#define HELPER_ALONE_NS   (NS_PER_MS)       /* interval between checks while the governor is away */
 #define HELPER_HELD_NS    (50 * NS_PER_MS)  /* interval between checks whether it is away */
-#define HELPER_REFRESH_NS (100 * NS_PER_MS) /* interval between looks at what pools hold */
+#define HELPER_REFRESH_NS (100 * NS_PER_MS) /* interval between queries of what pools hold */
 #define HELPER_OPEN_NS    (200 * NS_PER_MS) /* sleep under an open grant; bounded by the refresh */
 
 #define HELPER_SIGN_NS (5 * NS_PER_MS) /* interval between signs that overdue work is watched */
@@ -25,19 +25,19 @@
 /*
  * Work that is this much later than it should be waits for something, and perhaps for a container
  * that itself waits for the GPU: half of a collective spins until another container runs the other
- * half. If the work ends soon after others had the GPU, that was the case, and the next time the
- * GPU is given back sooner. If it does not, it is long, and long work is waited for.
+ * half. If the work ends soon after others had the GPU, it was waiting, and the next time the GPU
+ * is given back sooner. If it does not, it is long, and long work is waited for.
  */
 #define HELPER_STUCK_NS   (20 * NS_PER_MS)
 #define HELPER_NEW_NS     (100 * NS_PER_MS) /* the same, for work that was never measured */
-#define HELPER_SPINS_NS   (NS_PER_MS)       /* the same, where work waited of late */
+#define HELPER_SPINS_NS   (NS_PER_MS)       /* the same, where work waited recently */
 #define HELPER_MET_NS     (100 * NS_PER_MS) /* how soon work ends if it waited */
 #define HELPER_MEMORY     64                /* grants for which either finding is remembered */
 #define HELPER_TRIAL_NS   (200 * NS_PER_MS) /* how long work is waited for in a trial */
 #define HELPER_TRIALS     64 /* at least one time in this many is a trial, more at first */
 #define HELPER_ENTER_NS   (20 * NS_PER_MS) /* how long a launch on its way is waited for */
 #define HELPER_LATE_NS    (NS_PER_MS)      /* and how long past the end of the grant */
-#define HELPER_LOOK_NS    (NS_PER_MS)      /* interval between looks whether late work has ended */
+#define HELPER_LOOK_NS    (NS_PER_MS)      /* interval between checks whether late work has ended */
 #define HELPER_ASK_NS     (20 * NS_PER_US) /* the same, where others wait for the end */
 #define HELPER_OVERRUN_NS (5 * NS_PER_MS)  /* the same, where its grant is over */
 
@@ -98,7 +98,7 @@ static void helper_follow(struct gate *g, uint64_t now)
     bool soon = now < g->given_up_ns + HELPER_MET_NS;
 
     if (!g->given_up_ns || ended != soon) {
-        /* It has ended, but no look came in time: that says nothing. */
+        /* It has ended, but no check came in time, so nothing can be concluded. */
         if (ended)
             g->given_up_ns = 0;
         return;
@@ -108,8 +108,8 @@ static void helper_follow(struct gate *g, uint64_t now)
 }
 
 /* Whether late work that should be given up is waited for as a trial: the second time, the fourth,
- * the eighth and so on. That it ended soon after others had the GPU may be chance, and how long
- * work takes that is always given up is never learned. */
+ * the eighth and so on. It may have been chance that the work ended soon after others had the GPU,
+ * and the duration of work that is always given up is never learned. */
 static bool helper_tries(const struct gate *g)
 {
     unsigned n = g->n_tries % HELPER_TRIALS;
@@ -117,8 +117,8 @@ static bool helper_tries(const struct gate *g)
     return n && !(n & (n + 1));
 }
 
-/* Gives the GPU back if another container waits for it and what runs seems to wait, too. How much
- * is left then is not known. */
+/* Gives the GPU back if another container waits for it and the running work seems to wait as well.
+ * How much work is left is then not known. */
 static bool helper_stuck(struct gate *g, const struct grant_device *grant,
                          struct ledger_device *ledger, uint64_t now)
 {
@@ -132,7 +132,8 @@ static bool helper_stuck(struct gate *g, const struct grant_device *grant,
         g->n_long = HELPER_MEMORY;
     if (!atomic_load_relaxed(&grant->deadline_ns))
         g->tried = 0; /* the grant was taken */
-    /* It ended while no other container had the GPU, and not because of what one had left there. */
+    /* The work ended while no other container had the GPU, and not because of work that another
+     * container had left there. */
     if (g->tried && g->tried != oldest) {
         if (g->tried_late > HELPER_STUCK_NS)
             helper_learn(g, false);
@@ -157,7 +158,7 @@ static bool helper_stuck(struct gate *g, const struct grant_device *grant,
     return true;
 }
 
-/* Marks what runs, in every context that the application has used. */
+/* Marks the running work in every context that the application has used. */
 static void helper_mark_tails(struct gate *g, struct ledger_device *ledger)
 {
     CUcontext ctx = NULL;
@@ -209,8 +210,8 @@ static uint64_t helper_unused(struct gate *g, const struct grant_device *grant,
     return idle < due ? idle : due;
 }
 
-/* Returns how long an idle holder waits for the program: hardly at all if its pauses are usually
- * longer than it would wait. */
+/* Returns how long an idle holder waits for the program: hardly at all if the program's pauses are
+ * usually longer than that. */
 static uint64_t helper_idle(const struct gate *g)
 {
     uint64_t idle = atomic_load_relaxed(&pages_grant()->idle_release_ns);
@@ -239,7 +240,7 @@ static uint64_t helper_middle(struct gate *g, const struct grant_device *grant,
     helper_mark_tails(g, ledger);
     if (g->epoch != epoch)
         return 0;
-    /* Only the model says how long that takes, and it learns from markers. */
+    /* Only the model knows how long that takes, and it learns from markers. */
     if (gate_unmarked(g))
         return due;
     if (queue_runs(&g->queue))
@@ -248,8 +249,8 @@ static uint64_t helper_middle(struct gate *g, const struct grant_device *grant,
     return NS_PER_S;
 }
 
-/* Returns the time until the next look at work that takes longer than the model says: the longer it
- * is overdue, the less a late answer matters. */
+/* Returns the time until the next check of work that takes longer than predicted: the longer it is
+ * overdue, the less a late answer matters. */
 static uint64_t helper_patience(uint64_t deadline, uint64_t now)
 {
     uint64_t overdue = now > deadline ? now - deadline : 0;
@@ -284,11 +285,11 @@ static uint64_t helper_end(struct gate *g, const struct grant_device *grant,
         return left - lookahead < HELPER_LOOK_NS ? left - lookahead : HELPER_LOOK_NS;
     if (left > lookahead)
         return left - lookahead < HELPER_SIGN_NS ? left - lookahead : HELPER_SIGN_NS;
-    /* Nothing more comes in this grant once work is held, or once the next launch does not fit. */
+    /* No more work comes in this grant once work is held, or once the next launch does not fit. */
     if (g->holding || g->full || now + left + 10 * NS_PER_US >= deadline) {
         struct queue_marker *oldest = q->n_markers ? &q->markers[q->head] : NULL;
 
-        /* This one should have been reached by now: more is left than the model says. */
+        /* This marker should have been reached by now: more work is left than predicted. */
         if (oldest && oldest->era == q->era && oldest->expected + 20 * NS_PER_US < now)
             return helper_patience(deadline, now);
         if (atomic_load_relaxed(&grant->strategy) == STRATEGY_MPS) {
@@ -302,8 +303,8 @@ static uint64_t helper_end(struct gate *g, const struct grant_device *grant,
     return deadline - now - left;
 }
 
-/* Looks at the grant and the queue, does what is due, and returns how long the helper may sleep, in
- * ns. The lock is held before and after, and given up around calls into the driver. */
+/* Checks the grant and the queue, does what is due, and returns how long the helper may sleep, in
+ * ns. The lock is held before and after, and released around calls into the driver. */
 static uint64_t helper_step(struct gate *g, const struct grant_device *grant,
                             struct ledger_device *ledger)
 {
@@ -319,11 +320,11 @@ static uint64_t helper_step(struct gate *g, const struct grant_device *grant,
     lost = gate_lost(now);
     if (g->passing && (lost || deadline != GRANT_OPEN))
         pass_stop(g, grant);
-    /* After an open grant the model knows little, so the markers have to tell. */
+    /* After an open grant the model knows little, so it depends on the markers. */
     if (g->blind && !g->passing)
         helper_mark_tails(g, ledger);
     gate_retire(g, ledger, now, true);
-    /* The lock was given up meanwhile. */
+    /* The lock was released meanwhile. */
     gate_adopt(g, grant);
     deadline = atomic_load_acquire(&grant->deadline_ns);
     now = prim_now();
@@ -381,7 +382,7 @@ static void *helper_run(void *argument)
         atomic_store_relaxed(&pages_ledger_device(device)->pending, g->queue.n_markers);
         atomic_store_relaxed(&pages_slot()->overruns[device], queue_overruns(&g->queue));
         prim_unlock(&g->lock);
-        /* This notices what pools gave back on their own. */
+        /* This detects what pools gave back on their own. */
         if (prim_now() >= refresh_at) {
             uint64_t began = prim_now();
 
@@ -432,7 +433,7 @@ __attribute__((destructor)) static void helpers_finish(void)
     }
 }
 
-/* Signals are blocked while the thread is created: none of the application's may land on it. */
+/* Signals are blocked at the thread's creation, so that it receives none of the application's. */
 cold void helper_start(struct gate *g, unsigned device)
 {
     uint64_t all = HELPER_BLOCKED, before = 0;

@@ -1,9 +1,9 @@
 /*
- * Memory of modules and libraries that NVML attributes to no process: managed variables.
+ * Charges memory of modules and libraries that NVML attributes to no process: managed variables.
  *
- * No sample ever finds it in a process, so it is charged by itself, and each charge is in the table
- * of blocks until its module, library or context ends. A load whose part of such memory cannot be
- * determined yet is noted here, and its part charged after the first sample that tells it.
+ * No sample ever finds it in a process, so it is charged separately, and each charge is in the
+ * table of blocks until its module, library or context ends. A load whose part of such memory
+ * cannot be determined yet is noted here, and charged after the first sample that shows it.
  */
 #include "loads.h"
 
@@ -13,7 +13,7 @@
 
 static bool hidden_any; /* a module or library has memory that NVML does not attribute */
 
-/* A load for which it is not known yet how much of it NVML attributes to no process. */
+/* A load of which it is not yet known how much memory NVML attributes to no process. */
 struct open_load {
     uint64_t handle; /* 0: none */
     uint8_t owner;
@@ -89,7 +89,7 @@ static void open_close(struct open_load *o)
 
 void modules_refresh(int device)
 {
-    uint64_t told = atomic_load_acquire(&pages_grant_device((unsigned)device)->unattributed_ns);
+    uint64_t sampled = atomic_load_acquire(&pages_grant_device((unsigned)device)->unattributed_ns);
 
     if (likely(!atomic_load_relaxed(&n_open)))
         return;
@@ -97,7 +97,7 @@ void modules_refresh(int device)
     for (struct open_load *o = open_loads; o < open_loads + HIDDEN_N_OPEN; o++) {
         uint64_t grown;
 
-        if (!o->handle || o->load.device != device || told < o->since)
+        if (!o->handle || o->load.device != device || sampled < o->since)
             continue;
         grown = load_grown(&o->load);
         o->load.hidden = grown < o->load.missing ? grown : o->load.missing;
@@ -116,11 +116,12 @@ void hidden_note(const struct load *load, uint64_t handle)
         return;
     if (load->hidden)
         hidden_add(load, handle, contexts_owner());
-    if (load->missing && load->told)
+    if (load->missing && load->sampled)
         open_add(load, handle, contexts_owner());
 }
 
-/* Nothing is charged any more for a module, library or context that ends. */
+/* Drops the open loads of a module, library or context that ends, so that no charge is added for
+ * them. */
 void hidden_forget(uint64_t handle, int owner)
 {
     if (likely(!atomic_load_relaxed(&n_open)))

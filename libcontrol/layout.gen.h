@@ -29,19 +29,19 @@
 #define UNKNOWN_COUNT 0x1ull
 #define UNKNOWN_REFUSE 0x2ull
 
-/* What holds for the whole container. */
+/* Values for the whole container. */
 struct grant_header {
     uint64_t magic; /* governor, release: GRANT_MAGIC */
     uint32_t version; /* governor, relaxed: LAYOUT_VERSION */
     uint32_t size; /* governor, relaxed: bytes of the whole file */
-    uint64_t heartbeat_ns; /* governor, relaxed: when the governor last said that it lives */
+    uint64_t heartbeat_ns; /* governor, relaxed: when the governor was last alive */
     uint32_t n_devices; /* governor, relaxed: entries of devices[] in use */
     uint32_t on_governor_loss; /* governor, relaxed: 0 keep the quota locally, 1 deny, 2 open */
     uint64_t inflight_ns; /* governor, relaxed: work that may be queued on the GPU ahead of its end */
     uint64_t marker_ns; /* governor, relaxed: predicted work between two markers */
-    uint64_t lookahead_ns; /* governor, relaxed: the hand-over begins when so much work is left */
-    uint64_t idle_release_ns; /* governor, relaxed: a holder idle for so long gives the GPU back */
-    uint64_t spin_ns; /* governor, relaxed: a process told to stand by spins at most so long */
+    uint64_t lookahead_ns; /* governor, relaxed: the hand-over begins when this much work is left */
+    uint64_t idle_release_ns; /* governor, relaxed: a holder idle for this long gives the GPU back */
+    uint64_t spin_ns; /* governor, relaxed: longest time that a process on standby spins */
     uint32_t holds; /* governor, relaxed: work may be held on the GPU until the next grant */
     uint32_t unknown_functions; /* governor, relaxed: 0 forward, 1 count, 2 refuse */
     uint8_t pad[176];
@@ -70,21 +70,21 @@ struct grant_device {
     uint64_t context_bytes; /* governor, relaxed: charged for a process's first context */
     uint32_t compute; /* governor, relaxed: guaranteed share */
     uint32_t compute_limit; /* governor, relaxed: cap */
-    uint64_t deadline_ns; /* governor, release: work may start before; 0 closed */
+    uint64_t deadline_ns; /* governor, release: work may start before this; 0: closed */
     uint32_t epoch; /* governor, release: number of this grant */
-    uint32_t signal; /* governor, release: futex word, moves with every change */
+    uint32_t signal; /* governor, release: futex word, incremented by every change */
     uint64_t start_ns; /* governor, relaxed: when this grant began */
     uint64_t standby_ns; /* governor, release: spin until then: the grant is near */
     uint32_t contended; /* governor, relaxed: another container waits for this GPU */
     uint32_t strategy; /* governor, relaxed: 0 timeslice, 1 mps: how this GPU is shared */
-    uint64_t reconciled_ns; /* governor, release: when memory_overhead was looked up */
+    uint64_t reconciled_ns; /* governor, release: when memory_overhead was sampled */
     uint32_t utilisation; /* governor, relaxed: GPU time of the last second, percent of compute_limit */
-    uint32_t n_processes; /* governor, relaxed: of the GPU, when unattributed was looked up */
-    uint64_t unattributed; /* governor, relaxed: what NVML attributes to no process, less what is charged of it; differences count */
-    uint64_t unattributed_ns; /* governor, release: when that was looked up */
-    uint64_t overhead_last; /* governor, relaxed: memory_overhead as the last look alone has it */
+    uint32_t n_processes; /* governor, relaxed: of the GPU, when unattributed was sampled */
+    uint64_t unattributed; /* governor, relaxed: what NVML attributes to no process, less its charges; only differences matter */
+    uint64_t unattributed_ns; /* governor, release: when unattributed was sampled */
+    uint64_t overhead_last; /* governor, relaxed: memory_overhead by the last sample alone */
     uint64_t unattributed_each; /* governor, relaxed: part of unattributed that a process brings */
-    uint32_t together; /* governor, relaxed: granted with others of its GPUs: nothing is held */
+    uint32_t together; /* governor, relaxed: granted together with other GPUs: nothing is held */
     uint32_t beside; /* governor, relaxed: others' last work may run beside the first of this grant */
     uint32_t work_class; /* governor, relaxed: 0 throughput, 1 latency */
     uint8_t pad[36];
@@ -133,7 +133,7 @@ struct usage_entry {
     uint32_t state; /* governor, relaxed: 0 free, 1 in use */
     uint64_t start_us; /* governor, relaxed: when it registered, microseconds since 1970 */
     uint64_t memory[16]; /* governor, relaxed: use, per GPU */
-    uint64_t memory_peak[16]; /* governor, relaxed: highest use that was seen, per GPU */
+    uint64_t memory_peak[16]; /* governor, relaxed: highest sampled use, per GPU */
     uint32_t utilisation[16]; /* governor, relaxed: its part of grant_device.utilisation */
     uint32_t mean_utilisation[16]; /* governor, relaxed: the same, since start_us */
     uint8_t pad[112];
@@ -155,8 +155,8 @@ struct ledger_header {
     uint32_t n_slots; /* governor, release: slots that were ever in use */
     uint32_t reserved;
     uint64_t memory_peak[16]; /* container, relaxed: highest sum of charges, per GPU */
-    uint64_t trust_ns[16]; /* container, relaxed: until then a pool may outgrow claims */
-    uint32_t n_unknown; /* container, relaxed: places of unknown that were taken */
+    uint64_t trust_ns[16]; /* container, relaxed: time until which a pool may outgrow claims */
+    uint32_t n_unknown; /* container, relaxed: entries of unknown in use */
     uint8_t unknown[768]; /* container, release: names of functions that the library does not know; the first byte is written last */
     uint8_t pad[3044];
 };
@@ -177,36 +177,36 @@ struct ledger_device {
     uint32_t active_epoch; /* container, seq_cst: grant in which work was started */
     uint32_t released_epoch; /* container, release: grant that was given back */
     uint32_t pending; /* container, relaxed: events behind its work that were not reached */
-    uint64_t seen_ns; /* container, relaxed: when the process looked at the grant last */
+    uint64_t seen_ns; /* container, relaxed: when the process last read the grant */
     uint64_t release_ns; /* container, relaxed: when released_epoch was given back */
     uint64_t residual_ns; /* container, relaxed: work left on the GPU at that time */
-    uint64_t busy_ns; /* container, relaxed: GPU time used, by the GPU's clock, ever */
+    uint64_t busy_ns; /* container, relaxed: total GPU time used, by the GPU's clock */
     uint64_t memory; /* container, seq_cst: charged to this process */
     uint64_t blocks; /* container, relaxed: live allocations */
     uint64_t launches; /* container, relaxed: calls that started work */
     uint64_t waits; /* container, relaxed: launches that had to wait */
-    uint64_t wait_ns; /* container, relaxed: time they waited */
+    uint64_t wait_ns; /* container, relaxed: total time that launches waited */
     uint64_t refused; /* container, relaxed: allocations refused */
     uint64_t markers; /* container, relaxed: events recorded to follow the work */
-    uint64_t predicted_ns; /* container, relaxed: work submitted, as predicted, ever */
+    uint64_t predicted_ns; /* container, relaxed: total of submitted work, as predicted */
     uint64_t error_ns; /* container, relaxed: sum of |measured - predicted| */
     uint64_t unseen; /* container, relaxed: part of memory that NVML does not attribute */
-    uint64_t provisional; /* container, relaxed: taken by the driver since the last look */
-    uint64_t provisional_ns; /* container, release: only NVML knows what is since */
+    uint64_t provisional; /* container, relaxed: taken by the driver since the last sample */
+    uint64_t provisional_ns; /* container, release: when provisional last changed */
     uint64_t transfers; /* container, relaxed: copies between host and device */
-    uint64_t transfer_bytes; /* container, relaxed: what they copied */
+    uint64_t transfer_bytes; /* container, relaxed: bytes that transfers copied */
     uint64_t small; /* container, relaxed: device-side copies and fills too small to gate */
     uint64_t contexts; /* container, relaxed: live contexts */
-    uint64_t returned; /* container, seq_cst: given back ever, less what is unseen */
-    uint64_t moving; /* container, seq_cst: of memory - unseen: of calls under way */
-    uint64_t pooled; /* container, seq_cst: of memory - unseen: what pools hold */
-    uint64_t taking; /* container, seq_cst: of unseen: the driver is about to take */
-    uint64_t shrunk; /* container, seq_cst: what pools were found without, ever */
-    uint64_t asked_ns; /* container, release: all pools were asked since then */
+    uint64_t returned; /* container, seq_cst: total given back, without unseen */
+    uint64_t moving; /* container, seq_cst: part of memory - unseen: calls under way */
+    uint64_t pooled; /* container, seq_cst: part of memory - unseen: held by pools */
+    uint64_t taking; /* container, seq_cst: part of unseen: about to be taken */
+    uint64_t shrunk; /* container, seq_cst: total by which pools were found smaller */
+    uint64_t asked_ns; /* container, release: all pools were queried after this time */
     uint64_t outgrown; /* container, seq_cst: pools that grew beyond the quota */
-    uint64_t took; /* container, seq_cst: of the driver by itself, ever, as told */
-    uint64_t gave; /* container, seq_cst: what it gave back of that, ever */
-    uint64_t alive_ns; /* container, relaxed: work of an overdue grant is still watched */
+    uint64_t took; /* container, seq_cst: total that the driver took on its own */
+    uint64_t gave; /* container, seq_cst: total that the driver gave back of it */
+    uint64_t alive_ns; /* container, relaxed: when overdue work was last seen running */
 };
 _Static_assert(offsetof(struct ledger_device, want) == 0, "ledger_device.want");
 _Static_assert(offsetof(struct ledger_device, active_epoch) == 4, "ledger_device.active_epoch");

@@ -1,9 +1,9 @@
-"""The one description of the two memory pages that a container shares with the governor.
+"""The layout of the two memory pages that a container shares with the governor.
 
-`libcontrol.gen` writes `layout.gen.h` from it, with static assertions on every offset, and
-`libcontrol.pages` uses it to read the pages from Python. Fields are only ever appended: a reader
-checks magic, version and size first and bounds every index that it reads. A field is stored by one
-store of its width, so that no reader sees half a number.
+It is the only description of them: `libcontrol.gen` writes `layout.gen.h` from it, with static
+assertions on every offset, and `libcontrol.pages` uses it to read the pages from Python. Fields are
+only ever appended: a reader checks magic, version and size first and bounds every index that it
+reads. A field is written by one store of its width, so that no reader sees half a number.
 
 Unless a name says otherwise, times are nanoseconds of CLOCK_MONOTONIC, sizes are bytes, and shares
 are parts per million of one GPU.
@@ -20,9 +20,9 @@ N_SLOTS = 64
 """Maximum number of processes of one container that use the GPU at the same time."""
 
 N_UNKNOWN = 16
-"""Maximum number of functions, unknown to the control library, that are named of one container."""
+"""Maximum number of functions unknown to the control library that one container's ledger names."""
 UNKNOWN_SIZE = 48
-"""Bytes of the place of such a name, which ends with a 0."""
+"""Bytes of the entry for such a name, which ends with a 0."""
 
 GRANT_MAGIC = int.from_bytes(b"TDGGRANT", "little")
 LEDGER_MAGIC = int.from_bytes(b"TDGLEDGR", "little")
@@ -60,18 +60,18 @@ GRANT_HEADER = Struct(
         Field("magic", "u64", order="release", doc="GRANT_MAGIC"),
         Field("version", "u32", doc="LAYOUT_VERSION"),
         Field("size", "u32", doc="bytes of the whole file"),
-        Field("heartbeat_ns", "u64", doc="when the governor last said that it lives"),
+        Field("heartbeat_ns", "u64", doc="when the governor was last alive"),
         Field("n_devices", "u32", doc="entries of devices[] in use"),
         Field("on_governor_loss", "u32", doc="0 keep the quota locally, 1 deny, 2 open"),
         Field("inflight_ns", "u64", doc="work that may be queued on the GPU ahead of its end"),
         Field("marker_ns", "u64", doc="predicted work between two markers"),
-        Field("lookahead_ns", "u64", doc="the hand-over begins when so much work is left"),
-        Field("idle_release_ns", "u64", doc="a holder idle for so long gives the GPU back"),
-        Field("spin_ns", "u64", doc="a process told to stand by spins at most so long"),
+        Field("lookahead_ns", "u64", doc="the hand-over begins when this much work is left"),
+        Field("idle_release_ns", "u64", doc="a holder idle for this long gives the GPU back"),
+        Field("spin_ns", "u64", doc="longest time that a process on standby spins"),
         Field("holds", "u32", doc="work may be held on the GPU until the next grant"),
         Field("unknown_functions", "u32", doc="0 forward, 1 count, 2 refuse"),
     ),
-    "What holds for the whole container.",
+    "Values for the whole container.",
 )
 
 GRANT_DEVICE = Struct(
@@ -85,25 +85,25 @@ GRANT_DEVICE = Struct(
         Field("context_bytes", "u64", doc="charged for a process's first context"),
         Field("compute", "u32", doc="guaranteed share"),
         Field("compute_limit", "u32", doc="cap"),
-        Field("deadline_ns", "u64", order="release", doc="work may start before; 0 closed"),
+        Field("deadline_ns", "u64", order="release", doc="work may start before this; 0: closed"),
         Field("epoch", "u32", order="release", doc="number of this grant"),
-        Field("signal", "u32", order="release", doc="futex word, moves with every change"),
+        Field("signal", "u32", order="release", doc="futex word, incremented by every change"),
         Field("start_ns", "u64", doc="when this grant began"),
         Field("standby_ns", "u64", order="release", doc="spin until then: the grant is near"),
         Field("contended", "u32", doc="another container waits for this GPU"),
         Field("strategy", "u32", doc="0 timeslice, 1 mps: how this GPU is shared"),
-        Field("reconciled_ns", "u64", order="release", doc="when memory_overhead was looked up"),
+        Field("reconciled_ns", "u64", order="release", doc="when memory_overhead was sampled"),
         Field("utilisation", "u32", doc="GPU time of the last second, percent of compute_limit"),
-        Field("n_processes", "u32", doc="of the GPU, when unattributed was looked up"),
+        Field("n_processes", "u32", doc="of the GPU, when unattributed was sampled"),
         Field(
             "unattributed",
             "u64",
-            doc="what NVML attributes to no process, less what is charged of it; differences count",
+            doc="what NVML attributes to no process, less its charges; only differences matter",
         ),
-        Field("unattributed_ns", "u64", order="release", doc="when that was looked up"),
-        Field("overhead_last", "u64", doc="memory_overhead as the last look alone has it"),
+        Field("unattributed_ns", "u64", order="release", doc="when unattributed was sampled"),
+        Field("overhead_last", "u64", doc="memory_overhead by the last sample alone"),
         Field("unattributed_each", "u64", doc="part of unattributed that a process brings"),
-        Field("together", "u32", doc="granted with others of its GPUs: nothing is held"),
+        Field("together", "u32", doc="granted together with other GPUs: nothing is held"),
         Field("beside", "u32", doc="others' last work may run beside the first of this grant"),
         Field("work_class", "u32", doc="0 throughput, 1 latency"),
     ),
@@ -121,9 +121,13 @@ LEDGER_HEADER = Struct(
         Field("reserved", "u32"),
         Field("memory_peak", "u64", N_DEVICES, "container", doc="highest sum of charges, per GPU"),
         Field(
-            "trust_ns", "u64", N_DEVICES, "container", doc="until then a pool may outgrow claims"
+            "trust_ns",
+            "u64",
+            N_DEVICES,
+            "container",
+            doc="time until which a pool may outgrow claims",
         ),
-        Field("n_unknown", "u32", 1, "container", doc="places of unknown that were taken"),
+        Field("n_unknown", "u32", 1, "container", doc="entries of unknown in use"),
         Field(
             "unknown",
             "u8",
@@ -144,36 +148,44 @@ LEDGER_DEVICE = Struct(
         Field("active_epoch", "u32", 1, "container", "seq_cst", "grant in which work was started"),
         Field("released_epoch", "u32", 1, "container", "release", "grant that was given back"),
         Field("pending", "u32", 1, "container", doc="events behind its work that were not reached"),
-        Field("seen_ns", "u64", 1, "container", doc="when the process looked at the grant last"),
+        Field("seen_ns", "u64", 1, "container", doc="when the process last read the grant"),
         Field("release_ns", "u64", 1, "container", doc="when released_epoch was given back"),
         Field("residual_ns", "u64", 1, "container", doc="work left on the GPU at that time"),
-        Field("busy_ns", "u64", 1, "container", doc="GPU time used, by the GPU's clock, ever"),
+        Field("busy_ns", "u64", 1, "container", doc="total GPU time used, by the GPU's clock"),
         Field("memory", "u64", 1, "container", "seq_cst", "charged to this process"),
         Field("blocks", "u64", 1, "container", doc="live allocations"),
         Field("launches", "u64", 1, "container", doc="calls that started work"),
         Field("waits", "u64", 1, "container", doc="launches that had to wait"),
-        Field("wait_ns", "u64", 1, "container", doc="time they waited"),
+        Field("wait_ns", "u64", 1, "container", doc="total time that launches waited"),
         Field("refused", "u64", 1, "container", doc="allocations refused"),
         Field("markers", "u64", 1, "container", doc="events recorded to follow the work"),
-        Field("predicted_ns", "u64", 1, "container", doc="work submitted, as predicted, ever"),
+        Field("predicted_ns", "u64", 1, "container", doc="total of submitted work, as predicted"),
         Field("error_ns", "u64", 1, "container", doc="sum of |measured - predicted|"),
         Field("unseen", "u64", 1, "container", doc="part of memory that NVML does not attribute"),
-        Field("provisional", "u64", 1, "container", doc="taken by the driver since the last look"),
-        Field("provisional_ns", "u64", 1, "container", "release", "only NVML knows what is since"),
+        Field(
+            "provisional", "u64", 1, "container", doc="taken by the driver since the last sample"
+        ),
+        Field("provisional_ns", "u64", 1, "container", "release", "when provisional last changed"),
         Field("transfers", "u64", 1, "container", doc="copies between host and device"),
-        Field("transfer_bytes", "u64", 1, "container", doc="what they copied"),
+        Field("transfer_bytes", "u64", 1, "container", doc="bytes that transfers copied"),
         Field("small", "u64", 1, "container", doc="device-side copies and fills too small to gate"),
         Field("contexts", "u64", 1, "container", doc="live contexts"),
-        Field("returned", "u64", 1, "container", "seq_cst", "given back ever, less what is unseen"),
-        Field("moving", "u64", 1, "container", "seq_cst", "of memory - unseen: of calls under way"),
-        Field("pooled", "u64", 1, "container", "seq_cst", "of memory - unseen: what pools hold"),
-        Field("taking", "u64", 1, "container", "seq_cst", "of unseen: the driver is about to take"),
-        Field("shrunk", "u64", 1, "container", "seq_cst", "what pools were found without, ever"),
-        Field("asked_ns", "u64", 1, "container", "release", "all pools were asked since then"),
+        Field("returned", "u64", 1, "container", "seq_cst", "total given back, without unseen"),
+        Field(
+            "moving", "u64", 1, "container", "seq_cst", "part of memory - unseen: calls under way"
+        ),
+        Field("pooled", "u64", 1, "container", "seq_cst", "part of memory - unseen: held by pools"),
+        Field("taking", "u64", 1, "container", "seq_cst", "part of unseen: about to be taken"),
+        Field(
+            "shrunk", "u64", 1, "container", "seq_cst", "total by which pools were found smaller"
+        ),
+        Field(
+            "asked_ns", "u64", 1, "container", "release", "all pools were queried after this time"
+        ),
         Field("outgrown", "u64", 1, "container", "seq_cst", "pools that grew beyond the quota"),
-        Field("took", "u64", 1, "container", "seq_cst", "of the driver by itself, ever, as told"),
-        Field("gave", "u64", 1, "container", "seq_cst", "what it gave back of that, ever"),
-        Field("alive_ns", "u64", 1, "container", doc="work of an overdue grant is still watched"),
+        Field("took", "u64", 1, "container", "seq_cst", "total that the driver took on its own"),
+        Field("gave", "u64", 1, "container", "seq_cst", "total that the driver gave back of it"),
+        Field("alive_ns", "u64", 1, "container", doc="when overdue work was last seen running"),
     ),
     "One process on one GPU.",
 )
@@ -211,7 +223,7 @@ USAGE_ENTRY = Struct(
         Field("state", "u32", doc="0 free, 1 in use"),
         Field("start_us", "u64", doc="when it registered, microseconds since 1970"),
         Field("memory", "u64", N_DEVICES, doc="use, per GPU"),
-        Field("memory_peak", "u64", N_DEVICES, doc="highest use that was seen, per GPU"),
+        Field("memory_peak", "u64", N_DEVICES, doc="highest sampled use, per GPU"),
         Field("utilisation", "u32", N_DEVICES, doc="its part of grant_device.utilisation"),
         Field("mean_utilisation", "u32", N_DEVICES, doc="the same, since start_us"),
     ),

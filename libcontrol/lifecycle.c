@@ -1,9 +1,9 @@
 /*
- * What happens in a fixed order to all parts at once: when the library is loaded, when the process
- * forks, when memory is short, and when a helper asks the driver what has changed.
+ * Runs what all parts of the library do in a fixed order: when the library is loaded, when the
+ * process forks, when memory is short, and when a helper queries the driver for changes.
  *
- * No other file refers to this one. Files below that have to call one above them do so through what
- * is set here, so that no two files need each other.
+ * No other file refers to this one. Lower layers call higher ones through pointers that are set
+ * here, so that no two files need each other.
  *
  * Locks are taken in this order: start_lock (pages_join.c); the gate's lock of one GPU;
  * passes_lock; exports_lock or open_lock (hidden.c); a part of the table of blocks. Each of the
@@ -12,7 +12,7 @@
  */
 #include "pages.h"
 
-/* Gives back what is held for later or no longer needed. Returns whether anything was. */
+/* Gives back memory that is held for later or no longer needed. Returns whether there was any. */
 static cold bool lifecycle_reclaim(int device)
 {
     bool returned = exports_refresh();

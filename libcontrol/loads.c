@@ -1,4 +1,4 @@
-/* How it is measured what a load takes; see loads.h. */
+/* Measures how much memory a load of a module or library takes; see loads.h. */
 #include "loads.h"
 
 #define LOADS_MUCH    (16ull << 20)
@@ -30,9 +30,9 @@ static const struct grant_device *grant_of(const struct load *load)
     return pages_grant_device((unsigned)load->device);
 }
 
-/* Reads both as of one moment, because the memory of other threads is charged a little longer than
- * it is taken. */
-static void look_now(int device, size_t *free_bytes, uint64_t *charged)
+/* Reads free and charged memory as of one moment, because the memory of other threads is charged a
+ * little longer than it is allocated. */
+static void read_free_and_charged(int device, size_t *free_bytes, uint64_t *charged)
 {
     uint64_t before;
 
@@ -48,20 +48,21 @@ static void look_now(int device, size_t *free_bytes, uint64_t *charged)
 
 /* Reads how much memory belongs to no process, and the number of processes, both from the same
  * sample. Returns false if there was no sample yet. */
-static bool nobodys_now(const struct grant_device *grant, uint64_t *nobodys, uint32_t *n_processes)
+static bool read_unattributed(const struct grant_device *grant, uint64_t *unattributed,
+                              uint32_t *n_processes)
 {
-    bool told = false;
+    bool sampled = false;
 
     for (int i = 0; i < LOADS_N_READS; i++) {
         uint64_t since = atomic_load_acquire(&grant->unattributed_ns);
 
-        *nobodys = atomic_load_acquire(&grant->unattributed);
+        *unattributed = atomic_load_acquire(&grant->unattributed);
         *n_processes = atomic_load_acquire(&grant->n_processes);
-        told = since;
+        sampled = since;
         if (likely(atomic_load_acquire(&grant->unattributed_ns) == since))
             break;
     }
-    return told;
+    return sampled;
 }
 
 void load_begin(struct load *load)
@@ -71,32 +72,32 @@ void load_begin(struct load *load)
     if (load->device < 0)
         return;
     load->overhead = atomic_load_relaxed(&grant_of(load)->memory_overhead);
-    load->told = nobodys_now(grant_of(load), &load->nobodys, &load->n_processes);
+    load->sampled = read_unattributed(grant_of(load), &load->unattributed, &load->n_processes);
     load->returned = account_returned(load->device);
-    look_now(load->device, &load->before, &load->charged);
+    read_free_and_charged(load->device, &load->before, &load->charged);
 }
 
-/* Returns by how much the memory of no process has grown since the load began, less what new
+/* Returns by how much the unattributed memory has grown since the load began, less what new
  * processes brought. */
 uint64_t load_grown(const struct load *load)
 {
     const struct grant_device *grant = grant_of(load);
     uint64_t each = atomic_load_relaxed(&grant->unattributed_each);
-    uint64_t nobodys;
+    uint64_t unattributed;
     uint32_t n_processes;
     int64_t grown;
 
-    nobodys_now(grant, &nobodys, &n_processes);
-    grown = (int64_t)(nobodys - load->nobodys) -
+    read_unattributed(grant, &unattributed, &n_processes);
+    grown = (int64_t)(unattributed - load->unattributed) -
             (int64_t)(each * (uint64_t)((int64_t)n_processes - (int64_t)load->n_processes));
     return grown > 0 ? (uint64_t)grown : 0;
 }
 
 /*
- * Returns what was taken of the GPU since the load began and is not charged to this process, while
- * its other threads allocate and free. If `freed`, what they free counts as well. It must not where
- * no sample will correct the result: memory of a thread that was freeing when the load began, and
- * that is charged a moment longer, would look like memory that the load took.
+ * Returns the GPU memory that was taken since the load began and is not charged to this process,
+ * while its other threads allocate and free. If `freed`, what they free counts as well. It must not
+ * count where no sample will correct the result: memory that a thread was freeing when the load
+ * began is charged a moment longer, and would look like memory that the load took.
  */
 static uint64_t load_taken(const struct load *load, bool freed)
 {
@@ -104,7 +105,7 @@ static uint64_t load_taken(const struct load *load, bool freed)
     size_t after;
     int64_t taken, more;
 
-    look_now(load->device, &after, &charged);
+    read_free_and_charged(load->device, &after, &charged);
     taken = (int64_t)(load->before - after);
     more = (int64_t)(charged - load->charged);
     if (!freed && taken < 0)
@@ -114,7 +115,7 @@ static uint64_t load_taken(const struct load *load, bool freed)
     return taken > more ? (uint64_t)(taken - more) : 0;
 }
 
-/* The same, less what other threads are freeing and are still charged for at the moment. */
+/* The same, less memory that other threads are freeing and that is still charged. */
 static uint64_t load_taken_for_long(const struct load *load, uint64_t taken, bool freed)
 {
     for (int i = 0; i < LOADS_N_TRIES && taken >= LOADS_MUCH; i++) {
@@ -127,7 +128,7 @@ static uint64_t load_taken_for_long(const struct load *load, uint64_t taken, boo
     return taken;
 }
 
-/* Returns the part that no sample has found in the process. */
+/* Returns the part of the taken memory that no sample has found in the process. */
 static uint64_t load_missing(const struct load *load, uint64_t taken)
 {
     int64_t found =
@@ -140,14 +141,14 @@ static uint64_t load_missing(const struct load *load, uint64_t taken)
 
 /* Waits for a sample that shows how much memory belongs to no process. Samples during which the
  * GPU's memory changed do not. */
-static bool load_await_told(const struct load *load, uint64_t since)
+static bool load_await_unattributed(const struct load *load, uint64_t since)
 {
     const struct grant_device *grant = grant_of(load);
 
     for (int i = 0; i < LOADS_N_LOOKS && atomic_load_acquire(&grant->unattributed_ns) < since;
          i++) {
         account_driver_takes(load->device, 0);
-        if (!account_await_look(load->device, prim_now(), LOADS_WAIT_NS))
+        if (!account_await_sample(load->device, prim_now(), LOADS_WAIT_NS))
             break;
     }
     return atomic_load_acquire(&grant->unattributed_ns) >= since;
@@ -155,23 +156,23 @@ static bool load_await_told(const struct load *load, uint64_t since)
 
 /*
  * Called after a sample that did not find the memory in the process: charges what belongs to no
- * process. If that cannot be determined because the container itself takes and gives back memory
- * all the time, everything that is missing is charged; if because other containers do, nothing for
+ * process. If that cannot be determined because the container itself keeps allocating and freeing,
+ * everything that is missing is charged; if other containers are the reason, nothing is charged for
  * now.
  */
 static void load_reveal(struct load *load, uint64_t taken, uint64_t since)
 {
     uint64_t missing, grown;
-    bool told;
+    bool sampled;
 
     if (load_missing(load, taken) < LOADS_MUCH)
         return;
-    told = load_await_told(load, since) && load->told;
+    sampled = load_await_unattributed(load, since) && load->sampled;
     missing = load_missing(load, taken);
     if (missing < LOADS_MUCH)
         return;
     grown = load_grown(load);
-    if (told)
+    if (sampled)
         load->hidden = grown < missing ? grown : missing;
     else if ((int64_t)(account_returned(load->device) - load->returned) >= (int64_t)LOADS_MUCH)
         load->hidden = load_missing(load, load_taken_for_long(load, taken, true));
@@ -183,10 +184,10 @@ static void load_reveal(struct load *load, uint64_t taken, uint64_t since)
     }
     account_add(load->device, load->hidden, true);
     /* The next load begins with a sample that includes this charge. */
-    load_await_told(load, prim_now());
+    load_await_unattributed(load, prim_now());
 }
 
-/* Returns false if the container is over its quota now by more than `debt`. Then the load has to be
+/* Returns false if the container now exceeds its quota by more than `debt`. The load then has to be
  * undone as far as possible. */
 bool load_end(struct load *load, CUresult result, uint64_t debt)
 {
@@ -198,14 +199,14 @@ bool load_end(struct load *load, CUresult result, uint64_t debt)
     now = prim_now();
     if (taken < LOADS_MUCH) {
         account_driver_takes(load->device, taken);
-        /* Many small loads add up, but what others gave back may not be known yet. */
+        /* Many small loads add up, but memory that others gave back may not be known yet. */
         if (likely(!account_over(load->device, LOADS_DEBT)))
             return true;
-        account_await_look(load->device, now, LOADS_WAIT_NS);
+        account_await_sample(load->device, now, LOADS_WAIT_NS);
         return !account_over(load->device, LOADS_DEBT);
     }
     account_driver_takes(load->device, 0);
-    if (account_await_look(load->device, now, LOADS_WAIT_NS))
+    if (account_await_sample(load->device, now, LOADS_WAIT_NS))
         load_reveal(load, taken, now);
     else
         account_driver_takes(load->device, load_taken_for_long(load, taken, false));
@@ -213,7 +214,8 @@ bool load_end(struct load *load, CUresult result, uint64_t debt)
     return !account_over(load->device, load->hidden ? 0 : debt);
 }
 
-/* What a load took is given back when it ends. Otherwise modules that come and go would add up. */
+/* Records what a load took, to be given back at its end. Otherwise modules that come and go would
+ * add up. */
 void loaded_note(const struct load *load, uint64_t handle)
 {
     struct block block = {.key = handle,
@@ -246,8 +248,8 @@ uint64_t loaded_forget(uint64_t handle)
 
 /*
  * The driver gives back what is unloaded, or keeps it for the next load. The governor's next sample
- * shows which. While no governor samples, it is measured here, because nothing else would ever
- * lower what loads have added up to.
+ * shows which. While no governor samples, the library measures it, because nothing else would ever
+ * lower the sum of the loads.
  */
 void unload_begin(struct load *load)
 {

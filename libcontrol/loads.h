@@ -1,5 +1,6 @@
 /*
- * Loads of modules and libraries: what one takes of a GPU, which no call of the driver tells.
+ * Measures what a load of a module or library takes of a GPU's memory, which no driver call
+ * reports.
  *
  * The driver's own cuMemGetInfo, before and after a load, shows it as long as other containers are
  * quiet. Each call takes 4 us on an H200, and a load a millisecond. A small amount is provisional
@@ -7,8 +8,8 @@
  * sample, and is undone if the container is over its quota then. If the sample does not find the
  * memory in the process, but more of the GPU's memory belongs to no process, then it is managed
  * variables (H200: 128 MiB of them, taken at the load). They are charged until the module ends.
- * While other containers come and go this cannot be determined. It is noted then, and charged as
- * soon as it can be.
+ * While other containers come and go, the amount cannot be determined. The load is then noted, and
+ * charged as soon as it can be.
  */
 #pragma once
 
@@ -18,13 +19,13 @@
 
 struct load {
     int device;
-    size_t before;     /* bytes free on the GPU at the start */
-    uint64_t charged;  /* charged to this process at the start; its other threads go on */
-    uint64_t overhead; /* memory_overhead at the start */
-    bool told;         /* whether the next two are known */
-    uint64_t nobodys;  /* memory of no process: see grant_device.unattributed */
+    size_t before;         /* bytes free on the GPU at the start */
+    uint64_t charged;      /* charged to this process at the start; other threads may change it */
+    uint64_t overhead;     /* memory_overhead at the start */
+    bool sampled;          /* whether the next two are known */
+    uint64_t unattributed; /* memory of no process: see grant_device.unattributed */
     uint32_t n_processes;
-    uint64_t returned; /* what the container's processes ever gave back */
+    uint64_t returned; /* total that the container's processes have given back */
     uint64_t hidden;   /* found at the end: what was charged as memory of no process */
     uint64_t missing;  /* what may have to be charged, but cannot be determined yet */
     uint64_t taken;    /* what it took apart from `hidden` */

@@ -1,4 +1,4 @@
-/* Lines on standard error, for the operator who reads a container's log. */
+/* Writes lines to standard error, for the operator who reads a container's log. */
 #include "control.h"
 
 #include <stdio.h>

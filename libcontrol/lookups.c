@@ -1,14 +1,13 @@
 /*
- * Look-ups of functions by cuGetProcAddress.
+ * Replaces the answers to look-ups of functions by cuGetProcAddress.
  *
- * The driver answers. If its answer is a function that the control library replaces, the program is
- * given ours instead. Everything else is the driver's own, and is called without passing here: what
- * functions.toml names, because that needs no account, and what a later driver has that
- * functions.toml does not name. The node's configuration says what is done about the latter
- * (unknown_functions). A form of a function that has to be hooked counts as unknown as well, if it
- * is none of those that are hooked.
+ * The driver answers. If its answer is a function that the control library hooks, the program gets
+ * the hook instead. Every other function is the driver's own, and is called directly: those that
+ * functions.toml names, because they need no accounting, and those of a later driver that it does
+ * not name. The node's configuration decides what happens to the latter (unknown_functions). A form
+ * of a function that has to be hooked counts as unknown too, if that form is not hooked.
  *
- * A look-up by dlsym is not seen here: the loader finds the driver's function without asking.
+ * A look-up by dlsym is not seen here: the loader finds the driver's function by itself.
  */
 #include "control.h"
 #include "known.gen.h"
@@ -73,10 +72,10 @@ static enum lookup_kind lookup_find(const char *name)
     return LOOKUP_UNKNOWN;
 }
 
-/* ---- what the governor is told ---- */
+/* ---- reports to the governor ---- */
 
 /* Called with the lock. */
-static void lookup_tell(const char *name)
+static void lookup_report(const char *name)
 {
     struct ledger_header *ledger = pages_ledger();
     uint32_t place;
@@ -112,7 +111,7 @@ void lookups_started(void)
     prim_lock(&names_lock);
     if (pages_slot())
         for (; n_early; n_early--)
-            lookup_tell(early[n_early - 1]);
+            lookup_report(early[n_early - 1]);
     prim_unlock(&names_lock);
 }
 
@@ -121,7 +120,7 @@ void lookups_after_fork(void)
     names_lock.word = 0;
 }
 
-/* A form that is not hooked has the version that was asked for behind its name. */
+/* The name of a form that is not hooked is followed by the version that was requested. */
 static void lookup_note(const char *symbol, int version, enum lookup_kind kind)
 {
     char name[LAYOUT_UNKNOWN_SIZE] = {0};
@@ -132,13 +131,13 @@ static void lookup_note(const char *symbol, int version, enum lookup_kind kind)
         snprintf(name, sizeof name, "%s", symbol);
     prim_lock(&names_lock);
     if (pages_slot())
-        lookup_tell(name);
+        lookup_report(name);
     else
         lookup_keep(name);
     prim_unlock(&names_lock);
 }
 
-/* Only the first time: a process writes few lines, and others may matter more. */
+/* Logs the first refusal only: a process writes few lines, and others may matter more. */
 static cold void lookup_log(const char *symbol)
 {
     static uint32_t logged;
@@ -162,13 +161,13 @@ static bool lookup_passes(const char *symbol, void **pfn, int version)
     const struct grant_header *grant;
     enum lookup_kind kind;
     uint32_t policy;
-    void *ours;
+    void *hook;
 
     if (!symbol || !pfn || !*pfn)
         return true;
-    ours = origin_replace(*pfn);
-    if (likely(ours != *pfn)) {
-        *pfn = ours;
+    hook = origin_replace(*pfn);
+    if (likely(hook != *pfn)) {
+        *pfn = hook;
         if (slot)
             atomic_add_relaxed(&slot->lookups, 1);
         return true;
@@ -188,7 +187,7 @@ static bool lookup_passes(const char *symbol, void **pfn, int version)
     return false;
 }
 
-/* The answer to a refused look-up is the driver's own to a name that it lacks. */
+/* A refused look-up gets the driver's own answer for a name that the driver lacks. */
 CONTROL_EXPORT CUresult cuGetProcAddress(const char *symbol, void **pfn, int cudaVersion,
                                          cuuint64_t flags)
 {

@@ -1,13 +1,13 @@
 /*
- * Modules and libraries: the calls that load them, use them and end them.
+ * Charges modules and libraries at the calls that load, use and unload them.
  *
  * Their code and their global variables take device memory. What a load takes is measured (loads.h)
  * and given back when the module or library ends.
  *
  * A library is loaded into a context when its first kernel is requested there. Programs do not
- * expect that to fail for lack of memory, and the code of a framework is large. So a load that
- * leaves the container a little over its quota is debt, like everything that the driver takes on
- * its own. Managed variables are not.
+ * expect that to fail for lack of memory, and the code of a framework is large. A load that leaves
+ * the container a little over its quota is therefore counted as debt, like everything that the
+ * driver takes on its own. Managed variables are not.
  */
 #include "loads.h"
 
@@ -104,7 +104,7 @@ static void library_note(CUlibrary library)
     blocks_unlock(BLOCK_LIBRARY, block.key);
 }
 
-/* Returns true if the call that follows loads the library into the current context. */
+/* Returns whether the call that follows loads the library into the current context. */
 static bool library_enters(CUlibrary library, uint64_t *bitp)
 {
     struct block *block;
@@ -123,9 +123,9 @@ static bool library_enters(CUlibrary library, uint64_t *bitp)
 }
 
 /*
- * A kernel's handle can be launched directly, which loads its library unnoticed. So the kernel is
- * in the table until the library is loaded somewhere, and a launch of it requests its function
- * first. Until then no launch takes the fast path.
+ * A kernel can be launched by its handle, which loads its library unnoticed. The kernel is
+ * therefore kept in the table until the library is loaded into any context, and a launch of it
+ * requests its function first. Until then no launch takes the fast path.
  */
 static void kernel_note(CUkernel kernel, CUlibrary library)
 {
@@ -146,7 +146,7 @@ static void kernel_note(CUkernel kernel, CUlibrary library)
     gate_end_all_passes();
 }
 
-/* Asks the table first, because older drivers cannot tell. */
+/* Looks in the table first, because older drivers cannot return the library. */
 static bool kernel_library(CUkernel kernel, CUlibrary *libraryp)
 {
     struct block *block = blocks_lock(BLOCK_KERNEL, (uintptr_t)kernel);
@@ -209,7 +209,7 @@ CONTROL_EXPORT CUresult cuLibraryEnumerateKernels(CUkernel *kernels, unsigned in
 }
 
 /* Ends a load of a library into a context. A library that does not fit cannot be unloaded while the
- * application uses it. So each later request is refused as well, until there is room. */
+ * application uses it, so each later request is refused as well, until there is room. */
 static CUresult library_entered(struct load *load, CUlibrary library, uint64_t bit, CUresult result)
 {
     bool fits = load_end(load, result, LOADS_DEBT);
@@ -380,7 +380,7 @@ CONTROL_EXPORT CUresult cuLibraryGetUnifiedFunction(void **fptr, CUlibrary libra
     return library_entered(&load, library, bit, result);
 }
 
-/* Loads at once, where the driver would otherwise wait for a launch. This cannot be undone. */
+/* Loads immediately, where the driver would otherwise wait for a launch. This cannot be undone. */
 CONTROL_EXPORT CUresult cuFuncLoad(CUfunction function)
 {
     struct load load;

@@ -1,14 +1,14 @@
 /*
- * Memory that is bound to a multicast object or to a logical endpoint.
+ * Keeps memory charged that is bound to a multicast object or to a logical endpoint.
  *
- * Neither takes any memory itself. What is bound to one stays allocated until it is unbound or the
- * object ends. A multicast object ends like an allocation: with the last of its references and
- * mappings. A logical endpoint is destroyed by its number, and with it what this process bound.
+ * Neither takes any memory itself. Memory that is bound to one stays allocated until it is unbound
+ * or the object ends. A multicast object ends like an allocation: with the last of its references
+ * and mappings. A logical endpoint is destroyed by its number, which ends this process's bindings.
  */
 #include "bindings.h"
 
-/* A number that is no handle of a multicast object stands for an endpoint: the driver's handles are
- * addresses. */
+/* The key of an endpoint in the table of bindings. It cannot be the handle of a multicast object,
+ * because the driver's handles are addresses. */
 #define ENDPOINT(id) (0xe9ull << 56 | (id))
 
 static void bindings_end(struct binding_range range)
@@ -29,17 +29,17 @@ static uint64_t device_of(uint64_t handle)
     return ordinal < 0 ? 0 : (uint64_t)ordinal;
 }
 
-/* The allocation was kept before the driver's call, so that a release meanwhile does not end its
- * charge. */
-static CUresult bound(uint64_t object, uint64_t offset, uint64_t device, uint64_t handle,
-                      CUresult result)
+/* Ends a call that binds. The allocation was kept before the driver's call, so that a release in
+ * the meantime does not end its charge. */
+static CUresult end_binding(uint64_t object, uint64_t offset, uint64_t device, uint64_t handle,
+                            CUresult result)
 {
     if (handle && !(result == CUDA_SUCCESS && binding_put(object, offset, device, handle)))
         vmm_let_go(handle);
     return result;
 }
 
-/* Returns the handle, or 0 if the allocation is none of ours. */
+/* Returns the handle, or 0 if the allocation is not in the table. */
 static uint64_t keep(uint64_t handle)
 {
     return pages_slot() && vmm_keep(handle) ? handle : 0;
@@ -74,8 +74,9 @@ CONTROL_EXPORT CUresult cuMulticastBindMem(CUmemGenericAllocationHandle mcHandle
 {
     uint64_t kept = keep(memHandle);
 
-    return bound(mcHandle, mcOffset, kept ? device_of(kept) : 0, kept,
-                 real->cuMulticastBindMem(mcHandle, mcOffset, memHandle, memOffset, size, flags));
+    return end_binding(
+        mcHandle, mcOffset, kept ? device_of(kept) : 0, kept,
+        real->cuMulticastBindMem(mcHandle, mcOffset, memHandle, memOffset, size, flags));
 }
 
 CONTROL_EXPORT CUresult cuMulticastBindMem_v2(CUmemGenericAllocationHandle mcHandle, CUdevice dev,
@@ -86,7 +87,7 @@ CONTROL_EXPORT CUresult cuMulticastBindMem_v2(CUmemGenericAllocationHandle mcHan
 {
     uint64_t kept = keep(memHandle);
 
-    return bound(
+    return end_binding(
         mcHandle, mcOffset, (uint32_t)dev, kept,
         real->cuMulticastBindMem_v2(mcHandle, dev, mcOffset, memHandle, memOffset, size, flags));
 }
@@ -97,8 +98,8 @@ CONTROL_EXPORT CUresult cuMulticastBindAddr(CUmemGenericAllocationHandle mcHandl
 {
     uint64_t kept = keep_mapped((void *)(uintptr_t)memptr);
 
-    return bound(mcHandle, mcOffset, kept ? device_of(kept) : 0, kept,
-                 real->cuMulticastBindAddr(mcHandle, mcOffset, memptr, size, flags));
+    return end_binding(mcHandle, mcOffset, kept ? device_of(kept) : 0, kept,
+                       real->cuMulticastBindAddr(mcHandle, mcOffset, memptr, size, flags));
 }
 
 CONTROL_EXPORT CUresult cuMulticastBindAddr_v2(CUmemGenericAllocationHandle mcHandle, CUdevice dev,
@@ -107,8 +108,8 @@ CONTROL_EXPORT CUresult cuMulticastBindAddr_v2(CUmemGenericAllocationHandle mcHa
 {
     uint64_t kept = keep_mapped((void *)(uintptr_t)memptr);
 
-    return bound(mcHandle, mcOffset, (uint32_t)dev, kept,
-                 real->cuMulticastBindAddr_v2(mcHandle, dev, mcOffset, memptr, size, flags));
+    return end_binding(mcHandle, mcOffset, (uint32_t)dev, kept,
+                       real->cuMulticastBindAddr_v2(mcHandle, dev, mcOffset, memptr, size, flags));
 }
 
 CONTROL_EXPORT CUresult cuMulticastUnbind(CUmemGenericAllocationHandle mcHandle, CUdevice dev,
@@ -134,7 +135,7 @@ CONTROL_EXPORT CUresult cuLogicalEndpointBindMem(CUlogicalEndpointId leId, CUdev
 {
     uint64_t kept = keep(memHandle);
 
-    return bound(
+    return end_binding(
         ENDPOINT(leId), offset, (uint32_t)dev, kept,
         real->cuLogicalEndpointBindMem(leId, dev, offset, memHandle, memOffset, size, flags));
 }
@@ -145,8 +146,8 @@ CONTROL_EXPORT CUresult cuLogicalEndpointBindAddr(CUlogicalEndpointId leId, CUde
 {
     uint64_t kept = keep_mapped(ptr);
 
-    return bound(ENDPOINT(leId), offset, (uint32_t)dev, kept,
-                 real->cuLogicalEndpointBindAddr(leId, dev, offset, ptr, size, flags));
+    return end_binding(ENDPOINT(leId), offset, (uint32_t)dev, kept,
+                       real->cuLogicalEndpointBindAddr(leId, dev, offset, ptr, size, flags));
 }
 
 /* One call may unbind what several have bound. */

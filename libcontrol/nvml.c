@@ -1,14 +1,14 @@
 /*
- * The stand-in for libnvidia-ml: it shows the container's quota as the whole GPU, and the
- * container's processes as all that there are.
+ * The substitute for libnvidia-ml in a container, which shows the container's quota as the whole
+ * GPU, and the container's processes as the only ones.
  *
  * Functions that are not defined here are the driver's: a look-up by name falls through to it. A
- * function defined here first asks the driver, which checks arguments, versions and what the GPU
- * supports. It then replaces the answer for a GPU of the container. Other GPUs are passed through.
+ * function defined here first calls the driver, which checks arguments, versions and what the GPU
+ * supports. It then replaces the answer for a GPU of the container. Answers for other GPUs are
+ * passed through.
  *
- * Utilisation is relative to what the container may use: a container with a cap of 30 % that uses
- * 30 % of the GPU shows 100 %. It is as of the governor's last sample, a quarter of a second ago at
- * most.
+ * Utilisation is relative to the cap: a container with a cap of 30 % that uses 30 % of the GPU
+ * shows 100 %. The value is that of the governor's last sample, at most a quarter of a second old.
  */
 #include "nvml_stand_in.h"
 #include "prim.h"
@@ -59,10 +59,9 @@ static unsigned int percent(uint64_t value)
 }
 
 /*
- * How much of the time the memory was busy is known only for the whole GPU. The container is shown
- * what it would see if its work moved as much memory per second of GPU time as the work of all
- * containers does. A container that is alone on the GPU sees the driver's own figure, and an idle
- * one sees zero.
+ * Memory utilisation is known only for the whole GPU. The container is shown what it would see if
+ * its work moved as much memory per second of GPU time as the work of all containers does. A
+ * container that is alone on the GPU sees the driver's own figure, and an idle one sees zero.
  */
 static unsigned int memory_part(unsigned int memory, unsigned int gpu, unsigned int own)
 {
@@ -109,8 +108,8 @@ NVML_EXPORT nvmlReturn_t nvmlDeviceGetDynamicPstatesInfo(nvmlDevice_t device,
 }
 
 /*
- * The driver keeps samples of some seconds. Here there is only the governor's last one: a program
- * that asks as often as the governor samples misses none.
+ * The driver keeps the samples of some seconds. This function returns only the governor's last one:
+ * a program that calls it as often as the governor samples misses none.
  */
 NVML_EXPORT nvmlReturn_t nvmlDeviceGetSamples(nvmlDevice_t device, nvmlSamplingType_t type,
                                               unsigned long long last, nvmlValueType_t *valueType,

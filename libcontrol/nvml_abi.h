@@ -1,4 +1,4 @@
-/* The types of NVML that the stand-in uses in its answers, with the values of NVIDIA's nvml.h
+/* The types of NVML in the answers that Tidegate replaces, with the values of NVIDIA's nvml.h
  * 13.0. */
 #pragma once
 

@@ -1,5 +1,6 @@
 /*
- * The driver's own libnvidia-ml, which the stand-in needs (DT_NEEDED) under another name.
+ * Resolves the functions of the driver's own libnvidia-ml, which the substitute library needs
+ * (DT_NEEDED) under another name.
  */
 #include "nvml_stand_in.h"
 #include "prim.h"

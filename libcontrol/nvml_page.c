@@ -1,8 +1,8 @@
 /*
- * The grant as the stand-in for NVML reads it: the page, and the usage part behind it.
+ * Reads the container's grant page, and the usage part behind it, for the substitute of NVML.
  *
- * A monitoring program needs neither a slot in the ledger nor a socket. It maps the grant's file
- * read-only. Only the mapping is kept, so any thread may ask at any time.
+ * A monitoring program needs neither a slot in the ledger nor a socket: the grant's file is mapped
+ * read-only. Only the mapping is kept, so any thread may call these functions at any time.
  */
 #include "nvml_stand_in.h"
 
@@ -15,8 +15,8 @@
 
 #define GRANT_PATH "/run/tidegate/grant"
 
-/* The governor writes all entries by one copy. If it loses its processor meanwhile, a reader waits
- * for it: 0.1 s in all. */
+/* The governor writes all entries by one copy. If it is preempted meanwhile, a reader waits for it,
+ * 0.1 s at most. */
 #define READ_TRIES   1000
 #define READ_WAIT_NS (50 * NS_PER_US)
 
@@ -50,7 +50,7 @@ static const struct grant_header *map_grant(void)
                                     __ATOMIC_ACQUIRE))
         return page;
     prim_unmap((void *)page, size);
-    return first; /* another thread was faster; NULL: not a grant that is known */
+    return first; /* another thread was faster; NULL: not a valid grant page */
 }
 
 static int hex_digit(char c)
@@ -143,7 +143,7 @@ uint64_t page_time(void)
 
 /*
  * The sequence is odd while the governor writes. The governor may have been killed at that moment,
- * so this does not wait for ever. Each number is whole even then, and the next governor writes the
+ * so the wait is bounded. Each single number is valid even then, and the next governor writes the
  * entries again.
  */
 unsigned page_processes(const struct page_device *device, struct page_process list[LAYOUT_N_SLOTS],

@@ -1,23 +1,22 @@
 /*
- * The stand-in for libnvidia-ml: processes.
+ * The functions of NVML that list processes: each shows only the container's own.
  *
- * They are the processes of the usage part, by their pids in the container. All of them came
- * through libcuda, so they are compute processes. None is listed under MPS or as part of a MIG
- * instance.
+ * These are the processes of the usage part, by their PIDs in the container. All of them use
+ * libcuda, so they are compute processes. None is listed under MPS or as part of a MIG instance.
  */
 #include "nvml_stand_in.h"
 #include "prim.h"
 
 #include <string.h>
 
-/* Whether this is the driver's answer for a list that has no room. */
-static bool lists(nvmlReturn_t result)
+/* Whether this is the driver's answer to a valid call with an empty list. */
+static bool is_list_answer(nvmlReturn_t result)
 {
     return result == NVML_SUCCESS || result == NVML_ERROR_INSUFFICIENT_SIZE;
 }
 
-/* Answers with `n` entries where the caller has room for *count. */
-static nvmlReturn_t offer(unsigned int *count, const void *array, unsigned n)
+/* Sets *count to `n`. Returns whether the caller's array has room for that many entries. */
+static nvmlReturn_t check_room(unsigned int *count, const void *array, unsigned n)
 {
     unsigned int room = *count;
 
@@ -33,7 +32,7 @@ static nvmlReturn_t put_processes(const struct page_device *own, bool compute, u
 {
     struct page_process list[LAYOUT_N_SLOTS];
     unsigned n = compute ? page_processes(own, list, NULL) : 0;
-    nvmlReturn_t result = offer(count, infos, n);
+    nvmlReturn_t result = check_room(count, infos, n);
 
     for (unsigned i = 0; result == NVML_SUCCESS && i < n; i++) {
         nvmlProcessInfo_v2_t info = {
@@ -60,7 +59,8 @@ static nvmlReturn_t put_processes(const struct page_device *own, bool compute, u
         if (!count || !page_find(device, &own) || !own.usage)                                      \
             return real.name(device, count, infos);                                                \
         result = real.name(device, &none, NULL);                                                   \
-        return lists(result) ? put_processes(&own, compute, count, infos, sizeof(entry)) : result; \
+        return is_list_answer(result) ? put_processes(&own, compute, count, infos, sizeof(entry))  \
+                                      : result;                                                    \
     }
 
 LIST(nvmlDeviceGetComputeRunningProcesses, nvmlProcessInfo_v1_t, true)
@@ -88,11 +88,11 @@ NVML_EXPORT nvmlReturn_t nvmlDeviceGetRunningProcessDetailList(nvmlDevice_t devi
         return real.nvmlDeviceGetRunningProcessDetailList(device, list);
     none = (nvmlProcessDetailList_t){.version = list->version, .mode = list->mode};
     result = real.nvmlDeviceGetRunningProcessDetailList(device, &none);
-    if (!lists(result))
+    if (!is_list_answer(result))
         return result;
     if (list->mode == NVML_PROCESS_MODE_COMPUTE)
         n = page_processes(&own, own_list, NULL);
-    result = offer(&list->numProcArrayEntries, list->procArray, n);
+    result = check_room(&list->numProcArrayEntries, list->procArray, n);
     for (unsigned i = 0; result == NVML_SUCCESS && i < n; i++)
         list->procArray[i] = (nvmlProcessDetail_v1_t){
             .pid = own_list[i].pid,
@@ -103,7 +103,8 @@ NVML_EXPORT nvmlReturn_t nvmlDeviceGetRunningProcessDetailList(nvmlDevice_t devi
     return result;
 }
 
-/* Like the driver's samples: only processes that worked, and only if newer than `last`. */
+/* Returns, like the driver, only processes that worked, and only if the sample is newer than
+ * `last`. */
 static unsigned busy_processes(const struct page_device *own, unsigned long long last,
                                struct page_process list[LAYOUT_N_SLOTS], uint64_t *time_usp)
 {
@@ -136,7 +137,7 @@ NVML_EXPORT nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t device,
     if (!count || !page_find(device, &own) || !own.usage)
         return real.nvmlDeviceGetProcessUtilization(device, samples, count, last);
     result = real.nvmlDeviceGetProcessUtilization(device, NULL, &room, last);
-    if (!lists(result) && result != NVML_ERROR_NOT_FOUND)
+    if (!is_list_answer(result) && result != NVML_ERROR_NOT_FOUND)
         return result;
     n = busy_processes(&own, last, list, &time);
     if (!n)
@@ -169,7 +170,7 @@ NVML_EXPORT nvmlReturn_t nvmlDeviceGetProcessesUtilizationInfo(nvmlDevice_t devi
     none = (nvmlProcessesUtilizationInfo_t){.version = info->version,
                                             .lastSeenTimeStamp = info->lastSeenTimeStamp};
     result = real.nvmlDeviceGetProcessesUtilizationInfo(device, &none);
-    if (!lists(result) && result != NVML_ERROR_NOT_FOUND)
+    if (!is_list_answer(result) && result != NVML_ERROR_NOT_FOUND)
         return result;
     n = busy_processes(&own, info->lastSeenTimeStamp, list, &time);
     if (!n)
@@ -184,8 +185,8 @@ NVML_EXPORT nvmlReturn_t nvmlDeviceGetProcessesUtilizationInfo(nvmlDevice_t devi
     return NVML_SUCCESS;
 }
 
-/* The driver would list every process of the node, including those that ended. Here only the live
- * ones are known. */
+/* The driver would list every process of the node, including those that have ended. Only the
+ * container's live ones are listed here. */
 NVML_EXPORT nvmlReturn_t nvmlDeviceGetAccountingPids(nvmlDevice_t device, unsigned int *count,
                                                      unsigned int *pids)
 {
@@ -200,17 +201,17 @@ NVML_EXPORT nvmlReturn_t nvmlDeviceGetAccountingPids(nvmlDevice_t device, unsign
     if (!count || !page_find(device, &own) || !own.usage)
         return real.nvmlDeviceGetAccountingPids(device, count, pids);
     result = real.nvmlDeviceGetAccountingPids(device, &none, NULL);
-    if (!lists(result))
+    if (!is_list_answer(result))
         return result;
     n = page_processes(&own, list, NULL);
-    result = offer(count, pids, n);
+    result = check_room(count, pids, n);
     for (unsigned i = 0; result == NVML_SUCCESS && i < n; i++)
         pids[i] = list[i].pid;
     return result;
 }
 
 /*
- * The driver knows processes by their pids on the host, where the number may be that of another
+ * The driver knows processes by their PIDs on the host, where the number may belong to another
  * process. Its answer is used only to find out whether accounting is available.
  */
 NVML_EXPORT nvmlReturn_t nvmlDeviceGetAccountingStats(nvmlDevice_t device, unsigned int pid,

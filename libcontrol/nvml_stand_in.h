@@ -1,5 +1,5 @@
-/* The stand-in for NVML: the driver's own functions, and what is read from the container's
- * grant. */
+/* Internal declarations of the substitute for NVML: the driver's own functions, and the readers of
+ * the container's grant page. */
 #pragma once
 
 #include "layout.gen.h"
@@ -28,10 +28,11 @@ struct page_process {
     uint64_t start_us;
 };
 
-/* Returns false if the GPU is not the container's, or if there is no grant. */
+/* Returns false if the GPU was not granted to the container, or if there is no grant page. */
 bool page_find(nvmlDevice_t device, struct page_device *foundp);
 
-/* Lists the processes that use the GPU, and says as of when. The device must have a usage part. */
+/* Lists the processes that use the GPU, and returns the time of the sample. The device must have a
+ * usage part. */
 unsigned page_processes(const struct page_device *device, struct page_process list[LAYOUT_N_SLOTS],
                         uint64_t *time_usp);
 

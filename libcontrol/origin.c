@@ -1,8 +1,8 @@
 /*
- * The original: the driver's own libcuda.
+ * Resolves the functions of the original, the driver's own libcuda.
  *
- * The control library needs it (DT_NEEDED) as libcuda-origin.so.1. So it is loaded before any of
- * our code runs, and every name that the control library lacks falls through to it.
+ * The control library needs it (DT_NEEDED) as libcuda-origin.so.1. It is therefore loaded before
+ * any code of the library runs, and every name that the library lacks falls through to it.
  */
 #include "control.h"
 
@@ -13,23 +13,23 @@
 struct real_cuda origin_real;
 struct driver_cuda origin_driver;
 
-/* Stands for a function of the table that an older driver lacks. Such a driver answers a look-up
- * with "not found". */
+/* Called in place of a function of the table that an older driver lacks. Such a driver answers a
+ * look-up with "not found". */
 static CUresult origin_missing(void)
 {
     return CUDA_ERROR_NOT_SUPPORTED;
 }
 
 /*
- * The driver answers look-ups by cuGetProcAddress. If its answer is one of the functions that the
- * control library replaces, the application is given ours instead. The table uses open addressing,
- * is built once and is at most half full, so a look-up costs a multiplication and about one
- * comparison.
+ * The hooks by the driver's own functions. The driver answers look-ups by cuGetProcAddress, and if
+ * its answer is in this table, the application gets the hook instead. The table uses open
+ * addressing, is built once and is at most half full, so a look-up costs a multiplication and about
+ * one comparison.
  */
 #define ORIGIN_TABLE_BITS 10
 static struct {
-    void *theirs;
-    void *ours;
+    void *original;
+    void *hook;
 } origin_table[1 << ORIGIN_TABLE_BITS];
 _Static_assert(CONTROL_N_HOOKS * 2 <= 1 << ORIGIN_TABLE_BITS, "origin_table is too small");
 
@@ -42,26 +42,26 @@ void *origin_replace(void *found)
 {
     unsigned at = origin_slot(found);
 
-    while (origin_table[at].theirs) {
-        if (origin_table[at].theirs == found)
-            return origin_table[at].ours;
+    while (origin_table[at].original) {
+        if (origin_table[at].original == found)
+            return origin_table[at].hook;
         at = (at + 1) % (1 << ORIGIN_TABLE_BITS);
     }
     return found;
 }
 
-static void origin_insert(void *theirs, void *ours)
+static void origin_insert(void *original, void *hook)
 {
-    unsigned at = origin_slot(theirs);
+    unsigned at = origin_slot(original);
 
-    while (origin_table[at].theirs) {
+    while (origin_table[at].original) {
         /* If two names lead to the same function, the first in the table keeps it. */
-        if (origin_table[at].theirs == theirs)
+        if (origin_table[at].original == original)
             return;
         at = (at + 1) % (1 << ORIGIN_TABLE_BITS);
     }
-    origin_table[at].theirs = theirs;
-    origin_table[at].ours = ours;
+    origin_table[at].original = original;
+    origin_table[at].hook = hook;
 }
 
 static void *origin_find(void *handle, const char *name)
@@ -77,12 +77,12 @@ void origin_resolve(const struct control_hook *hooks)
 
     for (size_t i = 0; i < CONTROL_N_HOOKS; i++) {
         const struct control_hook *hook = &hooks[i];
-        void *theirs = handle ? dlsym(handle, hook->name) : NULL;
+        void *original = handle ? dlsym(handle, hook->name) : NULL;
 
         *(void **)((char *)&origin_real + hook->real_offset) =
-            theirs ? theirs : (void *)origin_missing;
-        if (theirs)
-            origin_insert(theirs, hook->ours);
+            original ? original : (void *)origin_missing;
+        if (original)
+            origin_insert(original, hook->function);
     }
 #define FIND(field, name) *(void **)&origin_driver.field = origin_find(handle, name)
     FIND(cuDeviceGetCount, "cuDeviceGetCount");

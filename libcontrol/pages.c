@@ -1,6 +1,6 @@
 /*
- * The grant page and the ledger, as this process sees them: where they are mapped, and which of the
- * driver's devices are those of the grant.
+ * Keeps where the grant page and the ledger are mapped in this process, and which of the driver's
+ * devices are those of the grant.
  */
 #include "pages.h"
 

@@ -1,7 +1,7 @@
 /*
- * What the files on the grant page and the ledger share. Those on the first cuInit (pages_join.c)
- * and on another governor (pages_rejoin.c) use the socket (pages_socket.c) and set what the rest of
- * the library reads (pages.c).
+ * Internal declarations of the files that map the grant page and the ledger. The first cuInit
+ * (pages_join.c) and the connection to another governor (pages_rejoin.c) use the socket
+ * (pages_socket.c) and set what the rest of the library reads (pages.c).
  */
 #pragma once
 
@@ -21,7 +21,7 @@ extern struct pages_file ledger_file; /* the file of the ledger in use */
 /* ---- pages_socket.c ---- */
 
 extern int governor_fd;
-extern uint64_t governor_inode; /* by which pages_is_ours() knows that socket */
+extern uint64_t governor_inode; /* by which pages_is_ours() recognises that socket */
 
 bool pages_identify(int fd, uint64_t *inodep, uint64_t *sizep);
 bool pages_identify_file(int fd, struct pages_file *filep);
@@ -29,11 +29,11 @@ int pages_socket(int flags);
 long pages_connect(int fd);
 long pages_send(int fd, const char *byte, int flags);
 long pages_receive(int fd, int flags, uint32_t *slotp, int *ledger_fdp);
-bool pages_is_ours(int fd, uint64_t ours);
+bool pages_is_ours(int fd, uint64_t own_inode);
 bool pages_still_ours(void);
 
 /* ---- pages_rejoin.c ---- */
 
 void pages_note_own_ledger(void);  /* the ledger in use belongs to this process alone */
-extern void (*pages_forked)(void); /* resets the rest in a forked child; set by lifecycle.c */
+extern void (*pages_forked)(void); /* resets all other parts in a forked child: lifecycle.c */
 void pages_rejoin_after_fork(void);

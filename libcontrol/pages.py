@@ -1,7 +1,7 @@
 """Read and write the two shared pages from Python, as `libcontrol.layout` describes them.
 
-A ledger is written by the container. What is read from it here is a number of known width and
-nothing more; the caller bounds it.
+A ledger is written by the container, so it is not trusted: a value read from it is a number of
+known width and nothing more, and the caller bounds it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from mmap import mmap
 from libcontrol import layout
 
 _CODES = {"u8": "B", "u32": "I", "u64": "Q"}
-# Native numbers (both architectures are little-endian) are stored by one store of their width.
-# Those of a fixed byte order are stored byte by byte, and another process could read half a number.
+# Numbers in native order (both architectures are little-endian) are written by one store of their
+# width. Those of a fixed order are written byte by byte, and another process could see half of one.
 _NATIVE = "@"
 _NUMBERS = {name: struct.Struct(_NATIVE + code) for name, code in _CODES.items()}
-# The governor reads thousands of numbers a second, so where each one is and what it is are worked
-# out once: offset, size, the functions that take it out and put it in, and whether its store comes
-# after all stores before it.
+# The governor reads thousands of numbers a second, so the place and type of each are computed once:
+# offset, size, the functions that unpack and pack it, and whether its store is a release store.
 _PLACES = {
     (s.name, field.name): (
         layout.offsets(s)[field.name],
@@ -43,10 +42,10 @@ _fence: Callable[[], object] | None = None
 
 
 def use_fence(fence: Callable[[], object]) -> None:
-    """Order stores and loads by `fence`, a full barrier, if this machine does not do that itself.
+    """Order stores and loads by `fence`, a full memory barrier, if this machine reorders them.
 
-    Python has none, so it comes from the library that the governor loads. Without one, order is
-    kept only on x86-64.
+    Python has no such barrier, so it comes from the library that the governor loads. Without it,
+    order is kept only on x86-64.
     """
     global _fence  # noqa: PLW0603 - one processor, one fence
     _fence = fence if _REORDERS else None
@@ -84,7 +83,7 @@ class Reader:
 def write(page: mmap, base: int, name: str, field: str, value: int, *, index: int = 0) -> None:
     """Store one number where `read` with the same arguments finds it.
 
-    Who finds it in a field of the order `release` finds all that was stored before.
+    A reader that finds the value in a field of the order `release` also finds all earlier stores.
     """
     at, size, _, pack, releases = _PLACES[name, field]
     if releases and _fence is not None:
@@ -173,9 +172,9 @@ def init_ledger(page: mmap) -> None:
 
 
 def read_unknown(page: mmap) -> list[bytes]:
-    """Return the places of a ledger's header for names of functions, as they are.
+    """Return the raw entries of a ledger's header for names of unknown functions.
 
-    A place that is empty, or whose name is being written, begins with a 0.
+    An entry that is empty, or whose name is being written, begins with a 0.
     """
     at, *_ = _PLACES["ledger_header", "unknown"]
     size = layout.UNKNOWN_SIZE

@@ -1,28 +1,28 @@
 /*
- * The first cuInit: maps the grant page, registers the process at the container's socket and
- * receives the ledger.
+ * Joins the container's processes at the first cuInit: maps the grant page, registers the process
+ * at the container's socket and receives the ledger.
  *
  * The grant page is a file in the directory that the hook mounted, and is mapped read-only. The
  * ledger comes through the socket, together with the number of this process's slot.
  *
- * Without a grant page there is no quota to enforce, and cuInit answers that the system is not
- * ready. Without a governor cuInit waits for the next one for a while. After that the process keeps
- * a ledger of its own, until a governor is back (pages_rejoin.c).
+ * Without a grant page there is no quota to enforce, and cuInit fails with "system not ready".
+ * Without a governor, cuInit waits for the next one for a limited time. After that the process
+ * keeps a ledger of its own, until a governor is back (pages_rejoin.c).
  */
 #include "pages.h"
 
 #include <sys/mman.h>
 #include <sys/socket.h>
 
-/* If the heartbeat is younger than this, the governor is taken to be restarting and cuInit waits
+/* If the heartbeat is younger than this, the governor is assumed to be restarting and cuInit waits
  * for it. */
 #define PAGES_RESTART_NS (10 * NS_PER_S)
-#define PAGES_N_TRIES    10 /* attempts that may fail while its heartbeat goes on */
+#define PAGES_N_TRIES    10 /* attempts that may fail while its heartbeat continues */
 
 enum pages_answer {
     PAGES_JOINED,
     PAGES_NOBODY,  /* the governor does not answer */
-    PAGES_REFUSED, /* it does, and refuses this process */
+    PAGES_REFUSED, /* the governor answers, and refuses this process */
 };
 
 static struct prim_lock start_lock;
@@ -99,7 +99,7 @@ static enum pages_answer pages_join(void)
     slot->pid = (uint32_t)prim_pid();
     pages_identify(fd, &governor_inode, NULL);
     governor_fd = fd;
-    /* Last: who finds a slot uses all the rest. */
+    /* Stored last, because a thread that finds a slot uses everything else. */
     atomic_store_release(&pages_now.slot, slot);
     return PAGES_JOINED;
 fail:
@@ -110,7 +110,7 @@ fail:
 }
 
 /* Joins, and waits for a governor that is being restarted. Does not wait for one that has been away
- * for longer, and not for long for one that runs but cannot be reached. */
+ * for longer, and waits only briefly for one that runs but cannot be reached. */
 static enum pages_answer pages_join_patiently(void)
 {
     uint64_t until = prim_now() + PAGES_RESTART_NS;
@@ -221,7 +221,7 @@ bool pages_start(void)
                 pages_now.n_devices = LAYOUT_N_DEVICES;
             pages_now.on_governor_loss = pages_now.grant->on_governor_loss;
             answer = pages_join_patiently();
-            /* A ledger of its own is only for a process that starts while the governor is away. */
+            /* Only a process that starts while the governor is away keeps a ledger of its own. */
             if (answer == PAGES_NOBODY && !gate_lost(prim_now())) {
                 control_log(
                     "the governor runs, and this process cannot reach it at " PAGES_DIRECTORY

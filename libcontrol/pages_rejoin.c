@@ -1,8 +1,9 @@
 /*
- * Another governor: a new connection, and if necessary another ledger.
+ * Reconnects to another governor, and if necessary moves to another ledger.
  *
  * When the governor is replaced, the connection ends and a helper makes a new one; slot and ledger
- * stay. A process that has kept a ledger of its own moves its counters when a governor is back.
+ * stay the same. A process that has kept a ledger of its own moves its counters when a governor is
+ * back.
  */
 #include "pages.h"
 
@@ -17,7 +18,7 @@ struct pages_return {
     uint32_t busy; /* a helper is working on it */
     int fd;        /* -1: none */
     uint64_t inode;
-    uint64_t until; /* the connection is given up if not answered by then */
+    uint64_t until; /* the connection is closed if it is not answered by then */
     uint64_t next;  /* no attempt before this time */
     unsigned n_tries;
     bool refused; /* the governor does not know this process's slot */
@@ -27,11 +28,11 @@ struct pages_return {
 struct pages_moved {
     bool by_itself; /* the ledger in use belongs to this process alone */
     struct ledger_header *ledger;
-    struct ledger_slot *old;  /* our slot in it; a late thread may still count here */
-    struct ledger_slot *seen; /* what of `old` has been counted in the new one */
+    struct ledger_slot *old;  /* this process's slot in it; a late thread may still count here */
+    struct ledger_slot *seen; /* the part of `old` that has been added to the new one */
 };
 
-static struct pages_return coming_back = {.fd = -1};
+static struct pages_return reconnection = {.fd = -1};
 static struct pages_moved moved;
 
 void pages_note_own_ledger(void)
@@ -57,7 +58,7 @@ static void pages_give_up(struct pages_return *r, uint64_t now)
     r->next = now + (r->n_tries < 50 ? PAGES_TRY_NS : PAGES_SLOW_NS);
 }
 
-static void pages_call_again(struct pages_return *r, uint64_t now)
+static void pages_connect_again(struct pages_return *r, uint64_t now)
 {
     const char request = moved.by_itself ? LAYOUT_REGISTER : LAYOUT_AGAIN;
 
@@ -88,7 +89,7 @@ static void pages_take_connection(struct pages_return *r)
 /* ---- moving to another ledger ---- */
 
 #define SUM(field) offsetof(struct ledger_device, field)
-/* Counters, which move by their differences. The rest of a slot describes only the present. */
+/* Counters, which are moved by adding differences. Other fields describe only the present. */
 static const unsigned short sums[] = {
     SUM(busy_ns),  SUM(memory),    SUM(blocks),         SUM(launches),     SUM(waits),
     SUM(wait_ns),  SUM(refused),   SUM(markers),        SUM(predicted_ns), SUM(error_ns),
@@ -141,12 +142,12 @@ static void pages_forward(struct ledger_slot *to)
 }
 
 /*
- * A process that started while the governor was away, or with a ledger that the governor has lost,
- * moves its counters into the ledger that it is given. It does so only once. Other threads go on
- * counting meanwhile, without a lock. What they count in the old ledger after it was read is added
- * to the new one by a later call of pages_forward(), so each sum is right in the end. The old
- * ledger stays mapped. A thread that is waiting for GPU time announces its next launch in the old
- * ledger, so the arbiter does not see that launch begin.
+ * Moves the counters of a process that started while the governor was away, or with a ledger that
+ * the governor has lost, into the ledger that it receives. This happens only once. Other threads
+ * continue to count meanwhile, without a lock. What they count in the old ledger after it was read
+ * is added to the new one by a later call of pages_forward(), so each sum is eventually correct.
+ * The old ledger stays mapped. A thread that is waiting for GPU time announces its next launch in
+ * the old ledger, so the arbiter does not see that launch begin.
  */
 static bool pages_move_sums(uint32_t index, int ledger_fd, const struct pages_file *file)
 {
@@ -186,7 +187,7 @@ static bool pages_move_sums(uint32_t index, int ledger_fd, const struct pages_fi
     return true;
 }
 
-static void pages_hear_again(struct pages_return *r, uint64_t now)
+static void pages_receive_answer(struct pages_return *r, uint64_t now)
 {
     struct pages_file file = {0};
     uint32_t slot = LAYOUT_NO_SLOT;
@@ -235,7 +236,7 @@ static bool pages_governor_lives(uint64_t now)
 /* Takes one step per call, because a helper must not wait. */
 void pages_rejoin(void)
 {
-    struct pages_return *r = &coming_back;
+    struct pages_return *r = &reconnection;
     uint64_t now = prim_now();
 
     if (atomic_load_acquire(&pages_started) != 1 || atomic_exchange_acq_rel(&r->busy, 1))
@@ -244,18 +245,18 @@ void pages_rejoin(void)
         pages_forward(pages_now.slot);
     if (!r->refused && pages_governor_lives(now)) {
         if (r->fd >= 0)
-            pages_hear_again(r, now);
+            pages_receive_answer(r, now);
         else if (now >= r->next && pages_hung_up())
-            pages_call_again(r, now);
+            pages_connect_again(r, now);
     }
     atomic_store_release(&r->busy, 0);
 }
 
 void pages_rejoin_after_fork(void)
 {
-    if (pages_is_ours(coming_back.fd, coming_back.inode))
-        prim_close(coming_back.fd);
-    coming_back = (struct pages_return){.fd = -1};
+    if (pages_is_ours(reconnection.fd, reconnection.inode))
+        prim_close(reconnection.fd);
+    reconnection = (struct pages_return){.fd = -1};
     if (moved.ledger)
         prim_unmap(moved.ledger, LEDGER_SIZE);
     if (moved.seen)

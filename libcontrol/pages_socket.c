@@ -1,5 +1,5 @@
 /*
- * The connection to the governor, by the container's socket.
+ * Handles the connection to the governor through the container's socket.
  *
  * The socket stays open for the life of the process: a byte on it tells the arbiter to read the
  * ledger.
@@ -96,13 +96,13 @@ long pages_receive(int fd, int flags, uint32_t *slotp, int *ledger_fdp)
     return n;
 }
 
-/* Returns whether the descriptor is still ours. A program that closes every descriptor has closed
- * it, and may have opened another file under its number since. */
-bool pages_is_ours(int fd, uint64_t ours)
+/* Returns whether the descriptor is still the library's. A program that closes every descriptor has
+ * closed it, and may have opened another file under its number since. */
+bool pages_is_ours(int fd, uint64_t own_inode)
 {
     uint64_t inode = 0;
 
-    return fd >= 0 && pages_identify(fd, &inode, NULL) && inode == ours;
+    return fd >= 0 && pages_identify(fd, &inode, NULL) && inode == own_inode;
 }
 
 bool pages_still_ours(void)

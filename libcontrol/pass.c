@@ -1,4 +1,4 @@
-/* How passes are given and ended; see pass.h. */
+/* Gives passes to streams and ends them; see pass.h. */
 #include "pass.h"
 
 #include "gate.h"
@@ -13,19 +13,19 @@
 struct pass passes[PASS_N];
 uint32_t gate_lazy_kernels;
 
-/* Launches on all GPUs share the passes. A thread that changes one holds this, within the gate's
- * lock. */
+/* Launches on all GPUs share the passes. A thread that changes one holds this lock, within the
+ * gate's. */
 static struct prim_lock passes_lock;
 
-/* Tells the ledger how many launches an open pass let by. */
-static void pass_tell(struct pass *p)
+/* Adds the launches that an open pass let through to the ledger. */
+static void pass_report(struct pass *p)
 {
     uint32_t used = atomic_load_relaxed(&p->used);
 
-    /* A thread that was delayed for long between its load and its store sets the number back. */
-    if (p->ledger && (int32_t)(used - p->told) > 0)
-        atomic_add_relaxed(&p->ledger->launches, used - p->told);
-    p->told = used;
+    /* A thread that was delayed between its load and its store may set the number back. */
+    if (p->ledger && (int32_t)(used - p->reported) > 0)
+        atomic_add_relaxed(&p->ledger->launches, used - p->reported);
+    p->reported = used;
 }
 
 /* Ends a pass. Either pass_spend() sees this before it notes a launch, or pass_collect() sees the
@@ -33,7 +33,7 @@ static void pass_tell(struct pass *p)
 static void pass_end(struct pass *p)
 {
     atomic_store_seq_cst(&p->limit, 0);
-    pass_tell(p);
+    pass_report(p);
 }
 
 static void passes_each(const struct grant_device *grant, void (*act)(struct pass *))
@@ -47,17 +47,17 @@ static void passes_each(const struct grant_device *grant, void (*act)(struct pas
 
 void pass_tell_all(const struct grant_device *grant)
 {
-    passes_each(grant, pass_tell);
+    passes_each(grant, pass_report);
 }
 
-/* Returns the kind as which the average launch of a stream under an open grant is learned. */
+/* Returns the kind under which the average launch of a stream under an open grant is learned. */
 static uint32_t pass_kind(struct gate *g, CUstream stream)
 {
     return estimate_kind(&g->estimate, (uintptr_t)stream + 1, UINT64_MAX, 0);
 }
 
-/* Puts what an open pass let by into the model of the queue. What it let by on another GPU is
- * dropped. */
+/* Adds the launches that an open pass let through to the model of the queue. Launches on another
+ * GPU are dropped. */
 static void pass_count(struct gate *g, struct pass *p)
 {
     uint32_t used = atomic_load_relaxed(&p->used);
@@ -86,7 +86,7 @@ void pass_stop(struct gate *g, const struct grant_device *grant)
     prim_unlock(&passes_lock);
 }
 
-/* From here on every launch asks the gate. */
+/* Makes every launch from here on enter the gate. */
 void gate_end_all_passes(void)
 {
     passes_each(NULL, pass_end);
@@ -111,9 +111,9 @@ void pass_after_fork(void)
     gate_lazy_kernels = 0;
 }
 
-/* Whether a stream may have a pass. Its handle alone has to say where its work goes, which the
- * names of default streams do only with one GPU and one context. No stream may while the launch of
- * a kernel by its own handle would load a library (modules.c). */
+/* Whether a stream may have a pass. Its handle alone has to determine where its work runs, which
+ * the names of default streams do only with one GPU and one context. No stream may have one while
+ * the launch of a kernel by its own handle would load a library (modules.c). */
 static bool pass_fits(CUstream stream)
 {
     return ((uintptr_t)stream > 2 ||
@@ -133,7 +133,7 @@ static void pass_begin(struct pass *p, const struct gate *g, const struct queue_
     atomic_store_relaxed(&p->stream, s->stream);
     atomic_store_relaxed(&p->grant, grant);
     atomic_store_relaxed(&p->epoch, g->epoch);
-    /* A thread that read the limit of the last pass finds all of this one, or none of it. */
+    /* A thread that read the limit of the last pass sees all of this one, or nothing of it. */
     atomic_store_release(&p->deadline_ns, deadline);
     atomic_store_release(&p->limit, limit ? limit : 1);
 }
@@ -166,7 +166,7 @@ enum pass_answer pass_open(struct gate *g, struct queue_stream **sp,
               : queue_unknown(&g->queue, now) >= GATE_N_UNKNOWN) {
         answer = PASS_FULL;
     } else if (++s->n_passed > s->sample_at) {
-        /* The distance varies, so that a program's loop does not always show the same launch. */
+        /* The distance varies, so that samples of a loop are not always of the same launch. */
         s->draw = s->draw * 1103515245 + 12345;
         s->sample_at = 192 + (s->draw >> 16) % 128;
         s->n_passed = 0;
@@ -217,8 +217,8 @@ void pass_meter(struct gate *g, const struct queue_stream *s, const struct grant
     prim_unlock(&passes_lock);
 }
 
-/* Pays for a launch by a metered pass. A launch that does not fit goes through the gate, where the
- * pass ends. */
+/* Pays for a launch by a metered pass. A launch that does not fit enters the gate, where the pass
+ * ends. */
 bool pass_spend(struct pass *p, uint32_t limit, uintptr_t key, uint64_t blocks)
 {
     uint64_t budget = atomic_load_relaxed(&p->budget_ns);
@@ -237,8 +237,9 @@ bool pass_spend(struct pass *p, uint32_t limit, uintptr_t key, uint64_t blocks)
 }
 
 /*
- * Ends the metered pass and puts what it let by into the model. When each launch was made is not
- * known, only that none was made before the pass began. The next marker corrects the model.
+ * Ends the metered pass and adds the launches that it let through to the model. The times of these
+ * launches are not known, except that they came after the pass began. The next marker corrects the
+ * model.
  */
 void pass_collect(struct gate *g)
 {

@@ -1,19 +1,20 @@
 /*
- * Passes: the fast path of a stream, for launches that may go at once.
+ * Passes: the fast path of a stream, for launches that may start immediately.
  *
- * A pass belongs to one stream, and is good for one value of `deadline_ns` in the grant page, as
- * long as the page says that. A launch by it takes no lock, reads no clock and calls no driver.
+ * A pass belongs to one stream, and is valid for one value of `deadline_ns` in the grant page, as
+ * long as the page has that value. A launch by it takes no lock, reads no clock and makes no driver
+ * call.
  *
- * While no other container waits and no cap applies, the page says GRANT_OPEN, and a launch by a
- * pass is only counted. What a stream's launches take on average is learned, and a pass is for as
- * many as take a few milliseconds. When too much is queued the next launch waits: another container
- * may want the GPU at any time, and would have to wait for all of it. Now and then a launch is
- * measured on its own, as a sample of what the program launches.
+ * While no other container waits and no cap applies, `deadline_ns` is GRANT_OPEN, and a launch by a
+ * pass is only counted. The average duration of a stream's launches is learned, and a pass is valid
+ * for as many as take a few milliseconds. When too much is queued the next launch waits: another
+ * container may want the GPU at any time, and would have to wait for all of it. Now and then a
+ * launch is measured on its own, as a sample of what the program launches.
  *
- * Under a grant that ends, a pass is metered: it has GPU time to spend, as much as may be queued
- * before the next marker, and pays for each launch by its learned duration. The launches are noted.
- * They go into the model of the GPU's queue when a thread next takes the gate's lock, which ends
- * the pass.
+ * Under a grant that ends, a pass is metered: it has a budget of GPU time, as much as may be queued
+ * before the next marker, and pays for each launch by its learned duration. The launches are noted,
+ * and are added to the model of the GPU's queue when a thread next takes the gate's lock, which
+ * ends the pass.
  */
 #pragma once
 
@@ -28,18 +29,18 @@ struct gate;
 struct pass {
     _Alignas(64) CUstream stream;
     const struct grant_device *grant;
-    uint64_t deadline_ns; /* good while the page says this */
-    uint32_t epoch;       /* and is of the grant in which the work was announced */
+    uint64_t deadline_ns; /* valid while the page has this value */
+    uint32_t epoch;       /* and this epoch, that of the grant in which the work was announced */
     uint32_t limit;       /* 0: none may go. Open: bound of `used`; metered: another in each pass */
-    uint32_t used;    /* launches that ever went by here; two threads at once may count as one */
-    uint32_t told;    /* how many of them the ledger knows */
-    uint32_t counted; /* how many of them the model of the queue knows */
+    uint32_t used;     /* total of launches by this place; two threads at once may count as one */
+    uint32_t reported; /* how many of them are in the ledger */
+    uint32_t counted;  /* how many of them are in the model of the queue */
     uint64_t began_ns;
     struct ledger_device *ledger;
     CUcontext ctx;
     const struct gate *gate; /* of the GPU */
     /* Metered: */
-    bool metered; /* until what it let by is in the model */
+    bool metered; /* until the launches that it let through are in the model */
     const struct estimate *estimate;
     uint64_t budget_ns;
     uint64_t spent;           /* launches, times PASS_ONE, plus their nanoseconds */
@@ -59,8 +60,8 @@ static inline struct pass *pass_of(CUstream stream)
 
 bool pass_spend(struct pass *p, uint32_t limit, uintptr_t key, uint64_t blocks);
 
-/* Whether a launch of `key` with `blocks` blocks into the stream may go at once. `single`: a graph,
- * to which the stream's average does not apply. */
+/* Whether a launch of `key` with `blocks` blocks into the stream may start immediately. `single`: a
+ * graph, to which the stream's average does not apply. */
 static inline bool pass_launch(CUstream stream, uintptr_t key, uint64_t blocks, bool single)
 {
     struct pass *p = pass_of(stream);
@@ -72,7 +73,7 @@ static inline bool pass_launch(CUstream stream, uintptr_t key, uint64_t blocks, 
     if (unlikely(!limit) || unlikely(atomic_load_relaxed(&p->stream) != stream))
         return false;
     grant = atomic_load_relaxed(&p->grant);
-    /* The page has the epoch first: a deadline of the next grant is never found with this one's. */
+    /* The epoch is written first, so a deadline is never seen with an earlier grant's epoch. */
     deadline = atomic_load_acquire(&grant->deadline_ns);
     if (unlikely(deadline != atomic_load_acquire(&p->deadline_ns)) ||
         unlikely(atomic_load_relaxed(&grant->epoch) != atomic_load_relaxed(&p->epoch)))

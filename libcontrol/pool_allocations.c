@@ -1,16 +1,16 @@
 /*
- * Allocations from pools: what one may make its pool grow by is claimed first.
+ * Charges allocations from pools by claiming, before each, the most that its pool may grow by.
  *
- * Before an allocation, the most that the pool may grow by is claimed. If that does not fit, but
- * the free memory in the pool may be enough for a small block, the allocation goes ahead without a
- * claim. It is taken back if the pool grew nevertheless. Frees need nothing.
+ * If that does not fit, but the free memory in the pool may be enough for a small block, the
+ * allocation is made without a claim, and is undone if the pool grew nevertheless. Frees need no
+ * accounting.
  */
 #include "pools.h"
 
 #define POOLS_UNIT        (32ull << 20)
 #define POOLS_N_WAITS     200
 #define POOLS_DISTRUST_NS (100 * NS_PER_MS)
-#define POOLS_TRUST_NS    (100 * NS_PER_MS) /* lifetime of a trust, also if its process is killed */
+#define POOLS_TRUST_NS    (100 * NS_PER_MS) /* lifetime of a trust, even if its process is killed */
 
 struct pool_ticket {
     struct pool *pool; /* NULL: nothing to account for */
@@ -20,7 +20,7 @@ struct pool_ticket {
     uint64_t held;    /* what the pool held before a block was taken on trust */
 };
 
-/* Returns the bytes by which the pool has to grow at least. */
+/* Returns the minimum number of bytes by which the pool has to grow. */
 static uint64_t pool_growth(struct pool *pool, uint64_t size)
 {
     uint64_t live = 0;
@@ -46,7 +46,8 @@ static bool pool_outgrew(int device)
     return false;
 }
 
-/* Until the pool has shrunk, no process of the container is trusted beyond the quota. */
+/* Notes that the pool outgrew the quota. Until it has shrunk, no process of the container is
+ * trusted beyond the quota. */
 static void pool_outgrows(struct pool *pool)
 {
     uint64_t level = 0;
@@ -56,7 +57,8 @@ static void pool_outgrows(struct pool *pool)
         atomic_add_seq_cst(&pages_ledger_device((unsigned)pool->device)->outgrown, 1);
 }
 
-/* The growth is charged by now, so no process is trusted while the container is over its quota. */
+/* Called once the growth is charged, so no process is trusted while the container is over its
+ * quota. */
 static void pool_trust_end(struct pool *pool, uint64_t until)
 {
     __atomic_compare_exchange_n(&pages_ledger()->trust_ns[pool->device], &until, 0, false,
@@ -64,10 +66,10 @@ static void pool_trust_end(struct pool *pool, uint64_t until)
 }
 
 /*
- * Only one thread of the container at a time takes a small block on trust, so the quota is exceeded
- * by one unit at most. Returns the value that ends the trust, or 0 if none is given. A container
- * that is over its quota already, because the driver took something, may use what its pools have
- * free, except for a while after a pool grew.
+ * Trusts a thread to take a small block without a claim. Only one thread of the container at a time
+ * is trusted, so the quota is exceeded by one unit at most. Returns the value that ends the trust,
+ * or 0 if none is given. A container that is already over its quota, because the driver took
+ * memory, may use the free memory of its pools, except for a while after a pool grew.
  */
 static uint64_t pool_trust(struct pool *pool)
 {
@@ -82,7 +84,8 @@ static uint64_t pool_trust(struct pool *pool)
         if ((until <= now || until > now + POOLS_TRUST_NS) &&
             __atomic_compare_exchange_n(word, &until, now + POOLS_TRUST_NS, false, __ATOMIC_ACQ_REL,
                                         __ATOMIC_RELAXED)) {
-            /* Checked only now: the thread that was trusted before may have made a pool grow. */
+            /* Checked only now, because the thread that was trusted before may have made a pool
+             * grow. */
             if (account_used(pool->device) <= account_limit(pool->device) ||
                 !pool_outgrew(pool->device))
                 return now + POOLS_TRUST_NS;
@@ -95,10 +98,10 @@ static uint64_t pool_trust(struct pool *pool)
 }
 
 /*
- * Memory is short. A block that is smaller than a unit may still fit into what the pool holds. It
- * goes ahead without a claim, and is taken back if the pool grew for it. A larger one needs its
- * whole size: what is free in the pool is given back first and then claimed again, because it is
- * not known whether it would be enough.
+ * Begins an allocation while memory is short. A block that is smaller than a unit may still fit
+ * into what the pool holds. It is allocated without a claim, and freed if the pool grew for it. A
+ * larger block needs a claim of its whole size: the free memory of the pool is given back first and
+ * then claimed again, because it is not known whether it would be enough.
  */
 static cold CUresult pool_enter_tight(struct pool_ticket *ticket, uint64_t size)
 {
@@ -146,7 +149,7 @@ static CUresult pool_enter(struct pool_ticket *ticket, struct pool *pool, uint64
     return pool_enter_tight(ticket, size);
 }
 
-/* The pool grew beyond the quota: frees the block, in the order of its stream. */
+/* Frees a block that made its pool grow beyond the quota, in the order of its stream. */
 static cold CUresult pool_revoke(struct pool *pool, CUdeviceptr *dptr, CUstream stream)
 {
     atomic_store_relaxed(&pool->trust_at, prim_now() + POOLS_DISTRUST_NS);

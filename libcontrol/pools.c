@@ -1,13 +1,14 @@
 /*
- * Stream-ordered allocation: what the driver's pools hold is charged, not what is live in them.
+ * Charges the memory that the driver's pools of stream-ordered allocation hold, rather than the
+ * blocks that are live in them.
  *
- * A pool grows in units of 32 MiB and may return units at any time. So it is asked
+ * A pool grows in units of 32 MiB and may return units at any time. It is therefore queried
  * (CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, 21 ns on an H200) after each allocation that passes
  * pool_allocations.c, when memory is short, and regularly by a helper.
  *
  * A pool that the application destroys, or that ends with the primary context, may hold memory
- * until its last block is freed, and must not be asked any more. What it held last is left to NVML
- * from then on, as memory that the driver takes on its own.
+ * until its last block is freed, and must not be queried any more. What it held last is from then
+ * on seen only by NVML, as memory that the driver takes on its own.
  */
 #include "pools.h"
 
@@ -22,17 +23,17 @@ static struct pool *spare;
 static struct prim_lock pools_lock;
 static struct pool *last[LAYOUT_N_DEVICES]; /* each GPU's current pool, as far as known */
 
-/* ---- what is held ---- */
+/* ---- amounts held ---- */
 
-static bool pool_ask(const void *whom, uint64_t *bytes)
+static bool pool_query(const void *queried, uint64_t *bytes)
 {
-    const struct pool *pool = whom;
+    const struct pool *pool = queried;
 
     return driver->cuMemPoolGetAttribute(pool->handle, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT,
                                          bytes) == CUDA_SUCCESS;
 }
 
-/* A pool that outgrew the quota is below its level again, or ends. */
+/* Notes if a pool that outgrew the quota is below its level again, or ends. */
 static void pool_back(struct pool *pool, uint64_t held)
 {
     uint64_t level = atomic_load_relaxed(&pool->level);
@@ -48,13 +49,13 @@ void pool_settle(struct pool *pool, uint64_t claimed)
     CUstreamCaptureMode mode;
 
     account_relax(&mode);
-    held_settle(&pool->held, pool->device, pool->unseen, claimed, pool_ask, pool);
+    held_settle(&pool->held, pool->device, pool->unseen, claimed, pool_query, pool);
     account_unrelax(&mode);
     if (unlikely(atomic_load_relaxed(&pool->level)))
         pool_back(pool, held_bytes(&pool->held));
 }
 
-/* ---- which pools there are ---- */
+/* ---- the table of pools ---- */
 
 static struct pool **bucket_of(CUmemoryPool handle)
 {
@@ -115,7 +116,7 @@ static cold struct pool *pool_add(CUmemoryPool handle, int device, bool unseen)
     }
     prim_unlock(&pools_lock);
     if (device >= 0)
-        account_watch(device); /* the helper notices what the pool returns unasked */
+        account_watch(device); /* the helper detects what the pool returns on its own */
     return pool;
 }
 
@@ -134,9 +135,9 @@ static int pool_device(const CUmemLocation *location, bool managed)
                                                     : account_location(location);
 }
 
-/* The GPU of a pool according to the pool itself, which drivers from CUDA 13.2 on can tell: such as
- * the default pool of a locality domain. */
-static cold int pool_tells(CUmemoryPool handle, bool *managedp)
+/* Returns the GPU of a pool, such as the default pool of a locality domain, by the pool's own
+ * attributes, which drivers have from CUDA 13.2 on. */
+static cold int pool_location(CUmemoryPool handle, bool *managedp)
 {
     CUmemLocation location = {CU_MEM_LOCATION_TYPE_NONE, 0};
     int type = 0;
@@ -155,7 +156,7 @@ static cold int pool_tells(CUmemoryPool handle, bool *managedp)
 
 /* Adds a pool that was not created through this library: a GPU's default pool, or one of the
  * host. */
-static cold struct pool *pool_meet(CUmemoryPool handle)
+static cold struct pool *pool_discover(CUmemoryPool handle)
 {
     bool managed;
     int device;
@@ -185,7 +186,7 @@ static cold struct pool *pool_meet(CUmemoryPool handle)
             known == handle)
             return pool_add(handle, pool_managed_device(), true);
     }
-    device = pool_tells(handle, &managed);
+    device = pool_location(handle, &managed);
     return pool_add(handle, device, managed);
 }
 
@@ -197,7 +198,7 @@ struct pool *pool_of(CUmemoryPool handle)
         return NULL;
     pool = pool_find(handle);
     if (unlikely(!pool))
-        pool = pool_meet(handle);
+        pool = pool_discover(handle);
     if (!pool || pool->device < 0)
         return NULL;
     if (unlikely(atomic_load_relaxed(&pool->state) == POOL_SILENT))
@@ -208,7 +209,7 @@ struct pool *pool_of(CUmemoryPool handle)
 /* Returns the current pool of the stream's GPU. */
 struct pool *pool_of_stream(CUstream stream)
 {
-    static CUdevice ordinals[LAYOUT_N_DEVICES]; /* the driver's ordinal plus 1; 0: not asked yet */
+    static CUdevice ordinals[LAYOUT_N_DEVICES]; /* the driver's ordinal plus 1; 0: unknown yet */
     int device = -1;
     struct pool *pool;
     CUmemoryPool handle;
@@ -244,9 +245,9 @@ struct pool *pool_of_stream(CUstream stream)
 
 /* ---- queries outside the application's calls ---- */
 
-/* Announces a query, so that the pool is not destroyed meanwhile: see pool_hush(). Returns false if
- * the pool must not be asked. */
-static bool pool_approach(struct pool *pool)
+/* Announces a query, so that the pool is not destroyed meanwhile: see pool_silence(). Returns false
+ * if the pool must not be queried. */
+static bool pool_query_begin(struct pool *pool)
 {
     if (atomic_load_acquire(&pool->state) != POOL_LIVE || pool->device < 0)
         return false;
@@ -257,13 +258,13 @@ static bool pool_approach(struct pool *pool)
     return false;
 }
 
-static void pool_retreat(struct pool *pool)
+static void pool_query_end(struct pool *pool)
 {
     atomic_sub_seq_cst(&pool->n_askers, 1);
 }
 
-/* When this returns, no thread asks the pool any more. */
-static void pool_hush(struct pool *pool)
+/* Ends the queries of a pool: no thread queries it any more when this returns. */
+static void pool_silence(struct pool *pool)
 {
     atomic_store_seq_cst(&pool->state, POOL_SILENT);
     while (atomic_load_seq_cst(&pool->n_askers))
@@ -286,9 +287,9 @@ void pools_refresh(int device)
 {
     for (unsigned i = 0; i < POOLS_N_BUCKETS; i++)
         for (struct pool *pool = atomic_load_acquire(&buckets[i]); pool; pool = pool->next)
-            if (atomic_load_relaxed(&pool->device) == device && pool_approach(pool)) {
+            if (atomic_load_relaxed(&pool->device) == device && pool_query_begin(pool)) {
                 pool_settle(pool, 0);
-                pool_retreat(pool);
+                pool_query_end(pool);
             }
 }
 
@@ -303,18 +304,18 @@ cold bool pools_squeeze(int device)
     account_relax(&mode);
     for (unsigned i = 0; i < POOLS_N_BUCKETS; i++)
         for (struct pool *pool = atomic_load_acquire(&buckets[i]); pool; pool = pool->next)
-            if (atomic_load_relaxed(&pool->device) == device && pool_approach(pool)) {
+            if (atomic_load_relaxed(&pool->device) == device && pool_query_begin(pool)) {
                 driver->cuMemPoolTrimTo(pool->handle, 0);
                 pool_settle(pool, 0);
-                pool_retreat(pool);
+                pool_query_end(pool);
             }
     graphs_squeeze(device);
     account_unrelax(&mode);
     return atomic_load_relaxed(memory) < before;
 }
 
-/* The pools of this GPU may be about to end. Those that do not are asked again when the application
- * uses them. */
+/* Called when the pools of this GPU may be about to end. Those that do not are queried again when
+ * the application uses them. */
 cold void pools_hand_over(int device)
 {
     int saved = errno;
@@ -322,7 +323,7 @@ cold void pools_hand_over(int device)
     for (unsigned i = 0; i < POOLS_N_BUCKETS; i++)
         for (struct pool *pool = atomic_load_acquire(&buckets[i]); pool; pool = pool->next)
             if (atomic_load_acquire(&pool->state) == POOL_LIVE && pool->device == device) {
-                pool_hush(pool);
+                pool_silence(pool);
                 pool_hand_over(pool);
             }
     errno = saved;
@@ -350,7 +351,8 @@ CONTROL_EXPORT CUresult cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps
     return result;
 }
 
-/* Its memory is the exporter's. Only the pointers that are imported are charged. */
+/* The memory of an imported pool belongs to the exporter. Only the pointers that are imported are
+ * charged. */
 CONTROL_EXPORT CUresult cuMemPoolImportFromShareableHandle(CUmemoryPool *pool_out, void *handle,
                                                            CUmemAllocationHandleType handleType,
                                                            unsigned long long flags)
@@ -362,7 +364,7 @@ CONTROL_EXPORT CUresult cuMemPoolImportFromShareableHandle(CUmemoryPool *pool_ou
     return result;
 }
 
-/* The place has no handle from before the call on, because another pool may have the handle
+/* The place loses its handle before the call, because another pool may get the same handle
  * afterwards. */
 CONTROL_EXPORT CUresult cuMemPoolDestroy(CUmemoryPool pool)
 {
@@ -378,7 +380,7 @@ CONTROL_EXPORT CUresult cuMemPoolDestroy(CUmemoryPool pool)
         account_unrelax(&mode);
         pool_settle(known, 0);
     }
-    pool_hush(known);
+    pool_silence(known);
     atomic_store_release(&known->handle, NULL);
     result = real->cuMemPoolDestroy(pool);
     if (result != CUDA_SUCCESS) {

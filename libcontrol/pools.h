@@ -1,6 +1,6 @@
 /*
- * A pool of the driver, shared by the table of pools (pools.c) and the allocations from them
- * (pool_allocations.c).
+ * The record of a pool of the driver, shared by the table of pools (pools.c) and the allocations
+ * from them (pool_allocations.c).
  */
 #pragma once
 
@@ -10,8 +10,8 @@
 
 enum pool_state {
     POOL_FREE,   /* the place is unused */
-    POOL_LIVE,   /* may be asked */
-    POOL_SILENT, /* must not be asked before the application uses it again */
+    POOL_LIVE,   /* may be queried */
+    POOL_SILENT, /* must not be queried before the application uses it again */
 };
 
 /* Places are reused but never unmapped, so readers need no lock. */
@@ -23,7 +23,7 @@ struct pool {
     uint32_t state;
     uint32_t n_askers; /* threads that query it outside the application's calls */
     uint64_t trust_at; /* not trusted before this time, because it grew on trust */
-    uint64_t level;    /* if not 0: it outgrew the quota until it holds less than this */
+    uint64_t level;    /* if not 0: it counts as outgrown until it holds less than this */
     struct held held;
 };
 

@@ -1,5 +1,5 @@
 /*
- * What the control library and the arbiter need from the operating system and the compiler.
+ * Wraps what the control library and the arbiter need from the operating system and the compiler.
  *
  * The library is mapped into foreign processes, in images with any glibc from 2.17 on. Symbols that
  * moved between glibc's libraries are therefore bound to their oldest version here. System calls
@@ -51,8 +51,8 @@ __asm__(".symver pthread_detach,pthread_detach@" PRIM_OLDEST);
 #define atomic_store_relaxed(p, v) __atomic_store_n((p), (v), __ATOMIC_RELAXED)
 #define atomic_store_release(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
 #define atomic_store_seq_cst(p, v) __atomic_store_n((p), (v), __ATOMIC_SEQ_CST)
-/* For a word that only the holder of a lock writes: readers see whole numbers, and the bus is not
- * locked. */
+/* For a word that only the holder of a lock writes: readers see no torn value, and no locked
+ * instruction is needed. */
 #define atomic_bump(p, v)             atomic_store_relaxed((p), atomic_load_relaxed(p) + (v))
 #define atomic_add_relaxed(p, v)      __atomic_fetch_add((p), (v), __ATOMIC_RELAXED)
 #define atomic_add_seq_cst(p, v)      __atomic_fetch_add((p), (v), __ATOMIC_SEQ_CST)

@@ -1,8 +1,8 @@
 /*
- * The primary context of each GPU, and green contexts: these retain it, and allocate in it.
+ * Charges the primary context of each GPU, and green contexts, which retain it and allocate in it.
  *
- * The driver creates it with the first reference and ends it with the last. A reset destroys what
- * is in it even while it is retained.
+ * The driver creates the primary context with the first reference and destroys it with the last. A
+ * reset destroys its contents even while it is retained.
  */
 #include "contexts.h"
 
@@ -14,8 +14,8 @@ static bool primary_active(CUdevice dev)
     return driver->cuDevicePrimaryCtxGetState(dev, &flags, &active) == CUDA_SUCCESS && active;
 }
 
-/* The first thread that sees the context alive, or dead, counts it. Returns whether this one
- * does. */
+/* The first thread that sees the context alive, or gone, counts it. Returns whether this is that
+ * thread. */
 static bool primary_turns(int device, bool alive)
 {
     return atomic_exchange_acq_rel(&primaries[device].alive, alive) != alive;
@@ -30,7 +30,7 @@ CONTROL_EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *pctx, CUdevice dev)
     if (device < 0) {
         result = real->cuDevicePrimaryCtxRetain(pctx, dev);
         if (result == CUDA_SUCCESS)
-            context_told_elsewhere();
+            context_log_ungoverned();
         return result;
     }
     if (atomic_load_acquire(&primaries[device].alive) && primary_active(dev)) {
@@ -73,8 +73,8 @@ static uint64_t primary_leaves(CUdevice dev)
         primary_forget(device);
         context_last_leaves(device);
     }
-    /* Also where it does not seem the last: of two threads that release at once, perhaps neither
-     * does. */
+    /* This is done even if this reference does not seem to be the last one: of two threads that
+     * release at the same time, neither may see itself as the last. */
     return account_moves_all(device);
 }
 
@@ -95,7 +95,7 @@ static void primary_ends(CUdevice dev)
     }
 }
 
-/* One reference less; it may be one that this library has not counted. */
+/* Counts one reference less; it may be one that this library has not counted. */
 static void primary_uncount(int device)
 {
     uint32_t *np = &primaries[device].n_retained;

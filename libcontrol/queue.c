@@ -1,4 +1,4 @@
-/* The model of a GPU's queue; see queue.h. */
+/* Models when the work that is queued on a GPU will end; see queue.h. */
 #include "queue.h"
 
 #include <string.h>
@@ -20,7 +20,7 @@ void queue_init(struct queue *q)
     q->asked_era = q->era - 1;
 }
 
-/* ---- events: created once, used again ---- */
+/* ---- events, which are reused ---- */
 
 /* Returns a place with one reference. Its event may still have to be created. */
 static int event_take(struct queue *q, CUcontext ctx)
@@ -58,7 +58,7 @@ static CUevent event_handle(const struct queue *q, int event)
 
 /* ---- streams ---- */
 
-/* The handle CU_STREAM_PER_THREAD names another stream in each thread. */
+/* The handle CU_STREAM_PER_THREAD names a different stream in each thread. */
 const void *queue_thread(CUstream stream)
 {
     static __thread char here;
@@ -73,15 +73,15 @@ static void stream_drop(struct queue *q, struct queue_stream *s)
     s->serial = 0;
 }
 
-/* Whether `a` is dropped rather than `b`: a stream without unmarked work goes first, else the one
- * that was used least recently. */
+/* Whether `a` is dropped rather than `b`: a stream without unmarked work goes first, otherwise the
+ * one that was used least recently. */
 static bool stream_goes_before(const struct queue_stream *a, const struct queue_stream *b)
 {
     return a->unmarked != b->unmarked ? b->unmarked : a->touched < b->touched;
 }
 
-/* Returns the stream's place. If there are more streams than can be followed, one makes room; the
- * model keeps what it knows of that stream's work. */
+/* Returns the stream's place. If there are more streams than places, one is dropped; the model
+ * keeps what it knows of that stream's work. */
 struct queue_stream *queue_find(struct queue *q, CUcontext ctx, CUstream stream)
 {
     const void *thread = queue_thread(stream);
@@ -131,7 +131,7 @@ bool queue_wants_mark_before(const struct queue *q, const struct queue_stream *s
         return true;
     if (held)
         return false;
-    /* The model says whether the last marker was reached; the GPU need not be asked. */
+    /* The model knows whether the last marker was reached, so the GPU is not queried. */
     for (unsigned i = q->n_markers; i-- > 0;) {
         const struct queue_marker *m = &q->markers[(q->head + i) % QUEUE_N_MARKERS];
 
@@ -144,8 +144,8 @@ bool queue_wants_mark_before(const struct queue *q, const struct queue_stream *s
 /*
  * Returns when work begins that finds the queue empty at `now`. Where containers share one context
  * of the GPU, it starts alongside the last work of the previous holder, which is charged for the
- * time until then and may need longer than it said. Events do not wait for that work, so what is
- * between the first two of ours seems to take longer.
+ * time until then and may need longer than it reported. Events do not wait for that work, so the
+ * interval between this container's first two seems to take longer.
  */
 static uint64_t queue_begin(struct queue *q, uint64_t now)
 {
@@ -191,7 +191,7 @@ bool queue_wants_mark_behind(const struct queue_stream *s, uint64_t marker_ns)
     return s->interval.n_parts == ESTIMATE_N_PARTS || s->pending_ns >= marker_ns;
 }
 
-/* Returns how many markers ahead are behind work of unknown duration. */
+/* Returns how many outstanding markers are behind work of unknown duration. */
 unsigned queue_unknown(const struct queue *q, uint64_t now)
 {
     unsigned n = 0;
@@ -260,7 +260,8 @@ void queue_mark_end(struct queue *q, const struct queue_mark *mark, bool recorde
     struct queue_stream *s = mark->stream;
     struct queue_marker *m;
 
-    /* The context may have ended meanwhile, and its events with it; another may have its handle. */
+    /* The context may have ended meanwhile, and its events with it; another context may have its
+     * handle. */
     if (event->serial != mark->taken)
         return;
     event->event = mark->handle;
@@ -285,8 +286,8 @@ void queue_mark_end(struct queue *q, const struct queue_mark *mark, bool recorde
 
 /*
  * Returns the next stream of a context in which work runs without a marker behind it; another
- * thread's per-thread stream is out of reach. Only while nothing is held: a stream may already have
- * been told to wait for an event behind a hold, and a marker would come behind that.
+ * thread's per-thread stream is out of reach. Called only while nothing is held: a stream may
+ * already be waiting for an event behind a hold, and a marker would come behind that.
  */
 struct queue_stream *queue_next_tail(struct queue *q, CUcontext ctx, unsigned *at)
 {
@@ -303,9 +304,9 @@ struct queue_stream *queue_next_tail(struct queue *q, CUcontext ctx, unsigned *a
     return NULL;
 }
 
-/* ---- what the GPU says ---- */
+/* ---- corrections by the GPU's answers ---- */
 
-/* Says which marker to query, if one is due. */
+/* Returns in `look` which marker to query, if one is due. */
 bool queue_look_begin(const struct queue *q, uint64_t now, bool force, struct queue_look *look)
 {
     const struct queue_marker *m = &q->markers[q->head];
@@ -322,8 +323,8 @@ bool queue_look_begin(const struct queue *q, uint64_t now, bool force, struct qu
 }
 
 /*
- * Tells how much GPU time an interval adds to what is known to be used. Streams run at the same
- * time, and a second of two streams is one second of the GPU. Events of one context share a clock.
+ * Returns in `addedp` the GPU time that an interval adds to the known use. Streams run at the same
+ * time, so a second of two streams is one second of the GPU. Events of one context share a clock.
  * Returns false if the interval was not measured.
  */
 static bool marker_measure(struct queue *q, const struct queue_marker *m,
@@ -353,7 +354,8 @@ static bool marker_measure(struct queue *q, const struct queue_marker *m,
     return true;
 }
 
-/* Corrects the model by the answer. Returns whether the marker was retired: the next may be due. */
+/* Corrects the model by the answer. Returns whether the marker was retired, so that the next may be
+ * due. */
 bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look *look,
                     struct ledger_device *ledger, uint64_t now)
 {
@@ -365,7 +367,7 @@ bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look
     behind = q->submitted > m->submitted ? q->submitted - m->submitted : 0;
     if (!look->reached) {
         m->look_at = now + 20 * NS_PER_US;
-        /* Not reached, although the model said so: what is behind it is still to come. */
+        /* Not reached, although the model expected it: the work behind it is still to come. */
         if (now > m->expected && q->busy_until < now + behind + 10 * NS_PER_US)
             q->busy_until = now + behind + 10 * NS_PER_US;
         return false;
@@ -388,8 +390,8 @@ bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look
             estimate_check(e, &m->interval, m->era);
         else if (m->shared && late && estimate_unchecked(e, &m->interval, m->era))
             q->n_doubts++;
-        /* The work took at most what was measured, and at least that less the idle or others' time
-         * that may be in it. Between these bounds the prediction holds. */
+        /* The work took at most the measured time, and at least that minus the idle time or other
+         * containers' time that it may include. Between these bounds the prediction is kept. */
         if (m->loose || (shared && !m->unknown)) {
             uint64_t least = m->loose || measured < shared ? 0 : measured - shared;
 
@@ -401,7 +403,7 @@ bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look
         atomic_add_relaxed(&ledger->busy_ns, measured);
         atomic_add_relaxed(&ledger->error_ns,
                            measured > predicted ? measured - predicted : predicted - measured);
-        /* Others' work that ran alongside it for a moment cannot have made it twice as long. */
+        /* Other containers' work that ran alongside for a moment cannot have doubled it. */
         if (rise == ESTIMATE_RISE_BESIDE && measured / 2 > predicted)
             rise = ESTIMATE_RISE;
         if (learns)
@@ -414,8 +416,8 @@ bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look
     return true;
 }
 
-/* Returns for how long the oldest marker has been overdue, in ns. Tells the predicted duration of
- * its interval, and whether that is known. */
+/* Returns for how long the oldest marker has been overdue, in ns, and the predicted duration of its
+ * interval and whether that is known. */
 uint64_t queue_late(const struct queue *q, const struct estimate *e, uint64_t now,
                     uint64_t *lengthp, bool *knownp)
 {
@@ -432,8 +434,8 @@ uint64_t queue_late(const struct queue *q, const struct estimate *e, uint64_t no
     return now > due ? now - due : 0;
 }
 
-/* Notes that the GPU goes to others while work of ours still runs. If that ends before `until`, it
- * was waiting, and its duration says nothing about the work. */
+/* Notes that the GPU goes to others while this container's work still runs. If the work ends before
+ * `until`, it was waiting, and its duration is not learned. */
 void queue_give_up(struct queue *q, uint64_t until)
 {
     q->given_up = q->serials;
@@ -441,7 +443,8 @@ void queue_give_up(struct queue *q, uint64_t until)
     q->given_up_until = until;
 }
 
-/* Whether work that was given up still runs. What was held then waits for the next grant. */
+/* Whether work that was given up still runs. Work that was held at the time waits for the next
+ * grant. */
 bool queue_overruns(const struct queue *q)
 {
     const struct queue_marker *m = &q->markers[q->head];
@@ -451,9 +454,10 @@ bool queue_overruns(const struct queue *q)
 }
 
 /*
- * Whether the others are to wait for the end of what is left. Next to their work it takes longer,
- * so its end does not tell whether it has also grown. Work that does not end a grant tells that.
- * Where there is none, as when a grant is one interval, this asks once in a while.
+ * Whether other containers should wait for the end of the remaining work. Alongside their work it
+ * takes longer, so its end does not show whether it has also become longer by itself. Work that
+ * does not end a grant shows that. Where there is none, as when a grant is one interval, this
+ * returns true once in a while.
  */
 bool queue_asks(struct queue *q)
 {
@@ -464,8 +468,8 @@ bool queue_asks(struct queue *q)
     return q->asked_era == q->era;
 }
 
-/* Notes that from now on others' work runs alongside what is left, which may take longer than it is
- * charged for. */
+/* Notes that from now on other containers' work runs alongside the remaining work, which may
+ * therefore take longer than it is charged for. */
 void queue_share(struct queue *q)
 {
     for (unsigned i = 0; i < q->n_markers; i++) {
@@ -481,13 +485,13 @@ void queue_share(struct queue *q)
     }
 }
 
-/* Notes that what was held runs from `now` on. */
+/* Notes that held work runs from `now` on. */
 void queue_open(struct queue *q, uint64_t now)
 {
     uint64_t begin;
 
     q->era++;
-    q->progress_ns = now; /* what was held could not end before */
+    q->progress_ns = now; /* held work could not end before */
     begin = queue_begin(q, now);
     q->busy_until = (q->busy_until > begin ? q->busy_until : begin) + q->ahead_ns;
     q->submitted += q->ahead_ns;
@@ -502,7 +506,7 @@ void queue_open(struct queue *q, uint64_t now)
     }
 }
 
-/* ---- what ended ---- */
+/* ---- streams and contexts that end ---- */
 
 void queue_forget_stream(struct queue *q, CUstream stream)
 {

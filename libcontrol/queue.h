@@ -1,14 +1,14 @@
 /*
- * The model of what this process has queued on a GPU: when it will end, corrected by what the GPU
- * says.
+ * A model of the work that this process has queued on a GPU, which predicts when it will end and is
+ * corrected by measurements.
  *
  * Each launch adds its predicted duration. Markers, events recorded behind every ~0.25 ms of work,
- * tell when the work before them ended and how long it took; from that the model is corrected and
- * durations are learned. Work belongs to an era: that of the grant in which it runs, or the next
- * one while it is held.
+ * show when the work before them ended and how long it took; they correct the model and teach it
+ * durations. Work belongs to an era: that of the grant in which it runs, or the next one while it
+ * is held.
  *
- * The gate's lock guards everything here, and nothing here calls the driver. What takes a call is
- * in two halves: one says which call to make, and the other is told the result.
+ * The gate's lock guards everything here, and nothing here calls the driver. An operation that
+ * needs a driver call has two halves: one returns the call to make, the other takes its result.
  */
 #pragma once
 
@@ -25,7 +25,7 @@
 struct queue_event {
     CUevent event;
     CUcontext ctx;
-    uint32_t serial; /* which use of the place it is; 0: the context has ended */
+    uint32_t serial; /* identifies this use of the place; 0: the context has ended */
     unsigned n_refs;
 };
 
@@ -38,7 +38,7 @@ struct queue_stream {
     CUcontext ctx;
     CUstream stream;
     const void *thread; /* identity of the per-thread stream's thread; NULL: another stream */
-    uint32_t serial;    /* which stream of this place it is */
+    uint32_t serial;    /* identifies this use of the place */
     uint64_t touched;   /* value of `touches` when it was last looked up */
     int last;           /* event of the last marker, or QUEUE_NO_EVENT */
     uint32_t last_era;
@@ -55,12 +55,12 @@ struct queue_marker {
     int event;
     int before; /* event that began the interval; QUEUE_NO_EVENT: it cannot be measured */
     uint32_t era;
-    uint32_t serial;    /* which marker it is */
+    uint32_t serial;    /* identifies the marker */
     bool unknown;       /* the duration of some of its work was not known */
     bool loose;         /* the interval may contain idle time, or others' work */
     bool shared;        /* others' work ran alongside its end */
-    uint64_t submitted; /* predicted work up to here, ever, in ns */
-    uint64_t expected;  /* when the model says that it will be reached */
+    uint64_t submitted; /* total of predicted work up to here, in ns */
+    uint64_t expected;  /* when the model expects it to be reached */
     uint64_t look_at;   /* time before which it is not queried */
     struct estimate_interval interval;
 };
@@ -70,18 +70,18 @@ struct queue {
     uint32_t serials;      /* streams, markers and uses of events so far */
     uint64_t touches;      /* look-ups of streams so far */
     uint64_t busy_until;   /* when the GPU will have finished what is not held */
-    uint64_t submitted;    /* predicted work that is not held, ever */
+    uint64_t submitted;    /* total of predicted work that is not held */
     uint64_t ahead_ns;     /* predicted work that is held */
     int reference;         /* event of the last marker that was reached: times are relative to it */
     double reference_ns;   /* its time; the origin is arbitrary */
     double covered_until;  /* GPU time up to here is in busy_ns */
-    uint32_t given_up;     /* markers up to this serial were given up and teach nothing */
-    uint32_t given_up_era; /* and of a later era, no work runs yet that was given up */
+    uint32_t given_up;     /* markers up to this serial were given up and are not learned from */
+    uint32_t given_up_era; /* last era of work that was given up */
     uint64_t given_up_until;
     uint64_t progress_ns; /* when a marker was last reached, or the first was put into the queue */
-    uint64_t begins_ns;   /* until then the GPU runs work that another container left, too */
-    uint64_t beside_ns;   /* and perhaps for this much longer */
-    uint64_t shared_ns;   /* how much of the first interval of `shared_era` that is, at most */
+    uint64_t begins_ns;   /* until then the GPU also runs work that another container left */
+    uint64_t beside_ns;   /* and possibly for this much longer */
+    uint64_t shared_ns;   /* most of such time in the first interval of `shared_era` */
     uint32_t shared_era;
     uint32_t n_doubts;  /* late ends alongside others' work since queue_asks() last asked */
     uint32_t asked_era; /* others wait for the end of this era's work */
@@ -98,7 +98,7 @@ struct queue_mark {
     struct queue_stream *stream;
     uint32_t serial; /* of the stream */
     int event;       /* place in events[] */
-    uint32_t taken;  /* which use of that place */
+    uint32_t taken;  /* identifies the use of that place */
     CUevent handle;  /* NULL: it has to be created first, in `ctx` */
     CUcontext ctx;
     CUstream handle_of_stream;
@@ -145,10 +145,10 @@ void queue_forget_context(struct queue *q, CUcontext ctx);
 bool queue_capturing(CUstream stream);
 
 /*
- * Whether nothing has ended for long, and for longer than it should take. That may be a kernel that
- * was never measured. Or streams wait for what the application does next (a host function,
- * cuStreamWaitValue32, a kernel that spins until another is launched), and would for ever if its
- * next launch waited for them.
+ * Whether no work has ended for a long time, and for longer than predicted. The reason may be a
+ * kernel that was never measured. Or streams wait for the application's next step (a host function,
+ * cuStreamWaitValue32, a kernel that spins until another is launched), and would wait for ever if
+ * its next launch waited for them.
  */
 static inline bool queue_stalled(const struct queue *q, uint64_t now)
 {
@@ -156,7 +156,7 @@ static inline bool queue_stalled(const struct queue *q, uint64_t now)
            now > q->markers[q->head].expected + QUEUE_STALL_NS;
 }
 
-/* Whether a marker is still ahead that does not wait for the next grant. */
+/* Whether a marker is outstanding that does not wait for the next grant. */
 static inline bool queue_runs(const struct queue *q)
 {
     return q->n_markers && q->markers[q->head].era != q->era + 1;

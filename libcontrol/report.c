@@ -1,7 +1,7 @@
-/* What an application sees of the GPU's memory: its size is the quota. */
+/* Answers how much memory the GPU has and how much is free: its size is the quota. */
 #include "control.h"
 
-/* The quota, or the GPU's size if that is less. */
+/* Returns the quota, or the GPU's size if that is less. */
 static uint64_t total_of(int device, uint64_t total)
 {
     uint64_t limit = atomic_load_relaxed(&pages_grant_device((unsigned)device)->memory_limit);
@@ -30,7 +30,7 @@ CONTROL_EXPORT CUresult cuDeviceTotalMem(unsigned int *bytes, CUdevice dev)
 }
 
 /* Answers without a call into the driver, which takes 3.7 us on an H200. */
-static bool info(uint64_t *free_bytes, uint64_t *total)
+static bool memory_info(uint64_t *free_bytes, uint64_t *total)
 {
     static uint64_t totals[LAYOUT_N_DEVICES];
     int device = pages_index_current();
@@ -59,7 +59,7 @@ CONTROL_EXPORT CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total)
 {
     uint64_t left, size;
 
-    if (!free_bytes || !total || !info(&left, &size))
+    if (!free_bytes || !total || !memory_info(&left, &size))
         return real->cuMemGetInfo_v2(free_bytes, total);
     *free_bytes = left;
     *total = size;
@@ -70,7 +70,7 @@ CONTROL_EXPORT CUresult cuMemGetInfo(unsigned int *free_bytes, unsigned int *tot
 {
     uint64_t left, size;
 
-    if (!free_bytes || !total || !info(&left, &size))
+    if (!free_bytes || !total || !memory_info(&left, &size))
         return real->cuMemGetInfo(free_bytes, total);
     *free_bytes = left < UINT_MAX ? (unsigned int)left : UINT_MAX;
     *total = size < UINT_MAX ? (unsigned int)size : UINT_MAX;

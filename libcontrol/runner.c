@@ -1,16 +1,18 @@
 /*
- * The runner: the arbiter on the real clock, between the containers' ledgers and their grant pages.
+ * The runner drives the arbiter on the real clock: it reads the containers' ledgers and writes
+ * their grant pages.
  *
- * One thread per GPU, without the interpreter's lock. It wakes when a container's process sends a
- * byte (the container wants the GPU, or gives it back), when the arbiter asked to be called again,
- * and ten times a second to write the heartbeat. It reads and writes the pages (runner_pages.c).
+ * There is one thread per GPU, which does not hold Python's interpreter lock. It wakes when a
+ * container's process sends a byte (the container wants the GPU, or gives it back), when the next
+ * step of the arbiter is due, and ten times a second to write the heartbeat. It reads and writes
+ * the pages (runner_pages.c).
  *
  * The mutex is held for the length of one pass; adding and removing containers takes it too, so a
  * page is never touched after runner_remove() has returned.
  *
- * Containers with several GPUs are granted together. The threads share what gangs.h knows, under a
- * mutex that is taken last, for the policy alone, without a system call but the eventfd that wakes
- * another GPU's thread. A GPU that no such container has is stepped without it.
+ * Containers with several GPUs are granted them together. The threads share the state of gangs.c
+ * under a mutex that is taken last, for the policy alone, with no system call but the write to the
+ * eventfd that wakes another GPU's thread. A GPU that no such container has is stepped without it.
  */
 #include "runner_state.h"
 
@@ -45,9 +47,9 @@ static void poke_each(struct runners *runners, uint64_t gpus)
             poke(runners->each[i]);
 }
 
-/* Packs what epoll tells of a socket: the descriptor in the lower half, and above it the process's
- * other GPUs, which the thread that reads a byte wakes. */
-static uint64_t watched(int fd, uint64_t also)
+/* Packs the data that epoll returns for a socket: the descriptor in the lower half, and above it
+ * the process's other GPUs, which are woken by the thread that reads a byte. */
+static uint64_t pack_watch(int fd, uint64_t also)
 {
     return also << 32 | (uint32_t)fd;
 }
@@ -136,8 +138,8 @@ static void step(struct runner *runner, uint64_t now, struct arbiter_view *viewp
         arbiter_step(runner->arbiter, now, viewp);
 }
 
-/* Takes note of what the ledgers say, grants, and returns when to do so again; the mutex is
- * held. */
+/* Reads the ledgers, steps the arbiter, updates the pages, and returns when to do so again. The
+ * mutex is held. */
 static uint64_t pass(struct runner *runner, uint64_t now)
 {
     struct arbiter_view view;
@@ -196,7 +198,7 @@ RUNNER_EXPORT struct runners *runners_new(const struct runner_config *config)
     return runners->gangs ? runners : runners_free(runners);
 }
 
-/* To be called after the last runner was freed. */
+/* Called after the last runner was freed. */
 RUNNER_EXPORT struct runners *runners_free(struct runners *runners)
 {
     if (!runners)
@@ -219,8 +221,8 @@ static void runners_join(struct runners *runners, struct runner *runner)
     pthread_mutex_unlock(&runners->mutex);
 }
 
-/* Lets a container's tenants be granted together; ARBITER_NOBODY: they are granted one by one. This
- * has to end before any of them is removed. */
+/* Makes a container's tenants a gang, which is granted its GPUs together; ARBITER_NOBODY: they are
+ * granted one by one. The gang has to be removed before any of the tenants. */
 RUNNER_EXPORT int32_t runners_add(struct runners *runners, struct runner *const *each,
                                   const int32_t *tenants, uint32_t n)
 {
@@ -263,7 +265,7 @@ RUNNER_EXPORT struct runner *runner_new(const struct runner_config *config, stru
     runner->arbiter = arbiter_new(&config->arbiter);
     runner->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
     runner->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    event.data.u64 = watched(runner->wake_fd, 0);
+    event.data.u64 = pack_watch(runner->wake_fd, 0);
     if (!runner->arbiter || runner->epoll_fd < 0 || runner->wake_fd < 0 ||
         epoll_ctl(runner->epoll_fd, EPOLL_CTL_ADD, runner->wake_fd, &event) < 0)
         return runner_free(runner);
@@ -326,8 +328,8 @@ RUNNER_EXPORT int32_t runner_add(struct runner *runner, uint32_t guarantee, uint
         t->grant = (struct grant_device *)((char *)grant_page + GRANT_DEVICES) + device;
         t->ledger = ledger;
         t->device = device;
-        /* An earlier governor may have written the page: what it granted ends before the page is
-         * believed again. */
+        /* An earlier governor may have written the page: its grant ends before the heartbeat makes
+         * the page valid again. */
         arbiter_begin(runner->arbiter, atomic_load_relaxed(&t->grant->epoch));
         atomic_store_relaxed(&t->grant->standby_ns, 0);
         runner_close_grant(t);
@@ -363,9 +365,9 @@ RUNNER_EXPORT void runner_remove(struct runner *runner, int32_t tenant)
 }
 
 /*
- * Lets all containers start work at any time, from now on (`open`) or no longer, while the GPU's
- * own scheduler divides the time between them. The heartbeat goes on. Meanwhile no container has a
- * grant of the arbiter.
+ * With `open`, lets all containers start work at any time, because the GPU's own scheduler divides
+ * the time between them; otherwise ends that. The heartbeat continues. No container has a grant of
+ * the arbiter in the meantime.
  */
 RUNNER_EXPORT void runner_open(struct runner *runner, bool open)
 {
@@ -387,8 +389,8 @@ RUNNER_EXPORT void runner_open(struct runner *runner, bool open)
 
 /*
  * Watches a process's socket: each byte on it wakes this thread, and those of the process's `n`
- * other GPUs. One thread reads for all, because two that read would take each other's wake-ups.
- * Takes the descriptor over. Returns 0 or an errno.
+ * other GPUs. One thread reads for all, because two readers would take each other's wake-ups. Takes
+ * ownership of the descriptor. Returns 0 or an errno.
  */
 RUNNER_EXPORT int runner_watch(struct runner *runner, int fd, struct runner *const *others,
                                uint32_t n)
@@ -399,7 +401,7 @@ RUNNER_EXPORT int runner_watch(struct runner *runner, int fd, struct runner *con
     for (uint32_t i = 0; i < n; i++)
         if (others[i]->runners && others[i]->runners == runner->runners)
             also |= 1ull << others[i]->gpu;
-    event.data.u64 = watched(fd, also);
+    event.data.u64 = pack_watch(fd, also);
     return epoll_ctl(runner->epoll_fd, EPOLL_CTL_ADD, fd, &event) < 0 ? errno : 0;
 }
 

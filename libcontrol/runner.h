@@ -1,4 +1,4 @@
-/* The arbiter on the real clock, one thread per GPU; see runner.c. */
+/* Runs the arbiter on the real clock, with one thread per GPU; see runner.c. */
 #pragma once
 
 #include "gangs.h"
@@ -7,7 +7,7 @@
 
 struct runner_config {
     struct arbiter_config arbiter;
-    uint64_t lookahead_ns; /* as the grant pages say */
+    uint64_t lookahead_ns; /* as in the grant pages */
     uint64_t spin_ns;      /* how long to watch for the end of a grant without sleeping; 0: never */
     uint64_t unused_ns;    /* a grant in which nothing is started for this long is taken back */
 };

@@ -1,8 +1,8 @@
 /*
- * The runner's pages: what the containers' ledgers say, and what their grant pages are told.
+ * Reads the containers' ledgers and writes their grant pages for the runner.
  *
- * The containers write the ledgers. Every number from there is bounded before it is used, and a
- * ledger full of nonsense costs its own container only.
+ * The containers write the ledgers. Every number in them is bounded before it is used, and a ledger
+ * with arbitrary values costs its own container only.
  */
 #include "runner_state.h"
 
@@ -10,7 +10,7 @@
 
 #include <string.h>
 
-#define SIGN_NS (500 * NS_PER_MS) /* a process that shows nothing for longer may be stopped */
+#define SIGN_NS (500 * NS_PER_MS) /* a process without a sign for longer may be stopped */
 
 void runner_read_ledger(const struct runner_tenant *t, uint32_t epoch, uint64_t now,
                         struct report *reportp)
@@ -29,7 +29,7 @@ void runner_read_ledger(const struct runner_tenant *t, uint32_t epoch, uint64_t 
             continue;
         if (atomic_load_acquire(&d->want))
             reportp->want = true;
-        /* A process that is stopped does not say when its work ends. */
+        /* A process that is stopped does not report the end of its work. */
         if (atomic_load_relaxed(&((struct ledger_slot *)base)->overruns[t->device]) &&
             (int64_t)(now - atomic_load_relaxed(&d->seen_ns)) < (int64_t)SIGN_NS)
             reportp->overruns = true;
@@ -58,8 +58,8 @@ void runner_read_ledger(const struct runner_tenant *t, uint32_t epoch, uint64_t 
     reportp->released = reportp->released && reportp->n_active;
 }
 
-/* Whether a process waits for a look at NVML that began after it said so. A time that has not come
- * yet is ignored as nonsense. */
+/* Whether a process waits for a sample of NVML that begins after its request. A time in the future
+ * is ignored as invalid. */
 bool runner_tenant_due(const struct runner_tenant *t, uint64_t now)
 {
     uint64_t since = atomic_load_relaxed(&t->grant->reconciled_ns);
@@ -69,17 +69,17 @@ bool runner_tenant_due(const struct runner_tenant *t, uint64_t now)
         const char *base = (char *)t->ledger + LEDGER_SLOTS + i * sizeof(struct ledger_slot);
         const struct ledger_device *d =
             (const struct ledger_device *)(base + LEDGER_SLOT_DEVICES) + t->device;
-        uint64_t told = atomic_load_relaxed(&d->provisional_ns);
+        uint64_t requested = atomic_load_relaxed(&d->provisional_ns);
 
-        if (atomic_load_relaxed(&((const struct ledger_slot *)base)->state) && told > since &&
-            told <= now)
+        if (atomic_load_relaxed(&((const struct ledger_slot *)base)->state) && requested > since &&
+            requested <= now)
             return true;
     }
     return false;
 }
 
-/* For Python, which reads and writes the pages as well and has no atomics: what it did there before
- * the call comes before what it does after. */
+/* A full memory barrier for Python, which also reads and writes the pages and has no atomics:
+ * accesses before the call are ordered before those after it. */
 RUNNER_EXPORT void runner_fence(void)
 {
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
@@ -112,7 +112,7 @@ static void count_wait(struct runner_waits *waits, uint64_t ns)
     waits->ns += ns;
 }
 
-/* Brings the pages in line with what the arbiter says. */
+/* Writes the arbiter's decision into the pages. */
 void runner_apply(struct runner *runner, const struct arbiter_view *view)
 {
     const struct arbiter_view *old = &runner->view;
@@ -154,7 +154,7 @@ void runner_apply(struct runner *runner, const struct arbiter_view *view)
             atomic_store_release(&t->grant->epoch, view->epoch);
             publish(t, deadline);
         } else if (view->contended != old->contended || deadline != old->deadline_ns) {
-            /* Also if the grant becomes longer: a launch that did not fit waits for that. */
+            /* This includes a grant that becomes longer: a launch that did not fit waits for it. */
             atomic_store_relaxed(&t->grant->contended, view->contended);
             publish(t, deadline);
         }
@@ -162,7 +162,7 @@ void runner_apply(struct runner *runner, const struct arbiter_view *view)
     runner->view = *view;
 }
 
-/* Tells the arbiter what the ledgers say. */
+/* Reports the contents of the ledgers to the arbiter. */
 void runner_observe(struct runner *runner, uint64_t now)
 {
     for (int32_t i = 0; i < runner->n_tenants; i++) {
@@ -184,7 +184,7 @@ void runner_observe(struct runner *runner, uint64_t now)
             continue;
         arbiter_alive(runner->arbiter, report.alive_ns < now ? report.alive_ns : 0);
         if (report.released) {
-            /* Otherwise a container could give its grant back late, and say that it was in time. */
+            /* Otherwise a container could give its grant back late, and report an earlier time. */
             if (report.release_ns < runner->held_at)
                 report.release_ns = runner->held_at;
             if (report.release_ns > now)
@@ -200,7 +200,7 @@ void runner_observe(struct runner *runner, uint64_t now)
     }
 }
 
-/* Gives every container an open grant and leaves it there: nothing is decided at a launch. */
+/* Gives every container an open grant that stays, so that nothing is decided at a launch. */
 void runner_open_all(struct runner *runner, uint64_t now)
 {
     for (int32_t i = 0; i < runner->n_tenants; i++) {
@@ -219,7 +219,7 @@ void runner_open_all(struct runner *runner, uint64_t now)
     }
 }
 
-/* Closes all open grants, because the arbiter grants again. Its numbers go on behind theirs. */
+/* Closes all open grants, because the arbiter grants again. Its grants are numbered beyond them. */
 void runner_close_all(struct runner *runner)
 {
     for (int32_t i = 0; i < runner->n_tenants; i++) {

@@ -1,5 +1,5 @@
-/* What the runner's files share: its state, and the functions that reach the pages. Files outside
- * the runner include runner.h. */
+/* The runner's state and the functions that access the pages, shared by its source files. Files
+ * outside the runner include runner.h. */
 #pragma once
 
 #include "runner.h"
@@ -14,8 +14,8 @@ struct runner_tenant {
     struct grant_device *grant;
     struct ledger_header *ledger;
     uint32_t device;
-    bool granted;        /* the page says that it holds a grant */
-    bool together;       /* and that its other GPUs are granted together with this one */
+    bool granted;        /* its page has a grant */
+    bool together;       /* its page says that its GPUs are granted together */
     uint64_t waiting_ns; /* since when it wants a grant and has none; 0: it does not */
     struct runner_waits waits;
 };
@@ -46,14 +46,14 @@ struct runner {
     uint64_t held_at;   /* when the holder was last seen not to have given its grant back */
 };
 
-/* What a ledger says of one container, added up over its processes. */
+/* The contents of one container's ledger, added up over its processes. */
 struct report {
     bool want;
     uint32_t n_active; /* processes that started work in this grant */
     bool released;     /* and all of them gave it back */
     uint64_t release_ns, residual_ns, busy_ns;
-    uint64_t alive_ns; /* oldest of the last signs of those that have not given it back */
-    uint64_t seen_ns;  /* newest look of a helper at the grant */
+    uint64_t alive_ns; /* oldest of the last signs of processes that have not given it back */
+    uint64_t seen_ns;  /* when a helper last read the grant */
     bool overruns;     /* work runs whose grant is over */
 };
 

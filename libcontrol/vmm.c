@@ -1,5 +1,5 @@
 /*
- * Physical allocations (cuMemCreate) and their mappings.
+ * Charges physical allocations (cuMemCreate) until their last reference and mapping end.
  *
  * An allocation lives as long as a reference to its handle (from its creation or from
  * cuMemRetainAllocationHandle) or a mapping of it. The driver does not reuse a handle that still
@@ -59,7 +59,7 @@ CONTROL_EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t
     return result;
 }
 
-/* The call that releases an allocation is under way, or no longer is. */
+/* Notes that the call that releases an allocation is under way, or no longer is. */
 static void handle_moves(const struct block *gone, bool moves)
 {
     if (!gone->key || gone->device < 0)
@@ -92,7 +92,7 @@ static bool handle_leave(CUmemGenericAllocationHandle handle, bool mapping, stru
     return known;
 }
 
-/* The driver did not release it after all. */
+/* Undoes handle_leave(), because the driver did not release the allocation. */
 static void handle_return(CUmemGenericAllocationHandle handle, bool mapping, struct block *gone)
 {
     struct block *block = blocks_lock(BLOCK_HANDLE, handle);
@@ -113,7 +113,8 @@ static void handle_refund(const struct block *gone)
 {
     uint64_t bound;
 
-    /* An exported object may live on elsewhere. What is bound to it stays until it is unbound. */
+    /* An exported object may live on in another process. Memory that is bound to it stays allocated
+     * until it is unbound. */
     if (gone->key && gone->flags & BLOCK_OBJECT && !(gone->flags & BLOCK_EXPORTED))
         while ((bound = binding_take_any((struct binding_range){.object = gone->key})))
             vmm_let_go(bound);
@@ -226,7 +227,7 @@ static CUresult map_enter(CUmemGenericAllocationHandle handle, size_t size, bool
 {
     struct block *block = blocks_lock(BLOCK_HANDLE, handle);
     struct block first = {0};
-    bool mine;
+    bool is_first;
 
     *knownp = block;
     if (block) {
@@ -242,11 +243,11 @@ static CUresult map_enter(CUmemGenericAllocationHandle handle, size_t size, bool
         return account_refuse(first.device);
     }
     block = blocks_lock(BLOCK_HANDLE, handle);
-    mine = block && !block->size;
-    if (mine)
+    is_first = block && !block->size;
+    if (is_first)
         block->size = size;
     unlock_handle(handle);
-    if (!mine) {
+    if (!is_first) {
         account_give(first.device, size, true); /* another thread was faster */
     } else {
         atomic_add_relaxed(&pages_ledger_device((unsigned)first.device)->blocks, 1);
@@ -255,8 +256,8 @@ static CUresult map_enter(CUmemGenericAllocationHandle handle, size_t size, bool
     return CUDA_SUCCESS;
 }
 
-/* An import that is no longer mapped has no size again, because the size of this mapping may have
- * been wrong. */
+/* Undoes map_enter(). An import that is no longer mapped has no size again, because the size of the
+ * failed mapping may have been wrong. */
 static void map_fails(CUmemGenericAllocationHandle handle)
 {
     struct block gone = {0};
@@ -306,8 +307,8 @@ CONTROL_EXPORT CUresult cuMemMap(CUdeviceptr ptr, size_t size, size_t offset,
 /*
  * Walks over the mappings of a range, in one of three steps. LEAVE comes before the driver's call,
  * because as soon as the driver has unmapped the last mapping of an allocation, another may get the
- * handle. What is released then is noted in the mapping itself, because there can be any number of
- * them. END comes after the call, and UNDO after a call that failed.
+ * handle. What has to be refunded is noted in the mappings themselves, because their number is not
+ * bounded. END comes after the call, and UNDO after a call that failed.
  */
 enum unmap_step { UNMAP_LEAVE, UNMAP_END, UNMAP_UNDO };
 
@@ -488,7 +489,7 @@ CONTROL_EXPORT CUresult cuMemExportToShareableHandle(void *shareableHandle,
                                                      CUmemAllocationHandleType handleType,
                                                      unsigned long long flags)
 {
-    /* If another thread releases the handle meanwhile, our entry for it remains. */
+    /* If another thread releases the handle meanwhile, its entry in the table remains. */
     bool kept =
         handleType == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR && pages_slot() && vmm_keep(handle);
     CUresult result =

@@ -1,4 +1,4 @@
-"""Rows for functions that take device memory, give it back or report it.
+"""Rows of the API table for functions that take device memory, give it back or report it.
 
 Where a function exists with and without the suffix `_v2`, the one without is the form of CUDA
 before 3.2, with addresses and sizes of 32 bits.

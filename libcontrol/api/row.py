@@ -1,16 +1,16 @@
-"""One row of the table: a function of the driver API and its method.
+"""The type of a row of the API table: a function of the driver API and its method.
 
-- `gate`     starts work on the GPU, which may go while the container has the grant. `key` is the
-             expression that identifies the work (its duration is learned under it), `blocks`
-             distinguishes sizes of the same work, and `stream` is the stream that it goes to.
+- `gate`     starts work on the GPU, which may start while the container has the grant. `key` is
+             the expression that identifies the work (its duration is learned under it), `blocks`
+             distinguishes sizes of the same work, and `stream` is the stream that it is put into.
              `before` is an expression that may refuse the call, and `after` follows the call. The
              fast path skips both, and no launch takes it while `needed` is true.
-- `copy`     copies or fills: `copy` says how much and where (copies.h). What is within the GPU's
-             memory and large enough passes the gate; the rest is counted.
+- `copy`     copies or fills: `copy` is an expression for its size and direction (copies.h). A copy
+             within the GPU's memory that is large enough passes the gate; others are counted.
 - `charge`   takes device memory: `size` is reserved before the driver is called, and `pointer`
              names the block afterwards. `settle` (optional) is the size once the driver has
              answered, and `kind` is one of account.h's kinds.
-- `refund`   gives device memory back: `pointer` names the block, `kind` says what it is.
+- `refund`   gives device memory back: `pointer` names the block, and `kind` is its kind.
 - `custom`   is written by hand in C.
 
 Parameters are as in NVIDIA's cuda.h 13.5.

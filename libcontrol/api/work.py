@@ -1,4 +1,4 @@
-"""Rows for functions that start work on the GPU, and for those that the queue model needs."""
+"""Rows of the API table for functions that start work on the GPU or affect the queue model."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@
  * and do not use it; with `done` they release each grant immediately. A sixth container is added
  * and removed repeatedly. Prints, as JSON, the shares of the three and the longest time without a
  * heartbeat, and the fraction of a processor that the threads used while the ledgers of the two
- * were nonsense and no container woke them. Other errors are reported by a sanitizer.
+ * contained arbitrary values and no container woke them. A sanitizer reports other errors.
  */
 #include "layout.gen.h"
 #include "prim.h"
@@ -45,7 +45,7 @@ struct container {
     uint32_t gpus[N_GPUS];
     int32_t tenants[N_GPUS];
     int32_t gang;
-    int poke; /* our end of its socket */
+    int poke; /* the program's end of its socket */
     uint64_t held_ns[N_GPUS];
     uint64_t seed;
 };
@@ -73,7 +73,7 @@ static struct grant_device *grant_of(const struct container *c, uint32_t device)
     return (struct grant_device *)(c->grant + GRANT_DEVICES) + device;
 }
 
-static struct ledger_device *books_of(const struct container *c, uint32_t slot, uint32_t device)
+static struct ledger_device *entry_of(const struct container *c, uint32_t slot, uint32_t device)
 {
     return (struct ledger_device *)(c->ledger + LEDGER_SLOTS + slot * sizeof(struct ledger_slot) +
                                     LEDGER_SLOT_DEVICES) +
@@ -130,7 +130,7 @@ static void *work(void *argument)
     struct rank *rank = argument;
     struct container *c = rank->container;
     struct grant_device *grant = grant_of(c, rank->device);
-    struct ledger_device *books = books_of(c, 0, rank->device);
+    struct ledger_device *entry = entry_of(c, 0, rank->device);
 
     while (!atomic_load_relaxed(&ended)) {
         uint32_t signal = atomic_load_acquire(&grant->signal);
@@ -138,32 +138,32 @@ static void *work(void *argument)
         uint32_t epoch = atomic_load_acquire(&grant->epoch);
         uint64_t began = prim_now(), now;
 
-        atomic_store_relaxed(&books->seen_ns, began);
-        if (deadline <= began || (epoch == atomic_load_relaxed(&books->released_epoch))) {
-            if (!atomic_load_relaxed(&books->want)) {
-                atomic_store_release(&books->want, 1);
+        atomic_store_relaxed(&entry->seen_ns, began);
+        if (deadline <= began || (epoch == atomic_load_relaxed(&entry->released_epoch))) {
+            if (!atomic_load_relaxed(&entry->want)) {
+                atomic_store_release(&entry->want, 1);
                 poke(c);
             }
             prim_futex_wait(&grant->signal, signal, 2 * NS_PER_MS);
             continue;
         }
-        atomic_store_seq_cst(&books->active_epoch, epoch);
+        atomic_store_seq_cst(&entry->active_epoch, epoch);
         if (atomic_load_acquire(&grant->epoch) != epoch)
             continue;
         do {
             now = prim_now();
             deadline = atomic_load_acquire(&grant->deadline_ns);
-            atomic_store_relaxed(&books->seen_ns, now);
+            atomic_store_relaxed(&entry->seen_ns, now);
             if (now < deadline)
                 prim_futex_wait(&grant->signal, atomic_load_acquire(&grant->signal),
                                 deadline - now < NS_PER_MS ? deadline - now : NS_PER_MS);
         } while (now < deadline && atomic_load_acquire(&grant->epoch) == epoch &&
                  !atomic_load_relaxed(&ended));
         c->held_ns[rank->device] += now - began;
-        atomic_bump(&books->busy_ns, now - began);
-        atomic_store_relaxed(&books->release_ns, now);
-        atomic_store_relaxed(&books->residual_ns, 0);
-        atomic_store_release(&books->released_epoch, epoch);
+        atomic_bump(&entry->busy_ns, now - began);
+        atomic_store_relaxed(&entry->release_ns, now);
+        atomic_store_relaxed(&entry->residual_ns, 0);
+        atomic_store_release(&entry->released_epoch, epoch);
         poke(c);
     }
     return NULL;
@@ -236,10 +236,10 @@ static void scribble(struct container *c)
         break;
     case 4:
     case 5:
-        atomic_store_release(&books_of(c, slot, (uint32_t)draw(&c->seed) % c->n)->want, 1);
+        atomic_store_release(&entry_of(c, slot, (uint32_t)draw(&c->seed) % c->n)->want, 1);
         break;
     default:
-        memcpy((char *)books_of(c, slot, (uint32_t)draw(&c->seed) % c->n) + word, &value,
+        memcpy((char *)entry_of(c, slot, (uint32_t)draw(&c->seed) % c->n) + word, &value,
                word <= offsetof(struct ledger_device, released_epoch) ? 4 : 8);
     }
 }
@@ -248,14 +248,14 @@ static void scribble(struct container *c)
 static void answer(struct container *c)
 {
     for (uint32_t device = 0; device < c->n; device++) {
-        struct ledger_device *books = books_of(c, 0, device);
+        struct ledger_device *entry = entry_of(c, 0, device);
         uint32_t epoch = atomic_load_acquire(&grant_of(c, device)->epoch);
 
-        atomic_store_relaxed(&books->want, 1);
-        atomic_store_relaxed(&books->seen_ns, prim_now());
-        if (how == DONE && epoch != atomic_load_relaxed(&books->released_epoch)) {
-            atomic_store_seq_cst(&books->active_epoch, epoch);
-            atomic_store_release(&books->released_epoch, epoch);
+        atomic_store_relaxed(&entry->want, 1);
+        atomic_store_relaxed(&entry->seen_ns, prim_now());
+        if (how == DONE && epoch != atomic_load_relaxed(&entry->released_epoch)) {
+            atomic_store_seq_cst(&entry->active_epoch, epoch);
+            atomic_store_release(&entry->released_epoch, epoch);
             poke(c);
         }
     }

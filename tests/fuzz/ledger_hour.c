@@ -6,9 +6,10 @@
  * arbiter and the runner are the real ones, without the runner's thread: this program calls it
  * whenever the thread would wake. Two honest containers always have work, with 50 % and 20 % as
  * guarantee and limit. Six others, with 5 % each, write to their ledgers and never use the GPU; how
- * many of them do so, and how each behaves, changes every few seconds. A behaviour is a lie that
- * makes sense (never release the grant, release it at once, report time that was not used ...) or
- * nonsense. If REMAINS is not 0, they may also report that their work continues after its grant.
+ * many of them do so, and how each behaves, changes every few seconds. A behaviour is a plausible
+ * false report (never release the grant, release it at once, report time that was not used ...) or
+ * arbitrary values. If REMAINS is not 0, they may also report that their work continues after its
+ * grant.
  *
  * Prints, as JSON, the least and the greatest share of each honest container over 10 seconds, with
  * the behaviours of the others at the end of that time.
@@ -62,8 +63,8 @@ struct container {
     uint64_t buckets[N_BUCKETS];
     /* a liar */
     enum behaviour behaviour;
-    bool away;           /* silent in this stretch */
-    uint64_t stretch_ns; /* end of its behaviour */
+    bool away;           /* silent in this period */
+    uint64_t stretch_ns; /* when its behaviour ends */
     uint64_t give_ns;    /* when it releases its grant */
 };
 
@@ -104,7 +105,7 @@ static struct ledger_slot *slot_of(const struct container *c, uint32_t slot)
     return (struct ledger_slot *)(c->ledger + LEDGER_SLOTS) + slot;
 }
 
-static struct ledger_device *books_of(const struct container *c, uint32_t slot)
+static struct ledger_device *entry_of(const struct container *c, uint32_t slot)
 {
     return (struct ledger_device *)((char *)slot_of(c, slot) + LEDGER_SLOT_DEVICES);
 }
@@ -131,35 +132,35 @@ static void poke_runner(void)
 static void work(struct container *c)
 {
     struct grant_device *grant = grant_of(c);
-    struct ledger_device *books = books_of(c, 0);
+    struct ledger_device *entry = entry_of(c, 0);
 
-    books->seen_ns = clock_ns;
+    entry->seen_ns = clock_ns;
     if (c->works) {
         uint64_t deadline = grant->epoch == c->epoch ? grant->deadline_ns : 0;
 
-        books->alive_ns = clock_ns;
+        entry->alive_ns = clock_ns;
         if (clock_ns < deadline) {
             c->next_ns = deadline < clock_ns + NS_PER_MS ? deadline : clock_ns + NS_PER_MS;
             return;
         }
         c->works = false;
         c->used_ns += clock_ns - c->since_ns;
-        books->busy_ns += clock_ns - c->since_ns;
-        books->release_ns = clock_ns;
-        books->residual_ns = 0;
-        books->released_epoch = c->epoch;
+        entry->busy_ns += clock_ns - c->since_ns;
+        entry->release_ns = clock_ns;
+        entry->residual_ns = 0;
+        entry->released_epoch = c->epoch;
         poke_runner();
     }
-    if (grant->deadline_ns > clock_ns && grant->epoch != books->released_epoch) {
+    if (grant->deadline_ns > clock_ns && grant->epoch != entry->released_epoch) {
         c->works = true;
-        c->epoch = books->active_epoch = grant->epoch;
+        c->epoch = entry->active_epoch = grant->epoch;
         c->since_ns = clock_ns;
-        books->alive_ns = clock_ns;
+        entry->alive_ns = clock_ns;
         c->next_ns = clock_ns;
         return;
     }
-    if (!books->want) {
-        books->want = 1;
+    if (!entry->want) {
+        entry->want = 1;
         poke_runner();
     }
     c->next_ns = clock_ns + 2 * NS_PER_MS;
@@ -225,25 +226,25 @@ static void scribble(struct container *c)
         break;
     case 4:
     case 5:
-        books_of(c, slot)->want = 1;
+        entry_of(c, slot)->want = 1;
         break;
     case 6:
         slot_of(c, slot)->overruns[draw(LAYOUT_N_DEVICES)] = (uint8_t)draw(256);
         break;
     default:
-        memcpy((char *)books_of(c, slot) + word, &value,
+        memcpy((char *)entry_of(c, slot) + word, &value,
                word <= offsetof(struct ledger_device, released_epoch) ? 4 : 8);
     }
 }
 
 static void give_back(struct container *c, uint64_t release_ns, uint64_t residual_ns)
 {
-    struct ledger_device *books = books_of(c, 0);
+    struct ledger_device *entry = entry_of(c, 0);
 
-    books->active_epoch = grant_of(c)->epoch;
-    books->release_ns = release_ns;
-    books->residual_ns = residual_ns;
-    books->released_epoch = grant_of(c)->epoch;
+    entry->active_epoch = grant_of(c)->epoch;
+    entry->release_ns = release_ns;
+    entry->residual_ns = residual_ns;
+    entry->released_epoch = grant_of(c)->epoch;
     poke_runner();
 }
 
@@ -261,16 +262,16 @@ static void new_behaviour(struct container *c)
 static void lie(struct container *c)
 {
     struct grant_device *grant = grant_of(c);
-    struct ledger_device *books = books_of(c, 0);
+    struct ledger_device *entry = entry_of(c, 0);
     bool holds, new;
 
     if (clock_ns >= c->stretch_ns)
         new_behaviour(c);
-    holds = grant->deadline_ns > clock_ns && grant->epoch != books->released_epoch;
-    new = holds && books->active_epoch != grant->epoch;
+    holds = grant->deadline_ns > clock_ns && grant->epoch != entry->released_epoch;
+    new = holds && entry->active_epoch != grant->epoch;
     c->next_ns = clock_ns + some_time(14, 22);
     if (c->behaviour == SILENT) {
-        books->want = 0;
+        entry->want = 0;
         c->next_ns = clock_ns + 50 * NS_PER_MS;
         return;
     }
@@ -279,27 +280,27 @@ static void lie(struct container *c)
             scribble(c);
         for (uint32_t slot = 0; !remains && slot < LAYOUT_N_SLOTS; slot++) {
             memset(slot_of(c, slot)->overruns, 0, sizeof slot_of(c, slot)->overruns);
-            books_of(c, slot)->residual_ns = 0;
+            entry_of(c, slot)->residual_ns = 0;
         }
         if (draw(4) == 0)
             poke_runner();
         c->next_ns = clock_ns + some_time(10, 24);
         return;
     }
-    if (!books->want && (c->behaviour != NAP || draw(2))) {
-        books->want = 1;
+    if (!entry->want && (c->behaviour != NAP || draw(2))) {
+        entry->want = 1;
         poke_runner();
     }
     if (c->behaviour != STOPPED)
-        books->seen_ns = books->alive_ns = clock_ns;
+        entry->seen_ns = entry->alive_ns = clock_ns;
     if (c->behaviour == BUSY)
-        books->busy_ns += some_time(10, 30);
+        entry->busy_ns += some_time(10, 30);
     if (c->behaviour == OVERHANGS)
         slot_of(c, 0)->overruns[0] = draw(8) != 0;
     if (c->behaviour == UNUSED)
         return;
     if (new) {
-        books->active_epoch = grant->epoch;
+        entry->active_epoch = grant->epoch;
         c->give_ns = clock_ns;
         if (c->behaviour == LATE)
             c->give_ns = grant->deadline_ns + some_time(14, 28);
@@ -312,10 +313,10 @@ static void lie(struct container *c)
         if (c->give_ns > clock_ns)
             return;
     }
-    if (books->active_epoch == grant->epoch && books->released_epoch != grant->epoch &&
+    if (entry->active_epoch == grant->epoch && entry->released_epoch != grant->epoch &&
         clock_ns >= c->give_ns) {
         if (c->behaviour == NAP)
-            books->want = 0;
+            entry->want = 0;
         give_back(c, draw(4) ? clock_ns : nonsense(c),
                   c->behaviour == RESIDUAL ? some_time(10, 40) : 0);
     }
@@ -346,7 +347,7 @@ static void judge(struct extreme *least, struct extreme *most, uint64_t round)
 
         if (c->works) {
             c->used_ns += clock_ns - c->since_ns;
-            books_of(c, 0)->busy_ns += clock_ns - c->since_ns;
+            entry_of(c, 0)->busy_ns += clock_ns - c->since_ns;
             c->since_ns = clock_ns;
         }
         c->buckets[round % N_BUCKETS] = c->used_ns;

@@ -2,8 +2,8 @@
 
 Builds the C parts with the sanitizer, in a build folder of their own, and runs tests/interposed/stress.c with
 the control library and the simulated GPU, all of them instrumented, while the grant opens and closes.
-Exits with 1 if the sanitizer found something (the output is its report), and with 77 if this machine does
-not allow mount namespaces. With `none`, it runs what is in TIDEGATE_BUILD or build/meson.
+Exits with 1 if the sanitizer found an error (the output is its report), and with 77 if this machine does
+not allow mount namespaces. With `none`, it runs the build in TIDEGATE_BUILD or build/meson.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def build(sanitizer: str) -> Path:
 
 
 def open_and_close(room: GrantSandbox, process: subprocess.Popen[str], seed: int = 1) -> None:
-    """Change the grant as a governor does, and as it stays while a governor is away, until the
-    process ends.
+    """Change the grant as a governor does, and sometimes leave it unchanged as if the governor were
+    away, until the process ends.
     """
     draw = random.Random(seed)  # noqa: S311 - a schedule, no secret
     began = time.monotonic()
@@ -141,15 +141,15 @@ def main() -> int:
         try:
             folder = build(sanitizer)
         except subprocess.CalledProcessError as e:
-            said = e.stdout + e.stderr
-            print(said[max(said.find("FAILED:"), 0) :][:4000])
+            report = e.stdout + e.stderr
+            print(report[max(report.find("FAILED:"), 0) :][:4000])
             return 1
         status, output, errors = stress(folder, Path(work) / "run", OPTIONS[sanitizer])
     if status or "runtime error:" in errors or "WARNING: ThreadSanitizer" in errors:
         print(f"{sanitizer} sanitizer: status {status}\n{output}{errors[:20000]}")
         return 1
-    said = json.loads(output.splitlines()[-1])
-    print(f"{said['calls']} calls, nothing found; the longest took {said['longest_ms']} ms")
+    summary = json.loads(output.splitlines()[-1])
+    print(f"{summary['calls']} calls, nothing found; the longest took {summary['longest_ms']} ms")
     return 0
 
 

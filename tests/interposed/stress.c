@@ -1,5 +1,6 @@
 /*
- * Threads that use the driver API in every way that the control library knows, for a given time.
+ * Runs threads that use the driver API in every way that the control library knows, for a given
+ * time.
  *
  *   stress [--seconds S] [--threads N] [--seed N] [--limit-ms N] [--wait-file F]
  *
@@ -137,7 +138,7 @@ static bool end(struct worker *w, const char *call, CUresult result)
 /* True unless memory is exhausted. */
 #define CALL(w, function, ...) (begin((w), #function), end((w), #function, function(__VA_ARGS__)))
 
-/* ---- what a thread does ---- */
+/* ---- actions of a thread ---- */
 
 static void launch(struct worker *w, CUstream stream)
 {
@@ -239,7 +240,7 @@ static void new_stream(struct worker *w)
 {
     unsigned i = (unsigned)draw(w, 2);
 
-    /* It contains blocks that were freed in the order of the stream. */
+    /* The stream contains blocks that were freed in the order of the stream. */
     CALL(w, cuStreamSynchronize, w->streams[i]);
     CALL(w, cuStreamDestroy_v2, w->streams[i]);
     /* The capturing stream must be one that the legacy stream does not wait for: a launch there
@@ -247,7 +248,7 @@ static void new_stream(struct worker *w)
     CALL(w, cuStreamCreate, &w->streams[i], i);
 }
 
-static void ask(struct worker *w)
+static void query_driver(struct worker *w)
 {
     static const char *const names[] = {"cuLaunchKernel", "cuEventQuery", "cuMemAlloc"};
     CUdriverProcAddressQueryResult status;
@@ -266,33 +267,33 @@ static void ask(struct worker *w)
 
 static void work(struct worker *w)
 {
-    uint64_t what = draw(w, 100);
+    uint64_t action = draw(w, 100);
 
-    if (what < 30)
+    if (action < 30)
         launch(w, w->streams[draw(w, 2)]);
-    else if (what < 38)
+    else if (action < 38)
         launch(w, shared);
-    else if (what < 42)
+    else if (action < 42)
         launch(w, CU_STREAM_PER_THREAD);
-    else if (what < 44)
+    else if (action < 44)
         launch(w, NULL);
-    else if (what < 70)
+    else if (action < 70)
         block(w);
-    else if (what < 78 && w->exec)
+    else if (action < 78 && w->exec)
         CALL(w, cuGraphLaunch, w->exec, w->streams[draw(w, 2)]);
-    else if (what < 82)
+    else if (action < 82)
         capture(w);
-    else if (what < 84)
+    else if (action < 84)
         new_stream(w);
-    else if (what < 85)
+    else if (action < 85)
         other_context(w);
-    else if (what < 90)
+    else if (action < 90)
         CALL(w, cuStreamSynchronize, w->streams[draw(w, 2)]);
-    else if (what < 93) {
+    else if (action < 93) {
         CALL(w, cuEventRecord, w->event, w->streams[0]);
         CALL(w, cuStreamWaitEvent, w->streams[1], w->event, 0);
     } else
-        ask(w);
+        query_driver(w);
 }
 
 static void *run(void *argument)

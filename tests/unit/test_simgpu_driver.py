@@ -161,9 +161,7 @@ def test_destroying_a_context_frees_what_it_allocated(
         assert simgpu.status(gpu).used == 0
 
 
-def test_the_primary_context_lives_while_somebody_retains_it(
-    driver: SimulatedDriver, gpu: Path
-) -> None:
+def test_the_primary_context_lives_while_it_is_retained(driver: SimulatedDriver, gpu: Path) -> None:
     handle = driver.get("cuDevicePrimaryCtxRetain", 0)
     assert driver.get("cuDevicePrimaryCtxRetain", 0) == handle
     assert simgpu.status(gpu).used == 512 * MIB
@@ -221,7 +219,7 @@ def test_pageable_memory_is_read_before_the_call_returns(
     assert driver.read_words(address, 1) == [1]
 
 
-def test_memory_is_freed_when_the_stream_comes_to_it(
+def test_memory_is_freed_when_the_stream_reaches_the_free(
     driver: SimulatedDriver, context: Context
 ) -> None:
     address = driver.allocate(2 * MIB)
@@ -364,7 +362,7 @@ def test_each_thread_has_a_stream_of_its_own(driver: SimulatedDriver, context: C
     assert driver.try_call("cuStreamQuery_ptsz", 0) == NOT_READY
 
 
-def test_a_callback_runs_once_when_its_stream_has_come_to_it(
+def test_a_callback_runs_once_when_its_stream_has_reached_it(
     driver: SimulatedDriver, context: Context
 ) -> None:
     calls: list[int] = []
@@ -530,7 +528,7 @@ def test_another_threads_query_breaks_a_global_capture_only(driver: SimulatedDri
 
 
 @pytest.mark.usefixtures("context")
-def test_a_capturing_stream_and_its_events_cannot_be_asked(driver: SimulatedDriver) -> None:
+def test_a_capturing_stream_and_its_events_cannot_be_queried(driver: SimulatedDriver) -> None:
     stream, event = driver.stream(), driver.event()
     graph = ctypes.c_uint64()
     begin(driver, stream, RELAXED)
@@ -634,7 +632,7 @@ def test_a_base_name_is_the_newest_function_of_that_version(
     assert find(library, name, version, flags) == (0, address(library, symbol), 0)
 
 
-def test_what_cannot_be_found_says_why(library: SimulatedDriver) -> None:
+def test_a_failed_look_up_gives_its_reason(library: SimulatedDriver) -> None:
     assert find(library, "cuNoSuchThing", 13000) == (NOT_FOUND, 0, 1)
     assert find(library, "cuMemAlloc_v2", 13000) == (NOT_FOUND, 0, 1)
     assert find(library, "cuMemAllocAsync", 11010) == (NOT_FOUND, 0, 2)
@@ -677,7 +675,7 @@ def test_a_device_describes_itself(driver: SimulatedDriver) -> None:
 
 
 @pytest.mark.parametrize(("wanted", "answer"), [(None, 0), ("0", 0), ("1", 1)])
-def test_the_environment_says_whether_the_device_has_mps(
+def test_the_environment_decides_whether_the_device_has_mps(
     driver: SimulatedDriver, monkeypatch: pytest.MonkeyPatch, wanted: str | None, answer: int
 ) -> None:
     monkeypatch.delenv("SIMGPU_MPS", raising=False)

@@ -295,7 +295,7 @@ def test_memory_is_charged_when_it_is_created_and_until_it_is_unmapped(
 
 
 @pytest.mark.usefixtures("context")
-def test_what_cannot_be_created_says_why(driver: SimulatedDriver) -> None:
+def test_a_failed_creation_gives_its_reason(driver: SimulatedDriver) -> None:
     handle = ctypes.byref(ctypes.c_uint64())
     device, other = Prop(PINNED, 0, DEVICE, 0), Prop(PINNED, 0, DEVICE, 2)
     for size, prop, expected in (
@@ -359,7 +359,7 @@ def test_unmapping_waits_for_the_work_before_it(driver: SimulatedDriver, context
 
 
 @pytest.mark.usefixtures("context")
-def test_a_mapping_tells_its_handle(driver: SimulatedDriver) -> None:
+def test_a_mapping_has_its_handle(driver: SimulatedDriver) -> None:
     handle = create(driver, 2 * MIB)
     base = driver.get("cuMemAddressReserve", 2 * MIB, 0, 0, 0)
     driver.call("cuMemMap", base, 2 * MIB, 0, handle, 0)
@@ -376,7 +376,7 @@ def test_a_mapping_tells_its_handle(driver: SimulatedDriver) -> None:
 
 
 @pytest.mark.usefixtures("context")
-def test_a_process_that_imports_its_own_memory_pays_once(driver: SimulatedDriver) -> None:
+def test_a_process_that_imports_its_own_memory_is_charged_once(driver: SimulatedDriver) -> None:
     handle, plain = create(driver, 2 * MIB, exported=True), create(driver, 2 * MIB)
     descriptor = ctypes.c_int()
     where = ctypes.byref(descriptor)
@@ -412,7 +412,7 @@ input()
 
 
 @pytest.mark.usefixtures("context")
-def test_exported_memory_is_shared_and_paid_for_by_who_made_it(
+def test_exported_memory_is_shared_and_charged_to_its_creator(
     build_dir: Path, driver: SimulatedDriver, gpu: Path
 ) -> None:
     with start_python(build_dir, gpu.parent, EXPORTER) as process:
@@ -450,7 +450,7 @@ def address_range(driver: SimulatedDriver, address: int) -> tuple[int, int]:
 CONTEXT, MEMORY_TYPE, ORDINAL, START, SIZE = 1, 2, 9, 11, 12  # CUpointer_attribute
 
 
-def test_a_pointer_tells_what_it_points_into(driver: SimulatedDriver, context: Context) -> None:
+def test_a_pointer_has_attributes_of_its_target(driver: SimulatedDriver, context: Context) -> None:
     other = driver.context(1)
     there = driver.allocate(3 * MIB)
     assert [pointer(driver, a, there + 5) for a in (CONTEXT, MEMORY_TYPE, ORDINAL, START, SIZE)] == [
@@ -525,7 +525,7 @@ def test_memory_of_another_process_is_opened_and_counted(
 
 
 @pytest.mark.usefixtures("context")
-def test_what_cannot_be_opened_says_why(driver: SimulatedDriver) -> None:
+def test_a_failed_opening_gives_its_reason(driver: SimulatedDriver) -> None:
     handle, address = IpcHandle(), ctypes.byref(ctypes.c_uint64())
     own = driver.allocate(MIB)
     driver.call("cuIpcGetMemHandle", ctypes.byref(handle), own)
@@ -585,7 +585,7 @@ def test_small_arrays_share_a_slab(driver: SimulatedDriver) -> None:
 
 
 @pytest.mark.usefixtures("context")
-def test_an_array_tells_its_shape(driver: SimulatedDriver) -> None:
+def test_an_array_has_a_descriptor(driver: SimulatedDriver) -> None:
     flat = (ctypes.c_size_t * 3)(100, 50, 1 << 32 | FLOAT)
     made = driver.get("cuArrayCreate_v2", flat)
     shape = ArrayShape()
@@ -674,7 +674,7 @@ def load_library(driver: SimulatedDriver, image: ctypes.c_char_p) -> int:
 
 
 @pytest.mark.usefixtures("context")
-def test_a_library_is_loaded_when_a_function_is_asked_for(driver: SimulatedDriver) -> None:
+def test_a_library_is_loaded_when_a_function_is_requested(driver: SimulatedDriver) -> None:
     library = load_library(driver, GLOBALS)
     kernel = driver.get("cuLibraryGetKernel", library, ctypes.c_char_p(b"burn"))
     assert held(driver) == 0
@@ -927,7 +927,7 @@ def add_free(driver: SimulatedDriver, graph: int, address: int, *before: int) ->
 
 
 def graph_bytes(driver: SimulatedDriver) -> list[int]:
-    """Return what graphs use now and used at most, then what is reserved for them now and was at most, in MiB."""
+    """Return the memory that graphs use and its peak, then the memory reserved for them and its peak, in MiB."""
     values = []
     for attribute in range(4):
         value = ctypes.c_uint64()

@@ -135,7 +135,7 @@ def test_accounting_is_off_unless_it_is_turned_on(ask: Any) -> None:
     assert ask(program, SIMGPU_ACCOUNTING="1") == [[SUCCESS, True], SUCCESS, 512 * MIB, NOT_FOUND]
 
 
-def test_samples_of_the_device_are_of_now(ask: Any) -> None:
+def test_samples_of_the_device_are_current(ask: Any) -> None:
     assert ask(
         "def get(kind, last):\n"
         "    value, count, array = c_int(), c_uint(4), (c_nvmlSample_t * 4)()\n"
@@ -147,7 +147,9 @@ def test_samples_of_the_device_are_of_now(ask: Any) -> None:
     ) == [[SUCCESS, 1, 1, 0], NOT_FOUND, NOT_SUPPORTED, 0]
 
 
-def test_places_and_links_are_told_as_they_were_described(tmp_path: Path, build_dir: Path) -> None:
+def test_places_and_links_are_reported_as_they_were_described(
+    tmp_path: Path, build_dir: Path
+) -> None:
     places = ("0/0/0/0", "0/0/0/0", "0/0/0/1", "0/0/1/0", "0/1/0/0", "1/0/0/0")
     links = ("0-1=4", "1-5=2", "switch=3")
     topology = simgpu.MachineTopology(places, links)
@@ -200,7 +202,7 @@ print(json.dumps([
         ((), ("1-1=1",), "'1-1=1' names one GPU twice"),
     ],
 )
-def test_a_topology_that_cannot_be_is_refused(
+def test_an_impossible_topology_is_refused(
     tmp_path: Path, places: tuple[str, ...], links: tuple[str, ...], says: str
 ) -> None:
     with pytest.raises(ValueError, match=says):

@@ -148,7 +148,7 @@ def test_a_holder_of_the_lock_may_be_killed(
         'driver.call("simgpu_hold", 0)\n'
     )
     driver = SimulatedDriver(build_dir)
-    # It takes the lock soon after it reports. If it does not have the lock yet, nothing is lost.
+    # The process takes the lock soon after it reports. If it has not yet, the test still passes.
     deadline = time.monotonic() + 30
     while simgpu.status(gpu).recoveries == 0:
         assert time.monotonic() < deadline, "no process recovered the lock of a killed holder"
@@ -201,7 +201,7 @@ def test_nvml_lists_the_processes_of_others(
     ]
 
 
-def test_nvml_tells_pids_as_its_own_namespace_sees_them(build_dir: Path, gpus: Path) -> None:
+def test_nvml_shows_pids_as_its_own_namespace_sees_them(build_dir: Path, gpus: Path) -> None:
     inside = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
     if subprocess.run([*inside, "true"], check=False, capture_output=True).returncode != 0:
         lack("this machine does not allow pid namespaces")
@@ -236,7 +236,7 @@ def test_pynvml_reads_a_device(build_dir: Path, gpus: Path) -> None:
 
 
 def test_cuda_and_nvml_live_in_one_process(build_dir: Path, gpus: Path) -> None:
-    """Each library has its own slot, and neither takes the other's for dead."""
+    """Each library has its own slot, and neither takes that of the other for a dead process's."""
     expression = (
         "(lambda driver: [driver.call('cuInit', 0), driver.context(), driver.allocate(1 << 20),"
         " nvmlDeviceGetMemoryInfo(d).used, nvmlShutdown(), nvmlInit(), driver.free_memory(),"
@@ -331,7 +331,7 @@ def test_the_workload_writes_the_end_of_each_unit(
     assert min(b - a for a, b in itertools.pairwise(ends)) == 200_000
 
 
-def test_the_workload_says_what_an_allocation_answers(build_dir: Path, gpus: Path) -> None:
+def test_the_workload_reports_the_result_of_an_allocation(build_dir: Path, gpus: Path) -> None:
     code, output, _ = workload(build_dir, gpus, "--allocate", 1 << 40)
     assert (code, json.loads(output)["result"]) == (1, "CUDA_ERROR_OUT_OF_MEMORY")
     code, output, _ = workload(build_dir, gpus, "--allocate", 1 << 20)
@@ -345,7 +345,7 @@ def test_the_workload_names_the_call_that_failed(build_dir: Path, gpus: Path) ->
     assert (code, error) == (1, "simgpu-workload: cuInit: CUDA_ERROR_NO_DEVICE\n")
 
 
-def test_the_workload_starts_and_stops_when_told(
+def test_the_workload_starts_and_stops_on_request(
     build_dir: Path, gpus: Path, tmp_path: Path
 ) -> None:
     out, go = tmp_path / "out", tmp_path / "go"
@@ -382,7 +382,7 @@ def test_the_command_line_makes_and_shows_devices(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "16GB", "-1", "1.5GiB"])
-def test_a_size_that_is_none_is_refused(text: str) -> None:
+def test_an_invalid_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no size"):
         simgpu.size(text)
 

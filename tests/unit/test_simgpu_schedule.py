@@ -175,7 +175,7 @@ def test_slices_and_switches_are_the_devices(library: SimulatedDriver, tmp_path:
         for context in (driver.context(), driver.context()):
             fill(context, 60)
         driver.set_clock(30 * MS)
-        # The file outlives its users, but nothing of theirs is left in it.
+        # The file outlives its users, but keeps no data of them.
         assert busy(gpu) == [10 * MS, 10 * MS]
     assert busy(gpu) == []
 
@@ -219,7 +219,7 @@ def test_without_a_device_there_is_no_gpu(library: SimulatedDriver, tmp_path: Pa
         pass
 
 
-def test_a_file_that_is_no_device_is_none(library: SimulatedDriver, tmp_path: Path) -> None:
+def test_an_invalid_file_is_not_a_device(library: SimulatedDriver, tmp_path: Path) -> None:
     (tmp_path / "gpu0").write_bytes(bytes(simgpu.FILE_SIZE))
     with pytest.raises(CudaError, match="CUDA_ERROR_NO_DEVICE"), library.attached(tmp_path):
         pass

@@ -34,7 +34,7 @@ def library(build_dir: Path) -> SimulatedDriver:
 
 
 def open_nvml(build_dir: Path, tmp_path: Path) -> SimulatedHardware:
-    """Open a copy of the library: once attached to GPUs, a library keeps these and sees no later ones."""
+    """Open a copy of the library: once attached to GPUs, a library keeps them and sees no later ones."""
     copy = tmp_path / "libnvidia-ml.so.1"
     copy.write_bytes((build_dir / "simgpu/libnvidia-ml.so.1").read_bytes())
     nvml, handle = ctypes.CDLL(str(copy)), ctypes.c_void_p()
@@ -88,7 +88,9 @@ def test_slices_are_the_parts_of_the_time(node: SimpleNamespace) -> None:
     assert second == pytest.approx(300, abs=6)
 
 
-def test_a_process_that_is_off_does_nothing_and_goes_on_where_it_was(node: SimpleNamespace) -> None:
+def test_a_process_that_is_off_does_nothing_and_continues_where_it_was(
+    node: SimpleNamespace,
+) -> None:
     node.advance(5)
     node.hardware.switch([held(node, 1)], on=False)
     busy = {c.pid: c.busy for c in simgpu.status(node.gpu).contexts}
@@ -101,7 +103,7 @@ def test_a_process_that_is_off_does_nothing_and_goes_on_where_it_was(node: Simpl
     assert node.advance(213)[1] == pytest.approx(100, abs=2)
 
 
-def test_with_both_off_the_gpu_idles_and_is_nobodys(node: SimpleNamespace) -> None:
+def test_with_both_off_the_gpu_idles_and_no_process_holds_it(node: SimpleNamespace) -> None:
     node.hardware.switch([held(node, 0), held(node, 1)], on=False)
     assert node.advance(50) == [0, 0]
 
@@ -117,7 +119,7 @@ def test_a_kernel_is_interrupted_by_the_switch_in_the_middle(node: SimpleNamespa
     assert second == pytest.approx(30, abs=0.2)
 
 
-def test_what_was_before_it_was_opened_is_not_told(
+def test_events_from_before_the_trace_was_opened_are_not_reported(
     node: SimpleNamespace, build_dir: Path, tmp_path: Path
 ) -> None:
     """A starting governor would charge it to its first step. The trace of a real GPU omits it as well."""
@@ -129,7 +131,7 @@ def test_what_was_before_it_was_opened_is_not_told(
     assert sum(later.used_ns().values()) == pytest.approx(100 * MS, abs=10 * MS)
 
 
-def test_one_that_is_alone_is_resident_with_work_or_without(
+def test_a_process_that_is_alone_is_resident_with_or_without_work(
     library: SimulatedDriver, build_dir: Path, tmp_path: Path
 ) -> None:
     """On a real GPU, the trace has no record of a process that is never interrupted."""
@@ -152,7 +154,7 @@ def test_a_process_that_ended_has_no_time_and_is_not_found(node: SimpleNamespace
 
 
 def steer(node: SimpleNamespace, shares: list[Share], seconds: float) -> list[float]:
-    """Run the policy for this long after half a second; return the percentage each process was on the GPU."""
+    """Run the policy this long after half a second; return each process's share of the GPU time, in percent."""
     clock: Callable[[], int] = node.library.clock
     steering = Steering(node.hardware, clock=clock)
     for i, share in enumerate(shares):

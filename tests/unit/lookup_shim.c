@@ -1,5 +1,5 @@
 /*
- * A driver of tomorrow: the simulated one, with functions that it has by any name that begins with
+ * A driver of a future version: the simulated one, with a function for every name that begins with
  * "cu", and a form of each function that comes with version 99.0. Each returns 99.
  *
  * Built as libcuda-origin.so.1 and linked against the simulated driver.
@@ -17,14 +17,14 @@ int cuGetProcAddress(const char *name, void **function, int version, uint64_t fl
 int cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags,
                         int *status);
 
-static int tomorrow(void)
+static int new_function(void)
 {
     return 99;
 }
 
-/* No driver has what begins so: with this, the control library asks for the answer to a name that
- * the driver lacks. */
-static int has(const char *name, int version, int result)
+/* No driver has a function with this prefix: with it, the control library requests the answer to a
+ * name that the driver lacks. */
+static int is_new(const char *name, int version, int result)
 {
     return (result == NOT_FOUND || version >= 99000) && !strncmp(name, "cu", 2) &&
            strncmp(name, "cuTidegate", 10) != 0;
@@ -34,9 +34,9 @@ int cuGetProcAddress(const char *name, void **function, int version, uint64_t fl
 {
     int result = NEXT(cuGetProcAddress)(name, function, version, flags);
 
-    if (!has(name, version, result))
+    if (!is_new(name, version, result))
         return result;
-    *function = (void *)tomorrow;
+    *function = (void *)new_function;
     return 0;
 }
 
@@ -44,10 +44,10 @@ int cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t
 {
     int result = NEXT(cuGetProcAddress_v2)(name, function, version, flags, status);
 
-    if (!has(name, version, result))
+    if (!is_new(name, version, result))
         return result;
     if (status)
         *status = 0;
-    *function = (void *)tomorrow;
+    *function = (void *)new_function;
     return 0;
 }

@@ -1,7 +1,7 @@
 /*
  * A driver that only counts blocks of 2 MiB in a file that all processes share. It takes no time,
- * so races are about the books alone. It knows the sum over all processes at each moment, which no
- * process can see. The simulated driver has the functions that are missing here.
+ * so races concern the accounting alone. It knows the sum over all processes at each moment, which
+ * no process can see. The simulated driver has the functions that are missing here.
  */
 #include <fcntl.h>
 #include <stdatomic.h>

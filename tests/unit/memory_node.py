@@ -1,8 +1,8 @@
 """Run processes with the control library on a simulated GPU, without a container; the test acts as the governor.
 
 `MemoryNode` makes the pages and answers at the socket. `Agent` is a process that sees them at
-/run/tidegate, in a mount namespace of its own, and does what the test tells it to. Reconciliation
-with the GPU is up to the test: nothing happens unless it calls `look` or enters `looking`.
+/run/tidegate, in a mount namespace of its own, and runs the programs that the test sends. The test
+also reconciles the ledger with the GPU: nothing happens unless it calls `sample` or enters `looking`.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Agent:
         return self.node.seen().get(self.process.pid, 0)
 
     def free(self) -> tuple[int, int]:
-        """Return what cuMemGetInfo answers: free and total bytes."""
+        """Return the answer of cuMemGetInfo: free and total bytes."""
         value = self.run("memory_info()")
         assert isinstance(value, list)
         return value[0], value[1]
@@ -271,7 +271,7 @@ class MemoryNode:
         return page
 
     def go_away(self) -> None:
-        """Make the governor appear gone from here on."""
+        """Make the governor appear to be away from here on."""
         self._closing.set()
         self._beating.join()
         pages.write(self.grant, 0, "grant_header", "heartbeat_ns", time.monotonic_ns() - 5 * SECOND)
@@ -317,7 +317,7 @@ class MemoryNode:
         self.returned.append(pid)
 
     def hang_up(self) -> None:
-        """Close the connections, as a killed governor does. Its successor is there at once."""
+        """Close the connections, as a killed governor does. Its successor is available immediately."""
         with self._lock:
             for connection in self._connections:
                 connection.close()
@@ -397,8 +397,8 @@ class MemoryNode:
             self.write("memory_overhead", overhead, device)
             self.write("overhead_last", overhead, device)
             unseen = sum(self._unseen(slot, device) for slot in slots)
-            nobodys = status.used - sum(seen.values()) - unseen
-            self.write("unattributed", nobodys % 2**64, device)
+            unattributed = status.used - sum(seen.values()) - unseen
+            self.write("unattributed", unattributed % 2**64, device)
             self.write("unattributed_ns", began, device)
             self.write("reconciled_ns", began, device)
         return self.read("memory_overhead")
@@ -468,7 +468,7 @@ def repeating(work: Callable[[], object], interval: float = 0.005) -> Iterator[N
 
 
 def compile_shim(source: Path, library: Path) -> None:
-    """Build a library that answers what it can and passes the rest to the simulated driver next to it.
+    """Build a shim that implements some functions and passes the others to the simulated driver next to it.
 
     The linker records the soname of the library that it links, so it is given an empty library with
     the intended soname.

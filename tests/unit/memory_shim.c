@@ -1,8 +1,8 @@
 /*
  * The parts of the driver's memory API that the simulated driver lacks, placed in front of it: the
  * forms of the first CUDA versions, and functions that need hardware or another process. They take
- * memory of the simulated GPU where it has a way to do so, and none otherwise. The tests look at
- * the books.
+ * memory of the simulated GPU where it has a way to do so, and none otherwise. The tests check the
+ * charges.
  *
  * Built as libcuda-origin.so.1 and linked against the simulated driver.
  */
@@ -22,7 +22,8 @@ typedef struct {
 } alloc_node;
 _Static_assert(sizeof(alloc_node) == 120, "CUDA_MEM_ALLOC_NODE_PARAMS");
 
-/* The next definition: the first one is in the control library, which is in front of this file. */
+/* Returns the next definition of a function. The first one is in the control library, which is
+ * loaded in front of this file. */
 #define NEXT(name) ((__typeof__(name) *)dlsym(RTLD_NEXT, #name))
 
 int cuMemAlloc_v2(address *at, size_t size);
@@ -380,7 +381,7 @@ int cuGraphInstantiateWithParams(void **exec, void *graph, void *params)
 
 /* ---- descriptors and multicast objects ---- */
 
-/* The real driver's descriptors can be waited for. Those of the simulated driver cannot. */
+/* The real driver's descriptors can be polled. Those of the simulated driver cannot. */
 int cuMemExportToShareableHandle(void *shareable, address handle, int type,
                                  unsigned long long flags)
 {
@@ -436,7 +437,7 @@ int cuMemRelease(address handle)
     return handle > FIRST_OBJECT ? 0 : NEXT(cuMemRelease)(handle);
 }
 
-/* ---- logical endpoints: 1 to 99 are there ---- */
+/* ---- logical endpoints: those with numbers 1 to 99 exist ---- */
 
 static int endpoint(unsigned int id, int device, size_t size)
 {
@@ -480,7 +481,7 @@ int cuMemPoolGetAttribute(void *pool, int attribute, void *value);
 
 static void *domain_pool;
 
-/* The properties of allocations and of pools have the location at the same place. */
+/* The properties of allocations and of pools have the location at the same offset. */
 static void widen(int *to, const int *from, size_t size)
 {
     memcpy(to, from, size);

@@ -137,7 +137,7 @@ def test_each_of_several_saturating_containers_gets_its_quota(library, quotas):
         assert job.share(S, 30 * S) == pytest.approx(quota, abs=1.0)
 
 
-def test_where_little_is_idle_hand_overs_come_off_everybody_in_proportion(library):
+def test_hand_overs_cost_all_in_proportion_where_little_time_is_idle(library):
     jobs = [ModelJob(60, 60), ModelJob(40, 40)]
     play(library, jobs, 20 * S)
     total = sum(job.share(S, 20 * S) for job in jobs)
@@ -160,7 +160,7 @@ BESIDE = {"handover": 0} | {
 }
 
 
-def test_what_ran_before_its_grant_began_is_charged(library):
+def test_work_that_ran_before_its_grant_began_is_charged(library):
     jobs = [ModelJob(45, 45, measures=1.05), ModelJob(30, 30)]
     stats = play(library, jobs, 20 * S, **BESIDE)
     assert jobs[0].share(S, 20 * S) == pytest.approx(45 / 1.05, abs=0.2)
@@ -168,14 +168,14 @@ def test_what_ran_before_its_grant_began_is_charged(library):
     assert stats[0].charged_ns / 20 / S == pytest.approx(0.45, abs=0.002)
 
 
-def test_it_is_not_charged_where_nothing_can_have_run_beside(library):
+def test_overlap_is_not_charged_where_work_cannot_overlap(library):
     jobs = [ModelJob(45, 45, measures=1.05), ModelJob(30, 30)]
     play(library, jobs, 20 * S, **BESIDE | {"beside_ns": 0})
     assert jobs[0].share(S, 20 * S) == pytest.approx(45, abs=0.2)
 
 
 @pytest.mark.parametrize("measures", [(1.05, 1.05), (1.08, 1.02)])
-def test_shares_that_make_up_the_gpu_leave_nothing_idle_whatever_is_measured(library, measures):
+def test_shares_that_add_up_to_the_gpu_leave_nothing_idle_whatever_is_measured(library, measures):
     jobs = [ModelJob(60, 60, measures=measures[0]), ModelJob(40, 40, measures=measures[1])]
     play(library, jobs, 20 * S, **BESIDE)
     assert sum(job.share(S, 20 * S) for job in jobs) > 99.5
@@ -183,7 +183,7 @@ def test_shares_that_make_up_the_gpu_leave_nothing_idle_whatever_is_measured(lib
     assert charged[0] / charged[1] == pytest.approx(1.5, rel=0.01)
 
 
-def test_once_somebody_has_left_what_is_measured_is_charged_in_full_again(library):
+def test_measured_time_is_charged_in_full_again_after_a_container_leaves(library):
     jobs = [ModelJob(60, 60, measures=1.08), ModelJob(40, 40, measures=1.08, awake=[(0, 10 * S)])]
     play(library, jobs, 20 * S, **BESIDE)
     assert jobs[0].share(S, 10 * S) == pytest.approx(60, abs=0.5)
@@ -202,7 +202,7 @@ def test_processes_that_work_at_the_same_time_are_charged_once(library, quotas):
 @pytest.mark.parametrize(("beside_ns", "after", "says"), [
     (120_000, 0, 1), (120_000, 100_000, 1), (120_000, 130_000, 0), (0, 0, 0),
 ])  # fmt: skip
-def test_a_grant_says_whether_another_s_work_may_run_beside_it(library, beside_ns, after, says):
+def test_a_grant_shows_whether_other_work_may_run_beside_it(library, beside_ns, after, says):
     with Arbiter(library, config(quantum_ns=MS, beside_ns=beside_ns)) as arbiter:
         one, other = halves(arbiter)
         arbiter.want(one, 0, want=True)
@@ -216,7 +216,7 @@ def test_a_grant_says_whether_another_s_work_may_run_beside_it(library, beside_n
         assert (then.holder, then.beside) == (other, says)
 
 
-def test_who_says_too_much_harms_himself_alone(library):
+def test_a_container_that_reports_too_much_harms_only_itself(library):
     jobs = [ModelJob(40, 40, measures=5.0), ModelJob(30, 30), ModelJob(30, 30)]
     play(library, jobs, 20 * S, **BESIDE)
     assert 30 < jobs[0].share(S, 20 * S) < 40
@@ -236,14 +236,14 @@ def play_overrun(library, length, until, *, rival=50, step=MS):
     """Run kernels of `length` in a container of 10 %, beside one that always has short work.
 
     A kernel that runs when its grant is over shares the GPU with the holder, as without Tidegate. The ledger
-    shows its end 5 ms later. Returns what each had and what each was charged, in percent.
+    shows its end 5 ms later. Return what each used and what each was charged, in percent.
     """
     with Arbiter(library, config()) as arbiter:
         long = arbiter.add(WHOLE // 10, WHOLE // 10, 0)
         short = arbiter.add(WHOLE // 100 * max(1, rival), WHOLE // 100 * max(1, rival), 0)
         left, ended = 0, -S  # of the kernel; when the last one ended
         done = {long: 0, short: 0}
-        over = False  # its grant is
+        over = False  # whether its grant is over
         view = arbiter.step(0)
         for now in range(step, until, step):
             late = left > 0 or now < ended + 5 * MS
@@ -286,8 +286,8 @@ def test_kernels_that_outlast_any_grant_are_paid_for(library, length_ms):
     assert charged == pytest.approx(long, abs=1)
 
 
-def test_one_that_says_untruly_that_it_overruns_gives_others_no_more_than_its_share(library):
-    """Its neighbours are charged half of what they use, and it pays for the other half."""
+def test_a_false_overrun_gives_others_no_more_than_its_containers_share(library):
+    """The liar's neighbours are charged half of what they use, and the liar pays for the other half."""
     jobs = [ModelJob(50, 50), ModelJob(30, 30)]
     until = 500 * S
     with Arbiter(library, config()) as arbiter:
@@ -315,8 +315,8 @@ def test_one_that_says_untruly_that_it_overruns_gives_others_no_more_than_its_sh
     assert first + second <= 50 + 30 + 10 + 1
 
 
-def test_one_that_was_alone_with_pauses_does_not_make_up_for_them_when_another_comes(library):
-    """It lacks a part of its share because it pauses. When all of that was owed, 10 % that woke up got nothing."""
+def test_a_container_that_paused_while_alone_does_not_make_up_for_it_later(library):
+    """It misses part of its share because it pauses. When it was owed all of that, a container of 10 % got nothing."""
     with Arbiter(library, config()) as arbiter:
         first, sleeper = (
             arbiter.add(WHOLE * share // 100, WHOLE * share // 100, 0) for share in (85, 10)
@@ -352,8 +352,8 @@ def overrun_of(arbiter, tenant, now, *, until, overruns=True):
     return now
 
 
-def test_an_overrun_that_is_told_only_while_a_friend_holds_the_gpu_is_not_believed(library):
-    """Three liars of 3 % did so while a friend of 50 % held the GPU: it got 73 %, an honest neighbour 27 of its 41."""
+def test_an_overrun_reported_only_while_an_accomplice_holds_the_gpu_is_not_believed(library):
+    """Three liars of 3 % gave an accomplice of 50 % 73 % of the GPU, and an honest neighbour got 27 of its 41 %."""
     with Arbiter(library, config()) as arbiter:
         friend, honest = (
             arbiter.add(WHOLE * share // 100, WHOLE * share // 100, 0) for share in (50, 41)
@@ -377,7 +377,7 @@ def test_an_overrun_that_is_told_only_while_a_friend_holds_the_gpu_is_not_believ
 
 
 def test_idle_time_that_an_overrun_uses_is_lent(library):
-    """Another container wants the GPU, but has had its share: the time is not taken from that."""
+    """Another container wants the GPU, but has had its share, so it loses nothing."""
     with Arbiter(library, config()) as arbiter:
         elastic, strict = (
             arbiter.add(WHOLE // 10, WHOLE, 0),
@@ -391,7 +391,7 @@ def test_idle_time_that_an_overrun_uses_is_lent(library):
         assert arbiter.stats(elastic).lent_ns > 0.8 * (now - 100 * MS)
 
 
-def test_a_grant_without_end_shows_only_its_part_beside_an_overrun(library):
+def test_an_open_grant_shows_only_its_part_beside_an_overrun(library):
     with Arbiter(library, config()) as arbiter:
         alone, late = arbiter.add(WHOLE // 2, WHOLE, 0), arbiter.add(WHOLE // 10, WHOLE // 10, 0)
         arbiter.want(alone, S, want=True)
@@ -404,7 +404,7 @@ def test_a_grant_without_end_shows_only_its_part_beside_an_overrun(library):
         assert arbiter.stats(alone).charged_ns == pytest.approx(S // 2, abs=5 * MS)
 
 
-def test_time_in_which_nobody_looked_is_not_an_overrun(library):
+def test_time_without_a_step_is_not_an_overrun(library):
     """The governor, or the whole machine, was stopped for an hour."""
     with Arbiter(library, config()) as arbiter:
         late = arbiter.add(WHOLE // 10, WHOLE // 10, 0)
@@ -414,7 +414,7 @@ def test_time_in_which_nobody_looked_is_not_an_overrun(library):
         assert arbiter.stats(late).charged_ns - before <= S
 
 
-def test_one_that_overruns_alone_is_charged_for_all_of_it(library):
+def test_a_container_that_overruns_alone_is_charged_for_all_of_it(library):
     (long, _), (charged, _) = play_overrun(library, 2000 * MS, 100 * S, rival=0)
     assert long == pytest.approx(10, abs=2)
     assert charged == pytest.approx(long, abs=1)
@@ -469,7 +469,7 @@ def test_a_report_of_no_use_is_believed_within_bounds_only(library):
 
 @pytest.mark.parametrize(("last", "taken"), [(-2, 10), (0, 10), (5, 15), (9, 19), (11, 20)])
 def test_a_holder_that_does_not_give_back_is_passed_over(library, last, taken):
-    """The GPU goes on 10 ms after the holder's last sign of life, and 20 ms after the deadline at the latest."""
+    """The GPU is granted again 10 ms after the holder's last sign of life, and 20 ms after the deadline at the latest."""
     with Arbiter(library, config()) as arbiter:
         stuck, other = halves(arbiter)
         arbiter.want(stuck, 0, want=True)
@@ -512,8 +512,8 @@ def test_a_holder_whose_work_runs_is_waited_for_and_charged(library):
         assert arbiter.step(deadline + 306 * MS).wake_ns == pytest.approx(3 * S, abs=50 * MS)
 
 
-def test_a_hand_over_is_what_was_held_and_not_charged(library):
-    """The grant is held for 5 ms and the GPU's clock says 4.7: the difference is known before the next grant.
+def test_a_hand_over_is_time_that_was_held_and_not_charged(library):
+    """The grant is held for 5 ms and the GPU's clock measures 4.7: the difference is known before the next grant.
 
     A grant that was not used counts as hand-over as well.
     """
@@ -541,7 +541,7 @@ def test_a_hand_over_is_what_was_held_and_not_charged(library):
         assert stats.held_ns == stats.charged_ns + stats.handover_ns
 
 
-def test_a_grant_without_end_shows_since_when(library):
+def test_an_open_grant_shows_when_it_began(library):
     with Arbiter(library, config()) as arbiter:
         alone = arbiter.add(WHOLE // 2, WHOLE, 0)
         arbiter.want(alone, 7 * MS, want=True)
@@ -586,8 +586,8 @@ def test_lent_time_is_given_back_after_20_ms_whatever_runs(library):
         assert arbiter.step(view.deadline_ns + 20 * MS).holder == owner
 
 
-def test_who_held_on_and_did_little_is_not_waited_for_again(library):
-    """Its stream waited for another container, not for the GPU."""
+def test_a_holder_that_held_long_and_did_little_is_not_waited_for_again(library):
+    """The holder's stream waited for another container, not for the GPU."""
     with Arbiter(library, config()) as arbiter:
         idle, other = halves(arbiter)
         for tenant in (idle, other):
@@ -628,7 +628,7 @@ def test_new_shares_hold_from_the_next_grant(library):
         assert view.wake_ns == pytest.approx(8 * MS, abs=MS)
 
 
-def test_a_cap_that_is_set_while_somebody_is_alone_counts_from_then_on(library):
+def test_a_cap_that_is_set_while_a_container_is_alone_counts_from_then_on(library):
     with Arbiter(library, config()) as arbiter:
         t = arbiter.add(WHOLE // 10, WHOLE, 0)
         arbiter.want(t, 0, want=True)
@@ -653,7 +653,7 @@ def test_a_cap_that_is_set_while_somebody_is_alone_counts_from_then_on(library):
         ((2**31 + 5, 0, 2**31 + 9), 2**31 + 10),
     ],
 )
-def test_grants_are_numbered_on_from_an_arbiter_before(library, told, first) -> None:
+def test_grant_numbers_continue_those_of_an_earlier_arbiter(library, told, first) -> None:
     with Arbiter(library, config()) as arbiter:
         a, b = halves(arbiter)
         for epoch in told:
@@ -668,7 +668,7 @@ def test_grants_are_numbered_on_from_an_arbiter_before(library, told, first) -> 
         assert arbiter.step(2 * MS).epoch == (first + 101) % 2**32
 
 
-def test_what_was_done_before_the_first_grant_is_not_charged(library) -> None:
+def test_work_before_the_first_grant_is_not_charged(library) -> None:
     def owed_after(before_ns: int) -> int:
         """Return the charge of a container that worked for 1 ms of its first grant."""
         with Arbiter(library, config()) as arbiter:
@@ -812,7 +812,7 @@ def test_a_stopped_container_costs_its_neighbour_20_ms_at_most(library, other_li
     assert any(S <= at < S + 20 * MS for at in stopped)
 
 
-def test_a_container_that_shows_nothing_has_the_gpu_if_nobody_else_wants_it(library):
+def test_a_container_without_a_sign_gets_the_gpu_if_no_other_wants_it(library):
     """The host may have descheduled it for a long time, so that its launch comes late."""
     with Arbiter(library, config()) as arbiter:
         late, other = halves(arbiter)
@@ -836,7 +836,7 @@ def test_a_container_that_shows_nothing_has_the_gpu_if_nobody_else_wants_it(libr
         assert late in holders
 
 
-def test_grants_of_an_mps_gpu_are_short_and_right_over_a_tenth_of_a_second(library):
+def test_on_an_mps_gpu_grants_are_short_and_shares_hold_over_a_tenth_of_a_second(library):
     """Contexts do not change: a hand-over takes 20 us here, compared with 150 with `timeslice`."""
     settings = arbiter_config(Config(), "mps")
     values = {name: getattr(settings, name) for name, _ in settings._fields_}
@@ -855,6 +855,6 @@ def test_grants_of_an_mps_gpu_are_short_and_right_over_a_tenth_of_a_second(libra
 
 
 @pytest.mark.parametrize("quantum", [0.5, 1.0, 20.0])
-def test_who_is_next_is_told_before_the_grant_begins(quantum):
+def test_the_next_holder_is_announced_before_its_grant_begins(quantum):
     settings = arbiter_config(Config(mps_quantum_ms=quantum), "mps")
     assert settings.lead_ns < settings.quantum_ns == settings.most_ns

@@ -1,7 +1,7 @@
 """Containers that lie to the arbiter, on a virtual clock: their reports cost the others none of their shares.
 
-A ledger is written by its container, and the arbiter reads it every few microseconds. So a
-container can claim at any time that it wants the GPU, that it works, that it is done and for how
+A ledger is written by its container, and the arbiter reads it every few microseconds. A container
+can therefore claim at any time that it wants the GPU, that it works, that it is done and for how
 long it worked, whether or not that is true.
 """
 
@@ -31,7 +31,7 @@ def library(build_dir: Path):
 
 @dataclass
 class Now:
-    """What a liar bases its next lie on."""
+    """The state on which a liar bases its next report."""
 
     arbiter: Arbiter
     tenant: int
@@ -70,7 +70,7 @@ def works_for_half_a_hand_over(at: Now) -> None:
 
 
 def calls_and_does_not_come(at: Now) -> None:
-    """Want the GPU for moments, again and again, but never when it could be granted."""
+    """Want the GPU for short moments repeatedly, but never when it could be granted."""
     at.arbiter.want(at.tenant, at.now, want=not at.holds and bool(at.now // TICK % 2))
     if at.holds and at.now >= at.began + UNUSED:
         at.arbiter.released(at.now, used=False)
@@ -123,8 +123,8 @@ def shares(library, quotas: list[int], lie: Lie, quota: int, limit: int) -> list
     ("quotas", "quota", "limit"),
     [([45, 45], 10, 10), ([50], 40, 40), ([45, 45], 10, 100), ([30], 10, 10)],
 )
-def test_a_liar_takes_nobodys_share(library, lie, quotas, quota, limit):
-    """A lie takes at most a quarter of the liar's own share. Where all is promised, all pay for hand-overs.
+def test_a_liar_takes_no_share_of_another_container(library, lie, quotas, quota, limit):
+    """A lie gains at most a quarter of the liar's own share. If all time is promised, all pay for hand-overs.
 
     Before, four of these lies left the others less than 1 % of the GPU, and the fifth left 36 of 45
     %.
@@ -134,7 +134,7 @@ def test_a_liar_takes_nobodys_share(library, lie, quotas, quota, limit):
         assert share > 0.92 * promised, got
 
 
-def test_who_lies_about_lent_time_gets_no_more_of_it_than_others(library):
+def test_a_liar_gets_no_more_lent_time_than_others(library):
     """Both containers may use idle time, and both have the same guarantee."""
     with Arbiter(library, config()) as arbiter:
         honest, liar = (arbiter.add(WHOLE // 10, WHOLE, 0) for _ in range(2))
@@ -159,8 +159,8 @@ NAP = 150_000
 WORK = 10_000
 
 
-def test_containers_that_work_for_moments_pay_for_the_changes_of_context(library):
-    """Three of them work for 10 us and sleep for 150 us. Each grant makes the GPU change contexts twice.
+def test_containers_that_work_for_moments_pay_for_the_context_switches(library):
+    """Three of them work for 10 us and sleep for 150 us. Each grant makes the GPU switch contexts twice.
 
     Before, the other container had 42.5 % of its 50.
     """
@@ -194,15 +194,15 @@ def test_containers_that_work_for_moments_pay_for_the_changes_of_context(library
             if holder != victim and not left[holder]:
                 awake[holder] = now + step + NAP
         assert 100 * done[victim] / LONG > 48.5
-        # They are not starved: what they pay for is their own share.
+        # They are not starved: they pay out of their own shares.
         for napper in nappers:
             stats = arbiter.stats(napper)
             assert 100 * stats.charged_ns / LONG == pytest.approx(16, abs=0.5)
 
 
 @pytest.mark.parametrize("limit", [5, 100])
-def test_several_that_hold_on_to_their_grants_do_not_add_up(library, limit):
-    """Nine containers of 5 % do nothing with their grants, and say that their work still runs.
+def test_containers_that_hold_on_to_their_grants_do_not_add_up(library, limit):
+    """Nine containers of 5 % do nothing with their grants, and report that their work still runs.
 
     Before, the other container had 36 % of its 50, and waited for up to 8 s.
     """

@@ -1,4 +1,4 @@
-"""Run ledgers full of nonsense and lies beside containers that compute; tests/fuzz does so at length."""
+"""Ledgers with arbitrary values and false reports, beside containers that compute; tests/fuzz runs them longer."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("liars", LIARS)
-def test_whatever_a_ledger_says_the_others_compute(program: Path, liars: str) -> None:
+def test_the_others_compute_whatever_a_ledger_contains(program: Path, liars: str) -> None:
     hold(program, 2 if liars == "anything" else 1, 1, liars)
 
 

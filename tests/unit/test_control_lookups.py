@@ -1,6 +1,6 @@
 """Functions that a program looks up and that the control library does not know: forwarded, counted, refused.
 
-The driver is lookup_shim.c: the simulated one with functions of tomorrow.
+The driver is lookup_shim.c: the simulated one with functions of future versions.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def test_a_known_function_is_found_under_every_policy(node: MemoryNode, policy: 
     assert named(node) == []
 
 
-def test_all_that_the_table_names_is_known(node: MemoryNode) -> None:
+def test_every_function_of_the_table_is_known(node: MemoryNode) -> None:
     """A function that has to be hooked passes if the answer is the form that is hooked; the others always do."""
     agent = start(node, REFUSE)
     effects = coverage.read_effects()
@@ -118,7 +118,7 @@ def test_a_new_form_of_a_function_that_has_to_be_hooked_is_named_with_its_versio
     assert named(node) == ["cuMemAlloc@99000", "cuMemcpyDtoDAsync@99010"]
 
 
-def test_what_is_looked_up_before_cuinit_is_named_after_it(node: MemoryNode) -> None:
+def test_look_ups_before_cuinit_are_reported_after_it(node: MemoryNode) -> None:
     agent = start(node, REFUSE)
     # A child has no part of the ledger until its own cuInit.
     agent.run(
@@ -150,7 +150,7 @@ def test_the_setting_is_followed_while_a_program_runs(node: MemoryNode) -> None:
     assert named(node) == ["cuOfTomorrow"]
 
 
-def test_names_are_cut_and_so_many_are_kept(node: MemoryNode) -> None:
+def test_names_are_truncated_and_their_number_is_bounded(node: MemoryNode) -> None:
     agent = start(node, COUNT)
     other = node.agent(context=False)
     other.run(FIND)

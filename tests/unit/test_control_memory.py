@@ -132,7 +132,9 @@ def test_managed_memory_is_charged_although_no_process_holds_it(agent, node) -> 
         "driver.get('cuArrayCreate_v2', ctypes.create_string_buffer(__import__('struct').pack('<QQiI', 1024, size >> 14, 0x20, 4)))",
     ],
 )
-def test_what_does_not_fit_is_refused_before_the_driver_is_asked(agent, node, call) -> None:
+def test_an_allocation_that_does_not_fit_is_refused_before_the_driver_is_called(
+    agent, node, call
+) -> None:
     room = left(node)
     before = agent.seen
     agent.run(f"size = {room + 32 * MIB}")
@@ -147,7 +149,7 @@ def test_what_does_not_fit_is_refused_before_the_driver_is_asked(agent, node, ca
 
 
 @pytest.mark.parametrize("size", [0, 2**63, 2**64 - 1])
-def test_sizes_that_make_no_sense_leave_nothing_behind(agent, size) -> None:
+def test_invalid_sizes_leave_nothing_behind(agent, size) -> None:
     for call in (
         f"driver.allocate({size})",
         f"driver.get('cuMemAllocAsync', {size}, 0)",
@@ -263,7 +265,7 @@ def test_a_trim_is_refunded_and_a_destroyed_pool_is_left_to_nvml(agent, node) ->
     node.sample()
     used = node.used()
     agent.run("driver.call('cuMemPoolDestroy', pool)")
-    # The pool lives on until the block is freed, but can no longer be asked.
+    # The pool lives on until the block is freed, but can no longer be queried.
     assert agent.charged == 0
     assert node.used() == used
     node.sample()
@@ -330,7 +332,7 @@ def test_an_allocation_lives_until_its_handles_and_mappings_are_gone(agent) -> N
     assert agent.field("blocks") == 0
 
 
-def test_one_call_unmaps_several_and_one_that_fails_none(agent) -> None:
+def test_one_call_unmaps_several_mappings_and_a_failing_call_none(agent) -> None:
     agent.run(VMM)
     agent.run("at = reserve(64 * M); handles = [create(size * M) for size in (2, 4, 6)]")
     agent.run(
@@ -355,7 +357,7 @@ def test_memory_of_the_host_is_free(agent) -> None:
     exact(agent, 0)
 
 
-def test_failures_of_the_driver_leave_the_books_alone(agent) -> None:
+def test_failures_of_the_driver_leave_the_account_alone(agent) -> None:
     agent.run(VMM)
     agent.run("handle = create(4 * M); at = reserve(16 * M)")
     for call in (
@@ -516,7 +518,7 @@ def test_the_primary_context_ends_with_its_last_reference_or_a_reset(node) -> No
                 agent.run("driver.try_call('cuDevicePrimaryCtxRelease_v2', 0)")
 
 
-def test_stacks_are_refused_beforehand_and_counted_until_the_next_look(agent, node) -> None:
+def test_stacks_are_refused_beforehand_and_counted_until_the_next_sample(agent, node) -> None:
     before = agent.seen
     assert agent.refuses("driver.call('cuCtxSetLimit', 0, 64 << 10)")
     assert agent.seen == before
@@ -528,7 +530,7 @@ def test_stacks_are_refused_beforehand_and_counted_until_the_next_look(agent, no
     assert node.used() == CONTEXT + taken
 
 
-def test_streams_are_counted_until_the_next_look(agent, node) -> None:
+def test_streams_are_counted_until_the_next_sample(agent, node) -> None:
     agent.run("stream = driver.stream()")
     assert 0 < node.used() - CONTEXT < MIB
     node.sample()
@@ -538,7 +540,7 @@ def test_streams_are_counted_until_the_next_look(agent, node) -> None:
 # ---- modules ----
 
 
-def test_a_module_is_counted_until_the_next_look(agent, node) -> None:
+def test_a_module_is_counted_until_the_next_sample(agent, node) -> None:
     agent.run("module = driver.get('cuModuleLoadData', ctypes.c_char_p(b'globals:33554432'))")
     assert node.used() == CONTEXT + 32 * MIB
     assert node.sample() == CONTEXT + 32 * MIB
@@ -548,7 +550,7 @@ def test_a_module_is_counted_until_the_next_look(agent, node) -> None:
     assert node.used() == CONTEXT
 
 
-def test_a_large_module_waits_for_a_look_and_is_unloaded_if_it_does_not_fit(agent, node) -> None:
+def test_a_large_module_waits_for_a_sample_and_is_unloaded_if_it_does_not_fit(agent, node) -> None:
     with node.looking():
         agent.run("module = driver.get('cuModuleLoadData', ctypes.c_char_p(b'globals:268435456'))")
         assert node.used() == CONTEXT + 256 * MIB
@@ -586,7 +588,7 @@ def test_without_a_context_the_driver_answers(node) -> None:
         agent.run("driver.call('cuMemGetInfo_v2', None, None)")
 
 
-def test_a_refusal_waits_for_the_look_that_is_due(agent, node) -> None:
+def test_a_refusal_waits_for_the_sample_that_is_due(agent, node) -> None:
     """Memory that a context gave back is usable as soon as it is gone, not a quarter of a second later."""
     agent.run("other = driver.get('cuCtxCreate_v2', 0, 0)")
     node.sample()
@@ -612,7 +614,7 @@ def test_a_killed_process_leaves_nothing_behind(node) -> None:
     second.run(f"driver.allocate({LIMIT - CONTEXT})")
 
 
-def test_every_gpu_has_books_of_its_own(build_dir, tmp_path) -> None:
+def test_every_gpu_has_an_account_of_its_own(build_dir, tmp_path) -> None:
     node = MemoryNode(build_dir, tmp_path / "two", LIMIT, devices=2)
     try:
         agent = node.agent()
@@ -662,21 +664,21 @@ def hiding(node, agent) -> Iterator[None]:
     known = node.sample()
     base = node.read("unattributed")
 
-    def look() -> None:
+    def write_sample() -> None:
         began = time.monotonic_ns()
         unseen = agent.field("unseen")
-        nobodys = agent.seen - agent.charged - known - unseen
+        unattributed = agent.seen - agent.charged - known - unseen
         node.write("memory_overhead", known)
         if unseen == agent.field("unseen"):
-            node.write("unattributed", (base + nobodys) % 2**64)
+            node.write("unattributed", (base + unattributed) % 2**64)
             node.write("unattributed_ns", began)
         node.write("reconciled_ns", began)
 
-    with repeating(look):
+    with repeating(write_sample):
         yield
 
 
-def test_variables_of_a_module_that_nvml_shows_of_nobody_are_charged_until_it_ends(node) -> None:
+def test_module_variables_that_nvml_attributes_to_no_process_are_charged(node) -> None:
     agent = node.agent()
     with hiding(node, agent):
         module = "out('cuModuleLoadData', b'globals:134217728')"
@@ -699,8 +701,10 @@ def test_variables_of_a_module_that_nvml_shows_of_nobody_are_charged_until_it_en
         assert agent.field("unseen") == agent.field("memory") == 0
 
 
-@pytest.mark.parametrize("nobodys", [0, 128 * MIB])
-def test_what_may_be_a_neighbours_is_charged_when_somebody_can_tell(node, nobodys) -> None:
+@pytest.mark.parametrize("unattributed", [0, 128 * MIB])
+def test_memory_that_may_be_a_neighbours_is_charged_once_it_can_be_attributed(
+    node, unattributed
+) -> None:
     """While a neighbour starts, the GPU's used memory changes and cannot be attributed to either process."""
     agent = node.agent()
     agent.run(f"rest = driver.allocate({left(node) - 100 * MIB})")
@@ -708,30 +712,30 @@ def test_what_may_be_a_neighbours_is_charged_when_somebody_can_tell(node, nobody
     known = node.read("memory_overhead")
     base = node.read("unattributed")
 
-    def look() -> None:
+    def write_sample() -> None:
         node.write("memory_overhead", known)
         node.write("reconciled_ns", time.monotonic_ns())
 
-    def tell() -> None:
-        node.write("unattributed", base + nobodys)
+    def write_attribution() -> None:
+        node.write("unattributed", base + unattributed)
         node.write("unattributed_ns", time.monotonic_ns())
-        look()
+        write_sample()
 
-    with repeating(look):
+    with repeating(write_sample):
         agent.run("module = out('cuModuleLoadData', b'globals:536870912')")
         assert (agent.field("refused"), agent.field("memory")) == (0, before)
-    with repeating(tell):
+    with repeating(write_attribution):
         deadline = time.monotonic() + 10
-        while agent.field("memory") != before + nobodys:
+        while agent.field("memory") != before + unattributed:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         time.sleep(0.3)
-        assert agent.field("unseen") == nobodys
+        assert agent.field("unseen") == unattributed
         agent.run("driver.call('cuModuleUnload', module)")
         assert agent.field("memory") == before
 
 
-def test_what_was_there_before_anybody_looked_is_no_load_s(node) -> None:
+def test_memory_from_before_the_first_sample_is_charged_to_no_load(node) -> None:
     """The driver's own memory, 600 MiB on an H200, is first reported while a neighbour starts."""
     agent = node.agent()
     agent.run(f"rest = driver.allocate({left(node) - 100 * MIB})")
@@ -740,7 +744,7 @@ def test_what_was_there_before_anybody_looked_is_no_load_s(node) -> None:
     node.write("unattributed_ns", 0)
     node.write("unattributed", 0)
 
-    def look() -> None:
+    def write_sample() -> None:
         node.write("memory_overhead", known)
         node.write("unattributed", 600 * MIB)
         node.write("unattributed_ns", time.monotonic_ns())
@@ -748,7 +752,7 @@ def test_what_was_there_before_anybody_looked_is_no_load_s(node) -> None:
 
     agent.run("image = b'globals:536870912'")
     agent.send("module = out('cuModuleLoadData', image)")
-    with repeating(look):
+    with repeating(write_sample):
         agent.answer()
         time.sleep(0.3)
         assert (agent.field("refused"), agent.field("memory")) == (0, before)
@@ -759,11 +763,11 @@ def test_a_container_that_moves_memory_meanwhile_is_charged_what_is_missing(node
     agent, other = node.agent(), node.agent()
     known = node.read("memory_overhead")
 
-    def look() -> None:
+    def write_sample() -> None:
         node.write("memory_overhead", known)
         node.write("reconciled_ns", time.monotonic_ns())
 
-    with repeating(look):
+    with repeating(write_sample):
         other.send("[driver.call('cuMemFree_v2', driver.allocate(64 << 20)) for _ in range(20000)]")
         agent.run("module = out('cuModuleLoadData', b'globals:268435456')")
         assert agent.field("unseen") >= 190 * MIB
@@ -775,7 +779,7 @@ def test_processes_that_come_meanwhile_bring_their_part(node) -> None:
     base = node.read("unattributed")
     known = node.sample()
 
-    def look() -> None:
+    def write_sample() -> None:
         node.write("memory_overhead", known)
         for name, value in (
             ("unattributed", base + 30 * MIB),
@@ -786,12 +790,12 @@ def test_processes_that_come_meanwhile_bring_their_part(node) -> None:
         ):
             node.write(name, value)
 
-    with repeating(look):
+    with repeating(write_sample):
         agent.run("module = out('cuModuleLoadData', b'globals:134217728')")
         assert agent.field("unseen") == 30 * MIB - 3 * 9 * MIB
 
 
-def test_what_the_governor_is_about_to_forget_is_waited_for(node) -> None:
+def test_a_refusal_waits_for_overhead_that_is_about_to_shrink(node) -> None:
     agent = node.agent()
     room = left(node)
     found = node.read("memory_overhead")
@@ -802,8 +806,8 @@ def test_what_the_governor_is_about_to_forget_is_waited_for(node) -> None:
     node.write("memory_overhead", found)
     agent.answer()
     agent.run("driver.call('cuMemFree_v2', block)")
-    # The allocation is refused if the last look has the overhead as well, or if the wait was in
-    # vain.
+    # The allocation is refused if the last sample has the overhead as well, or if the wait did not
+    # help.
     for value in ("memory_overhead", "overhead_last"):
         node.write(value, found + 200 * MIB)
     assert agent.refuses(f"driver.allocate({room})")
@@ -815,7 +819,7 @@ def test_what_the_governor_is_about_to_forget_is_waited_for(node) -> None:
 LIBRARY = "out('cuLibraryLoadData', b'globals:134217728', *[None, None, 0] * 2)"
 
 
-def test_a_library_that_was_loaded_without_a_context_is_charged_when_it_comes_to_one(node) -> None:
+def test_a_library_that_was_loaded_without_a_context_is_charged_when_it_enters_one(node) -> None:
     agent = node.agent(context=False)
     agent.run(f"libraries = [{LIBRARY} for i in range(2)]")
     agent.run("context = driver.get('cuCtxCreate_v2', 0, 0)")
@@ -824,7 +828,7 @@ def test_a_library_that_was_loaded_without_a_context_is_charged_when_it_comes_to
         assert agent.field("unseen") == agent.field("memory") == 256 * MIB
 
 
-def test_a_kernel_that_is_launched_as_it_is_brings_its_library_into_the_account(node) -> None:
+def test_a_kernel_that_is_launched_by_its_handle_charges_its_library(node) -> None:
     agent = node.agent()
     agent.run(
         f"""
@@ -872,7 +876,7 @@ def test_a_library_is_charged_in_each_context_until_that_ends(node) -> None:
 
 
 def test_what_is_freed_during_a_load_hides_nothing(node) -> None:
-    """On a busy machine, late looks may miss a load or two.
+    """On a busy machine, late samples may miss a load or two.
 
     If frees were not counted, 14 or more of 20 would be missed.
     """
@@ -932,14 +936,14 @@ def test_one_block_of_a_container_at_a_time_is_taken_without_a_claim(node) -> No
     assert pages.read(node.ledger, 0, "ledger_header", "trust_ns", 0) == 0
 
     def refuses_while_another_has_it() -> bool:
-        trust(time.monotonic_ns() + 90_000_000)  # or another process had it and is dead
+        trust(time.monotonic_ns() + 90_000_000)  # as of another process, which may be dead
         return agent.refuses(small)
 
-    # On a busy machine, asking may take longer than the other process has it.
+    # On a busy machine, the call may take longer than the other process is trusted.
     assert any(refuses_while_another_has_it() for _ in range(10))
     time.sleep(0.1)
     agent.run(small)
-    trust(2**63)  # nonsense
+    trust(2**63)  # an invalid time
     agent.run(small)
 
 
@@ -967,7 +971,7 @@ def test_what_a_pool_has_free_may_be_used_beyond_the_quota_unless_a_pool_grew_fo
 
 
 def test_pools_outgrow_the_quota_by_one_unit_however_long_their_streams_are_busy(node) -> None:
-    """A refused block is freed only when its stream gets to the free."""
+    """A refused block is freed only when its stream reaches the free."""
     agent = node.agent()
     agent.run(LAUNCH)
     agent.run("stream = driver.stream(); busy = driver.stream()")
@@ -990,7 +994,7 @@ def test_pools_outgrow_the_quota_by_one_unit_however_long_their_streams_are_busy
 # ---- what is about to be taken ----
 
 
-def test_of_threads_that_retain_a_context_at_once_none_leaves_a_claim(node) -> None:
+def test_threads_that_retain_a_context_at_the_same_time_leave_no_claim(node) -> None:
     agent = node.agent(context=False)
     agent.run(
         """

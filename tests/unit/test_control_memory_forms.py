@@ -110,7 +110,7 @@ def test_the_primary_context_by_its_first_functions(node) -> None:
         assert agent.charged == agent.field("contexts") == 0
 
 
-def test_a_green_context_and_the_primary_one_that_it_keeps(node) -> None:
+def test_a_green_context_keeps_the_primary_context(node) -> None:
     agent = node.agent(context=False)
     agent.run("green = driver.get('cuGreenCtxCreate', 0, 0, 0)")
     assert agent.field("contexts") == 2
@@ -224,7 +224,7 @@ def test_a_library_takes_its_memory_with_its_first_kernel(agent, node) -> None:
         "driver.get('cuLibraryGetModule', library)",
     ],
 )
-def test_a_library_takes_its_memory_with_whatever_is_asked_for_first(agent, node, touch) -> None:
+def test_a_library_takes_its_memory_with_whatever_is_requested_first(agent, node, touch) -> None:
     agent.run(
         "library = driver.get('cuLibraryLoadData', b'globals:33554432', None, None, 0, None, None, 0)"
     )
@@ -313,7 +313,7 @@ for name, more in (('cuGraphAddNode', ()), ('cuGraphAddNode_v2', (None,)), ('cuG
     assert agent.charged == agent.seen - CONTEXT > 0
 
 
-def test_what_is_allocated_while_capturing_is_the_graphs(agent, node) -> None:
+def test_memory_allocated_while_capturing_belongs_to_the_graph(agent, node) -> None:
     agent.run("stream = driver.stream()")
     node.sample()
     agent.run(filled(node, 4 * MIB))
@@ -377,7 +377,7 @@ def test_memory_whose_descriptors_are_closed_ends_with_its_handle(agent) -> None
     assert agent.field("memory") == agent.field("unseen") == 0
 
 
-def test_a_closed_descriptor_makes_room_for_who_is_refused(agent, node) -> None:
+def test_a_closed_descriptor_makes_room_for_an_allocation(agent, node) -> None:
     agent.run(EXPORTS)
     agent.run("handle = create(); fd = exported(handle); release(handle)")
     room = LIMIT - node.used()
@@ -387,7 +387,7 @@ def test_a_closed_descriptor_makes_room_for_who_is_refused(agent, node) -> None:
         agent.run(f"driver.call('cuMemFree_v2', driver.allocate({room}))")
 
 
-def test_who_closes_our_descriptors_gets_no_memory_for_it(agent) -> None:
+def test_a_program_that_closes_the_librarys_descriptors_gains_no_memory(agent) -> None:
     agent.run(EXPORTS)
     agent.run("handle = create(); fd = exported(handle); release(handle)")
     agent.run("os.closerange(500, 600); os.close(fd)")

@@ -2,7 +2,7 @@
 
 The model is a few lines: what a process should be charged follows from what it holds. The GPU has
 as much memory as the quota, so an allocation that the driver itself has to refuse shows that the
-books let too much pass.
+library admitted too much.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ModelProcess:
         )
 
     def check(self) -> None:
-        """Check that the books, the model and the GPU agree."""
+        """Check that the charges, the model and the GPU agree."""
         self.agent.free()
         assert self.agent.field("unseen") == self.unseen
         assert self.agent.charged == self.held
@@ -114,16 +114,16 @@ def round_up(size: int, unit: int = UNIT) -> int:
     return (size + unit - 1) // unit * unit
 
 
-def perform(models: list[ModelProcess], who: int, what: str, size: int, which: int) -> None:
+def perform(models: list[ModelProcess], process: int, action: str, size: int, which: int) -> None:
     """Run one step of a program. A step that has nothing to work on does nothing."""
-    model = models[who % len(models)]
+    model = models[process % len(models)]
     agent = model.agent
 
-    def pick(things: Any) -> Any:
-        things = list(things)
-        return things[which % len(things)] if things else None
+    def pick(items: Any) -> Any:
+        items = list(items)
+        return items[which % len(items)] if items else None
 
-    if what == "small":
+    if action == "small":
         size = size % (MIB - 1) + 1
         slabs = {address // UNIT for address in model.small}
         try:
@@ -133,15 +133,15 @@ def perform(models: list[ModelProcess], who: int, what: str, size: int, which: i
         else:
             model.small.append(address)
             assert model.fits(0) or address // UNIT in slabs
-    elif what == "large":
+    elif action == "large":
         size = size % (300 * MIB) + MIB
         if address := model.take(f"driver.allocate({size})", round_up(size)):
             model.large[address] = round_up(size)
-    elif what == "managed":
+    elif action == "managed":
         size = size % (100 * MIB) + MIB
         if address := model.take(f"driver.get('cuMemAllocManaged', {size}, 1)", round_up(size)):
             model.managed[address] = round_up(size)
-    elif what == "async":
+    elif action == "async":
         size = size % (60 * MIB) + 1
         try:
             model.asynchronous.append(
@@ -149,7 +149,7 @@ def perform(models: list[ModelProcess], who: int, what: str, size: int, which: i
             )
         except CudaError:
             assert not model.fits(round_up(size, POOL))
-    elif what == "free":
+    elif action == "free":
         for table in (model.large, model.managed):
             if (address := pick(table)) is not None:
                 agent.run(f"driver.call('cuMemFree_v2', {address})")
@@ -157,7 +157,7 @@ def perform(models: list[ModelProcess], who: int, what: str, size: int, which: i
         if (address := pick(model.small)) is not None:
             agent.run(f"driver.call('cuMemFree_v2', {address})")
             model.small.remove(address)
-    elif what == "free async" and model.asynchronous:
+    elif action == "free async" and model.asynchronous:
         address = pick(model.asynchronous)
         agent.run(f"driver.call('cuMemFreeAsync', {address}, stream)")
         model.asynchronous.remove(address)
@@ -165,11 +165,11 @@ def perform(models: list[ModelProcess], who: int, what: str, size: int, which: i
             agent.run("driver.call('cuStreamSynchronize', stream)")
         if which % 3 == 0:
             agent.run("driver.call('cuMemPoolTrimTo', pool, 0)")
-    elif what == "create":
+    elif action == "create":
         size = round_up(size % (200 * MIB) + 1)
         if handle := model.take(f"driver.get('cuMemCreate', {size}, prop(), 0)", size):
             model.handles[handle] = [size, 1, 0]
-    elif what == "map":
+    elif action == "map":
         usable = [h for h, (_, n, _) in (model.handles | model.imports).items() if n]
         if (handle := pick(usable)) is None:
             return
@@ -183,7 +183,7 @@ def perform(models: list[ModelProcess], who: int, what: str, size: int, which: i
         table[handle][2] += 1
         model.mappings[model.next] = handle, size
         model.next += size
-    elif what == "unmap" and model.mappings:
+    elif action == "unmap" and model.mappings:
         start = pick(model.mappings)
         end = start
         spans = []
@@ -194,18 +194,18 @@ def perform(models: list[ModelProcess], who: int, what: str, size: int, which: i
         for address in spans:
             handle, _ = model.mappings.pop(address)
             model.leave(handle, 2)
-    elif what == "release":
+    elif action == "release":
         usable = [h for h, (_, n, _) in (model.handles | model.imports).items() if n]
         if (handle := pick(usable)) is not None:
             agent.run(f"driver.call('cuMemRelease', {handle})")
             model.leave(handle, 1)
-    elif what == "retain" and model.mappings:
+    elif action == "retain" and model.mappings:
         address = pick(model.mappings)
         handle = agent.number(f"driver.get('cuMemRetainAllocationHandle', {address})")
         assert handle == model.mappings[address][0]
         (model.handles if handle in model.handles else model.imports)[handle][1] += 1
-    elif what == "import":
-        other = models[(who + 1) % len(models)]
+    elif action == "import":
+        other = models[(process + 1) % len(models)]
         usable = [h for h, (_, n, _) in other.handles.items() if n]
         if (handle := pick(usable)) is None:
             return
@@ -220,10 +220,10 @@ def perform(models: list[ModelProcess], who: int, what: str, size: int, which: i
         other.agent.run("import os; os.close(fd.value)")
         model.imports[mine] = [0, 1, 0]
         model.sizes[mine] = other.handles[handle][0]
-    elif what == "kill":
+    elif action == "kill":
         agent.kill()
         model.node.sample()
-        models[who % len(models)] = ModelProcess(model.node)
+        models[process % len(models)] = ModelProcess(model.node)
     model.node.sample()
 
 
@@ -263,7 +263,7 @@ def run_programs(node: MemoryNode, steps: list[tuple[int, str, int, int]]) -> No
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(STEPS)
-def test_what_is_charged_is_what_the_model_says_and_what_the_gpu_says(node, steps) -> None:
+def test_the_charge_agrees_with_the_model_and_the_gpu(node, steps) -> None:
     run_programs(node, steps)
 
 
@@ -274,7 +274,7 @@ def test_what_is_charged_is_what_the_model_says_and_what_the_gpu_says(node, step
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(STEPS)
-def test_what_is_charged_in_many_more_programs(node, steps) -> None:
+def test_the_charge_agrees_in_many_more_programs(node, steps) -> None:
     run_programs(node, steps)
 
 
@@ -349,7 +349,7 @@ def finish_race(node: MemoryNode, agents: list[Agent]) -> int:
 def test_eight_processes_of_eight_threads_never_pass_the_quota(node) -> None:
     agents = start_race(node, 8, 200, kinds="023")
     refused = finish_race(node, agents)
-    # The driver had nothing to refuse: every refusal came from the books.
+    # The driver had nothing to refuse: every refusal came from the control library.
     assert refused == sum(agent.field("refused") for agent in agents) > 0
 
 
@@ -422,7 +422,7 @@ def test_processes_that_are_killed_in_a_race_leave_all_to_the_others(node) -> No
     fresh.run(f"driver.allocate({LIMIT - CONTEXT})")
 
 
-def test_a_forked_child_starts_with_empty_books(node) -> None:
+def test_a_forked_child_starts_with_an_empty_account(node) -> None:
     agent = node.agent()
     agent.run("blocks = [driver.allocate(size) for size in (100, 4 << 20)]")
     agent.run("driver.get('cuMemAllocAsync', 100, 0)")

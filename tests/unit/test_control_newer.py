@@ -1,6 +1,6 @@
 """Copies and captures that came with CUDA 13.2 to 13.5, in a process with the control library.
 
-The functions are work_shim.c, in front of the simulated driver.
+work_shim.c has these functions, in front of the simulated driver.
 """
 
 from __future__ import annotations

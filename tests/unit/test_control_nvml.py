@@ -1,4 +1,4 @@
-"""The NVML stand-in on the simulated driver, with a grant that the test writes.
+"""The control library's substitute for NVML on the simulated driver, with a grant that the test writes.
 
 The path of a container's grant is fixed, so each program runs in a mount namespace of its own where
 /run/tidegate is a directory of the test. GPU 0 is the container's; GPU 1 is not.
@@ -70,7 +70,7 @@ input()
 
 
 class NvmlContainer:
-    """A grant that the test writes, the stand-in with the simulated driver behind it, and programs inside."""
+    """A grant that the test writes, the substitute with the simulated driver behind it, and programs inside."""
 
     def __init__(self, directory: Path, build: Path) -> None:
         self.directory = directory
@@ -218,7 +218,7 @@ def test_arguments_of_a_memory_call_are_judged_by_the_driver(container: NvmlCont
     ) == [INVALID_ARGUMENT, INVALID_ARGUMENT, VERSION_MISMATCH, INVALID_ARGUMENT]
 
 
-def test_before_nvml_is_started_every_call_says_so(container: NvmlContainer) -> None:
+def test_before_nvml_is_initialised_every_call_reports_that(container: NvmlContainer) -> None:
     assert container.run_raw(
         "room = ctypes.create_string_buffer(4096)\n"
         "memory = pynvml.c_nvmlMemory_v2_t()\n"
@@ -289,7 +289,7 @@ def test_arguments_of_a_list_are_judged_like_the_drivers(container: NvmlContaine
     ) == [INVALID_ARGUMENT, INVALID_ARGUMENT, INVALID_ARGUMENT, INSUFFICIENT_SIZE]
 
 
-def test_another_gpu_of_the_node_is_the_drivers_affair(
+def test_the_driver_answers_for_another_gpu_of_the_node(
     container: NvmlContainer, neighbour: Callable[[int], int]
 ) -> None:
     pid = neighbour(1)
@@ -356,7 +356,7 @@ def test_utilisation_is_the_containers(container: NvmlContainer) -> None:
     ) == [40, 0, 40, 0, 0, INVALID_ARGUMENT]
 
 
-def test_a_page_full_of_nonsense_is_a_hundred_percent(container: NvmlContainer) -> None:
+def test_a_page_of_arbitrary_values_shows_a_hundred_percent(container: NvmlContainer) -> None:
     base = layout.grant_device(0)
     pages.write(container.page, base, "grant_device", "utilisation", 2**32 - 1)
     assert container.run("print(pynvml.nvmlDeviceGetUtilizationRates(own).gpu)") == 100
@@ -372,7 +372,7 @@ def samples(kind, last, room):
 """
 
 
-def test_samples_are_the_last_look(container: NvmlContainer) -> None:
+def test_samples_are_the_governors_last_one(container: NvmlContainer) -> None:
     assert container.run(
         SAMPLES + f"print(json.dumps([samples(1, 0, None), samples(1, 0, 4), samples(2, 0, 1),"
         f" samples(1, {NOW_US - 1}, 4)[0], samples(1, {NOW_US}, 4)[0], samples(1, 0, 0)[0],"
@@ -430,7 +430,7 @@ def test_processes_that_worked_are_sampled(container: NvmlContainer) -> None:
     ]
 
 
-def test_where_nobody_worked_nothing_is_found(container: NvmlContainer) -> None:
+def test_without_work_no_sample_is_found(container: NvmlContainer) -> None:
     container.list_processes({"pid": 7, "memory": MIB})
     assert container.run(UTILISATION + "print(json.dumps([used(0, None), info(0, 8)]))") == [
         [NOT_FOUND, 0, []],
@@ -533,7 +533,7 @@ int nvmlDeviceGetMemoryInfo(void *d, unsigned long long m[3]) { m[0] = m[1] = m[
 
 
 def fake_driver(container: NvmlContainer) -> None:
-    """Put an old driver behind the stand-in. Its first device is a MIG instance."""
+    """Put an old driver behind the substitute. Its first device is a MIG instance."""
     uuid = f'-DUUID="{simgpu.device_uuid(1, 0)}"'
     command = ["gcc", "-shared", "-fPIC", "-w", "-x", "c", "-", uuid, "-o", str(container.origin)]
     subprocess.run(command, input=FAKE, text=True, check=True)
@@ -605,7 +605,7 @@ def test_a_reader_sees_one_set_of_entries(container: NvmlContainer) -> None:
     assert sets > 10  # it was written meanwhile
 
 
-def test_a_governor_that_died_while_writing_blocks_nobody(container: NvmlContainer) -> None:
+def test_a_governor_that_died_while_writing_blocks_no_reader(container: NvmlContainer) -> None:
     pages.write(container.page, layout.GRANT_USAGE, "usage_header", "sequence", 1)
     seconds, listed = container.run(
         "begin = time.monotonic()\n"

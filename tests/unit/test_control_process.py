@@ -1,4 +1,4 @@
-"""The control library inside an application: what an ordinary program does to the library, and the reverse.
+"""The control library inside an application: the effects of ordinary programs on the library, and the reverse.
 
 Each test has an agent, which is a process with the built library on the simulated GPU. The test
 itself acts as the governor: see memory_node.py.
@@ -39,19 +39,19 @@ STREAM = 576 << 10  # bytes that a stream is assumed to take
 
 
 @contextlib.contextmanager
-def played_node(build_dir: Path, directory: Path) -> Iterator[MemoryNode]:
+def open_node(build_dir: Path, directory: Path) -> Iterator[MemoryNode]:
     need_namespaces()
-    played = MemoryNode(build_dir, directory, LIMIT)
-    pages.write(played.grant, 0, "grant_header", "inflight_ns", 4_000_000)
-    pages.write(played.grant, 0, "grant_header", "holds", 1)
-    yield played
-    played.close()
+    opened = MemoryNode(build_dir, directory, LIMIT)
+    pages.write(opened.grant, 0, "grant_header", "inflight_ns", 4_000_000)
+    pages.write(opened.grant, 0, "grant_header", "holds", 1)
+    yield opened
+    opened.close()
 
 
 @pytest.fixture
 def node(build_dir: Path, tmp_path: Path) -> Iterator[MemoryNode]:
-    with played_node(build_dir, tmp_path) as played:
-        yield played
+    with open_node(build_dir, tmp_path) as opened:
+        yield opened
 
 
 def grant(node: MemoryNode, deadline_ns: int, epoch: int) -> None:
@@ -133,7 +133,7 @@ def test_the_seventieth_stream_is_followed_like_the_first(node: MemoryNode) -> N
         time.sleep(0.02)
 
 
-def test_launches_at_sight_stay_within_a_grant_that_ends_and_are_all_counted(
+def test_launches_by_a_metered_pass_stay_within_the_grant_and_are_all_counted(
     node: MemoryNode,
 ) -> None:
     for field, value in (("marker_ns", 250_000), ("inflight_ns", 1_000_000), ("holds", 0)):
@@ -153,12 +153,12 @@ def test_launches_at_sight_stay_within_a_grant_that_ends_and_are_all_counted(
         agent.answer()
         agent.run("driver.call('cuCtxSynchronize')")
         until_field(agent, "launches", 20 + 300 * (i + 1))
-    # The launches of 4 ms, and what may be in flight besides.
+    # The launches of 4 ms, plus those that may be in flight.
     assert 20 < max(let) <= (4_000_000 + 1_000_000) / 60_000
 
 
 @pytest.mark.parametrize(("unit_ms", "units", "queued_ms"), [(2, 400, 26), (50, 40, 250)])
-def test_who_comes_waits_for_little_of_what_was_queued_while_somebody_was_alone(
+def test_a_newcomer_waits_for_little_of_the_work_that_was_queued_under_an_open_grant(
     node: MemoryNode, unit_ms: int, units: int, queued_ms: int
 ) -> None:
     """Units known to take 2 ms are queued for up to 20 ms.
@@ -350,7 +350,7 @@ def test_an_answer_of_the_wrong_length_leaves_no_descriptor_behind(node: MemoryN
     assert not [name for name in agent.run(left) if "tidegate-ledger" in name]
 
 
-def test_a_process_that_another_governor_does_not_know_goes_on_alone(
+def test_a_process_that_another_governor_does_not_know_continues_alone(
     node: MemoryNode, governed: Agent
 ) -> None:
     node._slots.clear()
@@ -361,7 +361,7 @@ def test_a_process_that_another_governor_does_not_know_goes_on_alone(
     for _ in range(20):
         governed.run("launch(1000); driver.call('cuCtxSynchronize')")
     assert governed.run("out('cuMemAlloc_v2', 2 << 20)")
-    assert governed.charged == before + 2 * MIB  # in its own books, as before
+    assert governed.charged == before + 2 * MIB  # in its own ledger, as before
     time.sleep(0.5)
     assert len(node.returned) == 1
 
@@ -390,7 +390,7 @@ for thread in threads:
 def move_and_check(
     node: MemoryNode, agent: Agent, ledger: mmap.mmap, slot: int, before: int
 ) -> None:
-    """Wait until a process under load has moved its books to a ledger, and check them."""
+    """Wait until a process under load has moved its counters to a ledger, and check them."""
 
     def field(name: str) -> int:
         return pages.read(ledger, layout.ledger_device(slot, 0), "ledger_device", name)
@@ -400,10 +400,10 @@ def move_and_check(
     until(agent, "made > seen + 20")
     agent.run("ended = True\nfor thread in threads: thread.join()")
     assert agent.run("failed") == []
-    time.sleep(0.3)  # for the last of what is counted late
+    time.sleep(0.3)  # until everything that is counted late has arrived
     assert field("memory") - field("unseen") == before + 6 * MIB
     assert (field("moving"), field("taking"), field("contexts")) == (0, 0, 1)
-    # The process is governed: nothing runs before it is granted, and the process says that it
+    # The process is governed: nothing runs before it is granted, and the process reports that it
     # waits.
     grant(node, 0, 500)
     agent.send("launch(1000); driver.call('cuCtxSynchronize')")
@@ -416,7 +416,7 @@ def move_and_check(
     assert field("memory") - field("unseen") == before
 
 
-def test_a_process_whose_ledger_was_lost_takes_its_books_along(
+def test_a_process_whose_ledger_was_lost_moves_its_counters(
     node: MemoryNode, governed: Agent
 ) -> None:
     other = os.memfd_create("tidegate-ledger", os.MFD_CLOEXEC)
@@ -436,7 +436,7 @@ def test_a_process_whose_ledger_was_lost_takes_its_books_along(
     os.close(other)
 
 
-def test_a_process_that_started_alone_takes_its_books_along(node: MemoryNode) -> None:
+def test_a_process_that_started_alone_moves_its_counters(node: MemoryNode) -> None:
     socket_path = node.runtime / "governor.sock"
     socket_path.rename(node.runtime / "elsewhere")
     node._closing.set()
@@ -531,7 +531,7 @@ def test_a_process_that_starts_while_the_governor_is_replaced_waits_for_it(
     assert list(node._slots.values()) == [agent.process.pid]
 
 
-def test_a_process_that_starts_long_after_keeps_books_of_its_own_at_once(node: MemoryNode) -> None:
+def test_a_process_that_starts_long_after_has_a_ledger_of_its_own_at_once(node: MemoryNode) -> None:
     (node.runtime / "governor.sock").unlink()
     node._closing.set()
     node._beating.join()
@@ -563,7 +563,9 @@ def test_the_end_of_a_program_waits_for_no_grant(node: MemoryNode, tmp_path: Pat
     assert agent.process.wait(20) == 40
 
 
-def test_what_comes_and_goes_adds_up_to_nothing_while_no_governor_looks(node: MemoryNode) -> None:
+def test_memory_that_comes_and_goes_adds_up_to_nothing_while_no_governor_samples(
+    node: MemoryNode,
+) -> None:
     agent = node.agent()
     agent.run(LAUNCH)
     node.go_away()
@@ -619,7 +621,7 @@ def test_a_primary_context_that_cannot_be_destroyed_keeps_its_work_held(node: Me
 
 
 @pytest.mark.parametrize("where", ["other", "0"])
-def test_who_captures_elsewhere_gives_the_gpu_back_when_his_work_is_done(
+def test_a_holder_that_captures_elsewhere_gives_the_gpu_back_when_its_work_is_done(
     node: MemoryNode, where: str
 ) -> None:
     """The stream `other`, or the legacy stream, runs work that the model does not know yet while `s` captures."""
@@ -650,7 +652,7 @@ def test_who_captures_elsewhere_gives_the_gpu_back_when_his_work_is_done(
     assert agent.run(f"driver.try_call('cuStreamQuery', {where})") == 0
 
 
-def test_a_capture_goes_on_when_a_stream_that_joined_it_ends(node: MemoryNode) -> None:
+def test_a_capture_continues_when_a_stream_that_joined_it_ends(node: MemoryNode) -> None:
     agent = node.agent()
     agent.run(LAUNCH)
     agent.run(
@@ -683,14 +685,14 @@ def test_work_in_a_stream_of_another_gpu_needs_that_one_s_grant(
     build_dir: Path, tmp_path: Path
 ) -> None:
     need_namespaces()
-    played = MemoryNode(build_dir, tmp_path, LIMIT, devices=2)
+    opened = MemoryNode(build_dir, tmp_path, LIMIT, devices=2)
     try:
-        agent = played.agent()
+        agent = opened.agent()
         agent.run("second = driver.get('cuCtxCreate_v2', 0, 1)")
         agent.run(LAUNCH)
         agent.run("s = out('cuStreamCreate', 1); launch(1000, s); driver.call('cuCtxSynchronize')")
         for name, value in (("epoch", 2), ("deadline_ns", 0), ("signal", 2)):
-            played.write(name, value, 1)
+            opened.write(name, value, 1)
         agent.run("driver.call('cuCtxSetCurrent', context)")
         agent.send("launch(1_000_000, s)")
         end = time.monotonic() + 20
@@ -698,10 +700,10 @@ def test_work_in_a_stream_of_another_gpu_needs_that_one_s_grant(
             assert time.monotonic() < end, "it does not wait for the second GPU"
             time.sleep(0.01)
         for name, value in (("epoch", 3), ("deadline_ns", 2**64 - 1), ("signal", 3)):
-            played.write(name, value, 1)
+            opened.write(name, value, 1)
         agent.answer()
     finally:
-        played.close()
+        opened.close()
 
 
 MEET = """
@@ -765,7 +767,7 @@ def hold_up_ms(node: MemoryNode, agent: Agent, work: str, epoch: int) -> float:
 
 
 @pytest.mark.parametrize("measured", [True, False])
-def test_who_spins_for_another_container_gives_the_gpu_back(
+def test_a_holder_that_spins_for_another_container_gives_the_gpu_back(
     node: MemoryNode, *, measured: bool
 ) -> None:
     """The agent gives back after 20 ms the first time, or 100 ms if the work is new.
@@ -814,7 +816,7 @@ def test_work_that_is_longer_than_usual_is_given_up_once(node: MemoryNode) -> No
         agent.run("for i in range(20): launch(1_000_000, s); driver.call('cuStreamSynchronize', s)")
         grant(node, 0, 2 * i + 5)
     assert took[0] < 250
-    assert max(took[1:]) > 280  # a busy machine may look too late to know
+    assert max(took[1:]) > 280  # on a busy machine the check may come too late
 
 
 def overruns(node: MemoryNode, agent: Agent) -> int:
@@ -822,7 +824,7 @@ def overruns(node: MemoryNode, agent: Agent) -> int:
     return pages.read(node.ledger, pages.slot_base(agent.slot), "ledger_slot", "overruns")
 
 
-def test_the_ledger_says_while_work_runs_whose_grant_was_taken(node: MemoryNode) -> None:
+def test_the_ledger_reports_running_work_whose_grant_was_taken(node: MemoryNode) -> None:
     """The arbiter charges such work until it ends, so an ordinary end of a grant must not look like it."""
     agent = node.agent()
     agent.run(LAUNCH)
@@ -833,7 +835,7 @@ def test_the_ledger_says_while_work_runs_whose_grant_was_taken(node: MemoryNode)
     assert not overruns(node, agent)
     agent.run("launch(1_500_000_000, s)")
     time.sleep(0.2)
-    assert not overruns(node, agent)  # its grant goes on
+    assert not overruns(node, agent)  # its grant continues
     node.write("deadline_ns", 0)
     wake(node)
     end = time.monotonic() + 1
@@ -848,7 +850,7 @@ def test_the_ledger_says_while_work_runs_whose_grant_was_taken(node: MemoryNode)
 
 
 def test_work_that_is_held_until_the_next_grant_is_no_overrun(node: MemoryNode) -> None:
-    """It was launched before the grant was taken, and waits. Its container would be charged for waiting, for ever."""
+    """The work was launched before the grant was taken, and waits. Otherwise its container would pay for the wait."""
     agent = node.agent()
     agent.run(LAUNCH)
 
@@ -925,7 +927,7 @@ def test_short_work_after_pauses_is_charged_for_what_it_takes(node: MemoryNode) 
     assert 4_000_000 < agent.field("busy_ns") - before < 20_000_000  # 6 of 200 ms
 
 
-def test_who_waits_for_the_next_grant_keeps_this_one_no_longer_than_his_work_runs(
+def test_a_holder_that_waits_for_the_next_grant_keeps_this_one_only_while_its_work_runs(
     node: MemoryNode,
 ) -> None:
     """One unit of 300 ms fits into a grant of 400 ms."""
@@ -958,19 +960,19 @@ STRATEGY_MPS = 1
 def charged_after(
     agent: Agent, before: int, least: int = 10_000_000, other: str = "launch_meet(1000, 1, s)"
 ) -> int:
-    """Return the charge of units, as soon as there is one: the agent has to look at a marker first."""
+    """Return the charge of units, as soon as there is one: the agent has to query a marker first."""
     end = time.monotonic() + 20
     while agent.field("busy_ns") - before < least:
         assert time.monotonic() < end, "it is not charged"
-        # Use another kernel: its duration says nothing about the unit's.
+        # Use another kernel: its duration is learned separately from the unit's.
         agent.run(f"{other}; driver.call('cuStreamSynchronize', s)")
     return agent.field("busy_ns") - before
 
 
-def test_the_end_of_another_s_work_is_not_charged_to_the_next(node: MemoryNode) -> None:
+def test_the_end_of_one_containers_work_is_not_charged_to_the_next(node: MemoryNode) -> None:
     """With MPS, both containers' work runs at the same time.
 
-    The next holder's grant says from when on it is charged.
+    The next holder's grant has the time from which it is charged.
     """
     agent = node.agent()
     pages.write(node.grant, 0, "grant_header", "lookahead_ns", 20_000_000)
@@ -1012,7 +1014,7 @@ def test_the_end_of_another_s_work_is_not_charged_to_the_next(node: MemoryNode) 
     assert 59 < min(more) < 95  # the previous holder's work can have overlapped for 40 ms at most
 
 
-def test_work_that_is_new_is_not_taken_for_nothing_where_another_s_may_be_in_it(
+def test_new_work_is_charged_although_its_interval_may_include_other_work(
     node: MemoryNode,
 ) -> None:
     agent = node.agent()
@@ -1058,7 +1060,9 @@ def test_a_grant_is_not_given_back_while_a_launch_is_on_its_way(node: MemoryNode
     until_field(agent, "released_epoch", 3)
 
 
-def test_who_never_had_a_grant_keeps_to_his_share_without_a_governor(node: MemoryNode) -> None:
+def test_a_process_that_never_had_a_grant_keeps_to_its_share_without_a_governor(
+    node: MemoryNode,
+) -> None:
     """The library learns how long work takes from the first launch on."""
     node.write("compute", 250_000)
     node.write("compute_limit", 250_000)
@@ -1115,7 +1119,7 @@ def charged_beside_another(node: MemoryNode) -> float:
     return (agent.field("busy_ns") - before) / 1e6
 
 
-def test_with_mps_what_ends_beside_another_s_work_is_charged_as_it_was_meant(
+def test_with_mps_work_that_ends_beside_other_work_is_charged_as_predicted(
     build_dir: Path, tmp_path: Path
 ) -> None:
     """Kernels of two containers that run at the same time both take longer.
@@ -1126,14 +1130,14 @@ def test_with_mps_what_ends_beside_another_s_work_is_charged_as_it_was_meant(
     charged = []
     for n in range(4):
         (tmp_path / str(n)).mkdir()
-        with played_node(build_dir, tmp_path / str(n)) as node:
+        with open_node(build_dir, tmp_path / str(n)) as node:
             charged.append(charged_beside_another(node))
         if 45 < charged[-1] < 75:
             return
     pytest.fail(f"{charged} ms")
 
 
-def test_with_mps_work_that_has_grown_is_found_where_all_of_a_grant_is_one_interval(
+def test_with_mps_longer_work_is_detected_where_a_grant_is_one_interval(
     node: MemoryNode,
 ) -> None:
     """A late end beside other containers' work proves nothing, so once in a while the others wait for the end."""
@@ -1156,13 +1160,13 @@ def test_with_mps_work_that_has_grown_is_found_where_all_of_a_grant_is_one_inter
         grant(node, time.monotonic_ns() + 3600 * SECOND, epoch)
         epoch += 2
         charged = charged_after(agent, before, n * 20_000_000 + 40_000_000, "launch(1000, s)")
-        grown = charged / 1e6 - n * 20  # beyond the charge that it would have if it never asked
+        grown = charged / 1e6 - n * 20  # beyond its charge if it never asked the others to wait
         if grown > 300:
             break
     assert grown > 300, grown
 
 
-def test_with_mps_only_who_is_next_puts_work_into_held_streams(node: MemoryNode) -> None:
+def test_with_mps_only_the_next_holder_puts_work_into_held_streams(node: MemoryNode) -> None:
     agent = node.agent(context=False)
     agent.run("driver.call('cuCtxSetCurrent', out('cuDevicePrimaryCtxRetain', 0))")
     node.sample()

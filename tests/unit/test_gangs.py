@@ -2,8 +2,8 @@
 
 Programs are modelled as the gate sees them. A rank is a container on one GPU. It starts a piece
 of work while it has a grant that is fresh or into which half of the piece fits. A piece that was
-started runs to its end, whatever becomes of the grant. A collective's piece spins until its
-counterparts on the container's other GPUs were started.
+started runs to its end, even if the grant ends before. A collective's piece spins until its
+counterparts on the container's other GPUs have started.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class GangNode:
             self.now += TICK
 
     def share(self, program: GangProgram) -> list[float]:
-        """Return the percentage of each of its GPUs that a program had."""
+        """Return the share that a program had of each of its GPUs, in percent."""
         return [100 * r.done / self.now for r in self.ranks if r.program is program]
 
     def rounds(self, program: GangProgram) -> int:
@@ -187,7 +187,7 @@ class GangNode:
 
 
 @contextmanager
-def played(
+def play_programs(
     library, programs: list[GangProgram], until: int, *, together: bool = True
 ) -> Iterator[GangNode]:
     with ExitStack() as stack:
@@ -196,37 +196,37 @@ def played(
         yield node
 
 
-def test_two_with_collectives_over_the_same_gpus_wait_for_nobody(library):
+def test_two_gangs_on_the_same_gpus_do_not_wait_for_each_other(library):
     pair = [GangProgram((0, 1), 45), GangProgram((0, 1), 45)]
-    with played(library, pair, S) as node:
+    with play_programs(library, pair, S) as node:
         assert node.longest < 3 * MS
         for program in pair:
             assert node.share(program) == pytest.approx([45, 45], abs=4)
 
 
-def test_granted_one_by_one_they_wait_for_each_other(library):
+def test_gangs_whose_gpus_are_granted_one_by_one_wait_for_each_other(library):
     """This is the problem that gangs solve."""
     pair = [GangProgram((0, 1), 45), GangProgram((0, 1), 45)]
-    with played(library, pair, 2 * S, together=False) as node:
+    with play_programs(library, pair, 2 * S, together=False) as node:
         assert node.longest > 100 * MS
 
 
 def test_one_thread_that_launches_on_all_gpus_in_turn(library):
-    """Half of a collective may begin at the very end of a turn. The other half follows at once."""
+    """Half of a collective may begin at the very end of a turn. The other half follows immediately."""
     pair = [
         GangProgram((0, 1), 45, ordered=True),
         GangProgram((0, 1), 45, work=700_000, ordered=True),
     ]
-    with played(library, pair, S) as node:
+    with play_programs(library, pair, S) as node:
         assert node.longest < 3 * MS
         for program in pair:
             assert min(node.share(program)) > 36
 
 
-def test_three_that_share_a_gpu_with_each_other_make_no_circle(library):
+def test_three_gangs_with_gpus_in_common_do_not_deadlock(library):
     """With GPUs 0 and 1, 1 and 2, 2 and 0, any two of the containers have one GPU in common."""
     three = [GangProgram(gpus, 30) for gpus in ((0, 1), (1, 2), (0, 2))]
-    with played(library, three, S) as node:
+    with play_programs(library, three, S) as node:
         assert node.longest < 3 * MS
         for program in three:
             assert node.share(program) == pytest.approx([30, 30], abs=4)
@@ -236,7 +236,7 @@ def test_containers_with_one_gpu_get_their_share_beside_gangs(library):
     programs = [
         GangProgram((0, 1), 40), GangProgram((0, 1), 30), GangProgram((0,), 20), GangProgram((1,), 20),
     ]  # fmt: skip
-    with played(library, programs, S) as node:
+    with play_programs(library, programs, S) as node:
         assert node.longest < 3 * MS
         for program in programs:
             assert min(node.share(program)) > program.quota - 3
@@ -264,7 +264,7 @@ def test_a_gang_that_pauses_does_not_keep_its_gpus(library):
         GangProgram((0,), 40, 100),
         GangProgram((1,), 40, 100),
     ]
-    with played(library, programs, S) as node:
+    with play_programs(library, programs, S) as node:
         assert node.longest < 5 * MS
         rounds = node.rounds(programs[0]) / 2
         assert rounds > 0.7 * S / (6.5 * MS)
@@ -272,7 +272,7 @@ def test_a_gang_that_pauses_does_not_keep_its_gpus(library):
             assert min(node.share(single)) > 75
 
 
-def test_two_that_become_gangs_at_the_same_time_do_not_stay_crossed(library):
+def test_two_containers_that_become_gangs_at_the_same_time_do_not_deadlock(library):
     """Each container holds the GPU that it used alone until both begin to use the other's."""
     pair = [GangProgram((0, 1), 45, 100), GangProgram((0, 1), 45, 100)]
     with ExitStack() as stack:
@@ -331,18 +331,17 @@ PROGRAMS = st.builds(
     phases=[Phase.generate],
 )  # fmt: skip
 @given(programs=st.lists(PROGRAMS, min_size=2, max_size=4))
-def test_any_mix_gets_its_shares_and_waits_for_nobody_for_long(library, programs):
+def test_any_mix_gets_its_shares_without_long_waits(library, programs):
     """No mix of programs on three GPUs makes a rank spin for longer than its own cap makes it wait.
 
-    None gets more than its quota, and a program that always wants its GPUs gets nearly all of its
-    quota.
+    No program gets more than its quota, and one that always wants its GPUs gets nearly all of it.
     """
     for gpu in range(3):
         here = [p for p in programs if gpu in p.gpus]
         total = max(85, sum(p.quota for p in here))
         for p in here:
             p.quota = 85 * p.quota // total
-    with played(library, programs, 400 * MS) as node:
+    with play_programs(library, programs, 400 * MS) as node:
         # One period of the smallest quota, for a turn that overran.
         assert node.longest < 120 * MS, programs
         for p in programs:
@@ -361,7 +360,7 @@ def test_a_turn_begins_where_grants_end_beside_work_of_any_length(library):
     """Turns that cut grants short used to wait for their work on one GPU after the other: 4 ms, and 8 % less done."""
     gang = GangProgram((0, 1), 30)
     hogs = [GangProgram((0,), 60, work=2 * MS), GangProgram((1,), 60, work=3 * MS // 2)]
-    with played(library, [gang, *hogs], 2 * S) as node:
+    with play_programs(library, [gang, *hogs], 2 * S) as node:
         assert node.longest < 3 * MS
         assert node.rounds(gang) > 2200
         assert min(node.share(gang)) > 29

@@ -47,11 +47,11 @@ def test_the_exports_are_the_table(elf: ELFFile, name: str) -> None:
     assert exported == {fn.name for fn in LIBRARIES[name][0]}
 
 
-def test_it_needs_the_original_and_the_c_library_alone(elf: ELFFile, name: str) -> None:
+def test_each_library_needs_only_the_original_and_the_c_library(elf: ELFFile, name: str) -> None:
     tags = list(section(elf, DynamicSection).iter_tags())
     needed = [tag.needed for tag in tags if tag.entry.d_tag == "DT_NEEDED"]
-    # The original comes first, because a name that we do not define is looked up there before
-    # anywhere else.
+    # The original comes first, because a name that the library does not define is looked up there
+    # before anywhere else.
     assert needed[0] == LIBRARIES[name][1]
     # Thread-local storage takes __tls_get_addr from the loader, which is in every process.
     assert set(needed[1:]) - {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"} == {"libc.so.6"}
@@ -81,18 +81,18 @@ IMPORTS = {
     },
     "libnvidia-ml.so.1": {"dlopen", "dlsym", "strncmp"},
 }  # fmt: skip
-# For aarch64 gcc's atomic operations find out once, when they are loaded, whether the processor has
-# instructions for them (-moutline-atomics), and it copies a structure by a call.
+# On aarch64, gcc's atomic operations check once, at load time, whether the processor has
+# instructions for them (-moutline-atomics), and gcc copies a structure by a call.
 ALSO_AARCH64 = {"__getauxval", "memcpy"}
 
 
-def test_nothing_of_the_c_library_is_used_that_sets_errno_or_ends_a_cancelled_thread(
+def test_no_function_of_the_c_library_sets_errno_or_ends_a_cancelled_thread(
     elf: ELFFile, name: str
 ) -> None:
     """System calls are made directly, not by the C library's wrappers.
 
-    A wrapper's errno is the application's. Some wrappers are cancellation points, where a thread
-    that another has cancelled ends with the locks that it holds. The functions listed here do
+    A wrapper sets errno, which belongs to the application. Some wrappers are cancellation points,
+    where a cancelled thread ends with the locks that it holds. The functions listed here do
     neither, or run where errno is saved.
     """
     symbols = section(elf, SymbolTableSection, ".dynsym").iter_symbols()
@@ -122,7 +122,7 @@ assert now() == before, (before, now())
 """
 
 
-def test_loading_it_starts_nothing_and_talks_to_nobody(
+def test_loading_a_library_starts_nothing_and_connects_to_nothing(
     build_dir: Path, name: str, tmp_path: Path, require
 ) -> None:
     """A program that never calls CUDA, or that forks first, loads the library as well."""
@@ -144,7 +144,7 @@ def test_loading_it_starts_nothing_and_talks_to_nobody(
     between = text.partition('"loading')[2].partition('"loaded')[0].splitlines()[1:-1]
     calls = [line.split(maxsplit=1)[1] for line in between]
     assert any(f"origin/{stem}-origin.so.1" in call for call in calls), text
-    # The loader looks for libraries and opens them. Nothing else may be opened, made or started.
+    # The loader looks for libraries and opens them. Nothing else may be opened, created or started.
     looks = re.compile(r"(stat|newfstatat|fstat|access|readlink)\(|open(at)?\(.*\.so")
     assert [call for call in calls if not looks.match(call) or "/run/" in call] == []
 

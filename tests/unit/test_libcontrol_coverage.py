@@ -1,4 +1,4 @@
-"""What is known of the driver API's functions, compared with libraries that export them."""
+"""The table of the driver API's functions, compared with libraries that export them."""
 
 import json
 import subprocess
@@ -37,7 +37,7 @@ def test_every_form_of_a_function_does_what_the_function_does(name, effect):
     assert coverage.effect_of(name, coverage.read_effects()) == effect
 
 
-def test_what_the_control_library_takes_is_known_and_no_function_is_there_twice():
+def test_every_hooked_function_is_known_and_none_is_listed_twice():
     effects = coverage.read_effects()
     assert {fn.name for fn in CUDA if coverage.effect_of(fn.name, effects) is None} == set()
     text = coverage.FUNCTIONS.read_text()
@@ -45,7 +45,7 @@ def test_what_the_control_library_takes_is_known_and_no_function_is_there_twice(
     assert sorted(named) == sorted(effects)
 
 
-def test_a_function_that_takes_memory_past_us_or_that_nobody_knows_is_told(tmp_path, capsys):
+def test_an_ungoverned_or_unknown_function_is_reported(tmp_path, capsys):
     source = put(
         tmp_path / "a.c",
         b"void cuInit(void) {} void cuMemAlloc_v2(void) {} void cuMulticastBindMem_v9(void) {}\n"
@@ -108,7 +108,7 @@ def test_a_header_declares_each_form_that_a_driver_exports(tmp_path):
     }
 
 
-def test_the_table_says_who_answers_each_function_of_a_header(tmp_path, capsys):
+def test_the_table_shows_the_method_of_each_function_of_a_header(tmp_path, capsys):
     header = tmp_path / "cuda.h"
     header.write_text(HEADER)
     assert coverage.main(["--header", str(header), "--table"]) == 1
@@ -124,7 +124,7 @@ def test_the_table_says_who_answers_each_function_of_a_header(tmp_path, capsys):
 
 
 def test_no_function_of_a_real_driver_is_unknown(driver_root):  # noqa: F811 - the fixture
-    """Fix by naming it in libcontrol/functions.toml, under what it does."""
+    """To fix a failure, name the function in libcontrol/functions.toml, in the section of its effect."""
     driver = find_driver(driver_root)
     functions = coverage.cover(coverage.read_exports(driver.cuda.library.path))
     assert len(functions) > 250

@@ -1,4 +1,4 @@
-"""The generator: its output is the committed one, and a row or a field that it cannot honour is an error."""
+"""The generator: its output is the committed one, and an invalid row or field is an error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GATE = api.Fn("cuX", "CUfunction f, CUstream s", "gate", key="f", stream="s")
 CHARGE = api.Fn("cuX", "CUdeviceptr *p, size_t n", "charge", size="n", pointer="*p")
 
 
-def test_what_is_kept_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_committed_files_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
     assert gen.main(["--check"]) == 0, capsys.readouterr().err
 
 
@@ -50,7 +50,7 @@ def test_a_row_that_is_listed_twice_is_an_error(monkeypatch) -> None:
         gen.generate()
 
 
-def test_every_parameter_is_handed_on() -> None:
+def test_every_parameter_is_passed_on() -> None:
     for fn in api.CUDA:
         if fn.method == "custom":
             continue
@@ -58,11 +58,11 @@ def test_every_parameter_is_handed_on() -> None:
         assert f"real->{fn.name}({', '.join(names)});" in gen.entry(fn)
 
 
-# From before per-thread default streams existed.
+# Launches from before per-thread default streams existed.
 OLD_LAUNCHES = {"cuLaunch", "cuLaunchGrid", "cuLaunchGridAsync"}
 
 
-def test_what_goes_to_a_stream_has_its_form_for_the_default_stream_of_a_thread() -> None:
+def test_every_function_with_a_stream_has_a_form_for_the_per_thread_stream() -> None:
     rows = {fn.name: fn for fn in api.CUDA}
     for name, fn in rows.items():
         if fn.method == "gate" and not name.endswith("_ptsz") and name not in OLD_LAUNCHES:
@@ -76,6 +76,6 @@ def test_what_goes_to_a_stream_has_its_form_for_the_default_stream_of_a_thread()
         (layout.Struct("s", 16, (layout.Field("a", "u64", 3),), ""), "needs 24 bytes, has 16"),
     ],
 )
-def test_a_structure_that_does_not_work_out_is_an_error(struct: layout.Struct, says: str) -> None:
+def test_an_invalid_structure_is_an_error(struct: layout.Struct, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         layout.offsets(struct)

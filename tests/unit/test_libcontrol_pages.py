@@ -134,7 +134,7 @@ def charge(ledger: mmap.mmap, slot: int, device: int, amount: int, *, state: int
     pages.write(ledger, base, "ledger_device", "memory", amount)
 
 
-def test_the_sum_is_of_one_device_over_the_processes_that_are_there(ledger: mmap.mmap) -> None:
+def test_the_sum_is_of_one_device_over_the_slots_in_use(ledger: mmap.mmap) -> None:
     charge(ledger, 0, 0, 5)
     charge(ledger, 0, 1, 100)
     charge(ledger, layout.N_SLOTS - 1, 0, 7)
@@ -204,7 +204,7 @@ def test_a_sequence_is_even_after_each_set_and_never_the_same(
 
 @pytest.fixture
 def reordering(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine that reorders stores; the fence is taken back after the test."""
+    """Act as a machine that reorders stores; the fence is removed after the test."""
     monkeypatch.setattr(pages, "_REORDERS", True)
     monkeypatch.setattr(pages, "_fence", None)
 
@@ -246,7 +246,7 @@ def test_a_reader_reads_in_the_order_of_its_fields(ledger: mmap.mmap) -> None:
     base = layout.ledger_device(0, 0)
     fences = 0
 
-    def look() -> None:  # the container goes on counting between any two reads
+    def look() -> None:  # the container continues to count between any two reads
         nonlocal fences
         fences += 1
         pages.write(ledger, base, "ledger_device", "returned", fences)

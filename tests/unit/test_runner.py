@@ -17,7 +17,7 @@ from governor.config import Config
 from libcontrol import layout, pages
 
 GRANT = layout.grant_device(0)
-SHARE = WHOLE * 9 // 20  # two containers leave some time idle; otherwise both are charged less
+SHARE = WHOLE * 9 // 20  # two such containers leave time idle; otherwise both are charged less
 
 LEFT_NS = 200_000
 """GPU time that each holder leaves, beside which the next one begins."""
@@ -100,14 +100,16 @@ def play(build_dir: Path) -> Iterator[SimpleNamespace]:
         runner.close()
 
 
-def test_with_mps_what_ran_beside_is_charged_and_processes_once(play: SimpleNamespace) -> None:
+def test_with_mps_overlapping_work_is_charged_and_several_processes_once(
+    play: SimpleNamespace,
+) -> None:
     charged: list[tuple[float, float]] = []
     for _ in range(10):
         (one, charged_one), (two, charged_two) = play.run("mps", (1, 1.05), (2, 1.0))
         assert sum(one.beside) + sum(two.beside) > 0
         charged.append((charged_one, charged_two))
-        # On a busy machine the containers are late. Then nothing is left idle, and both are charged
-        # less; or the arbiter has ended a grant in which one works on, and it is charged more.
+        # On a busy machine the containers are late. Then no time is idle, and both are charged
+        # less; or the arbiter ends a grant while its holder still works, and charges it more.
         if 1.02 < charged_one < 1.06 and charged_two < 1.01:
             break
     else:
@@ -155,7 +157,7 @@ def test_a_container_waits_from_when_it_wants_the_gpu_to_its_grant(build_dir: Pa
     runner.close()
 
 
-def test_a_grant_that_is_given_back_late_is_held_until_then_whatever_the_ledger_says(
+def test_a_grant_that_is_given_back_late_is_held_until_then_whatever_the_ledger_reports(
     build_dir: Path,
 ) -> None:
     runner = Runner(load_library(build_dir / "libcontrol"), Config(), "timeslice")
@@ -193,7 +195,7 @@ def test_a_grant_that_is_given_back_late_is_held_until_then_whatever_the_ledger_
 def test_work_whose_grant_is_over_is_charged_while_its_process_shows_that_it_runs(
     build_dir: Path,
 ) -> None:
-    """A process that is stopped cannot say that its work has ended, and could be stopped for an hour."""
+    """A process that is stopped cannot report the end of its work, and could be stopped for an hour."""
     runner = Runner(load_library(build_dir / "libcontrol"), Config(), "timeslice")
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -11,7 +11,8 @@
 
 typedef unsigned long long address;
 
-/* The next definition: the first one is in the control library, which is in front of this file. */
+/* Returns the next definition of a function. The first one is in the control library, which is
+ * loaded in front of this file. */
 #define NEXT(name) ((__typeof__(name) *)dlsym(RTLD_NEXT, #name))
 
 int cuMemcpyAsync(address to, address from, size_t size, void *stream);
@@ -56,7 +57,7 @@ int cuMemcpy3DWithAttributesAsync(const struct op3 *op, unsigned long long flags
                                        stream);
 }
 
-/* An operand of type 2 is a logical endpoint: what is written there goes nowhere. */
+/* An operand of type 2 is a logical endpoint: a write to it has no effect. */
 struct operand {
     int type;
     address at;
@@ -87,7 +88,7 @@ int cuStreamBeginRecaptureToGraph(void *stream, int mode, void *graph, void *cal
     return graph ? NEXT(cuStreamBeginCapture_v2)(stream, mode) : 1;
 }
 
-/* What is launched into this stream goes to a command list of a graphics API. */
+/* Launches into this stream are recorded in a command list of a graphics API. */
 static void *drawn;
 static int n_drawn, n_wrong;
 

@@ -641,7 +641,7 @@ def test_a_cap_that_is_set_while_a_container_is_alone_counts_from_then_on(librar
 
 
 @pytest.mark.parametrize(
-    ("told", "first"),
+    ("published", "first"),
     [
         ((), 1),
         ((0,), 1),
@@ -653,10 +653,10 @@ def test_a_cap_that_is_set_while_a_container_is_alone_counts_from_then_on(librar
         ((2**31 + 5, 0, 2**31 + 9), 2**31 + 10),
     ],
 )
-def test_grant_numbers_continue_those_of_an_earlier_arbiter(library, told, first) -> None:
+def test_grant_numbers_continue_those_of_an_earlier_arbiter(library, published, first) -> None:
     with Arbiter(library, config()) as arbiter:
         a, b = halves(arbiter)
-        for epoch in told:
+        for epoch in published:
             arbiter.begin(epoch)
         arbiter.want(a, 0, want=True)
         assert arbiter.step(0).epoch == first

@@ -232,7 +232,7 @@ def test_a_free_block_of_a_pool_is_used_where_the_quota_has_no_room(agent, node)
     assert agent.charged == agent.seen - CONTEXT
 
 
-def test_what_pools_hold_unused_is_given_back_before_anything_is_refused(agent) -> None:
+def test_unused_memory_of_pools_is_given_back_before_anything_is_refused(agent) -> None:
     agent.run("stream = driver.stream()")
     agent.run("pool = driver.get('cuMemPoolCreate', pool_props())")
     agent.run(
@@ -276,7 +276,7 @@ def test_a_trim_is_refunded_and_a_destroyed_pool_is_left_to_nvml(agent, node) ->
     assert node.used() == used - 32 * MIB
 
 
-def test_pools_of_the_host_are_free(agent) -> None:
+def test_pools_of_the_host_are_not_charged(agent) -> None:
     agent.run("pool = driver.get('cuMemPoolCreate', pool_props(kind=2))")
     agent.run("block = driver.get('cuMemAllocFromPoolAsync', 2 << 30, pool, 0)")
     exact(agent, 0)
@@ -350,7 +350,7 @@ def test_one_call_unmaps_several_mappings_and_a_failing_call_none(agent) -> None
     exact(agent, 0)
 
 
-def test_memory_of_the_host_is_free(agent) -> None:
+def test_memory_of_the_host_is_not_charged(agent) -> None:
     agent.run(VMM)
     agent.run("handle = driver.get('cuMemCreate', 2 << 30, prop(kind=3), 0); at = reserve(2 << 30)")
     agent.run("mapped(at, 2 << 30, handle); unmapped(at, 2 << 30); release(handle)")
@@ -479,7 +479,7 @@ def test_every_context_counts_and_is_refused_where_it_does_not_fit(agent, node) 
     assert agent.field("contexts") == 2
 
 
-def test_what_was_allocated_in_a_context_ends_with_it(agent) -> None:
+def test_allocations_end_with_their_context(agent) -> None:
     agent.run("first = driver.allocate(4 << 20)")
     agent.run("other = driver.get('cuCtxCreate_v2', 0, 0)")
     agent.run("gone = [driver.allocate(size) for size in (4 << 20, 1000, 2000, 6 << 20)]")
@@ -774,7 +774,7 @@ def test_a_container_that_moves_memory_meanwhile_is_charged_what_is_missing(node
         other.kill()
 
 
-def test_processes_that_come_meanwhile_bring_their_part(node) -> None:
+def test_processes_that_start_during_a_load_are_accounted_for(node) -> None:
     agent = node.agent()
     base = node.read("unattributed")
     known = node.sample()
@@ -875,7 +875,7 @@ def test_a_library_is_charged_in_each_context_until_that_ends(node) -> None:
         assert agent.field("unseen") == 0
 
 
-def test_what_is_freed_during_a_load_hides_nothing(node) -> None:
+def test_memory_that_is_freed_during_a_load_hides_nothing(node) -> None:
     """On a busy machine, late samples may miss a load or two.
 
     If frees were not counted, 14 or more of 20 would be missed.
@@ -950,7 +950,7 @@ def test_one_block_of_a_container_at_a_time_is_taken_without_a_claim(node) -> No
 BEYOND = 10 * MIB  # what the driver takes on its own, in the tests below
 
 
-def test_what_a_pool_has_free_may_be_used_beyond_the_quota_unless_a_pool_grew_for_it(node) -> None:
+def test_free_memory_of_a_pool_may_be_used_beyond_the_quota_unless_a_pool_grew(node) -> None:
     agent = node.agent()
     agent.run("stream = driver.stream(); block = out('cuMemAllocAsync', 20 << 20, stream)")
     node.sample()
@@ -1015,7 +1015,7 @@ threads = [threading.Thread(target=retain) for i in range(4)]
     assert agent.field("moving") == 0
 
 
-def test_a_context_that_the_driver_does_not_make_leaves_no_claim(
+def test_a_context_that_the_driver_does_not_create_leaves_no_claim(
     build_dir: Path, tmp_path: Path
 ) -> None:
     need_namespaces()

@@ -177,7 +177,7 @@ def test_memory_that_is_mapped_into_an_array_lives_until_the_array_ends(agent) -
     assert agent.charged == 0
 
 
-def test_arrays_that_have_no_memory_of_their_own_are_free(agent) -> None:
+def test_arrays_that_have_no_memory_of_their_own_are_not_charged(agent) -> None:
     for flags in (0x40, 0x80):
         agent.run(
             f"driver.try_call('cuArray3DCreate_v2', ctypes.byref(ctypes.c_uint64()), {raw('<QQQiII4x', 65536, 65536, 0, 0x20, 4, flags)})"

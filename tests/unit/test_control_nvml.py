@@ -209,7 +209,7 @@ def test_use_beyond_the_quota_leaves_nothing_free(container: NvmlContainer) -> N
     ) == [3 * GIB, 3 * GIB, 0]
 
 
-def test_arguments_of_a_memory_call_are_judged_by_the_driver(container: NvmlContainer) -> None:
+def test_arguments_of_a_memory_call_are_checked_by_the_driver(container: NvmlContainer) -> None:
     assert container.run(
         "m = pynvml.c_nvmlMemory_v2_t()\n"
         "m.version = 1\n"
@@ -280,7 +280,7 @@ def test_no_process_is_of_another_kind(container: NvmlContainer, kind: str, vers
     )
 
 
-def test_arguments_of_a_list_are_judged_like_the_drivers(container: NvmlContainer) -> None:
+def test_arguments_of_a_list_are_checked_as_the_driver_does(container: NvmlContainer) -> None:
     assert container.run(
         "f = nvml.nvmlDeviceGetComputeRunningProcesses_v3\n"
         "room, none = c_uint(4), c_uint(0)\n"
@@ -546,7 +546,7 @@ def test_an_instance_of_mig_is_found_by_its_uuid(container: NvmlContainer) -> No
     ) == [3 * GIB, 5]
 
 
-def test_what_the_driver_lacks_is_not_found(container: NvmlContainer) -> None:
+def test_a_function_that_the_driver_lacks_is_not_found(container: NvmlContainer) -> None:
     fake_driver(container)
     lacked = [fn.name for fn in api.NVML if fn.name != "nvmlDeviceGetMemoryInfo"]
     assert container.run(

@@ -222,7 +222,7 @@ def test_time_between_the_launches_of_a_program_that_is_alone_is_no_work(node: M
     assert agent.field("busy_ns") - before <= 60_000_000  # out of 1.2 s
 
 
-def test_the_work_of_a_stream_that_ended_is_followed_no_more(node: MemoryNode) -> None:
+def test_the_work_of_a_stream_that_ended_is_no_longer_followed(node: MemoryNode) -> None:
     agent = node.agent()
     agent.run(LAUNCH)
     grant(node, 2**64 - 1, 2)
@@ -238,7 +238,7 @@ def test_the_work_of_a_stream_that_ended_is_followed_no_more(node: MemoryNode) -
     assert agent.run("driver.try_call('cuCtxSynchronize')") == 0
 
 
-def test_small_fills_do_not_go_without_a_grant(node: MemoryNode) -> None:
+def test_small_fills_do_not_run_without_a_grant(node: MemoryNode) -> None:
     agent = node.agent()
     agent.run(LAUNCH)
     agent.run("block = out('cuMemAlloc_v2', 1 << 20); s = out('cuStreamCreate', 1)")
@@ -320,7 +320,7 @@ SOCKETS = """[
 ]"""
 
 
-def test_a_process_comes_back_to_another_governor(node: MemoryNode, governed: Agent) -> None:
+def test_a_process_reconnects_to_another_governor(node: MemoryNode, governed: Agent) -> None:
     before = governed.run(SOCKETS)
     for times in range(1, 4):
         node.hang_up()
@@ -484,7 +484,7 @@ for i in theirs:
     assert governed.run("os.read(r, 10).decode()") == "x"  # and nothing else was written
 
 
-def test_a_child_of_a_process_that_came_back_is_another_process(
+def test_a_child_of_a_process_that_reconnected_is_another_process(
     node: MemoryNode, governed: Agent
 ) -> None:
     node.hang_up()

@@ -23,7 +23,7 @@ LEFT_NS = 200_000
 """GPU time that each holder leaves, beside which the next one begins."""
 
 
-class Played:
+class RunnerContainer:
     """A container with processes that report `measures` times the GPU time that it held."""
 
     def __init__(self, runner: Runner, processes: int, measures: float) -> None:
@@ -41,10 +41,10 @@ class Played:
                 "state",
                 1,
             )
-            self.say(i, "want", 1)
+            self.report(i, "want", 1)
         self.tenant = runner.add(SHARE, SHARE, self.grant, 0, self.ledger)
 
-    def say(self, slot: int, field: str, value: int) -> None:
+    def report(self, slot: int, field: str, value: int) -> None:
         pages.write(self.ledger, layout.ledger_device(slot, 0), "ledger_device", field, value)
 
     def read(self, field: str) -> int:
@@ -54,21 +54,21 @@ class Played:
         """Use the grant, if there is one, and give it back."""
         epoch = self.read("epoch")
         for i in range(self.processes):
-            self.say(i, "seen_ns", time.monotonic_ns())
+            self.report(i, "seen_ns", time.monotonic_ns())
         if epoch == self.epoch or not self.read("deadline_ns"):
             return False
         self.epoch = epoch
         self.beside.append(self.read("beside"))
         for i in range(self.processes):
-            self.say(i, "active_epoch", epoch)
+            self.report(i, "active_epoch", epoch)
         time.sleep(0.001)
         end = time.monotonic_ns()
         self.used_ns += int((end + LEFT_NS - self.read("start_ns")) * self.measures)
         for i in range(self.processes):
-            self.say(i, "busy_ns", self.used_ns)
-            self.say(i, "release_ns", end)
-            self.say(i, "residual_ns", LEFT_NS)
-            self.say(i, "released_epoch", epoch)
+            self.report(i, "busy_ns", self.used_ns)
+            self.report(i, "release_ns", end)
+            self.report(i, "residual_ns", LEFT_NS)
+            self.report(i, "released_epoch", epoch)
         return True
 
 
@@ -76,14 +76,14 @@ class Played:
 def play(build_dir: Path) -> Iterator[SimpleNamespace]:
     runners: list[Runner] = []
 
-    def run(strategy: str, *containers: tuple[int, float]) -> list[tuple[Played, float]]:
+    def run(strategy: str, *containers: tuple[int, float]) -> list[tuple[RunnerContainer, float]]:
         runner = Runner(load_library(build_dir / "libcontrol"), Config(), strategy)
         runners.append(runner)
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            runner.watch(ours.fileno())
-            played = [Played(runner, *one) for one in containers]
-            theirs.send(b"w")
+        runner_end, process_end = socket.socketpair()
+        with runner_end, process_end:
+            runner.watch(runner_end.fileno())
+            played = [RunnerContainer(runner, *one) for one in containers]
+            process_end.send(b"w")
             end = time.monotonic() + 20
             while min(len(one.beside) for one in played) < 100 or (
                 strategy == "mps" and not any(one.beside[-1] for one in played)
@@ -91,7 +91,7 @@ def play(build_dir: Path) -> Iterator[SimpleNamespace]:
                 assert time.monotonic() < end, "there is no grant, or never two at once"
                 worked = [one.work() for one in played]
                 if any(worked):
-                    theirs.send(b"r")  # makes the thread read it
+                    process_end.send(b"r")  # makes the thread read it
             stats = [runner.stats(one.tenant) for one in played]
         return [(one, s.charged_ns / s.held_ns) for one, s in zip(played, stats, strict=True)]
 
@@ -119,29 +119,29 @@ def test_with_mps_overlapping_work_is_charged_and_several_processes_once(
 def test_a_container_waits_from_when_it_wants_the_gpu_to_its_grant(build_dir: Path) -> None:
     """Waits are measured by the governor's clock, and counted by their length."""
     runner = Runner(load_library(build_dir / "libcontrol"), Config(), "timeslice")
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        runner.watch(ours.fileno())
+    runner_end, process_end = socket.socketpair()
+    with runner_end, process_end:
+        runner.watch(runner_end.fileno())
 
-        def until(said: Callable[[], object]) -> None:
+        def until(condition: Callable[[], object]) -> None:
             end = time.monotonic() + 20
-            while not said():
+            while not condition():
                 assert time.monotonic() < end
-                theirs.send(b"w")
+                process_end.send(b"w")
                 time.sleep(0.0005)
 
-        one = Played(runner, 1, 1.0)
+        one = RunnerContainer(runner, 1, 1.0)
         runner.set(one.tenant, SHARE, WHOLE)
         # Nothing ends this grant while the container is alone.
         until(lambda: one.read("deadline_ns") == layout.OPEN)
         assert sum(runner.waits(one.tenant).counts) >= 1
-        one.say(0, "active_epoch", one.read("epoch"))
-        two = Played(runner, 1, 1.0)
+        one.report(0, "active_epoch", one.read("epoch"))
+        two = RunnerContainer(runner, 1, 1.0)
         until(lambda: one.read("contended"))
         time.sleep(0.003)
-        one.say(0, "release_ns", time.monotonic_ns())
-        one.say(0, "released_epoch", one.read("epoch"))
-        one.say(0, "want", 0)
+        one.report(0, "release_ns", time.monotonic_ns())
+        one.report(0, "released_epoch", one.read("epoch"))
+        one.report(0, "want", 0)
         until(lambda: two.read("deadline_ns"))
         waits = runner.waits(two.tenant)
         assert sum(waits.counts) >= 1
@@ -151,7 +151,7 @@ def test_a_container_waits_from_when_it_wants_the_gpu_to_its_grant(build_dir: Pa
         # A grant that is open to all containers involves no wait.
         runner.open(is_open=True)
         n = sum(runner.waits(two.tenant).counts)
-        theirs.send(b"w")
+        process_end.send(b"w")
         time.sleep(0.02)
         assert sum(runner.waits(two.tenant).counts) == n
     runner.close()
@@ -161,32 +161,32 @@ def test_a_grant_that_is_given_back_late_is_held_until_then_whatever_the_ledger_
     build_dir: Path,
 ) -> None:
     runner = Runner(load_library(build_dir / "libcontrol"), Config(), "timeslice")
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        runner.watch(ours.fileno())
-        one, two = Played(runner, 1, 1.0), Played(runner, 1, 1.0)
+    runner_end, process_end = socket.socketpair()
+    with runner_end, process_end:
+        runner.watch(runner_end.fileno())
+        one, two = RunnerContainer(runner, 1, 1.0), RunnerContainer(runner, 1, 1.0)
         end = time.monotonic() + 20
         while not one.read("deadline_ns"):
             assert time.monotonic() < end
             two.work()
-            theirs.send(b"w")
+            process_end.send(b"w")
             time.sleep(0.0005)
         begin = one.read("start_ns")
-        one.say(0, "active_epoch", one.read("epoch"))
+        one.report(0, "active_epoch", one.read("epoch"))
         looked = 0
         while looked < begin + 3_000_000:
             assert time.monotonic() < end
-            one.say(0, "seen_ns", time.monotonic_ns())
-            one.say(0, "alive_ns", time.monotonic_ns())
-            theirs.send(b"w")
+            one.report(0, "seen_ns", time.monotonic_ns())
+            one.report(0, "alive_ns", time.monotonic_ns())
+            process_end.send(b"w")
             time.sleep(0.0005)
             looked = pages.read(one.grant, 0, "grant_header", "heartbeat_ns")
-        one.say(0, "want", 0)
-        one.say(0, "release_ns", begin + 1)
-        one.say(0, "released_epoch", one.read("epoch"))
+        one.report(0, "want", 0)
+        one.report(0, "release_ns", begin + 1)
+        one.report(0, "released_epoch", one.read("epoch"))
         while not (held := runner.stats(one.tenant).held_ns):
             assert time.monotonic() < end
-            theirs.send(b"w")
+            process_end.send(b"w")
             time.sleep(0.001)
         assert held >= looked - begin
     runner.close()
@@ -197,19 +197,19 @@ def test_work_whose_grant_is_over_is_charged_while_its_process_shows_that_it_run
 ) -> None:
     """A process that is stopped cannot report the end of its work, and could be stopped for an hour."""
     runner = Runner(load_library(build_dir / "libcontrol"), Config(), "timeslice")
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        runner.watch(ours.fileno())
-        one = Played(runner, 1, 1.0)
-        one.say(0, "want", 0)
+    runner_end, process_end = socket.socketpair()
+    with runner_end, process_end:
+        runner.watch(runner_end.fileno())
+        one = RunnerContainer(runner, 1, 1.0)
+        one.report(0, "want", 0)
 
         def charged(seconds: float, *, shows: bool) -> float:
             before = runner.stats(one.tenant).charged_ns
             end = time.monotonic() + seconds
             while time.monotonic() < end:
                 if shows:
-                    one.say(0, "seen_ns", time.monotonic_ns())
-                theirs.send(b"w")
+                    one.report(0, "seen_ns", time.monotonic_ns())
+                process_end.send(b"w")
                 time.sleep(0.005)
             return (runner.stats(one.tenant).charged_ns - before) / 1e9
 
@@ -221,7 +221,7 @@ def test_work_whose_grant_is_over_is_charged_while_its_process_shows_that_it_run
         assert charged(0.5, shows=False) == 0
         assert charged(0.5, shows=True) > 0.2
         pages.write(one.ledger, base, "ledger_slot", "overruns", 0)
-        theirs.send(b"w")
+        process_end.send(b"w")
         time.sleep(0.05)
         assert charged(0.3, shows=True) < 0.02
     runner.close()

@@ -130,7 +130,7 @@ def test_host_memory_is_not_freed_as_device_memory(driver: SimulatedDriver) -> N
 
 
 @pytest.mark.usefixtures("context")
-def test_more_than_there_is_is_out_of_memory(driver: SimulatedDriver) -> None:
+def test_a_request_beyond_the_memory_is_out_of_memory(driver: SimulatedDriver) -> None:
     address = ctypes.c_uint64()
     assert driver.try_call("cuMemAlloc_v2", ctypes.byref(address), 513 * MIB) == OUT_OF_MEMORY
     driver.allocate(512 * MIB)
@@ -450,7 +450,7 @@ def begin(driver: SimulatedDriver, stream: int, mode: int = GLOBAL) -> None:
     driver.call("cuStreamBeginCapture_v2", stream, mode)
 
 
-def test_a_graph_does_its_commands_again(driver: SimulatedDriver, context: Context) -> None:
+def test_a_graph_repeats_its_commands(driver: SimulatedDriver, context: Context) -> None:
     stream = driver.stream()
     slot = driver.allocate(16)
     begin(driver, stream)

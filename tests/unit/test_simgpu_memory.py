@@ -216,7 +216,7 @@ def test_a_pool_that_cannot_grow_is_out_of_memory(driver: SimulatedDriver) -> No
     assert driver.try_call("cuMemAllocAsync", address, 1 << 62, 0) == OUT_OF_MEMORY
 
 
-def test_what_pools_hold_goes_with_the_last_context(driver: SimulatedDriver, gpu: Path) -> None:
+def test_memory_of_pools_ends_with_the_last_context(driver: SimulatedDriver, gpu: Path) -> None:
     first, second = driver.context(), driver.context()
     pool = driver.get("cuDeviceGetDefaultMemPool", 0)
     first.make_current()
@@ -962,7 +962,7 @@ def test_a_graph_takes_memory_at_its_first_launch(driver: SimulatedDriver, call:
     assert graph_bytes(driver) == [0, 128, 0, 0]
 
 
-def test_graphs_use_what_others_have_left(
+def test_graphs_reuse_memory_that_others_have_left(
     driver: SimulatedDriver, context: Context, gpu: Path
 ) -> None:
     for size, reserved in ((100, 128), (20, 128), (150, 160)):
@@ -978,7 +978,7 @@ def test_graphs_use_what_others_have_left(
 
 
 @pytest.mark.usefixtures("context")
-def test_what_a_graph_does_not_free_the_application_does(driver: SimulatedDriver) -> None:
+def test_the_application_frees_what_a_graph_does_not(driver: SimulatedDriver) -> None:
     graph = driver.get("cuGraphCreate", 0)
     node, address = add_allocation(driver, graph, MIB)
     other = add_allocation(driver, graph, MIB, node)[1]

@@ -108,7 +108,7 @@ def nvml(build: Path, gpus: Path, expression: str, *prefix: str) -> object:
 PROCESSES = "[[p.pid, p.usedGpuMemory] for p in nvmlDeviceGetComputeRunningProcesses(d)]"
 
 
-def test_what_a_killed_process_held_is_free(
+def test_memory_of_a_killed_process_is_free(
     build_dir: Path, gpu: Path, start: Callable[[str], subprocess.Popen[str]]
 ) -> None:
     hog = start(HOG)
@@ -126,7 +126,7 @@ def test_what_a_killed_process_held_is_free(
         assert [context.pid for context in simgpu.status(gpu).contexts] == [os.getpid()]
 
 
-def test_memory_of_the_dead_is_found_when_it_is_needed(
+def test_memory_of_dead_processes_is_reclaimed_when_it_is_needed(
     build_dir: Path, gpu: Path, start: Callable[[str], subprocess.Popen[str]]
 ) -> None:
     hog = start(HOG)

@@ -786,16 +786,17 @@ def test_a_holder_that_spins_for_another_container_gives_the_gpu_back(
         )
     agent.run("words[1] = 1")
     grant(node, 0, 3)
-    took = []
-    for i in range(4):
+    took: list[float] = []
+    while len(took) < 4 or (min(took[1:]) >= 2 and len(took) < 24):  # a busy machine answers late
+        i = len(took)
         took.append(hold_up_ms(node, agent, f"launch_meet(1_000_000, {i + 2}, s)", 2 * i + 4))
         grant(node, 0, 2 * i + 5)
         agent.run(f"words[1] = {i + 2}; driver.call('cuStreamSynchronize', s)")
         time.sleep(0.2)  # until the helper has seen the outcome
     first = 20 if measured else 100
     assert first - 5 < took[0] < first + 400
-    assert min(took[1:]) < 2  # a busy machine answers late, but not every time
-    assert agent.run("words[0]") == 5
+    assert min(took[1:]) < 2, took
+    assert agent.run("words[0]") == len(took) + 1
 
 
 def test_work_that_is_longer_than_usual_is_given_up_once(node: MemoryNode) -> None:

@@ -1,21 +1,22 @@
-"""Estimate how much of its time on the GPU each process works; pure.
+"""Estimate which part of its time on the GPU each process worked; pure.
 
-The trace has a record where one context ends and another begins. A process that is not interrupted
-is on the GPU from its first work on, whether it works or pauses, so its residency is not a measure
-of its work. That applies to a process that is alone, and to one with neighbours that have reached
-their caps. NVML says for each 0.2 s in which part of them some kernel of any process ran (H200:
-accurate to a percent, also with processes that are switched off and on). The time that all
-processes together were on the GPU beyond that, they paused.
+The driver's trace has a record only where one context ends and another begins. A process that is
+not interrupted stays on the GPU from its first work on, whether it works or pauses, so its
+residency does not measure its work. This concerns a process that is alone, and one with neighbours
+that have reached their caps. For each interval of 0.2 s, NVML reports the fraction in which a
+kernel of any process ran (H200: accurate to a percent, also while processes are switched off and
+on). If all processes together were on the GPU for longer than that, they paused for the difference.
 
-Some turns tell which process did not pause: a turn that ends with its slice has no pause in it,
-because a process that pauses gives up the GPU at once if another waits. A process is charged less
-only for those pauses that cannot have been in the turns of others. So no process is charged less
-for what another one does, and a process that paused may be charged too much. Neither happens where
-it is alone, or where its neighbours are off or work all the time.
+Some turns show that a process did not pause: a turn that ends with its slice contains no pause,
+because a process that pauses gives up the GPU at once if another one waits. The charge of a process
+is reduced only by pauses that cannot have been in the turns of others. So no process is charged
+less because of what another one does, but a process that paused may be charged too much. The
+estimate is exact for a process that is alone, and where its neighbours are off or work all the
+time.
 
-Samples arrive some time after what they describe. Until then time is charged at the highest rate of
-any sample of the last second. When a sample arrives, what it shows beyond that is charged, and what
-was charged too much is given back. Times are nanoseconds.
+Samples arrive some time after the interval that they describe. Until then, time is charged at the
+highest rate of any sample of the last second. When a sample arrives, the difference is charged or
+given back. Times are nanoseconds.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ LONGEST = 300 * MS
 MEMORY = 1000 * MS
 """Time for which a process is charged at the highest rate that it worked at."""
 NOISE = 0.02
-"""Error of a sample, as a part of its time; samples are in whole percent."""
+"""Error of a sample, as a fraction of its interval; samples are in whole percent."""
 BUSY = 0.9
-"""Rate of work above which a process is charged all of its time on the GPU."""
+"""Fraction of its time on the GPU: a process that works more than this is charged all of the
+time."""
 
 
 class Sample(NamedTuple):
-    """In which part of the time since the previous sample some kernel ran, from 0 to 1."""
+    """The fraction of the time since the previous sample in which a kernel ran, from 0 to 1."""
 
     at: int
     part: float
@@ -56,7 +58,7 @@ class Full(NamedTuple):
 
 
 class _Step:
-    """One stretch of GPU time by pid: all of it, what was charged, and where pauses may be."""
+    """An interval, with times by pid: on the GPU, charged, and possibly paused."""
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class _Step:
         self.resident, self.charged, self.open = dict(resident), dict(charged), dict(open_)
 
     def part(self, begin: int, end: int) -> _Step:
-        """Return what falls into a part of its time."""
+        """Return the proportional part of the step between two times."""
         share = (end - begin) / max(1, self.end - self.begin)
 
         def of(times: Mapping[int, float]) -> dict[int, float]:
@@ -79,7 +81,7 @@ class _Step:
         return _Step(begin, end, of(self.resident), of(self.charged), of(self.open))
 
     def close(self, pid: int, begin: int, end: int) -> None:
-        """Note that a process did not pause between two times."""
+        """Record that a process did not pause between two times."""
         overlap = min(end, self.end) - max(begin, self.begin)
         if overlap > 0 and pid in self.open:
             self.open[pid] = max(0.0, self.open[pid] - overlap)
@@ -95,19 +97,19 @@ class Activity:
 
     def __init__(self, now: int) -> None:
         self._now = now
-        self._known = now  # all before it is settled
+        self._known = now  # charges before this time are final
         self._asked = now
         self._steps: deque[_Step] = deque()
         self._settled: deque[_Settled] = deque()
-        self._parts: dict[int, float] = {}
+        self._rates: dict[int, float] = {}
 
     def wants_samples(self, now: int) -> bool:
-        """Return whether samples since `known` would tell anything new."""
+        """Return whether new samples are due, and there is time that they can correct."""
         return now - self._asked >= ASK and any(step.resident for step in self._steps)
 
     @property
     def known(self) -> int:
-        """Time before which all is settled."""
+        """Time before which all charges are final."""
         return self._known
 
     def step(
@@ -119,12 +121,12 @@ class Activity:
     ) -> dict[int, int]:
         """Return what to charge for the time since the last step, by pid.
 
-        A charge is negative if more is given back than charged.
-        `samples`: the new ones; None if they were not asked for, or NVML has none. `full`: turns
-        that ended with their slice since the last step.
+        A charge is negative if more time is given back than charged. `samples`: the new ones; None
+        if they were not asked for, or NVML has none. `full`: turns that ended with their slice
+        since the last step.
         """
         began, self._now = self._now, now
-        charged = {pid: ns * self._parts.get(pid, 1.0) for pid, ns in resident.items()}
+        charged = {pid: ns * self._rates.get(pid, 1.0) for pid, ns in resident.items()}
         self._steps.append(_Step(began, now, dict(resident), charged, dict(resident)))
         for one in full:
             begin, end = now - one.began_ago, now - one.ended_ago
@@ -136,36 +138,37 @@ class Activity:
         if samples is not None:
             self._asked = now
             for sample in sorted(samples):
-                # A sample taken while we asked describes the time until now. One that was reported
-                # before may come again, because the offset of the two clocks is not constant to the
-                # ns.
+                # A sample that was taken during the request describes the time until now. A sample
+                # may be returned twice, because the offset between the two clocks is not constant
+                # to the nanosecond.
                 if self._known + SHORTEST // 2 < sample.at <= now + SHORTEST:
-                    for pid, ns in self._take(min(sample.at, now), sample.part).items():
+                    for pid, ns in self._settle_until(min(sample.at, now), sample.part).items():
                         more[pid] += ns
         self._forget(now)
         return {pid: int(charged.get(pid, 0.0) + more[pid]) for pid in {*charged, *more}}
 
     def _forget(self, now: int) -> None:
-        """Drop steps that no sample will describe any more: they were charged."""
+        """Drop steps that are too old for a sample to describe; their charges become final."""
         while self._steps and self._steps[0].end < now - MEMORY - LONGEST:
             self._known = max(self._known, self._steps.popleft().end)
         while self._settled and self._settled[0].until < now - MEMORY - LONGEST:
             self._settled.popleft()
         if not self._settled:
-            self._parts = {}
+            self._rates = {}
 
-    def _take(self, until: int, part: float) -> dict[int, float]:
-        """Settle the time before `until`, in `part` of which kernels ran; return what is due."""
+    def _settle_until(self, until: int, part: float) -> dict[int, float]:
+        """Settle the time before `until`, of which `part` had kernels; return corrections."""
         if until - self._known > LONGEST:
-            self._cut(until - ASK)
+            self._remove_steps(until - ASK)
         length = until - self._known
-        cut = self._cut(until)
+        cut = self._remove_steps(until)
         idle = max(0.0, sum(cut.resident.values()) - part * length)
         if idle < NOISE * length:
             idle = 0.0
         anywhere = sum(cut.open.values())
         active = {
-            # A process paused at least for what does not fit into the turns of others.
+            # A process paused at least for the idle time that does not fit into the turns of
+            # others.
             pid: ns - min(cut.open[pid], max(0.0, idle - (anywhere - cut.open[pid])))
             for pid, ns in cut.resident.items()
         }
@@ -173,13 +176,13 @@ class Activity:
         self._settled.append(_Settled(until, parts))
         while self._settled[0].until < until - MEMORY:
             self._settled.popleft()
-        self._parts = {}
+        self._rates = {}
         for one in self._settled:
             for pid, of in one.parts.items():
-                self._parts[pid] = max(self._parts.get(pid, 0.0), of if of < BUSY else 1.0)
+                self._rates[pid] = max(self._rates.get(pid, 0.0), of if of < BUSY else 1.0)
         return {pid: ns - cut.charged[pid] for pid, ns in active.items()}
 
-    def _cut(self, until: int) -> _Step:
+    def _remove_steps(self, until: int) -> _Step:
         """Remove the steps before `until`; return them as one."""
         sums: list[dict[int, float]] = [defaultdict(float) for _ in range(3)]
         begin = self._known

@@ -54,7 +54,7 @@ class Layout:
     before: int = 1000
 
     def pack(self, values: Mapping[str, int | list[int] | tuple[int, ...]]) -> bytearray:
-        """Return the structure with these fields, and zeros elsewhere."""
+        """Return the structure with these fields set, and zeros elsewhere."""
         out = bytearray(self.size)
         for name, value in values.items():
             offset, n, element = self._elements[name]
@@ -70,8 +70,8 @@ class Layout:
     def _elements(self) -> dict[str, tuple[int, int, struct.Struct]]:
         """Offset, number of elements, and format of an element, by field.
 
-        A search for what a process has makes a thousand calls, and finding these took most of its
-        time.
+        Cached, because a search for a process's clients and channels makes a thousand calls, and
+        looking these up took most of its time.
         """
         return {
             field.name: (field.offset, field.n, struct.Struct(f"<{_FORMATS[field.type]}"))
@@ -110,7 +110,7 @@ class Call(NamedTuple):
 
 
 class Constant(NamedTuple):
-    """A number of the driver's: its name in C, and the header that defines it."""
+    """A constant of the driver: its name in C, its value, and the header that defines it."""
 
     name: str
     value: int
@@ -203,8 +203,8 @@ CHANNEL_LOW_BYTE = 0x6F
 """Low byte of the classes of channels, in every generation: 0xc46f Turing, 0xc56f Ampere, 0xc86f
 Hopper."""
 ENGINE_LOW_BYTES = (0xC0, 0x97)
-"""Low bytes of the classes that a channel computes and draws with: 0xc6c0 and 0xc697 Ampere, 0xcbc0
-and 0xcb97 Hopper. A group without either only copies."""
+"""Low bytes of the compute and graphics classes: 0xc6c0 and 0xc697 Ampere, 0xcbc0 and 0xcb97
+Hopper. A channel group without an object of either only copies."""
 
 DEVICE_ALLOC = Layout(
     "NV0080_ALLOC_PARAMETERS",
@@ -213,7 +213,7 @@ DEVICE_ALLOC = Layout(
     (CallField("deviceId", "u32", 0), CallField("vaMode", "u32", 48)),
 )
 VA_MODE_PRIVATE = 2
-"""NV_DEVICE_ALLOCATION_VAMODE_MULTIPLE_VASPACES: no address space is made with the device."""
+"""NV_DEVICE_ALLOCATION_VAMODE_MULTIPLE_VASPACES: no address space is created with the device."""
 
 SUBDEVICE_ALLOC = Layout(
     "NV2080_ALLOC_PARAMETERS", "class/cl2080.h", 4, (CallField("subDeviceId", "u32", 0),)
@@ -232,7 +232,7 @@ MEMORY_ALLOC_WITHOUT_NODE = dataclasses.replace(
 MEMORY_ATTR = 1 << 25 | 1 << 29
 """NVOS32_ATTR_LOCATION_PCI (26:25) and NVOS32_ATTR_COHERENCY_CACHED (31:29)."""
 MEMORY_ATTR2 = 1 << 22
-"""NVOS32_ATTR2_PROTECTION_USER_READ_ONLY: an event buffer is accepted in no other memory."""
+"""NVOS32_ATTR2_PROTECTION_USER_READ_ONLY: the driver accepts event buffers only in such memory."""
 MAP_READ_ONLY = 1
 """NVOS33_FLAGS_ACCESS_READ_ONLY."""
 
@@ -344,8 +344,8 @@ GET_ACCESS_RIGHTS = Call(
         (CallField("hObject", "u32", 0), CallField("hClient", "u32", 4)),
     ),
 )
-"""Tells, from a client of one's own, whether another client has an object, and writes nothing to
-the kernel's log if it has not."""
+"""Reports to any client whether another client has an object; if it has not, nothing is written to
+the kernel's log."""
 GET_GPU_ID = Call(
     "NV2080_CTRL_CMD_GPU_GET_ID",
     0x20800142,
@@ -410,7 +410,7 @@ BIND_TRACE = Call(
     ),
 )
 DETAIL_SIMPLE = 1
-"""NV2080_CTRL_GR_FECS_BIND_EVTBUF_LOD_SIMPLE: begin and end of contexts, and nothing else."""
+"""NV2080_CTRL_GR_FECS_BIND_EVTBUF_LOD_SIMPLE: only the begin and end of contexts are recorded."""
 ENABLE_TRACE = Call(
     "NV_EVENT_BUFFER_CTRL_CMD_ENABLE_EVENTS",
     0x90CD0101,
@@ -436,7 +436,7 @@ MOVE_GET = Call(
 )
 FLUSH_TRACE = Call("NV_EVENT_BUFFER_CTRL_CMD_FLUSH", 0x90CD0104, _BUFFER, None)
 
-# ---- answers ----
+# ---- statuses ----
 
 STATUSES = tuple(
     Constant(name, value, "nvstatus.h")
@@ -453,7 +453,7 @@ STATUSES = tuple(
         ("NV_ERR_TIMEOUT", 0x65),
     )
 )
-"""Answers of calls, as far as a decision depends on them; others are shown as numbers."""
+"""The statuses on which a decision depends; others are shown as numbers."""
 
 # ---- observed, and in no header ----
 
@@ -462,9 +462,9 @@ FIRST_CLIENT = 0xC1D00000
 N_CLIENTS."""
 N_CLIENTS = 1 << 20
 FIRST_OBJECT = 0x5C000000
-"""First number that libcuda gives to an object of its client."""
+"""First handle that libcuda gives to an object of its client."""
 N_OBJECTS = 0x2000
-"""Number of object handles that are tried: a context of branch 580 on Hopper has some 120
+"""Number of object handles that a search tries: a context of branch 580 on Hopper has some 120
 objects."""
 
 

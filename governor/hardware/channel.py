@@ -1,7 +1,7 @@
-"""Requests and answers between a governor and the steering service, over a stream socket.
+"""Exchange requests and answers between a governor and the steering service over a stream socket.
 
-Each is one line of JSON, and may come with file descriptors. A channel belongs to one thread on
-either side, and has one request at a time.
+Each message is one line of JSON, and may carry file descriptors. On either side a channel is used
+by one thread, with one request at a time.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from collections.abc import Sequence
 from typing import Any
 
 VERSION = 1
-"""Version of the messages; the two sides have to have the same."""
+"""Version of the messages; both sides must have the same one."""
 SOCKET = "/run/tidegate-steering.sock"
 """Where the service listens (`tidegate-steering.socket`)."""
 LONGEST = 1 << 22
-"""Longest line, in bytes: all channels of a thousand contexts take a part of it."""
+"""Longest line, in bytes: the channels of a thousand contexts fit."""
 _PIECE = 1 << 16
 _N_DESCRIPTORS = 4
 
 
 class Channel:
-    """One end of a channel, which owns its socket; OSError if the other end is gone or silent."""
+    """One end of a channel, which owns its socket; OSError if the peer is gone or silent."""
 
     def __init__(self, sock: socket.socket, silence_s: float | None = None) -> None:
-        """Take over a socket; `silence_s` is the longest wait for the other end, in seconds."""
+        """Take over a socket; `silence_s` is the longest wait for the peer, in seconds."""
         sock.settimeout(silence_s)
         self._socket = sock
 
     def send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-        """Send a message with duplicates of descriptors."""
+        """Send a message, and duplicates of the descriptors."""
         line = memoryview(json.dumps(message).encode() + b"\n")
         n = socket.send_fds(self._socket, [line], descriptors) if descriptors else 0
-        if n < len(line):  # sending nothing may fail, if the other end has answered and gone
+        if n < len(line):  # sending 0 bytes fails if the peer has answered and closed
             self._socket.sendall(line[n:])
 
     def receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Return the next message and its descriptors, which are the caller's; None at the end."""
+        """Return the next message and its descriptors, which the caller owns; None at the end."""
         pieces: list[bytes] = []
         descriptors: list[int] = []
         try:
@@ -67,8 +67,8 @@ class Channel:
     def ask(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
         """Send a request and return its answer; OSError with the reason if it was refused.
 
-        After any other error the channel is closed: the answer might still come, and would be taken
-        for that of the next request.
+        After any other error the channel is closed: a late answer would be taken for that of the
+        next request.
         """
         try:
             self.send(message, descriptors)
@@ -88,7 +88,7 @@ class Channel:
         return answer
 
     def close(self) -> None:
-        """End the connection; a thread that waits at it is told so."""
+        """End the connection; a thread that is blocked on it returns."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -1,14 +1,14 @@
-"""Find what a process has on the GPUs, from outside the process.
+"""Find a process's driver clients and channel groups on the GPUs, from outside the process.
 
-The kernel module does not list anything. But handles are counters: a new client has the next
-number, and libcuda numbers its objects in order. So clients are found by asking which handles
-exist, from the handle of a new client of our own downwards, and objects by asking which exist from
-FIRST_OBJECT on. These questions go to our own client, and write nothing to the kernel's log. A
-client answers only through the open file of /dev/nvidiactl that it was allocated with.
-`pidfd_getfd` duplicates the process's descriptor of it (CAP_SYS_PTRACE).
+The kernel module has no call that lists them. But handles are assigned in sequence: a new client
+gets the next number, and libcuda numbers its objects in order. So clients are found by probing
+handles downwards from that of a new client of our own, and objects by probing from FIRST_OBJECT
+upwards. The probes are calls on our own client, and write nothing to the kernel's log. All other
+calls on a client need the open file of /dev/nvidiactl with which it was allocated. `pidfd_getfd`
+duplicates the process's descriptor of that file (CAP_SYS_PTRACE).
 
-A program that calls the driver directly may number its objects in any way, and is then not found
-here. The trace still names its pid.
+A program that calls the driver directly may number its objects in any way, and then they are not
+found. The trace still shows its pid.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from governor.hardware import calls
 from governor.hardware.driver import DriverClient
 
 N_CLIENTS_LOOKED_AT = 4096
-"""Number of newest clients that an ordinary search looks at. Older ones were found when they were
-new, except those of processes that are older than the governor."""
+"""Number of newest clients that an ordinary search probes. Older ones were found when they were
+new, except those of processes that started before the governor."""
 N_FILES_LOOKED_AT = 4096
-"""Largest number of a process's descriptors that are looked at. If the process is on the GPU
-through others, the trace says so."""
+"""Largest number of a process's descriptors that are examined. If the process uses the GPU through
+others, the trace shows it."""
 GAP = 512
 """Number of missing handles in a row that ends the search for a client's objects."""
 _PIDFD_GETFD = 438
@@ -71,7 +71,7 @@ def duplicate_descriptor(pidfd: int, fd: int) -> int:
 
 
 def has_ended(pidfd: int) -> bool:
-    """Return whether a process has ended, which takes no right to send it signals."""
+    """Return whether a process has ended; this needs no permission to send it signals."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
@@ -81,7 +81,7 @@ def has_ended(pidfd: int) -> bool:
 def borrowed(pidfd: int, descriptor: int, device: str = calls.CONTROL_DEVICE) -> Iterator[int]:
     """Lend a duplicate of a process's descriptor; OSError if it cannot be had.
 
-    EBADF also if the number now belongs to another file, which no call of ours may reach.
+    EBADF also if the number now refers to another file, to which no call may be made.
     """
     fd = duplicate_descriptor(pidfd, descriptor)
     try:
@@ -94,7 +94,7 @@ def borrowed(pidfd: int, descriptor: int, device: str = calls.CONTROL_DEVICE) ->
 
 @contextlib.contextmanager
 def borrowed_of(pid: int, descriptor: int, device: str = calls.CONTROL_DEVICE) -> Iterator[int]:
-    """Do as `borrowed` for a process that may have ended: a wrong open file gets no answer."""
+    """Lend as `borrowed` does, by pid; if the pid was reused, the driver refuses the file."""
     pidfd = os.pidfd_open(pid)
     try:
         with borrowed(pidfd, descriptor, device) as fd:
@@ -123,9 +123,9 @@ def control_descriptors(pid: int, device: str, proc: Path = Path("/proc")) -> li
 
 
 def live_clients(driver: DriverClient, n: int = N_CLIENTS_LOOKED_AT) -> list[int]:
-    """Return which of the last `n` client handles exist, newest first, without ours.
+    """Return which of the last `n` client handles exist, newest first, without that of `driver`.
 
-    `driver` has to be newer than what is searched for: the search begins at its handle.
+    `driver` must be newer than the clients that are searched for: the search begins at its handle.
     """
     newest = driver.client - calls.FIRST_CLIENT
     return [
@@ -164,7 +164,7 @@ def _objects(driver: DriverClient, client: int, fd: int) -> dict[int, _Object]:
 def _gpu_ids(
     driver: DriverClient, client: int, fd: int, objects: dict[int, _Object]
 ) -> dict[int, int]:
-    """Return the GPU id of each device object, as its subdevice tells it."""
+    """Return the GPU id of each device object, read from its subdevice."""
     found = {}
     for handle, item in objects.items():
         if item.kind == calls.SUBDEVICE.value:
@@ -206,17 +206,18 @@ def find_holdings(
     device: str = calls.CONTROL_DEVICE,
     proc: Path = Path("/proc"),
 ) -> list[Holding]:
-    """Return what a process has on the GPUs, one entry for each of its clients with channel groups.
+    """Return a process's clients that have channel groups on the GPUs.
 
     `clients` are those that may belong to the process. OSError: the process is gone, or its
-    descriptors cannot be had. In that case all that was read by its pid belongs to another process.
+    descriptors cannot be duplicated. If it is gone, what was read by its pid may belong to another
+    process.
     """
     found: list[Holding] = []
     left = set(clients)
     for descriptor in control_descriptors(pid, device, proc):
         try:
             with borrowed(pidfd, descriptor, device) as fd:
-                # A duplicate is the same open file, and its clients have been found by then.
+                # If a descriptor is a duplicate, its clients were found through the other one.
                 answering = [c for c in sorted(left) if answers(driver, c, fd)]
                 left.difference_update(answering)
                 found += [
@@ -229,7 +230,7 @@ def find_holdings(
                 raise
     if has_ended(pidfd):
         raise ProcessLookupError(errno.ESRCH, f"process {pid} has ended")
-    return found  # the process is still alive, so the pid was its own all the time
+    return found  # the process is alive, so its pid was not reused
 
 
 def answers(driver: DriverClient, client: int, fd: int) -> bool:

@@ -1,9 +1,9 @@
 """Make calls to NVIDIA's kernel module, as described by the table in `calls`.
 
-A `DriverClient` is a client of our own. Objects of other clients are named by the pair of client
-and object. A call on a foreign client is accepted only through the open file that the client was
-allocated with (`discovery` takes it from the process). Calls take 0.1 to 0.7 ms, and wait for locks
-that all GPUs of the host share, so they belong on a thread of their own.
+A `DriverClient` is a client of our own. An object of another client is identified by the pair of
+client and object. A call on a foreign client is accepted only through the open file with which that
+client was allocated (`discovery` duplicates it from the process). Calls take 0.1 to 0.7 ms, and
+wait for locks that all GPUs of the host share, so they are made on a separate thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HANDLES = 0x7D600000
 
 
 class DriverCallError(Exception):
-    """The driver refused a call; `status` is its answer."""
+    """The driver refused a call with `status`."""
 
     def __init__(self, what: str, status: int) -> None:
         self.status = status
@@ -46,7 +46,7 @@ def module_branch(proc: Path = Path("/proc")) -> int | None:
 
 
 def node_of(uuid: str, proc: Path = Path("/proc")) -> str | None:
-    """Return the name of a GPU's device node, `nvidia0`; None if the kernel module does not say."""
+    """Return the name of a GPU's device node, `nvidia0`; None if it is not known."""
     for path in (proc / "driver/nvidia/gpus").glob("*/information"):
         try:
             text = path.read_text()
@@ -64,7 +64,7 @@ def kernel_ioctl(fd: int, request: int, data: bytearray) -> None:
 
 
 class DriverGpu(NamedTuple):
-    """A GPU of the driver: its id there, and our handles of its device and subdevice."""
+    """A GPU, with its id in the driver and the handles of our device and subdevice objects."""
 
     gpu_id: int
     uuid: str
@@ -115,7 +115,7 @@ class DriverClient:
         self.close()
 
     def close(self) -> None:
-        """Give back the client with all its objects."""
+        """Free the client with all its objects."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -131,7 +131,7 @@ class DriverClient:
         *,
         handle: int | None = None,
     ) -> int:
-        """Make an object below `parent`; return its handle."""
+        """Allocate an object below `parent`; return its handle."""
         if handle is None:
             self._n_handles += 1
             handle = _HANDLES + self._n_handles
@@ -156,7 +156,7 @@ class DriverClient:
     def ask(
         self, call: calls.Call, target: int, values: Values, *, client: int = 0, fd: int = -1
     ) -> tuple[int, bytearray]:
-        """Make a control call on an object; return the driver's answer and the parameters.
+        """Make a control call on an object; return the driver's status and the parameters.
 
         Without `client` the object is ours. A foreign client's object needs that client's open file
         as `fd`.
@@ -179,7 +179,7 @@ class DriverClient:
     def control(
         self, call: calls.Call, target: int, values: Values, *, client: int = 0, fd: int = -1
     ) -> bytearray:
-        """Make a control call as `ask` does; return the parameters, or raise."""
+        """Make a control call as `ask` does; return the parameters, or raise DriverCallError."""
         status, parameters = self.ask(call, target, values, client=client, fd=fd)
         if status:
             raise DriverCallError(call.name, status)
@@ -191,7 +191,7 @@ class DriverClient:
         return self.ask(calls.GET_ACCESS_RIGHTS, self.client, values)[0] == 0
 
     def gpu(self, uuid: str) -> DriverGpu | None:
-        """Return a GPU, with objects of ours below it; None if no process has it open."""
+        """Open a GPU, with a device and a subdevice object; None if no process has it open."""
         ids = self.control(calls.GET_ATTACHED_IDS, self.client, {})
         for i in range(0, len(ids), 4):
             gpu_id = int.from_bytes(ids[i : i + 4], "little")
@@ -205,8 +205,8 @@ class DriverClient:
         return calls.GET_UUID.parameters.text(answer, "gpuUuid")
 
     def _open_gpu(self, gpu_id: int, uuid: str) -> DriverGpu:
-        # The kernel module makes a device object only for a process that has the GPU's own device
-        # node open (`osIsGpuAccessible`), which libraries like NVML do for their process.
+        # The kernel module creates a device object only for a process that has the GPU's device
+        # node open (`osIsGpuAccessible`); libraries like NVML open it for their process.
         name = node_of(uuid, self._proc)
         if name:
             node = str(Path(self._path).with_name(name))
@@ -229,14 +229,14 @@ class DriverClient:
         return DriverGpu(gpu_id, uuid, device, subdevice)
 
     def map_memory(self, size: int) -> tuple[int, mmap.mmap]:
-        """Map memory that the driver writes and we may read; return its handle and the mapping."""
+        """Map memory that the driver writes, read-only; return its handle and the mapping."""
         handle = self.allocate(
             self.client,
             calls.MEMORY,
             self._memory,
             {"attr": calls.MEMORY_ATTR, "attr2": calls.MEMORY_ATTR2, "size": size},
         )
-        # The kernel module keeps the mapping that is allowed with the open file, one at a time.
+        # The kernel module stores the permitted mapping in the open file, which has room for one.
         fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         try:
             data = calls.MAP.pack(
@@ -257,22 +257,22 @@ class DriverClient:
         finally:
             os.close(fd)
 
-    # ---- what steers the scheduler ----
+    # ---- calls that steer the scheduler ----
 
     def timeslice_us(self, client: int, group: int, fd: int) -> int:
-        """Return the time slice that was asked for a channel group, in microseconds."""
+        """Return the time slice that was set for a channel group, in microseconds."""
         answer = self.control(calls.GET_TIMESLICE, group, {}, client=client, fd=fd)
         return int.from_bytes(answer, "little")
 
     def set_timeslice(self, client: int, group: int, fd: int, us: int) -> None:
-        """Give a channel group a time slice; it is in force from the group's next turn on."""
+        """Set a channel group's time slice; it takes effect with the group's next turn."""
         self.control(calls.SET_TIMESLICE, group, {"timesliceUs": us}, client=client, fd=fd)
 
     def switch_channels(self, gpu: DriverGpu, channels: list[tuple[int, int]], *, on: bool) -> None:
-        """Switch channels, as (client, channel), on or off; what runs there is interrupted.
+        """Switch channels, given as (client, channel), on or off; running work is interrupted.
 
-        One call takes 64 of them, so more are switched in several steps. After an error, some of
-        them may have been switched.
+        One call takes 64 channels; more are switched in several calls. After an error, some of them
+        may have been switched.
         """
         for i in range(0, len(channels), calls.N_SWITCHED):
             part = channels[i : i + calls.N_SWITCHED]
@@ -288,5 +288,5 @@ class DriverClient:
             )
 
     def gpu_time_ns(self, gpu: DriverGpu) -> int:
-        """Return the GPU's clock in nanoseconds since 1970; it is that of the trace's records."""
+        """Return the GPU's clock, which trace records use, in nanoseconds since 1970."""
         return int.from_bytes(self.control(calls.GET_TIME, gpu.subdevice, {}), "little")

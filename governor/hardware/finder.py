@@ -1,12 +1,12 @@
-"""Search for what processes have on a GPU, on a thread of its own.
+"""Search for the driver clients of containers' processes on a GPU, on a separate thread.
 
-A search takes 7 ms, and longer if a process has many open files, so neither the steering nor the
-event loop may wait for it. It has to take a small part of one core whatever a container does. So
-after each search the process is left alone for a multiple of the time that the search took, and so
-is its container, except for a first few searches, as when its processes start. Containers that were
-searched less come first. A process is searched when it says that its number of contexts has
-changed, which may be a lie, and when the GPU's trace shows it although nothing is known of it,
-which cannot be one.
+A search takes 7 ms, and longer if a process has many open files, so neither the steering thread nor
+the event loop may wait for it. Whatever a container does, searches must take only a small part of
+one core. So after a search neither the process nor its container is searched again for a multiple
+of the time that the search took; a container may exceed this for a few searches, as when its
+processes start. Containers with less search time come first. A process is searched when it reports
+that its number of contexts has changed, which may be untrue, and when the GPU's trace shows it
+although none of its channels is known, which is reliable.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from governor.hardware.driver import DriverCallError
 from governor.threads import show_name
 
 POLL_S = 0.02
-"""Interval at which the numbers of contexts that processes report are read, in seconds."""
+"""Interval at which the context counts that processes report are read, in seconds."""
 RETRY_S = (0.02, 0.1, 1.0)
 """Pauses after searches that found nothing, in seconds: a process may report a context a moment
 before or after it exists."""
 CLOSE_S = 5.0
-"""Time that a closing governor waits for a search, in seconds; a longer one is abandoned."""
+"""Longest wait of a closing governor for a search, in seconds; after that it is abandoned."""
 COST = 20
-"""Time for which a process is left alone after a search, as a multiple of the search's duration."""
+"""Time for which a process is not searched again, as a multiple of the last search's duration."""
 BURST_S = 0.2
-"""Time that a burst of searches in one container may take, in seconds; beyond it, searches take one
-part in COST of the time."""
+"""Time that a burst of searches in one container may take, in seconds; after it, searches take at
+most 1/COST of the time."""
 
 log = structlog.get_logger("tidegate")
 
@@ -42,21 +42,21 @@ Find = Callable[..., Sequence[Any]]
 
 
 class Found(NamedTuple):
-    """What a search found that a process of a container has on the GPU; it may be nothing."""
+    """Result of a search: what a container's process has on the GPU, if anything."""
 
     tenant: int
     pid: int
     held: Sequence[Any]
     thorough: bool
-    """Whether old clients were searched, too."""
+    """Whether old clients were probed as well."""
 
 
 class _Process:
     def __init__(self, tenant: int, pid: int, pidfd: int) -> None:
         self.tenant, self.pid, self.pidfd = tenant, pid, pidfd
         self.slots: dict[int, Callable[[], int]] = {}
-        self.n_known = 0  # contexts that it reported when it was found
-        self.is_seen = False  # on the GPU, with nothing known of it
+        self.n_known = 0  # the context count that it reported when it was found
+        self.is_seen = False  # the trace shows it, but none of its channels is known
         self.n_misses = 0
         self.next_at = 0.0
 
@@ -65,7 +65,7 @@ class _Process:
 
 
 class _Account:
-    """Time that searches of a container took, less what was paid off since."""
+    """Time that searches of a container took, less the part paid off by waiting."""
 
     def __init__(self) -> None:
         self._debt, self._at = 0.0, 0.0
@@ -82,14 +82,16 @@ class _Account:
 
 
 class Finder:
-    """Finder of one GPU; methods may be called from any thread, `tell` is called from its own."""
+    """Finder of one GPU; methods may be called from any thread, `tell` is called from its."""
 
     def __init__(self, find: Find, tell: Callable[[Found], None]) -> None:
-        self._find, self._tell = find, tell
+        self._find, self._report = find, tell
         self._lock = threading.Lock()
-        self._rests: dict[tuple[int, int], float] = {}  # of processes that left: next search
+        self._next_searches: dict[
+            tuple[int, int], float
+        ] = {}  # next search of processes that have left
         self._accounts: dict[int, _Account] = {}
-        self._said = False
+        self._has_warned = False
         self._processes: dict[tuple[int, int], _Process] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tidegate-find", daemon=True)
@@ -98,7 +100,7 @@ class Finder:
     def enter(
         self, tenant: int, slot: int, pid: int, pidfd: int, contexts: Callable[[], int]
     ) -> None:
-        """Search for a process from now on; `contexts` returns how many it says that it has.
+        """Search for a process from now on; `contexts` returns the context count that it reports.
 
         A process may have several slots. `pidfd` is duplicated.
         """
@@ -106,8 +108,8 @@ class Finder:
             process = self._processes.get((tenant, pid))
             if process is None:
                 process = _Process(tenant, pid, os.dup(pidfd))
-                # A process that registers again and again is not searched more often for that.
-                process.next_at = self._rests.pop((tenant, pid), 0.0)
+                # Registering again must not let a process be searched sooner.
+                process.next_at = self._next_searches.pop((tenant, pid), 0.0)
                 self._processes[tenant, pid] = process
             process.slots[slot] = contexts
 
@@ -130,7 +132,7 @@ class Finder:
             self._accounts.pop(tenant, None)
 
     def saw(self, pids: Iterable[int]) -> None:
-        """Note processes that are on the GPU through something that is not known yet."""
+        """Record that processes use the GPU through channels that are not known yet."""
         with self._lock:
             for process in self._processes.values():
                 if process.pid in pids:
@@ -147,9 +149,9 @@ class Finder:
     def _drop(self, process: _Process) -> None:
         del self._processes[process.tenant, process.pid]
         now = time.monotonic()
-        self._rests = {key: at for key, at in self._rests.items() if at > now}
+        self._next_searches = {key: at for key, at in self._next_searches.items() if at > now}
         if process.next_at > now:
-            self._rests[process.tenant, process.pid] = process.next_at
+            self._next_searches[process.tenant, process.pid] = process.next_at
         os.close(process.pidfd)
 
     def _run(self) -> None:
@@ -158,7 +160,7 @@ class Finder:
             while not self._ended.is_set() and (due := self._next(time.monotonic())):
                 process, pidfd, n, thorough = due
                 try:
-                    self._look(process, pidfd, n, thorough=thorough)
+                    self._search(process, pidfd, n, thorough=thorough)
                 finally:
                     os.close(pidfd)
 
@@ -188,18 +190,18 @@ class Finder:
     def _account(self, tenant: int) -> _Account:
         return self._accounts.setdefault(tenant, _Account())
 
-    def _look(self, process: _Process, pidfd: int, n: int, *, thorough: bool) -> None:
+    def _search(self, process: _Process, pidfd: int, n: int, *, thorough: bool) -> None:
         began = time.monotonic()
         held: Sequence[Any] = ()
         is_wanted = bool(n) or process.is_seen
-        process.is_seen = False  # the next step sets it again
+        process.is_seen = False  # the next steering step sets it again
         if is_wanted:
             try:
                 held = self._find(process.pid, pidfd, thorough=thorough)
             except (OSError, DriverCallError) as e:
-                # Other processes are searched whatever this one does to its descriptors.
-                if not self._said:
-                    self._said = True
+                # What a process does to its descriptors must not stop the search of others.
+                if not self._has_warned:
+                    self._has_warned = True
                     log.warning("process-not-looked-at", pid=process.pid, error=str(e))
         ended = time.monotonic()
         key = (process.tenant, process.pid)
@@ -209,7 +211,7 @@ class Finder:
                 account.thorough_at = ended + COST * (ended - began)
             else:
                 account.charge(ended - began, ended)
-            # It may have registered again in the meantime. Or it has left, and may come back.
+            # The process may have registered again in the meantime, or has left and may come back.
             now = self._processes.get(key, process)
             if held or not is_wanted:
                 now.n_known, now.n_misses = n, 0
@@ -218,8 +220,7 @@ class Finder:
             pause = RETRY_S[min(now.n_misses, len(RETRY_S)) - 1] if now.n_misses else POLL_S
             now.next_at = ended + max(pause, COST * (ended - began))
             if key not in self._processes:
-                self._rests[key] = now.next_at
+                self._next_searches[key] = now.next_at
             elif is_wanted:
-                # Under the lock, so that `leave` of this process comes after this and its end is
-                # told last.
-                self._tell(Found(process.tenant, process.pid, held, thorough))
+                # Under the lock, so that a concurrent `leave` of this process is reported after it.
+                self._report(Found(process.tenant, process.pid, held, thorough))

@@ -1,17 +1,17 @@
 """Decide when containers with several GPUs have all of them at once.
 
-A job with processes that wait for each other goes on only while it is on all of its GPUs; meanwhile
-it spins on each that it has. With turns that are not coordinated, a job that has 30 % of two GPUs
-works for some 9 %. So such a container has a *window* in each period, at the same time on all its
-GPUs, in which no other container that keeps a GPU busy is on there. Outside of its window it is
-off. It has a window while it uses most of its part and another container works on any of its GPUs.
-A container with work only now and then would wait for its window for nothing, and keep others from
-the GPU in it.
+A job with processes that wait for each other makes progress only while it runs on all of its GPUs;
+otherwise it spins on those that it has. With uncoordinated turns, a job that has 30 % of two GPUs
+makes progress for some 9 % of the time. So such a container has a *window* in each period, at the
+same time on all its GPUs, in which every other container that keeps one of these GPUs busy is off.
+Outside its window the container is off. It has a window while it uses most of its part and another
+container works on any of its GPUs. A container with only occasional work gets none: it would wait
+for its window needlessly, and block others during it.
 
-The threads of the GPUs share the board. Each reports in each step what its containers do. Where the
-windows are is decided once per period, from what was reported until then, so they are the same on
-all GPUs. Periods begin at multiples of PERIOD on the clock. Windows of containers that share a GPU
-follow one another. Times are nanoseconds, shares are parts of one GPU.
+The threads of the GPUs share a `Board`. In each step, each thread reports what its containers do.
+The windows are placed once per period, from the reports until then, so they are the same on all
+GPUs. Periods begin at multiples of PERIOD on the clock. Windows of containers that share a GPU do
+not overlap. Times are nanoseconds, shares are fractions of one GPU.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from typing import Protocol
 from governor.hardware.tenant import MS, PERIOD, Load, Window
 
 MORE = 3 * MS
-"""Longest time that is added to a window for what was missing in earlier ones: the driver calls
-that begin and end it take 0.3 to 0.7 ms each, and wait for those of other GPUs."""
+"""Longest time that is added to a window because earlier ones were too short: the driver calls that
+begin and end a window take 0.3 to 0.7 ms each, and wait for those of other GPUs."""
 ALIKE = 0.8
-"""Part of what a container uses on the GPU where it uses most: a GPU where it uses less counts as
-one on which it does little."""
+"""Fraction of a container's use on the GPU where it uses most. On a GPU where it uses less than
+this, it is taken to do little."""
 ENTER, LEAVE = 0.6, 0.4
-"""Parts of its share of a period: a container that uses at least the first gets a window, and keeps
-it while it uses at least the second."""
+"""Fractions of a container's part of a period. A container that uses at least the first gets a
+window, and keeps it while it uses at least the second."""
 TINY = 1e-6
-"""Sums of guarantees differ by less if they are of the same containers."""
+"""Tolerance in comparing sums of guarantees."""
 RECENT = 3 * PERIOD
-"""Time for which a GPU's report counts. If it is older, the GPU's thread has ended, or hangs."""
+"""Time for which a GPU's report is valid. If it is older, the GPU's thread has ended or hangs."""
 
 
 class Joins(Protocol):
@@ -48,13 +48,13 @@ class Joins(Protocol):
 
 @dataclass
 class _Gang:
-    said: dict[int, tuple[int, Load]] = field(default_factory=dict)  # by GPU: when, and what
+    said: dict[int, tuple[int, Load]] = field(default_factory=dict)  # reports by GPU: time, load
     missing: float = 0.0  # time that its windows lacked, in ns
     used: float = 0.0  # time per period on the GPU where it used most, averaged
 
 
 class Board:
-    """What the threads of all GPUs share; its methods may be called from any of them."""
+    """Reports and windows that the threads of all GPUs share; any of them may call methods."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -64,7 +64,7 @@ class Board:
         self._windows: dict[int, Window] = {}
 
     def add(self, gpus: Sequence[Joins], tenants: Sequence[int]) -> int:
-        """Let a container be on several GPUs at once; return its number.
+        """Run a container on several GPUs at the same time; return its gang number.
 
         `tenants` are its numbers on the GPUs. From now on each GPU reports what the container does
         there.
@@ -77,13 +77,13 @@ class Board:
         return number
 
     def remove(self, gang: int) -> None:
-        """Forget a container: it has no window from now on."""
+        """Forget a container; it has no window any more."""
         with self._lock:
             self._gangs.pop(gang, None)
             self._windows.pop(gang, None)
 
     def say(self, gpu: int, now: int, loads: Mapping[int, Load]) -> None:
-        """Record what containers with several GPUs do on one of them, by gang."""
+        """Record the loads of containers with several GPUs on one of them, by gang."""
         with self._lock:
             for number, load in loads.items():
                 if number in self._gangs:
@@ -95,10 +95,10 @@ class Board:
             period = now // PERIOD
             if period > self._period:
                 self._period = period
-                self._windows = self._place(now)
+                self._windows = self._place_windows(now)
             return dict(self._windows)
 
-    def _place(self, now: int) -> dict[int, Window]:
+    def _place_windows(self, now: int) -> dict[int, Window]:
         lengths: dict[int, int] = {}
         gpus: dict[int, set[int]] = {}
         guarantees: dict[int, dict[int, float]] = {}  # by GPU and gang
@@ -106,7 +106,7 @@ class Board:
         others: dict[int, float] = {}  # by GPU: guarantees of containers without a window
         for number, gang in self._gangs.items():
             loads = {gpu: load for gpu, (at, load) in gang.said.items() if now - at < RECENT}
-            part = _part(loads)
+            part = _part_of_period(loads)
             each = [load.had for load in loads.values() if load.is_busy]
             most = max(each, default=0)
             gang.used = (gang.used + most) / 2
@@ -115,11 +115,11 @@ class Board:
                 gang.missing = 0.0
                 continue
             if number in self._windows:
-                # It goes on only while it is on all of its GPUs, so the one where it had least
-                # counts; but a job may do little on one of them. By half, because the effect is
-                # reported a period later.
+                # It makes progress only while it is on all of its GPUs, so the GPU where it had
+                # least counts, unless the job does little there. Corrected by half, because the
+                # effect is reported a period later.
                 had = min((one for one in each if one >= ALIKE * most), default=0)
-                had -= _alone([load.span for load in loads.values()], now)
+                had -= _time_apart([load.span for load in loads.values()], now)
                 gang.missing = min(max(gang.missing + (part * PERIOD - had) / 2, 0.0), MORE)
             lengths[number] = int(part * PERIOD)
             gpus[number] = set(loads)
@@ -127,14 +127,14 @@ class Board:
                 spare[gpu] = max(0.0, 1.0 - load.guarantee - load.others) * PERIOD
                 guarantees.setdefault(gpu, {})[number] = load.guarantee
                 others[gpu] = load.guarantee + load.others
-        # Only between windows that have their GPUs to themselves: others would run in the gaps.
+        # Gaps only where all busy containers have windows: others would run in the gaps.
         gaps = {
             gpu: spare[gpu] if others[gpu] - sum(guarantees[gpu].values()) < TINY else 0.0
             for gpu in others
         }
         windows = _spread(_arrange(lengths, gpus), gpus, gaps)
         for number, window in windows.items():
-            # Nothing is taken from what is guaranteed to others, nor from another window.
+            # An extension takes nothing from the guarantees of others, nor from another window.
             own = gpus[number]
             n = max(sum(gpu in gpus[other] for other in lengths) for gpu in own)
             free = min(spare[gpu] for gpu in own) / n
@@ -148,8 +148,8 @@ class Board:
 def _arrange(lengths: Mapping[int, int], gpus: Mapping[int, set[int]]) -> dict[int, Window]:
     """Return windows of these lengths in a period; those on a common GPU follow one another.
 
-    Each begins as early as it can. Where they do not fit, as with GPUs in a ring, windows that are
-    connected by their GPUs are shortened until they do.
+    Each begins as early as possible. If they do not fit, as with containers that share GPUs in a
+    ring, all windows that are connected by common GPUs are shortened.
     """
     placed: dict[int, Window] = {}
     for number, length in lengths.items():
@@ -174,8 +174,8 @@ def _spread(
 ) -> dict[int, Window]:
     """Return the windows with gaps between them, into which they may be extended.
 
-    Without a gap the container before is still on when the next one begins, as the calls take time.
-    `gaps`: how much of a period the windows on each GPU may leave.
+    Without a gap, the previous container is still on when the next window begins, because driver
+    calls take time. `gaps`: by GPU, the time of a period that may be left between windows.
     """
     spread = {}
     for group in _connected(windows, gpus):
@@ -200,26 +200,26 @@ def _connected(numbers: Iterable[int], gpus: Mapping[int, set[int]]) -> list[lis
     return [members for members, _ in groups]
 
 
-def _alone(spans: Sequence[tuple[int, int]], now: int) -> int:
-    """Return for how much of its last window a container was not on all of its GPUs.
+def _time_apart(spans: Sequence[tuple[int, int]], now: int) -> int:
+    """Return for how long of its last window a container was not on all of its GPUs.
 
     The driver calls of several GPUs exclude each other, so one GPU's window begins and ends later
     than another's.
     """
-    # A window is reported in the next step, which may be one of the next period.
+    # A window is reported in the following step, which may belong to the next period.
     if not all(now - 5 * PERIOD // 2 < on < off <= now for on, off in spans):
         return 0
     begin = max(on for on, _ in spans)
     together = min(off for _, off in spans) - begin
-    # If the spans are of different windows, they have nothing in common.
+    # Spans of different windows do not overlap.
     return max(0, min(off - on for on, off in spans) - together) if together > 0 else 0
 
 
-def _part(loads: Mapping[int, Load]) -> float | None:
+def _part_of_period(loads: Mapping[int, Load]) -> float | None:
     """Return a container's part of a period on all its GPUs; None if it needs no window.
 
-    As on one GPU, the part is its guarantee, its share of what no container is guaranteed, and what
-    the limits of the others leave. The GPU where that is least decides.
+    As on one GPU, the part is its guarantee, its share of the time that no container is guaranteed,
+    and what the limits of the others leave. The smallest such part of any of its GPUs is used.
     """
     is_shared = any(load.others > 0 for load in loads.values())
     if len(loads) < 2 or not is_shared or not any(load.is_busy for load in loads.values()):

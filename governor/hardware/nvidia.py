@@ -33,18 +33,18 @@ from governor.hardware.watchdog import Watchdog
 
 CAP_SYS_ADMIN = 21
 LEAST = 100
-"""Shortest slice that is set, in microseconds: a switch takes 80 us."""
+"""Shortest time slice that is set, in microseconds: a context switch takes 80 us."""
 AGAIN = 64
-"""Handles that two searches in a row look at."""
+"""Number of handles that two consecutive searches both probe."""
 N_CLIENTS_KEPT = N_CLIENTS_LOOKED_AT // 2
-"""Clients that an ordinary search asks for because an earlier one found them."""
+"""Number of known clients that an ordinary search probes again."""
 SLICE_UNIT = 1024
-"""What the driver calls a microsecond, in nanoseconds: turns of 24,920 of them take 25.53 ms
-(H200), and all other lengths that were tried are longer in the same ratio."""
+"""Actual length of the driver's microsecond, in nanoseconds: a time slice of 24,920 us lasts 25.53
+ms (H200), and all other lengths that were tried are longer in the same ratio."""
 
 
 class ClientHolding(NamedTuple):
-    """What one client of a process has on this GPU."""
+    """A client of a process, and its channel groups on this GPU."""
 
     holding: Holding
     groups: tuple[ChannelGroup, ...]
@@ -56,7 +56,7 @@ class ClientHolding(NamedTuple):
 
     @property
     def key(self) -> int:
-        """The client's handle, which is unique in the driver."""
+        """The client's handle, which is unique on the host."""
         return self.holding.client
 
     @property
@@ -108,18 +108,18 @@ class NvidiaHardware:
         return DriverClient(self._branch, path=self._path, proc=self._proc, ioctl=self._ioctl)
 
     def watchdog(self) -> Watchdog:
-        """Start a process that switches on what is left off."""
+        """Start a process that switches channels on again if they are left off."""
         return Watchdog("governor.hardware.nvidia:revive", (self._gpu.uuid,))
 
     def close(self) -> None:
-        """Give everything back. Channels that are off stay off."""
+        """Free all objects. Channels that are off stay off."""
         self._driver.close()
 
     def find(self, pid: int, pidfd: int, *, thorough: bool = False) -> Sequence[ClientHolding]:
-        """Return what a process has on this GPU; nothing if it is gone or has no context.
+        """Return a process's clients on this GPU; none if it is gone or has no context.
 
-        A `thorough` search also finds what came with clients that are older than some thousand
-        others (2 s).
+        A `thorough` search takes 2 s, and also finds clients that are older than some thousand
+        others.
         """
         # A client has to be newer than those that it searches for.
         with self._open() as probe:
@@ -138,7 +138,7 @@ class NvidiaHardware:
         """Return the clients of other processes, newest first.
 
         Handles come from a counter, so a client that the last search did not find is newer than
-        that. Without this each search would make some thousand calls.
+        that search. Without this, each search would make some thousand calls.
         """
         n_new = (probe.client - self._searched) % calls.N_CLIENTS + AGAIN
         if thorough:
@@ -150,14 +150,14 @@ class NvidiaHardware:
             found += [one for one in self._clients if probe.exists(one, one)]
         found = [one for one in dict.fromkeys(found) if one != self._driver.client]
         self._searched = probe.client
-        # An ordinary search asks for no more than without this, however many there are.
+        # Bounds the calls of an ordinary search, however many clients exist.
         self._clients = found[:N_CLIENTS_KEPT]
         return found
 
     def switch(self, held: Sequence[ClientHolding], *, on: bool) -> None:
-        """Switch the channels of all of these on or off, in as few calls as possible.
+        """Switch the channels of these clients on or off, in as few calls as possible.
 
-        A process that has ended has nothing left to switch.
+        A process that has ended has no channels left to switch.
         """
         channels = [pair for one in held for pair in one.channels]
         if not channels:
@@ -182,7 +182,7 @@ class NvidiaHardware:
                 ) from e
 
     def _switch_one(self, held: ClientHolding, *, on: bool) -> bool:
-        """Switch what a process still has; return whether nothing else failed.
+        """Switch the channels that still exist; return False if any of these cannot be switched.
 
         The driver counts how often a channel is switched off, and the call that failed may have
         done part of its work. Switching on a channel once too often has no effect.
@@ -198,10 +198,10 @@ class NvidiaHardware:
         return True
 
     def set_slice(self, held: ClientHolding, ns: int) -> None:
-        """Give each channel group this time slice; one that no longer exists needs none.
+        """Set the time slice of each channel group that still exists.
 
-        A process that hides the open file of its client, or has replaced it by another one, keeps
-        its old slice.
+        If a process has closed or replaced its descriptor of the client's open file, the old slice
+        stays.
         """
         us = max(LEAST, ns // SLICE_UNIT)
         client = held.holding.client
@@ -224,12 +224,12 @@ class NvidiaHardware:
         return [list(pair) for one in held for pair in one.channels]
 
     def name(self, held: ClientHolding) -> list[Any]:
-        """Return a JSON value from which another call makes the same again."""
+        """Return a JSON value from which `named` restores this."""
         groups = [[group.handle, group.gpu_id, list(group.channels)] for group in held.groups]
         return [held.pid, held.holding.client, held.holding.descriptor, groups]
 
     def named(self, data: Any) -> ClientHolding:
-        """Return what has this name; ValueError or TypeError if it is no name."""
+        """Return the client with this name; ValueError or TypeError if the name is malformed."""
         pid, client, descriptor, found = data
         groups = tuple(
             ChannelGroup(int(client), int(handle), int(gpu_id), tuple(int(one) for one in channels))
@@ -239,7 +239,7 @@ class NvidiaHardware:
 
     def used_ns(self) -> Mapping[int, int]:
         """Return how long each process was on the GPU since the last call, by pid."""
-        # Before the flush: later records are for the next call.
+        # The time is read before the flush: later records belong to the next call.
         now = self._driver.gpu_time_ns(self._gpu)
         self._trace.flush()
         self._residency.add(self._trace.read())
@@ -255,9 +255,9 @@ class NvidiaHardware:
 
 
 def require_rights(proc: Path = Path("/proc")) -> None:
-    """Raise PermissionError if the trace would not name processes, or files could not be borrowed.
+    """Raise PermissionError if the trace would hide pids, or descriptors cannot be duplicated.
 
-    Without CAP_SYS_ADMIN the trace has pid 0 for every process. Nothing would be charged, and no
+    Without CAP_SYS_ADMIN, the trace has pid 0 for every process. No time would be charged, and no
     cap would hold.
     """
     status = (proc / "self/status").read_text()
@@ -282,20 +282,20 @@ def revive(
     proc: Path = Path("/proc"),
     ioctl: Ioctl = kernel_ioctl,
 ) -> None:
-    """Switch on channels of a GPU, each on its own, as some of their processes may have ended.
+    """Switch on channels of a GPU one by one, because some of their processes may have ended.
 
-    Raises OSError or DriverCallError if one that still exists may be off.
+    OSError or DriverCallError if a channel that still exists may be off.
     """
     branch = module_branch(proc) or calls.FIRST_BRANCH
     with DriverClient(branch, path=path, proc=proc, ioctl=ioctl) as driver:
         gpu = driver.gpu(uuid)
         if gpu is None:
-            return  # no process is left that has channels
+            return  # no process has the GPU open, so no channels exist
         failed: DriverCallError | None = None
         for client, channel in tokens:
             try:
                 driver.switch_channels(gpu, [(client, channel)], on=True)
-            except DriverCallError as e:  # the others are switched on all the same
+            except DriverCallError as e:  # the others must still be switched on
                 failed = e if driver.exists(client, channel) else failed
         if failed:
             raise failed

@@ -1,42 +1,41 @@
 """Decide which containers may use a GPU now, and for how long at a time.
 
-Pure: no clock, no thread, no driver. The caller says what each container used and what time it is;
-`step` returns the setting of each container and the time of the next step. The GPU's own scheduler
-carries a setting out. *On* says whether the container's channels are scheduled at all. The *slice*
-is how long a channel group runs before the GPU looks for another. The groups that are on and have
-work run one after the other in a circle, so their slices are their weights, and a group without
-work costs nothing. A *turn* is one time on the GPU: that of a channel group, which its slice or its
-work ends, or that of a container which alone of several is on. In a *round* each busy group has one
+Pure: no clock, no thread, no driver. The caller passes the GPU time that each container used and
+the current time; `step` returns a setting for each container and the time of the next step. The
+GPU's own scheduler carries the settings out. *On*: the container's channels are scheduled. *Slice*:
+how long a channel group runs before the GPU looks for another. The GPU schedules the groups that
+are on and have work round-robin, so their slices act as weights, and a group without work costs
+nothing. A *turn* is one stay on the GPU: of a channel group, until its slice or its work ends, or
+of the only one of several containers that is switched on. In a *round* each busy group has one
 turn; a period has a whole number of rounds.
 
-A container that is below its guarantee is *owed* the missing time. It has one of two ranks. The
-*first rank* holds containers that have been below their guarantee for a while, and those of class
-latency that have used less than their guarantee of the last second. They get long slices, and
-containers that work next to them get short ones, so that the first rank waits for a
-fraction of a millisecond.
+A container that is below its guarantee is *owed* the missing time. There are two ranks. The *first
+rank* consists of the containers that have been below their guarantee for a while, and of those of
+class latency that used less than their guarantee in the last second. They get long slices, and
+other containers get short ones, so that the first rank waits for only a fraction of a millisecond.
 
-A container *goes on* if its turns seldom end for lack of work. Several containers that go on would
-waste time in switching between short slices, so only one of them is on at a time: they take turns.
-One that has the turn and does nothing *rests*: it takes no turns until it works again, and is on.
-If the work of a container in the first rank is shorter than the context switches that it causes,
-those use up its guarantee as well, and the others keep theirs. While the first rank is empty all
-containers are on, with long slices in the ratio of their guarantees. While no container goes on, or
-the GPU has time left, nothing delays the first rank, and all containers have the driver's own
-slices. A container of class latency is put first even then.
+A container is *continuous* if its turns seldom end for lack of work. Several continuous containers
+would waste time in switching between short slices, so they take turns: only one of them is on at a
+time. If a container has the turn and does nothing, it *rests*: it is on, but takes no turns until
+it works again. The context switches that a container in the first rank causes also count against
+its guarantee, so that many short pieces of work do not use up the guarantees of others. While the
+first rank is empty, all containers are on, with long slices in the ratio of their guarantees. While
+no container is continuous, or the GPU is not fully used, nothing delays the first rank, and all
+containers have the driver's default slices. A container of class latency is preferred even then.
 
-A container that works on several GPUs at once may have a *window* in each period. Within it, no
-other container that keeps the GPU busy is on; outside of it, the container itself is off. The
-caller says where the windows are (gangs.py). The other containers share the rest of the period.
+A container that works on several GPUs at once may have a *window* in each period. Within it, the
+other containers that keep the GPU busy are off; outside it, the container itself is off. The caller
+passes the windows (gangs.py). The other containers share the rest of the period.
 
-A cap holds within each period: a container that has used its part is off until the next one. A
-shortfall is a *credit* for later periods, an excess is a debt. The GPU begins its circle of turns
-anew, anywhere, when channels are switched. So no container is off before all have had their turns
-of the period, and none while slices alone keep all containers to their caps; some turns more are a
-debt. The cap of a container of class latency holds within a second instead, so that it may use all
-of it at once. If it does, it is in the second rank, and has at most twice its part in each period,
-until it has used less again.
+A cap holds within each period: a container that has used its part is off until the next period. A
+shortfall is a *credit* for later periods, an excess is a debt. When channels are switched, the GPU
+restarts its round at an arbitrary group. So no container is switched off before all have had their
+turns of the period, nor while the slices alone keep all containers within their caps; the extra
+turns are a debt. The cap of a container of class latency holds within a second instead, so that it
+may use all of its time at once. It is then in the second rank, with at most twice its part in each
+period, until its use has fallen again.
 
-Times are nanoseconds, shares are parts of one GPU from 0 to 1.
+Times are nanoseconds, shares are fractions of one GPU.
 """
 
 from __future__ import annotations
@@ -60,91 +59,93 @@ from governor.hardware.tenant import (
 NEVER = 1 << 63
 
 FINE = 10 * MS
-"""Longest interval to the next step while a container of class latency works. Steps say when it
-used what."""
+"""Longest interval to the next step while a container of class latency works. The time of its use
+is known only to the length of a step."""
 ROUNDS = {1: 3, 2: 3, 3: 2}
-"""Rounds per period by the number of busy channel groups, while the first rank is empty; one round
-where there are more groups. A turn costs some 0.2 ms (H200). With a whole number of rounds, each
+"""Rounds per period, by the number of busy channel groups, while the first rank is empty; one round
+if there are more groups. A turn costs some 0.2 ms (H200). With a whole number of rounds, each
 container has the same time in every period, wherever the period begins."""
 SHORTEST = 3 * MS
-"""Shortest turn for which a period is divided into more rounds: the ends of shorter turns would
-cost too much of them."""
+"""A period is not divided into more rounds if turns would become shorter than this, because context
+switches would take too large a part of them."""
 LONGER_WAITS = 9 * MS
-"""Longest time for which the larger of two containers waits for the smaller one in three rounds; if
-it would wait longer, there are four."""
+"""Longest time for which the larger of two containers waits for the smaller one in three rounds per
+period; if it would wait longer, there are four."""
 CREDIT = 3 * MS
-"""Largest credit that a container carries into a period, or a whole turn if that is longer. Turns
-begin and end anywhere in a period, and driver calls end them early or late, so a container may fall
-short of its cap."""
+"""Largest credit that a container carries into the next period, or a whole turn if that is longer.
+Turns begin and end anywhere in a period, and driver calls end them early or late, so a container
+may fall short of its cap."""
 UNFOUND = 10
-"""Number of periods for which a container may work before it is found without incurring a debt. A
-governor that starts finds the containers of its predecessor, and without this one of 5 % would be
-off for 2 s for each period until then."""
+"""Number of periods for which a container may work without incurring a debt until its channels are
+found. A governor that starts has to find the containers of its predecessor; without this, a
+container with a cap of 5 % would be off for 2 s for each such period."""
 DEBT = 3 * PERIOD
-"""Largest excess over a cap that is taken off later periods. What a container did after a pause is
-known 0.3 s later (activity.py)."""
+"""Largest excess over a cap that is deducted from later periods. What a container used after a
+pause is known 0.3 s later (activity.py)."""
 SHORT = 200_000
 """Slice of containers that must not keep the first rank waiting."""
 LONG = 16 * MS
-"""Slice of a container in the first rank; the sum of their slices if all of them go on."""
+"""Slice of a container in the first rank; if all of them are continuous, the sum of their
+slices."""
 END = 70_000
-"""Time by which a turn outlasts its slice, mostly to restore the context (H200: 0 to 100 us). It is
+"""Time by which a turn exceeds its slice, mostly to restore the context (H200: 0 to 100 us). It is
 charged to no container."""
 GAP = 80_000
 """Time from the end of a turn to the beginning of the next (H100, H200)."""
 TURN_COST = GAP + END
-"""Time that a turn takes from all containers."""
+"""Time per turn that no container can use."""
 LEAST = 1 * MS
-"""Shortest slice where all containers are on: 1 ms costs 8 % in switching, 2 ms 7 % (H100)."""
+"""Shortest slice while all containers are on: 1 ms costs 8 % in switching, 2 ms 7 % (H100)."""
 TURN_LEAST = 10 * MS
 """Shortest turn that is made by switching channels off and on."""
 LATER = 10 * MS
-"""Shortest interval to the next step for the sake of an idle container. Longest interval after
-which a container that has reached its cap is checked for using more."""
+"""Shortest interval to the next step on behalf of an idle container. Also the longest interval
+between checks of a container that has reached its cap and is still on."""
 LITTLE = 1 * MS
 """Time by which a container may exceed its cap before it is switched off."""
 SOON = 2 * MS
-"""Shortest interval between two steps: each takes driver calls. What is overused in it is debt."""
+"""Shortest interval between two steps, because each makes driver calls. Overuse in it is a debt."""
 
 LIVELY = 3 * PERIOD
-"""Time since its last use of the GPU for which a container counts as working. Containers with
-windows are off most of the time."""
+"""Time since its last use of the GPU for which a container counts as working. It spans periods
+because containers with windows are off most of the time."""
 MANY = 4
-"""Number of busy channel groups from which on steps come less often."""
+"""With at least this number of busy channel groups, steps are less frequent."""
 RISE = 150 * MS
 FALL = 10 * MS
 MOST = 400 * MS
 """Thresholds of the time that a container is owed, in wall time at its guaranteed rate. It enters
-the first rank at RISE and leaves it below FALL. It is owed MOST at most, and owes MOST at most for
-what it took while others were owed."""
+the first rank at RISE and leaves it below FALL. It is owed at most MOST. For time that it took
+while others were owed, it owes at most MOST."""
 LACKS = 0.8
-"""Part of its guarantee of the last second. In a circle what a container is owed goes up and down
-by a turn or two, and little of it comes back, as none has more than its slices give it. So one that
-had more than this part stays in the circle."""
+"""Fraction of a container's guarantee of the last second. In a circle, the time that a container is
+owed varies by a turn or two, and is recovered slowly because none has more than its slices give it.
+So a container that had more than this fraction stays in the circle."""
 AWAKE = 2000 * MS
 """Time since its last use of the GPU for which a container keeps the slices of others short."""
 BUSY = 0.05, 0.02
-"""Parts of the time that a container could have had. One that uses more than the first counts for
-weights, until it uses less than the second."""
+"""Fractions of the time that a container could have had. A container counts for weights once it
+uses more than the first, until it uses less than the second."""
 FULL, NOT_FULL = 0.97, 0.92
-"""Parts of a period with work or context switches. The GPU is full, that is, has more work than it
-can do, once each of N_FULL periods in a row had more than the first, until the average falls below
-the second."""
+"""Fractions of a period with work or context switches. The GPU is full, that is, has more work than
+it can do, once N_FULL consecutive periods exceeded the first, until the average falls below the
+second."""
 N_FULL = 4
 RESTS = 3 * MS
-"""Idle time of the GPU while a container has the turn and does nothing, after which it rests."""
+"""If the GPU is idle for this long while a container has the turn, the container rests."""
 LOOK = 5 * MS
-"""Time from the beginning of a turn until it is known whether the container works."""
+"""Time from the beginning of a turn until it is checked whether the container works."""
 ENDING = 5 * MS
-"""A container goes on if it has more GPU time than this per turn that ends for lack of work."""
+"""A container is continuous if it has more GPU time than this per turn that ends for lack of
+work."""
 
 
 N_SHORT = 8
-"""Most groups of a container that have SHORT each."""
+"""Largest number of a container's groups that get SHORT each."""
 
 
 class Policy:
-    """The policy for one GPU. Any number may name a container."""
+    """The policy for one GPU. The caller chooses the numbers that identify containers."""
 
     def __init__(self, now: int) -> None:
         self._tenants: dict[int, Tenant] = {}
@@ -154,22 +155,22 @@ class Policy:
         self._windows: Mapping[int, Window] = {}
         self._turn: int | None = None
         self._turn_end = 0
-        self._unused = 0  # idle time of the GPU since the one with the turn last worked
-        self._early: Mapping[int, int] = {}
+        self._unused = 0  # idle time of the GPU since the container with the turn last worked
+        self._early_turns: Mapping[int, int] = {}
         self._grain, self._later = SOON, LATER
         self._part = 1.0  # recent average part of the time with work or context switches
         self._is_full, self._n_full, self._n_unknown = True, 0, N_FULL
         self._had = 0.0  # time with work or context switches in this period
-        self._round_left: float = NEVER  # of all budgets, while containers at their caps stay on
-        self._is_even = False  # all have the same slices, whatever their ranks
+        self._round_left: float = NEVER  # of all budgets, while containers at their caps are on
+        self._is_even = False  # all containers have the same slice, whatever their ranks
         self._circle: set[int] = set()  # containers whose slices keep them to their caps
 
     def add(self, tenant: int, share: Share, now: int) -> None:
-        """Let a container share the GPU from now on, or change what it may have."""
+        """Let a container share the GPU from now on, or change its share."""
         known = self._tenants.get(tenant)
         if known is None:
             self._tenants[tenant] = Tenant(share, now)
-            # It is not known yet what it does, so the GPU counts as full for some periods.
+            # Its load is not known yet, so the GPU counts as full for some periods.
             self._is_full, self._n_unknown = True, N_FULL
         else:
             known.share = share
@@ -181,7 +182,7 @@ class Policy:
             self._turn = None
 
     def owed(self, tenant: int) -> float:
-        """Return what a container is owed, in nanoseconds at its guaranteed rate."""
+        """Return the time that a container is owed, in nanoseconds at its guaranteed rate."""
         return self._tenants[tenant].owed
 
     def is_first(self, tenant: int) -> bool:
@@ -198,15 +199,15 @@ class Policy:
     ) -> tuple[dict[int, Setting], int]:
         """Return every container's setting and the time of the next step.
 
-        `used`: GPU time of each container since the last step, less what was charged too much
-        before. `groups`: how many channel groups of a container have work, each with turns of its
-        own; one, where it is not said. A container's slice is for all its groups. Where groups are
-        given, a container without any has not been found yet and cannot be switched off. `early`:
-        how many of its turns ended for lack of work since the last step. `windows`: when containers
-        that have several GPUs are on.
+        `used`: GPU time of each container since the last step, less earlier overcharges. `groups`:
+        the number of a container's channel groups that have work, each with turns of its own; 1 if
+        it is missing. A container's slice is divided among its groups. If `groups` is given, a
+        container that is not in it has not been found yet and cannot be switched off. `early`: the
+        number of a container's turns since the last step that ended for lack of work. `windows`:
+        the windows of containers with several GPUs.
         """
         self._windows = {i: w for i, w in (windows or {}).items() if i in self._tenants}
-        self._early = early or {}
+        self._early_turns = early or {}
         for number, tenant in self._tenants.items():
             tenant.groups = max(1, (groups or {}).get(number, 1))
             tenant.is_found = tenant.is_found or groups is None or number in groups
@@ -220,13 +221,14 @@ class Policy:
         return settings, self._next(now, settings)
 
     def load(self, tenant: int, now: int) -> Load:
-        """Return what a container and the others do with the GPU."""
+        """Return the load of a container and of the others on the GPU."""
         own = self._tenants[tenant]
         others = [t for t in self._tenants.values() if t is not own and self._is_lively(t, now)]
         return Load(
             own.share.guarantee,
             own.share.limit,
-            # A container of class latency is first on each of its GPUs whenever it has work.
+            # A container of class latency needs no window: it is preferred on each GPU when it has
+            # work.
             is_busy=now - own.used_at < LIVELY and not own.share.latency,
             others=sum(t.share.guarantee for t in others),
             others_limit=min(1.0, sum(t.share.limit for t in others)),
@@ -241,8 +243,8 @@ class Policy:
     def _account(self, now: int, used: Mapping[int, int]) -> None:
         passed = max(0, now - self._now)
         together = sum(used.get(number, 0) for number in self._tenants)
-        costs = sum(self._early.get(number, 0) for number in self._tenants) * 2 * TURN_COST
-        # Turns that end with their slices cost as much, where others have work.
+        costs = sum(self._early_turns.get(number, 0) for number in self._tenants) * 2 * TURN_COST
+        # Turns that end with their slices cost time as well, if others have work.
         turns = min(self._cost_of_turns(used), max(0, passed - together - costs))
         self._had += together + costs + turns
         kept = self._turn if self._turn_end < NEVER else None
@@ -252,19 +254,20 @@ class Policy:
             ns = used.get(number, 0)
             share = tenant.share
             tenant.use(begin, self._now, ns)
-            cost = self._early.get(number, 0) * 2 * TURN_COST
+            cost = self._early_turns.get(number, 0) * 2 * TURN_COST
             tenant.cost += cost
-            tenant.n_early += self._early.get(number, 0)
-            # Time that it took while others were owed is a debt; time that was idle is not.
+            tenant.n_early += self._early_turns.get(number, 0)
+            # Time that it took while others were owed is a debt; time that would have been idle is
+            # not.
             is_owing = len(owed) > (number in owed)
             least = -MOST if is_owing else min(tenant.owed, -FALL)
-            # A turn in which it did nothing is charged, too, because others were off for it.
+            # A turn in which it did nothing is charged as well, because others were off during it.
             had = ns + cost
             if number == kept:
                 had = max(had, min(passed, passed - (together - ns) - costs))
             tenant.owed = min(max(tenant.owed + passed - had / share.guarantee, least), MOST)
             if tenant.is_spent:
-                tenant.owed = min(tenant.owed, 0.0)  # it had all that its cap allows
+                tenant.owed = min(tenant.owed, 0.0)  # it had all the time that its cap allows
             if ns > 0:
                 tenant.used_at, tenant.rests = now, False
             if tenant.on:
@@ -275,28 +278,28 @@ class Policy:
             self._unused += min(passed, max(0, passed - together - costs))
             self._unused = 0 if used.get(kept, 0) > 0 else self._unused
             self._tenants[kept].rests = self._unused >= RESTS
-        # In turns that were kept for one container, others lose what that one does not use.
+        # The part of an exclusive turn that its container does not use is lost to the others.
         self._forgive(now, passed, together + costs if kept is None else passed)
         if now >= self._period_end:
             self._end_period(now)
 
     def _cost_of_turns(self, used: Mapping[int, int]) -> float:
-        """Return what turns cost that ended with their slices. No container could have had that."""
+        """Return the cost of turns that ended with their slices: time that no container can use."""
         n = largest = 0.0
         for number, tenant in self._tenants.items():
             if tenant.on:
                 of_group = max(0, used.get(number, 0)) / tenant.slice
                 n += of_group * tenant.groups
                 largest = max(largest, of_group)
-        n_early = sum(self._early.get(number, 0) for number in self._tenants)
+        n_early = sum(self._early_turns.get(number, 0) for number in self._tenants)
         # A group's turn ends with its slice only if another group has work.
         return TURN_COST * max(0.0, min(n, 2 * (n - largest)) - n_early)
 
     def _forgive(self, now: int, passed: int, had: float) -> None:
-        """Cancel what all busy containers lack in common: it went into context switches.
+        """Cancel the shortfall that all busy containers have in common: context switches took it.
 
-        `had`: what all containers used of the time that has passed. The GPU cannot do all of what
-        is guaranteed if the guarantees leave no time for context switches.
+        `had`: the part of the passed time that all containers used. The GPU cannot fulfil all
+        guarantees if they leave no time for context switches.
         """
         busy = [t for t in self._tenants.values() if now - t.used_at < PERIOD and t.burst > BURST]
         if len(busy) < 2:
@@ -319,7 +322,7 @@ class Policy:
             over = tenant.spent - tenant.share.limit * PERIOD * n + tenant.carried
             # Class latency is limited within the last second, and a gang by its window: no debt.
             is_debt = not tenant.share.latency and not tenant.fresh and number not in self._windows
-            # A container that sleeps does not save up time.
+            # A container that sleeps does not accumulate credit.
             slept = now - tenant.used_at > PERIOD * 2
             credit = CREDIT if slept else max(CREDIT, min(tenant.turn, tenant.share.limit * PERIOD))
             tenant.carried = min(max(over, -credit), DEBT) if is_debt else 0.0
@@ -327,7 +330,7 @@ class Policy:
             is_known = tenant.is_found or tenant.n_unfound >= UNFOUND
             tenant.fresh = tenant.fresh and not (tenant.spent and is_known)
             if tenant.spent > SOON or tenant.n_early:
-                tenant.goes_on = tenant.spent > ENDING * (tenant.n_early + 1)
+                tenant.is_continuous = tenant.spent > ENDING * (tenant.n_early + 1)
             tenant.n_early = 0
             tenant.recent.append(tenant.spent)
             tenant.costs.append(tenant.cost)
@@ -342,7 +345,7 @@ class Policy:
                 tenant.could_use = tenant.did_use = 0.0
 
     def _note_work(self, part: float) -> None:
-        """Note in which part of a period the GPU had work or switched contexts."""
+        """Record the fraction of a period in which the GPU had work or switched contexts."""
         if self._n_unknown:
             self._n_unknown -= 1
             part = 1.0
@@ -358,7 +361,7 @@ class Policy:
         for number, tenant in self._tenants.items():
             whole = tenant.share.guarantee * WINDOW * PERIOD
             if number in self._windows:
-                tenant.first, tenant.owed = False, 0.0  # its window gives it its part
+                tenant.first, tenant.owed = False, 0.0  # the window provides its part
             elif tenant.share.latency:
                 is_below = tenant.cost_others < (0.8 if not tenant.first else 1) * whole
                 tenant.first = is_below or tenant.owed >= (FALL if tenant.first else RISE)
@@ -383,7 +386,7 @@ class Policy:
         rest = {i: t for i, t in others.items() if not t.first}
         waits = any(self._wakes(tenant, now) for tenant in first.values())
         self._is_even = False
-        keeps_on = any(t.goes_on and self._is_lively(t, now) for t in others.values())
+        keeps_on = any(t.is_continuous and self._is_lively(t, now) for t in others.values())
         are_turns = any(t.takes_turns for t in rest.values())
         takers = [
             i
@@ -392,7 +395,8 @@ class Policy:
         ]
         if not waits:
             self._turn = None
-            # Slices do not depend on which containers are off, as each change takes a driver call.
+            # Slices do not depend on which containers are off, because each change takes a driver
+            # call.
             working = {i for i, t in rest.items() if t.busy}
             settings = self._by_weight({**first, **rest}, {*working, *first})
         elif not (
@@ -405,29 +409,29 @@ class Policy:
             settings = {i: Setting(True, self._slice_of_first(i, first)) for i in first}
             holder = self._take_turn(takers, now)
             for i, tenant in rest.items():
-                # The turns of one that does not go on are short; cutting them up would cost as
-                # much.
-                ns = SHORT * min(tenant.groups, N_SHORT) if tenant.goes_on else EVEN
+                # A container that is not continuous has short turns; dividing them would save
+                # nothing.
+                ns = SHORT * min(tenant.groups, N_SHORT) if tenant.is_continuous else EVEN
                 settings[i] = Setting(i == holder or i not in takers, ns)
         lively = [t for t in others.values() if self._is_lively(t, now)]
         is_batched = not waits and all(t.is_capped and not t.first for t in lively)
         left = sum(max(0.0, t.left) for t in lively)
-        is_going_on = is_batched and any(t.left_of_turns > LITTLE for t in lively)
-        self._round_left = left if is_going_on else NEVER
+        has_turns_left = is_batched and any(t.left_of_turns > LITTLE for t in lively)
+        self._round_left = left if has_turns_left else NEVER
         for tenant in self._tenants.values():
             tenant.is_in_circle = False
         for i, tenant in others.items():
-            # The GPU begins its circle anew anywhere when channels are switched. So it is left
-            # alone where all caps together are more than the GPU has.
+            # When channels are switched, the GPU restarts its round at an arbitrary group. So
+            # nothing is switched while slices keep the containers within their caps.
             tenant.is_in_circle = is_batched and i in self._circle and not tenant.share.latency
             is_over = tenant.is_spent
             if tenant.is_in_circle:
                 is_over = tenant.left_until_off <= 0
             elif is_batched and not tenant.share.latency and tenant.spent > tenant.turn / 2:
-                # Its next turn comes after those of all others. While these go on to their own
-                # caps, leaving it on takes none of their time, and one call switches all of them
+                # Its next turn comes after those of all others. Until these reach their caps,
+                # leaving it on takes none of their time, and then one call switches all of them
                 # off.
-                is_over = tenant.left <= (-max(LITTLE, tenant.turn) if is_going_on else LITTLE)
+                is_over = tenant.left <= (-max(LITTLE, tenant.turn) if has_turns_left else LITTLE)
             if tenant.is_capped and is_over:
                 settings[i] = settings[i]._replace(on=False)
         return settings
@@ -435,16 +439,16 @@ class Policy:
     def _slice_of_first(self, number: int, first: Mapping[int, Tenant]) -> int:
         """Return the slice of a container in the first rank.
 
-        A container with work now and then ends its turns on its own. Those that go on share in the
+        A container with occasional work ends its turns itself. Continuous containers share in the
         ratio of their guarantees, in turns that keep the others of the rank waiting only briefly.
         """
         tenant = first[number]
-        # A turn that goes beyond a cap is a debt for some periods.
+        # A turn that exceeds a cap would be a debt for some periods.
         most = LONG if tenant.share.latency else min(LONG, int(tenant.share.limit * PERIOD))
-        if not tenant.goes_on:
+        if not tenant.is_continuous:
             return max(LEAST, most)
-        length = LONG if all(t.goes_on for t in first.values()) else EVEN
-        whole = sum(t.share.guarantee for t in first.values() if t.goes_on)
+        length = LONG if all(t.is_continuous for t in first.values()) else EVEN
+        whole = sum(t.share.guarantee for t in first.values() if t.is_continuous)
         return max(LEAST, min(most, int(length * tenant.share.guarantee / whole)))
 
     def _with_windows(self, now: int, settings: dict[int, Setting]) -> dict[int, Setting]:
@@ -467,22 +471,22 @@ class Policy:
 
     def _by_weight(self, tenants: Mapping[int, Tenant], busy: set[int]) -> dict[int, Setting]:
         n = sum(tenants[i].groups for i in busy)
-        # The extra time of windows (`more`) changes each period; slices must not.
+        # The extension of a window (`more`) changes in each period; slices must not.
         free = PERIOD - sum(w.end - w.begin - w.more for w in self._windows.values())
         free = max(0, free)
-        # Many turns leave no room for caps that add up to less than the GPU.
+        # With many turns, even caps that add up to less than the whole GPU may not fit.
         is_room = sum(tenants[i].share.limit for i in busy) * PERIOD + n * TURN_COST < free
         if is_room:
-            # There is room for all caps, and they are reached in whole turns.
+            # All caps fit, and each is reached in whole turns.
             weights = {i: tenant.share.limit for i, tenant in tenants.items()}
             length = PERIOD
         elif sum(tenants[i].share.limit for i in busy) * PERIOD <= free:
-            # All lack only what turns cost.
+            # Each container falls short of its cap only by the cost of turns.
             weights = {i: tenant.share.limit for i, tenant in tenants.items()}
             length = free
         else:
             whole = sum(tenants[i].share.guarantee for i in busy) or 1.0
-            # An idle container is not in the sum, and may wake up.
+            # An idle container is not in the sum, so its weight is bounded in case it wakes up.
             weights = {i: min(1.0, t.share.guarantee / whole) for i, t in tenants.items()}
             length = free
         self._circle = {
@@ -491,10 +495,10 @@ class Policy:
             if not is_room and weights[i] <= tenants[i].share.limit + LITTLE / PERIOD
         }
         rounds = self._rounds(n, length * min((weights[i] for i in busy), default=1.0))
-        # Of many groups, each has one turn per round, so one over its cap is not urgent.
+        # With many groups, each has one turn per round, so an excess over a cap is not urgent.
         self._grain = SOON if n < MANY else length // rounds // 8
         self._later = LATER if n < MANY else PERIOD // 4
-        # A round has its part of the period, so that each container has the same in each period.
+        # Rounds divide the period evenly, so that each container has the same time in each period.
         length = length // rounds - (0 if is_room else n * TURN_COST)
         settings = {}
         for i, tenant in tenants.items():
@@ -505,9 +509,9 @@ class Policy:
         return settings
 
     def _rounds(self, n: int, least: float) -> int:
-        """Return in how many rounds `n` groups have their time in a period.
+        """Return the number of rounds per period for `n` groups.
 
-        `least`: the part of the period, in nanoseconds, that is for the smallest container.
+        `least`: the smallest container's time in the period, in nanoseconds.
         """
         rounds = ROUNDS.get(n, 1)
         if n == 2 and least > rounds * LONGER_WAITS:
@@ -522,8 +526,8 @@ class Policy:
             return self._turn
         if self._turn in busy and now < self._turn_end < NEVER:
             return self._turn
-        # The one that is owed most gets back what it lost to the first rank; among equals, the
-        # next.
+        # The container that is owed most is next, so that it recovers what it lost to the first
+        # rank; among equals, the next in order.
         last = -1 if self._turn is None else self._turn
         self._turn = min(busy, key=lambda i: (-self._tenants[i].owed, i <= last, i))
         whole = sum(self._tenants[i].share.guarantee for i in busy)
@@ -557,7 +561,7 @@ class Policy:
             if is_idle and tenant.share.latency and tenant.is_capped:
                 at.append(now + max(LATER, int(tenant.left)))
             if is_idle:
-                continue  # what it may overuse until the period ends is taken off the next
+                continue  # what it overuses until the period ends is deducted from the next
             if tenant.is_in_circle:
                 rate = max(settings[i].slice_ns / slices, 0.01)
                 at.append(now + max(self._grain, int(tenant.left_until_off / rate)))
@@ -566,8 +570,8 @@ class Policy:
             elif tenant.is_capped:
                 if tenant.share.latency:
                     at.append(now + FINE)
-                # Slices of the first rank do not tell how much of the GPU it uses. A cap that holds
-                # within any second does not wait for the end of a turn.
+                # Slices do not predict the use of the first rank. A cap that holds within any
+                # second cannot wait for the end of a turn.
                 is_rate = tenant.busy and not is_ranked and not tenant.share.latency
                 rate = settings[i].slice_ns / slices if is_rate else 1.0
                 left = (tenant.budget - tenant.spent) / min(1.0, max(rate, 0.01))

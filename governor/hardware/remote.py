@@ -1,7 +1,8 @@
-"""A GPU whose scheduler is steered through the steering service, as `runner.Closeable`.
+"""Steer a GPU's scheduler through the steering service, with the interface of `runner.Closeable`.
 
-The calls need CAP_SYS_ADMIN and the system call pidfd_getfd, which let a process do nearly anything
-on the host. The governor of a package has neither. It decides, and `service` makes the calls.
+The driver calls need CAP_SYS_ADMIN and the system call pidfd_getfd, which let a process do nearly
+anything on the host. A governor that was installed from a package has neither. It decides, and the
+service (`service`) makes the calls.
 """
 
 from __future__ import annotations
@@ -16,21 +17,23 @@ from governor.hardware.activity import Full
 from governor.hardware.channel import SOCKET, VERSION, Channel
 
 START_S = 10.0
-"""Longest wait for the service, which the service manager starts at the first connection."""
+"""Longest wait for the service, in seconds; the service manager starts it at the first
+connection."""
 CALL_S = 10.0
-"""Longest wait for what takes a millisecond; beyond it grants divide the time of the GPU."""
+"""Longest wait for a call that usually takes a millisecond, in seconds. After it, the GPU's time is
+divided by grants."""
 FIND_S = 120.0
-"""Longest wait for a search; a thorough one takes some seconds."""
+"""Longest wait for a search, in seconds; a thorough one takes some seconds."""
 N_TRIES = 20
 RETRY_S = 0.1
 
 
 class OutdatedServiceError(OSError):
-    """The service is of another version, and ends when the governor that it serves ends."""
+    """The service has another version; it exits when the governor that it serves ends."""
 
 
 class RemoteHeld(NamedTuple):
-    """What a process has on the GPU; `data` is what the service calls it."""
+    """What a process has on the GPU; `data` identifies it to the service."""
 
     pid: int
     key: int
@@ -39,7 +42,7 @@ class RemoteHeld(NamedTuple):
 
 
 class RemoteHardware:
-    """One GPU that is steered by the service at a socket; OSError if that cannot be done."""
+    """One GPU that the service at a socket steers; OSError if it cannot."""
 
     def __init__(self, uuid: str, path: str = SOCKET) -> None:
         self._channel, self._searches = _open(uuid, path)
@@ -53,7 +56,7 @@ class RemoteHardware:
         return RemoteWatchdog(self._channel)
 
     def close(self) -> None:
-        """End the connection. The service switches on what is off."""
+        """End the connection; the service then switches on what is off."""
         self._channel.close()
         self._searches.close()
 
@@ -63,16 +66,16 @@ class RemoteHardware:
         return [RemoteHeld(*one) for one in answer["held"]]
 
     def switch(self, held: Sequence[RemoteHeld], *, on: bool) -> None:
-        """Let the GPU schedule these from now on, or not at all."""
+        """Switch the channels of these on or off."""
         if held:
             self._channel.ask({"switch": [one.data for one in held], "on": on})
 
     def set_slice(self, held: RemoteHeld, ns: int) -> None:
-        """Give each channel group this time slice."""
+        """Set the time slice of each channel group."""
         self._channel.ask({"slice": held.data, "ns": ns})
 
     def tokens(self, held: Sequence[RemoteHeld]) -> list[Any]:
-        """Return what the service's watchdog is told of these."""
+        """Return the values that are passed to the service's watchdog for these."""
         return [one.data for one in held]
 
     def used_ns(self) -> Mapping[int, int]:
@@ -88,27 +91,27 @@ class RemoteHardware:
 class RemoteWatchdog:
     """The service's watchdog, with the interface of `watchdog.Watchdog`.
 
-    The service tells it at each request for the time used that the governor works.
+    With each request for the used time, the service reports to it that the governor is alive.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._told: list[Any] = []
+        self._announced: list[Any] = []
 
     def tell(self, off: Sequence[Any]) -> None:
-        """Say what is off from now on, before it is switched off."""
-        if list(off) != self._told:
+        """Announce what is about to be switched off."""
+        if list(off) != self._announced:
             self._channel.ask({"off": list(off)})
-            self._told = list(off)
+            self._announced = list(off)
 
     def close(self) -> None:
-        """Do nothing: it ends with the connection, once it has switched on what is off."""
+        """Do nothing: the watchdog ends with the connection, after switching on what is off."""
 
 
 def _open(uuid: str, path: str) -> tuple[Channel, Channel]:
     """Connect, and return a channel for steering and one for searches.
 
-    A service of another version serves a governor that is ending, and is then replaced.
+    A service of another version still serves a governor that is ending, and is then replaced.
     """
     for i in range(N_TRIES):
         try:
@@ -122,15 +125,15 @@ def _open(uuid: str, path: str) -> tuple[Channel, Channel]:
 
 def _open_once(uuid: str, path: str) -> tuple[Channel, Channel]:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    channel, searches = Channel(sock, START_S), Channel(ours, FIND_S)
+    search_end, service_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    channel, searches = Channel(sock, START_S), Channel(search_end, FIND_S)
     try:
         try:
             sock.connect(path)
         except OSError as e:
             raise OSError(f"no steering service answers at {path}: {e.strerror}") from e
-        with theirs:
-            answer = channel.ask({"open": uuid, "version": VERSION}, [theirs.fileno()])
+        with service_end:
+            answer = channel.ask({"open": uuid, "version": VERSION}, [service_end.fileno()])
         if answer.get("version") != VERSION:
             raise OutdatedServiceError(
                 f"the steering service is of another version; "
@@ -138,7 +141,7 @@ def _open_once(uuid: str, path: str) -> tuple[Channel, Channel]:
             )
         sock.settimeout(CALL_S)
     except BaseException:
-        theirs.close()
+        service_end.close()
         channel.close()
         searches.close()
         raise

@@ -1,8 +1,8 @@
-"""Run a GPU that its own scheduler divides: the arbiter's thread stands back, and another steers.
+"""Share a GPU by its own scheduler: a thread steers it, and the arbiter's grants stay open.
 
-Every container has an open grant, so no launch waits. The steering's thread reads which container
-was on the GPU, and switches and weights containers by the policy. If steering fails for any reason,
-the arbiter grants again as it does on other GPUs, so quotas hold either way.
+Every container has an open grant, so no launch waits. The steering thread reads which container was
+on the GPU, and sets switches and time slices by the policy. If steering fails for any reason, the
+arbiter grants again as it does on other GPUs, so quotas hold either way.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ from vdriver.nvml import DeviceUse, Nvml
 log = structlog.get_logger("tidegate")
 
 HIDDEN_NS = 500_000_000
-"""GPU time, in nanoseconds, that a process may have through what is not found. Beyond it only
-grants can hold that process, if anything can."""
+"""Largest GPU time, in nanoseconds, that a process may use through channels that are not found.
+Beyond it, only grants may still limit that process."""
 
 
 class Tells(Protocol):
-    """What is told of tokens that are off, and switches them on when the governor dies."""
+    """A watchdog: is told which tokens are off, and switches them on when the governor dies."""
 
     def tell(self, off: Sequence[Any], /) -> None:
-        """Say what is off from now on, before it is switched off; OSError if nothing listens."""
+        """Announce what is about to be switched off; OSError if nothing listens."""
 
     def close(self) -> None:
-        """Stop it, once it has switched on what is off."""
+        """Stop it, after it has switched on what is off."""
 
 
 class Closeable(Hardware[Any], Protocol):
     """A GPU that is steered until it is closed."""
 
     def watchdog(self) -> Tells:
-        """Start what switches tokens on when the governor dies."""
+        """Start the watchdog, which switches tokens on when the governor dies."""
 
     def close(self) -> None:
-        """Give back what it has."""
+        """Release its resources."""
 
 
 def open_hardware(nvml: Nvml, uuid: str) -> Closeable:
     """Return the scheduler of a GPU; OSError or DriverCallError if it cannot be steered.
 
-    A governor that may not make the calls itself asks the steering service.
+    A governor that has no right to make the calls uses the steering service.
     """
     simulated = nvml.simulated(uuid)
     if simulated is None:
@@ -82,7 +82,7 @@ def open_hardware(nvml: Nvml, uuid: str) -> Closeable:
 
 
 LOST_S = 60.0
-"""Shortest interval between two messages of a kind, in seconds."""
+"""Shortest interval between two log messages of a kind, in seconds."""
 
 
 class UnsteerableError(Exception):
@@ -107,14 +107,14 @@ class HardwareRunner(Runner):
         `busy` returns NVML's samples of the GPU since a time, in us since 1970. `board` is shared
         by the GPUs of the node.
         """
-        # First: without it nothing may be switched off, and if it fails nothing is left to be
-        # stopped.
+        # The watchdog comes first: without it nothing may be switched off, and if it fails there is
+        # nothing to stop.
         self._watchdog = hardware.watchdog()
         super().__init__(library, config)
         self._board = board or Board()
         self.together = self._board
         self._hardware, self._gpu, self._busy = hardware, gpu, busy
-        self._told: queue.SimpleQueue[Callable[[Steering[Any]], None] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[Steering[Any]], None] | None] = queue.SimpleQueue()
         # The arbiter reuses a container's number as soon as it is free; the steering must not.
         self._numbers = itertools.count()
         self._number: dict[int, int] = {}
@@ -147,72 +147,73 @@ class HardwareRunner(Runner):
         tenant = super().add(guarantee, limit, grant, device, ledger)
         number = self._number[tenant] = next(self._numbers)
         share = Share(guarantee / WHOLE, limit / WHOLE, latency)
-        self._tell(lambda steering: steering.add(number, share))
+        self._run_on_thread(lambda steering: steering.add(number, share))
         return tenant
 
     def join(self, tenant: int, gang: int) -> None:
-        """Run a container on this GPU when it is on its others."""
+        """Run a container on this GPU at the same time as on its others."""
         number = self._number[tenant]
-        self._tell(lambda steering: steering.join(number, gang))
+        self._run_on_thread(lambda steering: steering.join(number, gang))
 
     def set(self, tenant: int, guarantee: int, limit: int, *, latency: bool = False) -> None:
         """Change a container's shares."""
         super().set(tenant, guarantee, limit)
         number, share = self._number[tenant], Share(guarantee / WHOLE, limit / WHOLE, latency)
-        self._tell(lambda steering: steering.add(number, share))
+        self._run_on_thread(lambda steering: steering.add(number, share))
 
     def remove(self, tenant: int) -> None:
-        """Forget a container: its pages are not touched any more once this returns."""
+        """Forget a container: its pages are not accessed after this returns."""
         super().remove(tenant)
         number = self._number.pop(tenant)
         self._finder.remove(number)
-        self._tell(lambda steering: steering.remove(number))
+        self._run_on_thread(lambda steering: steering.remove(number))
 
     def enter(
         self, tenant: int, slot: int, pid: int, pidfd: int, contexts: Callable[[], int]
     ) -> None:
-        """Note a process of a container; `contexts` returns how many it says that it has."""
+        """Register a container's process; `contexts` returns the context count that it reports."""
         number = self._number[tenant]
-        self._tell(lambda steering: steering.enter(number, pid))
+        self._run_on_thread(lambda steering: steering.enter(number, pid))
         try:
             self._finder.enter(number, slot, pid, pidfd, contexts)
         except OSError:
-            self._tell(lambda steering: steering.forget(number, pid))
+            self._run_on_thread(lambda steering: steering.forget(number, pid))
             raise
 
     def leave(self, tenant: int, slot: int) -> None:
-        """Note that a process of a container has ended."""
+        """Unregister a process of a container."""
         number = self._number[tenant]
         pid = self._finder.leave(number, slot)
         if pid is not None:
-            self._tell(lambda steering: steering.forget(number, pid))
+            self._run_on_thread(lambda steering: steering.forget(number, pid))
 
     def stats(self, tenant: int) -> Stats:
-        """Return a container's counters; its GPU time is what the GPU's trace says."""
+        """Return a container's counters; its GPU time is taken from the GPU's trace."""
         stats = super().stats(tenant)
-        # The arbiter's part does not change while the GPU is steered, and grows afterwards.
+        # The arbiter's counters do not change while the GPU is steered, and grow afterwards.
         used = self._used.get(self._number[tenant], 0)
         stats.charged_ns += used
         stats.held_ns += used
         return stats
 
     def close(self) -> None:
-        """Stop both threads. Every container is switched on, and keeps its own quota."""
+        """Stop both threads. Every container is switched on and keeps its quota."""
         self._finder.close()
-        self._told.put(None)
+        self._calls.put(None)
         self._steering_thread.join()
         super().close()
 
-    # ---- the finder's thread ----
+    # ---- called on the finder's thread ----
 
     def _found(self, found: Found) -> None:
         if found.held:
-            self._tell(lambda steering: steering.take(found.tenant, found.pid, found.held))
+            self._run_on_thread(lambda steering: steering.take(found.tenant, found.pid, found.held))
         elif found.thorough:
-            # Without it, it may be an old client, which an ordinary search does not find.
-            self._tell(lambda steering: steering.miss(found.pid))
+            # After an ordinary search this may still be an old client, which only a thorough one
+            # finds.
+            self._run_on_thread(lambda steering: steering.miss(found.pid))
 
-    # ---- the steering's thread ----
+    # ---- the steering thread ----
 
     def _run(self) -> None:
         show_name()
@@ -227,7 +228,7 @@ class HardwareRunner(Runner):
             while self._step(steering):
                 pass
         except Exception as e:  # noqa: BLE001
-            # Whatever the error is, quotas hold by grants.
+            # Whatever the error is, grants enforce the quotas.
             self.not_steered = str(e) or repr(e)
             log.error(
                 "gpu-not-steered",
@@ -237,28 +238,28 @@ class HardwareRunner(Runner):
             )
         finally:
             self._failed = True
-            # First, so that a container that is switched on finds no open grant.
+            # Grants are closed first, so that a container that is switched on finds no open grant.
             self.open(is_open=False)
             with contextlib.suppress(Exception):
                 steering.all_on()
-            # The watchdog, which was told of it, switches on what could not be switched on here.
+            # The watchdog switches on what could not be switched on here.
             self._watchdog.close()
             self._hardware.close()
             self._drain()
 
-    def _tell(self, what: Callable[[Steering[Any]], None]) -> None:
-        """Run a call on the steering's thread, while that exists."""
-        self._told.put(what)
+    def _run_on_thread(self, what: Callable[[Steering[Any]], None]) -> None:
+        """Run a call on the steering thread, while it exists."""
+        self._calls.put(what)
         if self._failed:
             self._drain()
 
     def _drain(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                self._told.get_nowait()
+                self._calls.get_nowait()
 
     def _step(self, steering: Steering[Any]) -> bool:
-        """Run a step, and the calls that come before the next one; return False at the end."""
+        """Run a step, and the calls that arrive before the next one; return False at the end."""
         wake = steering.step() / 1e9
         self._used = dict(steering.used_ns)
         if steering.strangers or steering.returned:
@@ -270,7 +271,7 @@ class HardwareRunner(Runner):
         while True:
             left = wake - time.monotonic()
             try:
-                told = self._told.get(timeout=left) if left > 0 else self._told.get_nowait()
+                told = self._calls.get(timeout=left) if left > 0 else self._calls.get_nowait()
             except queue.Empty:
                 return True
             if told is None:
@@ -291,7 +292,7 @@ class HardwareRunner(Runner):
         ahead = time.time_ns() - time.monotonic_ns()
         try:
             found = self._busy((since_ns + ahead) // 1000)
-        except NvmlError:  # then what is on the GPU counts as working
+        except NvmlError:  # without samples, every process on the GPU counts as working
             return None
         # NVML rounds down, by half a percent on average.
         return [Sample(one.time_us * 1000 - ahead, (one.percent + 0.5) / 100) for one in found]

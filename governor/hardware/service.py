@@ -1,15 +1,16 @@
-"""The steering service: makes the driver calls that steer GPUs, for a governor that may not.
+"""The steering service: makes the driver calls that steer GPUs, for a governor without the rights.
 
-These calls need CAP_SYS_ADMIN and the system call pidfd_getfd. This process has them, and nothing
-else to do: it reads no configuration, listens to root alone, and takes no decision. A governor
-opens a GPU by a connection, and asks on it for what `steering.Hardware` has; searches, which take
-long, have a connection of their own that comes with the first message. When a connection ends,
-the session's watchdog switches on what it left off, before the GPU can be opened again.
+These calls need CAP_SYS_ADMIN and the system call pidfd_getfd. This process has both and does
+nothing else: it reads no configuration, accepts connections only from root, and takes no decision.
+A governor opens a connection for each GPU, and sends on it the calls of `steering.Hardware`;
+searches, which take long, use a second connection that is passed with the first message. When a
+connection ends, the session's watchdog switches on what was left off, before the GPU can be opened
+again.
 
     tidegate-steering [--socket PATH] [--nvml LIBRARY]
 
-A service manager passes the listening socket. The process then ends with its last session, and is
-started again by the next connection, so after an upgrade the next governor has the new version.
+A service manager may pass the listening socket. The process then exits with its last session, and
+the next connection starts it again, so after an upgrade the next governor gets the new version.
 """
 
 from __future__ import annotations
@@ -38,36 +39,36 @@ SUMMARY = "Make the driver calls that steer the scheduler of GPUs, for tidegate-
 HELLO_S = 5.0
 """Longest wait for a connection's first message, in seconds."""
 BUSY_S = 8.0
-"""Longest wait for the end of the previous session with a GPU: its watchdog switches on what was
-left off."""
+"""Longest wait for the end of the previous session with a GPU, in seconds: its watchdog switches on
+what was left off."""
 N_SESSIONS = 64
 _FIRST_PASSED = 3
 
 
 class Steerable(Hardware[Any], Protocol):
-    """A GPU that can be steered, with names for what is found that another process can keep."""
+    """A GPU that can be steered, with names by which another process refers to what was found."""
 
     def watchdog(self) -> Watchdog:
-        """Start a process that switches on what is left off."""
+        """Start a process that switches channels on again if they are left off."""
 
     def name(self, held: Any) -> list[Any]:
-        """Return a JSON value that identifies something that was found."""
+        """Return a JSON value that identifies a result of a search."""
 
     def named(self, data: Any) -> Any:
-        """Return what has this name; ValueError or TypeError if it is no name."""
+        """Return the result with this name; ValueError or TypeError if the name is malformed."""
 
     def close(self) -> None:
-        """Give back what it has."""
+        """Release its resources."""
 
 
 Open = Callable[[str], Steerable]
 
 
 class SteeringService:
-    """Serves governors at a listening socket."""
+    """Serves governors that connect to a listening socket."""
 
     def __init__(self, listener: socket.socket, open_gpu: Open, *, is_passed: bool) -> None:
-        """Serve without end, or until the last session ends if the listener was passed to us."""
+        """Serve without end; if the listener `is_passed`, until the last session ends."""
         self._listener, self._open_gpu, self._is_passed = listener, open_gpu, is_passed
         self._threads: set[threading.Thread] = set()
         self._gpus: dict[str, threading.Lock] = {}
@@ -83,7 +84,7 @@ class SteeringService:
             ready = {fd for fd, _ in poll.poll()}
             if self._ended in ready:
                 os.read(self._ended, 1)
-                # What connects from now on stays in the queue of the service manager's socket.
+                # New connections stay in the backlog of the service manager's socket.
                 if self._is_passed and not self._threads:
                     return
             if self._listener.fileno() in ready:
@@ -118,7 +119,7 @@ class SteeringService:
         uuid = message.get("open")
         if message.get("version") != VERSION:
             close_all(descriptors)
-            channel.send({"version": VERSION})  # the governor tells its administrator
+            channel.send({"version": VERSION})  # the governor reports the mismatch
             return
         if not isinstance(uuid, str) or len(descriptors) != 1:
             close_all(descriptors)
@@ -126,7 +127,7 @@ class SteeringService:
             return
         searches = Channel(socket.socket(fileno=descriptors[0]))
         try:
-            with self._alone(uuid), self._opened(uuid) as (hardware, watchdog):
+            with self._exclusive(uuid), self._opened(uuid) as (hardware, watchdog):
                 channel.send({"version": VERSION})
                 connection.settimeout(None)
                 finder = threading.Thread(
@@ -140,8 +141,8 @@ class SteeringService:
             searches.close()
 
     @contextlib.contextmanager
-    def _alone(self, uuid: str) -> Iterator[None]:
-        """Wait for the end of the GPU's previous session: two would undo each other's calls."""
+    def _exclusive(self, uuid: str) -> Iterator[None]:
+        """Hold the GPU for one session at a time: two would undo each other's calls."""
         with self._lock:
             gpu = self._gpus.setdefault(uuid, threading.Lock())
         if not gpu.acquire(timeout=BUSY_S):
@@ -165,7 +166,7 @@ class SteeringService:
 
 
 class Session:
-    """What a governor asks about one GPU that is open."""
+    """Answers a governor's requests about one open GPU."""
 
     def __init__(self, hardware: Steerable, watchdog: Watchdog, channel: Channel) -> None:
         self._hardware, self._watchdog, self._channel = hardware, watchdog, channel
@@ -174,7 +175,7 @@ class Session:
             "used": self._used,
             "switch": self._switch,
             "slice": self._slice,
-            "off": self._tell,
+            "off": self._announce_off,
         }
 
     def run(self) -> None:
@@ -187,7 +188,7 @@ class Session:
 
     def _used(self, _: dict[str, Any]) -> dict[str, Any]:
         if self._off:
-            self._watchdog.tell(self._off)  # the governor works
+            self._watchdog.tell(self._off)  # the governor is alive
         used = self._hardware.used_ns()
         return {
             "used": list(used.items()),
@@ -206,7 +207,7 @@ class Session:
         self._hardware.set_slice(self._hardware.named(message["slice"]), int(message["ns"]))
         return {}
 
-    def _tell(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _announce_off(self, message: dict[str, Any]) -> dict[str, Any]:
         held = [self._hardware.named(one) for one in message["off"]]
         self._off = self._hardware.tokens(held)
         self._watchdog.tell(self._off)
@@ -216,7 +217,7 @@ class Session:
 def _answer(
     request: Callable[[dict[str, Any]], dict[str, Any]] | None, name: str, message: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return what a request answers, or why it does not."""
+    """Return the answer to a request, or an error."""
     if request is None:
         return {"error": f"the steering service knows no request {name[:40]!r}"}
     try:
@@ -228,7 +229,7 @@ def _answer(
 
 
 def _search(hardware: Steerable, searches: Channel) -> None:
-    """Search for what processes have on a GPU, until the connection ends."""
+    """Serve searches on a GPU until their connection ends."""
 
     def find(message: dict[str, Any], pidfd: int) -> dict[str, Any]:
         thorough = message.get("thorough") is True
@@ -253,7 +254,7 @@ def _is_permitted(connection: socket.socket) -> bool:
 
 
 def passed_socket() -> socket.socket | None:
-    """Return the socket that the service manager has passed (sd_listen_fds(3)), if it has."""
+    """Return the socket that the service manager passed, if any (sd_listen_fds(3))."""
     if os.environ.get("LISTEN_PID") != str(os.getpid()) or os.environ.get("LISTEN_FDS") != "1":
         return None
     os.set_inheritable(_FIRST_PASSED, False)
@@ -278,7 +279,7 @@ def _open_nvidia(uuid: str) -> Steerable:
 
 
 def _opener(stack: contextlib.ExitStack, library: str | None) -> Open:
-    """Return what opens a GPU: a real one, or one of a simulated driver's NVML."""
+    """Return the function that opens a GPU: a real one, or one of a simulated driver's NVML."""
     if library is None:
         return _open_nvidia
     from simgpu.steering import SimulatedHardware

@@ -1,7 +1,7 @@
-"""Carry out the policy on one GPU: read what was used, decide, switch and set slices.
+"""Carry out the policy on one GPU: read the use, decide, switch channels and set time slices.
 
-A step takes as long as its driver calls, so it runs on a thread of its own. Containers are switched
-on before others are switched off. In between both are scheduled, so the GPU never idles for it.
+A step takes as long as its driver calls, so it runs on a separate thread. Containers are switched
+on before others are switched off, so that the GPU does not idle in between.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ BLIP = 2_000_000
 
 
 ACTIVE = 1_000_000_000
-"""Time since its last use of the GPU after which a process has no part of its container's slice."""
+"""Time since its last use of the GPU, in nanoseconds, after which a process has no part of its
+container's slice."""
 
 
 class Held(Protocol):
@@ -33,7 +34,7 @@ class Held(Protocol):
 
     @property
     def key(self) -> int:
-        """What identifies it on the GPU, whichever process has it."""
+        """Its identity on the GPU, independent of the process that has it."""
 
     @property
     def n_groups(self) -> int:
@@ -47,20 +48,20 @@ class Hardware(Protocol[H]):
     """One GPU with a scheduler that can be steered."""
 
     def find(self, pid: int, pidfd: int, *, thorough: bool = False) -> Sequence[H]:
-        """Return what a process has on the GPU; nothing if it is gone or has no context.
+        """Return what a process has on the GPU; nothing if the process is gone or has no context.
 
-        Called from a thread of its own. A `thorough` search takes seconds.
+        Called from the finder's thread. A `thorough` search takes seconds.
         """
 
     def switch(self, held: Sequence[H], *, on: bool) -> None:
-        """Let the GPU schedule these from now on, or not at all.
+        """Switch the channels of these on or off.
 
-        Calls are counted: what was switched off twice is on after two calls that switch it on.
-        Switching on what is on changes nothing.
+        Calls are counted: a channel that was switched off twice must be switched on twice.
+        Switching on a channel that is on has no effect.
         """
 
     def set_slice(self, held: H, ns: int) -> None:
-        """Give each channel group this time slice."""
+        """Set the time slice of each channel group."""
 
     def used_ns(self) -> Mapping[int, int]:
         """Return how long each process was on the GPU since the last call, by pid."""
@@ -82,7 +83,7 @@ class Hardware(Protocol[H]):
         """Number of trace records ever lost. Their time is charged to no container."""
 
     def tokens(self, held: Sequence[H]) -> list[Any]:
-        """Return JSON values that identify these to another process, which is to switch them on."""
+        """Return JSON values by which the watchdog process can switch these on."""
 
 
 class Steering(Generic[H]):
@@ -100,47 +101,48 @@ class Steering(Generic[H]):
     ) -> None:
         """Set up a GPU without containers.
 
-        `announce` is told what will be off before it is switched off, in each step while anything
-        is off, and once more when nothing is. `samples` returns NVML's samples since a time, both
-        on the clock; None if NVML has none. On the `board` GPUs agree when containers with several
-        of them are on; `gpu` is this one's number there.
+        `announce` is called with everything that will be off, before it is switched off, in each
+        step while anything is off, and once more when nothing is. `samples` returns NVML's samples
+        since a time, both on `clock`; None if NVML has none. The `board` coordinates containers
+        with several GPUs; `gpu` is this GPU's number on it.
         """
         self._announce = announce
-        self._announced = False  # whether anything is off by the last announcement
+        self._announced = False  # whether the last announcement had anything off
         self._hardware, self._clock = hardware, clock
         self._policy = Policy(clock())
         self._samples, self._activity = samples, Activity(clock())
         self._board, self._gpu = board or Board(), gpu
         self._gangs: dict[int, int] = {}  # by container, for those with several GPUs
-        self._on_since: dict[int, int] = {}  # when these were switched on, while they are on
-        self._spans: dict[int, tuple[int, int]] = {}  # the last time for which these were on
+        self._on_since: dict[int, int] = {}  # of a gang: when it was switched on
+        self._spans: dict[int, tuple[int, int]] = {}  # of a gang: when it was last on
         self._held: dict[int, list[H]] = {}
         self._tenants: dict[int, int] = {}  # by pid
         self._settings: dict[int, Setting] = {}
         self._worked: dict[int, int] = {}  # when each process was last on the GPU
-        self._groups: dict[int, int] = {}  # with a part of their container's slice, by container
+        self._groups: dict[int, int] = {}  # groups that share their container's slice, by container
         self._hidden: dict[int, int] = {}  # GPU time of processes that were not found
         self.strangers: set[int] = set()
-        """Processes that were on the GPU in the last step through channels that are not known."""
+        """Processes that used the GPU in the last step through channels that are not known."""
         self.returned: set[int] = set()
-        """Processes that were on it although they are off: through other channels, or on again."""
-        # GPU time by container, since it was added. It never falls: later time offsets what was
-        # charged too much.
+        """Processes that used it although they are off: through other channels, or switched on
+        again."""
+        # GPU time by container, since it was added. It never decreases: an overcharge is offset
+        # against later time.
         self.used_ns: Counter[int] = Counter()
-        self._over: dict[int, int] = {}
+        self._overcharged: dict[int, int] = {}
 
     def add(self, tenant: int, share: Share) -> None:
-        """Let a container share the GPU, or change what it may have."""
+        """Let a container share the GPU, or change its share."""
         self._policy.add(tenant, share, self._clock())
         self._held.setdefault(tenant, [])
 
     def join(self, tenant: int, gang: int) -> None:
-        """Run a container on this GPU when it is on its others; `gang` is its number there."""
+        """Run a container on this GPU at the same time as on its others, as gang `gang`."""
         if tenant in self._held:
             self._gangs[tenant] = gang
 
     def remove(self, tenant: int) -> None:
-        """Forget a container, and leave what it still has on the GPU switched on."""
+        """Forget a container; what it still has on the GPU is switched on."""
         setting = self._settings.get(tenant)
         held = self._held.get(tenant, [])
         if setting and not setting.on and held:
@@ -154,22 +156,23 @@ class Steering(Generic[H]):
         self._gangs.pop(tenant, None)
         self._on_since.pop(tenant, None)
         self._spans.pop(tenant, None)
-        self.used_ns.pop(tenant, None)  # another container may get the number next
-        self._over.pop(tenant, None)
+        self.used_ns.pop(tenant, None)  # another container may get the number
+        self._overcharged.pop(tenant, None)
         self._policy.remove(tenant)
 
     def enter(self, tenant: int, pid: int) -> None:
-        """Charge a process's time to a container, even before anything is known of it."""
+        """Charge a process's time to a container, even before its channels are found."""
         self._tenants[pid] = tenant
 
     def take(self, tenant: int, pid: int, found: Sequence[H]) -> None:
-        """Steer what a process was found to have, which replaces what was known of it.
+        """Steer the channels that were found for a process; they replace those known before.
 
-        What was found with another process before belongs to this one now: the driver has just
-        answered for it, and handles are reused. So two containers never switch the same channels.
+        A channel that was found in another process before belongs to this one now, because handles
+        are reused and the driver has just confirmed it. So two containers never switch the same
+        channels.
         """
         if self._tenants.get(pid) != tenant or not found:
-            return  # it has ended in the meantime
+            return  # the process has ended in the meantime
         known = [one for one in self._held[tenant] if one.pid == pid]
         if list(found) == known and pid not in self.returned:
             return  # each driver call takes locks of the whole host
@@ -179,7 +182,7 @@ class Steering(Generic[H]):
         self._held[tenant] += found
         self._hidden.pop(pid, None)
         setting = self._settings.get(tenant)
-        # An earlier governor may have died while it was off. Or it is known already, and off.
+        # An earlier governor may have died while it was off, or it is already known and off.
         self._hardware.switch(found, on=True)
         if setting and not setting.on:
             self._announce_off(self._settings)
@@ -188,17 +191,17 @@ class Steering(Generic[H]):
             self._set_slice(tenant, setting)
 
     def miss(self, pid: int) -> None:
-        """Note that a search for a process found nothing: what it uses from now on is hidden."""
+        """Record that a thorough search found nothing: the process's GPU time is hidden now."""
         known = {one.pid for held in self._held.values() for one in held}
         if pid in self._tenants and pid not in known:
             self._hidden.setdefault(pid, 0)
 
     def forget(self, tenant: int, pid: int) -> None:
-        """Forget a process that has ended, or that is not to be steered any more."""
+        """Forget a process that has ended, or that is no longer to be steered."""
         gone = [one for one in self._held.get(tenant, []) if one.pid == pid]
         setting = self._settings.get(tenant)
         if gone and setting and not setting.on:
-            self._hardware.switch(gone, on=True)  # it may be alive, and would stay off
+            self._hardware.switch(gone, on=True)  # it may be alive, and would otherwise stay off
         for one in gone:
             self._held[tenant].remove(one)
         if self._tenants.get(pid) == tenant:
@@ -208,11 +211,11 @@ class Steering(Generic[H]):
             self._set_slice(tenant, setting)
 
     def step(self) -> int:
-        """Account, decide and carry out; return when to do so again, on the clock."""
+        """Account, decide and carry out; return the time of the next step, on the clock."""
         used: Counter[int] = Counter()
         times = self._hardware.used_ns()
         now = self._clock()
-        self._notice(times)
+        self._find_strangers(times)
         wanted = self._activity.wants_samples(now)
         samples = self._samples(self._activity.known) if wanted else None
         charged = self._activity.step(now, times, samples, self._hardware.full_turns)
@@ -237,7 +240,7 @@ class Steering(Generic[H]):
         return wake
 
     def _loads(self, now: int) -> dict[int, Load]:
-        """Return what containers with several GPUs do on this one, by their numbers there."""
+        """Return the loads of containers with several GPUs on this one, by gang."""
         return {
             gang: self._policy.load(i, now)._replace(span=self._spans.get(i, (0, 0)))
             for i, gang in self._gangs.items()
@@ -245,10 +248,10 @@ class Steering(Generic[H]):
 
     def _count_used(self, used: Mapping[int, int]) -> None:
         for tenant, ns in used.items():
-            left = ns - self._over.pop(tenant, 0)
+            left = ns - self._overcharged.pop(tenant, 0)
             self.used_ns[tenant] += max(0, left)
             if left < 0:
-                self._over[tenant] = -left
+                self._overcharged[tenant] = -left
 
     def _count_groups(self, now: int, times: Mapping[int, int]) -> dict[int, int]:
         """Return the number of working channel groups of each container that was found."""
@@ -260,8 +263,8 @@ class Steering(Generic[H]):
             if held
         }
 
-    def _notice(self, times: Mapping[int, int]) -> None:
-        """Note processes on the GPU through channels that are not known, or that are off."""
+    def _find_strangers(self, times: Mapping[int, int]) -> None:
+        """Record processes that use the GPU through channels that are unknown, or that are off."""
         known = {one.pid for held in self._held.values() for one in held}
         returned = self._hardware.returned_ns
         self.strangers, self.returned = set(), set()
@@ -279,7 +282,7 @@ class Steering(Generic[H]):
 
     @property
     def hidden_ns(self) -> int:
-        """Largest GPU time that any process has had through what a search did not find."""
+        """Largest GPU time of any process through channels that a search did not find."""
         return max(self._hidden.values(), default=0)
 
     def all_on(self) -> None:
@@ -289,7 +292,7 @@ class Steering(Generic[H]):
             try:
                 if held:
                     self._hardware.switch(held, on=True)
-            except Exception as e:  # noqa: BLE001 - the others are switched on all the same
+            except Exception as e:  # noqa: BLE001 - the others must still be switched on
                 failed = e
             else:
                 if tenant in self._settings:
@@ -300,14 +303,14 @@ class Steering(Generic[H]):
         self._announce([])
 
     def setting(self, tenant: int) -> Setting | None:
-        """Return what is in force for a container; None before the first step with it."""
+        """Return the setting in force for a container; None before the first step with it."""
         return self._settings.get(tenant)
 
     def _apply(self, settings: dict[int, Setting], changed: Collection[int]) -> None:
         before = self._settings
         on = {i for i, setting in settings.items() if setting.on}
         was_on = {i for i in settings if i not in before or before[i].on}
-        # A container that could not be switched on is tried again in the next step.
+        # If a container cannot be switched on, the next step tries again.
         self._switch(sorted(on - was_on), on=True)
         self._settings = {i: s if i in on else s._replace(on=True) for i, s in settings.items()}
         if len(on) < len(settings) or self._announced:

@@ -1,7 +1,7 @@
-"""What the policy for a GPU's own scheduler knows of one container: its shares, use and debts.
+"""State of one container in the policy for a GPU's own scheduler: its shares, use and debts.
 
-Pure, as the policy is, whose words (period, turn, rank, circle) `policy` explains. Times are
-nanoseconds, shares are parts of one GPU from 0 to 1.
+Pure, as the policy is. `policy` explains the terms (period, turn, rank, circle). Times are
+nanoseconds, shares are fractions of one GPU.
 """
 
 from __future__ import annotations
@@ -11,25 +11,26 @@ from typing import NamedTuple
 
 MS = 1_000_000
 PERIOD = 100 * MS
-"""Interval within which caps hold and all containers that take turns have theirs. Switching costs
-0.6 ms (H100, H200): at 100 ms three containers deliver 100.7 % of solo, at 20 ms 94 to 95."""
+"""Interval within which caps hold and each container that takes turns has one. Switching costs 0.6
+ms (H100, H200): at 100 ms, three containers deliver 100.7 % of solo; at 20 ms, 94 to 95."""
 WINDOW = 10
 """Number of periods in a second, within which the cap of a container of class latency holds."""
 SLACK = 4 * MS
-"""Time by which such a container may exceed its cap in a second that begins anywhere. Within one
-that begins with a period it may not, which keeps its average exact; driver calls may be late."""
+"""Time by which a container of class latency may exceed its cap in an arbitrary second, because
+driver calls may be late. In a second that begins with a period it may not, which keeps its average
+exact."""
 EVEN = 2 * MS
-"""Slice of all containers where none has work all the time; it is the driver's own."""
+"""Slice of all containers while none has work all the time; it is the driver's default."""
 BURST = 0.5
-"""Part of the time that it could have had: a container that used more in one of the last periods
-takes turns."""
+"""Fraction of the time that a container could have had: one that used more in a recent period takes
+turns."""
 OWES = 150 * MS
-"""Time that a container took while others were owed, beyond which it takes turns whatever its turns
-look like."""
+"""A container that took more time than this while others were owed takes turns, even if its turns
+end for lack of work."""
 
 
 class Share(NamedTuple):
-    """What a container may have of a GPU, and whether its class is latency."""
+    """A container's guarantee and limit on a GPU, and whether its class is latency."""
 
     guarantee: float
     limit: float
@@ -37,7 +38,7 @@ class Share(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What is in force for a container: whether it is on, and its slice in nanoseconds."""
+    """The setting of a container: whether it is on, and its slice in nanoseconds."""
 
     on: bool
     slice_ns: int
@@ -49,16 +50,16 @@ class Window(NamedTuple):
     begin: int
     end: int
     more: int = 0
-    """The part of it that makes up for earlier windows that were too short."""
+    """The extension at its end, which makes up for earlier windows that were too short."""
 
 
 class Load(NamedTuple):
-    """What a container and the others do with a GPU, as far as windows depend on it."""
+    """The load of a container and of the others on a GPU, as far as windows depend on it."""
 
     guarantee: float
     limit: float
     is_busy: bool
-    """Whether it was on the GPU in the last periods."""
+    """Whether it used the GPU in the last periods."""
     others: float
     """Sum of the guarantees of the other containers that keep the GPU busy."""
     others_limit: float
@@ -66,12 +67,12 @@ class Load(NamedTuple):
     had: int
     """GPU time in the last period, in nanoseconds."""
     span: tuple[int, int] = (0, 0)
-    """Begin and end of the last time for which it was on: when the calls returned that switched it
-    on, and off."""
+    """The last interval in which it was on, from the return of the call that switched it on to that
+    of the call that switched it off."""
 
 
 class Second:
-    """What a container used within the last second, to the length of a step."""
+    """The GPU time that a container used within the last second, to the accuracy of a step."""
 
     def __init__(self) -> None:
         # Begin and end of the use of the GPU in each step, and the GPU time.
@@ -83,16 +84,16 @@ class Second:
         if ns < 0:
             self._take_back(-ns)
         elif ns and end > begin:
-            # It may have been at the end of the step.
+            # The use may have been at the end of the step.
             self._parts.append((max(begin, end - max(1, int(ns))), end, ns))
             self._sum += ns
         while self._parts and self._parts[0][1] <= end - WINDOW * PERIOD:
             self._sum -= self._parts.popleft()[2]
         if not self._parts:
-            self._sum = 0.0  # no remainder of the additions
+            self._sum = 0.0  # discards rounding errors
 
     def _take_back(self, ns: float) -> None:
-        """Take off what was added too much, the oldest first: no second may seem too empty."""
+        """Subtract an overcharge, oldest use first, so that recent use is not underestimated."""
         while ns > 0 and self._parts:
             begin, end, of = self._parts.popleft()
             taken = min(ns, of)
@@ -103,7 +104,7 @@ class Second:
                 self._parts.appendleft((begin, end, of - taken))
 
     def total(self, now: int) -> float:
-        """Return the sum. Of a use that began more than a second ago, the rest counts."""
+        """Return the sum. A use that began more than a second ago counts in proportion."""
         since = now - WINDOW * PERIOD
         if not self._parts or self._parts[0][0] >= since:
             return self._sum
@@ -121,11 +122,11 @@ class Second:
 
 
 class Tenant:
-    """A container: its shares, what it used, and what it is owed or owes."""
+    """A container: its shares, the time that it used, and the time that it is owed or owes."""
 
     def __init__(self, share: Share, now: int) -> None:
         self.share = share
-        self.owed = 0.0  # time below its guarantee, in ns of wall time at that rate
+        self.owed = 0.0  # time below its guarantee, in ns of wall time at the guaranteed rate
         self.first = share.latency
         self.spent = 0.0  # GPU time in this period
         self.cost = 0.0  # time of the context switches that it caused in this period
@@ -136,22 +137,25 @@ class Tenant:
         self.recent: deque[float] = deque(maxlen=WINDOW - 1)  # GPU time in each of the last periods
         self.costs: deque[float] = deque(maxlen=WINDOW - 1)
         self.second = Second()
-        self.room = 0.0  # left below its cap within the last second, and SLACK
-        self.is_over = False  # it had none, and is off until it is below its cap again
+        self.room = 0.0  # time left below its cap and SLACK within the last second
+        self.is_over = False  # it had none left, and is off until it is below its cap again
         self.used_at = now  # when it last used the GPU
         self.on_at = now  # when it was last switched on
-        self.could_use = 0.0  # time that it was on and no other used; did_use: what it used
+        self.could_use = 0.0  # time that it was on and no other container used
         self.did_use = 0.0
-        # Part that it used of the time that it could have had: averaged over the last periods, and
-        # the recent peak. As nothing is known yet, all of it.
+        # Fraction that it used of the time that it could have had: the average of the last periods,
+        # and the recent peak. 1 while nothing is known yet.
         self.load = self.burst = 1.0
         self.busy = True
         self.n_early = 0  # turns in this period that ended for lack of work
-        self.goes_on = False  # False while nothing is known of its turns
+        self.is_continuous = (
+            False  # its turns seldom end for lack of work; False while nothing is known
+        )
         self.rests = False  # it had the turn, and did nothing
         self.on, self.slice = True, EVEN
-        # It is found, and steered from then on, in the middle of a period, so what it has beyond
-        # its cap in that period is not a debt. Nor is what it had before, within UNFOUND periods.
+        # A container is found in the middle of a period, and can be steered only from then on. So
+        # an excess over its cap in that period is not a debt, nor is its earlier use, within
+        # UNFOUND periods.
         self.is_found = False
         self.n_unfound = 0  # periods in which it worked and could not be switched off
         self.fresh = True
@@ -163,7 +167,7 @@ class Tenant:
 
     @property
     def cost_others(self) -> float:
-        """Time that others could not use because of it within the last second."""
+        """Time within the last second that others could not use because of this container."""
         return self.had + sum(self.costs) + self.cost
 
     @property
@@ -183,13 +187,13 @@ class Tenant:
 
     @property
     def second_at_most(self) -> float:
-        """What it may use within any second."""
+        """GPU time that it may use within any second."""
         return self.share.limit * WINDOW * PERIOD + SLACK
 
     def use(self, begin: int, now: int, ns: int) -> None:
-        """Account for what it used between two times; if negative, it was charged too much before.
+        """Account for its use between two times; a negative value corrects an overcharge.
 
-        What is given back reduces a debt, and what it has used of this period. It is no credit.
+        A correction reduces a debt, then the use in this period. It does not become a credit.
         """
         if ns < 0 and self.carried > 0:
             debt = max(0.0, self.carried + ns)
@@ -207,15 +211,15 @@ class Tenant:
 
     @property
     def left_of_turns(self) -> float:
-        """What it has not had of this period's turns, without a credit."""
+        """The part of this period's turns that it has not used, without a credit."""
         return self.share.limit * PERIOD - max(0.0, self.carried) - self.spent
 
     @property
     def left_until_off(self) -> float:
-        """What it may use in this period until it is switched off.
+        """GPU time that it may use in this period before it is switched off.
 
         In a circle, turns begin and end anywhere in a period, and each switch disturbs the others.
-        So two turns more are tolerated, until there is a debt of one.
+        So two additional turns are tolerated, unless there is a debt of one.
         """
         if not self.is_in_circle:
             return self.left
@@ -223,14 +227,14 @@ class Tenant:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether it has to take turns with others like it while the first rank must not wait."""
-        return self.goes_on and not self.rests and (self.burst > BURST or self.share.latency)
+        """Whether it takes turns with similar containers while the first rank must not wait."""
+        return self.is_continuous and not self.rests and (self.burst > BURST or self.share.latency)
 
     @property
     def owes(self) -> bool:
-        """Whether it has to take turns with those that do, for what it took from others.
+        """Whether it has to take turns because of the time that it took from others.
 
-        Otherwise it could escape its turns by work that ends them early now and then.
+        Otherwise a container could avoid taking turns by occasionally ending one early.
         """
         is_debtor = self.owed < -OWES and self.burst > BURST
         return is_debtor and not self.rests and not self.share.latency

@@ -1,10 +1,10 @@
 """Read which process was on a GPU, and when, from the driver's trace of context switches.
 
 The GPU's front end writes a record at the beginning and at the end of a context's turn. The kernel
-module hands the records on some 30 times a second, with the process's pid in the host's namespace
-and the time on the GPU's clock. A flush (0.1 to 0.2 ms) hands on those that exist. A context that
-is not interrupted by another one has no records, whether it works or not. Nothing of this comes
-from a container. Only graphics and compute are traced, not copies.
+module delivers the records some 30 times a second, with the process's pid in the host's pid
+namespace and the time on the GPU's clock. A flush (0.1 to 0.2 ms) delivers those that are pending.
+A context that is not interrupted by another one causes no records, whether it works or not.
+Containers cannot influence the records. Only graphics and compute are traced, not copies.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from governor.hardware.activity import Full
 from governor.hardware.driver import DriverCallError, DriverClient, DriverGpu
 
 EARLY = 0.9
-"""Part of its slice: a shorter turn ended for lack of work."""
+"""Fraction of the slice: a turn shorter than this ended for lack of work."""
 LATE = 1.3
-"""Part of its slice: at the end of the slice of a longer turn no other context waited. A turn lasts
-longer than its slice by RESTORE, and up to 0.1 ms more (H200)."""
+"""Fraction of the slice: if a turn is longer than this, no other context waited when its slice
+ended. A turn normally exceeds its slice by RESTORE, and by up to 0.1 ms more (H200)."""
 RESTORE = 60_000
-"""Beginning of a turn in which the context is restored and nothing runs, in nanoseconds (H200: a
-kernel of 1.002 ms takes turns of 1.063 to 1.065 ms). It is charged to no process."""
+"""Time at the beginning of a turn in which the context is restored and nothing runs, in nanoseconds
+(H200: a kernel of 1.002 ms takes turns of 1.063 to 1.065 ms). It is charged to no process."""
 USUAL_SLICE = 2 * 1024 * 1024
 """Time slice that libcuda asks for, in nanoseconds."""
 MANY = 1024
-"""Largest number of processes or contexts that anything is kept of."""
+"""Largest number of processes or contexts for which state is kept."""
 N_RECORDS = 32768
-"""Records in the buffer: at slices of 0.1 ms there are 8,000 a second (H100)."""
+"""Number of records in the buffer; with slices of 0.1 ms there are 8,000 a second (H100)."""
 _RECORD = calls.RECORD_HEADER_SIZE + calls.SWITCH_RECORD.size
 _FIELDS = calls.SWITCH_RECORD.only("tag", "seqno", "context_id", "pid", "timestamp")
 _BEGIN, _END = calls.TAG_BEGIN.value, calls.TAG_END.value
@@ -92,11 +92,11 @@ class Trace:
 
     @property
     def n_dropped(self) -> int:
-        """Number of records that ever found no room."""
+        """Number of records ever dropped because the buffer was full."""
         return calls.BUFFER_HEADER.get(self._header, "recordDropcount")
 
     def flush(self) -> None:
-        """Have the kernel module hand on what the GPU has written until now."""
+        """Make the kernel module deliver the records that the GPU has written until now."""
         self._driver.control(calls.FLUSH_TRACE, self._buffer, {})
 
     def read(self) -> list[Switch]:
@@ -119,10 +119,10 @@ class Trace:
 class Residency:
     """GPU time by process, added up from a trace; pure.
 
-    The first `restore_ns` of a turn are not counted, nor is a turn without a record of its begin. A
-    turn without a record of its end ends where the next turn of any context begins, as the GPU has
-    one at a time. A context that is switched off while no other has work may get no record of its
-    end, nor of its begin when it is on again, so `switched` has to be called at both times.
+    The first `restore_ns` of a turn are not counted, nor is a turn without a begin record. A turn
+    without an end record ends where the next turn of any context begins, because the GPU runs one
+    context at a time. A context that is switched off while no other has work may cause no end
+    record, and no begin record when it is on again, so `switched` has to be called at both times.
     """
 
     def __init__(self, restore_ns: int = RESTORE) -> None:
@@ -134,21 +134,21 @@ class Residency:
         self._sequence: int | None = None
         self._changes: deque[tuple[int, frozenset[int], bool]] = deque()
         self._off: set[int] = set()
-        self._back: set[int] = set()  # processes that began a turn since they were switched off
+        self._back: set[int] = set()  # processes that began a turn while they were off
         self.returned: dict[int, int] = defaultdict(int)
         self._slices: dict[int, int] = {}  # by pid
         # Turns that ended before their slice, for any reason, by context: pid, begin, end.
         self._ended: dict[int, tuple[int, int, int]] = {}
-        self._fills: set[int] = set()  # processes with a last turn that ended with its slice
+        self._fills: set[int] = set()  # processes of which the last turn ended with its slice
         self._early: dict[int, int] = defaultdict(int)
         self._full: list[tuple[int, int, int]] = []  # pid, begin and end
 
     def switched(self, pids: Iterable[int], at_ns: int, *, on: bool) -> None:
-        """Note that processes are off from now on, or on; earlier records may yet come."""
+        """Record that processes are switched at a time; earlier trace records may arrive later."""
         self._changes.append((at_ns, frozenset(pids), on))
 
     def add(self, switches: Iterable[Switch]) -> None:
-        """Count records, in their order."""
+        """Account for records, in their order."""
         for switch in switches:
             if self._sequence is not None:
                 self.n_lost += (switch.sequence - self._sequence - 1) & 0xFFFF
@@ -157,7 +157,8 @@ class Residency:
             if switch.begins:
                 self.resident, self._began = switch, switch.at_ns
                 self._since = switch.at_ns + self._restore_ns
-                # It had another turn, and was not switched off and on in between.
+                # Another turn follows, without a switch in between, so the earlier one ended for
+                # lack of work.
                 if self._ended.pop(switch.context, (0,))[0] == switch.pid:
                     self._early[switch.pid] += 1
                     self._fills.discard(switch.pid)
@@ -169,7 +170,7 @@ class Residency:
                 self.resident = None
 
     def sliced(self, pid: int, ns: int) -> None:
-        """Note how long a process's turns are while it always has work."""
+        """Record the time slice of a process."""
         self._slices[pid] = ns
 
     def _end_turn(self, switch: Switch) -> None:
@@ -183,9 +184,9 @@ class Residency:
     def take_turns(self, now_ns: int) -> tuple[dict[int, int], list[Full]]:
         """Return the numbers of early turns by pid, and the full turns, since the last call.
 
-        An early turn is one that the process gave up for lack of work, and was followed by another.
-        A turn that ended because the process was switched off counts as full if the turn before it
-        was full.
+        An early turn is one that the process gave up for lack of work, and that was followed by
+        another. A turn that ended because the process was switched off counts as full if the
+        previous one was full.
         """
         early, full = self._early, self._full
         self._early, self._full = defaultdict(int), []
@@ -196,22 +197,22 @@ class Residency:
         return dict(early), [Full(pid, now_ns - began, now_ns - end) for pid, began, end in full]
 
     def take(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Return the times since the last call; nothing is kept, as processes come and go.
+        """Return the times by pid since the last call, and forget them.
 
-        The second is the part of the first from turns that began while the process was off.
+        The second result is the part of the first from turns that began while the process was off.
         """
         taken = self.ns, self.returned
         self.ns, self.returned = defaultdict(int), defaultdict(int)
         return taken
 
     def settle(self, now_ns: int) -> None:
-        """Count the time of the context that is on the GPU until now, on the GPU's clock."""
+        """Account for the time of the context on the GPU until a time on the GPU's clock."""
         while self._changes and self._changes[0][0] <= now_ns:
             at_ns, pids, on = self._changes.popleft()
             self._count(at_ns)
             self._off = self._off - pids if on else self._off | pids
             self._back -= pids
-            # The process did not give up a turn that this ends.
+            # A turn that the switch ended was not given up by the process.
             for context in [c for c, turn in self._ended.items() if turn[0] in pids]:
                 turn = self._ended.pop(context)
                 if turn[0] in self._fills:

@@ -1,10 +1,10 @@
-"""Switch on what a governor that died has left switched off.
+"""Watchdog process: switches on the containers that a dead governor left switched off.
 
 A container that is off does nothing until it is switched on, and a governor that was killed cannot
-do that. So the governor starts this process, and tells it through a pipe what it is about to switch
-off: each time one line of JSON with everything that is off. When the pipe ends, or is silent for
+do that. So the governor starts this process and writes to a pipe what it is about to switch off:
+each time one line of JSON with everything that is off. When the pipe is closed, or silent for
 SILENCE_S while something is off, everything in the last line is switched on. If that fails, it is
-tried again after AGAIN_S: without end while the governor lives, and N_TRIES times otherwise.
+retried every AGAIN_S: without end while the governor lives, and N_TRIES times otherwise.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 SILENCE_S = 1.0
-"""Longest silence of a governor that works, in seconds: turns and periods last 0.1 s."""
+"""Longest silence of a working governor, in seconds: turns and periods last 0.1 s."""
 
 AGAIN_S = 0.5
 N_TRIES = 10
-"""A service manager starts the next governor, which switches on as well, when this process ends."""
+"""Bounded, because the service manager starts the next governor, which switches on as well, only
+when this process has ended."""
 RESTART_S = 10.0
 """Shortest interval, in seconds, between two watchdogs of one governor."""
 CLOSE_S = 5.0
 """Longest wait for the end of the process, in seconds."""
 PIPE_BYTES = 1 << 20
-"""Size of the pipe: a few lines with all channels of a thousand contexts."""
+"""Size of the pipe, in bytes: a few lines with all channels of a thousand contexts fit."""
 
 START = """\
 import sys
@@ -41,8 +42,9 @@ sys.path[:] = sys.argv.pop(1).split("\\n")
 from governor.hardware import watchdog
 watchdog.main()
 """
-"""What the process executes. Where modules are is passed on: the scripts of a package put their
-directories on the path themselves, and -I keeps the environment out of what runs as root."""
+"""The program of the process. The module path is passed as an argument, because the scripts of a
+package set it themselves, and because -I makes Python ignore the environment, as is needed for code
+that runs as root."""
 
 
 class Watchdog:
@@ -52,7 +54,7 @@ class Watchdog:
         """Start it; `reviver` is `module:function`, called with `arguments` and what is off."""
         modules = "\n".join(path for path in sys.path if path.startswith("/"))
         self._command = [sys.executable, "-I", "-c", START, modules, reviver, *arguments]
-        self._told: list[Any] = []
+        self._announced: list[Any] = []
         self._fd = -1
         self._start()
 
@@ -75,38 +77,38 @@ class Watchdog:
         self._fd = fd
 
     def tell(self, off: Sequence[Any]) -> None:
-        """Say what is off from now on, before it is switched off; OSError if nothing listens.
+        """Announce what is about to be switched off; OSError if the watchdog does not listen.
 
-        A watchdog that has ended, which the kernel may do to it when memory is short, is replaced.
+        A watchdog that has ended, for instance by the OOM killer, is replaced.
         """
         try:
-            self._write(off, is_news=off != self._told)
+            self._write(off, is_news=off != self._announced)
         except BrokenPipeError:
             if time.monotonic() < self._started_at + RESTART_S:
                 raise
             self.close()
             self._start()
             self._write(off, is_news=True)
-        self._told = list(off)
+        self._announced = list(off)
 
     def _write(self, off: Sequence[Any], *, is_news: bool) -> None:
-        # If nothing has changed, an empty line says that the governor works.
+        # If nothing has changed, an empty line shows that the governor works.
         line = json.dumps(list(off)).encode() + b"\n" if is_news else b"\n"
         if os.write(self._fd, line) != len(line):
             raise BlockingIOError("the watchdog does not read")
 
     def close(self) -> None:
-        """Stop the process, once it has switched on what is off."""
+        """Stop the process, after it has switched on what is off."""
         assert self._process.stdin is not None  # noqa: S101
         with contextlib.suppress(OSError):
             self._process.stdin.close()
-        self._fd = -1  # the number may be another file's from now on
+        self._fd = -1  # the number may be reused for another file
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(CLOSE_S)
 
 
 def watch(reviver: str, arguments: Sequence[str]) -> None:
-    """Read what is off until the pipe ends; switch it on then, or when the pipe is silent."""
+    """Read what is off until the pipe is closed; switch it on then, or when the pipe is silent."""
     module, _, function = reviver.partition(":")
     revive = getattr(importlib.import_module(module), function)
     off: list[Any] = []
@@ -129,14 +131,14 @@ def watch(reviver: str, arguments: Sequence[str]) -> None:
         if off and not is_revived:
             is_revived = _is_done(revive, [*arguments, off], n_failed)
             n_failed += not is_revived
-        if ready:  # the pipe has ended
+        if ready:  # the pipe was closed
             if not off or is_revived or n_failed >= N_TRIES:
                 return
             time.sleep(AGAIN_S)
 
 
 def main() -> None:
-    """Watch; the command line has the reviver and its arguments.
+    """Run the watchdog; the command line has the reviver and its arguments.
 
     This process ends with the pipe. A service manager signals it and the governor at the same time.
     """
@@ -146,7 +148,7 @@ def main() -> None:
 
 
 def _is_done(revive: Callable[..., None], arguments: Sequence[Any], n_failed: int) -> bool:
-    """Switch on what is off; say why if it fails for the first time, and return whether it did."""
+    """Switch on what is off; print the first failure; return whether it succeeded."""
     try:
         revive(*arguments)
     except Exception as e:  # noqa: BLE001 - whatever it is, containers that are off do nothing

@@ -1,4 +1,4 @@
-"""The charge of a process under hardware scheduling: its work by NVML's samples of the GPU, some time later."""
+"""Test the charge of a process under hardware scheduling: its work by NVML's samples, which arrive later."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def alone(load, **options):
 
 
 @pytest.mark.parametrize("part", [1.0, 0.6, 0.2, 0.05])
-def test_one_that_is_alone_is_charged_what_it_works(part):
+def test_a_process_that_is_alone_is_charged_its_work(part):
     charged = alone(always(part))
     assert sum(charged[100:]) == pytest.approx(part * 1000, abs=11)  # in the third second
     # The surplus charge of the first tenths is given back.
     assert sum(charged) == pytest.approx(part * 3000, abs=3 * 11)
 
 
-def test_one_that_does_nothing_is_charged_hardly_anything_in_the_end():
+def test_an_idle_process_is_charged_hardly_anything_in_the_end():
     charged = alone(lambda ms: float(ms < 1000))
     assert sum(charged[125:]) < 10  # one percent, which NVML may not have reported
 
@@ -74,14 +74,14 @@ def test_less_work_is_charged_as_less_after_a_second():
     assert sum(charged[150:200]) == pytest.approx(300, abs=11)
 
 
-def test_one_that_is_switched_off_for_a_part_is_charged_for_the_rest():
+def test_a_process_that_is_off_at_times_is_charged_for_the_rest():
     """It is on the GPU for 40 of every 100 ms, and works all of that time."""
     on = lambda ms: float(ms % 100 < 40)  # noqa: E731
     assert sum(play({7: on}, {7: on})[7]) == pytest.approx(1200, abs=1)
 
 
 def test_samples_that_differ_are_charged_on_average():
-    """Every other sample shows 60 %, the others 50 %; charged at the highest, it would be 600 ms a second."""
+    """Samples alternate between 60 and 50 %; at the highest rate, the charge would be 600 ms a second."""
     charged = alone(lambda ms: 0.6 if ms // 200 % 2 else 0.5, until=5000)
     assert sum(charged[150:]) == pytest.approx(1100, abs=25)
 
@@ -110,15 +110,15 @@ def test_pauses_are_not_those_of_a_process_whose_turns_end_with_their_slice():
     assert sum(charged[8][100:]) == pytest.approx(400, abs=1)
 
 
-def test_pauses_that_may_be_anybodys_are_taken_off_none():
-    """Whatever one process does, its charge is not reduced for what the other does."""
+def test_pauses_of_unknown_processes_reduce_no_charge():
+    """The charge of one process is not reduced because of what the other one does."""
     first, second = halves()
     charged = play({7: lambda ms: first(ms) / 3, 8: second}, {7: first, 8: second})
     assert sum(charged[7][100:]) == pytest.approx(600, abs=1)
     assert sum(charged[8][100:]) == pytest.approx(400, abs=1)
 
 
-def test_pauses_that_have_no_room_in_the_turns_of_others_are_taken_off():
+def test_pauses_that_do_not_fit_into_the_turns_of_others_reduce_the_charge():
     """For 55 % of the time nothing ran, and the first process was on the GPU for only 40 %."""
     first, second = (lambda ms: float(ms % 100 < 40), lambda ms: float(ms % 100 >= 40))
     charged = play({7: lambda _: 0.0, 8: lambda ms: second(ms) * 0.75}, {7: first, 8: second})
@@ -126,17 +126,17 @@ def test_pauses_that_have_no_room_in_the_turns_of_others_are_taken_off():
     assert sum(charged[7][100:]) == pytest.approx(400, abs=15)
 
 
-def test_two_that_always_work_are_charged_what_they_were_there_for():
+def test_two_processes_that_always_work_are_charged_their_residency():
     """The time of a context switch, in which no kernel runs, reduces no charge."""
     charged = play({7: always(0.495), 8: always(0.495)}, {7: always(0.5), 8: always(0.5)})
     assert sum(charged[7]) == sum(charged[8]) == 1500
 
 
-def test_where_nvml_tells_nothing_residency_counts():
+def test_without_samples_residency_counts():
     assert sum(alone(always(0.1), tells=False)) == 3000
 
 
-def test_what_nvml_stops_telling_is_charged_in_full_again():
+def test_when_samples_stop_time_is_charged_in_full_again():
     activity = Activity(0)
     charged = []
     for at in range(20, 6001, 20):

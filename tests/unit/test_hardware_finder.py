@@ -1,4 +1,4 @@
-"""The search for the GPU contexts of processes: when, how often, and how it copes with lies and errors."""
+"""Test the search for processes' GPU contexts: its times and frequency, false reports, and errors."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def wait_for(condition, seconds=20):
         time.sleep(0.005)
 
 
-def test_one_that_was_on_the_gpu_once_is_not_looked_for_for_ever(world):
-    """Its context is gone before the look: it gets one look, and no search among all clients."""
+def test_a_process_seen_once_is_not_searched_for_ever(world):
+    """Its context is gone before the search: there is one search, and no thorough one."""
     enter(world, 11, lambda: 0)
     world.finder.saw({11})
     wait_for(lambda: world.looks)
@@ -60,7 +60,7 @@ def test_one_that_was_on_the_gpu_once_is_not_looked_for_for_ever(world):
     assert world.looks == [(11, False)]
 
 
-def test_one_that_is_there_again_and_again_is_looked_for_among_all_in_the_end(world):
+def test_a_process_seen_repeatedly_gets_a_thorough_search(world):
     enter(world, 11, lambda: 0)
 
     def is_thorough():
@@ -82,7 +82,7 @@ def test_an_error_of_the_driver_ends_no_look(world):
     assert world.told[-1].pid == 12
 
 
-def test_one_that_registers_again_and_again_is_not_looked_at_more_often(world):
+def test_repeated_registration_does_not_cause_more_searches(world):
     world.takes_s = 0.03
     begin = time.monotonic()
     while time.monotonic() < begin + 1.0:
@@ -103,7 +103,7 @@ def test_a_look_that_ends_after_its_process_was_registered_anew_counts(world):
     assert world.told[0].held == ["a context"]
 
 
-def test_what_is_found_of_one_that_has_left_is_not_told(world):
+def test_a_result_for_a_process_that_has_left_is_dropped(world):
     world.takes_s = 0.1
     world.has[11] = ["a context"]
     enter(world, 11)
@@ -113,7 +113,7 @@ def test_what_is_found_of_one_that_has_left_is_not_told(world):
     assert world.told == []
 
 
-def test_a_look_that_does_not_end_keeps_nobody_from_ending(monkeypatch):
+def test_a_search_that_does_not_end_does_not_block_closing(monkeypatch):
     monkeypatch.setattr("governor.hardware.finder.CLOSE_S", 0.1)
     world = FinderWorld()
     world.takes_s = 3.0
@@ -126,10 +126,10 @@ def test_a_look_that_does_not_end_keeps_nobody_from_ending(monkeypatch):
     finder._thread.join()
 
 
-def test_a_container_that_has_itself_looked_at_all_the_time_delays_no_other(world):
-    """64 processes report changing numbers of contexts.
+def test_a_container_that_causes_constant_searches_delays_no_other(world):
+    """64 processes report changing context counts.
 
-    They get a burst of looks, and one part in COST afterwards.
+    They get a burst of searches, and 1/COST of the time afterwards.
     """
     world.takes_s = 0.01
     numbers = iter(range(1, 10**9))
@@ -141,10 +141,10 @@ def test_a_container_that_has_itself_looked_at_all_the_time_delays_no_other(worl
     enter(world, 11, tenant=2)
     n = len(world.looks)
     wait_for(lambda: (11, False) in world.looks)
-    assert world.looks.index((11, False)) <= n + 1  # after the look that was under way
+    assert world.looks.index((11, False)) <= n + 1  # after the search that was in progress
     time.sleep(1.0)
     took = len([pid for pid, _ in world.looks if pid != 11]) * world.takes_s
-    # A look takes a little longer than its sleep, so this is the upper bound.
+    # A search takes a little longer than its sleep, so this is the upper bound.
     assert took <= BURST_S + world.takes_s + (time.monotonic() - begin) / COST
 
 

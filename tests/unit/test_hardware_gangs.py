@@ -1,4 +1,4 @@
-"""Containers with several GPUs, on the board and on a virtual clock: on all GPUs at once, within their shares."""
+"""Test containers with several GPUs, on a virtual clock: they run on all GPUs at once, within their shares."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def say(board, now, *gangs):
 # ---- the board ----
 
 
-def test_it_tells_each_gpu_who_joined():
+def test_each_gpu_is_told_which_container_joined():
     board, gpus = Board(), [Joined(), Joined()]
     assert board.add(gpus, [7, 4]) == 0
     assert [gpu.joined for gpu in gpus] == [[(7, 0)], [(4, 0)]]
@@ -80,11 +80,11 @@ def test_one_of_its_gpus_is_enough_to_be_at_work():
     say(board, 0, (gang, {0: load(0.3, 0.6), 1: load(0.3, 0.6, busy=False, had=0)}))
     assert board.windows(PERIOD) == {gang: Window(0, 30 * MS)}
     say(board, PERIOD, (gang, {0: load(0.3, 0.6), 1: load(0.3, 0.6, busy=False, had=0)}))
-    # The gang lacks nothing on the other GPU.
+    # The gang has no shortfall on the other GPU.
     assert board.windows(2 * PERIOD) == {gang: Window(0, 30 * MS)}
 
 
-def test_one_that_has_work_now_and_then_has_no_window():
+def test_a_gang_with_occasional_work_has_no_window():
     """Other containers would have to wait for it."""
     board = Board()
     gang = add(board)
@@ -140,7 +140,7 @@ def test_a_chain_of_gpus_has_its_halves(n):
     assert {window.end - window.begin for window in windows.values()} == {50 * MS}
 
 
-def test_what_is_made_up_for_is_taken_of_no_guarantee():
+def test_compensation_takes_nothing_from_guarantees():
     board = Board()
     gang = add(board)
     for i in range(10):
@@ -150,7 +150,7 @@ def test_what_is_made_up_for_is_taken_of_no_guarantee():
     assert window == Window(0, 31 * MS, MS)
 
 
-def test_one_that_does_little_on_one_of_its_gpus_gets_no_more_for_it():
+def test_a_gang_that_does_little_on_one_gpu_gets_no_compensation():
     board = Board()
     gang = add(board)
     for i in range(10):
@@ -159,7 +159,7 @@ def test_one_that_does_little_on_one_of_its_gpus_gets_no_more_for_it():
     assert window == Window(0, 30 * MS)
 
 
-def test_what_others_may_not_have_is_lent_to_it():
+def test_time_that_others_may_not_have_is_lent_to_the_gang():
     board = Board()
     gang = add(board)
     strict = load(0.3, 0.5, limit=1.0, others_limit=0.5)
@@ -173,7 +173,7 @@ def test_what_others_may_not_have_is_lent_to_it():
     assert board.windows(3 * PERIOD)[gang].end <= 40 * MS + MORE
 
 
-def test_what_calls_took_of_it_comes_back_and_no_more():
+def test_time_that_calls_took_is_compensated_and_no_more():
     board = Board()
     gang = add(board)
     lengths = []
@@ -222,8 +222,8 @@ def test_within_a_period_windows_stay_where_they_are():
     assert board.windows(2 * PERIOD) == {}
 
 
-def test_a_gpu_that_says_nothing_any_more_counts_no_more():
-    """Its thread has ended: grants divide this GPU, and do not know about windows."""
+def test_a_gpu_without_recent_reports_does_not_count():
+    """Its thread has ended: this GPU is divided by grants, which have no windows."""
     board = Board()
     gang = add(board)
     say(board, 0, (gang, {0: load(0.3, 0.6), 1: load(0.3, 0.6)}))
@@ -231,7 +231,7 @@ def test_a_gpu_that_says_nothing_any_more_counts_no_more():
     assert board.windows(RECENT + PERIOD) == {}
 
 
-def test_one_that_is_removed_has_none_at_once():
+def test_a_removed_gang_has_no_window_at_once():
     board = Board()
     gang = add(board)
     say(board, 0, (gang, {gpu: load(0.3, 0.6) for gpu in (0, 1)}))
@@ -396,7 +396,7 @@ def test_several_others_share_what_is_left():
         assert sum(one.values()) > 96
 
 
-def test_what_windows_make_up_for_changes_no_slices():
+def test_compensation_of_windows_changes_no_slices():
     """Each change is a driver call that takes locks of the whole host."""
     shares = {1: Share(0.3, 0.3), 2: Share(0.4, 1), 3: Share(0.2, 1)}
     node = TwoGpuNode([shares, dict(shares)], {1})

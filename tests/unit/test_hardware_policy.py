@@ -1,4 +1,4 @@
-"""The policy for the hardware's scheduler, on a virtual clock with a model of a measured GPU (virtual_gpu.py)."""
+"""Test the policy for the GPU's own scheduler, on a virtual clock with a model of a measured GPU (virtual_gpu.py)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ S = 1000 * MS
 class PolicyRun:
     """The result of a run.
 
-    Work of each container in percent of the GPU: in total, in each 100 ms and in each second. Waits in ms.
+    Work of each container in percent of the GPU: in total, in each 100 ms and in each second. Waits
+    in ms.
     """
 
     used: dict[int, float]
@@ -164,8 +165,8 @@ def test_those_who_reach_their_caps_are_switched_off_together(wanted, most):
         assert r.mean_error(i, w) <= 1
 
 
-def test_one_that_works_on_beyond_its_cap_is_not_waited_for():
-    """The others have not used their shares, and may not have work any more."""
+def test_the_others_do_not_wait_for_a_container_beyond_its_cap():
+    """The others have not used their shares, and may have no more work."""
     policy = Policy(0)
     for i in (1, 2):
         policy.add(i, Share(0.3, 0.3), 0)
@@ -203,7 +204,7 @@ def beginning_late(n, seed):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("caps", [[0.13] * 4 + [0.12] * 4, [0.25] * 4, [0.6, 0.2, 0.2], [0.3, 0.7]])
 def test_where_caps_make_up_the_gpu_nothing_is_switched(caps, seed, gap, monkeypatch):
-    """Slices alone keep them, however the circle lies in the periods: each switch would disturb it."""
+    """Slices alone enforce the caps, wherever rounds begin in a period: each switch would disturb them."""
     monkeypatch.setattr("tests.unit.virtual_gpu.SWITCH", gap)
     shares = {i: Share(cap, cap) for i, cap in enumerate(caps)}
     r = run(shares, beginning_late(len(caps), seed), 6, warm=3)
@@ -238,7 +239,7 @@ class OnAndOff(VirtualContext):
     ],
 )
 def test_a_neighbour_that_works_in_bursts_takes_nothing_of_a_guarantee(share, cycle, busy, phase):
-    """What a container had while its neighbour was idle must not be taken off it for longer than that."""
+    """Time that a container had while its neighbour was idle must not be deducted for longer than that."""
     shares = {1: Share(share, share), 2: Share(1 - share, 1 - share)}
     r = run(shares, {1: endless(), 2: OnAndOff(cycle, busy, phase)}, 8)
     assert r.used[1] >= 100 * share - 1.5
@@ -268,7 +269,7 @@ class WorkAndRest(VirtualContext):
 
 
 def test_where_all_may_have_what_is_idle_it_is_used():
-    """A container that rests holds no turn for which others are off."""
+    """A container that rests has no turn for which others are off."""
     contexts = {i: WorkAndRest(i) for i in range(1, 5)}
     r = run(dict.fromkeys(contexts, Share(0.25, 1)), contexts, 12)
     moments = range(2 * S, 14 * S, 5 * MS)
@@ -279,7 +280,7 @@ def test_where_all_may_have_what_is_idle_it_is_used():
 
 
 def test_what_is_given_back_does_not_open_the_second_of_a_latency_container():
-    """It was alone, was charged 250 ms of work and 50 of pauses, and the latter is given back later."""
+    """It was alone, and was charged 250 ms of work and 50 ms of pauses; the latter are given back later."""
     second = Second()
     second.add(0, 250 * MS, 250 * MS)
     second.add(250 * MS, 300 * MS, 50 * MS)
@@ -298,7 +299,7 @@ def test_what_is_given_back_does_not_open_the_second_of_a_latency_container():
     ],
 )
 def test_where_caps_fill_the_gpu_each_has_its_cap_whatever_is_guaranteed(shares, least):
-    """Weights by guarantee would give one container what another one may have."""
+    """Weights by guarantee would give one container the time of another one."""
     r = run(
         {i: Share(*share) for i, share in enumerate(shares)},
         {i: endless() for i in range(len(shares))},
@@ -378,7 +379,10 @@ def test_turns_that_end_early_now_and_then_are_no_way_to_have_more_of_them(phase
 
 
 def test_several_groups_of_one_container_do_not_use_up_what_others_are_guaranteed():
-    """Beside four processes with 20 % and a service, 70 % used to get 51. A third of the GPU was lost to switches."""
+    """Beside four processes with 20 % and a service, 70 % used to get 51.
+
+    A third of the GPU was lost to switches.
+    """
     contexts = {**{f"a{k}": endless() for k in range(4)}, "b": endless(), "c": requests(20, 1.0)}
     owner = {name: {"a": 1, "b": 2, "c": 3}[name[0]] for name in contexts}
     gpu, policy = VirtualGpu(contexts), Policy(0)
@@ -436,7 +440,8 @@ def test_a_container_at_its_cap_does_not_owe_what_is_idle():
 def test_a_container_of_several_processes_does_not_make_the_gpu_look_idle():
     """Each process has its part of the slice, so the driver's own slices cost four times as many switches.
 
-    On an H200 two containers that keep the GPU busy had 31 of 40 % and 51 of 60 % with these slices.
+    On an H200 two containers that keep the GPU busy had 31 of 40 % and 51 of 60 % with these
+    slices.
     """
     policy = Policy(0)
     policy.add(1, Share(0.6, 0.6), 0)
@@ -458,7 +463,7 @@ def test_a_container_of_several_processes_does_not_make_the_gpu_look_idle():
 
 @pytest.mark.parametrize("wanted", [(70, 30), (80, 20), (90, 10), (40, 30)])
 def test_the_larger_of_two_waits_for_less_than_10_ms(wanted):
-    """If the container has only occasional work, that waits for one turn of the other, whatever the other launches."""
+    """If the container has only occasional work, it waits for one turn of the other, whatever the other launches."""
     policy = Policy(0)
     for i, w in enumerate(wanted):
         policy.add(i, Share(w / 100, w / 100), 0)
@@ -492,7 +497,7 @@ def test_one_alone_is_never_switched_off():
     assert r.changes == 0
 
 
-def test_a_cap_with_room_beside_it_is_filled_by_nobody_else():
+def test_free_time_beside_a_cap_stays_unused():
     r = run({1: Share(0.3, 0.3), 2: Share(0.2, 0.4)}, {1: endless(), 2: endless()})
     assert r.used[1] == pytest.approx(30, abs=0.6)
     assert r.used[2] == pytest.approx(40, abs=0.6)
@@ -503,7 +508,7 @@ def test_a_cap_with_room_beside_it_is_filled_by_nobody_else():
     guarantees=st.lists(st.integers(2, 40), min_size=1, max_size=5).filter(lambda g: sum(g) <= 100),
     extra=st.lists(st.sampled_from([0, 10, 30, 100]), min_size=5, max_size=5),
 )
-def test_nobody_gets_more_than_the_cap_or_less_than_the_guarantee(guarantees, extra):
+def test_no_container_gets_more_than_its_cap_or_less_than_its_guarantee(guarantees, extra):
     shares = {
         i: Share(g / 100, min(100, g + e) / 100)
         for i, (g, e) in enumerate(zip(guarantees, extra, strict=False))
@@ -520,7 +525,10 @@ def test_nobody_gets_more_than_the_cap_or_less_than_the_guarantee(guarantees, ex
 
 
 def test_requests_of_one_below_its_guarantee_wait_for_a_fraction_of_a_millisecond():
-    """The same arrivals alone and next to endless work, without any setting. The class makes no difference here."""
+    """The same arrivals alone and next to endless work, without any setting.
+
+    The class makes no difference here.
+    """
     alone = run({1: Share(0.5, 1)}, {1: requests(20)}, 20)
     for share in (Share(0.5, 1), Share(0.2, 1), Share(0.2, 1, latency=True)):
         r = run({1: share, 2: Share(1 - share.guarantee, 1)}, {1: requests(20), 2: endless()}, 20)
@@ -532,7 +540,7 @@ def test_requests_of_one_below_its_guarantee_wait_for_a_fraction_of_a_millisecon
 @pytest.mark.parametrize(
     ("n", "mean_ms", "guarantee"), [(4, 8, 0.2), (8, 25, 0.1), (32, 100, 0.03)]
 )
-def test_services_beside_each_other_wait_as_without_us(n, mean_ms, guarantee):
+def test_services_beside_each_other_wait_as_without_steering(n, mean_ms, guarantee):
     """None of them keeps the GPU busy, so none has to be kept from it, and nothing has to be switched."""
 
     def contexts():
@@ -551,7 +559,10 @@ def test_services_beside_each_other_wait_as_without_us(n, mean_ms, guarantee):
     ("n", "mean_ms", "guarantee"), [(8, 20, 0.1), (8, 20, 0.12), (16, 40, 0.06)]
 )
 def test_services_that_nearly_fill_the_gpu_take_no_turns(n, mean_ms, guarantee):
-    """Requests take 80 %, and context changes come on top. Being switched off would let the queues grow."""
+    """Requests take 80 %, and context changes come on top.
+
+    Being switched off would let the queues grow.
+    """
 
     def contexts():
         return {i: requests(mean_ms, seed=i) for i in range(n)}
@@ -639,7 +650,7 @@ def test_half_the_gpu_in_requests_is_served_before_what_borrows():
 
 @pytest.mark.parametrize(("mean_ms", "guarantee"), [(4, 0.6), (8, 0.3), (20, 0.15)])
 def test_a_service_waits_no_longer_because_of_its_class(mean_ms, guarantee):
-    """Not even if the switches that it causes sometimes use up its guarantee of a second."""
+    """This holds even if the switches that it causes sometimes use up its guarantee of a second."""
 
     def beside_endless_work(share):
         contexts = {1: requests(mean_ms), 2: endless()}
@@ -686,7 +697,7 @@ def test_a_latency_container_that_slept_may_use_its_second_at_once():
     assert on == [False] * 6 + [True] * 3
 
 
-def test_a_container_that_sleeps_keeps_nobodys_slices_short():
+def test_a_sleeping_container_does_not_keep_slices_short():
     shares = {1: Share(0.4, 1), 2: Share(0.3, 1), 3: Share(0.3, 1)}
     r = run(shares, {1: requests(1e7), 2: endless(), 3: endless()}, seconds=4, warm=AWAKE // S + 2)
     assert r.changes == 0
@@ -766,7 +777,7 @@ def test_a_changed_cap_holds_from_the_next_period_on():
     assert policy.step(PERIOD, {1: PERIOD})[0][1].on
     policy.add(1, Share(0.2, 0.2), PERIOD)
     assert not policy.step(PERIOD * 3 // 2, {1: PERIOD // 2})[0][1].on
-    # Use beyond the cap in that period is taken off the next ones, up to one period's worth.
+    # Use beyond the cap in that period is deducted from the next ones, up to one period's time.
     on = [policy.step(PERIOD * i, {})[0][1].on for i in range(2, 6)]
     assert on == [False, True, True, True]
 
@@ -780,8 +791,8 @@ def test_the_first_period_leaves_no_debt():
     assert policy.step(PERIOD * 2, {})[0][1].on
 
 
-def test_what_it_had_until_it_was_found_is_no_debt():
-    """A governor that starts finds the channel groups of running containers after these have gone on for a while."""
+def test_use_before_it_was_found_is_no_debt():
+    """A new governor finds the channel groups of running containers only after they have worked for a while."""
     policy = Policy(0)
     policy.add(1, Share(0.05, 0.05), 0)
     for i in range(1, 6):
@@ -850,7 +861,10 @@ class Bursts(VirtualContext):
 @pytest.mark.parametrize(("idle", "busy"), [(200, 100), (170, 30), (160, 40), (150, 150)])
 @pytest.mark.parametrize("guarantees", [(0.01, 0.99), (0.01, 0.5, 0.49), (0.1, 0.9)])
 def test_one_that_comes_in_bursts_takes_no_more_than_it_is_owed(guarantees, idle, busy):
-    """It is served first when it comes. What it takes beyond its guarantee while others are short becomes its debt."""
+    """It is served first when it comes.
+
+    What it takes beyond its guarantee while others are short becomes its debt.
+    """
     contexts = {i: endless() for i in range(2, len(guarantees) + 1)}
     gpu = VirtualGpu({1: Bursts(lambda: gpu.now, idle, busy), **contexts})
     policy = Policy(0)
@@ -907,7 +921,7 @@ def test_work_that_is_shorter_than_what_it_takes_to_begin_it_is_not_done_for_oth
     ids=["even", "full", "one larger", "two sizes"],
 )
 def test_many_that_always_have_work_are_left_to_their_slices(shares):
-    """What each is owed goes up and down by a turn, and nobody is put first for that."""
+    """The time that each is owed varies by a turn, and no container enters the first rank for that."""
     given = {i: Share(share, share) for i, share in enumerate(shares)}
     result = run(given, {i: endless() for i in given}, seconds=8)
     assert result.changes == 0
@@ -928,7 +942,7 @@ def test_a_container_that_does_nothing_costs_few_steps(limit):
 
 
 def test_one_that_was_off_for_long_is_held_in_the_period_in_which_it_is_on_again():
-    """A late step left it on for a whole period, which makes a debt of two seconds; it was not idle meanwhile."""
+    """A late step left it on for a whole period, which makes a debt of two seconds; it was not idle in that time."""
     contexts = {1: endless()}
     gpu, policy, used = VirtualGpu(contexts), Policy(0), {}
     policy.add(1, Share(0.05, 0.05), 0)

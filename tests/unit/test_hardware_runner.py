@@ -1,6 +1,7 @@
-"""A GPU that its own scheduler divides: the arbiter's thread is idle, and takes over again when steering fails.
+"""Test the runner of a GPU that its own scheduler divides: the arbiter is idle, and takes over when steering fails.
 
-Each test runs with a governor that makes the driver calls itself, and with one that asks the steering service.
+Each test runs with a governor that makes the driver calls itself, and with one that asks the
+steering service.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ class StubProcess:
 
 
 class PlayedGpu:
-    """A GPU with processes that always have work. Those that are on share the time evenly as it passes."""
+    """A GPU with processes that always have work.
+
+    Those that are on share the time evenly as it passes.
+    """
 
     n_lost = 0
     returned_ns: ClassVar[dict[int, int]] = {}
@@ -146,7 +150,7 @@ def gpu():
 
 @pytest.fixture(params=["itself", "by the service"])
 def hardware(request, gpu, tmp_path):
-    """What the runner steers: the GPU, or a connection to a service that has it."""
+    """The hardware of the runner: the GPU, or a connection to a service that has it."""
     if request.param == "itself":
         yield gpu
         return
@@ -202,7 +206,7 @@ def test_it_is_looked_for_again_when_it_has_more_contexts_and_else_not(runner, g
     assert gpu.n_finds == 2
 
 
-def test_what_it_had_is_what_the_gpu_says(runner, gpu):
+def test_the_charged_time_is_that_of_the_gpus_trace(runner, gpu):
     container = StubContainer(runner, 60, 100)
     gpu.contexts.add(11)
     container.enter(gpu, 11)
@@ -240,14 +244,14 @@ def test_a_process_that_ends_before_it_was_found_is_not_looked_for(runner, gpu):
     assert gpu.slices == {}
 
 
-def test_one_that_says_that_it_has_no_context_is_found_by_what_the_gpu_says(runner, gpu):
+def test_a_process_that_denies_its_contexts_is_found_by_the_trace(runner, gpu):
     container = StubContainer(runner, 10, 10)
     gpu.contexts.add(11)
     container.enter(gpu, 11, says=lambda: 0)
     wait_for(lambda: 11 in gpu.off)
 
 
-def test_one_that_says_that_it_has_contexts_and_has_none_costs_little(runner, gpu):
+def test_a_process_that_claims_contexts_and_has_none_costs_little(runner, gpu):
     container = StubContainer(runner, 10, 10)
     container.enter(gpu, 11, says=lambda: 3)
     time.sleep(1.5)
@@ -276,7 +280,7 @@ def test_time_that_cannot_be_switched_off_ends_the_steering(runner, gpu):
 
 
 def test_a_client_of_long_ago_is_found_before_it_is_taken_for_hidden(runner, gpu):
-    """Only the search among all clients finds it, which takes longer than a hidden process may be tolerated."""
+    """Only a thorough search finds it, which takes longer than the time for which a hidden process is tolerated."""
     gpu.thorough_s = 1.0
     gpu.old.add(11)
     container = StubContainer(runner, 10, 10)

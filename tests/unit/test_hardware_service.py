@@ -1,4 +1,4 @@
-"""The steering service, a process with a simulated GPU: what it does when a side dies, and which callers it serves."""
+"""Test the steering service, a process with a simulated GPU: the death of either side, and permitted callers."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_governor_that_is_silent_leaves_nothing_off_for_long(node: SimpleNames
     assert is_off(node)
     wait_for(lambda: not is_off(node), 5)
     hardware.switch([held], on=False)
-    hardware.used_ns()  # it works again
+    hardware.used_ns()  # it responds again
     assert is_off(node)
     hardware.close()
 
@@ -158,7 +158,7 @@ def test_a_service_that_hangs_is_not_waited_for(
     wait_for(lambda: is_stopped(node.service.pid), 5)
     with pytest.raises(TimeoutError, match="the steering service does not answer"):
         hardware.used_ns()
-    wait_for(lambda: not is_off(node), 5)  # by the watchdog, which is a process of its own
+    wait_for(lambda: not is_off(node), 5)  # by the watchdog, which is a separate process
     hardware.close()
 
 
@@ -226,7 +226,7 @@ def test_a_gpu_that_is_not_there_is_refused(node: SimpleNamespace) -> None:
     RemoteHardware(node.uuid, node.path).close()
 
 
-def test_another_version_is_told_and_tried_again(
+def test_another_version_is_reported_and_retried(
     node: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with contextlib.closing(connect(node)) as channel:
@@ -237,7 +237,7 @@ def test_another_version_is_told_and_tried_again(
         RemoteHardware(node.uuid, node.path)
 
 
-def test_what_is_no_first_message_ends_its_connection_only(node: SimpleNamespace) -> None:
+def test_an_invalid_first_message_ends_only_its_connection(node: SimpleNamespace) -> None:
     for data in (b"", b"x", b"[]\n", b'{"open": 3}\n', b"\xff\n", b"{}\n" * 3):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.connect(node.path)

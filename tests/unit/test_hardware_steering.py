@@ -1,4 +1,4 @@
-"""Steering: the policy's settings become driver calls, on a stand-in for the kernel module (kernel_module.py)."""
+"""Test steering: the policy's settings become driver calls to a fake kernel module (kernel_module.py)."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_those_that_are_switched_together_take_one_call(node):
 
 
 def test_a_turn_begins_before_the_one_before_it_ends(node):
-    """In between, both are on. The GPU is not idle for the duration of a call."""
+    """In between, both are on, so the GPU is not idle for the duration of a call."""
     node.steering.add(1, Share(0.2, 1, latency=True))
     node.steering.add(2, Share(0.4, 1))
     node.steering.add(3, Share(0.4, 1))
@@ -238,7 +238,7 @@ def test_all_on_ends_what_was_off(node):
     assert not node.state(1)[0]
 
 
-def test_a_process_that_ended_unheard_stops_nobody(node):
+def test_a_process_whose_end_was_not_reported_stops_no_switch(node):
     """Its client disappears before its end is reported. The others are switched nonetheless."""
     for i in (1, 2):
         node.steering.add(i, Share(0.3, 0.3))
@@ -302,7 +302,7 @@ def test_a_refusal_is_the_callers_to_act_on(node):
     node.module.refuse.clear()
 
 
-def test_a_process_nobody_knows_is_charged_to_nobody(node):
+def test_an_unknown_process_is_charged_to_no_container(node):
     node.steering.add(1, Share(0.5, 1))
     node.attach(1)
     node.step(0)
@@ -357,7 +357,7 @@ def test_a_search_looks_only_at_clients_that_are_new_or_were_there(node):
     del node.module.clients[new]
     assert node.hardware.find(1001, -1)
     assert new not in node.hardware._clients
-    # The stand-in also keeps the clients of the searches themselves.
+    # The fake module also keeps the clients of the searches themselves.
     assert set(node.hardware._clients) >= {client for client, _ in node.held.values()}
 
 
@@ -374,8 +374,8 @@ def test_clients_without_number_do_not_make_each_search_longer(node, monkeypatch
 
 
 @pytest.mark.parametrize("how", ["remove", "forget"])
-def test_what_is_gone_is_not_off_for_long(node, how):
-    """Or the watchdog would take the silence on a node without containers for a governor that is stuck."""
+def test_an_ended_container_is_not_announced_as_off(node, how):
+    """Otherwise the watchdog would take the silence on a node without containers for a stuck governor."""
     node.steering.add(1, Share(0.3, 0.3))
     node.attach(1)
     node.step(0)
@@ -389,7 +389,7 @@ def test_what_is_gone_is_not_off_for_long(node, how):
     assert node.announced[-1][0] == []
 
 
-def test_a_process_that_somebody_left_switched_off_is_on_when_it_is_found(node):
+def test_a_process_that_was_left_off_is_on_when_it_is_found(node):
     client, group = node.held[1]
     for channel in group.channels:
         node.module.clients[client][1][channel].off = 1
@@ -421,8 +421,8 @@ def test_without_the_right_to_see_pids_nothing_is_steered(tmp_path, capabilities
         require_rights(tmp_path)
 
 
-def test_what_two_containers_have_is_steered_by_who_was_looked_at_last(node):
-    """The driver has just answered for that process. A reused handle belongs to the newer process."""
+def test_a_channel_found_in_two_containers_belongs_to_the_last_one(node):
+    """The driver has just confirmed it for that process, and a reused handle belongs to the newer process."""
     node.steering.add(1, Share(0.3, 0.3))
     node.steering.add(2, Share(0.3, 1))
     node.attach(1)
@@ -487,7 +487,7 @@ def test_what_a_process_has_until_it_is_off_is_no_return(node, monkeypatch):
     assert node.steering.hidden_ns == 0
 
 
-def test_one_that_was_looked_for_and_not_found_is_hidden(node):
+def test_a_process_that_a_search_did_not_find_is_hidden(node):
     node.steering.add(1, Share(0.3, 0.3))
     node.steering.enter(1, 1001)
     node.step(10, c1=10)
@@ -503,7 +503,7 @@ def test_one_that_was_looked_for_and_not_found_is_hidden(node):
     assert node.steering.hidden_ns == 0
 
 
-def test_one_that_is_let_go_while_it_is_off_is_on(node):
+def test_a_process_that_is_released_while_it_is_off_is_switched_on(node):
     node.steering.add(1, Share(0.3, 0.3))
     node.attach(1)
     node.step(0)
@@ -513,7 +513,7 @@ def test_one_that_is_let_go_while_it_is_off_is_on(node):
     assert node.state(1)[0]
 
 
-def test_what_is_found_of_one_that_has_left_is_nobodys(node):
+def test_channels_of_a_process_that_has_left_are_not_steered(node):
     node.steering.add(1, Share(0.3, 0.3))
     node.attach(1)
     found = node.hardware.find(1001, -1)
@@ -525,7 +525,7 @@ def test_what_is_found_of_one_that_has_left_is_nobodys(node):
 
 
 def test_another_file_in_the_place_of_the_clients_ends_nothing(node):
-    """After dup2 over the descriptor of the client, the driver refuses our call, and the slice stays."""
+    """After dup2 over the client's descriptor, the driver refuses the call, and the slice stays."""
     node.steering.add(1, Share(0.6, 1))
     node.attach(1)
     client, _ = node.held[1]
@@ -550,7 +550,7 @@ def test_one_that_is_alone_and_pauses_is_charged_its_work(node):
 
 
 def test_the_time_that_is_shown_never_falls(node):
-    """A second of full work, then pauses: the surplus charge is offset by what comes later."""
+    """A second of full work, then pauses: the overcharge is offset against later use."""
     node.steering.add(1, Share(0.5, 1))
     node.attach(1)
     shown = []
@@ -564,7 +564,7 @@ def test_the_time_that_is_shown_never_falls(node):
 
 
 def test_one_that_is_off_and_leaves_no_record_is_on_in_the_next_period(node):
-    """It is the last process on the GPU. No other follows, so in the trace it remains there."""
+    """It is the last process on the GPU. No other one follows, so by the trace it stays there."""
     node.steering.add(1, Share(0.3, 0.3))
     node.attach(1)
     node.step(0)
@@ -618,8 +618,8 @@ def play_and_die(node, n_calls, seed):
 
 
 @pytest.mark.parametrize("n_kills", [100, pytest.param(1000, marks=pytest.mark.slow)])
-def test_a_governor_that_is_killed_anywhere_leaves_nobody_off(node, n_kills, monkeypatch):
-    """What is off was announced before, so the watchdog knows it and switches it on.
+def test_a_governor_killed_at_any_call_leaves_no_container_off(node, n_kills, monkeypatch):
+    """Everything off was announced before, so the watchdog switches it on.
 
     Every second time there is no watchdog: the next governor does so before its first step.
     """

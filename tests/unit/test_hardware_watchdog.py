@@ -1,4 +1,4 @@
-"""The process that switches on what a dead governor has left off.
+"""Test the process that switches on what a dead governor left off.
 
 This file's `revive` replaces the driver call.
 """
@@ -64,7 +64,7 @@ time.sleep(60)
 
 
 def test_what_a_killed_governor_left_off_is_switched_on(path):
-    """The governor is started as a package's script starts it: nothing but itself says where modules are."""
+    """The governor is started like a package's script: only the script itself sets the module path."""
     with subprocess.Popen(
         [sys.executable, "-I", "-c", GOVERNOR, path, ROOT],
         cwd="/", stdout=subprocess.PIPE, text=True,
@@ -81,7 +81,7 @@ def test_what_a_killed_governor_left_off_is_switched_on(path):
         )
 
 
-def test_a_governor_that_stops_talking_while_something_is_off_is_not_waited_for(path):
+def test_a_silent_governor_with_something_off_is_not_waited_for(path):
     dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
     dog.tell([7])
     wait_for(lambda: revived(path))
@@ -113,7 +113,7 @@ def test_with_nothing_off_nothing_is_done(path):
     assert revived(path) == []
 
 
-def test_an_end_in_order_with_something_off_switches_it_on(path):
+def test_a_regular_end_with_something_off_switches_it_on(path):
     dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
     dog.tell([7])
     dog.close()
@@ -156,7 +156,7 @@ def _kill(dog):
     dog._process.wait()
 
 
-def test_one_that_was_killed_is_replaced(path, monkeypatch):
+def test_a_killed_watchdog_is_replaced(path, monkeypatch):
     monkeypatch.setattr("governor.hardware.watchdog.RESTART_S", 0.0)
     dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
     dog.tell([7])
@@ -166,7 +166,7 @@ def test_one_that_was_killed_is_replaced(path, monkeypatch):
     assert revived(path) == [[7]]
 
 
-def test_without_it_nothing_may_be_switched_off(path):
+def test_without_a_watchdog_nothing_may_be_switched_off(path):
     dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
     _kill(dog)
     with pytest.raises(OSError, match="Broken pipe"):  # it was started just now
@@ -174,7 +174,7 @@ def test_without_it_nothing_may_be_switched_off(path):
     dog.close()
 
 
-def test_one_that_does_not_read_is_an_error_and_no_wait(path):
+def test_a_watchdog_that_does_not_read_is_an_error_and_no_wait(path):
     dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
     os.kill(dog._process.pid, signal.SIGSTOP)
 
@@ -190,7 +190,7 @@ def test_one_that_does_not_read_is_an_error_and_no_wait(path):
         dog.close()
 
 
-def test_one_that_cannot_be_replaced_writes_into_no_other_file(path, monkeypatch):
+def test_a_watchdog_that_cannot_be_replaced_writes_to_no_other_file(path, monkeypatch):
     monkeypatch.setattr("governor.hardware.watchdog.RESTART_S", 0.0)
     dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
     _kill(dog)

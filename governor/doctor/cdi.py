@@ -20,7 +20,7 @@ GENERATE = "tidegate cdi generate --output /var/run/cdi/tidegate.json"
 
 @dataclass(frozen=True)
 class CdiFile:
-    """A CDI file; `fault` says why engines ignore it."""
+    """A CDI file; `fault` is the reason why engines ignore it."""
 
     path: str
     kind: str
@@ -124,7 +124,7 @@ def _examine(node: ExaminedNode, file: CdiFile) -> Iterator[Finding]:
 
 
 def _stale(node: ExaminedNode, path: str, device: dict[str, Any]) -> str | None:
-    """Return why a device node in a file no longer matches the node's; None if it does."""
+    """Return why a device node in a file does not match the one that exists; None if it does."""
     status = node.stat(path)
     if status is None:
         return f"{path} is missing"

@@ -1,4 +1,4 @@
-"""All checks of `tidegate doctor`, in the order in which their findings are shown."""
+"""List and run all checks of `tidegate doctor`, in the order in which findings are shown."""
 
 from __future__ import annotations
 
@@ -77,25 +77,26 @@ CHECKS: dict[str, Check] = {
     "nvidia.cdi": nvidia.cdi,
     "nvidia.operator": nvidia.operator,
 }
-"""The checks by id; an id stays the same over releases."""
+"""The checks by id; ids are stable across releases."""
 
 OF_NODE = (
     *("engine.", "docker.", "podman.", "containerd.", "crio.", "nerdctl.", "runc.", "crun."),
     *("hooks.", "cdi.", "nvidia.", "files.python", "files.runtime"),
 )
-"""Prefixes of the ids of checks that examine the node outside of a pod's container."""
+"""Prefixes of the ids of checks that are skipped in a pod's container, because they examine its
+node."""
 
 
 @dataclass(frozen=True)
 class Examined:
-    """A finding, and the id of the check that it comes from."""
+    """A finding, with the id of its check."""
 
     id: str
     finding: Finding
 
 
 def examine(node: ExaminedNode, ids: Iterable[str] = CHECKS) -> Iterator[Examined]:
-    """Yield what each check finds; an error that ends a check is a finding, too."""
+    """Yield the findings of each check; an error that ends a check becomes a finding."""
     for name in ids:
         if node.in_pod and name.startswith(OF_NODE):
             if name == "engine.any":
@@ -115,7 +116,7 @@ def examine(node: ExaminedNode, ids: Iterable[str] = CHECKS) -> Iterator[Examine
         except BrokenError as e:
             yield Examined(name, wrong(str(e), "correct the file: the programs that read it fail"))
         except Exception as e:  # noqa: BLE001 - one check does not stop the others
-            # A mistake of ours, or a node that differs from what we expected.
+            # A bug, or a node with an unexpected configuration.
             text = " ".join(str(e).split())[:200]
             yield Examined(
                 name,

@@ -1,4 +1,4 @@
-"""Check CRI-O: whether it starts with its configuration, and what its handler `tidegate` runs."""
+"""Check CRI-O: whether it starts with its configuration, and the program of its handler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOT_HERE = "CRI-O is not set up here: it has no configuration"
 
 
 def configuration(node: ExaminedNode) -> Configuration | None:
-    """Return CRI-O's configuration as its files define it, None if there are no files."""
+    """Return CRI-O's configuration from its files, None if there are no files."""
 
     def is_directory(path: str) -> bool:
         status = node.stat(path)
@@ -38,7 +38,7 @@ def _runs(node: ExaminedNode, path: str) -> bool:
     try:
         status = node.stat(path)
     except UnseenError:
-        return True  # it exists, or we may not read its directory
+        return True  # it may exist: its directory is not readable
     return status is not None and stat.S_ISREG(status.st_mode) and bool(status.st_mode & 0o111)
 
 
@@ -80,7 +80,7 @@ def _hooks(node: ExaminedNode, config: Configuration) -> Iterator[tuple[str, str
 
 
 def handler(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether CRI-O has the handler `tidegate`, whose wrapper executes CRI-O's runtime."""
+    """Check whether CRI-O has the handler `tidegate`, and its wrapper executes CRI-O's runtime."""
     config = configuration(node)
     if config is None:
         yield note(NOT_HERE)
@@ -93,7 +93,7 @@ def handler(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def _runtime(node: ExaminedNode, config: Configuration, what: str) -> Finding:
-    """Compare what the wrapper executes for CRI-O's state directory with what CRI-O executes."""
+    """Check that the wrapper executes the same runtime for CRI-O as CRI-O's default handler."""
 
     def runs(path: str) -> bool:
         return _runs(node, path)

@@ -27,7 +27,7 @@ QUERY = (
 
 @dataclass(frozen=True)
 class ModuleGpu:
-    """What the kernel module reports about a GPU, by its PCI address."""
+    """A GPU, as the kernel module reports it under its PCI address."""
 
     address: str
     uuid: str
@@ -88,7 +88,7 @@ def module(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def libraries(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether a refresh would find a driver that fits."""
+    """Check whether a refresh would find a complete driver."""
     from vdriver.discover import find_driver
     from vdriver.errors import VdriverError
 
@@ -98,7 +98,7 @@ def libraries(node: ExaminedNode) -> Iterator[Finding]:
     try:
         driver = find_driver(node.root)
     except VdriverError as e:
-        # The mirror in force keeps serving: after an upgrade that is the normal state.
+        # Only a warning if there is a mirror: it still serves, and this is normal after an upgrade.
         yield (warning if kind_of_mirror(node) else wrong)(e.message, e.hint)
         return
     yield ok(f"driver {driver.version} ({driver.kind}, {driver.machine}) is complete")
@@ -154,7 +154,7 @@ def _number(status: os.stat_result) -> tuple[int, int]:
 
 
 def links(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether systemd can name the devices: without /dev/char it forgets them on a reload."""
+    """Check the links in /dev/char, without which systemd loses the devices on a reload."""
     if node.stat("/run/systemd/system") is None:
         yield note("systemd does not run here: no links in /dev/char are needed")
         return
@@ -207,14 +207,15 @@ def _smi(node: ExaminedNode) -> list[list[str]]:
         raise NothingToAskError(
             why or "nvidia-smi is not run: NVIDIA's kernel module is not loaded"
         )
-    # NVML itself could hang on a GPU that fell off the bus. A process can be abandoned.
+    # nvidia-smi instead of NVML: a call could hang on a GPU that fell off the bus, and a process
+    # can be abandoned.
     rows = [[cell.strip() for cell in row.split(",")] for row in node.run(*QUERY).splitlines()]
     return [row for row in rows if len(row) == QUERY[1].count(",") + 1]
 
 
 @_of_gpus
 def mig(_node: ExaminedNode, rows: list[list[str]]) -> Iterator[Finding]:
-    """Check whether MIG divides a GPU: programs may then only use its instances."""
+    """Check whether MIG is enabled on a GPU: programs can then use only its instances."""
     cut = [index for index, _, mode, *_ in rows if mode == "Enabled"]
     for index in cut:
         yield warning(
@@ -231,7 +232,7 @@ def compute_mode(node: ExaminedNode, rows: list[list[str]]) -> Iterator[Finding]
     closed = False
     for index, uuid, _, mode, _ in rows:
         strategy = node.config.strategy_of(int(index) if index.isdigit() else -1, uuid)
-        # Under MPS only the MPS server has a process on the GPU, for all clients.
+        # With MPS, the server is the only process on the GPU, for all clients.
         if mode == "Prohibited" or (mode.startswith("Exclusive") and strategy != "mps"):
             closed = True
             yield wrong(
@@ -289,7 +290,7 @@ def mps(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def _is_mps(node: ExaminedNode, pid: str) -> bool:
-    """Return whether an MPS daemon or server runs under this pid, and is not merely unreaped."""
+    """Return whether this pid is an MPS daemon or server, and not a zombie."""
     try:
         if not (node.read(f"/proc/{pid}/comm") or "").startswith("nvidia-cuda-mps"):
             return False

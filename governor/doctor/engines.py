@@ -1,8 +1,8 @@
-"""Check the container engines of the node: which there are, and whether each uses Tidegate.
+"""Check the container engines of the node: which are installed, and whether they use Tidegate.
 
-Docker and containerd are asked for the configuration in force if they answer. Otherwise, and for
-the other engines, their files are read. It is not wrong if an engine is not set up; there is a
-warning only if none is.
+Docker and containerd are queried for the configuration in force. If they do not answer, and for
+other engines, the configuration files are read. An engine that is not set up is not an error; there
+is a warning only if none is set up.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ANNOTATIONS_SINCE = 24
 
 
 def _version(node: ExaminedNode, program: str) -> Iterator[Finding]:
-    """Report which version of a program is installed."""
+    """Report the installed version of a program."""
     path = node.find(program)
     if path is None:
         yield note(f"{program} is not installed")
@@ -85,7 +85,7 @@ def _has_docker(node: ExaminedNode) -> bool:
 
 
 def docker_version(node: ExaminedNode) -> Iterator[Finding]:
-    """Report which Docker there is, and check whether its containers can have annotations."""
+    """Report Docker's version, and check whether it supports annotations."""
     info = docker_info(node)
     if info is None and not _has_docker(node):
         yield note("Docker is not installed (dockerd)")
@@ -110,7 +110,7 @@ def docker_version(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def docker_runtime(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether Docker has the runtime `tidegate`, in its file and in force."""
+    """Check whether Docker has the runtime `tidegate`, in its file and in the running dockerd."""
     info = docker_info(node)
     if info is None and not _has_docker(node):
         yield note("Docker is not installed (dockerd)")
@@ -134,7 +134,7 @@ def docker_runtime(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def docker_labels(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether a Docker container requests a GPU by labels, which no runtime sees."""
+    """Check whether a Docker container requests a GPU by labels, which runtimes do not get."""
     client = node.find("docker")
     if client is None:
         yield note("Docker is not installed (docker)")
@@ -164,7 +164,7 @@ def docker_labels(node: ExaminedNode) -> Iterator[Finding]:
 class Containerd(NamedTuple):
     """A configuration of containerd; `whole` if it includes its defaults and all imports.
 
-    `files` are the documents that it is made of, by path; the last one takes precedence.
+    `files` are the merged documents with their paths; the last one takes precedence.
     """
 
     document: dict[str, Any]
@@ -180,7 +180,7 @@ def containerd_config(node: ExaminedNode, path: str) -> Containerd | None:
     if path == CONTAINERD[0] and program is not None:
         document = document or {}  # containerd 1 fails if there is no file
         try:
-            # As containerd would start with it; the running daemon is not asked.
+            # The configuration with which containerd would start, not that of the running daemon.
             asked = parse_toml(node.run(program, "config", "dump"))
         except (UnseenError, ValueError):
             asked = None
@@ -227,7 +227,7 @@ def passes(patterns: tuple[str, ...], name: str) -> bool:
 
 
 def containerd_handler(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether containerd has the handler `tidegate`, and passes annotations on to it."""
+    """Check whether containerd has the handler `tidegate`, and passes annotations to it."""
     here = False
     for path in CONTAINERD:
         config = containerd_config(node, path)
@@ -289,7 +289,7 @@ def _handler(node: ExaminedNode, handler: dict[str, Any], what: str) -> Iterator
         if PurePosixPath(str(hook.get("path"))).name.startswith(f"{NAME}-")
     ]
     if not hooks:
-        # Then the wrapper has to enter it.
+        # Without a hook in the base spec, the handler must use the wrapper.
         yield examine_wrapper(node, table(handler, "options").get("BinaryName"), what, remedy)
     for hook in hooks:
         yield examine_program(node, str(hook["path"]), f"{what}, by {spec},")

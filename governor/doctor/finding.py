@@ -1,4 +1,4 @@
-"""Findings of a check: what was found, how bad it is, and how to fix it."""
+"""The type of a check's findings: text, severity, and remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Severity(StrEnum):
-    """How bad a finding is, in ascending order."""
+    """Severity of a finding, in ascending order."""
 
     OK = "ok"
     NOTE = "note"  # neither right nor wrong, for instance an engine that is not used
@@ -26,7 +26,7 @@ class Finding:
 
 
 class UnseenError(Exception):
-    """Something cannot be examined; the message says what and why."""
+    """Something cannot be examined; the message has the reason."""
 
     def __init__(self, message: str, *, remedy: str | None = None) -> None:
         super().__init__(message)
@@ -50,10 +50,10 @@ def unseen(found: str, remedy: str | None = None) -> Finding:
 
 
 def warning(found: str, remedy: str) -> Finding:
-    """Report what is wrong but does not stop any container."""
+    """Report a fault that does not stop any container."""
     return Finding(Severity.WARNING, found, remedy)
 
 
 def wrong(found: str, remedy: str) -> Finding:
-    """Report what stops containers, leaves them ungoverned, or lets another user become root."""
+    """Report a fault that stops containers, leaves them ungoverned, or lets a user become root."""
     return Finding(Severity.WRONG, found, remedy)

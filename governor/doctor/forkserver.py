@@ -42,7 +42,7 @@ def serves(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def _listener(node: ExaminedNode, path: str) -> int | None:
-    """Return the process that listens, None if there is none."""
+    """Return the pid of the listening process, None if there is none."""
     host = node.host(path)
     if host is None:
         return None
@@ -62,7 +62,7 @@ def _listener(node: ExaminedNode, path: str) -> int | None:
 def _differs(node: ExaminedNode, pid: int, name: str) -> bool:
     """Return whether a process is in another namespace than the first process of this machine."""
     if not node.alive:
-        return False  # the tree is that of another machine, or of a test
+        return False  # the tree belongs to another machine, or to a test
     try:
         places = [os.stat(Path(f"/proc/{one}/ns/{name}")) for one in (pid, 1)]  # noqa: PTH116
     except OSError:

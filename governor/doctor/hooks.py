@@ -1,4 +1,4 @@
-"""Check hooks by oci-hooks(5): what Podman and CRI-O run for containers, and which are ours."""
+"""Check the hooks that Podman and CRI-O run for containers by oci-hooks(5)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETUP = "tidegate setup podman"
 
 @dataclass(frozen=True)
 class HookFile:
-    """A file in a directory of hooks; `fault` says why engines do not accept it."""
+    """A file in a directory of hooks; `fault` is the reason why engines do not accept it."""
 
     path: str
     program: str
@@ -39,7 +39,7 @@ class HookFile:
 
 
 def podman_dirs(node: ExaminedNode) -> tuple[tuple[str, ...], str | None]:
-    """Return where root's Podman looks for hooks, and the file that says so, if one does."""
+    """Return the hook directories of root's Podman, and the file that sets them, if any."""
     names = [*CONTAINERS_CONF[:2]]
     directory = CONTAINERS_CONF[2]
     names += [f"{directory}/{name}" for name in node.names(directory) if name.endswith(".conf")]
@@ -47,7 +47,8 @@ def podman_dirs(node: ExaminedNode) -> tuple[tuple[str, ...], str | None]:
     for path in names:
         entries = table(read_toml(node, path), "engine").get("hooks_dir")
         if isinstance(entries, list):
-            # A table in a list says whether that list, and later ones, add to the entries before.
+            # A table with `append` in a list makes that list, and later ones, add to the previous
+            # entries.
             append = ([e["append"] for e in entries if "append" in table(e)] or [append])[-1]
             found = [*(found if append else ()), *strings(entries)]
             by = path
@@ -60,13 +61,13 @@ def podman_dirs(node: ExaminedNode) -> tuple[tuple[str, ...], str | None]:
 
 
 def crio_dirs(node: ExaminedNode) -> tuple[str, ...]:
-    """Return where CRI-O looks for hooks; no directory if it is not set up."""
+    """Return CRI-O's hook directories; none if it is not set up."""
     config = crio_configuration(node)
     return () if config is None else config.hooks_directories
 
 
 def directories(node: ExaminedNode) -> tuple[str, ...]:
-    """Return every directory in which an engine may look for hooks."""
+    """Return all directories in which an engine may look for hooks."""
     return tuple(dict.fromkeys((VENDOR, LOCAL, HOOKS_DIR, *podman_dirs(node)[0], *crio_dirs(node))))
 
 
@@ -102,7 +103,7 @@ def is_ours(hook: HookFile) -> bool:
 
 
 def in_force(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether Tidegate's hooks can run, and report which others run besides them."""
+    """Check whether Tidegate's hooks can run, and report the other hooks."""
     found = files(node)
     for hook in found:
         if hook.fault is not None:
@@ -170,7 +171,7 @@ def stages(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def podman(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether root's Podman runs the hook, and adds the devices before."""
+    """Check whether root's Podman runs the hook, and adds the devices before that."""
     if node.find("podman") is None:
         yield note("podman is not installed")
         return

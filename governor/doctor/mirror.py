@@ -1,4 +1,4 @@
-"""Check the mirror of the driver: whether it is usable and intact, with room for another."""
+"""Check the mirror of the driver: whether it is usable and intact, with room for a new one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LEAST = 16 << 20
 
 
 def _driver_dir(node: ExaminedNode) -> str:
-    """Return where the mirror's directory is, or would be."""
+    """Return the mirror's directory, which need not exist."""
     host = node.host(node.config.driver_dir)
-    # Its mode is 0700, because a process that may open it may lock it.
+    # Its mode is 0700, because any process that can open it could lock it.
     if node.stat(node.config.driver_dir) and host and not os.access(host, os.R_OK | os.X_OK):
         raise UnseenError(f"{node.config.driver_dir}: Permission denied", remedy=AS_ROOT)
     return host or node.root.rstrip("/") + node.config.driver_dir

@@ -1,7 +1,7 @@
-"""The node that is examined: its files below a root, its commands, its configuration.
+"""Access to the node that is examined: its files below a root, its commands, its configuration.
 
-Below another root than `/` no command is run, because the files belong to another machine or to a
-test. Links lead where they would lead for a process with that root.
+If the root is not `/`, no command is run, because the files belong to another machine or to a test.
+Links are resolved as for a process with that root.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from governor.errors import ConfigError
 from vdriver.tree import Tree
 
 CHUNK, CHUNKS = 64 << 10, 64
-"""Size of a read, and their number in one file; containerd's configuration has 10 KiB. A pipe
-returns smaller pieces."""
+"""Size of a read, and the largest number of reads of a file; containerd's configuration has 10 KiB.
+A pipe returns smaller pieces."""
 TIMEOUT = 10.0  # seconds, for a command; an engine answers within one
 SEARCH = (
     "/usr/local/sbin",
@@ -47,14 +47,15 @@ def in_pod() -> bool:
 
 
 def run_command(command: Sequence[str]) -> str:
-    """Return what a command prints; UnseenError if it fails or takes too long."""
+    """Return a command's output; UnseenError if it fails or takes too long."""
     name = os.path.basename(command[0])  # noqa: PTH119
     try:
         done = subprocess.run(
             command,
             check=False,
             cwd="/",
-            # Nothing of the caller's: it could direct an engine's client to another machine.
+            # The caller's environment is not passed: it could direct an engine's client to another
+            # machine.
             env={"PATH": ":".join(SEARCH), "LC_ALL": "C", "HOME": "/nonexistent"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -76,8 +77,8 @@ def run_command(command: Sequence[str]) -> str:
 class ExaminedNode:
     """A node; paths are those of a process on it.
 
-    `config` is what `config_files` define, or the defaults if those are wrong (`config_error`). Its
-    directories are paths on the node: `host` returns where they are for us.
+    `config` is read from `config_files`, or is the default if these are invalid (`config_error`).
+    Its directories are paths on the node, which `host` translates.
     """
 
     root: str = "/"
@@ -91,21 +92,21 @@ class ExaminedNode:
 
     @property
     def alive(self) -> bool:
-        """Whether this is the machine that we run on."""
+        """Whether this is the machine on which the command runs."""
         return self.root == "/"
 
     @property
     def in_pod(self) -> bool:
-        """Whether that machine is a container of a pod: engines and hooks belong to its node."""
+        """Whether the command runs in a pod's container: engines and hooks belong to its node."""
         return self.alive and in_pod()
 
     @property
     def owner(self) -> int:
-        """Owner of what belongs to the system: root, or the user that unpacked the tree."""
+        """Expected owner of system files: root, or the user that unpacked the tree."""
         return 0 if self.alive else os.stat(self.root).st_uid  # noqa: PTH116
 
     def host(self, path: str) -> str | None:
-        """Return where a path of the node is for us, None if it leads nowhere."""
+        """Return this process's path of a path on the node, None if it does not resolve."""
         if self.alive:
             return path
         tree = Tree(self.root)
@@ -168,7 +169,7 @@ class ExaminedNode:
         return None
 
     def run(self, *command: str) -> str:
-        """Return what a command prints, or raise UnseenError with the reason; each runs once."""
+        """Return a command's output, or raise UnseenError with the reason; results are cached."""
         if command not in self._answers:
             try:
                 self._answers[command] = self._run(command)
@@ -223,7 +224,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def table(document: object, *path: str) -> dict[str, Any]:
-    """Return an inner object, empty if there is none: the files of others may have any shape."""
+    """Return an inner object, empty if there is none: foreign files may have any structure."""
     for name in path:
         document = document.get(name) if isinstance(document, dict) else None
     return document if isinstance(document, dict) else {}
@@ -246,8 +247,8 @@ def open_node(
     runtime_dir: str | None = None,
     driver_dir: str | None = None,
 ) -> ExaminedNode:
-    """Return the node below `root`; a configuration that is wrong is one of its findings."""
-    # Absolute, or printed paths would mean another file in another directory.
+    """Return the node below `root`; an invalid configuration becomes one of its findings."""
+    # Absolute, because printed paths must not depend on the working directory.
     root = os.path.abspath(root)  # noqa: PTH100
     node = ExaminedNode(root)
     loaded, error = LoadedConfig(Config()), None
@@ -264,7 +265,7 @@ def open_node(
 
 
 def _load_below(node: ExaminedNode, config_file: str | None) -> LoadedConfig:
-    """Read the configuration of a node below a root; links lead where they would lead there."""
+    """Read the configuration of a node below a root, with links resolved below that root."""
     main = config_file or str(PATH)
     directory = str(Path(main).with_suffix(".d"))
     try:

@@ -1,4 +1,4 @@
-"""Check NVIDIA's own toolkit, operator and device plugin: GPUs they give out are not governed."""
+"""Check for NVIDIA's toolkit, operator and device plugin, whose GPUs are not governed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNGOVERNED = "an image that sets NVIDIA_VISIBLE_DEVICES gets GPUs outside of all
 
 
 def _docker(node: ExaminedNode) -> tuple[str, str, str]:
-    """Return the engine, its default runtime, and how to choose another."""
+    """Return the engine, its default runtime, and the step that changes it."""
     key = "default-runtime"
     running = (docker_info(node) or {}).get("DefaultRuntime")
     written = (read_json(node, DAEMON_JSON) or {}).get(key)
@@ -41,10 +41,9 @@ def _docker(node: ExaminedNode) -> tuple[str, str, str]:
 
 
 def _defaults(node: ExaminedNode) -> Iterator[tuple[str, str, str]]:
-    """Yield engine, default runtime and how to choose another, for each that names one.
+    """Yield each engine, its default runtime, and the step that changes it.
 
-    The file that is named is the one that takes precedence: a drop-in comes after the engine's own
-    file.
+    The step names the file that takes precedence, which may be a drop-in.
     """
     yield _docker(node)
     for path in CONTAINERD:
@@ -79,7 +78,7 @@ def hook(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def cdi(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether NVIDIA's devices can be asked for by CDI."""
+    """Check whether NVIDIA's devices can be requested by CDI."""
     found = [file for file in cdi_files(node) if file.kind.partition("/")[0].endswith("nvidia.com")]
     for file in found:
         yield note(

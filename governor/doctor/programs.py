@@ -1,4 +1,4 @@
-"""Check Tidegate's own files: what runs as root, what runs that, and what users can change."""
+"""Check Tidegate's own programs and files: whether they run, and only root can change them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ print(*sys.version_info[:3], sep=".")
 """
 
 
-def _way(node: ExaminedNode, path: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield everything that is looked up on the way to `path`, also behind links."""
+def _resolution(node: ExaminedNode, path: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield each component in the resolution of `path`, including those of links."""
     below = "" if node.alive else node.root
     yield "/", os.lstat(below or "/")
     todo, done, links = path.split("/")[::-1], list[str](), 0
@@ -57,12 +57,12 @@ def _way(node: ExaminedNode, path: str) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def not_trusted(node: ExaminedNode, path: str) -> str | None:
-    """Return how a user other than root could change what is at `path`, None if none could.
+    """Return how a user other than root could change the file at `path`, None if none could.
 
-    The file, every directory on the way, and the same behind each link are examined.
+    The file and all of its parent directories are examined, also for the target of each link.
     """
     try:
-        for name, status in _way(node, path):
+        for name, status in _resolution(node, path):
             reason = _writable(node, status)
             if reason and not (status.st_uid == node.owner and _is_read_only(node, name)):
                 return f"{name} {reason}"
@@ -72,9 +72,9 @@ def not_trusted(node: ExaminedNode, path: str) -> str | None:
 
 
 def _is_read_only(node: ExaminedNode, name: str) -> bool:
-    """Return whether the mount is read-only, as a ConfigMap's directory with mode 0777 is in a pod.
+    """Return whether the mount is read-only, like a pod's ConfigMap, which has mode 0777.
 
-    A mount that is read-only here can be writable elsewhere, but then through another path.
+    The file may be writable through another mount, but not through this path.
     """
     host = name if node.alive else node.root + name
     return bool(os.statvfs(host).f_flag & os.ST_RDONLY)
@@ -84,7 +84,7 @@ def _writable(node: ExaminedNode, status: os.stat_result) -> str | None:
     if status.st_uid != node.owner:
         return f"belongs to user {status.st_uid}"
     mode = status.st_mode
-    # A link's mode says nothing. In a sticky directory, files of other users cannot be replaced.
+    # A link's mode has no meaning. In a sticky directory, files of other users cannot be replaced.
     if stat.S_ISLNK(mode) or (stat.S_ISDIR(mode) and mode & stat.S_ISVTX):
         return None
     if mode & 0o002:
@@ -116,7 +116,7 @@ def examine_program(node: ExaminedNode, path: str, what: str, install: str = PAC
 
 
 def _installed(node: ExaminedNode, path: str) -> str | None:
-    """Return where a program of ours is: installed, or in this checkout."""
+    """Return the path of one of Tidegate's programs: installed, or in this checkout."""
     if node.stat(path) is not None:
         return path
     own = CHECKOUT / "oci_hook" / os.path.basename(path)  # noqa: PTH119
@@ -139,7 +139,7 @@ def programs(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def _script(node: ExaminedNode, hook: str) -> str:
-    """Return the hook's Python script: the hook itself, or what its C program executes."""
+    """Return the hook's Python script: the hook itself, or what its C front end executes."""
     if not (node.read(hook) or "").startswith("\x7fELF"):
         return hook
     program = Path(os.path.realpath(node.host(hook) or hook))
@@ -163,7 +163,7 @@ def python(node: ExaminedNode) -> Iterator[Finding]:
     if node.stat(interpreter) is None:
         yield wrong(f"{interpreter}, which runs {hook}, is missing", "install python3")
         return
-    # A program that other users could have changed is not run.
+    # A program that other users could have changed must not be run.
     if reason := not_trusted(node, interpreter):
         yield wrong(f"{interpreter} runs as root, and {reason}", "reinstall python3")
         return
@@ -199,7 +199,7 @@ def wrapper_settings(node: ExaminedNode) -> NodeSettings:
 
 
 def low_level(node: ExaminedNode) -> Iterator[Finding]:
-    """Check what the wrapper runs, and the hook that it enters."""
+    """Check the runtime that the wrapper executes, and the hook that it adds."""
     settings = wrapper_settings(node)
     if settings.hook != HOOK:
         install = f"install it, or correct `hook` in {CONFIG}"
@@ -224,7 +224,7 @@ def low_level(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def owners(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether users other than root could change what Tidegate reads."""
+    """Check whether users other than root could change Tidegate's configuration and state."""
     bad = False
     drop_ins = str(PATH.with_suffix(".d"))
     for path in (

@@ -1,4 +1,4 @@
-"""Check the configuration and the governor: whether it answers, and what it lost or set aside."""
+"""Check the configuration and the running governor: its answers, GPUs, containers and database."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def configuration(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def _ask(node: ExaminedNode, op: str) -> dict[str, Any]:
-    """Ask the governor; UnseenError if we may not."""
+    """Send a request to the governor; UnseenError without the permission to do so."""
     directory = node.host(node.config.runtime_dir)
     if directory is None:
         directory = node.root.rstrip("/") + node.config.runtime_dir
@@ -60,7 +60,7 @@ def process(node: ExaminedNode) -> int | None:
 
 
 def answers(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether the governor answers, and has our version."""
+    """Check whether the governor answers, and has this command's version."""
     try:
         answer = _ask(node, "ping")
     except TidegateError as e:
@@ -79,7 +79,7 @@ def answers(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def in_force(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether the governor uses what its files say now."""
+    """Check whether the governor uses the current content of its files."""
     try:
         answer = _ask(node, "config")
     except RequestError:
@@ -120,7 +120,7 @@ def _clock(seconds: float) -> str:
 
 
 def gpus(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether the governor has lost a GPU, keeps one closed, or could not read one."""
+    """Check whether GPUs are lost, closed, or not shared."""
     try:
         answer = _ask(node, "gpus")
     except TidegateError:
@@ -187,7 +187,7 @@ def scheduling(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def membership(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether the governor can tell each container's processes from others'."""
+    """Check whether the governor can identify each container's processes."""
     try:
         containers = _ask(node, "list")["containers"]
     except TidegateError:
@@ -206,7 +206,7 @@ def membership(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def database(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether a governor has set its database aside in the last days."""
+    """Check whether a governor moved a bad database away in the last days."""
     directory = node.config.state_dir
     aside = [
         name

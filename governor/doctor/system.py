@@ -18,7 +18,7 @@ CALLS = (
     ("openat2", (5, 6)),
     ("mount_setattr", (5, 12)),
 )
-"""System calls that the hook needs, and the version of Linux that introduced them."""
+"""System calls that the hook needs, with the version of Linux that introduced each."""
 NEWER = "boot Linux 5.12 or newer (Debian 11: linux-image-amd64 of bullseye-backports)"
 RELABEL = (
     "semanage fcontext -a -t container_file_t '{path}(/.*)?' && restorecon -R {path}, "
@@ -30,7 +30,7 @@ LABELS = ("container_file_t", "container_ro_file_t", "container_share_t")
 
 
 def calls(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether the kernel has the calls that the hook needs for paths and mounts."""
+    """Check whether the kernel has the system calls that the hook needs for paths and mounts."""
     release = (node.read("/proc/sys/kernel/osrelease") or "").strip()
     match = re.match(r"([0-9]+)\.([0-9]+)", release)
     if match is None:
@@ -38,7 +38,7 @@ def calls(node: ExaminedNode) -> Iterator[Finding]:
         return
     version = (int(match[1]), int(match[2]))
     lacking = [f"{name} ({a}.{b})" for name, (a, b) in CALLS if version < (a, b)]
-    # A distribution may have backported a call, or a filter may block it.
+    # A distribution may have backported a call, and a seccomp filter may block one.
     if node.alive:
         refused = dict(_refused())
         if not refused:
@@ -61,7 +61,7 @@ def calls(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def processor(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether loaders look into the subdirectory that the driver is mounted on."""
+    """Check whether loaders search the hwcaps subdirectory on which the driver is mounted."""
     cpuinfo = node.read("/proc/cpuinfo") or ""
     if re.search(r"^CPU implementer\s*:", cpuinfo, re.MULTILINE):
         yield ok("on aarch64 no loader chooses a directory by the processor")
@@ -82,9 +82,9 @@ def processor(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def _refused() -> Iterator[tuple[str, int]]:
-    """Make each call with arguments that it refuses; yield those that the kernel does not have.
+    """Make each call with invalid arguments; yield those that fail as if missing or blocked.
 
-    Without CAP_SYS_ADMIN the mount calls answer EPERM, as a filter would. They then count as
+    Without CAP_SYS_ADMIN the mount calls return EPERM, like a seccomp filter. They then count as
     available.
     """
     there = {errno.EBADF, errno.ENOENT, errno.EINVAL}
@@ -178,14 +178,14 @@ def throttling(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def _read_only(node: ExaminedNode, pid: int, mounts: list[str]) -> list[str]:
-    """Return those of the mounts that a process may not write to."""
+    """Return the mounts that are read-only for a process."""
     rows = [line.split() for line in (node.read(f"/proc/{pid}/mountinfo") or "").splitlines()]
-    options = {row[4]: row[5].split(",") for row in rows if len(row) > 5}  # the last one is on top
+    options = {row[4]: row[5].split(",") for row in rows if len(row) > 5}  # last: on top
     return [path for path in mounts if "ro" in options.get(path, [])]
 
 
 def security(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether SELinux or AppArmor keep a container from what Tidegate mounts in it."""
+    """Check whether SELinux or AppArmor block a container's access to Tidegate's mounts."""
     enforce = node.read("/sys/fs/selinux/enforce")
     apparmor = (node.read("/sys/module/apparmor/parameters/enabled") or "").startswith("Y")
     if enforce is not None and enforce.strip() == "1":

@@ -1,4 +1,4 @@
-"""Check what engines run as Tidegate's runtime, and the names by which they know it."""
+"""Check the program that an engine runs as Tidegate's runtime."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def examine_wrapper(
 ) -> Finding:
     """Check that the program that an engine runs is the wrapper runtime, and is executable.
 
-    `elsewhere`: the wrapper may have settings of its own.
+    `elsewhere`: the engine passes arguments, so the wrapper may have other settings.
     """
     if not isinstance(path, str) or not path.startswith("/"):
         return wrong(f"{what} runs {path!r}, accepted is an absolute path", remedy)
@@ -31,7 +31,7 @@ def examine_wrapper(
 
 
 def _unhooked(node: ExaminedNode, path: str, what: str) -> Finding | None:
-    """Report if a checkout's wrapper would enter a hook that is not installed."""
+    """Report a checkout's wrapper that would add a hook which is not installed."""
     own = str(PurePosixPath(path).with_name("tidegate-hook"))
     try:
         hook = wrapper_settings(node).hook

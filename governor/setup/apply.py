@@ -1,4 +1,4 @@
-"""Write the files of a plan, and undo that by the journal: all of it, or nothing."""
+"""Write the files of a plan, and undo that by the journal, each as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Edit:
 
 @dataclass
 class SetupUndo:
-    """What has to be written to undo an engine's setup, and notes for the operator."""
+    """The edits that undo an engine's setup, and notes for the operator."""
 
     edits: list[Edit] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def edits(root: Root, plan: SetupPlan) -> list[Edit]:
-    """Return what a plan changes, in order; nothing for files that already match it."""
+    """Return the edits of a plan, in order, without files that already match it."""
     found = []
     for change in plan.changes:
         file = root.read(change.path)
@@ -55,7 +55,7 @@ def edits(root: Root, plan: SetupPlan) -> list[Edit]:
 
 
 def set_up(root: Root, engine: str, changes: list[Edit]) -> None:
-    """Make these changes; the journal is written first, and a partial failure is taken back."""
+    """Make these changes; the journal is written first, and a failure is rolled back."""
     made = root.missing(DIRECTORY)
     former = journals.read(root)
     try:
@@ -81,7 +81,7 @@ def set_up(root: Root, engine: str, changes: list[Edit]) -> None:
                         _put(root, change.path, change.before)
                 journals.write(root, former)
                 raise
-            _leave(root, engine, changes)
+            _remove_emptied(root, engine, changes)
     except BaseException:
         for directory in sorted(made, key=len, reverse=True):
             if directory not in former.directories:
@@ -89,8 +89,8 @@ def set_up(root: Root, engine: str, changes: list[Edit]) -> None:
         raise
 
 
-def _leave(root: Root, engine: str, changes: list[Edit]) -> None:
-    """Remove the directories of ours that files have been moved out of."""
+def _remove_emptied(root: Root, engine: str, changes: list[Edit]) -> None:
+    """Remove directories that setup created and that moved files have left empty."""
     journal = journals.read(root)
     emptied = {_parent(change.path) for change in changes if change.after is None}
     for directory in sorted(journal.directories, key=len, reverse=True):
@@ -105,12 +105,12 @@ def _parent(path: str) -> str:
 
 
 def plan_undo(root: Root, engine: str) -> SetupUndo:
-    """Return what undoes an engine's setup: to the byte, if a file was not edited since."""
+    """Return the edits that undo an engine's setup; unedited files are restored exactly."""
     undo = SetupUndo()
     for entry in reversed(journals.read(root).engines.get(engine, [])):
         file = root.read(entry.path)
         before = file.data if file else None
-        after, edited = _back(entry, before)
+        after, edited = _reverted(entry, before)
         if edited and after is not None:
             after = _take_out(root, entry, after, undo)
         if after != before:
@@ -119,7 +119,7 @@ def plan_undo(root: Root, engine: str) -> SetupUndo:
 
 
 def undo(root: Root, engine: str, changes: list[Edit]) -> None:
-    """Make the changes of `plan_undo`, forget the engine, and remove the directories we made."""
+    """Make the changes of `plan_undo`, and remove the engine's journal and directories."""
     if engine not in journals.read(root).engines:
         return
     with journals.exclusive(root):
@@ -137,14 +137,14 @@ def undo(root: Root, engine: str, changes: list[Edit]) -> None:
             if root.remove_directory(directory):
                 del journal.directories[directory]
             elif journal.engines:
-                # It has another engine's files, and is removed with the last of them.
+                # It has files of another engine, and is removed with the last of these.
                 journal.directories[directory] = next(iter(journal.engines))
         if journal.engines:
             journals.write(root, journal)
 
 
-def _back(entry: ChangedFile, now: bytes | None) -> tuple[bytes | None, bool]:
-    """Go back step by step; also return whether the file was edited on the way."""
+def _reverted(entry: ChangedFile, now: bytes | None) -> tuple[bytes | None, bool]:
+    """Revert step by step; also return whether the file was edited in between."""
     for step in reversed(entry.steps):
         if now == step.after:
             now = step.before
@@ -154,7 +154,7 @@ def _back(entry: ChangedFile, now: bytes | None) -> tuple[bytes | None, bool]:
 
 
 def _take_out(root: Root, entry: ChangedFile, data: bytes, undo: SetupUndo) -> bytes | None:
-    """Take our part out of a file that was edited since; a file that is all ours is set aside."""
+    """Remove Tidegate's parts from an edited file; a file of Tidegate alone is moved away."""
     shown = root.shown(entry.path)
     if any("whole" in part for part in entry.parts):
         aside = f"{entry.path}.edited"

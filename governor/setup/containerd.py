@@ -1,9 +1,9 @@
 """Set up containerd: a handler for its CRI plugin, in a drop-in or in its own file.
 
 containerd 2 merges the tables of the files that it imports. containerd 1 takes each plugin's whole
-section from the last file that has one (containerd issue 5837), so a drop-in would undo what
-config.toml says of CRI. There the handler is appended to config.toml itself. That works with both,
-and is also done if the version is not known.
+section from the last file that has one (containerd issue 5837), so a drop-in would replace CRI's
+section of config.toml. So for containerd 1 the handler is appended to config.toml itself. This
+works with both versions, and is also done if the version is not known.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from oci_hook.runtime import CONFIG as WRAPPER
 
 CONFIG = "/etc/containerd/config.toml"
 DROP_IN = "conf.d/tidegate.toml"
-# A pattern, because containerd does not start if an imported file is named and later removed. It
-# matches our files only, because the directory may have others that nothing imported so far.
+# A pattern, because containerd does not start if an imported file is missing. It matches only
+# Tidegate's files, because the directory may have others that were not imported so far.
 IMPORT = "conf.d/tidegate*.toml"
 UNDONE = "systemctl restart containerd    # containers go on"
 BASE_SPEC = "tidegate-base-spec.json"
@@ -49,25 +49,25 @@ RUNC = "io.containerd.runc.v2"
 FORMER = "default_runtime"
 COMMENT = WRITTEN.format("containerd")
 RUNC_COMMENT = "# Without it containerd 1 would know no other handler than tidegate."
-# Keys that our handler does not copy from the default handler.
+# Keys that the handler `tidegate` does not copy from the default handler.
 OWN = ("runtime_type", "runtime_path", "pod_annotations", "container_annotations", "options")
 
 
 @dataclass(frozen=True)
 class ContainerdNode:
-    """The parts of containerd's configuration that matter here."""
+    """containerd's configuration, as far as setup needs it."""
 
     path: str
     text: str | None  # None if there is no file
     version: int
     merges: bool  # whether tables of imported files are merged
-    files: dict[str, dict[str, Any]]  # what each file says, the main one first
-    dump: dict[str, Any]  # what containerd says is in force, if it could be asked
+    files: dict[str, dict[str, Any]]  # content of each file, the main one first
+    dump: dict[str, Any]  # the configuration in force by `config dump`, if known
     release: tuple[int, int] | None  # containerd's own version, if it is known
 
     @property
     def plugin(self) -> str:
-        """The name of the plugin that these handlers belong to."""
+        """The name of the plugin that has the handlers."""
         return PLUGIN2 if self.version == 2 else PLUGIN3
 
     @property
@@ -76,7 +76,7 @@ class ContainerdNode:
         return self.path.rpartition("/")[0]
 
     def cri(self, where: dict[str, Any]) -> dict[str, Any]:
-        """Return what a document of any version says of CRI's handlers."""
+        """Return CRI's `containerd` table in a document of any version."""
         found: dict[str, Any] = {}
         for plugin in (PLUGIN2, PLUGIN3):
             found = tomltext.merged(found, table(where, "plugins", plugin, "containerd"))
@@ -103,7 +103,7 @@ class ContainerdNode:
 
 def plan(root: Root, journal: Journal, options: SetupOptions) -> SetupPlan:
     """Plan config.toml and the drop-in; SetupError if that is not possible."""
-    node = _look(root, options)
+    node = _read_node(root, options)
     result = SetupPlan()
     spec = f"{node.directory}/{BASE_SPEC}" if options.base_spec else None
     program = options.program("tidegate-hook" if spec else "tidegate-runtime")
@@ -144,8 +144,8 @@ def plan(root: Root, journal: Journal, options: SetupOptions) -> SetupPlan:
     return result
 
 
-def _look(root: Root, options: SetupOptions) -> ContainerdNode:
-    """Read the files, and ask containerd if it is installed."""
+def _read_node(root: Root, options: SetupOptions) -> ContainerdNode:
+    """Read the files, and query containerd if it is installed."""
     path = options.config or CONFIG
     file = root.read(path)
     main = read_toml(root, path, file)
@@ -202,12 +202,12 @@ def _with_imports(root: Root, main: str, document: dict[str, Any]) -> dict[str, 
 
 
 def _lacking(node: ContainerdNode, said: str) -> str | None:
-    """Return which handlers containerd would lack, by the output of `config dump`."""
+    """Return an error if containerd would lack handlers by the output of `config dump`."""
     try:
         found = set(table(node.cri(tomltext.parse(said)), "runtimes"))
     except ValueError as e:
         return f"containerd config dump is no TOML: {e}"
-    # Without a file containerd has runc. If CRI is disabled it may have no handler at all.
+    # Without a file, containerd has the handler runc. If CRI is disabled, it may have none.
     before = set(table(node.cri(node.dump), "runtimes")) or {"runc"}
     if not found or found >= {HANDLER, *before}:
         return None
@@ -234,9 +234,9 @@ def _imports(node: ContainerdNode, path: str) -> bool:
 def _existing(
     root: Root, node: ContainerdNode, drop_in: str, program: str, spec: str | None
 ) -> str | None:
-    """Return where the handler is already; SetupError if it is not ours, or not as asked.
+    """Return the file that has the handler; SetupError if it differs from the requested one.
 
-    A drop-in that is not imported counts, because only the import is missing then.
+    A drop-in that is not imported counts as well: only its import is missing.
     """
     sources = dict(node.files)
     if node.merges and drop_in not in sources:
@@ -269,7 +269,7 @@ def _existing(
 
 
 def _key(path: tuple[str, ...]) -> str:
-    """Return the keys of a header as containerd writes them."""
+    """Return the keys of a header in containerd's notation."""
     bare = [k if k.replace("-", "").replace("_", "").isalnum() else json.dumps(k) for k in path]
     return ".".join(bare)
 
@@ -302,8 +302,8 @@ def _handler(node: ContainerdNode, program: str, spec: str | None, result: Setup
     inner: dict[str, Any] = {} if spec is not None else {"BinaryName": program}
     inner |= {k: v for k, v in given.items() if k != "BinaryName"}
     dumped = table(node.cri(node.dump), "runtimes", default, "options")
-    # The kubelet's cgroup driver decides: a handler with another one starts no pod. It is the same
-    # for all handlers, so another handler tells it if nothing is taken from the default one.
+    # The cgroup driver must be the kubelet's: otherwise a handler starts no pod. It is the same for
+    # all handlers, so it is taken from another one if nothing is copied from the default handler.
     others = [] if like else list(table(node.cri(node.dump), "runtimes").values())
     others += [] if like else list(node.handlers().values())
     if any(
@@ -334,7 +334,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _value(value: Any) -> str:
-    """Write a boolean, number, string or array of these, in a form that TOML and JSON share."""
+    """Format a boolean, number, string or array of these in the common syntax of TOML and JSON."""
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, bool | int | str):
@@ -348,7 +348,7 @@ def _with_import(root: Root, node: ContainerdNode, result: SetupPlan) -> Change:
     if node.text is None:
         value = f"{node.directory}/{IMPORT}"
         if node.release is None or node.release >= (2, 2):
-            # Its default is to import the whole directory; with a file it has to keep doing so.
+            # Without a file, it imports the whole directory; with a file, that must be kept.
             value = f"{node.directory}/conf.d/*.toml"
             others = [n for n in root.names(f"{node.directory}/conf.d") if n.endswith(".toml")]
             result.notes += [f"{root.shown(node.directory)}/conf.d/{n} is imported" for n in others]
@@ -388,12 +388,12 @@ def _with_handler(root: Root, node: ContainerdNode, handler: str) -> Change:
 
 
 def _base_spec(root: Root, options: SetupOptions) -> str:
-    """Return containerd's own default, with the hook and without what CRI removes from it.
+    """Return containerd's default spec with the hook, without the parts that CRI removes.
 
     For a handler without a base spec, CRI removes the AppArmor profile, the seccomp profile and the
-    limits from that default before it adds a container's own (WithoutDefaultSecuritySettings). For
-    one with a base spec it does not. A limit of 1024 files and a profile would remain in unconfined
-    containers.
+    limits from the default before it adds a container's own (WithoutDefaultSecuritySettings). For a
+    handler with a base spec it does not, so a limit of 1024 files and a profile would remain in
+    unconfined containers.
     """
     text = output(root, "ctr", "oci", "spec")
     if text is None:

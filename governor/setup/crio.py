@@ -31,7 +31,7 @@ from oci_hook.runtime import NodeSettings, SettingsError, parse_node
 NAME = "50-tidegate.conf"
 UNDONE = "end the pods of the class tidegate, then systemctl restart crio"
 RUNTIMES = ("crio", "runtime", "runtimes")
-# Keys of the default handler that say which program is executed: here that is the wrapper.
+# Keys of the default handler that determine its program; here the program is the wrapper.
 OF_THE_PROGRAM = frozenset(
     ("inherit_default_runtime", "platform_runtime_paths", "runtime_path", "runtime_type")
 )
@@ -41,7 +41,7 @@ COMMENT = WRITTEN.format("crio")
 def plan(root: Root, journal: Journal, options: SetupOptions) -> SetupPlan:
     """Plan CRI-O's files.
 
-    SetupError if CRI-O has another handler of the name, or does not start as it is.
+    SetupError if CRI-O has a different handler `tidegate`, or does not start with its files.
     """
     path = options.config or f"{DROP_INS}/{NAME}"
     program = options.program("tidegate-runtime")
@@ -67,7 +67,7 @@ def plan(root: Root, journal: Journal, options: SetupOptions) -> SetupPlan:
         part = {"tables": [*RUNTIMES, HANDLER], "comments": [COMMENT]}
         result.changes.append(Change(path, _text(handler), (part,)))
     for fault, remedy in config.faults(root.runs):
-        # The restart that has to follow would leave the node without CRI-O.
+        # The required restart would leave the node without CRI-O.
         raise SetupError(f"CRI-O does not start: {fault}", hint=f"{remedy} first")
     real = config.program(base, root.runs)
     if real is not None:
@@ -87,7 +87,7 @@ def plan(root: Root, journal: Journal, options: SetupOptions) -> SetupPlan:
 
 
 def _files(root: Root) -> list[str]:
-    """Return CRI-O's files in its order: it reads every file in the directory."""
+    """Return CRI-O's files in its order, with every file in the directory."""
 
     def is_directory(path: str) -> bool:
         real = root.find(path)
@@ -105,7 +105,7 @@ def _read(root: Root, *, without: str = "") -> Configuration:
 
 
 def _handlers(root: Root, *, without: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return each file that has a handler of our name, and that handler."""
+    """Return each file that has the handler `tidegate`, and that handler."""
     found = []
     for path in _files(root):
         handler = table(read_toml(root, path), *RUNTIMES).get(HANDLER)
@@ -117,14 +117,14 @@ def _handlers(root: Root, *, without: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def hooks_directories(root: Root) -> list[str]:
-    """Return where CRI-O reads hooks; nothing if it has no configuration."""
+    """Return CRI-O's hook directories; none if it has no configuration."""
     if all(root.read(path) is None for path in _files(root)):
         return []
     return list(_read(root).hooks_directories)
 
 
 def _look_at_hooks(root: Root, config: Configuration) -> None:
-    """Refuse if both CRI-O and the runtime would enter a hook of ours."""
+    """Refuse if both CRI-O and the runtime would add the hook."""
     for directory in config.hooks_directories:
         for name in root.names(directory):
             file = root.read(f"{directory}/{name}") if name.endswith(".json") else None
@@ -133,7 +133,7 @@ def _look_at_hooks(root: Root, config: Configuration) -> None:
             try:
                 document = json.loads(file.text())
             except (ValueError, RecursionError):
-                continue  # CRI-O reports it itself
+                continue  # CRI-O itself reports it
             hook = table(document, "hook").get("path")
             if isinstance(hook, str) and hook.endswith("/tidegate-hook"):
                 raise SetupError(
@@ -148,7 +148,7 @@ def _look_at_hooks(root: Root, config: Configuration) -> None:
 
 
 def _base(config: Configuration, runs: Callable[[str], bool]) -> str:
-    """Return the handler of containers without a class, which ours is modelled on."""
+    """Return the default handler, from which the handler `tidegate` is derived."""
     name = config.default(runs)
     if name == HANDLER:
         name = next((n for n in crio_config.BUILT_IN if config.program(n, runs)), name)
@@ -167,7 +167,7 @@ def _base(config: Configuration, runs: Callable[[str], bool]) -> str:
 
 
 def _handler(config: Configuration, base: str, program: str) -> dict[str, Any]:
-    """Return our handler: the default one, with the wrapper as its program.
+    """Return the handler `tidegate`: a copy of the default one with the wrapper as its program.
 
     If no file has the default handler, CRI-O's built-in values for it are not known here.
     """
@@ -206,7 +206,7 @@ def _key(name: str) -> str:
 
 
 def _value(value: Any) -> str:
-    """Return a value as TOML: strings, numbers, booleans, and lists and tables of them."""
+    """Format a value as TOML: a string, number, boolean, or a list or table of these."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list):
@@ -219,7 +219,7 @@ def _value(value: Any) -> str:
 def _name_runtime(
     root: Root, journal: Journal, state_root: str, real: str, result: SetupPlan
 ) -> None:
-    """Have the wrapper execute `real`, the default handler's runtime, for what CRI-O starts."""
+    """Make the wrapper execute `real`, the default handler's runtime, for CRI-O's containers."""
     if not re.fullmatch(r"/\S*", state_root):
         return
     file = root.read(WRAPPER)
@@ -231,7 +231,7 @@ def _name_runtime(
     try:
         settings = parse_node(text, shown)
     except SettingsError:
-        settings = NodeSettings()  # `look_at_wrapper` reports what is wrong
+        settings = NodeSettings()  # `look_at_wrapper` reports the error
     named = settings.runtime_for.get(state_root) or settings.runtime
     if named:
         if named != real:
@@ -247,7 +247,7 @@ def _name_runtime(
 
 
 def _complaint(said: str, runs: Callable[[str], bool]) -> str | None:
-    """Return what is wrong with the output of `crio config`, which is what CRI-O would load."""
+    """Return an error in the output of `crio config`, which CRI-O would load; None if none."""
     config = Configuration()
     try:
         config.add("crio config", tomllib.loads(said))

@@ -1,8 +1,8 @@
 """Interpret CRI-O's configuration files by the rules of CRI-O 1.24 to 1.36.
 
-`crio config` merges files, but does not look for programs. The daemon looks for them when it
-starts, and exits if the monitor of any handler is missing. The rules are those of UpdateFromPath,
-Validate, ValidateRuntimes and TranslateMonitorFields in its pkg/config/config.go.
+`crio config` merges the files, but does not check programs. The daemon checks them when it starts,
+and exits if the monitor of any handler is missing. The rules are those of UpdateFromPath, Validate,
+ValidateRuntimes and TranslateMonitorFields in CRI-O's pkg/config/config.go.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 MAIN = "/etc/crio/crio.conf"
 DROP_INS = "/etc/crio/crio.conf.d"
 HOOKS_DIR = "/usr/share/containers/oci/hooks.d"
-# crun since 1.31, runc before. CRI-O has a handler of that name even without a file.
+# crun since 1.31, runc before. CRI-O has a handler of this name even without files.
 BUILT_IN = ("crun", "runc")
-# Values of runtime_type that conmon starts; the others have a monitor of their own.
+# Values of runtime_type with conmon as the monitor; the others have their own monitor.
 BY_CONMON = ("", "oci")
-# Stages that a hook's file may name; with any other one CRI-O does not start.
+# Stages that are accepted in a hook's file; with any other one CRI-O does not start.
 STAGES = frozenset(
     ("createContainer", "createRuntime", "poststart", "poststop", "prestart", "startContainer")
 )
-# Where a systemd service finds programs.
+# Directories in which a systemd service finds programs.
 SEARCH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 
 Runs = Callable[[str], bool]  # whether there is a program at an absolute path
@@ -30,9 +30,9 @@ Runs = Callable[[str], bool]  # whether there is a program at an absolute path
 
 @dataclass
 class Configuration:
-    """CRI-O's files merged: [crio.runtime], and its handlers with the file of each.
+    """CRI-O's merged files: [crio.runtime], and its handlers with the file of each.
 
-    `named_by` is the file that a key of [crio.runtime] comes from.
+    `named_by` maps a key of [crio.runtime] to its file.
     """
 
     runtime: dict[str, Any] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Configuration:
         return tuple(name.rstrip("/") for name in names if isinstance(name, str))
 
     def default(self, runs: Runs) -> str:
-        """Return the default handler's name; if none is set, the built-in one that the node has."""
+        """Return the default handler's name; if none is set, the built-in one that is installed."""
         named = self.text("default_runtime")
         return named or next((name for name in BUILT_IN if self.program(name, runs)), BUILT_IN[0])
 
@@ -89,7 +89,7 @@ class Configuration:
         return search("conmon", runs)
 
     def faults(self, runs: Runs) -> Iterator[tuple[str, str]]:
-        """Yield what keeps CRI-O from starting: a sentence, and its remedy."""
+        """Yield the faults that keep CRI-O from starting, each with its remedy."""
         default = self.default(runs)
         if default not in (*self.handlers, *BUILT_IN):
             yield (
@@ -119,7 +119,7 @@ class Configuration:
 
 
 def search(program: str, runs: Runs) -> str | None:
-    """Return where a service finds a program, None if it does not."""
+    """Return the path at which a service finds a program, None if it does not."""
     if not program or "/" in program:
         return None
     return next((path for d in SEARCH if runs(path := f"{d}/{program}")), None)

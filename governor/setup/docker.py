@@ -1,4 +1,4 @@
-"""Set up Docker: a runtime in daemon.json, which has no drop-ins."""
+"""Set up Docker: add a runtime to daemon.json, which has no drop-ins."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ UNDONE = (
     "systemctl restart docker    # a reload forgets no runtime; containers end, "
     "unless live-restore is on"
 )
-# Where dockerd's options may be if not in its own file: systemd.unit(5), and the files of its
-# packages.
+# Other places of dockerd's options: units (systemd.unit(5)), and the files of its packages.
 UNITS = (
     "/etc/systemd/system.control",
     "/run/systemd/system.control",
@@ -44,7 +43,7 @@ STARTERS = ("/etc/default/docker", "/etc/sysconfig/docker", "/etc/conf.d/docker"
 
 
 def plan(root: Root, _journal: Journal, options: SetupOptions) -> SetupPlan:
-    """Plan daemon.json; SetupError if it already has another runtime of our name."""
+    """Plan daemon.json; SetupError if it already has a different runtime `tidegate`."""
     path, program = options.config or CONFIG, options.program("tidegate-runtime")
     file = root.read(path)
     shown, text = root.shown(path), file.text() if file else ""
@@ -106,9 +105,9 @@ def _put(shown: str, text: str, path: tuple[str, ...], value: object) -> str:
 
 
 def _look_at_flags(root: Root, config: str) -> None:
-    """Refuse an option both in dockerd's file and on its command line: it would not start.
+    """Refuse if --default-runtime is on dockerd's command line: it does not start with both.
 
-    Runtimes may be in both, and dockerd then has all of them (26.1 and 28.5, by --validate).
+    Runtimes may be in both places; dockerd then has all of them (26.1 and 28.5, by --validate).
     """
     flag = "--default-runtime"
     if config != CONFIG:
@@ -134,7 +133,7 @@ def _active(text: str) -> str:
 
 
 def _starters(root: Root) -> Iterator[str]:
-    """Yield the files that may have dockerd's command line, or a part of it."""
+    """Yield the files that may contain dockerd's command line, or a part of it."""
     yield from STARTERS
     for directory in UNITS:
         unit = f"{directory}/docker.service"

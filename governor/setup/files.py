@@ -1,7 +1,7 @@
 """Read configuration files below a root with their mode and owner, and replace them atomically.
 
-Symbolic links are followed as by a process with that root, so nothing outside of the root is read
-or written. The trees belong to root, so no other user swaps a directory in the meantime.
+Symbolic links are resolved as for a process with that root, so nothing outside the root is read or
+written. The trees belong to root, so no other user can replace a directory during that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TEMPORARY = ".tidegate-tmp"  # suffix of a file that is being written
 
 @dataclass(frozen=True)
 class HostFile:
-    """A regular file as it was read: its real path, its bytes, mode and owner."""
+    """A regular file that was read: its real path, content, mode and owner."""
 
     path: str
     real: str
@@ -51,13 +51,13 @@ class Root:
             raise SetupError(f"{root} is not a directory", hint="name another one with --root")
 
     def shown(self, path: str) -> str:
-        """Return a path as the operator sees it, with the root before it."""
+        """Return a path as shown to the operator, with the root prepended."""
         return path if self.root == "/" else self.root + path
 
     def find(self, path: str) -> str | None:
-        """Return where a file is or would be, without links; None if a directory is missing.
+        """Return the resolved path of a file, which need not exist; None if a directory is missing.
 
-        SetupError for a link that leads nowhere, because its purpose is not ours to guess.
+        SetupError for a dangling link, because its purpose is not known.
         """
         parent, _, name = path.rpartition("/")
         where = Tree(self.root).resolve(parent or "/")
@@ -107,7 +107,7 @@ class Root:
         return (Tree(self.root).read(path, LIMIT) or b"").decode(errors="replace")
 
     def changed(self, path: str) -> float:
-        """Return when a file, by its path without links, was last changed: seconds since 1970."""
+        """Return the ctime of a file, given by its resolved path, in seconds since 1970."""
         with explained(self.shown(path)):
             return os.stat(self._host(path)).st_ctime  # noqa: PTH116
 
@@ -116,7 +116,7 @@ class Root:
         return Tree(self.root).names(directory)
 
     def matching(self, pattern: str) -> list[str]:
-        """Return the files that match a pattern; a star matches any part of one name."""
+        """Return the files that match a pattern; `*` does not match a slash."""
         if "*" not in pattern:
             return [pattern] if self.read(pattern) is not None else []
         found = [""]
@@ -135,7 +135,7 @@ class Root:
         return real is not None and bool(os.stat(self._host(real)).st_mode & 0o111)  # noqa: PTH116
 
     def closed(self, path: str) -> str | None:
-        """Return the first directory that others cannot read, on the way to `path` or at it."""
+        """Return the first directory, of `path` and its parents, that other users cannot read."""
         parts = [p for p in path.split("/") if p]
         for n in range(1, len(parts) + 1):
             here = "/" + "/".join(parts[:n])
@@ -148,7 +148,7 @@ class Root:
         return None
 
     def missing(self, path: str) -> list[str]:
-        """Return which of a directory and its parents do not exist, the highest first."""
+        """Return a directory and its parents that do not exist, the topmost first."""
         found: list[str] = []
         parts = [p for p in path.split("/") if p]
         for n in range(1, len(parts) + 1):
@@ -161,7 +161,7 @@ class Root:
         return found
 
     def make_directory(self, path: str, mode: int = 0o755) -> None:
-        """Make a directory and its parents; `mode` is that of the last one."""
+        """Create a directory and its parents; `mode` is that of the last one."""
         for here in self.missing(path):
             host = self._host(self.find(here) or here)
             with explained(self.shown(here)):
@@ -169,7 +169,7 @@ class Root:
                 os.chmod(host, mode if here == path else 0o755)  # noqa: PTH101 - whatever the umask
 
     def is_dir(self, path: str) -> bool:
-        """Return whether a path, without links, is a directory."""
+        """Return whether a resolved path is a directory."""
         return os.path.isdir(self._host(path))  # noqa: PTH112
 
     def remove_directory(self, path: str) -> bool:
@@ -186,7 +186,7 @@ class Root:
         return True
 
     def write(self, path: str, data: bytes, *, mode: int = 0o644, keep_mode: bool = True) -> None:
-        """Replace or make a file atomically; an existing one keeps owner, labels and mode."""
+        """Replace or create a file atomically; an existing one keeps owner, labels and mode."""
         shown = self.shown(path)
         old = self.read(path)
         real = old.real if old else self.find(path)
@@ -215,14 +215,14 @@ class Root:
             _sync(os.path.dirname(host))  # noqa: PTH120
 
     def sweep(self, path: str) -> None:
-        """Remove what killed runs left of a file; the file need not exist."""
+        """Remove temporary files that killed runs left; the file need not exist."""
         real = self.find(path)
         if real is not None:
             with explained(self.shown(path)):
                 _sweep(self._host(real))
 
     def remove(self, path: str) -> None:
-        """Remove a file; it is not an error if it is gone."""
+        """Remove a file; a missing one is not an error."""
         real = self.find(path)
         if real is None:
             return
@@ -244,10 +244,10 @@ class Root:
 
 
 def _beside(host: str) -> str:
-    """Return where a file is written before it is renamed.
+    """Return the prefix of the temporary file, which is renamed to `host`.
 
-    CRI-O reads every file in its directory, whatever its name, so a partial file is never in a
-    directory of drop-ins, unless that is a file system of its own.
+    CRI-O reads every file in its directory, whatever its name, so the temporary file is not in a
+    directory of drop-ins, unless that is a separate file system.
     """
     directory, name = os.path.split(host)
     above = os.path.dirname(directory)  # noqa: PTH120
@@ -257,7 +257,7 @@ def _beside(host: str) -> str:
 
 
 def _sweep(host: str) -> None:
-    """Remove what killed runs left of this file; only one runs at a time."""
+    """Remove temporary files of killed runs; only one run is active at a time."""
     if not os.path.isdir(os.path.dirname(host)):  # noqa: PTH112, PTH120
         return
     for start in {host, _beside(host)}:
@@ -269,7 +269,7 @@ def _sweep(host: str) -> None:
 
 @contextlib.contextmanager
 def explained(path: str) -> Iterator[None]:
-    """Turn an error of the system in the block into a SetupError of one line."""
+    """Convert an OSError in the block to a SetupError of one line."""
     try:
         yield
     except OSError as e:
@@ -277,7 +277,7 @@ def explained(path: str) -> Iterator[None]:
 
 
 def explain(e: OSError, path: str) -> SetupError:
-    """Return why a file cannot be read or written, with a hint."""
+    """Return an error for a file that cannot be read or written, with a hint."""
     if e.errno in (errno.EACCES, errno.EPERM):
         hint = "run it as root; if it is, see whether the file is immutable (lsattr)"
     elif e.errno == errno.EROFS:
@@ -292,7 +292,7 @@ def explain(e: OSError, path: str) -> SetupError:
 
 
 def _copy_labels(source: str, fd: int) -> None:
-    """Copy SELinux's label and access lists, as far as the file system has any."""
+    """Copy extended attributes (SELinux label, ACLs), as far as the file system supports them."""
     try:
         names = os.listxattr(source)
     except OSError:

@@ -1,8 +1,8 @@
-"""Record what was changed, with the bytes before, in /var/lib/tidegate/setup/journal.json.
+"""Record the changes of setup, with previous content, in /var/lib/tidegate/setup/journal.json.
 
-The journal is written before the files are, so that they can be restored if the process ends at any
-moment. A file has a step for each time it was changed; if it was edited in between, a new step
-begins. The bytes of configuration files may be secrets, so the directory belongs to root.
+The journal is written before the files, so that they can be restored if the process ends at any
+moment. A file has one or more steps; a new step begins if the file was edited since the last one.
+Configuration files may contain secrets, so only root can read the directory.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ DIRECTORY = "/var/lib/tidegate/setup"
 FILE = f"{DIRECTORY}/journal.json"
 VERSION = 1
 
-Part = dict[str, Any]  # what of a file is ours, as `takeout` understands it
+Part = dict[str, Any]  # a part of a file that setup wrote, as `takeout` defines it
 
 
 @dataclass
 class Step:
-    """A file's bytes before and after one change; None if there is no file."""
+    """A file's content before and after one change; None if there is no file."""
 
     before: bytes | None
     after: bytes | None
@@ -36,7 +36,7 @@ class Step:
 
 @dataclass
 class ChangedFile:
-    """A file that was changed: its steps, and what of it is ours."""
+    """A changed file: its steps, and the parts that setup wrote."""
 
     path: str
     parts: list[Part]
@@ -45,13 +45,13 @@ class ChangedFile:
 
 @dataclass
 class Journal:
-    """What each engine's setup changed, and which directories it made."""
+    """The changed files of each engine, and the created directories."""
 
     engines: dict[str, list[ChangedFile]] = field(default_factory=dict)
     directories: dict[str, str] = field(default_factory=dict)  # path -> engine, in order
 
     def entry(self, engine: str, path: str) -> ChangedFile | None:
-        """Return what is known of a file."""
+        """Return the entry of a file."""
         return next((e for e in self.engines.get(engine, ()) if e.path == path), None)
 
     def record(
@@ -69,12 +69,12 @@ class Journal:
             last.after = after
         else:
             entry.steps.append(Step(before, after))
-        # Parts that an earlier change made ours still are.
+        # The parts of earlier changes are kept.
         entry.parts = parts + [p for p in entry.parts if p not in parts]
 
 
 def read(root: Root) -> Journal:
-    """Return the journal, an empty one if there is none; SetupError if it cannot be understood."""
+    """Return the journal, an empty one if there is none; SetupError if it is invalid."""
     file = root.read(FILE)
     if file is None:
         return Journal()

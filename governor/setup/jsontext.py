@@ -1,8 +1,8 @@
-"""Add and remove members of a JSON object in its text, and leave everything else as it is.
+"""Add and remove members of a JSON object in its text, without changing other text.
 
-The style is that of the text: its newlines, its indentation and the blanks after colons. The result
-of each edit is parsed and compared with what is intended, so a text is changed as intended or not
-at all.
+New text follows the style of the file: its newlines, its indentation and the spaces after colons.
+The result of each edit is parsed and compared with the intended value, so the text is changed as
+intended or not at all.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Span:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Return the object; ValueError says what is wrong, also if only a Go parser would refuse it.
+    """Return the object; ValueError if it is invalid, also if only a Go parser would reject it.
 
-    An empty text is an empty object, as for dockerd.
+    Empty text is an empty object, as for dockerd.
     """
     body = text.removeprefix(BOM)
     if not body.strip(" \t\r\n"):
@@ -62,7 +62,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"{json.dumps(twice)} stands twice in one object")
+        raise ValueError(f"{json.dumps(twice)} occurs twice in one object")
     return found
 
 
@@ -71,7 +71,7 @@ def _constant(name: str) -> Any:
 
 
 def put(text: str, path: tuple[str, ...], value: Any) -> str:
-    """Return the text with the member at `path` set; missing objects on the way are made."""
+    """Return the text with the member at `path` set; missing parent objects are created."""
     before = parse(text)
     bom, body = (BOM, text[1:]) if text.startswith(BOM) else ("", text)
     if not body.strip(" \t\r\n"):
@@ -128,7 +128,7 @@ def _skip(text: str, at: int) -> int:
 
 
 def _object(text: str, at: int) -> Span:
-    """Return the positions in the object that begins at `at`, in a valid text."""
+    """Return the positions in the object that begins at `at`; the text must be valid."""
     decoder = json.JSONDecoder()
     opened = _skip(text, at)
     at = _skip(text, opened + 1)
@@ -163,7 +163,7 @@ def _put(text: str, at: int, path: tuple[str, ...], value: Any) -> str:
 
 
 class _Style:
-    """How the members of one object are written."""
+    """The formatting of the members of one object."""
 
     def __init__(self, text: str, span: Span) -> None:
         newline = "\r\n" if "\r\n" in text else "\n"

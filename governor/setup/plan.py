@@ -1,4 +1,4 @@
-"""Plans for an engine's files: made by the engines' modules, carried out by `apply`."""
+"""Types and helpers for plans of an engine's files, which `apply` carries out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WRITTEN = "# Written by `tidegate setup {0}`; `tidegate setup {0} --undo` takes 
 
 @dataclass(frozen=True)
 class SetupOptions:
-    """What the command line says of an engine's setup."""
+    """Options of the command line for an engine's setup."""
 
     bin_dir: str = "/usr/bin"
     config: str | None = None
@@ -34,13 +34,13 @@ class SetupOptions:
     containerd_version: str | None = None
 
     def program(self, name: str) -> str:
-        """Return where a program of ours is on the node."""
+        """Return the path of one of Tidegate's programs on the node."""
         return f"{self.bin_dir.rstrip('/')}/{name}"
 
 
 @dataclass(frozen=True)
 class Change:
-    """A file's intended content, None if it is to be removed, and what of it is ours."""
+    """A file's new content, None if it is to be removed, and the parts that setup writes."""
 
     path: str
     text: str | None
@@ -53,22 +53,22 @@ def _accept(_output: str) -> str | None:
 
 @dataclass(frozen=True)
 class Validation:
-    """A command of the engine's that reads its configuration and says whether it is right.
+    """A command of the engine that checks its configuration.
 
     `validate` runs it before anything is written, in a view in which the plan's changes appear as
     made. If it fails, setup changes nothing and prints its last line.
     """
 
     command: tuple[str, ...]
-    # Standard error of versions that do not know the command; these are not asked.
+    # Output on stderr of versions without the command; these are not checked.
     unsupported: tuple[str, ...] = ()
-    # Returns what is wrong with the command's output, None if nothing is.
+    # Returns an error in the command's output, None if there is none.
     check: Callable[[str], str | None] = _accept
 
 
 @dataclass
 class SetupPlan:
-    """Changes to one engine's files, notes for the operator, and the steps left to the operator."""
+    """Changes to one engine's files, with notes and remaining steps for the operator."""
 
     changes: list[Change] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -83,7 +83,7 @@ class SetupPlan:
             )
 
     def look_at_wrapper(self, root: Root, options: SetupOptions) -> None:
-        """Note what the wrapper runtime lacks, or that it enters another hook than is meant."""
+        """Add a note if the wrapper runtime is missing, or would add another hook."""
         self.missing(root, options.program("tidegate-runtime"))
         meant = options.program("tidegate-hook")
         try:
@@ -108,7 +108,7 @@ def packaged(name: str) -> str:
 
 
 def read_toml(root: Root, path: str, file: HostFile | None = None) -> dict[str, Any]:
-    """Return a TOML file's content, nothing if there is none; SetupError if it is broken."""
+    """Return a TOML file's content, empty if there is no file; SetupError if it is invalid."""
     file = file or root.read(path)
     if file is None:
         return {}
@@ -131,13 +131,13 @@ def strings(value: Any) -> list[str]:
 
 
 def untouched(root: Root, journal: Journal, engine: str, path: str) -> bool:
-    """Return whether a file is as we wrote it."""
+    """Return whether a file is as setup wrote it."""
     entry, file = journal.entry(engine, path), root.read(path)
     return bool(entry and file and entry.steps[-1].after == file.data)
 
 
 def output(root: Root, *command: str) -> str | None:
-    """Return what a program of the engine prints; None if it cannot be asked here.
+    """Return the output of an engine's program; None if it cannot be run here.
 
     If it fails, SetupError with the last line that it printed.
     """

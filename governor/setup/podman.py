@@ -1,10 +1,10 @@
-"""Set up Podman: hooks by oci-hooks(5), the files of packaging/hooks.d.
+"""Set up Podman: install hooks by oci-hooks(5), the files of packaging/hooks.d.
 
-The hooks are in a directory of their own. A drop-in of containers.conf names it in addition to
-those that Podman reads anyway. One of the hooks has the stage `precreate`, which only Podman knows.
-Buildah, also in `podman build`, reads the two directories of oci-hooks(5) whatever hooks_dir is,
-and fails at each RUN step if a file there has a stage that it does not know; CRI-O does not start.
-Buildah does not read hooks_dir (setupOCIHooks of run_linux.go, 1.28 to 1.45).
+The hooks are in a separate directory. A drop-in of containers.conf adds it to the directories that
+Podman already reads. The directory is separate because one of the hooks has the stage `precreate`,
+which only Podman knows. Buildah, also in `podman build`, reads the two directories of oci-hooks(5)
+regardless of hooks_dir (setupOCIHooks of run_linux.go, 1.28 to 1.45), and fails at each RUN step if
+a file there has a stage that it does not know; CRI-O then does not start.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from governor.setup.plan import (
 
 HOOKS_DIR = "/etc/tidegate/hooks.d"
 HOOKS = ("50-tidegate-devices.json", "50-tidegate-end.json", "50-tidegate.json")
-# Where Podman looks by default.
+# Podman's default directories.
 DEFAULT = ("/usr/share/containers/oci/hooks.d",)
-# Where Buildah looks, whatever the configuration says.
+# Buildah's directories, independent of the configuration.
 BUILDAH = (*DEFAULT, "/etc/containers/oci/hooks.d")
 CONFIGS = ("/usr/share/containers/containers.conf", "/etc/containers/containers.conf")
 DROP_INS = "/etc/containers/containers.conf.d"
-# Podman 6 reads these as well, all in the order of the files' names.
+# Podman 6 reads all of these, sorted by file name.
 MORE_DROP_INS = (
     "/usr/share/containers/containers.conf.d",
     "/usr/share/containers/containers.rootful.conf.d",
@@ -56,7 +56,7 @@ ASK = ("podman", "--help")
 
 
 def plan(root: Root, journal: Journal, options: SetupOptions) -> SetupPlan:
-    """Plan the hooks' files, and that Podman reads them; SetupError if it cannot."""
+    """Plan the hooks' files and the drop-in; SetupError if Podman would not read the hooks."""
     known = _known(root, journal)
     directory = posixpath.normpath(options.hooks_dir or _directory(known))
     _require_own(root, directory)
@@ -105,13 +105,13 @@ def _known(root: Root, journal: Journal) -> list[str]:
 
 
 def _directory(known: list[str]) -> str:
-    """Return the default directory for the hooks: one that was named before stays."""
+    """Return the default directory for the hooks: that of an earlier setup, if there was one."""
     named = [path.rpartition("/")[0] for path in known]
     return next((d for d in named if d not in BUILDAH), HOOKS_DIR)
 
 
 def _require_own(root: Root, directory: str) -> None:
-    """Refuse a directory that is read by programs that do not know the stage precreate."""
+    """Refuse a directory that programs without the stage precreate read as well."""
     if _is_one_of(root, directory, BUILDAH):
         raise SetupError(
             f"Buildah reads hooks from {root.shown(directory)} as well, and builds no image where "
@@ -124,7 +124,8 @@ def _require_own(root: Root, directory: str) -> None:
             "the stage precreate",
             hint="name another directory with --hooks-dir, or take it out of CRI-O's hooks_dir",
         )
-    # The drop-in is for all users, and Podman starts nothing if it cannot read a directory.
+    # The drop-in applies to all users, and Podman starts no container if it cannot read a
+    # directory.
     if (closed := root.closed(directory)) is not None:
         raise SetupError(
             f"{root.shown(closed)} is closed to other users, whose Podman would start no container "
@@ -134,7 +135,7 @@ def _require_own(root: Root, directory: str) -> None:
 
 
 def _is_one_of(root: Root, directory: str, others: Iterable[str]) -> bool:
-    """Return whether a directory is one of the others, by its name or behind links."""
+    """Return whether a directory is one of the others, also after resolving links."""
     real = root.find(f"{directory}/.")
     return any(
         directory == other or (real is not None and real == root.find(f"{other}/."))
@@ -145,10 +146,10 @@ def _is_one_of(root: Root, directory: str, others: Iterable[str]) -> bool:
 def _drop_in(
     root: Root, journal: Journal, directory: str, left: set[str], asked: tuple[str, ...] | None
 ) -> tuple[Change | None, tuple[str, ...]]:
-    """Return a drop-in that has Podman read hooks from a directory, and all that it reads then.
+    """Return the drop-in that adds a directory of hooks, and all directories read with it.
 
-    The drop-in is None if Podman reads the directory already. `left` are the directories that our
-    hooks move out of. `asked` are those that Podman says it reads, if it can be asked.
+    The drop-in is None if Podman reads the directory already. `left` are the directories from which
+    the hooks are moved. `asked` are those that Podman reports, if known.
     """
     before, behind = _sources(root)
     file = root.read(DROP_IN)
@@ -160,7 +161,7 @@ def _drop_in(
             return None, now
         names = list(base.directories)
         if asked is not None:
-            # A file that we do not know of may add to ours, or override it.
+            # An unknown file may add to the drop-in, or override it.
             names = [d for d in names if d in asked]
             names += [d for d in asked if d not in {*now, *left, directory}]
         names = list(dict.fromkeys([*names, directory]))
@@ -172,7 +173,7 @@ def _drop_in(
         now = _read(root, behind, found).directories
         if directory in now:
             return None, now
-        text = None  # it was edited, or is not ours at all
+        text = None  # it was edited, or setup did not write it
     found = _read(root, behind, found)
     if text is None or directory not in found.directories:
         for_it = "".join(f' for "{old}"' for old in sorted(left & {*found.directories}))
@@ -202,7 +203,7 @@ class _HooksDir:
 
 
 def _read(root: Root, paths: Iterable[str], base: _HooksDir | None = None) -> _HooksDir:
-    """Return where Podman reads hooks by these files."""
+    """Return the value of hooks_dir after these files."""
     found = base or _HooksDir()
     for path in paths:
         value = table(read_toml(root, path), "engine").get("hooks_dir")
@@ -212,7 +213,7 @@ def _read(root: Root, paths: Iterable[str], base: _HooksDir | None = None) -> _H
 
 
 def _sources(root: Root) -> tuple[list[str], list[str]]:
-    """Return the files that Podman reads, in its order: before our drop-in, and after it."""
+    """Return the files that Podman reads, in its order: before the drop-in, and after it."""
     release = version(output(root, "podman", "--version"))
     directories = (DROP_INS,) if release and release < (6, 0) else MORE_DROP_INS
     # Of two files with the same name, the one in the later directory takes precedence.
@@ -228,7 +229,7 @@ def _sources(root: Root) -> tuple[list[str], list[str]]:
 
 
 def _look_at_others(root: Root, found: Iterable[str], ours: set[str]) -> None:
-    """Refuse if Podman would also enter the hook by a file that is not of this setup."""
+    """Refuse if Podman would also run the hook by a file of another origin."""
     for directory in found:
         for name in root.names(directory):
             path = f"{directory}/{name}"
@@ -237,7 +238,7 @@ def _look_at_others(root: Root, found: Iterable[str], ours: set[str]) -> None:
             try:
                 program = table(json.loads(root.peek(path)), "hook").get("path")
             except (ValueError, RecursionError):
-                continue  # Podman reports it itself
+                continue  # Podman itself reports it
             if isinstance(program, str) and program.endswith("/tidegate-hook"):
                 raise SetupError(
                     f"{root.shown(path)} enters the hook into each container already",
@@ -248,7 +249,7 @@ def _look_at_others(root: Root, found: Iterable[str], ours: set[str]) -> None:
 def _look_at_processes(
     root: Root, result: SetupPlan, drop_in: Change | None, directory: str
 ) -> None:
-    """Report processes that keep the hooks directories they started with, and how to end that."""
+    """Report processes that still use the hook directories with which they started."""
     file = root.read(DROP_IN)
     changes = drop_in is not None and (file is None or file.text() != drop_in.text)
     found = [
@@ -283,7 +284,7 @@ def default_hooks_dirs(said: str | None) -> tuple[str, ...] | None:
 
 
 def _lacking(said: str, wanted: Iterable[str]) -> str | None:
-    """Return which of these directories Podman would not read hooks from."""
+    """Return an error if Podman would not read hooks from all of these directories."""
     found = default_hooks_dirs(said)
     lacking = [d for d in wanted if found is not None and d not in found]
     if not lacking:

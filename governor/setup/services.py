@@ -1,8 +1,9 @@
-"""Find Podman's processes that keep the hooks directories they started with.
+"""Find Podman's processes that still use the hook directories with which they started.
 
-`podman system service` reads containers.conf when it starts. The monitor of a container, conmon,
-has the command by which Podman restarts the container; from Podman 5.8 on, the directories are
-options of it. Both read the files in those directories at each start of a container.
+`podman system service` reads containers.conf only when it starts. A container's monitor, conmon,
+has the command by which Podman restarts the container; since Podman 5.8, the directories are
+options of that command. In both cases, the files in those directories are read at each start of a
+container.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import PurePosixPath
 from oci_hook.quick import PREFIX
 
 UNIT = "podman.service"
-LIMIT = 4 << 20  # bytes; most that is read of a file
+LIMIT = 4 << 20  # bytes; limit of reading a file
 
 
 @dataclass(frozen=True)
@@ -26,24 +27,24 @@ class PodmanService:
     """A process that serves Podman's API; `started` in seconds since 1970."""
 
     pid: int
-    unit: str | None  # of systemd, None if it was started otherwise
+    unit: str | None  # systemd unit, None if it was started otherwise
     started: float
 
     @property
     def shown(self) -> str:
-        """The name by which an operator knows it."""
+        """The name to show to an operator."""
         return self.unit or f"process {self.pid} (podman system service)"
 
     @property
     def restart(self) -> str:
-        """How to restart it; containers go on meanwhile."""
+        """The command that restarts it; containers are not affected."""
         if self.unit is not None:
             return f"systemctl restart {self.unit}    # containers go on"
         return f"kill {self.pid}, and start `podman system service` again; containers go on"
 
 
 def running(root: str) -> list[PodmanService]:
-    """Return the services of root's Podman with the root directory `root`, in order of pid.
+    """Return the API services of root's Podman with the root directory `root`, by pid.
 
     A service of another user cannot reach the governor, with or without hooks.
     """
@@ -66,8 +67,8 @@ def running(root: str) -> list[PodmanService]:
 def unaware(root: str, directory: str) -> list[str]:
     """Return the containers with our annotations that Podman would restart without these hooks.
 
-    They are returned by name. Only containers with a restart policy are restarted; which have one,
-    only Podman's database says.
+    They are returned by name. Only containers with a restart policy would be restarted; the policy
+    is only in Podman's database.
     """
     found = []
     for _, words in processes(root, "conmon"):
@@ -81,7 +82,7 @@ def unaware(root: str, directory: str) -> list[str]:
             if any(name.startswith(PREFIX) for name in document["annotations"]):
                 found.append(options["-n"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            continue  # it has ended, or is not a container of Podman's
+            continue  # it has ended, or is not one of Podman's containers
     return sorted(found)
 
 

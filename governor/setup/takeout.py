@@ -1,15 +1,15 @@
-"""Take what is ours out of a file that was edited since, and leave the rest as it is.
+"""Remove the parts that setup wrote from a file that was edited since.
 
 A part of a file is a dictionary with one of these keys:
 
-- `member`: the path of a JSON member; with `only`, it is removed only while it has that value, and
-  with `former` it gets that value back
-- `tables`: the path of TOML tables, which are removed with all that is below them, and with
-  `comments`, lines of ours; with `spare`, a table that stays while there are others next to it
+- `member`: the path of a JSON member; with `only`, it is removed only if it has that value, and
+  with `former` it is set back to that value
+- `tables`: the path of TOML tables, which are removed with their subtables and the comment lines
+  `comments`; with `spare`, a table that stays while there are others next to it
 - `key`: a TOML key in a table that has a header, and `comments` as above
 - `element`: the key of a TOML array, and a string in it
 - `lines`: whole lines of a file of any format
-- `whole`: all of the file, which is set aside because the edit is not ours to discard
+- `whole`: the whole file, which is kept under another name because it has the user's edits
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from governor.setup.journal import Part
 
 
 def take_out(text: str, parts: list[Part], *, made: bool) -> str | None:
-    """Return the text without our parts; None if we made the file and nothing else is in it.
+    """Return the text without these parts; None if setup created the file and it is now empty.
 
-    ValueError if the text is not JSON or TOML any more, or our part cannot be told from the rest.
+    ValueError if the text is no longer valid JSON or TOML, or a part cannot be identified.
     """
     for part in parts:
         text = _without(text, part)
@@ -65,7 +65,7 @@ def _member(tree: Any, path: tuple[str, ...]) -> Any:
 
 
 def _is_empty(text: str, parts: list[Part]) -> bool:
-    """Return whether nothing is left that matters."""
+    """Return whether no content is left."""
     if any("lines" in part for part in parts):
         return not text.strip()
     if any("member" in part for part in parts):

@@ -1,8 +1,8 @@
-"""Add and remove tables and array elements in the text of a TOML file, and keep its comments.
+"""Add and remove tables and array elements in the text of a TOML file, keeping its comments.
 
-`tomllib` reads the text, but nothing is generated from what was read. A small scanner finds where
-statements begin and end. The result of each edit is parsed and compared with what is intended, so a
-text is changed as intended or not at all.
+`tomllib` parses the text, but the text is not generated anew. A small scanner finds where
+statements begin and end. The result of each edit is parsed and compared with the intended value, so
+the text is changed as intended or not at all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Statement:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Return the document; ValueError says what is wrong."""
+    """Return the document; ValueError if it is invalid."""
     try:
         return tomllib.loads(text)
     except RecursionError as e:
@@ -57,7 +57,7 @@ def _line_end(text: str, at: int) -> int:
 
 
 def _value_end(text: str, at: int) -> int:
-    """Return where a statement ends: at a newline or comment outside of strings and brackets."""
+    """Return the end of a statement: a newline or comment outside strings and brackets."""
     depth = 0
     while at < len(text):
         c = text[at]
@@ -84,7 +84,7 @@ def _string_end(text: str, at: int) -> int:
     while not text.startswith(end, at):
         at += 2 if text[at] == "\\" and quote == '"' else 1
     at += len(end)
-    # A long string may end with up to two quotes of its own before the three that close it.
+    # A multi-line string may end with up to two quotes before the three that close it.
     while long and text.startswith(quote, at):
         at += 1
     return at
@@ -112,7 +112,7 @@ def _key_end(statement: str) -> int:
 
 
 def newline(text: str) -> str:
-    """Return how this text ends its lines."""
+    """Return the line ending of this text."""
     return "\r\n" if "\r\n" in text else "\n"
 
 
@@ -126,7 +126,7 @@ def append(text: str, block: str) -> str:
 
 
 def merged(tree: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return two documents as one: tables are merged, and other values of the second override."""
+    """Return two documents merged: tables are combined, other values of the second win."""
     result = dict(tree)
     for key, value in other.items():
         old = result.get(key)
@@ -136,7 +136,7 @@ def merged(tree: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def add_element(text: str, key: str, value: str) -> str:
-    """Return the text with a string added to the top-level array `key`; makes a missing array."""
+    """Return the text with a string added to the top-level array `key`, which may be missing."""
     tree = parse(text)
     found = _top(text, key)
     quoted = json.dumps(value)
@@ -165,7 +165,7 @@ def add_element(text: str, key: str, value: str) -> str:
 
 
 def drop_element(text: str, key: str, value: str) -> str:
-    """Return the text without a string in the array `key`; without the key if that was all."""
+    """Return the text without a string in the array `key`; an empty array is removed."""
     tree = parse(text)
     old = tree.get(key)
     found = _top(text, key)
@@ -200,7 +200,7 @@ def drop_tables(text: str, prefix: Path, comments: Iterable[str] = ()) -> str:
             inside = statement.path[: len(prefix)] == prefix
         if inside:
             if statement.header:
-                # Its indentation is removed as well, and one empty line before it.
+                # Its indentation and one preceding empty line are removed as well.
                 result += text[cut : statement.start].rstrip(" \t")
                 result = re.sub(r"\n\r?\n\Z", "\n", result)
             cut = statement.end

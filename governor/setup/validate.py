@@ -15,14 +15,14 @@ from governor.setup.plan import Validation
 if TYPE_CHECKING:
     from governor.setup.apply import Edit
 
-LONGEST = 500  # most characters of an engine's line that are shown
+LONGEST = 500  # maximum number of characters shown of an engine's line
 
 
 def validate(root: Root, validation: Validation | None, edits: Sequence[Edit]) -> list[str]:
-    """Have an engine read its files as they would be; SetupError with its own line if it fails.
+    """Let an engine check the planned files; SetupError with the engine's message if it fails.
 
-    Returns notes for the operator: that the engine could not be asked. An engine that is not
-    installed is not asked, and below another root than / no program runs.
+    Returns a note for the operator if the check was not possible. There is no check if the engine
+    is not installed, or if the root is not /.
     """
     if validation is None or not edits or root.root != "/":
         return []
@@ -52,7 +52,7 @@ def validate(root: Root, validation: Validation | None, edits: Sequence[Edit]) -
 
 
 def _real(root: Root, path: str) -> str:
-    """Return where a file is or will be, without symbolic links."""
+    """Return the resolved path of a file, which need not exist."""
     missing = []
     while (real := root.find(path)) is None:
         path, _, name = path.rpartition("/")

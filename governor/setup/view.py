@@ -1,8 +1,8 @@
-"""Make a private view of the node's files for a program that checks what an engine would load.
+"""Run a program in a private view of the node's files, to check changes before they are made.
 
-The program runs in a mount namespace of its own. There a tmpfs covers each directory in which a
-file changes. It has the changed files with their new content, and bind mounts of everything else in
-the directory. Nothing on the node changes, and the view ends with the program.
+The program runs in its own mount namespace. There, a tmpfs covers each directory in which a file
+changes. It contains the changed files with their new content, and bind mounts of all other entries
+of the directory. Nothing changes on the node, and the view ends with the program.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import subprocess
 from collections.abc import Mapping
 
 TIMEOUT_S = 30
-# The caller's other variables are left out: the engine as a service does not have them either.
+# The caller's other variables are not passed: an engine that runs as a service does not have them
+# either.
 ENVIRONMENT = {"HOME": "/root", "LC_ALL": "C.UTF-8"}
 CLONE_NEWNS = 0x00020000
 MS_BIND, MS_REC, MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18
@@ -28,11 +29,11 @@ _libc.mount.argtypes = (
 
 
 class ViewError(Exception):
-    """No private view is possible on this node; the message says why."""
+    """No private view is possible on this node; the message has the reason."""
 
 
 def run(command: list[str], files: Mapping[str, bytes | None]) -> subprocess.CompletedProcess[str]:
-    """Run a program that sees these files with this content, or no file where it is None.
+    """Run a program that sees these files with this content; None means no file.
 
     Paths are absolute and have no symbolic links. ViewError if the view cannot be made; OSError and
     TimeoutExpired as from subprocess.run.
@@ -76,7 +77,7 @@ def _enter(files: Mapping[str, bytes | None]) -> None:
     if _libc.unshare(CLONE_NEWNS) < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "unshare")
     _mount("none", "/", MS_REC | MS_PRIVATE)
-    # Parents come first: what is below is then bound into them, and covered after that.
+    # Parents come first: their subdirectories are bound into them, and covered after that.
     for directory in sorted({_existing(path) for path in files}):
         _cover(directory, {path for path in files if _parent(path) == directory})
     for path, data in files.items():
@@ -92,7 +93,8 @@ def _cover(directory: str, without: set[str]) -> None:
     mode = stat.S_IMODE(os.fstat(below).st_mode)
     _mount("tmpfs", directory, 0, "tmpfs", f"mode={mode:o}")
     if os.path.samestat(os.stat(directory), os.fstat(below)):  # noqa: PTH116
-        # A process does not see what is mounted over its own root: it would write the node's files.
+        # A process does not see a mount over its own root directory, and would write the node's
+        # files.
         raise OSError(errno.EBUSY, "cannot be covered", directory)
     for name in os.listdir(below):  # noqa: PTH208 - a descriptor
         here = f"{directory.rstrip('/')}/{name}"

@@ -1,4 +1,4 @@
-"""`tidegate doctor` as a user runs it: what it prints, how it exits, that it changes nothing and never fails."""
+"""Test `tidegate doctor` as a command: its output and exit status, and that it changes nothing and never fails."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def states(host: Host) -> dict[str, list[str]]:
     return found
 
 
-def test_on_a_node_that_is_right_nothing_is_wrong(tmp_path: Path) -> None:
+def test_a_correct_node_has_no_wrong_finding(tmp_path: Path) -> None:
     host = Host.right(tmp_path / "n")
     with governor(host):
         found = states(host)
@@ -49,8 +49,8 @@ def test_on_an_empty_disk_every_check_has_something_to_say(tmp_path: Path, check
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_where_directories_stand_for_files_no_check_breaks(tmp_path: Path, check: str) -> None:
-    """A host can have these after a volume was mounted on a file that did not exist."""
+def test_no_check_breaks_on_directories_in_place_of_files(tmp_path: Path, check: str) -> None:
+    """An engine creates these if a volume is mounted on a file that does not exist."""
     host = Host.right(tmp_path / "n")
     for path in [
         *(p for p in host.root.rglob("*") if p.is_file() and "var/lib/tidegate" not in str(p)),
@@ -74,7 +74,7 @@ def test_fifos_devices_and_huge_files_are_not_read(tmp_path: Path) -> None:
     assert host.check("docker.runtime") == ["unseen: /etc/docker/daemon.json has more than 4 MiB"]
 
 
-def test_links_lead_to_where_they_lead_below_the_root(tmp_path: Path) -> None:
+def test_links_are_resolved_below_the_root(tmp_path: Path) -> None:
     host = Host(tmp_path / "n")
     (tmp_path / "daemon.json").write_text("not JSON")
     link = host.put("etc/docker/daemon.json")
@@ -89,7 +89,7 @@ def test_links_lead_to_where_they_lead_below_the_root(tmp_path: Path) -> None:
     )
 
 
-def test_a_check_that_fails_says_why_and_keeps_nobody_from_the_others(
+def test_a_check_that_fails_is_reported_and_the_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(_: ExaminedNode) -> Iterator[Finding]:
@@ -110,7 +110,7 @@ def test_nothing_is_run_and_nothing_is_changed_below_a_root(
 ) -> None:
     host = Host.right(tmp_path / "n")
     for program in ("podman", "containerd", "nvidia-smi", "dockerd", "docker"):
-        # Below the root as on this machine: a program that ran would leave a file.
+        # Both below the root and on this machine, a program that is run leaves a file.
         host.put(f"usr/bin/{program}", f"#!/bin/sh\ntouch {tmp_path}/ran\n", 0o755)
 
     def snapshot() -> dict[str, tuple[int, int, int]]:
@@ -127,7 +127,7 @@ def test_nothing_is_run_and_nothing_is_changed_below_a_root(
     assert "Traceback" not in "".join(capsys.readouterr())
 
 
-def test_json_is_as_the_schema_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_conforms_to_the_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = cli.main(["doctor", "--root", str(tmp_path), "--json"])
     document = json.loads(capsys.readouterr().out)
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
@@ -170,7 +170,7 @@ def test_problems_alone_are_printed_when_asked_for(
     assert lines[-1].startswith(f"{wrong} wrong, ")
 
 
-def test_what_files_say_stays_on_its_line(
+def test_text_of_files_stays_on_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     host = Host(tmp_path / "n")
@@ -180,7 +180,7 @@ def test_what_files_say_stays_on_its_line(
     assert "\x1b" not in capsys.readouterr().out
 
 
-def test_a_broken_configuration_keeps_nobody_from_the_rest(
+def test_a_broken_configuration_does_not_stop_the_other_checks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     host = Host(tmp_path / "n")
@@ -193,7 +193,7 @@ def test_a_broken_configuration_keeps_nobody_from_the_rest(
     assert "missing.yaml" in capsys.readouterr().out
 
 
-def test_commands_are_given_up_and_get_nothing_of_the_callers_environment(
+def test_commands_time_out_and_do_not_get_the_callers_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", "tcp://elsewhere")
@@ -209,7 +209,7 @@ def test_commands_are_given_up_and_get_nothing_of_the_callers_environment(
         run_command(["sleep", "5"])
 
 
-def test_in_a_pod_the_nodes_engines_are_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_pod_missing_engines_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engines are not in the container's own tree, so doctor does not report on each of them."""
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
     ids = [name for name in CHECKS if name.startswith(OF_NODE)]
@@ -224,6 +224,6 @@ def test_in_a_pod_the_nodes_engines_are_not_missed(monkeypatch: pytest.MonkeyPat
 
 
 def test_every_check_has_a_row_in_the_reference() -> None:
-    """Fix by adding the row to docs/reference/doctor.md."""
+    """If it fails, add the row to docs/reference/doctor.md."""
     rows = re.findall(r"^\| `([a-z]+\.[a-z-]+)` \|", PAGE.read_text(), re.MULTILINE)
     assert rows == list(CHECKS)

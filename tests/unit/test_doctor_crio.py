@@ -1,4 +1,4 @@
-"""What `tidegate doctor` reports of CRI-O: whether it starts with its files, and what its handler runs."""
+"""Test the findings of `tidegate doctor` about CRI-O: whether it starts with its files, and its handler."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_node_without_cri_o_is_no_fault(tmp_path: Path) -> None:
     assert host.check("crio.configuration") == host.check("crio.handler") == [NOT_HERE]
 
 
-def test_what_setup_writes_is_right(host: Host) -> None:
+def test_the_files_that_setup_writes_are_ok(host: Host) -> None:
     assert host.check("crio.configuration") == [STARTS]
     assert host.check("crio.handler") == [
         f"ok: CRI-O's handler tidegate, {RUNTIME}",
@@ -63,7 +63,7 @@ def test_a_handler_whose_monitor_cannot_be_found_is_wrong(host: Host) -> None:
     )
 
 
-def test_other_handlers_with_which_cri_o_does_not_start_are_told_with_their_own_remedy(
+def test_other_handlers_that_keep_cri_o_from_starting_have_their_own_remedy(
     host: Host,
 ) -> None:
     host.program("usr/bin/nvidia-container-runtime")
@@ -100,7 +100,7 @@ def test_a_runtime_that_is_not_found_is_wrong(host: Host) -> None:
 
 def test_another_runtime_than_the_default_handler_s_is_a_warning(host: Host) -> None:
     host.remove(SETTINGS)
-    assert host.check("crio.handler")[1].startswith("ok: ")  # the wrapper looks there on its own
+    assert host.check("crio.handler")[1].startswith("ok: ")  # the wrapper searches there by default
     host.program("usr/bin/runc")
     assert host.check("crio.handler")[1] == (
         "warning: CRI-O's handler tidegate: the wrapper executes /usr/bin/runc, and the default handler "
@@ -151,7 +151,7 @@ def test_a_hook_of_a_stage_that_cri_o_does_not_know_is_wrong(
     assert any("/opt/hooks.d/x.json is not JSON" in line for line in host.check("hooks.in-force"))
 
 
-def test_files_that_cri_o_reads_whatever_their_name_are_read(host: Host) -> None:
+def test_files_of_any_name_that_cri_o_reads_are_read(host: Host) -> None:
     host.put(f"{CONF_D}/60/README", OLD)
     assert (
         f"the handler tidegate ({CONF_D}/60/README) names no" in host.check("crio.configuration")[0]

@@ -1,4 +1,7 @@
-"""What `tidegate doctor` reports of NVIDIA's driver. Device nodes need root: tests/container/test_doctor.py."""
+"""Test the findings of `tidegate doctor` about NVIDIA's driver.
+
+Device nodes need root: tests/container/test_doctor.py.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ def host(tmp_path: Path) -> Host:
     return host
 
 
-def test_the_module_that_runs_is_told(host: Host) -> None:
+def test_the_loaded_module_is_reported(host: Host) -> None:
     assert host.check("driver.module") == [
         f"ok: NVIDIA's open kernel module {V} is loaded; GPUs: 1"
     ]
@@ -53,13 +56,13 @@ def test_libraries_of_another_version_than_the_module_are_wrong(host: Host) -> N
         path.rename(path.with_name(path.name.replace(V, "580.95.05")))
     [found] = host.check("driver.libraries")
     assert found.startswith(f"wrong: the kernel module is {V}, but the libraries are 580.95.05 in ")
-    # A mirror in force keeps serving the driver that it has.
+    # A mirror in force still serves its own driver.
     host.put_mirror()
     [found] = host.check("driver.libraries")
     assert found.startswith(f"warning: the kernel module is {V}, ")
 
 
-def test_device_nodes_that_are_missing_or_none_are_wrong(host: Host) -> None:
+def test_missing_and_invalid_device_nodes_are_wrong(host: Host) -> None:
     host.put("dev/nvidia0")
     assert host.check("driver.nodes") == [
         "wrong: /dev/nvidiactl is missing: programs find no GPU -> nvidia-modprobe -c 255",
@@ -114,7 +117,9 @@ CLOSED = "wrong: GPU 0 has the compute mode"
         ),
     ],
 )
-def test_what_nvidia_smi_says_is_judged(host: Host, check: str, answer: str, said: str) -> None:
+def test_modes_that_nvidia_smi_reports_are_checked(
+    host: Host, check: str, answer: str, said: str
+) -> None:
     host.commands["nvidia-smi"] = answer
     [found] = host.check(check)
     assert found.startswith(said)
@@ -129,7 +134,7 @@ def test_mps_has_a_gpu_of_its_own_in_exclusive_mode(host: Host) -> None:
 
 
 @pytest.mark.parametrize("check", ["driver.mig", "driver.compute-mode", "driver.persistence"])
-def test_what_nvidia_smi_does_not_say_is_not_seen(host: Host, check: str) -> None:
+def test_modes_that_nvidia_smi_does_not_report_are_unseen(host: Host, check: str) -> None:
     del host.commands["nvidia-smi"]
     assert host.check(check) == ["unseen: nvidia-smi cannot be run: No such file or directory"]
     host.remove("proc/driver/nvidia/version")
@@ -145,7 +150,7 @@ def put_mps(host: Host, pid: int, pipe: str | None) -> None:
     host.put(f"proc/{pid}/environ", f"PATH=/bin\0{variable}")
 
 
-def test_an_mps_daemon_that_has_ended_and_was_not_reaped_is_none(host: Host) -> None:
+def test_a_zombie_of_an_mps_daemon_is_ignored(host: Host) -> None:
     put_mps(host, 812, None)
     host.put("proc/812/stat", "812 (nvidia-cuda-mps) Z 1\n")
     assert host.check("driver.mps") == ["ok: no MPS daemon runs"]

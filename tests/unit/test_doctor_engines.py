@@ -1,4 +1,4 @@
-"""What `tidegate doctor` reports of engines, hooks in force, CDI, and NVIDIA's parts on the node."""
+"""Test the findings of `tidegate doctor` about engines, hooks, CDI, and NVIDIA's toolkit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def state(lines: list[str]) -> list[str]:
     return [line.partition(":")[0] for line in lines]
 
 
-def test_a_version_behind_the_path_of_a_module_is_told(host: Host) -> None:
+def test_a_version_after_a_module_path_is_reported(host: Host) -> None:
     host.program(
         "usr/bin/containerd", "containerd github.com/containerd/containerd/v2 v2.3.4 3ef3c07\n"
     )
@@ -41,7 +41,7 @@ def test_a_version_behind_the_path_of_a_module_is_told(host: Host) -> None:
 
 
 @pytest.mark.parametrize("program", ["podman", "containerd", "crio", "nerdctl", "runc", "crun"])
-def test_the_version_of_an_engine_is_told(host: Host, program: str) -> None:
+def test_the_version_of_an_engine_is_reported(host: Host, program: str) -> None:
     check = f"{program}.version"
     assert host.check(check) == [f"note: {program} is not installed"]
     host.program(f"usr/bin/{program}", f"{program} version 1.2.3\n")
@@ -94,7 +94,7 @@ def test_docker_that_has_the_runtime_is_right(host: Host) -> None:
     ]
 
 
-def test_docker_that_is_not_set_up_is_told_how(host: Host) -> None:
+def test_a_docker_that_is_not_set_up_gets_the_command(host: Host) -> None:
     set_docker(host, {"runtimes": {"other": {"path": "/usr/bin/other"}}})
     assert host.check("docker.runtime") == [
         "note: /etc/docker/daemon.json has no runtime tidegate -> tidegate setup docker"
@@ -126,7 +126,7 @@ def test_a_checkouts_wrapper_that_enters_a_hook_which_is_not_there_is_wrong(host
         )
     ]
     right = [f"ok: Docker's runtime tidegate, {own}/tidegate-runtime"]
-    # An operator that keeps the settings in another place has to check them.
+    # An operator that keeps the settings elsewhere has to check them.
     elsewhere = {**runtime, "runtimeArgs": ["--tidegate-config", "/etc/other"]}
     set_docker(host, {"runtimes": {"tidegate": elsewhere}})
     assert host.check("docker.runtime") == right
@@ -154,7 +154,7 @@ def test_a_checkouts_wrapper_that_enters_a_hook_which_is_not_there_is_wrong(host
         ([], "wrong: /etc/docker/daemon.json is not a JSON object"),
     ],
 )
-def test_dockers_file_may_say_anything(host: Host, document: object, said: str) -> None:
+def test_dockers_file_may_have_any_content(host: Host, document: object, said: str) -> None:
     set_docker(host, document)
     assert host.check("docker.runtime")[0].startswith(said)
     host.put("etc/docker/daemon.json", "{" * 100_000)
@@ -264,7 +264,7 @@ def test_a_default_handler_that_an_import_took_away_is_wrong(host: Host) -> None
     """containerd 1.6.20 dumps this if a drop-in has only Tidegate's handler."""
     text = V2.format(imports="") + HANDLER.format(plugin="io.containerd.grpc.v1.cri")
     host.put(CONFIG, text)
-    # The file alone does not say what the defaults are.
+    # The defaults are not in the file.
     assert host.check("containerd.handler") == RIGHT
     host.program("usr/bin/containerd", text)
     assert host.check("containerd.handler")[0].startswith(
@@ -449,7 +449,7 @@ def test_podman_that_looks_elsewhere_for_hooks_is_wrong(host: Host) -> None:
     assert state(host.check("podman.hooks")) == ["ok"]
 
 
-def test_podman_is_asked_where_it_looks_for_hooks(host: Host) -> None:
+def test_podman_is_queried_for_its_hook_directories(host: Host) -> None:
     """A file may set hooks_dir although this version of Podman does not read that file, or reads it differently."""
     host.json(LOCAL, hook_file())
     host.put("etc/containers/containers.conf", '[engine]\nhooks_dir = ["/opt/hooks"]\n')
@@ -580,7 +580,7 @@ def test_a_cdi_file_is_stale_where_it_lacks_a_gpu(host: Host) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "kind: 7", "a: [", ""])
-def test_a_cdi_file_that_is_none_is_warned_of(host: Host, text: str) -> None:
+def test_an_invalid_cdi_file_is_a_warning(host: Host, text: str) -> None:
     host.put("etc/cdi/other.yaml", text)
     host.put("etc/cdi/other.json", text)
     assert state(host.check("cdi.fresh"))[:2] == ["warning", "warning"]
@@ -675,7 +675,7 @@ def test_nvidias_devices_by_cdi_are_named(host: Host) -> None:
     )
 
 
-def test_nvidias_operator_and_device_plugin_are_told(host: Host) -> None:
+def test_nvidias_operator_and_device_plugin_are_reported(host: Host) -> None:
     assert host.check("nvidia.operator") == [
         "ok: this node has neither NVIDIA's device plugin nor its operator"
     ]

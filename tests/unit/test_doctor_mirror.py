@@ -1,4 +1,4 @@
-"""What `tidegate doctor` reports of the mirror, of the governor and of its database."""
+"""Test the findings of `tidegate doctor` about the mirror, the governor and its database."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def test_a_mirror_of_another_version_than_the_module_is_wrong(host: Host) -> Non
 
 
 def test_a_mirror_that_a_pod_made_names_files_as_that_container_saw_them(host: Host) -> None:
-    """If the container's root is not mounted, the files are looked for on the node.
+    """If the container's root is not mounted, the files are searched on the node.
 
-    Unseen files are not reported.
+    Files that are not visible are not reported.
     """
     host.put_driver()
     generation = host.put_mirror()
@@ -96,7 +96,7 @@ def test_a_driver_that_has_changed_since_is_a_warning(host: Host) -> None:
 
 
 @pytest.mark.parametrize("damage", ["shorter", "gone", "stranger", "no manifest"])
-def test_a_generation_that_somebody_changed_is_wrong(host: Host, damage: str) -> None:
+def test_a_changed_generation_is_wrong(host: Host, damage: str) -> None:
     host.put_driver()
     generation = host.put_mirror()
     library = generation / f"lib64/libnvcuvid.so.{V}"
@@ -115,7 +115,7 @@ def test_a_generation_that_somebody_changed_is_wrong(host: Host, damage: str) ->
 
 
 def test_content_is_not_read(host: Host) -> None:
-    """Comparing the content of files of equal size is up to `tidegate verify`: a driver has a gigabyte."""
+    """Files of equal size are compared only by `tidegate verify`: a driver has a gigabyte."""
     host.put_driver()
     generation = host.put_mirror()
     library = generation / f"lib64/libnvcuvid.so.{V}"
@@ -124,7 +124,7 @@ def test_content_is_not_read(host: Host) -> None:
 
 
 class FileSystemWithRoom:
-    """A file system with this much room. Only its `statvfs` is fake."""
+    """A file system with this much free space. Only its `statvfs` is fake."""
 
     def __init__(self, free: int, *, inodes: int = 1 << 20, read_only: bool = False) -> None:
         self.f_bavail, self.f_frsize = free // 4096, 4096
@@ -142,7 +142,7 @@ class FileSystemWithRoom:
         (FileSystemWithRoom(4096 * MIB, read_only=True), ["wrong", "wrong"]),
     ],
 )
-def test_room_is_wanted_for_a_generation_and_for_the_database(
+def test_room_is_required_for_a_generation_and_for_the_database(
     host: Host, monkeypatch: pytest.MonkeyPatch, room: FileSystemWithRoom, states: list[str]
 ) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: room)
@@ -174,7 +174,7 @@ def test_drop_ins_are_read_as_the_governor_does(host: Host) -> None:
         " -> mv /etc/tidegate/config.d/30-c.yml /etc/tidegate/config.d/30-c.yaml"
     )
     host.remove("etc/tidegate/config.d/30-c.yml")
-    # A link is followed as it would be on that node.
+    # A link is resolved as on that node.
     host.put("etc/ours.yaml", "placement: topology\n")
     (host.root / "etc/tidegate/config.d/40-d.yaml").symlink_to("/etc/ours.yaml")
     assert host.node().config.placement == "topology"
@@ -242,7 +242,7 @@ def test_a_governor_that_is_away_is_wrong(host: Host) -> None:
     assert host.check("governor.gpus")[0].startswith("note: the governor does not answer")
 
 
-def test_gpus_that_are_lost_closed_or_left_out_are_told(tmp_path: Path) -> None:
+def test_lost_closed_and_unshared_gpus_are_reported(tmp_path: Path) -> None:
     host = Host(tmp_path / "n")
     with governor(host) as told:
         lost = {**GPU, "index": 1, "lost": "GPU is lost"}
@@ -259,7 +259,7 @@ def test_gpus_that_are_lost_closed_or_left_out_are_told(tmp_path: Path) -> None:
         assert host.check("governor.gpus")[-1].startswith("wrong: no GPU takes containers")
 
 
-def test_containers_whose_processes_nobody_can_tell_are_told(tmp_path: Path) -> None:
+def test_containers_with_unidentifiable_processes_are_reported(tmp_path: Path) -> None:
     host = Host(tmp_path / "n")
     with governor(host) as told:
         assert host.check("governor.membership")[0].startswith("ok: each of 0 containers")
@@ -276,7 +276,7 @@ def test_containers_whose_processes_nobody_can_tell_are_told(tmp_path: Path) -> 
     assert host.check("governor.membership")[0].startswith("note: the governor does not answer")
 
 
-def test_a_database_that_was_set_aside_lately_is_warned_of(
+def test_a_database_that_was_recently_moved_away_is_a_warning(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host.put("var/lib/tidegate/state.db")

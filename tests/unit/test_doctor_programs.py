@@ -1,4 +1,4 @@
-"""What `tidegate doctor` reports of Tidegate's own files, and of which users could change them."""
+"""Test the findings of `tidegate doctor` about Tidegate's own files, and about users that could change them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RIGHT = ["ok: the hook /usr/bin/tidegate-hook", "ok: the wrapper runtime /usr/bi
 EVERYBODY = "wrong: the hook /usr/bin/tidegate-hook runs as root, and "
 
 
-def test_programs_that_are_roots_alone_are_right(host: Host) -> None:
+def test_programs_that_only_root_can_change_are_ok(host: Host) -> None:
     assert host.check("files.programs") == RIGHT
 
 
@@ -63,19 +63,19 @@ def test_programs_that_are_missing_are_wrong(host: Host) -> None:
         ),
     ],
 )
-def test_programs_that_others_could_change_or_nobody_run_are_wrong(
+def test_programs_that_others_could_change_or_that_cannot_run_are_wrong(
     host: Host, path: str, mode: int, said: str
 ) -> None:
     (host.root / path).chmod(mode)
     assert host.check("files.programs")[0].startswith(said)
 
 
-def test_a_sticky_directory_lets_nobody_replace_a_file(host: Host) -> None:
+def test_files_in_a_sticky_directory_cannot_be_replaced(host: Host) -> None:
     (host.root / "usr").chmod(0o1777)
     assert host.check("files.programs") == RIGHT
 
 
-def test_where_a_link_leads_counts_with_its_directories(host: Host) -> None:
+def test_the_target_of_a_link_is_checked_with_its_directories(host: Host) -> None:
     host.put("opt/tidegate/tidegate-hook", "#!/usr/bin/python3 -ISE\n", 0o755)
     host.remove("usr/bin/tidegate-hook")
     (host.root / "usr/bin/tidegate-hook").symlink_to("/opt/tidegate/tidegate-hook")
@@ -84,7 +84,7 @@ def test_where_a_link_leads_counts_with_its_directories(host: Host) -> None:
     assert host.check("files.programs")[0].startswith(f"{EVERYBODY}/opt has mode 0777")
 
 
-def test_every_link_of_a_chain_counts(host: Host) -> None:
+def test_every_link_of_a_chain_is_checked(host: Host) -> None:
     host.put("opt/tidegate-hook", "#!/usr/bin/python3 -ISE\n", 0o755)
     host.remove("usr/bin/tidegate-hook")
     (host.root / "usr/bin/tidegate-hook").symlink_to("../../srv/alternatives/hook")
@@ -95,7 +95,7 @@ def test_every_link_of_a_chain_counts(host: Host) -> None:
     assert host.check("files.programs")[0].startswith(f"{EVERYBODY}/srv/alternatives has mode 0777")
 
 
-def test_the_interpreter_of_line_one_is_asked_what_it_has(host: Host) -> None:
+def test_the_interpreter_of_line_one_is_checked_for_its_modules(host: Host) -> None:
     assert host.check("files.python") == [
         "ok: /usr/bin/python3 is Python 3.11.2, and has the modules that the hook needs"
     ]
@@ -127,14 +127,14 @@ def test_an_interpreter_that_does_not_run_the_hook_is_wrong(host: Host) -> None:
 
 
 @pytest.mark.parametrize("path", ["usr/bin/python3", "usr/bin/tidegate-hook"])
-def test_what_anybody_could_have_changed_is_not_run(host: Host, path: str) -> None:
+def test_a_program_that_others_could_have_changed_is_not_run(host: Host, path: str) -> None:
     (host.root / path).chmod(0o777)
     [found] = host.check("files.python")
     assert found.startswith(("wrong: ", "unseen: "))
     assert not host.ran
 
 
-def test_the_runtime_that_the_wrapper_runs_is_told(host: Host) -> None:
+def test_the_runtime_that_the_wrapper_runs_is_reported(host: Host) -> None:
     assert host.check("files.runtime") == ["ok: the wrapper runs /usr/sbin/runc"]
     host.program("usr/bin/runc")
     assert host.check("files.runtime") == ["ok: the wrapper runs /usr/bin/runc"]
@@ -199,7 +199,7 @@ def test_control_libraries_are_wanted_for_a_refresh(host: Host) -> None:
         "ok: the control libraries are in /usr/lib/tidegate/x86_64-linux-gnu"
     ]
     host.remove("usr/lib/tidegate/x86_64-linux-gnu/libnvidia-ml.so.1")
-    assert host.check("files.control")[0].startswith("warning: ")  # the mirror in force has its own
+    assert host.check("files.control")[0].startswith("warning: ")  # a mirror has copies
 
 
 def test_a_configuration_that_others_could_change_is_wrong(host: Host) -> None:
@@ -220,7 +220,7 @@ def test_a_configuration_that_others_could_change_is_wrong(host: Host) -> None:
     )
 
 
-def test_what_is_mounted_read_only_is_nobodys_to_change(
+def test_a_writable_mode_on_a_read_only_mount_is_ok(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An example is a ConfigMap in a pod: its directory has mode 0777. The mount here is faked."""

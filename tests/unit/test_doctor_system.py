@@ -1,4 +1,4 @@
-"""What `tidegate doctor` reports of the kernel, control groups and security modules."""
+"""Test the findings of `tidegate doctor` about the kernel, control groups and security modules."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_kernel_has_the_calls_of_its_version(host: Host, release: str, said: s
         ),
     ],
 )
-def test_the_version_of_control_groups_is_told(host: Host, mounts: str, said: str) -> None:
+def test_the_version_of_control_groups_is_reported(host: Host, mounts: str, said: str) -> None:
     host.put("proc/self/mounts", mounts)
     assert host.check("cgroup.version") == [said]
 
@@ -122,7 +122,7 @@ def test_freezing_matters_where_the_configuration_wants_it(host: Host) -> None:
     ]
 
 
-def test_selinux_and_apparmor_are_told(host: Host) -> None:
+def test_selinux_and_apparmor_are_reported(host: Host) -> None:
     assert host.check("security.modules") == ["ok: neither SELinux nor AppArmor is on"]
     host.put("sys/fs/selinux/enforce", "0")
     assert host.check("security.modules") == ["ok: SELinux is permissive"]
@@ -144,11 +144,11 @@ def test_files_without_a_label_are_warned_of_where_selinux_enforces(host: Host) 
 
 
 def look_here(check: str, **changes: Any) -> list[str]:
-    """Return what a check reports of this machine."""
+    """Return a check's findings on this machine."""
     return [words(found) for found in examine(ExaminedNode(config=Config(**changes)), [check])]
 
 
-def test_the_kernel_that_runs_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_running_kernel_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     # Otherwise no test of the hook would pass.
     assert look_here("kernel.calls")[0].startswith("ok: Linux ")
     monkeypatch.setattr(system, "_refused", lambda: [("openat2", errno.EPERM)])
@@ -158,7 +158,9 @@ def test_the_kernel_that_runs_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert " lacks mount_setattr: the hook starts no container" in look_here("kernel.calls")[0]
 
 
-def test_what_freezes_may_not_be_read_only_to_the_governor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_freezers_mount_must_be_writable_for_the_governor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     freezer = "/sys/fs/cgroup/freezer"
     monkeypatch.setattr(system, "find_mounts", lambda: {"freezer": Path(freezer)})
     monkeypatch.setattr(system, "process", lambda _: 4711)
@@ -186,7 +188,7 @@ def test_what_freezes_may_not_be_read_only_to_the_governor(monkeypatch: pytest.M
     ]
 
 
-def test_what_freezes_has_to_be_mounted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_freezer_must_be_mounted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "process", lambda _: None)
     monkeypatch.setattr(system, "find_mounts", lambda: {"freezer": Path("/sys/fs/cgroup/freezer")})
     assert look_here("cgroup.freezer", on_violation="throttle") == [

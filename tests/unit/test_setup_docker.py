@@ -117,7 +117,7 @@ def test_what_is_there_keeps_its_form(root, capsys, before, after):
         ('{"debug": true,}', "is no JSON: "),
         ("[]", "is no JSON: it is no JSON object"),
         ('{"debug": NaN}', "is no JSON: NaN is no JSON"),
-        ('{"runtimes": {}, "runtimes": {}}', 'is no JSON: "runtimes" stands twice'),
+        ('{"runtimes": {}, "runtimes": {}}', 'is no JSON: "runtimes" occurs twice'),
         ('{"a": ' * 100_000, "is no JSON: it is nested too deeply"),
         (b'{"debug": "\xff"}', "is not UTF-8 at byte 11"),
         ('{"runtimes": null}', '"runtimes" in'),

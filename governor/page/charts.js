@@ -1,9 +1,9 @@
 "use strict";
-// Bars and charts. What they show stands beside them in words, so they are hidden from those who listen.
+// Draws bars and charts. The text beside them has the same numbers, so they are hidden from screen readers.
 
 const SVG = "http://www.w3.org/2000/svg";
-// Six hues that are told apart easily, light and dark; red is for trouble. Beyond twelve containers colours come again,
-// and the number tells them apart.
+// Six hues that are easy to distinguish, each light and dark; red is reserved for problems. With more than twelve
+// containers the colours repeat, and the number distinguishes them.
 const HUES = [212, 28, 140, 325, 265, 48];
 const TONES = 2 * HUES.length;
 
@@ -14,7 +14,7 @@ function draw(tag, attributes = {}, ...children) {
   return node;
 }
 
-/** Give a node the colour of a container, which all that is in it has, too. */
+/** Give a node, and thereby its descendants, the colour of a container. */
 function tone(node, number) {
   const at = (number - 1) % TONES;
   node.classList.add("tone");
@@ -23,7 +23,7 @@ function tone(node, number) {
   return node;
 }
 
-/** The pattern of each tone for time that was lent. */
+/** Define the hatch pattern of each tone, which shows lent time. */
 function makeHatches(defs) {
   for (let at = 0; at < TONES; at++) {
     defs.append(tone(draw("pattern", {id: `hatch-${at}`, width: 4, height: 9, patternUnits: "userSpaceOnUse"},
@@ -60,7 +60,7 @@ function memoryBar(had) {
   return bar;
 }
 
-/** A container's part of a GPU's bar, with its number where there is room for it. */
+/** Return a container's part of a GPU's bar, with its number if there is room for it. */
 function slot(row, share, kind, ...children) {
   const node = tone(width(make("span", {class: kind}, ...children), share), row.number);
   node.title = `${row.number}: ${short(plain(row.one.name || row.one.id), 64)}`;
@@ -93,13 +93,13 @@ function totalMemoryBar(rows, gpu) {
   return bar;
 }
 
-/** The part of a container's steps that a chart shows: where each is, and its index in the columns. */
+/** Yield the steps of a container that a chart shows: the position in the chart, and the index in the columns. */
 function* shown(one) {
   const start = firstShown();
   for (let i = Math.max(0, start - one.first); i < one.used.length; i++) yield [one.first + i - start, i];
 }
 
-/** A path along the steps of one container, which goes back along `floor`; `y` puts a value into the chart. */
+/** Return a path along `top` of one container's steps and back along `floor`; `y` converts a value to a coordinate. */
 function area(one, y, top, floor) {
   const there = [], back = [];
   for (const [x, i] of shown(one)) {
@@ -109,15 +109,15 @@ function area(one, y, top, floor) {
   return there.length ? `M${there.join(" ")} ${back.reverse().join(" ")}Z` : "";
 }
 
-/** A line along the steps, interrupted where there is no value. */
+/** Return a line along the steps, interrupted where values are missing. */
 function line(values, y) {
   return values.map((value, x) => value === null ? "" : `${values[x - 1] == null ? "M" : "L"}${x} ${y(value)} ${x + 1} ${y(value)}`)
     .join("");
 }
 
 /**
- * Containers above each other along the time. `own` and `lent` name the columns that are filled and hatched, `promised`
- * the one whose sum is the dashed line, and `most` is where the chart ends.
+ * Return a chart of stacked containers over time. `own` and `lent` are the names of the columns that are filled and
+ * hatched, `promised` that of the column whose sum is the dashed line, and `most` is the upper end of the chart.
  */
 function chart(ones, {own, lent, promised}, most, span) {
   const svg = draw("svg", {class: "chart", viewBox: `0 0 ${about.steps} 100`, preserveAspectRatio: "none"});
@@ -145,13 +145,13 @@ function chart(ones, {own, lent, promised}, most, span) {
     const x = span.last - start + 0.5;
     svg.append(draw("line", {class: "cursor", x1: x, x2: x, y1: 0, y2: 100}));
   } else if (span.first > Math.max(0, start)) {
-    // What the numbers are not taken from.
+    // Shades the steps that are not part of the selected time.
     svg.append(draw("rect", {class: "outside", x: 0, y: 0, width: span.first - start, height: 100}));
   }
   return svg;
 }
 
-/** A chart with its axes: the amounts of `labels`, from the top to the bottom, and the time. */
+/** Return a chart with its axes: the amounts in `labels`, from top to bottom, and the time. */
 function plot(label, svg, labels) {
   const minutes = about.steps * about.step_s / 60;
   const ago = (third) => `\u2212${minutes * third / 3}`;
@@ -169,7 +169,7 @@ function plot(label, svg, labels) {
 const TIME = {own: "used", lent: "lent", promised: "guarantee"};
 const MEMORY = {own: "memory", promised: "memory_limit"};
 
-/** Where the charts of these containers end, in percent: the same for all, so that they can be compared. */
+/** Return the upper end of these containers' charts, in percent: the same for all, so that they can be compared. */
 function timeScale(ones) {
   const highest = Math.max(0, ...ones.map((one) => Math.max(...one.used, ...one.guarantee)));
   return [10, 20, 50].find((most) => highest <= most) ?? 100;
@@ -179,7 +179,7 @@ function timePlot(label, ones, most, span) {
   return plot(label, chart(ones, TIME, most, span), [most, most / 2, 0].map((amount) => `${amount}\u00a0%`));
 }
 
-/** Memory along the time, up to `whole` bytes, or as much as there was if that is more. */
+/** Return a chart of memory over time, up to `whole` bytes, or up to the highest value if that is more. */
 function memoryPlot(label, ones, whole, span) {
   const peak = ones.length === 1 ? Math.max(...ones[0].memory, ...ones[0].memory_limit) : 0;
   const most = Math.max(whole, peak, MIB);

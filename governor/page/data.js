@@ -1,20 +1,20 @@
 "use strict";
-// What the governor said, and what of it is looked at.
+// Holds the governor's answers, and selects the part that the page shows.
 
 const COLUMNS = ["used", "lent", "guarantee", "limit", "memory", "memory_limit", "refused"];
 
 let state = null;     // the last answer of api/v1/state
-let about = null;     // the head of the last answer of api/v1/history
-let series = new Map();  // by number: what it is, its first step, and its columns
-const numbers = new Map();  // of containers, by key: what each is called in bars, and what its colour is taken from
+let about = null;     // the last answer of api/v1/history
+let series = new Map();  // by number: a container on a GPU, its first step, and its columns
+const numbers = new Map();  // of containers, by key: a container's label in bars, which also determines its colour
 
-/** Join what came to what was there; a governor that started anew has begun anew. */
+/** Append an answer to the known series; if the governor was restarted, replace them. */
 function join(answer) {
   const anew = about === null || about.started !== answer.started;
   const joined = new Map();
   for (const one of answer.series) {
     const before = anew ? undefined : series.get(one.series);
-    // After a long silence there is a gap between the two.
+    // After a long pause there may be a gap between the two; then the old values are dropped.
     if (before !== undefined && (!one.used.length || one.first === before.first + before.used.length)) {
       const drop = Math.max(0, before.used.length + one.used.length - answer.steps);
       for (const name of COLUMNS) one[name] = before[name].concat(one[name]).slice(drop);
@@ -27,7 +27,7 @@ function join(answer) {
   numberContainers();
 }
 
-/** Give each container the lowest number that is free; it keeps the number for as long as it is on the page. */
+/** Give each container the lowest free number; it keeps the number as long as it is on the page. */
 function numberContainers() {
   const keys = new Set([...series.values()].map((one) => one.key));
   for (const key of numbers.keys()) if (!keys.has(key)) numbers.delete(key);
@@ -44,20 +44,20 @@ function numberContainers() {
 const firstShown = () => about.last - about.steps + 1;
 const timeOf = (step) => about.last_ended - (about.last - step) * about.step_s;
 
-/** A GPU's containers, of all the time that is known; those that have ended come last. */
+/** Return all known containers of a GPU; those that have ended come last. */
 function seriesOf(gpu) {
   return [...series.values()].filter((one) => one.gpu === gpu.uuid)
     .sort((one, other) => one.ended - other.ended || numbers.get(one.key) - numbers.get(other.key));
 }
 
-/** The steps that are looked at: those of the last `seconds`, or the one that is `back` steps before now. */
+/** Return the selected steps: those of the last `seconds`, or the one that is `back` steps before now. */
 function spanOf(seconds, back) {
   if (back < 0) return {first: about.last + back + 1, last: about.last + back + 1, moment: true};
   return {first: Math.max(0, about.last - seconds / about.step_s + 1), last: about.last, moment: false};
 }
 
-/** What a container had in the steps that are looked at; null if it was not there. */
-function look(one, span) {
+/** Return a container's values in the selected steps; null if it did not run then. */
+function valuesIn(one, span) {
   const from = Math.max(span.first, one.first), to = Math.min(span.last, one.first + one.used.length - 1);
   if (from > to) return null;
   const part = (name) => one[name].slice(from - one.first, to - one.first + 1);
@@ -71,8 +71,8 @@ function look(one, span) {
   };
 }
 
-/** The containers of a GPU that were there in the steps that are looked at. */
+/** Return the containers of a GPU that ran in the selected steps. */
 function rowsOf(gpu, span) {
-  return seriesOf(gpu).map((one) => ({one, had: look(one, span), number: numbers.get(one.key)}))
+  return seriesOf(gpu).map((one) => ({one, had: valuesIn(one, span), number: numbers.get(one.key)}))
     .filter((row) => row.had !== null);
 }

@@ -1,15 +1,15 @@
 "use strict";
-// The page itself: a section for each GPU, a table of what went wrong, and the questions to the governor.
+// Renders the page, a section for each GPU and a table of refusals and violations, and polls the governor.
 
 const WAIT_MS = 15000;
 const HEADS = ["Container", "GPU time", "GPU time, last 15 minutes", "Memory", "Memory, last 15 minutes"];
 
-let answered = null;  // when the governor answered last
+let answered = null;  // time of the governor's last answer
 let sections = new Map();  // by GPU
 
 const byId = (id) => document.getElementById(id);
 
-/** The steps that are looked at: an average over some of them, or one. */
+/** Return the selected steps: several, which are averaged, or one. */
 function chosen() {
   const seconds = Number(document.querySelector("input[name=window]:checked").value);
   return spanOf(seconds, Number(byId("moment").value));
@@ -21,12 +21,12 @@ function cell(tag, role, ...children) { return make(tag, {role}, ...children); }
 
 function trouble(text) { return make("p", {}, make("span", {class: "bad"}, "\u26a0"), ` ${text}`); }
 
-/** What went wrong with a container on this GPU. */
+/** Yield the problems of a container on this GPU. */
 function* notesOf({one, had}) {
   if (had.refused) yield `${count(had.refused, "allocation")} refused: the quota is ${bytes(had.memory_limit)}`;
   for (const violation of state.violations) {
     if (violation.id !== one.id || violation.gpu !== one.gpu) continue;
-    // An id may come again.
+    // An id may be reused.
     if (violation.ended !== null && violation.began < timeOf(one.first) - about.step_s) continue;
     const when = violation.ended === null ? `since ${clock(violation.began)}` : `${clock(violation.began)}, over`;
     yield `violation: ${violation.kind}, ${when}`;
@@ -68,7 +68,7 @@ function renderMemory({one, had}, span) {
   const limit = had.memory_limit, peak = `peak ${bytes(one.memory_peak)}`;
   const memory = cell("td", "cell");
   if (one.ended && !span.moment) {
-    // Now it has none.
+    // An ended container has no memory now, so its peak is shown.
     memory.append(memoryBar({...had, memory: one.memory_peak}), make("p", {}, `${peak} of ${bytes(limit)}`));
     return memory;
   }
@@ -80,7 +80,7 @@ function renderMemory({one, had}, span) {
 
 function renderRow(row, span, now, most) {
   const {one} = row;
-  // What is known of now alone. One that has ended may have a successor of the same name.
+  // Values that are known only for the present. An ended container may have a successor with the same key.
   const live = one.ended || span.moment ? undefined : now.get(one.key);
   const limit = one.memory_limit.at(-1) || 0;
   const cells = [
@@ -131,7 +131,7 @@ function renderGpu(gpu, span, now) {
   const when = span.moment
     ? `in the ${about.step_s} s before ${clock(timeOf(span.last))}`
     : `in the last ${lasted((span.last - span.first + 1) * about.step_s)}`;
-  // What is left is known of now alone; what is not yet a container's is in it, too.
+  // What is left is known only for the present; it excludes grants that no container uses yet.
   const guaranteed = span.moment ? sum(here.map((row) => row.had.guarantee)) : 100 - gpu.compute_left;
   const granted = span.moment ? sum(here.map((row) => row.had.memory_limit)) : gpu.memory - gpu.memory_left;
   parts.words.replaceChildren(`GPU time ${when}: `, make("strong", {}, `${percent(used)} used`),
@@ -141,7 +141,7 @@ function renderGpu(gpu, span, now) {
     make("strong", {}, `${bytes(sum(here.map((row) => row.had.memory)))} in use`),
     `; granted ${bytes(granted)} of ${bytes(gpu.memory)}`);
   parts.memoryBar.replaceChildren(totalMemoryBar(rows, gpu));
-  // Whoever was there is in the charts, whatever is looked at.
+  // The charts show all containers, whatever steps are selected.
   parts.chart.replaceChildren(timePlot("All containers: GPU time, last 15 minutes", all, 100, span));
   parts.memoryChart.replaceChildren(memoryPlot("All containers: memory, last 15 minutes", all, gpu.memory, span));
   parts.caption.textContent = `Containers of GPU ${gpu.index}`;
@@ -196,7 +196,7 @@ function render() {
     + `${count(state.containers.length, "container")}.${left}${others}`;
 }
 
-// Asking
+// Polling
 
 async function ask(path) {
   const answer = await fetch(path, {cache: "no-store", signal: AbortSignal.timeout(WAIT_MS)});
@@ -204,7 +204,7 @@ async function ask(path) {
   return answer.json();
 }
 
-/** Take in an answer; who looks at a moment goes on to do so. */
+/** Process an answer; a selected moment stays selected. */
 function take(answer) {
   const before = about;
   join(answer);
@@ -264,7 +264,7 @@ byId("gpus").addEventListener("click", (event) => {
   if (svg === null || about === null) return;
   const box = svg.getBoundingClientRect();
   const step = Math.min(about.steps - 1, Math.floor(about.steps * (event.clientX - box.left) / box.width));
-  // The last step is where the slider is when it says the average.
+  // Position 0 of the slider means the average, so the last step cannot be selected.
   byId("moment").value = Math.min(-1, step - about.steps + 1);
   render();
 });

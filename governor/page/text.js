@@ -1,10 +1,10 @@
 "use strict";
-// Numbers and names as text. Whatever comes from the governor is written as text: names of containers are anybody's. There
-// is no innerHTML on this page, and the browser was told to refuse it.
+// Formats numbers and names. All values from the governor are inserted as text, because names of containers are not
+// trusted. The page does not use innerHTML, and its Content-Security-Policy forbids it.
 
 const GIB = 2 ** 30, MIB = 2 ** 20;
 
-/** A foreign text as one that hides nothing: without line breaks, without marks that turn the direction. */
+/** Escape line breaks and invisible characters of untrusted text, such as marks that change the direction. */
 function plain(text) {
   return String(text).replace(/[\p{C}\p{Zl}\p{Zp}]|(?! )\p{Zs}/gu,
     (sign) => `\\u{${sign.codePointAt(0).toString(16)}}`);
@@ -23,7 +23,7 @@ function make(tag, attributes = {}, ...children) {
   return node;
 }
 
-/** A foreign name, which may be written from right to left and be as long as it likes. */
+/** Return a node for an untrusted name, which may be written from right to left and have any length. */
 function foreign(text, most = 96) {
   const whole = plain(text);
   const node = make("bdi", {}, short(whole, most));
@@ -38,10 +38,10 @@ const two = (number) => String(number).padStart(2, "0");
 const sum = (values) => values.reduce((all, one) => all + one, 0);
 const clamp = (value, most = 100) => Math.min(most, Math.max(0, value));
 
-/** What was used, with its two parts, which are in the same unit. */
+/** Return the two parts of the used time, which are in the same unit. */
 const ownAndLent = (used, lent, whose) => `(${percent(used - lent)} of ${whose} own, ${percent(lent)} lent)`;
 
-/** What a bound of the waits says; the governor's last one is a second. */
+/** Return a bound of the waits as text; the governor's last bound is a second. */
 const bound = (ms) => ms < 0 ? "longer than 1\u00a0s" : `at most ${ms}\u00a0ms`;
 
 function clock(seconds) {
@@ -49,7 +49,7 @@ function clock(seconds) {
   return `${two(at.getHours())}:${two(at.getMinutes())}:${two(at.getSeconds())}`;
 }
 
-/** A time of day, with its day where that is not today. */
+/** Return a time of day, with the date if it is not today. */
 function day(seconds) {
   const at = new Date(seconds * 1000);
   const date = `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())}`;

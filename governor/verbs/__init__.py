@@ -1,1 +1,1 @@
-"""The verbs of `tidegate`, one module each; governor/cli.py says what a module has to provide."""
+"""The verbs of `tidegate`, one module each; governor/cli.py defines their interface."""

@@ -84,13 +84,13 @@ def run(args: argparse.Namespace) -> int:
 def write(path: Path, spec: dict[str, Any]) -> None:
     """Replace the specification atomically: an engine reads either the old or the new one.
 
-    SetupError says why that is not possible.
+    SetupError if that is not possible.
     """
     data = json.dumps(spec, indent=2).encode() + b"\n"
     root = Root("/")
     try:
         root.make_directory(str(path.parent.absolute()))
-        # Engines of other users read it as well, whichever user made the file that was there.
+        # Engines of other users read it as well, so the mode of an existing file is not kept.
         root.write(str(path.absolute()), data, keep_mode=False)
     except SetupError as e:
         raise SetupError(e.message, hint=f"{e.hint}, or name another --output") from e

@@ -1,7 +1,7 @@
-"""`tidegate check`: whether the configuration is right, and the node is ready for containers.
+"""`tidegate check`: check the configuration, and whether the node is ready for containers.
 
-It quickly shows what is in force, and what is left of each GPU. `tidegate doctor` examines the
-whole node, and calls `look_at_mirror`.
+It is quick, and shows the configuration in force and what is left of each GPU. `tidegate doctor`
+examines the whole node, and calls `look_at_mirror`.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what is in force; the exit status is that of the first thing that is wrong."""
+    """Print the findings; the exit status is that of the first error."""
     if args.file:
-        loaded = load_config(_whole(Path(args.file)))
+        loaded = load_config(_main_file(Path(args.file)))
         if args.json:
             print(json.dumps(describe(loaded.config), indent=2))
         else:
@@ -78,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def _whole(file: Path) -> Path:
-    """Return the main file that a drop-in belongs to, because both count together."""
+def _main_file(file: Path) -> Path:
+    """Return the main file of a drop-in, because the two are merged."""
     whole = file.absolute()  # a name without a directory may be given
     if whole.parent.suffix != ".d":
         return file
@@ -90,8 +90,8 @@ def _whole(file: Path) -> Path:
 def look_at_mirror(driver_dir: str, root: str = "/") -> tuple[MirrorManifest, str | None]:
     """Make the checks that the hook makes before it serves a container from the mirror.
 
-    Returns the manifest of the generation in force, and what has changed since it was made but does
-    not stop containers. HookError says what stops them. `root` is where the node's files are.
+    Returns the manifest of the generation in force, and a change since it was made that does not
+    stop containers, if any. HookError if a change stops them. `root` is the node's root directory.
     """
     from oci_hook.manifest import (
         MODULE_VERSION,
@@ -107,25 +107,25 @@ def look_at_mirror(driver_dir: str, root: str = "/") -> tuple[MirrorManifest, st
     watch = tuple(
         file._replace(path=below + path)
         for file in manifest.watch
-        if (path := _here(file.path, driver_dir)) is not None
+        if (path := _visible_path(file.path, driver_dir)) is not None
     )
     manifest = manifest._replace(hold=-1, watch=watch)
     check_fresh(manifest, module_version(below + MODULE_VERSION))
     return manifest, next((changed for _, changed in changed_files(manifest)), None)
 
 
-def _here(path: str, driver_dir: str) -> str | None:
-    """Return a watched file's path as seen from here, None if it cannot be seen.
+def _visible_path(path: str, driver_dir: str) -> str | None:
+    """Return a watched file's path as seen by this process, None if it is not visible.
 
-    A mirror that a pod made of its node's driver (`refresh --root /host`) names the files as that
-    container saw them. Another container of the pod has the node's root at /proc/1/root, with
-    hostPID; on the node itself they are below /.
+    If a pod made the mirror of its node's driver (`refresh --root /host`), the paths are those in
+    that container. Another container of the pod, with hostPID, sees the node's root at
+    /proc/1/root; on the node itself the files are below /.
     """
     try:
         text = Path(driver_dir, "current", "manifest.json").read_text(encoding="utf-8")
         root = str(json.loads(text)["source"]["root"]).rstrip("/")
     except (OSError, ValueError, KeyError, TypeError):
-        return path  # the next reader of the manifest reports what is wrong with it
+        return path  # a damaged manifest is reported by its next reader
     if not root or os.path.isdir(root) or not path.startswith(f"{root}/"):  # noqa: PTH112
         return path
     rest = path[len(root) :]
@@ -147,7 +147,7 @@ def _look_at_governor(config: Config) -> str:
 
 
 def _look_at_gpus(config: Config) -> dict[str, Any]:
-    """Return what the governor says of the GPUs, nothing if it does not answer."""
+    """Return the governor's description of the GPUs; empty if it does not answer."""
     try:
         answer = ask(config, "gpus")
     except TidegateError:
@@ -173,7 +173,7 @@ def _lines(answer: dict[str, Any]) -> list[str]:
         ]
     ]
     for gpu in gpus:
-        ways = {route["to"]: _way(route) for route in gpu["routes"]}
+        ways = {route["to"]: _connection(route) for route in gpu["routes"]}
         rows.append(
             [
                 str(gpu["index"]),
@@ -206,6 +206,6 @@ def _lines(answer: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _way(route: dict[str, Any]) -> str:
-    """Return the connection of two GPUs as nvidia-smi topo -m writes it."""
+def _connection(route: dict[str, Any]) -> str:
+    """Return the connection of two GPUs in the notation of nvidia-smi topo -m."""
     return f"NV{route['nvlinks']}" if route["nvlinks"] else route["pcie"] or "?"

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the manifests; what was lost is on standard error, and makes the status 1."""
+    """Print the manifests; print losses to stderr, and return 1 if there are any."""
     from kube.convert import convert
     from kube.convert_pod import ConvertOptions
     from kube.yamltext import UnreadableError

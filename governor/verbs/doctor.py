@@ -1,8 +1,7 @@
 """`tidegate doctor`: examine the whole node; report what is wrong and how to fix it.
 
-It changes nothing and has no requirements: it reports what it cannot see, for instance without
-root. `tidegate check` is the quick question before it: what is in force, and what is left of each
-GPU.
+It changes nothing and has no requirements: it reports what it cannot examine, for instance without
+root. `tidegate check` is quicker, and shows only what is in force and what is left of each GPU.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{finding.state:8} {examined.id:23} {_safe(finding.found)}")
         if finding.remedy is not None:
             print(f"{'':8} {'':23} -> {_safe(finding.remedy)}")
-        sys.stdout.flush()  # an engine that is asked may take a while
+        sys.stdout.flush()  # an engine may take a while to respond
     status = status_of(counts, strict=args.strict)
     if args.json:
         answer = {
@@ -102,5 +101,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _safe(text: str) -> str:
-    """Fit what files and programs say into one line of a terminal."""
+    """Return the text of files and programs as one printable line."""
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))

@@ -1,4 +1,4 @@
-"""`tidegate events`: show what hook and governor logged of failed starts, from the node's log."""
+"""`tidegate events`: show why starts failed, from the events of hook and governor in the log."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a line per event; it is not an error if there are none."""
+    """Print a line per event; no event is not an error."""
     from governor.events import select
 
     shown = 0
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _hint(container: str | None) -> str:
-    """Say where to find ids if a container is given by its name, which is in no log."""
+    """Return a hint for a container that is given by its name, which is in no log."""
     if container is None or "/" in container or set(container) <= set("0123456789abcdef"):
         return ""
     return "; containers are found by their ids: tidegate ps, docker ps --all, podman ps --all"

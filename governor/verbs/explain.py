@@ -1,7 +1,7 @@
-"""`tidegate explain`: what a container would get, and why.
+"""`tidegate explain`: show what a container would get, and why.
 
-Takes the same steps as the hook - its annotations, its reading of the mirror and of the image, its
-plan - up to the point where it would ask the governor. It sends no request and changes nothing.
+It takes the same steps as the hook (parse annotations, read the mirror and the image, plan) up to
+the request to the governor. It sends no request and changes nothing.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
     rootfd = None if container.root is None else _open_root(container.root)
     try:
         yield "request"
-        # In a container with a claim, only these two come from the request.
+        # With a claim, only the last two lines depend on the request.
         said = list(_request(request, node_config(args.config, None).defaults))[
             -2 if claims else 0 :
         ]
@@ -185,7 +185,7 @@ def _open_root(root: str) -> int:
 
 
 def _request(request: Request, defaults: Defaults) -> Iterator[str]:
-    """Yield what was asked for, and this node's defaults for what was not."""
+    """Yield the requested values, and this node's defaults for the others."""
     from governor.quota import show_memory
 
     if request.memory:
@@ -243,7 +243,7 @@ def _prepared(
     yield f"  {'has an' if image.cache is not None else 'has no'} ld.so.cache"
     if image.target32 is not None:
         yield f"  /{image.target32} is where 32-bit libraries go, which ld.so.cache leads to"
-    elif share.compat32 == "offered":  # if they were asked for, the error says it
+    elif share.compat32 == "offered":  # if they were requested, an error was raised
         yield f"  takes no 32-bit libraries: {image.reason32}"
     plan = plan_container(manifest, share, grant, image)
     yield from _section("places", [line for p in plan.places for line in _place(p)])
@@ -323,7 +323,7 @@ def _wrapped(title: str, words: Iterable[str]) -> list[str]:
 
 
 def _unplaced(share: WantedParts) -> Iterator[str]:
-    """Yield where places could be mounted, while no image decides."""
+    """Yield the possible mount points of places if there is no image."""
     yield from _section(
         "places", (f"{p.name}: {' or '.join(map(_shown, p.targets))}" for p in share.places)
     )
@@ -373,7 +373,7 @@ def _operations(plan: Plan) -> Iterator[str]:
 def _inspect(
     rootfd: int, container: _Container, manifest: MirrorManifest, share: WantedParts
 ) -> Image:
-    """Inspect the image as the hook does, and what the bundle is going to mount in it."""
+    """Inspect the image as the hook does, and take the bundle's mounts into account."""
     from oci_hook.image import (
         VOLUME,
         PathInImage,

@@ -104,7 +104,7 @@ def _claim_fields(claim: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _command(pid: int) -> str:
-    """Return the command line of a process, empty if it may not be seen."""
+    """Return the command line of a process, empty if it is not readable."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes()[:4096].split(b"\0")
     except OSError:
@@ -175,7 +175,7 @@ def _device_fields(device: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _parts(used: float | None, lent: float | None) -> tuple[Any, Any, Any]:
-    """Return what was used, and of that what was its own and what was lent."""
+    """Return the used time or share, and its two parts: its own, and lent."""
     return used, None if used is None or lent is None else used - lent, lent
 
 

@@ -1,4 +1,4 @@
-"""`tidegate install`: print commands that do, after an installation by pip, what a package does."""
+"""`tidegate install`: print the commands that complete an installation by pip."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 SUMMARY = "Print the commands that complete an installation by pip, and run none of them"
 
-# Directories that the units' sandboxes do not see (ProtectHome=, PrivateTmp=).
+# Directories that are hidden in the units' sandboxes (ProtectHome=, PrivateTmp=).
 HIDDEN = ("/home/", "/root/", "/run/user/", "/tmp/", "/var/tmp/")  # noqa: S108 - refused
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's own options, of which it has none."""
+    """Set the description; the verb has no options."""
     parser.description = (
         "Prints a shell script that installs the programs where engines look for them, the"
         " configuration and the units. A package has done all of this."
@@ -38,7 +38,7 @@ def run(_args: argparse.Namespace) -> int:
             )
         )
     else:
-        # Not sys.prefix: without an environment, pip puts commands below /usr/local.
+        # Not sys.prefix: outside a virtual environment, pip installs commands below /usr/local.
         print("\n".join(script(install_paths.CODE, Path(sysconfig.get_path("scripts")))))
     return 0
 
@@ -84,7 +84,7 @@ def script(code: Path, commands: Path) -> Iterator[str]:
 
 
 def _faults(code: Path, commands: Path) -> Iterator[str]:
-    """Yield what makes this place unfit, as comments and the command that ends the script."""
+    """Yield the faults of this location, as comments and a command that ends the script."""
     from governor import install_paths
 
     if install_paths.PRIVATE.exists():
@@ -107,7 +107,7 @@ def _faults(code: Path, commands: Path) -> Iterator[str]:
 
 
 def _is_roots(path: Path) -> bool:
-    """Return whether only root may change what is at a path, or replace it."""
+    """Return whether only root may change or replace the file at a path."""
     for one in (path, *path.parents):
         status = one.stat()
         writable = status.st_mode & (stat.S_IWOTH | (stat.S_IWGRP if status.st_gid else 0))
@@ -118,7 +118,7 @@ def _is_roots(path: Path) -> bool:
 
 
 def _comment(text: str) -> str:
-    """Return a comment; line ends in a path do not end it."""
+    """Return a shell comment; line breaks in a path are replaced."""
     return "# " + "".join(c if c.isprintable() else "?" for c in text)
 
 

@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(done: int, total: int) -> None:
-    """Keep one line of progress on a terminal: a driver is a gigabyte if files are copied."""
+    """Show progress on a terminal: copying a driver means writing a gigabyte."""
     end = "\n" if done >= total else ""
     text = f"\rmirroring: {done >> 20:5} of {total >> 20} MiB{end}"
     print(text, end="", file=sys.stderr, flush=True)

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Change it, and print the quota that is in force from now on."""
+    """Change the quota, and print the new one."""
     config = node_config(args.config, args.runtime_dir)
     wanted: dict[str, Any] = {}
     if args.memory is not None:

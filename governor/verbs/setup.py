@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SUMMARY = "Make a container engine use Tidegate"
 
 ENGINES = ("docker", "podman", "containerd", "crio")
-# The engines that each option is for.
+# The engines to which each option applies.
 FOR = {
     "default": ("docker",),
     "hooks_dir": ("podman",),
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show what changes, and change it."""
+    """Print the changes, and make them."""
     _check(args)
     from governor.setup.files import Root
     from governor.setup.plan import SetupOptions, packaged

@@ -1,4 +1,4 @@
-"""`tidegate top`: show GPUs and containers as they are now, repeatedly."""
+"""`tidegate top`: show the current state of GPUs and containers, repeatedly."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show GPUs and containers, as often as asked or until the user ends it."""
+    """Show GPUs and containers until the count is reached or the user quits."""
     config = node_config(args.config, args.runtime_dir)
     listing = Listing(config)
     if args.json or not _is_screen():
@@ -91,12 +91,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _is_screen() -> bool:
-    """Return whether the command is interactive, at a terminal that can do more than print."""
+    """Return whether the command is interactive, at a terminal with cursor control."""
     able = os.environ.get("TERM", "dumb") != "dumb"
     return able and sys.stdout.isatty() and sys.stdin.isatty()
 
 
-def _look(listing: Listing) -> dict[str, Any]:
+def _read_state(listing: Listing) -> dict[str, Any]:
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "gpus": listing.gpus(),
@@ -110,7 +110,7 @@ def _print(args: argparse.Namespace, listing: Listing) -> int:
     while True:
         began = time.monotonic()
         try:
-            look = _look(listing)
+            look = _read_state(listing)
         except GovernorError as e:
             if not shown:
                 raise
@@ -129,7 +129,7 @@ def _lines(look: dict[str, Any]) -> list[str]:
 
 
 def _gpu_lines(look: dict[str, Any], width: int = BARS[0][0]) -> list[str]:
-    """Return a line for each GPU: how much of its time and memory is in use, and is left."""
+    """Return a line for each GPU: its time and memory in use, and left to grant."""
     rows = []
     bar = next(length for least, length in BARS if width >= least)
     names = width >= BARS[0][0]
@@ -175,7 +175,7 @@ def _draw(listing: Listing, interval: float) -> None:
     size = _size()
     clock = time.strftime("%H:%M:%S")
     try:
-        look = _look(listing)
+        look = _read_state(listing)
         n = len(look["containers"])
         title = (
             f"tidegate top  {clock}  {n} container{'s' * (n != 1)}  every {interval:g} s, q ends"
@@ -195,10 +195,10 @@ def _draw(listing: Listing, interval: float) -> None:
 
 @contextlib.contextmanager
 def _screen() -> Iterator[Any]:
-    """Take over the terminal, and restore it however this ends.
+    """Take over the terminal, and restore it at the end, also after an exception.
 
-    Yields a function that waits a number of seconds, or until the window changes or a key is
-    pressed; it returns whether the user wants to end.
+    Yields a function that waits a number of seconds, or until the window is resized or a key is
+    pressed; it returns whether the user wants to quit.
     """
     import termios
     import tty

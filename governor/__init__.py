@@ -1,4 +1,4 @@
-"""The node's daemon: admission, allocations, the arbiter on its own thread, and the command."""
+"""The governor, the daemon of a node that shares its GPUs by quota, and the `tidegate` command."""
 
 VERSION = "0.1.0"
-"""Tidegate's version. pyproject.toml, meson.build and the packages read it here."""
+"""Tidegate's version. pyproject.toml, meson.build and the packages read it from here."""

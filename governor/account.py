@@ -1,6 +1,6 @@
-"""What a container uses of its GPUs: what its processes are charged, and what NVML saw of them.
+"""A container's use of its GPUs, from its processes' charges and from samples of NVML.
 
-The ledger is written by the container's processes. Each number from it is bounded where it is read.
+The container's processes write the ledger, so each number from it is bounded when it is read.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COUNTED = (
 
 @dataclass
 class GpuUse:
-    """What a process uses of one GPU, as of the last look."""
+    """A process's use of one GPU, as of the last sample."""
 
     debt: Debt = field(default_factory=Debt)
     used: int = 0
@@ -57,18 +57,18 @@ class RegisteredProcess:
     pid: int
     start: int
     pidfd: int
-    socket: socket | None  # None until it has come back to this governor
+    socket: socket | None  # None until it has reconnected to this governor
     inner_pid: int
     start_us: int
     start_ns: int
     uses: list[GpuUse]
     member: Member | None = None
-    """The member that the process belongs to, where there are several."""
+    """The member that the process belongs to, if there are several."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a container uses of one GPU's memory, in bytes; `peak` is the most that it used."""
+    """A container's use of one GPU's memory, in bytes; `peak` is the highest so far."""
 
     charged: int
     overhead: int
@@ -78,7 +78,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Look:
-    """One look at NVML: when it began, and what it saw of a GPU's processes, by host pid."""
+    """One sample of a GPU: its begin, the memory by host pid, and NVML's utilisation samples."""
 
     began_ns: int
     seen: Mapping[int, int]
@@ -100,24 +100,24 @@ class Account:
         context_memory: int,
         is_running: bool,
     ) -> None:
-        """`is_running` is true for a container that an earlier governor has admitted."""
+        """`is_running` is true for a container that an earlier governor admitted."""
         self.quota = quota
         self._grant, self._ledger, self._devices = grant, ledger, devices
         self._processes, self._gpus = processes, gpus
         self._context_memory = context_memory
         self._meters: list[Meter[RegisteredProcess]] = [Meter() for _ in devices]
-        self._looked_ns = [0] * len(devices)
-        self._told_ns = [0] * len(devices)
+        self._measured_ns = [0] * len(devices)
+        self._published_ns = [0] * len(devices)
         self._counters = Counters(len(devices))
         self._rates = [Rates() for _ in devices]
         self._peaks = [0] * len(devices)
-        # What the page says about memory stands until this governor's first look.
-        self._kept = [is_running] * len(devices)
+        # The memory on the grant page stays unchanged until this governor's first sample.
+        self._keeps_memory = [is_running] * len(devices)
 
     # What is read
 
     def charges(self, device: int) -> dict[RegisteredProcess, Charge]:
-        """Return what the ledger says about each process on GPU `device`."""
+        """Return each process's charges on GPU `device`, read from the ledger."""
         whole = self._devices[device].memory
         return {
             process: read_charge(self._ledger, slot, device, whole)
@@ -125,7 +125,7 @@ class Account:
         }
 
     def used(self, device: int) -> int:
-        """Return the bytes in use on GPU `device`, by NVML's last look and the ledger as of now."""
+        """Return the bytes in use on GPU `device`, by the last sample and the current ledger."""
         base = layout.grant_device(device)
         since = pages.read(self._grant, base, "grant_device", "reconciled_ns")
         return sum(
@@ -134,11 +134,11 @@ class Account:
         )
 
     def memory(self, device: int) -> Memory:
-        """Return what is used of GPU `device`; no process counts for more than its memory."""
+        """Return the memory use of GPU `device`; a process counts for at most the GPU's memory."""
         charged = sum(charge.memory for charge in self.charges(device).values())
         counted = pages.read(self._ledger, 0, "ledger_header", "memory_peak", device)
         used = self.used(device)
-        # Its own count sees every moment, but not what the driver takes.
+        # The container's own count has every peak, but not the driver's memory.
         peak = max(self._peaks[device], used, min(counted, self._devices[device].memory))
         self._peaks[device] = peak
         return Memory(
@@ -149,7 +149,7 @@ class Account:
         )
 
     def gpu_times(self) -> dict[str, GpuTime]:
-        """Return the container's time on each GPU, by UUID; it never goes back."""
+        """Return the container's time on each GPU, by UUID; it never decreases."""
         now_ns = time.monotonic_ns()
         return {
             device.uuid: self._counters.time(i, self._gpus.stats(i), now_ns, self.quota)
@@ -157,17 +157,17 @@ class Account:
         }
 
     def counted(self, device: int) -> Mapping[str, int]:
-        """Return what its processes counted on GPU `device`, including those that ended."""
+        """Return its processes' counters on GPU `device`, including those of ended processes."""
         return self._counters.processes(self._ledger, self._processes, device)
 
     def passing(self, device: int) -> Passing:
-        """Return what its processes report that runs on GPU `device` without a grant."""
+        """Return the work without a grant that its processes report on GPU `device`."""
         return read_passing(self._ledger, self._processes, device)
 
     def is_sampled(self, device: int) -> bool:
-        """Return whether only NVML's samples say how much the container works on GPU `device`.
+        """Return whether only NVML's samples measure the container's work on GPU `device`.
 
-        They do while the arbiter lets it hold the GPU by an open grant.
+        That is so while the container has an open grant of the arbiter.
         """
         if self._gpus.is_steered(device):
             return False
@@ -175,22 +175,22 @@ class Account:
         return pages.read(self._grant, base, "grant_device", "deadline_ns") == layout.OPEN
 
     def contexts(self, slot: int, device: int) -> int:
-        """Return how many contexts a process claims to have; the number is not checked."""
+        """Return the context count that a process reports; it is not verified."""
         base = layout.ledger_device(slot, device)
         return pages.read(self._ledger, base, "ledger_device", "contexts")
 
     def lookups(self) -> int:
-        """Return how often its processes looked functions of the driver up."""
+        """Return how often its processes looked up functions of the driver."""
         return sum(
             pages.read(self._ledger, pages.slot_base(slot), "ledger_slot", "lookups")
             for slot in self._processes
         )
 
     def describe(self, device: int) -> dict[str, Any]:
-        """Return what `tidegate ps` shows of GPU `device`: bytes, percent, nanoseconds, counts."""
+        """Return GPU `device` as `tidegate ps` shows it: bytes, percent, nanoseconds, counts."""
         stats, waits = self._gpus.stats(device), self._gpus.waits(device)
         rates = self._rate(device, stats)
-        # The same numbers as the metrics have.
+        # The same numbers as in the metrics.
         time_of = self._counters.time(device, stats, time.monotonic_ns(), self.quota)
         memory = self.memory(device)
         return {
@@ -223,7 +223,7 @@ class Account:
         return {**rates, "lent": None if used is None else round(lent_of(used, *quota), 1)}
 
     def _waiting(self, device: int) -> int:
-        """Return how many of its processes report that they wait for time on GPU `device`."""
+        """Return the number of its processes that report a wait for time on GPU `device`."""
         return sum(
             pages.read(self._ledger, layout.ledger_device(slot, device), "ledger_device", "want")
             > 0
@@ -235,10 +235,10 @@ class Account:
     def reconcile(
         self, device: int, before: Mapping[RegisteredProcess, Charge], look: Look | None
     ) -> None:
-        """Compare the ledger with a look at NVML, and publish the result.
+        """Compare the ledger with a sample, and publish the result.
 
-        `before` are the charges from before the look. `look` is None if NVML failed: what NVML saw
-        last stands, and `reconciled_ns` says how old that is.
+        `before` are the charges from before the sample. `look` is None if NVML failed: then the
+        last sample stays in force, and `reconciled_ns` is its time.
         """
         after = self.charges(device)
         now_ns = time.monotonic_ns()
@@ -247,7 +247,7 @@ class Account:
             since = pages.read(self._grant, base, "grant_device", "reconciled_ns")
         else:
             since = look.began_ns
-            self._kept[device] = False
+            self._keeps_memory[device] = False
         for process, charge in after.items():
             use = process.uses[device]
             if look is not None:
@@ -260,7 +260,8 @@ class Account:
             use.peak = max(use.peak, use.used)
         self._publish_memory(device)
         if look is not None:
-            # After the debt: a process that reads this time also finds what the look found.
+            # Written after the debt: a process that reads this time must also find the sample's
+            # result.
             pages.write(self._grant, base, "grant_device", "reconciled_ns", since)
         self._measure(device, now_ns, after, look)
         self._publish_usage()
@@ -268,16 +269,16 @@ class Account:
     def publish_unattributed(
         self, device: int, began_ns: int, unattributed: int, each: int, n_processes: int
     ) -> None:
-        """Publish how much memory that belongs to no process a look found on a GPU.
+        """Publish the memory on a GPU that a sample attributes to no process.
 
-        `began_ns` is when the look began. `unattributed` are the bytes in use that NVML attributes
-        to no process and that no container's ledger mentions; the number may be negative. Each
-        process brings `each` bytes of them.
+        `began_ns` is the begin of the sample. `unattributed` are the bytes in use that NVML
+        attributes to no process and that are in no container's ledger; the number may be negative.
+        Each process causes `each` bytes of them.
         """
         base = layout.grant_device(device)
-        if self._told_ns[device] == began_ns:
+        if self._published_ns[device] == began_ns:
             return
-        self._told_ns[device] = began_ns
+        self._published_ns[device] = began_ns
         for name, value in (
             ("unattributed", unattributed % 2**64),
             ("unattributed_each", each),
@@ -287,13 +288,14 @@ class Account:
             pages.write(self._grant, base, "grant_device", name, value)
 
     def count_ended(self, slot: int) -> None:
-        """Keep what a process that has ended counted, before its slot is cleared."""
+        """Keep the counters of a process that has ended, before its slot is cleared."""
         self._counters.process_ended(self._ledger, slot)
 
     def publish_ended(self) -> None:
-        """Publish the memory without a process that has ended."""
+        """Publish the memory use after a process has ended."""
         for device in range(len(self._devices)):
-            # Its part of the debt as well: the next look may be a quarter of a second away.
+            # This removes its part of the debt, too: the next sample may be a quarter of a second
+            # away.
             self._publish_memory(device)
         self._publish_usage()
 
@@ -314,8 +316,8 @@ class Account:
         held_ns = int(stats.held_ns)
         busy = {process: charge.busy_ns for process, charge in charges.items()}
         parts = self._meters[device].update(now_ns, busy, held_ns, sampled)
-        passed = now_ns - self._looked_ns[device]
-        self._looked_ns[device] = now_ns
+        passed = now_ns - self._measured_ns[device]
+        self._measured_ns[device] = now_ns
         for process, part in parts.items():
             use = process.uses[device]
             use.part = part
@@ -329,7 +331,7 @@ class Account:
         )
 
     def _publish_memory(self, device: int) -> None:
-        if self._kept[device]:
+        if self._keeps_memory[device]:
             return
         base = layout.grant_device(device)
         uses = [process.uses[device] for process in self._processes.values()]

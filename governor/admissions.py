@@ -1,4 +1,4 @@
-"""The containers of this node: admitted, changed, taken over from an earlier governor, ended."""
+"""Admission of containers: start, change of quota, take-over from an earlier governor, end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from oci_hook.request import check_request, parse_annotations
 log = structlog.get_logger()
 
 Pending = tuple[Container, Member]
-"""An admission that was not confirmed."""
+"""An admission that is not confirmed yet."""
 
 
 class Claimed(Protocol):
@@ -36,7 +36,7 @@ class Claimed(Protocol):
     def find_shares(
         self, uses: Sequence[Use], request: dict[str, Any]
     ) -> list[tuple[Claim, ClaimShare]]:
-        """Return the shares that a container may use; RefusedError says why it may not."""
+        """Return the shares that a container may use; RefusedError if it may not use them."""
 
     def recover(self, found: FoundContainer) -> list[tuple[Claim, ClaimShare]]:
         """Return the shares that a container of an earlier governor uses."""
@@ -45,7 +45,7 @@ class Claimed(Protocol):
         """Return the names of the claims."""
 
     def leave(self, uses: Sequence[Use]) -> None:
-        """Note that the last container with these shares has ended."""
+        """Handle the end of the last container with these shares."""
 
 
 class Admissions:
@@ -59,14 +59,14 @@ class Admissions:
         state: State,
         reservations: Reservations,
     ) -> None:
-        """Begin without containers; `bookings` has to be set before the first is admitted."""
+        """Start without containers; `bookings` must be set before the first is admitted."""
         self.config = config
         self.containers: dict[str, Container] = {}
         self.mps: dict[str, Mps] = {}  # by GPU, where it is shared by MPS
         self.tally = Tally()
         self.bookings: Claimed
         self.on_end: Callable[[Container], None] | None = None
-        """Called for each container that ends, while the arbiter still knows it."""
+        """Called for each container that ends, before it is removed from the arbiter."""
         self._allocations, self._state, self._reservations = allocations, state, reservations
         self._runners = dict(runners)
 
@@ -81,7 +81,7 @@ class Admissions:
         )
 
     async def adopt(self, found: FoundContainer) -> None:
-        """Take over a container that an earlier governor admitted and that runs."""
+        """Take over a running container that an earlier governor admitted."""
         key = found.recovered.key
         try:
             shares = self.bookings.recover(found)
@@ -114,7 +114,7 @@ class Admissions:
     async def admit(
         self, request: dict[str, Any], descriptors: list[int], pending: list[Pending]
     ) -> dict[str, Any]:
-        """Admit a container, and note it in `pending`; RefusedError says why it may not start.
+        """Admit a container, and add it to `pending`; RefusedError if it may not start.
 
         The first of the descriptors is a pidfd of its first process.
         """
@@ -146,7 +146,7 @@ class Admissions:
         pidfd = descriptors.pop(0)
         wanted = Wanted(request["id"], pidfd, quota, devices, whose, tuple(shares))
         made = await self._start(key, wanted, pending)
-        self._tell_admitted(made, request)
+        self._log_admitted(made, request)
         return self._grant(made)
 
     def _admitted_before(
@@ -154,8 +154,8 @@ class Admissions:
     ) -> Container | None:
         """Return the container if it was admitted before; RefusedError if another has its id.
 
-        The hook may be entered twice, by two components that each make sure that it is entered, or
-        once for each share of a claim.
+        The hook may run twice, if two components add it to the configuration, or once for each
+        share of a claim.
         """
         known = self.find(identifier)
         if known is None:
@@ -173,14 +173,14 @@ class Admissions:
         return None
 
     async def _start(self, key: str, wanted: Wanted, pending: list[Pending]) -> Container:
-        """Make what is allocated under `key`; an error leaves nothing, there or elsewhere."""
+        """Create the container that is allocated under `key`; an error undoes everything."""
         made: Container | None = None
         try:
             made = self._make(wanted)
             self.containers[key] = made
             pending.append((made, made.members[0]))
-            # After the directory: one that no row names is examined and removed, but a row that has
-            # no directory yet would be taken for damage.
+            # The row is written after the directory: a directory without a row is examined and
+            # removed, but a row without a directory would be taken for damage.
             self._state.put(made.row)
             await made.listen(self._ended)
         except BaseException as e:
@@ -203,7 +203,7 @@ class Admissions:
         descriptors: list[int],
         pending: list[Pending],
     ) -> dict[str, Any]:
-        """Add a container to those that use the same shares; it gets what they have."""
+        """Add a container to those that use the same shares; it gets the same grant."""
         whose = Whose(request["bundle"], request["identity"])
         member = container.join(request["id"], descriptors.pop(0), whose)
         try:
@@ -212,10 +212,10 @@ class Admissions:
             container.part(member)
             raise
         pending.append((container, member))
-        self._tell_admitted(container, request)
+        self._log_admitted(container, request)
         return self._grant(container)
 
-    def _tell_admitted(self, container: Container, request: dict[str, Any]) -> None:
+    def _log_admitted(self, container: Container, request: dict[str, Any]) -> None:
         self.tally.admitted += 1
         quota = container.quota
         claims = self.bookings.names(container.uses)
@@ -259,7 +259,7 @@ class Admissions:
         return {"ok": True}
 
     def find(self, identifier: str) -> tuple[Container, Member] | None:
-        """Return a container by its id, or by the name that it has while its id is not known."""
+        """Return a container by its id, or by its provisional name while its id is not known."""
         container = self.containers.get(container_key(identifier))
         if container is not None:
             return container, container.members[0]
@@ -272,10 +272,10 @@ class Admissions:
         return next(named, None)
 
     def release(self, identifier: str) -> dict[str, Any]:
-        """Remove a container that its hook says has ended, if it has."""
+        """Remove a container whose end its hook reports, if its first process has ended."""
         found = self.find(identifier)
-        # Another engine's container of the same id may run: only its process says that it has
-        # ended.
+        # A container of another engine may have the same id and still run, so the process is
+        # checked.
         if found is not None and found[1].has_ended():
             self.part(*found, "released")
         return {"ok": True}
@@ -304,7 +304,7 @@ class Admissions:
         _refuse_below_use(container, quota)
         self._allocations.change(container.key, quota)
         try:
-            # Before the grant page, which is what counts after a restart.
+            # Before the grant page: the state is what a restarted governor uses.
             self._state.put(replace(container.row, quota=quota))
         except StateError:
             self._allocations.change(container.key, old)
@@ -317,7 +317,7 @@ class Admissions:
         self.part(container, member, "ended")
 
     def part(self, container: Container, member: Member, why: str) -> None:
-        """Remove one member; with the last one goes what the members had."""
+        """Remove one member; with the last one, the container ends."""
         if self.containers.get(container.key) is not container or member not in container.members:
             return
         if len(container.members) == 1:
@@ -341,7 +341,7 @@ class Admissions:
         self.bookings.leave(container.uses)
 
     def close(self) -> None:
-        """Let go of every container; those that run keep to their quota on their own."""
+        """Detach from every container; running ones keep to their quota by themselves."""
         for container in list(self.containers.values()):
             for member in list(container.members):
                 if not member.confirmed:

@@ -1,8 +1,8 @@
-"""Admission: what each container has of which GPU. Pure: no file, no clock, no driver.
+"""Allocation table: which container has which part of which GPU. Pure: no file, clock or driver.
 
 The sum of memory quotas never exceeds a GPU's memory less the reserve, and the sum of guaranteed
-shares never exceeds 100 %. `placement` decides which GPUs a container gets, and `shortage` says why
-it gets none.
+shares never exceeds 100 %. `placement` chooses the GPUs of a container, and `shortage` explains a
+refusal.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ CLAIMED = "claim "
 class Nodes:
     """The device nodes of GPUs that a container has, by their minor numbers.
 
-    None are known if the engine was not told to create any, and on a node without them. With
-    `exact` the GPUs were chosen by name, so the container is meant to have each of them.
+    The set is empty if the engine was not asked to create any, and on a node without them. With
+    `exact` the GPUs were chosen by name, so the container is to have each of them.
     """
 
     minors: frozenset[int] = frozenset()
     exact: bool = False
 
     def has(self, device: Device) -> bool:
-        """Return whether the container can reach a GPU, as far as its nodes are known."""
+        """Return whether the container has a GPU's node, as far as its nodes are known."""
         return not self.minors or device.minor is None or device.minor in self.minors
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class _Gpu:
     quotas: dict[str, Quota] = field(default_factory=dict)
     strategy: str = "timeslice"
     lost: str | None = None  # why it does not answer
-    closed: str | None = None  # why it takes no container now, although it answers
+    closed: str | None = None  # why it temporarily takes no container, although it answers
 
     @property
     def memory_used(self) -> int:
@@ -67,7 +67,7 @@ def share_key(claim: Claim, share: ClaimShare) -> str:
 
 
 def check_memory(memory: int, config: Config, what: str) -> None:
-    """Refuse memory in which no process could create a context; `what` names it in the message."""
+    """Refuse memory that is too small for a process's context; `what` names it in the message."""
     if memory < config.context_memory:
         raise RefusedError(
             f"{what} is {show_memory(memory)}, a process's context alone takes"
@@ -77,10 +77,10 @@ def check_memory(memory: int, config: Config, what: str) -> None:
 
 
 def complete_quota(request: Request, config: Config, *, annotated: bool = True) -> Quota:
-    """Return the quota that a request means on this node, or refuse what can never work.
+    """Return the quota of a request with this node's defaults; RefusedError if it cannot work.
 
-    `annotated` says that annotations came with the container. Without any, the only sign is a
-    device of tidegate.gpu/shared, and the user may still have written annotations.
+    `annotated`: the container came with annotations. Without any, it was recognised only by a
+    device of tidegate.gpu/shared, and the engine may have dropped the user's annotations.
     """
     memory = request.memory if request.memory is not None else config.defaults.memory
     if memory is None and not annotated:
@@ -131,7 +131,7 @@ def _check_count(count: int, request: Request) -> None:
 
 
 class AllocationTable:
-    """The GPUs of the node, and what is granted of them.
+    """The GPUs of the node, and the quotas granted on them.
 
     `left_out` are GPUs that NVML lists but that cannot be shared, by index, with the reason.
     """
@@ -153,7 +153,7 @@ class AllocationTable:
         self._left_out = dict(left_out or {})
 
     def configure(self, config: Config) -> None:
-        """Admit by a new configuration from now on; the way in which GPUs are shared stays."""
+        """Use a new configuration for later admissions; the GPUs' strategies do not change."""
         self._config = config
 
     @property
@@ -169,10 +169,10 @@ class AllocationTable:
         *,
         annotated: bool = True,
     ) -> tuple[Quota, tuple[Device, ...]]:
-        """Enter a container and return its quota and GPUs; RefusedError changes nothing.
+        """Add a container and return its quota and GPUs; RefusedError changes nothing.
 
         Named GPUs are returned in the order in which they were named, others in NVML's order. They
-        are among the GPUs that the container has device nodes of, as far as these are known.
+        are chosen from the GPUs of which the container has device nodes, as far as these are known.
         `annotated` affects only the wording of a refusal.
         """
         nodes = nodes or Nodes()
@@ -193,7 +193,7 @@ class AllocationTable:
         return quota, tuple(gpu.device for gpu in chosen)
 
     def _reached(self, nodes: Nodes) -> tuple[str, ...]:
-        """Return the shared GPUs that a container has device nodes of; RefusedError if none."""
+        """Return the shared GPUs of which a container has device nodes; RefusedError if none."""
         if not self._gpus:
             reasons = "".join(f", {i} is not shared: {why}" for i, why in self._left_out.items())
             raise RefusedError(
@@ -224,10 +224,10 @@ class AllocationTable:
         return chosen
 
     def restore(self, key: str, quota: Quota, uuids: tuple[str, ...]) -> tuple[Device, ...]:
-        """Enter a container that runs already, with the quota and the GPUs that it has.
+        """Add a running container with the quota and the GPUs that it has.
 
-        There is no check for room: it may have more than a new container would get. RefusedError,
-        which changes nothing, means that a GPU is gone.
+        The room is not checked: the container may have more than a new one would get. RefusedError
+        if a GPU is gone; then nothing changes.
         """
         devices = self.named(uuids)
         for uuid in uuids:
@@ -269,7 +269,7 @@ class AllocationTable:
             gpu.quotas.pop(key, None)
 
     def admit_claim(self, claim: Claim) -> None:
-        """Enter the shares of a claim; RefusedError changes nothing."""
+        """Add the shares of a claim; RefusedError changes nothing."""
         try:
             for share in claim.shares:
                 self._admit_share(claim, share)
@@ -311,7 +311,7 @@ class AllocationTable:
             raise
 
     def restore_claim(self, claim: Claim) -> tuple[str, ...]:
-        """Enter a claim that was admitted before, and return those of its GPUs that are gone."""
+        """Add a claim that was admitted before; return those of its GPUs that are gone."""
         known = {gpu.device.uuid: gpu for gpu in self._gpus}
         for share in claim.shares:
             if share.device in known:
@@ -360,21 +360,21 @@ class AllocationTable:
         )
 
     def set_lost(self, uuid: str, reason: str | None) -> None:
-        """Stop granting parts of a GPU that does not answer, or resume when it does (None).
+        """Stop granting parts of a GPU that does not answer, or resume (`reason` None).
 
-        What is granted already stays.
+        Existing grants stay.
         """
         self._gpu(uuid).lost = reason
 
     def set_closed(self, uuid: str, reason: str | None) -> None:
-        """Let no container in on a GPU for now, or again (None); those that have it stay."""
+        """Stop admitting containers to a GPU, or resume (`reason` None); existing ones stay."""
         self._gpu(uuid).closed = reason
 
     def _gpu(self, uuid: str) -> _Gpu:
         return next(gpu for gpu in self._gpus if gpu.device.uuid == uuid)
 
     def describe(self) -> dict[str, Any]:
-        """Return what `tidegate check` shows about the GPUs: bytes, percent, and their routes."""
+        """Return the values that `tidegate check` shows about the GPUs: bytes, percent, routes."""
         return {
             "placement": self._config.placement,
             "context_memory": self._config.context_memory,
@@ -440,12 +440,12 @@ class AllocationTable:
         """Return whether a GPU is shared in a way that the container wants or can use."""
         if request.strategy != "auto":
             return gpu.strategy == request.strategy
-        # A client of MPS uses one server, and each GPU has a server of its own.
+        # A client of MPS uses one server, and each GPU has its own server.
         several = (len(request.devices) or request.gpus or 1) > 1
         return gpu.strategy == "timeslice" or not several
 
     def _check_strategy(self, gpus: Sequence[_Gpu], request: Request) -> None:
-        """Refuse named GPUs that are shared in another way, or that take no container now."""
+        """Refuse named GPUs that are shared by another strategy, or that take no container now."""
         for gpu in gpus:
             if not self._takes(gpu, request):
                 asked = (

@@ -1,4 +1,4 @@
-"""The arbiter library, as called from Python.
+"""Python bindings of the arbiter library, which decides which container has a GPU.
 
 `Arbiter` is the pure policy, for tests on a virtual clock and what-if runs. `Runner` is the thread
 that applies the policy to containers' pages. The structures mirror libcontrol/arbiter.h and
@@ -39,7 +39,7 @@ class ArbiterConfig(ctypes.Structure):
 
 
 class View(ctypes.Structure):
-    """struct arbiter_view: which tenant holds the GPU, until when, and when to step again."""
+    """struct arbiter_view: the holder of the GPU, its deadline, and the time of the next step."""
 
     _fields_ = (
         ("holder", ctypes.c_int32),
@@ -72,12 +72,12 @@ class Stats(ctypes.Structure):
 WAIT_LEAST_NS = 250_000
 N_WAITS = 14
 WAIT_BOUNDS_NS = tuple(WAIT_LEAST_NS << i for i in range(N_WAITS - 1))
-"""Upper bounds of the counts in `Waits`, in nanoseconds. The last count has none: it takes all
-longer waits."""
+"""Upper bounds of the counts in `Waits`, in nanoseconds. The last count has no bound and includes
+all longer waits."""
 
 
 class Waits(ctypes.Structure):
-    """struct runner_waits of one container: its grants by how long it waited for each."""
+    """struct runner_waits of one container: its grants by the length of the wait for each."""
 
     _fields_ = (
         ("counts", ctypes.c_uint64 * N_WAITS),
@@ -99,8 +99,8 @@ class RunnerConfig(ctypes.Structure):
 def arbiter_config(config: Config, strategy: str = "timeslice") -> ArbiterConfig:
     """Return the arbiter's part of the node's configuration, for a GPU with this strategy."""
     if strategy == "mps":
-        # Clients of one server share its context: a hand-over does not change contexts, so grants
-        # need not be long. The next holder is decided half a grant ahead at most.
+        # Clients of one server share its context: a hand-over needs no context switch, so grants
+        # can be short. The next holder is decided at most half a grant ahead.
         quantum_ns = int(config.mps_quantum_ms * 1e6)
         return ArbiterConfig(
             quantum_ns=quantum_ns,
@@ -110,7 +110,7 @@ def arbiter_config(config: Config, strategy: str = "timeslice") -> ArbiterConfig
             lead_ns=min(400_000, quantum_ns // 2),
             switch_ns=0,
             overhead_ns=min(500_000, quantum_ns // 8),
-            # The work that is left when a hand-over begins runs at the same time as the next
+            # Work that is still queued when a hand-over begins runs concurrently with the next
             # holder's.
             beside_ns=min(config.lookahead_us * 1000, quantum_ns // 4),
         )
@@ -205,13 +205,13 @@ class Arbiter:
         return int(self._self)
 
     def add(self, guarantee: int, limit: int, now: int) -> int:
-        """Return the number of a new tenant, or NOBODY when all are taken."""
+        """Return the number of a new tenant, or NOBODY if all numbers are taken."""
         return int(self._library.arbiter_add(self._self, guarantee, limit, now))
 
     def begin(self, epoch: int) -> None:
-        """Begin after `epoch`, the number of an earlier arbiter's grant.
+        """Continue after `epoch`, the number of an earlier arbiter's grant.
 
-        Grants to come have higher numbers.
+        Later grants have higher numbers.
         """
         self._library.arbiter_begin(self._self, epoch)
 
@@ -238,11 +238,11 @@ class Arbiter:
         self._library.arbiter_released(self._self, release_ns, residual_ns, n_active)
 
     def alive(self, alive_ns: int) -> None:
-        """Report when the holder last said that work of its overdue grant still runs."""
+        """Report when the holder last signalled that work of its overdue grant still runs."""
         self._library.arbiter_alive(self._self, alive_ns)
 
     def sign(self, tenant: int, sign_ns: int) -> None:
-        """Report when a tenant last showed that it runs."""
+        """Report when a tenant last showed a sign of life."""
         self._library.arbiter_sign(self._self, tenant, sign_ns)
 
     def overrun(self, tenant: int, now: int, *, overruns: bool) -> None:
@@ -254,7 +254,7 @@ class Arbiter:
         self._library.arbiter_busy(self._self, tenant, busy_ns)
 
     def step(self, now: int) -> View:
-        """Return what holds from `now` on."""
+        """Return the view in force from `now` on."""
         view = View()
         self._library.arbiter_step(self._self, now, ctypes.byref(view))
         return view
@@ -267,7 +267,7 @@ class Arbiter:
 
 
 class Gangs:
-    """The policy for containers with several GPUs, which are numbered below 32; see gangs.h."""
+    """The policy for containers with several GPUs; GPUs have numbers below 32. See gangs.h."""
 
     def __init__(self, library: ctypes.CDLL, config: ArbiterConfig) -> None:
         self._library = library
@@ -291,7 +291,7 @@ class Gangs:
         self._library.gangs_remove(self._self, gang)
 
     def step(self, gpu: int, arbiter: Arbiter, now: int) -> tuple[View, list[int]]:
-        """Step one GPU's arbiter; return what holds there, and which other GPUs need a step."""
+        """Step one GPU's arbiter; return its view, and the other GPUs that need a step."""
         view = View()
         poked = int(
             self._library.gangs_step(self._self, gpu, arbiter.pointer, now, ctypes.byref(view))
@@ -315,7 +315,7 @@ def runner_config(config: Config, strategy: str = "timeslice") -> RunnerConfig:
 
 
 class Runners:
-    """What the threads of all GPUs share: containers with several GPUs, granted together."""
+    """State shared by the threads of all GPUs: the containers with several GPUs."""
 
     def __init__(self, library: ctypes.CDLL, config: Config) -> None:
         self._library = library
@@ -334,7 +334,7 @@ class Runners:
         self._self = None
 
     def add(self, runners: Sequence[Runner], tenants: Sequence[int]) -> int:
-        """Grant a container's tenants together; return the container's number here, or NOBODY."""
+        """Grant a container's tenants together; return its gang number, or NOBODY."""
         n = len(tenants)
         pointers = (ctypes.c_void_p * n)(*[runner.pointer for runner in runners])
         return int(
@@ -348,10 +348,10 @@ class Runners:
 
 
 class Together(Protocol):
-    """What lets containers run on several GPUs at once."""
+    """Coordinator of containers that run on several GPUs at once."""
 
     def add(self, runners: Sequence[Any], tenants: Sequence[int], /) -> int:
-        """Let a container run on all of them at once; return its number here, or NOBODY."""
+        """Run a container on all of these at once; return its gang number, or NOBODY."""
 
     def remove(self, gang: int, /) -> None:
         """Forget a container, before its tenants are removed."""
@@ -433,30 +433,30 @@ class Runner:
         self._pages.pop(tenant, None)
 
     not_steered = ""
-    """Why grants divide the time although the node asks for the GPU's own scheduler; empty
-    otherwise."""
+    """Reason why grants divide the time although the node is configured for the GPU's own
+    scheduler; empty otherwise."""
 
     @property
     def is_steered(self) -> bool:
-        """Whether the GPU's own scheduler divides its time; here grants do."""
+        """Whether the GPU's own scheduler divides its time; False here, as grants do."""
         return False
 
     def enter(
         self, tenant: int, slot: int, pid: int, pidfd: int, contexts: Callable[[], int]
     ) -> None:
-        """Take note of a container's process, and of how many contexts it reports to have."""
+        """Register a container's process; `contexts` returns the context count that it reports."""
 
     def leave(self, tenant: int, slot: int) -> None:
-        """Take note that a container's process has ended."""
+        """Unregister a container's process."""
 
     def open(self, *, is_open: bool) -> None:
-        """Let all containers start work at any time, or grant the GPU to them in turn."""
+        """Give all containers an open grant, or grant the GPU to them in turn."""
         self._library.runner_open(self._self, is_open)
 
     def watch(self, fd: int, others: Sequence[Runner] = ()) -> None:
         """Wake the threads of the process's GPUs when the process writes to its socket.
 
-        That is this thread, and those of `others`. The descriptor is duplicated.
+        These are this thread and those of `others`. The descriptor is duplicated.
         """
         copy = os.dup(fd)
         pointers = (ctypes.c_void_p * len(others))(*[runner.pointer for runner in others])
@@ -466,9 +466,9 @@ class Runner:
             raise OSError(error, os.strerror(error))
 
     def due(self) -> bool:
-        """Return whether a process on this GPU waits for a look at NVML.
+        """Return whether a process on this GPU waits for a sample of NVML.
 
-        Called a hundred times a second; it reads a page of each container, so it is not in Python.
+        In C, because it is called a hundred times a second and reads a page of each container.
         """
         return bool(self._library.runner_due(self._self))
 
@@ -479,7 +479,7 @@ class Runner:
         return stats
 
     def waits(self, tenant: int) -> Waits:
-        """Return how long a container waited for its grants."""
+        """Return the container's waits for its grants."""
         waits = Waits()
         self._library.runner_waits(self._self, tenant, ctypes.byref(waits))
         return waits

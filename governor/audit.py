@@ -1,11 +1,11 @@
-"""Comparison of looks at NVML with the containers' ledgers, and the response to violations.
+"""Detect violations by comparing samples of NVML with the containers' ledgers, and respond.
 
-Three things are violations (governor/violations.py says when): more memory than the quota, a
-process that computes without having registered, and work without a grant. The node's `on_violation`
-says what is done: report it; have the GPU's own scheduler hold the process to the container's
-quota; freeze the container, for a time that doubles while the violation goes on; or kill its first
-process. A frozen container is thawed when its time is over, even if NVML fails, and when the
-governor stops. If a governor died, the next one thaws the container at its start.
+There are three kinds of violations (defined in governor/violations.py): more memory than the quota,
+a process that computes without having registered, and work without a grant. The response is
+configured by `on_violation`: report it; hold the process to the container's quota by the GPU's own
+scheduler; freeze the container, for a time that doubles while the violation lasts; or kill its
+first process. A frozen container is thawed when its time is over, even if NVML fails, and when the
+governor stops. If a governor died, the next one thaws the container when it starts.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from vdriver.nvml import ProcessMemory, ProcessUse
 log = structlog.get_logger()
 
 AUDIT_NS = LOOK_NS * 4 // 5
-"""Shortest time between two looks that are judged, in nanoseconds. Looks that come sooner are made
-for processes that wait for memory."""
+"""Minimum interval between two samples that are audited, in nanoseconds. Additional samples are
+taken for processes that wait for memory."""
 
 LISTED_NS = 1_000_000_000
-"""How long NVML may list a process after its end, in nanoseconds."""
+"""Time for which NVML may list a process after its end, in nanoseconds."""
 
 SMALL_NS = 10_000
 BYTES_PER_NS = 20
 QUIET = 0.02
-"""Small copies and fills, and copies to and from the host, pass without a grant. Each takes at most
-SMALL_NS, plus a nanosecond for every BYTES_PER_NS bytes. Below the fraction QUIET of the time they
-count as no work."""
+"""Small copies and fills, and copies to and from the host, need no grant. Each takes at most
+SMALL_NS, plus a nanosecond for every BYTES_PER_NS bytes. If they take less than the fraction QUIET
+of the time, they do not count as work."""
 
 _GONE = (errno.ENOENT, errno.ENODEV, errno.ENOTDIR)
 
@@ -68,40 +68,40 @@ POLL_S = 0.25
 RECORD = "frozen.json"
 
 AGAIN_S = 5.0
-"""A container that could not be thawed is tried again at this interval, in seconds, because nothing
+"""Interval at which a container that could not be thawed is retried, in seconds, because nothing
 else would thaw it."""
 
 
 @dataclass
 class _Device:
-    """A container on one GPU, as it is kept between looks."""
+    """State of a container on one GPU between samples."""
 
     judge: ViolationDetector
     looked_ns: int
     told: tuple[int, int, int] = (0, 0, 0)
     passing_ns: int = 0
-    """The most time that ungoverned copies and fills have taken so far."""
+    """Upper bound of the time that copies and fills without a grant have taken so far."""
 
 
 @dataclass
 class _Watched:
-    """A container, as it is kept between looks."""
+    """State of a container between samples."""
 
     container: Container
     devices: dict[str, _Device] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
     """Its control groups while they are frozen by the governor."""
     frozen_s: float | None = None
-    """How long it was frozen last, in seconds; None when no violation lasts."""
+    """Duration of its last freeze, in seconds; None if no violation lasts."""
     thaw_at: float = 0.0
     watched_until: float = 0.0
     timer: asyncio.TimerHandle | None = None
     excused: str = ""
-    """Why it could not be frozen, as logged last."""
+    """The last logged reason why it could not be frozen."""
     registered_ns: dict[int, int] = field(default_factory=dict)
-    """When each process was last seen registered; of those that were registered until lately."""
+    """Time when each process was last registered, of those that were registered recently."""
     limited: dict[int, bool] = field(default_factory=dict)
-    """GPUs on which unregistered processes are to be held to its quota, and whether they are."""
+    """By GPU on which unregistered processes are to be held to its quota: whether they are."""
 
     @property
     def accused(self) -> bool:
@@ -109,9 +109,9 @@ class _Watched:
         return any(device.judge.accuses for device in self.devices.values())
 
     def find_registered(self, now_ns: int) -> frozenset[int]:
-        """Return the processes that are registered, or were until a moment ago.
+        """Return the processes that are registered, or were so until recently.
 
-        NVML may list a process for a moment after the governor has seen its end.
+        NVML may still list a process shortly after the governor has seen its end.
         """
         for pid in self.container.pids():
             self.registered_ns[pid] = now_ns
@@ -136,13 +136,13 @@ class Auditor:
         self._thaw_leftovers()
 
     def configure(self, config: Config) -> None:
-        """Follow a new configuration from now on; a frozen container is thawed in its time."""
+        """Apply a new configuration; a frozen container is still thawed when its time is over."""
         self._policy = config.on_violation
 
     # Looking
 
     def wants_samples(self, device: Device) -> bool:
-        """Return whether samples are needed of a GPU: a container had memory of it lately."""
+        """Return whether utilisation samples of a GPU are needed: a container had memory on it."""
         return any(
             container.findings.seen[i]
             for container in self._containers.values()
@@ -157,17 +157,17 @@ class Auditor:
         processes: Sequence[ProcessMemory],
         charges: Mapping[Container, Mapping[RegisteredProcess, Charge]],
     ) -> None:
-        """Judge the containers by a look at a GPU; `charges` are from before the look."""
+        """Audit the containers by a sample of a GPU; `charges` are from before the sample."""
         now_ns = time.monotonic_ns()
         if now_ns - self._audited_ns.get(device.uuid, -AUDIT_NS) < AUDIT_NS:
             return
         self._audited_ns[device.uuid] = now_ns
-        self._keep_up()
+        self._update_watched()
         if self._left and time.monotonic() >= self._again_at:
             self._thaw_again()
         owners = self._owners(device, processes)
         self._note_elsewhere(device, [one for one in processes if owners[one.pid] is None])
-        # The samples have times of the wall clock, by which nothing else is measured here.
+        # Only the samples have wall-clock times.
         wall_ns = time.time_ns() - time.monotonic_ns()
         for watched in list(self._watched.values()):
             container = watched.container
@@ -192,13 +192,13 @@ class Auditor:
                 frozen=bool(watched.groups),
             )
             for episode, began in watched.devices[device.uuid].judge.observe(facts):
-                self._tell(watched, i, episode, began=began)
+                self._report(watched, i, episode, began=began)
             strangers = [pid for pid, one in own.items() if pid not in known and one.computes]
             self._limit(watched, i, frozenset(strangers))
             self._act(watched)
 
-    def _keep_up(self) -> None:
-        """Forget containers that have ended, and take up new ones."""
+    def _update_watched(self) -> None:
+        """Forget containers that have ended, and watch new ones."""
         here = set(self._containers.values())
         for container in self._watched.keys() - here:
             watched = self._watched.pop(container)
@@ -206,14 +206,14 @@ class Auditor:
             for i, own in enumerate(container.devices):
                 device = watched.devices.get(own.uuid)
                 for episode in device.judge.end() if device is not None else ():
-                    self._tell(watched, i, episode, began=False)
+                    self._report(watched, i, episode, began=False)
         for container in here - self._watched.keys():
             self._watched[container] = _Watched(container)
 
     def _owners(
         self, device: Device, processes: Sequence[ProcessMemory]
     ) -> dict[int, Container | None]:
-        """Return each process's container: by registration, control group or namespace."""
+        """Return each process's container, by registration, control group or pid namespace."""
         here = [
             one
             for one in self._watched.values()
@@ -226,7 +226,7 @@ class Auditor:
         }
 
     def _note_elsewhere(self, device: Device, processes: Sequence[ProcessMemory]) -> None:
-        """Note which of these processes belong to containers that were not granted the GPU."""
+        """Record processes that belong to containers without an allocation on this GPU."""
         others = [
             one
             for one in self._watched.values()
@@ -250,9 +250,9 @@ class Auditor:
                 )
 
     def _is_new(self, pid: int) -> bool:
-        """Return whether a process began under this governor.
+        """Return whether a process started after this governor.
 
-        One that began before had no governor to register with.
+        An older process may have had no governor to register with.
         """
         return started_ns(pid) > self._began_ns
 
@@ -264,9 +264,9 @@ class Auditor:
         charges: Mapping[RegisteredProcess, Charge],
         now_ns: int,
     ) -> bool:
-        """Return whether the container had no grant since the last look, and reported no work.
+        """Return whether the container had no grant and reported no work since the last sample.
 
-        Its report is its own word: a container that claims to have worked is not accused of
+        The report is not verified: a container that claims to have worked is not accused of
         `compute`.
         """
         stats = watched.container.gpus.stats(i)
@@ -294,7 +294,7 @@ class Auditor:
 
     # Reporting
 
-    def _tell(self, watched: _Watched, i: int, episode: Episode, *, began: bool) -> None:
+    def _report(self, watched: _Watched, i: int, episode: Episode, *, began: bool) -> None:
         container = watched.container
         if began:
             episode.began = time.time()
@@ -309,8 +309,8 @@ class Auditor:
             container=container.identifier,
             gpu=container.devices[i].index,
             pid=episode.pid,
-            found=_words(episode.kind, episode.found),
-            allowed=_words(episode.kind, episode.allowed),
+            found=_amount_text(episode.kind, episode.found),
+            allowed=_amount_text(episode.kind, episode.allowed),
             **({"policy": self._policy} if began else {"seconds": _seconds(episode)}),
         )
         if began and self._policy == "stop":
@@ -333,7 +333,7 @@ class Auditor:
         )
 
     def _limit(self, watched: _Watched, i: int, pids: frozenset[int]) -> None:
-        """Hold unregistered processes to their container's quota, or stop holding them."""
+        """Hold unregistered processes to their container's quota, or stop doing so."""
         container = watched.container
         wanted = pids if self._policy == "limit" else frozenset()
         if not wanted and i not in watched.limited:
@@ -352,7 +352,7 @@ class Auditor:
             del watched.limited[i]
 
     def _act(self, watched: _Watched) -> None:
-        """Freeze an accused container, and again if it still is accused after it was watched."""
+        """Freeze an accused container; again if it is still accused after the time of watching."""
         if self._policy != "throttle" or watched.groups:
             return
         if watched.frozen_s is not None and time.monotonic() < watched.watched_until:
@@ -404,9 +404,9 @@ class Auditor:
         self._poll(watched)
 
     def _open_groups(self, watched: _Watched) -> list[Group]:
-        """Open the control groups of a container's members; CannotFreezeError if none can be.
+        """Open the control groups of a container's members; CannotFreezeError if there is none.
 
-        Of containers that share a claim, those that cannot be frozen are left out.
+        Members that cannot be frozen are omitted.
         """
         container = watched.container
         others = {
@@ -424,7 +424,7 @@ class Auditor:
             except CannotFreezeError as e:
                 reason = e
                 continue
-            # The group was found by a pid, which is the container's as long as the process lives.
+            # The group was found by pid, which may be reused once the process has ended.
             if member.has_ended():
                 group.close()
             else:
@@ -446,7 +446,7 @@ class Auditor:
         elif time.monotonic() >= watched.thaw_at:
             self._thaw(watched, "time")
         elif _is_killed(container):
-            # In version 1 of control groups, frozen processes do not even die.
+            # With cgroups v1, a frozen process does not die even on SIGKILL.
             self._thaw(watched, "killed")
         else:
             self._poll(watched)
@@ -461,7 +461,7 @@ class Auditor:
             try:
                 group.thaw()
             except (CannotFreezeError, OSError) as e:
-                why = "gone"  # with all that was in it
+                why = "gone"  # with all processes in it
                 if not _is_gone(e):
                     why = "failed"
                     self._keep_left(_entry(container, group), e)
@@ -490,7 +490,7 @@ class Auditor:
             self._write_record()
 
     def _thaw_leftovers(self) -> None:
-        """Thaw what a governor that died had left frozen."""
+        """Thaw the containers that a dead governor left frozen."""
         try:
             frozen = list(json.loads(self._record.read_text(encoding="utf-8"))["frozen"])
         except FileNotFoundError:
@@ -510,7 +510,7 @@ class Auditor:
         self._forget_record()
 
     def _thaw_left(self, one: Any, mounts: Mapping[str, Path], *, again: bool = False) -> None:
-        """Thaw an entry of the record, which may contain anything; if that fails, it stays."""
+        """Thaw an entry of the record, which may be malformed; if that fails, it stays recorded."""
         try:
             container = one.get("container")
             group = Group(str(one["hierarchy"]), str(one["cgroup"]), mounts)
@@ -550,7 +550,7 @@ def _entry(container: Container, group: Group) -> dict[str, str]:
 
 
 def _is_gone(e: Exception) -> bool:
-    """Return whether what could not be thawed is gone; otherwise it is still frozen."""
+    """Return whether a thaw failed because the control group is gone, so nothing stays frozen."""
     cause = e.__cause__ if isinstance(e, CannotFreezeError) else e
     return not isinstance(cause, OSError) or cause.errno in _GONE
 
@@ -587,7 +587,7 @@ def _is_killed(container: Container) -> bool:
     )
 
 
-def _words(kind: str, amount: int) -> str:
+def _amount_text(kind: str, amount: int) -> str:
     return f"{amount} %" if kind == COMPUTE else f"{amount >> 20} MiB"
 
 

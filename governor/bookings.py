@@ -1,4 +1,4 @@
-"""Claims that are booked on this node: what they ask for, what uses them, and when they end."""
+"""The claims that are booked on this node: booking, use by containers, and end."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Bookings:
         self.claims: dict[str, Claim] = {}
 
     def restore(self, claim: Claim) -> None:
-        """Enter a claim that an earlier governor had booked."""
+        """Add a claim that an earlier governor had booked."""
         self.claims[claim.uid] = claim
         for uuid in self._allocations.restore_claim(claim):
-            log.error("claim-without-gpu", claim=_called(claim), uid=claim.uid, gpu=uuid)
+            log.error("claim-without-gpu", claim=_claim_name(claim), uid=claim.uid, gpu=uuid)
 
     def recover(self, found: FoundContainer) -> list[tuple[Claim, ClaimShare]]:
         """Return the shares that a container uses.
@@ -51,7 +51,7 @@ class Bookings:
             if claim.uid not in self.claims:
                 self.restore(claim)
                 self._state.note_claim(claim)
-                log.warning("claim-recovered", claim=_called(claim), uid=claim.uid)
+                log.warning("claim-recovered", claim=_claim_name(claim), uid=claim.uid)
         shares = []
         for uid, name in found.uses:
             claim = self.claims[uid]
@@ -59,14 +59,14 @@ class Bookings:
         return shares
 
     def names(self, uses: Sequence[Use]) -> list[str]:
-        """Return the names of claims; the uid of a claim that is not known."""
+        """Return the names of claims, or the uid if a claim is not known."""
         known = (self.claims.get(uid) or uid for uid, _ in uses)
-        return sorted({one if isinstance(one, str) else _called(one) for one in known})
+        return sorted({one if isinstance(one, str) else _claim_name(one) for one in known})
 
     def find_shares(
         self, uses: Sequence[Use], request: dict[str, Any]
     ) -> list[tuple[Claim, ClaimShare]]:
-        """Return the shares that a container may use; RefusedError says why it may not."""
+        """Return the shares that a container may use; RefusedError if it may not use them."""
         shares = []
         for uid, name in uses:
             claim = self.claims.get(uid)
@@ -99,13 +99,13 @@ class Bookings:
         return shares
 
     def _keep_apart(self, uses: Sequence[Use]) -> None:
-        """Refuse a container that would combine a share with other shares than its users do now."""
+        """Refuse a container that would combine a share with other shares than its users do."""
         for container in list(self._admissions.containers.values()):
             both = set(container.uses) & set(uses)
             if not both:
                 continue
-            # A member's end may not have been noticed yet: a pod's containers follow each other
-            # closely.
+            # A member's end may not have been noticed yet, because a pod's containers start in
+            # quick succession.
             for member in list(container.members):
                 if member.has_ended():
                     self._admissions.part(container, member, "ended")
@@ -119,7 +119,7 @@ class Bookings:
             )
 
     def claim(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Book a claim, in the file before the answer; the same claim again is not an error."""
+        """Book a claim, and store it before the answer; booking it again is no error."""
         claim = parse_claim(request)
         known = self.claims.get(claim.uid)
         check_claim(claim)
@@ -130,23 +130,23 @@ class Bookings:
                 raise
             e.hint = self._occupants(e.device, claim.uid)
             if not e.hint:
-                # Its own shares together exceed the GPU: no container's end makes room for them.
+                # Its own shares together exceed the GPU, so waiting does not help.
                 raise RefusedError(e.message, hint="ask for less of one GPU") from e
             raise
         if known is None or not known.same(claim):
             log.info(
                 "claim-booked" if known is None else "claim-changed",
-                claim=_called(claim),
+                claim=_claim_name(claim),
                 uid=claim.uid,
                 shares=claim.describe()["shares"],
             )
         return {"ok": True, "uid": claim.uid, "shares": self._describe_shares(claim)}
 
     def _book(self, claim: Claim, known: Claim | None) -> None:
-        """Enter a claim in the place of what is known about it; an error changes nothing."""
+        """Add a claim, or replace the known one; an error changes nothing."""
         if known is not None and known.same(claim):
             if known.leaving:
-                # It was taken back too early, or its sender has forgotten that and tells it again.
+                # The driver took it back too early, or lost its state, and announces it again.
                 self._state.put_claim(claim)
                 self.claims[claim.uid] = claim
             return
@@ -176,7 +176,7 @@ class Bookings:
         self.claims[claim.uid] = claim
 
     def _part_ended(self, devices: set[str]) -> None:
-        """Remove members on these GPUs that have ended without being noticed."""
+        """Remove members on these GPUs whose end was not noticed yet."""
         for container in list(self._admissions.containers.values()):
             if any(device.uuid in devices for device in container.devices):
                 for member in list(container.members):
@@ -184,7 +184,7 @@ class Bookings:
                         self._admissions.part(container, member, "ended")
 
     def _occupants(self, uuid: str, but: str) -> str:
-        """Return as a hint what has parts of a GPU besides claim `but`; empty if nothing has."""
+        """Return a hint that lists the users of a GPU other than claim `but`; empty if none."""
         ending, booked = [], []
         for claim in list(self.claims.values()):
             quotas = [share.quota for share in claim.shares if share.device == uuid]
@@ -221,18 +221,18 @@ class Bookings:
             self._state.strike_claim(uid)
             del self.claims[uid]
             self._allocations.leave_claim(claim)
-            log.info("claim-released", claim=_called(claim), uid=uid)
+            log.info("claim-released", claim=_claim_name(claim), uid=uid)
         elif not claim.leaving:
             leaving = replace(claim, leaving=True)
             self._state.put_claim(leaving)
             self.claims[uid] = leaving
-            log.info("claim-leaving", claim=_called(claim), uid=uid, container=user.identifier)
+            log.info("claim-leaving", claim=_claim_name(claim), uid=uid, container=user.identifier)
         return {"ok": True}
 
     def _user_of(self, uid: str) -> Container | None:
         """Return a container that uses a share of a claim.
 
-        Members that have ended without being noticed are removed first.
+        Members whose end was not noticed yet are removed first.
         """
         for container in list(self._admissions.containers.values()):
             if not any(uid == own for own, _ in container.uses):
@@ -251,10 +251,10 @@ class Bookings:
         del self.claims[claim.uid]
         self._allocations.leave_claim(claim)
         self._state.leave_claim(claim.uid)
-        log.info("claim-released", claim=_called(claim), uid=claim.uid)
+        log.info("claim-released", claim=_claim_name(claim), uid=claim.uid)
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return what `tidegate claims` shows."""
+        """Return the claims as `tidegate claims` shows them."""
         return [
             {
                 **claim.describe(),
@@ -265,7 +265,7 @@ class Bookings:
         ]
 
     def leave(self, uses: Sequence[Use]) -> None:
-        """Note that the last container with these shares has ended."""
+        """Handle the end of the last container with these shares."""
         for uid in {uid for uid, _ in uses}:
             claim = self.claims.get(uid)
             if claim is not None and claim.leaving:
@@ -298,7 +298,7 @@ class Bookings:
         return shares
 
     def claimants(self, uuid: str) -> int:
-        """Return how many containers have their part of a GPU from claims."""
+        """Return the number of containers that have a part of a GPU through claims."""
         return sum(
             len(container.members)
             for container in self._admissions.containers.values()
@@ -306,5 +306,5 @@ class Bookings:
         )
 
 
-def _called(claim: Claim) -> str:
+def _claim_name(claim: Claim) -> str:
     return f"{claim.namespace}/{claim.name}"

@@ -1,8 +1,8 @@
-"""The node's GPUs as CDI devices: `tidegate.gpu/shared=0`, `=GPU-...`, `=all`.
+"""CDI specifications of the node's GPUs: `tidegate.gpu/shared=0`, `=GPU-...`, `=all`.
 
-An engine that knows CDI (Podman, Docker, containerd, CRI-O) creates the device nodes and enters the
-hook, and needs no configuration of ours. The container's annotations say how much of the GPU it
-gets, or else the node's defaults.
+An engine that supports CDI (Podman, Docker, containerd, CRI-O) creates the device nodes and runs
+the hook without further configuration. The container's quota comes from its annotations, or else
+from the node's defaults.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HOOK = "/usr/bin/tidegate-hook"
 
 
 SIMULATED = "/dev/tidegate-simgpu"
-"""Where a container has the directory of simulated GPUs."""
+"""Mount point, in a container, of the directory of simulated GPUs."""
 
 
 def make_spec(
@@ -36,8 +36,8 @@ def make_spec(
 ) -> dict[str, Any]:
     """Return the specification of these GPUs, in the format of CDI.
 
-    A GPU without a device node, which is a simulated one, has none in it; the directory `simulated`
-    is mounted instead. DeviceError for a node that the host does not have.
+    A simulated GPU has no device node; the directory `simulated` is mounted instead. DeviceError if
+    the host lacks a node.
     """
     minors = tuple(device.minor for device in devices if device.minor is not None)
     found = [_node(dev_dir, node) for node in host_nodes(dev_dir, minors)]
@@ -82,8 +82,8 @@ def make_claim_spec(
 ) -> dict[str, Any]:
     """Return the specification of a claim: a device for each share, by its name and minor number.
 
-    A container gets the nodes of its shares' GPUs, and for each share an entry of the hook that
-    names the share. Its end is told once. DeviceError for a node that the host does not have.
+    A container gets the nodes of its shares' GPUs, and for each share a createRuntime hook that
+    names the share. A single poststop hook reports its end. DeviceError if the host lacks a node.
     """
     minors = tuple(dict.fromkeys(minor for _, minor in shares if minor is not None))
     found = [_node(dev_dir, node) for node in host_nodes(dev_dir, minors)]
@@ -111,7 +111,7 @@ def make_claim_spec(
 
 
 def _edits(nodes: list[dict[str, Any]]) -> dict[str, Any]:
-    # Empty edits are refused; and NVIDIA's own runtime has to stay away in any case.
+    # CDI refuses empty edits, and NVIDIA's own runtime must be disabled in any case.
     edits: dict[str, Any] = {"env": ["NVIDIA_VISIBLE_DEVICES=void"]}
     if nodes:
         edits["deviceNodes"] = nodes

@@ -1,7 +1,7 @@
-"""Which container a process of the host is in, according to the kernel; and freezing of containers.
+"""Identify a process's container by control group and pid namespace, and freeze containers.
 
-A name proves nothing: a process belongs to a container if it is in the container's control group,
-or in the pid namespace of its first process. Both versions of control groups are supported, also at
+Names prove nothing: a process belongs to a container if it is in the container's control group, or
+in the pid namespace of its first process. Both versions of control groups are supported, also at
 the same time.
 """
 
@@ -41,7 +41,7 @@ def read_cgroups(pid: int | str, proc: Path = PROC) -> dict[str, str]:
 def pid_namespaces(pid: int | str, proc: Path = PROC) -> tuple[tuple[int, int], ...]:
     """Return the pid namespaces that a process is in, innermost first; empty when it is gone.
 
-    A container may create namespaces inside its own. Those around the governor's are not visible.
+    A container may create nested namespaces. Ancestors of the governor's are not visible.
     """
     found: list[tuple[int, int]] = []
     try:
@@ -56,19 +56,19 @@ def pid_namespaces(pid: int | str, proc: Path = PROC) -> tuple[tuple[int, int], 
             os.close(fd)
             fd = outer
     except OSError:
-        pass  # EPERM: around the governor's
+        pass  # EPERM: an ancestor of the governor's
     finally:
         os.close(fd)
     return tuple(found)
 
 
 def is_below(path: str, group: str) -> bool:
-    """Return whether a control group is `group` or in it."""
+    """Return whether a control group is `group` or a descendant of it."""
     return path == group or path.startswith(group.rstrip("/") + "/")
 
 
 def _outer(path: str) -> Iterator[str]:
-    """Yield a control group and the groups around it, up to the root's."""
+    """Yield a control group and its ancestors, without the root."""
     while path:
         yield path
         path = path.rpartition("/")[0]
@@ -76,7 +76,7 @@ def _outer(path: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Membership:
-    """What tells a container's processes from others: nothing that two containers share."""
+    """What identifies a container's processes; it is common to no two containers."""
 
     cgroups: Mapping[str, str] = field(default_factory=dict)
     namespace: tuple[int, int] | None = None
@@ -98,13 +98,14 @@ def find_membership(
 ) -> Membership:
     """Return what identifies a container with first process `pid`; empty when that is gone.
 
-    To be called before anything of the image has run: the first process may move into a group below
-    its own (systemd does), where its siblings are not. Later, `is_named` says whether a part of a
-    path is the container's name. Then the group of that name counts, if there is one.
+    To be called before any code of the image runs: the first process may move into a descendant of
+    its group (systemd does), where its siblings are not. If it is called later, `is_named` tells
+    whether a component of a path is the container's name, and the group of that name counts, if
+    there is one.
 
     A control group counts if neither the governor nor the process's parent (a runtime, a shim) is
     in it: if a runtime creates none, the container is in the group of the process that started it.
-    A pid namespace counts if the process is the first in it: one that it joined contains other
+    A pid namespace counts if the process is pid 1 in it: a namespace that it joined contains other
     processes.
     """
     status = read_status(pid, proc)
@@ -114,14 +115,14 @@ def find_membership(
     cgroups = {
         hierarchy: path
         for hierarchy, path in read_cgroups(pid, proc).items()
-        # Outside of the governor's own cgroup namespace, paths begin with /.. and say nothing.
+        # Outside the governor's own cgroup namespace, paths begin with /.. and identify nothing.
         if path != "/"
         and not path.startswith("/..")
         and not any(is_below(other.get(hierarchy, "/"), path) for other in others)
     }
     if is_named is not None:
-        # The outermost group counts, which comes last: below its own, a container chooses the
-        # names.
+        # The outermost group counts, which comes last: a container chooses the names of groups
+        # below its own.
         named = {
             hierarchy: group
             for hierarchy, path in cgroups.items()
@@ -143,7 +144,8 @@ def find_mounts(proc: Path = PROC) -> dict[str, Path]:
     """Return the mount points of the hierarchies that can freeze: version 2 and `freezer`."""
     found: dict[str, Path] = {}
     for mount in parse_mountinfo((proc / "self/mountinfo").read_bytes()):
-        # If a part of a hierarchy is mounted, the paths of /proc/PID/cgroup do not apply to it.
+        # If only a subtree of a hierarchy is mounted, the paths of /proc/PID/cgroup do not apply to
+        # it.
         if mount.root != "/":
             continue
         if mount.type == "cgroup2":
@@ -158,9 +160,9 @@ class CannotFreezeError(Exception):
 
 
 class Group:
-    """A control group that can be frozen, open as a directory; `close` it.
+    """A control group that can be frozen, as an open directory; call `close` after use.
 
-    CannotFreezeError if it does not exist, is the root's, or has no means to freeze.
+    CannotFreezeError if it does not exist, is the root, or cannot be frozen.
     """
 
     def __init__(self, hierarchy: str, path: str, mounts: Mapping[str, Path]) -> None:
@@ -190,7 +192,7 @@ class Group:
         os.close(self._fd)
 
     def is_frozen(self) -> bool:
-        """Return whether this group itself, not one around it, is frozen or about to be."""
+        """Return whether this group itself, not an ancestor, is frozen or about to be."""
         if self.hierarchy != FREEZER:
             return self._read("cgroup.freeze").strip() == "1"
         with contextlib.suppress(FileNotFoundError):
@@ -198,11 +200,11 @@ class Group:
         return self._read("freezer.state").strip() != "THAWED"
 
     def freeze(self) -> None:
-        """Stop its processes, and those in groups below, when they next leave the kernel."""
+        """Stop its processes and those of its descendants when they next leave the kernel."""
         self._write(self._words[1])
 
     def thaw(self) -> None:
-        """Let its processes go on."""
+        """Let its processes continue."""
         self._write(self._words[0])
 
     def _read(self, name: str) -> str:
@@ -221,8 +223,8 @@ class Group:
 
 
 def _candidates(membership: Membership) -> Iterator[tuple[str, str, str]]:
-    """Yield the groups that may freeze: the hierarchy as mounted, as in /proc, and the path."""
-    # Version 2 first: there a container that is killed while it is frozen does end.
+    """Yield groups that may be frozen: hierarchy as mounted, hierarchy as in /proc, path."""
+    # Version 2 first: there, a frozen container that is killed does end.
     for hierarchy in (V2, FREEZER):
         for controllers, path in membership.cgroups.items():
             if hierarchy in ((V2,) if controllers == V2 else controllers.split(",")):
@@ -238,8 +240,8 @@ def open_group(
 ) -> Group:
     """Open the control group by which the container with first process `pid` can be frozen.
 
-    The group is the container's alone: it is not the root's, and neither the governor nor any of
-    `others`, which are given by their ids, is in it. CannotFreezeError says why there is none.
+    The group belongs to this container alone: it is not the root, and neither the governor nor any
+    of `others`, given by their ids, is in it. CannotFreezeError if there is none.
     """
     reason = "it has no control group of its own"
     found: list[Group] = []
@@ -269,8 +271,8 @@ def open_group(
             reason = str(e)
             continue
         found.append(group)
-    # If its runtime has frozen it already, perhaps by the other version, then the runtime thaws it,
-    # not the governor.
+    # If its runtime has frozen it already, perhaps by the other version, then thawing is the
+    # runtime's task, not the governor's.
     try:
         if any(group.is_frozen() for group in found):
             reason = "it is frozen already"

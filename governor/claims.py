@@ -1,8 +1,8 @@
-"""Claims: shares of GPUs that a cluster's scheduler has given to a pod, told by the node's driver.
+"""Claims: shares of GPUs that a cluster's scheduler gave to a pod, announced by the node driver.
 
-A claim is booked from when it is told until it is taken back, whether or not a container uses it.
-Containers that use the same shares, one after another or at the same time, have one quota together.
-Pure: no file, no clock, no driver.
+A claim is booked from its announcement until it is taken back, whether or not a container uses it.
+Containers that use the same shares, one after another or at the same time, share one quota. Pure:
+no file, no clock, no driver.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from governor.quota import LATENCY, MIB, THROUGHPUT, Quota
 from libcontrol.layout import N_DEVICES
 
 NODE = "node.tidegate.gpu"
-"""The namespace of claims that stand for no object of a cluster, but for units that the kubelet has
-given to pods of any namespace. It contains a dot, which no namespace's name does."""
+"""Namespace of claims that represent units which the kubelet gave to pods of any namespace, not an
+object of the cluster. It contains a dot, as no name of a namespace can."""
 
 MOST_SHOWN = 4
 """Maximum number of a claim's shares that are shown in one line."""
@@ -42,7 +42,7 @@ class ClaimShare:
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim with its shares, by their names; `leaving` once it was taken back."""
+    """A claim with its shares, sorted by name; `leaving` once it was taken back."""
 
     uid: str
     namespace: str
@@ -54,7 +54,7 @@ class Claim:
         return f"claim {self.namespace}/{self.name}"
 
     def amounts(self) -> str:
-        """Return what the claim has of which GPUs, for people; of many shares, the first ones."""
+        """Return the claim's amounts by GPU as text; of many shares, the first ones."""
         shown = [f"{words(share.quota)} of {share.device}" for share in self.shares[:MOST_SHOWN]]
         if len(self.shares) > MOST_SHOWN:
             shown.append(f"{len(self.shares) - MOST_SHOWN} shares more")
@@ -81,12 +81,12 @@ class Claim:
         }
 
     def same(self, other: Claim) -> bool:
-        """Return whether two claims say the same; `leaving` does not matter."""
+        """Return whether two claims are equal, apart from `leaving`."""
         return replace(self, leaving=False) == replace(other, leaving=False)
 
 
 def parse_claim(document: Mapping[str, Any], *, leaving: bool = False) -> Claim:
-    """Return the claim in a request that the schema has let through.
+    """Return the claim in a request that conforms to the schema.
 
     The order of its shares does not matter. RequestError if it is not a valid claim.
     """
@@ -120,7 +120,7 @@ def parse_claim(document: Mapping[str, Any], *, leaving: bool = False) -> Claim:
 
 
 def check_claim(claim: Claim) -> None:
-    """Refuse a claim that no container could use: a request's shares go to a container together."""
+    """Refuse a claim that no container could use: it gets all shares of a request together."""
     for request in dict.fromkeys(share.request for share in claim.shares):
         merge([(claim, share) for share in claim.shares if share.request == request])
 
@@ -166,7 +166,7 @@ def _name(shares: Iterable[tuple[Claim, ClaimShare]]) -> str:
 
 
 def words(quota: Quota) -> str:
-    """Return a quota in words, for people."""
+    """Return a quota as text."""
     limit = "" if quota.compute_limit == quota.compute else f" (at most {quota.compute_limit} %)"
     at_once = ", class latency" if quota.is_latency else ""
     return f"{quota.memory // MIB} MiB and {quota.compute} %{limit}{at_once}"

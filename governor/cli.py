@@ -1,4 +1,4 @@
-"""The command `tidegate`: one verb, one module in governor/verbs/, imported when it is called.
+"""The command `tidegate`: each verb is a module in governor/verbs/, imported when it is called.
 
 A verb's module has `SUMMARY`, `add_arguments(parser)` and `run(args)`, which returns the exit
 status. Only this module turns an error into a line on stderr and an exit status.
@@ -37,7 +37,7 @@ VERBS = (
 
 
 class Verb(Protocol):
-    """What a module in governor/verbs/ offers."""
+    """The interface of a module in governor/verbs/."""
 
     SUMMARY: str
 
@@ -52,10 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; an error that an operator can act on becomes one line on stderr."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A name that the terminal's encoding lacks must not keep the rest from being shown.
+            # A name that the terminal's encoding cannot show must not suppress the other output.
             stream.reconfigure(errors="backslashreplace")
     args = list(sys.argv[1:] if argv is None else argv)
-    # The verb comes first, so only its module is imported: `ps` does not wait for pyelftools.
+    # The verb comes first, so only its module is imported: `ps` need not import pyelftools.
     verbs = (args[0],) if args and args[0] in VERBS else VERBS
     options = parser(verbs).parse_verb(args)
     try:
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # `tidegate ps | head`: the reader has gone, and flushing at exit would complain again.
+        # `tidegate ps | head`: the reader is gone, and flushing at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except PermissionError as e:
@@ -101,10 +101,10 @@ def load(name: str) -> Verb:
 
 
 def _as_line(error: Exception) -> tuple[str, int] | None:
-    """Return the line and the exit status of an error of ours, None for any other.
+    """Return the line and the exit status of one of Tidegate's errors; None for any other.
 
-    Errors of ours are recognised by their attributes: the packages have no base class in common, so
-    that the hook imports nothing of the others.
+    These errors are recognised by their attributes: the packages have no common base class, so that
+    the hook need not import the other packages.
     """
     status, hint = getattr(error, "status", None), getattr(error, "hint", None)
     if not isinstance(status, int) or not isinstance(getattr(error, "code", None), str):

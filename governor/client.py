@@ -1,4 +1,4 @@
-"""Requests to the governor, for the command line."""
+"""Send requests to the governor from the command line."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _KINDS: dict[str, type[TidegateError]] = {
 
 
 def node_config(file: str | None, runtime_dir: str | None) -> Config:
-    """Return the configuration with which to ask the governor; it only says where that listens.
+    """Return the configuration for requests, which need only the governor's socket path.
 
-    The node's own files may be wrong: the governor goes on with what it has, so it is asked all the
-    same.
+    The node's own files may be wrong. The governor then keeps its configuration, so the defaults
+    are used to reach it.
     """
     if runtime_dir is not None:
         return Config(runtime_dir=runtime_dir)
@@ -38,9 +38,9 @@ def node_config(file: str | None, runtime_dir: str | None) -> Config:
 
 
 def ask(config: Config, op: str, timeout: float = 5.0, **fields: object) -> dict[str, Any]:
-    """Send one request and return the answer, which is `ok`.
+    """Send one request and return the answer if it is `ok`.
 
-    GovernorError says why no answer came, RefusedError and RequestError what the governor said.
+    GovernorError if there is no answer, RefusedError and RequestError if the governor refuses.
     """
     path = f"{config.runtime_dir}/governor.sock"
     hint = "start tidegate-governor, or name its directory with --runtime-dir"

@@ -1,8 +1,8 @@
-"""The node's configuration: YAML files, each checked against config.schema.json, and merged.
+"""Read the node's configuration: YAML files, checked against config.schema.json and merged.
 
-A file `NAME.yaml` comes first, then `NAME.d/*.yaml` in the order of their names; if a value is
-given twice, the last one counts. Absent files mean the defaults. A wrong file is an error that
-names the file and the option; nothing is guessed from it.
+`NAME.yaml` is read first, then `NAME.d/*.yaml` in the order of their names; the last occurrence of
+a value wins. Options that are not set have defaults. An invalid file is an error that names the
+file and the option; no part of it is used.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ PATH = Path("/etc/tidegate/config.yaml")
 SCHEMA_FILE = Path(__file__).with_name("config.schema.json")
 MIB = 1 << 20
 FILE_LIMIT = 1 << 16
-"""Largest size of a configuration file, in bytes. An endless file is not read, and one of this size
-takes a second."""
+"""Largest size of a configuration file, in bytes. Parsing a file of this size takes a second; the
+limit also guards against endless files."""
 
 LISTED = "tidegate.yaml(5) lists the options"
-"""Packages contain the manual page, but not the documents."""
+"""The hint names the manual page, because packages do not contain the documents."""
 STRATEGIES = ("timeslice", "mps")
 """The ways to share a GPU; the first is the default of a node."""
 
@@ -53,7 +53,7 @@ def parse_listen(
     name: str = "configuration",
     option: str = "metrics.listen",
 ) -> str:
-    """Return where to serve metrics, or the page. In YAML 1.1 the word off means false."""
+    """Return where to serve metrics or the page. In YAML 1.1, the word off is read as false."""
     if value is False:
         return "off"
     address = re.fullmatch(r"(?:127\.0\.0\.1|\[::1\]):([1-9][0-9]{0,4})", str(value))
@@ -67,12 +67,12 @@ def parse_listen(
 
 
 def _spin_us() -> int:
-    # A thread that spins occupies a core; on a small machine, the core of the thread it waits for.
+    # A spinning thread occupies a core; on a small machine, that of the thread it waits for.
     return 250 if (os.cpu_count() or 1) >= 4 else 0
 
 
 def _lookahead_us() -> int:
-    # How long a thread that slept takes to answer, which is longer where threads may not spin.
+    # The time in which a sleeping thread responds; it is longer if threads may not spin.
     return 120 if _spin_us() else 300
 
 
@@ -82,7 +82,7 @@ def _library_dir() -> str:
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a container gets that names only a part of its quota. Shares are percent."""
+    """Defaults for a container that specifies only a part of its quota. Shares are percent."""
 
     memory: int | None = None
     compute: int = 1
@@ -107,8 +107,8 @@ class Web:
 class Config:
     """The configuration in force. Sizes are in bytes; the units of times are in the names.
 
-    The defaults of times come from measurements on an H200 with driver 580: a change of context
-    takes 130 us, and a grant of 4 ms keeps the loss of hand-overs near 3 %.
+    The default times come from measurements on an H200 with driver 580: a context switch takes 130
+    us, and with grants of 4 ms hand-overs cost about 3 %.
     """
 
     runtime_dir: str = "/run/tidegate"
@@ -140,7 +140,7 @@ class Config:
     defaults: Defaults = field(default_factory=Defaults)
 
     def strategy_of(self, index: int, uuid: str) -> str:
-        """Return how a GPU is shared: as the node says, otherwise by the first strategy allowed."""
+        """Return a GPU's strategy: the configured one, otherwise the first one allowed."""
         own = self.gpus.get(uuid) or self.gpus.get(str(index)) or {}
         return own.get("strategy", self.strategies[0])
 
@@ -159,14 +159,14 @@ class LoadedConfig:
 
 
 def parse_config(text: str, name: str = "configuration") -> Config:
-    """Return the configuration that `text` describes; ConfigError says what is wrong with it."""
+    """Return the configuration that `text` describes; ConfigError if it is invalid."""
     return merge_config([(name, text)]).config
 
 
 def merge_config(texts: Iterable[tuple[str, str]]) -> LoadedConfig:
-    """Return what several files, each with its name, say together; the last one prevails.
+    """Return the merged configuration of several named files; the last value wins.
 
-    Mappings are merged by their keys; a list replaces the one before.
+    Mappings are merged by key; a list replaces an earlier one.
     """
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -200,10 +200,9 @@ def _merge(into: dict[str, Any], document: Mapping[str, Any]) -> None:
 
 @functools.cache
 def _loader() -> Any:
-    """Return the YAML loader: it accepts no aliases, and no name twice in a mapping.
+    """Return the YAML loader, which rejects aliases and duplicate names in a mapping.
 
-    A few lines of aliases to aliases expand to a document of gigabytes, and a name that is given
-    twice in one file is a mistake.
+    A few lines of nested aliases expand to gigabytes, and a duplicate name is a mistake.
     """
     import yaml
     from yaml.composer import ComposerError
@@ -245,13 +244,13 @@ def _parse_document(text: str, name: str) -> dict[str, Any]:
         raise ConfigError(f"{name}: not YAML: {reason}"[:300], hint="correct the file") from e
     document = {} if document is None else document
     if isinstance(document, dict) and isinstance(document.get("gpus"), dict):
-        # An index is a number in YAML and a name in JSON.
+        # An index is parsed as a number by YAML, but the schema expects strings as names.
         document["gpus"] = {str(gpu): own for gpu, own in document["gpus"].items()}
     try:
         error = jsonschema.exceptions.best_match(
             jsonschema.Draft202012Validator(read_schema()).iter_errors(document)
         )
-    except ValueError as e:  # Python prints no number of thousands of digits
+    except ValueError as e:  # Python refuses to print a number of thousands of digits
         raise ConfigError(f"{name}: {e}"[:300], hint="correct the file") from e
     if error is not None:
         where = ".".join(str(part) for part in error.absolute_path) or "the file"
@@ -261,7 +260,7 @@ def _parse_document(text: str, name: str) -> dict[str, Any]:
             f"{name}: {where}: {error.message}"[:300],
             hint=LISTED,
         )
-    return dict(_whole(document))
+    return dict(_with_integers(document))
 
 
 @functools.cache
@@ -272,8 +271,8 @@ def read_schema() -> dict[str, Any]:
 
 
 EFFECTS = ("now", "next", "restart")
-"""When a reloaded value counts: at once, for what starts from then on, or for the next governor. An
-option without `effect` in the schema needs a restart."""
+"""When a reloaded value takes effect: at once, for containers and processes that start later, or
+after a restart of the governor. An option without `effect` in the schema needs a restart."""
 
 
 def effect_of(option: str) -> str:
@@ -283,7 +282,7 @@ def effect_of(option: str) -> str:
 
 
 def option_schema(option: str) -> dict[str, Any]:
-    """Return what the schema says about an option, like `placement` or `defaults.memory`."""
+    """Return the schema of an option, like `placement` or `defaults.memory`."""
     found: dict[str, Any] = read_schema()
     for name in option.split("."):
         found = found["properties"][name]
@@ -291,13 +290,13 @@ def option_schema(option: str) -> dict[str, Any]:
 
 
 def show_value(option: str, value: Any) -> str:
-    """Return an option's value as a person would write it."""
+    """Return an option's value as it would be written in the file."""
     if option_schema(option).get("type") == ["string", "integer"] and isinstance(value, int):
         unit, size = next((u, s) for u, s in reversed(UNITS.items()) if value % s == 0)
         return f"{value // size}{unit}"
     if value is None:
         return "none"
-    return value if isinstance(value, str) else json.dumps(_whole(value))
+    return value if isinstance(value, str) else json.dumps(_with_integers(value))
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
@@ -332,15 +331,15 @@ def _unknown(name: str, error: Any) -> ConfigError:
     return ConfigError(f"{name}: {'.'.join([*path, option])[:200]} is no option", hint=hint)
 
 
-def _whole(value: Any) -> Any:
-    """Return a value with 2.0 as 2: an integer to JSON Schema, but not to the arbiter."""
+def _with_integers(value: Any) -> Any:
+    """Return a value with 2.0 replaced by 2, which JSON Schema accepts as an integer."""
     if isinstance(value, dict):
-        return {key: _whole(inner) for key, inner in value.items()}
+        return {key: _with_integers(inner) for key, inner in value.items()}
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _read_values(document: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return one file's values in Config's form; options that it leaves out stay out."""
+    """Return one file's values in Config's form, without options that it does not set."""
     values = dict(document)
     for option in ("quantum_ms", "quantum_most_ms", "mps_quantum_ms", "mps_fault_s"):
         if math.isnan(values.get(option, 1)):
@@ -413,7 +412,7 @@ def load_config(path: str | Path | None = None) -> LoadedConfig:
 
 def _read_text(file: Path) -> str:
     try:
-        # Do not wait for a process that would write into a FIFO of that name.
+        # O_NONBLOCK: if the name is a FIFO, do not wait for a writer.
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
             mode = os.fstat(fd).st_mode

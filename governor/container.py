@@ -1,10 +1,12 @@
-"""One admitted container: its directory, its two pages, and the parts that share them.
+"""An admitted container: its directory, its two shared pages, and its processes and GPUs.
 
-Containers that use the same shares of claims are the members of one `Container`, each with its own
-first process. They have one account: what one of them is charged is not available to the others.
+Containers that use the same shares of claims are members of one `Container`, each with its own
+first process. They have a common account: what one of them is charged is not available to the
+others.
 
 The directory holds the grant page and the socket, and is bind-mounted into the container read-only.
-A bind mount of the socket file alone would refuse connections forever after a governor's restart.
+A bind mount of the socket file itself would still refer to the old socket after a restart of the
+governor, and refuse connections.
 """
 
 from __future__ import annotations
@@ -49,19 +51,19 @@ CLAIMS = "claims"
 
 
 def container_key(identifier: str) -> str:
-    """Return the name of a container's directory: a digest, because an id is foreign text.
+    """Return the name of a container's directory: a digest, because an id is untrusted text.
 
-    Text that may be an id can contain any bytes (`cgroup_names`).
+    A candidate for an id may contain arbitrary bytes (`processes.cgroup_names`).
     """
     return hashlib.sha256(identifier.encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to become a container: its id and first process, and what it may use.
+    """Parameters of a new container: its id, its first process, its quota and GPUs.
 
-    `claims` are the shares that it uses, if its quota comes from claims. `whose` says what the
-    engine and the cluster call it.
+    `claims` are the shares that it uses, if its quota comes from claims. `whose` has the names that
+    the engine and the cluster give it.
     """
 
     identifier: str
@@ -84,11 +86,11 @@ class Wanted:
 
 @dataclass(frozen=True)
 class RecoveredContainer:
-    """What the previous governor has left of a container that runs.
+    """State of a running container that the previous governor left.
 
-    `grant` and `ledger` are None where they could not be found again. They are then made anew, and
-    no running process sees the new ones. Each process comes with its pidfd. `membership` is None
-    where it was not kept. `others` are the members after the first, with their pidfds.
+    `grant` and `ledger` are None if they were not found. They are then created anew, and running
+    processes do not see the new ones. Each process comes with its pidfd. `membership` is None if it
+    was not stored. `others` are the members after the first, with their pidfds.
     """
 
     key: str
@@ -120,7 +122,7 @@ class Container:
         mps: Mps | None = None,
         recovered: RecoveredContainer | None = None,
     ) -> None:
-        """Create what a new container needs, or take over a running one from its `remains`."""
+        """Create a new container's directory and pages, or take over those of `recovered`."""
         self.claims, self.uses = wanted.claims, wanted.uses
         self.quota, self.devices = wanted.quota, wanted.devices
         self.key = recovered.key if recovered else wanted.key
@@ -131,7 +133,7 @@ class Container:
         self.members = Members([first, *(recovered.members if recovered else ())])
         self.directory = Path(config.runtime_dir) / "containers" / self.key
         self.context_memory = config.context_memory
-        self.called: str | None = None  # its name at its engine; None until it was looked up
+        self.called: str | None = None  # its name in its engine; None until it was looked up
         self.findings = Findings(len(self.devices))
         self._on_end: Callable[[Container, Member], None] = lambda *_: None
         self._state = state or State()
@@ -150,7 +152,7 @@ class Container:
             raise
 
     def _make(self, config: Config, recovered: RecoveredContainer | None) -> None:
-        """Make the directory, the pages and the parts, or take them over."""
+        """Create the directory, the pages and their users, or take them over."""
         ledger = self._make_pages(config, recovered)
         first = self.members[0]
         first.row = replace(
@@ -195,11 +197,11 @@ class Container:
         self._gpus.run_together()
 
     def _make_pages(self, config: Config, recovered: RecoveredContainer | None) -> Ledger:
-        """Make the directory with the grant page, and the ledger, as far as none is left."""
+        """Create the directory with the grant page, and the ledger, unless they exist."""
         if recovered is None:
             shutil.rmtree(self.directory, ignore_errors=True)
-        # The governor has created the parent directory. If it was removed since, the new one
-        # must not be open to other users.
+        # The governor created the parent directory. If it was removed since, the new one must not
+        # be accessible to other users.
         self.directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.directory.mkdir(mode=0o755, exist_ok=recovered is not None)
         grant = recovered.grant if recovered else None
@@ -215,13 +217,13 @@ class Container:
 
     @property
     def ledger(self) -> mmap:
-        """What its processes write of themselves."""
+        """The page that its processes write."""
         assert self._ledger is not None  # noqa: S101 - until `close`
         return self._ledger.page
 
     @property
     def ledger_fd(self) -> int:
-        """A descriptor of the ledger, which processes are sent."""
+        """A descriptor of the ledger, which is sent to processes."""
         assert self._ledger is not None  # noqa: S101
         return self._ledger.fd
 
@@ -248,7 +250,7 @@ class Container:
 
     @property
     def identifier(self) -> str:
-        """The id of the container; of the oldest member, where there are several."""
+        """The id of the container; of the oldest member, if there are several."""
         return self.members[0].identifier if self.members else ""
 
     @property
@@ -322,14 +324,14 @@ class Container:
 
     @property
     def gpus(self) -> Scheduled:
-        """Its part of what divides its GPUs' time."""
+        """Its entries in the schedulers of its GPUs."""
         return self._gpus
 
     def hold(self, device: int, pids: frozenset[int], owns: Callable[[int], bool]) -> bool:
-        """Have the GPU's scheduler hold exactly these unregistered processes to the quota.
+        """Hold exactly these unregistered processes to the quota by the GPU's scheduler.
 
-        They belong to the container; `owns` tells whether a pid does. Returns whether the scheduler
-        is steered: nothing else could hold the processes.
+        They belong to the container; `owns` checks whether a pid does. Returns whether the
+        scheduler is steered: nothing else can hold the processes.
         """
         if not self._gpus.is_steered(device):
             return False
@@ -360,7 +362,7 @@ class Container:
         return frozenset(process.pid for process in self._processes.values())
 
     def configure(self, config: Config) -> None:
-        """Put new settings of the node in force; the size of a context stays as it was."""
+        """Apply new settings of the node; the assumed size of a context does not change."""
         take_over(self.grant, config, self.strategy)
 
     def set_quota(self, quota: Quota) -> None:
@@ -382,7 +384,7 @@ class Container:
     def describe(self) -> list[dict[str, Any]]:
         """Return what `tidegate ps` shows: bytes, percent, nanoseconds and counts.
 
-        There is one entry for each member. What members have of GPUs they have together.
+        There is one entry for each member. The use of GPUs is that of all members together.
         """
         self.note_unknown()
         common = {
@@ -414,7 +416,7 @@ class Container:
         ]
 
     def _processes_of(self, member: Member) -> list[int]:
-        """Return a member's registered processes; those of no member count as the oldest's."""
+        """Return a member's registered processes; those without a member count for the oldest."""
         oldest = self.members[0]
         return sorted(
             {
@@ -429,15 +431,15 @@ class Container:
     def close(self, *, keep: bool = False) -> None:
         """Release everything: the GPU, the slots, the socket, the directory.
 
-        With `keep` the container runs on without the governor: its pages, what its processes are
-        charged, its directory and its rows in the state stay, and it keeps to its quota on its own.
+        With `keep` the container continues without the governor: its pages, its processes' charges,
+        its directory and its rows in the state stay, and it keeps to its quota by itself.
         """
         if self._closed:
             return
         self._closed = True
-        self.note_unknown()  # a short life may pass between two looks
+        self.note_unknown()  # a short-lived container may run between two samples
         if not keep:
-            # The row goes first: a directory that no row names is examined, and removed.
+            # The row is removed first: a directory without a row is examined and removed.
             self._state.leave(self.key)
         for member in self.members:
             with contextlib.suppress(OSError, ValueError):

@@ -1,9 +1,10 @@
-"""Counters that never go back: of a container while it exists, and of a GPU whatever ends on it.
+"""Counters that never decrease: of a container while it exists, and of a GPU for all containers.
 
-What a process counted is in its slot of the ledger, and is cleared with the slot. What a container
-held is kept by the arbiter, and forgotten with the container. A program that draws a rate takes a
-counter that goes back for one that began anew, so sums are kept here. Numbers of a ledger are
-foreign: they may be nonsense, and go back. Here they are bounded, and the highest value stands.
+A process's counters are in its slot of the ledger, and are cleared with the slot. A container's
+times are in the arbiter, and are removed with the container. A program that computes rates takes a
+decreasing counter for one that was reset, so sums are kept here. Numbers in a ledger are not
+trusted: they may be nonsense, and may decrease. Here they are bounded, and the highest value is
+kept.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from governor.violations import Episode
 from libcontrol import layout, pages
 
 OF_PROCESSES = ("launches", "waits", "wait_ns", "refused")
-"""Fields of a ledger's device that go on counting when their process has ended."""
+"""Fields of a ledger's device that stay counted after their process has ended."""
 
 MOST = 2**62
-"""No counter exceeds it: in nanoseconds it is years. A higher report is nonsense."""
+"""Upper bound of every counter, 146 years in nanoseconds: a higher value is nonsense."""
 
 
 @dataclass(frozen=True)
 class GpuTime:
-    """What the arbiter says about a container on a GPU, or about all containers on it.
+    """The arbiter's times of a container on a GPU, or of all containers on it.
 
-    Nanoseconds and counts. `held_ns` includes the grant under way. `lent_ns` is what was charged
-    beyond the guarantee, second by second. `handover_ns` is time that was held and not charged, of
-    grants with a settled charge.
+    Nanoseconds and counts. `held_ns` includes the current grant. `lent_ns` is the time that was
+    charged beyond the guarantee, second by second. `handover_ns` is the time that was held but not
+    charged, of grants with a settled charge.
     """
 
     held_ns: int = 0
@@ -54,8 +55,8 @@ class GpuTime:
 def gpu_time(stats: Stats, now_ns: int) -> GpuTime:
     """Return a container's GPU time as of now.
 
-    It includes the grant under way, because an open grant is booked only at its end. What was lent
-    is not in it: see Counters.
+    It includes the current grant, because an open grant is booked only at its end. `lent_ns` is not
+    set: see Counters.
     """
     running = max(0, now_ns - int(stats.since_ns)) if stats.since_ns else 0
     return GpuTime(
@@ -68,9 +69,9 @@ def gpu_time(stats: Stats, now_ns: int) -> GpuTime:
 
 
 def wait_bound_ms(waits: Sequence[int], part: float) -> float | None:
-    """Return the bound that this part of a container's waits for grants keeps, in milliseconds.
+    """Return the bound that this fraction of a container's waits keeps, in milliseconds.
 
-    `waits` are counts as in Runner.waits(). None if there are none; inf if that wait is beyond the
+    `waits` are counts as in Runner.waits(). None if there are none; inf if the wait exceeds the
     longest bound.
     """
     whole = sum(waits)
@@ -80,22 +81,21 @@ def wait_bound_ms(waits: Sequence[int], part: float) -> float | None:
 
 
 LENT_NS = 1_000_000_000
-"""Shortest time of which it is said how much was lent, in nanoseconds. The arbiter knows which
-grants it gave beyond the guarantee, but not of a grant without an end, nor where the GPU's own
-scheduler divides the time; and a container that had its guarantee late has some of it in such
-grants. What was used in a second, less the guarantee, is the same in all these cases."""
+"""Interval over which lent time is computed, in nanoseconds: the time used in it, less the
+guarantee. The arbiter's own count is not used: it does not include open grants, nor a GPU that its
+own scheduler divides, and it counts time as lent that only makes up for a late guarantee."""
 
 
 @dataclass
 class _Lent:
-    """What was lent up to `at_ns`, when `charged_ns` had been charged."""
+    """The time lent until `at_ns`, when `charged_ns` had been charged."""
 
     at_ns: int
     charged_ns: int
     total_ns: int = 0
 
     def update(self, now_ns: int, charged_ns: int, quota: Quota) -> int:
-        """Return what was lent so far, in nanoseconds, by the last second that is over."""
+        """Return the time lent until the end of the last full second, in nanoseconds."""
         passed = now_ns - self.at_ns
         if passed >= LENT_NS:
             own, most = (passed * part // 100 for part in (quota.compute, quota.compute_limit))
@@ -109,29 +109,29 @@ class Counters:
 
     def __init__(self, n_devices: int) -> None:
         self._past = [Counter[str]() for _ in range(n_devices)]
-        self._told = [Counter[str]() for _ in range(n_devices)]
+        self._highest = [Counter[str]() for _ in range(n_devices)]
         self._time = [GpuTime()] * n_devices
         self._lent: list[_Lent | None] = [None] * n_devices
 
     def process_ended(self, ledger: mmap, slot: int) -> None:
-        """Keep what a process counted, before its slot is cleared."""
+        """Keep the counters of a process, before its slot is cleared."""
         for device, past in enumerate(self._past):
             past.update(_read(ledger, slot, device))
 
     def processes(self, ledger: mmap, slots: Iterable[int], device: int) -> Mapping[str, int]:
-        """Return what the processes in these slots, and those that ended, have counted."""
+        """Return the sums over the processes in these slots and those that ended."""
         now = self._past[device].copy()
         for slot in slots:
             now.update(_read(ledger, slot, device))
-        told = self._told[device]
+        told = self._highest[device]
         for name in OF_PROCESSES:
             told[name] = max(told[name], min(now[name], MOST))
         return dict(told)
 
     def time(self, device: int, stats: Stats, now_ns: int, quota: Quota) -> GpuTime:
-        """Return the container's GPU time, which never goes back.
+        """Return the container's GPU time, which never decreases.
 
-        A grant under way may turn out to have ended a little before it was looked at.
+        The current grant may turn out to have ended slightly before this reading.
         """
         new, old = gpu_time(stats, now_ns), self._time[device]
         time = GpuTime(*(max(getattr(new, f.name), getattr(old, f.name)) for f in fields(GpuTime)))
@@ -151,26 +151,26 @@ def _read(ledger: mmap, slot: int, device: int) -> dict[str, int]:
 
 
 RATE_NS = 2_000_000_000
-"""Time over which a rate is taken, in nanoseconds: some hundred grants, and short enough to show
-what happens."""
+"""Time over which a rate is computed, in nanoseconds: some hundred grants, and short enough to show
+the current activity."""
 LEAST_NS = 100_000_000
-"""Shortest time over which a rate says anything, in nanoseconds."""
+"""Shortest time over which a rate is meaningful, in nanoseconds."""
 MOST_RATE = 1e6
 """Highest rate, in percent: that of ten thousand threads that wait all the time. A ledger may
 contain nonsense."""
 
 
 class Rates:
-    """What a container had of a GPU over the last two seconds, in percent of that time.
+    """A container's rates on a GPU over the last two seconds, in percent of that time.
 
-    Each look is remembered, so every caller gets the rate since the oldest look within the window.
+    Each reading is kept, so every caller gets the rate since the oldest reading within the window.
     """
 
     def __init__(self) -> None:
         self._looks: deque[tuple[int, dict[str, int]]] = deque()
 
     def update(self, now_ns: int, **counters: int) -> dict[str, float | None]:
-        """Return each counter's rate; None while too little time has passed to tell."""
+        """Return each counter's rate; None while too little time has passed."""
         looks = self._looks
         while len(looks) > 1 and looks[1][0] <= now_ns - RATE_NS:
             looks.popleft()
@@ -188,7 +188,7 @@ class Rates:
 
 @dataclass
 class Looks:
-    """Looks at NVML on one GPU: how many, how many failed, and how many seconds they took."""
+    """Samples of one GPU: their number, the number that failed, and their duration in seconds."""
 
     made: int = 0
     failed: int = 0
@@ -198,13 +198,13 @@ class Looks:
 MOST_REMEMBERED = 64
 """Number of refusals, and of violations, that are remembered."""
 TEXT_LIMIT = 1024
-"""Longest text that is remembered of a refusal, in characters; a request can contain 64 KiB of
-foreign text."""
+"""Longest text of a refusal that is kept, in characters; a request can contain 64 KiB of untrusted
+text."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """An admission that was refused: when (seconds since 1970), which container, and why."""
+    """A refused admission: time (seconds since 1970), container, and reason."""
 
     at: float
     container: str
@@ -214,7 +214,7 @@ class Refusal:
 
 
 class Timed(Protocol):
-    """What a container says about its time on GPUs."""
+    """An object that has GPU times, such as a container's account."""
 
     def gpu_times(self) -> Mapping[str, GpuTime]:
         """Return its time on each GPU, by UUID."""
@@ -222,7 +222,7 @@ class Timed(Protocol):
 
 @dataclass
 class Tally:
-    """What the governor has counted since it started, also of containers that ended."""
+    """Counters of the governor since its start, including containers that ended."""
 
     admitted: int = 0
     refused: Counter[str] = field(default_factory=Counter)
@@ -253,12 +253,12 @@ class Tally:
         self.episodes.append((container, episode))
 
     def container_ended(self, container: Timed) -> None:
-        """Keep what a container had, while the arbiter still knows the container."""
+        """Keep a container's times, before it is removed from the arbiter."""
         for uuid, time in container.gpu_times().items():
             self._past[uuid] = self._past.get(uuid, GpuTime()) + time
 
     def gpu_times(self, running: Iterable[Mapping[str, GpuTime]]) -> dict[str, GpuTime]:
-        """Return the time of each GPU, by UUID: of these containers, and of those that ended."""
+        """Return the time of each GPU, by UUID: of these containers and of those that ended."""
         total = dict(self._past)
         for times in running:
             for uuid, time in times.items():
@@ -266,7 +266,7 @@ class Tally:
         return total
 
     def looked(self, uuid: str, seconds: float, *, failed: bool) -> None:
-        """Count a look at a GPU."""
+        """Count a sample of a GPU."""
         looks = self.looks.setdefault(uuid, Looks())
         looks.made += 1
         looks.failed += failed

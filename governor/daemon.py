@@ -1,7 +1,8 @@
-"""The governor's life: read the configuration, find the GPUs, serve, stop.
+"""Main program of the governor: read the configuration, find the GPUs, serve, stop.
 
-It logs one event per line (JSON when standard error is not a terminal), reads its configuration
-again on SIGHUP, and ends on SIGTERM or SIGINT. However it ends, the next one takes over what runs.
+It logs one event per line (JSON if standard error is not a terminal), reloads its configuration on
+SIGHUP, and ends on SIGTERM or SIGINT. However it ends, the next governor takes over the running
+containers.
 """
 
 from __future__ import annotations
@@ -57,15 +58,16 @@ OVERRIDES = ("runtime_dir", "state_dir", "driver_dir")
 
 
 SIMULATED = ("SIMGPU_DIR", Path("/dev/tidegate-simgpu"))
-"""Where the simulated driver finds its GPUs: the directory that this variable names, or this one.
+"""Where the simulated driver finds its GPUs: the directory in this environment variable, or this
+default.
 """
 
 
 def require_simulated(driver_dir: str) -> str | None:
-    """Return the directory of simulated GPUs if the mirror is of their driver, else None.
+    """Return the directory of simulated GPUs if the mirror has their driver, else None.
 
-    GovernorError if this process is not told where they are: NVML alone would ask for a kernel
-    module, which simulated GPUs do not have.
+    GovernorError if the directory is not known: NVML's own error would mention a kernel module,
+    which simulated GPUs do not have.
     """
     generation = Path(driver_dir) / "current"
     manifest = read_manifest(generation.resolve())
@@ -88,12 +90,12 @@ def require_simulated(driver_dir: str) -> str | None:
 
 
 def original_nvml(driver_dir: str) -> Path:
-    """Return the driver's own NVML library in the generation in force."""
+    """Return the driver's own NVML library in the current generation."""
     return origin_of(driver_dir, "libnvidia-ml")
 
 
 def origin_of(driver_dir: str, library: str) -> Path:
-    """Return the driver's own `library`, libcuda or libnvidia-ml, in the generation in force."""
+    """Return the driver's own `library`, libcuda or libnvidia-ml, in the current generation."""
     generation = Path(driver_dir) / "current"
     manifest = read_manifest(generation.resolve())
     for file in manifest.files:
@@ -103,7 +105,7 @@ def origin_of(driver_dir: str, library: str) -> Path:
 
 
 def find_devices(nvml: Nvml) -> tuple[list[Device], dict[int, str]]:
-    """Return the node's GPUs, and the reason why others cannot be shared, by index."""
+    """Return the node's GPUs, and by index the reason why others cannot be shared."""
     devices: list[Device] = []
     left_out: dict[int, str] = {}
     for index, found in enumerate(nvml.survey()):
@@ -119,7 +121,7 @@ def find_devices(nvml: Nvml) -> tuple[list[Device], dict[int, str]]:
 
 
 def _find_mps(config: Config, devices: list[Device], server: Server) -> list[Mps]:
-    """Give the server the MPS daemons that are configured; their GPUs are closed until they run."""
+    """Add the configured MPS daemons to the server; their GPUs are closed until they run."""
     wanted = [d for d in devices if config.strategy_of(d.index, d.uuid) == "mps"]
     if wanted:
         tools = find_tools(read_manifest((Path(config.driver_dir) / "current").resolve()))
@@ -130,8 +132,8 @@ def _find_mps(config: Config, devices: list[Device], server: Server) -> list[Mps
     return list(server.mps.values())
 
 
-def _part_from(server: Server, mps: Mps) -> None:
-    """Let a daemon run on while containers use it; otherwise end it."""
+def _release_mps(server: Server, mps: Mps) -> None:
+    """Leave a daemon running if containers use it; otherwise stop it."""
     if server.mps_used(mps):
         mps.leave()
     else:
@@ -139,8 +141,8 @@ def _part_from(server: Server, mps: Mps) -> None:
 
 
 LOCK = "governor.lock"
-"""Lock file in the runtime directory, mode 0600. Any user of the host can open, and therefore lock,
-the directory itself, which would keep every governor from starting."""
+"""Lock file in the runtime directory, mode 0600. The directory itself is not locked, because any
+user can open and lock it, and so prevent the governor's start."""
 SOCKET = "governor.sock"
 
 
@@ -148,7 +150,7 @@ def _open_lock(directory: Path) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         fd = os.open(directory / LOCK, flags, 0o600)
-        os.fchmod(fd, 0o600)  # whatever created the file
+        os.fchmod(fd, 0o600)  # even if something else created the file
     except OSError as e:
         raise GovernorError(
             f"{directory / LOCK}: {e.strerror}", hint="run as root; a link there is removed by hand"
@@ -157,9 +159,10 @@ def _open_lock(directory: Path) -> int:
 
 
 def _take_lock(lock: int, directory: Path) -> None:
-    """Take the governor's place in a directory; BlockingIOError if a governor runs there.
+    """Lock a directory for this governor; BlockingIOError if another governor runs there.
 
-    A governor that answers has the place even without the lock: older ones locked the directory.
+    A governor that answers counts even without the lock, because older versions locked the
+    directory.
     """
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
@@ -167,7 +170,7 @@ def _take_lock(lock: int, directory: Path) -> None:
         try:
             client.connect(str(directory / SOCKET))
         except BlockingIOError:
-            pass  # its queue is full, so a governor listens
+            pass  # the backlog is full, so a governor listens
         except OSError:
             return
     fcntl.flock(lock, fcntl.LOCK_UN)
@@ -175,7 +178,7 @@ def _take_lock(lock: int, directory: Path) -> None:
 
 
 async def wait_for_place(directory: Path, stop: asyncio.Event) -> int | None:
-    """Wait for another governor in `directory` to end; return a descriptor for `listening`.
+    """Wait for another governor in `directory` to end; return the lock for `listening`.
 
     None if `stop` was set first.
     """
@@ -198,11 +201,11 @@ async def wait_for_place(directory: Path, stop: asyncio.Event) -> int | None:
 
 @contextlib.contextmanager
 def listening(path: Path, lock: int | None = None) -> Iterator[socket.socket]:
-    """Listen at `path`; refuse to take the place of a governor that runs there.
+    """Listen at `path`; GovernorError if a governor runs there.
 
-    A file next to the socket is locked. Without it, two governors that start at once would each
-    find no other that answers, and a governor with a removed socket does not answer. `lock` is a
-    descriptor of that file on which the lock is held already; it is closed at the end.
+    A file next to the socket is locked. Without the lock, two governors that start at the same time
+    would not notice each other, nor would one notice a governor whose socket was removed. `lock` is
+    a descriptor of that file with the lock held; it is closed at the end.
     """
     with contextlib.ExitStack() as stack:
         if lock is None:
@@ -255,14 +258,14 @@ def _make_directories(runtime: Path) -> None:
         )
     try:
         runtime.mkdir(parents=True, exist_ok=True)
-        # Users of the host have no business there; a container has a mount of its own.
+        # Other users of the host need no access; a container has its own mount.
         (runtime / CONTAINERS).mkdir(mode=0o700, exist_ok=True)
-        (runtime / CONTAINERS).chmod(0o700)  # an earlier governor may have made it
+        (runtime / CONTAINERS).chmod(0o700)  # an earlier governor may have created it
     except OSError as e:
         raise GovernorError(f"{runtime}: {e.strerror}", hint="run as root") from e
 
 
-def _hear(stop: asyncio.Event, hangups: asyncio.Event) -> None:
+def _install_signal_handlers(stop: asyncio.Event, hangups: asyncio.Event) -> None:
     """Set `stop` on SIGTERM and SIGINT, `hangups` on SIGHUP."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -270,7 +273,7 @@ def _hear(stop: asyncio.Event, hangups: asyncio.Event) -> None:
     had_terminal = sys.stderr.isatty()
 
     def hang_up() -> None:
-        # For a governor in the foreground, it may be its terminal that hung up.
+        # For a governor in the foreground, SIGHUP may come from its terminal.
         (stop if had_terminal and not os.isatty(2) else hangups).set()
 
     loop.add_signal_handler(signal.SIGHUP, hang_up)
@@ -278,9 +281,10 @@ def _hear(stop: asyncio.Event, hangups: asyncio.Event) -> None:
 
 
 async def govern(load: Callable[[], LoadedConfig], *, wait: bool = False) -> None:
-    """Serve by the configuration that `load` returns, until a signal says to stop.
+    """Serve with the configuration that `load` returns, until a signal to stop.
 
-    With `wait`, another governor in the same directory is waited for, instead of being an error.
+    With `wait`, it waits for another governor in the same directory to end; otherwise that is an
+    error.
     """
     settings = SettingsInForce(load)
     config = settings.config
@@ -289,7 +293,7 @@ async def govern(load: Callable[[], LoadedConfig], *, wait: bool = False) -> Non
     library = load_library(config.library_dir)
     stop, hangups = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
-    _hear(stop, hangups)
+    _install_signal_handlers(stop, hangups)
     lock = await wait_for_place(runtime, stop) if wait else None
     if wait and lock is None:
         return
@@ -309,7 +313,7 @@ async def govern(load: Callable[[], LoadedConfig], *, wait: bool = False) -> Non
         settings.tell(auditor.configure)
         server.settings = settings
         tasks = [loop.create_task(mps.run()) for mps in server.mps.values()]
-        # Requests wait at the socket meanwhile, instead of being told that MPS is being started.
+        # Requests wait at the socket meanwhile, instead of being refused because MPS is starting.
         for mps in server.mps.values():
             await mps.tried()
         work = [
@@ -339,7 +343,7 @@ async def govern(load: Callable[[], LoadedConfig], *, wait: bool = False) -> Non
 def _make_server(
     stack: contextlib.ExitStack, config: Config, nvml: Nvml, library: ctypes.CDLL
 ) -> tuple[Server, list[Device], dict[str, Runner]]:
-    """Return the server with the node's GPUs and what was kept; `stack` takes what to close."""
+    """Return the server with the node's GPUs and the stored state; `stack` closes them."""
     devices, left_out = find_devices(nvml)
     for index, reason in left_out.items():
         log.warning("gpu-left-out", gpu=index, reason=reason)
@@ -359,13 +363,13 @@ def _make_server(
     server.versions = {"driver": nvml.driver_version(), "cuda": nvml.cuda_version()}
     stack.callback(server.close)
     for mps in _find_mps(config, devices, server):
-        # This runs before the server lets go of the containers.
-        stack.callback(_part_from, server, mps)
+        # This runs before the server detaches from the containers.
+        stack.callback(_release_mps, server, mps)
     return server, devices, runners
 
 
 def _pages(server: Server, scraped: Offer, shown: Offer) -> list[Coroutine[None, None, None]]:
-    """Return what serves metrics and web page, as far as the configuration wants them."""
+    """Return the coroutines that serve metrics and the web page, as configured."""
     config = server.config
     work: list[Coroutine[None, None, None]] = []
     if config.metrics.listen != "off":
@@ -381,7 +385,7 @@ def _pages(server: Server, scraped: Offer, shown: Offer) -> list[Coroutine[None,
 
 
 async def _run_until(stop: asyncio.Event, tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Wait for a signal to stop, or for the first task that ends; raise what that one raised."""
+    """Wait for a signal to stop or the end of the first task; raise that task's exception."""
     waiter = asyncio.get_running_loop().create_task(stop.wait())
     try:
         done, _ = await asyncio.wait([waiter, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -411,7 +415,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def load_overridden(args: argparse.Namespace) -> LoadedConfig:
-    """Return what the files say, with what the command line overrides."""
+    """Return the configuration of the files, with the overrides of the command line."""
     loaded = load_config(args.config)
     given = {name: getattr(args, name) for name in OVERRIDES if getattr(args, name)}
     return replace(loaded, config=replace(loaded.config, **given))
@@ -426,7 +430,7 @@ def _make_runner(
     together: Runners,
     board: Board,
 ) -> Runner:
-    """Return what divides a GPU's time: the GPU's own scheduler, if wanted and possible."""
+    """Return the runner of a GPU: by its own scheduler if that is configured and possible."""
     strategy = config.strategy_of(device.index, device.uuid)
     why = ""
     if config.scheduling == "hardware" and strategy != "timeslice":
@@ -456,7 +460,7 @@ def _make_runner(
 
 def main(argv: list[str] | None = None) -> int:
     """Run the governor; return its exit status."""
-    # Blocked until a handler is installed: SIGHUP would end the governor.
+    # Blocked until a handler is installed, because SIGHUP would end the governor.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
     args = parser().parse_args(argv)
     logs.configure()

@@ -1,6 +1,6 @@
-"""What can go wrong in the governor and the command, sorted as an operator would sort it.
+"""Exceptions of the governor and the command, classified as an operator would classify them.
 
-Every error is one line: the message says what was found, the hint says what to do. `code` is stable
+Every error is one line: the message states what was found, the hint what to do. `code` is stable
 and has a row in docs/reference/errors.md; `status` is the exit status of `tidegate`.
 """
 
@@ -14,14 +14,14 @@ class TidegateError(OperatorError):
 
 
 class ConfigError(TidegateError):
-    """The configuration cannot be read or says something that is not accepted."""
+    """The configuration cannot be read or is invalid."""
 
     code = "config"
     status = 78  # EX_CONFIG
 
 
 class RequestError(TidegateError):
-    """A request to the governor is not understood."""
+    """A request to the governor is malformed."""
 
     code = "request"
     status = 65  # EX_DATAERR
@@ -35,7 +35,7 @@ class RefusedError(TidegateError):
 
 
 class OccupiedError(RefusedError):
-    """What a claim was given exists, but something else still has it; that may pass.
+    """The GPU of a claim exists, but its share is still in use; a later attempt may succeed.
 
     `device` is the GPU's UUID.
     """
@@ -56,14 +56,14 @@ class GovernorError(TidegateError):
 
 
 class StateError(TidegateError):
-    """What has to last cannot be written."""
+    """Persistent state cannot be written."""
 
     code = "database"
     status = 74  # EX_IOERR
 
 
 class SetupError(TidegateError):
-    """A container engine's configuration cannot be read, or not be changed as asked."""
+    """A container engine's configuration cannot be read or changed."""
 
     code = "setup"
     status = 73  # EX_CANTCREAT

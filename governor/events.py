@@ -1,4 +1,4 @@
-"""What the hook and the governor wrote to the node's log: found, read, and put into one form.
+"""Find and parse the events that the hook and the governor wrote to the node's log.
 
 Both write one JSON object per line. The hook, like the wrapper runtime, sends it to syslog (tag
 `tidegate-hook`), or to a file of its own. The governor writes it to its standard error, which its
@@ -46,7 +46,7 @@ _REFUSALS = {"request-refused", "process-refused"}
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened: when (as its source wrote it), the source, and what."""
+    """One event: its time (as its source wrote it), its source, and its fields."""
 
     time: str
     source: str  # hook, runtime, governor, or "user NUMBER": any user can log
@@ -54,12 +54,12 @@ class Event:
 
     @property
     def name(self) -> str:
-        """What happened: the hook's outcome, or the governor's name for the event."""
+        """The kind of event: the hook's outcome, or the governor's name for it."""
         return str(self.fields.get("outcome") or self.fields.get("event") or "?")
 
     @property
     def container(self) -> str:
-        """The container that the event is about; empty if it is about none."""
+        """The container that the event concerns; empty if none."""
         for field in ("id", "container", "key"):
             if isinstance(value := self.fields.get(field), str):
                 return value
@@ -67,7 +67,7 @@ class Event:
 
     @property
     def failure(self) -> bool:
-        """Whether the event says that something did not go as it should."""
+        """Whether the event reports a failure."""
         return (
             self.fields.get("outcome") in _FAILURES
             or self.fields.get("level") in _LEVELS
@@ -76,12 +76,12 @@ class Event:
         )
 
     def about(self, container: str) -> bool:
-        """Return whether it is about a container, named by its id, the id's beginning, or its key.
+        """Return whether it concerns a container, given by its id, a prefix of the id, or its key.
 
-        Or by its pod or claim as NAMESPACE/NAME, or by the claim's uid.
+        A pod or claim may also be given as NAMESPACE/NAME, a claim by its uid.
         """
         named = [self.fields.get(field) for field in ("id", "container", "key")]
-        # Whole names only: a pod's name may be how many other pods' names begin.
+        # No prefixes here: a pod's name may be a prefix of other pods' names.
         whole = [self.fields.get(field) for field in ("pod", "claim", "uid")]
         claims = self.fields.get("claims")
         whole += claims if isinstance(claims, list) else ()
@@ -90,7 +90,7 @@ class Event:
         )
 
     def text(self) -> str:
-        """Return what the event says, in words."""
+        """Return the event's content as text."""
         fields = self.fields
         if "message" in fields:
             code = f"{fields['code']}: " if fields.get("code") else ""
@@ -101,7 +101,7 @@ class Event:
         return ", ".join(f"{name} {value}" for name, value in fields.items() if name not in hidden)
 
     def _whose(self) -> str:
-        """Return the pod and the claims that the event is about, if it names any."""
+        """Return the pod and the claims that the event names, if any."""
         claims = self.fields.get("claims")
         named = [("pod", self.fields.get("pod")), ("claim", self.fields.get("claim"))]
         named += [("claim", claim) for claim in (claims if isinstance(claims, list) else ())]
@@ -112,7 +112,7 @@ class Event:
 def parse_line(line: str, source: str = "", stamp: str = "") -> Event | None:
     """Return the event of one line: JSON, alone or after the prefix of a syslog daemon.
 
-    None for every other line. `source` and `stamp` are what is known about it from elsewhere.
+    None for any other line. `source` and `stamp` are used if they are known from the log itself.
     """
     text = line.strip()
     if not text.startswith("{"):
@@ -157,21 +157,21 @@ def parse_journal(line: str) -> Event | None:
         stamp = at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
     tag = str(entry.get("SYSLOG_IDENTIFIER", ""))
     source = "hook" if tag == HOOK else "governor"
-    # The journal knows which user wrote it; the tag is the writer's word. The user may be a
-    # rootless engine's, for its hook.
+    # The journal records the user that wrote the entry; the tag is not verified. A rootless
+    # engine's hook runs as that engine's user.
     if (user := str(entry.get("_UID", "0"))) != "0":
         source = f"user {user}"
     event = parse_line(message, source, stamp)
     if event is None and source == "governor" and message.startswith(f"{GOVERNOR}: "):
-        # What the governor says when it cannot start is for its caller, and is not JSON.
+        # The error of a governor that cannot start is meant for its caller, and is not JSON.
         said = {"event": "governor-failed", "level": "error"}
         event = Event(stamp, source, {**said, "message": message.removeprefix(f"{GOVERNOR}: ")})
     return event
 
 
 def journal_command(since: str | None, *, follow: bool) -> list[str]:
-    """Return the command that has the journal print Tidegate's lines."""
-    # Without --all, a message of more than 4096 bytes is `null`, and a plan is longer.
+    """Return the command that prints Tidegate's lines of the journal."""
+    # Without --all, a message of more than 4096 bytes, such as a plan, is shown as `null`.
     command = ["journalctl", "--quiet", "--no-pager", "--all", "--output=json"]
     command += [f"--since={since}"] if since else []
     command += ["--follow", "--lines=all"] if follow else []
@@ -179,7 +179,7 @@ def journal_command(since: str | None, *, follow: bool) -> list[str]:
 
 
 def read_journal(since: str | None, *, follow: bool) -> Iterator[Event]:
-    """Yield the journal's events, oldest first; RequestError if there is no journal to read."""
+    """Yield the journal's events, oldest first; RequestError if it cannot be read."""
     command = journal_command(since, follow=follow)
     try:
         process = subprocess.Popen(
@@ -203,7 +203,7 @@ def read_journal(since: str | None, *, follow: bool) -> Iterator[Event]:
 
 
 def read_files(paths: Sequence[Path], *, follow: bool) -> Iterator[Event]:
-    """Yield the events of files, one file after the other; RequestError if one is not there."""
+    """Yield the events of files, one file after the other; RequestError if one cannot be read."""
     followed: list[tuple[Path, Iterator[str]]] = []
     for path in paths:
         lines = _lines(path, follow=follow)
@@ -224,9 +224,9 @@ def _events(lines: Iterator[str]) -> Iterator[Event]:
 
 
 def _lines(path: Path, *, follow: bool) -> Iterator[str]:
-    """Yield whole lines; when following, an empty one if there are no more now.
+    """Yield whole lines; when following, an empty line if there are no more for now.
 
-    A file that was truncated or made anew is read from its beginning.
+    A file that was truncated or replaced is read from its beginning.
     """
     rest = b""
     try:
@@ -246,7 +246,7 @@ def _lines(path: Path, *, follow: bool) -> Iterator[str]:
                     yield rest.decode(errors="replace")
                 return
             yield ""
-            # A rotation moves the file away; what comes next is in a new one of the same name.
+            # A rotation renames the file; later lines are in a new file of the same name.
             with contextlib.suppress(OSError):
                 if path.stat().st_ino != os.fstat(file.fileno()).st_ino:
                     other = path.open("rb")
@@ -265,7 +265,7 @@ def has_journal() -> bool:
 
 
 def select(events: Iterable[Event], container: str | None, *, everything: bool) -> Iterator[Event]:
-    """Yield what is asked for: events of one container, and failures unless `everything` is."""
+    """Yield the events of a container, if one is given; only failures unless `everything`."""
     for event in events:
         if container is not None and not event.about(container):
             continue

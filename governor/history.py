@@ -1,8 +1,8 @@
-"""What containers had of their GPUs over the last 15 minutes, in steps of five seconds.
+"""History of the containers' GPU use over the last 15 minutes, in steps of five seconds.
 
-Pure: no clock, no container, no file. The caller says when it looks and what it sees. Between two
-looks a rate is taken to be even. Memory is bounded: a container takes 5 KiB per GPU, and at most
-`MOST_SERIES` are kept, of which the one that ended first goes first.
+Pure: no clock, no container, no file. The caller passes each reading and its time. Between two
+readings a rate is taken to be constant. Memory is bounded: a container takes 5 KiB per GPU, and at
+most `MOST_SERIES` are kept; the one that ended first is dropped first.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ COLUMNS = {
     "memory_limit": "Q",
     "refused": "I",
 }
-"""What is kept of each step, and its array type: parts of a percent, percent, bytes, counts."""
+"""The values that are kept for each step, and their array types: parts of a percent, percent,
+bytes, counts."""
 PARTS = ("used", "lent")
 MOST_BYTES = 2**64 - 1
-"""Highest amount of memory that is told: a peak is the container's own word."""
+"""Upper bound of amounts of memory: a peak is reported by the container and not verified."""
 
 
 @dataclass(frozen=True)
 class Use:
-    """A container on a GPU, at a look. Times and refusals are counted from its beginning."""
+    """One reading of a container on a GPU. Times and refusals are counted from its start."""
 
     key: str
     container: str
@@ -58,7 +59,7 @@ class Use:
 
 @dataclass
 class _Series:
-    """What is known about a container on a GPU, by step; a step is at index `step % STEPS`."""
+    """The values of a container on a GPU, by step; a step is at index `step % STEPS`."""
 
     number: int
     use: Use
@@ -119,35 +120,35 @@ class History:
         self._start_ns = start_ns
         self._looked_ns = start_ns
         self.last = -1
-        """The last step that is over and was looked at."""
+        """The last complete step that was recorded."""
         self.left_out = 0
-        """Containers, times GPUs, that run and for which there is no room."""
+        """Number of running containers, times GPUs, for which there is no room."""
         self._numbers = 0
         self._here: dict[Hashable, _Series] = {}
         self._ended: list[_Series] = []
         self._parted: list[tuple[Hashable, Use]] = []
 
     def due_ns(self) -> int:
-        """Return when the step under way ends."""
+        """Return when the current step ends."""
         return self._start_ns + (self.last + 2) * STEP_NS
 
     def part(self, who: Hashable, use: Use) -> None:
-        """Take in what a container had at its end.
+        """Record a container's last reading, at its end.
 
-        Otherwise what it did since the last look would be lost.
+        Otherwise its use since the previous reading would be lost.
         """
         if len(self._parted) < MOST_SERIES:
             self._parted.append((who, use))
 
     def record(self, now_ns: int, uses: Iterable[tuple[Hashable, Use]]) -> None:
-        """Take in what all containers have had by now; a known one that is missing has ended."""
+        """Record a reading of all containers; a known one that is missing has ended."""
         last = (now_ns - self._start_ns) // STEP_NS - 1
         if last <= self.last:
             return
         steps = range(max(self.last + 1, last - STEPS + 1), last + 1)
         passed = max(1, now_ns - self._looked_ns)
         self.last, self._looked_ns, self.left_out = last, now_ns, 0
-        # Those that ended come last, or they would take the room of those that run.
+        # Running containers come first, so that ended ones do not take their room.
         here = dict(uses)
         for who, use in here.items():
             self._write(who, use, steps, passed)
@@ -171,7 +172,7 @@ class History:
                     return
                 self._ended.pop(0)
             self._numbers += 1
-            # Its counters began with it, at some time in the last of these steps.
+            # The container and its counters started in the last of these steps.
             last = steps[-1]
             series = self._here[who] = _Series(self._numbers, use, last, last)
             passed_ns = min(passed_ns, STEP_NS)
@@ -196,7 +197,7 @@ class History:
         series.write(steps[-1:], {"refused": refused})
 
     def cut(self, since: int) -> Cut:
-        """Return what there is after step `since`; a container without any has only its name."""
+        """Return the values after step `since`; a series without any has only its description."""
         series = []
         for one in sorted([*self._here.values(), *self._ended], key=lambda one: one.number):
             first, values = one.cut(since, self.last)

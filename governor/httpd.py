@@ -1,6 +1,6 @@
-"""The part of HTTP that the governor speaks: GET, one request per connection, local addresses only.
+"""A minimal HTTP server for metrics and the page: GET, one request per connection, local only.
 
-There is neither a password nor TLS, so it listens only at a socket below `runtime_dir`, for root
+It has neither authentication nor TLS, so it listens only at a socket below `runtime_dir`, for root
 and its group, or at a loopback address, for every user of this machine.
 """
 
@@ -34,20 +34,20 @@ REQUEST_S = 5.0
 """Longest time from a connection to the end of its answer, in seconds."""
 MOST_CONNECTIONS = 8
 AGAIN_S = 10.0
-"""Interval at which an address that could not be had is tried again, in seconds."""
+"""Interval at which an unavailable address is tried again, in seconds."""
 
 CLOSE = "Connection: close\r\n"
 
 
 class Endpoint(abc.ABC):
-    """Answers GET requests and refuses all others; subclasses say what is served.
+    """Answers GET requests and refuses all others; subclasses define the content.
 
-    No client can hold more than a connection, and that for five seconds. Eight connections are
-    answered, eight more are told that there are too many, and others are closed at once.
+    A connection lasts five seconds at most. Eight connections are answered at a time, eight more
+    get status 503, and others are closed at once.
     """
 
     where = ""
-    """One line for refusals that says where something is served."""
+    """One line for refusals, with the paths that are served."""
     headers = ""
     """Headers of every answer, including refusals."""
 
@@ -64,7 +64,7 @@ class Endpoint(abc.ABC):
         """Return whether anything is served at `target`."""
 
     async def in_thread(self, work: Callable[..., Result], *arguments: object) -> Result:
-        """Run what takes long, and uses nothing of the governor's, outside its loop."""
+        """Run long work, which must not access the governor's state, outside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
 
     async def serve(self, listener: socket.socket) -> None:
@@ -90,14 +90,15 @@ class Endpoint(abc.ABC):
                 writer.write(answer)
                 await writer.drain()
                 writer.write_eof()
-                # What the client still sends is read; otherwise closing would discard the answer
-                # (RST).
+                # Read what the client still sends; otherwise closing the socket would send RST and
+                # discard the answer.
                 while await reader.read(HEAD_LIMIT):
                     pass
         except asyncio.LimitOverrunError:
             writer.write(self.status("431 Request Header Fields Too Large"))
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.CancelledError, OSError):
-            # Cancelled when the governor stops: asyncio of Python 3.11 complains about such tasks.
+            # CancelledError when the governor stops: asyncio of Python 3.11 reports such tasks as
+            # errors.
             writer.transport.abort()
         finally:
             self._connections -= 1
@@ -111,7 +112,7 @@ class Endpoint(abc.ABC):
         try:
             headers = http.client.parse_headers(io.BytesIO(rest))
         except (http.client.HTTPException, ValueError):
-            # Python parses a Content-Type unasked, and fails on some of them.
+            # Python also parses the Content-Type, and fails on some values.
             return self.status("400 Bad Request")
         method, target, _ = words
         if not self.has(target.partition("?")[0]):
@@ -121,12 +122,12 @@ class Endpoint(abc.ABC):
         return await self.answer(target, headers)
 
     def status(self, status: str, more: str = "", *, why: str = "") -> bytes:
-        """Return an answer of a status and one line, which says why or where something is."""
+        """Return an answer with a status and one line of text."""
         text = f"{status}; {why or self.where}"
         return self.content(f"{text}\n".encode(), "text/plain", more, status=status)
 
     def content(self, body: bytes, kind: str, more: str = "", *, status: str = "200 OK") -> bytes:
-        """Return a whole answer; `more` are headers of this answer only."""
+        """Return a complete answer; `more` are headers of this answer only."""
         head = (
             f"HTTP/1.1 {status}\r\n{more}{self.headers}Content-Type: {kind}\r\n"
             f"Content-Length: {len(body)}\r\n{CLOSE}\r\n"
@@ -138,12 +139,12 @@ Listening = AbstractContextManager[socket.socket | None]
 
 
 class Offer:
-    """Where an endpoint is served; retried if not available, because quotas hold without it."""
+    """The address of an endpoint; if it is unavailable it is retried, as quotas hold without it."""
 
     def __init__(self, listening: Callable[[], Listening]) -> None:
-        """Open it, or log why that is not possible."""
+        """Open the socket, or log why that is not possible."""
         self._listening = listening
-        self._said = ""
+        self._logged = ""
         self._stack = contextlib.ExitStack()
         self._listener = self._open()
 
@@ -151,9 +152,9 @@ class Offer:
         try:
             return self._stack.enter_context(self._listening())
         except GovernorError as e:
-            if e.message != self._said:  # once, not every ten seconds
+            if e.message != self._logged:  # once, not every ten seconds
                 log.error("endpoint-not-served", code=e.code, message=e.message, hint=e.hint)
-                self._said = e.message
+                self._logged = e.message
             return None
 
     async def serve(self, endpoint: Endpoint) -> None:
@@ -170,7 +171,7 @@ class Offer:
 
 @contextlib.contextmanager
 def listening(where: str, path: Path, what: str, option: str) -> Iterator[socket.socket | None]:
-    """Listen `where` an option says: off (None), unix (at `path`), or an address.
+    """Listen as an option specifies: off (None), unix (at `path`), or an address.
 
     GovernorError if that is not possible; `what` and `option` are for its message.
     """
@@ -189,7 +190,7 @@ def listening(where: str, path: Path, what: str, option: str) -> Iterator[socket
         ) from e
     with listener:
         listener.setblocking(False)
-        listener.listen()  # early connections wait until they are served, and are not refused
+        listener.listen()  # early connections wait in the backlog instead of being refused
         try:
             yield listener
         finally:
@@ -198,7 +199,7 @@ def listening(where: str, path: Path, what: str, option: str) -> Iterator[socket
 
 
 def _bind_unix(path: Path) -> socket.socket:
-    # A runtime_dir has one governor, so what is there was left by one that died.
+    # A runtime_dir has one governor, so an existing socket was left by one that died.
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o117)

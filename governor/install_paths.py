@@ -1,6 +1,6 @@
-"""Where Tidegate's own files are, by where this code is: in a checkout, a wheel or a package.
+"""Locate Tidegate's own files, relative to this code: in a checkout, a wheel or a package.
 
-Nothing is searched for: code goes with the libraries and files that it was installed with.
+There is no search path: code uses the libraries and files that were installed with it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from pathlib import Path
 CODE = Path(__file__).resolve().parents[1]
 """The directory of Tidegate's Python packages."""
 PRIVATE = Path("/usr/lib/tidegate")
-"""Where packages put what is not a command: code below `python`, and libraries."""
+"""Directory in which packages install everything but commands: code below `python`, and
+libraries."""
 
 _BUILT = CODE / "build/meson/libcontrol"
 _IN_WHEEL = CODE / "libcontrol/lib"
 
 
 def triplet(machine: str | None = None) -> str:
-    """Return the name of a machine's directory of libraries, as in Debian."""
+    """Return a machine's multiarch triplet, as Debian names it."""
     return f"{machine or platform.machine()}-linux-gnu"
 
 
@@ -33,7 +34,7 @@ def is_wheel() -> bool:
 
 
 def library_dir() -> Path:
-    """Return where the governor's library is."""
+    """Return the directory of the arbiter library."""
     if is_checkout() and _BUILT.is_dir():
         return _BUILT
     if is_wheel():
@@ -43,7 +44,7 @@ def library_dir() -> Path:
 
 
 def control_dir() -> Path:
-    """Return where the control libraries are, which are copied into a mirror."""
+    """Return the directory of the control libraries, which are copied into a mirror."""
     directory = library_dir()
     return directory if directory == _BUILT else directory / triplet()
 

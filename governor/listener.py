@@ -1,6 +1,6 @@
 """A listening Unix socket for a container's processes.
 
-A `Pace` limits how much of the governor's time it takes, whatever the container does.
+A `Pace` limits the governor's time that it takes, whatever the container does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = structlog.get_logger()
 
 BACKLOG = 100
 SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-"""Errors that mean that the governor lacks a resource for a connection, for a moment or longer."""
+"""Errors that mean that the governor lacks resources for a connection."""
 SHORT_S = 1.0
 """Pause in accepting connections after such an error, in seconds."""
 
@@ -46,9 +46,10 @@ def start_serving(
 
 
 class Listener:
-    """Accepts connections one at a time; those that come too fast wait in the kernel's queue.
+    """Accepts connections one at a time; if they come too fast, they wait in the backlog.
 
-    Once the queue is full, `connect` waits, so a process that connects in a loop slows itself down.
+    Once the backlog is full, `connect` blocks, so a process that connects in a loop slows itself
+    down.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Listener:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
             self._socket.bind(str(path))
-            # For any user of the container; no other container has the directory.
+            # For any user of the container; no other container can reach the directory.
             path.chmod(0o666)
             self._socket.listen(BACKLOG)
         except OSError:

@@ -1,7 +1,7 @@
-"""The containers of this node as `tidegate ps`, `top` and `inspect` show them.
+"""Format the node's containers for `tidegate ps`, `top` and `inspect`.
 
-What the governor knows about each is combined with the name that its engine has for it, as rows of
-a table, and as lines that say which violations last.
+The governor's values of each container are combined with its name in its engine, and shown as rows
+of a table and as lines for violations that last.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from governor.quota import THROUGHPUT
 
 MIB = 1 << 20
 SHORT = 12
-"""Number of characters shown of an id that is a digest, as engines do; more if two ids begin alike.
+"""Number of characters shown of an id that is a digest, as engines do; more if two ids share this
+prefix.
 """
 
 HEAD = (
@@ -28,22 +29,22 @@ HEAD = (
 )
 ID, NAME, POD, CLAIM, CLASS, STRATEGY = 0, 1, 2, 3, 8, 9
 OPTIONAL = (NAME, POD, CLAIM, CLASS)
-"""Columns that are left out if no container has anything in them."""
+"""Columns that are omitted if they are empty for all containers."""
 
 
 class Listing:
-    """Asks the governor, and remembers names, which do not change while a container runs."""
+    """Queries the governor, and caches names, which do not change while a container runs."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._names: dict[str, Name] = {}
 
     def containers(self) -> list[dict[str, Any]]:
-        """Return what the governor says about each container, with `engine`, `name` and `pod`."""
+        """Return the governor's description of each container, with `engine`, `name` and `pod`."""
         answer: list[dict[str, Any]] = ask(self._config, "list")["containers"]
         known, self._names = self._names, {}
         for one in answer:
-            # An older governor, which runs until its restart, does not have these fields.
+            # An older governor, which runs until it is restarted, does not send these fields.
             one.setdefault("elsewhere", [])
             for device in one["devices"]:
                 for name in ("delivered", "lent", "waited", "waiting"):
@@ -56,13 +57,13 @@ class Listing:
         return answer
 
     def gpus(self) -> list[dict[str, Any]]:
-        """Return what the governor says about each GPU."""
+        """Return the governor's description of each GPU."""
         answer: list[dict[str, Any]] = ask(self._config, "gpus")["gpus"]
         return answer
 
 
 def find(wanted: str, containers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the container of that id, name or pod, or the only one with an id that begins so."""
+    """Return the container with that id, name or pod, or the only one with that prefix of an id."""
     for one in containers:
         if one["id"] == wanted:
             return one
@@ -72,7 +73,7 @@ def find(wanted: str, containers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for one in containers
         if wanted and wanted in (one["name"], one["pod"], one["pod"].rpartition("/")[2])
     ]
-    # A tenant chooses the name, and it may be how another container's id begins.
+    # A tenant chooses the name, which may be a prefix of another container's id.
     found = begins + [one for one in named if one not in begins]
     if len(found) == 1:
         return found[0]
@@ -82,14 +83,14 @@ def find(wanted: str, containers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def safe(text: object) -> str:
-    """Return foreign text in a form that a terminal only displays."""
+    """Return untrusted text without characters that control a terminal."""
     return "".join(c if c.isprintable() else "?" for c in str(text))
 
 
 def cell(text: object) -> str:
-    """Return foreign text for a line that is cut: each character is one column wide.
+    """Return untrusted text for a line that is cut: each character is one column wide.
 
-    A character of two columns would make lines wrap, and push what has to be seen off the screen.
+    A character of two columns would make lines wrap, and push other lines off the screen.
     """
     return "".join(c if _is_narrow(c) else "?" for c in safe(text))
 
@@ -111,15 +112,15 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def table(containers: Sequence[dict[str, Any]], width: int | None = None) -> list[str]:
-    """Return the heads, and a line for each container and GPU.
+    """Return the heading, and a line for each container and GPU.
 
-    If that is wider than `width`, columns that can be done without are dropped, as many as needed.
-    Of the state, which comes last, only as much as the head has to fit.
+    If the table is wider than `width`, dispensable columns are dropped, as many as needed. The
+    state, which comes last, may be cut to the width of its heading.
     """
     short = short_ids([str(one["id"]) for one in containers])
     rows = [row for one in containers for row in _rows(one, short[str(one["id"])])]
     left_out = {i for i in OPTIONAL if not any(row[i] for row in rows)}
-    # A container with a name or a pod can be told from others without its id.
+    # A container with a name or a pod can be identified without its id.
     dispensable = [STRATEGY, CLAIM, *_names(rows)]
     while True:
         shown = [[cell for i, cell in enumerate(row) if i not in left_out] for row in (HEAD, *rows)]
@@ -130,7 +131,7 @@ def table(containers: Sequence[dict[str, Any]], width: int | None = None) -> lis
 
 
 def _names(rows: Sequence[tuple[str, ...]]) -> list[int]:
-    """Return the columns of names that can go, so that each container keeps a name of its own."""
+    """Return the columns of names that can be dropped while each container stays identifiable."""
     for kept in (NAME, POD, ID):
         names = {row[kept]: row[ID] for row in rows if row[kept]}
         if len(names) == len({row[ID] for row in rows}) and all(row[kept] for row in rows):
@@ -139,7 +140,7 @@ def _names(rows: Sequence[tuple[str, ...]]) -> list[int]:
 
 
 def short_ids(ids: Sequence[str]) -> dict[str, str]:
-    """Return what is shown of each id, which is enough for `find`."""
+    """Return the part of each id that is shown, which is unique for `find`."""
     short = {}
     for one in ids:
         length = SHORT if len(one) == 64 else 40
@@ -176,7 +177,7 @@ CLAIMS_HEAD = (
 
 
 def claims_table(claims: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the heads, and a line for each claim's share."""
+    """Return the heading, and a line for each claim's share."""
     rows = [
         (
             cell(f"{claim['namespace']}/{claim['name']}"),
@@ -202,13 +203,13 @@ def claim_state(claim: dict[str, Any]) -> str:
 
 
 def claims_of(container: dict[str, Any]) -> str:
-    """Return the claims that a container has its quota from; empty if the quota is its own."""
+    """Return the claims from which a container has its quota; empty if it has none."""
     claims = container.get("claims", ())
     return cell(", ".join(f"{claim['namespace']}/{claim['name']}" for claim in claims))
 
 
 def find_claim(wanted: str, claims: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the claim of that uid, NAMESPACE/NAME or name, if there is exactly one."""
+    """Return the claim with that uid, NAMESPACE/NAME or name, if there is exactly one."""
     found = [
         claim
         for claim in claims
@@ -218,12 +219,12 @@ def find_claim(wanted: str, claims: Sequence[dict[str, Any]]) -> dict[str, Any] 
 
 
 def percent(value: float | None) -> str:
-    """Return a rate as a whole number, `?` while it is too early to tell."""
+    """Return a rate as a whole number; `?` while it is not known yet."""
     return "?" if value is None else f"{value:.0f}"
 
 
 def waiting(device: dict[str, Any]) -> str:
-    """Return for how much of the time calls waited; threads that wait together count once."""
+    """Return the percentage of time in which calls waited, 100 at most."""
     waited = device["waited"]
     return "?" if waited is None else f"{min(100, waited):.0f} %"
 
@@ -247,7 +248,7 @@ def state(container: dict[str, Any], gpu: str | None = None) -> str:
 
 
 def trouble_lines(containers: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a line for each violation that lasts, and for each process on another's GPU."""
+    """Return a line for each violation that lasts, and for each process on a GPU not granted."""
     return [*violation_lines(containers), *elsewhere_lines(containers)]
 
 
@@ -262,7 +263,7 @@ def elsewhere_lines(containers: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def describe_elsewhere(use: dict[str, Any]) -> str:
-    """Return what a process has of a GPU that is not its container's."""
+    """Return a process's memory on a GPU that its container was not granted, as text."""
     held = _mebibytes(use["memory"])
     return f"{held} MiB held outside its quota, GPU {use['index']}, process {use['pid']}"
 
@@ -282,10 +283,10 @@ def violation_lines(containers: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def unknown_lines(containers: Iterable[dict[str, Any]]) -> list[str]:
-    """Return a line for each container that looked up functions the library does not know."""
+    """Return a line for each container that looked up unknown functions of the driver."""
     said: dict[tuple[Any, ...], str] = {}
     for one in containers:
-        # An older governor, which runs until its restart, does not say.
+        # An older governor, which runs until it is restarted, does not send this field.
         names = one.get("unknown_functions", ())
         if names:
             line = f"unknown functions: {cell(one['name'] or one['id'][:40])}: {unknown_of(one)}"
@@ -294,12 +295,12 @@ def unknown_lines(containers: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def unknown_of(container: dict[str, Any]) -> str:
-    """Return the functions that its programs looked up and the control library does not know."""
+    """Return the functions that its programs looked up and that the control library lacks."""
     return cell(", ".join(str(name) for name in container.get("unknown_functions", ())))
 
 
 def describe_violation(container: dict[str, Any], episode: dict[str, Any]) -> str:
-    """Return what was found, and what is allowed."""
+    """Return the finding and the limit of a violation, as text."""
     index = next(
         (str(d["index"]) for d in container["devices"] if d["uuid"] == episode["gpu"]), "?"
     )

@@ -1,4 +1,4 @@
-"""How our services log: one event per line on standard error, as JSON unless on a terminal."""
+"""Set up logging of the services: an event per line on stderr, as JSON unless on a terminal."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Functions that a container's programs looked up and that the control library does not know.
+"""Collect functions that programs looked up and that the control library does not know.
 
-The names are in the header of the container's ledger, where any of its processes may write
-anything at any time. So only so many are ever remembered of a container, and only what could be the
-name of a function of the driver.
+The names are in the header of the container's ledger, where any of its processes may write anything
+at any time. So the number of names per container is limited, and only possible names of driver
+functions are accepted.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from mmap import mmap
 from libcontrol import layout, pages
 
 MOST = layout.N_UNKNOWN
-"""Number of names that are remembered of a container, however often it writes others."""
+"""Maximum number of names that are kept for a container."""
 
 _NAME = re.compile(rb"cu[A-Za-z0-9_]{1,44}(?:@[0-9]{1,6})?")
-"""A name, and the CUDA version that was asked for where a form of a known function is meant."""
+"""A name, with the requested CUDA version if it is an unknown form of a known function."""
 
 
 class UnknownFunctions:
-    """Finds new names in a ledger."""
+    """Collects new names from a ledger."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that were found so far, in the order in which they were."""
+        """The names that were found so far, in that order."""
         return tuple(self._names)
 
     def read(self, ledger: mmap) -> list[str]:
-        """Return the names that are in the ledger for the first time."""
+        """Return the names that were not in the ledger before."""
         found = []
         for place in pages.read_unknown(ledger):
             name = place.partition(b"\0")[0]

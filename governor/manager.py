@@ -1,4 +1,4 @@
-"""Notifications to the service manager (sd_notify(3)): readiness and signs of life."""
+"""Notify the service manager (sd_notify(3)) of readiness, and feed its watchdog."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import os
 import socket
 
 PATIENCE_S = 0.5
-"""Longest time in seconds for which the governor waits for a stuck service manager whose queue is
-full."""
+"""Longest wait for a stuck service manager whose socket's queue is full, in seconds."""
 
 
 def notify(state: str) -> None:
@@ -23,14 +22,14 @@ def notify(state: str) -> None:
 
 
 def watchdog_s() -> float | None:
-    """Return the service manager's watchdog interval in seconds, or None if it has none for us."""
+    """Return this process's watchdog interval in seconds, or None if it has none."""
     usec = os.environ.get("WATCHDOG_USEC", "")
     is_ours = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
     return int(usec) / 1e6 if is_ours and usec.isdecimal() and int(usec) else None
 
 
 async def feed_watchdog(within_s: float) -> None:
-    """Send signs of life from the event loop, twice per watchdog interval."""
+    """Send keep-alive messages from the event loop, twice per watchdog interval."""
     while True:
         notify("WATCHDOG=1")
         await asyncio.sleep(within_s / 2)

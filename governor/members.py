@@ -35,7 +35,7 @@ class Member:
 
     @property
     def membership(self) -> Membership:
-        """What tells its processes from others."""
+        """What identifies its processes."""
         return self.row.membership or Membership()
 
     @property
@@ -88,8 +88,8 @@ class Members(Sequence[Member]):
     def of(self, pid: int) -> Member | None:
         """Return the member that a process belongs to.
 
-        A process that is in no member's control group belongs to the first member that has none of
-        its own. Where all members have control groups, it belongs to no member (None).
+        A process that is in no member's control group belongs to the first member without a control
+        group of its own. If all members have one, the process belongs to no member (None).
         """
         groups = read_cgroups(pid)
         own = [one for one in self if one.membership.has_cgroups(groups)]
@@ -106,7 +106,7 @@ class Members(Sequence[Member]):
     def kill(self) -> None:
         """Kill each first process, and with it its pid namespace.
 
-        OSError if none could be killed: what is held is held by all of them.
+        OSError if none could be killed. All are killed, because they have a common account.
         """
         failed: list[OSError] = []
         for member in self:
@@ -119,7 +119,7 @@ class Members(Sequence[Member]):
 
 
 def warn_if_unknown(member: Member) -> None:
-    """Log that a member's processes cannot be told from others."""
+    """Log a warning if a member's processes cannot be identified."""
     if not member.membership.cgroups:
         log.warning(
             "membership-unknown",
@@ -130,7 +130,7 @@ def warn_if_unknown(member: Member) -> None:
 
 
 def is_readable(fd: int) -> bool:
-    """Return whether a descriptor can be read: a pidfd, whether its process has ended."""
+    """Return whether a descriptor is readable; for a pidfd, whether its process has ended."""
     poll = select.poll()  # select() rejects descriptors from 1024 on
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(0))

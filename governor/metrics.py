@@ -1,8 +1,8 @@
-"""Metrics for Prometheus: their names, where their numbers come from, and an HTTP endpoint.
+"""Metrics for Prometheus: their definitions, their collection, and an HTTP endpoint.
 
-The numbers are read on the governor's loop, where everything that they come from is written. They
-are turned into text on a separate thread. A scrape within a quarter of a second of another one gets
-the same numbers, so constant scraping costs the governor little.
+The numbers are read on the governor's event loop, where all of their sources are written. They are
+formatted on a separate thread. A scrape within a quarter of a second of another one gets the same
+numbers, so frequent scraping costs the governor little.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class _Families:
 def collect(server: Server) -> list[Metric]:
     """Return every metric as of now.
 
-    Runs on the governor's loop, so that nothing is written meanwhile.
+    Runs on the governor's event loop, so that the numbers are consistent.
     """
     families = _Families()
     tally = server.tally
@@ -349,12 +349,12 @@ def _add_container(families: _Families, container: Container, times: Mapping[str
 
 
 def _text(foreign: str) -> str:
-    """Return foreign text so that it can be encoded: half of a surrogate pair cannot be."""
+    """Return untrusted text without lone surrogates, which cannot be encoded."""
     return foreign.encode("utf-8", "replace").decode()[:MOST_TEXT]
 
 
 class _Snapshot(Collector):
-    """What prometheus-client's application takes as a registry."""
+    """The metrics of one scrape, as a registry for prometheus-client's application."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
@@ -413,9 +413,9 @@ def _run(app: Callable[..., Any], environment: Mapping[str, str]) -> bytes:
 
 
 def listening(config: Config) -> AbstractContextManager[socket.socket | None]:
-    """Listen where the configuration says; None if it says off.
+    """Listen as configured; None if metrics are off.
 
-    The socket below `runtime_dir` is for root and its group. GovernorError if it cannot be made.
+    The socket below `runtime_dir` is for root and its group. GovernorError if listening fails.
     """
     path = Path(config.runtime_dir) / "metrics.sock"
     return httpd.listening(config.metrics.listen, path, "metrics", "metrics.listen")

@@ -1,14 +1,15 @@
-"""NVIDIA's MPS server of one GPU: a daemon that is started, watched, and started again.
+"""Run NVIDIA's MPS daemon of one GPU: start it, watch it, and restart it.
 
-`nvidia-cuda-mps-control` listens on two sockets. On `control` it takes clients, and the commands
-that a client's user may give. On `control_privileged` it takes all commands from its own user,
-root, which is also the user in most containers. So a container gets `control` alone, as a hard link
-in its own directory, and never the directory of the daemon.
+`nvidia-cuda-mps-control` listens on two sockets. On `control` it accepts clients, and the commands
+that are permitted to a client's user. On `control_privileged` it accepts all commands from its own
+user, root, which is also the user in most containers. So a container gets only `control`, as a hard
+link in its own directory, and never the directory of the daemon.
 
-The daemon has a session of its own and outlives the governor: containers go on while the governor
-is away. The next governor recognises it as the process that listens on the socket. A fatal fault of
-one client ends the work of all clients, and the server waits for all of them to leave before it
-takes new ones. Clients that do not leave in time are cut off: the daemon is ended and started anew.
+The daemon has its own session and outlives the governor, so that containers continue while the
+governor is away. The next governor recognises it as the process that listens on the socket. A fatal
+fault of one client ends the work of all clients, and the server accepts no new clients until all
+have disconnected. Clients that do not disconnect in time are cut off: the daemon is killed and
+restarted.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ SHORTEST_S, LONGEST_S = 0.2, 10.0
 """Shortest and longest pause between two starts, in seconds; it doubles while the daemon keeps
 ending."""
 LIVED_S = 60.0
-"""A daemon that ran for at least this time, in seconds, had started well."""
+"""If the daemon ran for at least this time, in seconds, the next pause is the shortest again."""
 LOG_LIMIT = 8 << 20
 READ_LIMIT = 1 << 20
 TOLD_S = 0.05
 BURST_S = 1.0
-"""Events of clients and commands are reported at most twenty times a second (one per TOLD_S, after
-a burst worth BURST_S) and always counted: tenants can cause any number of them, and each is a line
+"""Events of clients and commands are always counted, but reported at most twenty times a second
+(one per TOLD_S, after a burst of BURST_S): tenants can cause any number of them, and each is a line
 of the governor's log."""
 
 _FAILED = -1
@@ -62,16 +63,16 @@ _PREFIX = re.compile(r"\[[-0-9]+ [:.0-9]+ +[A-Z][a-z]+ +([0-9]+)\] ?")
 
 @dataclass(frozen=True)
 class Tools:
-    """The host's own programs and libraries for MPS: the server itself loads the driver."""
+    """The host's programs for MPS, and its driver libraries, which the server loads."""
 
     control: Path
     search: str  # PATH, in which the daemon looks for the server
     libraries: str
-    multiuser: bool  # takes clients of all users; otherwise of one user at a time
+    multiuser: bool  # accepts clients of all users; otherwise of one user at a time
 
 
 def find_tools(manifest: Manifest) -> Tools:
-    """Return the programs that a generation was mirrored from; GovernorError if it has none."""
+    """Return the host's programs from which a generation was mirrored; GovernorError if none."""
     root = Path(manifest.root)
     sources = {
         Path(file.path).name: root / file.source.lstrip("/")
@@ -98,7 +99,7 @@ def find_tools(manifest: Manifest) -> Tools:
 class MpsEvent:
     """An event that a line of the daemon's or the server's log reports.
 
-    `pid` is a client's. `writer` is the process that, by the line itself, wrote it.
+    `pid` is a client's. `writer` is the process that wrote the line, according to its prefix.
     """
 
     kind: str
@@ -123,10 +124,10 @@ _EVENTS = (
 
 
 def read_line(line: str) -> MpsEvent | None:
-    """Return the event in a line of a log, None if there is none of interest.
+    """Return the event in a line of a log; None if it is of no interest.
 
-    A client's command is written to the log as it came, including line breaks. What the client can
-    hardly know is the pid with which the daemon begins every line.
+    A client's command is logged verbatim, including line breaks, so a client can forge lines. It
+    can hardly know the daemon's pid, with which genuine lines begin.
     """
     prefix = _PREFIX.match(line)
     if not prefix:
@@ -149,7 +150,7 @@ class Follower:
         self._at = path.stat().st_size if path.exists() else 0
 
     def lines(self) -> list[str]:
-        """Return the whole lines that were added; a log that has grown large is emptied."""
+        """Return the complete lines that were added; a large log is truncated."""
         try:
             with self._path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
@@ -160,7 +161,8 @@ class Follower:
         except OSError:
             return []
         self._at += len(data)
-        # What is written faster than it is read is dropped: it would fill /run for all users of it.
+        # If lines are written faster than they are read, they are dropped: otherwise they would
+        # fill /run.
         lost = self._at < size > 2 * LOG_LIMIT
         if self._at >= size > LOG_LIMIT or lost:
             with contextlib.suppress(OSError):
@@ -176,7 +178,7 @@ class Follower:
 
 @dataclass
 class Counts:
-    """What has happened since the governor started."""
+    """Numbers of events since the governor started."""
 
     starts: int = 0
     ends: int = 0
@@ -189,8 +191,8 @@ class Counts:
 class Mps:
     """The daemon of one GPU.
 
-    `tell` is called with each event. `state` is starting, running, fault or down. Containers may be
-    let in while it is `running`; otherwise `reason` says why not.
+    `tell` is called with each event. `state` is starting, running, fault or down. Containers are
+    admitted while it is `running`; otherwise `reason` is the reason for the refusal.
     """
 
     def __init__(
@@ -214,8 +216,8 @@ class Mps:
         self._pidfd = -1
         self._child: subprocess.Popen[bytes] | None = None
         self._fault_at: float | None = None
-        self._parted = False
-        self._told = 0.0  # time that the reported events of clients use up
+        self._was_killed = False
+        self._reported_until = 0.0  # time that the reported events of clients use up
         self._tried = asyncio.Event()
         self._linked: dict[Path, int] = {}  # containers' directories, with their socket's inode
 
@@ -238,7 +240,7 @@ class Mps:
         self._linked.pop(directory / DIRECTORY, None)
 
     def _refresh(self, place: Path) -> None:
-        """Renew a container's link: a daemon that was started anew listens on a new socket."""
+        """Renew a container's link: a restarted daemon listens on a new socket."""
         source = self._pipe / "control"
         new = place / ".control"
         try:
@@ -255,7 +257,7 @@ class Mps:
     # ---- the daemon
 
     async def run(self) -> None:
-        """Keep the daemon running until cancelled; the daemon itself runs on after that."""
+        """Keep the daemon running until cancelled; the daemon then continues by itself."""
         pause = SHORTEST_S
         while True:
             began = time.monotonic()
@@ -266,7 +268,7 @@ class Mps:
                 reason = f"its MPS daemon does not start: {e}"
             self._forget()
             self._set("down", reason)
-            if self._parted or time.monotonic() - began > LIVED_S:
+            if self._was_killed or time.monotonic() - began > LIVED_S:
                 pause = SHORTEST_S
             await asyncio.sleep(pause)
             pause = min(pause * 2, LONGEST_S)
@@ -276,11 +278,12 @@ class Mps:
         await self._tried.wait()
 
     async def _serve(self) -> None:
-        self._parted = False
+        self._was_killed = False
         found = self._listener()
         if found:
             self._pid, self._pidfd = found, os.pidfd_open(found)
-        # Before the daemon writes a line: earlier lines are another daemon's, or were reported.
+        # Opened before the daemon writes a line: earlier lines are another daemon's, or were
+        # reported.
         followers = [Follower(self._logs / name) for name in ("control.log", "server.log")]
         if not found:
             self._spawn()
@@ -294,7 +297,7 @@ class Mps:
             for place in list(self._linked):
                 try:
                     self._refresh(place)
-                except OSError as e:  # a loss for that container, not for the daemon
+                except OSError as e:  # affects only that container
                     if self._linked[place] != _FAILED:
                         log.error("mps-link-failed", path=str(place), error=e.strerror)
                     self._linked[place] = _FAILED
@@ -311,7 +314,7 @@ class Mps:
     def _listener(self) -> int:
         """Return the process that listens on the daemon's socket; 0 if none does."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-            probe.settimeout(1)  # a stopped daemon does not accept, so do not wait for it
+            probe.settimeout(1)  # a stopped daemon (SIGSTOP) does not accept, so limit the wait
             try:
                 probe.connect(str(self._pipe / "control_privileged"))
             except OSError:
@@ -322,7 +325,8 @@ class Mps:
 
     def _spawn(self) -> None:
         for path in (self._pipe, self._logs):
-            # A server that does not run as root has to get in; no container sees these directories.
+            # A server that does not run as root needs access; containers do not see these
+            # directories.
             path.mkdir(mode=0o755, parents=True, exist_ok=True)
         for name in ("control", "control_privileged", "control_lock", "log", f"{PROGRAM}.pid"):
             (self._pipe / name).unlink(missing_ok=True)
@@ -355,7 +359,7 @@ class Mps:
         deadline = time.monotonic() + READY_S
         while self._listener() != self._pid:
             if self._ended():
-                # The program contains the option's name; only running it shows whether it is
+                # The option's name is in the program, but only running it shows whether it is
                 # accepted.
                 self._multiuser = self._tools.multiuser and not self._multiuser
                 raise GovernorError(
@@ -380,7 +384,7 @@ class Mps:
             self._child.wait()
         self._pid, self._pidfd, self._child, self._fault_at = 0, -1, None, None
 
-    # ---- what happens
+    # ---- events
 
     def _set(self, state: str, reason: str | None) -> None:
         if (state, reason) != (self.state, self.reason):
@@ -408,9 +412,9 @@ class Mps:
                 self._recovered()
         if event.kind in ("refused", "client", "command"):
             now = time.monotonic()
-            if self._told > now:
+            if self._reported_until > now:
                 return
-            self._told = max(self._told, now - BURST_S) + TOLD_S
+            self._reported_until = max(self._reported_until, now - BURST_S) + TOLD_S
         self._tell(self, event)
 
     def _recovered(self) -> None:
@@ -418,11 +422,11 @@ class Mps:
         self._set("running", None)
 
     def _look_at_fault(self) -> None:
-        """End a server that its clients keep from recovering; their contexts are lost anyway."""
+        """Kill a server whose clients keep it from recovering; their contexts are lost anyway."""
         if self._fault_at is None or time.monotonic() - self._fault_at < self._fault_s:
             return
         log.warning("mps-ended-after-fault", gpu=self.device.index, waited_s=self._fault_s)
-        self._parted = True
+        self._was_killed = True
         self._kill()
 
     def _kill(self) -> None:
@@ -440,14 +444,14 @@ class Mps:
         self._forget()
 
     def leave(self) -> None:
-        """Let the daemon run on without the governor."""
+        """Leave the daemon running without the governor."""
         if self._child is not None:
-            self._child.returncode = 0  # so that Popen does not take it for a forgotten child
+            self._child.returncode = 0  # so that Popen does not warn about a running child
         self._child = None
         self._forget()
 
     def describe(self) -> dict[str, Any]:
-        """Return what is known about the daemon, for `tidegate ps` and `tidegate check`."""
+        """Return the daemon's state for `tidegate ps` and `tidegate check`."""
         return {"state": self.state, "reason": self.reason, "pid": self._pid, **vars(self.counts)}
 
 

@@ -1,7 +1,7 @@
-"""What engines call their containers, for people: Docker and Podman do not tell a hook.
+"""Look up the names of containers in their engines, for display.
 
-Kubernetes and nerdctl do, by annotations. For the others the engine's own files are read, as root,
-and only when a name is asked for. Their content is foreign text; it may be wrong, gone or anything.
+Kubernetes and nerdctl pass names to hooks as annotations. Docker and Podman do not, so their own
+files are read, as root, and only when a name is needed. The content of these files is not trusted.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ class Name(NamedTuple):
 
     @property
     def whole(self) -> str:
-        """One text, like namespace/pod/container; empty if there is neither."""
+        """Pod and name as one text, like namespace/pod/container."""
         return "/".join(part for part in (self.pod, self.name) if part)
 
 
 def find_name(identifier: str, bundle: str, identity: Mapping[str, str]) -> Name:
-    """Return what a container's engine calls it."""
+    """Return a container's name in its engine."""
     engine = _engine(bundle)
     if pod := identity.get("pod", ""):
         engine = "cri-o" if engine == "podman" else engine  # both have the same storage
         namespace = identity.get("namespace", "")
         whole = f"{namespace}/{pod}" if namespace else pod
-        return Name(engine, _shown(identity.get("container", "")), _shown(whole))
+        return Name(engine, _truncated(identity.get("container", "")), _truncated(whole))
     if name := identity.get("name", ""):
-        return Name("nerdctl", _shown(name))
+        return Name("nerdctl", _truncated(name))
     read = {"docker": _read_docker, "podman": _read_podman}.get(engine)
-    return Name(engine, "" if read is None else _shown(read(identifier, bundle)))
+    return Name(engine, "" if read is None else _truncated(read(identifier, bundle)))
 
 
 def _engine(bundle: str) -> str:
-    """Return the engine of a bundle by its path: each engine has a place of its own."""
+    """Return the engine of a bundle by its path: each engine has its own directories."""
     parts = bundle.strip("/").split("/")
     if len(parts) >= 3 and parts[-1] == "userdata" and parts[-3].endswith("-containers"):
         return "podman"
@@ -59,12 +59,12 @@ def _engine(bundle: str) -> str:
     return ""
 
 
-def _shown(name: object) -> str:
+def _truncated(name: object) -> str:
     return name[:MOST] if isinstance(name, str) else ""
 
 
 def _read_docker(identifier: str, bundle: str) -> object:
-    """Read it next to the files that the container has mounted: Docker may use any directory."""
+    """Read the name next to Docker's files that the container mounts, wherever these are."""
     config = _read(Path(bundle) / "config.json")
     mounts = config.get("mounts") if isinstance(config, dict) else None
     for mount in mounts if isinstance(mounts, list) else ():
@@ -92,7 +92,7 @@ def _read_podman(identifier: str, bundle: str) -> object:
 
 
 def _read(path: Path) -> Any:
-    """Return a file's JSON, None if it cannot be had: a name is not worth failing or waiting."""
+    """Return a file's JSON, None if it cannot be read: a missing name is not an error."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW
     try:
         fd = os.open(path, flags)

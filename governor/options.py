@@ -1,4 +1,4 @@
-"""Parsing of command lines: a mistake is reported in one line on stderr."""
+"""Parse command lines; an error is reported in one line on stderr."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vdriver.errors import one_line
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with errors of one line: what was found, and how to learn what is accepted."""
+    """A parser with errors of one line, which state what was found and refer to --help."""
 
     def error(self, message: str) -> NoReturn:
         """End the program with status 2, as argparse does."""

@@ -16,7 +16,7 @@ LINES = 64
 class Pace:
     """A rate with a burst: `burst` events at once, then one every `each_s` seconds.
 
-    Times are seconds on any clock that does not go back.
+    Times are seconds on a monotonic clock.
     """
 
     def __init__(self, each_s: float, burst: int) -> None:
@@ -42,7 +42,7 @@ class Pace:
 class PacedLog:
     """Log lines that a tenant causes.
 
-    Lines over the pace are left out, and the next line says how many.
+    Lines in excess of the pace are dropped; the next line has their number.
     """
 
     def __init__(self, log: Any) -> None:
@@ -51,11 +51,11 @@ class PacedLog:
         self._n_left_out = 0
 
     def info(self, event: str, **fields: object) -> None:
-        """Write a line, or count it as left out."""
+        """Write a line, or count it as dropped."""
         self._write("info", event, fields)
 
     def warning(self, event: str, **fields: object) -> None:
-        """Write a warning, or count it as left out."""
+        """Write a warning, or count it as dropped."""
         self._write("warning", event, fields)
 
     def _write(self, level: str, event: str, fields: dict[str, object]) -> None:

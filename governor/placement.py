@@ -1,10 +1,10 @@
-"""Which of the GPUs that have room a container gets. Pure: no file, no clock, no driver.
+"""Choose a container's GPUs among those with room. Pure: no file, no clock, no driver.
 
 `spread` takes the emptiest GPUs and `pack` the fullest. `topology` takes GPUs that are near each
-other. The better of two sets is the one with the nearer farthest pair; if these are alike the next
+other. Of two sets, the one whose farthest pair is nearer is better; if these are equal the next
 pair decides, and so on, because GPUs that work together wait for the slowest route between them.
-Among sets that are equally near it takes the one that leaves the most empty GPUs near each other,
-then the fullest: `spread` would touch every group before long, and leave none to the next
+Among equally near sets it takes the one that leaves the most empty GPUs near each other, then the
+fullest: the emptiest would soon use a part of every group, and leave no whole group to the next
 container.
 """
 
@@ -17,16 +17,16 @@ from itertools import combinations
 from vdriver.nvml import Ancestor, Topology
 
 EXACT = 16
-"""Number of GPUs among which the best set is found; among more, a good one."""
+"""Up to this number of GPUs, all sets are compared; with more, a heuristic is used."""
 
 _UNKNOWN = max(Ancestor) + 1
 
 
 @dataclass(frozen=True)
 class Standing:
-    """A GPU when a container comes: what others have of it (percent, bytes), and whether it fits.
+    """A GPU when a container is placed: its use (percent, bytes), and whether the quota fits.
 
-    An `empty` GPU has no container, but could have one.
+    An `empty` GPU has no container, but can take one.
     """
 
     fits: bool
@@ -36,10 +36,10 @@ class Standing:
 
 
 class Nearness:
-    """The distances between a node's GPUs: 0 is the smallest that occurs here, then 1, 2, ...
+    """Ranked distances between a node's GPUs: 0 is the smallest that occurs, then 1, 2, ...
 
-    More NVLinks are nearer. Next, what the two GPUs have in common on PCIe decides, then whether
-    they are on the same NUMA node. What is unknown counts as farther than everything that is known.
+    More NVLinks are nearer. Next, the common ancestor of the two GPUs on PCIe decides, then whether
+    they are on the same NUMA node. An unknown property counts as farther than any known one.
     """
 
     def __init__(self, uuids: Sequence[str], topology: Topology) -> None:
@@ -63,7 +63,7 @@ class Nearness:
 def place(policy: str, gpus: Sequence[Standing], count: int, near: Nearness) -> tuple[int, ...]:
     """Return the positions of `count` GPUs that fit, in ascending order; that many must fit.
 
-    The same question has the same answer: of GPUs that are alike, the first are taken.
+    The result is deterministic: of equal GPUs, the first ones are taken.
     """
     fitting = [i for i, gpu in enumerate(gpus) if gpu.fits]
     if policy == "topology":
@@ -76,15 +76,15 @@ def place(policy: str, gpus: Sequence[Standing], count: int, near: Nearness) -> 
 class _Costs:
     """The cost of a set of GPUs, as one number: a sum over its GPUs and over its pairs.
 
-    Its digits, the most significant first, are: pairs of each distance, the farthest first; pairs
-    of empty GPUs that are no longer such, the nearest first; the unused part of the GPUs' time, and
-    of their memory. No digit runs over into the next, so comparing the numbers compares digit by
-    digit.
+    Its digits, the most significant first, are: the number of pairs of each distance, the farthest
+    first; the number of pairs of empty GPUs that are broken up, the nearest first; the unused part
+    of the GPUs' time, and of their memory. No digit overflows into the next, so comparing the
+    numbers compares digit by digit.
     """
 
     def __init__(self, gpus: Sequence[Standing], near: Nearness) -> None:
         n = len(gpus)
-        base = n * n + 1  # more than there are pairs, counted from both ends
+        base = n * n + 1  # more than the number of pairs, counted from both ends
         memory = max((gpu.memory_used for gpu in gpus), default=0) + 1
         compute = n * memory
         taken = 101 * n * compute
@@ -100,7 +100,7 @@ class _Costs:
             + (memory - 1 - gpu.memory_used)
             for i, gpu in enumerate(gpus)
         ]
-        # Less what was counted at both ends of a pair.
+        # The tie of a pair was counted at both ends, so it is subtracted once.
         self.pair = [
             [0 if i == j else distant * base ** near.distances[i][j] - tie(i, j)
              for j in range(n)]

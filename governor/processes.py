@@ -1,6 +1,6 @@
-"""Processes of this host: their identity beyond the pid, and what they have mapped and mounted.
+"""Read processes from /proc: identities that survive pid reuse, namespaces, mappings and mounts.
 
-A pid is reused. Together with the time at which the process began it is unique until the next boot.
+A pid may be reused. Together with the process's start time it is unique until the next boot.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PROC = Path("/proc")
 
 
 class Identity(NamedTuple):
-    """A process: its pid, and when it began, in clock ticks since the boot."""
+    """A process: its pid, and its start time in clock ticks since the boot."""
 
     pid: int
     start: int
@@ -31,7 +31,7 @@ class FileIdentity(NamedTuple):
 
 
 class Status(NamedTuple):
-    """What /proc/PID/status says: the parent, and the pids from this namespace inwards."""
+    """Fields of /proc/PID/status: the parent, and the pids from this namespace inwards."""
 
     parent: int
     numbers: tuple[int, ...]
@@ -43,17 +43,17 @@ def boot_id() -> str:
 
 
 def start_time(pid: int, proc: Path = PROC) -> int | None:
-    """Return when a process began, in clock ticks since the boot; None when it is gone."""
+    """Return a process's start time in clock ticks since the boot; None if it is gone."""
     try:
         text = (proc / str(pid) / "stat").read_bytes()
-        # The name is in parentheses and may contain some itself. Field 22 is the 20th after it.
+        # The name is in parentheses and may itself contain some. Field 22 is the 20th after it.
         return int(text[text.rindex(b")") + 2 :].split()[19])
     except (OSError, ValueError, IndexError):
         return None
 
 
 def started_ns(pid: int, proc: Path = PROC) -> int:
-    """Return when a process began, on CLOCK_BOOTTIME; 0 when it is gone."""
+    """Return a process's start time on CLOCK_BOOTTIME, in nanoseconds; 0 if it is gone."""
     return (start_time(pid, proc) or 0) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 
@@ -62,11 +62,11 @@ def open_process(process: Identity) -> int | None:
     try:
         pidfd = os.pidfd_open(process.pid)
     except OSError as e:
-        # EINVAL: the pid is a thread's by now.
+        # EINVAL: the pid has been reused for a thread.
         if e.errno in (errno.ESRCH, errno.EINVAL):
             return None
         raise
-    # From here on the pid is no other process's as long as this process lives.
+    # From here on the pid is not reused as long as this process lives.
     if start_time(process.pid) == process.start:
         return pidfd
     os.close(pidfd)
@@ -79,9 +79,8 @@ def identify(pidfd: int) -> Identity:
         for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines():
             if line.startswith("Pid:"):
                 pid = int(line.split()[1])
-                # The pid was its own before the time was read, and the time is that of the process
-                # that had the pid then. If the first has ended meanwhile, the two together match no
-                # living process.
+                # The pid was read before the start time. If the process ended in between and the
+                # pid was reused, the pair of pid and time matches no living process.
                 return Identity(pid, start_time(pid) or 0) if pid > 0 else Identity(0, 0)
     except OSError:
         pass
@@ -110,7 +109,7 @@ def namespace_pid(pid: int, init: int) -> int:
     """Return the pid of process `pid` in the namespace of `init`; `pid` itself when it is gone.
 
     The kernel lists a process's pids from the governor's namespace inwards. A container may create
-    namespaces of its own, so the depth of its first process counts, not the innermost pid.
+    nested namespaces, so the pid at the depth of its first process is returned, not the innermost.
     """
     status, first = read_status(pid), read_status(init)
     numbers = status.numbers if status else ()
@@ -123,7 +122,7 @@ def namespace_pid(pid: int, init: int) -> int:
 def pid_namespace(pid: int) -> int:
     """Return the inode of a process's PID namespace, 0 when the process is gone.
 
-    With the pid that the process has in it, it identifies one of the processes that live.
+    Together with the pid in that namespace, it identifies a living process.
     """
     try:
         return os.stat(f"/proc/{pid}/ns/pid").st_ino  # noqa: PTH116
@@ -134,8 +133,9 @@ def pid_namespace(pid: int) -> int:
 def mapped(pid: int, name: str, device: int) -> Iterator[tuple[str, int]]:
     """Yield the files of file system `device` that a process has mapped under `name`.
 
-    Each is a path that opens the file, and its inode. Device and name are checked before anything
-    is opened: a foreign process chooses what it maps, and opening a device may have effects.
+    Each is a path that opens the file, and its inode. Device and name are checked before the file
+    is opened: an untrusted process chooses what it maps, and opening a device may have side
+    effects.
     """
     wanted = f"{os.major(device):02x}:{os.minor(device):02x}".encode()
     try:
@@ -155,9 +155,9 @@ def mapped(pid: int, name: str, device: int) -> Iterator[tuple[str, int]]:
 
 
 class Mounted(NamedTuple):
-    """Processes by the directory that they have mounted.
+    """Processes, by the directory that they have mounted.
 
-    `is_whole` is False if some processes could not be looked at.
+    `is_whole` is False if some processes could not be examined.
     """
 
     by_name: dict[str, list[Identity]]
@@ -167,8 +167,8 @@ class Mounted(NamedTuple):
 def mounted_below(name: str, device: int) -> Mounted:
     """Return the processes that have a directory `name`/KEY of `device` mounted, by KEY.
 
-    `device` is a file system. The processes are in other mount namespaces than the governor's, in
-    which every process sees the directories on the host.
+    `device` is a file system. Processes in the governor's own mount namespace are skipped, because
+    all of them see the directories of the host.
     """
     found: dict[str, list[Identity]] = {}
     is_whole = True
@@ -191,7 +191,7 @@ def mounted_below(name: str, device: int) -> Mounted:
             for key in known[view] if start is not None else ():
                 found.setdefault(key, []).append(Identity(int(entry), start or 0))
         except PermissionError:
-            # Pid 1 here is in no container, and a sandbox may hide it alone.
+            # Pid 1 is in no container, and a sandbox may hide only that.
             is_whole = is_whole and entry == "1"
         except OSError:
             continue  # it has ended
@@ -204,7 +204,7 @@ def _mount_namespace(pid: str) -> str:
 
 def _directories(pid: str, name: str, device: str) -> list[str]:
     keys = []
-    faults: list[str] = []  # a line that is none says nothing of the others
+    faults: list[str] = []  # malformed lines are skipped
     for mount in parse_mountinfo(Path(f"/proc/{pid}/mountinfo").read_bytes(), faults):
         above, _, key = mount.root.rpartition("/")
         if mount.device == device and above.rpartition("/")[2] == name:
@@ -215,8 +215,8 @@ def _directories(pid: str, name: str, device: str) -> list[str]:
 def first_of(processes: list[Identity]) -> Identity:
     """Return the first process of a container, among the processes that see its mounts.
 
-    Its parent, the runtime, is not one of these. A process that `exec` started has such a parent as
-    well, but began later.
+    Its parent, the runtime, is not one of these. A process that was started by `exec` has such a
+    parent as well, but started later.
     """
     pids = {process.pid for process in processes}
     roots = [
@@ -230,8 +230,8 @@ def first_of(processes: list[Identity]) -> Identity:
 def first_of_each(processes: list[Identity]) -> list[Identity]:
     """Return the first processes of the containers that share a directory, the oldest first.
 
-    Each container has mounts of its own. A process that created other mounts inside a container is
-    a descendant of one of its processes.
+    Each container has its own mount namespace. A process that created another one inside a
+    container is a descendant of one of the container's processes.
     """
     pids = {process.pid for process in processes}
     groups: dict[str, list[Identity]] = {}
@@ -250,20 +250,20 @@ def first_of_each(processes: list[Identity]) -> list[Identity]:
 
 
 def names_in(part: str) -> Iterator[str]:
-    """Yield what may be a container's id in one part of a control group's path.
+    """Yield candidates for a container's id in one component of a control group's path.
 
     Engines write docker-ID.scope, libpod-ID.scope, crio-ID.scope, cri-containerd-ID.scope, or ID.
     """
     bare = part.removesuffix(".scope").removesuffix(".service")
     yield from (part, bare)
-    # An id may contain dashes itself, so every shorter end of it is tried.
+    # An id may itself contain dashes, so every suffix is tried.
     for i, character in enumerate(bare):
         if character in "-:":
             yield bare[i + 1 :]
 
 
 def cgroup_names(pid: int) -> Iterator[str]:
-    """Yield what may be a container's id in the control groups of a process, innermost first."""
+    """Yield candidates for a container's id from a process's control groups, innermost first."""
     try:
         text = Path(f"/proc/{pid}/cgroup").read_text(errors="surrogateescape")
     except OSError:

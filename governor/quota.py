@@ -1,4 +1,4 @@
-"""What is granted, and of what: a container's quota, and a GPU of the node."""
+"""Basic types: a container's quota, and a GPU of the node."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 MIB = 1 << 20
 UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
-"""Units of a quantity, as annotations and the configuration write it; the largest comes last."""
+"""Units of a quantity in annotations and the configuration, in ascending order."""
 
 
 def show_memory(amount: int) -> str:
-    """Return bytes as a person writes them: `256Mi`, or rounded down, `286.1 MiB`."""
+    """Return an amount of bytes as text: `256Mi`, or rounded down, `286.1 MiB`."""
     if amount < UNITS["Ki"]:
         return f"{amount} byte{'s' * (amount != 1)}"
     unit, size = next((u, s) for u, s in reversed(UNITS.items()) if amount % s == 0)
@@ -22,12 +22,12 @@ def show_memory(amount: int) -> str:
 
 
 THROUGHPUT, LATENCY = CLASSES = ("throughput", "latency")
-"""Classes of work: work that has to get done, and work that has to be done at once."""
+"""Classes of work: batch work, and work that has to run immediately."""
 
 
 @dataclass(frozen=True)
 class Quota:
-    """What one container may use of each of its GPUs: bytes, percent; and the class of its work."""
+    """A container's quota on each of its GPUs: bytes, percent, and the class of its work."""
 
     memory: int
     compute: int
@@ -40,7 +40,7 @@ class Quota:
         return self.work_class == LATENCY
 
     def describe(self) -> dict[str, Any]:
-        """Return it in the form of answers and the log."""
+        """Return it as in answers and in the log."""
         return {
             "memory": self.memory,
             "compute": self.compute,

@@ -1,8 +1,8 @@
-"""Comparison of ledgers with the driver: looks at NVML, a few times a second on each shared GPU.
+"""Sample NVML a few times a second for each shared GPU, and compare the ledgers with it.
 
-A look says what each process really has. Between two looks, a process's library charges what it
-knows of. Where the driver took memory on its own, the library says when, and the next look comes
-soon.
+A sample shows the memory that each process really has. Between two samples, the control library
+charges the allocations that it sees. If the driver takes memory by itself, the library signals
+that, and the next sample is taken soon.
 """
 
 from __future__ import annotations
@@ -29,39 +29,38 @@ from vdriver.nvml import ProcessMemory, ProcessUse
 log = structlog.get_logger()
 
 SOON_NS = 20_000_000
-"""Shortest time between two looks at a GPU, in nanoseconds."""
+"""Minimum interval between two samples of a GPU, in nanoseconds."""
 POLL_S = 0.01
-"""Interval at which the ledgers are asked whether a process waits, in seconds, while there are
+"""Interval at which the ledgers are checked for waiting processes, in seconds, while there are
 processes."""
 IDLE_S = 0.05
-"""Interval at which the governor checks whether there are any processes, in seconds: to create a
+"""Interval at which the governor checks whether there are any processes, in seconds: creating a
 first context takes longer."""
 ALONE_NS = 5_000_000_000
-"""Interval at which a GPU that no container shares is asked whether it still answers, in
-nanoseconds."""
+"""Interval at which a GPU without containers is checked for still answering, in nanoseconds."""
 
 
 class Observer(Protocol):
-    """What a look needs from NVML."""
+    """The functions of NVML that a sample needs."""
 
     def memory_used(self, uuid: str) -> int | None:
-        """Return the bytes in use on a GPU, None if it does not say; VdriverError if it fails."""
+        """Return the bytes in use on a GPU, None if unknown; VdriverError if NVML fails."""
 
     def processes(self, uuid: str) -> tuple[ProcessMemory, ...]:
         """Return the processes on a GPU; VdriverError if NVML fails."""
 
     def utilisation(self, uuid: str, since_us: int) -> tuple[ProcessUse, ...]:
-        """Return the processes' samples after `since_us`; VdriverError if NVML fails."""
+        """Return the utilisation samples after `since_us`; VdriverError if NVML fails."""
 
 
 EACH = 16 << 20
-"""What a process brings at most that NVML attributes to no process, in bytes: 8.8 MiB on an H200,
-driver 580."""
+"""Upper bound of the memory that a process causes and that NVML attributes to no process, in bytes:
+8.8 MiB on an H200, driver 580."""
 
 
 @dataclass
 class Unattributed:
-    """The part of a GPU's memory that belongs to no process, look by look."""
+    """The part of a GPU's memory that NVML attributes to no process, by the last sample."""
 
     each: int = EACH
     bytes: int = 0
@@ -69,16 +68,16 @@ class Unattributed:
     began_ns: int = 0
 
     def tell(self, container: Container, device: int) -> None:
-        """Tell a container what was found last, if it was not told yet."""
+        """Publish the last result to a container, unless that was done already."""
         if self.n is not None:
             container.account.publish_unattributed(
                 device, self.began_ns, self.bytes, self.each, self.n
             )
 
     def record(self, began_ns: int, found: int, n_processes: int) -> None:
-        """Take in what was found with so many processes, and learn what each of them brings.
+        """Record a result with the number of processes, and estimate the memory per process.
 
-        The least that was seen counts: whatever else appears meanwhile is not brought by a process.
+        The smallest increase counts, because other causes may add to it.
         """
         if self.n is not None and n_processes > self.n:
             self.each = min(self.each, max(0, (found - self.bytes) // (n_processes - self.n)))
@@ -86,15 +85,15 @@ class Unattributed:
 
 
 class LookWaiters(Protocol):
-    """Knows whether a process waits for a look at a GPU: the runner of the GPU's arbiter."""
+    """The runner of a GPU's arbiter, which knows whether a process waits for a sample."""
 
     def due(self) -> bool:
-        """Return whether a process waits: the driver took memory that only NVML knows of."""
+        """Return whether a process waits, because the driver took memory that only NVML shows."""
 
 
 @dataclass
 class _Watch:
-    """One GPU, as it is kept between looks."""
+    """State of one GPU between samples."""
 
     device: Device
     since_ns: int = field(default_factory=time.monotonic_ns)
@@ -103,18 +102,18 @@ class _Watch:
     samples: tuple[ProcessUse, ...] = ()
     failing: bool = False
     unattributed: Unattributed = field(default_factory=Unattributed)
-    told: tuple[Container, ...] = ()  # the node's containers, when those with this GPU were told
+    told: tuple[Container, ...] = ()  # the node's containers when results were last published
     blind: bool = False  # it does not report utilisation
 
     def sharing(self, server: Server) -> Iterator[tuple[Container, int]]:
-        """Yield the containers that have this GPU, with its index in each."""
+        """Yield the containers that have this GPU, with the GPU's index in each."""
         for container in list(server.containers.values()):
             for i, own in enumerate(container.devices):
                 if own.uuid == self.device.uuid:
                     yield container, i
 
     def tell_new(self, server: Server) -> None:
-        """Tell containers that came since the last look what that found."""
+        """Publish the last result to containers that were admitted after the sample."""
         here = tuple(server.containers.values())
         if here != self.told:
             for container, i in self.sharing(server):
@@ -122,25 +121,26 @@ class _Watch:
             self.told = here
 
     def is_due(self, server: Server, waiting: LookWaiters, now_ns: int) -> bool:
-        """Return whether to look now: it is time, or a process waits for a look."""
+        """Return whether to take a sample now: the interval is over, or a process waits for it."""
         passed = now_ns - self.last_ns
         if passed >= LOOK_NS:
             alone_ns = now_ns - max(self.last_ns, self.since_ns)
             return alone_ns >= ALONE_NS or any(True for _ in self.sharing(server))
-        # A driver that fails now will not do better in 20 ms.
+        # A driver that fails now will not recover within 20 ms.
         if passed < SOON_NS or self.failing:
             return False
         return waiting.due()
 
 
 TRIES = 4
-"""How often one look asks NVML what belongs to no process, while the GPU's memory changes."""
+"""Number of attempts of a sample to get consistent numbers while the GPU's memory changes."""
 
 
 def _ask_memory(nvml: Observer, uuid: str) -> tuple[tuple[ProcessMemory, ...], int | None]:
-    """Return the processes on a GPU, and the bytes that belong to no process.
+    """Return the processes on a GPU, and the bytes that are attributed to no process.
 
-    The bytes are None if something was taken or given back each time, or if NVML does not tell all.
+    The bytes are None if memory was allocated or freed during each attempt, or if NVML does not
+    report the memory of all processes.
     """
     for _ in range(TRIES):
         before = nvml.memory_used(uuid)
@@ -155,10 +155,10 @@ def _ask_memory(nvml: Observer, uuid: str) -> tuple[tuple[ProcessMemory, ...], i
 
 
 def _unseen(charges: Iterable[Charge]) -> int | None:
-    """Return what containers are charged on a GPU that NVML attributes to no process.
+    """Return the charged bytes on a GPU that NVML attributes to no process.
 
-    None while a process creates a context: NVML shows the memory before it shows which process has
-    it.
+    None while a process creates a context: NVML shows the memory before it attributes it to the
+    process.
     """
     unseen = 0
     for charge in charges:
@@ -177,22 +177,22 @@ async def reconcile(
     tally: Tally | None = None,
     auditor: Auditor | None = None,
 ) -> None:
-    """Look at each GPU four times a second, and within 20 ms if a process waits for a look.
+    """Sample each GPU four times a second, and within 20 ms if a process waits for a sample.
 
-    Looks are counted in `tally`, and given to `auditor`.
+    Samples are counted in `tally`, and passed to `auditor`.
     """
     watches = [_Watch(device) for device in devices]
     with ThreadPoolExecutor(1, "nvml") as executor:
 
         async def sample(watch: _Watch) -> None:
             watch.last_ns = time.monotonic_ns()
-            await _look(server, nvml, watch, executor, auditor)
+            await _take_sample(server, nvml, watch, executor, auditor)
             if tally is not None:
                 seconds = (time.monotonic_ns() - watch.last_ns) / 1e9
                 tally.looked(watch.device.uuid, seconds, failed=watch.failing)
 
         for watch in watches:
-            # What belongs to no process before any process is here.
+            # Measures the unattributed memory before any process has registered.
             await sample(watch)
         while True:
             busy = any(container.pids() for container in server.containers.values())
@@ -205,7 +205,7 @@ async def reconcile(
 
 
 async def _ask_use(nvml: Observer, watch: _Watch, executor: ThreadPoolExecutor) -> None:
-    """Ask for samples of utilisation; without them, memory is still known."""
+    """Get utilisation samples; if that fails, memory is still sampled."""
     uuid, since_us = watch.device.uuid, (time.time_ns() - WINDOW_NS) // 1000
     loop = asyncio.get_running_loop()
     try:
@@ -219,15 +219,15 @@ async def _ask_use(nvml: Observer, watch: _Watch, executor: ThreadPoolExecutor) 
         watch.blind = False
 
 
-async def _look(
+async def _take_sample(
     server: Server,
     nvml: Observer,
     watch: _Watch,
     executor: ThreadPoolExecutor,
     auditor: Auditor | None,
 ) -> None:
-    # The time is read first: what a process took before it, the driver shows. The ledger is read
-    # before and after: what is freed or taken meanwhile is not debt.
+    # The time is read first: the driver shows all memory that was taken before it. The ledger is
+    # read before and after: memory that is freed or taken in between is not debt.
     began_ns = time.monotonic_ns()
     before = [
         (container, i, container.account.charges(i), container.account.is_sampled(i))
@@ -253,7 +253,8 @@ async def _look(
             unattributed = unattributed - unseen if unseen is not None and settled else None
         if unattributed is not None:
             watch.unattributed.record(began_ns, unattributed, len(seen))
-        # If NVML does not report a process's memory, that says nothing against its ledger.
+        # A process whose memory NVML does not report counts as 0: that does not contradict its
+        # ledger.
         look = Look(began_ns, {one.pid: one.used or 0 for one in seen}, watch.samples)
     except VdriverError as e:
         if not watch.failing:
@@ -265,7 +266,7 @@ async def _look(
             server.allocations.set_lost(watch.device.uuid, None)
     watch.failing = look is None
     for container, i, charges, _ in before:
-        # The container may have ended meanwhile, and another may have come under its name.
+        # The container may have ended in the meantime, and another one may have its key.
         if server.containers.get(container.key) is container:
             watch.unattributed.tell(container, i)
             container.account.reconcile(i, charges, look)

@@ -1,7 +1,7 @@
-"""What runs when a governor starts: by the previous governor's state, and by what the kernel says.
+"""Find the containers that run when a governor starts, from the stored state and from /proc.
 
-The state names containers and processes by pid and start time. What it does not name, because it
-was damaged, is found by the mounts and mappings of the running processes.
+The state identifies containers and processes by pid and start time. If it was damaged, the missing
+ones are found by the mounts and mappings of the running processes.
 """
 
 from __future__ import annotations
@@ -60,18 +60,18 @@ class FoundContainer:
     whose: Whose
     uses: tuple[Use, ...] = ()
     claims: tuple[Claim, ...] = ()
-    """What its directory says about the claims, in case the state has lost them."""
+    """The claims that are recorded in its directory, in case the state has lost them."""
 
 
 def find_containers(
     config: Config, state: State, devices: Sequence[Device]
 ) -> Iterator[FoundContainer]:
-    """Yield the containers that run; remove what is left of others."""
+    """Yield the running containers; remove the remains of others."""
     search = _Search(Path(config.runtime_dir) / CONTAINERS, state, [d.uuid for d in devices])
     looks: list[tuple[str, Callable[[], FoundContainer | None]]] = [
         (row.key, partial(search.known, row)) for row in state.containers.values()
     ]
-    # Before the first is taken over: from then on the state contains what this governor writes.
+    # Listed before the first is taken over, because this governor then writes to the state.
     looks += [(path.name, partial(search.recovered, path)) for path in search.unknown()]
     for key, look in looks:
         try:
@@ -115,8 +115,8 @@ class _Search:
         grant = self._grant(row.key)
         if grant is not None:
             try:
-                # The page counts, because the processes follow it. A change of the quota is written
-                # there last, and before the answer.
+                # The page takes precedence, because the processes follow it. A change of the quota
+                # is written there last, and before the answer.
                 quota, devices = read_quota(grant, self._uuids)
                 if devices != row.devices:
                     raise PageError("it has other GPUs than the container")
@@ -127,7 +127,7 @@ class _Search:
         return self._found(row, [pidfd for _, pidfd in living], grant)
 
     def unknown(self) -> list[Path]:
-        """Return the directories that no row of the state names."""
+        """Return the directories without a row in the state."""
         known = self._state.containers
         return sorted(
             path
@@ -136,7 +136,7 @@ class _Search:
         )
 
     def recovered(self, directory: Path) -> FoundContainer | None:
-        """Return a container that only its directory names, if processes have that mounted."""
+        """Return a container that is not in the state, if processes have its directory mounted."""
         key = directory.name
         processes = self._mounted.by_name.get(key)
         if not processes and not self._mounted.is_whole:
@@ -174,7 +174,7 @@ class _Search:
         return self._found(row, [pidfd for _, pidfd in living], grant, claims)
 
     def _claims(self, directory: Path) -> tuple[tuple[Use, ...], tuple[Claim, ...]]:
-        """Return what a directory says about the claims that its containers use shares of."""
+        """Return the shares and claims that are recorded in a directory."""
         try:
             document = json.loads((directory / CLAIMS).read_text(encoding="utf-8"))
             claims = tuple(parse_claim(one) for one in document["claims"])
@@ -242,14 +242,14 @@ class _Search:
         others = self._taken - {row.ledger}
         ledger = find_ledger(processes, wanted, others)
         if ledger is None:
-            # No process uses the GPU, or the state lacks those that do.
+            # No process uses the GPU, or the state lacks these processes.
             ledger = find_ledger(self._mounted.by_name.get(row.key, []), wanted, others)
         return ledger
 
     def _unregistered(
         self, row: ContainerRow, ledger: Ledger, named: set[int]
     ) -> Iterator[tuple[ProcessRow, int]]:
-        """Yield the processes of slots that are in use but in no row: the state was damaged.
+        """Yield the processes of slots that are in use but not in the damaged state.
 
         A slot contains its process's pid in that process's own namespace. The process must also
         have the ledger mapped.
@@ -273,7 +273,7 @@ class _Search:
         for slot, number in slots.items():
             candidates = numbered.get(number, [])
             if len(candidates) > 1:
-                # They are in namespaces of their own, as in containers that share a claim.
+                # They are in different pid namespaces, as in containers that share a claim.
                 base = pages.slot_base(slot)
                 home = pages.read(ledger.page, base, "ledger_slot", "namespace")
                 candidates = [one for one in candidates if pid_namespace(one.pid) == home != 0]

@@ -1,4 +1,4 @@
-"""GPUs that are reserved for a while, for a container that is being given their device nodes."""
+"""Reserve GPUs between the edit of a container's config.json and its admission by the hook."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from oci_hook.request import Request, check_request, parse_annotations
 log = structlog.get_logger()
 
 RESERVED_S = 30.0
-"""How long GPUs stay reserved for a container that was given their device nodes and does not start,
-in seconds."""
+"""Time for which GPUs stay reserved for a container that does not start, in seconds."""
 MOST_RESERVED = 1024
 
 
@@ -31,7 +30,7 @@ class Reservations:
         self._reserved: dict[str, tuple[tuple[Device, ...], asyncio.TimerHandle]] = {}
 
     def reserve(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Reserve GPUs for a while, for a container that is being given their device nodes."""
+        """Reserve GPUs for a container whose config.json is about to get their device nodes."""
         parsed = parse_annotations(request["annotations"])
         check_request(parsed, request["annotations"])
         self._strike(request.get("replaces", ""))
@@ -53,7 +52,7 @@ class Reservations:
         }
 
     def _strike(self, token: str) -> tuple[Device, ...]:
-        """Remove a reservation from the table; one that is unknown or over is not an error."""
+        """Remove a reservation; an unknown or expired one is not an error."""
         devices, expiry = self._reserved.pop(token, ((), None))
         if expiry is not None:
             expiry.cancel()
@@ -64,10 +63,10 @@ class Reservations:
         log.warning("reservation-expired", devices=[d.index for d in self._strike(token)])
 
     def redeem(self, request: dict[str, Any], parsed: Request) -> Request:
-        """Give a container the GPUs that were reserved for it.
+        """Return the request of a container with the GPUs that were reserved for it.
 
-        If its reservation is gone, it gets what its device nodes allow: they were written down with
-        the reservation.
+        If the reservation is gone, the request is unchanged: the container's device nodes still
+        restrict it to the same GPUs.
         """
         devices = self._strike(request.get("reservation", ""))
         if not devices:
@@ -81,5 +80,5 @@ def _reservation(token: str) -> str:
 
 
 def describe_devices(devices: Sequence[Device]) -> list[dict[str, Any]]:
-    """Return GPUs as answers have them."""
+    """Return GPUs in the form of answers."""
     return [{"uuid": d.uuid, "index": d.index, "minor": d.minor} for d in devices]

@@ -1,4 +1,4 @@
-"""A container's part of what divides its GPUs' time: one runner for each GPU.
+"""One container's entries in the runners that divide the time of its GPUs.
 
 A runner is a thread that hands out grants, or that steers the GPU's own scheduler.
 """
@@ -26,7 +26,7 @@ class Scheduled:
         self._runners = list(runners)
         self._tenants: list[int] = []
         self._gang = NOBODY
-        # Pidfds of the processes without a slot that are held, by GPU and pid.
+        # Pidfds of unregistered processes that are held to the quota, by GPU and pid.
         self._held: dict[int, dict[int, int]] = {}
         self._loop = asyncio.get_running_loop()
 
@@ -44,7 +44,7 @@ class Scheduled:
 
     @property
     def _together(self) -> Together | None:
-        """What schedules all GPUs at once; None where they are divided in different ways."""
+        """The coordinator of all GPUs; None if they are scheduled in different ways."""
         ways = {id(runner.together): runner.together for runner in self._runners}
         return ways.popitem()[1] if len(ways) == 1 else None
 
@@ -54,15 +54,15 @@ class Scheduled:
             runner.set(tenant, *shares_of(quota), latency=quota.is_latency)
 
     def enter(self, slot: int, pid: int, pidfd: int, contexts: Callable[[int], int]) -> None:
-        """Announce a process: sooner or later it has a context on each GPU.
+        """Announce a process, which may create a context on each GPU.
 
-        `contexts` returns how many it claims to have on a GPU, by index.
+        `contexts` returns the context count that it reports for a GPU, by index.
         """
         for i, (runner, tenant) in enumerate(zip(self._runners, self._tenants, strict=False)):
             runner.enter(tenant, slot, pid, pidfd, lambda i=i: contexts(i))  # type: ignore[misc]
 
     def leave(self, slot: int) -> None:
-        """Note that a process has ended."""
+        """Remove a process that has ended."""
         for runner, tenant in zip(self._runners, self._tenants, strict=False):
             runner.leave(tenant, slot)
 
@@ -79,14 +79,14 @@ class Scheduled:
         return self._runners[device].stats(self._tenants[device])
 
     def waits(self, device: int) -> Waits:
-        """Return how long the container waited for its grants of GPU `device`."""
+        """Return the container's waits for its grants of GPU `device`."""
         return self._runners[device].waits(self._tenants[device])
 
     def hold(self, device: int, pids: frozenset[int], owns: Callable[[int], bool]) -> list[int]:
-        """Have a steered GPU's scheduler hold exactly these unregistered processes to the quota.
+        """Hold exactly these unregistered processes to the quota by a steered GPU's scheduler.
 
-        They belong to the container; `owns` tells whether a pid does. Returns the pids that are
-        held since this call.
+        They belong to the container; `owns` checks whether a pid does. Returns the pids that were
+        not held before.
         """
         runner, tenant = self._runners[device], self._tenants[device]
         held = self._held.setdefault(device, {})
@@ -98,15 +98,15 @@ class Scheduled:
                 pidfd = os.pidfd_open(pid)
             except OSError:
                 continue
-            # From here on the pid is no other process's as long as this process lives.
+            # From here on the pid is not reused as long as this process lives.
             if not owns(pid):
                 os.close(pidfd)
                 continue
-            # Slots are numbered from 0. An unregistered process has none, so its negative pid takes
-            # the slot's place. It has a context.
+            # Slots are numbered from 0. An unregistered process has no slot, so its negative pid is
+            # used as the number. It is known to have a context.
             try:
                 runner.enter(tenant, -pid, pid, pidfd, lambda: 1)
-            except OSError:  # no descriptor is left: retried at the next look
+            except OSError:  # no descriptor is left: retried at the next sample
                 os.close(pidfd)
                 continue
             held[pid] = pidfd
@@ -121,7 +121,7 @@ class Scheduled:
         self._runners[device].leave(self._tenants[device], -pid)
 
     def close(self) -> None:
-        """Leave the GPUs; the pages are not accessed any more."""
+        """Leave the runners; the pages are not accessed after that."""
         together = self._together
         if together is not None and self._gang != NOBODY:
             together.remove(self._gang)

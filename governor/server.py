@@ -1,7 +1,7 @@
-"""The governor's socket: the hook and the command line ask, one JSON object per line each way.
+"""Serve the governor's socket, at which the hook and the command line send requests.
 
-An admission belongs to the connection that asked for it until it is confirmed. If the connection
-ends first, everything that was made for the admission is taken back.
+Requests and answers are one JSON object per line. An admission belongs to the connection that
+requested it until it is confirmed. If the connection ends before that, the admission is undone.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Server:
         state: State | None = None,
     ) -> None:
         self.versions: dict[str, str | None] = {"driver": None, "cuda": None}
-        self.settings: SettingsInForce | None = None  # None where there are no files to read again
+        self.settings: SettingsInForce | None = None  # None if there are no files to reload
         self._state = state or State()
         self._allocations = allocations
         self._runners = runners
@@ -65,9 +65,9 @@ class Server:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def configure(self, config: Config) -> None:
-        """Put a new configuration in force.
+        """Apply a new configuration.
 
-        For running containers it takes effect only as far as its options say so.
+        For running containers, it takes effect only for options with `effect: now`.
         """
         self.admissions.config = config
         self._allocations.configure(config)
@@ -98,31 +98,31 @@ class Server:
 
     @property
     def tally(self) -> Tally:
-        """What has been counted since the start."""
+        """The counters since the start."""
         return self.admissions.tally
 
     @property
     def allocations(self) -> AllocationTable:
-        """The allocation table: what each container has of which GPU."""
+        """The allocation table: which container has which part of which GPU."""
         return self._allocations
 
     async def adopt(self) -> None:
-        """Take over what the previous governor has left, before any request is served."""
+        """Take over the previous governor's claims and containers, before requests are served."""
         for claim in self._state.claims.values():
             self.bookings.restore(claim)
         for found in find_containers(self.config, self._state, self._allocations.devices):
             try:
                 await self.admissions.adopt(found)
             except Exception as e:  # one container must not keep the others from being adopted
-                # The container keeps to its quota on its own, as while the governor was away.
+                # The container keeps to its quota by itself, as while the governor was away.
                 log.exception("container-not-adopted", key=found.recovered.key, error=repr(e))
         for claim in list(self.claims.values()):
             if claim.leaving:
-                self.bookings.strike(claim)  # if the last of its containers has ended meanwhile
+                self.bookings.strike(claim)  # if its last container has ended in the meantime
         self._state.retry()
 
     async def keep_state(self) -> None:
-        """Write what could not be written before, as soon as that is possible."""
+        """Retry failed writes of the state once a second."""
         while True:
             await asyncio.sleep(1)
             self._state.retry()
@@ -218,7 +218,7 @@ class Server:
             return {"ok": False, "error": {"code": e.code, "message": e.message, "hint": e.hint}}
 
     def _note_refusal(self, request: dict[str, Any], e: TidegateError | HookError) -> None:
-        """Log a request that was refused, so that `tidegate events` finds it by its container."""
+        """Log a refused request, so that `tidegate events` finds it by its container."""
         about: dict[str, Any] = {"container": request["id"]} if "id" in request else {}
         about |= pod_of(request.get("identity", {}))
         if claims := self.bookings.names(uses_of(request)):
@@ -227,14 +227,14 @@ class Server:
             about = {"uid": request["uid"]}
             if "namespace" in request:
                 about["claim"] = f"{request['namespace']}/{request['name']}"
-        if request.get("op") != "reload":  # it has a log event of its own
+        if request.get("op") != "reload":  # it has its own log event
             log.info("request-refused", **about, code=e.code, message=e.message, hint=e.hint)
         if request.get("op") in ("admit", "reserve"):
             name = str(request.get("id") or find_name("", "", request["identity"]).whole)
             self.tally.refuse(time.time(), name, e.code, e.message, e.hint)
 
     def _describe_gpus(self) -> dict[str, Any]:
-        """Return what `tidegate check` shows of the GPUs."""
+        """Return the GPUs as `tidegate check` shows them."""
         answer = self._allocations.describe()
         for gpu in answer["gpus"]:
             gpu["containers"] += self.bookings.claimants(gpu["uuid"])
@@ -244,7 +244,7 @@ class Server:
         return answer
 
     def scheduling(self, uuid: str) -> dict[str, str]:
-        """Return what divides a GPU's time, and why, if that is not what the node asks for."""
+        """Return how a GPU's time is divided, and why, if that is not as configured."""
         runner = self._runners[uuid]
         return {
             "scheduling": "hardware" if runner.is_steered else "gate",
@@ -252,7 +252,7 @@ class Server:
         }
 
     def mps_event(self, mps: Mps, event: MpsEvent) -> None:
-        """Handle what happened to a GPU's MPS server, and tell the containers that share it."""
+        """Handle an event of a GPU's MPS server, and tell the containers that share it."""
         if event.kind == "state":
             self._allocations.set_closed(mps.device.uuid, mps.reason)
             log.info("mps-state", gpu=mps.device.index, state=mps.state)
@@ -272,7 +272,7 @@ class Server:
         )
         if event.kind in ("fault", "server-ended", "daemon-ended"):
             for container in concerned:
-                # A container must not learn which the others are.
+                # A container must not learn the identity of the others.
                 own = by == container.identifier
                 said = "a process of this container" if own else "a process of some container"
                 what = f"{said} had a fatal fault" if event.kind == "fault" else "the server ended"
@@ -285,7 +285,7 @@ class Server:
         return any(mps.device in container.devices for container in self.containers.values())
 
     def close(self) -> None:
-        """Let go of every container; those that run keep to their quota on their own."""
+        """Detach from every container; running ones keep to their quota by themselves."""
         self.admissions.close()
 
 

@@ -1,7 +1,7 @@
-"""The configuration in force: read again on demand, and kept if what was read is wrong.
+"""The configuration in force: reloaded on request, and kept if the files are invalid.
 
-Each option says when a new value of it counts (`effect` in config.schema.json). Options that need a
-restart keep the value that the governor started with, and are reported as long as they differ.
+`effect` in config.schema.json defines when a new value of an option takes effect. Options that need
+a restart keep the value with which the governor started, and are reported as long as they differ.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ KEPT = "the governor keeps the configuration that it has"
 
 
 class SettingsInForce:
-    """What is in force, and what a look at the files would change. On the governor's loop."""
+    """The configuration in force and its reload. Used on the governor's event loop."""
 
     def __init__(self, load: Callable[[], LoadedConfig]) -> None:
-        """Read the files; ConfigError if they are wrong, because no governor runs with them yet."""
+        """Read the files; ConfigError if they are invalid."""
         self._load = load
         loaded = load()
         self.config = loaded.config
@@ -34,16 +34,16 @@ class SettingsInForce:
         self._since = time.time()
         self._refused: dict[str, Any] | None = None
         self._lock = asyncio.Lock()
-        self._told: list[Callable[[Config], None]] = []
+        self._listeners: list[Callable[[Config], None]] = []
 
     def tell(self, listener: Callable[[Config], None]) -> None:
         """Call `listener` with each new configuration."""
-        self._told.append(listener)
+        self._listeners.append(listener)
 
     async def reload(self) -> dict[str, Any]:
-        """Put in force what the files say now, and return what that changed.
+        """Apply the current content of the files, and return the changes.
 
-        ConfigError if they are wrong: then nothing has changed, and the error is remembered.
+        ConfigError if they are invalid: then nothing changes, and the error is kept for `describe`.
         """
         async with self._lock:
             try:
@@ -53,16 +53,17 @@ class SettingsInForce:
                 log.error("configuration-refused", code=e.code, message=e.message, hint=e.hint)
                 raise ConfigError(f"{e.message}: {KEPT}", hint=e.hint) from e
             changes = _changes(self.config, loaded.config)
-            # All of `defaults` if `defaults.memory` is new: these options have one effect.
+            # If `defaults.memory` is new, all of `defaults` is replaced: its options have the same
+            # effect.
             new = {one["option"].partition(".")[0] for one in changes if one["effect"] != "restart"}
             self.config = replace(
                 self.config, **{name: getattr(loaded.config, name) for name in sorted(new)}
             )
             self._files, self._since, self._refused = loaded.files, time.time(), None
-            for listener in self._told:
+            for listener in self._listeners:
                 try:
                     listener(self.config)
-                except Exception as e:  # a mistake of ours must not end the governor
+                except Exception as e:  # a bug in a listener must not end the governor
                     log.exception("configuration-not-applied", error=repr(e))
             log.info(
                 "configuration-loaded",
@@ -72,7 +73,7 @@ class SettingsInForce:
             return {"files": list(loaded.files), "changes": changes}
 
     async def follow(self, hangups: asyncio.Event) -> None:
-        """Reload whenever `hangups` is set, until cancelled. Errors were logged already."""
+        """Reload whenever `hangups` is set, until cancelled. `reload` logs errors."""
         while True:
             await hangups.wait()
             hangups.clear()
@@ -82,10 +83,10 @@ class SettingsInForce:
                 continue
 
     async def describe(self) -> dict[str, Any]:
-        """Return what is in force, and what a reload would do.
+        """Return the configuration in force, and the effect that a reload would have.
 
-        That is `changes`, by the files `found`, or the `error` for which it would be refused.
-        `refused` is the error of the last reload, None if it went well.
+        The effect is `changes`, from the files `found`, or the `error` for which it would be
+        refused. `refused` is the error of the last reload, None if it succeeded.
         """
         answer: dict[str, Any] = {
             "configuration": describe(self.config),
@@ -112,7 +113,7 @@ class SettingsInForce:
         except TidegateError:
             raise
         except Exception as e:
-            # A mistake of ours in reading an operator's file must not end the governor either.
+            # Nor must a bug in the parsing of an operator's file end the governor.
             log.exception("configuration-unread", error=repr(e))
             raise ConfigError(
                 f"the configuration cannot be read: {type(e).__name__}",

@@ -1,8 +1,8 @@
-"""The two shared pages of a container: made for a new one, found again for one that runs.
+"""Create a container's two shared pages, or find them again for a running container.
 
-Only the governor writes the grant page, which is a file, so anything wrong with it is damage. The
-ledger is a memfd that the container's processes have mapped and that has no name. It is found
-through one of these processes, which may have mapped anything else under the same name.
+The grant page is a file that only the governor writes, so an invalid one is damaged. The ledger is
+a memfd, without a path, that the container's processes have mapped. It is found through one of
+these processes, which may have mapped other files under the same name.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _LOSS = {"keep": 0, "deny": 1, "open": 2}
 _UNKNOWN = {"forward": 0, "count": 1, "refuse": 2}
 
 SEARCH_S = 0.5
-"""Time for which one container's ledger is looked for, in seconds: its processes may have a great
+"""Time limit of the search for a container's ledger, in seconds: its processes may have a large
 number of mappings."""
 
 
 class PageError(Exception):
-    """A page is not what it should be; the message says what was found."""
+    """A shared page is invalid; the message states what was found."""
 
 
 class Ledger(NamedTuple):
-    """A ledger: its descriptor, which new processes are sent, and its memory."""
+    """A ledger: its descriptor, which is sent to new processes, and its mapping."""
 
     fd: int
     page: mmap.mmap
@@ -59,7 +59,7 @@ def uuid_bytes(uuid: str) -> bytes:
 def _settings(config: Config, strategy: str) -> dict[str, int]:
     inflight_ns = config.inflight_us * 1000
     if strategy == "mps":
-        # What is queued beyond a grant would make the next holder wait.
+        # Work that is queued beyond a grant would delay the next holder.
         inflight_ns = min(inflight_ns, int(config.mps_quantum_ms * 1e6))
     return {
         "on_governor_loss": _LOSS[config.on_governor_loss],
@@ -80,7 +80,7 @@ def make_grant(
     config: Config,
     strategy: str = "timeslice",
 ) -> mmap.mmap:
-    """Create a grant page at `path`, in the place of what is there."""
+    """Create a grant page at `path`, and replace an existing file."""
     described: list[dict[str, int | bytes]] = [
         {
             "uuid": uuid_bytes(device.uuid),
@@ -99,14 +99,13 @@ def make_grant(
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         os.fchmod(fd, 0o644)
-        # Allocated now: if a full tmpfs had no memory for the page, writing to it would kill the
-        # governor.
+        # Allocated now: on a full tmpfs, a write to an unallocated page would raise SIGBUS.
         os.posix_fallocate(fd, 0, layout.GRANT_FILE_SIZE)
         page = mmap.mmap(fd, layout.GRANT_FILE_SIZE)
     finally:
         os.close(fd)
     pages.init_grant(page, settings=_settings(config, strategy), devices=described)
-    # For CUDA_VISIBLE_DEVICES: which GPUs are chosen is not known before the start.
+    # For CUDA_VISIBLE_DEVICES, because the GPUs are not known before the start.
     listed = path.with_name("devices")
     listed.unlink(missing_ok=True)
     listed.write_text(",".join(device.uuid for device in devices) + "\n")
@@ -115,7 +114,7 @@ def make_grant(
 
 
 def open_grant(path: Path) -> mmap.mmap:
-    """Map the grant page of a container that runs; PageError says what is wrong with it."""
+    """Map the grant page of a running container; PageError if it is invalid."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as e:
@@ -168,12 +167,12 @@ def read_quota(page: mmap.mmap, uuids: Iterable[str]) -> tuple[Quota, tuple[str,
         quotas.add(Quota(memory, *shares, LATENCY if latency else THROUGHPUT))
     quota = quotas.pop()
     if quotas or not 1 <= quota.compute <= quota.compute_limit <= 100 or not quota.memory:
-        raise PageError("the quota in it is none")
+        raise PageError("its quota is invalid")
     return quota, tuple(found)
 
 
 def take_over(page: mmap.mmap, config: Config, strategy: str = "timeslice") -> None:
-    """Put the node's settings into a grant page that a previous governor made."""
+    """Write the node's settings to a grant page that a previous governor created."""
     for name, value in _settings(config, strategy).items():
         pages.write(page, 0, "grant_header", name, value)
 
@@ -189,7 +188,7 @@ def make_ledger() -> Ledger:
 
 
 def memfd_device() -> int:
-    """Return the file system of memfds, on which no other files are made."""
+    """Return the device of the file system of memfds, which contains no other files."""
     fd = os.memfd_create("tidegate", os.MFD_CLOEXEC)
     try:
         return os.fstat(fd).st_dev
@@ -200,11 +199,11 @@ def memfd_device() -> int:
 def find_ledger(
     processes: Iterable[Identity], file: FileIdentity | None, taken: set[FileIdentity]
 ) -> Ledger | None:
-    """Return the ledger that one of these processes has mapped, None when none has.
+    """Return the ledger that one of these processes has mapped; None if none has.
 
-    `file` is the file that it has to be. If that is not known, the first file counts that has the
-    form of a ledger and is no other container's (`taken`), because a process can be handed a
-    descriptor.
+    `file` is the identity of the ledger. If it is not known, the first file is used that has the
+    form of a ledger and does not belong to another container (`taken`), because a process may have
+    received a descriptor of that.
     """
     device = file.device if file else memfd_device()
     until = time.monotonic() + SEARCH_S
@@ -231,7 +230,7 @@ def _open_ledger(path: str, file: FileIdentity, *, known: bool) -> Ledger | None
         return None
     with contextlib.suppress(OSError, ValueError):
         status = os.fstat(fd)
-        # Sealed: otherwise its owner could shrink it while it is in use, which is a SIGBUS.
+        # Without the seals, its owner could shrink it while it is in use, which would raise SIGBUS.
         if (
             FileIdentity(status.st_dev, status.st_ino) == file
             and status.st_size == layout.LEDGER_SIZE
@@ -244,7 +243,7 @@ def _open_ledger(path: str, file: FileIdentity, *, known: bool) -> Ledger | None
             )
             if header == (layout.LEDGER_MAGIC, layout.VERSION, layout.LEDGER_SIZE):
                 return ledger
-            if known:  # it is the container's, even if a process has overwritten its header
+            if known:  # it is the container's ledger, even if a process has overwritten its header
                 pages.init_ledger(ledger.page)
                 return ledger
             ledger.page.close()
@@ -253,6 +252,6 @@ def _open_ledger(path: str, file: FileIdentity, *, known: bool) -> Ledger | None
 
 
 def close_ledger(ledger: Ledger) -> None:
-    """Let go of a ledger that is not to be used."""
+    """Close a ledger that is not used."""
     ledger.page.close()
     os.close(ledger.fd)

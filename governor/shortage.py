@@ -1,7 +1,7 @@
-"""Why a quota does not fit, in one line: what is short, by how much and where, and what would fit.
+"""Explain in one line why a quota does not fit: what is short, where, and what would fit.
 
-Pure, like the allocation table, which calls it. The line stays readable on a node with many GPUs:
-it names the GPU that comes nearest, and counts the others.
+Pure, like the allocation table, which calls it. To keep the line readable on a node with many GPUs,
+it names the GPU that lacks least, and counts the others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from governor.quota import MIB, Quota
 
 @dataclass(frozen=True)
 class Room:
-    """What is left of a GPU to grant: bytes, and percent of its time."""
+    """The part of a GPU that can still be granted: bytes, and percent of its time."""
 
     index: int
     memory: int
@@ -28,7 +28,7 @@ class Room:
         return quota.memory <= self.memory and quota.compute <= self.compute
 
     def missing(self, quota: Quota) -> str:
-        """Say what of a quota does not fit, and by how much."""
+        """Return text about the part of a quota that does not fit, and by how much."""
         parts = []
         short = []
         if quota.memory > self.memory:
@@ -43,7 +43,7 @@ class Room:
         return f"GPU {self.index} has {', and '.join(parts)} ({' and '.join(short)} short)"
 
     def short_of(self, quota: Quota) -> str:
-        """Say what of a quota does not fit, and what is left."""
+        """Return text about the part of a quota that does not fit, and about what is left."""
         parts = []
         if quota.memory > self.memory:
             parts.append(
@@ -57,13 +57,13 @@ class Room:
         return ", and ".join(parts)
 
     def miss(self, quota: Quota) -> float:
-        """Return how far a quota is from fitting, as a part of what is asked for; 0 if it fits."""
+        """Return the shortfall as a fraction of the request; 0 if the quota fits."""
         memory = (quota.memory - self.memory) / quota.memory
         return max(memory, (quota.compute - self.compute) / quota.compute, 0)
 
 
 def refuse_named(rooms: Sequence[Room], quota: Quota, least: int) -> RefusedError:
-    """Return the refusal of a quota that has to fit on all of `rooms`, and does not."""
+    """Return the refusal of a quota that does not fit on all of `rooms`."""
     short = [room for room in rooms if not room.holds(quota)]
     message = short[0].missing(quota)
     if len(short) > 1:
@@ -73,9 +73,9 @@ def refuse_named(rooms: Sequence[Room], quota: Quota, least: int) -> RefusedErro
 
 
 def refuse_any(rooms: Sequence[Room], quota: Quota, count: int, least: int) -> RefusedError:
-    """Return the refusal of a quota that has to fit on `count` of `rooms`, and does not.
+    """Return the refusal of a quota that does not fit on `count` of `rooms`.
 
-    `least` is the memory that a container has to have: no less is proposed.
+    `least` is the minimum memory of a container; less is not proposed.
     """
     if count > len(rooms):
         shared = f"{len(rooms)} GPU" if len(rooms) == 1 else f"{len(rooms)} GPUs"
@@ -104,7 +104,7 @@ def refuse_any(rooms: Sequence[Room], quota: Quota, count: int, least: int) -> R
 
 
 def _in_pieces(rooms: Sequence[Room], quota: Quota, count: int) -> str:
-    """Say that there is enough in all, only not where it would have to be."""
+    """Return text that there is enough in total, but not on single GPUs; empty if there is not."""
     memory = sum(room.memory >= quota.memory for room in rooms)
     compute = sum(room.compute >= quota.compute for room in rooms)
     if len(rooms) == 1:
@@ -122,7 +122,7 @@ def _in_pieces(rooms: Sequence[Room], quota: Quota, count: int) -> str:
 
 
 def _hint(rooms: Sequence[Room], quota: Quota, count: int, least: int, *, fewer: int) -> str:
-    """Propose what would fit now: less of memory, time or GPUs, or of two if need be."""
+    """Return a proposal of what would fit now: less memory, time or GPUs, or two of these."""
     memory = _nth([r.memory for r in rooms if r.compute >= quota.compute], count) // MIB
     compute = _nth([r.compute for r in rooms if r.memory >= quota.memory], count)
     options = []
@@ -140,7 +140,7 @@ def _hint(rooms: Sequence[Room], quota: Quota, count: int, least: int, *, fewer:
             options.append(f"{memory}Mi of memory with {compute} % of the time")
     whole = _nth([room.whole for room in rooms], count)
     if quota.memory > whole:
-        # Waiting does not help a container that asks for more than there is.
+        # Waiting does not help a container that asks for more than a GPU has.
         if options:
             return f"ask for {' or '.join(options)} at most"
         return f"ask for {whole // MIB}Mi of memory at most, when a container has ended"

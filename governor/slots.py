@@ -1,4 +1,4 @@
-"""The processes of a container that have registered, each in a slot of the container's ledger.
+"""Registration of a container's processes, each in a slot of the container's ledger.
 
 A process connects to the container's socket, sends one byte, and gets the number of its slot and
 the ledger. It keeps the connection for as long as it lives.
@@ -36,8 +36,8 @@ log = structlog.get_logger()
 _SO_PEERPIDFD = 77
 
 MOST_UNANSWERED = 64
-"""Maximum number of connections from a container's own processes that have sent nothing yet or wait
-for their turn. Connections from processes outside the container have an equal limit of their own.
+"""Maximum number of unanswered connections from a container's own processes. Connections from
+processes outside the container have a separate limit of the same size.
 """
 ANSWER_S = 5.0
 """Longest time that a connection may stay silent, in seconds."""
@@ -59,9 +59,9 @@ def _hung_up(peer: socket.socket | None) -> bool:
 
 
 def _disconnect(peer: socket.socket) -> None:
-    """End a connection for every process that has a descriptor of it.
+    """Shut down a connection, also for other holders of a descriptor of it.
 
-    The arbiter has one, and so has any process to which the registered process passed its own.
+    These are the arbiter, and any process to which the registered process passed its descriptor.
     """
     with contextlib.suppress(OSError):
         peer.shutdown(socket.SHUT_RDWR)
@@ -71,7 +71,7 @@ def _disconnect(peer: socket.socket) -> None:
 def _peer(own: socket.socket, pid: int) -> int:
     """Return a pidfd of the process that connected.
 
-    Before Linux 6.5 it refers to the process that has that pid by now.
+    Before Linux 6.5, it refers to the process that has that pid now.
     """
     try:
         return int.from_bytes(
@@ -84,7 +84,7 @@ def _peer(own: socket.socket, pid: int) -> int:
 
 
 class Slots:
-    """The slots of one container; `processes` has what is in them, for all parts to read."""
+    """The slots of one container; `processes` maps them to processes, for other modules to read."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Slots:
         self._processes, self._members = processes, members
         self._gpus, self._account, self._state = gpus, account, state
         self._listener: Listener | None = None
-        self._unanswered = {True: 0, False: 0}  # its own processes' (True), and others'
+        self._unanswered = {True: 0, False: 0}  # by whether the process is the container's own
         self._lines = PacedLog(log)
         self._refusals = {True: PacedLog(log), False: PacedLog(log)}
         self._loop = asyncio.get_running_loop()
@@ -115,7 +115,7 @@ class Slots:
     def take_over(
         self, rows: Iterable[tuple[ProcessRow, int]], usage: Iterable[Mapping[str, Any]]
     ) -> None:
-        """Keep the slots of processes that still run; what others were charged becomes free.
+        """Keep the slots of processes that still run; clear the others with their charges.
 
         Each row comes with the process's pidfd. `usage` are the entries of the grant page.
         """
@@ -148,7 +148,7 @@ class Slots:
         pages.write(self._ledger, 0, "ledger_header", "n_slots", n_slots)
 
     def announce(self) -> None:
-        """Announce the processes that were taken over to the GPUs, which did not exist yet."""
+        """Announce the processes that were taken over to the runners, once these exist."""
         for process in self._processes.values():
             self._announce(process)
 
@@ -157,15 +157,15 @@ class Slots:
         self._listener = Listener(path, Pace(REGISTRATION_S, REGISTRATIONS), self._register)
 
     def close(self, *, keep: bool) -> None:
-        """Serve no more; with `keep` processes keep their slots, and what they are charged."""
+        """Stop serving; with `keep`, processes keep their slots and charges."""
         if self._listener is not None:
             self._listener.close()
-            self._listener = None  # it refers to this object
+            self._listener = None  # breaks a reference cycle
         for slot in () if keep else list(self._processes):
             self._end(slot)
 
     def drop(self) -> None:
-        """Release what is held of processes that keep their slots."""
+        """Close the descriptors of processes that keep their slots."""
         for process in self._processes.values():
             self._loop.remove_reader(process.pidfd)
             os.close(process.pidfd)
@@ -174,10 +174,10 @@ class Slots:
         self._processes.clear()
 
     async def _register(self, own: socket.socket) -> None:
-        """Give a process its slot: it sends one byte and gets the slot's number and the ledger.
+        """Register a process: it sends one byte and gets the slot's number and the ledger.
 
-        A process that had a slot from the previous governor sends another byte and keeps that slot.
-        A process that connects or registers in a loop does not use up the descriptors, rows or log
+        A process with a slot from the previous governor sends a different byte and keeps that slot.
+        A process that connects or registers in a loop cannot exhaust the descriptors, rows or log
         lines of other containers.
         """
         credentials = own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
@@ -202,9 +202,9 @@ class Slots:
     def _is_own(self, pid: int) -> bool:
         """Return whether a process is registered, or in the container's control group.
 
-        Or the container has none. Where containers share a pid namespace, processes of another
-        container with equal rights can reach this one's directory by /proc/PID/root. Only the
-        control group tells them apart.
+        True also if the container has no control group. If containers share a pid namespace, a
+        process of another container with the same rights can reach this one's directory through
+        /proc/PID/root. Only the control group distinguishes them.
         """
         is_registered = any(process.pid == pid for process in self._processes.values())
         return is_registered or self._members.of(pid) is not None
@@ -221,8 +221,8 @@ class Slots:
             else:
                 self._admit(pid, own)
         except (OSError, RuntimeError) as e:
-            # Refuse explicitly: a process that only sees its connection end takes the governor to
-            # be away, and would keep a whole quota for itself alone.
+            # Refuse explicitly: a process that only sees its connection end assumes that the
+            # governor is away, and would use a whole quota by itself.
             with contextlib.suppress(OSError):
                 own.send(struct.pack("I", layout.NO_SLOT))
             self._refusals[is_own].warning(
@@ -232,14 +232,14 @@ class Slots:
         return True
 
     def _admit(self, pid: int, own: socket.socket) -> None:
-        # A process that executed another program has hung up, and registers again.
+        # After execve, a process's old connection is closed, and it registers again.
         for known in [p for p in self._processes.values() if p.pid == pid and _hung_up(p.socket)]:
             self._end(known.slot)
         slot = next((i for i in range(layout.N_SLOTS) if i not in self._processes), None)
         if slot is None:
             raise RuntimeError(f"{layout.N_SLOTS} processes of this container already use the GPU")
         process = self._identify(slot, pid, own)
-        # Before the slot is in use: a slot in use that has no row means that the file was damaged.
+        # Before the slot is in use: a used slot without a row would be taken for a damaged state.
         self._state.register(
             self._key, ProcessRow(slot, Identity(pid, process.start), process.start_us)
         )
@@ -253,9 +253,9 @@ class Slots:
         self._lines.info("process-registered", container=self._name, pid=pid, slot=slot)
 
     def _identify(self, slot: int, pid: int, own: socket.socket) -> RegisteredProcess:
-        """Return what is known of the process that connected, as of now."""
+        """Return the record of the process that connected."""
         pidfd = _peer(own, pid)
-        # The process that connected may have ended since, and its pid may be another process's.
+        # The process may have ended since it connected, and its pid may have been reused.
         identity = identify(pidfd)
         if not pid or identity.pid != pid:
             os.close(pidfd)
@@ -278,7 +278,7 @@ class Slots:
         )
 
     def _readmit(self, pid: int, own: socket.socket) -> None:
-        """Reconnect a process that the previous governor registered, or that lost this one."""
+        """Reconnect a process that this governor or the previous one registered."""
         start = start_time(pid)
         for process in self._processes.values():
             if (process.pid, process.start) == (pid, start) and _hung_up(process.socket):
@@ -325,7 +325,7 @@ class Slots:
         return process
 
     def _end(self, slot: int) -> None:
-        """Take back what a process that ended was charged; the driver has freed it by now."""
+        """Clear the slot of a process that ended; the driver has freed its memory by now."""
         process = self._forget(slot)
         if process.socket is not None:
             _disconnect(process.socket)
@@ -333,7 +333,7 @@ class Slots:
         self._lines.info("process-ended", container=self._name, pid=process.pid, slot=slot)
 
     def release(self, member: Member) -> None:
-        """Note that a member is gone: its processes belong to the container."""
+        """Detach a removed member's processes, which then belong to the container."""
         for process in self._processes.values():
             if process.member is member:
                 process.member = None

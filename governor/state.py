@@ -1,13 +1,13 @@
-"""What the governor knows, in a file that outlives it: claims, containers and their processes.
+"""Persistent state of the governor: claims, containers and their processes, in SQLite.
 
-SQLite in WAL mode. A row is in the file before the answer that promises it is sent, so a governor
-that is killed has promised nothing that the next one does not know. What a killed process had
-handed to the kernel is not lost, so no write waits for the disk: what does not survive a loss of
-power belongs to processes that do not survive it either.
+The database is in WAL mode. A row is written before the answer that promises it is sent, so the
+next governor knows every promise of one that was killed. Writes do not wait for the disk (fsync):
+the kernel keeps the writes of a killed process, and after a loss of power the processes that they
+describe are gone as well.
 
-The model in memory is what counts. While the file cannot be written (a full disk), requests that
-can be refused are refused. What has happened (a process began or ended) is kept in memory and
-written as soon as possible.
+The model in memory is authoritative. While the file cannot be written (a full disk), requests that
+can be refused are refused. Events that have happened (a process started or ended) are kept in
+memory and written as soon as possible.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ MIGRATIONS = (
     ),
     ("CREATE TABLE claims (uid TEXT PRIMARY KEY, row TEXT, seal TEXT)",),
 )
-"""Statements that lead from each version of the schema to the next, beginning with an empty file.
+"""Statements that migrate each version of the schema to the next, beginning with an empty file.
 
-Rows are JSON with a digest: SQLite notices a page that is not valid, but not a number that the disk
-has changed.
+Rows are JSON with a digest: SQLite detects an invalid page, but not a value that was corrupted on
+the disk.
 """
 VERSION = len(MIGRATIONS)
 
@@ -68,8 +68,8 @@ class ProcessRow:
 class Whose:
     """The owner of a container, as its engine reports it.
 
-    The bundle, and `pod`, `namespace`, `name` and so on: foreign text, kept for people to read. Any
-    of it may be missing.
+    The bundle, and `pod`, `namespace`, `name` and so on: untrusted text, kept for display. Any of
+    it may be missing.
     """
 
     bundle: str = ""
@@ -89,11 +89,11 @@ class MemberRow:
 
 @dataclass(frozen=True)
 class ContainerRow:
-    """A container; `identifier` is None where only its digest, the key, is known.
+    """A container; `identifier` is None if only its digest, the key, is known.
 
-    `membership` is None if the governor that wrote the row did not keep it. `uses` are shares of
-    claims, if the container's quota comes from them. Then there may be `others`, which use them
-    together with this container, the oldest.
+    `membership` is None if the governor that wrote the row did not store it. `uses` are shares of
+    claims, if the container's quota comes from them. Then `others` are the containers that use the
+    same shares, except this one, the oldest.
     """
 
     key: str
@@ -133,25 +133,25 @@ class _NewerError(Exception):
 class State:
     """The model, and the file at `path`; without a path, the model alone.
 
-    Opened by `load`. The file stays locked while it is open, so no other process has it open.
+    Opened by `load`. The file is locked while it is open, so no other process can open it.
     """
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._boot = boot_id()
         self._db: sqlite3.Connection | None = None
-        self._behind = path is not None  # the file lacks something that the model has
+        self._behind = path is not None  # the file lacks changes of the model
         self._failing = False
-        self._file: FileIdentity | None = None  # at its path there may be another by now
+        self._file: FileIdentity | None = None  # identity of the open file
         self.containers: dict[str, ContainerRow] = {}
         self.processes: dict[str, dict[int, ProcessRow]] = {}
         self.claims: dict[str, Claim] = {}
 
     def load(self) -> None:
-        """Read the file; a damaged one is set aside and logged, and the model is empty then.
+        """Read the file; a damaged one is moved away and logged, and the model stays empty.
 
-        GovernorError if another process has the file open. A file that cannot be read or created is
-        logged, and tried again by `retry`.
+        GovernorError if another process has the file open. If the file cannot be read or created,
+        that is logged, and `retry` tries again.
         """
         if self._path is None:
             return
@@ -172,9 +172,9 @@ class State:
                     f"{self._path} is open in another process",
                     hint="stop the other governor, or give this one a state_dir of its own",
                 ) from e
-            self._said(e)
+            self._log_failure(e)
         except OSError as e:
-            self._said(e)
+            self._log_failure(e)
 
     def _open(self, path: Path) -> sqlite3.Connection:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -201,7 +201,7 @@ class State:
             raise
         self._db, self.containers, self.processes = db, containers, processes
         self.claims = claims
-        self._file = _which(path)
+        self._file = _file_identity(path)
         self._behind = old
         return db
 
@@ -222,7 +222,7 @@ class State:
 
     @staticmethod
     def _read_claims(db: sqlite3.Connection) -> dict[str, Claim]:
-        """Return the claims, also of earlier boots: their sender does not tell them again."""
+        """Return the claims, also of earlier boots, because they are not announced again."""
         claims: dict[str, Claim] = {}
         for uid, text, seal in db.execute("SELECT uid, row, seal FROM claims"):
             values = _unseal(text, seal)
@@ -234,7 +234,7 @@ class State:
     def _read(
         self, db: sqlite3.Connection
     ) -> tuple[dict[str, ContainerRow], dict[str, dict[int, ProcessRow]], bool]:
-        """Return what the file says about this boot, and whether it has rows of other boots."""
+        """Return the rows of this boot, and whether the file has rows of other boots."""
         containers: dict[str, ContainerRow] = {}
         processes: dict[str, dict[int, ProcessRow]] = {}
         old = False
@@ -264,7 +264,7 @@ class State:
             if values["key"] != key or values["slot"] != slot:
                 raise ValueError(f"process {slot} of {key} is stored in the place of another")
             if key not in containers:
-                old = True  # of another boot, or left over from a container
+                old = True  # of another boot, or of a removed container
                 continue
             processes.setdefault(key, {})[slot] = ProcessRow(
                 slot, Identity(*values["process"]), values["start_us"]
@@ -273,7 +273,7 @@ class State:
 
     @staticmethod
     def _set_aside(path: Path, why: str) -> Path | None:
-        """Move the file and its companions out of the way; return None if that fails."""
+        """Move the file and its companions away; return the new path, None if that fails."""
         number = 1
         while (aside := path.with_name(f"{path.name}.{why}-{number}")).exists():
             number += 1
@@ -288,14 +288,14 @@ class State:
             return None
         return aside
 
-    # ---- promises: if one cannot be written, StateError, and nothing has changed ----
+    # ---- promises: StateError if one cannot be written; then nothing has changed ----
 
     def put(self, row: ContainerRow) -> None:
-        """Enter a container, or change it."""
+        """Add a container, or change it."""
         self._promise(self.containers, row.key, row, lambda db: self._put(db, row))
 
     def put_claim(self, claim: Claim) -> None:
-        """Enter a claim, or change it."""
+        """Add a claim, or change it."""
         self._promise(self.claims, claim.uid, claim, lambda db: self._put_claim(db, claim))
 
     def strike_claim(self, uid: str) -> None:
@@ -326,7 +326,7 @@ class State:
                 model.pop(key, None)
             else:
                 model[key] = before
-            self._said(e)
+            self._log_failure(e)
             raise StateError(
                 f"{self._path} cannot be written: {e}",
                 hint="make room, or make it writable; containers that run go on",
@@ -335,12 +335,12 @@ class State:
     # ---- events: kept in memory if they cannot be written ----
 
     def note(self, row: ContainerRow) -> None:
-        """Enter a container that runs, even if that cannot be written."""
+        """Add a running container, even if that cannot be written."""
         self.containers[row.key] = row
         self._note(lambda db: self._put(db, row))
 
     def leave(self, key: str) -> None:
-        """Remove a container with its processes; one that is not there is not an error."""
+        """Remove a container with its processes; an unknown one is not an error."""
         if self.containers.pop(key, None) is None:
             return
         self.processes.pop(key, None)
@@ -357,12 +357,12 @@ class State:
             self._note(lambda db: db.execute("DELETE FROM claims WHERE uid = ?", (uid,)))
 
     def note_claim(self, claim: Claim) -> None:
-        """Enter a claim that containers use, even if that cannot be written."""
+        """Add a claim that containers use, even if that cannot be written."""
         self.claims[claim.uid] = claim
         self._note(lambda db: self._put_claim(db, claim))
 
     def register(self, key: str, row: ProcessRow) -> None:
-        """Enter a process with its slot."""
+        """Add a process with its slot."""
         self.processes.setdefault(key, {})[row.slot] = row
         self._note(lambda db: self._put_process(db, key, row))
 
@@ -376,10 +376,10 @@ class State:
             )
 
     def retry(self) -> None:
-        """Write what could not be written before; create the file anew if it was removed."""
+        """Retry writes that failed; create the file anew if it was removed."""
         if self._path is None:
             return
-        if self._db is not None and _which(self._path) != self._file:
+        if self._db is not None and _file_identity(self._path) != self._file:
             log.error("database-gone", path=str(self._path))
             self._drop()
         if self._behind:
@@ -438,10 +438,10 @@ class State:
         try:
             self._write(write)
         except (sqlite3.Error, OSError) as e:
-            self._said(e)
+            self._log_failure(e)
 
     def _write(self, write: Callable[[sqlite3.Connection], object] | None) -> None:
-        """Write one change, or the whole model where the file lacks more than that."""
+        """Write one change, or the whole model if the file lacks more than that."""
         if self._path is None:
             return
         db = self._db or self._reopen(self._path)
@@ -474,7 +474,7 @@ class State:
                 self._put_process(db, key, process)
 
     def _reopen(self, path: Path) -> sqlite3.Connection:
-        """Open the file for the model in memory; the content of the file is older."""
+        """Reopen the file, but keep the model in memory, which is newer than the file."""
         containers, processes, claims = self.containers, self.processes, self.claims
         try:
             return self._open(path)
@@ -496,7 +496,7 @@ class State:
         self._db = None
         self._behind = self._path is not None
 
-    def _said(self, e: Exception) -> None:
+    def _log_failure(self, e: Exception) -> None:
         self._behind = True
         if not self._failing:
             log.error("database-unwritable", path=str(self._path), error=str(e))
@@ -506,7 +506,7 @@ class State:
 def _quota_values(quota: Quota) -> list[int | str]:
     """Return the values that make up a `Quota`.
 
-    The default class is left out, so that a governor that knows no classes can read the rest.
+    The default class is omitted, so that an older governor without classes can read the row.
     """
     values: list[int | str] = [quota.memory, quota.compute, quota.compute_limit]
     return values if quota.work_class == THROUGHPUT else [*values, quota.work_class]
@@ -519,14 +519,14 @@ def _transaction(db: sqlite3.Connection) -> Iterator[None]:
         yield
         db.execute("COMMIT")
     except BaseException:
-        # A full disk has ended the transaction already.
+        # After an error like a full disk, SQLite has already rolled back the transaction.
         if db.in_transaction:
             with contextlib.suppress(sqlite3.Error):
                 db.execute("ROLLBACK")
         raise
 
 
-def _which(path: Path) -> FileIdentity | None:
+def _file_identity(path: Path) -> FileIdentity | None:
     try:
         status = path.stat()
     except OSError:
@@ -540,7 +540,7 @@ def _code(e: sqlite3.Error) -> int:
 
 
 def _is_damage(e: sqlite3.Error) -> bool:
-    """Return whether the content is to blame; a missing table has no code of its own."""
+    """Return whether an error is due to the content; a missing table has no specific code."""
     code = _code(e)
     return code in _DAMAGED or code in (sqlite3.SQLITE_OK, sqlite3.SQLITE_ERROR)
 

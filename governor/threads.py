@@ -1,4 +1,4 @@
-"""Names of threads, as programs like top(1) show them."""
+"""Set the names of threads that programs like top(1) show."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ LONGEST = 15
 
 
 def show_name() -> None:
-    """Tell the kernel the calling thread's name; Python 3.14 and newer have done so already."""
-    with contextlib.suppress(OSError):  # it is for the administrator's eyes only
+    """Pass the calling thread's name to the kernel; Python 3.14 and newer do that themselves."""
+    with contextlib.suppress(OSError):  # the name is only informational
         Path("/proc/thread-self/comm").write_text(threading.current_thread().name[:LONGEST])

@@ -1,7 +1,7 @@
-"""What a process uses of a GPU: its ledger compared with what NVML sees, and its part of the time.
+"""Compute a process's use of a GPU: its memory from ledger and NVML, and its part of the time.
 
-Pure: no clock, no driver. The ledger is written by the container, so everything that comes from
-them is bounded here before anything is computed with it. Bytes, nanoseconds and percent.
+Pure: no clock, no driver. The container writes the ledger, so all values from it are bounded here
+before they are used. Units are bytes, nanoseconds and percent.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ WINDOW_NS = 1_000_000_000
 """Time over which utilisation is measured, in nanoseconds."""
 
 LOOK_NS = 250_000_000
-"""Interval between two looks at a shared GPU, in nanoseconds."""
+"""Interval between two samples of a shared GPU, in nanoseconds."""
 
 NEW_NS = 300_000_000
-"""Time after its creation within which NVML may not list a context, in nanoseconds."""
+"""Time after its creation during which NVML may not list a context, in nanoseconds."""
 
 MOST_WAITING = 64
-"""Maximum number of looks that are kept until the pools were asked."""
+"""Maximum number of samples that wait for the process's next query of its pools."""
 
 MOST_CONTEXTS = 64
 """Maximum number of contexts of one process on one GPU; a higher report is nonsense."""
@@ -35,7 +35,7 @@ MOST_CONTEXTS = 64
 
 @dataclass(frozen=True)
 class Charge:
-    """What the ledger says about one process on one GPU."""
+    """The ledger's values of one process on one GPU."""
 
     memory: int = 0
     unseen: int = 0
@@ -45,19 +45,20 @@ class Charge:
     returned: int = 0
     contexts: int = 0
     moving: int = 0
-    """What calls under way take or give back: the sum of the values before and after `memory` was
-    read."""
+    """Bytes that calls in progress allocate or free: the sum of the values that were read before
+    and after `memory`."""
     pooled: int = 0
     taking: int = 0
     shrunk: int = 0
     told: int = 0
-    """What the process reported that the driver took on its own, less what it gave back, in total.
+    """Total of the bytes that, as the process reported, the driver took by itself, less those that
+    it gave back.
     """
     asked_ns: int = 0
     returned_before: int = 0
-    """`returned`, read before the rest; `returned` itself is read after it."""
+    """`returned`, read before the other values; `returned` itself is read after them."""
     shrunk_before: int = 0
-    """The same of `shrunk`."""
+    """The same for `shrunk`."""
 
     @property
     def attributed(self) -> int:
@@ -65,10 +66,9 @@ class Charge:
         return self.memory - self.unseen
 
     def used(self, overhead: int, since_ns: int) -> int:
-        """Return what the process uses, if the last look, at `since_ns`, found `overhead`.
+        """Return the bytes in use, if the last sample, at `since_ns`, found `overhead`.
 
-        What the driver took after the look was seen by no look; it counts as the process reports
-        it.
+        Memory that the driver took after the sample counts as the process reports it.
         """
         late = self.provisional if self.provisional_ns > since_ns else 0
         return self.memory + overhead + late
@@ -81,8 +81,8 @@ read_ledger = pages.Reader(
     *("busy_ns", "contexts", "took", "gave"),
     *("returned", "shrunk"),
 )  # fmt: skip
-"""Reads the ledger in the order that Debt.update() needs: what ends meanwhile is in at least one of
-the numbers."""
+"""Reads the ledger in the order that Debt.update() needs: a call that ends in the meantime is in at
+least one of the numbers."""
 
 
 def read_charge(ledger: mmap, slot: int, device: int, whole: int) -> Charge:
@@ -116,9 +116,9 @@ def read_charge(ledger: mmap, slot: int, device: int, whole: int) -> Charge:
 
 @dataclass(frozen=True)
 class Passing:
-    """What passes without a grant: small copies and fills, and copies to and from the host.
+    """Work that needs no grant: small copies and fills, and copies to and from the host.
 
-    `pending` says whether work of a grant that is over may still run.
+    `pending`: work of a grant that is over may still run.
     """
 
     count: int
@@ -127,7 +127,7 @@ class Passing:
 
 
 def read_passing(ledger: mmap, slots: Iterable[int], device: int) -> Passing:
-    """Return what the processes in `slots` report."""
+    """Return the sums of the reports of the processes in `slots`."""
     count = copied = pending = 0
     for slot in slots:
         base = layout.ledger_device(slot, device)
@@ -142,35 +142,35 @@ def read_passing(ledger: mmap, slots: Iterable[int], device: int) -> Passing:
 
 
 class Debt:
-    """What the driver took on its own for one process: what NVML sees beyond the process's ledger.
+    """Memory that the driver took by itself for one process: NVML's value beyond the ledger's.
 
-    The ledger moves while NVML is asked. Of what is charged, calls under way may or may not have
-    what they take or give back, and pools may have given back what they held; all else is
-    allocated. So a look gives a lower and an upper bound of what the driver took. Within these
-    bounds the earlier value stands, together with what the process has reported since that the
-    driver took. What a process reports that the driver takes, and the look may have missed, counts
-    by the process's own ledger until the next look.
+    The ledger changes while NVML is read. Of the charged memory, the part of calls in progress may
+    or may not be allocated, and pools may have freed memory; all other memory is allocated. So a
+    sample gives a lower and an upper bound of what the driver took. Within these bounds the earlier
+    value is kept, plus what the process has reported since then. If the process reports memory that
+    the driver takes and that the sample may have missed, the ledger's value counts until the next
+    sample.
 
-    Where pools are in use, one look says little about the upper bound: pools may have given
-    something back that the process has not noticed. But the process asks them ten times a second.
-    What they were found without since an earlier look is all that they can have been without during
-    it.
+    If pools are in use, a single sample hardly limits the upper bound: pools may have freed memory
+    without the process noticing. But the process queries them ten times a second. The reductions
+    that it has found since an earlier sample include all that pools lacked at the time of that
+    sample.
 
-    NVML may not list a new context at once. For a moment it counts for what it is expected to take.
+    NVML may not list a new context immediately. For a short time it counts with its expected size.
     """
 
     def __init__(self) -> None:
         self.bytes = 0
         self.last = 0
-        """The debt by the last look during which the ledger stood still; perhaps too little."""
+        """The debt by the last sample during which the ledger did not change; possibly too low."""
         self._last_ns = 0
         self._new_until_ns = 0
         self._told = 0
-        # What the last look saw that the process had not reported.
-        self._ahead = 0
-        # Looks since which the pools were not asked: when each ended, and its upper bound.
+        # Bytes that the last sample showed and the process had not reported.
+        self._seen_unreported = 0
+        # Samples since which the pools were not queried: end and upper bound of each.
         self._waiting: deque[tuple[int, int]] = deque()
-        # The upper bound by the last look since which they were asked, less what was added until
+        # Upper bound by the last sample since which they were queried, less the additions until
         # then.
         self._most: int | None = None
 
@@ -184,9 +184,9 @@ class Debt:
         *,
         ended_ns: int | None = None,
     ) -> int:
-        """Return the debt after a look from `began_ns` to `ended_ns`, in bytes.
+        """Return the debt after a sample from `began_ns` to `ended_ns`, in bytes.
 
-        It is at most `seen`, or what the contexts are expected to take while one of them is new.
+        It is at most `seen`, or the expected size of the contexts while one of them is new.
         """
         changed = self._last_ns < after.provisional_ns <= began_ns
         late = after.provisional if after.provisional_ns > began_ns else 0
@@ -210,31 +210,32 @@ class Debt:
         if before.pooled:
             ended = began_ns if ended_ns is None else ended_ns
             most = min(most, self._bound(ended, max(0, seen - charged), before, after))
-        debt = self.bytes + self._news(before.told)
+        debt = self.bytes + self._new_reports(before.told)
         if _is_still(before, after) and not late:
             self.last = max(0, seen - after.attributed)
         self.bytes = max(least, min(debt, most))
-        self._ahead = self.bytes - debt
+        self._seen_unreported = self.bytes - debt
         expected = before.contexts * context_bytes
-        # If more than half a context is missing, NVML does not list a context yet; it is not that
-        # contexts are smaller than expected.
+        # If more than half a context is missing, NVML does not list a context yet; a smaller
+        # difference means that contexts are smaller than expected.
         if began_ns < self._new_until_ns and self.bytes < expected - context_bytes // 2:
             self.bytes = expected
         self.last = min(self.last, self.bytes)
         return self.bytes
 
-    def _news(self, told: int) -> int:
-        """Return what was reported since the last look, less what that look had already seen."""
+    def _new_reports(self, told: int) -> int:
+        """Return the reports since the last sample, less what that sample already showed."""
         news, self._told = told - self._told, told
-        if self._ahead > 0:
-            return news - min(max(0, news), self._ahead)
-        return news - max(min(0, news), self._ahead)
+        if self._seen_unreported > 0:
+            return news - min(max(0, news), self._seen_unreported)
+        return news - max(min(0, news), self._seen_unreported)
 
     def _bound(self, ended_ns: int, most: int, before: Charge, after: Charge) -> int:
-        """Return the upper bound by the last look since which the pools were asked.
+        """Return the upper bound by the last sample since which the pools were queried.
 
-        `most` is the upper bound of this look, if the pools hold all that they are charged for.
-        What the driver took since that earlier look, and what pools were found without, is added.
+        `most` is the upper bound of this sample if the pools hold all that they are charged for.
+        The memory that the driver took since that earlier sample, and the reductions of pools that
+        were found, are added.
         """
         while self._waiting and self._waiting[0][0] <= after.asked_ns:
             self._most = self._waiting.popleft()[1]
@@ -247,7 +248,7 @@ class Debt:
 
 
 def _is_still(before: Charge, after: Charge) -> bool:
-    """Return whether no call was under way between the two readings."""
+    """Return whether no call was in progress between the two readings."""
     return not any((before.moving, after.moving, before.taking, after.taking)) and (
         before.memory,
         before.unseen,
@@ -258,15 +259,15 @@ def _is_still(before: Charge, after: Charge) -> bool:
 class Meter(Generic[Key]):
     """The GPU time of a container's processes over the last second.
 
-    While others share the GPU, the time is what the processes report (by the GPU's clock, between
-    their markers), but no more than the arbiter has counted as held by the container, because the
-    container writes the report. A container that is alone holds an open grant, in which few markers
-    are recorded, and its held time is not booked before the grant ends. There NVML's samples count.
-    They are right in exactly that case: under contention a sample names only one process.
+    While others share the GPU, the time is the one that the processes report (by the GPU's clock,
+    between their markers), limited to the time that the container held by the arbiter's count,
+    because reports are not trusted. A container that is alone holds an open grant, in which few
+    markers are recorded, and its held time is not booked before the grant ends. In this case NVML's
+    samples are used. They are correct only then: under contention a sample names only one process.
     """
 
     def __init__(self) -> None:
-        # When each look was, and what was busy and held since the one before.
+        # For each reading: its time, and the busy and held times since the previous one.
         self._looks: deque[tuple[int, dict[Key, int], int]] = deque()
         self._before: tuple[int, dict[Key, int], int] | None = None
         self._open = False
@@ -280,9 +281,9 @@ class Meter(Generic[Key]):
     ) -> dict[Key, float]:
         """Return the GPU time of each process over the last second, in percent.
 
-        `busy` is the GPU time that each process reports since its start, and `held_ns` what the
-        container has held since its start. `sampled` is NVML's percentages while the grant is open,
-        and None while it is not.
+        `busy` is the GPU time that each process reports since its start, and `held_ns` the time
+        that the container has held since its start. `sampled` has NVML's percentages while the
+        grant is open, and is None otherwise.
         """
         if self._before is None:
             self._before = (now_ns, dict(busy), held_ns)
@@ -298,7 +299,7 @@ class Meter(Generic[Key]):
         was_open, self._open = self._open, sampled is not None
         if sampled is not None and was_open:
             return _at_most({key: float(sampled.get(key, 0)) for key in busy}, 100.0)
-        # The first look begins the window and is not a part of it.
+        # The first reading marks the begin of the window.
         window = now_ns - self._looks[0][0]
         if window <= 0:
             return dict.fromkeys(busy, 0.0)
@@ -320,10 +321,10 @@ def of_limit(part: float, compute_limit: int) -> int:
 
 
 def lent_of(used: float, guarantee: float, limit: float) -> float:
-    """Return which part of the GPU time that was used in a while was lent.
+    """Return the part of the used GPU time that was lent.
 
-    That is what exceeds the guarantee of a container which may exceed it. All numbers are of the
-    same while and in the same unit.
+    That is the use beyond the guarantee of a container that may exceed it. All numbers are for the
+    same interval and in the same unit.
     """
     return max(0, used - guarantee) if limit > guarantee else 0
 
@@ -331,8 +332,8 @@ def lent_of(used: float, guarantee: float, limit: float) -> float:
 def sampled_percent(samples: Sequence[ProcessUse], pids: frozenset[int]) -> dict[int, int]:
     """Return NVML's percentage for each of these processes, on average over its samples.
 
-    NVML samples a few times a second and leaves out idle processes, so a process that works in
-    bursts is shown as it is during the bursts.
+    NVML samples a few times a second and omits idle processes, so a process that works in bursts is
+    shown with its use during the bursts.
     """
     own = [sample for sample in samples if sample.pid in pids]
     times = len({sample.time_us for sample in own})

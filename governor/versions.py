@@ -1,10 +1,10 @@
-"""Parsing of the version that a program prints for `--version`."""
+"""Parse the version that a program prints for `--version`."""
 
 from __future__ import annotations
 
 import re
 
-# Neither the v2 of containerd/v2, which is a part of a word, nor the 3.4 of v2.3.4.
+# Must match neither the v2 of containerd/v2, a part of a word, nor the 3.4 of v2.3.4.
 _VERSION = re.compile(r"(?<![\w.])v?([0-9]+)\.([0-9]+)(?:\.([0-9]+))?")
 
 

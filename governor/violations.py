@@ -1,11 +1,11 @@
-"""What a look at NVML says against a container: that it holds or works more than is charged.
+"""Decide from samples of NVML whether a container violates its quota.
 
-Pure: no clock, no driver, no file. A look can be wrong, because its numbers are not of one moment,
-and honest work leaves traces after its grant. So a single look never makes a violation: a
-`ViolationDetector` (one for each container and GPU) reports it once when it has lasted for a while,
-and once when it is over. A while is uninterrupted time, or time that adds up: the sum finds a
-program that keeps the rules for a moment now and then, when a look may come. Bytes, percent,
-nanoseconds.
+Pure: no clock, no driver, no file. A sample can be wrong, because its values are not read at one
+instant, and legitimate work is still visible after its grant. So a single sample is never a
+violation: a `ViolationDetector` (one for each container and GPU) reports a violation once when it
+has lasted for some time, and once when it is over. That time is either uninterrupted or cumulative:
+the cumulative time catches a program that complies now and then, when a sample may be taken. Units
+are bytes, percent and nanoseconds.
 """
 
 from __future__ import annotations
@@ -20,72 +20,71 @@ from governor.quota import Device
 MEMORY, UNREGISTERED, COMPUTE = KINDS = ("memory", "unregistered", "compute")
 
 LIBRARIES = 128 << 20
-"""How many bytes the code of libraries may exceed a quota by, see libcontrol/loads.h."""
+"""Bytes by which the code of libraries may exceed a quota, see libcontrol/loads.h."""
 
 MEMORY_NS = 1_000_000_000
-"""Time for which each look has to find more memory than is allowed, before that is a violation. A
-process that gives memory back and another that takes it may both have it in one look. Within a
-quarter of a second, memory that the driver took is charged, and new memory is refused."""
+"""Time for which each sample has to show more memory than is allowed, before that is a violation.
+If a process frees memory and another allocates it, one sample may show both. Memory that the driver
+took is charged within a quarter of a second, and then allocations are refused."""
 MEMORY_LOOKS = 4
 MEMORY_SUM_NS = 1_000_000_000
-"""Memory beyond what is allowed is summed up as bytes times time, even if looks without it lie in
-between. The sum makes a violation when it is the allowed memory times this time."""
+"""The excess memory is summed up as bytes times time, even with samples without an excess in
+between. It is a violation when the sum reaches the allowed memory times this time."""
 
 UNREGISTERED_NS = 500_000_000
-"""Time for which a process has to compute without having registered. A process that starts
-registers before it has a context, and one that ended may still be listed."""
+"""Time for which a process has to compute without having registered. A new process registers before
+it has a context, and one that has ended may still be listed."""
 UNREGISTERED_LOOKS = 2
 UNREGISTERED_SUM_NS = 500_000_000
-"""The same as a sum over processes that come and go, even if looks without any lie in between."""
+"""The same as a sum over short-lived processes, even with samples without any in between."""
 SUM_LOOKS = 3
-"""Minimum number of looks that a sum is made of."""
+"""Minimum number of samples in a sum."""
 LOOK_NS = 250_000_000
-"""A look says nothing about more time than this before it."""
+"""Longest time before a sample for which the sample counts."""
 LEAK = 0.1
-"""Part of the time without a violation that is taken off its sum. A look is seldom wrong, because
-NVML's list comes from one call, and then by what is allowed at most: it shows memory that one
-process has given to another with both."""
+"""Fraction of the time without a violation that is subtracted from its sum. A sample is seldom
+wrong, because NVML's list comes from one call, and then by at most the allowed memory: it shows
+memory that one process freed and another allocated in both."""
 
 GONE_NS = 500_000_000
-"""A violation of memory or registration is over when nothing of it was seen for this time."""
+"""A violation of memory or registration is over when no sample showed it for this time."""
 
 SETTLE_NS = 1_000_000_000
-"""NVML's samples reach back for up to a second. For this time after a container had the GPU or
-reported work, samples may be of that work."""
+"""NVML's utilisation samples cover up to the last second. For this time after a container had the
+GPU or reported work, samples may be of that work."""
 SAMPLES = 3
 SAMPLED_NS = 400_000_000
-"""Number of samples, and the time over which they have to spread, that show that a container
-without a grant works."""
+"""Minimum number of samples, and the minimum time that they span, to show that a container without
+a grant works."""
 EVIDENCE_NS = 2_500_000_000
-"""Samples that are older are forgotten."""
+"""Samples older than this are forgotten."""
 WORKLESS_NS = 2_000_000_000
 """A violation of compute is over when no sample has named the container for this time."""
 LEAST_PERCENT = 5
-"""Lowest percentage that counts: a context's own housekeeping shows as this at most."""
+"""Lowest percentage that counts: a context's own housekeeping stays below it."""
 LATE_NS = 750_000_000
-"""Looks that are further apart say nothing about the time between: a container gives itself its
-share when its governor does not answer (`on_governor_loss`)."""
+"""If samples are further apart than this, the time in between is not judged: a container grants
+itself its share while the governor does not respond (`on_governor_loss`)."""
 
 MOST_ELSEWHERE = 32
-"""Number of processes that are told of a container on GPUs that are not its own."""
+"""Maximum number of a container's processes on GPUs not granted that are reported."""
 MOST_EPISODES = 32
-"""Number of violations that are remembered of a container; those that last are always kept."""
+"""Number of violations of a container that are kept; those that last are always kept."""
 
 
 def allowed_memory(limit: int, context_bytes: int) -> int:
-    """Return how many bytes a container with a quota of `limit` may hold by NVML's numbers.
+    """Return the bytes that a container with a quota of `limit` may hold by NVML's numbers.
 
-    That is the quota; 128 MiB, by which libraries that come with a first kernel may exceed it, as
-    no program expects a launch to fail for the code of a framework; and a quarter of a context,
-    because a context that was created while there was room may be larger than the configuration
-    says.
+    That is the sum of the quota; of 128 MiB for libraries that are loaded with a first kernel,
+    because no program expects a launch to fail for a framework's code; and of a quarter of a
+    context, because a context that was created while there was room may be larger than configured.
     """
     return limit + LIBRARIES + context_bytes // 4
 
 
 @dataclass(frozen=True)
 class ProcessSample:
-    """One of NVML's samples of a process of the container, on the clock of the looks."""
+    """One of NVML's utilisation samples of a container's process, on the monotonic clock."""
 
     time_ns: int
     pid: int
@@ -94,19 +93,19 @@ class ProcessSample:
 
 @dataclass(frozen=True)
 class Facts:
-    """What one look says about a container on one GPU."""
+    """The findings of one sample about a container on one GPU."""
 
     now_ns: int
     allowed: int
     memory: Mapping[int, int]
-    """Bytes that NVML sees of each of its processes, registered or not, by host pid."""
+    """NVML's memory of each of its processes, registered or not, in bytes by host pid."""
     unregistered: frozenset[int] = frozenset()
-    """Those of the processes that compute without having registered."""
+    """The processes that compute without having registered."""
     samples: Sequence[ProcessSample] = ()
     idle: bool = False
-    """Whether it had no grant, and reported no work, since the previous look."""
+    """Whether it had no grant, and reported no work, since the previous sample."""
     frozen: bool = False
-    """Whether the governor has frozen it: what it does not do now, it may do again later."""
+    """Whether the governor has frozen it, so that a lack of evidence proves nothing."""
 
 
 @dataclass
@@ -140,25 +139,25 @@ class Episode:
 
 @dataclass
 class Findings:
-    """What is remembered of a container: written by the auditor, read for display."""
+    """The findings about a container: written by the auditor, read for display."""
 
     n_devices: int
     episodes: list[Episode] = field(default_factory=list)
     frozen: bool = False
     seen: list[int] = field(init=False)
-    """Bytes that NVML saw of its processes, registered or not, on each GPU at the last look."""
+    """NVML's memory of its processes, registered or not, by GPU in the last sample, in bytes."""
     counts: list[Counter[str]] = field(init=False)
     """Violations that began, by kind, on each GPU."""
     elsewhere: dict[str, tuple[int, dict[int, int]]] = field(default_factory=dict)
-    """GPUs that it uses and was not granted, by UUID: their index, and the bytes of each process at
-    the last look, by host pid. Nothing holds these to a quota, and no rule forbids it."""
+    """GPUs that it uses and was not granted, by UUID: their index, and the bytes of each process in
+    the last sample, by host pid. These are not held to a quota, and are not a violation."""
 
     def __post_init__(self) -> None:
         self.seen = [0] * self.n_devices
         self.counts = [Counter() for _ in range(self.n_devices)]
 
     def add(self, episode: Episode) -> None:
-        """Remember a violation that begins; of too many, forget the oldest that is over."""
+        """Add a violation that begins; if there are too many, drop the oldest that is over."""
         self.episodes.append(episode)
         if len(self.episodes) > MOST_EPISODES:
             over = next((one for one in self.episodes if one.ended is not None), None)
@@ -166,9 +165,9 @@ class Findings:
                 self.episodes.remove(over)
 
     def note_elsewhere(self, gpu: Device, processes: dict[int, int]) -> frozenset[int]:
-        """Note which of its processes a look found on a GPU that is not its own.
+        """Record its processes that a sample found on a GPU that it was not granted.
 
-        Returns those that the look before did not find there.
+        Returns those that the previous sample did not find there.
         """
         _, before = self.elsewhere.pop(gpu.uuid, (gpu.index, {}))
         if processes:
@@ -182,7 +181,7 @@ class Findings:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Return what `tidegate ps --json` shows: violations, the newest last."""
+        """Return the findings for `tidegate ps --json`; violations with the newest last."""
         return {
             "frozen": self.frozen,
             "violations": [episode.describe() for episode in self.episodes],
@@ -190,7 +189,7 @@ class Findings:
         }
 
     def describe_elsewhere(self) -> list[dict[str, Any]]:
-        """Return its processes on GPUs that are not its own, as plain values."""
+        """Return its processes on GPUs that it was not granted, as plain values."""
         return [
             {"gpu": uuid, "index": index, "pid": pid, "memory": memory}
             for uuid, (index, processes) in sorted(self.elsewhere.items())
@@ -199,7 +198,7 @@ class Findings:
 
 
 class _Lasting:
-    """A condition that counts when it has held for a while, until it has not for a while."""
+    """A condition with hysteresis: it must hold for some time, and be absent for some time."""
 
     def __init__(self, begin_ns: int, looks: int, end_ns: int) -> None:
         self._begin_ns, self._looks, self._end_ns = begin_ns, looks, end_ns
@@ -209,7 +208,7 @@ class _Lasting:
         self.lasts = False
 
     def observe(self, now_ns: int, *, is_so: bool) -> bool:
-        """Return whether the condition lasts, after a look in which it holds or not."""
+        """Return whether the condition lasts, after a sample in which it holds or not."""
         if is_so:
             self._since = now_ns if self._since is None else self._since
             self._times += 1
@@ -224,7 +223,7 @@ class _Lasting:
 
 
 class _Sum:
-    """A condition that holds now and then: a bucket that fills meanwhile, and leaks otherwise."""
+    """A leaky bucket for a condition that holds intermittently."""
 
     def __init__(self, full_ns: int, end_ns: int) -> None:
         self._full_ns, self._end_ns = full_ns, end_ns
@@ -235,10 +234,10 @@ class _Sum:
         self._lasts = False
 
     def observe(self, now_ns: int, rate: float) -> bool:
-        """Return whether it lasts; `rate` is how fast the bucket fills, 0 if nothing was found.
+        """Return whether it lasts; `rate` is the rate at which the bucket fills, 0 if no excess.
 
-        Once the bucket has been full, one more look with the condition is enough, until the bucket
-        has leaked.
+        Once the bucket has been full, one more sample with the condition is enough, until the
+        bucket is empty.
         """
         passed = 0 if self._looked is None else min(now_ns - self._looked, LOOK_NS)
         self._looked = now_ns
@@ -257,11 +256,11 @@ class _Sum:
 
 
 class _Working:
-    """Whether NVML's samples name a container that has done nothing according to its ledger.
+    """Whether NVML's samples name a container that, by its ledger, did no work.
 
-    Under contention a sample names one process, with nearly all of the GPU. So the percentage says
-    little. But that the process is named says that it worked, although its container has had no
-    grant for longer than a sample reaches back.
+    Under contention a sample names one process, with nearly all of the GPU. So the percentage means
+    little. But a process that is named did work, although its container has had no grant for longer
+    than a sample covers.
     """
 
     def __init__(self) -> None:
@@ -292,7 +291,7 @@ class _Working:
     def _collect(self, facts: Facts) -> None:
         now_ns = facts.now_ns
         for sample in facts.samples:
-            # If the clock was set, times may lie in the future.
+            # If the clock was set back, times may be in the future.
             if (
                 self._idle_since + SETTLE_NS < sample.time_ns <= now_ns
                 and LEAST_PERCENT <= sample.percent <= 100  # drivers have reported nonsense
@@ -333,7 +332,7 @@ class ViolationDetector:
         return lasted
 
     def observe(self, facts: Facts) -> list[tuple[Episode, bool]]:
-        """Return the violations that began (True) or ended (False) with this look."""
+        """Return the violations that began (True) or ended (False) with this sample."""
         total = sum(facts.memory.values())
         stranger = max(facts.unregistered, key=lambda pid: facts.memory.get(pid, 0), default=0)
         largest = max(facts.memory, key=lambda pid: facts.memory[pid], default=0)
@@ -368,7 +367,7 @@ LONGEST_S = 32.0
 
 
 def next_freeze(last_s: float | None) -> float:
-    """Return how long to freeze a container, in seconds.
+    """Return the duration of the next freeze of a container, in seconds.
 
     `last_s` is the length of the previous freeze, None if this one is the first in a row.
     """
@@ -376,5 +375,6 @@ def next_freeze(last_s: float | None) -> float:
 
 
 WATCH_S = 2.5
-"""How long a thawed container is watched, in seconds: any violation shows again within this time.
+"""Time for which a thawed container is watched, in seconds: any violation shows again within this
+time.
 """

@@ -1,10 +1,10 @@
-"""A page that shows what happens on the node, and the JSON that it is made of. Read-only.
+"""Serve the read-only web page of the node, and the JSON data that it shows.
 
-It is served as metrics are: nowhere, at a socket, or at a loopback address. A browser can reach
-such an address, and runs the pages of any site. So a request has to name this machine by a name
-that no other host can have (against DNS rebinding), and must not come from a page of another
-origin. Names of containers are foreign text; the page writes nothing but text, and has the browser
-enforce that (Trusted Types).
+It is served like the metrics: not at all, at a socket, or at a loopback address. Pages of any site
+in a local browser can send requests to such an address. So the Host of a request must be a name
+that no other host can have (against DNS rebinding), and the request must not come from a page of
+another origin. Names of containers are untrusted text; the page inserts them only as text, which
+the browser enforces (Trusted Types).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _INLINE = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
 
 
 def read_page(directory: Path = PAGE) -> str:
-    """Return the page as one file: style and scripts stand where page.html names them."""
+    """Return the page as one file, with the style and the scripts of page.html inlined."""
 
     def put(found: re.Match[str]) -> str:
         style, script = found.groups()
@@ -68,7 +68,7 @@ def read_page(directory: Path = PAGE) -> str:
 
 
 def policy_of(page: str) -> str:
-    """Return the Content-Security-Policy that allows what is in the page, and nothing else."""
+    """Return a Content-Security-Policy that allows only the page's own style and scripts."""
     sources: dict[str, list[str]] = {"style": [], "script": []}
     for kind, text in _INLINE.findall(page):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
@@ -136,7 +136,9 @@ class PageEndpoint(httpd.Endpoint):
         since = _SINCE.fullmatch(query)
         if query and not (since and path == HISTORY):
             return self.status("400 Bad Request", why="what may be asked for is ?since=STEP")
-        body = await (self._now() if path == STATE else self._then(int(since[1]) if since else -1))
+        body = await (
+            self._state_json() if path == STATE else self._then(int(since[1]) if since else -1)
+        )
         return await self._send(body, "application/json", headers)
 
     async def _send(self, body: bytes, kind: str, headers: Message) -> bytes:
@@ -146,7 +148,7 @@ class PageEndpoint(httpd.Endpoint):
         packed = await self.in_thread(gzip.compress, body, 5)
         return self.content(packed, kind, "Content-Encoding: gzip\r\n")
 
-    async def _now(self) -> bytes:
+    async def _state_json(self) -> bytes:
         now = time.monotonic()
         if self._state is None or now - self._state[0] > SAME_S:
             document = {**self._head(), **describe(self._server)}
@@ -185,13 +187,13 @@ def _encode(document: dict[str, Any]) -> bytes:
 
 
 def _encode_series(head: dict[str, Any], series: list[dict[str, Any]]) -> bytes:
-    """Encode the series one by one: while one is encoded, no other thread of the governor runs."""
+    """Encode the series one by one, because encoding holds the GIL."""
     pieces = b",".join(_encode(one) for one in series)
     return _encode(head)[:-1] + b',"series":[' + pieces + b"]}"
 
 
 def _text(foreign: str) -> str:
-    # To most readers of JSON, half of a surrogate pair is not text.
+    # Most JSON parsers reject lone surrogates.
     return foreign.encode("utf-8", "replace").decode()
 
 
@@ -200,9 +202,9 @@ def _name(container: Container) -> str:
 
 
 def describe(server: Server) -> dict[str, Any]:
-    """Return what the page shows of this moment.
+    """Return the current state for the page.
 
-    Runs on the governor's loop.
+    Runs on the governor's event loop.
     """
     allocations = server.allocations.describe()
     shown = ("uuid", "index", "name", "strategy", "memory", "memory_left", "compute_left", "lost",
@@ -266,12 +268,12 @@ def _describe(container: Container) -> dict[str, Any]:
 
 
 def _finite(ms: float | None) -> float | None:
-    """Return a number that JSON has: a wait beyond the last bound is -1, not infinity."""
+    """Return -1 for infinity, a wait beyond the last bound, which JSON cannot represent."""
     return -1 if ms == math.inf else ms
 
 
 def reason_of(episode: Episode) -> str:
-    """Return in words what was found, and what was allowed."""
+    """Return the finding and the limit of a violation, as text."""
     if episode.kind == MEMORY:
         found, allowed = episode.found // MIB, episode.allowed // MIB
         return f"its processes hold {found} MiB of GPU memory, {allowed} MiB are allowed"
@@ -281,7 +283,7 @@ def reason_of(episode: Episode) -> str:
 
 
 def uses_of(container: Container) -> Iterator[tuple[tuple[Container, str], Use]]:
-    """Yield what the history records of a container, for each of its GPUs."""
+    """Yield the values for the history of a container, for each of its GPUs."""
     times = container.account.gpu_times()
     for i, device in enumerate(container.devices):
         memory = container.account.memory(i)
@@ -302,7 +304,7 @@ def uses_of(container: Container) -> Iterator[tuple[tuple[Container, str], Use]]
 
 
 async def find_names(server: Server) -> None:
-    """Look up the name of each container at its engine, once, until cancelled."""
+    """Look up the name of each new container in its engine, until cancelled."""
     while True:
         for container in list(server.containers.values()):
             if container.called is not None:
@@ -314,7 +316,7 @@ async def find_names(server: Server) -> None:
                     find_name, container.identifier, whose.bundle, whose.identity
                 )
                 container.called = found.whole
-            except Exception as e:  # its id still names it
+            except Exception as e:  # the id is shown instead
                 log.exception("page-look-failed", container=container.identifier, error=repr(e))
                 container.called = ""
         await asyncio.sleep(1)
@@ -327,7 +329,7 @@ async def keep(server: Server, history: History) -> None:
         try:
             for who, use in uses_of(container):
                 history.part(who, use)
-        except Exception as e:  # the container's end must go on all the same
+        except Exception as e:  # must not prevent the container's cleanup
             log.exception("page-look-failed", container=container.identifier, error=repr(e))
 
     server.admissions.on_end = part
@@ -344,6 +346,6 @@ async def keep(server: Server, history: History) -> None:
 
 
 def listening(config: Config) -> AbstractContextManager[socket.socket | None]:
-    """Listen where the configuration says; None if it says off."""
+    """Listen as configured; None if the page is off."""
     path = Path(config.runtime_dir) / "web.sock"
     return httpd.listening(config.web.listen, path, "the page", "web.listen")

@@ -1,4 +1,4 @@
-"""Admission: completed quotas, chosen GPUs, and refusals that name what is short and by how much."""
+"""Test the allocation table: completed quotas, chosen GPUs, and refusals that state the shortage."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_a_missing_memory_is_refused() -> None:
     assert "defaults.memory" in caught.value.hint
 
 
-def test_a_device_without_annotations_is_refused_by_what_may_have_become_of_them() -> None:
-    """containerd's default handler passes no annotations to the hook, even if the user wrote them."""
+def test_a_device_without_annotations_is_refused_with_the_probable_cause() -> None:
+    """containerd's default handler does not pass annotations to the hook, even if the pod has them."""
     with pytest.raises(RefusedError, match=r"has a device of .*, and no annotation") as e:
         complete_quota(ask(), Config(), annotated=False)
     assert "tidegate setup containerd, then runtimeClassName: tidegate" in e.value.hint
@@ -85,7 +85,7 @@ def test_a_device_without_annotations_is_refused_by_what_may_have_become_of_them
         (8 * GIB - 1, "7.9 GiB"),
     ],
 )
-def test_memory_is_shown_as_a_person_writes_it(amount: int, shown: str) -> None:
+def test_memory_is_shown_with_units(amount: int, shown: str) -> None:
     assert show_memory(amount) == shown
 
 
@@ -98,7 +98,7 @@ def test_memory_has_to_hold_a_context() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["mps", "passthrough"])
-def test_a_strategy_that_is_not_there_is_refused(strategy: str) -> None:
+def test_a_strategy_that_the_node_does_not_offer_is_refused(strategy: str) -> None:
     with pytest.raises(RefusedError, match=f"strategy is {strategy}"):
         complete_quota(ask(memory="2Gi", strategy=strategy), Config())
 
@@ -133,7 +133,7 @@ def test_a_limit_is_not_a_guarantee() -> None:
         allocations.admit(key, ask(memory="1Gi", compute=25, compute_limit=100))
 
 
-def test_who_leaves_makes_room_and_a_refusal_takes_none() -> None:
+def test_an_ended_container_makes_room_and_a_refusal_takes_none() -> None:
     allocations = AllocationTable(gpus(1), Config())
     allocations.admit("a", ask(memory=FREE, compute=100))
     for _ in range(3):
@@ -183,7 +183,7 @@ def test_memory_decides_where_compute_does_not() -> None:
     assert chosen(pack, "c", memory="1Gi") == [0]
 
 
-def test_count_takes_so_many_or_none() -> None:
+def test_count_takes_that_many_gpus_or_none() -> None:
     allocations = AllocationTable(gpus(3), Config())
     allocations.admit("a", ask(memory="2Gi", compute=60, devices=1))
     with pytest.raises(RefusedError) as caught:
@@ -218,7 +218,7 @@ def test_a_named_device_that_is_full_is_not_replaced_by_another() -> None:
     assert chosen(allocations, "c", memory=FREE, compute=100, devices=1) == [1]
 
 
-def test_an_unknown_device_is_refused_with_those_that_are_there() -> None:
+def test_the_refusal_of_an_unknown_device_lists_the_known_ones() -> None:
     devices = gpus(2)
     with pytest.raises(RefusedError) as caught:
         AllocationTable(devices, Config()).admit("a", ask(memory="1Gi", devices=7))
@@ -266,7 +266,9 @@ def test_a_container_goes_where_its_strategy_is(
         ({"count": 3}, "3 GPUs were asked for, this node has 2 GPUs to share"),
     ],
 )
-def test_where_it_is_not_a_container_is_refused(annotations: dict[str, object], line: str) -> None:
+def test_a_container_is_refused_where_its_strategy_is_missing(
+    annotations: dict[str, object], line: str
+) -> None:
     with pytest.raises(RefusedError, match=line):
         AllocationTable(gpus(3), BOTH).admit("a", ask(memory="2Gi", **annotations))
 
@@ -307,7 +309,7 @@ def test_claims_and_strategies() -> None:
             )
         )
     allocations.set_closed(devices[1].uuid, "its MPS server starts")
-    allocations.admit_claim(claim("f", 1))  # the server will be there when a container comes
+    allocations.admit_claim(claim("f", 1))  # the server may run when a container starts
     with pytest.raises(RefusedError, match="GPU 1 of claim default/a takes no container now"):
         allocations.claimed(claim("a", 1), both[:1])
 
@@ -321,7 +323,7 @@ def test_the_first_strategy_is_that_of_gpus_that_are_not_named() -> None:
         allocations.admit("a", ask(memory="2Gi", count=2))
 
 
-def test_a_closed_gpu_takes_nobody_and_keeps_who_is_there() -> None:
+def test_a_closed_gpu_takes_no_container_and_keeps_its_own() -> None:
     allocations = AllocationTable(gpus(3), BOTH)
     quota, _ = allocations.admit("a", ask(memory="2Gi", strategy="mps"))
     allocations.set_closed(gpus(3)[1].uuid, "its MPS server is away")
@@ -335,7 +337,7 @@ def test_a_closed_gpu_takes_nobody_and_keeps_who_is_there() -> None:
 
 
 def with_nodes(n: int) -> AllocationTable:
-    """Return books of GPUs with device nodes numbered in reverse."""
+    """Return an allocation table of GPUs with device nodes numbered in reverse."""
     devices = [replace(device, minor=n - 1 - device.index) for device in gpus(n)]
     return AllocationTable(devices, Config())
 
@@ -348,7 +350,7 @@ def test_a_gpu_is_chosen_among_those_whose_nodes_a_container_has() -> None:
     assert [device.index for device in devices] == [1, 2]
 
 
-def test_who_was_given_gpus_by_name_gets_each_of_them() -> None:
+def test_a_container_with_gpus_by_name_gets_each_of_them() -> None:
     allocations = with_nodes(3)
     nodes = Nodes(frozenset({0, 2}), exact=True)
     _, devices = allocations.admit("a", ask(memory="1Gi"), nodes)
@@ -374,7 +376,7 @@ def test_a_gpu_without_its_node_is_refused(
     assert all(gpu["containers"] == 0 for gpu in allocations.describe()["gpus"])
 
 
-def test_nodes_that_nobody_knows_forbid_nothing() -> None:
+def test_unknown_device_nodes_restrict_nothing() -> None:
     allocations = AllocationTable(gpus(2), Config())
     assert (
         allocations.admit("a", ask(memory="1Gi", devices="1"), Nodes(frozenset({0})))[1][0].index

@@ -1,4 +1,4 @@
-"""What the command line reports if the governor cannot be asked."""
+"""Test the command line's errors if no request can be sent to the governor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from governor.errors import GovernorError
         (PermissionError(13, "Permission denied"), "run it as root"),
     ],
 )
-def test_who_may_not_ask_is_not_told_to_start_a_governor(
+def test_a_caller_without_permission_is_not_told_to_start_a_governor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, hint: str
 ) -> None:
     class Socket(socket.socket):

@@ -1,6 +1,6 @@
-"""The auditor with made-up containers: which processes it counts, what it reports and does, and what it leaves behind.
+"""Test the auditor with stub containers: the processes that it counts, its reports, its actions and its cleanup.
 
-The tests with real containers are in tests/container/test_violations.py.
+Tests with real containers are in tests/container/test_violations.py.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def kinds(logs: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return [(one["event"], one["kind"]) for one in logs if one["event"].startswith("violation")]
 
 
-def test_all_processes_count_registered_or_not(world: Callable[..., AuditWorld]) -> None:
+def test_registered_and_unregistered_processes_count(world: Callable[..., AuditWorld]) -> None:
     made = world()
     one, two = made.add("one"), made.add("two")
     one.registered = {1}
@@ -245,7 +245,7 @@ def test_all_processes_count_registered_or_not(world: Callable[..., AuditWorld])
     assert 0 <= made.clock.time() - episode.began < 1
 
 
-def test_a_stranger_that_draws_or_came_before_the_governor_is_not_accused(
+def test_a_graphics_process_or_one_older_than_the_governor_is_not_accused(
     world: Callable[..., AuditWorld],
 ) -> None:
     made = world()
@@ -263,7 +263,7 @@ def test_a_stranger_that_draws_or_came_before_the_governor_is_not_accused(
 def test_a_process_that_was_registered_may_be_listed_for_a_moment_after_its_end(
     world: Callable[..., AuditWorld],
 ) -> None:
-    """Many such moments, as with programs that run for a second each, do not add up either."""
+    """Nor do many such moments add up, as with programs that run for a second each."""
     made = world()
     one = made.add("one")
     made.owners = dict.fromkeys(range(1, 20), one)
@@ -281,7 +281,7 @@ def test_a_process_that_was_registered_may_be_listed_for_a_moment_after_its_end(
 
 
 @pytest.mark.parametrize("honest", ["holds", "granted", "held", "small", "copies", "pending", None])
-def test_who_holds_or_reports_is_not_accused_of_work(
+def test_a_container_that_holds_or_reports_is_not_accused_of_work(
     world: Callable[..., AuditWorld], honest: str | None
 ) -> None:
     made = world()
@@ -314,7 +314,9 @@ def test_who_holds_or_reports_is_not_accused_of_work(
         assert (logs[0]["found"], logs[0]["allowed"], logs[0]["pid"]) == ("99 %", "0 %", 1)
 
 
-def test_samples_are_asked_for_where_somebody_has_memory(world: Callable[..., AuditWorld]) -> None:
+def test_utilisation_is_sampled_where_a_container_has_memory(
+    world: Callable[..., AuditWorld],
+) -> None:
     made = world()
     one = made.add("one")
     assert not made.auditor.wants_samples(DEVICE)
@@ -323,7 +325,7 @@ def test_samples_are_asked_for_where_somebody_has_memory(world: Callable[..., Au
     assert not made.auditor.wants_samples(replace(DEVICE, uuid="GPU-1"))
 
 
-def test_who_uses_a_gpu_that_was_not_granted_is_shown_and_not_accused(
+def test_use_of_a_gpu_that_was_not_granted_is_shown_and_no_violation(
     world: Callable[..., AuditWorld],
 ) -> None:
     made = world(on_violation="stop")
@@ -385,7 +387,7 @@ def test_a_container_that_ended_by_itself_cannot_be_stopped(
 def test_a_container_is_frozen_and_thawed_without_looks(
     world: Callable[..., AuditWorld], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NVML may fail for good after the container was frozen."""
+    """NVML may fail permanently after the container was frozen."""
     made = world(on_violation="throttle")
     one = made.add("one", pid=os.getpid())
     made.owners = {1: one}
@@ -447,10 +449,10 @@ def test_containers_that_share_a_claim_are_frozen_together_as_far_as_they_can_be
     assert [one["cgroup"] for one in logs if one["event"] == "container-frozen"] == ["/one", "/two"]
 
 
-def test_one_of_two_that_cannot_be_frozen_leaves_nobody_frozen(
+def test_if_one_of_two_groups_cannot_be_frozen_none_stays_frozen(
     world: Callable[..., AuditWorld], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Freezing the second one fails when the first one is already frozen."""
+    """Freezing the second group fails after the first one was frozen."""
     made = world(on_violation="throttle")
     one = made.add("one", pid=os.getpid())
     made.owners = {1: one}
@@ -476,7 +478,7 @@ def test_one_of_two_that_cannot_be_frozen_leaves_nobody_frozen(
 
 
 @pytest.mark.parametrize("how", ["stopping", "ended", "killed"])
-def test_who_is_frozen_is_thawed_before_its_time(
+def test_a_frozen_container_may_be_thawed_early(
     world: Callable[..., AuditWorld], monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     made = world(on_violation="throttle")
@@ -506,7 +508,7 @@ def test_who_is_frozen_is_thawed_before_its_time(
     }  # fmt: skip
 
 
-def test_who_cannot_be_frozen_is_said_once(
+def test_a_container_that_cannot_be_frozen_is_logged_once(
     world: Callable[..., AuditWorld], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = world(on_violation="throttle")
@@ -524,7 +526,7 @@ def test_who_cannot_be_frozen_is_said_once(
     assert not one.findings.frozen
 
 
-def test_a_record_that_cannot_be_written_leaves_nobody_frozen(
+def test_if_the_record_cannot_be_written_nothing_stays_frozen(
     world: Callable[..., AuditWorld], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = world(on_violation="throttle")
@@ -555,7 +557,7 @@ def test_a_record_of_any_kind_stops_no_governor(
     assert not (tmp_path / "frozen.json").exists()
 
 
-def test_what_a_governor_that_died_left_frozen_is_thawed(
+def test_containers_that_a_dead_governor_left_frozen_are_thawed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = tmp_path / "cgroup/pod/one"
@@ -586,7 +588,7 @@ def refuse_to_thaw(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(cgroups.os, "open", real)
 
 
-def test_who_cannot_be_thawed_is_not_forgotten(
+def test_a_container_that_cannot_be_thawed_is_not_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The drop-in that allows freezing is removed with the policy, after the governor was killed."""
@@ -694,7 +696,7 @@ def limiting(tmp_path: Path) -> tuple[Auditor, Holds, _Watched]:
     return Auditor({}, Tally(), config), container, _Watched(container)  # type: ignore[arg-type]
 
 
-def test_who_is_held_on_one_gpu_is_let_go_there(limiting: Any) -> None:
+def test_a_process_that_is_held_on_one_gpu_is_released_there(limiting: Any) -> None:
     auditor, container, watched = limiting
     auditor._limit(watched, 0, frozenset({5}))
     auditor._limit(watched, 1, frozenset())
@@ -705,7 +707,7 @@ def test_who_is_held_on_one_gpu_is_let_go_there(limiting: Any) -> None:
     assert container.held == {0: set()}
 
 
-def test_that_nothing_holds_it_is_said_once_and_when_it_begins(
+def test_a_process_that_cannot_be_held_is_logged_once(
     limiting: Any,
 ) -> None:
     auditor, container, watched = limiting

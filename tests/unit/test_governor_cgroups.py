@@ -1,4 +1,4 @@
-"""Which container a process is in, and which ones can be frozen: with made-up kernel files, and with real ones."""
+"""Test the identification of a process's container, and freezing, with fake and with real kernel files."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_container_has_what_neither_the_governor_nor_its_parent_has(kernel: Ke
         # The container's own groups may have any name. The outermost match is the runtime's.
         (["0::/pod/abc/x/abc/y"], {"": "/pod/abc"}),
         (["0::/pod/abc.slice/y", "2:pids:/"], {"": "/pod/abc.slice/y"}),
-        # A group that the runtime did not make does not have the container's name.
+        # A group that the runtime did not create does not have the container's name.
         (["0::/pod/abc/y", "2:pids:/session-7"], {"": "/pod/abc"}),
         # Another process is in the outermost group of that name as well.
         (["0::/abc/pod/abc/y"], {"": "/abc/pod/abc"}),
@@ -116,7 +116,7 @@ def test_the_group_of_its_name_is_that_of_a_process_that_moved(
     assert cgroups.find_membership(INIT, kernel.proc, is_named).cgroups == groups
 
 
-def test_a_process_that_is_gone_tells_nothing(kernel: Kernel) -> None:
+def test_an_ended_process_has_no_membership(kernel: Kernel) -> None:
     assert kernel.membership(4711) == Membership({}, None)
     assert not Membership({}, None).has_cgroups({"": "/"})
     assert not Membership({}, None).has_namespaces(())
@@ -162,7 +162,9 @@ def test_where_version_2_cannot_freeze_version_1_does(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize(("state", "frozen"), [("FROZEN", "0"), ("THAWED", "1"), ("FREEZING", "0")])
-def test_whom_somebody_else_froze_is_left_alone(kernel: Kernel, state: str, frozen: str) -> None:
+def test_a_container_that_another_program_froze_is_left_alone(
+    kernel: Kernel, state: str, frozen: str
+) -> None:
     kernel.process(INIT, "7:freezer:/one", "0::/one", parent=SHIM)
     kernel.old_group("/one", state)
     kernel.group("/one", frozen)
@@ -232,7 +234,7 @@ def test_mounts_are_read_as_the_kernel_writes_them(kernel: Kernel) -> None:
     }
 
 
-def test_when_a_process_began_is_behind_its_name(kernel: Kernel) -> None:
+def test_a_process_start_time_follows_its_name(kernel: Kernel) -> None:
     kernel.process(INIT, "0::/")
     fields = " ".join(["S", "1"] + ["0"] * 17 + ["250", "0"])
     (kernel.proc / "100/stat").write_text(f"100 (a) (b c) {fields}\n")
@@ -282,7 +284,7 @@ def test_a_process_in_a_namespace_inside_is_in_the_container_s() -> None:
         assert cgroups.find_membership(outside.pid).namespace is None  # it shares the test's own
 
 
-def test_who_joined_a_namespace_is_not_told_by_it() -> None:
+def test_a_joined_namespace_does_not_identify_a_container() -> None:
     if os.geteuid() != 0:
         lack("needs root")
     unshare = ["unshare", "--pid", "--fork", "--kill-child"]
@@ -314,8 +316,8 @@ def test_the_kernel_freezes_and_thaws(hierarchy: str) -> None:
             membership = cgroups.find_membership(process.pid)
             assert path in membership.cgroups.values()
             group = open_group(membership, process.pid, {}, mounts)
-            # In version 1, a frozen process does not even die, so a failing test would wait for
-            # ever.
+            # In version 1, a frozen process does not die even on SIGKILL, so a failing test would
+            # wait for ever.
             with contextlib.closing(group), thawed_at_last(group):
                 group.freeze()
                 assert group.is_frozen()
@@ -352,7 +354,10 @@ def thawed_at_last(group: cgroups.Group) -> Iterator[None]:
 
 
 def is_killed(pid: int) -> bool:
-    """Return the governor's answer. In version 1, a frozen process cannot die before it is thawed."""
+    """Return the governor's answer.
+
+    In version 1, a frozen process cannot die before it is thawed.
+    """
     return audit._is_killed(cast("Container", SimpleNamespace(members=[SimpleNamespace(pid=pid)])))
 
 

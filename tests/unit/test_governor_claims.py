@@ -1,7 +1,7 @@
-"""Claims: booked once and not lost, however often they are requested, and shared by containers that come and go.
+"""Test claims: they are booked once and not lost, however often they are requested, and containers share them.
 
-These are the governor's own parts with a stub for the arbiter's thread. A container is an idle
-process. Real containers are in tests/container/test_claims.py.
+The governor's modules are real, with a stub for the arbiter's thread. A container is an idle
+process. Tests with real containers are in tests/container/test_claims.py.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class ClaimsWorld:
         await self.server.adopt()
 
     def kill(self) -> None:
-        """Drop everything as the kernel does when a process is killed: nothing more is written."""
+        """Drop everything as when a process is killed: nothing more is written."""
         for container in self.server.containers.values():
             container._state = container._slots._state = State()  # discards what they would write
             container.close(keep=True)
@@ -229,7 +229,7 @@ def test_a_claim_is_booked_whether_a_container_uses_it_or_not() -> None:
     run(scene)
 
 
-def test_a_claim_that_is_told_again_changes_nothing() -> None:
+def test_a_claim_that_is_announced_again_changes_nothing() -> None:
     async def scene(world: ClaimsWorld) -> None:
         document = told("a", share("gpu/0"), share("gpu/1", gpu=1))
         first = world.claim(document)
@@ -242,7 +242,7 @@ def test_a_claim_that_is_told_again_changes_nothing() -> None:
     run(scene)
 
 
-def test_another_content_counts_while_nobody_uses_the_claim() -> None:
+def test_an_unused_claim_may_change_its_content() -> None:
     async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a", share("x", compute=70), share("y", gpu=1)))
         world.claim(told("a", share("x", compute=80, gpu=2)))
@@ -317,7 +317,7 @@ def test_claims_and_other_containers_take_from_the_same_books() -> None:
         ([share(compute_limit=60)], "limit of 60 % is below the guarantee of 70 %"),
     ],
 )
-def test_what_says_nothing_sensible_is_no_claim(shares: list[dict[str, Any]], message: str) -> None:
+def test_a_nonsensical_claim_is_refused(shares: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         parse_claim(told("a", *shares))
 
@@ -336,7 +336,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("field", ODD)
-def test_no_odd_word_or_number_becomes_a_claim(field: str) -> None:
+def test_invalid_names_and_numbers_never_become_a_claim(field: str) -> None:
     async def scene(world: ClaimsWorld) -> None:
         for value in ODD[field]:
             document = told("a")
@@ -362,7 +362,7 @@ def test_no_odd_word_or_number_becomes_a_claim(field: str) -> None:
 
 
 def test_claims_are_as_many_as_there_is_room_for() -> None:
-    """Each claim takes memory and time, so empty claims cannot fill the books or the file."""
+    """Each claim takes memory and time, so empty claims cannot fill the table or the file."""
 
     async def scene(world: ClaimsWorld) -> None:
         for number in range(FREE // GIB):
@@ -378,7 +378,7 @@ def test_claims_are_as_many_as_there_is_room_for() -> None:
     run(scene)
 
 
-def test_what_cannot_be_written_is_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_that_cannot_be_written_is_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a", share(compute=10)))
 
@@ -441,7 +441,7 @@ def test_an_init_container_and_then_the_main_one() -> None:
         for name, shares in (("init", ("x",)), ("again", ("x",)), ("main", ("x", "y"))):
             await world.admit(name, use("a", *shares))
             assert world.ids() == [name]
-            await world.end(name, wait=False)  # the engine is faster than the news of the end
+            await world.end(name, wait=False)  # its end is not noticed at once
         assert world.booked(0) == world.booked(1) == (4 * GIB, 70)
 
     run(scene)
@@ -538,7 +538,7 @@ def test_an_admission_that_is_not_confirmed_leaves_the_others_alone() -> None:
 @pytest.mark.parametrize(
     "name", ["memory", "compute", "compute-limit", "devices", "count", "strategy"]
 )
-def test_an_annotation_beside_a_claim_says_nothing(name: str) -> None:
+def test_an_annotation_beside_a_claim_is_refused(name: str) -> None:
     async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a", name="train"))
         value = {"memory": "1Gi", "strategy": "timeslice"}.get(name, "1")
@@ -563,7 +563,7 @@ def test_an_annotation_beside_a_claim_says_nothing(name: str) -> None:
         ([use("a"), use("none")], {}, "claim none is not known"),
     ],
 )  # fmt: skip
-def test_who_may_not_use_a_claim_hears_why(
+def test_a_container_that_may_not_use_a_claim_gets_the_reason(
     uses: list[dict[str, Any]], identity: dict[str, str], message: str
 ) -> None:
     async def scene(world: ClaimsWorld) -> None:
@@ -631,7 +631,7 @@ def test_a_claim_that_is_in_use_stays_booked_until_its_last_container_has_ended(
     run(scene)
 
 
-def test_a_claim_that_has_to_wait_hears_what_has_its_gpu() -> None:
+def test_the_refusal_of_a_claim_names_the_users_of_its_gpu() -> None:
     """The refusal names the container of a claim that was taken back, and a container without a claim as such."""
 
     async def scene(world: ClaimsWorld) -> None:
@@ -674,7 +674,7 @@ def test_a_claim_that_is_larger_than_its_gpu_waits_for_nothing() -> None:
     run(scene)
 
 
-def test_a_claim_that_is_told_while_it_leaves_stays() -> None:
+def test_a_leaving_claim_that_is_announced_again_stays() -> None:
     async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a"))
         await world.admit("one", use("a"))
@@ -740,7 +740,7 @@ def test_a_claim_whose_gpu_is_gone_says_so_and_is_taken_back() -> None:
     run(scene)
 
 
-def test_a_database_of_before_there_were_claims_is_led_on(tmp_path: Path) -> None:
+def test_a_database_without_claims_is_migrated(tmp_path: Path) -> None:
     path = tmp_path / NAME
     state = State(path)
     state.load()
@@ -801,7 +801,7 @@ STEPS = st.one_of(
     ]
 )
 def test_in_any_order_each_claim_is_booked_exactly_once(steps: list[tuple[Any, ...]]) -> None:
-    """The model knows only what was promised, what was taken back, and what runs."""
+    """The model has only the promises, the claims taken back, and the running containers."""
 
     async def scene(world: ClaimsWorld) -> None:
         promised: dict[str, tuple[int, int]] = {}  # GPU and percent
@@ -925,7 +925,10 @@ def test_metrics_say_whose_the_numbers_are() -> None:
 
 
 def test_names_of_pods_put_nothing_into_the_metrics() -> None:
-    """An engine chooses these names. A series has labels with them, and goes with its claim and its container."""
+    """An engine chooses these names.
+
+    They are labels of a series, which ends with its claim and its container.
+    """
     hostile = 'a"} 1\nforged{x="\\\r\x1b[2J\ud800' + "x" * 20000
 
     async def scene(world: ClaimsWorld) -> None:

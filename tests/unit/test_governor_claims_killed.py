@@ -1,7 +1,7 @@
-"""A governor is killed at any step of work on a claim. The next one books the claim once and keeps the promises.
+"""Test that a governor may be killed at any step of work on a claim: the next one keeps all promises.
 
 A step is a call of one of the governor's functions. The governor runs in a forked process, which
-kills itself at the n-th.
+kills itself at the n-th call.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class KillScene:
         self.sleepers = {name: sleeper() for name in CONTAINERS}
 
     def run(self, act: Callable[[KilledGovernor], Awaitable[None]], at: int = 0) -> list[Any]:
-        """Run a governor that may be killed at a step, and return what it said.
+        """Run a governor that may be killed at a step, and return its answers.
 
         The last entry has the number of calls if it was not killed.
         """
@@ -102,7 +102,7 @@ class KillScene:
 
 
 class KilledGovernor:
-    """A running governor that writes to a pipe what it says."""
+    """A running governor that writes its answers to a pipe."""
 
     def __init__(
         self, world: ClaimsWorld, sleepers: dict[str, subprocess.Popen[bytes]], write: int
@@ -211,7 +211,7 @@ async def look(governor: KilledGovernor) -> None:
 
 Act = Callable[[KilledGovernor], Awaitable[None]]
 CASES: dict[str, tuple[tuple[Act, ...], Act, Act]] = {
-    # What happened before, the act during which it is killed, and what is asked again afterwards.
+    # For each case: the preparation, the action during which it is killed, and the later requests.
     "tell": ((), tell, tell),
     "change": ((tell,), tell_other, tell_other),
     "take back": ((tell,), take_back, take_back),
@@ -257,7 +257,8 @@ def one_case(
         (found, *_) = scene.run(look)
         promised = [word for word in said if "calls" not in word]
         check(name, found, promised, at)
-        # A client that got no answer asks again. The result is then the same as without the kill.
+        # A client that got no answer repeats its request. The result is then the same as without
+        # the kill.
         assert after(scene, again) == final, at
         scene.close()
         scene.directory.mkdir()  # so that the fixture can remove it
@@ -273,7 +274,7 @@ def after(scene: KillScene, again: Act) -> dict[str, Any]:
 
 
 def check(name: str, found: dict[str, Any], promised: list[dict[str, Any]], at: int) -> None:
-    """Check what must hold whenever it was killed: each claim is booked once, as written, and promises are kept."""
+    """Check the invariants after a kill at any time: each claim is booked once, as written, and promises are kept."""
     assert found["claims"] == found["written"], at
     booked = list(found["claims"].values())
     assert found["booked"] == [4 * GIB * len(booked), sum(booked)], at

@@ -1,4 +1,4 @@
-"""The node's configuration: schema and dataclass agree, and a wrong file yields one line that names the option."""
+"""Test the node's configuration: schema and dataclass agree, and an invalid file yields one line that names the option."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_schema_and_dataclass_have_the_same_options() -> None:
 
 
 @pytest.mark.parametrize("option", sorted(set(OPTIONS) - {"defaults", "metrics", "web"}))
-def test_every_default_is_one_that_the_file_may_say(option: str) -> None:
+def test_every_default_is_valid_in_the_file(option: str) -> None:
     value = getattr(Config(), option)
     assert getattr(parse_config(json.dumps({option: value})), option) == value
     assert OPTIONS[option]["description"]
@@ -148,7 +148,7 @@ def test_a_wrong_file_is_one_line_that_names_the_option(text: str, names_: str) 
         ),
     ],
 )
-def test_what_is_no_option_is_answered_with_what_was_meant(text: str, says: str) -> None:
+def test_an_unknown_option_is_reported_with_the_probable_one(text: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config(text, "node.yaml")
     assert line(caught.value) == says
@@ -196,7 +196,7 @@ def test_quantities(value: str | int, size: int) -> None:
 @pytest.mark.parametrize(
     "value", ["", "Mi", "1 Mi", "1.5Gi", "-1", "+1", "1M", "1mi", "1MiB", "0x10", "1e3", "9" * 16]
 )
-def test_quantities_that_are_none(value: str) -> None:
+def test_invalid_quantities(value: str) -> None:
     with pytest.raises(ConfigError, match="memory_reserve is"):
         parse_quantity(value, "memory_reserve")
 
@@ -242,7 +242,7 @@ def put(directory: Path, **texts: str) -> Path:
     return directory / "config.yaml"
 
 
-def test_drop_ins_have_the_last_word_in_the_order_of_their_names(tmp_path: Path) -> None:
+def test_drop_ins_take_precedence_in_the_order_of_their_names(tmp_path: Path) -> None:
     main = put(tmp_path, **{
         "main": "placement: pack\ndefaults: {memory: 4Gi, compute: 5}\nstrategies: [timeslice, mps]\n",
         "20-b.yaml": "placement: topology\ndefaults: {compute: 7}\n",
@@ -282,7 +282,7 @@ def test_drop_ins_need_no_other_file_and_a_file_has_its_own(
     assert read_config(tmp_path / "node.yaml") == Config(quantum_ms=2, spin_us=1)
 
 
-def test_what_is_wrong_is_said_of_the_file_that_says_it(tmp_path: Path) -> None:
+def test_an_error_names_the_file_that_has_it(tmp_path: Path) -> None:
     main = put(tmp_path, **{"main": "placement: pack\n", "x.yaml": "placemnt: pack\n"})
     with pytest.raises(ConfigError) as caught:
         load_config(main)
@@ -317,7 +317,7 @@ def test_what_is_wrong_is_said_of_the_file_that_says_it(tmp_path: Path) -> None:
         ("spin_us: 1" + ":59" * 5000, "digits"),
     ],
 )
-def test_yaml_that_would_do_harm_or_say_two_things_is_refused(text: str, says: str) -> None:
+def test_harmful_or_ambiguous_yaml_is_refused(text: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config(text, "node.yaml")
     assert says in line(caught.value)
@@ -329,7 +329,7 @@ def test_aliases_of_aliases_take_neither_time_nor_memory() -> None:
         parse_config(f"a0: &a0 [x]\n{levels}placement: *a40\n")
 
 
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_fifo_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
     fifo = tmp_path / "config.yaml"
     os.mkfifo(fifo)
     large = tmp_path / "large.yaml"
@@ -343,7 +343,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
             read_config(path)
 
 
-def test_every_option_says_when_a_new_value_counts() -> None:
+def test_every_option_states_when_a_new_value_takes_effect() -> None:
     assert {effect_of(option) for option in OPTIONS} == set(EFFECTS)
     assert {option for option in OPTIONS if effect_of(option) == "now"} == {
         "inflight_us", "idle_release_us", "hold_launches", "on_violation", "mps_fault_s",
@@ -369,7 +369,7 @@ def test_differences_name_inner_options_and_show_values_as_written() -> None:
     assert differences(new, new) == {}
 
 
-def test_check_takes_a_drop_in_together_with_the_rest(
+def test_check_merges_a_drop_in_with_its_main_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main = put(tmp_path, **{
@@ -390,7 +390,7 @@ def test_check_takes_a_drop_in_together_with_the_rest(
     assert capsys.readouterr().out == f"{draft}: accepted\n"
 
 
-def test_check_takes_a_file_as_it_is_called_where_one_stands(
+def test_check_accepts_a_relative_path(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     main = put(tmp_path, **{"main": "quantum_ms: 5\n", "x.yaml": "placement: pack\n"})

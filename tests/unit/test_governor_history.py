@@ -1,4 +1,4 @@
-"""The history of the page: what a step has, what is forgotten, and how much memory it may take."""
+"""Test the history of the page: the values of a step, what is dropped, and the bound of its memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def test_what_is_used_beyond_the_guarantee_is_lent() -> None:
     assert only(history.cut(-1))["used"] == [100.0]
     assert only(history.cut(-1))["lent"] == [60.0]
     strict = History(0)
-    # A container that may not exceed its guarantee is not lent time: what it got was owed.
+    # A container that may not exceed its guarantee is not lent time: it only makes up for what it
+    # was owed.
     steps(strict, replace(ALONE, limit=40, charged_ns=5 * SECOND // 2))
     assert only(strict.cut(-1))["used"] == [50.0]
     assert only(strict.cut(-1))["lent"] == [0.0]
@@ -107,7 +108,7 @@ def test_a_cut_and_what_follows_it_are_the_whole(n: int) -> None:
         assert (head + tail)[-STEPS:] == list(range(n))[-STEPS:], since
 
 
-def test_what_somebody_did_until_his_end_is_there() -> None:
+def test_the_use_until_a_containers_end_is_recorded() -> None:
     history = History(0)
     steps(history, ALONE)
     history.part("who", replace(ALONE, charged_ns=SECOND))
@@ -122,7 +123,7 @@ def test_what_somebody_did_until_his_end_is_there() -> None:
     assert history.cut(-1).series == []
 
 
-def test_who_was_there_between_two_looks_is_there() -> None:
+def test_a_container_that_ran_between_two_readings_is_recorded() -> None:
     history = History(0)
     history.part("who", replace(ALONE, charged_ns=SECOND))
     history.record(STEP_NS, [])
@@ -139,7 +140,7 @@ def test_a_name_that_comes_again_is_another_container() -> None:
     ]  # fmt: skip
 
 
-def test_more_than_fit_make_the_ended_go_first() -> None:
+def test_ended_series_are_dropped_first() -> None:
     history = History(0)
     many = [(i, replace(ALONE, key=str(i))) for i in range(MOST_SERIES)]
     history.record(STEP_NS, many)

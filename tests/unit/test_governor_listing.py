@@ -1,7 +1,7 @@
-"""What an operator sees of containers: `tidegate ps`, `top` and `inspect`, from a governor on the simulated GPU.
+"""Test `tidegate ps`, `top` and `inspect`, with a governor on the simulated GPU.
 
-`top` runs in a real terminal (a pseudo-terminal). The names that engines give containers are read
-from files in the engines' formats.
+`top` runs in a pseudo-terminal. The names of containers are read from files in the engines'
+formats.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def command(node: GovernorNode, *arguments: str) -> list[str]:
 
 
 def tidegate(node: GovernorNode, *arguments: str) -> str:
-    """Return what the command prints."""
+    """Return the command's output."""
     done = subprocess.run(
         command(node, *arguments), cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -97,7 +97,7 @@ def tidegate(node: GovernorNode, *arguments: str) -> str:
 # ---- ps ----
 
 
-def test_ps_shows_who_has_what(node: GovernorNode) -> None:
+def test_ps_shows_each_containers_use(node: GovernorNode) -> None:
     wait_for(lambda: "?" not in tidegate(node, "ps"), "rates")
     head, *rows = tidegate(node, "ps").splitlines()
     assert re.split("  +", head) == [
@@ -133,8 +133,8 @@ def test_ps_as_json_keeps_what_is_promised(node: GovernorNode) -> None:
         check("ps", broken)
 
 
-def test_who_has_the_gpu_and_who_waits_is_seen(node: GovernorNode) -> None:
-    """This is known from the arbiter's grants, and from the process's own reports in its ledger."""
+def test_use_and_waiting_are_shown(node: GovernorNode) -> None:
+    """The values come from the arbiter's grants, and from the process's own reports in its ledger."""
     directory = Path(node.config.runtime_dir, "containers", container_key("plain"))
 
     def device() -> dict[str, Any]:
@@ -156,7 +156,7 @@ def test_who_has_the_gpu_and_who_waits_is_seen(node: GovernorNode) -> None:
     wait_for(lambda: not device()["waiting"], "an end of that")
 
 
-def test_whose_a_container_is_is_known_after_a_restart(
+def test_a_containers_pod_is_known_after_a_restart(
     tmp_path: Path, gpus: tuple[Path, Path], build_dir: Path
 ) -> None:
     with GovernorNode(tmp_path, gpus, build_dir) as node:
@@ -173,7 +173,7 @@ def test_whose_a_container_is_is_known_after_a_restart(
 
 
 @pytest.mark.parametrize("verb", [["ps"], ["inspect", "one"], ["top", "--count", "1"]])
-def test_violations_are_in_plain_sight(
+def test_violations_are_shown(
     governor: GovernorThread, pidfd: int, verb: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with GovernorClient(governor) as client:
@@ -202,7 +202,7 @@ def test_violations_are_in_plain_sight(
         assert out.splitlines()[1].split()[-1] == "starting"  # it was not confirmed
 
 
-def test_foreign_text_reaches_no_terminal(
+def test_control_characters_do_not_reach_a_terminal(
     governor: GovernorThread, pidfd: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evil = "x\x1b]0;owned\x07\x1b[2J\n\rviolation: you: \u202e"
@@ -258,7 +258,7 @@ def test_a_character_of_two_columns_wraps_no_line() -> None:
     assert violation_lines([wide])[0].startswith(f"violation: {'?' * MOST}: ")
 
 
-def test_what_an_error_found_reaches_no_terminal(
+def test_control_characters_in_an_error_do_not_reach_a_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The file to be checked may come from an untrusted source."""
@@ -271,7 +271,7 @@ def test_what_an_error_found_reaches_no_terminal(
         assert all(char.isprintable() for char in said.removesuffix("\n"))
 
 
-def test_a_file_that_is_wrong_keeps_nobody_from_looking(
+def test_an_invalid_file_does_not_stop_the_listing(
     node: GovernorNode,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -355,13 +355,13 @@ def test_a_rate_is_of_the_last_two_seconds() -> None:
     for tenth in range(11, 61):
         found = rates.update(tenth * S // 10, given=S // 2)
     assert found == {"given": 0.0}
-    # Too old a time says nothing about the rate.
+    # A reading that is too old is not used for the rate.
     assert rates.update(6 * S + RATE_NS, given=S // 2 + RATE_NS) == {"given": 100.0}
-    assert rates.update(7 * S + RATE_NS, given=0) == {"given": 0.0}  # a counter that goes back
+    assert rates.update(7 * S + RATE_NS, given=0) == {"given": 0.0}  # a counter that decreases
     assert rates.update(8 * S + RATE_NS, given=2**62) == {"given": MOST_RATE}
 
 
-def test_who_asks_all_the_time_gets_the_same_rates() -> None:
+def test_frequent_requests_get_the_same_rates() -> None:
     often, rarely = Rates(), Rates()
     for ms in range(10_000):
         found = often.update(ms * 1_000_000, given=ms * 250_000)
@@ -393,8 +393,8 @@ def test_a_container_is_found_by_id_name_or_pod() -> None:
         assert str(caught.value) == f"{words}; tidegate ps lists them"
 
 
-def test_a_name_that_is_how_anothers_id_begins_leads_to_neither() -> None:
-    """A user that names a container must not get the quota that an operator gives to another container."""
+def test_a_name_that_is_a_prefix_of_another_id_is_ambiguous() -> None:
+    """A user must not get, by the choice of a name, the quota that an operator gives to another container."""
     known = listed(("abc1", "", ""), ("ff", "abc", ""))
     with pytest.raises(RequestError, match="2 containers are named or begin with 'abc'"):
         find("abc", known)
@@ -447,7 +447,7 @@ def test_docker_and_podman_are_read_in_their_own_files(tmp_path: Path) -> None:
         assert find_name(ID, podman(tmp_path / file, file), {}) == Name("podman", "trainer")
 
 
-def test_kubernetes_and_nerdctl_say_it_themselves() -> None:
+def test_kubernetes_and_nerdctl_pass_the_name_themselves() -> None:
     bundle = f"/run/containerd/io.containerd.runtime.v2.task/k8s.io/{ID}"
     assert find_name(ID, bundle, POD) == Name("containerd", "main", "ml/train-0")
     assert find_name(ID, bundle, {"pod": "p"}) == Name("containerd", "", "p")
@@ -583,7 +583,7 @@ def test_top_as_json_is_a_document_a_line(node: GovernorNode) -> None:
         ["--count", "-1"],
     ],
 )
-def test_top_refuses_what_is_no_interval(
+def test_top_refuses_an_invalid_interval(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -707,7 +707,10 @@ def test_top_prints_lines_in_a_terminal_that_can_do_no_more(node: GovernorNode) 
 def test_what_is_wrong_is_seen_on_a_small_screen(
     node: GovernorNode, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rows that do not fit are left out at the end of the table. Lasting violations are always shown."""
+    """Rows that do not fit are omitted from the end of the table.
+
+    Lasting violations are always shown.
+    """
     found = json.loads(tidegate(node, "ps", "--json")) * 20
     episode = Episode("memory", found[-1]["devices"][0]["uuid"], 1, 3 * GIB, GIB, began=time.time())
     found[-1] = {**found[-1], "violations": [episode.describe()]}

@@ -1,4 +1,4 @@
-"""What the governor makes of the names that containers write into their ledgers."""
+"""Test the collection of names of unknown functions that containers write into their ledgers."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def test_a_name_is_found_once(ledger: mmap.mmap) -> None:
         b"\xff" * 48,
     ],
 )
-def test_what_is_no_name_is_passed_over(ledger: mmap.mmap, name: bytes) -> None:
+def test_invalid_names_are_skipped(ledger: mmap.mmap, name: bytes) -> None:
     functions = UnknownFunctions()
     write(ledger, 1, name)
     write(ledger, 2, b"cuAfter")
     assert functions.read(ledger) == ["cuAfter"]
 
 
-def test_a_container_that_writes_ever_new_names_is_remembered_sixteen(ledger: mmap.mmap) -> None:
+def test_at_most_sixteen_names_of_a_container_are_kept(ledger: mmap.mmap) -> None:
     functions = UnknownFunctions()
     for i in range(100):
         write(ledger, i % layout.N_UNKNOWN, f"cuNumber{i}".encode())
@@ -126,7 +126,7 @@ def test_ps_has_a_line_for_each_container_that_looked_one_up() -> None:
         f"unknown functions: {'a' * 40}: cuOfTomorrow, cuMemAlloc@14000",
         "unknown functions: b: cuOfTomorrow",  # b and c have one ledger
     ]
-    # The answer may be of another program at the governor's socket.
+    # The answer may come from another program at the governor's socket.
     evil = described(name="n\x1b[2J", unknown_functions=["cu\x1b[2J"])
     assert unknown_lines([evil]) == ["unknown functions: n?[2J: cu?[2J"]
 

@@ -1,4 +1,4 @@
-"""The governor's notifications to the service manager, received at a socket of the test."""
+"""Test the governor's notifications to the service manager, received at a socket of the test."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.
 
 
 def signs(manager: socket.socket) -> int:
-    """Return the number of signs of life that have arrived."""
+    """Return the number of keep-alive messages that have arrived."""
     manager.setblocking(False)
     n = 0
     while True:
@@ -49,7 +49,7 @@ def signs(manager: socket.socket) -> int:
         (None, None, None),
     ],
 )
-def test_signs_of_life_are_given_where_they_are_wanted(
+def test_keep_alive_messages_are_sent_if_configured(
     monkeypatch: pytest.MonkeyPatch, usec: str | None, pid: str | None, within: float | None
 ) -> None:
     for name, value in (("USEC", usec), ("PID", str(os.getpid()) if pid == "own" else pid)):
@@ -59,7 +59,7 @@ def test_signs_of_life_are_given_where_they_are_wanted(
     assert watchdog_s() == within
 
 
-def test_a_loop_that_is_stuck_gives_no_sign_of_life(manager: socket.socket) -> None:
+def test_a_stuck_event_loop_sends_no_keep_alive_message(manager: socket.socket) -> None:
     async def scene() -> None:
         task = asyncio.ensure_future(feed_watchdog(0.1))
         await asyncio.sleep(0.3)
@@ -71,7 +71,7 @@ def test_a_loop_that_is_stuck_gives_no_sign_of_life(manager: socket.socket) -> N
     asyncio.run(scene())
 
 
-def test_nothing_is_told_where_nobody_listens(
+def test_no_notification_is_sent_without_a_service_manager(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
@@ -80,7 +80,7 @@ def test_nothing_is_told_where_nobody_listens(
     notify("READY=1")
 
 
-def test_a_manager_that_takes_nothing_holds_nobody_up(
+def test_a_stuck_service_manager_does_not_block_the_governor(
     manager: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("governor.manager.PATIENCE_S", 0.01)
@@ -89,7 +89,7 @@ def test_a_manager_that_takes_nothing_holds_nobody_up(
     assert 0 < signs(manager) < 100
 
 
-def test_a_governor_is_ready_and_lives(
+def test_a_governor_notifies_readiness_and_feeds_the_watchdog(
     manager: socket.socket,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,

@@ -1,4 +1,4 @@
-"""Metrics as a scraper gets them: over HTTP, read by Prometheus's own parser, compared with the governor's data."""
+"""Test the metrics over HTTP: parsed by Prometheus's own parser, and compared with the governor's data."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_counters_of_a_container_stay_when_a_process_ends_and_go_with_the_contai
     play(scene)
 
 
-def test_what_a_gpu_did_does_not_go_back_when_a_container_ends(
+def test_a_gpus_counters_do_not_decrease_when_a_container_ends(
     play: Callable[[Scene], None],
 ) -> None:
     """The only container wants the GPU for a while: it holds an open grant, and ends."""
@@ -241,7 +241,7 @@ def test_gpu_time_has_the_grant_under_way() -> None:
 @given(
     st.lists(st.tuples(st.booleans(), *[st.integers(0, 2**64 - 1)] * 3), min_size=2, max_size=20)
 )
-def test_a_container_s_time_never_goes_back(looks: list[tuple[bool, int, int, int]]) -> None:
+def test_a_containers_time_never_decreases(looks: list[tuple[bool, int, int, int]]) -> None:
     counters = Counters(1)
     before = GpuTime()
     for is_open, held, charged, since in looks:
@@ -277,7 +277,8 @@ def test_a_word_is_the_same_number_in_ps_in_the_metrics_and_on_the_page(
         container = await world.admit("one", compute="40", compute_limit="100")
         history = History(now[0])
         charged = [0]
-        # What the arbiter granted beyond the guarantee is another number, and shown nowhere.
+        # The time that the arbiter granted beyond the guarantee is a different number, and is not
+        # shown.
         container.gpus.stats = lambda _: Stats(  # type: ignore[method-assign]
             grants=1, since_ns=S, lent_ns=7 * S, charged_ns=charged[0], overdue=2
         )
@@ -364,7 +365,10 @@ def test_formats_and_compression(play: Callable[[Scene], None]) -> None:
         (b"\r\n\r\n", b"400"),
         (b"GET /metrics\r\n\r\n", b"400"),
         (b"GET /metrics HTTP/2.0\r\n\r\n", b"400"),
-        (b"GET /metrics HTTP/1.1\nHost:evil\r\n\r\n", b"400"),  # a proxy takes it for two lines
+        (
+            b"GET /metrics HTTP/1.1\nHost:evil\r\n\r\n",
+            b"400",
+        ),  # two lines, to a proxy
         (b"\xff\x00 \xfe \xfd\r\n\r\n", b"400"),
         (b"GET /metrics HTTP/1.1\r\n" + b"A: b\r\n" * 120 + b"\r\n", b"400"),
         (
@@ -378,7 +382,7 @@ def test_formats_and_compression(play: Callable[[Scene], None]) -> None:
         (b"b" * 4 * HEAD_LIMIT, b"431"),
     ],
 )
-def test_what_is_no_scrape_is_refused(
+def test_other_requests_than_a_scrape_are_refused(
     play: Callable[[Scene], None], request_: bytes, status: bytes
 ) -> None:
     async def scene(world: MetricsWorld) -> None:
@@ -389,7 +393,7 @@ def test_what_is_no_scrape_is_refused(
     play(scene)
 
 
-def test_clients_that_say_nothing_are_sent_away_and_others_are_served_meanwhile(
+def test_silent_clients_are_disconnected_while_others_are_served(
     play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("governor.httpd.REQUEST_S", 1.0)
@@ -415,7 +419,7 @@ def test_clients_that_say_nothing_are_sent_away_and_others_are_served_meanwhile(
     play(scene)
 
 
-def test_connections_without_end_are_few(play: Callable[[Scene], None]) -> None:
+def test_the_number_of_connections_is_limited(play: Callable[[Scene], None]) -> None:
     async def scene(world: MetricsWorld) -> None:
         def descriptors() -> int:
             return len(list(Path("/proc/self/fd").iterdir()))
@@ -433,7 +437,7 @@ def test_connections_without_end_are_few(play: Callable[[Scene], None]) -> None:
     play(scene)
 
 
-def test_a_client_that_does_not_read_is_sent_away(
+def test_a_client_that_does_not_read_is_disconnected(
     play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("governor.httpd.REQUEST_S", 3.0)
@@ -539,7 +543,7 @@ def test_a_port_that_is_free_again_is_served(
     assert f"metrics cannot be served at 127.0.0.1:{port}: Address already in use" in said
 
 
-def test_a_port_that_the_sandbox_forbids_is_told_with_the_way_out(
+def test_a_port_that_the_sandbox_forbids_is_reported_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forbid(_: str) -> socket.socket:

@@ -1,7 +1,7 @@
-"""NVIDIA's MPS daemon as the governor runs it: what its logs mean, which processes may command it, and its end.
+"""Test how the governor runs NVIDIA's MPS daemon: parsing of its logs, permission to command it, and its end.
 
 The lines are those of driver 550's programs. Where the driver packages of test_vdriver_debian.py
-have been downloaded, the daemon is NVIDIA's own: it needs no GPU until a client comes.
+have been downloaded, the daemon is NVIDIA's own: it needs no GPU until a client connects.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ SERVER = "[2026-11-22 02:53:36.999 Server  6901] "
         (CONTROL + "Cmd:shutdown_server 12889 -f", ("command", None)),
     ],
 )  # fmt: skip
-def test_what_a_line_of_the_logs_says(line: str, event: tuple[str, int | None]) -> None:
+def test_events_in_lines_of_the_logs(line: str, event: tuple[str, int | None]) -> None:
     found = read_line(line)
     assert found is not None
     assert (found.kind, found.pid) == event
@@ -77,11 +77,13 @@ def test_what_a_line_of_the_logs_says(line: str, event: tuple[str, int | None]) 
         "\x00\xff", "x" * 100_000,
     ],
 )  # fmt: skip
-def test_other_lines_say_nothing(line: str) -> None:
+def test_other_lines_have_no_event(line: str) -> None:
     assert read_line(line) is None
 
 
-def test_lines_are_told_once_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_returned_once_and_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "log"
     path.write_text("of the one before\n")
     follower = Follower(path)
@@ -221,7 +223,7 @@ def test_a_daemon_is_started_commanded_killed_and_stopped(tools: Tools, short: P
             await until(lambda: made.counts.commands == 3)
             await asyncio.sleep(0.3)
             assert made.counts.faults == 0
-            # The daemon runs on without its governor, and the next governor finds it.
+            # The daemon continues without its governor, and the next governor finds it.
             pid = made.describe()["pid"]
         made.leave()
         heir = Mps(DEVICE, tools, Config(runtime_dir=str(short)), lambda *_: None)
@@ -239,7 +241,7 @@ def test_a_daemon_is_started_commanded_killed_and_stopped(tools: Tools, short: P
     assert kinds == ["command", "daemon-ended", "command", "command"]
 
 
-def test_one_that_does_not_start_is_down_and_tried_again(short: Path) -> None:
+def test_a_daemon_that_does_not_start_is_down_and_retried(short: Path) -> None:
     tools = Tools(Path("/bin/false"), "/bin", "/", multiuser=False)
     states: list[str] = []
     made = Mps(DEVICE, tools, Config(runtime_dir=str(short)), lambda m, _: states.append(m.state))
@@ -257,7 +259,9 @@ def test_one_that_does_not_start_is_down_and_tried_again(short: Path) -> None:
     assert states == ["down"]
 
 
-def test_one_that_does_not_take_all_users_is_started_for_one(short: Path, build_dir: Path) -> None:
+def test_a_daemon_without_the_option_for_all_users_is_started_for_one(
+    short: Path, build_dir: Path
+) -> None:
     picky = short / PROGRAM
     picky.write_text(f'#!/bin/sh\n[ $# = 1 ] && exec {build_dir}/simgpu/mps-control "$@"\n')
     picky.chmod(0o755)
@@ -304,9 +308,7 @@ def test_a_daemon_is_watched_by_a_governor_with_thousands_of_descriptors(stand_i
         asyncio.run(story())
 
 
-def test_a_container_whose_link_cannot_be_made_costs_nobody_the_daemon(
-    stand_in: Mps, short: Path
-) -> None:
+def test_a_failed_link_does_not_stop_the_daemon_for_others(stand_in: Mps, short: Path) -> None:
     async def story() -> None:
         async with running(stand_in):
             (short / "container").mkdir()
@@ -345,7 +347,7 @@ def test_a_log_that_grows_faster_than_it_is_read_does_not_fill_the_disk(tmp_path
     assert last.endswith("Cmd: one")
 
 
-def test_a_client_that_commands_without_end_is_counted_and_told_a_few_times(
+def test_endless_commands_of_a_client_are_counted_and_rarely_reported(
     build_dir: Path, short: Path
 ) -> None:
     if os.geteuid() != 0:

@@ -1,4 +1,4 @@
-"""A mistyped option on a command line yields one line, which names where to find out more."""
+"""Test that a mistyped option yields one line, which refers to --help."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from kube import main as dra
         ),
     ],
 )  # fmt: skip
-def test_what_is_mistyped_is_one_line(
+def test_a_mistyped_option_is_reported_in_one_line(
     run: Callable[[list[str]], int],
     arguments: list[str],
     line: str,
@@ -45,7 +45,7 @@ def test_what_is_mistyped_is_one_line(
     assert capsys.readouterr().err == f"{line}\n"
 
 
-def test_a_verb_that_is_none_is_one_line_with_those_there_are(
+def test_an_unknown_verb_is_one_line_with_the_known_ones(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):

@@ -1,4 +1,4 @@
-"""Limits on what a container causes in the governor: connections and log lines are paced."""
+"""Test the rate limits for connections and log lines that a container causes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from governor.pace import LINES, Pace, PacedLog
     st.integers(1, 100),
     st.lists(st.floats(0, 5), min_size=1, max_size=200),
 )
-def test_no_span_of_time_has_more_than_its_part_and_one_burst(
+def test_no_interval_exceeds_its_rate_and_one_burst(
     each_s: float, burst: int, pauses: list[float]
 ) -> None:
     one = Pace(each_s, burst)
@@ -41,7 +41,7 @@ def test_no_span_of_time_has_more_than_its_part_and_one_burst(
             assert j <= burst + (end - begin) / each_s + 1e-6
 
 
-def test_a_burst_passes_and_what_waits_for_its_time_passes_then() -> None:
+def test_a_burst_passes_and_later_events_pass_in_their_time() -> None:
     one = Pace(0.5, 3)
     assert [one.may(100.0) for _ in range(4)] == [True, True, True, False]
     assert one.wait(100.0) == pytest.approx(0.5)
@@ -197,7 +197,7 @@ def test_a_connection_whose_task_has_not_begun_ends_with_the_listener(play: Play
     play(scene)
 
 
-def test_without_descriptors_it_waits_and_goes_on(
+def test_without_descriptors_the_listener_pauses_and_continues(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener, "SHORT_S", 0.01)

@@ -1,4 +1,4 @@
-"""Placement: which GPUs of a node a container gets, compared with every other set that it could have got."""
+"""Test placement: the GPUs that a container gets are compared with every other possible set."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def linked(n: int, links: dict[tuple[int, int], int], ancestor: Ancestor = SYS) 
 
 
 class PlacementNode:
-    """Books with a policy. Containers are named by consecutive numbers."""
+    """An allocation table with a policy. Containers are named by consecutive numbers."""
 
     def __init__(self, n: int, topology: Topology, policy: str = "topology") -> None:
         self.allocations = AllocationTable(gpus(n), Config(placement=policy), topology)
@@ -97,7 +97,7 @@ def test_one_gpu_is_taken_where_the_group_is_broken_already() -> None:
     assert node.start(compute=60, count=4) == [4, 5, 6, 7]
 
 
-def test_spread_leaves_no_pair_to_who_comes_next_and_topology_does() -> None:
+def test_topology_leaves_a_pair_to_the_next_container_and_spread_does_not() -> None:
     pairs = linked(4, {(0, 1): 4, (2, 3): 4})
     near, spread = PlacementNode(4, pairs), PlacementNode(4, pairs, "spread")
     assert [near.start(compute=30) for _ in range(3)] == [[0], [0], [0]]
@@ -170,7 +170,7 @@ def test_a_lost_gpu_is_not_granted_and_is_no_reason_to_keep_its_neighbour() -> N
     assert node.start(devices=1) == [1]
 
 
-def test_where_no_gpu_answers_the_reason_is_said() -> None:
+def test_if_no_gpu_answers_the_reason_is_reported() -> None:
     node = PlacementNode(2, Topology())
     for uuid in uuids(2):
         node.allocations.set_lost(uuid, "GPU is lost")
@@ -365,7 +365,10 @@ def way(topology: Topology, one: str, other: str) -> tuple[int, int, int]:
 
 
 def worth(chosen: tuple[int, ...], found: list[Standing], topology: Topology) -> tuple[object, ...]:
-    """Return the criteria for a set in their order; smaller is better. Based on the manual, not on the code."""
+    """Return the criteria for a set in their order; smaller is better.
+
+    Based on the manual, not on the code.
+    """
     names = uuids(len(found))
     inside = sorted((way(topology, names[a], names[b]) for a, b in combinations(chosen, 2)))[::-1]
     lost = [

@@ -1,4 +1,4 @@
-"""The governor's socket: valid requests, their answers, and that an unconfirmed admission is taken back.
+"""Test the governor's socket: requests, their answers, and that an unconfirmed admission is undone.
 
 The server runs on a thread with the real arbiter library. A container is a `sleep` process with its
 pidfd.
@@ -68,7 +68,7 @@ VALIDATOR = jsonschema.Draft202012Validator(json.loads(SCHEMA_FILE.read_text()))
 
 
 class GovernorThread:
-    """A server on a thread of its own."""
+    """A server on a separate thread."""
 
     def __init__(self, directory: Path, library_dir: Path, uuids: Sequence[str] = (UUID,)) -> None:
         self.directory = directory
@@ -131,7 +131,7 @@ class GovernorClient:
         self.socket.close()
 
     def raw(self, data: bytes, *fds: int) -> bytes:
-        """Send bytes and return the line that comes back, or nothing if the connection is closed."""
+        """Send bytes and return the answer's line, empty if the connection is closed."""
         try:
             sent = socket.send_fds(self.socket, [data], list(fds)) if fds else 0
             self.socket.sendall(data[sent:])
@@ -286,7 +286,7 @@ BAD: list[Any] = [
 ]
 
 
-def test_what_is_no_request_is_refused_and_the_connection_goes_on(
+def test_an_invalid_request_is_refused_and_the_connection_stays_open(
     governor: GovernorThread, pidfd: int
 ) -> None:
     with GovernorClient(governor) as client:
@@ -348,10 +348,8 @@ def test_an_admission_is_confirmed_and_outlives_its_connection(
     assert governor.directories() == []
 
 
-def test_an_admission_that_is_not_confirmed_is_taken_back(
-    governor: GovernorThread, pidfd: int
-) -> None:
-    for _ in range(3):  # each takes more than half, so its predecessor has to be gone
+def test_an_unconfirmed_admission_is_undone(governor: GovernorThread, pidfd: int) -> None:
+    for _ in range(3):  # each takes more than half, so the previous one must be gone
         with GovernorClient(governor) as client:
             assert client.ask(ADMIT, pidfd)["ok"]
             assert governor.directories() == [container_key("one")]
@@ -365,7 +363,7 @@ def test_an_admission_whose_hook_is_stuck_ends_with_the_container(
     """A root file system that does not answer keeps the hook's process, and its connection open."""
     with GovernorClient(governor) as client:
         assert client.ask(ADMIT, pidfd)["ok"]
-        sleeper.kill()  # as the runtime does with a start that has failed
+        sleeper.kill()  # as the runtime does after a failed start
         wait_for(lambda: listed(governor) == [])
         assert governor.directories() == []
         # Once the file system answers.
@@ -387,12 +385,12 @@ def test_what_is_reserved_is_kept_for_one_container(governor: GovernorThread, pi
 
 
 @pytest.mark.parametrize("governor", [(UUID, OTHER)], ids=["two GPUs"], indirect=True)
-def test_of_two_that_race_for_one_reservation_one_has_it(
+def test_of_two_containers_that_race_for_a_reservation_one_gets_it(
     governor: GovernorThread, pidfd: int
 ) -> None:
-    """Both know the reservation's token, as two containers of a copied bundle do.
+    """Both have the reservation's token, like two containers of a copied bundle.
 
-    The loser gets the GPU that has the most room by then.
+    The loser gets the GPU that has the most room then.
     """
     third = {"tidegate.gpu/memory": "1Gi", "tidegate.gpu/compute": "30"}
     with GovernorClient(governor) as client:
@@ -420,10 +418,10 @@ def test_of_two_that_race_for_one_reservation_one_has_it(
         one.__exit__()
 
 
-def test_who_redeems_another_s_reservation_has_its_own_quota_alone(
+def test_a_container_that_redeems_another_reservation_gets_its_own_quota(
     governor: GovernorThread, pidfd: int
 ) -> None:
-    """A reservation names GPUs. The quota on them is asked for and counted again."""
+    """A reservation determines GPUs. The quota is taken from the request, and checked again."""
     with GovernorClient(governor) as client:
         small = {"tidegate.gpu/memory": "1Gi", "tidegate.gpu/compute": "10"}
         token = client.ask({**RESERVE, "annotations": small})["reservation"]
@@ -431,7 +429,7 @@ def test_who_redeems_another_s_reservation_has_its_own_quota_alone(
         large = {**ADMIT, "id": "two", "reservation": token}
         assert client.error(large, pidfd)[0] == "refused"
         assert listed(governor) == ["one"]
-        # The container that it was made for has lost it, and gets what is left.
+        # The container for which it was made has lost it, and gets what is left.
         late = {**ADMIT, "id": "three", "annotations": small, "reservation": token}
         assert client.ask(late, pidfd)["memory"] == GIB
 
@@ -456,7 +454,7 @@ def test_a_reservation_that_is_replaced_is_gone(governor: GovernorThread, pidfd:
         assert client.ask({**ADMIT, "reservation": second}, pidfd)["ok"]
 
 
-def test_a_reservation_that_nobody_confirms_expires(
+def test_an_unconfirmed_reservation_expires(
     governor: GovernorThread, pidfd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("governor.reservations.RESERVED_S", 0.2)
@@ -555,7 +553,7 @@ def test_a_gpu_that_takes_no_more_leaves_nothing(governor: GovernorThread, pidfd
         tenants = [governor.runner.add(0, WHOLE, grant, 0, ledger) for _ in range(256)]
         try:
             with GovernorClient(governor) as client:
-                for _ in range(3):  # each asks for more than half, so nothing may stay in the books
+                for _ in range(3):  # each asks for more than half, so nothing may stay allocated
                     code, message = client.error(ADMIT, pidfd)
                     assert (code, message) == ("governor", "256 containers share this GPU already")
             assert listed(governor) == []
@@ -567,7 +565,9 @@ def test_a_gpu_that_takes_no_more_leaves_nothing(governor: GovernorThread, pidfd
         assert client.ask(ADMIT, pidfd)["ok"]
 
 
-def test_who_floods_his_socket_keeps_the_gpu_from_nobody(governor: GovernorThread) -> None:
+def test_a_container_that_floods_its_socket_does_not_block_the_gpu(
+    governor: GovernorThread,
+) -> None:
     noisy, ours = socket.socketpair()
     governor.runner.watch(ours.fileno())
     stop = threading.Event()
@@ -601,8 +601,8 @@ def test_who_floods_his_socket_keeps_the_gpu_from_nobody(governor: GovernorThrea
             governor.runner.remove(tenant)
 
 
-def test_what_a_page_granted_before_is_taken_back(governor: GovernorThread) -> None:
-    """A grant on the page of a previous governor does not belong to any container any more."""
+def test_a_grant_on_an_earlier_page_is_withdrawn(governor: GovernorThread) -> None:
+    """A grant on the page of a previous governor is no longer valid."""
     epoch = 2**31 + 17
     with mmap.mmap(-1, layout.GRANT_SIZE) as grant, mmap.mmap(-1, layout.LEDGER_SIZE) as ledger:
         base = layout.grant_device(0)
@@ -641,10 +641,10 @@ def test_a_directory_that_cannot_be_made_leaves_nothing(
         assert client.ask(ADMIT, pidfd)["ok"]
 
 
-def test_what_is_open_for_a_container_is_closed_with_it(
+def test_descriptors_of_a_container_are_closed_with_it(
     governor: GovernorThread, pidfd: int
 ) -> None:
-    """This must not wait for Python's cycle collector: a node that starts many containers would run out."""
+    """This must not wait for Python's cycle collector: a node that starts many containers would run out of descriptors."""
 
     def begin_and_end() -> None:
         with GovernorClient(governor) as client:
@@ -662,7 +662,7 @@ def test_what_is_open_for_a_container_is_closed_with_it(
         gc.enable()
 
 
-def test_a_container_that_is_dead_already_is_struck_out(
+def test_a_container_that_has_already_ended_is_removed(
     governor: GovernorThread, pidfd: int, sleeper: subprocess.Popen[bytes]
 ) -> None:
     sleeper.kill()
@@ -734,7 +734,7 @@ def test_a_quota_that_cannot_be_changes_nothing(
         assert client.ask({"v": 1, "op": "list"})["containers"] == before
 
 
-def test_memory_that_is_in_use_is_not_taken_away(governor: GovernorThread, pidfd: int) -> None:
+def test_a_quota_below_the_memory_in_use_is_refused(governor: GovernorThread, pidfd: int) -> None:
     with GovernorClient(governor) as client:
         assert client.ask(ADMIT, pidfd)["ok"]
         container = governor.server.containers[container_key("one")]
@@ -754,7 +754,7 @@ def test_memory_that_is_in_use_is_not_taken_away(governor: GovernorThread, pidfd
         assert client.ask({**change, "memory": 4 * GIB})["memory"] == 4 * GIB
 
 
-def test_who_is_not_there_has_no_quota(governor: GovernorThread) -> None:
+def test_an_unknown_container_has_no_quota(governor: GovernorThread) -> None:
     with GovernorClient(governor) as client:
         code, message = client.error({"v": 1, "op": "set", "id": "nobody", "compute": 1})
         assert (code, message) == ("refused", "no container 'nobody' shares a GPU of this node")
@@ -786,7 +786,9 @@ def test_the_command_names_a_container_by_its_beginning(
         )  # fmt: skip
 
 
-def test_the_gpus_are_told_with_what_is_left_of_them(governor: GovernorThread, pidfd: int) -> None:
+def test_the_gpus_are_listed_with_what_is_left_of_them(
+    governor: GovernorThread, pidfd: int
+) -> None:
     with GovernorClient(governor) as client:
         assert client.ask(ADMIT, pidfd)["ok"]  # 4 GiB, 60 %
         assert client.ask({"v": 1, "op": "gpus"}) == {
@@ -822,7 +824,7 @@ def test_the_gpus_are_told_with_what_is_left_of_them(governor: GovernorThread, p
 
 @pytest.mark.hypothesis
 def test_the_governor_answers_any_line_with_one(governor: GovernorThread, pidfd: int) -> None:
-    """Whatever is asked gets an answer that its schema accepts, and the next request is served."""
+    """Any line gets an answer that conforms to the schema, and the next request is served."""
     ours = {"admit": "admitted", "reserve": "reserved"}
     lines = [entry.data for entry in corpus("request") if b"\n" not in entry.data]
 

@@ -1,6 +1,7 @@
-"""Reconciliation of the books with NVML: what is debt, what is shown, when NVML is read, what a container can harm.
+"""Test the reconciliation of ledgers with NVML: debt, published values, times of samples, and hostile ledgers.
 
-NVML is a stub with numbers to set; the processes are real, and register over the container's socket.
+NVML is a stub with settable numbers; the processes are real, and register over the container's
+socket.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class StubRunner(Runner):
 
 
 class StubNvml:
-    """NVML: bytes by pid, samples, failures, and a callback during each look."""
+    """NVML: bytes by pid, utilisation samples, failures, and a callback during each sample."""
 
     def __init__(self) -> None:
         self.used: dict[int, int | None] = {}
@@ -196,7 +197,7 @@ class World:
 def play(
     tmp_path: Path, build_dir: Path
 ) -> Iterator[Callable[[Callable[[World], Awaitable[None]]], None]]:
-    """Run a coroutine function in a world of its own."""
+    """Run a coroutine function with a separate `World`."""
 
     def run(scene: Callable[[World], Awaitable[None]]) -> None:
         async def whole() -> None:
@@ -263,7 +264,7 @@ def test_debt_is_what_nvml_sees_beyond_what_it_can_see(
     assert charge.used(overhead, 0) == used
 
 
-def test_what_came_after_the_look_is_used_until_the_next() -> None:
+def test_memory_taken_after_a_sample_counts_until_the_next() -> None:
     charge = Charge(memory=100, provisional=50, provisional_ns=1000)
     assert [charge.used(20, since) for since in (999, 1000, 1001)] == [170, 120, 120]
 
@@ -271,17 +272,18 @@ def test_what_came_after_the_look_is_used_until_the_next() -> None:
 SECOND = 1_000_000_000
 
 
-def test_books_that_move_during_a_look_hide_no_debt() -> None:
-    """NVML saw 100 bytes of a block that was charged before the look, after it, or in between."""
+def test_a_ledger_that_changes_during_a_sample_hides_no_debt() -> None:
+    """NVML showed 100 bytes of a block that was charged before, during or after the sample."""
     context = Charge(provisional=500, provisional_ns=1)
     debt = Debt()
     assert debt.update(2, 500, context, context) == 500
-    # A block of 300 came and went while NVML was read. NVML saw the context alone, or both.
+    # A block of 300 was allocated and freed while NVML was read. NVML showed only the context, or
+    # both.
     came = Charge(memory=300, provisional=500, provisional_ns=1)
     went = Charge(memory=0, returned=300, provisional=500, provisional_ns=1)
     assert debt.update(SECOND, 500, came, went) == 500
     assert debt.update(2 * SECOND, 800, came, went) == 500
-    # Whatever came in between, the driver took at least this much.
+    # Whatever happened in between, the driver took at least this much.
     assert debt.update(3 * SECOND, 1000, came, went) == 700
 
 
@@ -370,7 +372,7 @@ def test_what_the_driver_gave_back_is_seen_beside_pools_once_they_were_asked() -
 
 
 def test_modules_that_come_and_go_add_nothing_up_beside_pools() -> None:
-    """Both their load and their unload are reported, and the driver keeps nothing of them."""
+    """Both loading and unloading are reported, and the driver keeps none of their memory."""
     debt = Debt()
     holds = Charge(memory=300, pooled=300, told=500, provisional=500, provisional_ns=1)
     assert debt.update(2, 800, holds, holds) == 500
@@ -381,7 +383,7 @@ def test_modules_that_come_and_go_add_nothing_up_beside_pools() -> None:
         assert debt.update(i * SECOND // 50 + 3, 800, gone, gone) == 500
 
 
-def test_what_a_look_sees_before_it_is_told_counts_once() -> None:
+def test_memory_that_a_sample_shows_before_it_is_reported_counts_once() -> None:
     debt = Debt()
     holds = Charge(memory=300, pooled=300, told=500, provisional=500, provisional_ns=1)
     assert debt.update(2, 800, holds, holds) == 500
@@ -442,14 +444,17 @@ def test_what_the_driver_took_is_debt_although_the_books_move() -> None:
 
 
 class BusyProcess:
-    """A process that does everything at once, step by step. `there` is what the driver has of it."""
+    """A process with many concurrent calls, run step by step.
+
+    `there` is the memory that it has in the driver.
+    """
 
     OVERHEAD = 40
 
     def __init__(self) -> None:
         self.ledger = mmap.mmap(-1, layout.LEDGER_SIZE)
         self.there = 0
-        self.steps: list[list[Callable[[], None]]] = []  # steps left of each call under way
+        self.steps: list[list[Callable[[], None]]] = []  # steps left of each call in progress
         self.live: list[int] = []
         self.pool = 0  # what the pool really holds
         self.clock = 1
@@ -499,7 +504,7 @@ class BusyProcess:
         ]  # fmt: skip
 
     def settle(self, claimed: int = 0) -> list[Callable[[], None]]:
-        """Ask the pool and charge what it holds, in the order of held_settle()."""
+        """Query the pool and charge what it holds, in the order of held_settle()."""
         found: list[int] = []
 
         def ask() -> None:
@@ -520,13 +525,13 @@ class BusyProcess:
         ]  # fmt: skip
 
     def refresh(self) -> list[Callable[[], None]]:
-        """Do what the helper does ten times a second."""
+        """Do the helper's work, which is due ten times a second."""
         self.clock += 1
         began = self.clock
         return [*self.settle(), lambda: self.write("asked_ns", began)]
 
     def step(self, draw: int) -> None:
-        """Begin a call, or advance one that is under way."""
+        """Begin a call, or advance one that is in progress."""
         kind, size = draw % 8, 1 + draw // 8 % 60
         if kind == 0:
             self.steps.append(self.take(size))
@@ -547,7 +552,7 @@ class BusyProcess:
 
 @settings(max_examples=examples(200), deadline=None)
 @given(st.integers(0, 2**64), st.sampled_from([0.3, 1, 5]))
-def test_debt_is_what_the_driver_took_whatever_goes_on_meanwhile(seed: int, often: float) -> None:
+def test_debt_is_what_the_driver_took_despite_concurrent_calls(seed: int, often: float) -> None:
     """The process continues between any two numbers that the governor reads."""
     draw = random.Random(seed)  # noqa: S311
     guest, debt = BusyProcess(), Debt()
@@ -578,7 +583,7 @@ def test_debt_is_what_the_driver_took_whatever_goes_on_meanwhile(seed: int, ofte
 
 @settings(max_examples=examples(200), deadline=None)
 @given(st.binary(min_size=layout.LEDGER_DEVICE.size, max_size=layout.LEDGER_DEVICE.size), st.data())
-def test_books_full_of_nonsense_are_bounded(entry: bytes, data: st.DataObject) -> None:
+def test_nonsense_in_a_ledger_is_bounded(entry: bytes, data: st.DataObject) -> None:
     whole = data.draw(st.integers(1, 2**50))
     seen = data.draw(st.integers(0, whole))
     with mmap.mmap(-1, layout.LEDGER_SIZE) as ledger:
@@ -646,7 +651,7 @@ def test_the_time_of_a_look_is_when_it_began(play: Play) -> None:
         child, slot = await world.join(container)
         world.nvml.used = {child.pid: 700 * MIB}
         look_once(container, world.nvml.used)
-        # Taken while NVML is read, so this look may have missed it.
+        # Taken while NVML is read, so this sample may have missed it.
         world.nvml.during = lambda: write(
             container, slot, provisional=40 * MIB, provisional_ns=time.monotonic_ns()
         )
@@ -674,7 +679,7 @@ def test_where_nvml_fails_the_time_stands_still_and_the_books_go_on(play: Play) 
             await until(lambda: len(world.answers) == 1)  # once, not again while it fails
             known = read(container, "reconciled_ns")
             write(container, slot, memory=900 * MIB)
-            # NVML's last reading remains as debt, and the books count in addition.
+            # The debt by NVML's last reading stays, and the ledger counts in addition.
             await until(lambda: read(container, "memory_used") == 1500 * MIB)
             assert read(container, "memory_overhead") == 600 * MIB
             assert read(container, "reconciled_ns") == known
@@ -688,7 +693,7 @@ def test_where_nvml_fails_the_time_stands_still_and_the_books_go_on(play: Play) 
     play(scene)
 
 
-def test_a_gpu_that_nobody_shares_is_asked_now_and_then_whether_it_answers(
+def test_an_unshared_gpu_is_checked_now_and_then(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(governor.reconcile, "ALONE_NS", 300_000_000)
@@ -704,7 +709,7 @@ def test_a_gpu_that_nobody_shares_is_asked_now_and_then_whether_it_answers(
     play(scene)
 
 
-def test_a_process_whose_memory_nvml_does_not_tell_has_what_its_books_say(play: Play) -> None:
+def test_a_process_whose_memory_nvml_hides_has_what_its_ledger_shows(play: Play) -> None:
     async def scene(world: World) -> None:
         container = await world.admit()
         child, slot = await world.join(container)
@@ -717,7 +722,7 @@ def test_a_process_whose_memory_nvml_does_not_tell_has_what_its_books_say(play: 
     play(scene)
 
 
-def test_a_slot_full_of_ones_hurts_its_own_container_alone(play: Play) -> None:
+def test_a_slot_full_of_ones_affects_only_its_own_container(play: Play) -> None:
     async def scene(world: World) -> None:
         hostile, honest = await world.admit("hostile"), await world.admit("honest")
         (_, slot), (child, own) = await world.join(hostile), await world.join(honest)
@@ -767,8 +772,8 @@ def test_a_process_that_waits_for_a_look_gets_one_soon(play: Play) -> None:
                 now = time.monotonic_ns()
                 write(container, slot, provisional=MIB, provisional_ns=now)
                 waits.append(await until(lambda t=now: read(container, "reconciled_ns") >= t))
-        # The machine may be busy. Half of the waits are enough to tell this from four looks a
-        # second.
+        # The machine may be busy. Half of the waits are enough to distinguish this from four
+        # samples a second.
         assert sorted(waits)[len(waits) // 2] <= 0.020 + 0.010
 
     play(scene)
@@ -787,7 +792,7 @@ def test_a_container_that_always_waits_is_looked_at_no_more_often(
                 write(container, slot, provisional_ns=time.monotonic_ns() + ahead_ns)
                 await asyncio.sleep(0.001)
         gaps = [b - a for a, b in zip(world.nvml.looks, world.nvml.looks[1:], strict=False)]
-        # Looks are made by another thread, which may be late once and on time the next time.
+        # Samples are taken by another thread, which may be late once and on time the next time.
         assert sum(gap < SOON_NS * 0.9 for gap in gaps) <= len(gaps) // 10
         assert len(gaps) <= (6 if ahead_ns else 51)
 
@@ -831,7 +836,7 @@ def test_a_process_that_died_during_a_look_leaves_no_debt(play: Play) -> None:
     play(scene)
 
 
-def test_the_65th_process_is_refused_in_so_many_words(play: Play) -> None:
+def test_the_65th_process_is_explicitly_refused(play: Play) -> None:
     async def scene(world: World) -> None:
         container = await world.admit()
         path = str(container.directory / "governor.sock")
@@ -855,8 +860,8 @@ def test_the_65th_process_is_refused_in_so_many_words(play: Play) -> None:
         child.kill()
         await until(lambda: len(container.account.charges(0)) == layout.N_SLOTS - 1)
         assert await asyncio.to_thread(ask) == (last, 1)
-        # A process that hangs up and returns under its pid is a different program now, so its slots
-        # are free.
+        # A process that disconnects and registers again under its pid executes another program now,
+        # so its slots are free.
         connections.close()
         assert (await asyncio.to_thread(ask))[1] == 1
         assert len(container.account.charges(0)) == 1
@@ -981,7 +986,7 @@ def test_utilisation_is_of_what_may_be_used() -> None:
     assert of_limit(5.0, 0) == 0
 
 
-def test_utilisation_stands_in_the_grant_and_by_process(play: Play) -> None:
+def test_utilisation_is_published_in_total_and_by_process(play: Play) -> None:
     async def scene(world: World) -> None:
         container = await world.admit(limit=50)
         (one, first), (two, second) = await world.join(container), await world.join(container)
@@ -1019,7 +1024,7 @@ def test_the_samples_of_neighbours_are_not_the_containers(play: Play) -> None:
     play(scene)
 
 
-def test_what_is_no_process_s_is_told_unless_the_gpu_s_memory_moved_during_the_look(play):
+def test_unattributed_memory_is_published_unless_it_changed_during_the_sample(play):
     async def scene(world: World) -> None:
         container = await world.admit()
         world.nvml.used = {1: 100, 2: 200}
@@ -1042,7 +1047,7 @@ def test_what_is_no_process_s_is_told_unless_the_gpu_s_memory_moved_during_the_l
     play(scene)
 
 
-def test_what_is_no_process_s_is_not_told_while_somebody_makes_a_context(play: Play) -> None:
+def test_unattributed_memory_is_not_published_while_a_context_is_created(play: Play) -> None:
     """NVML shows a new context's memory before it attributes it to a process."""
 
     async def scene(world: World) -> None:
@@ -1067,8 +1072,8 @@ def test_what_is_no_process_s_is_not_told_while_somebody_makes_a_context(play: P
     play(scene)
 
 
-def test_a_container_that_comes_is_told_at_once_what_was_nobodys_before(play: Play) -> None:
-    """Its first load is compared with this, although memory cannot be attributed while neighbours start."""
+def test_a_new_container_gets_the_unattributed_memory_at_once(play: Play) -> None:
+    """Its first module load is compared with this, and while neighbours start there is no new value."""
 
     async def scene(world: World) -> None:
         world.nvml.unattributed = lambda: 600 * MIB
@@ -1083,10 +1088,12 @@ def test_a_container_that_comes_is_told_at_once_what_was_nobodys_before(play: Pl
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 64))))
-def test_what_a_process_brings_is_the_least_that_was_seen(looks: list[tuple[int, int]]) -> None:
-    """Whatever else appears meanwhile, this is at most what one process brings.
+def test_unattributed_memory_per_process_is_the_least_increase(
+    looks: list[tuple[int, int]],
+) -> None:
+    """Whatever other memory appears, this is at most what one process causes.
 
-    A look at one process alone bounds it.
+    A sample of a single process bounds it.
     """
     unattributed = Unattributed()
     for n, hidden in looks:
@@ -1097,7 +1104,7 @@ def test_what_a_process_brings_is_the_least_that_was_seen(looks: list[tuple[int,
     assert unattributed.each <= 9 * MIB
 
 
-def test_an_nvml_that_does_not_tell_utilisation_is_asked_for_memory_all_the_same(
+def test_memory_is_sampled_although_nvml_reports_no_utilisation(
     play: Play,
 ) -> None:
     async def scene(world: World) -> None:

@@ -1,7 +1,7 @@
-"""What a starting governor finds: live processes, ledgers that are its own, and what its predecessor left.
+"""Test the recovery by a starting governor: live processes, authentic ledgers, and remains of its predecessor.
 
-The containers here are processes that register as the control library does. The arbiter's thread is
-a stub.
+The containers are processes that register as the control library does. The arbiter's thread is a
+stub.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ Play = Callable[[Callable[[RecoveryWorld], Awaitable[None]]], None]
 
 @pytest.fixture
 def play() -> Iterator[Play]:
-    """Run a coroutine function in a world of its own with short paths for its sockets."""
+    """Run a coroutine function with a separate world, with short paths for its sockets."""
     directory = Path(tempfile.mkdtemp())
 
     def run(scene: Callable[[RecoveryWorld], Awaitable[None]]) -> None:
@@ -269,7 +269,7 @@ def test_processes_keep_their_slots_and_their_charges(play: Play) -> None:
         assert pages.device_sums(again.ledger, ["memory"], 0)["memory"] == 400
         assert (again.quota, again.confirmed) == (Quota(4 * GIB, 30, 30), True)
         assert world.server._allocations._gpus[0].memory_used == 4 * GIB
-        # The processes come back to their slots, and a new one gets a free slot.
+        # The processes return to their slots, and a new one gets a free slot.
         assert await a.numbers("again") == (0, inode)
         assert await c.numbers("again") == (2, inode)
         assert await world.child(again).numbers("register") == (1, inode)
@@ -279,7 +279,7 @@ def test_processes_keep_their_slots_and_their_charges(play: Play) -> None:
     play(scene)
 
 
-def test_nothing_comes_back_that_was_not_there(play: Play) -> None:
+def test_a_process_that_was_not_registered_cannot_return(play: Play) -> None:
     async def scene(world: RecoveryWorld) -> None:
         container = await world.admit()
         stranger = world.child(container)
@@ -289,7 +289,7 @@ def test_nothing_comes_back_that_was_not_there(play: Play) -> None:
     play(scene)
 
 
-def test_who_became_another_program_meanwhile_is_a_new_process(play: Play) -> None:
+def test_a_process_that_executed_another_program_is_new(play: Play) -> None:
     async def scene(world: RecoveryWorld) -> None:
         container = await world.admit()
         child = world.child(container)
@@ -311,7 +311,7 @@ def test_who_became_another_program_meanwhile_is_a_new_process(play: Play) -> No
 
 @pytest.fixture
 def groups() -> Iterator[Callable[[str, int], None]]:
-    """Put a process into a control group below a new one that is called docker-one.scope."""
+    """Put a process into a control group below a new one with the name docker-one.scope."""
     mounts = cgroups.find_mounts()
     hierarchy = next((one for one in (cgroups.FREEZER, cgroups.V2) if one in mounts), None)
     if os.geteuid() != 0 or hierarchy is None:
@@ -339,7 +339,7 @@ def groups() -> Iterator[Callable[[str, int], None]]:
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "not kept"])
-def test_who_is_of_a_container_is_not_asked_where_it_has_moved_to(
+def test_membership_does_not_change_when_the_first_process_moves(
     play: Play, groups: Callable[[str, int], None], *, kept: bool
 ) -> None:
     """The first process may move to a group below its own, as systemd does, before or after any process registers."""
@@ -375,7 +375,7 @@ def test_who_is_of_a_container_is_not_asked_where_it_has_moved_to(
     play(scene)
 
 
-def test_a_container_without_a_control_group_of_its_own_is_said(
+def test_a_container_without_its_own_control_group_is_logged(
     play: Play, groups: Callable[[str, int], None]
 ) -> None:
     async def scene(world: RecoveryWorld) -> None:
@@ -398,7 +398,7 @@ def test_a_container_without_a_control_group_of_its_own_is_said(
     play(scene)
 
 
-def test_strangers_keep_no_process_of_a_container_s_own_out(
+def test_foreign_processes_do_not_keep_own_processes_out(
     play: Play, groups: Callable[[str, int], None]
 ) -> None:
     async def scene(world: RecoveryWorld) -> None:
@@ -448,7 +448,7 @@ def test_a_container_that_ended_meanwhile_is_gone(play: Play) -> None:
     play(scene)
 
 
-def test_a_container_that_nobody_confirmed_is_taken_back(play: Play) -> None:
+def test_an_unconfirmed_container_is_removed(play: Play) -> None:
     async def scene(world: RecoveryWorld) -> None:
         container = await world.admit(confirm=False)
         assert world.state.containers[container.key].confirmed is False
@@ -468,7 +468,7 @@ def test_a_container_that_nobody_confirmed_is_taken_back(play: Play) -> None:
     play(scene)
 
 
-def test_the_page_says_the_quota_that_counts(play: Play) -> None:
+def test_the_pages_quota_takes_precedence(play: Play) -> None:
     async def scene(world: RecoveryWorld) -> None:
         container = await world.admit()
         world.server.admissions.set(
@@ -492,7 +492,7 @@ def test_the_page_says_the_quota_that_counts(play: Play) -> None:
     play(scene)
 
 
-def test_what_the_page_says_of_memory_holds_until_the_first_look(play: Play) -> None:
+def test_the_pages_memory_holds_until_the_first_sample(play: Play) -> None:
     async def scene(world: RecoveryWorld) -> None:
         container = await world.admit()
         a, b = world.child(container), world.child(container)
@@ -561,7 +561,7 @@ def everybodys(page: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [remove, cut, blank, other_gpu, fifo, link, everybodys])
-def test_a_grant_page_that_is_damaged_is_said_and_made_anew(play, capsys, damage) -> None:
+def test_a_damaged_grant_page_is_logged_and_replaced(play, capsys, damage) -> None:
     async def scene(world: RecoveryWorld) -> None:
         container = await world.admit()
         child = world.child(container)
@@ -580,7 +580,7 @@ def test_a_grant_page_that_is_damaged_is_said_and_made_anew(play, capsys, damage
     play(scene)
 
 
-def test_a_gpu_that_is_gone_keeps_its_container_and_nobody_else(play, capsys) -> None:
+def test_a_missing_gpu_affects_only_its_own_container(play, capsys) -> None:
     async def scene(world: RecoveryWorld) -> None:
         container = await world.admit()
         await world.stop()
@@ -597,7 +597,7 @@ def test_a_gpu_that_is_gone_keeps_its_container_and_nobody_else(play, capsys) ->
     play(scene)
 
 
-def test_directories_that_nobody_has_mounted_are_removed(play: Play) -> None:
+def test_directories_that_are_not_mounted_are_removed(play: Play) -> None:
     async def scene(world: RecoveryWorld) -> None:
         container = await world.admit()
         await world.stop()
@@ -655,7 +655,7 @@ def test_a_directory_stays_where_processes_may_not_be_looked_at(
     play(scene)
 
 
-def test_a_disk_that_cannot_be_written_refuses_who_is_new_and_nobody_else(play: Play) -> None:
+def test_an_unwritable_disk_refuses_only_new_containers(play: Play) -> None:
     async def scene(world: RecoveryWorld) -> None:
         container = await world.admit()
         quota = container.quota
@@ -730,7 +730,7 @@ def test_a_false_ledger_is_not_taken(tmp_path: Path, how: str, *, is_known: bool
 
 
 def test_a_ledger_of_another_container_is_not_taken() -> None:
-    """A process was handed a descriptor of the other container's ledger."""
+    """A process received a descriptor of the other container's ledger."""
     theirs, ours = make_ledger(), make_ledger()
     os.set_inheritable(theirs.fd, True)
     with faker("given", str(theirs.fd), fds=(theirs.fd,)) as (process, inode):
@@ -851,7 +851,7 @@ def test_an_id_is_found_in_a_cgroups_name(monkeypatch, text, identifier) -> None
 
 
 def test_a_container_may_call_its_control_groups_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first process is in a group that it made itself, and the container must still be adopted."""
+    """Its first process is in a group that it created itself, and the container must still be adopted."""
     text = b"0::/system.slice/docker-one.scope/\xff\xfe\n".decode(errors="surrogateescape")
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: text)
     keys = [container_key(name) for name in cgroup_names(1)]
@@ -882,7 +882,7 @@ def test_the_first_process_is_the_oldest_whose_parent_is_outside() -> None:
 
 
 def test_no_ledger_ends_the_governor(play: Play) -> None:
-    """Whatever a ledger contains, looks, audits, listings and scrapes continue."""
+    """Whatever a ledger contains, samples, audits, listings and scrapes continue."""
     draw = random.Random(7)  # noqa: S311
     whole = [b"\xff" * layout.LEDGER_SIZE, bytes(layout.LEDGER_SIZE)]
     numbers = [0, 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1]

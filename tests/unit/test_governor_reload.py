@@ -1,4 +1,4 @@
-"""Reloading the configuration: what takes effect at once, what later, and that a wrong file takes no governor down.
+"""Test reloading the configuration: when options take effect, and that an invalid file does not end the governor.
 
 The governor is a process on the simulated GPU. The command is run as an operator runs it.
 """
@@ -43,7 +43,7 @@ def node(tmp_path: Path, gpus: tuple[Path, Path], build_dir: Path) -> Iterator[G
         yield made
 
 
-def test_a_port_that_cannot_be_had_keeps_no_governor_from_its_work(node: GovernorNode) -> None:
+def test_an_unavailable_port_does_not_stop_the_governor(node: GovernorNode) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -74,13 +74,13 @@ def check(verb: str, document: object) -> None:
 
 
 def in_force(node: GovernorNode) -> list[str]:
-    """Return what doctor reports of the configuration in force."""
+    """Return doctor's findings about the configuration in force."""
     opened = open_node(config_file=str(node.file), runtime_dir=node.config.runtime_dir)
     found = examine(opened, ["governor.in-force"])
     return [words(one) for one in found]
 
 
-def test_a_reload_says_what_counts_now_what_next_and_what_needs_a_restart(
+def test_a_reload_reports_when_each_change_takes_effect(
     node: GovernorNode,
 ) -> None:
     directory = node.container()
@@ -134,7 +134,7 @@ def test_a_reload_says_what_counts_now_what_next_and_what_needs_a_restart(
     *_, loaded = node.events("configuration-loaded")
     assert (loaded["now"], loaded["restart"]) == (["hold_launches"], ["quantum_ms", "spin_us"])
 
-    # A pending change is reported again until it is in force or taken back.
+    # A pending change is reported again until it is in force or reverted.
     _, lines, _ = tidegate(node, "reload", "--json")
     document = json.loads("\n".join(lines))
     check("reload", document)
@@ -164,7 +164,7 @@ def test_check_tells_which_files_and_keeps_what_is_promised(node: GovernorNode) 
     assert lines[0] == f"configuration: {node.file}, {drop_in}: accepted"
 
 
-def test_what_needs_a_restart_is_there_after_one(node: GovernorNode) -> None:
+def test_a_change_that_needs_a_restart_applies_after_one(node: GovernorNode) -> None:
     directory = node.container()
     node.write(lookahead_us=77)
     assert "needs systemctl restart" in tidegate(node, "reload")[1][1]
@@ -208,7 +208,7 @@ def spoil(node: GovernorNode, how: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["reload", "SIGHUP"])
-def test_a_bad_file_changes_nothing_and_is_said(
+def test_an_invalid_file_changes_nothing_and_is_reported(
     node: GovernorNode, way: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert node.process is not None
@@ -302,7 +302,7 @@ sys.exit(daemon.main())
 """
 
 
-def test_a_hangup_before_anybody_hears_it_waits(node: GovernorNode) -> None:
+def test_a_sighup_before_the_handler_exists_is_pending(node: GovernorNode) -> None:
     """Otherwise it would end the process. The files may have changed since they were read."""
     assert node.stop() == 0
     assert node.events("configuration-loaded") == []
@@ -326,7 +326,7 @@ def test_many_at_once_are_done_one_after_the_other(node: GovernorNode) -> None:
 # ---- without a governor's process ----
 
 
-def test_a_mistake_of_ours_in_reading_changes_nothing() -> None:
+def test_a_bug_in_reading_changes_nothing() -> None:
     texts: list[Any] = [Config(placement="pack"), RuntimeError("ours"), Config()]
     told: list[Config] = []
 
@@ -338,7 +338,7 @@ def test_a_mistake_of_ours_in_reading_changes_nothing() -> None:
 
     async def scene() -> None:
         settings = SettingsInForce(load)
-        settings.tell(lambda _: 1 // 0)  # a listener that fails keeps no other from hearing
+        settings.tell(lambda _: 1 // 0)  # a listener that fails does not stop the others
         settings.tell(told.append)
         with pytest.raises(ConfigError, match="RuntimeError: the governor keeps"):
             await settings.reload()
@@ -350,7 +350,7 @@ def test_a_mistake_of_ours_in_reading_changes_nothing() -> None:
     asyncio.run(scene())
 
 
-def test_only_what_counts_without_a_restart_is_put_in_force() -> None:
+def test_only_options_without_a_restart_are_applied() -> None:
     new = Config(
         runtime_dir="/a", quantum_ms=7, inflight_us=100, mps_fault_s=1, context_memory=1 << 30, placement="pack"
     )  # fmt: skip
@@ -373,7 +373,7 @@ def test_only_what_counts_without_a_restart_is_put_in_force() -> None:
 def test_a_runtime_directory_that_is_too_deep_for_sockets_is_refused_at_the_start(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Otherwise the refusal would come with the first container, and none could register."""
+    """Otherwise the error would come only with the first container, and no process could register."""
     with tempfile.TemporaryDirectory() as short:
         fits = f"{short}/{'d' * (64 - len(short))}"
         assert daemon.main(["--runtime-dir", f"{fits}x"]) == 75

@@ -1,4 +1,4 @@
-"""The slots of a container's processes, at the moment in which the container ends."""
+"""Test the registration of a process while its container ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from governor.slots import Slots
 
 
 async def close_after(path: Path, n_steps: int) -> tuple[list[Any], list[Any]]:
-    """Return what a registration did until the slots were closed, and what it has done later.
+    """Return the effects of a registration before the slots were closed, and after that.
 
     The slots are closed `n_steps` steps of the event loop after the process sent its request.
     """

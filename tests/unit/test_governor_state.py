@@ -1,4 +1,4 @@
-"""The governor's database: what was promised survives a kill, and damage is detected rather than believed."""
+"""Test the governor's database: promises survive a kill, and damage is detected."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ for number in range(100_000):
 """
 
 
-def test_what_was_promised_is_there_after_a_kill(tmp_path: Path) -> None:
+def test_promises_survive_a_kill(tmp_path: Path) -> None:
     path = tmp_path / NAME
     draw = random.Random(1)  # noqa: S311
     for _ in range(5):
@@ -244,7 +244,7 @@ def test_only_root_reads_it(tmp_path: Path) -> None:
     assert modes == {NAME: 0o600, f"{NAME}-wal": 0o600}
 
 
-def test_what_another_boot_left_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_another_boot_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = filled(tmp_path)
     monkeypatch.setattr(module, "boot_id", lambda: "another")
     state = opened(path)
@@ -373,7 +373,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__)
-def test_damage_is_set_aside_and_said(tmp_path, capsys, damage) -> None:
+def test_a_damaged_file_is_moved_away_and_logged(tmp_path, capsys, damage) -> None:
     path = filled(tmp_path)
     damage(path)
     before = path.read_bytes()
@@ -471,7 +471,7 @@ def test_a_full_disk_refuses_promises_and_forgets_nothing(full, capsys, tmp_path
     later.close()
 
 
-def test_a_directory_that_cannot_be_made_stops_nobody(
+def test_an_unusable_state_directory_does_not_stop_the_governor(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "state").write_text("in the way\n")
@@ -492,7 +492,7 @@ def test_a_directory_that_cannot_be_made_stops_nobody(
     state.close()
 
 
-def test_a_file_that_somebody_removed_is_made_again(tmp_path: Path) -> None:
+def test_a_removed_file_is_created_again(tmp_path: Path) -> None:
     state = opened(tmp_path / NAME)
     state.put(row(1))
     for file in tmp_path.iterdir():
@@ -504,8 +504,8 @@ def test_a_file_that_somebody_removed_is_made_again(tmp_path: Path) -> None:
     state.close()
 
 
-def test_a_file_that_somebody_replaced_is_written(tmp_path: Path) -> None:
-    """A copy from yesterday is put in its place: new rows go to the file that will be read."""
+def test_a_replaced_file_is_written(tmp_path: Path) -> None:
+    """An older copy replaces the file: new rows go to the file that the next governor reads."""
     state = opened(tmp_path / NAME)
     state.put(row(1))
     old = image(tmp_path / NAME, tmp_path / "old")
@@ -535,7 +535,7 @@ def test_two_governors_do_not_share_a_directory(tmp_path: Path) -> None:
         client.connect(str(path))  # a governor that ended leaves no lock behind
 
 
-def test_a_user_of_the_host_cannot_keep_the_place(tmp_path: Path) -> None:
+def test_a_user_of_the_host_cannot_hold_the_lock(tmp_path: Path) -> None:
     """Any user can open and lock the runtime directory, so the lock is on a file that only root can open."""
     need("setpriv")
     tmp_path.chmod(0o755)
@@ -574,7 +574,7 @@ def test_a_user_of_the_host_cannot_keep_the_place(tmp_path: Path) -> None:
             process.kill()
 
 
-def test_a_governor_that_answers_has_the_place_whatever_is_locked(tmp_path: Path) -> None:
+def test_a_governor_that_answers_counts_without_the_lock(tmp_path: Path) -> None:
     path = tmp_path / "governor.sock"
     with socket.socket(socket.AF_UNIX) as old:
         old.bind(str(path))
@@ -595,7 +595,7 @@ def test_a_link_in_place_of_the_lock_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_governor_that_waits_takes_the_place_when_it_is_free(tmp_path: Path) -> None:
+def test_a_waiting_governor_starts_when_the_other_has_ended(tmp_path: Path) -> None:
     """Meanwhile the first governor keeps the socket. A signal ends the wait."""
     path = tmp_path / "governor.sock"
 

@@ -1,4 +1,4 @@
-"""What root in a container may do with the socket that the container has: it harms only that container.
+"""Test attacks by root in a container on its own socket: they affect only that container.
 
 The governor runs on a thread of this process, so its descriptors are in this process.
 """
@@ -62,7 +62,7 @@ def processes(governor: GovernorThread) -> int:
 def test_a_process_that_ends_leaves_nothing_although_another_keeps_its_connection(
     governor: GovernorThread, path: str
 ) -> None:
-    """Otherwise each round would cost the governor one more descriptor, without a limit."""
+    """Otherwise each round would cost the governor another descriptor, without a limit."""
     with ExitStack() as stack:
         kept = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(20)]
         fds = [s.fileno() for s in kept]
@@ -114,7 +114,7 @@ for _ in range(20):
 def test_a_stranger_with_the_number_of_one_that_ended_is_not_registered(
     governor: GovernorThread, path: str
 ) -> None:
-    """A container could connect, exit, and wait until a neighbour's process has its pid."""
+    """A process could connect, exit, and wait until its pid is reused by a neighbour's process."""
     for _ in range(20):
         with ExitStack() as stack:
             s = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -138,7 +138,7 @@ def test_a_stranger_with_the_number_of_one_that_ended_is_not_registered(
     lack("this machine does not allow a process to choose a PID")
 
 
-def test_connections_that_say_nothing_are_few(governor: GovernorThread, path: str) -> None:
+def test_the_number_of_silent_connections_is_limited(governor: GovernorThread, path: str) -> None:
     with ExitStack() as stack:
         silent = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(400)]
         before = descriptors()
@@ -183,7 +183,7 @@ while True:
 
 
 @pytest.mark.parametrize("says", ["", "r", "a"])
-def test_a_process_that_connects_without_end_costs_others_nothing(
+def test_a_process_that_connects_in_a_loop_does_not_affect_others(
     # The capture comes first and so ends last: the governor's thread still writes lines while it
     # stops, and a file that another thread closes during a write corrupts the interpreter's memory.
     capfd: pytest.CaptureFixture[str], governor: GovernorThread, path: str, says: str

@@ -1,4 +1,4 @@
-"""Names of the governor's threads in /proc."""
+"""Test the names of the governor's threads in /proc."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When looks report a violation: made-up looks on a virtual clock."""
+"""Test when samples become a violation, with made-up samples on a virtual clock."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HONEST = Facts(now_ns=0, allowed=GIB, memory={7: GIB})
 
 
 class Play:
-    """Looks at a container, four times a second, and the violations that they reported."""
+    """Samples of a container, four times a second, and the violations that they reported."""
 
     def __init__(self) -> None:
         self.judge = ViolationDetector("GPU-0")
@@ -85,8 +85,8 @@ def test_memory_over_the_quota_is_reported_after_a_second_and_once() -> None:
     assert not play.judge.accuses
 
 
-def test_looks_that_are_mistaken_now_and_then_accuse_nobody() -> None:
-    """Two processes hand the whole quota to each other, so that a few looks count it for both."""
+def test_occasional_wrong_samples_are_no_violation() -> None:
+    """Two processes exchange the whole quota, so that a few samples count it for both."""
     play = Play()
     over = replace(HONEST, memory={7: GIB, 8: GIB}, unregistered=frozenset({8}))
     for i in range(1000):
@@ -107,7 +107,7 @@ def test_looks_that_are_mistaken_now_and_then_accuse_nobody() -> None:
 def test_memory_beyond_the_quota_adds_up_over_bursts(
     held: int, on: int, off: int, within: int
 ) -> None:
-    """A program could free the memory each time before it has held it for a second."""
+    """A program could free the memory each time before it held it for a second."""
     play = Play()
     play.looks(HONEST, S)
     begin = play.now
@@ -189,7 +189,7 @@ def test_work_without_a_grant_is_reported_within_two_seconds() -> None:
     assert play.told[-1][2] - end <= WORKLESS_NS + LOOK
 
 
-def test_who_worked_until_now_and_goes_on_without_a_grant_is_reported_within_two_seconds() -> None:
+def test_a_container_that_continues_without_a_grant_is_reported_within_two_seconds() -> None:
     play = Play()
     play.looks(HONEST, 5 * S)  # the container is not idle: it has grants
     begin = play.now
@@ -198,8 +198,8 @@ def test_who_worked_until_now_and_goes_on_without_a_grant_is_reported_within_two
     assert play.told[0][2] - begin <= 2 * S
 
 
-def test_samples_of_the_time_before_accuse_nobody() -> None:
-    """NVML's samples reach back for a second, and the same ones are returned again and again."""
+def test_samples_of_earlier_work_are_no_violation() -> None:
+    """NVML's samples cover the last second, and the same ones are returned repeatedly."""
     play = Play()
     play.looks(HONEST, S)
     old = tuple(ProcessSample(play.now + i * 100 * MS, 7, 99) for i in range(1, 9))
@@ -208,7 +208,7 @@ def test_samples_of_the_time_before_accuse_nobody() -> None:
     assert play.told == []
 
 
-def test_samples_of_the_future_accuse_nobody() -> None:
+def test_samples_of_the_future_are_no_violation() -> None:
     play = Play()
     play.idle(3 * S)
     for i in range(40):
@@ -234,7 +234,7 @@ def test_housekeeping_of_a_context_is_no_work_and_nonsense_no_evidence(percent: 
 
 
 def test_after_looks_that_came_late_nothing_is_known() -> None:
-    """The governor stood still, and the container gave itself its share meanwhile."""
+    """The governor was stopped, and the container granted itself its share in the meantime."""
     play = Play()
     play.idle(5 * S)
     for _ in range(20):
@@ -244,7 +244,7 @@ def test_after_looks_that_came_late_nothing_is_known() -> None:
 
 
 @pytest.mark.parametrize("work_every", [2, 3, 4])
-def test_who_is_granted_now_and_then_is_not_accused(work_every: int) -> None:
+def test_a_container_with_occasional_grants_is_not_accused(work_every: int) -> None:
     play = Play()
     for i in range(80):
         at = play.now + LOOK - 10 * MS
@@ -268,7 +268,7 @@ def test_a_violation_of_compute_outlasts_a_freeze() -> None:
     assert [(kind, began) for kind, began, _ in play.told] == [(COMPUTE, True), (COMPUTE, False)]
 
 
-def test_samples_of_before_a_freeze_accuse_nobody_after_it() -> None:
+def test_samples_from_before_a_freeze_are_no_violation_after_it() -> None:
     play = Play()
     play.idle(3 * S)
     play.idle(500 * MS, percent=99)  # not enough for a report
@@ -309,8 +309,8 @@ def test_begin_and_end_take_turns(looks: list[tuple[Facts, int]]) -> None:
 
 @settings(max_examples=examples(300))
 @given(st.lists(facts, max_size=30))
-def test_no_look_alone_accuses(looks: list[Facts]) -> None:
-    """A look in twelve reports nothing if the memory that it sees is at most twice the allowed amount."""
+def test_no_single_sample_is_a_violation(looks: list[Facts]) -> None:
+    """One bad sample in twelve is no violation if it shows at most twice the allowed memory."""
     play = Play()
     for one in looks:
         play.look(replace(one, memory={7: min(sum(one.memory.values()), 2 * GIB)}))
@@ -353,6 +353,6 @@ def test_a_violation_that_lasts_is_not_forgotten_for_others() -> None:
 
 
 def test_what_a_second_takes_fits_into_two() -> None:
-    """After the last honest work, the samples have to settle; then three looks have to find new ones."""
+    """After the last legitimate work, the samples have to settle; then three readings have to find new ones."""
     assert SETTLE_NS + 3 * LOOK <= 2 * S
     assert SETTLE_NS < EVIDENCE_NS

@@ -1,4 +1,4 @@
-"""The page's endpoint without a browser: which requests get an answer, its headers, and what the JSON says."""
+"""Test the page's endpoint without a browser: accepted requests, headers, and the JSON data."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ async def document(world: MetricsWorld, target: str) -> dict[str, Any]:
     return answer
 
 
-def test_the_state_says_what_the_governor_knows(play: Callable[[Scene], None]) -> None:
+def test_the_state_has_the_governors_data(play: Callable[[Scene], None]) -> None:
     async def scene(world: MetricsWorld, _: History) -> None:
         one = await world.admit("one", compute="40", compute_limit="70")
         with pytest.raises(LookupError, match="refused"):
@@ -141,7 +141,7 @@ def test_the_state_says_what_the_governor_knows(play: Callable[[Scene], None]) -
     play(scene)
 
 
-def test_the_history_is_told_from_a_step_on(play: Callable[[Scene], None]) -> None:
+def test_the_history_is_returned_from_a_step_on(play: Callable[[Scene], None]) -> None:
     async def scene(world: MetricsWorld, history: History) -> None:
         one = await world.admit("one")
         empty = await document(world, "/api/v1/history")
@@ -226,9 +226,7 @@ GUARDS = {
 @pytest.mark.parametrize(
     "target", ["/", "/api/v1/state", "/api/v1/history", "/none", "/api/v1/state?x"]
 )
-def test_every_answer_says_what_a_browser_may_do(
-    play: Callable[[Scene], None], target: str
-) -> None:
+def test_every_answer_has_the_security_headers(play: Callable[[Scene], None], target: str) -> None:
     async def scene(world: MetricsWorld, _: History) -> None:
         _, headers, _ = await get(world, target)
         assert {name: headers[name] for name in GUARDS} == GUARDS
@@ -247,7 +245,7 @@ def test_every_answer_says_what_a_browser_may_do(
     play(scene)
 
 
-def test_the_policy_allows_what_stands_in_the_page_alone(play: Callable[[Scene], None]) -> None:
+def test_the_policy_allows_only_the_pages_own_content(play: Callable[[Scene], None]) -> None:
     async def scene(world: MetricsWorld, _: History) -> None:
         _, headers, body = await get(world, "/")
         page = body.decode()
@@ -321,7 +319,7 @@ def test_a_request_names_this_machine(play: Callable[[Scene], None], host: str) 
 def test_a_request_for_another_name_gets_nothing(
     play: Callable[[Scene], None], head: bytes
 ) -> None:
-    """A DNS server outside of this machine can make its name lead here."""
+    """A foreign DNS server can let a name of its own resolve to this machine."""
 
     async def scene(world: MetricsWorld, _: History) -> None:
         for target in ("/", "/api/v1/state", "/api/v1/history"):
@@ -408,7 +406,7 @@ def test_names_are_text_whatever_is_in_them(play: Callable[[Scene], None]) -> No
     play(scene)
 
 
-def test_an_answer_is_compressed_for_who_takes_it(play: Callable[[Scene], None]) -> None:
+def test_an_answer_is_compressed_if_the_client_accepts_it(play: Callable[[Scene], None]) -> None:
     async def scene(world: MetricsWorld, _: History) -> None:
         _, headers, body = await get(world, "/", HOST + b"Accept-Encoding: br, gzip\r\n")
         assert headers["Content-Encoding"] == "gzip"
@@ -421,7 +419,7 @@ def test_an_answer_is_compressed_for_who_takes_it(play: Callable[[Scene], None])
     play(scene)
 
 
-def test_many_who_ask_for_parts_take_no_memory(play: Callable[[Scene], None]) -> None:
+def test_many_requests_for_parts_take_bounded_memory(play: Callable[[Scene], None]) -> None:
     async def scene(world: MetricsWorld, history: History) -> None:
         endpoint = web.PageEndpoint(world.server, history)
         for since in range(100):
@@ -469,11 +467,11 @@ def test_a_violation_has_a_reason(episode: Episode, reason: str) -> None:
         ({"pod": "p" * 1000}, "p" * 128),
     ],
 )
-def test_whose_a_container_is_in_words(identity: dict[str, str], name: str) -> None:
+def test_the_name_of_a_container_as_text(identity: dict[str, str], name: str) -> None:
     assert find_name("", "", identity).whole == name
 
 
-def test_names_are_found_once_and_a_mistake_in_that_is_no_end(
+def test_names_are_looked_up_once_and_a_failure_ends_nothing(
     play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []

@@ -156,7 +156,7 @@ def find_mounts(proc: Path = PROC) -> dict[str, Path]:
 
 
 class CannotFreezeError(Exception):
-    """A container cannot be frozen; the message says why."""
+    """A container cannot be frozen; the message has the reason."""
 
 
 class Group:

@@ -153,7 +153,7 @@ class _Search:
         grant = self._grant(key)
         try:
             if not living or grant is None:
-                raise PageError("there is nothing that says its quota")
+                raise PageError("its quota is not known")
             quota, devices = read_quota(grant, self._uuids)
         except PageError as e:
             for _, pidfd in living:

@@ -181,7 +181,7 @@ def links(node: ExaminedNode) -> Iterator[Finding]:
 
 
 class NothingToAskError(Exception):
-    """There is no NVIDIA GPU to examine; the message says why."""
+    """There is no NVIDIA GPU to examine; the message has the reason."""
 
 
 def _of_gpus(

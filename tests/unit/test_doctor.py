@@ -144,7 +144,7 @@ def test_json_conforms_to_the_schema(tmp_path: Path, capsys: pytest.CaptureFixtu
     ("state", "status", "strict"),
     [("ok", 0, 0), ("note", 0, 0), ("unseen", 0, 1), ("warning", 0, 1), ("wrong", 1, 1)],
 )
-def test_the_exit_status_says_whether_something_is_wrong(
+def test_the_exit_status_reports_whether_something_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, status: int, strict: int
 ) -> None:
     def one(_: ExaminedNode) -> Iterator[Finding]:

@@ -699,7 +699,7 @@ def test_one_engine_that_is_set_up_is_enough(host: Host) -> None:
     assert state(host.check("engine.any")) == ["ok"]
 
 
-def test_what_cdi_generate_writes_is_right(host: Host) -> None:
+def test_the_file_that_cdi_generate_writes_is_ok(host: Host) -> None:
     simulated = Device(0, "GPU-a", "Tidegate Simulated GPU", 16 << 30)  # it has no device node
     host.json("run/cdi/tidegate.json", make_spec([simulated]))
     assert host.check("cdi.fresh") == [

@@ -175,7 +175,7 @@ def test_no_runtime_at_all_is_a_warning(host: Host) -> None:
     assert host.check("files.runtime")[0].startswith("warning: none of /usr/bin/runc, ")
 
 
-def test_a_runtime_for_a_state_directory_is_looked_at(host: Host) -> None:
+def test_a_runtime_for_a_state_directory_is_examined(host: Host) -> None:
     host.put("etc/tidegate/runtime", "runtime-for /run/crun /usr/libexec/crio/crun\n")
     [first, second] = host.check("files.runtime")
     assert first == (

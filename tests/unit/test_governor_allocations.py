@@ -250,7 +250,7 @@ BOTH = Config(strategies=("timeslice", "mps"), gpus={"1": {"strategy": "mps"}})
         ({"devices": "1", "strategy": "mps"}, [1]),
     ],
 )
-def test_a_container_goes_where_its_strategy_is(
+def test_a_container_is_placed_by_its_strategy(
     annotations: dict[str, object], found: list[int]
 ) -> None:
     assert chosen(AllocationTable(gpus(3), BOTH), "a", memory="2Gi", **annotations) == found

@@ -384,7 +384,7 @@ def test_a_container_that_ended_by_itself_cannot_be_stopped(
     assert made.tally.stops == 0
 
 
-def test_a_container_is_frozen_and_thawed_without_looks(
+def test_a_container_is_frozen_and_thawed_without_samples(
     world: Callable[..., AuditWorld], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NVML may fail permanently after the container was frozen."""

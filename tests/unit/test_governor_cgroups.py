@@ -70,7 +70,7 @@ def kernel(tmp_path: Path) -> Kernel:
     return made
 
 
-def test_a_container_has_what_neither_the_governor_nor_its_parent_has(kernel: Kernel) -> None:
+def test_a_control_group_counts_if_governor_and_parent_are_outside(kernel: Kernel) -> None:
     kernel.process(SELF, "3:freezer:/", "2:cpu,cpuacct:/system", "1:name=systemd:/user", "0::/")
     kernel.process(SHIM, "3:freezer:/", "2:cpu,cpuacct:/", "1:name=systemd:/session-1", "0::/x")
     kernel.process(

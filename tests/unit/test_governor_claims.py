@@ -276,7 +276,7 @@ def test_an_unused_claim_may_change_its_content() -> None:
         ([share("gpu/0"), share("gpu/1", gpu=1, compute=60)], "has the same quota on each of its GPUs"),
     ],
 )  # fmt: skip
-def test_a_refusal_names_the_claim_what_is_short_and_what_is_left(
+def test_a_refusal_names_the_claim_and_the_shortage(
     shares: list[dict[str, Any]], message: str
 ) -> None:
     async def scene(world: ClaimsWorld) -> None:
@@ -291,7 +291,7 @@ def test_a_refusal_names_the_claim_what_is_short_and_what_is_left(
     run(scene)
 
 
-def test_claims_and_other_containers_take_from_the_same_books() -> None:
+def test_claims_and_other_containers_share_the_allocation_table() -> None:
     async def scene(world: ClaimsWorld) -> None:
         asked = {
             "annotations": {
@@ -721,7 +721,7 @@ def test_a_claim_outlives_a_reboot(monkeypatch: pytest.MonkeyPatch) -> None:
     run(scene)
 
 
-def test_a_claim_whose_gpu_is_gone_says_so_and_is_taken_back() -> None:
+def test_a_claim_with_a_missing_gpu_is_logged_and_can_be_taken_back() -> None:
     async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a", share("x"), share("y", gpu=1)))
         world.kill()
@@ -867,7 +867,7 @@ def test_in_any_order_each_claim_is_booked_exactly_once(steps: list[tuple[Any, .
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from((10, 20))), min_size=1, max_size=6))
-def test_what_a_container_has_is_the_sum_of_its_shares(parts: list[tuple[int, int]]) -> None:
+def test_a_containers_quota_is_the_sum_of_its_shares(parts: list[tuple[int, int]]) -> None:
     shares = [
         ClaimShare(f"s{i}", GPUS[gpu].uuid, Quota(GIB, compute, compute))
         for i, (gpu, compute) in enumerate(parts)
@@ -902,7 +902,7 @@ def test_no_container_is_called_as_a_claim_is() -> None:
 # ---- metrics ----
 
 
-def test_metrics_say_whose_the_numbers_are() -> None:
+def test_metrics_have_labels_for_pod_and_claim() -> None:
     async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a", name="train"))
         await world.admit("one", use("a"))

@@ -59,7 +59,7 @@ def test_every_default_is_valid_in_the_file(option: str) -> None:
     assert OPTIONS[option]["description"]
 
 
-def test_what_is_described_is_accepted_again() -> None:
+def test_a_described_configuration_is_valid() -> None:
     config = parse_config(
         "quantum_ms: 2.5\ndefaults: {memory: 4Gi, compute: 5}\nplacement: pack\nmetrics: {listen: unix}\n"
     )

@@ -28,7 +28,7 @@ def steps(history: History, *uses: Use, begin: int = 1) -> None:
         history.record(i * STEP_NS, [("who", use)])
 
 
-def test_a_step_has_what_came_since_the_look_before() -> None:
+def test_a_step_has_the_use_since_the_previous_reading() -> None:
     history = History(0)
     quota = replace(ALONE, limit=60)
     steps(
@@ -51,7 +51,7 @@ def test_a_step_has_what_came_since_the_look_before() -> None:
     }  # fmt: skip
 
 
-def test_what_is_used_beyond_the_guarantee_is_lent() -> None:
+def test_use_beyond_the_guarantee_is_lent() -> None:
     history = History(0)
     steps(history, replace(ALONE, charged_ns=5 * SECOND))
     assert only(history.cut(-1))["used"] == [100.0]
@@ -64,7 +64,7 @@ def test_what_is_used_beyond_the_guarantee_is_lent() -> None:
     assert only(strict.cut(-1))["lent"] == [0.0]
 
 
-def test_steps_that_were_missed_have_what_they_had_together() -> None:
+def test_missed_steps_share_their_use_evenly() -> None:
     history = History(0)
     history.record(STEP_NS, [("who", ALONE)])
     history.record(4 * STEP_NS + 1, [("who", replace(ALONE, charged_ns=6 * SECOND, refused=2))])
@@ -74,7 +74,7 @@ def test_steps_that_were_missed_have_what_they_had_together() -> None:
     assert history.due_ns() == 5 * STEP_NS
 
 
-def test_a_look_within_a_step_changes_nothing() -> None:
+def test_a_reading_within_a_step_changes_nothing() -> None:
     history = History(0)
     history.record(STEP_NS - 1, [("who", ALONE)])
     assert (history.last, history.due_ns(), history.cut(-1).series) == (-1, STEP_NS, [])
@@ -98,7 +98,7 @@ def test_fifteen_minutes_are_kept() -> None:
 
 
 @pytest.mark.parametrize("n", [1, STEPS - 1, STEPS, STEPS + 1, 2 * STEPS, 2 * STEPS + 7])
-def test_a_cut_and_what_follows_it_are_the_whole(n: int) -> None:
+def test_a_cut_and_the_following_one_are_the_whole(n: int) -> None:
     history = History(0)
     steps(history, *[replace(ALONE, memory=i) for i in range(n)])
     for since in range(n - STEPS - 1, n):
@@ -131,7 +131,7 @@ def test_a_container_that_ran_between_two_readings_is_recorded() -> None:
     assert (series["used"], series["ended"]) == ([20.0], True)
 
 
-def test_a_name_that_comes_again_is_another_container() -> None:
+def test_a_reused_name_is_another_container() -> None:
     history = History(0)
     for i, who in enumerate(("first", "second"), 1):
         history.record(i * STEP_NS, [(who, ALONE)])

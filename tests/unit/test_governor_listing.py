@@ -122,7 +122,7 @@ def test_ps_shows_each_containers_use(node: GovernorNode) -> None:
     ]  # fmt: skip
 
 
-def test_ps_as_json_keeps_what_is_promised(node: GovernorNode) -> None:
+def test_ps_as_json_conforms_to_the_schema(node: GovernorNode) -> None:
     document = json.loads(tidegate(node, "ps", "--json"))
     check("ps", document)
     one = next(each for each in document if each["id"] == "a" * 64)
@@ -306,7 +306,7 @@ def row(identifier: str, name: str, pod: str) -> dict[str, Any]:
         ([row("a" * 64, "main", "ml/x"), row("b" * 64, "", "")], "CONTAINER GPU"),
     ],
 )
-def test_a_narrow_table_keeps_what_tells_containers_apart(
+def test_a_narrow_table_keeps_a_distinguishing_column(
     containers: list[dict[str, Any]], heads: str
 ) -> None:
     wide = table(containers)
@@ -526,7 +526,7 @@ def test_inspect_shows_all_that_is_known(node: GovernorNode) -> None:
         ),
     ],
 )
-def test_inspect_says_how_long_it_waited_for_its_grants(
+def test_inspect_shows_the_waits_for_grants(
     node: GovernorNode, counts: list[int], said: str | None
 ) -> None:
     document = json.loads(tidegate(node, "inspect", "train-0", "--json"))
@@ -535,7 +535,7 @@ def test_inspect_says_how_long_it_waited_for_its_grants(
     assert fields.get("for a grant") == said
 
 
-def test_inspect_says_what_was_lent_in_the_unit_of_what_was_used(node: GovernorNode) -> None:
+def test_inspect_shows_lent_time_in_the_unit_of_used_time(node: GovernorNode) -> None:
     document = json.loads(tidegate(node, "inspect", "train-0", "--json"))
     device = document["devices"][0]
     device |= {"delivered": 60.0, "lent": 20.0, "waited": 340.0}
@@ -704,7 +704,7 @@ def test_top_prints_lines_in_a_terminal_that_can_do_no_more(node: GovernorNode) 
         assert "\x1b" not in terminal.shown
 
 
-def test_what_is_wrong_is_seen_on_a_small_screen(
+def test_violations_are_shown_on_a_small_screen(
     node: GovernorNode, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rows that do not fit are omitted from the end of the table.

@@ -117,7 +117,7 @@ def described(**changes: Any) -> dict[str, Any]:
     return {"id": "a" * 64, "key": "k", "name": "", "unknown_functions": [], **changes}
 
 
-def test_ps_has_a_line_for_each_container_that_looked_one_up() -> None:
+def test_ps_has_a_line_for_each_container_with_unknown_functions() -> None:
     names = ["cuOfTomorrow", "cuMemAlloc@14000"]
     older = described(name="older")
     del older["unknown_functions"]

@@ -83,7 +83,7 @@ def write(container: Container, slot: int, **values: int) -> None:
         pages.write(container.ledger, base, "ledger_device", name, value)
 
 
-def test_a_scrape_shows_what_the_governor_knows(play: Callable[[Scene], None]) -> None:
+def test_a_scrape_has_the_governors_data(play: Callable[[Scene], None]) -> None:
     async def scene(world: MetricsWorld) -> None:
         one = await world.admit("one")
         await world.admit('odd "name"\n', memory="2Gi", compute="10")
@@ -252,7 +252,7 @@ def test_a_containers_time_never_decreases(looks: list[tuple[bool, int, int, int
         before = now
 
 
-def test_what_was_lent_is_counted_by_the_second() -> None:
+def test_lent_time_is_counted_by_the_second() -> None:
     counters = Counters(1)
     lent = []
     for now, charged in ((0, 0), (0.5, 0.5), (1.0, 0.6), (1.9, 1.4), (3.0, 1.5), (4.0, 1.5)):
@@ -329,7 +329,7 @@ def test_a_word_is_the_same_number_in_ps_in_the_metrics_and_on_the_page(
     play(scene)
 
 
-def test_a_tally_keeps_what_ended() -> None:
+def test_a_tally_keeps_the_times_of_ended_containers() -> None:
     class Ended:
         def gpu_times(self) -> dict[str, GpuTime]:
             return {UUID: GpuTime(held_ns=10, grants=1)}
@@ -586,7 +586,7 @@ def test_where_metrics_may_not_be_served(listen: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_the_page_says_what_is_served() -> None:
+def test_the_reference_page_lists_the_served_metrics() -> None:
     assert metrics_reference.PAGE.read_text() == metrics_reference.page()
 
 

@@ -149,7 +149,7 @@ def test_a_full_queue_holds_up_the_process_that_connects(play: Play) -> None:
     play(scene)
 
 
-def test_what_is_served_ends_with_the_listener(play: Play) -> None:
+def test_served_connections_end_with_the_listener(play: Play) -> None:
     async def scene(path: Path) -> None:
         ended = asyncio.Event()
 

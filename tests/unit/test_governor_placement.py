@@ -187,7 +187,7 @@ def test_a_gpu_that_could_not_be_read_is_refused_by_name_with_the_reason() -> No
     assert "restart" in caught.value.hint
 
 
-def test_a_node_whose_gpus_all_fail_says_why() -> None:
+def test_a_node_with_failing_gpus_reports_the_reason() -> None:
     with pytest.raises(RefusedError, match=r"^this node has no GPU, 0 is not shared: GPU is lost;"):
         AllocationTable([], Config(), None, {0: "GPU is lost"}).admit("a", ask())
 
@@ -301,7 +301,7 @@ def test_the_manual_s_example(wanted: dict[str, object], chosen: tuple[list[int]
         ),
     ],
 )  # fmt: skip
-def test_a_refusal_says_what_is_short_where_and_what_would_fit(
+def test_a_refusal_states_the_shortage_and_what_would_fit(
     taken: list[tuple[int, int]], wanted: dict[str, object], line: str
 ) -> None:
     allocations = AllocationTable(gpus(len(taken)), Config())

@@ -371,7 +371,7 @@ def test_an_admission_whose_hook_is_stuck_ends_with_the_container(
     assert listed(governor) == []
 
 
-def test_what_is_reserved_is_kept_for_one_container(governor: GovernorThread, pidfd: int) -> None:
+def test_reserved_gpus_are_kept_for_one_container(governor: GovernorThread, pidfd: int) -> None:
     with GovernorClient(governor) as client:
         answer = client.ask(RESERVE)
         assert answer["devices"] == [{"uuid": UUID, "index": 0, "minor": 0}]
@@ -434,7 +434,7 @@ def test_a_container_that_redeems_another_reservation_gets_its_own_quota(
         assert client.ask(late, pidfd)["memory"] == GIB
 
 
-def test_a_guessed_reservation_is_none(governor: GovernorThread, pidfd: int) -> None:
+def test_a_guessed_reservation_is_invalid(governor: GovernorThread, pidfd: int) -> None:
     with GovernorClient(governor) as client:
         token = client.ask(RESERVE)["reservation"]
         assert len(token) == 32

@@ -256,7 +256,7 @@ def look_once(container: Container, seen: dict[int, int] | None = None, **more: 
         (0, 600, 600, 0, 600),
     ],
 )
-def test_debt_is_what_nvml_sees_beyond_what_it_can_see(
+def test_debt_is_nvmls_value_beyond_the_attributed_charge(
     seen: int, memory: int, unseen: int, overhead: int, used: int
 ) -> None:
     charge = Charge(memory, unseen)
@@ -287,7 +287,7 @@ def test_a_ledger_that_changes_during_a_sample_hides_no_debt() -> None:
     assert debt.update(3 * SECOND, 1000, came, went) == 700
 
 
-def test_a_charge_for_what_is_not_made_yet_hides_no_debt() -> None:
+def test_a_charge_before_the_allocation_hides_no_debt() -> None:
     debt = Debt()
     still = Charge(memory=0)
     assert debt.update(1, 500, still, still) == 500
@@ -312,7 +312,7 @@ def test_calls_under_way_in_a_new_process_hide_nothing_of_its_context() -> None:
     assert debt.update(SECOND, 500, new, new, 500) == 500
 
 
-def test_what_a_pool_gave_back_unnoticed_hides_no_debt() -> None:
+def test_memory_that_a_pool_freed_unnoticed_hides_no_debt() -> None:
     debt = Debt()
     holds = Charge(memory=300, pooled=300, told=500, provisional=500, provisional_ns=1)
     assert debt.update(2, 800, holds, holds) == 500
@@ -329,7 +329,7 @@ def test_what_a_pool_gave_back_unnoticed_hides_no_debt() -> None:
     assert debt.update(SECOND // 2, 600, found, found) == 500
 
 
-def test_what_a_pool_is_found_without_during_a_look_was_missing_in_the_one_before() -> None:
+def test_a_pools_reduction_found_during_a_sample_applies_to_the_previous_one() -> None:
     debt = Debt()
     holds = Charge(memory=300, pooled=300, told=500, provisional=500, provisional_ns=1)
     assert debt.update(2, 800, holds, holds, ended_ns=3) == 500
@@ -338,7 +338,7 @@ def test_what_a_pool_is_found_without_during_a_look_was_missing_in_the_one_befor
     assert debt.update(30, 600, holds, found, ended_ns=40) == 500
 
 
-def test_books_that_change_while_they_are_read_are_uncertain_by_as_much() -> None:
+def test_a_ledger_that_changes_while_it_is_read_is_uncertain_by_that_amount() -> None:
     """Between reads of two fields, a pool is found to have 200 bytes less."""
     guest = BusyProcess()
     for name in ("memory", "pooled"):
@@ -362,7 +362,7 @@ def test_books_that_change_while_they_are_read_are_uncertain_by_as_much() -> Non
     assert (charge.shrunk_before, charge.shrunk) == (0, 200)
 
 
-def test_what_the_driver_gave_back_is_seen_beside_pools_once_they_were_asked() -> None:
+def test_memory_freed_by_the_driver_is_noticed_once_pools_were_queried() -> None:
     debt = Debt()
     holds = Charge(memory=300, pooled=300, told=500, provisional=500, provisional_ns=1)
     assert debt.update(2, 800, holds, holds) == 500
@@ -397,7 +397,7 @@ def test_memory_that_a_sample_shows_before_it_is_reported_counts_once() -> None:
     assert debt.update(9, 800, replace(gave, moving=99), gave) == 500
 
 
-def test_what_the_driver_gave_back_is_no_debt_from_the_next_look_on() -> None:
+def test_memory_freed_by_the_driver_is_no_debt_after_the_next_sample() -> None:
     debt = Debt()
     still = Charge()
     assert debt.update(1, 500, still, still) == 500
@@ -420,7 +420,7 @@ def test_a_context_counts_before_nvml_lists_it() -> None:
     assert debt.update(3 * SECOND, 960, two, two, 500) == 960
 
 
-def test_a_context_that_a_look_saw_in_the_making_counts_once() -> None:
+def test_a_context_sampled_during_its_creation_counts_once() -> None:
     """A context is charged as a claim while the driver makes it, and as provisional afterwards."""
     debt = Debt()
     making = Charge(memory=500, unseen=500, taking=500)
@@ -428,14 +428,14 @@ def test_a_context_that_a_look_saw_in_the_making_counts_once() -> None:
         assert making.used(debt.update(SECOND, seen, making, making, 500), SECOND) == 500
     made = Charge(told=500, provisional=500, provisional_ns=SECOND + 5, contexts=1)
     assert made.used(debt.update(SECOND, 500, making, made, 500), SECOND) == 500  # made meanwhile
-    # The next look comes while the process fills its memory.
+    # The next sample is taken while the process fills its memory.
     made = replace(made, memory=300)
     more = replace(made, memory=400)
     assert debt.update(SECOND + 10, 850, made, more, 500) == 500
     assert debt.update(SECOND + 20, 900, more, more, 500) == 500
 
 
-def test_what_the_driver_took_is_debt_although_the_books_move() -> None:
+def test_memory_taken_by_the_driver_is_debt_although_the_ledger_changes() -> None:
     debt = Debt()
     before = Charge(memory=300, told=500, provisional=500, provisional_ns=5)
     after = replace(before, memory=0, returned=300)
@@ -598,7 +598,7 @@ def test_nonsense_in_a_ledger_is_bounded(entry: bytes, data: st.DataObject) -> N
 # A container
 
 
-def test_one_process_does_not_pay_with_the_books_of_another(play: Play) -> None:
+def test_a_surplus_of_one_process_does_not_offset_the_debt_of_another(play: Play) -> None:
     async def scene(world: World) -> None:
         container = await world.admit()
         (one, first), (two, second) = await world.join(container), await world.join(container)
@@ -626,7 +626,7 @@ def test_a_process_that_nvml_does_not_list_has_nothing(play: Play) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [((512, 0), (0, 0)), ((0, 0), (512, 0))])
-def test_a_block_that_comes_or_goes_during_a_look_is_no_debt(
+def test_a_block_allocated_or_freed_during_a_sample_is_no_debt(
     play: Play, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
     async def scene(world: World) -> None:
@@ -645,7 +645,7 @@ def test_a_block_that_comes_or_goes_during_a_look_is_no_debt(
     play(scene)
 
 
-def test_the_time_of_a_look_is_when_it_began(play: Play) -> None:
+def test_the_time_of_a_sample_is_its_begin(play: Play) -> None:
     async def scene(world: World) -> None:
         container = await world.admit()
         child, slot = await world.join(container)
@@ -666,7 +666,7 @@ def test_the_time_of_a_look_is_when_it_began(play: Play) -> None:
     play(scene)
 
 
-def test_where_nvml_fails_the_time_stands_still_and_the_books_go_on(play: Play) -> None:
+def test_if_nvml_fails_the_last_sample_stays_and_the_ledger_counts(play: Play) -> None:
     async def scene(world: World) -> None:
         container = await world.admit()
         child, slot = await world.join(container)
@@ -746,7 +746,7 @@ def test_a_slot_full_of_ones_affects_only_its_own_container(play: Play) -> None:
 # When NVML is read
 
 
-def test_a_gpu_is_looked_at_four_times_a_second_while_it_is_shared(play: Play) -> None:
+def test_a_shared_gpu_is_sampled_four_times_a_second(play: Play) -> None:
     async def scene(world: World) -> None:
         async with world.looking():
             await asyncio.sleep(0.3)
@@ -759,7 +759,7 @@ def test_a_gpu_is_looked_at_four_times_a_second_while_it_is_shared(play: Play) -
     play(scene)
 
 
-def test_a_process_that_waits_for_a_look_gets_one_soon(play: Play) -> None:
+def test_a_process_that_waits_for_a_sample_gets_one_soon(play: Play) -> None:
     async def scene(world: World) -> None:
         container = await world.admit()
         child, slot = await world.join(container)
@@ -780,7 +780,7 @@ def test_a_process_that_waits_for_a_look_gets_one_soon(play: Play) -> None:
 
 
 @pytest.mark.parametrize("ahead_ns", [0, 3600 * S])
-def test_a_container_that_always_waits_is_looked_at_no_more_often(
+def test_a_container_that_always_waits_does_not_cause_more_samples(
     play: Play, ahead_ns: int
 ) -> None:
     async def scene(world: World) -> None:
@@ -802,7 +802,7 @@ def test_a_container_that_always_waits_is_looked_at_no_more_often(
 # Processes come and go
 
 
-def test_what_a_process_took_is_free_soon_after_its_death(play: Play) -> None:
+def test_the_memory_of_a_process_is_free_soon_after_its_end(play: Play) -> None:
     async def scene(world: World) -> None:
         container = await world.admit()
         (one, first), (two, _) = await world.join(container), await world.join(container)
@@ -811,7 +811,7 @@ def test_what_a_process_took_is_free_soon_after_its_death(play: Play) -> None:
         assert (read(container, "memory_overhead"), read(container, "memory_used")) == (1500, 1600)
         one.send_signal(signal.SIGKILL)
         took = await until(lambda: read(container, "memory_overhead") == 500)
-        assert took < 0.1  # no look had to come first
+        assert took < 0.1  # no sample was needed
         assert read(container, "memory_used") == 500
         assert pages.device_sums(container.ledger, ["memory"], 0)["memory"] == 0
         assert [entry["pid"] for entry in pages.read_usage(container.grant)] == [two.pid]
@@ -819,7 +819,7 @@ def test_what_a_process_took_is_free_soon_after_its_death(play: Play) -> None:
     play(scene)
 
 
-def test_a_process_that_died_during_a_look_leaves_no_debt(play: Play) -> None:
+def test_a_process_that_ended_during_a_sample_leaves_no_debt(play: Play) -> None:
     async def scene(world: World) -> None:
         container = await world.admit()
         child, _ = await world.join(container)
@@ -956,7 +956,7 @@ def test_a_second_ago_is_forgotten() -> None:
     assert parts["a"] == 0
 
 
-def test_a_report_that_goes_back_or_jumps_is_bounded() -> None:
+def test_a_report_that_decreases_or_jumps_is_bounded() -> None:
     meter: Meter[str] = Meter()
     for i, busy in enumerate((2**64 - 1, 0, 2**64 - 1, 5)):
         parts = meter.update(i * S // 4, {"a": busy}, 10 * S * i, None)
@@ -981,7 +981,7 @@ def test_samples_are_averaged_over_their_times() -> None:
     assert sampled_percent((), frozenset({5})) == {}
 
 
-def test_utilisation_is_of_what_may_be_used() -> None:
+def test_utilisation_is_relative_to_the_cap() -> None:
     assert [of_limit(part, 40) for part in (0.0, 10.0, 20.0, 40.0, 41.0)] == [0, 25, 50, 100, 100]
     assert of_limit(5.0, 0) == 0
 
@@ -1031,7 +1031,7 @@ def test_unattributed_memory_is_published_unless_it_changed_during_the_sample(pl
         world.nvml.unattributed = lambda: 700
         async with world.looking():
             await until(lambda: read(container, "unattributed") == 700)
-            world.nvml.unattributed = lambda: len(world.nvml.looks)  # changes with each look
+            world.nvml.unattributed = lambda: len(world.nvml.looks)  # changes with each sample
             looks = len(world.nvml.looks)
             await until(lambda: len(world.nvml.looks) > looks + 3)
             assert read(container, "unattributed") == 700
@@ -1130,7 +1130,7 @@ def test_memory_is_sampled_although_nvml_reports_no_utilisation(
     play(scene)
 
 
-def test_looks_that_fail_are_counted(play: Play) -> None:
+def test_failed_samples_are_counted(play: Play) -> None:
     async def scene(world: World) -> None:
         await world.admit()
         world.nvml.failing = True

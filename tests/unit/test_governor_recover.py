@@ -630,7 +630,7 @@ def test_a_container_whose_socket_cannot_be_made_still_ends(
     play(scene)
 
 
-def test_a_directory_stays_where_processes_may_not_be_looked_at(
+def test_a_directory_stays_if_processes_cannot_be_examined(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process may have it mounted."""
@@ -763,7 +763,7 @@ def test_nothing_is_opened_that_is_not_a_memfd(tmp_path: Path) -> None:
         assert list(mapped(process.pid, name, memfd_device())) == []
 
 
-def test_a_governor_survives_what_a_container_maps(play: Play) -> None:
+def test_a_governor_survives_any_mapping_of_a_container(play: Play) -> None:
     async def scene(world: RecoveryWorld) -> None:
         container = await world.admit()
         child = world.child(container)

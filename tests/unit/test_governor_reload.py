@@ -151,7 +151,7 @@ def test_a_reload_reports_when_each_change_takes_effect(
     assert in_force(node) == [f"ok: the governor has the configuration of its files: {node.file}"]
 
 
-def test_check_tells_which_files_and_keeps_what_is_promised(node: GovernorNode) -> None:
+def test_check_lists_the_files_and_conforms_to_the_schema(node: GovernorNode) -> None:
     drop_in = node.drop_ins / "10-a.yaml"
     drop_in.write_text("placement: pack\n")
     _, lines, _ = tidegate(node, "check", "--json", "--config", str(node.file))
@@ -389,7 +389,7 @@ def test_a_runtime_directory_that_is_too_deep_for_sockets_is_refused_at_the_star
             listener.bind(str(directory / "governor.sock"))
 
 
-def test_a_governor_without_files_says_so(
+def test_a_governor_without_files_refuses_a_reload(
     tmp_path: Path, build_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from tests.unit.test_governor_protocol import GovernorThread

@@ -111,9 +111,7 @@ for _ in range(20):
 """
 
 
-def test_a_stranger_with_the_number_of_one_that_ended_is_not_registered(
-    governor: GovernorThread, path: str
-) -> None:
+def test_a_process_with_a_reused_pid_is_not_registered(governor: GovernorThread, path: str) -> None:
     """A process could connect, exit, and wait until its pid is reused by a neighbour's process."""
     for _ in range(20):
         with ExitStack() as stack:

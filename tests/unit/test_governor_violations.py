@@ -120,7 +120,7 @@ def test_memory_beyond_the_quota_adds_up_over_bursts(
     assert [(kind, began) for kind, began, _ in play.told[1:]] == [(MEMORY, False)]
 
 
-def test_bursts_go_on_with_a_violation_and_after_it_one_look_is_enough() -> None:
+def test_bursts_continue_a_violation_and_later_one_sample_is_enough() -> None:
     play = Play()
     play.looks(replace(HONEST, memory={7: 5 * GIB}), 2 * S)
     for _ in range(10):
@@ -146,7 +146,7 @@ def test_processes_that_come_and_go_unregistered_add_up() -> None:
     assert [(kind, began) for kind, began, _ in play.told[:1]] == [(UNREGISTERED, True)]
 
 
-def test_many_looks_at_once_are_one_moment() -> None:
+def test_many_samples_at_once_count_as_one() -> None:
     play = Play()
     over = replace(HONEST, memory={7: 2 * GIB})
     for _ in range(40):
@@ -154,7 +154,7 @@ def test_many_looks_at_once_are_one_moment() -> None:
     assert play.told == []
 
 
-def test_two_looks_far_apart_are_two() -> None:
+def test_two_samples_far_apart_count_as_two() -> None:
     play = Play()
     for _ in range(3):
         play.look(replace(HONEST, memory={7: 2 * GIB}), 10 * S)
@@ -217,7 +217,7 @@ def test_samples_of_the_future_are_no_violation() -> None:
     assert play.told == []
 
 
-def test_one_sample_that_comes_again_is_one() -> None:
+def test_a_repeated_sample_counts_once() -> None:
     play = Play()
     play.idle(3 * S)
     sample = ProcessSample(play.now, 7, 99)
@@ -233,7 +233,7 @@ def test_housekeeping_of_a_context_is_no_work_and_nonsense_no_evidence(percent: 
     assert play.told == []
 
 
-def test_after_looks_that_came_late_nothing_is_known() -> None:
+def test_after_late_samples_the_time_between_is_not_judged() -> None:
     """The governor was stopped, and the container granted itself its share in the meantime."""
     play = Play()
     play.idle(5 * S)
@@ -352,7 +352,7 @@ def test_a_violation_that_lasts_is_not_forgotten_for_others() -> None:
     assert findings.episodes[-1].pid == 2 * MOST_EPISODES - 1
 
 
-def test_what_a_second_takes_fits_into_two() -> None:
+def test_the_delays_of_a_report_add_up_to_two_seconds_at_most() -> None:
     """After the last legitimate work, the samples have to settle; then three readings have to find new ones."""
     assert SETTLE_NS + 3 * LOOK <= 2 * S
     assert SETTLE_NS < EVIDENCE_NS

@@ -162,7 +162,7 @@ def test_the_history_is_returned_from_a_step_on(play: Callable[[Scene], None]) -
     play(scene)
 
 
-def test_what_a_container_had_is_kept_when_it_ends(
+def test_the_use_of_a_container_is_kept_when_it_ends(
     play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here, the governor's own clock drives the history."""
@@ -191,7 +191,7 @@ def test_what_a_container_had_is_kept_when_it_ends(
     play(scene)
 
 
-def test_a_look_that_fails_ends_neither_the_governor_nor_a_container(
+def test_a_failed_reading_ends_neither_the_governor_nor_a_container(
     play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scene(world: MetricsWorld, history: History) -> None:
@@ -545,7 +545,7 @@ def test_where_the_page_may_not_be_served(listen: str) -> None:
         parse_config(f"web: {{listen: {listen}}}", "config.yaml")
 
 
-def test_what_the_howto_asks_for_is_there(play: Callable[[Scene], None]) -> None:
+def test_the_urls_of_the_howto_exist(play: Callable[[Scene], None]) -> None:
     howto = Path(__file__).resolve().parents[2] / "docs/howto/see-what-happens.md"
     asked = re.findall(
         r"^curl --unix-socket /run/tidegate/web\.sock '?http://([^\s/]+)(/[^\s']*)'?$",

@@ -146,7 +146,7 @@ def test_when_samples_stop_time_is_charged_in_full_again():
     assert charged[-100:] == [20] * 100
 
 
-def test_a_sample_that_was_missed_leaves_what_was_charged():
+def test_a_missed_sample_leaves_the_charge():
     activity = Activity(0)
     for at in range(20, 1001, 20):
         assert activity.step(at * MS, {7: 20 * MS}, None)[7] == 20 * MS

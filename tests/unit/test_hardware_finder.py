@@ -71,7 +71,7 @@ def test_a_process_seen_repeatedly_gets_a_thorough_search(world):
     assert [thorough for _, thorough in world.looks][:2] == [False, False]
 
 
-def test_an_error_of_the_driver_ends_no_look(world):
+def test_an_error_of_the_driver_does_not_end_the_finder(world):
     world.fails = DriverCallError("a call", 0x51)
     enter(world, 11)
     wait_for(lambda: len(world.looks) > 1)
@@ -92,7 +92,7 @@ def test_repeated_registration_does_not_cause_more_searches(world):
     assert 1 <= len(world.looks) <= 1 + 1.2 / (world.takes_s * COST)
 
 
-def test_a_look_that_ends_after_its_process_was_registered_anew_counts(world):
+def test_a_search_that_ends_after_a_new_registration_counts(world):
     world.takes_s = 0.1
     world.has[11] = ["a context"]
     enter(world, 11)

@@ -436,7 +436,7 @@ def test_a_job_of_two_gpus_that_is_a_service_is_served_at_once():
         assert sum(waits) / len(waits) < 4 * MS
 
 
-def test_when_the_hog_ends_it_goes_on_by_itself():
+def test_when_the_hog_ends_the_gang_continues_alone():
     shares = {1: Share(0.3, 1), 2: Share(0.6, 0.6)}
     node = TwoGpuNode([shares, dict(shares)], {1})
     node.run(2)

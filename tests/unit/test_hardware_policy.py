@@ -151,7 +151,7 @@ def test_caps_hold_in_each_tenth_of_a_second(wanted):
 
 
 @pytest.mark.parametrize(("wanted", "most"), [((45, 30, 15), 1.1), ((10,) * 8, 1.5)])
-def test_those_who_reach_their_caps_are_switched_off_together(wanted, most):
+def test_containers_that_reach_their_caps_are_switched_off_together(wanted, most):
     """Each call takes locks that the whole host shares, and there are ten periods a second."""
     shares = {i: Share(w / 100, w / 100) for i, w in enumerate(wanted)}
     r = run(shares, {i: endless() for i in shares})
@@ -179,7 +179,7 @@ def test_the_others_do_not_wait_for_a_container_beyond_its_cap():
 
 
 @pytest.mark.parametrize("wanted", [(70, 30), (25,) * 4, (10, 45, 45), (13,) * 4 + (12,) * 4])
-def test_where_all_is_promised_changes_of_the_context_are_what_they_lack(wanted):
+def test_with_full_guarantees_the_shortfall_is_the_context_switches(wanted):
     """Nothing is switched in this case: time that calls of the driver take is lost to all containers."""
     shares = {i: Share(w / 100, w / 100) for i, w in enumerate(wanted)}
     r = run(shares, {i: endless() for i in shares})
@@ -268,7 +268,7 @@ class WorkAndRest(VirtualContext):
         return 1 << 62 if self.works(self.at) else 0
 
 
-def test_where_all_may_have_what_is_idle_it_is_used():
+def test_idle_time_is_used_if_all_may_have_it():
     """A container that rests has no turn for which others are off."""
     contexts = {i: WorkAndRest(i) for i in range(1, 5)}
     r = run(dict.fromkeys(contexts, Share(0.25, 1)), contexts, 12)
@@ -279,7 +279,7 @@ def test_where_all_may_have_what_is_idle_it_is_used():
         assert sum(window.values()) <= 100
 
 
-def test_what_is_given_back_does_not_open_the_second_of_a_latency_container():
+def test_a_correction_does_not_extend_the_second_of_a_latency_container():
     """It was alone, and was charged 250 ms of work and 50 ms of pauses; the latter are given back later."""
     second = Second()
     second.add(0, 250 * MS, 250 * MS)
@@ -309,7 +309,7 @@ def test_where_caps_fill_the_gpu_each_has_its_cap_whatever_is_guaranteed(shares,
     assert r.changes == 0
 
 
-def test_what_a_neighbour_is_given_back_is_not_charged_to_the_one_with_the_turn():
+def test_a_correction_of_a_neighbour_is_not_charged_to_the_container_with_the_turn():
     policy = Policy(0)
     for i, share in enumerate([Share(0.2, 1, latency=True), Share(0.4, 1), Share(0.4, 1)]):
         policy.add(i, share, 0)
@@ -378,7 +378,7 @@ def test_turns_that_end_early_now_and_then_are_no_way_to_have_more_of_them(phase
     assert r.used[3] <= 8
 
 
-def test_several_groups_of_one_container_do_not_use_up_what_others_are_guaranteed():
+def test_several_groups_of_a_container_do_not_use_up_the_guarantees_of_others():
     """Beside four processes with 20 % and a service, 70 % used to get 51.
 
     A third of the GPU was lost to switches.
@@ -421,7 +421,7 @@ def test_several_groups_of_one_container_do_not_use_up_what_others_are_guarantee
     assert 100 * (contexts["b"].done - done) / (5 * S) >= 68
 
 
-def test_a_container_at_its_cap_does_not_owe_what_is_idle():
+def test_a_container_at_its_cap_does_not_owe_idle_time():
     policy = Policy(0)
     for i, share in enumerate([Share(0.3, 0.3), Share(0.3, 0.3), Share(0.4, 1)]):
         policy.add(i, share, 0)
@@ -471,7 +471,7 @@ def test_the_larger_of_two_waits_for_less_than_10_ms(wanted):
     assert settings[1].slice_ns + TURN_COST < 10 * MS
 
 
-def test_what_calls_of_the_driver_cut_off_a_cap_comes_later():
+def test_time_that_driver_calls_cut_off_a_cap_is_made_up_later():
     """A turn that ends some ms early or late makes no difference over a second."""
     shares = {1: Share(0.45, 0.45), 2: Share(0.3, 0.3), 3: Share(0.15, 0.15)}
     r = run(shares, {i: endless() for i in shares})
@@ -481,7 +481,7 @@ def test_what_calls_of_the_driver_cut_off_a_cap_comes_later():
         )
 
 
-def test_what_one_does_not_use_the_others_have():
+def test_unused_time_goes_to_the_others():
     r = run(
         {1: Share(0.5, 1), 2: Share(0.3, 1), 3: Share(0.2, 1)},
         {1: requests(1e6), 2: endless(), 3: endless()},
@@ -589,7 +589,7 @@ class PartTime(VirtualContext):
 
 
 @pytest.mark.parametrize(("cycle", "part"), [(200, 100), (300, 140), (100, 45), (20, 9)])
-def test_one_that_works_part_of_the_time_takes_3_points_of_a_guarantee_at_most(cycle, part):
+def test_a_part_time_container_takes_at_most_3_points_of_a_guarantee(cycle, part):
     """A container is charged for a turn in which it does nothing, but the time of that turn is lost to all."""
     contexts = {0: requests(20, 0.5), 1: endless(), 2: PartTime(cycle=cycle, part=part)}
     contexts[2].now = 0
@@ -642,7 +642,7 @@ def test_a_turn_that_began_alone_ends_when_another_comes():
     assert held == {2: pytest.approx(50, abs=6), 3: pytest.approx(50, abs=6)}
 
 
-def test_half_the_gpu_in_requests_is_served_before_what_borrows():
+def test_requests_for_half_the_gpu_are_served_before_borrowed_time():
     alone = run({1: Share(0.6, 1)}, {1: requests(4)}, 20)
     r = run({1: Share(0.6, 1, latency=True), 2: Share(0.4, 1)}, {1: requests(4), 2: endless()}, 20)
     assert r.mean(1) <= 1.6 * alone.mean(1)
@@ -756,7 +756,7 @@ def test_a_container_that_slept_has_saved_nothing():
     assert not policy.step(now + 44 * MS, {1: 5 * MS})[0][1].on
 
 
-def test_one_that_holds_the_turn_may_go():
+def test_a_container_with_the_turn_may_be_removed():
     shares = {1: Share(0.2, 1, latency=True), 2: Share(0.4, 1), 3: Share(0.4, 1)}
     policy = Policy(0)
     for i, share in shares.items():
@@ -804,7 +804,7 @@ def test_use_before_it_was_found_is_no_debt():
     assert not any(policy.step(PERIOD * i, {1: 0}, {1: 1})[0][1].on for i in range(8, 20))
 
 
-def test_what_was_charged_too_much_is_no_debt_and_no_credit():
+def test_an_overcharge_is_no_debt_and_its_correction_no_credit():
     policy = Policy(0)
     policy.add(1, Share(0.1, 0.1), 0)
     policy.step(PERIOD, {1: MS})
@@ -815,7 +815,7 @@ def test_what_was_charged_too_much_is_no_debt_and_no_credit():
     assert not policy.step(PERIOD * 2 + 12 * MS, {1: 3 * MS})[0][1].on
 
 
-def test_one_that_is_never_found_is_not_free_for_ever():
+def test_a_container_that_is_never_found_incurs_a_debt_in_the_end():
     policy = Policy(0)
     policy.add(1, Share(0.05, 0.05), 0)
     on = [policy.step(PERIOD * i, {1: PERIOD}, {})[0][1].on for i in range(1, UNFOUND + 3)]
@@ -860,7 +860,7 @@ class Bursts(VirtualContext):
 
 @pytest.mark.parametrize(("idle", "busy"), [(200, 100), (170, 30), (160, 40), (150, 150)])
 @pytest.mark.parametrize("guarantees", [(0.01, 0.99), (0.01, 0.5, 0.49), (0.1, 0.9)])
-def test_one_that_comes_in_bursts_takes_no_more_than_it_is_owed(guarantees, idle, busy):
+def test_a_container_with_bursts_takes_no_more_than_it_is_owed(guarantees, idle, busy):
     """It is served first when it comes.
 
     What it takes beyond its guarantee while others are short becomes its debt.
@@ -905,7 +905,7 @@ class Pauses(VirtualContext):
 
 
 @pytest.mark.parametrize("latency", [False, True])
-def test_work_that_is_shorter_than_what_it_takes_to_begin_it_is_not_done_for_others_guarantees(
+def test_work_shorter_than_its_context_switches_does_not_use_guarantees_of_others(
     latency,
 ):
     """Units of 50 us: each takes two context changes, and a container with priority gets them at once."""
@@ -941,7 +941,7 @@ def test_a_container_that_does_nothing_costs_few_steps(limit):
     assert n < 200
 
 
-def test_one_that_was_off_for_long_is_held_in_the_period_in_which_it_is_on_again():
+def test_a_container_that_was_off_for_long_is_capped_when_it_is_on_again():
     """A late step left it on for a whole period, which makes a debt of two seconds; it was not idle in that time."""
     contexts = {1: endless()}
     gpu, policy, used = VirtualGpu(contexts), Policy(0), {}

@@ -184,7 +184,7 @@ def test_every_container_has_an_open_grant_at_once(runner):
     wait_for(lambda: pages.read(containers[0].grant, 0, "grant_header", "heartbeat_ns") > before)
 
 
-def test_a_process_is_looked_for_when_it_has_a_context(runner, gpu):
+def test_a_process_is_searched_when_it_has_a_context(runner, gpu):
     container = StubContainer(runner, 60, 100)
     container.enter(gpu, 11)
     time.sleep(0.1)
@@ -193,7 +193,7 @@ def test_a_process_is_looked_for_when_it_has_a_context(runner, gpu):
     wait_for(lambda: 11 in gpu.slices)
 
 
-def test_it_is_looked_for_again_when_it_has_more_contexts_and_else_not(runner, gpu):
+def test_a_process_is_searched_again_only_when_it_has_more_contexts(runner, gpu):
     container = StubContainer(runner, 60, 100)
     gpu.contexts.add(11)
     container.enter(gpu, 11)
@@ -226,7 +226,7 @@ def test_a_cap_switches_off_and_a_new_one_counts(runner, gpu):
     assert 11 not in gpu.off
 
 
-def test_a_container_that_goes_is_left_on(runner, gpu):
+def test_a_removed_container_is_left_on(runner, gpu):
     container = StubContainer(runner, 10, 10)
     gpu.contexts.add(11)
     container.enter(gpu, 11)
@@ -235,7 +235,7 @@ def test_a_container_that_goes_is_left_on(runner, gpu):
     wait_for(lambda: 11 not in gpu.off)
 
 
-def test_a_process_that_ends_before_it_was_found_is_not_looked_for(runner, gpu):
+def test_a_process_that_ends_before_it_was_found_is_not_searched(runner, gpu):
     container = StubContainer(runner, 10, 10)
     container.enter(gpu, 11)
     runner.leave(container.tenant, 0)
@@ -259,7 +259,7 @@ def test_a_process_that_claims_contexts_and_has_none_costs_little(runner, gpu):
     assert gpu.n_thorough == 0
 
 
-def test_a_process_that_takes_long_to_look_at_is_left_alone_afterwards(runner, gpu):
+def test_a_process_with_a_long_search_is_not_searched_for_some_time(runner, gpu):
     gpu.find_s = 0.05
     says = itertools.count()
     StubContainer(runner, 10, 10).enter(gpu, 11, says=lambda: next(says))
@@ -290,7 +290,7 @@ def test_a_client_of_long_ago_is_found_before_it_is_taken_for_hidden(runner, gpu
     assert runner.is_steered
 
 
-def test_a_process_in_two_slots_is_one_and_goes_with_the_last(runner, gpu):
+def test_a_process_in_two_slots_is_removed_with_the_last(runner, gpu):
     container = StubContainer(runner, 10, 10)
     gpu.contexts.add(11)
     container.enter(gpu, 11, slot=0, says=lambda: 1)

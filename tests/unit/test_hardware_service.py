@@ -306,7 +306,7 @@ def test_a_passed_socket_is_served_until_the_last_session_ends(
             assert not is_off(node)
 
 
-def test_the_service_manager_s_socket_is_told_by_its_variables(
+def test_the_service_managers_socket_is_found_by_its_variables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LISTEN_FDS", "1")

@@ -166,7 +166,7 @@ def test_a_turn_begins_before_the_one_before_it_ends(node):
     assert switched == [True, False]
 
 
-def test_a_process_that_comes_to_a_container_that_is_off_is_off(node):
+def test_a_new_process_of_a_container_that_is_off_is_off(node):
     node.steering.add(1, Share(0.3, 0.3))
     node.attach(1)
     node.step(0)
@@ -202,7 +202,7 @@ def test_processes_of_one_container_share_its_slice(node):
     assert node.state(1)[1] == whole
 
 
-def test_what_is_removed_is_left_switched_on(node):
+def test_a_removed_container_is_left_switched_on(node):
     node.steering.add(1, Share(0.3, 0.3))
     node.attach(1)
     node.step(0)
@@ -224,7 +224,7 @@ def test_the_next_container_of_that_number_begins_at_zero(node):
     assert dict(node.steering.used_ns) == {1: 3 * MS}
 
 
-def test_all_on_ends_what_was_off(node):
+def test_all_on_switches_everything_on(node):
     for i in FDS:
         node.steering.add(i, Share(0.3, 0.3))
         node.attach(i)
@@ -252,7 +252,7 @@ def test_a_process_whose_end_was_not_reported_stops_no_switch(node):
     assert node.state(2)[0]
 
 
-def test_what_is_found_as_it_was_known_costs_no_call(node):
+def test_an_unchanged_result_costs_no_call(node):
     node.steering.add(1, Share(0.3, 0.3))
     node.attach(1)
     node.step(0)
@@ -264,7 +264,7 @@ def test_what_is_found_as_it_was_known_costs_no_call(node):
     )
 
 
-def test_what_a_failed_call_has_done_is_not_done_twice(node):
+def test_a_partly_done_call_is_not_done_twice(node):
     """The driver counts: a channel that was switched off before the failing one would otherwise stay off."""
     for i in (1, 2):
         node.steering.add(i, Share(0.3, 0.3))
@@ -311,7 +311,7 @@ def test_an_unknown_process_is_charged_to_no_container(node):
     assert dict(node.steering.used_ns) == {1: 5 * MS}
 
 
-def test_what_was_known_of_a_process_is_replaced(node):
+def test_a_new_result_replaces_the_known_channels(node):
     node.steering.add(1, Share(0.5, 1))
     assert node.attach(1) == 1
     assert node.attach(1) == 1
@@ -326,7 +326,7 @@ def test_a_gpu_that_the_driver_does_not_have_leaves_nothing_open(node):
     assert len(list(os.scandir("/proc/self/fd"))) == before
 
 
-def test_what_is_switched_off_is_announced_before(node):
+def test_switching_off_is_announced_before(node):
     node.steering.add(1, Share(0.3, 0.3))
     node.attach(1)
     node.step(0)
@@ -342,7 +342,7 @@ def test_what_is_switched_off_is_announced_before(node):
     assert node.announced[-1][0] == []
 
 
-def test_a_search_looks_only_at_clients_that_are_new_or_were_there(node):
+def test_a_search_probes_only_new_and_known_clients(node):
     def n_asked():
         return n_calls(node.module, calls.GET_ACCESS_RIGHTS)
 
@@ -398,7 +398,7 @@ def test_a_process_that_was_left_off_is_on_when_it_is_found(node):
     assert node.state(1)[0]
 
 
-def test_what_is_off_and_not_found_again_is_not_forgotten(node, monkeypatch):
+def test_a_process_that_is_off_and_not_found_again_is_not_forgotten(node, monkeypatch):
     node.steering.add(1, Share(0.3, 0.3))
     node.attach(1)
     node.step(0)
@@ -437,7 +437,7 @@ def test_a_channel_found_in_two_containers_belongs_to_the_last_one(node):
     assert not node.state(1)[0]
 
 
-def test_one_that_is_on_although_it_is_off_is_looked_for_and_switched_off_again(node):
+def test_a_process_that_was_switched_on_is_switched_off_again(node):
     node.steering.add(1, Share(0.3, 0.3))
     node.attach(1)
     node.step(0)
@@ -452,7 +452,7 @@ def test_one_that_is_on_although_it_is_off_is_looked_for_and_switched_off_again(
     assert not node.state(1)[0]
 
 
-def test_what_is_found_again_while_it_is_off_is_on_after_one_call(node):
+def test_a_process_found_again_while_it_is_off_is_on_after_one_call(node):
     """The driver counts how often a channel is switched off."""
     node.steering.add(1, Share(0.3, 0.3))
     node.attach(1)
@@ -465,7 +465,7 @@ def test_what_is_found_again_while_it_is_off_is_on_after_one_call(node):
     assert node.state(1)[0]
 
 
-def test_what_a_process_has_until_it_is_off_is_no_return(node, monkeypatch):
+def test_gpu_time_before_the_switch_is_not_a_return(node, monkeypatch):
     """Time may pass between reading the trace and the call that follows."""
     node.steering.add(1, Share(0.3, 0.3))
     node.attach(1)
@@ -537,7 +537,7 @@ def test_another_file_in_the_place_of_the_clients_ends_nothing(node):
     assert node.state(2)[1] != 2048
 
 
-def test_one_that_is_alone_and_pauses_is_charged_its_work(node):
+def test_a_process_that_is_alone_and_pauses_is_charged_its_work(node):
     node.steering.add(1, Share(0.5, 1))
     node.attach(1)
     node.samples.append(lambda: [Sample(node.clock.now - 50 * MS, 0.1)])
@@ -563,7 +563,7 @@ def test_the_time_that_is_shown_never_falls(node):
     assert shown[-1] == pytest.approx(1250 * MS, abs=150 * MS)
 
 
-def test_one_that_is_off_and_leaves_no_record_is_on_in_the_next_period(node):
+def test_a_process_that_is_off_without_a_record_is_on_in_the_next_period(node):
     """It is the last process on the GPU. No other one follows, so by the trace it stays there."""
     node.steering.add(1, Share(0.3, 0.3))
     node.attach(1)

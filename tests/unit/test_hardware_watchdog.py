@@ -63,7 +63,7 @@ time.sleep(60)
 """
 
 
-def test_what_a_killed_governor_left_off_is_switched_on(path):
+def test_channels_that_a_killed_governor_left_off_are_switched_on(path):
     """The governor is started like a package's script: only the script itself sets the module path."""
     with subprocess.Popen(
         [sys.executable, "-I", "-c", GOVERNOR, path, ROOT],
@@ -91,7 +91,7 @@ def test_a_silent_governor_with_something_off_is_not_waited_for(path):
     dog.close()
 
 
-def test_what_is_off_again_as_before_is_watched_as_before(path):
+def test_an_unchanged_list_is_watched_again(path):
     """An unchanged list is sent as an empty line.
 
     The watchdog must not forget the list because it has revived once.
@@ -136,7 +136,7 @@ def _status(dog, name):
 
 
 @pytest.mark.parametrize("is_governor_alive", [True, False])
-def test_what_fails_is_tried_again(path, is_governor_alive, capfd):
+def test_a_failed_attempt_is_retried(path, is_governor_alive, capfd):
     dog = Watchdog("tests.unit.test_hardware_watchdog:fail_at_first", [str(path)])
     dog.tell([7])
     if not is_governor_alive:

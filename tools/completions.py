@@ -53,8 +53,10 @@ complete -o bashdefault -F {function} {program}
 
 
 def _prepare(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Tell shtab what the values of options are."""
+    """Tell shtab what the values of options are, and what their defaults are on a node."""
     for action in parser._actions:  # noqa: SLF001 - argparse has no public accessor
+        if str(action.default) == str(control_dir()):  # which depends on where this checkout is
+            action.default = "/usr/lib/tidegate/MACHINE-linux-gnu"
         if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
             for inner in action.choices.values():
                 _prepare(inner)
@@ -79,9 +81,7 @@ def _script(parser: argparse.ArgumentParser, shell: str) -> str:
         function = "_" + parser.prog.replace("-", "_")
         assert lines.pop().startswith("complete ")  # noqa: S101
         lines += SPLIT.format(function=function, program=parser.prog).splitlines()
-    text = "\n".join(line.rstrip() for line in [*head, "", *lines[begin:]]) + "\n"
-    # A default that depends on the location of this checkout is replaced by that of a node.
-    return text.replace(str(control_dir()), "/usr/lib/tidegate/MACHINE-linux-gnu")
+    return "\n".join(line.rstrip() for line in [*head, "", *lines[begin:]]) + "\n"
 
 
 def files() -> dict[Path, str]:

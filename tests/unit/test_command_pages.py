@@ -48,8 +48,9 @@ def test_they_are_as_they_would_be_written_now(made: Callable[[], dict[Path, str
 
 def test_nothing_of_this_checkout_is_in_them() -> None:
     for path in (*man_pages.files(), *completions.files()):
-        assert str(ROOT) not in path.read_text()
-        assert "build/meson" not in path.read_text()
+        text = path.read_text().replace("\\", "")  # zsh's descriptions have escaped slashes
+        assert str(ROOT) not in text
+        assert "build/meson" not in text
 
 
 def test_the_table_has_what_the_hook_and_the_wrapper_accept() -> None:

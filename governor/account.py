@@ -13,7 +13,7 @@ from socket import socket
 from typing import Any
 
 from governor.arbiter import Stats
-from governor.counters import Counters, GpuTime, Rates
+from governor.counters import LENT_NS, Counters, GpuTime, Rates
 from governor.members import Member
 from governor.quota import Device, Quota
 from governor.scheduled import Scheduled
@@ -108,6 +108,7 @@ class Account:
         self._meters: list[Meter[RegisteredProcess]] = [Meter() for _ in devices]
         self._measured_ns = [0] * len(devices)
         self._published_ns = [0] * len(devices)
+        self._counted_ns = [0] * len(devices)
         self._counters = Counters(len(devices))
         self._rates = [Rates() for _ in devices]
         self._peaks = [0] * len(devices)
@@ -265,6 +266,10 @@ class Account:
             pages.write(self._grant, base, "grant_device", "reconciled_ns", since)
         self._measure(device, now_ns, after, look)
         self._publish_usage()
+        if now_ns - self._counted_ns[device] >= LENT_NS:
+            # Lent time is computed second by second, however rarely its counter is read.
+            self._counted_ns[device] = now_ns
+            self._counters.time(device, self._gpus.stats(device), now_ns, self.quota)
 
     def publish_unattributed(
         self, device: int, began_ns: int, unattributed: int, each: int, n_processes: int

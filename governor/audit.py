@@ -29,11 +29,13 @@ from governor.cgroups import CannotFreezeError, Group
 from governor.config import Config
 from governor.container import Container
 from governor.counters import Tally
+from governor.pace import PacedLog
 from governor.processes import started_ns, status_fields
 from governor.quota import Device
 from governor.usage import LOOK_NS, Charge
 from governor.violations import (
     COMPUTE,
+    MOST_ELSEWHERE,
     WATCH_S,
     Episode,
     Facts,
@@ -88,6 +90,7 @@ class _Watched:
     """State of a container between samples."""
 
     container: Container
+    lines: PacedLog = field(default_factory=lambda: PacedLog(log))
     devices: dict[str, _Device] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
     """Its control groups while they are frozen by the governor."""
@@ -238,12 +241,12 @@ class Auditor:
             owner = registered.get(process.pid) or _find_owner(process.pid, others)
             if owner is not None and process.computes:
                 found.setdefault(owner, {})[process.pid] = process.used or 0
-        for container in [one.container for one in others]:
-            began = container.findings.note_elsewhere(device, found.get(container, {}))
-            for pid in sorted(began):
-                log.warning(
+        for one in others:
+            held = dict(sorted(found.get(one.container, {}).items())[:MOST_ELSEWHERE])
+            for pid in sorted(one.container.findings.note_elsewhere(device, held)):
+                one.lines.warning(
                     "gpu-not-granted",
-                    container=container.identifier,
+                    container=one.container.identifier,
                     gpu=device.index,
                     pid=pid,
                     hint="CUDA_VISIBLE_DEVICES should name the GPUs in /run/tidegate/devices",

@@ -29,9 +29,10 @@ from governor.config import Config
 from governor.container import Container
 from governor.counters import Tally
 from governor.members import Members
+from governor.pace import LINES
 from governor.quota import Device, Quota
 from governor.usage import Charge, Passing
-from governor.violations import Findings
+from governor.violations import MOST_ELSEWHERE, Findings
 from vdriver.nvml import ProcessMemory, ProcessUse
 
 GIB = 1 << 30
@@ -360,6 +361,25 @@ def test_use_of_a_gpu_that_was_not_granted_is_shown_and_no_violation(
     ]
     assert mine.findings.describe()["elsewhere"] == []
     assert (lost.killed, lost.findings.episodes) == (0, [])
+
+
+def test_processes_on_another_gpu_fill_neither_the_log_nor_the_memory(
+    world: Callable[..., AuditWorld],
+) -> None:
+    made = world()
+    mine = made.add("mine")
+    lost = made.add("lost", device=Device(1, "GPU-1", "another", 16 * GIB))
+
+    async def scene() -> None:
+        charges = {cast("Container", mine): {cast("Any", object()): Charge()}}
+        for first in range(1, 10_000, 1000):
+            processes = [ProcessMemory(first + i, 1) for i in range(100)]
+            lost.registered = {one.pid for one in processes}
+            made.clock.now_ns += 10**9
+            made.auditor.audit(DEVICE, Look(made.clock.now_ns, {}), processes, charges)
+            assert len(lost.findings.elsewhere["GPU-0"][1]) == MOST_ELSEWHERE
+
+    assert 0 < len(made.play(scene())) <= 2 * LINES
 
 
 def test_stopping_kills_once_each_time(world: Callable[..., AuditWorld]) -> None:

@@ -12,15 +12,17 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from mmap import mmap
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.openmetrics import parser as openmetrics
 
-from governor import web
+from governor import account, web
 from governor.arbiter import N_WAITS, Stats, Waits
 from governor.config import Config, Metrics, parse_config
 from governor.container import Container
@@ -30,7 +32,7 @@ from governor.history import History
 from governor.httpd import HEAD_LIMIT, MOST_CONNECTIONS, Offer
 from governor.metrics import CLAIM_METRICS, METRICS, WHOSE, MetricsEndpoint, collect, listening
 from governor.mps import Mps, Tools
-from governor.quota import Quota
+from governor.quota import Device, Quota
 from governor.violations import Episode
 from libcontrol import layout, pages
 from tests.conftest import lack
@@ -264,6 +266,36 @@ def test_lent_time_is_counted_by_the_second() -> None:
     for now in range(3):
         stats = Stats(charged_ns=now * S // 2)
         assert strict.time(0, stats, now * S, replace(QUOTA, compute_limit=40)).lent_ns == 0
+
+
+def test_lent_time_is_counted_although_nothing_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, charged = [0], [0]
+    monkeypatch.setattr(
+        account, "time", SimpleNamespace(monotonic_ns=lambda: now[0], time_ns=time.time_ns)
+    )
+    gpus = SimpleNamespace(
+        stats=lambda _: Stats(charged_ns=charged[0]),
+        waits=lambda _: Waits(),
+        is_steered=lambda _: False,
+    )
+    ledger = mmap(-1, layout.LEDGER_SIZE)
+    pages.init_ledger(ledger)
+    one = account.Account(
+        grant=mmap(-1, layout.GRANT_FILE_SIZE),
+        ledger=ledger,
+        devices=[Device(0, UUID, "made up", 16 << 30)],
+        quota=QUOTA,
+        processes={},
+        gpus=cast("Any", gpus),
+        context_memory=0,
+        is_running=False,
+    )
+    for _ in range(41):
+        one.reconcile(0, {}, account.Look(now[0], {}))
+        now[0] += S // 4
+        # In every other second it uses 80 % of the GPU, and otherwise 20 %; it is guaranteed 40.
+        charged[0] += S // 5 if (now[0] - 1) // S % 2 else S // 20
+    assert one.describe(0)["lent_ns"] / S == pytest.approx(2.0)
 
 
 def test_a_word_is_the_same_number_in_ps_in_the_metrics_and_on_the_page(

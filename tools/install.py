@@ -42,8 +42,9 @@ COMMANDS = {
     "tidegate-hook": "oci_hook/front/tidegate-hook",
     "tidegate-runtime": "oci_hook/front/tidegate-runtime",
 }
-# Directories of packaging/ that `tidegate setup` or an administrator copies from.
+# Files of the packages that are needed at run time.
 SUFFIXES = {".py", ".json", ".toml", ".html", ".css", ".js"}
+# Directories of packaging/ that `tidegate setup` or an administrator copies from.
 SHARED = ("hooks.d", "crio", "containerd", "grafana", "prometheus", "kubernetes", "selinux")
 # Documents, laid out as in the repository, so that links lead to the same places.
 DOCUMENTS = (

@@ -264,8 +264,7 @@ byId("gpus").addEventListener("click", (event) => {
   if (svg === null || about === null) return;
   const box = svg.getBoundingClientRect();
   const step = Math.min(about.steps - 1, Math.floor(about.steps * (event.clientX - box.left) / box.width));
-  // Position 0 of the slider means the average, so the last step cannot be selected.
-  byId("moment").value = Math.min(-1, step - about.steps + 1);
+  byId("moment").value = step - about.steps;  // -1 is the last step; 0 stands for the average
   render();
 });
 makeHatches(byId("hatches"));

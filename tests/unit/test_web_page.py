@@ -506,7 +506,7 @@ def test_a_click_into_a_chart_is_a_look_at_that_moment(served: Served, page: Bro
         x = page.evaluate(
             "Number(document.querySelector('svg.chart line.cursor').getAttribute('x1'))"
         )
-        assert x == pytest.approx(180 * at, abs=1.5)
+        assert x == pytest.approx(180 * at, abs=0.6)
 
 
 def test_memory_beyond_the_quota_is_drawn_as_such(served: Served, page: BrowserPage) -> None:

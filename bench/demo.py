@@ -245,8 +245,10 @@ def measure(
     quotas = dict(zip(NAMES, args.quotas, strict=False))
     jobs = dict(zip(quotas, args.jobs * len(quotas), strict=False))
     memory = parse_quantity(args.memory, "--memory")
-    settings = dict(args.set)
-    with BenchNode(machine, runtime=args.runtime, settings=settings) as node:
+    settings = {"scheduling": "auto", **dict(args.set)}
+    with BenchNode(
+        machine, runtime=args.runtime, settings={"scheduling": "auto", **settings}
+    ) as node:
         gpu = name_gpu(node)
         manifest = read_manifest((node.driver_dir / "current").resolve())
         say(f"GPU: {gpu.name} ({gpu.kind}), driver {gpu.driver}, mirror {manifest.generation}")

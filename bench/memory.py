@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
         machine = find_machine(args, args.output, args.build)
         machine.programs.append(args.build / "oom_stress")
         os.environ.update(machine.environment)  # for the driver's NVML in this process
-        with BenchNode(machine) as node:
+        with BenchNode(machine, settings={"scheduling": "auto"}) as node:
             version = read_manifest((node.driver_dir / "current").resolve()).version
             report = watch(node, arguments, args.limit_mib << 20)
             report["processes"] = args.processes

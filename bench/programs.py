@@ -542,7 +542,7 @@ def measure(
     image = NvidiaImage if real else SimulatedImage
     machine = image(args.output, args.build, tools)
     quota = parse_quantity(args.memory, "--memory")
-    with BenchNode(machine, runtime=args.runtime) as node:
+    with BenchNode(machine, runtime=args.runtime, settings={"scheduling": "auto"}) as node:
         gpu = name_gpu(node)
         report |= {"gpu": asdict(gpu), "quota": quota, "compute": COMPUTE}
         harness = Harness(machine, quota)

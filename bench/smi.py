@@ -158,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
     failed = False
     try:
         machine = Nvidia(args.output.resolve(), ROOT / "build/meson")
-        with BenchNode(machine) as node:
+        with BenchNode(machine, settings={"scheduling": "auto"}) as node:
             for name, annotations in CASES.items():
                 wrong, seen = run_case(node, name, annotations)
                 report[name] = {"wrong": wrong, **seen}

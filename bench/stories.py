@@ -413,7 +413,7 @@ def check_machine(build: Path) -> None:
 @contextlib.contextmanager
 def set_stage(folder: Path, machine: Machine) -> Iterator[Stage]:
     """Make a node for the story, and remove it afterwards."""
-    with BenchNode(machine, settings=read_settings(folder)) as node:
+    with BenchNode(machine, settings={"scheduling": "auto", **read_settings(folder)}) as node:
         # A node has a runtime directory of its own, so names need not differ between runs.
         node.prefix = ""
         stage = Stage(folder, node, machine, read_containers(folder))

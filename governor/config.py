@@ -115,7 +115,7 @@ class Config:
     state_dir: str = "/var/lib/tidegate"
     driver_dir: str = "/var/lib/tidegate/driver"
     library_dir: str = field(default_factory=_library_dir)
-    scheduling: str = "gate"
+    scheduling: str = "auto"
     quantum_ms: float = 4.0
     quantum_most_ms: float = 8.0
     lookahead_us: int = field(default_factory=_lookahead_us)

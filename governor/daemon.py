@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import structlog
@@ -30,9 +29,7 @@ from governor.arbiter import Runner, Runners, load_library
 from governor.audit import Auditor
 from governor.config import Config, LoadedConfig, load_config
 from governor.errors import GovernorError, TidegateError
-from governor.hardware.driver import DriverCallError
 from governor.hardware.gangs import Board
-from governor.hardware.runner import HardwareRunner, open_hardware
 from governor.history import History
 from governor.httpd import Offer
 from governor.manager import feed_watchdog, notify, watchdog_s
@@ -41,6 +38,7 @@ from governor.options import Parser
 from governor.quota import Device
 from governor.reconcile import reconcile
 from governor.recover import CONTAINERS
+from governor.runners import RunnerMaker
 from governor.server import Server
 from governor.settings import SettingsInForce
 from governor.state import NAME, State
@@ -347,13 +345,13 @@ def _make_server(
     devices, left_out = find_devices(nvml)
     for index, reason in left_out.items():
         log.warning("gpu-left-out", gpu=index, reason=reason)
-    together, board = Runners(library, config), Board()
+    together = Runners(library, config)
     stack.callback(together.close)
+    libcuda = origin_of(config.driver_dir, "libcuda")
+    maker = RunnerMaker(library, config, nvml, libcuda, together, Board())
     runners: dict[str, Runner] = {}
     for device in devices:
-        runners[device.uuid] = _make_runner(
-            library, config, nvml, device, together=together, board=board
-        )
+        runners[device.uuid] = maker.make(device)
         stack.callback(runners[device.uuid].close)
     topology = nvml.topology([device.uuid for device in devices])
     state = State(Path(config.state_dir) / NAME)
@@ -419,43 +417,6 @@ def load_overridden(args: argparse.Namespace) -> LoadedConfig:
     loaded = load_config(args.config)
     given = {name: getattr(args, name) for name in OVERRIDES if getattr(args, name)}
     return replace(loaded, config=replace(loaded.config, **given))
-
-
-def _make_runner(
-    library: ctypes.CDLL,
-    config: Config,
-    nvml: Nvml,
-    device: Device,
-    *,
-    together: Runners,
-    board: Board,
-) -> Runner:
-    """Return the runner of a GPU: by its own scheduler if that is configured and possible."""
-    strategy = config.strategy_of(device.index, device.uuid)
-    why = ""
-    if config.scheduling == "hardware" and strategy != "timeslice":
-        why = f"it is shared by {strategy}"
-    elif config.scheduling == "hardware":
-        try:
-            hardware = open_hardware(nvml, device.uuid)
-            runner = HardwareRunner(
-                library,
-                config,
-                hardware,
-                gpu=device.index,
-                board=board,
-                busy=partial(nvml.busy, device.uuid),
-            )
-        except (OSError, DriverCallError) as e:
-            hint = "grants divide its time, as with `scheduling: gate`"
-            why = str(e)
-            log.warning("gpu-not-steered", gpu=device.index, error=why, hint=hint)
-        else:
-            log.info("gpu-steered", gpu=device.index, uuid=device.uuid)
-            return runner
-    gate = Runner(library, config, strategy, together)
-    gate.not_steered = why
-    return gate
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -161,7 +161,9 @@ def scheduling(node: ExaminedNode) -> Iterator[Finding]:
         return
     by_grants = {gpu["uuid"]: gpu for gpu in gpus if gpu.get("scheduling") != "hardware"}
     for gpu in by_grants.values():
-        if gpu.get("not_steered"):
+        if gpu.get("not_steered") and node.config.scheduling == "auto":
+            yield note(f"GPU {gpu['index']} is shared by grants: {gpu['not_steered']}")
+        elif gpu.get("not_steered"):
             yield warning(
                 f"GPU {gpu['index']} is shared by grants although scheduling is hardware: "
                 f"{gpu['not_steered']}",

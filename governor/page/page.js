@@ -115,7 +115,7 @@ function renderFacts(gpu, parts) {
   parts.title.replaceChildren(`GPU ${gpu.index}: `, foreign(gpu.name));
   const divides = gpu.scheduling === "hardware" ? "its own scheduler divides its time" : "grants divide its time";
   parts.facts.replaceChildren(`${gpu.uuid}, shared by ${gpu.strategy}; ${divides}`);
-  if (gpu.not_steered) parts.facts.append(", although the configuration says hardware: ", foreign(gpu.not_steered, 400));
+  if (gpu.not_steered) parts.facts.append(", not its own scheduler: ", foreign(gpu.not_steered, 400));
   const troubles = [["does not answer, and nothing of it is granted", gpu.lost], ["takes no container now", gpu.closed]];
   parts.trouble.replaceChildren(...troubles.filter(([, why]) => why !== null)
     .map(([what, why]) => make("span", {class: "bad"}, `\u26a0 It ${what}: `, foreign(why, 400))));

@@ -327,7 +327,9 @@ def main(argv: list[str] | None = None) -> int:
     kind: type[Machine] = Simulated if args.simulated else Nvidia
     try:
         machine = kind(args.output.resolve(), ROOT / "build/meson")
-        with BenchNode(machine, settings={"strategies": [args.strategy]}) as node:
+        with BenchNode(
+            machine, settings={"scheduling": "auto", "strategies": [args.strategy]}
+        ) as node:
             profile = run_solo(machine, JOB, machine.solo_seconds)
             site = ClaimSite(node, args.strategy)
             look_at_two_claims(report, site, profile)

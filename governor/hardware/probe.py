@@ -1,0 +1,272 @@
+"""Find out whether the driver calls have the effect on a GPU that the policy relies on.
+
+The calls are not documented by NVIDIA, and whether they work can depend on the GPU, the driver and
+a virtual machine's host. So before a GPU is steered for the first time, two processes work on it,
+and are switched off and on, given unequal time slices, and looked for in the trace. That takes one
+or two seconds, and twice the memory of a context. The result is kept in the governor's state
+directory, and holds for the GPU and the driver's version.
+
+The driver kills the processes' channels when they end, so nothing is left if this process dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from governor.hardware.steering import Hardware
+
+VERSION = 1
+"""Number of this test: a result of another one does not count."""
+NAME = "steering.json"
+"""File with the results, in the state directory."""
+START_S = 30.0
+"""Longest wait for a process to have its context, in seconds."""
+ANSWER_S = 5.0
+"""Longest wait for work of some tens of milliseconds, in seconds."""
+WORK_MS = 40
+OFF_S = 0.1
+"""Time for which a process with WORK_MS of work is switched off, in seconds: more than twice the
+time in which it would end."""
+LATE_NS = 2_000_000
+"""Time for which a process may still work after the call that switches it off, in ns."""
+HELD = 1.5
+"""Least duration of that work, as a multiple of WORK_MS, which shows that it was interrupted."""
+N_TRIES = 5
+RACE_MS = 60
+SLICE_NS = (8_000_000, 1_000_000)
+"""Time slices of two processes with RACE_MS of work each. The first one takes 9/8 of RACE_MS, and
+the second one twice RACE_MS; with equal slices, both take equally long."""
+AHEAD = 1.5
+"""Longest time of the first one, and shortest time of the second one, as a multiple of RACE_MS."""
+TRACED = 0.25
+"""Least fraction of the work that the trace shows. It has no record of a context that has the GPU
+to itself until another one takes it over."""
+
+START = """\
+import sys
+sys.path[:] = sys.argv.pop(1).split("\\n")
+from governor.hardware import probe_work
+probe_work.main()
+"""
+"""The worker's program: see watchdog.START."""
+
+
+class WithoutEffectError(Exception):
+    """A call had no effect; the message is one line."""
+
+
+class NotProbedError(Exception):
+    """The test could not be made; the message is one line."""
+
+
+class Work(NamedTuple):
+    """Work that has ended: how long it took, and its end by the monotonic clock, in ns."""
+
+    ns: int
+    end: int
+
+
+class Worker:
+    """A process that works on the GPU when it is told; a context manager that ends it."""
+
+    def __init__(self, library: str, uuid: str) -> None:
+        modules = "\n".join(path for path in sys.path if path.startswith("/"))
+        # libcuda loads the compiler of PTX by its name.
+        directory = str(Path(library).parent)
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-c", START, modules, library, uuid],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "LD_LIBRARY_PATH": directory},
+        )
+        self._buffer = b""
+        try:
+            self.pidfd = os.pidfd_open(self._process.pid)
+        except OSError:
+            self._end()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._process.pid
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        os.close(self.pidfd)
+        self._end()
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None  # noqa: S101
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+    def start(self, ms: float) -> None:
+        """Let it work for as long as it needs alone for `ms`."""
+        assert self._process.stdin is not None  # noqa: S101
+        try:
+            self._process.stdin.write(b"%g\n" % ms)
+            self._process.stdin.flush()
+        except OSError as e:
+            raise NotProbedError("the process that works on it has ended") from e
+
+    def answer(self, timeout_s: float) -> dict[str, Any] | None:
+        """Return its next answer; None if there is none within the time."""
+        assert self._process.stdout is not None  # noqa: S101
+        fd = self._process.stdout.fileno()
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._buffer:
+            left = deadline - time.monotonic()
+            if not select.select([fd], [], [], max(0.0, left))[0]:
+                return None
+            data = os.read(fd, 1 << 12)
+            if not data:
+                raise NotProbedError("the process that works on it has ended")
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise NotProbedError(f"a process cannot work on it: {answer['error']}")
+        return answer
+
+    def wait(self) -> Work:
+        """Wait for the end of its work."""
+        answer = self.answer(ANSWER_S)
+        if answer is None:
+            raise WithoutEffectError(f"work of some ms did not end within {ANSWER_S:g} s")
+        return Work(int(answer["ns"]), int(answer["end"]))
+
+
+def probe(hardware: Hardware[Any], library: str, uuid: str) -> None:
+    """Test the calls on a GPU without containers, with the libcuda at `library`.
+
+    Raises WithoutEffectError if one has no effect, NotProbedError if the test cannot be made, and
+    the errors of `hardware`.
+    """
+    with Worker(library, uuid) as first, Worker(library, uuid) as second:
+        workers = (first, second)
+        for worker in workers:
+            if worker.answer(START_S) is None:
+                raise NotProbedError(f"a process had no context on it within {START_S:g} s")
+        for worker in workers:  # one by one: the first work of each is measured
+            worker.start(1)
+            worker.wait()
+        held = [hardware.find(worker.pid, worker.pidfd) for worker in workers]
+        if not all(held):
+            raise WithoutEffectError("the channels of a process were not found")
+        hardware.used_ns()
+        for worker, its in zip(workers, held, strict=True):
+            _switch(hardware, worker, its)
+        for order in (0, 1), (1, 0):
+            _race(hardware, [workers[i] for i in order], [held[i] for i in order])
+        _check_trace(hardware, workers)
+
+
+def _switch(hardware: Hardware[Any], worker: Worker, held: Sequence[Any]) -> None:
+    """Switch a process off in the middle of its work, and on again."""
+    n_worked_on = 0
+    for _ in range(N_TRIES):
+        worker.start(WORK_MS)
+        time.sleep(WORK_MS / 4 / 1000)
+        hardware.switch(held, on=False)
+        off_ns = time.monotonic_ns()
+        try:
+            time.sleep(OFF_S)
+            on_ns = time.monotonic_ns()
+        finally:
+            hardware.switch(held, on=True)
+        work = worker.wait()
+        n_worked_on += off_ns + LATE_NS < work.end < on_ns
+        if work.end >= on_ns and work.ns > HELD * WORK_MS * 1e6:
+            return
+        # The process worked on, or is late: its work had ended before, or had not begun.
+    if n_worked_on == N_TRIES:
+        raise WithoutEffectError("a process that was switched off worked on")
+    raise NotProbedError("the processes that work on it wait for a processor")
+
+
+def _race(
+    hardware: Hardware[Any], workers: Sequence[Worker], held: Sequence[Sequence[Any]]
+) -> None:
+    """Give the first process longer slices than the second; both have the same work."""
+    for its, ns in zip(held, SLICE_NS, strict=True):
+        n_groups = sum(one.n_groups for one in its)
+        for one in its:
+            hardware.set_slice(one, ns // n_groups)
+    took = [0, 0]
+    for _ in range(N_TRIES):
+        for worker in workers:
+            worker.start(RACE_MS)
+        took = [worker.wait().ns for worker in workers]
+        if took[0] <= AHEAD * RACE_MS * 1e6 < took[1]:
+            return
+        # Either the slices have no effect, or a process began late.
+    shown = " and ".join(f"{ns / 1e6:.0f}" for ns in took)
+    ratio = SLICE_NS[0] // SLICE_NS[1]
+    raise WithoutEffectError(
+        f"time slices of {ratio} to 1 had no effect: {RACE_MS} ms of work took {shown} ms"
+    )
+
+
+def _check_trace(hardware: Hardware[Any], workers: Sequence[Worker]) -> None:
+    used = hardware.used_ns()
+    for worker in workers:
+        expected = (WORK_MS + 2 * RACE_MS) * 1e6
+        if used.get(worker.pid, 0) < TRACED * expected:
+            raise WithoutEffectError(
+                f"the trace shows {used.get(worker.pid, 0) / 1e6:.0f} ms of {expected / 1e6:.0f}"
+            )
+
+
+class Results:
+    """The results of earlier tests, in a file."""
+
+    def __init__(self, directory: str, driver: str | None) -> None:
+        self._path = Path(directory) / NAME
+        self._driver = driver
+
+    def get(self, uuid: str) -> str | None:
+        """Return why a GPU cannot be steered, empty if it can; None if that is not known."""
+        found = self._read().get(uuid)
+        if not isinstance(found, dict):
+            return None
+        is_ours = found.get("version") == VERSION and found.get("driver") == self._driver
+        why = found.get("why")
+        return why if is_ours and isinstance(why, str) else None
+
+    def put(self, uuid: str, why: str) -> None:
+        """Keep a result; OSError if that is not possible."""
+        results = self._read()
+        results[uuid] = {"version": VERSION, "driver": self._driver, "why": why}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps(results))
+        new.replace(self._path)
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            found = json.loads(self._path.read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}

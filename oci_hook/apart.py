@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
     from oci_hook.errors import MountError
 else:
-    import _signal as signal  # without the names of numbers, which take 4 ms
+    import _signal as signal  # without signal's enums, which take 4 ms
 
 # Seconds that a worker gets beyond its deadline. A worker that is not stuck ends within that time,
 # with a more specific error line.
 GRACE = 2.0
 BRIEFLY = 1.0  # seconds for work that may be cut short, and for SIGKILL to take effect
 LOST = 255  # exit status of a worker that did not complete its work
-ANSWERS = "see what serves that file system (FUSE, NFS), and start the container once it answers"
+ANSWERS = "check that file system's server (FUSE, NFS), and start the container once it answers"
 
 caller = 0
 """Pid of the process that waits for this one; its parent is the runtime. 0 if there is none."""
@@ -65,7 +65,7 @@ def is_abandoned() -> bool:
 
 
 def overdue(seconds: float, who: str) -> "MountError":
-    """Return the error that reports an abandoned worker; `who` names it in the message."""
+    """Return the error that reports an abandoned worker; `who` is its name in the message."""
     from oci_hook.errors import MountError
 
     return MountError(
@@ -76,7 +76,7 @@ def overdue(seconds: float, who: str) -> "MountError":
 
 
 def run_apart(work: "Callable[[], int]", seconds: float, who: str = "the hook") -> int:
-    """Do work in a worker process and return its status; MountError if it exceeds its deadline.
+    """Do work in a worker process and return its status; MountError if it is late or incomplete.
 
     `seconds` is the deadline that the work itself sets. A child of the fork server is a worker
     already, so it does the work itself.
@@ -103,7 +103,7 @@ def run_apart(work: "Callable[[], int]", seconds: float, who: str = "the hook") 
         if status is None:
             raise overdue(seconds, who)
         if status < 0 or status == LOST:
-            raise _lost(f"the process that works for {who} did not complete ({status})")
+            raise _lost(f"the worker process for {who} did not complete (status {status})")
         _pass_on(outputs)
     finally:
         posix.close(writing)
@@ -113,7 +113,7 @@ def run_apart(work: "Callable[[], int]", seconds: float, who: str = "the hook") 
 
 
 def run_briefly(work: "Callable[[], None]") -> None:
-    """Do work that may be cut short in another process, which has no descriptors.
+    """Do work in another process, which has no descriptors and may be cut short.
 
     The process is killed after a second, and abandoned if it is stuck. The caller waits for it
     because crun adopts the processes that a hook leaves behind, and misses the end of the hook if

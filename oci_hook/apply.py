@@ -87,7 +87,7 @@ class CreatedContainer:
         if select.select([self.pidfd], [], [], 0)[0]:
             raise BundleError(
                 f"process {self.pid} of the OCI state has ended",
-                hint="see what ended the container's process",
+                hint="find out what ended the container's process",
             )
 
 
@@ -305,7 +305,7 @@ class Applier:
         return direct
 
     def make_directory(self, path: str, *, volumes: bool = False) -> int:
-        """Open the directory at `path`, created with its parents if it is missing."""
+        """Open the directory at `path`; create it and its parents if they are missing."""
         try:
             return kernel.open_in_root(self.rootfd, path, os.O_PATH | os.O_DIRECTORY)
         except OSError as e:
@@ -353,7 +353,7 @@ class Applier:
             self.undo.note(trace)
 
     def make_file(self, path: str, *, own: bool = False) -> int:
-        """Open the regular file at `path`, created empty if it is missing.
+        """Open the regular file at `path`; create an empty one if it is missing.
 
         With `own`, the file must be an entry of its directory: not a link and not on a volume.
         """
@@ -408,7 +408,7 @@ class Applier:
             self.undo.add(lambda: kernel.umount(self.container.procfd, source))
 
     def write_cache(self, operation: WriteCache) -> None:
-        """Replace the cache by one rename.
+        """Replace the cache in a single rename.
 
         The previous file or link is kept under the temporary name until the container is certain to
         start, so that it can be restored with all its attributes.

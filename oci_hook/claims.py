@@ -72,14 +72,14 @@ def require_named(claims: tuple[tuple[str, str], ...], own: tuple[str, str]) -> 
     """Refuse the share in this hook's own arguments if config.json does not name it."""
     if own[0] and own not in claims:
         raise BundleError(
-            f"the hook was entered for share {show(own[1])} of claim {show(own[0])}, which"
+            f"the hook was started for share {show(own[1])} of claim {show(own[0])}, which"
             " config.json does not name",
             hint=HINT,
         )
 
 
 def as_request(claims: tuple[tuple[str, str], ...]) -> list[dict[str, Any]]:
-    """Return the shares in the form of the governor's protocol."""
+    """Return the shares in the format of the governor's protocol."""
     names: dict[str, list[str]] = {}
     for uid, share in claims:
         names.setdefault(uid, []).append(share)

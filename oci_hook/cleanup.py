@@ -1,10 +1,10 @@
 """Records what the hook creates in a container's root file system, and removes it at the end.
 
 A mount needs a mount point, and programs find libcuda through ld.so.cache. So a start creates
-directories, perhaps empty files, and a cache. A note on the host, named by the container's id,
-lists them. It is read at the container's end, by the wrapper runtime after `delete` or by
-`poststop`. By then the container may have put anything at these paths, so only empty files and
-directories are removed, and only through confined descriptors.
+directories, a cache and, where needed, empty files. A note on the host, named after the
+container's id, lists them. It is read at the container's end, by the wrapper runtime after
+`delete` or by `poststop`. By then the container may have put anything at these paths, so only
+empty files and directories are removed, and only through confined descriptors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DIRECTORY = "traces"  # directory of the notes, below the runtime directory
 LOCK = "traces.lock"  # next to DIRECTORY
 TEMPORARY = ".ld.so.cache.tidegate"
 ID_LIMIT = 200  # characters of an id, which has to fit into a file name
-KEPT_LIMIT = 512 << 10  # bytes of a cache that is kept; usual ones have tens of KiB; /run is memory
+KEPT_LIMIT = 512 << 10  # bytes of a cache that is kept; most have tens of KiB; /run is in memory
 STORED_LIMIT = 1 << 20  # bytes of a note
 HEAD_LIMIT = 32 << 10  # bytes of a note's first line: the longest path, as JSON
 SWEEP = 32  # on average, one of this many starts checks all notes
@@ -63,8 +63,8 @@ class NoteHeader(NamedTuple):
     pid: int
     began: int  # start time of that process, because pids are reused; 0 if it had ended
     device: int
-    inode: int  # with `device` the identity of the root, which may have other names and containers
-    made: int = 0  # monotonic time in ns: a start finds the files of notes with an earlier time
+    inode: int  # with `device`, identifies the root; other paths and containers may share it
+    made: int = 0  # monotonic time in ns; a start reuses files that notes with an earlier time list
 
 
 class Attributes(NamedTuple):
@@ -85,7 +85,7 @@ def keep(rootfd: int, path: str, data: bytes) -> dict[str, Any]:
     """Describe the file or link at a path so that it can be restored; `data` is a file's content.
 
     The result is empty for anything else and for a file that is too large: at the container's end,
-    the cache in its place then only loses the entries that lead to the driver. The file is not read
+    the cache that replaces it only loses the entries that lead to the driver. The file is not read
     again, because its name may belong to another file by now.
     """
     parent, _, name = path.rpartition("/")
@@ -121,12 +121,12 @@ def _directory(runtime_dir: str) -> int:
 
 
 def lock(runtime_dir: str, device: int, inode: int) -> int:
-    """Lock a root, so that no other process starts or ends a container of it; return a descriptor.
+    """Lock a root, so that no other process starts or ends a container on it; return a descriptor.
 
     The lock lasts until the descriptor is closed or the process ends; the process must not have
-    another descriptor of that file. Without the lock, the end of another container could remove
-    what this one uses, mounts included: after the image was examined and before something is
-    created, or before that is noted. Returns -1 if locking is not possible. If the process that has
+    another descriptor of that file. Without the lock, the clean-up of another container could
+    remove what this one uses, mounts included, between the examination of the image and the note of
+    what was created. Returns -1 if locking is not possible. If the process that has
     the lock is stuck because the root does not answer, the deadline raises a MountError with that
     reason.
 
@@ -136,7 +136,7 @@ def lock(runtime_dir: str, device: int, inode: int) -> int:
         return _lock_byte(runtime_dir, (device << 40 ^ inode) & (SWEEPING - 1), fcntl.LOCK_EX)
     except MountError as e:
         raise MountError(
-            "the start or end of another container on the same root file system has not ended, and"
+            "the start or end of another container on the same root file system is unfinished, and"
             f" {e.message}",
             hint=ANSWERS,
         ) from e
@@ -158,8 +158,8 @@ def _lock_byte(runtime_dir: str, byte: int, how: int) -> int:
 def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[HookTrace]) -> None:
     """Write the note of what was created for a container, even if that is nothing; raises OSError.
 
-    `root` has no link in it, and a link that appears later is not followed: a user with the right
-    to write above it could redirect the clean-up.
+    `root` has no link in it, and a link that appears later is not followed: otherwise a user with
+    write access to a directory above it could redirect the clean-up.
     """
     if not is_name(ident):
         raise OSError(errno.EINVAL, "its id is not accepted as a file name")
@@ -185,7 +185,7 @@ def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[Hoo
             write_all(fd, data)
         finally:
             os.close(fd)
-        # Files of an earlier container with this id may be in use by other containers of the same
+        # Files of an earlier container with this id may be in use by other containers on the same
         # root. Its note is kept until those end.
         with suppress(FileNotFoundError):
             kernel.renameat(dirfd, ident, f"{ident}@{note.made}")
@@ -242,7 +242,7 @@ def _read(runtime_dir: str, ident: str, limit: int = STORED_LIMIT) -> bytes:
 def _parse_note(data: bytes) -> NoteHeader | None:
     """Parse the first line of a note; None if it is not one."""
     if not data:
-        return None  # the usual case; parsing an empty text takes as long as everything else
+        return None  # the usual case; parsing an empty string takes as long as everything else
     try:
         note = NoteHeader(*load_json(data.partition(b"\n")[0]))
     except (ValueError, TypeError, RecursionError):
@@ -270,7 +270,7 @@ def take_back(runtime_dir: str, ident: str) -> None:
     """Remove what a container left, as far as possible, and its note.
 
     Removing a directory removes the mounts on it in every container. So nothing is removed while
-    another container of the same root runs; the last one to end removes what all have left.
+    another container on the same root runs; when the last one ends, everything is removed.
     """
     if not is_name(ident):
         return
@@ -287,14 +287,14 @@ def take_back(runtime_dir: str, ident: str) -> None:
 
 
 def _take_from_root(runtime_dir: str, ident: str, own: NoteHeader) -> None:
-    """Remove what all containers of one root left, if none of them is running."""
+    """Remove what all containers on one root left, if none of them is running."""
     place = own.device, own.inode
     notes = _notes(runtime_dir).items()
     shared = [(n, note) for n, note in notes if note and (note.device, note.inode) == place]
     running = {(note.device, note.inode) for _, note in notes if note and _runs(note)}
     if place in running:
-        # A container that found all it needs created nothing. Its note is removed, or the notes of
-        # its restarts would pile up.
+        # A container that found everything it needs has created nothing. Its note is removed;
+        # otherwise the notes of its restarts would pile up.
         if not _runs(own) and not _parse_traces(_read(runtime_dir, ident)):
             forget(runtime_dir, ident)
         return
@@ -327,11 +327,14 @@ def _take_all(rootfd: int, traces: list[HookTrace], until: float) -> None:
 
 
 def sweep(runtime_dir: str) -> None:
-    """Remove notes of containers whose end was not reported and whose root is gone, and strays."""
+    """Remove stale notes, and files that are not notes.
+
+    A note is stale if its container's end was not reported and the root is gone.
+    """
     with suppress(OSError):
         for name, note in _notes(runtime_dir).items():
             if note is None:
-                stays = name.startswith("~")  # another process is writing it
+                stays = name.startswith("~")  # another process may be writing it
             else:
                 # A running container may have its root in another mount namespace.
                 stays = _runs(note) or os.path.isdir(note.root)
@@ -354,7 +357,7 @@ def sweep_apart(runtime_dir: str) -> None:
 
 
 def _remove_trace(procfd: int, rootfd: int, trace: HookTrace, traces: list[HookTrace]) -> None:
-    """Remove one trace; OSError if it is no longer what was created."""
+    """Remove one trace, unless it is no longer what was created; OSError if that fails."""
     parent, _, name = trace.path.rpartition("/")
     dirfd = kernel.open_in_root(rootfd, parent or ".", os.O_PATH | os.O_DIRECTORY, same_mount=True)
     try:
@@ -405,9 +408,10 @@ def _restore_cache(dirfd: int, name: str, kept: dict[str, Any]) -> None:
 
 
 def _without_entries(rootfd: int, data: bytes, ours: list[str]) -> bytes | None:
-    """Return a cache that the container wrote without the entries for the hook's directories.
+    """Return a cache that the container wrote, without the entries for the hook's directories.
 
-    None if it stays unchanged: no entry leads there, or it names more directories than LOOKS.
+    None if it stays unchanged: it is malformed, no entry leads there, or more than LOOKS
+    directories would have to be resolved.
     """
     cache = ldcache.parse(data)
     if cache is None:

@@ -20,14 +20,14 @@ else:
 LINE_LIMIT = 64 << 10
 MOST_MINOR = (1 << 20) - 1  # MINORMASK
 MOST_MEMORY = 1 << 50
-WRONG = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # by a malformed answer
+WRONG = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # for a malformed answer
 PEER = Struct("=iII")  # struct ucred: pid, uid, gid
-PATIENCE = 5.0  # seconds; a restart of the governor, as by an upgrade, takes less
+PATIENCE = 5.0  # seconds; a restart of the governor, as in an upgrade, takes less
 START = "start tidegate-governor (`systemctl status tidegate-governor` says why it is down)"
 
 
 class Grant(NamedTuple):
-    """What the governor granted."""
+    """A container's admission: its directory, GPUs and quota."""
 
     key: str
     directory: str
@@ -73,7 +73,7 @@ def _devices(answer: dict[str, Any]) -> tuple[tuple[str, int | None], ...]:
 
 
 def parse_admission(answer: dict[str, Any]) -> Grant:
-    """Return the grant in an answer; a malformed answer raises one of the errors in WRONG.
+    """Return the admission in an answer; a malformed answer raises one of the errors in WRONG.
 
     governor/answers.schema.json describes the same format.
     """
@@ -130,7 +130,7 @@ def require_reachable(runtime_dir: str, uid_map: str = "/proc/self/uid_map") -> 
     raise UnreachableError(
         f"this engine is rootless (root in its user namespace is user {outside} outside), and the"
         f" governor at {show(path)} serves only the node's root",
-        hint="have root's engine start this container, as with `sudo podman run`",
+        hint="start this container with root's engine, for example with `sudo podman run`",
     )
 
 
@@ -139,14 +139,14 @@ class _EndedError(UnreachableError):
 
 
 class Client:
-    """One connection to the governor. Until it is confirmed, an admission ends with it."""
+    """A connection to the governor. An admission ends with it, unless it has been confirmed."""
 
     def __init__(self, runtime_dir: str, timeout: float, patience: float = 0.0) -> None:
         """Connect; if the governor is being restarted, wait for it at most `patience` seconds.
 
-        The wait does not exceed `timeout` seconds either, so that its error is the one reported. If
-        the kernel's queue of connections is full, the governor is running but busy; the client
-        waits for that in any case.
+        The wait does not exceed `timeout` seconds either, so that its error is reported, not
+        the deadline's. If the kernel's queue of connections is full, the governor is running but
+        busy; the client then waits, whatever `patience` is.
         """
         self.runtime_dir = runtime_dir
         self.path = f"{runtime_dir}/governor.sock"
@@ -155,7 +155,7 @@ class Client:
         self._connect(monotonic())
 
     def _connect(self, began: float) -> None:
-        """Connect; `began` is the time at which the governor was first found missing."""
+        """Connect; `began` is the time from which the wait counts."""
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self.socket.settimeout(self.timeout)
         self.buffer = b""
@@ -189,7 +189,7 @@ class Client:
             self.socket.close()
             raise UnreachableError(
                 f"user {uid}, not the governor, listens on {show(self.path)}",
-                hint="see which users may write to that directory, and start tidegate-governor",
+                hint="check which users may write to that directory, and start tidegate-governor",
             )
 
     def _lost(self, op: str, e: Exception) -> UnreachableError:
@@ -198,7 +198,7 @@ class Client:
                 f"the governor did not answer {op} within {self.timeout:g} s", hint=START
             )
         if isinstance(e, FileNotFoundError):
-            # Not the system's message: Podman would report a missing program.
+            # Podman would mistake the system's own message for that of a missing program.
             reason = "there is no socket"
         else:
             reason = e.strerror if isinstance(e, OSError) and e.strerror else show(e)
@@ -217,7 +217,7 @@ class Client:
         line = dump_json({"v": 1, "op": op, **fields}).encode() + b"\n"
         if len(line) > LINE_LIMIT:
             raise UnreachableError(
-                f"the request {op} takes {len(line)} bytes", hint=f"{LINE_LIMIT} are accepted"
+                f"the request {op} takes {len(line)} bytes", hint=f"the limit is {LINE_LIMIT}"
             )
         try:
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, pack(f"{len(fds)}i", *fds))
@@ -259,7 +259,7 @@ class Client:
         identity: dict[str, str],
         **more: object,
     ) -> Grant:
-        """Ask the governor to admit a container; the grant's `directory` exists afterwards.
+        """Ask the governor to admit a container; the admission's `directory` exists afterwards.
 
         If the governor ends before it answers, it has admitted nothing, and the next one is asked.
         """

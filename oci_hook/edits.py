@@ -24,7 +24,7 @@ else:
 RESERVATION = PREFIX + "reservation"
 TOKEN_LIMIT = 64
 GPU_MAJOR = 195  # Linux's devices.txt: nvidia
-GPU_MINORS = 254  # minor numbers below are GPUs; the next two are modeset and control
+GPU_MINORS = 254  # smaller minor numbers are GPUs; the next two are modeset and control
 CONTROL = ("nvidiactl", "nvidia-uvm")
 GPU_NODE = "/dev/nvidia"  # followed by the minor number
 HOOK_ENV = ("PATH=/usr/sbin:/usr/bin:/sbin:/bin",)
@@ -147,7 +147,7 @@ def require_no_gpu(document: dict[str, Any], why: HookError) -> None:
 
 
 def foreign_driver(document: dict[str, Any]) -> str:
-    """Return the hook or mount that puts another driver into the container, "" if there is none."""
+    """Return the hook or mount that puts another driver into the container; "" if there is none."""
     for stage in STAGES:
         for hook in members(document, "hooks", stage):
             name = os.path.basename(str(hook.get("path")))
@@ -166,13 +166,13 @@ def refuse_foreign(document: dict[str, Any], name: str = "config.json") -> None:
     if foreign:
         raise BundleError(
             f"{name} has a {foreign}, which brings a driver of its own",
-            hint="start the container without --gpus and nvidia.com devices, by a runtime that"
+            hint="start the container without --gpus and nvidia.com devices, with a runtime that"
             " is not NVIDIA's",
         )
 
 
 def governed_by(document: dict[str, Any], path: str) -> bool:
-    """Return whether a device of Tidegate was requested by name: CDI then adds such an entry."""
+    """Return whether a device of Tidegate was requested by name: CDI then adds --governed."""
     return any(
         hook.get("path") == path and type(hook.get("args")) is list and "--governed" in hook["args"]
         for hook in members(document, "hooks", "createRuntime")
@@ -194,7 +194,7 @@ def host_nodes(directory: str, minors: tuple[int, ...]) -> tuple[DeviceNode, ...
         except OSError as e:
             raise DeviceError(
                 f"device node {path}: {e.strerror}",
-                hint="make it with `nvidia-modprobe -u -c 0`, or see whether the driver runs",
+                hint="make it with `nvidia-modprobe -u -c 0`, or check whether the driver runs",
             ) from e
         if not stat.S_ISCHR(status.st_mode):
             raise DeviceError(
@@ -211,7 +211,7 @@ def check_devices(minors: tuple[int, ...], nodes: tuple[int, ...]) -> None:
     if missing:
         raise DeviceError(
             f"the container has no {', '.join(missing)}, the node of a GPU that it was granted",
-            hint="start it by tidegate-runtime, with a device of tidegate.gpu/shared, or with"
+            hint="start it with tidegate-runtime, with a device of tidegate.gpu/shared, or with"
             f" --device {missing[0]}",
         )
 

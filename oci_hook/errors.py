@@ -1,8 +1,9 @@
 """The errors of the hook, one class for each kind of failure that an operator tells apart.
 
-Each class has a code and an exit status that stay the same over releases; docs/reference/errors.md
-has a row for each. The message states what was found, the hint states what to do. Both may contain
-text that the image or the user wrote: `show()` makes that text safe for a terminal and a log.
+Each class has a code and an exit status that stay the same across releases;
+docs/reference/errors.md has a row for each. The message states what was found, and the hint states
+what to do. Both may contain text that the image or the user wrote: `show()` makes that text safe
+for a terminal and a log.
 """
 
 from __future__ import annotations

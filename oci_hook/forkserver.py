@@ -8,8 +8,8 @@ place of its outputs. Without the server everything works, only slower.
 A caller is served if the script would run here as it does there: the caller is root, and has the
 same version and installation, the same mount, PID and user namespaces and the same root directory.
 Any other caller is declined and executes the script. A child ends with its caller: the kernel sends
-it a signal when the caller's end of a pipe closes. That happens when a runtime gives up a hook and
-kills it, or when the caller abandons a child that is stuck (`oci_hook.apart`).
+it a signal when the caller's end of a pipe closes. That happens when a runtime gives up on a hook
+and kills it, or when the caller abandons a child that is stuck (`oci_hook.apart`).
 
 Spare children are forked in advance and accept a caller themselves, so no start waits for a fork.
 They end when the server ends, which closes a pipe that they watch.
@@ -67,7 +67,7 @@ REQUEST_S = 1.0  # seconds; a caller sends its request at once
 FINISH_S = 30  # seconds that children have to finish when the server is stopped
 NAMESPACES = ("ns/mnt", "ns/pid", "ns/user", "root")  # in /proc/PID
 # Maximum number of children. The largest config.json takes 48 MiB in one of them. In a cluster, the
-# server's container has 1 GiB for all; without memory it would end amid all of its starts.
+# server's container has 1 GiB for all of them; beyond that, it would be killed with all its starts.
 MAX_CHILDREN = 16
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 N_SPARE = 2  # children that wait for callers; further callers wait until more are forked
@@ -344,7 +344,7 @@ class ForkingServer:
             except BlockingIOError:
                 continue  # another child has accepted the caller
             except OSError:  # no memory or no descriptors
-                time.sleep(PAUSE_S)  # a child that ended instead would be forked again at once
+                time.sleep(PAUSE_S)  # a child that ended instead would be replaced at once
                 continue
             current = self.sources.are_current()
             os.write(self.report_end, REPORT.pack(os.getpid(), current))

@@ -133,7 +133,7 @@ def _leads_through_proc(rootfd: int, path: str, reason: int) -> bool:
     """
     remaining, here, links = path.split("/")[::-1], list[str](), 0
     if reason in (errno.ENOENT, errno.ENOTDIR) and "proc" not in remaining:
-        # One call instead of one per component: most paths that are looked for do not exist.
+        # One call instead of one per component, because most of the paths do not exist.
         try:
             fd = kernel.open_in_root(rootfd, path, links=False)
             os.close(fd)
@@ -300,7 +300,9 @@ def _find_libc(rootfd: int, loaders: LoadersOf) -> str:
     fd = _find(rootfd, loaders.musl)
     if fd is not None:
         os.close(fd)
-        raise UnservedImageError("the image is built on musl, the driver needs glibc", hint=HINT)
+        raise UnservedImageError(
+            "the image is built on musl, but the driver needs glibc", hint=HINT
+        )
     where = ", ".join("/" + d for d in loaders.library_dirs)
     raise UnservedImageError(f"the image has no glibc (no libc.so.6 in {where})", hint=HINT)
 
@@ -393,7 +395,7 @@ def search_path(rootfd: int, procfd: int, image: Image, document: dict[str, Any]
     if len(entries) > SEARCH_LIMIT:
         raise ImageError(
             f"LD_LIBRARY_PATH names {len(entries)} directories",
-            hint=f"make it shorter: {SEARCH_LIMIT} are accepted",
+            hint=f"make it shorter: the limit is {SEARCH_LIMIT} directories",
         )
     origin, text = "", ""
     if name:

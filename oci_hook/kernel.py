@@ -180,7 +180,7 @@ def reopen(procfd: int, fd: int, flags: int) -> int:
 
 
 def name_of(procfd: int, fd: int) -> str:
-    """Return the path of a descriptor's file as this process sees it, which must not be opened."""
+    """Return the path, as this process sees it, of a descriptor's file; never open that path."""
     return os.readlink(f"self/fd/{fd}", dir_fd=procfd)
 
 
@@ -346,7 +346,7 @@ def set_undumpable() -> None:
 
 
 def die_with_parent() -> None:
-    """Make the kernel kill this process when its parent ends, also after an execve."""
+    """Make the kernel kill this process when its parent ends, even after an execve."""
     _check(_libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0), "prctl")
 
 

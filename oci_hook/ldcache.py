@@ -121,7 +121,7 @@ def _parse_entries(data: bytes, base: int, first: int, count: int) -> tuple[Cach
         path = _string(data, base + value, PATH_LIMIT)
         room -= len(soname) + len(path)
         if room < 0:
-            raise DamagedCacheError("names are out of all proportion")
+            raise DamagedCacheError("the names take too many bytes")
         entries.append(CachedLibrary(flags, soname, path, osversion, hwcap))
     return tuple(entries)
 

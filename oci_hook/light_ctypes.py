@@ -1,4 +1,4 @@
-"""The part of ctypes that `oci_hook.kernel` uses: ctypes takes 2 ms to import for its other types.
+"""The part of ctypes that `oci_hook.kernel` uses; importing ctypes takes 2 ms for other types.
 
 Everything comes from ctypes' own C module, under the same names. The sizes are those of 64-bit
 Linux.

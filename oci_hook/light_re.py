@@ -1,4 +1,4 @@
-"""Checks the characters of strings without `re`, which takes 5 ms to import and 2 ms to compile."""
+"""Checks characters of strings without `re`: 5 ms to import it and 2 ms to compile the patterns."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
 def consists_of(text: str, characters: str) -> bool:
-    """Return whether a text is not empty and has only these characters."""
+    """Return whether a string is not empty and consists of these characters only."""
     return text != "" and not text.strip(characters)
 
 
 def is_number(text: str, most: int) -> bool:
-    """Return whether a text is a whole number from 1 to `most`, without leading zeros."""
+    """Return whether a string is a whole number from 1 to `most`, without leading zeros."""
     return (
         consists_of(text, DIGITS)
         and text[0] != "0"
@@ -23,13 +23,13 @@ def is_number(text: str, most: int) -> bool:
 
 
 def is_version(text: str) -> bool:
-    """Return whether a text is a version of two to four numbers."""
+    """Return whether a string is a version of two to four numbers."""
     numbers = text.split(".")
     return 2 <= len(numbers) <= 4 and all(consists_of(n, DIGITS) for n in numbers)
 
 
 def is_path(text: str) -> bool:
-    """Return whether the kernel accepts a text as a path: no NUL, no half of a surrogate pair.
+    """Return whether the kernel accepts a string as a path: no NUL, no lone surrogate.
 
     As in the result of os.fsdecode, U+DC80 to U+DCFF stand for bytes that are not text.
     """

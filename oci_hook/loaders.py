@@ -1,4 +1,4 @@
-"""What the loaders of glibc search, by machine: where in an image they find the driver."""
+"""For each machine, the directories in which glibc's loaders search an image for the driver."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ else:
 # No loader searches this directory by itself. Where glibc has no subdirectory for the machine
 # (i386, and aarch64 from 2.37 on), ld.so.cache leads to it.
 BY_CACHE = "tidegate"
-TLS = "tls"  # is searched first by all loaders from before glibc 2.37
+TLS = "tls"  # all loaders older than glibc 2.37 search it first
 
 
 class LoadersOf(NamedTuple):
-    """What the loaders of a machine's 64-bit programs are called and search."""
+    """Names and search directories of the loaders for a machine's 64-bit programs."""
 
     library_dirs: tuple[str, ...]
     name: str
-    directory: str  # where programs name it
+    directory: str  # where programs expect the loader
     musl: str
     hwcaps: str  # the subdirectory for all processors since glibc 2.33; "": there is none
     platforms: tuple[str, ...]  # values of $PLATFORM, by processor and loader
     before: tuple[str, ...]  # subdirectories that a loader searches before that of Tidegate
-    behind: tuple[str, ...]  # those that loaders up to glibc 2.36 search after it, in this nesting
+    behind: tuple[str, ...]  # loaders up to glibc 2.36 search these after it, nested in this order
 
 
 LOADERS = {
@@ -55,7 +55,7 @@ def subdirectory(loaders: LoadersOf, loader: bytes) -> str:
     """Return the subdirectory of a library directory in which this loader finds the driver."""
     if loaders.hwcaps and b"glibc-hwcaps" in loader:
         return loaders.hwcaps
-    # glibc before 2.33 does not know glibc-hwcaps. The name is a string of its own until 2.36.
+    # glibc before 2.33 does not know glibc-hwcaps. `tls` is a separate string up to 2.36.
     if loaders.hwcaps or b"\0tls\0" in loader:
         return TLS
     return BY_CACHE

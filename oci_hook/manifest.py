@@ -335,7 +335,7 @@ def hold_generation(driver_dir: str) -> tuple[str, int]:
             raise NoMirrorError(f"no driver mirror at {link}", hint=REFRESH) from e
         except OSError as e:
             raise MirrorMismatchError(
-                f"{link}: {e.strerror}, accepted is a symbolic link", hint=REFRESH
+                f"{link}: {e.strerror} (it must be a symbolic link)", hint=REFRESH
             ) from e
         try:
             fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -379,7 +379,7 @@ def read_manifest(driver_dir: str) -> MirrorManifest:
 
 
 def module_version(path: str = MODULE_VERSION) -> str | None:
-    """Return the version of the loaded NVIDIA kernel module, None if there is none."""
+    """Return the version of the loaded NVIDIA kernel module; None if there is none."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -390,12 +390,12 @@ def module_version(path: str = MODULE_VERSION) -> str | None:
         return None
     except OSError as e:
         raise MirrorMismatchError(
-            f"{path}: {e.strerror}", hint="see whether the kernel module works"
+            f"{path}: {e.strerror}", hint="check whether the kernel module works"
         ) from e
 
 
 def find_version(text: bytes) -> str | None:
-    """Return the version in the kernel module's description of itself, None if it has none.
+    """Return the version in the kernel module's description of itself; None if it has none.
 
     "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.261.03  Mon Jun ..." and, since the open
     modules, "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build".
@@ -458,7 +458,7 @@ def _choose_set(manifest: MirrorManifest, asked: frozenset[str]) -> MirrorSet:
     offered = {c for s in manifest.sets for c in s.capabilities}
     missing = ",".join(sorted(asked - offered)) or f"{','.join(sorted(asked))} together"
     raise NoMirrorError(
-        f"this node's driver {manifest.version} does not provide {missing}, it has"
+        f"this node's driver {manifest.version} does not provide {missing}, only"
         f" {show(','.join(sorted(offered)), 300)}",
         hint="ask for these in tidegate.gpu/capabilities, or run `tidegate refresh` after"
         " installing the rest of the driver",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import signal
     from collections.abc import Callable
 else:
-    import _signal as signal  # without the names of numbers, which take 4 ms
+    import _signal as signal  # without signal's enums, which take 4 ms
 
 STAGES = ("prestart", "createRuntime", "precreate", "poststop")
 USAGE = (

@@ -45,7 +45,7 @@ class Request(NamedTuple):
 
 def _refuse(name: str, value: str, accepted: str, hint: str) -> AnnotationError:
     return AnnotationError(
-        f"annotation {PREFIX}{name} is '{show(value)}', accepted is {accepted}", hint=hint
+        f"annotation {PREFIX}{name} is '{show(value)}', but must be {accepted}", hint=hint
     )
 
 
@@ -68,14 +68,16 @@ def _parse_percent(name: str, value: str) -> int:
             name,
             value,
             "a whole number from 1 to 100",
-            "write a percentage without a sign, like 25",
+            "write a percentage without the % sign, for example 25",
         )
     return int(value)
 
 
 def _parse_count(name: str, value: str) -> int:
     if not is_number(value, GPUS):
-        raise _refuse(name, value, "a whole number from 1 to 64", "write how many GPUs, like 2")
+        raise _refuse(
+            name, value, "a whole number from 1 to 64", "write the number of GPUs, for example 2"
+        )
     return int(value)
 
 
@@ -154,7 +156,7 @@ def _unknown(name: str) -> AnnotationError:
     near = difflib.get_close_matches(name[len(PREFIX) :], PARSERS, n=1)
     hint = f"did you mean {PREFIX}{near[0]}?" if near else "remove it"
     return AnnotationError(
-        f"annotation {show(name)} is unknown, accepted below {PREFIX} are {', '.join(PARSERS)}",
+        f"annotation {show(name)} is unknown: below {PREFIX} there are {', '.join(PARSERS)}",
         hint=hint,
     )
 
@@ -187,7 +189,7 @@ def check_request(request: Request, annotations: dict[str, str]) -> None:
     size = sum(len(ascii(n)) + len(ascii(v)) + 4 for n, v in annotations.items())
     if size > ANNOTATIONS_LIMIT:
         raise AnnotationError(
-            f"annotations below {PREFIX} take {size} bytes, accepted are {ANNOTATIONS_LIMIT}",
+            f"annotations below {PREFIX} take {size} bytes, more than {ANNOTATIONS_LIMIT}",
             hint="shorten them",
         )
 

@@ -61,7 +61,7 @@ class Settings(NamedTuple):
 def from_environment(document: dict[str, Any]) -> dict[str, str]:
     """Return the requests in the container's environment, as annotations.
 
-    An image can set these variables, not only the user that starts the container. So they are a
+    An image can set these variables, not only the user who starts the container. So they are a
     last resort for engines without annotations, and count only if the node's settings allow it.
     """
     process = document.get("process")

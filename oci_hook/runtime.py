@@ -157,13 +157,13 @@ class NodeSettings:
 
 
 class SettingsError(Exception):
-    """The node's settings are wrong; the message is the error line for the engine."""
+    """The node's settings are invalid; the message is the error line for the engine."""
 
 
 def parse_node(text: str, path: str, *, strict: bool = True) -> NodeSettings:
     """Parse the text of a settings file; `path` is for the error.
 
-    Without `strict`, wrong lines are skipped.
+    Without `strict`, invalid lines are skipped.
     """
     node = NodeSettings()
     for number, line in enumerate(text.splitlines(), 1):
@@ -176,7 +176,7 @@ def parse_node(text: str, path: str, *, strict: bool = True) -> NodeSettings:
         if field not in NodeSettings.__slots__ or not value.strip():
             known = ", ".join(slot.replace("_", "-") for slot in NodeSettings.__slots__)
             raise SettingsError(
-                f"{path}:{number}: '{line[:80]}'; accepted are {known}, each with a value"
+                f"{path}:{number}: '{line[:80]}'; the settings are {known}, each with a value"
             )
         if field != "runtime_for":
             setattr(node, field, value.strip())
@@ -196,7 +196,7 @@ def parse_node(text: str, path: str, *, strict: bool = True) -> NodeSettings:
 
 
 def state_root(arguments: list[str]) -> str:
-    """Return the state directory that a command line names with --root, "" if none."""
+    """Return the state directory that a command line names with --root; "" if none."""
     for place, argument in enumerate(arguments):
         if argument in COMMANDS:
             break
@@ -208,7 +208,7 @@ def state_root(arguments: list[str]) -> str:
 
 
 def read_node(path: str, arguments: list[str], *, strict: bool = True) -> NodeSettings:
-    """Read the settings for a command line; SettingsError if they are wrong or name no runtime.
+    """Read the settings for a command line; SettingsError if they are invalid or name no runtime.
 
     Without `strict`, only a missing runtime is an error.
     """
@@ -258,7 +258,7 @@ def _tell_engine(call: EngineCall, line: str) -> None:
 
 
 def _fail(call: EngineCall, line: str, log: str = "") -> int:
-    """Report wrong settings on standard error, in the runtime's log and in the node's log."""
+    """Report invalid settings on standard error, in the runtime's log and in the node's log."""
     from oci_hook.errors import show
     from oci_hook.log import RunEvent, complain
 
@@ -566,7 +566,7 @@ def main() -> None:
         call = parse_call(arguments)
         if call.command in MAKING:
             sys.exit(_fail(call, str(e)))
-        try:  # running containers can be inspected and ended even with wrong settings
+        try:  # running containers can be inspected and ended even with invalid settings
             node = read_node(config, arguments, strict=False)
         except SettingsError as none:
             sys.exit(_fail(call, str(none)))

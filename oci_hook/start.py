@@ -64,7 +64,7 @@ class Asked(NamedTuple):
 class NodeAndImage(NamedTuple):
     """The node's mirror, the parts of it that the container gets, and the container's image.
 
-    `home` is the path of the container's root, under which its note is kept.
+    `home` is the absolute path of the container's root, without links, for the container's note.
     """
 
     manifest: MirrorManifest
@@ -92,7 +92,7 @@ def prepare_container(start: Start) -> str:
         return "without-gpu"
     except OSError as e:
         raise explain(e, f"look into {show(bundle.root)}") from e
-    # Half of the deadline, so that this error, not the deadline's, is reported for no answer.
+    # Half of the deadline, so that a missing answer is not reported as a missed deadline.
     client = Client(options.runtime_dir, options.timeout / 2, PATIENCE)
     try:
         grant = admit(start, asked, found, client)
@@ -165,7 +165,7 @@ def inspect(start: Start, asked: Asked) -> NodeAndImage:
 
 
 def admit(start: Start, asked: Asked, found: NodeAndImage, client: Client) -> Grant:
-    """Ask the governor to admit the container, and return its grant; HookError if it refuses."""
+    """Ask the governor to admit the container; return the admission. HookError if it refuses."""
     options, state = start.options, start.state
     return client.admit(
         ident=state.id,
@@ -205,7 +205,7 @@ def mount(start: Start, found: NodeAndImage, plan: Plan, client: Client) -> None
         shield()
         left = undo.run(found.container)
         # If not `noted`, a note with this id belongs to a running container of another engine.
-        # If there is something `left`, the note stays: the container's end removes it by the note.
+        # If there is something `left`, the note stays, and is used at the container's end.
         if noted and not left:
             cleanup.forget(options.runtime_dir, state.id)
         if left:

@@ -104,7 +104,7 @@ def _unique(pairs: list[tuple[str, object]], twice: list[str]) -> dict[str, obje
 
 
 def is_text(value: object) -> bool:
-    """Return whether a value can be a name for the kernel: no NUL, no half of a surrogate pair."""
+    """Return whether a value can be a name for the kernel: no NUL, no lone surrogate."""
     if type(value) is not str or "\0" in value:
         return False
     try:
@@ -250,8 +250,8 @@ def _identity(annotations: dict[str, str], *, asks: bool) -> dict[str, str]:
 
     Each engine overwrites a user's values of its own annotations, but not of the other engine's,
     and CRI-O passes on all annotations of a pod. So values that disagree come from a user. A
-    container that asks for a GPU with them is refused, because it would be booked for another
-    tenant.
+    container that asks for a GPU with them is refused, because its use would be charged to
+    another tenant.
     """
     identity: dict[str, str] = {}
     origins: dict[str, str] = {}

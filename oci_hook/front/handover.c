@@ -237,10 +237,10 @@ int handover_run(int server, const char *role, char *const arguments[], double s
         close(alive);
     }
     if (status >= 0) {
-        pass_on(outputs[1], STDERR_FILENO); /* if this fails: the log has it, too */
+        pass_on(outputs[1], STDERR_FILENO); /* a failure is not fatal: the log has the line, too */
         if (!pass_on(outputs[0], STDOUT_FILENO))
             handover_fail(STATUS_OS_ERROR, "tidegate: config.json could not be written to stdout; "
-                                           "see why the engine closed it\n");
+                                           "find out why the engine closed it\n");
     }
     close(server);
     close(outputs[0]);

@@ -122,7 +122,7 @@ static bool is_done(const struct options *options, const struct text *input)
 
         if (n <= 0)
             handover_fail(STATUS_OS_ERROR, "tidegate: config.json could not be written to stdout; "
-                                           "see why the engine closed it\n");
+                                           "find out why the engine closed it\n");
         done += (size_t)n;
     }
     return true;

@@ -13,7 +13,7 @@
 
 #define CONFIG_LIMIT (4u << 20) /* bytes of config.json, and of the OCI state on stdin */
 
-/* A text in memory, which is freed only when the process ends. */
+/* A string in memory, which is freed only when the process ends. */
 struct text {
     char *data;
     size_t size;
@@ -25,7 +25,10 @@ bool text_read(int fd, size_t limit, struct text *text);
 /* Reads a regular file. False if it is not one, is larger than CONFIG_LIMIT, or cannot be read. */
 bool text_read_file(const char *path, struct text *text);
 
-/* Reads a deadline in seconds: digits, with or without a fraction. False for any other form. */
+/*
+ * Reads a deadline in seconds: digits, with or without a fraction. False for any other form, and
+ * for less than 1 ms or more than an hour.
+ */
 bool text_read_deadline(const char *text, double *seconds);
 
 /* Whether the text contains `tidegate.gpu` or a JSON escape of one of the prefix's characters. */

@@ -231,11 +231,11 @@ static int delete(const struct settings *settings, char *argv[], char *const arg
     }
     if (pid < 0)
         handover_fail(STATUS_OS_ERROR,
-                      "tidegate-runtime: no process for the runtime; free memory\n");
+                      "tidegate-runtime: cannot create a process for the runtime; free memory\n");
     while (waitpid(pid, &status, 0) < 0)
         if (errno != EINTR)
-            handover_fail(STATUS_OS_ERROR, "tidegate-runtime: the runtime's status is lost\n");
-    /* For any status: a container that does not exist has ended, a running one keeps its files. */
+            handover_fail(STATUS_OS_ERROR, "tidegate-runtime: the runtime's status was lost\n");
+    /* For any status: a container that does not exist has ended; a running one keeps its files. */
     server = handover_connect(settings->runtime_dir); /* not earlier: it waits 1 s for requests */
     if (server >= 0)
         done = handover_run(server, "deleted", arguments, END_DEADLINE_S);

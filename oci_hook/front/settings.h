@@ -7,16 +7,16 @@
 struct settings {
     const char *root;                /* the state directory that --root names; "" if none */
     char runtime[PATH_MAX];          /* the OCI runtime to execute */
-    char runtime_for_root[PATH_MAX]; /* the runtime that `runtime-for` has for `root`, "" if none */
+    char runtime_for_root[PATH_MAX]; /* the runtime that `runtime-for` has for `root`; "" if none */
     char runtime_dir[PATH_MAX];      /* where the governor and the fork server listen */
-    bool environment;                /* whether a container may request a GPU by TIDEGATE_* */
+    bool environment;                /* whether TIDEGATE_* variables may request a GPU */
     double timeout;                  /* seconds: the hook's deadline, and the script's own */
 };
 
 /*
  * Reads the settings; a missing file means the defaults. `root` is the directory that --root names,
- * "" if none, NULL if the command line has an unknown form; `runtime-for` chooses the runtime by
- * it. False if a line of the file is not in the expected form, or if no runtime is found; the
+ * by which `runtime-for` chooses the runtime: "" if none, NULL if the command line has an unknown
+ * form. False if a line of the file is not in the expected form, or if no runtime is found; the
  * script then handles it, or reports the error.
  */
 bool settings_read(const char *path, const char *root, struct settings *settings);

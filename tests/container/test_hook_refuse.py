@@ -126,7 +126,7 @@ def test_no_mirror(node: HookNode) -> None:
 
 def test_capabilities_without_a_set(node: HookNode) -> None:
     bundle = node.bundle("true", annotations={"tidegate.gpu/capabilities": "compute,video"})
-    refuse(node, bundle, 69, "does not provide video, it has compute,graphics,utility")
+    refuse(node, bundle, 69, "does not provide video, only compute,graphics,utility")
 
 
 def test_a_stale_mirror_names_the_file(node: HookNode) -> None:
@@ -452,7 +452,7 @@ def test_runc_shows_the_line_and_the_status(node: HookNode, runc: Runtime) -> No
     assert ran.status != 0
     assert ran.stdout == ""
     assert re.search(
-        r"exit status 64, .*tidegate: annotation tidegate.gpu/memory is '8GB', accepted is",
+        r"exit status 64, .*tidegate: annotation tidegate.gpu/memory is '8GB', but must be",
         ran.stderr,
     )
     assert tree(bundle.rootfs) == before

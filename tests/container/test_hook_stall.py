@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 DEADLINE = 4.0  # seconds; the hook has to reach the request that stalls before it
 ENOUGH = 60.0  # seconds; a deadline that the hook is not to miss
-ANSWERS = "see what serves that file system (FUSE, NFS), and start the container once it answers\n"
+ANSWERS = "check that file system's server (FUSE, NFS), and start the container once it answers\n"
 LINE = (
     f"tidegate: the hook did not finish within {DEADLINE:g} s, and could not be interrupted:"
     f" most likely the container's root file system does not answer; {ANSWERS}"
@@ -204,8 +204,8 @@ def test_a_stuck_start_delays_only_starts_on_its_own_root(
         again = held.hook(node.hook, stdin=held.state(id="again"))
         assert again.returncode == 71
         assert again.stderr == (
-            "tidegate: the start or end of another container on the same root file system has not"
-            f" ended, and the hook did not finish within {DEADLINE:g} s; {ANSWERS}"
+            "tidegate: the start or end of another container on the same root file system is"
+            f" unfinished, and the hook did not finish within {DEADLINE:g} s; {ANSWERS}"
         )
         node.timeout = ENOUGH
         other = runc.run(node.bundle("ls -A /run/tidegate", name="other"))

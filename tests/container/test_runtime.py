@@ -227,7 +227,7 @@ def test_the_environment_counts_only_if_the_node_allows_it(
 @pytest.mark.parametrize(
     ("variables", "annotations", "line"),
     [
-        (["TIDEGATE_MEMORY=8GB"], {}, "tidegate: variable TIDEGATE_MEMORY is '8GB', accepted is"),
+        (["TIDEGATE_MEMORY=8GB"], {}, "tidegate: variable TIDEGATE_MEMORY is '8GB', but must be"),
         (
             ["TIDEGATE_COMPUTE_LIMIT=20"],
             {"tidegate.gpu/compute": "30", "tidegate.gpu/memory": "8Gi"},
@@ -236,7 +236,7 @@ def test_the_environment_counts_only_if_the_node_allows_it(
         (
             ["TIDEGATE_MEMORY=8Gi", "TIDEGATE_CLASS=fast"],
             {},
-            "tidegate: variable TIDEGATE_CLASS is 'fast', accepted is",
+            "tidegate: variable TIDEGATE_CLASS is 'fast', but must be",
         ),
     ],
 )  # fmt: skip
@@ -346,7 +346,7 @@ def test_a_wrong_configuration_is_reported(node: HookNode, wrapped: WrappedRunti
     wrapped.settings.write_text("runtim /usr/bin/runc\n")
     ran = wrapped.run(plain(node, "true"))
     assert ran.status == 78
-    assert f"{wrapped.settings}:1: 'runtim /usr/bin/runc'; accepted are" in ran.stderr
+    assert f"{wrapped.settings}:1: 'runtim /usr/bin/runc'; the settings are" in ran.stderr
 
 
 @pytest.mark.parametrize("settings", ["runtim /usr/bin/runc\n", "runtime /usr/bin/gone\n"])

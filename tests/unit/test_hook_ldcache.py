@@ -283,7 +283,7 @@ with open("/proc/self/status") as f:
     *lines, peak = done.stdout.splitlines()
     assert int(peak) < 128  # MiB
     damaged = (
-        "tidegate: /etc/ld.so.cache in the image is damaged (names are out of all proportion) and"
+        "tidegate: /etc/ld.so.cache in the image is damaged (the names take too many bytes) and"
         " names driver libraries; run ldconfig in the image"
     )
     assert lines == ([] if len(path) == len(soname) else [damaged])

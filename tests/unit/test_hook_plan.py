@@ -300,7 +300,7 @@ def test_the_set_determines_programs_places_and_binds() -> None:
         (
             ("graphics", "ngx", "video"),
             (
-                f"tidegate: this node's driver {V} does not provide ngx,video, it has compute,display,graphics,utility;"
+                f"tidegate: this node's driver {V} does not provide ngx,video, only compute,display,graphics,utility;"
                 " ask for these in tidegate.gpu/capabilities, or run `tidegate refresh` after installing the rest of"
                 " the driver"
             ),
@@ -323,7 +323,7 @@ def test_missing_capabilities_are_reported(asked: tuple[str, ...], line: str) ->
 def test_it_is_an_error_if_no_set_has_all_capabilities() -> None:
     sets = copy.deepcopy(DOCUMENT["sets"])[1:]
     sets[1]["capabilities"] = ["compute", "utility", "video"]
-    with pytest.raises(NoMirrorError, match="does not provide graphics,video together, it has"):
+    with pytest.raises(NoMirrorError, match="does not provide graphics,video together, only"):
         choose_share(changed(sets=sets), ("graphics", "video"))
 
 

@@ -188,28 +188,28 @@ def test_every_annotation_of_the_schema_is_in_the_reference() -> None:
         (
             {"memory": "8GB"},
             (
-                "tidegate: annotation tidegate.gpu/memory is '8GB', accepted is a whole number of bytes, or of Ki, Mi, Gi"
+                "tidegate: annotation tidegate.gpu/memory is '8GB', but must be a whole number of bytes, or of Ki, Mi, Gi"
                 " or Ti, from 1 to 999Ti; write it like 8Gi or 512Mi"
             ),
         ),
         (
             {"memoryy": "8Gi"},
             (
-                "tidegate: annotation tidegate.gpu/memoryy is unknown, accepted below tidegate.gpu/ are memory, compute,"
+                "tidegate: annotation tidegate.gpu/memoryy is unknown: below tidegate.gpu/ there are memory, compute,"
                 " compute-limit, class, count, devices, strategy, capabilities, driver; did you mean tidegate.gpu/memory?"
             ),
         ),
         (
             {"zzz": "8Gi"},
             (
-                "tidegate: annotation tidegate.gpu/zzz is unknown, accepted below tidegate.gpu/ are memory, compute,"
+                "tidegate: annotation tidegate.gpu/zzz is unknown: below tidegate.gpu/ there are memory, compute,"
                 " compute-limit, class, count, devices, strategy, capabilities, driver; remove it"
             ),
         ),
         (
             {"strategy": "\x1b[2Jmps\nroot:"},
             (
-                "tidegate: annotation tidegate.gpu/strategy is '\\x1b[2Jmps\\nroot:', accepted is auto or timeslice or mps"
+                "tidegate: annotation tidegate.gpu/strategy is '\\x1b[2Jmps\\nroot:', but must be auto or timeslice or mps"
                 " or passthrough; leave it out for auto"
             ),
         ),
@@ -244,5 +244,5 @@ def test_a_limit_below_the_guarantee_is_refused() -> None:
 
 def test_annotations_fit_a_line_of_the_protocol() -> None:
     annotations = {P + "devices": ",".join([UUID] * 2000)}
-    with pytest.raises(AnnotationError, match="accepted are 32768"):
+    with pytest.raises(AnnotationError, match="more than 32768"):
         check_request(Request(), annotations)

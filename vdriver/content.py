@@ -145,22 +145,24 @@ def _check_file(tree: _Tree, file: ManifestFile, manifest: Manifest) -> Iterator
         return
     if file.role == "link":
         if not stat.S_ISLNK(status.st_mode):
-            yield Fault(file.path, f"is {_kind(status)}, the manifest has a link to {file.target}")
+            yield Fault(
+                file.path, f"is {_kind(status)}, but the manifest has a link to {file.target}"
+            )
         elif tree.text(file.path) != file.target:
             yield Fault(
                 file.path,
-                f"is a link to {tree.text(file.path)}, the manifest has one to {file.target}",
+                f"is a link to {tree.text(file.path)}, but the manifest has one to {file.target}",
             )
         elif reason := tree.find_link_fault(file.path):
             yield Fault(file.path, reason)
         return
     if not stat.S_ISREG(status.st_mode):
-        yield Fault(file.path, f"is {_kind(status)}, the manifest has a file ({file.role})")
+        yield Fault(file.path, f"is {_kind(status)}, but the manifest has a file ({file.role})")
         return
     if file.role == "program" and status.st_mode & 0o111 != 0o111:
-        yield Fault(file.path, f"has mode {_mode(status)}, not all users can execute it")
+        yield Fault(file.path, f"has mode {_mode(status)}, but must be executable by all")
     if status.st_size != file.size:
-        yield Fault(file.path, f"has {status.st_size} bytes, the manifest {file.size}")
+        yield Fault(file.path, f"has {status.st_size} bytes, but {file.size} in the manifest")
         return
     if not tree.read:
         return
@@ -171,7 +173,8 @@ def _check_file(tree: _Tree, file: ManifestFile, manifest: Manifest) -> Iterator
         return
     if found != file.sha256:
         yield Fault(
-            file.path, f"has the SHA-256 {found[:12]}..., the manifest {str(file.sha256)[:12]}..."
+            file.path,
+            f"has the SHA-256 {found[:12]}..., but {str(file.sha256)[:12]}... in the manifest",
         )
     elif file.role in (*LOADED, "origin"):
         yield from _check_library(tree.root, file, manifest)
@@ -190,7 +193,9 @@ def _check_library(root: Path, file: ManifestFile, manifest: Manifest) -> Iterat
             f"is {library.bits}-bit {library.machine}, which does not belong there",
         )
     if file.soname is not None and library.soname != file.soname:
-        yield Fault(file.path, f"has the soname {library.soname}, the manifest {file.soname}")
+        yield Fault(
+            file.path, f"has the soname {library.soname}, but {file.soname} in the manifest"
+        )
 
 
 def _check_set(  # noqa: PLR0917 - private, and called once
@@ -219,7 +224,9 @@ def _check_set(  # noqa: PLR0917 - private, and called once
             if file is not None and file.role == "control":
                 origin = f"{name.partition('.so')[0]}-origin.so.1"
                 if origin not in origins:
-                    yield Fault(f"{directory}/{ORIGIN}/{origin}", f"is missing, {name} needs it")
+                    yield Fault(
+                        f"{directory}/{ORIGIN}/{origin}", f"is missing, but {name} needs it"
+                    )
     for path, like in pairs:
         expected.add(path)
         if like not in files:
@@ -231,20 +238,22 @@ def _check_set(  # noqa: PLR0917 - private, and called once
 def _check_same(tree: _Tree, path: str, like: str, file: ManifestFile) -> Iterator[Fault]:
     status, other = tree.entries[path], tree.entries[like]
     if stat.S_IFMT(status.st_mode) != stat.S_IFMT(other.st_mode):
-        yield Fault(path, f"is {_kind(status)}, {like} is {_kind(other)}")
+        yield Fault(path, f"is {_kind(status)}, but {like} is {_kind(other)}")
     elif stat.S_ISLNK(status.st_mode):
         if tree.text(path) != tree.text(like):
-            yield Fault(path, f"is a link to {tree.text(path)}, {like} is one to {tree.text(like)}")
+            yield Fault(
+                path, f"is a link to {tree.text(path)}, but {like} is one to {tree.text(like)}"
+            )
         elif reason := tree.find_link_fault(path):
             yield Fault(path, reason)
     elif (status.st_dev, status.st_ino) != (other.st_dev, other.st_ino):
         if not tree.read:
             if status.st_size != other.st_size:
-                yield Fault(path, f"has {status.st_size} bytes, {like} {other.st_size}")
+                yield Fault(path, f"has {status.st_size} bytes, but {like} has {other.st_size}")
             return
         try:
             if tree.sha256(path) != file.sha256:
-                yield Fault(path, f"has other content than {like}")
+                yield Fault(path, f"differs from {like} in content")
         except OSError as e:
             yield Fault(path, f"cannot be read: {e.strerror}")
 
@@ -272,10 +281,12 @@ def _check_unnamed(tree: _Tree, expected: set[str]) -> Iterator[Fault]:
         wanted = 0o555 if stat.S_ISDIR(status.st_mode) else 0o444
         if status.st_mode & wanted != wanted or status.st_mode & 0o7022:
             yield Fault(
-                path, f"has mode {_mode(status)}, must be readable by all, writable by its owner"
+                path,
+                f"has mode {_mode(status)}, but must be readable by all and writable only by its"
+                " owner",
             )
         if status.st_uid not in (0, os.geteuid()):
-            yield Fault(path, f"belongs to user {status.st_uid}, must belong to root")
+            yield Fault(path, f"belongs to user {status.st_uid}, but must belong to root")
 
 
 def _kind(status: os.stat_result) -> str:

@@ -1,4 +1,4 @@
-"""Reads the control libraries that a mirror has under the driver's names, and fits their exports.
+"""Reads the control libraries for a mirror, and hides the exports that the driver lacks.
 
 A control library exports every function of the newest driver. An older driver lacks some of them,
 and a program must not find such a name either: programs choose their code path by the result of the

@@ -25,8 +25,8 @@ class DriverFile:
 class DataFile:
     """A file for one of the places in libraries.toml.
 
-    `host` is the path by which the file is opened. `content` is set if the mirror gets other
-    content than the file's own. `path` is None if the host has no such file and the content comes
+    `host` is the path by which the file is opened. `content` is set if the mirror's
+    content is not the file's. `path` is None if the host has no such file and the content comes
     from libraries.toml.
     """
 

@@ -151,7 +151,7 @@ class _Stream(io.RawIOBase):
         self._reads += 1
         self._bytes += size
         modest = self._reads <= MAX_READS and self._bytes <= MAX_BYTES
-        _require(modest, "headers, names and tables are out of all proportion")
+        _require(modest, "headers, names and tables are unreasonably large")
         data = os.pread(self._fd, size, self._at) if size else b""
         self._at += len(data)
         return data

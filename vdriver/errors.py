@@ -10,7 +10,7 @@ from typing import ClassVar
 
 
 def one_line(text: str) -> str:
-    """Return text as one line that a terminal only displays: it may contain foreign words."""
+    """Return text as one line that a terminal only displays: it may contain untrusted text."""
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 

@@ -2,7 +2,7 @@
 
 A generation is in use if it is mounted in any mount namespace of the machine, or if a process has
 one of its directories open (`vdriver.namespaces` finds both). If the search lacks a permission,
-every generation that could be in use out of its reach is kept. The search may take a minute; it
+every generation that could be in use beyond its reach is kept. The search may take a minute; it
 holds only the generations' own locks, so a refresh does not wait for it. The driver directory's
 lock is taken for the removal.
 
@@ -33,7 +33,7 @@ NAME = re.compile(rf"[0-9A-Za-z.]+-[0-9a-f]{{12}}({re.escape(DAMAGED)}-.+)?|{REM
 
 PROC_PID_INIT_INO = 0xEFFFFFFC  # include/linux/proc_ns.h: the first PID namespace
 LOCKED = "locked by a starting container, or by tidegate verify"
-CHANGED = "moved by a refresh meanwhile"
+CHANGED = "moved by a refresh in the meantime"
 SEARCH_TIME = 60.0  # longest search in seconds; one that is not complete keeps the generations
 
 
@@ -242,7 +242,7 @@ def _find_usage(
         faults = ["/proc is not this process's own"]
         mount = None
     elif os.stat("/proc/self/ns/pid").st_ino != PROC_PID_INIT_INO and not nested:  # noqa: PTH116
-        faults = ["processes outside of this PID namespace cannot be seen (see --nested)"]
+        faults = ["processes outside this PID namespace cannot be seen (see --nested)"]
     else:
         faults = []
     opened: dict[str, list[NamespaceUse]] = {}

@@ -17,7 +17,7 @@ STATX_MNT_ID = 0x1000
 
 
 class MountedFile(NamedTuple):
-    """The identity of a file: `mount` is the id of its mount, None before Linux 5.8."""
+    """The identity of a file: `mount` is the id of its mount; None before Linux 5.8."""
 
     device: int
     inode: int

@@ -50,7 +50,7 @@ class CacheEntry:
 def parse_cache(data: bytes) -> tuple[CacheEntry, ...]:
     """Return the cache's entries in file order; CacheError when `data` is not a cache.
 
-    If a file has both formats, the newer one is used, as the loader does.
+    If a file has both formats, the newer one is used, as in the loader.
     """
     if len(data) > MAX_BYTES:
         raise CacheError("larger than any loader's cache")
@@ -98,7 +98,7 @@ def _entries(data: bytes, rows: Iterator[Row], base: int) -> tuple[CacheEntry, .
         # Entries may share names, so one long name that all of them share would fill the memory.
         total += len(soname) + len(path)
         if total > MAX_BYTES:
-            raise CacheError("names are out of all proportion")
+            raise CacheError("the names take too many bytes")
         entries.append(CacheEntry(soname, path, flags, hwcap))
     return tuple(entries)
 
@@ -106,5 +106,5 @@ def _entries(data: bytes, rows: Iterator[Row], base: int) -> tuple[CacheEntry, .
 def _string(data: bytes, offset: int) -> str:
     end = data.find(b"\0", offset, offset + MAX_STRING)
     if offset >= len(data) or end < 0:
-        raise CacheError("a name lies outside of the file")
+        raise CacheError("a name lies outside the file, or is too long")
     return data[offset:end].decode("utf-8", "surrogateescape")

@@ -133,7 +133,7 @@ def parse_manifest(data: bytes) -> Manifest:
     """Return the manifest in `data`; ValueError, KeyError, TypeError or MirrorError if invalid."""
     doc = json.loads(data)
     if doc["schema"] != SCHEMA:
-        raise ValueError(f"schema {doc['schema']!r}, this program reads {SCHEMA}")
+        raise ValueError(f"schema {doc['schema']!r}, but this program reads {SCHEMA}")
     validate(doc)
     return Manifest(
         generation=doc["generation"],

@@ -121,8 +121,8 @@ def _full(e: OSError, plan: MirrorPlan, directory: Path) -> MirrorError:
 
     free = shutil.disk_usage(directory).free >> 20
     return MirrorError(
-        f"{e.filename or directory}: {e.strerror}; the mirror has {plan.size >> 20} MiB, "
-        f"{free} MiB are free",
+        f"{e.filename or directory}: {e.strerror}; the mirror takes {plan.size >> 20} MiB, "
+        f"but only {free} MiB are free",
         hint=f"make room in {directory} (tidegate gc removes unused generations), "
         "then run tidegate refresh",
     )
@@ -138,12 +138,12 @@ def _explain(e: OSError, directory: Path) -> MirrorError:
     elif e.errno in (errno.EACCES, errno.EPERM):
         hint = f"run tidegate refresh as root; root has to be able to write to {directory}"
     else:
-        hint = f"see what is wrong with {directory}, then run tidegate refresh"
+        hint = f"find out what is wrong with {directory}, then run tidegate refresh"
     return MirrorError(message, hint=hint)
 
 
 def current_manifest(output: str | Path) -> Manifest | None:
-    """Return the manifest of the generation in force, None if there is none or it is unreadable."""
+    """Return the manifest of the generation in force; None if there is none or it is unreadable."""
     try:
         manifest = manifests.read_manifest(Path(output) / CURRENT)
     except MirrorError:

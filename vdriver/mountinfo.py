@@ -59,7 +59,7 @@ def parse_mountinfo(data: bytes, faults: list[str] | None = None) -> list[Mount]
         try:
             mounts.append(_parse_line(line))
         except (ValueError, IndexError) as e:
-            text = f"no line of mountinfo: {show(os.fsdecode(line[:200]))}"
+            text = f"not a line of mountinfo: {show(os.fsdecode(line[:200]))}"
             if faults is None:
                 raise ValueError(text) from e
             faults.append(text)

@@ -151,7 +151,7 @@ def _merge(data: bytes) -> GenerationUses:
         found.notes += document.get("notes", ())
     if not ended:
         (found.notes if complete else found.faults).append(
-            f"the search did not finish, it was at {at or 'its beginning'}"
+            f"the search did not finish: it was at {at or 'its beginning'}"
         )
     return found
 
@@ -206,7 +206,7 @@ class _ChildSearch:
                 # the search of descriptors, so a timeout there is no reason to keep a generation.
                 self._report()
         except _LateError:
-            self._fault(f"the search took too long, it was at {self.last}")
+            self._fault(f"the search took too long: it was at {self.last}")
             self._report()
         else:
             if listed:
@@ -502,7 +502,7 @@ class _ChildSearch:
             # namespace is shown as "/".
             elif text[:1] == "/" and posixpath.basename(text) in self.basenames:
                 self._note_open(pid, identify_link(at, path))
-        except OSError:  # closed meanwhile, or another user's
+        except OSError:  # closed in the meantime, or another user's
             return
 
     def _note_open(self, pid: int, identity: MountedFile) -> None:

@@ -54,7 +54,7 @@ class Ancestor(IntEnum):
 
 @dataclass(frozen=True)
 class Route:
-    """How two GPUs are connected: active NVLinks, and the PCIe ancestor, None if unknown."""
+    """How two GPUs are connected: active NVLinks, and the PCIe ancestor; None if unknown."""
 
     nvlinks: int
     ancestor: Ancestor | None
@@ -124,8 +124,8 @@ class Nvml:
         with _lock:
             if _open is not None and _open[0] != self._path:
                 raise NvmlError(
-                    f"NVML is open from {_open[0]}, asked for {self._path}",
-                    hint="close the first before opening another driver's",
+                    f"NVML is already open from {_open[0]}, not from {self._path}",
+                    hint="close it before opening another driver's",
                 )
             if _open is None:
                 _select(pynvml, self._path)
@@ -174,7 +174,7 @@ class Nvml:
     def topology(self, uuids: Sequence[str]) -> Topology:
         """Return the topology of these GPUs, as far as the driver and the kernel report it.
 
-        An old driver lacks functions, and in a virtual machine some of them fail. The values are
+        An old driver lacks some functions, and in a virtual machine others fail. The values are
         then unknown, which is not an error.
         """
         handles = {uuid: self._get(uuid) for uuid in uuids}
@@ -190,7 +190,8 @@ class Nvml:
                 ends[a].count(address)
                 for a, address in ((one, addresses[other]), (other, addresses[one]))
             )
-            # Through NVSwitches a GPU reaches every other one, by as many links as both have there.
+            # Through NVSwitches a GPU reaches every other one. The number of links is the smaller
+            # of the two GPUs' numbers.
             switched = min(ends[one].count(_SWITCH), ends[other].count(_SWITCH))
             level = self._try_call(
                 "nvmlDeviceGetTopologyCommonAncestor", handles[one], handles[other]
@@ -289,7 +290,7 @@ class Nvml:
         return None if info is None else _pci_address(info)
 
     def _node(self, handle: Any, address: str | None) -> int | None:
-        """Return the NUMA node nearest to a GPU, None if neither NVML nor the kernel knows.
+        """Return the NUMA node nearest to a GPU; None if neither NVML nor the kernel knows.
 
         nvmlDeviceGetNumaNodeId is something else: the node of a GPU's own memory.
         """
@@ -307,7 +308,7 @@ class Nvml:
     def _link_ends(self, handle: Any, gpus: AbstractSet[str]) -> list[str | None]:
         """Return the remote end of each active NVLink: a PCI address of `gpus`, _SWITCH or None.
 
-        None means a device that is not among `gpus`: the link leads out of this node.
+        None means any other device, such as a CPU, or a GPU that is not among `gpus`.
         """
         nvml = self._nvml
         ends: list[str | None] = []
@@ -331,7 +332,7 @@ class Nvml:
         return ends
 
     def _try_call(self, name: str, *arguments: object) -> Any:
-        """Return the result of an NVML function, None if it fails for any reason."""
+        """Return the result of an NVML function; None if it fails for any reason."""
         try:
             return getattr(self._nvml, name)(*arguments)
         except (AttributeError, self._nvml.NVMLError):
@@ -371,7 +372,7 @@ def _call(what: str, function: Callable[[], T]) -> T:
 def _optional(
     nvml: Any, function: Callable[[], T], *, also: tuple[int, ...] = (), again: int = 3
 ) -> T | None:
-    """Return the result of `function`, None if this GPU or driver does not report it.
+    """Return the result of `function`; None if this GPU or driver does not report it.
 
     `also` are further error codes that mean that there is nothing to report. pynvml queries the
     size and then the data: if there is more data by then, the call is repeated up to `again` times.
@@ -391,7 +392,7 @@ def _optional(
 
 
 def _available(nvml: Any, value: int | None) -> int | None:
-    """Return a number from NVML, None for its "not available" value in either width."""
+    """Return a number from NVML; None for its "not available" value in either width."""
     if value is None or value in (
         nvml.NVML_VALUE_NOT_AVAILABLE_ulonglong.value,
         nvml.NVML_VALUE_NOT_AVAILABLE_uint.value,
@@ -404,14 +405,14 @@ def _remedy(nvml: Any, error: Any) -> str:
     remedies = {
         nvml.NVML_ERROR_DRIVER_NOT_LOADED: "load the kernel module: modprobe nvidia",
         nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
-            "the library is not the kernel module's version: reboot after a driver update, "
+            "library and kernel module differ in version: reboot after a driver update, "
             "then run tidegate refresh"
         ),
         nvml.NVML_ERROR_NO_PERMISSION: "run as root, or give access to /dev/nvidia*",
         nvml.NVML_ERROR_NOT_FOUND: "tidegate check lists the GPUs that are there",
         nvml.NVML_ERROR_INVALID_ARGUMENT: "tidegate check lists the GPUs that are there",
-        nvml.NVML_ERROR_GPU_IS_LOST: "the GPU fell off the bus: see the kernel log, reboot",
-        nvml.NVML_ERROR_FUNCTION_NOT_FOUND: "the driver is too old, or this is no NVML library",
+        nvml.NVML_ERROR_GPU_IS_LOST: "the GPU fell off the bus: see the kernel log, and reboot",
+        nvml.NVML_ERROR_FUNCTION_NOT_FOUND: "the driver is too old, or this is not an NVML library",
     }
     return remedies.get(error.value, "nvidia-smi on the host shows the same; see the kernel log")
 

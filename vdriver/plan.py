@@ -1,7 +1,7 @@
 """Plans a generation of the mirror: lists its files, from a driver and the control libraries.
 
-The functions are pure: they work on the driver that was found, and read no file. Every operation
-can describe itself in words.
+The functions are pure: they work on the driver that was found, and read none of its files. Every
+operation can describe itself in words.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def plan_mirror(
         if (library.bits, library.machine) != (64, driver.machine):
             raise MirrorError(
                 f"{library.path} is {library.bits}-bit {library.machine}, "
-                f"the driver is 64-bit {driver.machine}",
+                f"but the driver is 64-bit {driver.machine}",
                 hint="install tidegate for the driver's machine",
             )
     builder = _Builder()

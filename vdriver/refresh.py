@@ -166,7 +166,7 @@ def _require_whole(plan: MirrorPlan, previous: Manifest | None) -> None:
     if sign is not None:
         raise MirrorError(
             f"driver {driver.version} below {driver.root} {sign}",
-            hint="wait for the driver's installation to end; if it is meant, "
+            hint="wait for the driver's installation to end; if the loss is intended, "
             "run tidegate refresh --accept-loss",
         )
 

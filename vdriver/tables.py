@@ -239,7 +239,7 @@ class _Table:
 
     def _other(self, key: str, kind: str) -> DriverError:
         where = f"{self.name}, {key}" if self.name else key
-        return _fault(f"{where}: {kind} is needed, found {self.content[key]!r:.40}")
+        return _fault(f"{where}: must be {kind}, not {self.content[key]!r:.40}")
 
 
 def _fault(what: str) -> DriverError:

@@ -54,7 +54,7 @@ class Tree:
         return "/" + "/".join(done)
 
     def _link(self, path: str) -> str | None:
-        """Return a link's target, None if `path` is not a link; OSError if it does not exist."""
+        """Return a link's target; None if `path` is not a link; OSError if it does not exist."""
         if path not in self._links:
             host = self.host(path)
             is_link = stat.S_ISLNK(os.lstat(host).st_mode)
@@ -66,7 +66,7 @@ class Tree:
         return os.path.join(self.root, path.lstrip("/"))  # noqa: PTH118 - strings throughout
 
     def names(self, directory: str) -> tuple[str, ...]:
-        """Return the sorted names in `directory`, none if it is not a directory.
+        """Return the sorted names in `directory`; none if it is not a directory.
 
         Names that cannot be printed are left out: no driver has one, and a line feed or an escape
         in a name could forge lines in our output.
@@ -79,7 +79,7 @@ class Tree:
         return tuple(sorted(n for n in names if n.isprintable()))
 
     def regular(self, path: str) -> str | None:
-        """Return the resolved path of the regular file at `path`, None for anything else."""
+        """Return the resolved path of the regular file at `path`; None for anything else."""
         real = self.resolve(path)
         try:
             if real and stat.S_ISREG(os.lstat(self.host(real)).st_mode):
@@ -89,7 +89,7 @@ class Tree:
         return None
 
     def read(self, path: str, limit: int) -> bytes | None:
-        """Return at most `limit` bytes of the regular file at `path`, None if there is none."""
+        """Return at most `limit` bytes of the regular file at `path`; None if there is none."""
         real = self.regular(path)
         if real is None:
             return None

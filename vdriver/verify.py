@@ -176,12 +176,12 @@ def load_libraries(
 ) -> tuple[Loaded, ...]:
     """Load every library of lib64 and lib32 in a process of its own, and return the results.
 
-    They are sorted by path, lib64 first. MirrorError if the loader cannot take the generation's
-    path.
+    They are sorted by path, lib64 first. MirrorError if the loader does not accept the
+    generation's path.
     """
     if re.search(r"[:;$]", str(generation)):
         raise MirrorError(
-            f"{generation}: the loader takes no path with ':', ';' or '$'",
+            f"{generation}: the loader does not accept a path with ':', ';' or '$'",
             hint="move the driver's directory, or leave loading out with --no-load",
         )
     mirror64 = _read_libraries(generation, manifest, LIB64)
@@ -246,7 +246,7 @@ class _Libraries:
         return self.sonames[path] in self.answers
 
     def missing(self, path: str) -> str | None:
-        """Return a driver library that `path` needs and the mirror lacks, None if there is none."""
+        """Return a driver library that `path` needs and the mirror lacks; None if there is none."""
         pending, seen = [self.files[path]], set[str]()
         while pending:
             for name in pending.pop().needed:

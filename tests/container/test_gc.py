@@ -463,7 +463,7 @@ def test_in_another_pid_namespace_every_generation_is_kept(driver: TwoGeneration
 
     assert run() == (
         f"{driver.old.name}  kept: may be in use: "
-        "processes outside of this PID namespace cannot be seen (see --nested)"
+        "processes outside this PID namespace cannot be seen (see --nested)"
     )
     assert run("--nested").startswith(f"{driver.old.name}  removed: not in use, ")
 
@@ -790,7 +790,7 @@ def test_descriptors_for_which_no_time_was_left_are_reported(
     found = generations.collect(driver.path, nested=True)
     if request.node.callspec.params["driver"] == "proc":
         reason = found.outcomes[0].reason
-        assert reason.startswith("may be in use: the search took too long, it was at pid ")
+        assert reason.startswith("may be in use: the search took too long: it was at pid ")
     else:
         assert found.outcomes[0].removed
         assert found.notes[0].startswith("descriptors, from pid ")

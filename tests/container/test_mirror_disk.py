@@ -43,7 +43,10 @@ def test_a_full_disk_gives_one_line_and_leaves_the_old_generation_in_force(host)
     with pytest.raises(MirrorError) as caught:
         run(host)
     line = str(caught.value)
-    assert "No space left on device; the mirror has 1 MiB, 0 MiB are free; make room in" in line
+    assert (
+        "No space left on device; the mirror takes 1 MiB, but only 0 MiB are free; make room in"
+        in line
+    )
     assert "tidegate gc" in line
     assert "\n" not in line
     assert require_whole(host / "out") == first

@@ -148,7 +148,7 @@ def test_an_invalid_line_is_reported_and_the_others_are_parsed():
     faults: list[str] = []
     data = b"36 35 0:50 / /a rw - ext4 x rw\n37 \x1b[2J\n38 35 0:50 / /b rw - ext4 x rw\n"
     assert [m.ident for m in parse_mountinfo(data, faults)] == [36, 38]
-    assert faults == ["no line of mountinfo: 37 ?[2J"]
+    assert faults == ["not a line of mountinfo: 37 ?[2J"]
 
 
 def test_the_generation_in_force_is_kept(driver_dir, capsys):

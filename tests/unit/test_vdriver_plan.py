@@ -265,6 +265,6 @@ def test_the_drivers_version_takes_precedence_over_a_companion():
 def test_a_control_library_for_another_machine_is_refused():
     control = ControlLibraries(library("/c/libcuda.so.1", machine="aarch64"), CONTROL.nvml)
     with pytest.raises(
-        MirrorError, match=r"libcuda\.so\.1 is 64-bit aarch64, the driver is 64-bit x86_64"
+        MirrorError, match=r"libcuda\.so\.1 is 64-bit aarch64, but the driver is 64-bit x86_64"
     ):
         plan_mirror(driver(), control)

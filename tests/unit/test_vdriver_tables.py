@@ -143,16 +143,16 @@ def test_a_table_without_a_source_is_refused(document):
         (
             ["capability", "ngx", "libraries"],
             "libnvidia-ngx",
-            "[capability.ngx], libraries: a list of strings is needed, found 'libnvidia-ngx'",
+            "[capability.ngx], libraries: must be a list of strings, not 'libnvidia-ngx'",
         ),
-        (["capability", "ngx"], 3, "[capability], ngx: a table is needed, found 3"),
+        (["capability", "ngx"], 3, "[capability], ngx: must be a table, not 3"),
         (["place", 2, "looks"], None, "[[place]] number 3 has no looks"),
         (
             ["place", 2, "otherwise", "10_nvidia.json"],
             1,
-            "[[place]] number 3, otherwise, 10_nvidia.json: a string is needed, found 1",
+            "[[place]] number 3, otherwise, 10_nvidia.json: must be a string, not 1",
         ),
-        (["refused"], {}, "refused: tables, each under [[refused]] is needed, found {}"),
+        (["refused"], {}, "refused: must be tables, each under [[refused]], not {}"),
     ],
 )
 def test_a_missing_key_or_a_wrong_type_is_reported_in_one_line(document, path, value, message):

@@ -141,42 +141,42 @@ LIBRARY = f"lib64/libnvcuvid.so.{V}"
         (
             lambda g: os.truncate(g / "data/vulkan/nvidia_icd.json", 1),
             "data/vulkan/nvidia_icd.json",
-            "has 1 bytes, the manifest 2",
+            "has 1 bytes, but 2 in the manifest",
         ),
         (
             lambda g: (g / "data/vulkan/nvidia_icd.json").write_bytes(b"[]"),
             "data/vulkan/nvidia_icd.json",
-            "has the SHA-256 4f53cda18c2b..., the manifest 44136fa355b3...",
+            "has the SHA-256 4f53cda18c2b..., but 44136fa355b3... in the manifest",
         ),
         (
             lambda g: (g / LIBRARY).chmod(0o664),
             LIBRARY,
-            "has mode 0664, must be readable by all, writable by its owner",
+            "has mode 0664, but must be readable by all and writable only by its owner",
         ),
         (
             lambda g: (g / LIBRARY).chmod(0o640),
             LIBRARY,
-            "has mode 0640, must be readable by all, writable by its owner",
+            "has mode 0640, but must be readable by all and writable only by its owner",
         ),
         (
             lambda g: (g / "bin/nvidia-smi").chmod(0o4755),
             "bin/nvidia-smi",
-            "has mode 4755, must be readable by all, writable by its owner",
+            "has mode 4755, but must be readable by all and writable only by its owner",
         ),
         (
             lambda g: (g / "bin/nvidia-smi").chmod(0o644),
             "bin/nvidia-smi",
-            "has mode 0644, not all users can execute it",
+            "has mode 0644, but must be executable by all",
         ),
         (
             lambda g: (g / "lib64").chmod(0o775),
             "lib64",
-            "has mode 0775, must be readable by all, writable by its owner",
+            "has mode 0775, but must be readable by all and writable only by its owner",
         ),
         (
             lambda g: g.chmod(0o700),
             ".",
-            "has mode 0700, must be readable by all, writable by its owner",
+            "has mode 0700, but must be readable by all and writable only by its owner",
         ),
         (lambda g: put(g / "bin/more", b""), "bin/more", "is not in the manifest"),
         (
@@ -202,12 +202,12 @@ LIBRARY = f"lib64/libnvcuvid.so.{V}"
         (
             lambda g: (g / "sets/utility/lib64/origin/libnvidia-ml-origin.so.1").unlink(),
             "sets/utility/lib64/origin/libnvidia-ml-origin.so.1",
-            "is missing, libnvidia-ml.so.1 needs it",
+            "is missing, but libnvidia-ml.so.1 needs it",
         ),
         (
             lambda g: replaced(g / "sets/utility/lib64/libnvidia-ml.so.1", b"other"),
             "sets/utility/lib64/libnvidia-ml.so.1",
-            "has other content than lib64/libnvidia-ml.so.1",
+            "differs from lib64/libnvidia-ml.so.1 in content",
         ),
         (
             lambda g: shutil.rmtree(g / "sets/utility"),
@@ -236,10 +236,10 @@ def test_a_wrong_kind_of_file_is_reported(generation):
     pipe.unlink()
     os.mkfifo(pipe)
     assert faults(generation) >= {
-        f"{LIBRARY}: is a link, the manifest has a file (library)",
-        f"lib64/libnvcuvid.so.1: is a link to /etc/passwd, the manifest has one to libnvcuvid.so.{V}",
-        "lib64/libnvcuvid.so: is a directory, the manifest has a link to libnvcuvid.so.1",
-        "bin/nvidia-smi: is a special file, the manifest has a file (program)",
+        f"{LIBRARY}: is a link, but the manifest has a file (library)",
+        f"lib64/libnvcuvid.so.1: is a link to /etc/passwd, but the manifest has one to libnvcuvid.so.{V}",
+        "lib64/libnvcuvid.so: is a directory, but the manifest has a link to libnvcuvid.so.1",
+        "bin/nvidia-smi: is a special file, but the manifest has a file (program)",
     }
 
 
@@ -265,8 +265,8 @@ def test_without_reading_only_sizes_are_compared(generation):
     replaced(in_set, b"other")
     whole = (generation / "lib64/libnvidia-ml.so.1").stat().st_size
     assert unread() == {
-        f"lib64/libnvcuvid.so.{V}: has {size - 1} bytes, the manifest {size}",
-        f"sets/utility/lib64/libnvidia-ml.so.1: has 5 bytes, lib64/libnvidia-ml.so.1 {whole}",
+        f"lib64/libnvcuvid.so.{V}: has {size - 1} bytes, but {size} in the manifest",
+        f"sets/utility/lib64/libnvidia-ml.so.1: has 5 bytes, but lib64/libnvidia-ml.so.1 has {whole}",
     }
 
 
@@ -456,7 +456,7 @@ def test_a_driver_for_another_machine_is_not_loaded(tmp_path, control):
 
 def test_a_path_that_the_loader_would_split_is_refused(tmp_path, control):
     made = put_generation(tmp_path / "driver:s", V, small_driver(V), control)
-    with pytest.raises(MirrorError, match="takes no path with ':'"):
+    with pytest.raises(MirrorError, match="does not accept a path with ':'"):
         verify.verify(made)
     assert verify.verify(made, load=False).faults == ()
 

@@ -3,8 +3,8 @@
 # An engine ends a container with the program that started it: without that program, no container could be ended.
 refuse_in_use() {
     if in_use /run/tidegate || in_use /var/lib/tidegate/driver; then
-        echo "tidegate: containers with a GPU of Tidegate's run, and engines need its programs to end them; end them first" \
-            "(tidegate ps)" >&2
+        echo "tidegate: containers that use Tidegate are running, and engines need its programs to end them; end them" \
+            "first (tidegate ps)" >&2
         exit 1
     fi
 }

@@ -1,4 +1,4 @@
-"""The commands that pip creates."""
+"""The entry points of the commands that pip creates."""
 
 from __future__ import annotations
 

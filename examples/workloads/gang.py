@@ -7,9 +7,9 @@
 `reduce` multiplies matrices and checks every sum that the all-reduce gave; `train` trains a small
 model with the data divided, and records the sum of its weights every 100 steps. Each GPU's own
 clock stamps the parts of an iteration into DIR/gpu<n>.bin. The job prints its progress once a
-second, and a line of JSON at the end. It ends when the time is over or DIR/end exists; after a
-minute without progress it prints where it hangs, and fails. Needs PyTorch with NCCL, and the
-modules in this directory.
+second, and a line of JSON at the end. It ends when the time is over or DIR/end exists. After
+20 s without progress its processes print their stacks, and after a minute it fails. Needs PyTorch
+with NCCL, and the modules in this directory.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def main() -> int:
     parser.add_argument("--work", choices=("reduce", "train"), default="reduce")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--out", required=True, help="a directory")
-    parser.add_argument("--wait-file", help="create FILE.ready, start when FILE exists")
+    parser.add_argument("--wait-file", help="create WAIT_FILE.ready, then wait for WAIT_FILE")
     parser.add_argument("--on", choices=("torch", "simulated"), default="torch")
     parser.add_argument("--ranks", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -119,7 +119,7 @@ class TorchGang:
 
     def __init__(self, ranks: list[int], world: int, out: Path, *, train: bool) -> None:
         if torch.cuda.device_count() < world:
-            raise SystemExit(f"gang: PyTorch sees {torch.cuda.device_count()} GPUs of {world}")
+            raise SystemExit(f"gang: PyTorch sees {torch.cuda.device_count()} of {world} GPUs")
         torch.set_float32_matmul_precision("high")
         self.out, self.iterations = out, 0
         self.alone = len(ranks) == world

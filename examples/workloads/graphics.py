@@ -1,4 +1,4 @@
-"""Tests EGL and Vulkan in a container: lists their devices, draws a pixel by EGL, prints JSON.
+"""Tests EGL and Vulkan in a container: lists their devices, draws a pixel with EGL, prints JSON.
 
 It needs ctypes alone. The loaders libEGL.so.1 and libvulkan.so.1 come from the image; the libraries
 that they load for this GPU come from the mirror.
@@ -36,7 +36,7 @@ def egl() -> dict[str, Any]:
     def function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
         address = library.eglGetProcAddress(name.encode())
         if not address:
-            raise RuntimeError(f"eglGetProcAddress knows no {name}")
+            raise RuntimeError(f"eglGetProcAddress does not know {name}")
         return ctypes.CFUNCTYPE(result, *arguments)(address)
 
     count = c_int()

@@ -28,12 +28,12 @@ WARM_UP = 50
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Decodes tokens by a CUDA graph.")
+    parser = argparse.ArgumentParser(description="Decodes tokens with a CUDA graph.")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--out", default="/dev/null", help="the progress file")
-    parser.add_argument("--wait-file", help="create FILE.ready, start when FILE exists")
+    parser.add_argument("--wait-file", help="create WAIT_FILE.ready, then wait for WAIT_FILE")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a toy of the model, for tests")
+    parser.add_argument("--tiny", action="store_true", help="a tiny version, for tests")
     return parser.parse_args()
 
 

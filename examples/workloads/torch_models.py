@@ -2,7 +2,7 @@
 
 Each has `data` to train on and `loss`, which hands every part's output to `mark`. The sizes stay
 within a container of 3 GiB and keep the GPU busy (an H100 99.9 % of the time for ResNet18, 98.8 %
-for the Transformer), but for the GRU: its chunks are as short as the stamps need, and an H100 is
+for the Transformer), except for the GRU: its chunks are as short as the stamps need, and an H100 is
 idle a quarter of the time (`torch_workload.py --selftest`).
 """
 
@@ -193,7 +193,7 @@ class Gru(nn.Module):
 
 
 class Gemm(nn.Module):
-    """Products of square matrices of 4096 in bfloat16, and nothing else that takes time."""
+    """Products of 4096 x 4096 matrices in bfloat16, and nothing else that takes time."""
 
     batch = 4096
     dtype = torch.bfloat16

@@ -78,9 +78,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--out", default="/dev/null", help="the file of requests")
-    parser.add_argument("--wait-file", help="create FILE.ready, start when FILE exists")
+    parser.add_argument("--wait-file", help="create WAIT_FILE.ready, then wait for WAIT_FILE")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a toy of the model, for tests")
+    parser.add_argument("--tiny", action="store_true", help="a tiny version, for tests")
     return parser.parse_args()
 
 

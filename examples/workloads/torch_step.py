@@ -46,7 +46,7 @@ ADDR_NO_RANDOMIZE = 0x0040000
 
 
 def start_alike() -> None:
-    """Execute this program again without random addresses and hashes, unless it runs so already."""
+    """Execute this program again without random addresses and hashes, unless it already does."""
     libc = ctypes.CDLL(None)
     if os.environ.get("PYTHONHASHSEED") == "0" or libc.personality(ADDR_NO_RANDOMIZE) < 0:
         return
@@ -135,7 +135,7 @@ class DecodeGraph(Decode):
         super().__init__(device, tiny=tiny)
         side = torch.cuda.Stream()
         with torch.no_grad(), torch.cuda.stream(side):
-            self._token()  # libraries load outside of a capture
+            self._token()  # libraries load outside a capture
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
         with torch.no_grad(), torch.cuda.graph(self.graph):
@@ -190,7 +190,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--cores", help="the processors to stay on, 0,1,...")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a toy of the model, for tests")
+    parser.add_argument("--tiny", action="store_true", help="a tiny version, for tests")
     options = parser.parse_args()
     start_alike()
     if options.cores:

@@ -205,7 +205,8 @@ def report_selftest(job: TrainingJob, path: str, run: TrainingRun) -> None:
     if run.pace.waits:
         late, idle = (100 * n / run.pace.waits for n in (run.pace.late, run.pace.idle))
         print(
-            f"steps after which the step before last was done {late:.1f} %, the last {idle:.1f} %"
+            f"when a step was submitted, the one before last was done in {late:.1f} % of cases,"
+            f" the last in {idle:.1f} %"
         )
     print(f"loss {run.loss:.4f}")
 
@@ -221,7 +222,7 @@ def work(options: argparse.Namespace, stop: threading.Event) -> dict[str, Any]:
         limit_memory(options.torch_memory + options.memory)
         extra = torch.empty(options.memory, dtype=torch.uint8, device=device)
     if options.compile:
-        from torch import _dynamo as dynamo  # noqa: PLC0415 - a second that only --compile needs
+        from torch import _dynamo as dynamo  # noqa: PLC0415 - takes a second; for --compile only
 
         # The parts of a class share one code object, and each of their shapes is a variant of it.
         dynamo.config.recompile_limit = 64
@@ -257,14 +258,14 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="torch.compile each part")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--out", help="the progress file")
-    parser.add_argument("--wait-file", help="create FILE.ready, start when FILE exists")
+    parser.add_argument("--wait-file", help="create WAIT_FILE.ready, then wait for WAIT_FILE")
     parser.add_argument("--memory", type=int, default=0, help="bytes to hold in addition")
-    parser.add_argument("--batch", type=int, help="instead of the size made for an H200")
+    parser.add_argument("--batch", type=int, help="batch size; the default suits an H200")
     parser.add_argument("--torch-memory", type=int, default=TORCH_MEMORY)
     parser.add_argument("--allocate", type=int, metavar="BYTES")
     parser.add_argument("--selftest", action="store_true", help="print the duration of each unit")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a toy of the model, for tests")
+    parser.add_argument("--tiny", action="store_true", help="a tiny version, for tests")
     options = parser.parse_args(arguments)
     if options.allocate is None and options.model is None:
         parser.error("--model or --allocate is required")

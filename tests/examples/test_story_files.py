@@ -236,8 +236,8 @@ def test_the_page_and_the_page_on_kubernetes_say_the_same_of_the_scheduler():
     page = (EXAMPLES / "moving-from-hami/README.md").read_text()
     kubernetes = (EXAMPLES.parent / "docs/howto/kubernetes.md").read_text()
     assert first_cells(page, "## First: who chooses the node") == [
-        "requires", "a pod asks with", "convert with", "the node is chosen by", "the GPU is chosen by",
-        "a pod that fits nowhere",
+        "requires", "a pod requests a GPU with", "convert with", "the node is chosen by",
+        "the GPU is chosen by", "a pod that fits nowhere",
     ]  # fmt: skip
     for said in (
         "cluster's own scheduler",  # with claims it chooses

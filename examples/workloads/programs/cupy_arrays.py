@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests CuPy: elementwise work, FFT, products, its memory pool, a kernel in CUDA C, a graph."""
+"""Tests CuPy: elementwise work, FFT, matrix products, memory pool, a CUDA C kernel, a graph."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ extern "C" __global__ void scale(const float *x, float *y, float factor, int n)
 
 
 def graph(program: ProgramCheck) -> None:
-    """Capture two elementwise kernels and replay them."""
+    """Capture an elementwise kernel and replay it."""
     x = cupy.zeros(1 << 16, dtype=cupy.float32)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
@@ -40,7 +40,7 @@ def body(program: ProgramCheck) -> None:
     program.value("elementwise", float(cupy.sqrt(cupy.abs(x)).mean()))
     there = cupy.fft.ifft(cupy.fft.fft(x)).real
     off = float(cupy.abs(there - x).max())
-    program.check("a transform there and back", off < 1e-3, off)
+    program.check("an inverse FFT restores the input", off < 1e-3, off)
     a = x.reshape(1024, 1024)
     program.value("product", float(cupy.abs(a @ a).mean()), 1e-2)
     y = cupy.empty_like(x)
@@ -54,19 +54,19 @@ def body(program: ProgramCheck) -> None:
     program.check("the pool holds what is used", held >= pool.used_bytes() >= 2 * x.nbytes, held)
     del x, y, a, there
     pool.free_all_blocks()
-    program.check("the pool gives back", pool.total_bytes() < held, pool.total_bytes())
+    program.check("the pool gives memory back", pool.total_bytes() < held, pool.total_bytes())
     _, total = cupy.cuda.runtime.memGetInfo()
     program.check(
-        "the GPU is as large as the quota", not program.governed or total == program.quota, total
+        "total memory equals the quota", not program.governed or total == program.quota, total
     )
     try:
         cupy.cuda.Memory(2 * total)
     except cupy.cuda.runtime.CUDARuntimeError as e:
         program.check(
-            "too much is out of memory", "OutOfMemory" in str(e) or "MemoryAllocation" in str(e), e
+            "excess memory is refused", "OutOfMemory" in str(e) or "MemoryAllocation" in str(e), e
         )
     else:
-        program.check("too much is out of memory", False, total)
+        program.check("excess memory is refused", False, total)
     program.launches = REPLAYS
 
 

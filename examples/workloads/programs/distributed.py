@@ -63,7 +63,7 @@ def body(program: ProgramCheck) -> None:
     with tempfile.TemporaryDirectory() as directory:
         mp.spawn(over_gloo, args=(directory,), nprocs=2)
         first, second = (json.loads(Path(directory, f"rank{i}").read_text()) for i in range(2))
-        program.check("both processes come to the same", first == second, (first, second))
+        program.check("both processes have the same results", first == second, (first, second))
         program.check("the sum of two is right", first["reduced"] == 3 * WORDS, first)
         for name, number in first.items():
             program.value(f"gloo: {name}", number)

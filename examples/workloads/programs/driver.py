@@ -65,7 +65,7 @@ def names_of_the_library(program: ProgramCheck, first: Cuda, home: str) -> None:
 
 
 def look_up(query: int, name: str, version: int, flags: int) -> tuple[int, int]:
-    """Call a cuGetProcAddress of five parameters; return its result and the address."""
+    """Call a cuGetProcAddress with five parameters; return its result and the address."""
     kind = ctypes.CFUNCTYPE(
         ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_int,
         ctypes.c_uint64, ctypes.POINTER(ctypes.c_int),
@@ -121,7 +121,7 @@ def lookups(program: ProgramCheck, cuda: Cuda, home: str) -> None:
                 past.append(f"{label} leads to {place}")
             if name in GOVERNED and place.file != home:
                 elsewhere.append(f"{label} leads to {place}")
-    program.check("no function of the library is passed by", not past, past[:8])
+    program.check("no function of the library is bypassed", not past, past[:8])
     program.check("what must be governed is in the library", not elsewhere, elsewhere[:8])
     program.value("look-ups that find nothing", nothing)
     program.value("look-ups that find something", found, 0)
@@ -194,7 +194,7 @@ def body(program: ProgramCheck) -> None:
             "a program with an RPATH finds the same library", found == (home, total), found
         )
     program.check(
-        "the GPU is as large as the quota", not program.governed or total == program.quota, total
+        "total memory equals the quota", not program.governed or total == program.quota, total
     )
     program.check("cuMemGetInfo agrees", cuda.memory()[1] == total, cuda.memory())
     # Calls through the pointers that were looked up.
@@ -205,7 +205,7 @@ def body(program: ProgramCheck) -> None:
     kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t)
     code = kind(allocate)(ctypes.byref(block), 64 * MIB)
     program.check("a pointer that was looked up allocates", code == 0, cuda.error_name(code))
-    program.check("and what it took shows", free - cuda.memory()[0] >= 64 * MIB, cuda.memory())
+    program.check("and its memory is counted", free - cuda.memory()[0] >= 64 * MIB, cuda.memory())
     for _ in range(10):
         cuda.burn(200_000)
     cuda.call("cuCtxSynchronize")

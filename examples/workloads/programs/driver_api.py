@@ -1,7 +1,7 @@
 """Calls of libcuda by ctypes, with results as exceptions, and PTX of two kernels.
 
 `burn` keeps the GPU busy for a given time, `add_one` increments each word of an array. The
-simulated GPU runs both too; it recognizes them by their names.
+simulated GPU runs both too; it recognises them by their names.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Cuda:
         )  # fmt: skip
 
     def burn(self, nanoseconds: int, stream: int = 0) -> None:
-        """Keep the GPU busy for so many nanoseconds."""
+        """Keep the GPU busy for this many nanoseconds."""
         self.launch(self.burner, nanoseconds, 0, stream=stream)
 
     def memory(self) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Allocates memory by PyTorch until the quota is used up, frees it, and repeats that."""
+"""Allocates memory with PyTorch until the quota is used up, frees it, and repeats that."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def fill_twice(program: ProgramCheck, slack: int) -> None:
     _, total = torch.cuda.mem_get_info()
     cap = program.quota - CONTEXT
     if program.governed:
-        program.check("the GPU is as large as it should be", total == program.quota, total)
+        program.check("total memory is as expected", total == program.quota, total)
     else:
-        program.check("the GPU is as large as it should be", total > program.quota, total)
+        program.check("total memory is as expected", total > program.quota, total)
         torch.cuda.set_per_process_memory_fraction(cap / total)
     counts = []
     for _ in range(2):
@@ -47,7 +47,7 @@ def fill_twice(program: ProgramCheck, slack: int) -> None:
             program.check("what was taken can be used", found == 3 * 4096, found)
         held.clear()
         torch.cuda.empty_cache()
-    program.check("the second time gives as much", abs(counts[0] - counts[1]) <= 1, counts)
+    program.check("the second fill gets as much", abs(counts[0] - counts[1]) <= 1, counts)
     program.note("segments", counts)
     torch.manual_seed(6)
     a = torch.randn(1024, 1024).cuda()

@@ -47,10 +47,10 @@ def body(program: ProgramCheck) -> None:
     total = Cuda().total_memory()
     program.note("bytes of the pool", pool)
     program.check(
-        "the pool is three quarters of what it sees", 0.6 < pool / total <= 0.76, (pool, total)
+        "the pool is three quarters of total memory", 0.6 < pool / total <= 0.76, (pool, total)
     )
     program.check(
-        "what it sees is the quota", not program.governed or total == program.quota, total
+        "total memory equals the quota", not program.governed or total == program.quota, total
     )
     program.launches = STEPS
 

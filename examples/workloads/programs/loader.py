@@ -37,7 +37,7 @@ def load(how: str) -> list[float]:
 
 
 def change(incoming: Any, outgoing: Any) -> None:
-    """Double the parent's tensor in place, and send the sum of it to the parent."""
+    """Double the parent's tensor in place, and send its sum to the parent."""
     tensor = incoming.get()
     tensor.mul_(2)
     torch.cuda.synchronize()
@@ -69,7 +69,7 @@ def body(program: ProgramCheck) -> None:
     forked = load("fork")
     spawned = load("spawn")
     program.check(
-        "workers by fork and by spawn give the same", forked == spawned, (forked, spawned)
+        "forked and spawned workers give the same sums", forked == spawned, (forked, spawned)
     )
     program.value("sums", forked)
     share(program)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests managed memory: host and GPU write the same words in turns."""
+"""Tests managed memory: host and GPU alternately write the same words."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def body(program: ProgramCheck) -> None:
         cuda.launch(add_one, block, WORDS, blocks=WORDS // 256, threads=256)
         cuda.call("cuCtxSynchronize")
     head = list(words[: ROUNDS + 1])
-    program.check("host and GPU see each other", head == [100 + ROUNDS] * ROUNDS + [ROUNDS], head)
-    program.check("to the last word", words[WORDS - 1] == ROUNDS, words[WORDS - 1])
+    program.check("host and GPU see both writes", head == [100 + ROUNDS] * ROUNDS + [ROUNDS], head)
+    program.check("the last word is right", words[WORDS - 1] == ROUNDS, words[WORDS - 1])
     program.value("words", [str(word) for word in head])
     taken = free - cuda.memory()[0]
-    program.note("bytes less free", taken)
+    program.note("decrease of free bytes", taken)
     program.check("under a quota it is charged", not program.governed or taken >= SIZE, taken)
     big = ctypes.c_uint64()
     code = cuda.attempt("cuMemAllocManaged", ctypes.byref(big), 2 * program.quota, ATTACH_GLOBAL)

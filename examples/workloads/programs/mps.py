@@ -114,10 +114,10 @@ def body(program: ProgramCheck) -> None:
     if answer["outcome"] == "ran":
         program.launches += CLIENTS
     mps = program.governed or answer.get("enabled") == 1
-    program.check("alone, the client is one of MPS", mps, answer)
+    program.check("alone, the client uses MPS", mps, answer)
     allowed = ("ran", "refused") if program.governed else ("ran",)
     program.check(
-        "a client works, or is refused in good order", answer["outcome"] in allowed, answer
+        "a client works, or is refused with an error", answer["outcome"] in allowed, answer
     )
 
 

@@ -34,7 +34,7 @@ class NotHereError(Exception):
 class ProgramCheck:
     """One run of a program: its options, and its results so far.
 
-    `launches` is the least number of kernels and graphs that the processes alive at the end have
+    `launches` is the minimum number of kernels and graphs that the processes alive at the end have
     launched; `until_end` holds resources, such as children, that are kept until then.
     """
 
@@ -114,7 +114,7 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--within-ms", type=int, default=200, help="time limit for freed memory")
     parser.add_argument("--tools", type=Path, help="directory of the compiled programs")
-    parser.add_argument("--hold", help="at the end create FILE.ready, and wait for FILE")
+    parser.add_argument("--hold", help="at the end, create HOLD.ready and wait for HOLD")
     return parser.parse_args()
 
 

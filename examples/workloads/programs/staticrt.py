@@ -26,13 +26,13 @@ def body(program: ProgramCheck) -> None:
     answer = json.loads(line)
     total = answer.pop("total")
     program.check(
-        "the GPU is as large as the quota", not program.governed or total == program.quota, total
+        "total memory equals the quota", not program.governed or total == program.quota, total
     )
     program.check(
         "each kernel added one", answer["smallest"] == answer["largest"] == ROUNDS, answer
     )
     program.check(
-        "too much is out of memory", answer["too_much"] == "cudaErrorMemoryAllocation", answer
+        "excess memory is refused", answer["too_much"] == "cudaErrorMemoryAllocation", answer
     )
     program.value("runtime", str(answer["runtime"]))
     program.launches = ROUNDS

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests two kernels in Triton: a vector addition, and a product of matrices."""
+"""Tests two kernels in Triton: a vector addition and a matrix product."""
 
 import torch
 import triton

@@ -308,7 +308,7 @@ def describe_violation(container: dict[str, Any], episode: dict[str, Any]) -> st
     if episode["kind"] == "memory":
         said = f"{_mebibytes(found)} MiB of memory held, {_mebibytes(allowed)} MiB allowed"
     elif episode["kind"] == "unregistered":
-        said = f"a process computes that has not registered and holds {_mebibytes(found)} MiB"
+        said = f"an unregistered process computes and holds {_mebibytes(found)} MiB"
     else:
         said = f"work without a grant, {found} % of the GPU"
     return f"{said}, GPU {index}, process {episode['pid']}"

@@ -106,7 +106,7 @@ def _misuse(message: str, *values: str) -> Exception:
 
 
 def arm(seconds: float, who: str = "the hook") -> None:
-    """Set a deadline: without one, a hook that hangs would block the runtime for ever."""
+    """Set a deadline: without one, a hook that hangs would block the runtime forever."""
 
     def expire(*_: object) -> None:
         from oci_hook.errors import MountError

@@ -105,7 +105,7 @@ PASS: dict[str, Document] = {
 REFUSE: dict[str, tuple[Document, str]] = {
     "another version": (claim({"apiVersion": "tidegate.gpu/v2", "kind": "TidegateConfig"}), "write apiVersion: tidegate.gpu/v1"),
     "no kind": (claim({"apiVersion": "tidegate.gpu/v1"}), "kind: TidegateConfig"),
-    "an unknown option": (claim(parameters(computLimit=5)), "computLimit is no option"),
+    "an unknown option": (claim(parameters(computLimit=5)), "computLimit is not an option"),
     "a limit of 0": (claim(parameters(computeLimit=0)), "from 1 to 100"),
     "a limit of 101": (claim(parameters(computeLimit=101)), "from 1 to 100"),
     "a limit as text": (claim(parameters(computeLimit="60")), "from 1 to 100"),
@@ -116,7 +116,7 @@ REFUSE: dict[str, tuple[Document, str]] = {
     "strict with a limit": (claim(parameters(strict=True, computeLimit=50)), "say different things"),
     "a limit below the share": (claim(parameters(computeLimit=20), "30"), "is below the compute"),
     "a limit below its request": (claim(parameters(computeLimit=20), "30", requests=("gpu",)), "is below the compute"),
-    "in a template": (template(parameters(x=1)), "x is no option"),
+    "in a template": (template(parameters(x=1)), "x is not an option"),
     "below, in a template": (template(parameters(computeLimit=20), "30"), "is below the compute"),
     "in a class": (device_class(parameters(strict=1)), "strict is true or false"),
     "an unknown annotation": (pod(memroy="8Gi"), "tidegate.gpu/memroy is unknown"),

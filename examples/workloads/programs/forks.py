@@ -43,7 +43,7 @@ def use_gpu() -> dict[str, object]:
 
 
 def in_a_fork(work: Callable[[], object]) -> object:
-    """Run `work` in a forked child, and return its result, or a text on how the child ended."""
+    """Run `work` in a forked child, and return its result, or how the child ended."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -29,7 +29,8 @@ int32_t arbiter_choose(const struct arbiter *arbiter, double now, int32_t except
             continue;
         if (t->turn.role == ARBITER_CALLED && (t->want || t->turn.unasked) &&
             (double)t->turn.until_ns > now) {
-            /* Half of a collective may exceed the cap; the container then owes that time. */
+            /* The cap does not apply, because a collective may have begun on another GPU. The
+             * container then owes that time. */
             *lentp = is_elastic(t) && t->owed_at > now;
             return i;
         }
@@ -85,8 +86,9 @@ double arbiter_demand(const struct arbiter *arbiter, const struct tenant *t, uin
 
 /*
  * Returns the length of a grant. Where there is enough idle time to pay for the hand-overs, grants
- * are short, so that shares are accurate over short times. The less time is idle, the longer grants
- * are: the part of the time that is work, length / (length + cost), has to reach the demand.
+ * are short, so that shares are accurate over short intervals. The less idle time there is, the
+ * longer grants are: the fraction of time spent on work, length / (length + cost), has to reach the
+ * demand.
  */
 double arbiter_grant_length(const struct arbiter *arbiter, const struct tenant *t, uint64_t now)
 {
@@ -112,8 +114,8 @@ bool arbiter_is_behind(const struct arbiter *arbiter, const struct tenant *t, do
                                 due_at(arbiter, holder) + used / holder->guarantee;
 }
 
-/* Returns when the holder's grant should end for a container that sleeps, is expected back soon and
- * will then be behind the holder; ARBITER_NEVER: there is none. */
+/* Returns when the holder's grant should end in favour of a container that sleeps, is expected back
+ * soon and will then be behind the holder; ARBITER_NEVER if there is none. */
 uint64_t arbiter_expected_back(const struct arbiter *arbiter, uint64_t now)
 {
     uint64_t first = ARBITER_NEVER;
@@ -150,7 +152,8 @@ uint64_t arbiter_next_eligible(const struct arbiter *arbiter, uint64_t now, int3
     return best > (double)now ? (uint64_t)best + 1 : now;
 }
 
-/* Whether a tenant that has to wait for its turn wants the GPU. */
+/* Whether a tenant other than the holder wants the GPU, and may have it by its quota, but has to
+ * wait for its turn. */
 bool arbiter_has_barred(const struct arbiter *arbiter, double now)
 {
     for (int32_t i = 0; i < arbiter->n; i++) {

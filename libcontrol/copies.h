@@ -1,5 +1,5 @@
-/* Determine the size and direction of a call that copies or fills. Used by the generated
- * entries. */
+/* Functions that determine the size and direction of a call that copies or fills. The generated
+ * entries use them. */
 #pragma once
 
 #include "control.h"

@@ -22,7 +22,7 @@ typedef enum {
     CU_MEMORYTYPE_UNIFIED = 4,
 } CUmemorytype;
 
-/* A copy of two dimensions: both ends, then the extent. */
+/* A two-dimensional copy: the source, the destination, then the extent. */
 typedef struct CUDA_MEMCPY2D_st {
     size_t srcXInBytes, srcY;
     CUmemorytype srcMemoryType;

@@ -1,3 +1,3 @@
-/* An empty library that stands for the original while the control library is linked; see
- * meson.build. */
+/* An empty library that stands in for one of the driver's while the library that replaces it is
+ * linked; see meson.build. */
 typedef int empty_translation_unit;

@@ -4,7 +4,8 @@
 
 #include "cuda_abi.h"
 
-/* The driver's own functions, resolved once from the original; NULL where it lacks one. */
+/* The driver's own functions, resolved once. Where the driver lacks one, a stub that
+ * returns CUDA_ERROR_NOT_SUPPORTED. */
 struct real_cuda {
     CUresult (*cuInit)(unsigned int Flags);
     CUresult (*cuGetProcAddress)(const char *symbol, void **pfn, int cudaVersion, cuuint64_t flags);
@@ -525,7 +526,8 @@ CUresult cuStreamBeginCaptureToCig_ptsz(CUstream hStream, CUstreamCigCapturePara
 CUresult cuStreamEndCaptureToCig(CUstream hStream);
 CUresult cuStreamEndCaptureToCig_ptsz(CUstream hStream);
 
-/* One row per function of the table: its name, where the driver's own is kept, and the hook. */
+/* One row per function of the table: its name, where the pointer to the driver's own is
+ * kept, and its replacement. */
 struct control_hook {
     const char *name;
     size_t real_offset;

@@ -62,7 +62,8 @@ def split_parameters(params: str) -> list[tuple[str, str]]:
 def entry(fn: api.Fn) -> str:
     """Return the C code of one function of the table.
 
-    Raise ValueError for a row that lacks something that its method needs.
+    Raise ValueError for a row with an unknown method, `custom` included, or without something
+    that its method needs.
     """
     methods = {"gate": _gated, "copy": _copying, "charge": _charged, "refund": _refunding}
     if fn.method not in methods:
@@ -103,7 +104,7 @@ def _gated(fn: api.Fn, head: str, names: str) -> str:
 
 def _copying(fn: api.Fn, head: str, names: str) -> str:
     if not fn.copy or not fn.stream:
-        raise ValueError(f"{fn.name}: a copy needs copy and stream")
+        raise ValueError(f"{fn.name}: method copy needs copy and stream")
     return (
         f"{head}    struct gate_ticket ticket;\n"
         f"    CUresult result = copy_enter(&ticket, {fn.copy}, {fn.stream});\n"
@@ -146,19 +147,19 @@ def _refunding(fn: api.Fn, head: str, names: str) -> str:
 
 
 def entries_header() -> str:
-    """Return entries.gen.h: pointers to the driver's own functions, and prototypes of the hooks."""
+    """Return entries.gen.h: the driver's own functions, and prototypes of their replacements."""
     out = [BANNER.format(source="api"), "#pragma once\n", '#include "cuda_abi.h"\n']
     out.append(
-        "/* The driver's own functions, resolved once from the original;"
-        " NULL where it lacks one. */"
+        "/* The driver's own functions, resolved once. Where the driver lacks one, a stub that"
+        "\n * returns CUDA_ERROR_NOT_SUPPORTED. */"
     )
     out.append("struct real_cuda {")
     out += [f"    CUresult (*{fn.name})({fn.params});" for fn in api.CUDA]
     out.append("};\n")
     out += [f"CUresult {fn.name}({fn.params});" for fn in api.CUDA]
     out.append(
-        "\n/* One row per function of the table: its name, where the driver's own is kept,"
-        " and the hook. */"
+        "\n/* One row per function of the table: its name, where the pointer to the driver's own is"
+        "\n * kept, and its replacement. */"
     )
     out.append(
         "struct control_hook {\n    const char *name;\n    size_t real_offset;\n"
@@ -188,7 +189,7 @@ def entries_source() -> str:
 
 
 def nvml_header() -> str:
-    """Return nvml.gen.h: pointers to NVML's own functions, and prototypes of the hooks."""
+    """Return nvml.gen.h: NVML's own functions, and prototypes of their replacements."""
     out = [BANNER.format(source="api"), "#pragma once\n", '#include "nvml_abi.h"\n']
     out.append("/* The driver's own functions; NULL where it lacks one. */")
     out.append("struct real_nvml {")
@@ -209,10 +210,10 @@ def name_hash(name: str) -> int:
 
 
 def known_header() -> str:
-    """Return known.gen.h: which functions are known, by the hashes of their names in order.
+    """Return known.gen.h: which functions are known, by the sorted hashes of their names.
 
-    Raise ValueError if two names have the same hash. Hashes need no relocation, so the table costs
-    a program's start nothing.
+    Raise ValueError if two names have the same hash. Hashes need no relocation, so the table adds
+    nothing to a program's start-up time.
     """
     effects = coverage.read_effects()
     hashes = {name_hash(name): effect in coverage.GOVERNED for name, effect in effects.items()}
@@ -222,14 +223,14 @@ def known_header() -> str:
         BANNER.format(source="functions.toml"),
         "#pragma once\n",
         "#include <stdint.h>\n",
-        "/* Hashes of the names without the suffix of a form, in order. The lowest bit is not the",
-        " * hash's: it is 1 if every form of the function is hooked. */",
+        "/* Hashes of the names without the suffix of a form, in ascending order. The lowest bit",
+        " * is not part of the hash: it is 1 if every form of the function has to be hooked. */",
         f"#define CONTROL_N_KNOWN {len(hashes)}",
         "static const uint64_t control_known[CONTROL_N_KNOWN] = {",
     ]
     numbers = sorted(number & ~1 | governed for number, governed in hashes.items())
     if len({number >> 1 for number in numbers}) < len(numbers):
-        raise ValueError("two names of functions.toml have hashes that differ in one bit only")
+        raise ValueError("two names of functions.toml have the same hash but for the lowest bit")
     out += [f"    {number:#018x}ull," for number in numbers]
     out.append("};")
     return "\n".join(out) + "\n"
@@ -244,7 +245,7 @@ def version_script(functions: tuple[api.Fn, ...]) -> str:
 def generate() -> dict[str, str]:
     """Return the content of every generated file, by name.
 
-    Raise ValueError for a function that is in the tables twice.
+    Raise ValueError for a function that the tables list twice.
     """
     names = [fn.name for fn in api.CUDA + api.NVML]
     twice = {name for name in names if names.count(name) > 1}

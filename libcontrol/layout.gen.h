@@ -37,7 +37,7 @@ struct grant_header {
     uint64_t heartbeat_ns; /* governor, relaxed: when the governor was last alive */
     uint32_t n_devices; /* governor, relaxed: entries of devices[] in use */
     uint32_t on_governor_loss; /* governor, relaxed: 0 keep the quota locally, 1 deny, 2 open */
-    uint64_t inflight_ns; /* governor, relaxed: work that may be queued on the GPU ahead of its end */
+    uint64_t inflight_ns; /* governor, relaxed: work that may be queued on the GPU while others wait */
     uint64_t marker_ns; /* governor, relaxed: predicted work between two markers */
     uint64_t lookahead_ns; /* governor, relaxed: the hand-over begins when this much work is left */
     uint64_t idle_release_ns; /* governor, relaxed: a holder idle for this long gives the GPU back */
@@ -66,7 +66,7 @@ struct grant_device {
     uint8_t uuid[16]; /* governor, relaxed: the GPU's UUID */
     uint64_t memory_limit; /* governor, relaxed: quota of device memory */
     uint64_t memory_overhead; /* governor, relaxed: what the driver took beyond the ledger's sum */
-    uint64_t memory_used; /* governor, relaxed: use as of the last reconciliation, for NVML */
+    uint64_t memory_used; /* governor, relaxed: memory in use at the last reconciliation, for NVML */
     uint64_t context_bytes; /* governor, relaxed: charged for a process's first context */
     uint32_t compute; /* governor, relaxed: guaranteed share */
     uint32_t compute_limit; /* governor, relaxed: cap */
@@ -79,13 +79,13 @@ struct grant_device {
     uint32_t strategy; /* governor, relaxed: 0 timeslice, 1 mps: how this GPU is shared */
     uint64_t reconciled_ns; /* governor, release: when memory_overhead was sampled */
     uint32_t utilisation; /* governor, relaxed: GPU time of the last second, percent of compute_limit */
-    uint32_t n_processes; /* governor, relaxed: of the GPU, when unattributed was sampled */
-    uint64_t unattributed; /* governor, relaxed: what NVML attributes to no process, less its charges; only differences matter */
+    uint32_t n_processes; /* governor, relaxed: processes on the GPU when unattributed was sampled */
+    uint64_t unattributed; /* governor, relaxed: memory in use that neither NVML nor a ledger attributes to a process; only differences matter */
     uint64_t unattributed_ns; /* governor, release: when unattributed was sampled */
-    uint64_t overhead_last; /* governor, relaxed: memory_overhead by the last sample alone */
-    uint64_t unattributed_each; /* governor, relaxed: part of unattributed that a process brings */
-    uint32_t together; /* governor, relaxed: granted together with other GPUs: nothing is held */
-    uint32_t beside; /* governor, relaxed: others' last work may run beside the first of this grant */
+    uint64_t overhead_last; /* governor, relaxed: memory_overhead according to the last sample alone */
+    uint64_t unattributed_each; /* governor, relaxed: part of unattributed that each process adds */
+    uint32_t together; /* governor, relaxed: granted together with other GPUs: no launch is held */
+    uint32_t beside; /* governor, relaxed: the previous holder's last work may run alongside */
     uint32_t work_class; /* governor, relaxed: 0 throughput, 1 latency */
     uint8_t pad[36];
 };
@@ -115,7 +115,7 @@ _Static_assert(offsetof(struct grant_device, beside) == 148, "grant_device.besid
 _Static_assert(offsetof(struct grant_device, work_class) == 152, "grant_device.work_class");
 _Static_assert(sizeof(struct grant_device) == 192, "grant_device");
 
-/* What the container's processes use, for NVML: behind the grant page, in the same file. */
+/* What the container's processes use, for NVML: after the grant page, in the same file. */
 struct usage_header {
     uint32_t sequence; /* governor, release: odd while the entries are being written */
     uint32_t n_entries; /* governor, relaxed: entries in use */
@@ -129,11 +129,11 @@ _Static_assert(sizeof(struct usage_header) == 256, "usage_header");
 
 /* One process as NVML shows it. */
 struct usage_entry {
-    uint32_t pid; /* governor, relaxed: the process, in the namespace of the container's first */
+    uint32_t pid; /* governor, relaxed: PID in the PID namespace of the container's first process */
     uint32_t state; /* governor, relaxed: 0 free, 1 in use */
     uint64_t start_us; /* governor, relaxed: when it registered, microseconds since 1970 */
-    uint64_t memory[16]; /* governor, relaxed: use, per GPU */
-    uint64_t memory_peak[16]; /* governor, relaxed: highest sampled use, per GPU */
+    uint64_t memory[16]; /* governor, relaxed: memory in use, per GPU */
+    uint64_t memory_peak[16]; /* governor, relaxed: highest sample of memory, per GPU */
     uint32_t utilisation[16]; /* governor, relaxed: its part of grant_device.utilisation */
     uint32_t mean_utilisation[16]; /* governor, relaxed: the same, since start_us */
     uint8_t pad[112];
@@ -155,7 +155,7 @@ struct ledger_header {
     uint32_t n_slots; /* governor, release: slots that were ever in use */
     uint32_t reserved;
     uint64_t memory_peak[16]; /* container, relaxed: highest sum of charges, per GPU */
-    uint64_t trust_ns[16]; /* container, relaxed: time until which a pool may outgrow claims */
+    uint64_t trust_ns[16]; /* container, relaxed: time until which a pool may outgrow its charge */
     uint32_t n_unknown; /* container, relaxed: entries of unknown in use */
     uint8_t unknown[768]; /* container, release: names of functions that the library does not know; the first byte is written last */
     uint8_t pad[3044];
@@ -176,7 +176,7 @@ struct ledger_device {
     uint32_t want; /* container, release: threads that wait for GPU time */
     uint32_t active_epoch; /* container, seq_cst: grant in which work was started */
     uint32_t released_epoch; /* container, release: grant that was given back */
-    uint32_t pending; /* container, relaxed: events behind its work that were not reached */
+    uint32_t pending; /* container, relaxed: markers that the GPU has not reached */
     uint64_t seen_ns; /* container, relaxed: when the process last read the grant */
     uint64_t release_ns; /* container, relaxed: when released_epoch was given back */
     uint64_t residual_ns; /* container, relaxed: work left on the GPU at that time */
@@ -187,7 +187,7 @@ struct ledger_device {
     uint64_t waits; /* container, relaxed: launches that had to wait */
     uint64_t wait_ns; /* container, relaxed: total time that launches waited */
     uint64_t refused; /* container, relaxed: allocations refused */
-    uint64_t markers; /* container, relaxed: events recorded to follow the work */
+    uint64_t markers; /* container, relaxed: markers submitted */
     uint64_t predicted_ns; /* container, relaxed: total of submitted work, as predicted */
     uint64_t error_ns; /* container, relaxed: sum of |measured - predicted| */
     uint64_t unseen; /* container, relaxed: part of memory that NVML does not attribute */
@@ -197,15 +197,15 @@ struct ledger_device {
     uint64_t transfer_bytes; /* container, relaxed: bytes that transfers copied */
     uint64_t small; /* container, relaxed: device-side copies and fills too small to gate */
     uint64_t contexts; /* container, relaxed: live contexts */
-    uint64_t returned; /* container, seq_cst: total given back, without unseen */
-    uint64_t moving; /* container, seq_cst: part of memory - unseen: calls under way */
-    uint64_t pooled; /* container, seq_cst: part of memory - unseen: held by pools */
+    uint64_t returned; /* container, seq_cst: total given back, excluding unseen */
+    uint64_t moving; /* container, seq_cst: part of (memory - unseen) in calls under way */
+    uint64_t pooled; /* container, seq_cst: part of (memory - unseen) held by pools */
     uint64_t taking; /* container, seq_cst: part of unseen: about to be taken */
-    uint64_t shrunk; /* container, seq_cst: total by which pools were found smaller */
+    uint64_t shrunk; /* container, seq_cst: total shrinkage of pools, as observed */
     uint64_t asked_ns; /* container, release: all pools were queried after this time */
     uint64_t outgrown; /* container, seq_cst: pools that grew beyond the quota */
     uint64_t took; /* container, seq_cst: total that the driver took on its own */
-    uint64_t gave; /* container, seq_cst: total that the driver gave back of it */
+    uint64_t gave; /* container, seq_cst: part of took that the driver gave back */
     uint64_t alive_ns; /* container, relaxed: when overdue work was last seen running */
 };
 _Static_assert(offsetof(struct ledger_device, want) == 0, "ledger_device.want");
@@ -247,10 +247,10 @@ _Static_assert(sizeof(struct ledger_device) == 256, "ledger_device");
 /* One process; its devices follow at LEDGER_SLOT_DEVICES. */
 struct ledger_slot {
     uint32_t state; /* governor, release: 0 free, 1 in use */
-    uint32_t pid; /* container, relaxed: the process, in its own namespace */
+    uint32_t pid; /* container, relaxed: PID in its own PID namespace */
     uint64_t lookups; /* container, relaxed: cuGetProcAddress answers replaced */
     uint64_t namespace; /* governor, relaxed: inode of its PID namespace, 0: unknown */
-    uint8_t overruns[16]; /* container, relaxed: work runs whose grant is over */
+    uint8_t overruns[16]; /* container, relaxed: 1 while work of a grant that is over still runs */
     uint64_t reserved[11];
     uint8_t pad[8064];
 };

@@ -1,9 +1,10 @@
-"""The layout of the two memory pages that a container shares with the governor.
+"""The layout of the grant page and the ledger, which a container shares with the governor.
 
-It is the only description of them: `libcontrol.gen` writes `layout.gen.h` from it, with static
-assertions on every offset, and `libcontrol.pages` uses it to read the pages from Python. Fields are
-only ever appended: a reader checks magic, version and size first and bounds every index that it
-reads. A field is written by one store of its width, so that no reader sees half a number.
+This is the only description of the two: `libcontrol.gen` writes `layout.gen.h` from it, with static
+assertions on every offset, and `libcontrol.pages` uses it to access them from Python. Fields are
+only ever appended. A reader first checks magic, version and size, and then the bounds of every
+index that it reads. A field is written by a single store of its full width, so that no reader sees
+a torn value.
 
 Unless a name says otherwise, times are nanoseconds of CLOCK_MONOTONIC, sizes are bytes, and shares
 are parts per million of one GPU.
@@ -22,7 +23,7 @@ N_SLOTS = 64
 N_UNKNOWN = 16
 """Maximum number of functions unknown to the control library that one container's ledger names."""
 UNKNOWN_SIZE = 48
-"""Bytes of the entry for such a name, which ends with a 0."""
+"""Size in bytes of the entry for such a name, including the terminating null byte."""
 
 GRANT_MAGIC = int.from_bytes(b"TDGGRANT", "little")
 LEDGER_MAGIC = int.from_bytes(b"TDGLEDGR", "little")
@@ -45,7 +46,7 @@ class Field(NamedTuple):
 
 
 class Struct(NamedTuple):
-    """A structure of a page: its fields in order, padded to `size` bytes."""
+    """A structure of the grant page or the ledger: its fields in order, padded to `size` bytes."""
 
     name: str
     size: int
@@ -63,7 +64,7 @@ GRANT_HEADER = Struct(
         Field("heartbeat_ns", "u64", doc="when the governor was last alive"),
         Field("n_devices", "u32", doc="entries of devices[] in use"),
         Field("on_governor_loss", "u32", doc="0 keep the quota locally, 1 deny, 2 open"),
-        Field("inflight_ns", "u64", doc="work that may be queued on the GPU ahead of its end"),
+        Field("inflight_ns", "u64", doc="work that may be queued on the GPU while others wait"),
         Field("marker_ns", "u64", doc="predicted work between two markers"),
         Field("lookahead_ns", "u64", doc="the hand-over begins when this much work is left"),
         Field("idle_release_ns", "u64", doc="a holder idle for this long gives the GPU back"),
@@ -81,7 +82,7 @@ GRANT_DEVICE = Struct(
         Field("uuid", "u8", 16, doc="the GPU's UUID"),
         Field("memory_limit", "u64", doc="quota of device memory"),
         Field("memory_overhead", "u64", doc="what the driver took beyond the ledger's sum"),
-        Field("memory_used", "u64", doc="use as of the last reconciliation, for NVML"),
+        Field("memory_used", "u64", doc="memory in use at the last reconciliation, for NVML"),
         Field("context_bytes", "u64", doc="charged for a process's first context"),
         Field("compute", "u32", doc="guaranteed share"),
         Field("compute_limit", "u32", doc="cap"),
@@ -94,17 +95,18 @@ GRANT_DEVICE = Struct(
         Field("strategy", "u32", doc="0 timeslice, 1 mps: how this GPU is shared"),
         Field("reconciled_ns", "u64", order="release", doc="when memory_overhead was sampled"),
         Field("utilisation", "u32", doc="GPU time of the last second, percent of compute_limit"),
-        Field("n_processes", "u32", doc="of the GPU, when unattributed was sampled"),
+        Field("n_processes", "u32", doc="processes on the GPU when unattributed was sampled"),
         Field(
             "unattributed",
             "u64",
-            doc="what NVML attributes to no process, less its charges; only differences matter",
+            doc="memory in use that neither NVML nor a ledger attributes to a process; "
+            "only differences matter",
         ),
         Field("unattributed_ns", "u64", order="release", doc="when unattributed was sampled"),
-        Field("overhead_last", "u64", doc="memory_overhead by the last sample alone"),
-        Field("unattributed_each", "u64", doc="part of unattributed that a process brings"),
-        Field("together", "u32", doc="granted together with other GPUs: nothing is held"),
-        Field("beside", "u32", doc="others' last work may run beside the first of this grant"),
+        Field("overhead_last", "u64", doc="memory_overhead according to the last sample alone"),
+        Field("unattributed_each", "u64", doc="part of unattributed that each process adds"),
+        Field("together", "u32", doc="granted together with other GPUs: no launch is held"),
+        Field("beside", "u32", doc="the previous holder's last work may run alongside"),
         Field("work_class", "u32", doc="0 throughput, 1 latency"),
     ),
     "One GPU of the container.",
@@ -125,7 +127,7 @@ LEDGER_HEADER = Struct(
             "u64",
             N_DEVICES,
             "container",
-            doc="time until which a pool may outgrow claims",
+            doc="time until which a pool may outgrow its charge",
         ),
         Field("n_unknown", "u32", 1, "container", doc="entries of unknown in use"),
         Field(
@@ -147,7 +149,7 @@ LEDGER_DEVICE = Struct(
         Field("want", "u32", 1, "container", "release", "threads that wait for GPU time"),
         Field("active_epoch", "u32", 1, "container", "seq_cst", "grant in which work was started"),
         Field("released_epoch", "u32", 1, "container", "release", "grant that was given back"),
-        Field("pending", "u32", 1, "container", doc="events behind its work that were not reached"),
+        Field("pending", "u32", 1, "container", doc="markers that the GPU has not reached"),
         Field("seen_ns", "u64", 1, "container", doc="when the process last read the grant"),
         Field("release_ns", "u64", 1, "container", doc="when released_epoch was given back"),
         Field("residual_ns", "u64", 1, "container", doc="work left on the GPU at that time"),
@@ -158,7 +160,7 @@ LEDGER_DEVICE = Struct(
         Field("waits", "u64", 1, "container", doc="launches that had to wait"),
         Field("wait_ns", "u64", 1, "container", doc="total time that launches waited"),
         Field("refused", "u64", 1, "container", doc="allocations refused"),
-        Field("markers", "u64", 1, "container", doc="events recorded to follow the work"),
+        Field("markers", "u64", 1, "container", doc="markers submitted"),
         Field("predicted_ns", "u64", 1, "container", doc="total of submitted work, as predicted"),
         Field("error_ns", "u64", 1, "container", doc="sum of |measured - predicted|"),
         Field("unseen", "u64", 1, "container", doc="part of memory that NVML does not attribute"),
@@ -170,21 +172,26 @@ LEDGER_DEVICE = Struct(
         Field("transfer_bytes", "u64", 1, "container", doc="bytes that transfers copied"),
         Field("small", "u64", 1, "container", doc="device-side copies and fills too small to gate"),
         Field("contexts", "u64", 1, "container", doc="live contexts"),
-        Field("returned", "u64", 1, "container", "seq_cst", "total given back, without unseen"),
+        Field("returned", "u64", 1, "container", "seq_cst", "total given back, excluding unseen"),
         Field(
-            "moving", "u64", 1, "container", "seq_cst", "part of memory - unseen: calls under way"
+            "moving",
+            "u64",
+            1,
+            "container",
+            "seq_cst",
+            "part of (memory - unseen) in calls under way",
         ),
-        Field("pooled", "u64", 1, "container", "seq_cst", "part of memory - unseen: held by pools"),
+        Field(
+            "pooled", "u64", 1, "container", "seq_cst", "part of (memory - unseen) held by pools"
+        ),
         Field("taking", "u64", 1, "container", "seq_cst", "part of unseen: about to be taken"),
-        Field(
-            "shrunk", "u64", 1, "container", "seq_cst", "total by which pools were found smaller"
-        ),
+        Field("shrunk", "u64", 1, "container", "seq_cst", "total shrinkage of pools, as observed"),
         Field(
             "asked_ns", "u64", 1, "container", "release", "all pools were queried after this time"
         ),
         Field("outgrown", "u64", 1, "container", "seq_cst", "pools that grew beyond the quota"),
         Field("took", "u64", 1, "container", "seq_cst", "total that the driver took on its own"),
-        Field("gave", "u64", 1, "container", "seq_cst", "total that the driver gave back of it"),
+        Field("gave", "u64", 1, "container", "seq_cst", "part of took that the driver gave back"),
         Field("alive_ns", "u64", 1, "container", doc="when overdue work was last seen running"),
     ),
     "One process on one GPU.",
@@ -195,10 +202,16 @@ LEDGER_SLOT = Struct(
     8192,
     (
         Field("state", "u32", 1, "governor", "release", "0 free, 1 in use"),
-        Field("pid", "u32", 1, "container", doc="the process, in its own namespace"),
+        Field("pid", "u32", 1, "container", doc="PID in its own PID namespace"),
         Field("lookups", "u64", 1, "container", doc="cuGetProcAddress answers replaced"),
         Field("namespace", "u64", 1, "governor", doc="inode of its PID namespace, 0: unknown"),
-        Field("overruns", "u8", N_DEVICES, "container", doc="work runs whose grant is over"),
+        Field(
+            "overruns",
+            "u8",
+            N_DEVICES,
+            "container",
+            doc="1 while work of a grant that is over still runs",
+        ),
         Field("reserved", "u64", 11, "container"),
     ),
     "One process; its devices follow at LEDGER_SLOT_DEVICES.",
@@ -212,18 +225,18 @@ USAGE_HEADER = Struct(
         Field("n_entries", "u32", doc="entries in use"),
         Field("time_us", "u64", doc="when they were written, microseconds since 1970"),
     ),
-    "What the container's processes use, for NVML: behind the grant page, in the same file.",
+    "What the container's processes use, for NVML: after the grant page, in the same file.",
 )
 
 USAGE_ENTRY = Struct(
     "usage_entry",
     512,
     (
-        Field("pid", "u32", doc="the process, in the namespace of the container's first"),
+        Field("pid", "u32", doc="PID in the PID namespace of the container's first process"),
         Field("state", "u32", doc="0 free, 1 in use"),
         Field("start_us", "u64", doc="when it registered, microseconds since 1970"),
-        Field("memory", "u64", N_DEVICES, doc="use, per GPU"),
-        Field("memory_peak", "u64", N_DEVICES, doc="highest sampled use, per GPU"),
+        Field("memory", "u64", N_DEVICES, doc="memory in use, per GPU"),
+        Field("memory_peak", "u64", N_DEVICES, doc="highest sample of memory, per GPU"),
         Field("utilisation", "u32", N_DEVICES, doc="its part of grant_device.utilisation"),
         Field("mean_utilisation", "u32", N_DEVICES, doc="the same, since start_us"),
     ),
@@ -247,10 +260,10 @@ NO_SLOT = 2**32 - 1
 """The answer to a process that cannot be given a slot; no descriptor comes with it."""
 
 REGISTER = b"r"
-"""First byte that a process sends to ask for a slot."""
+"""First byte that a process sends to request a slot."""
 
 AGAIN = b"a"
-"""First byte that a process sends if it has a slot of a governor that is gone or has lost it."""
+"""First byte that a process sends if its slot is from a governor that is gone, or is lost."""
 
 STRUCTS = (
     GRANT_HEADER,

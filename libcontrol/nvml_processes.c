@@ -1,8 +1,9 @@
 /*
  * The functions of NVML that list processes: each shows only the container's own.
  *
- * These are the processes of the usage part, by their PIDs in the container. All of them use
- * libcuda, so they are compute processes. None is listed under MPS or as part of a MIG instance.
+ * These are the processes that the usage part of the grant file lists, by their PIDs in the
+ * container. All of them use libcuda, so they are compute processes. None is listed under MPS or as
+ * part of a MIG instance.
  */
 #include "nvml_stand_in.h"
 #include "prim.h"
@@ -15,7 +16,8 @@ static bool is_list_answer(nvmlReturn_t result)
     return result == NVML_SUCCESS || result == NVML_ERROR_INSUFFICIENT_SIZE;
 }
 
-/* Sets *count to `n`. Returns whether the caller's array has room for that many entries. */
+/* Sets *count to `n`. Returns NVML_SUCCESS if the caller's array has room for that many entries,
+ * otherwise an error. If *count is not 0 but there is no array, *count is left alone. */
 static nvmlReturn_t check_room(unsigned int *count, const void *array, unsigned n)
 {
     unsigned int room = *count;
@@ -26,7 +28,7 @@ static nvmlReturn_t check_room(unsigned int *count, const void *array, unsigned 
     return n > room ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
 }
 
-/* The entry of the first form is the beginning of the entries of the later forms. */
+/* An entry of the first version is a prefix of an entry of the later versions. */
 static nvmlReturn_t put_processes(const struct page_device *own, bool compute, unsigned int *count,
                                   void *infos, size_t size)
 {
@@ -103,7 +105,7 @@ NVML_EXPORT nvmlReturn_t nvmlDeviceGetRunningProcessDetailList(nvmlDevice_t devi
     return result;
 }
 
-/* Returns, like the driver, only processes that worked, and only if the sample is newer than
+/* Returns, like the driver, only processes that used the GPU, and only if the sample is newer than
  * `last`. */
 static unsigned busy_processes(const struct page_device *own, unsigned long long last,
                                struct page_process list[LAYOUT_N_SLOTS], uint64_t *time_usp)
@@ -238,7 +240,7 @@ NVML_EXPORT nvmlReturn_t nvmlDeviceGetAccountingStats(nvmlDevice_t device, unsig
             .gpuUtilization = list[i].mean_utilisation,
             .maxMemoryUsage = list[i].memory_peak,
             .startTime = list[i].start_us,
-            .isRunning = 1, /* `time` is 0 meanwhile, as with the driver */
+            .isRunning = 1, /* `time` is 0 while it runs, as with the driver */
         };
         return NVML_SUCCESS;
     }

@@ -181,7 +181,7 @@ enum pass_answer pass_open(struct gate *g, struct queue_stream **sp,
     return answer;
 }
 
-/* ---- under a grant that ends ---- */
+/* ---- under a grant with a deadline ---- */
 
 void pass_meter(struct gate *g, const struct queue_stream *s, const struct grant_device *grant,
                 struct ledger_device *ledger, uint64_t deadline, uint64_t now)

@@ -2,26 +2,26 @@
  * Passes: the fast path of a stream, for launches that may start immediately.
  *
  * A pass belongs to one stream, and is valid for one value of `deadline_ns` in the grant page, as
- * long as the page has that value. A launch by it takes no lock, reads no clock and makes no driver
- * call.
+ * long as the page has that value. A launch that uses it takes no lock, reads no clock and makes no
+ * driver call.
  *
- * While no other container waits and no cap applies, `deadline_ns` is GRANT_OPEN, and a launch by a
- * pass is only counted. The average duration of a stream's launches is learned, and a pass is valid
- * for as many as take a few milliseconds. When too much is queued the next launch waits: another
- * container may want the GPU at any time, and would have to wait for all of it. Now and then a
- * launch is measured on its own, as a sample of what the program launches.
+ * While no other container waits and no cap applies, `deadline_ns` is GRANT_OPEN, and a launch that
+ * uses a pass is only counted. The average duration of a stream's launches is learned, and a pass
+ * is valid for as many launches as take a few milliseconds. When too much is queued the next launch
+ * waits: another container may want the GPU at any time, and would have to wait for all of it. Now
+ * and then a launch is measured on its own, as a sample of what the program launches.
  *
- * Under a grant that ends, a pass is metered: it has a budget of GPU time, as much as may be queued
- * before the next marker, and pays for each launch by its learned duration. The launches are noted,
- * and are added to the model of the GPU's queue when a thread next takes the gate's lock, which
- * ends the pass.
+ * Under a grant with a deadline, a pass is metered: it has a budget of GPU time, as much as may be
+ * queued before the next marker, and pays for each launch by its learned duration. The launches are
+ * noted, and are added to the model of the GPU's queue when a thread next takes the gate's lock,
+ * which ends the pass.
  */
 #pragma once
 
 #include "control.h"
 
-#define PASS_N     16 /* found by the stream's handle */
-#define PASS_N_LOG 96 /* most launches by one metered pass */
+#define PASS_N     16 /* number of passes; a stream's is found by its handle */
+#define PASS_N_LOG 96 /* maximum number of launches with one metered pass */
 
 struct estimate;
 struct gate;
@@ -31,8 +31,8 @@ struct pass {
     const struct grant_device *grant;
     uint64_t deadline_ns; /* valid while the page has this value */
     uint32_t epoch;       /* and this epoch, that of the grant in which the work was announced */
-    uint32_t limit;       /* 0: none may go. Open: bound of `used`; metered: another in each pass */
-    uint32_t used;     /* total of launches by this place; two threads at once may count as one */
+    uint32_t limit;    /* 0: not valid. Open: bound of `used`; metered: differs from pass to pass */
+    uint32_t used;     /* launches counted here; two simultaneous ones may count as one */
     uint32_t reported; /* how many of them are in the ledger */
     uint32_t counted;  /* how many of them are in the model of the queue */
     uint64_t began_ns;
@@ -60,8 +60,8 @@ static inline struct pass *pass_of(CUstream stream)
 
 bool pass_spend(struct pass *p, uint32_t limit, uintptr_t key, uint64_t blocks);
 
-/* Whether a launch of `key` with `blocks` blocks into the stream may start immediately. `single`: a
- * graph, to which the stream's average does not apply. */
+/* Whether a launch of `key` with `blocks` blocks into the stream may start immediately; if so, the
+ * launch is counted. `single`: a graph, to which the stream's average does not apply. */
 static inline bool pass_launch(CUstream stream, uintptr_t key, uint64_t blocks, bool single)
 {
     struct pass *p = pass_of(stream);

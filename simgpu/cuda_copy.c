@@ -1,15 +1,15 @@
 /*
- * Entry points: copies of lines, rows and planes
+ * Entry points: linear, 2D and 3D copies
  *
- * Every copy is one of planes of rows: a line is one row in one plane. See copy.h for the copies
- * that take time.
+ * Every copy is treated as one of planes of rows: a linear copy has one row in one plane. See
+ * copy.h for the copies that take time.
  */
 #include "copy.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* One end of a copy. A device address must be that of this process's device memory. */
+/* One end of a copy. A device address must lie in this process's device memory. */
 struct end {
     void *address;
     bool on_device;
@@ -21,7 +21,7 @@ struct extent {
     size_t rows, planes;
 };
 
-/** on_device() - is this memory of a device, or managed, and not pinned on the host? */
+/** on_device() - is this device or managed memory, rather than host memory? */
 bool on_device(const void *address)
 {
     const struct allocation *item = memory_at((uintptr_t)address);
@@ -30,8 +30,8 @@ bool on_device(const void *address)
 }
 
 /*
- * Pageable host memory is read before the call returns, and written before it returns, as the
- * driver does. Pinned memory is used when the stream reaches the copy.
+ * Pageable host memory is read or written before the call returns, as with the real driver. Pinned
+ * memory is accessed when the stream reaches the copy.
  */
 static bool stage(struct command *command)
 {
@@ -166,7 +166,7 @@ ENTRY(cuMemcpyDtoDAsync_v2_ptsz, CUdeviceptr to, CUdeviceptr from, size_t bytes,
     return copy_line(ADDRESS(to), true, ADDRESS(from), true, bytes, PER_THREAD(stream), false);
 }
 
-/* Each address tells which kind of memory it is. */
+/* Each address determines which kind of memory it belongs to. */
 static CUresult copy_unified(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream,
                              bool synchronous)
 {
@@ -283,7 +283,7 @@ static CUresult find_end(const struct place_of *place, const struct extent *exte
     default:
         return CUDA_ERROR_INVALID_VALUE;
     }
-    if (place->level) /* of a mipmapped array: such a copy names the level's own array */
+    if (place->level) /* must be 0: a copy of a mipmapped array names the array of a level */
         return CUDA_ERROR_INVALID_VALUE;
     if (!end->address)
         return CUDA_ERROR_INVALID_VALUE;

@@ -3,7 +3,7 @@
  *
  * One simulated GPU is one file, mapped shared by every process that uses it. It has three parts:
  *
- *   0x0000  struct gpu_config    written when the device is created, read-only afterwards
+ *   0x0000  struct gpu_config    written when the device is created; later only `lost` changes
  *   0x1000  struct gpu_shared    the state, changed only with its lock held
  *   ...     struct gpu_context[] the contexts' queues
  *
@@ -11,7 +11,7 @@
  * afterwards, because each change takes effect with a single store:
  *
  *   - the timeline exists twice; an advance writes the other copy and then flips `current`;
- *   - a command is written behind the tail of its queue, then the tail moves;
+ *   - a command is written at the tail of its queue, then the tail moves;
  *   - a context is filled in, then its `serial` makes it exist; zero makes it vanish;
  *   - memory is one word per process, and the sum over the device is computed on request.
  *
@@ -37,7 +37,8 @@
  */
 #define GPU_SLOT_NVML 192
 
-/* Record locks on these bytes of the device file, far behind its end, tell which slots live. */
+/* Record locks on these bytes of the device file, far beyond its end, show which slots are in
+ * use. */
 #define GPU_SLOT_LOCK (1ll << 40)
 
 struct gpu_config {
@@ -54,7 +55,7 @@ struct gpu_config {
     uint8_t uuid[16];
     char name[96];
     uint32_t pci_bus;
-    _Atomic uint32_t lost; /* NVML reports it off the bus; the only field that changes later */
+    _Atomic uint32_t lost; /* NVML reports that the GPU has fallen off the bus */
     uint32_t place[4];     /* NUMA node, host bridge, PCIe tree, switch, each + 1; 0: unknown */
     uint8_t nvlinks[20];   /* the other end of each link: GPU_LINK_..., or a GPU's minor + 1 */
     uint32_t reserved[968];
@@ -81,9 +82,9 @@ struct gpu_lane {
     uint64_t resident; /* ns on the GPU, with or without work, excluding switches */
     uint64_t early;    /* number of times that it ran out of work and another context took over */
     uint64_t before;   /* value of `resident` when its last turn began */
-    uint64_t full;  /* ns of turns that lasted their whole slice because another context waited */
-    uint64_t ended; /* ns: when the last of those turns ended */
-    uint64_t fills; /* whether its last turn was one of those */
+    uint64_t full;     /* ns of turns that filled their slice, and ended for a waiting context */
+    uint64_t ended;    /* ns: when the last of those turns ended */
+    uint64_t fills;    /* whether its last turn was one of those */
 };
 
 /* The history of the GPU up to `now`. */
@@ -93,7 +94,7 @@ struct gpu_timeline {
     uint64_t switch_end;     /* ns: from here on the resident context executes */
     uint64_t resident;       /* serial of the context on the GPU, 0 for none */
     uint32_t resident_index; /* its index */
-    uint32_t overtime; /* its slice ended with no other waiting; the next starts with a waiter */
+    uint32_t overtime; /* its slice ended while no context waited; the next begins when one does */
     uint64_t switches;
     uint64_t busy; /* ns, excluding switches */
     struct gpu_lane lanes[GPU_CONTEXTS];
@@ -101,7 +102,7 @@ struct gpu_timeline {
 
 /* The command waits for a word in its process's memory. */
 #define GPU_HELD (1ull << 63)
-/* The kernel spins: its owner sets a length once the word it waits for has arrived. */
+/* The kernel spins: its owner sets its length once the word that it polls has the value. */
 #define GPU_SPINS (1ull << 62)
 
 struct gpu_command {

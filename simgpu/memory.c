@@ -33,7 +33,7 @@ static struct {
 
 static struct slab *slabs;
 
-/* Index of the first allocation behind `address`. */
+/* Index of the first allocation that begins after `address`. */
 static size_t table_upper(uintptr_t address)
 {
     size_t low = 0;
@@ -73,8 +73,8 @@ struct allocation *memory_behind(uintptr_t address)
 /**
  * memory_find() - the allocation that contains the first of these bytes, or NULL
  *
- * All of the bytes must be allocated. Adjacent mappings count as one allocation if they may be
- * used.
+ * All of the bytes must be allocated. Adjacent mappings count as one allocation if they are
+ * accessible.
  */
 const struct allocation *memory_find(const void *address, size_t bytes)
 {
@@ -113,7 +113,7 @@ struct allocation *memory_freeable(uintptr_t address)
     }
 }
 
-/** memory_renumber() - the same memory counts as another allocation from now on */
+/** memory_renumber() - give an allocation a new number: it counts as another one from now on */
 void memory_renumber(struct allocation *item)
 {
     static uint64_t numbers;
@@ -176,7 +176,7 @@ void memory_refund(struct device *device, size_t bytes)
     device_leave(device);
 }
 
-/** memory_range() - addresses without memory; replaces the mapping at `base` if `replace` is set */
+/** memory_range() - reserve addresses without memory; `replace`: instead of a mapping there */
 uintptr_t memory_range(uintptr_t base, size_t size, bool replace)
 {
     void *range =
@@ -250,7 +250,7 @@ static CUresult slab_new(struct context *context, struct slab **slabp)
     return CUDA_SUCCESS;
 }
 
-/* The first place in the slab with `size` free bytes, or 0. */
+/* The first address in the slab with `size` free bytes, or 0. */
 static uintptr_t slab_room(const struct slab *slab, size_t size)
 {
     uintptr_t end = slab->base + LARGE_UNIT;
@@ -325,7 +325,7 @@ static void table_remove(size_t place)
         item.returned(&item);
         return;
     }
-    if (item.kind == ALLOCATION_GRAPH) /* the graph owns more addresses than these */
+    if (item.kind == ALLOCATION_GRAPH) /* the graph owns addresses beyond these */
         return;
     if (item.slab) {
         if (--item.slab->n == 0)
@@ -359,7 +359,7 @@ void memory_release_context(const struct context *context)
 /**
  * memory_forget() - forget all allocations
  *
- * After fork the copies stay mapped, because the application may still point to them.
+ * After fork the copies stay mapped, because the application may still have pointers to them.
  */
 void memory_forget(void)
 {

@@ -1,8 +1,8 @@
 /*
- * The client of the MPS stand-in (mps_control.c): finds the daemon, and learns of its faults
+ * The client of the MPS stand-in (mps_control.c): finds the daemon, and learns of faults
  *
  * MPS shares nothing here: contexts take turns as they do without it. The path to the daemon, the
- * greeting, and the set of clients that a fault affects are those of the driver.
+ * greeting, and the set of clients that a fault affects are as with the real driver.
  */
 #include "mps.h"
 

@@ -1,7 +1,8 @@
 /*
  * The part of NVML that the simulated GPU offers
  *
- * Names, values and layouts are those of NVIDIA's nvml.h of CUDA 13.0.
+ * Values and layouts are those of NVIDIA's nvml.h of CUDA 13.0. Names of members and macros are
+ * shortened.
  */
 #pragma once
 

@@ -2,7 +2,7 @@
  * NVML: the location of a GPU in the machine, and the other ends of its NVLinks
  *
  * Both were chosen when the device was created. Every device has a PCI address. If a device has no
- * place, or no links, calls that ask for them return NVML_ERROR_NOT_SUPPORTED.
+ * location, or no links, calls that query them return NVML_ERROR_NOT_SUPPORTED.
  */
 #include "nvml_observer.h"
 
@@ -31,7 +31,8 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetPciInfo_v3, nvmlDevice_t device, nvmlPciInfo_t 
     return NVML_SUCCESS;
 }
 
-/* The first component in which two places differ decides: NUMA nodes share only the system. */
+/* The first component in which two locations differ decides: GPUs on different NUMA nodes share
+ * only the system. */
 ENTRY(nvmlReturn_t, nvmlDeviceGetTopologyCommonAncestor, nvmlDevice_t one, nvmlDevice_t other,
       int *level)
 {
@@ -60,7 +61,7 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetMemoryAffinity, nvmlDevice_t device, unsigned i
 
     if (r)
         return r;
-    if (!n || scope < 0 || scope > 1) /* of the node or of the socket, which are the same here */
+    if (!n || scope < 0 || scope > 1) /* scope: the node or the socket, which are the same here */
         return NVML_ERROR_INVALID_ARGUMENT;
     if (!device->gpu->config.place[0])
         return NVML_ERROR_NOT_SUPPORTED;
@@ -71,7 +72,7 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetMemoryAffinity, nvmlDevice_t device, unsigned i
     return NVML_SUCCESS;
 }
 
-/* Only a GPU with memory that is a NUMA node has an answer, such as a Grace Hopper. */
+/* Only a GPU whose memory is a NUMA node, such as that of Grace Hopper, has an answer. */
 ENTRY(nvmlReturn_t, nvmlDeviceGetNumaNodeId, nvmlDevice_t device, unsigned int *node)
 {
     nvmlReturn_t r = ready_device(device, node);

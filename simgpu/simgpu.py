@@ -1,9 +1,10 @@
-"""Creates the device files of the simulated GPU, and reads their state.
+"""Create the device files of the simulated GPU, and read their state.
 
 This module depends on the layout in `simgpu/layout.h` (the offsets are asserted there and compared
-by a test) but not on the schedule. The state that it reads is that of the last advance by a process
-that uses the device. A process that uses a device loses it when it closes any descriptor of the
-file (that is how POSIX record locks work), so the descriptors opened here stay open.
+by a test) but not on the schedule. The state that it reads is that of the last time that a
+process that uses the device advanced its timeline. A process that uses a device loses it when it
+closes any descriptor of the file (that is how POSIX record locks work), so the descriptors opened
+here stay open.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _descriptors: dict[tuple[int, int], int] = {}
 
 @dataclass(frozen=True)
 class SeenContext:
-    """A context on a device; times are ns of GPU time, `pid` is 0 if it is not visible here."""
+    """A context on a device: times are ns of GPU time, and `pid` is 0 if it is not visible here."""
 
     serial: int
     pid: int
@@ -93,10 +94,10 @@ class DeviceStatus:
 
 
 def size(text: str) -> int:
-    """Return the bytes that `16Gi`, `16GiB` or a plain number means."""
+    """Return the number of bytes that `16Gi`, `16GiB` or a plain number denotes."""
     match = re.fullmatch(r"(\d+)\s*(?:([KMGT]i)B?|)", text)
     if match is None:
-        raise ValueError(f"{text!r} is no size: write bytes, or Ki, Mi, Gi or Ti as in 16Gi")
+        raise ValueError(f"{text!r} is not a size: write bytes, or use Ki, Mi, Gi or Ti as in 16Gi")
     return int(match[1]) * UNITS[match[2] or ""]
 
 
@@ -132,17 +133,17 @@ class MachineTopology:
         for link in self.nvlinks:
             ends = [int(number) for number in re.findall(r"\d+", link.partition("=")[0])]
             if any(end >= devices for end in ends):
-                raise ValueError(f"{link!r} names a GPU that is not there: {devices} are made")
+                raise ValueError(f"{link!r} names a GPU that does not exist: there are {devices}")
             if len(set(ends)) < len(ends):
                 raise ValueError(f"{link!r} names one GPU twice")
 
     def place(self, index: int) -> list[int]:
-        """Return the four numbers of a GPU's place, each + 1; zeros if it has none."""
+        """Return the four numbers of a GPU's place, each increased by 1; zeros if it has none."""
         if index >= len(self.places):
             return [0] * 4
         match = re.fullmatch(r"(\d{1,3})/(\d{1,3})/(\d{1,3})/(\d{1,3})", self.places[index])
         if match is None:
-            raise ValueError(f"{self.places[index]!r} is no place: write it like 0/0/1/0")
+            raise ValueError(f"{self.places[index]!r} is not a place: write it like 0/0/1/0")
         return [int(number) + 1 for number in match.groups()]
 
     def ends(self, index: int) -> bytes:
@@ -151,14 +152,14 @@ class MachineTopology:
         for link in self.nvlinks:
             match = re.fullmatch(r"(?:(\d+)-(\d+)|(switch|unseen))=(\d+)", link)
             if match is None:
-                raise ValueError(f"{link!r} is no NVLink: write 0-1=4, switch=18 or unseen=18")
+                raise ValueError(f"{link!r} is not an NVLink: write 0-1=4, switch=18 or unseen=18")
             if match[3]:
                 ends += {"switch": b"\xfe", "unseen": b"\xff"}[match[3]] * int(match[4])
             elif index in (int(match[1]), int(match[2])):
                 other = int(match[1]) + int(match[2]) - index
                 ends += bytes([other + 1]) * int(match[4])
         if len(ends) > NVLINKS:
-            raise ValueError(f"GPU {index} has {len(ends)} NVLinks: {NVLINKS} at most")
+            raise ValueError(f"GPU {index} has {len(ends)} NVLinks: at most {NVLINKS} are possible")
         return ends
 
 
@@ -182,10 +183,10 @@ def create(
     and passes only on request.
     """
     if not 1 <= devices <= 32:
-        raise ValueError(f"{devices} devices: between 1 and 32 can be made")
+        raise ValueError(f"{devices} devices: must be between 1 and 32")
     if slice_us < 1 or switch_us < 0 or not 0 <= jitter <= 1000:
         raise ValueError(
-            "a slice is at least 1 us, a switch at least 0, jitter 0 to 1000 per mille"
+            "a slice must be at least 1 us, a switch at least 0 us, and jitter 0 to 1000 per mille"
         )
     topology.check(devices)
     directory.mkdir(parents=True, exist_ok=True)
@@ -212,7 +213,7 @@ def create(
 
 
 def set_lost(path: Path, *, lost: bool) -> None:
-    """Make NVML find a device off the bus, or back on it."""
+    """Make NVML report that a device has fallen off the bus, or that it is back."""
     os.pwrite(_open(path), struct.pack("<I", lost), LOST_OFFSET)
 
 
@@ -226,7 +227,10 @@ def _open(path: Path) -> int:
 
 
 def _owner(descriptor: int, slot: int) -> int | None:
-    """Return the pid of a slot's owner, 0 if it is not visible here, None if there is no other."""
+    """Return the PID of a slot's owner.
+
+    Return 0 if the owner is not visible here, and None if no other process holds the slot.
+    """
     query = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, SLOT_LOCK + slot, 1, 0)
     kind, _, _, _, pid = FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, query))
     return None if kind == fcntl.F_UNLCK else max(pid, 0)
@@ -243,11 +247,11 @@ def _process_key() -> int:
 
 
 def status(path: Path) -> DeviceStatus:
-    """Return the present state of a device, without the contexts and memory of dead processes."""
+    """Return the current state of a device, without the contexts and memory of dead processes."""
     descriptor = _open(path)
     config = CONFIG.unpack(os.pread(descriptor, CONFIG.size, 0))
     if config[0] != MAGIC or config[1] != VERSION:
-        raise ValueError(f"{path} is no simulated GPU of version {VERSION}")
+        raise ValueError(f"{path} is not a simulated GPU of version {VERSION}")
     total, context_memory = config[4], config[5]
 
     while True:  # the two timelines may change places during the read
@@ -330,7 +334,7 @@ def main(arguments: list[str] | None = None) -> int:
     )  # fmt: skip
     maker.add_argument(
         "--nvlink", action="append", default=[], metavar="A-B=N",
-        help="NVLinks between two GPUs; switch=18: of each GPU to NVSwitches",
+        help="NVLinks between two GPUs; switch=18: from each GPU to NVSwitches",
     )  # fmt: skip
     maker.add_argument("--virtual-clock", action="store_true", help="time passes only on request")
     reader = verbs.add_parser("status", help="print the state of the devices as JSON")

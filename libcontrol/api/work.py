@@ -85,7 +85,7 @@ _BYTES = "size_t ByteCount"
 
 
 def _old(fn: Fn) -> Fn:
-    """Return the row of the form before CUDA 3.2, with addresses and sizes of 32 bits."""
+    """Return the row of the form from before CUDA 3.2, with 32-bit addresses and sizes."""
     params = re.sub(r"\bCUdeviceptr\b", "CUdeviceptr_v1", fn.params)
     params = re.sub(r"\bsize_t\b", "unsigned int", params)
     params = re.sub(r"\b(CUDA_MEMCPY[23]D)\b", r"\1_v1", params)
@@ -94,7 +94,7 @@ def _old(fn: Fn) -> Fn:
 
 
 def _copy(name: str, params: str, copy: str) -> tuple[Fn, ...]:
-    """Return the rows of a copy: the legacy and per-thread stream, and the oldest form of a _v2."""
+    """Return the rows of a copy function: both default streams, and the oldest form of a _v2."""
     if "CUstream hStream" in params:
         rows = with_ptsz(Fn(name, params, "copy", copy=copy, stream="hStream"))
     else:
@@ -103,7 +103,7 @@ def _copy(name: str, params: str, copy: str) -> tuple[Fn, ...]:
 
 
 def _both(name: str, params: str, copy: str) -> tuple[Fn, ...]:
-    """Return the rows of a copy that exists with and without a stream."""
+    """Return the rows of a copy function that exists with and without a stream parameter."""
     base = name.removesuffix("_v2")
     suffix = name[len(base) :]
     return (
@@ -146,7 +146,7 @@ _BATCH_3D = "size_t numOps, CUDA_MEMCPY3D_BATCH_OP *opList"
 
 
 def _batches() -> tuple[Fn, ...]:
-    """Return the rows of calls that make many copies; _v2 has no index of the failed one."""
+    """Return the rows of calls that make many copies; _v2 does not report which copy failed."""
     rows: list[Fn] = []
     for suffix, failed in ("", ", size_t *failIdx"), ("_v2", ""):
         rows += with_ptsz(
@@ -170,7 +170,7 @@ def _batches() -> tuple[Fn, ...]:
     return tuple(rows)
 
 
-# A copy with attributes is a batch of one.
+# Single copies with attributes, and batches of copies over the fabric.
 _WITH_ATTRIBUTES: tuple[Fn, ...] = (
     *with_ptsz(
         Fn(

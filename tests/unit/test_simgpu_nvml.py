@@ -194,11 +194,11 @@ print(json.dumps([
 @pytest.mark.parametrize(
     ("places", "links", "says"),
     [
-        (("0/0/0",), (), "'0/0/0' is no place"),
-        (("0/0/0/x",), (), "is no place"),
-        ((), ("0-1",), "'0-1' is no NVLink"),
-        ((), ("0-1=10", "0-2=9"), "GPU 0 has 19 NVLinks: 18 at most"),
-        ((), ("0-7=1",), "'0-7=1' names a GPU that is not there"),
+        (("0/0/0",), (), "'0/0/0' is not a place"),
+        (("0/0/0/x",), (), "is not a place"),
+        ((), ("0-1",), "'0-1' is not an NVLink"),
+        ((), ("0-1=10", "0-2=9"), "GPU 0 has 19 NVLinks: at most 18"),
+        ((), ("0-7=1",), "'0-7=1' names a GPU that does not exist"),
         ((), ("1-1=1",), "'1-1=1' names one GPU twice"),
     ],
 )

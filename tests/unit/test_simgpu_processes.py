@@ -383,7 +383,7 @@ def test_the_command_line_makes_and_shows_devices(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "16GB", "-1", "1.5GiB"])
 def test_an_invalid_size_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no size"):
+    with pytest.raises(ValueError, match="is not a size"):
         simgpu.size(text)
 
 

@@ -208,9 +208,8 @@ void pools_after_fork(void);
 
 /*
  * Around a launch of an executable graph, called by the code that lets it through:
- * account_graph_before() ahead of it, and account_graph_after() behind it whatever its result,
- * unless the first call refused. Each costs one load while no graph of the process has memory of
- * its own.
+ * account_graph_before() before it, and account_graph_after() after it whatever its result, unless
+ * the first call refused. Each costs one load while no graph of the process has memory of its own.
  */
 CUresult account_graph_before(CUgraphExec exec);
 void account_graph_after(CUgraphExec exec);

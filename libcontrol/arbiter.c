@@ -105,7 +105,7 @@ void arbiter_overrun(struct arbiter *arbiter, int32_t tenant, bool overruns, uin
 
 /*
  * Passes over a container that has shown no sign of life since `since`. The ledger of a container
- * that is stopped or frozen still asks for the GPU. Such a container is granted nothing until it
+ * that is stopped or frozen still requests the GPU. Such a container is granted nothing until it
  * has shown that it runs, unless no other container wants the GPU.
  */
 static void pass_over(struct tenant *t, uint64_t since)
@@ -297,8 +297,8 @@ static uint64_t taken_at(const struct arbiter *arbiter)
             latest > end + config->overdue_ns + (uint64_t)arbiter->patience)
             latest = end + config->overdue_ns + (uint64_t)arbiter->patience;
     }
-    /* If no sign comes for half of `overdue_ns` after the end or the last sign, no process there is
-     * awake to give the grant back. */
+    /* If no sign of life comes for half of `overdue_ns` after the end or the last sign, no process
+     * of the holder is awake to give the grant back. */
     return latest < seen + config->overdue_ns / 2 ? latest : seen + config->overdue_ns / 2;
 }
 
@@ -314,7 +314,7 @@ static void step_holder(struct arbiter *arbiter, uint64_t now, struct arbiter_vi
         return;
     }
     if (arbiter->open && arbiter->tenants[arbiter->holder].limit < 1.0) {
-        /* A cap was set meanwhile, and applies from now on. */
+        /* A cap has been set since the grant began, and applies from now on. */
         arbiter_close_open(arbiter, now, now + config->quantum_ns);
         arbiter->contended = false;
     }
@@ -362,7 +362,7 @@ static void step_holder(struct arbiter *arbiter, uint64_t now, struct arbiter_vi
     viewp->wake_ns = taken_at(arbiter);
 }
 
-/* Extends the time for which work that outlasts its grant is waited for, while no work does so. */
+/* While no work outlasts its grant, extends the time for which such work is waited for. */
 static void regain_patience(struct arbiter *arbiter, uint64_t now)
 {
     bool late = arbiter->holder != ARBITER_NOBODY && !arbiter->open && now > arbiter->deadline;

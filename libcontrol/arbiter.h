@@ -12,7 +12,7 @@
  * that time lies in the past. Among the containers that are owed time, the earliest deadline goes
  * first (theoretical arrival plus the period of one quantum at its rate). When none is owed time,
  * idle time is lent in start-time fair order to those below their cap; lent time is not charged
- * against the guarantee. A container that was kept waiting keeps what it is owed, one that slept
+ * against the guarantee. A container that was kept waiting keeps what it is owed; one that slept
  * does not.
  */
 #pragma once
@@ -72,7 +72,7 @@ enum arbiter_role {
 
 struct arbiter_turn {
     enum arbiter_role role;
-    bool unasked;      /* it is granted before it asks for the GPU, as it is expected to */
+    bool unasked;      /* it is granted before it requests the GPU, as it is expected to */
     bool contended;    /* another container waits for the end of the turn, on any of its GPUs */
     uint64_t until_ns; /* end of the turn; ARBITER_NEVER: open */
 };

@@ -7,15 +7,15 @@
  */
 #include "arbiter_state.h"
 
-#define MAX_CARRY_NS     20000000.0 /* most of a late report that is carried over */
+#define MAX_CARRY_NS     20000000.0 /* maximum of a late report that is carried over */
 #define IMPATIENT_GRANTS 64         /* grants not waited for after a long one with little work */
 #define ALLOWANCE_GRANTS 20         /* allowances that may add up, for unusually long hand-overs */
 #define BELIEVED    0.25 /* part of its share that a container may gain by reporting too little */
-#define COMMON_NS   50000000.0  /* most that all waiting containers may be owed in common */
+#define COMMON_NS   50000000.0  /* maximum that all waiting containers are owed in common */
 #define SCALE_NS    100000000.0 /* GPU time within which the scale adapts */
 #define LEAST_SCALE 0.9
 #define FULL        0.985         /* demand that leaves nothing idle */
-#define SWITCHES    5.0           /* a grant as long as this many switches is worth its own */
+#define SWITCHES    5.0           /* a grant this many switches long is worth its own */
 #define OVERRUN_NS  60000000000.0 /* debt up to which a reported overrun is believed */
 #define ACCRUE_NS   1000000000ull /* longest time between two calls that is charged */
 
@@ -68,7 +68,7 @@ void arbiter_accrue(struct arbiter *arbiter, uint64_t now)
     if (!n || !since)
         return;
     if (now - since > ACCRUE_NS)
-        since = now - ACCRUE_NS; /* the governor was stopped meanwhile */
+        since = now - ACCRUE_NS; /* the governor was stopped in between */
     if (held && arbiter->start > since)
         since = arbiter->start;
     each = (double)(now - since) / (n + held);

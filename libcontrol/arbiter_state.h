@@ -5,13 +5,13 @@
 #include "arbiter.h"
 
 #define MAX_LAG_NS 1000000000.0 /* longest time that a container may be owed, in ns */
-#define SLICE_NS   500000.0     /* least length of a grant cut short for a returning container */
-#define SEVERAL    2            /* assumed where the number of working processes is not known */
+#define SLICE_NS   500000.0     /* minimum length of a grant cut short for a returning container */
+#define SEVERAL    2            /* assumed number of working processes where it is not known */
 
 struct tenant {
     bool used;
     bool want;
-    bool absent;      /* it asks for the GPU but does not use its grants: see pass_over() */
+    bool absent;      /* it requests the GPU but does not use its grants: see pass_over() */
     uint64_t sign_ns; /* when it last showed that it runs */
     double guarantee; /* of the GPU, 0..1 */
     double limit;
@@ -30,7 +30,7 @@ struct tenant {
     uint64_t allowed;        /* time up to which the allowance has been credited */
     double overhead;         /* estimate of what a grant loses to the hand-over */
     double length;           /* average time for which it holds a grant that is not open */
-    double nap;              /* average sleep between two pieces of work; 0: it sleeps for long */
+    double nap;              /* average sleep between two pieces of work; 0: its sleeps are long */
     bool overruns;           /* by its ledger, work of a grant that is over still runs */
     uint64_t overran;        /* when the last overrun ended */
     uint64_t overran_grants; /* number of its grants when the last overrun began */

@@ -1,10 +1,10 @@
 /*
  * Computes how much memory the driver takes for an array, which the driver does not report.
  *
- * Measured on an H200: rows are rounded to 64 bytes, heights to 8 rows, depths of more than 16
- * layers to 16, others to a power of two. Sparse arrays and those that get their memory by a later
- * mapping take none themselves. An error in the result counts as memory that the driver takes on
- * its own, as NVML shows it.
+ * Measured on an H200: rows are rounded up to multiples of 64 bytes, heights to multiples of 8
+ * rows, depths of more than 16 layers to multiples of 16, and smaller depths to a power of two.
+ * Sparse arrays and those that get their memory by a later mapping take none themselves. An error
+ * in the result counts as memory that the driver takes on its own, as NVML shows it.
  */
 #include "control.h"
 

@@ -102,7 +102,8 @@ bool blocks_add(const struct block *block)
     return true;
 }
 
-/* Entries behind the removed one move up if that brings them nearer to their home. */
+/* Entries after the removed one move up if that brings them nearer to the position that their hash
+ * gives. */
 void blocks_remove(struct block *block)
 {
     struct part *part = part_of(block->kind, block->key);
@@ -121,8 +122,8 @@ void blocks_remove(struct block *block)
     part->places[hole].key = 0;
 }
 
-/* A removal may move other entries to places that were visited already, so each part is visited
- * again until nothing is removed. */
+/* A removal may move other entries to positions that have already been visited, so each part is
+ * visited again until nothing is removed. */
 void blocks_sweep(bool (*visit)(const struct block *block, void *data), void *data)
 {
     for (size_t i = 0; i < BLOCKS_N_PARTS; i++) {

@@ -2,7 +2,7 @@
  * The contexts of this process, and the owner of what is allocated in any of them.
  *
  * What is allocated in a context ends with it, so each block records its owner: a created context
- * by its place in the table below, the primary one as 0. Green contexts allocate in the primary
+ * by its index in the table below, the primary one as 0. Green contexts allocate in the primary
  * one. contexts.c and primary.c, which have the calls that make and end contexts, keep the table.
  */
 #include "contexts.h"
@@ -43,7 +43,7 @@ uint8_t contexts_owner(void)
     c = context_find(current);
     if (c)
         return (uint8_t)(c - contexts + 1);
-    /* It may be a context for which the table had no place. */
+    /* It may be a context for which the table had no room. */
     if (atomic_load_relaxed(&n_contexts) == OWNER_LAST && !context_is_primary(current))
         return OWNER_NONE;
     return OWNER_PRIMARY;

@@ -12,11 +12,11 @@
 struct context {
     CUcontext handle; /* NULL: free, or about to be destroyed */
     int device;
-    uint32_t n_users; /* 1, and cuCtxAttach; 0: the place is free */
+    uint32_t n_users; /* 1, plus calls of cuCtxAttach; 0: the entry is free */
     uint64_t moving;  /* charges that may end with it, while it is being destroyed */
 };
 
-/* By owner, from 1 on. Places are taken and given back under the lock. */
+/* By owner, from 1 on. Entries are taken and given back under the lock. */
 extern struct context contexts[OWNER_LAST];
 extern uint32_t n_contexts;
 extern struct prim_lock contexts_lock;

@@ -183,7 +183,7 @@ static inline bool pages_denied(void)
 /* Tells the arbiter that the ledger has changed. Never blocks. */
 void pages_poke(void);
 
-/* Reconnects when the governor was replaced. A helper calls it about ten times a second. Never
+/* Reconnects when the governor has been replaced. A helper calls it about ten times a second. Never
  * blocks. */
 void pages_rejoin(void);
 uint64_t *pages_before(const uint64_t *sum);

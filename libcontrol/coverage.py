@@ -1,7 +1,7 @@
 """`python -m libcontrol.coverage --driver FILE`: which functions of a driver are governed.
 
-Compares three things: what a libcuda exports or a header of NVIDIA's declares, what is known
-about these functions (functions.toml), and which of them the control library hooks
+The program compares three things: what a libcuda exports or a header of NVIDIA's declares, what is
+known about these functions (functions.toml), and which of them the control library hooks
 (libcontrol.api). A function that takes memory, gives it back, starts work or concerns captures is
 ungoverned if it is not hooked. A function that functions.toml does not name is unknown, and may be
 ungoverned.
@@ -58,7 +58,7 @@ class Function:
 
     @property
     def ungoverned(self) -> bool:
-        """Whether a program gets memory or GPU time, or captures, past the control library."""
+        """Whether the function has an effect that has to be governed, but is not hooked."""
         return self.effect in GOVERNED and not self.hooked
 
 
@@ -81,7 +81,7 @@ def effect_of(name: str, effects: Mapping[str, str]) -> str | None:
 def read_declarations(header: Path) -> frozenset[str]:
     """Return the functions that a header of the driver API declares, by their exported names.
 
-    A macro may stand for such a name: a program that asks for streams per thread gets
+    A macro may stand for such a name: a program that requests per-thread default streams gets
     `cuMemFreeAsync_ptsz` for `cuMemFreeAsync`. The driver exports both then.
     """
     text = COMMENT.sub("", header.read_text(encoding="utf-8", errors="replace"))

@@ -16,7 +16,7 @@ typedef struct CUgraphNode_st *CUgraphNode;
 typedef struct CUgreenCtx_st *CUgreenCtx;
 typedef struct CUdevResourceDesc_st *CUdevResourceDesc;
 typedef unsigned long long CUmemGenericAllocationHandle;
-typedef uint32_t CUlogicalEndpointId; /* chosen by the program, of those that it reserved */
+typedef uint32_t CUlogicalEndpointId; /* chosen by the program from those that it reserved */
 typedef int CUmemAllocationHandleType;
 #define CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR 1
 typedef int CUlimit;

@@ -3,7 +3,7 @@
 
 #include "prim.h"
 
-/* Number of places, from its home on, in which a kind may be. */
+/* Number of entries, from the one that its hash gives, in which a kind may be. */
 #define ESTIMATE_REACH 8
 
 static uint32_t estimate_home(uintptr_t key, uint64_t blocks)
@@ -15,7 +15,7 @@ static uint32_t estimate_home(uintptr_t key, uint64_t blocks)
 
 /* Begins a kind. Each number is written by one store, because estimate_look() reads concurrently. A
  * reader that finds the key also finds that there are no samples yet, and does not use the duration
- * of the previous kind in this place. */
+ * of the previous kind in this entry. */
 static void kind_begin(struct estimate *e, uint32_t kind, uintptr_t key, uint64_t blocks, float ns)
 {
     atomic_store_relaxed(&e->kinds[kind].n_samples, 0);
@@ -26,8 +26,9 @@ static void kind_begin(struct estimate *e, uint32_t kind, uintptr_t key, uint64_
 }
 
 /*
- * Returns the kind's place in a table of fixed size: a kind that finds its neighbourhood full
- * replaces the first one there. `guess_ns` is used until the first measurement; 0: unknown.
+ * Returns the index of a kind in a table of fixed size. A kind that is new is added; if all entries
+ * in which it may be are taken, it replaces the first of them. `guess_ns` is used until the first
+ * measurement; 0: unknown.
  */
 uint32_t estimate_kind(struct estimate *e, uintptr_t key, uint64_t blocks, uint64_t guess_ns)
 {
@@ -50,7 +51,8 @@ uint32_t estimate_kind(struct estimate *e, uintptr_t key, uint64_t blocks, uint6
 
 /*
  * Looks up a kind and its duration without the lock. Returns false if it is not known. While a kind
- * replaces another, the answer may belong to either: it is wrong once, and always within the table.
+ * replaces another, the answer may belong to either: it may be wrong once, but is always within the
+ * table.
  */
 bool estimate_look(const struct estimate *e, uintptr_t key, uint64_t blocks, uint32_t *kindp,
                    uint64_t *nsp)

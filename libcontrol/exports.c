@@ -7,9 +7,9 @@
  * stays charged until the last copy of the descriptor is closed, in any process.
  *
  * The kernel shows when that happens: an epoll instance knows an open file without keeping it open,
- * and /proc/self/fdinfo lists the files that it knows. A file of our own is in the list as well,
- * under a number that nothing else uses. If it is missing, the program has closed the library's
- * descriptors, and nothing is refunded. A descriptor that cannot be watched counts as
+ * and /proc/self/fdinfo lists the files that it knows. A file of the library's own is in the list
+ * as well, under a number that nothing else uses. If that file is missing, the program has closed
+ * the library's descriptors, and nothing is refunded. A descriptor that cannot be watched counts as
  * open for ever, unless the driver's descriptors are of a kind that cannot be polled at all.
  */
 #include "control.h"
@@ -19,13 +19,13 @@
 #include <sys/eventfd.h>
 
 #define EXPORTS_N    4096 /* descriptors that can be tracked; beyond that, none counts as closed */
-#define EXPORTS_HIGH 500  /* lowest number of our descriptors, clear of a program's own */
+#define EXPORTS_HIGH 500  /* lowest number of such descriptors, clear of a program's own */
 
 static struct prim_lock exports_lock;
 static int exports_watch = -1;
-static uint64_t exports_own;  /* number of our own file, which is always in the list */
+static uint64_t exports_own;  /* number of the library's own file, which is always in the list */
 static uint64_t exports_made; /* number of the latest export; each allocation has its own */
-static uint64_t exports_lost; /* nothing is known any more of exports up to this number */
+static uint64_t exports_lost; /* nothing is known of exports up to this number */
 static uint32_t n_lingering;
 
 /* The files that are open, guarded by the lock. */
@@ -91,7 +91,7 @@ static void read_line(const char *line)
         open_files.numbers[open_files.n++] = number;
 }
 
-/* Called with the lock. Determines which of the files are still open in any process. */
+/* Called with the lock held. Determines which of the files are still open in any process. */
 static void read_open_files(void)
 {
     char path[48], buffer[1024], line[128];
@@ -131,7 +131,7 @@ static bool is_open(uint64_t number, uint8_t flags)
     return false;
 }
 
-/* Called with the lock. The program may have reused the descriptor's number: it is still the
+/* Called with the lock held. The program may have reused the descriptor's number: it is still the
  * library's only if the library's own file is in its list. */
 static bool watch_start(void)
 {

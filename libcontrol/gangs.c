@@ -5,12 +5,12 @@
 #include <string.h>
 
 #define IN_USE_NS 1000000000ull /* a GPU counts as used for this long after the last sign */
-#define RECENT_NS 100000000ull  /* and is granted unasked for this long */
+#define RECENT_NS 100000000ull  /* and is granted without a request for this long */
 #define QUIET_NS  300000ull     /* no GPU of the gang is in use for this long: its turn is over */
-/* How long a GPU that a gang gave back is kept while the gang holds another: half of a collective
- * may run there. */
+/* How long a GPU that a gang gave back is kept while the gang holds another: a kernel of a
+ * collective may run there. */
 #define SPLIT_NS        500000ull
-#define SPLIT_LENGTH_NS 500000ull /* length of the grant in which the other half begins */
+#define SPLIT_LENGTH_NS 500000ull /* length of the grant in which its counterpart begins */
 
 /* One GPU of a gang. */
 struct member {
@@ -22,7 +22,7 @@ struct member {
     /* In this turn: */
     bool granted;
     bool done;           /* it was given back for good */
-    uint64_t split_ns;   /* end of the grant for the other half; 0: none */
+    uint64_t split_ns;   /* end of the grant for a counterpart; 0: none */
     uint64_t changed_ns; /* when it was given back */
 };
 
@@ -195,7 +195,7 @@ static uint64_t begins_at(const struct gangs *gangs, const struct gang *g)
     return at;
 }
 
-/* Returns when its quota allows it to begin. */
+/* Returns when the gang's quota allows its turn to begin. */
 static uint64_t ready_at(const struct gangs *gangs, const struct gang *g)
 {
     uint64_t at = 0;
@@ -247,14 +247,15 @@ static bool is_given_up(const struct gangs *gangs, const struct gang *g)
     return g->end != ARBITER_NEVER && gangs->now >= g->end + gangs->config.overdue_ns;
 }
 
-/* Whether a GPU is not granted any more in the gang's turn, except for half of a collective. */
+/* Whether a GPU is no longer granted in the gang's turn, except to the counterpart of a kernel on
+ * another GPU. */
 static bool is_over(const struct gangs *gangs, const struct gang *g, const struct member *m)
 {
     return m->done || (g->end != ARBITER_NEVER && gangs->now >= g->end);
 }
 
 /* Whether the gang gave the GPU back, wants it again and still holds others: work on those may be
- * waiting for its other half on this one. */
+ * waiting for its counterpart on this one. */
 static bool is_split(const struct gangs *gangs, const struct gang *g, const struct member *m)
 {
     return g->turn && holds(g) && !is_given_up(gangs, g) && m->split_ns <= gangs->now &&
@@ -266,8 +267,8 @@ static uint64_t split_since(const struct gang *g, const struct member *m)
     return m->done ? m->changed_ns : g->end;
 }
 
-/* Makes a short grant on a GPU that was given back if the gang's other GPUs do not end either. This
- * lasts for 20 ms at most. */
+/* Makes a short grant on a GPU that was given back, if the work on the gang's other GPUs does not
+ * end either. Such grants are made for 20 ms at most. */
 static void mend_split(struct gangs *gangs, struct gang *g)
 {
     for (uint32_t i = 0; i < g->n; i++) {
@@ -363,8 +364,8 @@ static void keep_turn(struct gangs *gangs, struct gang *g)
     mend_split(gangs, g);
 }
 
-/* Whether a gang's turn may begin now. At least one of its GPUs has to be its own, or wanted and
- * free or at the end of a grant. */
+/* Whether a gang's turn may begin now. The gang has to hold at least one of its GPUs, or to want
+ * one that is free or at the end of a grant. */
 static bool may_begin(struct gangs *gangs, const struct gang *g)
 {
     uint64_t own = gpus_in_use(gangs, g), at = begins_at(gangs, g);
@@ -389,9 +390,9 @@ static bool may_begin(struct gangs *gangs, const struct gang *g)
     return anywhere;
 }
 
-/* Whether gang `a` goes before gang `b`. A gang that would have to be lent time goes behind one
- * that is owed it. Otherwise the gang goes first that has had the least of its share, compared on
- * the GPU where each has had the most. */
+/* Whether gang `a` goes before gang `b`. A gang that would have to be lent time goes after one that
+ * is owed time. Otherwise, the gang that has had the least of its share goes first, compared on the
+ * GPU where each has had the most. */
 static bool goes_before(const struct gangs *gangs, const struct gang *a, const struct gang *b)
 {
     double due[2] = {0, 0}, tag[2] = {0, 0};
@@ -446,7 +447,7 @@ static void observe(struct gangs *gangs, struct gang *g, struct member *m,
     double busy = m->standing.busy;
 
     arbiter_look(arbiter, m->tenant, gangs->now, &m->standing);
-    /* Holding the GPU is no sign of use: it may have been granted unasked. */
+    /* Holding the GPU is not a sign of use: it may have been granted without a request. */
     if (m->standing.want || m->standing.busy > busy) {
         m->seen = true;
         m->seen_ns = gangs->now;
@@ -481,8 +482,8 @@ static void set_turn(struct gangs *gangs, const struct gang *g, const struct mem
     arbiter_turn(arbiter, m->tenant, &turn, gangs->now);
 }
 
-/* Whether a gang holds a GPU past the end of its grant and waits for another one, while its own
- * turn is long over or another gang has the turn. The two may be waiting for each other. */
+/* Whether a gang still holds a GPU long after the end of its turn, or of its grant if it has no
+ * turn, and waits for another one. Another gang may be waiting for it in the same way. */
 static bool is_crossed(struct gangs *gangs, const struct gang *g, const struct member *m)
 {
     uint64_t at = m->standing.deadline_ns;
@@ -527,8 +528,8 @@ static uint64_t next_turn_at(const struct gangs *gangs, uint32_t gpu)
 }
 
 /* Returns the time until which a GPU is granted to no other container, because a gang may need it
- * for half of a collective. Another container would run there for as long as a grant, while the
- * other half spins. */
+ * for the counterpart of a kernel. Another container would run there for as long as a grant, while
+ * that kernel spins. */
 static uint64_t kept_until(const struct gangs *gangs, uint32_t gpu)
 {
     for (uint32_t i = 0; i < gangs->n; i++) {

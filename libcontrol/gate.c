@@ -39,8 +39,8 @@ static enum gate_answer gate_ask(struct gate *g, uint64_t deadline, uint64_t now
         return GATE_CLOSED;
     if (deadline == GRANT_OPEN)
         return GATE_GO;
-    /* Up to half of the work may lie behind the deadline, so on average a grant is used to its end.
-     * A fresh grant takes one piece of work of any length; what it overruns is charged. */
+    /* Up to half of the work may lie after the deadline, so on average a grant is used to its end.
+     * A new grant takes one piece of work of any length; its time after the deadline is charged. */
     if (now + queued + predicted / 2 > deadline && (queued || (g->active && !gate_lost(now))))
         return GATE_CLOSED;
     if (queued + predicted > limit && queued > limit / 4)
@@ -126,12 +126,12 @@ static uint64_t gate_hold_ns(const struct gate *g)
 /*
  * Whether work may be put into the stream to be held: a grant's worth of known work, or one piece
  * of unknown duration. Nothing is held where several GPUs are granted together: all work that is
- * held on one of them would run when only the other half of a collective has to, and would itself
- * spin.
+ * held on one of them would run when only the counterpart of a kernel on another has to, and would
+ * itself spin.
  *
  * Where containers share one context of the GPU, only the next holder holds work: streams that wait
  * delay each launch of the container that runs (H200, kernels of 25 us: by 2 us with three such
- * streams, by nothing with one).
+ * streams, and not at all with one).
  */
 static bool gate_may_hold(struct gate *g, const struct queue_stream *s, uint32_t kind, uint64_t now)
 {
@@ -151,7 +151,7 @@ static bool gate_may_hold(struct gate *g, const struct queue_stream *s, uint32_t
 }
 
 /* Makes the driver calls that precede the launch. The lock is held before and after. While it is
- * not, the stream's place in the queue may be given to another stream. */
+ * released, the stream's entry in the queue may be given to another stream. */
 static void gate_prepare(struct gate *g, const struct gate_ticket *ticket, bool first, bool hold,
                          bool mark, struct ledger_device *ledger)
 {
@@ -407,8 +407,8 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
         }
         g->n_entering[ticket->era & 1]--;
     }
-    /* Under an open grant, no marker precedes work that comes late; and in no grant does one
-     * precede work that comes after a pause but is not the first behind the last marker. The
+    /* Under an open grant, no marker precedes work that comes late. Under any other, no marker
+     * precedes work that comes after a pause, unless it is the first after the last marker. The
      * interval then has a gap. */
     s->gap =
         s->gap || (!mark && !held && g->queue.busy_until + (g->passing ? 0 : GATE_GAP_NS) < now);

@@ -13,9 +13,10 @@
 #include <pthread.h>
 
 #define GATE_N_HOLDS 8
-/* Launches held at most. The driver's queue has room for twice as many, so no call blocks in it. */
+/* Maximum number of held launches. The driver's queue has room for twice as many, so no call blocks
+ * in it. */
 #define GATE_N_HELD    512
-#define GATE_N_UNKNOWN 4  /* most launches under way of unknown duration */
+#define GATE_N_UNKNOWN 4  /* maximum number of launches of unknown duration under way */
 #define GATE_CROSSED   64 /* eras without a dependency between streams until work is held again */
 #define GATE_PAUSE_NS                                                                              \
     (30 * NS_PER_US) /* a shorter idle time is not a pause: launches follow each other */
@@ -38,7 +39,7 @@ struct gate {
     bool passing;   /* the grant is open: launches use passes and are not tracked */
     bool blind;     /* such launches were made, and their ends are not marked yet */
     bool preparing; /* a thread is making a hold word */
-    bool retiring;  /* a thread is asking the driver about the oldest marker */
+    bool retiring;  /* a thread is querying the oldest marker */
     uint32_t epoch;
     struct pass *metered; /* launches use it on credit, and are not in the queue yet; or NULL */
     unsigned n_calls;     /* threads in a driver call that uses events of the queue */

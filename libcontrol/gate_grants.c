@@ -58,8 +58,8 @@ void gate_adopt(struct gate *g, const struct grant_device *grant)
         g->n_spins--;
     if (g->n_long)
         g->n_long--;
-    /* Others had the GPU since the last grant, so no interval may span the two. Held work has an
-     * era of its own already. */
+    /* Others had the GPU since the last grant, so no interval may span the two. Held work already
+     * has an era of its own. */
     if (!g->holding)
         g->queue.era++;
 }

@@ -7,8 +7,8 @@
  * with one store instead of a race between the application's launches and the GPU. A context that
  * waits in this way costs its neighbours nothing (H200: 6,034 units of 0.5 ms in 3 s next to none,
  * one or three of them; 0.7 us for the call, 2 us on the GPU). Once something is held, all later
- * launches are held too, so held work never waits for something that is behind it. When a grant's
- * worth is held, or where a stream cannot be held, launches wait (gate.c).
+ * launches are held too, so held work never waits for something that was submitted after it. When a
+ * grant's worth is held, or where a stream cannot be held, launches wait (gate.c).
  */
 #include "gate_parts.h"
 

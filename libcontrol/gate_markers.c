@@ -3,7 +3,7 @@
  * (queue.h).
  *
  * The driver is called without the gate's lock, so each function here that calls it releases the
- * lock meanwhile, and its caller has to read again what the lock guards.
+ * lock for the call, and the caller of that function has to read again what the lock guards.
  */
 #include "gate_parts.h"
 

@@ -14,9 +14,9 @@ void held_settle(struct held *held, int device, bool unseen, uint64_t claimed,
 {
     uint64_t before, now, bytes, word;
 
-    /* A thread that replaces the word meanwhile may have queried the pool later than this one,
-     * which then queries it again. An answer that changes nothing is written as well, so that no
-     * older one is written after it. */
+    /* A thread that replaces the word in the meantime may have queried the pool later than this
+     * one, which then queries it again. An answer that changes nothing is written as well, so that
+     * no older one is written after it. */
     do {
         before = now = 0;
         word = atomic_load_acquire(&held->word);

@@ -24,9 +24,9 @@
 
 /*
  * Work that is this much later than it should be waits for something, and perhaps for a container
- * that itself waits for the GPU: half of a collective spins until another container runs the other
- * half. If the work ends soon after others had the GPU, it was waiting, and the next time the GPU
- * is given back sooner. If it does not, it is long, and long work is waited for.
+ * that itself waits for the GPU: a collective's kernel spins until another container runs its
+ * counterpart. If the work ends soon after others had the GPU, it was waiting, and the next time
+ * the GPU is given back sooner. If it does not, it is long, and long work is waited for.
  */
 #define HELPER_STUCK_NS   (20 * NS_PER_MS)
 #define HELPER_NEW_NS     (100 * NS_PER_MS) /* the same, for work that was never measured */
@@ -41,7 +41,7 @@
 #define HELPER_ASK_NS     (20 * NS_PER_US) /* the same, where others wait for the end */
 #define HELPER_OVERRUN_NS (5 * NS_PER_MS)  /* the same, where its grant is over */
 
-#define HELPER_LAST_NS (100 * NS_PER_MS) /* the end of a process waits no longer for a helper */
+#define HELPER_LAST_NS (100 * NS_PER_MS) /* longest wait of the end of a process for a helper */
 
 /* The process ends, and no helper calls the driver any more. */
 static uint32_t helpers_end;
@@ -193,8 +193,8 @@ static void helper_mark_tails(struct gate *g, struct ledger_device *ledger)
     g->blind = false;
 }
 
-/* Under a grant that is not used yet: the thread that asked for it is slow, or has gone away and
- * the grant is given back. */
+/* Handles a grant that is not used yet: the thread that requested it is slow, or it is gone, and
+ * then the grant is given back. */
 static uint64_t helper_unused(struct gate *g, const struct grant_device *grant,
                               struct ledger_device *ledger, uint64_t now, uint64_t due)
 {
@@ -219,7 +219,7 @@ static uint64_t helper_idle(const struct gate *g)
     return g->pause_ns > idle && idle > GATE_PAUSE_NS ? GATE_PAUSE_NS : idle;
 }
 
-/* In the middle of a grant: an idle holder gives it back if another container waits. */
+/* Handles the middle of a grant: an idle holder gives it back if another container waits. */
 static uint64_t helper_middle(struct gate *g, const struct grant_device *grant,
                               struct ledger_device *ledger, uint64_t now, uint64_t due)
 {
@@ -260,7 +260,7 @@ static uint64_t helper_patience(uint64_t deadline, uint64_t now)
     return overdue / 20 < NS_PER_MS ? overdue / 20 : NS_PER_MS;
 }
 
-/* At the end of a grant: gives it back when little enough is left. */
+/* Handles the end of a grant: gives it back when little enough work is left. */
 static uint64_t helper_end(struct gate *g, const struct grant_device *grant,
                            struct ledger_device *ledger, uint64_t now, uint64_t deadline)
 {
@@ -324,7 +324,7 @@ static uint64_t helper_step(struct gate *g, const struct grant_device *grant,
     if (g->blind && !g->passing)
         helper_mark_tails(g, ledger);
     gate_retire(g, ledger, now, true);
-    /* The lock was released meanwhile. */
+    /* The lock was released in between. */
     gate_adopt(g, grant);
     deadline = atomic_load_acquire(&grant->deadline_ns);
     now = prim_now();
@@ -406,9 +406,9 @@ static void *helper_run(void *argument)
 }
 
 /*
- * The process ends by exit(). Our destructors run before the driver's own, which must not meet a
- * helper in one of its functions, nor wait for held work that no helper lets run any more.
- * Destructors of other libraries may still launch afterwards. The call of exit() may have
+ * The process ends by exit(). The library's destructors run before the driver's own, which must not
+ * meet a helper in one of the driver's functions, nor wait for held work that no helper lets run
+ * any more. Destructors of other libraries may still launch afterwards. The call of exit() may have
  * interrupted a thread that holds the lock, so nothing here waits for ever.
  */
 __attribute__((destructor)) static void helpers_finish(void)
@@ -445,7 +445,7 @@ cold void helper_start(struct gate *g, unsigned device)
         pthread_detach(thread);
     } else {
         g->no_holds = true; /* no helper would let held work run */
-        control_log("no thread for the gate; GPU time is given back late");
+        control_log("cannot start a thread for the gate: GPU time will be given back late");
     }
     prim_call(SYS_rt_sigprocmask, SIG_SETMASK, &before, NULL, sizeof all);
     errno = saved;

@@ -63,7 +63,7 @@ static void hidden_add(const struct load *load, uint64_t handle, uint8_t owner)
     account_note_peak(load->device);
 }
 
-/* If there is no free place, the load that has been open longest makes room: the program has loaded
+/* If there is no free entry, the load that has been open longest is dropped: the program has loaded
  * sixteen others since. */
 static void open_add(const struct load *load, uint64_t handle, uint8_t owner)
 {

@@ -28,8 +28,8 @@ static void lifecycle_refresh(int device)
     modules_refresh(device);
 }
 
-/* In a forked child, which has none of the other threads and holds no device memory. The pages are
- * the parent's no longer. */
+/* Resets the library in a forked child, which has none of the other threads and holds no device
+ * memory, and which no longer uses the parent's pages. */
 static void lifecycle_forked(void)
 {
     gate_after_fork();

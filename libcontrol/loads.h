@@ -6,10 +6,10 @@
  * quiet. Each call takes 4 us on an H200, and a load a millisecond. A small amount is provisional
  * until the governor has sampled. A large amount is not believed before that: the load waits for a
  * sample, and is undone if the container is over its quota then. If the sample does not find the
- * memory in the process, but more of the GPU's memory belongs to no process, then it is managed
- * variables (H200: 128 MiB of them, taken at the load). They are charged until the module ends.
- * While other containers come and go, the amount cannot be determined. The load is then noted, and
- * charged as soon as it can be.
+ * memory in the process, but more of the GPU's memory belongs to no process, then it belongs to
+ * managed variables (H200: 128 MiB of them, taken at the load). They are charged until the module
+ * ends. While other containers come and go, the amount cannot be determined. The load is then
+ * noted, and charged as soon as it can be.
  */
 #pragma once
 

@@ -200,7 +200,7 @@ CONTROL_EXPORT CUresult cuLibraryEnumerateKernels(CUkernel *kernels, unsigned in
     CUresult result = real->cuLibraryEnumerateKernels(kernels, numKernels, lib);
     unsigned int count = 0;
 
-    /* The elements behind the last kernel are unchanged. */
+    /* The elements after the last kernel are unchanged. */
     if (result == CUDA_SUCCESS && atomic_load_relaxed(&n_waiting) &&
         driver->cuLibraryGetKernelCount(&count, lib) == CUDA_SUCCESS)
         for (unsigned int i = 0; i < numKernels && i < count; i++)

@@ -1,5 +1,5 @@
 /*
- * Reads the container's grant page, and the usage part behind it, for the substitute of NVML.
+ * Reads the container's grant page, and the usage part after it, for the substitute for NVML.
  *
  * A monitoring program needs neither a slot in the ledger nor a socket: the grant's file is mapped
  * read-only. Only the mapping is kept, so any thread may call these functions at any time.
@@ -15,8 +15,8 @@
 
 #define GRANT_PATH "/run/tidegate/grant"
 
-/* The governor writes all entries by one copy. If it is preempted meanwhile, a reader waits for it,
- * 0.1 s at most. */
+/* The governor writes all entries in a single copy. If it is preempted while it does so, a reader
+ * waits for it, for at most 0.1 s. */
 #define READ_TRIES   1000
 #define READ_WAIT_NS (50 * NS_PER_US)
 

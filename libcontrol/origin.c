@@ -21,10 +21,10 @@ static CUresult origin_missing(void)
 }
 
 /*
- * The hooks by the driver's own functions. The driver answers look-ups by cuGetProcAddress, and if
- * its answer is in this table, the application gets the hook instead. The table uses open
- * addressing, is built once and is at most half full, so a look-up costs a multiplication and about
- * one comparison.
+ * The library's functions by the driver's own, which they replace. The driver answers look-ups by
+ * cuGetProcAddress, and if its answer is in this table, the application gets the library's function
+ * instead. The table uses open addressing, is built once and is at most half full, so a look-up
+ * costs a multiplication and about one comparison.
  */
 #define ORIGIN_TABLE_BITS 10
 static struct {

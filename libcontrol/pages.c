@@ -22,7 +22,8 @@ void pages_match_devices(void)
         CUdevice device;
         CUuuid uuid;
 
-        /* Under MIG the second form names the slice of a GPU where the first names the GPU. */
+        /* Under MIG, cuDeviceGetUuid_v2 returns the UUID of the instance, and cuDeviceGetUuid that
+         * of the GPU. */
         if (driver->cuDeviceGet(&device, ordinal) != CUDA_SUCCESS ||
             (driver->cuDeviceGetUuid_v2(&uuid, device) != CUDA_SUCCESS &&
              driver->cuDeviceGetUuid(&uuid, device) != CUDA_SUCCESS))

@@ -1,7 +1,7 @@
-"""Read and write the two shared pages from Python, as `libcontrol.layout` describes them.
+"""Read and write the grant page and the ledger, as `libcontrol.layout` describes them.
 
 A ledger is written by the container, so it is not trusted: a value read from it is a number of
-known width and nothing more, and the caller bounds it.
+known width and nothing more, and the caller checks its bounds.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from libcontrol import layout
 
 _CODES = {"u8": "B", "u32": "I", "u64": "Q"}
 # Numbers in native order (both architectures are little-endian) are written by one store of their
-# width. Those of a fixed order are written byte by byte, and another process could see half of one.
+# width. Those of a fixed order are written byte by byte, and another process could see a torn
+# value.
 _NATIVE = "@"
 _NUMBERS = {name: struct.Struct(_NATIVE + code) for name, code in _CODES.items()}
-# The governor reads thousands of numbers a second, so the place and type of each are computed once:
-# offset, size, the functions that unpack and pack it, and whether its store is a release store.
+# The governor reads thousands of numbers a second, so what an access needs is computed once:
+# offset, size, the functions that unpack and pack the number, and whether its store is a release
+# store.
 _PLACES = {
     (s.name, field.name): (
         layout.offsets(s)[field.name],
@@ -36,13 +38,13 @@ _USAGE_ENTRY = struct.Struct(
 )
 
 
-# Other architectures than x86-64 let a processor reorder stores with stores, and loads with loads.
+# Architectures other than x86-64 let a processor reorder stores with stores, and loads with loads.
 _REORDERS = platform.machine() != "x86_64"
 _fence: Callable[[], object] | None = None
 
 
 def use_fence(fence: Callable[[], object]) -> None:
-    """Order stores and loads by `fence`, a full memory barrier, if this machine reorders them.
+    """Order stores and loads with `fence`, a full memory barrier, if this machine reorders them.
 
     Python has no such barrier, so it comes from the library that the governor loads. Without it,
     order is kept only on x86-64.
@@ -121,8 +123,8 @@ def write_usage(
     """Replace what the usage part of a grant file says about the container's processes.
 
     `entries` have fields of `usage_entry`; a field per GPU is a sequence. `time_us` is the current
-    time in microseconds since 1970. A reader that reads meanwhile sees that the sequence number is
-    odd or has changed, and reads again.
+    time in microseconds since 1970. A reader that reads at the same time sees that the sequence
+    number is odd or has changed, and reads again.
     """
     blank = {field.name: (0,) * field.n for field in layout.USAGE_ENTRY.fields}
     packed = b""

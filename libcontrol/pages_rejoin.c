@@ -144,10 +144,10 @@ static void pages_forward(struct ledger_slot *to)
 /*
  * Moves the counters of a process that started while the governor was away, or with a ledger that
  * the governor has lost, into the ledger that it receives. This happens only once. Other threads
- * continue to count meanwhile, without a lock. What they count in the old ledger after it was read
- * is added to the new one by a later call of pages_forward(), so each sum is eventually correct.
- * The old ledger stays mapped. A thread that is waiting for GPU time announces its next launch in
- * the old ledger, so the arbiter does not see that launch begin.
+ * continue to count in the meantime, without a lock. What they count in the old ledger after it was
+ * read is added to the new one by a later call of pages_forward(), so each sum is eventually
+ * correct. The old ledger stays mapped. A thread that is waiting for GPU time announces its next
+ * launch in the old ledger, so the arbiter does not see that launch begin.
  */
 static bool pages_move_sums(uint32_t index, int ledger_fd, const struct pages_file *file)
 {
@@ -222,7 +222,7 @@ static void pages_receive_answer(struct pages_return *r, uint64_t now)
     pages_give_up(r, now);
     r->refused = true;
     atomic_store_relaxed(&pages_now.alone, true);
-    control_log("the governor that runs now has no ledger of this process; it keeps its quota by "
+    control_log("the current governor has no ledger for this process, which keeps its quota by "
                 "itself");
 }
 

@@ -5,10 +5,10 @@
 
 #include <string.h>
 
-#define PASS_LEAST_NS    (5 * NS_PER_US)    /* least GPU time to spend: less is not worth a pass */
+#define PASS_LEAST_NS    (5 * NS_PER_US)    /* minimum budget that is worth a pass */
 #define PASS_LENGTH_NS   (2500 * NS_PER_US) /* GPU time of an open pass */
-#define PASS_MOST        1024               /* most launches of an open pass */
-#define PASS_INFLIGHT_NS (20 * NS_PER_MS)   /* most work queued while the grant is open */
+#define PASS_MOST        1024               /* maximum number of launches of an open pass */
+#define PASS_INFLIGHT_NS (20 * NS_PER_MS)   /* maximum queued work while the grant is open */
 
 struct pass passes[PASS_N];
 uint32_t gate_lazy_kernels;
@@ -156,7 +156,7 @@ enum pass_answer pass_open(struct gate *g, struct queue_stream **sp,
     if (!p->metered) {
         pass_end(p);
         pass_count(g, p);
-        s = *sp = queue_find(&g->queue, ctx, stream); /* another stream may have taken its place */
+        s = *sp = queue_find(&g->queue, ctx, stream); /* another stream may have taken its entry */
     }
     *kindp = pass_kind(g, s->stream);
     known = estimate_samples(&g->estimate, *kindp);

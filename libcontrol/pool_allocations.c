@@ -10,7 +10,7 @@
 #define POOLS_UNIT        (32ull << 20)
 #define POOLS_N_WAITS     200
 #define POOLS_DISTRUST_NS (100 * NS_PER_MS)
-#define POOLS_TRUST_NS    (100 * NS_PER_MS) /* lifetime of a trust, even if its process is killed */
+#define POOLS_TRUST_NS    (100 * NS_PER_MS) /* how long a thread is trusted, even if it is killed */
 
 struct pool_ticket {
     struct pool *pool; /* NULL: nothing to account for */

@@ -33,7 +33,7 @@ static bool pool_query(const void *queried, uint64_t *bytes)
                                          bytes) == CUDA_SUCCESS;
 }
 
-/* Notes if a pool that outgrew the quota is below its level again, or ends. */
+/* Notes that a pool that outgrew the quota is below its level again, or ends. */
 static void pool_back(struct pool *pool, uint64_t held)
 {
     uint64_t level = atomic_load_relaxed(&pool->level);
@@ -72,8 +72,8 @@ static struct pool *pool_find(CUmemoryPool handle)
     return pool;
 }
 
-/* Called with the lock. Returns a place in the handle's bucket. A place is reused, but stays in its
- * bucket for ever. */
+/* Called with the lock held. Returns an entry in the handle's bucket. An entry is reused, but stays
+ * in its bucket for ever. */
 static struct pool *pool_place(CUmemoryPool handle)
 {
     struct pool **bucket = bucket_of(handle);
@@ -209,7 +209,7 @@ struct pool *pool_of(CUmemoryPool handle)
 /* Returns the current pool of the stream's GPU. */
 struct pool *pool_of_stream(CUstream stream)
 {
-    static CUdevice ordinals[LAYOUT_N_DEVICES]; /* the driver's ordinal plus 1; 0: unknown yet */
+    static CUdevice ordinals[LAYOUT_N_DEVICES]; /* the driver's ordinal plus 1; 0: not known yet */
     int device = -1;
     struct pool *pool;
     CUmemoryPool handle;
@@ -245,7 +245,7 @@ struct pool *pool_of_stream(CUstream stream)
 
 /* ---- queries outside the application's calls ---- */
 
-/* Announces a query, so that the pool is not destroyed meanwhile: see pool_silence(). Returns false
+/* Announces a query, so that the pool is not destroyed during it: see pool_silence(). Returns false
  * if the pool must not be queried. */
 static bool pool_query_begin(struct pool *pool)
 {
@@ -364,7 +364,7 @@ CONTROL_EXPORT CUresult cuMemPoolImportFromShareableHandle(CUmemoryPool *pool_ou
     return result;
 }
 
-/* The place loses its handle before the call, because another pool may get the same handle
+/* The entry loses its handle before the call, because another pool may get the same handle
  * afterwards. */
 CONTROL_EXPORT CUresult cuMemPoolDestroy(CUmemoryPool pool)
 {

@@ -9,12 +9,12 @@
 #define POOLS_WAIT_NS (10 * NS_PER_US)
 
 enum pool_state {
-    POOL_FREE,   /* the place is unused */
+    POOL_FREE,   /* the entry is unused */
     POOL_LIVE,   /* may be queried */
     POOL_SILENT, /* must not be queried before the application uses it again */
 };
 
-/* Places are reused but never unmapped, so readers need no lock. */
+/* Entries are reused but never unmapped, so readers need no lock. */
 struct pool {
     struct pool *next;
     CUmemoryPool handle;

@@ -22,7 +22,7 @@ void queue_init(struct queue *q)
 
 /* ---- events, which are reused ---- */
 
-/* Returns a place with one reference. Its event may still have to be created. */
+/* Returns an entry with one reference. Its event may still have to be created. */
 static int event_take(struct queue *q, CUcontext ctx)
 {
     int empty = QUEUE_NO_EVENT;
@@ -80,7 +80,7 @@ static bool stream_goes_before(const struct queue_stream *a, const struct queue_
     return a->unmarked != b->unmarked ? b->unmarked : a->touched < b->touched;
 }
 
-/* Returns the stream's place. If there are more streams than places, one is dropped; the model
+/* Returns the stream's entry. If there are more streams than entries, one is dropped; the model
  * keeps what it knows of that stream's work. */
 struct queue_stream *queue_find(struct queue *q, CUcontext ctx, CUstream stream)
 {
@@ -142,7 +142,7 @@ bool queue_wants_mark_before(const struct queue *q, const struct queue_stream *s
 }
 
 /*
- * Returns when work begins that finds the queue empty at `now`. Where containers share one context
+ * Returns when work that finds the queue empty at `now` begins. Where containers share one context
  * of the GPU, it starts alongside the last work of the previous holder, which is charged for the
  * time until then and may need longer than it reported. Events do not wait for that work, so the
  * interval between this container's first two seems to take longer.
@@ -158,7 +158,7 @@ static uint64_t queue_begin(struct queue *q, uint64_t now)
     return begin;
 }
 
-/* Adds `count` launches of `kind` that are about to be made in the stream, or were. */
+/* Adds `count` launches of `kind` that are about to be made in the stream, or have been. */
 void queue_add(struct queue *q, struct queue_stream *s, const struct estimate *e, uint32_t era,
                uint32_t kind, uint32_t count, uint64_t now)
 {
@@ -260,8 +260,8 @@ void queue_mark_end(struct queue *q, const struct queue_mark *mark, bool recorde
     struct queue_stream *s = mark->stream;
     struct queue_marker *m;
 
-    /* The context may have ended meanwhile, and its events with it; another context may have its
-     * handle. */
+    /* The context may have ended in the meantime, and its events with it; another context may have
+     * its handle. */
     if (event->serial != mark->taken)
         return;
     event->event = mark->handle;
@@ -338,7 +338,8 @@ static bool marker_measure(struct queue *q, const struct queue_marker *m,
         q->covered_until = q->reference_ns;
     }
     end = q->reference_ns + (look->timed ? (double)look->since_reference * 1e6 : 0);
-    /* A float of milliseconds is exact over short times only, so the reference moves along. */
+    /* A float of milliseconds is accurate over short intervals only, so the reference moves
+     * along. */
     event_put(q, q->reference);
     q->reference = m->event;
     q->events[m->event].n_refs++;

@@ -25,7 +25,7 @@
 struct queue_event {
     CUevent event;
     CUcontext ctx;
-    uint32_t serial; /* identifies this use of the place; 0: the context has ended */
+    uint32_t serial; /* identifies this use of the entry; 0: the context has ended */
     unsigned n_refs;
 };
 
@@ -38,7 +38,7 @@ struct queue_stream {
     CUcontext ctx;
     CUstream stream;
     const void *thread; /* identity of the per-thread stream's thread; NULL: another stream */
-    uint32_t serial;    /* identifies this use of the place */
+    uint32_t serial;    /* identifies this use of the entry */
     uint64_t touched;   /* value of `touches` when it was last looked up */
     int last;           /* event of the last marker, or QUEUE_NO_EVENT */
     uint32_t last_era;
@@ -81,7 +81,7 @@ struct queue {
     uint64_t progress_ns; /* when a marker was last reached, or the first was put into the queue */
     uint64_t begins_ns;   /* until then the GPU also runs work that another container left */
     uint64_t beside_ns;   /* and possibly for this much longer */
-    uint64_t shared_ns;   /* most of such time in the first interval of `shared_era` */
+    uint64_t shared_ns;   /* maximum of such time in the first interval of `shared_era` */
     uint32_t shared_era;
     uint32_t n_doubts;  /* late ends alongside others' work since queue_asks() last asked */
     uint32_t asked_era; /* others wait for the end of this era's work */
@@ -97,8 +97,8 @@ struct queue {
 struct queue_mark {
     struct queue_stream *stream;
     uint32_t serial; /* of the stream */
-    int event;       /* place in events[] */
-    uint32_t taken;  /* identifies the use of that place */
+    int event;       /* index in events[] */
+    uint32_t taken;  /* identifies the use of that entry */
     CUevent handle;  /* NULL: it has to be created first, in `ctx` */
     CUcontext ctx;
     CUstream handle_of_stream;

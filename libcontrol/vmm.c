@@ -489,7 +489,7 @@ CONTROL_EXPORT CUresult cuMemExportToShareableHandle(void *shareableHandle,
                                                      CUmemAllocationHandleType handleType,
                                                      unsigned long long flags)
 {
-    /* If another thread releases the handle meanwhile, its entry in the table remains. */
+    /* If another thread releases the handle in the meantime, its entry in the table remains. */
     bool kept =
         handleType == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR && pages_slot() && vmm_keep(handle);
     CUresult result =

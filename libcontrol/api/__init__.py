@@ -1,7 +1,7 @@
 """The driver API as a table: what the control library does with each function of libcuda.
 
 A function that is not in the table reaches the driver directly: the control library needs
-(DT_NEEDED) the original, so a look-up of such a name falls through to it.
+(DT_NEEDED) the driver's own library, so a look-up of such a name falls through to it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rows of the API table for functions that take device memory, give it back or report it.
 
-Where a function exists with and without the suffix `_v2`, the one without is the form of CUDA
-before 3.2, with addresses and sizes of 32 bits.
+Where a function exists with and without the suffix `_v2`, the one without is the form from before
+CUDA 3.2, with 32-bit addresses and sizes.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ CUresult capture_begin(struct stream *stream, CUstreamCaptureMode mode)
     return CUDA_SUCCESS;
 }
 
-/** capture_end() - the stream's graph; NULL and an error if the capture became invalid */
+/** capture_end() - end a capture: its graph, or NULL and an error if it became invalid */
 CUresult capture_end(struct stream *stream, struct graph **graphp)
 {
     struct capture *capture = stream->capture;

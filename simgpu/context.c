@@ -13,7 +13,7 @@
 
 #include "schedule.h"
 
-#define HELD_LOOK 500000u /* ns between two looks at a word that a command waits for */
+#define HELD_LOOK 500000u /* ns between two checks of a word that a command waits for */
 #define MEET_LOOK 100000u /* the same for a kernel that spins */
 
 struct pool events_pool = POOL(event, 0x45565430);
@@ -89,8 +89,8 @@ CUresult context_new(struct context **contextp, CUdevice ordinal, unsigned int f
 }
 
 /*
- * With the device's lock held: release commands that wait for a word which has reached its value.
- * The word is in this process's memory, so no other process can see it. A store that is not
+ * With the device's lock held: release the commands that wait for a word that has reached their
+ * value. The word is in this process's memory, so no other process can see it. A store that is not
  * followed by a call of this process to the driver is seen late.
  */
 void context_unhold(struct context *context)
@@ -241,8 +241,8 @@ CUresult context_drain(int ordinal)
 /**
  * context_reserve() - wait until the queue has room; returns with the device's lock held
  *
- * The driver's lock may have been released meanwhile: objects that the caller knew may have ended,
- * except for the context.
+ * The driver's lock may have been released in the meantime: objects that the caller knew may have
+ * ended, except for the context.
  */
 CUresult context_reserve(struct context *context)
 {

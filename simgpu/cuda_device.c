@@ -158,7 +158,7 @@ ENTRY(cuDeviceGetAttribute, int *value, CUdevice_attribute attribute, CUdevice d
     if (attribute < 1 || attribute >= CU_DEVICE_ATTRIBUTE_MAX)
         return CUDA_ERROR_INVALID_VALUE;
     *value = attribute == CU_DEVICE_ATTRIBUTE_PCI_BUS_ID ? (int)config->pci_bus : values[attribute];
-    if (attribute == CU_DEVICE_ATTRIBUTE_MPS_ENABLED) { /* only this answer: MPS shares nothing */
+    if (attribute == CU_DEVICE_ATTRIBUTE_MPS_ENABLED) { /* MPS changes only this answer */
         const char *wanted = getenv("SIMGPU_MPS");
 
         *value = wanted ? strcmp(wanted, "1") == 0 : mps_client();

@@ -1,4 +1,4 @@
-/* Entry points: fills of lines and rows; see copy.h for the fills that take time. */
+/* Entry points: linear and 2D fills; see copy.h for the fills that take time. */
 #include "copy.h"
 
 /* Fills of device memory return before they are done, even those without "Async". */

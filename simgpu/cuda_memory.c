@@ -151,7 +151,8 @@ ENTRY(cuMemGetAddressRange_v2, CUdeviceptr *basep, size_t *bytesp, CUdeviceptr a
     return driver_leave(CUDA_SUCCESS);
 }
 
-/* Memory that belongs to no context, such as that of pools and mappings, answers NULL. */
+/* For memory that belongs to no context, such as that of pools and mappings, the context is
+ * NULL. */
 static CUresult attribute_get(void *value, CUpointer_attribute attribute, CUdeviceptr address,
                               const struct allocation *item)
 {

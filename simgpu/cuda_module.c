@@ -11,7 +11,7 @@
  *                                  burns and stamps n times, into consecutive slots
  *   meet(u64 ns, u32 *own, u32 *other, u64 n)
  *                                  writes n to *own when it begins, spins until *other has reached
- *                                  n, then takes that much time: half of a collective
+ *                                  n, then takes that much time: as a collective's kernel does
  *
  * An image may be the text "// tidegate simgpu module" and lines "kernel NAME"; it then has only
  * those kernels, which may be other names for a burn. An image that is the text "globals:BYTES" has
@@ -26,7 +26,7 @@
 
 #define HEADER     "// tidegate simgpu module"
 #define GLOBALS    "globals:"
-#define IMAGE_MOST (1u << 20) /* bytes of a module file that are read */
+#define IMAGE_MOST (1u << 20) /* maximum number of bytes of a module file that are read */
 #define NAME_MOST  128
 
 #define STAMP_TAKES 1000u /* ns */

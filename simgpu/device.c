@@ -36,7 +36,7 @@
 #define LOCK_PATIENCE  4000000u   /* ns to wait before checking that the holder is alive */
 #define REAP_INTERVAL  2000000u   /* ns between two searches for dead processes */
 #define SLEEP_MOST     20000000u  /* longest sleep, ns: a death makes completions earlier */
-#define SLEEP_STEERED  500000u    /* the same once slices or switches may do so as well */
+#define SLEEP_STEERED  500000u    /* the same, once slices or switches may do so as well */
 #define SAMPLE_LENGTH  500000000u /* ns */
 #define DEFAULT_FOLDER "/dev/tidegate-simgpu"
 
@@ -69,7 +69,7 @@ static uint64_t process_key(void)
     return key ? key : 1;
 }
 
-/* Not through the C library: its fcntl64 would require a newer C library than drivers do. */
+/* This does not use the C library, whose fcntl64 would require a newer version than drivers do. */
 static int byte_lock(int fd, int command, short type, uint32_t slot, pid_t *pidp)
 {
     struct flock lock = {
@@ -171,8 +171,8 @@ uint64_t device_clock(const struct device *device)
 }
 
 /*
- * Remove everything that one attachment left behind. If this process is killed meanwhile, the next
- * one starts over.
+ * Remove everything that one attachment left behind. If this process is killed before it is done,
+ * the next one starts over.
  */
 static void slot_clear(struct gpu *gpu, uint32_t slot)
 {
@@ -201,7 +201,7 @@ static void sample_take(struct gpu *gpu)
     const struct gpu_timeline *line = schedule_current(gpu);
     struct gpu_sample *samples = gpu->shared.samples;
 
-    if (samples[1].now == 0) /* first look at this device: nothing is known of the time before */
+    if (samples[1].now == 0) /* first sample of this device: nothing is known of the time before */
         samples[1] = (struct gpu_sample){.now = line->now, .busy = line->busy};
     else if (line->now - samples[1].now < SAMPLE_LENGTH)
         return;

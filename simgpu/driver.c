@@ -3,7 +3,7 @@
  *
  * Everything here is guarded by one lock, `driver.lock`. It is released only while a thread sleeps
  * and while a callback of the application runs. Where the device's lock is needed as well, it is
- * taken second and held for one look or one change.
+ * taken second and held for one check or one change.
  *
  * Kernels are in the shared queue, and any process that looks at the device completes them. The
  * effects of their completion in this process (a time stamp written, an event completed, a copy

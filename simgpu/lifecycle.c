@@ -1,7 +1,7 @@
 /*
- * The beginning and the end of contexts' and of the process's use of the driver
+ * The beginning and the end of the process's use of the driver, and the end of contexts
  *
- * No file below uses this one: a context's end takes what all the others keep for it along.
+ * No lower layer uses this file: the end of a context also ends what all other files keep for it.
  */
 #include "driver.h"
 #include "mps.h"

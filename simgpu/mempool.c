@@ -7,7 +7,7 @@
  * its threshold, or when the pool is trimmed.
  *
  * A block that is freed in a stream becomes free for other streams when the stream has reached the
- * free. The same stream may have it again at once if it asks for the same size.
+ * free. The same stream may have it again at once if it requests the same size.
  */
 #include "driver.h"
 

@@ -1,8 +1,8 @@
 /*
  * The simulated GPU's NVML: the library, and each device's name and memory
  *
- * An observer: it attaches to the device files like a CUDA process, in slots of its own, and only
- * reads.
+ * The library is an observer: it attaches to the device files like a CUDA process, in slots of its
+ * own, and only reads.
  */
 #include "nvml_observer.h"
 
@@ -96,7 +96,7 @@ int index_of(nvmlDevice_t device)
     return -1;
 }
 
-/** ready_device() - can this device be asked, for an answer that goes to `result`? */
+/** ready_device() - can this device be queried, and does `result` exist? */
 nvmlReturn_t ready_device(nvmlDevice_t device, const void *result)
 {
     nvmlReturn_t r = ready(result);

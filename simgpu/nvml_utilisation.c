@@ -10,7 +10,7 @@
 
 #include "schedule.h"
 
-#define HISTORY_LENGTH 500000000 /* ns of GPU time that a process's utilisation covers at least */
+#define HISTORY_LENGTH 500000000 /* minimum GPU time that a process's utilisation covers, ns */
 
 /* Over the last 0.5 to 1 s, in whole percent; memory traffic is not simulated. */
 ENTRY(nvmlReturn_t, nvmlDeviceGetUtilizationRates, nvmlDevice_t device, nvmlUtilization_t *rates)
@@ -60,7 +60,7 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetDynamicPstatesInfo, nvmlDevice_t device,
 #define MARK_LENGTH 200000000 /* minimum time between two samples of the device, ns */
 
 /*
- * Samples of a device, taken when this process asks for them; a real driver takes them on its own.
+ * Samples of a device, taken when this process requests them; a real driver takes them on its own.
  * The first one is the utilisation, and each later one covers the time since the one before.
  */
 static struct marks {
@@ -133,8 +133,8 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetSamples, nvmlDevice_t device, int type, unsigne
 }
 
 /*
- * Busy time of each context at an earlier look of this observer. The device file keeps no such
- * history, so an observer has no data of the time before its first look.
+ * Busy time of each context at an earlier query of this observer. The device file keeps no such
+ * history, so an observer has no data of the time before its first query.
  */
 struct history {
     uint64_t now;
@@ -157,7 +157,7 @@ static void remember(const struct gpu *gpu, const struct gpu_timeline *line,
     }
 }
 
-/* The processes that worked since the older look, with their percentage of that time. */
+/* The processes that used the GPU since the older query, with their percentage of that time. */
 static unsigned int utilisations(const struct device *device, const struct history *from,
                                  unsigned int pids[GPU_CONTEXTS], unsigned int sm[GPU_CONTEXTS])
 {

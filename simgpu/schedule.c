@@ -6,16 +6,15 @@
  * process advances it and in how many steps.
  *
  * These rules were measured on an H200 without MPS. Contexts with pending work take turns in a
- * circle, for one slice each (2 ms). Each change of the context on the GPU costs a switch (130 us)
- * in which nothing executes. A context that runs out of work gives way at once. A context that is
- * alone keeps the GPU and pays nothing, and so does one that returns to a GPU that no other context
- * used in the meantime. A slice begins when its context takes the GPU. If it ends while no other
- * context waits, the next one begins when another context does: on the H200 a newcomer does not
- * interrupt the last 0.1 ms of 4 ms of work. A kernel is interrupted at the end of a slice and
- * resumes later where it stopped. Each context has one queue: one kernel at a time, in the order of
- * submission, regardless of streams. A context may have a slice length of its own. A context that
- * is switched off is interrupted at once and does not run until it is switched on (measured on an
- * H100 and an H200).
+ * circle, for one slice each (2 ms). Each context switch on the GPU takes 130 us, in which nothing
+ * executes. A context that runs out of work gives way at once. A context that is alone keeps the
+ * GPU and pays nothing, and so does one that returns to a GPU that no other context used in the
+ * meantime. A slice begins when its context takes the GPU. If it ends while no other context waits,
+ * the next one begins when another context does: on the H200 a newcomer does not interrupt the last
+ * 0.1 ms of 4 ms of work. A kernel is interrupted at the end of a slice and resumes later where it
+ * stopped. Each context has one queue: one kernel at a time, in the order of submission, regardless
+ * of streams. A context may have a slice length of its own. A context that is switched off is
+ * interrupted at once and does not run until it is switched on (measured on an H100 and an H200).
  */
 #include "schedule.h"
 
@@ -182,8 +181,8 @@ static void timeline_copy(const struct gpu *gpu, struct gpu_timeline *to,
  * schedule_advance() - decide everything that happens before `now`
  *
  * The completion times of commands are in the queue before the new heads become visible. If the
- * caller is killed meanwhile, the old timeline stays in force, and the next caller decides the same
- * again. Time does not go back: an earlier `now` changes nothing.
+ * caller is killed before it is done, the old timeline stays in force, and the next caller decides
+ * the same again. Time does not go back: an earlier `now` changes nothing.
  */
 void schedule_advance(struct gpu *gpu, uint64_t now)
 {

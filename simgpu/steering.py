@@ -1,7 +1,7 @@
-"""Steers a simulated GPU's scheduler, as a root process steers that of a real GPU.
+"""Steer a simulated GPU's scheduler, as a root process steers that of a real GPU.
 
-Implements `Hardware` of governor/hardware/steering.py for a simulated GPU. A driver call on a real
-GPU takes 0.6 ms; these take no time.
+The module implements `Hardware` of governor/hardware/steering.py for a simulated GPU. A driver call
+on a real GPU takes 0.6 ms; these take no time.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class SteeredProcess(NamedTuple):
 
     @property
     def key(self) -> int:
-        """The pid: all contexts of a process are steered together."""
+        """The PID, because all contexts of a process are steered together."""
         return self.pid
 
 
 class ContextRow(ctypes.Structure):
     """A context: its process, time on the GPU, turns that ended early, and full turns.
 
-    Same as `struct simgpu_residency` in steer.c.
+    This is `struct simgpu_residency` of steer.c.
     """
 
     _fields_ = tuple(
@@ -48,7 +48,7 @@ class ContextRow(ctypes.Structure):
 
 
 class GpuTimes(NamedTuple):
-    """The GPU time and turns of processes up to `now`, a time on the GPU's clock, by pid."""
+    """The GPU time and turns of processes by PID, up to `now`, a time on the GPU's clock."""
 
     now: int
     ns: Counter[int]
@@ -127,7 +127,7 @@ class SimulatedHardware:
             self._off |= pids
 
     def set_slice(self, held: SteeredProcess, ns: int) -> None:
-        """Give each context of a process a time slice of `ns`."""
+        """Give each context of a process a time slice of `ns` nanoseconds."""
         self._nvml.nvmlSimgpuSetTimeslice(self._handle, held.pid, ns)
 
     @property
@@ -136,7 +136,7 @@ class SimulatedHardware:
         return 0
 
     def tokens(self, held: Sequence[SteeredProcess]) -> list[Any]:
-        """Return the pids, in the form that `revive` takes."""
+        """Return the PIDs, in the form that `revive` takes."""
         return [one.pid for one in held]
 
     def name(self, held: SteeredProcess) -> list[Any]:
@@ -144,12 +144,12 @@ class SimulatedHardware:
         return list(held)
 
     def named(self, data: Any) -> SteeredProcess:
-        """Return the process with this name; ValueError or TypeError if it is not a name."""
+        """Return the process with this name. Raise ValueError or TypeError if it is not a name."""
         pid, n_groups = data
         return SteeredProcess(int(pid), int(n_groups))
 
     def used_ns(self) -> Mapping[int, int]:
-        """Return for how long each process was on the GPU since the last call, by pid, in ns.
+        """Return the time in ns that each process was on the GPU since the last call, by PID.
 
         The time that a context used between the last call and its end is lost.
         """

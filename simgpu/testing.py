@@ -1,4 +1,4 @@
-"""Makes the simulated GPU's driver API callable from tests in Python, with errors as exceptions.
+"""Make the simulated GPU's driver API callable from tests in Python, with errors as exceptions.
 
 `SimulatedDriver` loads the built library into this process. `SimulatedDriver.attached` attaches it
 to a directory of devices and detaches it afterwards, so that one process can run many tests.
@@ -42,7 +42,10 @@ def environment(build: Path, directory: Path) -> dict[str, str]:
 
 
 def start_python(build: Path, directory: Path, program: str) -> subprocess.Popen[str]:
-    """Start a process that runs `program` with a `driver` in scope; its streams are pipes."""
+    """Start a process that runs `program` with a `driver` in scope.
+
+    Its standard input and output are pipes.
+    """
     prelude = (
         "from pathlib import Path\n"
         "from simgpu.testing import *\n"
@@ -102,7 +105,7 @@ class SimulatedDriver:
                 os.environ["SIMGPU_DIR"] = before
 
     def set_clock(self, now: int, device: int = 0) -> None:
-        """Stop a device's clock at `now` ns, or move it there."""
+        """Stop a device's clock, and move it to `now` (ns)."""
         self.call("simgpu_clock_set", device, now)
 
     def clock(self, device: int = 0) -> int:
@@ -140,7 +143,7 @@ class SimulatedDriver:
         return self.get("cuStreamCreate", flags)
 
     def elapsed(self, start: int, end: int) -> float:
-        """Return the milliseconds between two events."""
+        """Return the time between two events, in milliseconds."""
         milliseconds = ctypes.c_float()
         self.call("cuEventElapsedTime", ctypes.byref(milliseconds), start, end)
         return milliseconds.value

@@ -75,7 +75,7 @@ size_t vmm_granularity(void)
     return GRANULARITY;
 }
 
-/* Not through the C library: its function requires a newer C library than drivers do. */
+/* This does not use the C library, whose function requires a newer version than drivers do. */
 static int memory_file(void)
 {
     return (int)syscall(SYS_memfd_create, "simgpu", CLOSE_EXEC);
@@ -86,7 +86,7 @@ static int backing_file(const struct backing *backing)
     return backing->fd < 0 ? shared_file : backing->fd;
 }
 
-/* Create a file for this memory alone, with the label behind the contents. */
+/* Create a file for this memory alone, with the label after the contents. */
 static bool backing_open(struct backing *backing, const struct handle *handle)
 {
     struct label label = {.magic = LABEL_MAGIC, .size = backing->size, .prop = handle->prop};

@@ -3,12 +3,13 @@
  * containers that write arbitrary values into their ledgers.
  *
  * `arbiter_pages SECONDS SEED anything|idle|done`. Three containers are honest: one on each GPU and
- * one on both, with 25 % of each. Two others, one of them on both GPUs, write random words at
- * random places as fast as they can, and wake the threads. With `idle` they request the GPU instead
- * and do not use it; with `done` they release each grant immediately. A sixth container is added
- * and removed repeatedly. Prints, as JSON, the shares of the three and the longest time without a
- * heartbeat, and the fraction of a processor that the threads used while the ledgers of the two
- * contained arbitrary values and no container woke them. A sanitizer reports other errors.
+ * one on both, each with 25 % of its GPUs. Two others, one of them on both GPUs, write random words
+ * at random offsets as fast as they can, and wake the threads. With `idle` they request the GPU
+ * instead and do not use it; with `done` they release each grant immediately. A sixth container is
+ * added and removed repeatedly. The program prints, as JSON, the shares of the three, the longest
+ * time without a heartbeat, and the fraction of a processor that the threads used while the ledgers
+ * of the two contained arbitrary values and no container woke them. A sanitizer reports other
+ * errors.
  */
 #include "layout.gen.h"
 #include "prim.h"
@@ -85,7 +86,7 @@ static void begin(struct container *c, uint32_t gpus, uint32_t guarantee, uint32
     struct runner *each[N_GPUS];
     int pair[2];
 
-    /* Each with its exact size, so that a sanitizer detects accesses beyond the end. */
+    /* Each has its exact size, so that a sanitizer detects accesses beyond the end. */
     c->grant = calloc(1, GRANT_SIZE);
     c->ledger = calloc(1, LEDGER_SIZE);
     ((struct ledger_header *)c->ledger)->n_slots = 1;

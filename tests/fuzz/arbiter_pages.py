@@ -1,4 +1,4 @@
-"""Builds arbiter_pages.c with sanitizers, runs it, and checks that honest containers get their promised shares."""
+"""Build arbiter_pages.c with sanitizers, run it, and check that honest containers get their promised shares."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROMISED = 25  # percent of each GPU, to each of three
 
 
 def build(directory: Path, sources: Sequence[str] = SOURCES) -> Path:
-    """Return the program; skip the test if there is no compiler with sanitizers."""
+    """Build the program and return its path. Skip the test if there is no compiler with sanitizers."""
     need("cc", "setarch")
     program = directory / Path(sources[0]).stem
     made = subprocess.run(
@@ -43,8 +43,10 @@ def build(directory: Path, sources: Sequence[str] = SOURCES) -> Path:
 
 
 def hold(program: Path, seconds: int, seed: int, liars: str) -> None:
-    """Run the program with liars of a kind. The bound is half of the promised share: a busy machine delivers less than
-    the promise, but beside a container that steals time nothing would be left.
+    """Run the program with liars of a kind, and check its results.
+
+    The bound is half of the promised share. A busy machine delivers less than the promise, but next to a container that
+    steals time nothing would be left.
     """
     done = subprocess.run(
         # Without randomisation: sanitizers need their shadow memory at addresses where mappings may be.

@@ -42,7 +42,7 @@ CORPUS = Path(__file__).with_name("corpus")
 LINE = 900
 SETTINGS = reserve.Settings(entry=HookEntry("/usr/bin/tidegate-hook"), driver_dir="/nonexistent")
 BEYOND = ("is given twice", "is the host's own root", "'..' after a name", "not absolute")
-"""Reasons for refusing a document that follows its schema: JSON Schema can express neither duplicate names nor where a path ends."""
+"""Reasons for refusing a document that its schema accepts: JSON Schema can express neither duplicate names nor where a path ends."""
 
 
 class DocumentKind(NamedTuple):
@@ -62,7 +62,7 @@ def validator(path: str, part: str | None = None) -> jsonschema.Draft202012Valid
 
 
 def take_config(data: bytes) -> object:
-    """Parse as `oci_hook.main.prepare` does before it looks at the container."""
+    """Parse as `oci_hook.main.prepare` does before it examines the container."""
     bundle = parse_config(data, "/bundle")
     foreign_driver(bundle.document)
     gpu_nodes(bundle.document)
@@ -70,7 +70,7 @@ def take_config(data: bytes) -> object:
 
 
 def take_annotations(data: bytes) -> object:
-    """Parse the annotations below our prefix: an object of strings, checked as in config.json and in the state."""
+    """Parse the annotations with Tidegate's prefix: an object of strings, checked as in config.json and in the state."""
     try:
         annotations = load_json(data)
     except (ValueError, RecursionError) as e:
@@ -91,7 +91,7 @@ def take_manifest(data: bytes) -> object:
 
 
 def take_answer(data: bytes, parse: Callable[[dict[str, Any]], object] | None = None) -> object:
-    """Parse as the hook's client does; a refusal is an answer, too."""
+    """Parse as the hook's client does. Without `parse`, a refusal is an answer, too."""
     try:
         document = parse_answer(data)
         if parse is None:
@@ -100,7 +100,7 @@ def take_answer(data: bytes, parse: Callable[[dict[str, Any]], object] | None = 
             raise UnreachableError("is a refusal", hint="none")
         return parse(document)
     except WRONG as e:
-        raise UnreachableError("is no answer", hint="same version") from e
+        raise UnreachableError("is not an answer", hint="same version") from e
 
 
 class Reserving:
@@ -200,7 +200,7 @@ def refusal(kind: str, data: bytes) -> str | None:
 
 
 def hold(kind: str, data: bytes) -> bool:
-    """Check the properties that every document of a kind must have; return whether the document was accepted."""
+    """Check the properties that every document of a kind must have. Return whether the document was accepted."""
     line, valid = refusal(kind, data), is_valid(kind, data)
     if line is not None:
         # The message is one line for a terminal, whatever the document contains.

@@ -1,4 +1,4 @@
-"""One kind of document under Atheris: `python -m tests.fuzz.guided KIND DIRECTORY [libFuzzer's options]`.
+"""Run Atheris on one kind of document: `python -m tests.fuzz.guided KIND DIRECTORY [libFuzzer's options]`.
 
 Inputs that fail are written to crash-*. Add them to corpus/KIND.jsonl with the correct verdict.
 """

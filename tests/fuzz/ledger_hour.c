@@ -11,8 +11,8 @@
  * arbitrary values. If REMAINS is not 0, they may also report that their work continues after its
  * grant.
  *
- * Prints, as JSON, the least and the greatest share of each honest container over 10 seconds, with
- * the behaviours of the others at the end of that time.
+ * The program prints, as JSON, the least and the greatest share of each honest container over 10
+ * seconds, with the behaviours of the others at the end of that time.
  */
 #include "prim.h"
 
@@ -27,7 +27,7 @@ static uint64_t clock_ns;
 
 #define N_HONEST  2
 #define N_LIARS   6
-#define WAKE_NS   (25 * NS_PER_US) /* until a thread that was woken runs */
+#define WAKE_NS   (25 * NS_PER_US) /* delay until a thread that was woken runs */
 #define BUCKET_NS NS_PER_S
 #define N_BUCKETS 10
 #define NEVER     UINT64_MAX
@@ -39,7 +39,7 @@ enum behaviour {
     STOPPED,   /* never releases the grant, and does not update `alive_ns` */
     AT_ONCE,   /* releases the grant at once */
     LATE,      /* releases the grant after its end, and updates `alive_ns` */
-    NAP,       /* requests the GPU repeatedly, for very short times */
+    NAP,       /* requests the GPU repeatedly, for very short periods */
     RESIDUAL,  /* releases the grant, and reports an invented time for which its work continues */
     OVERHANGS, /* reports work that runs although its grant has ended */
     BUSY,      /* reports GPU time that it did not use */
@@ -53,8 +53,8 @@ static const char *const names[] = {"silent", "unused",   "hold",      "stopped"
 struct container {
     char *grant, *ledger;
     int32_t tenant;
-    uint32_t signal;  /* of its grant page, when it looked last */
-    uint64_t next_ns; /* when it acts next, unless its grant page changes before */
+    uint32_t signal;  /* of its grant page, when it last read it */
+    uint64_t next_ns; /* when it acts next, unless its grant page changes earlier */
     /* honest */
     bool works;
     uint32_t epoch;

@@ -1,4 +1,4 @@
-"""Builds ledger_hour.c with sanitizers, runs it, and checks how much time dishonest containers take from their neighbours."""
+"""Build ledger_hour.c with sanitizers, run it, and check how much time dishonest containers take from their neighbours."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from tests.fuzz import arbiter_pages
 SOURCES = ("tests/fuzz/ledger_hour.c", *arbiter_pages.POLICY)
 SHARES = (50.0, 20.0)
 LIARS = 30.0
-"""Share in percent of the containers that lie, together."""
+"""Total share in percent of the containers that lie."""
 MOVED = 1.5
-"""Most by which the share of an honest container over 10 seconds differs from its quota, in percent of the GPU."""
+"""Maximum difference between the share of an honest container over 10 seconds and its quota, in percent of the GPU."""
 
 
 def build(directory: Path) -> Path:
-    """Return the program; skip the test if there is no compiler with sanitizers."""
+    """Build the program and return its path. Skip the test if there is no compiler with sanitizers."""
     return arbiter_pages.build(directory, SOURCES)
 
 
 def hold(program: Path, seconds: int, seed: int, *, remains: bool) -> None:
-    """Run the program for simulated seconds, on the configuration of a node.
+    """Run the program for `seconds` simulated seconds with the default configuration, and check its results.
 
-    With `remains` the liars may report that their work continues after its grant. That time is charged to them instead of
-    the container that has the GPU meanwhile, so the others may gain the liars' own shares, and no more.
+    With `remains`, the liars may report that their work continues after its grant. That time is charged to them instead of
+    the container that has the GPU at that time, so the others may gain the liars' own shares, but no more.
     """
     config = runner_config(Config())
     arbiter = config.arbiter

@@ -1,4 +1,4 @@
-"""Damage to real files, and what a reader must guarantee for damaged files."""
+"""Damage real files, and check what a reader must guarantee for damaged files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUMBERS = (0, 1, 2, 7, 8, 0xFF, 0xFFFF, 1 << 31, (1 << 32) - 1, 1 << 63, (1 << 6
 
 
 class Counted:
-    """Counts reads with os.pread inside the block: `calls`, `bytes`."""
+    """Count reads with os.pread inside the block: their number in `calls`, and their size in `bytes`."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -45,8 +45,8 @@ class Counted:
 
 
 def hold_to_the_contract(content: bytes) -> None:
-    """Read a file with these bytes: the result is a library or a refusal, within bounds, and
-    nothing else.
+    """Read a file with these bytes, and check that the result is a library or a refusal, within
+    bounds.
     """
     with tempfile.TemporaryDirectory() as work:
         path = Path(work, "libfuzz.so.1.2.3")
@@ -77,9 +77,7 @@ def hold_to_the_contract(content: bytes) -> None:
 
 
 def hold_the_cache_to_its_contract(content: bytes) -> None:
-    """Parse a loader's cache with these bytes: the result is entries or a refusal, and nothing
-    else.
-    """
+    """Parse a loader's cache with these bytes, and check that the result is entries or a refusal."""
     with _alarm():
         try:
             entries = parse_cache(content)
@@ -129,7 +127,7 @@ def bases() -> list[bytes]:
 
 @st.composite
 def mutated_elf(draw: st.DrawFn) -> bytes:
-    """Generate a real file with up to six changes, most of them in parts that a reader looks at."""
+    """Generate a real file with up to six changes, most of them in parts that a reader reads."""
     originals = bases()
     original = draw(st.sampled_from(originals))
     content = bytearray(original)
@@ -162,7 +160,7 @@ def mutated_elf(draw: st.DrawFn) -> bytes:
 
 
 def cache_bytes() -> bytes:
-    """Return a loader's cache of three libraries, with a cache in the older format before it."""
+    """Return a loader's cache of three libraries, after a cache in the older format."""
     strings = b"liba.so.1\0/x/liba.so.1\0/usr/lib/libcuda.so.1\0"
     names = ((0, 10), (3, 13), (33, 23))
     base = 48 + 24 * len(names)

@@ -1,5 +1,5 @@
-"""The arbiter's threads with ledgers of arbitrary content, for TIDEGATE_FUZZ_SECONDS seconds (60 each), and its policy with
-such ledgers for an hour of simulated time.
+"""Test the arbiter's threads with ledgers of arbitrary content, for TIDEGATE_FUZZ_SECONDS seconds each (default 60), and its
+policy with such ledgers for an hour of simulated time.
 """
 
 import os

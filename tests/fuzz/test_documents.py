@@ -1,6 +1,7 @@
-"""Documents from outside, for TIDEGATE_FUZZ_SECONDS seconds (60 each): mutations of the corpus, and coverage-guided inputs.
+"""Test documents from outside, for TIDEGATE_FUZZ_SECONDS seconds each (default 60): mutations of the corpus, and coverage-guided
+inputs.
 
-Both kinds are checked with `tests.fuzz.documents.hold`. Coverage guidance is from Atheris (libFuzzer for Python), which the
+Both kinds are checked with `tests.fuzz.documents.hold`. Coverage guidance comes from Atheris (libFuzzer for Python), which the
 usual environment does not include: `tools/fuzz-environment` makes another one next to .venv, from requirements-fuzz.lock.
 """
 
@@ -19,7 +20,7 @@ SECONDS = float(os.environ.get("TIDEGATE_FUZZ_SECONDS", "60"))
 EXAMPLES = 1000
 ATHERIS = ROOT / "build/fuzz/bin/python"
 MIB = 512
-"""Memory limit in MiB. Atheris, the schemas and a document take 200; a document that takes more than the rest is a bug."""
+"""Memory limit in MiB. Atheris, the schemas and a document take 200. A document that needs more than the limit shows a bug."""
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,8 +1,8 @@
-"""The control library with a grant page of arbitrary content, for TIDEGATE_FUZZ_SECONDS seconds.
+"""Test the control library with a grant page of arbitrary content, for TIDEGATE_FUZZ_SECONDS seconds.
 
-Only the governor writes the page, so nonsense in it means a bug in the governor, or another version
+Only the governor writes the page, so invalid content means a bug in the governor, or another version
 of it. A governed process must survive that: no crash, and no call that never returns. Where the page
-closes the grant, calls have to wait; they return when the page is valid again. The library has no
+closes the grant, calls have to wait, and return when the page is valid again. The library has no
 options of its own that could be fuzzed together with the page: it reads no environment variable and
 no other file.
 """
@@ -43,7 +43,7 @@ FIELDS = [
 
 
 class StressProgram:
-    """The stress program in a room, on a simulated GPU of its own."""
+    """The stress program in a sandbox, on a simulated GPU of its own."""
 
     def __init__(self, work: Path, build: Path, **fields: int) -> None:
         self.work = work
@@ -54,7 +54,7 @@ class StressProgram:
         self.room = GrantSandbox(work / "room", [UUID], **{"memory_limit": 1 << 30, **fields})
 
     def start(self, *options: str) -> subprocess.Popen[str]:
-        """Start the program, with its errors in its output."""
+        """Start the program, with its standard error in its output."""
         return subprocess.Popen(
             self.room.command(str(self.build / "stress"), "--limit-ms", str(LIMIT_MS), *options),
             env={
@@ -82,13 +82,13 @@ def governed(build_dir):
 
 
 def finish(process: subprocess.Popen[str], seconds: float) -> str:
-    """Return the complete output of a process; fail if it does not end."""
+    """Return the complete output of a process; fail if it does not end within `seconds`."""
     try:
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         process.kill()
         output, _ = process.communicate()
-        pytest.fail(f"it did not end within {seconds:g} s: {output}", pytrace=False)
+        pytest.fail(f"the process did not end within {seconds:g} s: {output}", pytrace=False)
     return output
 
 
@@ -153,13 +153,13 @@ def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 30) ->
     deadline = time.monotonic() + seconds
     while not path.exists():
         if process.poll() is not None or time.monotonic() > deadline:
-            pytest.fail(f"it did not get ready: {finish(process, 1)}", pytrace=False)
+            pytest.fail(f"the process did not become ready: {finish(process, 1)}", pytrace=False)
         time.sleep(0.005)
 
 
 def test_a_process_that_starts_with_any_page_ends(governed):
-    """It runs, or cuInit answers CUDA_ERROR_SYSTEM_NOT_READY, or there is not enough memory for a
-    context.
+    """The process runs, or cuInit returns CUDA_ERROR_SYSTEM_NOT_READY, or there is not enough memory
+    for a context.
     """
     seed = time.time_ns()
     draw = random.Random(seed)  # noqa: S311
@@ -204,7 +204,7 @@ AWAY = {
         ("grant_header", "lookahead_ns", 2**64 - 1), ("grant_device", "deadline_ns", 0)
     ],
 }  # fmt: skip
-"""Fields of a page, with their values, when its governor died with `on_governor_loss: keep`."""
+"""Fields of a page, with the values that they had when its governor died with `on_governor_loss: keep`."""
 
 
 @pytest.mark.parametrize("fields", AWAY.values(), ids=AWAY)

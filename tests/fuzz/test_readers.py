@@ -1,4 +1,4 @@
-"""Readers of files that other programs wrote, on damaged files, for TIDEGATE_FUZZ_SECONDS seconds (60 each)."""
+"""Test the readers of files that other programs wrote, on damaged files, for TIDEGATE_FUZZ_SECONDS seconds each (default 60)."""
 
 import os
 import time

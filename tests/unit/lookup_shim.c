@@ -1,6 +1,7 @@
 /*
  * A driver of a future version: the simulated one, with a function for every name that begins with
- * "cu", and a form of each function that comes with version 99.0. Each returns 99.
+ * "cu", and a variant of each function that was introduced with version 99.0. Each of them returns
+ * 99.
  *
  * Built as libcuda-origin.so.1 and linked against the simulated driver.
  */
@@ -22,8 +23,8 @@ static int new_function(void)
     return 99;
 }
 
-/* No driver has a function with this prefix: with it, the control library requests the answer to a
- * name that the driver lacks. */
+/* No driver has a function with the prefix cuTidegate. The control library looks up such a name to
+ * learn what the driver answers if it lacks a function. */
 static int is_new(const char *name, int version, int result)
 {
     return (result == NOT_FOUND || version >= 99000) && !strncmp(name, "cu", 2) &&

@@ -1,8 +1,8 @@
 /*
- * The parts of the driver's memory API that the simulated driver lacks, placed in front of it: the
- * forms of the first CUDA versions, and functions that need hardware or another process. They take
- * memory of the simulated GPU where it has a way to do so, and none otherwise. The tests check the
- * charges.
+ * The parts of the driver's memory API that the simulated driver lacks, loaded in front of it: the
+ * variants of functions from the first CUDA versions, and functions that need hardware or another
+ * process. They take memory of the simulated GPU where it has a way to do so, and none otherwise.
+ * The tests check the charges.
  *
  * Built as libcuda-origin.so.1 and linked against the simulated driver.
  */
@@ -47,7 +47,7 @@ int cuGraphInstantiateWithFlags(void **exec, void *graph, unsigned long long fla
 int cuGraphAddMemAllocNode(void **node, void *graph, void *const *from, size_t n,
                            alloc_node *params);
 
-/* ---- addresses of 32 bits ---- */
+/* ---- 32-bit addresses ---- */
 
 static address low[1024];
 

@@ -417,8 +417,8 @@ bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look
     return true;
 }
 
-/* Returns for how long the oldest marker has been overdue, in ns, and the predicted duration of its
- * interval and whether that is known. */
+/* Returns for how long the oldest marker has been overdue, in ns; in `lengthp` the predicted
+ * duration of its interval, and in `knownp` whether all of its work has been measured. */
 uint64_t queue_late(const struct queue *q, const struct estimate *e, uint64_t now,
                     uint64_t *lengthp, bool *knownp)
 {

@@ -20,7 +20,7 @@
 #define QUEUE_N_EVENTS  512
 #define QUEUE_NO_EVENT  (-1)
 #define QUEUE_STALL_NS  (200 * NS_PER_MS)
-#define QUEUE_DOUBTS    4 /* intervals that may have grown until queue_asks() asks */
+#define QUEUE_DOUBTS    4 /* late intervals after which queue_asks() returns true */
 
 struct queue_event {
     CUevent event;
@@ -83,7 +83,7 @@ struct queue {
     uint64_t beside_ns;   /* and possibly for this much longer */
     uint64_t shared_ns;   /* maximum of such time in the first interval of `shared_era` */
     uint32_t shared_era;
-    uint32_t n_doubts;  /* late ends alongside others' work since queue_asks() last asked */
+    uint32_t n_doubts;  /* late ends alongside others' work since queue_asks() was last true */
     uint32_t asked_era; /* others wait for the end of this era's work */
     float rise;         /* one of the factors ESTIMATE_RISE, ..._WAITS and ..._BESIDE */
     unsigned head, n_markers;

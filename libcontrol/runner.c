@@ -390,7 +390,7 @@ RUNNER_EXPORT void runner_open(struct runner *runner, bool open)
 /*
  * Watches a process's socket: each byte on it wakes this thread, and those of the process's `n`
  * other GPUs. One thread reads for all, because two readers would take each other's wake-ups. Takes
- * ownership of the descriptor. Returns 0 or an errno.
+ * ownership of the descriptor and returns 0, or returns an errno.
  */
 RUNNER_EXPORT int runner_watch(struct runner *runner, int fd, struct runner *const *others,
                                uint32_t n)

@@ -54,7 +54,7 @@ struct report {
     uint64_t release_ns, residual_ns, busy_ns;
     uint64_t alive_ns; /* oldest of the last signs of processes that have not given it back */
     uint64_t seen_ns;  /* when a helper last read the grant */
-    bool overruns;     /* work runs whose grant is over */
+    bool overruns;     /* work of a grant that is over still runs */
 };
 
 /* runner_pages.c; the runner's mutex is held. */

@@ -9,9 +9,9 @@
  * The lock of the shared state is a futex word that names the holder's slot and generation. A
  * robust pthread mutex would name the thread id, which means nothing across pid namespaces: if
  * thread 1 of one container died while waiting, it would release the lock held by thread 1 of
- * another container. A process that has waited for long asks the kernel whether the holder's slot
- * is still alive, and takes the lock over from a dead holder. Nothing needs repair in that case;
- * layout.h says why.
+ * another container. A process that has waited for a long time asks the kernel whether the holder's
+ * slot is still alive, and takes the lock over from a dead holder. Nothing needs repair in that
+ * case; layout.h says why.
  */
 #include "device.h"
 
@@ -104,7 +104,7 @@ static bool slot_mine(const struct device *device, uint32_t slot)
     return device->gpu->shared.slots[slot].key == device->key;
 }
 
-/** device_slot_pid() - the owner's pid in our namespace, 0 when invisible, -1 when dead */
+/** device_slot_pid() - the owner's pid in this namespace, 0 if invisible, -1 if dead */
 int device_slot_pid(const struct device *device, uint32_t slot)
 {
     return slot_mine(device, slot) ? getpid() : byte_owner(device->fd, slot);
@@ -140,7 +140,7 @@ static void shared_lock(struct device *device)
             continue;
         }
         if (LOCK_SLOT(seen) == device->slot) {
-            dead = true; /* a former owner of this slot: we hold its byte, so it is dead */
+            dead = true; /* a former owner of this slot, whose byte this process has now */
         } else if (!(seen & LOCK_WAITERS)) {
             if (!atomic_compare_exchange_strong(&shared->lock, &seen, seen | LOCK_WAITERS))
                 continue;

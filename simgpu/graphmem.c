@@ -164,7 +164,7 @@ bool graphmem_freed(uintptr_t address)
     return false;
 }
 
-/** graphmem_instantiate() - only one executable graph may have the memory at a time */
+/** graphmem_instantiate() - add the executable graph; only one may have the memory at a time */
 CUresult graphmem_instantiate(struct graph_memory *memory)
 {
     if (memory->instantiated)
@@ -284,7 +284,7 @@ CUresult graphmem_get(int ordinal, CUgraphMem_attribute attribute, uint64_t *val
     return CUDA_ERROR_INVALID_VALUE;
 }
 
-/** graphmem_set() - a high-water mark accepts only 0, which resets it to the present value */
+/** graphmem_set() - reset a high-water mark to the present value; `value` has to be 0 */
 CUresult graphmem_set(int ordinal, CUgraphMem_attribute attribute, uint64_t value)
 {
     if (value)

@@ -379,7 +379,7 @@ CUresult mempool_get(const struct mempool *pool, CUmemPool_attribute attribute, 
     return CUDA_SUCCESS;
 }
 
-/** mempool_set() - a high-water mark accepts only 0, which resets it to the present value */
+/** mempool_set() - set an attribute; a high-water mark accepts only 0, which resets it */
 CUresult mempool_set(struct mempool *pool, CUmemPool_attribute attribute, const void *value)
 {
     switch (attribute) {

@@ -127,7 +127,7 @@ def bases() -> list[bytes]:
 
 @st.composite
 def mutated_elf(draw: st.DrawFn) -> bytes:
-    """Generate a real file with up to six changes, most of them in parts that a reader reads."""
+    """Generate a real file with up to six changes, most of them in parts that readers use."""
     originals = bases()
     original = draw(st.sampled_from(originals))
     content = bytearray(original)

@@ -20,7 +20,7 @@
 static struct part {
     struct prim_lock lock;
     size_t n;
-    size_t capacity; /* a power of two, at least twice n */
+    size_t capacity; /* a power of two, at least twice n while memory suffices */
     struct block *places;
 } parts[BLOCKS_N_PARTS];
 

@@ -1,7 +1,7 @@
 /*
  * Gates or counts copies and fills. Those within the GPU's memory are work like that of a kernel
- * and pass the gate, unless they are too small to matter. Those to and from the host are only
- * counted.
+ * and pass the gate. Those to and from the host are only counted, and so are small copies by calls
+ * that do not name the direction, because the driver would have to be queried for it.
  *
  * On an H200 a copy of 4 MiB takes 7 us, of which 5 us are the same for any size. Beyond that, the
  * rate is 2 TB/s for a copy and 4 TB/s for a fill.

@@ -1,10 +1,10 @@
 """`python -m libcontrol.coverage --driver FILE`: which functions of a driver are governed.
 
 The program compares three things: what a libcuda exports or a header of NVIDIA's declares, what is
-known about these functions (functions.toml), and which of them the control library hooks
-(libcontrol.api). A function that takes memory, gives it back, starts work or concerns captures is
-ungoverned if it is not hooked. A function that functions.toml does not name is unknown, and may be
-ungoverned.
+known about these functions (functions.toml), and which of them the control library replaces, or
+hooks (libcontrol.api). A function that takes memory, gives it back, starts work or concerns
+captures is ungoverned if it is not hooked. A function that functions.toml does not name is unknown,
+and may be ungoverned.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ struct ledger_device {
     uint64_t provisional_ns; /* container, release: when provisional last changed */
     uint64_t transfers; /* container, relaxed: copies between host and device */
     uint64_t transfer_bytes; /* container, relaxed: bytes that transfers copied */
-    uint64_t small; /* container, relaxed: device-side copies and fills too small to gate */
+    uint64_t small; /* container, relaxed: calls counted as too small to gate */
     uint64_t contexts; /* container, relaxed: live contexts */
     uint64_t returned; /* container, seq_cst: total given back, excluding unseen */
     uint64_t moving; /* container, seq_cst: part of (memory - unseen) in calls under way */

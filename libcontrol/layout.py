@@ -170,7 +170,7 @@ LEDGER_DEVICE = Struct(
         Field("provisional_ns", "u64", 1, "container", "release", "when provisional last changed"),
         Field("transfers", "u64", 1, "container", doc="copies between host and device"),
         Field("transfer_bytes", "u64", 1, "container", doc="bytes that transfers copied"),
-        Field("small", "u64", 1, "container", doc="device-side copies and fills too small to gate"),
+        Field("small", "u64", 1, "container", doc="calls counted as too small to gate"),
         Field("contexts", "u64", 1, "container", doc="live contexts"),
         Field("returned", "u64", 1, "container", "seq_cst", "total given back, excluding unseen"),
         Field(

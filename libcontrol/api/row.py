@@ -6,7 +6,8 @@
              `before` is an expression that may refuse the call, and `after` follows the call. The
              fast path skips both, and no launch takes it while `needed` is true.
 - `copy`     copies or fills: `copy` is an expression for its size and direction (copies.h). A copy
-             within the GPU's memory that is large enough passes the gate; others are counted.
+             or fill within the GPU's memory passes the gate. Others are counted, and so are small
+             copies by calls that do not name the direction.
 - `charge`   takes device memory: `size` is reserved before the driver is called, and `pointer`
              names the block afterwards. `settle` (optional) is the size once the driver has
              answered, and `kind` is one of account.h's kinds.

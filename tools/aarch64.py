@@ -25,7 +25,7 @@ GLIBC_LIMIT = (2, 17)
 
 
 def build() -> None:
-    """Build the libraries; raises CalledProcessError with the compiler's output."""
+    """Build the libraries; raise CalledProcessError with the compiler's output."""
     meson = [sys.executable, "-m", "mesonbuild.mesonmain"]
     commands = [["ninja", "-C", str(FOLDER), *(f"libcontrol/{name}" for name in LIBRARIES)]]
     if not (FOLDER / "build.ninja").exists():

@@ -32,7 +32,7 @@ class BrowserError(Exception):
 
 
 def find_browser() -> tuple[str, dict[str, str]]:
-    """Return the program and its environment variables; raises BrowserError if there is none."""
+    """Return the program and its environment variables; raise BrowserError if there is none."""
     for name in SYSTEM:
         # Ubuntu's chromium is a script that requires snap.
         if (program := shutil.which(name)) and not Path("/snap").exists():
@@ -114,7 +114,7 @@ class Browser:
             self._stack.close()
 
     def call(self, method: str, session: str | None = None, **parameters: object) -> Any:
-        """Return the answer of a protocol method; events that arrive meanwhile are kept."""
+        """Return the answer of a protocol method; events that arrive before it are kept."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if session:
@@ -166,7 +166,7 @@ class BrowserPage:
         self._session = session
         for domain in ("Page", "Runtime", "Network", "Log", "Accessibility", "Audits"):
             self.call(f"{domain}.enable")
-        # Keys go to the page that has the focus, which without a window none has.
+        # Keys go to the page that has the focus; without a window, none has it.
         self.call("Emulation.setFocusEmulationEnabled", enabled=True)
 
     def call(self, method: str, **parameters: object) -> Any:
@@ -174,7 +174,7 @@ class BrowserPage:
         return self._browser.call(method, self._session, **parameters)
 
     def events(self, *methods: str) -> list[dict[str, Any]]:
-        """Return the parameters of the page's events so far, of these methods."""
+        """Return the parameters of the page's events of these methods so far."""
         self.evaluate("0")  # so that pending events have arrived
         return [
             event["params"]
@@ -221,7 +221,7 @@ class BrowserPage:
         return answer["result"].get("value")
 
     def wait(self, expression: str, seconds: float = 20.0) -> Any:
-        """Return the value of an expression once it is true; raises BrowserError if it is not."""
+        """Return the value of an expression once it is true; raise BrowserError if it is not."""
         deadline = time.monotonic() + seconds
         while not (value := self.evaluate(expression)):
             if time.monotonic() > deadline:

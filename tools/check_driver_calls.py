@@ -5,7 +5,7 @@
 SOURCE is a tree of https://github.com/NVIDIA/open-gpu-kernel-modules, or of a release's source
 package; with tags it is a git repository of that project, and each tag is checked. Every number,
 size and offset of governor/hardware/calls.py becomes an assertion that gcc evaluates. Prints a line
-for each tree, and for each difference; exits with status 1 if there is one.
+for each tree and for each difference; exits with status 1 if there is a difference.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def assertions(branch: int) -> str:
             where = f"offsetof({layout.name}, {field.name})"
             check(f"{where} == {field.offset}", f"{name} is at {field.offset}")
             of = f"sizeof((({layout.name} *)0)->{field.name})"
-            check(f"{of} >= {size}", f"{name} has {size} bytes")
+            check(f"{of} >= {size}", f"{name} has at least {size} bytes")
     lines = [f"#include <{header}>" for header in ("nvtypes.h", *headers)]
     return "\n".join((*lines, *checks, ""))
 
@@ -96,7 +96,7 @@ def _unpack(repository: str, tag: str, into: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Check each tree that is named."""
+    """Check each tree named; return 1 if one of them differs."""
     if not arguments:
         raise SystemExit((__doc__ or "").split("\n\n")[1])
     source, tags = arguments[0], arguments[1:]

@@ -174,7 +174,7 @@ HOOK = Command(
         Option(
             ("--claim",),
             "UID",
-            "the container has a share of this claim; the node's driver for Kubernetes passes it",
+            "the container has a share of this claim; the Kubernetes driver passes this option",
             (),
             "word",
         ),
@@ -182,7 +182,7 @@ HOOK = Command(
         Option(
             (),
             "prestart|createRuntime|precreate|poststop",
-            "the stage at which the runtime, or for precreate the engine, calls it",
+            "the stage at which the runtime (for precreate: the engine) calls the hook",
             ("prestart", "createRuntime", "precreate", "poststop"),
             "word",
             required=True,

@@ -18,13 +18,13 @@ from tools.generated import write_or_check  # noqa: E402
 PAGE = ROOT / "docs/reference/commands.md"
 
 HEAD = """\
-<!-- Written by `python tools/commands_reference.py` from what the programs parse. -->
+<!-- Written by `python tools/commands_reference.py` from the parsers of the programs. -->
 
 # Commands
 
 Every program, verb and option. The manual pages (`man tidegate` and so on) and `--help` have the
-same. Exit statuses are those of the [errors](errors.md); 2 means that the command line is wrong.
-Completions for bash, zsh and fish come with the package.
+same content. Exit statuses are those of the [errors](errors.md); 2 means that the command line is
+wrong. Completions for bash, zsh and fish come with the package.
 """
 
 SETTINGS = (

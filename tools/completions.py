@@ -21,7 +21,7 @@ from tools.command_table import DIRECTORIES, FILES  # noqa: E402
 from tools.generated import write_or_check  # noqa: E402
 
 DIRECTORY = ROOT / "packaging/completions"
-HEAD = "# Written by `python tools/completions.py` from what the programs parse."
+HEAD = "# Written by `python tools/completions.py` from the parsers of the programs."
 FILE_NAMES = {"bash": "bash/{}", "zsh": "zsh/_{}", "fish": "fish/{}.fish"}
 # The first column of `tidegate ps`, without the lines of violations below the table. Only ids
 # without special characters of the shell are offered: crun accepts any id without a slash, and bash
@@ -55,7 +55,7 @@ complete -o bashdefault -F {function} {program}
 def _prepare(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Tell shtab what the values of options are, and what their defaults are on a node."""
     for action in parser._actions:  # noqa: SLF001 - argparse has no public accessor
-        if str(action.default) == str(control_dir()):  # which depends on where this checkout is
+        if str(action.default) == str(control_dir()):  # depends on this checkout's path
             action.default = "/usr/lib/tidegate/MACHINE-linux-gnu"
         if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
             for inner in action.choices.values():

@@ -29,11 +29,11 @@ HEAD = """\
 The governor reads `/etc/tidegate/config.yaml`, then `/etc/tidegate/config.d/*.yaml` in the order of
 their names. If an option is given in several files, the last value wins: mappings are merged key by
 key, and a list replaces the earlier one. Another file, named by `--config`, has its own drop-ins:
-those of `node.yaml` are `node.d/*.yaml` beside it. Without any file all defaults apply.
+those of `node.yaml` are `node.d/*.yaml` next to it. Without any file all defaults apply.
 
 An unknown option, an option that is given twice in one file, and a value that is not accepted are
-errors ([`config`, status 78](errors.md)) that name file and option. The governor does not start
-with such a file, and a running governor keeps its configuration
+errors ([`config`, status 78](errors.md)) that name the file and the option. The governor does not
+start with such a file, and a running governor keeps its configuration
 ([how to change it](../howto/configure.md)). YAML's aliases are not accepted.
 
 | a new value applies | to |
@@ -127,7 +127,7 @@ INNER = ((Metrics, "metrics"), (Web, "web"), (Defaults, "defaults"))
 
 
 def page() -> str:
-    """Return the whole page; raises ValueError if schema and dataclasses name different options."""
+    """Return the whole page; raise ValueError if schema and dataclasses name different options."""
     options = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))["properties"]
     inner = [(kind, options[name]["properties"]) for kind, name in INNER]
     for kind, named in [(Config, options), *inner]:

@@ -31,11 +31,11 @@ EXAMPLES = {
 }
 
 HEAD = """\
-# Tidegate's configuration on this node. Values that are commented out are the defaults.
+# Tidegate's configuration on this node. Commented-out values are defaults or examples.
 #
-# Files of /etc/tidegate/config.d/*.yaml are read after this one, in the order of their names.
-# `tidegate check` reports whether all of it is accepted. Sizes are bytes, or whole numbers with
-# Ki, Mi, Gi or Ti. A percentage is of one GPU.
+# The files /etc/tidegate/config.d/*.yaml are read after this one, in the order of their names.
+# `tidegate check` reports whether the whole configuration is accepted. Sizes are bytes, or whole
+# numbers with Ki, Mi, Gi or Ti. Percentages refer to one GPU.
 """
 
 

@@ -1,4 +1,4 @@
-"""`python -m tools.cuda_abi [DIRECTORY]`: whether the C parts agree with NVIDIA's cuda.h.
+"""`python -m tools.cuda_abi [DIRECTORY]` checks that the C parts agree with NVIDIA's cuda.h.
 
 The control library and the simulated driver declare the types and functions that they need
 themselves, because the header's licence keeps it out of the repository. Both sets of declarations
@@ -41,8 +41,8 @@ CUDA_VERSION = re.compile(r"^#define CUDA_VERSION (\d+)$", re.MULTILINE)
 class Type:
     """A type without its names and qualifiers.
 
-    `kind` is "number", "real", "pointer", "array", "function", "struct" or "nothing". `target` is
-    what a pointer points to, or what a function returns.
+    `kind` is "number", "real", "pointer", "array", "function", "struct" or "nothing" (void).
+    `target` is what a pointer points to, or what a function returns.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class Type:
     members: Mapping[str, tuple[int, Type]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return it in words."""
+        """Return the type in words."""
         if self.kind == "pointer" and self.target:
             return f"pointer to {self.target}"
         return self.kind if self.kind in ("nothing", "function") else f"{self.kind} of {self.size}"
@@ -103,7 +103,7 @@ class DebugInformation:
         if die is None:
             return Type("nothing")
         if die.offset not in self._made:
-            self._made[die.offset] = Type("struct")  # of itself, by a pointer
+            self._made[die.offset] = Type("struct")  # for pointers to itself
             self._made[die.offset] = self._make(die)
         return self._made[die.offset]
 
@@ -142,7 +142,7 @@ class DebugInformation:
         return size
 
     def _members(self, die: Any) -> dict[str, tuple[int, Type]]:
-        """Return the members with their offsets; those of a nameless member are its parent's."""
+        """Return the members with their offsets; those of an anonymous member are its parent's."""
         members: dict[str, tuple[int, Type]] = {}
         for child in die.iter_children():
             if child.tag != "DW_TAG_member":
@@ -190,7 +190,7 @@ def compiled(includes: list[str], names: list[str], options: list[str]) -> Decla
 
 
 def read_header(include: Path) -> Declarations:
-    """Return what NVIDIA's header declares, each form by the name that the driver exports."""
+    """Return what NVIDIA's header declares, each variant by the name that the driver exports."""
     options = ["-D__CUDA_API_VERSION_INTERNAL", f"-I{include}"]
     header = include / "cuda.h"
     found = compiled(["<cuda.h>"], sorted(read_declarations(header)), options)
@@ -218,7 +218,7 @@ def read_simulated() -> Declarations:
     found = compiled(['"cuda_abi.h"'], [], [f"-I{SIMGPU}"])
     text = (SIMGPU / "cuda_abi.h").read_text(encoding="utf-8")
     found.constants |= {name: int(value, 0) for name, value in CONSTANT.findall(text)}
-    found.constants.pop("CUDA_VERSION", None)  # the driver that it simulates
+    found.constants.pop("CUDA_VERSION", None)  # the simulated driver's own version
     return found
 
 
@@ -272,7 +272,7 @@ def faults_of_function(name: str, ours: Type, theirs: Type) -> Iterator[str]:
 
 
 def compare(ours: Declarations, theirs: Declarations) -> tuple[list[str], str]:
-    """Return what differs, and how many declarations were compared, in words."""
+    """Return the differences, and the number of declarations that were compared, in words."""
     faults: list[str] = []
     types = [n for n in ours.types if n in theirs.types and n.startswith(("CU", "cu"))]
     for name in types:
@@ -292,7 +292,7 @@ def compare(ours: Declarations, theirs: Declarations) -> tuple[list[str], str]:
 
 
 def missing(ours: Declarations, theirs: Declarations) -> list[str]:
-    """Return what we declare and the header does not, by the names that are NVIDIA's."""
+    """Return the names that look like NVIDIA's and that only we declare."""
     names = [*ours.functions, *(n for n in ours.constants if re.match(r"CUD?A?_", n))]
     known = {*theirs.functions, *theirs.constants}
     return sorted(name for name in names if name not in known)

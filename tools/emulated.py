@@ -1,13 +1,13 @@
-"""Runs a command in a root file system of another architecture, each of its programs emulated.
+"""Runs a command in an aarch64 root file system, with each of its programs emulated.
 
     tools/emulated.py --emulator FILE [--bind DIRECTORY]... [--throwaway] ROOT COMMAND [ARGUMENT]...
 
-The kernel starts the emulator for a program by itself (binfmt_misc), so that programs of the root
+The kernel starts the emulator for a program by itself (binfmt_misc), so programs of the root can
 start each other as they would on a machine of their architecture. Since Linux 6.7 a user namespace
 has entries of its own, so nothing is registered on this machine: the command runs in namespaces in
 which all users are mapped to themselves, as the first process's child, with its own /proc. It has
-the network of this machine. If it ends, so does everything that it started. With --throwaway, what
-it writes to the root is gone then.
+the network of this machine. When it ends, so does everything that it started. With --throwaway,
+what it wrote to the root is then discarded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import sys
 from pathlib import Path
 
-# Of <linux/sched.h> and <linux/mount.h>.
+# From <linux/sched.h>, <linux/mount.h>, <linux/prctl.h> and <signal.h>.
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWIPC = 0x20000, 0x10000000, 0x20000000, 0x8000000
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 PR_SET_PDEATHSIG, SIGKILL = 1, 9
@@ -55,7 +55,7 @@ def register(emulator: Path, place: Path) -> None:
 
 
 def cover(root: Path) -> Path:
-    """Mount an overlay over a root, in memory, and return where it is."""
+    """Mount an overlay over a root, in memory, and return its mount point."""
     place = root.with_name(f"{root.name}.over")
     place.mkdir(exist_ok=True)
     mount("tmpfs", place, "tmpfs")
@@ -73,7 +73,7 @@ def enter(root: Path, emulator: Path, binds: list[Path], *, throwaway: bool) -> 
     if throwaway:
         root = cover(root)
     else:
-        # A mount, as the root of a machine is: `unshare --mount` looks for it.
+        # A mount, like the root of a machine: `unshare --mount` requires one.
         mount(str(root), root, "", MS_BIND)
     mount("proc", root / "proc", "proc")
     register(emulator, root / "proc/sys/fs/binfmt_misc")
@@ -120,7 +120,10 @@ def run_inside(arguments: argparse.Namespace, unshared: int, mapped: int) -> int
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Map the users of new namespaces from outside, as only that allows all of them."""
+    """Run the command in new namespaces, and return its status.
+
+    Their users are mapped from outside, because a process inside could not map all of them.
+    """
     unshared, unshared_end = os.pipe()
     mapped_end, mapped = os.pipe()
     child = os.fork()
@@ -138,7 +141,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Parse the command line; return the command's exit status, or 128 and its signal."""
+    """Parse the command line; return the command's exit status, or 128 plus its signal."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--emulator", type=Path, required=True)
     parser.add_argument("--bind", type=Path, action="append", default=[])

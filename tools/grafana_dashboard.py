@@ -1,4 +1,4 @@
-"""packaging/grafana/tidegate.json, a dashboard over the governor's metrics.
+"""Generates packaging/grafana/tidegate.json, a dashboard of the governor's metrics.
 
 `python tools/grafana_dashboard.py` writes it; `--check` fails if it is stale. The panels are
 defined in ROWS; everything else that Grafana needs is the same for all of them.
@@ -58,15 +58,15 @@ ROWS = (
     PanelRow(
         "Nodes",
         (
-            Panel("Containers", "That share GPUs now", {"sum(tidegate_containers{NODE})": ""}),
+            Panel("Containers", "Sharing GPUs now", {"sum(tidegate_containers{NODE})": ""}),
             Panel(
                 "GPUs lost",
-                "They do not answer, and nothing of them is granted",
+                "GPUs that do not answer; no part of them is allocated",
                 {"sum(tidegate_gpu_lost{NODE})": ""},
             ),
             Panel(
                 "Violations now",
-                "Containers that go around their quota",
+                "Containers that bypass their quota",
                 {"sum(tidegate_container_violation{OF}) or vector(0)": ""},
             ),
             Panel(
@@ -80,7 +80,7 @@ ROWS = (
             ),
             Panel(
                 "Versions",
-                "Of the governors",
+                "Versions of the running governors",
                 {"count by (version) (tidegate_build_info{NODE})": "{{version}}"},
             ),
         ),
@@ -92,27 +92,27 @@ ROWS = (
         (
             Panel(
                 "GPU time used",
-                "Part of each GPU's time that containers had",
+                "Part of each GPU's time that containers used",
                 {"rate(tidegate_gpu_charged_seconds_total{GPU}[I])": GPU},
                 "percentunit",
                 most=1,
             ),
             Panel(
                 "GPU time left to guarantee",
-                "What the next container can ask for",
+                "What the next container can request",
                 {"tidegate_gpu_time_grantable_ratio{GPU}": GPU},
                 "percentunit",
                 most=1,
             ),
             Panel(
                 "Memory left to grant",
-                "What the next container can ask for",
+                "What the next container can request",
                 {"tidegate_gpu_memory_grantable_bytes{GPU}": GPU},
                 "bytes",
             ),
             Panel(
                 "Cost of a hand-over",
-                "Time held and not used, for each grant",
+                "Time held and not used, per grant",
                 {
                     "rate(tidegate_gpu_handover_seconds_total{GPU}[I])"
                     " / rate(tidegate_gpu_grants_total{GPU}[I])": GPU
@@ -120,7 +120,7 @@ ROWS = (
                 "s",
             ),
             Panel(
-                "Looks at NVML that fail",
+                "Fraction of NVML samples that fail",
                 "Until one succeeds, the memory that the driver takes by itself is not known",
                 {
                     "rate(tidegate_gpu_looks_failed_total{GPU}[I])"
@@ -130,8 +130,8 @@ ROWS = (
                 most=1,
             ),
             Panel(
-                "Duration of a look at NVML",
-                "What the driver takes to answer",
+                "Duration of an NVML sample",
+                "Time that the driver takes to answer",
                 {
                     "rate(tidegate_gpu_look_seconds_total{GPU}[I])"
                     " / rate(tidegate_gpu_looks_total{GPU}[I])": GPU
@@ -145,15 +145,15 @@ ROWS = (
         (
             Panel(
                 "GPU time",
-                "Part of the GPU's time that each had",
+                "Part of the GPU's time that each used",
                 {"rate(tidegate_container_charged_seconds_total{OF}[I])": CONTAINER},
                 "percentunit",
                 stacked=True,
             ),
             Panel(
-                "Used of the guarantee",
+                "Fraction of the guarantee used",
                 "At 1 the container used all of its guarantee, and what exceeds 1 was lent;"
-                " below 1, a container that did not wait asked for less",
+                " below 1, a container that did not wait needed less",
                 {
                     "rate(tidegate_container_charged_seconds_total{OF}[I])"
                     " / tidegate_container_compute_guarantee_ratio{OF}": CONTAINER
@@ -162,14 +162,14 @@ ROWS = (
             ),
             Panel(
                 "Lent",
-                "Of the GPU time above, what exceeds the guarantee, which others left idle",
+                "The part of the GPU time above that exceeds the guarantee; others left it idle",
                 {"rate(tidegate_container_lent_seconds_total{OF}[I])": CONTAINER},
                 "percentunit",
                 stacked=True,
             ),
             Panel(
                 "Waiting for GPU time",
-                "Seconds a second, of all threads together, by the container's own count",
+                "Seconds per second, summed over all threads, by the container's own count",
                 {"rate(tidegate_container_wait_seconds_total{OF}[I])": CONTAINER},
                 "s",
             ),
@@ -181,8 +181,8 @@ ROWS = (
                 stacked=True,
             ),
             Panel(
-                "Memory in use, of the quota",
-                "At 1 allocations are refused",
+                "Fraction of the memory quota in use",
+                "At 1, allocations are refused",
                 {
                     "tidegate_container_memory_used_bytes{OF}"
                     " / tidegate_container_memory_limit_bytes{OF}": CONTAINER
@@ -192,14 +192,14 @@ ROWS = (
             ),
             Panel(
                 "Allocations refused",
-                "For want of quota",
+                "Because they did not fit into the quota",
                 {
                     "increase(tidegate_container_allocations_refused_total{OF}[I])": CONTAINER,
                 },
             ),
             Panel(
-                "Grants that had to be taken",
-                "Its work outlasted them",
+                "Grants that had to be taken back",
+                "Because the container's work outlasted them",
                 {"rate(tidegate_container_grants_overdue_total{OF}[I])": CONTAINER},
                 "cps",
             ),
@@ -209,14 +209,14 @@ ROWS = (
         "Violations",
         (
             Panel(
-                "Violations that last",
-                "Of which kind, and whose",
+                "Ongoing violations",
+                "By container, kind and GPU",
                 {"tidegate_container_violation{OF}": "{{container}} {{kind}} GPU {{gpu}}"},
                 most=1,
             ),
             Panel(
                 "What was done about them",
-                "Containers that were frozen, and killed",
+                "Containers that were frozen or killed",
                 {
                     "increase(tidegate_throttles_total{NODE}[I])": "frozen {{instance}}",
                     "increase(tidegate_stops_total{NODE}[I])": "killed {{instance}}",
@@ -225,17 +225,17 @@ ROWS = (
         ),
     ),
     PanelRow(
-        "GPUs that are shared by mps",
+        "GPUs that are shared by MPS",
         (
             Panel(
-                "The server runs",
-                "At 0 it takes no clients",
+                "MPS server running",
+                "At 0, it accepts no clients",
                 {"tidegate_gpu_mps_running{GPU}": GPU},
                 most=1,
             ),
             Panel(
                 "Faults, and starts of the daemon",
-                "Each ends the work of all its clients",
+                "Each of them ends the work of all clients",
                 {
                     "increase(tidegate_gpu_mps_faults_total{GPU}[I])": f"faults, {GPU}",
                     "increase(tidegate_gpu_mps_starts_total{GPU}[I])": f"starts, {GPU}",
@@ -268,7 +268,7 @@ def written_out(query: str) -> str:
 
 
 def panel_json(panel: Panel, row: PanelRow, number: int, x: int, y: int) -> dict[str, Any]:
-    """Return a panel in Grafana's form."""
+    """Return a panel in Grafana's format."""
     defaults: dict[str, Any] = {"unit": panel.unit, "min": 0}
     if panel.most is not None:
         defaults["max"] = panel.most
@@ -359,7 +359,7 @@ def dashboard() -> str:
             {
                 "uid": "tidegate",
                 "title": "Tidegate",
-                "description": "What docs/howto/see-what-happens.md says of its panels",
+                "description": "The panels are explained in docs/howto/see-what-happens.md",
                 "tags": ["gpu", "tidegate"],
                 "schemaVersion": 38,
                 "editable": True,

@@ -181,7 +181,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     if not args.prefix.startswith("/") or not args.python.startswith("/"):
-        parser.error("--prefix and --python are absolute paths")
+        parser.error("--prefix and --python must be absolute paths")
     if not args.vendor.is_dir():
         parser.error(f"{args.vendor} does not exist; tools/vendor.py makes it")
     to = Installer(args.destdir.absolute(), args.prefix)
@@ -192,7 +192,7 @@ def main() -> None:
     for path in files(args.vendor):
         to.file(f"lib/tidegate/vendor/{path.relative_to(args.vendor)}", path.read_bytes())
     # Files of older versions would still be found by imports. They are removed last, because a
-    # container that starts meanwhile needs the hook.
+    # container that starts during the installation needs the hook.
     for name in ("python", "vendor"):
         to.remove_others(f"lib/tidegate/{name}")
     shared(to, args.unit_dir, args.zsh_dir, args.sysconf_dir)

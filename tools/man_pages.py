@@ -33,7 +33,7 @@ DATE = "2026-11-22"
 SPECIAL = {"\\": "\\e", "'": "\\(aq", "`": "\\(ga", "^": "\\(ha", "~": "\\(ti", "-": "\\-"}
 
 EFFECTS = {
-    "now": "A reload puts a new value in force at once.",
+    "now": "A new value takes effect at once when the configuration is reloaded.",
     "next": "After a reload a new value applies to containers and processes that start later.",
     "restart": "A new value needs a restart of the governor.",
 }
@@ -210,7 +210,7 @@ def _tidegate_statuses() -> list[tuple[str, str]]:
         ),
         (
             "\\fB130\\fR, \\fB141\\fR",
-            "The command was interrupted; the reader of its output has closed the pipe.",
+            "The command was interrupted (130), or the reader of its output closed the pipe (141).",
         ),
     ]
 
@@ -230,7 +230,7 @@ def tidegate_1() -> str:
     page.section("DESCRIPTION")
     page.say(
         """
-        Containers whose annotations ask for it share a node's GPUs, each within its quota of
+        Containers whose annotations request it share a node's GPUs, each within its quota of
         memory and of GPU time. `tidegate` shows the containers and their use of the GPUs,
         changes quotas, checks the node and its configuration, sets up container engines and
         maintains the mirror of the driver.
@@ -294,7 +294,7 @@ def governor_1() -> str:
         """,
         """
         The governor may end at any time and in any way: running containers keep to their quota
-        by themselves, no container starts, and the next governor takes over the running ones.
+        by themselves, no new container starts, and the next governor takes over the running ones.
         """,
     )
     page.section("OPTIONS")
@@ -306,7 +306,7 @@ def governor_1() -> str:
             (
                 "\\fBSIGHUP\\fR",
                 """Read the configuration again, as `tidegate reload` does. If it is not valid, the
-                governor logs `configuration-refused`, and keeps its present configuration.""",
+                governor logs `configuration-refused`, and keeps its current configuration.""",
             ),
             ("\\fBSIGTERM\\fR, \\fBSIGINT\\fR", "End. Containers keep running."),
         ]
@@ -377,15 +377,15 @@ def runtime_1() -> str:
     page.say(
         """
         Docker, containerd, CRI-O and Podman execute this runtime in place of runc. It has the
-        command line of the runtime behind it. Before `create`, `run` and `restore` of a container
-        that asks for a GPU it writes device nodes and the hook into the bundle's config.json;
-        after `delete` it removes what the start left in the image's layer. Every other command is
-        passed to the runtime behind it at once.
+        command line of the runtime that it executes. Before `create`, `run` and `restore` of a
+        container that requests a GPU it writes device nodes and the hook into the bundle's
+        config.json; after `delete` it removes what the start left in the image's layer. Every other
+        command is passed to that runtime at once.
         """,
     )
     page.section("OPTIONS")
     page.options(RUNTIME)
-    page.say("All others are those of the runtime behind it.")
+    page.say("All others are those of the runtime that it executes.")
     page.section("SETTINGS")
     page.say(
         """
@@ -395,7 +395,7 @@ def runtime_1() -> str:
     )
     page.items((f"\\fB{plain(name)}\\fR", _sentence(doc)) for name, doc in RUNTIME_SETTINGS.items())
     page.section("EXIT STATUS")
-    page.say("That of the runtime behind it. Before that runtime is executed:")
+    page.say("That of the runtime that it executes. Before that runtime is executed:")
     page.items(statuses((oci_hook.errors, RUNTIME_CODES)))
     page.section("FILES")
     page.items([("\\fB/etc/tidegate/runtime\\fR", "The settings.")])
@@ -414,14 +414,14 @@ def yaml_5() -> str:
         YAML, without aliases. The files of `config.d` are read after `config.yaml`, in the
         order of their names, if they end in `.yaml` and do not begin with a dot. If an option is
         given in several files, the last value wins: mappings are merged key by key, and a list
-        replaces the earlier one. Without any file all defaults apply. Another file than
-        `config.yaml`, named by `--config`, has drop-ins of its own: those of `node.yaml` are in
-        `node.d` beside it.
+        replaces the earlier one. Without any file all defaults apply. A file other
+        than `config.yaml`, named by `--config`, has drop-ins of its own: those of `node.yaml` are
+        in `node.d` in the same directory.
         """,
         """
         An unknown option, an option that is given twice in one file, and a value that is not
-        accepted are errors that name file and option. The governor does not start with such a
-        file, and a running governor keeps its configuration. `tidegate check FILE` reports
+        accepted are errors that name the file and the option. The governor does not start with
+        such a file, and a running governor keeps its configuration. `tidegate check FILE` reports
         whether a file is accepted. `tidegate reload` puts it in force and reports which options
         need a restart; `tidegate reload --dry-run` reports both in advance.
         """,

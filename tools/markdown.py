@@ -48,7 +48,7 @@ class Link:
 
     @property
     def outside(self) -> bool:
-        """Whether it leads out of the repository."""
+        """Whether the link leads out of the repository."""
         return re.match(r"[a-z]+:", self.target) is not None
 
     @property

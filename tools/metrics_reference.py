@@ -1,4 +1,4 @@
-"""docs/reference/metrics.md from the description of the metrics in governor/metrics.py.
+"""Generates docs/reference/metrics.md from the descriptions of the metrics in governor/metrics.py.
 
 `python tools/metrics_reference.py` writes the page; `--check` fails if it is stale.
 """
@@ -42,7 +42,7 @@ served at a time. Scrapes within {SAME_S:g} s of each other get the same numbers
 Series with a `container` label end with the container; until then its counters never decrease, even
 if a process ends. Sums over containers lose the containers that have ended: for totals of a GPU or
 of the node, use the series without that label, which keep counting until the governor stops. `gpu`
-is the GPU's UUID, `index` its number on the node, and `container` the id that the runtime gave. In
+is the GPU's UUID, `index` its number on the node, and `container` the id that the runtime uses. In
 Kubernetes, `namespace` and `pod` name the container's pod, and `claim` (NAMESPACE/NAME) the claim
 that its quota comes from; otherwise they are empty. Containers that use the same shares of a claim
 have one series, under the id of the one that came first.
@@ -59,7 +59,7 @@ The words mean what the [glossary](../glossary.md#the-words-for-numbers) says, a
 those of `tidegate inspect` and of [the page](../howto/see-what-happens.md#the-page).
 
 Under `timeslice`, the hand-over is the time held less the time used. Under `mps`, a container's
-work may continue beside that of the next one and is charged although its grant is over, so that
+work may continue alongside that of the next one and is charged although its grant is over, so that
 more may be used than held. On such GPUs, look at the time used and at the hand-over separately.
 """
 

@@ -1,8 +1,8 @@
 """Removes one rule of the hook after another, and checks that the tests of the rule fail.
 
-    python tools/mutate.py [RULE...]  apply mutants to a copy of the tree, and print their killers
+    python tools/mutate.py [RULE...]  apply mutants to a copy of the tree, and print what kills them
     python tools/mutate.py --page     write docs/reference/hook-rules.md
-    python tools/mutate.py --check    check that page and mutants are up to date; runs no test
+    python tools/mutate.py --check    check that page and mutants are up to date; run no test
 
 The rules and mutants are data: tests/mutants/rules.toml. A mutant that survives means a rule
 without a test. Some mutants make mounts on the host that should be in a container, so all of them
@@ -35,7 +35,7 @@ HEAD = """\
 # Rules of the hook
 
 The hook, and the runtime that edits config.json before it, run as root on an image that they do not
-trust. R1 to R16 come from CVEs of NVIDIA's toolkit and runc in the same place.
+trust. R1 to R16 come from CVEs of NVIDIA's toolkit and runc, which do the same kind of work.
 Each rule has tests that carry out the attack with runc and crun, and mutants: patches that remove
 the rule from the code, with which the tests have to fail.
 `python tools/mutate.py` applies them to a copy of the tree, one after the other (minutes, as root).
@@ -77,7 +77,7 @@ class Mutant:
     tests: tuple[str, ...]
 
     def apply(self, root: Path) -> str:
-        """Patch the file below `root` and return its old text; ValueError if it does not fit."""
+        """Patch the file below `root`, and return its old text; ValueError if it does not fit."""
         path = root / self.file
         text = path.read_text(encoding="utf-8")
         if text.count(self.old) != 1:
@@ -143,7 +143,7 @@ def problems() -> list[str]:
     for mutant in mutants:
         text = (ROOT / mutant.file).read_text(encoding="utf-8")
         if text.count(mutant.old) != 1:
-            found.append(f"mutant '{mutant.name}' does not fit {mutant.file} any more")
+            found.append(f"mutant '{mutant.name}' no longer fits {mutant.file}")
             continue
         try:
             compile(text.replace(mutant.old, mutant.new), mutant.file, "exec")
@@ -186,7 +186,7 @@ because a mutant may change the host itself as if it were a container.
 
 def run_tests(tree: Path, tests: tuple[str, ...]) -> tuple[int, str]:
     """Run tests in a tree until one fails; return pytest's status and the name of that test."""
-    for cache in tree.rglob("__pycache__"):  # compared by whole seconds; mutants change faster
+    for cache in tree.rglob("__pycache__"):  # its times have whole seconds; mutants change faster
         shutil.rmtree(cache)
     command = [
         *("unshare", "-m", "--propagation", "private", "sh", "-ec", COVERED, "sh"),

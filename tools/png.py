@@ -15,7 +15,7 @@ BYTES = {2: 3, 6: 4}
 
 
 def repack(png: bytes) -> bytes:
-    """Return the same picture, compressed again; raises ValueError for an unexpected kind."""
+    """Return the same picture, compressed again; raise ValueError for an unexpected kind."""
     width, height, kind, rows = read(png)
     data = zlib.compress(b"".join(b"\0" + row for row in rows), 9)
     head = struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Fills a directory with the Python modules that packages ship themselves, each with its licence.
 
-    tools/vendor.py DIR          the module that no distribution has: nvidia-ml-py, from .venv
+    tools/vendor.py DIR          the module that no distribution has: nvidia-ml-py, as installed
     tools/vendor.py --all DIR    all modules but PyYAML, for distributions that lack them for the
                                  Python that is used (RHEL); pip fetches requirements-vendor.lock
 
@@ -68,7 +68,7 @@ def by_pip(directory: Path) -> None:
 
 
 def main() -> None:
-    """Make the directory."""
+    """Fill the directory."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true")
     parser.add_argument("directory", type=Path)

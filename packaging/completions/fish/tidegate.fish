@@ -1,4 +1,4 @@
-# Written by `python tools/completions.py` from what the programs parse.
+# Written by `python tools/completions.py` from the parsers of the programs.
 
 function _shtab_tidegate_scan
   set -g _shtab_tidegate_cmdpath ''

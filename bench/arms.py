@@ -222,8 +222,8 @@ def _arms() -> dict[str, Arm]:
 def _only_hardware() -> dict[str, Arm]:
     """Return arms that only the GPU's own scheduler can run.
 
-    In `around-SHARE`, a program bypasses the control library, beside one that does not. In
-    `greedy-LIMIT`, a container of class latency has more work than its cap allows, beside two
+    In `around-SHARE`, a program bypasses the control library, and another one does not. In
+    `greedy-LIMIT`, a container of class latency has more work than its cap allows, next to two
     others.
     """
     hardware = {"scheduling": "hardware"}

@@ -1,8 +1,8 @@
-"""Runs the demo: containers with quotas share a GPU, and one asks for more than its memory.
+"""Runs the demo: containers with quotas share a GPU, and one requests more memory than its quota.
 
 `python -m bench.demo` finds an NVIDIA GPU or falls back to the simulated one, mirrors the driver,
 starts a governor, and runs real containers under a real runtime with Tidegate's hook in their
-config.json. First the same jobs run at the same time without Tidegate. The demo prints a table at
+config.json. First the same jobs run together without Tidegate. The demo prints a table at
 its end, and writes report.json, report.svg and progress.json to its output directory.
 
 The delivered share is progress: the work done, relative to the work that the same job does alone in
@@ -53,7 +53,7 @@ BUSY = 0.25
 
 MIB = 1 << 20
 ALLOWED, ASKED = 1024 * MIB, 2048 * MIB
-"""Memory quota of the container that asks for too much, and the size of its request, in bytes."""
+"""Memory quota of the container that requests too much, and the size of its request, in bytes."""
 NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
 SETTLE_S = 1.0
 
@@ -131,7 +131,7 @@ def run_without(
         for i, process in enumerate(started):
             if process.wait(seconds + 120):
                 last = (root / str(i) / "output").read_text(errors="replace").strip()[-200:]
-                raise MachineError(f"a job failed beside the others: {last}")
+                raise MachineError(f"a job failed while the others ran: {last}")
     return {
         name: Progress(read_stamps(root / str(i) / "progress.bin"), profiles[job])
         for i, (name, job) in enumerate(jobs.items())
@@ -224,7 +224,7 @@ def wait_for_result(
     profile: Profile,
     without: Progress | None,
 ) -> ReportedContainer:
-    """Wait for a container's end, and return its results."""
+    """Wait for a container to end, and return its results."""
     status = node.wait(container, 120)
     return ReportedContainer(
         name=container.name,

@@ -5,7 +5,7 @@ the times of these events on this machine's clock. The effect is computed from t
 remaining containers, on the GPU's clock; `clock_ns` in the burner's last line is how far the latter
 is ahead of this machine's.
 
-Times are nanoseconds; shares are percent of the GPU.
+Times are in nanoseconds; shares are percentages of the GPU.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def settled_after(
 ) -> int | None:
     """Return how long after a change the trailing 100 ms came within 3 points of a share, in ns.
 
-    They have to stay there for `hold_ns`; None if that did not happen before `until_ns`. `work_us`
-    is in steps of 10 ms.
+    They have to stay there for `hold_ns`. Return None if that did not happen before `until_ns`.
+    `work_us` is in steps of 10 ms.
     """
     need = hold_ns // SAMPLE_NS
     good = 0
@@ -138,7 +138,7 @@ def stall_of(event: Event, unit_ns: float) -> tuple[float, float, bool]:
     """Return a witness's wait after an event, its longest pause, and whether it had to wait.
 
     Both times are in ms, less one unit. The wait counts from the event, because the time before it
-    was the other container's turn, or at times two in a row, to which that container was entitled.
+    was the other container's turn (at times two in a row), to which that container was entitled.
     The pause is the whole gap. The witness had to wait if it was not at work at the event.
     """
     ends = [one * 1000 for one in itertools.accumulate(event["ends_us"])]

@@ -3,7 +3,7 @@
  *
  *   fault [--wait-file F]
  *
- * The last line on standard output is JSON with the driver's error from the wait for the kernel.
+ * The last line on standard output is JSON with the driver's error for the wait for the kernel.
  * With --wait-file the program creates its context and F.ready, and continues when F exists.
  */
 #include <dlfcn.h>

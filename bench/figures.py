@@ -18,7 +18,7 @@ def in_turn(pairs: int) -> Iterator[tuple[str, str]]:
 
 def bootstrap_medians(values: Sequence[float], seed: int = 1) -> list[float]:
     """Return the sorted medians of samples drawn from `values` with replacement."""
-    draw = random.Random(seed)  # noqa: S311 - a sample, no secret
+    draw = random.Random(seed)  # noqa: S311 - a sample, not a secret
     return sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
 
 
@@ -34,7 +34,7 @@ def bootstrap_rounds(rounds: Sequence[Sequence[float]], seed: int = 1) -> list[f
     Rounds are drawn first, then values within each, so that the result covers differences between
     rounds as well as those within a round.
     """
-    draw = random.Random(seed)  # noqa: S311 - a sample, no secret
+    draw = random.Random(seed)  # noqa: S311 - a sample, not a secret
     return sorted(
         statistics.mean(
             statistics.median(draw.choices(values, k=len(values)))
@@ -49,7 +49,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
         return int(text)
 
     return read

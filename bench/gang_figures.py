@@ -1,6 +1,6 @@
 """Computes the figures of bench.gangs from its raw data, and reads nvidia-smi's topology.
 
-Shares are percent of a GPU; times are nanoseconds unless a name has another unit.
+Shares are percentages of a GPU; times are in nanoseconds unless a name has another unit.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def percent(work_us: Sequence[int]) -> float | None:
 def back_after(work_us: Sequence[int], event: Mapping[str, int], share: float) -> float | None:
     """Return the time in ms from a governor's answer until 100 ms of work were near the share.
 
-    None if that did not happen before the next event.
+    Return None if that did not happen before the next event.
     """
     for end, done in trailing(work_us, event["returned_ns"], event["until_ns"]):
         if abs(done - share) <= NEAR:

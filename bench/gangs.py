@@ -8,7 +8,7 @@ are written to gangs.json, and the next part begins.
   native    the job of examples/workloads/gang.py alone, without Tidegate: its rate, and the
             duration of its units
   hogs      the job in a container with 30 % of both GPUs, while a hog with 60 % runs on each
-  restart   it trains while hogs run and the governor is killed and restarted
+  restart   the job trains while hogs run and the governor is killed and restarted
   rivals    two containers with 45 % of both GPUs, each with a job of its own
 
 The job runs in two processes, and in one with both GPUs. A container's share of a GPU is computed
@@ -84,7 +84,7 @@ def topology(bench: Bench, keep: Keep) -> None:
         keep[f"check_{name}"] = done.stdout if name == "text" else json.loads(done.stdout)
         keep["check_status"] = done.returncode
     say(keep["check_text"])
-    keep["check_json"].pop("configuration", None)  # it has paths of this machine only
+    keep["check_json"].pop("configuration", None)  # it contains only paths of this machine
     keep["own"] = own_topology(keep["check_json"]["gpus"])
     smi = shutil.which("nvidia-smi") or "/usr/local/nvidia/bin/nvidia-smi"
     if bench.machine.kind != "nvidia":

@@ -5,8 +5,8 @@ the additional cost over the first way in the same round:
 
     bare       no hook
     trivial    a hook in C that does nothing, which is the least that a hook can cost
-    asks-not   Tidegate's hook, in a container that asks for nothing
-    governed   Tidegate's hook, in a container that asks for a share
+    asks-not   Tidegate's hook, in a container that requests nothing
+    governed   Tidegate's hook, in a container that requests a share
     wrapper-asks-not, wrapper-governed   the same with tidegate-runtime, which inserts the hook
 
 The programs are the C ones, with a fork server behind them. `--scripts` uses the Python scripts
@@ -112,7 +112,7 @@ class Starts:
         return path
 
     def run(self, runtime: str, way: str, bundle: Path) -> float:
-        """Run a container to its end, and return how many milliseconds that took."""
+        """Run a container to its end, and return the duration in milliseconds."""
         self.count += 1
         first = [runtime]
         if way.startswith("wrapper"):
@@ -156,7 +156,7 @@ def held(pid: int) -> dict[str, int]:
 
 
 def measure_crowd(starts: Starts, runtime: str, n: int) -> dict[str, Any]:
-    """Start many containers that ask for a share, 8 at a time."""
+    """Start many containers that request a share, 8 at a time."""
     pid = starts.node.governor_pid
     before = held(pid)
     bundles = [starts.bundle("governed", f"{runtime}-crowd-{i}") for i in range(n)]

@@ -1,7 +1,7 @@
-"""Measures how long requests take beside endless work, with and without Tidegate.
+"""Measures how long requests take alongside endless work, with and without Tidegate.
 
 `python -m bench.latency` runs a service that gets requests at random (Poisson arrivals, the same in
-every arm) beside jobs that keep the GPU busy, or several services that share the requests. A
+every arm) alongside jobs that keep the GPU busy, or several services that share the requests. A
 request is plain kernels, or a model in PyTorch (`--service`). For each arm it prints the mean and
 the 99th percentile of the time from a request's arrival to its end, and the work of the jobs,
 relative to that of one job alone. Arms, all in one run: the service alone, without Tidegate and
@@ -177,12 +177,12 @@ def wait_for(path: Path) -> None:
     deadline = time.monotonic() + SET_UP_S
     while not path.exists():
         if time.monotonic() > deadline:
-            raise MachineError(f"{path} does not exist after {SET_UP_S:g} s; see output beside it")
+            raise MachineError(f"{path} does not exist after {SET_UP_S:g} s; see output next to it")
         time.sleep(0.01)
 
 
 def command(arm: Site, kind: str, iterations: Mapping[str, str], *more: str) -> list[str]:
-    """Return how a program of this kind is started in an arm."""
+    """Return the command that starts a program of this kind in an arm."""
     if not kind.startswith("burner-"):
         own = arm.machine.command(kind, inside=arm.inside)
         return [*own, "--wait-file", "/out/begin", *more]
@@ -299,7 +299,7 @@ def summarise(report: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures of each arm, over all its rounds.
 
     Times of requests are in ms, the work of each job in percent of that of a job alone. If there
-    are several rounds, there are also the least and the most work of all jobs together.
+    are several rounds, the minimum and maximum of the work of all jobs together are added.
     """
     by_label: dict[str, list[Mapping[str, Any]]] = {}
     for arm in report["arms"]:
@@ -435,7 +435,7 @@ def measure(args: argparse.Namespace, machine: Machine, report: dict[str, Any]) 
         mean_ms = load.mean_us / 1000
         title = f"every {mean_ms:g} ms, {many}{load.n_jobs} jobs, {way.name:8} {share:5}"
         print(title, row, flush=True)
-        keep(args.output, report)  # the arms that follow may take long
+        keep(args.output, report)  # the remaining arms may take long
 
 
 def rounds(args: argparse.Namespace, base: ArmLoad) -> Iterator[tuple[int, SharingWay, ArmLoad]]:

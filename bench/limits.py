@@ -14,7 +14,7 @@ class PartError(Exception):
 
 @contextlib.contextmanager
 def time_limit(seconds: float, name: str) -> Iterator[None]:
-    """Raise PartError in this thread, which is the main one, when the time is over."""
+    """Raise PartError in this thread, which must be the main one, when the time is up."""
 
     def over(number: int, frame: FrameType | None) -> None:
         del number, frame

@@ -126,7 +126,7 @@ class Simulated(Machine):
         return [program, "--unit-us", unit]
 
     def make_rootfs(self, directory: Path) -> None:
-        """Make a tiny image: this machine's glibc and the workload."""
+        """Make a minimal image: this machine's glibc and the workload."""
         libraries = directory / "usr/lib" / TRIPLET
         libraries.mkdir(parents=True)
         for name in ("usr/bin", "usr/lib64", "proc", "dev", "sys", "tmp", "out", "etc", "run"):
@@ -139,7 +139,7 @@ class Simulated(Machine):
             source = Path("/lib") / TRIPLET / name
             if not source.exists():
                 raise MachineError(
-                    f"{source} is not there; the demo runs on Debian and Ubuntu, x86_64"
+                    f"{source} does not exist; the demo runs on Debian and Ubuntu, x86_64"
                 )
             shutil.copy(source.resolve(), libraries / name)
         for program in (
@@ -309,7 +309,7 @@ def wait_set_up(root: Path, started: Sequence[subprocess.Popen[bytes]]) -> None:
         for i, process in enumerate(started):
             if process.poll() is not None:
                 last = (root / str(i) / "output").read_text(errors="replace").strip()[-200:]
-                raise MachineError(f"a workload ended before its work: {last}")
+                raise MachineError(f"a workload ended before working: {last}")
         if time.monotonic() > deadline:
             raise MachineError("a workload was not ready within 240 s")
         time.sleep(0.02)

@@ -75,7 +75,9 @@ def judge(report: dict[str, Any]) -> list[str]:
     if counts["total"] != limit:
         wrong.append(f"cuMemGetInfo reports a total of {counts['total']} bytes")
     if not limit - GRANULE <= report["full"] <= limit:
-        wrong.append(f"a full process holds {report['full']} bytes by NVML, its quota is {limit}")
+        wrong.append(
+            f"a full process holds {report['full']} bytes by NVML, but its quota is {limit}"
+        )
     if counts["returned_ms"] > RETURN_MS:
         wrong.append(f"a dead process's memory was back after {counts['returned_ms']} ms")
     if report["after"]:

@@ -193,7 +193,7 @@ class BenchNode:
     ) -> Running:
         """Start a container; its output is read by `wait`.
 
-        `edit` may change its config.json; `before` is a command that starts the runtime.
+        `edit` may change its config.json; `before` is put in front of the runtime's command line.
         """
         identifier = f"{self.prefix}{name}"
         bundle = self.work / "bundles" / name
@@ -245,7 +245,7 @@ class BenchNode:
     def check_scheduling(self) -> None:
         """Raise MachineError if grants divided a GPU's time although its scheduler should have.
 
-        Otherwise an arm of the GPU's own scheduler would silently have the figures of the gate.
+        Otherwise an arm for the GPU's own scheduler would silently show the figures of grants.
         """
         for gpu in ask(self.config, "gpus")["gpus"]:
             if self.settings.get("scheduling") == "hardware" != gpu["scheduling"]:
@@ -274,7 +274,7 @@ class BenchNode:
         )
 
     def delete(self, container: Running) -> None:
-        """Make sure that a container does not run any more."""
+        """Make sure that a container no longer runs."""
         if container.process.poll() is None:
             subprocess.run(
                 [
@@ -316,7 +316,7 @@ class BenchNode:
                 if status is not None:
                     text = (container.bundle / "output").read_text(errors="replace").strip()
                     raise MachineError(
-                        f"container {container.name} ended with status {status} before its work: "
+                        f"container {container.name} ended with status {status} before working: "
                         f"{' '.join(text.splitlines()[-3:])}"
                     )
             if time.monotonic() > deadline:

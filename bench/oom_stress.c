@@ -1,9 +1,9 @@
 /*
  * Runs processes that compete for device memory: they allocate and free at random, in several
- * threads and in every possible way, and some are killed in the middle of it
+ * threads and in every possible way, and some are killed meanwhile
  *
- *   oom_stress [--processes N] [--threads N] [--seconds S] [--kill-every MS] [--most BYTES] [--seed
- * N]
+ *   oom_stress [--processes N] [--threads N] [--seconds S] [--kill-every MS] [--most BYTES]
+ *         [--seed N]
  *         [--ways MASK]        1 cuMemAlloc, 2 cuMemAllocAsync, 4 cuMemCreate and cuMemMap; 7
  *         [--end-file PATH]    the competition ends early once this file exists
  *
@@ -440,7 +440,7 @@ int main(int argc, char **argv)
     if (!n_processes || n_processes > N_PROCESSES || !n_threads || n_threads > N_THREADS ||
         most < 2 * MIB || !ways) {
         fprintf(stderr,
-                "oom_stress: 1 to 64 processes and threads, --most of 2 MiB and more; see the "
+                "oom_stress: 1 to 64 processes and threads, --most of 2 MiB or more; see the "
                 "head of oom_stress.c\n");
         return 64;
     }

@@ -129,7 +129,7 @@ static void start(void)
     check(cuStreamCreate(&stream, 1), "cuStreamCreate");
 }
 
-/* Find the library that the other one has loaded. */
+/* Finds the library that the other one has loaded. */
 static void start_against(const char *name)
 {
     void *library = dlopen(name, RTLD_NOW | RTLD_NOLOAD);
@@ -232,7 +232,7 @@ static double batch_median(void (*call)(void), double *groups)
     return groups[n / 2];
 }
 
-/* Keep `n` small blocks alive from here on; they end with the process. */
+/* Keeps `n` small blocks alive from here on; they end with the process. */
 static void keep_blocks(unsigned n)
 {
     for (; n_blocks < n; n_blocks++) {
@@ -242,7 +242,7 @@ static void keep_blocks(unsigned n)
     }
 }
 
-/* The time of a process's first dlopen, which it prints to its standard output. */
+/* Returns the time of a process's first dlopen, which it prints to its standard output. */
 static double load_once(char *self)
 {
     char text[64] = "";
@@ -351,7 +351,7 @@ int main(int argc, char **argv)
             n_bytes = strtoull(argv[i + 1], NULL, 10);
     }
     if (!n_samples || !n_calls || !n_bytes) {
-        fprintf(stderr, "overhead: --samples, --calls and --bytes are above 0\n");
+        fprintf(stderr, "overhead: --samples, --calls and --bytes must be above 0\n");
         return 64;
     }
     start();

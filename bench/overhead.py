@@ -6,8 +6,8 @@ functions return at once, so that only the control library's own cost remains; t
 then, only a grant page. With `--step` it compares steps of PyTorch: bench.step.
 
 Then it measures the same in one governed process that has both libraries: the control library, and
-the original behind it. Samples of the two alternate. That excludes differences between processes,
-which can cost a launch some 100 ns either way.
+the driver's library behind it. Samples of the two alternate. That excludes differences between
+processes, which can cost a launch some 100 ns either way.
 
 A pair is a native run and the governed one that follows or precedes it. The difference is the
 median over the pairs of the differences between the runs' medians; its interval is a bootstrap of
@@ -45,7 +45,7 @@ ALONE = (
 )  # fmt: skip
 """Measures that are taken alone, with an open grant."""
 WITHIN = tuple(name for name in ALONE if name != "load")
-"""Measures that are taken against the original in the same process."""
+"""Measures that are taken against the driver's library in the same process."""
 AGAINST = ("--against", "libcuda-origin.so.1")
 
 BESIDE = ("launch-median",)
@@ -114,7 +114,7 @@ def run_pairs(
 
 
 def read_samples(text: str, measures: Sequence[str]) -> Samples:
-    """Return the program's samples; raises MachineError if a requested measure is missing."""
+    """Return the program's samples; raise MachineError if a requested measure is missing."""
     found = last_json(text)
     if sorted(found) != sorted(measures):
         last = text.strip().splitlines()[-1:] or ["it printed nothing"]
@@ -153,7 +153,7 @@ def run_program(command: Sequence[str], environment: dict[str, str]) -> str:
 
 
 def measure_stub(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure with the stub as the driver, with an open grant and with one that ends."""
+    """Measure with the stub as the driver, with an open grant and with a deadline."""
     control, stub = args.build / "libcontrol/libcuda.so.1", args.build / "libcuda-stub.so"
     control_folder(args.output / "governed", control, stub)
     (args.output / "native").mkdir()
@@ -183,7 +183,7 @@ def measure_stub(args: argparse.Namespace) -> dict[str, Any]:
             return read_pairs(run_program(command, environment), measures)
 
         report["within"] = within(WITHIN)
-        # The grant must not end meanwhile: a hand-over is not the library's own cost.
+        # The grant must not end during the runs: a hand-over is not the library's own cost.
         sandbox.grant_until(time.monotonic_ns() + 10**13)
         report["beside"] = run_pairs(arms, BESIDE, args.pairs)
         report["within_beside"] = within(BESIDE)
@@ -212,11 +212,11 @@ class Contained:
         return read_samples(self._run_beside(measures), measures)
 
     def within(self, measures: Sequence[str]) -> list[dict[str, Samples]]:
-        """Run alone, against the original in the same process."""
+        """Run alone, against the driver's library in the same process."""
         return read_pairs(self._run([*measures, *AGAINST], compute="100"), measures)
 
     def within_beside(self, measures: Sequence[str]) -> list[dict[str, Samples]]:
-        """Run against the original in the same process, next to a neighbour."""
+        """Run against the driver's library in the same process, next to a neighbour."""
         return read_pairs(self._run_beside([*measures, *AGAINST]), measures)
 
     def _run_beside(self, arguments: Sequence[str]) -> str:

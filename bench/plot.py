@@ -220,7 +220,7 @@ def draw_frame(canvas: Canvas) -> None:
 
 
 def draw_series(canvas: Canvas) -> None:
-    """Draw all lines, thin ones first so that they cover no thick one, and their labels."""
+    """Draw all lines, thin ones first so that they do not cover thick ones, and their labels."""
     series = canvas.chart.series
     for index, one in enumerate(series):
         canvas.path(one.fine, f"thin s{index}")

@@ -26,7 +26,7 @@ static struct processes processes_fork(unsigned n)
     struct processes all = {n, 0};
 
     if (n > PROCESSES_MOST) {
-        fprintf(stderr, "--processes: %u are more than %d\n", n, PROCESSES_MOST);
+        fprintf(stderr, "--processes: %u is more than %d\n", n, PROCESSES_MOST);
         exit(1);
     }
     for (unsigned k = 1; k < n; k++) {

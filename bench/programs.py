@@ -115,7 +115,7 @@ class Seen:
     grants: int = 0
 
     def take(self, one: Mapping[str, Any]) -> None:
-        """Update the maxima with the present counters; a process's counts end with it."""
+        """Update the maxima with the current counters; a process's counts end with it."""
         if not one:
             return
         device = one["devices"][0]
@@ -191,7 +191,7 @@ def is_near(native: Any, governed: Any, tolerance: float) -> bool:
         return False
     scale = max((abs(one) for one in first + second), default=0.0)
     allowed = tolerance * max(scale, FLOOR)
-    # A NaN is not near any value, including itself.
+    # A NaN is not near any value, not even itself.
     return all(abs(a - b) <= allowed for a, b in zip(first, second, strict=True))
 
 
@@ -250,7 +250,9 @@ def compare(native: ProgramRun, governed: ProgramRun, seen: Seen) -> list[str]:
     found += [f"new line: {line}" for line in new_lines(native.lines, governed.lines)]
     least = governed.answer.get("launches", 1)
     if seen.launches < least:
-        found.append(f"the governor counted {seen.launches} launches, of {least} at least")
+        found.append(
+            f"the governor counted {seen.launches} launches, but there were at least {least}"
+        )
     if seen.memory_peak <= 0:
         found.append("the governor has charged no memory")
     return found

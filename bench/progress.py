@@ -6,8 +6,8 @@ of each kind takes. In a run with others, each finished unit counts for the time
 the progress over a window divided by the window's length is the share of the GPU that was
 delivered. No figure of the governor, of the driver's utilisation or of the control library is used.
 
-This module computes; only `read_stamps` reads a file. Times and durations are nanoseconds
-throughout, shares are fractions of 1, quotas are percent.
+This module computes; only `read_stamps` reads a file. Times and durations are in nanoseconds
+throughout, shares are fractions of 1, and quotas are percentages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_UNIT_NS = 2 * NS_PER_MS
 
 
 class ProgressError(ValueError):
-    """A progress file, or a request for a figure of it, cannot be used for measuring."""
+    """A progress file cannot be used for measuring, or it does not contain the figure requested."""
 
 
 class Stamp(NamedTuple):
@@ -63,7 +63,7 @@ class Profile:
     """Number of units of the solo run behind the profile."""
 
     def duration(self, kind: int) -> float:
-        """Return how long a unit of `kind` takes alone; an unknown kind raises ProgressError."""
+        """Return how long a unit of `kind` takes alone; raise ProgressError if it is unknown."""
         try:
             return self.durations[kind]
         except KeyError:
@@ -108,7 +108,7 @@ def solo_profile(stamps: Sequence[Stamp], warm_up: int = WARM_UP_NS) -> Profile:
     """Return the durations of a job's units alone, from a run in which it was alone.
 
     The median per kind excludes stray interruptions from a unit's value. The scale corrects the
-    sum, so that the solo run is delivered a share of exactly 1 once its warm-up is over.
+    sum, so that the solo run has a share of exactly 1 once its warm-up is over.
     """
     if not stamps:
         raise ProgressError("the solo run holds no stamp: did the workload start?")
@@ -135,7 +135,7 @@ def solo_profile(stamps: Sequence[Stamp], warm_up: int = WARM_UP_NS) -> Profile:
 
 
 def check_units(profile: Profile, limit: float = MAX_UNIT_NS) -> float:
-    """Return the length of the profile's longest unit; above `limit` it raises ProgressError."""
+    """Return the length of the profile's longest unit; raise ProgressError above `limit`."""
     kind, longest = profile.largest
     if longest > limit:
         raise ProgressError(
@@ -204,7 +204,7 @@ def common_span(runs: Iterable[Progress]) -> tuple[int, int]:
     """Return the span from when all jobs were running to when the first of them ended."""
     kept = list(runs)
     if not kept:
-        raise ProgressError("there is no job to find a common span of")
+        raise ProgressError("there are no jobs whose common span could be found")
     begin, end = max(run.begin for run in kept), min(run.end for run in kept)
     if end <= begin:
         raise ProgressError("the jobs never ran at the same time")

@@ -384,9 +384,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "names", nargs="*", metavar="SUITE|ARM", help="names that --list prints (default: all)"
     )
-    parser.add_argument("--suite", action="append", choices=SUITES, help="the same as its name")
+    parser.add_argument(
+        "--suite", action="append", choices=SUITES, help="the same as its name alone"
+    )
     parser.add_argument("--list", action="store_true", help="print the suites and arms, and exit")
-    parser.add_argument("--native", action="store_true", help="run also without Tidegate")
+    parser.add_argument("--native", action="store_true", help="also run without Tidegate")
     parser.add_argument("--seconds", type=float, help="duration of each arm (default: its own)")
     parser.add_argument("--times", type=int, help="maximum number of events of each script")
     parser.add_argument(

@@ -37,7 +37,7 @@ COUNTERS = (
 
 
 def profile_of(profiles: Mapping[str, Profile], job: str) -> Profile:
-    """Return a job's profile; raises MachineError if the job was not measured alone."""
+    """Return a job's profile; raise MachineError if the job was not measured alone."""
     try:
         return profiles[job]
     except KeyError:

@@ -26,7 +26,7 @@ def readelf(path: str | Path, *options: str) -> subprocess.CompletedProcess[str]
 
 
 def fields_by_readelf(path: str | Path) -> dict[str, Any]:
-    """Return the fields of a Library that readelf prints, in its form."""
+    """Return the fields of a Library that readelf prints, in readelf's form."""
     text = readelf(path, "-dhnl").stdout
 
     def first(pattern: str) -> str | None:

@@ -46,7 +46,7 @@ class ReportedContainer:
     progress: Progress
     profile: Profile
     without: Progress | None = None
-    """The same job beside the others' without Tidegate."""
+    """The same job next to those of the others, without Tidegate."""
 
 
 @dataclasses.dataclass(frozen=True)

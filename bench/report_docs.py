@@ -314,13 +314,13 @@ def add_starts(page: ResultsPage, results: Mapping[str, dict[str, Any]]) -> None
             )
             for name, one in result["summary"].items()
         ]
-        head = ("engine", "native, ms", "asks for nothing, ms more", "governed, ms more")
+        head = ("engine", "native, ms", "requests nothing, ms more", "governed, ms more")
         page.table(head, rows, "lrrr")
         page.add(where(result))
 
 
 def add_judge(page: ResultsPage, results: Mapping[str, dict[str, Any]]) -> None:
-    """Add the verdicts of each run, with the reasons of the calls that prove nothing."""
+    """Add the verdicts of each run, with the reasons why some calls prove nothing."""
     page.add(JUDGE)
     for result in results.values():
         one, gpu = result["summary"], result["gpu"]
@@ -389,7 +389,7 @@ def add_latency(page: ResultsPage, results: Mapping[str, dict[str, Any]]) -> Non
             for arm, one in arms
         ]
         head = (
-            *("a request every", "jobs", "arm", "mean, ms (of alone)", "p99, ms (of alone)"),
+            *("a request every", "jobs", "arm", "mean, ms (times alone)", "p99, ms (times alone)"),
             *("each job, %", "together"),
         )
         page.table(head, rows, "rrlrrrr")
@@ -423,7 +423,7 @@ def add_restarts(page: ResultsPage, results: Mapping[str, dict[str, Any]]) -> No
         down = max(kill["down_ms"] for kill in raw["kills"])
         page.add(
             f"{result['gpu']['name']}, {len(raw['kills'])} kills. The next governor was started at "
-            f"most {down / 1000:.1f} s after the kill."
+            f"most {down / 1000:.1f} s after each kill."
         )
         rows = [
             (f"{share} %", f"{quiet:.0f} ms", f"{killed:.0f} ms")

@@ -61,7 +61,7 @@ def native_table(part: Mapping[str, Any]) -> Table:
         )
         for name, one in part.get("jobs", {}).items()
     ]
-    return ("alone", "iterations", "longest", "wrong sums", "how", "by"), rows, "lrrrll"
+    return ("alone", "iterations", "longest", "wrong sums", "how", "transport"), rows, "lrrrll"
 
 
 def jobs_table(summary: Mapping[str, Any]) -> Table:
@@ -82,8 +82,8 @@ def jobs_table(summary: Mapping[str, Any]) -> Table:
         for job in one["jobs"]
     ]
     head = (
-        "arm", "job", "iterations", "of alone", "longest", "wrong sums", "weights as alone",
-        "ended well",
+        "arm", "job", "iterations", "relative to alone", "longest", "wrong sums",
+        "same weights as alone", "succeeded",
     )  # fmt: skip
     return head, rows, "llrrrrrl"
 
@@ -125,7 +125,7 @@ def samples_table(part: Mapping[str, Any]) -> Table:
         for call in ("utilisation", "list", "samples", "look")
         if one[call]
     ]
-    return ("processes", "NVML", "least", "median", "most"), rows, "rlrrr"
+    return ("processes", "NVML", "minimum", "median", "maximum"), rows, "rlrrr"
 
 
 def tables_of(summary: Mapping[str, Any]) -> list[Table]:

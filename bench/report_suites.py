@@ -1,6 +1,6 @@
 """Makes the text, the tables and the figure of each suite of `bench.quota` in docs/benchmarks.md.
 
-All of them follow from the raw data and the summary of a result. Shares are percent of the GPU.
+All of them follow from the raw data and the summary of a result. Shares are percentages of the GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SEQUENCES = 8
 KINDS = {"gpu": "GPU-bound", "memory": "memory-bound", "launch": "launch-bound"}
 
 NATIVE = (
-    '"Without" is the same work at the same time without Tidegate, shared by the time slicing of'
+    '"Without" is the same work run concurrently without Tidegate, under the time slicing of'
     " the GPU."
 )
 
@@ -35,15 +35,15 @@ WORDS = {
     "sweep": "One container runs alone. Its guarantee is 10 to 90 %, and its cap is the same.",
     "table8": (
         "A container with 50 % runs beside one to four containers with 10 % each. Its loss is"
-        f" relative to half of what the container does alone, in percent of that half. {NATIVE}"
+        f" what it lacks of half of what it does alone, in percent of that half. {NATIVE}"
     ),
     "aggregate": (
         "Two, four and eight containers always have work and share all of the GPU. The sum is the"
         f" work that they do together. {NATIVE}"
     ),
     "elastic": (
-        "Four containers with 25 % each work in bursts from the same seeds. In the strict arms, no"
-        " container gets more than its share. In the elastic arms, every"
+        "Four containers with 25 % each work in bursts from the same random seeds. In the strict"
+        " arms, no container gets more than its share. In the elastic arms, every"
         " container may be lent up to 100 %. The load is the part of the time in which each"
         ' container has work. "Of ideal" is the work done, in percent of the time in which any'
         f" container had work. {NATIVE}"
@@ -53,8 +53,8 @@ WORDS = {
     ),
     "shapes": (
         "A container with 30 % runs beside a hog, which is a container with 70 % that always has"
-        ' work. "Off" is the distance between the work of the first container over the whole run'
-        f" and 30, in points. {NATIVE}"
+        ' work. "Off" is the work of the first container over the whole run'
+        f" less 30, in points. {NATIVE}"
     ),
     "graphs": (
         "CUDA graphs run at 30 % beside a hog, which is a container with 70 % that always has work."
@@ -69,17 +69,17 @@ WORDS = {
         " container that takes what is left. In `settle-neighbour` a container that may be lent all"
         " of the GPU has 30 % while a neighbour works; the changes are the neighbour's first work"
         " and its last unit.\n\n"
-        '"There first" is the first time within 3 points, even if the work moves away again. A'
+        '"Reached" is the first time within 3 points, even if the work moves away again. A'
         " window contains so few grants that it can be 3 points off without any change. For this"
         ' reason "off" is the distance from the new share over the half second that begins 200 ms'
         ' after a change, in points, and the largest of all changes is shown. "Outside" is the'
         " fraction of later windows that were nevertheless more than 3 points off."
     ),
     "killed": (
-        "A neighbour that works is killed (SIGKILL) or stopped (SIGSTOP) at a random time. The wait"
+        "A working neighbour is killed (SIGKILL) or stopped (SIGSTOP) at a random time. The wait"
         " is the longest time in the following 0.3 s in which the remaining container ended no unit"
         " of its work, less the time of one unit. It includes the usual wait for a turn.\n\n"
-        '"With the turn before" also counts what the neighbour had worked before the event. The'
+        '"With the turn before" also counts how long the neighbour had worked before the event. The'
         " neighbour is at times entitled to two turns in a row."
         ' "Had the GPU" counts the events at which the neighbour was the container at work.'
     ),
@@ -235,7 +235,7 @@ def settle(result: Result) -> list[Table]:
         )
     head = (
         "arm", "share, units", "new shares", "settled", "median", "longest",
-        "there first, longest", "off, 200 to 700 ms", "outside later",
+        "reached, longest", "off, 200 to 700 ms", "outside later",
     )  # fmt: skip
     return [(head, rows, "lllrrrrrr")]
 
@@ -255,7 +255,7 @@ def killed(result: Result) -> list[Table]:
         for name, arm, summary in summarised_arms(result)
     ]
     head = (
-        "arm", "remaining container", "times", "had the GPU", "median wait", "longest wait",
+        "arm", "remaining container", "events", "had the GPU", "median wait", "longest wait",
         "with the turn before",
     )  # fmt: skip
     return [(head, rows, "llrrrrr")]
@@ -492,7 +492,7 @@ def draw_killed(result: Result) -> Chart:
         result,
         series,
         subject="Longest waits of the remaining container, sorted",
-        x_label="times",
+        x_label="event",
         y_label="wait",
         y_unit=" ms",
         key=(("dashed", "20 ms"),),

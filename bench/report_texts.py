@@ -46,7 +46,7 @@ OVERHEAD = """\
 `python -m bench.overhead` runs one C program natively and in a container with a quota, in turn
 (A B B A), each time as a new process. The figure of a run is the median of its batches of calls.
 The difference is the median of the differences of the pairs of runs, which is not the difference
-of the medians beside it. The 95 % interval is a bootstrap of the pairs.
+of the medians next to it. The 95 % interval is a bootstrap of the pairs.
 
 - `launch` is the mean over a batch of launches, `launch-median` the median launch.
 - `alloc-async` is `cuMemAllocAsync` and `cuMemFreeAsync`.
@@ -60,7 +60,7 @@ of the medians beside it. The 95 % interval is a bootstrap of the pairs.
 Rows with "alone" were measured while the container had the GPU to itself. Rows with "while another
 container waits" were measured with grants that end, as they do when another container wants the
 GPU. Rows with "both in one process" were measured in one governed process that has the control
-library and the original libcuda behind it, and calls each in turn. This excludes differences
+library and the driver's libcuda behind it, and calls each in turn. This excludes differences
 between processes.
 
 The stub is a driver whose functions return at once. The difference over the stub is the control
@@ -71,19 +71,19 @@ library's own cost, without a container around it.
 HOOK = """\
 ## What a start costs
 
-`python -m bench.hook` runs a static program under runc and crun, in turn in these ways:
+`python -m bench.hook` runs a static program under runc and crun, in each of these ways in turn:
 
 - "alone": without a hook.
 - "trivial": with a hook in C that does nothing.
-- "asks not": with Tidegate's hook, in a container that asks for nothing.
-- "governed": with Tidegate's hook, in a container that asks for a share.
+- "asks not": with Tidegate's hook, in a container that requests nothing.
+- "governed": with Tidegate's hook, in a container that requests a share.
 - "wrapper asks not" and "wrapper governed": the same two under `tidegate-runtime`.
 
 Hook and runtime are the C programs with the [fork server](reference/runtime.md#the-fork-server)
 behind them. "ms more" is the median of the differences from the start without a hook in the same
-round. After that, containers that ask for a share are started eight at a time.
+round. After that, containers that request a share are started eight at a time.
 
-The aims are 5 ms for a container that asks for nothing and 30 ms for one that asks for a share.
+The aims are 5 ms for a container that requests nothing and 30 ms for one that requests a share.
 """
 
 
@@ -91,14 +91,14 @@ STARTS_BY_ENGINE = """\
 ## What a start costs with each engine
 
 `python -m tests.container.start_times` starts one container at a time with real engines, in three
-ways: natively, with Tidegate's runtime or hooks in a container that asks for nothing, and with them
-in a container that asks for a share. Successive rounds go through all orders of the three.
+ways: natively, with Tidegate's runtime or hooks in a container that requests nothing, and with them
+in a container that requests a share. Successive rounds go through all orders of the three.
 
 A start lasts from the engine's command, or from the first CRI call, to its return with the
 container running. The figures are the medians of the differences from the native start of the same
 round, with their standard error.
 
-The aims are 5 ms for a container that asks for nothing and 30 ms for one that asks for a share.
+The aims are 5 ms for a container that requests nothing and 30 ms for one that requests a share.
 """
 
 
@@ -107,7 +107,7 @@ LATENCY = """\
 
 `python -m bench.latency` runs a service beside jobs that always have work. The service's requests
 arrive at random (a Poisson process, the same in every arm), and each is 20 kernels of 0.1 ms. The
-jobs work in units of 0.5 ms. Where a title names a model, the requests run that model
+jobs work in units of 0.5 ms. If a title names a model, the requests run that model
 (`decode-graph`: tokens by CUDA graphs), or the jobs train it.
 
 The arms:
@@ -132,8 +132,8 @@ RESTARTS = """\
 ## A governor that is killed
 
 `python -m bench.restarts` repeatedly kills the governor with SIGKILL under the GPU's own scheduler,
-and starts the next governor at once or up to 3 s later. Meanwhile three containers with caps of
-45, 30 and 15 % always have work.
+and starts the next governor at once or up to 3 s later. All the time three containers with caps of
+45, 30 and 15 % have work.
 
 A container that has used its cap is switched off until the period ends, so each container pauses
 without a kill as well. The longest pauses with kills are measured from the kill until one second
@@ -189,7 +189,7 @@ JUDGE = """\
 
 `python -m tests.gpu.judge` calls each function that `cuda.h` declares, natively and under a quota.
 It observes the effect by means that do not depend on Tidegate: memory by NVML, GPU time by events
-of the original driver.
+of the driver itself.
 
 A call that takes memory has to change the container's account, by at least half of what NVML saw
 and in the same direction. A call that makes the GPU work has to pass the gate or be counted.

@@ -32,7 +32,7 @@ from bench.restarts import summarise as summarise_pauses
 RESULTS = ROOT / "bench" / "results"
 SCHEMA = pathlib.Path(__file__).with_name("result.schema.json")
 MAX_BYTES = 300_000
-"""Maximum size of a result, bytes: all results stay in the repository for ever."""
+"""Maximum size of a result, bytes: all results stay in the repository forever."""
 
 ROUNDING_PP = 0.05
 """Maximum difference between a figure from 10 ms samples and the one from stamps, in points."""
@@ -54,7 +54,7 @@ def read_json(path: pathlib.Path, runner: str = "bench.demo") -> dict[str, Any]:
             f" that its {path.name} is in"
         ) from None
     if not isinstance(found, dict):
-        raise ResultError(f"{path} holds no JSON object")
+        raise ResultError(f"{path} does not hold a JSON object")
     return found
 
 
@@ -77,7 +77,7 @@ def check_samples(summary: Mapping[str, Any], samples: Mapping[str, Any]) -> Non
         if abs(again - claimed) > ROUNDING_PP:
             raise ResultError(
                 f"the samples give {again:.3f} points in {label} windows, "
-                f"the report says {claimed:.3f}: they are not from the same run"
+                f"but the report says {claimed:.3f}: they are not from the same run"
             )
 
 
@@ -255,7 +255,7 @@ def judge(options: argparse.Namespace) -> dict[str, Any]:
 
     report, run = read_run(options.source / "report.json", "tests.gpu.judge")
     name_commit(run, options.commit)
-    # The verdicts are computed again from the raw data, by the present rules.
+    # The verdicts are computed again from the raw data, by the current rules.
     verdicts = [
         judge_call(
             (row["native"]["name"], row["native"].get("variant", "")),
@@ -396,11 +396,13 @@ def result_name(result: Mapping[str, Any]) -> str:
 
 
 def write_result(result: Mapping[str, Any], out: pathlib.Path) -> None:
-    """Write a result; an existing file is history and stays as it is."""
+    """Write a result to a new file; raise ResultError if the file exists, because it is history."""
     validate(result)
     text = json.dumps(result, separators=(",", ":")) + "\n"
     if len(text) > MAX_BYTES:
-        raise ResultError(f"the result is {len(text)} bytes, above {MAX_BYTES}: run it shorter")
+        raise ResultError(
+            f"the result is {len(text)} bytes, above {MAX_BYTES}: make the run shorter"
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         with out.open("x") as file:
@@ -410,7 +412,7 @@ def write_result(result: Mapping[str, Any], out: pathlib.Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a suite and keep its result."""
+    """Keep the result of a run that has ended; return 1 if that is impossible."""
     parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__)
     parser.add_argument("--suite", choices=sorted(SUITES), required=True, help="what was run")
     parser.add_argument(

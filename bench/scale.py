@@ -296,7 +296,7 @@ def cluster_tables(runs: list[dict[str, Any]]) -> str:
     """Return the tables of the simulated cluster."""
     by_load = [one for one in runs if one["scenario"]["sharing"] is None]
     lines = [
-        "| asked for | | runs | taken | mean wait | 90 % wait no longer than | 99 % | still wait |",
+        "| requested | | runs | taken | mean wait | 90 % wait no longer than | 99 % | still wait |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for load in LOADS:
@@ -314,7 +314,7 @@ def cluster_tables(runs: list[dict[str, Any]]) -> str:
 def mix_table(runs: list[dict[str, Any]]) -> str:
     """Return the table by the fraction of the demand that shares GPUs."""
     lines = [
-        "| asked for by parts | whole GPUs: runs | mean wait | shares, packed: runs | mean wait |",
+        "| requested as shares | whole GPUs: runs | mean wait | shares, packed: runs | mean wait |",
         "| --- | --- | --- | --- | --- |",
     ]
     for part in (None, *SHARING):
@@ -378,7 +378,7 @@ def figure(runs: list[dict[str, Any]], key: str, words: dict[str, str], unit: fl
             title=words["title"],
             subtitle="1,000 nodes with 8 GPUs each; simulated",
             description=words["description"],
-            x_label="GPU time asked for, % of all GPUs",
+            x_label="GPU time requested, % of all GPUs",
             y_label=words["y"],
             series=series,
             y_min=float(words.get("low", "0")),

@@ -5,7 +5,7 @@ idle. So the two values of a pair are half a second apart and do not include sta
 container is alone and has the whole GPU. Both arms stay on the same processors.
 
 Two processes of the same program differ by up to a percent for as long as they live, depending on
-where their memory is and which thread came to which processor. So there are rounds, each with two
+where their memory is and on which processor each thread runs. So there are rounds, each with two
 new processes and many pairs, and the bound counts the differences between rounds as well as those
 between pairs.
 """
@@ -39,7 +39,7 @@ Round = list[Pair]
 
 
 class Stepper:
-    """A process that files in `orders` control; `failed` returns why it has ended, or None."""
+    """A process controlled by files in `orders`; `failed` returns why it has ended, or None."""
 
     def __init__(self, orders: Path, seconds: float, failed: Callable[[], str | None]) -> None:
         self.orders = orders
@@ -58,11 +58,11 @@ class Stepper:
             time.sleep(0.005)
 
     def ready(self) -> None:
-        """Wait until it is warm."""
+        """Wait until the process is warm."""
         self._wait(self.orders / "ready", READY_S)
 
     def run(self) -> dict[str, float]:
-        """Make it take steps; return their number, the seconds that passed, and the median step."""
+        """Make the process take steps; return their number, total time, and the median step."""
         (self.orders / f"go-{self.number}").touch()
         done = self.orders / f"done-{self.number}"
         self._wait(done, self.seconds + LATE_S)
@@ -71,7 +71,7 @@ class Stepper:
         return {name: float(answer[name]) for name in ("steps", "seconds", "step_ms")}
 
     def end(self) -> None:
-        """End it."""
+        """Make the process end."""
         (self.orders / "end").touch()
 
 
@@ -142,7 +142,7 @@ def governed_arm(node: BenchNode, kind: str, number: int, seconds: float) -> Ite
 
 
 def run_steps(arms: Mapping[str, Stepper], pairs: int) -> list[Pair]:
-    """Make the two take steps in turn; the first run of each is discarded."""
+    """Make both processes take steps in turn; discard the first run of each."""
     for arm in arms.values():
         arm.ready()
     for arm in arms.values():

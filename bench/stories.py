@@ -33,10 +33,10 @@ from governor.errors import TidegateError
 from vdriver.errors import VdriverError
 
 SET_UP_S = 60.0
-"""Time within which a program must be ready to begin, seconds."""
+"""Time within which a program must be ready to begin, in seconds."""
 
 SPARE_S = 60.0
-"""Time that a program may take beyond its working time, seconds."""
+"""Longest wait for a program to end, or for the governor to forget containers, in seconds."""
 
 
 class StoryError(Exception):
@@ -62,16 +62,16 @@ class StoryProgram:
     process: subprocess.Popen[str]
     container: Running | None = None
     begun: float = 0.0
-    """The time at which the story started it, in seconds of CLOCK_MONOTONIC."""
+    """The time at which the story let it begin, in seconds of CLOCK_MONOTONIC."""
 
     @property
     def output(self) -> str:
-        """What it has printed so far."""
+        """What the program has printed so far."""
         path = self.container.bundle / "output" if self.container else self.out / "output"
         return path.read_text(errors="replace")
 
     def times(self) -> list[float]:
-        """Return when each unit of its work was done, in seconds of CLOCK_MONOTONIC."""
+        """Return when each unit of the program's work was done, in seconds of CLOCK_MONOTONIC."""
         ahead = int(last_json(self.output).get("clock_ns", 0))
         return [(stamp.time - ahead) / 1e9 for stamp in read_stamps(self.out / "progress.bin")]
 
@@ -122,7 +122,7 @@ class Stage:
         """Start a container with any command.
 
         Its annotations are those of `like` in containers.yaml, by default those of its own name;
-        `before` is a command that starts the runtime.
+        `before` is put in front of the runtime's command line.
         """
 
         def edit(config: dict[str, Any]) -> None:
@@ -188,7 +188,7 @@ class Stage:
             (program.out / "begin").touch()
 
     def wait(self, *programs: StoryProgram) -> None:
-        """Wait until these programs have ended; one that failed ends the story."""
+        """Wait until these programs have ended; raise StoryError if one failed."""
         for program in programs:
             if self.status(program):
                 raise StoryError(f"{program.name} failed: {tail(program)}")
@@ -214,7 +214,7 @@ class Stage:
         The simulated GPU's own program does not need this.
         """
         if self.machine.kind == "nvidia":
-            self.say(f"   how much work a unit of {job} is")
+            self.say(f"   measuring how much work a unit of {job} is")
             self.learn(job, 1.0)
 
     def clear(self) -> None:
@@ -305,9 +305,9 @@ def share(program: StoryProgram, unit_us: float, begin: float, end: float) -> fl
 
 
 def answers(program: StoryProgram, pause_us: float) -> list[float]:
-    """Return how long each request took, in ms, of a program that pauses between requests."""
+    """Return how long each request to a program that pauses between requests took, in ms."""
     moments = program.times()
-    # The first two are left out, because the length of such work is not known yet.
+    # The first two are left out, because Tidegate does not know yet how long such work takes.
     taken = [(b - a) * 1e3 - pause_us / 1e3 for a, b in itertools.pairwise(moments)]
     if len(taken) <= 4:
         raise StoryError(f"{program.name} has answered {len(taken)} requests, too few to judge")
@@ -348,7 +348,7 @@ def play(
     programs: Sequence[str] = (),
     machine: Callable[[Path, Path], Machine] | None = None,
 ) -> NoReturn:
-    """Play the story with its script at the path `story`, and exit with its status.
+    """Play the story whose script is at the path `story`, and exit with its status.
 
     `simgpu` are options of `simgpu create`, `programs` are additional built programs for
     containers; `real` allows a real GPU, and `machine` makes a machine other than the default.

@@ -33,7 +33,7 @@ DATE = "2026-11-22"
 SPECIAL = {"\\": "\\e", "'": "\\(aq", "`": "\\(ga", "^": "\\(ha", "~": "\\(ti", "-": "\\-"}
 
 EFFECTS = {
-    "now": "A new value takes effect at once when the configuration is reloaded.",
+    "now": "A reload applies a new value at once.",
     "next": "After a reload a new value applies to containers and processes that start later.",
     "restart": "A new value needs a restart of the governor.",
 }

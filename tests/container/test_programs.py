@@ -80,7 +80,7 @@ def test_a_program_that_shows_its_quota_is_reported(
     assert ran["telltale"]["differences"] == [
         f"value “total” is {16 * GIB} natively, {8 * GIB} governed",
         "new line: a line of mine",
-        "the governor counted 0 launches, of 1 at least",
+        "the governor counted 0 launches, but there were at least 1",
     ]
     assert "telltale: new line: a line of mine" in capsys.readouterr().out
 

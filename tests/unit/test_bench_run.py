@@ -99,7 +99,7 @@ def test_a_report_of_another_suite_is_refused(demo, tmp_path, capsys):
 def test_a_result_that_outgrows_the_repository_is_refused(demo, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(run, "MAX_BYTES", 1000)
     assert keep(demo, tmp_path / "r.json") == 1
-    assert "bytes, above 1000: run it shorter" in capsys.readouterr().err
+    assert "bytes, above 1000: make the run shorter" in capsys.readouterr().err
 
 
 def test_a_copy_of_the_tree_is_told_its_commit(demo, tmp_path):

@@ -190,7 +190,7 @@ def compiled(includes: list[str], names: list[str], options: list[str]) -> Decla
 
 
 def read_header(include: Path) -> Declarations:
-    """Return what NVIDIA's header declares, each variant by the name that the driver exports."""
+    """Return what NVIDIA's header declares, each form by the name that the driver exports."""
     options = ["-D__CUDA_API_VERSION_INTERNAL", f"-I{include}"]
     header = include / "cuda.h"
     found = compiled(["<cuda.h>"], sorted(read_declarations(header)), options)

@@ -85,7 +85,9 @@ def test_a_run_that_was_not_governed_is_a_difference():
         "the governor has charged no memory",
     ]
     few = Seen(launches=99, memory_peak=1)
-    assert compare(arm(), arm(), few) == ["the governor counted 99 launches, but there were at least 100"]
+    assert compare(arm(), arm(), few) == [
+        "the governor counted 99 launches, but there were at least 100"
+    ]
 
 
 def test_a_program_that_is_not_here_is_none_and_one_that_is_lost_inside_is_one():

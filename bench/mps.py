@@ -48,7 +48,7 @@ def wait_working(*containers: Running) -> None:
             if container.process.poll() is not None or time.monotonic() > deadline:
                 raise MachineError(
                     f"container {container.name} does not work;"
-                    f" see {container.bundle}/output and mps/ beside it"
+                    f" see {container.bundle}/output and mps/ next to it"
                 )
             time.sleep(0.02)
 

@@ -188,8 +188,9 @@ void pages_poke(void);
 void pages_rejoin(void);
 uint64_t *pages_before(const uint64_t *sum);
 
-/* lookups.c: reports the names that were looked up before the process had its slot. */
-void lookups_started(void);
+/* lookups.c: reports the names that were looked up before the process had its slot in the ledger in
+ * use. */
+void lookups_joined(void);
 void lookups_after_fork(void);
 
 /* log.c: writes one line of bounded length to standard error. A process writes at most 16 of

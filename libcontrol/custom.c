@@ -77,7 +77,7 @@ CONTROL_EXPORT CUresult cuInit(unsigned int Flags)
 
     if (!pages_start())
         return CUDA_ERROR_SYSTEM_NOT_READY;
-    lookups_started();
+    lookups_joined();
     custom_mps_point();
     result = real->cuInit(Flags);
     if (result != CUDA_SUCCESS) {

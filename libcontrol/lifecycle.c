@@ -7,8 +7,8 @@
  *
  * Locks are taken in this order: start_lock (pages_join.c); the gate's lock of one GPU;
  * passes_lock; exports_lock or open_lock (hidden.c); a part of the table of blocks. Each of the
- * others (contexts_lock, captures_lock, pools_lock, provisional_locks) is held alone or taken last.
- * Only start_lock is held across calls into the driver.
+ * others (contexts_lock, captures_lock, pools_lock, names_lock, provisional_locks) is held alone or
+ * taken last. Only start_lock is held across calls into the driver.
  */
 #include "pages.h"
 
@@ -53,4 +53,5 @@ __attribute__((constructor)) static void lifecycle_loaded(void)
         .watch = gate_watch,
     };
     pages_forked = lifecycle_forked;
+    pages_changed = lookups_joined;
 }

@@ -23,10 +23,11 @@ enum lookup_kind {
 
 #define LOOKUP_LACKED "cuTidegateLacksThisFunction" /* a name that no driver has */
 
-/* The names that were looked up before the process had a ledger: most programs look functions up
- * before they call cuInit. */
-static char early[LAYOUT_N_UNKNOWN][LAYOUT_UNKNOWN_SIZE];
-static unsigned n_early;
+/* The names that were looked up. They are kept for the life of the process: most programs look
+ * functions up before they call cuInit, and a process that moves to another ledger leaves behind
+ * what it reported before. */
+static char names[LAYOUT_N_UNKNOWN][LAYOUT_UNKNOWN_SIZE];
+static unsigned n_names;
 static struct prim_lock names_lock; /* for these, and for this process's writes to the ledger */
 
 static uint64_t lookup_hash(const char *name, size_t length)
@@ -98,20 +99,18 @@ static void lookup_report(const char *name)
 /* Called with the lock. */
 static void lookup_keep(const char *name)
 {
-    bool known = false;
-
-    for (unsigned i = 0; i < n_early; i++)
-        known = known || !strcmp(early[i], name);
-    if (!known && n_early < LAYOUT_N_UNKNOWN)
-        memcpy(early[n_early++], name, LAYOUT_UNKNOWN_SIZE);
+    for (unsigned i = 0; i < n_names; i++)
+        if (!strcmp(names[i], name))
+            return;
+    if (n_names < LAYOUT_N_UNKNOWN)
+        memcpy(names[n_names++], name, LAYOUT_UNKNOWN_SIZE);
 }
 
-void lookups_started(void)
+void lookups_joined(void)
 {
     prim_lock(&names_lock);
-    if (pages_slot())
-        for (; n_early; n_early--)
-            lookup_report(early[n_early - 1]);
+    for (unsigned i = 0; i < n_names && pages_slot(); i++)
+        lookup_report(names[i]);
     prim_unlock(&names_lock);
 }
 
@@ -130,10 +129,9 @@ static void lookup_note(const char *symbol, int version, enum lookup_kind kind)
     else
         snprintf(name, sizeof name, "%s", symbol);
     prim_lock(&names_lock);
+    lookup_keep(name);
     if (pages_slot())
         lookup_report(name);
-    else
-        lookup_keep(name);
     prim_unlock(&names_lock);
 }
 

@@ -34,6 +34,7 @@ bool pages_still_ours(void);
 
 /* ---- pages_rejoin.c ---- */
 
-void pages_note_own_ledger(void);  /* the ledger in use belongs to this process alone */
-extern void (*pages_forked)(void); /* resets all other parts in a forked child: lifecycle.c */
+void pages_note_own_ledger(void);   /* the ledger in use belongs to this process alone */
+extern void (*pages_changed)(void); /* reports to a ledger that the process moved to: lifecycle.c */
+extern void (*pages_forked)(void);  /* resets all other parts in a forked child: lifecycle.c */
 void pages_rejoin_after_fork(void);

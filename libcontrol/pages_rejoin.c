@@ -35,6 +35,8 @@ struct pages_moved {
 static struct pages_return reconnection = {.fd = -1};
 static struct pages_moved moved;
 
+void (*pages_changed)(void);
+
 void pages_note_own_ledger(void)
 {
     moved.by_itself = true;
@@ -183,6 +185,7 @@ static bool pages_move_sums(uint32_t index, int ledger_fd, const struct pages_fi
     moved.by_itself = false;
     ledger_file = *file;
     atomic_store_release(&pages_now.alone, false);
+    pages_changed();
     control_log("the governor is back; this process shares its container's quota from now on");
     return true;
 }

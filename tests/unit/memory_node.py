@@ -276,6 +276,36 @@ class MemoryNode:
         self._beating.join()
         pages.write(self.grant, 0, "grant_header", "heartbeat_ns", time.monotonic_ns() - 5 * SECOND)
 
+    @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        """Be away while the block runs, for so long that a process that starts does not wait."""
+        path = self.runtime / "governor.sock"
+        path.rename(self.runtime / "elsewhere")
+        self.go_away()
+        long_ago = time.monotonic_ns() - 20 * SECOND
+        pages.write(self.grant, 0, "grant_header", "heartbeat_ns", long_ago)
+        try:
+            yield
+        finally:
+            (self.runtime / "elsewhere").rename(path)
+            self._closing.clear()
+            self._beating = threading.Thread(target=self._beat, daemon=True)
+            self._beating.start()
+
+    @contextlib.contextmanager
+    def other_ledger(self, slot: int) -> Iterator[mmap.mmap]:
+        """Give the process of `slot` another ledger when it connects again while the block runs."""
+        fd = os.memfd_create("tidegate-ledger", os.MFD_CLOEXEC)
+        os.ftruncate(fd, layout.LEDGER_SIZE)
+        with mmap.mmap(fd, layout.LEDGER_SIZE) as ledger:
+            pages.init_ledger(ledger)
+            pages.write(ledger, pages.slot_base(slot), "ledger_slot", "state", 1)
+            pages.write(ledger, 0, "ledger_header", "n_slots", 1 + slot)
+            self.given_fd = fd
+            yield ledger
+        self.given_fd = None
+        os.close(fd)
+
     def _beat(self) -> None:
         while not self._closing.wait(0.05):
             pages.write(self.grant, 0, "grant_header", "heartbeat_ns", time.monotonic_ns())
@@ -332,10 +362,11 @@ class MemoryNode:
                     count += len(connection.recv(1 << 16, socket.MSG_DONTWAIT))
         return count
 
-    def agent(self, *, context: bool = True, alone: bool = False) -> Agent:
+    def agent(self, *, context: bool = True, alone: bool = False, bare: bool = False) -> Agent:
         """Start a new process, initialised, and with a context unless `context` is false.
 
-        With `alone`, the process finds no governor and has no slot.
+        With `alone`, the process finds no governor and has no slot. With `bare`, it has only loaded
+        the library.
         """
         process = subprocess.Popen(
             [sys.executable, "-c", PRELUDE + HELPERS + AGENT, self.library, str(self.runtime)],
@@ -346,6 +377,8 @@ class MemoryNode:
         )
         agent = Agent(self, None, process)
         self.agents.append(agent)
+        if bare:
+            return agent
         agent.run("driver.call('cuInit', 0)")
         agent.slot = None if alone else self.slot_of(process.pid)
         if context:

@@ -6,13 +6,15 @@ The driver is lookup_shim.c: the simulated one with functions of future versions
 from __future__ import annotations
 
 from collections.abc import Iterator
+from mmap import mmap
 from pathlib import Path
 
 import pytest
 
 from libcontrol import coverage, layout, pages
 from tests.conftest import ROOT
-from tests.unit.memory_node import GIB, Agent, MemoryNode, need_namespaces
+from tests.unit.memory_node import GIB, LAUNCH, Agent, MemoryNode, need_namespaces
+from tests.unit.test_control_process import wait_until
 
 FORWARD, COUNT, REFUSE = range(3)
 FOUND = [0, 99, 0]  # result, what the function returns, status
@@ -49,10 +51,14 @@ def start(node: MemoryNode, policy: int) -> Agent:
     return agent
 
 
-def named(node: MemoryNode) -> list[str]:
-    """Return the names in the ledger."""
-    places = (place.partition(b"\0")[0] for place in pages.read_unknown(node.ledger))
+def names_in(ledger: mmap) -> list[str]:
+    places = (place.partition(b"\0")[0] for place in pages.read_unknown(ledger))
     return [place.decode() for place in places if place]
+
+
+def named(node: MemoryNode) -> list[str]:
+    """Return the names in the container's ledger."""
+    return names_in(node.ledger)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +144,40 @@ said = os.read(r, 10).decode()
     )
     assert agent.run("said") == "y."
     assert sorted(named(node)) == ["cuAtOnce", "cuOfTomorrow"]
+
+
+def test_names_looked_up_while_the_governor_is_away_are_reported_when_it_is_back(
+    node: MemoryNode,
+) -> None:
+    pages.write(node.grant, 0, "grant_header", "unknown_functions", COUNT)
+    with node.away():
+        agent = node.agent(bare=True)
+        agent.run(FIND)
+        agent.run("find('cuAtOnce')")
+        agent.run("driver.call('cuInit', 0); context = out('cuCtxCreate_v2', 0, 0)")
+        agent.run("find('cuOfTomorrow')")
+        agent.run(LAUNCH)
+        agent.run("launch(1000); driver.call('cuCtxSynchronize')")  # from here on it has a helper
+        assert named(node) == []
+    assert agent.run("find('cuOfNextYear')") == FOUND
+    wait_until(lambda: len(named(node)) == 3)
+    assert sorted(named(node)) == ["cuAtOnce", "cuOfNextYear", "cuOfTomorrow"]
+    assert list(node._slots.values()) == [agent.process.pid]
+
+
+def test_names_in_a_ledger_that_was_lost_are_in_the_next_one(node: MemoryNode) -> None:
+    agent = start(node, COUNT)
+    agent.run("context = out('cuCtxCreate_v2', 0, 0)")
+    agent.run(LAUNCH)
+    agent.run("launch(1000); driver.call('cuCtxSynchronize')")
+    agent.run("find('cuOfTomorrow')")
+    assert agent.slot is not None
+    with node.other_ledger(agent.slot) as ledger:
+        node.hang_up()
+        wait_until(lambda: node.returned)
+        agent.run("find('cuOfNextYear')")
+        wait_until(lambda: len(names_in(ledger)) == 2)
+        assert sorted(names_in(ledger)) == ["cuOfNextYear", "cuOfTomorrow"]
 
 
 def test_the_setting_is_followed_while_a_program_runs(node: MemoryNode) -> None:

@@ -419,47 +419,27 @@ def move_and_check(
 def test_a_process_whose_ledger_was_lost_moves_its_counters(
     node: MemoryNode, governed: Agent
 ) -> None:
-    other = os.memfd_create("tidegate-ledger", os.MFD_CLOEXEC)
-    os.ftruncate(other, layout.LEDGER_SIZE)
-    ledger = mmap.mmap(other, layout.LEDGER_SIZE)
-    pages.init_ledger(ledger)
     assert governed.slot is not None
-    pages.write(ledger, pages.slot_base(governed.slot), "ledger_slot", "state", 1)
-    pages.write(ledger, 0, "ledger_header", "n_slots", 1 + governed.slot)
     before = governed.charged
     governed.run(CHURN)
     until(governed, "made > 20")
-    node.given_fd = other
-    node.hang_up()
-    wait_until(lambda: node.returned)
-    move_and_check(node, governed, ledger, governed.slot, before)
-    os.close(other)
+    with node.other_ledger(governed.slot) as ledger:
+        node.hang_up()
+        wait_until(lambda: node.returned)
+        move_and_check(node, governed, ledger, governed.slot, before)
 
 
 def test_a_process_that_started_alone_moves_its_counters(node: MemoryNode) -> None:
-    socket_path = node.runtime / "governor.sock"
-    socket_path.rename(node.runtime / "elsewhere")
-    node._closing.set()
-    node._beating.join()
-    long_ago = time.monotonic_ns() - 20 * SECOND
-    pages.write(node.grant, 0, "grant_header", "heartbeat_ns", long_ago)
-    agent = node.agent(alone=True)
-    agent.run(LAUNCH)
-    agent.run("launch(1000); driver.call('cuCtxSynchronize')")
-    agent.run(CHURN)
-    until(agent, "made > 20")
-    assert node._slots == {}
-    (node.runtime / "elsewhere").rename(socket_path)
-    node._closing.clear()
-    beating = threading.Thread(target=node._beat)
-    beating.start()
-    try:
-        wait_until(lambda: list(node._slots.values()) == [agent.process.pid])
-        agent.slot = node.slot_of(agent.process.pid)
-        move_and_check(node, agent, node.ledger, agent.slot, 0)
-    finally:
-        node._closing.set()
-        beating.join()
+    with node.away():
+        agent = node.agent(alone=True)
+        agent.run(LAUNCH)
+        agent.run("launch(1000); driver.call('cuCtxSynchronize')")
+        agent.run(CHURN)
+        until(agent, "made > 20")
+        assert node._slots == {}
+    wait_until(lambda: list(node._slots.values()) == [agent.process.pid])
+    agent.slot = node.slot_of(agent.process.pid)
+    move_and_check(node, agent, node.ledger, agent.slot, 0)
 
 
 def test_a_descriptor_that_the_program_closed_is_not_touched(

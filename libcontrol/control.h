@@ -193,6 +193,9 @@ uint64_t *pages_before(const uint64_t *sum);
 void lookups_joined(void);
 void lookups_after_fork(void);
 
+/* custom.c */
+void custom_after_fork(void);
+
 /* log.c: writes one line of bounded length to standard error. A process writes at most 16 of
  * them. */
 void control_log(const char *message) cold;

@@ -15,6 +15,13 @@ static bool custom_mps_granted(void)
            atomic_load_relaxed(&pages_grant_device(0)->strategy) == STRATEGY_MPS;
 }
 
+static struct prim_lock mps_lock; /* for the environment */
+
+void custom_after_fork(void)
+{
+    mps_lock.word = 0;
+}
+
 /*
  * The driver looks for the MPS daemon once, in cuInit, and works without MPS if it finds none. A
  * daemon that the program or its image configures is ignored. The environment is changed once, in
@@ -22,17 +29,16 @@ static bool custom_mps_granted(void)
  */
 static void custom_mps_point(void)
 {
-    static struct prim_lock lock;
     static bool done;
     int saved = errno;
 
     if (!custom_mps_granted())
         return;
-    prim_lock(&lock);
+    prim_lock(&mps_lock);
     if (!done)
         setenv(CUSTOM_MPS_VARIABLE, CUSTOM_MPS_DIRECTORY, 1);
     done = true;
-    prim_unlock(&lock);
+    prim_unlock(&mps_lock);
     errno = saved;
 }
 

@@ -499,10 +499,10 @@ void gate_forget_context(CUcontext ctx)
 }
 
 /* Resets the gate in a forked child: the threads that held locks do not exist there, nor do the
- * GPU's contexts. */
+ * GPU's contexts. Without a grant nothing of it was used, and its many pages are not touched. */
 void gate_after_fork(void)
 {
-    for (unsigned device = 0; device < LAYOUT_N_DEVICES; device++) {
+    for (unsigned device = 0; device < pages_n_devices(); device++) {
         if (gate_devices[device].started)
             memset(&gate_devices[device], 0, sizeof gate_devices[device]);
         gate_devices[device].lock.word = 0;

@@ -32,6 +32,7 @@ static void lifecycle_refresh(int device)
  * memory, and which no longer uses the parent's pages. */
 static void lifecycle_forked(void)
 {
+    pages_after_fork();
     gate_after_fork();
     account_after_fork();
     blocks_after_fork();
@@ -41,9 +42,18 @@ static void lifecycle_forked(void)
     exports_after_fork();
     modules_after_fork();
     lookups_after_fork();
+    custom_after_fork();
 }
 
-/* Starts no thread, takes no lock, allocates nothing and makes no CUDA call. */
+extern int __register_atfork(void (*prepare)(void), void (*parent)(void), void (*child)(void),
+                             void *dso);
+extern void *__dso_handle;
+
+/*
+ * Starts no thread, takes no lock of the library and makes no CUDA call. The fork handler is
+ * registered here because the first call into the library may take a lock already, before any
+ * cuInit, and another thread may fork at that time.
+ */
 __attribute__((constructor)) static void lifecycle_loaded(void)
 {
     origin_resolve(control_hooks);
@@ -52,6 +62,6 @@ __attribute__((constructor)) static void lifecycle_loaded(void)
         .refresh = lifecycle_refresh,
         .watch = gate_watch,
     };
-    pages_forked = lifecycle_forked;
     pages_changed = lookups_joined;
+    __register_atfork(NULL, NULL, lifecycle_forked, &__dso_handle);
 }

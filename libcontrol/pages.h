@@ -32,9 +32,12 @@ long pages_receive(int fd, int flags, uint32_t *slotp, int *ledger_fdp);
 bool pages_is_ours(int fd, uint64_t own_inode);
 bool pages_still_ours(void);
 
+/* ---- pages_join.c ---- */
+
+void pages_after_fork(void);
+
 /* ---- pages_rejoin.c ---- */
 
 void pages_note_own_ledger(void);   /* the ledger in use belongs to this process alone */
 extern void (*pages_changed)(void); /* reports to a ledger that the process moved to: lifecycle.c */
-extern void (*pages_forked)(void);  /* resets all other parts in a forked child: lifecycle.c */
 void pages_rejoin_after_fork(void);

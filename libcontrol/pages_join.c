@@ -151,11 +151,9 @@ static bool pages_keep_own_ledger(void)
     return true;
 }
 
-void (*pages_forked)(void);
-
 /* A forked child shares the parent's mappings but is another process, so it registers on its
  * own. */
-static void pages_after_fork(void)
+void pages_after_fork(void)
 {
     if (pages_still_ours())
         prim_close(governor_fd);
@@ -168,12 +166,7 @@ static void pages_after_fork(void)
     pages_now.alone = false;
     pages_started = 0;
     start_lock.word = 0;
-    pages_forked();
 }
-
-extern int __register_atfork(void (*prepare)(void), void (*parent)(void), void (*child)(void),
-                             void *dso);
-extern void *__dso_handle;
 
 /* Called with the lock. */
 static void pages_map_once(void)
@@ -197,7 +190,6 @@ const struct grant_header *pages_peek(void)
 
 bool pages_start(void)
 {
-    static bool registered;
     uint32_t state = atomic_load_acquire(&pages_started);
 
     if (likely(state))
@@ -205,10 +197,6 @@ bool pages_start(void)
     prim_lock(&start_lock);
     if (!pages_started) {
         pages_map_once();
-        if (!registered) {
-            registered = true;
-            __register_atfork(NULL, NULL, pages_after_fork, &__dso_handle);
-        }
         if (!pages_now.grant) {
             control_log("no grant at " PAGES_DIRECTORY "/grant: this container was started without "
                         "the tidegate hook, or with another version of it");

@@ -5,6 +5,8 @@ The driver is lookup_shim.c: the simulated one with functions of future versions
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
 from mmap import mmap
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 from libcontrol import coverage, layout, pages
 from tests.conftest import ROOT
 from tests.unit.memory_node import GIB, LAUNCH, Agent, MemoryNode, need_namespaces
-from tests.unit.test_control_process import wait_until
+from tests.unit.test_control_process import until, wait_until
 
 FORWARD, COUNT, REFUSE = range(3)
 FOUND = [0, 99, 0]  # result, what the function returns, status
@@ -178,6 +180,39 @@ def test_names_in_a_ledger_that_was_lost_are_in_the_next_one(node: MemoryNode) -
         agent.run("find('cuOfNextYear')")
         wait_until(lambda: len(names_in(ledger)) == 2)
         assert sorted(names_in(ledger)) == ["cuOfNextYear", "cuOfTomorrow"]
+
+
+def test_a_child_that_was_forked_during_a_look_up_can_start(node: MemoryNode) -> None:
+    """The first look-up maps the grant page under a lock. A pipe in the page's place keeps it there."""
+    page, kept, pipe = (node.runtime / name for name in ("grant", "kept", "pipe"))
+    agent = node.agent(bare=True)
+    agent.run(FIND)
+    page.rename(kept)
+    os.mkfifo(page)
+    agent.run("thread = threading.Thread(target=find, args=['cuOfTomorrow']); thread.start()")
+    time.sleep(0.3)  # until it is in the call
+    page.rename(pipe)
+    kept.rename(page)
+    agent.run(
+        """
+child = os.fork()
+if child == 0:
+    os._exit(driver.try_call('cuInit', 0))
+def ended():
+    global status
+    pid, status = os.waitpid(child, os.WNOHANG)
+    return pid
+"""
+    )
+    try:
+        until(agent, "ended()")
+    except AssertionError:
+        agent.run("os.kill(child, 9)")
+        raise
+    finally:
+        os.close(os.open(pipe, os.O_RDWR))
+    assert agent.run("status") == 0
+    assert agent.run("thread.join()") is None
 
 
 def test_the_setting_is_followed_while_a_program_runs(node: MemoryNode) -> None:

@@ -229,7 +229,14 @@ bool gate_captures(void);
 void gate_end_all_passes(void);
 extern uint32_t
     gate_lazy_kernels; /* kernels that would load their library at a launch: no passes */
-bool gate_capture_begin(CUstream stream, bool to_graphics);
+
+enum gate_capture {
+    GATE_CAPTURE_NEW,
+    GATE_CAPTURE_KNOWN,   /* the stream captures already */
+    GATE_CAPTURE_REFUSED, /* it could not be followed, and must not begin */
+};
+
+enum gate_capture gate_capture_begin(CUstream stream, bool to_graphics);
 void gate_capture_end(CUstream stream);
 void gate_join_begin(void);
 void gate_join_end(void);

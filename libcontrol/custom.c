@@ -159,13 +159,15 @@ CONTROL_EXPORT CUresult cuStreamDestroy(CUstream hStream)
 #define CUSTOM_CAPTURE(name, stream, to_graphics, parameters, ...)                                 \
     CONTROL_EXPORT CUresult name parameters                                                        \
     {                                                                                              \
-        bool begins = gate_capture_begin(stream, to_graphics);                                     \
+        enum gate_capture capture = gate_capture_begin(stream, to_graphics);                       \
         CUresult result;                                                                           \
                                                                                                    \
+        if (capture == GATE_CAPTURE_REFUSED)                                                       \
+            return CUDA_ERROR_OUT_OF_MEMORY;                                                       \
         gate_join_begin();                                                                         \
         result = real->name(__VA_ARGS__);                                                          \
         gate_join_end();                                                                           \
-        if (begins && result != CUDA_SUCCESS)                                                      \
+        if (capture == GATE_CAPTURE_NEW && result != CUDA_SUCCESS)                                 \
             gate_capture_end(stream);                                                              \
         return result;                                                                             \
     }
@@ -202,10 +204,16 @@ CUSTOM_CAPTURE(cuStreamBeginCaptureToCig_ptsz, gate_ptsz(hStream), true,
                (CUstream hStream, CUstreamCigCaptureParams *streamCigCaptureParams), hStream,
                streamCigCaptureParams)
 
-/* A capture that this call could not end continues. */
+/* A capture that this call could not end continues. For one to a graph, the driver is queried,
+ * because some errors end it. One to a command list has a call of its own that ends it. */
 static CUresult capture_ended(CUstream stream, CUresult result)
 {
-    if (gate_captures() && !queue_capturing(stream))
+    bool continues;
+
+    if (likely(!gate_captures()))
+        return result;
+    continues = result == CUDA_SUCCESS ? queue_capturing(stream) : gate_capturing(stream);
+    if (!continues)
         gate_capture_end(stream);
     return result;
 }
@@ -220,7 +228,8 @@ CONTROL_EXPORT CUresult cuStreamEndCapture_ptsz(CUstream hStream, CUgraph *phGra
     return capture_ended(gate_ptsz(hStream), real->cuStreamEndCapture_ptsz(hStream, phGraph));
 }
 
-/* From here on, the driver is queried about the stream again. */
+/* From here on, the driver is queried about the stream again. None of the errors that cuda.h names
+ * ends the capture. */
 static CUresult capture_to_graphics_ended(CUstream stream, CUresult result)
 {
     if (result == CUDA_SUCCESS)

@@ -111,13 +111,27 @@ bool capture_is_running(CUstream stream)
     return to_graphics;
 }
 
-/* Notes a capture, before another thread can launch into the stream. Returns false if the stream
- * captures already. */
-bool gate_capture_begin(CUstream stream, bool to_graphics)
+static cold void capture_log(void)
+{
+    static uint32_t logged;
+
+    if (!atomic_exchange_acq_rel(&logged, 1))
+        control_log("cuStreamBeginCaptureToCig was refused: 64 streams of this process capture "
+                    "already, and no more can be followed");
+}
+
+/*
+ * Notes a capture, before another thread can launch into the stream.
+ *
+ * If the table is full, a capture to a graph is still recognised by the driver's answers. One to a
+ * command list would not be, and waits and events would get into the command list, so it must not
+ * begin.
+ */
+enum gate_capture gate_capture_begin(CUstream stream, bool to_graphics)
 {
     struct capture *free_place = NULL;
     CUcontext ctx = NULL;
-    bool known;
+    bool known, refused;
 
     driver->cuCtxGetCurrent(&ctx);
     prim_lock(&captures_lock);
@@ -125,15 +139,20 @@ bool gate_capture_begin(CUstream stream, bool to_graphics)
     for (struct capture *c = captures; c < captures + GATE_N_CAPTURES && !free_place; c++)
         if (!c->used)
             free_place = c;
+    refused = to_graphics && !known && !free_place;
     if (!known && free_place) {
         *free_place = (struct capture){stream, queue_thread(stream), ctx, true, to_graphics};
         if (to_graphics)
             atomic_add_seq_cst(&n_to_graphics, 1);
     }
-    if (!known)
+    if (!known && !refused)
         atomic_add_seq_cst(&gate_n_captures, 1);
     prim_unlock(&captures_lock);
-    return !known;
+    if (unlikely(refused)) {
+        capture_log();
+        return GATE_CAPTURE_REFUSED;
+    }
+    return known ? GATE_CAPTURE_KNOWN : GATE_CAPTURE_NEW;
 }
 
 void gate_capture_end(CUstream stream)

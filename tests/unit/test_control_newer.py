@@ -16,6 +16,8 @@ from tests.conftest import ROOT
 from tests.unit.memory_node import GIB, LAUNCH, MIB, Agent, MemoryNode, need_namespaces
 from tests.unit.test_control_process import NOT_READY, grant, until, until_field
 
+OUT_OF_MEMORY = 2
+
 COPIES = """
 SIZE = 64 << 20
 a, b = driver.allocate(SIZE), driver.allocate(SIZE)
@@ -49,13 +51,17 @@ def node(build_dir: Path, tmp_path: Path) -> Iterator[MemoryNode]:
     played.close()
 
 
-@pytest.fixture
-def agent(node: MemoryNode) -> Agent:
+def start(node: MemoryNode) -> Agent:
     started = node.agent()
     started.run(LAUNCH + COPIES)
     grant(node, 2**64 - 1, 2)
     started.run("launch(1000, s); driver.call('cuStreamSynchronize', s)")
     return started
+
+
+@pytest.fixture
+def agent(node: MemoryNode) -> Agent:
+    return start(node)
 
 
 def counted(agent: Agent, program: str) -> dict[str, int]:
@@ -150,3 +156,45 @@ def test_nothing_is_added_to_a_stream_that_is_captured_for_graphics(
     agent.answer()
     assert agent.run("driver.library.shim_n_drawn()") == 401
     until(agent, "driver.try_call('cuStreamQuery', s) == 0")
+
+
+def test_a_capture_for_graphics_survives_a_call_that_ends_other_captures(
+    node: MemoryNode, agent: Agent
+) -> None:
+    agent.run("driver.call('cuStreamBeginCaptureToCig', s, b'list')")
+    agent.run("made = ctypes.c_uint64()")
+    for form in ("", "_ptsz"):
+        assert agent.run(f"driver.try_call('cuStreamEndCapture{form}', s, ctypes.byref(made))") != 0
+    grant(node, 0, 3)
+    agent.run("for _ in range(200): launch(1_000_000, s)")
+    assert agent.run("driver.library.shim_n_drawn()") == 200
+    assert agent.field("want") == 0
+    assert agent.run("driver.library.shim_n_wrong()") == 0
+    agent.run("driver.call('cuStreamEndCaptureToCig', s)")
+    agent.send("launch(1000, s)")
+    until_field(agent, "want", 1)
+    grant(node, 2**64 - 1, 4)
+    agent.answer()
+
+
+def test_a_capture_for_graphics_that_cannot_be_followed_is_refused(
+    node: MemoryNode, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The library follows 64 captures. Further captures to graphs are recognised by the driver's answer."""
+    agent = start(node)
+    agent.run("others = [out('cuStreamCreate', 1) for _ in range(65)]")
+    agent.run("for other in others: driver.call('cuStreamBeginCapture_v2', other, 2)")
+    begin = "driver.try_call('cuStreamBeginCaptureToCig', s, b'list')"
+    assert [agent.run(begin) for _ in range(2)] == [OUT_OF_MEMORY] * 2
+    grant(node, 0, 3)
+    agent.run("launch(1000, others[64])")  # is captured, and waits for no grant
+    assert agent.field("want") == 0
+    agent.run("made = ctypes.c_uint64()")
+    agent.run("driver.call('cuStreamEndCapture', others[0], ctypes.byref(made))")
+    assert agent.run(begin) == 0
+    agent.run("for _ in range(200): launch(1_000_000, s)")
+    assert agent.field("want") == 0
+    assert agent.run("driver.library.shim_n_drawn()") == 200
+    assert agent.run("driver.library.shim_n_wrong()") == 0
+    [line] = [line for line in capfd.readouterr().err.splitlines() if "refused" in line]
+    assert line.startswith("tidegate: cuStreamBeginCaptureToCig was refused: 64 streams of this")

@@ -180,7 +180,7 @@ void account_unrelax(CUstreamCaptureMode *mode);
 /* ---- contexts.c, context_charges.c ---- */
 
 #define OWNER_PRIMARY 0
-#define OWNER_LAST    62
+#define OWNER_LAST    254
 #define OWNER_NONE    0xff /* the block does not end with a context */
 
 uint8_t contexts_owner(void);           /* owner of what is allocated in the current context */

@@ -37,7 +37,8 @@ bool context_begin(struct account_charge *charge, CUdevice dev)
 /* Accounts for the end of a context of this GPU. */
 void context_gone(int device, uint8_t owner)
 {
-    account_sweep(device, owner);
+    if (owner != OWNER_NONE)
+        account_sweep(device, owner);
     modules_context_gone(owner);
     account_driver_gives(device,
                          atomic_load_relaxed(&pages_grant_device((unsigned)device)->context_bytes));

@@ -4,13 +4,18 @@
  * What is allocated in a context ends with it, so each block records its owner: a created context
  * by its index in the table below, the primary one as 0. Green contexts allocate in the primary
  * one. contexts.c and primary.c, which have the calls that make and end contexts, keep the table.
+ *
+ * An owner has eight bits. What is allocated in a context beyond the last owner stays charged after
+ * the end of the context, unless the program frees it before.
  */
 #include "contexts.h"
 
 #include <string.h>
 
-struct context contexts[OWNER_LAST];
+struct context contexts[CONTEXTS_MOST];
+uint32_t n_places;
 uint32_t n_contexts;
+bool contexts_lost;
 struct prim_lock contexts_lock;
 struct primary primaries[LAYOUT_N_DEVICES];
 
@@ -26,10 +31,17 @@ struct context *context_find(CUcontext handle)
 {
     if (!handle || !atomic_load_relaxed(&n_contexts))
         return NULL;
-    for (struct context *c = contexts; c < contexts + OWNER_LAST; c++)
+    for (struct context *c = contexts; c < contexts + atomic_load_relaxed(&n_places); c++)
         if (atomic_load_acquire(&c->handle) == handle)
             return c;
     return NULL;
+}
+
+uint8_t context_owner(const struct context *c)
+{
+    size_t owner = (size_t)(c - contexts) + 1;
+
+    return owner <= OWNER_LAST ? (uint8_t)owner : OWNER_NONE;
 }
 
 uint8_t contexts_owner(void)
@@ -42,9 +54,8 @@ uint8_t contexts_owner(void)
     driver->cuCtxGetCurrent(&current);
     c = context_find(current);
     if (c)
-        return (uint8_t)(c - contexts + 1);
-    /* It may be a context for which the table had no room. */
-    if (atomic_load_relaxed(&n_contexts) == OWNER_LAST && !context_is_primary(current))
+        return context_owner(c);
+    if (unlikely(atomic_load_relaxed(&contexts_lost)) && !context_is_primary(current))
         return OWNER_NONE;
     return OWNER_PRIMARY;
 }
@@ -68,8 +79,10 @@ int contexts_device(CUcontext handle)
 
 void contexts_after_fork(void)
 {
-    memset(contexts, 0, sizeof contexts);
+    memset(contexts, 0, n_places * sizeof *contexts);
     memset(primaries, 0, sizeof primaries);
+    n_places = 0;
     n_contexts = 0;
+    contexts_lost = false;
     contexts_lock.word = 0;
 }

@@ -4,21 +4,32 @@
  */
 #include "contexts.h"
 
-/* A context that finds the table full stays unknown: its end does not refund its blocks. */
+/* Called with the lock. A context that finds the table full stays unknown: its end is not noticed,
+ * and it counts for the life of the process. */
+static void context_enter(CUcontext handle, int device)
+{
+    struct context *c = contexts;
+
+    while (c < contexts + CONTEXTS_MOST && c->n_users)
+        c++;
+    if (c < contexts + CONTEXTS_MOST) {
+        c->device = device;
+        c->moving = 0;
+        c->n_users = 1;
+        if (c >= contexts + n_places)
+            atomic_store_relaxed(&n_places, (uint32_t)(c - contexts) + 1);
+        atomic_store_release(&c->handle, handle);
+    } else {
+        atomic_store_relaxed(&contexts_lost, true);
+    }
+    atomic_add_relaxed(&n_contexts, 1);
+}
+
 static CUresult created(struct account_charge *charge, CUresult result, const CUcontext *handle)
 {
     if (charge->device >= 0 && result == CUDA_SUCCESS) {
         prim_lock(&contexts_lock);
-        for (struct context *c = contexts; c < contexts + OWNER_LAST; c++) {
-            if (c->n_users)
-                continue;
-            c->device = charge->device;
-            c->moving = 0;
-            c->n_users = 1;
-            atomic_store_release(&c->handle, *handle);
-            atomic_add_relaxed(&n_contexts, 1);
-            break;
-        }
+        context_enter(*handle, charge->device);
         prim_unlock(&contexts_lock);
     }
     account_end(charge, result);
@@ -144,7 +155,7 @@ static CUresult end_destroy(struct context *c, CUcontext handle, CUresult result
         account_landed(c->device, moving, false);
         return result;
     }
-    context_gone(c->device, (uint8_t)(c - contexts + 1));
+    context_gone(c->device, context_owner(c));
     account_landed(c->device, moving, false);
     prim_lock(&contexts_lock);
     c->n_users = 0;

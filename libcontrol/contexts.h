@@ -16,9 +16,14 @@ struct context {
     uint64_t moving;  /* charges that may end with it, while it is being destroyed */
 };
 
-/* By owner, from 1 on. Entries are taken and given back under the lock. */
-extern struct context contexts[OWNER_LAST];
+#define CONTEXTS_MOST 1024 /* places in the table: no GPU has memory for so many contexts */
+
+/* The first OWNER_LAST places are owners, from 1 on. Places are taken and given back under the
+ * lock. */
+extern struct context contexts[CONTEXTS_MOST];
+extern uint32_t n_places; /* places that were ever taken */
 extern uint32_t n_contexts;
+extern bool contexts_lost; /* the table was full once: a context may be in no place */
 extern struct prim_lock contexts_lock;
 
 struct primary {
@@ -31,6 +36,7 @@ extern struct primary primaries[LAYOUT_N_DEVICES];
 
 bool context_is_primary(CUcontext handle);
 struct context *context_find(CUcontext handle); /* NULL: unknown, or a primary one */
+uint8_t context_owner(const struct context *c);
 
 /* ---- context_charges.c ---- */
 

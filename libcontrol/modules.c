@@ -104,16 +104,26 @@ static void library_note(CUlibrary library)
     blocks_unlock(BLOCK_LIBRARY, block.key);
 }
 
+/* A mask has a bit for each of the first owners. The others share the last bit, which does not show
+ * into which of them the library was loaded. */
+#define LIBRARY_SHARED 63
+
+static uint64_t library_bit(uint8_t owner)
+{
+    return 1ull << (owner < LIBRARY_SHARED ? owner : LIBRARY_SHARED);
+}
+
 /* Returns whether the call that follows loads the library into the current context. */
 static bool library_enters(CUlibrary library, uint64_t *bitp)
 {
+    uint8_t owner = contexts_owner();
     struct block *block;
     bool first = false;
 
-    *bitp = 1ull << contexts_owner();
+    *bitp = library_bit(owner);
     block = blocks_lock(BLOCK_LIBRARY, (uintptr_t)library);
     if (block) {
-        first = !(block->value & *bitp);
+        first = !(block->value & *bitp) || owner >= LIBRARY_SHARED;
         if (!block->value)
             atomic_add_relaxed(&n_waiting, -1u);
         block->value |= *bitp;
@@ -411,7 +421,7 @@ CONTROL_EXPORT CUresult cuKernelGetFunction(CUfunction *pFunc, CUkernel kernel)
 static bool owner_visit(const struct block *block, void *data)
 {
     struct block *library = (struct block *)block;
-    uint64_t bit = 1ull << *(const uint8_t *)data;
+    uint64_t bit = library_bit(*(const uint8_t *)data);
 
     if (block->kind == BLOCK_LIBRARY && block->value & bit) {
         library->value &= ~bit;
@@ -425,6 +435,7 @@ static bool owner_visit(const struct block *block, void *data)
  * number. */
 void modules_context_gone(uint8_t owner)
 {
-    hidden_forget(0, owner);
+    if (owner != OWNER_NONE)
+        hidden_forget(0, owner);
     blocks_sweep(owner_visit, &owner);
 }

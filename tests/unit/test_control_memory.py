@@ -456,6 +456,13 @@ def test_mipmapped_arrays_are_charged_with_their_levels(agent) -> None:
 # ---- contexts ----
 
 
+def contexts(device: int, n: int) -> str:
+    """Return a program that makes contexts, none of which stays current."""
+    return (
+        f"[(out('cuCtxCreate_v2', 0, {device}), out('cuCtxPopCurrent_v2'))[1] for _ in range({n})]"
+    )
+
+
 def test_every_context_counts_and_is_refused_where_it_does_not_fit(agent, node) -> None:
     assert node.used() == CONTEXT
     agent.run("others = [driver.get('cuCtxCreate_v2', 0, 0) for _ in range(2)]")
@@ -493,6 +500,47 @@ def test_allocations_end_with_their_context(agent) -> None:
     assert agent.field("blocks") == 1
     agent.run("driver.call('cuCtxSetCurrent', context); driver.call('cuMemFree_v2', first)")
     exact(agent, 0)
+
+
+def test_allocations_end_with_the_hundredth_context_as_well(agent, node) -> None:
+    node.write("memory_limit", 64 * GIB)
+    agent.run(f"many = {contexts(0, 100)}; driver.call('cuCtxSetCurrent', many[-1])")
+    assert agent.field("contexts") == 101
+    agent.run("driver.allocate(4 << 20); driver.get('cuMemAllocManaged', 8 << 20, 1)")
+    exact(agent, 4 * MIB, contexts=101)
+    agent.run("for other in many: driver.call('cuCtxDestroy_v2', other)")
+    exact(agent, 0)
+    assert agent.field("unseen") == 0
+    assert agent.field("contexts") == 1
+
+
+def test_a_context_beyond_the_last_owner_is_not_taken_for_the_primary_one(
+    build_dir, tmp_path
+) -> None:
+    """254 contexts of a process can own blocks. What is allocated in others ends when it is freed.
+
+    A simulated GPU has 256 contexts at most, so there are two.
+    """
+    node = MemoryNode(build_dir, tmp_path / "two", 64 * GIB, devices=2)
+    try:
+        agent = node.agent()
+        agent.run(f"near, far = {contexts(0, 200)}, {contexts(1, 100)}")
+        assert (agent.field("contexts", 0), agent.field("contexts", 1)) == (201, 100)
+        agent.run("driver.call('cuCtxDestroy_v2', near.pop(0))")
+        agent.run("driver.call('cuCtxSetCurrent', far[-1])")
+        agent.run("kept, freed = driver.allocate(4 << 20), driver.allocate(6 << 20)")
+        agent.run("driver.get('cuDevicePrimaryCtxRetain', 1)")
+        assert agent.field("contexts", 1) == 101
+        agent.run("driver.call('cuDevicePrimaryCtxRelease_v2', 1)")
+        assert agent.field("memory", 1) == 10 * MIB
+        agent.run("driver.call('cuMemFree_v2', freed)")
+        assert agent.field("memory", 1) == 4 * MIB
+        agent.run("for other in far: driver.call('cuCtxDestroy_v2', other)")
+        assert (agent.field("contexts", 0), agent.field("contexts", 1)) == (200, 0)
+        assert agent.field("memory", 1) == 4 * MIB
+        assert node.seen(1).get(agent.process.pid, 0) == 0
+    finally:
+        node.close()
 
 
 def test_the_primary_context_ends_with_its_last_reference_or_a_reset(node) -> None:
@@ -855,8 +903,13 @@ def launch(kernel):
         assert agent.field("unseen") == 0
 
 
-def test_a_library_is_charged_in_each_context_until_that_ends(node) -> None:
-    agent = node.agent()
+@pytest.mark.parametrize("others", [0, 70])  # 62 contexts have a bit of their own
+def test_a_library_is_charged_in_each_context_until_that_ends(node, others: int) -> None:
+    node.write("memory_limit", 64 * GIB)
+    agent = node.agent(context=False)
+    agent.run(f"others = {contexts(0, others)}")
+    agent.run("context = driver.get('cuCtxCreate_v2', 0, 0)")
+    node.sample()
     agent.run(
         "second = driver.get('cuCtxCreate_v2', 0, 0); driver.call('cuCtxSetCurrent', context)"
     )

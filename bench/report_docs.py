@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from bench.report_gangs import GANGS
 from bench.report_quota import DRAWN, QUOTA, chart_of_arm, row_of
 from bench.report_quota import HEAD as QUOTA_HEAD
 from bench.report_texts import (
+    CHURN,
     HEAD,
     HOOK,
     JUDGE,
@@ -435,6 +437,34 @@ def add_restarts(page: ResultsPage, results: Mapping[str, dict[str, Any]]) -> No
         page.add(where(result))
 
 
+def add_churn(page: ResultsPage, results: Mapping[str, dict[str, Any]]) -> None:
+    """Add a row for each run."""
+    page.add(CHURN)
+    rows = []
+    for stem, result in results.items():
+        raw, summary = result["raw"], result["summary"]
+        shares = raw["witness"]["shares"]
+        rows.append(
+            (
+                stem, raw["scheduling"], raw["n_kills"], summary["containers"], summary["killed"],
+                summary["failed"], summary["left"], summary["measured"],
+                f"{summary['furthest_below']:.2f}", summary["below_1"],
+                f"{statistics.fmean(shares):.2f}", f"{min(shares):.2f}",
+            )
+        )  # fmt: skip
+    page.table(
+        (
+            "result", "scheduling", "kills of the governor", "containers", "killed", "failed",
+            "left at the end", "measured", "below", "more than 1 below", "seconds: mean, %",
+            "least, %",
+        ),
+        [[str(cell) for cell in row] for row in rows],
+        "llrrrrrrrrrr",
+    )  # fmt: skip
+    for result in results.values():
+        page.add(where(result))
+
+
 SECTIONS: dict[str, Callable[[ResultsPage, Mapping[str, dict[str, Any]]], None]] = {
     "shares": add_shares,
     "quota": add_quota,
@@ -447,6 +477,7 @@ SECTIONS: dict[str, Callable[[ResultsPage, Mapping[str, dict[str, Any]]], None]]
     "memory": add_memory,
     "latency": add_latency,
     "restarts": add_restarts,
+    "churn": add_churn,
     "judge": add_judge,
     "programs": add_programs,
 }

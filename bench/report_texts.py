@@ -141,6 +141,21 @@ after the next governor answers.
 """
 
 
+CHURN = """\
+## Containers that come and go
+
+`python -m bench.churn` starts up to eight containers of random shares and kinds of work beside one
+that always has work and has 20 % as guarantee and cap. Some end by themselves after some seconds,
+others by SIGKILL. All guarantees together fit on the GPU.
+
+The share of a container is its work from one second after its begin on, in percent of what it does
+alone in that time. It is measured for containers that always have work and live for at least two
+seconds. "Below" is how far the container furthest below its guarantee was from it, in points.
+"Seconds" are those of the container that is always there. There is no run without Tidegate, because
+nothing is guaranteed there.
+"""
+
+
 PROGRAMS = """\
 ## Programs, alone and governed
 

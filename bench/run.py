@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from bench.churn import summarise as summarise_churn
 from bench.gang_figures import summarise as summarise_gangs
 from bench.hook import summarise as summarise_starts
 from bench.latency import summarise as summarise_requests
@@ -365,7 +366,13 @@ def restarts(options: argparse.Namespace) -> dict[str, Any]:
     return keep_report(options, "restarts", summarise_pauses, ("scheduling", "shares"))
 
 
+def churn(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the result of a run of bench.churn: containers that come and go."""
+    return keep_report(options, "churn", summarise_churn, ("scheduling", "seed", "n_kills"))
+
+
 SUITES: dict[str, Suite] = {
+    "churn": churn,
     "gangs": gangs,
     "hook": hook,
     "judge": judge,

@@ -81,14 +81,15 @@ class Worker:
 
     def __init__(self, library: str, uuid: str) -> None:
         modules = "\n".join(path for path in sys.path if path.startswith("/"))
-        # libcuda loads the compiler of PTX by its name.
-        directory = str(Path(library).parent)
+        # libcuda loads the compiler of PTX by its name. In the mirror, libcuda is in a directory of
+        # its own below that of the other libraries.
+        own = Path(library).parent
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-c", START, modules, library, uuid],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "LD_LIBRARY_PATH": directory},
+            env={**os.environ, "LD_LIBRARY_PATH": f"{own}:{own.parent}"},
         )
         self._buffer = b""
         try:

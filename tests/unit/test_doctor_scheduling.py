@@ -1,0 +1,63 @@
+"""Test the finding of `tidegate doctor` about what divides the GPUs' time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from governor.config import Config
+from governor.doctor import service
+from governor.doctor.node import ExaminedNode
+from governor.errors import GovernorError
+
+STEERED = {"index": 0, "uuid": "GPU-1", "scheduling": "hardware", "not_steered": ""}
+GRANTS = {"index": 1, "uuid": "GPU-2", "scheduling": "gate", "not_steered": ""}
+REFUSED = GRANTS | {"not_steered": "time slices of 8 to 1 had no effect"}
+AT_ONCE = {"id": "c1", "class": "latency", "devices": [{"uuid": "GPU-2"}]}
+
+
+def find(
+    monkeypatch: pytest.MonkeyPatch,
+    scheduling: str,
+    gpus: list[dict[str, Any]],
+    *containers: dict[str, Any],
+) -> list[str]:
+    answers = {"gpus": {"gpus": gpus}, "list": {"containers": list(containers)}}
+    monkeypatch.setattr(service, "_ask", lambda _, name: answers[name])
+    node = ExaminedNode(config=Config(scheduling=scheduling))
+    return [f"{one.state}: {one.found}" for one in service.scheduling(node)]
+
+
+def test_what_divides_the_time_of_each_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find(monkeypatch, "auto", [STEERED, GRANTS]) == [
+        "ok: the hardware scheduler divides the time of GPU 0"
+    ]
+    assert find(monkeypatch, "auto", [GRANTS]) == ["ok: grants divide the GPUs' time"]
+
+
+def test_a_gpu_that_is_not_steered_is_a_warning_only_if_it_should_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (found,) = find(monkeypatch, "auto", [REFUSED])
+    assert found == "note: GPU 1 is shared by grants: time slices of 8 to 1 had no effect"
+    found, other = find(monkeypatch, "hardware", [STEERED, REFUSED])
+    assert found == (
+        "warning: GPU 1 is shared by grants although scheduling is hardware: "
+        "time slices of 8 to 1 had no effect"
+    )
+    assert other == "ok: the hardware scheduler divides the time of GPU 0"
+
+
+def test_a_class_without_effect_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = find(monkeypatch, "gate", [GRANTS], AT_ONCE)
+    assert found.startswith("note: 1 containers (c1) are of class latency, which has no effect")
+
+
+def test_without_a_governor_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise GovernorError("no governor answers", hint="start it")
+
+    monkeypatch.setattr(service, "_ask", refuse)
+    (found,) = service.scheduling(ExaminedNode())
+    assert found.state == "note"

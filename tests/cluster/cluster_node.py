@@ -161,7 +161,7 @@ class NodeDaemon:
 
     @property
     def pid(self) -> int | None:
-        """Its PID on this machine, None while it does not run."""
+        """Its PID on this machine; None while it is not running."""
         if self._entered is None or self._entered.poll() is not None:
             return None
         # nsenter forks to enter the PID namespace, and waits for its child.

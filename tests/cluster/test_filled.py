@@ -13,8 +13,8 @@ ROUNDS = 10
 PODS = 5
 MOST_S = 60.0
 QUIET_S = 15.0
-"""A time without attempts, in seconds, longer than the driver defers an update and kube-scheduler a pod
-that it has tried.
+"""A period without attempts, in seconds: longer than the driver defers an update, and longer than
+kube-scheduler defers a pod that it has tried.
 """
 
 

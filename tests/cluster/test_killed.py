@@ -23,7 +23,7 @@ from tests.cluster.cluster_node import ClusterNode
 from tests.cluster.kube_api import ApiError, Document, wait_for
 
 SECONDS = float(os.environ.get("TIDEGATE_CLUSTER_KILL_SECONDS", "600"))
-"""How long parts are killed, in seconds; the pods' work in total takes about as long."""
+"""Duration of the kills, in seconds; the pods' work takes about as long in total."""
 COUNT, SIDE_BY_SIDE = 50, 5
 PAUSE_S = (2.0, 12.0)
 """Range of the pause between two kills, in seconds."""

@@ -13,16 +13,18 @@ COUNT = 50
 ROUNDS = 6
 MOST = 1.3
 IDLE = 0.5
-"""Number of processors that a cluster at rest takes, at most."""
+"""Maximum number of processors that an idle cluster uses."""
 REFILL_S = 2.0
 """Time after which kube-controller-manager may send as many requests at once as ever, in seconds: 30 and 20 a second."""
 
 
 def wait_for_cleanup(cluster: RealCluster) -> None:
-    """Wait until the cluster has cleaned up after the last round, so that the next round does not measure the cleanup.
+    """Wait until the cluster has cleaned up after the last round, so that the next round does not
+    measure the cleanup.
 
-    kube-controller-manager deletes the claims of ended pods at 20 requests a second, and does little else meanwhile.
-    If the next 50 pods were created before it had finished, they took 12 s instead of 8.
+    kube-controller-manager deletes the claims of ended pods at 20 requests a second, and does
+    little else during that time. If the next 50 pods were created before it had finished, they took
+    12 s instead of 8.
     """
     wait_for("no claims", lambda: not cluster.api.objects("resourceclaims"), 120)
     wait_for("the cluster to be at rest", lambda: processors_taken(2) < IDLE, 120)

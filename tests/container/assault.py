@@ -78,7 +78,7 @@ def is_own(bundle: DiskBundle, place: str) -> bool:
 
 
 def lay_traps(bundle: DiskBundle) -> None:
-    """Put the traps where a tool for containers could run or load something of the image."""
+    """Put the traps where a tool for containers could run or load something from the image."""
     for name in TRAPS:
         if is_own(bundle, name.rpartition("/")[0]):
             (bundle.rootfs / name).unlink(missing_ok=True)
@@ -140,8 +140,8 @@ def assault(
     stage: str = "createRuntime",
     links: bool = False,
 ) -> AttackOutcome:
-    """Run the container with the hook in single steps. Check that nothing outside it was touched and nothing of it
-    ran on the host.
+    """Run the container with the hook in single steps. Check that nothing outside it was touched
+    and nothing from it ran on the host.
     """
     lay_traps(bundle)
     descriptors: set[str] = set()
@@ -169,7 +169,7 @@ def assault(
     run = steps.runs[0] if steps.runs else []
     found = faults(run, bundle.rootfs)
     assert not found, "\n".join(found)  # pytest does not rewrite this module's asserts
-    assert descriptors == set(), "R12: descriptors that a program of the container's could get"
+    assert descriptors == set(), "R12: descriptors that a program of the container could get"
     assert not [t for t in targets if f"{t}/".startswith(("/proc/", "/dev/", "/sys/"))], (
         targets,
         ran,

@@ -1,10 +1,11 @@
-"""A node for real engines: a root file system unpacked from packages, in namespaces and control groups of its own.
+"""A node for real engines: a root file system unpacked from packages, in namespaces and control
+groups of its own.
 
-`tools/engine-root SUITE` unpacks the packages. Here that root gets a tmpfs as its upper layer and is pivoted into. So
-dockerd, containerd and podman run with the paths that they are built for, and this machine is not changed: nothing is
-installed, no file of the host is written, and everything disappears with the mount namespace. The PID of a process is the
-same as on the host, as a governor outside of the node needs it. `EngineHost.leave` finds and reports anything
-that is left.
+`tools/engine-root SUITE` unpacks the packages. Here that root gets a tmpfs as its upper layer and
+is pivoted into. So dockerd, containerd and podman run with the paths that they are built for, and
+this machine is not changed: nothing is installed, no file of the host is written, and everything
+disappears with the mount namespace. The PID of a process is the same as on the host, because a
+governor outside the node needs it. `EngineHost.leave` finds and reports anything that is left.
 """
 
 from __future__ import annotations
@@ -117,10 +118,12 @@ class Hierarchy(NamedTuple):
 
 
 def hierarchies(name: str, *, cgroup2_only: bool = False) -> list[Hierarchy]:
-    """Return the hierarchies that the node gets: version 2 if the machine has nothing else, otherwise those of version 1.
+    """Return the hierarchies that the node gets: version 2 if the machine has nothing else,
+    otherwise those of version 1.
 
-    Next to version 1, version 2 is left out, because crun 1.8 refuses a machine that has both. With `cgroup2_only` the node gets
-    version 2 only, with those controllers that version 1 does not have: Podman 6 refuses version 1.
+    If there is version 1, version 2 is left out, because crun 1.8 refuses a machine that has both.
+    With `cgroup2_only` the node gets version 2 only, with those controllers that version 1 does not
+    have: Podman 6 refuses version 1.
     """
     own = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():

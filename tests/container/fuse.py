@@ -104,7 +104,7 @@ class Fuse:
         self.thread.join(30)
         os.close(self.fd)
         for pid in {request.pid for request in self.held}:
-            wait_for(lambda pid=pid: not Path(f"/proc/{pid}").exists(), "what was stuck to end")
+            wait_for(lambda pid=pid: not Path(f"/proc/{pid}").exists(), "the stuck process to end")
 
     def _abort(self) -> None:
         """Fail all waiting requests, as /sys/fs/fuse/connections/N/abort does."""
@@ -186,7 +186,7 @@ class Fuse:
         )  # fmt: skip
 
     def _entry(self, path: str) -> bytes:
-        """Return an entry without validity, so that the kernel asks for it each time."""
+        """Return an entry that the kernel must not cache, so that it asks for it each time."""
         status = self._place(path).lstat()
         self.paths[status.st_ino] = path
         return struct.pack("=4Q2I", status.st_ino, 0, 0, 0, 0, 0) + self._attributes(status)

@@ -150,9 +150,11 @@ class Steps:
 
 
 def faults(steps: list[SystemCall], root: Path) -> list[str]:
-    """Return violations of what a hook must never do with any image; `root` is the container's root.
+    """Return what the hook did that it must never do, whatever the image; `root` is the container's
+    root.
 
-    Calls before the hook is undumpable are not examined: Python loads its own files from the host then.
+    Calls before the hook is undumpable are not examined: Python loads its own files from the host
+    then.
     """
     found = [str(step) for step in steps if step.name in STARTS]
     found = [f"R5, R6: it started something: {start}" for start in found[1:]]

@@ -34,7 +34,7 @@ def test_every_arm_serves_the_same_requests(
         run.main(["--suite", "latency", "--from", str(tmp_path / "out"), "--out", str(kept)]) == 0
     )
     rows = capsys.readouterr().out.splitlines()
-    assert len(rows) == 7  # and the place where it was kept
+    assert len(rows) == 7  # including the path of the kept result
     assert "= " in rows[2]
     assert not list(Path("/dev/shm").glob(f"tidegate-simgpu-{os.getpid()}"))
 

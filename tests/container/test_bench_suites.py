@@ -89,7 +89,7 @@ def results(
         patch.setattr(quota, "SUITES", SMALL)
         patch.setitem(quota.ARMS, "alone-waits", WAITS)
         for module in (quota, quota_measure):
-            # Kernels of 50 ms have about 20 of their 30 % in the first second, and sometimes 15.
+            # Kernels of 50 ms get about 20 of their 30 % in the first second, and sometimes 15.
             patch.setattr(module, "SETTLE_S", 0.8)
         patch.setattr(quota, "SPARE_S", 0.4)
         patch.setattr(events, "PHASE_S", 0.8)

@@ -443,7 +443,9 @@ def test_an_annotation_cannot_name_a_claim(node: BenchNode, annotation: str) -> 
 
 
 def only_hook(node: BenchNode) -> Edit:
-    """Enter our hook as an engine's own directory of hooks does: for every container, and without a claim."""
+    """Add our hook as an engine's own directory of hooks does: for every container, and without a
+    claim.
+    """
 
     def edit(config: dict[str, Any]) -> None:
         arguments = [HOOK.name, *node.hook_arguments(), "createRuntime"]
@@ -516,7 +518,7 @@ def test_a_device_of_a_gpu_beside_a_claim_is_refused(node: BenchNode) -> None:
 
 
 def test_a_hook_from_an_engines_directory_does_nothing_beside_a_claim(node: BenchNode) -> None:
-    """An allowed annotation makes the engine enter it, before or after the claim's entries."""
+    """An allowed annotation makes the engine add it, before or after the claim's entries."""
     announce(node, "mine", share("gpu"))
     for place in (0, 1):
 

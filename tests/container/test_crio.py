@@ -127,7 +127,7 @@ def test_cri_o_starts_after_setup_and_did_not_with_the_handler_of_an_older_versi
     host.path(DROP_IN).unlink()
     status, output = tidegate(host, "setup", "crio")
     assert status == 0, output
-    assert "note:" not in output  # `crio config` was asked
+    assert "note:" not in output  # `crio config` was run
     assert starts(host) == ""
     found = findings(host, "crio.configuration", "crio.handler", "files.runtime")
     assert {state for each in found.values() for state, _ in each} == {"ok"}, found

@@ -169,7 +169,7 @@ def make_site(
             for program in ("tidegate-hook", "tidegate-runtime"):
                 built = build_dir / "oci_hook/front" / program
                 host.path(f"/usr/bin/{program}").symlink_to(built)
-            # In the namespaces of the engines, as on a real node: it serves no others.
+            # It runs in the namespaces of the engines, as on a real node: it serves no others.
             server = host.start(
                 str(ROOT / "oci_hook/tidegate-forkserver"), log=host.work / "forkserver.log"
             )

@@ -533,7 +533,7 @@ def test_an_odd_config_is_refused_with_one_line(
 def test_an_endless_answer_of_the_governor_ends_at_the_deadline(
     node: HookNode, dev: Path, wrapped: WrappedRuntime
 ) -> None:
-    """R14: each byte comes in time, and the deadline is for all of them."""
+    """R14: each byte comes in time, but the deadline applies to all of them together."""
     drip = node.base / "drip"
     drip.mkdir()
     stop = threading.Event()

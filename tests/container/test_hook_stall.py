@@ -19,7 +19,8 @@ from tests.container.held import HeldContainer
 from tests.container.nodes import wait_for
 from tests.container.test_hook_start import tree
 
-# They wait for deadlines, and leave processes that nothing ends for seconds, which other tests' searches would meet.
+# These tests wait for deadlines, and leave processes that cannot be ended for seconds, which the
+# searches of other tests would find.
 pytestmark = pytest.mark.slow
 
 DEADLINE = 4.0  # seconds; the hook has to reach the request that stalls before it
@@ -242,7 +243,7 @@ def test_a_record_of_a_stuck_root_delays_no_other_cleanup(
         stuck = fuse.stuck()
         assert [request.pid for request in fuse.held] == [stuck]  # a second sweep would be listed
         fuse.resume()
-        wait_for(lambda: not Path(f"/proc/{stuck}").exists(), "what looked to end")
+        wait_for(lambda: not Path(f"/proc/{stuck}").exists(), "the processes that looked to end")
     assert left(node) == [f"held-{held.process.pid}"]
 
 

@@ -41,8 +41,9 @@ SEARCHED = FOUND.replace(" /usr/lib/", " /lib/")
 def host_mounts(own: Path) -> list[str]:
     """Return the host's mounts, without the ids that change on their own.
 
-    Other tests mount in their own directories meanwhile, and the roots of releases are made in build/: in the temporary
-    directory and in build/, only mounts below `own` count. The nodes of benchmarks have directories in /run, by process.
+    At the same time, other tests mount in their own directories, and the roots of releases are made
+    in build/: in the temporary directory and in build/, only mounts below `own` count. The nodes of
+    benchmarks have directories in /run, by process.
     """
     lines = [
         line.split(" ", 4)[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()

@@ -173,7 +173,7 @@ def test_no_container_reaches_another_containers_files(node: BenchNode, attacker
     after = (has / "grant").read_bytes()
     assert (after[:16], after[24:64]) == (page[:16], page[24:64])  # all but the heartbeat
     assert victim.process.poll() is None, show_output(victim)
-    wait_for(lambda: attacker.identifier not in node.list_containers(), "its end")
+    wait_for(lambda: attacker.identifier not in node.list_containers(), "the attacker's end")
     wait_for(lambda: not descriptors(fds) - kinds, f"{descriptors(fds) - kinds} to be closed", 10)
     done = [e for e in events(node, "process-registered") if e["container"] == victim.identifier]
     assert len(done) == 1

@@ -1,4 +1,4 @@
-"""The judge of completeness in a container on the simulated GPU, which has some of the functions."""
+"""The judge (tests.gpu.judge) in a container on the simulated GPU, which has some of the functions."""
 
 import json
 

@@ -282,7 +282,11 @@ def test_shares_are_right_again_within_a_second(node: BenchNode, number: int) ->
 
 
 def ask_filler(container: Running) -> list[int]:
-    """Return its results for: one more chunk, freeing one, allocating that again, and a context for another process."""
+    """Have the filler try four things and return their results.
+
+    It allocates one more chunk, frees one, allocates that again, and makes a context in another
+    process.
+    """
     (container.out / "ask").touch()
     wait_for((container.out / "answer").exists, "an answer")
     found = json.loads((container.out / "answer").read_text())
@@ -293,7 +297,7 @@ def ask_filler(container: Running) -> list[int]:
 @pytest.mark.slow
 def test_a_full_container_stays_full(node: BenchNode) -> None:
     container = node.start("full", ["/usr/bin/filler", str(CHUNK)], {"memory": "2Gi"})
-    wait_for((container.out / "full").exists, "it to be full")
+    wait_for((container.out / "full").exists, "the container to be full")
     output, expected = (
         container.out.parent / "output",
         f"{(2 * GIB - 512 * MIB) // CHUNK} chunks, then 2\n",
@@ -498,7 +502,9 @@ def test_a_process_that_starts_long_after_the_governor_was_killed(node: BenchNod
     assert last_json(log)["units"] > 100
     assert "this process keeps its quota by itself" in log
     assert "the governor is back" in log
-    wait_for(lambda: pid not in known(node)[container.identifier]["processes"], "its end")
+    wait_for(
+        lambda: pid not in known(node)[container.identifier]["processes"], "the end of the process"
+    )
 
 
 @pytest.mark.slow

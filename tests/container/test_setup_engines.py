@@ -71,7 +71,9 @@ class SetupSite:
     image: Path
 
     def setup(self, *words: str) -> None:
-        """Run it on the host, with the node's root: no engine is asked, and no file of the host is touched."""
+        """Run `tidegate setup` on the host, with the node's root: no engine is queried, and no file
+        of the host is touched.
+        """
         assert cli.main(["setup", *words, "--root", f"/proc/{self.host.pid}/root"]) == 0
 
     def started(self) -> list[str]:
@@ -223,7 +225,7 @@ def test_containerd(site, containerd, base_spec, monkeypatch):
     content = containerd_config(version)
     host.write("/etc/containerd/config.toml", content)
     spec = host.check("ctr", "oci", "spec")
-    # Below another root setup asks no engine: here the node's own ctr answers.
+    # Below another root, setup queries no engine: here the node's own ctr answers.
     monkeypatch.setattr(
         "governor.setup.containerd.output", lambda _root, *c: spec if c[0] == "ctr" else None
     )
@@ -312,7 +314,7 @@ def test_containerd_finds_the_handler_and_the_existing_settings(tmp_path, suite,
 
 
 def typed(site: SetupSite, *words: str) -> CommandResult:
-    """Run `tidegate setup` on the node itself, where engines are asked."""
+    """Run `tidegate setup` on the node itself, where it queries engines."""
     return site.host.run(
         "env", f"PYTHONPATH={ROOT}", "python3", "-B", "-m", "governor.cli", "setup", *words
     )

@@ -1,8 +1,9 @@
-"""`tidegate setup podman` on a node with a real Podman and Buildah: containers get the hooks, and images can be built.
+"""`tidegate setup podman` on a node with a real Podman and Buildah: containers get the hooks, and
+images can be built.
 
-The command runs on the node, as root would run it, so Podman is asked. The hook is a stub that records the stage for
-which it was started; test_engines.py tests what the real one does. Podman 6 refuses control groups of version 1, so its
-node has only version 2.
+The command runs on the node, as root would run it, so it can query Podman. The hook is a stub that
+records the stage for which it was started; test_engines.py tests what the real one does. Podman 6
+refuses control groups of version 1, so its node has only version 2.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ sys.exit(cli.main(["setup", "podman"]))
 
 @dataclass
 class PodmanSite:
-    """A node with Podman, its image and an empty configuration of ours."""
+    """A node with Podman and an image, and without any configuration of Tidegate."""
 
     host: EngineHost
 
@@ -50,13 +51,13 @@ class PodmanSite:
         return self.host.run("env", f"PYTHONPATH={ROOT}", "python3", "-B", *arguments)
 
     def setup(self, *words: str) -> str:
-        """Run it on the node; return its output."""
+        """Run `tidegate setup podman` on the node; return its output."""
         ran = self.python("-m", "governor.cli", "setup", "podman", *words)
         assert ran.status == 0, ran.text
         return ran.stdout
 
     def refused(self, *words: str) -> str:
-        """Run it on the node, and require that it is refused; return the message."""
+        """Run `tidegate setup podman` on the node, and require that it refuses; return the message."""
         ran = self.python("-m", "governor.cli", "setup", "podman", *words)
         assert ran.status == 73, ran.text
         return ran.stderr
@@ -133,7 +134,7 @@ def node(
 
 @pytest.fixture
 def site(node: PodmanSite) -> Iterator[PodmanSite]:
-    """The node, which is not set up, before the test and after it."""
+    """The node, which is not set up before the test or after it."""
     before = node.files()
     yield node
     node.setup("--undo")
@@ -199,7 +200,7 @@ def service(site: PodmanSite) -> Iterator[Callable[[], int]]:
         pid = running[0].pid
         wait_for(
             lambda: site.host.run("podman", "--remote", "--url", SOCKET, "version").status == 0,
-            "it",
+            "the API service",
         )
         return pid
 
@@ -255,9 +256,9 @@ def test_a_container_that_a_policy_restarts_without_the_hooks_is_named(site: Pod
         wait_for(lambda: "createRuntime" in site.stages(), "the hook")
         assert site.setup() == "podman: already set up, nothing to do\n"
     finally:
-        # A container that is just being restarted is not removed.
+        # A container that is being restarted at that moment is not removed.
         remove = ("podman", "rm", "--force", "--time=0", "--ignore", "asks", "plain")
-        wait_for(lambda: site.host.run(*remove).status == 0, "them to go")
+        wait_for(lambda: site.host.run(*remove).status == 0, "the containers to be removed")
 
 
 def await_restarts(site: PodmanSite, count: int) -> None:

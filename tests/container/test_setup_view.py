@@ -51,7 +51,7 @@ def test_only_the_checking_program_sees_the_new_files(tmp_path: Path) -> None:
 def test_a_node_without_private_views_reports_that_nothing_was_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without CAP_SYS_ADMIN, for instance, the engine is not asked, and setup continues."""
+    """Without CAP_SYS_ADMIN, for instance, the engine checks nothing, and setup continues."""
     monkeypatch.setattr(view, "CLONE_NEWNS", -1)
     edit = Edit(str(tmp_path / "file"), None, b"")
     assert validate(Root("/"), Validation(("true",)), [edit]) == [

@@ -114,7 +114,7 @@ def test_every_output_in_the_tutorial_is_what_its_commands_print(shown):
         found = re.compile(pattern(text)).search(printed, position[head])
         assert found, f"{head}: the page shows\n{text}\nand the commands print\n{shown[head]}"
         position[head] = found.end()
-    # Nothing else is printed, except for what the page leaves out at the begin or by `...`.
+    # Nothing else is printed, except for what the page leaves out at the beginning or by `...`.
     assert shown["5. Another quota, while it runs"].count("\n") == 1
     assert shown["8. Clean up"] == ""
 

@@ -390,10 +390,10 @@ def test_a_container_that_its_runtime_paused_is_left_alone(place: Place) -> None
         culprit = start(node, "culprit", "own", f"take:{3 * GIB}", "sleep:500", "began", "tick")
         began(culprit)
         wait_for(lambda: events(node, "container-thawed"), "the end of the first time")
-        # The governor looks at it for 2.5 s before the second freeze.
+        # The governor observes it for 2.5 s before the second freeze.
         command = ["runc", "--root", str(node.state_dir)]
         subprocess.run([*command, "pause", culprit.identifier], check=True)
-        wait_for(lambda: events(node, "violation-throttle-failed"), "word of it")
+        wait_for(lambda: events(node, "violation-throttle-failed"), "a logged failure")
         assert events(node, "violation-throttle-failed")[-1]["error"] == "it is frozen already"
         assert stands_still(culprit)
         assert len(events(node, "container-frozen")) == 1

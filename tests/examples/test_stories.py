@@ -1,4 +1,6 @@
-"""Each story is played on the simulated GPU, with the results that it states, also on its page."""
+"""Each story is played on the simulated GPU, and has the results that it states itself and on its
+page.
+"""
 
 from __future__ import annotations
 

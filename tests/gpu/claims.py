@@ -282,7 +282,7 @@ def look_at_members(report: WrapperReport, site: ClaimSite, profile: Profile) ->
 
 
 def look_at_refusals(report: WrapperReport, site: ClaimSite) -> None:
-    """Ask for more than the GPU has, and use a claim that was taken back."""
+    """Request more than the GPU has, and use a claim that was taken back."""
     most = int(site.gpu["memory_left"]) // MIB
     try:
         site.prepare("vast", most + 1024, 10)

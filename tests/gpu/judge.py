@@ -168,7 +168,9 @@ def counted(row: Mapping[str, Any], *counters: str) -> bool:
 
 
 def memory_fault(native: Row, governed: Row) -> str:
-    """Describe the memory that a call moved without the ledger, or return an empty string."""
+    """Describe the memory that a call moved and the ledger does not show, or return an empty
+    string.
+    """
     change = max(memory_of(native), memory_of(governed), key=abs)
     late = native["late"] or abs(change) <= SMALL_CHANGE
     if abs(change) < TOOK or native["paid"] or accounted(governed, change, late=late):
@@ -230,7 +232,7 @@ def judge_call(key: Key, native: Row, governed: Row, quota: int) -> Verdict:
 
 
 def blind(rows: Mapping[Key, Row], controls: Iterable[str] = tuple(CONTROLS)) -> list[str]:
-    """Return what the judge should have seen natively and did not."""
+    """Return the calls of CONTROLS whose known effect was not seen natively."""
     missed = []
     for name in controls:
         row = rows.get((name, ""), {"outcome": "missing"})
@@ -252,7 +254,7 @@ def judge_all(
     keys = dict.fromkeys([*native, *governed])
     verdicts = [judge_call(k, native.get(k, lost), governed.get(k, lost), quota) for k in keys]
     called = {name for name, _ in keys}
-    wrong = [f"{name}: declared, and nobody calls it" for name in sorted(set(declared) - called)]
+    wrong = [f"{name}: declared, and never called" for name in sorted(set(declared) - called)]
     if not any("after" in row for row in governed.values()):
         wrong.append("no process in the container found its slot of the ledger")
     return verdicts, wrong

@@ -1,9 +1,11 @@
-"""`python -m tests.gpu.wrapper`: a container with `tidegate-runtime` on this machine, and what `tidegate doctor` finds.
+"""`python -m tests.gpu.wrapper`: a container with `tidegate-runtime` on this machine, and what
+`tidegate doctor` finds.
 
-It runs on the machine's own control groups; the other tests have only version 1 of them. It checks whether the
-governor knows a container by its control group, finds a process that joins the group from outside, and recognises
-one that was started by `exec`; whether config.json was edited, the program has our library and its quota, and
-nothing is left after `delete`. Each printed line is a finding.
+It runs on the machine's own control groups; the other tests have only version 1 of them. It checks
+whether the governor identifies a container by its control group, finds a process that joins the
+group from outside, and recognises one that was started by `exec`; whether config.json was edited,
+the program has our library and its quota, and nothing is left after `delete`. Each printed line is
+a finding.
 """
 
 from __future__ import annotations
@@ -143,7 +145,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = WAIT_S) -> Any:
 
 
 def look_at_host(report: WrapperReport) -> None:
-    """Report what this machine is."""
+    """Report the kernel, the control groups and the runtime of this machine."""
     mounts = find_mounts()
     versions = {V2: "version 2", FREEZER: "version 1 (freezer)"}
     report.say("kernel", platform.release())

@@ -59,7 +59,7 @@ def _validate_slice(spec: dict[str, Any]) -> None:
     _require(len(devices) <= (64 if tainted else 128), "too many devices")
     _require(spec["pool"]["resourceSliceCount"] > 0 and spec["pool"]["generation"] >= 0, "pool")
     for device in devices:
-        _require(_LABEL.fullmatch(device["name"]), f"{device['name']} is no DNS label")
+        _require(_LABEL.fullmatch(device["name"]), f"{device['name']} is not a DNS label")
         attributes, capacity = device.get("attributes") or {}, device.get("capacity") or {}
         _require(len(attributes) + len(capacity) <= 32, "more than 32 attributes and capacities")
         for name, value in attributes.items():
@@ -68,7 +68,10 @@ def _validate_slice(spec: dict[str, Any]) -> None:
             text = str(value.get("string", value.get("version", ""))).encode()
             _require(len(text) <= 64, f"attribute {name} has {len(text)} bytes")
             if "version" in value:
-                _require(_VERSION.fullmatch(value["version"]), f"{value['version']} is no semver")
+                _require(
+                    _VERSION.fullmatch(value["version"]),
+                    f"{value['version']} is not a semantic version",
+                )
         for name, one in capacity.items():
             _validate_capacity(name, one, shared=device.get("allowMultipleAllocations") is True)
         for taint in device.get("taints") or ():
@@ -94,7 +97,7 @@ def _validate_capacity(name: str, capacity: dict[str, Any], *, shared: bool) -> 
         _require(step > 0, f"{name}: step is {step}")
         _require(
             all(one % step == 0 for one in (least, usual, most)),
-            f"{name}: min, default or max is no multiple of step",
+            f"{name}: min, default or max is not a multiple of step",
         )
         _require(least + step <= value, f"{name}: min + step is above the value")
     _require(not {"validRange", "validValues"} <= set(policy), f"{name}: two policies")
@@ -146,7 +149,9 @@ class ApiServer:
         """Statuses to answer with, one after the other, by verb and resource; 0 closes the connection, -1 hangs."""
         self.before: Callable[[str, str], None] = lambda _verb, _resource: None
         self.deeper: dict[str, int] = {}
-        """Number of lists around the innermost value that are added to a claim's parameters, by the claim's name."""
+        """Number of lists to add around the innermost value of a claim's parameters, by the claim's
+        name.
+        """
         self._version = 100
         self._watchers: list[tuple[str, list[dict[str, Any]], threading.Condition]] = []
         self._stopped = threading.Event()
@@ -281,7 +286,7 @@ class ApiServer:
             if body["metadata"].pop("uid") != pod["metadata"]["uid"]:
                 return 422, self._status(422, "metadata.uid: Invalid value: field is immutable")
             if set(body) != {"metadata"} or set(body["metadata"]) != {"annotations"}:
-                raise MisfitError("more than annotations of a pod are changed")
+                raise MisfitError("more than the annotations of a pod would be changed")
             pod["metadata"].setdefault("annotations", {}).update(body["metadata"]["annotations"])
             return 200, pod
         if resource == "nodes":
@@ -291,7 +296,7 @@ class ApiServer:
         if resource == "events":
             validate(body)
             if body["metadata"]["namespace"] != parts[-2]:
-                raise MisfitError("the event is of another namespace")
+                raise MisfitError("the event belongs to another namespace")
             self.events.append(body)
             return 201, body
         if resource != "resourceslices":
@@ -368,7 +373,7 @@ class ApiServer:
         changed = threading.Condition()
         entry = (name, events, changed)
         with self.lock:
-            # What happened after the requested version, as far as the stored state still shows it.
+            # The changes after the requested version, as far as the stored state still shows them.
             stored = self.slices.get(name)
             if stored is None:
                 events.append(

@@ -40,7 +40,7 @@ HEALTH = {
 
 
 def wait_for(condition: Callable[[], Any], awaited: str, seconds: float = 30.0) -> Any:
-    """Return the first true value that `condition` returns."""
+    """Wait until `condition` returns a true value, and return that value."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         value = condition()

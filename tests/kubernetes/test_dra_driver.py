@@ -224,7 +224,9 @@ def test_concurrent_calls_book_a_claim_once(stand: Stand) -> None:
 
 
 def test_a_lost_answer_is_asked_for_again(stand: Stand) -> None:
-    """The kubelet gives up while the API server is slow; its next call finds the work done."""
+    """The kubelet gives up while the API server is slow; the kubelet's next call finds the work
+    done.
+    """
     document = claim()
     stand.api.add_claim(document)
     stand.up()

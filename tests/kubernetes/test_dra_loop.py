@@ -61,7 +61,7 @@ class StoredSlices:
 
 
 class AnsweringGovernor:
-    """A governor that answers as the test says."""
+    """A governor that answers as the test wants."""
 
     def __init__(self) -> None:
         self.away = False
@@ -630,8 +630,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_any_call_has_an_answer_for_each_claim(
     served: Any, claims: list[tuple[str, str, str]], results: list[dict], *, there: bool
 ) -> None:
-    """For any names and uids, each claim has its answer, an error is one line, no file is written elsewhere, and nothing is half
-    done.
+    """For any names and uids, each claim has its answer, an error is one line, no file is written
+    elsewhere, and nothing is left half done.
     """
     governor, documents, directory, channel = served
     stub = dra_v1_pb2_grpc.DRAPluginStub(channel)

@@ -1,4 +1,6 @@
-"""The recheck mark of a slice, which makes kube-scheduler retry waiting pods: when it changes, and how often at most."""
+"""The recheck mark of a slice, which makes kube-scheduler retry waiting pods: when it changes, and
+the bound on how often.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class MarkedNode:
         self.updates: list[float] = []
 
     def look(self) -> bool:
-        """Look once, and let two seconds pass; return whether the slice was updated."""
+        """Run one round of the loop, and let two seconds pass; return whether the slice was
+        updated.
+        """
         mark = self.recheck.next_mark(self.claims, self.mark, self.now, room=self.room)
         if mark is not None:
             assert mark != self.mark  # an update without a change causes no event
@@ -56,7 +60,7 @@ class MarkedNode:
         return mark is not None
 
     def pass_time(self, seconds: float) -> int:
-        """Look for `seconds` seconds; return how often the slice was updated."""
+        """Run the loop for `seconds` seconds; return how often the slice was updated."""
         return sum(self.look() for _ in range(int(seconds / LOOK_S)))
 
 
@@ -323,9 +327,9 @@ def _wait_mark(stand: Stand, documents: list[dict[str, Any]]) -> str:
 
 
 def _wait_looks(stand: Stand) -> None:
-    """Wait while a driver looks at its node for longer than it defers an update."""
+    """Wait for more rounds of a driver's loop than it defers an update."""
     looks = stand.governor.count("gpus")
-    wait_for(lambda: stand.governor.count("gpus") >= looks + 8, "some looks")
+    wait_for(lambda: stand.governor.count("gpus") >= looks + 8, "some rounds")
 
 
 def test_the_loop_has_the_slice_marked_while_a_gpu_has_room(

@@ -20,7 +20,9 @@ from tests.kubernetes.kubelet import wait_for
 def pod_of(
     document: dict[str, Any], *, sandbox: bool | None = False, **more: Any
 ) -> dict[str, Any]:
-    """Return the pod that a claim is reserved for; with `sandbox=None` the kubelet has reported no condition of it yet."""
+    """Return the pod that a claim is reserved for; with `sandbox=None` the kubelet has reported no
+    condition for it yet.
+    """
     (reserved,) = document["status"]["reservedFor"]
     conditions = [] if sandbox is None else [
         {"type": "PodReadyToStartContainers", "status": str(sandbox)}

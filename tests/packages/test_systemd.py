@@ -180,7 +180,7 @@ def test_the_services_run_after_the_installation_and_an_upgrade_and_end_with_the
     first = machine.governor()
     machine.shell(f"kill -STOP {first}")
     machine.until(lambda: machine.governor() not in (0, first))
-    # It has a process from the beginning of its start on, and answers at its end.
+    # Its process exists from the beginning of the start, and answers at the end of it.
     machine.until(lambda: machine.systemctl("is-active", "tidegate-governor.service") == "active")
     assert machine.show("tidegate-governor.service", "NRestarts") == "1"
     machine.shell("tidegate check")

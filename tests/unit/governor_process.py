@@ -1,7 +1,8 @@
-"""Run a governor as a process of its own on the simulated GPU's real libraries: `with GovernorNode(...) as node`.
+"""Run a governor as a process of its own with the compiled libraries of the simulated GPU: `with
+GovernorNode(...) as node`.
 
-A container is an idle process that is admitted as the hook would admit it. `OwnTenant` registers as
-one of its processes and writes into its ledger what a control library would write.
+A container is an idle process for which admission is requested as the hook requests it. `OwnTenant`
+registers as one of its processes and writes into its ledger what a control library would write.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class GovernorNode:
         return [line for line in lines if line["event"] == name]
 
     def container(self, name: str = "one", **fields: Any) -> Path:
-        """Admit and confirm a container, and return its directory."""
+        """Have a container admitted, confirm it, and return its directory."""
         child = subprocess.Popen(["sleep", "120"])
         self._children.append(child)
         annotations = fields.pop("annotations", {"memory": "4Gi", "compute": "40"})
@@ -154,7 +155,7 @@ class GovernorNode:
 
 
 class OwnTenant:
-    """A process of a container. It is this process, which the governor takes for one of the container's."""
+    """This process, registered as one of a container's processes."""
 
     def __init__(self, directory: Path) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

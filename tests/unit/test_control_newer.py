@@ -1,6 +1,6 @@
 """Copies and captures that came with CUDA 13.2 to 13.5, in a process with the control library.
 
-work_shim.c has these functions, in front of the simulated driver.
+work_shim.c implements these functions and is loaded in front of the simulated driver.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def test_nothing_is_added_to_a_stream_that_is_captured_for_graphics(
     agent.run("for _ in range(200): launch(1_000_000, s)")
     assert agent.run("driver.library.shim_n_drawn()") == 400
     assert agent.field("want") == 0
-    agent.send("launch(1000, other)")  # only that stream is left alone
+    agent.send("launch(1000, other)")  # only `s` is left alone
     until_field(agent, "want", 1)
     grant(node, 2**64 - 1, 4)
     agent.answer()

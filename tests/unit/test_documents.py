@@ -1,4 +1,5 @@
-"""Text that reaches the hook, the wrapper runtime and the governor: a corpus, mutations of it, real processes.
+"""Text that reaches the hook, the wrapper runtime and the governor: a corpus, its mutations, and
+real processes.
 
 tests/fuzz/documents.py describes each kind of document. tests/fuzz/test_documents.py runs for
 TIDEGATE_FUZZ_SECONDS seconds.
@@ -35,9 +36,11 @@ sys.exit(os.waitstatus_to_exitcode(status))
 A process starts with the peak of the process that spawned it, so this has to be a small one.
 """
 MOST = 256 * MIB
-"""Most bytes that a hook may take for any input: small objects are 50 times as large in Python as in JSON."""
+"""Maximum number of bytes that a hook may use for any input: small objects are 50 times as large in
+Python as in JSON.
+"""
 NOBODY = 4194304
-"""The highest possible pid. No process here has it."""
+"""One more than the highest possible PID: no process has it."""
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "edit"])
@@ -67,7 +70,7 @@ def test_parser_and_schema_judge_what_is_made_from_it_alike(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_depth_is_too_deep_for_a_line(kind: str) -> None:
-    """The depths span the one at which the JSON parser gives up.
+    """The depths include the one at which the JSON parser gives up.
 
     Just below it, the code that judges the document has less of the stack left than the parser had.
     """
@@ -93,7 +96,7 @@ def test_every_document_of_the_corpus_can_be_edited_or_is_refused_with_a_line(ki
 
 
 class DocumentRun:
-    """The outcome of one of our processes that was given a document."""
+    """The outcome of a run of one of our programs on a document."""
 
     def __init__(self, name: str, arguments: list[str], data: bytes) -> None:
         with (
@@ -136,7 +139,7 @@ def options(tmp_path: Path) -> list[str]:
 
 
 def sample(kind: str, step: int) -> Iterator[bytes]:
-    """Yield some of the corpus only: a process takes 50 ms."""
+    """Yield only part of the corpus: each process takes 50 ms."""
     for entry in corpus(kind)[::step]:
         yield entry.data
 

@@ -360,7 +360,9 @@ def test_an_unconfirmed_admission_is_undone(governor: GovernorThread, pidfd: int
 def test_an_admission_whose_hook_is_stuck_ends_with_the_container(
     governor: GovernorThread, pidfd: int, sleeper: subprocess.Popen[bytes]
 ) -> None:
-    """A root file system that does not answer keeps the hook's process, and its connection open."""
+    """A root file system that does not answer keeps the hook's process alive and its connection
+    open.
+    """
     with GovernorClient(governor) as client:
         assert client.ask(ADMIT, pidfd)["ok"]
         sleeper.kill()  # as the runtime does after a failed start
@@ -390,7 +392,7 @@ def test_of_two_containers_that_race_for_a_reservation_one_gets_it(
 ) -> None:
     """Both have the reservation's token, like two containers of a copied bundle.
 
-    The loser gets the GPU that has the most room then.
+    The loser gets the GPU that has the most room at that time.
     """
     third = {"tidegate.gpu/memory": "1Gi", "tidegate.gpu/compute": "30"}
     with GovernorClient(governor) as client:
@@ -461,7 +463,7 @@ def test_an_unconfirmed_reservation_expires(
     with GovernorClient(governor) as client:
         token = client.ask(RESERVE)["reservation"]
         wait_for(lambda: client.ask({"v": 1, "op": "gpus"})["gpus"][0]["compute_left"] == 100)
-        # A container that comes late gets what is left.
+        # A container that comes too late gets what is left.
         assert client.ask({**ADMIT, "reservation": token}, pidfd)["ok"]
 
 
@@ -473,7 +475,9 @@ def test_a_refused_reservation_leaves_nothing(governor: GovernorThread) -> None:
 
 
 def test_release(governor: GovernorThread, pidfd: int, sleeper: subprocess.Popen[bytes]) -> None:
-    """A running container cannot be released: another engine with a container of the same id could end it."""
+    """A running container cannot be released: otherwise another engine with a container of the same
+    id could end it.
+    """
     with GovernorClient(governor) as client:
         assert client.ask(ADMIT, pidfd)["ok"]
         assert client.ask({"v": 1, "op": "confirm"})["ok"]
@@ -582,7 +586,7 @@ def test_a_container_that_floods_its_socket_does_not_block_the_gpu(
     with mmap.mmap(-1, layout.GRANT_SIZE) as grant, mmap.mmap(-1, layout.LEDGER_SIZE) as ledger:
         pages.init_grant(grant, settings={}, devices=[{"uuid": bytes(16)}])
         pages.init_ledger(ledger)
-        time.sleep(0.05)  # the runner reads by now
+        time.sleep(0.05)  # the runner is reading by now
         tenant = governor.runner.add(WHOLE, WHOLE, grant, 0, ledger)
         try:
             pages.write(ledger, 0, "ledger_header", "n_slots", 1)
@@ -644,7 +648,10 @@ def test_a_directory_that_cannot_be_made_leaves_nothing(
 def test_descriptors_of_a_container_are_closed_with_it(
     governor: GovernorThread, pidfd: int
 ) -> None:
-    """This must not wait for Python's cycle collector: a node that starts many containers would run out of descriptors."""
+    """Closing them must not wait for Python's cycle collector.
+
+    A node that starts many containers would run out of descriptors.
+    """
 
     def begin_and_end() -> None:
         with GovernorClient(governor) as client:
@@ -673,7 +680,7 @@ def test_a_container_that_has_already_ended_is_removed(
         assert client.error({"v": 1, "op": "confirm"})[0] == "request"
 
 
-# ---- another quota for a container that runs ----
+# ---- a new quota for a running container ----
 
 
 def test_a_new_quota_holds_from_now_on(governor: GovernorThread, pidfd: int) -> None:

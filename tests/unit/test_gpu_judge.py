@@ -1,4 +1,7 @@
-"""The judge of completeness: its calls, its rules, and the judge itself on the simulated GPU."""
+"""Test tests.gpu.judge, which finds functions of cuda.h that bypass Tidegate.
+
+The tests cover its calls and rules, and run the judge itself on the simulated GPU.
+"""
 
 import os
 import re
@@ -12,7 +15,7 @@ from tests.conftest import lack
 from tests.gpu import judge
 
 CALLED = re.compile(r"^(?:CASE|VARIANT|NOT_HERE)\((cu\w+), ", re.MULTILINE)
-# Functions that are declared in other headers than cuda.h, or in none.
+# Functions that are declared in headers other than cuda.h, or in none.
 ELSEWHERE = re.compile(
     r"cudbg|cuGL|cuWGL|cuEGL|cuVDPAU|cuProfiler|cuGraphics(GL|EGL|VDPAU)"
     r"|cuGraphicsResourceGetMappedEglFrame|cuEventCreateFromEGLSync|cuMemGetAttribute"
@@ -103,12 +106,12 @@ def test_what_the_driver_takes_or_gives_by_itself_may_be_found_by_the_governor(c
     row = ran(process=change, late=True)
     said = (f"{'takes' if change > 0 else 'gives'} {abs(change) // MIB} MiB unseen",)
     assert faults(row, row | {"after": {"overhead": change}}) == ()
-    # Refuted where the call is not expected to have late overhead, where the overhead is too small,
-    # and for the wrong sign.
+    # Not accepted if the call is not expected to have late overhead, if the overhead is too small,
+    # or if it has the wrong sign.
     assert faults(row | {"late": False}, row | {"after": {"overhead": change}}) == said
     assert faults(row, row | {"after": {"overhead": change // 4}}) == said
     assert faults(row, row | {"after": {"overhead": -change}}) == said
-    # A second has passed, and no look found it. The ledger of a native row is not used.
+    # A second has passed, and no sample found it. The ledger of a native row is not used.
     assert faults(row | {"after": {"overhead": change}}, row) == said
 
 
@@ -189,7 +192,7 @@ def test_a_judge_that_misses_what_is_known_is_called_blind():
     del rows["cuLaunchKernel", ""]
     assert [line.split(":")[0] for line in judge.blind(rows)] == ["cuMemAlloc_v2", "cuLaunchKernel"]
     _, wrong = judge.judge_all({}, {}, ["cuOfTomorrow"], 0)
-    assert wrong[0] == "cuOfTomorrow: declared, and nobody calls it"
+    assert wrong[0] == "cuOfTomorrow: declared, and never called"
 
 
 def test_a_header_of_an_older_cuda_is_passed_over(tmp_path, monkeypatch):

@@ -29,18 +29,18 @@ SETTINGS = "/etc/tidegate/runtime"
 HOOKS_DIR = "/usr/share/containers/oci/hooks.d"
 LIBEXEC = "/usr/libexec/crio"
 WRITTEN = "# Written by `tidegate setup crio`; `tidegate setup crio --undo` takes it out.\n"
-# Written by an older version. CRI-O's own packages do not start with it.
+# Written by an older version. CRI-O from its own packages does not start with it.
 OLD = '[crio.runtime.runtimes.tidegate]\nruntime_path = "/usr/bin/tidegate-runtime"\nruntime_type = "oci"\n'
 
 
 def handler(name: str, **values: str) -> str:
-    """Return a handler as a file has it."""
+    """Return the text of a handler in a configuration file."""
     lines = [f'{key} = "{value}"\n' for key, value in values.items()]
     return f"[crio.runtime.runtimes.{name}]\n{''.join(lines)}"
 
 
 def packages(default: str = "crun") -> str:
-    """Return 10-crio.conf with the handlers of CRI-O's packages; their programs are not on a path."""
+    """Return 10-crio.conf with the handlers of CRI-O's packages; their programs are not in PATH."""
     return f'[crio.runtime]\ndefault_runtime = "{default}"\n' + "".join(
         handler(
             name,
@@ -121,9 +121,10 @@ def test_a_node_without_cri_o_is_told_so(packaged, capsys):
 
 
 def killed(root: Path, at: int, *words: str) -> bool:
-    """Run setup in a child that exits when it would write, or put in place, the `at`th file.
+    """Run setup in a child that exits before its `at`th change of a file, counted from 0.
 
-    Returns whether it came that far.
+    The changes that count are calls of os.fchmod, os.rename and os.unlink. Return whether the
+    child came that far.
     """
     pid = os.fork()
     if not pid:
@@ -305,7 +306,7 @@ def test_a_node_on_which_cri_o_does_not_start_is_left_as_it_is(packaged, capsys,
 
 
 def test_a_handler_whose_program_is_missing_needs_no_monitor(packaged):
-    """CRI-O leaves such a handler out."""
+    """CRI-O ignores such a handler."""
     put(packaged, f"{CONF_D}/20.conf", handler("kata", runtime_path="/usr/bin/kata"))
     assert setup(packaged, "crio") == 0
 

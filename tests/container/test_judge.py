@@ -1,4 +1,4 @@
-"""The judge (tests.gpu.judge) in a container on the simulated GPU, which has some of the functions."""
+"""Run the judge (tests.gpu.judge) in a container on the simulated GPU, which has some functions."""
 
 import json
 

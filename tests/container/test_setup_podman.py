@@ -57,7 +57,7 @@ class PodmanSite:
         return ran.stdout
 
     def refused(self, *words: str) -> str:
-        """Run `tidegate setup podman` on the node, and require that it refuses; return the message."""
+        """Run `tidegate setup podman` on the node, require a refusal, and return the message."""
         ran = self.python("-m", "governor.cli", "setup", "podman", *words)
         assert ran.status == 73, ran.text
         return ran.stderr

@@ -302,7 +302,7 @@ def stands_still(container: Running) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_who_uses_a_gpu_that_is_not_its_own_is_shown(
+def test_use_of_a_gpu_that_was_not_granted_is_shown(
     tmp_path: Path, build_dir: Path, require: Callable[..., None]
 ) -> None:
     require("gcc", "runc")

@@ -33,7 +33,7 @@ def play(run: Path, build_dir: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("story", STORIES)
-def test_a_story_comes_out_as_it_says(require, build_dir, story):
+def test_a_story_has_the_stated_results(require, build_dir, story):
     require("runc")
     for _ in range(TIMES):
         done = play(EXAMPLES / story / "run", build_dir)
@@ -97,7 +97,7 @@ def scratch(tmp_path):
     shutil.rmtree(ROOT / "build/stories" / name, ignore_errors=True)
 
 
-def test_a_story_that_comes_out_otherwise_says_so_and_ends_with_1(require, build_dir, scratch):
+def test_a_story_with_other_results_reports_them_and_ends_with_1(require, build_dir, scratch):
     require("runc")
     done = play(scratch(), build_dir)
     assert done.returncode == 1, done.stderr

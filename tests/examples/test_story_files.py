@@ -232,7 +232,7 @@ def first_cells(page: str, below: str) -> list[str]:
     return [line.split("|")[1].strip() for line in table][2:]
 
 
-def test_the_page_and_the_page_on_kubernetes_say_the_same_of_the_scheduler():
+def test_the_page_and_the_page_on_kubernetes_agree_about_the_scheduler():
     page = (EXAMPLES / "moving-from-hami/README.md").read_text()
     kubernetes = (EXAMPLES.parent / "docs/howto/kubernetes.md").read_text()
     assert first_cells(page, "## First: who chooses the node") == [
@@ -354,7 +354,7 @@ def test_templates_of_pods_are_found_and_all_else_passes_through():
         assert changed["spec"]["runtimeClassName"] == "tidegate"
 
 
-def test_containers_of_a_pod_that_differ_are_said():
+def test_containers_of_a_pod_that_differ_are_reported():
     two = pod({"nvidia.com/gpumem": 500})
     two["spec"]["containers"].append({"name": "log", "image": "l"})
     _, said = convert(two)

@@ -211,7 +211,9 @@ class Served:
         self.run(end())
 
     def step(self, *had: tuple[Container, float], times: int = 1, refused: int = 0) -> None:
-        """Advance by steps in each of which these containers use so many percent of the GPU."""
+        """Advance by `times` steps, in each of which each container uses the given percentage of
+        the GPU.
+        """
 
         async def look() -> None:
             for _ in range(times):

@@ -30,7 +30,7 @@ RECORD = calls.RECORD_HEADER_SIZE + calls.SWITCH_RECORD.size
 
 
 def make_nodes(directory: Path) -> dict[str, Any]:
-    """Create device nodes and what /proc says of them; return the arguments by which they are found."""
+    """Create device nodes and their entries in /proc; return the arguments that locate them."""
     for name in ("nvidiactl", "nvidia0", "nvidia3"):
         (directory / name).touch()
     proc = directory / "proc"
@@ -44,7 +44,7 @@ def make_nodes(directory: Path) -> dict[str, Any]:
 
 
 def has_node_open() -> bool:
-    """Whether this process has the GPU's device node open."""
+    """Return whether this process has the GPU's device node open."""
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
         try:
             if os.readlink(f"/proc/self/fd/{name}").endswith("/nvidia3"):  # noqa: PTH115

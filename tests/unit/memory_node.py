@@ -447,7 +447,7 @@ class MemoryNode:
 
     @contextlib.contextmanager
     def looking(self, interval: float = 0.005) -> Iterator[None]:
-        """Reconcile all the time, as a governor would."""
+        """Reconcile continuously, as a governor would."""
         with repeating(self.sample, interval):
             yield
 

@@ -316,7 +316,10 @@ def test_a_false_overrun_gives_others_no_more_than_its_containers_share(library)
 
 
 def test_a_container_that_paused_while_alone_does_not_make_up_for_it_later(library):
-    """It misses part of its share because it pauses. When it was owed all of that, a container of 10 % got nothing."""
+    """The container misses part of its share because it pauses.
+
+    When all of that was owed to it, a container of 10 % got nothing.
+    """
     with Arbiter(library, config()) as arbiter:
         first, sleeper = (
             arbiter.add(WHOLE * share // 100, WHOLE * share // 100, 0) for share in (85, 10)

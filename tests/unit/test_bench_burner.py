@@ -91,7 +91,7 @@ def test_bursts_are_as_long_as_the_duty_says(machine: Simulated) -> None:
         assert rest == pytest.approx(length, rel=0.5)
 
 
-def test_a_form_that_there_is_not_is_named(machine: Simulated) -> None:
+def test_an_unknown_form_is_named(machine: Simulated) -> None:
     done = subprocess.run(
         [machine.build / "burner", "--form", "dance"],
         env={**os.environ, **machine.environment},

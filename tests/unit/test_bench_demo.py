@@ -10,7 +10,7 @@ from pathlib import Path
 from bench.demo import load_line, processors_taken
 
 
-def test_what_others_keep_busy_is_told(tmp_path: Path) -> None:
+def test_the_processors_that_others_use_are_counted(tmp_path: Path) -> None:
     stat = tmp_path / "stat"
     stat.write_text("cpu  100 0 50 800 50 0 0 0 0 0\ncpu0 1 1 1 1\n")
 
@@ -32,6 +32,6 @@ def test_no_time_passed_is_no_load(tmp_path: Path) -> None:
     assert processors_taken(0, stat) == 0.0
 
 
-def test_a_busy_machine_is_told_of() -> None:
+def test_a_busy_machine_is_reported() -> None:
     assert load_line(0.0) == ""
     assert "processors busy: shares may be off" in load_line(0.9 * (os.cpu_count() or 1))

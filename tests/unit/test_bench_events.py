@@ -1,4 +1,6 @@
-"""The effect of a change, a kill and a stop is computed from stamps: figures from data with a known answer."""
+"""The effect of a change, a kill and a stop is computed from stamps: figures from data with a known
+result.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def test_a_container_that_was_there_already_is_settled_at_once() -> None:
     assert settled_after(steps((300, 60)), 1000 * MS, 60, 3000 * MS) == 0
 
 
-def test_who_passes_through_the_new_share_has_not_settled() -> None:
+def test_a_container_that_only_passes_the_new_share_has_not_settled() -> None:
     """Looking only for the first good window would give 140 ms."""
     work = steps((100, 30), (5, 30), (30, 60), (20, 90), (200, 60))
     # The windows are good again when nine of ten steps are at 60 and one is at 90: 63 on average.
@@ -61,7 +63,7 @@ def test_what_follows_200_ms_after_a_change_is_compared_with_the_new_share() -> 
     assert off_after(steps((120, 30), (49, 60)), 1200 * MS, 60) is None
 
 
-def test_half_a_second_is_needed_to_know() -> None:
+def test_half_a_second_of_data_is_needed_to_find_that_a_change_settled() -> None:
     assert settled_after(steps((100, 30), (55, 60)), 1000 * MS, 60, 1550 * MS) is None
     assert settled_after(steps((100, 30), (65, 60)), 1000 * MS, 60, 1650 * MS) == 90 * MS
 
@@ -103,7 +105,7 @@ def test_later_windows_that_are_off_are_counted() -> None:
     assert told["outside_percent"] == round(100 * 17 / 92, 2)
 
 
-def test_a_wait_is_what_a_pause_has_behind_the_event_less_a_unit() -> None:
+def test_a_wait_is_the_part_of_a_pause_after_the_event_less_one_unit() -> None:
     at = 5_000_000_000
     before = [Stamp(at - 2 * MS + i * MS, 0) for i in range(3)]
     after = [Stamp(at + 12 * MS + i * MS, 0) for i in range(400)]
@@ -121,7 +123,7 @@ def test_a_later_and_longer_wait_counts_too() -> None:
     assert stall_of({"ends_us": keep_ends(stamps, at)}, MS) == (13.0, 13.0, True)
 
 
-def test_who_never_comes_back_stalls_to_the_end_of_the_look() -> None:
+def test_a_container_that_never_works_again_stalls_until_the_end_of_the_observation() -> None:
     at = 5_000_000_000
     ends = keep_ends([Stamp(at - 10 * MS, 0), Stamp(at + 4 * MS, 0)], at)
     wait = AFTER_NS / MS - 4 - 1
@@ -132,7 +134,7 @@ def test_who_never_comes_back_stalls_to_the_end_of_the_look() -> None:
     )
 
 
-def test_who_was_at_work_did_not_have_to_wait() -> None:
+def test_a_container_that_was_working_did_not_have_to_wait() -> None:
     at = 5_000_000_000
     ends = keep_ends([Stamp(at + i * MS - MS // 2, 0) for i in range(-20, 400)], at)
     assert stall_of({"ends_us": ends}, MS) == (0.0, 0.0, False)
@@ -160,7 +162,7 @@ def test_an_arm_of_kills_has_its_longest_stall() -> None:
 
 
 def test_events_are_placed_on_the_clock_of_the_gpu() -> None:
-    """The GPU's clock is 7 s ahead. The neighbour's last unit says when it ended, not the host."""
+    """The GPU's clock is 7 s ahead. The neighbour ends with its last unit, not by the host's clock."""
     ahead, begin = 7_000 * MS, 8_000 * MS
     placed = place_events(
         [
@@ -188,11 +190,11 @@ def test_events_are_placed_on_the_clock_of_the_gpu() -> None:
     assert one == {"at_ns": 500 * MS, "ends_us": [-1000, 3000]}
 
 
-# ---- what the page says of a suite ----
+# ---- what the page says about a suite ----
 
 
 def arm_of(name: str, seconds: int = 2) -> dict[str, Any]:
-    """Return an arm as quota.json has it, in which each container got exactly its guarantee."""
+    """Return an arm in the format of quota.json; each container got exactly its guarantee."""
     arm = ARMS[name]
     tenants = [
         {
@@ -275,7 +277,7 @@ def test_the_page_says_what_the_data_say(suite: str, line: str) -> None:
     assert line in report_docs.build_page({f"x-{suite}": result_of(suite)}).text
 
 
-def test_a_line_that_goes_back_begins_anew() -> None:
+def test_a_line_of_a_chart_that_goes_back_begins_anew() -> None:
     series = Series("one", [(0, 1), (1, 2), (0, 3), (1, 4)])
     svg = render(Chart("t", "s", "d", "x", "y", [series]))
     [path] = [line for line in svg.splitlines() if line.startswith("<path")]

@@ -36,7 +36,7 @@ def test_nvidia_smi_of_a_virtual_machine_and_of_nothing():
     assert gang_figures.read_topology("") == {"ways": {}, "nodes": {}}
 
 
-def test_the_governors_own_word_has_the_same_form():
+def test_the_governors_topology_has_the_same_form():
     routes = [
         {"to": 1, "nvlinks": 18, "pcie": "SYS"},
         {"to": 2, "nvlinks": 0, "pcie": "PHB"},
@@ -103,10 +103,10 @@ def parts():
     }  # fmt: skip
 
 
-def test_a_share_is_back_when_it_is_near_again():
+def test_a_share_is_restored_when_it_is_near_its_quota_again():
     told = gang_figures.summarise(parts())["restart"]["arms"]["train"]
     back, hog = told["tenants"]
-    # 100 ms have to be near 40 %, so all but two steps of the 200 ms at 20 % have left the window.
+    # A window of 100 ms has to be near 40 %, so all but two of its steps follow the 200 ms at 20 %.
     assert back["back_ms"] == [280.0]
     assert (back["second_s"], back["away_s"], back["charged"]) == ([40.0], [0.0], None)
     assert (hog["delivered"], hog["charged"], hog["error_1s"]) == (60.0, 60.0, 0.0)
@@ -147,7 +147,7 @@ def test_a_run_is_kept_and_has_its_part_of_the_page(tmp_path):
     assert "| 8 | utilisation | 1 us | 2 us | 3 us |" in text
 
 
-def test_a_summary_that_the_samples_do_not_give_is_not_kept(tmp_path, capsys):
+def test_a_summary_that_does_not_follow_from_the_samples_is_not_kept(tmp_path, capsys):
     report = {"run": describe_run(), "gpu": {}, "generation": "", "parts": parts(), "summary": {}}
     (tmp_path / "gangs.json").write_text(json.dumps(report))
     assert (

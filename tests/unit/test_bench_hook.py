@@ -40,7 +40,7 @@ def keep(directory: Path, report: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def test_what_a_start_costs_is_the_median_of_differences(
+def test_the_cost_of_a_start_is_the_median_of_differences(
     tmp_path: Path, report: dict[str, Any]
 ) -> None:
     kept = keep(tmp_path, report)
@@ -52,7 +52,7 @@ def test_what_a_start_costs_is_the_median_of_differences(
     assert line in report_docs.build_page({"x": kept}).text
 
 
-def test_a_figure_that_the_starts_do_not_give_is_refused(
+def test_a_figure_that_does_not_follow_from_the_starts_is_refused(
     tmp_path: Path, report: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     report["summary"]["runc"]["added_ms"]["governed"] = 29.0
@@ -62,7 +62,7 @@ def test_a_figure_that_the_starts_do_not_give_is_refused(
     assert "do not give" in capsys.readouterr().err
 
 
-def test_the_page_has_what_a_start_costs_with_each_engine() -> None:
+def test_the_page_has_the_cost_of_a_start_with_each_engine() -> None:
     ways = {"native": [100.0, 102.0, 98.0], "ungoverned": [101.0, 103.0, 99.0]}
     summary = start_times.summarise({"docker": {**ways, "governed": [120.0, 130.0, 119.0]}})
     assert summary["docker"]["native_ms"] == 100.0

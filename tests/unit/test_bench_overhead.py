@@ -30,7 +30,7 @@ def pair(native, governed):
     return {"native": {"launch": native}, "governed": {"launch": governed}}
 
 
-def test_the_order_of_the_pairs_turns():
+def test_the_order_within_pairs_alternates():
     assert list(figures.in_turn(3)) == [
         ("native", "governed"), ("governed", "native"), ("native", "governed")
     ]  # fmt: skip
@@ -44,11 +44,11 @@ def test_a_difference_is_that_of_the_medians_of_a_pair():
     }  # fmt: skip
 
 
-def test_the_interval_of_what_is_always_the_same_is_a_point():
+def test_the_interval_of_equal_values_is_a_point():
     assert figures.interval([3.0, 3.0, 3.0]) == (3.0, 3.0)
 
 
-def test_the_interval_holds_the_median_and_is_within_what_was_seen():
+def test_the_interval_contains_the_median_and_is_within_the_samples():
     low, high = figures.interval([1.0, 2.0, 3.0, 4.0, 100.0])
     assert 1 <= low < 3 < high <= 100
 
@@ -97,7 +97,7 @@ def test_a_process_in_a_room_reads_the_page_and_writes_the_ledger(room, build_di
     assert 0 < room.counter("launches") <= 7 * 3
 
 
-def test_a_room_says_what_its_owner_wrote(tmp_path):
+def test_a_room_has_the_grants_that_its_owner_wrote(tmp_path):
     with GrantSandbox(tmp_path / "room", [STUB, bytes(16)], compute=5) as room:
         room.grant_until(0, device=1)
         page = (tmp_path / "room/grant").read_bytes()
@@ -161,13 +161,13 @@ def round_of(*seconds):
     ]
 
 
-def test_the_bound_is_above_the_median_and_within_what_was_seen():
+def test_the_bound_is_above_the_median_and_within_the_samples():
     found = step.summarise_steps([round_of(0.99, 1.0, 1.01, 1.02, 1.03)])
     assert found["slower_percent"] == 1.0
     assert 1.0 < found["upper_95_percent"] <= 3.0
 
 
-def test_what_differs_between_processes_widens_the_bound():
+def test_differences_between_processes_widen_the_bound():
     same = step.summarise_steps([round_of(*[1.0] * 20)] * 4)
     differing = step.summarise_steps([round_of(*[at] * 20) for at in (0.99, 1.0, 1.0, 1.01)])
     assert same["slower_percent"] == differing["slower_percent"] == 0

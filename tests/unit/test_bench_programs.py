@@ -90,7 +90,7 @@ def test_a_run_that_was_not_governed_is_a_difference():
     ]
 
 
-def test_a_program_that_is_not_here_is_none_and_one_that_is_lost_inside_is_one():
+def test_a_program_missing_from_both_runs_is_no_difference_and_from_one_run_is():
     missing = ProgramRun(programs.NOT_HERE, 0.1, {"program": "mps", "missing": "no daemon"}, [])
     both = Comparison("mps", missing, missing, Seen(), compare(missing, missing, Seen()))
     assert both.differences == []
@@ -112,7 +112,7 @@ def test_only_lines_of_a_new_shape_are_new():
     ]
 
 
-def test_the_answer_is_told_from_what_else_is_printed():
+def test_the_answer_is_separated_from_other_output():
     text = f"a library speaks\n\n{json.dumps(ANSWER)}\nand again\n"
     assert split_output(text) == (ANSWER, ["a library speaks", "and again"])
     assert split_output('{"other": 1}\n') == ({}, ['{"other": 1}'])
@@ -130,7 +130,7 @@ def test_the_answer_is_told_from_what_else_is_printed():
         (float("nan"), float("nan"), False),
     ],
 )
-def test_near_is_a_part_of_the_largest(native, governed, near):
+def test_nearness_is_relative_to_the_largest_value(native, governed, near):
     assert is_near(native, governed, 1e-3) is near
 
 

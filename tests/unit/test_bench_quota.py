@@ -57,7 +57,7 @@ def test_a_run_that_is_shorter_than_a_window_has_no_error() -> None:
     assert "1s" not in summarise(arm((40, [4000] * 20)))
 
 
-def test_the_ideal_uses_the_gpu_whenever_somebody_has_work() -> None:
+def test_the_ideal_uses_the_gpu_whenever_a_container_has_work() -> None:
     # One container has work for 2 s, the other for the second of these and one more: 3 s in all.
     busy = [[[0, 2000 * MS]], [[1000 * MS, 3000 * MS]]]
     one = [10_000] * 100 + [5000] * 100 + [0] * 100
@@ -97,7 +97,7 @@ def test_no_arm_promises_more_than_there_is(name: str) -> None:
 
 
 def test_all_suites_run_with_one_configuration() -> None:
-    """A suite shows nothing if it needs a quantum of its own."""
+    """A suite proves nothing if it needs a quantum of its own."""
     assert {json.dumps(dict(ARMS[arm].settings)) for arms in SUITES.values() for arm in arms} == {
         "{}"
     }
@@ -140,8 +140,8 @@ def test_a_tenant_says_what_it_runs() -> None:
 
 
 def test_processor_time_is_of_a_process_and_its_threads() -> None:
-    # Longer than the test waits for: the kernel accounts in whole ticks, separately for user and
-    # system time.
+    # The program works for longer than the test needs: the kernel accounts in whole ticks,
+    # separately for user and system time.
     code = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass\ninput()"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
@@ -157,7 +157,7 @@ def test_processor_time_is_of_a_process_and_its_threads() -> None:
 
 
 def told_arm(**tenant: Any) -> dict[str, Any]:
-    """Return an arm as quota.json has it, with one container that works for all of a second."""
+    """Return an arm in the format of quota.json; its one container works for a whole second."""
     one = {**asdict(ArmContainer(40)), "work_us": [4000] * 100, "busy_ns": [], **tenant}
     return {
         "processors": {"governor": 0.05, "helpers": 0.1},
@@ -166,7 +166,7 @@ def told_arm(**tenant: Any) -> dict[str, Any]:
     }
 
 
-def test_a_row_says_who_did_what_and_how_far_it_was_from_the_quota() -> None:
+def test_a_row_has_the_tenants_their_work_and_their_distance_from_the_quota() -> None:
     arm = told_arm()
     assert row_of("alone", arm, summarise(arm)) == (
         "alone", "40 %, 0.5 ms", "40.00", "40.00", "0.00 / 0.00", "0.00 / 0.00", "", "5.0 + 10.0",
@@ -229,7 +229,9 @@ def test_an_arm_that_hangs_or_fails_leaves_the_others_to_be_measured(
     assert said in capsys.readouterr().out
 
 
-def test_without_a_limit_what_cannot_be_measured_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_time_limit_an_arm_that_fails_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("bench.quota.run_arm", lambda *_: one_fails("it is broken"))
     with pytest.raises(MachineError, match="it is broken"):
         try_arm(LeftNode(), "alone-40", ARMS["alone-40"], {}, Namespace(limit=0.0, native=False))
@@ -239,7 +241,7 @@ def one_fails(why: str) -> None:
     raise MachineError(why)
 
 
-def test_waits_are_what_is_between_units_beyond_their_own_time() -> None:
+def test_waits_are_the_gaps_between_units_beyond_their_own_time() -> None:
     profile = Profile({0: MS, 1: 3 * MS}, 1.0, 10)
     times, now = [(5 * MS, 0)], 5 * MS
     for wait, kind in [(0, 0), (10, 1), (0.4, 0), (20, 0), (0, 1)]:

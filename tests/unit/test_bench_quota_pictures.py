@@ -14,7 +14,7 @@ def test_the_pictures_that_are_kept_are_what_the_arbiter_decides(build_dir):
         assert path.read_text() == drawn, path.name
 
 
-def test_who_may_not_borrow_gets_his_guarantee_while_another_is_idle(build_dir):
+def test_a_container_that_may_not_borrow_gets_its_guarantee_while_another_is_idle(build_dir):
     asleep = (500 * MS, 1_500 * MS)
     jobs = [
         ModelContainer("owner", 50, 100, asleep),
@@ -31,7 +31,7 @@ def test_who_may_not_borrow_gets_his_guarantee_while_another_is_idle(build_dir):
     assert not any(lent for *_, lent in capped.grants)
 
 
-def test_nobody_works_while_another_does(build_dir):
+def test_no_two_containers_work_at_the_same_time(build_dir):
     jobs = [
         ModelContainer("alpha", 45, 45),
         ModelContainer("beta", 30, 30),

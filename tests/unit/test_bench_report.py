@@ -52,7 +52,7 @@ def report(containers):
     )
 
 
-def test_what_the_jobs_had_without_tidegate_is_beside_it(containers):
+def test_the_shares_without_tidegate_are_next_to_those_with_it(containers):
     """Without Tidegate both had 50 %, of which the first second is left out."""
     containers = [
         replace(one, without=container("", 0, 50, seconds=4).progress) for one in containers
@@ -169,7 +169,7 @@ def test_the_table_is_for_people(report):
     ("count", "words"),
     [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (545_259_520, "520 MiB"), (3 * GIB, "3 GiB")],
 )
-def test_bytes_read_as_a_person_says_them(count, words):
+def test_byte_counts_are_rounded_to_binary_units(count, words):
     assert size(count) == words
 
 
@@ -179,7 +179,7 @@ def test_ticks_are_round_numbers():
     assert nice_ticks(5, 5) == [5]
 
 
-def test_numbers_carry_no_idle_digits():
+def test_numbers_have_no_trailing_zeros():
     assert [number(v) for v in (0.0, -0.001, 1.50, 20, 1 / 3)] == ["0", "0", "1.5", "20", "0.33"]
 
 

@@ -62,7 +62,7 @@ def test_a_demo_run_becomes_one_result(demo, tmp_path):
     assert run.result_name(result) == f"{result['date'][:10]}-shares-nvidia-h200.json"
 
 
-def test_a_result_that_exists_is_history(demo, tmp_path, capsys):
+def test_an_existing_result_is_not_overwritten(demo, tmp_path, capsys):
     (tmp_path / "r.json").write_text("kept")
     assert keep(demo, tmp_path / "r.json") == 1
     assert "exists: choose another name with --out" in capsys.readouterr().err
@@ -102,7 +102,7 @@ def test_a_result_that_outgrows_the_repository_is_refused(demo, tmp_path, capsys
     assert "bytes, above 1000: make the run shorter" in capsys.readouterr().err
 
 
-def test_a_copy_of_the_tree_is_told_its_commit(demo, tmp_path):
+def test_a_run_without_a_commit_takes_that_of_the_command_line(demo, tmp_path):
     report = json.loads((demo / "report.json").read_text())
     report["detail"]["run"]["commit"] = "unknown"
     (demo / "report.json").write_text(json.dumps(report))

@@ -32,7 +32,7 @@ def changed(old: str, new: str) -> list[str]:
     return judge(*read_looks(OUTPUT.replace(old, new)))
 
 
-def test_the_last_look_counts() -> None:
+def test_the_last_sample_counts() -> None:
     looks, table, monitor = read_looks(OUTPUT)
     assert looks == [
         SmiOutput(7, "NVIDIA H200", "580.159.04", 3072, 0, 3072, 0),
@@ -62,11 +62,11 @@ def test_the_last_look_counts() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_said(old: str, new: str, what: str) -> None:
+def test_each_fault_is_reported(old: str, new: str, what: str) -> None:
     wrong = changed(old, new)
     assert len(wrong) == 1
     assert re.search(what, wrong[0])
 
 
-def test_a_container_that_said_nothing_is_wrong() -> None:
+def test_a_container_without_output_is_a_fault() -> None:
     assert judge(*read_looks("")) == ["nvidia-smi was not run"]

@@ -51,7 +51,7 @@ def test_stamps_are_of_this_machine_s_clock_whatever_the_gpu_s_says(program) -> 
     assert program(7 * S, clock_ns=4 * S).times() == [3.0]
 
 
-def test_an_answer_takes_what_lies_between_two_less_the_pause(program) -> None:
+def test_an_answer_takes_the_time_between_two_answers_less_the_pause(program) -> None:
     # Answers are 30 ms apart, of which 20 ms are a pause. The first two only show how long one
     # takes.
     requests = program(
@@ -70,7 +70,7 @@ def test_a_percentile_is_of_the_values() -> None:
     assert percentile([1.0, 2.0, 3.0], 50) == 2
 
 
-def test_the_table_says_what_was_met() -> None:
+def test_the_table_has_a_column_for_what_was_met() -> None:
     rows = [
         StoryRow("told", "", "8 ms", None),
         StoryRow("good", "at most 9 ms", "8 ms", met=True),

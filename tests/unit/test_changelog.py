@@ -17,7 +17,7 @@ def test_the_newest_version_is_the_one_that_the_code_says() -> None:
     assert "Unreleased" not in versions[1:]
 
 
-def test_no_other_file_says_a_version_of_its_own() -> None:
+def test_no_other_file_repeats_the_version() -> None:
     for name in ("pyproject.toml", "meson.build", "packaging/rpm/tidegate.spec"):
         assert VERSION not in (ROOT / name).read_text(), name
 

@@ -38,7 +38,7 @@ PAGES = (
 
 
 @pytest.mark.parametrize("made", [man_pages.files, completions.files])
-def test_they_are_as_they_would_be_written_now(made: Callable[[], dict[Path, str]]) -> None:
+def test_pages_and_completions_are_up_to_date(made: Callable[[], dict[Path, str]]) -> None:
     """Fix by running `python tools/man_pages.py` and `python tools/completions.py`."""
     for path, text in made().items():
         assert path.read_text() == text, path
@@ -319,7 +319,7 @@ def test_a_verbs_own_options_are_offered(complete: Callable[[str], set[str]]) ->
     }
 
 
-def test_what_stands_for_a_place_is_offered(complete: Callable[[str], set[str]]) -> None:
+def test_values_of_positional_arguments_are_offered(complete: Callable[[str], set[str]]) -> None:
     assert {"docker", "podman", "containerd", "crio"} <= complete("tidegate setup ")
     assert {"generate", "list"} <= {word.split()[0] for word in complete("tidegate cdi ")}
     offered = complete("tidegate check ")
@@ -330,7 +330,7 @@ def test_what_stands_for_a_place_is_offered(complete: Callable[[str], set[str]])
     assert "node.yaml" not in complete("tidegate top --interval ")
 
 
-def test_containers_are_offered_and_violations_are_none(
+def test_containers_are_offered_and_lines_about_violations_are_not(
     complete: Callable[[str], set[str]],
 ) -> None:
     for line in ("tidegate inspect ", "tidegate set ", "tidegate events --container "):
@@ -342,7 +342,7 @@ def test_containers_are_offered_and_violations_are_none(
     "name",
     ["$(touch${IFS}made)", "`touch${IFS}made`", "$HOME", "--json", "a;touch", "~", "*", "{a,b}"],
 )
-def test_no_shell_makes_anything_of_a_containers_id(
+def test_no_shell_interprets_a_containers_id(
     complete: Callable[[str], set[str]], directory: Path, name: str
 ) -> None:
     """The id of a container may be any text without a slash."""

@@ -64,13 +64,13 @@ def test_commands_of_make_are_its_targets() -> None:
     assert [words[1] for words in used[:3]] == ["build", "check", "test"]
 
 
-def test_the_arm_is_one() -> None:
+def test_the_example_of_an_arm_is_valid() -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
     arms = eval("{" + block + "}", {"Arm": Arm, "ArmContainer": ArmContainer})  # noqa: S307 - the page's own
     assert all(isinstance(arm, Arm) for arm in arms.values())
 
 
-def test_what_an_engine_needs_is_called_so() -> None:
+def test_the_names_that_an_engine_needs_exist() -> None:
     assert "docker" in setup.ENGINES
     assert "config" in setup.FOR
     assert (ROOT / "governor/setup/docker.py").exists()

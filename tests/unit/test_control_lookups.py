@@ -69,7 +69,7 @@ def named(node: MemoryNode) -> list[str]:
         (FORWARD, FOUND, []),
         (COUNT, FOUND, ["cuOfTomorrow", "cuOfNextYear"]),
         (REFUSE, LACKED, ["cuOfTomorrow", "cuOfNextYear"]),
-        (77, FOUND, []),  # of a governor that knows more
+        (77, FOUND, []),  # a policy of a newer governor
     ],
 )
 def test_what_happens_to_an_unknown_function(
@@ -105,7 +105,9 @@ def test_a_known_function_is_found_under_every_policy(node: MemoryNode, policy: 
 
 
 def test_every_function_of_the_table_is_known(node: MemoryNode) -> None:
-    """A function that has to be hooked passes if the answer is the form that is hooked; the others always do."""
+    """A function that has to be hooked passes only in the form that is hooked; the others always
+    pass.
+    """
     agent = start(node, REFUSE)
     effects = coverage.read_effects()
     plain = sorted(name for name, effect in effects.items() if effect not in coverage.GOVERNED)

@@ -359,7 +359,7 @@ def test_memory_that_lives_on_in_a_descriptor_stays_charged(agent) -> None:
     agent.run("copy = os.dup(second); os.close(second); release(handle)")
     assert agent.field("memory") == agent.field("unseen") == 100 * MIB
     agent.run("os.close(first)")
-    time.sleep(0.5)  # several looks
+    time.sleep(0.5)  # several checks of the descriptors
     assert agent.field("memory") == 100 * MIB
     agent.run("other = subprocess.Popen(['sleep', '1000'], pass_fds=[copy]); os.close(copy)")
     time.sleep(0.5)
@@ -451,7 +451,8 @@ def test_memory_that_is_bound_to_an_endpoint_stays_charged(agent, bind, end) -> 
     assert agent.run(call.format(7)) == 0
     agent.run("driver.call('cuMemUnmap', at, 100 * M); release(handle)")
     assert agent.field("memory") == 100 * MIB
-    # Others end: another endpoint, another part of this one, and one that is not there.
+    # Other bindings end: those of another endpoint, of another part of this one, and of a missing
+    # one.
     agent.run("driver.call('cuLogicalEndpointDestroy', 8)")
     agent.run("driver.call('cuLogicalEndpointUnbind', 7, 0, 108 * M, 100 * M)")
     assert agent.run("driver.try_call('cuLogicalEndpointDestroy', 100)") != 0

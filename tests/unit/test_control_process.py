@@ -750,9 +750,9 @@ def hold_up_ms(node: MemoryNode, agent: Agent, work: str, epoch: int) -> float:
 def test_a_holder_that_spins_for_another_container_gives_the_gpu_back(
     node: MemoryNode, *, measured: bool
 ) -> None:
-    """The agent gives back after 20 ms the first time, or 100 ms if the work is new.
+    """The agent gives the GPU back after 20 ms the first time, or 100 ms if the work is new.
 
-    Once the work is known to wait, it gives back soon.
+    Once the work is known to wait, the agent gives it back soon.
     """
     agent = quick_agent(node)
     agent.run(LAUNCH)

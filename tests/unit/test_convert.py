@@ -1,4 +1,6 @@
-"""`tidegate convert`: what other vendors' pods become, what is reported of the rest, and that all else stays."""
+"""`tidegate convert`: what other vendors' pods become, what is reported about the rest, and that
+all else is unchanged.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,7 @@ def test_all_the_memory_is_asked_for_by_not_naming_it(limits: str) -> None:
     assert devices["requests"][0]["exactly"]["capacity"]["requests"]["memory"] == "40960Mi"
 
 
-def test_mps_is_for_one_gpu_and_is_said_to_be_lost_for_more() -> None:
+def test_mps_is_for_one_gpu_and_is_reported_as_lost_for_more() -> None:
     """The governor refuses a container with two GPUs under MPS, so such a claim would start nothing."""
     mps = {"annotations": "nvidia.com/vgpu-mode: mps"}
     devices, notes = requests_of(POD.format(limits="nvidia.com/gpu: 2", **mps))
@@ -127,8 +129,10 @@ def test_memory_that_is_written_with_a_unit_is_no_claim_for_exbibytes() -> None:
     assert "ResourceClaimTemplate" not in result.text
 
 
-def test_a_pod_that_wants_a_node_by_a_label_of_nvidias_is_said_to() -> None:
-    """The component that sets the label is part of what is migrated from, so the pod would wait for ever."""
+def test_a_pod_that_selects_a_node_by_a_label_of_nvidias_is_reported() -> None:
+    """The component that sets the label is part of what the cluster migrates from, so the pod would
+    wait for ever.
+    """
     pod = yaml.safe_load(POD.format(annotations="", limits="nvidia.com/gpu: 1"))
     pod["spec"]["nodeSelector"] = {"nvidia.com/gpu.product": "A100", "zone": "a"}
     match = [{"key": key, "operator": "Exists"} for key in ("nvidia.com/mig.capable", "disk")]
@@ -147,19 +151,19 @@ def test_a_pod_that_wants_a_node_by_a_label_of_nvidias_is_said_to() -> None:
     assert result.items[1]["spec"]["affinity"] == pod["spec"]["affinity"]
 
 
-def test_what_stays_as_it_was_is_said_once() -> None:
+def test_an_unchanged_request_is_reported_once() -> None:
     result = convert(POD.format(annotations="", limits="nvidia.com/gpu: 0.5"))
     (note,) = result.notes
     assert "0.5 is no whole number" in note.reason
 
 
-def test_quotas_of_hami_are_said_to_be_lost() -> None:
+def test_quotas_of_hami_are_reported_as_lost() -> None:
     text = "kind: ResourceQuota\nspec: {hard: {limits.nvidia.com/gpumem: 4000}}\n"
     (note,) = convert(text).notes
     assert (note.what, note.level) == ("limits.nvidia.com/gpumem", "lost")
 
 
-def test_a_mark_of_the_byte_order_does_not_come_into_the_middle() -> None:
+def test_a_byte_order_mark_does_not_end_up_in_the_middle() -> None:
     text = "\ufeff" + POD.format(annotations="", limits="nvidia.com/gpu: 1")
     assert "\ufeff" not in convert(text).text
 
@@ -170,7 +174,7 @@ def test_a_text_without_gpus_comes_back_byte_for_byte() -> None:
     assert (result.text, result.notes) == (text, [])
 
 
-def test_what_an_anchor_holds_is_written_anew_and_that_is_said() -> None:
+def test_the_content_of_an_anchor_is_rewritten_and_that_is_reported() -> None:
     text = """kind: Pod
 metadata: {name: a}   # one
 spec:
@@ -204,7 +208,7 @@ spec:
         ("\n".join(["a: &a [1,1,1,1,1,1,1,1,1,1]"] + [f"{c}: &{c} [{','.join(['*' + p] * 10)}]" for p, c in zip("abcdefgh", "bcdefghi", strict=True)]), "too large"),
     ],
 )  # fmt: skip
-def test_what_is_no_yaml_is_refused_in_one_line(
+def test_invalid_yaml_is_refused_in_one_line(
     text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "x.yaml"
@@ -218,7 +222,7 @@ def test_what_is_no_yaml_is_refused_in_one_line(
 @pytest.mark.parametrize(
     "value", ["'{{ .Values.gpus }}'", "1.5", "-1", "[1]", "true", "null", "1e3"]
 )
-def test_a_number_that_is_none_leaves_the_container_as_it_was(value: str) -> None:
+def test_an_invalid_number_leaves_the_container_as_it_was(value: str) -> None:
     text = f"kind: Pod\nspec:\n  containers:\n    - resources: {{limits: {{nvidia.com/gpu: {value}}}}}\n"
     result = convert(text)
     assert result.lost >= 1
@@ -226,7 +230,7 @@ def test_a_number_that_is_none_leaves_the_container_as_it_was(value: str) -> Non
     assert list(yaml.safe_load_all(result.text)) == list(yaml.safe_load_all(text))
 
 
-def test_two_workloads_of_a_name_get_templates_of_two() -> None:
+def test_two_workloads_of_one_name_get_templates_of_different_names() -> None:
     pod = "kind: Pod\nmetadata: {name: a, namespace: %s}\nspec: {containers: [{name: x, resources: {limits: {nvidia.com/gpu: 1}}}]}\n"
     result = convert(f"{pod % 'n'}---\n{pod % 'm'}")
     names = [one["metadata"]["name"] for one in result.items if one["kind"] != "Pod"]
@@ -262,7 +266,7 @@ PLAIN = "kind: Pod\nmetadata: {name: a}\nspec:\n  containers:\n  - name: x\n    
         ("spec: {nodeName: b}\n", "spec in line 9"),
     ],
 )
-def test_a_key_that_is_there_twice_is_not_dropped_without_a_word(more: str, key: str) -> None:
+def test_a_duplicate_key_is_reported(more: str, key: str) -> None:
     result = convert(PLAIN + more)
     assert str(result.notes[0]) == (
         f"Pod a: lost: {key}: the key occurs more than once, and the last one counts"
@@ -272,7 +276,7 @@ def test_a_key_that_is_there_twice_is_not_dropped_without_a_word(more: str, key:
     assert convert(others).notes == []
 
 
-def test_a_key_that_json_does_not_know_is_a_word_in_it() -> None:
+def test_a_key_of_a_type_that_json_lacks_becomes_a_string() -> None:
     keys = "metadata:\n  annotations:\n    2020-01-01: a\n    1: b\n    null: c\n    !!binary aGk=: d\n"
     (item,) = json.loads(convert(f"kind: ConfigMap\n{keys}").json())["manifests"]["items"]
     assert item["metadata"]["annotations"] == {
@@ -280,7 +284,7 @@ def test_a_key_that_json_does_not_know_is_a_word_in_it() -> None:
     }  # fmt: skip
 
 
-def test_what_is_said_is_no_command_to_a_terminal(
+def test_notes_contain_no_control_characters(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "pods.yaml"
@@ -493,7 +497,9 @@ if __name__ == "__main__":
 
 
 def test_comments_stay_where_they_were() -> None:
-    """The comments are above the file, between list items of which one is removed, and behind values that stay."""
+    """The comments are at the top, between list items of which one is removed, and after values
+    that stay.
+    """
     text = (
         "# licence\n\n"
         "# the pod\n"

@@ -207,11 +207,11 @@ def test_declarations_that_mean_the_same_agree(tmp_path, changes):
         ),
     ],
 )
-def test_a_declaration_that_differs_is_told(tmp_path, changes, faults):
+def test_a_declaration_that_differs_is_reported(tmp_path, changes, faults):
     assert compare(tmp_path, changes)[0] == faults
 
 
-def test_a_name_that_the_header_lacks_is_told():
+def test_a_name_that_the_header_lacks_is_reported():
     ours = cuda_abi.Declarations(
         functions={"cuOfOurs": cuda_abi.Type("function")}, constants={"CU_OURS": 1}
     )

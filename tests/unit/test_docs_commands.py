@@ -133,7 +133,7 @@ PARSED = [c for _, c in ALL if ours(c)]
 
 
 def test_blocks_say_what_they_are():
-    """Fix by writing sh, console, text, json, yaml or another language behind the three backticks."""
+    """Fix by writing sh, console, text, json or another language after the three backticks."""
     unnamed = [
         f"{page.relative_to(ROOT)}:{fence.line}"
         for page in pages()
@@ -267,7 +267,7 @@ def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 FOREIGN_YAML = {"apiVersion", "scrape_configs", "rule_files", "services"}
 
 
-def test_blocks_of_yaml_are_configurations_or_somebody_elses():
+def test_blocks_of_yaml_are_configurations_or_foreign():
     for page in pages():
         for fence in markdown.fences(page.read_text()):
             if fence.language in {"yaml", "yml"}:

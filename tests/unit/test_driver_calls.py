@@ -225,7 +225,9 @@ def other(device):
 
 @pytest.fixture
 def found_by(monkeypatch, device):
-    """Use an ordinary file as the device node, find descriptors by it, and give their duplicates a fixed number."""
+    """Use an ordinary file as the device node, find descriptors by its path, and give their
+    duplicates a fixed number.
+    """
     monkeypatch.setattr(
         "governor.hardware.discovery.control_descriptors",
         lambda pid, *_: [
@@ -264,8 +266,8 @@ def test_groups_are_found_from_outside_without_a_line_in_the_kernels_log(
     assert holding.descriptor == 9
     assert [(len(group.channels), group.gpu_id) for group in holding.groups] == [(8, GPU_ID)] * 2
     assert {g.handle for g in holding.groups} < set(module.objects(client, calls.GROUP.value))
-    # Handles that do not exist are looked up only through our own client, through other clients
-    # only existing handles.
+    # Through other clients, only existing handles are looked up; handles that do not exist are
+    # looked up only through our own client.
     assert {status for name, status in module.asked if name == calls.GET_HANDLE_INFO.name} == {0}
 
 
@@ -280,7 +282,7 @@ def test_a_client_of_another_process_is_left_alone(module, device, other, found_
         os.fstat(600)  # its descriptor is closed
 
 
-def test_a_client_without_channels_is_none(module, device, other, found_by):
+def test_a_client_without_channels_is_not_found(module, device, other, found_by):
     client = module.process(600)
     for handle in list(module.objects(client, calls.GROUP.value)):
         del module.clients[client][1][handle]
@@ -308,7 +310,7 @@ def test_a_process_that_is_gone_is_an_error(driver, device):
     os.close(pidfd)
 
 
-def test_a_descriptor_is_told_by_its_device_number():
+def test_a_descriptor_is_recognised_by_its_device_number():
     with Path("/dev/null").open() as null, Path(os.devnull).open() as again:
         found = control_descriptors(os.getpid(), "/dev/null")
         assert {null.fileno(), again.fileno()} <= set(found)
@@ -371,7 +373,7 @@ def test_the_trace_is_read_in_order_and_once(trace, module):
     assert trace.read() == []
 
 
-def test_the_trace_goes_round_and_says_what_it_dropped(trace, module):
+def test_the_trace_wraps_around_and_counts_dropped_records(trace, module):
     for pid in range(10):
         module.turn(pid, pid, 1000)
         assert [s.pid for s in trace.read()] == [pid, pid]
@@ -405,8 +407,10 @@ def test_time_on_the_gpu_is_added_up_by_process(trace, module):
     assert residency.ns[100] == 2_500_100
 
 
-def test_who_is_off_is_not_on_the_gpu_whether_its_end_is_recorded_or_not():
-    """No other context follows, so neither its end is recorded nor its begin when it is on again."""
+def test_a_process_that_is_off_is_not_resident_whether_its_end_is_recorded_or_not():
+    """No other context follows, so neither the end of its turn nor the beginning of the next is
+    recorded.
+    """
     residency = Residency(restore_ns=0)
     residency.add([Switch(True, 1, 7, 100, 0)])
     residency.switched([1], 150, on=False)
@@ -420,7 +424,7 @@ def test_who_is_off_is_not_on_the_gpu_whether_its_end_is_recorded_or_not():
     assert residency.take() == ({1: 30}, {})
 
 
-def test_who_is_on_again_by_itself_is_charged():
+def test_a_process_that_is_on_again_by_itself_is_charged():
     residency = Residency(restore_ns=0)
     residency.add([Switch(True, 1, 7, 100, 0)])
     residency.switched([1], 150, on=False)
@@ -459,7 +463,7 @@ def test_a_turn_that_switching_off_ended_was_not_given_away():
     assert residency.take_turns(1000) == ({}, [])
 
 
-def test_a_turn_that_switching_off_ended_is_as_the_one_before():
+def test_a_turn_that_switching_off_ended_is_judged_like_the_one_before():
     residency = Residency(restore_ns=0)
     residency.sliced(1, 1000)
     for begin, end in ((0, 1000), (1500, 1900)):
@@ -480,7 +484,7 @@ def test_lost_records_are_counted_and_time_is_charged_once(trace, module):
     assert residency.resident is None
 
 
-def test_the_time_in_which_a_context_is_restored_is_charged_to_nobody():
+def test_the_time_in_which_a_context_is_restored_is_charged_to_no_process():
     residency = Residency()
     turn = 1_002_000 + RESTORE  # a kernel of 1.002 ms (H200)
     residency.add([Switch(True, 1, 7, 0, 0), Switch(False, 1, 7, turn, 1)])
@@ -494,14 +498,14 @@ def test_the_time_in_which_a_context_is_restored_is_charged_to_nobody():
     assert residency.take()[0] == {1: 500}
 
 
-def test_an_end_of_somebody_else_ends_nothing():
+def test_the_end_of_another_context_ends_nothing():
     residency = Residency(restore_ns=0)
     residency.add([Switch(True, 1, 7, 100, 0), Switch(False, 2, 9, 150, 1)])
     assert residency.resident is not None
     assert residency.ns == {1: 50}
 
 
-def test_the_tool_says_how_it_is_used():
+def test_the_tool_prints_its_usage():
     done = subprocess.run(
         [sys.executable, "-m", "tools.check_driver_calls"],
         check=False,
@@ -514,7 +518,7 @@ def test_the_tool_says_how_it_is_used():
 
 
 def test_without_the_gpus_own_device_node_the_driver_gives_no_device(module, device):
-    """It is what the stand-in says, and what an H200 said to a watchdog without NVML."""
+    """The stand-in answers as an H200 answered to a watchdog without NVML."""
     with (
         DriverClient(580, path=device, proc=Path("/nowhere"), ioctl=module.ioctl) as driver,
         pytest.raises(DriverCallError, match="NV01_DEVICE_0: NV_ERR_INSUFFICIENT_PERMISSIONS"),
@@ -523,7 +527,7 @@ def test_without_the_gpus_own_device_node_the_driver_gives_no_device(module, dev
 
 
 def _switch_off(module, nodes):
-    """Switch two processes off, as a governor that is killed then; return what is off."""
+    """Switch two processes off, as a governor does that is then killed; return the channels."""
     off = [
         (client, channel)
         for client in (module.process(600), module.process(601))

@@ -86,7 +86,7 @@ def test_failures_are_shown_from_files_of_json_lines(
     assert [json.loads(line) for line in run(capsys, "--log", hook, "--json")] == [FAILED]
 
 
-def test_a_pod_and_a_claim_are_named_and_asked_for(
+def test_pods_and_claims_are_named_and_can_be_selected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whose = {"pod": "ml/train-0", "claims": ["ml/train"]}
@@ -102,7 +102,9 @@ def test_a_pod_and_a_claim_are_named_and_asked_for(
     assert len(run(capsys, "--log", log)) == 3
 
 
-def test_that_there_is_none_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_absence_of_failures_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     hook = put(tmp_path / "hook.log", PREPARED)
     assert cli.main(["events", "--log", str(hook), "--container", "77"]) == 0
     out, error = capsys.readouterr()
@@ -177,7 +179,7 @@ def test_entries_of_the_journal_are_read() -> None:
     assert (event.time, event.source, event.failure) == (REFUSED["timestamp"], "governor", True)
 
 
-def test_who_is_not_root_is_named_in_the_journal() -> None:
+def test_a_user_other_than_root_is_named_in_the_journal() -> None:
     """Any user may write to the journal under any tag, so the user's claims about containers are marked as such."""
     for tag in ("tidegate-hook", "tidegate-governor"):
         forged = parse_journal(entry(json.dumps({**FAILED, "stage": "runtime"}), tag, _UID="1000"))
@@ -225,7 +227,7 @@ def test_other_entries_are_left_out(line: str) -> None:
     assert parse_journal(line) is None
 
 
-def test_the_journal_is_asked_for_whole_messages_of_ours() -> None:
+def test_the_journal_is_queried_for_whole_messages_of_ours() -> None:
     command = journal_command("today", follow=True)
     assert "--all" in command  # without it, a message of more than 4096 bytes is null
     assert command[command.index("--lines=all") + 1 :] == [
@@ -318,7 +320,7 @@ def test_the_hooks_own_log_is_what_is_read(
     assert rest == ["hook     failed 4f3a99: image: the image has no glibc; take another"]
 
 
-def test_what_a_container_is_called_cannot_break_the_line(
+def test_the_name_of_a_container_cannot_break_the_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = put(tmp_path / "hook.log", {**FAILED, "id": "a\nb\x1b[31m"})

@@ -112,7 +112,7 @@ def test_parts_can_be_chosen(checkout):
     assert (checkout / "calls").read_text() == "clean-root noble\nmake check\n"
 
 
-def test_a_part_that_is_not_there_is_refused_before_anything_runs(checkout):
+def test_an_unknown_part_is_refused_before_anything_runs(checkout):
     done = run(checkout, "check", "forky")
     assert (done.returncode, done.stdout) == (2, "")
     accepted = " ".join([*PARTS, "arm64"])
@@ -120,14 +120,14 @@ def test_a_part_that_is_not_there_is_refused_before_anything_runs(checkout):
     assert not (checkout / "calls").exists()
 
 
-def test_a_cluster_that_is_not_there_is_named_in_the_table(checkout):
+def test_a_missing_cluster_is_named_in_the_table(checkout):
     done = run(checkout, "cluster")
     assert done.returncode == 0
     assert rows(checkout) == [("cluster", "not run", "TIDEGATE_CLUSTER_BIN is not set")]
     assert not (checkout / "calls").exists()
 
 
-def test_of_the_checks_the_row_says_how_many_passed(checkout):
+def test_the_row_of_the_checks_has_the_number_that_passed(checkout):
     (checkout / "bin/make").write_text(
         "#!/bin/sh\necho 'mypy FAILED 3.0 s'\necho '19 checks passed, 1 failed: mypy'\necho 'make: ***'\nexit 2\n"
     )

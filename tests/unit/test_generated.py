@@ -32,7 +32,9 @@ GENERATED = {
 """The files of each check with --check."""
 COMPARED_BY_A_TEST = ["-m bench.quota_pictures"]  # test_bench_quota_pictures.py
 ELSEWHERE = {"CUDA headers": "-m tools.cuda_headers"}
-"""Checks with --check that need more than the file, and the generators: test_cuda_headers.py tries them."""
+"""Checks with --check that need more than the files, and their generators; test_cuda_headers.py
+tests these.
+"""
 SAYS_SO = re.compile(
     r"(?:[Ww]ritten|[Gg]enerated) by (?:`python|the protocol buffer|the gRPC|tools/|python )"
 )
@@ -55,7 +57,7 @@ def spoil(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tree, in which every generated file has a wrong letter."""
+    """A copy of the tree, in which every generated file has a wrong letter."""
     root = tmp_path_factory.mktemp("tree")
     for name in check.tracked():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +99,7 @@ def test_every_file_that_says_it_is_generated_has_a_check() -> None:
             assert path in known, name
 
 
-def test_contributors_are_told_all_generators() -> None:
+def test_contributing_lists_all_generators() -> None:
     (block,) = re.findall(r"^```sh\n(\.venv/bin/python -m libcontrol\.gen .*?)^```$",
                           (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE | re.DOTALL)  # fmt: skip
     told = [shlex.join(shlex.split(line, comments=True)[1:]) for line in block.splitlines()]

@@ -409,7 +409,7 @@ def test_a_context_counts_before_nvml_lists_it() -> None:
     debt = Debt()
     new = Charge(provisional=500, provisional_ns=SECOND, contexts=1)
     assert debt.update(SECOND + 1, 0, new, new, 500) == 500
-    # Another context is being made, and one is reported during the look: both count in addition.
+    # Another context is being made, and one is reported during the sample: both count in addition.
     making = replace(new, memory=500, unseen=500, taking=500)
     assert making.used(debt.update(SECOND + 2, 0, making, making, 500), SECOND + 2) == 1000
     late = replace(new, provisional=300, provisional_ns=SECOND + 9)
@@ -427,7 +427,7 @@ def test_a_context_sampled_during_its_creation_counts_once() -> None:
     for seen in (0, 300, 500):
         assert making.used(debt.update(SECOND, seen, making, making, 500), SECOND) == 500
     made = Charge(told=500, provisional=500, provisional_ns=SECOND + 5, contexts=1)
-    assert made.used(debt.update(SECOND, 500, making, made, 500), SECOND) == 500  # made meanwhile
+    assert made.used(debt.update(SECOND, 500, making, made, 500), SECOND) == 500  # made since
     # The next sample is taken while the process fills its memory.
     made = replace(made, memory=300)
     more = replace(made, memory=400)
@@ -645,7 +645,7 @@ def test_a_block_allocated_or_freed_during_a_sample_is_no_debt(
     play(scene)
 
 
-def test_the_time_of_a_sample_is_its_begin(play: Play) -> None:
+def test_the_time_of_a_sample_is_its_beginning(play: Play) -> None:
     async def scene(world: World) -> None:
         container = await world.admit()
         child, slot = await world.join(container)

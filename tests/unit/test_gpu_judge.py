@@ -128,7 +128,7 @@ def test_any_call_may_make_the_driver_take_a_little_for_itself():
     assert faults(ran(process=2 * MIB)) == ("takes 2 MiB unseen",)
 
 
-def test_what_a_call_announced_may_be_known_to_the_governor_before_anybody_looks():
+def test_memory_that_a_call_announced_may_be_settled_by_the_governor_before_the_first_reading():
     settled = {"provisional": -MIB, "provisional_ns": 5, "overhead": 520 * MIB}
     assert faults(ran(process=6 * MIB, returned=settled)) == ()
     for wrong in ({"provisional_ns": 0}, {"overhead": 2 * MIB}, {"provisional": 1}):
@@ -154,7 +154,7 @@ def test_what_the_governor_finds_excuses_no_work():
         (ran(after={"overhead": 512 * MIB}), False),
     ],
 )
-def test_what_only_the_governor_saw_of_a_call_is_told_as_late(row, late):
+def test_memory_that_only_the_governor_saw_is_reported_as_late(row, late):
     assert judge.found_late(row, row) is late
     assert judge.found_late(ran(paid=row["paid"]), row) is late
 
@@ -173,7 +173,7 @@ def test_a_quota_changes_no_answer_but_that_of_memory_beyond_it():
     assert faults(ran(), leak) == ("answers 1, natively 0 (cuMemAlloc 13000)",)
 
 
-def test_what_proves_nothing_is_said_and_a_crash_with_a_quota_fails():
+def test_a_call_that_proves_nothing_is_reported_and_a_crash_with_a_quota_fails():
     refused = judge.judge_call(("cuX", ""), ran(result=801), ran(result=801), 0)
     assert (refused.faults, refused.unproven) == ((), "the driver answers 801")
     absent = {"outcome": "absent", "reason": "the driver has no such symbol"}
@@ -185,7 +185,7 @@ def test_what_proves_nothing_is_said_and_a_crash_with_a_quota_fails():
     assert faults(absent, ran()) == ("ran with a quota, natively absent",)
 
 
-def test_a_judge_that_misses_what_is_known_is_called_blind():
+def test_a_judge_that_misses_a_known_effect_is_blind():
     rows = {(name, ""): ran(gpu_us=500.0, process=64 * MIB) for name in judge.CONTROLS}
     assert judge.blind(rows) == []
     rows["cuMemAlloc_v2", ""] = ran()

@@ -18,10 +18,10 @@ def always(part):
 def play(works, resident, *, full=None, until=3000, delay=100, tells=True, samples_each=200):
     """Run steps of 20 ms.
 
-    `works` and `resident` map each process to a function of the time in ms. It returns the part of
-    the time for which the process works, and for which it is on the GPU. A sample is taken every
-    `samples_each` ms, in whole percent, and arrives after `delay` ms. Returns the charge of each
-    process at each step.
+    `works` and `resident` map each process to a function of the time in ms, which returns the part
+    of the time for which the process works, or is on the GPU. A sample is taken every
+    `samples_each` ms, in whole percent, and arrives after `delay` ms. Return the charge of each
+    process at each step, in ms.
     """
     activity, waiting = Activity(0), []
     charged = {pid: [] for pid in works}

@@ -450,7 +450,7 @@ def test_a_container_of_several_processes_does_not_make_the_gpu_look_idle():
     for now in range(0, 6000, 10):
         settings, _ = policy.step(now * MS, used, {1: 1, 2: 4})
         slices.append(settings[1].slice_ns)
-        # What is left of 10 ms by turns of that length, to the container with the first of them and to the other.
+        # The part of 10 ms that is left for work with turns of that length, for each container.
         turns = {1: settings[1].slice_ns, 2: settings[2].slice_ns / 4}
         part = {i: turn / (turn + TURN_COST) for i, turn in turns.items()}
         on = [i for i in (1, 2) if settings[i].on]

@@ -222,7 +222,7 @@ def test_nothing_of_the_usage_part_is_stored_outside_of_its_odd_sequence(
 
     pages.use_fence(look)
     pages.write_usage(grant_file, [{"pid": 5, "state": 1}], 17)
-    # Before the odd number, behind it, and before the even one.
+    # Before the odd number, after it, and before the even one.
     assert seen == [(0, 0, 0), (1, 0, 0), (1, 1, 17)]
     assert pages.read(grant_file, layout.GRANT_USAGE, "usage_header", "sequence") == 2
 

@@ -20,7 +20,7 @@ GRANT = layout.grant_device(0)
 SHARE = WHOLE * 9 // 20  # two such containers leave time idle; otherwise both are charged less
 
 LEFT_NS = 200_000
-"""GPU time that each holder leaves, beside which the next one begins."""
+"""GPU time of the work that each holder leaves running when the next grant begins."""
 
 
 class RunnerContainer:
@@ -108,8 +108,9 @@ def test_with_mps_overlapping_work_is_charged_and_several_processes_once(
         (one, charged_one), (two, charged_two) = play.run("mps", (1, 1.05), (2, 1.0))
         assert sum(one.beside) + sum(two.beside) > 0
         charged.append((charged_one, charged_two))
-        # On a busy machine the containers are late. Then no time is idle, and both are charged
-        # less; or the arbiter ends a grant while its holder still works, and charges it more.
+        # On a busy machine the containers are late. In that case no time is idle, and both are
+        # charged less; or the arbiter ends a grant while its holder still works, and charges it
+        # more.
         if 1.02 < charged_one < 1.06 and charged_two < 1.01:
             break
     else:
@@ -227,7 +228,9 @@ def test_work_whose_grant_is_over_is_charged_while_its_process_shows_that_it_run
     runner.close()
 
 
-def test_with_contexts_of_their_own_nothing_runs_beside(play: SimpleNamespace) -> None:
+def test_with_separate_contexts_the_work_of_two_containers_does_not_overlap(
+    play: SimpleNamespace,
+) -> None:
     (one, charged_one), (two, _) = play.run("timeslice", (1, 1.05), (2, 1.0))
     assert sum(one.beside) + sum(two.beside) == 0
     assert charged_one < 1.01

@@ -72,7 +72,9 @@ def handlers(content, plugin):
     return tomllib.loads(content)["plugins"][plugin]["containerd"]["runtimes"]
 
 
-def test_of_an_unknown_version_2_the_handler_goes_behind_what_is_there(root, capsys):
+def test_for_an_unknown_version_of_containerd_the_handler_is_appended_to_a_file_of_version_2(
+    root, capsys
+):
     """containerd 1 would use a drop-in's CRI section in place of everything that the file has in its own."""
     put(root, CONFIG, NODE2)
     before = snapshot(root)
@@ -297,7 +299,7 @@ def test_what_is_not_understood_is_refused_in_one_line(root, capsys, content, wo
     assert snapshot(root) == before
 
 
-def test_a_drop_in_that_is_somebody_elses_is_refused(root, capsys):
+def test_a_foreign_drop_in_is_refused(root, capsys):
     put(root, CONFIG, "version = 3\n")
     put(
         root,
@@ -357,13 +359,13 @@ def test_the_table_of_containerd_1_for_its_default_counts(root):
     assert handlers(text(root, CONFIG), V2)["tidegate"]["options"]["SystemdCgroup"] is True
 
 
-def test_a_disabled_cri_is_said(root, capsys):
+def test_a_disabled_cri_is_reported(root, capsys):
     put(root, CONFIG, f'version = 2\ndisabled_plugins = ["{V2}"]\n')
     assert setup(root, "containerd") == 0
     assert "note: CRI is among disabled_plugins" in capsys.readouterr().out
 
 
-def test_edits_since_stay_in_config_toml(root, capsys):
+def test_later_edits_stay_in_config_toml(root, capsys):
     put(root, CONFIG, NODE2)
     setup(root, "containerd")
     edited = (
@@ -387,7 +389,7 @@ def test_edits_since_stay_in_config_toml(root, capsys):
     )
 
 
-def test_runc_stays_if_others_came_to_stand_beside_it(root):
+def test_runc_stays_if_other_handlers_were_added(root):
     put(root, CONFIG, "version = 2\n")
     setup(root, "containerd")
     put(root, CONFIG, text(root, CONFIG) + f"[plugins.'{V2}'.containerd.runtimes.kata]\n")
@@ -434,8 +436,10 @@ def test_a_drop_in_that_is_not_imported_any_more_is_imported_again(root):
     assert text(root, DROP_IN).endswith("SystemdCgroup = true\n")
 
 
-def test_containerd_is_asked_where_it_is_there(root, capsys, monkeypatch):
-    """containerd is only asked for the machine's own root. Here, the answers are faked and the root is another."""
+def test_containerd_is_queried_where_it_is_installed(root, capsys, monkeypatch):
+    """containerd is queried only for the machine's own root. Here the root is another, and the
+    answers are faked.
+    """
     put(root, CONFIG, "version = 3\n")
     said = {
         "--version": "containerd github.com/containerd/containerd/v2 v2.1.4 75cb2b7",

@@ -111,7 +111,7 @@ def test_the_handler_has_the_monitor_and_the_runtime_of_the_packages(packaged, c
     assert snapshot(packaged) == before
 
 
-def test_a_node_without_cri_o_is_told_so(packaged, capsys):
+def test_a_node_without_cri_o_gets_a_note(packaged, capsys):
     note = "note: CRI-O is not installed: nothing has checked what it makes of this"
     assert setup(packaged, "crio", "--dry-run") == 0
     assert note not in capsys.readouterr().out
@@ -148,7 +148,7 @@ def killed(root: Path, at: int, *words: str) -> bool:
 
 
 @pytest.mark.parametrize("words", [("crio",), ("crio", "--undo")])
-def test_a_setup_that_is_killed_leaves_no_file_that_cri_o_reads_half(packaged, words):
+def test_a_setup_that_is_killed_leaves_no_incomplete_file_that_cri_o_reads(packaged, words):
     """CRI-O reads each file in its directory. The next run removes what is left."""
     (packaged / "var/lib/tidegate").mkdir(parents=True)
     (packaged / "var/lib/tidegate/setup").mkdir(0o700)
@@ -244,7 +244,7 @@ def test_a_monitor_for_all_handlers_counts_before_theirs(packaged, capsys):
     assert setup(packaged, "crio") == 0
 
 
-def test_the_drop_in_of_an_older_version_is_mended(packaged, monkeypatch):
+def test_the_drop_in_of_an_older_version_is_corrected(packaged, monkeypatch):
     monkeypatch.setattr(crio, "_text", lambda _handler: WRITTEN + OLD)
     assert setup(packaged, "crio") == 0
     assert text(packaged, DROP_IN) == WRITTEN + OLD
@@ -253,7 +253,7 @@ def test_the_drop_in_of_an_older_version_is_mended(packaged, monkeypatch):
     assert loaded(packaged)["monitor_path"] == f"{LIBEXEC}/conmon"
 
 
-def test_a_handler_of_ones_own_with_which_cri_o_does_not_start_is_refused(packaged, capsys):
+def test_an_administrators_handler_with_which_cri_o_does_not_start_is_refused(packaged, capsys):
     put(packaged, f"{CONF_D}/60-own.conf", OLD)
     line = refused(packaged, capsys)
     assert (
@@ -400,7 +400,7 @@ def test_what_would_clash_with_cri_o_is_refused(root, capsys, path, content, wor
         (packages() + OLD + f'monitor_path = "{LIBEXEC}/conmon"\n', None),
     ],
 )
-def test_what_crio_config_prints_is_held_against_the_node(said, complaint):
+def test_the_output_of_crio_config_is_compared_with_the_node(said, complaint):
     programs = {f"{LIBEXEC}/{name}" for name in ("conmon", "crun", "runc")}
     found = crio._complaint(said, {*programs, "/usr/bin/tidegate-runtime"}.__contains__)
     assert found is None if complaint is None else (found or "").startswith(complaint)

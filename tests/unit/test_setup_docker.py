@@ -126,9 +126,7 @@ def test_what_is_there_keeps_its_form(root, capsys, before, after):
         (b" " * ((4 << 20) + 1), "has more than 4 MiB"),
     ],
 )
-def test_what_cannot_be_read_or_is_somebody_elses_is_refused_in_one_line(
-    root, capsys, content, words
-):
+def test_an_invalid_file_or_a_foreign_runtime_is_refused_in_one_line(root, capsys, content, words):
     put(root, CONFIG, content)
     before = snapshot(root)
     assert setup(root, "docker") == 73
@@ -190,14 +188,14 @@ def test_the_default_runtime_goes_back_to_what_it_was(root):
     )
 
 
-def test_no_runtime_that_is_not_there_becomes_the_default(tmp_path, capsys):
+def test_a_missing_runtime_does_not_become_the_default(tmp_path, capsys):
     assert setup(tmp_path, "docker", "--default") == 73
     assert "with --default no container would start; install it first" in capsys.readouterr().err
     assert setup(tmp_path, "docker") == 0
     assert "note: " in capsys.readouterr().out
 
 
-def test_edits_since_stay_and_it_says_so(root, capsys):
+def test_later_edits_stay_and_are_reported(root, capsys):
     put(root, CONFIG, '{\n  "debug": true\n}\n')
     setup(root, "docker")
     edited = (
@@ -215,7 +213,7 @@ def test_edits_since_stay_and_it_says_so(root, capsys):
     assert not (root / "var").exists()
 
 
-def test_a_file_of_ours_that_others_use_since_stays(root):
+def test_a_file_of_ours_that_others_have_edited_stays(root):
     setup(root, "docker")
     put(root, CONFIG, json.dumps({**json.loads(text(root, CONFIG)), "debug": True}, indent=2))
     assert setup(root, "docker", "--undo") == 0
@@ -228,7 +226,7 @@ def test_a_file_of_ours_that_others_use_since_stays(root):
     assert not (root / "etc/docker/daemon.json").exists()
 
 
-def test_a_file_that_is_broken_since_is_left_and_so_is_the_journal(root, capsys):
+def test_a_file_that_has_become_invalid_is_left_and_so_is_the_journal(root, capsys):
     put(root, CONFIG, "{}")
     setup(root, "docker")
     put(root, CONFIG, text(root, CONFIG) + "}")
@@ -238,7 +236,7 @@ def test_a_file_that_is_broken_since_is_left_and_so_is_the_journal(root, capsys)
     assert snapshot(root) == before
 
 
-def test_a_file_that_is_gone_since_is_not_made_again(root):
+def test_a_file_that_was_removed_since_is_not_made_again(root):
     put(root, CONFIG, '{"debug": true}')
     setup(root, "docker")
     (root / "etc/docker/daemon.json").unlink()
@@ -247,7 +245,7 @@ def test_a_file_that_is_gone_since_is_not_made_again(root):
     assert not (root / "var").exists()
 
 
-def test_two_runs_with_an_edit_between_go_back_to_the_edit(root):
+def test_undo_after_two_runs_with_an_edit_between_restores_the_edit(root):
     put(root, CONFIG, '{"debug": true}')
     setup(root, "docker")
     put(root, CONFIG, text(root, CONFIG).replace("true", "false"))
@@ -294,7 +292,7 @@ def test_a_link_out_of_the_root_leads_nowhere(root, tmp_path_factory, capsys):
 
 
 @pytest.mark.parametrize("kind", ["fifo", "directory"])
-def test_what_is_no_regular_file_is_refused(root, capsys, kind):
+def test_a_file_that_is_not_regular_is_refused(root, capsys, kind):
     (root / "etc/docker").mkdir(parents=True)
     place = root / "etc/docker/daemon.json"
     os.mkfifo(place) if kind == "fifo" else place.mkdir()
@@ -344,7 +342,7 @@ def test_dockerd_is_not_given_its_default_twice(root, capsys):
         ({"/etc/conf.d/docker": 'DOCKER_OPTS="--default-runtime=runc"\n'}, "/etc/conf.d/docker"),
     ],
 )
-def test_a_default_is_found_wherever_dockerd_has_it_from(root, capsys, files, where):
+def test_a_default_is_found_wherever_dockerd_gets_it_from(root, capsys, files, where):
     for path, content in files.items():
         put(root, path, content)
     assert setup(root, "docker", "--default") == 73
@@ -360,7 +358,7 @@ def test_a_dockerd_that_runs_with_a_default_of_its_own_is_found(root, capsys):
     assert setup(root, "docker", "--default") == 0
 
 
-def test_a_masked_unit_is_nothing(root):
+def test_a_masked_unit_is_ignored(root):
     (root / "etc/systemd/system").mkdir(parents=True)
     (root / "etc/systemd/system/docker.service").symlink_to("/dev/null")
     assert setup(root, "docker", "--default") == 0
@@ -421,7 +419,7 @@ def test_a_write_that_fails_takes_everything_back(root, monkeypatch):
     assert snapshot(root) == before
 
 
-def test_what_changes_while_it_is_planned_is_not_written_over(root):
+def test_a_file_that_changes_during_planning_is_not_overwritten(root):
     put(root, CONFIG, '{"debug": true}')
     put(root, "/var/lib/tidegate/state.db", "")
     before = snapshot(root)

@@ -119,7 +119,7 @@ def test_a_hook_that_was_edited_is_set_aside(root, capsys):
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"hook": {"path": "/opt/other"}}'])
-def test_a_hook_of_that_name_that_is_somebody_elses_is_refused(root, capsys, content):
+def test_a_foreign_hook_of_that_name_is_refused(root, capsys, content):
     put(root, f"{HOOKS}/50-tidegate.json", content)
     before = snapshot(root)
     assert setup(root, "podman") == 73
@@ -155,7 +155,7 @@ def test_podman_reads_the_directory_by_a_drop_in_beside_those_that_it_reads_now(
     assert (root / "b/50-tidegate.json").exists()
 
 
-def test_a_later_drop_in_would_win_and_is_named(root, capsys):
+def test_a_later_drop_in_would_take_precedence_and_is_named(root, capsys):
     put(root, "/etc/containers/containers.conf.d/99.conf", '[engine]\nhooks_dir = ["/a"]\n')
     before = snapshot(root)
     assert setup(root, "podman") == 73
@@ -182,7 +182,9 @@ def test_an_edited_drop_in_of_podman_leaves_what_is_not_ours(root):
 
 
 def set_up_formerly(root: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
-    """Set Podman up as before: the same hooks, drop-in and journal, in the directory of oci-hooks(5)."""
+    """Set Podman up as earlier versions did: with the same hooks, drop-in and journal, in the
+    directory of oci-hooks(5).
+    """
     with monkeypatch.context() as patch:
         patch.setattr("governor.setup.podman.HOOKS_DIR", FORMER)
         patch.setattr("governor.setup.podman.BUILDAH", ())
@@ -249,7 +251,7 @@ def test_a_hook_that_was_edited_is_not_moved_but_named(root, monkeypatch, capsys
     assert text(root, f"{HOOKS}/{NAMES[2]}") == edited
 
 
-def test_a_drop_in_that_was_edited_is_not_written_over_but_named(root, monkeypatch, capsys):
+def test_a_drop_in_that_was_edited_is_not_overwritten_but_named(root, monkeypatch, capsys):
     set_up_formerly(root, monkeypatch)
     put(root, CONF, text(root, CONF) + 'runtime = "crun"\n')
     before = snapshot(root)
@@ -324,7 +326,7 @@ def test_a_hook_that_podman_would_run_twice_is_named(root, capsys):
     assert setup(root, "podman") == 0
 
 
-def test_an_array_that_is_added_to_stays_one_for_the_files_behind(root):
+def test_an_array_that_is_appended_to_stays_so_for_later_files(root):
     put(
         root,
         "/etc/containers/containers.conf.d/10.conf",
@@ -340,7 +342,7 @@ def test_an_array_that_is_added_to_stays_one_for_the_files_behind(root):
     "directory",
     ["/usr/share/containers/containers.conf.d", "/etc/containers/containers.rootful.conf.d"],
 )
-def test_the_drop_ins_that_podman_6_alone_reads_count_where_nobody_can_ask_it(
+def test_drop_ins_that_only_podman_6_reads_count_where_podman_cannot_be_queried(
     root, capsys, directory
 ):
     put(root, f"{directory}/99.conf", '[engine]\nhooks_dir = ["/a"]\n')

@@ -1,4 +1,4 @@
-"""Whatever a configuration looks like, setup adds only its entries, and undo restores it to the byte."""
+"""Whatever a configuration contains, setup adds only its entries, and undo restores every byte."""
 
 from __future__ import annotations
 

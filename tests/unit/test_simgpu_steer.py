@@ -122,7 +122,9 @@ def test_a_kernel_is_interrupted_by_the_switch_in_the_middle(node: SimpleNamespa
 def test_events_from_before_the_trace_was_opened_are_not_reported(
     node: SimpleNamespace, build_dir: Path, tmp_path: Path
 ) -> None:
-    """A starting governor would charge it to its first step. The trace of a real GPU omits it as well."""
+    """A starting governor would charge them to its first step. The trace of a real GPU omits them
+    as well.
+    """
     node.advance(5000)
     (tmp_path / "later").mkdir()
     later = open_nvml(build_dir, tmp_path / "later")

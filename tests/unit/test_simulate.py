@@ -72,7 +72,7 @@ def test_as_many_feasible_nodes_are_scored_as_kube_scheduler_scores() -> None:
     assert 420 <= second[0] < 840
 
 
-def test_a_pod_that_shares_takes_a_whole_gpu_where_they_are_not_shared() -> None:
+def test_a_pod_that_shares_takes_a_whole_gpu_where_gpus_are_not_shared() -> None:
     assert cluster(1, ARMS[0]).needs(PodShape(1, 20, 30)) == PodShape(1, WHOLE, WHOLE)
     assert cluster(1, SHARED).needs(PodShape(1, 20, 30)) == PodShape(1, 20, 30)
 
@@ -107,7 +107,7 @@ def test_the_same_pods_come_whatever_the_arm_and_the_same_seed_is_the_same_run()
     assert (again.running, again.waits) == (outcomes[2].running, outcomes[2].waits)
 
 
-def test_with_little_load_nobody_waits_and_with_much_whole_gpus_run_out_first() -> None:
+def test_with_little_load_no_pod_waits_and_with_much_whole_gpus_run_out_first() -> None:
     # Where nodes are filled evenly, pods for eight GPUs may wait while most of the cluster is free.
     for arm in (ARMS[1], ARMS[3]):
         calm = simulate(Scenario(nodes=30, load=0.3, hours=1.0, warm_hours=0.2), arm)

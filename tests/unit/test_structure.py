@@ -1,4 +1,6 @@
-"""The shape of the code: names that say one thing, functions and files of a readable size, no circles."""
+"""The shape of the code: names that say one thing, functions and files of a readable size, no
+cycles.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,7 @@ def test_modules_import_each_other_in_one_direction(package: str) -> None:
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as e:
-        pytest.fail(f"a circle: {' -> '.join(e.args[1])}", pytrace=False)
+        pytest.fail(f"a cycle: {' -> '.join(e.args[1])}", pytrace=False)
 
 
 def references(build: Path, target: str) -> dict[str, dict[str, list[str]]]:

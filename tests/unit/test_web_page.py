@@ -140,7 +140,7 @@ def test_the_page_keeps_up_and_a_new_governor_begins_anew(
     page.wait(f"{ROWS}.length === 1 && {ROWS}[0].innerText.includes('two')")
 
 
-def test_who_has_ended_is_shown_for_as_long_as_the_time_that_is_looked_at(
+def test_a_container_that_ended_is_shown_while_it_is_within_the_chosen_period(
     served: Served, page: BrowserPage
 ) -> None:
     one, two = admit(served, "one"), admit(served, "two", memory="2Gi")
@@ -167,7 +167,7 @@ def heights(page: BrowserPage, chart: str, kind: str = "own") -> list[float]:
     )
 
 
-def test_a_shorter_time_takes_nothing_from_the_charts(served: Served, page: BrowserPage) -> None:
+def test_a_shorter_period_takes_nothing_from_the_charts(served: Served, page: BrowserPage) -> None:
     one, two = admit(served, "one"), admit(served, "two", memory="2Gi")
     served.step((two, 10.0), times=2)
     served.step((one, 40.0), (two, 10.0), times=2)
@@ -183,13 +183,13 @@ def test_a_shorter_time_takes_nothing_from_the_charts(served: Served, page: Brow
     page.evaluate("document.querySelector('input[value=\"60\"]').click()")
     page.wait(f"{ROWS}.length === 1")
     assert charts == [heights(page, both), heights(page, ".sums > div:nth-child(2) svg")]
-    # The time that is not looked at is marked, and a container keeps its number.
+    # The time outside the chosen period is marked, and a container keeps its number.
     assert page.evaluate(outside) == 1
     assert "1 container that ran only at other times: see the charts above." in words(page, ".gpu")
     assert page.evaluate(numbers) == ["2"]
 
 
-def test_who_has_ended_keeps_his_own_memory_if_another_comes_under_his_name(
+def test_a_container_that_ended_keeps_its_memory_if_another_has_the_same_name(
     served: Served, page: BrowserPage
 ) -> None:
     one = admit(served, "one")
@@ -259,7 +259,7 @@ def test_a_container_has_one_colour_wherever_it_is_drawn(served: Served, page: B
     assert len({of_one[0] for of_one in colours}) == 4
     hatches = "[...document.querySelectorAll('.sums svg path.lent')].map((node) => node.getAttribute('fill'))"
     assert page.evaluate(hatches) == [f"url(#hatch-{i})" for i in range(4)]
-    # A neighbour that ends takes no one's number and colour away.
+    # The end of a container changes no other container's number or colour.
     served.step(*((one, 7.0) for one in many[1:]), times=1)
     page.evaluate("refresh()")
     page.wait("document.querySelectorAll('tr.ended').length === 1")
@@ -309,7 +309,7 @@ def test_a_process_on_a_gpu_that_is_not_its_container_s_is_named(
     assert said in row(page, 1)
     page.press("Tab", times=3)
     page.press("ArrowLeft")
-    assert said not in row(page, 1)  # of earlier moments it is not known
+    assert said not in row(page, 1)  # it is not known for earlier moments
 
 
 HOSTILE = [
@@ -485,7 +485,7 @@ def test_all_of_it_is_reached_by_keyboard(served: Served, page: BrowserPage) -> 
     page.wait(f"{ROWS}[0].innerText.includes('used 16.3')")
 
 
-def test_a_click_into_a_chart_is_a_look_at_that_moment(served: Served, page: BrowserPage) -> None:
+def test_a_click_into_a_chart_selects_that_moment(served: Served, page: BrowserPage) -> None:
     one = admit(served, "one")
     served.step((one, 40.0), times=100)
     served.step((one, 10.0), times=80)
@@ -522,7 +522,7 @@ def test_memory_beyond_the_quota_is_drawn_as_such(served: Served, page: BrowserP
     assert part(page, ".total.memory .slot") == pytest.approx(400 / 15.5, abs=1)
 
 
-def test_a_picture_of_the_page_is_packed_and_the_same(served: Served, page: BrowserPage) -> None:
+def test_a_compressed_picture_of_the_page_is_the_same(served: Served, page: BrowserPage) -> None:
     one = admit(served, "one")
     served.step((one, 40.0), times=2)
     page.size(360, 200)
@@ -561,9 +561,7 @@ def hear(page: BrowserPage) -> list[tuple[str, str]]:
     return heard
 
 
-def test_a_reader_for_the_blind_hears_a_table_with_all_numbers(
-    served: Served, page: BrowserPage
-) -> None:
+def test_a_screen_reader_reads_a_table_with_all_numbers(served: Served, page: BrowserPage) -> None:
     one = admit(served, "one", compute="40", compute_limit="60")
     served.step((one, 50.0), times=3)
     open_page(page, served, 1)

@@ -28,7 +28,7 @@ class Binaries:
     def __init__(self, directory: Path) -> None:
         self.directory = directory.resolve()
         if not self.directory.is_dir():
-            raise BinariesError(f"{VARIABLE} is {directory}, which is no directory")
+            raise BinariesError(f"{VARIABLE} is {directory}, which is not a directory")
         wanted = ("etcd", "kubectl", *KUBERNETES, *PLUGINS)
         missing = [name for name in wanted if not os.access(self.directory / name, os.X_OK)]
         if missing:

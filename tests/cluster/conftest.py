@@ -56,7 +56,7 @@ def node_root(binaries: Binaries) -> Path:  # noqa: ARG001 - what is cheap to se
         ["tools/engine-root", SUITE], cwd=ROOT, capture_output=True, text=True, check=False
     )
     if done.returncode:
-        pytest.fail(f"no root for a node: {done.stderr.strip()}", pytrace=False)
+        pytest.fail(f"no root file system for a node: {done.stderr.strip()}", pytrace=False)
     return ROOT / "build/engines" / SUITE
 
 

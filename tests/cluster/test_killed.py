@@ -237,7 +237,7 @@ def test_pods_of_a_job_survive_kills_of_every_daemon(cluster: RealCluster) -> No
         waits[name] = (watch.longest(created, start + 1), start - created)
     assert len(waits) == COUNT, sorted(waits)
     worst = sorted(waits.items(), key=lambda item: item[1])[-3:]
-    print(f"longest waits (with everything there, in all): {worst}")
+    print(f"longest waits (while all parts answered, in total): {worst}")
     late = {name: wait for name, wait in waits.items() if wait[0] > MOST_S}
     assert not late, {name: (late[name], cluster.api.events(name)) for name in late}
 

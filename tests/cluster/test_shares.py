@@ -65,7 +65,7 @@ def test_two_pods_get_70_and_30_percent_and_a_third_waits_for_its_reason(
     delivered = {name: 100 * run.share(first, last) for name, run in runs.items()}
     total = sum(delivered.values())
     parts = {name: 100 * share / total for name, share in delivered.items()}
-    print(f"delivered {delivered}, of what was delivered {parts} percent")
+    print(f"delivered {delivered}, {parts} percent of the total")
     assert abs(parts["seventy"] - 70) <= 1.5, delivered
     assert abs(parts["thirty"] - 30) <= 1.5, delivered
 

@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m tests.container.start_times", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--suite", default=machine(), help="the release that the engines are of")
+    parser.add_argument("--suite", default=machine(), help="the release of the engines")
     parser.add_argument("--engine", action="append", choices=[kind.name for kind in ENGINES])
     parser.add_argument("--output", type=Path, default=ROOT / "build/starts")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")

@@ -42,7 +42,8 @@ from tests.unit.test_setup_crio import CONF_D, DROP_IN, HOOKS_DIR, OLD, SETTINGS
 __all__ = ["site"]
 
 pytestmark = pytest.mark.skipif(
-    not ENGINE_BIN, reason="CRI-O is in no Debian, and TIDEGATE_ENGINE_BIN names no directory"
+    not ENGINE_BIN,
+    reason="CRI-O is in no Debian release, and TIDEGATE_ENGINE_BIN names no directory",
 )
 
 

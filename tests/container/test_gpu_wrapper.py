@@ -25,5 +25,5 @@ def test_a_container_by_the_wrapper_is_known_by_its_control_group(
     assert status == 0, printed
     report = json.loads((output / "wrapper.json").read_text())
     assert report["wrong"] == []
-    assert report["who joined that group from outside"].startswith("accused: unregistered")
+    assert report["a process that joined the group"].startswith("accused: unregistered")
     assert len(report["processes, with one by exec"]) == 2

@@ -281,7 +281,7 @@ def test_proc_sys_and_dev_from_the_image(
 ) -> None:
     """R10, R11: the hook uses the host's /proc, through a descriptor that it opened before it looked at the image."""
     if (runtime.name, name, kind) == ("runc", "dev", "link"):
-        pytest.skip("runc 1.1 itself makes its links of /dev there (CVE-2026-41579)")
+        pytest.skip("runc 1.1 itself makes its links in /dev there (CVE-2026-41579)")
     bundle = node.bundle(LOOK)
     path = bundle.rootfs / name
     remove(path)

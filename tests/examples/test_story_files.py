@@ -254,7 +254,7 @@ def test_the_page_and_the_page_on_kubernetes_agree_about_the_scheduler():
             assert word in page, word
 
 
-def test_the_kept_pods_are_what_the_others_become():
+def test_the_kept_pods_are_the_conversions_of_the_others():
     assert len(pods()) == 2
     for path in pods():
         before = yaml.safe_load(path.with_name(path.name.replace(".tidegate", "")).read_text())

@@ -349,22 +349,24 @@ def main(argv: list[str] | None = None) -> int:
     """Run both and write the report; return 1 if a function failed or the judge was blind."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.judge", description=__doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "build/judge")
-    parser.add_argument("--include", type=Path, help="where cuda.h is; default: the usual places")
+    parser.add_argument(
+        "--include", type=Path, help="the directory of cuda.h; default: the usual places"
+    )
     parser.add_argument(
         "--quota",
         type=at_least(1),
-        help="the container's memory, bytes (64 GiB; 8 GiB with --simulated)",
+        help="the container's memory quota, in bytes (64 GiB; 8 GiB with --simulated)",
     )
     parser.add_argument(
         "--block",
         type=at_least(1),
-        help="what is copied and filled, MiB (1024; 4 with --simulated)",
+        help="size of copies and fills, in MiB (1024; 4 with --simulated)",
     )
     parser.add_argument("--only", help="one function, by the name that the driver exports")
     parser.add_argument(
         "--simulated",
         action="store_true",
-        help="on the simulated GPU, which has a part of the functions and copies in no time",
+        help="on the simulated GPU, which has only some functions and copies in no time",
     )
     args = parser.parse_args(argv)
     args.quota = args.quota or (8 << 30 if args.simulated else 64 << 30)
@@ -418,7 +420,7 @@ def main(argv: list[str] | None = None) -> int:
         print(line)
     print(
         f"judge: {report['functions']} functions, {len(verdicts)} calls: {report['proven']} as they "
-        f"should be ({len(report['untimed'])} of them without a look at GPU time), "
+        f"should be ({len(report['untimed'])} of them without a measurement of GPU time), "
         f"{len(report['failed'])} failed, {len(report['unproven'])} prove nothing here; "
         f"see {output}/table.txt"
     )

@@ -240,7 +240,7 @@ def look_at_membership(report: WrapperReport, container: Wrapped, pid: int) -> N
 
         wait_for(lambda: "unregistered" in accused() or stray.poll() is not None)
         report.say(
-            "who joined that group from outside",
+            "a process that joined the group",
             f"accused: {', '.join(accused()) or 'of nothing'}"
             + (f"; it ended with {stray.poll()}" if stray.poll() is not None else ""),
             right="unregistered" in accused(),

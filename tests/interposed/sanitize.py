@@ -136,7 +136,7 @@ def main() -> int:
                 room.command("true"), capture_output=True, text=True, check=False
             )
         if probe.returncode:
-            print(f"not here: no mount namespace ({probe.stderr.strip()})")
+            print(f"skipped: no mount namespace ({probe.stderr.strip()})")
             return NOT_HERE
         try:
             folder = build(sanitizer)

@@ -360,7 +360,7 @@ def test_an_api_server_that_fails_is_asked_again_with_pauses(stand: Stand) -> No
     assert wait_for_slice(stand)["spec"]["pool"]["generation"] == 1
 
 
-def test_a_governor_that_is_away_refuses_in_a_line_and_comes_back(stand: Stand) -> None:
+def test_while_the_governor_is_away_claims_are_refused_in_one_line(stand: Stand) -> None:
     document = claim()
     stand.api.add_claim(document)
     stand.up()

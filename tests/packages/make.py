@@ -52,7 +52,7 @@ def fresh_root(suite: str, *, slim: bool = False) -> Path:
         check=False,
     )
     if done.returncode:
-        lack(f"needs a root of {suite}: {done.stderr.strip()}")
+        lack(f"needs a root file system of {suite}: {done.stderr.strip()}")
     return ROOT / "build/package-roots" / (f"{suite}-slim" if slim else suite)
 
 

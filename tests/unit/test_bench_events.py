@@ -162,7 +162,7 @@ def test_an_arm_of_kills_has_its_longest_stall() -> None:
 
 
 def test_events_are_placed_on_the_clock_of_the_gpu() -> None:
-    """The GPU's clock is 7 s ahead. The neighbour ends with its last unit, not by the host's clock."""
+    """The GPU's clock is 7 s ahead. The neighbour's end is that of its last unit."""
     ahead, begin = 7_000 * MS, 8_000 * MS
     placed = place_events(
         [

@@ -885,7 +885,7 @@ def test_a_containers_quota_is_the_sum_of_its_shares(parts: list[tuple[int, int]
         assert not equal
 
 
-def test_no_container_is_called_as_a_claim_is() -> None:
+def test_keys_of_claims_and_of_containers_are_different() -> None:
     assert uses_key([("a", "b"), ("c", "d")]) == uses_key([("c", "d"), ("a", "b")])
     assert (
         len(

@@ -63,7 +63,9 @@ def test_five_pods_that_are_created_at_once_and_fill_a_gpu_are_ready_within_a_mi
 
 
 def test_a_pod_that_waits_is_tried_again_after_claims_were_prepared(cluster: RealCluster) -> None:
-    """Only the update of the slice causes this: a claim of another pod is no event for a pod that waits."""
+    """Only the update of the slice causes this: a claim of another pod is not an event for a pod
+    that waits.
+    """
     for name, compute in (("held", "40"), ("large", "80"), ("little", "10")):
         cluster.claim_template(name, memory="2Gi", compute=compute)
     cluster.api.create("pods", pod("held", template="held"))

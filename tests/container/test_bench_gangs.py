@@ -66,7 +66,9 @@ def test_all_parts(
 def test_by_the_gpus_own_schedulers_a_job_has_its_share_of_both_at_once(
     build_dir: Path, tmp_path: Path, require: Callable[..., None]
 ) -> None:
-    """Its units wait for those on the other GPU, so shares at different times on the two GPUs would not be delivered."""
+    """The job's units wait for those on the other GPU, so shares at different times on the two GPUs
+    would not be delivered.
+    """
     require("runc")
     parts = ("native", "hogs", "rivals")
     options = ("--scheduling", "hardware", "--seconds", "4")

@@ -450,7 +450,7 @@ def test_a_device_of_cdi_is_governed_without_our_runtime(
 def test_a_device_whose_annotations_do_not_reach_the_hook_is_refused_with_the_reason(
     site: EngineSite, engine: Engine, tmp_path: Path
 ) -> None:
-    """As with containerd's default handler, which passes no annotations on."""
+    """This happens with containerd's default handler, which passes no annotations on."""
     if not engine.knows_cdi():
         pytest.skip(f"{engine.version()} does not support CDI")
     put_cdi(site, tmp_path)

@@ -273,7 +273,7 @@ def test_a_server_of_another_installation_or_version_is_not_used(
 def test_a_server_that_waits_takes_the_place_of_one_that_ends(
     front: HookNode, forkserver: ForkServer
 ) -> None:
-    """As when one pod replaces another: the new server runs before the old one ends."""
+    """This happens when one pod replaces another: the new server runs before the old one ends."""
     command = [str(FORKSERVER), "--wait", "--runtime-dir", str(front.base / "run")]
     following = subprocess.Popen(command)
     try:
@@ -400,7 +400,9 @@ def ask(front: HookNode) -> list[str]:
 
 
 def test_a_server_that_cannot_fork_continues(front: HookNode) -> None:
-    """As when a limit on processes is reached. If the server ended, the starts that it serves would be killed."""
+    """This happens when a limit on processes is reached. If the server ended, the starts that it
+    serves would be killed.
+    """
     front.bundle("true").write()
     # Its first child is the first process of a pid namespace. When that has ended, the kernel refuses further forks.
     server = ForkServer(front.base / "run", under=("unshare", "--pid"))
@@ -650,7 +652,7 @@ def wrapper_settings(front: HookNode, real: str) -> list[str]:
 
 
 def test_a_command_line_of_any_length_reaches_the_runtime(front: HookNode) -> None:
-    """For example that of `runc exec`: its words may be anything, even the name of a command."""
+    """The words of `runc exec`, for example, may be anything, even the name of a command."""
     wrapper = wrapper_settings(front, '#!/bin/sh\necho "$#"\n')
     words = ["exec", "one", "seq", *map(str, range(3000)), "run"]
     done = subprocess.run([*wrapper, *words], capture_output=True, text=True, check=False)
@@ -660,7 +662,7 @@ def test_a_command_line_of_any_length_reaches_the_runtime(front: HookNode) -> No
 def test_an_empty_bundle_is_the_working_directory(
     front: HookNode, require: Callable[..., None]
 ) -> None:
-    """As with runc; a config.json in the root directory is not used instead."""
+    """The wrapper treats it as runc does, and does not use a config.json in the root directory."""
     require("strace")
     wrapper = wrapper_settings(front, "#!/bin/sh\n")
     trace = front.base / "trace"

@@ -270,7 +270,9 @@ def test_a_container_that_claims_to_be_a_sandbox_is_governed_by_cdi(
 def test_a_container_that_claims_to_be_a_sandbox_is_governed_by_cdi_without_nodes_too(
     node: HookNode, runtime: Runtime
 ) -> None:
-    """As with simulated GPUs, which have no nodes: the hook's own argument says that a GPU was asked for."""
+    """Simulated GPUs, for instance, have no nodes: the hook's own argument says that a GPU was
+    requested.
+    """
     bundle = plain(node, "ls -A /run/tidegate", annotations=OURS | SANDBOX)
     enter_cdi(node, bundle, [])
     assert "grant" in runtime.run(bundle).stdout
@@ -655,7 +657,9 @@ def test_the_wrapper_removes_a_gpu_that_was_not_granted(
 def test_each_form_of_delete_cleans_up(
     node: HookNode, wrapped: WrappedRuntime, how: list[str]
 ) -> None:
-    """Also for a container that calls itself a sandbox. The wrapper cleans up what the runtime deletes."""
+    """The wrapper cleans up what the runtime deletes, even for a container that calls itself a
+    sandbox.
+    """
     bundle = plain(node, "true", annotations=OURS | SANDBOX)
     bundle.config["linux"]["devices"] = GPU_NODES
     bundle.write()

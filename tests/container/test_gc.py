@@ -275,7 +275,7 @@ def test_only_generations_and_their_remains_are_removed(
 def test_a_damaged_generation_is_kept_while_it_is_mounted(
     driver: TwoGenerations, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It was mounted under its own name; the kernel shows its current name."""
+    """The generation was mounted under its original name; the kernel shows its current name."""
     with namespace(*shell(BIND, driver.old / "lib64", driver.target)) as process:
         damaged = driver.old.rename(f"{driver.old}.damaged-0")
         reason = f"mounted in 1 namespace, e.g. pid {process.pid} (sleep)"
@@ -286,7 +286,7 @@ def test_a_damaged_generation_is_kept_while_it_is_mounted(
 def test_a_single_file_that_is_mounted_keeps_its_generation(
     driver: TwoGenerations, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also after the file was unlinked, when the kernel calls it deleted."""
+    """This holds even after the file was unlinked, when the kernel marks it as deleted."""
     target = driver.target / "file"
     target.touch()
     library = driver.old / "lib64/libcuda.so.1"
@@ -333,7 +333,7 @@ time.sleep(60)
 def test_a_namespace_below_a_user_namespace_keeps_a_generation(
     driver: TwoGenerations, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As for a rootless container."""
+    """A rootless container has such a namespace."""
     command = ["unshare", "--user", "--map-root-user", "-m", "--propagation", "private"]
     script = shell(BIND, driver.old / "lib64", driver.target)
     with namespace(*command, *script) as process:
@@ -698,7 +698,7 @@ def test_a_search_that_does_not_end_in_time_keeps_every_generation(driver: TwoGe
 def test_a_search_that_hangs_is_ended(
     driver: TwoGenerations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with a file system in user space that does not answer.
+    """A file system in user space that does not answer has this effect.
 
     The time limit expires as soon as the search hangs, however long this machine took to get there.
     """

@@ -155,7 +155,9 @@ def test_a_driver_of_the_images_own_is_not_governed_without_tidegate(
 
 @pytest.mark.parametrize("layout", ["debian", "fedora", "distroless"])
 def test_a_layout_is_governed(make: Make, runtime: Runtime, layout: str) -> None:
-    """With and without ld.so.cache; libraries below a triplet or in /usr/lib64; nothing but glibc and the program."""
+    """The layouts: with and without ld.so.cache; libraries below a triplet or in /usr/lib64; only
+    glibc and the program.
+    """
     bundle = make()
     root = bundle.rootfs
     if layout == "fedora":
@@ -321,7 +323,9 @@ def test_a_cache_does_not_lead_to_a_driver_for_newer_processors(
 def test_a_cache_does_not_lead_past_us(
     site: BenchNode, make: Make, runtime: Runtime, cache: str
 ) -> None:
-    """It is governed, or refused with the message about a damaged cache that names the driver's libraries."""
+    """The container is governed, or refused with the message about a damaged cache that names the
+    driver's libraries.
+    """
     bundle = make()
     own_driver(bundle, site, "opt/cuda")
     ldconfig(bundle, "opt/cuda")
@@ -353,7 +357,9 @@ def test_a_cache_does_not_lead_past_us(
 def test_a_driver_in_a_volume_that_the_path_names_is_refused(
     site: BenchNode, make: Make, runtime: Runtime, tmp_path: Path
 ) -> None:
-    """As GKE and older operators provide the real driver; the hook puts nothing into a directory of the host."""
+    """GKE and older operators provide the real driver like this; the hook puts nothing into a
+    directory of the host.
+    """
     bundle = make()
     volume = DiskBundle(tmp_path, tmp_path)
     own_driver(volume, site, "host-nvidia/lib64")

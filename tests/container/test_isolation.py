@@ -246,8 +246,9 @@ def execute(node: BenchNode, container: Running, *arguments: str) -> str:
 def test_a_process_that_moves_to_a_lower_group_still_belongs_to_the_container(
     node: BenchNode,
 ) -> None:
-    """As systemd does as the first process: it moves to init.scope and its services to other groups. `exec` starts
-    processes in the group above both."""
+    """systemd does this as the first process: it moves itself to init.scope, and its services to
+    other groups. `exec` starts processes in the group above both.
+    """
     container = node.start(
         "systemd", ["/usr/bin/hostile", "nest"], {"memory": "1Gi", "compute": "20"},
         edit=with_control_groups,

@@ -60,7 +60,9 @@ def annotated(pod: dict[str, Any]) -> bool:
 
 
 def test_pods_that_waited_for_the_driver_are_asked_for_again(stand: Stand) -> None:
-    """As after a reboot: the pod's status is from before it, but its sandbox is gone."""
+    """This is the state after a reboot: the pod's status is from before the reboot, but its sandbox
+    is gone.
+    """
     pending = add(stand, claim("pending", "ns", result(0, compute="5")), sandbox=None)
     rebooted = add(stand, claim("rebooted", "ns", result(0, compute="5")), phase="Running")
     running = add(

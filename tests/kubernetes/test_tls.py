@@ -156,7 +156,9 @@ def kubeconfig(directory: Path, port: int, ca: Path, host: str = "127.0.0.1") ->
 def test_an_authority_without_key_usage_is_trusted(
     tmp_path: Path, serve: Callable[[Path], int]
 ) -> None:
-    """As EKS and microk8s make them; urllib3 with its default settings refuses the same server."""
+    """EKS and microk8s make such authorities; urllib3 with its default settings refuses the same
+    server.
+    """
     ca = authority(tmp_path, "plain")
     port = serve(certificate(tmp_path, "plain", "IP:127.0.0.1"))
     with (

@@ -180,7 +180,9 @@ def test_the_image_contains_no_build_or_test_tools(image: ImageStage) -> None:
 
 @pytest.mark.slow
 def test_the_hook_can_be_installed_from_the_image(image: ImageStage) -> None:
-    """It is installed into a directory of the image's own root, which stands for the host's."""
+    """The hook is installed into a directory of the image's own root, which stands in for the
+    host's.
+    """
     for _ in range(2):  # twice, because each start of the pod repeats it
         done = image.run(
             "/usr/libexec/tidegate/install-node", "--host", "/", "--to", "/opt/tidegate"

@@ -44,7 +44,9 @@ class InstalledRelease(BootedContainer):
         self.gpu = gpu
 
     def config(self) -> str:
-        """Without mounts of the checkout, and with the capability to lower an OOM score, as a real system has it."""
+        """Return a configuration without mounts of the checkout, and with the capability to lower
+        an OOM score, as on a real system.
+        """
         document = json.loads(config(self.rootfs))
         document["mounts"] = [
             m for m in document["mounts"] if not m["destination"].startswith("/opt/")

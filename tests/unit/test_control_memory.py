@@ -807,7 +807,9 @@ def test_memory_from_before_the_first_sample_is_charged_to_no_load(node) -> None
 
 
 def test_a_container_that_moves_memory_meanwhile_is_charged_what_is_missing(node) -> None:
-    """Otherwise it could hide the memory of its modules behind its own allocations and frees."""
+    """Otherwise the container could hide the memory of its modules behind its own allocations and
+    frees.
+    """
     agent, other = node.agent(), node.agent()
     known = node.read("memory_overhead")
 

@@ -478,7 +478,7 @@ def test_one_call_unbinds_all_of_a_range_of_an_endpoint(agent) -> None:
 
 
 def test_memory_of_a_locality_domain_is_that_of_its_gpu(agent, node) -> None:
-    """Its location is a type of its own, with the GPU's ordinal in the lowest byte."""
+    """The location of such memory is a separate type, with the GPU's ordinal in the lowest byte."""
     agent.run("handle = out('cuMemCreate', 100 << 20, prop(6, 0x100), 0)")
     assert agent.charged == agent.seen - CONTEXT == 100 * MIB
     agent.run("driver.call('cuMemRelease', handle); stream = driver.stream()")

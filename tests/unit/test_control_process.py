@@ -278,7 +278,9 @@ still = list(os.read(r, 10))
 
 
 def test_the_library_stays_when_a_program_closes_it(build_dir: Path) -> None:
-    """Its helper keeps running, and the program still calls the functions that look-ups returned."""
+    """The library's helper keeps running, and the program still calls the functions that look-ups
+    returned.
+    """
     for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
         flags = subprocess.run(
             ["readelf", "-d", str(build_dir / "libcontrol" / name)],

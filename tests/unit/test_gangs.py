@@ -287,7 +287,9 @@ def test_two_containers_that_become_gangs_at_the_same_time_do_not_deadlock(libra
 
 
 def test_half_of_a_collective_without_its_other_half_is_not_waited_for(library):
-    """Its program never launches the rest. The other container continues, and no turn that is over is granted."""
+    """The program never launches the other half. The other container continues, and no turn that is
+    over is granted.
+    """
     pair = [GangProgram((0, 1), 45), GangProgram((0, 1), 45)]
     with ExitStack() as stack:
         node = GangNode(library, stack, pair, together=True)

@@ -264,7 +264,7 @@ def test_a_graphics_process_or_one_older_than_the_governor_is_not_accused(
 def test_a_process_that_was_registered_may_be_listed_for_a_moment_after_its_end(
     world: Callable[..., AuditWorld],
 ) -> None:
-    """Nor do many such moments add up, as with programs that run for a second each."""
+    """Many such moments, as with programs that run for a second each, do not add up either."""
     made = world()
     one = made.add("one")
     made.owners = dict.fromkeys(range(1, 20), one)

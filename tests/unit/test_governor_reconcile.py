@@ -1073,7 +1073,9 @@ def test_unattributed_memory_is_not_published_while_a_context_is_created(play: P
 
 
 def test_a_new_container_gets_the_unattributed_memory_at_once(play: Play) -> None:
-    """Its first module load is compared with this, and while neighbours start there is no new value."""
+    """The container's first module load is compared with this, and while neighbours start there is
+    no new value.
+    """
 
     async def scene(world: World) -> None:
         world.nvml.unattributed = lambda: 600 * MIB

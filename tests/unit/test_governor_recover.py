@@ -851,7 +851,9 @@ def test_an_id_is_found_in_a_cgroups_name(monkeypatch, text, identifier) -> None
 
 
 def test_a_container_may_call_its_control_groups_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first process is in a group that it created itself, and the container must still be adopted."""
+    """The container's first process is in a group that it created itself, and the container must
+    still be adopted.
+    """
     text = b"0::/system.slice/docker-one.scope/\xff\xfe\n".decode(errors="surrogateescape")
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: text)
     keys = [container_key(name) for name in cgroup_names(1)]

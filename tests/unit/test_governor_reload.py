@@ -303,7 +303,7 @@ sys.exit(daemon.main())
 
 
 def test_a_sighup_before_the_handler_exists_is_pending(node: GovernorNode) -> None:
-    """Otherwise it would end the process. The files may have changed since they were read."""
+    """Otherwise the signal would end the process. The files may have changed since then."""
     assert node.stop() == 0
     assert node.events("configuration-loaded") == []
     node.start("-c", HANG_UP)

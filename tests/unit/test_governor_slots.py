@@ -50,7 +50,7 @@ async def close_after(path: Path, n_steps: int) -> tuple[list[Any], list[Any]]:
 
 @pytest.mark.parametrize("n_steps", range(8))
 def test_no_process_is_registered_after_the_container_ended(tmp_path: Path, n_steps: int) -> None:
-    """Its ledger's descriptor is closed then, and the number may be another container's."""
+    """The ledger's descriptor is closed by then, and its number may have been reused."""
     before, after = asyncio.run(close_after(tmp_path / "s", n_steps))
     assert after == before
 

@@ -52,7 +52,7 @@ def wait_for(condition, seconds=20):
 
 
 def test_a_process_seen_once_is_not_searched_for_ever(world):
-    """Its context is gone before the search: there is one search, and no thorough one."""
+    """The process's context is gone before the search: there is one search, and no thorough one."""
     enter(world, 11, lambda: 0)
     world.finder.saw({11})
     wait_for(lambda: world.looks)

@@ -223,7 +223,7 @@ def test_within_a_period_windows_stay_where_they_are():
 
 
 def test_a_gpu_without_recent_reports_does_not_count():
-    """Its thread has ended: this GPU is divided by grants, which have no windows."""
+    """The GPU's thread has ended: this GPU is divided by grants, which have no windows."""
     board = Board()
     gang = add(board)
     say(board, 0, (gang, {0: load(0.3, 0.6), 1: load(0.3, 0.6)}))
@@ -363,7 +363,7 @@ def measure(node, seconds=5, warm=2):
 
 @pytest.mark.parametrize("limit", [0.3, 1.0])
 def test_a_job_of_two_gpus_beside_hogs_has_its_share_at_once_on_both(limit):
-    """Without windows it would be on both GPUs for some 9 percent of the time."""
+    """Without windows the job would be on both GPUs for some 9 percent of the time."""
     hogs = {1: Share(0.3, limit), 2: Share(0.6, 0.6)}
     had, worked = measure(TwoGpuNode([hogs, dict(hogs)], {1}))
     wanted = 30 if limit == 0.3 else 40  # the hogs may not use more of the rest
@@ -414,7 +414,7 @@ def test_alone_it_is_held_to_its_cap_as_any_other():
 
 
 def test_a_service_is_not_kept_waiting_by_a_window():
-    """With class latency, it goes first wherever it has work."""
+    """With class latency, the service goes first wherever it has work."""
     shares = {1: Share(0.5, 0.5), 2: Share(0.2, 1, latency=True)}
     node = TwoGpuNode([shares, {1: Share(0.5, 0.5)}], {1})
     node.contexts[0][2].mean, node.contexts[0][2].length = 20 * MS, 2 * MS

@@ -33,7 +33,7 @@ class PolicyRun:
     changes: int
     settings: list[dict[int, Setting]] = field(default_factory=list)
     sliding: list[dict[int, float]] = field(default_factory=list)
-    """As `seconds`, but for the seconds that begin at each grain."""
+    """Like `seconds`, but for the seconds that begin at each grain."""
 
     def mean(self, i):
         return sum(self.waits[i]) / len(self.waits[i])
@@ -280,7 +280,9 @@ def test_idle_time_is_used_if_all_may_have_it():
 
 
 def test_a_correction_does_not_extend_the_second_of_a_latency_container():
-    """It was alone, and was charged 250 ms of work and 50 ms of pauses; the latter are given back later."""
+    """The container was alone, and was charged 250 ms of work and 50 ms of pauses; the latter are
+    given back later.
+    """
     second = Second()
     second.add(0, 250 * MS, 250 * MS)
     second.add(250 * MS, 300 * MS, 50 * MS)
@@ -332,7 +334,7 @@ def test_a_latency_container_in_a_batch_is_held_to_its_cap():
 
 @pytest.mark.parametrize(("limit", "most"), [(0.01, 2), (0.05, 6)])
 def test_a_latency_container_that_wakes_up_alone_is_held_to_its_cap(limit, most):
-    """It sleeps for a second, and then has 100 ms of work."""
+    """The container sleeps for a second, and then has 100 ms of work."""
     r = run({0: Share(limit, limit, latency=True)}, {0: OnAndOff(1300, 100)}, 8, grain=5 * MS)
     assert max(window[0] for window in r.sliding) <= most
 
@@ -861,7 +863,7 @@ class Bursts(VirtualContext):
 @pytest.mark.parametrize(("idle", "busy"), [(200, 100), (170, 30), (160, 40), (150, 150)])
 @pytest.mark.parametrize("guarantees", [(0.01, 0.99), (0.01, 0.5, 0.49), (0.1, 0.9)])
 def test_a_container_with_bursts_takes_no_more_than_it_is_owed(guarantees, idle, busy):
-    """It is served first when it comes.
+    """The container is served first when a burst begins.
 
     What it takes beyond its guarantee while others are short becomes its debt.
     """

@@ -165,7 +165,7 @@ def test_a_service_that_hangs_is_not_waited_for(
 def test_the_next_governor_begins_when_the_watchdog_of_the_previous_one_has_ended(
     node: SimpleNamespace,
 ) -> None:
-    """It would undo what the next governor does."""
+    """The watchdog would undo what the next governor does."""
     for _ in range(5):
         hardware = RemoteHardware(node.uuid, node.path)
         switch_off(node, hardware)

@@ -239,7 +239,9 @@ def test_all_on_switches_everything_on(node):
 
 
 def test_a_process_whose_end_was_not_reported_stops_no_switch(node):
-    """Its client disappears before its end is reported. The others are switched nonetheless."""
+    """The process's client disappears before the end is reported. The others are switched
+    nonetheless.
+    """
     for i in (1, 2):
         node.steering.add(i, Share(0.3, 0.3))
         node.attach(i)
@@ -564,7 +566,7 @@ def test_the_time_that_is_shown_never_falls(node):
 
 
 def test_a_process_that_is_off_without_a_record_is_on_in_the_next_period(node):
-    """It is the last process on the GPU. No other one follows, so by the trace it stays there."""
+    """The process is the last one on the GPU. No other follows, so by the trace it stays there."""
     node.steering.add(1, Share(0.3, 0.3))
     node.attach(1)
     node.step(0)

@@ -341,7 +341,9 @@ def test_a_note_that_cannot_be_written_leaves_nothing(
 def test_a_failed_delete_of_a_container_that_has_ended_cleans_up(
     tmp_path: Path, root: Path
 ) -> None:
-    """As after a checkpoint: the runtime has removed the container itself, and then finds none."""
+    """This happens after a checkpoint: the runtime has removed the container itself, and then finds
+    none.
+    """
     keep(tmp_path, root)
     node, call = runtime.NodeSettings(), runtime.EngineCall()
     node.runtime, node.runtime_dir = "/bin/false", str(tmp_path)

@@ -372,7 +372,9 @@ def test_an_undefined_symbol_is_a_failure_except_in_a_module_of_the_x_server(tmp
 
 
 def test_a_need_for_a_newer_c_library_is_not_a_failure(tmp_path, control):
-    """As with a package of a newer distribution: the library is linked with a stub of a future libm."""
+    """A package of a newer distribution has such a need: the library is linked with a stub of a
+    future libm.
+    """
     versions, stub = tmp_path / "versions", tmp_path / "libm.so.6"
     versions.write_text("GLIBC_9.99 { tidegate_new; };")
     command = ["gcc", "-shared", "-fPIC", "-nostdlib", "-x", "c", "-", "-o", stub]

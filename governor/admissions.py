@@ -36,7 +36,7 @@ class Claimed(Protocol):
     def find_shares(
         self, uses: Sequence[Use], request: dict[str, Any]
     ) -> list[tuple[Claim, ClaimShare]]:
-        """Return the shares that a container may use; RefusedError if it may not use them."""
+        """Return the shares that a container may use; raise RefusedError if it may not use them."""
 
     def recover(self, found: FoundContainer) -> list[tuple[Claim, ClaimShare]]:
         """Return the shares that a container of an earlier governor uses."""
@@ -114,7 +114,7 @@ class Admissions:
     async def admit(
         self, request: dict[str, Any], descriptors: list[int], pending: list[Pending]
     ) -> dict[str, Any]:
-        """Admit a container, and add it to `pending`; RefusedError if it may not start.
+        """Admit a container, and add it to `pending`; raise RefusedError if it may not start.
 
         The first of the descriptors is a pidfd of its first process.
         """
@@ -152,7 +152,7 @@ class Admissions:
     def _admitted_before(
         self, identifier: str, uses: Sequence[Use], pidfd: int
     ) -> Container | None:
-        """Return the container if it was admitted before; RefusedError if another has its id.
+        """Return the container if it was admitted before; raise RefusedError if another has its id.
 
         The hook may run twice, if two components add it to the configuration, or once for each
         share of a claim.
@@ -191,7 +191,7 @@ class Admissions:
             if not isinstance(e, OSError):
                 raise
             raise RefusedError(
-                f"the container's directory cannot be made: {e.strerror or e}",
+                f"the container's directory cannot be created: {e.strerror or e}",
                 hint=f"check {self.config.runtime_dir}",
             ) from e
         return made
@@ -203,7 +203,7 @@ class Admissions:
         descriptors: list[int],
         pending: list[Pending],
     ) -> dict[str, Any]:
-        """Add a container to those that use the same shares; it gets the same grant."""
+        """Add a container to those that use the same shares; it gets the same allocation."""
         whose = Whose(request["bundle"], request["identity"])
         member = container.join(request["id"], descriptors.pop(0), whose)
         try:
@@ -304,7 +304,7 @@ class Admissions:
         _refuse_below_use(container, quota)
         self._allocations.change(container.key, quota)
         try:
-            # Before the grant page: the state is what a restarted governor uses.
+            # Stored before the grant page is changed: a restarted governor uses what is stored.
             self._state.put(replace(container.row, quota=quota))
         except StateError:
             self._allocations.change(container.key, old)
@@ -359,7 +359,7 @@ def _refuse_below_use(container: Container, quota: Quota) -> None:
     whole = quota.memory >= MIB
     asked = f"{quota.memory // MIB} MiB" if whole else f"{quota.memory} bytes"
     raise RefusedError(
-        f"the container uses {-(-used // MIB)} MiB, {asked} were asked for",
+        f"the container uses {-(-used // MIB)} MiB, but {asked} was requested",
         hint="ask for more, or wait until it has given memory back"
         if whole
         else f"write it like {-(-used // MIB)}Mi",

@@ -1,8 +1,8 @@
-"""Allocation table: which container has which part of which GPU. Pure: no file, clock or driver.
+"""Allocation table: which container has which part of which GPU.
 
-The sum of memory quotas never exceeds a GPU's memory less the reserve, and the sum of guaranteed
-shares never exceeds 100 %. `placement` chooses the GPUs of a container, and `shortage` explains a
-refusal.
+It is pure: it uses no file, clock or driver. The sum of memory quotas never exceeds a GPU's memory
+less the reserve, and the sum of guaranteed shares never exceeds 100 %. `placement` chooses the GPUs
+of a container, and `shortage` explains a refusal.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CLAIMED = "claim "
 class Nodes:
     """The device nodes of GPUs that a container has, by their minor numbers.
 
-    The set is empty if the engine was not asked to create any, and on a node without them. With
+    The set is empty if the engine was not asked to create any, or if the machine has none. With
     `exact` the GPUs were chosen by name, so the container is to have each of them.
     """
 
@@ -70,26 +70,28 @@ def check_memory(memory: int, config: Config, what: str) -> None:
     """Refuse memory that is too small for a process's context; `what` names it in the message."""
     if memory < config.context_memory:
         raise RefusedError(
-            f"{what} is {show_memory(memory)}, a process's context alone takes"
+            f"{what} is {show_memory(memory)}, but a process's context alone takes"
             f" {show_memory(config.context_memory)}",
             hint=f"ask for at least {-(-config.context_memory // MIB)}Mi",
         )
 
 
 def complete_quota(request: Request, config: Config, *, annotated: bool = True) -> Quota:
-    """Return the quota of a request with this node's defaults; RefusedError if it cannot work.
+    """Return the quota of a request with this node's defaults.
 
-    `annotated`: the container came with annotations. Without any, it was recognised only by a
-    device of tidegate.gpu/shared, and the engine may have dropped the user's annotations.
+    Raise RefusedError if it cannot work. `annotated`: the container came with annotations. Without
+    any, it was recognised only by a device of tidegate.gpu/shared, and the engine may have dropped
+    the user's annotations.
     """
     memory = request.memory if request.memory is not None else config.defaults.memory
     if memory is None and not annotated:
         raise RefusedError(
-            "the container has a device of tidegate.gpu/shared, and no annotation that says how"
+            "the container has a device of tidegate.gpu/shared, but no annotation that says how"
             " much memory it may use",
-            hint="add tidegate.gpu/memory (like 8Gi); if it is there, the engine passed it to no"
-            " hook, as containerd's handlers do but tidegate (tidegate setup containerd, then"
-            " runtimeClassName: tidegate); or set defaults.memory in the node's configuration",
+            hint="add tidegate.gpu/memory (like 8Gi); if it is there, the engine did not"
+            " pass it to the hook, as with each handler of containerd except tidegate (run tidegate"
+            " setup containerd, then set runtimeClassName: tidegate); or set defaults.memory in the"
+            " node's configuration",
         )
     if memory is None:
         raise RefusedError(
@@ -99,7 +101,7 @@ def complete_quota(request: Request, config: Config, *, annotated: bool = True) 
     check_memory(memory, config, "annotation tidegate.gpu/memory")
     if request.strategy not in ("auto", *config.strategies):
         raise RefusedError(
-            f"annotation tidegate.gpu/strategy is {request.strategy}, this node offers"
+            f"annotation tidegate.gpu/strategy is {request.strategy}, but this node offers"
             f" {' and '.join(config.strategies)}",
             hint="leave it out, or write auto",
         )
@@ -119,13 +121,13 @@ def complete_quota(request: Request, config: Config, *, annotated: bool = True) 
 def _check_count(count: int, request: Request) -> None:
     if count > N_DEVICES:
         raise RefusedError(
-            f"{count} GPUs were asked for, a container may have {N_DEVICES}",
+            f"{count} GPUs were requested, but a container may have {N_DEVICES}",
             hint=f"ask for {N_DEVICES} at most",
         )
     if request.strategy == "mps" and count > 1:
         raise RefusedError(
-            f"annotation tidegate.gpu/strategy is mps and {count} GPUs were asked for, a client"
-            " of MPS has one",
+            f"annotation tidegate.gpu/strategy is mps and {count} GPUs were requested, but a"
+            " client of MPS can have only one",
             hint="ask for one GPU, or for timeslice",
         )
 
@@ -169,10 +171,10 @@ class AllocationTable:
         *,
         annotated: bool = True,
     ) -> tuple[Quota, tuple[Device, ...]]:
-        """Add a container and return its quota and GPUs; RefusedError changes nothing.
+        """Add a container and return its quota and GPUs; on RefusedError, nothing changes.
 
-        Named GPUs are returned in the order in which they were named, others in NVML's order. They
-        are chosen from the GPUs of which the container has device nodes, as far as these are known.
+        Named GPUs are returned in the order in which they were named, others in NVML's order. All
+        of them are GPUs of which the container has device nodes, as far as these are known.
         `annotated` affects only the wording of a refusal.
         """
         nodes = nodes or Nodes()
@@ -193,22 +195,30 @@ class AllocationTable:
         return quota, tuple(gpu.device for gpu in chosen)
 
     def _reached(self, nodes: Nodes) -> tuple[str, ...]:
-        """Return the shared GPUs of which a container has device nodes; RefusedError if none."""
+        """Return the shared GPUs of which a container has device nodes.
+
+        Raise RefusedError if none.
+        """
         if not self._gpus:
-            reasons = "".join(f", {i} is not shared: {why}" for i, why in self._left_out.items())
+            reasons = "".join(
+                f"; GPU {i} is not shared: {why}" for i, why in self._left_out.items()
+            )
             raise RefusedError(
                 f"this node has no GPU{reasons}", hint="run tidegate check on the node"
             )
         reached = tuple(gpu.device.uuid for gpu in self._gpus if nodes.has(gpu.device))
         if not reached:
             raise RefusedError(
-                f"the container has {nodes}, which is no GPU that this node shares",
-                hint="tidegate check lists them",
+                f"the container has {nodes}, which belongs to no GPU that this node shares",
+                hint="tidegate check lists the GPUs that it shares",
             )
         return reached
 
     def _named(self, request: Request, nodes: Nodes) -> list[_Gpu]:
-        """Return the GPUs that a request names; RefusedError if the container cannot have them."""
+        """Return the GPUs that a request names.
+
+        Raise RefusedError if the container cannot have them.
+        """
         chosen = [self._find(name) for name in request.devices]
         if len({gpu.device.uuid for gpu in chosen}) != len(chosen):
             raise RefusedError(
@@ -226,8 +236,8 @@ class AllocationTable:
     def restore(self, key: str, quota: Quota, uuids: tuple[str, ...]) -> tuple[Device, ...]:
         """Add a running container with the quota and the GPUs that it has.
 
-        The room is not checked: the container may have more than a new one would get. RefusedError
-        if a GPU is gone; then nothing changes.
+        The room is not checked: the container may have more than a new one would get. Raise
+        RefusedError if a GPU is gone; then nothing changes.
         """
         devices = self.named(uuids)
         for uuid in uuids:
@@ -235,17 +245,17 @@ class AllocationTable:
         return devices
 
     def named(self, uuids: Iterable[str]) -> tuple[Device, ...]:
-        """Return GPUs by their UUIDs; RefusedError for one that the node no longer has."""
+        """Return GPUs by their UUIDs; raise RefusedError for one that the node no longer has."""
         known = {gpu.device.uuid: gpu.device for gpu in self._gpus}
         for uuid in uuids:
             if uuid not in known:
                 raise RefusedError(
-                    f"this node has no GPU {uuid} any more", hint="see the kernel log, or reboot"
+                    f"this node no longer has GPU {uuid}", hint="see the kernel log, or reboot"
                 )
         return tuple(known[uuid] for uuid in uuids)
 
     def change(self, key: str, quota: Quota) -> None:
-        """Give a container another quota on the GPUs that it has; RefusedError changes nothing."""
+        """Give a container another quota on its GPUs; on RefusedError, nothing changes."""
         check_memory(quota.memory, self._config, "memory")
         if quota.compute_limit < quota.compute:
             raise RefusedError(
@@ -269,7 +279,7 @@ class AllocationTable:
             gpu.quotas.pop(key, None)
 
     def admit_claim(self, claim: Claim) -> None:
-        """Add the shares of a claim; RefusedError changes nothing."""
+        """Add the shares of a claim; on RefusedError, nothing changes."""
         try:
             for share in claim.shares:
                 self._admit_share(claim, share)
@@ -289,8 +299,8 @@ class AllocationTable:
         if share.strategy not in ("auto", gpu.strategy):
             raise RefusedError(
                 f"{claim} asks for {words(share.quota)} of GPU {gpu.device.index} by"
-                f" {share.strategy}, which is shared by {gpu.strategy}",
-                hint="leave strategy out, or have the node share that GPU so",
+                f" {share.strategy}, but that GPU is shared by {gpu.strategy}",
+                hint="leave strategy out, or configure the node to share that GPU in this way",
             )
         room = self._room(gpu)
         if not room.holds(share.quota):
@@ -302,7 +312,7 @@ class AllocationTable:
         gpu.quotas[share_key(claim, share)] = share.quota
 
     def change_claim(self, old: Claim, new: Claim) -> None:
-        """Replace a claim by another; RefusedError changes nothing."""
+        """Replace a claim by another; on RefusedError, nothing changes."""
         self.leave_claim(old)
         try:
             self.admit_claim(new)
@@ -326,7 +336,7 @@ class AllocationTable:
     def claimed(self, claim: Claim, uuids: Iterable[str]) -> tuple[Device, ...]:
         """Return GPUs of a claim for a container that uses them now, in NVML's order.
 
-        RefusedError if one does not answer or takes no container.
+        Raise RefusedError if one does not answer or takes no container.
         """
         gpus = sorted(
             (self._claimed(claim, uuid) for uuid in uuids), key=lambda gpu: gpu.device.index
@@ -342,7 +352,7 @@ class AllocationTable:
             if gpu.strategy == "mps" and len(gpus) > 1:
                 raise RefusedError(
                     f"{claim} has {len(gpus)} GPUs, and GPU {gpu.device.index} is shared by mps:"
-                    " a client of MPS has one",
+                    " a client of MPS can have only one",
                     hint="ask for one GPU, or for timeslice",
                 )
         return tuple(gpu.device for gpu in gpus)
@@ -362,7 +372,7 @@ class AllocationTable:
     def set_lost(self, uuid: str, reason: str | None) -> None:
         """Stop granting parts of a GPU that does not answer, or resume (`reason` None).
 
-        Existing grants stay.
+        Existing allocations stay.
         """
         self._gpu(uuid).lost = reason
 
@@ -419,11 +429,11 @@ class AllocationTable:
                 raise RefusedError(
                     f"annotation tidegate.gpu/devices names {name}, which cannot be shared: "
                     f"{reason}",
-                    hint="name another, or restart tidegate-governor when it answers",
+                    hint="name another, or restart tidegate-governor once that GPU answers",
                 )
         known = ", ".join(f"{gpu.device.index} ({gpu.device.uuid})" for gpu in self._gpus)
         raise RefusedError(
-            f"annotation tidegate.gpu/devices names {name}, this node has {known}",
+            f"annotation tidegate.gpu/devices names {name}, but this node has {known}",
             hint="name one of those",
         )
 
@@ -451,10 +461,10 @@ class AllocationTable:
                 asked = (
                     f"annotation tidegate.gpu/strategy is {request.strategy}"
                     if request.strategy != "auto"
-                    else "a container has one GPU by that strategy"
+                    else "a container can have only one GPU by that strategy"
                 )
                 raise RefusedError(
-                    f"GPU {gpu.device.index} is shared by {gpu.strategy}, {asked}",
+                    f"GPU {gpu.device.index} is shared by {gpu.strategy}, but {asked}",
                     hint=self._strategy_hint(request),
                 )
             if gpu.closed is not None:
@@ -468,7 +478,7 @@ class AllocationTable:
         others = [str(g.device.index) for g in self._gpus if g.strategy == wanted]
         if not others:
             return "leave tidegate.gpu/strategy out, or ask for one GPU"
-        return f"by {wanted} this node shares GPU {', '.join(others)}"
+        return f"this node shares GPU {', '.join(others)} by {wanted}"
 
     def _check(self, gpus: Sequence[_Gpu], quota: Quota) -> None:
         """Refuse a quota that does not fit on each of these GPUs."""
@@ -486,13 +496,13 @@ class AllocationTable:
         within = [gpu for gpu in self._gpus if nodes.has(gpu.device)]
         if nodes.minors and len(within) < count:
             raise RefusedError(
-                f"annotation tidegate.gpu/count is {count}, the container has {nodes}",
-                hint="give it more nodes, or ask for fewer GPUs",
+                f"annotation tidegate.gpu/count is {count}, but the container has only {nodes}",
+                hint="give it more device nodes, or ask for fewer GPUs",
             )
         answering = [gpu for gpu in within if gpu.lost is None]
         if not answering:
             raise RefusedError(
-                f"none of {len(within)} GPUs answers: {within[0].lost}",
+                f"none of the {len(within)} GPUs answers: {within[0].lost}",
                 hint="see the kernel log",
             )
         fitting = [gpu for gpu in answering if self._takes(gpu, request)]

@@ -205,7 +205,7 @@ class Arbiter:
         return int(self._self)
 
     def add(self, guarantee: int, limit: int, now: int) -> int:
-        """Return the number of a new tenant, or NOBODY if all numbers are taken."""
+        """Add a tenant and return its number, or NOBODY if all numbers are taken."""
         return int(self._library.arbiter_add(self._self, guarantee, limit, now))
 
     def begin(self, epoch: int) -> None:
@@ -232,7 +232,7 @@ class Arbiter:
     ) -> None:
         """Report that the holder gave the grant back while `residual_ns` of its work remains.
 
-        `processes` of its processes worked in the grant; none did if it was not `used`.
+        `processes`: how many of its processes worked in the grant; it counts as 0 unless `used`.
         """
         n_active = processes if used else 0
         self._library.arbiter_released(self._self, release_ns, residual_ns, n_active)
@@ -283,7 +283,7 @@ class Gangs:
         self._self = None
 
     def add(self, tenants: Mapping[int, int]) -> int:
-        """Grant a container's tenants, by GPU, together; return its number, or NOBODY."""
+        """Add a gang: a container's tenants by GPU; return the gang's number, or NOBODY."""
         return int(self._library.gangs_add(self._self, *_gang(tenants)))
 
     def remove(self, gang: int) -> None:
@@ -334,7 +334,7 @@ class Runners:
         self._self = None
 
     def add(self, runners: Sequence[Runner], tenants: Sequence[int]) -> int:
-        """Grant a container's tenants together; return its gang number, or NOBODY."""
+        """Form a gang of a container's tenants; return its number, or NOBODY."""
         n = len(tenants)
         pointers = (ctypes.c_void_p * n)(*[runner.pointer for runner in runners])
         return int(
@@ -342,7 +342,10 @@ class Runners:
         )
 
     def remove(self, gang: int) -> None:
-        """Grant a container's GPUs one by one again, before its tenants are removed."""
+        """Dissolve a gang: its GPUs are granted one by one again.
+
+        Call this before the gang's tenants are removed.
+        """
         if self._self:
             self._library.runners_remove(self._self, gang)
 
@@ -351,10 +354,10 @@ class Together(Protocol):
     """Coordinator of containers that run on several GPUs at once."""
 
     def add(self, runners: Sequence[Any], tenants: Sequence[int], /) -> int:
-        """Run a container on all of these at once; return its gang number, or NOBODY."""
+        """Run a container on all these runners' GPUs at once; return its gang number, or NOBODY."""
 
     def remove(self, gang: int, /) -> None:
-        """Forget a container, before its tenants are removed."""
+        """Forget a container; call it before the container's tenants are removed."""
 
 
 class Runner:
@@ -375,12 +378,14 @@ class Runner:
             ctypes.byref(settings), together.pointer if together else None
         )
         if not self._self:
-            raise GovernorError("the arbiter cannot be made", hint="raise the limit of open files")
+            raise GovernorError(
+                "the arbiter cannot be created", hint="raise the limit on open files"
+            )
         error = library.runner_start(self._self)
         if error:
             raise GovernorError(
                 f"the arbiter's thread cannot be started: {os.strerror(error)}",
-                hint="raise the limit of processes",
+                hint="raise the limit on processes",
             )
 
     @property
@@ -405,7 +410,7 @@ class Runner:
         *,
         latency: bool = False,  # noqa: ARG002
     ) -> int:
-        """Share the GPU with the container of these pages; `device` is its index in them."""
+        """Share the GPU with the container of these pages; `device` is the GPU's index in them."""
         views = (ctypes.c_char.from_buffer(grant), ctypes.c_char.from_buffer(ledger))
         tenant = int(
             self._library.runner_add(
@@ -418,7 +423,7 @@ class Runner:
             )
         )
         if tenant == NOBODY:
-            raise GovernorError("256 containers share this GPU already", hint="use another GPU")
+            raise GovernorError("256 containers already share this GPU", hint="use another GPU")
         self._pages[tenant] = views
         return tenant
 
@@ -438,23 +443,23 @@ class Runner:
 
     @property
     def is_steered(self) -> bool:
-        """Whether the GPU's own scheduler divides its time; False here, as grants do."""
+        """Whether the GPU's own scheduler divides its time: no, because grants do."""
         return False
 
     def enter(
         self, tenant: int, slot: int, pid: int, pidfd: int, contexts: Callable[[], int]
     ) -> None:
-        """Register a container's process; `contexts` returns the context count that it reports."""
+        """Do nothing: grants need no list of a container's processes."""
 
     def leave(self, tenant: int, slot: int) -> None:
-        """Unregister a container's process."""
+        """Do nothing, as `enter` does."""
 
     def open(self, *, is_open: bool) -> None:
         """Give all containers an open grant, or grant the GPU to them in turn."""
         self._library.runner_open(self._self, is_open)
 
     def watch(self, fd: int, others: Sequence[Runner] = ()) -> None:
-        """Wake the threads of the process's GPUs when the process writes to its socket.
+        """Wake the threads of a process's GPUs when the process writes to its socket.
 
         These are this thread and those of `others`. The descriptor is duplicated.
         """
@@ -468,7 +473,7 @@ class Runner:
     def due(self) -> bool:
         """Return whether a process on this GPU waits for a sample of NVML.
 
-        In C, because it is called a hundred times a second and reads a page of each container.
+        It is in C, because it is called a hundred times a second and reads a page per container.
         """
         return bool(self._library.runner_due(self._self))
 

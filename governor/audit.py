@@ -70,8 +70,8 @@ POLL_S = 0.25
 RECORD = "frozen.json"
 
 AGAIN_S = 5.0
-"""Interval at which a container that could not be thawed is retried, in seconds, because nothing
-else would thaw it."""
+"""Interval at which a failed thaw of a container is tried again, in seconds; nothing else would
+thaw it."""
 
 
 @dataclass
@@ -95,7 +95,7 @@ class _Watched:
     groups: list[Group] = field(default_factory=list)
     """Its control groups while they are frozen by the governor."""
     frozen_s: float | None = None
-    """Duration of its last freeze, in seconds; None if no violation lasts."""
+    """Duration of its last freeze, in seconds; None if no violation is ongoing."""
     thaw_at: float = 0.0
     watched_until: float = 0.0
     timer: asyncio.TimerHandle | None = None
@@ -104,11 +104,12 @@ class _Watched:
     registered_ns: dict[int, int] = field(default_factory=dict)
     """Time when each process was last registered, of those that were registered recently."""
     limited: dict[int, bool] = field(default_factory=dict)
-    """By GPU on which unregistered processes are to be held to its quota: whether they are."""
+    """By index of a GPU on which unregistered processes are to be held to its quota: whether they
+    are."""
 
     @property
     def accused(self) -> bool:
-        """Whether any violation lasts."""
+        """Whether any violation is ongoing."""
         return any(device.judge.accuses for device in self.devices.values())
 
     def find_registered(self, now_ns: int) -> frozenset[int]:
@@ -142,7 +143,7 @@ class Auditor:
         """Apply a new configuration; a frozen container is still thawed when its time is over."""
         self._policy = config.on_violation
 
-    # Looking
+    # Sampling
 
     def wants_samples(self, device: Device) -> bool:
         """Return whether utilisation samples of a GPU are needed: a container had memory on it."""
@@ -160,7 +161,7 @@ class Auditor:
         processes: Sequence[ProcessMemory],
         charges: Mapping[Container, Mapping[RegisteredProcess, Charge]],
     ) -> None:
-        """Audit the containers by a sample of a GPU; `charges` are from before the sample."""
+        """Audit the containers using a sample of a GPU; `charges` are from before the sample."""
         now_ns = time.monotonic_ns()
         if now_ns - self._audited_ns.get(device.uuid, -AUDIT_NS) < AUDIT_NS:
             return
@@ -355,7 +356,7 @@ class Auditor:
             del watched.limited[i]
 
     def _act(self, watched: _Watched) -> None:
-        """Freeze an accused container; again if it is still accused after the time of watching."""
+        """Freeze an accused container, and again if it is still accused WATCH_S after a thaw."""
         if self._policy != "throttle" or watched.groups:
             return
         if watched.frozen_s is not None and time.monotonic() < watched.watched_until:
@@ -407,9 +408,9 @@ class Auditor:
         self._poll(watched)
 
     def _open_groups(self, watched: _Watched) -> list[Group]:
-        """Open the control groups of a container's members; CannotFreezeError if there is none.
+        """Open the control groups of a container's members.
 
-        Members that cannot be frozen are omitted.
+        Raise CannotFreezeError if there is none. Members that cannot be frozen are omitted.
         """
         container = watched.container
         others = {

@@ -66,7 +66,7 @@ class Bookings:
     def find_shares(
         self, uses: Sequence[Use], request: dict[str, Any]
     ) -> list[tuple[Claim, ClaimShare]]:
-        """Return the shares that a container may use; RefusedError if it may not use them."""
+        """Return the shares that a container may use; raise RefusedError if it may not use them."""
         shares = []
         for uid, name in uses:
             claim = self.claims.get(uid)
@@ -83,7 +83,7 @@ class Bookings:
             share = next((one for one in claim.shares if one.name == name), None)
             if share is None:
                 raise RefusedError(
-                    f"{claim} has no share {name[:64]!r}, it has"
+                    f"{claim} has no share {name[:64]!r}; it has"
                     f" {', '.join(one.name for one in claim.shares)}",
                     hint="install the same version of hook and node driver",
                 )
@@ -114,12 +114,13 @@ class Bookings:
             uid, name = min(both)
             raise RefusedError(
                 f"share {name} of {self.claims[uid]} is used by container"
-                f" {container.identifier[:64]!r} together with other shares than this one names",
+                f" {container.identifier[:64]!r} together with other shares than this"
+                " container names",
                 hint="give each container the same requests of a claim, or none that another has",
             )
 
     def claim(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Book a claim, and store it before the answer; booking it again is no error."""
+        """Book a claim, and store it before the answer; booking it again is not an error."""
         claim = parse_claim(request)
         known = self.claims.get(claim.uid)
         check_claim(claim)
@@ -143,7 +144,7 @@ class Bookings:
         return {"ok": True, "uid": claim.uid, "shares": self._describe_shares(claim)}
 
     def _book(self, claim: Claim, known: Claim | None) -> None:
-        """Add a claim, or replace the known one; an error changes nothing."""
+        """Add a claim, or replace the known one; on error, nothing changes."""
         if known is not None and known.same(claim):
             if known.leaving:
                 # The driver took it back too early, or lost its state, and announces it again.
@@ -176,7 +177,7 @@ class Bookings:
         self.claims[claim.uid] = claim
 
     def _part_ended(self, devices: set[str]) -> None:
-        """Remove members on these GPUs whose end was not noticed yet."""
+        """Remove members on these GPUs whose end has not been noticed yet."""
         for container in list(self._admissions.containers.values()):
             if any(device.uuid in devices for device in container.devices):
                 for member in list(container.members):
@@ -200,7 +201,7 @@ class Bookings:
             else:
                 booked.append(f"{amount} has it" + (f" with {container}" if container else ""))
         beside = [
-            f"container {one.identifier[:64]!r} ({words(one.quota)}) was started beside the"
+            f"container {one.identifier[:64]!r} ({words(one.quota)}) was started without the"
             " cluster's scheduler"
             for one in self._admissions.containers.values()
             if not one.uses and any(device.uuid == uuid for device in one.devices)
@@ -212,7 +213,7 @@ class Bookings:
         return "wait: " + "; ".join([*found[:MOST_SHOWN], *more])
 
     def unclaim(self, uid: str) -> dict[str, Any]:
-        """Take a claim back, at once or when its last container has ended."""
+        """Withdraw a claim, at once or when its last container has ended."""
         user = self._user_of(uid)
         claim = self.claims.get(uid)
         if claim is None:
@@ -232,7 +233,7 @@ class Bookings:
     def _user_of(self, uid: str) -> Container | None:
         """Return a container that uses a share of a claim.
 
-        Members whose end was not noticed yet are removed first.
+        Members whose end has not been noticed yet are removed first.
         """
         for container in list(self._admissions.containers.values()):
             if not any(uid == own for own, _ in container.uses):

@@ -41,7 +41,8 @@ def read_cgroups(pid: int | str, proc: Path = PROC) -> dict[str, str]:
 def pid_namespaces(pid: int | str, proc: Path = PROC) -> tuple[tuple[int, int], ...]:
     """Return the pid namespaces that a process is in, innermost first; empty when it is gone.
 
-    A container may create nested namespaces. Ancestors of the governor's are not visible.
+    A container may create nested namespaces. Ancestors of the governor's namespace are not
+    visible.
     """
     found: list[tuple[int, int]] = []
     try:
@@ -56,7 +57,7 @@ def pid_namespaces(pid: int | str, proc: Path = PROC) -> tuple[tuple[int, int], 
             os.close(fd)
             fd = outer
     except OSError:
-        pass  # EPERM: an ancestor of the governor's
+        pass  # EPERM: an ancestor of the governor's namespace
     finally:
         os.close(fd)
     return tuple(found)
@@ -76,7 +77,7 @@ def _outer(path: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Membership:
-    """What identifies a container's processes; it is common to no two containers."""
+    """What identifies a container's processes; no two containers have it in common."""
 
     cgroups: Mapping[str, str] = field(default_factory=dict)
     namespace: tuple[int, int] | None = None
@@ -96,9 +97,9 @@ class Membership:
 def find_membership(
     pid: int, proc: Path = PROC, is_named: Callable[[str], bool] | None = None
 ) -> Membership:
-    """Return what identifies a container with first process `pid`; empty when that is gone.
+    """Return what identifies a container with first process `pid`; empty if that is gone.
 
-    To be called before any code of the image runs: the first process may move into a descendant of
+    Call it before any code of the image runs: the first process may move into a descendant of
     its group (systemd does), where its siblings are not. If it is called later, `is_named` tells
     whether a component of a path is the container's name, and the group of that name counts, if
     there is one.
@@ -156,13 +157,14 @@ def find_mounts(proc: Path = PROC) -> dict[str, Path]:
 
 
 class CannotFreezeError(Exception):
-    """A container cannot be frozen; the message has the reason."""
+    """A container cannot be frozen; the message gives the reason."""
 
 
 class Group:
     """A control group that can be frozen, as an open directory; call `close` after use.
 
-    CannotFreezeError if it does not exist, is the root, or cannot be frozen.
+    The constructor raises CannotFreezeError if the group does not exist, is the root, or cannot be
+    frozen.
     """
 
     def __init__(self, hierarchy: str, path: str, mounts: Mapping[str, Path]) -> None:
@@ -241,7 +243,7 @@ def open_group(
     """Open the control group by which the container with first process `pid` can be frozen.
 
     The group belongs to this container alone: it is not the root, and neither the governor nor any
-    of `others`, given by their ids, is in it. CannotFreezeError if there is none.
+    of `others`, given by their ids, is in it. Raise CannotFreezeError if there is none.
     """
     reason = "it has no control group of its own"
     found: list[Group] = []
@@ -271,11 +273,11 @@ def open_group(
             reason = str(e)
             continue
         found.append(group)
-    # If its runtime has frozen it already, perhaps by the other version, then thawing is the
+    # If its runtime has frozen it already, perhaps through the other version, then thawing is the
     # runtime's task, not the governor's.
     try:
         if any(group.is_frozen() for group in found):
-            reason = "it is frozen already"
+            reason = "it is already frozen"
         elif found:
             return found.pop(0)
     except OSError as e:

@@ -1,8 +1,8 @@
 """Claims: shares of GPUs that a cluster's scheduler gave to a pod, announced by the node driver.
 
 A claim is booked from its announcement until it is taken back, whether or not a container uses it.
-Containers that use the same shares, one after another or at the same time, share one quota. Pure:
-no file, no clock, no driver.
+Containers that use the same shares, one after another or at the same time, share one quota. This
+module is pure: it uses no file, clock or driver.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from libcontrol.layout import N_DEVICES
 
 NODE = "node.tidegate.gpu"
 """Namespace of claims that represent units which the kubelet gave to pods of any namespace, not an
-object of the cluster. It contains a dot, as no name of a namespace can."""
+object of the cluster. It contains a dot, which the name of a namespace cannot."""
 
 MOST_SHOWN = 4
 """Maximum number of a claim's shares that are shown in one line."""
@@ -42,7 +42,7 @@ class ClaimShare:
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim with its shares, sorted by name; `leaving` once it was taken back."""
+    """A claim with its shares, sorted by name; `leaving` once it has been taken back."""
 
     uid: str
     namespace: str
@@ -57,7 +57,7 @@ class Claim:
         """Return the claim's amounts by GPU as text; of many shares, the first ones."""
         shown = [f"{words(share.quota)} of {share.device}" for share in self.shares[:MOST_SHOWN]]
         if len(self.shares) > MOST_SHOWN:
-            shown.append(f"{len(self.shares) - MOST_SHOWN} shares more")
+            shown.append(f"{len(self.shares) - MOST_SHOWN} more shares")
         return ", ".join(shown)
 
     def describe(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Claim:
 def parse_claim(document: Mapping[str, Any], *, leaving: bool = False) -> Claim:
     """Return the claim in a request that conforms to the schema.
 
-    The order of its shares does not matter. RequestError if it is not a valid claim.
+    The order of its shares does not matter. Raise RequestError if it is not a valid claim.
     """
     shares = [
         ClaimShare(
@@ -108,7 +108,9 @@ def parse_claim(document: Mapping[str, Any], *, leaving: bool = False) -> Claim:
     claim = Claim(document["uid"], document["namespace"], document["name"], tuple(shares), leaving)
     names = [share.name for share in shares]
     if len(set(names)) != len(names):
-        raise RequestError(f"{claim} has two shares of one name", hint="name each differently")
+        raise RequestError(
+            f"{claim} has two shares with the same name", hint="name each differently"
+        )
     for share in shares:
         if share.quota.compute_limit < share.quota.compute:
             raise RequestError(
@@ -120,7 +122,7 @@ def parse_claim(document: Mapping[str, Any], *, leaving: bool = False) -> Claim:
 
 
 def check_claim(claim: Claim) -> None:
-    """Refuse a claim that no container could use: it gets all shares of a request together."""
+    """Refuse a claim that no container could use: a container gets all shares of a request."""
     for request in dict.fromkeys(share.request for share in claim.shares):
         merge([(claim, share) for share in claim.shares if share.request == request])
 
@@ -128,7 +130,7 @@ def check_claim(claim: Claim) -> None:
 def merge(shares: Sequence[tuple[Claim, ClaimShare]]) -> dict[str, Quota]:
     """Return the quota on each GPU, by its UUID, of a container that has these shares.
 
-    Several shares of one GPU are added up; the sum is of class latency if each of them is.
+    Several shares of one GPU are added up; the sum is of class latency if each of them is. Raise
     RefusedError if the GPUs' quotas are not equal.
     """
     quotas: dict[str, Quota] = {}
@@ -143,19 +145,19 @@ def merge(shares: Sequence[tuple[Claim, ClaimShare]]) -> dict[str, Quota]:
         )
     if len(quotas) > N_DEVICES:
         raise RefusedError(
-            f"{_name(shares)} has {len(quotas)} GPUs, a container may have {N_DEVICES}",
+            f"{_name(shares)} has {len(quotas)} GPUs, but a container may have {N_DEVICES}",
             hint=f"ask for {N_DEVICES} at most",
         )
     if len(set(quotas.values())) > 1:
         found = ", ".join(f"{words(quota)} of {uuid}" for uuid, quota in quotas.items())
         raise RefusedError(
             f"{_name(shares)} has {found}: {EQUAL}",
-            hint="ask for the same on each GPU, on another GPU each (distinctAttribute), or give"
+            hint="ask for the same amounts, each on a different GPU (distinctAttribute), or give"
             " each container one request",
         )
     if len(quotas) > 1 and any(share.strategy == "mps" for _, share in shares):
         raise RefusedError(
-            f"{_name(shares)} has {len(quotas)} GPUs by mps, a client of MPS has one",
+            f"{_name(shares)} has {len(quotas)} GPUs by mps, but a client of MPS can have only one",
             hint="ask for one GPU, or for timeslice",
         )
     return quotas

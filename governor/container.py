@@ -133,7 +133,7 @@ class Container:
         self.members = Members([first, *(recovered.members if recovered else ())])
         self.directory = Path(config.runtime_dir) / "containers" / self.key
         self.context_memory = config.context_memory
-        self.called: str | None = None  # its name in its engine; None until it was looked up
+        self.called: str | None = None  # its name in its engine; None until it has been looked up
         self.findings = Findings(len(self.devices))
         self._on_end: Callable[[Container, Member], None] = lambda *_: None
         self._state = state or State()
@@ -200,8 +200,8 @@ class Container:
         """Create the directory with the grant page, and the ledger, unless they exist."""
         if recovered is None:
             shutil.rmtree(self.directory, ignore_errors=True)
-        # The governor created the parent directory. If it was removed since, the new one must not
-        # be accessible to other users.
+        # The governor created the parent directory. If it has been removed since, the new one must
+        # not be accessible to other users.
         self.directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.directory.mkdir(mode=0o755, exist_ok=recovered is not None)
         grant = recovered.grant if recovered else None
@@ -312,7 +312,7 @@ class Container:
                 self._loop.add_reader(member.pidfd, self._member_ended, member)
 
     def kill(self) -> None:
-        """Kill its first process, or those of all members; OSError if that fails."""
+        """Kill its first process, or those of all members; raise OSError if that fails."""
         self.members.kill()
 
     # GPUs
@@ -328,7 +328,7 @@ class Container:
         return self._gpus
 
     def hold(self, device: int, pids: frozenset[int], owns: Callable[[int], bool]) -> bool:
-        """Hold exactly these unregistered processes to the quota by the GPU's scheduler.
+        """Hold exactly these unregistered processes to the quota by means of the GPU's scheduler.
 
         They belong to the container; `owns` checks whether a pid does. Returns whether the
         scheduler is steered: nothing else can hold the processes.
@@ -416,7 +416,7 @@ class Container:
         ]
 
     def _processes_of(self, member: Member) -> list[int]:
-        """Return a member's registered processes; those without a member count for the oldest."""
+        """Return a member's registered processes; those without a member belong to the oldest."""
         oldest = self.members[0]
         return sorted(
             {

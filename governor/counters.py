@@ -34,9 +34,9 @@ MOST = 2**62
 class GpuTime:
     """The arbiter's times of a container on a GPU, or of all containers on it.
 
-    Nanoseconds and counts. `held_ns` includes the current grant. `lent_ns` is the time that was
-    charged beyond the guarantee, second by second. `handover_ns` is the time that was held but not
-    charged, of grants with a settled charge.
+    The values are nanoseconds and counts. `held_ns` includes the current grant. `lent_ns` is the
+    time that was charged beyond the guarantee, second by second. `handover_ns` is the time that was
+    held but not charged, of grants with a settled charge.
     """
 
     held_ns: int = 0
@@ -69,7 +69,7 @@ def gpu_time(stats: Stats, now_ns: int) -> GpuTime:
 
 
 def wait_bound_ms(waits: Sequence[int], part: float) -> float | None:
-    """Return the bound that this fraction of a container's waits keeps, in milliseconds.
+    """Return the bound below which this fraction of a container's waits lies, in milliseconds.
 
     `waits` are counts as in Runner.waits(). None if there are none; inf if the wait exceeds the
     longest bound.

@@ -112,7 +112,8 @@ class Event:
 def parse_line(line: str, source: str = "", stamp: str = "") -> Event | None:
     """Return the event of one line: JSON, alone or after the prefix of a syslog daemon.
 
-    None for any other line. `source` and `stamp` are used if they are known from the log itself.
+    None for any other line. A `source` or `stamp` that the log itself records takes precedence
+    over the line's prefix; a timestamp in the JSON takes precedence over both.
     """
     text = line.strip()
     if not text.startswith("{"):
@@ -157,7 +158,7 @@ def parse_journal(line: str) -> Event | None:
         stamp = at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
     tag = str(entry.get("SYSLOG_IDENTIFIER", ""))
     source = "hook" if tag == HOOK else "governor"
-    # The journal records the user that wrote the entry; the tag is not verified. A rootless
+    # The journal records the user who wrote the entry; the tag is not verified. A rootless
     # engine's hook runs as that engine's user.
     if (user := str(entry.get("_UID", "0"))) != "0":
         source = f"user {user}"
@@ -179,7 +180,7 @@ def journal_command(since: str | None, *, follow: bool) -> list[str]:
 
 
 def read_journal(since: str | None, *, follow: bool) -> Iterator[Event]:
-    """Yield the journal's events, oldest first; RequestError if it cannot be read."""
+    """Yield the journal's events, oldest first; raise RequestError if it cannot be read."""
     command = journal_command(since, follow=follow)
     try:
         process = subprocess.Popen(
@@ -198,12 +199,15 @@ def read_journal(since: str | None, *, follow: bool) -> Iterator[Event]:
             process.terminate()
         if process.wait() > 0:
             raise RequestError(
-                f"journalctl: {said[:200]}", hint="run it as root, or name --log FILE"
+                f"journalctl: {said[:200]}", hint="run it as root, or name a file with --log"
             )
 
 
 def read_files(paths: Sequence[Path], *, follow: bool) -> Iterator[Event]:
-    """Yield the events of files, one file after the other; RequestError if one cannot be read."""
+    """Yield the events of files, one file after the other.
+
+    Raise RequestError if one cannot be read.
+    """
     followed: list[tuple[Path, Iterator[str]]] = []
     for path in paths:
         lines = _lines(path, follow=follow)
@@ -224,7 +228,7 @@ def _events(lines: Iterator[str]) -> Iterator[Event]:
 
 
 def _lines(path: Path, *, follow: bool) -> Iterator[str]:
-    """Yield whole lines; when following, an empty line if there are no more for now.
+    """Yield lines; when following, only whole ones, and an empty line if there are no more for now.
 
     A file that was truncated or replaced is read from its beginning.
     """

@@ -1,8 +1,8 @@
 """History of the containers' GPU use over the last 15 minutes, in steps of five seconds.
 
-Pure: no clock, no container, no file. The caller passes each reading and its time. Between two
-readings a rate is taken to be constant. Memory is bounded: a container takes 5 KiB per GPU, and at
-most `MOST_SERIES` are kept; the one that ended first is dropped first.
+The module is pure: it uses no clock, container or file. The caller passes each reading and its
+time. Between two readings a rate is taken to be constant. Memory is bounded: a container takes 5
+KiB per GPU, and at most `MOST_SERIES` are kept; the one that ended first is dropped first.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ STEP_S = 5
 STEP_NS = STEP_S * 1_000_000_000
 STEPS = 180
 MOST_SERIES = 1024
-"""Maximum number of series, one per container and GPU, including those that ended within the time.
+"""Maximum number of series, one per container and GPU, including those that ended in that time.
 """
 
 PART = 100
-"""Parts in a percent."""
+"""Number of parts in one percent."""
 
 COLUMNS = {
     "used": "H",

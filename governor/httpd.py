@@ -139,7 +139,7 @@ Listening = AbstractContextManager[socket.socket | None]
 
 
 class Offer:
-    """The address of an endpoint; if it is unavailable it is retried, as quotas hold without it."""
+    """The address of an endpoint; an unavailable one is retried, because quotas hold without it."""
 
     def __init__(self, listening: Callable[[], Listening]) -> None:
         """Open the socket, or log why that is not possible."""
@@ -173,7 +173,7 @@ class Offer:
 def listening(where: str, path: Path, what: str, option: str) -> Iterator[socket.socket | None]:
     """Listen as an option specifies: off (None), unix (at `path`), or an address.
 
-    GovernorError if that is not possible; `what` and `option` are for its message.
+    Raise GovernorError if that is not possible; `what` and `option` are for its message.
     """
     if where == "off":
         yield None
@@ -184,7 +184,7 @@ def listening(where: str, path: Path, what: str, option: str) -> Iterator[socket
     except OSError as e:
         raise GovernorError(
             f"{what} cannot be served at {path if is_unix else where}: {e.strerror}",
-            hint="say unix, or let the unit open a port: `systemctl cat tidegate-governor` says how"
+            hint="use unix, or let the unit open a port: `systemctl cat tidegate-governor` says how"
             if e.errno == errno.EAFNOSUPPORT
             else f"choose another {option}",
         ) from e

@@ -1,6 +1,7 @@
 """Locate Tidegate's own files, relative to this code: in a checkout, a wheel or a package.
 
-There is no search path: code uses the libraries and files that were installed with it.
+There is no search path, except /usr as a fallback: code uses the libraries and files that were
+installed with it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ from pathlib import Path
 CODE = Path(__file__).resolve().parents[1]
 """The directory of Tidegate's Python packages."""
 PRIVATE = Path("/usr/lib/tidegate")
-"""Directory in which packages install everything but commands: code below `python`, and
-libraries."""
+"""Directory in which packages install code (below `python`) and libraries."""
 
 _BUILT = CODE / "build/meson/libcontrol"
 _IN_WHEEL = CODE / "libcontrol/lib"

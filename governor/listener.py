@@ -1,6 +1,6 @@
 """A listening Unix socket for a container's processes.
 
-A `Pace` limits the governor's time that it takes, whatever the container does.
+A `Pace` limits how much of the governor's time it takes, whatever the container does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Format the node's containers for `tidegate ps`, `top` and `inspect`.
 
 The governor's values of each container are combined with its name in its engine, and shown as rows
-of a table and as lines for violations that last.
+of a table and as lines for ongoing violations.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Listing:
 
 
 def find(wanted: str, containers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the container with that id, name or pod, or the only one with that prefix of an id."""
+    """Return the container with that id, name or pod, or the only one whose id has that prefix."""
     for one in containers:
         if one["id"] == wanted:
             return one
@@ -230,7 +230,7 @@ def waiting(device: dict[str, Any]) -> str:
 
 
 def lasting(container: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the violations that last."""
+    """Return the ongoing violations."""
     return [one for one in container["violations"] if one["ended"] is None]
 
 
@@ -248,7 +248,7 @@ def state(container: dict[str, Any], gpu: str | None = None) -> str:
 
 
 def trouble_lines(containers: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a line for each violation that lasts, and for each process on a GPU not granted."""
+    """Return a line for each ongoing violation, and for each process on a GPU not granted to it."""
     return [*violation_lines(containers), *elsewhere_lines(containers)]
 
 
@@ -269,7 +269,7 @@ def describe_elsewhere(use: dict[str, Any]) -> str:
 
 
 def violation_lines(containers: Iterable[dict[str, Any]]) -> list[str]:
-    """Return a line for each violation that lasts; containers with one claim have one line."""
+    """Return a line for each ongoing violation; containers with one claim have one line."""
     now = time.time()
     said: dict[tuple[Any, ...], str] = {}
     for one in containers:

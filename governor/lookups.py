@@ -27,7 +27,7 @@ class UnknownFunctions:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that were found so far, in that order."""
+        """The names that have been found so far, in order."""
         return tuple(self._names)
 
     def read(self, ledger: mmap) -> list[str]:

@@ -94,7 +94,7 @@ GPU_METRICS = (
     _gauge("gpu_memory_grantable_bytes", GPU, "Memory that can still be granted"),
     _gauge("gpu_time_grantable_ratio", GPU, "Part of the GPU's time that can still be guaranteed"),
     _gauge("gpu_steered", GPU, "1 while its own scheduler divides its time, 0 while grants do"),
-    _gauge("gpu_lost", GPU, "1 while the GPU does not answer and nothing of it is granted"),
+    _gauge("gpu_lost", GPU, "1 while the GPU does not answer and no part of it is granted"),
     _counter("gpu_held_seconds", GPU, "Time for which containers held the GPU"),
     _counter("gpu_charged_seconds", GPU, "GPU time that they used"),
     _counter(
@@ -108,9 +108,9 @@ GPU_METRICS = (
         "Time that was held and not used, of grants that are settled: divide by the grants",
     ),
     _counter("gpu_grants", GPU, "Grants of GPU time"),
-    _counter("gpu_looks", GPU, "Looks at NVML"),
-    _counter("gpu_looks_failed", GPU, "Looks at NVML that failed"),
-    _counter("gpu_look_seconds", GPU, "Time that looks at NVML took"),
+    _counter("gpu_looks", GPU, "Samples of NVML"),
+    _counter("gpu_looks_failed", GPU, "Samples of NVML that failed"),
+    _counter("gpu_look_seconds", GPU, "Time that samples of NVML took"),
     _gauge(
         "gpu_mps_running",
         GPU,
@@ -118,7 +118,7 @@ GPU_METRICS = (
     ),
     _counter("gpu_mps_faults", GPU, "Fatal faults that ended the work of its MPS clients"),
     _counter("gpu_mps_clients_refused", GPU, "Clients that its MPS server refused"),
-    _counter("gpu_mps_commands", GPU, "Commands to its MPS daemon by others than the governor"),
+    _counter("gpu_mps_commands", GPU, "Commands to its MPS daemon that are not the governor's"),
     _counter("gpu_mps_starts", GPU, "Starts of its MPS daemon"),
 )
 CONTAINER_METRICS = (
@@ -147,7 +147,7 @@ CONTAINER_METRICS = (
         CONTAINER,
         "Waits for grants, from when the governor sees that it wants the GPU",
     ),
-    _counter("container_grants_overdue", CONTAINER, "Grants that had to be taken from it"),
+    _counter("container_grants_overdue", CONTAINER, "Grants that had to be taken back from it"),
     _counter("container_launches", CONTAINER, "Calls that started work, by its own count"),
     _counter("container_waits", CONTAINER, "Of those, calls that had to wait for GPU time"),
     _counter("container_wait_seconds", CONTAINER, "Time for which they waited"),
@@ -165,9 +165,9 @@ CONTAINER_METRICS = (
         "Memory that the driver took by itself: contexts, code",
     ),
     _gauge("container_memory_seen_bytes", CONTAINER, "Memory of its processes according to NVML"),
-    _gauge("container_memory_peak_bytes", CONTAINER, "Most memory that was in use at a time"),
+    _gauge("container_memory_peak_bytes", CONTAINER, "Maximum memory that was in use at a time"),
     _counter("container_violations", (*CONTAINER, "kind"), "Violations that began, by kind"),
-    _gauge("container_violation", (*CONTAINER, "kind"), "1 while a violation lasts"),
+    _gauge("container_violation", (*CONTAINER, "kind"), "1 while a violation is ongoing"),
 )
 CLAIM_METRICS = (
     _gauge("claim_memory_bytes", CLAIM, "Memory of a claim's share, used by a container or not"),
@@ -202,7 +202,7 @@ class _Families:
             self._made[metric.name] = kind(metric.name, metric.doc, labels=metric.labels)
 
     def add(self, labels: Sequence[str], **values: float) -> None:
-        """Add a sample to each of these metrics; KeyError for one that is not described."""
+        """Add a sample to each of these metrics; raise KeyError for one that is not described."""
         for name, value in values.items():
             family: Any = self._made[f"tidegate_{name}"]
             family.add_metric(labels[: len(self._known[family.name].labels)], value)
@@ -222,7 +222,7 @@ class _Families:
 def collect(server: Server) -> list[Metric]:
     """Return every metric as of now.
 
-    Runs on the governor's event loop, so that the numbers are consistent.
+    It runs on the governor's event loop, so that the numbers are consistent.
     """
     families = _Families()
     tally = server.tally
@@ -415,7 +415,8 @@ def _run(app: Callable[..., Any], environment: Mapping[str, str]) -> bytes:
 def listening(config: Config) -> AbstractContextManager[socket.socket | None]:
     """Listen as configured; None if metrics are off.
 
-    The socket below `runtime_dir` is for root and its group. GovernorError if listening fails.
+    The socket below `runtime_dir` is for root and its group. Raise GovernorError if listening
+    fails.
     """
     path = Path(config.runtime_dir) / "metrics.sock"
     return httpd.listening(config.metrics.listen, path, "metrics", "metrics.listen")

@@ -72,7 +72,10 @@ class Tools:
 
 
 def find_tools(manifest: Manifest) -> Tools:
-    """Return the host's programs from which a generation was mirrored; GovernorError if none."""
+    """Return the host's programs from which a generation was mirrored.
+
+    Raise GovernorError if none.
+    """
     root = Path(manifest.root)
     sources = {
         Path(file.path).name: root / file.source.lstrip("/")
@@ -263,7 +266,7 @@ class Mps:
             began = time.monotonic()
             try:
                 await self._serve()
-                reason = "its MPS daemon has ended, and is started again"
+                reason = "its MPS daemon has ended, and is being restarted"
             except (OSError, GovernorError) as e:
                 reason = f"its MPS daemon does not start: {e}"
             self._forget()
@@ -399,7 +402,9 @@ class Mps:
                 if self._fault_at is None:
                     self.counts.faults += 1
                     self._fault_at = time.monotonic()
-                    self._set("fault", "after a fault its MPS server waits for its clients to go")
+                    self._set(
+                        "fault", "after a fault its MPS server waits for its clients to leave"
+                    )
                 elif event.pid is None:
                     return
             case "refused":

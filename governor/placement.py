@@ -1,4 +1,4 @@
-"""Choose a container's GPUs among those with room. Pure: no file, no clock, no driver.
+"""Choose a container's GPUs among those with room, without access to a file, a clock or the driver.
 
 `spread` takes the emptiest GPUs and `pack` the fullest. `topology` takes GPUs that are near each
 other. Of two sets, the one whose farthest pair is nearer is better; if these are equal the next

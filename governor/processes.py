@@ -58,7 +58,10 @@ def started_ns(pid: int, proc: Path = PROC) -> int:
 
 
 def open_process(process: Identity) -> int | None:
-    """Return a pidfd of exactly this process, None if it is gone; OSError if none can be made."""
+    """Return a pidfd of exactly this process; None if it is gone.
+
+    Raise OSError if none can be created.
+    """
     try:
         pidfd = os.pidfd_open(process.pid)
     except OSError as e:
@@ -199,7 +202,7 @@ def mounted_below(name: str, device: int) -> Mounted:
 
 
 def _mount_namespace(pid: str) -> str:
-    return os.readlink(f"/proc/{pid}/ns/mnt")  # noqa: PTH115 - a name in brackets, no path
+    return os.readlink(f"/proc/{pid}/ns/mnt")  # noqa: PTH115 - a name in brackets, not a path
 
 
 def _directories(pid: str, name: str, device: str) -> list[str]:
@@ -216,7 +219,7 @@ def first_of(processes: list[Identity]) -> Identity:
     """Return the first process of a container, among the processes that see its mounts.
 
     Its parent, the runtime, is not one of these. A process that was started by `exec` has such a
-    parent as well, but started later.
+    parent as well, but was started later.
     """
     pids = {process.pid for process in processes}
     roots = [

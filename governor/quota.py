@@ -40,7 +40,7 @@ class Quota:
         return self.work_class == LATENCY
 
     def describe(self) -> dict[str, Any]:
-        """Return it as in answers and in the log."""
+        """Return the quota in the form that answers and the log use."""
         return {
             "memory": self.memory,
             "compute": self.compute,

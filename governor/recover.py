@@ -50,7 +50,7 @@ _KEY = re.compile(r"[0-9a-f]{16}")
 
 @dataclass(frozen=True)
 class FoundContainer:
-    """A container that runs; `pidfd` refers to its first process."""
+    """A running container; `pidfd` refers to its first process."""
 
     identifier: str
     pidfd: int
@@ -94,7 +94,7 @@ class _Search:
     def _mounted(self) -> Mounted:
         """Processes that have a container's directory mounted.
 
-        Computed only if needed, because it reads all of /proc.
+        They are searched for only if needed, because that reads all of /proc.
         """
         return mounted_below(self._directory.name, self._directory.stat().st_dev)
 
@@ -119,7 +119,7 @@ class _Search:
                 # is written there last, and before the answer.
                 quota, devices = read_quota(grant, self._uuids)
                 if devices != row.devices:
-                    raise PageError("it has other GPUs than the container")
+                    raise PageError("its GPUs are not the container's")
                 row = replace(row, quota=quota)
             except PageError as e:
                 log.error("grant-damaged", key=row.key, error=str(e))
@@ -140,7 +140,7 @@ class _Search:
         key = directory.name
         processes = self._mounted.by_name.get(key)
         if not processes and not self._mounted.is_whole:
-            log.error("container-not-recovered", key=key, error="processes may not be looked at")
+            log.error("container-not-recovered", key=key, error="processes cannot be examined")
             return None
         if not processes:
             shutil.rmtree(directory, ignore_errors=True)

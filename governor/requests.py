@@ -40,7 +40,7 @@ _BY_OP = _validators_by_op()
 
 
 def parse_request(line: bytes) -> dict[str, Any]:
-    """Return the request in a line; RequestError if the line is not a request."""
+    """Return the request in a line; raise RequestError if the line is not a request."""
     try:
         document: dict[str, Any] = load_json(line)
         json.dumps(document, ensure_ascii=False).encode()  # a lone surrogate cannot be encoded
@@ -65,7 +65,7 @@ def _is_request(document: object) -> bool:
 
 
 def _find_error(document: object) -> jsonschema.ValidationError | None:
-    """Return the best-matching error of a document, by the whole schema."""
+    """Return the best-matching error of a document, according to the whole schema."""
     error: jsonschema.ValidationError | None = jsonschema.exceptions.best_match(
         _VALIDATOR.iter_errors(document)
     )

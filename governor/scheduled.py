@@ -83,7 +83,7 @@ class Scheduled:
         return self._runners[device].waits(self._tenants[device])
 
     def hold(self, device: int, pids: frozenset[int], owns: Callable[[int], bool]) -> list[int]:
-        """Hold exactly these unregistered processes to the quota by a steered GPU's scheduler.
+        """Hold exactly these unregistered processes to the quota through a steered GPU's scheduler.
 
         They belong to the container; `owns` checks whether a pid does. Returns the pids that were
         not held before.

@@ -1,4 +1,4 @@
-"""Serve the governor's socket, at which the hook and the command line send requests.
+"""Serve the governor's socket, to which the hook and the command line send requests.
 
 Requests and answers are one JSON object per line. An admission belongs to the connection that
 requested it until it is confirmed. If the connection ends before that, the admission is undone.

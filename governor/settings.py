@@ -23,10 +23,10 @@ KEPT = "the governor keeps the configuration that it has"
 
 
 class SettingsInForce:
-    """The configuration in force and its reload. Used on the governor's event loop."""
+    """The configuration in force and its reload. It is used on the governor's event loop."""
 
     def __init__(self, load: Callable[[], LoadedConfig]) -> None:
-        """Read the files; ConfigError if they are invalid."""
+        """Read the files; raise ConfigError if they are invalid."""
         self._load = load
         loaded = load()
         self.config = loaded.config
@@ -43,7 +43,8 @@ class SettingsInForce:
     async def reload(self) -> dict[str, Any]:
         """Apply the current content of the files, and return the changes.
 
-        ConfigError if they are invalid: then nothing changes, and the error is kept for `describe`.
+        Raise ConfigError if they are invalid: then nothing changes, and the error is kept for
+        `describe`.
         """
         async with self._lock:
             try:

@@ -99,7 +99,7 @@ def make_grant(
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         os.fchmod(fd, 0o644)
-        # Allocated now: on a full tmpfs, a write to an unallocated page would raise SIGBUS.
+        # It is allocated now: on a full tmpfs, a write to an unallocated page would raise SIGBUS.
         os.posix_fallocate(fd, 0, layout.GRANT_FILE_SIZE)
         page = mmap.mmap(fd, layout.GRANT_FILE_SIZE)
     finally:
@@ -114,7 +114,7 @@ def make_grant(
 
 
 def open_grant(path: Path) -> mmap.mmap:
-    """Map the grant page of a running container; PageError if it is invalid."""
+    """Map the grant page of a running container; raise PageError if it is invalid."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as e:
@@ -122,9 +122,9 @@ def open_grant(path: Path) -> mmap.mmap:
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise PageError("it is no regular file")
+            raise PageError("it is not a regular file")
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-            raise PageError(f"user {status.st_uid} may write it")
+            raise PageError(f"user {status.st_uid} may write to it")
         if status.st_size != layout.GRANT_FILE_SIZE:
             raise PageError(f"it has {status.st_size} bytes, not {layout.GRANT_FILE_SIZE}")
         page = mmap.mmap(fd, layout.GRANT_FILE_SIZE)
@@ -137,14 +137,14 @@ def open_grant(path: Path) -> mmap.mmap:
     )
     if found != (layout.GRANT_MAGIC, layout.VERSION, layout.GRANT_FILE_SIZE):
         page.close()
-        raise PageError("it has another magic, version or size in it")
+        raise PageError("it has a different magic, version or size in it")
     return page
 
 
 def read_quota(page: mmap.mmap, uuids: Iterable[str]) -> tuple[Quota, tuple[str, ...]]:
     """Return the quota and the GPUs in a grant page; each GPU has to be one of `uuids`.
 
-    PageError if the page contains nonsense.
+    Raise PageError if the page contains nonsense.
     """
     names = {uuid_bytes(uuid): uuid for uuid in uuids}
     count = pages.read(page, 0, "grant_header", "n_devices")
@@ -156,7 +156,7 @@ def read_quota(page: mmap.mmap, uuids: Iterable[str]) -> tuple[Quota, tuple[str,
         base = layout.grant_device(i)
         uuid = bytes(pages.read(page, base, "grant_device", "uuid", j) for j in range(16))
         if uuid not in names or names[uuid] in found:
-            raise PageError(f"GPU {uuid.hex()} in it is none of this node's, or there twice")
+            raise PageError(f"GPU {uuid.hex()} in it is not this node's, or occurs twice")
         found.append(names[uuid])
         memory, compute, limit = (
             pages.read(page, base, "grant_device", name)
@@ -178,7 +178,7 @@ def take_over(page: mmap.mmap, config: Config, strategy: str = "timeslice") -> N
 
 
 def make_ledger() -> Ledger:
-    """Make an empty ledger."""
+    """Create an empty ledger."""
     fd = os.memfd_create(LEDGER, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, layout.LEDGER_SIZE)
     page = mmap.mmap(fd, layout.LEDGER_SIZE)

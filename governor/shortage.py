@@ -1,7 +1,7 @@
 """Explain in one line why a quota does not fit: what is short, where, and what would fit.
 
-Pure, like the allocation table, which calls it. To keep the line readable on a node with many GPUs,
-it names the GPU that lacks least, and counts the others.
+The module is pure, like the allocation table, which calls it. To keep the line readable on a node
+with many GPUs, it names the GPU that lacks least, and counts the others.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ class Room:
         short = []
         if quota.memory > self.memory:
             left, asked = self.memory // MIB, -(-quota.memory // MIB)
-            parts.append(f"{left} MiB of memory left to grant, {asked} MiB were asked for")
+            parts.append(f"{left} MiB of memory left to grant, but {asked} MiB was requested")
             short.append(f"{asked - left} MiB")
         if quota.compute > self.compute:
             parts.append(
-                f"{self.compute} % of its time left to guarantee, {quota.compute} % were asked for"
+                f"{self.compute} % of its time left to guarantee, but"
+                f" {quota.compute} % was requested"
             )
             short.append(f"{quota.compute - self.compute} %")
         return f"GPU {self.index} has {', and '.join(parts)} ({' and '.join(short)} short)"
@@ -48,11 +49,12 @@ class Room:
         if quota.memory > self.memory:
             parts.append(
                 f"{-(-quota.memory // MIB)} MiB of memory on GPU {self.index},"
-                f" {self.memory // MIB} MiB are left"
+                f" but only {self.memory // MIB} MiB is left"
             )
         if quota.compute > self.compute:
             parts.append(
-                f"{quota.compute} % of the time of GPU {self.index}, {self.compute} % are left"
+                f"{quota.compute} % of the time of GPU {self.index},"
+                f" but only {self.compute} % is left"
             )
         return ", and ".join(parts)
 
@@ -68,7 +70,7 @@ def refuse_named(rooms: Sequence[Room], quota: Quota, least: int) -> RefusedErro
     message = short[0].missing(quota)
     if len(short) > 1:
         others = "another one has" if len(short) == 2 else f"{len(short) - 1} others have"
-        message += f", and {others} no room, too"
+        message += f", and {others} no room either"
     return RefusedError(message, hint=_hint(rooms, quota, len(rooms), least, fewer=0))
 
 
@@ -80,7 +82,7 @@ def refuse_any(rooms: Sequence[Room], quota: Quota, count: int, least: int) -> R
     if count > len(rooms):
         shared = f"{len(rooms)} GPU" if len(rooms) == 1 else f"{len(rooms)} GPUs"
         return RefusedError(
-            f"{count} GPUs were asked for, this node has {shared} to share",
+            f"{count} GPUs were requested, but this node has {shared} to share",
             hint=f"ask for {len(rooms)} at most",
         )
     short = sorted(
@@ -90,11 +92,12 @@ def refuse_any(rooms: Sequence[Room], quota: Quota, count: int, least: int) -> R
     if len(rooms) == 1:
         message = short[0].missing(quota)
     elif count == 1:
-        message = f"none of {len(rooms)} GPUs has room: {short[0].missing(quota)}"
+        message = f"none of the {len(rooms)} GPUs has room: {short[0].missing(quota)}"
     else:
         have = f"{fitting} have" if fitting > 1 else f"{fitting or 'none'} has"
         message = (
-            f"{count} of {len(rooms)} GPUs were asked for, {have} room: {short[0].missing(quota)}"
+            f"{count} of {len(rooms)} GPUs were requested,"
+            f" but {have} room: {short[0].missing(quota)}"
         )
     if len(short) > 1:
         others = "1 other misses" if len(short) == 2 else f"{len(short) - 1} others miss"
@@ -143,7 +146,7 @@ def _hint(rooms: Sequence[Room], quota: Quota, count: int, least: int, *, fewer:
         # Waiting does not help a container that asks for more than a GPU has.
         if options:
             return f"ask for {' or '.join(options)} at most"
-        return f"ask for {whole // MIB}Mi of memory at most, when a container has ended"
+        return f"ask for {whole // MIB}Mi of memory at most, once a container has ended"
     if not options:
         return "wait until a container ends"
     return f"ask for {' or '.join(options)} at most, or wait until a container ends"

@@ -202,8 +202,8 @@ class Slots:
     def _is_own(self, pid: int) -> bool:
         """Return whether a process is registered, or in the container's control group.
 
-        True also if the container has no control group. If containers share a pid namespace, a
-        process of another container with the same rights can reach this one's directory through
+        Also return True if the container has no control group. If containers share a pid namespace,
+        a process of another container with the same rights can reach this one's directory through
         /proc/PID/root. Only the control group distinguishes them.
         """
         is_registered = any(process.pid == pid for process in self._processes.values())
@@ -239,7 +239,8 @@ class Slots:
         if slot is None:
             raise RuntimeError(f"{layout.N_SLOTS} processes of this container already use the GPU")
         process = self._identify(slot, pid, own)
-        # Before the slot is in use: a used slot without a row would be taken for a damaged state.
+        # Stored before the slot is in use: a used slot without a row would be taken for a damaged
+        # state.
         self._state.register(
             self._key, ProcessRow(slot, Identity(pid, process.start), process.start_us)
         )

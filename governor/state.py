@@ -123,7 +123,7 @@ class ContainerRow:
 
 
 class _DamageError(Exception):
-    """The file exists, and its content is not valid."""
+    """The file exists, but its content is not valid."""
 
 
 class _NewerError(Exception):
@@ -133,7 +133,7 @@ class _NewerError(Exception):
 class State:
     """The model, and the file at `path`; without a path, the model alone.
 
-    Opened by `load`. The file is locked while it is open, so no other process can open it.
+    `load` opens the file, which stays locked while it is open, so no other process can open it.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -150,8 +150,8 @@ class State:
     def load(self) -> None:
         """Read the file; a damaged one is moved away and logged, and the model stays empty.
 
-        GovernorError if another process has the file open. If the file cannot be read or created,
-        that is logged, and `retry` tries again.
+        Raise GovernorError if another process has the file open. If the file cannot be read or
+        created, that is logged, and `retry` tries again.
         """
         if self._path is None:
             return
@@ -208,9 +208,11 @@ class State:
     def _migrate(self, db: sqlite3.Connection) -> None:
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if version < 0:
-            raise _DamageError(f"it is of version {version}")
+            raise _DamageError(f"it has version {version}")
         if version > VERSION:
-            raise _NewerError(f"it is of version {version}, this governor knows {VERSION}")
+            raise _NewerError(
+                f"it has version {version}, but this governor knows {VERSION} at most"
+            )
         (check,) = db.execute("PRAGMA quick_check(1)").fetchone()
         if check != "ok":
             raise _DamageError(check)
@@ -329,7 +331,7 @@ class State:
             self._log_failure(e)
             raise StateError(
                 f"{self._path} cannot be written: {e}",
-                hint="make room, or make it writable; containers that run go on",
+                hint="make room, or make it writable; running containers keep running",
             ) from e
 
     # ---- events: kept in memory if they cannot be written ----

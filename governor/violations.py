@@ -1,11 +1,11 @@
 """Decide from samples of NVML whether a container violates its quota.
 
-Pure: no clock, no driver, no file. A sample can be wrong, because its values are not read at one
-instant, and legitimate work is still visible after its grant. So a single sample is never a
-violation: a `ViolationDetector` (one for each container and GPU) reports a violation once when it
-has lasted for some time, and once when it is over. That time is either uninterrupted or cumulative:
-the cumulative time catches a program that complies now and then, when a sample may be taken. Units
-are bytes, percent and nanoseconds.
+The module is pure: it uses no clock, driver or file. A sample can be wrong, because its values are
+not read at one instant, and legitimate work is still visible after its grant. So a single sample is
+never a violation: a `ViolationDetector` (one for each container and GPU) reports a violation once
+when it has lasted for some time, and once when it is over. That time is either uninterrupted or
+cumulative: the cumulative time catches a program that complies now and then, when a sample may be
+taken. Units are bytes, percent and nanoseconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from governor.quota import Device
 MEMORY, UNREGISTERED, COMPUTE = KINDS = ("memory", "unregistered", "compute")
 
 LIBRARIES = 128 << 20
-"""Bytes by which the code of libraries may exceed a quota, see libcontrol/loads.h."""
+"""Bytes by which the code of libraries may exceed a quota; see libcontrol/loads.h."""
 
 MEMORY_NS = 1_000_000_000
 """Time for which each sample has to show more memory than is allowed, before that is a violation.
@@ -43,8 +43,8 @@ LOOK_NS = 250_000_000
 """Longest time before a sample for which the sample counts."""
 LEAK = 0.1
 """Fraction of the time without a violation that is subtracted from its sum. A sample is seldom
-wrong, because NVML's list comes from one call, and then by at most the allowed memory: it shows
-memory that one process freed and another allocated in both."""
+wrong, because NVML's list comes from one call, and then by at most the allowed memory: it counts
+memory that one process freed and another allocated for both."""
 
 GONE_NS = 500_000_000
 """A violation of memory or registration is over when no sample showed it for this time."""
@@ -67,9 +67,9 @@ LATE_NS = 750_000_000
 itself its share while the governor does not respond (`on_governor_loss`)."""
 
 MOST_ELSEWHERE = 32
-"""Maximum number of a container's processes on GPUs not granted that are reported."""
+"""Maximum number of a container's processes on GPUs not granted to it that are reported."""
 MOST_EPISODES = 32
-"""Number of violations of a container that are kept; those that last are always kept."""
+"""Number of violations of a container that are kept; ongoing ones are always kept."""
 
 
 def allowed_memory(limit: int, context_bytes: int) -> int:
@@ -125,7 +125,7 @@ class Episode:
     ended: float | None = None
 
     def describe(self) -> dict[str, Any]:
-        """Return it as plain values."""
+        """Return the violation as plain values."""
         return {
             "kind": self.kind,
             "gpu": self.gpu,
@@ -175,7 +175,7 @@ class Findings:
         return frozenset(processes.keys() - before.keys())
 
     def lasts(self, gpu: str, kind: str) -> bool:
-        """Return whether a violation of this kind lasts."""
+        """Return whether a violation of this kind is ongoing."""
         return any(
             one.ended is None and (one.gpu, one.kind) == (gpu, kind) for one in self.episodes
         )
@@ -322,11 +322,11 @@ class ViolationDetector:
 
     @property
     def accuses(self) -> bool:
-        """Whether a violation lasts."""
+        """Whether a violation is ongoing."""
         return bool(self._episodes)
 
     def end(self) -> list[Episode]:
-        """Return the violations that last; they are over, because the container has ended."""
+        """Return the ongoing violations; they are over, because the container has ended."""
         lasted = list(self._episodes.values())
         self._episodes.clear()
         return lasted

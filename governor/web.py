@@ -92,7 +92,7 @@ def policy_of(page: str) -> str:
 class PageEndpoint(httpd.Endpoint):
     """Answers GET requests for the page and for the data that it shows."""
 
-    where = f"the page is at /, what it shows at {STATE} and {HISTORY}"
+    where = f"the page is at /, its data at {STATE} and {HISTORY}"
 
     def __init__(self, server: Server, history: History) -> None:
         super().__init__("web")
@@ -132,10 +132,10 @@ class PageEndpoint(httpd.Endpoint):
         if path == "/":
             return await self._send(self._page, "text/html; charset=utf-8", headers)
         if headers.get("Sec-Fetch-Site", "none") not in ("same-origin", "none"):
-            return self.status("403 Forbidden", why="a page of another origin asks")
+            return self.status("403 Forbidden", why="the request is from a page of another origin")
         since = _SINCE.fullmatch(query)
         if query and not (since and path == HISTORY):
-            return self.status("400 Bad Request", why="what may be asked for is ?since=STEP")
+            return self.status("400 Bad Request", why="the only query is ?since=STEP")
         body = await (
             self._state_json() if path == STATE else self._then(int(since[1]) if since else -1)
         )
@@ -204,7 +204,7 @@ def _name(container: Container) -> str:
 def describe(server: Server) -> dict[str, Any]:
     """Return the current state for the page.
 
-    Runs on the governor's event loop.
+    It runs on the governor's event loop.
     """
     allocations = server.allocations.describe()
     shown = ("uuid", "index", "name", "strategy", "memory", "memory_left", "compute_left", "lost",
@@ -276,10 +276,10 @@ def reason_of(episode: Episode) -> str:
     """Return the finding and the limit of a violation, as text."""
     if episode.kind == MEMORY:
         found, allowed = episode.found // MIB, episode.allowed // MIB
-        return f"its processes hold {found} MiB of GPU memory, {allowed} MiB are allowed"
+        return f"its processes hold {found} MiB of GPU memory, but {allowed} MiB is allowed"
     if episode.kind == COMPUTE:
         return f"it worked on the GPU without a grant ({episode.found} % in NVML's samples)"
-    return "a process uses the GPU and has not registered: it bypasses the control library"
+    return "a process uses the GPU but has not registered: it bypasses the control library"
 
 
 def uses_of(container: Container) -> Iterator[tuple[tuple[Container, str], Use]]:

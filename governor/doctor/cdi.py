@@ -60,7 +60,7 @@ def _read(node: ExaminedNode, path: str) -> CdiFile:
         return CdiFile(path, "", {}, str(e))
     kind = document.get("kind") if isinstance(document, dict) else None
     if not isinstance(kind, str) or "/" not in kind:
-        return CdiFile(path, "", {}, f"{path} has no kind, VENDOR/CLASS")
+        return CdiFile(path, "", {}, f"{path} has no kind (VENDOR/CLASS)")
     return CdiFile(path, kind, document)
 
 
@@ -108,7 +108,7 @@ def _examine(node: ExaminedNode, file: CdiFile) -> Iterator[Finding]:
         yield examine_program(node, path, f"{file.path}:")
     if stages and "poststop" not in stages:
         yield warning(
-            f"{file.path} has no hook poststop, which reports a container's end: what a start "
+            f"{file.path} has no poststop hook, which reports a container's end: what a start "
             "creates in a container's layer stays there",
             GENERATE,
         )
@@ -132,5 +132,5 @@ def _stale(node: ExaminedNode, path: str, device: dict[str, Any]) -> str | None:
     if stat.S_ISCHR(status.st_mode) and all(isinstance(number, int) for number in wanted):
         number = os.major(status.st_rdev), os.minor(status.st_rdev)
         if number != wanted:
-            return f"{path} is {number[0]}:{number[1]}, the file says {wanted[0]}:{wanted[1]}"
+            return f"{path} is {number[0]}:{number[1]}; the file says {wanted[0]}:{wanted[1]}"
     return None

@@ -80,7 +80,7 @@ def _hooks(node: ExaminedNode, config: Configuration) -> Iterator[tuple[str, str
 
 
 def handler(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether CRI-O has the handler `tidegate`, and its wrapper executes CRI-O's runtime."""
+    """Check CRI-O's handler `tidegate`, and that its wrapper executes CRI-O's runtime."""
     config = configuration(node)
     if config is None:
         yield note(NOT_HERE)
@@ -112,7 +112,8 @@ def _runtime(node: ExaminedNode, config: Configuration, what: str) -> Finding:
         )
     if own is not None and default != NAME and not _same(node, own, real):
         return warning(
-            f"{what}: the wrapper executes {real}, and the default handler {default} {own}",
+            f"{what}: the wrapper executes {real}, but the default handler {default}"
+            f" executes {own}",
             f"correct {CONFIG}" if named else SETUP,
         )
     return ok(f"{what}: the wrapper executes {real}")

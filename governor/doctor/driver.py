@@ -134,7 +134,7 @@ def nodes(node: ExaminedNode) -> Iterator[Finding]:
             )
         elif (found := _number(status)) != (major, minor):
             yield wrong(
-                f"{path} is {found[0]}:{found[1]}, the kernel says {major}:{minor}",
+                f"{path} is {found[0]}:{found[1]}; the kernel says {major}:{minor}",
                 f"rm {path} && {make}",
             )
         elif status.st_mode & 0o006 != 0o006:
@@ -181,7 +181,7 @@ def links(node: ExaminedNode) -> Iterator[Finding]:
 
 
 class NothingToAskError(Exception):
-    """There is no NVIDIA GPU to examine; the message has the reason."""
+    """There is no NVIDIA GPU to examine; the message gives the reason."""
 
 
 def _of_gpus(
@@ -236,12 +236,12 @@ def compute_mode(node: ExaminedNode, rows: list[list[str]]) -> Iterator[Finding]
         if mode == "Prohibited" or (mode.startswith("Exclusive") and strategy != "mps"):
             closed = True
             yield wrong(
-                f"GPU {index} has the compute mode {mode}: it takes "
+                f"GPU {index} has the compute mode {mode}: it accepts "
                 + ("no process" if mode == "Prohibited" else "the processes of one program"),
                 f"nvidia-smi -i {index} -c DEFAULT",
             )
     if not closed:
-        yield ok("the GPUs take processes of several containers")
+        yield ok("the GPUs accept processes of several containers")
 
 
 @_of_gpus
@@ -284,7 +284,7 @@ def mps(node: ExaminedNode) -> Iterator[Finding]:
             )
             return  # the daemon and its server are one installation
     if hidden:
-        yield unseen(f"whether {hidden} MPS daemons are the governor's", AS_ROOT)
+        yield unseen(f"it is not known whether {hidden} MPS daemons are the governor's", AS_ROOT)
     else:
         yield ok("the MPS daemons are the governor's" if seen else "no MPS daemon runs")
 

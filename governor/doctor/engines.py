@@ -272,7 +272,7 @@ def containerd_handler(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def _handler(node: ExaminedNode, handler: dict[str, Any], what: str) -> Iterator[Finding]:
-    """Check whether a handler enters the hook, by the wrapper runtime or by its base spec."""
+    """Check whether a handler adds the hook, through the wrapper runtime or its base spec."""
     remedy = "tidegate setup containerd"
     spec = handler.get("base_runtime_spec")
     if not isinstance(spec, str) or not spec:
@@ -325,6 +325,6 @@ def any_engine(node: ExaminedNode) -> Iterator[Finding]:
         yield ok(f"Tidegate is set up for {', '.join(ready)}")
     else:
         yield warning(
-            "no engine is set up for Tidegate: containers get a GPU only by a bundle's hook",
+            "no engine is set up for Tidegate: containers get a GPU only through a bundle's hook",
             "tidegate setup docker, podman, containerd or crio",
         )

@@ -18,7 +18,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line for an operator; `remedy` is a command, or a step if no command does it."""
+    """One line for an operator; `remedy` is a command, or an instruction if there is none."""
 
     state: Severity
     found: str
@@ -26,7 +26,7 @@ class Finding:
 
 
 class UnseenError(Exception):
-    """Something cannot be examined; the message has the reason."""
+    """Something cannot be examined; the message gives the reason."""
 
     def __init__(self, message: str, *, remedy: str | None = None) -> None:
         super().__init__(message)

@@ -23,7 +23,9 @@ def serves(node: ExaminedNode) -> Iterator[Finding]:
     path = f"{node.config.runtime_dir}/{SOCKET}"
     pid = _listener(node, path)
     if pid is None:
-        found = "the fork server does not run: each hook starts an interpreter, about 25 ms a start"
+        found = (
+            "the fork server is not running: each hook starts an interpreter, about 25 ms per start"
+        )
         if node.stat(UNIT) is None:
             yield note(found)
         else:
@@ -32,8 +34,8 @@ def serves(node: ExaminedNode) -> Iterator[Finding]:
     other = [name for name in ("mnt", "pid", "user") if _differs(node, pid, name)]
     if other:
         yield warning(
-            f"the fork server, process {pid}, is in another {other[0]} namespace than the node's"
-            " first process: it declines the requests of the node's engines",
+            f"the fork server, process {pid}, is in a different {other[0]} namespace from the"
+            " node's first process: it declines the requests of the node's engines",
             "remove settings that give it namespaces from its unit's drop-ins, then"
             " systemctl restart tidegate-forkserver",
         )
@@ -60,7 +62,7 @@ def _listener(node: ExaminedNode, path: str) -> int | None:
 
 
 def _differs(node: ExaminedNode, pid: int, name: str) -> bool:
-    """Return whether a process is in another namespace than the first process of this machine."""
+    """Return whether a process is in a different namespace from the machine's first process."""
     if not node.alive:
         return False  # the tree belongs to another machine, or to a test
     try:

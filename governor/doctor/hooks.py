@@ -90,9 +90,9 @@ def _read(node: ExaminedNode, path: str) -> HookFile:
     program = hook.get("path")
     fault = None
     if document.get("version") != "1.0.0":
-        fault = f"{path} has version {document.get('version')!r}, only 1.0.0 is known"
+        fault = f"{path} has version {document.get('version')!r}, but only 1.0.0 is known"
     elif not isinstance(program, str) or not program.startswith("/"):
-        fault = f"{path}: hook.path is {program!r}, accepted is an absolute path"
+        fault = f"{path}: hook.path is {program!r}, but must be an absolute path"
     name = program if isinstance(program, str) else ""
     return HookFile(path, name, strings(hook.get("args")), document, fault)
 

@@ -90,7 +90,7 @@ def room(node: ExaminedNode) -> Iterator[Finding]:
             yield wrong(f"{there} is on a read-only file system", "mount it read-write")
         elif free < least:
             yield state(
-                f"{free >> 20} MiB are free for {what} in {path}, up to "
+                f"{free >> 20} MiB are free for {what} in {path}; up to "
                 f"{least >> 20} MiB are needed",
                 "free some space, for example with tidegate gc",
             )
@@ -101,7 +101,7 @@ def room(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def _size(driver_dir: str) -> int:
-    """Return the bytes of the generation in force, 0 if there is none."""
+    """Return the size of the generation in force, in bytes; 0 if there is none."""
     from vdriver.errors import VdriverError
     from vdriver.manifest import read_manifest as read_whole
 

@@ -47,7 +47,7 @@ def in_pod() -> bool:
 
 
 def run_command(command: Sequence[str]) -> str:
-    """Return a command's output; UnseenError if it fails or takes too long."""
+    """Return a command's output; raise UnseenError if it fails or takes too long."""
     name = os.path.basename(command[0])  # noqa: PTH119
     try:
         done = subprocess.run(
@@ -106,7 +106,7 @@ class ExaminedNode:
         return 0 if self.alive else os.stat(self.root).st_uid  # noqa: PTH116
 
     def host(self, path: str) -> str | None:
-        """Return this process's path of a path on the node, None if it does not resolve."""
+        """Return this process's path for a path on the node, None if it does not resolve."""
         if self.alive:
             return path
         tree = Tree(self.root)
@@ -193,7 +193,7 @@ class BrokenError(Exception):
 
 
 def read_json(node: ExaminedNode, path: str) -> dict[str, Any] | None:
-    """Return a JSON object, None if there is no file; BrokenError for anything else."""
+    """Return a JSON object, None if there is no file; raise BrokenError for anything else."""
     text = node.read(path)
     if text is None:
         return None
@@ -207,7 +207,7 @@ def read_json(node: ExaminedNode, path: str) -> dict[str, Any] | None:
 
 
 def read_toml(node: ExaminedNode, path: str) -> dict[str, Any] | None:
-    """Return a TOML document, None if there is no file; BrokenError for anything else."""
+    """Return a TOML document, None if there is no file; raise BrokenError for anything else."""
     text = node.read(path)
     try:
         return None if text is None else parse_toml(text)
@@ -216,11 +216,11 @@ def read_toml(node: ExaminedNode, path: str) -> dict[str, Any] | None:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML; ValueError if it is not TOML, however deep it is nested."""
+    """Parse TOML; raise ValueError if it is not TOML, however deeply it is nested."""
     try:
         return tomllib.loads(text)
     except RecursionError as e:
-        raise ValueError("nested too deep") from e
+        raise ValueError("nested too deeply") from e
 
 
 def table(document: object, *path: str) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def operator(node: ExaminedNode) -> Iterator[Finding]:
     if node.stat(PLUGIN) is not None:
         quiet = False
         yield warning(
-            f"{PLUGIN} exists: the kubelet gives out whole GPUs that the governor shares, too",
+            f"{PLUGIN} exists: the kubelet gives out whole GPUs that the governor also shares",
             "label the node nvidia.com/gpu.deploy.device-plugin=false, or separate the GPUs",
         )
     inside = node.names(OPERATOR)

@@ -1,4 +1,4 @@
-"""Check Tidegate's own programs and files: whether they run, and only root can change them."""
+"""Check Tidegate's own programs and files: whether they run, and that only root can change them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _writable(node: ExaminedNode, status: os.stat_result) -> str | None:
 
 
 def examine_program(node: ExaminedNode, path: str, what: str, install: str = PACKAGE) -> Finding:
-    """Check that root can run the program at `path`, and no other user can change it.
+    """Check that root can run the program at `path`, and that no other user can change it.
 
     `install` is the remedy if it is missing.
     """
@@ -124,7 +124,7 @@ def _installed(node: ExaminedNode, path: str) -> str | None:
 
 
 def programs(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether the hook and the wrapper runtime exist, and only root can change them."""
+    """Check whether the hook and the wrapper runtime exist, and that only root can change them."""
     for path, what in ((HOOK, "the hook"), (RUNTIME, "the wrapper runtime")):
         found = _installed(node, path)
         if found is None:
@@ -183,7 +183,7 @@ def python(node: ExaminedNode) -> Iterator[Finding]:
     number = tuple(int(part) for part in re.findall(r"[0-9]+", answer)[:2])
     if number < OLDEST:
         yield wrong(
-            f"{interpreter} is Python {answer}, the hook needs {OLDEST[0]}.{OLDEST[1]}",
+            f"{interpreter} is Python {answer}, but the hook needs {OLDEST[0]}.{OLDEST[1]}",
             "install a newer python3",
         )
     else:
@@ -191,7 +191,7 @@ def python(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def wrapper_settings(node: ExaminedNode) -> NodeSettings:
-    """Return the wrapper's settings; BrokenError if the wrapper would not accept its file."""
+    """Return the wrapper's settings; raise BrokenError if the wrapper would not accept its file."""
     try:
         return parse_node(node.read(CONFIG) or "", CONFIG)
     except SettingsError as e:
@@ -257,7 +257,7 @@ def control(node: ExaminedNode) -> Iterator[Finding]:
         # A mirror in force has its own copies.
         yield (warning if kind_of_mirror(node) else wrong)(
             f"{directory} has no {' and no '.join(lacking)}: tidegate refresh cannot make a mirror",
-            "install the package tidegate, or make build in a checkout",
+            "install the package tidegate, or run make build in a checkout",
         )
     else:
         yield ok(f"the control libraries are in {directory}")

@@ -185,7 +185,7 @@ def _read_only(node: ExaminedNode, pid: int, mounts: list[str]) -> list[str]:
 
 
 def security(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether SELinux or AppArmor block a container's access to Tidegate's mounts."""
+    """Check whether SELinux or AppArmor blocks a container's access to Tidegate's mounts."""
     enforce = node.read("/sys/fs/selinux/enforce")
     apparmor = (node.read("/sys/module/apparmor/parameters/enabled") or "").startswith("Y")
     if enforce is not None and enforce.strip() == "1":
@@ -212,7 +212,7 @@ def _labels(node: ExaminedNode) -> Iterator[Finding]:
             raise UnseenError(f"the SELinux label of {path}: {e.strerror}") from e
         kind = (context.strip("\0").split(":") + [""] * 3)[2]
         if kind in LABELS:
-            yield ok(f"SELinux enforces, {path} is {kind}")
+            yield ok(f"SELinux enforces, and {path} is {kind}")
         else:
             yield warning(
                 f"SELinux enforces, and {path} is {kind or 'without a label'}: containers may not "

@@ -23,7 +23,7 @@ def examine_wrapper(
     `elsewhere`: the engine passes arguments, so the wrapper may have other settings.
     """
     if not isinstance(path, str) or not path.startswith("/"):
-        return wrong(f"{what} runs {path!r}, accepted is an absolute path", remedy)
+        return wrong(f"{what} runs {path!r}, which is not an absolute path", remedy)
     if not PurePosixPath(path).name.startswith(f"{NAME}-"):
         return wrong(f"{what} runs {path}, which is not the wrapper tidegate-runtime", remedy)
     lacks = None if elsewhere else _unhooked(node, path, what)
@@ -40,6 +40,6 @@ def _unhooked(node: ExaminedNode, path: str, what: str) -> Finding | None:
     if hook != HOOK or own == HOOK or node.stat(HOOK) is not None or node.stat(own) is None:
         return None
     return wrong(
-        f"{what}: {path} enters the hook {HOOK}, which is missing",
+        f"{what}: {path} adds the hook {HOOK}, which is missing",
         f"write `hook {own}` to {CONFIG}",
     )

@@ -1,4 +1,4 @@
-"""Estimate which part of its time on the GPU each process worked; pure.
+"""Estimate for which part of its time on the GPU each process worked.
 
 The driver's trace has a record only where one context ends and another begins. A process that is
 not interrupted stays on the GPU from its first work on, whether it works or pauses, so its
@@ -16,7 +16,7 @@ time.
 
 Samples arrive some time after the interval that they describe. Until then, time is charged at the
 highest rate of any sample of the last second. When a sample arrives, the difference is charged or
-given back. Times are nanoseconds.
+given back. Times are nanoseconds. The module is pure: it uses no file, clock or driver.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MEMORY = 1000 * MS
 NOISE = 0.02
 """Error of a sample, as a fraction of its interval; samples are in whole percent."""
 BUSY = 0.9
-"""Fraction of its time on the GPU: a process that works more than this is charged all of the
+"""Fraction of a process's time on the GPU: one that works more than this is charged all of the
 time."""
 
 
@@ -122,7 +122,7 @@ class Activity:
         """Return what to charge for the time since the last step, by pid.
 
         A charge is negative if more time is given back than charged. `samples`: the new ones; None
-        if they were not asked for, or NVML has none. `full`: turns that ended with their slice
+        if they were not requested, or NVML has none. `full`: turns that ended with their slice
         since the last step.
         """
         began, self._now = self._now, now

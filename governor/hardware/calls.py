@@ -344,7 +344,7 @@ GET_ACCESS_RIGHTS = Call(
         (CallField("hObject", "u32", 0), CallField("hClient", "u32", 4)),
     ),
 )
-"""Reports to any client whether another client has an object; if it has not, nothing is written to
+"""Reports to any client whether another client has an object; if not, nothing is written to
 the kernel's log."""
 GET_GPU_ID = Call(
     "NV2080_CTRL_CMD_GPU_GET_ID",

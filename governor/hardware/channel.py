@@ -24,7 +24,10 @@ _N_DESCRIPTORS = 4
 
 
 class Channel:
-    """One end of a channel, which owns its socket; OSError if the peer is gone or silent."""
+    """One end of a channel, which owns its socket.
+
+    Methods raise OSError if the peer is gone or silent.
+    """
 
     def __init__(self, sock: socket.socket, silence_s: float | None = None) -> None:
         """Take over a socket; `silence_s` is the longest wait for the peer, in seconds."""
@@ -53,19 +56,19 @@ class Channel:
                     close_all(descriptors)
                     return None
                 if not piece or sum(map(len, pieces)) > LONGEST:
-                    raise ConnectionError("the connection ended within a message")
+                    raise ConnectionError("a message is incomplete or too long")
             message = json.loads(b"".join(pieces))
             if not isinstance(message, dict):
-                raise ConnectionError("a message is no JSON object")
+                raise ConnectionError("a message is not a JSON object")
         except BaseException as e:
             close_all(descriptors)
             if isinstance(e, ValueError):
-                raise ConnectionError("a message is no JSON") from e
+                raise ConnectionError("a message is not JSON") from e
             raise
         return message, descriptors
 
     def ask(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
-        """Send a request and return its answer; OSError with the reason if it was refused.
+        """Send a request and return its answer; raise OSError with the reason if it was refused.
 
         After any other error the channel is closed: a late answer would be taken for that of the
         next request.

@@ -63,7 +63,7 @@ class Holding(NamedTuple):
 
 
 def duplicate_descriptor(pidfd: int, fd: int) -> int:
-    """Return a duplicate of another process's descriptor; OSError if that is not allowed."""
+    """Return a duplicate of another process's descriptor; raise OSError if that is not allowed."""
     copy = int(_libc.syscall(_PIDFD_GETFD, pidfd, fd, 0))
     if copy < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -79,14 +79,14 @@ def has_ended(pidfd: int) -> bool:
 
 @contextlib.contextmanager
 def borrowed(pidfd: int, descriptor: int, device: str = calls.CONTROL_DEVICE) -> Iterator[int]:
-    """Lend a duplicate of a process's descriptor; OSError if it cannot be had.
+    """Lend a duplicate of a process's descriptor; raise OSError if it cannot be obtained.
 
-    EBADF also if the number now refers to another file, to which no call may be made.
+    The error is EBADF also if the number now refers to another file, to which no call may be made.
     """
     fd = duplicate_descriptor(pidfd, descriptor)
     try:
         if os.fstat(fd).st_rdev != os.stat(device).st_rdev:  # noqa: PTH116
-            raise OSError(errno.EBADF, f"descriptor {descriptor} is another file")
+            raise OSError(errno.EBADF, f"descriptor {descriptor} refers to another file")
         yield fd
     finally:
         os.close(fd)
@@ -208,9 +208,9 @@ def find_holdings(
 ) -> list[Holding]:
     """Return a process's clients that have channel groups on the GPUs.
 
-    `clients` are those that may belong to the process. OSError: the process is gone, or its
-    descriptors cannot be duplicated. If it is gone, what was read by its pid may belong to another
-    process.
+    `clients` are those that may belong to the process. Raise OSError if the process is
+    gone or its descriptors cannot be duplicated. If it is gone, what was read by its pid may belong
+    to another process.
     """
     found: list[Holding] = []
     left = set(clients)

@@ -89,8 +89,8 @@ class DriverClient:
     ) -> None:
         if branch < calls.FIRST_BRANCH:
             raise DriverCallError(
-                f"the kernel module is of branch {branch}, and its calls are known from "
-                f"{calls.FIRST_BRANCH} on",
+                f"the kernel module is of branch {branch}, but its calls are known "
+                f"only from {calls.FIRST_BRANCH} on",
                 0x56,
             )
         self._ioctl = ioctl
@@ -191,7 +191,7 @@ class DriverClient:
         return self.ask(calls.GET_ACCESS_RIGHTS, self.client, values)[0] == 0
 
     def gpu(self, uuid: str) -> DriverGpu | None:
-        """Open a GPU, with a device and a subdevice object; None if no process has it open."""
+        """Open a GPU with a device and a subdevice object; None if no process has it open."""
         ids = self.control(calls.GET_ATTACHED_IDS, self.client, {})
         for i in range(0, len(ids), 4):
             gpu_id = int.from_bytes(ids[i : i + 4], "little")

@@ -82,7 +82,7 @@ class _Account:
 
 
 class Finder:
-    """Finder of one GPU; methods may be called from any thread, `tell` is called from its."""
+    """Finder of one GPU. Its methods may be called from any thread; its own calls `tell`."""
 
     def __init__(self, find: Find, tell: Callable[[Found], None]) -> None:
         self._find, self._report = find, tell
@@ -211,7 +211,7 @@ class Finder:
                 account.thorough_at = ended + COST * (ended - began)
             else:
                 account.charge(ended - began, ended)
-            # The process may have registered again in the meantime, or has left and may come back.
+            # The process may have registered again in the meantime, or may have left and come back.
             now = self._processes.get(key, process)
             if held or not is_wanted:
                 now.n_known, now.n_misses = n, 0

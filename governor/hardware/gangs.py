@@ -77,7 +77,7 @@ class Board:
         return number
 
     def remove(self, gang: int) -> None:
-        """Forget a container; it has no window any more."""
+        """Forget a container; it no longer has a window."""
         with self._lock:
             self._gangs.pop(gang, None)
             self._windows.pop(gang, None)
@@ -201,7 +201,7 @@ def _connected(numbers: Iterable[int], gpus: Mapping[int, set[int]]) -> list[lis
 
 
 def _time_apart(spans: Sequence[tuple[int, int]], now: int) -> int:
-    """Return for how long of its last window a container was not on all of its GPUs.
+    """Return for how much of its last window a container was not on all of its GPUs.
 
     The driver calls of several GPUs exclude each other, so one GPU's window begins and ends later
     than another's.

@@ -1,4 +1,4 @@
-"""Steer a real GPU, as `steering.Hardware`, through channel groups, driver calls and the trace."""
+"""Implement `steering.Hardware` for a real GPU: channel groups, driver calls and the trace."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ class ClientHolding(NamedTuple):
 
 
 class NvidiaHardware:
-    """One GPU of the running driver; OSError or DriverCallError if it cannot be steered."""
+    """One GPU of the running driver.
+
+    Methods raise OSError or DriverCallError if it cannot be steered.
+    """
 
     def __init__(
         self,
@@ -84,7 +87,7 @@ class NvidiaHardware:
     ) -> None:
         found = branch or module_branch()
         if found is None:
-            raise FileNotFoundError("/proc/driver/nvidia/version is not there")
+            raise FileNotFoundError("/proc/driver/nvidia/version does not exist")
         self._branch, self._path, self._proc = found, path, proc
         self._ioctl = ioctl
         self._driver = self._open()
@@ -224,12 +227,15 @@ class NvidiaHardware:
         return [list(pair) for one in held for pair in one.channels]
 
     def name(self, held: ClientHolding) -> list[Any]:
-        """Return a JSON value from which `named` restores this."""
+        """Return a JSON value from which `named` restores this client."""
         groups = [[group.handle, group.gpu_id, list(group.channels)] for group in held.groups]
         return [held.pid, held.holding.client, held.holding.descriptor, groups]
 
     def named(self, data: Any) -> ClientHolding:
-        """Return the client with this name; ValueError or TypeError if the name is malformed."""
+        """Return the client with this name.
+
+        Raise ValueError or TypeError if the name is malformed.
+        """
         pid, client, descriptor, found = data
         groups = tuple(
             ChannelGroup(int(client), int(handle), int(gpu_id), tuple(int(one) for one in channels))
@@ -284,7 +290,7 @@ def revive(
 ) -> None:
     """Switch on channels of a GPU one by one, because some of their processes may have ended.
 
-    OSError or DriverCallError if a channel that still exists may be off.
+    Raise OSError or DriverCallError if a channel that still exists may be off.
     """
     branch = module_branch(proc) or calls.FIRST_BRANCH
     with DriverClient(branch, path=path, proc=proc, ioctl=ioctl) as driver:

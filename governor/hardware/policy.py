@@ -1,13 +1,13 @@
 """Decide which containers may use a GPU now, and for how long at a time.
 
-Pure: no clock, no thread, no driver. The caller passes the GPU time that each container used and
-the current time; `step` returns a setting for each container and the time of the next step. The
-GPU's own scheduler carries the settings out. *On*: the container's channels are scheduled. *Slice*:
-how long a channel group runs before the GPU looks for another. The GPU schedules the groups that
-are on and have work round-robin, so their slices act as weights, and a group without work costs
-nothing. A *turn* is one stay on the GPU: of a channel group, until its slice or its work ends, or
-of the only one of several containers that is switched on. In a *round* each busy group has one
-turn; a period has a whole number of rounds.
+The module is pure: it uses no clock, thread or driver. The caller passes the GPU time that each
+container used and the current time; `step` returns a setting for each container and the time of the
+next step. The GPU's own scheduler carries the settings out. *On*: the container's channels are
+scheduled. *Slice*: how long a channel group runs before the GPU looks for another. The GPU
+schedules the groups that are on and have work round-robin, so their slices act as weights, and a
+group without work costs nothing. A *turn* is one stay on the GPU: that of a channel group ends with
+its slice or its work; that of a container lasts while it is the only one of several that is
+switched on. In a *round* each busy group has one turn; a period has a whole number of rounds.
 
 A container that is below its guarantee is *owed* the missing time. There are two ranks. The *first
 rank* consists of the containers that have been below their guarantee for a while, and of those of
@@ -32,8 +32,8 @@ shortfall is a *credit* for later periods, an excess is a debt. When channels ar
 restarts its round at an arbitrary group. So no container is switched off before all have had their
 turns of the period, nor while the slices alone keep all containers within their caps; the extra
 turns are a debt. The cap of a container of class latency holds within a second instead, so that it
-may use all of its time at once. It is then in the second rank, with at most twice its part in each
-period, until its use has fallen again.
+may use all of its time at once. After that it is in the second rank, with at most twice its part
+in each period, until its use has fallen again.
 
 Times are nanoseconds, shares are fractions of one GPU.
 """
@@ -60,7 +60,7 @@ NEVER = 1 << 63
 
 FINE = 10 * MS
 """Longest interval to the next step while a container of class latency works. The time of its use
-is known only to the length of a step."""
+is known only to within the length of a step."""
 ROUNDS = {1: 3, 2: 3, 3: 2}
 """Rounds per period, by the number of busy channel groups, while the first rank is empty; one round
 if there are more groups. A turn costs some 0.2 ms (H200). With a whole number of rounds, each
@@ -88,8 +88,8 @@ LONG = 16 * MS
 """Slice of a container in the first rank; if all of them are continuous, the sum of their
 slices."""
 END = 70_000
-"""Time by which a turn exceeds its slice, mostly to restore the context (H200: 0 to 100 us). It is
-charged to no container."""
+"""Time by which a turn exceeds its slice, mostly to restore the context (H200: 0 to 100 us). Of
+it, only RESTORE (trace.py) is charged to no container."""
 GAP = 80_000
 """Time from the end of a turn to the beginning of the next (H100, H200)."""
 TURN_COST = GAP + END
@@ -104,7 +104,8 @@ between checks of a container that has reached its cap and is still on."""
 LITTLE = 1 * MS
 """Time by which a container may exceed its cap before it is switched off."""
 SOON = 2 * MS
-"""Shortest interval between two steps, because each makes driver calls. Overuse in it is a debt."""
+"""Shortest interval between two steps, because each makes driver calls. Overuse within
+the interval is a debt."""
 
 LIVELY = 3 * PERIOD
 """Time since its last use of the GPU for which a container counts as working. It spans periods
@@ -118,9 +119,10 @@ MOST = 400 * MS
 the first rank at RISE and leaves it below FALL. It is owed at most MOST. For time that it took
 while others were owed, it owes at most MOST."""
 LACKS = 0.8
-"""Fraction of a container's guarantee of the last second. In a circle, the time that a container is
-owed varies by a turn or two, and is recovered slowly because none has more than its slices give it.
-So a container that had more than this fraction stays in the circle."""
+"""Fraction of a container's guarantee of the last second. In a *circle* (the slices alone keep its
+containers to their caps), the time that a container is owed varies by a turn or two, and is
+recovered slowly because none has more than its slices give it. So a container that had more than
+this fraction stays in the circle."""
 AWAKE = 2000 * MS
 """Time since its last use of the GPU for which a container keeps the slices of others short."""
 BUSY = 0.05, 0.02
@@ -161,7 +163,8 @@ class Policy:
         self._part = 1.0  # recent average part of the time with work or context switches
         self._is_full, self._n_full, self._n_unknown = True, 0, N_FULL
         self._had = 0.0  # time with work or context switches in this period
-        self._round_left: float = NEVER  # of all budgets, while containers at their caps are on
+        # What is left of all budgets, while containers at their caps are still on.
+        self._round_left: float = NEVER
         self._is_even = False  # all containers have the same slice, whatever their ranks
         self._circle: set[int] = set()  # containers whose slices keep them to their caps
 
@@ -202,8 +205,8 @@ class Policy:
         `used`: GPU time of each container since the last step, less earlier overcharges. `groups`:
         the number of a container's channel groups that have work, each with turns of its own; 1 if
         it is missing. A container's slice is divided among its groups. If `groups` is given, a
-        container that is not in it has not been found yet and cannot be switched off. `early`: the
-        number of a container's turns since the last step that ended for lack of work. `windows`:
+        container that is not in it has not been found yet and cannot be switched off. `early`: how
+        many turns of a container have ended for lack of work since the last step. `windows`:
         the windows of containers with several GPUs.
         """
         self._windows = {i: w for i, w in (windows or {}).items() if i in self._tenants}
@@ -296,10 +299,10 @@ class Policy:
         return TURN_COST * max(0.0, min(n, 2 * (n - largest)) - n_early)
 
     def _forgive(self, now: int, passed: int, had: float) -> None:
-        """Cancel the shortfall that all busy containers have in common: context switches took it.
+        """Cancel the shortfall that all busy containers have in common: context switches caused it.
 
-        `had`: the part of the passed time that all containers used. The GPU cannot fulfil all
-        guarantees if they leave no time for context switches.
+        `had`: the part of the elapsed time that the containers together used. The GPU cannot fulfil
+        all guarantees if they leave no time for context switches.
         """
         busy = [t for t in self._tenants.values() if now - t.used_at < PERIOD and t.burst > BURST]
         if len(busy) < 2:
@@ -322,7 +325,7 @@ class Policy:
             over = tenant.spent - tenant.share.limit * PERIOD * n + tenant.carried
             # Class latency is limited within the last second, and a gang by its window: no debt.
             is_debt = not tenant.share.latency and not tenant.fresh and number not in self._windows
-            # A container that sleeps does not accumulate credit.
+            # A container that sleeps accumulates no more than CREDIT.
             slept = now - tenant.used_at > PERIOD * 2
             credit = CREDIT if slept else max(CREDIT, min(tenant.turn, tenant.share.limit * PERIOD))
             tenant.carried = min(max(over, -credit), DEBT) if is_debt else 0.0
@@ -495,7 +498,7 @@ class Policy:
             if not is_room and weights[i] <= tenants[i].share.limit + LITTLE / PERIOD
         }
         rounds = self._rounds(n, length * min((weights[i] for i in busy), default=1.0))
-        # With many groups, each has one turn per round, so an excess over a cap is not urgent.
+        # With many groups, each has one turn per period, so an excess over a cap is not urgent.
         self._grain = SOON if n < MANY else length // rounds // 8
         self._later = LATER if n < MANY else PERIOD // 4
         # Rounds divide the period evenly, so that each container has the same time in each period.

@@ -42,7 +42,7 @@ class RemoteHeld(NamedTuple):
 
 
 class RemoteHardware:
-    """One GPU that the service at a socket steers; OSError if it cannot."""
+    """One GPU that the service at a socket steers; methods raise OSError if it cannot."""
 
     def __init__(self, uuid: str, path: str = SOCKET) -> None:
         self._channel, self._searches = _open(uuid, path)
@@ -66,7 +66,7 @@ class RemoteHardware:
         return [RemoteHeld(*one) for one in answer["held"]]
 
     def switch(self, held: Sequence[RemoteHeld], *, on: bool) -> None:
-        """Switch the channels of these on or off."""
+        """Switch the channels of these holdings on or off."""
         if held:
             self._channel.ask({"switch": [one.data for one in held], "on": on})
 
@@ -75,7 +75,7 @@ class RemoteHardware:
         self._channel.ask({"slice": held.data, "ns": ns})
 
     def tokens(self, held: Sequence[RemoteHeld]) -> list[Any]:
-        """Return the values that are passed to the service's watchdog for these."""
+        """Return the values that are passed to the service's watchdog for these holdings."""
         return [one.data for one in held]
 
     def used_ns(self) -> Mapping[int, int]:
@@ -136,7 +136,7 @@ def _open_once(uuid: str, path: str) -> tuple[Channel, Channel]:
             answer = channel.ask({"open": uuid, "version": VERSION}, [service_end.fileno()])
         if answer.get("version") != VERSION:
             raise OutdatedServiceError(
-                f"the steering service is of another version; "
+                f"the steering service has a different version; "
                 f"restart tidegate-steering, then tidegate-governor ({path})"
             )
         sock.settimeout(CALL_S)

@@ -1,9 +1,10 @@
-"""The steering service: makes the driver calls that steer GPUs, for a governor without the rights.
+"""The steering service: makes the driver calls that steer GPUs, for a governor without privileges.
 
 These calls need CAP_SYS_ADMIN and the system call pidfd_getfd. This process has both and does
-nothing else: it reads no configuration, accepts connections only from root, and takes no decision.
+nothing else: it reads no configuration, accepts connections only from root (and its
+own user), and makes no decisions.
 A governor opens a connection for each GPU, and sends on it the calls of `steering.Hardware`;
-searches, which take long, use a second connection that is passed with the first message. When a
+searches, which can take long, use a second connection, passed with the first message. When a
 connection ends, the session's watchdog switches on what was left off, before the GPU can be opened
 again.
 
@@ -55,7 +56,10 @@ class Steerable(Hardware[Any], Protocol):
         """Return a JSON value that identifies a result of a search."""
 
     def named(self, data: Any) -> Any:
-        """Return the result with this name; ValueError or TypeError if the name is malformed."""
+        """Return the result with this name.
+
+        Raise ValueError or TypeError if the name is malformed.
+        """
 
     def close(self) -> None:
         """Release its resources."""
@@ -68,7 +72,7 @@ class SteeringService:
     """Serves governors that connect to a listening socket."""
 
     def __init__(self, listener: socket.socket, open_gpu: Open, *, is_passed: bool) -> None:
-        """Serve without end; if the listener `is_passed`, until the last session ends."""
+        """`is_passed`: the service manager owns the listener; `run` ends with the last session."""
         self._listener, self._open_gpu, self._is_passed = listener, open_gpu, is_passed
         self._threads: set[threading.Thread] = set()
         self._gpus: dict[str, threading.Lock] = {}
@@ -123,7 +127,7 @@ class SteeringService:
             return
         if not isinstance(uuid, str) or len(descriptors) != 1:
             close_all(descriptors)
-            channel.send({"error": "the first message opens a GPU, with one descriptor"})
+            channel.send({"error": "the first message must open a GPU and carry one descriptor"})
             return
         searches = Channel(socket.socket(fileno=descriptors[0]))
         try:
@@ -219,7 +223,7 @@ def _answer(
 ) -> dict[str, Any]:
     """Return the answer to a request, or an error."""
     if request is None:
-        return {"error": f"the steering service knows no request {name[:40]!r}"}
+        return {"error": f"the steering service does not know the request {name[:40]!r}"}
     try:
         return request(message)
     except (OSError, DriverCallError) as e:
@@ -241,13 +245,13 @@ def _search(hardware: Steerable, searches: Channel) -> None:
             message, descriptors = received
             try:
                 request = functools.partial(find, pidfd=descriptors[0]) if descriptors else None
-                searches.send(_answer(request, "without a descriptor", message))
+                searches.send(_answer(request, "find without a descriptor", message))
             finally:
                 close_all(descriptors)
 
 
 def _is_permitted(connection: socket.socket) -> bool:
-    """Return whether the other end runs as root, or as our user."""
+    """Return whether the other end runs as root, or as the service's own user."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     uid: int = struct.unpack("3i", data)[1]
     return uid in (0, os.geteuid())
@@ -290,7 +294,7 @@ def _opener(stack: contextlib.ExitStack, library: str | None) -> Open:
     def open_simulated(uuid: str) -> Steerable:
         found = nvml.simulated(uuid)
         if found is None:
-            raise OSError(f"{library} is of a real driver")
+            raise OSError(f"{library} belongs to a real driver")
         return SimulatedHardware(*found, uuid)
 
     return open_simulated

@@ -50,11 +50,11 @@ class Hardware(Protocol[H]):
     def find(self, pid: int, pidfd: int, *, thorough: bool = False) -> Sequence[H]:
         """Return what a process has on the GPU; nothing if the process is gone or has no context.
 
-        Called from the finder's thread. A `thorough` search takes seconds.
+        It is called from the finder's thread. A `thorough` search takes seconds.
         """
 
     def switch(self, held: Sequence[H], *, on: bool) -> None:
-        """Switch the channels of these on or off.
+        """Switch the channels of these holdings on or off.
 
         Calls are counted: a channel that was switched off twice must be switched on twice.
         Switching on a channel that is on has no effect.
@@ -83,7 +83,7 @@ class Hardware(Protocol[H]):
         """Number of trace records ever lost. Their time is charged to no container."""
 
     def tokens(self, held: Sequence[H]) -> list[Any]:
-        """Return JSON values by which the watchdog process can switch these on."""
+        """Return JSON values by which the watchdog process can switch these holdings on."""
 
 
 class Steering(Generic[H]):

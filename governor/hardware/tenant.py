@@ -1,7 +1,7 @@
 """State of one container in the policy for a GPU's own scheduler: its shares, use and debts.
 
-Pure, as the policy is. `policy` explains the terms (period, turn, rank, circle). Times are
-nanoseconds, shares are fractions of one GPU.
+The module is pure, as the policy is. `policy` explains the terms (period, turn, rank, circle).
+Times are nanoseconds, shares are fractions of one GPU.
 """
 
 from __future__ import annotations

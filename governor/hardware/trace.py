@@ -26,7 +26,7 @@ RESTORE = 60_000
 """Time at the beginning of a turn in which the context is restored and nothing runs, in nanoseconds
 (H200: a kernel of 1.002 ms takes turns of 1.063 to 1.065 ms). It is charged to no process."""
 USUAL_SLICE = 2 * 1024 * 1024
-"""Time slice that libcuda asks for, in nanoseconds."""
+"""Time slice that libcuda requests, in nanoseconds."""
 MANY = 1024
 """Largest number of processes or contexts for which state is kept."""
 N_RECORDS = 32768

@@ -27,8 +27,8 @@ SILENCE_S = 1.0
 
 AGAIN_S = 0.5
 N_TRIES = 10
-"""Bounded, because the service manager starts the next governor, which switches on as well, only
-when this process has ended."""
+"""The number is bounded, because the service manager starts the next governor, which switches on as
+well, only when this process has ended."""
 RESTART_S = 10.0
 """Shortest interval, in seconds, between two watchdogs of one governor."""
 CLOSE_S = 5.0
@@ -77,9 +77,9 @@ class Watchdog:
         self._fd = fd
 
     def tell(self, off: Sequence[Any]) -> None:
-        """Announce what is about to be switched off; OSError if the watchdog does not listen.
+        """Announce what is about to be switched off; raise OSError if the watchdog does not listen.
 
-        A watchdog that has ended, for instance by the OOM killer, is replaced.
+        A watchdog that has ended, for instance because of the OOM killer, is replaced.
         """
         try:
             self._write(off, is_news=off != self._announced)

@@ -116,7 +116,7 @@ function renderFacts(gpu, parts) {
   const divides = gpu.scheduling === "hardware" ? "its own scheduler divides its time" : "grants divide its time";
   parts.facts.replaceChildren(`${gpu.uuid}, shared by ${gpu.strategy}; ${divides}`);
   if (gpu.not_steered) parts.facts.append(", not its own scheduler: ", foreign(gpu.not_steered, 400));
-  const troubles = [["does not answer, and nothing of it is granted", gpu.lost], ["takes no container now", gpu.closed]];
+  const troubles = [["does not answer, and no part of it is granted", gpu.lost], ["takes no container now", gpu.closed]];
   parts.trouble.replaceChildren(...troubles.filter(([, why]) => why !== null)
     .map(([what, why]) => make("span", {class: "bad"}, `\u26a0 It ${what}: `, foreign(why, 400))));
 }
@@ -141,7 +141,7 @@ function renderGpu(gpu, span, now) {
     make("strong", {}, `${bytes(sum(here.map((row) => row.had.memory)))} in use`),
     `; granted ${bytes(granted)} of ${bytes(gpu.memory)}`);
   parts.memoryBar.replaceChildren(totalMemoryBar(rows, gpu));
-  // The charts show all containers, whatever steps are selected.
+  // The charts show all containers, whichever steps are selected.
   parts.chart.replaceChildren(timePlot("All containers: GPU time, last 15 minutes", all, 100, span));
   parts.memoryChart.replaceChildren(memoryPlot("All containers: memory, last 15 minutes", all, gpu.memory, span));
   parts.caption.textContent = `Containers of GPU ${gpu.index}`;

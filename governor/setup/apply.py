@@ -1,4 +1,4 @@
-"""Write the files of a plan, and undo that by the journal, each as a whole or not at all."""
+"""Write the files of a plan, or undo that with the journal, each as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -159,18 +159,18 @@ def _take_out(root: Root, entry: ChangedFile, data: bytes, undo: SetupUndo) -> b
     if any("whole" in part for part in entry.parts):
         aside = f"{entry.path}.edited"
         if root.read(aside) is not None:
-            raise SetupError(f"{root.shown(aside)} is there already", hint="move it away")
+            raise SetupError(f"{root.shown(aside)} already exists", hint="move it away")
         undo.edits.append(Edit(aside, None, data))
-        undo.notes.append(f"{shown} was edited since: it is kept as {root.shown(aside)}")
+        undo.notes.append(f"{shown} has been edited since: it is kept as {root.shown(aside)}")
         return None
     try:
         rest = take_out(data.decode(), entry.parts, made=entry.steps[0].before is None)
     except ValueError as e:
         raise SetupError(
-            f"{shown} was edited since, and what is ours cannot be told from the rest: {e}",
+            f"{shown} has been edited since, and Tidegate's part cannot be told from the rest: {e}",
             hint="correct it, or take it out by hand, and run it again",
         ) from e
-    undo.notes.append(f"{shown} was edited since: only what is ours is taken out")
+    undo.notes.append(f"{shown} has been edited since: only Tidegate's part is removed")
     return None if rest is None else rest.encode()
 
 
@@ -179,7 +179,7 @@ def _require_unchanged(root: Root, changes: list[Edit]) -> None:
         file = root.read(change.path)
         if (file.data if file else None) != change.before:
             raise SetupError(
-                f"{root.shown(change.path)} was changed by another program meanwhile",
+                f"{root.shown(change.path)} was changed by another program in the meantime",
                 hint="run it again",
             )
 

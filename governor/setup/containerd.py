@@ -41,7 +41,7 @@ DROP_IN = "conf.d/tidegate.toml"
 # A pattern, because containerd does not start if an imported file is missing. It matches only
 # Tidegate's files, because the directory may have others that were not imported so far.
 IMPORT = "conf.d/tidegate*.toml"
-UNDONE = "systemctl restart containerd    # containers go on"
+UNDONE = "systemctl restart containerd    # containers keep running"
 BASE_SPEC = "tidegate-base-spec.json"
 PLUGIN2 = "io.containerd.grpc.v1.cri"
 PLUGIN3 = "io.containerd.cri.v1.runtime"
@@ -102,7 +102,7 @@ class ContainerdNode:
 
 
 def plan(root: Root, journal: Journal, options: SetupOptions) -> SetupPlan:
-    """Plan config.toml and the drop-in; SetupError if that is not possible."""
+    """Plan config.toml and the drop-in; raise SetupError if that is not possible."""
     node = _read_node(root, options)
     result = SetupPlan()
     spec = f"{node.directory}/{BASE_SPEC}" if options.base_spec else None
@@ -119,7 +119,7 @@ def plan(root: Root, journal: Journal, options: SetupOptions) -> SetupPlan:
         result.changes.append(Change(spec, _base_spec(root, options), ({"whole": True},)))
     result.todo = [
         UNDONE,
-        "tidegate setup containerd --runtime-class | kubectl apply -f -    # once a cluster",
+        "tidegate setup containerd --runtime-class | kubectl apply -f -    # once per cluster",
     ]
     result.validation = Validation(
         ("containerd", "--config", node.path, "config", "dump"),
@@ -175,15 +175,15 @@ def _read_node(root: Root, options: SetupOptions) -> ContainerdNode:
             dump = tomltext.parse(text)
         except ValueError as e:
             raise SetupError(
-                f"containerd config dump is no TOML: {e}", hint="see what containerd prints"
+                f"containerd config dump is not TOML: {e}", hint="see what containerd prints"
             ) from e
     if not merges:
         for name, document in list(files.items())[1:]:
             if PLUGIN2 in table(document, "plugins"):
                 raise SetupError(
-                    f"{root.shown(name)} has a section of CRI, which containerd 1 takes in place "
-                    f"of all that {root.shown(path)} says of CRI",
-                    hint=f"move its tables to {root.shown(path)}; or say "
+                    f"{root.shown(name)} has a CRI section, which containerd 1 uses in place "
+                    f"of everything that {root.shown(path)} says about CRI",
+                    hint=f"move its tables to {root.shown(path)}; or pass "
                     "--containerd-version 2.0 if it is that or newer",
                 )
     return ContainerdNode(path, file.text() if file else None, number, merges, files, dump, found)
@@ -206,7 +206,7 @@ def _lacking(node: ContainerdNode, said: str) -> str | None:
     try:
         found = set(table(node.cri(tomltext.parse(said)), "runtimes"))
     except ValueError as e:
-        return f"containerd config dump is no TOML: {e}"
+        return f"containerd config dump is not TOML: {e}"
     # Without a file, containerd has the handler runc. If CRI is disabled, it may have none.
     before = set(table(node.cri(node.dump), "runtimes")) or {"runc"}
     if not found or found >= {HANDLER, *before}:
@@ -234,7 +234,7 @@ def _imports(node: ContainerdNode, path: str) -> bool:
 def _existing(
     root: Root, node: ContainerdNode, drop_in: str, program: str, spec: str | None
 ) -> str | None:
-    """Return the file that has the handler; SetupError if it differs from the requested one.
+    """Return the file that has the handler; raise SetupError if it differs from the requested one.
 
     A drop-in that is not imported counts as well: only its import is missing.
     """
@@ -255,7 +255,7 @@ def _existing(
             )
         if spec is not None and table(found).get("base_runtime_spec") != spec:
             raise SetupError(
-                f"handler {HANDLER} in {shown} has another base_runtime_spec than {spec}",
+                f"handler {HANDLER} in {shown} has a base_runtime_spec other than {spec}",
                 hint="run it with --undo first, or remove the handler",
             )
         for name in ("pod_annotations", "container_annotations"):
@@ -381,7 +381,7 @@ def _with_handler(root: Root, node: ContainerdNode, handler: str) -> Change:
         text = tomltext.append(text, block)
     except ValueError as e:
         raise SetupError(
-            f"{root.shown(node.path)} cannot take another table behind it: {e}",
+            f"{root.shown(node.path)} cannot take another table at its end: {e}",
             hint=f"write plugins.{node.plugin}.containerd.runtimes as tables with headers",
         ) from e
     return Change(node.path, text, tuple(parts))
@@ -404,7 +404,7 @@ def _base_spec(root: Root, options: SetupOptions) -> str:
         hooks = spec.setdefault("hooks", {}).setdefault("createRuntime", [])
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise SetupError(
-            f"ctr oci spec prints no runtime configuration: {type(e).__name__}: {e}",
+            f"ctr oci spec does not print a runtime configuration: {type(e).__name__}: {e}",
             hint="see what it prints",
         ) from e
     process.pop("rlimits", None)

@@ -41,7 +41,7 @@ COMMENT = WRITTEN.format("crio")
 def plan(root: Root, journal: Journal, options: SetupOptions) -> SetupPlan:
     """Plan CRI-O's files.
 
-    SetupError if CRI-O has a different handler `tidegate`, or does not start with its files.
+    Raise SetupError if CRI-O has a different handler `tidegate`, or does not start with its files.
     """
     path = options.config or f"{DROP_INS}/{NAME}"
     program = options.program("tidegate-runtime")
@@ -56,7 +56,7 @@ def plan(root: Root, journal: Journal, options: SetupOptions) -> SetupPlan:
             )
     if HANDLER not in config.handlers and root.read(path) is not None and not ours:
         raise SetupError(
-            f"{root.shown(path)} is there, and has no handler {HANDLER}", hint="move it away"
+            f"{root.shown(path)} exists, but has no handler {HANDLER}", hint="move it away"
         )
     _look_at_hooks(root, config)
     result = SetupPlan()
@@ -76,8 +76,8 @@ def plan(root: Root, journal: Journal, options: SetupOptions) -> SetupPlan:
     if search("crio", root.runs) is None:
         result.notes.append("CRI-O is not installed: nothing has checked what it makes of this")
     result.todo = [
-        "systemctl restart crio    # containers go on",
-        "tidegate setup crio --runtime-class | kubectl apply -f -    # once a cluster",
+        "systemctl restart crio    # containers keep running",
+        "tidegate setup crio --runtime-class | kubectl apply -f -    # once per cluster",
     ]
     if path == MAIN or path.startswith(f"{DROP_INS}/"):
         result.validation = Validation(
@@ -137,7 +137,7 @@ def _look_at_hooks(root: Root, config: Configuration) -> None:
             hook = table(document, "hook").get("path")
             if isinstance(hook, str) and hook.endswith("/tidegate-hook"):
                 raise SetupError(
-                    f"CRI-O reads {file.path}, which enters the hook into each container already",
+                    f"CRI-O reads {file.path}, which already adds the hook to every container",
                     hint="remove it, or take its directory out of hooks_dir: the handler does it",
                 )
             if stages := crio_config.unknown_stages(document):
@@ -154,13 +154,13 @@ def _base(config: Configuration, runs: Callable[[str], bool]) -> str:
         name = next((n for n in crio_config.BUILT_IN if config.program(n, runs)), name)
     if name == HANDLER:
         raise SetupError(
-            f"CRI-O has no handler beside {HANDLER} that runs crun or runc",
+            f"CRI-O has no handler besides {HANDLER} that runs crun or runc",
             hint="install one of them, or write its handler",
         )
     kind = config.text("runtime_type", name)
     if kind == "vm":
         raise SetupError(
-            f"CRI-O's default handler {name} is of runtime_type vm, which has no OCI runtime",
+            f"CRI-O's default handler {name} has runtime_type vm, which has no OCI runtime",
             hint="name a handler of runc or crun with default_runtime",
         )
     return name
@@ -247,12 +247,12 @@ def _name_runtime(
 
 
 def _complaint(said: str, runs: Callable[[str], bool]) -> str | None:
-    """Return an error in the output of `crio config`, which CRI-O would load; None if none."""
+    """Return an error in the output of `crio config`, which CRI-O would load, or None."""
     config = Configuration()
     try:
         config.add("crio config", tomllib.loads(said))
     except ValueError as e:
-        return f"`crio config` prints no TOML: {e}"
+        return f"`crio config` does not print TOML: {e}"
     if HANDLER not in config.handlers:
         return f"CRI-O does not load the handler {HANDLER}: `crio config` does not show it"
     for fault, _ in config.faults(runs):

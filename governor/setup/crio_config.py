@@ -93,7 +93,7 @@ class Configuration:
         default = self.default(runs)
         if default not in (*self.handlers, *BUILT_IN):
             yield (
-                f"default_runtime is {default}, and no file has a handler of that name",
+                f"default_runtime is {default}, but no file has a handler of that name",
                 f"write [crio.runtime.runtimes.{default}], or correct default_runtime",
             )
         for name in {default: None, **self.handlers}:
@@ -102,7 +102,7 @@ class Configuration:
                 # CRI-O ignores any other handler.
                 if name == default and (name in self.handlers or name in BUILT_IN):
                     path = self.text("runtime_path", name)
-                    lack = "which is missing" if path else "which is in no directory of programs"
+                    lack = "which is missing" if path else "which is not in any program directory"
                     yield (
                         f"the default handler {name} ({origin}) runs {path or name}, {lack}",
                         f"install it, or correct runtime_path of the handler {name}",
@@ -112,8 +112,8 @@ class Configuration:
                 yield (
                     f"the handler {name} ({origin}) has the monitor {path}, which is missing"
                     if path
-                    else f"the handler {name} ({origin}) names no monitor_path, and conmon is in "
-                    "no directory of programs",
+                    else f"the handler {name} ({origin}) names no monitor_path, and conmon is not"
+                    " in any program directory",
                     f"install conmon, or correct monitor_path of the handler {name}",
                 )
 

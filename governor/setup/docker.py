@@ -43,14 +43,14 @@ STARTERS = ("/etc/default/docker", "/etc/sysconfig/docker", "/etc/conf.d/docker"
 
 
 def plan(root: Root, _journal: Journal, options: SetupOptions) -> SetupPlan:
-    """Plan daemon.json; SetupError if it already has a different runtime `tidegate`."""
+    """Plan daemon.json; raise SetupError if it already has a different runtime `tidegate`."""
     path, program = options.config or CONFIG, options.program("tidegate-runtime")
     file = root.read(path)
     shown, text = root.shown(path), file.text() if file else ""
     try:
         document = jsontext.parse(text)
     except ValueError as e:
-        raise SetupError(f"{shown} is no JSON: {e}", hint="correct it first") from e
+        raise SetupError(f"{shown} is not JSON: {e}", hint="correct it first") from e
     runtimes = document.get("runtimes", {})
     if not isinstance(runtimes, dict):
         raise SetupError(
@@ -72,7 +72,7 @@ def plan(root: Root, _journal: Journal, options: SetupOptions) -> SetupPlan:
     if options.default and former != HANDLER:
         if not root.runs(program):
             raise SetupError(
-                f"{root.shown(program)} is not there: with --default no container would start",
+                f"{root.shown(program)} does not exist: with --default no container would start",
                 hint="install it first",
             )
         _look_at_flags(root, path)
@@ -92,7 +92,7 @@ def plan(root: Root, _journal: Journal, options: SetupOptions) -> SetupPlan:
         ("dockerd", "--validate", "--config-file", path), unsupported=("unknown flag: --validate",)
     )
     result.todo = [
-        "systemctl reload docker    # dockerd reads its runtimes anew; containers go on",
+        "systemctl reload docker    # dockerd rereads its runtimes; containers keep running",
     ]
     return result
 
@@ -120,8 +120,8 @@ def _look_at_flags(root: Root, config: str) -> None:
     ]
     if where:
         raise SetupError(
-            f"{where[0]} starts dockerd with {flag}, and it does not start "
-            "with that and the same in daemon.json",
+            f"{where[0]} starts dockerd with {flag}, and dockerd does not start "
+            "if daemon.json sets it as well",
             hint=f"move what {flag} says to {root.shown(config)} first",
         )
 

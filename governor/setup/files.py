@@ -33,7 +33,7 @@ class HostFile:
     gid: int
 
     def text(self) -> str:
-        """Return the content; SetupError if it is not UTF-8."""
+        """Return the content; raise SetupError if it is not UTF-8."""
         try:
             return self.data.decode()
         except UnicodeDecodeError as e:
@@ -57,7 +57,7 @@ class Root:
     def find(self, path: str) -> str | None:
         """Return the resolved path of a file, which need not exist; None if a directory is missing.
 
-        SetupError for a dangling link, because its purpose is not known.
+        Raise SetupError for a dangling link, because its purpose is not known.
         """
         parent, _, name = path.rpartition("/")
         where = Tree(self.root).resolve(parent or "/")
@@ -70,12 +70,12 @@ class Root:
         if real is None:
             raise SetupError(
                 f"{self.shown(path)} is a symbolic link that leads to no file below {self.root}",
-                hint="mend or remove the link",
+                hint="repair or remove the link",
             )
         return real
 
     def read(self, path: str) -> HostFile | None:
-        """Return the regular file at `path`, None if there is none; SetupError for others."""
+        """Return the regular file at `path`, None if there is none; raise SetupError for others."""
         shown = self.shown(path)
         try:
             real = self.find(path)
@@ -96,7 +96,7 @@ class Root:
             data = file.read(LIMIT + 1)
         if len(data) > LIMIT:
             raise SetupError(
-                f"{shown} has more than {LIMIT >> 20} MiB", hint="that is no configuration file"
+                f"{shown} has more than {LIMIT >> 20} MiB", hint="that is not a configuration file"
             )
         return HostFile(
             shown, real, data, stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid
@@ -191,7 +191,9 @@ class Root:
         old = self.read(path)
         real = old.real if old else self.find(path)
         if real is None:
-            raise SetupError(f"{shown}: its directory is missing", hint="make it, and run it again")
+            raise SetupError(
+                f"{shown}: its directory is missing", hint="create it, and run it again"
+            )
         host = self._host(real)
         with explained(shown):
             _sweep(host)
@@ -281,7 +283,7 @@ def explain(e: OSError, path: str) -> SetupError:
     if e.errno in (errno.EACCES, errno.EPERM):
         hint = "run it as root; if it is, see whether the file is immutable (lsattr)"
     elif e.errno == errno.EROFS:
-        hint = "make it where this system is configured: its files are read-only here"
+        hint = "make the change where this system is configured: its files are read-only here"
     elif e.errno == errno.EBUSY:
         hint = "it is a mount of its own: edit it where it comes from"
     elif e.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -74,7 +74,7 @@ class Journal:
 
 
 def read(root: Root) -> Journal:
-    """Return the journal, an empty one if there is none; SetupError if it is invalid."""
+    """Return the journal, an empty one if there is none; raise SetupError if it is invalid."""
     file = root.read(FILE)
     if file is None:
         return Journal()
@@ -82,7 +82,7 @@ def read(root: Root) -> Journal:
         found = json.loads(file.data)
         if found["version"] != VERSION:
             raise SetupError(
-                f"{file.path} is of version {found['version']}",
+                f"{file.path} has version {found['version']}",
                 hint="undo with the version of Tidegate that wrote it",
             )
         engines = {

@@ -41,9 +41,10 @@ class Span:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Return the object; ValueError if it is invalid, also if only a Go parser would reject it.
+    """Return the object.
 
-    Empty text is an empty object, as for dockerd.
+    Raise ValueError if it is invalid, also if only a Go parser would reject it. Empty text is an
+    empty object, as for dockerd.
     """
     body = text.removeprefix(BOM)
     if not body.strip(" \t\r\n"):
@@ -53,7 +54,7 @@ def parse(text: str) -> dict[str, Any]:
     except RecursionError as e:
         raise ValueError("it is nested too deeply") from e
     if not isinstance(found, dict):
-        raise ValueError("it is no JSON object")  # noqa: TRY004 - what was found is text
+        raise ValueError("it is not a JSON object")  # noqa: TRY004 - what was found is text
     return found
 
 
@@ -67,7 +68,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def put(text: str, path: tuple[str, ...], value: Any) -> str:

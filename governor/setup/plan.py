@@ -79,7 +79,7 @@ class SetupPlan:
         """Add a note if a program does not exist yet."""
         if not root.runs(program):
             self.notes.append(
-                f"{root.shown(program)} is not there yet: install it before a container asks for it"
+                f"{root.shown(program)} does not exist yet: install it before a container needs it"
             )
 
     def look_at_wrapper(self, root: Root, options: SetupOptions) -> None:
@@ -93,7 +93,7 @@ class SetupPlan:
             return
         if hook != meant:
             self.notes.append(
-                f"the wrapper runtime enters {hook}: write `hook {meant}` to {root.shown(WRAPPER)}"
+                f"the wrapper runtime adds {hook}: write `hook {meant}` to {root.shown(WRAPPER)}"
             )
 
 
@@ -108,14 +108,17 @@ def packaged(name: str) -> str:
 
 
 def read_toml(root: Root, path: str, file: HostFile | None = None) -> dict[str, Any]:
-    """Return a TOML file's content, empty if there is no file; SetupError if it is invalid."""
+    """Return a TOML file's content, empty if there is no file.
+
+    Raise SetupError if it is invalid.
+    """
     file = file or root.read(path)
     if file is None:
         return {}
     try:
         return tomltext.parse(file.text())
     except ValueError as e:
-        raise SetupError(f"{file.path} is no TOML: {e}", hint="correct it first") from e
+        raise SetupError(f"{file.path} is not TOML: {e}", hint="correct it first") from e
 
 
 def table(tree: Any, *path: str) -> dict[str, Any]:
@@ -139,7 +142,7 @@ def untouched(root: Root, journal: Journal, engine: str, path: str) -> bool:
 def output(root: Root, *command: str) -> str | None:
     """Return the output of an engine's program; None if it cannot be run here.
 
-    If it fails, SetupError with the last line that it printed.
+    If it fails, raise SetupError with the last line that it printed.
     """
     program = shutil.which(command[0])
     if root.root != "/" or program is None:

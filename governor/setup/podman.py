@@ -56,7 +56,10 @@ ASK = ("podman", "--help")
 
 
 def plan(root: Root, journal: Journal, options: SetupOptions) -> SetupPlan:
-    """Plan the hooks' files and the drop-in; SetupError if Podman would not read the hooks."""
+    """Plan the hooks' files and the drop-in.
+
+    Raise SetupError if Podman would not read the hooks.
+    """
     known = _known(root, journal)
     directory = posixpath.normpath(options.hooks_dir or _directory(known))
     _require_own(root, directory)
@@ -79,8 +82,8 @@ def plan(root: Root, journal: Journal, options: SetupOptions) -> SetupPlan:
     for path in moved:
         if not untouched(root, journal, "podman", path):
             raise SetupError(
-                f"{root.shown(path)} has to move to {root.shown(directory)}, and was edited since "
-                "it was written",
+                f"{root.shown(path)} has to move to {root.shown(directory)}, and has been edited"
+                " since it was written",
                 hint="move it there by hand, and run it again",
             )
     left = {path.rpartition("/")[0] for path in moved}
@@ -114,9 +117,9 @@ def _require_own(root: Root, directory: str) -> None:
     """Refuse a directory that programs without the stage precreate read as well."""
     if _is_one_of(root, directory, BUILDAH):
         raise SetupError(
-            f"Buildah reads hooks from {root.shown(directory)} as well, and builds no image where "
+            f"Buildah reads hooks from {root.shown(directory)} as well, and builds no image if "
             "one has the stage precreate",
-            hint=f"leave --hooks-dir out, which is {HOOKS_DIR} then, or name another directory",
+            hint=f"leave --hooks-dir out (the default is {HOOKS_DIR}), or name another directory",
         )
     if _is_one_of(root, directory, crio.hooks_directories(root)):
         raise SetupError(
@@ -241,7 +244,7 @@ def _look_at_others(root: Root, found: Iterable[str], ours: set[str]) -> None:
                 continue  # Podman itself reports it
             if isinstance(program, str) and program.endswith("/tidegate-hook"):
                 raise SetupError(
-                    f"{root.shown(path)} enters the hook into each container already",
+                    f"{root.shown(path)} already adds the hook to every container",
                     hint="remove it, and run it again",
                 )
 
@@ -290,8 +293,8 @@ def _lacking(said: str, wanted: Iterable[str]) -> str | None:
     if not lacking:
         return None
     return (
-        f"Podman reads hooks from {', '.join(found or ())}, by a containers.conf that has the last "
-        f"word, and not from {', '.join(lacking)}"
+        f"Podman reads hooks from {', '.join(found or ())}, because of a containers.conf that "
+        f"takes precedence, and not from {', '.join(lacking)}"
     )
 
 
@@ -299,4 +302,4 @@ def _hook(shown: str, text: str) -> dict[str, Any]:
     try:
         return table(json.loads(text), "hook")
     except (ValueError, RecursionError) as e:
-        raise SetupError(f"{shown} is no JSON: {e}", hint="remove it first") from e
+        raise SetupError(f"{shown} is not JSON: {e}", hint="remove it first") from e

@@ -39,8 +39,8 @@ class PodmanService:
     def restart(self) -> str:
         """The command that restarts it; containers are not affected."""
         if self.unit is not None:
-            return f"systemctl restart {self.unit}    # containers go on"
-        return f"kill {self.pid}, and start `podman system service` again; containers go on"
+            return f"systemctl restart {self.unit}    # containers keep running"
+        return f"kill {self.pid}, and start `podman system service` again; containers keep running"
 
 
 def running(root: str) -> list[PodmanService]:

@@ -1,4 +1,4 @@
-"""Remove the parts that setup wrote from a file that was edited since.
+"""Remove the parts that setup wrote from a file that has been edited since.
 
 A part of a file is a dictionary with one of these keys:
 
@@ -24,7 +24,7 @@ from governor.setup.journal import Part
 def take_out(text: str, parts: list[Part], *, made: bool) -> str | None:
     """Return the text without these parts; None if setup created the file and it is now empty.
 
-    ValueError if the text is no longer valid JSON or TOML, or a part cannot be identified.
+    Raise ValueError if the text is no longer valid JSON or TOML, or a part cannot be identified.
     """
     for part in parts:
         text = _without(text, part)

@@ -28,7 +28,7 @@ class Statement:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Return the document; ValueError if it is invalid."""
+    """Return the document; raise ValueError if it is invalid."""
     try:
         return tomllib.loads(text)
     except RecursionError as e:
@@ -117,7 +117,7 @@ def newline(text: str) -> str:
 
 
 def append(text: str, block: str) -> str:
-    """Return the text with tables appended; ValueError if they are not valid there."""
+    """Return the text with tables appended; raise ValueError if they are not valid there."""
     end = newline(text)
     gap = "" if not text else end if text.endswith("\n") else end + end
     result = text + gap + block.replace("\n", end)
@@ -149,7 +149,7 @@ def add_element(text: str, key: str, value: str) -> str:
     else:
         old = tree[key]
         if not isinstance(old, list):
-            raise ValueError(f"{key} is no array")
+            raise ValueError(f"{key} is not an array")
         opened = text.index("[", found.start + _key_end(text[found.start :]))
         spans = _elements(text, opened)
         if spans:

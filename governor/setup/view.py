@@ -29,14 +29,14 @@ _libc.mount.argtypes = (
 
 
 class ViewError(Exception):
-    """No private view is possible on this node; the message has the reason."""
+    """No private view is possible on this node; the message gives the reason."""
 
 
 def run(command: list[str], files: Mapping[str, bytes | None]) -> subprocess.CompletedProcess[str]:
     """Run a program that sees these files with this content; None means no file.
 
-    Paths are absolute and have no symbolic links. ViewError if the view cannot be made; OSError and
-    TimeoutExpired as from subprocess.run.
+    Paths are absolute and have no symbolic links. Raise ViewError if the view cannot be created;
+    OSError and TimeoutExpired as subprocess.run does.
     """
     reading, writing = os.pipe()
 

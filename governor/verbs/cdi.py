@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         actions.add_parser(
             "list",
             help="list the devices",
-            description="List the names by which engines are asked for the devices.",
+            description="List the names by which the devices are requested from engines.",
         ),
     ):
         action.add_argument(
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 def write(path: Path, spec: dict[str, Any]) -> None:
     """Replace the specification atomically: an engine reads either the old or the new one.
 
-    SetupError if that is not possible.
+    Raise SetupError if that is not possible.
     """
     data = json.dumps(spec, indent=2).encode() + b"\n"
     root = Root("/")

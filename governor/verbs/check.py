@@ -91,7 +91,8 @@ def look_at_mirror(driver_dir: str, root: str = "/") -> tuple[MirrorManifest, st
     """Make the checks that the hook makes before it serves a container from the mirror.
 
     Returns the manifest of the generation in force, and a change since it was made that does not
-    stop containers, if any. HookError if a change stops them. `root` is the node's root directory.
+    stop containers, if any. Raise HookError if a change stops them. `root` is the node's root
+    directory.
     """
     from oci_hook.manifest import (
         MODULE_VERSION,

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hook",
         default="/usr/bin/tidegate-hook",
         metavar="FILE",
-        help="the hook's path in config.json, where a claim enters it (default %(default)s)",
+        help="the hook's path in config.json, where a claim adds it (default %(default)s)",
     )
     parser.add_argument(
         "--module-version",
@@ -100,7 +100,7 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
             if not request.optional:
                 raise
             yield "result"
-            yield f"  starts without a GPU, as tidegate.gpu/driver is optional: {e.message}"
+            yield f"  starts without a GPU, because tidegate.gpu/driver is optional: {e.message}"
     finally:
         if rootfd is not None:
             os.close(rootfd)
@@ -116,7 +116,7 @@ class _Container(NamedTuple):
 
 
 def _container(args: argparse.Namespace) -> _Container:
-    """Return the container; the hook's errors for a bundle, RequestError for the options."""
+    """Return the container; raise the hook's errors for a bundle, RequestError for an option."""
     from governor.errors import RequestError
     from oci_hook.quick import PREFIX
     from oci_hook.request import PARSERS
@@ -165,7 +165,10 @@ def _volumes(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _open_root(root: str) -> int:
-    """Open a root file system; RequestError if it does not exist, BundleError for the host's."""
+    """Open a root file system.
+
+    Raise RequestError if it does not exist, BundleError for the host's.
+    """
     from governor.errors import RequestError
     from oci_hook.errors import BundleError
 
@@ -274,7 +277,7 @@ def _driver(
         yield f"set of libraries for {has}: the smallest that has {wanted or 'any'}"
     match share.compat32:
         case "asked":
-            yield "32-bit libraries, as compat32 is asked for"
+            yield "32-bit libraries, because compat32 was requested"
         case "offered":
             yield "32-bit libraries where the image has a 32-bit C library"
     if share.programs:

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where generations are (default %(default)s)",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="remove nothing, list what would be removed"
+        "--dry-run", action="store_true", help="remove nothing; list what would be removed"
     )
     parser.add_argument(
         "--nested",

@@ -151,7 +151,7 @@ def _fields(one: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if unknown := unknown_of(one):
         yield "unknown", f"functions that the control library does not know: {unknown}"
     for episode in one["violations"]:
-        until = "lasts" if episode["ended"] is None else f"until {_when(episode['ended'])}"
+        until = "ongoing" if episode["ended"] is None else f"until {_when(episode['ended'])}"
         found = describe_violation(one, episode)
         yield "violation", f"{episode['kind']}: {found}, from {_when(episode['began'])}, {until}"
 

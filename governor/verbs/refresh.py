@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="copy files if the file system has no reflinks, instead of sharing them with the host",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="write nothing, list what would be made"
+        "--dry-run", action="store_true", help="write nothing; list what would be made"
     )
     parser.add_argument("--verbose", action="store_true", help="list every name that changed")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -106,7 +106,7 @@ def _lines(result: RefreshResult, *, verbose: bool) -> list[str]:
     lines.append(_outcome(result))
     if result.aside is not None:
         lines.append(
-            f"the generation before it was damaged, and is set aside as {result.aside.name}"
+            f"the previous generation was damaged, and is set aside as {result.aside.name}"
         )
     lines += [
         f"warning: {path} has new content but the same build id: reinstall its package"

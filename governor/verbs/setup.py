@@ -33,7 +33,7 @@ FOR = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's own options."""
     parser.add_argument("engine", choices=ENGINES, help="the engine to configure")
-    parser.add_argument("--dry-run", action="store_true", help="write nothing, show the difference")
+    parser.add_argument("--dry-run", action="store_true", help="write nothing; show the difference")
     parser.add_argument("--undo", action="store_true", help="restore what was there before")
     parser.add_argument("--root", default="/", metavar="DIR", help="the node's root (default /)")
     parser.add_argument(
@@ -52,12 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hooks-dir", metavar="DIR", help="podman: directory from which it reads hooks"
     )
     parser.add_argument(
-        "--containerd-version", metavar="1.7", help="containerd: its version, if it cannot be asked"
+        "--containerd-version", metavar="1.7", help="containerd: its version, if it cannot be run"
     )
     parser.add_argument(
         "--base-spec",
         action="store_true",
-        help="containerd: enter the hook by a base_runtime_spec, without the wrapper runtime",
+        help="containerd: add the hook through a base_runtime_spec, without the wrapper runtime",
     )
     parser.add_argument(
         "--runtime-class",

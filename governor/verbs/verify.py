@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where generations are (default %(default)s)",
     )
-    parser.add_argument("--no-load", action="store_true", help="check files only, load no library")
+    parser.add_argument("--no-load", action="store_true", help="check files only; load no library")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 

@@ -212,7 +212,7 @@ def test_two_claims_share_a_gpu_70_30(node: BenchNode) -> None:
     assert most > least > 5
     with pytest.raises(
         RefusedError,
-        match="claim default/name-third asks for 1 % of the time of GPU 0, 0 % are left",
+        match="claim default/name-third asks for 1 % of the time of GPU 0, but only 0 % is left",
     ):
         announce(node, "third", share("gpu", compute=1, memory=GIB))
     one, two = known(node, large, small)

@@ -456,7 +456,7 @@ def test_a_device_whose_annotations_do_not_reach_the_hook_is_refused_with_the_re
     put_cdi(site, tmp_path)
     with pytest.raises(StartError) as caught:
         engine.run(*WORKLOAD, ours=False, devices=("tidegate.gpu/shared=0",))
-    said = "the container has a device of tidegate.gpu/shared, and no annotation"
+    said = "the container has a device of tidegate.gpu/shared, but no annotation"
     assert said in str(caught.value)
     assert "runtimeClassName: tidegate" in str(caught.value)
     assert site.books() == {}

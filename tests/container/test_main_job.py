@@ -439,17 +439,17 @@ def test_without_a_governor_nothing_starts_and_nothing_is_left(
         pytest.param({"memory": "256Mi"}, "a process's context alone takes", id="below-a-context"),
         pytest.param(
             {"memory": "13824Mi"},
-            "GPU 0 has 13824 MiB of memory left to grant, 13825 MiB were asked for",
+            "GPU 0 has 13824 MiB of memory left to grant, but 13825 MiB was requested",
             id="memory",
         ),
         pytest.param(
             {"compute": "61"},
-            "GPU 0 has 60 % of its time left to guarantee, 61 % were asked for",
+            "GPU 0 has 60 % of its time left to guarantee, but 61 % was requested",
             id="compute",
         ),
         pytest.param(
             {"devices": "7"},
-            "annotation tidegate.gpu/devices names 7, this node has 0",
+            "annotation tidegate.gpu/devices names 7, but this node has 0",
             id="device",
         ),
     ],

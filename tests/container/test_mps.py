@@ -211,19 +211,19 @@ def test_auto_takes_any_gpu_with_room_and_that_gpus_strategy(node: BenchNode) ->
     [
         (
             {"strategy": "timeslice", "devices": "1"},
-            "GPU 1 is shared by mps, annotation tidegate.gpu/strategy is timeslice; by timeslice this node shares GPU 0",
+            "GPU 1 is shared by mps, but annotation tidegate.gpu/strategy is timeslice; this node shares GPU 0 by timeslice",
         ),
         (
             {"strategy": "mps", "devices": "0"},
-            "GPU 0 is shared by timeslice, annotation tidegate.gpu/strategy is mps; by mps this node shares GPU 1",
+            "GPU 0 is shared by timeslice, but annotation tidegate.gpu/strategy is mps; this node shares GPU 1 by mps",
         ),
         (
             {"strategy": "mps", "count": "2"},
-            "annotation tidegate.gpu/strategy is mps and 2 GPUs were asked for, a client of MPS has one; ask for one GPU, or for timeslice",
+            "annotation tidegate.gpu/strategy is mps and 2 GPUs were requested, but a client of MPS can have only one; ask for one GPU, or for timeslice",
         ),
         (
             {"strategy": "passthrough"},
-            "annotation tidegate.gpu/strategy is passthrough, this node offers timeslice and mps; leave it out, or write auto",
+            "annotation tidegate.gpu/strategy is passthrough, but this node offers timeslice and mps; leave it out, or write auto",
         ),
     ],
 )
@@ -292,7 +292,7 @@ def test_a_client_that_stays_after_a_fault_keeps_others_out_only_briefly(node: B
         refused = node.start("early", ["/usr/bin/probe"], {"memory": "1Gi", "strategy": "mps"})
         assert node.wait(refused, WAIT_S) != 0
         assert (
-            "tidegate: GPU 1 takes no container now: after a fault its MPS server waits for its clients to go;"
+            "tidegate: GPU 1 takes no container now: after a fault its MPS server waits for its clients to leave;"
             in refused.output
         )
         wait_for(lambda: mps(node)["pid"] not in (0, before["pid"]), "another daemon")

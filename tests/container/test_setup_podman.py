@@ -214,7 +214,7 @@ def test_a_service_that_runs_on_is_named_until_it_is_restarted(
 ) -> None:
     remote = ("--remote", "--url", SOCKET)
     pid = service()
-    todo = f"kill {pid}, and start `podman system service` again; containers go on"
+    todo = f"kill {pid}, and start `podman system service` again; containers keep running"
     assert site.setup().splitlines()[-1] == f"to do: {todo}"
     assert site.run() == STAGES
     assert site.run(*remote) == set(), "if it reads containers.conf again, no note is needed"
@@ -281,7 +281,7 @@ def test_files_that_podman_rejects_change_nothing(site: PodmanSite) -> None:
         version = int(site.host.check("podman", "--version").split()[2].partition(".")[0])
         if version == 5:
             assert site.refused().endswith(
-                "with the new files Podman reads hooks from /x, by a containers.conf that has the last word, "
+                "with the new files Podman reads hooks from /x, because of a containers.conf that takes precedence, "
                 f"and not from {OWN}; nothing was changed; correct what it says first\n"
             )
             assert not site.host.path(OWN).exists()

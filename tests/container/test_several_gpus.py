@@ -316,8 +316,8 @@ def test_containers_fill_pairs_and_break_none(node: BenchNode) -> None:
     refused = start(node, "refused", "work", "1", count="2", compute="50")
     assert node.wait(refused, WAIT_S) != 0
     assert (
-        "tidegate: 2 of 4 GPUs were asked for, none has room: "
-        "GPU 1 has 40 % of its time left to guarantee, 50 % were asked for (10 % short), 3 others "
+        "tidegate: 2 of 4 GPUs were requested, but none has room: "
+        "GPU 1 has 40 % of its time left to guarantee, but 50 % was requested (10 % short), 3 others "
         "miss by as much or more, though all together have 120 %; ask for 40 % of the time at most, or wait until a container ends"
     ) in refused.output
 

@@ -394,7 +394,7 @@ def test_a_container_that_its_runtime_paused_is_left_alone(place: Place) -> None
         command = ["runc", "--root", str(node.state_dir)]
         subprocess.run([*command, "pause", culprit.identifier], check=True)
         wait_for(lambda: events(node, "violation-throttle-failed"), "a logged failure")
-        assert events(node, "violation-throttle-failed")[-1]["error"] == "it is frozen already"
+        assert events(node, "violation-throttle-failed")[-1]["error"] == "it is already frozen"
         assert stands_still(culprit)
         assert len(events(node, "container-frozen")) == 1
         subprocess.run([*command, "resume", culprit.identifier], check=True)

@@ -227,7 +227,7 @@ def assert_steering_starts(machine: InstalledRelease, python: str) -> None:
     put(machine.rootfs / "root/steer.py", STEER.encode())
     for _ in range(2):
         output = machine.shell(f"{python} /root/steer.py")
-        assert "/proc/driver/nvidia/version is not there" in output, machine.story()
+        assert "/proc/driver/nvidia/version does not exist" in output, machine.story()
         machine.until(
             lambda: machine.systemctl("is-active", "tidegate-steering.service") == "inactive"
         )

@@ -52,7 +52,7 @@ def test_a_handler_whose_monitor_cannot_be_found_is_wrong(host: Host) -> None:
     assert host.check("crio.configuration") == [
         (
             f"wrong: CRI-O does not start: the handler tidegate ({OURS}) names no monitor_path, and conmon "
-            "is in no directory of programs -> tidegate setup crio"
+            "is not in any program directory -> tidegate setup crio"
         )
     ]
     host.program("usr/bin/conmon")
@@ -75,7 +75,7 @@ def test_other_handlers_that_keep_cri_o_from_starting_have_their_own_remedy(
     host.put(f"{CONF_D}/99.conf", '[crio.runtime]\ndefault_runtime = "kata"\n')
     assert host.check("crio.configuration") == [
         (
-            "wrong: CRI-O does not start: default_runtime is kata, and no file has a handler of that name"
+            "wrong: CRI-O does not start: default_runtime is kata, but no file has a handler of that name"
             " -> write [crio.runtime.runtimes.kata], or correct default_runtime"
         )
     ]
@@ -103,8 +103,8 @@ def test_another_runtime_than_the_default_handler_s_is_a_warning(host: Host) -> 
     assert host.check("crio.handler")[1].startswith("ok: ")  # the wrapper searches there by default
     host.program("usr/bin/runc")
     assert host.check("crio.handler")[1] == (
-        "warning: CRI-O's handler tidegate: the wrapper executes /usr/bin/runc, and the default handler "
-        f"crun {LIBEXEC}/crun -> tidegate setup crio"
+        "warning: CRI-O's handler tidegate: the wrapper executes /usr/bin/runc, but the default handler "
+        f"crun executes {LIBEXEC}/crun -> tidegate setup crio"
     )
     host.put(SETTINGS, "runtime /usr/bin/runc\n")
     assert host.check("crio.handler")[1].endswith("-> correct /etc/tidegate/runtime")
@@ -120,7 +120,7 @@ def test_a_handler_that_is_not_the_wrapper_is_wrong(host: Host) -> None:
     )
     host.put(OURS, "[crio.runtime.runtimes.tidegate]\nruntime_type = 'vm'\n")
     assert host.check("crio.handler")[0].startswith(
-        "wrong: CRI-O's handler tidegate runs None, accepted is an absolute path"
+        "wrong: CRI-O's handler tidegate runs None, which is not an absolute path"
     )
 
 

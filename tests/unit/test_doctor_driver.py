@@ -98,7 +98,7 @@ CLOSED = "wrong: GPU 0 has the compute mode"
         ("driver.mig", SMI, "ok: MIG is not enabled on any GPU"),
         ("driver.mig", SMI.replace("Disabled", "[N/A]"), "ok: MIG is not enabled on any GPU"),
         ("driver.mig", SMI.replace("Disabled", "Enabled"), "warning: GPU 0 has MIG enabled: "),
-        ("driver.compute-mode", SMI, "ok: the GPUs take processes of several containers"),
+        ("driver.compute-mode", SMI, "ok: the GPUs accept processes of several containers"),
         (
             "driver.compute-mode",
             SMI.replace("Default", "Exclusive_Process"),
@@ -107,7 +107,7 @@ CLOSED = "wrong: GPU 0 has the compute mode"
         (
             "driver.compute-mode",
             SMI.replace("Default", "Prohibited"),
-            f"{CLOSED} Prohibited: it takes no process",
+            f"{CLOSED} Prohibited: it accepts no process",
         ),
         ("driver.persistence", SMI, "ok: the GPUs stay initialised while no program uses them"),
         (

@@ -121,7 +121,7 @@ def test_a_checkouts_wrapper_that_enters_a_hook_which_is_not_there_is_wrong(host
     set_docker(host, {"runtimes": {"tidegate": runtime}})
     assert host.check("docker.runtime") == [
         (
-            f"wrong: Docker's runtime tidegate: {own}/tidegate-runtime enters the hook"
+            f"wrong: Docker's runtime tidegate: {own}/tidegate-runtime adds the hook"
             f" /usr/bin/tidegate-hook, which is missing -> write `hook {own}/tidegate-hook` to /etc/tidegate/runtime"
         )
     ]
@@ -140,7 +140,7 @@ def test_a_checkouts_wrapper_that_enters_a_hook_which_is_not_there_is_wrong(host
     [
         (
             {"runtimes": {"tidegate": {"path": "tidegate-runtime"}}},
-            "wrong: Docker's runtime tidegate runs 'tidegate-runtime', accepted is an absolute path",
+            "wrong: Docker's runtime tidegate runs 'tidegate-runtime', which is not an absolute path",
         ),
         (
             {"runtimes": {"tidegate": {"path": "/opt/tidegate-gone"}}},
@@ -148,7 +148,7 @@ def test_a_checkouts_wrapper_that_enters_a_hook_which_is_not_there_is_wrong(host
         ),
         (
             {"runtimes": {"tidegate": {"path": 7}}},
-            "wrong: Docker's runtime tidegate runs 7, accepted is an absolute path",
+            "wrong: Docker's runtime tidegate runs 7, which is not an absolute path",
         ),
         ({"runtimes": []}, "note: /etc/docker/daemon.json has no runtime tidegate"),
         ([], "wrong: /etc/docker/daemon.json is not a JSON object"),
@@ -233,7 +233,7 @@ def test_containerd_that_has_the_handler_is_right(host: Host, main: str, plugin:
         (
             'BinaryName = "/usr/bin/tidegate-runtime"',
             "",
-            "wrong: {path}: the handler tidegate runs None, accepted is an absolute path",
+            "wrong: {path}: the handler tidegate runs None, which is not an absolute path",
         ),
         (
             "/usr/bin/tidegate-runtime",
@@ -357,7 +357,7 @@ def test_hooks_of_ours_that_run_are_right(host: Host) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"version": "0.1.0"}, f"wrong: /{LOCAL} has version '0.1.0', only 1.0.0 is known"),
+        ({"version": "0.1.0"}, f"wrong: /{LOCAL} has version '0.1.0', but only 1.0.0 is known"),
         ({"hook": {"path": "tidegate-hook"}}, f"wrong: /{LOCAL}: hook.path is 'tidegate-hook'"),
         (
             {"hook": {"path": "/opt/tidegate-hook", "env": ["A=b"]}},
@@ -499,7 +499,7 @@ def test_a_service_of_podmans_that_started_before_the_hooks_is_wrong(host: Host)
     assert host.check("podman.service") == [
         (
             f"wrong: podman.service started before /{conf} was written: containers that it starts get no GPU and no "
-            "quota -> systemctl restart podman.service    # containers go on"
+            "quota -> systemctl restart podman.service    # containers keep running"
         ),
         right[1],
     ]
@@ -564,7 +564,7 @@ def test_a_cdi_file_is_stale_where_its_devices_are_gone(host: Host) -> None:
     host.json("etc/cdi/tidegate.json", cdi(env=False))
     assert "a hook has no env" in host.check("cdi.fresh")[0]
     host.json("etc/cdi/tidegate.json", cdi(stages=("createRuntime",)))
-    assert any("has no hook poststop" in line for line in host.check("cdi.fresh"))
+    assert any("has no poststop hook" in line for line in host.check("cdi.fresh"))
 
 
 def test_a_cdi_file_is_stale_where_it_lacks_a_gpu(host: Host) -> None:

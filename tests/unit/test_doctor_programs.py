@@ -108,7 +108,7 @@ def test_the_interpreter_of_line_one_is_checked_for_its_modules(host: Host) -> N
 def test_an_interpreter_that_does_not_run_the_hook_is_wrong(host: Host) -> None:
     host.commands["python3"] = "3.9.2\n"
     assert host.check("files.python") == [
-        "wrong: /usr/bin/python3 is Python 3.9.2, the hook needs 3.11 -> install a newer python3"
+        "wrong: /usr/bin/python3 is Python 3.9.2, but the hook needs 3.11 -> install a newer python3"
     ]
     del host.commands["python3"]
     assert host.check("files.python")[0].startswith(

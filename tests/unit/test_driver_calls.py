@@ -181,7 +181,9 @@ def test_gpus_are_opened_on_each_branch(branch, nodes):
 
 
 def test_an_older_branch_is_refused_before_anything_is_opened():
-    with pytest.raises(DriverCallError, match="branch 470, and its calls are known from 515 on"):
+    with pytest.raises(
+        DriverCallError, match="branch 470, but its calls are known only from 515 on"
+    ):
         DriverClient(470, path="/nowhere")
 
 

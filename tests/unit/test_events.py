@@ -252,7 +252,7 @@ def test_journalctl_is_run_and_what_stops_it_is_an_error(
     assert cli.main(["events"]) == 65
     assert (
         capsys.readouterr().err
-        == "tidegate: journalctl: No permission; run it as root, or name --log FILE\n"
+        == "tidegate: journalctl: No permission; run it as root, or name a file with --log\n"
     )
 
 

@@ -61,9 +61,9 @@ def test_a_missing_memory_is_refused() -> None:
 
 def test_a_device_without_annotations_is_refused_with_the_probable_cause() -> None:
     """containerd's default handler does not pass annotations to the hook, even if the pod has them."""
-    with pytest.raises(RefusedError, match=r"has a device of .*, and no annotation") as e:
+    with pytest.raises(RefusedError, match=r"has a device of .*, but no annotation") as e:
         complete_quota(ask(), Config(), annotated=False)
-    assert "tidegate setup containerd, then runtimeClassName: tidegate" in e.value.hint
+    assert "tidegate setup containerd, then set runtimeClassName: tidegate" in e.value.hint
     assert "defaults.memory" in e.value.hint
     config = Config(defaults=Defaults(memory=3 * GIB))
     assert complete_quota(ask(), config, annotated=False).memory == 3 * GIB
@@ -110,7 +110,7 @@ def test_memory_is_granted_to_the_last_byte_and_no_further() -> None:
         allocations.admit("b", ask(memory=GIB + 1))
     assert (
         caught.value.message
-        == "GPU 0 has 1024 MiB of memory left to grant, 1025 MiB were asked for (1 MiB short)"
+        == "GPU 0 has 1024 MiB of memory left to grant, but 1025 MiB was requested (1 MiB short)"
     )
     allocations.admit("b", ask(memory=GIB))
     with pytest.raises(RefusedError, match="has 0 MiB of memory left"):
@@ -120,7 +120,7 @@ def test_memory_is_granted_to_the_last_byte_and_no_further() -> None:
 def test_compute_is_guaranteed_to_the_last_percent_and_no_further() -> None:
     allocations = AllocationTable(gpus(1), Config())
     allocations.admit("a", ask(memory="1Gi", compute=45))
-    with pytest.raises(RefusedError, match=r"GPU 0 has 55 % of its time left.*56 % were asked for"):
+    with pytest.raises(RefusedError, match=r"GPU 0 has 55 % of its time left.*56 % was requested"):
         allocations.admit("b", ask(memory="1Gi", compute=56))
     allocations.admit("b", ask(memory="1Gi", compute=55))
     with pytest.raises(RefusedError, match="0 % of its time left"):
@@ -189,10 +189,12 @@ def test_count_takes_that_many_gpus_or_none() -> None:
     with pytest.raises(RefusedError) as caught:
         allocations.admit("b", ask(memory="2Gi", compute=50, count=3))
     assert caught.value.message == (
-        "3 of 3 GPUs were asked for, 2 have room: "
-        "GPU 1 has 40 % of its time left to guarantee, 50 % were asked for (10 % short)"
+        "3 of 3 GPUs were requested, but 2 have room: "
+        "GPU 1 has 40 % of its time left to guarantee, but 50 % was requested (10 % short)"
     )
-    with pytest.raises(RefusedError, match="4 GPUs were asked for, this node has 3 GPUs to share"):
+    with pytest.raises(
+        RefusedError, match="4 GPUs were requested, but this node has 3 GPUs to share"
+    ):
         allocations.admit("b", ask(memory="2Gi", count=4))
     quota, devices = allocations.admit("b", ask(memory=FREE, compute=100, count=2))
     assert {device.index for device in devices} == {0, 2}
@@ -211,7 +213,8 @@ def test_a_named_device_that_is_full_is_not_replaced_by_another() -> None:
     allocations = AllocationTable(gpus(2), Config())
     allocations.admit("a", ask(memory=FREE, devices=0))
     with pytest.raises(
-        RefusedError, match=r"^GPU 0 has 0 MiB of memory left to grant, 1024 MiB were asked for \("
+        RefusedError,
+        match=r"^GPU 0 has 0 MiB of memory left to grant, but 1024 MiB was requested \(",
     ):
         allocations.admit("b", ask(memory="1Gi", devices="1,0"))
     # The refused container leaves nothing booked on GPU 1.
@@ -224,7 +227,7 @@ def test_the_refusal_of_an_unknown_device_lists_the_known_ones() -> None:
         AllocationTable(devices, Config()).admit("a", ask(memory="1Gi", devices=7))
     assert caught.value.message == (
         "annotation tidegate.gpu/devices names 7, "
-        f"this node has 0 ({devices[0].uuid}), 1 ({devices[1].uuid})"
+        f"but this node has 0 ({devices[0].uuid}), 1 ({devices[1].uuid})"
     )
 
 
@@ -259,11 +262,17 @@ def test_a_container_is_placed_by_its_strategy(
 @pytest.mark.parametrize(
     ("annotations", "line"),
     [
-        ({"strategy": "mps", "devices": "0"}, "GPU 0 is shared by timeslice, annotation"),
-        ({"strategy": "timeslice", "devices": "1"}, "GPU 1 is shared by mps, annotation"),
-        ({"devices": "0,1"}, "GPU 1 is shared by mps, a container has one GPU by that strategy"),
-        ({"strategy": "mps", "count": 2}, "2 GPUs were asked for, a client of MPS has one"),
-        ({"count": 3}, "3 GPUs were asked for, this node has 2 GPUs to share"),
+        ({"strategy": "mps", "devices": "0"}, "GPU 0 is shared by timeslice, but annotation"),
+        ({"strategy": "timeslice", "devices": "1"}, "GPU 1 is shared by mps, but annotation"),
+        (
+            {"devices": "0,1"},
+            "GPU 1 is shared by mps, but a container can have only one GPU by that strategy",
+        ),
+        (
+            {"strategy": "mps", "count": 2},
+            "2 GPUs were requested, but a client of MPS can have only one",
+        ),
+        ({"count": 3}, "3 GPUs were requested, but this node has 2 GPUs to share"),
     ],
 )
 def test_a_container_is_refused_where_its_strategy_is_missing(
@@ -291,7 +300,7 @@ def test_claims_and_strategies() -> None:
     assert [gpu["claims"] for gpu in allocations.describe()["gpus"]] == [2, 2, 0]
     with pytest.raises(
         RefusedError,
-        match="claim default/d asks for 2048 MiB and 30 % of GPU 0 by mps, which is shared by",
+        match="claim default/d asks for 2048 MiB and 30 % of GPU 0 by mps, but that GPU is shared by",
     ):
         allocations.admit_claim(claim("d", 1, 0, strategy="mps"))
     assert [gpu["claims"] for gpu in allocations.describe()["gpus"]] == [2, 2, 0]
@@ -299,7 +308,9 @@ def test_claims_and_strategies() -> None:
     assert [one.index for one in allocations.claimed(claim("c", 0, 1), both[:1])] == [1]
     with pytest.raises(RefusedError, match="has 2 GPUs, and GPU 1 is shared by mps"):
         allocations.claimed(claim("c", 0, 1), both)
-    with pytest.raises(RefusedError, match="has 2 GPUs by mps, a client of MPS has one"):
+    with pytest.raises(
+        RefusedError, match="has 2 GPUs by mps, but a client of MPS can have only one"
+    ):
         check_claim(
             Claim(
                 "e",
@@ -363,8 +374,8 @@ def test_a_container_with_gpus_by_name_gets_each_of_them() -> None:
     ("annotations", "minors", "line"),
     [
         ({"devices": "0"}, {0, 1}, "names GPU 0, whose node /dev/nvidia2 the container does"),
-        ({"count": 2}, {1}, "count is 2, the container has /dev/nvidia1"),
-        ({}, {7, 9}, "the container has /dev/nvidia7, /dev/nvidia9, which is no GPU"),
+        ({"count": 2}, {1}, "count is 2, but the container has only /dev/nvidia1"),
+        ({}, {7, 9}, "the container has /dev/nvidia7, /dev/nvidia9, which belongs to no GPU"),
     ],
 )
 def test_a_gpu_without_its_node_is_refused(

@@ -450,7 +450,7 @@ def test_containers_that_share_a_claim_are_frozen_together_as_far_as_they_can_be
     def open_group(membership: Membership, *_: object) -> MadeGroup:
         path = membership.cgroups[""]
         if path not in groups:
-            raise CannotFreezeError("it is frozen already")
+            raise CannotFreezeError("it is already frozen")
         return groups[path]
 
     monkeypatch.setattr(cgroups, "open_group", open_group)

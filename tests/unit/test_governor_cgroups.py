@@ -169,7 +169,7 @@ def test_a_container_that_another_program_froze_is_left_alone(
     kernel.old_group("/one", state)
     kernel.group("/one", frozen)
     before = len(list(Path("/proc/self/fd").iterdir()))
-    with pytest.raises(CannotFreezeError, match="it is frozen already"):
+    with pytest.raises(CannotFreezeError, match="it is already frozen"):
         kernel.open(kernel.membership())
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
@@ -324,7 +324,7 @@ def test_the_kernel_freezes_and_thaws(hierarchy: str) -> None:
                 deadline = time.monotonic() + 10
                 while switches(process.pid) != (before := stood(process.pid)):
                     assert time.monotonic() < deadline
-                with pytest.raises(CannotFreezeError, match="frozen already"):
+                with pytest.raises(CannotFreezeError, match="already frozen"):
                     open_group(membership, process.pid, {}, mounts)
                 group.thaw()
                 assert not group.is_frozen()

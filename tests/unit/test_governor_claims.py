@@ -268,11 +268,11 @@ def test_an_unused_claim_may_change_its_content() -> None:
 @pytest.mark.parametrize(
     ("shares", "message"),
     [
-        ([share(memory=FREE + MIB)], "15873 MiB of memory on GPU 0, 15872 MiB are left; ask for 15872Mi"),
-        ([share(compute=60), share("gpu/1", compute=50)], "50 % of the time of GPU 0, 40 % are left"),
+        ([share(memory=FREE + MIB)], "15873 MiB of memory on GPU 0, but only 15872 MiB is left; ask for 15872Mi"),
+        ([share(compute=60), share("gpu/1", compute=50)], "50 % of the time of GPU 0, but only 40 % is left"),
         ([{**share(), "device": "GPU-none"}], "claim default/train asks for 4096 MiB and 70 % of GPU-none, which this node does not have"),
-        ([share(memory=MIB)], "memory is 1Mi, a process's context alone takes"),
-        ([share(strategy="mps")], "claim default/train asks for 4096 MiB and 70 % of GPU 0 by mps, which is shared by timeslice"),
+        ([share(memory=MIB)], "memory is 1Mi, but a process's context alone takes"),
+        ([share(strategy="mps")], "claim default/train asks for 4096 MiB and 70 % of GPU 0 by mps, but that GPU is shared by timeslice"),
         ([share("gpu/0"), share("gpu/1", gpu=1, compute=60)], "has the same quota on each of its GPUs"),
     ],
 )  # fmt: skip
@@ -301,7 +301,7 @@ def test_claims_and_other_containers_share_the_allocation_table() -> None:
             }
         }
         await world.admit("other", **asked)
-        with pytest.raises(RefusedError, match="70 % of the time of GPU 0, 60 % are left"):
+        with pytest.raises(RefusedError, match="70 % of the time of GPU 0, but only 60 % is left"):
             world.claim(told("a"))
         world.claim(told("a", share(compute=60)))
         with pytest.raises(RefusedError, match="0 % of its time left"):
@@ -313,7 +313,7 @@ def test_claims_and_other_containers_share_the_allocation_table() -> None:
 @pytest.mark.parametrize(
     ("shares", "message"),
     [
-        ([share(), share()], "two shares of one name"),
+        ([share(), share()], "two shares with the same name"),
         ([share(compute_limit=60)], "limit of 60 % is below the guarantee of 70 %"),
     ],
 )
@@ -558,7 +558,7 @@ def test_an_annotation_beside_a_claim_is_refused(name: str) -> None:
     ("uses", "identity", "message"),
     [
         ([use("none")], {}, "claim none is not known to this node's governor"),
-        ([use("a", "gpu/9")], {}, "claim default/train has no share 'gpu/9', it has gpu/0"),
+        ([use("a", "gpu/9")], {}, "claim default/train has no share 'gpu/9'; it has gpu/0"),
         ([use("a")], {"namespace": "other"}, "claim default/train is not in this container's namespace 'other'"),
         ([use("a"), use("none")], {}, "claim none is not known"),
     ],
@@ -641,7 +641,7 @@ def test_the_refusal_of_a_claim_names_the_users_of_its_gpu() -> None:
         with pytest.raises(OccupiedError) as caught:
             world.claim(told("new"))
         assert str(caught.value) == (
-            "claim default/name-new asks for 70 % of the time of GPU 0, 60 % are left; wait: claim"
+            "claim default/name-new asks for 70 % of the time of GPU 0, but only 60 % is left; wait: claim"
             " default/name-old (4096 MiB and 40 %), taken back, is free when its container"
             " 'its-container' has ended"
         )
@@ -653,7 +653,7 @@ def test_the_refusal_of_a_claim_names_the_users_of_its_gpu() -> None:
         with pytest.raises(OccupiedError) as caught:
             world.claim(told("new"))
         assert caught.value.hint.endswith(
-            "; container 'beside' (4096 MiB and 20 %) was started beside the cluster's scheduler;"
+            "; container 'beside' (4096 MiB and 20 %) was started without the cluster's scheduler;"
             " claim default/name-other (1024 MiB and 10 %) has it"
         )
         await world.end("beside")

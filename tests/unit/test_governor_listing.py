@@ -189,7 +189,7 @@ def test_violations_are_shown(
         what = "3584 MiB of memory held, 2306 MiB allowed, GPU 0, process 4711"
         if verb[0] == "inspect":
             assert re.search(
-                rf"^violation       memory: {what}, from .*Z, lasts$", out, re.MULTILINE
+                rf"^violation       memory: {what}, from .*Z, ongoing$", out, re.MULTILINE
             )
             assert re.search(r"^violation       compute: .* 40 % .*, until .*Z$", out, re.MULTILINE)
         else:

@@ -585,7 +585,7 @@ def test_a_port_that_the_sandbox_forbids_is_reported_with_the_remedy(
     config = Config(runtime_dir=str(tmp_path), metrics=Metrics("127.0.0.1:9464"))
     with pytest.raises(GovernorError) as caught, listening(config):
         pass
-    assert caught.value.hint.startswith("say unix, or let the unit open a port: ")
+    assert caught.value.hint.startswith("use unix, or let the unit open a port: ")
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_topology_leaves_a_pair_to_the_next_container_and_spread_does_not() -> N
     assert [near.start(compute=30) for _ in range(3)] == [[0], [0], [0]]
     assert near.start(compute=100, count=2) == [2, 3]
     assert [spread.start(compute=30) for _ in range(3)] == [[0], [1], [2]]
-    with pytest.raises(RefusedError, match="2 of 4 GPUs were asked for, 1 has room"):
+    with pytest.raises(RefusedError, match="2 of 4 GPUs were requested, but 1 has room"):
         spread.start(compute=100, count=2)
 
 
@@ -164,7 +164,9 @@ def test_a_lost_gpu_is_not_granted_and_is_no_reason_to_keep_its_neighbour() -> N
     assert node.start(compute=100) == [0]
     with pytest.raises(RefusedError, match=r"^GPU 1 does not answer: GPU is lost; name another"):
         node.start(devices=1)
-    with pytest.raises(RefusedError, match="4 GPUs were asked for, this node has 3 GPUs to share"):
+    with pytest.raises(
+        RefusedError, match="4 GPUs were requested, but this node has 3 GPUs to share"
+    ):
         node.start(count=4)
     node.allocations.set_lost(uuids(4)[1], None)
     assert node.start(devices=1) == [1]
@@ -174,7 +176,7 @@ def test_if_no_gpu_answers_the_reason_is_reported() -> None:
     node = PlacementNode(2, Topology())
     for uuid in uuids(2):
         node.allocations.set_lost(uuid, "GPU is lost")
-    with pytest.raises(RefusedError, match=r"^none of 2 GPUs answers: GPU is lost"):
+    with pytest.raises(RefusedError, match=r"^none of the 2 GPUs answers: GPU is lost"):
         node.start()
 
 
@@ -188,14 +190,16 @@ def test_a_gpu_that_could_not_be_read_is_refused_by_name_with_the_reason() -> No
 
 
 def test_a_node_with_failing_gpus_reports_the_reason() -> None:
-    with pytest.raises(RefusedError, match=r"^this node has no GPU, 0 is not shared: GPU is lost;"):
+    with pytest.raises(
+        RefusedError, match=r"^this node has no GPU; GPU 0 is not shared: GPU is lost;"
+    ):
         AllocationTable([], Config(), None, {0: "GPU is lost"}).admit("a", ask())
 
 
 def test_more_gpus_than_a_container_may_have_are_refused() -> None:
-    with pytest.raises(RefusedError, match="17 GPUs were asked for, a container may have 16"):
+    with pytest.raises(RefusedError, match="17 GPUs were requested, but a container may have 16"):
         PlacementNode(20, Topology()).start(count=17)
-    with pytest.raises(RefusedError, match="17 GPUs were asked for, a container may have 16"):
+    with pytest.raises(RefusedError, match="17 GPUs were requested, but a container may have 16"):
         PlacementNode(20, Topology()).start(devices=",".join(map(str, range(17))))
 
 
@@ -238,64 +242,64 @@ def test_the_manual_s_example(wanted: dict[str, object], chosen: tuple[list[int]
     [
         pytest.param(
             [(10, 50), (12, 20), (14, 90)], {"memory": "8Gi", "compute": 30},
-            "none of 3 GPUs has room: GPU 0 has 5632 MiB of memory left to grant, 8192 MiB were "
-            "asked for (2560 MiB short), 2 others miss by as much or more, though all together have "
+            "none of the 3 GPUs has room: GPU 0 has 5632 MiB of memory left to grant, but 8192 MiB "
+            "was requested (2560 MiB short), 2 others miss by as much or more, though all together have "
             "10752 MiB; ask for 5632Mi of memory at most, or wait until a container ends",
             id="memory, in pieces",
         ),
         pytest.param(
             [(2, 90), (2, 60), (2, 100)], {"compute": 50},
-            "none of 3 GPUs has room: GPU 1 has 40 % of its time left to guarantee, 50 % were asked "
-            "for (10 % short), 2 others miss by as much or more, though all together have 50 %; "
+            "none of the 3 GPUs has room: GPU 1 has 40 % of its time left to guarantee, but 50 % "
+            "was requested (10 % short), 2 others miss by as much or more, though all together have 50 %; "
             "ask for 40 % of the time at most, or wait until a container ends",
             id="time, in pieces",
         ),
         pytest.param(
             [(14, 10), (2, 90)], {"memory": "8Gi", "compute": 50},
-            "none of 2 GPUs has room: GPU 1 has 10 % of its time left to guarantee, 50 % were asked "
-            "for (40 % short), 1 other misses by as much or more, though 1 has the memory and 1 "
+            "none of the 2 GPUs has room: GPU 1 has 10 % of its time left to guarantee, but 50 % "
+            "was requested (40 % short), 1 other misses by as much or more, though 1 has the memory and 1 "
             "the time; ask for 1536Mi of memory or 10 % of the time at most, or wait until a "
             "container ends",
             id="one has the memory, another the time",
         ),
         pytest.param(
             [(8, 90)], {"memory": "8Gi", "compute": 50},
-            "GPU 0 has 7680 MiB of memory left to grant, 8192 MiB were asked for, and 10 % of its "
-            "time left to guarantee, 50 % were asked for (512 MiB and 40 % short); ask for 7680Mi "
+            "GPU 0 has 7680 MiB of memory left to grant, but 8192 MiB was requested, and 10 % of its "
+            "time left to guarantee, but 50 % was requested (512 MiB and 40 % short); ask for 7680Mi "
             "of memory with 10 % of the time at most, or wait until a container ends",
             id="both",
         ),
         pytest.param(
             [(15, 100)], {},
-            "GPU 0 has 512 MiB of memory left to grant, 1024 MiB were asked for, and 0 % of its "
-            "time left to guarantee, 1 % were asked for (512 MiB and 1 % short); wait until a "
+            "GPU 0 has 512 MiB of memory left to grant, but 1024 MiB was requested, and 0 % of its "
+            "time left to guarantee, but 1 % was requested (512 MiB and 1 % short); wait until a "
             "container ends",
             id="nothing would fit",
         ),
         pytest.param(
             [(10, 50)], {"memory": "20Gi"},
-            "GPU 0 has 5632 MiB of memory left to grant, 20480 MiB were asked for (14848 MiB short); "
+            "GPU 0 has 5632 MiB of memory left to grant, but 20480 MiB was requested (14848 MiB short); "
             "ask for 5632Mi of memory at most",
             id="more than there is",
         ),
         pytest.param(
             [(15, 100)], {"memory": "20Gi"},
-            "GPU 0 has 512 MiB of memory left to grant, 20480 MiB were asked for, and 0 % of its "
-            "time left to guarantee, 1 % were asked for (19968 MiB and 1 % short); ask for 15872Mi "
-            "of memory at most, when a container has ended",
+            "GPU 0 has 512 MiB of memory left to grant, but 20480 MiB was requested, and 0 % of its "
+            "time left to guarantee, but 1 % was requested (19968 MiB and 1 % short); ask for 15872Mi "
+            "of memory at most, once a container has ended",
             id="more than there is, and nothing would fit",
         ),
         pytest.param(
             [(2, 60)] * 6 + [(2, 10)] * 2, {"compute": 50, "count": 4},
-            "4 of 8 GPUs were asked for, 2 have room: GPU 0 has 40 % of its time left to guarantee, "
-            "50 % were asked for (10 % short), 5 others miss by as much or more; "
+            "4 of 8 GPUs were requested, but 2 have room: GPU 0 has 40 % of its time left to guarantee, but "
+            "50 % was requested (10 % short), 5 others miss by as much or more; "
             "ask for 40 % of the time or 2 GPUs at most, or wait until a container ends",
             id="too few GPUs",
         ),
         pytest.param(
             [(2, 60), (2, 70), (2, 10)], {"compute": 50, "devices": "2,1,0"},
-            "GPU 1 has 30 % of its time left to guarantee, 50 % were asked for (20 % short), and "
-            "another one has no room, too; ask for 30 % of the time at most, or wait until a "
+            "GPU 1 has 30 % of its time left to guarantee, but 50 % was requested (20 % short), and "
+            "another one has no room either; ask for 30 % of the time at most, or wait until a "
             "container ends",
             id="named",
         ),

@@ -559,7 +559,7 @@ def test_a_gpu_that_takes_no_more_leaves_nothing(governor: GovernorThread, pidfd
             with GovernorClient(governor) as client:
                 for _ in range(3):  # each asks for more than half, so nothing may stay allocated
                     code, message = client.error(ADMIT, pidfd)
-                    assert (code, message) == ("governor", "256 containers share this GPU already")
+                    assert (code, message) == ("governor", "256 containers already share this GPU")
             assert listed(governor) == []
             assert governor.directories() == []
         finally:
@@ -638,7 +638,7 @@ def test_a_directory_that_cannot_be_made_leaves_nothing(
         for _ in range(3):
             code, message = client.error(ADMIT, pidfd)
             assert code == "refused"
-            assert message.startswith("the container's directory cannot be made")
+            assert message.startswith("the container's directory cannot be created")
     wait_for(lambda: descriptors() <= before)
     blocked.unlink()
     with GovernorClient(governor) as client:
@@ -720,7 +720,7 @@ def test_a_strict_container_stays_strict_and_an_elastic_one_elastic(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"compute": 50}, "GPU 0 has 40 % of its time left to guarantee, 50 % were asked for"),
+        ({"compute": 50}, "GPU 0 has 40 % of its time left to guarantee, but 50 % was requested"),
         ({"memory": 13 * GIB}, "MiB of memory left to grant"),
         ({"memory": GIB // 4}, "a process's context alone takes"),
         ({"compute": 40, "compute_limit": 30}, "the limit of 30 % is below the guarantee of 40 %"),
@@ -749,11 +749,11 @@ def test_a_quota_below_the_memory_in_use_is_refused(governor: GovernorThread, pi
         change = {"v": 1, "op": "set", "id": "one"}
         code, message = client.error({**change, "memory": 2 * GIB})
         assert (code, message) == (
-            "refused", "the container uses 3072 MiB, 2048 MiB were asked for"
+            "refused", "the container uses 3072 MiB, but 2048 MiB was requested"
         )  # fmt: skip
         # A bare number means bytes, which was not the intention.
         answer = client.ask({**change, "memory": 100})["error"]
-        assert answer["message"] == "the container uses 3072 MiB, 100 bytes were asked for"
+        assert answer["message"] == "the container uses 3072 MiB, but 100 bytes was requested"
         assert answer["hint"] == "write it like 3072Mi"
         assert client.ask({**change, "memory": 3 * GIB})["memory"] == 3 * GIB
         # The driver took memory beyond the quota. The quota may still grow.

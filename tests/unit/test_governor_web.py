@@ -125,14 +125,14 @@ def test_the_state_has_the_governors_data(play: Callable[[Scene], None]) -> None
         ]  # fmt: skip
         (refusal,) = found["refusals"]
         assert (refusal["id"], refusal["code"]) == ("two", "refused")
-        assert "102400 MiB were asked for" in refusal["message"]
+        assert "102400 MiB was requested" in refusal["message"]
         assert "ask for" in refusal["hint"]
         assert (found["admitted"], found["refused"]) == (1, {"refused": 1})
         (violation,) = found["violations"]
         assert violation == {
             "id": "one", "kind": "memory", "gpu": UUID, "pid": 4711, "found": 5 * GIB,
             "allowed": 4 * GIB, "began": 1000.0, "ended": None,
-            "reason": "its processes hold 5120 MiB of GPU memory, 4096 MiB are allowed",
+            "reason": "its processes hold 5120 MiB of GPU memory, but 4096 MiB is allowed",
         }  # fmt: skip
         episode.ended = 1010.0
         found = await document(world, "/api/v1/state")
@@ -445,11 +445,11 @@ def test_only_the_last_refusals_are_remembered_and_no_more_of_each() -> None:
     ("episode", "reason"),
     [
         (Episode("memory", UUID, 1, 3 * GIB, 2 * GIB),
-         "its processes hold 3072 MiB of GPU memory, 2048 MiB are allowed"),
+         "its processes hold 3072 MiB of GPU memory, but 2048 MiB is allowed"),
         (Episode("compute", UUID, 1, 87, 0),
          "it worked on the GPU without a grant (87 % in NVML's samples)"),
         (Episode("unregistered", UUID, 1, GIB, 0),
-         "a process uses the GPU and has not registered: it bypasses the control library"),
+         "a process uses the GPU but has not registered: it bypasses the control library"),
     ],
 )  # fmt: skip
 def test_a_violation_has_a_reason(episode: Episode, reason: str) -> None:

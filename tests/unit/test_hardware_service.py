@@ -194,8 +194,8 @@ def test_two_governors_do_not_steer_one_gpu(
 
 
 NO_REQUESTS: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"no": 1}, "knows no request 'no'"),
-    ({}, "knows no request ''"),
+    ({"no": 1}, "does not know the request 'no'"),
+    ({}, "does not know the request ''"),
     ({"switch": 5, "on": True}, "does not understand the request: TypeError"),
     ({"switch": [["a", "b"]], "on": True}, "does not understand the request: ValueError"),
     ({"slice": [1]}, "does not understand the request"),
@@ -233,7 +233,7 @@ def test_another_version_is_reported_and_retried(
         assert channel.ask({"open": node.uuid, "version": VERSION + 1}) == {"version": VERSION}
     monkeypatch.setattr(remote, "RETRY_S", 0.01)
     monkeypatch.setattr(remote, "VERSION", VERSION + 1)
-    with pytest.raises(OSError, match="is of another version; restart tidegate-steering, then"):
+    with pytest.raises(OSError, match="has a different version; restart tidegate-steering, then"):
         RemoteHardware(node.uuid, node.path)
 
 

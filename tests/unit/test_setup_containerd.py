@@ -266,17 +266,17 @@ def test_containerd_2_without_a_file_goes_on_reading_its_directory(root, capsys)
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("version = ", "is no TOML: Invalid value"),
-        ("[a]\n[a]\n", "is no TOML: "),
+        ("version = ", "is not TOML: Invalid value"),
+        ("[a]\n[a]\n", "is not TOML: "),
         ('disabled_plugins = ["cri"]\n', "has no version, which is 1"),
         ("version = 1\n", "has version 1"),
         ("version = 9\n", "has version 9"),
         ('version = "3"\n', "has version '3'"),
-        ("version = 3\nimports = 3\n", "imports is no array"),
+        ("version = 3\nimports = 3\n", "imports is not an array"),
         (b"version = 3 # \xe9\n", "is not UTF-8"),
         (
             f"version = 2\nplugins = {{'{V2}' = {{containerd = {{}}}}}}\n",
-            "cannot take another table behind it",
+            "cannot take another table at its end",
         ),
         (
             f"version = 2\n[plugins.'{V2}'.containerd.runtimes.tidegate.options]\nBinaryName = '/opt/x'\n",
@@ -318,7 +318,7 @@ def test_an_import_that_replaces_the_section_is_refused_with_containerd_1(root, 
         f"[plugins.'{V2}'.containerd.runtimes.nvidia]\n",
     )
     assert setup(root, "containerd") == 73
-    assert "99-nvidia.toml has a section of CRI" in capsys.readouterr().err
+    assert "99-nvidia.toml has a CRI section" in capsys.readouterr().err
     assert setup(root, "containerd", "--containerd-version", "2.0") == 0
 
 
@@ -326,7 +326,7 @@ def test_an_import_by_a_pattern_in_its_directory_is_read_as_containerd_reads_it(
     put(root, CONFIG, 'imports = ["/etc/containerd/*/site.toml"]\n' + NODE2)
     put(root, "/etc/containerd/extra/site.toml", f'version = 2\n[plugins."{V2}"]\n')
     assert setup(root, "containerd", "--containerd-version", "1.7") == 73
-    assert "/extra/site.toml has a section of CRI" in capsys.readouterr().err
+    assert "/extra/site.toml has a CRI section" in capsys.readouterr().err
 
 
 KATA = """\
@@ -376,7 +376,7 @@ def test_later_edits_stay_in_config_toml(root, capsys):
     edited += "# more\n[plugins.'io.containerd.grpc.v1.cri'.registry]\n  config_path = 'certs.d'\n"
     put(root, CONFIG, edited)
     assert setup(root, "containerd", "--undo") == 0
-    assert "was edited since: only what is ours is taken out" in capsys.readouterr().out
+    assert "has been edited since: only Tidegate's part is removed" in capsys.readouterr().out
     rest = text(root, CONFIG)
     assert "tidegate" not in rest
     assert rest.startswith(

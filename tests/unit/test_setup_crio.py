@@ -258,7 +258,7 @@ def test_an_administrators_handler_with_which_cri_o_does_not_start_is_refused(pa
     line = refused(packaged, capsys)
     assert (
         "CRI-O does not start: the handler tidegate (/etc/crio/crio.conf.d/60-own.conf) names no "
-        "monitor_path, and conmon is in no directory of programs; install conmon, or correct "
+        "monitor_path, and conmon is not in any program directory; install conmon, or correct "
         "monitor_path of the handler tidegate first"
     ) in line
     put(
@@ -278,7 +278,7 @@ def test_an_administrators_handler_with_which_cri_o_does_not_start_is_refused(pa
         ),
         (
             {f"{CONF_D}/20.conf": '[crio.runtime]\ndefault_runtime = "kata"\n'},
-            "default_runtime is kata, and no file has a handler of that name; write",
+            "default_runtime is kata, but no file has a handler of that name; write",
         ),
         (
             {f"{CONF_D}/20.conf": handler("crun", runtime_path="/opt/crun")},
@@ -286,11 +286,11 @@ def test_an_administrators_handler_with_which_cri_o_does_not_start_is_refused(pa
         ),
         (
             {f"{CONF_D}/20.conf": '[crio.runtime]\ndefault_runtime = "crun"\n[crio.runtime.runtimes.crun]\n'},
-            "runs crun, which is in no directory of programs; install it, or correct runtime_path",
+            "runs crun, which is not in any program directory; install it, or correct runtime_path",
         ),
         (
             {f"{CONF_D}/20.conf": handler("crun", runtime_path=f"{LIBEXEC}/crun", runtime_type="vm")},
-            "default handler crun is of runtime_type vm, which has no OCI runtime; name a handler",
+            "default handler crun has runtime_type vm, which has no OCI runtime; name a handler",
         ),
         (
             {f"{HOOKS_DIR}/x.json": '{"hook": {"path": "/usr/bin/x"}, "stages": ["prestart", "precreate"]}'},
@@ -319,7 +319,7 @@ def test_a_default_that_is_our_handler_has_the_packages_runtime_behind_it(packag
     assert snapshot(packaged) == after
     for name in ("crun", "runc"):
         (packaged / f"{LIBEXEC}/{name}".lstrip("/")).unlink()
-    assert "CRI-O has no handler beside tidegate that runs crun or runc" in refused(
+    assert "CRI-O has no handler besides tidegate that runs crun or runc" in refused(
         packaged, capsys
     )
 
@@ -371,17 +371,17 @@ def test_an_edited_drop_in_leaves_only_what_is_not_ours(packaged):
 @pytest.mark.parametrize(
     ("path", "content", "words"),
     [
-        (CONF, "[crio", "crio.conf is no TOML"),
+        (CONF, "[crio", "crio.conf is not TOML"),
         (
             f"{CONF_D}/README",
             '[crio.runtime.runtimes.tidegate]\nruntime_path = "/opt/x"\n',
             "README is /opt/x, not /usr/bin/tidegate-runtime",
         ),
-        (DROP_IN, "[crio.runtime]\n", "is there, and has no handler tidegate"),
+        (DROP_IN, "[crio.runtime]\n", "exists, but has no handler tidegate"),
         (
             f"{HOOKS_DIR}/t.json",
             '{"hook": {"path": "/usr/libexec/tidegate-hook"}}',
-            "t.json, which enters the hook into each container already",
+            "t.json, which already adds the hook to every container",
         ),
     ],
 )
@@ -394,7 +394,7 @@ def test_what_would_clash_with_cri_o_is_refused(root, capsys, path, content, wor
 @pytest.mark.parametrize(
     ("said", "complaint"),
     [
-        ("[crio", "`crio config` prints no TOML: "),
+        ("[crio", "`crio config` does not print TOML: "),
         (packages(), "CRI-O does not load the handler tidegate: `crio config` does not show it"),
         (packages() + OLD, "CRI-O would not start: the handler tidegate (crio config) names no"),
         (packages() + OLD + f'monitor_path = "{LIBEXEC}/conmon"\n', None),

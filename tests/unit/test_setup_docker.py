@@ -113,12 +113,12 @@ def test_what_is_there_keeps_its_form(root, capsys, before, after):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "is no JSON: Expecting property name"),
-        ('{"debug": true,}', "is no JSON: "),
-        ("[]", "is no JSON: it is no JSON object"),
-        ('{"debug": NaN}', "is no JSON: NaN is no JSON"),
-        ('{"runtimes": {}, "runtimes": {}}', 'is no JSON: "runtimes" occurs twice'),
-        ('{"a": ' * 100_000, "is no JSON: it is nested too deeply"),
+        ("{", "is not JSON: Expecting property name"),
+        ('{"debug": true,}', "is not JSON: "),
+        ("[]", "is not JSON: it is not a JSON object"),
+        ('{"debug": NaN}', "is not JSON: NaN is not JSON"),
+        ('{"runtimes": {}, "runtimes": {}}', 'is not JSON: "runtimes" occurs twice'),
+        ('{"a": ' * 100_000, "is not JSON: it is nested too deeply"),
         (b'{"debug": "\xff"}', "is not UTF-8 at byte 11"),
         ('{"runtimes": null}', '"runtimes" in'),
         ('{"runtimes": {"tidegate": {"path": "/opt/other"}}}', "not /usr/bin/tidegate-runtime"),
@@ -146,7 +146,7 @@ def test_a_dry_run_shows_the_difference_and_writes_nothing(root, capsys):
         f'--- {root}{CONFIG}\n+++ {root}{CONFIG}\n@@ -1,3 +1,8 @@\n {{\n-  "debug": true\n+  "debug": true,\n'
         '+  "runtimes": {\n+    "tidegate": {\n+      "path": "/usr/bin/tidegate-runtime"\n+    }\n+  }\n }\n'
         f"docker: {root}{CONFIG} would be written\n"
-        "to do: systemctl reload docker    # dockerd reads its runtimes anew; containers go on\n"
+        "to do: systemctl reload docker    # dockerd rereads its runtimes; containers keep running\n"
     )
     assert snapshot(root) == before
     setup(root, "docker")
@@ -206,7 +206,7 @@ def test_later_edits_stay_and_are_reported(root, capsys):
     put(root, CONFIG, edited)
     capsys.readouterr()
     assert setup(root, "docker", "--undo") == 0
-    assert "was edited since: only what is ours is taken out" in capsys.readouterr().out
+    assert "has been edited since: only Tidegate's part is removed" in capsys.readouterr().out
     assert text(root, CONFIG) == (
         '{\n  "debug": false,\n  "runtimes": {\n    "kata": {"path": "/usr/bin/kata"}\n  }\n}\n'
     )
@@ -232,7 +232,7 @@ def test_a_file_that_has_become_invalid_is_left_and_so_is_the_journal(root, caps
     put(root, CONFIG, text(root, CONFIG) + "}")
     before = snapshot(root)
     assert setup(root, "docker", "--undo") == 73
-    assert "what is ours cannot be told from the rest" in capsys.readouterr().err
+    assert "Tidegate's part cannot be told from the rest" in capsys.readouterr().err
     assert snapshot(root) == before
 
 
@@ -370,7 +370,7 @@ def test_the_wrapper_is_to_enter_the_hook_of_the_same_directory(root, capsys):
     for engine in ("docker", "containerd", "crio"):
         setup(root, engine, "--bin-dir", "/opt/bin", "--dry-run")
         assert (
-            "note: the wrapper runtime enters /usr/bin/tidegate-hook: write `hook /opt/bin/tidegate-hook` "
+            "note: the wrapper runtime adds /usr/bin/tidegate-hook: write `hook /opt/bin/tidegate-hook` "
             f"to {root}/etc/tidegate/runtime\n"
         ) in capsys.readouterr().out
     put(root, "/etc/tidegate/runtime", "# here\nhook /opt/bin/tidegate-hook\n")
@@ -423,12 +423,14 @@ def test_a_file_that_changes_during_planning_is_not_overwritten(root):
     put(root, CONFIG, '{"debug": true}')
     put(root, "/var/lib/tidegate/state.db", "")
     before = snapshot(root)
-    with pytest.raises(SetupError, match="was changed by another program meanwhile; run it again"):
+    with pytest.raises(
+        SetupError, match="was changed by another program in the meantime; run it again"
+    ):
         apply.set_up(Root(str(root)), "docker", [apply.Edit(CONFIG, b"{}", b'{"runtimes": {}}')])
     assert snapshot(root) == before
     setup(root, "docker")
     done = snapshot(root)
-    with pytest.raises(SetupError, match="was changed by another program meanwhile"):
+    with pytest.raises(SetupError, match="was changed by another program in the meantime"):
         apply.undo(Root(str(root)), "docker", [apply.Edit(CONFIG, b"{}", b"{}")])
     assert snapshot(root) == done
 

@@ -108,14 +108,14 @@ def test_a_hook_that_was_edited_is_set_aside(root, capsys):
     edited = text(root, f"{HOOKS}/50-tidegate.json").replace("30", "60")
     put(root, f"{HOOKS}/50-tidegate.json", edited)
     assert setup(root, "podman", "--undo") == 0
-    assert "was edited since: it is kept as" in capsys.readouterr().out
+    assert "has been edited since: it is kept as" in capsys.readouterr().out
     # It does not end in .json, so it is not read as a hook.
     assert [p.name for p in (root / HOOKS.lstrip("/")).iterdir()] == ["50-tidegate.json.edited"]
     assert text(root, f"{HOOKS}/50-tidegate.json.edited") == edited
     setup(root, "podman")
     put(root, f"{HOOKS}/50-tidegate.json", edited)
     assert setup(root, "podman", "--undo") == 73
-    assert "50-tidegate.json.edited is there already" in capsys.readouterr().err
+    assert "50-tidegate.json.edited already exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"hook": {"path": "/opt/other"}}'])
@@ -241,7 +241,7 @@ def test_a_hook_that_was_edited_is_not_moved_but_named(root, monkeypatch, capsys
     before = snapshot(root)
     assert setup(root, "podman") == 73
     assert capsys.readouterr().err.endswith(
-        f"{FORMER}/{NAMES[2]} has to move to {root}{HOOKS}, and was edited since it was written; "
+        f"{FORMER}/{NAMES[2]} has to move to {root}{HOOKS}, and has been edited since it was written; "
         "move it there by hand, and run it again\n"
     )
     assert snapshot(root) == before
@@ -320,7 +320,7 @@ def test_a_hook_that_podman_would_run_twice_is_named(root, capsys):
     put(root, f"{FORMER}/elsewhere.json", '{"hook": {"path": "/opt/tidegate-hook"}}')
     before = snapshot(root)
     assert setup(root, "podman") == 73
-    assert "t.json enters the hook into each container already" in capsys.readouterr().err
+    assert "t.json already adds the hook to every container" in capsys.readouterr().err
     assert snapshot(root) == before
     (root / "usr/share/containers/oci/hooks.d/t.json").unlink()
     assert setup(root, "podman") == 0
@@ -359,8 +359,8 @@ def test_an_api_service_that_runs_is_named_with_what_restarts_it(root, capsys):
     (root / "proc/4715/root").unlink()
     (root / "proc/4715/root").symlink_to("/")
     todo = [
-        "to do: systemctl restart podman.service    # containers go on",
-        "to do: kill 4712, and start `podman system service` again; containers go on",
+        "to do: systemctl restart podman.service    # containers keep running",
+        "to do: kill 4712, and start `podman system service` again; containers keep running",
     ]
     for words in (("--dry-run",), ()):
         assert setup(root, "podman", *words) == 0
@@ -401,7 +401,7 @@ def test_a_container_whose_restart_would_not_know_the_hooks_is_named(root, capsy
 def test_broken_containers_conf_is_refused(root, capsys):
     put(root, "/etc/containers/containers.conf", "[engine\n")
     assert setup(root, "podman") == 73
-    assert "containers.conf is no TOML" in capsys.readouterr().err
+    assert "containers.conf is not TOML" in capsys.readouterr().err
 
 
 def test_cri_o_never_finds_the_stage_precreate(root, capsys):

@@ -162,7 +162,7 @@ def test_explain_of_an_optional_driver_reports_a_start_without_it(host, capsys):
     options = ("--annotation", "tidegate.gpu/driver=optional", "--rootfs", str(host / "empty"))
     assert explain(host, *options) == 0
     assert (
-        "starts without a GPU, as tidegate.gpu/driver is optional: no driver mirror"
+        "starts without a GPU, because tidegate.gpu/driver is optional: no driver mirror"
         in capsys.readouterr().out
     )
     refresh(host)

@@ -285,9 +285,9 @@ def test_refusals_and_violations_stand_with_their_reasons(
     open_page(page, served, 1)
     events = words(page, "#events")
     assert "start refused too-large GPU 0 has " in events
-    assert "102400 MiB were asked for" in events
+    assert "102400 MiB was requested" in events
     assert (
-        "violation, ongoing one memory, GPU 0: its processes hold 5120 MiB of GPU memory, 4096 MiB are"
+        "violation, ongoing one memory, GPU 0: its processes hold 5120 MiB of GPU memory, but 4096 MiB is"
         " allowed (process 4711); policy: report"
     ) in events
     assert "violation, 10 s one compute, GPU 0: it worked on the GPU without a grant" in events
@@ -295,7 +295,7 @@ def test_refusals_and_violations_stand_with_their_reasons(
     assert "violation: memory, since " in row(page, 1)
     assert "violation: compute, " in row(page, 1)
     assert "frozen for a violation" in row(page, 1)
-    assert "It does not answer, and nothing of it is granted: GPU is lost" in words(page, ".gpu")
+    assert "It does not answer, and no part of it is granted: GPU is lost" in words(page, ".gpu")
 
 
 def test_a_process_on_a_gpu_that_is_not_its_container_s_is_named(

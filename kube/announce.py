@@ -1,8 +1,8 @@
 """Writes events on a claim and its pods that tell users why the claim was refused.
 
 The kubelet retries, but not every retry causes an event: the same message about the same claim is
-written at most once in five minutes. A driver that may not write events logs that once and
-continues without them.
+written at most once in five minutes. A driver that is not permitted to write events logs that once
+and continues without them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST = 512
 MOST_PODS = 4
 """Maximum number of pods of a claim that get an event."""
 MESSAGE = 1000
-"""Maximum length of a message in characters; the API server takes 1024."""
+"""Maximum length of a message in characters; the API server accepts 1024."""
 
 
 class Events(Protocol):
@@ -135,7 +135,7 @@ class Announcer:
         }
 
     def run(self) -> None:
-        """Write until `stop`."""
+        """Write events until `stop` is called."""
         while True:
             item = self._queue.get()
             if item is None:

@@ -32,7 +32,7 @@ def make_spec(
     """Return the CDI specification of a claim.
 
     `minors` are the minor numbers of its GPUs' device nodes, by UUID; a simulated GPU has none.
-    DeviceError if the host lacks a device node.
+    Raise DeviceError if the host lacks a device node.
     """
     shares = [(share.name, minors.get(share.uuid)) for share in claim.shares]
     return make_claim_spec(
@@ -51,7 +51,7 @@ class Directory:
         return self._path / f"{_PREFIX}{uid}{_SUFFIX}"
 
     def write(self, uid: str, spec: Mapping[str, Any]) -> bool:
-        """Write a claim's specification; return False if the same one is there already."""
+        """Write a claim's specification; return False if the same one already exists."""
         data = json.dumps(spec, indent=2).encode() + b"\n"
         path = self.file(uid)
         new = path.with_suffix(_NEW)  # engines read only .json and .yaml

@@ -1,7 +1,7 @@
-"""Translates an allocated ResourceClaim into a request to the governor. Pure functions.
+"""Translates an allocated ResourceClaim into a request to the governor.
 
 The scheduler has chosen the GPU, the bytes of memory and the percentage of time. Its decision is in
-the claim's status, which a tenant cannot write.
+the claim's status, which a tenant cannot write. The functions are pure.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class AllocatedShare:
         return claim_device(uid, self.name)
 
     def cdi_id(self, uid: str) -> str:
-        """Return the fully qualified name of the share's CDI device, as engines take it."""
+        """Return the fully qualified name of the share's CDI device, as engines accept it."""
         return f"{CLAIM_KIND}={self.cdi_name(uid)}"
 
 
@@ -84,7 +84,7 @@ class AllocatedClaim:
     shares: tuple[AllocatedShare, ...]
 
     def describe(self) -> dict[str, Any]:
-        """Return the request to the governor that enters the claim."""
+        """Return the request that announces the claim to the governor."""
         return {
             "uid": self.reference.uid,
             "namespace": self.reference.namespace,
@@ -108,7 +108,7 @@ class AllocatedClaim:
 def read_claim(
     document: Mapping[str, Any], reference: Reference, pool: str, devices: Mapping[str, str]
 ) -> AllocatedClaim:
-    """Return the part of a ResourceClaim for this node; ClaimError if it cannot be served.
+    """Return the part of a ResourceClaim for this node; raise ClaimError if it cannot be served.
 
     `pool` is this node's pool, `devices` maps the names of its devices to the GPUs' UUIDs.
     """
@@ -128,8 +128,8 @@ def _read_claim(
     uid = (document.get("metadata") or {}).get("uid")
     if uid != reference.uid:
         raise ClaimError(
-            f"{reference} has the uid {uid}, the kubelet prepares {reference.uid}",
-            hint="the claim was deleted and created again; recreate the pod, too",
+            f"{reference} has the uid {uid}, but the kubelet prepares {reference.uid}",
+            hint="the claim was deleted and created again; recreate the pod as well",
         )
     allocation = (document.get("status") or {}).get("allocation")
     if not allocation:
@@ -171,20 +171,20 @@ def _require_device(
     request, device = str(result["request"]), str(result.get("device"))
     if result.get("pool") != pool:
         raise ClaimError(
-            f"{reference}, request {request}: {_given(result)}device {device} is of the pool"
-            f" {result.get('pool')}, this node's is {pool}",
-            hint="the pod is on another node than its claim; recreate the pod",
+            f"{reference}, request {request}: {_given(result)}device {device} belongs to the pool"
+            f" {result.get('pool')}, but this node's is {pool}",
+            hint="the pod is not on its claim's node; recreate the pod",
         )
     if device not in devices:
         raise ClaimError(
-            f"{reference}, request {request}: {_given(result)}device {device} is asked for, which"
-            " this node does not have",
-            hint="the GPU is gone or is not shared any more (tidegate check on the node);"
+            f"{reference}, request {request}: {_given(result)}device {device} was requested, but"
+            " this node does not have it",
+            hint="the GPU is gone or is no longer shared (tidegate check on the node);"
             " recreate the pod",
         )
     if result.get("adminAccess"):
         raise ClaimError(
-            f"{reference}, request {request}: {_given(result)}device {device} is asked for with"
+            f"{reference}, request {request}: {_given(result)}device {device} was requested with"
             " administrative access",
             hint="ask for a share: no GPU is given outside the quotas",
         )
@@ -204,7 +204,7 @@ def _share(
     consumed = result.get("consumedCapacity")
     if not consumed:
         raise ClaimError(
-            f"{reference}, request {request}: device {device} was given without"
+            f"{reference}, request {request}: device {device} was allocated without"
             f" {MEMORY} and {COMPUTE}",
             hint="the feature gate DRAConsumableCapacity has to be on in the API server, scheduler"
             " and kubelet; a claim that was created while it was off has lost its capacities, so"
@@ -227,7 +227,8 @@ def _share(
     # Elastic means up to 100 %, so only an explicit limit can be below the share.
     if limit < compute:
         raise ClaimError(
-            f"{reference}, request {request}: computeLimit is {limit} %, {COMPUTE} is {compute} %",
+            f"{reference}, request {request}: computeLimit is {limit} %,"
+            f" but {COMPUTE} is {compute} %",
             hint=f"write {compute} or more, or strict: true",
         )
     return AllocatedShare(

@@ -51,8 +51,8 @@ class Cluster:
         except Exception as e:  # the client's own errors, and any that an invalid file causes
             by = kubeconfig or "a service account"
             raise ClusterError(
-                f"no way to the API server by {by}: {' '.join(str(e).split())[:200]}",
-                hint="name a file that kubectl takes"
+                f"no access to the API server through {by}: {' '.join(str(e).split())[:200]}",
+                hint="name a file that kubectl accepts"
                 if kubeconfig
                 else "run in a pod with a service account, or name a file with --kubeconfig",
             ) from e
@@ -98,7 +98,7 @@ class Cluster:
             if e.http != 404:
                 raise
             raise ClusterError(
-                f"the API server has no resource.k8s.io/v1, no GPU is offered ({e.message})",
+                f"the API server has no resource.k8s.io/v1, so no GPU is offered ({e.message})",
                 hint="use Kubernetes 1.34 or newer, or run the device plugin instead"
                 " (docs/howto/kubernetes.md)",
                 http=404,
@@ -127,7 +127,7 @@ class Cluster:
     def watch_slice(self, name: str, version: str, seconds: int) -> Iterator[dict[str, Any]]:
         """Yield the events of a ResourceSlice after a version, for at most `seconds`.
 
-        ClusterError with the status 410 if that version is too old.
+        Raise ClusterError with the status 410 if that version is too old.
         """
         response = self._call(
             f"ResourceSlice {name}",
@@ -229,7 +229,7 @@ def _explain(subject: str, e: Exception) -> ClusterError:
         hints = {
             401: "see the service account's token",
             403: "give the driver's service account the role of packaging/kubernetes/",
-            404: "it does not exist any more",
+            404: "it no longer exists",
             409: "the driver retries",
             422: "report this line as a bug",
         }
@@ -250,4 +250,4 @@ def _explain(subject: str, e: Exception) -> ClusterError:
             " certificate has to name the host: see the kubeconfig, or the ConfigMap"
             " kube-root-ca.crt of the namespace"
         )
-    return ClusterError(f"{subject}: no answer of the API server: {reason}", hint=hint)
+    return ClusterError(f"{subject}: no answer from the API server: {reason}", hint=hint)

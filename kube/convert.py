@@ -62,7 +62,7 @@ class Result:
 
 
 def convert(text: str, options: ConvertOptions | None = None) -> Result:
-    """Convert manifests to manifests with claims; UnreadableError if the text is not YAML."""
+    """Convert manifests to manifests with claims; raise UnreadableError if the text is not YAML."""
     result = Result()
     options = options or ConvertOptions()
     text = text.removeprefix("\ufeff")

@@ -46,7 +46,7 @@ NO_EQUAL = {
 
 ENVIRONMENT = {
     "CUDA_DISABLE_CONTROL": "a container cannot turn its quota off",
-    "ACTIVE_OOM_KILLER": "an allocation beyond the quota fails, no process is killed",
+    "ACTIVE_OOM_KILLER": "an allocation beyond the quota fails; no process is killed",
     "CUDA_OVERSUBSCRIBE": "memory is never granted twice",
     "GPU_CORE_UTILIZATION_POLICY": "",
     "NVIDIA_VISIBLE_DEVICES": "the claim names the GPUs",
@@ -219,11 +219,11 @@ class ConvertedPod:
             for key in RESOURCES:
                 if key in asked:
                     number = _whole_number(asked[key])
-                    wrong = "" if number is not None else "is no whole number"
+                    wrong = "" if number is not None else "is not a whole number"
                     if number and key == "nvidia.com/gpumem" and number > MOST_MIB:
                         wrong = f"is {number} MiB, which no GPU has: it is counted in MiB"
                     if number is None or wrong:
-                        self.note(key, f"{asked[key]!r} {wrong}, the container stays as it was")
+                        self.note(key, f"{asked[key]!r} {wrong}; the container stays as it was")
                         self.left |= {id(part) for _, part in parts}
                         return {}
                     found[key] = number
@@ -286,7 +286,7 @@ class ConvertedPod:
             ask.compute, ask.device_class = self.options.share, "gpu-elastic"
             self.note(
                 "no nvidia.com/gpucores",
-                f"{ask.compute} % are guaranteed, and the rest may be borrowed",
+                f"{ask.compute} % is guaranteed, and the rest may be borrowed",
                 "changed",
             )
         return ask
@@ -297,7 +297,7 @@ class ConvertedPod:
         count = max(cores // 100, 1)
         if cores >= 100:
             if cores % 100:
-                self.note(CORE, f"{cores} is no whole number of GPUs: {count}")
+                self.note(CORE, f"{cores} is not a whole number of GPUs: {count}")
             if blocks:
                 self.note(
                     BLOCKS, "vcuda-core asks for whole GPUs, with all their memory", "changed"
@@ -387,7 +387,8 @@ class ConvertedPod:
             elif mps:
                 self.note(
                     "nvidia.com/vgpu-mode: mps",
-                    f"a client of MPS has one GPU, not {ask.count}; the node's strategy counts",
+                    f"a client of MPS can have only one GPU, not {ask.count};"
+                    " the node's strategy counts",
                 )
             if limit is not None and ask.device_class == "gpu-strict":
                 ask.device_class = "gpu-elastic"

@@ -1,8 +1,8 @@
 """Prepares claims for the kubelet and takes them back.
 
-Calls are idempotent and may be interrupted. Both ways the governor, which writes its state before
-it answers, comes first, and then the CDI file. So a file never contains more than the governor
-knows, and a missing one is created when the kubelet asks again.
+Calls are idempotent and may be interrupted. In both directions the governor, which writes its state
+before it answers, comes first, and then the CDI file. So a file never contains more than the
+governor knows, and a missing one is created when the kubelet asks again.
 
 A kubelet that was refused asks again only with the pod's next resync, 60 to 90 s later. So a call
 waits for temporary conditions to pass: a governor or an API server that is being restarted, or a
@@ -68,13 +68,13 @@ class ClaimGovernor(Protocol):
         """Return the GPUs that are shared."""
 
     def claim(self, claim: dict[str, Any]) -> list[dict[str, Any]]:
-        """Enter a claim and return its shares with their GPUs."""
+        """Announce a claim and return its shares with their GPUs."""
 
     def unclaim(self, uid: str) -> None:
-        """Take a claim back."""
+        """Withdraw a claim."""
 
     def claims(self) -> list[dict[str, Any]]:
-        """Return the claims that are entered."""
+        """Return the announced claims."""
 
 
 class Claims(Protocol):
@@ -171,7 +171,7 @@ class ClaimDriver:
                     self._locks[uid] = (lock, users - 1)
 
     def prepare(self, reference: Reference, call: CallContext = CallContext()) -> AllocatedClaim:
-        """Make a claim ready for the containers that use it; a TidegateError if that fails.
+        """Make a claim ready for the containers that use it; raise a TidegateError on failure.
 
         If the caller has given up, or a later call takes the claim back, nothing is changed.
         """
@@ -227,7 +227,7 @@ class ClaimDriver:
         call.check()
         if waiter.overtaken:
             raise SocketError(
-                f"{reference}: the kubelet has taken it back meanwhile",
+                f"{reference}: the kubelet has taken it back in the meantime",
                 hint="the kubelet retries",
             )
 
@@ -357,8 +357,8 @@ class ClaimDriver:
 
         The claims in the governor differ after a start of this driver, after the governor has lost
         its file, or if another driver of the node was called. The result is also True if the CDI
-        file of a claim is missing, and False while a call works on a claim. TidegateError if the
-        governor does not answer.
+        file of a claim is missing, and False while a call works on a claim. Raise TidegateError if
+        the governor does not answer.
         """
         with self._guard:
             calls, idle = self._calls, not self._locks
@@ -446,7 +446,7 @@ class ClaimDriver:
             return document, "another claim has its name"
         allocation = _mapping(_mapping(document.get("status")).get("allocation"))
         if not allocation:
-            return document, "it is not allocated any more"
+            return document, "it is no longer allocated"
         results = _mapping(allocation.get("devices")).get("results")
         pools = {
             one.get("pool")

@@ -1,4 +1,4 @@
-"""The errors between the cluster and the node: one line each, as in governor/errors.py."""
+"""Errors of the DRA driver and the device plugin: one line each, as in governor/errors.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from governor.errors import TidegateError
 
 
 class ClaimError(TidegateError):
-    """A ResourceClaim cannot be served by this driver with its present content or parameters."""
+    """The driver cannot serve a ResourceClaim, because of its content or its parameters."""
 
     code = "claim"
     status = 65  # EX_DATAERR
@@ -43,7 +43,7 @@ class CdiError(TidegateError):
 
 
 class SocketError(TidegateError):
-    """The kubelet's directory cannot be used, or another driver serves in it."""
+    """The kubelet's directory cannot be used, or another driver is using it."""
 
     code = "socket"
     status = 73

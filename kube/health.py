@@ -1,7 +1,8 @@
-"""Turns the governor's findings about GPUs into health and device taints. Pure functions.
+"""Turns the governor's findings about GPUs into health and device taints.
 
 A taint keeps new pods away and evicts none: a finding can be wrong, and programs on a GPU that does
-not answer end on their own. An operator can evict them with a DeviceTaintRule.
+not answer end on their own. An operator can evict them with a DeviceTaintRule. The functions are
+pure.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Taint:
     value: str
 
     def describe(self) -> dict[str, str]:
-        """Return the taint in the form of a ResourceSlice."""
+        """Return the taint in the form that a ResourceSlice uses."""
         return {"key": self.key, "value": self.value, "effect": "NoSchedule"}
 
 
@@ -70,7 +71,7 @@ def _judge(gpu: Mapping[str, Any], accused: Sequence[tuple[str, str]]) -> Condit
         kinds = sorted({kind for kind, _ in accused})
         taints.append(Taint(TAINT_BYPASS, kinds[0] if len(kinds) == 1 else "several"))
         names = ", ".join(sorted({f"{name[:64]} ({kind})" for kind, name in accused}))
-        messages.append(f"containers go around their quota: {names}")
+        messages.append(f"containers bypass their quota: {names}")
     return Condition(health, "; ".join(messages)[:MOST], tuple(sorted(taints)))
 
 

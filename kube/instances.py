@@ -36,7 +36,7 @@ _LOCK = re.compile(r"instance-(?P<name>.+)\.lock")
 _PLUGIN = re.compile(r"dra(?:-(?P<name>.+))?\.sock")
 _REGISTRAR = re.compile(rf"{re.escape(DRIVER)}(?:-(?P<name>.+))?-reg\.sock")
 CLAIMS = "claims.lock"
-"""File with a byte for each claim, which the instance that works on the claim locks."""
+"""File with a byte for each claim; the instance that works on a claim locks its byte."""
 SLOTS = 1 << 30
 """Number of bytes of that file, to which the claims' uids are hashed."""
 PATIENCE_S = 5.0
@@ -55,7 +55,7 @@ class Instance:
         if name and not _NAME.fullmatch(name):
             raise SocketError(
                 f"{name[:80]!r} cannot be part of a socket's name",
-                hint="name the instance by the uid of its pod",
+                hint="name the instance after the uid of its pod",
             )
         self.name = name
         self._directory = directory
@@ -87,7 +87,7 @@ class Instance:
         return self._directory / f"instance-{name}.lock"
 
     def start(self) -> None:
-        """Take the locks; SocketError if another driver excludes this one."""
+        """Take the locks; raise SocketError if another driver excludes this one."""
         try:
             self._directory.mkdir(mode=0o750, parents=True, exist_ok=True)
             self._registry.mkdir(mode=0o750, parents=True, exist_ok=True)
@@ -107,12 +107,12 @@ class Instance:
             self.close()
             if self.name:
                 raise SocketError(
-                    f"another driver, with fixed sockets, or the device plugin serves in"
+                    f"another driver, with fixed socket names, or the device plugin uses"
                     f" {self._directory}",
                     hint="stop it first (kubectl delete daemonset)",
                 ) from e
             raise SocketError(
-                f"another driver serves in {self._directory}",
+                f"another driver uses {self._directory}",
                 hint="stop it first (a DaemonSet with maxSurge 0 does), or name each instance"
                 " (--instance)",
             ) from e
@@ -163,7 +163,7 @@ class Instance:
         )
 
     def has_successor(self) -> bool:
-        """Return whether a later instance is registered, which serves when this one ends."""
+        """Return whether a later instance, which serves once this one ends, is registered."""
         return bool(self.name) and any(
             other["registered"] and other["started"] > self._started for other in self.clean()
         )
@@ -233,8 +233,8 @@ class Instance:
                 check()
                 if time.monotonic() > until:
                     raise SocketError(
-                        f"another driver of this node has worked on it for {HOLD_MOST_S:.0f} s",
-                        hint="end the older one",
+                        f"another driver on this node has held the claim for {HOLD_MOST_S:.0f} s",
+                        hint="stop the older driver",
                     ) from e
                 time.sleep(0.02)
         try:
@@ -254,7 +254,7 @@ class Instance:
 
 
 def _read(fd: int) -> dict[str, Any]:
-    """Return the state that an instance has written; without one it counts as the oldest."""
+    """Return the state that an instance has written; if it has none, it counts as the oldest."""
     try:
         state = json.loads(os.pread(fd, 200, 0))
         return {"started": int(state["started"]), "registered": state["registered"] is True}

@@ -52,7 +52,7 @@ PERIOD_S = 2.0
 PAUSE_S, PAUSE_MOST_S = 1.0, 60.0
 """First and longest pause in seconds before a peer that does not answer is asked again."""
 AWAY_S = 60.0
-"""Seconds without an answer of the governor after which its GPUs get the taint AWAY."""
+"""Seconds without an answer from the governor after which its GPUs get the taint AWAY."""
 AWAY = Taint(TAINT_CLOSED, "governor-away")
 
 
@@ -143,7 +143,7 @@ class DriverLoop:
         if self._known and self._answer is not None:
             self._try("publish", now, functools.partial(self._publish, self._answer, now))
         if self._reconcile.is_set():
-            self._reconcile.clear()  # before it runs: a registration meanwhile needs another one
+            self._reconcile.clear()  # before it runs: a later registration needs another run
             if not self._try("reconcile", now, self._driver.reconcile):
                 self._reconcile.set()
 
@@ -159,7 +159,7 @@ class DriverLoop:
             return
         self.leading = leading
         log.info("leads" if leading else "another-leads")
-        # The other instance may have changed something meanwhile, so all state is read again.
+        # The other instance may have changed something in the meantime, so all state is read again.
         self._publisher.forget()
         self._recheck.forget()
         self._reconcile.set()
@@ -286,8 +286,8 @@ def _parser() -> argparse.ArgumentParser:
         default=os.environ.get("POD_UID", ""),
         metavar="NAME",
         help="a name for the sockets, usually the pod's uid, with which a kubelet of 1.33 or newer"
-        " accepts this driver beside the one that it replaces (default: POD_UID; without a name it"
-        " is the only driver)",
+        " accepts this driver alongside the one that it replaces (default: POD_UID; without a"
+        " name it is the only driver)",
     )
     parser.add_argument("--ready-file", metavar="FILE", help="exists while the GPUs are offered")
     return parser

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 DRIVER = "tidegate.gpu"
-"""Name of the DRA driver: in ResourceSlices, allocations, opaque parameters, and at the kubelet."""
+"""Name of the DRA driver: in ResourceSlices, allocations, opaque parameters, and the kubelet."""
 
 CLASSES = tuple(f"gpu-{kind}.tidegate.gpu" for kind in ("strict", "elastic", "whole"))
 """The DeviceClasses of packaging/kubernetes/."""
@@ -16,7 +16,7 @@ COMPUTE = "compute"
 """Names of a device's capacities: bytes, and percent of a GPU's time."""
 
 PLUGIN_RESOURCE = "tidegate.gpu/memory-gib"
-"""The resource that the device plugin offers in clusters without consumable capacity."""
+"""The resource that the device plugin advertises in clusters without consumable capacity."""
 
 CDI_CLASS = "claim"
 

@@ -24,18 +24,18 @@ class NodeClient:
         return list(self._ask("list")["containers"])
 
     def claim(self, claim: dict[str, Any]) -> list[dict[str, Any]]:
-        """Enter a claim; return its shares, each with the GPU's index and device node.
+        """Announce a claim; return its shares, each with the GPU's index and device node.
 
-        Entering it again changes nothing.
+        Announcing it again changes nothing.
         """
         return list(self._ask("claim", **claim)["shares"])
 
     def unclaim(self, uid: str) -> None:
-        """Take a claim back; an unknown one is not an error."""
+        """Withdraw a claim; an unknown one is not an error."""
         self._ask("unclaim", uid=uid)
 
     def claims(self) -> list[dict[str, Any]]:
-        """Return the claims that are entered."""
+        """Return the announced claims."""
         return list(self._ask("claims")["claims"])
 
     def _ask(self, op: str, **fields: object) -> dict[str, Any]:

@@ -11,10 +11,16 @@ from kube.names import KUBELET_DIR
 def add_node_options(parser: argparse.ArgumentParser) -> None:
     """Add the options with the paths of the governor, the kubelet, the engine and the hook."""
     parser.add_argument(
-        "--runtime-dir", default="/run/tidegate", metavar="DIR", help="the governor's (%(default)s)"
+        "--runtime-dir",
+        default="/run/tidegate",
+        metavar="DIR",
+        help="the governor's runtime directory (%(default)s)",
     )
     parser.add_argument(
-        "--kubelet-dir", default=KUBELET_DIR, metavar="DIR", help="the kubelet's (%(default)s)"
+        "--kubelet-dir",
+        default=KUBELET_DIR,
+        metavar="DIR",
+        help="the kubelet's directory (%(default)s)",
     )
     parser.add_argument(
         "--cdi-dir",
@@ -24,7 +30,7 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--hook", default=HOOK, metavar="FILE", help="the hook (%(default)s)")
     parser.add_argument(
-        "--hook-argument", action="append", default=[], metavar="WORD", help="one of its options"
+        "--hook-argument", action="append", default=[], metavar="WORD", help="option of the hook"
     )
     parser.add_argument(
         "--dev-dir", default="/dev", metavar="DIR", help="the host's device nodes (%(default)s)"

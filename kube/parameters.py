@@ -1,7 +1,8 @@
-"""Reads the opaque parameters of a claim, which capacities cannot express. Pure functions.
+"""Reads the opaque parameters of a claim, which capacities cannot express.
 
 A DeviceClass and a claim may both have parameters; for each option the last one in the allocation
 wins. `strict` and `computeLimit` count as one option: a later occurrence of either replaces both.
+The functions are pure.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _validator() -> Any:
 
 
 def merge(before: Parameters, document: object, where: str) -> Parameters:
-    """Return the parameters updated by a document; ClaimError names the field that is wrong.
+    """Return the parameters updated by a document; raise ClaimError if a field is wrong.
 
     `where` names the document in the error.
     """
@@ -70,7 +71,7 @@ def merge(before: Parameters, document: object, where: str) -> Parameters:
 
 
 def check(document: object, where: str) -> None:
-    """Refuse a document that is not a TidegateConfig; ClaimError names the field."""
+    """Refuse a document that is not a TidegateConfig; the ClaimError names the field."""
     import jsonschema
 
     try:

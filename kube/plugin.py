@@ -71,13 +71,13 @@ class UnitGovernor(Protocol):
         """Return the containers, with their violations."""
 
     def claim(self, claim: dict[str, Any]) -> list[dict[str, Any]]:
-        """Enter a claim and return its shares with their GPUs."""
+        """Announce a claim and return its shares with their GPUs."""
 
     def unclaim(self, uid: str) -> None:
-        """Take a claim back."""
+        """Withdraw a claim."""
 
     def claims(self) -> list[dict[str, Any]]:
-        """Return the claims that are entered."""
+        """Return the announced claims."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ class Unit:
 
 
 class Allocations:
-    """Enters the units that the kubelet allocates in the governor, and writes the CDI files.
+    """Announces the units that the kubelet allocates to the governor, and writes the CDI files.
 
-    As in the DRA driver, the governor comes first. Overlapping claims are taken back before that.
+    As in the DRA driver, the governor comes first. Overlapping claims are withdrawn before that.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Allocations:
         """The kubelet's allocations, all of which the governor has to know, by uid."""
 
     def allocate(self, containers: Sequence[Sequence[str]]) -> list[str]:
-        """Return the CDI device of each container; a TidegateError if the units are refused."""
+        """Return the CDI device of each container; raise TidegateError if the units are refused."""
         with self._lock:
             gpus = self._governor.gpus()["gpus"]
             wanted = [parse_units(names, gpus) for names in containers]
@@ -176,7 +176,7 @@ class Allocations:
                 log.info("cdi-left-over", uid=uid)
 
     def tell_again(self) -> None:
-        """Enter the claims that the governor has lost; the kubelet does not ask twice for a pod."""
+        """Announce claims that the governor has lost; the kubelet does not ask twice for a pod."""
         with self._lock:
             known = {str(claim["uid"]) for claim in self._governor.claims()}
             for uid, (_, claim) in list(self._given.items()):
@@ -199,7 +199,7 @@ def _require_apart(wanted: Sequence[Units], gpus: Sequence[Mapping[str, Any]]) -
                 index = next(gpu["index"] for gpu in gpus if gpu["uuid"] == units.uuid)
                 both = (units.bits & other.bits).bit_count()
                 raise RefusedError(
-                    f"the kubelet gives {both} GiB of GPU {index} to two containers",
+                    f"the kubelet allocated {both} GiB of GPU {index} to two containers",
                     hint="recreate the pod; see the kubelet's log",
                 )
 
@@ -266,7 +266,7 @@ class DevicePlugin(services.DevicePluginServicer):  # type: ignore[misc]
         return response
 
     def Allocate(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """Enter the units and return their CDI devices."""
+        """Announce the units and return their CDI devices."""
         asked = [list(one.devices_ids) for one in request.container_requests]
         try:
             devices = self._allocations.allocate(asked)
@@ -315,7 +315,7 @@ class KubeletSocket:
         return status.st_dev, status.st_ino, status.st_ctime_ns
 
     def forget(self) -> None:
-        """Register again at the next look, because the plugin's own socket was created again."""
+        """Register again at the next poll, because the plugin's own socket was created again."""
         self._known = None
 
     def register(self, now: float) -> bool:
@@ -449,7 +449,10 @@ def _parser() -> argparse.ArgumentParser:
         help="cap of a container that uses time that others leave idle (%(default)s)",
     )
     parser.add_argument(
-        "--strategy", choices=("auto", *STRATEGIES), default="auto", help="(%(default)s)"
+        "--strategy",
+        choices=("auto", *STRATEGIES),
+        default="auto",
+        help="how the GPU is shared (%(default)s)",
     )
     parser.add_argument("--ready-file", metavar="FILE", help="exists once it is registered")
     return parser

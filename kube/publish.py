@@ -45,13 +45,13 @@ class Slices(Protocol):
         """Return a slice, None if it does not exist."""
 
     def create_slice(self, body: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
-        """Create it and return what is stored."""
+        """Create a slice and return what is stored."""
 
     def replace_slice(self, body: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
-        """Replace it and return what is stored."""
+        """Replace a slice and return what is stored."""
 
     def delete_slice(self, name: str) -> None:
-        """Delete it."""
+        """Delete a slice."""
 
 
 class Publisher:
@@ -102,9 +102,9 @@ class Publisher:
     def publish(self, wanted: dict[str, Any]) -> bool:
         """Make the API server store this slice; return whether anything was written.
 
-        If the slice has no mark (`kube.recheck`), the stored mark stays. ClusterError if the API
-        server does not answer or another write came first; the caller has to retry. GateError if
-        the cluster cannot share devices; then no slice is stored.
+        If the slice has no mark (`kube.recheck`), the stored mark stays. Raise ClusterError if the
+        API server does not answer or another write came first; the caller has to retry. Raise
+        GateError if the cluster cannot share devices; then no slice is stored.
         """
         body = self._shape(wanted)
         shown = self._comparable(body)
@@ -276,7 +276,7 @@ class Watcher:
             except Exception as e:  # noqa: BLE001 - an unexpected answer must not end the thread
                 message = e.message if isinstance(e, ClusterError) else repr(e)[:300]
                 log.info("watch-ended", message=message)
-                # Events may have been missed meanwhile.
+                # Events may have been missed in the meantime.
                 self._publisher.forget()
                 self._wake.set()
                 self._stop.wait(pause)

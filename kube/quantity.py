@@ -1,4 +1,4 @@
-"""Parses Kubernetes quantities exactly: `8Gi`, `30`, `1500m`, `2e9`. Pure functions."""
+"""Parses Kubernetes quantities exactly: `8Gi`, `30`, `1500m`, `2e9`; the functions are pure."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _SUFFIXES = {
 
 
 def parse_quantity(value: str | int) -> Fraction:
-    """Return the value of a quantity; ValueError if it is not one."""
+    """Return the value of a quantity; raise ValueError if it is not one."""
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise ValueError(f"{value!r} is no quantity")  # noqa: TRY004 - one error for all
+        raise ValueError(f"{value!r} is not a quantity")  # noqa: TRY004 - one error for all
     match = _FORM.fullmatch(str(value))
     if match is None:
-        raise ValueError(f"{value!r} is no quantity")
+        raise ValueError(f"{value!r} is not a quantity")
     sign, digits, suffix = match[1], match[2], match[3] or ""
     exponent = _EXPONENT.fullmatch(suffix)
     if exponent:
@@ -33,16 +33,16 @@ def parse_quantity(value: str | int) -> Fraction:
     elif suffix in _SUFFIXES:
         factor = _SUFFIXES[suffix]
     else:
-        raise ValueError(f"{value!r} is no quantity")
+        raise ValueError(f"{value!r} is not a quantity")
     number = Fraction(f"0{digits}" if digits.startswith(".") else digits.rstrip("."))
     return (-number if sign == "-" else number) * factor
 
 
 def whole(value: str | int) -> int:
-    """Return the value of a quantity that is a whole number; ValueError if it is not."""
+    """Return the value of a quantity that is a whole number; raise ValueError if it is not."""
     number = parse_quantity(value)
     if number.denominator != 1:
-        raise ValueError(f"{value!r} is no whole number")
+        raise ValueError(f"{value!r} is not a whole number")
     return int(number)
 
 

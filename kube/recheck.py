@@ -1,4 +1,4 @@
-"""Makes kube-scheduler retry pods that it left waiting although a GPU has room. Pure functions.
+"""Makes kube-scheduler retry pods that it left waiting although a GPU has room.
 
 For a moment kube-scheduler counts a newly allocated share twice: as an allocation in flight, and as
 the claim that its informer has seen by then (`GatherAllocatedState`, Kubernetes 1.36). A pod that
@@ -24,7 +24,8 @@ from kube.quantity import MIB
 from kube.slices import CONTEXT_MEMORY
 
 ANNOTATION = f"dra.{DRIVER}/recheck"
-"""Annotation of the slice: the number of retries so far, and a digest of the claims at the last."""
+"""Annotation of the slice: the number of retries so far, and a digest of the claims at the last
+one."""
 DELAY_S = 1.0
 """Seconds from the first new claim to the update, so that a waiting pod is retried while the others
 start: after 2.6 to 4.4 s on a cluster of one node, and after 6.7 s with a delay of 5 s."""

@@ -94,7 +94,7 @@ class Resync:
             self._changed.notify_all()
 
     def run(self) -> None:
-        """Write until `stop`."""
+        """Write annotations until `stop` is called."""
         while True:
             with self._changed:
                 due = [*self._looks, *self._pods.values()]
@@ -169,7 +169,7 @@ class Resync:
         try:
             self._cluster.annotate_pod(namespace, name, uid, ANNOTATION, text)
         except ClusterError as e:
-            # The pod is gone, or another one has its name, so it does not wait any more.
+            # The pod is gone, or another one has its name, so it no longer waits.
             if e.http != 404 and "metadata.uid" not in e.message:
                 self._failed(e)
             return

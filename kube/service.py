@@ -122,7 +122,7 @@ class DraPlugin:
             return _internal_error(reference, e)
 
     def NodeUnprepareResources(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """Take each claim back."""
+        """Withdraw each claim."""
         response = self._messages.NodeUnprepareResourcesResponse()
         for reference in _references(request):
             answer = response.claims[reference.uid]
@@ -158,7 +158,7 @@ def _call(context: Any, reference: Reference) -> CallContext:
 
 
 def _check_time(context: Any, reference: Reference) -> None:
-    """Refuse a call that is over or late: the kubelet may have requested the opposite since."""
+    """Refuse a call that is over or late: the kubelet may by now have requested the opposite."""
     left = context.time_remaining()
     if not context.is_active() or (left is not None and left < RESERVE_S):
         raise SocketError(
@@ -172,7 +172,7 @@ def _internal_error(reference: Reference, e: Exception) -> str:
 
 
 class Registration:
-    """The registration service, which the kubelet asks first."""
+    """The registration service, which the kubelet queries first."""
 
     def __init__(self, endpoint: str, registered: Callable[[bool], None]) -> None:
         self._endpoint = endpoint
@@ -307,7 +307,7 @@ class GrpcServer:
         self._inode = 0
 
     def start(self) -> None:
-        """Listen; SocketError if that is not possible."""
+        """Listen; raise SocketError if that is not possible."""
         server = grpc.server(
             ThreadPoolExecutor(self._workers),
             options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 4 << 20)],

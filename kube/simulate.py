@@ -4,7 +4,7 @@ This is not a model of GPUs: other tests show whether quotas hold. The simulatio
 pod is placed by kube-scheduler's rules. Pods are tried in order of arrival, and none blocks
 another. The search for a node begins where the previous pod's search ended, and stops when enough
 nodes are feasible. The best score by CPU wins, as with NodeResourcesFit. On a node the first GPU
-with room is taken, in the slice's order, as by the allocator of DynamicResources. A GPU's
+with room is taken, in the ResourceSlice's order, as the allocator of DynamicResources does. A GPU's
 capacities are 100 of `compute` and 100 of `memory`.
 
 Pods that did not fit are retried as soon as another pod ends; a real scheduler waits up to 10 s.
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 GPUS = 8
 WHOLE = 100
 CPU = 96_000
-"""CPU of a node, in thousandths. Pods ask for 10 CPUs with a whole GPU, so CPU is never short."""
+"""CPU of a node, in millicores. Pods ask for 10 CPUs with a whole GPU, so CPU is never short."""
 CPU_OF_GPU = 10_000
 
 # Percentage of tasks by the number of GPUs that they ask for; 0 is a part of one. Weng et al.,
@@ -31,7 +31,7 @@ CPU_OF_GPU = 10_000
 MIX = {0: 37.8, 1: 48.0, 2: 0.2, 4: 0.2, 8: 0.5}
 PARTS = tuple(range(20, 95, 5))
 """Percentages of a GPU that sharing tasks ask for, with equal probability: 0.55 of a GPU on
-average. With the mix above they amount to 28.1 % of all GPUs asked for; that table has 28.5 %."""
+average. With the mix above they amount to 28.1 % of all GPUs requested; that table has 28.5 %."""
 # Run time: the simulator's published log of the 2020 trace (alibaba/clusterdata,
 # cluster-trace-gpu-v2020/simulator) has a mean of 5,039 s; the paper on that trace (Weng et al.,
 # "MLaaS in the Wild", NSDI '22) has a median of 23 min. This log-normal distribution has both.
@@ -50,7 +50,7 @@ class PodShape:
 
     @property
     def gpus(self) -> float:
-        """GPU time asked for, in GPUs."""
+        """GPU time requested, in GPUs."""
         return self.count * self.compute / WHOLE
 
 
@@ -74,7 +74,7 @@ ARMS = (
 
 @dataclass(frozen=True)
 class Scenario:
-    """A cluster and its load: `load` is the GPU time asked for, as a fraction of all its GPUs."""
+    """A cluster and its load: `load` is the GPU time requested, as a fraction of all its GPUs."""
 
     nodes: int = 1000
     load: float = 0.9
@@ -90,11 +90,11 @@ class SimulationOutcome:
     """The results for the time between `warm_hours` and `hours`."""
 
     running: float = 0.0
-    """Mean GPU time asked for by the pods that ran, as a fraction of all GPUs."""
+    """Mean GPU time requested by the pods that ran, as a fraction of all GPUs."""
     taken: float = 0.0
     """Mean GPU time that no other pod could have had, as a fraction of all GPUs."""
     waits: list[float] = field(default_factory=list)
-    """Sorted waits of pods in seconds; for pods that still waited, their waits so far."""
+    """Sorted waits of pods in seconds; for pods that were still waiting, their waits so far."""
     left_waiting: int = 0
     pods: int = 0
 
@@ -288,7 +288,7 @@ class _Simulation:
             self.arrive(_SimulatedPod(shape, remaining, 0.0, counts=False), 0.0)
 
     def run(self) -> None:
-        """Let pods arrive and end until the end."""
+        """Let pods arrive and end until the scenario ends."""
         now = 0.0
         while True:
             now += self.arrivals.expovariate(self.rate)

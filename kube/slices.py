@@ -1,8 +1,8 @@
-"""Builds the ResourceSlice that describes the node's GPUs to the scheduler. Pure functions.
+"""Builds the ResourceSlice that describes the node's GPUs to the scheduler.
 
 A GPU is one device that may be allocated many times; its capacities are bytes of memory and percent
 of time. A claim takes all of a capacity that it does not name, unless the node's options set
-another default: a claim never gets half a GPU without asking for a half.
+another default: a claim never gets half a GPU without asking for a half. The functions are pure.
 """
 
 from __future__ import annotations

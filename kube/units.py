@@ -1,8 +1,8 @@
-"""Maps the device plugin's units, each a GiB of a GPU's memory, to claims. Pure functions.
+"""Maps the device plugin's units, each a GiB of a GPU's memory, to claims.
 
 The kubelet allocates units and never reports when they are free again. But a unit has only one
 owner: when a container gets it, the container that had it before has ended. So a claim that
-overlaps a new one is over.
+overlaps a new one is over. The functions are pure.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def unit_names(gpu: Mapping[str, Any]) -> list[str]:
 
 
 def parse_units(names: Iterable[str], gpus: Sequence[Mapping[str, Any]]) -> Units:
-    """Return the units that a container was given; RefusedError if they cannot be used."""
+    """Return the units that a container was given; raise RefusedError if they cannot be used."""
     known = {str(gpu["uuid"])[:58]: gpu for gpu in gpus}
     chosen: dict[str, int] = {}
     for name in names:
@@ -84,7 +84,7 @@ def parse_units(names: Iterable[str], gpus: Sequence[Mapping[str, Any]]) -> Unit
         gpu = known.get(match[1]) if match else None
         if match is None or gpu is None or int(match[2]) >= gpu["memory"] // GIB:
             raise RefusedError(
-                f"the kubelet gives the unit {name[:64]!r}, which this node does not have",
+                f"the kubelet allocated unit {name[:64]!r}, which this node does not have",
                 hint="recreate the pod; the node's GPUs have changed",
             )
         chosen[gpu["uuid"]] = chosen.get(gpu["uuid"], 0) | 1 << int(match[2])
@@ -92,12 +92,12 @@ def parse_units(names: Iterable[str], gpus: Sequence[Mapping[str, Any]]) -> Unit
         uuid, bits = chosen.popitem()
         return Units(uuid, bits)
     if not chosen:
-        raise RefusedError("the kubelet gives no unit", hint="ask for 1 or more")
+        raise RefusedError("the kubelet allocated no unit", hint="ask for 1 or more")
     numbers = {gpu["uuid"]: gpu["index"] for gpu in gpus}
     parts = ", ".join(f"{bits.bit_count()} GiB on GPU {numbers[u]}" for u, bits in chosen.items())
     total = sum(bits.bit_count() for bits in chosen.values())
     raise RefusedError(
-        f"{total} GiB are asked for, and no GPU has that much left: {parts}",
+        f"{total} GiB were requested, but no GPU has that much left: {parts}",
         hint="ask for less, wait until a pod has ended, or use DRA, which counts by GPU",
     )
 

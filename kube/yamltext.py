@@ -20,7 +20,7 @@ MOST_DEPTH = 200
 
 
 class UnreadableError(Exception):
-    """The text is not usable YAML; the message has the line and the reason."""
+    """The text is not usable YAML; the message gives the line and the reason."""
 
 
 class _CannotEditError(Exception):
@@ -48,7 +48,7 @@ class Document:
 
 
 def read(text: str) -> list[Document]:
-    """Return the documents in a text; raises UnreadableError."""
+    """Return the documents in a text; raise UnreadableError if that is not possible."""
     try:
         events = list(_starts(text))
         loader = yaml.SafeLoader(text)
@@ -61,13 +61,13 @@ def read(text: str) -> list[Document]:
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
         where = f"line {mark.line + 1}: " if mark else ""
-        raise UnreadableError(f"{where}{e.problem or e.context or 'no YAML'}") from e
+        raise UnreadableError(f"{where}{e.problem or e.context or 'not YAML'}") from e
     except yaml.YAMLError as e:
         raise UnreadableError(" ".join(str(e).split())) from e
     except RecursionError as e:
         raise UnreadableError("it is nested too deeply") from e
     except (ValueError, OverflowError) as e:  # a date like 2026-13-40, a number of 5000 digits
-        raise UnreadableError(f"a value is not one: {' '.join(str(e).split())}") from e
+        raise UnreadableError(f"a value is not valid: {' '.join(str(e).split())}") from e
     if not found:
         return []
     starts = [0, *(_index(event) for event in events[1:])]
@@ -79,7 +79,7 @@ def read(text: str) -> list[Document]:
 
 
 def _starts(text: str) -> Iterator[yaml.DocumentStartEvent]:
-    """Yield the start events of documents; UnreadableError if one is nested too deeply."""
+    """Yield the start events of documents; raise UnreadableError if one is nested too deeply."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.DocumentStartEvent):
@@ -99,7 +99,7 @@ def _index(event: yaml.Event) -> int:
 
 
 def _require_small(root: yaml.Node) -> None:
-    """Count a node once per reference; UnreadableError if there are too many, or a cycle."""
+    """Count a node once per reference; raise UnreadableError if there are too many, or a cycle."""
     left = MOST_NODES
 
     def count(node: yaml.Node, above: int) -> None:

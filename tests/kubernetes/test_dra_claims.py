@@ -151,7 +151,7 @@ def test_parameters_for_a_request_are_for_its_alternatives() -> None:
         ({"kind": "GpuConfig"}, "kind: 'TidegateConfig' was expected"),
         (
             {"computeLimit": 20},
-            "claim b/a, request gpu: computeLimit is 20 %, compute is 30 %; write 30 or more, or strict: true",
+            "claim b/a, request gpu: computeLimit is 20 %, but compute is 30 %; write 30 or more, or strict: true",
         ),
     ],
 )
@@ -164,20 +164,20 @@ def test_a_refusal_names_claim_and_what_was_found() -> None:
         return refusal(claim("a", "b", result(**more)))
 
     assert changed(pool="node-2").startswith(
-        "claim b/a, request gpu: memory 8Gi, compute 30 of device gpu-00000000-1111-2222-3333-444455556666 is of the pool node-2, this node's is node-1; "
+        "claim b/a, request gpu: memory 8Gi, compute 30 of device gpu-00000000-1111-2222-3333-444455556666 belongs to the pool node-2, but this node's is node-1; "
     )
     assert changed(device="gpu-ffff").startswith(
-        "claim b/a, request gpu: memory 8Gi, compute 30 of device gpu-ffff is asked for, which this node does not have; "
+        "claim b/a, request gpu: memory 8Gi, compute 30 of device gpu-ffff was requested, but this node does not have it; "
     )
     qualified = {"tidegate.gpu/memory": "1Gi", "tidegate.gpu/compute": "5"}
     assert ": memory 1Gi, compute 5 of device gpu-ffff " in changed(
         device="gpu-ffff", consumedCapacity=qualified
     )
-    assert ": device gpu-ffff is asked for" in changed(device="gpu-ffff", consumedCapacity=None)
-    assert "was given without memory and compute" in changed(consumedCapacity=None)
+    assert ": device gpu-ffff was requested" in changed(device="gpu-ffff", consumedCapacity=None)
+    assert "was allocated without memory and compute" in changed(consumedCapacity=None)
     assert "DRAConsumableCapacity" in changed(consumedCapacity={})
     assert "consumedCapacity has no memory" in changed(consumedCapacity={"compute": "5"})
-    assert "compute: '1500m' is no whole number" in changed(
+    assert "compute: '1500m' is not a whole number" in changed(
         consumedCapacity={"memory": "1Gi", "compute": "1500m"}
     )
     assert "compute is 0 %" in changed(compute="0")
@@ -190,7 +190,7 @@ def test_a_refusal_names_claim_and_what_was_found() -> None:
     assert "has no device of tidegate.gpu" in refusal(document)
     del document["status"]["allocation"]
     assert "is not allocated" in refusal(document)
-    with pytest.raises(ClaimError, match=r"has the uid .*, the kubelet prepares else"):
+    with pytest.raises(ClaimError, match=r"has the uid .*, but the kubelet prepares else"):
         read_claim(document, Reference("b", "a", "else"), NODE, DEVICES)
     with pytest.raises(ClaimError, match="which is not valid"):
         read_claim(document, Reference("b", "a", "../../etc/cron.d/x"), NODE, DEVICES)

@@ -182,7 +182,7 @@ def test_a_second_driver_on_the_node_is_refused(stand: Stand) -> None:
     first, log = stand.process, len(stand.text())
     second = stand.start()
     assert second.wait(15) == 73
-    assert "tidegate-dra: another driver serves in" in stand.text()[log:]
+    assert "tidegate-dra: another driver uses" in stand.text()[log:]
     stand.process = first
     assert stand.kubelet.unprepare(("a", "b", "u-1"))["u-1"].error == ""
 
@@ -449,7 +449,7 @@ def test_a_pod_that_is_deleted_while_its_claim_waits_leaves_nothing(stand: Stand
         wait_for(lambda: stand.logged("claim-refused"), "it ends")
     else:
         assert stand.kubelet.unprepare(reference(new), timeout=5)[uid].error == ""
-        assert "taken it back meanwhile" in call.result(5).claims[uid].error
+        assert "taken it back in the meantime" in call.result(5).claims[uid].error
     assert not stand.kubelet.unprepare(reference(old))[old["metadata"]["uid"]].error
     time.sleep(1.5)
     assert stand.governor.claims == {}
@@ -487,7 +487,7 @@ def test_an_invalid_kubeconfig_is_reported_in_one_line(
     path.write_text(text)
     assert main(["--node-name", "n", "--kubeconfig", str(path)]) == 75
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"tidegate-dra: no way to the API server by {path}: ")
+    assert line.startswith(f"tidegate-dra: no access to the API server through {path}: ")
 
 
 @pytest.mark.parametrize(
@@ -536,15 +536,15 @@ def test_a_startup_error_is_one_line(
         (
             ("--node-name", "n", "--default-memory", "8 GB"),
             78,
-            "--default-memory: '8 GB' is no quantity",
+            "--default-memory: '8 GB' is not a quantity",
         ),
         (
             ("--node-name", "n", "--look-every", "0"),
             78,
             "--look-every is 0; 0.1 to 60 are accepted",
         ),
-        (("--node-name", "n", "--kubeconfig", "/nowhere"), 75, "no way to the API server"),
-        (("--node-name", "n"), 75, "no way to the API server"),
+        (("--node-name", "n", "--kubeconfig", "/nowhere"), 75, "no access to the API server"),
+        (("--node-name", "n"), 75, "no access to the API server"),
         ((), 78, "no node is named; add --node-name, or set NODE_NAME"),
     ):
         assert main(list(arguments)) == status

@@ -216,7 +216,7 @@ def test_units_of_two_gpus_and_units_of_none_are_refused_with_amounts(node) -> N
     with pytest.raises(grpc.RpcError) as caught:
         allocate(stub, [*names(A, 0, 1, 2), *names(B, 7)])
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert "4 GiB are asked for" in caught.value.details()
+    assert "4 GiB were requested" in caught.value.details()
     assert "3 GiB on GPU 0, 1 GiB on GPU 1" in caught.value.details()
     for wrong in (names(A, 16), ["x"], ["GPU-other.1"], [], ["../../etc.1"], [f"{A}.99999"]):
         with pytest.raises(grpc.RpcError) as caught:

@@ -192,7 +192,7 @@ def test_a_certificate_that_is_not_the_api_servers_is_refused_with_a_hint(
         cluster.node("node-1")
     error = caught.value
     assert error.http == 0
-    assert "no answer of the API server" in error.message
+    assert "no answer from the API server" in error.message
     assert words in error.message
     assert "the certificate authority that is trusted" in error.hint
     assert "API server says 0" not in str(error)

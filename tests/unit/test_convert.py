@@ -108,7 +108,7 @@ def test_mps_is_for_one_gpu_and_is_reported_as_lost_for_more() -> None:
     assert "config" not in devices
     assert notes == [
         (
-            "Pod p: lost: nvidia.com/vgpu-mode: mps: a client of MPS has one GPU, not 2; the node's"
+            "Pod p: lost: nvidia.com/vgpu-mode: mps: a client of MPS can have only one GPU, not 2; the node's"
             " strategy counts"
         )
     ]
@@ -123,7 +123,7 @@ def test_memory_that_is_written_with_a_unit_is_no_claim_for_exbibytes() -> None:
     assert [str(note) for note in result.notes] == [
         (
             "Pod p: lost: nvidia.com/gpumem: '8Gi' is 8589934592 MiB, which no GPU has: it is counted"
-            " in MiB, the container stays as it was"
+            " in MiB; the container stays as it was"
         )
     ]
     assert "ResourceClaimTemplate" not in result.text
@@ -154,7 +154,7 @@ def test_a_pod_that_selects_a_node_by_a_label_of_nvidias_is_reported() -> None:
 def test_an_unchanged_request_is_reported_once() -> None:
     result = convert(POD.format(annotations="", limits="nvidia.com/gpu: 0.5"))
     (note,) = result.notes
-    assert "0.5 is no whole number" in note.reason
+    assert "0.5 is not a whole number" in note.reason
 
 
 def test_quotas_of_hami_are_reported_as_lost() -> None:
@@ -200,7 +200,7 @@ spec:
         ("a: [", "line 1: "),
         ("a: b: c", "line 1: mapping values are not allowed here"),
         ("&a [*a]", "refers to itself"),
-        ("a: 2026-13-40", "a value is not one"),
+        ("a: 2026-13-40", "a value is not valid"),
         ("[" * 5000, "nested too deeply"),
         ("{? [a]: 1}", "unhashable key"),
         ("a: \x01", "special characters are not allowed"),
@@ -226,7 +226,7 @@ def test_an_invalid_number_leaves_the_container_as_it_was(value: str) -> None:
     text = f"kind: Pod\nspec:\n  containers:\n    - resources: {{limits: {{nvidia.com/gpu: {value}}}}}\n"
     result = convert(text)
     assert result.lost >= 1
-    assert "is no whole number" in str(result.notes[0])
+    assert "is not a whole number" in str(result.notes[0])
     assert list(yaml.safe_load_all(result.text)) == list(yaml.safe_load_all(text))
 
 

@@ -204,7 +204,10 @@ def test_a_freezer_must_be_mounted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("container_file_t", "ok: SELinux enforces, and /run/tidegate/containers is container_file_t"),
+        (
+            "container_file_t",
+            "ok: SELinux enforces, and /run/tidegate/containers is container_file_t",
+        ),
         ("var_run_t", "warning: SELinux enforces, and /run/tidegate/containers is var_run_t: "),
     ],
 )

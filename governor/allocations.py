@@ -197,7 +197,7 @@ class AllocationTable:
     def _reached(self, nodes: Nodes) -> tuple[str, ...]:
         """Return the shared GPUs of which a container has device nodes.
 
-        Raise RefusedError if none.
+        Raise RefusedError if there are none.
         """
         if not self._gpus:
             reasons = "".join(

@@ -74,7 +74,7 @@ class Tools:
 def find_tools(manifest: Manifest) -> Tools:
     """Return the host's programs from which a generation was mirrored.
 
-    Raise GovernorError if none.
+    Raise GovernorError if there are none.
     """
     root = Path(manifest.root)
     sources = {

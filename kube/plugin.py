@@ -90,7 +90,7 @@ class Unit:
 
 
 class Allocations:
-    """Announces the units that the kubelet allocates to the governor, and writes the CDI files.
+    """Announces to the governor the units that the kubelet allocates, and writes the CDI files.
 
     As in the DRA driver, the governor comes first. Overlapping claims are withdrawn before that.
     """

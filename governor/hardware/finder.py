@@ -82,7 +82,7 @@ class _Account:
 
 
 class Finder:
-    """Finder of one GPU. Its methods may be called from any thread; its own calls `tell`."""
+    """Finder of one GPU. Its methods may be called from any thread; its own thread calls `tell`."""
 
     def __init__(self, find: Find, tell: Callable[[Found], None]) -> None:
         self._find, self._report = find, tell

@@ -149,15 +149,19 @@ static void lower_sum(uint64_t *sum, uint64_t size)
         lower(before, rest);
 }
 
-/* `unseen` is raised first and lowered last: a sample in between attributes too much to the
- * driver. */
+/* `unseen` is raised first and lowered last, and what it has too much is in `taking`: a sample in
+ * between attributes neither too much nor too little to the driver. */
 void account_add(int device, uint64_t size, bool unseen)
 {
     struct ledger_device *entry = pages_ledger_device((unsigned)device);
 
-    if (unseen)
+    if (unseen) {
+        atomic_add_seq_cst(&entry->taking, size);
         atomic_add_seq_cst(&entry->unseen, size);
+    }
     atomic_add_seq_cst(&entry->memory, size);
+    if (unseen)
+        lower_sum(&entry->taking, size);
 }
 
 void account_give(int device, uint64_t size, bool unseen)
@@ -168,11 +172,12 @@ void account_give(int device, uint64_t size, bool unseen)
         return;
     /* `returned` is raised before the sum is lowered: a sample in between overestimates the
      * charge. */
-    if (!unseen)
-        atomic_add_seq_cst(&entry->returned, size);
+    atomic_add_seq_cst(unseen ? &entry->taking : &entry->returned, size);
     lower_sum(&entry->memory, size);
-    if (unseen)
+    if (unseen) {
         lower_sum(&entry->unseen, size);
+        lower_sum(&entry->taking, size);
+    }
 }
 
 /*

@@ -200,7 +200,7 @@ struct ledger_device {
     uint64_t returned; /* container, seq_cst: total given back, excluding unseen */
     uint64_t moving; /* container, seq_cst: part of (memory - unseen) in calls under way */
     uint64_t pooled; /* container, seq_cst: part of (memory - unseen) held by pools */
-    uint64_t taking; /* container, seq_cst: part of unseen: about to be taken */
+    uint64_t taking; /* container, seq_cst: part of unseen: yet to be taken or charged */
     uint64_t shrunk; /* container, seq_cst: total shrinkage of pools, as observed */
     uint64_t asked_ns; /* container, release: all pools were queried after this time */
     uint64_t outgrown; /* container, seq_cst: pools that grew beyond the quota */

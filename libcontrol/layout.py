@@ -184,7 +184,9 @@ LEDGER_DEVICE = Struct(
         Field(
             "pooled", "u64", 1, "container", "seq_cst", "part of (memory - unseen) held by pools"
         ),
-        Field("taking", "u64", 1, "container", "seq_cst", "part of unseen: about to be taken"),
+        Field(
+            "taking", "u64", 1, "container", "seq_cst", "part of unseen: yet to be taken or charged"
+        ),
         Field("shrunk", "u64", 1, "container", "seq_cst", "total shrinkage of pools, as observed"),
         Field(
             "asked_ns", "u64", 1, "container", "release", "all pools were queried after this time"

@@ -342,7 +342,7 @@ class Account:
         uses = [process.uses[device] for process in self._processes.values()]
         for name, value in (
             ("memory_overhead", sum(use.debt.bytes for use in uses)),
-            ("overhead_last", sum(use.debt.last for use in uses)),
+            ("overhead_last", sum(use.debt.least for use in uses)),
             ("memory_used", sum(use.used for use in uses)),
         ):
             pages.write(self._grant, base, "grant_device", name, min(value, 2**64 - 1))

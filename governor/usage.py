@@ -59,11 +59,10 @@ class Charge:
     """`returned`, read before the other values; `returned` itself is read after them."""
     shrunk_before: int = 0
     """The same for `shrunk`."""
-
-    @property
-    def attributed(self) -> int:
-        """The part of the charge that NVML attributes to the process."""
-        return self.memory - self.unseen
+    unseen_before: int = 0
+    """The same for `unseen`."""
+    took: int = 0
+    """Total of the bytes that, as the process reported, the driver took by itself."""
 
     def used(self, overhead: int, since_ns: int) -> int:
         """Return the bytes in use, if the last sample, at `since_ns`, found `overhead`.
@@ -76,9 +75,9 @@ class Charge:
 
 read_ledger = pages.Reader(
     "ledger_device",
-    *("asked_ns", "returned", "shrunk", "moving", "pooled"),
-    *("memory", "unseen", "moving", "pooled", "provisional", "provisional_ns", "taking"),
-    *("busy_ns", "contexts", "took", "gave"),
+    *("asked_ns", "returned", "shrunk", "moving", "pooled", "contexts"),
+    *("unseen", "memory", "taking", "unseen", "moving", "pooled", "provisional", "provisional_ns"),
+    *("busy_ns", "took", "gave"),
     *("returned", "shrunk"),
 )  # fmt: skip
 """Reads the ledger in the order that Debt.update() needs: a call that ends in the meantime is in at
@@ -88,9 +87,9 @@ least one of the numbers."""
 def read_charge(ledger: mmap, slot: int, device: int, whole: int) -> Charge:
     """Return the charge of a process on a GPU of `whole` bytes; no number exceeds that."""
     (
-        asked_ns, returned_before, shrunk_before, moving_before, pooled_before,
-        memory, unseen, moving, pooled, provisional, provisional_ns, taking,
-        busy_ns, contexts, took, gave,
+        asked_ns, returned_before, shrunk_before, moving_before, pooled_before, contexts,
+        unseen_before, memory, taking, unseen, moving, pooled, provisional, provisional_ns,
+        busy_ns, took, gave,
         returned, shrunk,
     ) = read_ledger(ledger, layout.ledger_device(slot, device))  # fmt: skip
     memory = min(memory, whole)
@@ -111,6 +110,8 @@ def read_charge(ledger: mmap, slot: int, device: int, whole: int) -> Charge:
         asked_ns,
         returned_before,
         shrunk_before,
+        min(unseen_before, memory),
+        took,
     )
 
 
@@ -161,11 +162,12 @@ class Debt:
 
     def __init__(self) -> None:
         self.bytes = 0
-        self.last = 0
-        """The debt by the last sample during which the ledger did not change; possibly too low."""
+        self.least = 0
+        """The lower bound by the last sample: what the driver took at least at that time."""
         self._last_ns = 0
         self._new_until_ns = 0
         self._told = 0
+        self._took = 0
         # Bytes that the last sample showed and the process had not reported.
         self._seen_unreported = 0
         # Samples since which the pools were not queried: end and upper bound of each.
@@ -188,17 +190,14 @@ class Debt:
 
         It is at most `seen`, or the expected size of the contexts while one of them is new.
         """
-        changed = self._last_ns < after.provisional_ns <= began_ns
         late = after.provisional if after.provisional_ns > began_ns else 0
         pending = max(before.taking, after.taking) + late
-        self._last_ns = began_ns
-        if changed:
-            self._new_until_ns = after.provisional_ns + NEW_NS
+        self._note_new(began_ns, after)
         returned = max(0, after.returned - before.returned_before)
         charged = max(
             0,
             before.memory
-            - max(before.unseen, after.unseen)
+            - max(before.unseen, before.unseen_before, after.unseen)
             - before.moving
             - after.moving
             - returned,
@@ -211,8 +210,6 @@ class Debt:
             ended = began_ns if ended_ns is None else ended_ns
             most = min(most, self._bound(ended, max(0, seen - charged), before, after))
         debt = self.bytes + self._new_reports(before.told)
-        if _is_still(before, after) and not late:
-            self.last = max(0, seen - after.attributed)
         self.bytes = max(least, min(debt, most))
         self._seen_unreported = self.bytes - debt
         expected = before.contexts * context_bytes
@@ -220,8 +217,19 @@ class Debt:
         # difference means that contexts are smaller than expected.
         if began_ns < self._new_until_ns and self.bytes < expected - context_bytes // 2:
             self.bytes = expected
-        self.last = min(self.last, self.bytes)
+        self.least = least
         return self.bytes
+
+    def _note_new(self, began_ns: int, after: Charge) -> None:
+        """Note until when a context may be new: a while after the last report of taken memory.
+
+        A report of nothing only asks for a sample.
+        """
+        last_ns, self._last_ns = self._last_ns, began_ns
+        if last_ns < after.provisional_ns <= began_ns:
+            if after.provisional or after.took != self._took:
+                self._new_until_ns = after.provisional_ns + NEW_NS
+            self._took = after.took
 
     def _new_reports(self, told: int) -> int:
         """Return the reports since the last sample, less what that sample already showed."""
@@ -245,15 +253,6 @@ class Debt:
         if self._most is None:
             return 2**64
         return max(0, self._most + before.told + after.shrunk)
-
-
-def _is_still(before: Charge, after: Charge) -> bool:
-    """Return whether no call was in progress between the two readings."""
-    return not any((before.moving, after.moving, before.taking, after.taking)) and (
-        before.memory,
-        before.unseen,
-        before.returned_before,
-    ) == (after.memory, after.unseen, after.returned)
 
 
 class Meter(Generic[Key]):

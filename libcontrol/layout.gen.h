@@ -82,7 +82,7 @@ struct grant_device {
     uint32_t n_processes; /* governor, relaxed: processes on the GPU when unattributed was sampled */
     uint64_t unattributed; /* governor, relaxed: memory in use that neither NVML nor a ledger attributes to a process; only differences matter */
     uint64_t unattributed_ns; /* governor, release: when unattributed was sampled */
-    uint64_t overhead_last; /* governor, relaxed: memory_overhead according to the last sample alone */
+    uint64_t overhead_last; /* governor, relaxed: lower bound of memory_overhead, by the last sample */
     uint64_t unattributed_each; /* governor, relaxed: part of unattributed that each process adds */
     uint32_t together; /* governor, relaxed: granted together with other GPUs: no launch is held */
     uint32_t beside; /* governor, relaxed: the previous holder's last work may run alongside */

@@ -103,7 +103,7 @@ GRANT_DEVICE = Struct(
             "only differences matter",
         ),
         Field("unattributed_ns", "u64", order="release", doc="when unattributed was sampled"),
-        Field("overhead_last", "u64", doc="memory_overhead according to the last sample alone"),
+        Field("overhead_last", "u64", doc="lower bound of memory_overhead, by the last sample"),
         Field("unattributed_each", "u64", doc="part of unattributed that each process adds"),
         Field("together", "u32", doc="granted together with other GPUs: no launch is held"),
         Field("beside", "u32", doc="the previous holder's last work may run alongside"),

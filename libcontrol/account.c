@@ -17,9 +17,9 @@
 #include <string.h>
 
 #define ACCOUNT_LOST_NS     (1000 * NS_PER_MS) /* no governor samples if the heartbeat is older */
-#define ACCOUNT_PATIENCE_NS (60 * NS_PER_MS)   /* longest wait of a refusal for a sample */
-#define ACCOUNT_KEPT_NS     (1200 * NS_PER_MS) /* longest wait for lower overhead: a few samples */
-#define ACCOUNT_SELDOM_NS   (4 * NS_PER_S)     /* minimum interval between such waits that fail */
+#define ACCOUNT_PATIENCE_NS (60 * NS_PER_MS)   /* longest wait of a refusal for samples */
+#define ACCOUNT_LONG_NS     (1200 * NS_PER_MS) /* the same, once in a while */
+#define ACCOUNT_SELDOM_NS   (4 * NS_PER_S)     /* interval of long waits without a result */
 
 struct account_above account_above;
 
@@ -38,39 +38,48 @@ void account_unrelax(CUstreamCaptureMode *mode)
 
 /* ---- sums ---- */
 
-/* Returns the sum, and whether the driver may have taken or given back memory since the last
- * sample. */
-static uint64_t account_sum(int device, bool *duep)
+/* The container's use of a GPU. */
+struct use {
+    uint64_t sum;     /* what is charged, what the driver took, and what is provisional */
+    uint64_t least;   /* what is charged, and what the driver took at least by the last sample */
+    uint64_t sampled; /* when that sample began */
+    bool due;         /* a sample is due: the driver may have taken or given back memory since */
+};
+
+static struct use account_use(int device)
 {
     const struct grant_device *grant = pages_grant_device((unsigned)device);
     struct ledger_header *ledger = pages_ledger();
     uint32_t n_slots = atomic_load_acquire(&ledger->n_slots);
     /* Read first: what was provisional before a sample is part of the overhead that it found. */
     uint64_t reconciled = atomic_load_acquire(&grant->reconciled_ns);
-    uint64_t sum = atomic_load_relaxed(&grant->memory_overhead);
+    uint64_t overhead = atomic_load_relaxed(&grant->memory_overhead);
+    uint64_t least = atomic_load_relaxed(&grant->overhead_last);
+    struct use use = {
+        .sum = overhead, .least = least < overhead ? least : overhead, .sampled = reconciled};
 
-    *duep = false;
     if (n_slots > LAYOUT_N_SLOTS)
         n_slots = LAYOUT_N_SLOTS;
     for (uint32_t i = 0; i < n_slots; i++) {
         struct ledger_device *entry = pages_slot_device(i, (unsigned)device);
+        uint64_t memory = atomic_load_seq_cst(&entry->memory);
+        uint64_t provisional = 0;
 
-        if (__builtin_add_overflow(sum, atomic_load_seq_cst(&entry->memory), &sum))
-            return UINT64_MAX;
-        if (likely(atomic_load_seq_cst(&entry->provisional_ns) <= reconciled))
-            continue;
-        *duep = true;
-        if (__builtin_add_overflow(sum, atomic_load_seq_cst(&entry->provisional), &sum))
-            return UINT64_MAX;
+        if (unlikely(atomic_load_seq_cst(&entry->provisional_ns) > reconciled)) {
+            use.due = true;
+            provisional = atomic_load_seq_cst(&entry->provisional);
+        }
+        if (__builtin_add_overflow(use.sum, memory, &use.sum) ||
+            __builtin_add_overflow(use.sum, provisional, &use.sum))
+            return (struct use){.sum = UINT64_MAX, .least = UINT64_MAX};
+        use.least += memory; /* no more than the sum */
     }
-    return sum;
+    return use;
 }
 
 uint64_t account_used(int device)
 {
-    bool due;
-
-    return account_sum(device, &due);
+    return account_use(device).sum;
 }
 
 uint64_t account_returned(int device)
@@ -294,55 +303,76 @@ cold bool account_await_sample(int device, uint64_t since, uint64_t patience)
     return true;
 }
 
-/*
- * The published overhead may be too high for a moment: the governor keeps an earlier figure until
- * the upper bound of a sample is below it, and memory that the driver gave back on its own shows up
- * late. So where the last sample alone would leave room, a refusal waits for further ones, but only
- * now and then.
- */
-static cold bool account_wait_for_less(int device, uint64_t size, bool unseen)
+/* When the last long wait without a result began. Further threads may join it until it ends. */
+static uint64_t account_waited[LAYOUT_N_DEVICES];
+
+/* Returns until when a refusal waits that begins now. */
+static uint64_t account_wait_begin(int device, uint64_t now)
 {
-    static uint64_t waited[LAYOUT_N_DEVICES];
-    const struct grant_device *grant = pages_grant_device((unsigned)device);
-    uint64_t begin = prim_now(), last = atomic_load_relaxed(&waited[device]);
+    uint64_t last = atomic_load_relaxed(&account_waited[device]);
 
-    if ((last && begin - last < ACCOUNT_SELDOM_NS) ||
-        !__atomic_compare_exchange_n(&waited[device], &last, begin, false, __ATOMIC_RELAXED,
-                                     __ATOMIC_RELAXED))
-        return false;
-    while (prim_now() - begin < ACCOUNT_KEPT_NS && !account_alone()) {
-        uint64_t overhead = atomic_load_relaxed(&grant->memory_overhead);
-        uint64_t least = atomic_load_relaxed(&grant->overhead_last);
-        uint64_t used = account_used(device);
-
-        if (used < overhead || least >= overhead ||
-            used - overhead + least + size > account_limit(device))
-            break;
-        prim_sleep(5 * NS_PER_MS);
-        if (account_try(device, size, unseen))
-            return true;
-    }
-    /* The overhead was not the reason, so the next refusal may wait again. */
-    if (prim_now() - begin < ACCOUNT_KEPT_NS)
-        atomic_store_relaxed(&waited[device], 0);
-    return false;
+    if (last && now - last < ACCOUNT_LONG_NS - ACCOUNT_PATIENCE_NS)
+        return last + ACCOUNT_LONG_NS;
+    if (last && now - last < ACCOUNT_SELDOM_NS)
+        return now + ACCOUNT_PATIENCE_NS;
+    __atomic_compare_exchange_n(&account_waited[device], &last, now, false, __ATOMIC_RELAXED,
+                                __ATOMIC_RELAXED);
+    return now + ACCOUNT_LONG_NS;
 }
 
-/* Tries to make room: gives back what pools hold unused, and waits for a sample that shows what the
- * driver gave back. */
+/* A wait that began at `began` has come to a result, so the next one may be long as well. */
+static void account_wait_end(int device, uint64_t began)
+{
+    __atomic_compare_exchange_n(&account_waited[device], &began, 0, false, __ATOMIC_RELAXED,
+                                __ATOMIC_RELAXED);
+}
+
+static bool account_fits(int device, uint64_t used, uint64_t size)
+{
+    return !__builtin_add_overflow(used, size, &used) && used <= account_limit(device);
+}
+
+/*
+ * Claims as soon as there is room, and returns false as soon as it is certain that there is none.
+ *
+ * A sample that begins amid the container's allocations leaves open how much the driver took, and
+ * the published overhead may then be too high. A sample that is due may find that the driver gave
+ * memory back. As long as either could make room, this waits for samples, and asks for one if none
+ * is due. Nothing is claimed meanwhile: claims that are taken back make a sample uncertain, too.
+ */
+static cold bool account_await_room(int device, uint64_t size, bool unseen)
+{
+    uint64_t began = prim_now(), end = 0;
+
+    for (;;) {
+        struct use use = account_use(device);
+        bool claimed = account_fits(device, use.sum, size) && account_try(device, size, unseen);
+        bool known = !use.due || use.sampled >= began; /* what was given back before the call */
+
+        if (claimed || (known && !account_fits(device, use.least, size))) {
+            account_wait_end(device, began);
+            return claimed;
+        }
+        if (!end)
+            end = account_wait_begin(device, began);
+        if (prim_now() >= end || account_alone())
+            return false;
+        if (!use.due)
+            account_driver_takes(device, 0);
+        prim_sleep(NS_PER_MS);
+    }
+}
+
+/* Tries to make room: gives back what pools hold unused, and waits for samples that may show what
+ * the driver gave back. */
 static cold bool account_claim_slowly(int device, uint64_t size, bool unseen)
 {
     int saved = errno;
-    bool due;
     bool claimed = size <= account_limit(device) && !pages_denied();
 
     if (claimed) {
         claimed = account_above.reclaim(device) && account_try(device, size, unseen);
-        if (!claimed && (account_sum(device, &due), due)) {
-            account_await_sample(device, prim_now(), ACCOUNT_PATIENCE_NS);
-            claimed = account_try(device, size, unseen);
-        }
-        claimed = claimed || account_wait_for_less(device, size, unseen);
+        claimed = claimed || account_await_room(device, size, unseen);
     }
     errno = saved;
     return claimed;

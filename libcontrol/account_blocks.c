@@ -59,10 +59,13 @@ void account_settle(struct account_charge *charge, enum account_kind kind, uint6
     if (charge->device < 0)
         return;
     account_measure(charge, kind, size);
-    if (charge->size > before)
+    if (charge->size > before) {
         account_add(charge->device, charge->size - before, charge->flags & BLOCK_UNSEEN);
-    else
+        /* A sample before the charge attributes the difference to the driver. */
+        account_driver_takes(charge->device, 0);
+    } else {
         account_give(charge->device, before - charge->size, charge->flags & BLOCK_UNSEEN);
+    }
 }
 
 /* Called with the part locked. Returns the bytes to subtract from the charges. */

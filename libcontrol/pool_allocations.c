@@ -162,15 +162,18 @@ static cold CUresult pool_revoke(struct pool *pool, CUdeviceptr *dptr, CUstream 
 static CUresult pool_leave(struct pool_ticket *ticket, CUresult result, CUdeviceptr *dptr,
                            CUstream stream)
 {
-    bool over;
+    bool grown, over;
 
     if (!ticket->pool)
         return result;
     pool_settle(ticket->pool, ticket->claimed);
     if (likely(!ticket->unsure))
         return result;
-    over = result == CUDA_SUCCESS && held_bytes(&ticket->pool->held) > ticket->held &&
-           account_over(ticket->pool->device, 0);
+    grown = held_bytes(&ticket->pool->held) > ticket->held;
+    /* A sample before the pool was queried attributes its growth to the driver. */
+    if (grown)
+        account_driver_takes(ticket->pool->device, 0);
+    over = result == CUDA_SUCCESS && grown && account_over(ticket->pool->device, 0);
     if (over)
         pool_outgrows(ticket->pool);
     pool_trust_end(ticket->pool, ticket->trusted);

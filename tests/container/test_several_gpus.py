@@ -75,16 +75,8 @@ static void fill(struct use *use)
     unsigned long long address;
 
     must(info(&use->free, &use->total), "cuMemGetInfo");
-    /* A sample that began amid the allocations may attribute a part wrongly until the next one. */
-    for (int refusals = 0; refusals < 2;) {
-        use->error = allocate(&address, 64 << 20);
-        if (!use->error) {
-            use->taken += 64 << 20;
-            refusals = 0;
-        } else if (++refusals < 2) {
-            usleep(500000);
-        }
-    }
+    while (!(use->error = allocate(&address, 64 << 20)))
+        use->taken += 64 << 20;
 }
 
 /* Kernels of 0.5 ms, eight of them at a time. */

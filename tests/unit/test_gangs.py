@@ -182,8 +182,12 @@ class GangNode:
     @property
     def longest(self) -> int:
         """Longest time for which a collective's piece spun, in ns, including pieces that still spin."""
-        spinning = [self.now - r.began for r in self.ranks if r.left == -1]
-        return max([r.longest for r in self.ranks] + spinning)
+        return max(self.longest_of(rank.program) for rank in self.ranks)
+
+    def longest_of(self, program: GangProgram) -> int:
+        """Return the longest spin of one program's pieces, in ns."""
+        ranks = [r for r in self.ranks if r.program is program]
+        return max([r.longest for r in ranks] + [self.now - r.began for r in ranks if r.left == -1])
 
 
 @contextmanager
@@ -350,10 +354,11 @@ def test_any_mix_gets_its_shares_without_long_waits(library, programs):
             shares = node.share(p)
             if p.ordered and p.meet and len(p.gpus) > 1:
                 continue  # a rank that spins after its grant uses the GPU as well
-            # The excess over the quota is an amount of time, independent of the length of the run.
-            # A search found at most 52 ms (13 points of 0.4 s, 5 of 1 s, 0.6 of 8 s). 15 points of
-            # this run are 60 ms.
-            assert max(shares) < p.quota + 15, (programs, shares)
+            # The excess over the quota is an amount of time, independent of the length of the run:
+            # the time for which a rank spins once, until its other GPUs have a turn, and the turn
+            # itself. In 1,059 random mixes the excess was at most 18 ms longer than the spin.
+            most = (node.longest_of(p) + 30 * MS) / (400 * MS)
+            assert max(shares) < p.quota + 100 * most, (programs, shares)
             if not p.pause:
                 assert max(shares) > 0.75 * p.quota - 3, (programs, shares)
 

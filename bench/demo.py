@@ -246,9 +246,7 @@ def measure(
     jobs = dict(zip(quotas, args.jobs * len(quotas), strict=False))
     memory = parse_quantity(args.memory, "--memory")
     settings = {"scheduling": "auto", **dict(args.set)}
-    with BenchNode(
-        machine, runtime=args.runtime, settings={"scheduling": "auto", **settings}
-    ) as node:
+    with BenchNode(machine, runtime=args.runtime, settings=settings) as node:
         gpu = name_gpu(node)
         manifest = read_manifest((node.driver_dir / "current").resolve())
         say(f"GPU: {gpu.name} ({gpu.kind}), driver {gpu.driver}, mirror {manifest.generation}")

@@ -23,7 +23,7 @@
 
 struct account_above account_above;
 
-static struct prim_lock provisional_locks[LAYOUT_N_DEVICES];
+static struct os_lock provisional_locks[LAYOUT_N_DEVICES];
 
 void account_relax(CUstreamCaptureMode *mode)
 {
@@ -260,7 +260,7 @@ bool account_try(int device, uint64_t size, bool unseen)
             account_landed(device, size, unseen);
             return false;
         }
-        prim_sleep(20 * NS_PER_US * (uint64_t)(1 + (prim_pid() + attempt) % 4));
+        os_sleep(20 * NS_PER_US * (uint64_t)(1 + (os_pid() + attempt) % 4));
     }
 }
 
@@ -271,7 +271,7 @@ bool account_over(int device, uint64_t slack)
     for (int attempt = 0; account_used(device) > account_limit(device) + slack; attempt++) {
         if (attempt == 3)
             return true;
-        prim_sleep(50 * NS_PER_US);
+        os_sleep(50 * NS_PER_US);
     }
     return false;
 }
@@ -284,7 +284,7 @@ cold CUresult account_refuse(int device)
 
 bool account_alone(void)
 {
-    return prim_now() >= atomic_load_relaxed(&pages_grant()->heartbeat_ns) + ACCOUNT_LOST_NS ||
+    return os_now() >= atomic_load_relaxed(&pages_grant()->heartbeat_ns) + ACCOUNT_LOST_NS ||
            pages_alone();
 }
 
@@ -293,12 +293,12 @@ bool account_alone(void)
 cold bool account_await_sample(int device, uint64_t since, uint64_t patience)
 {
     const struct grant_device *grant = pages_grant_device((unsigned)device);
-    uint64_t end = prim_now() + patience;
+    uint64_t end = os_now() + patience;
 
     while (atomic_load_acquire(&grant->reconciled_ns) < since) {
-        if (prim_now() >= end || account_alone())
+        if (os_now() >= end || account_alone())
             return false;
-        prim_sleep(NS_PER_MS);
+        os_sleep(NS_PER_MS);
     }
     return true;
 }
@@ -342,7 +342,7 @@ static bool account_fits(int device, uint64_t used, uint64_t size)
  */
 static cold bool account_await_room(int device, uint64_t size, bool unseen)
 {
-    uint64_t began = prim_now(), end = 0;
+    uint64_t began = os_now(), end = 0;
 
     for (;;) {
         struct use use = account_use(device);
@@ -355,11 +355,11 @@ static cold bool account_await_room(int device, uint64_t size, bool unseen)
         }
         if (!end)
             end = account_wait_begin(device, began);
-        if (prim_now() >= end || account_alone())
+        if (os_now() >= end || account_alone())
             return false;
         if (!use.due)
             account_driver_takes(device, 0);
-        prim_sleep(NS_PER_MS);
+        os_sleep(NS_PER_MS);
     }
 }
 
@@ -392,7 +392,7 @@ static void provisional_move(int device, uint64_t more, uint64_t less)
     struct ledger_device *entry = pages_ledger_device((unsigned)device);
     const struct grant_device *grant = pages_grant_device((unsigned)device);
 
-    prim_lock(&provisional_locks[device]);
+    os_lock(&provisional_locks[device]);
     if (atomic_load_relaxed(&entry->provisional_ns) <= atomic_load_acquire(&grant->reconciled_ns)) {
         atomic_store_seq_cst(&entry->provisional, more);
     } else {
@@ -401,8 +401,8 @@ static void provisional_move(int device, uint64_t more, uint64_t less)
     }
     atomic_add_seq_cst(&entry->took, more);
     atomic_add_seq_cst(&entry->gave, less);
-    atomic_store_seq_cst(&entry->provisional_ns, prim_now());
-    prim_unlock(&provisional_locks[device]);
+    atomic_store_seq_cst(&entry->provisional_ns, os_now());
+    os_unlock(&provisional_locks[device]);
 }
 
 /*
@@ -414,16 +414,16 @@ void account_convert(int device, uint64_t size, bool unseen)
     struct ledger_device *entry = pages_ledger_device((unsigned)device);
     const struct grant_device *grant = pages_grant_device((unsigned)device);
 
-    prim_lock(&provisional_locks[device]);
+    os_lock(&provisional_locks[device]);
     if (atomic_load_relaxed(&entry->provisional_ns) <= atomic_load_acquire(&grant->reconciled_ns))
         atomic_store_seq_cst(&entry->provisional, size);
     else
         atomic_add_seq_cst(&entry->provisional, size);
     atomic_add_seq_cst(&entry->took, size);
-    atomic_store_seq_cst(&entry->provisional_ns, prim_now());
+    atomic_store_seq_cst(&entry->provisional_ns, os_now());
     account_give(device, size, unseen);
-    atomic_store_seq_cst(&entry->provisional_ns, prim_now());
-    prim_unlock(&provisional_locks[device]);
+    atomic_store_seq_cst(&entry->provisional_ns, os_now());
+    os_unlock(&provisional_locks[device]);
 }
 
 void account_driver_takes(int device, uint64_t size)

@@ -20,7 +20,7 @@
 
 #include "cuda_abi.h"
 #include "layout.gen.h"
-#include "prim.h"
+#include "os.h"
 
 /* ---- blocks.c ---- */
 

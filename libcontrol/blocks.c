@@ -18,7 +18,7 @@
 #define BLOCKS_FIRST   256 /* initial capacity of a part */
 
 static struct part {
-    struct prim_lock lock;
+    struct os_lock lock;
     size_t n;
     size_t capacity; /* a power of two, at least twice n while memory suffices */
     struct block *places;
@@ -53,14 +53,14 @@ static cold bool part_grow(struct part *part)
 {
     struct part larger = {.capacity = part->capacity ? 2 * part->capacity : BLOCKS_FIRST};
 
-    larger.places = prim_map_memory(larger.capacity * sizeof *larger.places);
+    larger.places = os_map_memory(larger.capacity * sizeof *larger.places);
     if (!larger.places)
         return false;
     for (size_t i = 0; i < part->capacity; i++)
         if (part->places[i].key)
             part_put(&larger, &part->places[i]);
     if (part->places)
-        prim_unmap(part->places, part->capacity * sizeof *part->places);
+        os_unmap(part->places, part->capacity * sizeof *part->places);
     part->places = larger.places;
     part->capacity = larger.capacity;
     return true;
@@ -81,13 +81,13 @@ struct block *blocks_lock(enum block_kind kind, uint64_t key)
 {
     struct part *part = part_of(kind, key);
 
-    prim_lock(&part->lock);
+    os_lock(&part->lock);
     return key ? part_find(part, kind, key) : NULL;
 }
 
 void blocks_unlock(enum block_kind kind, uint64_t key)
 {
-    prim_unlock(&part_of(kind, key)->lock);
+    os_unlock(&part_of(kind, key)->lock);
 }
 
 bool blocks_add(const struct block *block)
@@ -130,7 +130,7 @@ void blocks_sweep(bool (*visit)(const struct block *block, void *data), void *da
         struct part *part = &parts[i];
         bool again;
 
-        prim_lock(&part->lock);
+        os_lock(&part->lock);
         do {
             again = false;
             for (size_t at = 0; at < part->capacity; at++)
@@ -139,7 +139,7 @@ void blocks_sweep(bool (*visit)(const struct block *block, void *data), void *da
                     again = true;
                 }
         } while (again);
-        prim_unlock(&part->lock);
+        os_unlock(&part->lock);
     }
 }
 

@@ -16,7 +16,7 @@ struct context contexts[CONTEXTS_MOST];
 uint32_t n_places;
 uint32_t n_contexts;
 bool contexts_lost;
-struct prim_lock contexts_lock;
+struct os_lock contexts_lock;
 struct primary primaries[LAYOUT_N_DEVICES];
 
 bool context_is_primary(CUcontext handle)

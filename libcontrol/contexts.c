@@ -28,9 +28,9 @@ static void context_enter(CUcontext handle, int device)
 static CUresult created(struct account_charge *charge, CUresult result, const CUcontext *handle)
 {
     if (charge->device >= 0 && result == CUDA_SUCCESS) {
-        prim_lock(&contexts_lock);
+        os_lock(&contexts_lock);
         context_enter(*handle, charge->device);
-        prim_unlock(&contexts_lock);
+        os_unlock(&contexts_lock);
     }
     account_end(charge, result);
     if (charge->device < 0 && result == CUDA_SUCCESS)
@@ -128,11 +128,11 @@ static struct context *begin_destroy(CUcontext handle)
 {
     struct context *c;
 
-    prim_lock(&contexts_lock);
+    os_lock(&contexts_lock);
     c = context_find(handle);
     if (c)
         atomic_store_release(&c->handle, NULL);
-    prim_unlock(&contexts_lock);
+    os_unlock(&contexts_lock);
     /* The driver does not destroy a primary context here, so what is held in it stays held. */
     if (handle && !context_is_primary(handle))
         gate_forget_context(handle);
@@ -157,10 +157,10 @@ static CUresult end_destroy(struct context *c, CUcontext handle, CUresult result
     }
     context_gone(c->device, context_owner(c));
     account_landed(c->device, moving, false);
-    prim_lock(&contexts_lock);
+    os_lock(&contexts_lock);
     c->n_users = 0;
     atomic_add_relaxed(&n_contexts, -1u);
-    prim_unlock(&contexts_lock);
+    os_unlock(&contexts_lock);
     return result;
 }
 
@@ -185,11 +185,11 @@ CONTROL_EXPORT CUresult cuCtxAttach(CUcontext *pctx, unsigned int flags)
     if (result == CUDA_SUCCESS) {
         struct context *c;
 
-        prim_lock(&contexts_lock);
+        os_lock(&contexts_lock);
         c = context_find(*pctx);
         if (c)
             c->n_users++;
-        prim_unlock(&contexts_lock);
+        os_unlock(&contexts_lock);
     }
     return result;
 }
@@ -200,7 +200,7 @@ CONTROL_EXPORT CUresult cuCtxDetach(CUcontext ctx)
     bool last = false;
     CUresult result;
 
-    prim_lock(&contexts_lock);
+    os_lock(&contexts_lock);
     c = context_find(ctx);
     if (c && c->n_users > 1) {
         c->n_users--;
@@ -208,7 +208,7 @@ CONTROL_EXPORT CUresult cuCtxDetach(CUcontext ctx)
         atomic_store_release(&c->handle, NULL);
         last = true;
     }
-    prim_unlock(&contexts_lock);
+    os_unlock(&contexts_lock);
     if (last) {
         gate_forget_context(ctx);
         context_last_leaves(c->device);
@@ -220,10 +220,10 @@ CONTROL_EXPORT CUresult cuCtxDetach(CUcontext ctx)
     if (c && result != CUDA_SUCCESS) {
         /* Another thread may have destroyed it meanwhile, and another context may be in its
          * place. */
-        prim_lock(&contexts_lock);
+        os_lock(&contexts_lock);
         if (context_find(ctx) == c)
             c->n_users++;
-        prim_unlock(&contexts_lock);
+        os_unlock(&contexts_lock);
     }
     return result;
 }

@@ -24,7 +24,7 @@ extern struct context contexts[CONTEXTS_MOST];
 extern uint32_t n_places; /* places that were ever taken */
 extern uint32_t n_contexts;
 extern bool contexts_lost; /* the table was full once: a context may be in no place */
-extern struct prim_lock contexts_lock;
+extern struct os_lock contexts_lock;
 
 struct primary {
     CUcontext handle;

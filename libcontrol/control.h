@@ -19,7 +19,7 @@
 #include "cuda_abi.h"
 #include "entries.gen.h"
 #include "layout.gen.h"
-#include "prim.h"
+#include "os.h"
 
 #define CONTROL_EXPORT __attribute__((visibility("default")))
 

@@ -15,7 +15,7 @@ static bool custom_mps_granted(void)
            atomic_load_relaxed(&pages_grant_device(0)->strategy) == STRATEGY_MPS;
 }
 
-static struct prim_lock mps_lock; /* for the environment */
+static struct os_lock mps_lock; /* for the environment */
 
 void custom_after_fork(void)
 {
@@ -34,11 +34,11 @@ static void custom_mps_point(void)
 
     if (!custom_mps_granted())
         return;
-    prim_lock(&mps_lock);
+    os_lock(&mps_lock);
     if (!done)
         setenv(CUSTOM_MPS_VARIABLE, CUSTOM_MPS_DIRECTORY, 1);
     done = true;
-    prim_unlock(&mps_lock);
+    os_unlock(&mps_lock);
     errno = saved;
 }
 

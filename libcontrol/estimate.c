@@ -1,7 +1,7 @@
 /* Learns how long work takes; see estimate.h. */
 #include "estimate.h"
 
-#include "prim.h"
+#include "os.h"
 
 /* Number of entries, from the one that its hash gives, in which a kind may be. */
 #define ESTIMATE_REACH 8

@@ -21,7 +21,7 @@
 #define EXPORTS_N    4096 /* descriptors that can be tracked; beyond that, none counts as closed */
 #define EXPORTS_HIGH 500  /* lowest number of such descriptors, clear of a program's own */
 
-static struct prim_lock exports_lock;
+static struct os_lock exports_lock;
 static int exports_watch = -1;
 static uint64_t exports_own;  /* number of the library's own file, which is always in the list */
 static uint64_t exports_made; /* number of the latest export; each allocation has its own */
@@ -37,11 +37,11 @@ static struct {
 
 static int move_to_high_number(int fd)
 {
-    int high = (int)prim_call(SYS_fcntl, fd, F_DUPFD_CLOEXEC, EXPORTS_HIGH);
+    int high = (int)os_call(SYS_fcntl, fd, F_DUPFD_CLOEXEC, EXPORTS_HIGH);
 
     if (high < 0)
         return fd;
-    prim_close(fd);
+    os_close(fd);
     return high;
 }
 
@@ -49,7 +49,7 @@ static long watch_file(int fd, uint64_t number)
 {
     struct epoll_event event = {.data.u64 = number};
 
-    return prim_call(SYS_epoll_ctl, exports_watch, EPOLL_CTL_ADD, fd, &event);
+    return os_call(SYS_epoll_ctl, exports_watch, EPOLL_CTL_ADD, fd, &event);
 }
 
 /* Reads "tfd: 5 events: 18 data: 7f pos:0 ino:9fbb sdev:f". The number after "data:" is
@@ -102,10 +102,10 @@ static void read_open_files(void)
     open_files.known = false;
     open_files.n = 0;
     snprintf(path, sizeof path, "/proc/self/fdinfo/%d", exports_watch);
-    fd = prim_open(path);
+    fd = os_open(path);
     if (fd < 0)
         return;
-    while ((got = prim_call(SYS_read, fd, buffer, sizeof buffer)) > 0)
+    while ((got = os_call(SYS_read, fd, buffer, sizeof buffer)) > 0)
         for (long i = 0; i < got; i++) {
             if (buffer[i] != '\n') {
                 if (length < sizeof line - 1)
@@ -116,7 +116,7 @@ static void read_open_files(void)
             length = 0;
             read_line(line);
         }
-    prim_close(fd);
+    os_close(fd);
     if (got < 0 || open_files.n == EXPORTS_N)
         open_files.known = false;
 }
@@ -144,19 +144,19 @@ static bool watch_start(void)
         exports_lost = exports_made;
         exports_watch = -1;
     }
-    own = (int)prim_call(SYS_eventfd2, 0, EFD_CLOEXEC);
+    own = (int)os_call(SYS_eventfd2, 0, EFD_CLOEXEC);
     if (own < 0)
         return false;
     own = move_to_high_number(own);
-    exports_own = 1ull << 63 | (prim_now() ^ (uintptr_t)&exports_own << 20);
-    exports_watch = (int)prim_call(SYS_epoll_create1, EPOLL_CLOEXEC);
+    exports_own = 1ull << 63 | (os_now() ^ (uintptr_t)&exports_own << 20);
+    exports_watch = (int)os_call(SYS_epoll_create1, EPOLL_CLOEXEC);
     if (exports_watch >= 0)
         exports_watch = move_to_high_number(exports_watch);
     if (exports_watch >= 0 && watch_file(own, exports_own) == 0)
         return true;
     if (exports_watch >= 0)
-        prim_close(exports_watch);
-    prim_close(own);
+        os_close(exports_watch);
+    os_close(own);
     exports_watch = -1;
     return false;
 }
@@ -175,7 +175,7 @@ cold void exports_note(uint64_t handle, int fd)
     blocks_unlock(BLOCK_HANDLE, handle);
     if (!charged || object)
         return;
-    prim_lock(&exports_lock);
+    os_lock(&exports_lock);
     block = blocks_lock(BLOCK_EXPORT, handle);
     if (block)
         entry = *block;
@@ -199,7 +199,7 @@ cold void exports_note(uint64_t handle, int fd)
             block->flags |= BLOCK_EXPORTED;
         blocks_unlock(BLOCK_HANDLE, handle);
     }
-    prim_unlock(&exports_lock);
+    os_unlock(&exports_lock);
 }
 
 /* Called when the last reference and mapping of an exported allocation in this process are gone.
@@ -222,10 +222,10 @@ cold bool exports_outlive(const struct block *gone)
     blocks_unlock(BLOCK_EXPORT, gone->key);
     if (!lingering.key)
         return false;
-    prim_lock(&exports_lock);
+    os_lock(&exports_lock);
     read_open_files();
     lives = is_open(lingering.key, lingering.flags);
-    prim_unlock(&exports_lock);
+    os_unlock(&exports_lock);
     if (!lives)
         return false;
     if (!(gone->flags & BLOCK_UNSEEN)) {
@@ -259,11 +259,11 @@ cold static bool exports_settle(void)
     uint64_t bytes[LAYOUT_N_DEVICES] = {0};
     bool any = false;
 
-    prim_lock(&exports_lock);
+    os_lock(&exports_lock);
     read_open_files();
     if (open_files.known)
         blocks_sweep(closed_visit, bytes);
-    prim_unlock(&exports_lock);
+    os_unlock(&exports_lock);
     for (int device = 0; device < (int)pages_n_devices(); device++) {
         account_give(device, bytes[device], true);
         any = any || bytes[device];

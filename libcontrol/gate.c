@@ -63,7 +63,7 @@ static bool gate_mark_end(struct gate *g, const struct queue_stream *s,
         return false;
     gate_visit_begin(&visit);
     if (gate_may_mark(g, s->stream) && s->used && s->serial == serial)
-        gate_mark(g, queue_find(&g->queue, s->ctx, s->stream), s->era, prim_now(), ledger);
+        gate_mark(g, queue_find(&g->queue, s->ctx, s->stream), s->era, os_now(), ledger);
     gate_visit_end(&visit);
     return !s->unmarked;
 }
@@ -73,14 +73,14 @@ static cold void gate_wait(struct gate *g, const struct grant_device *grant,
                            struct ledger_device *ledger, enum gate_answer answer, uint32_t seen,
                            bool *wantingp)
 {
-    uint64_t now = prim_now();
+    uint64_t now = os_now();
     uint64_t patience = gate_lost(now) ? 2 * NS_PER_MS : 50 * NS_PER_MS;
     uint64_t standby;
     bool poke = false;
 
     if (answer == GATE_FULL || answer == GATE_NEW) {
-        prim_unlock(&g->lock);
-        prim_sleep(answer == GATE_NEW ? GATE_NEW_NS : GATE_NAP_NS);
+        os_unlock(&g->lock);
+        os_sleep(answer == GATE_NEW ? GATE_NEW_NS : GATE_NAP_NS);
         gate_lock(g);
         return;
     }
@@ -93,21 +93,21 @@ static cold void gate_wait(struct gate *g, const struct grant_device *grant,
         uint32_t turn = atomic_load_acquire(&g->turn);
 
         /* A grant's worth is held. The helper lets it run, and then there is room. */
-        prim_unlock(&g->lock);
+        os_unlock(&g->lock);
         if (poke)
             pages_poke();
-        prim_futex_wait(&g->turn, turn, patience);
+        os_futex_wait(&g->turn, turn, patience);
         gate_lock(g);
         return;
     }
-    prim_unlock(&g->lock);
+    os_unlock(&g->lock);
     if (poke)
         pages_poke();
     /* The governor announced the grant: a core that sleeps now would answer late. */
     standby = gate_spin_until(grant, now);
-    while (prim_now() < standby && atomic_load_acquire(&grant->signal) == seen)
-        prim_relax();
-    prim_futex_wait(&grant->signal, seen, patience);
+    while (os_now() < standby && atomic_load_acquire(&grant->signal) == seen)
+        os_relax();
+    os_futex_wait(&grant->signal, seen, patience);
     gate_lock(g);
 }
 
@@ -169,7 +169,7 @@ static void gate_prepare(struct gate *g, const struct gate_ticket *ticket, bool 
         gate_lock_after_call(g);
     }
     if (mark)
-        gate_mark(g, queue_find(&g->queue, ticket->ctx, ticket->stream), ticket->era, prim_now(),
+        gate_mark(g, queue_find(&g->queue, ticket->ctx, ticket->stream), ticket->era, os_now(),
                   ledger);
 }
 
@@ -182,7 +182,7 @@ static cold void gate_start(struct gate *g, unsigned device)
     atomic_store_seq_cst(&g->started, true);
     g->ticket = 1;
     queue_init(&g->queue);
-    prim_unlock(&g->lock);
+    os_unlock(&g->lock);
     helper_start(g, device);
     gate_lock(g);
 }
@@ -194,7 +194,7 @@ void gate_watch(int device)
     gate_lock(g);
     if (!g->started)
         gate_start(g, (unsigned)device);
-    prim_unlock(&g->lock);
+    os_unlock(&g->lock);
 }
 
 /* Returns the GPU on which work runs: the stream's own, whatever context is current; -1 if it is
@@ -269,14 +269,14 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
     if (unlikely(!g->started))
         gate_start(g, (unsigned)device);
     kind = estimate_kind(&g->estimate, work->key, work->blocks, work->guess_ns);
-    gate_note_pause(g, prim_now());
+    gate_note_pause(g, os_now());
     for (;;) {
         uint32_t seen = atomic_load_acquire(&grant->signal);
         enum gate_answer answer;
         uint64_t deadline;
 
         gate_adopt(g, grant);
-        now = prim_now();
+        now = os_now();
         /* Pinned memory ends with the context in which it was made, so each context has its own. */
         if (unlikely(!g->no_holds && current && !hold_find(g, ctx)) &&
             atomic_load_relaxed(&pages_grant()->holds)) {
@@ -344,8 +344,8 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
         if (answer == GATE_CLOSED && !work->together && gate_may_hold(g, s, kind, now)) {
             /* The helper records events, which block behind a queue that is full of held work. */
             if (!g->holding && g->n_marking) {
-                prim_unlock(&g->lock);
-                prim_sleep(20 * NS_PER_US);
+                os_unlock(&g->lock);
+                os_sleep(20 * NS_PER_US);
                 gate_lock(g);
                 continue;
             }
@@ -368,7 +368,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
         g->full = answer == GATE_CLOSED && g->active;
         gate_wait(g, grant, ledger, answer, seen, &wanting);
         gate_visit_begin(&visit);
-        gate_retire(g, ledger, prim_now(), true);
+        gate_retire(g, ledger, os_now(), true);
         gate_visit_end(&visit);
         s = queue_find(&g->queue, ctx, work->stream);
         dry = !queue_runs(&g->queue);
@@ -401,7 +401,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
         gate_visit_end(&visit);
         s = queue_find(&g->queue, ctx, work->stream);
         if (poke) {
-            prim_unlock(&g->lock);
+            os_unlock(&g->lock);
             pages_poke();
             gate_lock(g);
         }
@@ -424,7 +424,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
     g->last_launch = now;
     atomic_add_relaxed(&ledger->launches, 1);
     atomic_bump(&ledger->predicted_ns, predicted);
-    prim_unlock(&g->lock);
+    os_unlock(&g->lock);
     return CUDA_SUCCESS;
 }
 
@@ -444,8 +444,8 @@ void gate_leave(const struct gate_ticket *ticket, CUresult result)
     s = queue_find(&g->queue, ticket->ctx, ticket->stream);
     /* No marker if another thread has marked it since, or a hold lies between work and marker. */
     if (s->unmarked && s->era == ticket->era)
-        gate_mark(g, s, s->era, prim_now(), ledger);
-    prim_unlock(&g->lock);
+        gate_mark(g, s, s->era, os_now(), ledger);
+    os_unlock(&g->lock);
     gate_visit_end(&visit);
 }
 
@@ -463,7 +463,7 @@ void gate_forget_stream(CUstream stream)
         gate_lock(g);
         pass_forget_stream(pages_grant_device(device), stream);
         queue_forget_stream(&g->queue, stream);
-        prim_unlock(&g->lock);
+        os_unlock(&g->lock);
     }
 }
 
@@ -490,11 +490,11 @@ void gate_forget_context(CUcontext ctx)
             g->holds[i].word = NULL;
         }
         while (g->n_calls && !gate_visiting) {
-            prim_unlock(&g->lock);
-            prim_sleep(20 * NS_PER_US);
+            os_unlock(&g->lock);
+            os_sleep(20 * NS_PER_US);
             gate_lock(g);
         }
-        prim_unlock(&g->lock);
+        os_unlock(&g->lock);
     }
 }
 

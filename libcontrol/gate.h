@@ -30,7 +30,7 @@ struct gate_hold {
 };
 
 struct gate {
-    struct prim_lock lock;
+    struct os_lock lock;
     bool started;   /* the helper was started */
     bool helping;   /* the helper is awake */
     bool active;    /* work was started in this grant */
@@ -118,7 +118,7 @@ static inline void gate_collect(struct gate *g)
 /* Takes the lock. The queue then contains all launches that a metered pass let through. */
 static inline void gate_lock(struct gate *g)
 {
-    prim_lock(&g->lock);
+    os_lock(&g->lock);
     gate_collect(g);
 }
 

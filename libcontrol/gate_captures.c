@@ -40,14 +40,14 @@ void gate_join_begin(void)
         if (!atomic_load_seq_cst(&g->started))
             continue;
         gate_lock(g);
-        while (g->n_marking && (!end || prim_now() < end)) {
+        while (g->n_marking && (!end || os_now() < end)) {
             if (!end)
-                end = prim_now() + GATE_JOIN_NS;
-            prim_unlock(&g->lock);
-            prim_sleep(20 * NS_PER_US);
+                end = os_now() + GATE_JOIN_NS;
+            os_unlock(&g->lock);
+            os_sleep(20 * NS_PER_US);
             gate_lock(g);
         }
-        prim_unlock(&g->lock);
+        os_unlock(&g->lock);
     }
 }
 
@@ -73,7 +73,7 @@ static struct capture {
     bool used;
     bool to_graphics;
 } captures[GATE_N_CAPTURES];
-static struct prim_lock captures_lock;
+static struct os_lock captures_lock;
 static uint32_t n_to_graphics; /* captures to command lists */
 
 static struct capture *capture_find(CUstream stream)
@@ -104,10 +104,10 @@ bool capture_is_running(CUstream stream)
         return true;
     if (likely(!atomic_load_relaxed(&n_to_graphics)))
         return false;
-    prim_lock(&captures_lock);
+    os_lock(&captures_lock);
     c = capture_find(stream);
     to_graphics = c && c->to_graphics;
-    prim_unlock(&captures_lock);
+    os_unlock(&captures_lock);
     return to_graphics;
 }
 
@@ -134,7 +134,7 @@ enum gate_capture gate_capture_begin(CUstream stream, bool to_graphics)
     bool known, refused;
 
     driver->cuCtxGetCurrent(&ctx);
-    prim_lock(&captures_lock);
+    os_lock(&captures_lock);
     known = capture_find(stream);
     for (struct capture *c = captures; c < captures + GATE_N_CAPTURES && !free_place; c++)
         if (!c->used)
@@ -147,7 +147,7 @@ enum gate_capture gate_capture_begin(CUstream stream, bool to_graphics)
     }
     if (!known && !refused)
         atomic_add_seq_cst(&gate_n_captures, 1);
-    prim_unlock(&captures_lock);
+    os_unlock(&captures_lock);
     if (unlikely(refused)) {
         capture_log();
         return GATE_CAPTURE_REFUSED;
@@ -159,20 +159,20 @@ void gate_capture_end(CUstream stream)
 {
     struct capture *c;
 
-    prim_lock(&captures_lock);
+    os_lock(&captures_lock);
     c = capture_find(stream);
     if (c)
         capture_remove(c);
-    prim_unlock(&captures_lock);
+    os_unlock(&captures_lock);
 }
 
 void capture_end_context(CUcontext ctx)
 {
-    prim_lock(&captures_lock);
+    os_lock(&captures_lock);
     for (struct capture *c = captures; c < captures + GATE_N_CAPTURES; c++)
         if (c->used && c->ctx == ctx)
             capture_remove(c);
-    prim_unlock(&captures_lock);
+    os_unlock(&captures_lock);
 }
 
 void captures_after_fork(void)

@@ -18,7 +18,7 @@ static void gate_beside(struct gate *g, const struct grant_device *grant)
     uint64_t lookahead = atomic_load_relaxed(&pages_grant()->lookahead_ns);
     uint64_t start = atomic_load_relaxed(&grant->start_ns);
     uint64_t beside = lookahead < GATE_BESIDE_NS ? lookahead : GATE_BESIDE_NS;
-    uint64_t latest = prim_now() + beside;
+    uint64_t latest = os_now() + beside;
 
     if (atomic_load_relaxed(&grant->strategy) != STRATEGY_MPS ||
         !atomic_load_relaxed(&grant->beside))

@@ -56,7 +56,7 @@ static void gate_let(struct gate *g, struct ledger_device *ledger, uint64_t now)
     g->n_held = 0;
     atomic_sub_seq_cst(&ledger->want, 1);
     atomic_add_seq_cst(&g->turn, 1);
-    prim_futex_wake(&g->turn);
+    os_futex_wake(&g->turn);
 }
 
 /* Lets held work run now and holds no more, because no helper will let it run later. */
@@ -64,7 +64,7 @@ void gate_end_holds(struct gate *g, struct ledger_device *ledger)
 {
     g->no_holds = true;
     if (g->holding)
-        gate_let(g, ledger, prim_now());
+        gate_let(g, ledger, os_now());
 }
 
 /* Lets held work run if the grant has room for it. Returns whether it did. */
@@ -100,6 +100,6 @@ void gate_note_dependency(void)
             continue;
         gate_lock(g);
         gate_cross(g);
-        prim_unlock(&g->lock);
+        os_unlock(&g->lock);
     }
 }

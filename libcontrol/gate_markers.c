@@ -35,7 +35,7 @@ void gate_mark_tails(struct gate *g, CUcontext ctx, struct ledger_device *ledger
         uint32_t serial = s->serial;
 
         if (gate_may_mark(g, s->stream) && s->used && s->serial == serial)
-            gate_mark(g, s, s->era, prim_now(), ledger);
+            gate_mark(g, s, s->era, os_now(), ledger);
     }
     g->n_marking--;
 }

@@ -17,7 +17,7 @@
 static inline void gate_unlock_for_call(struct gate *g)
 {
     g->n_calls++;
-    prim_unlock(&g->lock);
+    os_unlock(&g->lock);
 }
 
 static inline void gate_lock_after_call(struct gate *g)

@@ -85,13 +85,13 @@ static bool ranges_add(struct ranges *ranges, struct range range)
 {
     if (ranges->n == ranges->room) {
         size_t room = ranges->room ? 2 * ranges->room : 256;
-        struct range *items = prim_map_memory(room * sizeof *items);
+        struct range *items = os_map_memory(room * sizeof *items);
 
         if (!items)
             return false;
         if (ranges->items) {
             memcpy(items, ranges->items, ranges->n * sizeof *items);
-            prim_unmap(ranges->items, ranges->room * sizeof *items);
+            os_unmap(ranges->items, ranges->room * sizeof *items);
         }
         ranges->items = items;
         ranges->room = room;
@@ -144,7 +144,7 @@ static void ranges_collect(struct ranges *ranges, CUgraph graph, unsigned depth)
     if (!n)
         return;
     room = n * sizeof *nodes;
-    nodes = prim_map_memory(room);
+    nodes = os_map_memory(room);
     if (!nodes)
         return;
     if (driver->cuGraphGetNodes(graph, nodes, &n) != CUDA_SUCCESS)
@@ -168,7 +168,7 @@ static void ranges_collect(struct ranges *ranges, CUgraph graph, unsigned depth)
         if (device >= 0 && device == ranges->device)
             ranges_add(ranges, (struct range){params.dptr, params.dptr + params.bytesize});
     }
-    prim_unmap(nodes, room);
+    os_unmap(nodes, room);
 }
 
 static void instantiated(CUgraphExec exec, CUgraph graph)
@@ -194,7 +194,7 @@ static void instantiated(CUgraphExec exec, CUgraph graph)
         account_watch(ranges.device);
     }
     if (ranges.items)
-        prim_unmap(ranges.items, ranges.room * sizeof *ranges.items);
+        os_unmap(ranges.items, ranges.room * sizeof *ranges.items);
     errno = saved;
 }
 

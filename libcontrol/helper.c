@@ -174,7 +174,7 @@ static void helper_mark_tails(struct gate *g, struct ledger_device *ledger)
         if (!s->used || !s->unmarked || next == ctx)
             continue;
         g->n_calls++;
-        prim_unlock(&g->lock);
+        os_unlock(&g->lock);
         current = driver->cuCtxSetCurrent(next) == CUDA_SUCCESS;
         gate_lock(g);
         g->n_calls--;
@@ -185,7 +185,7 @@ static void helper_mark_tails(struct gate *g, struct ledger_device *ledger)
     }
     if (ctx) {
         /* No context that may end stays current in this thread. */
-        prim_unlock(&g->lock);
+        os_unlock(&g->lock);
         driver->cuCtxSetCurrent(NULL);
         gate_lock(g);
     }
@@ -275,7 +275,7 @@ static uint64_t helper_end(struct gate *g, const struct grant_device *grant,
         gate_retire(g, ledger, now, true);
         if (g->epoch != epoch)
             return 0;
-        now = prim_now();
+        now = os_now();
     }
     if (helper_stuck(g, grant, ledger, now))
         return HELPER_LOOK_NS;
@@ -309,7 +309,7 @@ static uint64_t helper_step(struct gate *g, const struct grant_device *grant,
                             struct ledger_device *ledger)
 {
     uint64_t lookahead = atomic_load_relaxed(&pages_grant()->lookahead_ns);
-    uint64_t now = prim_now();
+    uint64_t now = os_now();
     uint64_t deadline, end;
     bool lost;
 
@@ -327,7 +327,7 @@ static uint64_t helper_step(struct gate *g, const struct grant_device *grant,
     /* The lock was released in between. */
     gate_adopt(g, grant);
     deadline = atomic_load_acquire(&grant->deadline_ns);
-    now = prim_now();
+    now = os_now();
     if (unlikely(lost))
         return g->holding ? HELPER_ALONE_NS : HELPER_HELD_NS;
     helper_follow(g, now);
@@ -367,8 +367,8 @@ static void *helper_run(void *argument)
     uint64_t refresh_at = 0;
 
     gate_visit_begin(&visit); /* for the life of the thread */
-    prim_call(SYS_prctl, PR_SET_NAME, "tidegate");
-    prim_call(SYS_prctl, PR_SET_TIMERSLACK, 1000);
+    os_call(SYS_prctl, PR_SET_NAME, "tidegate");
+    os_call(SYS_prctl, PR_SET_TIMERSLACK, 1000);
     for (;;) {
         uint32_t seen = atomic_load_acquire(&grant->signal);
         uint64_t standby, ns;
@@ -378,28 +378,28 @@ static void *helper_run(void *argument)
             break;
         gate_lock(g);
         ns = helper_step(g, grant, pages_ledger_device(device));
-        standby = g->holding ? gate_spin_until(grant, prim_now()) : 0;
+        standby = g->holding ? gate_spin_until(grant, os_now()) : 0;
         atomic_store_relaxed(&pages_ledger_device(device)->pending, g->queue.n_markers);
         atomic_store_relaxed(&pages_slot()->overruns[device], queue_overruns(&g->queue));
-        prim_unlock(&g->lock);
+        os_unlock(&g->lock);
         /* This detects what pools gave back on their own. */
-        if (prim_now() >= refresh_at) {
-            uint64_t began = prim_now();
+        if (os_now() >= refresh_at) {
+            uint64_t began = os_now();
 
             account_refresh((int)device);
             atomic_store_release(&pages_ledger_device(device)->asked_ns, began);
             pages_rejoin();
-            refresh_at = prim_now() + HELPER_REFRESH_NS;
+            refresh_at = os_now() + HELPER_REFRESH_NS;
         }
         atomic_store_seq_cst(&g->helping, false);
         if (ns > HELPER_REFRESH_NS)
             ns = HELPER_REFRESH_NS;
         /* The governor announced the grant: a core that sleeps now would answer late. */
-        while (prim_now() < standby && atomic_load_acquire(&grant->signal) == seen)
-            prim_relax();
+        while (os_now() < standby && atomic_load_acquire(&grant->signal) == seen)
+            os_relax();
         if (ns < 5 * NS_PER_US)
             ns = 5 * NS_PER_US;
-        prim_futex_wait(&grant->signal, seen, ns);
+        os_futex_wait(&grant->signal, seen, ns);
     }
     atomic_store_seq_cst(&g->helping, false);
     return NULL;
@@ -413,7 +413,7 @@ static void *helper_run(void *argument)
  */
 __attribute__((destructor)) static void helpers_finish(void)
 {
-    uint64_t end = prim_now() + HELPER_LAST_NS;
+    uint64_t end = os_now() + HELPER_LAST_NS;
 
     atomic_store_seq_cst(&helpers_end, true);
     for (unsigned device = 0; device < LAYOUT_N_DEVICES; device++) {
@@ -422,14 +422,14 @@ __attribute__((destructor)) static void helpers_finish(void)
 
         if (!atomic_load_acquire(&g->started))
             continue;
-        while (atomic_load_seq_cst(&g->helping) && prim_now() < end)
-            prim_sleep(20 * NS_PER_US);
-        while (!(locked = prim_trylock(&g->lock)) && prim_now() < end)
-            prim_sleep(20 * NS_PER_US);
+        while (atomic_load_seq_cst(&g->helping) && os_now() < end)
+            os_sleep(20 * NS_PER_US);
+        while (!(locked = os_trylock(&g->lock)) && os_now() < end)
+            os_sleep(20 * NS_PER_US);
         if (!locked)
             continue;
         gate_end_holds(g, pages_ledger_device(device));
-        prim_unlock(&g->lock);
+        os_unlock(&g->lock);
     }
 }
 
@@ -440,13 +440,13 @@ cold void helper_start(struct gate *g, unsigned device)
     int saved = errno;
     pthread_t thread;
 
-    prim_call(SYS_rt_sigprocmask, SIG_SETMASK, &all, &before, sizeof all);
+    os_call(SYS_rt_sigprocmask, SIG_SETMASK, &all, &before, sizeof all);
     if (pthread_create(&thread, NULL, helper_run, (void *)(uintptr_t)device) == 0) {
         pthread_detach(thread);
     } else {
         g->no_holds = true; /* no helper would let held work run */
         control_log("cannot start a thread for the gate: GPU time will be given back late");
     }
-    prim_call(SYS_rt_sigprocmask, SIG_SETMASK, &before, NULL, sizeof all);
+    os_call(SYS_rt_sigprocmask, SIG_SETMASK, &before, NULL, sizeof all);
     errno = saved;
 }

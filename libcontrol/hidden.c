@@ -23,7 +23,7 @@ struct open_load {
 
 static struct open_load open_loads[HIDDEN_N_OPEN];
 static uint32_t n_open;
-static struct prim_lock open_lock;
+static struct os_lock open_lock;
 
 void hidden_after_fork(void)
 {
@@ -69,15 +69,14 @@ static void open_add(const struct load *load, uint64_t handle, uint8_t owner)
 {
     struct open_load *place = open_loads;
 
-    prim_lock(&open_lock);
+    os_lock(&open_lock);
     for (struct open_load *o = open_loads; o < open_loads + HIDDEN_N_OPEN; o++)
         if (!o->handle || (place->handle && o->since < place->since))
             place = o;
     if (!place->handle)
         atomic_add_relaxed(&n_open, 1);
-    *place =
-        (struct open_load){.handle = handle, .owner = owner, .since = prim_now(), .load = *load};
-    prim_unlock(&open_lock);
+    *place = (struct open_load){.handle = handle, .owner = owner, .since = os_now(), .load = *load};
+    os_unlock(&open_lock);
     account_watch(load->device);
 }
 
@@ -93,7 +92,7 @@ void modules_refresh(int device)
 
     if (likely(!atomic_load_relaxed(&n_open)))
         return;
-    prim_lock(&open_lock);
+    os_lock(&open_lock);
     for (struct open_load *o = open_loads; o < open_loads + HIDDEN_N_OPEN; o++) {
         uint64_t grown;
 
@@ -107,7 +106,7 @@ void modules_refresh(int device)
         }
         open_close(o);
     }
-    prim_unlock(&open_lock);
+    os_unlock(&open_lock);
 }
 
 void hidden_note(const struct load *load, uint64_t handle)
@@ -126,11 +125,11 @@ void hidden_forget(uint64_t handle, int owner)
 {
     if (likely(!atomic_load_relaxed(&n_open)))
         return;
-    prim_lock(&open_lock);
+    os_lock(&open_lock);
     for (struct open_load *o = open_loads; o < open_loads + HIDDEN_N_OPEN; o++)
         if (o->handle && (handle ? o->handle == handle : o->owner == owner))
             open_close(o);
-    prim_unlock(&open_lock);
+    os_unlock(&open_lock);
 }
 
 struct hidden_end {

@@ -121,7 +121,7 @@ static uint64_t load_taken_for_long(const struct load *load, uint64_t taken, boo
     for (int i = 0; i < LOADS_N_TRIES && taken >= LOADS_MUCH; i++) {
         uint64_t again;
 
-        prim_sleep(LOADS_NAP_NS);
+        os_sleep(LOADS_NAP_NS);
         again = load_taken(load, freed);
         taken = again < taken ? again : taken;
     }
@@ -148,7 +148,7 @@ static bool load_await_unattributed(const struct load *load, uint64_t since)
     for (int i = 0; i < LOADS_N_LOOKS && atomic_load_acquire(&grant->unattributed_ns) < since;
          i++) {
         account_driver_takes(load->device, 0);
-        if (!account_await_sample(load->device, prim_now(), LOADS_WAIT_NS))
+        if (!account_await_sample(load->device, os_now(), LOADS_WAIT_NS))
             break;
     }
     return atomic_load_acquire(&grant->unattributed_ns) >= since;
@@ -184,7 +184,7 @@ static void load_reveal(struct load *load, uint64_t taken, uint64_t since)
     }
     account_add(load->device, load->hidden, true);
     /* The next load begins with a sample that includes this charge. */
-    load_await_unattributed(load, prim_now());
+    load_await_unattributed(load, os_now());
 }
 
 /* Returns false if the container now exceeds its quota by more than `debt`. The load then has to be
@@ -196,7 +196,7 @@ bool load_end(struct load *load, CUresult result, uint64_t debt)
     if (load->device < 0 || result != CUDA_SUCCESS)
         return true;
     load->taken = taken = load_taken(load, true);
-    now = prim_now();
+    now = os_now();
     if (taken < LOADS_MUCH) {
         account_driver_takes(load->device, taken);
         /* Many small loads add up, but memory that others gave back may not be known yet. */

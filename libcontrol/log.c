@@ -12,6 +12,6 @@ cold void control_log(const char *message)
     if (atomic_add_relaxed(&n_lines, 1) < 16) {
         n = snprintf(line, sizeof line, "tidegate: %s\n", message);
         if (n > 0)
-            prim_call(SYS_write, 2, line, (size_t)n < sizeof line ? (size_t)n : sizeof line - 1);
+            os_call(SYS_write, 2, line, (size_t)n < sizeof line ? (size_t)n : sizeof line - 1);
     }
 }

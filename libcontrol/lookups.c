@@ -28,7 +28,7 @@ enum lookup_kind {
  * what it reported before. */
 static char names[LAYOUT_N_UNKNOWN][LAYOUT_UNKNOWN_SIZE];
 static unsigned n_names;
-static struct prim_lock names_lock; /* for these, and for this process's writes to the ledger */
+static struct os_lock names_lock; /* for these, and for this process's writes to the ledger */
 
 static uint64_t lookup_hash(const char *name, size_t length)
 {
@@ -108,10 +108,10 @@ static void lookup_keep(const char *name)
 
 void lookups_joined(void)
 {
-    prim_lock(&names_lock);
+    os_lock(&names_lock);
     for (unsigned i = 0; i < n_names && pages_slot(); i++)
         lookup_report(names[i]);
-    prim_unlock(&names_lock);
+    os_unlock(&names_lock);
 }
 
 void lookups_after_fork(void)
@@ -128,11 +128,11 @@ static void lookup_note(const char *symbol, int version, enum lookup_kind kind)
         snprintf(name, sizeof name, "%s@%d", symbol, version);
     else
         snprintf(name, sizeof name, "%s", symbol);
-    prim_lock(&names_lock);
+    os_lock(&names_lock);
     lookup_keep(name);
     if (pages_slot())
         lookup_report(name);
-    prim_unlock(&names_lock);
+    os_unlock(&names_lock);
 }
 
 /* Logs the first refusal only: a process writes few lines, and others may matter more. */

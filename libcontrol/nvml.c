@@ -11,7 +11,7 @@
  * shows 100 %. The value is that of the governor's last sample, at most a quarter of a second old.
  */
 #include "nvml_stand_in.h"
-#include "prim.h"
+#include "os.h"
 
 static uint64_t used_memory(const struct grant_device *grant, uint64_t total)
 {

@@ -3,7 +3,7 @@
  * (DT_NEEDED) under another name.
  */
 #include "nvml_stand_in.h"
-#include "prim.h"
+#include "os.h"
 
 #include <dlfcn.h>
 

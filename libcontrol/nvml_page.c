@@ -6,7 +6,7 @@
  */
 #include "nvml_stand_in.h"
 
-#include "prim.h"
+#include "os.h"
 
 #include <fcntl.h>
 #include <string.h>
@@ -31,17 +31,17 @@ static const struct grant_header *map_grant(void)
 
     if (page)
         return page;
-    fd = prim_open(GRANT_PATH);
+    fd = os_open(GRANT_PATH);
     if (fd < 0)
         return NULL;
-    if (prim_call(SYS_fstat, fd, &st) < 0 || (uint64_t)st.st_size < GRANT_SIZE) {
-        prim_close(fd);
+    if (os_call(SYS_fstat, fd, &st) < 0 || (uint64_t)st.st_size < GRANT_SIZE) {
+        os_close(fd);
         return NULL;
     }
     if ((uint64_t)st.st_size >= GRANT_FILE_SIZE)
         size = GRANT_FILE_SIZE;
-    page = prim_map(size, PROT_READ, MAP_SHARED, fd);
-    prim_close(fd);
+    page = os_map(size, PROT_READ, MAP_SHARED, fd);
+    os_close(fd);
     if (!page)
         return NULL;
     if (page->magic == GRANT_MAGIC && page->version == LAYOUT_VERSION && page->size >= GRANT_SIZE &&
@@ -49,7 +49,7 @@ static const struct grant_header *map_grant(void)
         __atomic_compare_exchange_n(&mapped, &first, page, false, __ATOMIC_ACQ_REL,
                                     __ATOMIC_ACQUIRE))
         return page;
-    prim_unmap((void *)page, size);
+    os_unmap((void *)page, size);
     return first; /* another thread was faster; NULL: not a valid grant page */
 }
 
@@ -161,7 +161,7 @@ unsigned page_processes(const struct page_device *device, struct page_process li
         __atomic_thread_fence(__ATOMIC_ACQUIRE);
         if (!(sequence & 1) && atomic_load_relaxed(&header->sequence) == sequence)
             break;
-        prim_sleep(READ_WAIT_NS);
+        os_sleep(READ_WAIT_NS);
     }
     return n;
 }

@@ -6,7 +6,7 @@
  * part of a MIG instance.
  */
 #include "nvml_stand_in.h"
-#include "prim.h"
+#include "os.h"
 
 #include <string.h>
 

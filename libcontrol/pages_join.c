@@ -25,26 +25,26 @@ enum pages_answer {
     PAGES_REFUSED, /* the governor answers, and refuses this process */
 };
 
-static struct prim_lock start_lock;
+static struct os_lock start_lock;
 
 static const struct grant_header *pages_map_grant(void)
 {
     const struct grant_header *page;
     uint64_t size = 0;
-    int fd = prim_open(PAGES_DIRECTORY "/grant");
+    int fd = os_open(PAGES_DIRECTORY "/grant");
 
     if (fd < 0)
         return NULL;
     if (!pages_identify(fd, NULL, &size) || size < GRANT_SIZE) {
-        prim_close(fd);
+        os_close(fd);
         return NULL;
     }
-    page = prim_map(GRANT_SIZE, PROT_READ, MAP_SHARED, fd);
-    prim_close(fd);
+    page = os_map(GRANT_SIZE, PROT_READ, MAP_SHARED, fd);
+    os_close(fd);
     if (!page)
         return NULL;
     if (page->magic != GRANT_MAGIC || page->version != LAYOUT_VERSION || page->size < GRANT_SIZE) {
-        prim_unmap((void *)page, GRANT_SIZE);
+        os_unmap((void *)page, GRANT_SIZE);
         return NULL;
     }
     return page;
@@ -59,12 +59,12 @@ static int pages_register(int fd, uint32_t *slotp)
     int ledger_fd = -1;
     long n;
 
-    prim_call(SYS_setsockopt, fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
+    os_call(SYS_setsockopt, fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
     if (pages_send(fd, &request, 0) != 1)
         return -1;
     n = pages_receive(fd, 0, slotp, &ledger_fd);
     if ((n != (long)sizeof *slotp || *slotp >= LAYOUT_N_SLOTS) && ledger_fd >= 0) {
-        prim_close(ledger_fd);
+        os_close(ledger_fd);
         return -1;
     }
     return ledger_fd;
@@ -82,7 +82,7 @@ static enum pages_answer pages_join(void)
 
     if (fd < 0)
         return PAGES_NOBODY;
-    prim_call(SYS_setsockopt, fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
+    os_call(SYS_setsockopt, fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
     if (pages_connect(fd) < 0)
         goto fail;
     ledger_fd = pages_register(fd, &index);
@@ -90,13 +90,13 @@ static enum pages_answer pages_join(void)
         answer = PAGES_REFUSED;
     if (ledger_fd < 0 || !pages_identify_file(ledger_fd, &ledger_file))
         goto fail;
-    mapped = prim_map(LEDGER_SIZE, PROT_READ | PROT_WRITE, MAP_SHARED, ledger_fd);
+    mapped = os_map(LEDGER_SIZE, PROT_READ | PROT_WRITE, MAP_SHARED, ledger_fd);
     if (!mapped)
         goto fail;
-    prim_close(ledger_fd);
+    os_close(ledger_fd);
     pages_now.ledger = mapped;
     slot = (struct ledger_slot *)((char *)mapped + LEDGER_SLOTS) + index;
-    slot->pid = (uint32_t)prim_pid();
+    slot->pid = (uint32_t)os_pid();
     pages_identify(fd, &governor_inode, NULL);
     governor_fd = fd;
     /* Stored last, because a thread that finds a slot uses everything else. */
@@ -104,8 +104,8 @@ static enum pages_answer pages_join(void)
     return PAGES_JOINED;
 fail:
     if (ledger_fd >= 0)
-        prim_close(ledger_fd);
-    prim_close(fd);
+        os_close(ledger_fd);
+    os_close(fd);
     return answer;
 }
 
@@ -113,7 +113,7 @@ fail:
  * for longer, and waits only briefly for one that runs but cannot be reached. */
 static enum pages_answer pages_join_patiently(void)
 {
-    uint64_t until = prim_now() + PAGES_RESTART_NS;
+    uint64_t until = os_now() + PAGES_RESTART_NS;
     unsigned n_in_vain = 0;
 
     for (;;) {
@@ -123,10 +123,10 @@ static enum pages_answer pages_join_patiently(void)
 
         if (answer != PAGES_NOBODY)
             return answer;
-        prim_sleep(PAGES_TRY_NS);
+        os_sleep(PAGES_TRY_NS);
         heartbeat = atomic_load_relaxed(&pages_now.grant->heartbeat_ns);
         n_in_vain += heartbeat != before;
-        if (prim_now() >= until || prim_now() - heartbeat >= PAGES_RESTART_NS ||
+        if (os_now() >= until || os_now() - heartbeat >= PAGES_RESTART_NS ||
             n_in_vain >= PAGES_N_TRIES)
             return answer;
     }
@@ -134,8 +134,8 @@ static enum pages_answer pages_join_patiently(void)
 
 static bool pages_keep_own_ledger(void)
 {
-    void *mapped = prim_map(LEDGER_SIZE, PROT_READ | PROT_WRITE,
-                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1);
+    void *mapped = os_map(LEDGER_SIZE, PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1);
     struct ledger_slot *slot;
 
     if (!mapped)
@@ -156,10 +156,10 @@ static bool pages_keep_own_ledger(void)
 void pages_after_fork(void)
 {
     if (pages_still_ours())
-        prim_close(governor_fd);
+        os_close(governor_fd);
     pages_rejoin_after_fork();
     if (pages_now.ledger)
-        prim_unmap(pages_now.ledger, LEDGER_SIZE);
+        os_unmap(pages_now.ledger, LEDGER_SIZE);
     governor_fd = -1;
     pages_now.ledger = NULL;
     pages_now.slot = NULL;
@@ -180,10 +180,10 @@ const struct grant_header *pages_peek(void)
     const struct grant_header *grant = atomic_load_acquire(&pages_now.grant);
 
     if (unlikely(!grant)) {
-        prim_lock(&start_lock);
+        os_lock(&start_lock);
         pages_map_once();
         grant = pages_now.grant;
-        prim_unlock(&start_lock);
+        os_unlock(&start_lock);
     }
     return grant;
 }
@@ -194,7 +194,7 @@ bool pages_start(void)
 
     if (likely(state))
         return state == 1;
-    prim_lock(&start_lock);
+    os_lock(&start_lock);
     if (!pages_started) {
         pages_map_once();
         if (!pages_now.grant) {
@@ -210,7 +210,7 @@ bool pages_start(void)
             pages_now.on_governor_loss = pages_now.grant->on_governor_loss;
             answer = pages_join_patiently();
             /* Only a process that starts while the governor is away keeps a ledger of its own. */
-            if (answer == PAGES_NOBODY && !gate_lost(prim_now())) {
+            if (answer == PAGES_NOBODY && !gate_lost(os_now())) {
                 control_log(
                     "the governor runs, and this process cannot reach it at " PAGES_DIRECTORY
                     "/governor.sock");
@@ -226,6 +226,6 @@ bool pages_start(void)
                 atomic_store_release(&pages_started, 2);
         }
     }
-    prim_unlock(&start_lock);
+    os_unlock(&start_lock);
     return atomic_load_acquire(&pages_started) == 1;
 }

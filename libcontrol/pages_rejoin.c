@@ -49,13 +49,13 @@ static bool pages_hung_up(void)
     char byte;
 
     return !pages_still_ours() ||
-           prim_call(SYS_recvfrom, governor_fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT, NULL, NULL) == 0;
+           os_call(SYS_recvfrom, governor_fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT, NULL, NULL) == 0;
 }
 
 static void pages_give_up(struct pages_return *r, uint64_t now)
 {
     if (pages_is_ours(r->fd, r->inode))
-        prim_close(r->fd);
+        os_close(r->fd);
     r->fd = -1;
     r->next = now + (r->n_tries < 50 ? PAGES_TRY_NS : PAGES_SLOW_NS);
 }
@@ -77,8 +77,8 @@ static void pages_connect_again(struct pages_return *r, uint64_t now)
 static void pages_take_connection(struct pages_return *r)
 {
     if (pages_still_ours()) {
-        prim_call(SYS_dup3, r->fd, governor_fd, O_CLOEXEC);
-        prim_close(r->fd);
+        os_call(SYS_dup3, r->fd, governor_fd, O_CLOEXEC);
+        os_close(r->fd);
     } else {
         atomic_store_relaxed(&governor_fd, r->fd);
     }
@@ -158,17 +158,17 @@ static bool pages_move_sums(uint32_t index, int ledger_fd, const struct pages_fi
 
     if (moved.old)
         return false;
-    mapped = prim_map(LEDGER_SIZE, PROT_READ | PROT_WRITE, MAP_SHARED, ledger_fd);
-    seen = prim_map(sizeof *seen, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
+    mapped = os_map(LEDGER_SIZE, PROT_READ | PROT_WRITE, MAP_SHARED, ledger_fd);
+    seen = os_map(sizeof *seen, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
     if (!mapped || !seen) {
         if (mapped)
-            prim_unmap(mapped, LEDGER_SIZE);
+            os_unmap(mapped, LEDGER_SIZE);
         if (seen)
-            prim_unmap(seen, sizeof *seen);
+            os_unmap(seen, sizeof *seen);
         return false;
     }
     slot = (struct ledger_slot *)((char *)mapped + LEDGER_SLOTS) + index;
-    slot->pid = (uint32_t)prim_pid();
+    slot->pid = (uint32_t)os_pid();
     moved.ledger = pages_now.ledger;
     atomic_store_release(&moved.old, pages_now.slot);
     moved.seen = seen;
@@ -217,7 +217,7 @@ static void pages_receive_answer(struct pages_return *r, uint64_t now)
             same = pages_move_sums(slot, ledger_fd, &file);
     }
     if (ledger_fd >= 0)
-        prim_close(ledger_fd);
+        os_close(ledger_fd);
     if (same) {
         pages_take_connection(r);
         return;
@@ -240,7 +240,7 @@ static bool pages_governor_lives(uint64_t now)
 void pages_rejoin(void)
 {
     struct pages_return *r = &reconnection;
-    uint64_t now = prim_now();
+    uint64_t now = os_now();
 
     if (atomic_load_acquire(&pages_started) != 1 || atomic_exchange_acq_rel(&r->busy, 1))
         return;
@@ -258,11 +258,11 @@ void pages_rejoin(void)
 void pages_rejoin_after_fork(void)
 {
     if (pages_is_ours(reconnection.fd, reconnection.inode))
-        prim_close(reconnection.fd);
+        os_close(reconnection.fd);
     reconnection = (struct pages_return){.fd = -1};
     if (moved.ledger)
-        prim_unmap(moved.ledger, LEDGER_SIZE);
+        os_unmap(moved.ledger, LEDGER_SIZE);
     if (moved.seen)
-        prim_unmap(moved.seen, sizeof *moved.seen);
+        os_unmap(moved.seen, sizeof *moved.seen);
     moved = (struct pages_moved){0};
 }

@@ -19,7 +19,7 @@ bool pages_identify(int fd, uint64_t *inodep, uint64_t *sizep)
 {
     struct stat st;
 
-    if (prim_call(SYS_fstat, fd, &st) < 0)
+    if (os_call(SYS_fstat, fd, &st) < 0)
         return false;
     if (inodep)
         *inodep = st.st_ino;
@@ -32,7 +32,7 @@ bool pages_identify_file(int fd, struct pages_file *filep)
 {
     struct stat st;
 
-    if (prim_call(SYS_fstat, fd, &st) < 0)
+    if (os_call(SYS_fstat, fd, &st) < 0)
         return false;
     filep->device = st.st_dev;
     filep->inode = st.st_ino;
@@ -41,22 +41,22 @@ bool pages_identify_file(int fd, struct pages_file *filep)
 
 long pages_send(int fd, const char *byte, int flags)
 {
-    return prim_call(SYS_sendto, fd, byte, 1, MSG_NOSIGNAL | flags, NULL, 0);
+    return os_call(SYS_sendto, fd, byte, 1, MSG_NOSIGNAL | flags, NULL, 0);
 }
 
 /* Returns a socket with a high number, to keep clear of programs that manage low descriptors
  * themselves. */
 int pages_socket(int flags)
 {
-    int fd = (int)prim_call(SYS_socket, AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | flags, 0);
+    int fd = (int)os_call(SYS_socket, AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | flags, 0);
     int high;
 
     if (fd < 0)
         return -1;
-    high = (int)prim_call(SYS_fcntl, fd, F_DUPFD_CLOEXEC, 500);
+    high = (int)os_call(SYS_fcntl, fd, F_DUPFD_CLOEXEC, 500);
     if (high < 0)
         return fd;
-    prim_close(fd);
+    os_close(fd);
     return high;
 }
 
@@ -65,7 +65,7 @@ long pages_connect(int fd)
     struct sockaddr_un address = {.sun_family = AF_UNIX,
                                   .sun_path = PAGES_DIRECTORY "/governor.sock"};
 
-    return prim_call(SYS_connect, fd, &address, sizeof address);
+    return os_call(SYS_connect, fd, &address, sizeof address);
 }
 
 /* Reads the answer: the number of a slot, and the ledger's descriptor or -1. Returns what recvmsg
@@ -84,7 +84,7 @@ long pages_receive(int fd, int flags, uint32_t *slotp, int *ledger_fdp)
         .msg_controllen = sizeof control.bytes,
     };
     struct cmsghdr *header;
-    long n = prim_call(SYS_recvmsg, fd, &message, MSG_CMSG_CLOEXEC | flags);
+    long n = os_call(SYS_recvmsg, fd, &message, MSG_CMSG_CLOEXEC | flags);
 
     *ledger_fdp = -1;
     if (n < 0)

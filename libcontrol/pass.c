@@ -15,7 +15,7 @@ uint32_t gate_lazy_kernels;
 
 /* Launches on all GPUs share the passes. A thread that changes one holds this lock, within the
  * gate's. */
-static struct prim_lock passes_lock;
+static struct os_lock passes_lock;
 
 /* Adds the launches that an open pass let through to the ledger. */
 static void pass_report(struct pass *p)
@@ -38,11 +38,11 @@ static void pass_end(struct pass *p)
 
 static void passes_each(const struct grant_device *grant, void (*act)(struct pass *))
 {
-    prim_lock(&passes_lock);
+    os_lock(&passes_lock);
     for (unsigned i = 0; i < PASS_N; i++)
         if (passes[i].limit && (!grant || passes[i].grant == grant))
             act(&passes[i]);
-    prim_unlock(&passes_lock);
+    os_unlock(&passes_lock);
 }
 
 void pass_tell_all(const struct grant_device *grant)
@@ -68,7 +68,7 @@ static void pass_count(struct gate *g, struct pass *p)
     if ((int32_t)n <= 0 || p->gate != g)
         return;
     s = queue_find(&g->queue, p->ctx, p->stream);
-    g->last_launch = prim_now();
+    g->last_launch = os_now();
     queue_add(&g->queue, s, &g->estimate, g->queue.era, pass_kind(g, p->stream), n, p->began_ns);
     s->gap = s->gap || g->queue.busy_until < g->last_launch;
     s->n_passed += n;
@@ -79,11 +79,11 @@ void pass_stop(struct gate *g, const struct grant_device *grant)
 {
     g->passing = false;
     passes_each(grant, pass_end);
-    prim_lock(&passes_lock);
+    os_lock(&passes_lock);
     for (unsigned i = 0; i < PASS_N; i++)
         if (passes[i].gate == g && !passes[i].metered)
             pass_count(g, &passes[i]);
-    prim_unlock(&passes_lock);
+    os_unlock(&passes_lock);
 }
 
 /* Makes every launch from here on enter the gate. */
@@ -96,12 +96,12 @@ void pass_forget_stream(const struct grant_device *grant, CUstream stream)
 {
     struct pass *p = pass_of(stream);
 
-    prim_lock(&passes_lock);
+    os_lock(&passes_lock);
     if (p->stream == stream && p->grant == grant) {
         pass_end(p);
         p->counted = atomic_load_relaxed(&p->used); /* no marker can follow it any more */
     }
-    prim_unlock(&passes_lock);
+    os_unlock(&passes_lock);
 }
 
 void pass_after_fork(void)
@@ -129,7 +129,7 @@ static void pass_begin(struct pass *p, const struct gate *g, const struct queue_
     p->ledger = ledger;
     p->gate = g;
     p->ctx = s->ctx;
-    p->began_ns = prim_now();
+    p->began_ns = os_now();
     atomic_store_relaxed(&p->stream, s->stream);
     atomic_store_relaxed(&p->grant, grant);
     atomic_store_relaxed(&p->epoch, g->epoch);
@@ -152,7 +152,7 @@ enum pass_answer pass_open(struct gate *g, struct queue_stream **sp,
     bool known;
     uint64_t n;
 
-    prim_lock(&passes_lock);
+    os_lock(&passes_lock);
     if (!p->metered) {
         pass_end(p);
         pass_count(g, p);
@@ -177,7 +177,7 @@ enum pass_answer pass_open(struct gate *g, struct queue_stream **sp,
             pass_begin(p, g, s, grant, ledger, GRANT_OPEN,
                        atomic_load_relaxed(&p->used) + (uint32_t)(n < PASS_MOST ? n : PASS_MOST));
     }
-    prim_unlock(&passes_lock);
+    os_unlock(&passes_lock);
     return answer;
 }
 
@@ -204,7 +204,7 @@ void pass_meter(struct gate *g, const struct queue_stream *s, const struct grant
         budget = marker - s->pending_ns;
     if (budget < PASS_LEAST_NS)
         return;
-    prim_lock(&passes_lock);
+    os_lock(&passes_lock);
     if (!p->metered && pass_fits(s->stream)) {
         pass_end(p);
         p->metered = true;
@@ -214,7 +214,7 @@ void pass_meter(struct gate *g, const struct queue_stream *s, const struct grant
         g->metered = p;
         pass_begin(p, g, s, grant, ledger, deadline, ++serial);
     }
-    prim_unlock(&passes_lock);
+    os_unlock(&passes_lock);
 }
 
 /* Pays for a launch by a metered pass. A launch that does not fit enters the gate, where the pass
@@ -248,7 +248,7 @@ void pass_collect(struct gate *g)
     uint64_t predicted = 0, n;
     uint32_t n_noted = 0;
 
-    prim_lock(&passes_lock);
+    os_lock(&passes_lock);
     pass_end(p);
     n = atomic_exchange_acq_rel(&p->spent, 0) / PASS_ONE;
     for (uint64_t i = 0; i < n && i < PASS_N_LOG; i++) {
@@ -264,11 +264,11 @@ void pass_collect(struct gate *g)
         n_noted++;
     }
     if (n_noted) {
-        g->last_launch = prim_now();
+        g->last_launch = os_now();
         atomic_add_relaxed(&p->ledger->launches, n_noted);
         atomic_bump(&p->ledger->predicted_ns, predicted);
     }
     p->metered = false;
     g->metered = NULL;
-    prim_unlock(&passes_lock);
+    os_unlock(&passes_lock);
 }

@@ -76,7 +76,7 @@ static uint64_t pool_trust(struct pool *pool)
     uint64_t *word = &pages_ledger()->trust_ns[pool->device];
 
     for (int attempt = 0; attempt < POOLS_N_WAITS; attempt++) {
-        uint64_t now = prim_now(), until = atomic_load_acquire(word);
+        uint64_t now = os_now(), until = atomic_load_acquire(word);
 
         if (now < atomic_load_relaxed(&pool->trust_at))
             return 0;
@@ -92,7 +92,7 @@ static uint64_t pool_trust(struct pool *pool)
             pool_trust_end(pool, now + POOLS_TRUST_NS);
             return 0;
         }
-        prim_sleep(POOLS_WAIT_NS);
+        os_sleep(POOLS_WAIT_NS);
     }
     return 0;
 }
@@ -152,7 +152,7 @@ static CUresult pool_enter(struct pool_ticket *ticket, struct pool *pool, uint64
 /* Frees a block that made its pool grow beyond the quota, in the order of its stream. */
 static cold CUresult pool_revoke(struct pool *pool, CUdeviceptr *dptr, CUstream stream)
 {
-    atomic_store_relaxed(&pool->trust_at, prim_now() + POOLS_DISTRUST_NS);
+    atomic_store_relaxed(&pool->trust_at, os_now() + POOLS_DISTRUST_NS);
     driver->cuMemFreeAsync(*dptr, stream);
     *dptr = 0;
     pools_squeeze(pool->device);

@@ -20,7 +20,7 @@
 
 static struct pool *buckets[POOLS_N_BUCKETS];
 static struct pool *spare;
-static struct prim_lock pools_lock;
+static struct os_lock pools_lock;
 static struct pool *last[LAYOUT_N_DEVICES]; /* each GPU's current pool, as far as known */
 
 /* ---- amounts held ---- */
@@ -84,7 +84,7 @@ static struct pool *pool_place(CUmemoryPool handle)
     if (pool)
         return pool;
     if (!spare) {
-        struct pool *chunk = prim_map_memory(POOLS_CHUNK);
+        struct pool *chunk = os_map_memory(POOLS_CHUNK);
 
         if (!chunk)
             return NULL;
@@ -104,7 +104,7 @@ static cold struct pool *pool_add(CUmemoryPool handle, int device, bool unseen)
 {
     struct pool *pool;
 
-    prim_lock(&pools_lock);
+    os_lock(&pools_lock);
     pool = pool_find(handle);
     if (!pool)
         pool = pool_place(handle);
@@ -114,7 +114,7 @@ static cold struct pool *pool_add(CUmemoryPool handle, int device, bool unseen)
         atomic_store_release(&pool->handle, handle);
         atomic_store_seq_cst(&pool->state, POOL_LIVE);
     }
-    prim_unlock(&pools_lock);
+    os_unlock(&pools_lock);
     if (device >= 0)
         account_watch(device); /* the helper detects what the pool returns on its own */
     return pool;
@@ -268,7 +268,7 @@ static void pool_silence(struct pool *pool)
 {
     atomic_store_seq_cst(&pool->state, POOL_SILENT);
     while (atomic_load_seq_cst(&pool->n_askers))
-        prim_sleep(POOLS_WAIT_NS);
+        os_sleep(POOLS_WAIT_NS);
 }
 
 static void pool_hand_over(struct pool *pool)

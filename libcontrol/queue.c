@@ -271,7 +271,7 @@ void queue_mark_end(struct queue *q, const struct queue_mark *mark, bool recorde
         return;
     }
     if (!q->n_markers)
-        q->progress_ns = prim_now();
+        q->progress_ns = os_now();
     m = &q->markers[(q->head + q->n_markers++) % QUEUE_N_MARKERS];
     *m = mark->marker;
     m->serial = ++q->serials;

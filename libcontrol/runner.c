@@ -16,7 +16,7 @@
  */
 #include "runner_state.h"
 
-#include "prim.h"
+#include "os.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -71,7 +71,7 @@ static void drain(struct runner *runner, int fd, uint64_t also)
 static void wait_until(struct runner *runner, uint64_t until)
 {
     struct epoll_event events[16];
-    uint64_t now = prim_now();
+    uint64_t now = os_now();
     uint64_t ns = until > now ? until - now : 0;
     struct timespec timeout;
     long n;
@@ -101,23 +101,23 @@ static void spin(struct runner *runner, uint64_t deadline)
     uint64_t from = deadline - lookahead - runner->config.spin_ns / 2;
     uint64_t to = deadline - lookahead + runner->config.spin_ns / 2;
 
-    if (prim_now() < from)
+    if (os_now() < from)
         wait_until(runner, from);
-    while (prim_now() < to && !runner->stop) {
+    while (os_now() < to && !runner->stop) {
         struct report report;
         int32_t holder;
 
         pthread_mutex_lock(&runner->mutex);
         holder = runner->view.holder;
         if (holder != ARBITER_NOBODY && runner->tenants[holder].used)
-            runner_read_ledger(&runner->tenants[holder], runner->view.epoch, prim_now(), &report);
+            runner_read_ledger(&runner->tenants[holder], runner->view.epoch, os_now(), &report);
         else
             report.released = true;
         pthread_mutex_unlock(&runner->mutex);
         if (report.released)
             return;
         for (int i = 0; i < 20; i++)
-            prim_relax();
+            os_relax();
     }
 }
 
@@ -173,7 +173,7 @@ static void *run(void *argument)
         uint64_t now, until;
 
         pthread_mutex_lock(&runner->mutex);
-        now = prim_now();
+        now = os_now();
         until = pass(runner, now);
         view = runner->view;
         pthread_mutex_unlock(&runner->mutex);
@@ -317,7 +317,7 @@ RUNNER_EXPORT int32_t runner_add(struct runner *runner, uint32_t guarantee, uint
     int32_t tenant;
 
     pthread_mutex_lock(&runner->mutex);
-    tenant = device < LAYOUT_N_DEVICES ? arbiter_add(runner->arbiter, guarantee, limit, prim_now())
+    tenant = device < LAYOUT_N_DEVICES ? arbiter_add(runner->arbiter, guarantee, limit, os_now())
                                        : ARBITER_NOBODY;
     if (tenant != ARBITER_NOBODY) {
         struct runner_tenant *t = &runner->tenants[tenant];
@@ -333,7 +333,7 @@ RUNNER_EXPORT int32_t runner_add(struct runner *runner, uint32_t guarantee, uint
         arbiter_begin(runner->arbiter, atomic_load_relaxed(&t->grant->epoch));
         atomic_store_relaxed(&t->grant->standby_ns, 0);
         runner_close_grant(t);
-        atomic_store_release(&t->header->heartbeat_ns, prim_now());
+        atomic_store_release(&t->header->heartbeat_ns, os_now());
         if (tenant >= runner->n_tenants)
             runner->n_tenants = tenant + 1;
     }
@@ -354,7 +354,7 @@ RUNNER_EXPORT void runner_set(struct runner *runner, int32_t tenant, uint32_t gu
 RUNNER_EXPORT void runner_remove(struct runner *runner, int32_t tenant)
 {
     pthread_mutex_lock(&runner->mutex);
-    arbiter_remove(runner->arbiter, tenant, prim_now());
+    arbiter_remove(runner->arbiter, tenant, os_now());
     runner->tenants[tenant].used = false;
     if (runner->view.holder == tenant)
         runner->view.holder = ARBITER_NOBODY;
@@ -374,7 +374,7 @@ RUNNER_EXPORT void runner_open(struct runner *runner, bool open)
     pthread_mutex_lock(&runner->mutex);
     if (open && !runner->open) {
         if (runner->view.holder != ARBITER_NOBODY) {
-            arbiter_take(runner->arbiter, prim_now());
+            arbiter_take(runner->arbiter, os_now());
             runner->tenants[runner->view.holder].granted = false;
         }
         runner->view.holder = ARBITER_NOBODY;
@@ -407,7 +407,7 @@ RUNNER_EXPORT int runner_watch(struct runner *runner, int fd, struct runner *con
 
 RUNNER_EXPORT bool runner_due(struct runner *runner)
 {
-    uint64_t now = prim_now();
+    uint64_t now = os_now();
     bool due = false;
 
     pthread_mutex_lock(&runner->mutex);

@@ -6,7 +6,7 @@
  */
 #include "runner_state.h"
 
-#include "prim.h"
+#include "os.h"
 
 #include <string.h>
 
@@ -89,7 +89,7 @@ static void publish(struct runner_tenant *t, uint64_t deadline)
 {
     atomic_store_release(&t->grant->deadline_ns, deadline);
     atomic_add_seq_cst(&t->grant->signal, 1);
-    prim_futex_wake(&t->grant->signal);
+    os_futex_wake(&t->grant->signal);
 }
 
 void runner_close_grant(struct runner_tenant *t)
@@ -134,7 +134,7 @@ void runner_apply(struct runner *runner, const struct arbiter_view *view)
         t = &runner->tenants[view->standby];
         atomic_store_release(&t->grant->standby_ns, view->standby_ns);
         atomic_add_seq_cst(&t->grant->signal, 1);
-        prim_futex_wake(&t->grant->signal);
+        os_futex_wake(&t->grant->signal);
     }
     if (view->holder != ARBITER_NOBODY) {
         uint64_t deadline = view->deadline_ns == ARBITER_NEVER ? GRANT_OPEN : view->deadline_ns;

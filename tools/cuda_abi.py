@@ -202,7 +202,7 @@ def read_header(include: Path) -> Declarations:
 def read_control() -> Declarations:
     """Return what the control library declares: what it hooks, and what it calls."""
     names = [fn.name for fn in CUDA if not ELSEWHERE.match(fn.name)]
-    found = compiled(['"control.h"'], names, [f"-I{LIBCONTROL}", "-DPRIM_GUEST"])
+    found = compiled(['"control.h"'], names, [f"-I{LIBCONTROL}", "-DOS_INTERPOSED"])
     called = dict(CALLED.findall((LIBCONTROL / "origin.c").read_text(encoding="utf-8")))
     fields = {name for name in found.functions if name.startswith(".")}
     for name in fields:

@@ -50,11 +50,11 @@ N_WARM = 8
 """Number of kernels of that length of which the fastest counts: the GPU's clock rises meanwhile."""
 
 
-class CudaError(Exception):
+class WorkFailedError(Exception):
     """A call of the driver failed; the message is one line."""
 
 
-class Gpu:
+class GpuContext:
     """A context on a GPU with one kernel."""
 
     def __init__(self, library: str, uuid: str) -> None:
@@ -76,7 +76,7 @@ class Gpu:
     def _call(self, name: str, *arguments: object) -> None:
         status = getattr(self._cuda, name)(*arguments)
         if status:
-            raise CudaError(f"{name} answers {status}")
+            raise WorkFailedError(f"{name} answers {status}")
 
     def _find(self, uuid: str) -> ctypes.c_int:
         """Return the device with this UUID, GPU-... as NVML has it."""
@@ -89,7 +89,7 @@ class Gpu:
             self._call("cuDeviceGetUuid", found, device)
             if bytes(found) == wanted:
                 return device
-        raise CudaError(f"CUDA has no GPU {uuid}")
+        raise WorkFailedError(f"CUDA has no GPU {uuid}")
 
     def _launch(self, count: int) -> None:
         values = (ctypes.c_uint64(count), self._sink)
@@ -130,10 +130,10 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     library, uuid = sys.argv[1:3]
     try:
-        gpu = Gpu(library, uuid)
+        gpu = GpuContext(library, uuid)
         print(json.dumps({"ready": True}), flush=True)
         for line in sys.stdin:
             ns = gpu.work(float(line))
             print(json.dumps({"ns": ns, "end": time.monotonic_ns()}), flush=True)
-    except (CudaError, OSError, AttributeError, ValueError) as e:
+    except (WorkFailedError, OSError, AttributeError, ValueError) as e:
         print(json.dumps({"error": str(e)}), flush=True)

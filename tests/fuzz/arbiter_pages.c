@@ -12,7 +12,7 @@
  * errors.
  */
 #include "layout.gen.h"
-#include "prim.h"
+#include "os.h"
 #include "runner.h"
 
 #include <dirent.h>
@@ -137,7 +137,7 @@ static void *work(void *argument)
         uint32_t signal = atomic_load_acquire(&grant->signal);
         uint64_t deadline = atomic_load_acquire(&grant->deadline_ns);
         uint32_t epoch = atomic_load_acquire(&grant->epoch);
-        uint64_t began = prim_now(), now;
+        uint64_t began = os_now(), now;
 
         atomic_store_relaxed(&entry->seen_ns, began);
         if (deadline <= began || (epoch == atomic_load_relaxed(&entry->released_epoch))) {
@@ -145,19 +145,19 @@ static void *work(void *argument)
                 atomic_store_release(&entry->want, 1);
                 poke(c);
             }
-            prim_futex_wait(&grant->signal, signal, 2 * NS_PER_MS);
+            os_futex_wait(&grant->signal, signal, 2 * NS_PER_MS);
             continue;
         }
         atomic_store_seq_cst(&entry->active_epoch, epoch);
         if (atomic_load_acquire(&grant->epoch) != epoch)
             continue;
         do {
-            now = prim_now();
+            now = os_now();
             deadline = atomic_load_acquire(&grant->deadline_ns);
             atomic_store_relaxed(&entry->seen_ns, now);
             if (now < deadline)
-                prim_futex_wait(&grant->signal, atomic_load_acquire(&grant->signal),
-                                deadline - now < NS_PER_MS ? deadline - now : NS_PER_MS);
+                os_futex_wait(&grant->signal, atomic_load_acquire(&grant->signal),
+                              deadline - now < NS_PER_MS ? deadline - now : NS_PER_MS);
         } while (now < deadline && atomic_load_acquire(&grant->epoch) == epoch &&
                  !atomic_load_relaxed(&ended));
         c->held_ns[rank->device] += now - began;
@@ -172,7 +172,7 @@ static void *work(void *argument)
 
 static uint64_t nonsense(struct container *c)
 {
-    uint64_t now = prim_now(), *seedp = &c->seed;
+    uint64_t now = os_now(), *seedp = &c->seed;
     struct grant_device *grant = grant_of(c, (uint32_t)draw(seedp) % c->n);
 
     switch (draw(seedp) % 12) {
@@ -253,14 +253,14 @@ static void answer(struct container *c)
         uint32_t epoch = atomic_load_acquire(&grant_of(c, device)->epoch);
 
         atomic_store_relaxed(&entry->want, 1);
-        atomic_store_relaxed(&entry->seen_ns, prim_now());
+        atomic_store_relaxed(&entry->seen_ns, os_now());
         if (how == DONE && epoch != atomic_load_relaxed(&entry->released_epoch)) {
             atomic_store_seq_cst(&entry->active_epoch, epoch);
             atomic_store_release(&entry->released_epoch, epoch);
             poke(c);
         }
     }
-    prim_sleep(20 * NS_PER_US);
+    os_sleep(20 * NS_PER_US);
 }
 
 static void *lie(void *argument)
@@ -276,9 +276,9 @@ static void *lie(void *argument)
             scribble(c);
         if (draw(&c->seed) % 4 == 0)
             poke(c);
-        prim_sleep(draw(&c->seed) % (200 * NS_PER_US));
+        os_sleep(draw(&c->seed) % (200 * NS_PER_US));
         while (atomic_load_acquire(&resting) && !atomic_load_relaxed(&ended))
-            prim_sleep(NS_PER_MS);
+            os_sleep(NS_PER_MS);
     }
     return NULL;
 }
@@ -322,7 +322,7 @@ int main(int argc, char **argv)
     pthread_t workers[4], tellers[N_LIARS];
     uint64_t seed = argc > 2 ? strtoull(argv[2], NULL, 0) | 1 : 1;
     uint64_t seconds = argc > 1 ? strtoull(argv[1], NULL, 0) : 4;
-    uint64_t began = prim_now(), until = began + seconds * NS_PER_S, silence = 0;
+    uint64_t began = os_now(), until = began + seconds * NS_PER_S, silence = 0;
     uint64_t rested_ns = 0, rested_used_ns = 0;
     bool has_guest = false;
 
@@ -343,12 +343,12 @@ int main(int argc, char **argv)
     }
     for (int i = 0; i < 4; i++)
         pthread_create(&workers[i], NULL, work, &ranks[i]);
-    for (unsigned round = 0; prim_now() < until; round++) {
+    for (unsigned round = 0; os_now() < until; round++) {
         uint64_t heartbeat, now;
 
-        prim_sleep(draw(&seed) % (20 * NS_PER_MS));
+        os_sleep(draw(&seed) % (20 * NS_PER_MS));
         heartbeat = atomic_load_relaxed(&((struct grant_header *)honest[0].grant)->heartbeat_ns);
-        now = prim_now();
+        now = os_now();
         if (now > heartbeat && now - heartbeat > silence)
             silence = now - heartbeat;
         runner_due(runners[round % N_GPUS]);
@@ -370,16 +370,16 @@ int main(int argc, char **argv)
             uint64_t used;
 
             atomic_store_release(&resting, true);
-            prim_sleep(5 * NS_PER_MS);
+            os_sleep(5 * NS_PER_MS);
             used = used_ns();
-            now = prim_now();
-            prim_sleep(50 * NS_PER_MS);
+            now = os_now();
+            os_sleep(50 * NS_PER_MS);
             rested_used_ns += used_ns() - used;
-            rested_ns += prim_now() - now;
+            rested_ns += os_now() - now;
             atomic_store_release(&resting, false);
         }
     }
-    seconds = prim_now() - began;
+    seconds = os_now() - began;
     atomic_store_release(&ended, true);
     for (int i = 0; i < 4; i++)
         pthread_join(workers[i], NULL);

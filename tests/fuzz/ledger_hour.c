@@ -14,12 +14,12 @@
  * The program prints, as JSON, the least and the greatest share of each honest container over 10
  * seconds, with the behaviours of the others at the end of that time.
  */
-#include "prim.h"
+#include "os.h"
 
 static uint64_t clock_ns;
 
-#define prim_now()         clock_ns
-#define prim_futex_wake(p) ((void)(p))
+#define os_now()         clock_ns
+#define os_futex_wake(p) ((void)(p))
 #include "runner.c"
 #include "runner_pages.c"
 

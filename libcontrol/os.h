@@ -26,18 +26,18 @@
 #define noinline    __attribute__((__noinline__))
 
 #if defined(__x86_64__)
-#define PRIM_OLDEST "GLIBC_2.2.5"
+#define OS_OLDEST "GLIBC_2.2.5"
 #elif defined(__aarch64__)
-#define PRIM_OLDEST "GLIBC_2.17"
+#define OS_OLDEST "GLIBC_2.17"
 #else
 #error "tidegate supports x86_64 and aarch64"
 #endif
 
-#ifdef PRIM_GUEST
-__asm__(".symver dlopen,dlopen@" PRIM_OLDEST);
-__asm__(".symver dlsym,dlsym@" PRIM_OLDEST);
-__asm__(".symver pthread_create,pthread_create@" PRIM_OLDEST);
-__asm__(".symver pthread_detach,pthread_detach@" PRIM_OLDEST);
+#ifdef OS_INTERPOSED
+__asm__(".symver dlopen,dlopen@" OS_OLDEST);
+__asm__(".symver dlsym,dlsym@" OS_OLDEST);
+__asm__(".symver pthread_create,pthread_create@" OS_OLDEST);
+__asm__(".symver pthread_detach,pthread_detach@" OS_OLDEST);
 #endif
 
 #define NS_PER_US 1000ull
@@ -60,11 +60,11 @@ __asm__(".symver pthread_detach,pthread_detach@" PRIM_OLDEST);
 #define atomic_exchange_acq_rel(p, v) __atomic_exchange_n((p), (v), __ATOMIC_ACQ_REL)
 
 /* Makes a system call. Returns what the kernel returns: a negative errno on error. */
-#define prim_call(number, ...) prim_call_fill(number, __VA_ARGS__, 0, 0, 0, 0, 0)
-#define prim_call_fill(number, a, b, c, d, e, f, ...)                                              \
-    prim_call_raw(number, (long)(a), (long)(b), (long)(c), (long)(d), (long)(e), (long)(f))
+#define os_call(number, ...) os_call_fill(number, __VA_ARGS__, 0, 0, 0, 0, 0)
+#define os_call_fill(number, a, b, c, d, e, f, ...)                                                \
+    os_call_raw(number, (long)(a), (long)(b), (long)(c), (long)(d), (long)(e), (long)(f))
 
-static inline long prim_call_raw(long number, long a, long b, long c, long d, long e, long f)
+static inline long os_call_raw(long number, long a, long b, long c, long d, long e, long f)
 {
 #if defined(__x86_64__)
     register long r10 __asm__("r10") = d;
@@ -95,40 +95,40 @@ static inline long prim_call_raw(long number, long a, long b, long c, long d, lo
 }
 
 /* Returns NULL on failure. */
-static inline void *prim_map(size_t size, int protection, int flags, int fd)
+static inline void *os_map(size_t size, int protection, int flags, int fd)
 {
-    long address = prim_call(SYS_mmap, NULL, size, protection, flags, fd, 0);
+    long address = os_call(SYS_mmap, NULL, size, protection, flags, fd, 0);
 
     return address < 0 && address > -4096 ? NULL : (void *)address;
 }
 
-static inline void *prim_map_memory(size_t size)
+static inline void *os_map_memory(size_t size)
 {
-    return prim_map(size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
+    return os_map(size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
 }
 
-static inline void prim_unmap(void *address, size_t size)
+static inline void os_unmap(void *address, size_t size)
 {
-    prim_call(SYS_munmap, address, size);
+    os_call(SYS_munmap, address, size);
 }
 
 /* Returns the descriptor, or a negative errno. */
-static inline int prim_open(const char *path)
+static inline int os_open(const char *path)
 {
-    return (int)prim_call(SYS_openat, AT_FDCWD, path, O_RDONLY | O_CLOEXEC);
+    return (int)os_call(SYS_openat, AT_FDCWD, path, O_RDONLY | O_CLOEXEC);
 }
 
-static inline void prim_close(int fd)
+static inline void os_close(int fd)
 {
-    prim_call(SYS_close, fd);
+    os_call(SYS_close, fd);
 }
 
-static inline int prim_pid(void)
+static inline int os_pid(void)
 {
-    return (int)prim_call(SYS_getpid, 0);
+    return (int)os_call(SYS_getpid, 0);
 }
 
-static inline uint64_t prim_now(void)
+static inline uint64_t os_now(void)
 {
     struct timespec ts;
 
@@ -136,14 +136,14 @@ static inline uint64_t prim_now(void)
     return (uint64_t)ts.tv_sec * NS_PER_S + (uint64_t)ts.tv_nsec;
 }
 
-static inline void prim_sleep(uint64_t ns)
+static inline void os_sleep(uint64_t ns)
 {
     struct timespec ts = {(time_t)(ns / NS_PER_S), (long)(ns % NS_PER_S)};
 
-    prim_call(SYS_nanosleep, &ts, NULL);
+    os_call(SYS_nanosleep, &ts, NULL);
 }
 
-static inline void prim_relax(void)
+static inline void os_relax(void)
 {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -157,24 +157,24 @@ static inline void prim_relax(void)
  * mappings. Returns nothing, because all causes of a wake-up look the same; the caller checks its
  * condition again.
  */
-static inline void prim_futex_wait(const uint32_t *word, uint32_t expected, uint64_t ns)
+static inline void os_futex_wait(const uint32_t *word, uint32_t expected, uint64_t ns)
 {
     struct timespec ts = {(time_t)(ns / NS_PER_S), (long)(ns % NS_PER_S)};
 
-    prim_call(SYS_futex, word, FUTEX_WAIT, expected, &ts);
+    os_call(SYS_futex, word, FUTEX_WAIT, expected, &ts);
 }
 
-static inline void prim_futex_wake(uint32_t *word)
+static inline void os_futex_wake(uint32_t *word)
 {
-    prim_call(SYS_futex, word, FUTEX_WAKE, INT_MAX);
+    os_call(SYS_futex, word, FUTEX_WAKE, INT_MAX);
 }
 
 /* A lock with three states (free, held, held with waiters): Drepper, "Futexes are tricky", 2011. */
-struct prim_lock {
+struct os_lock {
     uint32_t word;
 };
 
-static inline bool prim_trylock(struct prim_lock *lock)
+static inline bool os_trylock(struct os_lock *lock)
 {
     uint32_t zero = 0;
 
@@ -182,16 +182,16 @@ static inline bool prim_trylock(struct prim_lock *lock)
                                        __ATOMIC_RELAXED);
 }
 
-static inline void prim_lock(struct prim_lock *lock)
+static inline void os_lock(struct os_lock *lock)
 {
-    if (likely(prim_trylock(lock)))
+    if (likely(os_trylock(lock)))
         return;
     while (atomic_exchange_acq_rel(&lock->word, 2) != 0)
-        prim_call(SYS_futex, &lock->word, FUTEX_WAIT_PRIVATE, 2, NULL);
+        os_call(SYS_futex, &lock->word, FUTEX_WAIT_PRIVATE, 2, NULL);
 }
 
-static inline void prim_unlock(struct prim_lock *lock)
+static inline void os_unlock(struct os_lock *lock)
 {
     if (atomic_exchange_acq_rel(&lock->word, 0) == 2)
-        prim_call(SYS_futex, &lock->word, FUTEX_WAKE_PRIVATE, 1);
+        os_call(SYS_futex, &lock->word, FUTEX_WAKE_PRIVATE, 1);
 }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -80,10 +81,17 @@ PROGRAMS = {
     "triton_kernels": ProgramKind(120, "triton"),
     "jax_jit": ProgramKind(180, "jax"),
     "cupy_arrays": ProgramKind(120, "cupy"),
+    "kvcache": ProgramKind(180, "torch"),
+    "sleepwake": ProgramKind(120),
+    "processes": ProgramKind(120),
+    "many": ProgramKind(240),
 }
 
-ON_SIMULATED = ("driver", "threads", "forks")
-"""Programs that need only the driver API, and compute nothing."""
+ENGINES = ("kvcache", "sleepwake", "processes", "many")
+"""Programs that use the GPU as serving engines do; the name `engines` stands for them."""
+
+ON_SIMULATED = ("driver", "threads", "forks", "sleepwake", "processes", "many")
+"""Programs that need only the driver API, and kernels that the simulated GPU knows."""
 
 # RPATH of the linked program, with the usual library directories.
 RPATH = f"/usr/lib/{TRIPLET}:/usr/lib64:/usr/local/nvidia/lib64"
@@ -520,13 +528,20 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.programs", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(PROGRAMS)}")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"one of {', '.join(PROGRAMS)}; or engines, for {', '.join(ENGINES)}",
+    )
     parser.add_argument("--memory", default="8Gi", help="memory quota of each container (8Gi)")
     parser.add_argument("--output", type=Path, default=ROOT / "build/programs")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
     parser.add_argument("--runtime", default="runc", help="runc or crun")
     parser.add_argument("--simulated", action="store_true", help="even if there is a real GPU")
     args = parser.parse_args(argv)
+    named = [(ENGINES if name == "engines" else (name,)) for name in args.names]
+    args.names = list(dict.fromkeys(itertools.chain.from_iterable(named)))
     unknown = set(args.names) - set(PROGRAMS)
     if unknown:
         parser.error(f"there is no program {', '.join(sorted(unknown))}")

@@ -85,9 +85,11 @@ PROGRAMS = {
     "sleepwake": ProgramKind(120),
     "processes": ProgramKind(120),
     "many": ProgramKind(240),
+    "plugin": ProgramKind(120, "torch"),
+    "generate": ProgramKind(300, "transformers"),
 }
 
-ENGINES = ("kvcache", "sleepwake", "processes", "many")
+ENGINES = ("kvcache", "sleepwake", "processes", "many", "plugin", "generate")
 """Programs that use the GPU as serving engines do; the name `engines` stands for them."""
 
 ON_SIMULATED = ("driver", "threads", "forks", "sleepwake", "processes", "many")

@@ -39,10 +39,9 @@ def test_programs_give_the_same_results_under_a_quota(
     build_dir: Path, tmp_path: Path, require: Callable[..., None]
 ) -> None:
     require("gcc", "runc")
-    status, ran = run(build_dir, tmp_path / "out")
-    assert {name: one["differences"] for name, one in ran.items()} == {
-        name: [] for name in programs.ON_SIMULATED
-    }
+    names = [name for name in programs.ON_SIMULATED if name not in programs.ENGINES]
+    status, ran = run(build_dir, tmp_path / "out", *names)
+    assert {name: one["differences"] for name, one in ran.items()} == {name: [] for name in names}
     assert status == 0
     threads, driver, forks = (ran[name] for name in ("threads", "driver", "forks"))
     assert threads["seen"]["launches"] == 2 * 320  # fills of 1 MiB pass the gate, too
@@ -54,6 +53,22 @@ def test_programs_give_the_same_results_under_a_quota(
     )
     # The process itself and a child: two contexts, of 512 MiB here, and the child's block.
     assert forks["seen"]["memory_peak"] >= 2 * (512 << 20) + (256 << 20)
+
+
+def test_programs_like_serving_engines_give_the_same_results_under_a_quota(
+    build_dir: Path, tmp_path: Path, require: Callable[..., None]
+) -> None:
+    require("gcc", "runc")
+    names = [name for name in programs.ENGINES if name in programs.ON_SIMULATED]
+    status, ran = run(build_dir, tmp_path / "out", *names)
+    assert {name: one["differences"] for name, one in ran.items()} == {name: [] for name in names}
+    assert status == 0
+    # Two caches of 35 %, two contexts of 512 MiB, two tensors of 4 MiB: a third worker has no room.
+    peak = ran["processes"]["seen"]["memory_peak"]
+    assert peak + (2 << 20) >= 2 * (8 * GIB * 35 // 100) + GIB
+    assert peak <= 8 * GIB
+    # Eight contexts at a time, and the memory of those that ended is free before it is needed.
+    assert ran["many"]["seen"]["memory_peak"] <= 8 * GIB
 
 
 @pytest.fixture

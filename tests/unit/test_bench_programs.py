@@ -157,6 +157,17 @@ def test_every_program_of_the_table_is_there():
     assert files - {"program", "driver_api", "fill"} == set(programs.PROGRAMS)
 
 
+def test_the_name_engines_stands_for_the_programs_like_engines():
+    assert programs.parse_arguments(["engines"]).names == list(programs.ENGINES)
+    named = programs.parse_arguments(["many", "train", "engines"]).names
+    assert named[:2] == ["many", "train"]
+    assert sorted(named) == sorted({"train", *programs.ENGINES})
+    assert set(programs.ENGINES) <= set(programs.PROGRAMS)
+    assert "engines" not in programs.PROGRAMS
+    with pytest.raises(SystemExit):
+        programs.parse_arguments(["engine"])
+
+
 def test_a_run_becomes_a_result_and_a_section(tmp_path):
     ran = [
         Comparison("train", arm(), arm(digest="f" * 16), SEEN),

@@ -21,7 +21,7 @@ VOCABULARY, PROMPT, TOKENS, BATCH = 1000, 16, 64, 2
 
 def body(program: ProgramCheck) -> None:
     try:
-        from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 - may be missing
+        from transformers import LlamaConfig, LlamaForCausalLM, __version__  # noqa: PLC0415 - may be missing
     except ImportError as e:
         raise NotHereError(f"transformers cannot be imported: {e}") from e
     torch.manual_seed(15)
@@ -62,6 +62,7 @@ def body(program: ProgramCheck) -> None:
         from torch._dynamo.utils import counters  # noqa: PLC0415 - private, only for a note
 
         program.note("passes without a graph", counters["inductor"]["cudagraph_skips"])
+    program.note("versions", f"PyTorch {torch.__version__}, transformers {__version__}")
     program.launches = 2 * TOKENS
 
 

@@ -193,6 +193,7 @@ def body(program: ProgramCheck) -> None:
     stats = torch.cuda.memory_stats()
     failed = {name: stats.get(name, 0) for name in ("num_ooms", "num_alloc_retries")}
     program.check("no allocation failed", not any(failed.values()), failed)
+    program.note("versions", f"PyTorch {torch.__version__}, CUDA {torch.version.cuda}")
     program.launches = 2 * STEPS
 
 

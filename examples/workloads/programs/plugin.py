@@ -166,6 +166,7 @@ def body(program: ProgramCheck) -> None:
     gc.collect()
     torch.cuda.empty_cache()
     program.note("blocks allocated and freed, bytes held", plugin.counts())
+    program.note("versions", f"PyTorch {torch.__version__}, CUDA {torch.version.cuda}")
     program.launches = 4 * ROUNDS
 
 

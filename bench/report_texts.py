@@ -202,9 +202,9 @@ process that can exist.
 JUDGE = """\
 ## Every function of the driver API
 
-`python -m tests.gpu.judge` calls each function that `cuda.h` declares, natively and under a quota.
-It observes the effect by means that do not depend on Tidegate: memory by NVML, GPU time by events
-of the driver itself.
+`python -m tests.gpu.coverage_probe` calls each function that `cuda.h` declares, natively and under
+a quota. It observes the effect by means that do not depend on Tidegate: memory by NVML, GPU time by
+events of the driver itself.
 
 A call that takes memory has to change the container's account, by at least half of what NVML saw
 and in the same direction. A call that makes the GPU work has to pass the gate or be counted.

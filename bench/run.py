@@ -251,10 +251,10 @@ JUDGED = (
 
 
 def judge(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the result of a run of tests.gpu.judge: every function of cuda.h."""
-    from tests.gpu.judge import judge_call, summarise
+    """Return the result of a run of tests.gpu.coverage_probe: every function of cuda.h."""
+    from tests.gpu.coverage_probe import judge_call, summarise
 
-    report, run = read_run(options.source / "report.json", "tests.gpu.judge")
+    report, run = read_run(options.source / "report.json", "tests.gpu.coverage_probe")
     name_commit(run, options.commit)
     # The verdicts are computed again from the raw data, by the current rules.
     verdicts = [

@@ -1,18 +1,19 @@
 /*
- * The judge of completeness: calls every function that cuda.h declares, in every form, and reports
+ * The coverage probe: calls every function that cuda.h declares, in every form, and reports
  * what each call did to the GPU.
  *
- *   judge --list                        lists the names, the cases and the reasons, calls nothing
- *   judge [--block MiB] [--only NAME]   prints a JSON line for each call to standard output
+ *   coverage_probe --list                       lists the names, the cases and the reasons, calls
+ * nothing coverage_probe [--block MiB] [--only NAME]   prints a JSON line for each call to standard
+ * output
  *
- * The judge knows nothing of libcontrol's table. Memory is what NVML reports before and after a
- * call. GPU time is measured by events that are recorded through the original driver, while the
- * legacy stream is held until the call has returned. In a container with a quota it also reports
- * how the process's slot of the ledger changed. tests/gpu/judge.py runs it on the bare machine and
- * in a container, and compares.
+ * The coverage probe knows nothing of libcontrol's table. Memory is what NVML reports before and
+ * after a call. GPU time is measured by events that are recorded through the original driver, while
+ * the legacy stream is held until the call has returned. In a container with a quota it also
+ * reports how the process's slot of the ledger changed. tests/gpu/coverage_probe.py runs it on the
+ * bare machine and in a container, and compares.
  *
  * Calls share a process until one of them leaves the context unusable, kills the process or hangs,
- * or needs a process of its own (OWN). The calls themselves are in judge_cases.h.
+ * or needs a process of its own (OWN). The calls themselves are in coverage_probe_cases.h.
  */
 #define _GNU_SOURCE
 /* Declares each form under the name by which the driver exports it. */
@@ -160,7 +161,7 @@ static uint64_t now_ns(void)
     return (uint64_t)ts.tv_sec * 1000000000ull + (uint64_t)ts.tv_nsec;
 }
 
-#include "judge_cases.h"
+#include "coverage_probe_cases.h"
 
 /* --- what NVML sees -------------------------------------------------------------------------- */
 
@@ -449,7 +450,8 @@ static int64_t memory_moved(const struct memory memory[2])
     return process ? process : memory[1].device - memory[0].device;
 }
 
-/* Returns whether the account has at least half of the change, with its sign; see judge.py. */
+/* Returns whether the account has at least half of the change, with its sign; see
+ * coverage_probe.py. */
 static bool accounted(int64_t moved, const struct counters *from, const struct counters *to,
                       bool late)
 {
@@ -715,7 +717,7 @@ static void run(const struct step *steps, size_t n)
             continue;
         }
         if (pipe2(pipes, O_CLOEXEC)) {
-            perror("judge: pipe2");
+            perror("coverage_probe: pipe2");
             exit(1);
         }
         pid = fork();
@@ -725,7 +727,7 @@ static void run(const struct step *steps, size_t n)
         }
         close(pipes[1]);
         if (pid < 0) {
-            perror("judge: fork");
+            perror("coverage_probe: fork");
             exit(1);
         }
         status = follow(pid, pipes[0], &last);

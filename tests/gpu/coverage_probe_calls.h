@@ -1,4 +1,4 @@
-/* The calls of the judge, by the sections of the reference. judge_cases.h describes their syntax.
+/* The calls of the coverage probe, by the sections of the reference. coverage_probe_cases.h describes their syntax.
  */
 #pragma once
 

@@ -1,6 +1,6 @@
-"""`python -m tests.gpu.judge`: whether any function of cuda.h bypasses Tidegate.
+"""`python -m tests.gpu.coverage_probe`: whether any function of cuda.h bypasses Tidegate.
 
-Compiles judge.c against the CUDA headers of this machine and runs it twice: on the bare machine, and
+Compiles coverage_probe.c against the CUDA headers of this machine and runs it twice: on the bare machine, and
 in a container with a quota. A call that changes the memory that NVML reports, or that makes the GPU work,
 has to change the container's ledger as well, and has to return the same result as natively. The tables that
 describe the control library's handling of a function (libcontrol.api, functions.toml) are not consulted.
@@ -30,7 +30,7 @@ from bench.provenance import describe_run
 from libcontrol.coverage import read_declarations
 from vdriver.manifest import read_manifest
 
-SOURCE = Path(__file__).with_name("judge.c")
+SOURCE = Path(__file__).with_name("coverage_probe.c")
 LEAST_VERSION = 13000
 
 MIB = 1 << 20
@@ -59,7 +59,7 @@ CONTROLS = {
     "cuMemcpyDtoD_v2": "work",
     "cuMemsetD8_v2": "work",
 }
-"""Calls with a known effect: if the judge does not see it, none of its verdicts count."""
+"""Calls with a known effect: if the coverage probe does not see it, none of its verdicts count."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def packaged_includes() -> list[Path]:
 
 
 def find_include(places: Iterable[Path] | None = None) -> Path | None:
-    """Return the first directory with a cuda.h that declares what judge.c calls, or None.
+    """Return the first directory with a cuda.h that declares what coverage_probe.c calls, or None.
 
     Without `places`, look in this machine's toolkits first, then in NVIDIA's Python packages.
     """
@@ -103,7 +103,7 @@ def find_include(places: Iterable[Path] | None = None) -> Path | None:
 
 
 def compile_judge(include: Path, output: Path) -> None:
-    """Compile judge.c against a cuda.h; it links with no library of NVIDIA's."""
+    """Compile coverage_probe.c against a cuda.h; it links with no library of NVIDIA's."""
     command = [
         "gcc", "-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'libcontrol'}",
         "-isystem", str(include), str(SOURCE), "-o", str(output), "-lpthread", "-ldl",
@@ -111,17 +111,17 @@ def compile_judge(include: Path, output: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "error:" in line]
-        raise MachineError(f"judge.c does not compile: {' '.join(errors[:1])}")
+        raise MachineError(f"coverage_probe.c does not compile: {' '.join(errors[:1])}")
 
 
 def listed(program: Path) -> frozenset[str]:
-    """Return the names of the functions that a compiled judge covers."""
+    """Return the names of the functions that a compiled coverage probe covers."""
     done = subprocess.run([str(program), "--list"], capture_output=True, text=True, check=True)
     return frozenset(line.split("\t")[0] for line in done.stdout.splitlines())
 
 
 def read_rows(text: str) -> dict[Key, Row]:
-    """Return the judge's lines by key; for a call that ended its process, the line that reports that."""
+    """Return the coverage probe's lines by key; for a call that ended its process, the line that reports that."""
     rows: dict[Key, Row] = {}
     for line in text.splitlines():
         if line.startswith("{"):
@@ -293,29 +293,29 @@ def make_table(verdicts: Iterable[Verdict]) -> str:
 
 
 class JudgedNvidia(Nvidia):
-    """A real GPU, with the judge in the container's image."""
+    """A real GPU, with the coverage probe in the container's image."""
 
     program: Path
 
     def make_rootfs(self, directory: Path) -> None:
-        """Make the image's root file system, and add the judge."""
+        """Make the image's root file system, and add the coverage probe."""
         super().make_rootfs(directory)
-        shutil.copy(self.program, directory / "usr/bin/judge")
+        shutil.copy(self.program, directory / "usr/bin/coverage_probe")
 
 
 class JudgedSimulated(Simulated):
-    """The simulated GPU, with the judge in the container's image."""
+    """The simulated GPU, with the coverage probe in the container's image."""
 
     program: Path
 
     def make_rootfs(self, directory: Path) -> None:
-        """Make the image's root file system, and add the judge."""
+        """Make the image's root file system, and add the coverage probe."""
         super().make_rootfs(directory)
-        shutil.copy(self.program, directory / "usr/bin/judge")
+        shutil.copy(self.program, directory / "usr/bin/coverage_probe")
 
 
 def run_native(machine: Machine, program: Path, options: list[str]) -> str:
-    """Run the judge on the bare machine and return its output."""
+    """Run the coverage probe on the bare machine and return its output."""
     try:
         done = subprocess.run(
             [str(program), *options],
@@ -326,29 +326,31 @@ def run_native(machine: Machine, program: Path, options: list[str]) -> str:
             timeout=RUN_S,
         )
     except subprocess.TimeoutExpired as e:
-        raise MachineError(f"the judge did not end within {RUN_S:g} s") from e
+        raise MachineError(f"the coverage probe did not end within {RUN_S:g} s") from e
     if done.returncode:
-        raise MachineError(f"the judge ended with {done.returncode}: {done.stderr.strip()[-200:]}")
+        raise MachineError(
+            f"the coverage probe ended with {done.returncode}: {done.stderr.strip()[-200:]}"
+        )
     return done.stdout
 
 
 def run_governed(machine: Machine, options: list[str], quota: int) -> tuple[str, str]:
-    """Run the judge in the only container of a node; return its output and the driver's version."""
+    """Run the coverage probe in the only container of a node; return its output and the driver's version."""
     with BenchNode(machine) as node:
         driver = read_manifest((node.driver_dir / "current").resolve()).version
         annotations = {"memory": str(quota), "compute": "100"}
-        container = node.start("judge", ["/usr/bin/judge", *options], annotations)
+        container = node.start("coverage-probe", ["/usr/bin/coverage_probe", *options], annotations)
         status = node.wait(container, RUN_S)
     if status:
         last = " ".join(container.output.strip().splitlines()[-2:])
-        raise MachineError(f"the judge ended with {status} in a container: {last[-300:]}")
+        raise MachineError(f"the coverage probe ended with {status} in a container: {last[-300:]}")
     return container.output, driver
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run both and write the report; return 1 if a function failed or the judge was blind."""
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu.judge", description=__doc__)
-    parser.add_argument("--output", type=Path, default=ROOT / "build/judge")
+    """Run both and write the report; return 1 if a function failed or the coverage probe was blind."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.coverage_probe", description=__doc__)
+    parser.add_argument("--output", type=Path, default=ROOT / "build/coverage_probe")
     parser.add_argument(
         "--include", type=Path, help="the directory of cuda.h; default: the usual places"
     )
@@ -377,9 +379,9 @@ def main(argv: list[str] | None = None) -> int:
     include = find_include([args.include] if args.include else None)
     if include is None:
         where = f"in {args.include}" if args.include else "here; see --include"
-        print(f"judge: no cuda.h of CUDA 13.0 or later {where}", file=sys.stderr)
+        print(f"coverage_probe: no cuda.h of CUDA 13.0 or later {where}", file=sys.stderr)
         return os.EX_NOINPUT
-    program = output / "judge"
+    program = output / "coverage_probe"
     options = ["--block", str(args.block), *(["--only", args.only] if args.only else [])]
     machine: JudgedSimulated | JudgedNvidia
     try:
@@ -391,7 +393,7 @@ def main(argv: list[str] | None = None) -> int:
         lines = {"native": run_native(machine, program, options)}
         lines["governed"], driver = run_governed(machine, options, args.quota)
     except MachineError as e:
-        print(f"judge: {e}", file=sys.stderr)
+        print(f"coverage_probe: {e}", file=sys.stderr)
         return 1
     for arm, text in lines.items():
         (output / f"{arm}.jsonl").write_text(text)
@@ -419,7 +421,7 @@ def main(argv: list[str] | None = None) -> int:
     for line in wrong:
         print(line)
     print(
-        f"judge: {report['functions']} functions, {len(verdicts)} calls: {report['proven']} as they "
+        f"coverage_probe: {report['functions']} functions, {len(verdicts)} calls: {report['proven']} as they "
         f"should be ({len(report['untimed'])} of them without a measurement of GPU time), "
         f"{len(report['failed'])} failed, {len(report['unproven'])} prove nothing here; "
         f"see {output}/table.txt"

@@ -1,6 +1,6 @@
 /*
- * The calls of the judge: one for each function of cuda.h 13.0 to 13.5, and more for a function
- * that does different things. Included by judge.c, which explains the flags.
+ * The calls of the coverage probe: one for each function of cuda.h 13.0 to 13.5, and more for a function
+ * that does different things. Included by coverage_probe.c, which explains the flags.
  *
  *   CASE(form, flags, (preparation), call)            `fn` is the form that is judged
  *   VARIANT(form, "what", flags, (preparation), call) another call of the same function
@@ -514,7 +514,7 @@ static void need_file(const char *text)
 {
     FILE *file;
 
-    snprintf(v.buffer, sizeof v.buffer, "/tmp/judge-%d.ptx", (int)getpid());
+    snprintf(v.buffer, sizeof v.buffer, "/tmp/coverage_probe-%d.ptx", (int)getpid());
     file = fopen(v.buffer, "we");
     need(!file || fwrite(text, strlen(text) + 1, 1, file) != 1 || fclose(file), "a file in /tmp");
 }
@@ -868,7 +868,7 @@ static void need_helper(void)
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         dup2(to[0], STDIN_FILENO);
         dup2(from[1], STDOUT_FILENO);
-        execl(self, "judge", "--share", (char *)NULL);
+        execl(self, "coverage_probe", "--share", (char *)NULL);
         _exit(127);
     }
     close(to[0]);
@@ -958,4 +958,4 @@ static CUresult look_v2(const char *name, int version, cuuint64_t flags, void **
     return fn(name, found, version, flags, &status);
 }
 
-#include "judge_calls.h"
+#include "coverage_probe_calls.h"

@@ -1,17 +1,17 @@
-"""Run the judge (tests.gpu.judge) in a container on the simulated GPU, which has some functions."""
+"""Run the coverage probe (tests.gpu.coverage_probe) in a container on the simulated GPU, which has some functions."""
 
 import json
 
 import pytest
 
-from tests.gpu import judge
+from tests.gpu import coverage_probe
 
 
 @pytest.mark.usefixtures("build_dir")
 def test_no_function_works_past_the_control_library(tmp_path, require, capsys) -> None:
     require("runc", "gcc")
-    output = tmp_path / "judge"
-    status = judge.main(["--simulated", "--output", str(output)])
+    output = tmp_path / "coverage_probe"
+    status = coverage_probe.main(["--simulated", "--output", str(output)])
     printed = capsys.readouterr().out
     report = json.loads((output / "report.json").read_text())
     assert status == 0, printed

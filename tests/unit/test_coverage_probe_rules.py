@@ -1,6 +1,6 @@
-"""Test tests.gpu.judge, which finds functions of cuda.h that bypass Tidegate.
+"""Test tests.gpu.coverage_probe, which finds functions of cuda.h that bypass Tidegate.
 
-The tests cover its calls and rules, and run the judge itself on the simulated GPU.
+The tests cover its calls and rules, and run the coverage probe itself on the simulated GPU.
 """
 
 import os
@@ -12,7 +12,7 @@ import pytest
 
 from libcontrol.coverage import base_name, read_declarations, read_effects
 from tests.conftest import lack
-from tests.gpu import judge
+from tests.gpu import coverage_probe
 
 CALLED = re.compile(r"^(?:CASE|VARIANT|NOT_HERE)\((cu\w+), ", re.MULTILINE)
 # Functions that are declared in headers other than cuda.h, or in none.
@@ -32,11 +32,11 @@ def ran(**changes):
 
 
 def faults(native, governed=None, quota=64 << 30):
-    return judge.judge_call(("cuX", ""), native, governed or native, quota).faults
+    return coverage_probe.judge_call(("cuX", ""), native, governed or native, quota).faults
 
 
 def test_each_function_of_the_reference_is_called_or_says_why_not():
-    calls = judge.SOURCE.with_name("judge_calls.h").read_text()
+    calls = coverage_probe.SOURCE.with_name("coverage_probe_calls.h").read_text()
     called = {base_name(name) for name in CALLED.findall(calls)}
     expected = {name for name in read_effects() if not ELSEWHERE.match(name)}
     assert called == expected
@@ -155,8 +155,8 @@ def test_what_the_governor_finds_excuses_no_work():
     ],
 )
 def test_memory_that_only_the_governor_saw_is_reported_as_late(row, late):
-    assert judge.found_late(row, row) is late
-    assert judge.found_late(ran(paid=row["paid"]), row) is late
+    assert coverage_probe.found_late(row, row) is late
+    assert coverage_probe.found_late(ran(paid=row["paid"]), row) is late
 
 
 def test_a_call_is_judged_by_what_either_run_saw_of_it():
@@ -174,11 +174,11 @@ def test_a_quota_changes_no_answer_but_that_of_memory_beyond_it():
 
 
 def test_a_call_that_proves_nothing_is_reported_and_a_crash_with_a_quota_fails():
-    refused = judge.judge_call(("cuX", ""), ran(result=801), ran(result=801), 0)
+    refused = coverage_probe.judge_call(("cuX", ""), ran(result=801), ran(result=801), 0)
     assert (refused.faults, refused.unproven) == ((), "the driver answers 801")
     absent = {"outcome": "absent", "reason": "the driver has no such symbol"}
     crashed = {"outcome": "crashed", "reason": "signal 11"}
-    assert judge.judge_call(("cuX", ""), absent, absent, 0).unproven == absent["reason"]
+    assert coverage_probe.judge_call(("cuX", ""), absent, absent, 0).unproven == absent["reason"]
     assert faults(ran(), crashed) == ("crashed with a quota: signal 11",)
     assert faults(absent, crashed) == ("crashed with a quota, natively absent",)
     assert faults(absent, ran(result=801)) == ()
@@ -186,12 +186,15 @@ def test_a_call_that_proves_nothing_is_reported_and_a_crash_with_a_quota_fails()
 
 
 def test_a_judge_that_misses_a_known_effect_is_blind():
-    rows = {(name, ""): ran(gpu_us=500.0, process=64 * MIB) for name in judge.CONTROLS}
-    assert judge.blind(rows) == []
+    rows = {(name, ""): ran(gpu_us=500.0, process=64 * MIB) for name in coverage_probe.CONTROLS}
+    assert coverage_probe.blind(rows) == []
     rows["cuMemAlloc_v2", ""] = ran()
     del rows["cuLaunchKernel", ""]
-    assert [line.split(":")[0] for line in judge.blind(rows)] == ["cuMemAlloc_v2", "cuLaunchKernel"]
-    _, wrong = judge.judge_all({}, {}, ["cuOfTomorrow"], 0)
+    assert [line.split(":")[0] for line in coverage_probe.blind(rows)] == [
+        "cuMemAlloc_v2",
+        "cuLaunchKernel",
+    ]
+    _, wrong = coverage_probe.judge_all({}, {}, ["cuOfTomorrow"], 0)
     assert wrong[0] == "cuOfTomorrow: declared, and never called"
 
 
@@ -201,49 +204,49 @@ def test_a_header_of_an_older_cuda_is_passed_over(tmp_path, monkeypatch):
         include.mkdir(parents=True)
         (include / "cuda.h").write_text(f"#define CUDA_VERSION {version}\n")
     old, new = (tmp_path / "nvidia" / name / "include" for name in ("cu12", "cu13"))
-    assert judge.find_include([tmp_path, old, new]) == new
-    assert judge.find_include([tmp_path, old]) is None
+    assert coverage_probe.find_include([tmp_path, old, new]) == new
+    assert coverage_probe.find_include([tmp_path, old]) is None
     monkeypatch.syspath_prepend(tmp_path)
-    assert judge.packaged_includes()[:2] == [old, new]
+    assert coverage_probe.packaged_includes()[:2] == [old, new]
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """The judge, and the directory of the headers that it was compiled with."""
+    """The coverage probe, and the directory of the headers that it was compiled with."""
     # The header pinned by requirements.lock, not the machine's toolkit: a later one declares more.
-    include = judge.find_include(judge.packaged_includes())
+    include = coverage_probe.find_include(coverage_probe.packaged_includes())
     if include is None:
         lack("needs cuda.h of nvidia-cuda-runtime 13.5")
-    program = tmp_path_factory.mktemp("judge") / "judge"
-    judge.compile_judge(include, program)
+    program = tmp_path_factory.mktemp("probe") / "coverage_probe"
+    coverage_probe.compile_judge(include, program)
     return program, include
 
 
 def test_the_forms_that_are_called_are_those_that_the_header_declares(compiled):
     program, include = compiled
-    assert judge.listed(program) == read_declarations(include / "cuda.h")
+    assert coverage_probe.listed(program) == read_declarations(include / "cuda.h")
 
 
 def test_the_judge_sees_memory_and_work_on_the_simulated_gpu(compiled, build_dir, tmp_path):
     program, _ = compiled
     create = [sys.executable, "-m", "simgpu", "create", "--dir", str(tmp_path)]
-    subprocess.run(create, check=True, cwd=judge.ROOT, stdout=subprocess.DEVNULL)
+    subprocess.run(create, check=True, cwd=coverage_probe.ROOT, stdout=subprocess.DEVNULL)
     done = subprocess.run(
         [program, "--block", "4"],
         env=os.environ
         | {"SIMGPU_DIR": str(tmp_path), "LD_LIBRARY_PATH": str(build_dir / "simgpu")},
         check=True, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    rows = judge.read_rows(done.stdout)
-    assert {name for name, _ in rows} == judge.listed(program)
+    rows = coverage_probe.read_rows(done.stdout)
+    assert {name for name, _ in rows} == coverage_probe.listed(program)
     assert {row["outcome"] for row in rows.values()} <= {
         "ran",
         "absent",
         "unprepared",
         "not called",
     }
-    assert judge.blind(rows, ["cuMemAlloc_v2", "cuLaunchKernel"]) == []
+    assert coverage_probe.blind(rows, ["cuMemAlloc_v2", "cuLaunchKernel"]) == []
     assert rows["cuMemAlloc_v2", ""]["process"] == 64 * MIB
     assert rows["cuMemFree_v2", ""]["process"] == -64 * MIB
     assert 900 < rows["cuLaunchKernel", ""]["gpu_us"] < 5000
-    assert 0 <= rows["cuStreamGetCtx", ""]["gpu_us"] < judge.WORKED_US
+    assert 0 <= rows["cuStreamGetCtx", ""]["gpu_us"] < coverage_probe.WORKED_US

@@ -1,6 +1,6 @@
 /*
- * The calls of the coverage probe: one for each function of cuda.h 13.0 to 13.5, and more for a function
- * that does different things. Included by coverage_probe.c, which explains the flags.
+ * The calls of the coverage probe: one for each function of cuda.h 13.0 to 13.5, and more for a
+ * function that does different things. Included by coverage_probe.c, which explains the flags.
  *
  *   CASE(form, flags, (preparation), call)            `fn` is the form that is judged
  *   VARIANT(form, "what", flags, (preparation), call) another call of the same function

@@ -83,6 +83,7 @@ class RunnerMaker:
                 gpu=device.index,
                 board=self.board,
                 busy=partial(self.nvml.busy, device.uuid),
+                reopen=partial(open_hardware, self.nvml, device.uuid),
             )
         except (OSError, DriverCallError) as e:
             raise NotSteeredError(str(e)) from e

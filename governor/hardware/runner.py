@@ -2,7 +2,8 @@
 
 Every container has an open grant, so no launch waits. The steering thread reads which container was
 on the GPU, and sets switches and time slices by the policy. If steering fails for any reason, the
-arbiter grants again as it does on other GPUs, so quotas hold either way.
+arbiter grants again as it does on other GPUs, so quotas hold either way. After a pause the thread
+tries to steer the GPU again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import structlog
 from governor.arbiter import WHOLE, Runner, Stats
 from governor.config import Config
 from governor.hardware.activity import Sample
+from governor.hardware.driver import DriverCallError
 from governor.hardware.finder import Finder, Found
 from governor.hardware.gangs import Board
 from governor.hardware.nvidia import NvidiaHardware, require_rights
@@ -37,6 +39,11 @@ log = structlog.get_logger("tidegate")
 HIDDEN_NS = 500_000_000
 """Largest GPU time, in nanoseconds, that a process may use through channels that are not found.
 Beyond it, only grants may still limit that process."""
+
+AGAIN_S, AGAIN_MOST_S = 60.0, 3600.0
+"""First and longest pause after steering has failed, in seconds. The pause doubles each time."""
+LASTED_S = 600.0
+"""Time of steering without a failure, in seconds, after which the next pause is the first again."""
 
 
 class Tells(Protocol):
@@ -89,6 +96,30 @@ class UnsteerableError(Exception):
     """A process cannot be switched off."""
 
 
+class _SteeredContainers:
+    """What the containers are, as a new Steering needs to know it."""
+
+    def __init__(self) -> None:
+        self.shares: dict[int, Share] = {}
+        self.gangs: dict[int, int] = {}
+        self.processes: set[tuple[int, int]] = set()
+
+    def remove(self, number: int) -> None:
+        """Forget a container and its processes."""
+        del self.shares[number]
+        self.gangs.pop(number, None)
+        self.processes = {one for one in self.processes if one[0] != number}
+
+    def tell(self, steering: Steering[Any]) -> None:
+        """Add all containers and their processes."""
+        for number, share in self.shares.items():
+            steering.add(number, share)
+        for number, gang in self.gangs.items():
+            steering.join(number, gang)
+        for number, pid in self.processes:
+            steering.enter(number, pid)
+
+
 class HardwareRunner(Runner):
     """Shares one GPU by its own scheduler, with the interface of the arbiter's `Runner`."""
 
@@ -101,11 +132,14 @@ class HardwareRunner(Runner):
         gpu: int,
         board: Board | None = None,
         busy: Callable[[int], Sequence[DeviceUse]] | None = None,
+        reopen: Callable[[], Closeable] | None = None,
+        again_s: float = AGAIN_S,
     ) -> None:
         """Start the threads.
 
         `busy` returns NVML's samples of the GPU since a time, in us since 1970. `board` is shared
-        by the GPUs of the node.
+        by the GPUs of the node. `reopen` opens the GPU anew, `again_s` after steering has failed;
+        without it the GPU stays with grants.
         """
         # The watchdog comes first: without it nothing may be switched off, and if it fails there is
         # nothing to stop.
@@ -119,8 +153,13 @@ class HardwareRunner(Runner):
         self._numbers = itertools.count()
         self._number: dict[int, int] = {}
         self._used: dict[int, int] = {}
+        self._used_before: dict[int, int] = {}  # by earlier Steerings
+        self._reopen, self._again_s = reopen, again_s
+        self._lock = threading.Lock()  # of what follows, and of what is put into the queue
+        self._known = _SteeredContainers()
         self._failed = False
-        self._finder = Finder(hardware.find, self._found)
+        self._ending = threading.Event()
+        self._finder = Finder(self._find, self._found)
         self._n_lost, self._lost_said_at, self._returned_said_at = 0, -LOST_S, -LOST_S
         self.open(is_open=True)
         self._steering_thread = threading.Thread(target=self._run, name="tidegate-hw", daemon=True)
@@ -146,46 +185,61 @@ class HardwareRunner(Runner):
         """Share the GPU with the container that has these pages."""
         tenant = super().add(guarantee, limit, grant, device, ledger)
         number = self._number[tenant] = next(self._numbers)
-        share = Share(guarantee / WHOLE, limit / WHOLE, latency)
-        self._run_on_thread(lambda steering: steering.add(number, share))
+        self._share(number, Share(guarantee / WHOLE, limit / WHOLE, latency))
         return tenant
+
+    def _share(self, number: int, share: Share) -> None:
+        with self._lock:
+            self._known.shares[number] = share
+            self._run_on_thread(lambda steering: steering.add(number, share))
 
     def join(self, tenant: int, gang: int) -> None:
         """Run a container on this GPU at the same time as on its others."""
         number = self._number[tenant]
-        self._run_on_thread(lambda steering: steering.join(number, gang))
+        with self._lock:
+            self._known.gangs[number] = gang
+            self._run_on_thread(lambda steering: steering.join(number, gang))
 
     def set(self, tenant: int, guarantee: int, limit: int, *, latency: bool = False) -> None:
         """Change a container's shares."""
         super().set(tenant, guarantee, limit)
-        number, share = self._number[tenant], Share(guarantee / WHOLE, limit / WHOLE, latency)
-        self._run_on_thread(lambda steering: steering.add(number, share))
+        self._share(self._number[tenant], Share(guarantee / WHOLE, limit / WHOLE, latency))
 
     def remove(self, tenant: int) -> None:
         """Forget a container: its pages are not accessed after this returns."""
         super().remove(tenant)
         number = self._number.pop(tenant)
         self._finder.remove(number)
-        self._run_on_thread(lambda steering: steering.remove(number))
+        self._used_before.pop(number, None)
+        with self._lock:
+            self._known.remove(number)
+            self._run_on_thread(lambda steering: steering.remove(number))
 
     def enter(
         self, tenant: int, slot: int, pid: int, pidfd: int, contexts: Callable[[], int]
     ) -> None:
         """Register a container's process; `contexts` returns the context count that it reports."""
         number = self._number[tenant]
-        self._run_on_thread(lambda steering: steering.enter(number, pid))
+        with self._lock:
+            self._known.processes.add((number, pid))
+            self._run_on_thread(lambda steering: steering.enter(number, pid))
         try:
             self._finder.enter(number, slot, pid, pidfd, contexts)
         except OSError:
-            self._run_on_thread(lambda steering: steering.forget(number, pid))
+            self._forget(number, pid)
             raise
+
+    def _forget(self, number: int, pid: int) -> None:
+        with self._lock:
+            self._known.processes.discard((number, pid))
+            self._run_on_thread(lambda steering: steering.forget(number, pid))
 
     def leave(self, tenant: int, slot: int) -> None:
         """Unregister a process of a container."""
         number = self._number[tenant]
         pid = self._finder.leave(number, slot)
         if pid is not None:
-            self._run_on_thread(lambda steering: steering.forget(number, pid))
+            self._forget(number, pid)
 
     def stats(self, tenant: int) -> Stats:
         """Return a container's counters; its GPU time is taken from the GPU's trace."""
@@ -199,24 +253,62 @@ class HardwareRunner(Runner):
     def close(self) -> None:
         """Stop both threads. Every container is switched on and keeps its quota."""
         self._finder.close()
+        self._ending.set()
         self._calls.put(None)
         self._steering_thread.join()
         super().close()
 
     # ---- called on the finder's thread ----
 
+    def _find(self, pid: int, pidfd: int, *, thorough: bool = False) -> Sequence[Any]:
+        return () if self._failed else self._hardware.find(pid, pidfd, thorough=thorough)
+
     def _found(self, found: Found) -> None:
-        if found.held:
-            self._run_on_thread(lambda steering: steering.take(found.tenant, found.pid, found.held))
-        elif found.thorough:
-            # After an ordinary search this may still be an old client, which only a thorough one
-            # finds.
-            self._run_on_thread(lambda steering: steering.miss(found.pid))
+        with self._lock:
+            if found.held:
+                self._run_on_thread(
+                    lambda steering: steering.take(found.tenant, found.pid, found.held)
+                )
+            elif found.thorough:
+                # After an ordinary search this may still be an old client, which only a thorough
+                # one finds.
+                self._run_on_thread(lambda steering: steering.miss(found.pid))
 
     # ---- the steering thread ----
 
     def _run(self) -> None:
         show_name()
+        pause_s = self._again_s
+        while True:
+            began = time.monotonic()
+            if self._steer() or self._reopen is None:
+                return
+            if time.monotonic() - began > LASTED_S:
+                pause_s = self._again_s
+            while True:
+                if self._ending.wait(pause_s):
+                    return
+                pause_s = min(2 * pause_s, AGAIN_MOST_S)
+                if self._open_again(self._reopen):
+                    break
+
+    def _open_again(self, reopen: Callable[[], Closeable]) -> bool:
+        """Open the GPU anew; return False if it cannot be steered now either."""
+        try:
+            hardware = reopen()
+            try:
+                watchdog = hardware.watchdog()
+            except BaseException:
+                hardware.close()
+                raise
+        except (OSError, DriverCallError) as e:
+            self.not_steered = str(e)
+            return False
+        self._hardware, self._watchdog = hardware, watchdog
+        return True
+
+    def _steer(self) -> bool:
+        """Steer the GPU until that fails, or until the end; return True at the end."""
         steering = Steering(
             self._hardware,
             announce=self._watchdog.tell,
@@ -224,20 +316,33 @@ class HardwareRunner(Runner):
             board=self._board,
             gpu=self._gpu,
         )
+        with self._lock:  # from here on, changes are put into the queue
+            self._known.tell(steering)
+            is_again, self._failed = self._failed, False
+        if is_again:
+            self.not_steered = ""
+            self.open(is_open=True)
+            log.info("gpu-steered", gpu=self._gpu)
         try:
             while self._step(steering):
                 pass
         except Exception as e:  # noqa: BLE001
             # Whatever the error is, grants enforce the quotas.
             self.not_steered = str(e) or repr(e)
+            again = "it is tried again after a pause" if self._reopen else "until the next start"
             log.error(
                 "gpu-not-steered",
                 gpu=self._gpu,
                 error=self.not_steered,
-                hint="grants divide its time from now on; restart tidegate-governor to try again",
+                hint=f"grants divide its time from now on; {again}",
             )
+            return False
+        else:
+            return True
         finally:
-            self._failed = True
+            with self._lock:
+                self._failed = True
+                self._drain()
             # Grants are closed first, so that a container that is switched on finds no open grant.
             self.open(is_open=False)
             with contextlib.suppress(Exception):
@@ -245,13 +350,12 @@ class HardwareRunner(Runner):
             # The watchdog switches on what could not be switched on here.
             self._watchdog.close()
             self._hardware.close()
-            self._drain()
+            self._used_before = self._used
 
     def _run_on_thread(self, what: Callable[[Steering[Any]], None]) -> None:
-        """Run a call on the steering thread, while it exists."""
-        self._calls.put(what)
-        if self._failed:
-            self._drain()
+        """Run a call on the steering thread, while the GPU is steered; the lock is held."""
+        if not self._failed:
+            self._calls.put(what)
 
     def _drain(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -261,7 +365,8 @@ class HardwareRunner(Runner):
     def _step(self, steering: Steering[Any]) -> bool:
         """Run a step, and the calls that arrive before the next one; return False at the end."""
         wake = steering.step() / 1e9
-        self._used = dict(steering.used_ns)
+        before = self._used_before
+        self._used = before | {i: before.get(i, 0) + ns for i, ns in steering.used_ns.items()}
         if steering.strangers or steering.returned:
             self._finder.saw(steering.strangers | steering.returned)
         self._say_returned(steering.returned)

@@ -332,6 +332,91 @@ def test_where_steering_fails_grants_divide_the_time(runner, gpu, failure):
     assert sum(c.read("deadline_ns") > time.monotonic_ns() + 50 * MS for c in containers) == 0
 
 
+@pytest.fixture
+def tried(build_dir, gpu):
+    """A runner that tries again 0.1 s after a failure, and whether the GPU can be opened then."""
+    opened = []
+    refusals = []
+
+    def reopen():
+        opened.append(time.monotonic())
+        if refusals:
+            raise refusals.pop(0)
+        gpu.closed = False
+        return gpu
+
+    library = load_library(build_dir / "libcontrol")
+    runner = HardwareRunner(library, Config(), gpu, gpu=0, reopen=reopen, again_s=0.1)
+    yield runner, opened, refusals
+    runner.close()
+    assert gpu.closed
+
+
+def test_after_a_failure_steering_is_tried_again(tried, gpu):
+    """What changed in the meantime counts, and what a container has used is not forgotten."""
+    runner, opened, refusals = tried
+    first = StubContainer(runner, 60, 100)
+    second, third = (StubContainer(runner, 10, 10) for _ in range(2))
+    gpu.contexts |= {11, 12, 13}
+    first.enter(gpu, 11)
+    second.enter(gpu, 12)
+    third.enter(gpu, 13)
+    wait_for(lambda: gpu.off)
+    wait_for(lambda: runner.stats(first.tenant).charged_ns > 900 * MS)
+    refusals += [OSError("not yet"), DriverCallError("nor now", 0x65)]
+    gpu.failure = OSError("the device is gone")
+    wait_for(lambda: not runner.is_steered)
+    charged = runner.stats(first.tenant).charged_ns
+    runner.remove(second.tenant)
+    runner.leave(third.tenant, 0)
+    runner.set(first.tenant, WHOLE // 2, WHOLE // 2)
+    fourth = StubContainer(runner, 10, 10)
+    fourth.enter(gpu, 14)
+    gpu.contexts.add(14)
+    gpu.failure = None
+    gpu.slices.clear()
+    gpu._off.clear()  # the watchdog is a stand-in
+    wait_for(lambda: runner.is_steered)
+    assert len(opened) == 3
+    assert opened[1] - opened[0] > 0.15  # the pauses double
+    assert opened[2] - opened[1] > 0.35
+    wait_for(lambda: runner.not_steered == "")
+    wait_for(lambda: all(c.read("deadline_ns") == layout.OPEN for c in (first, fourth)))
+    wait_for(lambda: {11, 14} <= gpu.slices.keys() | gpu.off)
+    assert runner.stats(first.tenant).charged_ns >= charged
+    assert not {12, 13} & (gpu.slices.keys() | gpu.off)
+    wait_for(lambda: runner.stats(first.tenant).charged_ns > charged)
+    wait_for(lambda: runner.stats(fourth.tenant).charged_ns)
+
+
+def test_a_second_failure_is_tried_again_as_well(tried, gpu):
+    runner, opened, _ = tried
+    container = StubContainer(runner, 10, 10)
+    gpu.contexts.add(11)
+    container.enter(gpu, 11)
+    for n in (1, 2):
+        wait_for(lambda: 11 in gpu.slices)
+        gpu.failure = OSError("the device is gone")
+        wait_for(lambda: not runner.is_steered)
+        wait_for(lambda: container.read("deadline_ns") != layout.OPEN)
+        gpu.failure = None
+        gpu.slices.clear()
+        gpu._off.clear()
+        wait_for(lambda: runner.is_steered)
+        assert len(opened) == n
+
+
+def test_the_end_does_not_wait_for_the_next_try(build_dir, gpu):
+    library = load_library(build_dir / "libcontrol")
+    runner = HardwareRunner(library, Config(), gpu, gpu=0, reopen=lambda: gpu, again_s=60)
+    gpu.failure = OSError("the device is gone")
+    StubContainer(runner, 10, 10)
+    wait_for(lambda: not runner.is_steered)
+    began = time.monotonic()
+    runner.close()
+    assert time.monotonic() - began < 10
+
+
 def test_the_end_switches_everything_on(build_dir, gpu, hardware):
     runner = HardwareRunner(load_library(build_dir / "libcontrol"), Config(), hardware, gpu=0)
     container = StubContainer(runner, 10, 10)

@@ -1,7 +1,7 @@
 """Measures whether guarantees hold while containers come and go.
 
 `python -m bench.churn` starts containers of random shares and kinds of work beside one that always
-has work, the witness, and ends them: some by themselves, some by SIGKILL. With --kills the governor
+has work, the witness. Some end by themselves, others by SIGKILL. With --kills the governor
 is killed as well, every 20 s. From the stamps of each container it computes the share that the
 container was delivered in its life and the longest time for which it waited for the GPU. Writes
 churn.json.
@@ -37,7 +37,7 @@ from governor.errors import TidegateError
 from vdriver.errors import VdriverError
 
 WITNESS = ArmContainer(20, memory="600Mi")
-"""The container that always has work, from the begin to the end of the run."""
+"""The container that always has work, from the beginning to the end of the run."""
 
 _KINDS = {
     "saturating": ArmContainer(10),
@@ -52,11 +52,11 @@ _KINDS = {
 }
 
 KINDS = {name: replace(kind, memory=f"{600 * kind.processes}Mi") for name, kind in _KINDS.items()}
-"""What containers do; the simulated GPU's workload has only the first and `tiny`."""
+"""What containers do; the simulated GPU's workload has only `saturating` and `tiny`."""
 
 SIMULATED = ("saturating", "tiny")
 MOST = 8
-"""Maximum number of containers beside the witness."""
+"""Maximum number of containers in addition to the witness."""
 
 SHARES = (5, 10, 15, 20, 30)
 LIVES_S = (1.5, 3.0, 6.0, 12.0)
@@ -147,7 +147,7 @@ class Churn:
                 self.node.running.remove(visit.container)
 
     def finish(self) -> None:
-        """Wait for the remaining containers; those that do not end within 30 s are deleted."""
+        """Wait up to 30 s for the remaining containers to end."""
         deadline = time.monotonic() + 30
         while self.present and time.monotonic() < deadline:
             self.step()
@@ -279,7 +279,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m bench.churn", description=__doc__.split("\n", maxsplit=1)[0]
     )
     parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--seed", type=int, default=1, help="of what is started and killed (1)")
+    parser.add_argument("--seed", type=int, default=1, help="seed for starts and kills (1)")
     parser.add_argument("--kills", action="store_true", help="kill the governor every 20 s")
     parser.add_argument("--scheduling", choices=["hardware", "gate"], default="hardware")
     parser.add_argument("--solo", type=float, default=3.0, help="seconds of each job alone (3)")

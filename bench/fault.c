@@ -1,9 +1,10 @@
 /*
- * Causes a fatal fault on the GPU: its kernel writes to an unmapped address
+ * Causes a fatal fault on the GPU: a kernel writes to an unmapped address
  *
  *   fault [--wait-file F]
  *
- * The last line on standard output is JSON with the driver's error for the wait for the kernel.
+ * The last line on standard output is JSON with the driver's error code, 0 if there was no fault,
+ * and otherwise the call that returned it.
  * With --wait-file the program creates its context and F.ready, and continues when F exists.
  */
 #include <dlfcn.h>

@@ -62,7 +62,7 @@ class BenchNode:
         self.driver_dir = self.work / "driver"
         # On a tmpfs, and short: the path of a socket has at most 107 bytes.
         self.runtime_dir = Path("/run") / f"tidegate-{os.getpid()}"
-        # Benchmarks compare grants with the GPU's own scheduler, and each names what it measures.
+        # A benchmark measures either grants or the GPU's own scheduler: the default is not `auto`.
         self.settings = {
             "scheduling": "gate",
             **(settings or {}),

@@ -11,7 +11,8 @@
  * - alloc: cuMemAlloc and cuMemFree, with no other block of this program alive;
  * - alloc-1000, alloc-100000: the same with that many blocks alive;
  * - memory-info: cuMemGetInfo;
- * - look-up-ours, look-up: cuGetProcAddress of cuLaunchKernel, of cuEventQuery;
+ * - look-up-ours, look-up: cuGetProcAddress of a function that the control library replaces
+ *   (cuLaunchKernel), and of one that it does not (cuEventQuery);
  * - load: dlopen of libcuda.so.1, each in a process of its own.
  *
  * A sample is the mean time in ns of one call (one pair of calls) in a batch of --calls. Waiting
@@ -129,7 +130,7 @@ static void start(void)
     check(cuStreamCreate(&stream, 1), "cuStreamCreate");
 }
 
-/* Finds the library that the other one has loaded. */
+/* Finds the functions of the library that libcuda.so.1 has loaded. */
 static void start_against(const char *name)
 {
     void *library = dlopen(name, RTLD_NOW | RTLD_NOLOAD);
@@ -242,7 +243,7 @@ static void keep_blocks(unsigned n)
     }
 }
 
-/* Returns the time of a process's first dlopen, which it prints to its standard output. */
+/* Returns how long the first dlopen of a new process takes, in ns, as that process prints it. */
 static double load_once(char *self)
 {
     char text[64] = "";

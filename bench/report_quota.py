@@ -25,8 +25,8 @@ of every unit of its work, as above. The columns:
 - "Error": the distance between work and share, as mean and 95th percentile over all windows. It is
   given for arms whose containers always have work and are lent no time.
 - "Of ideal": the work done, in percent of the time in which any container had work. "Short" counts
-  the windows of 1 s in which a container that had work got less than its guarantee by more than a
-  point.
+  the windows of 1 s in which a container that had work fell more than a point short of its
+  guarantee.
 - "Governor + helpers": processor time of the governor and of the library's helper threads, in
   percent of one core.
 """

@@ -132,7 +132,7 @@ RESTARTS = """\
 ## A governor that is killed
 
 `python -m bench.restarts` repeatedly kills the governor with SIGKILL under the GPU's own scheduler,
-and starts the next governor at once or up to 3 s later. All the time three containers with caps of
+and starts the next governor at once or up to 3 s later. Throughout, three containers with caps of
 45, 30 and 15 % have work.
 
 A container that has used its cap is switched off until the period ends, so each container pauses
@@ -148,9 +148,9 @@ CHURN = """\
 that always has work and has 20 % as guarantee and cap. Some end by themselves after some seconds,
 others by SIGKILL. All guarantees together fit on the GPU.
 
-The share of a container is its work from one second after its begin on, in percent of what it does
-alone in that time. It is measured for containers that always have work and live for at least two
-seconds. "Below" is how far the container furthest below its guarantee was from it, in points.
+The share of a container is its work from one second after its first unit, in percent of what it
+does alone in that time. It is measured for containers that always have work and live for at least
+two seconds. "Below" is how far the container furthest below its guarantee was from it, in points.
 "Seconds" are those of the container that is always there. There is no run without Tidegate, because
 nothing is guaranteed there.
 """

@@ -1,9 +1,9 @@
 /*
  * A libcuda whose functions return at once, for measuring the control library's own cost
  *
- * It is not a driver and not a simulation: streams, events and contexts are numbers, memory is
- * addresses that must not be accessed, and every event is complete. Functions that return no value
- * to the caller share one body.
+ * It is not a driver and not a simulation: the handles of streams, events and contexts refer to
+ * nothing, memory is addresses that must not be accessed, and every event is complete. Functions
+ * that return no value to the caller share one body.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -13,8 +13,8 @@
 
 enum { SUCCESS = 0, OUT_OF_MEMORY = 2, NOT_FOUND = 500 };
 
-/* Handles are addresses in here; 1 and 2 mean streams to the driver API. */
 static uint64_t pinned[8192];
+/* Handles are addresses in it, because 1 and 2 stand for streams in the driver API. */
 static char objects[4096];
 
 EXPORT int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
@@ -50,7 +50,7 @@ AT_ONCE(cuLaunchKernelEx)
 AT_ONCE(cuGraphLaunch)
 AT_ONCE(cuThreadExchangeStreamCaptureMode)
 
-/* Defines a function with all of its parameters, so that the caller's arguments are left alone. */
+/* Defines a function that writes `value` to its first argument, and ignores the others. */
 #define GIVES(name, type, value, ...)                                                              \
     EXPORT int name(type *out, ##__VA_ARGS__);                                                     \
     EXPORT int name(type *out, ##__VA_ARGS__)                                                      \

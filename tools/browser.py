@@ -221,7 +221,7 @@ class BrowserPage:
         return answer["result"].get("value")
 
     def wait(self, expression: str, seconds: float = 20.0) -> Any:
-        """Return the value of an expression once it is true; raise BrowserError if it is not."""
+        """Return the value of an expression once it is true; raise BrowserError after `seconds`."""
         deadline = time.monotonic() + seconds
         while not (value := self.evaluate(expression)):
             if time.monotonic() > deadline:
@@ -258,6 +258,6 @@ class BrowserPage:
         )
 
     def screenshot(self, path: Path, *, whole: bool = True) -> None:
-        """Write a PNG screenshot of the page down to its end."""
+        """Write a PNG screenshot of the whole page, or of what the window shows."""
         answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(repack(base64.b64decode(answer["data"])))

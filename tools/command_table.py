@@ -131,7 +131,7 @@ def tidegate() -> Command:
 
 
 def governor() -> Command:
-    """Return the daemon."""
+    """Return the daemon's command."""
     return _command(daemon.parser(), ("tidegate-governor",), daemon.SUMMARY)
 
 

@@ -230,7 +230,7 @@ def tidegate_1() -> str:
     page.section("DESCRIPTION")
     page.say(
         """
-        Containers whose annotations request it share a node's GPUs, each within its quota of
+        Containers share a node's GPUs if their annotations request it, each within its quota of
         memory and of GPU time. `tidegate` shows the containers and their use of the GPUs,
         changes quotas, checks the node and its configuration, sets up container engines and
         maintains the mirror of the driver.

@@ -76,7 +76,7 @@ def pages(root: Path = ROOT) -> list[Path]:
 
 
 def fences(text: str) -> list[Fence]:
-    """Return the fenced blocks; one that never ends is an error."""
+    """Return the fenced blocks; raise ValueError if one does not end."""
     found: list[Fence] = []
     language, start = "", 0
     inside: list[str] | None = None
@@ -132,7 +132,7 @@ def _masked(text: str) -> str:
 
 
 def with_links(text: str, rewritten: dict[str, str]) -> str:
-    """Return the page with the targets that the table names replaced."""
+    """Return the page with its link targets replaced as in `rewritten`."""
     # From the end, so that earlier positions stay valid.
     for match in reversed(list(LINK.finditer(_masked(text)))):
         target = rewritten.get(match["target"])

@@ -18,7 +18,7 @@ from tests.cluster.images import pause_image, tidegate_image, workload_images
 from tests.conftest import ROOT
 
 SUITE = "forky"
-"""Debian release from which nodes have containerd, runc and the hook's Python."""
+"""Debian release from which nodes get containerd, runc and the hook's Python."""
 TOOLS = ("gcc", "git", "ip", "mount", "nsenter", "openssl", "unshare")
 
 
@@ -45,7 +45,7 @@ def binaries() -> Binaries:
 
 
 @pytest.fixture(scope="session")
-def node_root(binaries: Binaries) -> Path:  # noqa: ARG001 - what is cheap to see fails first
+def node_root(binaries: Binaries) -> Path:  # noqa: ARG001 - what is cheap to check fails first
     """A node's root file system, unpacked from packages."""
     if os.geteuid() != 0:
         pytest.fail("a cluster's nodes are namespaces: run as root", pytrace=False)

@@ -192,7 +192,7 @@ def test_an_image_without_a_cache_is_served(node: HookNode, runc: Runtime, cache
 
 
 def test_a_start_after_an_end_that_was_not_reported(node: HookNode, runtime: Runtime) -> None:
-    """A node that lost power reported no end: the hook runs over what is left there, and nothing grows."""
+    """A node that lost power reported no end: the hook runs on top of what was left, and nothing accumulates."""
     bundle = node.bundle(PROBE)
     del bundle.config["hooks"]["poststop"]
     assert runtime.run(bundle).stdout == FOUND
@@ -333,7 +333,7 @@ int main(void) {{
 def test_a_container_without_annotations_is_left_alone(
     node: HookNode, runtime: Runtime, stage: str
 ) -> None:
-    """Without a GPU request, a missing mirror or governor and an odd image do not matter."""
+    """Without a GPU request, the hook needs no mirror and sends the governor nothing."""
     bundle = node.bundle(
         "ls -A /run; probe libcuda.so.1", stage=stage, annotations={"org.example/note": "hello"}
     )
@@ -406,7 +406,7 @@ def test_a_volume_over_run_takes_the_grant(node: HookNode, runc: Runtime) -> Non
 
 
 def test_ldconfig_in_the_container_still_works(node: HookNode, runtime: Runtime) -> None:
-    """apt-get install runs it: it renames a new cache over ours, and finds the mirror on its own."""
+    """apt-get install runs ldconfig, which renames a new cache over ours, and finds the mirror on its own."""
     ran = runtime.run(node.bundle(f"ldconfig || echo failed; {PROBE}; ldconfig -p"))
     assert ran.status == 0, ran.stderr
     assert "failed" not in ran.stdout
@@ -469,7 +469,7 @@ def test_an_idmapped_root_is_served(node: HookNode, tmp_path: Path) -> None:
     ):
         assert (bundle.rootfs / made).stat().st_uid == 0, (
             made
-        )  # on disk, as the container's root writes
+        )  # on disk, as if the container's root had made it
 
 
 IDMAPPED_END = """
@@ -558,7 +558,7 @@ def test_versioned_names_are_there_too(node: HookNode, runc: Runtime) -> None:
 def test_a_volume_over_a_directory_leaves_the_images_directory(
     node: HookNode, runtime: Runtime
 ) -> None:
-    """A directory in a volume is not the image's of the same name, so the image's is not removed at the end."""
+    """A directory in a volume is not the image's directory of that name, so the latter is not removed at the end."""
     bundle = node.bundle("stat -c %s /run/tidegate/grant")
     (bundle.rootfs / "run/tidegate").mkdir()
     bundle.config["mounts"].append({"destination": "/run", "type": "tmpfs", "source": "tmpfs"})
@@ -570,7 +570,7 @@ def test_a_volume_over_a_directory_leaves_the_images_directory(
 def test_a_cache_that_is_a_link_to_the_host_changes_nothing_there(
     node: HookNode, runtime: Runtime
 ) -> None:
-    """The image has a cache under the path of a file of the host. The link is restored with its owner and time."""
+    """The image has a cache at the path of a file of the host. The link is restored with its owner and time."""
     victim = node.base / "victim"
     victim.write_bytes(b"the host's")
     before = everything(victim)

@@ -248,7 +248,7 @@ def test_the_page_and_the_page_on_kubernetes_agree_about_the_scheduler():
     ):
         assert said in page, said
         assert said in kubernetes, said
-    # What one of them has a word for, the other has, too.
+    # Every resource that the page on Kubernetes names is on the other page, too.
     for cell in first_cells(kubernetes, "## Pods that were written for others"):
         for word in re.findall(r"(?:nvidia|tencent)\.com/([a-z-]+)", cell):
             assert word in page, word

@@ -1,4 +1,4 @@
-"""`python -m tests.gpu.coverage_probe`: whether any function of cuda.h bypasses Tidegate.
+"""Checks whether any function of cuda.h bypasses Tidegate: `python -m tests.gpu.coverage_probe`.
 
 Compiles coverage_probe.c against the CUDA headers of this machine and runs it twice: on the bare machine, and
 in a container with a quota. A call that changes the memory that NVML reports, or that makes the GPU work,
@@ -250,7 +250,7 @@ def judge_all(
     native: Mapping[Key, Row], governed: Mapping[Key, Row], declared: Iterable[str], quota: int
 ) -> tuple[list[Verdict], list[str]]:
     """Return a verdict for each call, and the defects of the judgement itself."""
-    lost: Row = {"outcome": "missing", "reason": "this run did not come to it"}
+    lost: Row = {"outcome": "missing", "reason": "this run did not reach it"}
     keys = dict.fromkeys([*native, *governed])
     verdicts = [judge_call(k, native.get(k, lost), governed.get(k, lost), quota) for k in keys]
     called = {name for name, _ in keys}

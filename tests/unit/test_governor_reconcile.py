@@ -273,7 +273,7 @@ SECOND = 1_000_000_000
 
 
 def test_a_ledger_that_changes_during_a_sample_hides_no_debt() -> None:
-    """NVML showed 100 bytes of a block that was charged before, during or after the sample."""
+    """A block is allocated and freed during a sample, so that NVML may or may not have shown it."""
     context = Charge(provisional=500, provisional_ns=1)
     debt = Debt()
     assert debt.update(2, 500, context, context) == 500
@@ -937,7 +937,7 @@ def test_a_container_is_measured_by_its_report_and_no_more_than_it_held() -> Non
     quarter = S // 4
     for i in range(9):
         now = 10 * S + i * quarter
-        # Both processes report half of the time, all of it together. The container held 40 % of it.
+        # Each process reports half of the time, together all of it. The container held 40 % of it.
         busy = {"a": i * quarter // 2, "b": i * quarter // 2}
         parts = meter.update(now, busy, i * quarter * 2 // 5, None)
     assert parts == pytest.approx({"a": 20, "b": 20})

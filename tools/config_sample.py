@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import posixpath
 import re
 import sys
 import textwrap
@@ -40,8 +41,14 @@ HEAD = """\
 
 
 def _plain(text: str) -> str:
-    """Return the text of Markdown without its markup; a link becomes its text."""
-    return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text).replace("`", "")
+    """Return the text of Markdown without its markup; a link's document follows its text."""
+    linked = re.sub(r"\[([^]]*)\]\(([^)]*)\)", lambda m: f"{m[1]} ({_document(m[2])})", text)
+    return re.sub(r"\(([^()]*) \(([^()]*)\)\)", r"(\1: \2)", linked).replace("`", "")
+
+
+def _document(link: str) -> str:
+    """Return the target of a link in the pages of docs/reference."""
+    return posixpath.normpath(f"docs/reference/{link.partition('#')[0]}")
 
 
 def entry(name: str, option: dict[str, Any], value: object, indent: str) -> list[str]:

@@ -1,9 +1,9 @@
 """System calls of the hook for mounts and confined path walks; it contains no policy.
 
-Constants and structures are named as in the kernel's headers. Each function is one call with plain
-values, which raises OSError with the path when it fails. No other module of the hook uses ctypes or
-accesses files below a container's root: every function that does takes a directory descriptor and
-either a single name or a path that openat2(2) confines.
+Constants and structures are named as in the kernel's headers. Each function is a thin wrapper that
+takes plain values and raises OSError, with the path, when a system call fails. No other module of
+the hook uses ctypes or accesses files below a container's root: every function that does takes a
+directory descriptor and either a single name or a path that openat2(2) confines.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class mount_attr(ctypes.Structure):  # noqa: N801
 
 
 class statx_result(ctypes.Structure):  # noqa: N801
-    """struct statx, with only its attributes and its mount id as fields."""
+    """struct statx; several members that the hook does not use are combined into one."""
 
     _fields_ = (
         ("stx_mask", ctypes.c_uint32),
@@ -167,7 +167,7 @@ def path_of(procfd: int, fd: int) -> str:
 
 
 def open_child(dirfd: int, name: str, flags: int = os.O_PATH) -> int:
-    """Open one entry of a directory, which must not be a link or on another mount."""
+    """Open one entry of a directory, which must not be on another mount; links are not followed."""
     _require_name(name)
     return openat2(
         dirfd, name, flags | os.O_NOFOLLOW, RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_XDEV

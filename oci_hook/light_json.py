@@ -1,7 +1,8 @@
 """Reads and writes JSON with only the C part of `json`: the rest takes 7 ms to import, mostly re.
 
-It accepts the same documents as `json`, with the same results. A document that is refused is parsed
-again by `json` itself, for an error that names the fault and its position.
+It accepts the same documents as `json` with the settings below, and returns the same results. A
+document that is refused is parsed again by `json` itself, for an error that names the fault and its
+position.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class _ScannerSettings:
 
 
 def load_json(data: bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Parse JSON according to its standard, without NaN; raises ValueError or RecursionError.
+    """Parse JSON according to its standard, without NaN; raise ValueError or RecursionError.
 
     For a document that is refused, `pairs` may be called twice with the same object.
     """

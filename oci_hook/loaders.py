@@ -8,10 +8,10 @@ if TYPE_CHECKING:
 else:
     from oci_hook.light_typing import NamedTuple
 
-# No loader searches this directory by itself. Where glibc has no subdirectory for the machine
+# No loader searches this directory by default. Where glibc has no subdirectory for the machine
 # (i386, and aarch64 from 2.37 on), ld.so.cache leads to it.
 BY_CACHE = "tidegate"
-TLS = "tls"  # all loaders older than glibc 2.37 search it first
+TLS = "tls"  # loaders older than glibc 2.37 search it first, or next after glibc-hwcaps
 
 
 class LoadersOf(NamedTuple):
@@ -21,10 +21,11 @@ class LoadersOf(NamedTuple):
     name: str
     directory: str  # where programs expect the loader
     musl: str
-    hwcaps: str  # the subdirectory for all processors since glibc 2.33; "": there is none
+    hwcaps: str  # the subdirectory for almost all processors since glibc 2.33; "": there is none
     platforms: tuple[str, ...]  # values of $PLATFORM, by processor and loader
     before: tuple[str, ...]  # subdirectories that a loader searches before that of Tidegate
-    behind: tuple[str, ...]  # loaders up to glibc 2.36 search these after it, nested in this order
+    # Loaders up to glibc 2.36 search these after that of Tidegate, nested in this order.
+    behind: tuple[str, ...]
 
 
 LOADERS = {

@@ -30,7 +30,7 @@ class RunEvent:
         self.last = now
 
     def emit(self, outcome: str, **fields: object) -> None:
-        """Write the line, once."""
+        """Write the log line; called once for each run."""
         from oci_hook.light_json import dump_json
 
         # In the governor's format; a log file has no other timestamp.

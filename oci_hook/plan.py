@@ -98,7 +98,7 @@ FLAGS = {"x86_64": ldcache.FLAGS_X86_64, "aarch64": ldcache.FLAGS_AARCH64}
 
 
 class Lead(NamedTuple):
-    """Sonames that ld.so.cache has to lead to a directory."""
+    """Sonames that ld.so.cache has to map to files in a directory."""
 
     directory: str  # below the container's root
     sonames: tuple[str, ...]
@@ -144,7 +144,11 @@ def plan_cache(cache: bytes | None, leads: tuple[Lead, ...]) -> WriteCache | Non
             return None
         raise ImageError(
             f"/etc/ld.so.cache in the image is damaged ({show(e)})"
-            + (f", but {by_cache} are found by it" if required else " and names driver libraries"),
+            + (
+                f", but {by_cache} are found through it"
+                if required
+                else " and names driver libraries"
+            ),
             hint="run ldconfig in the image",
         ) from e
     if after.entries == before.entries:

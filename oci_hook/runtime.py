@@ -1,7 +1,7 @@
 """The wrapper runtime: engines run it in place of runc or crun, and it edits config.json for them.
 
-Every command of an engine passes through it, so a command that does not create a container costs
-the interpreter's start and an execve.
+Engines execute the C program (front/runtime.c). For most commands it executes the real runtime
+at once; the others are left to the fork server, or to this script, whose interpreter has to start.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RUNTIMES = (
 )
 HOOK = "/usr/bin/tidegate-hook"
 NAME = "tidegate-runtime"
-LATE = "--tidegate-late"  # set by the C front, after a forked child has missed its deadline
+LATE = "--tidegate-late"  # set by the C program, after a forked child has missed its deadline
 END_DEADLINE = 6.0  # seconds; the engine holds a lock during this time
 COMMANDS = frozenset(
     (
@@ -219,7 +219,7 @@ def read_node(path: str, arguments: list[str], *, strict: bool = True) -> NodeSe
         text = ""
     except (OSError, ValueError) as e:
         if strict:
-            raise SettingsError(f"{path}: {e}; make it readable text") from e
+            raise SettingsError(f"{path}: {e}; make it a readable text file") from e
         text = ""
     node = parse_node(text, path, strict=strict)
     if node.runtime_for:
@@ -475,7 +475,7 @@ def understand(arguments: list[str], node: NodeSettings) -> EngineCall:
 
 
 def make_ready(arguments: list[str]) -> int:
-    """Do the work that precedes the real runtime, for the C front; return 0, or an exit status."""
+    """Do the work that precedes the real runtime, for the C program; return 0 or an exit status."""
     config, words = take_config(arguments)
     try:
         node = read_node(config, words)
@@ -486,7 +486,7 @@ def make_ready(arguments: list[str]) -> int:
 
 
 def after_delete(arguments: list[str]) -> int:
-    """Do the work that follows the real runtime's `delete`, for the C front."""
+    """Do the work that follows the real runtime's `delete`, for the C program."""
     config, words = take_config(arguments)
     node = read_node(config, words, strict=False)
     call = understand(words, node)
@@ -498,7 +498,7 @@ def after_delete(arguments: list[str]) -> int:
 def edit_or_refuse(call: EngineCall, node: NodeSettings, *, late: bool = False) -> int:
     """Edit config.json if necessary; return 0, or the exit status of a start that is refused.
 
-    `late`: the C front has already abandoned a process that was editing it.
+    `late`: the C program has already abandoned a process that was editing it.
     """
     from oci_hook.errors import show
     from oci_hook.log import RunEvent

@@ -52,7 +52,7 @@ class Bundle:
         self.document = document
 
 
-# The field of a container's identity that each of these annotations of the engines contains.
+# Annotations that engines write, and the field of the container's identity that each contains.
 IDENTITY = {
     "io.kubernetes.cri.sandbox-namespace": "namespace",
     "io.kubernetes.cri.sandbox-name": "pod",
@@ -209,7 +209,7 @@ def parse_config(data: bytes, bundle: str) -> Bundle:
 
 
 def find_root(document: dict[str, Any], bundle: str, name: str) -> str:
-    """Return the absolute path of the container's root; `name` is config.json's, for messages."""
+    """Return the absolute path of the container's root; `name` names config.json in messages."""
     section = document.get("root")
     root = section.get("path") if type(section) is dict else None
     hint = "root.path names the container's root file system, below the bundle or absolute"
@@ -217,7 +217,7 @@ def find_root(document: dict[str, Any], bundle: str, name: str) -> str:
         raise BundleError(f"root.path in {name} is {show(root)}", hint=hint)
     parts = [part for part in root.split("/") if part not in ("", ".")]
     if ".." in parts[parts.count("..") :]:
-        # runc resolves it as text, crun and the kernel follow links.
+        # runc resolves it as text; crun and the kernel follow links.
         raise BundleError(f"root.path in {name} is {show(root)}, with '..' after a name", hint=hint)
     root = os.path.normpath(os.path.join(os.path.realpath(bundle) if bundle else "", root))
     if not root.startswith("/"):
@@ -237,7 +237,7 @@ def parse_document(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, st
     asks = b'"--governed"' in data or b'"--claim' in data
     asks = asks or any(known.startswith(PREFIX) for known in annotations)
     if twice and asks:
-        # crun takes the first of the two, runc and the hook take the last.
+        # crun takes the first of the two; runc and the hook take the last.
         raise BundleError(
             f"{show(twice[0])} is given twice in {name}",
             hint="the program that wrote config.json has to write each name once",
@@ -271,7 +271,7 @@ def _identity(annotations: dict[str, str], *, asks: bool) -> dict[str, str]:
 
 
 def our_annotations(state: OciState, bundle: Bundle, *, governed: bool = False) -> dict[str, str]:
-    """Return the annotations below the prefix: those of config.json, which the state may repeat.
+    """Return the annotations below the prefix, of config.json and of the state; both have to agree.
 
     A sandbox's annotations do not count. A container that has a GPU or is `governed` is not a
     sandbox: containerd and CRI-O give a sandbox no access to devices, even in a privileged pod.

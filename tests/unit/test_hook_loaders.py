@@ -93,7 +93,7 @@ def test_a_damaged_cache_is_refused_though_it_names_no_driver(arm: ArmImage) -> 
     arm.use_glibc("2.41", cache=CACHE[:20] + b"\xff" * 28)
     cache = arm.inspect().cache
     lead = Lead(f"{LIBDIR}/tidegate", ("libcuda.so.1",), 0x0A03, True)
-    with pytest.raises(ImageError, match="but the driver's libraries are found by it"):
+    with pytest.raises(ImageError, match="but the driver's libraries are found through it"):
         plan_cache(cache, (lead,))
     assert plan_cache(cache, (lead._replace(required=False),)) is None
 

@@ -259,7 +259,10 @@ def test_a_damaged_cache_matters_only_if_it_names_driver_libraries() -> None:
     [
         (None, "the image has no ld.so.cache"),
         (b"no cache", "the image has no ld.so.cache"),
-        (ldcache.NEW_MAGIC + b"\xff" * 60, "is damaged .*, but 32-bit libraries are found by it"),
+        (
+            ldcache.NEW_MAGIC + b"\xff" * 60,
+            "is damaged .*, but 32-bit libraries are found through it",
+        ),
         (ldcache.OLD_HEADER.pack(ldcache.OLD_MAGIC, 0), "a format from before glibc 2.2"),
     ],
 )

@@ -46,7 +46,7 @@ def digest(manifest: Manifest) -> str:
 
 
 def check_content(generation: Path, manifest: Manifest, *, read: bool = True) -> Iterator[Fault]:
-    """Yield every difference between a generation and its manifest, including file names.
+    """Yield every difference between a generation and its manifest, in names as well as content.
 
     Without `read` no file is opened: only file types, links, modes and sizes are compared.
     """
@@ -112,7 +112,7 @@ class _Tree:
         }
 
     def text(self, path: str) -> str:
-        """Return the text of a link."""
+        """Return the target of a link, as it is stored."""
         return str((self.root / path).readlink())
 
     def find_link_fault(self, path: str) -> str | None:
@@ -230,7 +230,7 @@ def _check_set(  # noqa: PLR0917 - private, and called once
     for path, like in pairs:
         expected.add(path)
         if like not in files:
-            yield Fault(path, f"has no entry as {like}")
+            yield Fault(path, f"is not in the manifest as {like}")
         elif path != like and path in tree.entries and like in tree.entries:
             yield from _check_same(tree, path, like, files[like])
 
@@ -262,7 +262,7 @@ def _check_names(directory: str, found: set[str], names: tuple[str, ...]) -> Ite
     for name in sorted(set(names) - found):
         yield Fault(f"{directory}/{name}", "is missing")
     for name in sorted(found - set(names)):
-        yield Fault(f"{directory}/{name}", f"is not among the manifest's names of {directory}")
+        yield Fault(f"{directory}/{name}", f"is not among the manifest's names for {directory}")
 
 
 def _check_unnamed(tree: _Tree, expected: set[str]) -> Iterator[Fault]:

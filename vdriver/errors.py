@@ -1,7 +1,8 @@
 """The errors of a driver and its mirror, grouped by the action that an operator takes.
 
-Every error is one line: the message states what was found, the hint states what to do. `code` is
-stable and has a row in docs/reference/errors.md; `status` is the exit status of `tidegate`.
+Every error is one line: the message states what was found, and the hint states what to do.
+`code` is stable and has a row in docs/reference/errors.md; `status` is the exit status of
+`tidegate`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import ClassVar
 
 
 def one_line(text: str) -> str:
-    """Return text as one line that a terminal only displays: it may contain untrusted text."""
+    """Return untrusted text as one line, without characters that control a terminal."""
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 

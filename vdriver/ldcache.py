@@ -64,7 +64,7 @@ def parse_cache(data: bytes) -> tuple[CacheEntry, ...]:
     if data[base : base + len(NEW_MAGIC)] == NEW_MAGIC:
         return _entries(data, *_new_entries(data, base))
     if not base:
-        raise CacheError("in neither format, glibc-ld.so.cache1.1 or ld.so-1.7.0")
+        raise CacheError("in neither of the formats glibc-ld.so.cache1.1 and ld.so-1.7.0")
     strings = OLD_HEADER + old * OLD_ENTRY.size
     if strings > len(data):
         raise CacheError(f"truncated: {old} entries announced")
@@ -95,7 +95,7 @@ def _entries(data: bytes, rows: Iterator[Row], base: int) -> tuple[CacheEntry, .
     total = 0
     for flags, key, value, hwcap in rows:
         soname, path = _string(data, base + key), _string(data, base + value)
-        # Entries may share names, so one long name that all of them share would fill the memory.
+        # Entries may share names, so one long name that all of them share could fill memory.
         total += len(soname) + len(path)
         if total > MAX_BYTES:
             raise CacheError("the names take too many bytes")

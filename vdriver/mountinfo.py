@@ -33,7 +33,7 @@ class Location(NamedTuple):
 
 @dataclass(frozen=True)
 class Sought:
-    """The directories whose uses are searched for.
+    """The directories for which mounts are searched.
 
     `driver` is the location of the driver directory and `paths` are its paths; `places` are the
     generations by name, and `directories` are the directories in them, as NAME/PATH by
@@ -75,7 +75,7 @@ def _parse_line(line: bytes) -> Mount:
         _unescape(fields[3]),
         _unescape(fields[4]),
         _unescape(fields[end + 1]),
-        # Commas in a value are escaped, commas between options are not.
+        # Commas in a value are escaped; commas between options are not.
         tuple(_unescape(o) for o in b" ".join(fields[end + 3 :]).split(b",")),
     )
 
@@ -111,8 +111,8 @@ def layers(options: tuple[str, ...]) -> list[str]:
 def names_in_use(mounts: list[Mount], sought: Sought) -> set[str]:
     """Return the generations that `mounts` use: those that contain the root of a mount.
 
-    An overlay is on another device, and mountinfo has its layers under the paths that it was given.
-    A layer in a generation keeps that generation; any other layer in the driver directory
+    An overlay is on another device, and mountinfo shows its layers by the paths with which it was
+    mounted. A layer in a generation keeps that generation; any other layer in the driver directory
     (`current`, which may lead elsewhere by now, or the directory as a whole) keeps all.
     """
     used: set[str] = set()

@@ -187,12 +187,12 @@ LIBRARY = f"lib64/libnvcuvid.so.{V}"
         (
             lambda g: put(g / "lib64/libmore.so", b""),
             "lib64/libmore.so",
-            "is not among the manifest's names of lib64",
+            "is not among the manifest's names for lib64",
         ),
         (
             lambda g: put(g / "data/vulkan/more.json", b""),
             "data/vulkan/more.json",
-            "is not among the manifest's names of data/vulkan",
+            "is not among the manifest's names for data/vulkan",
         ),
         (
             lambda g: (g / "sets/utility/lib64/libnvidia-ml.so.1").unlink(),

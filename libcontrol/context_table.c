@@ -2,11 +2,12 @@
  * The contexts of this process, and the owner of what is allocated in any of them.
  *
  * What is allocated in a context ends with it, so each block records its owner: a created context
- * by its index in the table below, the primary one as 0. Green contexts allocate in the primary
- * one. contexts.c and primary.c, which have the calls that make and end contexts, keep the table.
+ * by its position in the table below, counted from 1, the primary one as 0. Green contexts allocate
+ * in the primary one. contexts.c and primary.c, which replace the calls that create and end
+ * contexts, maintain the table.
  *
- * An owner has eight bits. What is allocated in a context beyond the last owner stays charged after
- * the end of the context, unless the program frees it before.
+ * An owner has eight bits. What is allocated in a context for which no owner number is left stays
+ * charged after the end of the context, unless the program frees it first.
  */
 #include "contexts.h"
 

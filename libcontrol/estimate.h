@@ -1,10 +1,11 @@
 /*
  * Estimates of how long a piece of work takes when it has the GPU to itself.
  *
- * Work is known by what is launched (a function or an executable graph) and by the size of the
- * launch. Its duration is learned from intervals between two markers of one stream. An interval of
- * one kind gives its duration directly. In one of several kinds the error of the prediction is
- * shared out in proportion, which converges on the kinds' own durations as mixtures vary.
+ * Work is identified by what is launched (a function or an executable graph) and by the size of the
+ * launch. Its duration is learned from intervals between two markers of one stream. An interval
+ * with work of one kind gives the duration of that kind directly. In an interval with several kinds
+ * the error of the prediction is divided among them in proportion, which converges on the kinds'
+ * own durations as mixtures vary.
  */
 #pragma once
 
@@ -15,11 +16,11 @@
 #define ESTIMATE_UNKNOWN_NS 50000 /* assumed before the first measurement */
 #define ESTIMATE_N_PARTS    8
 #define ESTIMATE_N_LEARN    2  /* measurements until a kind is known */
-#define ESTIMATE_CHECKED    32 /* grants for which a check that a kind has not grown is valid */
+#define ESTIMATE_CHECKED    32 /* grants for which a check of a kind's duration is valid */
 
 #define ESTIMATE_NEVER 0x80000000u /* never checked; no process has that many grants */
 
-/* Factor by which one measurement raises the duration of a kind at most, because it may include
+/* Maximum factor by which one measurement raises the duration of a kind, because it may include
  * other containers' time. Where containers run at the same time, one measurement in four does so,
  * by a tenth or more (H200, before most of these were recognised), and work that has become longer
  * is recognised within a hundred measurements. */

@@ -1,16 +1,17 @@
 /*
- * Keeps physical allocations charged that were exported as a file descriptor.
+ * Keeps charging physical allocations that were exported as file descriptors.
  *
  * Such an allocation lives as long as the descriptor, in whichever process that is by then, and
  * NVML attributes it to no process once its handle is released (H200: 1 GiB, exported and released,
  * left the process's memory at once, and the GPU's when the descriptor was closed). It therefore
  * stays charged until the last copy of the descriptor is closed, in any process.
  *
- * The kernel shows when that happens: an epoll instance knows an open file without keeping it open,
- * and /proc/self/fdinfo lists the files that it knows. A file of the library's own is in the list
- * as well, under a number that nothing else uses. If that file is missing, the program has closed
- * the library's descriptors, and nothing is refunded. A descriptor that cannot be watched counts as
- * open for ever, unless the driver's descriptors are of a kind that cannot be polled at all.
+ * The kernel shows when that happens: an epoll instance watches an open file without keeping it
+ * open, and /proc/self/fdinfo lists the files that it watches. A file of the library's own is in
+ * the list as well, under a number that nothing else uses. If that file is missing, the program has
+ * closed the library's descriptors, and nothing is refunded. A descriptor that cannot be watched
+ * counts as open for ever, unless the driver's descriptors are of a kind that cannot be polled at
+ * all.
  */
 #include "control.h"
 
@@ -19,7 +20,7 @@
 #include <sys/eventfd.h>
 
 #define EXPORTS_N    4096 /* descriptors that can be tracked; beyond that, none counts as closed */
-#define EXPORTS_HIGH 500  /* lowest number of such descriptors, clear of a program's own */
+#define EXPORTS_HIGH 500  /* lowest number of the library's descriptors, clear of a program's */
 
 static struct os_lock exports_lock;
 static int exports_watch = -1;
@@ -161,7 +162,7 @@ static bool watch_start(void)
     return false;
 }
 
-/* Called with a reference to the allocation after it was exported as a descriptor. */
+/* Called after an allocation was exported as a descriptor, with a reference to it held. */
 cold void exports_note(uint64_t handle, int fd)
 {
     struct block entry = {.key = handle, .kind = BLOCK_EXPORT, .device = -1, .owner = OWNER_NONE};

@@ -23,7 +23,7 @@
 #define GATE_LOST_NS  (1000 * NS_PER_MS) /* age of a heartbeat at which the governor is away */
 #define GATE_LOCAL_NS (4 * NS_PER_MS)    /* length of the grants that a container gives itself */
 
-/* A word of pinned memory for which the held streams of a context wait. */
+/* A word of pinned memory on which the held streams of a context wait. */
 struct gate_hold {
     CUcontext ctx;
     uint32_t *word;
@@ -50,7 +50,8 @@ struct gate {
     uint64_t last_launch;
     uint64_t granted_ns; /* average planned length of grants; 0: none was given back yet */
     uint64_t pause_ns;   /* average of the pauses in which the program leaves the GPU idle */
-    /* When the GPU went to others although work had not ended; 0: it has ended, or is long. */
+    /* When the GPU went to others although work had not ended; 0: it has ended, or was found to be
+     * long. */
     uint64_t given_up_ns;
     uint32_t given_up; /* marker behind that work; kept when `given_up_ns` is cleared */
     unsigned n_spins;  /* grants left in which late work is not waited for */
@@ -69,7 +70,7 @@ struct gate {
     const struct queue_stream *only; /* stream of the last launch */
     bool no_holds;                   /* the driver cannot hold streams */
     uint32_t ticket;                 /* value that the next opening writes to the hold words */
-    uint32_t turn;                   /* futex word: incremented when held work is let run */
+    uint32_t turn;                   /* futex word: incremented when held work may run */
     struct gate_hold holds[GATE_N_HOLDS];
     struct queue queue;
     struct estimate estimate;
@@ -95,7 +96,8 @@ enum pass_answer {
     PASS_FULL,   /* wait for the queue */
 };
 
-/* Decides on a launch under an open grant whose stream has no pass. Usually the stream gets one. */
+/* Decides on a launch in a stream without a pass, under an open grant. Usually the stream gets a
+ * pass. */
 enum pass_answer pass_open(struct gate *g, struct queue_stream **sp,
                            const struct grant_device *grant, struct ledger_device *ledger,
                            uint64_t now, uint32_t *kindp);
@@ -122,9 +124,9 @@ static inline void gate_lock(struct gate *g)
     gate_collect(g);
 }
 
-/* Brackets the driver calls that the library adds. They break no capture of the application, their
- * callbacks are not governed, errno is preserved, and no thread is cancelled in them, because the
- * gate's counters include it. */
+/* Brackets the driver calls that the library adds. They do not break the application's captures,
+ * their callbacks are not governed, errno is preserved, and no thread is cancelled in them, because
+ * the gate's counters include the thread. */
 struct gate_visit {
     CUstreamCaptureMode mode;
     int cancel;

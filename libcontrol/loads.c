@@ -155,7 +155,7 @@ static bool load_await_unattributed(const struct load *load, uint64_t since)
 }
 
 /*
- * Called after a sample that did not find the memory in the process: charges what belongs to no
+ * Called after a sample. If it did not find the memory in the process, charges what belongs to no
  * process. If that cannot be determined because the container itself keeps allocating and freeing,
  * everything that is missing is charged; if other containers are the reason, nothing is charged for
  * now.
@@ -187,8 +187,9 @@ static void load_reveal(struct load *load, uint64_t taken, uint64_t since)
     load_await_unattributed(load, os_now());
 }
 
-/* Returns false if the container now exceeds its quota by more than `debt`. The load then has to be
- * undone as far as possible. */
+/* Returns false if the container now exceeds its quota by more than `debt`, LOADS_DEBT after a
+ * small load, or 0 if memory of no process was charged. The load then has to be undone as far as
+ * possible. */
 bool load_end(struct load *load, CUresult result, uint64_t debt)
 {
     uint64_t now, taken;
@@ -214,8 +215,8 @@ bool load_end(struct load *load, CUresult result, uint64_t debt)
     return !account_over(load->device, load->hidden ? 0 : debt);
 }
 
-/* Records what a load took, to be given back at its end. Otherwise modules that come and go would
- * add up. */
+/* Records what a load took, to be given back when the module or library is unloaded. Otherwise
+ * modules that come and go would add up. */
 void loaded_note(const struct load *load, uint64_t handle)
 {
     struct block block = {.key = handle,

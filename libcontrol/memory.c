@@ -1,5 +1,5 @@
-/* Charges memory of other processes that this one opens by CUDA IPC. NVML attributes it to those
- * processes alone. */
+/* Charges memory of other processes that this one opens through CUDA IPC. NVML attributes it to
+ * those processes alone. */
 #include "control.h"
 
 static CUresult ipc_opened(CUresult result, CUdeviceptr *pdptr)

@@ -99,7 +99,7 @@ void pass_forget_stream(const struct grant_device *grant, CUstream stream)
     os_lock(&passes_lock);
     if (p->stream == stream && p->grant == grant) {
         pass_end(p);
-        p->counted = atomic_load_relaxed(&p->used); /* no marker can follow it any more */
+        p->counted = atomic_load_relaxed(&p->used); /* no marker can follow these any more */
     }
     os_unlock(&passes_lock);
 }
@@ -217,8 +217,8 @@ void pass_meter(struct gate *g, const struct queue_stream *s, const struct grant
     os_unlock(&passes_lock);
 }
 
-/* Pays for a launch by a metered pass. A launch that does not fit enters the gate, where the pass
- * ends. */
+/* Pays for a launch from the budget of a metered pass. A launch that does not fit enters the gate,
+ * where the pass ends. */
 bool pass_spend(struct pass *p, uint32_t limit, uintptr_t key, uint64_t blocks)
 {
     uint64_t budget = atomic_load_relaxed(&p->budget_ns);

@@ -144,8 +144,8 @@ bool queue_wants_mark_before(const struct queue *q, const struct queue_stream *s
 /*
  * Returns when work that finds the queue empty at `now` begins. Where containers share one context
  * of the GPU, it starts alongside the last work of the previous holder, which is charged for the
- * time until then and may need longer than it reported. Events do not wait for that work, so the
- * interval between this container's first two seems to take longer.
+ * time until `begins_ns` and may need longer than it reported. Events do not wait for that work, so
+ * the interval between this container's first two seems to take longer.
  */
 static uint64_t queue_begin(struct queue *q, uint64_t now)
 {
@@ -355,8 +355,8 @@ static bool marker_measure(struct queue *q, const struct queue_marker *m,
     return true;
 }
 
-/* Corrects the model by the answer. Returns whether the marker was retired, so that the next may be
- * due. */
+/* Corrects the model according to the GPU's answer. Returns whether the marker was retired, so that
+ * the next may be due. */
 bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look *look,
                     struct ledger_device *ledger, uint64_t now)
 {

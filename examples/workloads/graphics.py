@@ -1,6 +1,6 @@
 """Tests EGL and Vulkan in a container: lists their devices, draws a pixel with EGL, prints JSON.
 
-It needs ctypes alone. The loaders libEGL.so.1 and libvulkan.so.1 come from the image; the libraries
+It needs only ctypes. The loaders libEGL.so.1 and libvulkan.so.1 come from the image; the libraries
 that they load for this GPU come from the mirror.
 """
 
@@ -27,7 +27,7 @@ VK_API_VERSION_1_1 = 1 << 22 | 1 << 12
 
 
 def egl() -> dict[str, Any]:
-    """Return vendor, version, renderer and the colour of a pixel that was cleared to one."""
+    """Return vendor, version, renderer and the colour of a pixel after the surface was cleared."""
     library = ctypes.CDLL("libEGL.so.1")
     library.eglGetProcAddress.restype = c_void_p
     library.eglQueryString.restype = c_char_p

@@ -2,7 +2,7 @@
 """Tests NVIDIA's MPS: starts a daemon and a client of it in this container.
 
 Without a quota both have to work. Under a quota the client may be refused, by an error or because
-the daemon's program is missing; if the client runs, its launches have to be counted like any other.
+the daemon's program is missing; if the client runs, its launches have to be counted like others.
 """
 
 from __future__ import annotations

@@ -51,8 +51,10 @@ class RunEvent:
                     | os.O_NONBLOCK
                 )
                 fd = os.open(self.log, flags, 0o640)
-                os.write(fd, line.encode() + b"\n")
-                os.close(fd)
+                try:
+                    os.write(fd, line.encode() + b"\n")
+                finally:
+                    os.close(fd)
         except OSError:
             pass
 

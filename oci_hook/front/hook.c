@@ -46,9 +46,10 @@ static void arm(double seconds)
     struct itimerval timer = {.it_value = {.tv_sec = (time_t)seconds}};
 
     timer.it_value.tv_usec = (suseconds_t)((seconds - (double)timer.it_value.tv_sec) * 1e6);
-    snprintf(late, sizeof(late),
-             "tidegate: the hook did not finish within %g s; see the hook's log on the node\n",
-             seconds);
+    if (seconds > 0)
+        snprintf(late, sizeof(late),
+                 "tidegate: the hook did not finish within %g s; see the hook's log on the node\n",
+                 seconds);
     signal(SIGALRM, expire);
     setitimer(ITIMER_REAL, &timer, NULL);
 }

@@ -721,7 +721,7 @@ def test_a_search_that_hangs_is_ended(
     os.close(hangs)
     os.close(says)
     assert found.outcomes[0].reason == (
-        "may be in use: the search did not finish, "
+        "may be in use: the search did not finish: "
         "it was at mount namespace 1 of pid 7 (hanging, uid 65534)"
     )
 

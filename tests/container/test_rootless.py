@@ -112,8 +112,8 @@ def test_a_container_with_annotations_is_refused_with_the_reason(
     assert ran.stderr.count("tidegate: ") == 1, ran.stderr
     assert (
         f"tidegate: this engine is rootless (root in its user namespace is user {UID} outside), and the governor"
-        " at /run/tidegate/governor.sock serves only the node's root; have root's engine start this container,"
-        " as with `sudo podman run`"
+        " at /run/tidegate/governor.sock serves only the node's root; start this container with root's engine,"
+        " for example with `sudo podman run`"
     ) in ran.stderr
 
 

@@ -116,7 +116,7 @@ def test_an_unknown_part_is_refused_before_anything_runs(checkout):
     done = run(checkout, "check", "forky")
     assert (done.returncode, done.stdout) == (2, "")
     accepted = " ".join([*PARTS, "arm64"])
-    assert done.stderr == f"test-full: no part is called forky; there are {accepted}\n"
+    assert done.stderr == f"test-full: no part is called forky; the parts are {accepted}\n"
     assert not (checkout / "calls").exists()
 
 

@@ -26,13 +26,13 @@ ANSWER_S = 60
 HANDLE = ctypes.c_char * 64
 
 
-class IpcHandle(ctypes.Structure):
+class MemoryHandle(ctypes.Structure):
     """CUipcMemHandle, which calls take by value."""
 
     _fields_ = (("reserved", HANDLE),)
 
 
-class Worker:
+class EngineWorker:
     """A process with a context: a tensor to share, and a cache that takes most of its memory."""
 
     def __init__(self, rank: int) -> None:
@@ -61,7 +61,7 @@ class Worker:
 
     def share(self) -> bytes:
         """Return the handle by which others open the tensor."""
-        handle = IpcHandle()
+        handle = MemoryHandle()
         self.cuda.call("cuIpcGetMemHandle", ctypes.byref(handle), self.tensor)
         return bytes(handle)
 
@@ -70,7 +70,7 @@ class Worker:
 
         Return whether the GPU computes, and hence shares contents; the simulated one does not.
         """
-        handle = IpcHandle.from_buffer_copy(raw)
+        handle = MemoryHandle.from_buffer_copy(raw)
         theirs = self.cuda.get("cuIpcOpenMemHandle_v2", handle, LAZY_PEER_ACCESS)
         self.cuda.call("cuMemcpyDtoD_v2", self.tensor, theirs, 4 * WORDS)
         computes = self.cuda.add_one(self.tensor, WORDS) + self.cuda.add_one(theirs, WORDS) > 0
@@ -123,7 +123,7 @@ class Core:
     """The engine core: starts the workers, passes requests on, and replaces a worker."""
 
     def __init__(self) -> None:
-        self.workers = [Remote(Worker, rank) for rank in range(2)]
+        self.workers = [Remote(EngineWorker, rank) for rank in range(2)]
 
     def ask(self, rank: int, method: str, *arguments: Any) -> Any:
         return self.workers[rank].call(method, *arguments)
@@ -138,7 +138,7 @@ class Core:
 
     def replace(self, rank: int) -> None:
         self.workers[rank].pipe.close()
-        self.workers[rank] = Remote(Worker, rank)
+        self.workers[rank] = Remote(EngineWorker, rank)
 
     def stop(self) -> None:
         for worker in self.workers:

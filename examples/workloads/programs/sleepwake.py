@@ -29,7 +29,7 @@ _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
-class Location(ctypes.Structure):
+class MemoryLocation(ctypes.Structure):
     """CUmemLocation."""
 
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
@@ -41,7 +41,7 @@ class AllocationProperties(ctypes.Structure):
     _fields_ = (
         ("type", ctypes.c_int),
         ("handle_types", ctypes.c_int),
-        ("location", Location),
+        ("location", MemoryLocation),
         ("metadata", ctypes.c_void_p),
         ("flags", ctypes.c_ubyte * 8),
     )
@@ -50,7 +50,7 @@ class AllocationProperties(ctypes.Structure):
 class Access(ctypes.Structure):
     """CUmemAccessDesc."""
 
-    _fields_ = (("location", Location), ("flags", ctypes.c_int))
+    _fields_ = (("location", MemoryLocation), ("flags", ctypes.c_int))
 
 
 class Weights:
@@ -58,7 +58,7 @@ class Weights:
 
     def __init__(self, cuda: Cuda) -> None:
         self.cuda = cuda
-        here = Location(DEVICE, 0)
+        here = MemoryLocation(DEVICE, 0)
         self.properties = AllocationProperties(PINNED, 0, here)
         self.access = Access(here, READ_WRITE)
         self.granularity = cuda.get(

@@ -35,7 +35,7 @@ COUNTED = (
     *("launches", "waits", "wait_ns", "refused", "markers", "busy_ns", "blocks", "predicted_ns"),
     *("error_ns", "transfers", "transfer_bytes", "small", "contexts"),
 )
-"""Fields of a ledger's device whose sums over the processes `tidegate ps` shows."""
+"""Fields of a device in the ledger that `tidegate ps` shows, summed over the processes."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Look:
-    """One sample of a GPU: its begin, the memory by host pid, and NVML's utilisation samples."""
+    """One sample of a GPU: when it began, memory by host pid, and NVML's utilisation samples."""
 
     began_ns: int
     seen: Mapping[int, int]
@@ -126,7 +126,7 @@ class Account:
         }
 
     def used(self, device: int) -> int:
-        """Return the bytes in use on GPU `device`, by the last sample and the current ledger."""
+        """Return the bytes in use on GPU `device`, from the last sample and the current ledger."""
         base = layout.grant_device(device)
         since = pages.read(self._grant, base, "grant_device", "reconciled_ns")
         return sum(
@@ -135,7 +135,7 @@ class Account:
         )
 
     def memory(self, device: int) -> Memory:
-        """Return the memory use of GPU `device`; a process counts for at most the GPU's memory."""
+        """Return the memory use on GPU `device`; a process counts for at most the GPU's memory."""
         charged = sum(charge.memory for charge in self.charges(device).values())
         counted = pages.read(self._ledger, 0, "ledger_header", "memory_peak", device)
         used = self.used(device)
@@ -158,17 +158,17 @@ class Account:
         }
 
     def counted(self, device: int) -> Mapping[str, int]:
-        """Return its processes' counters on GPU `device`, including those of ended processes."""
+        """Return the processes' counters on GPU `device`, including those of ended processes."""
         return self._counters.processes(self._ledger, self._processes, device)
 
     def passing(self, device: int) -> Passing:
-        """Return the work without a grant that its processes report on GPU `device`."""
+        """Return the work without a grant that the processes report on GPU `device`."""
         return read_passing(self._ledger, self._processes, device)
 
     def is_sampled(self, device: int) -> bool:
         """Return whether only NVML's samples measure the container's work on GPU `device`.
 
-        That is so while the container has an open grant of the arbiter.
+        That is so while the container has an open grant from the arbiter.
         """
         if self._gpus.is_steered(device):
             return False
@@ -181,7 +181,7 @@ class Account:
         return pages.read(self._ledger, base, "ledger_device", "contexts")
 
     def lookups(self) -> int:
-        """Return how often its processes looked up functions of the driver."""
+        """Return how often the processes looked up functions of the driver."""
         return sum(
             pages.read(self._ledger, pages.slot_base(slot), "ledger_slot", "lookups")
             for slot in self._processes
@@ -224,7 +224,7 @@ class Account:
         return {**rates, "lent": None if used is None else round(lent_of(used, *quota), 1)}
 
     def _waiting(self, device: int) -> int:
-        """Return the number of its processes that report a wait for time on GPU `device`."""
+        """Return the number of processes that report a wait for time on GPU `device`."""
         return sum(
             pages.read(self._ledger, layout.ledger_device(slot, device), "ledger_device", "want")
             > 0
@@ -276,9 +276,9 @@ class Account:
     ) -> None:
         """Publish the memory on a GPU that a sample attributes to no process.
 
-        `began_ns` is the begin of the sample. `unattributed` are the bytes in use that NVML
+        `began_ns` is when the sample began. `unattributed` are the bytes in use that NVML
         attributes to no process and that are in no container's ledger; the number may be negative.
-        Each process causes `each` bytes of them.
+        Each process accounts for `each` of these bytes.
         """
         base = layout.grant_device(device)
         if self._published_ns[device] == began_ns:

@@ -97,7 +97,7 @@ class Membership:
 def find_membership(
     pid: int, proc: Path = PROC, is_named: Callable[[str], bool] | None = None
 ) -> Membership:
-    """Return what identifies a container with first process `pid`; empty if that is gone.
+    """Return what identifies a container with first process `pid`; empty if the process is gone.
 
     Call it before any code of the image runs: the first process may move into a descendant of
     its group (systemd does), where its siblings are not. If it is called later, `is_named` tells

@@ -42,7 +42,7 @@ def parse_quantity(value: str | int, option: str) -> int:
     match = _QUANTITY.fullmatch(str(value))
     if not match:
         raise ConfigError(
-            f"{option} is {value!r}, accepted are bytes or a whole number with Ki, Mi, Gi or Ti",
+            f"{option} is {value!r}, but must be bytes or a whole number with Ki, Mi, Gi or Ti",
             hint="write it like 512Mi",
         )
     return int(match[1]) * UNITS[match[2] or ""]
@@ -60,9 +60,9 @@ def parse_listen(
     if value in ("off", "unix") or (address and int(address[1]) < 1 << 16):
         return str(value)
     raise ConfigError(
-        f"{name}: {option} is {value!r}, accepted are off, unix, 127.0.0.1:PORT and '[::1]:PORT'",
-        hint="containers are named there: to show them elsewhere put a proxy that asks who it is"
-        " in front",
+        f"{name}: {option} is {value!r}, but must be off, unix, 127.0.0.1:PORT or '[::1]:PORT'",
+        hint="it shows the names of containers: for other machines, put a proxy that authenticates"
+        " clients in front of it",
     )
 
 
@@ -365,8 +365,8 @@ def _build(values: dict[str, Any], origins: Mapping[str, str]) -> Config:
     for gpu, own in values.get("gpus", {}).items():
         if own["strategy"] not in allowed:
             raise ConfigError(
-                f"{origins[f'gpus.{gpu}']}: gpus.{gpu}.strategy is {own['strategy']}, strategies"
-                f" allows {', '.join(allowed)}",
+                f"{origins[f'gpus.{gpu}']}: gpus.{gpu}.strategy is {own['strategy']}, but"
+                f" strategies allows only {', '.join(allowed)}",
                 hint="add it to strategies, or choose one of those",
             )
     inner: dict[str, Any] = {
@@ -417,7 +417,7 @@ def _read_text(file: Path) -> str:
         try:
             mode = os.fstat(fd).st_mode
             if not stat.S_ISREG(mode):
-                what = "Is a directory" if stat.S_ISDIR(mode) else "no regular file"
+                what = "Is a directory" if stat.S_ISDIR(mode) else "not a regular file"
                 raise ConfigError(f"{file}: {what}", hint="name a readable file")
             data = b""
             while len(data) <= FILE_LIMIT and (part := os.read(fd, FILE_LIMIT)):

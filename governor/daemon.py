@@ -64,8 +64,8 @@ default.
 def require_simulated(driver_dir: str) -> str | None:
     """Return the directory of simulated GPUs if the mirror has their driver, else None.
 
-    GovernorError if the directory is not known: NVML's own error would mention a kernel module,
-    which simulated GPUs do not have.
+    Raise GovernorError if the directory is not known: NVML's own error would mention a kernel
+    module, which simulated GPUs do not have.
     """
     generation = Path(driver_dir) / "current"
     manifest = read_manifest(generation.resolve())
@@ -110,7 +110,7 @@ def find_devices(nvml: Nvml) -> tuple[list[Device], dict[int, str]]:
         if isinstance(found, NvmlError):
             left_out[index] = found.message.removeprefix(f"GPU {index}: ")
         elif found.memory_total is None:
-            left_out[index] = "NVML does not tell its memory"
+            left_out[index] = "NVML does not report its memory"
         else:
             devices.append(
                 Device(found.index, found.uuid, found.name, found.memory_total, found.minor)
@@ -151,7 +151,7 @@ def _open_lock(directory: Path) -> int:
         os.fchmod(fd, 0o600)  # even if something else created the file
     except OSError as e:
         raise GovernorError(
-            f"{directory / LOCK}: {e.strerror}", hint="run as root; a link there is removed by hand"
+            f"{directory / LOCK}: {e.strerror}", hint="run as root; if it is a link, remove it"
         ) from e
     return fd
 
@@ -178,7 +178,7 @@ def _take_lock(lock: int, directory: Path) -> None:
 async def wait_for_place(directory: Path, stop: asyncio.Event) -> int | None:
     """Wait for another governor in `directory` to end; return the lock for `listening`.
 
-    None if `stop` was set first.
+    Return None if `stop` was set first.
     """
     lock = _open_lock(directory)
     said = False
@@ -281,8 +281,8 @@ def _install_signal_handlers(stop: asyncio.Event, hangups: asyncio.Event) -> Non
 async def govern(load: Callable[[], LoadedConfig], *, wait: bool = False) -> None:
     """Serve with the configuration that `load` returns, until a signal to stop.
 
-    With `wait`, it waits for another governor in the same directory to end; otherwise that is an
-    error.
+    If another governor is running in the same directory, wait for it to end if `wait` is true, and
+    raise GovernorError otherwise.
     """
     settings = SettingsInForce(load)
     config = settings.config

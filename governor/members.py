@@ -72,7 +72,7 @@ class Members(Sequence[Member]):
         return len(self._members)
 
     def add(self, member: Member) -> None:
-        """Add a member, the youngest."""
+        """Add a member, as the youngest."""
         self._members.append(member)
 
     def remove(self, member: Member) -> None:
@@ -80,7 +80,7 @@ class Members(Sequence[Member]):
         self._members.remove(member)
 
     def confirmed(self, row: ContainerRow, member: Member) -> ContainerRow:
-        """Return the container's row in which a member's start is confirmed."""
+        """Return a copy of the container's row in which the member's start is confirmed."""
         return row.of(
             [replace(one.row, confirmed=True) if one is member else one.row for one in self]
         )

@@ -37,7 +37,7 @@ IDLE_S = 0.05
 """Interval at which the governor checks whether there are any processes, in seconds: creating a
 first context takes longer."""
 ALONE_NS = 5_000_000_000
-"""Interval at which a GPU without containers is checked for still answering, in nanoseconds."""
+"""Interval at which NVML is called for a GPU without containers, to detect a failure, in ns."""
 
 
 class Observer(Protocol):
@@ -54,13 +54,13 @@ class Observer(Protocol):
 
 
 EACH = 16 << 20
-"""Upper bound of the memory that a process causes and that NVML attributes to no process, in bytes:
+"""Upper bound, in bytes, of the memory that each process adds and that NVML attributes to none:
 8.8 MiB on an H200, driver 580."""
 
 
 @dataclass
 class Unattributed:
-    """The part of a GPU's memory that NVML attributes to no process, by the last sample."""
+    """The part of a GPU's memory that NVML attributes to no process, as of the last sample."""
 
     each: int = EACH
     bytes: int = 0
@@ -133,7 +133,7 @@ class _Watch:
 
 
 TRIES = 4
-"""Number of attempts of a sample to get consistent numbers while the GPU's memory changes."""
+"""Number of attempts, in a sample, to get consistent numbers while the GPU's memory changes."""
 
 
 def _ask_memory(nvml: Observer, uuid: str) -> tuple[tuple[ProcessMemory, ...], int | None]:
@@ -157,8 +157,8 @@ def _ask_memory(nvml: Observer, uuid: str) -> tuple[tuple[ProcessMemory, ...], i
 def _unseen(charges: Iterable[Charge]) -> int | None:
     """Return the charged bytes on a GPU that NVML attributes to no process.
 
-    None while a process creates a context: NVML shows the memory before it attributes it to the
-    process.
+    Return None while a process creates a context: NVML shows the memory before it attributes it to
+    the process.
     """
     unseen = 0
     for charge in charges:
@@ -177,9 +177,10 @@ async def reconcile(
     tally: Tally | None = None,
     auditor: Auditor | None = None,
 ) -> None:
-    """Sample each GPU four times a second, and within 20 ms if a process waits for a sample.
+    """Sample each shared GPU four times a second, and within 20 ms if a process waits for a sample.
 
-    Samples are counted in `tally`, and passed to `auditor`.
+    A GPU without containers is sampled every five seconds. Samples are counted in `tally`, and
+    passed to `auditor`.
     """
     watches = [_Watch(device) for device in devices]
     with ThreadPoolExecutor(1, "nvml") as executor:

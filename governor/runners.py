@@ -42,9 +42,9 @@ class RunnerMaker:
     """Coordinates steered GPUs."""
 
     def make(self, device: Device) -> Runner:
-        """Return the runner of a GPU: by its own scheduler if that is configured and possible.
+        """Return a GPU's runner; it uses the GPU's own scheduler if configured and possible.
 
-        With `scheduling: auto`, that is so for a real GPU on which a test has shown that the driver
+        With `scheduling: auto`, it does so on a real GPU on which a test has shown that the driver
         calls work (`probe`).
         """
         strategy = self.config.strategy_of(device.index, device.uuid)
@@ -91,10 +91,11 @@ class RunnerMaker:
         return runner
 
     def _find_effect(self, device: Device, hardware: Closeable) -> str:
-        """Return why a GPU should not be steered, by an earlier test or a new one; empty if it may.
+        """Return why a GPU should not be steered; empty if it may be.
 
-        With `scheduling: hardware`, a GPU that cannot be tested now is steered without a test. The
-        calls for a simulated GPU always work.
+        A GPU that has not passed a test yet is tested. With `scheduling: hardware`, one that cannot
+        be tested now is steered unless it failed an earlier test. The calls for a simulated GPU
+        always work.
         """
         if self.nvml.simulated(device.uuid) is not None:
             return ""

@@ -1,7 +1,7 @@
-"""Compute a process's use of a GPU: its memory from ledger and NVML, and its part of the time.
+"""Compute a process's use of a GPU: its memory, from the ledger and NVML, and its part of the time.
 
-Pure: no clock, no driver. The container writes the ledger, so all values from it are bounded here
-before they are used. Units are bytes, nanoseconds and percent.
+Pure: no clock, no driver. The container writes the ledger, so memory and time from it are bounded
+here before they are used. Units are bytes, nanoseconds and percent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOOK_NS = 250_000_000
 """Interval between two samples of a shared GPU, in nanoseconds."""
 
 NEW_NS = 300_000_000
-"""Time after its creation during which NVML may not list a context, in nanoseconds."""
+"""Time after a context's creation during which NVML may not list it, in nanoseconds."""
 
 MOST_WAITING = 64
 """Maximum number of samples that wait for the process's next query of its pools."""
@@ -85,7 +85,10 @@ least one of the numbers."""
 
 
 def read_charge(ledger: mmap, slot: int, device: int, whole: int) -> Charge:
-    """Return the charge of a process on a GPU of `whole` bytes; no number exceeds that."""
+    """Return the charge of a process on a GPU of `whole` bytes.
+
+    No amount of memory exceeds `whole`; times and running totals are not bounded here.
+    """
     (
         asked_ns, returned_before, shrunk_before, moving_before, pooled_before, contexts,
         unseen_before, memory, taking, unseen, moving, pooled, provisional, provisional_ns,
@@ -163,7 +166,7 @@ class Debt:
     def __init__(self) -> None:
         self.bytes = 0
         self.least = 0
-        """The lower bound by the last sample: what the driver took at least at that time."""
+        """The lower bound from the last sample: the least that the driver had taken by then."""
         self._last_ns = 0
         self._new_until_ns = 0
         self._told = 0
@@ -172,8 +175,8 @@ class Debt:
         self._seen_unreported = 0
         # Samples since which the pools were not queried: end and upper bound of each.
         self._waiting: deque[tuple[int, int]] = deque()
-        # Upper bound by the last sample since which they were queried, less the additions until
-        # then.
+        # Upper bound from the last sample after which the pools were queried, less the additions
+        # until then.
         self._most: int | None = None
 
     def update(
@@ -239,7 +242,7 @@ class Debt:
         return news - max(min(0, news), self._seen_unreported)
 
     def _bound(self, ended_ns: int, most: int, before: Charge, after: Charge) -> int:
-        """Return the upper bound by the last sample since which the pools were queried.
+        """Return the upper bound from the last sample after which the pools were queried.
 
         `most` is the upper bound of this sample if the pools hold all that they are charged for.
         The memory that the driver took since that earlier sample, and the reductions of pools that
@@ -259,10 +262,11 @@ class Meter(Generic[Key]):
     """The GPU time of a container's processes over the last second.
 
     While others share the GPU, the time is the one that the processes report (by the GPU's clock,
-    between their markers), limited to the time that the container held by the arbiter's count,
-    because reports are not trusted. A container that is alone holds an open grant, in which few
-    markers are recorded, and its held time is not booked before the grant ends. In this case NVML's
-    samples are used. They are correct only then: under contention a sample names only one process.
+    between their markers), limited to the time for which, by the arbiter's count, the container
+    held the GPU, because reports are not trusted. A container that is alone holds an open grant, in
+    which few markers are recorded, and its held time is not booked before the grant ends. In this
+    case NVML's samples are used. They are correct only then: under contention a sample names only
+    one process.
     """
 
     def __init__(self) -> None:
@@ -298,7 +302,7 @@ class Meter(Generic[Key]):
         was_open, self._open = self._open, sampled is not None
         if sampled is not None and was_open:
             return _at_most({key: float(sampled.get(key, 0)) for key in busy}, 100.0)
-        # The first reading marks the begin of the window.
+        # The first reading marks the beginning of the window.
         window = now_ns - self._looks[0][0]
         if window <= 0:
             return dict.fromkeys(busy, 0.0)

@@ -47,7 +47,7 @@ def gpus(node: ExaminedNode) -> tuple[ModuleGpu, ...]:
 
 
 def needs_none(node: ExaminedNode) -> str | None:
-    """Return why this node does not need NVIDIA's kernel module, None if it needs it."""
+    """Return why this node does not need NVIDIA's kernel module, None if it does need it."""
     kind = kind_of_mirror(node)
     if kind == "simulated":
         return "the mirror's driver is the simulated GPU's, which has no kernel module"
@@ -156,7 +156,7 @@ def _number(status: os.stat_result) -> tuple[int, int]:
 def links(node: ExaminedNode) -> Iterator[Finding]:
     """Check the links in /dev/char, without which systemd loses the devices on a reload."""
     if node.stat("/run/systemd/system") is None:
-        yield note("systemd does not run here: no links in /dev/char are needed")
+        yield note("systemd is not running here: no links in /dev/char are needed")
         return
     if node.stat("/dev/nvidiactl") is None:
         yield note("there are no device nodes that need a link")
@@ -286,7 +286,7 @@ def mps(node: ExaminedNode) -> Iterator[Finding]:
     if hidden:
         yield unseen(f"it is not known whether {hidden} MPS daemons are the governor's", AS_ROOT)
     else:
-        yield ok("the MPS daemons are the governor's" if seen else "no MPS daemon runs")
+        yield ok("the MPS daemons are the governor's" if seen else "no MPS daemon is running")
 
 
 def _is_mps(node: ExaminedNode, pid: str) -> bool:

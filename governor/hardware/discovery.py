@@ -81,7 +81,7 @@ def has_ended(pidfd: int) -> bool:
 def borrowed(pidfd: int, descriptor: int, device: str = calls.CONTROL_DEVICE) -> Iterator[int]:
     """Lend a duplicate of a process's descriptor; raise OSError if it cannot be obtained.
 
-    The error is EBADF also if the number now refers to another file, to which no call may be made.
+    The error is also EBADF if the number now refers to another file, to which no call may be made.
     """
     fd = duplicate_descriptor(pidfd, descriptor)
     try:

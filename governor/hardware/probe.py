@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Self
 from governor.hardware.steering import Hardware
 
 VERSION = 1
-"""Number of this test: a result of another one does not count."""
+"""Version of this test; results of other versions are ignored."""
 NAME = "steering.json"
 """File with the results, in the state directory."""
 START_S = 30.0
@@ -40,7 +40,7 @@ time in which it would end."""
 LATE_NS = 2_000_000
 """Time for which a process may still work after the call that switches it off, in ns."""
 HELD = 1.5
-"""Least duration of that work, as a multiple of WORK_MS, which shows that it was interrupted."""
+"""Shortest duration of that work that shows an interruption, as a multiple of WORK_MS."""
 N_TRIES = 5
 RACE_MS = 60
 SLICE_NS = (8_000_000, 1_000_000)
@@ -49,8 +49,8 @@ the second one twice RACE_MS; with equal slices, both take equally long."""
 AHEAD = 1.5
 """Longest time of the first one, and shortest time of the second one, as a multiple of RACE_MS."""
 TRACED = 0.25
-"""Least fraction of the work that the trace shows. It has no record of a context that has the GPU
-to itself until another one takes it over."""
+"""Smallest fraction of the work that the trace must show. It has no record of a context that has
+the GPU to itself until another one takes it over."""
 
 START = """\
 import sys
@@ -77,7 +77,7 @@ class Work(NamedTuple):
 
 
 class Worker:
-    """A process that works on the GPU when it is told; a context manager that ends it."""
+    """A process that works on the GPU when told to; a context manager that ends it."""
 
     def __init__(self, library: str, uuid: str) -> None:
         modules = "\n".join(path for path in sys.path if path.startswith("/"))
@@ -100,7 +100,7 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """The process."""
+        """The pid of the process."""
         return self._process.pid
 
     def __enter__(self) -> Self:
@@ -124,7 +124,7 @@ class Worker:
                 pipe.close()
 
     def start(self, ms: float) -> None:
-        """Let it work for as long as it needs alone for `ms`."""
+        """Start work that takes `ms` milliseconds if the process has the GPU to itself."""
         assert self._process.stdin is not None  # noqa: S101
         try:
             self._process.stdin.write(b"%g\n" % ms)
@@ -133,7 +133,7 @@ class Worker:
             raise NotProbedError("the process that works on it has ended") from e
 
     def answer(self, timeout_s: float) -> dict[str, Any] | None:
-        """Return its next answer; None if there is none within the time."""
+        """Return the process's next answer; None if there is none within `timeout_s` seconds."""
         assert self._process.stdout is not None  # noqa: S101
         fd = self._process.stdout.fileno()
         deadline = time.monotonic() + timeout_s
@@ -162,7 +162,7 @@ class Worker:
 def probe(hardware: Hardware[Any], library: str, uuid: str) -> None:
     """Test the calls on a GPU without containers, with the libcuda at `library`.
 
-    Raises WithoutEffectError if one has no effect, NotProbedError if the test cannot be made, and
+    Raise WithoutEffectError if one has no effect, NotProbedError if the test cannot be made, and
     the errors of `hardware`.
     """
     with Worker(library, uuid) as first, Worker(library, uuid) as second:

@@ -1,10 +1,10 @@
-"""Program of the probe's worker processes: works on a GPU for as long as it is told.
+"""Program of the probe's worker processes: works on a GPU for as long as it is told to.
 
 It is started with the path of a libcuda and the UUID of a GPU, and writes a line of JSON when it is
 ready. For each line with a number of milliseconds that it reads, it runs a kernel that takes this
-long alone, and writes how long the kernel took and when it ended, in nanoseconds of the monotonic
-clock. Before the first of them it measures the kernel, for which it must have the GPU to itself.
-After a line with an error it exits.
+long if nothing else uses the GPU, and writes how long the kernel took and when it ended, in
+nanoseconds of the monotonic clock. Before the first of them it measures the kernel, for which it
+must have the GPU to itself. If a call fails, it writes a line with the error and exits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FIRST = 1 << 14
 LONG_MS = 10.0
 """Shortest duration from which a kernel's length is computed."""
 N_WARM = 8
-"""Number of kernels of that length of which the fastest counts: the GPU's clock rises meanwhile."""
+"""Number of runs of such a kernel, of which the fastest counts: the GPU's clock rises with use."""
 
 
 class WorkFailedError(Exception):
@@ -76,10 +76,10 @@ class GpuContext:
     def _call(self, name: str, *arguments: object) -> None:
         status = getattr(self._cuda, name)(*arguments)
         if status:
-            raise WorkFailedError(f"{name} answers {status}")
+            raise WorkFailedError(f"{name} returned {status}")
 
     def _find(self, uuid: str) -> ctypes.c_int:
-        """Return the device with this UUID, GPU-... as NVML has it."""
+        """Return the device with this UUID, which has the form of NVML, GPU-...."""
         count, device = ctypes.c_int(), ctypes.c_int()
         self._call("cuDeviceGetCount", ctypes.byref(count))
         wanted = bytes.fromhex(uuid.removeprefix("GPU-").replace("-", ""))

@@ -1,9 +1,9 @@
-"""Share a GPU by its own scheduler: a thread steers it, and the arbiter's grants stay open.
+"""Share a GPU through its own scheduler: a thread steers it, and the arbiter's grants stay open.
 
 Every container has an open grant, so no launch waits. The steering thread reads which container was
-on the GPU, and sets switches and time slices by the policy. If steering fails for any reason, the
-arbiter grants again as it does on other GPUs, so quotas hold either way. After a pause the thread
-tries to steer the GPU again.
+on the GPU, and sets switches and time slices according to the policy. If steering fails for any
+reason, the arbiter grants again as it does on other GPUs, so quotas hold either way. After a pause
+the thread tries to steer the GPU again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LASTED_S = 600.0
 
 
 class Tells(Protocol):
-    """A watchdog: is told which tokens are off, and switches them on when the governor dies."""
+    """A watchdog: it is told which channels are off, and switches them on if the governor dies."""
 
     def tell(self, off: Sequence[Any], /) -> None:
         """Announce what is about to be switched off; OSError if nothing listens."""
@@ -60,7 +60,7 @@ class Closeable(Hardware[Any], Protocol):
     """A GPU that is steered until it is closed."""
 
     def watchdog(self) -> Tells:
-        """Start the watchdog, which switches tokens on when the governor dies."""
+        """Start the watchdog, which switches channels on when the governor dies."""
 
     def close(self) -> None:
         """Release its resources."""
@@ -84,12 +84,12 @@ def open_hardware(nvml: Nvml, uuid: str) -> Closeable:
     try:
         from simgpu.steering import SimulatedHardware
     except ImportError as e:  # packages do not have it
-        raise OSError("a simulated GPU is steered by a checkout's governor only") from e
+        raise OSError("only a governor run from a checkout steers simulated GPUs") from e
     return SimulatedHardware(*simulated, uuid)
 
 
 LOST_S = 60.0
-"""Shortest interval between two log messages of a kind, in seconds."""
+"""Shortest interval between two log messages of the same kind, in seconds."""
 
 
 class UnsteerableError(Exception):
@@ -121,7 +121,7 @@ class _SteeredContainers:
 
 
 class HardwareRunner(Runner):
-    """Shares one GPU by its own scheduler, with the interface of the arbiter's `Runner`."""
+    """Shares one GPU through its own scheduler, with the interface of the arbiter's `Runner`."""
 
     def __init__(
         self,
@@ -371,7 +371,9 @@ class HardwareRunner(Runner):
             self._finder.saw(steering.strangers | steering.returned)
         self._say_returned(steering.returned)
         if steering.hidden_ns > HIDDEN_NS:
-            raise UnsteerableError("a process has GPU time by an open file that cannot be found")
+            raise UnsteerableError(
+                "a process has GPU time through an open file that cannot be found"
+            )
         self._say_lost()
         while True:
             left = wake - time.monotonic()

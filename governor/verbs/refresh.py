@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 FEW = 12  # changes that are listed without --verbose
 
-SUMMARY = "Mirror the host's driver, with the control library in its place"
+SUMMARY = "Mirror the host's driver, with the control library interposed"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

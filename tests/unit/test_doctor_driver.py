@@ -79,7 +79,7 @@ def test_without_a_module_there_are_no_nodes(host: Host) -> None:
 
 
 def test_links_in_dev_char_matter_to_systemd(host: Host) -> None:
-    assert host.check("driver.links")[0].startswith("note: systemd does not run here")
+    assert host.check("driver.links")[0].startswith("note: systemd is not running here")
     (host.root / "run/systemd/system").mkdir(parents=True)
     assert host.check("driver.links") == ["note: there are no device nodes that need a link"]
     host.put("dev/nvidiactl")
@@ -153,12 +153,12 @@ def put_mps(host: Host, pid: int, pipe: str | None) -> None:
 def test_a_zombie_of_an_mps_daemon_is_ignored(host: Host) -> None:
     put_mps(host, 812, None)
     host.put("proc/812/stat", "812 (nvidia-cuda-mps) Z 1\n")
-    assert host.check("driver.mps") == ["ok: no MPS daemon runs"]
+    assert host.check("driver.mps") == ["ok: no MPS daemon is running"]
 
 
 def test_an_mps_daemon_of_another_installation_is_warned_of(host: Host) -> None:
     host.put("proc/1/comm", "systemd\n")
-    assert host.check("driver.mps") == ["ok: no MPS daemon runs"]
+    assert host.check("driver.mps") == ["ok: no MPS daemon is running"]
     put_mps(host, 812, f"/run/tidegate/mps/{UUID}/pipe")
     assert host.check("driver.mps") == ["ok: the MPS daemons are the governor's"]
     put_mps(host, 900, None)

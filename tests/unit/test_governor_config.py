@@ -142,7 +142,7 @@ def test_a_wrong_file_is_one_line_that_names_the_option(text: str, names_: str) 
         (
             "memory_reserve: 1G",
             (
-                "node.yaml: memory_reserve is '1G', accepted are bytes or a whole number with Ki,"
+                "node.yaml: memory_reserve is '1G', but must be bytes or a whole number with Ki,"
                 " Mi, Gi or Ti; write it like 512Mi"
             ),
         ),
@@ -213,7 +213,10 @@ def test_a_gpu_has_its_own_strategy_by_index_or_uuid() -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("gpus: {1: {strategy: mps}}", "gpus.1.strategy is mps, strategies allows timeslice"),
+        (
+            "gpus: {1: {strategy: mps}}",
+            "gpus.1.strategy is mps, but strategies allows only timeslice",
+        ),
         ("strategies: []", "strategies"),
         ("strategies: [mps, mps]", "strategies"),
         ("strategies: [passthrough]", "strategies"),
@@ -335,9 +338,9 @@ def test_a_fifo_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
     large = tmp_path / "large.yaml"
     large.write_bytes(b"#" * (FILE_LIMIT + 1))
     for path, says in (
-        (fifo, "no regular file"),
+        (fifo, "not a regular file"),
         (large, "more than 64 KiB"),
-        (Path("/dev/zero"), "no regular"),
+        (Path("/dev/zero"), "not a regular"),
     ):
         with pytest.raises(ConfigError, match=says):
             read_config(path)

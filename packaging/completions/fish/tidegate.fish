@@ -150,7 +150,7 @@ complete -c tidegate -n '_shtab_tidegate_using convert' -l gpu-memory -x -d 'mem
 complete -c tidegate -n '_shtab_tidegate_using convert' -l compute -x -d 'percent guaranteed to pods that ask HAMi for memory only (10)'
 complete -c tidegate -n '_shtab_tidegate_using convert' -l json -d 'print one JSON document: the manifests as a List, and the notes'
 complete -c tidegate -n '_shtab_tidegate_using convert; and test $_shtab_tidegate_npos -eq 0' -ka "(__fish_complete_path (commandline -ct))" -d 'manifests as YAML or JSON; - is standard input'
-complete -c tidegate -n '_shtab_tidegate_using; and test $_shtab_tidegate_npos -eq 0' -a refresh -d 'Mirror the host'"'"'s driver, with the control library in its place.'
+complete -c tidegate -n '_shtab_tidegate_using; and test $_shtab_tidegate_npos -eq 0' -a refresh -d 'Mirror the host'"'"'s driver, with the control library interposed.'
 complete -c tidegate -n '_shtab_tidegate_using refresh' -s h -l help -d 'show this help message and exit'
 complete -c tidegate -n '_shtab_tidegate_using refresh' -l root -xka "(__fish_complete_directories)" -d 'the tree to search (default /)'
 complete -c tidegate -n '_shtab_tidegate_using refresh' -l output -xka "(__fish_complete_directories)" -d 'where generations are kept (default /var/lib/tidegate/driver)'

@@ -39,7 +39,7 @@ class Cluster:
     def __init__(
         self, kubeconfig: str | None = None, timeout: tuple[float, float] = TIMEOUT
     ) -> None:
-        """Find the API server by a kubeconfig file, or else by the pod's service account."""
+        """Find the API server from a kubeconfig file, or else from the pod's service account."""
         from kubernetes import client, config
 
         configuration = client.Configuration()
@@ -227,14 +227,14 @@ def _explain(subject: str, e: Exception) -> ClusterError:
         except (TypeError, ValueError, KeyError):
             said = str(e.reason)
         hints = {
-            401: "see the service account's token",
+            401: "check the service account's token",
             403: "give the driver's service account the role of packaging/kubernetes/",
             404: "it no longer exists",
             409: "the driver retries",
             422: "report this line as a bug",
         }
         if "ValidatingAdmissionPolicy" in said:
-            hints[status] = "see the policy, and the owner of this driver's token (own-node.yaml)"
+            hints[status] = "check the policy, and the owner of this driver's token (own-node.yaml)"
         return ClusterError(
             f"{subject}: the API server says {status}: {' '.join(said.split())[:300]}",
             hint=hints.get(status, "the driver retries; see the API server's log"),
@@ -243,7 +243,7 @@ def _explain(subject: str, e: Exception) -> ClusterError:
     said = str(e.reason) if isinstance(e, ApiException) else str(e)
     # The cause comes last, after class names and object addresses.
     reason = " ".join(said.partition("Caused by ")[2].split() or said.split())[:300]
-    hint = "the driver retries; see the network and the API server"
+    hint = "the driver retries; check the network and the API server"
     if "CERTIFICATE" in reason or "certificate" in reason:
         hint = (
             "the certificate authority that is trusted has to be the API server's, and its"

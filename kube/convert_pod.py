@@ -261,7 +261,9 @@ class ConvertedPod:
         if asked.get("nvidia.com/gpumem"):
             ask.memory_mib = asked["nvidia.com/gpumem"]
             if percent:
-                self.note("nvidia.com/gpumem-percentage", "nvidia.com/gpumem counts", "changed")
+                self.note(
+                    "nvidia.com/gpumem-percentage", "nvidia.com/gpumem takes precedence", "changed"
+                )
         elif percent >= 100:
             pass  # a claim without memory gets all of it, which is less than the GPU's nominal size
         elif percent and self.options.gpu_mib:
@@ -297,7 +299,7 @@ class ConvertedPod:
         count = max(cores // 100, 1)
         if cores >= 100:
             if cores % 100:
-                self.note(CORE, f"{cores} is not a whole number of GPUs: {count}")
+                self.note(CORE, f"{cores} is not a whole number of GPUs; the claim has {count}")
             if blocks:
                 self.note(
                     BLOCKS, "vcuda-core asks for whole GPUs, with all their memory", "changed"
@@ -388,7 +390,7 @@ class ConvertedPod:
                 self.note(
                     "nvidia.com/vgpu-mode: mps",
                     f"a client of MPS can have only one GPU, not {ask.count};"
-                    " the node's strategy counts",
+                    " the node's strategy applies",
                 )
             if limit is not None and ask.device_class == "gpu-strict":
                 ask.device_class = "gpu-elastic"

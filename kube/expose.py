@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     host, _, port = args.listen.rpartition(":")
     if not port.isdigit():
-        parser.error("--listen is HOST:PORT")
+        parser.error("--listen must be HOST:PORT")
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(run(host.strip("[]"), int(port), args.socket))
     return 0

@@ -107,7 +107,7 @@ class Instance:
             self.close()
             if self.name:
                 raise SocketError(
-                    f"another driver, with fixed socket names, or the device plugin uses"
+                    f"another driver with fixed socket names, or the device plugin, uses"
                     f" {self._directory}",
                     hint="stop it first (kubectl delete daemonset)",
                 ) from e
@@ -186,7 +186,7 @@ class Instance:
         return list(alive.values())
 
     def others(self) -> bool:
-        """Return whether another instance was seen lately, so the kubelet may have called it."""
+        """Return whether another instance was seen recently, so the kubelet may have called it."""
         return self._met is not None and time.monotonic() - self._met < LATELY_S
 
     def _found(self, directory: Path, pattern: re.Pattern[str]) -> set[str]:

@@ -88,7 +88,7 @@ def check(document: object, where: str) -> None:
     if error.validator == "additionalProperties" and isinstance(document, dict):
         field = next(str(name) for name in document if name not in schema()["properties"])
         close = difflib.get_close_matches(field, known, n=1, cutoff=0.5)
-        problem = f"{_cut(field)} is no option"
+        problem = f"{_cut(field)} is not an option"
         hint = f"did you mean {close[0]}?" if close else hint
     elif error.validator == "not":
         problem = "computeLimit and strict: true say different things"

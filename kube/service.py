@@ -188,7 +188,7 @@ class Registration:
         )
 
     def NotifyRegistrationStatus(self, request: Any, _context: Any) -> Any:  # noqa: N802
-        """Handle the result; an accepted registration follows a start of kubelet or driver."""
+        """Handle the result; the kubelet registers the driver when either of them has started."""
         if request.plugin_registered:
             log.info("registered")
         else:

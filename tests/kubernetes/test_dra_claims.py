@@ -145,7 +145,7 @@ def test_parameters_for_a_request_are_for_its_alternatives() -> None:
             {"computeLimit": 130},
             "claim b/a, request gpu, parameters of the claim: computeLimit: 130 is greater than the maximum of 100",
         ),
-        ({"computLimit": 50}, "computLimit is no option; did you mean computeLimit?"),
+        ({"computLimit": 50}, "computLimit is not an option; did you mean computeLimit?"),
         ({"strategy": "fair"}, "strategy: 'fair' is not one of ['auto', 'timeslice', 'mps']"),
         ({"strict": True, "computeLimit": 5}, "computeLimit and strict: true say different things"),
         ({"kind": "GpuConfig"}, "kind: 'TidegateConfig' was expected"),

@@ -106,7 +106,7 @@ def test_a_failing_claim_does_not_affect_other_claims(stand: Stand) -> None:
             == "claim team-b/full asks for 40 % of GPU 0, 30 % are left; wait"
         )
         assert answers[wrong["metadata"]["uid"]].error == (
-            "claim team-b/wrong, request gpu, parameters of the claim: computLimit is no option; did you mean computeLimit?"
+            "claim team-b/wrong, request gpu, parameters of the claim: computLimit is not an option; did you mean computeLimit?"
         )
         assert "claim team-c/gone: the API server says 404" in answers[gone[2]].error
     assert list(stand.governor.claims) == [good["metadata"]["uid"]]

@@ -176,7 +176,7 @@ def test_fixed_names_and_named_instances_exclude_each_other(two: TwoDrivers) -> 
     log, first = len(stand.text()), stand.process
     second = stand.start("--instance", NEW)
     assert second.wait(15) == 73
-    assert "another driver, with fixed socket names, or the device plugin" in stand.text()[log:]
+    assert "another driver with fixed socket names, or the device plugin," in stand.text()[log:]
     stand.process = first
 
 
@@ -324,7 +324,7 @@ def test_the_lock_of_the_device_plugin_keeps_instances_away(places: tuple[Path, 
     places[0].mkdir()
     fd = os.open(places[0], os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
-    with pytest.raises(SocketError, match="or the device plugin uses"):
+    with pytest.raises(SocketError, match="or the device plugin, uses"):
         Instance(*places, "a").start()
     os.close(fd)
     instance = Instance(*places, "a")

@@ -109,7 +109,7 @@ def test_mps_is_for_one_gpu_and_is_reported_as_lost_for_more() -> None:
     assert notes == [
         (
             "Pod p: lost: nvidia.com/vgpu-mode: mps: a client of MPS can have only one GPU, not 2; the node's"
-            " strategy counts"
+            " strategy applies"
         )
     ]
     devices, notes = requests_of(POD.format(limits="nvidia.com/gpu: 1", **mps))

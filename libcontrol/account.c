@@ -41,7 +41,7 @@ void account_unrelax(CUstreamCaptureMode *mode)
 /* The container's use of a GPU. */
 struct use {
     uint64_t sum;     /* what is charged, what the driver took, and what is provisional */
-    uint64_t least;   /* what is charged, and what the driver took at least by the last sample */
+    uint64_t least;   /* what is charged, and the least that the last sample says the driver took */
     uint64_t sampled; /* when that sample began */
     bool due;         /* a sample is due: the driver may have taken or given back memory since */
 };
@@ -158,8 +158,8 @@ static void lower_sum(uint64_t *sum, uint64_t size)
         lower(before, rest);
 }
 
-/* `unseen` is raised first and lowered last, and what it has too much is in `taking`: a sample in
- * between attributes neither too much nor too little to the driver. */
+/* `unseen` is raised first and lowered last, and the excess is in `taking`: a sample in between
+ * attributes neither too much nor too little to the driver. */
 void account_add(int device, uint64_t size, bool unseen)
 {
     struct ledger_device *entry = pages_ledger_device((unsigned)device);
@@ -303,10 +303,11 @@ cold bool account_await_sample(int device, uint64_t since, uint64_t patience)
     return true;
 }
 
-/* When the last long wait without a result began. Further threads may join it until it ends. */
+/* When the last long wait without a result began. Further threads may join it until shortly before
+ * its end. */
 static uint64_t account_waited[LAYOUT_N_DEVICES];
 
-/* Returns until when a refusal waits that begins now. */
+/* Returns the time until which a refusal that begins now waits. */
 static uint64_t account_wait_begin(int device, uint64_t now)
 {
     uint64_t last = atomic_load_relaxed(&account_waited[device]);
@@ -320,7 +321,7 @@ static uint64_t account_wait_begin(int device, uint64_t now)
     return now + ACCOUNT_LONG_NS;
 }
 
-/* A wait that began at `began` has come to a result, so the next one may be long as well. */
+/* A wait that began at `began` has produced a result, so the next one may be long as well. */
 static void account_wait_end(int device, uint64_t began)
 {
     __atomic_compare_exchange_n(&account_waited[device], &began, 0, false, __ATOMIC_RELAXED,

@@ -70,9 +70,8 @@ static bool custom_mps_allowed(void)
         if (pages_now.on_governor_loss == CUSTOM_LOSS_OPEN)
             return true;
     } else
-        control_log(
-            "an MPS daemon runs here, but this container's strategy is not mps: stop the daemon, "
-            "or unset " CUSTOM_MPS_VARIABLE);
+        control_log("an MPS daemon is running here, but this container's strategy is not mps: stop "
+                    "the daemon, or unset " CUSTOM_MPS_VARIABLE);
     pages_deny();
     return false;
 }

@@ -51,7 +51,7 @@ extern void *__dso_handle;
 
 /*
  * Starts no thread, takes no lock of the library and makes no CUDA call. The fork handler is
- * registered here because the first call into the library may take a lock already, before any
+ * registered here because the first call into the library may already take a lock, before any
  * cuInit, and another thread may fork at that time.
  */
 __attribute__((constructor)) static void lifecycle_loaded(void)

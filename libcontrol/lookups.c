@@ -17,7 +17,7 @@
 
 enum lookup_kind {
     LOOKUP_KNOWN,
-    LOOKUP_HOOKED, /* every form of it is hooked */
+    LOOKUP_HOOKED, /* every form of it has to be hooked */
     LOOKUP_UNKNOWN,
 };
 
@@ -135,7 +135,7 @@ static void lookup_note(const char *symbol, int version, enum lookup_kind kind)
     os_unlock(&names_lock);
 }
 
-/* Logs the first refusal only: a process writes few lines, and others may matter more. */
+/* Logs only the first refusal: a process's lines are limited, and others may matter more. */
 static cold void lookup_log(const char *symbol)
 {
     static uint32_t logged;

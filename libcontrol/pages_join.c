@@ -147,7 +147,7 @@ static bool pages_keep_own_ledger(void)
     pages_now.alone = true;
     pages_note_own_ledger();
     atomic_store_release(&pages_now.slot, slot);
-    control_log("the governor does not answer; this process keeps its quota by itself");
+    control_log("the governor does not answer; this process enforces its quota by itself");
     return true;
 }
 
@@ -212,14 +212,14 @@ bool pages_start(void)
             /* Only a process that starts while the governor is away keeps a ledger of its own. */
             if (answer == PAGES_NOBODY && !gate_lost(os_now())) {
                 control_log(
-                    "the governor runs, and this process cannot reach it at " PAGES_DIRECTORY
+                    "the governor is running, but this process cannot reach it at " PAGES_DIRECTORY
                     "/governor.sock");
                 answer = PAGES_REFUSED;
             } else if (answer == PAGES_REFUSED)
-                control_log(
-                    "the governor does not take this process: it is not in the container's control "
-                    "group (as with nsenter), 64 of this container use the GPU already, or it "
-                    "cannot be watched; see the governor's log");
+                control_log("the governor does not accept this process: it is not in the "
+                            "container's control group (as with nsenter), 64 of this container's "
+                            "processes use the GPU already, or it cannot be watched; see the "
+                            "governor's log");
             if (answer == PAGES_JOINED || (answer == PAGES_NOBODY && pages_keep_own_ledger()))
                 atomic_store_release(&pages_started, 1);
             else

@@ -368,7 +368,7 @@ def test_ends_and_starts_while_the_governor_is_away(node: BenchNode) -> None:
     wait_for(lambda: pid in known(node)[stays.identifier]["processes"], "the second process")
     read_log = (stays.out / "inside.log").read_text
     assert inside.wait(WAIT_S) == 0, read_log()
-    assert "keeps its quota by itself" not in read_log()
+    assert "enforces its quota by itself" not in read_log()
     assert last_json(read_log())["units"] > 100
     wait_for(lambda: known(node)[stays.identifier]["processes"] == first, "the others to be gone")
     wait_for(
@@ -500,7 +500,7 @@ def test_a_process_that_starts_long_after_the_governor_was_killed(node: BenchNod
     assert alone.wait(WAIT_S) == 0
     log = (container.out / "alone.log").read_text()
     assert last_json(log)["units"] > 100
-    assert "this process keeps its quota by itself" in log
+    assert "this process enforces its quota by itself" in log
     assert "the governor is back" in log
     wait_for(
         lambda: pid not in known(node)[container.identifier]["processes"], "the end of the process"

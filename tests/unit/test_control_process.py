@@ -525,7 +525,7 @@ def test_a_process_that_starts_long_after_has_a_ledger_of_its_own_at_once(node: 
         env=os.environ | node.environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert process.stdout == "0\n", process.stderr
-    assert "this process keeps its quota by itself" in process.stderr
+    assert "this process enforces its quota by itself" in process.stderr
     assert time.monotonic() - began < 8
 
 

@@ -63,7 +63,7 @@ GPU. Rows with "both in one process" were measured in one governed process that 
 library and the driver's libcuda behind it, and calls each in turn. This excludes differences
 between processes.
 
-The stub is a driver whose functions return at once. The difference over the stub is the control
+The stub is a driver with functions that return at once. The difference over the stub is the control
 library's own cost, without a container around it.
 """
 

@@ -339,7 +339,7 @@ def keep_report(
     summarise: Callable[[dict[str, Any]], dict[str, Any]],
     configuration: Sequence[str],
 ) -> dict[str, Any]:
-    """Return the result of a suite whose report has all raw data and a summary of them."""
+    """Return the result of a suite with a report that has all raw data and a summary."""
     report, run = read_run(options.source / f"{suite}.json", f"bench.{suite}")
     gpu, claimed = report.pop("gpu"), report.pop("summary")
     name_commit(run, options.commit)

@@ -1,5 +1,5 @@
 /*
- * A libcuda whose functions return at once, for measuring the control library's own cost
+ * A libcuda with functions that return at once, for measuring the control library's own cost
  *
  * It is not a driver and not a simulation: the handles of streams, events and contexts refer to
  * nothing, memory is addresses that must not be accessed, and every event is complete. Functions

@@ -272,7 +272,7 @@ class Admissions:
         return next(named, None)
 
     def release(self, identifier: str) -> dict[str, Any]:
-        """Remove a container whose end its hook reports, if its first process has ended."""
+        """Remove a container on its hook's report of its end, if its first process has ended."""
         found = self.find(identifier)
         # A container of another engine may have the same id and still run, so the process is
         # checked.

@@ -177,7 +177,7 @@ class Bookings:
         self.claims[claim.uid] = claim
 
     def _part_ended(self, devices: set[str]) -> None:
-        """Remove members on these GPUs whose end has not been noticed yet."""
+        """Remove members on these GPUs that have ended without notice."""
         for container in list(self._admissions.containers.values()):
             if any(device.uuid in devices for device in container.devices):
                 for member in list(container.members):
@@ -233,7 +233,7 @@ class Bookings:
     def _user_of(self, uid: str) -> Container | None:
         """Return a container that uses a share of a claim.
 
-        Members whose end has not been noticed yet are removed first.
+        Members that have ended without notice are removed first.
         """
         for container in list(self._admissions.containers.values()):
             if not any(uid == own for own, _ in container.uses):

@@ -1,6 +1,6 @@
 """The members of a container: the containers, as engines created them, that use the same shares.
 
-A container whose quota comes from its annotations has one member, which is itself.
+A container with a quota from its annotations has one member, which is itself.
 """
 
 from __future__ import annotations

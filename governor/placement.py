@@ -1,7 +1,7 @@
 """Choose a container's GPUs among those with room, without access to a file, a clock or the driver.
 
 `spread` takes the emptiest GPUs and `pack` the fullest. `topology` takes GPUs that are near each
-other. Of two sets, the one whose farthest pair is nearer is better; if these are equal the next
+other. Of two sets, the one with the nearer farthest pair is better; if these are equal the next
 pair decides, and so on, because GPUs that work together wait for the slowest route between them.
 Among equally near sets it takes the one that leaves the most empty GPUs near each other, then the
 fullest: the emptiest would soon use a part of every group, and leave no whole group to the next

@@ -254,7 +254,7 @@ async def _take_sample(
             unattributed = unattributed - unseen if unseen is not None and settled else None
         if unattributed is not None:
             watch.unattributed.record(began_ns, unattributed, len(seen))
-        # A process whose memory NVML does not report counts as 0: that does not contradict its
+        # A process without a figure from NVML counts as 0: that does not contradict its
         # ledger.
         look = Look(began_ns, {one.pid: one.used or 0 for one in seen}, watch.samples)
     except VdriverError as e:

@@ -115,7 +115,7 @@ def _split_head(text: str) -> tuple[str, str]:
 
 
 def _with_names(value: Any) -> Any:
-    """Return a value whose keys JSON allows: dates and bytes from YAML become strings."""
+    """Return a value with keys that JSON allows: dates and bytes from YAML become strings."""
     if isinstance(value, dict):
         return {
             key if key is None or isinstance(key, str | int | float) else str(key): _with_names(one)

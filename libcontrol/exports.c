@@ -253,8 +253,8 @@ static bool closed_visit(const struct block *block, void *data)
     return true;
 }
 
-/* Refunds allocations whose descriptors were closed since the last call. Returns whether there were
- * any. */
+/* Refunds allocations with descriptors that were closed since the last call. Returns whether there
+ * were any. */
 cold static bool exports_settle(void)
 {
     uint64_t bytes[LAYOUT_N_DEVICES] = {0};

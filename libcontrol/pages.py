@@ -176,7 +176,7 @@ def init_ledger(page: mmap) -> None:
 def read_unknown(page: mmap) -> list[bytes]:
     """Return the raw entries of a ledger's header for names of unknown functions.
 
-    An entry that is empty, or whose name is being written, begins with a 0.
+    An entry that is empty, or is being written, begins with a 0.
     """
     at, *_ = _PLACES["ledger_header", "unknown"]
     size = layout.UNKNOWN_SIZE

@@ -265,7 +265,7 @@ class Applier:
         self.skipped: list[str] = []
 
     def _shared_mounts(self) -> frozenset[int]:
-        """Return the ids of the shared mounts, whose changes propagate to other namespaces."""
+        """Return the ids of the shared mounts: their changes propagate to other namespaces."""
         fd = os.open(
             "thread-self/mountinfo", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.container.procfd
         )

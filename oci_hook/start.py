@@ -142,7 +142,7 @@ def inspect(start: Start, asked: Asked) -> NodeAndImage:
     event.fields |= {"generation": manifest.generation}
     event.phase("manifest")
     container = CreatedContainer(state.pid, bundle.root)
-    # Clean up after an earlier container with this id whose end was not reported.
+    # Clean up after an earlier container with this id that ended without a report.
     cleanup.take_back(options.runtime_dir, state.id)
     # Held until this process ends: another start or end on this root finds either everything
     # that this start creates, or nothing.

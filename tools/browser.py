@@ -66,7 +66,7 @@ class Browser:
 
     def __enter__(self) -> Self:
         program, environment = find_browser()
-        # Not in a test's TMPDIR, whose path may be too long for the sockets in the profile.
+        # Not in a test's TMPDIR: its path may be too long for the sockets in the profile.
         profile = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-browser-"))
         inner_read, self._write = os.pipe()
         self._read, inner_write = os.pipe()

@@ -73,7 +73,7 @@ def _prepare(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Return the script, whose first line in zsh has to name the program."""
+    """Return the script. In zsh its first line has to name the program."""
     lines = shtab.complete(_prepare(parser), shell=shell).rstrip().splitlines()
     begin = next(n for n, line in enumerate(lines) if line and not line.startswith("#"))
     head = [lines[0], HEAD] if shell == "zsh" else [HEAD]  # shtab's says how to install by hand

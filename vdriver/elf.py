@@ -324,7 +324,7 @@ def _notes(elf: Any, segment: Any) -> Iterator[tuple[bytes, int, bytes]]:
 
 
 def _has_hash_table(elf: Any, values: dict[str, int]) -> bool:
-    """Return whether the file has a hash table for names, whose used part has to be loaded."""
+    """Return whether the file has a hash table for names; its used part has to be loaded."""
     table = values.get("DT_GNU_HASH", values.get("DT_HASH"))
     if table is None:
         return False

@@ -422,7 +422,7 @@ class _ChildSearch:
         self._note_mounts(inode, mounts)
 
     def _check_hidden(self, *, listed: bool) -> None:
-        """Report the threads whose namespace was not read.
+        """Report the threads with a namespace that was not read.
 
         Reading mountinfo needs less privilege than following the link to the namespace, and mount
         ids are unique on the machine: a thread with a mount that was read is in a namespace that

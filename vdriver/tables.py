@@ -50,7 +50,7 @@ class Wsl:
 
 @dataclass(frozen=True)
 class UnsupportedSystem:
-    """A system whose driver Tidegate does not support, recognised by a file."""
+    """A system with a driver that Tidegate does not support, recognised by a file."""
 
     marker: str
     name: str

@@ -1,4 +1,4 @@
-"""Check for NVIDIA's toolkit, operator and device plugin, whose GPUs are not governed."""
+"""Check for NVIDIA's toolkit, operator and device plugin: GPUs from these are not governed."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class Policy:
         # What is left of all budgets, while containers at their caps are still on.
         self._round_left: float = NEVER
         self._is_even = False  # all containers have the same slice, whatever their ranks
-        self._circle: set[int] = set()  # containers whose slices keep them to their caps
+        self._circle: set[int] = set()  # containers that their slices keep to their caps
 
     def add(self, tenant: int, share: Share, now: int) -> None:
         """Let a container share the GPU from now on, or change its share."""

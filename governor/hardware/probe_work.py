@@ -126,7 +126,7 @@ class GpuContext:
 
 def main() -> None:
     """Serve the process at the other end of the pipes, and end with it."""
-    # A process whose channels are off does not notice that its pipe was closed.
+    # A process with its channels off does not notice that its pipe was closed.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     library, uuid = sys.argv[1:3]
     try:

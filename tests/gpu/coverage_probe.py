@@ -232,7 +232,7 @@ def judge_call(key: Key, native: Row, governed: Row, quota: int) -> Verdict:
 
 
 def blind(rows: Mapping[Key, Row], controls: Iterable[str] = tuple(CONTROLS)) -> list[str]:
-    """Return the calls of CONTROLS whose known effect was not seen natively."""
+    """Return the calls of CONTROLS without their known effect in the native run."""
     missed = []
     for name in controls:
         row = rows.get((name, ""), {"outcome": "missing"})

@@ -1,5 +1,5 @@
-/* A library whose destructor makes one last call, after the destructors of all libraries that were
- * loaded before it. */
+/* A library with a destructor that makes one last call, after the destructors of all libraries that
+ * were loaded before it. */
 #include <unistd.h>
 
 void at_the_end(int (*function)(void));

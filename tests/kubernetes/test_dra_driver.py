@@ -72,7 +72,7 @@ def test_a_claim_is_prepared_and_taken_back(stand: Stand) -> None:
 
 
 def test_a_container_names_a_request_and_gets_the_alternative_that_was_chosen(stand: Stand) -> None:
-    """A container names a request, never an alternative; the kubelet gives it the devices whose request names include that name."""
+    """A container names a request, never an alternative; the kubelet gives it the devices with that name among their request names."""
     chosen, other = result(0, "gpu/h100"), result(1, "more")
     document = claim("train", "team-a", chosen, other)
     stand.api.add_claim(document)

@@ -52,7 +52,7 @@ def test_what_is_written_is_read(tmp_path):
 
 @pytest.fixture
 def registry(tmp_path, monkeypatch):
-    """A registry with one version, whose header declares `more`; and no header at hand but what it has."""
+    """A registry with one version, with a header that declares `more`; and no header at hand but what it has."""
     monkeypatch.setattr(cuda_headers, "KEPT", tmp_path / "kept")
     monkeypatch.setattr(cuda_abi, "packaged_include", lambda: None)
     monkeypatch.setattr(cuda_abi, "examine", lambda _: ([], ["all types"]))

@@ -39,14 +39,14 @@ CONTEXT = 100
 
 
 class Guest(BusyProcess):
-    """A process that also creates contexts and streams, and allocates memory that NVML attributes to nobody."""
+    """A process that also creates contexts and streams, and allocates memory that NVML attributes to no process."""
 
     OVERHEAD = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.managed: list[int] = []
-        self.hidden = 0  # memory in use that NVML attributes to nobody
+        self.hidden = 0  # memory in use that NVML attributes to no process
         self.contexts: list[int] = []
         self.n_contexts = 0
         self.reconciled = 0

@@ -128,7 +128,7 @@ SCREEN = (ProcessMemory(7, 1 << 20, computes=False),)
 
 
 class Choice:
-    """Makes runners of a GPU whose test has a given result."""
+    """Makes runners of a GPU with a given result of its test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, state: Path) -> None:
         self.state = state

@@ -126,7 +126,7 @@ class Cuda:
             raise CallError(name, code, self.error_name(code))
 
     def get(self, name: str, *arguments: Any) -> int:
-        """Call a function whose first parameter points to its result; return the result."""
+        """Call a function that writes its result to its first parameter; return the result."""
         result = ctypes.c_uint64()
         self.call(name, ctypes.byref(result), *arguments)
         return result.value

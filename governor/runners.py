@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,11 +24,16 @@ from vdriver.nvml import Nvml
 log = structlog.get_logger()
 
 
+PROBES_S = 25.0
+"""Time that the tests of all GPUs of a node may take together, in seconds. Hooks wait in the
+meantime, and systemd ends a governor that is not ready within a minute."""
+
+
 class NotSteeredError(Exception):
     """The GPU's own scheduler does not divide its time; the message is the reason."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunnerMaker:
     """Makes the runner of each GPU of a node."""
 
@@ -40,6 +46,8 @@ class RunnerMaker:
     """Coordinates grants of several GPUs."""
     board: Board
     """Coordinates steered GPUs."""
+    left_s: float = PROBES_S
+    """What is left of the time for tests."""
 
     def make(self, device: Device) -> Runner:
         """Return a GPU's runner; it uses the GPU's own scheduler if configured and possible.
@@ -116,12 +124,17 @@ class RunnerMaker:
 
     def _test(self, device: Device, hardware: Closeable) -> str:
         """Return why the driver calls do not work on a GPU; empty if they do."""
+        if self.left_s <= 0:
+            raise NotProbedError("the tests of other GPUs took too long")
         if any(process.computes for process in self.nvml.processes(device.uuid)):
             raise NotProbedError("other processes use it")
+        began = time.monotonic()
         try:
-            probe(hardware, str(self.libcuda), device.uuid)
+            probe(hardware, str(self.libcuda), device.uuid, self.left_s)
         except (WithoutEffectError, DriverCallError) as e:
             return str(e)
+        finally:
+            self.left_s -= time.monotonic() - began
         return ""
 
     def _report(self, device: Device, why: str) -> None:

@@ -31,6 +31,8 @@ NAME = "steering.json"
 """File with the results, in the state directory."""
 START_S = 30.0
 """Longest wait for a process to have its context, in seconds."""
+CLOSE_S = 2.0
+"""Longest wait for the end of a killed process, which a driver that hangs may delay, in seconds."""
 ANSWER_S = 5.0
 """Longest wait for work of some tens of milliseconds, in seconds."""
 WORK_MS = 40
@@ -79,7 +81,9 @@ class Work(NamedTuple):
 class Worker:
     """A process that works on the GPU when told to; a context manager that ends it."""
 
-    def __init__(self, library: str, uuid: str) -> None:
+    def __init__(self, library: str, uuid: str, until: float) -> None:
+        """Start it; no wait for an answer exceeds `until`, a time of the monotonic clock."""
+        self._until = until
         modules = "\n".join(path for path in sys.path if path.startswith("/"))
         # libcuda loads the compiler of PTX by its name. In the mirror, libcuda is in a directory of
         # its own below that of the other libraries.
@@ -117,7 +121,8 @@ class Worker:
 
     def _end(self) -> None:
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(CLOSE_S)
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None  # noqa: S101
             with contextlib.suppress(OSError):
@@ -136,10 +141,12 @@ class Worker:
         """Return the process's next answer; None if there is none within `timeout_s` seconds."""
         assert self._process.stdout is not None  # noqa: S101
         fd = self._process.stdout.fileno()
-        deadline = time.monotonic() + timeout_s
+        deadline = min(time.monotonic() + timeout_s, self._until)
         while b"\n" not in self._buffer:
             left = deadline - time.monotonic()
             if not select.select([fd], [], [], max(0.0, left))[0]:
+                if deadline == self._until:
+                    raise NotProbedError("the test took too long")
                 return None
             data = os.read(fd, 1 << 12)
             if not data:
@@ -159,13 +166,14 @@ class Worker:
         return Work(int(answer["ns"]), int(answer["end"]))
 
 
-def probe(hardware: Hardware[Any], library: str, uuid: str) -> None:
+def probe(hardware: Hardware[Any], library: str, uuid: str, within_s: float = START_S) -> None:
     """Test the calls on a GPU without containers, with the libcuda at `library`.
 
-    Raise WithoutEffectError if one has no effect, NotProbedError if the test cannot be made, and
-    the errors of `hardware`.
+    Raises WithoutEffectError if one has no effect, NotProbedError if the test cannot be made within
+    the given time in seconds, and the errors of `hardware`.
     """
-    with Worker(library, uuid) as first, Worker(library, uuid) as second:
+    until = time.monotonic() + within_s
+    with Worker(library, uuid, until) as first, Worker(library, uuid, until) as second:
         workers = (first, second)
         for worker in workers:
             if worker.answer(START_S) is None:

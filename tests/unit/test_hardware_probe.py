@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +22,7 @@ from vdriver.nvml import ProcessMemory
 
 
 @pytest.fixture
-def gpu(
-    build_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[SimpleNamespace]:
+def gpu(build_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A simulated GPU that runs in real time."""
     monkeypatch.setenv("SIMGPU_DIR", str(simgpu.create(tmp_path / "gpus")[0].parent))
     # Once attached to GPUs, a library keeps them and sees no later ones.
@@ -38,8 +36,7 @@ def gpu(
     uuid = name.value.decode()
     hardware = SimulatedHardware(nvml, handle, uuid)
     library = build_dir / "simgpu/libcuda.so.1"
-    yield SimpleNamespace(hardware=hardware, uuid=uuid, library=str(library))
-    assert not hardware.find(os.getpid())
+    return SimpleNamespace(hardware=hardware, uuid=uuid, library=str(library))
 
 
 class Broken:
@@ -80,6 +77,14 @@ def test_a_gpu_on_which_no_process_can_work_is_not_judged(gpu: SimpleNamespace) 
         probe(gpu.hardware, gpu.library, "GPU-00000000-0000-0000-0000-000000000000")
     with pytest.raises(NotProbedError, match=r"cannot work on it: .*libnone"):
         probe(gpu.hardware, "/nowhere/libnone.so", gpu.uuid)
+
+
+def test_a_test_that_hangs_ends_within_its_time(gpu: SimpleNamespace) -> None:
+    """Otherwise a driver that hangs would keep the governor from starting."""
+    began = time.monotonic()
+    with pytest.raises(NotProbedError, match="the test took too long"):
+        probe(gpu.hardware, gpu.library, gpu.uuid, 0.02)
+    assert time.monotonic() - began < 20
 
 
 # ---- when it is made, and what follows ----
@@ -212,6 +217,15 @@ def test_what_keeps_a_gpu_from_being_steered_is_told(choice: Choice) -> None:
     mps = {"0": {"strategy": "mps"}}
     assert choice.make("auto", gpus=mps) == "grants: "
     assert choice.make("hardware", gpus=mps) == "grants: it is shared by mps"
+    assert choice.probed == 0
+
+
+def test_all_tests_of_a_node_have_one_limit(
+    choice: Choice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunnerMaker.__init__, "__defaults__", (0.0,))
+    assert choice.make("auto").endswith("not tested: the tests of other GPUs took too long")
+    assert choice.make("hardware") == "steered"
     assert choice.probed == 0
 
 

@@ -154,6 +154,7 @@ def load_library(directory: str | Path) -> ctypes.CDLL:
         "gangs_free": (pointer, (pointer,)),
         "gangs_add": (i32, (pointer, ctypes.POINTER(u32), ctypes.POINTER(i32), u32)),
         "gangs_remove": (None, (pointer, i32)),
+        "gangs_leave": (None, (pointer, u32)),
         "gangs_step": (u64, (pointer, u32, pointer, u64, ctypes.POINTER(View))),
         "runners_new": (pointer, (ctypes.POINTER(RunnerConfig),)),
         "runners_free": (pointer, (pointer,)),
@@ -289,6 +290,10 @@ class Gangs:
     def remove(self, gang: int) -> None:
         """Forget a gang; its tenants are then granted one by one."""
         self._library.gangs_remove(self._self, gang)
+
+    def leave(self, gpu: int) -> None:
+        """Leave a GPU out of all gangs until its next step."""
+        self._library.gangs_leave(self._self, gpu)
 
     def step(self, gpu: int, arbiter: Arbiter, now: int) -> tuple[View, list[int]]:
         """Step one GPU's arbiter; return its view, and the other GPUs that need a step."""

@@ -32,6 +32,7 @@ struct gang {
     bool contended;    /* another container waits for the end of the turn */
     uint64_t end;      /* of the turn; ARBITER_NEVER: open */
     uint64_t quiet_ns; /* when any of its GPUs was last wanted or held */
+    uint64_t gpus;     /* all of its GPUs */
     uint32_t n;
     struct member members[GANGS_N_OWN];
 };
@@ -39,12 +40,11 @@ struct gang {
 struct gangs {
     struct arbiter_config config;
     struct gang gangs[GANGS_N];
-    uint32_t n;         /* highest in use, plus one */
-    uint64_t concerned; /* GPUs of any gang */
-    uint64_t stale;     /* GPUs on which a gang was removed since their last step */
-    uint64_t now;       /* of the last step */
-    uint64_t wake;      /* a step is due by then */
-    uint64_t poked;     /* GPUs to step again, because what gangs may do there has changed */
+    uint32_t n;     /* highest in use, plus one */
+    uint64_t stale; /* GPUs on which a gang was removed since their last step */
+    uint64_t now;   /* of the last step */
+    uint64_t wake;  /* a step is due by then */
+    uint64_t poked; /* GPUs to step again, because what gangs may do there has changed */
 };
 
 struct gangs *gangs_new(const struct arbiter_config *config)
@@ -62,18 +62,13 @@ struct gangs *gangs_free(struct gangs *gangs)
     return NULL;
 }
 
-static uint64_t bit(const struct member *m)
+/* Returns the gang's tenant on a GPU; NULL if it has none there. */
+static struct member *member_on(struct gang *g, uint32_t gpu)
 {
-    return 1ull << m->gpu;
-}
-
-static uint64_t gpus_of(const struct gang *g)
-{
-    uint64_t gpus = 0;
-
-    for (uint32_t i = 0; i < g->n; i++)
-        gpus |= bit(&g->members[i]);
-    return gpus;
+    for (uint32_t i = 0; g->used && i < g->n; i++)
+        if (g->members[i].gpu == gpu)
+            return &g->members[i];
+    return NULL;
 }
 
 /* Makes a gang of a container's tenants, one for each GPU. Returns its number, or ARBITER_NOBODY if
@@ -96,8 +91,8 @@ int32_t gangs_add(struct gangs *gangs, const uint32_t *gpus, const int32_t *tena
         for (uint32_t m = 0; m < n; m++) {
             g->members[m].gpu = gpus[m];
             g->members[m].tenant = tenants[m];
+            g->gpus |= 1ull << gpus[m];
         }
-        gangs->concerned |= gpus_of(g);
         if ((uint32_t)i >= gangs->n)
             gangs->n = (uint32_t)i + 1;
         return i;
@@ -109,20 +104,34 @@ void gangs_remove(struct gangs *gangs, int32_t gang)
 {
     struct gang *g = &gangs->gangs[gang];
 
-    gangs->stale |= gpus_of(g);
-    gangs->poked |= gpus_of(g);
+    gangs->stale |= g->gpus;
+    gangs->poked |= g->gpus;
     g->used = false;
     g->turn = false;
-    gangs->concerned = 0;
-    for (uint32_t i = 0; i < gangs->n; i++)
-        if (gangs->gangs[i].used)
-            gangs->concerned |= gpus_of(&gangs->gangs[i]);
+}
+
+/* Leaves a GPU out of all gangs until its next step. */
+void gangs_leave(struct gangs *gangs, uint32_t gpu)
+{
+    for (uint32_t i = 0; i < gangs->n; i++) {
+        struct gang *g = &gangs->gangs[i];
+        struct member *m = member_on(g, gpu);
+
+        if (!m)
+            continue;
+        *m = (struct member){.gpu = gpu, .tenant = m->tenant};
+        g->turn = false;
+        gangs->poked |= g->gpus;
+    }
 }
 
 /* Whether a GPU has to be stepped with the gangs. */
-bool gangs_concern(const struct gangs *gangs, uint32_t gpu)
+bool gangs_concern(struct gangs *gangs, uint32_t gpu)
 {
-    return (gangs->concerned | gangs->stale) & 1ull << gpu;
+    for (uint32_t i = 0; i < gangs->n; i++)
+        if (member_on(&gangs->gangs[i], gpu))
+            return true;
+    return gangs->stale & 1ull << gpu;
 }
 
 /* ---- queries ---- */
@@ -140,7 +149,7 @@ static uint64_t gpus_in_use(const struct gangs *gangs, const struct gang *g)
 
     for (uint32_t i = 0; i < g->n; i++)
         if (is_in_use(gangs, &g->members[i]))
-            gpus |= bit(&g->members[i]);
+            gpus |= 1ull << g->members[i].gpu;
     return gpus;
 }
 
@@ -151,10 +160,11 @@ static bool is_gang(const struct gangs *gangs, const struct gang *g)
     return g->used && (g->turn || (gpus & (gpus - 1)));
 }
 
-static bool wants(const struct gang *g)
+/* Whether the gang waits for a GPU; with `anew`, for one not given back in this turn. */
+static bool wants(const struct gang *g, bool anew)
 {
     for (uint32_t i = 0; i < g->n; i++)
-        if (g->members[i].standing.want)
+        if (g->members[i].standing.want && !(anew && g->members[i].done))
             return true;
     return false;
 }
@@ -212,7 +222,7 @@ static bool has_rival(const struct gangs *gangs, const struct gang *g, uint64_t 
     for (uint32_t i = 0; i < gangs->n; i++) {
         const struct gang *other = &gangs->gangs[i];
 
-        if (other != g && is_gang(gangs, other) && wants(other) &&
+        if (other != g && is_gang(gangs, other) && wants(other, false) &&
             gpus_in_use(gangs, other) & gpus_in_use(gangs, g) && ready_at(gangs, other) <= end)
             return true;
     }
@@ -232,13 +242,13 @@ static void begin_turn(struct gangs *gangs, struct gang *g)
     /* It costs more to begin and end on several GPUs, so a turn is as long as a grant may be. */
     g->end = gangs->now + gangs->config.most_ns + gangs->config.switch_ns;
     g->quiet_ns = gangs->now;
-    gangs->poked |= gpus_of(g);
+    gangs->poked |= g->gpus;
 }
 
 static void end_turn(struct gangs *gangs, struct gang *g)
 {
     g->turn = false;
-    gangs->poked |= gpus_of(g);
+    gangs->poked |= g->gpus;
 }
 
 /* Whether a gang's turn has been over for so long that its GPUs are no longer waited for. */
@@ -283,7 +293,7 @@ static void mend_split(struct gangs *gangs, struct gang *g)
         }
         m->done = false;
         m->split_ns = gangs->now + SPLIT_LENGTH_NS;
-        gangs->poked |= bit(m);
+        gangs->poked |= 1ull << m->gpu;
     }
 }
 
@@ -309,12 +319,12 @@ static void extend_turn(struct gangs *gangs, struct gang *g)
     others = others || has_rival(gangs, g, ARBITER_NEVER);
     if (contended != g->contended) {
         g->contended = contended;
-        gangs->poked |= gpus_of(g);
+        gangs->poked |= g->gpus;
     }
     if (g->end == ARBITER_NEVER) {
         if (others || !whole) {
             g->end = gangs->now + (contended ? 0 : gangs->config.quantum_ns);
-            gangs->poked |= gpus_of(g);
+            gangs->poked |= g->gpus;
         }
         return;
     }
@@ -322,18 +332,9 @@ static void extend_turn(struct gangs *gangs, struct gang *g)
         wake_at(gangs, g->end - gangs->config.lead_ns);
     } else if (!contended && may_continue && !done && holds(g) && gangs->now < g->end) {
         g->end = !others && whole ? ARBITER_NEVER : g->end + gangs->config.quantum_ns;
-        gangs->poked |= gpus_of(g);
+        gangs->poked |= g->gpus;
         wake_at(gangs, g->end - gangs->config.lead_ns);
     }
-}
-
-/* Whether the gang waits for a GPU that it has not given back in this turn. */
-static bool waits(const struct gang *g)
-{
-    for (uint32_t i = 0; i < g->n; i++)
-        if (g->members[i].standing.want && !g->members[i].done)
-            return true;
-    return false;
 }
 
 /* Whether the gang has given all of its GPUs back: it could get nothing more in this turn, and
@@ -350,7 +351,7 @@ static void keep_turn(struct gangs *gangs, struct gang *g)
 {
     bool ending = g->end != ARBITER_NEVER && gangs->now + gangs->config.lead_ns >= g->end;
 
-    if (waits(g) || holds(g))
+    if (wants(g, true) || holds(g))
         g->quiet_ns = gangs->now;
     else
         wake_at(gangs, g->quiet_ns + QUIET_NS);
@@ -429,7 +430,7 @@ static void decide(struct gangs *gangs)
         for (uint32_t i = 0; i < gangs->n; i++) {
             struct gang *g = &gangs->gangs[i];
 
-            if (is_gang(gangs, g) && !g->turn && wants(g) && may_begin(gangs, g) &&
+            if (is_gang(gangs, g) && !g->turn && wants(g, false) && may_begin(gangs, g) &&
                 (!next || goes_before(gangs, g, next)))
                 next = g;
         }
@@ -457,7 +458,7 @@ static void observe(struct gangs *gangs, struct gang *g, struct member *m,
     m->granted = m->granted || m->standing.holds;
     if (held && !m->standing.holds) {
         m->changed_ns = gangs->now;
-        gangs->poked |= gpus_of(g); /* its other GPUs are kept until the turn is over */
+        gangs->poked |= g->gpus; /* its other GPUs are kept until the turn is over */
         m->done = m->standing.want ||
                   (g->end != ARBITER_NEVER && gangs->now + gangs->config.lead_ns >= g->end);
         m->split_ns = 0;
@@ -511,7 +512,8 @@ static uint64_t next_turn_at(const struct gangs *gangs, uint32_t gpu)
         const struct gang *g = &gangs->gangs[i];
         uint64_t at;
 
-        if (!is_gang(gangs, g) || g->turn || !wants(g) || !(gpus_in_use(gangs, g) & 1ull << gpu))
+        if (!is_gang(gangs, g) || g->turn || !wants(g, false) ||
+            !(gpus_in_use(gangs, g) & 1ull << gpu))
             continue;
         at = ready_at(gangs, g);
         for (uint32_t m = 0; m < g->n; m++) {
@@ -530,14 +532,14 @@ static uint64_t next_turn_at(const struct gangs *gangs, uint32_t gpu)
 /* Returns the time until which a GPU is granted to no other container, because a gang may need it
  * for the counterpart of a kernel. Another container would run there for as long as a grant, while
  * that kernel spins. */
-static uint64_t kept_until(const struct gangs *gangs, uint32_t gpu)
+static uint64_t kept_until(struct gangs *gangs, uint32_t gpu)
 {
     for (uint32_t i = 0; i < gangs->n; i++) {
-        const struct gang *g = &gangs->gangs[i];
+        struct gang *g = &gangs->gangs[i];
+        const struct member *m = member_on(g, gpu);
 
-        for (uint32_t m = 0; g->used && m < g->n; m++)
-            if (g->members[m].gpu == gpu && is_split(gangs, g, &g->members[m]))
-                return split_since(g, &g->members[m]) + SPLIT_NS;
+        if (m && is_split(gangs, g, m))
+            return split_since(g, m) + SPLIT_NS;
     }
     return 0;
 }
@@ -548,6 +550,7 @@ uint64_t gangs_step(struct gangs *gangs, uint32_t gpu, struct arbiter *arbiter, 
                     struct arbiter_view *viewp)
 {
     uint64_t here = 1ull << gpu, poked;
+    struct member *m;
 
     if (now > gangs->now)
         gangs->now = now;
@@ -561,26 +564,24 @@ uint64_t gangs_step(struct gangs *gangs, uint32_t gpu, struct arbiter *arbiter, 
     }
     for (int pass = 0;; pass++) {
         for (uint32_t i = 0; i < gangs->n; i++)
-            for (uint32_t m = 0; gangs->gangs[i].used && m < gangs->gangs[i].n; m++)
-                if (gangs->gangs[i].members[m].gpu == gpu)
-                    observe(gangs, &gangs->gangs[i], &gangs->gangs[i].members[m], arbiter);
+            if ((m = member_on(&gangs->gangs[i], gpu)))
+                observe(gangs, &gangs->gangs[i], m, arbiter);
         decide(gangs);
         /* What the step changes is seen in the next pass. It may end or begin a turn. */
         if (pass == 3 || (pass && !(gangs->poked & here)))
             break;
         gangs->poked &= ~here;
-        for (uint32_t i = 0; i < gangs->n; i++)
-            for (uint32_t m = 0; gangs->gangs[i].used && m < gangs->gangs[i].n; m++) {
-                const struct gang *g = &gangs->gangs[i];
+        for (uint32_t i = 0; i < gangs->n; i++) {
+            struct gang *g = &gangs->gangs[i];
 
-                if (g->members[m].gpu != gpu)
-                    continue;
-                if (is_crossed(gangs, g, &g->members[m])) {
-                    arbiter_take(arbiter, now);
-                    observe(gangs, &gangs->gangs[i], &gangs->gangs[i].members[m], arbiter);
-                }
-                set_turn(gangs, g, &g->members[m], arbiter);
+            if (!(m = member_on(g, gpu)))
+                continue;
+            if (is_crossed(gangs, g, m)) {
+                arbiter_take(arbiter, now);
+                observe(gangs, g, m, arbiter);
             }
+            set_turn(gangs, g, m, arbiter);
+        }
         arbiter_align(arbiter, next_turn_at(gangs, gpu));
         arbiter_keep(arbiter, kept_until(gangs, gpu));
         arbiter_step(arbiter, now, viewp);

@@ -29,6 +29,7 @@ ARBITER_EXPORT struct gangs *gangs_free(struct gangs *gangs);
 ARBITER_EXPORT int32_t gangs_add(struct gangs *gangs, const uint32_t *gpus, const int32_t *tenants,
                                  uint32_t n);
 ARBITER_EXPORT void gangs_remove(struct gangs *gangs, int32_t gang);
-bool gangs_concern(const struct gangs *gangs, uint32_t gpu);
+ARBITER_EXPORT void gangs_leave(struct gangs *gangs, uint32_t gpu);
+bool gangs_concern(struct gangs *gangs, uint32_t gpu);
 ARBITER_EXPORT uint64_t gangs_step(struct gangs *gangs, uint32_t gpu, struct arbiter *arbiter,
                                    uint64_t now, struct arbiter_view *viewp);

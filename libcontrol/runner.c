@@ -364,6 +364,17 @@ RUNNER_EXPORT void runner_remove(struct runner *runner, int32_t tenant)
     poke(runner);
 }
 
+/* The arbiter is not stepped for now: gangs must not wait for it. */
+static void leave_gangs(struct runner *runner)
+{
+    if (!runner->runners)
+        return;
+    pthread_mutex_lock(&runner->runners->mutex);
+    gangs_leave(runner->runners->gangs, runner->gpu);
+    poke_each(runner->runners, UINT64_MAX);
+    pthread_mutex_unlock(&runner->runners->mutex);
+}
+
 /*
  * With `open`, lets all containers start work at any time, because the GPU's own scheduler divides
  * the time between them; otherwise ends that. The heartbeat continues. No container has a grant of
@@ -379,6 +390,7 @@ RUNNER_EXPORT void runner_open(struct runner *runner, bool open)
         }
         runner->view.holder = ARBITER_NOBODY;
         runner->view.standby = ARBITER_NOBODY;
+        leave_gangs(runner);
     } else if (!open && runner->open) {
         runner_close_all(runner);
     }

@@ -93,6 +93,12 @@ class GangNode:
             if together and len(tenants) > 1:
                 self.gangs.add(tenants)
         self.on = [[r for r in self.ranks if r.gpu == gpu] for gpu in range(n)]
+        self.steered: set[int] = set()
+
+    def steer(self, gpu: int) -> None:
+        """Let all programs launch on a GPU at any time; its arbiter is not stepped any more."""
+        self.steered.add(gpu)
+        self.gangs.leave(gpu)
 
     def may_launch(self, rank: Rank) -> bool:
         p = rank.program
@@ -103,6 +109,8 @@ class GangNode:
 
     def fits(self, rank: Rank) -> bool:
         view = self.views[rank.gpu]
+        if rank.gpu in self.steered:
+            return True
         if view.holder != rank.tenant:
             return False
         piece = rank.program.meet if rank.next_is_meeting() else rank.program.work
@@ -159,14 +167,13 @@ class GangNode:
 
     def play(self, until: int) -> None:
         while self.now < until:
-            pending = list(range(len(self.arbiters)))
+            arbitrated = [i for i in range(len(self.arbiters)) if i not in self.steered]
+            pending = arbitrated.copy()
             for _ in range(50):
                 if pending:
                     self.step(pending.pop(0))
                 pending += [
-                    gpu
-                    for gpu, wake in enumerate(self.wakes)
-                    if wake <= self.now and gpu not in pending
+                    gpu for gpu in arbitrated if self.wakes[gpu] <= self.now and gpu not in pending
                 ]
             assert not pending, "the arbiters keep each other awake"
             self.run()
@@ -244,6 +251,26 @@ def test_containers_with_one_gpu_get_their_share_beside_gangs(library):
         assert node.longest < 3 * MS
         for program in programs:
             assert min(node.share(program)) > program.quota - 3
+
+
+def test_a_gang_does_not_wait_for_a_gpu_that_is_steered_now(library):
+    """Its arbiter is not stepped, so its last answer to the gangs would hold for ever."""
+    programs = [
+        GangProgram((0, 1), 45, meet=0), GangProgram((1,), 45), GangProgram((0,), 50), GangProgram((0, 1), 10),
+    ]  # fmt: skip
+    with ExitStack() as stack:
+        node = GangNode(library, stack, programs, together=True)
+        node.play(S // 2 + 3 * MS)
+        node.steer(0)
+        before = [rank.done for rank in node.ranks]
+        node.play(2 * S)
+        had = {
+            (programs.index(rank.program), rank.gpu): 100 * (rank.done - done) / (node.now - S // 2)
+            for rank, done in zip(node.ranks, before, strict=True)
+        }
+        assert had[0, 1] == pytest.approx(45, abs=3)
+        assert had[1, 1] == pytest.approx(45, abs=3)
+        assert had[3, 1] > 7
 
 
 def test_a_gang_that_uses_one_of_its_gpus_leaves_the_other(library):

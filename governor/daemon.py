@@ -29,7 +29,7 @@ from governor.arbiter import Runner, Runners, load_library
 from governor.audit import Auditor
 from governor.config import Config, LoadedConfig, load_config
 from governor.errors import GovernorError, TidegateError
-from governor.hardware.gangs import Board
+from governor.hardware.runner import GangCoordinator
 from governor.history import History
 from governor.httpd import Offer
 from governor.manager import feed_watchdog, notify, watchdog_s
@@ -348,7 +348,7 @@ def _make_server(
     together = Runners(library, config)
     stack.callback(together.close)
     libcuda = origin_of(config.driver_dir, "libcuda")
-    maker = RunnerMaker(library, config, nvml, libcuda, together, Board())
+    maker = RunnerMaker(library, config, nvml, libcuda, GangCoordinator(together))
     runners: dict[str, Runner] = {}
     for device in devices:
         runners[device.uuid] = maker.make(device)

@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import time
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import structlog
 
-from governor.arbiter import Runner, Runners
+from governor.arbiter import Runner
 from governor.config import Config
 from governor.hardware.driver import DriverCallError
-from governor.hardware.gangs import Board
 from governor.hardware.probe import NotProbedError, Results, WithoutEffectError, probe
-from governor.hardware.runner import Closeable, HardwareRunner, open_hardware
+from governor.hardware.runner import (
+    Closeable,
+    GangCoordinator,
+    HardwareRunner,
+    open_hardware,
+)
 from governor.quota import Device
-from vdriver.errors import NvmlError
+from vdriver.errors import VdriverError
 from vdriver.nvml import Nvml
 
 log = structlog.get_logger()
 
-
-PROBES_S = 25.0
-"""Time that the tests of all GPUs of a node may take together, in seconds. Hooks wait in the
-meantime, and systemd ends a governor that is not ready within a minute."""
-
-
-class NotSteeredError(Exception):
-    """The GPU's own scheduler does not divide its time; the message is the reason."""
+OPEN_S = 5.0
+"""Longest wait for a GPU that needs no test to be steered, in seconds, before containers are
+admitted: at first, grants divide its time."""
+LOCK_S = 0.1
+"""Interval at which a test that waits for another one looks for the end of the governor, in s."""
 
 
 @dataclass
@@ -42,105 +44,134 @@ class RunnerMaker:
     nvml: Nvml
     libcuda: Path
     """The driver's own library, with which a GPU is tested."""
-    together: Runners
-    """Coordinates grants of several GPUs."""
-    board: Board
-    """Coordinates steered GPUs."""
-    left_s: float = PROBES_S
-    """What is left of the time for tests."""
+    together: GangCoordinator
+    one_by_one: threading.Lock = field(default_factory=threading.Lock)
+    """Held during a test: tests of several GPUs at once would wait for processors."""
 
     def make(self, device: Device) -> Runner:
         """Return a GPU's runner; it uses the GPU's own scheduler if configured and possible.
 
-        With `scheduling: auto`, it does so on a real GPU on which a test has shown that the driver
-        calls work (`probe`).
+        With `scheduling: auto`, it does so on a real GPU, once a test has shown that the driver
+        calls work (`probe`). Until then, and if the GPU cannot be steered, grants divide its time.
         """
         strategy = self.config.strategy_of(device.index, device.uuid)
-        why = ""
-        if strategy != "timeslice":
-            why = f"it is shared by {strategy}" if self._is_required else ""
-        elif self._is_required or self._is_possible(device):
-            try:
-                return self._steer(device)
-            except NotSteeredError as e:
-                why = str(e)
-                self._report(device, why)
-        gate = Runner(self.library, self.config, strategy, self.together)
-        gate.not_steered = why
+        is_required = self.config.scheduling == "hardware"
+        if strategy == "timeslice" and (is_required or self._is_possible(device)):
+            opener = Opener(self, device)
+            runner = HardwareRunner(
+                self.library,
+                self.config,
+                opener.open,
+                gpu=device.index,
+                together=self.together,
+                busy=partial(self.nvml.busy, device.uuid),
+            )
+            if opener.works:
+                runner.wait_opened(OPEN_S)
+            return runner
+        gate = Runner(self.library, self.config, strategy, self.together.grants)
+        gate.not_steered = f"it is shared by {strategy}" if is_required else ""
         return gate
-
-    @property
-    def _is_required(self) -> bool:
-        return self.config.scheduling == "hardware"
 
     def _is_possible(self, device: Device) -> bool:
         return self.config.scheduling == "auto" and self.nvml.simulated(device.uuid) is None
 
-    def _steer(self, device: Device) -> Runner:
-        """Return a runner that steers the GPU's own scheduler."""
-        try:
-            hardware = open_hardware(self.nvml, device.uuid)
-            why = self._find_effect(device, hardware)
-            if why:
-                hardware.close()
-                raise NotSteeredError(why)
-            runner = HardwareRunner(
-                self.library,
-                self.config,
-                hardware,
-                gpu=device.index,
-                board=self.board,
-                busy=partial(self.nvml.busy, device.uuid),
-                reopen=partial(open_hardware, self.nvml, device.uuid),
-            )
-        except (OSError, DriverCallError) as e:
-            raise NotSteeredError(str(e)) from e
-        log.info("gpu-steered", gpu=device.index, uuid=device.uuid)
-        return runner
 
-    def _find_effect(self, device: Device, hardware: Closeable) -> str:
-        """Return why a GPU should not be steered; empty if it may be.
+class Opener:
+    """Opens a GPU for steering; before the first time, it is tested."""
 
-        A GPU that has not passed a test yet is tested. With `scheduling: hardware`, one that cannot
-        be tested now is steered unless it failed an earlier test. The calls for a simulated GPU
-        always work.
+    def __init__(self, maker: RunnerMaker, device: Device) -> None:
+        self._config, self._nvml = maker.config, maker.nvml
+        self._libcuda, self._one_by_one = maker.libcuda, maker.one_by_one
+        self._device = device
+        self._results = Results(self._config.state_dir, self._nvml.driver_version())
+        # The calls for a simulated GPU always work.
+        self.works = (
+            self._nvml.simulated(device.uuid) is not None or self._results.get(device.uuid) == ""
+        )
+        """Whether the GPU needs no test."""
+        self._said = ""
+
+    def open(self, ending: threading.Event) -> Closeable:
+        """Return the GPU, tested if it has not passed a test yet.
+
+        Raises OSError or DriverCallError if it cannot be opened, NotProbedError if it cannot be
+        tested now, and WithoutEffectError if it must not be steered. With `scheduling: hardware`, a
+        GPU that cannot be tested is steered unless it failed an earlier test.
         """
-        if self.nvml.simulated(device.uuid) is not None:
-            return ""
-        results = Results(self.config.state_dir, self.nvml.driver_version())
-        known = results.get(device.uuid)
-        if known == "":
-            return ""
         try:
-            why = self._test(device, hardware)
-        except (NotProbedError, NvmlError, OSError) as e:
-            log.info("gpu-not-probed", gpu=device.index, error=str(e))
-            untested = f"whether it can be steered was not tested: {e}"
-            return known or ("" if self._is_required else untested)
-        log.info("gpu-probed", gpu=device.index, works=not why, error=why)
-        with contextlib.suppress(OSError):  # it is tested again at the next start
-            results.put(device.uuid, why)
-        return why
+            hardware = open_hardware(self._nvml, self._device.uuid)
+            try:
+                self._require_effect(hardware, ending)
+            except BaseException:
+                hardware.close()
+                raise
+        except (OSError, DriverCallError, NotProbedError, WithoutEffectError) as e:
+            self._report(str(e))
+            raise
+        self._said = ""
+        return hardware
 
-    def _test(self, device: Device, hardware: Closeable) -> str:
-        """Return why the driver calls do not work on a GPU; empty if they do."""
-        if self.left_s <= 0:
-            raise NotProbedError("the tests of other GPUs took too long")
-        if any(process.computes for process in self.nvml.processes(device.uuid)):
-            raise NotProbedError("other processes use it")
-        began = time.monotonic()
+    def _require_effect(self, hardware: Closeable, ending: threading.Event) -> None:
+        if self.works:
+            return
         try:
-            probe(hardware, str(self.libcuda), device.uuid, self.left_s)
-        except (WithoutEffectError, DriverCallError) as e:
-            return str(e)
-        finally:
-            self.left_s -= time.monotonic() - began
-        return ""
-
-    def _report(self, device: Device, why: str) -> None:
-        """Log why grants divide a GPU's time."""
-        if self._is_required:
-            hint = "grants divide its time, as with `scheduling: gate`"
-            log.warning("gpu-not-steered", gpu=device.index, error=why, hint=hint)
+            self._test(hardware, ending)
+        except NotProbedError as e:
+            known = self._results.get(self._device.uuid)
+            if known:
+                raise NotProbedError(known) from e
+            if self._config.scheduling != "hardware" or ending.is_set():
+                raise NotProbedError(f"whether it can be steered was not tested: {e}") from e
+            log.info("gpu-not-probed", gpu=self._device.index, error=str(e))
         else:
-            log.info("gpu-not-steered", gpu=device.index, error=why)
+            self.works = True
+
+    def _test(self, hardware: Closeable, ending: threading.Event) -> None:
+        """Test the driver calls, and keep the result."""
+        why = ""
+        try:
+            with self._alone(ending):
+                probe(
+                    hardware,
+                    str(self._libcuda),
+                    self._device.uuid,
+                    self._computing,
+                    ending.is_set,
+                )
+        except (WithoutEffectError, DriverCallError) as e:
+            why = str(e)
+        except VdriverError as e:
+            raise NotProbedError(e.message) from e
+        except OSError as e:
+            raise NotProbedError(str(e)) from e
+        log.info("gpu-probed", gpu=self._device.index, works=not why, error=why)
+        with contextlib.suppress(OSError):  # it is tested again at the next start
+            self._results.put(self._device.uuid, why)
+        if why:
+            raise WithoutEffectError(why)
+
+    @contextlib.contextmanager
+    def _alone(self, ending: threading.Event) -> Iterator[None]:
+        """Wait until no other GPU of the node is tested."""
+        while not self._one_by_one.acquire(timeout=LOCK_S):
+            if ending.is_set():
+                raise NotProbedError("the governor ends")
+        try:
+            yield
+        finally:
+            self._one_by_one.release()
+
+    def _computing(self) -> list[int]:
+        return [one.pid for one in self._nvml.processes(self._device.uuid) if one.computes]
+
+    def _report(self, why: str) -> None:
+        """Log why grants divide the GPU's time, if the reason is new."""
+        if why == self._said:
+            return
+        self._said = why
+        if self._config.scheduling == "hardware":
+            hint = "grants divide its time, as with `scheduling: gate`"
+            log.warning("gpu-not-steered", gpu=self._device.index, error=why, hint=hint)
+        else:
+            log.info("gpu-not-steered", gpu=self._device.index, error=why)

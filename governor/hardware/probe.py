@@ -18,7 +18,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -29,8 +29,10 @@ VERSION = 1
 """Version of this test; results of other versions are ignored."""
 NAME = "steering.json"
 """File with the results, in the state directory."""
-START_S = 30.0
-"""Longest wait for a process to have its context, in seconds."""
+WITHIN_S = 25.0
+"""Longest duration of a test, in seconds."""
+POLL_S = 0.1
+"""Interval at which a wait looks for the end of the governor, in seconds."""
 CLOSE_S = 2.0
 """Longest wait for the end of a killed process, which a driver that hangs may delay, in seconds."""
 ANSWER_S = 5.0
@@ -81,9 +83,13 @@ class Work(NamedTuple):
 class Worker:
     """A process that works on the GPU when told to; a context manager that ends it."""
 
-    def __init__(self, library: str, uuid: str, until: float) -> None:
-        """Start it; no wait for an answer exceeds `until`, a time of the monotonic clock."""
-        self._until = until
+    def __init__(self, library: str, uuid: str, until: float, ending: Callable[[], bool]) -> None:
+        """Start it.
+
+        A wait for an answer ends at `until`, a time of the monotonic clock, and when `ending`
+        returns true.
+        """
+        self._until, self._ending = until, ending
         modules = "\n".join(path for path in sys.path if path.startswith("/"))
         # libcuda loads the compiler of PTX by its name. In the mirror, libcuda is in a directory of
         # its own below that of the other libraries.
@@ -144,7 +150,11 @@ class Worker:
         deadline = min(time.monotonic() + timeout_s, self._until)
         while b"\n" not in self._buffer:
             left = deadline - time.monotonic()
-            if not select.select([fd], [], [], max(0.0, left))[0]:
+            if not select.select([fd], [], [], max(0.0, min(left, POLL_S)))[0]:
+                if self._ending():
+                    raise NotProbedError("the governor ends")
+                if left > POLL_S:
+                    continue
                 if deadline == self._until:
                     raise NotProbedError("the test took too long")
                 return None
@@ -166,30 +176,59 @@ class Worker:
         return Work(int(answer["ns"]), int(answer["end"]))
 
 
-def probe(hardware: Hardware[Any], library: str, uuid: str, within_s: float = START_S) -> None:
-    """Test the calls on a GPU without containers, with the libcuda at `library`.
+def probe(
+    hardware: Hardware[Any],
+    library: str,
+    uuid: str,
+    computing: Callable[[], Collection[int]],
+    ending: Callable[[], bool],
+) -> None:
+    """Test the calls on a GPU that no other process uses, with the libcuda at `library`.
 
-    Raises WithoutEffectError if one has no effect, NotProbedError if the test cannot be made within
-    the given time in seconds, and the errors of `hardware`.
+    `computing` returns the pids of the processes that compute on the GPU, and `ending` whether the
+    governor ends. Raises WithoutEffectError if a call has no effect, NotProbedError if the test
+    cannot be made or has to end, and the errors of `hardware` and `computing`.
     """
-    until = time.monotonic() + within_s
-    with Worker(library, uuid, until) as first, Worker(library, uuid, until) as second:
-        workers = (first, second)
-        for worker in workers:
-            if worker.answer(START_S) is None:
-                raise NotProbedError(f"a process had no context on it within {START_S:g} s")
-        for worker in workers:  # one by one: the first work of each is measured
-            worker.start(1)
-            worker.wait()
-        held = [hardware.find(worker.pid, worker.pidfd) for worker in workers]
-        if not all(held):
-            raise WithoutEffectError("the channels of a process were not found")
-        hardware.used_ns()
-        for worker, its in zip(workers, held, strict=True):
-            _switch(hardware, worker, its)
-        for order in (0, 1), (1, 0):
-            _race(hardware, [workers[i] for i in order], [held[i] for i in order])
-        _check_trace(hardware, workers)
+    until = time.monotonic() + WITHIN_S
+    own: set[int] = set()
+
+    def require_alone() -> None:
+        # Beside other work, all work takes longer, as if it had been interrupted.
+        if not own >= set(computing()):
+            raise NotProbedError("other processes use it")
+
+    require_alone()
+    with (
+        Worker(library, uuid, until, ending) as first,
+        Worker(library, uuid, until, ending) as second,
+    ):
+        own |= {first.pid, second.pid}
+        try:
+            _check(hardware, (first, second), require_alone)
+        except WithoutEffectError:
+            require_alone()
+            raise
+
+
+def _check(
+    hardware: Hardware[Any], workers: Sequence[Worker], require_alone: Callable[[], None]
+) -> None:
+    for worker in workers:
+        worker.answer(WITHIN_S)
+    for worker in workers:  # one by one: the first work of each is measured
+        worker.start(1)
+        worker.wait()
+    held = [hardware.find(worker.pid, worker.pidfd) for worker in workers]
+    if not all(held):
+        raise WithoutEffectError("the channels of a process were not found")
+    hardware.used_ns()
+    for worker, its in zip(workers, held, strict=True):
+        _switch(hardware, worker, its)
+        require_alone()
+    for order in (0, 1), (1, 0):
+        _race(hardware, [workers[i] for i in order], [held[i] for i in order])
+        require_alone()
+    _check_trace(hardware, workers)
 
 
 def _switch(hardware: Hardware[Any], worker: Worker, held: Sequence[Any]) -> None:

@@ -20,13 +20,14 @@ from typing import Any, Protocol
 
 import structlog
 
-from governor.arbiter import WHOLE, Runner, Stats
+from governor.arbiter import NOBODY, WHOLE, Runner, Runners, Stats
 from governor.config import Config
 from governor.hardware.activity import Sample
 from governor.hardware.driver import DriverCallError
 from governor.hardware.finder import Finder, Found
 from governor.hardware.gangs import Board
 from governor.hardware.nvidia import NvidiaHardware, require_rights
+from governor.hardware.probe import NotProbedError, WithoutEffectError
 from governor.hardware.remote import RemoteHardware
 from governor.hardware.steering import Hardware, Steering
 from governor.hardware.tenant import Share
@@ -42,6 +43,8 @@ Beyond it, only grants may still limit that process."""
 
 AGAIN_S, AGAIN_MOST_S = 60.0, 3600.0
 """First and longest pause after steering has failed, in seconds. The pause doubles each time."""
+OPENING = "it is being opened, and tested if that was not done before"
+"""Reason for which a GPU is not steered at first."""
 LASTED_S = 600.0
 """Time of steering without a failure, in seconds, after which the next pause is the first again."""
 
@@ -120,6 +123,27 @@ class _SteeredContainers:
             steering.enter(number, pid)
 
 
+class GangCoordinator:
+    """Lets containers run on several GPUs at once, steered or by grants."""
+
+    def __init__(self, grants: Runners) -> None:
+        self.board, self.grants = Board(), grants
+        self._turns: dict[int, int] = {}
+
+    def add(self, runners: Sequence[Any], tenants: Sequence[int]) -> int:
+        """Run a container on all these runners' GPUs at once; return its gang number."""
+        gang = self.board.add(runners, tenants)
+        self._turns[gang] = self.grants.add(runners, tenants)
+        return gang
+
+    def remove(self, gang: int) -> None:
+        """Forget a container; call it before the container's tenants are removed."""
+        self.board.remove(gang)
+        turns = self._turns.pop(gang)
+        if turns != NOBODY:
+            self.grants.remove(turns)
+
+
 class HardwareRunner(Runner):
     """Shares one GPU through its own scheduler, with the interface of the arbiter's `Runner`."""
 
@@ -127,48 +151,51 @@ class HardwareRunner(Runner):
         self,
         library: ctypes.CDLL,
         config: Config,
-        hardware: Closeable,
+        opens: Callable[[threading.Event], Closeable],
         *,
         gpu: int,
-        board: Board | None = None,
+        together: GangCoordinator | None = None,
         busy: Callable[[int], Sequence[DeviceUse]] | None = None,
-        reopen: Callable[[], Closeable] | None = None,
         again_s: float = AGAIN_S,
     ) -> None:
         """Start the threads.
 
-        `busy` returns NVML's samples of the GPU since a time, in us since 1970. `board` is shared
-        by the GPUs of the node. `reopen` opens the GPU anew, `again_s` after steering has failed;
-        without it the GPU stays with grants.
+        `opens` opens the GPU, on the steering thread. Until then, grants divide its time. It
+        returns early if the event that it is given is set. After a failure, it is called again
+        after `again_s` seconds at first. `busy` returns NVML's samples of the GPU since a time, in
+        us since 1970. `together` is shared by the GPUs of the node.
         """
-        # The watchdog comes first: without it nothing may be switched off, and if it fails there is
-        # nothing to stop.
-        self._watchdog = hardware.watchdog()
-        super().__init__(library, config)
-        self._board = board or Board()
-        self.together = self._board
-        self._hardware, self._gpu, self._busy = hardware, gpu, busy
+        super().__init__(library, config, together=together.grants if together else None)
+        self._board = together.board if together else Board()
+        self.together = together or self._board
+        self._opens, self._gpu, self._busy = opens, gpu, busy
         self._calls: queue.SimpleQueue[Callable[[Steering[Any]], None] | None] = queue.SimpleQueue()
         # The arbiter reuses a container's number as soon as it is free; the steering must not.
         self._numbers = itertools.count()
         self._number: dict[int, int] = {}
         self._used: dict[int, int] = {}
         self._used_before: dict[int, int] = {}  # by earlier Steerings
-        self._reopen, self._again_s = reopen, again_s
+        self._again_s = again_s
         self._lock = threading.Lock()  # of what follows, and of what is put into the queue
         self._known = _SteeredContainers()
-        self._failed = False
+        self._is_steered = False
+        self._is_opened = threading.Event()  # or it has failed
         self._ending = threading.Event()
+        self._hardware: Closeable | None = None
         self._finder = Finder(self._find, self._found)
         self._n_lost, self._lost_said_at, self._returned_said_at = 0, -LOST_S, -LOST_S
-        self.open(is_open=True)
+        self.not_steered = OPENING
         self._steering_thread = threading.Thread(target=self._run, name="tidegate-hw", daemon=True)
         self._steering_thread.start()
 
     @property
     def is_steered(self) -> bool:
         """Whether the GPU's own scheduler divides its time, and not the arbiter's grants."""
-        return not self._failed
+        return self._is_steered
+
+    def wait_opened(self, timeout_s: float) -> None:
+        """Wait until the GPU is steered or cannot be, for at most `timeout_s` seconds."""
+        self._is_opened.wait(timeout_s)
 
     # ---- called from the event loop ----
 
@@ -261,7 +288,8 @@ class HardwareRunner(Runner):
     # ---- called on the finder's thread ----
 
     def _find(self, pid: int, pidfd: int, *, thorough: bool = False) -> Sequence[Any]:
-        return () if self._failed else self._hardware.find(pid, pidfd, thorough=thorough)
+        hardware = self._hardware if self._is_steered else None
+        return () if hardware is None else hardware.find(pid, pidfd, thorough=thorough)
 
     def _found(self, found: Found) -> None:
         with self._lock:
@@ -280,81 +308,82 @@ class HardwareRunner(Runner):
         show_name()
         pause_s = self._again_s
         while True:
-            began = time.monotonic()
-            if self._steer() or self._reopen is None:
-                return
-            if time.monotonic() - began > LASTED_S:
-                pause_s = self._again_s
-            while True:
-                if self._ending.wait(pause_s):
-                    return
-                pause_s = min(2 * pause_s, AGAIN_MOST_S)
-                if self._open_again(self._reopen):
-                    break
-
-    def _open_again(self, reopen: Callable[[], Closeable]) -> bool:
-        """Open the GPU anew; return False if it cannot be steered now either."""
-        try:
-            hardware = reopen()
             try:
-                watchdog = hardware.watchdog()
-            except BaseException:
-                hardware.close()
-                raise
-        except (OSError, DriverCallError) as e:
-            self.not_steered = str(e)
-            return False
-        self._hardware, self._watchdog = hardware, watchdog
-        return True
+                hardware, watchdog = self._open()
+            except WithoutEffectError as e:
+                self.not_steered = str(e)
+                self._is_opened.set()
+                return
+            except (OSError, DriverCallError, NotProbedError) as e:
+                self.not_steered = str(e)
+                self._is_opened.set()
+            else:
+                began = time.monotonic()
+                if self._steer(hardware, watchdog):
+                    return
+                if time.monotonic() - began > LASTED_S:
+                    pause_s = self._again_s
+            if self._ending.wait(pause_s):
+                return
+            pause_s = min(2 * pause_s, AGAIN_MOST_S)
 
-    def _steer(self) -> bool:
+    def _open(self) -> tuple[Closeable, Tells]:
+        """Open the GPU, and start the watchdog, without which nothing may be switched off."""
+        hardware = self._opens(self._ending)
+        try:
+            return hardware, hardware.watchdog()
+        except BaseException:
+            hardware.close()
+            raise
+
+    def _steer(self, hardware: Closeable, watchdog: Tells) -> bool:
         """Steer the GPU until that fails, or until the end; return True at the end."""
         steering = Steering(
-            self._hardware,
-            announce=self._watchdog.tell,
+            hardware,
+            announce=watchdog.tell,
             samples=self._samples,
             board=self._board,
             gpu=self._gpu,
         )
+        self._n_lost = 0
         with self._lock:  # from here on, changes are put into the queue
             self._known.tell(steering)
-            is_again, self._failed = self._failed, False
-        if is_again:
-            self.not_steered = ""
-            self.open(is_open=True)
-            log.info("gpu-steered", gpu=self._gpu)
+            self._hardware, self._is_steered = hardware, True
+        self.not_steered = ""
+        self.open(is_open=True)
+        log.info("gpu-steered", gpu=self._gpu)
+        self._is_opened.set()
         try:
-            while self._step(steering):
+            while self._step(steering, hardware):
                 pass
         except Exception as e:  # noqa: BLE001
             # Whatever the error is, grants enforce the quotas.
             self.not_steered = str(e) or repr(e)
-            again = "it is tried again after a pause" if self._reopen else "until the next start"
             log.error(
                 "gpu-not-steered",
                 gpu=self._gpu,
                 error=self.not_steered,
-                hint=f"grants divide its time from now on; {again}",
+                hint="grants divide its time from now on; it is tried again after a pause",
             )
             return False
         else:
             return True
         finally:
             with self._lock:
-                self._failed = True
+                self._is_steered = False
                 self._drain()
             # Grants are closed first, so that a container that is switched on finds no open grant.
             self.open(is_open=False)
             with contextlib.suppress(Exception):
                 steering.all_on()
             # The watchdog switches on what could not be switched on here.
-            self._watchdog.close()
-            self._hardware.close()
+            watchdog.close()
+            hardware.close()
             self._used_before = self._used
 
     def _run_on_thread(self, what: Callable[[Steering[Any]], None]) -> None:
         """Run a call on the steering thread, while the GPU is steered; the lock is held."""
-        if not self._failed:
+        if self._is_steered:
             self._calls.put(what)
 
     def _drain(self) -> None:
@@ -362,7 +391,7 @@ class HardwareRunner(Runner):
             while True:
                 self._calls.get_nowait()
 
-    def _step(self, steering: Steering[Any]) -> bool:
+    def _step(self, steering: Steering[Any], hardware: Closeable) -> bool:
         """Run a step, and the calls that arrive before the next one; return False at the end."""
         wake = steering.step() / 1e9
         before = self._used_before
@@ -374,7 +403,7 @@ class HardwareRunner(Runner):
             raise UnsteerableError(
                 "a process has GPU time through an open file that cannot be found"
             )
-        self._say_lost()
+        self._say_lost(hardware.n_lost)
         while True:
             left = wake - time.monotonic()
             try:
@@ -404,8 +433,8 @@ class HardwareRunner(Runner):
         # NVML rounds down, by half a percent on average.
         return [Sample(one.time_us * 1000 - ahead, (one.percent + 0.5) / 100) for one in found]
 
-    def _say_lost(self) -> None:
-        n, now = self._hardware.n_lost, time.monotonic()
+    def _say_lost(self, n: int) -> None:
+        now = time.monotonic()
         if n > self._n_lost and now >= self._lost_said_at + LOST_S:
             hint = "the time in between is charged to no container; is a CPU always busy?"
             log.warning("trace-lost", gpu=self._gpu, records=n - self._n_lost, hint=hint)

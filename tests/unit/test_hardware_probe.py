@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import json
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,13 @@ from typing import Any
 import pytest
 
 from governor.config import Config
+from governor.hardware.driver import DriverCallError
 from governor.hardware.probe import NAME, NotProbedError, Results, WithoutEffectError, probe
 from governor.quota import Device
-from governor.runners import RunnerMaker
+from governor.runners import Opener, RunnerMaker
 from simgpu import simgpu
 from simgpu.steering import SimulatedHardware
+from vdriver.errors import NvmlError
 from vdriver.nvml import ProcessMemory
 
 
@@ -39,6 +42,19 @@ def gpu(build_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sim
     return SimpleNamespace(hardware=hardware, uuid=uuid, library=str(library))
 
 
+def run_probe(
+    gpu: SimpleNamespace,
+    hardware: Any = None,
+    *,
+    uuid: str = "",
+    library: str = "",
+    others: Callable[[], set[int]] = set,
+    is_ending: Callable[[], bool] = lambda: False,
+) -> None:
+    """Test the GPU; `others` returns the pids of other processes that compute on it."""
+    probe(hardware or gpu.hardware, library or gpu.library, uuid or gpu.uuid, others, is_ending)
+
+
 class Broken:
     """Hardware with one call that is replaced."""
 
@@ -51,7 +67,7 @@ class Broken:
 
 
 def test_calls_that_work_pass_and_leave_nothing(gpu: SimpleNamespace) -> None:
-    probe(gpu.hardware, gpu.library, gpu.uuid)
+    run_probe(gpu)
     assert gpu.hardware._rows()[1] == []  # no context is left
 
 
@@ -69,22 +85,45 @@ def test_a_call_without_an_effect_is_found(
 ) -> None:
     hardware: Any = Broken(gpu.hardware, call, value)
     with pytest.raises(WithoutEffectError, match=f"^{reason}"):
-        probe(hardware, gpu.library, gpu.uuid)
+        run_probe(gpu, hardware)
 
 
 def test_a_gpu_on_which_no_process_can_work_is_not_judged(gpu: SimpleNamespace) -> None:
     with pytest.raises(NotProbedError, match=r"cannot work on it: CUDA has no GPU GPU-0{8}-"):
-        probe(gpu.hardware, gpu.library, "GPU-00000000-0000-0000-0000-000000000000")
+        run_probe(gpu, uuid="GPU-00000000-0000-0000-0000-000000000000")
     with pytest.raises(NotProbedError, match=r"cannot work on it: .*libnone"):
-        probe(gpu.hardware, "/nowhere/libnone.so", gpu.uuid)
+        run_probe(gpu, library="/nowhere/libnone.so")
 
 
-def test_a_test_that_hangs_ends_within_its_time(gpu: SimpleNamespace) -> None:
-    """Otherwise a driver that hangs would keep the governor from starting."""
+@pytest.mark.parametrize("n_before", [0, 1, 2, 3, 4])
+def test_beside_another_process_nothing_is_concluded(gpu: SimpleNamespace, n_before: int) -> None:
+    """It comes before the test or during it; beside it, all work takes longer."""
+    answers = iter([set()] * n_before + [{1}] * 9)
+    with pytest.raises(NotProbedError, match=r"^other processes use it$"):
+        run_probe(gpu, others=lambda: next(answers))
+
+
+def test_what_has_no_effect_beside_another_process_may_have_one(gpu: SimpleNamespace) -> None:
+    hardware = Broken(gpu.hardware, "switch", None)
+    answers = iter([set(), {1}])
+    with pytest.raises(NotProbedError, match=r"^other processes use it$"):
+        run_probe(gpu, hardware, others=lambda: next(answers))
+
+
+def test_a_test_that_hangs_ends_within_its_time(
+    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("governor.hardware.probe.WITHIN_S", 0.02)
     began = time.monotonic()
     with pytest.raises(NotProbedError, match="the test took too long"):
-        probe(gpu.hardware, gpu.library, gpu.uuid, 0.02)
+        run_probe(gpu)
     assert time.monotonic() - began < 20
+
+
+def test_a_test_ends_with_the_governor(gpu: SimpleNamespace) -> None:
+    ending = iter([False, True])
+    with pytest.raises(NotProbedError, match="the governor ends"):
+        run_probe(gpu, is_ending=lambda: next(ending))
 
 
 # ---- when it is made, and what follows ----
@@ -132,8 +171,8 @@ BUSY = (ProcessMemory(7, 1 << 20),)
 SCREEN = (ProcessMemory(7, 1 << 20, computes=False),)
 
 
-class Choice:
-    """Makes runners of a GPU with a given result of its test."""
+class Openings:
+    """A governor's part that opens GPUs, with a given result of their test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, state: Path) -> None:
         self.state = state
@@ -141,10 +180,9 @@ class Choice:
         self.closed = 0
         self.result: Exception | None = None
         self.opens: Exception | None = None
+        self.ending = threading.Event()
         monkeypatch.setattr("governor.runners.open_hardware", self.open)
         monkeypatch.setattr("governor.runners.probe", self.probe)
-        monkeypatch.setattr("governor.runners.HardwareRunner", lambda *_, **__: "steered")
-        monkeypatch.setattr("governor.runners.Runner", lambda *_: SimpleNamespace(by="grants"))
 
     def open(self, *_: object) -> object:
         if self.opens:
@@ -154,83 +192,167 @@ class Choice:
     def close(self) -> None:
         self.closed += 1
 
-    def probe(self, *_: object) -> None:
+    def probe(
+        self,
+        _hardware: object,
+        _library: str,
+        _uuid: str,
+        computing: Callable[[], list[int]],
+        *_: object,
+    ) -> None:
+        if computing():
+            raise NotProbedError("other processes use it")
         self.probed += 1
         if self.result:
             raise self.result
 
-    def make(self, scheduling: str, processes: Sequence[ProcessMemory] = (), **more: Any) -> str:
-        """Return `steered`, or why grants divide the time."""
+    def maker(
+        self, scheduling: str, processes: Sequence[ProcessMemory] = (), **more: Any
+    ) -> RunnerMaker:
         config = Config(scheduling=scheduling, state_dir=str(self.state), **more)
         nvml: Any = FakeNvml(processes)
-        nothing: Any = None
-        maker = RunnerMaker(nothing, config, nvml, Path("/libcuda"), nothing, nothing)
-        made: Any = maker.make(DEVICE)
-        return "steered" if made == "steered" else f"grants: {made.not_steered}"
+        nothing: Any = SimpleNamespace(grants=None)
+        return RunnerMaker(nothing, config, nvml, Path("/libcuda"), nothing)
+
+    def try_open(self, scheduling: str, processes: Sequence[ProcessMemory] = ()) -> str:
+        """Return `steered`, or why the GPU is not, with a `!` if that is final."""
+        opener = Opener(self.maker(scheduling, processes), DEVICE)
+        try:
+            assert opener.open(self.ending) is self
+        except WithoutEffectError as e:
+            return f"{e}!"
+        except (NotProbedError, OSError) as e:
+            return str(e)
+        return "steered"
 
 
 @pytest.fixture
-def choice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Choice:
-    return Choice(monkeypatch, tmp_path)
+def node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Openings:
+    return Openings(monkeypatch, tmp_path)
 
 
-def test_a_gpu_is_tested_once_and_then_steered_even_if_it_is_in_use(choice: Choice) -> None:
-    assert choice.make("auto", SCREEN) == "steered"
-    assert choice.make("auto", BUSY) == "steered"
-    assert choice.make("hardware", BUSY) == "steered"
-    assert (choice.probed, choice.closed) == (1, 0)
+def test_a_gpu_is_tested_once_and_then_steered_even_if_it_is_in_use(node: Openings) -> None:
+    assert node.try_open("auto", SCREEN) == "steered"
+    assert node.try_open("auto", BUSY) == "steered"
+    assert node.try_open("hardware", BUSY) == "steered"
+    assert (node.probed, node.closed) == (1, 0)
 
 
 @pytest.mark.parametrize("scheduling", ["auto", "hardware"])
 def test_a_gpu_on_which_a_call_has_no_effect_is_shared_by_grants(
-    choice: Choice, scheduling: str
+    node: Openings, scheduling: str
 ) -> None:
-    choice.result = WithoutEffectError("no effect")
-    assert choice.make(scheduling) == "grants: no effect"
-    assert choice.make(scheduling, BUSY) == "grants: no effect"  # known from the first time
-    assert (choice.probed, choice.closed) == (1, 2)
-    choice.result = None
-    assert choice.make(scheduling) == "steered"  # a negative result is tested again
+    node.result = WithoutEffectError("no effect")
+    assert node.try_open(scheduling) == "no effect!"
+    assert node.try_open(scheduling, BUSY) == "no effect"  # known from the first time
+    assert (node.probed, node.closed) == (1, 2)
+    node.result = None
+    assert node.try_open(scheduling) == "steered"  # a negative result is tested again
 
 
 @pytest.mark.parametrize("scheduling", ["auto", "hardware"])
 def test_a_gpu_that_cannot_be_tested_is_steered_only_if_the_configuration_says_so(
-    choice: Choice, scheduling: str
+    node: Openings, scheduling: str
 ) -> None:
-    untested = "grants: whether it can be steered was not tested: "
-    made = choice.make(scheduling, BUSY)
-    assert made == ("steered" if scheduling == "hardware" else untested + "other processes use it")
-    choice.result = NotProbedError("a process cannot work on it: cuInit answers 2")
-    made = choice.make(scheduling)
-    assert made == (
-        "steered"
-        if scheduling == "hardware"
-        else untested + "a process cannot work on it: cuInit answers 2"
+    def expect(reason: str) -> str:
+        untested = f"whether it can be steered was not tested: {reason}"
+        return "steered" if scheduling == "hardware" else untested
+
+    assert node.try_open(scheduling, BUSY) == expect("other processes use it")
+    node.result = NotProbedError("a process cannot work on it: cuInit answers 2")
+    assert node.try_open(scheduling) == expect("a process cannot work on it: cuInit answers 2")
+    node.result = NvmlError("the processes on it are not known", hint="none")
+    assert node.try_open(scheduling) == expect("the processes on it are not known")
+    assert not list(node.state.iterdir())
+
+
+def test_a_driver_that_refuses_a_call_in_the_test_fails_it(node: Openings) -> None:
+    node.result = DriverCallError("a call", 0x56)
+    assert node.try_open("auto").endswith("!")
+    assert list(node.state.iterdir())
+
+
+@pytest.mark.parametrize("scheduling", ["auto", "hardware"])
+def test_a_test_that_the_end_of_the_governor_cuts_short_steers_nothing(
+    node: Openings, scheduling: str
+) -> None:
+    node.result = NotProbedError("the governor ends")
+    node.ending.set()
+    assert node.try_open(scheduling).endswith("the governor ends")
+    assert node.closed == 1
+
+
+def test_two_gpus_are_tested_one_after_the_other(
+    node: Openings,
+) -> None:
+    maker = node.maker("auto")
+    with maker.one_by_one:
+        thread = threading.Thread(target=Opener(maker, DEVICE).open, args=(node.ending,))
+        thread.start()
+        thread.join(0.3)
+        assert node.probed == 0
+    thread.join(20)
+    assert node.probed == 1
+    node.ending.set()
+    node.state = Path("/proc/no")
+    other = Opener(maker, Device(1, "GPU-2", "H200", 1 << 37, 0))
+    with maker.one_by_one, pytest.raises(NotProbedError, match="the governor ends"):
+        other.open(node.ending)
+
+
+def test_what_keeps_a_gpu_from_being_steered_is_logged_once(
+    node: Openings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node.opens = OSError("no steering service answers")
+    opener = Opener(node.maker("auto"), DEVICE)
+    for _ in range(3):
+        with pytest.raises(OSError, match="no steering service answers"):
+            opener.open(node.ending)
+    assert capsys.readouterr().out.count("no steering service answers") == 1
+    assert node.probed == 0
+
+
+def test_a_result_that_cannot_be_kept_counts_until_the_governor_ends(node: Openings) -> None:
+    node.state = Path("/proc/no")
+    opener = Opener(node.maker("auto"), DEVICE)
+    opener.open(node.ending)
+    opener.open(node.ending)
+    assert node.probed == 1
+
+
+# ---- which GPUs it concerns ----
+
+
+@pytest.mark.parametrize(
+    ("scheduling", "strategy", "expected"),
+    [
+        ("auto", "timeslice", "opens"),
+        ("hardware", "timeslice", "opens"),
+        ("gate", "timeslice", "grants: "),
+        ("auto", "mps", "grants: "),
+        ("hardware", "mps", "grants: it is shared by mps"),
+    ],
+)
+def test_only_gpus_shared_by_time_slices_are_steered(
+    node: Openings, monkeypatch: pytest.MonkeyPatch, scheduling: str, strategy: str, expected: str
+) -> None:
+    monkeypatch.setattr("governor.runners.HardwareRunner", lambda *_, **__: "opens")
+    monkeypatch.setattr("governor.runners.Runner", lambda *_: SimpleNamespace())
+    made: Any = node.maker(scheduling, gpus={"0": {"strategy": strategy}}).make(DEVICE)
+    assert (made if made == "opens" else f"grants: {made.not_steered}") == expected
+
+
+def test_containers_wait_for_a_gpu_that_passed_its_test_earlier(
+    node: Openings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise grants would divide its time at first."""
+    waits: list[float] = []
+    monkeypatch.setattr(
+        "governor.runners.HardwareRunner",
+        lambda *_, **__: SimpleNamespace(wait_opened=waits.append),
     )
-    assert not list(choice.state.iterdir())
-
-
-def test_what_keeps_a_gpu_from_being_steered_is_told(choice: Choice) -> None:
-    choice.opens = OSError("no steering service answers")
-    assert choice.make("auto") == "grants: no steering service answers"
-    assert choice.make("gate") == "grants: "
-    mps = {"0": {"strategy": "mps"}}
-    assert choice.make("auto", gpus=mps) == "grants: "
-    assert choice.make("hardware", gpus=mps) == "grants: it is shared by mps"
-    assert choice.probed == 0
-
-
-def test_all_tests_of_a_node_have_one_limit(
-    choice: Choice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(RunnerMaker.__init__, "__defaults__", (0.0,))
-    assert choice.make("auto").endswith("not tested: the tests of other GPUs took too long")
-    assert choice.make("hardware") == "steered"
-    assert choice.probed == 0
-
-
-def test_a_result_that_cannot_be_kept_counts_until_the_governor_ends(choice: Choice) -> None:
-    choice.state = Path("/proc/no")
-    assert choice.make("auto") == "steered"
-    assert choice.make("auto") == "steered"
-    assert choice.probed == 2
+    node.maker("auto").make(DEVICE)
+    assert not waits
+    assert node.try_open("auto") == "steered"
+    node.maker("auto").make(DEVICE)
+    assert len(waits) == 1

@@ -17,11 +17,12 @@ from typing import ClassVar
 
 import pytest
 
-from governor.arbiter import WHOLE, load_library
+from governor.arbiter import WHOLE, Runners, load_library
 from governor.config import Config
 from governor.hardware.driver import DriverCallError
+from governor.hardware.probe import NotProbedError, WithoutEffectError
 from governor.hardware.remote import RemoteHardware
-from governor.hardware.runner import HardwareRunner
+from governor.hardware.runner import GangCoordinator, HardwareRunner
 from governor.hardware.service import SteeringService
 from governor.hardware.watchdog import Watchdog
 from libcontrol import layout, pages
@@ -136,6 +137,24 @@ class StubContainer:
         os.close(pidfd)
 
 
+class WaitingContainer(StubContainer):
+    """A container with one process that waits for a GPU at once."""
+
+    def __init__(self, runner, share, grant=None, ledger=None, device=0):
+        self.runner, self.device = runner, device
+        self.grant = grant or mmap(-1, layout.GRANT_FILE_SIZE)
+        self.ledger = ledger or mmap(-1, layout.LEDGER_SIZE)
+        guarantee = WHOLE * share // 100
+        self.tenant = runner.add(guarantee, WHOLE, self.grant, device, self.ledger)
+        pages.write(self.ledger, 0, "ledger_header", "n_slots", 1)
+        pages.write(self.ledger, layout.LEDGER_SLOTS, "ledger_slot", "state", 1)
+        where = layout.ledger_device(0, device)
+        pages.write(self.ledger, where, "ledger_device", "want", 1)
+
+    def read(self, field):
+        return pages.read(self.grant, layout.grant_device(self.device), "grant_device", field)
+
+
 def wait_for(condition, seconds=20):
     deadline = time.monotonic() + seconds
     while not condition():
@@ -168,9 +187,14 @@ def hardware(request, gpu, tmp_path):
         assert not thread.is_alive()
 
 
+def make_runner(build_dir, opens, **more):
+    return HardwareRunner(load_library(build_dir / "libcontrol"), Config(), opens, gpu=0, **more)
+
+
 @pytest.fixture
 def runner(build_dir, gpu, hardware):
-    runner = HardwareRunner(load_library(build_dir / "libcontrol"), Config(), hardware, gpu=0)
+    runner = make_runner(build_dir, lambda _: hardware)
+    runner.wait_opened(20)
     yield runner
     runner.close()
     wait_for(lambda: gpu.closed)
@@ -338,15 +362,17 @@ def tried(build_dir, gpu):
     opened = []
     refusals = []
 
-    def reopen():
+    def opens(_):
         opened.append(time.monotonic())
         if refusals:
             raise refusals.pop(0)
         gpu.closed = False
         return gpu
 
-    library = load_library(build_dir / "libcontrol")
-    runner = HardwareRunner(library, Config(), gpu, gpu=0, reopen=reopen, again_s=0.1)
+    runner = make_runner(build_dir, opens, again_s=0.1)
+    runner.wait_opened(20)
+    assert runner.is_steered
+    opened.clear()
     yield runner, opened, refusals
     runner.close()
     assert gpu.closed
@@ -407,8 +433,8 @@ def test_a_second_failure_is_tried_again_as_well(tried, gpu):
 
 
 def test_the_end_does_not_wait_for_the_next_try(build_dir, gpu):
-    library = load_library(build_dir / "libcontrol")
-    runner = HardwareRunner(library, Config(), gpu, gpu=0, reopen=lambda: gpu, again_s=60)
+    runner = make_runner(build_dir, lambda _: gpu, again_s=60)
+    runner.wait_opened(20)
     gpu.failure = OSError("the device is gone")
     StubContainer(runner, 10, 10)
     wait_for(lambda: not runner.is_steered)
@@ -417,8 +443,151 @@ def test_the_end_does_not_wait_for_the_next_try(build_dir, gpu):
     assert time.monotonic() - began < 10
 
 
+class Opening:
+    """A GPU whose opening takes as long as the test wants."""
+
+    def __init__(self, gpu):
+        self.gpu = gpu
+        self.may_end = threading.Event()
+        self.result = None
+
+    def __call__(self, ending):
+        while not self.may_end.wait(0.01):
+            if ending.is_set():
+                raise NotProbedError("the governor ends")
+        if self.result:
+            raise self.result
+        return self.gpu
+
+
+@pytest.fixture
+def opening(build_dir, gpu):
+    """A runner with a GPU that is not open yet."""
+    opening = Opening(gpu)
+    runner = make_runner(build_dir, opening, again_s=0.1)
+    yield runner, opening
+    runner.close()
+
+
+def test_grants_divide_the_time_until_a_gpu_is_open(opening, gpu):
+    runner, opening = opening
+    first, second = (WaitingContainer(runner, 10) for _ in range(2))
+    gpu.contexts |= {11, 12}
+    first.enter(gpu, 11)
+    wait_for(lambda: any(c.read("deadline_ns") for c in (first, second)))
+    assert not all(c.read("deadline_ns") == layout.OPEN for c in (first, second))
+    assert not runner.is_steered
+    assert "being opened" in runner.not_steered
+    opening.may_end.set()
+    second.enter(gpu, 12)
+    wait_for(lambda: all(c.read("deadline_ns") == layout.OPEN for c in (first, second)))
+    wait_for(lambda: {11, 12} <= gpu.slices.keys() | gpu.off)
+    assert runner.is_steered
+    assert runner.not_steered == ""
+
+
+def test_the_end_does_not_wait_for_a_test(opening):
+    runner, _ = opening
+    began = time.monotonic()
+    runner.close()
+    assert time.monotonic() - began < 10
+
+
+def test_a_gpu_on_which_calls_have_no_effect_is_not_tried_again(opening):
+    runner, opening = opening
+    opening.result = WithoutEffectError("no effect")
+    opening.may_end.set()
+    wait_for(lambda: runner.not_steered == "no effect")
+    opening.result = None
+    time.sleep(0.5)
+    assert not runner.is_steered
+
+
+@pytest.mark.parametrize("reason", [NotProbedError("other processes use it"), OSError("no rights")])
+def test_a_gpu_that_cannot_be_tested_or_opened_is_tried_again(opening, reason):
+    runner, opening = opening
+    opening.result = reason
+    opening.may_end.set()
+    wait_for(lambda: runner.not_steered == str(reason))
+    opening.result = None
+    wait_for(lambda: runner.is_steered)
+
+
+def test_without_a_watchdog_nothing_is_steered(opening, gpu, monkeypatch):
+    def fails():
+        raise OSError("no process can be started")
+
+    runner, opening = opening
+    monkeypatch.setattr(gpu, "watchdog", fails)
+    opening.may_end.set()
+    wait_for(lambda: runner.not_steered == "no process can be started")
+    assert gpu.closed
+    monkeypatch.undo()
+    wait_for(lambda: runner.is_steered)
+
+
+class Turns:
+    """Gives grants back as the processes of waiting containers would, and counts them."""
+
+    def __init__(self, *containers):
+        self.n = dict.fromkeys(containers, 0)
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._ending.set()
+        self._thread.join()
+
+    def _run(self):
+        seen = dict.fromkeys(self.n, 0)
+        while not self._ending.wait(0.001):
+            for container in self.n:
+                epoch, where = container.read("epoch"), layout.ledger_device(0, container.device)
+                if epoch == seen[container]:
+                    continue
+                seen[container] = epoch
+                self.n[container] += 1
+                for field, value in (
+                    ("active_epoch", epoch),
+                    ("seen_ns", time.monotonic_ns()),
+                    ("release_ns", time.monotonic_ns()),
+                    ("released_epoch", epoch),
+                ):
+                    pages.write(container.ledger, where, "ledger_device", field, value)
+
+
+def test_a_container_with_a_steered_gpu_keeps_its_turns_on_another_one(build_dir, gpu):
+    """As long as grants divide both, it has its turns on both at once."""
+    library = load_library(build_dir / "libcontrol")
+    grants = Runners(library, Config())
+    together = GangCoordinator(grants)
+    openings = [Opening(gpu), Opening(gpu)]
+    first, second = (
+        HardwareRunner(library, Config(), opening, gpu=i, together=together)
+        for i, opening in enumerate(openings)
+    )
+    one = WaitingContainer(first, 50)
+    other = WaitingContainer(second, 50, one.grant, one.ledger, device=1)
+    rivals = WaitingContainer(first, 50), WaitingContainer(second, 50)
+    gang = together.add([first, second], [one.tenant, other.tenant])
+    with Turns(one, other, *rivals) as turns:
+        wait_for(lambda: min(turns.n.values()) > 10)
+        openings[0].may_end.set()
+        wait_for(lambda: first.is_steered and one.read("deadline_ns") == layout.OPEN)
+        before = dict(turns.n)
+        wait_for(lambda: all(turns.n[c] > before[c] + 20 for c in (other, rivals[1])))
+    together.remove(gang)
+    for runner in (first, second):
+        runner.close()
+    grants.close()
+
+
 def test_the_end_switches_everything_on(build_dir, gpu, hardware):
-    runner = HardwareRunner(load_library(build_dir / "libcontrol"), Config(), hardware, gpu=0)
+    runner = make_runner(build_dir, lambda _: hardware)
     container = StubContainer(runner, 10, 10)
     gpu.contexts.add(11)
     container.enter(gpu, 11)

@@ -38,7 +38,7 @@ from governor.options import Parser
 from governor.quota import Device
 from governor.reconcile import reconcile
 from governor.recover import CONTAINERS
-from governor.runners import RunnerMaker
+from governor.runners import RunnerMaker, wait_opened
 from governor.server import Server
 from governor.settings import SettingsInForce
 from governor.state import NAME, State
@@ -353,6 +353,7 @@ def _make_server(
     for device in devices:
         runners[device.uuid] = maker.make(device)
         stack.callback(runners[device.uuid].close)
+    wait_opened(runners.values())
     topology = nvml.topology([device.uuid for device in devices])
     state = State(Path(config.state_dir) / NAME)
     stack.callback(state.close)

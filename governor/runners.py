@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,11 +30,24 @@ from vdriver.nvml import Nvml
 
 log = structlog.get_logger()
 
-OPEN_S = 5.0
-"""Longest wait for a GPU that needs no test to be steered, in seconds, before containers are
-admitted: at first, grants divide its time."""
-LOCK_S = 0.1
-"""Interval at which a test that waits for another one looks for the end of the governor, in s."""
+START_S = 3.0
+"""Longest wait for GPUs to be tested and steered before containers are admitted, in seconds. A hook
+waits for 5 s. A test takes half of that time, and cannot be made once containers work."""
+TURN_S = 0.1
+"""Interval at which a test that waits for its turn looks for the end of the governor, in s."""
+
+
+def _n_at_once() -> int:
+    """Return how many GPUs are tested at once: each test has two processes that must not wait."""
+    return max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def wait_opened(runners: Iterable[Runner]) -> None:
+    """Wait until it is known which GPUs are steered, for at most START_S seconds."""
+    until = time.monotonic() + START_S
+    for runner in runners:
+        if isinstance(runner, HardwareRunner):
+            runner.wait_opened(max(0.0, until - time.monotonic()))
 
 
 @dataclass
@@ -45,8 +60,8 @@ class RunnerMaker:
     libcuda: Path
     """The driver's own library, with which a GPU is tested."""
     together: GangCoordinator
-    one_by_one: threading.Lock = field(default_factory=threading.Lock)
-    """Held during a test: tests of several GPUs at once would wait for processors."""
+    turns: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(_n_at_once()))
+    """Taken during a test."""
 
     def make(self, device: Device) -> Runner:
         """Return a GPU's runner; it uses the GPU's own scheduler if configured and possible.
@@ -57,18 +72,14 @@ class RunnerMaker:
         strategy = self.config.strategy_of(device.index, device.uuid)
         is_required = self.config.scheduling == "hardware"
         if strategy == "timeslice" and (is_required or self._is_possible(device)):
-            opener = Opener(self, device)
-            runner = HardwareRunner(
+            return HardwareRunner(
                 self.library,
                 self.config,
-                opener.open,
+                Opener(self, device).open,
                 gpu=device.index,
                 together=self.together,
                 busy=partial(self.nvml.busy, device.uuid),
             )
-            if opener.works:
-                runner.wait_opened(OPEN_S)
-            return runner
         gate = Runner(self.library, self.config, strategy, self.together.grants)
         gate.not_steered = f"it is shared by {strategy}" if is_required else ""
         return gate
@@ -82,14 +93,13 @@ class Opener:
 
     def __init__(self, maker: RunnerMaker, device: Device) -> None:
         self._config, self._nvml = maker.config, maker.nvml
-        self._libcuda, self._one_by_one = maker.libcuda, maker.one_by_one
+        self._libcuda, self._turns = maker.libcuda, maker.turns
         self._device = device
         self._results = Results(self._config.state_dir, self._nvml.driver_version())
         # The calls for a simulated GPU always work.
-        self.works = (
+        self._works = (
             self._nvml.simulated(device.uuid) is not None or self._results.get(device.uuid) == ""
         )
-        """Whether the GPU needs no test."""
         self._said = ""
 
     def open(self, ending: threading.Event) -> Closeable:
@@ -113,7 +123,7 @@ class Opener:
         return hardware
 
     def _require_effect(self, hardware: Closeable, ending: threading.Event) -> None:
-        if self.works:
+        if self._works:
             return
         try:
             self._test(hardware, ending)
@@ -125,13 +135,13 @@ class Opener:
                 raise NotProbedError(f"whether it can be steered was not tested: {e}") from e
             log.info("gpu-not-probed", gpu=self._device.index, error=str(e))
         else:
-            self.works = True
+            self._works = True
 
     def _test(self, hardware: Closeable, ending: threading.Event) -> None:
         """Test the driver calls, and keep the result."""
         why = ""
         try:
-            with self._alone(ending):
+            with self._turn(ending):
                 probe(
                     hardware,
                     str(self._libcuda),
@@ -152,15 +162,15 @@ class Opener:
             raise WithoutEffectError(why)
 
     @contextlib.contextmanager
-    def _alone(self, ending: threading.Event) -> Iterator[None]:
-        """Wait until no other GPU of the node is tested."""
-        while not self._one_by_one.acquire(timeout=LOCK_S):
+    def _turn(self, ending: threading.Event) -> Iterator[None]:
+        """Wait until few enough other GPUs of the node are tested."""
+        while not self._turns.acquire(timeout=TURN_S):
             if ending.is_set():
                 raise NotProbedError("the governor ends")
         try:
             yield
         finally:
-            self._one_by_one.release()
+            self._turns.release()
 
     def _computing(self) -> list[int]:
         return [one.pid for one in self._nvml.processes(self._device.uuid) if one.computes]

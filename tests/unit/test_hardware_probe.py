@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
+from governor.arbiter import load_library
 from governor.config import Config
 from governor.hardware.driver import DriverCallError
 from governor.hardware.probe import NAME, NotProbedError, Results, WithoutEffectError, probe
+from governor.hardware.runner import HardwareRunner
 from governor.quota import Device
-from governor.runners import Opener, RunnerMaker
+from governor.runners import Opener, RunnerMaker, wait_opened
 from simgpu import simgpu
 from simgpu.steering import SimulatedHardware
 from vdriver.errors import NvmlError
@@ -282,21 +284,21 @@ def test_a_test_that_the_end_of_the_governor_cuts_short_steers_nothing(
     assert node.closed == 1
 
 
-def test_two_gpus_are_tested_one_after_the_other(
-    node: Openings,
-) -> None:
+def test_a_gpu_is_tested_when_few_enough_others_are(node: Openings) -> None:
+    """Otherwise the processes of the tests would wait for processors."""
     maker = node.maker("auto")
-    with maker.one_by_one:
-        thread = threading.Thread(target=Opener(maker, DEVICE).open, args=(node.ending,))
-        thread.start()
-        thread.join(0.3)
-        assert node.probed == 0
+    maker.turns = threading.Semaphore(0)
+    thread = threading.Thread(target=Opener(maker, DEVICE).open, args=(node.ending,))
+    thread.start()
+    thread.join(0.3)
+    assert node.probed == 0
+    maker.turns.release()
     thread.join(20)
     assert node.probed == 1
+    maker.turns.acquire()
     node.ending.set()
-    node.state = Path("/proc/no")
     other = Opener(maker, Device(1, "GPU-2", "H200", 1 << 37, 0))
-    with maker.one_by_one, pytest.raises(NotProbedError, match="the governor ends"):
+    with pytest.raises(NotProbedError, match="the governor ends"):
         other.open(node.ending)
 
 
@@ -342,17 +344,25 @@ def test_only_gpus_shared_by_time_slices_are_steered(
     assert (made if made == "opens" else f"grants: {made.not_steered}") == expected
 
 
-def test_containers_wait_for_a_gpu_that_passed_its_test_earlier(
-    node: Openings, monkeypatch: pytest.MonkeyPatch
+def test_the_governor_waits_for_the_tests_for_a_short_time(
+    build_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise grants would divide its time at first."""
-    waits: list[float] = []
-    monkeypatch.setattr(
-        "governor.runners.HardwareRunner",
-        lambda *_, **__: SimpleNamespace(wait_opened=waits.append),
-    )
-    node.maker("auto").make(DEVICE)
-    assert not waits
-    assert node.try_open("auto") == "steered"
-    node.maker("auto").make(DEVICE)
-    assert len(waits) == 1
+    """Hooks wait in the meantime, and once containers work, no test can be made."""
+    monkeypatch.setattr("governor.runners.START_S", 0.5)
+    released = threading.Event()
+
+    def opens(its_ending: threading.Event) -> Any:
+        while not (released.wait(0.01) or its_ending.is_set()):
+            pass
+        raise OSError("it cannot be opened")
+
+    library = load_library(build_dir / "libcontrol")
+    runners = [HardwareRunner(library, Config(), opens, gpu=i) for i in range(8)]
+    began = time.monotonic()
+    wait_opened(runners)
+    assert 0.5 <= time.monotonic() - began < 3  # for all together
+    released.set()
+    wait_opened(runners)
+    assert all(runner.not_steered == "it cannot be opened" for runner in runners)
+    for runner in runners:
+        runner.close()

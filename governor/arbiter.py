@@ -35,6 +35,7 @@ class ArbiterConfig(ctypes.Structure):
         ("switch_ns", ctypes.c_uint64),
         ("overhead_ns", ctypes.c_uint64),
         ("beside_ns", ctypes.c_uint64),
+        ("prepare_ns", ctypes.c_uint64),
     )
 
 
@@ -49,6 +50,7 @@ class View(ctypes.Structure):
         ("contended", ctypes.c_uint32),
         ("beside", ctypes.c_uint32),
         ("standby", ctypes.c_int32),
+        ("expected", ctypes.c_uint32),
         ("standby_ns", ctypes.c_uint64),
         ("wake_ns", ctypes.c_uint64),
     )
@@ -96,6 +98,11 @@ class RunnerConfig(ctypes.Structure):
     )
 
 
+PREPARE_NS = 10_000_000
+"""Time from the expected begin of its grant for which a container may prepare work on a GPU shared
+by MPS, in ns. In the last 2 ms of it, a processor is kept busy, so it is longer than most delays."""
+
+
 def arbiter_config(config: Config, strategy: str = "timeslice") -> ArbiterConfig:
     """Return the arbiter's part of the node's configuration, for a GPU with this strategy."""
     if strategy == "mps":
@@ -113,6 +120,7 @@ def arbiter_config(config: Config, strategy: str = "timeslice") -> ArbiterConfig
             # Work that is still queued when a hand-over begins runs concurrently with the next
             # holder's.
             beside_ns=min(config.lookahead_us * 1000, quantum_ns // 4),
+            prepare_ns=PREPARE_NS,
         )
     return ArbiterConfig(
         quantum_ns=int(config.quantum_ms * 1e6),

@@ -373,6 +373,52 @@ static void regain_patience(struct arbiter *arbiter, uint64_t now)
     arbiter->patient = now;
 }
 
+/* Returns the tenant that is expected to hold the GPU after the holder, and in `beginsp` when its
+ * grant begins. The holder itself is never named, even if no other wants the GPU: what it holds
+ * back for its next grant would be missing in this one (H200, ResNet18 alone with a cap of 45 %:
+ * 38.4 % instead of 43.3 %). */
+static int32_t expect_next(const struct arbiter *arbiter, uint64_t now, uint64_t *beginsp)
+{
+    uint64_t end = arbiter->holder != ARBITER_NOBODY ? arbiter->deadline : now;
+    int32_t next = ARBITER_NOBODY;
+    double first = 1e300;
+    bool lent;
+
+    if (end < now)
+        end = now;
+    *beginsp = end;
+    if (arbiter->holder != ARBITER_NOBODY)
+        next = arbiter_choose(arbiter, (double)end, arbiter->holder, &lent);
+    if (next != ARBITER_NOBODY)
+        return next;
+    for (int32_t i = 0; i < arbiter->n; i++) {
+        const struct tenant *t = &arbiter->tenants[i];
+        double at = eligible_at(t);
+
+        if (i != arbiter->holder && wants(t) && t->turn.role == ARBITER_ALONE && at < first) {
+            next = i;
+            first = at;
+        }
+    }
+    if (next != ARBITER_NOBODY && first > (double)end)
+        *beginsp = (uint64_t)first;
+    return next;
+}
+
+/* Names the next holder: the one that is decided, or the one that is expected. */
+static void name_next(const struct arbiter *arbiter, uint64_t now, struct arbiter_view *viewp)
+{
+    uint64_t begins;
+
+    viewp->standby = arbiter->standby;
+    viewp->standby_ns = arbiter->deadline + arbiter->config.lead_ns;
+    if (arbiter->standby != ARBITER_NOBODY || !arbiter->config.prepare_ns || arbiter->open)
+        return;
+    viewp->standby = expect_next(arbiter, now, &begins);
+    viewp->expected = viewp->standby != ARBITER_NOBODY;
+    viewp->standby_ns = begins + arbiter->config.prepare_ns;
+}
+
 void arbiter_step(struct arbiter *arbiter, uint64_t now, struct arbiter_view *viewp)
 {
     bool lent;
@@ -404,8 +450,7 @@ void arbiter_step(struct arbiter *arbiter, uint64_t now, struct arbiter_view *vi
     viewp->deadline_ns = arbiter->open ? ARBITER_NEVER : arbiter->deadline;
     viewp->contended = arbiter->holder != ARBITER_NOBODY && arbiter->contended;
     viewp->beside = arbiter->beside;
-    viewp->standby = arbiter->standby;
-    viewp->standby_ns = arbiter->deadline + arbiter->config.lead_ns;
+    name_next(arbiter, now, viewp);
 }
 
 void arbiter_stats(const struct arbiter *arbiter, int32_t tenant, struct arbiter_stats *statsp)

@@ -34,6 +34,9 @@ struct arbiter_config {
     uint64_t switch_ns;  /* time that the GPU needs to change contexts */
     uint64_t overhead_ns; /* longest part of a grant that a report may declare unused */
     uint64_t beside_ns;   /* longest part of its work that may have run alongside others' */
+    /* The container that is expected to hold the GPU next is named at once, and has this long from
+     * the expected begin of its grant to prepare work; 0: it is not named before it is decided. */
+    uint64_t prepare_ns;
 };
 
 /* The arbiter's decision as of the last step. */
@@ -44,8 +47,9 @@ struct arbiter_view {
     uint64_t deadline_ns; /* ARBITER_NEVER: open */
     uint32_t contended;   /* another container could use the GPU */
     uint32_t beside;      /* the previous holder's last work may run alongside this grant's */
-    int32_t standby;      /* the next holder, if it is decided */
-    uint64_t standby_ns;  /* the next holder should be awake until then */
+    int32_t standby;      /* the next holder */
+    uint32_t expected;    /* it is not decided: it may prepare work, but need not be awake */
+    uint64_t standby_ns;  /* the next holder may prepare work, or should be awake, until then */
     uint64_t wake_ns;     /* step again by then */
 };
 

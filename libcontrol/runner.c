@@ -177,7 +177,7 @@ static void *run(void *argument)
         until = pass(runner, now);
         view = runner->view;
         pthread_mutex_unlock(&runner->mutex);
-        if (runner->config.spin_ns && view.standby != ARBITER_NOBODY &&
+        if (runner->config.spin_ns && view.standby != ARBITER_NOBODY && !view.expected &&
             view.deadline_ns > now + runner->config.lookahead_ns + runner->config.spin_ns &&
             view.deadline_ns != ARBITER_NEVER && view.holder != ARBITER_NOBODY)
             spin(runner, view.deadline_ns);

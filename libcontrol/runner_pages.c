@@ -129,8 +129,8 @@ void runner_apply(struct runner *runner, const struct arbiter_view *view)
         (view->holder != old->holder || view->epoch != old->epoch) &&
         runner->tenants[old->holder].used && runner->tenants[old->holder].granted)
         runner_close_grant(&runner->tenants[old->holder]);
-    if (view->standby != ARBITER_NOBODY && view->standby != old->standby &&
-        runner->config.spin_ns) {
+    if (view->standby != ARBITER_NOBODY && runner->config.spin_ns &&
+        (view->standby != old->standby || view->expected != old->expected)) {
         t = &runner->tenants[view->standby];
         atomic_store_release(&t->grant->standby_ns, view->standby_ns);
         atomic_add_seq_cst(&t->grant->signal, 1);

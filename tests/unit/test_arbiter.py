@@ -861,3 +861,55 @@ def test_on_an_mps_gpu_grants_are_short_and_shares_hold_over_a_tenth_of_a_second
 def test_the_next_holder_is_announced_before_its_grant_begins(quantum):
     settings = arbiter_config(Config(mps_quantum_ms=quantum), "mps")
     assert settings.lead_ns < settings.quantum_ns == settings.most_ns
+
+
+def test_the_expected_holder_is_named_at_the_begin_of_the_grant_before(library):
+    """It has all of that time to prepare work."""
+    changes = {"prepare_ns": 10 * MS}
+    with Arbiter(library, config(**changes)) as arbiter:
+        first, second = (arbiter.add(WHOLE // 2, WHOLE // 2, 0) for _ in range(2))
+        for tenant in (first, second):
+            arbiter.want(tenant, 0, want=True)
+        view = arbiter.step(0)
+        assert view.holder == first
+        assert (view.standby, view.expected) == (second, 1)
+        assert view.standby_ns == view.deadline_ns + 10 * MS
+        decide = view.wake_ns
+        assert decide == view.deadline_ns - config().lead_ns
+        view = arbiter.step(decide)
+        assert (view.standby, view.expected) == (second, 0)
+        assert view.standby_ns == view.deadline_ns + config().lead_ns
+
+
+def test_a_container_that_waits_for_its_cap_is_named_too(library):
+    """By the end of the holder's grant, no container may have the GPU."""
+    with Arbiter(library, config(prepare_ns=10 * MS)) as arbiter:
+        first, second = (arbiter.add(WHOLE * part // 10, WHOLE * part // 10, 0) for part in (3, 1))
+        arbiter.want(first, 0, want=True)
+        view = arbiter.step(0)
+        assert view.holder == first
+        assert (view.standby, view.expected) == (NOBODY, 0)  # it holds the GPU already
+        arbiter.want(second, MS, want=True)
+        assert arbiter.step(MS).standby == second
+        arbiter.released(view.deadline_ns)
+        view = arbiter.step(view.deadline_ns)
+        assert (view.holder, view.standby) == (second, first)
+        arbiter.released(view.deadline_ns)
+        view = arbiter.step(view.deadline_ns)
+        assert view.holder == NOBODY
+        assert (view.standby, view.expected) == (first, 1)
+        assert view.standby_ns == view.wake_ns - 1 + 10 * MS
+
+
+def test_otherwise_a_holder_is_named_when_it_is_decided(library):
+    with Arbiter(library, config()) as arbiter:
+        tenants = [arbiter.add(WHOLE // 10, WHOLE // 10, 0) for _ in range(2)]
+        for tenant in tenants:
+            arbiter.want(tenant, 0, want=True)
+        view = arbiter.step(0)
+        assert (view.standby, view.expected) == (NOBODY, 0)
+        for now in (view.deadline_ns, 2 * view.deadline_ns):
+            arbiter.released(now)
+            view = arbiter.step(now)
+        assert view.holder == NOBODY
+        assert view.standby == NOBODY

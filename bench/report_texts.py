@@ -24,6 +24,10 @@ that time.
 The delivered share is this progress divided by the time that passed. Neither the governor's own
 accounting nor the driver's utilisation figure is used. The error is the mean distance between
 delivered share and quota over all windows, averaged over the containers, in percentage points.
+
+A job that is limited by the GPU's power when it runs alone is faster in less of the time: on an
+H200, the GEMM with a cap of 45 %, alone and by time slices, has 45 % of the time and does 50.7 % of
+its work. So more than its quota is delivered to it, and that is no error.
 """
 
 

@@ -890,7 +890,9 @@ def test_a_container_that_waits_for_its_cap_is_named_too(library):
         assert view.holder == first
         assert (view.standby, view.expected) == (NOBODY, 0)  # it holds the GPU already
         arbiter.want(second, MS, want=True)
-        assert arbiter.step(MS).standby == second
+        view = arbiter.step(MS)
+        assert view.holder == first
+        assert view.standby == second
         arbiter.released(view.deadline_ns)
         view = arbiter.step(view.deadline_ns)
         assert (view.holder, view.standby) == (second, first)
@@ -899,6 +901,25 @@ def test_a_container_that_waits_for_its_cap_is_named_too(library):
         assert view.holder == NOBODY
         assert (view.standby, view.expected) == (first, 1)
         assert view.standby_ns == view.wake_ns - 1 + 10 * MS
+
+
+def test_the_holder_is_named_if_the_others_have_to_wait_longer(library):
+    with Arbiter(library, config(prepare_ns=10 * MS)) as arbiter:
+        first, second = (arbiter.add(WHOLE * part // 10, WHOLE * part // 10, 0) for part in (5, 1))
+        for tenant in (first, second):
+            arbiter.want(tenant, 0, want=True)
+        seen = []
+        now = 0
+        for _ in range(8):
+            view = arbiter.step(now)
+            if view.holder == NOBODY:
+                now = view.wake_ns
+                continue
+            seen.append((view.holder, view.standby))
+            now = view.deadline_ns
+            arbiter.released(now)
+        assert (second, first) in seen
+        assert (first, first) in seen  # the second one has had its 10 % for some time
 
 
 def test_otherwise_a_holder_is_named_when_it_is_decided(library):

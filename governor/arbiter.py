@@ -100,7 +100,7 @@ class RunnerConfig(ctypes.Structure):
 
 PREPARE_NS = 10_000_000
 """Time from the expected begin of its grant for which a container may prepare work on a GPU shared
-by MPS, in ns. In the last 2 ms of it, a processor is kept busy, so it is longer than most delays."""
+by MPS, in ns. In its last 2 ms a processor is kept busy, so it is longer than most delays."""
 
 
 def arbiter_config(config: Config, strategy: str = "timeslice") -> ArbiterConfig:

@@ -16,13 +16,13 @@ import json
 import os
 import select
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from governor.hardware.child import module_command
 from governor.hardware.steering import Hardware
 
 VERSION = 1
@@ -56,14 +56,6 @@ TRACED = 0.25
 """Smallest fraction of the work that the trace must show. It has no record of a context that has
 the GPU to itself until another one takes it over."""
 
-START = """\
-import sys
-sys.path[:] = sys.argv.pop(1).split("\\n")
-from governor.hardware import probe_work
-probe_work.main()
-"""
-"""The worker's program: see watchdog.START."""
-
 
 class WithoutEffectError(Exception):
     """A call had no effect; the message is one line."""
@@ -90,12 +82,11 @@ class Worker:
         returns true.
         """
         self._until, self._ending = until, ending
-        modules = "\n".join(path for path in sys.path if path.startswith("/"))
         # libcuda loads the compiler of PTX by its name. In the mirror, libcuda is in a directory of
         # its own below that of the other libraries.
         own = Path(library).parent
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", START, modules, library, uuid],
+            module_command("governor.hardware.probe_work", [library, uuid]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

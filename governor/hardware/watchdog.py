@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from governor.hardware.child import module_command
+
 SILENCE_S = 1.0
 """Longest silence of a working governor, in seconds: turns and periods last 0.1 s."""
 
@@ -36,24 +38,13 @@ CLOSE_S = 5.0
 PIPE_BYTES = 1 << 20
 """Size of the pipe, in bytes: a few lines with all channels of a thousand contexts fit."""
 
-START = """\
-import sys
-sys.path[:] = sys.argv.pop(1).split("\\n")
-from governor.hardware import watchdog
-watchdog.main()
-"""
-"""The program of the process. The module path is passed as an argument, because the scripts of a
-package set it themselves, and because -I makes Python ignore the environment, as is needed for code
-that runs as root."""
-
 
 class Watchdog:
     """The governor's end of the pipe."""
 
     def __init__(self, reviver: str, arguments: Sequence[str]) -> None:
         """Start it; `reviver` is `module:function`, called with `arguments` and what is off."""
-        modules = "\n".join(path for path in sys.path if path.startswith("/"))
-        self._command = [sys.executable, "-I", "-c", START, modules, reviver, *arguments]
+        self._command = module_command(__name__, [reviver, *arguments])
         self._announced: list[Any] = []
         self._fd = -1
         self._start()

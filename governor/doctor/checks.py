@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from governor.doctor import (
     cdi,
@@ -95,6 +96,22 @@ class Examined:
     finding: Finding
 
 
+SYSTEMD_COMMANDS = (
+    (r"systemctl enable --now ", "start "),
+    (r"systemctl disable --now ", "stop "),
+    (r"systemctl (start|restart|reload) ", r"\1 "),
+    (r"journalctl -u \S+", "read what it prints"),
+)
+"""Commands of systemd in remedies, and what to say where it does not run."""
+
+
+def _without_systemd(finding: Finding) -> Finding:
+    remedy = finding.remedy
+    for command, words in SYSTEMD_COMMANDS:
+        remedy = remedy and re.sub(command, words, remedy)
+    return replace(finding, remedy=remedy)
+
+
 def examine(node: ExaminedNode, ids: Iterable[str] = CHECKS) -> Iterator[Examined]:
     """Yield the findings of each check; an error that ends a check becomes a finding."""
     for name in ids:
@@ -110,7 +127,7 @@ def examine(node: ExaminedNode, ids: Iterable[str] = CHECKS) -> Iterator[Examine
             continue
         try:
             for finding in CHECKS[name](node):
-                yield Examined(name, finding)
+                yield Examined(name, finding if node.has_systemd else _without_systemd(finding))
         except UnseenError as e:
             yield Examined(name, unseen(e.message, e.remedy))
         except BrokenError as e:

@@ -101,6 +101,11 @@ class ExaminedNode:
         return self.alive and in_pod()
 
     @property
+    def has_systemd(self) -> bool:
+        """Whether systemd manages the services; assumed of a node on which this does not run."""
+        return not self.alive or Path("/run/systemd/system").is_dir()
+
+    @property
     def owner(self) -> int:
         """Expected owner of system files: root, or the user that unpacked the tree."""
         return 0 if self.alive else os.stat(self.root).st_uid  # noqa: PTH116

@@ -167,8 +167,8 @@ def scheduling(node: ExaminedNode) -> Iterator[Finding]:
             yield warning(
                 f"GPU {gpu['index']} is shared by grants although scheduling is hardware: "
                 f"{gpu['not_steered']}",
-                "provide what is missing (docs/troubleshooting.md), then systemctl restart "
-                "tidegate-governor, or set scheduling: gate",
+                "provide what is missing (docs/troubleshooting.md): it is tried again within an "
+                "hour, and at once by systemctl restart tidegate-governor; or set scheduling: gate",
             )
     at_once = [
         one
@@ -179,7 +179,9 @@ def scheduling(node: ExaminedNode) -> Iterator[Finding]:
         yield note(
             f"{len(at_once)} containers ({str(at_once[0]['id'])[:64]}) are of class latency, which"
             " has no effect on a GPU that is shared by grants",
-            "set scheduling: hardware, then systemctl restart tidegate-governor",
+            "set scheduling: auto, then systemctl restart tidegate-governor"
+            if node.config.scheduling == "gate"
+            else None,
         )
     steered = [str(gpu["index"]) for gpu in gpus if gpu["uuid"] not in by_grants]
     if steered:

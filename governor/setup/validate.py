@@ -22,13 +22,13 @@ def validate(root: Root, validation: Validation | None, edits: Sequence[Edit]) -
     """Let an engine check the planned files.
 
     Raise SetupError with the engine's message if it fails. Returns a note for the operator if the
-    check was not possible. There is no check if the engine is not installed or the root is not /.
+    check was not possible. There is no check if the root is not /.
     """
     if validation is None or not edits or root.root != "/":
         return []
     program = shutil.which(validation.command[0])
     if program is None:
-        return []
+        return [f"{validation.command[0]} is not installed: the new files are unchecked"]
     said = " ".join(validation.command)
     files = {_real(root, edit.path): edit.after for edit in edits}
     try:

@@ -14,7 +14,7 @@ import pytest
 from governor import cli
 from governor.doctor import checks
 from governor.doctor.checks import CHECKS, OF_NODE, examine
-from governor.doctor.finding import Finding, Severity, UnseenError
+from governor.doctor.finding import Finding, Severity, UnseenError, warning
 from governor.doctor.node import CHUNK, CHUNKS, ExaminedNode, open_node, run_command
 from tests.unit.doctor_nodes import Host, governor, words
 
@@ -221,6 +221,29 @@ def test_in_a_pod_missing_engines_are_not_reported(monkeypatch: pytest.MonkeyPat
     assert {one.id for one in examine(ExaminedNode(), ["containerd.version"])} == {
         "containerd.version"
     }
+
+
+@pytest.mark.parametrize(
+    ("remedy", "without"),
+    [
+        (
+            "systemctl start tidegate-governor, then journalctl -u tidegate-governor",
+            "start tidegate-governor, then read what it prints",
+        ),
+        ("correct it, then systemctl restart tidegate-governor", "correct it, then restart tidegate-governor"),
+        ("systemctl enable --now nvidia-persistenced", "start nvidia-persistenced"),
+        ("systemctl disable --now a.path b.service", "stop a.path b.service"),
+        ("tidegate reload", "tidegate reload"),
+    ],
+)  # fmt: skip
+def test_where_systemd_does_not_run_no_remedy_is_a_command_of_it(
+    monkeypatch: pytest.MonkeyPatch, remedy: str, without: str
+) -> None:
+    monkeypatch.setitem(CHECKS, "engine.any", lambda _: iter([warning("it is old", remedy)]))
+    for has_systemd, expected in ((True, remedy), (False, without)):
+        monkeypatch.setattr(ExaminedNode, "has_systemd", has_systemd)
+        (found,) = examine(ExaminedNode(), ["engine.any"])
+        assert found.finding.remedy == expected
 
 
 def test_every_check_has_a_row_in_the_reference() -> None:

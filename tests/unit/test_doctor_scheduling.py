@@ -50,8 +50,16 @@ def test_a_gpu_that_is_not_steered_is_a_warning_only_if_it_should_be(
 
 
 def test_a_class_without_effect_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    (found,) = find(monkeypatch, "gate", [GRANTS], AT_ONCE)
-    assert found.startswith("note: 1 containers (c1) are of class latency, which has no effect")
+    for scheduling, remedy in (
+        ("gate", "set scheduling: auto, then systemctl restart tidegate-governor"),
+        ("auto", None),  # the finding before says why the GPU is not steered
+    ):
+        found = find(monkeypatch, scheduling, [GRANTS], AT_ONCE)
+        assert found == [
+            "note: 1 containers (c1) are of class latency, which has no effect on a GPU that is shared by grants"
+        ]
+        (finding,) = service.scheduling(ExaminedNode(config=Config(scheduling=scheduling)))
+        assert finding.remedy == remedy
 
 
 def test_without_a_governor_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

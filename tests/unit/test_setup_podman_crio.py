@@ -6,9 +6,13 @@ import json
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from governor.setup.files import Root
+from governor.setup.plan import Validation
+from governor.setup.validate import validate
 from oci_hook.edits import HOOK_ENV, HOOK_TIMEOUT
 from oci_hook.quick import STAGES
 from tests.unit.setup_tree import (
@@ -437,3 +441,14 @@ def test_directories_that_others_use_stay(root):
     setup(root, "podman", "--undo")
     assert [p.name for p in (root / HOOKS.lstrip("/")).iterdir()] == ["other.json"]
     assert [p.name for p in (root / "var/lib/tidegate").iterdir()] == ["state.db"]
+
+
+def test_an_engine_that_is_not_installed_checks_nothing_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    edits: Any = ["an edit"]
+    assert validate(Root("/"), Validation(("podman", "--help")), edits) == [
+        "podman is not installed: the new files are unchecked"
+    ]
+    assert validate(Root("/"), Validation(("podman", "--help")), []) == []

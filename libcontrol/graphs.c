@@ -145,10 +145,14 @@ static void ranges_collect(struct ranges *ranges, CUgraph graph, unsigned depth)
         return;
     room = n * sizeof *nodes;
     nodes = os_map_memory(room);
-    if (!nodes)
+    if (!nodes) {
+        ranges->unknown = true;
         return;
-    if (driver->cuGraphGetNodes(graph, nodes, &n) != CUDA_SUCCESS)
+    }
+    if (driver->cuGraphGetNodes(graph, nodes, &n) != CUDA_SUCCESS) {
+        ranges->unknown = true;
         n = 0;
+    }
     for (size_t i = 0; i < n; i++) {
         CUDA_MEM_ALLOC_NODE_PARAMS params;
         CUgraph child;

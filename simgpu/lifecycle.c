@@ -75,7 +75,7 @@ static int visible_index(struct device *const devices[DEVICES], int n, const cha
  */
 static int visible(struct device *devices[DEVICES], int n, const char *list)
 {
-    struct device *kept[DEVICES];
+    struct device *kept[DEVICES] = {NULL};
     int n_kept = 0;
 
     for (;;) {

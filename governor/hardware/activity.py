@@ -104,8 +104,12 @@ class Activity:
         self._rates: dict[int, float] = {}
 
     def wants_samples(self, now: int) -> bool:
-        """Return whether new samples are due, and there is time that they can correct."""
-        return now - self._asked >= ASK and any(step.resident for step in self._steps)
+        """Return whether new samples are due, and can correct more than their own error.
+
+        They cannot if nearly all turns ended with their slices.
+        """
+        open_ = sum(ns for step in self._steps for ns in step.open.values())
+        return now - self._asked >= ASK and open_ > NOISE * (now - self._known)
 
     @property
     def known(self) -> int:

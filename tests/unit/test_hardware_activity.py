@@ -162,3 +162,12 @@ def test_samples_of_the_past_and_of_the_future_are_not_used():
     told = [Sample(0, 0.1), Sample(900 * MS, 0.1)]
     assert activity.step(400 * MS, {7: 380 * MS}, told) == {7: 380 * MS}
     assert activity.step(420 * MS, {7: 20 * MS}, None) == {7: 20 * MS}
+
+
+@pytest.mark.parametrize(("last", "wanted"), [(394, False), (380, True)])
+def test_samples_are_not_requested_if_turns_show_that_no_process_paused(last, wanted):
+    """A sample is exact to 2 percent, here 8 ms; `last` is where the last full turn ends, in ms."""
+    activity = Activity(0)
+    turns = [Full(7, 400 * MS, 200 * MS), Full(8, 200 * MS, (400 - last) * MS)]
+    activity.step(400 * MS, {7: 200 * MS, 8: 200 * MS}, None, turns)
+    assert activity.wants_samples(400 * MS) == wanted

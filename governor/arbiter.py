@@ -180,6 +180,7 @@ def load_library(directory: str | Path) -> ctypes.CDLL:
             (pointer, ctypes.c_int, ctypes.POINTER(pointer), u32),
         ),
         "runner_due": (ctypes.c_bool, (pointer,)),
+        "runner_due_fd": (ctypes.c_int, (pointer,)),
         "runner_stats": (None, (pointer, i32, ctypes.POINTER(Stats))),
         "runner_waits": (None, (pointer, i32, ctypes.POINTER(Waits))),
         "runner_fence": (None, ()),
@@ -486,9 +487,15 @@ class Runner:
     def due(self) -> bool:
         """Return whether a process on this GPU waits for a sample of NVML.
 
-        It is in C, because it is called a hundred times a second and reads a page per container.
+        Once it has returned False, the descriptor `due_fd` shows that another process begins to
+        wait.
         """
         return bool(self._library.runner_due(self._self))
+
+    @property
+    def due_fd(self) -> int:
+        """An eventfd that becomes readable when a process begins to wait for a sample."""
+        return int(self._library.runner_due_fd(self._self))
 
     def stats(self, tenant: int) -> Stats:
         """Return a container's counters."""

@@ -8,6 +8,8 @@ that, and the next sample is taken soon.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,12 +32,9 @@ log = structlog.get_logger()
 
 SOON_NS = 20_000_000
 """Minimum interval between two samples of a GPU, in nanoseconds."""
-POLL_S = 0.01
-"""Interval at which the ledgers are checked for waiting processes, in seconds, while there are
-processes."""
-IDLE_S = 0.05
-"""Interval at which the governor checks whether there are any processes, in seconds: creating a
-first context takes longer."""
+POLL_S = 0.05
+"""Longest interval at which the ledgers are checked for waiting processes, in seconds. Processes
+announce that they wait, but a control library of an earlier version does not."""
 ALONE_NS = 5_000_000_000
 """Interval at which NVML is called for a GPU without containers, to detect a failure, in ns."""
 
@@ -87,6 +86,10 @@ class Unattributed:
 class LookWaiters(Protocol):
     """The runner of a GPU's arbiter, which knows whether a process waits for a sample."""
 
+    @property
+    def due_fd(self) -> int:
+        """A descriptor that becomes readable when a process begins to wait."""
+
     def due(self) -> bool:
         """Return whether a process waits, because the driver took memory that only NVML shows."""
 
@@ -120,16 +123,20 @@ class _Watch:
                 self.unattributed.tell(container, i)
             self.told = here
 
-    def is_due(self, server: Server, waiting: LookWaiters, now_ns: int) -> bool:
-        """Return whether to take a sample now: the interval is over, or a process waits for it."""
+    def wait_ns(self, server: Server, waiting: LookWaiters, now_ns: int) -> int:
+        """Return the time until a sample may be due; 0 if one is due now.
+
+        It is due when the interval is over, or a process waits for it.
+        """
         passed = now_ns - self.last_ns
         if passed >= LOOK_NS:
             alone_ns = now_ns - max(self.last_ns, self.since_ns)
-            return alone_ns >= ALONE_NS or any(True for _ in self.sharing(server))
+            is_due = alone_ns >= ALONE_NS or any(True for _ in self.sharing(server))
+            return 0 if is_due else ALONE_NS - alone_ns
         # A driver that fails now will not recover within 20 ms.
-        if passed < SOON_NS or self.failing:
-            return False
-        return waiting.due()
+        if not self.failing and waiting.due():
+            return max(0, SOON_NS - passed)
+        return LOOK_NS - passed
 
 
 TRIES = 4
@@ -195,14 +202,39 @@ async def reconcile(
         for watch in watches:
             # Measures the unattributed memory before any process has registered.
             await sample(watch)
-        while True:
-            busy = any(container.pids() for container in server.containers.values())
-            await asyncio.sleep(POLL_S if busy else IDLE_S)
-            for watch in watches:
-                watch.tell_new(server)
-                now_ns = time.monotonic_ns()
-                if watch.is_due(server, runners[watch.device.uuid], now_ns):
-                    await sample(watch)
+        wait_s = POLL_S
+        with _woken_by(runners[watch.device.uuid] for watch in watches) as woken:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(woken.wait(), wait_s)
+                woken.clear()
+                wait_s = POLL_S
+                for watch in watches:
+                    watch.tell_new(server)
+                    waiting = runners[watch.device.uuid]
+                    wait_ns = watch.wait_ns(server, waiting, time.monotonic_ns())
+                    if not wait_ns:
+                        await sample(watch)
+                        wait_ns = watch.wait_ns(server, waiting, time.monotonic_ns())
+                    wait_s = min(wait_s, wait_ns / 1e9)
+
+
+@contextlib.contextmanager
+def _woken_by(waiters: Iterable[LookWaiters]) -> Iterator[asyncio.Event]:
+    """Set an event when a process begins to wait for a sample on any of the GPUs."""
+    woken = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def wake(fd: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(fd, 8)
+        woken.set()
+
+    with contextlib.ExitStack() as stack:
+        for fd in [waiter.due_fd for waiter in waiters]:
+            loop.add_reader(fd, wake, fd)
+            stack.callback(loop.remove_reader, fd)
+        yield woken
 
 
 async def _ask_use(nvml: Observer, watch: _Watch, executor: ThreadPoolExecutor) -> None:

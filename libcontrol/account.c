@@ -386,15 +386,18 @@ bool account_claim(int device, uint64_t size, bool unseen)
 
 /* ---- what the driver takes on its own ---- */
 
-/* If the governor has sampled since, the old amount is part of the overhead and a new one
- * begins. */
+/* If the governor has sampled since, the old amount is part of the overhead and a new one begins,
+ * and the governor is told that a sample is due. */
 static void provisional_move(int device, uint64_t more, uint64_t less)
 {
     struct ledger_device *entry = pages_ledger_device((unsigned)device);
     const struct grant_device *grant = pages_grant_device((unsigned)device);
+    bool first;
 
     os_lock(&provisional_locks[device]);
-    if (atomic_load_relaxed(&entry->provisional_ns) <= atomic_load_acquire(&grant->reconciled_ns)) {
+    first =
+        atomic_load_relaxed(&entry->provisional_ns) <= atomic_load_acquire(&grant->reconciled_ns);
+    if (first) {
         atomic_store_seq_cst(&entry->provisional, more);
     } else {
         atomic_add_seq_cst(&entry->provisional, more);
@@ -404,6 +407,8 @@ static void provisional_move(int device, uint64_t more, uint64_t less)
     atomic_add_seq_cst(&entry->gave, less);
     atomic_store_seq_cst(&entry->provisional_ns, os_now());
     os_unlock(&provisional_locks[device]);
+    if (first)
+        pages_poke();
 }
 
 /*
@@ -414,9 +419,12 @@ void account_convert(int device, uint64_t size, bool unseen)
 {
     struct ledger_device *entry = pages_ledger_device((unsigned)device);
     const struct grant_device *grant = pages_grant_device((unsigned)device);
+    bool first;
 
     os_lock(&provisional_locks[device]);
-    if (atomic_load_relaxed(&entry->provisional_ns) <= atomic_load_acquire(&grant->reconciled_ns))
+    first =
+        atomic_load_relaxed(&entry->provisional_ns) <= atomic_load_acquire(&grant->reconciled_ns);
+    if (first)
         atomic_store_seq_cst(&entry->provisional, size);
     else
         atomic_add_seq_cst(&entry->provisional, size);
@@ -425,6 +433,8 @@ void account_convert(int device, uint64_t size, bool unseen)
     account_give(device, size, unseen);
     atomic_store_seq_cst(&entry->provisional_ns, os_now());
     os_unlock(&provisional_locks[device]);
+    if (first)
+        pages_poke();
 }
 
 void account_driver_takes(int device, uint64_t size)

@@ -138,6 +138,26 @@ static void step(struct runner *runner, uint64_t now, struct arbiter_view *viewp
         arbiter_step(runner->arbiter, now, viewp);
 }
 
+/* Checks whether a process waits for a sample of NVML. The mutex is held. */
+static bool check_due(struct runner *runner, uint64_t now)
+{
+    bool due = false;
+
+    for (int32_t i = 0; i < runner->n_tenants && !due; i++)
+        due = runner->tenants[i].used && runner_tenant_due(&runner->tenants[i], now);
+    return due;
+}
+
+static void report_due(struct runner *runner, uint64_t now)
+{
+    uint64_t one = 1;
+    bool before = runner->due;
+
+    runner->due = check_due(runner, now);
+    if (runner->due && !before && write(runner->due_fd, &one, sizeof one) < 0)
+        return; /* full: it is known already */
+}
+
 /* Reads the ledgers, steps the arbiter, updates the pages, and returns when to do so again. The
  * mutex is held. */
 static uint64_t pass(struct runner *runner, uint64_t now)
@@ -156,6 +176,7 @@ static uint64_t pass(struct runner *runner, uint64_t now)
     for (int32_t i = 0; i < runner->n_tenants; i++)
         if (runner->tenants[i].used)
             atomic_store_relaxed(&runner->tenants[i].header->heartbeat_ns, now);
+    report_due(runner, now);
     if (view.holder != ARBITER_NOBODY && view.contended && runner->unused_at > now &&
         runner->unused_at < view.wake_ns)
         return runner->unused_at;
@@ -265,8 +286,9 @@ RUNNER_EXPORT struct runner *runner_new(const struct runner_config *config, stru
     runner->arbiter = arbiter_new(&config->arbiter);
     runner->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
     runner->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    runner->due_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     event.data.u64 = pack_watch(runner->wake_fd, 0);
-    if (!runner->arbiter || runner->epoll_fd < 0 || runner->wake_fd < 0 ||
+    if (!runner->arbiter || runner->epoll_fd < 0 || runner->wake_fd < 0 || runner->due_fd < 0 ||
         epoll_ctl(runner->epoll_fd, EPOLL_CTL_ADD, runner->wake_fd, &event) < 0)
         return runner_free(runner);
     if (runners)
@@ -305,6 +327,8 @@ RUNNER_EXPORT struct runner *runner_free(struct runner *runner)
         close(runner->epoll_fd);
     if (runner->wake_fd >= 0)
         close(runner->wake_fd);
+    if (runner->due_fd >= 0)
+        close(runner->due_fd);
     arbiter_free(runner->arbiter);
     pthread_mutex_destroy(&runner->mutex);
     free(runner);
@@ -417,16 +441,21 @@ RUNNER_EXPORT int runner_watch(struct runner *runner, int fd, struct runner *con
     return epoll_ctl(runner->epoll_fd, EPOLL_CTL_ADD, fd, &event) < 0 ? errno : 0;
 }
 
+/* Returns whether a process waits for a sample of NVML. The next one that begins to wait after this
+ * has returned false is reported on runner_due_fd(). */
 RUNNER_EXPORT bool runner_due(struct runner *runner)
 {
-    uint64_t now = os_now();
-    bool due = false;
+    bool due;
 
     pthread_mutex_lock(&runner->mutex);
-    for (int32_t i = 0; i < runner->n_tenants && !due; i++)
-        due = runner->tenants[i].used && runner_tenant_due(&runner->tenants[i], now);
+    due = runner->due = check_due(runner, os_now());
     pthread_mutex_unlock(&runner->mutex);
     return due;
+}
+
+RUNNER_EXPORT int runner_due_fd(const struct runner *runner)
+{
+    return runner->due_fd;
 }
 
 RUNNER_EXPORT void runner_stats(struct runner *runner, int32_t tenant, struct arbiter_stats *statsp)

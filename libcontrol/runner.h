@@ -41,6 +41,7 @@ void runner_remove(struct runner *runner, int32_t tenant);
 void runner_open(struct runner *runner, bool open);
 int runner_watch(struct runner *runner, int fd, struct runner *const *others, uint32_t n);
 bool runner_due(struct runner *runner);
+int runner_due_fd(const struct runner *runner);
 void runner_stats(struct runner *runner, int32_t tenant, struct arbiter_stats *statsp);
 void runner_waits(struct runner *runner, int32_t tenant, struct runner_waits *waitsp);
 void runner_fence(void);

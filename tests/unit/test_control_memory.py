@@ -463,6 +463,18 @@ def contexts(device: int, n: int) -> str:
     )
 
 
+def test_what_the_driver_takes_is_announced_once_per_sample(agent, node) -> None:
+    """The governor takes a sample soon after that."""
+    agent.run("others = []")
+    for _ in range(2):
+        node.write("reconciled_ns", time.monotonic_ns())
+        node.poked()
+        agent.run("others.append(driver.get('cuCtxCreate_v2', 0, 0))")
+        assert node.poked() == 1
+        agent.run("others.append(driver.get('cuCtxCreate_v2', 0, 0))")
+        assert node.poked() == 0  # no sample was taken since
+
+
 def test_every_context_counts_and_is_refused_where_it_does_not_fit(agent, node) -> None:
     assert node.used() == CONTEXT
     agent.run("others = [driver.get('cuCtxCreate_v2', 0, 0) for _ in range(2)]")

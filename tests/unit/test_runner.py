@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -234,3 +236,29 @@ def test_with_separate_contexts_the_work_of_two_containers_does_not_overlap(
     (one, charged_one), (two, _) = play.run("timeslice", (1, 1.05), (2, 1.0))
     assert sum(one.beside) + sum(two.beside) == 0
     assert charged_one < 1.01
+
+
+def test_a_process_that_begins_to_wait_for_a_sample_is_reported_once(build_dir: Path) -> None:
+    runner = Runner(load_library(build_dir / "libcontrol"), Config(), "timeslice")
+    runner_end, process_end = socket.socketpair()
+    with runner_end, process_end:
+        runner.watch(runner_end.fileno())
+        container = RunnerContainer(runner, 1, 1.0)
+
+        def reported(timeout_s: float) -> bool:
+            ready = bool(select.select([runner.due_fd], [], [], timeout_s)[0])
+            if ready:
+                os.eventfd_read(runner.due_fd)
+            return ready
+
+        for n in (1, 2):
+            assert not runner.due()
+            container.report(0, "provisional_ns", n)
+            process_end.send(b"p")
+            assert reported(20)
+            assert runner.due()
+            process_end.send(b"p")
+            assert not reported(0.3)  # it still waits
+            where = layout.grant_device(0)
+            pages.write(container.grant, where, "grant_device", "reconciled_ns", n)
+    runner.close()

@@ -53,10 +53,10 @@ install: bootstrap ## install what packages contain, below $(DESTDIR)$(PREFIX)
 	@$(python) tools/install.py --destdir "$(DESTDIR)/" --prefix $(PREFIX) --build build/install --vendor build/vendor
 	@[ -n "$(DESTDIR)" ] || /usr/bin/python3 -m compileall -q $(PREFIX)/lib/tidegate/python $(PREFIX)/lib/tidegate/vendor
 
-deb: bootstrap ## build a Debian package for this release, in build/packages
+deb: ## build a Debian package for this release, in build/packages
 	@tools/package deb
 
-rpm: bootstrap ## build an RPM package, in build/packages; ARGS="'rhel 9'" for RHEL 9
+rpm: ## build an RPM package, in build/packages; ARGS="'rhel 9'" for RHEL 9
 	@tools/package rpm $(ARGS)
 
 wheel: bootstrap ## build a wheel for this architecture, in build/packages

@@ -270,6 +270,10 @@ def _race(
 
 def _check_trace(hardware: Hardware[Any], workers: Sequence[Worker]) -> None:
     used = hardware.used_ns()
+    if used and not any(worker.pid in used for worker in workers):
+        raise WithoutEffectError(
+            "the trace has other PIDs: run the governor in the host's PID namespace"
+        )
     for worker in workers:
         expected = (WORK_MS + 2 * RACE_MS) * 1e6
         if used.get(worker.pid, 0) < TRACED * expected:

@@ -80,6 +80,11 @@ def test_calls_that_work_pass_and_leave_nothing(gpu: SimpleNamespace) -> None:
         ("switch", None, "a process that was switched off worked on"),
         ("set_slice", None, "time slices of 8 to 1 had no effect: 60 ms of work took "),
         ("used_ns", {}, "the trace shows 0 ms of 160"),
+        (
+            "used_ns",
+            {2**31: 160_000_000},
+            "the trace has other PIDs: run the governor in the host's PID namespace",
+        ),
     ],
 )
 def test_a_call_without_an_effect_is_found(

@@ -317,6 +317,10 @@ class HardwareRunner(Runner):
             except (OSError, DriverCallError, NotProbedError) as e:
                 self.not_steered = str(e)
                 self._is_opened.set()
+            except Exception as e:
+                log.exception("gpu-not-steered", gpu=self._gpu, error=repr(e))
+                self.not_steered = repr(e)
+                self._is_opened.set()
             else:
                 began = time.monotonic()
                 if self._steer(hardware, watchdog):

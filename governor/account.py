@@ -100,7 +100,7 @@ class Account:
         context_memory: int,
         is_running: bool,
     ) -> None:
-        """`is_running` is true for a container that an earlier governor admitted."""
+        """Start an account; `is_running` is true if an earlier governor admitted the container."""
         self.quota = quota
         self._grant, self._ledger, self._devices = grant, ledger, devices
         self._processes, self._gpus = processes, gpus
@@ -238,8 +238,8 @@ class Account:
     ) -> None:
         """Compare the ledger with a sample, and publish the result.
 
-        `before` are the charges from before the sample. `look` is None if NVML failed: then the
-        last sample stays in force, and `reconciled_ns` is its time.
+        `before` are the charges from before the sample. `look` is None if NVML failed; the last
+        sample then stays in force, and `reconciled_ns` remains its time.
         """
         after = self.charges(device)
         now_ns = time.monotonic_ns()
@@ -299,8 +299,8 @@ class Account:
     def publish_ended(self) -> None:
         """Publish the memory use after a process has ended."""
         for device in range(len(self._devices)):
-            # This removes its part of the debt, too: the next sample may be a quarter of a second
-            # away.
+            # This also removes the process's part of the debt: the next sample may be a quarter of
+            # a second away.
             self._publish_memory(device)
         self._publish_usage()
 

@@ -116,7 +116,7 @@ class Admissions:
     ) -> dict[str, Any]:
         """Admit a container, and add it to `pending`; raise RefusedError if it may not start.
 
-        The first of the descriptors is a pidfd of its first process.
+        The first of the descriptors is a pidfd of the container's first process.
         """
         if not descriptors:
             raise RequestError("admit came without a pidfd", hint="send it with SCM_RIGHTS")
@@ -272,10 +272,10 @@ class Admissions:
         return next(named, None)
 
     def release(self, identifier: str) -> dict[str, Any]:
-        """Remove a container on its hook's report of its end, if its first process has ended."""
+        """Remove a container when its hook reports its end, if its first process has ended."""
         found = self.find(identifier)
-        # A container of another engine may have the same id and still run, so the process is
-        # checked.
+        # A container of another engine may have the same id and still be running, so the process
+        # is checked.
         if found is not None and found[1].has_ended():
             self.part(*found, "released")
         return {"ok": True}
@@ -352,7 +352,7 @@ class Admissions:
 
 
 def _refuse_below_use(container: Container, quota: Quota) -> None:
-    """Refuse a quota with less memory than the container uses, and less than it has now."""
+    """Refuse a memory quota below both the container's use and its current quota."""
     used = max(container.account.used(i) for i in range(len(container.devices)))
     if quota.memory >= min(used, container.quota.memory):
         return

@@ -79,9 +79,9 @@ def check_memory(memory: int, config: Config, what: str) -> None:
 def complete_quota(request: Request, config: Config, *, annotated: bool = True) -> Quota:
     """Return the quota of a request with this node's defaults.
 
-    Raise RefusedError if it cannot work. `annotated`: the container came with annotations. Without
-    any, it was recognised only by a device of tidegate.gpu/shared, and the engine may have dropped
-    the user's annotations.
+    Raise RefusedError if that quota cannot work. `annotated` tells whether the container came with
+    annotations. Without any, it was recognised only by a device of tidegate.gpu/shared, and the
+    engine may have dropped the user's annotations.
     """
     memory = request.memory if request.memory is not None else config.defaults.memory
     if memory is None and not annotated:
@@ -237,7 +237,7 @@ class AllocationTable:
         """Add a running container with the quota and the GPUs that it has.
 
         The room is not checked: the container may have more than a new one would get. Raise
-        RefusedError if a GPU is gone; then nothing changes.
+        RefusedError, and change nothing, if a GPU is gone.
         """
         devices = self.named(uuids)
         for uuid in uuids:
@@ -321,7 +321,7 @@ class AllocationTable:
             raise
 
     def restore_claim(self, claim: Claim) -> tuple[str, ...]:
-        """Add a claim that was admitted before; return those of its GPUs that are gone."""
+        """Add a claim that was admitted before; return the UUIDs of its GPUs that are gone."""
         known = {gpu.device.uuid: gpu for gpu in self._gpus}
         for share in claim.shares:
             if share.device in known:
@@ -334,7 +334,7 @@ class AllocationTable:
             self.leave(share_key(claim, share))
 
     def claimed(self, claim: Claim, uuids: Iterable[str]) -> tuple[Device, ...]:
-        """Return GPUs of a claim for a container that uses them now, in NVML's order.
+        """Return GPUs of a claim, for a container that is about to use them, in NVML's order.
 
         Raise RefusedError if one does not answer or takes no container.
         """

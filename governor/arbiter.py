@@ -99,8 +99,9 @@ class RunnerConfig(ctypes.Structure):
 
 
 PREPARE_NS = 10_000_000
-"""Time from the expected begin of its grant for which a container may prepare work on a GPU shared
-by MPS, in ns. In its last 2 ms a processor is kept busy, so it is longer than most delays."""
+"""Time in nanoseconds, from the expected beginning of its grant, for which a container may prepare
+work on a GPU shared by MPS. It exceeds most delays of a grant. A processor is kept busy in the last
+2 ms of it."""
 
 
 def arbiter_config(config: Config, strategy: str = "timeslice") -> ArbiterConfig:
@@ -230,7 +231,7 @@ class Arbiter:
         self._library.arbiter_set(self._self, tenant, guarantee, limit)
 
     def remove(self, tenant: int, now: int) -> None:
-        """Forget a tenant; the GPU is free if the tenant held it."""
+        """Forget a tenant; the GPU becomes free if the tenant held it."""
         self._library.arbiter_remove(self._self, tenant, now)
 
     def want(self, tenant: int, now: int, *, want: bool) -> None:
@@ -240,9 +241,10 @@ class Arbiter:
     def released(
         self, release_ns: int, residual_ns: int = 0, *, used: bool = True, processes: int = 1
     ) -> None:
-        """Report that the holder gave the grant back while `residual_ns` of its work remains.
+        """Report that the holder gave the grant back with `residual_ns` of its work left.
 
-        `processes`: how many of its processes worked in the grant; it counts as 0 unless `used`.
+        `processes` is the number of its processes that worked in the grant; it counts as 0 unless
+        `used`.
         """
         n_active = processes if used else 0
         self._library.arbiter_released(self._self, release_ns, residual_ns, n_active)
@@ -475,7 +477,7 @@ class Runner:
     def watch(self, fd: int, others: Sequence[Runner] = ()) -> None:
         """Wake the threads of a process's GPUs when the process writes to its socket.
 
-        These are this thread and those of `others`. The descriptor is duplicated.
+        The threads are this one and those of `others`. The descriptor is duplicated.
         """
         copy = os.dup(fd)
         pointers = (ctypes.c_void_p * len(others))(*[runner.pointer for runner in others])

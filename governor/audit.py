@@ -2,10 +2,10 @@
 
 There are three kinds of violations (defined in governor/violations.py): more memory than the quota,
 a process that computes without having registered, and work without a grant. The response is
-configured by `on_violation`: report it; hold the process to the container's quota by the GPU's own
-scheduler; freeze the container, for a time that doubles while the violation lasts; or kill its
+configured by `on_violation`: report it; hold the process to the container's quota through the GPU's
+own scheduler; freeze the container, for a time that doubles while the violation lasts; or kill its
 first process. A frozen container is thawed when its time is over, even if NVML fails, and when the
-governor stops. If a governor died, the next one thaws the container when it starts.
+governor stops. If the governor dies, the next one thaws the container when it starts.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class _Watched:
     excused: str = ""
     """The last logged reason why it could not be frozen."""
     registered_ns: dict[int, int] = field(default_factory=dict)
-    """Time when each process was last registered, of those that were registered recently."""
+    """When each process was last registered, for processes that were registered recently."""
     limited: dict[int, bool] = field(default_factory=dict)
     """By index of a GPU on which unregistered processes are to be held to its quota: whether they
     are."""
@@ -146,7 +146,7 @@ class Auditor:
     # Sampling
 
     def wants_samples(self, device: Device) -> bool:
-        """Return whether utilisation samples of a GPU are needed: a container had memory on it."""
+        """Return whether a container had memory on a GPU, so that its utilisation is needed."""
         return any(
             container.findings.seen[i]
             for container in self._containers.values()
@@ -514,7 +514,7 @@ class Auditor:
         self._forget_record()
 
     def _thaw_left(self, one: Any, mounts: Mapping[str, Path], *, again: bool = False) -> None:
-        """Thaw an entry of the record, which may be malformed; if that fails, it stays recorded."""
+        """Thaw an entry's group; the entry may be malformed. Keep it if the group stays frozen."""
         try:
             container = one.get("container")
             group = Group(str(one["hierarchy"]), str(one["cgroup"]), mounts)

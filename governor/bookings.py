@@ -99,7 +99,7 @@ class Bookings:
         return shares
 
     def _keep_apart(self, uses: Sequence[Use]) -> None:
-        """Refuse a container that would combine a share with other shares than its users do."""
+        """Refuse a container if its shares overlap another container's but are not the same."""
         for container in list(self._admissions.containers.values()):
             both = set(container.uses) & set(uses)
             if not both:
@@ -131,7 +131,7 @@ class Bookings:
                 raise
             e.hint = self._occupants(e.device, claim.uid)
             if not e.hint:
-                # Its own shares together exceed the GPU, so waiting does not help.
+                # The claim's own shares together exceed the GPU, so waiting does not help.
                 raise RefusedError(e.message, hint="ask for less of one GPU") from e
             raise
         if known is None or not known.same(claim):
@@ -147,7 +147,8 @@ class Bookings:
         """Add a claim, or replace the known one; on error, nothing changes."""
         if known is not None and known.same(claim):
             if known.leaving:
-                # The driver took it back too early, or lost its state, and announces it again.
+                # The node driver took the claim back too early, or lost its own state, and
+                # announces the claim again.
                 self._state.put_claim(claim)
                 self.claims[claim.uid] = claim
             return
@@ -177,7 +178,7 @@ class Bookings:
         self.claims[claim.uid] = claim
 
     def _part_ended(self, devices: set[str]) -> None:
-        """Remove members on these GPUs that have ended without notice."""
+        """Remove members on these GPUs that have ended unnoticed."""
         for container in list(self._admissions.containers.values()):
             if any(device.uuid in devices for device in container.devices):
                 for member in list(container.members):
@@ -233,7 +234,7 @@ class Bookings:
     def _user_of(self, uid: str) -> Container | None:
         """Return a container that uses a share of a claim.
 
-        Members that have ended without notice are removed first.
+        Members that have ended unnoticed are removed first.
         """
         for container in list(self._admissions.containers.values()):
             if not any(uid == own for own, _ in container.uses):

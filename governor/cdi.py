@@ -83,8 +83,8 @@ def make_claim_spec(
     """Return the specification of a claim: a device for each share, by its name and minor number.
 
     A container gets the nodes of its shares' GPUs, and for each share a createRuntime hook that
-    names the share. A single poststop hook reports its end. Raise DeviceError if the host lacks a
-    node.
+    names the share. A single poststop hook reports the container's end. Raise DeviceError if the
+    host lacks a node.
     """
     minors = tuple(dict.fromkeys(minor for _, minor in shares if minor is not None))
     found = [_node(dev_dir, node) for node in host_nodes(dev_dir, minors)]

@@ -202,11 +202,11 @@ class Group:
         return self._read("freezer.state").strip() != "THAWED"
 
     def freeze(self) -> None:
-        """Stop its processes and those of its descendants when they next leave the kernel."""
+        """Stop the processes of the group and its descendants when they next leave the kernel."""
         self._write(self._words[1])
 
     def thaw(self) -> None:
-        """Let its processes continue."""
+        """Let the group's processes continue."""
         self._write(self._words[0])
 
     def _read(self, name: str) -> str:
@@ -273,8 +273,8 @@ def open_group(
             reason = str(e)
             continue
         found.append(group)
-    # If its runtime has frozen it already, perhaps through the other version, then thawing is the
-    # runtime's task, not the governor's.
+    # If the runtime has already frozen the container, perhaps through the other version, thawing is
+    # the runtime's task, not the governor's.
     try:
         if any(group.is_frozen() for group in found):
             reason = "it is already frozen"

@@ -17,8 +17,8 @@ from governor.quota import LATENCY, MIB, THROUGHPUT, Quota
 from libcontrol.layout import N_DEVICES
 
 NODE = "node.tidegate.gpu"
-"""Namespace of claims that represent units which the kubelet gave to pods of any namespace, not an
-object of the cluster. It contains a dot, which the name of a namespace cannot."""
+"""Namespace of claims that represent units which the kubelet gave to pods of any namespace, rather
+than objects of the cluster. It contains a dot, which the name of a real namespace cannot."""
 
 MOST_SHOWN = 4
 """Maximum number of a claim's shares that are shown in one line."""
@@ -36,7 +36,7 @@ class ClaimShare:
 
     @property
     def request(self) -> str:
-        """The request of the claim that it was allocated for: `gpu` of `gpu/0`."""
+        """The claim's request for which the share was allocated: `gpu` of `gpu/0`."""
         return self.name.rpartition("/")[0] or self.name
 
 

@@ -108,7 +108,7 @@ class Config:
     """The configuration in force. Sizes are in bytes; the units of times are in the names.
 
     The default times come from measurements on an H200 with driver 580: a context switch takes 130
-    us, and with grants of 4 ms hand-overs cost about 3 %.
+    us, and with grants of 4 ms, hand-overs cost about 3 %.
     """
 
     runtime_dir: str = "/run/tidegate"
@@ -159,7 +159,7 @@ class LoadedConfig:
 
 
 def parse_config(text: str, name: str = "configuration") -> Config:
-    """Return the configuration that `text` describes; ConfigError if it is invalid."""
+    """Return the configuration that `text` describes; raise ConfigError if it is invalid."""
     return merge_config([(name, text)]).config
 
 
@@ -250,7 +250,7 @@ def _parse_document(text: str, name: str) -> dict[str, Any]:
         error = jsonschema.exceptions.best_match(
             jsonschema.Draft202012Validator(read_schema()).iter_errors(document)
         )
-    except ValueError as e:  # Python refuses to print a number of thousands of digits
+    except ValueError as e:  # Python refuses to print a number with thousands of digits
         raise ConfigError(f"{name}: {e}"[:300], hint="correct the file") from e
     if error is not None:
         where = ".".join(str(part) for part in error.absolute_path) or "the file"
@@ -314,7 +314,7 @@ def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def _unknown(name: str, error: Any) -> ConfigError:
-    """Return the error for an unknown option, with the one that was probably meant."""
+    """Return the error for an unknown option, with a hint at the one that was probably meant."""
     import difflib
 
     path = [str(part) for part in error.absolute_path]
@@ -380,8 +380,8 @@ def _build(values: dict[str, Any], origins: Mapping[str, str]) -> Config:
 def find_files(path: Path) -> list[Path]:
     """Return the files that are merged: the one at `path` if it exists, then its drop-ins.
 
-    The drop-ins of `config.yaml` are `config.d/*.yaml` next to it; ConfigError if they cannot be
-    listed.
+    The drop-ins of `config.yaml` are `config.d/*.yaml` next to it. Raise ConfigError if they cannot
+    be listed.
     """
     found = [path] if os.path.lexists(path) else []
     if path.suffix != ".yaml":

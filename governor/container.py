@@ -152,7 +152,7 @@ class Container:
             raise
 
     def _make(self, config: Config, recovered: RecoveredContainer | None) -> None:
-        """Create the directory, the pages and their users, or take them over."""
+        """Create the directory, the pages and the objects that use them, or take them over."""
         ledger = self._make_pages(config, recovered)
         first = self.members[0]
         first.row = replace(
@@ -307,12 +307,12 @@ class Container:
         try:
             self._slots.listen(self.directory / "governor.sock")
         finally:
-            # Also for a container that cannot be reached: its end has to be noticed.
+            # The end of a container that cannot be reached has to be noticed, too.
             for member in self.members:
                 self._loop.add_reader(member.pidfd, self._member_ended, member)
 
     def kill(self) -> None:
-        """Kill its first process, or those of all members; raise OSError if that fails."""
+        """Kill the first process of each member; raise OSError if none could be killed."""
         self.members.kill()
 
     # GPUs
@@ -324,13 +324,13 @@ class Container:
 
     @property
     def gpus(self) -> Scheduled:
-        """Its entries in the schedulers of its GPUs."""
+        """The container's entries in the schedulers of its GPUs."""
         return self._gpus
 
     def hold(self, device: int, pids: frozenset[int], owns: Callable[[int], bool]) -> bool:
         """Hold exactly these unregistered processes to the quota by means of the GPU's scheduler.
 
-        They belong to the container; `owns` checks whether a pid does. Returns whether the
+        They belong to the container; `owns` checks whether a pid does. Return whether the GPU's
         scheduler is steered: nothing else can hold the processes.
         """
         if not self._gpus.is_steered(device):

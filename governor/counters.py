@@ -71,8 +71,8 @@ def gpu_time(stats: Stats, now_ns: int) -> GpuTime:
 def wait_bound_ms(waits: Sequence[int], part: float) -> float | None:
     """Return the bound below which this fraction of a container's waits lies, in milliseconds.
 
-    `waits` are counts as in Runner.waits(). None if there are none; inf if the wait exceeds the
-    longest bound.
+    `waits` are counts as in Runner.waits(). Return None if there are no waits, and inf if the bound
+    would be beyond the longest one.
     """
     whole = sum(waits)
     bounds = (*(ns / 1e6 for ns in WAIT_BOUNDS_NS), math.inf)
@@ -82,8 +82,8 @@ def wait_bound_ms(waits: Sequence[int], part: float) -> float | None:
 
 LENT_NS = 1_000_000_000
 """Interval over which lent time is computed, in nanoseconds: the time used in it, less the
-guarantee. The arbiter's own count is not used: it does not include open grants, nor a GPU that its
-own scheduler divides, and it counts time as lent that only makes up for a late guarantee."""
+guarantee. The arbiter's own count is not used: it includes neither open grants nor time that the
+GPU's own scheduler divides, and it counts time as lent that only makes up for a late guarantee."""
 
 
 @dataclass
@@ -151,8 +151,8 @@ def _read(ledger: mmap, slot: int, device: int) -> dict[str, int]:
 
 
 RATE_NS = 2_000_000_000
-"""Time over which a rate is computed, in nanoseconds: some hundred grants, and short enough to show
-the current activity."""
+"""Time over which a rate is computed, in nanoseconds: a few hundred grants, and short enough to
+show the current activity."""
 LEAST_NS = 100_000_000
 """Shortest time over which a rate is meaningful, in nanoseconds."""
 MOST_RATE = 1e6

@@ -119,7 +119,7 @@ def find_devices(nvml: Nvml) -> tuple[list[Device], dict[int, str]]:
 
 
 def _find_mps(config: Config, devices: list[Device], server: Server) -> list[Mps]:
-    """Add the configured MPS daemons to the server; their GPUs are closed until they run."""
+    """Add the configured MPS daemons to the server; a GPU is closed until its daemon runs."""
     wanted = [d for d in devices if config.strategy_of(d.index, d.uuid) == "mps"]
     if wanted:
         tools = find_tools(read_manifest((Path(config.driver_dir) / "current").resolve()))
@@ -157,10 +157,10 @@ def _open_lock(directory: Path) -> int:
 
 
 def _take_lock(lock: int, directory: Path) -> None:
-    """Lock a directory for this governor; BlockingIOError if another governor runs there.
+    """Lock a directory for this governor; raise BlockingIOError if another governor runs there.
 
-    A governor that answers counts even without the lock, because older versions locked the
-    directory.
+    A governor that answers counts even without the lock, because older versions lock the directory
+    instead of this file.
     """
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
@@ -199,7 +199,7 @@ async def wait_for_place(directory: Path, stop: asyncio.Event) -> int | None:
 
 @contextlib.contextmanager
 def listening(path: Path, lock: int | None = None) -> Iterator[socket.socket]:
-    """Listen at `path`; GovernorError if a governor runs there.
+    """Listen at `path`; raise GovernorError if a governor runs there.
 
     A file next to the socket is locked. Without the lock, two governors that start at the same time
     would not notice each other, nor would one notice a governor whose socket was removed. `lock` is
@@ -341,7 +341,7 @@ async def govern(load: Callable[[], LoadedConfig], *, wait: bool = False) -> Non
 def _make_server(
     stack: contextlib.ExitStack, config: Config, nvml: Nvml, library: ctypes.CDLL
 ) -> tuple[Server, list[Device], dict[str, Runner]]:
-    """Return the server with the node's GPUs and the stored state; `stack` closes them."""
+    """Return the server with the stored state, the GPUs and their runners; `stack` closes them."""
     devices, left_out = find_devices(nvml)
     for index, reason in left_out.items():
         log.warning("gpu-left-out", gpu=index, reason=reason)

@@ -1,9 +1,9 @@
 """Find and parse the events that the hook and the governor wrote to the node's log.
 
-Both write one JSON object per line. The hook, like the wrapper runtime, sends it to syslog (tag
-`tidegate-hook`), or to a file of its own. The governor writes it to its standard error, which its
-unit sends to the journal. So there are three sources: the journal, the text files of a syslog
-daemon, and files of JSON lines. This module reads all three.
+Both write one JSON object per line. The hook, like the wrapper runtime, sends its lines to syslog
+(tag `tidegate-hook`), or to a file of its own. The governor writes its lines to standard error,
+which its unit sends to the journal. There are thus three sources: the journal, the text files of a
+syslog daemon, and files of JSON lines. This module reads all three.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Event:
         )
 
     def about(self, container: str) -> bool:
-        """Return whether it concerns a container, given by its id, a prefix of the id, or its key.
+        """Return whether the event concerns a container, given by its id, an id prefix, or its key.
 
         A pod or claim may also be given as NAMESPACE/NAME, a claim by its uid.
         """
@@ -112,8 +112,8 @@ class Event:
 def parse_line(line: str, source: str = "", stamp: str = "") -> Event | None:
     """Return the event of one line: JSON, alone or after the prefix of a syslog daemon.
 
-    None for any other line. A `source` or `stamp` that the log itself records takes precedence
-    over the line's prefix; a timestamp in the JSON takes precedence over both.
+    Return None for any other line. A `source` or `stamp` that the log itself records takes
+    precedence over the line's prefix; a timestamp in the JSON takes precedence over both.
     """
     text = line.strip()
     if not text.startswith("{"):

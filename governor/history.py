@@ -1,8 +1,8 @@
 """History of the containers' GPU use over the last 15 minutes, in steps of five seconds.
 
 The module is pure: it uses no clock, container or file. The caller passes each reading and its
-time. Between two readings a rate is taken to be constant. Memory is bounded: a container takes 5
-KiB per GPU, and at most `MOST_SERIES` are kept; the one that ended first is dropped first.
+time. Between two readings, rates are taken to be constant. Memory is bounded: a container takes 5
+KiB per GPU, and at most `MOST_SERIES` series are kept; the one that ended first is dropped first.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ STEP_S = 5
 STEP_NS = STEP_S * 1_000_000_000
 STEPS = 180
 MOST_SERIES = 1024
-"""Maximum number of series, one per container and GPU, including those that ended in that time.
-"""
+"""Maximum number of series, one per container and GPU, including those of ended containers."""
 
 PART = 100
 """Number of parts in one percent."""
@@ -122,14 +121,14 @@ class History:
         self.last = -1
         """The last complete step that was recorded."""
         self.left_out = 0
-        """Number of running containers, times GPUs, for which there is no room."""
+        """Number of series of running containers for which there is no room."""
         self._numbers = 0
         self._here: dict[Hashable, _Series] = {}
         self._ended: list[_Series] = []
         self._parted: list[tuple[Hashable, Use]] = []
 
     def due_ns(self) -> int:
-        """Return when the current step ends."""
+        """Return when the current step ends, in nanoseconds on the caller's clock."""
         return self._start_ns + (self.last + 2) * STEP_NS
 
     def part(self, who: Hashable, use: Use) -> None:

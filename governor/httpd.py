@@ -57,7 +57,7 @@ class Endpoint(abc.ABC):
 
     @abc.abstractmethod
     async def answer(self, target: str, headers: Message) -> bytes:
-        """Return the answer to GET `target`: `content`, or `status`."""
+        """Return the answer to GET `target`, as made by `content` or `status`."""
 
     @abc.abstractmethod
     def has(self, target: str) -> bool:
@@ -97,8 +97,8 @@ class Endpoint(abc.ABC):
         except asyncio.LimitOverrunError:
             writer.write(self.status("431 Request Header Fields Too Large"))
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.CancelledError, OSError):
-            # CancelledError when the governor stops: asyncio of Python 3.11 reports such tasks as
-            # errors.
+            # CancelledError is raised when the governor stops; the asyncio of Python 3.11 reports
+            # such tasks as errors.
             writer.transport.abort()
         finally:
             self._connections -= 1
@@ -158,7 +158,7 @@ class Offer:
             return None
 
     async def serve(self, endpoint: Endpoint) -> None:
-        """Serve there once it is available, until cancelled."""
+        """Serve at the address once it is available, until cancelled."""
         while self._listener is None:
             await asyncio.sleep(AGAIN_S)
             self._listener = self._open()

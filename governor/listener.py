@@ -66,7 +66,7 @@ class Listener:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
             self._socket.bind(str(path))
-            # For any user of the container; no other container can reach the directory.
+            # Any user in the container may connect; no other container can reach the directory.
             path.chmod(0o666)
             self._socket.listen(BACKLOG)
         except OSError:

@@ -19,8 +19,8 @@ from governor.quota import THROUGHPUT
 
 MIB = 1 << 20
 SHORT = 12
-"""Number of characters shown of an id that is a digest, as engines do; more if two ids share this
-prefix.
+"""Number of characters shown of an id that is a digest, as many as engines show; more if two ids
+share this prefix.
 """
 
 HEAD = (
@@ -63,7 +63,10 @@ class Listing:
 
 
 def find(wanted: str, containers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the container with that id, name or pod, or the only one whose id has that prefix."""
+    """Return the container with that id, name or pod, or the only one with that prefix of its id.
+
+    Raise RequestError if there is not exactly one.
+    """
     for one in containers:
         if one["id"] == wanted:
             return one
@@ -269,7 +272,7 @@ def describe_elsewhere(use: dict[str, Any]) -> str:
 
 
 def violation_lines(containers: Iterable[dict[str, Any]]) -> list[str]:
-    """Return a line for each ongoing violation; containers with one claim have one line."""
+    """Return a line for each ongoing violation; containers with the same shares get one line."""
     now = time.time()
     said: dict[tuple[Any, ...], str] = {}
     for one in containers:

@@ -1,8 +1,8 @@
 """Collect functions that programs looked up and that the control library does not know.
 
 The names are in the header of the container's ledger, where any of its processes may write anything
-at any time. So the number of names per container is limited, and only possible names of driver
-functions are accepted.
+at any time. Therefore the number of names per container is limited, and only possible names of
+driver functions are accepted.
 """
 
 from __future__ import annotations

@@ -413,7 +413,7 @@ def _run(app: Callable[..., Any], environment: Mapping[str, str]) -> bytes:
 
 
 def listening(config: Config) -> AbstractContextManager[socket.socket | None]:
-    """Listen as configured; None if metrics are off.
+    """Listen as configured; the value is None if metrics are off.
 
     The socket below `runtime_dir` is for root and its group. Raise GovernorError if listening
     fails.

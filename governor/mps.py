@@ -2,8 +2,8 @@
 
 `nvidia-cuda-mps-control` listens on two sockets. On `control` it accepts clients, and the commands
 that are permitted to a client's user. On `control_privileged` it accepts all commands from its own
-user, root, which is also the user in most containers. So a container gets only `control`, as a hard
-link in its own directory, and never the directory of the daemon.
+user, root, which is also the user in most containers. Therefore a container gets only `control`, as
+a hard link in its own directory, and never the directory of the daemon.
 
 The daemon has its own session and outlives the governor, so that containers continue while the
 governor is away. The next governor recognises it as the process that listens on the socket. A fatal
@@ -54,7 +54,7 @@ TOLD_S = 0.05
 BURST_S = 1.0
 """Events of clients and commands are always counted, but reported at most twenty times a second
 (one per TOLD_S, after a burst of BURST_S): tenants can cause any number of them, and each is a line
-of the governor's log."""
+in the governor's log."""
 
 _FAILED = -1
 _MULTIUSER = b"multiuser-server"
@@ -220,7 +220,7 @@ class Mps:
         self._child: subprocess.Popen[bytes] | None = None
         self._fault_at: float | None = None
         self._was_killed = False
-        self._reported_until = 0.0  # time that the reported events of clients use up
+        self._reported_until = 0.0  # end of the time that the reported events use up
         self._tried = asyncio.Event()
         self._linked: dict[Path, int] = {}  # containers' directories, with their socket's inode
 
@@ -285,8 +285,8 @@ class Mps:
         found = self._listener()
         if found:
             self._pid, self._pidfd = found, os.pidfd_open(found)
-        # Opened before the daemon writes a line: earlier lines are another daemon's, or were
-        # reported.
+        # The logs are opened before the daemon writes a line: earlier lines are another daemon's,
+        # or have been reported.
         followers = [Follower(self._logs / name) for name in ("control.log", "server.log")]
         if not found:
             self._spawn()
@@ -362,8 +362,8 @@ class Mps:
         deadline = time.monotonic() + READY_S
         while self._listener() != self._pid:
             if self._ended():
-                # The option's name is in the program, but only running it shows whether it is
-                # accepted.
+                # The option's name is in the program, but only running the program shows whether
+                # the option is accepted.
                 self._multiuser = self._tools.multiuser and not self._multiuser
                 raise GovernorError(
                     f"{PROGRAM} ended at once", hint=f"see {self._logs}/control.log"
@@ -427,7 +427,7 @@ class Mps:
         self._set("running", None)
 
     def _look_at_fault(self) -> None:
-        """Kill a server that its clients keep from recovering; their contexts are lost anyway."""
+        """Kill a server if its clients prevent it from recovering; their contexts are lost."""
         if self._fault_at is None or time.monotonic() - self._fault_at < self._fault_s:
             return
         log.warning("mps-ended-after-fault", gpu=self.device.index, waited_s=self._fault_s)
@@ -435,7 +435,7 @@ class Mps:
         self._kill()
 
     def _kill(self) -> None:
-        """Kill daemon and server at once."""
+        """Kill the daemon and its server at once."""
         for pid in (*_children(self._pid), self._pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -39,7 +39,7 @@ def find_name(identifier: str, bundle: str, identity: Mapping[str, str]) -> Name
     """Return a container's name in its engine."""
     engine = _engine(bundle)
     if pod := identity.get("pod", ""):
-        engine = "cri-o" if engine == "podman" else engine  # both have the same storage
+        engine = "cri-o" if engine == "podman" else engine  # both use the same storage layout
         namespace = identity.get("namespace", "")
         whole = f"{namespace}/{pod}" if namespace else pod
         return Name(engine, _truncated(identity.get("container", "")), _truncated(whole))

@@ -42,7 +42,7 @@ class Pace:
 class PacedLog:
     """Log lines that a tenant causes.
 
-    Lines in excess of the pace are dropped; the next line has their number.
+    Lines in excess of the pace are dropped; the next line that is written gives their number.
     """
 
     def __init__(self, log: Any) -> None:

@@ -1,11 +1,11 @@
 """Choose a container's GPUs among those with room, without access to a file, a clock or the driver.
 
 `spread` takes the emptiest GPUs and `pack` the fullest. `topology` takes GPUs that are near each
-other. Of two sets, the one with the nearer farthest pair is better; if these are equal the next
-pair decides, and so on, because GPUs that work together wait for the slowest route between them.
-Among equally near sets it takes the one that leaves the most empty GPUs near each other, then the
-fullest: the emptiest would soon use a part of every group, and leave no whole group to the next
-container.
+other. Two sets are compared by the distances of their farthest pairs; if these are equal, by those
+of the next pairs, and so on, because GPUs that work together wait for the slowest route between
+them. Among equally near sets, it takes the one that leaves the most empty GPUs near each other,
+then the fullest: taking the emptiest would soon use a part of every group, and leave no whole group
+to the next container.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class Standing:
 class Nearness:
     """Ranked distances between a node's GPUs: 0 is the smallest that occurs, then 1, 2, ...
 
-    More NVLinks are nearer. Next, the common ancestor of the two GPUs on PCIe decides, then whether
-    they are on the same NUMA node. An unknown property counts as farther than any known one.
+    GPUs with more NVLinks between them are nearer. Next, their common ancestor on PCIe decides,
+    then whether they are on the same NUMA node. An unknown property counts as farther than any
+    known one.
     """
 
     def __init__(self, uuids: Sequence[str], topology: Topology) -> None:

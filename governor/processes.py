@@ -194,7 +194,7 @@ def mounted_below(name: str, device: int) -> Mounted:
             for key in known[view] if start is not None else ():
                 found.setdefault(key, []).append(Identity(int(entry), start or 0))
         except PermissionError:
-            # Pid 1 is in no container, and a sandbox may hide only that.
+            # Pid 1 is in no container, and a sandbox may hide only that process.
             is_whole = is_whole and entry == "1"
         except OSError:
             continue  # it has ended
@@ -233,8 +233,8 @@ def first_of(processes: list[Identity]) -> Identity:
 def first_of_each(processes: list[Identity]) -> list[Identity]:
     """Return the first processes of the containers that share a directory, the oldest first.
 
-    Each container has its own mount namespace. A process that created another one inside a
-    container is a descendant of one of the container's processes.
+    Each container has its own mount namespace. A process that created another mount namespace
+    inside a container is a descendant of one of the container's processes.
     """
     pids = {process.pid for process in processes}
     groups: dict[str, list[Identity]] = {}

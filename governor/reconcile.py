@@ -43,13 +43,13 @@ class Observer(Protocol):
     """The functions of NVML that a sample needs."""
 
     def memory_used(self, uuid: str) -> int | None:
-        """Return the bytes in use on a GPU, None if unknown; VdriverError if NVML fails."""
+        """Return the bytes in use on a GPU, None if unknown; raise VdriverError if NVML fails."""
 
     def processes(self, uuid: str) -> tuple[ProcessMemory, ...]:
-        """Return the processes on a GPU; VdriverError if NVML fails."""
+        """Return the processes on a GPU; raise VdriverError if NVML fails."""
 
     def utilisation(self, uuid: str, since_us: int) -> tuple[ProcessUse, ...]:
-        """Return the utilisation samples after `since_us`; VdriverError if NVML fails."""
+        """Return the utilisation samples after `since_us`; raise VdriverError if NVML fails."""
 
 
 EACH = 16 << 20
@@ -106,7 +106,7 @@ class _Watch:
     failing: bool = False
     unattributed: Unattributed = field(default_factory=Unattributed)
     told: tuple[Container, ...] = ()  # the node's containers when results were last published
-    blind: bool = False  # it does not report utilisation
+    blind: bool = False  # NVML does not report its utilisation
 
     def sharing(self, server: Server) -> Iterator[tuple[Container, int]]:
         """Yield the containers that have this GPU, with the GPU's index in each."""
@@ -259,8 +259,8 @@ async def _take_sample(
     executor: ThreadPoolExecutor,
     auditor: Auditor | None,
 ) -> None:
-    # The time is read first: the driver shows all memory that was taken before it. The ledger is
-    # read before and after: memory that is freed or taken in between is not debt.
+    # The time is read first: the driver shows all memory that was taken before that time. The
+    # ledger is read before and after: memory that is freed or taken in between is not debt.
     began_ns = time.monotonic_ns()
     before = [
         (container, i, container.account.charges(i), container.account.is_sampled(i))
@@ -286,8 +286,7 @@ async def _take_sample(
             unattributed = unattributed - unseen if unseen is not None and settled else None
         if unattributed is not None:
             watch.unattributed.record(began_ns, unattributed, len(seen))
-        # A process without a figure from NVML counts as 0: that does not contradict its
-        # ledger.
+        # A process without a figure from NVML counts as 0, which does not contradict its ledger.
         look = Look(began_ns, {one.pid: one.used or 0 for one in seen}, watch.samples)
     except VdriverError as e:
         if not watch.failing:

@@ -71,7 +71,8 @@ def find_containers(
     looks: list[tuple[str, Callable[[], FoundContainer | None]]] = [
         (row.key, partial(search.known, row)) for row in state.containers.values()
     ]
-    # Listed before the first is taken over, because this governor then writes to the state.
+    # They are listed before the first container is taken over: this governor then writes to the
+    # state.
     looks += [(path.name, partial(search.recovered, path)) for path in search.unknown()]
     for key, look in looks:
         try:

@@ -1,4 +1,4 @@
-"""Reserve GPUs between the edit of a container's config.json and its admission by the hook."""
+"""Reserve GPUs for a container from the edit of its config.json until its admission."""
 
 from __future__ import annotations
 

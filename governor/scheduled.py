@@ -85,7 +85,7 @@ class Scheduled:
     def hold(self, device: int, pids: frozenset[int], owns: Callable[[int], bool]) -> list[int]:
         """Hold exactly these unregistered processes to the quota through a steered GPU's scheduler.
 
-        They belong to the container; `owns` checks whether a pid does. Returns the pids that were
+        They belong to the container; `owns` checks whether a pid does. Return the pids that were
         not held before.
         """
         runner, tenant = self._runners[device], self._tenants[device]
@@ -103,7 +103,7 @@ class Scheduled:
                 os.close(pidfd)
                 continue
             # Slots are numbered from 0. An unregistered process has no slot, so its negative pid is
-            # used as the number. It is known to have a context.
+            # used as the number. The process is known to have a context.
             try:
                 runner.enter(tenant, -pid, pid, pidfd, lambda: 1)
             except OSError:  # no descriptor is left: retried at the next sample

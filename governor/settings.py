@@ -43,8 +43,7 @@ class SettingsInForce:
     async def reload(self) -> dict[str, Any]:
         """Apply the current content of the files, and return the changes.
 
-        Raise ConfigError if they are invalid: then nothing changes, and the error is kept for
-        `describe`.
+        If they are invalid, raise ConfigError, change nothing, and keep the error for `describe`.
         """
         async with self._lock:
             try:
@@ -54,8 +53,8 @@ class SettingsInForce:
                 log.error("configuration-refused", code=e.code, message=e.message, hint=e.hint)
                 raise ConfigError(f"{e.message}: {KEPT}", hint=e.hint) from e
             changes = _changes(self.config, loaded.config)
-            # If `defaults.memory` is new, all of `defaults` is replaced: its options have the same
-            # effect.
+            # If `defaults.memory` has changed, all of `defaults` is replaced: its options have the
+            # same `effect`.
             new = {one["option"].partition(".")[0] for one in changes if one["effect"] != "restart"}
             self.config = replace(
                 self.config, **{name: getattr(loaded.config, name) for name in sorted(new)}
@@ -86,8 +85,8 @@ class SettingsInForce:
     async def describe(self) -> dict[str, Any]:
         """Return the configuration in force, and the effect that a reload would have.
 
-        The effect is `changes`, from the files `found`, or the `error` for which it would be
-        refused. `refused` is the error of the last reload, None if it succeeded.
+        The effect is given as `changes`, from the files `found`, or as the `error` with which the
+        reload would be refused. `refused` is the error of the last reload, None if it succeeded.
         """
         answer: dict[str, Any] = {
             "configuration": describe(self.config),
@@ -109,12 +108,12 @@ class SettingsInForce:
 
     async def _read(self) -> LoadedConfig:
         try:
-            # On a thread: YAML and its schema take tens of milliseconds.
+            # This runs on a thread, because YAML and its schema take tens of milliseconds.
             return await asyncio.to_thread(self._load)
         except TidegateError:
             raise
         except Exception as e:
-            # Nor must a bug in the parsing of an operator's file end the governor.
+            # A bug in the parsing of an operator's file must not end the governor either.
             log.exception("configuration-unread", error=repr(e))
             raise ConfigError(
                 f"the configuration cannot be read: {type(e).__name__}",

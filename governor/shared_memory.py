@@ -80,7 +80,7 @@ def make_grant(
     config: Config,
     strategy: str = "timeslice",
 ) -> mmap.mmap:
-    """Create a grant page at `path`, and replace an existing file."""
+    """Create a grant page at `path`, replacing an existing file, and list the GPUs next to it."""
     described: list[dict[str, int | bytes]] = [
         {
             "uuid": uuid_bytes(device.uuid),
@@ -105,7 +105,7 @@ def make_grant(
     finally:
         os.close(fd)
     pages.init_grant(page, settings=_settings(config, strategy), devices=described)
-    # For CUDA_VISIBLE_DEVICES, because the GPUs are not known before the start.
+    # The list is for CUDA_VISIBLE_DEVICES: the GPUs are not known before the container's start.
     listed = path.with_name("devices")
     listed.unlink(missing_ok=True)
     listed.write_text(",".join(device.uuid for device in devices) + "\n")
@@ -202,8 +202,8 @@ def find_ledger(
     """Return the ledger that one of these processes has mapped; None if none has.
 
     `file` is the identity of the ledger. If it is not known, the first file is used that has the
-    form of a ledger and does not belong to another container (`taken`), because a process may have
-    received a descriptor of that.
+    form of a ledger and does not belong to another container (`taken`): a process may have received
+    a descriptor of another container's ledger.
     """
     device = file.device if file else memfd_device()
     until = time.monotonic() + SEARCH_S

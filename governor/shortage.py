@@ -28,7 +28,7 @@ class Room:
         return quota.memory <= self.memory and quota.compute <= self.compute
 
     def missing(self, quota: Quota) -> str:
-        """Return text about the part of a quota that does not fit, and by how much."""
+        """Return, as text, the part of a quota that does not fit, and how much is missing."""
         parts = []
         short = []
         if quota.memory > self.memory:
@@ -44,7 +44,7 @@ class Room:
         return f"GPU {self.index} has {', and '.join(parts)} ({' and '.join(short)} short)"
 
     def short_of(self, quota: Quota) -> str:
-        """Return text about the part of a quota that does not fit, and about what is left."""
+        """Return, as text, the part of a quota that does not fit, and what is left."""
         parts = []
         if quota.memory > self.memory:
             parts.append(
@@ -107,7 +107,7 @@ def refuse_any(rooms: Sequence[Room], quota: Quota, count: int, least: int) -> R
 
 
 def _in_pieces(rooms: Sequence[Room], quota: Quota, count: int) -> str:
-    """Return text that there is enough in total, but not on single GPUs; empty if there is not."""
+    """Return text saying that there is enough in total, but not on single GPUs; else no text."""
     memory = sum(room.memory >= quota.memory for room in rooms)
     compute = sum(room.compute >= quota.compute for room in rooms)
     if len(rooms) == 1:

@@ -59,9 +59,9 @@ def _hung_up(peer: socket.socket | None) -> bool:
 
 
 def _disconnect(peer: socket.socket) -> None:
-    """Shut down a connection, also for other holders of a descriptor of it.
+    """Shut down a connection, even if others hold a descriptor of it.
 
-    These are the arbiter, and any process to which the registered process passed its descriptor.
+    The arbiter does, and so may any process to which the registered process passed its descriptor.
     """
     with contextlib.suppress(OSError):
         peer.shutdown(socket.SHUT_RDWR)
@@ -148,7 +148,7 @@ class Slots:
         pages.write(self._ledger, 0, "ledger_header", "n_slots", n_slots)
 
     def announce(self) -> None:
-        """Announce the processes that were taken over to the runners, once these exist."""
+        """Announce to the runners, once they exist, the processes that were taken over."""
         for process in self._processes.values():
             self._announce(process)
 
@@ -187,8 +187,8 @@ class Slots:
         is_kept = False
         try:
             if self._unanswered[is_own] <= MOST_UNANSWERED:
-                # Not wait_for(): before Python 3.12 it ignores a cancellation that comes together
-                # with the result, and the process would be registered after close().
+                # wait_for() is not used: before Python 3.12 it ignores a cancellation that comes
+                # together with the result, and the process would be registered after close().
                 async with asyncio.timeout(ANSWER_S):
                     request = await self._loop.sock_recv(own, 1)
                 is_kept = bool(request) and self._answer_request(request, pid, own, is_own=is_own)
@@ -239,8 +239,8 @@ class Slots:
         if slot is None:
             raise RuntimeError(f"{layout.N_SLOTS} processes of this container already use the GPU")
         process = self._identify(slot, pid, own)
-        # Stored before the slot is in use: a used slot without a row would be taken for a damaged
-        # state.
+        # The row is stored before the slot is in use: a used slot without a row would be taken for
+        # a damaged state.
         self._state.register(
             self._key, ProcessRow(slot, Identity(pid, process.start), process.start_us)
         )

@@ -5,9 +5,9 @@ next governor knows every promise of one that was killed. Writes do not wait for
 the kernel keeps the writes of a killed process, and after a loss of power the processes that they
 describe are gone as well.
 
-The model in memory is authoritative. While the file cannot be written (a full disk), requests that
-can be refused are refused. Events that have happened (a process started or ended) are kept in
-memory and written as soon as possible.
+The model in memory is authoritative. While the file cannot be written (on a full disk, say),
+requests that can be refused are refused. Events that have happened (a process started or ended) are
+kept in memory and written as soon as possible.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_MISMAT
 
 @dataclass(frozen=True)
 class ProcessRow:
-    """A registered process; `start_us` is when it registered, microseconds since 1970."""
+    """A registered process; `start_us` is when it registered, in microseconds since 1970."""
 
     slot: int
     process: Identity
@@ -68,8 +68,8 @@ class ProcessRow:
 class Whose:
     """The owner of a container, as its engine reports it.
 
-    The bundle, and `pod`, `namespace`, `name` and so on: untrusted text, kept for display. Any of
-    it may be missing.
+    The bundle, and `pod`, `namespace`, `name` and so on, are untrusted text, kept for display. Any
+    of them may be missing.
     """
 
     bundle: str = ""
@@ -92,8 +92,8 @@ class ContainerRow:
     """A container; `identifier` is None if only its digest, the key, is known.
 
     `membership` is None if the governor that wrote the row did not store it. `uses` are shares of
-    claims, if the container's quota comes from them. Then `others` are the containers that use the
-    same shares, except this one, the oldest.
+    claims, if the container's quota comes from them. In that case `others` are the other containers
+    that use the same shares; this one is the oldest.
     """
 
     key: str
@@ -224,7 +224,7 @@ class State:
 
     @staticmethod
     def _read_claims(db: sqlite3.Connection) -> dict[str, Claim]:
-        """Return the claims, also of earlier boots, because they are not announced again."""
+        """Return the claims, including those of earlier boots: they are not announced again."""
         claims: dict[str, Claim] = {}
         for uid, text, seal in db.execute("SELECT uid, row, seal FROM claims"):
             values = _unseal(text, seal)
@@ -290,7 +290,7 @@ class State:
             return None
         return aside
 
-    # ---- promises: StateError if one cannot be written; then nothing has changed ----
+    # ---- promises: if one cannot be written, StateError is raised and nothing changes ----
 
     def put(self, row: ContainerRow) -> None:
         """Add a container, or change it."""

@@ -1,7 +1,7 @@
 """Compute a process's use of a GPU: its memory, from the ledger and NVML, and its part of the time.
 
-Pure: no clock, no driver. The container writes the ledger, so memory and time from it are bounded
-here before they are used. Units are bytes, nanoseconds and percent.
+The module is pure: it uses no clock or driver. The container writes the ledger, so memory and time
+from it are bounded here before they are used. Units are bytes, nanoseconds and percent.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def read_charge(ledger: mmap, slot: int, device: int, whole: int) -> Charge:
 class Passing:
     """Work that needs no grant: small copies and fills, and copies to and from the host.
 
-    `pending`: work of a grant that is over may still run.
+    `pending` is true if work of a grant that is over may still be running.
     """
 
     count: int
@@ -149,11 +149,11 @@ class Debt:
     """Memory that the driver took by itself for one process: NVML's value beyond the ledger's.
 
     The ledger changes while NVML is read. Of the charged memory, the part of calls in progress may
-    or may not be allocated, and pools may have freed memory; all other memory is allocated. So a
-    sample gives a lower and an upper bound of what the driver took. Within these bounds the earlier
-    value is kept, plus what the process has reported since then. If the process reports memory that
-    the driver takes and that the sample may have missed, the ledger's value counts until the next
-    sample.
+    or may not be allocated, and pools may have freed memory; all other memory is allocated. A
+    sample thus gives a lower and an upper bound of what the driver took. Within these bounds the
+    earlier value is kept, plus what the process has reported since then. If the process reports
+    memory that the driver takes and that the sample may have missed, the ledger's value counts
+    until the next sample.
 
     If pools are in use, a single sample hardly limits the upper bound: pools may have freed memory
     without the process noticing. But the process queries them ten times a second. The reductions
@@ -173,7 +173,7 @@ class Debt:
         self._took = 0
         # Bytes that the last sample showed and the process had not reported.
         self._seen_unreported = 0
-        # Samples since which the pools were not queried: end and upper bound of each.
+        # Samples after which the pools have not been queried yet: end and upper bound of each.
         self._waiting: deque[tuple[int, int]] = deque()
         # Upper bound from the last sample after which the pools were queried, less the additions
         # until then.

@@ -1,11 +1,11 @@
 """Decide from samples of NVML whether a container violates its quota.
 
 The module is pure: it uses no clock, driver or file. A sample can be wrong, because its values are
-not read at one instant, and legitimate work is still visible after its grant. So a single sample is
-never a violation: a `ViolationDetector` (one for each container and GPU) reports a violation once
-when it has lasted for some time, and once when it is over. That time is either uninterrupted or
-cumulative: the cumulative time catches a program that complies now and then, when a sample may be
-taken. Units are bytes, percent and nanoseconds.
+not read at one instant, and legitimate work is still visible after its grant. Therefore a single
+sample is never a violation: a `ViolationDetector` (one for each container and GPU) reports a
+violation once when it has lasted for some time, and once when it is over. That time is either
+uninterrupted or cumulative: the cumulative time catches a program that complies now and then, when
+a sample may be taken. Units are bytes, percent and nanoseconds.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ If a process frees memory and another allocates it, one sample may show both. Me
 took is charged within a quarter of a second, and then allocations are refused."""
 MEMORY_LOOKS = 4
 MEMORY_SUM_NS = 1_000_000_000
-"""The excess memory is summed up as bytes times time, even with samples without an excess in
-between. It is a violation when the sum reaches the allowed memory times this time."""
+"""The excess memory is summed up as bytes times time, even if samples in between show no excess. It
+is a violation when the sum reaches the allowed memory times this time."""
 
 UNREGISTERED_NS = 500_000_000
 """Time for which a process has to compute without having registered. A new process registers before
 it has a context, and one that has ended may still be listed."""
 UNREGISTERED_LOOKS = 2
 UNREGISTERED_SUM_NS = 500_000_000
-"""The same as a sum over short-lived processes, even with samples without any in between."""
+"""The same as a sum over short-lived processes, even if samples in between show none."""
 SUM_LOOKS = 3
 """Minimum number of samples in a sum."""
 LOOK_NS = 250_000_000
 """Longest time before a sample for which the sample counts."""
 LEAK = 0.1
 """Fraction of the time without a violation that is subtracted from its sum. A sample is seldom
-wrong, because NVML's list comes from one call, and then by at most the allowed memory: it counts
-memory that one process freed and another allocated for both."""
+wrong, because NVML's list comes from one call. If it is, then by at most the allowed memory, which
+it counts twice if one process freed it and another allocated it."""
 
 GONE_NS = 500_000_000
-"""A violation of memory or registration is over when no sample showed it for this time."""
+"""A violation of memory or registration is over when no sample has shown it for this time."""
 
 SETTLE_NS = 1_000_000_000
 """NVML's utilisation samples cover up to the last second. For this time after a container had the
@@ -165,9 +165,9 @@ class Findings:
                 self.episodes.remove(over)
 
     def note_elsewhere(self, gpu: Device, processes: dict[int, int]) -> frozenset[int]:
-        """Record its processes that a sample found on a GPU that it was not granted.
+        """Record the container's processes that a sample found on a GPU not granted to it.
 
-        Returns those that the previous sample did not find there.
+        Return those that the previous sample did not find there.
         """
         _, before = self.elsewhere.pop(gpu.uuid, (gpu.index, {}))
         if processes:
@@ -181,7 +181,7 @@ class Findings:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Return the findings for `tidegate ps --json`; violations with the newest last."""
+        """Return the findings for `tidegate ps --json`, with the newest violation last."""
         return {
             "frozen": self.frozen,
             "violations": [episode.describe() for episode in self.episodes],
@@ -189,7 +189,7 @@ class Findings:
         }
 
     def describe_elsewhere(self) -> list[dict[str, Any]]:
-        """Return its processes on GPUs that it was not granted, as plain values."""
+        """Return the container's processes on GPUs not granted to it, as plain values."""
         return [
             {"gpu": uuid, "index": index, "pid": pid, "memory": memory}
             for uuid, (index, processes) in sorted(self.elsewhere.items())
@@ -234,7 +234,7 @@ class _Sum:
         self._lasts = False
 
     def observe(self, now_ns: int, rate: float) -> bool:
-        """Return whether it lasts; `rate` is the rate at which the bucket fills, 0 if no excess.
+        """Return whether the condition lasts; `rate`, which fills the bucket, is 0 if it is absent.
 
         Once the bucket has been full, one more sample with the condition is enough, until the
         bucket is empty.
@@ -258,7 +258,7 @@ class _Sum:
 class _Working:
     """Whether NVML's samples name a container that, by its ledger, did no work.
 
-    Under contention a sample names one process, with nearly all of the GPU. So the percentage means
+    Under contention a sample names one process, with nearly all of the GPU, so the percentage means
     little. But a process that is named did work, although its container has had no grant for longer
     than a sample covers.
     """
@@ -273,7 +273,7 @@ class _Working:
         self.percent = 0
 
     def observe(self, facts: Facts) -> bool:
-        """Return whether it lasts."""
+        """Return whether the condition lasts, after a sample."""
         now_ns, before = facts.now_ns, self._looked
         self._looked = now_ns
         if before is None or not facts.idle or now_ns - before > LATE_NS:

@@ -1,9 +1,9 @@
 """Serve the read-only web page of the node, and the JSON data that it shows.
 
 It is served like the metrics: not at all, at a socket, or at a loopback address. Pages of any site
-in a local browser can send requests to such an address. So the Host of a request must be a name
-that no other host can have (against DNS rebinding), and the request must not come from a page of
-another origin. Names of containers are untrusted text; the page inserts them only as text, which
+in a local browser can send requests to such an address. Therefore the Host of a request must be a
+name that no other host can have (against DNS rebinding), and the request must not come from a page
+of another origin. Names of containers are untrusted text; the page inserts them only as text, which
 the browser enforces (Trusted Types).
 """
 
@@ -268,7 +268,7 @@ def _describe(container: Container) -> dict[str, Any]:
 
 
 def _finite(ms: float | None) -> float | None:
-    """Return -1 for infinity, a wait beyond the last bound, which JSON cannot represent."""
+    """Return -1 for infinity (a wait beyond the last bound), which JSON cannot represent."""
     return -1 if ms == math.inf else ms
 
 
@@ -311,7 +311,7 @@ async def find_names(server: Server) -> None:
                 continue
             whose = container.row.whose
             try:
-                # On a thread: Docker's and Podman's names are in files.
+                # This runs on a thread, because Docker's and Podman's names are in files.
                 found = await asyncio.to_thread(
                     find_name, container.identifier, whose.bundle, whose.identity
                 )
@@ -346,6 +346,6 @@ async def keep(server: Server, history: History) -> None:
 
 
 def listening(config: Config) -> AbstractContextManager[socket.socket | None]:
-    """Listen as configured; None if the page is off."""
+    """Listen as configured; the value is None if the page is off."""
     path = Path(config.runtime_dir) / "web.sock"
     return httpd.listening(config.web.listen, path, "the page", "web.listen")

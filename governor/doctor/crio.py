@@ -93,7 +93,7 @@ def handler(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def _runtime(node: ExaminedNode, config: Configuration, what: str) -> Finding:
-    """Check that the wrapper executes the same runtime for CRI-O as CRI-O's default handler."""
+    """Check that the wrapper executes the same runtime for CRI-O as the default handler does."""
 
     def runs(path: str) -> bool:
         return _runs(node, path)

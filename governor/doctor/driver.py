@@ -98,7 +98,8 @@ def libraries(node: ExaminedNode) -> Iterator[Finding]:
     try:
         driver = find_driver(node.root)
     except VdriverError as e:
-        # Only a warning if there is a mirror: it still serves, and this is normal after an upgrade.
+        # With a mirror, this is only a warning: the mirror still serves, and such an error is
+        # normal after an upgrade.
         yield (warning if kind_of_mirror(node) else wrong)(e.message, e.hint)
         return
     yield ok(f"driver {driver.version} ({driver.kind}, {driver.machine}) is complete")
@@ -116,7 +117,7 @@ def nodes(node: ExaminedNode) -> Iterator[Finding]:
     }
     wanted: dict[str, tuple[int | None, int]] = {
         "/dev/nvidiactl": (MAJOR, CONTROL_MINOR),
-        # Its number is assigned when the module is loaded.
+        # Its major number is assigned when the module is loaded.
         "/dev/nvidia-uvm": (numbers.get("nvidia-uvm"), 0),
         **{f"/dev/nvidia{gpu.minor}": (MAJOR, gpu.minor) for gpu in gpus(node)},
     }

@@ -162,7 +162,7 @@ def docker_labels(node: ExaminedNode) -> Iterator[Finding]:
 
 
 class Containerd(NamedTuple):
-    """A configuration of containerd; `whole` if it includes its defaults and all imports.
+    """A configuration of containerd; it is `whole` if it includes its defaults and all imports.
 
     `files` are the merged documents with their paths; the last one takes precedence.
     """
@@ -180,7 +180,7 @@ def containerd_config(node: ExaminedNode, path: str) -> Containerd | None:
     if path == CONTAINERD[0] and program is not None:
         document = document or {}  # containerd 1 fails if there is no file
         try:
-            # The configuration with which containerd would start, not that of the running daemon.
+            # This is the configuration with which containerd would start, not the running daemon's.
             asked = parse_toml(node.run(program, "config", "dump"))
         except (UnseenError, ValueError):
             asked = None
@@ -218,7 +218,7 @@ def names_default(document: dict[str, Any]) -> bool:
 
 
 def passes(patterns: tuple[str, ...], name: str) -> bool:
-    """Return whether an annotation matches a pattern of containerd; `*` ends at a slash."""
+    """Return whether an annotation matches a pattern of containerd; `*` matches no slash."""
     parts = name.split("/")
     return any(
         len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted))
@@ -244,8 +244,8 @@ def containerd_handler(node: ExaminedNode) -> Iterator[Finding]:
             continue
         handlers, default = cri_runtimes(document)
         if config.whole and default and handlers and default not in handlers:
-            # containerd 1 takes a plugin's section from one file, including the defaults (issue
-            # 5837).
+            # containerd 1 takes a plugin's section from one file alone, and does not merge the
+            # defaults into it (issue 5837).
             yield wrong(
                 f"{path}: the default handler {default} is not among {', '.join(handlers)}: "
                 "containers that name no handler do not start",

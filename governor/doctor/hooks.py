@@ -72,7 +72,7 @@ def directories(node: ExaminedNode) -> tuple[str, ...]:
 
 
 def files(node: ExaminedNode, among: tuple[str, ...] | None = None) -> tuple[HookFile, ...]:
-    """Return the hooks in these directories, or in all if none are named."""
+    """Return the hooks in the directories `among`, or in all directories if that is None."""
     return tuple(
         _read(node, f"{directory}/{name}")
         for directory in (directories(node) if among is None else among)
@@ -130,7 +130,7 @@ def _examine(node: ExaminedNode, hook: HookFile) -> Iterator[Finding]:
     if not stages & {*STAGES, "precreate", "poststop"}:
         yield wrong(f"{hook.path} names none of Tidegate's stages: {sorted(stages)}", SETUP)
     if not strings(table(hook.document, "hook").get("env")):
-        # CVE-2025-23266: without it, a hook of an older runc inherits the image's environment.
+        # CVE-2025-23266: without `env`, a hook of an older runc inherits the image's environment.
         yield wrong(
             f"{hook.path}: hook.env is empty: the image's environment may reach the hook", SETUP
         )

@@ -19,7 +19,7 @@ LEAST = 16 << 20
 def _driver_dir(node: ExaminedNode) -> str:
     """Return the mirror's directory, which need not exist."""
     host = node.host(node.config.driver_dir)
-    # Its mode is 0700, because any process that can open it could lock it.
+    # The directory's mode is 0700, because any process that can open it could lock it.
     if node.stat(node.config.driver_dir) and host and not os.access(host, os.R_OK | os.X_OK):
         raise UnseenError(f"{node.config.driver_dir}: Permission denied", remedy=AS_ROOT)
     return host or node.root.rstrip("/") + node.config.driver_dir
@@ -35,7 +35,7 @@ def kind_of_mirror(node: ExaminedNode) -> str | None:
 
 
 def in_force(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether containers can be served from the mirror, as the hook does."""
+    """Check, as the hook does, whether containers can be served from the mirror."""
     try:
         manifest, changed = look_at_mirror(_driver_dir(node), node.root)
     except HookError as e:

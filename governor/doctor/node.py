@@ -25,7 +25,7 @@ from vdriver.tree import Tree
 
 CHUNK, CHUNKS = 64 << 10, 64
 """Size of a read, and the largest number of reads of a file; containerd's configuration has 10 KiB.
-A pipe returns smaller pieces."""
+A file in /proc may return smaller pieces."""
 TIMEOUT = 10.0  # seconds, for a command; an engine answers within one
 SEARCH = (
     "/usr/local/sbin",
@@ -84,7 +84,7 @@ class ExaminedNode:
     root: str = "/"
     config: Config = field(default_factory=Config)
     config_error: ConfigError | None = None
-    runner: Run | None = None  # replaces running commands
+    runner: Run | None = None  # is called instead of running commands
     config_files: tuple[str, ...] = ()
     _answers: dict[tuple[str, ...], str | UnseenError] = field(
         default_factory=dict, compare=False, repr=False
@@ -144,12 +144,12 @@ class ExaminedNode:
         if host is None:
             return None
         try:
-            # Non-blocking, so as not to wait for a writer if the name is that of a FIFO.
+            # O_NONBLOCK: if the name is that of a FIFO, do not wait for a writer.
             fd = os.open(host, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
             try:
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
                     raise UnseenError(f"{path} is not a regular file")
-                # In small pieces: a sysctl answers ENOMEM to a read of megabytes.
+                # The file is read in small pieces: a sysctl answers ENOMEM to a read of megabytes.
                 data = b"".join(itertools.islice(iter(lambda: os.read(fd, CHUNK), b""), CHUNKS))
             finally:
                 os.close(fd)
@@ -253,7 +253,7 @@ def open_node(
     driver_dir: str | None = None,
 ) -> ExaminedNode:
     """Return the node below `root`; an invalid configuration becomes one of its findings."""
-    # Absolute, because printed paths must not depend on the working directory.
+    # The root is made absolute, because printed paths must not depend on the working directory.
     root = os.path.abspath(root)  # noqa: PTH100
     node = ExaminedNode(root)
     loaded, error = LoadedConfig(Config()), None

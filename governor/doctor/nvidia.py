@@ -1,4 +1,4 @@
-"""Check for NVIDIA's toolkit, operator and device plugin: GPUs from these are not governed."""
+"""Check for NVIDIA's toolkit, operator and device plugin: GPUs that they assign are ungoverned."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def _resolution(node: ExaminedNode, path: str) -> Iterator[tuple[str, os.stat_re
 def not_trusted(node: ExaminedNode, path: str) -> str | None:
     """Return how a user other than root could change the file at `path`, None if none could.
 
-    The file and all of its parent directories are examined, also for the target of each link.
+    The file and all of its parent directories are examined, and so are those of each link's target.
     """
     try:
         for name, status in _resolution(node, path):

@@ -38,7 +38,10 @@ def configuration(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def _ask(node: ExaminedNode, op: str) -> dict[str, Any]:
-    """Send a request to the governor; UnseenError without the permission to do so."""
+    """Send a request to the governor, and return the answer.
+
+    Raise UnseenError without the permission to connect, and TidegateError for any other failure.
+    """
     directory = node.host(node.config.runtime_dir)
     if directory is None:
         directory = node.root.rstrip("/") + node.config.runtime_dir
@@ -52,7 +55,7 @@ def _ask(node: ExaminedNode, op: str) -> dict[str, Any]:
 
 
 def process(node: ExaminedNode) -> int | None:
-    """Return the governor's process if it answers."""
+    """Return the governor's pid; None if it does not answer."""
     try:
         return int(_ask(node, "ping")["pid"])
     except (TidegateError, UnseenError):
@@ -210,7 +213,7 @@ def membership(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def database(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether a governor moved a bad database away in the last days."""
+    """Check whether a governor moved a bad database away in the last seven days."""
     directory = node.config.state_dir
     aside = [
         name

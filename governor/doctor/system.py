@@ -180,7 +180,7 @@ def throttling(node: ExaminedNode) -> Iterator[Finding]:
 def _read_only(node: ExaminedNode, pid: int, mounts: list[str]) -> list[str]:
     """Return the mounts that are read-only for a process."""
     rows = [line.split() for line in (node.read(f"/proc/{pid}/mountinfo") or "").splitlines()]
-    options = {row[4]: row[5].split(",") for row in rows if len(row) > 5}  # last: on top
+    options = {row[4]: row[5].split(",") for row in rows if len(row) > 5}  # the last one is on top
     return [path for path in mounts if "ro" in options.get(path, [])]
 
 

@@ -20,7 +20,7 @@ def examine_wrapper(
 ) -> Finding:
     """Check that the program that an engine runs is the wrapper runtime, and is executable.
 
-    `elsewhere`: the engine passes arguments, so the wrapper may have other settings.
+    `elsewhere` is true if the engine passes arguments, so that the wrapper may have other settings.
     """
     if not isinstance(path, str) or not path.startswith("/"):
         return wrong(f"{what} runs {path!r}, which is not an absolute path", remedy)

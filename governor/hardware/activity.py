@@ -1,4 +1,4 @@
-"""Estimate for which part of its time on the GPU each process worked.
+"""Estimate how much of its time on the GPU each process worked.
 
 The driver's trace has a record only where one context ends and another begins. A process that is
 not interrupted stays on the GPU from its first work on, whether it works or pauses, so its
@@ -34,12 +34,12 @@ SHORTEST = 100 * MS
 LONGEST = 300 * MS
 """Longest time that one sample describes."""
 MEMORY = 1000 * MS
-"""Time for which a process is charged at the highest rate that it worked at."""
+"""Time for which the highest rate at which a process worked determines its charge."""
 NOISE = 0.02
 """Error of a sample, as a fraction of its interval; samples are in whole percent."""
 BUSY = 0.9
-"""Fraction of a process's time on the GPU: one that works more than this is charged all of the
-time."""
+"""Fraction of a process's time on the GPU: a process that works for more than this is charged for
+all of its time there."""
 
 
 class Sample(NamedTuple):
@@ -125,9 +125,9 @@ class Activity:
     ) -> dict[int, int]:
         """Return what to charge for the time since the last step, by pid.
 
-        A charge is negative if more time is given back than charged. `samples`: the new ones; None
-        if they were not requested, or NVML has none. `full`: turns that ended with their slice
-        since the last step.
+        A charge is negative if more time is given back than charged. `samples` are the new ones,
+        None if they were not requested or NVML has none. `full` are the turns that ended with their
+        slice since the last step.
         """
         began, self._now = self._now, now
         charged = {pid: ns * self._rates.get(pid, 1.0) for pid, ns in resident.items()}

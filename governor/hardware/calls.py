@@ -70,8 +70,8 @@ class Layout:
     def _elements(self) -> dict[str, tuple[int, int, struct.Struct]]:
         """Offset, number of elements, and format of an element, by field.
 
-        Cached, because a search for a process's clients and channels makes a thousand calls, and
-        looking these up took most of its time.
+        They are cached, because a search for a process's clients and channels makes a thousand
+        calls, and would take most of its time to look them up.
         """
         return {
             field.name: (field.offset, field.n, struct.Struct(f"<{_FORMATS[field.type]}"))
@@ -329,8 +329,8 @@ GET_HANDLE_INFO = Call(
         (CallField("hObject", "u32", 0), CallField("index", "u32", 4), CallField("data", "u32", 8)),
     ),
 )
-"""Needs the open file that the client was allocated with. `data` is a union; a handle is its low
-half."""
+"""The call needs the open file with which the client was allocated. `data` is a union; a handle is
+its low half."""
 INFO_PARENT = Constant("NV0000_CTRL_CMD_CLIENT_GET_HANDLE_INFO_INDEX_PARENT", 1, _CLIENT)
 INFO_CLASS = Constant("NV0000_CTRL_CMD_CLIENT_GET_HANDLE_INFO_INDEX_CLASSID", 2, _CLIENT)
 GET_ACCESS_RIGHTS = Call(
@@ -344,8 +344,8 @@ GET_ACCESS_RIGHTS = Call(
         (CallField("hObject", "u32", 0), CallField("hClient", "u32", 4)),
     ),
 )
-"""Reports to any client whether another client has an object; if not, nothing is written to
-the kernel's log."""
+"""The call reports to any client whether another client has an object; if that has none, nothing
+is written to the kernel's log."""
 GET_GPU_ID = Call(
     "NV2080_CTRL_CMD_GPU_GET_ID",
     0x20800142,
@@ -410,7 +410,7 @@ BIND_TRACE = Call(
     ),
 )
 DETAIL_SIMPLE = 1
-"""NV2080_CTRL_GR_FECS_BIND_EVTBUF_LOD_SIMPLE: only the begin and end of contexts are recorded."""
+"""NV2080_CTRL_GR_FECS_BIND_EVTBUF_LOD_SIMPLE: only starts and ends of contexts are recorded."""
 ENABLE_TRACE = Call(
     "NV_EVENT_BUFFER_CTRL_CMD_ENABLE_EVENTS",
     0x90CD0101,

@@ -31,7 +31,7 @@ N_CLIENTS_LOOKED_AT = 4096
 new, except those of processes that started before the governor."""
 N_FILES_LOOKED_AT = 4096
 """Largest number of a process's descriptors that are examined. If the process uses the GPU through
-others, the trace shows it."""
+other descriptors, the trace shows the process."""
 GAP = 512
 """Number of missing handles in a row that ends the search for a client's objects."""
 _PIDFD_GETFD = 438
@@ -81,7 +81,7 @@ def has_ended(pidfd: int) -> bool:
 def borrowed(pidfd: int, descriptor: int, device: str = calls.CONTROL_DEVICE) -> Iterator[int]:
     """Lend a duplicate of a process's descriptor; raise OSError if it cannot be obtained.
 
-    The error is also EBADF if the number now refers to another file, to which no call may be made.
+    If the number now refers to another file, to which no call may be made, the error is EBADF, too.
     """
     fd = duplicate_descriptor(pidfd, descriptor)
     try:
@@ -208,8 +208,8 @@ def find_holdings(
 ) -> list[Holding]:
     """Return a process's clients that have channel groups on the GPUs.
 
-    `clients` are those that may belong to the process. Raise OSError if the process is
-    gone or its descriptors cannot be duplicated. If it is gone, what was read by its pid may belong
+    `clients` are those that may belong to the process. Raise OSError if the process is gone or its
+    descriptors cannot be duplicated. What was read by the pid of a process that is gone may belong
     to another process.
     """
     found: list[Holding] = []

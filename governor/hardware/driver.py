@@ -75,8 +75,8 @@ class DriverGpu(NamedTuple):
 class DriverClient:
     """A client of the kernel module, until it is closed; methods raise OSError or DriverCallError.
 
-    `branch` is that of the kernel module, `ioctl` makes the system call. The device nodes are in
-    the directory of `path`.
+    `branch` is that of the kernel module, and `ioctl` makes the system call. The device nodes are
+    in the directory of `path`.
     """
 
     def __init__(

@@ -116,8 +116,8 @@ class Board:
                 continue
             if number in self._windows:
                 # It makes progress only while it is on all of its GPUs, so the GPU where it had
-                # least counts, unless the job does little there. Corrected by half, because the
-                # effect is reported a period later.
+                # least counts, unless the job does little there. The correction is halved, because
+                # its effect is reported a period later.
                 had = min((one for one in each if one >= ALIKE * most), default=0)
                 had -= _time_apart([load.span for load in loads.values()], now)
                 gang.missing = min(max(gang.missing + (part * PERIOD - had) / 2, 0.0), MORE)
@@ -127,7 +127,7 @@ class Board:
                 spare[gpu] = max(0.0, 1.0 - load.guarantee - load.others) * PERIOD
                 guarantees.setdefault(gpu, {})[number] = load.guarantee
                 others[gpu] = load.guarantee + load.others
-        # Gaps only where all busy containers have windows: others would run in the gaps.
+        # There are gaps only where all busy containers have windows: others would run in them.
         gaps = {
             gpu: spare[gpu] if others[gpu] - sum(guarantees[gpu].values()) < TINY else 0.0
             for gpu in others
@@ -175,7 +175,7 @@ def _spread(
     """Return the windows with gaps between them, into which they may be extended.
 
     Without a gap, the previous container is still on when the next window begins, because driver
-    calls take time. `gaps`: by GPU, the time of a period that may be left between windows.
+    calls take time. `gaps` is the time of a period that may be left between windows, by GPU.
     """
     spread = {}
     for group in _connected(windows, gpus):

@@ -121,7 +121,7 @@ class NvidiaHardware:
     def find(self, pid: int, pidfd: int, *, thorough: bool = False) -> Sequence[ClientHolding]:
         """Return a process's clients on this GPU; none if it is gone or has no context.
 
-        A `thorough` search takes 2 s, and also finds clients that are older than some thousand
+        A `thorough` search takes 2 s, and also finds clients that are older than a few thousand
         others.
         """
         # A client has to be newer than those that it searches for.
@@ -141,7 +141,7 @@ class NvidiaHardware:
         """Return the clients of other processes, newest first.
 
         Handles come from a counter, so a client that the last search did not find is newer than
-        that search. Without this, each search would make some thousand calls.
+        that search. Otherwise each search would make a few thousand calls.
         """
         n_new = (probe.client - self._searched) % calls.N_CLIENTS + AGAIN
         if thorough:
@@ -153,7 +153,7 @@ class NvidiaHardware:
             found += [one for one in self._clients if probe.exists(one, one)]
         found = [one for one in dict.fromkeys(found) if one != self._driver.client]
         self._searched = probe.client
-        # Bounds the calls of an ordinary search, however many clients exist.
+        # This bounds the calls of an ordinary search, however many clients exist.
         self._clients = found[:N_CLIENTS_KEPT]
         return found
 

@@ -81,7 +81,7 @@ found. A governor that starts has to find the containers of its predecessor; wit
 container with a cap of 5 % would be off for 2 s for each such period."""
 DEBT = 3 * PERIOD
 """Largest excess over a cap that is deducted from later periods. What a container used after a
-pause is known 0.3 s later (activity.py)."""
+pause is known only 0.3 s later (activity.py)."""
 SHORT = 200_000
 """Slice of containers that must not keep the first rank waiting."""
 LONG = 16 * MS
@@ -115,13 +115,13 @@ MANY = 4
 RISE = 150 * MS
 FALL = 10 * MS
 MOST = 400 * MS
-"""Thresholds of the time that a container is owed, in wall time at its guaranteed rate. It enters
-the first rank at RISE and leaves it below FALL. It is owed at most MOST. For time that it took
-while others were owed, it owes at most MOST."""
+"""Thresholds of the time that a container is owed, in wall time at its guaranteed rate. A container
+enters the first rank at RISE and leaves it below FALL. It is owed at most MOST. For time that it
+took while others were owed, it owes at most MOST."""
 LACKS = 0.8
 """Fraction of a container's guarantee of the last second. In a *circle* (the slices alone keep its
 containers to their caps), the time that a container is owed varies by a turn or two, and is
-recovered slowly because none has more than its slices give it. So a container that had more than
+recovered slowly because no container has more than its slices give it. So one that had more than
 this fraction stays in the circle."""
 AWAKE = 2000 * MS
 """Time since its last use of the GPU for which a container keeps the slices of others short."""
@@ -130,8 +130,8 @@ BUSY = 0.05, 0.02
 uses more than the first, until it uses less than the second."""
 FULL, NOT_FULL = 0.97, 0.92
 """Fractions of a period with work or context switches. The GPU is full, that is, has more work than
-it can do, once N_FULL consecutive periods exceeded the first, until the average falls below the
-second."""
+it can do, once N_FULL consecutive periods have exceeded the first, until the average falls below
+the second."""
 N_FULL = 4
 RESTS = 3 * MS
 """If the GPU is idle for this long while a container has the turn, the container rests."""
@@ -166,7 +166,7 @@ class Policy:
         # What is left of all budgets, while containers at their caps are still on.
         self._round_left: float = NEVER
         self._is_even = False  # all containers have the same slice, whatever their ranks
-        self._circle: set[int] = set()  # containers that their slices keep to their caps
+        self._circle: set[int] = set()  # containers kept to their caps by their slices alone
 
     def add(self, tenant: int, share: Share, now: int) -> None:
         """Let a container share the GPU from now on, or change its share."""
@@ -202,12 +202,12 @@ class Policy:
     ) -> tuple[dict[int, Setting], int]:
         """Return every container's setting and the time of the next step.
 
-        `used`: GPU time of each container since the last step, less earlier overcharges. `groups`:
-        the number of a container's channel groups that have work, each with turns of its own; 1 if
-        it is missing. A container's slice is divided among its groups. If `groups` is given, a
-        container that is not in it has not been found yet and cannot be switched off. `early`: how
-        many turns of a container have ended for lack of work since the last step. `windows`:
-        the windows of containers with several GPUs.
+        `used` is the GPU time of each container since the last step, less earlier overcharges.
+        `groups` is the number of a container's channel groups that have work, each with turns of
+        its own; a missing number counts as 1. A container's slice is divided among its groups. If
+        `groups` is given, a container that is not in it has not been found yet and cannot be
+        switched off. `early` is the number of a container's turns that have ended for lack of work
+        since the last step. `windows` are those of containers with several GPUs.
         """
         self._windows = {i: w for i, w in (windows or {}).items() if i in self._tenants}
         self._early_turns = early or {}
@@ -260,11 +260,11 @@ class Policy:
             cost = self._early_turns.get(number, 0) * 2 * TURN_COST
             tenant.cost += cost
             tenant.n_early += self._early_turns.get(number, 0)
-            # Time that it took while others were owed is a debt; time that would have been idle is
-            # not.
+            # Time that a container took while others were owed is a debt; time in which the GPU
+            # would have been idle is not.
             is_owing = len(owed) > (number in owed)
             least = -MOST if is_owing else min(tenant.owed, -FALL)
-            # A turn in which it did nothing is charged as well, because others were off during it.
+            # A container's idle time in its own turn is charged, too, because others were off then.
             had = ns + cost
             if number == kept:
                 had = max(had, min(passed, passed - (together - ns) - costs))
@@ -301,8 +301,8 @@ class Policy:
     def _forgive(self, now: int, passed: int, had: float) -> None:
         """Cancel the shortfall that all busy containers have in common: context switches caused it.
 
-        `had`: the part of the elapsed time that the containers together used. The GPU cannot fulfil
-        all guarantees if they leave no time for context switches.
+        `had` is the part of the elapsed time that the containers together used. The GPU cannot
+        fulfil all guarantees if they leave no time for context switches.
         """
         busy = [t for t in self._tenants.values() if now - t.used_at < PERIOD and t.burst > BURST]
         if len(busy) < 2:
@@ -323,7 +323,7 @@ class Policy:
         self._period_end += n * PERIOD
         for number, tenant in self._tenants.items():
             over = tenant.spent - tenant.share.limit * PERIOD * n + tenant.carried
-            # Class latency is limited within the last second, and a gang by its window: no debt.
+            # No debt: class latency is limited within the last second, and a gang by its window.
             is_debt = not tenant.share.latency and not tenant.fresh and number not in self._windows
             # A container that sleeps accumulates no more than CREDIT.
             slept = now - tenant.used_at > PERIOD * 2
@@ -514,7 +514,7 @@ class Policy:
     def _rounds(self, n: int, least: float) -> int:
         """Return the number of rounds per period for `n` groups.
 
-        `least`: the smallest container's time in the period, in nanoseconds.
+        `least` is the smallest container's time in the period, in nanoseconds.
         """
         rounds = ROUNDS.get(n, 1)
         if n == 2 and least > rounds * LONGER_WAITS:
@@ -522,7 +522,7 @@ class Policy:
         return max(1, min(rounds, int(least // SHORTEST)))
 
     def _take_turn(self, busy: list[int], now: int) -> int | None:
-        """Return which of the containers that keep the GPU busy has the turn."""
+        """Return which of the containers that keep the GPU busy has the turn; None without any."""
         if len(busy) < 2:
             self._turn = busy[0] if busy else None
             self._turn_end = NEVER

@@ -79,7 +79,7 @@ class GpuContext:
             raise WorkFailedError(f"{name} returned {status}")
 
     def _find(self, uuid: str) -> ctypes.c_int:
-        """Return the device with this UUID, which has the form of NVML, GPU-...."""
+        """Return the device with this UUID, given in NVML's form (GPU-...)."""
         count, device = ctypes.c_int(), ctypes.c_int()
         self._call("cuDeviceGetCount", ctypes.byref(count))
         wanted = bytes.fromhex(uuid.removeprefix("GPU-").replace("-", ""))

@@ -1,8 +1,9 @@
 """The steering service: makes the driver calls that steer GPUs, for a governor without privileges.
 
 These calls need CAP_SYS_ADMIN and the system call pidfd_getfd. This process has both and does
-nothing else: it reads no configuration, accepts connections only from root (and its
-own user), and makes no decisions.
+nothing else: it reads no configuration, accepts connections only from root (and its own user), and
+makes no decisions.
+
 A governor opens a connection for each GPU, and sends on it the calls of `steering.Hardware`;
 searches, which can take long, use a second connection, passed with the first message. When a
 connection ends, the session's watchdog switches on what was left off, before the GPU can be opened
@@ -72,7 +73,10 @@ class SteeringService:
     """Serves governors that connect to a listening socket."""
 
     def __init__(self, listener: socket.socket, open_gpu: Open, *, is_passed: bool) -> None:
-        """`is_passed`: the service manager owns the listener; `run` ends with the last session."""
+        """Serve at `listener`; if `is_passed`, `run` returns after the last session.
+
+        A listener is passed if the service manager owns it.
+        """
         self._listener, self._open_gpu, self._is_passed = listener, open_gpu, is_passed
         self._threads: set[threading.Thread] = set()
         self._gpus: dict[str, threading.Lock] = {}
@@ -80,7 +84,7 @@ class SteeringService:
         self._ended, self._ends = os.pipe()
 
     def run(self) -> None:
-        """Accept connections."""
+        """Accept connections; return after the last session if the listener was passed."""
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         poll.register(self._ended, select.POLLIN)

@@ -124,8 +124,8 @@ class Steering(Generic[H]):
         self.strangers: set[int] = set()
         """Processes that used the GPU in the last step through channels that are not known."""
         self.returned: set[int] = set()
-        """Processes that used it although they are off: through other channels, or switched on
-        again."""
+        """Processes that used the GPU in the last step although they are off: through other
+        channels, or because something switched them on again."""
         # GPU time by container, since it was added. It never decreases: an overcharge is offset
         # against later time.
         self.used_ns: Counter[int] = Counter()
@@ -182,7 +182,7 @@ class Steering(Generic[H]):
         self._held[tenant] += found
         self._hidden.pop(pid, None)
         setting = self._settings.get(tenant)
-        # An earlier governor may have died while it was off, or it is already known and off.
+        # The channels may be off: an earlier governor may have died, or they were known already.
         self._hardware.switch(found, on=True)
         if setting and not setting.on:
             self._announce_off(self._settings)

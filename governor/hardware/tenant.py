@@ -12,7 +12,8 @@ from typing import NamedTuple
 MS = 1_000_000
 PERIOD = 100 * MS
 """Interval within which caps hold and each container that takes turns has one. Switching costs 0.6
-ms (H100, H200): at 100 ms, three containers deliver 100.7 % of solo; at 20 ms, 94 to 95."""
+ms (H100, H200): at 100 ms, three containers together deliver 100.7 % of what one delivers alone; at
+20 ms, 94 to 95 %."""
 WINDOW = 10
 """Number of periods in a second, within which the cap of a container of class latency holds."""
 SLACK = 4 * MS
@@ -144,7 +145,7 @@ class Tenant:
         self.could_use = 0.0  # time that it was on and no other container used
         self.did_use = 0.0
         # Fraction that it used of the time that it could have had: the average of the last periods,
-        # and the recent peak. 1 while nothing is known yet.
+        # and the recent peak. Both are 1 while nothing is known yet.
         self.load = self.burst = 1.0
         self.busy = True
         self.n_early = 0  # turns in this period that ended for lack of work

@@ -46,7 +46,7 @@ _REASONS = {
 
 
 class Switch(NamedTuple):
-    """Begin or end of a context's turn; `at_ns` is on the GPU's clock."""
+    """The beginning or end of a context's turn; `at_ns` is on the GPU's clock."""
 
     begins: bool
     pid: int
@@ -117,7 +117,7 @@ class Trace:
 
 
 class Residency:
-    """GPU time by process, added up from a trace; pure.
+    """GPU time by process, added up from a trace; it uses no clock or driver.
 
     The first `restore_ns` of a turn are not counted, nor is a turn without a begin record. A turn
     without an end record ends where the next turn of any context begins, because the GPU runs one
@@ -139,7 +139,7 @@ class Residency:
         self._slices: dict[int, int] = {}  # by pid
         # Turns that ended before their slice, for any reason, by context: pid, begin, end.
         self._ended: dict[int, tuple[int, int, int]] = {}
-        self._fills: set[int] = set()  # processes of which the last turn ended with its slice
+        self._fills: set[int] = set()  # processes that used up the slice of their last turn
         self._early: dict[int, int] = defaultdict(int)
         self._full: list[tuple[int, int, int]] = []  # pid, begin and end
 

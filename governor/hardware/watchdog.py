@@ -2,7 +2,7 @@
 
 A container that is off does nothing until it is switched on, and a governor that was killed cannot
 do that. So the governor starts this process and writes to a pipe what it is about to switch off:
-each time one line of JSON with everything that is off. When the pipe is closed, or silent for
+each time, one line of JSON with everything that is off. When the pipe is closed, or silent for
 SILENCE_S while something is off, everything in the last line is switched on. If that fails, it is
 retried every AGAIN_S: without end while the governor lives, and N_TRIES times otherwise.
 """
@@ -29,8 +29,8 @@ SILENCE_S = 1.0
 
 AGAIN_S = 0.5
 N_TRIES = 10
-"""The number is bounded, because the service manager starts the next governor, which switches on as
-well, only when this process has ended."""
+"""The number is bounded, because the service manager starts the next governor, which also switches
+everything on, only when this process has ended."""
 RESTART_S = 10.0
 """Shortest interval, in seconds, between two watchdogs of one governor."""
 CLOSE_S = 5.0
@@ -43,7 +43,10 @@ class Watchdog:
     """The governor's end of the pipe."""
 
     def __init__(self, reviver: str, arguments: Sequence[str]) -> None:
-        """Start it; `reviver` is `module:function`, called with `arguments` and what is off."""
+        """Start the process, which calls `reviver` (`module:function`).
+
+        Its arguments are `arguments` and what is off.
+        """
         self._command = module_command(__name__, [reviver, *arguments])
         self._announced: list[Any] = []
         self._fd = -1
@@ -59,7 +62,7 @@ class Watchdog:
         assert self._process.stdin is not None  # noqa: S101
         fd = self._process.stdin.fileno()
         try:
-            # A watchdog that is stopped must not block the thread that switches on.
+            # A watchdog that is stopped must not block the thread that steers the GPU.
             os.set_blocking(fd, False)
             fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         except OSError:
@@ -131,7 +134,8 @@ def watch(reviver: str, arguments: Sequence[str]) -> None:
 def main() -> None:
     """Run the watchdog; the command line has the reviver and its arguments.
 
-    This process ends with the pipe. A service manager signals it and the governor at the same time.
+    This process ends with the pipe, and ignores signals: a service manager signals it and the
+    governor at the same time.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -14,7 +14,7 @@ function join(answer) {
   const joined = new Map();
   for (const one of answer.series) {
     const before = anew ? undefined : series.get(one.series);
-    // After a long pause there may be a gap between the two; then the old values are dropped.
+    // After a long pause there may be a gap between the two; in that case the old values are dropped.
     if (before !== undefined && (!one.used.length || one.first === before.first + before.used.length)) {
       const drop = Math.max(0, before.used.length + one.used.length - answer.steps);
       for (const name of COLUMNS) one[name] = before[name].concat(one[name]).slice(drop);

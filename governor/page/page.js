@@ -80,7 +80,7 @@ function renderMemory({one, had}, span) {
 
 function renderRow(row, span, now, most) {
   const {one} = row;
-  // Values that are known only for the present. An ended container may have a successor with the same key.
+  // `live` has what is known only for the present. An ended container may have a successor with the same key.
   const live = one.ended || span.moment ? undefined : now.get(one.key);
   const limit = one.memory_limit.at(-1) || 0;
   const cells = [

@@ -2,8 +2,8 @@
 
 containerd 2 merges the tables of the files that it imports. containerd 1 takes each plugin's whole
 section from the last file that has one (containerd issue 5837), so a drop-in would replace CRI's
-section of config.toml. So for containerd 1 the handler is appended to config.toml itself. This
-works with both versions, and is also done if the version is not known.
+section of config.toml. Therefore, for containerd 1, the handler is appended to config.toml itself.
+This works with both versions, and is also done if the version is not known.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _with_imports(root: Root, main: str, document: dict[str, Any]) -> dict[str, 
 
 
 def _lacking(node: ContainerdNode, said: str) -> str | None:
-    """Return an error if containerd would lack handlers by the output of `config dump`."""
+    """Return an error if containerd would lack handlers, as the output of `config dump` shows."""
     try:
         found = set(table(node.cri(tomltext.parse(said)), "runtimes"))
     except ValueError as e:
@@ -348,7 +348,7 @@ def _with_import(root: Root, node: ContainerdNode, result: SetupPlan) -> Change:
     if node.text is None:
         value = f"{node.directory}/{IMPORT}"
         if node.release is None or node.release >= (2, 2):
-            # Without a file, it imports the whole directory; with a file, that must be kept.
+            # Without a file, containerd imports the whole directory; the new file must keep that.
             value = f"{node.directory}/conf.d/*.toml"
             others = [n for n in root.names(f"{node.directory}/conf.d") if n.endswith(".toml")]
             result.notes += [f"{root.shown(node.directory)}/conf.d/{n} is imported" for n in others]

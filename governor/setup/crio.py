@@ -87,7 +87,7 @@ def plan(root: Root, journal: Journal, options: SetupOptions) -> SetupPlan:
 
 
 def _files(root: Root) -> list[str]:
-    """Return CRI-O's files in its order, with every file in the directory."""
+    """Return CRI-O's files in its order, with every file in the directory of drop-ins."""
 
     def is_directory(path: str) -> bool:
         real = root.find(path)

@@ -14,7 +14,7 @@ from typing import Any
 MAIN = "/etc/crio/crio.conf"
 DROP_INS = "/etc/crio/crio.conf.d"
 HOOKS_DIR = "/usr/share/containers/oci/hooks.d"
-# crun since 1.31, runc before. CRI-O has a handler of this name even without files.
+# CRI-O has a handler of this name even without files: crun since 1.31, runc before.
 BUILT_IN = ("crun", "runc")
 # Values of runtime_type with conmon as the monitor; the others have their own monitor.
 BY_CONMON = ("", "oci")
@@ -119,7 +119,7 @@ class Configuration:
 
 
 def search(program: str, runs: Runs) -> str | None:
-    """Return the path at which a service finds a program, None if it does not."""
+    """Return the path at which a service finds a program; None if it finds none."""
     if not program or "/" in program:
         return None
     return next((path for d in SEARCH if runs(path := f"{d}/{program}")), None)

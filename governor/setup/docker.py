@@ -25,7 +25,7 @@ UNDONE = (
     "systemctl restart docker    # a reload forgets no runtime; containers end, "
     "unless live-restore is on"
 )
-# Other places of dockerd's options: units (systemd.unit(5)), and the files of its packages.
+# Other places for dockerd's options: units (systemd.unit(5)), and files of its packages.
 UNITS = (
     "/etc/systemd/system.control",
     "/run/systemd/system.control",
@@ -87,7 +87,7 @@ def plan(root: Root, _journal: Journal, options: SetupOptions) -> SetupPlan:
             f"Docker {found[0]}.{found[1]} has no annotations (24.0 is the first): "
             "write `environment allow` to /etc/tidegate/runtime, as docs/howto/engines.md says"
         )
-    # 20.10 does not have this option.
+    # Docker 20.10 does not have `--validate`.
     result.validation = Validation(
         ("dockerd", "--validate", "--config-file", path), unsupported=("unknown flag: --validate",)
     )
@@ -105,9 +105,10 @@ def _put(shown: str, text: str, path: tuple[str, ...], value: object) -> str:
 
 
 def _look_at_flags(root: Root, config: str) -> None:
-    """Refuse if --default-runtime is on dockerd's command line: it does not start with both.
+    """Refuse if dockerd's command line has --default-runtime: dockerd does not start with both.
 
-    Runtimes may be in both places; dockerd then has all of them (26.1 and 28.5, by --validate).
+    Runtimes may be in both places, and dockerd then has all of them (as 26.1 and 28.5 report with
+    --validate).
     """
     flag = "--default-runtime"
     if config != CONFIG:

@@ -1,7 +1,7 @@
 """Read configuration files below a root with their mode and owner, and replace them atomically.
 
 Symbolic links are resolved as for a process with that root, so nothing outside the root is read or
-written. The trees belong to root, so no other user can replace a directory during that.
+written. The trees belong to root, so no other user can replace a directory in the meantime.
 """
 
 from __future__ import annotations

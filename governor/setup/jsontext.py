@@ -43,7 +43,7 @@ class Span:
 def parse(text: str) -> dict[str, Any]:
     """Return the object.
 
-    Raise ValueError if it is invalid, also if only a Go parser would reject it. Empty text is an
+    Raise ValueError if it is invalid, even if only a Go parser would reject it. Empty text is an
     empty object, as for dockerd.
     """
     body = text.removeprefix(BOM)

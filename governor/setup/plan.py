@@ -55,8 +55,8 @@ def _accept(_output: str) -> str | None:
 class Validation:
     """A command of the engine that checks its configuration.
 
-    `validate` runs it before anything is written, in a view in which the plan's changes appear as
-    made. If it fails, setup changes nothing and prints its last line.
+    `validate` runs it before anything is written, in a view in which the plan's changes appear to
+    have been made. If it fails, setup changes nothing and prints its last line.
     """
 
     command: tuple[str, ...]

@@ -4,7 +4,7 @@ The hooks are in a separate directory. A drop-in of containers.conf adds it to t
 Podman already reads. The directory is separate because one of the hooks has the stage `precreate`,
 which only Podman knows. Buildah, also in `podman build`, reads the two directories of oci-hooks(5)
 regardless of hooks_dir (setupOCIHooks of run_linux.go, 1.28 to 1.45), and fails at each RUN step if
-a file there has a stage that it does not know; CRI-O then does not start.
+a file there has a stage that it does not know. CRI-O does not start with such a file.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def plan(root: Root, journal: Journal, options: SetupOptions) -> SetupPlan:
     _look_at_others(root, read, {*moved, *(f"{directory}/{name}" for name in HOOKS)})
     if drop_in is not None:
         result.changes.append(drop_in)
-    # Last, because Podman uses the old directory until it reads the new one.
+    # The removals come last, because Podman uses the old directory until it reads the new one.
     result.changes += [Change(path, None, ({"whole": True},)) for path in moved]
     result.missing(root, program)
     _look_at_processes(root, result, drop_in, directory)
@@ -114,7 +114,7 @@ def _directory(known: list[str]) -> str:
 
 
 def _require_own(root: Root, directory: str) -> None:
-    """Refuse a directory that programs without the stage precreate read as well."""
+    """Refuse a directory that is also read by programs that do not know the stage precreate."""
     if _is_one_of(root, directory, BUILDAH):
         raise SetupError(
             f"Buildah reads hooks from {root.shown(directory)} as well, and builds no image if "
@@ -138,7 +138,7 @@ def _require_own(root: Root, directory: str) -> None:
 
 
 def _is_one_of(root: Root, directory: str, others: Iterable[str]) -> bool:
-    """Return whether a directory is one of the others, also after resolving links."""
+    """Return whether a directory is one of the others, directly or through links."""
     real = root.find(f"{directory}/.")
     return any(
         directory == other or (real is not None and real == root.find(f"{other}/."))
@@ -232,7 +232,7 @@ def _sources(root: Root) -> tuple[list[str], list[str]]:
 
 
 def _look_at_others(root: Root, found: Iterable[str], ours: set[str]) -> None:
-    """Refuse if Podman would also run the hook by a file of another origin."""
+    """Refuse if Podman would also run the hook because of a file of another origin."""
     for directory in found:
         for name in root.names(directory):
             path = f"{directory}/{name}"

@@ -19,12 +19,12 @@ from pathlib import PurePosixPath
 from oci_hook.quick import PREFIX
 
 UNIT = "podman.service"
-LIMIT = 4 << 20  # bytes; limit of reading a file
+LIMIT = 4 << 20  # bytes; a file is read up to this size
 
 
 @dataclass(frozen=True)
 class PodmanService:
-    """A process that serves Podman's API; `started` in seconds since 1970."""
+    """A process that serves Podman's API; `started` is in seconds since 1970."""
 
     pid: int
     unit: str | None  # systemd unit, None if it was started otherwise

@@ -35,8 +35,8 @@ class ViewError(Exception):
 def run(command: list[str], files: Mapping[str, bytes | None]) -> subprocess.CompletedProcess[str]:
     """Run a program that sees these files with this content; None means no file.
 
-    Paths are absolute and have no symbolic links. Raise ViewError if the view cannot be created;
-    OSError and TimeoutExpired as subprocess.run does.
+    Paths are absolute and have no symbolic links. Raise ViewError if the view cannot be created,
+    and OSError and TimeoutExpired as subprocess.run does.
     """
     reading, writing = os.pipe()
 

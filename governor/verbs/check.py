@@ -90,9 +90,9 @@ def _main_file(file: Path) -> Path:
 def look_at_mirror(driver_dir: str, root: str = "/") -> tuple[MirrorManifest, str | None]:
     """Make the checks that the hook makes before it serves a container from the mirror.
 
-    Returns the manifest of the generation in force, and a change since it was made that does not
-    stop containers, if any. Raise HookError if a change stops them. `root` is the node's root
-    directory.
+    Return the manifest of the generation in force, and, if there is one, a change since it was made
+    that does not keep containers from starting. Raise HookError for a change that does. `root` is
+    the node's root directory.
     """
     from oci_hook.manifest import (
         MODULE_VERSION,

@@ -167,7 +167,7 @@ def _volumes(config: dict[str, Any]) -> Iterator[str]:
 def _open_root(root: str) -> int:
     """Open a root file system.
 
-    Raise RequestError if it does not exist, BundleError for the host's.
+    Raise RequestError if it cannot be opened, and BundleError if it is the host's.
     """
     from governor.errors import RequestError
     from oci_hook.errors import BundleError

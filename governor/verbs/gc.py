@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Remove them, and print a line for each generation; one that is kept is not an error."""
+    """Remove unused generations, and print a line for each one; keeping one is not an error."""
     from vdriver.generations import collect
 
     result = collect(args.driver_dir, dry_run=args.dry_run, nested=args.nested)

@@ -1,4 +1,4 @@
-"""`tidegate inspect`: show everything that is known about one container."""
+"""`tidegate inspect`: show everything that is known about one container or claim."""
 
 from __future__ import annotations
 

@@ -38,7 +38,8 @@ def run(_args: argparse.Namespace) -> int:
             )
         )
     else:
-        # Not sys.prefix: outside a virtual environment, pip installs commands below /usr/local.
+        # sys.prefix is not used: outside a virtual environment, pip installs commands below
+        # /usr/local.
         print("\n".join(script(install_paths.CODE, Path(sysconfig.get_path("scripts")))))
     return 0
 

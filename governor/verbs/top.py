@@ -105,7 +105,7 @@ def _read_state(listing: Listing) -> dict[str, Any]:
 
 
 def _print(args: argparse.Namespace, listing: Listing) -> int:
-    """Print lines; the first request must succeed, later ones may fail."""
+    """Print lines; the first request must succeed, but later ones may fail."""
     shown = 0
     while True:
         began = time.monotonic()
@@ -185,7 +185,7 @@ def _draw(listing: Listing, interval: float) -> None:
         bad = trouble_lines(look["containers"])
     except GovernorError as e:
         lines, bad = [f"tidegate top  {clock}", "", safe(e)], []
-    # Violations have to be visible, so they take precedence over lines that do not fit.
+    # Violations have to be visible, so they take precedence if not all lines fit.
     room = max(1, size.lines - len(bad))
     shown = [line[: size.columns] for line in lines[:room]]
     shown += [f"\x1b[7m{line[: size.columns]}\x1b[0m" for line in bad[: size.lines - 1]]
@@ -195,9 +195,9 @@ def _draw(listing: Listing, interval: float) -> None:
 
 @contextlib.contextmanager
 def _screen() -> Iterator[Any]:
-    """Take over the terminal, and restore it at the end, also after an exception.
+    """Take over the terminal, and restore it at the end, even after an exception.
 
-    Yields a function that waits a number of seconds, or until the window is resized or a key is
+    Yield a function that waits a number of seconds, or until the window is resized or a key is
     pressed; it returns whether the user wants to quit.
     """
     import termios

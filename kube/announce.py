@@ -43,7 +43,7 @@ class Events(Protocol):
 
 
 class Announcer:
-    """Writes events on a thread of its own, so that answers to the kubelet do not wait."""
+    """Writes events on a separate thread, so that answers to the kubelet do not wait."""
 
     def __init__(self, cluster: Events, node: str) -> None:
         self._cluster = cluster

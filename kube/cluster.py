@@ -87,7 +87,7 @@ class Cluster:
             raise
 
     def create_slice(self, body: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
-        """Create a ResourceSlice and return what is stored, or would be with `dry_run`."""
+        """Create a ResourceSlice; return what is stored, or what would be in case of `dry_run`."""
         more = {"dry_run": "All"} if dry_run else {}
         try:
             return self._json(

@@ -2,9 +2,9 @@
 
     resources.limits: nvidia.com/gpumem: 3000   ->   ResourceClaimTemplate + resources.claims
 
-Each container that asks for a GPU gets a claim of its own, because the other systems' quotas also
-apply per container. A setting that cannot be carried over gets a `ConversionNote` of level `lost`,
-and one that is expressed in another way a note of level `changed`. Nothing is dropped without a
+Each container that asks for a GPU gets its own claim, because the other systems' quotas also apply
+per container. A setting that cannot be carried over gets a `ConversionNote` of level `lost`, and
+one that is expressed in another way gets a note of level `changed`. Nothing is dropped without a
 note.
 """
 

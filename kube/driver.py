@@ -6,8 +6,8 @@ governor knows, and a missing one is created when the kubelet asks again.
 
 A kubelet that was refused asks again only with the pod's next resync, 60 to 90 s later. So a call
 waits for temporary conditions to pass: a governor or an API server that is being restarted, or a
-previous container that is still ending. It waits without a lock, so that other calls proceed, also
-for the same claim.
+previous container that is still ending. It waits without a lock, so that other calls proceed, even
+those for the same claim.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class ClaimDriver:
     ) -> None:
         """`hold` and `others` concern the other drivers of the node (`kube.instances`).
 
-        `hold` keeps them from working on a claim, `others` returns whether any was seen lately.
+        `hold` keeps them from working on a claim; `others` returns whether any was seen lately.
         `again` is called for claims that were refused for a reason that may pass (`kube.resync`).
         """
         self._node_name = node_name
@@ -143,12 +143,15 @@ class ClaimDriver:
         self._prepared: dict[str, Reference] = {}
         """The claims that are prepared, all of which the governor has to know, by uid."""
         self.entered: frozenset[str] = frozenset()
-        """Uids of the claims that the governor had at the last `differs`, without leaving ones."""
+        """Uids of the claims in the governor at the last `differs`, except those leaving."""
         self._calls = 0
         self._locks: dict[str, tuple[threading.Lock, int]] = {}
         self._guard = threading.Lock()
         self._changed = threading.Condition()
-        """Notified when a condition that a call waits for may have passed; guards the next two."""
+        """Notified when a condition that a call waits for may have passed.
+
+        It guards the next two attributes.
+        """
         self._waiters: dict[str, set[_Waiter]] = {}
         self._waiting = 0
 
@@ -211,7 +214,7 @@ class ClaimDriver:
 
     @contextlib.contextmanager
     def _entered_waiter(self, uid: str) -> Iterator[_Waiter]:
-        """Register a call that prepares a claim, so that calls that take it back find it."""
+        """Register a call that prepares a claim, for calls that take the claim back to find."""
         waiter = _Waiter()
         with self._changed:
             self._waiters.setdefault(uid, set()).add(waiter)
@@ -392,7 +395,7 @@ class ClaimDriver:
 
     def _settle(self, uid: str) -> None:
         """Bring one claim into the state that the cluster has for it."""
-        # A call may have prepared it, or taken it back, since it was listed.
+        # A call may have prepared the claim, or taken it back, since the claim was listed.
         entered = self._entered(uid)
         reference = self._prepared.get(uid)
         undone = entered is None and not self._directory.has(uid) and self._others()

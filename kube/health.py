@@ -16,7 +16,7 @@ from kube.names import TAINT_BYPASS, TAINT_CLOSED, TAINT_LOST
 HEALTHY, UNHEALTHY, UNKNOWN = "Healthy", "Unhealthy", "Unknown"
 
 CLEAR_S = 30.0
-"""Seconds that a taint outlives its reason, so that a flapping taint is written once."""
+"""Seconds by which a taint outlives its reason, so that a flapping taint is written once."""
 MOST = 1000
 """Maximum length of a message in characters; the kubelet truncates at 1024."""
 

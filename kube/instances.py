@@ -5,7 +5,7 @@ driver if their sockets have different names, and call the one that registered l
 instances may prepare claims. Only one of them publishes and reconciles: of the registered
 instances, the one that was started last.
 
-Each instance holds a lock on a file of its own in the driver's directory while it lives. The next
+While it lives, each instance holds a lock on its own file in the driver's directory. The next
 instance removes the files of a dead one. All instances share a lock on the directory itself; a
 driver with fixed socket names, and the device plugin, hold this lock exclusively.
 """
@@ -146,7 +146,7 @@ class Instance:
         if self._own is None:
             return
         data = json.dumps({"started": self._started, "registered": registered}).encode()
-        # A single write of the whole line, so a reader sees either the old line or the new one.
+        # The whole line is written at once, so a reader sees either the old line or the new one.
         os.pwrite(self._own, data.ljust(80) + b"\n", 0)
 
     def note_registered(self, registered: bool) -> None:  # noqa: FBT001 - the only argument
@@ -194,7 +194,7 @@ class Instance:
         return {match["name"] or "" for match in matches if match}
 
     def _look(self, name: str) -> dict[str, Any] | None:
-        """Return the state of a live instance; for a dead one remove its file and return None."""
+        """Return the state of a live instance; remove the file of a dead one, and return None."""
         path = self._lock_file(name)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -254,7 +254,7 @@ class Instance:
 
 
 def _read(fd: int) -> dict[str, Any]:
-    """Return the state that an instance has written; if it has none, it counts as the oldest."""
+    """Return the state that an instance has written; one without a state counts as the oldest."""
     try:
         state = json.loads(os.pread(fd, 200, 0))
         return {"started": int(state["started"]), "registered": state["registered"] is True}

@@ -66,7 +66,7 @@ class Backoff:
     def failed(self, now: float) -> float:
         """Record a failure, and return the pause until the next attempt in seconds."""
         self._pause = min(max(self._pause * 2, PAUSE_S), PAUSE_MOST_S)
-        # Random, so that not all nodes ask at once when the API server comes back.
+        # The pause is random, so that not all nodes ask at once when the API server comes back.
         wait = self._pause * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
         self._until = now + wait
         return wait
@@ -118,9 +118,10 @@ class DriverLoop:
         self._conditions: Mapping[str, Condition] = {}
 
     def registered(self, accepted: bool = True) -> None:  # noqa: FBT001, FBT002
-        """Handle the kubelet's answer to the registration; the kubelet deletes the node's slices.
+        """Handle the kubelet's answer to the registration.
 
-        A driver that the kubelet refused is never called, so it does not publish the slice again.
+        A kubelet that starts deletes the node's slices. A driver that the kubelet refused is never
+        called, so it does not publish the slice again.
         """
         self._known = accepted
         self._publisher.forget()

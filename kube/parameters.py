@@ -109,7 +109,7 @@ def _cut(text: str) -> str:
 def applies(requests: Sequence[str], request: str) -> bool:
     """Return whether a configuration for `requests` applies to `request`; an empty list means all.
 
-    If it names a request with alternatives, it applies to each of them.
+    A configuration for a request with alternatives applies to each of these.
     """
     return not requests or any(
         request == name or request.startswith(f"{name}/") for name in requests
@@ -119,7 +119,7 @@ def applies(requests: Sequence[str], request: str) -> bool:
 def of_request(config: Sequence[Mapping[str, Any]], request: str, claim: str) -> Parameters:
     """Return the parameters of a request, from an allocation's `devices.config`."""
     parameters = Parameters()
-    # Classes come first; the scheduler writes them in that order as well.
+    # Entries from classes come first; the scheduler writes them in that order, too.
     for entry in sorted(config, key=lambda one: one.get("source") != "FromClass"):
         opaque = entry.get("opaque") or {}
         if opaque.get("driver") != DRIVER or not applies(entry.get("requests") or (), request):

@@ -319,7 +319,7 @@ class KubeletSocket:
         self._known = None
 
     def register(self, now: float) -> bool:
-        """Register; after a failure the next attempt waits, twice as long each time."""
+        """Register, and return whether that succeeded; the pause after a failure doubles."""
         found = self._identity()
         request = messages.RegisterRequest(
             version=VERSION,

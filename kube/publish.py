@@ -183,7 +183,7 @@ class Publisher:
         self._shown = shown
 
     def _check(self, stored: Mapping[str, Any], delete: str | None) -> None:
-        """Raise GATE if the API server dropped fields that sharing needs; first delete `delete`."""
+        """If the API server dropped fields that sharing needs, delete `delete` and raise GATE."""
         for device in (stored.get("spec") or {}).get("devices") or ():
             capacities = (device.get("capacity") or {}).values()
             shared = device.get("allowMultipleAllocations") is True
@@ -240,7 +240,7 @@ def _succeed(body: dict[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Watcher:
-    """Tells a publisher, on a thread of its own, when another client changes its slice.
+    """Tells a publisher, on a separate thread, when another client changes the publisher's slice.
 
     A kubelet that starts deletes the slices of its node; the scheduler sees no GPU until the slice
     exists again.

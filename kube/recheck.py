@@ -9,7 +9,7 @@ still has room.
 
 The failed attempt began before the claim's pod was bound, and therefore before the claim was
 prepared. So an update after the preparation is never too early. A claim that is prepared after an
-update gets an update of its own.
+update gets another update.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Known(Protocol):
 
 
 class Resync:
-    """Writes annotations on a thread of its own, so that answers to the kubelet do not wait."""
+    """Writes annotations on a separate thread, so that answers to the kubelet do not wait."""
 
     def __init__(self, cluster: Pods, node: str, driver: Known) -> None:
         self._cluster = cluster

@@ -68,8 +68,8 @@ HAND_OVER_S = 42.0
 UNREGISTER_S = 1.5
 """Seconds until the kubelet stops calling: it checks for removed sockets once a second."""
 ALONE_S = 20.0
-"""Seconds until a missing kubelet is logged. A running kubelet finds a plugin within a second, one
-that is starting within a few."""
+"""Seconds until a missing kubelet is logged. A running kubelet finds a plugin within a second, and
+one that is starting does so within a few."""
 REFUSED_S, REFUSED_MOST_S = 10.0, 300.0
 """First and longest pause in seconds before the registration socket is created again after the
 kubelet refused the driver. A kubelet may retry on its own, or never for the same socket."""
@@ -102,7 +102,7 @@ class DraPlugin:
                 continue
             for share in claim.shares:
                 device = answer.devices.add(
-                    # The kubelet compares it with the name in a container, never an alternative.
+                    # The kubelet compares it with the name in a container: never an alternative's.
                     request_names=[share.base_request],
                     pool_name=share.pool,
                     device_name=share.device,
@@ -147,7 +147,7 @@ def _call(context: Any, reference: Reference) -> CallContext:
 
     def left() -> float:
         remaining = context.time_remaining()
-        # Without a deadline the driver could not tell that the caller is gone: it does not wait.
+        # Without a deadline the driver cannot tell when the caller is gone, so it does not wait.
         return 0.0 if remaining is None else float(remaining) - ANSWER_S
 
     def when_ended(tell: Callable[[], None]) -> None:
@@ -347,7 +347,7 @@ class GrpcServer:
 
 
 def directories(kubelet_dir: str | Path) -> tuple[Path, Path]:
-    """Return the driver's directory below the kubelet's, and the one of registration sockets."""
+    """Return the driver's directory below the kubelet's, and that of the registration sockets."""
     root = Path(kubelet_dir)
     return root / "plugins" / DRIVER, root / "plugins_registry"
 

@@ -81,7 +81,7 @@ class Scenario:
     hours: float = 6.0
     warm_hours: float = 1.0
     sharing: float | None = None
-    """GPU time that sharing tasks ask for, as a fraction of the total; None is the trace's."""
+    """GPU time that sharing tasks ask for, as a fraction of the total; None: as in the trace."""
     seed: int = 1
 
 
@@ -111,7 +111,7 @@ class SimulationOutcome:
 
 
 def mix_for(sharing: float | None) -> dict[int, float]:
-    """Return the mix in which sharing tasks ask for the fraction `sharing` of all GPUs."""
+    """Return the mix in which sharing tasks ask for this fraction of all GPUs requested."""
     if sharing is None:
         return dict(MIX)
     part = sum(PARTS) / len(PARTS) / WHOLE
@@ -151,7 +151,7 @@ class SimulatedCluster:
         return shape if self.arm.shares else PodShape(shape.count, WHOLE, WHOLE)
 
     def fit(self, node: int, shape: PodShape) -> list[int]:
-        """Return the GPUs of a node for a shape: the first with room, or none if too few have."""
+        """Return the GPUs of a node for a shape: the first with room, none if there are too few."""
         compute, memory = self._compute[node], self._memory[node]
         found = []
         for gpu in range(GPUS):
@@ -201,7 +201,7 @@ class _SimulatedPod:
     duration: float
     arrived: float
     counts: bool
-    """Whether its wait is recorded: not for pods of the initial state and the warm-up."""
+    """Whether its wait is recorded; those of the initial state and the warm-up are not."""
 
 
 class _Simulation:

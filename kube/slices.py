@@ -29,7 +29,7 @@ CONTEXT_MEMORY = 520 * MIB
 
 @dataclass(frozen=True)
 class ClaimDefaults:
-    """The capacities of a claim that names none, in bytes and percent; None is the whole GPU."""
+    """The capacities of a claim that names none, in bytes and percent; None means all of a GPU."""
 
     memory: int | None = None
     compute: int | None = None
@@ -63,7 +63,7 @@ def make_slice(
 ) -> dict[str, Any]:
     """Return the slice for the governor's answer to `gpus`; its generation is 1.
 
-    `taints` are by GPU, `roots` are the PCIe roots by PCI address.
+    `taints` are by GPU, and `roots` are the PCIe roots by PCI address.
     """
     devices = [
         _device(gpu, answer, taints.get(gpu["uuid"], ()), defaults, roots or {})
@@ -169,7 +169,10 @@ def _short(text: str) -> str:
 
 
 def nvlink_group(gpu: Mapping[str, Any], gpus: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the lowest index of the GPUs connected by NVLinks, also indirectly; None if alone."""
+    """Return the lowest index of a GPU and those that NVLinks connect to it, even indirectly.
+
+    Return None if there are no others.
+    """
     linked = {
         one["index"]: {route["to"] for route in one.get("routes", ()) if route["nvlinks"]}
         for one in gpus

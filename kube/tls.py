@@ -24,7 +24,7 @@ def make_context() -> ssl.SSLContext:
 
 
 class _Connection(urllib3.connection.HTTPSConnection):
-    """A connection with a context of its own, so the trusted authorities are read each time."""
+    """A connection with its own context, so that the trusted authorities are read each time."""
 
     def connect(self) -> None:
         self.ssl_context = make_context()

@@ -1,9 +1,9 @@
 """Changes values in a YAML text and keeps the comments and format of everything else.
 
-PyYAML drops comments. So a document is read twice, as values and as nodes that know their positions
-in the text. Where two values differ, only those positions are overwritten. If that is not possible
-(anchors, some flow collections), the smallest enclosing part is rewritten, and its comments are
-lost. The result is read again and compared.
+PyYAML drops comments. A document is therefore read twice, as values and as nodes that know their
+positions in the text. Where two values differ, only those positions are overwritten. If that is not
+possible (anchors, some flow collections), the smallest enclosing part is rewritten, and its
+comments are lost. The result is read again and compared.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def unshared(value: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two values are the same, also in type and order: 1 is not true."""
+    """Return whether two values are the same, including type and order: 1 is not true."""
     return repr(one) == repr(other)
 
 

@@ -1,7 +1,7 @@
 """Identify a process's container by control group and pid namespace, and freeze containers.
 
 Names prove nothing: a process belongs to a container if it is in the container's control group, or
-in the pid namespace of its first process. Both versions of control groups are supported, also at
+in the pid namespace of its first process. Both versions of control groups are supported, even at
 the same time.
 """
 

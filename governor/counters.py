@@ -238,7 +238,7 @@ class Tally:
     episodes: deque[tuple[str, Episode]] = field(
         default_factory=lambda: deque(maxlen=MOST_REMEMBERED)
     )
-    """The last violations with their containers' ids, also of containers that ended."""
+    """The last violations with their containers' ids, including those of ended containers."""
     _past: dict[str, GpuTime] = field(default_factory=dict)
 
     def refuse(self, at: float, container: str, code: str, message: str, hint: str) -> None:

@@ -1,7 +1,7 @@
 """Find and parse the events that the hook and the governor wrote to the node's log.
 
 Both write one JSON object per line. The hook, like the wrapper runtime, sends its lines to syslog
-(tag `tidegate-hook`), or to a file of its own. The governor writes its lines to standard error,
+(tag `tidegate-hook`), or to a separate file. The governor writes its lines to standard error,
 which its unit sends to the journal. There are thus three sources: the journal, the text files of a
 syslog daemon, and files of JSON lines. This module reads all three.
 """

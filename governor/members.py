@@ -89,7 +89,7 @@ class Members(Sequence[Member]):
         """Return the member that a process belongs to.
 
         A process that is in no member's control group belongs to the first member without a control
-        group of its own. If all members have one, the process belongs to no member (None).
+        group. If all members have one, the process belongs to no member (None).
         """
         groups = read_cgroups(pid)
         own = [one for one in self if one.membership.has_cgroups(groups)]

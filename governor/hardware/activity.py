@@ -4,7 +4,7 @@ The driver's trace has a record only where one context ends and another begins. 
 not interrupted stays on the GPU from its first work on, whether it works or pauses, so its
 residency does not measure its work. This concerns a process that is alone, and one with neighbours
 that have reached their caps. For each interval of 0.2 s, NVML reports the fraction in which a
-kernel of any process ran (H200: accurate to a percent, also while processes are switched off and
+kernel of any process ran (H200: accurate to a percent, even while processes are switched off and
 on). If all processes together were on the GPU for longer than that, they paused for the difference.
 
 Some turns show that a process did not pause: a turn that ends with its slice contains no pause,
@@ -142,7 +142,7 @@ class Activity:
         if samples is not None:
             self._asked = now
             for sample in sorted(samples):
-                # A sample that was taken during the request describes the time until now. A sample
+                # A sample that was taken during the request describes the time up to now. A sample
                 # may be returned twice, because the offset between the two clocks is not constant
                 # to the nanosecond.
                 if self._known + SHORTEST // 2 < sample.at <= now + SHORTEST:

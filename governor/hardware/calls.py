@@ -1,7 +1,7 @@
 """The driver calls that steer the GPU's own scheduler, as data.
 
-The kernel module takes ioctls on /dev/nvidiactl. A caller allocates objects below a *client* of its
-own (NV_ESC_RM_ALLOC) and controls objects (NV_ESC_RM_CONTROL). All names here are those of NVIDIA's
+The kernel module takes ioctls on /dev/nvidiactl. A caller allocates objects below its own *client*
+(NV_ESC_RM_ALLOC) and controls objects (NV_ESC_RM_CONTROL). All names here are those of NVIDIA's
 published source of the kernel module, https://github.com/NVIDIA/open-gpu-kernel-modules, in which
 numbers, sizes and offsets are the same in every branch from 515 to 595.
 `tools/check-driver-calls` compiles this table against that source.

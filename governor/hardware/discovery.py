@@ -1,9 +1,9 @@
 """Find a process's driver clients and channel groups on the GPUs, from outside the process.
 
-The kernel module has no call that lists them. But handles are assigned in sequence: a new client
-gets the next number, and libcuda numbers its objects in order. So clients are found by probing
-handles downwards from that of a new client of our own, and objects by probing from FIRST_OBJECT
-upwards. The probes are calls on our own client, and write nothing to the kernel's log. All other
+The kernel module has no call that lists them, but handles are assigned in sequence: a new client
+gets the next number, and libcuda numbers its objects in order. Clients are thus found by probing
+handles downwards from that of a newly allocated client, and objects by probing from FIRST_OBJECT
+upwards. The probes are calls on that new client, and write nothing to the kernel's log. All other
 calls on a client need the open file of /dev/nvidiactl with which it was allocated. `pidfd_getfd`
 duplicates the process's descriptor of that file (CAP_SYS_PTRACE).
 

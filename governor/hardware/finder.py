@@ -2,8 +2,8 @@
 
 A search takes 7 ms, and longer if a process has many open files, so neither the steering thread nor
 the event loop may wait for it. Whatever a container does, searches must take only a small part of
-one core. So after a search neither the process nor its container is searched again for a multiple
-of the time that the search took; a container may exceed this for a few searches, as when its
+one core. Therefore a process is not searched again for a multiple of the time that its last search
+took. All searches of a container are limited in the same way, except for a short burst, as when its
 processes start. Containers with less search time come first. A process is searched when it reports
 that its number of contexts has changed, which may be untrue, and when the GPU's trace shows it
 although none of its channels is known, which is reliable.

@@ -2,7 +2,7 @@
 
 A job with processes that wait for each other makes progress only while it runs on all of its GPUs;
 otherwise it spins on those that it has. With uncoordinated turns, a job that has 30 % of two GPUs
-makes progress for some 9 % of the time. So such a container has a *window* in each period, at the
+makes progress for about 9 % of the time. So such a container has a *window* in each period, at the
 same time on all its GPUs, in which every other container that keeps one of these GPUs busy is off.
 Outside its window the container is off. It has a window while it uses most of its part and another
 container works on any of its GPUs. A container with only occasional work gets none: it would wait

@@ -28,9 +28,9 @@ other containers that keep the GPU busy are off; outside it, the container itsel
 passes the windows (gangs.py). The other containers share the rest of the period.
 
 A cap holds within each period: a container that has used its part is off until the next period. A
-shortfall is a *credit* for later periods, an excess is a debt. When channels are switched, the GPU
-restarts its round at an arbitrary group. So no container is switched off before all have had their
-turns of the period, nor while the slices alone keep all containers within their caps; the extra
+shortfall is a *credit* for later periods, and an excess is a debt. When channels are switched, the
+GPU restarts its round at an arbitrary group. So no container is switched off before all have had
+their turns of the period, nor while the slices alone keep all containers within their caps; extra
 turns are a debt. The cap of a container of class latency holds within a second instead, so that it
 may use all of its time at once. After that it is in the second rank, with at most twice its part
 in each period, until its use has fallen again.
@@ -63,7 +63,7 @@ FINE = 10 * MS
 is known only to within the length of a step."""
 ROUNDS = {1: 3, 2: 3, 3: 2}
 """Rounds per period, by the number of busy channel groups, while the first rank is empty; one round
-if there are more groups. A turn costs some 0.2 ms (H200). With a whole number of rounds, each
+if there are more groups. A turn costs about 0.2 ms (H200). With a whole number of rounds, each
 container has the same time in every period, wherever the period begins."""
 SHORTEST = 3 * MS
 """A period is not divided into more rounds if turns would become shorter than this, because context
@@ -203,8 +203,8 @@ class Policy:
         """Return every container's setting and the time of the next step.
 
         `used` is the GPU time of each container since the last step, less earlier overcharges.
-        `groups` is the number of a container's channel groups that have work, each with turns of
-        its own; a missing number counts as 1. A container's slice is divided among its groups. If
+        `groups` is the number of a container's channel groups that have work, each with its own
+        turns; a missing number counts as 1. A container's slice is divided among its groups. If
         `groups` is given, a container that is not in it has not been found yet and cannot be
         switched off. `early` is the number of a container's turns that have ended for lack of work
         since the last step. `windows` are those of containers with several GPUs.

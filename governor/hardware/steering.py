@@ -26,7 +26,7 @@ container's slice."""
 
 
 class Held(Protocol):
-    """What a process has on a GPU: `n_groups` channel groups, each with a slice of its own."""
+    """What a process has on a GPU: `n_groups` channel groups, each with a separate slice."""
 
     @property
     def pid(self) -> int:
@@ -34,7 +34,7 @@ class Held(Protocol):
 
     @property
     def key(self) -> int:
-        """Its identity on the GPU, independent of the process that has it."""
+        """Identity on the GPU, independent of the process that has it."""
 
     @property
     def n_groups(self) -> int:
@@ -168,7 +168,7 @@ class Steering(Generic[H]):
         """Steer the channels that were found for a process; they replace those known before.
 
         A channel that was found in another process before belongs to this one now, because handles
-        are reused and the driver has just confirmed it. So two containers never switch the same
+        are reused and the driver has just confirmed it. Two containers thus never switch the same
         channels.
         """
         if self._tenants.get(pid) != tenant or not found:

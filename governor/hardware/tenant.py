@@ -134,7 +134,7 @@ class Tenant:
         self.carried = 0.0  # debt of earlier periods to its cap; a credit if negative
         self.turn = 0.0  # length of one turn
         self.is_in_circle = False  # slices alone keep it to its cap
-        self.groups = 1  # channel groups with work; each has turns of its own
+        self.groups = 1  # channel groups with work; each has its own turns
         self.recent: deque[float] = deque(maxlen=WINDOW - 1)  # GPU time in each of the last periods
         self.costs: deque[float] = deque(maxlen=WINDOW - 1)
         self.second = Second()

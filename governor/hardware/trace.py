@@ -1,7 +1,7 @@
 """Read which process was on a GPU, and when, from the driver's trace of context switches.
 
 The GPU's front end writes a record at the beginning and at the end of a context's turn. The kernel
-module delivers the records some 30 times a second, with the process's pid in the host's pid
+module delivers the records about 30 times a second, with the process's pid in the host's pid
 namespace and the time on the GPU's clock. A flush (0.1 to 0.2 ms) delivers those that are pending.
 A context that is not interrupted by another one causes no records, whether it works or not.
 Containers cannot influence the records. Only graphics and compute are traced, not copies.
@@ -96,7 +96,7 @@ class Trace:
         return calls.BUFFER_HEADER.get(self._header, "recordDropcount")
 
     def flush(self) -> None:
-        """Make the kernel module deliver the records that the GPU has written until now."""
+        """Make the kernel module deliver the records that the GPU has written so far."""
         self._driver.control(calls.FLUSH_TRACE, self._buffer, {})
 
     def read(self) -> list[Switch]:

@@ -2,9 +2,10 @@
 
 The hooks are in a separate directory. A drop-in of containers.conf adds it to the directories that
 Podman already reads. The directory is separate because one of the hooks has the stage `precreate`,
-which only Podman knows. Buildah, also in `podman build`, reads the two directories of oci-hooks(5)
-regardless of hooks_dir (setupOCIHooks of run_linux.go, 1.28 to 1.45), and fails at each RUN step if
-a file there has a stage that it does not know. CRI-O does not start with such a file.
+which only Podman knows. Buildah, which Podman also uses for `podman build`, reads the two
+directories of oci-hooks(5) regardless of hooks_dir (setupOCIHooks of run_linux.go, 1.28 to 1.45),
+and fails at each RUN step if a file there has a stage that it does not know. CRI-O does not start
+with such a file.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class AllocatedShare:
 
     @property
     def base_request(self) -> str:
-        """Return the request as a container names it: `gpu` for the alternative `gpu/h100`."""
+        """The request as a container names it: `gpu` for the alternative `gpu/h100`."""
         return self.request.partition("/")[0]
 
     def cdi_name(self, uid: str) -> str:

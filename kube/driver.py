@@ -1,13 +1,13 @@
 """Prepares claims for the kubelet and takes them back.
 
 Calls are idempotent and may be interrupted. In both directions the governor, which writes its state
-before it answers, comes first, and then the CDI file. So a file never contains more than the
+before it answers, comes first, and then the CDI file. A file thus never contains more than the
 governor knows, and a missing one is created when the kubelet asks again.
 
-A kubelet that was refused asks again only with the pod's next resync, 60 to 90 s later. So a call
-waits for temporary conditions to pass: a governor or an API server that is being restarted, or a
-previous container that is still ending. It waits without a lock, so that other calls proceed, even
-those for the same claim.
+A kubelet that was refused asks again only with the pod's next resync, 60 to 90 s later. Therefore a
+call waits for temporary conditions to pass: a governor or an API server that is being restarted, or
+a previous container that is still ending. It waits without a lock, so that other calls proceed,
+even those for the same claim.
 """
 
 from __future__ import annotations
@@ -122,9 +122,10 @@ class ClaimDriver:
         others: Callable[[], bool] = lambda: False,
         again: Callable[[Reference, dict[str, Any] | None], None] = lambda _r, _d: None,
     ) -> None:
-        """`hold` and `others` concern the other drivers of the node (`kube.instances`).
+        """Start without claims; `hold` and `others` concern the node's other drivers.
 
-        `hold` keeps them from working on a claim; `others` returns whether any was seen lately.
+        `hold` keeps them from working on a claim, and `others` returns whether any was seen lately
+        (`kube.instances`).
         `again` is called for claims that were refused for a reason that may pass (`kube.resync`).
         """
         self._node_name = node_name

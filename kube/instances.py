@@ -1,8 +1,8 @@
 """Coordinates the instances of the DRA driver on one node during an update.
 
 The new instance serves before the old one ends. Kubelets since 1.33 support several plugins of one
-driver if their sockets have different names, and call the one that registered last. So both
-instances may prepare claims. Only one of them publishes and reconciles: of the registered
+driver if their sockets have different names, and call the one that registered last. Both instances
+may therefore prepare claims. Only one of them publishes and reconciles: of the registered
 instances, the one that was started last.
 
 While it lives, each instance holds a lock on its own file in the driver's directory. The next

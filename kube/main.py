@@ -95,7 +95,7 @@ class DriverLoop:
         recheck: Recheck | None = None,
         leads: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`leads` returns whether this driver publishes and reconciles (`kube.instances`)."""
+        """Set up; `leads` returns whether this driver publishes and reconciles."""
         self.wake = threading.Event()
         self._args = args
         self._cluster = cluster

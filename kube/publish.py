@@ -104,7 +104,7 @@ class Publisher:
 
         If the slice has no mark (`kube.recheck`), the stored mark stays. Raise ClusterError if the
         API server does not answer or another write came first; the caller has to retry. Raise
-        GateError if the cluster cannot share devices; then no slice is stored.
+        GateError if the cluster cannot share devices; no slice is stored in that case.
         """
         body = self._shape(wanted)
         shown = self._comparable(body)

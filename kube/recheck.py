@@ -4,11 +4,11 @@ For a moment kube-scheduler counts a newly allocated share twice: as an allocati
 the claim that its informer has seen by then (`GatherAllocatedState`, Kubernetes 1.36). A pod that
 it tries in that moment seems too large. No cluster event corrects that, so the pod waits for up to
 five minutes. An update of any ResourceSlice, whatever it changes, makes the scheduler try such pods
-again. So an annotation of the slice gets a new value soon after claims were prepared, if a GPU
-still has room.
+again. Therefore an annotation of the slice gets a new value soon after claims were prepared, if a
+GPU still has room.
 
 The failed attempt began before the claim's pod was bound, and therefore before the claim was
-prepared. So an update after the preparation is never too early. A claim that is prepared after an
+prepared. An update after the preparation is thus never too early. A claim that is prepared after an
 update gets another update.
 """
 

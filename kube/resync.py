@@ -123,7 +123,7 @@ class Resync:
             self._changed.notify_all()
 
     def _look(self) -> None:
-        """Write to the node's pods that wait for a claim that the kubelet has not asked for."""
+        """Annotate the node's pods that wait for a claim that the kubelet has not asked for."""
         try:
             for pod in self._cluster.pods(self._node):
                 if _waits(pod) and self._has_unasked_claim(pod):

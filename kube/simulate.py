@@ -106,7 +106,7 @@ class SimulationOutcome:
 
     @property
     def mean_wait(self) -> float:
-        """Return the mean wait."""
+        """Mean wait, in seconds."""
         return sum(self.waits) / len(self.waits) if self.waits else 0.0
 
 
@@ -227,7 +227,7 @@ class _Simulation:
         self.last = 0.0
 
     def account(self, now: float) -> None:
-        """Add up the GPU time that was used and taken until now."""
+        """Add the GPU time that was used and taken since the last call."""
         span = min(now, self.end) - max(self.last, self.warm)
         if span > 0:
             self.outcome.running += self.used * span

@@ -1,8 +1,8 @@
 """Maps the device plugin's units, each a GiB of a GPU's memory, to claims.
 
 The kubelet allocates units and never reports when they are free again. But a unit has only one
-owner: when a container gets it, the container that had it before has ended. So a claim that
-overlaps a new one is over. The functions are pure.
+owner: when a container gets it, the container that had it before has ended. A claim that overlaps a
+new one is therefore over. The functions are pure.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Units:
 
     @property
     def share_name(self) -> str:
-        """Return the name of their share, from which a later plugin can read the units back."""
+        """Name of their share, from which a later plugin can read the units back."""
         return f"units-{self.bits:x}"
 
     @property
     def uid(self) -> str:
-        """Return the uid of their claim: the same units are the same claim."""
+        """Uid of their claim: the same units are the same claim."""
         digest = hashlib.sha256(f"{self.uuid} {self.bits:x}".encode()).hexdigest()
         return f"plugin-{digest[:32]}"
 

@@ -146,7 +146,7 @@ class Auditor:
     # Sampling
 
     def wants_samples(self, device: Device) -> bool:
-        """Return whether a container had memory on a GPU, so that its utilisation is needed."""
+        """Return whether utilisation samples are needed: if a container had memory on a GPU."""
         return any(
             container.findings.seen[i]
             for container in self._containers.values()

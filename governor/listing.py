@@ -63,7 +63,7 @@ class Listing:
 
 
 def find(wanted: str, containers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the container with that id, name or pod, or the only one with that prefix of its id.
+    """Return the container with that id, or else the only one with that name, pod or id prefix.
 
     Raise RequestError if there is not exactly one.
     """

@@ -427,7 +427,7 @@ class Mps:
         self._set("running", None)
 
     def _look_at_fault(self) -> None:
-        """Kill a server if its clients prevent it from recovering; their contexts are lost."""
+        """Kill a server if its clients prevent its recovery; their contexts are lost anyway."""
         if self._fault_at is None or time.monotonic() - self._fault_at < self._fault_s:
             return
         log.warning("mps-ended-after-fault", gpu=self.device.index, waited_s=self._fault_s)

@@ -93,6 +93,6 @@ def nodes_of(request: dict[str, Any]) -> Nodes:
 
 
 def limit_after(request: dict[str, Any], old: Quota) -> int:
-    """Return the limit for a request without one; if it equals the guarantee, it still will."""
+    """Return the limit for a request without one; a limit equal to the guarantee follows it."""
     compute = int(request.get("compute", old.compute))
     return compute if old.compute_limit == old.compute else max(old.compute_limit, compute)

@@ -1,25 +1,25 @@
 /*
- * Charges device memory that the container's processes hold against the container's quota.
+ * Charges the container's quota for the device memory that its processes hold.
  *
  * Each process keeps its own sum in its slot of the ledger; the container's use is the sum over the
- * slots. To reserve memory, a process first adds to its own slot and then sums up; two processes
- * that race thus see each other and never exceed the quota. A reservation that does not fit is
- * taken back. No process can die with a lock held, because there is none: when a process is
- * killed, the governor clears its slot.
+ * slots. To reserve memory, a process first adds to its own slot and then adds up all slots. Two
+ * processes that race thus see each other's reservations and never exceed the quota together. A
+ * reservation that does not fit is taken back. There is no lock that a killed process could leave
+ * held: the governor clears its slot.
  *
  * No call reports what the driver takes on its own (for a context or a module), but NVML shows it.
- * The governor samples NVML and publishes the amount beyond the ledger as `memory_overhead`, as of
- * `reconciled_ns`. Until a later sample, a process reports what it expects the driver to have taken
- * as `provisional`.
+ * The governor samples NVML and publishes the amount that exceeds the ledger's sums as
+ * `memory_overhead`, as of `reconciled_ns`. Until a later sample, a process reports as
+ * `provisional` what it expects the driver to have taken.
  */
 #include "control.h"
 
 #include <string.h>
 
 #define ACCOUNT_LOST_NS     (1000 * NS_PER_MS) /* no governor samples if the heartbeat is older */
-#define ACCOUNT_PATIENCE_NS (60 * NS_PER_MS)   /* longest wait of a refusal for samples */
-#define ACCOUNT_LONG_NS     (1200 * NS_PER_MS) /* the same, once in a while */
-#define ACCOUNT_SELDOM_NS   (4 * NS_PER_S)     /* interval of long waits without a result */
+#define ACCOUNT_PATIENCE_NS (60 * NS_PER_MS)   /* longest time that a refusal waits for samples */
+#define ACCOUNT_LONG_NS     (1200 * NS_PER_MS) /* the same, for a rare long wait */
+#define ACCOUNT_SELDOM_NS   (4 * NS_PER_S)     /* interval between long waits without a result */
 
 struct account_above account_above;
 
@@ -43,7 +43,7 @@ struct use {
     uint64_t sum;     /* what is charged, what the driver took, and what is provisional */
     uint64_t least;   /* what is charged, and the least that the last sample says the driver took */
     uint64_t sampled; /* when that sample began */
-    bool due;         /* a sample is due: the driver may have taken or given back memory since */
+    bool due;         /* a sample is due: the driver may have taken or returned memory since then */
 };
 
 static struct use account_use(int device)
@@ -72,7 +72,7 @@ static struct use account_use(int device)
         if (__builtin_add_overflow(use.sum, memory, &use.sum) ||
             __builtin_add_overflow(use.sum, provisional, &use.sum))
             return (struct use){.sum = UINT64_MAX, .least = UINT64_MAX};
-        use.least += memory; /* no more than the sum */
+        use.least += memory; /* at most the sum */
     }
     return use;
 }
@@ -249,7 +249,7 @@ bool account_try(int device, uint64_t size, bool unseen)
         return false;
     account_moves(device, size, unseen);
     /* Two processes that reserve at once may see each other and both step back although one of them
-     * fits. So the loser tries a few more times before it gives up. */
+     * fits. So each of them tries a few more times before it gives up. */
     for (int attempt = 0;; attempt++) {
         account_add(device, size, unseen);
         if (likely(account_used(device) <= limit))
@@ -348,7 +348,7 @@ static cold bool account_await_room(int device, uint64_t size, bool unseen)
     for (;;) {
         struct use use = account_use(device);
         bool claimed = account_fits(device, use.sum, size) && account_try(device, size, unseen);
-        bool known = !use.due || use.sampled >= began; /* what was given back before the call */
+        bool known = !use.due || use.sampled >= began; /* a sample covers what was given back */
 
         if (claimed || (known && !account_fits(device, use.least, size))) {
             account_wait_end(device, began);
@@ -386,8 +386,8 @@ bool account_claim(int device, uint64_t size, bool unseen)
 
 /* ---- what the driver takes on its own ---- */
 
-/* If the governor has sampled since, the old amount is part of the overhead and a new one begins,
- * and the governor is told that a sample is due. */
+/* If the governor has sampled since the last change, the old amount is part of the overhead, a new
+ * amount begins, and the governor is told that a sample is due. */
 static void provisional_move(int device, uint64_t more, uint64_t less)
 {
     struct ledger_device *entry = pages_ledger_device((unsigned)device);
@@ -457,8 +457,9 @@ static void account_taken(struct account_charge *charge)
 }
 
 /*
- * While the driver takes the memory, the claim is a charge that NVML does not attribute. Whether a
- * sample sees nothing, a part or all of it, the sum is never too small.
+ * While the driver takes the memory, the claim counts as a charge for memory that NVML does not
+ * attribute to the process. Whether a sample sees nothing, a part or all of it, the sum is never
+ * too small.
  */
 bool account_begin(struct account_charge *charge, int device, uint64_t size)
 {

@@ -32,15 +32,15 @@ enum block_kind {
     BLOCK_IPC,     /* by device address: memory of another process */
     BLOCK_HANDLE,  /* a physical allocation; `value`: number of mappings, `count`: of references */
     BLOCK_MAPPING, /* by device address; `value`: the handle that is mapped there */
-    BLOCK_SPARSE,  /* `value`: a handle that the array `size` keeps alive */
-    BLOCK_BINDING, /* `value`: a handle that the object `size` keeps alive: multicast.c */
+    BLOCK_SPARSE,  /* `value`: a handle that the array in `size` keeps alive */
+    BLOCK_BINDING, /* `value`: a handle that the object in `size` keeps alive */
     BLOCK_EXPORT,  /* by handle; `value`: identifier of its descriptors */
     BLOCK_LINGERING, /* by that identifier: an allocation that only descriptors keep alive */
     BLOCK_LIBRARY,   /* `value`: bit mask of the contexts into which it was loaded */
     BLOCK_KERNEL,    /* of a library that is not in any context yet; `value`: the library */
     BLOCK_LOADED,    /* by module or library; `value`: bytes that the driver took for the load */
     BLOCK_GREEN,     /* a green context; `value`: the driver's ordinal of its GPU */
-    BLOCK_HIDDEN,    /* by module or library: its memory that NVML attributes to no process */
+    BLOCK_HIDDEN,    /* by module or library: the memory that NVML attributes to no process */
     BLOCK_EXEC, /* an executable graph; `size`: what its nodes allocate, `value`: bytes reserved */
 };
 
@@ -117,7 +117,7 @@ void account_landed(int device, uint64_t size, bool unseen);
 uint64_t account_moves_all(int device);
 void account_pools(int device, uint64_t more, uint64_t less, bool unseen);
 void account_shrunk(int device, uint64_t size, bool unseen);
-uint64_t account_returned(int device); /* bytes that all its processes ever gave back */
+uint64_t account_returned(int device); /* bytes that its processes have ever given back */
 void account_note_peak(int device);
 bool account_over(int device, uint64_t slack);
 CUresult account_refuse(int device);
@@ -172,7 +172,7 @@ static inline void account_watch(int device)
 
 void account_after_fork(void);
 
-/* Around driver calls that the library adds: they must not invalidate a capture of the
+/* Called around driver calls that the library adds, which must not invalidate a capture of the
  * application. */
 void account_relax(CUstreamCaptureMode *mode);
 void account_unrelax(CUstreamCaptureMode *mode);
@@ -209,7 +209,7 @@ void pools_after_fork(void);
 /*
  * Around a launch of an executable graph, called by the code that lets it through:
  * account_graph_before() before it, and account_graph_after() after it whatever its result, unless
- * the first call refused. Each costs one load while no graph of the process has memory of its own.
+ * the first call refused the launch. Each costs one load while no graph of the process owns memory.
  */
 CUresult account_graph_before(CUgraphExec exec);
 void account_graph_after(CUgraphExec exec);
@@ -221,7 +221,7 @@ static inline bool account_graphs(void)
     return unlikely(atomic_load_relaxed(&graphs_in_use));
 }
 
-void graphs_note_memory(void); /* a graph of this process has memory of its own */
+void graphs_note_memory(void); /* a graph of this process owns memory */
 void graphs_refresh(int device);
 bool graphs_squeeze(int device);
 void graphs_after_fork(void);
@@ -235,8 +235,8 @@ void exports_after_fork(void);
 
 /* ---- vmm.c, arrays.c ---- */
 
-/* The GPU whose memory a location names: its ordinal, or -1 if it is not a GPU's. A locality domain
- * is a part of a GPU's memory. */
+/* Returns the ordinal of the GPU whose memory a location names, or -1 if the location is not in a
+ * GPU's memory. A locality domain is a part of a GPU's memory. */
 static inline CUdevice account_ordinal(const CUmemLocation *location)
 {
     if (location->type == CU_MEM_LOCATION_TYPE_DEVICE)
@@ -244,11 +244,11 @@ static inline CUdevice account_ordinal(const CUmemLocation *location)
     return location->type == CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN ? location->id & 0xff : -1;
 }
 
-/* The same as an index in the grant; -1: nothing is charged there. */
+/* Returns the GPU's index in the grant; -1: nothing is charged there. */
 int account_location(const CUmemLocation *location);
 
 void vmm_array_ends(uint64_t array);
-bool vmm_keep(uint64_t handle); /* keeps it alive like a mapping; false: the handle is unknown */
+bool vmm_keep(uint64_t handle); /* keeps it alive as a mapping does; false: unknown handle */
 void vmm_let_go(uint64_t handle);
 void vmm_note_object(uint64_t handle);
 uint64_t array_size_v1(const CUDA_ARRAY_DESCRIPTOR_v1 *desc);

@@ -1,5 +1,5 @@
 /*
- * Charges blocks of memory, each from the call that allocates it to the one that frees it or the
+ * Charges blocks of memory, each from the call that allocates it to the one that frees it or to the
  * end of its context.
  *
  * The charges themselves are in account.c, and the table of blocks in blocks.c.
@@ -79,7 +79,7 @@ static uint64_t slab_leave(uint64_t address)
     return ACCOUNT_UNIT;
 }
 
-/* A block in a slab that exists already needs no charge of its own. Returns the bytes to give
+/* A block in a slab that exists already needs no additional charge. Returns the bytes to give
  * back. */
 static uint64_t slab_enter(const struct account_charge *charge, uint64_t address)
 {

@@ -15,7 +15,7 @@
 #define SCALE_NS    100000000.0 /* GPU time within which the scale adapts */
 #define LEAST_SCALE 0.9
 #define FULL        0.985         /* demand that leaves nothing idle */
-#define SWITCHES    5.0           /* a grant this many switches long is worth its own */
+#define SWITCHES    5.0           /* a grant as long as this many switches is worth one */
 #define OVERRUN_NS  60000000000.0 /* debt up to which a reported overrun is believed */
 #define ACCRUE_NS   1000000000ull /* longest time between two calls that is charged */
 
@@ -32,8 +32,9 @@ static void charge(struct tenant *t, double ns, bool lent)
  * are granted and taken together, and its work on one GPU waits for the others.
  *
  * Time that is charged to such a container is not charged to the holder, and only the ledger says
- * that such work runs. The report is therefore believed only up to a debt: in the long run, a
- * container that reports falsely can give others no more than its own share.
+ * that such work runs. The report is therefore believed only while the container's debt is below a
+ * limit: in the long run, a container that reports falsely can give others no more than its own
+ * share.
  */
 static bool is_overrunning(const struct arbiter *arbiter, int32_t i)
 {
@@ -46,8 +47,8 @@ static bool is_overrunning(const struct arbiter *arbiter, int32_t i)
 
 /*
  * Charges the time since the last call to work that outlasts its grant. The GPU divides its time
- * evenly between the contexts that have work, so each of them gets an equal part, and the holder
- * the remaining part of its grant. Such work is paid for like any other, before its container is
+ * evenly between the contexts that have work, so each of them is charged for an equal part, and the
+ * holder for the rest of its grant. Such work is paid for like any other, before its container is
  * granted anything.
  */
 void arbiter_accrue(struct arbiter *arbiter, uint64_t now)
@@ -143,7 +144,8 @@ static bool was_early(const struct arbiter *arbiter, double end)
 
 /*
  * Returns the length of the grant relative to one that is worth a context switch, from 0 to 1. The
- * result is also 1 if the arbiter ended the grant, or no other container is owed time at its end.
+ * result is also 1 if the arbiter ended the grant, or if no other container is owed time at its
+ * end.
  *
  * A container that works for a moment and sleeps again makes the GPU switch contexts twice, and
  * keeps others from the GPU for longer than it works itself. If that were free, several such
@@ -180,7 +182,7 @@ void arbiter_end_grant(struct arbiter *arbiter, uint64_t end, uint32_t n_active)
         arbiter->patience = max(0, arbiter->patience);
     }
     arbiter->shared = 0;
-    /* However short the grant was by the holder's report, it has cost the others something. */
+    /* However short the grant was according to the holder's report, it has cost the others time. */
     cost = max(held, (double)arbiter->config.overhead_ns / 4);
     estimate = max((1 - BELIEVED) * cost, cost - t->overhead);
     if (arbiter->open) {
@@ -199,8 +201,8 @@ void arbiter_end_grant(struct arbiter *arbiter, uint64_t end, uint32_t n_active)
         if (n_active == 1)
             t->unsettled_beside += (double)arbiter->config.beside_ns;
         /* If no other container waited, none could have used the time that was left unused.
-         * Otherwise the container gets one allowance for each grant, and no more of them by making
-         * its grants shorter. */
+         * Otherwise the allowance grows in proportion to the time since the last grant, and by one
+         * hand-over at most, so shorter grants do not add up to a larger one. */
         believed = believed < (double)arbiter->config.overhead_ns
                        ? believed
                        : (double)arbiter->config.overhead_ns;
@@ -266,7 +268,7 @@ void arbiter_forgive(struct arbiter *arbiter, uint64_t now, const struct tenant 
         most = max(most, (double)now - t->owed_at);
     }
     common -= COMMON_NS;
-    /* No container is owed more than `most`, so time lost beyond it has been made up for. */
+    /* No container is owed more than `most`, so any lost time beyond that has been made up for. */
     arbiter->late = clamp(arbiter->late, 0, most);
     if (!n || common <= 0)
         return;

@@ -22,18 +22,18 @@ struct tenant {
     double busy_seen, busy_told; /* GPU time by the GPU's clock: accounted for, and reported */
     /* Grants with an estimated use, which the GPU's clock will correct. */
     double unsettled_charge, unsettled_held;
-    double unsettled_beside; /* by how much its use may exceed what it held */
+    double unsettled_beside; /* by how much its use may exceed the time that it held */
     unsigned n_unsettled;
-    bool was_long;           /* one of them was overdue for longer than an unwatched grant may be */
-    unsigned n_impatient;    /* grants left that are not waited for */
-    double allowance;        /* held time that its reports may still declare unused */
-    uint64_t allowed;        /* time up to which the allowance has been credited */
-    double overhead;         /* estimate of what a grant loses to the hand-over */
-    double length;           /* average time for which it holds a grant that is not open */
-    double nap;              /* average sleep between two pieces of work; 0: its sleeps are long */
-    bool overruns;           /* by its ledger, work of a grant that is over still runs */
-    uint64_t overran;        /* when the last overrun ended */
-    uint64_t overran_grants; /* number of its grants when the last overrun began */
+    bool was_long;            /* one of them ended more than `overdue_ns` after its deadline */
+    unsigned n_impatient;     /* grants left that are not waited for */
+    double allowance;         /* held time that its reports may still declare unused */
+    uint64_t allowed;         /* time up to which the allowance has been credited */
+    double overhead;          /* estimate of what a grant loses to the hand-over */
+    double length;            /* average time for which it holds a grant that is not open */
+    double nap;               /* average sleep between two pieces of work; 0: its sleeps are long */
+    bool overruns;            /* by its ledger, work of a grant that is over still runs */
+    uint64_t overran;         /* when the last overrun ended */
+    uint64_t overran_grants;  /* number of its grants when the last overrun began */
     struct arbiter_turn turn; /* of a container with several GPUs */
     struct arbiter_stats stats;
 };
@@ -59,7 +59,7 @@ struct arbiter {
     uint64_t patient; /* time up to which `patience` has been increased */
     int32_t standby;
     double lent_clock;
-    int32_t n;      /* highest tenant ever, plus one */
+    int32_t n;      /* highest index of a tenant so far, plus one */
     uint64_t align; /* when a container with several GPUs gets its turn; ARBITER_NEVER: none */
     uint64_t kept;  /* time until which the GPU goes only to a container in its turn */
     double scale;   /* factor by which reported use is charged; see arbiter_settle() */
@@ -101,9 +101,9 @@ static inline bool is_napping(const struct tenant *t, uint64_t now)
            (double)now < (double)t->asleep + 2 * t->nap;
 }
 
-/* Returns by when a tenant that is owed GPU time should have had a grant. If its grants last longer
- * than a quantum, because its work does, it gets them less often, and each is due later: otherwise
- * several such containers would go one after the other while another has to wait. */
+/* Returns the time by which a tenant that is owed GPU time should have had a grant. If its grants
+ * last longer than a quantum, because its work does, it gets them less often, and each is due
+ * later: otherwise several such containers would go one after the other while another one waits. */
 static inline double due_at(const struct arbiter *arbiter, const struct tenant *t)
 {
     return t->owed_at + max((double)arbiter->config.quantum_ns, t->length) / t->guarantee;

@@ -10,8 +10,8 @@
 
 /* Returns the time from which the tenant goes before all waiting containers and the holder's grant
  * is over. The holder's work runs until then, whatever is decided: a turn that began earlier would
- * wait for a different time on each GPU, and work on the first of them would spin. ARBITER_NEVER: a
- * waiting container goes before the tenant. */
+ * wait for a different time on each GPU, and work on the first of them would spin. Returns
+ * ARBITER_NEVER if a waiting container goes before the tenant. */
 static uint64_t first_at(const struct arbiter *arbiter, int32_t tenant, double now)
 {
     const struct tenant *t = &arbiter->tenants[tenant];
@@ -111,7 +111,7 @@ bool arbiter_in_gang(const struct arbiter *arbiter, int32_t tenant)
     return arbiter->tenants[tenant].turn.role != ARBITER_ALONE;
 }
 
-/* Makes grants that begin from now on end by `at`, but no sooner than after SLICE_NS. */
+/* Makes grants that begin from now on end by `at`, but not before they have lasted SLICE_NS. */
 void arbiter_align(struct arbiter *arbiter, uint64_t at)
 {
     arbiter->align = at;
@@ -125,7 +125,7 @@ void arbiter_keep(struct arbiter *arbiter, uint64_t until)
 }
 
 /* Takes the grant away. The holder is blocked on a container that itself waits for this grant, so
- * the arbiter does not wait for it. */
+ * the arbiter does not wait for the holder. */
 void arbiter_take(struct arbiter *arbiter, uint64_t now)
 {
     if (arbiter->holder == ARBITER_NOBODY)

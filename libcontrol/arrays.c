@@ -8,8 +8,8 @@
  */
 #include "control.h"
 
-/* Returns the bits of an element. Most formats have one size per channel. Those that hold all
- * channels in one element are listed with the bits of the whole element. */
+/* Returns the number of bits of an element. Most formats have one size per channel. Those that hold
+ * all channels in one element are listed with the bits of the whole element. */
 static uint64_t element_bits(int format, unsigned int channels)
 {
     switch (format) {

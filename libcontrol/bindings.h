@@ -17,6 +17,7 @@ struct binding_range {
 /* Returns false if the binding cannot be recorded. */
 bool binding_put(uint64_t object, uint64_t offset, uint64_t device, uint64_t handle);
 
-/* These remove a binding and return the allocation, or 0 if no recorded one is bound there. */
+/* These remove a binding and return the allocation, or 0 if no recorded allocation is bound
+ * there. */
 uint64_t binding_take(uint64_t object, uint64_t offset, uint64_t device);
 uint64_t binding_take_any(struct binding_range range);

@@ -6,7 +6,7 @@
  * entry leaves no mark behind, because the entries after it move up. All entries of one slab of 2
  * MiB are in the same part, so a small block and its slab change under one lock.
  *
- * The tables use mappings of their own: malloc belongs to the application, and may have hooks or
+ * The tables are in separate mappings: malloc belongs to the application, and may have hooks or
  * hold locks.
  */
 #include "control.h"
@@ -149,8 +149,8 @@ struct block *blocks_peer(enum block_kind kind, uint64_t key)
     return part_find(part_of(kind, key), kind, key);
 }
 
-/* The tables describe the parent. Another of its threads may have been changing them at the time of
- * the fork, so the child does not touch their memory. */
+/* The tables describe the parent's allocations. Another thread of the parent may have been changing
+ * them at the time of the fork, so the child does not touch their memory. */
 void blocks_after_fork(void)
 {
     memset(parts, 0, sizeof parts);

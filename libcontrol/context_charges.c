@@ -13,8 +13,8 @@ void context_count(int device, int change)
     atomic_add_relaxed(&pages_ledger_device((unsigned)device)->contexts, (uint64_t)(int64_t)change);
 }
 
-/* Logs once that the process uses a GPU that was not granted to its container and where nothing
- * governs it. */
+/* Logs once that the process uses a GPU that was not granted to its container, and that it is not
+ * governed there. */
 cold void context_log_ungoverned(void)
 {
     static uint32_t logged;
@@ -54,7 +54,8 @@ void context_last_leaves(int device)
 
 /* ---- what a context takes later ---- */
 
-/* Raising the limit takes local memory for every thread that the GPU can run at once. */
+/* When the limit is raised, the driver takes local memory for every thread that the GPU can run at
+ * once. */
 CONTROL_EXPORT CUresult cuCtxSetLimit(CUlimit limit, size_t value)
 {
     int device = limit == CU_LIMIT_STACK_SIZE ? pages_index_current() : -1;
@@ -83,8 +84,8 @@ CONTROL_EXPORT CUresult cuCtxSetLimit(CUlimit limit, size_t value)
 
 /*
  * 64 streams took 35.7 MB of an H200. The driver keeps what a stream took for the next one, at
- * least for a while, and a sample shows that. The end of a stream is reported as well, so streams
- * that come and go do not add up.
+ * least for a while, and a sample shows whether it does. The end of a stream is reported as well,
+ * so streams that come and go do not add up.
  */
 #define CONTEXTS_STREAM (576ull << 10)
 

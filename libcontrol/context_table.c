@@ -6,8 +6,8 @@
  * in the primary one. contexts.c and primary.c, which replace the calls that create and end
  * contexts, maintain the table.
  *
- * An owner has eight bits. What is allocated in a context for which no owner number is left stays
- * charged after the end of the context, unless the program frees it first.
+ * An owner's number has eight bits. What is allocated in a context for which no owner number is
+ * left stays charged after the end of the context, unless the program frees it first.
  */
 #include "contexts.h"
 

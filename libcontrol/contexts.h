@@ -18,12 +18,12 @@ struct context {
 
 #define CONTEXTS_MOST 1024 /* places in the table: no GPU has memory for so many contexts */
 
-/* The first OWNER_LAST places are owners, from 1 on. Places are taken and given back under the
- * lock. */
+/* The first OWNER_LAST places are numbered as owners, from 1 on. Places are taken and given back
+ * under the lock. */
 extern struct context contexts[CONTEXTS_MOST];
 extern uint32_t n_places; /* places that were ever taken */
 extern uint32_t n_contexts;
-extern bool contexts_lost; /* the table was full once: a context may be in no place */
+extern bool contexts_lost; /* the table was full once: it may lack a context */
 extern struct os_lock contexts_lock;
 
 struct primary {

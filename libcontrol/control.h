@@ -1,6 +1,6 @@
 /*
  * The control library is interposed in front of libcuda in a container's processes, and holds the
- * container to its quota. This header is included by all of its parts.
+ * container to its quota. All parts of the library include this header.
  *
  * Terms used throughout:
  *
@@ -188,8 +188,8 @@ void pages_poke(void);
 void pages_rejoin(void);
 uint64_t *pages_before(const uint64_t *sum);
 
-/* lookups.c: reports the names that were looked up before the process had its slot in the ledger in
- * use. */
+/* lookups.c: reports the names that were looked up before the process began to use its slot in the
+ * ledger. */
 void lookups_joined(void);
 void lookups_after_fork(void);
 
@@ -255,7 +255,7 @@ static inline CUstream gate_ptsz(CUstream stream)
     return stream ? stream : CU_STREAM_PER_THREAD;
 }
 
-/* A launch without a configuration counts as no blocks: the driver rejects it. */
+/* A launch without a configuration counts as one without blocks: the driver rejects it. */
 static inline uint64_t gate_config_blocks(const CUlaunchConfig *config)
 {
     return config ? gate_blocks(config->gridDimX, config->gridDimY, config->gridDimZ) : 0;

@@ -1,7 +1,7 @@
 /*
- * Gates or counts copies and fills. Those within the GPU's memory are work like that of a kernel
- * and pass the gate. Those to and from the host are only counted, and so are small copies by calls
- * that do not name the direction, because the driver would have to be queried for it.
+ * Gates or counts copies and fills. Those within the GPU's memory are work like a kernel and pass
+ * the gate. Those to and from the host are only counted, and so are small copies by calls that do
+ * not name the direction, because the driver would have to be queried for it.
  *
  * On an H200 a copy of 4 MiB takes 7 us, of which 5 us are the same for any size. Beyond that, the
  * rate is 2 TB/s for a copy and 4 TB/s for a fill.
@@ -59,7 +59,7 @@ CUresult copy_enter(struct gate_ticket *ticket, struct copy copy, CUstream strea
     return CUDA_SUCCESS;
 }
 
-/* Counts work that is too small to matter, of a call that neither launches nor copies. */
+/* Counts a call that neither launches nor copies, and does too little work to matter. */
 void copy_note_small(void)
 {
     struct gate_ticket ticket;

@@ -82,11 +82,12 @@ def read_declarations(header: Path) -> frozenset[str]:
     """Return the functions that a header of the driver API declares, by their exported names.
 
     A macro may stand for such a name: a program that requests per-thread default streams gets
-    `cuMemFreeAsync_ptsz` for `cuMemFreeAsync`. The driver exports both then.
+    `cuMemFreeAsync_ptsz` for `cuMemFreeAsync`. In that case the driver exports both names.
     """
     text = COMMENT.sub("", header.read_text(encoding="utf-8", errors="replace"))
     public, _, as_exported = text.partition(AS_EXPORTED)
-    # The macro cuGraphInstantiate is one of two functions. Both are declared by their own names.
+    # The macro cuGraphInstantiate stands for one of two functions. Both are declared by their own
+    # names.
     macros = {name: (target, form) for name, form, target in DEFINED.findall(public)}
     names = set(DECLARED.findall(as_exported))
     for name in DECLARED.findall(public):

@@ -44,7 +44,7 @@ static void custom_mps_point(void)
 
 /*
  * A client of an MPS server works in the server's context, together with all its other clients. A
- * container without that strategy may not use a daemon that it started itself.
+ * container without the strategy `mps` may not use a daemon that it started itself.
  */
 static bool custom_mps_allowed(void)
 {
@@ -66,7 +66,7 @@ static bool custom_mps_allowed(void)
     if (granted) {
         control_log("this container's strategy is mps, and the driver found no MPS server "
                     "at " CUSTOM_MPS_DIRECTORY ": see tidegate ps --json on the node");
-        /* With a context of its own, the process would take more than its turns allow for. */
+        /* Outside the server's context, the process would get more GPU time than is granted. */
         if (pages_now.on_governor_loss == CUSTOM_LOSS_OPEN)
             return true;
     } else
@@ -204,7 +204,7 @@ CUSTOM_CAPTURE(cuStreamBeginCaptureToCig_ptsz, gate_ptsz(hStream), true,
                streamCigCaptureParams)
 
 /* A capture that this call could not end continues. For one to a graph, the driver is queried,
- * because some errors end it. One to a command list has a call of its own that ends it. */
+ * because some errors end it. One to a command list is ended only by a different call. */
 static CUresult capture_ended(CUstream stream, CUresult result)
 {
     bool continues;
@@ -259,8 +259,8 @@ static bool custom_push_context_of(CUstream stream)
            driver->cuCtxPushCurrent(ctx) == CUDA_SUCCESS;
 }
 
-/* The kernels of such a launch wait for each other, so it starts once every GPU has admitted it,
- * and is never held. */
+/* The kernels of such a launch wait for each other, so it starts only once it has passed the gate
+ * of every GPU, and is never held. */
 CONTROL_EXPORT CUresult cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARAMS *launchParamsList,
                                                              unsigned int numDevices,
                                                              unsigned int flags)

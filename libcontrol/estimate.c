@@ -3,7 +3,7 @@
 
 #include "os.h"
 
-/* Number of entries, from the one that its hash gives, in which a kind may be. */
+/* Number of consecutive entries in which a kind may be, from the one that its hash gives. */
 #define ESTIMATE_REACH 8
 
 static uint32_t estimate_home(uintptr_t key, uint64_t blocks)
@@ -115,7 +115,8 @@ uint64_t estimate_interval_ns(const struct estimate *e, const struct estimate_in
     return sum;
 }
 
-/* Notes that the interval took no longer than it should, for ESTIMATE_CHECKED grants. */
+/* Notes that the interval took no longer than it should. The note is valid for ESTIMATE_CHECKED
+ * grants. */
 void estimate_check(struct estimate *e, const struct estimate_interval *interval, uint32_t grant)
 {
     for (uint32_t i = 0; i < interval->n_parts; i++)
@@ -134,8 +135,8 @@ bool estimate_unchecked(const struct estimate *e, const struct estimate_interval
 /*
  * Learns from a measured interval. Where kernels wait for each other on several GPUs, or run
  * alongside others' work, a long measurement is mostly waiting. So one measurement raises an
- * estimate by the factor `rise` at most, and estimates stay near the shortest measurement. With the
- * mean, a collective's kernel would fit into a grant only as its first work.
+ * estimate by the factor `rise` at most, and estimates stay near the shortest measurement. If
+ * estimates were means, a collective's kernel would fit into a grant only as its first work.
  */
 void estimate_learn(struct estimate *e, const struct estimate_interval *interval,
                     uint64_t measured_ns, float rise)
@@ -153,9 +154,9 @@ void estimate_learn(struct estimate *e, const struct estimate_interval *interval
 
         if (!alone && !e->kinds[kind].n_samples)
             continue; /* the first measurement has to be of the kind alone */
-        /* The first measurement counts whole, later ones a quarter; a mixture says less about each
-         * of its parts. One outlier (a neighbour's time slice, a clock ramp) moves an estimate
-         * twofold at most. */
+        /* The first measurement counts in full, and later ones count a quarter; a mixture says less
+         * about each of its parts. One outlier (a neighbour's time slice, a clock ramp) changes an
+         * estimate by a factor of two at most. */
         gain = alone ? (e->kinds[kind].n_samples ? 0.25f : 1.0f) : 0.15f;
         step = 1.0f + gain * (ratio - 1.0f);
 

@@ -22,8 +22,8 @@
 
 /* Maximum factor by which one measurement raises the duration of a kind, because it may include
  * other containers' time. Where containers run at the same time, one measurement in four does so,
- * by a tenth or more (H200, before most of these were recognised), and work that has become longer
- * is recognised within a hundred measurements. */
+ * by a tenth or more (H200, including the measurements that are recognised as such), and work that
+ * has become longer is recognised within a hundred measurements. */
 #define ESTIMATE_RISE        2.0f
 #define ESTIMATE_RISE_WAITS  1.02f /* it may wait for another GPU */
 #define ESTIMATE_RISE_BESIDE 1.01f /* others' work may run alongside it */
@@ -38,7 +38,8 @@ struct estimate_interval {
     } parts[ESTIMATE_N_PARTS];
 };
 
-/* What is known on one GPU. The lock of its gate guards it; estimate_look() reads without it. */
+/* What is known about the work on one GPU. It is guarded by the lock of the GPU's gate, except that
+ * estimate_look() reads it without the lock. */
 struct estimate {
     struct {
         uintptr_t key;

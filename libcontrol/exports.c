@@ -1,17 +1,17 @@
 /*
  * Keeps charging physical allocations that were exported as file descriptors.
  *
- * Such an allocation lives as long as the descriptor, in whichever process that is by then, and
- * NVML attributes it to no process once its handle is released (H200: 1 GiB, exported and released,
- * left the process's memory at once, and the GPU's when the descriptor was closed). It therefore
- * stays charged until the last copy of the descriptor is closed, in any process.
+ * Such an allocation lives as long as the descriptor, in whichever process the descriptor is by
+ * then, and NVML attributes it to no process once its handle is released (H200: 1 GiB, exported and
+ * released, left the process's memory at once, and the GPU's when the descriptor was closed). It
+ * therefore stays charged until the last copy of the descriptor is closed, in any process.
  *
  * The kernel shows when that happens: an epoll instance watches an open file without keeping it
- * open, and /proc/self/fdinfo lists the files that it watches. A file of the library's own is in
- * the list as well, under a number that nothing else uses. If that file is missing, the program has
- * closed the library's descriptors, and nothing is refunded. A descriptor that cannot be watched
- * counts as open for ever, unless the driver's descriptors are of a kind that cannot be polled at
- * all.
+ * open, and /proc/self/fdinfo lists the files that the instance watches. A file that belongs to the
+ * library is in the list as well, under a number that nothing else uses. If that file is missing,
+ * the program has closed the library's descriptors, and nothing is refunded. A descriptor that
+ * cannot be watched counts as open for ever, unless the driver's descriptors are of a kind that
+ * cannot be polled at all.
  */
 #include "control.h"
 
@@ -20,13 +20,13 @@
 #include <sys/eventfd.h>
 
 #define EXPORTS_N    4096 /* descriptors that can be tracked; beyond that, none counts as closed */
-#define EXPORTS_HIGH 500  /* lowest number of the library's descriptors, clear of a program's */
+#define EXPORTS_HIGH 500  /* lowest number of the library's descriptors, above those of programs */
 
 static struct os_lock exports_lock;
 static int exports_watch = -1;
 static uint64_t exports_own;  /* number of the library's own file, which is always in the list */
 static uint64_t exports_made; /* number of the latest export; each allocation has its own */
-static uint64_t exports_lost; /* nothing is known of exports up to this number */
+static uint64_t exports_lost; /* nothing is known about exports up to this number */
 static uint32_t n_lingering;
 
 /* The files that are open, guarded by the lock. */
@@ -132,8 +132,8 @@ static bool is_open(uint64_t number, uint8_t flags)
     return false;
 }
 
-/* Called with the lock held. The program may have reused the descriptor's number: it is still the
- * library's only if the library's own file is in its list. */
+/* Called with the lock held. The program may have reused the descriptor's number: the descriptor
+ * belongs to the library only if its list contains the library's own file. */
 static bool watch_start(void)
 {
     int own;

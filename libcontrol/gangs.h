@@ -18,7 +18,7 @@
 
 #include "arbiter.h"
 
-#define GANGS_N_GPUS 32 /* of a node; sets of them are bits of a word */
+#define GANGS_N_GPUS 32 /* of a node; a set of them is a bit mask in one word */
 #define GANGS_N      256
 #define GANGS_N_OWN  16 /* GPUs of one gang */
 

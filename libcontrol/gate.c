@@ -7,8 +7,8 @@
  * launch passes if it ends with the grant by the model of the GPU's queue (queue.h).
  *
  * A launch that does not fit is submitted all the same, and held on the GPU (gate_holds.c). When a
- * grant's worth is held, or where a stream cannot be held, launches wait here. Streams that capture
- * are not gated (gate_captures.c).
+ * grant's worth of work is held, or where a stream cannot be held, launches wait here. Streams that
+ * capture are not gated (gate_captures.c).
  */
 #include "gate_parts.h"
 
@@ -92,7 +92,7 @@ static cold void gate_wait(struct gate *g, const struct grant_device *grant,
     if (g->holding) {
         uint32_t turn = atomic_load_acquire(&g->turn);
 
-        /* A grant's worth is held. The helper lets it run, and then there is room. */
+        /* A grant's worth of work is held. The helper lets it run, and then there is room. */
         os_unlock(&g->lock);
         if (poke)
             pages_poke();
@@ -126,8 +126,8 @@ static uint64_t gate_hold_ns(const struct gate *g)
 /*
  * Whether work may be put into the stream to be held: a grant's worth of known work, or one piece
  * of unknown duration. Nothing is held where several GPUs are granted together: all work that is
- * held on one of them would run when only the counterpart of a kernel on another has to, and would
- * itself spin.
+ * held on one of them would be let run together, although only the counterpart of a kernel on
+ * another GPU is needed, and would itself spin.
  *
  * Where containers share one context of the GPU, only the next holder holds work: streams that wait
  * delay each launch of the container that runs (H200, kernels of 25 us: by 2 us with three such
@@ -173,8 +173,8 @@ static void gate_prepare(struct gate *g, const struct gate_ticket *ticket, bool 
                   ledger);
 }
 
-/* Begins the accounts of a GPU at the first launch on it. The lock is held, but not while the
- * helper is started. */
+/* Initialises the gate of a GPU at its first use, and starts the helper. The lock is held before
+ * and after, but not while the helper is started. */
 static cold void gate_start(struct gate *g, unsigned device)
 {
     /* Either gate_join_begin() sees this gate, or a thread that marks here sees that its caller is
@@ -342,7 +342,8 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
             continue;
         }
         if (answer == GATE_CLOSED && !work->together && gate_may_hold(g, s, kind, now)) {
-            /* The helper records events, which block behind a queue that is full of held work. */
+            /* The helper records events, and those calls block while the queue is full of held
+             * work. */
             if (!g->holding && g->n_marking) {
                 os_unlock(&g->lock);
                 os_sleep(20 * NS_PER_US);
@@ -407,8 +408,8 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
         }
         g->n_entering[ticket->era & 1]--;
     }
-    /* Under an open grant, no marker precedes work that comes late. Under any other, no marker
-     * precedes work that comes after a pause, unless it is the first after the last marker. The
+    /* Under an open grant, no marker precedes work that comes late. Under any other grant, no
+     * marker precedes work that comes after a pause, unless that work begins an interval. The
      * interval then has a gap. */
     s->gap =
         s->gap || (!mark && !held && g->queue.busy_until + (g->passing ? 0 : GATE_GAP_NS) < now);
@@ -442,7 +443,8 @@ void gate_leave(const struct gate_ticket *ticket, CUresult result)
     gate_visit_begin(&visit);
     gate_lock(g);
     s = queue_find(&g->queue, ticket->ctx, ticket->stream);
-    /* No marker if another thread has marked it since, or a hold lies between work and marker. */
+    /* The stream gets no marker if another thread has marked it since, or if a hold would lie
+     * between the work and the marker. */
     if (s->unmarked && s->era == ticket->era)
         gate_mark(g, s, s->era, os_now(), ledger);
     os_unlock(&g->lock);
@@ -499,7 +501,8 @@ void gate_forget_context(CUcontext ctx)
 }
 
 /* Resets the gate in a forked child: the threads that held locks do not exist there, nor do the
- * GPU's contexts. Without a grant nothing of it was used, and its many pages are not touched. */
+ * GPU's contexts. A gate that was not used is left alone, so that its many pages are not
+ * touched. */
 void gate_after_fork(void)
 {
     for (unsigned device = 0; device < pages_n_devices(); device++) {

@@ -44,7 +44,7 @@ struct gate {
     struct pass *metered; /* launches use it on credit, and are not in the queue yet; or NULL */
     unsigned n_calls;     /* threads in a driver call that uses events of the queue */
     unsigned n_marking;   /* threads that mark streams which other threads use */
-    /* For an even and an odd era: threads with a launch in it that is not in the queue yet. */
+    /* Threads with a launch that is not in the queue yet, by the parity of the launch's era. */
     unsigned n_entering[2];
     uint64_t entering_ns; /* when the last of them came */
     uint64_t last_launch;

@@ -24,9 +24,9 @@ __thread bool gate_visiting;
 /*
  * Called before a call by which a stream may join a capture: it begins one, or waits for an event
  * of one. From here on no thread records an event in a stream that it has not just launched into,
- * and threads that were doing so have finished. An event that gets into the capture instead would
- * break it when it is queried. A thread that marks may be blocked behind a full queue that the
- * caller is about to let run, so this waits for GATE_JOIN_NS at most.
+ * and threads that were doing so have finished. An event that was recorded in the capture would
+ * break the capture when the event is queried. A thread that marks may be blocked behind a full
+ * queue that the caller is about to let run, so this function waits for GATE_JOIN_NS at most.
  */
 void gate_join_begin(void)
 {
@@ -63,9 +63,9 @@ bool gate_captures(void)
     return unlikely(atomic_load_relaxed(&gate_n_captures));
 }
 
-/* The streams in which captures began; a capture ends only in its own. The end of a capture for
- * which the table has no place is never noticed, and each launch then queries the driver for the
- * rest of the process's life. */
+/* The streams in which captures began; a capture ends only in the stream in which it began. The end
+ * of a capture for which the table has no place is never noticed, and each launch then queries the
+ * driver for the rest of the process's life. */
 static struct capture {
     CUstream stream;
     const void *thread;

@@ -1,7 +1,7 @@
 /*
  * Reads grants: until when work may start, and what changes for the gate when a new grant begins.
  *
- * This follows from the grant page and this process's slot alone; nothing here calls the driver.
+ * Both follow from the grant page and this process's slot alone; nothing here calls the driver.
  */
 #include "gate_parts.h"
 
@@ -10,9 +10,9 @@
 
 struct gate gate_devices[LAYOUT_N_DEVICES];
 
-/* Notes until when the last work of another container runs alongside this one's, and for how much
- * longer it may. Both times are bounded, whatever the page contains, and are 0 where there is no
- * such work. */
+/* Notes the time until which the last work of another container runs alongside this one's, and for
+ * how much longer it may run. Both times are bounded, whatever the page contains, and are 0 where
+ * there is no such work. */
 static void gate_beside(struct gate *g, const struct grant_device *grant)
 {
     uint64_t lookahead = atomic_load_relaxed(&pages_grant()->lookahead_ns);
@@ -58,8 +58,8 @@ void gate_adopt(struct gate *g, const struct grant_device *grant)
         g->n_spins--;
     if (g->n_long)
         g->n_long--;
-    /* Others had the GPU since the last grant, so no interval may span the two. Held work already
-     * has an era of its own. */
+    /* Other containers had the GPU since the last grant, so no interval may span the two. Held work
+     * already has its own era. */
     if (!g->holding)
         g->queue.era++;
 }
@@ -100,8 +100,8 @@ uint64_t gate_deadline(struct gate *g, const struct grant_device *grant, uint64_
     }
 }
 
-/* Returns until when to spin for a grant that the governor has announced; 0: not at all. The time
- * is bounded, whatever the page contains. */
+/* Returns the time until which to spin for a grant that the governor has announced; 0: not at all.
+ * The time is bounded, whatever the page contains. */
 uint64_t gate_spin_until(const struct grant_device *grant, uint64_t now)
 {
     uint64_t standby = atomic_load_acquire(&grant->standby_ns);

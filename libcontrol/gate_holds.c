@@ -2,13 +2,14 @@
  * Holds work on the GPU until the next grant.
  *
  * A launch that does not fit is submitted all the same, and held on the GPU: its stream first waits
- * for a word of pinned memory to reach the next ticket (cuStreamWaitValue32), which the next grant
- * writes. The application thus prepares its next grant while others use the GPU, and a grant begins
- * with one store instead of a race between the application's launches and the GPU. A context that
- * waits in this way costs its neighbours nothing (H200: 6,034 units of 0.5 ms in 3 s next to none,
- * one or three of them; 0.7 us for the call, 2 us on the GPU). Once something is held, all later
- * launches are held too, so held work never waits for something that was submitted after it. When a
- * grant's worth is held, or where a stream cannot be held, launches wait (gate.c).
+ * for a word of pinned memory to reach the next ticket (cuStreamWaitValue32), which is written when
+ * the next grant begins. The application thus prepares its next grant while others use the GPU, and
+ * a grant begins with one store instead of a race between the application's launches and the GPU. A
+ * context that waits in this way costs its neighbours nothing (H200: a neighbour completed 6,034
+ * units of 0.5 ms in 3 s, whether none, one or three contexts waited; a wait takes 0.7 us for the
+ * call, and 2 us on the GPU). Once something is held, all later launches are held too, so held work
+ * never waits for something that was submitted after it. When a grant's worth of work is held, or
+ * where a stream cannot be held, launches wait (gate.c).
  */
 #include "gate_parts.h"
 

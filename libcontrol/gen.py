@@ -82,7 +82,7 @@ def _gated(fn: api.Fn, head: str, names: str) -> str:
     work = f".key = (uintptr_t){fn.key}, .blocks = {fn.blocks}, .stream = {fn.stream}"
     work += ", .single = true" if graph else ""
     arguments = f"{fn.stream}, (uintptr_t){fn.key}, {fn.blocks}, {str(graph).lower()}"
-    # The slow path is a function of its own, so that the fast path needs no stack frame.
+    # The slow path is a separate function, so that the fast path needs no stack frame.
     return (
         f"static noinline CUresult long_{fn.name}({fn.params})\n{{\n"
         f"    struct gate_work work = {{\n"
@@ -171,7 +171,7 @@ def entries_header() -> str:
 
 
 def entries_source() -> str:
-    """Return entries.gen.c: the functions that are not written by hand, and the table of all."""
+    """Return entries.gen.c: the functions not written by hand, and the table of all functions."""
     out = [
         BANNER.format(source="api"),
         '#include "control.h"',

@@ -16,7 +16,7 @@
 #define GRAPHS_UNIT  (32ull << 20)
 #define GRAPHS_DEPTH 8 /* deepest nesting of graphs that is followed */
 
-uint32_t graphs_in_use; /* whether a graph of this process has memory of its own */
+uint32_t graphs_in_use; /* whether a graph of this process owns memory */
 static struct held held[LAYOUT_N_DEVICES];
 
 void graphs_note_memory(void)
@@ -133,7 +133,7 @@ static uint64_t ranges_union(struct ranges *ranges)
     return sum;
 }
 
-/* Adds what the graph's nodes allocate on one GPU, that of the first node on a governed one. */
+/* Adds what the graph's nodes allocate on one GPU: that of the first node on a governed GPU. */
 static void ranges_collect(struct ranges *ranges, CUgraph graph, unsigned depth)
 {
     CUgraphNode *nodes;
@@ -194,7 +194,7 @@ static void instantiated(CUgraphExec exec, CUgraph graph)
             blocks_remove(stale);
         blocks_add(&block);
         blocks_unlock(BLOCK_EXEC, block.key);
-        /* The GPU may take the memory only when it reaches the graph. */
+        /* The memory may be taken as late as when the GPU reaches the graph. */
         account_watch(ranges.device);
     }
     if (ranges.items)
@@ -205,7 +205,7 @@ static void instantiated(CUgraphExec exec, CUgraph graph)
 /* ---- launches ---- */
 
 /* Replaces the claim of a launch, which lasts from before the launch until after it, and returns
- * the former one. Launches of one executable graph never overlap. */
+ * the former claim. Launches of one executable graph never overlap. */
 static uint64_t exec_exchange(CUgraphExec exec, uint64_t claim, struct block *found)
 {
     struct block *block = blocks_lock(BLOCK_EXEC, (uintptr_t)exec);

@@ -3,8 +3,8 @@
  *
  * It lets held work run when a grant begins, and it gives the grant back: at the deadline, as soon
  * as no more than `lookahead_ns` of work is left, so that the next container's work begins while
- * the last of this one's drains; or when nothing was launched for `idle_release_ns` while another
- * container waits.
+ * the last work of this one drains; or when nothing was launched for `idle_release_ns` while
+ * another container waits.
  */
 #include "gate.h"
 
@@ -16,7 +16,7 @@
  * thread that changes the user ID waits for an answer from each. */
 #define HELPER_BLOCKED    (~(3ull << 31))
 #define HELPER_ALONE_NS   (NS_PER_MS)       /* interval between checks while the governor is away */
-#define HELPER_HELD_NS    (50 * NS_PER_MS)  /* interval between checks whether it is away */
+#define HELPER_HELD_NS    (50 * NS_PER_MS)  /* interval between checks of whether it is away */
 #define HELPER_REFRESH_NS (100 * NS_PER_MS) /* interval between queries of what pools hold */
 #define HELPER_OPEN_NS    (200 * NS_PER_MS) /* sleep under an open grant; bounded by the refresh */
 
@@ -37,13 +37,13 @@
 #define HELPER_TRIALS     64 /* at least one time in this many is a trial, more at first */
 #define HELPER_ENTER_NS   (20 * NS_PER_MS) /* how long a launch on its way is waited for */
 #define HELPER_LATE_NS    (NS_PER_MS)      /* and how long past the end of the grant */
-#define HELPER_LOOK_NS    (NS_PER_MS)      /* interval between checks whether late work has ended */
+#define HELPER_LOOK_NS    (NS_PER_MS)      /* interval between checks for the end of late work */
 #define HELPER_ASK_NS     (20 * NS_PER_US) /* the same, where others wait for the end */
 #define HELPER_OVERRUN_NS (5 * NS_PER_MS)  /* the same, where its grant is over */
 
-#define HELPER_LAST_NS (100 * NS_PER_MS) /* longest wait of the end of a process for a helper */
+#define HELPER_LAST_NS (100 * NS_PER_MS) /* longest time that exit() waits for a helper */
 
-/* The process ends, and no helper calls the driver any more. */
+/* Set when the process ends: from then on no helper calls the driver. */
 static uint32_t helpers_end;
 
 /* Gives the grant back. `left`: how much work still runs, in ns. */
@@ -184,7 +184,7 @@ static void helper_mark_tails(struct gate *g, struct ledger_device *ledger)
         gate_mark_tails(g, ctx, ledger);
     }
     if (ctx) {
-        /* No context that may end stays current in this thread. */
+        /* This thread keeps no context current, because a context may end. */
         os_unlock(&g->lock);
         driver->cuCtxSetCurrent(NULL);
         gate_lock(g);
@@ -193,8 +193,8 @@ static void helper_mark_tails(struct gate *g, struct ledger_device *ledger)
     g->blind = false;
 }
 
-/* Handles a grant that is not used yet: the thread that requested it is slow, or it is gone, and
- * then the grant is given back. */
+/* Handles a grant that is not used yet: the thread that requested it is slow, or no longer waits.
+ * In the latter case the grant is given back. */
 static uint64_t helper_unused(struct gate *g, const struct grant_device *grant,
                               struct ledger_device *ledger, uint64_t now, uint64_t due)
 {
@@ -240,7 +240,7 @@ static uint64_t helper_middle(struct gate *g, const struct grant_device *grant,
     helper_mark_tails(g, ledger);
     if (g->epoch != epoch)
         return 0;
-    /* Only the model knows how long that takes, and it learns from markers. */
+    /* Only the model knows when work without a marker ends, and it learns from markers. */
     if (gate_unmarked(g))
         return due;
     if (queue_runs(&g->queue))

@@ -2,8 +2,8 @@
  * Charges memory of modules and libraries that NVML attributes to no process: managed variables.
  *
  * No sample ever finds it in a process, so it is charged separately, and each charge is in the
- * table of blocks until its module, library or context ends. A load whose part of such memory
- * cannot be determined yet is noted here, and charged after the first sample that shows it.
+ * table of blocks until its module, library or context ends. A load for which the amount of such
+ * memory cannot be determined yet is noted here, and charged after the first sample that shows it.
  */
 #include "loads.h"
 
@@ -13,7 +13,7 @@
 
 static bool hidden_any; /* a module or library has memory that NVML does not attribute */
 
-/* A load of which it is not yet known how much memory NVML attributes to no process. */
+/* A load for which it is not known yet how much of its memory NVML attributes to no process. */
 struct open_load {
     uint64_t handle; /* 0: none */
     uint8_t owner;

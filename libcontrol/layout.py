@@ -327,7 +327,7 @@ def grant_device(index: int) -> int:
 
 
 def ledger_device(slot: int, index: int) -> int:
-    """Return the offset of GPU `index` of process `slot` in the ledger."""
+    """Return the offset of a process's GPU in the ledger. Raise IndexError if there is none."""
     if not 0 <= slot < N_SLOTS or not 0 <= index < N_DEVICES:
         raise IndexError((slot, index))
     return LEDGER_SLOTS + slot * LEDGER_SLOT.size + LEDGER_SLOT_DEVICES + index * LEDGER_DEVICE.size

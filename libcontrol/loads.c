@@ -95,9 +95,9 @@ uint64_t load_grown(const struct load *load)
 
 /*
  * Returns the GPU memory that was taken since the load began and is not charged to this process,
- * while its other threads allocate and free. If `freed`, what they free counts as well. It must not
- * count where no sample will correct the result: memory that a thread was freeing when the load
- * began is charged a moment longer, and would look like memory that the load took.
+ * while its other threads allocate and free. If `freed` is true, what they free counts as well. It
+ * must not count where no sample will correct the result: memory that a thread was freeing when the
+ * load began is charged a moment longer, and would look like memory that the load took.
  */
 static uint64_t load_taken(const struct load *load, bool freed)
 {
@@ -187,9 +187,9 @@ static void load_reveal(struct load *load, uint64_t taken, uint64_t since)
     load_await_unattributed(load, os_now());
 }
 
-/* Returns false if the container now exceeds its quota by more than `debt`, LOADS_DEBT after a
- * small load, or 0 if memory of no process was charged. The load then has to be undone as far as
- * possible. */
+/* Returns false if the container now exceeds its quota by more than `debt`. In its place,
+ * LOADS_DEBT applies after a small load, and 0 if memory of no process was charged. The load then
+ * has to be undone as far as possible. */
 bool load_end(struct load *load, CUresult result, uint64_t debt)
 {
     uint64_t now, taken;
@@ -200,7 +200,7 @@ bool load_end(struct load *load, CUresult result, uint64_t debt)
     now = os_now();
     if (taken < LOADS_MUCH) {
         account_driver_takes(load->device, taken);
-        /* Many small loads add up, but memory that others gave back may not be known yet. */
+        /* Many small loads add up, but it may not be known yet that others gave back memory. */
         if (likely(!account_over(load->device, LOADS_DEBT)))
             return true;
         account_await_sample(load->device, now, LOADS_WAIT_NS);

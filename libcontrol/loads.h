@@ -5,7 +5,7 @@
  * The driver's own cuMemGetInfo, before and after a load, shows it as long as other containers are
  * quiet. Each call takes 4 us on an H200, and a load a millisecond. A small amount is provisional
  * until the governor has sampled. A large amount is not believed before that: the load waits for a
- * sample, and is undone if the container is over its quota then. If the sample does not find the
+ * sample, and is undone if the container is then over its quota. If the sample does not find the
  * memory in the process, but more of the GPU's memory belongs to no process, then it belongs to
  * managed variables (H200: 128 MiB of them, taken at the load). They are charged until the module
  * ends. While other containers come and go, the amount cannot be determined. The load is then
@@ -33,8 +33,8 @@ struct load {
 
 /* ---- loads.c ---- */
 
-/* Around a load: load_begin(), call the driver, then load_end(). If it was loaded, hidden_note()
- * and loaded_note() follow, whatever load_end() returns. */
+/* Around a load: load_begin(), call the driver, then load_end(). If the load succeeded,
+ * hidden_note() and loaded_note() follow, whatever load_end() returns. */
 void load_begin(struct load *load);
 bool load_end(struct load *load, CUresult result, uint64_t debt);
 uint64_t load_grown(const struct load *load);

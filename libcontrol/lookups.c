@@ -7,7 +7,7 @@
  * not name. The node's configuration decides what happens to the latter (unknown_functions). A form
  * of a function that has to be hooked counts as unknown too, if that form is not hooked.
  *
- * A look-up by dlsym is not seen here: the loader finds the driver's function by itself.
+ * A look-up by dlsym is not seen here: the loader itself finds the function.
  */
 #include "control.h"
 #include "known.gen.h"

@@ -7,7 +7,7 @@
  * A library is loaded into a context when its first kernel is requested there. Programs do not
  * expect that to fail for lack of memory, and the code of a framework is large. A load that leaves
  * the container a little over its quota is therefore counted as debt, like everything that the
- * driver takes on its own. Managed variables are not.
+ * driver takes on its own. The memory of managed variables is not.
  */
 #include "loads.h"
 
@@ -134,8 +134,8 @@ static bool library_enters(CUlibrary library, uint64_t *bitp)
 
 /*
  * A kernel can be launched by its handle, which loads its library unnoticed. The kernel is
- * therefore kept in the table until the library is loaded into any context, and a launch of it
- * requests its function first. Until then no launch takes the fast path.
+ * therefore kept in the table until the library is loaded into any context, and its function is
+ * requested before the kernel is launched. Until then no launch takes the fast path.
  */
 static void kernel_note(CUkernel kernel, CUlibrary library)
 {

@@ -1,5 +1,5 @@
 /*
- * Keeps memory charged that is bound to a multicast object or to a logical endpoint.
+ * Keeps charging memory that is bound to a multicast object or to a logical endpoint.
  *
  * Neither takes any memory itself. Memory that is bound to one stays allocated until it is unbound
  * or the object ends. A multicast object ends like an allocation: with the last of its references

@@ -1,8 +1,8 @@
 /*
  * Resolves the functions of the original, the driver's own libcuda.
  *
- * The control library needs it (DT_NEEDED) as libcuda-origin.so.1. It is therefore loaded before
- * any code of the library runs, and every name that the library lacks falls through to it.
+ * The control library needs it (DT_NEEDED) as libcuda-origin.so.1. The original is therefore loaded
+ * before any code of the library runs, and every name that the library lacks falls through to it.
  */
 #include "control.h"
 
@@ -21,10 +21,10 @@ static CUresult origin_missing(void)
 }
 
 /*
- * The library's functions by the driver's own, which they replace. The driver answers look-ups by
- * cuGetProcAddress, and if its answer is in this table, the application gets the library's function
- * instead. The table uses open addressing, is built once and is at most half full, so a look-up
- * costs a multiplication and about one comparison.
+ * The library's functions, found by the driver's functions that they replace. The driver answers
+ * look-ups by cuGetProcAddress, and if its answer is in this table, the application gets the
+ * library's function instead. The table uses open addressing, is built once and is at most half
+ * full, so a look-up costs a multiplication and about one comparison.
  */
 #define ORIGIN_TABLE_BITS 10
 static struct {

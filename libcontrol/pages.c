@@ -1,5 +1,5 @@
 /*
- * Keeps where the grant page and the ledger are mapped in this process, and which of the driver's
+ * Records where the grant page and the ledger are mapped in this process, and which of the driver's
  * devices are those of the grant.
  */
 #include "pages.h"

@@ -85,7 +85,7 @@ class Reader:
 def write(page: mmap, base: int, name: str, field: str, value: int, *, index: int = 0) -> None:
     """Store one number where `read` with the same arguments finds it.
 
-    A reader that finds the value in a field of the order `release` also finds all earlier stores.
+    A reader that finds the value in a field with the order `release` also finds all earlier stores.
     """
     at, size, _, pack, releases = _PLACES[name, field]
     if releases and _fence is not None:
@@ -151,7 +151,7 @@ def write_usage(
 def read_usage(page: mmap) -> list[dict[str, int | tuple[int, ...]]]:
     """Return the entries of the usage part, as `write_usage` takes them.
 
-    It ignores the sequence number, so it is only for the process that writes the entries.
+    The sequence number is ignored, so this is only for the process that writes the entries.
     """
     found = []
     n_entries = read(page, layout.GRANT_USAGE, "usage_header", "n_entries")

@@ -7,7 +7,7 @@
  *
  * Without a grant page there is no quota to enforce, and cuInit fails with "system not ready".
  * Without a governor, cuInit waits for the next one for a limited time. After that the process
- * keeps a ledger of its own, until a governor is back (pages_rejoin.c).
+ * keeps its own ledger, until a governor is back (pages_rejoin.c).
  */
 #include "pages.h"
 
@@ -17,7 +17,7 @@
 /* If the heartbeat is younger than this, the governor is assumed to be restarting and cuInit waits
  * for it. */
 #define PAGES_RESTART_NS (10 * NS_PER_S)
-#define PAGES_N_TRIES    10 /* attempts that may fail while its heartbeat continues */
+#define PAGES_N_TRIES    10 /* attempts that may fail while the heartbeat continues */
 
 enum pages_answer {
     PAGES_JOINED,
@@ -209,7 +209,7 @@ bool pages_start(void)
                 pages_now.n_devices = LAYOUT_N_DEVICES;
             pages_now.on_governor_loss = pages_now.grant->on_governor_loss;
             answer = pages_join_patiently();
-            /* Only a process that starts while the governor is away keeps a ledger of its own. */
+            /* Only a process that starts while the governor is away keeps its own ledger. */
             if (answer == PAGES_NOBODY && !gate_lost(os_now())) {
                 control_log(
                     "the governor is running, but this process cannot reach it at " PAGES_DIRECTORY

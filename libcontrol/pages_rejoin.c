@@ -1,9 +1,9 @@
 /*
  * Reconnects to another governor, and if necessary moves to another ledger.
  *
- * When the governor is replaced, the connection ends and a helper makes a new one; slot and ledger
- * stay the same. A process that has kept a ledger of its own moves its counters when a governor is
- * back.
+ * When the governor is replaced, the connection ends and a helper makes a new one; the slot and the
+ * ledger stay the same. A process that has kept its own ledger moves its counters to the governor's
+ * when a governor is back.
  */
 #include "pages.h"
 
@@ -11,7 +11,7 @@
 #include <sys/mman.h>
 #include <sys/socket.h>
 
-#define PAGES_SLOW_NS (5 * NS_PER_S) /* longest wait for an answer; interval of late attempts */
+#define PAGES_SLOW_NS (5 * NS_PER_S) /* longest wait for an answer; time between late attempts */
 
 /* A new connection that is not answered yet. */
 struct pages_return {

@@ -69,7 +69,7 @@ long pages_connect(int fd)
 }
 
 /* Reads the answer: the number of a slot, and the ledger's descriptor or -1. Returns what recvmsg
- * does. */
+ * returns. */
 long pages_receive(int fd, int flags, uint32_t *slotp, int *ledger_fdp)
 {
     union {

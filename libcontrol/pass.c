@@ -13,8 +13,8 @@
 struct pass passes[PASS_N];
 uint32_t gate_lazy_kernels;
 
-/* Launches on all GPUs share the passes. A thread that changes one holds this lock, within the
- * gate's. */
+/* Launches on all GPUs share the passes. A thread that changes one holds this lock, which is taken
+ * after the gate's. */
 static struct os_lock passes_lock;
 
 /* Adds the launches that an open pass let through to the ledger. */
@@ -113,7 +113,7 @@ void pass_after_fork(void)
 
 /* Whether a stream may have a pass. Its handle alone has to determine where its work runs, which
  * the names of default streams do only with one GPU and one context. No stream may have one while
- * the launch of a kernel by its own handle would load a library (modules.c). */
+ * the launch of a kernel by the kernel's handle would load a library (modules.c). */
 static bool pass_fits(CUstream stream)
 {
     return ((uintptr_t)stream > 2 ||

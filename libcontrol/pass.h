@@ -7,9 +7,9 @@
  *
  * While no other container waits and no cap applies, `deadline_ns` is GRANT_OPEN, and a launch that
  * uses a pass is only counted. The average duration of a stream's launches is learned, and a pass
- * is valid for as many launches as take a few milliseconds. When too much is queued the next launch
- * waits: another container may want the GPU at any time, and would have to wait for all of it. Now
- * and then a launch is measured on its own, as a sample of what the program launches.
+ * is valid for as many launches as take a few milliseconds. When too much is queued, the next
+ * launch waits: another container may want the GPU at any time, and would have to wait for all of
+ * it. Now and then a launch is measured on its own, as a sample of what the program launches.
  *
  * Under a grant with a deadline, a pass is metered: it has a budget of GPU time, as much as may be
  * queued before the next marker, and pays for each launch by its learned duration. The launches are
@@ -20,7 +20,7 @@
 
 #include "control.h"
 
-#define PASS_N     16 /* number of passes; a stream's is found by its handle */
+#define PASS_N     16 /* number of passes; that of a stream is found by its handle */
 #define PASS_N_LOG 96 /* maximum number of launches with one metered pass */
 
 struct estimate;

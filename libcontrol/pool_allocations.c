@@ -1,5 +1,5 @@
 /*
- * Charges allocations from pools by claiming, before each, the most that its pool may grow by.
+ * Charges allocations from pools by claiming, before each, the maximum by which its pool may grow.
  *
  * If that does not fit, but the free memory in the pool may be enough for a small block, the
  * allocation is made without a claim, and is undone if the pool grew nevertheless. Frees need no
@@ -68,8 +68,8 @@ static void pool_trust_end(struct pool *pool, uint64_t until)
 /*
  * Trusts a thread to take a small block without a claim. Only one thread of the container at a time
  * is trusted, so the quota is exceeded by one unit at most. Returns the value that ends the trust,
- * or 0 if none is given. A container that is already over its quota, because the driver took
- * memory, may use the free memory of its pools, except for a while after a pool grew.
+ * or 0 if the thread is not trusted. A container that is already over its quota, because the driver
+ * took memory, may use the free memory of its pools, except for a while after a pool grew.
  */
 static uint64_t pool_trust(struct pool *pool)
 {

@@ -33,7 +33,7 @@ static bool pool_query(const void *queried, uint64_t *bytes)
                                          bytes) == CUDA_SUCCESS;
 }
 
-/* Notes that a pool that outgrew the quota is below its level again, or ends. */
+/* Notes that a pool that outgrew the quota is below its level again, or that it ends. */
 static void pool_back(struct pool *pool, uint64_t held)
 {
     uint64_t level = atomic_load_relaxed(&pool->level);
@@ -314,8 +314,8 @@ cold bool pools_squeeze(int device)
     return atomic_load_relaxed(memory) < before;
 }
 
-/* Called when the pools of this GPU may be about to end. Those that do not are queried again when
- * the application uses them. */
+/* Called when the pools of this GPU may be about to end. Those that do not end are queried again
+ * when the application uses them. */
 cold void pools_hand_over(int device)
 {
     int saved = errno;
@@ -337,7 +337,7 @@ void pools_after_fork(void)
     pools_lock.word = 0;
 }
 
-/* ---- pools of the application's own ---- */
+/* ---- pools that the application creates ---- */
 
 CONTROL_EXPORT CUresult cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps *poolProps)
 {

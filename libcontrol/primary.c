@@ -14,8 +14,8 @@ static bool primary_active(CUdevice dev)
     return driver->cuDevicePrimaryCtxGetState(dev, &flags, &active) == CUDA_SUCCESS && active;
 }
 
-/* The first thread that sees the context alive, or gone, counts it. Returns whether this is that
- * thread. */
+/* The first thread that sees the context alive, or gone, counts the change. Returns whether this is
+ * that thread. */
 static bool primary_turns(int device, bool alive)
 {
     return atomic_exchange_acq_rel(&primaries[device].alive, alive) != alive;

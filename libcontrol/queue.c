@@ -117,8 +117,8 @@ struct queue_stream *queue_find(struct queue *q, CUcontext ctx, CUstream stream)
 /* ---- launches ---- */
 
 /*
- * Whether a marker belongs before the next launch: around work that is still unknown, and where an
- * interval begins without a marker that is still ahead of the GPU.
+ * Whether the next launch needs a marker before it, because its duration is unknown, or because it
+ * begins an interval and no earlier marker of the stream is outstanding.
  */
 bool queue_wants_mark_before(const struct queue *q, const struct queue_stream *s, uint32_t era,
                              bool learn)
@@ -145,7 +145,7 @@ bool queue_wants_mark_before(const struct queue *q, const struct queue_stream *s
  * Returns when work that finds the queue empty at `now` begins. Where containers share one context
  * of the GPU, it starts alongside the last work of the previous holder, which is charged for the
  * time until `begins_ns` and may need longer than it reported. Events do not wait for that work, so
- * the interval between this container's first two seems to take longer.
+ * the interval between this container's first two events seems to take longer.
  */
 static uint64_t queue_begin(struct queue *q, uint64_t now)
 {
@@ -185,7 +185,7 @@ void queue_add(struct queue *q, struct queue_stream *s, const struct estimate *e
     }
 }
 
-/* Whether enough was launched since the last marker for another one. */
+/* Whether enough work was launched since the last marker to justify another one. */
 bool queue_wants_mark_behind(const struct queue_stream *s, uint64_t marker_ns)
 {
     return s->interval.n_parts == ESTIMATE_N_PARTS || s->pending_ns >= marker_ns;
@@ -457,8 +457,8 @@ bool queue_overruns(const struct queue *q)
 /*
  * Whether other containers should wait for the end of the remaining work. Alongside their work it
  * takes longer, so its end does not show whether it has also become longer by itself. Work that
- * does not end a grant shows that. Where there is none, as when a grant is one interval, this
- * returns true once in a while.
+ * does not end a grant shows that. Where there is no such work, as when a grant is one interval,
+ * this returns true once in a while.
  */
 bool queue_asks(struct queue *q)
 {

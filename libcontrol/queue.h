@@ -146,9 +146,9 @@ bool queue_capturing(CUstream stream);
 
 /*
  * Whether no work has ended for a long time, and for longer than predicted. The reason may be a
- * kernel that was never measured. Or streams wait for the application's next step (a host function,
- * cuStreamWaitValue32, a kernel that spins until another is launched), and would wait for ever if
- * its next launch waited for them.
+ * kernel that was never measured. Or streams may be waiting for the application's next step (a host
+ * function, cuStreamWaitValue32, a kernel that spins until another is launched), and would wait for
+ * ever if the next launch waited for them.
  */
 static inline bool queue_stalled(const struct queue *q, uint64_t now)
 {
@@ -162,7 +162,8 @@ static inline bool queue_runs(const struct queue *q)
     return q->n_markers && q->markers[q->head].era != q->era + 1;
 }
 
-/* Returns the ns of work left on the GPU at `now` that are not held and can be waited for. */
+/* Returns how much of the work that is not held is left at `now`, in ns; 0 if the queue is
+ * stalled. */
 static inline uint64_t queue_left(const struct queue *q, uint64_t now)
 {
     return q->busy_until > now && likely(!queue_stalled(q, now)) ? q->busy_until - now : 0;

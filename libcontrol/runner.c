@@ -7,12 +7,13 @@
  * step of the arbiter is due, and ten times a second to write the heartbeat. It reads and writes
  * the pages (runner_pages.c).
  *
- * The mutex is held for the length of one pass; adding and removing containers takes it too, so a
- * page is never touched after runner_remove() has returned.
+ * The mutex is held while pass() runs, and while containers are added or removed, so a page is
+ * never touched after runner_remove() has returned.
  *
  * Containers with several GPUs are granted them together. The threads share the state of gangs.c
- * under a mutex that is taken last, for the policy alone, with no system call but the write to the
- * eventfd that wakes another GPU's thread. A GPU that no such container has is stepped without it.
+ * under a mutex that is taken last, for the policy alone; the only system call under it is the
+ * write to the eventfd that wakes another GPU's thread. A GPU that no such container has is stepped
+ * without that mutex.
  */
 #include "runner_state.h"
 
@@ -54,13 +55,14 @@ static uint64_t pack_watch(int fd, uint64_t also)
     return also << 32 | (uint32_t)fd;
 }
 
-/* Reads once only: a process that writes faster than that is read again after all others. */
+/* Reads once only: the socket of a process that writes faster than that is read again after all
+ * others. */
 static void drain(struct runner *runner, int fd, uint64_t also)
 {
     char bytes[4096];
 
     if (read(fd, bytes, sizeof bytes) < 0)
-        return; /* nothing there after all */
+        return; /* there was nothing to read */
     if (also) {
         pthread_mutex_lock(&runner->runners->mutex);
         poke_each(runner->runners, also);
@@ -242,8 +244,9 @@ static void runners_join(struct runners *runners, struct runner *runner)
     pthread_mutex_unlock(&runners->mutex);
 }
 
-/* Makes a container's tenants a gang, which is granted its GPUs together; ARBITER_NOBODY: they are
- * granted one by one. The gang has to be removed before any of the tenants. */
+/* Makes a container's tenants a gang, which is granted its GPUs together. Returns its number, or
+ * ARBITER_NOBODY if the GPUs have to be granted one by one. The gang has to be removed before any
+ * of the tenants. */
 RUNNER_EXPORT int32_t runners_add(struct runners *runners, struct runner *const *each,
                                   const int32_t *tenants, uint32_t n)
 {

@@ -1,7 +1,7 @@
 """Rows of the API table for the functions of libnvidia-ml that Tidegate's own library answers.
 
-They are the functions of NVIDIA's header 13.0 that report the memory in use, the utilisation or
-the processes of a GPU. BAR 1, the video engines, GPM's metrics and the fields of
+They are the functions in version 13.0 of NVIDIA's header that report the memory in use, the
+utilisation or the processes of a GPU. BAR 1, the video engines, GPM's metrics and the fields of
 nvmlDeviceGetFieldValues (none of which is about memory in use or processes) concern the whole GPU
 and are left to the driver.
 """

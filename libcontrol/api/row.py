@@ -1,6 +1,6 @@
 """The type of a row of the API table: a function of the driver API and its method.
 
-- `gate`     starts work on the GPU, which may start while the container has the grant. `key` is
+- `gate`     starts work on the GPU, and may do so only while the container has the grant. `key` is
              the expression that identifies the work (its duration is learned under it), `blocks`
              distinguishes sizes of the same work, and `stream` is the stream that it is put into.
              `before` is an expression that may refuse the call, and `after` follows the call. The

@@ -94,7 +94,7 @@ def _old(fn: Fn) -> Fn:
 
 
 def _copy(name: str, params: str, copy: str) -> tuple[Fn, ...]:
-    """Return the rows of a copy function: both default streams, and the oldest form of a _v2."""
+    """Return a copy function's rows: for both default streams, and for the oldest form of a _v2."""
     if "CUstream hStream" in params:
         rows = with_ptsz(Fn(name, params, "copy", copy=copy, stream="hStream"))
     else:

@@ -101,7 +101,7 @@ static void capture_free(struct capture *capture)
     free(capture);
 }
 
-/** capture_find() - the capture in which an event was recorded, or NULL when it is over */
+/** capture_find() - the capture in which an event was recorded, or NULL if it has ended */
 struct capture *capture_find(uint64_t number)
 {
     struct capture *capture = driver.captures;

@@ -3,8 +3,8 @@
  *
  * Kernels are in the shared queue and are counted; "need" always means a number of kernels that the
  * context must have completed. Commands without GPU time (events, copies, callbacks) are attached
- * to the kernel that they need and are performed, in order, when this process learns that it has
- * completed.
+ * to the kernel that they need and are performed, in order, when this process learns that the
+ * kernel has completed.
  */
 #include "driver.h"
 
@@ -169,7 +169,7 @@ static uint64_t context_patience(const struct context *context)
 
 /*
  * Sleep until `need` kernels may have completed. Called with the device's lock, which is released
- * first. Returns an error when the context did not survive.
+ * first. Returns an error if the context did not survive.
  */
 static CUresult context_sleep(struct context *context, uint64_t need)
 {

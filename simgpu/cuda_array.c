@@ -2,8 +2,8 @@
  * Entry points: arrays
  *
  * The size of an array was measured on an H200: rows are rounded up to 64 bytes, their number to a
- * multiple of 8, and planes to a multiple of 16, or below 16 to a power of two. The sum is charged
- * like any other allocation. The elements are stored there row by row.
+ * multiple of 8, and the number of planes to a multiple of 16, or, below 16, to a power of two. The
+ * sum is charged like any other allocation. The elements are stored row by row.
  */
 #include "driver.h"
 
@@ -211,7 +211,7 @@ static CUDA_ARRAY3D_DESCRIPTOR level_shape(const CUDA_ARRAY3D_DESCRIPTOR *shape,
     return descriptor;
 }
 
-/* Offset of a level; for the number of levels, the size of all of them. */
+/* The offset of a level. If `level` is the number of levels, this is the size of all of them. */
 static size_t level_offset(const CUDA_ARRAY3D_DESCRIPTOR *shape, unsigned int level)
 {
     size_t offset = 0;

@@ -57,7 +57,7 @@ ENTRY(cuGraphInstantiateWithFlags, CUgraphExec *execp, CUgraph graph, unsigned l
 
     if (r)
         return r;
-    /* Other flags choose where to upload to and launch from, which a list of commands lacks. */
+    /* Other flags choose where a graph is uploaded or launched, and do not apply here. */
     if (!execp || !graph_valid(graph))
         return driver_leave(CUDA_ERROR_INVALID_VALUE);
     return driver_leave(

@@ -1,8 +1,8 @@
 /*
  * Entry points: memory of another process
  *
- * A handle names the block. Opening it allocates memory of the same size that takes no device
- * memory. The contents are not shared, because blocks are private memory here.
+ * A handle names the block. Opening it allocates private memory of the same size, which takes no
+ * device memory. The contents are therefore not shared.
  */
 #include "driver.h"
 

@@ -144,7 +144,7 @@ static CUresult allocate(CUdeviceptr *addressp, size_t bytes, CUmemoryPool pool,
         return r;
     if (!addressp || (named && !mempool_valid(pool)))
         return driver_leave(CUDA_ERROR_INVALID_VALUE);
-    if (stream->capture) { /* a captured graph has no memory of its own here */
+    if (stream->capture) { /* allocations cannot be captured here */
         capture_invalidate(stream->capture);
         return driver_leave(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
     }

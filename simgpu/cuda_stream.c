@@ -103,7 +103,7 @@ ENTRY(cuStreamQuery_ptsz, CUstream stream)
     return query(PER_THREAD(stream));
 }
 
-/* Does the context still exist in which the event was recorded? */
+/* Does the context in which the event was recorded still exist? */
 static bool event_alive(const struct event *event)
 {
     return event->context && context_valid(event->context) &&

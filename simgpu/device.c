@@ -9,9 +9,9 @@
  * The lock of the shared state is a futex word that names the holder's slot and generation. A
  * robust pthread mutex would name the thread id, which means nothing across pid namespaces: if
  * thread 1 of one container died while waiting, it would release the lock held by thread 1 of
- * another container. A process that has waited for a long time asks the kernel whether the holder's
- * slot is still alive, and takes the lock over from a dead holder. Nothing needs repair in that
- * case; layout.h says why.
+ * another container. A process that has waited for a long time asks the kernel whether the holder
+ * is still alive, and takes the lock over from a dead holder. Nothing needs repair in that case;
+ * layout.h says why.
  */
 #include "device.h"
 
@@ -140,7 +140,7 @@ static void shared_lock(struct device *device)
             continue;
         }
         if (LOCK_SLOT(seen) == device->slot) {
-            dead = true; /* a former owner of this slot, whose byte this process has now */
+            dead = true; /* a former owner of this slot: this process now has its byte */
         } else if (!(seen & LOCK_WAITERS)) {
             if (!atomic_compare_exchange_strong(&shared->lock, &seen, seen | LOCK_WAITERS))
                 continue;
@@ -172,7 +172,7 @@ uint64_t device_clock(const struct device *device)
 
 /*
  * Remove everything that one attachment left behind. If this process is killed before it is done,
- * the next one starts over.
+ * the next process to do this starts over.
  */
 static void slot_clear(struct gpu *gpu, uint32_t slot)
 {

@@ -100,7 +100,7 @@ struct stream {
     int priority;
     uint64_t need; /* the stream is done when the context has completed that many kernels */
     struct capture *capture;
-    const void *thread; /* that of the thread to which this default stream belongs, or NULL */
+    const void *thread; /* the thread to which this default stream belongs, or NULL */
     struct stream *next;
 };
 
@@ -171,7 +171,7 @@ struct allocation {
     unsigned int opened;           /* imported: number of times it is open here */
     struct handle *handle;         /* mapping: the memory that is mapped */
     uint64_t access;               /* mapping: which devices may use it */
-    /* Pool block, mapping: takes the memory, which does not end with the allocation. */
+    /* Pool block, mapping: takes back the memory, which does not end with the allocation. */
     void (*returned)(const struct allocation *item);
 };
 

@@ -64,7 +64,8 @@ static CUresult memory_new(int ordinal, struct graph_memory **memoryp)
     return CUDA_SUCCESS;
 }
 
-/* The first offset at which a new allocation overlaps none that is alive when it begins. */
+/* The first offset at which a new allocation overlaps no allocation that is alive when the new one
+ * begins. */
 static size_t free_place(const struct graph_memory *memory, size_t size)
 {
     size_t start = 0;

@@ -70,8 +70,8 @@ static int visible_index(struct device *const devices[DEVICES], int n, const cha
 }
 
 /*
- * Select the devices that `list` names, in its order, up to the first entry that names none or
- * repeats one.
+ * Select the devices that `list` names, in the order of the list, up to the first entry that names
+ * none or repeats one.
  */
 static int visible(struct device *devices[DEVICES], int n, const char *list)
 {

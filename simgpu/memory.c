@@ -194,7 +194,7 @@ static void *map(size_t size)
     return base == MAP_FAILED ? NULL : base;
 }
 
-/* Make an allocation with pages of its own. */
+/* Make an allocation with separate pages. */
 static CUresult allocate(struct allocation *item)
 {
     void *base;

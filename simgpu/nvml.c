@@ -1,8 +1,8 @@
 /*
  * The simulated GPU's NVML: the library, and each device's name and memory
  *
- * The library is an observer: it attaches to the device files like a CUDA process, in slots of its
- * own, and only reads.
+ * The library is an observer: it attaches to the device files like a CUDA process, in separate
+ * slots, and only reads.
  */
 #include "nvml_observer.h"
 

@@ -134,7 +134,7 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetSamples, nvmlDevice_t device, int type, unsigne
 
 /*
  * Busy time of each context at an earlier query of this observer. The device file keeps no such
- * history, so an observer has no data of the time before its first query.
+ * history, so an observer has no data about the time before its first query.
  */
 struct history {
     uint64_t now;

@@ -6,14 +6,14 @@
  * process advances it and in how many steps.
  *
  * These rules were measured on an H200 without MPS. Contexts with pending work take turns in a
- * circle, for one slice each (2 ms). Each context switch on the GPU takes 130 us, in which nothing
- * executes. A context that runs out of work gives way at once. A context that is alone keeps the
- * GPU and pays nothing, and so does one that returns to a GPU that no other context used in the
- * meantime. A slice begins when its context takes the GPU. If it ends while no other context waits,
- * the next one begins when another context does: on the H200 a newcomer does not interrupt the last
- * 0.1 ms of 4 ms of work. A kernel is interrupted at the end of a slice and resumes later where it
- * stopped. Each context has one queue: one kernel at a time, in the order of submission, regardless
- * of streams. A context may have a slice length of its own. A context that is switched off is
+ * circle, for one slice each (2 ms). Each context switch on the GPU takes 130 us, during which
+ * nothing executes. A context that runs out of work gives way at once. A context that is alone
+ * keeps the GPU and pays nothing, and so does one that returns to a GPU that no other context used
+ * in the meantime. A slice begins when its context takes the GPU. If it ends while no other context
+ * waits, the next one begins when another context does: on the H200 a newcomer does not interrupt
+ * the last 0.1 ms of 4 ms of work. A kernel is interrupted at the end of a slice and resumes later
+ * where it stopped. Each context has one queue: one kernel at a time, in the order of submission,
+ * regardless of streams. A context may have its own slice length. A context that is switched off is
  * interrupted at once and does not run until it is switched on (measured on an H100 and an H200).
  */
 #include "schedule.h"
@@ -216,9 +216,9 @@ void schedule_advance(struct gpu *gpu, uint64_t now)
 /**
  * schedule_predict() - when will a context have completed `need` commands?
  *
- * Returns the time on the GPU's clock if no process submits anything more, or an earlier time when
- * that is far away. New contexts make it later, never earlier; a context that ends makes it
- * earlier.
+ * Returns the time on the GPU's clock if no process submits anything more, or an earlier time if
+ * that time is far away. New contexts make the time later, never earlier; a context that ends makes
+ * it earlier.
  */
 uint64_t schedule_predict(const struct gpu *gpu, uint32_t index, uint64_t need,
                           struct gpu_timeline *scratch)
@@ -244,15 +244,15 @@ static uint64_t mix(uint64_t x)
 /**
  * schedule_duration() - time that a kernel takes, including the device's jitter, in ns
  *
- * Depends only on the device's seed, the context and the kernel's number in it. At least 1 ns, so
- * that each kernel ends later than the one before.
+ * The result depends only on the device's seed, the context and the kernel's number in it. It is at
+ * least 1 ns, so that each kernel ends later than the one before.
  */
 uint64_t schedule_duration(const struct gpu_config *config, uint64_t serial, uint64_t sequence,
                            uint64_t duration)
 {
     uint64_t span;
 
-    /* If the end were so far away that the clock overflows, the kernel would end at once. */
+    /* If the end were so far away that the clock overflowed, the kernel would end at once. */
     if (duration > 1ull << 60)
         duration = 1ull << 60;
     span = duration / 1000 * config->jitter;

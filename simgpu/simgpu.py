@@ -1,10 +1,9 @@
 """Create the device files of the simulated GPU, and read their state.
 
 This module depends on the layout in `simgpu/layout.h` (the offsets are asserted there and compared
-by a test) but not on the schedule. The state that it reads is that of the last time that a
-process that uses the device advanced its timeline. A process that uses a device loses it when it
-closes any descriptor of the file (that is how POSIX record locks work), so the descriptors opened
-here stay open.
+by a test) but not on the schedule. The state that it reads is as of the last time that a process
+advanced the device's timeline. A process that uses a device loses it when it closes any descriptor
+of the file (that is how POSIX record locks work), so the descriptors opened here stay open.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ CUresult stream_submit(struct stream *stream, const struct command *command)
 }
 
 /**
- * event_renew() - prepare an event for being recorded again, by `command`
+ * event_renew() - prepare an event to be recorded again by `command`
  *
  * Its earlier record is forgotten, even if it is still pending.
  */

@@ -44,7 +44,7 @@ def environment(build: Path, directory: Path) -> dict[str, str]:
 def start_python(build: Path, directory: Path, program: str) -> subprocess.Popen[str]:
     """Start a process that runs `program` with a `driver` in scope.
 
-    Its standard input and output are pipes.
+    The standard input and output of the process are pipes.
     """
     prelude = (
         "from pathlib import Path\n"
@@ -85,7 +85,7 @@ class SimulatedDriver:
             raise CudaError(name, code, self.error_name(code))
 
     def get(self, name: str, *arguments: object) -> int:
-        """Call an entry that stores a handle or number at its first parameter, and return that."""
+        """Call an entry that stores a value at its first parameter, and return that value."""
         result = ctypes.c_uint64()
         self.call(name, ctypes.byref(result), *arguments)
         return result.value

@@ -2,10 +2,10 @@
  * Virtual memory management: memory without an address, addresses without memory, and mappings
  *
  * Memory is a piece of a memory file, so that it can be mapped more than once and by other
- * processes. Exportable memory has a file of its own, which is described by its last page; all
- * other memory shares one file. The process that created the memory is charged for it until its own
- * handles and mappings are gone. A process that imported it is not charged, as NVML reports it, and
- * keeps the contents.
+ * processes. Exportable memory has a separate file, which its last page describes; all other memory
+ * shares one file. The process that created the memory is charged for it until its own handles and
+ * mappings are gone. A process that imported the memory is not charged, which matches what NVML
+ * reports, and keeps the contents.
  */
 #include "driver.h"
 
@@ -431,7 +431,7 @@ CUresult vmm_unmap(uintptr_t base, size_t size)
     return CUDA_SUCCESS;
 }
 
-/** vmm_access() - set the rights of one location on whole mappings; those of others stay */
+/** vmm_access() - set one location's rights on whole mappings; the others keep theirs */
 CUresult vmm_access(uintptr_t base, size_t size, const CUmemAccessDesc *wanted)
 {
     bool host = location_host(&wanted->location);

@@ -6,9 +6,9 @@ sleep, which no signal ends, neither SIGKILL nor the signal of a deadline. There
 process, the worker, accesses the root. The process that the runtime waits for never does, and
 abandons the worker when the deadline has passed.
 
-An abandoned worker removes what it has created as soon as the file system answers, and ends. It has
-none of the runtime's descriptors, because runtimes in Go wait until every process has closed a
-hook's outputs.
+An abandoned worker removes what it has created as soon as the file system answers, and then ends.
+It has none of the runtime's descriptors, because runtimes in Go wait until every process has closed
+a hook's outputs.
 
 This module imports as little as possible: memory that is in use before the fork is copied after it.
 """
@@ -40,7 +40,7 @@ link = -1
 
 
 def follow(pipe: int) -> None:
-    """Have the kernel send SIGALRM when the waiting process ends; OSError if it already has.
+    """Have the kernel send SIGALRM when the waiting process ends. Raise OSError if it already has.
 
     Nothing is ever written to the pipe, so a signal for it means that its other end is closed.
     PR_SET_PDEATHSIG is not sufficient: the kernel clears it when a process changes its user.
@@ -76,7 +76,7 @@ def overdue(seconds: float, who: str) -> "MountError":
 
 
 def run_apart(work: "Callable[[], int]", seconds: float, who: str = "the hook") -> int:
-    """Do work in a worker process and return its status; MountError if it is late or incomplete.
+    """Do work in a worker and return its status. Raise MountError if it is late or incomplete.
 
     `seconds` is the deadline that the work itself sets. A child of the fork server is a worker
     already, so it does the work itself.

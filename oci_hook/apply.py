@@ -61,7 +61,7 @@ class CreatedContainer:
     """A container that the runtime is creating, held by descriptors."""
 
     def __init__(self, pid: int, root: str) -> None:
-        """Open the process, its mount namespace and its root; a reused pid cannot mix them up."""
+        """Open the process, its mount namespace and its root, so that a reused pid does no harm."""
         self.pid = pid
         self.root = root
         self.procfd = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -142,7 +142,7 @@ class Undo:
         self.steps.append(step)
 
     def at_success(self, step: Callable[[], None]) -> None:
-        """Add a step that removes what only undoing needs; it may use only descriptors."""
+        """Add a step that removes what is needed only for undoing; it may use only descriptors."""
         self.remains.append(step)
 
     def note(self, trace: HookTrace) -> None:
@@ -238,8 +238,8 @@ def _exchange(dirfd: int, name: str) -> None:
     except OSError as e:
         if e.errno != errno.EINVAL:
             raise
-        # NFS and others cannot exchange names. The name is missing for a moment, but no program of
-        # the container runs yet.
+        # NFS and some other file systems cannot exchange names. The name is missing for a moment,
+        # but no program of the container runs yet.
         kernel.renameat(dirfd, name, ASIDE)
         try:
             kernel.renameat(dirfd, TEMPORARY, name)

@@ -37,8 +37,8 @@ def leads_to(path: object, own: str) -> bool:
 def find_claims(document: dict[str, Any], own: str) -> tuple[tuple[str, str], ...]:
     """Return the shares in config.json as (claim, name); `own` is this hook's path.
 
-    BundleError if a device of tidegate.gpu/shared is requested as well: its GPU would not belong to
-    the claim.
+    Raise BundleError if a device of tidegate.gpu/shared is requested as well: its GPU would not
+    belong to the claim.
     """
     found: dict[tuple[str, str], None] = {}
     shared = False

@@ -186,7 +186,7 @@ def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[Hoo
         finally:
             os.close(fd)
         # Files of an earlier container with this id may be in use by other containers on the same
-        # root. Its note is kept until those end.
+        # root. The earlier container's note is kept until those containers end.
         with suppress(FileNotFoundError):
             kernel.renameat(dirfd, ident, f"{ident}@{note.made}")
         kernel.renameat(dirfd, temporary, ident)
@@ -357,7 +357,7 @@ def sweep_apart(runtime_dir: str) -> None:
 
 
 def _remove_trace(procfd: int, rootfd: int, trace: HookTrace, traces: list[HookTrace]) -> None:
-    """Remove one trace, unless it is no longer what was created; OSError if that fails."""
+    """Remove one trace if it is still what was created. Raise OSError if that fails."""
     parent, _, name = trace.path.rpartition("/")
     dirfd = kernel.open_in_root(rootfd, parent or ".", os.O_PATH | os.O_DIRECTORY, same_mount=True)
     try:
@@ -410,7 +410,7 @@ def _restore_cache(dirfd: int, name: str, kept: dict[str, Any]) -> None:
 def _without_entries(rootfd: int, data: bytes, ours: list[str]) -> bytes | None:
     """Return a cache that the container wrote, without the entries for the hook's directories.
 
-    None if it stays unchanged: it is malformed, no entry leads there, or more than LOOKS
+    Return None if it stays unchanged: it is malformed, no entry leads there, or more than LOOKS
     directories would have to be resolved.
     """
     cache = ldcache.parse(data)

@@ -47,7 +47,7 @@ class Reservation(NamedTuple):
 
 
 def _whole(value: Any, most: int) -> int:
-    """Return a number from an answer, 0 for null; ValueError if it is not from 0 to `most`."""
+    """Return a number from an answer, 0 for null. Raise ValueError unless it is 0 to `most`."""
     if value is None:
         return 0
     if type(value) is not int or not 0 <= value <= most:
@@ -94,7 +94,7 @@ def parse_admission(answer: dict[str, Any]) -> Grant:
 
 
 def parse_reservation(answer: dict[str, Any]) -> Reservation:
-    """Return the reservation in an answer, with the errors of `parse_admission`."""
+    """Return the reservation in an answer; raise the same errors as `parse_admission`."""
     minors = tuple(minor for _, minor in _devices(answer) if minor is not None)
     return Reservation(_name(answer["reservation"]), minors)
 
@@ -213,7 +213,7 @@ class Client:
         )
 
     def _request(self, op: str, fds: tuple[int, ...] = (), **fields: object) -> dict[str, Any]:
-        """Send one request and return its answer; AdmissionRefusedError if that is not `ok`."""
+        """Send a request and return its answer. Raise AdmissionRefusedError if that is not `ok`."""
         line = dump_json({"v": 1, "op": op, **fields}).encode() + b"\n"
         if len(line) > LINE_LIMIT:
             raise UnreachableError(

@@ -5,11 +5,12 @@ programs in `oci_hook/front` connect to this server instead. One of its children
 the script, with the caller's standard input, working directory and command line, and with files in
 place of its outputs. Without the server everything works, only slower.
 
-A caller is served if the script would run here as it does there: the caller is root, and has the
-same version and installation, the same mount, PID and user namespaces and the same root directory.
-Any other caller is declined and executes the script. A child ends with its caller: the kernel sends
-it a signal when the caller's end of a pipe closes. That happens when a runtime gives up on a hook
-and kills it, or when the caller abandons a child that is stuck (`oci_hook.apart`).
+A caller is served if the script would run in the server as it would in the caller: the caller is
+root, and has the same version and installation, the same mount, PID and user namespaces and the
+same root directory. Any other caller is declined and executes the script. A child ends with its
+caller: the kernel sends it a signal when the caller's end of a pipe closes. That happens when a
+runtime gives up on a hook and kills it, or when the caller abandons a child that is stuck
+(`oci_hook.apart`).
 
 Spare children are forked in advance and accept a caller themselves, so no start waits for a fork.
 They end when the server ends, which closes a pipe that they watch.
@@ -135,7 +136,7 @@ def _namespaces(pid: str) -> list[tuple[int, int]]:
 
 
 def read_request(caller: socket.socket, version: str) -> list[str]:
-    """Receive a request: role, program and arguments. Raises Declined if it is not served here.
+    """Receive a request: role, program and arguments. Raise Declined if it is not served here.
 
     A caller sends its version, the directory of its scripts, the role, the path by which it was
     executed, and its arguments, each followed by a NUL.
@@ -156,7 +157,7 @@ def read_request(caller: socket.socket, version: str) -> list[str]:
 
 
 def read_descriptors(caller: socket.socket) -> list[int]:
-    """Receive the caller's descriptors; OSError if the caller has given up."""
+    """Receive the caller's descriptors. Raise OSError if the caller has given up."""
     _, fds, flags, _ = socket.recv_fds(caller, 1, N_DESCRIPTORS)
     if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC) or len(fds) != N_DESCRIPTORS:
         raise OSError(errno.EPROTO, "the caller sent no descriptors")
@@ -206,7 +207,7 @@ class ForkingServer:
     """Listens on the socket and forks the children that serve callers."""
 
     def __init__(self, runtime_dir: str, *, wait: bool = False) -> None:
-        """Start listening; OSError if another server is running or the directory is missing.
+        """Start listening. Raise OSError if another server runs or the directory is missing.
 
         With `wait`, wait until the other server has ended.
         """

@@ -1,6 +1,6 @@
 """Inspects an image: its library directories, loader and ld.so.cache, and its own drivers.
 
-It changes nothing. The image is hostile: every path is opened with openat2(2), confined to the
+It changes nothing. The image is not trusted: every path is opened with openat2(2), confined to the
 image's root. A file is checked by its descriptor to be a regular file before it is opened for
 reading, and is read up to a limit.
 """
@@ -71,7 +71,7 @@ class Image(NamedTuple):
     def subdirectory(self) -> str:
         """The subdirectory that this image's loader searches first in each library directory.
 
-        Unless `by_cache`: then it searches none.
+        If `by_cache` is true, the loader searches none.
         """
         return self.target[len(self.library_dir) + 1 :]
 
@@ -109,7 +109,7 @@ def _find(rootfd: int, path: str, flags: int = os.O_PATH, *, as_loader: bool = F
     """Open a path in the root; None if it does not exist or cannot be reached.
 
     `as_loader` is for a path that a loader searches: if only a process inside the container can
-    reach it, that is an ImageError.
+    reach it, ImageError is raised.
     """
     try:
         return kernel.open_in_root(rootfd, path, flags)
@@ -358,7 +358,7 @@ def inspect_image(
 
 
 def _process(document: dict[str, Any]) -> tuple[str, str, dict[str, str]]:
-    """Return working directory, program and the relevant environment from config.json."""
+    """Return the working directory, program and relevant environment from config.json."""
     process = document.get("process")
     if type(process) is not dict:
         return "/", "", {}
@@ -445,11 +445,11 @@ def _compat_directories(rootfd: int) -> list[str]:
 
 
 def look_for_drivers(rootfd: int, image: Image, search: list[str]) -> Image:
-    """Find the directories that contain a driver: in `search`, defaults, CUDA's compat packages.
+    """Find the directories with a driver, in `search`, the defaults and CUDA's compat packages.
 
     A loader searches Tidegate's subdirectory of each first, so the node's driver can be mounted
-    there; ImageError if it cannot. Call this in the container's mount namespace, because only there
-    are its volumes visible.
+    there. Raise ImageError if it cannot. Call this in the container's mount namespace, because only
+    there are its volumes visible.
     """
     if image.by_cache:
         return _refuse_own(rootfd, image, search)
@@ -484,7 +484,7 @@ def look_for_drivers(rootfd: int, image: Image, search: list[str]) -> Image:
 
 
 def _refuse_own(rootfd: int, image: Image, search: list[str]) -> Image:
-    """Refuse a driver that a loader finds without ld.so.cache, as nothing comes before it."""
+    """Refuse a driver that a loader finds without ld.so.cache: it precedes the node's driver."""
     for path in search + _compat_directories(rootfd):
         driver = _find_driver(rootfd, path)
         if driver:
@@ -500,7 +500,7 @@ def _refuse_own(rootfd: int, image: Image, search: list[str]) -> Image:
 def _refuse_before(rootfd: int, path: str, image: Image) -> None:
     """Refuse a driver in a subdirectory that a loader searches before the node's driver.
 
-    Mounting the node's driver there instead would hide the image's other files in it.
+    Mounting the node's driver there instead would hide the other files of that directory.
     """
     loaders = LOADERS[image.machine]
     if image.subdirectory != loaders.hwcaps:

@@ -120,8 +120,8 @@ def openat2(dirfd: int, path: str, flags: int, resolve: int, mode: int = 0) -> i
     """Open a path that `resolve` confines; the descriptor is close-on-exec.
 
     While any process on the node renames a directory or mounts, the kernel cannot tell whether a
-    ".." in the path stayed inside, and returns EAGAIN: openat2(2). The call is then repeated for
-    about a second.
+    ".." in the path stayed inside the root, and returns EAGAIN: openat2(2). The call is then
+    repeated for about a second.
     """
     how = open_how(flags | os.O_CLOEXEC, mode, resolve)
     for attempt in range(TRIES):

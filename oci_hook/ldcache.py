@@ -21,7 +21,7 @@ TAG_GENERATOR = 0
 TAG_HWCAPS = 1
 FLAGS_X86_64 = 0x0303  # FLAG_X8664_LIB64 | FLAG_ELF_LIBC6
 FLAGS_AARCH64 = 0x0A03  # FLAG_AARCH64_LIB64 | FLAG_ELF_LIBC6
-FLAGS_I386 = 0x0003  # FLAG_ELF_LIBC6; i386 has no bit of its own
+FLAGS_I386 = 0x0003  # FLAG_ELF_LIBC6; there is no bit for i386
 DL_CACHE_HWCAP_EXTENSION = 1 << 62
 CACHE_LIMIT = 4 << 20
 NAME_LIMIT = 255  # NAME_MAX: a soname in a cache is the name of a file
@@ -107,7 +107,7 @@ def parse(data: bytes) -> Cache | None:
 
 
 def _parse_entries(data: bytes, base: int, first: int, count: int) -> tuple[CachedLibrary, ...]:
-    """Read the entries; DamagedCacheError if all names together exceed twice the file's size.
+    """Read the entries. Raise DamagedCacheError if the names total over twice the file's size.
 
     ldconfig writes each path once, and a soname is at most as long as its path. Entries that share
     a long name would fill the memory with copies of it.

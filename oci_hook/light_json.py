@@ -27,7 +27,7 @@ REFUSED = (StopIteration, SystemError, ValueError, RecursionError)
 
 
 def _number(text: str) -> int | float:
-    """Return a number with a fraction or an exponent: 5.0 as an int; ValueError for 1e999."""
+    """Return a number with a fraction or an exponent: 5.0 as an int; raise ValueError for 1e999."""
     value = float(text)
     if value in (float("inf"), float("-inf")):
         raise ValueError(f"{text[:40]} is too large a number")

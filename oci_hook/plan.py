@@ -1,4 +1,4 @@
-"""Plans the mounts and files for a container, from facts only: it reads and changes nothing."""
+"""Plans the mounts and files for a container from given facts; it reads and changes nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ else:
 
 
 class BindDirectory(NamedTuple):
-    """Mounts a directory of the host, read-only, nosuid and nodev, on one in the container."""
+    """Mounts a host directory, read-only, nosuid and nodev, on a directory in the container."""
 
     source: str  # on the host
     target: str  # below the container's root
@@ -33,7 +33,7 @@ class BindDirectory(NamedTuple):
 
 
 class BindFile(NamedTuple):
-    """Mounts a file of the host, read-only, nosuid and nodev, on one in the container."""
+    """Mounts a file of the host, read-only, nosuid and nodev, on a file in the container."""
 
     source: str
     target: str
@@ -261,7 +261,7 @@ def _plan_place(manifest: MirrorManifest, choice: PlacePlan, image: Image) -> li
 def plan_container(
     manifest: MirrorManifest, share: WantedParts, grant: Grant, image: Image
 ) -> Plan:
-    """Plan one container; ImageError if it asks for compat32 and the image does not support it."""
+    """Plan a container. Raise ImageError if it asks for compat32 and the image lacks it."""
     mirror_set = share.mirror_set
     operations: list[Operation] = [
         _bind_directory(manifest, mirror_set.lib64, target)

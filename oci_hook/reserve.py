@@ -61,8 +61,9 @@ class Settings(NamedTuple):
 def from_environment(document: dict[str, Any]) -> dict[str, str]:
     """Return the requests in the container's environment, as annotations.
 
-    An image can set these variables, not only the user who starts the container. So they are a
-    last resort for engines without annotations, and count only if the node's settings allow it.
+    Not only the user who starts the container but also the image can set these variables. So they
+    are a last resort for engines without annotations, and count only if the node's settings allow
+    it.
     """
     process = document.get("process")
     variables = process.get("env") if type(process) is dict else None
@@ -118,8 +119,8 @@ def edit_config(
 ) -> tuple[str, bytes | None]:
     """Return the outcome, and the edited config.json; None if it stays unchanged.
 
-    `bundle` is the base of a relative root.path, `name` is for messages. HookError if the container
-    cannot start; a reservation that was made before the error expires by itself.
+    `bundle` is the base of a relative root.path, `name` is for messages. Raise HookError if the
+    container cannot start; a reservation that was made before the error expires by itself.
     """
     document, annotations, identity = parse_document(data, show(name))
     if find_claims(document, settings.entry.path):

@@ -208,7 +208,7 @@ def state_root(arguments: list[str]) -> str:
 
 
 def read_node(path: str, arguments: list[str], *, strict: bool = True) -> NodeSettings:
-    """Read the settings for a command line; SettingsError if they are invalid or name no runtime.
+    """Read a command line's settings. Raise SettingsError if they are invalid or name no runtime.
 
     Without `strict`, only a missing runtime is an error.
     """
@@ -312,7 +312,7 @@ class PendingContainer:
 
 
 def read_pending(call: EngineCall, node: NodeSettings) -> PendingContainer | None:
-    """Read config.json; None if it requests no GPU, HookError if the container cannot start."""
+    """Return the container; None if it requests no GPU. Raise HookError if it cannot start."""
     from oci_hook.quick import may_mention_us
     from oci_hook.state import read_file
 
@@ -352,7 +352,7 @@ def read_pending(call: EngineCall, node: NodeSettings) -> PendingContainer | Non
 
 
 def edit(pending: PendingContainer, event: RunEvent) -> None:
-    """Edit config.json if necessary; HookError if the container cannot start."""
+    """Edit config.json if necessary. Raise HookError if the container cannot start."""
     from oci_hook.errors import BundleError, show
     from oci_hook.quick import arm, disarm
     from oci_hook.reserve import edit_config

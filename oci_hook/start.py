@@ -122,7 +122,7 @@ def prepare_container(start: Start) -> str:
 
 
 def read_request(start: Start) -> Asked:
-    """Parse the container's request; HookError if it is invalid on every node."""
+    """Parse the container's request. Raise HookError if it is invalid on every node."""
     annotations, document = start.annotations, start.bundle.document
     reservation = take_reservation(annotations)
     refuse_foreign(document)
@@ -144,8 +144,8 @@ def inspect(start: Start, asked: Asked) -> NodeAndImage:
     container = CreatedContainer(state.pid, bundle.root)
     # Clean up after an earlier container with this id that ended without a report.
     cleanup.take_back(options.runtime_dir, state.id)
-    # Held until this process ends: another start or end on this root finds either everything
-    # that this start creates, or nothing.
+    # Held until this process ends: another start or end on this root finds either all that this
+    # start creates, or nothing of it.
     place = os.fstat(container.rootfd)
     home = kernel.path_of(container.procfd, container.rootfd)
     cleanup.lock(options.runtime_dir, place.st_dev, place.st_ino)
@@ -165,7 +165,7 @@ def inspect(start: Start, asked: Asked) -> NodeAndImage:
 
 
 def admit(start: Start, asked: Asked, found: NodeAndImage, client: Client) -> Grant:
-    """Ask the governor to admit the container; return the admission. HookError if it refuses."""
+    """Have the governor admit the container; return the admission. Raise HookError if refused."""
     options, state = start.options, start.state
     return client.admit(
         ident=state.id,

@@ -22,7 +22,7 @@ PID_LIMIT = 1 << 22  # PID_MAX_LIMIT
 
 
 class OciState:
-    """The OCI state. A plain class, because NamedTuple would cost every container 3 ms."""
+    """The OCI state, as a plain class: NamedTuple would cost every container 3 ms."""
 
     __slots__ = ("annotations", "bundle", "id", "pid")
 
@@ -177,12 +177,12 @@ def parse_state(data: bytes | None, *, needs_pid: bool = True) -> OciState:
 def read_config(
     bundle: str, hint: str = "the runtime that started the hook keeps config.json in the bundle"
 ) -> bytes:
-    """Return the content of config.json; BundleError with `hint` if it cannot be read."""
+    """Return the content of config.json. Raise BundleError with `hint` if it cannot be read."""
     return read_file(f"{bundle}/config.json", hint)
 
 
 def read_file(path: str, hint: str) -> bytes:
-    """Return the content of a file of the runtime or engine; BundleError if it cannot be read."""
+    """Return the content of an engine's file. Raise BundleError if it cannot be read."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
@@ -246,7 +246,7 @@ def parse_document(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, st
 
 
 def _identity(annotations: dict[str, str], *, asks: bool) -> dict[str, str]:
-    """Return which pod the container belongs to.
+    """Return the identity of the pod to which the container belongs.
 
     Each engine overwrites a user's values of its own annotations, but not of the other engine's,
     and CRI-O passes on all annotations of a pod. So values that disagree come from a user. A

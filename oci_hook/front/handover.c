@@ -88,7 +88,8 @@ int handover_connect(const char *runtime_dir)
 
 /*
  * Stores the directory of the scripts in `path`: the parent of this program's directory, or the
- * source directory if the build is not installed. False if it cannot be determined.
+ * source directory if the build is not installed. Returns false if the directory cannot be
+ * determined.
  */
 static bool find_scripts(char *path, size_t room)
 {
@@ -189,7 +190,7 @@ static int send_descriptors(int server, const int outputs[2])
     return -1;
 }
 
-/* Receives the server's answer, one byte. HANDOVER_LOST or HANDOVER_LATE if none comes. */
+/* Receives the server's answer, one byte. Returns HANDOVER_LOST or HANDOVER_LATE if none comes. */
 static int receive(int server)
 {
     unsigned char answer;

@@ -19,15 +19,16 @@ struct text {
     size_t size;
 };
 
-/* Reads `fd` to its end. False if it has more than `limit` bytes or cannot be read. */
+/* Reads `fd` to its end. Returns false if it has more than `limit` bytes or cannot be read. */
 bool text_read(int fd, size_t limit, struct text *text);
 
-/* Reads a regular file. False if it is not one, is larger than CONFIG_LIMIT, or cannot be read. */
+/* Reads a regular file. Returns false if it is not one, is too large (CONFIG_LIMIT), or cannot be
+ * read. */
 bool text_read_file(const char *path, struct text *text);
 
 /*
- * Reads a deadline in seconds: digits, with or without a fraction. False for any other form, and
- * for less than 1 ms or more than an hour.
+ * Reads a deadline in seconds: digits, with or without a fraction. Returns false for any other
+ * form, and for less than 1 ms or more than an hour.
  */
 bool text_read_deadline(const char *text, double *seconds);
 

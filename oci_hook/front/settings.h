@@ -16,7 +16,7 @@ struct settings {
 /*
  * Reads the settings; a missing file means the defaults. `root` is the directory that --root names,
  * by which `runtime-for` chooses the runtime: "" if none, NULL if the command line has an unknown
- * form. False if a line of the file is not in the expected form, or if no runtime is found; the
- * script then handles it, or reports the error.
+ * form. Returns false if a line of the file is not in the expected form, or if no runtime is found;
+ * the script then handles the call, or reports the error.
  */
 bool settings_read(const char *path, const char *root, struct settings *settings);

@@ -248,8 +248,8 @@ bool account_try(int device, uint64_t size, bool unseen)
     if (size > limit || unlikely(pages_denied()))
         return false;
     account_moves(device, size, unseen);
-    /* Two processes that reserve at once may see each other and both step back although one of them
-     * fits. So each of them tries a few more times before it gives up. */
+    /* Two processes that reserve at the same time may see each other and both step back although
+     * one of them fits. So each of them tries a few more times before it gives up. */
     for (int attempt = 0;; attempt++) {
         account_add(device, size, unseen);
         if (likely(account_used(device) <= limit))
@@ -336,7 +336,7 @@ static bool account_fits(int device, uint64_t used, uint64_t size)
 /*
  * Claims as soon as there is room, and returns false as soon as it is certain that there is none.
  *
- * A sample that begins amid the container's allocations leaves open how much the driver took, and
+ * A sample that begins while the container allocates leaves open how much the driver took, and
  * the published overhead may then be too high. A sample that is due may find that the driver gave
  * memory back. As long as either could make room, this waits for samples, and asks for one if none
  * is due. Nothing is claimed meanwhile: claims that are taken back make a sample uncertain, too.

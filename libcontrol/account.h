@@ -2,7 +2,7 @@
  * Accounting of device memory: what this process holds, and what the container may hold.
  *
  *   account.c     charges: the sum over the container's processes against the quota
- *   account_blocks.c   what allocations are charged as, from their call to their end
+ *   account_blocks.c   the charges for blocks of memory, from their allocation to their end
  *   blocks.c      the live allocations of this process
  *   held.c        the charge for what a pool of the driver holds
  *   pools.c, pool_allocations.c   stream-ordered allocation
@@ -277,7 +277,7 @@ static inline uint64_t held_bytes(const struct held *held)
     return (atomic_load_acquire(&held->word) & HELD_MASK) * HELD_UNIT;
 }
 
-/* Replaces the charge by what `query` returns, and gives back a claim of `claimed` bytes. */
+/* Replaces the charge with what `query` returns, and gives back a claim of `claimed` bytes. */
 void held_settle(struct held *held, int device, bool unseen, uint64_t claimed,
                  bool (*query)(const void *pool, uint64_t *bytes), const void *pool);
 uint64_t held_clear(struct held *held);

@@ -91,7 +91,7 @@ void arbiter_accrue(struct arbiter *arbiter, uint64_t now)
 }
 
 /*
- * Replaces the estimates made at the end of the last grants by what the GPU's clock measured. The
+ * Replaces the estimates made at the end of the last grants with what the GPU's clock measured. The
  * report comes from the container, so it is believed only within bounds.
  *
  * Where the last work of a grant runs alongside the first of the next, the use of all containers

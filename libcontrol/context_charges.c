@@ -2,7 +2,7 @@
  * Charges what a context of any kind takes, at its creation and later, and refunds what ends with
  * it.
  *
- * Every context takes some hundreds of megabytes that no allocation shows. They are claimed before
+ * Every context takes several hundred megabytes that no allocation shows. They are claimed before
  * the driver creates the context and are provisional afterwards, until NVML has been sampled
  * (account.c).
  */

@@ -154,9 +154,9 @@ void estimate_learn(struct estimate *e, const struct estimate_interval *interval
 
         if (!alone && !e->kinds[kind].n_samples)
             continue; /* the first measurement has to be of the kind alone */
-        /* The first measurement counts in full, and later ones count a quarter; a mixture says less
-         * about each of its parts. One outlier (a neighbour's time slice, a clock ramp) changes an
-         * estimate by a factor of two at most. */
+        /* The first measurement counts in full, and later ones count for a quarter; a mixture says
+         * less about each of its parts. One outlier (a neighbour's time slice, a clock ramp)
+         * changes an estimate by a factor of two at most. */
         gain = alone ? (e->kinds[kind].n_samples ? 0.25f : 1.0f) : 0.15f;
         step = 1.0f + gain * (ratio - 1.0f);
 

@@ -1,5 +1,5 @@
 /*
- * Replaces the answers to look-ups of functions by cuGetProcAddress.
+ * Replaces the driver's answers when a program looks functions up with cuGetProcAddress.
  *
  * The driver answers. If its answer is a function that the control library hooks, the program gets
  * the hook instead. Every other function is the driver's own, and is called directly: those that

@@ -17,7 +17,7 @@ uint32_t gate_lazy_kernels;
  * after the gate's. */
 static struct os_lock passes_lock;
 
-/* Adds the launches that an open pass let through to the ledger. */
+/* Adds to the ledger the launches that an open pass let through. */
 static void pass_report(struct pass *p)
 {
     uint32_t used = atomic_load_relaxed(&p->used);
@@ -56,7 +56,7 @@ static uint32_t pass_kind(struct gate *g, CUstream stream)
     return estimate_kind(&g->estimate, (uintptr_t)stream + 1, UINT64_MAX, 0);
 }
 
-/* Adds the launches that an open pass let through to the model of the queue. Launches on another
+/* Adds to the model of the queue the launches that an open pass let through. Launches on another
  * GPU are dropped. */
 static void pass_count(struct gate *g, struct pass *p)
 {
@@ -112,8 +112,8 @@ void pass_after_fork(void)
 }
 
 /* Whether a stream may have a pass. Its handle alone has to determine where its work runs, which
- * the names of default streams do only with one GPU and one context. No stream may have one while
- * the launch of a kernel by the kernel's handle would load a library (modules.c). */
+ * the handle of a default stream does only with one GPU and one context. No stream may have one
+ * while the launch of a kernel by the kernel's handle would load a library (modules.c). */
 static bool pass_fits(CUstream stream)
 {
     return ((uintptr_t)stream > 2 ||
@@ -237,7 +237,7 @@ bool pass_spend(struct pass *p, uint32_t limit, uintptr_t key, uint64_t blocks)
 }
 
 /*
- * Ends the metered pass and adds the launches that it let through to the model. The times of these
+ * Ends the metered pass and adds to the model the launches that it let through. The times of these
  * launches are not known, except that they came after the pass began. The next marker corrects the
  * model.
  */

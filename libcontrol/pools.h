@@ -31,5 +31,5 @@ struct pool {
 struct pool *pool_of(CUmemoryPool handle);
 struct pool *pool_of_stream(CUstream stream);
 
-/* Replaces the charge by what the pool holds now, and gives back a claim of `claimed` bytes. */
+/* Replaces the charge with what the pool holds now, and gives back a claim of `claimed` bytes. */
 void pool_settle(struct pool *pool, uint64_t claimed);

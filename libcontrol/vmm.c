@@ -315,8 +315,8 @@ enum unmap_step { UNMAP_LEAVE, UNMAP_END, UNMAP_UNDO };
 #define UNMAP_LEFT 1 /* in `count`: the mapping was taken off its handle */
 #define UNMAP_LAST 2 /* and it was the last that kept the allocation alive */
 
-/* A value for this thread: if two threads unmap a range at once, the driver rejects one of the
- * calls. */
+/* A value for this thread: if two threads unmap a range at the same time, the driver rejects one of
+ * the calls. */
 static uint32_t unmap_left(void)
 {
     static __thread char here;

@@ -190,7 +190,7 @@ def open_source(operation: BindDirectory | BindFile, hold: int) -> int | None:
     `hold` is a descriptor of the generation that the manifest was read from: its path may lead to
     another generation by now.
 
-    Returns None for a `may_lack` directory that does not exist or does not answer. A link does not
+    Return None for a `may_lack` directory that does not exist or does not answer. A link does not
     count: one of these directories is below /tmp, where any user may create links.
     """
     may_lack = isinstance(operation, BindDirectory) and operation.may_lack

@@ -126,7 +126,7 @@ def lock(runtime_dir: str, device: int, inode: int) -> int:
     The lock lasts until the descriptor is closed or the process ends; the process must not have
     another descriptor of that file. Without the lock, the clean-up of another container could
     remove what this one uses, mounts included, between the examination of the image and the note of
-    what was created. Returns -1 if locking is not possible. If the process that has
+    what was created. Return -1 if locking is not possible. If the process that has
     the lock is stuck because the root does not answer, the deadline raises a MountError with that
     reason.
 
@@ -156,7 +156,7 @@ def _lock_byte(runtime_dir: str, byte: int, how: int) -> int:
 
 
 def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[HookTrace]) -> None:
-    """Write the note of what was created for a container, even if that is nothing; raises OSError.
+    """Write the note of what was created, even if that is nothing. Raise OSError on failure.
 
     `root` has no link in it, and a link that appears later is not followed: otherwise a user with
     write access to a directory above it could redirect the clean-up.

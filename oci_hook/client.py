@@ -139,7 +139,7 @@ class _EndedError(UnreachableError):
 
 
 class Client:
-    """A connection to the governor. An admission ends with it, unless it has been confirmed."""
+    """A connection to the governor. An admission that is not confirmed ends with the connection."""
 
     def __init__(self, runtime_dir: str, timeout: float, patience: float = 0.0) -> None:
         """Connect; if the governor is being restarted, wait for it at most `patience` seconds.

@@ -155,7 +155,7 @@ def _parse_extension(data: bytes, offset: int) -> tuple[tuple[bytes, ...] | None
 def compare(a: bytes, b: bytes, *, signed: bool = True) -> int:
     """Compare sonames as the loader does (_dl_cache_libcmp): runs of digits by their value.
 
-    Returns a negative number, 0 or a positive number, like strcmp. Other bytes are compared as
+    Return a negative number, 0 or a positive number, like strcmp. Other bytes are compared as
     `char`, which is signed on x86, but not on aarch64.
     """
     i = j = 0

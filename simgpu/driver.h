@@ -196,7 +196,7 @@ struct host_call {
 struct driver {
     pthread_mutex_t lock;
     bool initialised;
-    unsigned int epoch; /* changes when all handles end at once */
+    unsigned int epoch; /* changes when all handles end together */
     int n_devices;
     struct device *devices[DEVICES];
     struct context *primaries[DEVICES];

@@ -201,7 +201,7 @@ static void sample_take(struct gpu *gpu)
     const struct gpu_timeline *line = schedule_current(gpu);
     struct gpu_sample *samples = gpu->shared.samples;
 
-    if (samples[1].now == 0) /* first sample of this device: nothing is known of the time before */
+    if (samples[1].now == 0) /* first sample of this device: nothing earlier is known */
         samples[1] = (struct gpu_sample){.now = line->now, .busy = line->busy};
     else if (line->now - samples[1].now < SAMPLE_LENGTH)
         return;
@@ -243,7 +243,8 @@ void device_leave(struct device *device)
 /**
  * device_wait() - without the lock: sleep until `when` on the GPU's clock, or somewhat less
  *
- * A virtual clock does not advance on its own: waiting advances it.
+ * A virtual clock does not advance on its own: waiting advances it. Returns false if the clock
+ * would never reach `when`.
  */
 bool device_wait(struct device *device, uint64_t when)
 {

@@ -342,7 +342,8 @@ void mempool_synchronized(const struct device *device)
 /**
  * mempool_context_ended() - a context ended
  *
- * If it was the last one on the device, the unused memory of its pools and graphs is released.
+ * If it was the last one on the device, the unused memory of the device's pools and graphs is
+ * released.
  */
 void mempool_context_ended(int ordinal)
 {

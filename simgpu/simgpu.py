@@ -93,7 +93,7 @@ class DeviceStatus:
 
 
 def size(text: str) -> int:
-    """Return the number of bytes that `16Gi`, `16GiB` or a plain number denotes."""
+    """Return the bytes that `16Gi`, `16GiB` or a number stands for. Raise ValueError for others."""
     match = re.fullmatch(r"(\d+)\s*(?:([KMGT]i)B?|)", text)
     if match is None:
         raise ValueError(f"{text!r} is not a size: write bytes, or use Ki, Mi, Gi or Ti as in 16Gi")
@@ -178,8 +178,8 @@ def create(
 ) -> list[Path]:
     """Create `gpu0`, `gpu1`... in `directory`, replacing those that exist.
 
-    `jitter` is per mille of a kernel's duration. With `virtual_clock` the devices' time starts at 0
-    and passes only on request.
+    `jitter` is in per mille of a kernel's duration. With `virtual_clock` the devices' time starts
+    at 0 and passes only on request. Raise ValueError if a parameter is out of range.
     """
     if not 1 <= devices <= 32:
         raise ValueError(f"{devices} devices: must be between 1 and 32")
@@ -246,7 +246,10 @@ def _process_key() -> int:
 
 
 def status(path: Path) -> DeviceStatus:
-    """Return the current state of a device, without the contexts and memory of dead processes."""
+    """Return the state of a device, without the contexts and memory of dead processes.
+
+    Raise ValueError if the file is not a simulated GPU of this version.
+    """
     descriptor = _open(path)
     config = CONFIG.unpack(os.pread(descriptor, CONFIG.size, 0))
     if config[0] != MAGIC or config[1] != VERSION:

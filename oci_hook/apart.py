@@ -34,7 +34,7 @@ LOST = 255  # exit status of a worker that did not complete its work
 ANSWERS = "check that file system's server (FUSE, NFS), and start the container once it answers"
 
 caller = 0
-"""Pid of the process that waits for this one; its parent is the runtime. 0 if there is none."""
+"""Pid of the process that waits for this one, a child of the runtime; 0 if there is none."""
 link = -1
 """This process's end of a pipe to the waiting process; -1 if no process is waiting."""
 

@@ -126,9 +126,8 @@ def lock(runtime_dir: str, device: int, inode: int) -> int:
     The lock lasts until the descriptor is closed or the process ends; the process must not have
     another descriptor of that file. Without the lock, the clean-up of another container could
     remove what this one uses, mounts included, between the examination of the image and the note of
-    what was created. Return -1 if locking is not possible. If the process that has
-    the lock is stuck because the root does not answer, the deadline raises a MountError with that
-    reason.
+    what was created. Return -1 if locking is not possible. If the process that has the lock is
+    stuck because the root does not answer, the deadline raises a MountError with that reason.
 
     Each root corresponds to a byte of one file, so locks leave no files behind.
     """

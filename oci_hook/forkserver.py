@@ -269,7 +269,7 @@ class ForkingServer:
         return bool(self.spare)
 
     def _has_room(self, waiting: select.poll) -> bool:
-        """If all children are busy, wait briefly for one to end; usually one does within 20 ms."""
+        """If all children are busy, wait for one to end, usually 20 ms; return whether one did."""
         if len(self.children) < MAX_CHILDREN:
             return False
         waiting.poll(PAUSE_S * 1000)

@@ -417,7 +417,7 @@ def search_path(rootfd: int, procfd: int, image: Image, document: dict[str, Any]
 
 
 def _look_at_program(rootfd: int, procfd: int, path: str) -> tuple[str, str] | None:
-    """Return a program's RPATH and its directory, with all links resolved as a loader does it."""
+    """Return a program's directory, with all links resolved as a loader does it, and its RPATH."""
     try:
         fd = _open_regular(rootfd, procfd, path)
         if fd is None:

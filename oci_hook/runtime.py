@@ -258,7 +258,7 @@ def _tell_engine(call: EngineCall, line: str) -> None:
 
 
 def _fail(call: EngineCall, line: str, log: str = "") -> int:
-    """Report invalid settings on standard error, in the runtime's log and in the node's log."""
+    """Report a fatal error on standard error, in the runtime's log and in the node's log."""
     from oci_hook.errors import show
     from oci_hook.log import RunEvent, complain
 

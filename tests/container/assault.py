@@ -65,7 +65,7 @@ def traps() -> Path:
 
 
 def is_own(bundle: DiskBundle, place: str) -> bool:
-    """Return whether a path of the image is a directory without links on the way to it."""
+    """Return whether a path of the image is a directory that no link leads to."""
     path = bundle.rootfs
     for part in place.split("/"):
         path /= part
@@ -101,7 +101,7 @@ class AttackOutcome:
 
     ran: ContainerResult
     steps: list[SystemCall]  # of the hook; empty if the runtime never started it
-    event: dict[str, Any]  # what the hook logged; also empty in that case
+    event: dict[str, Any]  # what the hook logged; empty in the same case
     targets: list[str] = field(default_factory=list)  # its mount points, below the root
 
     @property
@@ -116,7 +116,9 @@ class AttackOutcome:
 
 
 def elsewhere(node: HookNode, bundle: DiskBundle) -> dict[str, tuple[int, int, int]]:
-    """Describe all files of the node except the container's root and the files that runtime and governor write."""
+    """Describe all files of the node except the container's root and the files that the runtime and
+    the governor write.
+    """
     skip = (bundle.rootfs, bundle.path / "config.json", node.log)
     skip += tuple(node.base / name for name in ("run", "state", "canary"))
     found = {}
@@ -140,8 +142,8 @@ def assault(
     stage: str = "createRuntime",
     links: bool = False,
 ) -> AttackOutcome:
-    """Run the container with the hook in single steps. Check that nothing outside it was touched
-    and nothing from it ran on the host.
+    """Run the container with the hook in single steps. Check that nothing outside the container was
+    touched and nothing from it ran on the host.
     """
     lay_traps(bundle)
     descriptors: set[str] = set()

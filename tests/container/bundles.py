@@ -125,8 +125,9 @@ class _Mirror:
 def make_mirror(driver_dir: Path) -> Path:
     """Build a generation with a manifest, and the driver's files that the manifest watches; return the generation.
 
-    It has a set for compute and utility, and another set with graphics in addition. The latter comes with places and
-    with a directory of this host, `host-sockets` next to the driver's directory.
+    The mirror has a set for compute and utility, and another set that adds graphics. The latter
+    comes with places and with a directory of this host, `host-sockets`, next to the driver's
+    directory.
     """
     host = driver_dir.parent / "host-driver"
     sockets = driver_dir.parent / "host-sockets"
@@ -268,7 +269,7 @@ def make_rootfs(path: Path, tools: Path, *, cache: bool = True) -> Path:
 
 @dataclass
 class DiskBundle:
-    """A bundle on disk; edit `config`, then run."""
+    """A bundle on disk; edit `config` before the container is run."""
 
     path: Path
     rootfs: Path
@@ -350,7 +351,8 @@ class Runtime:
         """Return the command line for a command of the runtime."""
         command = [self.name, "--root", str(self.state), *arguments]
         if self.name == "crun" and Path("/sys/fs/cgroup/unified").exists():
-            # crun 1.8 refuses a hybrid hierarchy. Without its unified part it is an ordinary one of version 1.
+            # crun 1.8 refuses a hybrid hierarchy. Without its unified part, it is an ordinary
+            # version 1 hierarchy.
             script = 'umount /sys/fs/cgroup/unified; exec "$@"'
             command = [
                 "unshare",

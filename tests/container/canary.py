@@ -24,8 +24,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Canary:
-    """A tree that looks like the parts of an image that the hook touches. `watch()` starts the check,
-    `check()` ends it.
+    """A tree that looks like the parts of an image that the hook touches. `watch()` starts the
+    check, and `check()` ends it.
     """
 
     def __init__(self, path: Path) -> None:

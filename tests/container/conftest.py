@@ -159,7 +159,7 @@ class ForkServer:
             time.sleep(0.01)
 
     def stop(self) -> None:
-        """Stop it as systemd does, and require a clean end."""
+        """Stop the server as systemd does, and require a clean end."""
         self.process.terminate()
         _, errors = self.process.communicate(timeout=40)
         assert (self.process.returncode, errors) == (0, "")

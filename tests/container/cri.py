@@ -88,7 +88,7 @@ class Cri:
     def call(self, method: str, request: Message, *, timeout: float = 60) -> dict[int, list[Any]]:
         """Call a method such as `RuntimeService/Version`. Raise CriError with the engine's message if it fails."""
         data = encode(request)
-        # curl treats trailers as headers: they go to the file, separate from the answer.
+        # curl treats trailers as headers: they go to the file, separately from the answer.
         headers = f"{self.host.work}/grpc-headers"
         ran = self.host.run_bytes(
             "curl", "--silent", "--show-error", "--http2-prior-knowledge",

@@ -122,8 +122,8 @@ def hierarchies(name: str, *, cgroup2_only: bool = False) -> list[Hierarchy]:
     otherwise those of version 1.
 
     If there is version 1, version 2 is left out, because crun 1.8 refuses a machine that has both.
-    With `cgroup2_only` the node gets version 2 only, with those controllers that version 1 does not
-    have: Podman 6 refuses version 1.
+    With `cgroup2_only` the node gets version 2 only, with the controllers that version 1 does not
+    use: Podman 6 refuses version 1.
     """
     own = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -166,7 +166,7 @@ def members(group: Path) -> set[int]:
     for one in groups(group):
         try:
             found |= {int(line) for line in (one / "cgroup.procs").read_text().split()}
-        except OSError:  # it was removed, or is threaded
+        except OSError:  # the group was removed, or is threaded
             continue
     return found
 
@@ -208,9 +208,9 @@ class CommandResult(NamedTuple):
 class EngineHost:
     """A node: `with EngineHost(root, base) as host`, then `host.run("docker", "ps")`. Leaving fails if anything is left.
 
-    `root` is the output of tools/engine-root, `base` a directory of the test. `host.work`, below it, has the same path
-    inside; so has the checkout, read-only, and each directory in `binds`, which may also be SOURCE:TARGET. `cgroup2_only` is as
-    in `hierarchies`.
+    `root` is the output of tools/engine-root, `base` a directory of the test. `host.work`, below
+    it, has the same path inside, as do the checkout (read-only) and each directory in `binds`,
+    which may also be SOURCE:TARGET. `cgroup2_only` is as in `hierarchies`.
     """
 
     _count = 0
@@ -393,7 +393,8 @@ class EngineHost:
                     continue
             while self.processes() and time.monotonic() < deadline + END_S:
                 time.sleep(0.02)
-            # Reads standard error, too: nothing else reads what the script writes to it after `ready`.
+            # This reads standard error, too: nothing else reads what the script writes there after
+            # `ready`.
             self._init.communicate(timeout=END_S)
             self._init = None
         for hierarchy in self.hierarchies:

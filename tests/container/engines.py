@@ -1,5 +1,5 @@
-"""Real engines on a node of their own (dockerd, containerd by ctr and by CRI, podman) with one set of operations for
-all.
+"""Real engines on a node of their own (dockerd, containerd through ctr and through CRI, podman)
+with one set of operations for all.
 
 A container is started detached, with or without annotations, and with our runtime or hook or with neither. If a start
 fails, the engine's message is raised as `StartError`: the text that a user sees.
@@ -104,7 +104,9 @@ def top_layer(archive: Path, rootfs: Path | None = None) -> list[str]:
 
 
 def _same(entries: tarfile.TarFile, entry: tarfile.TarInfo, path: Path) -> bool:
-    """Return whether a file or directory of a layer equals the one at a path, which root owned."""
+    """Return whether a file or directory of a layer equals the one at a path, and belongs
+    to root.
+    """
     if not path.exists() or (entry.uid, entry.gid) != (0, 0) or path.is_symlink():
         return False
     if entry.mode & 0o7777 != path.stat().st_mode & 0o7777:
@@ -139,11 +141,11 @@ class Started:
 
     engine: Engine
     name: str
-    identifier: str  # its id for the runtime
+    identifier: str  # the id that the runtime gets
     out: Path
     pod: str = ""
     annotations: Mapping[str, str] = field(default_factory=dict)
-    devices: tuple[str, ...] = ()  # by their names in CDI
+    devices: tuple[str, ...] = ()  # by their CDI names
 
     @property
     def pid(self) -> int:
@@ -233,7 +235,9 @@ class Engine(abc.ABC):
         image: str = IMAGE,
         devices: tuple[str, ...] = (),
     ) -> Started:
-        """Start a container, with our runtime or hook; with `ours` false as on a node without Tidegate."""
+        """Start a container, with our runtime or hook; if `ours` is false, as on a node without
+        Tidegate.
+        """
         self.count += 1
         name = f"tgt-{self.name}-{self.count}"
         out = self.host.work / name
@@ -304,7 +308,7 @@ class Docker(Engine):
     name = "docker"
     settings: ClassVar[
         dict[str, object]
-    ] = {}  # of our runtime, where `tidegate setup` must not write it
+    ] = {}  # with our runtime, where `tidegate setup` must not write it
 
     def start(self, image: Path) -> None:
         """Start dockerd, without a bridge and therefore without iptables."""
@@ -370,7 +374,7 @@ class Docker(Engine):
         return int(self.host.check("docker", "inspect", "--format", "{{.State.Pid}}", started.name))
 
     def bundle(self, started: Started) -> str:
-        # dockerd also uses a containerd that already runs.
+        # dockerd also uses a containerd that is already running.
         for state in ("/run/docker/containerd/daemon", "/run/containerd"):
             bundle = f"{state}/io.containerd.runtime.v2.task/moby/{started.identifier}"
             if self.host.path(bundle).exists():
@@ -549,7 +553,7 @@ class OverCri(Engine):
             started.pod = answer[1][0].decode()
             config = {
                 1: {1: "main"},
-                2: {1: image, 18: image},  # for the pod, and as the user names it
+                2: {1: image, 18: image},  # the id for the pod, and the name that the user gives it
                 3: arguments,
                 7: mounts,
                 9: strings({**_labels(started), "io.kubernetes.container.name": "main"}),
@@ -664,7 +668,8 @@ def put_crio(host: EngineHost) -> None:
     for program in ("/usr/bin/conmon", "/usr/bin/crun", "/usr/sbin/runc"):
         brought = f"{CRIO_BIN}/{Path(program).name}"
         host.check("cp", brought if host.path(brought).exists() else program, LIBEXEC)
-    # Podman looks there first. On PATH, a handler without monitor_path would find it as well.
+    # Podman searches this directory first. On PATH, a handler without monitor_path would find
+    # conmon as well.
     host.check("mv", "/usr/bin/conmon", PODMAN_LIBEXEC)
     host.write("/etc/crio/policy.json", '{"default": [{"type": "insecureAcceptAnything"}]}')
     host.write("/etc/crio/crio.conf.d/10-crio.conf", CRIO_PACKAGES)
@@ -672,7 +677,7 @@ def put_crio(host: EngineHost) -> None:
 
 
 class Crio(OverCri):
-    """CRI-O with its own packages' layout."""
+    """CRI-O in the layout of its own packages."""
 
     name = "crio"
     handler = "crun"
@@ -747,7 +752,7 @@ class Podman(Engine):
         return ["podman", "--runtime", self.runtime, *hooks, *arguments]
 
     def stop(self) -> None:
-        """There is no daemon to stop."""
+        """Do nothing: there is no daemon to stop."""
 
     def version(self) -> str:
         """Return the versions of the program and its runtime."""

@@ -29,7 +29,7 @@ ROOT = 1  # node number of the root
 HEADER = struct.Struct("=IIQQIIIHH")  # struct fuse_in_header
 ANSWER = struct.Struct("=IiQ")  # struct fuse_out_header
 MOST_WRITE = 64 << 10
-LIMIT_S = 120.0  # requests that still wait then get an error, so that a failed test can end
+LIMIT_S = 120.0  # then waiting requests get an error, so that a failed test can end
 OPCODES = {
     1: "lookup", 2: "forget", 3: "getattr", 4: "setattr", 5: "readlink", 6: "symlink", 9: "mkdir",
     10: "unlink", 11: "rmdir", 12: "rename", 14: "open", 15: "read", 16: "write", 17: "statfs",
@@ -111,7 +111,7 @@ class Fuse:
         _libc.umount2(os.fsencode(self.mountpoint), MNT_FORCE)
 
     def stall(self, operation: str, name: str) -> None:
-        """Leave all such requests for an entry of this name unanswered from now on."""
+        """Leave all requests for this operation on an entry of this name unanswered from now on."""
         self.rule = (operation, name)
 
     def stuck(self) -> int:
@@ -186,7 +186,9 @@ class Fuse:
         )  # fmt: skip
 
     def _entry(self, path: str) -> bytes:
-        """Return an entry that the kernel must not cache, so that it asks for it each time."""
+        """Return an entry that the kernel must not cache, so that it asks for the entry
+        each time.
+        """
         status = self._place(path).lstat()
         self.paths[status.st_ino] = path
         return struct.pack("=4Q2I", status.st_ino, 0, 0, 0, 0, 0) + self._attributes(status)

@@ -48,7 +48,9 @@ def start_worker(
 
 
 def wait_ready(*containers: Running) -> None:
-    """Wait until these containers are set up; `Node.wait_ready` requires all that were ever started to be alive."""
+    """Wait until these containers are set up. `Node.wait_ready` would require every container that
+    was ever started to be alive.
+    """
     for container in containers:
         ready = container.out / "begin.ready"
         wait_for(

@@ -8,11 +8,13 @@ native      the engine's own runtime, as on a node without Tidegate
 ungoverned  our runtime or hooks, and a container that asks for nothing
 governed    our runtime or hooks, and a container that asks for a share
 
-CRI-O is among them if `TIDEGATE_ENGINE_BIN` names a directory with its programs (docs/testing.md).
+CRI-O is among the engines if `TIDEGATE_ENGINE_BIN` names a directory with its programs
+(docs/testing.md).
 
-Times are wall clock time, from the engine's command (or first CRI call) to its return with the container running. The
-program prints the medians of the differences from the native start of the same round. All times are written to
-build/starts/starts.json, which has the format of the results in bench/results.
+Times are wall-clock times, from the engine's command (or first CRI call) to its return with the
+container running. The program prints the medians of the differences from the native start of the
+same round. All times are written to build/starts/starts.json, which has the format of the results
+in bench/results.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ def summarise(taken: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, f
         summary[name] = {"native_ms": round(statistics.median(ways["native"]), 1)}
         for way in WAYS[1:]:
             more = [ours - own for ours, own in zip(ways[way], ways["native"], strict=True)]
-            # Of a median, for a normal distribution.
+            # This is the standard error of a median, for a normal distribution.
             error = 1.25 * statistics.stdev(more) / len(more) ** 0.5
             summary[name] |= {
                 f"{way}_adds_ms": round(statistics.median(more), 1),

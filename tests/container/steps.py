@@ -1,7 +1,8 @@
-"""Runs the hook and stops it before each system call that could harm the host.
+"""Run the hook, and stop it before each system call that could harm the host.
 
-`tests/container/steps.c` is the tracer. A test hits a race each time at the step that it chooses, where other tests need
-luck. What the hook opened is known from the kernel, not inferred from the source.
+`tests/container/steps.c` is the tracer. With it, a test hits a race every time, at the step that it
+chooses, where other tests need luck. What the hook opened is known from the kernel, not inferred
+from the source.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class Steps:
             raise self.failed[0]
 
     def argv(self, command: list[str]) -> list[str]:
-        """Return the command that runs `command` in steps."""
+        """Return the command that runs `command` in single steps."""
         return [str(tracer()), str(self.path), *command]
 
     def _serve(self) -> None:
@@ -154,7 +155,7 @@ def faults(steps: list[SystemCall], root: Path) -> list[str]:
     root.
 
     Calls before the hook is undumpable are not examined: Python loads its own files from the host
-    then.
+    during that time.
     """
     found = [str(step) for step in steps if step.name in STARTS]
     found = [f"R5, R6: it started something: {start}" for start in found[1:]]
@@ -201,7 +202,8 @@ def _fault(step: SystemCall, root: str) -> str | None:
         if step.path == "thread-self/mountinfo" and step.numbers[0] >= 0:
             return None
         if re.fullmatch(r"self/fd/\d+", step.path) and step.numbers[0] >= 0:
-            # A file that was reached before, reopened for reading through a descriptor of /proc.
+            # This is a file that was reached before, reopened for reading through a descriptor in
+            # /proc.
             there = f"{step.file}/".startswith(f"{root}/") or step.result is None or step.result < 0
             return None if there else f"R2: it left the root: {step}"
         return f"R2: opened by path: {step}"

@@ -1,4 +1,6 @@
-"""`python -m bench.latency` on the simulated GPU, shortened: every arm serves the same requests. No test asserts how fast."""
+"""`python -m bench.latency` on the simulated GPU, shortened: every arm serves the same requests. No
+test asserts how fast they are served.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ def test_every_arm_serves_the_same_requests(
         way.name for way in (*latency.ALONE, *latency.BESIDE)
     ]
     assert len({len(arm["requests_ms"]) for arm in report["arms"]}) == 1
-    # On the simulated GPU an iteration takes 1 ns. How many make 0.1 ms is measured at the start.
+    # On the simulated GPU an iteration takes 1 ns. The number of iterations in 0.1 ms is measured
+    # at the start.
     least_ms = latency.UNITS * int(report["iterations"][latency.SERVICE]) / 1e6
     for arm in report["arms"]:
         assert min(arm["requests_ms"]) >= least_ms

@@ -1,5 +1,5 @@
-"""Every suite of bench.quota, shortened, in containers on the simulated GPU: it runs, is kept, and has its part of the
-page.
+"""Every suite of bench.quota, shortened, in containers on the simulated GPU: it runs, its results
+are kept, and the page has a part for it.
 
 The assertions on shares are coarse: this machine has few processors, and other programs use them.
 """
@@ -65,7 +65,9 @@ def test_sixty_four_containers_share_a_gpu(
 def test_kernels_that_outlast_their_grants_take_nothing_of_a_neighbours_share(
     tmp_path: Path, require: Callable[..., None], build_dir: Path
 ) -> None:
-    """Kernels of 2 s at 10 % used to get 39 % of this GPU, and the neighbour 36 of its 50 %."""
+    """If overruns are not charged, kernels of 2 s at 10 % get 39 % of this GPU, and the neighbour
+    gets 36 % instead of its 50 %.
+    """
     require("runc")
     common = ["--simulated", "--solo", "8", "--build", str(build_dir)]
     assert quota.main([*common, "--output", str(tmp_path / "out"), "outlasts-2000ms"]) == 0
@@ -145,7 +147,9 @@ def test_every_container_did_work(results: dict[str, dict[str, Any]], suite: str
 def test_a_container_alone_below_its_cap_continues_to_work(
     results: dict[str, dict[str, Any]],
 ) -> None:
-    """Extending a grant used to wake no waiting launch: 3.7 % were delivered instead of 90 %, and 3 to 5 % on an H200."""
+    """If the extension of a grant wakes no waiting launch, 3.7 % are delivered instead of 90 % (3
+    to 5 % on an H200).
+    """
     assert results["sweep"]["summary"]["alone-waits"]["delivered"][0] > 60
 
 
@@ -176,7 +180,8 @@ def test_changes_are_followed_on_the_time_of_the_samples(
             assert event["until_ns"] < samples + 500_000_000
     # The container is lent the GPU again after the neighbour has ended, whatever else this machine does.
     work = arms["settle-neighbour"]["tenants"][0]["work_us"]
-    # Compares all stretches of 0.4 s, because a busy machine may start and end the neighbour late.
+    # All stretches of 0.4 s are compared, because a busy machine may start and end the neighbour
+    # late.
     stretches = [
         [sum(work[i : i + 40]) / 4000 for i in range(begin, end - 40)]
         for event in arms["settle-neighbour"]["events"][:2]

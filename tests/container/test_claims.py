@@ -265,7 +265,9 @@ def test_one_container_with_two_shares_on_two_gpus(node: BenchNode) -> None:
 
 
 def test_a_share_that_is_named_three_times_is_allocated_once(node: BenchNode) -> None:
-    """If another claim of the pod was refused first, a kubelet names a device once more for each time that it asked."""
+    """If another claim of the pod was refused at first, a kubelet names a device once for each time
+    that it asked.
+    """
     announce(node, "again", share("gpu", compute=40))
     container = probe(node, "again", with_devices(node, *[("again", "gpu")] * 3))
     (seen,) = known(node, container)
@@ -443,8 +445,8 @@ def test_an_annotation_cannot_name_a_claim(node: BenchNode, annotation: str) -> 
 
 
 def only_hook(node: BenchNode) -> Edit:
-    """Add our hook as an engine's own directory of hooks does: for every container, and without a
-    claim.
+    """Add our hook as an engine does from its own directory of hooks: for every container, and
+    without a claim.
     """
 
     def edit(config: dict[str, Any]) -> None:

@@ -183,7 +183,7 @@ def test_a_claim_that_was_taken_back_starts_no_container(
     cluster.unprepare(document)
     with pytest.raises(StartError):
         engine.run(*WORKLOAD, ours=False, devices=tuple(devices))
-    # As if the file had been kept: the governor refuses it all the same.
+    # This is as if the file had been kept: the governor refuses the container all the same.
     path.write_bytes(kept)
     try:
         with pytest.raises(StartError):

@@ -80,7 +80,7 @@ def test_two_containers_with_collectives_over_the_same_gpus(node: BenchNode, mod
     """Both take little more than twice the time of one alone: 0.8 s instead of 0.3 s on a machine
     with two cores.
 
-    When the GPUs were granted one by one they took 20 times as long, and up to 2 s for four
+    If the GPUs are granted one by one, they take 20 times as long, and up to 2 s for four
     iterations.
     """
     n = 800
@@ -88,13 +88,13 @@ def test_two_containers_with_collectives_over_the_same_gpus(node: BenchNode, mod
     pair = [start(node, f"{mode}-{i}", mode, n, **quota) for i in range(2)]
     both = finish(node, *pair, processes=2 if mode == "each" else 1)
     for one in both:
-        assert one["seconds"] < 6  # it used to be 7 to 13
+        assert one["seconds"] < 6  # 7 to 13 if GPUs are granted one by one
         assert one["longest"] < 1
 
 
 def test_halves_of_a_collective_in_two_containers_on_one_gpu(node: BenchNode) -> None:
-    """Each half waits for the other half, which waits for the GPU. It took 4 s when the arbiter
-    waited for each of them.
+    """Each half waits for the other half, which waits for the GPU. It takes 4 s if the arbiter
+    waits for each of them.
     """
     n = 100
     pair = [
@@ -102,8 +102,8 @@ def test_halves_of_a_collective_in_two_containers_on_one_gpu(node: BenchNode) ->
         for i in range(2)
     ]
     for one in finish(node, *pair):
-        # Waits are 100 ms once, until it is known that the halves wait; then 1 ms, and 200 ms now and
-        # then to check again.
+        # The first wait is 100 ms, after which it is known that the halves wait for each other.
+        # Later waits are 1 ms, and 200 ms now and then, to check again.
         assert one["seconds"] < 3
         assert one["longest"] < 1
 

@@ -80,7 +80,7 @@ def tidegate(host: EngineHost, *words: str) -> tuple[int, str]:
 
 
 def findings(host: EngineHost, *checks: str) -> dict[str, list[tuple[str, str]]]:
-    """Return doctor's findings about the node, by the id of the check: state and text."""
+    """Return state and text of doctor's findings about the node, by the id of the check."""
     output = subprocess.run(
         [*(sys.executable, "-m", "governor.cli", "doctor", "--json"), "--root", host.path("/")],
         cwd=ROOT, capture_output=True, text=True, check=False,

@@ -99,7 +99,7 @@ endless=()
 """
 
 
-SYNOPSIS = "--root DIR"  # doctor's synopsis: its options make no sense together
+SYNOPSIS = "--root DIR"  # doctor's synopsis: its options cannot be combined
 
 
 def chosen() -> list[ShellCommand]:

@@ -60,7 +60,9 @@ GIB = 1 << 30
 
 
 class OldDocker(Docker):
-    """Docker before version 24 has no annotations for containers; where the node allows it, variables replace them."""
+    """Docker before version 24, which has no annotations for containers: where the node allows it,
+    variables replace them.
+    """
 
     annotates = False
 
@@ -105,7 +107,8 @@ class EngineSite:
     def traces(self) -> set[str]:
         """Return what exists on the node for containers: mounts, control groups, directories of the governor."""
         found = {*self.host.mounts(), *self.host.groups(), *self.directories()}
-        # Podman's own mount of all its storage on itself; a process of podman leaves it while another one works.
+        # This is Podman's own bind mount of its storage on itself; a process of podman leaves it in
+        # place while another one works.
         return found - {"/var/lib/containers/storage/overlay"}
 
     def directories(self) -> set[str]:
@@ -147,7 +150,7 @@ def site(
 def make_site(
     suite: str, base: Path, build_dir: Path, *, cgroup2_only: bool = False
 ) -> Iterator[EngineSite]:
-    """Make a node with the engines of a release; `cgroup2_only` as in engine_host.py."""
+    """Make a node with the engines of a release; `cgroup2_only` is as in engine_host.py."""
     root = unpacked(suite)
     (base / "node").mkdir()
     machine_ = Simulated(base / "node", build_dir)
@@ -325,7 +328,9 @@ def test_a_wrong_annotation_fails_the_start_with_our_line(site: EngineSite, engi
 def test_an_optional_driver_is_mounted_if_the_image_supports_it(
     site: EngineSite, engine: Engine
 ) -> None:
-    """The image is inspected before config.json is edited: every engine has mounted it by then."""
+    """The image is inspected before config.json is edited: every engine has mounted the image by
+    then.
+    """
     started = engine.run(*IDLE, annotations={**GOOD, "driver": "optional"})
     assert set(site.books()) == {started.identifier}
     assert "tidegate.gpu/reservation" in started.config()["annotations"]
@@ -340,7 +345,7 @@ def test_a_program_executed_in_a_container_is_governed(engine: Engine) -> None:
 
 
 def compose_file(site: EngineSite, key: str) -> Path:
-    """Write the page's file, with our image, and with its annotations under `key`."""
+    """Write the documented Compose file, with our image, and with its annotations under `key`."""
     page = (ROOT / "docs/howto/engines.md").read_text()
     text = page.split("### Docker Compose", 1)[1].split("```yaml\n", 1)[1].split("```", 1)[0]
     document = yaml.safe_load(text)

@@ -1,4 +1,5 @@
-"""Podman 6 starts containers by quota: the tests of test_engines.py that concern Podman, on a node of its own kind.
+"""Podman 6 starts containers by quota: the tests of test_engines.py that concern Podman, on a
+different kind of node.
 
 Podman 6 refuses control groups of version 1, so its node has only version 2. Debian has it in experimental.
 """

@@ -193,7 +193,7 @@ def test_a_child_ends_with_the_hook(front: HookNode, waiting: Waiting) -> None:
 
 
 def test_a_child_that_is_killed_fails_the_start(front: HookNode, waiting: Waiting) -> None:
-    front.governor.mode = "grant"  # for what comes after this
+    front.governor.mode = "grant"  # for what follows the start
     os.kill(waiting.child, signal.SIGKILL)
     _, errors = waiting.runtime.communicate(timeout=30)
     assert waiting.runtime.returncode != 0
@@ -214,7 +214,8 @@ def test_a_server_that_is_stopped_finishes_what_it_began(
     ran = runc.run(front.bundle("ls -A /run/tidegate"))
     assert "grant" in ran.stdout.split(), ran.stderr
     assert asked
-    # At the end of the container no server ran, so the script reported it to the governor.
+    # When the container ended, no server was running, so the script reported the end to the
+    # governor.
     assert [event["outcome"] for event in front.events()] == ["prepared", "released"]
     forkserver.stop()
 
@@ -344,7 +345,9 @@ def test_another_user_neither_reaches_the_server_nor_impersonates_it(
 
 
 def test_a_server_that_does_not_answer_is_not_waited_for(front: HookNode) -> None:
-    """The server is stopped, as by a debugger: the script begins a quarter of a second later."""
+    """The server is stopped, as by a debugger: the script takes over after a quarter of a
+    second.
+    """
     server = ForkServer(front.base / "run")
     wait_for(lambda: len(children(server)) == N_SPARE, "its children")
     stopped = [server.process.pid, *children(server)]
@@ -360,7 +363,7 @@ def test_a_server_that_does_not_answer_is_not_waited_for(front: HookNode) -> Non
         for pid in stopped:
             os.kill(pid, signal.SIGCONT)
     time.sleep(0.2)
-    # The request that was given up is not carried out afterwards.
+    # The abandoned request is not carried out afterwards.
     assert [event["outcome"] for event in front.events()] == ["failed"]
     server.stop()
 
@@ -628,7 +631,7 @@ def test_a_configuration_without_a_reader_is_an_error(front: HookNode) -> None:
 
 
 def test_an_incompletely_read_configuration_is_an_error(front: HookNode) -> None:
-    """Podman would take the part that had arrived until then, without the rest."""
+    """Podman would use the part that had arrived by then, without the rest."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     os.write(writing, b'{"annotations": ')

@@ -60,7 +60,7 @@ int main(void) {{ return access("/dev/nvidia0", F_OK) ? {WITHOUT} : {WITH}; }}
 
 
 def make_unserved(node: HookNode, bundle: DiskBundle, why: str) -> str:
-    """Make a node or an image that no driver serves; return a word of the reason."""
+    """Make a node or an image that no driver serves; return a word from the reason."""
     compile_c(LOOK_C, bundle.rootfs / "look", "-static")
     bundle.config["process"]["args"] = ["/look"]
     if why == "no mirror":
@@ -84,7 +84,9 @@ def logged(node: HookNode, name: str = "runtime.log") -> list[dict[str, Any]]:
 
 
 def assert_refused(node: HookNode, ran: ContainerResult, word: str) -> None:
-    """The container did not start, and the line says why; crun does not show what hooks write."""
+    """Require that the container did not start and that the line says why; crun does not show what
+    hooks write.
+    """
     assert ran.status not in (WITH, WITHOUT, 0)
     [event] = [e for e in (*logged(node), *node.events()) if e["outcome"] == "failed"]
     assert word in event["message"]
@@ -248,7 +250,9 @@ SHOW = "ls /dev; ls -A /run/tidegate"
 
 
 def assert_governed(node: HookNode, ran: ContainerResult) -> None:
-    """The container started with its GPU, under the quota that its annotations ask for."""
+    """Require that the container started with its GPU, under the quota that its annotations ask
+    for.
+    """
     assert {"nvidia0", "grant"} <= set(ran.stdout.split()), ran.stderr
     node.governor.wait_idle()
     [admit] = [r for r in node.governor.requests if r["op"] == "admit"]
@@ -339,9 +343,9 @@ def test_a_sandbox_without_a_gpu_is_left_alone_by_all(
     assert node.governor.requests == []
 
 
-# How engines and people write the command line, and how an attacker would write it to make the wrapper edit another
-# bundle than the runtime reads. {b}: the container's bundle. The directory around it is another bundle, which asks for
-# nothing.
+# How engines and people write the command line, and how an attacker would write it to make the
+# wrapper edit a different bundle from the one that the runtime reads. {b} is the container's
+# bundle. The directory around it is another bundle, which asks for nothing.
 LINES = {
     "run -b {b} x": True,
     "run -b={b} x": False,
@@ -410,7 +414,7 @@ def plain_config() -> str:
 def test_a_config_that_hooks_do_not_read_is_refused(
     node: HookNode, wrapped: WrappedRuntime
 ) -> None:
-    """Only crun has --config; the hook would prepare what the bundle's own config.json says."""
+    """Only crun has --config; the hook would do what the bundle's own config.json says."""
     bundle = plain(node, "true")
     asks = node.base / "asks.json"
     asks.write_text(json.dumps(bundle.config))
@@ -579,7 +583,9 @@ def test_the_deadline_does_not_apply_to_the_real_runtime(
 def test_other_hooks_stay_in_place_and_precede_ours(
     node: HookNode, wrapped: WrappedRuntime
 ) -> None:
-    """A hook entry that names our hook with other options is replaced; none comes between the nodes and the quota."""
+    """A hook entry that names our hook with other options is replaced; no other hook runs between
+    the creation of the device nodes and ours.
+    """
     # The other hook reads its input: crun fails a container if its hook ends before that (a broken pipe).
     other = {"path": "/bin/sh", "args": ["sh", "-c", "cat >/dev/null"]}
     fake = {"path": node.hook[0], "args": ["tidegate-hook", "--runtime-dir", "/x", "poststop"]}
@@ -601,7 +607,9 @@ def test_other_hooks_stay_in_place_and_precede_ours(
 def test_a_config_that_changes_after_the_wrapper_gets_no_ungoverned_gpu(
     node: HookNode, wrapped: WrappedRuntime, dev: Path
 ) -> None:
-    """The runtime reads another configuration than the wrapper edited; its hook is for a GPU that was not granted."""
+    """The runtime reads a different configuration from the one that the wrapper edited; the hook in
+    it is for a GPU that was not granted.
+    """
     real = node.base / "swapping"
     bundle = plain(node, SHOW)
     swap = 's/"major": 195, "minor": 0,/"major": 195, "minor": 1,/g'

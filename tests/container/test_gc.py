@@ -1,5 +1,5 @@
-"""`tidegate gc` on a machine with containers: a generation that is mounted, in whatever way, is kept, and removed
-afterwards.
+"""`tidegate gc` on a machine with containers: a generation that is mounted in any way is kept, and
+removed once it is no longer mounted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from vdriver.mountinfo import Mount
 
 OLD, NEW = "550.163.01", "580.159.04"
 ROOT = Path(__file__).resolve().parents[2]
-# In a container, the tests run in another PID namespace than the machine's.
+# In a container, the PID namespace of the tests is not the machine's.
 NESTED = (
     [] if os.stat("/proc/self/ns/pid").st_ino == PROC_PID_INIT_INO else ["--nested"]  # noqa: PTH116
 )
@@ -108,7 +108,7 @@ def kernel_lists() -> bool:
 def run_by_now(pid: int) -> str:
     """Wait until a shell has executed its program, and return the program's name.
 
-    The shell reports that it is ready just before the execution.
+    The shell reports that it is ready just before it executes the program.
     """
     deadline = time.monotonic() + 20
     while (name := Path(f"/proc/{pid}/comm").read_text().strip()) in {"sh", "chroot", "unshare"}:
@@ -239,7 +239,8 @@ def test_a_dry_run_reports_the_same_and_removes_nothing(
     for _ in range(3):
         assert cli.main(arguments) == 0
         done = capsys.readouterr().out.splitlines()
-        # If a process of another test ends while it is examined, the generation is kept this time.
+        # If a process of another test ends while it is being examined, the generation is kept this
+        # time.
         if "the search did not finish" not in done[0]:
             break
     assert done == [line.replace("would be removed", "removed") for line in would]
@@ -395,7 +396,9 @@ def test_a_namespace_whose_pin_is_covered_keeps_its_generation(
     capsys: pytest.CaptureFixture[str],
     request: pytest.FixtureRequest,
 ) -> None:
-    """The kernel's list contains it all the same. Without the list, it could have any generation mounted."""
+    """The kernel's list contains the namespace all the same. Without the list, the namespace could
+    have any generation mounted.
+    """
     with pinned(driver, tmp_path / "pin"):
         subprocess.run(["mount", "--bind", "/dev/null", tmp_path / "pin/ns"], check=True)
         reason = driver.gc(capsys)[driver.old.name]
@@ -436,7 +439,9 @@ def test_a_generation_that_something_is_mounted_on_is_kept(
 def test_a_mount_below_another_name_of_the_file_system_counts(
     driver: TwoGenerations, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The directory is reached through a bind mount, while the generation was mounted by its first name."""
+    """The directory is reached through a bind mount, while the generation was mounted by its
+    original name.
+    """
     other = tmp_path / "other name"
     other.mkdir()
     subprocess.run(["mount", "--bind", driver.path, other], check=True)
@@ -582,7 +587,7 @@ while True:
 def test_a_layer_that_was_named_by_the_link_keeps_every_generation(
     driver: TwoGenerations, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The link pointed to the old generation at the time of the mount."""
+    """The link pointed to the old generation when the layer was mounted."""
     (tmp_path / "lower").mkdir()
     switch(driver.path, driver.old.name)
     script = (

@@ -1,4 +1,5 @@
-"""Attacks by images on more than their share: the rules that the CVEs of runc and of NVIDIA's toolkit taught.
+"""Attacks by images on more than their share: the rules that follow from the CVEs of runc and of
+NVIDIA's toolkit.
 
 R1  no container path is a mount's source     R2  resolve once, act on the descriptor
 R3  create only with O_EXCL|O_NOFOLLOW        R4  a link's place is confined, its text is anything
@@ -6,7 +7,7 @@ R5  execute nothing of the image              R7  the environment and the workin
 R8  mounts are private                        R9  the image's environment grants nothing
 R10 check a source's type on its descriptor   R12 no descriptor survives into the container
 R13 never in the container's namespaces       R14 limits everywhere     R15 values are data     R16 never the host's root
-docs/reference/hook-rules.md says where each rule is implemented and what attacks it. This file has the attacks on a
+docs/reference/hook-rules.md says where each rule is implemented and tested. This file has the attacks on a
 container that is held still. Those in test_hook_rules.py run under runc and crun, those in test_hook_steps.py between
 the hook's system calls.
 """
@@ -146,7 +147,9 @@ DIRECTORIES = [
 def test_a_link_where_files_of_the_driver_go_costs_at_most_these_files(
     node: HookNode, victim: Path, place: str, text: str, *, inside: bool
 ) -> None:
-    """A place is a convenience: the container starts whatever is there, and the host has not changed."""
+    """A place is a convenience: the container starts, whatever is there, and the host has not
+    changed.
+    """
     bundle = node.bundle("true", annotations=GRAPHICS)
     if inside:
         shutil.copytree(victim, bundle.rootfs / str(victim).lstrip("/"))
@@ -326,7 +329,7 @@ def test_nothing_of_the_image_is_executed(node: HookNode, runc: Runtime, tmp_pat
     ]
     for stage in ("createRuntime", "poststop"):
         del bundle.config["hooks"][stage][0]["env"]
-    # without `env` in the hook entry the hook inherits the runtime's own environment
+    # Without `env` in the hook entry, the hook inherits the runtime's own environment
     del hostile["LD_PRELOAD"], hostile["LD_LIBRARY_PATH"]
     ran = runc.run(bundle, env=hostile)
     assert ran.status == 0, ran.stderr
@@ -370,7 +373,7 @@ def test_a_volume_that_the_image_leads_to_gets_no_files(node: HookNode, victim: 
 
 
 def test_the_images_environment_grants_nothing(node: HookNode, runc: Runtime) -> None:
-    """R9."""
+    """R9: no variable of the image's environment gives the container anything."""
     bundle = node.bundle("ls -A /run", annotations={})
     bundle.config["process"]["env"] += [
         "NVIDIA_VISIBLE_DEVICES=all",
@@ -386,7 +389,7 @@ def test_the_images_environment_grants_nothing(node: HookNode, runc: Runtime) ->
 def test_no_descriptor_reaches_the_container_or_stays_in_the_hook(
     node: HookNode, runtime: Runtime
 ) -> None:
-    """R12."""
+    """R12: every descriptor is closed."""
     ran = runtime.run(node.bundle("cd /proc/self/fd && ls -l . | cat"))
     assert "/tidegate" not in ran.stdout
     assert len(ran.stdout.splitlines()) <= 6, ran.stdout
@@ -423,7 +426,7 @@ def wait_for(condition: object) -> None:
 
 
 def test_an_oversized_config_is_refused(node: HookNode) -> None:
-    """R14."""
+    """R14: the size of what the hook reads is limited."""
     bundle = node.bundle("true")
     with HeldContainer(bundle) as held:
         with (bundle.path / "config.json").open("ab") as f:
@@ -434,7 +437,7 @@ def test_an_oversized_config_is_refused(node: HookNode) -> None:
 
 
 def test_deep_nesting_and_long_numbers_are_refused(node: HookNode) -> None:
-    """R14: nesting, long numbers, lone surrogates."""
+    """R14: the hook refuses deep nesting, long numbers and lone surrogates."""
     bundle = node.bundle("true")
     with HeldContainer(bundle) as held:
         for text in (
@@ -470,9 +473,9 @@ int main(int argc, char **argv) {
 def test_a_race_between_directory_and_link_reaches_nothing(
     node: HookNode, victim: Path, tmp_path: Path, places: list[str], rounds: int
 ) -> None:
-    """R2: whatever the walk meets is inside the root, and what was opened is what is acted on.
+    """R2: whatever the walk meets is inside the root, and the hook acts on what it opened.
 
-    This race hits by luck, and runs for long; test_hook_steps.py enters each window.
+    This race depends on luck, and runs for long; test_hook_steps.py hits each window.
     """
     bundle = node.bundle("true")
     swap = compile_c(SWAP_C, tmp_path / "swap")
@@ -485,7 +488,8 @@ def test_a_race_between_directory_and_link_reaches_nothing(
     with HeldContainer(bundle) as held:
 
         def outside() -> set[str]:
-            # By numbers, because other tests rename directories that contain mounts.
+            # Mounts are compared by number, because other tests rename directories that contain
+            # mounts.
             lines = Path(f"/proc/{held.process.pid}/mountinfo").read_text().splitlines()
             inside = f"{bundle.rootfs}/"
             return {line.split()[0] for line in lines if not line.split()[4].startswith(inside)}
@@ -500,7 +504,7 @@ def test_a_race_between_directory_and_link_reaches_nothing(
         finally:
             swapper.kill()
             swapper.wait()
-    # the fixture `victim` compares its content and the host's mounts
+    # The fixture `victim` compares its content and the host's mounts
 
 
 def test_a_link_below_usr_lib_is_no_obstacle_to_an_honest_image(
@@ -534,7 +538,9 @@ def test_another_mount_in_the_place_of_the_root_is_not_taken_for_it(node: HookNo
 def test_a_root_whose_name_becomes_a_link_before_the_hook_runs(
     node: HookNode, tmp_path: Path, *, is_above: bool
 ) -> None:
-    """From both namespaces the link leads to the same directory, which is the host's: no runtime mounted it."""
+    """The link leads to the same directory from both namespaces, which is the host's: no runtime
+    mounted it.
+    """
     bundle = node.bundle("true")
     victim = tmp_path / "victim"
     shutil.copytree(bundle.rootfs, victim, symlinks=True)

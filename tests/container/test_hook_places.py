@@ -27,7 +27,9 @@ def asking(capabilities: str) -> dict[str, str]:
 
 
 def test_a_container_for_graphics_gets_the_drivers_files(node: HookNode, runtime: Runtime) -> None:
-    """Libraries of the larger set, directories mounted whole, sockets of the host; nothing changes on the host."""
+    """The container gets the libraries of the larger set, whole directories, and sockets of the
+    host; nothing changes on the host.
+    """
     before = host_mounts(node.base)
     sockets = node.made / "host-sockets"
     command = (
@@ -65,7 +67,9 @@ def test_a_container_without_graphics_gets_no_graphics_files(node: HookNode, run
 
 
 def test_files_of_the_image_stay_beside_the_drivers(node: HookNode, runtime: Runtime) -> None:
-    """Both directories have files of the image. In the first, the driver's file is mounted over one of its name."""
+    """Both directories have files of the image. In the first, the driver's file is mounted over a
+    file of the same name.
+    """
     bundle = node.bundle(
         "cat /etc/vulkan/icd.d/*; cat /usr/share/vulkan/icd.d/*; cat /usr/share/glvnd/egl_vendor.d/*;"
         "cat /etc/glvnd/egl_vendor.d/*",
@@ -394,7 +398,9 @@ def test_a_generation_replaced_by_name_is_not_mixed_with_the_old_one(
 
 
 def waiters() -> list[list[str]]:
-    """Return the waiters for locks of whole files from /proc/locks: number, "->", kind, how, access, process."""
+    """Return the waiters for locks of whole files from /proc/locks: number, "->", type, mode,
+    access, process.
+    """
     lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
     return [words for words in lines if words[1:3] == ["->", "FLOCK"]]
 
@@ -429,7 +435,9 @@ def test_a_hook_that_starts_during_a_removal_takes_the_next_generation(node: Hoo
 
 
 def test_mounts_of_the_host_below_a_directory_are_not_passed_on(node: HookNode) -> None:
-    """The container did not ask for such a mount, which would also be as writable as it is on the host."""
+    """The container did not ask for such a mount, which would also be writable if it is on the
+    host.
+    """
     generation = node.own_mirror()
     path = node.base / "sockets"
     (path / "below").mkdir(parents=True)

@@ -22,7 +22,7 @@ from tests.container.test_hook_start import everything, host_mounts, tree
 
 
 def check_line(line: str) -> None:
-    """The hook prints one printable line: what is wrong, then what to do."""
+    """Check that the hook prints one printable line: what is wrong, then what to do."""
     assert line.endswith("\n")
     assert line.count("\n") == 1
     assert line[:-1].isascii()
@@ -34,7 +34,9 @@ def check_line(line: str) -> None:
 def refuse(
     node: HookNode, bundle: DiskBundle, status: int, message: str, *, stdin: bytes | None = None
 ) -> None:
-    """The hook ends with this status and this message, and leaves everything as it was."""
+    """Require that the hook ends with this status and this message, and leaves everything as it
+    was.
+    """
     files = tree(bundle.rootfs)
     mounts = host_mounts(node.base)
     cache = (
@@ -158,7 +160,7 @@ def test_a_mirror_with_something_else_in_a_programs_place(node: HookNode, what: 
 
 
 def test_no_governor(node: HookNode) -> None:
-    node.timeout = 3.0  # the hook waits for half of it, in case the governor is being restarted
+    node.timeout = 3.0  # the hook waits half as long, in case the governor restarts
     (node.base / "run/governor.sock").unlink()
     refuse(node, node.bundle("true"), 75, "governor.sock (connect: there is no socket)")
 
@@ -202,13 +204,17 @@ def test_a_refusal_does_not_affect_a_container_with_the_same_id(node: HookNode) 
 
 
 def test_a_failed_confirmation_undoes_everything(node: HookNode) -> None:
-    """All mounts were made and the cache was written: all is undone, and the old cache is restored."""
+    """All mounts had been made and the cache written: everything is undone, and the old cache is
+    restored.
+    """
     node.governor.mode = "deny-confirm"
     refuse(node, node.bundle("true"), 77, "the admission is gone")
 
 
 def test_files_that_could_not_be_removed_are_removed_at_the_end(node: HookNode) -> None:
-    """A file is in the way for a while. The runtime reports the end of a container that failed to start, too."""
+    """A file blocks the removal for a while. The runtime also reports the end of a container that
+    failed to start.
+    """
     node.governor.mode = "deny-confirm"
     bundle = node.bundle("true")
     before = tree(bundle.rootfs)
@@ -369,7 +375,9 @@ def test_a_root_file_system_that_cannot_be_written(node: HookNode) -> None:
 
 
 def test_a_read_only_root_that_was_prepared_is_served(node: HookNode) -> None:
-    """The image has the directories, and its cache does not name our libraries: nothing has to be written."""
+    """The image already has the directories, and its cache does not name our libraries: nothing has
+    to be written.
+    """
     bundle = node.bundle("true")
     (bundle.rootfs / TARGET).mkdir(parents=True)
     (bundle.rootfs / "run/tidegate").mkdir()

@@ -1,9 +1,10 @@
 """Attacks on the hook under runc and crun; tests/mutants/rules.toml says which rule each is for.
 
-Each attack runs with the hook in steps (tests/container/steps.py), next to a directory of the host that nothing may touch
-(tests/container/canary.py), and with traps in the image (tests/container/assault.py). `assault` asserts what holds for
-all of them: nothing outside the container was opened, read, made, changed or mounted on, nothing of the image ran or was
-loaded on the host, and every call of the hook was one that cannot leave the container's root.
+In each attack the hook runs in single steps (tests/container/steps.py), next to a directory of the
+host that nothing may touch (tests/container/canary.py), and with traps in the image
+(tests/container/assault.py). `assault` asserts what holds for all of them: nothing outside the
+container was opened, read, made, changed or mounted on, nothing of the image ran or was loaded on
+the host, and every call of the hook was one that cannot leave the container's root.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def canary(tmp_path: Path) -> Canary:
 
 
 def settled(outcome: AttackOutcome) -> None:
-    """The container started, or the hook or the runtime gave in one line the reason why it did not."""
+    """Require that the container started, or that the hook or the runtime gave the reason in one
+    line.
+    """
     if outcome.ran.status == 0:
         assert outcome.outcome in ("prepared", "without-gpu")
     if outcome.outcome == "failed":
@@ -261,7 +264,9 @@ def test_a_link_does_not_cover_what_the_runtime_mounts(
 def test_files_that_a_runtime_hides_stay_hidden(
     node: HookNode, runtime: Runtime, canary: Canary, place: str
 ) -> None:
-    """R10: if the configuration binds a directory on /dev, runc starts the container without its own /dev/null."""
+    """R10: if the configuration binds a directory on /dev, runc starts the container without a
+    /dev/null of runc's.
+    """
     bundle = node.bundle("cat /proc/timer_list")
     bundle.config["mounts"] = [m for m in bundle.config["mounts"] if m["destination"] != "/dev"]
     source = node.base / "devices"
@@ -329,7 +334,9 @@ def volume(bundle: DiskBundle, source: Path, destination: str, *options: str) ->
 def test_a_directory_of_the_host_in_the_way(
     node: HookNode, runtime: Runtime, canary: Canary, place: str, *, readonly: bool
 ) -> None:
-    """R3: nothing is made in a volume, whether the configuration or a link of the image put it there."""
+    """R3: the hook makes nothing in a volume, whether the configuration or a link of the image put
+    it there.
+    """
     bundle = node.bundle(
         "cat /proc/self/mountinfo",
         annotations={"tidegate.gpu/memory": "8Gi", "tidegate.gpu/capabilities": "graphics"},
@@ -374,7 +381,9 @@ def test_a_volume_that_only_a_link_leads_to_gets_no_files(
 def test_a_single_file_or_directory_of_the_host_over_a_place(
     node: HookNode, runtime: Runtime, canary: Canary, place: str
 ) -> None:
-    """R3, R10: a bind mount over the place itself is covered or refused; what it shows of the host is unchanged."""
+    """R3, R10: a bind mount over the place itself is covered or refused; the file or directory of
+    the host is unchanged.
+    """
     bundle = node.bundle("cat /proc/self/mountinfo")
     source = node.base / "volume"
     if place in (TARGET, "run/tidegate"):
@@ -521,7 +530,9 @@ HOSTILE = {
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_annotations_are_data(node: HookNode, runtime: Runtime, canary: Canary, kind: str) -> None:
-    """R14, R15: refused, with one printable line; used in no shell, path or format. The governor is not asked."""
+    """R14, R15: annotations are refused with one printable line, and reach no shell, path or
+    format. The governor is not asked.
+    """
     annotations = {
         name: value.replace("{marker}", str(traps() / "marker")).replace(
             "{canary}", str(canary.path)
@@ -649,7 +660,9 @@ SOCKETS = [
 def test_a_replaced_socket_of_the_governor(
     node: HookNode, runtime: Runtime, canary: Canary, kind: str
 ) -> None:
-    """R13, R14: the hook neither hangs nor trusts it, and never uses the image's own socket under that path."""
+    """R13, R14: the hook neither hangs nor trusts the socket, and never uses the image's own socket
+    at that path.
+    """
     bundle = node.bundle("echo started")
     node.timeout = 3.0
     path = node.base / "run/governor.sock"
@@ -721,7 +734,9 @@ while True:
 
 
 def impostor(path: Path, grants: str) -> subprocess.Popen[bytes]:
-    """Listen on the governor's socket: grant a directory of the host as user nobody, or send `endless` data as root."""
+    """Listen on the governor's socket: grant a directory of the host as the user nobody, or send
+    `endless` data as root.
+    """
     process = subprocess.Popen(
         ["/usr/bin/python3", "-c", IMPOSTOR, str(path), grants], stdout=subprocess.PIPE
     )
@@ -873,7 +888,7 @@ def test_the_hosts_own_root_is_refused(node: HookNode, runtime: Runtime, root: s
         done = held.hook(node.hook, stage="prestart" if runtime.name == "crun" else "createRuntime")
         assert done.returncode == 66, done.stderr
         assert "root.path" in done.stderr
-        # a process with more capabilities than ours protects its /proc/PID/root
+        # The kernel protects /proc/PID/root of a process that has more capabilities than ours.
         assert "the host's own root" in done.stderr or root == "/proc/1/root"
         assert (held.all_mounts(), host_mounts(node.base)) == before
     assert node.governor.requests == []
@@ -895,7 +910,9 @@ def test_a_link_in_a_user_namespace(
 
 
 def test_the_traps_work() -> None:
-    """The traps leave their file when run and loaded on the host, so it is significant that no other test finds one."""
+    """The traps leave their file when run and loaded on the host, so it means something that no
+    other test finds one.
+    """
     marker = traps() / "marker"
     for command, env in (
         ([str(traps() / "program")], {}),

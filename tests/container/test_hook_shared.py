@@ -1,4 +1,6 @@
-"""Containers that share a root file system, as with Podman's `--rootfs`: starts and ends of several at once."""
+"""Containers that share a root file system, as with Podman's `--rootfs`: several of them start and
+end at once.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,9 @@ def test_concurrent_starts_and_ends_on_one_root(
 def test_a_failed_start_removes_nothing_of_another_on_its_root(
     node: HookNode, runtime: Runtime, shared: Path
 ) -> None:
-    """The second start begins when the first has made its files; then the first is refused, and removes its files."""
+    """The second start begins when the first has made its files. After that, the first is refused,
+    and removes its files.
+    """
     node.timeout = 20.0
     before, kept = tree(shared), everything(shared / "etc/ld.so.cache")
     governor = node.governor

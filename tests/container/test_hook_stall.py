@@ -19,18 +19,19 @@ from tests.container.held import HeldContainer
 from tests.container.nodes import wait_for
 from tests.container.test_hook_start import tree
 
-# These tests wait for deadlines, and leave processes that cannot be ended for seconds, which the
-# searches of other tests would find.
+# These tests wait for deadlines, and for seconds leave behind processes that cannot be killed,
+# which the searches of other tests would find.
 pytestmark = pytest.mark.slow
 
 DEADLINE = 4.0  # seconds; the hook has to reach the request that stalls before it
-ENOUGH = 60.0  # seconds; a deadline that the hook is not to miss
+ENOUGH = 60.0  # seconds; a deadline that the hook is not meant to reach
 ANSWERS = "check that file system's server (FUSE, NFS), and start the container once it answers\n"
 LINE = (
     f"tidegate: the hook did not finish within {DEADLINE:g} s, and could not be interrupted:"
     f" most likely the container's root file system does not answer; {ANSWERS}"
 )
-# Requests of a start to its root file system. The start is admitted between IMAGE and MAKES.
+# These are requests of a start to its root file system. The start is admitted between IMAGE and
+# MAKES.
 IMAGE, MAKES = ("open", "ld.so.cache"), ("create", ".ld.so.cache.tidegate")
 OTHERS = [
     ("getattr", ""), ("mkdir", "glibc-hwcaps"), ("mkdir", "x86-64-v2"), ("create", "nvidia-smi"),
@@ -40,7 +41,9 @@ ENDS = ("rmdir", "x86-64-v2")
 
 
 class HookWay:
-    """How the hook is executed: as the C program, with or without fork server, or as the script."""
+    """The way in which the hook is executed: as the C program, with or without the fork server, or
+    as the script.
+    """
 
     def __init__(self, node: HookNode, fronts: Path, name: str) -> None:
         node.timeout = DEADLINE
@@ -147,7 +150,7 @@ def test_a_runtime_waits_no_longer_than_the_deadline(
     way: HookWay, runc: Runtime, stalling: Stalling
 ) -> None:
     """runc waits until the hook and every process that has the hook's outputs have ended."""
-    # The hook's entry was made before the deadline was known.
+    # The hook's entry was made before the test set the deadline.
     for entries in stalling.bundle.config["hooks"].values():
         entries[0]["args"][-2] = str(DEADLINE)
     with stalling.fuse as fuse:
@@ -280,7 +283,7 @@ def wrapper(node: HookNode, runtime: str) -> list[str]:
 def test_the_wrapper_abandons_a_root_that_does_not_answer(
     node: HookNode, way: HookWay, stalling: Stalling
 ) -> None:
-    """With `driver: optional` the wrapper looks for the image's C library."""
+    """With `driver: optional`, the wrapper searches the image for its C library."""
     log = node.base / "runc.log"
     command = [*wrapper(node, "#!/bin/sh\necho executed\n"), "--log", str(log)]
     bundle = stalling.bundle

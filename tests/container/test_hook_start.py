@@ -34,7 +34,8 @@ libnvidia-ml.so.1: /{TARGET}/libnvidia-ml.so.1 tidegate's libnvidia-ml
 libcuda.so: /{TARGET}/libcuda.so.1 tidegate's libcuda
 libnvidia-ptxjitcompiler.so.1: /{TARGET}/libnvidia-ptxjitcompiler.so.1 tidegate's libnvidia-ptxjitcompiler
 """
-# without a cache, the loader searches its default directories: /lib/<triplet> before /usr/lib/<triplet>
+# Without a cache, the loader searches its default directories: /lib/<triplet> before
+# /usr/lib/<triplet>
 SEARCHED = FOUND.replace(" /usr/lib/", " /lib/")
 
 
@@ -43,7 +44,7 @@ def host_mounts(own: Path) -> list[str]:
 
     At the same time, other tests mount in their own directories, and the roots of releases are made
     in build/: in the temporary directory and in build/, only mounts below `own` count. The nodes of
-    benchmarks have directories in /run, by process.
+    benchmarks have directories in /run, one for each process.
     """
     lines = [
         line.split(" ", 4)[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()
@@ -57,7 +58,9 @@ def host_mounts(own: Path) -> list[str]:
 def test_a_container_finds_the_mirror_and_its_grant(
     node: HookNode, runtime: Runtime, stage: str
 ) -> None:
-    """Libraries by dlopen and by ldconfig -p, the program, the grant; the governor is notified of start and end."""
+    """The container finds libraries by dlopen and by ldconfig -p, the program, and the grant; the
+    governor is told of start and end.
+    """
     before = host_mounts(node.base)
     command = (
         f"{PROBE}; nvidia-smi; ls -A /run/tidegate; stat -c %s /run/tidegate/grant; ldconfig -p"
@@ -110,7 +113,7 @@ def test_the_mounts_are_read_only_and_private(node: HookNode, runc: Runtime) -> 
     for line in ran.stdout.splitlines():
         words = line.split()
         mounts[words[4]] = (words[5], words[6])
-    # flags such as relatime are the host's
+    # Flags such as relatime are the host's.
     for target, flags in {
         f"/{TARGET}": {"ro", "nosuid", "nodev"},
         "/usr/bin/nvidia-smi": {"ro", "nosuid", "nodev"},
@@ -179,7 +182,7 @@ def test_a_cache_that_leads_elsewhere_is_corrected(node: HookNode, runtime: Runt
 
 @pytest.mark.parametrize("cache", ["missing", "directory", "dangling"])
 def test_an_image_without_a_cache_is_served(node: HookNode, runc: Runtime, cache: str) -> None:
-    """The loader looks into the directory even without a cache."""
+    """The loader searches the directory even without a cache."""
     bundle = node.bundle(PROBE)
     path = bundle.rootfs / "etc/ld.so.cache"
     path.unlink()
@@ -229,7 +232,9 @@ def everything(path: Path) -> tuple[object, ...]:
 
 
 def test_a_running_container_adds_little_to_its_image(node: HookNode, runc: Runtime) -> None:
-    """One chain of directories, one placeholder per program, the cache; no empty file for each library."""
+    """It adds one chain of directories, one placeholder per program, and the cache, but no empty
+    file for each library.
+    """
     bundle = node.bundle("true")
     del bundle.config["hooks"]["poststop"]
     before = tree(bundle.rootfs)
@@ -246,7 +251,9 @@ def test_a_running_container_adds_little_to_its_image(node: HookNode, runc: Runt
 
 @pytest.mark.parametrize("cache", ["file", "link", "hostile"])
 def test_nothing_stays_in_the_image(node: HookNode, runtime: Runtime, cache: str) -> None:
-    """The end removes what the start made, places for graphics included. The cache is the image's, with its time."""
+    """The end removes what the start made, places for graphics included. The cache is the image's
+    again, with its original time.
+    """
     bundle = node.bundle(
         f"{PROBE}; nvidia-smi",
         annotations={"tidegate.gpu/memory": "8Gi", "tidegate.gpu/capabilities": "all"},
@@ -273,7 +280,9 @@ def test_nothing_stays_in_the_image(node: HookNode, runtime: Runtime, cache: str
 def test_files_that_the_container_creates_in_our_directories_stay(
     node: HookNode, runc: Runtime
 ) -> None:
-    """Only empty files and directories go. A cache that ldconfig wrote in the container loses only our entries."""
+    """Only empty files and directories are removed. A cache that ldconfig wrote in the container
+    loses only our entries.
+    """
     bundle = node.bundle("echo /opt/own >/etc/ld.so.conf; ldconfig; true")
     make_library(bundle.rootfs / "opt/own/libown.so.1", "libown.so.1", "the image's")
     assert runc.run(bundle).status == 0
@@ -301,7 +310,8 @@ def test_links_left_by_a_container_do_not_lead_out_of_its_root(
     bundle = node.bundle(
         "true", annotations={"tidegate.gpu/memory": "8Gi", "tidegate.gpu/capabilities": "utility"}
     )
-    # What a container could have done while it ran; here it is done between its end and our hook.
+    # What a container could have done while it ran; here it is done between the container's end and
+    # our hook.
     swap = compile_c(
         f"""
 #include <stdio.h>
@@ -360,7 +370,9 @@ def test_a_loader_from_before_glibc_hwcaps_gets_tls(node: HookNode, runc: Runtim
 
 
 def test_a_red_hat_layout_is_served(node: HookNode, runtime: Runtime) -> None:
-    """Libraries in /usr/lib64, with a loader that searches there: the hook takes the directory from the image."""
+    """Libraries are in /usr/lib64, with a loader that searches there: the hook takes the directory
+    from the image.
+    """
     bundle = node.bundle(
         "ls /usr/lib64/glibc-hwcaps/x86-64-v2; LD_LIBRARY_PATH=/usr/lib64 probe libcuda.so.1"
     )
@@ -411,7 +423,7 @@ def test_ldconfig_in_the_container_still_works(node: HookNode, runtime: Runtime)
     assert ran.status == 0, ran.stderr
     assert "failed" not in ran.stdout
     assert "tidegate's libcuda\n" in ran.stdout
-    # ldconfig names the last link of a soname, which leads to the same library
+    # ldconfig names the last link of a soname, which leads to the same library.
     (listed,) = [line for line in ran.stdout.splitlines() if line.startswith("\tlibcuda.so.1 ")]
     assert listed.endswith(f"/glibc-hwcaps/x86-64-v2/libcuda.so.{VERSION}")
 

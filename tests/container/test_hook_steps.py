@@ -1,7 +1,9 @@
-"""Races that hit: what the hook walks, makes and mounts on is changed while it is stopped between two system calls.
+"""Races that always hit: what the hook walks, makes and mounts on is changed while the hook is
+stopped between two system calls.
 
-A race that swaps in a loop next to the hook may miss the window for years. These tests enter each window: by exchanging
-names at every step in turn, and by single changes at the steps that make, write, rename and mount.
+A race that swaps in a loop next to the hook may miss the window for years. These tests hit each
+window, by exchanging names at every step in turn, and by single changes at the steps that make,
+write, rename and mount.
 """
 
 from __future__ import annotations
@@ -108,7 +110,7 @@ def test_a_directory_that_is_a_link_at_every_other_step(
 def test_a_directory_that_is_a_link_at_one_step(
     node: HookNode, tmp_path: Path, place: str, *, back: bool
 ) -> None:
-    """R2: at each step, for that step alone or from then on."""
+    """R2: the directory is a link at each step in turn, for that step alone or from then on."""
     at, seen = 0, 1
     while at < seen:
         at += 1
@@ -145,7 +147,7 @@ def test_a_directory_that_is_a_link_at_one_step(
 def test_directories_that_are_links_now_and_then(
     node: HookNode, runtime: Runtime, canary: Canary, seed: int
 ) -> None:
-    """R2: several changes at once, at random; the seed reproduces them."""
+    """R2: several directories change at once, at random; the seed reproduces the changes."""
     draw = random.Random(seed)  # noqa: S311
     bundle = run_nothing(node.bundle(""))
     places = draw.sample(SWAPPED, 3)
@@ -163,7 +165,7 @@ def test_directories_that_are_links_now_and_then(
 
 
 def makes(name: str) -> Callable[[SystemCall], bool]:
-    """The step that makes a file of this name."""
+    """Return a test for the step that makes a file of this name."""
     return lambda s: s.name == "openat" and s.path == name and bool(s.numbers[2] & O_CREAT)
 
 
@@ -176,14 +178,16 @@ def opens(path: str, *, inside: bool = True) -> Callable[[SystemCall], bool]:
 
 
 def reads_again(path: str) -> Callable[[SystemCall, list[SystemCall]], bool]:
-    """The step that opens for reading what the step before opened as a place."""
+    """Return a test for the step that opens for reading what the previous step opened with
+    O_PATH.
+    """
     return lambda s, before: (
         s.name == "openat" and s.path.startswith("self/fd/") and before[-1].path == path
     )
 
 
 def mounts(number: int) -> Callable[[SystemCall, list[SystemCall]], bool]:
-    """The mount with this number, counted from 0."""
+    """Return a test for the mount with this number, counted from 0."""
     return lambda s, before: (
         s.name == "move_mount" and [b.name for b in before].count("move_mount") == number
     )
@@ -191,7 +195,7 @@ def mounts(number: int) -> Callable[[SystemCall, list[SystemCall]], bool]:
 
 TEMPORARY = ".ld.so.cache.tidegate"
 
-# the step, the name that is replaced, and what replaces it below the canary
+# For each moment: the step, the name that is replaced, and what replaces it below the canary.
 MOMENTS: dict[str, tuple[Callable[..., bool], str, str]] = {
     "the cache is made": (makes(TEMPORARY), f"etc/{TEMPORARY}", "etc/ld.so.cache"),
     "the cache is put in place": (lambda s: s.name == "renameat2", CACHE, CACHE),
@@ -291,7 +295,9 @@ CHECKED = {"x86-64-v2": (TARGET, "/dev"), "tidegate": ("run/tidegate", "/dev"), 
 def test_a_target_that_is_a_link_after_it_was_checked(
     node: HookNode, runtime: Runtime, canary: Canary, name: str
 ) -> None:
-    """R2: the mount is made on the file that was checked, not on a later file of that name, not even in the root."""
+    """R2: the mount is made on the file that was checked, and not on a later file of that name, not
+    even one in the root.
+    """
     place, elsewhere = CHECKED[name]
     bundle = run_nothing(node.bundle(""))
     before: list[SystemCall] = []
@@ -329,7 +335,9 @@ main()
 def test_without_the_rule_the_race_reaches_the_host(
     node: HookNode, canary: Canary, place: str
 ) -> None:
-    """The same race against a hook that does not confine its walks: in one of the patterns it reaches the host."""
+    """This is the same race against a hook that does not confine its walks: in one of the patterns
+    it reaches the host.
+    """
     reached = []
     for number, pattern in enumerate(PATTERNS.values()):
         bundle = node.bundle("true", name=f"bundle{number}")
@@ -405,7 +413,9 @@ def test_an_object_of_the_host_disappears_meanwhile(
 
 
 def test_the_tracer_detects_each_fault(tmp_path: Path) -> None:
-    """`faults` finds each fault that it knows in a program with that fault, so the clean result for the hook counts."""
+    """`faults` finds each fault that it knows in a program with that fault, so that a clean result
+    for the hook means something.
+    """
     import subprocess
 
     script = """

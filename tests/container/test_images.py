@@ -88,7 +88,9 @@ Make = Callable[..., DiskBundle]
 
 @pytest.fixture
 def make(site: BenchNode, tmp_path: Path) -> Make:
-    """A function that makes a bundle with a quota of 2 GiB and a program that requests 3 GiB."""
+    """Return a function that makes a bundle with a quota of 2 GiB and a program that requests 3
+    GiB.
+    """
 
     def make_one(*program: str, **annotations: str) -> DiskBundle:
         import json
@@ -127,7 +129,9 @@ def ldconfig(bundle: DiskBundle, *directories: str) -> None:
 
 
 def own_driver(bundle: DiskBundle, site: BenchNode, directory: str) -> None:
-    """Put a driver of the image's own into a directory: the GPU's real one, without control library."""
+    """Put a driver of the image's own into a directory: the simulated GPU's own, without the
+    control library.
+    """
     (bundle.rootfs / directory).mkdir(parents=True, exist_ok=True)
     built = site.machine.build / "simgpu"
     for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
@@ -142,8 +146,8 @@ def environment(bundle: DiskBundle, path: str) -> None:
 def test_a_driver_of_the_images_own_is_not_governed_without_tidegate(
     site: BenchNode, make: Make, runtime: Runtime
 ) -> None:
-    """The premise of the tests below: without Tidegate the image's own driver is used, and gives what the program asks
-    for.
+    """The premise of the tests below: without Tidegate the image's own driver is used, and gives
+    the program what it asks for.
     """
     bundle = make(driver="optional")
     own_driver(bundle, site, COMPAT)
@@ -155,8 +159,8 @@ def test_a_driver_of_the_images_own_is_not_governed_without_tidegate(
 
 @pytest.mark.parametrize("layout", ["debian", "fedora", "distroless"])
 def test_a_layout_is_governed(make: Make, runtime: Runtime, layout: str) -> None:
-    """The layouts: with and without ld.so.cache; libraries below a triplet or in /usr/lib64; only
-    glibc and the program.
+    """The layouts are those with and without ld.so.cache, with libraries below a triplet or in
+    /usr/lib64, and with only glibc and the program.
     """
     bundle = make()
     root = bundle.rootfs
@@ -193,7 +197,7 @@ def test_a_restricted_container_is_governed(make: Make, runtime: Runtime, kind: 
 def test_a_driver_of_the_images_own_comes_after_ours(
     site: BenchNode, make: Make, runtime: Runtime, search: str
 ) -> None:
-    """First on LD_LIBRARY_PATH: CUDA's compat packages, or any other directory."""
+    """CUDA's compat packages, or any other directory, come first on LD_LIBRARY_PATH."""
     bundle = make()
     place, path = {
         "compat": (COMPAT, f"/{COMPAT}:/usr/local/nvidia/lib64"),
@@ -229,7 +233,9 @@ def test_compat_that_an_entry_point_puts_on_the_path_comes_after_ours(
 def test_a_program_whose_rpath_leads_to_its_own_driver_gets_ours(
     site: BenchNode, make: Make, runtime: Runtime, path: str, tags: str
 ) -> None:
-    """DT_RPATH, which is searched before everything else, and DT_RUNPATH; the program is found through PATH, as a link."""
+    """The path is in DT_RPATH, which is searched before everything else, or in DT_RUNPATH; PATH
+    leads to the program through a link.
+    """
     own = {
         "$ORIGIN": "opt/app/bin",
         "$ORIGIN/../$LIB": "opt/app/lib/x86_64-linux-gnu",
@@ -247,7 +253,9 @@ def test_a_program_whose_rpath_leads_to_its_own_driver_gets_ours(
 def test_a_driver_that_an_older_loader_finds_below_comes_after_ours(
     site: BenchNode, make: Make, runtime: Runtime, below: str
 ) -> None:
-    """Loaders up to glibc 2.36 look there; the directory that LD_LIBRARY_PATH names has no driver itself."""
+    """Loaders up to glibc 2.36 search there; the directory that LD_LIBRARY_PATH names has no driver
+    itself.
+    """
     bundle = make()
     own_driver(bundle, site, f"opt/app/lib/{below}")
     environment(bundle, "/opt/app/lib")
@@ -268,7 +276,7 @@ def test_a_driver_behind_platform_comes_after_ours(
 def test_a_driver_in_a_directory_that_is_searched_before_glibc_s_comes_after_ours(
     site: BenchNode, make: Make, runtime: Runtime
 ) -> None:
-    """A root in which /lib is not a link to /usr/lib: a loader searches /lib first."""
+    """In this root, /lib is not a link to /usr/lib: a loader searches /lib first."""
     bundle = make()
     (bundle.rootfs / "lib").unlink()
     own_driver(bundle, site, "lib/x86_64-linux-gnu")

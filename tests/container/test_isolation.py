@@ -86,7 +86,7 @@ def clean(node: BenchNode) -> Iterator[None]:
 
 
 def inside(node: BenchNode, container: Running) -> int:
-    """Return the pid on the host of a container's first process."""
+    """Return the PID on the host of a container's first process."""
     return int(node.list_containers()[container.identifier]["pid"])
 
 
@@ -105,7 +105,9 @@ def as_attacker(**process: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def in_namespace_of(pid: int, **process: Any) -> Callable[[dict[str, Any]], None]:
-    """Like `as_attacker`, and in another container's PID namespace, as in a pod that shares it."""
+    """Like `as_attacker`, but also in another container's PID namespace, as in a pod that shares
+    it.
+    """
     first = as_attacker(**process)
 
     def edit(config: dict[str, Any]) -> None:
@@ -126,7 +128,9 @@ def contents(path: Path) -> dict[str, tuple[int, int, int]]:
 
 
 def descriptors(fds: Path) -> collections.Counter[str]:
-    """Count a process's open files by kind, except those of ended containers: their pages are unmapped later."""
+    """Count a process's open files by kind, without those of ended containers, whose pages are
+    unmapped later.
+    """
     found: collections.Counter[str] = collections.Counter()
     for fd in fds.iterdir():
         with contextlib.suppress(OSError):
@@ -166,7 +170,8 @@ def test_no_container_reaches_another_containers_files(node: BenchNode, attacker
     assert tried, attacker.output
     alone, at_others, others = map(int, tried.groups())
     assert alone > 700
-    # In a shared pid namespace the attacker finds at least the victim's process, and tries many ways at each.
+    # In a shared PID namespace, the attacker finds at least the victim's process, and tries many
+    # ways with each process.
     assert (others > 0) == ("shared" in attacker_kind)
     assert at_others >= 150 * others
     assert contents(has) == before
@@ -206,7 +211,9 @@ def test_the_attacker_can_tell_what_works(node: BenchNode) -> None:
 
 
 def test_a_socket_registers_only_processes_of_its_container(node: BenchNode) -> None:
-    """The kernel does not separate equal processes that see each other: the governor checks the caller's container."""
+    """The kernel does not separate processes with equal rights that see each other: the governor
+    checks the caller's container.
+    """
     victim = start_worker(node, "host", compute="20")
     begin(victim)
     pid = inside(node, victim)
@@ -246,8 +253,8 @@ def execute(node: BenchNode, container: Running, *arguments: str) -> str:
 def test_a_process_that_moves_to_a_lower_group_still_belongs_to_the_container(
     node: BenchNode,
 ) -> None:
-    """systemd does this as the first process: it moves itself to init.scope, and its services to
-    other groups. `exec` starts processes in the group above both.
+    """systemd does this as the first process: it moves itself to init.scope, and moves its services
+    to other groups. `exec` starts processes in the group above both.
     """
     container = node.start(
         "systemd", ["/usr/bin/hostile", "nest"], {"memory": "1Gi", "compute": "20"},
@@ -264,7 +271,7 @@ def test_a_process_that_moves_to_a_lower_group_still_belongs_to_the_container(
     node.start_governor()
     assert len(node.list_containers()[container.identifier]["processes"]) == 1
     assert execute(node, container, *knock) == "slot 1, a ledger\n"
-    # A neighbour that shares its pid namespace is still refused.
+    # A neighbour that shares its PID namespace is still refused.
     attacker = node.start(
         "neighbour", ["/usr/bin/hostile", "knock", "1"], {"memory": "1Gi", "compute": "20"},
         edit=in_namespace_of(pid),
@@ -316,7 +323,7 @@ def test_a_process_that_enters_without_the_engine_is_refused_with_a_hint(node: B
         [*enter, *knock], capture_output=True, text=True, timeout=WAIT_S, check=True
     )
     assert done.stdout == "slot -1, no ledger\n"
-    # The log is paced, so lines about what earlier tests had refused may come late.
+    # The log is rate-limited, so lines about refusals in earlier tests may come late.
     [refused] = wait_for(
         lambda: [
             one for one in events(node, "process-refused") if one["container"] == victim.identifier
@@ -363,7 +370,8 @@ def test_nonsense_in_a_ledger_takes_nothing_from_other_containers(node: BenchNod
         if all(0.8 * quota < part < 1.25 * quota for part, quota in shares):
             break
     for i, quota in enumerate(QUOTAS.values()):
-        # Use only the last measurement if it was good: it makes up for work that was lost before it.
+        # If the last measurement was good, it is used alone: it makes up for work that was lost
+        # before it.
         parts = [found[-1]] if len(found) < 5 else found
         assert 0.6 * quota < statistics.median(part[i] for part in parts) < 1.4 * quota, found
     # The governor owns its page, which still has the same values.

@@ -266,8 +266,9 @@ def test_a_container_runs_governed(node: BenchNode, stage: str) -> None:
     assert seen["confirmed"]
     assert len(seen["processes"]) == 1
     [device] = seen["devices"]
-    # The context, the requested memory, and the ring of a few slots that the workload stamps into. A context is
-    # charged with its expected size at first, and soon with its real size, which is 512 MiB here.
+    # The context, the requested memory, and the ring of a few slots that the workload stamps into.
+    # A context is charged its expected size at first, and soon its real size, which is 512 MiB
+    # here.
     assert 512 * MIB + GIB <= device["memory_used"] <= CONTEXT + GIB + 4 * MIB
     assert device["memory_limit"] == 3 * GIB
     (container.out / "begin").touch()
@@ -301,7 +302,7 @@ def test_more_than_the_quota_is_out_of_memory_for_its_container_alone(node: Benc
     assert (answer["result"], answer["code"]) == ("CUDA_ERROR_OUT_OF_MEMORY", 2)
     before = units(neighbour)
     wait_for(lambda: units(neighbour) > before + 100, "the neighbour to continue")
-    # The whole quota less the context can be allocated.
+    # The whole quota, less the context, can be allocated.
     modest = node.start("modest", [*command, "--allocate", str(GIB - CONTEXT)], {"memory": "1Gi"})
     assert node.wait(modest, WAIT_S) == 0, modest.output
     assert neighbour.process.poll() is None
@@ -333,7 +334,7 @@ def test_a_killed_holder_delays_no_other_container(node: BenchNode, how: str) ->
     assert window[-1] > done + 900 * MS  # the stamps are written up to here
     gap = max(b - a for a, b in itertools.pairwise(window))
     assert gap < 50 * MS + stall.longest, f"a gap of {gap / MS:.1f} ms"
-    # The victim's share is free: the rest of the memory and of the time.
+    # The victim's share is free again: all that remained of the memory and of the time.
     assert victim.identifier not in node.list_containers()
     heir = start_worker(node, f"heir-{how}", **rest)
     begin(heir)
@@ -366,7 +367,9 @@ def test_containers_outlive_the_governor(node: BenchNode) -> None:
 
 
 def start_stress(node: BenchNode, name: str) -> Running:
-    """Start threads that use the driver in every way; any error except a lack of memory ends them."""
+    """Start threads that use the driver in every way; any error except a lack of memory ends the
+    program.
+    """
     arguments = ["/usr/bin/stress", "--threads", "4", "--wait-file", "/out/begin", "--seconds", "0"]
     return node.start(name, arguments, {"memory": "2Gi", "compute": "40"})
 
@@ -378,7 +381,7 @@ def test_no_call_fails_while_the_governor_is_slow_stands_still_dies_and_is_repla
     wait_ready(*pair)
     draw = random.Random(1)  # noqa: S311
     try:
-        for _ in range(12):  # slow, but too short to count as away
+        for _ in range(12):  # slow, but too briefly to count as away
             with node.frozen_governor():
                 time.sleep(draw.uniform(0.02, 0.7))
             time.sleep(draw.uniform(0.01, 0.1))
@@ -459,7 +462,7 @@ def test_a_request_that_cannot_be_granted_is_refused(
 ) -> None:
     case = request.node.callspec.id
     if case == "memory":
-        annotations = {"memory": "13825Mi"}  # of 15.5 GiB, 2 GiB are taken: one MiB too much
+        annotations = {"memory": "13825Mi"}  # 2 of 15.5 GiB are taken: this is 1 MiB too much
     neighbour = start_worker(node, f"first-{case}")
     wait_ready(neighbour)
     before, known = ask(node.config, "list")["containers"], directories(node)

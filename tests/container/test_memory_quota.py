@@ -20,7 +20,7 @@ def test_processes_that_compete_for_memory_do_not_exceed_the_quota(
     assert memory.main(arguments) == 0, json.loads((out / "memory.json").read_text())["wrong"]
     report = json.loads((out / "memory.json").read_text())
     assert report["oom_stress"]["killed"] > 0
-    # At most a granule is left, and NVML of the driver reports that a full process has the whole
+    # At most a granule is left, and the driver's NVML reports that a full process has the whole
     # quota.
     assert report["limit"] - memory.GRANULE <= report["full"] <= report["limit"]
     # Samples are from different moments; whatever they say, no process was accused of a violation.

@@ -1,4 +1,5 @@
-"""The strategy mps: containers are clients of one daemon, which is watched, restarted, and outlives the governor.
+"""The strategy mps: containers are clients of one daemon, which is watched and restarted, and
+outlives the governor.
 
 The daemon is the stand-in of simgpu/mps_control.c; containers, mounts, control library and governor are real.
 """
@@ -160,7 +161,9 @@ def worker(node: BenchNode, name: str, **annotations: str) -> Running:
 
 @contextlib.contextmanager
 def stopped(node: BenchNode, *containers: Running) -> Iterator[None]:
-    """Keep containers from ending during the block: the events reported for them would be removed with them."""
+    """Keep containers from ending during the block: the events that were reported for them would be
+    removed with them.
+    """
     known = node.list_containers()
     pids = [pid for container in containers for pid in known[container.identifier]["processes"]]
     for pid in pids:
@@ -181,7 +184,8 @@ def alive(pid: int) -> bool:
 def test_a_container_is_a_client_and_sees_one_socket_that_it_cannot_change(node: BenchNode) -> None:
     seen = probe(node, "client", strategy="mps")
     output = seen.pop("output")
-    # ".", ".." and "control"; a read-only mount; the socket for commands cannot be reached.
+    # The container sees ".", ".." and "control" on a read-only mount, and cannot reach the socket
+    # for commands.
     assert seen == {
         "error": 0, "mps": 1, "variable": "/run/tidegate/mps", "entries": 3, "made": 30, "unlinked": 30,
         "control": 0, "privileged": 2,

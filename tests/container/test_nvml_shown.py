@@ -133,7 +133,7 @@ def test_a_container_alone_sees_its_own_quota_and_process(node: BenchNode) -> No
 
 
 def test_each_of_two_containers_sees_its_own_quota_and_process(node: BenchNode) -> None:
-    quotas = {"first": "60", "second": "20"}  # of the GPU, and each uses all of that
+    quotas = {"first": "60", "second": "20"}  # of the GPU, and each uses all of its part
     running = [
         start(node, name, ["/usr/bin/watch"], compute=quota) for name, quota in quotas.items()
     ]

@@ -63,11 +63,12 @@ def test_programs_like_serving_engines_give_the_same_results_under_a_quota(
     status, ran = run(build_dir, tmp_path / "out", *names)
     assert {name: one["differences"] for name, one in ran.items()} == {name: [] for name in names}
     assert status == 0
-    # Two caches of 35 %, two contexts of 512 MiB, two tensors of 4 MiB: a third worker has no room.
+    # Two caches of 35 %, two contexts of 512 MiB, and two tensors of 4 MiB: a third worker has no
+    # room.
     peak = ran["processes"]["seen"]["memory_peak"]
     assert peak + (2 << 20) >= 2 * (8 * GIB * 35 // 100) + GIB
     assert peak <= 8 * GIB
-    # Eight contexts at a time, and the memory of those that ended is free before it is needed.
+    # Eight contexts at a time, and the memory of those that have ended is free before it is needed.
     assert ran["many"]["seen"]["memory_peak"] <= 8 * GIB
 
 

@@ -1,4 +1,5 @@
-"""A governor that is killed and restarted under load: nothing is lost, and containers notice it only by the clock.
+"""A governor that is killed and restarted under load: nothing is lost, and containers notice it
+only by the time that it takes.
 
 Real containers under runc on the simulated GPU, with the real hook and the real governor.
 """
@@ -132,7 +133,7 @@ def node(
     machine = Simulated(work, build_dir)
     machine.programs += [build_dir / "stress", build_dir / "oom_stress", work / "filler"]
     with BenchNode(machine) as made, pytest.MonkeyPatch.context() as patch:
-        # For the driver's NVML in this process.
+        # This is for the driver's NVML in this process.
         patch.setenv("SIMGPU_DIR", machine.environment["SIMGPU_DIR"])
         yield made
 
@@ -169,7 +170,9 @@ def assert_same_record(
 
 
 def shares(container: Running, windows: list[tuple[int, int]]) -> list[float]:
-    """Return the percentage of the GPU that a container had, by the stamps of its units of work."""
+    """Return the percentage of the GPU that a container had in each window, by the stamps of its
+    units of work.
+    """
     times = [stamp.time for stamp in read_stamps(container.out / "progress.bin")]
     return [
         100 * UNIT_NS * sum(1 for at in times if begin < at <= end) / (end - begin)
@@ -241,7 +244,7 @@ def kill_governor_repeatedly(node: BenchNode, times: int) -> None:
         node.kill(container)
         node.wait(container, WAIT_S)
         found = shares(container, windows)
-        # The processes' threads share two cores here: without a restart the shares are as low.
+        # The processes' threads share two cores here: the shares are just as low without a restart.
         assert statistics.fmean(found) > 0.3 * quota, found
         assert max(found) < quota + 5, found
 
@@ -284,8 +287,8 @@ def test_shares_are_right_again_within_a_second(node: BenchNode, number: int) ->
 def ask_filler(container: Running) -> list[int]:
     """Have the filler try four things and return their results.
 
-    It allocates one more chunk, frees one, allocates that again, and makes a context in another
-    process.
+    The filler allocates one more chunk, frees one, allocates one again, and makes a context in
+    another process.
     """
     (container.out / "ask").touch()
     wait_for((container.out / "answer").exists, "an answer")
@@ -304,7 +307,7 @@ def test_a_full_container_stays_full(node: BenchNode) -> None:
     )
     # Its output comes through the runtime, possibly after the file exists.
     wait_for(lambda: output.read_text() == expected, "what it says")
-    # Out of memory, freed, allocated again, and no context for another process.
+    # The results: out of memory, freed, allocated again, and no context for another process.
     assert ask_filler(container) == [2, 0, 0, 2]
 
     def used() -> int:
@@ -313,7 +316,7 @@ def test_a_full_container_stays_full(node: BenchNode) -> None:
     wait_for(lambda: used() == 2 * GIB, "the last look")
     for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
         node.stop_governor(number)
-        assert ask_filler(container)[:3] == [2, 0, 0]  # without a governor
+        assert ask_filler(container)[:3] == [2, 0, 0]  # while there is no governor
         node.start_governor()
         for _ in range(5):  # at once, and during its first sample
             assert ask_filler(container)[:3] == [2, 0, 0]
@@ -391,8 +394,8 @@ def test_a_changed_quota_lasts(node: BenchNode) -> None:
     other = start_worker(node, "other", compute="80")
     begin(other)
     time.sleep(1.2)
-    # As parts of the sum of both, because other tests take processor time from both; in some windows more from one of
-    # them.
+    # Shares are taken as parts of the sum of both, because other tests take processor time from
+    # both, and in some windows more from one of them.
     parts = []
     while not parts or (abs(parts[-1] - 20) >= 4 and len(parts) < 5):
         now = time.monotonic_ns()
@@ -419,7 +422,8 @@ def test_a_start_in_the_middle_of_an_admission_fails_and_leaves_nothing(node: Be
     time.sleep(0.5)
     node.stop_governor(signal.SIGKILL)
     assert node.wait(container, WAIT_S) != 0
-    # In the meantime the hook has asked for another governor, which did not come within its patience.
+    # In the meantime the hook has waited for the next governor, which did not start before the hook
+    # gave up.
     assert "tidegate: the governor is not reachable" in container.output, container.output
     node.start_governor()
     assert known(node) == {}
@@ -464,7 +468,9 @@ def test_a_damaged_database_is_rebuilt_from_running_containers(node: BenchNode) 
 
 
 def test_a_lost_process_row_is_found_by_its_slot(node: BenchNode) -> None:
-    """The database has an older state, in which a process is missing, as if its log had been truncated."""
+    """The database is in an older state, which lacks a process, as if its log had been
+    truncated.
+    """
     container = start_worker(node, "forgotten")
     begin(container)
     before = known(node)
@@ -494,7 +500,7 @@ def test_a_process_that_starts_long_after_the_governor_was_killed(node: BenchNod
     pid = int((container.out / "alone.pid").read_text())
     wait_for(lambda: pid in known(node)[container.identifier]["processes"], "it to be registered")
     time.sleep(0.5)
-    # The governor counts what the process launched and allocated on its own.
+    # The governor counts what the process launched and allocated while there was no governor.
     (device,) = known(node)[container.identifier]["devices"]
     assert (device["contexts"], device["memory_used"] >= GIB) == (2, True)
     assert alone.wait(WAIT_S) == 0

@@ -1,8 +1,8 @@
-"""Rootless Podman, run by an ordinary user: a container without annotations works as before, one with annotations is refused in
-one line.
+"""Rootless Podman, run by an ordinary user: a container without annotations works as on a node
+without Tidegate, and one with annotations is refused in one line.
 
-The user has no subordinate ids, so that the namespace has one user, and no control groups, as on any machine with version 1. The
-results do not depend on either.
+The user has no subordinate ids, so the namespace has a single user; and no control groups, as on
+any machine with version 1. The results do not depend on either.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def host(
             [sys.executable, "-m", "governor.cli", "setup", "podman", "--root", f"/proc/{host.pid}/root"],
             check=True, cwd=ROOT, stdout=subprocess.DEVNULL,
         )  # fmt: skip
-        # A governor's socket. Only its mode matters here: it is for root only.
+        # A governor's socket. Only its mode matters here: only root may connect.
         socket = host.path("/run/tidegate/governor.sock")
         subprocess.run([sys.executable, "-c", SOCKET, str(socket)], check=True)
         socket.chmod(0o600)
@@ -120,7 +120,7 @@ def test_a_container_with_annotations_is_refused_with_the_reason(
 def test_a_hooks_directory_that_the_user_cannot_read_stops_every_container(
     host: EngineHost,
 ) -> None:
-    """The reason why `tidegate setup podman` refuses such a directory."""
+    """This is the reason why `tidegate setup podman` refuses such a directory."""
     directory = host.path("/etc/tidegate")
     directory.chmod(0o700)
     try:

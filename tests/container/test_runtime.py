@@ -63,7 +63,7 @@ def wrapper(node: HookNode) -> str:
 
 @pytest.fixture
 def dev(node: HookNode) -> Path:
-    """Device nodes as a host with two GPUs has them; no test opens them."""
+    """Device nodes as on a host with two GPUs; no test opens them."""
     directory = node.base / "dev"
     directory.mkdir()
     for name, major, minor in NODES:
@@ -82,7 +82,7 @@ def wrapped(node: HookNode, dev: Path, runtime: Runtime) -> WrappedRuntime:
 
 
 def write_settings(path: Path, node: HookNode, dev: Path, real: str, *more: str) -> None:
-    """Write the settings that /etc/tidegate/runtime contains on a node."""
+    """Write the settings that are in /etc/tidegate/runtime on a node."""
     arguments = " ".join((*node.hook[1:], "--dev-dir", str(dev)))
     lines = [
         "# the node's settings",
@@ -98,7 +98,7 @@ def write_settings(path: Path, node: HookNode, dev: Path, real: str, *more: str)
 
 
 def plain(node: HookNode, command: str, annotations: dict[str, str] | None = None) -> DiskBundle:
-    """Return a bundle as an engine makes it, without an entry of the hook."""
+    """Return a bundle as an engine makes it, without an entry for the hook."""
     bundle = node.bundle(command)
     bundle.config = base_config(command, annotations=OURS if annotations is None else annotations)
     bundle.config["process"]["env"] += ["NVIDIA_VISIBLE_DEVICES=all"]
@@ -138,7 +138,7 @@ def test_a_container_gets_its_gpu_s_nodes_and_the_hook(
 
 
 def test_a_bundle_that_was_edited_is_edited_again(node: HookNode, wrapped: WrappedRuntime) -> None:
-    """A restart: the recorded reservation is replaced, and nothing is entered twice."""
+    """This is a restart: the recorded reservation is replaced, and nothing is entered twice."""
     bundle = plain(node, "true")
     assert wrapped.run(bundle).status == 0
     first = written(bundle)
@@ -325,7 +325,7 @@ def test_precreate_without_a_config_fails_with_one_line(node: HookNode, dev: Pat
 def test_a_granted_gpu_without_its_node_is_refused(
     node: HookNode, dev: Path, runc: Runtime
 ) -> None:
-    """config.json was not edited: programs would find no GPU and print something obscure."""
+    """config.json was not edited: programs would find no GPU and print an obscure message."""
     assert dev
     bundle = node.bundle("true")
     ran = runc.run(bundle)
@@ -450,8 +450,8 @@ def test_precreate_refuses_a_config_beyond_the_limit(node: HookNode, dev: Path) 
 def test_a_container_of_a_claim_is_left_as_the_engine_made_it(
     node: HookNode, wrapped: WrappedRuntime
 ) -> None:
-    """CDI has made the device nodes and entered the hook, and the GPUs are booked, so there is nothing
-    to reserve.
+    """CDI has made the device nodes and entered the hook, and the GPUs are already booked, so there
+    is nothing to reserve.
     """
     bundle = plain(node, "ls -A /run/tidegate", {"tidegate.gpu/capabilities": "compute"})
     claim = [*node.hook, "--claim", "a-b", "--share"]

@@ -50,7 +50,9 @@ def devices(node: BenchNode) -> dict[str, dict]:
 
 
 def test_delivered_time_and_waits_are_shown_correctly(node: BenchNode) -> None:
-    """Two containers that always have work. One may not have more than a quarter, and the other is lent the idle time."""
+    """Two containers always have work. One may not have more than a quarter of the time, and the
+    other is lent the idle time.
+    """
     small = start_worker(node, "small", compute="25")
     large = start_worker(node, "large", **{"compute": "50", "compute-limit": "100"})
     begin(small, large)
@@ -60,7 +62,8 @@ def test_delivered_time_and_waits_are_shown_correctly(node: BenchNode) -> None:
         name: {field: sum(one[name][field] for one in seen) / len(seen) for field in ("delivered", "lent", "waited")}
         for name in ("small", "large")
     }  # fmt: skip
-    # On a busy machine programs do not request in time all that they may have: they may get less, but never more.
+    # On a busy machine, programs may request their time too late, and so get less than their share,
+    # but never more.
     assert 10 < mean["small"]["delivered"] < 30
     assert mean["small"]["lent"] == 0
     assert mean["small"]["delivered"] < mean["large"]["delivered"] <= 100
@@ -68,7 +71,7 @@ def test_delivered_time_and_waits_are_shown_correctly(node: BenchNode) -> None:
         beyond = max(0, one["large"]["delivered"] - 50)
         assert one["large"]["lent"] == pytest.approx(beyond, abs=0.2)
     assert mean["small"]["delivered"] + mean["large"]["delivered"] <= 102
-    # A container that always has more work waits: for a grant, or for room in the queue.
+    # A container that always has more work waits, either for a grant or for room in the queue.
     assert mean["small"]["waited"] > 40
     assert mean["large"]["waited"] > 5
     row = next(line for line in tidegate(node, "ps").splitlines() if "small" in line)

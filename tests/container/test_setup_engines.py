@@ -119,7 +119,7 @@ def test_podman(site):
     run = ("podman", "run", "--rm", "--pull=never", "--network=none")
     site.setup("podman")
     host.check(*run, *ASKS, IMAGE, "/usr/bin/sleep", "0")
-    # Each stage has the environment of its entry.
+    # Each stage runs in the environment that its entry sets.
     stages = ("createRuntime", "poststop", "precreate")
     assert site.started() == [f"{stage} {PATHS}" for stage in stages]
     host.check(*run, IMAGE, "/usr/bin/sleep", "0")
@@ -259,7 +259,7 @@ def test_containerd(site, containerd, base_spec, monkeypatch):
 
 
 def strip(config: dict) -> dict:
-    """Return a container's configuration without what is named after the container."""
+    """Return a container's configuration without anything that is named after the container."""
     mounts = [{**m, "source": m["source"].rpartition("/")[2]} for m in config["mounts"]]
     return {**config, "mounts": mounts, "linux": {**config["linux"], "namespaces": None}}
 
@@ -354,8 +354,8 @@ def test_a_file_that_dockerd_rejects_is_not_written(site: SetupSite) -> None:
 def test_a_file_that_containerd_rejects_is_not_written(
     site: SetupSite, containerd: Callable[[], None]
 ) -> None:
-    """Cases that setup itself does not detect: a file that only the new import brings in, a section that CRI does not
-    accept.
+    """Setup itself does not detect these cases: a file that only the new import brings in, and a
+    section that CRI does not accept.
     """
     host = site.host
     version = host.check("containerd", "--version").split()[2].lstrip("v")

@@ -31,7 +31,7 @@ CONF = "/etc/containers/containers.conf.d/50-tidegate.conf"
 STAGES = {"precreate", "createRuntime", "poststop"}
 RUN = ("run", "--rm", "--pull=never", "--network=none", "--annotation=tidegate.gpu/memory=4Gi")
 SOCKET = "unix:///run/podman/podman.sock"
-# Writes the hooks to the directory in which they were before Tidegate had one of its own.
+# Writes the hooks to the engine's own directory, which earlier versions of Tidegate used.
 FORMERLY = f"""
 import sys
 from governor import cli
@@ -134,7 +134,7 @@ def node(
 
 @pytest.fixture
 def site(node: PodmanSite) -> Iterator[PodmanSite]:
-    """The node, which is not set up before the test or after it."""
+    """The node, on which nothing is set up before the test or after it."""
     before = node.files()
     yield node
     node.setup("--undo")
@@ -188,7 +188,7 @@ def test_doctors_remedy_for_a_stage_works(site: PodmanSite) -> None:
 
 @pytest.fixture
 def service(site: PodmanSite) -> Iterator[Callable[[], int]]:
-    """A function that restarts Podman's API service, and returns its PID."""
+    """Return a function that restarts Podman's API service and returns its PID."""
     running: list[subprocess.Popen[bytes]] = []
     site.host.path("/run/podman").mkdir(exist_ok=True)
 
@@ -286,8 +286,8 @@ def test_files_that_podman_rejects_change_nothing(site: PodmanSite) -> None:
             )
             assert not site.host.path(OWN).exists()
         else:
-            # 4.3 does not read root's own file; 6 reads it instead of the one in /etc, before the drop-ins, and /x
-            # stays.
+            # Podman 4.3 does not read root's own file. Podman 6 reads it instead of the one in
+            # /etc, before the drop-ins, and /x stays in force.
             assert f'"{OWN}"]' in site.setup()
             assert site.run() == STAGES
             assert ('"/x"' in site.host.path(CONF).read_text()) is (version == 6)

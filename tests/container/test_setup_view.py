@@ -68,7 +68,7 @@ def test_a_file_in_the_root_directory_has_no_view_and_is_not_written() -> None:
 
 
 def tell(script: str, tmp_path: Path, **how: object) -> list[str]:
-    """Validate one new file with a shell script in place of an engine's program."""
+    """Validate one new file with a shell script that stands in for an engine's program."""
     validation = Validation(("sh", "-c", script), **how)  # type: ignore[arg-type]
     return validate(Root("/"), validation, [Edit(str(tmp_path / "d/file"), None, b"new\n")])
 

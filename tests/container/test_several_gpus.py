@@ -160,7 +160,7 @@ class Pairs(Simulated):
     visible: str | None = None
 
     def spec(self) -> dict[str, Any]:
-        """Set which GPUs a container's programs see."""
+        """Return the specification, with CUDA_VISIBLE_DEVICES set to `visible`."""
         env = [] if self.visible is None else [f"CUDA_VISIBLE_DEVICES={self.visible}"]
         return {**super().spec(), "env": env}
 
@@ -194,7 +194,7 @@ def start(
     visible: list[int] | None = None,
     **annotations: str,
 ) -> Running:
-    """Start the probe, which uses its own GPUs, or those of the node's that `visible` names."""
+    """Start the probe, which uses its own GPUs, or those of the node that `visible` names."""
     assert isinstance(node.machine, Pairs)
     node.machine.visible = visible and ",".join(UUIDS[index] for index in visible)
     named = {key.replace("_", "-"): value for key, value in annotations.items()}
@@ -259,7 +259,7 @@ def test_one_process_is_governed_on_both_of_its_gpus(node: BenchNode) -> None:
     [other] = finish(node, beside)
     length = last_json(container.output)["seconds"]
     for device in both:
-        # A share of 30 % and no more, also on the GPU where it is alone.
+        # The container gets 30 % and no more, also on the GPU where it is alone.
         assert 0.05 < device["units"] * 0.0005 / length < 0.36
     assert 0.05 < other["units"] * 0.0005 / last_json(beside.output)["seconds"] < 0.58
 
@@ -304,7 +304,7 @@ def test_containers_fill_pairs_and_break_none(node: BenchNode) -> None:
     assert place(compute="60") == [0]
     assert place(compute="60") == [3]  # its pair is broken
     assert place(count="2", compute="60") == [1, 2]
-    assert place(compute="40") == [0]  # as full as 3, and of a lower index
+    assert place(compute="40") == [0]  # as full as GPU 3, and with a lower index
     refused = start(node, "refused", "work", "1", count="2", compute="50")
     assert node.wait(refused, WAIT_S) != 0
     assert (

@@ -69,7 +69,9 @@ def copy_in(rootfs: Path, path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def systemd_rootfs(tmp_path_factory: pytest.TempPathFactory, require: Callable[..., None]) -> Path:
-    """A root file system that boots to multi-user.target, with the units installed and without a driver."""
+    """Make a root file system that boots to multi-user.target, with the units installed and without
+    a driver.
+    """
     require("gcc", "runc", "ldd", "systemctl", "journalctl", MANAGER)
     rootfs = tmp_path_factory.mktemp("systemd") / "rootfs"
     for name in ("usr/bin", "usr/sbin", LIBDIR, "usr/lib64", "usr/lib/systemd/system"):
@@ -255,7 +257,7 @@ class BootedContainer:
         return "\n".join([console, *self.journal("tidegate-*"), self.systemctl("status")])
 
     def running_root(self) -> Path:
-        """Return its root, with everything that is mounted there."""
+        """Return the container's root, with everything that is mounted there."""
         return Path("/proc", str(json.loads(self.runc("state", self.name))["pid"]), "root")
 
     def until(self, holds: Callable[[], bool], otherwise: str = "waited in vain") -> None:
@@ -286,7 +288,7 @@ class BootedContainer:
         put(self.rootfs / "etc/ld.so.cache~", b"").replace(self.rootfs / "etc/ld.so.cache")
 
     def end(self) -> None:
-        """Kill it with all its processes, and remove its control groups."""
+        """Kill the container with all its processes, and remove its control groups."""
         self.runc("delete", "--force", self.name, check=False)
 
 
@@ -317,7 +319,7 @@ def test_after_a_refresh_an_unused_former_mirror_is_removed(machine):
     put_driver(machine.libdir, "535.1.2", simulated=True)
     former = machine.driver_dir / "535.1.1-0123456789ab"
     former.mkdir(parents=True)
-    # All of the node's processes are in this container, which gc cannot know without --nested.
+    # All of the node's processes are in this container, and gc cannot know that without --nested.
     nested = "[Service]\nExecStart=\nExecStart=/usr/bin/tidegate gc --nested\n"
     machine.drop_in("tidegate-gc.service", nested)
     machine.boot()
@@ -345,7 +347,7 @@ def test_ten_drivers_within_a_second_end_with_the_last_one_mirrored(machine):
     for n in range(1, 11):
         machine.replace_driver(f"535.1.{n}")
     machine.until(lambda: machine.in_force() == "535.1.10")
-    # More than the 200 triggers within 2 s that would make a path unit fail.
+    # This is more than the 200 triggers within 2 s that would make a path unit fail.
     for _ in range(1000):
         machine.ldconfig()
     machine.replace_driver("535.1.11")

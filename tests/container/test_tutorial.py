@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/tutorial.md"
 END = "=== "
 
-# /run, because container engines and Tidegate have directories there; the others for what the page makes.
+# /run is private because container engines and Tidegate have directories there, and the others
+# because of what the page makes.
 OWN = "mount --make-rprivate / && for d in /run /var/lib /dev/shm; do mount -t tmpfs -o mode=755 tmpfs $d; done"
 
 
@@ -53,7 +54,7 @@ def headed() -> list[tuple[str, markdown.Fence]]:
 
 
 def pattern(block: str) -> str:
-    """Return what matches a block of output with single blanks; `...` stands for anything."""
+    """Return a pattern for a block of output with single blanks; `...` stands for anything."""
     pieces = [" ".join(piece.split()) for piece in block.split("...")]
     whole = ".*?".join(re.escape(piece) for piece in pieces)
     for example, other in VARIES.items():
@@ -92,7 +93,7 @@ def shown(require: Callable[..., None]) -> dict[str, str]:
     try:
         out, _ = shell.communicate(timeout=120)
     finally:
-        # The governor, too, if the page did not run to its end.
+        # This includes the governor, if the page did not run to its end.
         with suppress(ProcessLookupError):
             os.killpg(shell.pid, signal.SIGKILL)
     assert shell.returncode == 0, out
@@ -114,7 +115,8 @@ def test_every_output_in_the_tutorial_is_what_its_commands_print(shown):
         found = re.compile(pattern(text)).search(printed, position[head])
         assert found, f"{head}: the page shows\n{text}\nand the commands print\n{shown[head]}"
         position[head] = found.end()
-    # Nothing else is printed, except for what the page leaves out at the beginning or by `...`.
+    # Nothing else is printed, except for what the page leaves out at the beginning or replaces by
+    # `...`.
     assert shown["5. Another quota, while it runs"].count("\n") == 1
     assert shown["8. Clean up"] == ""
 

@@ -83,7 +83,9 @@ def violations(node: BenchNode, container: Running) -> dict[str, dict[str, Any]]
 
 
 def scrape(node: BenchNode) -> dict[tuple[str, ...], float]:
-    """Return the metrics by name and label values, in the order of the labels' names; labels in `WHOSE` are left out."""
+    """Return the metrics by name and label values, with the values in the order of the labels'
+    names; labels in `WHOSE` are left out.
+    """
     body = get(node, "metrics.sock", "/metrics")
     return {
         (
@@ -177,7 +179,8 @@ def test_memory_taken_past_the_library_is_reported_within_two_seconds(place: Pla
         for one in violations(node, culprit).values():
             assert one["ended"] - ended < SOON_S
         reported = events(node, "violation", "violation-ended")
-        # One event when each began and one when it ended, for no other container; nothing was done about them.
+        # There is one event when each violation began and one when it ended, and none for another
+        # container; no action was taken.
         assert sorted((one["event"], one["kind"]) for one in reported) == [
             ("violation", "memory"),
             ("violation", "unregistered"),
@@ -259,15 +262,17 @@ def test_memory_that_is_held_in_bursts_is_reported_and_stopped(place: Place) -> 
 @pytest.mark.slow
 @pytest.mark.alone
 def test_honest_containers_are_not_accused(place: Place) -> None:
-    """Six at once: two that saturate, two that come and go, one with pieces of work that outlast their grants and are
-    not waited for, one that fills its quota. Then the governor stops answering: the containers grant themselves."""
+    """Six containers run at once: two that saturate the GPU, two that come and go, one with units
+    of work that outlast their grants and are not waited for, and one that fills its quota. After
+    that the governor stops answering, and the containers grant themselves the GPU.
+    """
     with place(longest_ms=100) as node:
         burner(node, "one", compute="20")
         burner(node, "two", compute="20", **{"compute-limit": "60"})
         burner(node, "short-pauses", "--gap-us", "700000", compute="10")
         burner(node, "long-pauses", "--unit-us", "50000", "--gap-us", "2500000", compute="10")
         burner(node, "long", "--unit-us", "1500000", compute="10")
-        # Fills its quota to the brim, less a context and what belongs to it.
+        # This container fills its quota, less a context and what belongs to it.
         full = start(
             node, "full", "join", f"take:{1488 << 20}", "began", "sleep:60000", compute="5"
         )
@@ -281,8 +286,8 @@ def test_honest_containers_are_not_accused(place: Place) -> None:
         assert len(node.list_containers()) == len(node.running) == 6
         long = [one for one in node.list_containers().values() if one["id"].endswith("-long")]
         reported = long[0]["devices"][0]
-        # Otherwise the test would show nothing: it was charged for more time than its grants can last, so its work has
-        # outlasted them.
+        # Without this the test would show nothing: the container was charged more time than its
+        # grants can last, so its work has outlasted them.
         assert reported["held_ns"] > reported["grants"] * 150_000_000
 
 
@@ -372,7 +377,8 @@ def test_no_container_stays_frozen_when_the_governor(place: Place, number: signa
     with place(on_violation="throttle") as node:
         culprit = start(node, "culprit", "own", f"take:{3 * GIB}", "began", "tick")
         began(culprit)
-        # The second freeze lasts two seconds. The test stops the governor before that, so the time does not thaw it.
+        # The second freeze lasts two seconds. The test stops the governor earlier, so the container
+        # is not thawed because the time is over.
         wait_for(lambda: len(events(node, "container-frozen")) == 2, "the second time")
         assert (node.runtime_dir / "frozen.json").exists()
         node.stop_governor(number)
@@ -391,7 +397,7 @@ def test_a_container_that_its_runtime_paused_is_left_alone(place: Place) -> None
         culprit = start(node, "culprit", "own", f"take:{3 * GIB}", "sleep:500", "began", "tick")
         began(culprit)
         wait_for(lambda: events(node, "container-thawed"), "the end of the first time")
-        # The governor observes it for 2.5 s before the second freeze.
+        # The governor observes the container for 2.5 s before the second freeze.
         command = ["runc", "--root", str(node.state_dir)]
         subprocess.run([*command, "pause", culprit.identifier], check=True)
         wait_for(lambda: events(node, "violation-throttle-failed"), "a logged failure")
@@ -462,7 +468,7 @@ def test_limit_reports_that_grants_divide_the_time(place: Place) -> None:
 
 
 def test_a_process_is_known_by_its_control_group_and_by_its_namespace(place: Place) -> None:
-    """Under runc both identify the process; a process of the host has neither of the two."""
+    """Under runc both identify the process; a process of the host has neither."""
     with place() as node:
         container = start(node, "one", "began", "child", "sleep:60000")
         began(container)

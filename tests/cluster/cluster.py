@@ -20,8 +20,9 @@ MANIFESTS = ROOT / "packaging/kubernetes"
 SYSTEM = "tidegate-system"
 START_S = 180.0
 
-# The only addition that a simulated GPU needs compared with NVIDIA's: its device is a directory, which the runtime never
-# mounts into a container on its own, not even into a privileged one.
+# This is the only addition that a simulated GPU needs compared with NVIDIA's GPUs: its device is a
+# directory, which the runtime never mounts into a container on its own, not even into a privileged
+# one.
 SIMULATED = f"""
 apiVersion: apps/v1
 kind: DaemonSet

@@ -37,8 +37,8 @@ PAUSE_IMAGE = "registry.k8s.io/pause:3.10"
 GPU_MEMORY = "128GiB"
 READY_S = 90.0
 
-# Settings that a kubelet always makes. A node has files of its own with these values mounted over /proc/sys, because a write
-# from any namespace changes them for the whole machine.
+# Settings that a kubelet always makes. A node has files of its own with these values mounted over
+# /proc/sys, because a write from any namespace changes the settings of the whole machine.
 KERNEL = {
     "kernel/keys/root_maxbytes": "25000000",
     "kernel/keys/root_maxkeys": "1000000",
@@ -140,7 +140,7 @@ KUBELET = {
     "failSwapOn": False,
     "makeIPTablesUtilChains": False,
     "resolvConf": "",
-    # The disk of this machine is not the node's.
+    # The free space that the kubelet would measure is this machine's, not the node's.
     "evictionHard": {"memory.available": "0%", "nodefs.available": "0%", "imagefs.available": "0%"},
     "imageGCHighThresholdPercent": 100,
     "maxPods": 200,
@@ -170,7 +170,7 @@ class NodeDaemon:
         return int(found[0]) if found else None
 
     def start(self) -> None:
-        """Start it; its output goes to NAME.log."""
+        """Start the daemon; its output goes to NAME.log."""
         with self.node.log(self.name).open("ab") as log:
             self._entered = subprocess.Popen(
                 self.node.command_line(*self.command),
@@ -181,7 +181,7 @@ class NodeDaemon:
             )
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Kill it, and wait for its end."""
+        """Kill the daemon, and wait for its end."""
         if self._entered is None:
             return
         if (pid := self.pid) is not None:
@@ -190,7 +190,7 @@ class NodeDaemon:
         self._entered = None
 
     def check(self) -> None:
-        """Raise AssertionError if it has ended unexpectedly."""
+        """Raise AssertionError if the daemon has ended unexpectedly."""
         ended = self._entered is None or self._entered.poll() is not None
         assert not ended, f"{self.name} of {self.node.name} has ended\n{self.tail()}"
 
@@ -381,11 +381,13 @@ class ClusterNode:
         self.path("/host").symlink_to("/")
 
     def crash(self) -> list[str]:
-        """Kill all processes of the node at once, without notice; return what did not end."""
+        """Kill all processes of the node at once, without notice; return a description of each
+        process that did not end.
+        """
         left = []
         if self._unshare is not None:
             if self.pid:
-                os.kill(self.pid, signal.SIGKILL)  # the kernel ends its PID namespace with it
+                os.kill(self.pid, signal.SIGKILL)  # the kernel then ends its PID namespace
             elif self._unshare.poll() is None:
                 self._unshare.kill()
             self._unshare.communicate(timeout=60)
@@ -405,7 +407,7 @@ class ClusterNode:
         return left
 
     def close(self) -> list[str]:
-        """Stop it, remove its disk, and return what is left of it on this machine."""
+        """Stop the node, remove its disk, and return what is left of it on this machine."""
         left = self.crash()
         left += [
             f"a mount stays: {line.split()[4]}"

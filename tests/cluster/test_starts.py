@@ -23,7 +23,7 @@ def wait_for_cleanup(cluster: RealCluster) -> None:
     measure the cleanup.
 
     kube-controller-manager deletes the claims of ended pods at 20 requests a second, and does
-    little else during that time. If the next 50 pods were created before it had finished, they took
+    little else during that time. If the next 50 pods are created before it has finished, they take
     12 s instead of 8.
     """
     wait_for("no claims", lambda: not cluster.api.objects("resourceclaims"), 120)

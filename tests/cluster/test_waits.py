@@ -1,5 +1,5 @@
-"""A pod that waits starts as soon as the reason is gone, without waiting for the kubelet's next
-resync.
+"""A pod that waits starts as soon as the reason for waiting is gone, without waiting for the
+kubelet's next resync.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def fresh_root(suite: str, *, slim: bool = False) -> Path:
 def laid_out(destdir: Path, build: Path, vendor: Path) -> Path:
     """Install what meson has built to a directory, and return the prefix in it.
 
-    The build is one for tests, so the prefix is the one that it was set up with.
+    This is the build of the tests, so the prefix is the one with which it was set up.
     """
     options = json.loads((build / "meson-info/intro-buildoptions.json").read_text())
     prefix = next(one["value"] for one in options if one["name"] == "prefix")

@@ -137,7 +137,8 @@ def test_a_fresh_system_is_installed_runs_is_upgraded_and_has_nothing_left_of_it
     maps = host.check("grep", "-c", f"{node.generation()}", f"/proc/{running[0].pid}/mountinfo")
     assert int(maps)
 
-    # A removal is refused while engines need the programs to end containers; it has changed nothing then.
+    # A removal is refused while engines need the programs to end containers; a refused removal has
+    # changed nothing.
     refused = host.run("env", "LC_ALL=C.UTF-8", "dpkg", "--remove", "tidegate", timeout=120)
     assert refused.status != 0
     assert "end them first" in refused.text
@@ -195,7 +196,7 @@ def test_a_forced_removal_takes_nothing_from_a_container(
     podman.start(image)
     running = start(podman, {"memory": "1Gi", "compute": "30"})
     node.stop_governor()
-    # What dpkg does without a prerm.
+    # This is what dpkg does without a prerm.
     host.check("rm", "/var/lib/dpkg/info/tidegate.prerm")
     ran = host.run("env", "LC_ALL=C.UTF-8", "dpkg", "--purge", "tidegate", timeout=120)
     assert ran.status == 0, ran.text

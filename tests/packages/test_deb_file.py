@@ -1,6 +1,7 @@
 """The file of the Debian package: its contents, dependencies and scripts, and the complaints of lintian.
 
-It is built for these tests, which takes as long as all other tests here together; its life is in test_deb.py.
+The package is built for these tests, which takes as long as all other tests here together;
+test_deb.py installs and removes it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def scripts(deb: Path, tmp_path: Path) -> Path:
 
 
 def test_lintian_reports_nothing(require: Callable[..., None], deb: Path) -> None:
-    """Except for what packaging/debian/tidegate.lintian-overrides overrides, each time with the reason."""
+    """The exceptions are in packaging/debian/tidegate.lintian-overrides, each with its reason."""
     require("lintian")
     changes = next(deb.parent.glob("tidegate_*.changes"))
     # There are units and no init.d script. Only Debian 12's lintian complains about that. Newer versions do not know
@@ -119,7 +120,8 @@ def test_its_files_are_those_of_make_install(deb: Path) -> None:
 def test_the_scripts_run_their_steps_in_order(deb: Path, tmp_path: Path) -> None:
     control = scripts(deb, tmp_path)
     postinst, prerm, postrm = ((control / n).read_text() for n in ("postinst", "prerm", "postrm"))
-    # Bytecode before anything runs; the mirror before the governor, because the governor's unit requires it.
+    # Bytecode is compiled before anything runs, and the mirror is made before the governor starts,
+    # because the governor's unit requires it.
     steps = [
         "py3compile",
         "\n    move_hooks\n",

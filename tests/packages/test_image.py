@@ -29,7 +29,8 @@ PACKAGE = "build/packages/tidegate_*_amd64.deb"
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 NOBODY = "65534:0"
 
-# Runs in a mount and PID namespace of its own, so that nothing of it remains on the host.
+# The command runs in a mount and PID namespace of its own, so that nothing of it remains on the
+# host.
 ENTER = """mount -t proc proc "$0/proc" && exec chroot ${user:+"--userspec=$user"} "$0" "$@" """
 
 
@@ -158,7 +159,7 @@ def test_the_image_contains_what_its_pods_run(image: ImageStage) -> None:
             if command[0].endswith("/install-node"):
                 continue
             if command[0] == "nsenter":
-                # The arguments name a program of the host, where install-node has put it.
+                # The arguments name a program on the host, where install-node has put it.
                 assert image.run("nsenter", "--help").returncode == 0
                 seen.add("nsenter")
                 continue

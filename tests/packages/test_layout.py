@@ -503,7 +503,7 @@ def on_a_node(base: Path, steps: str, question: str) -> subprocess.CompletedProc
     scripts = "".join(
         (PACKAGING / "scripts" / name).read_text() for name in ("in-use.sh", "remove-state.sh")
     )
-    # Restricts removals to paths below `base`.
+    # This restricts removals to paths below `base`.
     for path in ("/usr/lib/", "/var/lib/", "/run/"):
         scripts = scripts.replace(path, f"{base}{path}")
     script = NODE.format(base=base, scripts=scripts, steps=steps, question=question)

@@ -116,7 +116,9 @@ def test_fedora_has_every_module_that_it_asks_for(fedora: Path) -> None:
 def test_on_rhel_9_it_runs_under_its_newer_python_with_modules_of_its_own(
     rhel: Path, tmp_path: Path
 ) -> None:
-    """RHEL 9's python3 is 3.9. It also has 3.11, but of the modules that Tidegate needs only PyYAML for it."""
+    """RHEL 9's python3 is 3.9. RHEL 9 also has 3.11, but packages only one of the modules that
+    Tidegate needs for it, PyYAML.
+    """
     assert rhel.name == f"tidegate-{VERSION}-1.el9.x86_64.rpm"
     asked = {line for line in ask(rhel, "--requires") if "python" in line}
     assert asked == {"/usr/bin/python3.11", "python3.11 >= 3.11", "python3.11-pyyaml >= 6.0"}

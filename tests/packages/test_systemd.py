@@ -161,7 +161,8 @@ def test_the_services_run_after_the_installation_and_an_upgrade_and_end_with_the
     assert_steering_starts(machine, "PYTHONPATH=/usr/lib/tidegate/python python3")
     generation = machine.shell("readlink /var/lib/tidegate/driver/current")
 
-    # A reload of a wrong configuration fails and ends nothing; the corrected configuration takes effect.
+    # A reload of a wrong configuration fails and stops nothing; the corrected configuration takes
+    # effect.
     ours = "/etc/tidegate/config.d/50-ours.yaml"
     machine.shell(f"echo 'placemnt: pack' >{ours}; ! systemctl reload tidegate-governor")
     assert machine.systemctl("is-active", "tidegate-governor.service") == "active"
@@ -182,7 +183,7 @@ def test_the_services_run_after_the_installation_and_an_upgrade_and_end_with_the
     first = machine.governor()
     machine.shell(f"kill -STOP {first}")
     machine.until(lambda: machine.governor() not in (0, first))
-    # Its process exists from the beginning of the start, and answers at the end of it.
+    # The governor's process exists from the beginning of the start, but answers only at the end.
     machine.until(lambda: machine.systemctl("is-active", "tidegate-governor.service") == "active")
     assert machine.show("tidegate-governor.service", "NRestarts") == "1"
     machine.shell("tidegate check")
@@ -221,8 +222,8 @@ except OSError as e:
 def assert_steering_starts(machine: InstalledRelease, python: str) -> None:
     """Require that a connection starts the service, that its sandbox permits what it needs, and that it ends again.
 
-    There is no kernel module here. If the service names this as the reason why it cannot open a GPU, it has looked
-    for everything else. The simulated GPU is not steered by packages.
+    There is no kernel module here. If the service names this as the reason why it cannot open a
+    GPU, it has found everything else. Installed packages do not steer the simulated GPU.
     """
     put(machine.rootfs / "root/steer.py", STEER.encode())
     for _ in range(2):
@@ -243,7 +244,7 @@ def test_the_script_of_tidegate_install_makes_a_node_from_a_wheel(
     machine.shell(f"{APT} python3-{modules}")
     machine.shell("python3 -m venv --without-pip --system-site-packages /opt/tidegate")
     [site] = (machine.rootfs / "opt/tidegate/lib").glob("python3*/site-packages")
-    # What pip would do; pip has no package index here.
+    # This does what pip would do; pip has no package index here.
     with zipfile.ZipFile(package("wheel")) as wheel:
         wheel.extractall(site)
     subprocess.run([sys.executable, "tools/vendor.py", tmp_path / "vendor"], cwd=ROOT, check=True)

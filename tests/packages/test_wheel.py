@@ -178,7 +178,8 @@ def test_pip_installs_a_command_that_finds_its_files(tmp_path: Path) -> None:
     [hook] = re.findall(r"^ln -sf (\S+) /usr/bin/tidegate-hook$", install.stdout, re.MULTILINE)
     # Engines run the hook by its path, with the system's Python, outside of the environment.
     assert "usage: tidegate-hook" in run(hook).stderr
-    # The environment has no structlog, but the governor that lacks it is ours.
+    # The environment has no structlog, so the governor fails, but the traceback shows that it is
+    # ours.
     stopped = run(venv / "bin/tidegate-governor", "--help").stderr
     assert "tidegate/python/governor/daemon.py" in stopped
     assert "'structlog'" in stopped

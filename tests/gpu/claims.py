@@ -1,8 +1,9 @@
 """`python -m tests.gpu.claims`: ResourceClaims on this machine's GPU, from the scheduler's allocation to the work of a container.
 
-The driver's own code (`kube.driver`) prepares each claim with a real governor, and writes its CDI file. The content of
-that file is put into config.json as an engine does it, and runc starts the container. Only the API server is missing:
-a claim is a document here. Each printed line is a finding; a wrong one makes the exit status 1.
+The driver's own code (`kube.driver`) prepares each claim with a real governor, and writes its CDI
+file. The content of that file is put into config.json as an engine does it, and runc starts the
+container. Only the API server is missing: a claim is a document here. Each printed line is a
+finding; a wrong finding makes the exit status 1.
 
 - two claims, 70 % and 30 %: what each delivers by its own time stamps, relative to the same work alone
 - the governor is killed in the meantime: both claims, both containers and their shares are restored
@@ -73,7 +74,7 @@ class StoredClaims:
         return self.documents[name]
 
     def add(self, name: str, uuid: str, memory_mib: int, compute: int) -> Reference:
-        """Store a strict claim of a part of a GPU, allocated."""
+        """Store a strict claim of a part of a GPU, already allocated."""
         uid = f"00000000-0000-4000-8000-{len(self.documents):012d}"
         parameters = {
             "apiVersion": "tidegate.gpu/v1",

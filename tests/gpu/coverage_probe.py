@@ -1,11 +1,11 @@
-"""Checks whether any function of cuda.h bypasses Tidegate: `python -m tests.gpu.coverage_probe`.
+"""Check whether any function of cuda.h bypasses Tidegate: `python -m tests.gpu.coverage_probe`.
 
-Compiles coverage_probe.c against the CUDA headers of this machine and runs it twice: on the bare machine, and
-in a container with a quota. A call that changes the memory that NVML reports, or that makes the GPU work,
-has to change the container's ledger as well, and has to return the same result as natively. The tables that
-describe the control library's handling of a function (libcontrol.api, functions.toml) are not consulted.
-Writes report.json, table.txt and the lines of both runs, and exits with 1 if a function failed or is never
-called.
+Compile coverage_probe.c against the CUDA headers of this machine, and run it twice: on the bare
+machine, and in a container with a quota. A call that changes the memory that NVML reports, or that
+makes the GPU work, has to change the container's ledger as well, and has to return the same result
+as natively. The tables that describe the control library's handling of a function (libcontrol.api,
+functions.toml) are not consulted. Write report.json, table.txt and the lines of both runs, and exit
+with 1 if a function failed or is never called.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def find_include(places: Iterable[Path] | None = None) -> Path | None:
 
 
 def compile_judge(include: Path, output: Path) -> None:
-    """Compile coverage_probe.c against a cuda.h; it links with no library of NVIDIA's."""
+    """Compile coverage_probe.c against a cuda.h; the program links with no library of NVIDIA's."""
     command = [
         "gcc", "-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'libcontrol'}",
         "-isystem", str(include), str(SOURCE), "-o", str(output), "-lpthread", "-ldl",
@@ -132,7 +132,7 @@ def read_rows(text: str) -> dict[Key, Row]:
 
 def memory_of(row: Mapping[str, Any]) -> int:
     """Return the change of memory that NVML reported, in bytes: of the processes, or else of the
-    device. Negative if freed.
+    device. Freed memory is negative.
     """
     return int(row.get("process") or row.get("device") or 0)
 
@@ -146,12 +146,13 @@ def accounted(row: Mapping[str, Any], change: int, *, late: bool) -> bool:
     sign = -1 if change < 0 else 1
     for when in ("returned", "after"):
         counters = row.get(when, {})
-        # Memory that NVML attributes to the process may change without the charge, because the memory
-        # lives on elsewhere.
+        # Memory that NVML attributes to the process may change without a change of the charge,
+        # because the memory lives on elsewhere.
         charged = counters.get("memory", 0)
         found = max(sign * charged, sign * (charged - counters.get("unseen", 0)))
         found += max(0, sign * counters.get("provisional", 0))
-        # Charged provisionally in the call, and settled by the governor before this reading.
+        # The memory was charged provisionally in the call, and the governor settled the charge
+        # before this reading.
         settled = counters.get("provisional_ns", 0) > 0 >= counters.get("provisional", 0)
         if late or (settled and sign > 0):
             found += sign * counters.get("overhead", 0)

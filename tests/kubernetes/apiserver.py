@@ -373,7 +373,8 @@ class ApiServer:
         changed = threading.Condition()
         entry = (name, events, changed)
         with self.lock:
-            # The changes after the requested version, as far as the stored state still shows them.
+            # These are the changes after the requested version, as far as the stored state still
+            # shows them.
             stored = self.slices.get(name)
             if stored is None:
                 events.append(

@@ -1,4 +1,6 @@
-"""A node with the real driver process, between stand-ins for API server, kubelet and governor."""
+"""A node with the real driver process, between stand-ins for the API server, the kubelet and the
+governor.
+"""
 
 from __future__ import annotations
 

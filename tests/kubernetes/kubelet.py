@@ -91,7 +91,8 @@ class Kubelet:
     def register(self, seconds: float = 15.0, *, accept: bool = True, instance: str = "") -> None:
         """Wait for the plugin's registration socket, of the given or any instance, and register the plugin.
 
-        A plugin that makes its sockets anew ends the calls to the old ones. Like a kubelet, this tries again then.
+        A plugin that makes its sockets anew ends the calls to the old ones. In that case this tries
+        again, as a kubelet does.
         """
         deadline = time.monotonic() + seconds
         while True:

@@ -285,7 +285,7 @@ def test_the_hooks_arguments_carry_claim_and_share() -> None:
     assert first["hooks"][0]["args"] == [
         "tidegate-hook", "--log", "/x", "--claim", "u-1", "--share", "gpu/0", "createRuntime",
     ]  # fmt: skip
-    assert first["hooks"][0]["env"]  # with an empty one, older runc passes the image's
+    assert first["hooks"][0]["env"]  # with an empty `env`, older versions of runc pass the image's
     assert first["env"] == ["NVIDIA_VISIBLE_DEVICES=void"]
 
 
@@ -323,7 +323,7 @@ def test_a_specification_is_written_completely_or_not_at_all(tmp_path: Path) -> 
     path = tmp_path / "cdi" / "tidegate.gpu-claim_u-1.json"
     assert json.loads(path.read_text()) == {"kind": "y"}
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    (tmp_path / "cdi" / "tidegate.gpu-claim_u-2.new").write_text("{")  # of a killed driver
+    (tmp_path / "cdi" / "tidegate.gpu-claim_u-2.new").write_text("{")  # left by a killed driver
     (tmp_path / "cdi" / "nvidia.json").write_text("{}")
     assert directory.uids() == {"u-1", "u-2"}
     assert directory.remove("u-1")

@@ -526,7 +526,7 @@ def test_a_startup_error_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NODE_NAME", raising=False)
-    monkeypatch.setattr("governor.logs.configure", lambda: None)  # it is the test process's, too
+    monkeypatch.setattr("governor.logs.configure", lambda: None)  # else it configures this process
     for arguments, status, words in (
         (
             ("--node-name", "n", "--default-compute", "120"),

@@ -73,7 +73,8 @@ def test_it_is_killed_while_it_asks_the_governor(stand: Stand, op: str, when: st
     setattr(stand.governor, when, die)
     stand.api.before = lambda _verb, resource: asked.set() if resource == "resourceclaims" else None
     assert_call_fails(lambda: stand.kubelet.prepare(reference(document)))
-    # When the driver dies after the request, the governor has executed it. Before it, either can be first.
+    # When the driver dies after the request, the governor has executed it. If the driver dies
+    # before that, it may or may not have sent the request.
     assert when == "before" or len(stand.governor.claims) == 1
     setattr(stand.governor, when, lambda _op: None)
     assert_prepared_once(stand, document)

@@ -242,7 +242,7 @@ def test_the_fork_server_is_in_the_namespaces_of_the_hooks_that_it_serves(tmp_pa
     assert path.read_bytes() == (ROOT / "oci_hook/tidegate-forkserver").read_bytes()
     help_ = subprocess.run([path, "--help"], capture_output=True, text=True, check=False)
     assert (help_.returncode, "[--wait]" in help_.stderr) == (2, True)
-    # The version, by which the server recognises a caller of another version.
+    # By this version the server recognises a caller of another version.
     version = subprocess.run(
         ["/usr/bin/python3", "-c", "import oci_hook.forkserver as f; print(f._version())"],
         cwd=made / "current/python", check=True, capture_output=True, text=True,

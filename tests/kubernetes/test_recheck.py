@@ -104,7 +104,7 @@ def test_without_room_there_is_no_update_at_the_time_or_later(node: MarkedNode) 
     node.claims |= {"u-1", "u-2"}
     assert node.pass_time(60) == 0
     node.room = True
-    node.claims.remove("u-1")  # the scheduler sees the end of a claim as an event of its own
+    node.claims.remove("u-1")  # to the scheduler, the end of a claim is an event in itself
     assert node.pass_time(600) == 0
 
 

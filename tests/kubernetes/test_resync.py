@@ -88,7 +88,7 @@ def test_pods_whose_claims_the_kubelet_has_requested_are_left_alone(stand: Stand
     stand.up()
     pod = add(stand, document, sandbox=None)
     stand.kubelet.prepare(reference(document))
-    stand.kubelet.register()  # the driver looks at pods again
+    stand.kubelet.register()  # the driver checks the pods again
     lists = stand.api.counts()["list", "pods"]
     wait_for(lambda: stand.api.counts()["list", "pods"] > lists + 1, "looks")
     assert not annotated(pod)

@@ -104,8 +104,8 @@ def top_layer(archive: Path, rootfs: Path | None = None) -> list[str]:
 
 
 def _same(entries: tarfile.TarFile, entry: tarfile.TarInfo, path: Path) -> bool:
-    """Return whether a file or directory of a layer equals the one at a path, and belongs
-    to root.
+    """Return whether a file or directory of a layer belongs to root and equals the one at a
+    path.
     """
     if not path.exists() or (entry.uid, entry.gid) != (0, 0) or path.is_symlink():
         return False

@@ -1,4 +1,5 @@
-"""Build nodes for `tidegate doctor`: trees of files laid out like hosts, canned command output and a fake governor.
+"""Build nodes for `tidegate doctor` from trees of files laid out like hosts, canned command output
+and a fake governor.
 
 `Host.right()` lays out a host on which every check that needs no root passes. A test then breaks
 one thing.
@@ -65,7 +66,7 @@ class Host:
         return self.put(path, json.dumps(document))
 
     def program(self, path: str, answer: str | None = None) -> Path:
-        """Install a program that prints `answer` whatever its arguments are."""
+        """Install a program that prints `answer`, whatever its arguments are."""
         if answer is not None:
             self.commands[Path(path).name] = answer
         return self.put(path, "#!/bin/sh\n", 0o755)
@@ -112,7 +113,7 @@ class Host:
         directory = self.root / "var/lib/tidegate/driver"
         directory.mkdir(parents=True)
         generation = put_generation(directory, V, small_driver(V), control)
-        # A file that the generation watches, with the time stamp that the manifest has.
+        # This is a file that the generation watches, with the time stamp from the manifest.
         os.utime(self.put("nowhere"), ns=(0, 0))
         return generation
 

@@ -190,7 +190,9 @@ class Served:
         return f"http://127.0.0.1:{self.port}/"
 
     def start(self, *, anew: bool = False) -> None:
-        """Serve the page at the same port as before; with `anew`, as a restarted governor would."""
+        """Serve the page at the same port as before; with `anew`, do so as a restarted governor
+        would.
+        """
         if anew:
             self.history, self._steps, self._had = History(0), 0, {}
         listener = socket.create_server(("127.0.0.1", self.port))

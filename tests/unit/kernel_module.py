@@ -64,7 +64,9 @@ class Object:
 
 
 class KernelModule:
-    """A kernel module with clients by handle; each has the descriptor it was allocated by and its objects."""
+    """A kernel module with clients by handle; each has its objects, and the descriptor by which it
+    was allocated.
+    """
 
     def __init__(self, branch: int = 580) -> None:
         self.branch = branch
@@ -99,7 +101,7 @@ class KernelModule:
     def turn(
         self, pid: int, context: int, ns: int, *, begins: bool = True, ends: bool = True
     ) -> None:
-        """Restore a context on the GPU, run it for this long, and write the trace."""
+        """Restore a context on the GPU, run it for the given time, and write the trace."""
         if begins:
             self._write(calls.TAG_BEGIN.value, pid, context)
             self.now_ns += RESTORE

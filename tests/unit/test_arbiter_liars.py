@@ -20,7 +20,7 @@ TICK = 20_000
 UNIT = 200_000  # unit of the other containers' work
 SWITCH = 130_000
 LONG = 3 * S
-# After this long, runner_pages.c takes back a grant in which no work began.
+# After this time, runner_pages.c takes back a grant in which no work began.
 UNUSED = 5 * MS
 
 
@@ -70,7 +70,7 @@ def works_for_half_a_hand_over(at: Now) -> None:
 
 
 def calls_and_does_not_come(at: Now) -> None:
-    """Want the GPU for short moments repeatedly, but never when it could be granted."""
+    """Repeatedly want the GPU for short moments, but begin no work when it is granted."""
     at.arbiter.want(at.tenant, at.now, want=not at.holds and bool(at.now // TICK % 2))
     if at.holds and at.now >= at.began + UNUSED:
         at.arbiter.released(at.now, used=False)
@@ -86,7 +86,9 @@ LIES: tuple[Lie, ...] = (
 
 
 def shares(library, quotas: list[int], lie: Lie, quota: int, limit: int) -> list[float]:
-    """Return the shares, in percent of the GPU, that the others get in 3 s beside a liar with this quota."""
+    """Return the shares, in percent of the GPU, that the others get in 3 s next to a liar with this
+    quota.
+    """
     with Arbiter(library, config()) as arbiter:
         others = [arbiter.add(q * WHOLE // 100, q * WHOLE // 100, 0) for q in quotas]
         liar = arbiter.add(quota * WHOLE // 100, limit * WHOLE // 100, 0)
@@ -126,8 +128,8 @@ def shares(library, quotas: list[int], lie: Lie, quota: int, limit: int) -> list
 def test_a_liar_takes_no_share_of_another_container(library, lie, quotas, quota, limit):
     """A lie gains at most a quarter of the liar's own share. If all time is promised, all pay for hand-overs.
 
-    Before, four of these lies left the others less than 1 % of the GPU, and the fifth left 36 of 45
-    %.
+    If a grant that is given back early counts only by the reported use, four of these lies leave
+    the others less than 1 % of the GPU, and the fifth leaves them 36 of 45 %.
     """
     got = shares(library, quotas, lie, quota, limit)
     for share, promised in zip(got, quotas, strict=True):
@@ -162,7 +164,8 @@ WORK = 10_000
 def test_containers_that_work_for_moments_pay_for_the_context_switches(library):
     """Three of them work for 10 us and sleep for 150 us. Each grant makes the GPU switch contexts twice.
 
-    Before, the other container had 42.5 % of its 50.
+    If such grants count only by the reported use, the other container has 42.5 % instead of its 50
+    %.
     """
     step = 10_000
     with Arbiter(library, config()) as arbiter:
@@ -204,7 +207,8 @@ def test_containers_that_work_for_moments_pay_for_the_context_switches(library):
 def test_containers_that_hold_on_to_their_grants_do_not_add_up(library, limit):
     """Nine containers of 5 % do nothing with their grants, and report that their work still runs.
 
-    Before, the other container had 36 % of its 50, and waited for up to 8 s.
+    If the times for which others wait for them add up, the other container has 36 % instead of its
+    50 %, and waits for up to 8 s.
     """
     step, end = 100_000, 8 * S
     with Arbiter(library, config(longest_ns=100 * MS)) as arbiter:

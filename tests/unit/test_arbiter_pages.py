@@ -1,4 +1,6 @@
-"""Ledgers with arbitrary values and false reports, beside containers that compute; tests/fuzz runs them longer."""
+"""Ledgers with arbitrary values and false reports, next to containers that compute; tests/fuzz runs
+them longer.
+"""
 
 from pathlib import Path
 

@@ -69,7 +69,7 @@ def test_each_form_stamps_its_units(
 
 
 def test_the_same_work_is_done_when_told_how_much(machine: Simulated) -> None:
-    """For a persistent kernel, the iterations are those of one stretch."""
+    """For a persistent kernel, the number of iterations is that of one stretch of work."""
     ends, told = burn(
         machine, "burner-20000-persistent", "--seconds", "0.2", "--iterations", "250000"
     )
@@ -79,7 +79,9 @@ def test_the_same_work_is_done_when_told_how_much(machine: Simulated) -> None:
 
 
 def test_bursts_are_as_long_as_the_duty_says(machine: Simulated) -> None:
-    """The duty is half of the time. The GPU's clock is this machine's clock, so they agree."""
+    """The duty is half of the time. The GPU's clock is this machine's clock, so the measurements
+    agree.
+    """
     ends, told = burn(
         machine, "burner-500-burn", "--seconds", "4", "--bursts", "5", "--duty", "50",
         "--iterations", "500000",

@@ -123,7 +123,7 @@ def test_the_answer_is_separated_from_other_output():
     [
         (1, 1.0009, True),
         (1, 1.0011, False),
-        (0.0, 5e-7, True),  # too small to be worth a comparison
+        (0.0, 5e-7, True),  # too small for a comparison to mean anything
         (0.0, 5e-6, False),
         ([1000.0, 0.0], [1000.0, 0.9], True),  # small next to the largest number
         ("1", 1, False),

@@ -9,7 +9,7 @@ from governor.arbiter import load_library
 
 
 def test_the_pictures_that_are_kept_are_what_the_arbiter_decides(build_dir):
-    """Fix by running python -m bench.quota_pictures and looking at the pictures."""
+    """To fix a failure, run python -m bench.quota_pictures and examine the pictures."""
     for path, drawn in pictures(build_dir).items():
         assert path.read_text() == drawn, path.name
 

@@ -39,7 +39,7 @@ PAGES = (
 
 @pytest.mark.parametrize("made", [man_pages.files, completions.files])
 def test_pages_and_completions_are_up_to_date(made: Callable[[], dict[Path, str]]) -> None:
-    """Fix by running `python tools/man_pages.py` and `python tools/completions.py`."""
+    """To fix a failure, run `python tools/man_pages.py` and `python tools/completions.py`."""
     for path, text in made().items():
         assert path.read_text() == text, path
     there = {path for top in (MAN, COMPLETIONS) for path in top.rglob("*") if path.is_file()}
@@ -54,7 +54,9 @@ def test_nothing_of_this_checkout_is_in_them() -> None:
 
 
 def test_the_table_has_what_the_hook_and_the_wrapper_accept() -> None:
-    """The hook and the wrapper have no argparse parser; fix tools/command_table.py."""
+    """The hook and the wrapper have no argparse parser; to fix a failure, edit
+    tools/command_table.py.
+    """
     with_value = {flag for o in command_table.HOOK.options if o.value for flag in o.flags}
     flags = {flag for o in command_table.HOOK.options if not o.value for flag in o.flags}
     [stages] = [o.choices for o in command_table.HOOK.options if not o.flags]
@@ -182,13 +184,13 @@ mark() {{ print -n '\\0' }}; zle -N mark; bindkey '^X' mark
 
 @pytest.fixture(scope="module")
 def zsh_dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Path of zsh's cache of completion functions: reading all of them takes 0.5 s."""
+    """The path of zsh's cache of completion functions: reading all of the functions takes 0.5 s."""
     return tmp_path_factory.mktemp("zsh") / "dump"
 
 
 @pytest.fixture
 def directory(tmp_path: Path, zsh_dump: Path) -> Path:
-    """Directory with files, a subdirectory, and a `tidegate` that knows two containers."""
+    """A directory with files, a subdirectory, and a `tidegate` that knows two containers."""
     (tmp_path / ".zshenv").write_text("skip_global_compinit=1\n")  # skip Ubuntu's own compinit
     (tmp_path / ".zshrc").write_text(ZSHRC.format(functions=COMPLETIONS / "zsh", dump=zsh_dump))
     for name in ("node.yaml", "a b.yaml"):
@@ -280,7 +282,8 @@ def zsh(line: str, directory: Path) -> set[str]:
         process.wait()
         os.close(master)
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", shown)
-    # Columns, for names with blanks, and words, for candidates with a description next to them.
+    # Split into columns, for names with blanks, and into words, for candidates with a description
+    # next to them.
     return {
         word.strip().rstrip("/")
         for line in plain.splitlines()
@@ -345,7 +348,7 @@ def test_containers_are_offered_and_lines_about_violations_are_not(
 def test_no_shell_interprets_a_containers_id(
     complete: Callable[[str], set[str]], directory: Path, name: str
 ) -> None:
-    """The id of a container may be any text without a slash."""
+    """A container's id may be any text without a slash."""
     command = directory / "bin/tidegate"
     table = f"CONTAINER  GPU  STATE\n{name}  0  ok\n77bb-x_1.+  0  ok\n"
     (directory / "table").write_text(table)

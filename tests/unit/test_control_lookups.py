@@ -1,4 +1,5 @@
-"""Functions that a program looks up and that the control library does not know: forwarded, counted, refused.
+"""Functions that a program looks up and that the control library does not know are forwarded,
+counted, and refused if the node says so.
 
 The driver is lookup_shim.c: the simulated one with functions of future versions.
 """
@@ -105,8 +106,8 @@ def test_a_known_function_is_found_under_every_policy(node: MemoryNode, policy: 
 
 
 def test_every_function_of_the_table_is_known(node: MemoryNode) -> None:
-    """A function that has to be hooked passes only in the form that is hooked; the others always
-    pass.
+    """A function that has to be hooked passes only in the form that is hooked; all other functions
+    always pass.
     """
     agent = start(node, REFUSE)
     effects = coverage.read_effects()

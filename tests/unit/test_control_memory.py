@@ -529,7 +529,8 @@ def test_allocations_end_with_the_hundredth_context_as_well(agent, node) -> None
 def test_a_context_beyond_the_last_owner_is_not_taken_for_the_primary_one(
     build_dir, tmp_path
 ) -> None:
-    """254 contexts of a process can own blocks. What is allocated in others ends when it is freed.
+    """254 contexts of a process can own blocks. Memory that is allocated in other contexts is given
+    back when it is freed.
 
     A simulated GPU has 256 contexts at most, so there are two.
     """
@@ -868,8 +869,8 @@ def test_a_refusal_waits_for_overhead_that_is_about_to_shrink(node) -> None:
     node.write("memory_overhead", found)
     agent.answer()
     agent.run("driver.call('cuMemFree_v2', block)")
-    # The allocation is refused if the last sample has the overhead as well, or if the wait did not
-    # help.
+    # The allocation is refused if the last sample shows the overhead as well, or if the wait did
+    # not help.
     for value in ("memory_overhead", "overhead_last"):
         node.write(value, found + 200 * MIB)
     assert agent.refuses(f"driver.allocate({room})")
@@ -988,7 +989,7 @@ def test_a_managed_block_that_was_freed_makes_no_room_for_hidden_memory(node) ->
 def test_one_block_of_a_container_at_a_time_is_taken_without_a_claim(node) -> None:
     """A small block may fit into what is free in a pool, or the pool grows by a unit.
 
-    This is not known beforehand.
+    Which of the two happens is not known beforehand.
     """
     agent = node.agent()
     agent.run("stream = driver.stream(); block = out('cuMemAllocAsync', 20 << 20, stream)")
@@ -1032,7 +1033,7 @@ def test_free_memory_of_a_pool_may_be_used_beyond_the_quota_unless_a_pool_grew(n
     assert agent.refuses("out('cuMemAllocAsync', 2 << 20, stream)")
     agent.run("driver.call('cuStreamSynchronize', stream)")
     until(lambda: agent.field("outgrown") == 0)
-    time.sleep(0.11)  # the pool itself is not trusted for a moment
+    time.sleep(0.11)  # for a moment, the pool itself is not trusted
     agent.run("blocks.append(out('cuMemAllocAsync', 1 << 20, stream))")
     assert agent.field("memory") == held
 

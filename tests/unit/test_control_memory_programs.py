@@ -398,7 +398,7 @@ def test_pools_that_race_for_their_units_are_charged_for_what_they_hold(
 ) -> None:
     """A pool may grow although its free memory seemed to suffice.
 
-    The block then goes back, and the GPU has the room.
+    In that case the block is given back, and the GPU has the room.
     """
     node = MemoryNode(build_dir, tmp_path, LIMIT, memory=2 * LIMIT)
     try:

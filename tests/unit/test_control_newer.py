@@ -73,7 +73,7 @@ def counted(agent: Agent, program: str) -> dict[str, int]:
     end = time.monotonic() + 5
     while True:
         grown = {name: agent.field(name) - value for name, value in before.items()}
-        # A launch by a pass is counted when the pass ends.
+        # A launch under a pass is counted when the pass ends.
         if any(grown.values()) or time.monotonic() > end:
             return {name: value for name, value in grown.items() if value}
         time.sleep(0.01)

@@ -101,7 +101,7 @@ class NvmlContainer:
         pages.init_grant(self.page, settings={}, devices=[device])
 
     def list_processes(self, *processes: dict[str, int], time_us: int = NOW_US) -> None:
-        """Fill the usage part. Values that exist per GPU are those of GPU 0."""
+        """Fill the usage part of the grant page. Values that exist per GPU are those of GPU 0."""
         wide = {field.name for field in layout.USAGE_ENTRY.fields if field.n > 1}
         pages.write_usage(
             self.page,
@@ -248,7 +248,7 @@ def test_every_form_of_the_list_has_the_processes_of_the_container_alone(
     neighbour(0)
     fields = "'pid', 'usedGpuMemory'"
     assert container.run(
-        # An entry of the first form is shorter, so the array is filled with its own stride.
+        # An entry of the first form is shorter, so the array is filled with that form's own stride.
         "class c_nvmlProcessInfo_v1_t(ctypes.Structure):\n"
         "    _fields_ = [('pid', c_uint), ('usedGpuMemory', c_ulonglong)]\n"
         f"entry = globals().get({entry!r}) or getattr(pynvml, {entry!r})\n"

@@ -163,7 +163,7 @@ def test_a_newcomer_waits_for_little_of_the_work_that_was_queued_under_an_open_g
 ) -> None:
     """Units known to take 2 ms are queued for up to 20 ms.
 
-    Of units of 50 ms that were not measured yet, four are.
+    Of units of 50 ms, which have not been measured yet, four are queued.
     """
     for field, value in (("lookahead_ns", 200_000), ("holds", 0)):
         pages.write(node.grant, 0, "grant_header", field, value)
@@ -177,7 +177,7 @@ def test_a_newcomer_waits_for_little_of_the_work_that_was_queued_under_an_open_g
     node.write("contended", 1)
     grant(node, time.monotonic_ns(), 2)
     until_field(agent, "want", 1)
-    # A busy machine launches less, never more.
+    # On a busy machine less is launched, but never more.
     launched_ms = agent.field("launches") * unit_ms
     assert launched_ms <= (time.monotonic() - began) * 1000 + queued_ms
     until_field(agent, "released_epoch", 2)
@@ -335,7 +335,7 @@ def test_a_process_reconnects_to_another_governor(node: MemoryNode, governed: Ag
         wait_until(lambda: node.poked() > 0)
         grant(node, 2**64 - 1, times + 100)
         governed.run("driver.call('cuCtxSynchronize')")
-        assert governed.run(SOCKETS) == before  # under the same number; no other is left
+        assert governed.run(SOCKETS) == before  # under the same number; no other socket is left
     assert governed.run("[os.get_inheritable(i) for i in " + SOCKETS + "]") == [False]
     time.sleep(0.5)
     assert len(node.returned) == 3  # no needless reconnects
@@ -347,7 +347,7 @@ def test_an_answer_of_the_wrong_length_leaves_no_descriptor_behind(node: MemoryN
     node._beating.join()
     pages.write(node.grant, 0, "grant_header", "heartbeat_ns", time.monotonic_ns() - 20 * SECOND)
     agent = node.agent(alone=True, context=False)
-    assert node._slots  # it was answered
+    assert node._slots  # it got an answer
     left = "[os.readlink(f'/proc/self/fd/{i}') for i in os.listdir('/proc/self/fd') if os.path.exists(f'/proc/self/fd/{i}')]"
     assert not [name for name in agent.run(left) if "tidegate-ledger" in name]
 
@@ -363,7 +363,7 @@ def test_a_process_that_another_governor_does_not_know_continues_alone(
     for _ in range(20):
         governed.run("launch(1000); driver.call('cuCtxSynchronize')")
     assert governed.run("out('cuMemAlloc_v2', 2 << 20)")
-    assert governed.charged == before + 2 * MIB  # in its own ledger, as before
+    assert governed.charged == before + 2 * MIB  # counted in its own ledger, as before
     time.sleep(0.5)
     assert len(node.returned) == 1
 
@@ -718,7 +718,9 @@ def wake(node: MemoryNode) -> None:
 
 
 def grant_contended(node: MemoryNode, agent: Agent, epoch: int, ns: int = 4_000_000) -> None:
-    """Open a short, contended grant and wake the waiting process. Repeat if it woke too late to take the grant."""
+    """Open a short, contended grant and wake the waiting process. Repeat this if the process woke
+    too late to take the grant.
+    """
     node.write("contended", 1)
     for _ in range(100):
         node.write("start_ns", time.monotonic_ns())
@@ -782,7 +784,9 @@ def test_a_holder_that_spins_for_another_container_gives_the_gpu_back(
 
 
 def test_work_that_is_longer_than_usual_is_given_up_once(node: MemoryNode) -> None:
-    """Work that does not end while others have the GPU does not wait for them, so its end is awaited afterwards."""
+    """Work that does not end while others have the GPU is not waiting for them, so its end is
+    awaited afterwards.
+    """
     agent = quick_agent(node)
     agent.run(LAUNCH)
     grant(node, time.monotonic_ns() + 3600 * SECOND, 2)
@@ -874,9 +878,9 @@ def test_long_work_that_is_known_is_waited_for(node: MemoryNode) -> None:
 def test_new_work_that_ended_by_chance_when_others_had_the_gpu_is_waited_for(
     node: MemoryNode,
 ) -> None:
-    """The work was given up as if it waited for other containers, and was never measured.
+    """If such work is given up as if it waited for other containers, it is never measured.
 
-    A container with 30 % and units of 50 ms got 56 % this way.
+    A container with 30 % and units of 50 ms gets 56 % this way.
     """
     agent = quick_agent(node)
     agent.run(LAUNCH)
@@ -929,7 +933,8 @@ def test_a_holder_that_waits_for_the_next_grant_keeps_this_one_only_while_its_wo
         agent.send("for i in range(2): launch(300_000_000, s)")
         until_field(agent, "released_epoch", epoch)
         early_ms.append((deadline - agent.field("release_ns")) / 1e6)
-        # If others waited, a process that is slow to ask would give this grant back unused, and get no other one.
+        # If others were waiting, a process that is slow to ask would give this grant back unused,
+        # and would get no other.
         node.write("contended", 0)
         grant(node, time.monotonic_ns() + 3600 * SECOND, 10 * epoch)
         agent.answer()
@@ -955,7 +960,7 @@ def charged_after(
 def test_the_end_of_one_containers_work_is_not_charged_to_the_next(node: MemoryNode) -> None:
     """With MPS, both containers' work runs at the same time.
 
-    The next holder's grant has the time from which it is charged.
+    The next holder's grant says from which time on the holder is charged.
     """
     agent = node.agent()
     pages.write(node.grant, 0, "grant_header", "lookahead_ns", 20_000_000)
@@ -1123,7 +1128,9 @@ def test_with_mps_work_that_ends_beside_other_work_is_charged_as_predicted(
 def test_with_mps_longer_work_is_detected_where_a_grant_is_one_interval(
     node: MemoryNode,
 ) -> None:
-    """A late end beside other containers' work proves nothing, so once in a while the others wait for the end."""
+    """A late end beside other containers' work proves nothing, so once in a while the others are
+    made to wait for the end.
+    """
     agent = mps_agent(node)
     agent.run("for i in range(4): launch_meet(20_000_000, 1, s); driver.call('cuCtxSynchronize')")
     before = charged_after(agent, 0, 78_000_000, "launch(1000, s)")

@@ -1,4 +1,5 @@
-"""Test that no allocation within the quota is refused because of a sample that raced with the container's calls.
+"""Test that no allocation within the quota is refused because a sample raced with the container's
+calls.
 
 The governor's part is `Debt`, by hand: a test decides when a sample begins and what happens during it.
 """
@@ -27,9 +28,9 @@ from tests.unit.memory_node import (
 
 BLOCK = 64 * MIB
 N_BLOCKS = (GIB - CONTEXT) // BLOCK
-"""Number of blocks that fit into the quota beside a context."""
+"""Number of blocks that fit into the quota next to a context."""
 EXPECTED = CONTEXT + 8 * MIB
-"""What a context is expected to take. By this size, one block less would fit."""
+"""What a context is expected to take. With this size, one block less would fit."""
 
 TAKE = f"driver.allocate({BLOCK})"
 
@@ -90,7 +91,9 @@ def governor(node: MemoryNode, agent: Agent) -> Governor:
 
 @contextlib.contextmanager
 def stopped(node: MemoryNode, agent: Agent, call: str, program: str) -> Iterator[None]:
-    """Run the block while `program` stands in a call of the driver; it has ended afterwards."""
+    """Run the block while `program` is stopped in a driver call; afterwards the program has
+    ended.
+    """
     (node.work / call).touch()
     reached = node.work / f"{call}.reached"
     agent.send(program)
@@ -114,7 +117,9 @@ def take(agent: Agent, n: int) -> None:
 
 
 def raced(governor: Governor, agent: Agent, *, overhead: int = BLOCK) -> int:
-    """Fill the quota up to a block, and let a sample that raced find `overhead` too much."""
+    """Fill the quota up to a block, and let a sample that raced find an overhead that is `overhead`
+    too high.
+    """
     governor.sample()
     assert (governor.debt.bytes, governor.debt.least) == (CONTEXT, CONTEXT)
     take(agent, N_BLOCKS - 1)
@@ -123,14 +128,16 @@ def raced(governor: Governor, agent: Agent, *, overhead: int = BLOCK) -> int:
 
 
 def test_a_sample_amid_an_allocation_refuses_no_later_one(node, agent, governor) -> None:
-    """By that sample, a context may have its expected size. It turns out to be smaller when nothing moves."""
+    """By that sample, a context may have its expected size. A sample without calls in progress
+    shows that it is smaller.
+    """
     with stopped(node, agent, "allocate", TAKE):
         governor.sample()
     assert (governor.debt.bytes, governor.debt.least) == (EXPECTED, CONTEXT)
     take(agent, N_BLOCKS - 2)
     agent.send(TAKE)
     time.sleep(0.1)
-    # A process that waits leaves its charges alone, however long NVML takes.
+    # A process that waits does not change its charges, however long NVML takes.
     governor.sample(during=lambda: time.sleep(0.1))
     assert (governor.debt.bytes, governor.debt.least) == (CONTEXT, CONTEXT)
     agent.answer()
@@ -149,7 +156,7 @@ def test_samples_that_race_again_are_followed_by_others(node, agent, governor) -
 
 
 def test_a_sample_that_is_due_may_be_late(agent, governor) -> None:
-    """A busy machine keeps the governor waiting, and so the process."""
+    """A busy machine keeps the governor waiting, and thereby the process."""
     take(agent, N_BLOCKS - 1)
     agent.send(TAKE)
     time.sleep(0.3)
@@ -159,7 +166,9 @@ def test_a_sample_that_is_due_may_be_late(agent, governor) -> None:
 
 
 def test_a_sample_that_comes_just_before_the_wait_counts(node, agent, governor) -> None:
-    """The allocation did not fit, and while unused memory of pools is looked for, it does."""
+    """The allocation did not fit at first, but fits while the library searches pools for unused
+    memory.
+    """
     agent.run("driver.call('cuMemFree_v2', driver.get('cuMemAllocAsync', 32 << 20, None))")
     agent.run("driver.call('cuMemPoolTrimTo', driver.get('cuDeviceGetDefaultMemPool', 0), 0)")
     found = raced(governor, agent)
@@ -242,7 +251,7 @@ def test_several_threads_wait_at_the_same_time(agent, governor) -> None:
 
 
 def test_a_process_that_waits_writes_no_charges(agent, governor) -> None:
-    """A sample during a claim is uncertain, and so would be each one during the wait."""
+    """A sample during a claim is uncertain, and so would be each sample during the wait."""
     found = raced(governor, agent)
     agent.send(TAKE)
     time.sleep(0.1)

@@ -1,5 +1,5 @@
 """`tidegate convert`: what other vendors' pods become, what is reported about the rest, and that
-all else is unchanged.
+everything else is unchanged.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ def requests_of(text: str, **options: int) -> tuple[dict, list[str]]:
     ],
 )
 def test_all_the_memory_is_asked_for_by_not_naming_it(limits: str) -> None:
-    """A node offers less memory than a GPU is sold with. A claim for all 80 GiB would wait for ever."""
+    """A node offers less memory than a GPU is sold with. A claim for all 80 GiB would never be
+    allocated.
+    """
     devices, _ = requests_of(POD.format(annotations="", limits=limits), gpu_mib=81920)
     assert "memory" not in devices["requests"][0]["exactly"]["capacity"]["requests"]
     percent = "nvidia.com/gpu: 1, nvidia.com/gpumem-percentage: 50"
@@ -102,7 +104,9 @@ def test_all_the_memory_is_asked_for_by_not_naming_it(limits: str) -> None:
 
 
 def test_mps_is_for_one_gpu_and_is_reported_as_lost_for_more() -> None:
-    """The governor refuses a container with two GPUs under MPS, so such a claim would start nothing."""
+    """The governor refuses a container with two GPUs under MPS, so with such a claim no container
+    would start.
+    """
     mps = {"annotations": "nvidia.com/vgpu-mode: mps"}
     devices, notes = requests_of(POD.format(limits="nvidia.com/gpu: 2", **mps))
     assert "config" not in devices
@@ -262,7 +266,7 @@ PLAIN = "kind: Pod\nmetadata: {name: a}\nspec:\n  containers:\n  - name: x\n    
     [
         ("        memory: 1Gi\n        memory: 2Gi\n", "memory in line 10"),
         ("        nvidia.com/gpu: 2\n", "nvidia.com/gpu in line 9"),
-        # This one leaves no request for a GPU: nothing is changed, but it is still reported.
+        # This document leaves no request for a GPU: nothing is changed, but it is still reported.
         ("spec: {nodeName: b}\n", "spec in line 9"),
     ],
 )
@@ -304,7 +308,9 @@ def test_comments_alone_come_back() -> None:
 
 
 def test_workloads_of_one_name_are_named_in_no_more_time_for_each() -> None:
-    """Otherwise the last of 200,000 workloads, in a file of 32 MiB, would take 200,000 attempts."""
+    """With one attempt per earlier workload, the last of 200,000, in a file of 32 MiB, would take
+    200,000 attempts.
+    """
     taken = Taken(["x", "x-3"])
     names = [taken.take("x") for _ in range(200_000)]
     assert names[:3] == ["x-2", "x-4", "x-5"]

@@ -106,8 +106,8 @@ def test_what_the_driver_takes_or_gives_by_itself_may_be_found_by_the_governor(c
     row = ran(process=change, late=True)
     said = (f"{'takes' if change > 0 else 'gives'} {abs(change) // MIB} MiB unseen",)
     assert faults(row, row | {"after": {"overhead": change}}) == ()
-    # Not accepted if the call is not expected to have late overhead, if the overhead is too small,
-    # or if it has the wrong sign.
+    # The overhead is not accepted if the call is not expected to have late overhead, or if it is
+    # too small or has the wrong sign.
     assert faults(row | {"late": False}, row | {"after": {"overhead": change}}) == said
     assert faults(row, row | {"after": {"overhead": change // 4}}) == said
     assert faults(row, row | {"after": {"overhead": -change}}) == said

@@ -20,7 +20,9 @@ CUresult CUDAAPI cuInit(unsigned int Flags);
 
 @pytest.mark.parametrize("version", ["13.0", "13.1", "13.2", "13.3", "13.4", "13.5"])
 def test_no_function_of_a_known_header_is_unknown_or_ungoverned(version):
-    """Fix by naming it in libcontrol/functions.toml, and by a row in libcontrol/api if it must be governed."""
+    """To fix a failure, name the function in libcontrol/functions.toml, and add a row to
+    libcontrol/api if it must be governed.
+    """
     names = cuda_headers.read_declared()[version]
     assert names
     assert cuda_headers.faults_of_names(names, names) == []
@@ -52,7 +54,9 @@ def test_what_is_written_is_read(tmp_path):
 
 @pytest.fixture
 def registry(tmp_path, monkeypatch):
-    """A registry with one version, with a header that declares `more`; and no header at hand but what it has."""
+    """A registry with one version, with a header that declares `more`; no other header can be
+    found.
+    """
     monkeypatch.setattr(cuda_headers, "KEPT", tmp_path / "kept")
     monkeypatch.setattr(cuda_abi, "packaged_include", lambda: None)
     monkeypatch.setattr(cuda_abi, "examine", lambda _: ([], ["all types"]))
@@ -115,14 +119,14 @@ def test_without_a_registry_the_newest_header_at_hand_is_compared(registry, monk
 
 
 def test_the_types_and_prototypes_are_those_of_the_installed_header():
-    """Fix in libcontrol/cuda_abi*.h, libcontrol/api or simgpu/cuda_abi.h."""
+    """To fix a failure, edit libcontrol/cuda_abi*.h, libcontrol/api or simgpu/cuda_abi.h."""
     include = cuda_abi.packaged_include()
     if include is None:
         lack("needs cuda.h of nvidia-cuda-runtime 13.5")
     faults, said = cuda_abi.examine(include)
     assert faults == []
     assert said[0].startswith("libcontrol: ")
-    # Nothing is compared by chance: these numbers grow with the tables.
+    # This shows that there is something to compare: these numbers grow with the tables.
     ours = cuda_abi.read_control()
     assert len(ours.types) > 60
     assert len(ours.functions) > 280

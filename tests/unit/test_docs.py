@@ -72,7 +72,7 @@ def test_the_figures_of_the_first_screen_are_those_of_a_result():
 
 
 def test_the_index_lists_every_page():
-    """Fix by adding a line to docs/README.md, from which the site takes its contents."""
+    """To fix a failure, add a line to docs/README.md, from which the site takes its contents."""
     listed = site.contents((ROOT / site.INDEX).read_text(), set(PAGES))
     names = re.findall(r"^([\w/.-]+)$", listed, re.MULTILINE)
     assert len(names) == len(set(names))
@@ -99,7 +99,9 @@ def test_no_two_pages_have_one_place_in_the_site():
 
 
 def test_each_finding_of_doctor_has_a_paragraph():
-    """Fix by adding a paragraph below "What tidegate doctor finds", in the order of governor/doctor/checks.py."""
+    """To fix a failure, add a paragraph below "What tidegate doctor finds", in the order of
+    governor/doctor/checks.py.
+    """
     text = (DOCS / "troubleshooting.md").read_text()
     _, _, findings = text.partition("## What `tidegate doctor` finds")
     parts = re.split(r"^### (.*)$", findings, flags=re.MULTILINE)[1:]
@@ -122,7 +124,7 @@ def test_lines_that_troubleshooting_quotes_are_lines_of_ours():
         for package in ("oci_hook", "governor", "vdriver")
         for path in (ROOT / package).rglob("*.py")
     )
-    # Join literals that span several lines. A placeholder may stand for any text.
+    # Join literals that span several lines. A placeholder stands for any text.
     sources = re.sub(r'"\s*\n\s*f?"', "", sources)
     said = {"exit code: 75", "device node /dev/nvidia0"}  # a runtime's words; a name filled in
     assert "device node {" in sources

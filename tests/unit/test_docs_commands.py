@@ -1,9 +1,9 @@
 """Every command of the documents is parsed by its own parser, or is in a table that says where it is run.
 
-A reader types the shell blocks. So each of their commands is either one of ours, and its real
-parser accepts it, or it is a system program, and `SYSTEM` says where it is run or why it is not. A
-program that is in neither fails the test. tests/container/test_tutorial.py types docs/tutorial.md
-as a whole.
+A reader types the shell blocks. Each of their commands is either one of ours, which its real parser
+accepts, or a system program, of which `SYSTEM` says where it is run or why it is not. A program
+that is in neither fails the test. tests/container/test_tutorial.py types docs/tutorial.md as a
+whole.
 """
 
 from __future__ import annotations
@@ -133,7 +133,9 @@ PARSED = [c for _, c in ALL if ours(c)]
 
 
 def test_blocks_say_what_they_are():
-    """Fix by writing sh, console, text, json or another language after the three backticks."""
+    """To fix a failure, write sh, console, text, json or another language after the three
+    backticks.
+    """
     unnamed = [
         f"{page.relative_to(ROOT)}:{fence.line}"
         for page in pages()
@@ -173,7 +175,7 @@ def test_a_command_of_ours_is_taken_by_its_own_parser(command, monkeypatch):
 
 
 def test_every_other_command_is_in_the_table():
-    """Fix by adding the program to SYSTEM, with where it is run or why it cannot be."""
+    """To fix a failure, add the program to SYSTEM, with where it is run or why it cannot be."""
     strange = []
     for _, command in ALL:
         program = command.program

@@ -247,6 +247,6 @@ def test_where_systemd_does_not_run_no_remedy_is_a_command_of_it(
 
 
 def test_every_check_has_a_row_in_the_reference() -> None:
-    """If it fails, add the row to docs/reference/doctor.md."""
+    """To fix a failure, add the row to docs/reference/doctor.md."""
     rows = re.findall(r"^\| `([a-z]+\.[a-z-]+)` \|", PAGE.read_text(), re.MULTILINE)
     assert rows == list(CHECKS)

@@ -1,6 +1,6 @@
 """Test the findings of `tidegate doctor` about NVIDIA's driver.
 
-Device nodes need root: tests/container/test_doctor.py.
+Device nodes need root: tests/container/test_doctor.py tests the findings about them.
 """
 
 from __future__ import annotations

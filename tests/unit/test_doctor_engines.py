@@ -126,7 +126,7 @@ def test_a_checkouts_wrapper_that_enters_a_hook_which_is_not_there_is_wrong(host
         )
     ]
     right = [f"ok: Docker's runtime tidegate, {own}/tidegate-runtime"]
-    # An operator that keeps the settings elsewhere has to check them.
+    # doctor does not check settings that an operator keeps elsewhere.
     elsewhere = {**runtime, "runtimeArgs": ["--tidegate-config", "/etc/other"]}
     set_docker(host, {"runtimes": {"tidegate": elsewhere}})
     assert host.check("docker.runtime") == right

@@ -115,7 +115,9 @@ def test_a_changed_generation_is_wrong(host: Host, damage: str) -> None:
 
 
 def test_content_is_not_read(host: Host) -> None:
-    """Files of equal size are compared only by `tidegate verify`: a driver has a gigabyte."""
+    """Files of equal size are compared only by `tidegate verify`: a driver's files have a size of
+    about a gigabyte.
+    """
     host.put_driver()
     generation = host.put_mirror()
     library = generation / f"lib64/libnvcuvid.so.{V}"

@@ -1,4 +1,6 @@
-"""Test the findings of `tidegate doctor` about Tidegate's own files, and about users that could change them."""
+"""Test the findings of `tidegate doctor` about Tidegate's own files, and about users who could
+change them.
+"""
 
 from __future__ import annotations
 

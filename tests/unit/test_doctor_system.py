@@ -149,7 +149,7 @@ def look_here(check: str, **changes: Any) -> list[str]:
 
 
 def test_the_running_kernel_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Otherwise no test of the hook would pass.
+    # Without these calls no test of the hook would pass.
     assert look_here("kernel.calls")[0].startswith("ok: Linux ")
     monkeypatch.setattr(system, "_refused", lambda: [("openat2", errno.EPERM)])
     assert "openat2 refused: Operation not permitted" in look_here("kernel.calls")[0]

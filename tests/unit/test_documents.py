@@ -72,7 +72,7 @@ def test_parser_and_schema_judge_what_is_made_from_it_alike(kind: str) -> None:
 def test_no_depth_is_too_deep_for_a_line(kind: str) -> None:
     """The depths include the one at which the JSON parser gives up.
 
-    Just below it, the code that judges the document has less of the stack left than the parser had.
+    Just below it, the code that judges the document has less stack left than the parser had.
     """
     taken = set()
     for depth in range(800, 1050):

@@ -449,7 +449,7 @@ def test_turns_that_end_with_the_work_and_with_the_slice_are_told_apart():
         )
         at += length
     early, full = residency.take_turns(at)
-    assert early == {1: 2}  # the last turn's end is judged when it is on again
+    assert early == {1: 2}  # the last turn's end is judged when the process is on again
     assert full == [Full(2, at - 500, at - 1550)]  # after the longer turn, no other context waited
     residency.add([Switch(True, 2, 2, at, next(n))])
     assert residency.take_turns(at) == ({2: 1}, [])

@@ -17,7 +17,7 @@ PARTS = ["check", "test", "slow", "alone", "cluster", "bookworm", "trixie", "nob
 def checkout(tmp_path):
     """A checkout in which everything that the script calls is a stand-in.
 
-    A stand-in logs its arguments, and fails if the file `fails` has them.
+    A stand-in logs its arguments, and fails if the file `fails` contains them.
     """
     stand_in = (
         "#!/bin/sh\n"

@@ -320,7 +320,7 @@ def test_claims_and_strategies() -> None:
             )
         )
     allocations.set_closed(devices[1].uuid, "its MPS server starts")
-    allocations.admit_claim(claim("f", 1))  # the server may run when a container starts
+    allocations.admit_claim(claim("f", 1))  # the server may be running when a container starts
     with pytest.raises(RefusedError, match="GPU 1 of claim default/a takes no container now"):
         allocations.claimed(claim("a", 1), both[:1])
 

@@ -264,7 +264,7 @@ def test_a_graphics_process_or_one_older_than_the_governor_is_not_accused(
 def test_a_process_that_was_registered_may_be_listed_for_a_moment_after_its_end(
     world: Callable[..., AuditWorld],
 ) -> None:
-    """Many such moments, as with programs that run for a second each, do not add up either."""
+    """Many such moments do not add up either, as with programs that run for a second each."""
     made = world()
     one = made.add("one")
     made.owners = dict.fromkeys(range(1, 20), one)
@@ -472,7 +472,7 @@ def test_containers_that_share_a_claim_are_frozen_together_as_far_as_they_can_be
 def test_if_one_of_two_groups_cannot_be_frozen_none_stays_frozen(
     world: Callable[..., AuditWorld], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Freezing the second group fails after the first one was frozen."""
+    """The second group cannot be frozen after the first one was."""
     made = world(on_violation="throttle")
     one = made.add("one", pid=os.getpid())
     made.owners = {1: one}

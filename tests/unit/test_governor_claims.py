@@ -185,7 +185,7 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 def run(scene: Callable[[ClaimsWorld], Awaitable[None]]) -> None:
-    """Run a coroutine function in a world of its own with short paths for its sockets."""
+    """Run a coroutine function in a separate world with short paths for its sockets."""
     directory = in_memory()
 
     async def whole() -> None:
@@ -632,7 +632,9 @@ def test_a_claim_that_is_in_use_stays_booked_until_its_last_container_has_ended(
 
 
 def test_the_refusal_of_a_claim_names_the_users_of_its_gpu() -> None:
-    """The refusal names the container of a claim that was taken back, and a container without a claim as such."""
+    """The refusal names the container of a claim that was taken back, and names a container without
+    a claim as such.
+    """
 
     async def scene(world: ClaimsWorld) -> None:
         world.claim(told("old", share(compute=40)))
@@ -801,7 +803,9 @@ STEPS = st.one_of(
     ]
 )
 def test_in_any_order_each_claim_is_booked_exactly_once(steps: list[tuple[Any, ...]]) -> None:
-    """The model has only the promises, the claims taken back, and the running containers."""
+    """The model has only the promises, the claims that were taken back, and the running
+    containers.
+    """
 
     async def scene(world: ClaimsWorld) -> None:
         promised: dict[str, tuple[int, int]] = {}  # GPU and percent

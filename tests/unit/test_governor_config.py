@@ -1,4 +1,6 @@
-"""Test the node's configuration: schema and dataclass agree, and an invalid file yields one line that names the option."""
+"""Test the node's configuration: the schema and the dataclass agree, and an invalid file yields one
+line that names the option.
+"""
 
 from __future__ import annotations
 

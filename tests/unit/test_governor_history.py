@@ -23,7 +23,7 @@ def only(cut: Cut) -> dict[str, object]:
 
 
 def steps(history: History, *uses: Use, begin: int = 1) -> None:
-    """Look at one container at the end of each step."""
+    """Record one container at the end of each step."""
     for i, use in enumerate(uses, begin):
         history.record(i * STEP_NS, [("who", use)])
 
@@ -70,7 +70,7 @@ def test_missed_steps_share_their_use_evenly() -> None:
     history.record(4 * STEP_NS + 1, [("who", replace(ALONE, charged_ns=6 * SECOND, refused=2))])
     series = only(history.cut(-1))
     assert series["used"] == [0.0, 39.99, 39.99, 39.99]
-    assert series["refused"] == [0, 0, 0, 2]  # not spread, because a third of one cannot be shown
+    assert series["refused"] == [0, 0, 0, 2]  # not spread: a third of one cannot be shown
     assert history.due_ns() == 5 * STEP_NS
 
 

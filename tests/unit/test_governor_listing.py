@@ -277,7 +277,9 @@ def test_an_invalid_file_does_not_stop_the_listing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The governor keeps its old configuration, and an operator that repairs the file has to see containers."""
+    """The governor keeps its old configuration, and an operator who repairs the file has to see
+    containers.
+    """
     bad = tmp_path / "config.yaml"
     bad.write_text("placemnt: pack\n")
     monkeypatch.setattr("governor.config.PATH", bad)
@@ -300,7 +302,8 @@ def row(identifier: str, name: str, pod: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("containers", "heads"),
     [
-        # By name; by pod, if two have the same name; by id, if one has neither.
+        # Containers are listed by name, by pod if two have the same name, and by id if one has
+        # neither.
         ([row("a" * 64, "main", "ml/x"), row("b" * 64, "side", "")], "NAME GPU"),
         ([row("a" * 64, "main", "ml/x"), row("b" * 64, "main", "ml/y")], "POD GPU"),
         ([row("a" * 64, "main", "ml/x"), row("b" * 64, "", "")], "CONTAINER GPU"),
@@ -468,13 +471,13 @@ def test_files_that_are_not_as_engines_write_them_give_no_name(tmp_path: Path) -
     for text in ("", "{", "[]", "[" * 100_000, '{"mounts": 1}', '{"mounts": [1, {}]}', '"\\ud800"'):
         Path(bundle, "config.json").write_text(text)
         assert find_name(ID, bundle, {}) == Name("docker")
-    # A user's own file is in place of Docker's.
+    # A user's own file is in the place of Docker's.
     mine = tmp_path / "mine"
     put(mine / "config.v2.json", {"ID": ID, "Name": "/root"})
     mounts = [{"destination": "/etc/hosts", "source": str(mine / "hosts")}]
     put(Path(bundle, "config.json"), {"mounts": mounts})
     assert find_name(ID, bundle, {}) == Name("docker")
-    # A FIFO is not waited for, a link not followed, and a file that is too large not read.
+    # A FIFO is not waited for, a link is not followed, and a file that is too large is not read.
     other = podman(tmp_path / "d")
     names = tmp_path / "d/overlay-containers/containers.json"
     for make in (os.mkfifo, lambda p: p.symlink_to("/dev/zero"), lambda p: p.write_bytes(b"")):

@@ -260,7 +260,8 @@ def test_lent_time_is_counted_by_the_second() -> None:
     for now, charged in ((0, 0), (0.5, 0.5), (1.0, 0.6), (1.9, 1.4), (3.0, 1.5), (4.0, 1.5)):
         stats = Stats(charged_ns=int(charged * S), lent_ns=7 * S)
         lent.append(counters.time(0, stats, 9 * S + int(now * S), QUOTA).lent_ns / S)
-    # 60 % in the first second; then two seconds with 45 %, although the first of them had 80; nothing.
+    # The container uses 60 % in the first second, then 45 % over two seconds, although it used 80 %
+    # in the first of these, and then nothing.
     assert lent == pytest.approx([0, 0, 0.2, 0.2, 0.3, 0.3])
     strict = Counters(1)
     for now in range(3):
@@ -293,7 +294,8 @@ def test_lent_time_is_counted_although_nothing_reads_it(monkeypatch: pytest.Monk
     for _ in range(41):
         one.reconcile(0, {}, account.Look(now[0], {}))
         now[0] += S // 4
-        # In every other second it uses 80 % of the GPU, and otherwise 20 %; it is guaranteed 40.
+        # The container alternates between a second with 80 % of the GPU and one with 20 %; it is
+        # guaranteed 40 %.
         charged[0] += S // 5 if (now[0] - 1) // S % 2 else S // 20
     assert one.describe(0)["lent_ns"] / S == pytest.approx(2.0)
 

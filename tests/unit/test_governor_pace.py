@@ -212,7 +212,9 @@ def test_without_descriptors_the_listener_pauses_and_continues(
         made = Listener(path, Pace(0.01, 10), serve)
 
         class Short:
-            """The listener's socket when the table of descriptors is full, for the first two calls."""
+            """The listener's socket, for which the table of descriptors is full in the first two
+            calls.
+            """
 
             left = 2
 

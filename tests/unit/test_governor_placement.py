@@ -1,4 +1,6 @@
-"""Test placement: the GPUs that a container gets are compared with every other possible set."""
+"""Test placement: the set of GPUs that a container gets is compared with every other
+possible set.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,7 @@ def test_four_are_taken_from_one_socket() -> None:
 def test_one_gpu_is_taken_where_the_group_is_broken_already() -> None:
     node = PlacementNode(8, two_sockets())
     assert node.start(compute=60) == [0]
-    assert node.start(compute=60) == [1]  # 0 has no room
+    assert node.start(compute=60) == [1]  # GPU 0 has no room
     assert node.start(compute=40) == [0]  # before a GPU that is empty
     assert node.start(compute=60) == [2]  # this socket is in use already, the other is not
     assert node.start(compute=60, count=4) == [4, 5, 6, 7]

@@ -368,7 +368,7 @@ def test_an_admission_whose_hook_is_stuck_ends_with_the_container(
         sleeper.kill()  # as the runtime does after a failed start
         wait_for(lambda: listed(governor) == [])
         assert governor.directories() == []
-        # Once the file system answers.
+        # This is the hook's request once the file system answers.
         assert client.error({"v": 1, "op": "confirm"})[0] == "request"
     assert listed(governor) == []
 
@@ -658,7 +658,7 @@ def test_descriptors_of_a_container_are_closed_with_it(
             assert client.ask(ADMIT, pidfd)["ok"]
         wait_for(lambda: listed(governor) == [])
 
-    begin_and_end()  # opens what is opened only once
+    begin_and_end()  # opens everything that is opened only once
     gc.disable()
     try:
         before = descriptors()
@@ -709,7 +709,7 @@ def test_a_strict_container_stays_strict_and_an_elastic_one_elastic(
     governor: GovernorThread, pidfd: int
 ) -> None:
     with GovernorClient(governor) as client:
-        assert client.ask(ADMIT, pidfd)["ok"]  # 60, and no more
+        assert client.ask(ADMIT, pidfd)["ok"]  # 60 %, and no more
         change = {"v": 1, "op": "set", "id": "one"}
         assert client.ask({**change, "compute": 30})["compute_limit"] == 30
         assert client.ask({**change, "compute_limit": 50})["compute"] == 30
@@ -751,7 +751,7 @@ def test_a_quota_below_the_memory_in_use_is_refused(governor: GovernorThread, pi
         assert (code, message) == (
             "refused", "the container uses 3072 MiB, but 2048 MiB was requested"
         )  # fmt: skip
-        # A bare number means bytes, which was not the intention.
+        # A bare number means bytes, which is hardly what was intended.
         answer = client.ask({**change, "memory": 100})["error"]
         assert answer["message"] == "the container uses 3072 MiB, but 100 bytes was requested"
         assert answer["hint"] == "write it like 3072Mi"

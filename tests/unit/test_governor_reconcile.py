@@ -440,7 +440,7 @@ def test_memory_taken_by_the_driver_is_debt_although_the_ledger_changes() -> Non
     before = Charge(memory=300, told=500, provisional=500, provisional_ns=5)
     after = replace(before, memory=0, returned=300)
     assert debt.update(10, 600, before, after) == 500
-    assert debt.update(20, 600, before, after) == 500  # not a second time
+    assert debt.update(20, 600, before, after) == 500  # it is not counted a second time
 
 
 class BusyProcess:
@@ -676,10 +676,10 @@ def test_if_nvml_fails_the_last_sample_stays_and_the_ledger_counts(play: Play) -
             world.nvml.failing = True
             n = len(world.nvml.looks)
             await until(lambda: len(world.nvml.looks) > n)
-            await until(lambda: len(world.answers) == 1)  # once, not again while it fails
+            await until(lambda: len(world.answers) == 1)  # once, and not again while NVML fails
             known = read(container, "reconciled_ns")
             write(container, slot, memory=900 * MIB)
-            # The debt by NVML's last reading stays, and the ledger counts in addition.
+            # The debt from NVML's last reading stays, and the ledger's charges are added to it.
             await until(lambda: read(container, "memory_used") == 1500 * MIB)
             assert read(container, "memory_overhead") == 600 * MIB
             assert read(container, "reconciled_ns") == known
@@ -850,7 +850,7 @@ def test_a_process_that_ended_during_a_sample_leaves_no_debt(play: Play) -> None
         child.kill()
         await until(lambda: not container.pids())
         again, slot = await world.join(container)
-        assert slot == 0  # in its place
+        assert slot == 0  # in the place of the process that was killed
         container.account.reconcile(
             0, before, Look(time.monotonic_ns(), {child.pid: 5000, again.pid: 70})
         )
@@ -943,7 +943,7 @@ def test_a_process_is_listed_by_its_number_in_the_container(play: Play) -> None:
             for entry in pages.read_usage(container.grant)
         }
         assert listed == {numbers_of(same)[1]: 5, numbers_of(deeper)[1]: 6}
-        # 1 is the pid of the container's first process, and of the deeper one in its own namespace.
+        # PID 1 is the container's first process, and also the deeper one in its own namespace.
         assert 1 not in listed
         assert namespace_pid(same, os.getpid()) == same  # the governor sees it by its own number
         assert namespace_pid(deeper, 2**22) == 1  # the first process is gone
@@ -960,7 +960,8 @@ def test_a_container_is_measured_by_its_report_and_no_more_than_it_held() -> Non
     quarter = S // 4
     for i in range(9):
         now = 10 * S + i * quarter
-        # Each process reports half of the time, together all of it. The container held 40 % of it.
+        # Each process reports half of the time, which is all of it together. The container held 40
+        # % of it.
         busy = {"a": i * quarter // 2, "b": i * quarter // 2}
         parts = meter.update(now, busy, i * quarter * 2 // 5, None)
     assert parts == pytest.approx({"a": 20, "b": 20})
@@ -1096,8 +1097,8 @@ def test_unattributed_memory_is_not_published_while_a_context_is_created(play: P
 
 
 def test_a_new_container_gets_the_unattributed_memory_at_once(play: Play) -> None:
-    """The container's first module load is compared with this, and while neighbours start there is
-    no new value.
+    """The container's first module load is compared with this value, and while neighbours start
+    there is no new one.
     """
 
     async def scene(world: World) -> None:

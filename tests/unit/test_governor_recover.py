@@ -1,4 +1,5 @@
-"""Test the recovery by a starting governor: live processes, authentic ledgers, and remains of its predecessor.
+"""Test the recovery by a starting governor: live processes, authentic ledgers, and what its
+predecessor left behind.
 
 The containers are processes that register as the control library does. The arbiter's thread is a
 stub.
@@ -273,7 +274,7 @@ def test_processes_keep_their_slots_and_their_charges(play: Play) -> None:
         assert await a.numbers("again") == (0, inode)
         assert await c.numbers("again") == (2, inode)
         assert await world.child(again).numbers("register") == (1, inode)
-        # A process that connects twice gets its slot once.
+        # A process that connects twice still gets only one slot.
         assert (await a.numbers("again"))[0] == layout.NO_SLOT
 
     play(scene)
@@ -454,7 +455,7 @@ def test_an_unconfirmed_container_is_removed(play: Play) -> None:
         assert world.state.containers[container.key].confirmed is False
         row = world.state.containers[container.key]
         await world.stop()
-        # As after a kill, both the row and the directory exist.
+        # Both the row and the directory exist, as after a kill.
         container.directory.mkdir()
         state = State(Path(world.config.state_dir) / NAME)
         state.load()
@@ -481,8 +482,8 @@ def test_the_pages_quota_takes_precedence(play: Play) -> None:
         assert world.state.containers[container.key].quota == quota
         await world.restart()
         assert world.one().quota == quota
-        # As after a kill between the writes of the file and the page. No answer was sent, so the
-        # page's quota is as good.
+        # This is the state after a kill between the writes of the file and the page. No answer was
+        # sent, so the page's quota is just as valid.
         world.state.put(replace(world.one().row, quota=Quota(6 * GIB, 1, 1)))
         await world.restart()
         assert world.one().quota == quota
@@ -775,7 +776,7 @@ def test_a_governor_survives_any_mapping_of_a_container(play: Play) -> None:
         assert charged(world.one())[0] == 100
         await world.stop()
         with faker("short"), faker("unsealed"):
-            child.kill()  # no process has it any more
+            child.kill()  # no process has it open any more
             await world.start()
         assert os.fstat(world.one().ledger_fd).st_ino != inode
         assert (await world.child(world.one()).numbers("register"))[0] == 0

@@ -257,7 +257,7 @@ def test_an_invalid_file_changes_nothing_and_is_reported(
         node.write(on_violation="stop")
     assert len(node.ask("list")["containers"]) == 1
     assert setting(directory, "holds") == 1
-    # An operator that looks for failures finds it.
+    # An operator who searches for failures finds the event.
     assert cli.main(["events", "--log", str(node.log)]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert sum(" configuration-refused: config: " in line for line in shown) == len(kinds)

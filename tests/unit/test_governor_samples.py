@@ -1,4 +1,4 @@
-"""Test what a sample of NVML proves if it begins amid the calls of a process: never more than what is in use.
+"""Test what a sample proves if it begins during calls of a process: never more than what is in use.
 
 The process does everything that changes its ledger, one store at a time and in the order of
 libcontrol/account.c, and continues between any two numbers that the governor reads.
@@ -143,7 +143,7 @@ class Guest(BusyProcess):
 
     @property
     def total(self) -> int:
-        """What is really in use."""
+        """The memory that is really in use, in bytes."""
         return self.there + self.hidden
 
     @property
@@ -186,7 +186,9 @@ def sample(guest: Guest, debt: Debt, *continuing: Callable[[str], None]) -> None
 @settings(max_examples=examples(300), deadline=None)
 @given(st.integers(0, 2**64), st.sampled_from([0.3, 1, 5]), st.integers(1, 8))
 def test_no_sample_proves_more_than_what_is_in_use(seed: int, often: float, n: int) -> None:
-    """An allocation is refused for what the samples prove, so that must be in use, however they raced."""
+    """What the samples prove makes the library refuse allocations, so it must be in use, however
+    they raced.
+    """
     draw = random.Random(seed)  # noqa: S311
     guest, debt = Guest(), Debt()
 
@@ -201,7 +203,8 @@ def test_no_sample_proves_more_than_what_is_in_use(seed: int, often: float, n: i
     guest.finish()
     if not guest.is_due:
         assert guest.memory + debt.least <= guest.total
-    # A quiet sample proves all that is in use. Beside pools, a second one shows that there is no more.
+    # A quiet sample proves all that is in use. If there are pools, a second one shows that there is
+    # no more.
     sample(guest, debt)
     assert guest.memory + debt.least == guest.total
     guest.finish()
@@ -228,7 +231,9 @@ def test_no_sample_hides_what_is_in_use(seed: int, often: float, n: int) -> None
 
 
 def behind(field: str, steps: Sequence[Step], *, time: int = 1) -> Callable[[str], None]:
-    """Return a function for sample() that does `steps` after `field` was read for the nth time."""
+    """Return a function for sample() that does `steps` after `field` was read for the `time`-th
+    time.
+    """
     names: list[str] = []
 
     def go_on(name: str) -> None:
@@ -268,7 +273,9 @@ def test_a_managed_block_that_is_half_given_back_during_a_sample_is_not_the_driv
 
 
 def test_a_managed_block_that_is_given_back_while_the_ledger_is_read_is_not_the_drivers() -> None:
-    """The sum is read without the block, and what NVML does not attribute with it."""
+    """The sum is read without the block, and the memory that NVML does not attribute is read with
+    it.
+    """
     guest, debt = Guest(), Debt()
     for step in [*guest.take(300), *guest.take_managed(200)]:
         step()
@@ -280,7 +287,7 @@ def test_a_managed_block_that_is_given_back_while_the_ledger_is_read_is_not_the_
 
 
 def test_a_context_that_is_made_between_two_reads_counts_once() -> None:
-    """It is still about to be taken when the governor reads what is provisional."""
+    """The context is still a claim when the governor reads the provisional charge."""
     guest, debt = Guest(), Debt()
     create = guest.create()
     claimed = len(guest.charge_unseen(CONTEXT))
@@ -295,14 +302,16 @@ def test_a_context_that_is_made_between_two_reads_counts_once() -> None:
 
 
 def test_a_context_that_becomes_provisional_while_the_ledger_is_read_hides_nothing() -> None:
-    """The sum is read with its claim, and what NVML does not attribute without it."""
+    """The sum is read with the context's claim, and the memory that NVML does not attribute is read
+    without it.
+    """
     guest, debt = Guest(), Debt()
     create = guest.create()
     claimed = len(guest.charge_unseen(CONTEXT)) + 2
     for step in create[:claimed]:
         step()
     sample(guest, debt, behind("memory", create[claimed:]))
-    # The claims that follow are allocated only after the next sample.
+    # The blocks of the claims that follow are allocated only after the next sample.
     take = guest.take(200)
     for step in take[:2]:
         step()
@@ -316,7 +325,9 @@ def test_a_context_that_becomes_provisional_while_the_ledger_is_read_hides_nothi
 
 
 def test_a_sample_amid_an_allocation_says_what_the_driver_took_at_least() -> None:
-    """A context of 512 is expected to take 520. A sample amid an allocation does not show the difference."""
+    """A context of 512 is expected to take 520. A sample during an allocation does not show the
+    difference.
+    """
     debt = Debt()
     made = Charge(told=520, took=520, provisional=520, provisional_ns=1, contexts=1)
     allocates = replace(made, memory=640, moving=64)
@@ -324,7 +335,7 @@ def test_a_sample_amid_an_allocation_says_what_the_driver_took_at_least() -> Non
     assert debt.least == 512
     still = replace(allocates, moving=0)
     assert debt.update(SECOND, 512 + 640, still, still, 520) == 512
-    # This one began before the driver took the next 64.
+    # This sample began before the driver took the next 64.
     allocates = replace(made, memory=704, moving=64)
     assert debt.update(2 * SECOND, 512 + 640, allocates, allocates, 520) == 512
     assert debt.least == 448
@@ -338,7 +349,7 @@ def test_a_process_that_asks_for_a_sample_has_no_new_context() -> None:
     assert debt.update(2 * SECOND, 100, new, new, 500) == 100
     asks = replace(new, provisional=0, provisional_ns=2 * SECOND + 1)
     assert debt.update(2 * SECOND + 2, 100, asks, asks, 500) == 100
-    # Another was made, NVML does not list it yet, and the first was destroyed.
+    # Another context was made, which NVML does not list yet, and the first was destroyed.
     other = replace(asks, took=1000, provisional_ns=2 * SECOND + 3)
     assert debt.update(2 * SECOND + 4, 0, other, other, 500) == 500
 

@@ -17,7 +17,7 @@ from governor.slots import Slots
 
 
 async def close_after(path: Path, n_steps: int) -> tuple[list[Any], list[Any]]:
-    """Return the effects of a registration before the slots were closed, and after that.
+    """Return the effects of a registration before the slots were closed, and those after that.
 
     The slots are closed `n_steps` steps of the event loop after the process sent its request.
     """
@@ -33,7 +33,7 @@ async def close_after(path: Path, n_steps: int) -> tuple[list[Any], list[Any]]:
     with socket.socket(socket.AF_UNIX) as process:
         process.setblocking(False)
         await asyncio.get_running_loop().sock_connect(process, str(path))
-        for _ in range(5):  # its connection is accepted, and the request is waited for
+        for _ in range(5):  # its connection is accepted, and the governor waits for the request
             await asyncio.sleep(0)
         process.send(b"r")
         for _ in range(n_steps):

@@ -155,7 +155,9 @@ class OperationsWithKills(RuleBasedStateMachine):
     @precondition(lambda self: not self.state._behind)
     @rule()
     def be_full(self) -> None:
-        """Let writes fail for a while: promises are refused, and events are kept."""
+        """Let writes fail for a while: promises are refused, and registrations are written
+        later.
+        """
         db = self.state._db
         assert db is not None
         with contextlib.closing(sqlite3.connect(":memory:")) as nothing:
@@ -405,7 +407,7 @@ def test_an_empty_file_is_a_new_one(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_random_damage_is_never_believed(tmp_path: Path) -> None:
-    """Whatever bytes change, the start succeeds, and all that is read was once written."""
+    """Whichever bytes change, the start succeeds, and everything that is read was once written."""
     path = filled(tmp_path)
     truth = image(path, tmp_path / "truth")
     truth.close()

@@ -92,7 +92,7 @@ s.connect(sys.argv[1])
 s.detach()
 """
 
-# Ends if the pid is taken: a fork on another processor may have been given it.
+# The program ends if the pid is taken: a fork on another processor may have been given it.
 NUMBERED = """
 import os, sys
 for _ in range(20):

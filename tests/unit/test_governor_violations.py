@@ -58,7 +58,9 @@ class Play:
             self.look(facts)
 
     def idle(self, ns: int, *, percent: int = 0, frozen: bool = False, pid: int = 7) -> None:
-        """The container has no grant; samples show work of `percent` if that is not 0."""
+        """Leave the container without a grant for `ns`; samples show work of `percent` if that is
+        not 0.
+        """
         end = self.now + ns
         while self.now < end:
             at = self.now + LOOK - 10 * MS
@@ -129,7 +131,7 @@ def test_bursts_continue_a_violation_and_later_one_sample_is_enough() -> None:
     assert len(play.told) == 1
     play.looks(HONEST, S)
     assert play.look(replace(HONEST, memory={7: 5 * GIB})) == [(MEMORY, True)]
-    play.looks(HONEST, 30 * S)  # the earlier excess is forgotten
+    play.looks(HONEST, 30 * S)  # the earlier excess no longer counts
     assert play.look(replace(HONEST, memory={7: 5 * GIB})) == []
 
 
@@ -353,6 +355,8 @@ def test_a_violation_that_lasts_is_not_forgotten_for_others() -> None:
 
 
 def test_the_delays_of_a_report_add_up_to_two_seconds_at_most() -> None:
-    """After the last legitimate work, the samples have to settle; then three readings have to find new ones."""
+    """After the last legitimate work, the samples have to settle; after that, three readings have
+    to find new samples.
+    """
     assert SETTLE_NS + 3 * LOOK <= 2 * S
     assert SETTLE_NS < EVIDENCE_NS

@@ -75,7 +75,7 @@ def test_less_work_is_charged_as_less_after_a_second():
 
 
 def test_a_process_that_is_off_at_times_is_charged_for_the_rest():
-    """The process is on the GPU for 40 of every 100 ms, and works all of that time."""
+    """The process is on the GPU for 40 of every 100 ms, and works for all of that time."""
     on = lambda ms: float(ms % 100 < 40)  # noqa: E731
     assert sum(play({7: on}, {7: on})[7]) == pytest.approx(1200, abs=1)
 

@@ -129,7 +129,7 @@ def test_a_search_that_does_not_end_does_not_block_closing(monkeypatch):
 def test_a_container_that_causes_constant_searches_delays_no_other(world):
     """64 processes report changing context counts.
 
-    They get a burst of searches, and 1/COST of the time afterwards.
+    Their container gets a burst of searches, and 1/COST of the time afterwards.
     """
     world.takes_s = 0.01
     numbers = iter(range(1, 10**9))

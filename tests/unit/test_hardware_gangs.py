@@ -102,7 +102,7 @@ def test_rivals_follow_one_another():
     one, two = add(board), add(board)
     loads = {gpu: load(0.45, 0.45) for gpu in (0, 1)}
     say(board, 0, (one, loads), (two, loads))
-    # The gap between them is for the calls that end the first one.
+    # The gap between the windows is for the calls that end the first one.
     later = 4_500_000
     assert board.windows(PERIOD) == {
         one: Window(0, 45 * MS),
@@ -130,7 +130,9 @@ def test_a_ring_of_gpus_is_made_to_fit():
 
 @pytest.mark.parametrize("n", [2, 3, 6])
 def test_a_chain_of_gpus_has_its_halves(n):
-    """Each gang shares a GPU with the next one. The first and the third have no GPU in common."""
+    """Each gang shares a GPU with the next one, but the first and the third have no GPU in
+    common.
+    """
     board = Board()
     gangs = [add(board) for _ in range(n)]
     for i, gang in enumerate(gangs):
@@ -363,7 +365,7 @@ def measure(node, seconds=5, warm=2):
 
 @pytest.mark.parametrize("limit", [0.3, 1.0])
 def test_a_job_of_two_gpus_beside_hogs_has_its_share_at_once_on_both(limit):
-    """Without windows the job would be on both GPUs for some 9 percent of the time."""
+    """Without windows the job would be on both GPUs at once for some 9 percent of the time."""
     hogs = {1: Share(0.3, limit), 2: Share(0.6, 0.6)}
     had, worked = measure(TwoGpuNode([hogs, dict(hogs)], {1}))
     wanted = 30 if limit == 0.3 else 40  # the hogs may not use more of the rest
@@ -440,7 +442,7 @@ def test_when_the_hog_ends_the_gang_continues_alone():
     shares = {1: Share(0.3, 1), 2: Share(0.6, 0.6)}
     node = TwoGpuNode([shares, dict(shares)], {1})
     node.run(2)
-    for contexts in node.contexts:  # the hog has no work any more
+    for contexts in node.contexts:  # the hog has no more work
         contexts[2].mean = 1 << 60
         contexts[2].length = 1
         contexts[2].next_at = 1 << 62

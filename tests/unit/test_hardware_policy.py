@@ -137,7 +137,7 @@ def test_guarantees_are_weights_and_nothing_is_left_idle():
     total = sum(r.used.values())
     assert total >= 98.5
     assert [100 * r.used[i] / total for i in (1, 2, 3)] == pytest.approx([50, 33.3, 16.7], abs=0.5)
-    assert r.changes == 0  # and nothing has to be switched for it
+    assert r.changes == 0  # this needs no switches
 
 
 @pytest.mark.parametrize("wanted", [(45, 30, 15), (60, 30), (30,), (5, 5)])
@@ -166,7 +166,7 @@ def test_containers_that_reach_their_caps_are_switched_off_together(wanted, most
 
 
 def test_the_others_do_not_wait_for_a_container_beyond_its_cap():
-    """The others have not used their shares, and may have no more work."""
+    """The others have not used up their shares, and may have no more work."""
     policy = Policy(0)
     for i in (1, 2):
         policy.add(i, Share(0.3, 0.3), 0)
@@ -239,7 +239,7 @@ class OnAndOff(VirtualContext):
     ],
 )
 def test_a_neighbour_that_works_in_bursts_takes_nothing_of_a_guarantee(share, cycle, busy, phase):
-    """Time that a container had while its neighbour was idle must not be deducted for longer than that."""
+    """Time that a container had while its neighbour was idle must not be deducted after that."""
     shares = {1: Share(share, share), 2: Share(1 - share, 1 - share)}
     r = run(shares, {1: endless(), 2: OnAndOff(cycle, busy, phase)}, 8)
     assert r.used[1] >= 100 * share - 1.5
@@ -248,7 +248,9 @@ def test_a_neighbour_that_works_in_bursts_takes_nothing_of_a_guarantee(share, cy
 
 
 class WorkAndRest(VirtualContext):
-    """Endless work for 0.2 to 2 s at a time, and rests in between, which make up 30 % of the time."""
+    """Endless work for 0.2 to 2 s at a time, with rests in between, which make up 30 % of
+    the time.
+    """
 
     def __init__(self, seed):
         super().__init__()
@@ -280,15 +282,15 @@ def test_idle_time_is_used_if_all_may_have_it():
 
 
 def test_a_correction_does_not_extend_the_second_of_a_latency_container():
-    """The container was alone, and was charged 250 ms of work and 50 ms of pauses; the latter are
-    given back later.
+    """The container was alone, and was charged 250 ms of work and 50 ms of pauses; the charge for
+    the latter is given back later.
     """
     second = Second()
     second.add(0, 250 * MS, 250 * MS)
     second.add(250 * MS, 300 * MS, 50 * MS)
     second.add(580 * MS, 600 * MS, -50 * MS)
     assert second.total(600 * MS) == 250 * MS
-    assert second.total(1200 * MS) == 100 * MS  # what was used last, in the time from 200 ms on
+    assert second.total(1200 * MS) == 100 * MS  # only what was used after 200 ms
     second.add(1390 * MS, 1400 * MS, 0)
     assert second.total(1400 * MS) == 0
 
@@ -363,7 +365,9 @@ class FullOrTiny(OnAndOff):
 
 @pytest.mark.parametrize("phase", [0, 50])
 def test_turns_that_end_early_now_and_then_are_no_way_to_have_more_of_them(phase):
-    """A container of 5 % used to take 20 %, and left a neighbour 36 of its 55 %."""
+    """If turns that end early now and then gain a container more turns, one of 5 % takes 20 %, and
+    leaves a neighbour 36 of its 55 %.
+    """
     shares = {
         0: Share(0.1, 1, latency=True),
         1: Share(0.3, 1),
@@ -381,9 +385,10 @@ def test_turns_that_end_early_now_and_then_are_no_way_to_have_more_of_them(phase
 
 
 def test_several_groups_of_a_container_do_not_use_up_the_guarantees_of_others():
-    """Beside four processes with 20 % and a service, 70 % used to get 51.
+    """If the number of groups does not count, 70 % become 51 % next to four processes with 20 % and
+    a service.
 
-    A third of the GPU was lost to switches.
+    A third of the GPU is lost to switches in that case.
     """
     contexts = {**{f"a{k}": endless() for k in range(4)}, "b": endless(), "c": requests(20, 1.0)}
     owner = {name: {"a": 1, "b": 2, "c": 3}[name[0]] for name in contexts}
@@ -442,8 +447,8 @@ def test_a_container_at_its_cap_does_not_owe_idle_time():
 def test_a_container_of_several_processes_does_not_make_the_gpu_look_idle():
     """Each process has its part of the slice, so the driver's own slices cost four times as many switches.
 
-    On an H200 two containers that keep the GPU busy had 31 of 40 % and 51 of 60 % with these
-    slices.
+    On an H200, two containers that keep the GPU busy had 31 of 40 % and 51 of 60 % with the
+    driver's own slices.
     """
     policy = Policy(0)
     policy.add(1, Share(0.6, 0.6), 0)
@@ -452,7 +457,8 @@ def test_a_container_of_several_processes_does_not_make_the_gpu_look_idle():
     for now in range(0, 6000, 10):
         settings, _ = policy.step(now * MS, used, {1: 1, 2: 4})
         slices.append(settings[1].slice_ns)
-        # The part of 10 ms that is left for work with turns of that length, for each container.
+        # This is the part of 10 ms that is left for work with turns of that length, for each
+        # container.
         turns = {1: settings[1].slice_ns, 2: settings[2].slice_ns / 4}
         part = {i: turn / (turn + TURN_COST) for i, turn in turns.items()}
         on = [i for i in (1, 2) if settings[i].on]
@@ -527,7 +533,7 @@ def test_no_container_gets_more_than_its_cap_or_less_than_its_guarantee(guarante
 
 
 def test_requests_of_one_below_its_guarantee_wait_for_a_fraction_of_a_millisecond():
-    """The same arrivals alone and next to endless work, without any setting.
+    """The same requests arrive at a container alone and next to endless work, without any setting.
 
     The class makes no difference here.
     """
@@ -543,7 +549,9 @@ def test_requests_of_one_below_its_guarantee_wait_for_a_fraction_of_a_millisecon
     ("n", "mean_ms", "guarantee"), [(4, 8, 0.2), (8, 25, 0.1), (32, 100, 0.03)]
 )
 def test_services_beside_each_other_wait_as_without_steering(n, mean_ms, guarantee):
-    """None of them keeps the GPU busy, so none has to be kept from it, and nothing has to be switched."""
+    """None of the services keeps the GPU busy, so none has to be kept from it, and nothing has to
+    be switched.
+    """
 
     def contexts():
         length = 1.0 if n == 4 else 2.0
@@ -563,7 +571,7 @@ def test_services_beside_each_other_wait_as_without_steering(n, mean_ms, guarant
 def test_services_that_nearly_fill_the_gpu_take_no_turns(n, mean_ms, guarantee):
     """Requests take 80 %, and context changes come on top.
 
-    Being switched off would let the queues grow.
+    If services were switched off, their queues would grow.
     """
 
     def contexts():
@@ -592,7 +600,9 @@ class PartTime(VirtualContext):
 
 @pytest.mark.parametrize(("cycle", "part"), [(200, 100), (300, 140), (100, 45), (20, 9)])
 def test_a_part_time_container_takes_at_most_3_points_of_a_guarantee(cycle, part):
-    """A container is charged for a turn in which it does nothing, but the time of that turn is lost to all."""
+    """A container is charged for a turn in which it does nothing, but the time of that turn is lost
+    to all containers.
+    """
     contexts = {0: requests(20, 0.5), 1: endless(), 2: PartTime(cycle=cycle, part=part)}
     contexts[2].now = 0
     r = run({0: Share(0.1, 1), 1: Share(0.6, 1), 2: Share(0.2, 1)}, contexts, 6, warm=3)
@@ -622,7 +632,7 @@ def test_beside_three_trainings_requests_wait_as_little_and_the_trainings_lose_n
         rest + r.used[1] >= 97
     )  # a hundred changes of the context a second, and those of the turns
     assert [100 * r.used[i] / rest for i in (2, 3, 4)] == pytest.approx([37.5, 37.5, 25], abs=1.5)
-    # Of the three, one at a time is on, with a short slice.
+    # One of the three is on at a time, with a short slice.
     for setting in r.settings:
         assert sum(setting[i].on for i in (2, 3, 4)) == 1
         assert {setting[i].slice_ns for i in (2, 3, 4)} == {SHORT}
@@ -652,7 +662,9 @@ def test_requests_for_half_the_gpu_are_served_before_borrowed_time():
 
 @pytest.mark.parametrize(("mean_ms", "guarantee"), [(4, 0.6), (8, 0.3), (20, 0.15)])
 def test_a_service_waits_no_longer_because_of_its_class(mean_ms, guarantee):
-    """This holds even if the switches that it causes sometimes use up its guarantee of a second."""
+    """This holds even if the switches that the service causes sometimes use up its guarantee for a
+    second.
+    """
 
     def beside_endless_work(share):
         contexts = {1: requests(mean_ms), 2: endless()}
@@ -675,13 +687,15 @@ def test_a_latency_container_that_offers_more_than_its_cap_is_held_to_it():
 @pytest.mark.parametrize("limit", [0.05, 0.1, 0.3])
 @pytest.mark.parametrize("begin_ms", [2050, 2070, 2095, 2100])
 def test_the_cap_of_a_latency_container_holds_within_any_second(limit, begin_ms):
-    """A second that begins with the work at the end of a period contains that work and what follows it."""
+    """A second that begins with the work at the end of a period contains that work and what
+    follows.
+    """
     late = VirtualContext(mean=10**18, length=60 * S)
     late.next_at = begin_ms * MS
     shares = {1: Share(min(limit, 0.2), limit, latency=True), 2: Share(0.4, 1), 3: Share(0.3, 1)}
     r = run(shares, {1: late, 2: endless(), 3: endless()}, 8, grain=5 * MS)
     assert max(window[1] for window in r.sliding) <= 100 * limit + 1
-    later = [window[1] for window in r.sliding[200:]]  # from when it has worked for a second
+    later = [window[1] for window in r.sliding[200:]]  # once the container has worked for a second
     assert sum(later) / len(later) >= 100 * shares[1].guarantee - 0.5
 
 
@@ -713,7 +727,7 @@ def test_a_container_that_always_has_work_is_not_first():
     for i in range(1, 40):
         policy.step(
             i * PERIOD, {1: PERIOD * 48 // 100, 2: PERIOD * 48 // 100}
-        )  # 4 % go to switching
+        )  # 4 % are lost to switches
     assert not policy.is_first(1)
     assert not policy.is_first(2)
 
@@ -753,7 +767,7 @@ def test_a_container_that_slept_has_saved_nothing():
     for _ in range(20):  # the first one sleeps
         now += PERIOD
         policy.step(now, {2: PERIOD * 6 // 10})
-    # It may have a turn of 10 ms more while the other one lacks its part.
+    # The first container may have an additional turn of 10 ms while the other one lacks its part.
     assert policy.step(now + 39 * MS, {1: 39 * MS})[0][1].on
     assert not policy.step(now + 44 * MS, {1: 5 * MS})[0][1].on
 
@@ -801,7 +815,7 @@ def test_use_before_it_was_found_is_no_debt():
         policy.step(PERIOD * i, {1: PERIOD}, {})
     assert not policy.step(PERIOD * 11 // 2, {1: PERIOD // 2}, {1: 1})[0][1].on
     assert policy.step(PERIOD * 6, {1: 0}, {1: 1})[0][1].on
-    # From then on its use counts.
+    # From then on, its use counts.
     policy.step(PERIOD * 7, {1: PERIOD}, {1: 1})
     assert not any(policy.step(PERIOD * i, {1: 0}, {1: 1})[0][1].on for i in range(8, 20))
 
@@ -810,7 +824,8 @@ def test_an_overcharge_is_no_debt_and_its_correction_no_credit():
     policy = Policy(0)
     policy.add(1, Share(0.1, 0.1), 0)
     policy.step(PERIOD, {1: MS})
-    # It is alone, and on the GPU all the time; how much of that it worked is known later.
+    # The container is alone, and on the GPU all the time; how long it worked in that time is known
+    # later.
     assert not policy.step(PERIOD * 2, {1: PERIOD})[0][1].on
     assert policy.step(PERIOD * 2 + MS, {1: -PERIOD})[0][1].on
     assert policy.step(PERIOD * 2 + 9 * MS, {1: 8 * MS})[0][1].on
@@ -923,7 +938,9 @@ def test_work_shorter_than_its_context_switches_does_not_use_guarantees_of_other
     ids=["even", "full", "one larger", "two sizes"],
 )
 def test_many_that_always_have_work_are_left_to_their_slices(shares):
-    """The time that each is owed varies by a turn, and no container enters the first rank for that."""
+    """The time that each container is owed varies by a turn, which lets none of them enter the
+    first rank.
+    """
     given = {i: Share(share, share) for i, share in enumerate(shares)}
     result = run(given, {i: endless() for i in given}, seconds=8)
     assert result.changes == 0

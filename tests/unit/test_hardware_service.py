@@ -143,7 +143,9 @@ def test_a_service_that_is_killed_leaves_nothing_off(node: SimpleNamespace) -> N
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether all threads are stopped: one of them takes the signal, and stops the others."""
+    """Return whether all threads are stopped: one of the threads takes the signal, and stops the
+    others.
+    """
     stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
     return all(stat.rpartition(") ")[2].startswith("T") for stat in stats)
 
@@ -165,7 +167,7 @@ def test_a_service_that_hangs_is_not_waited_for(
 def test_the_next_governor_begins_when_the_watchdog_of_the_previous_one_has_ended(
     node: SimpleNamespace,
 ) -> None:
-    """The watchdog would undo what the next governor does."""
+    """The watchdog would undo what the next governor has switched off."""
     for _ in range(5):
         hardware = RemoteHardware(node.uuid, node.path)
         switch_off(node, hardware)

@@ -36,7 +36,9 @@ def node(tmp_path, monkeypatch):
         held[i] = (client, ChannelGroup(client, group, GPU_ID, tuple(channels)))
 
     def find_holdings(_driver, pid, _pidfd, clients, **_):
-        """Find a process's holding by its number. test_driver_calls.py tests how real ones are found."""
+        """Find a process's holding by its number. test_driver_calls.py tests how real holdings are
+        found.
+        """
         i = pid - 1000
         if held[i][0] not in clients:
             return []
@@ -95,7 +97,7 @@ def node(tmp_path, monkeypatch):
 
 
 def us(ns):
-    """Convert to the driver's unit: its microsecond is 1.024 of ours."""
+    """Convert to the driver's unit: its microsecond is 1.024 us."""
     return int(ns) // 1024
 
 
@@ -109,7 +111,7 @@ def test_slices_are_set_once_and_not_again(node):
     node.attach(1)
     node.attach(2)
     node.step(0)
-    # A round takes a quarter of a period, with what its turns cost.
+    # A round takes a quarter of a period, including the cost of its turns.
     round_ns = PERIOD // 4 - 2 * TURN_COST
     assert node.state(1) == (True, us(round_ns * 2 / 3))
     assert node.state(2) == (True, us(round_ns / 3))
@@ -117,7 +119,7 @@ def test_slices_are_set_once_and_not_again(node):
     for _ in range(5):
         node.step(100, c1=66, c2=33)
     assert n_calls(node.module, calls.SET_TIMESLICE) == before
-    # Each was switched on when it was found.
+    # Each process was switched on when it was found.
     assert n_calls(node.module, calls.DISABLE_CHANNELS) == 2
     assert dict(node.steering.used_ns) == {1: 330 * MS, 2: 165 * MS}
 
@@ -148,14 +150,14 @@ def test_those_that_are_switched_together_take_one_call(node):
 
 
 def test_a_turn_begins_before_the_one_before_it_ends(node):
-    """In between, both are on, so the GPU is not idle for the duration of a call."""
+    """For a moment both are on, so the GPU is not idle for the duration of a call."""
     node.steering.add(1, Share(0.2, 1, latency=True))
     node.steering.add(2, Share(0.4, 1))
     node.steering.add(3, Share(0.4, 1))
     for i in FDS:
         node.attach(i)
     node.step(0)
-    node.step(100, c2=48, c3=48)  # neither ends a turn on its own
+    node.step(100, c2=48, c3=48)  # neither container uses up its turn alone
     assert [node.state(i)[0] for i in FDS] == [True, True, False]
     assert node.state(2)[1] == us(SHORT)
     switched = []
@@ -188,13 +190,13 @@ def test_processes_of_one_container_share_its_slice(node):
     assert node.state(1)[1] == node.state(3)[1] == whole
     node.attach(2, to=1)
     node.step(10, c1=3, c3=3)
-    assert node.state(1)[1] == whole  # the second one has not worked yet
+    assert node.state(1)[1] == whole  # the second process has not worked yet
     node.step(10, c1=3, c2=3, c3=3)
     half = us((PERIOD // 2 - 3 * TURN_COST) / 2 / 2)  # fewer rounds: three turns
     assert node.state(1)[1] == node.state(2)[1] == half
     for _ in range(12):
         node.step(100, c1=45, c3=45)
-    assert node.state(1)[1] == whole  # it has done nothing for a second
+    assert node.state(1)[1] == whole  # the second process has done nothing for a second
     node.step(10, c1=3, c2=3, c3=3)
     assert node.state(2)[1] == half
     node.steering.forget(1, 1002)
@@ -318,7 +320,7 @@ def test_a_new_result_replaces_the_known_channels(node):
     assert node.attach(1) == 1
     assert node.attach(1) == 1
     node.step(0)
-    assert node.state(1)[1] == us(SHORT)  # its one group has all of the container's slice
+    assert node.state(1)[1] == us(SHORT)  # the only group has all of the container's slice
 
 
 def test_a_gpu_that_the_driver_does_not_have_leaves_nothing_open(node):
@@ -338,7 +340,7 @@ def test_switching_off_is_announced_before(node):
     client, group = node.held[1]
     assert off == [[client, channel] for channel in group.channels]
     assert calls.DISABLE_CHANNELS.name in [name for name, _ in node.module.asked[n_asked:]]
-    node.step(10)  # announced again in each step while it is off, so that silence means something
+    node.step(10)  # announced in each step while it is off, so that silence means something
     assert len(node.announced) == 2
     node.step(60)
     assert node.announced[-1][0] == []
@@ -352,7 +354,7 @@ def test_a_search_probes_only_new_and_known_clients(node):
     first = n_asked()
     assert first > 1000
     new = node.module.process(604)
-    for i in (1001, 1002, 1003):  # all older than the last search
+    for i in (1001, 1002, 1003):  # all of them older than the last search
         assert node.hardware.find(i, -1)
     assert n_asked() - first < 3 * (AGAIN + 10)
     assert new in node.hardware._clients
@@ -433,7 +435,7 @@ def test_a_channel_found_in_two_containers_belongs_to_the_last_one(node):
     node.steering.take(2, 1002, [found._replace(holding=found.holding._replace(pid=1002))])
     node.step(0)
     node.step(30, c1=30)
-    assert node.state(1)[0]  # the first container's cap does not apply to it any more
+    assert node.state(1)[0]  # the first container's cap no longer applies to it
     assert node.steering.strangers == {1001}
     node.attach(1)
     assert not node.state(1)[0]
@@ -493,7 +495,7 @@ def test_a_process_that_a_search_did_not_find_is_hidden(node):
     node.steering.add(1, Share(0.3, 0.3))
     node.steering.enter(1, 1001)
     node.step(10, c1=10)
-    # The process was not looked for yet.
+    # There was no search for the process yet.
     assert (node.steering.strangers, node.steering.hidden_ns) == (
         {1001},
         0,
@@ -527,7 +529,9 @@ def test_channels_of_a_process_that_has_left_are_not_steered(node):
 
 
 def test_another_file_in_the_place_of_the_clients_ends_nothing(node):
-    """After dup2 over the client's descriptor, the driver refuses the call, and the slice stays."""
+    """After a dup2 onto the client's descriptor, the driver refuses the call, and the slice
+    stays.
+    """
     node.steering.add(1, Share(0.6, 1))
     node.attach(1)
     client, _ = node.held[1]
@@ -561,12 +565,14 @@ def test_the_time_that_is_shown_never_falls(node):
         node.step(30, c1=30)
         shown.append(node.steering.used_ns[1])
     assert shown == sorted(shown)
-    # Half a second is known to a sample's length only.
+    # Half a second is known only to within a sample's length.
     assert shown[-1] == pytest.approx(1250 * MS, abs=150 * MS)
 
 
 def test_a_process_that_is_off_without_a_record_is_on_in_the_next_period(node):
-    """The process is the last one on the GPU. No other follows, so by the trace it stays there."""
+    """The process is the last one on the GPU. No other process follows, so by the trace it stays
+    there.
+    """
     node.steering.add(1, Share(0.3, 0.3))
     node.attach(1)
     node.step(0)
@@ -621,7 +627,7 @@ def play_and_die(node, n_calls, seed):
 
 @pytest.mark.parametrize("n_kills", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_a_governor_killed_at_any_call_leaves_no_container_off(node, n_kills, monkeypatch):
-    """Everything off was announced before, so the watchdog switches it on.
+    """Everything that is off was announced before, so the watchdog switches it on.
 
     Every second time there is no watchdog: the next governor does so before its first step.
     """

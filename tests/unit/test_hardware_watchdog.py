@@ -64,7 +64,9 @@ time.sleep(60)
 
 
 def test_channels_that_a_killed_governor_left_off_are_switched_on(path):
-    """The governor is started like a package's script: only the script itself sets the module path."""
+    """The governor is started like an installed package's script: only the script itself sets the
+    module path.
+    """
     with subprocess.Popen(
         [sys.executable, "-I", "-c", GOVERNOR, path, ROOT],
         cwd="/", stdout=subprocess.PIPE, text=True,
@@ -86,7 +88,7 @@ def test_a_silent_governor_with_something_off_is_not_waited_for(path):
     dog.tell([7])
     wait_for(lambda: revived(path))
     assert revived(path) == [[7]]
-    dog.tell([8])  # the governor lives, and is watched again
+    dog.tell([8])  # the governor is alive, and is watched again
     wait_for(lambda: len(revived(path)) == 2)
     dog.close()
 
@@ -161,7 +163,7 @@ def test_a_killed_watchdog_is_replaced(path, monkeypatch):
     dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
     dog.tell([7])
     _kill(dog)
-    dog.tell([7])  # all of it, although nothing has changed
+    dog.tell([7])  # the whole list, although nothing has changed
     dog.close()
     assert revived(path) == [[7]]
 
@@ -169,7 +171,7 @@ def test_a_killed_watchdog_is_replaced(path, monkeypatch):
 def test_without_a_watchdog_nothing_may_be_switched_off(path):
     dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
     _kill(dog)
-    with pytest.raises(OSError, match="Broken pipe"):  # it was started just now
+    with pytest.raises(OSError, match="Broken pipe"):  # it was only just started
         dog.tell([7])
     dog.close()
 
@@ -201,7 +203,7 @@ def test_a_watchdog_that_cannot_be_replaced_writes_to_no_other_file(path, monkey
     monkeypatch.setattr("governor.hardware.watchdog.subprocess.Popen", fail)
     with pytest.raises(BlockingIOError, match="no process"):
         dog.tell([7])
-    ends = os.pipe()  # it may get the number of the pipe that was closed
+    ends = os.pipe()  # the new pipe may get the number of the pipe that was closed
     try:
         with pytest.raises(OSError, match="Bad file descriptor"):
             dog.tell([])

@@ -70,7 +70,7 @@ def test_shares_are_in_the_order_in_which_a_runtime_runs_the_hooks() -> None:
         document(claimed(path="/usr/bin/tidegate-hook\0")),
         document(claimed(path="/usr/bin/../bin/tidegate-hook.d")),
         document({**claimed(), "path": None}),
-        # Stages that run in the container, and the one at its end.
+        # These are the stages that run in the container, and the one at its end.
         {"hooks": {stage: [claimed(stage=stage)] for stage in ("createContainer", "poststart", "poststop")}},
         # Everything else is ignored.
         {"annotations": {"tidegate.gpu/claim": UID}, "process": {"env": [f"TIDEGATE_CLAIM={UID}"],

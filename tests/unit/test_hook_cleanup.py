@@ -23,7 +23,7 @@ from oci_hook.cleanup import HookTrace, forget, remember, sweep, take_back
 from oci_hook.errors import MountError
 from oci_hook.quick import arm, disarm
 
-PID = 1 << 30  # no process has it
+PID = 1 << 30  # no process has this PID
 
 
 @pytest.fixture
@@ -54,7 +54,9 @@ def test_only_empty_files_and_directories_are_removed(tmp_path: Path, root: Path
 
 
 def test_nothing_is_removed_while_the_container_runs(tmp_path: Path, root: Path) -> None:
-    """Two engines may have containers with the same id. A zombie process counts as ended."""
+    """Two engines may have containers with the same id, so the process decides. A zombie process
+    counts as ended.
+    """
     with subprocess.Popen(["sleep", "100"]) as process:
         try:
             record = keep(tmp_path, root, pid=process.pid)
@@ -188,7 +190,7 @@ def test_nothing_is_removed_from_a_root_whose_name_became_a_link(
         assert (tree / "run/tidegate").exists()
         assert (tree / "usr/bin/nvidia-smi").exists()
     assert not list((tmp_path / cleanup.DIRECTORY).iterdir())
-    # No note is written for a root behind a link either.
+    # No note is written for a root that a link leads to, either.
     with pytest.raises(OSError, match="Too many levels"):
         remember(str(tmp_path), "c2", PID, str(own), [])
 
@@ -212,7 +214,9 @@ HWCAPS = "usr/lib/x86-64-v2"
 
 
 def container_cache(root: Path, paths: list[str]) -> Path:
-    """Write a cache as ldconfig in the container would: driver libraries, then one of the image."""
+    """Write a cache as ldconfig in the container would: with driver libraries, and one library of
+    the image.
+    """
     (root / HWCAPS).mkdir(parents=True, exist_ok=True)
     (root / "etc").mkdir(exist_ok=True)
     entries = [ldcache.CachedLibrary(0x303, b"libcuda.so.1", path.encode()) for path in paths]
@@ -243,7 +247,9 @@ def test_cache_entries_for_the_driver_are_removed_in_any_spelling(
 def test_a_cache_of_the_container_cannot_prolong_the_cleanup(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each directory that the cache names could cost a walk over the longest links."""
+    """Each directory that the cache names could cost a walk over the longest possible chain of
+    links.
+    """
     cache = container_cache(root, [f"/{n}/x86-64-v2/libcuda.so.1" for n in range(5000)])
     before = cache.read_bytes()
     remember_a_cache(tmp_path, root)
@@ -549,7 +555,7 @@ def locked(runtime_dir: Path, device: int, inode: int) -> Iterator[None]:
 
 
 def test_a_lock_covers_one_root(tmp_path: Path) -> None:
-    """Processes with other roots do not wait. If locking is not possible, no process waits."""
+    """Processes with other roots do not wait. If locking is impossible, no process waits."""
     with locked(tmp_path, 1, 2):
         os.close(cleanup.lock(str(tmp_path), 1, 3))
         os.close(cleanup.lock(str(tmp_path), 2, 2))

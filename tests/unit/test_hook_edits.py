@@ -399,7 +399,9 @@ def test_the_wrapper_does_not_accept_a_path_as_an_id(tmp_path: Path, ident: str)
 def test_a_log_that_is_a_link_or_a_pipe_is_not_written(
     tmp_path: Path, kind: str, writer: str
 ) -> None:
-    """Other users may write to the log's directory: a link or a pipe must not misuse the hook."""
+    """Other users may write to the log's directory: through a link or a pipe they must not be able
+    to misuse the hook.
+    """
     log, other = tmp_path / "log", tmp_path / "other"
     other.write_text("as it was\n")
     log.symlink_to(other) if kind == "link" else os.mkfifo(log)

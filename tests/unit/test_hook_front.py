@@ -200,7 +200,7 @@ def test_c_and_python_refuse_the_same_command_lines(
         real = base / name
         real.write_text('#!/bin/sh\nprintf "%s\\n" executed "$@"\n')
         real.chmod(0o755)
-        # If the governor's directory existed, the programs would wait for the governor, 5 s each.
+        # If the governor's directory existed, each program would wait 5 s for the governor.
         (base / "settings").write_text(f"runtime {real}\nruntime-dir {base}/none\n")
     line = [word.format(asks=base / "asks", plain=base / "plain") for word in words]
     outcomes = []

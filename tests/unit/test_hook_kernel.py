@@ -12,7 +12,8 @@ import pytest
 
 from oci_hook import kernel, light_ctypes
 
-# Renames a directory as fast as it can, so that the kernel cannot tell where a ".." led.
+# This program renames a directory as fast as it can, so that the kernel cannot tell where a ".."
+# led.
 DISTURB = """
 import os, sys
 os.chdir(sys.argv[1])

@@ -131,7 +131,9 @@ def test_new_entries_replace_old_ones_and_the_others_are_kept(cache: Path, tmp_p
 
 
 def test_a_cache_of_both_formats_is_read(cache: Path, tmp_path: Path) -> None:
-    """ldconfig -c compat writes the old format followed by the new one; the result has only the new one."""
+    """ldconfig -c compat writes the old format followed by the new one; the cache that the hook
+    writes has only the new one.
+    """
     compat = tmp_path / "compat"
     subprocess.run(
         ["ldconfig", "-X", "-c", "compat", "-f", str(tmp_path / "conf"), "-C", str(compat)],
@@ -147,13 +149,13 @@ def test_a_cache_of_both_formats_is_read(cache: Path, tmp_path: Path) -> None:
     assert listing(again) == listing(compat)
     plain = parse(cache.read_bytes())
     assert plain is not None
-    # hwcaps are compared as glibc reads them, not as it wrote them: 2.36 counts these strings from
-    # two different places.
+    # hwcaps are compared as glibc reads them, not as ldconfig wrote them: 2.36 counts these strings
+    # from two different places.
     assert parsed.entries == plain.entries
 
 
 def test_the_order_is_that_of_ldconfig(cache: Path) -> None:
-    """By our comparison, every cache that ldconfig wrote is in descending order."""
+    """By the hook's comparison, every cache that ldconfig wrote is in descending order."""
     for source in (cache, HOST):
         parsed = parse(source.read_bytes())
         assert parsed is not None
@@ -261,7 +263,9 @@ def shared(count: int, *, soname: bytes, path: bytes) -> bytes:
 def test_entries_that_share_long_names_do_not_fill_the_memory(
     tmp_path: Path, count: int, soname: bytes, path: bytes
 ) -> None:
-    """A file of 4 MiB once took 1.4 GiB of memory. VmHWM is the peak since the process's exec."""
+    """If the hook keeps a copy of the names for each entry, a file of 4 MiB takes 1.4 GiB of
+    memory. VmHWM is the peak since the process's exec.
+    """
     (tmp_path / "cache").write_bytes(shared(count, soname=soname, path=path) + b"liba.so.1")
     code = f"""
 import sys
@@ -297,7 +301,7 @@ def test_names_longer_than_a_file_can_have_are_damage() -> None:
 
 
 def test_sections_that_repeat_are_not_copied_one_by_one() -> None:
-    """A quarter of a million sections, each spanning the whole file, once took 25 s."""
+    """Copying a quarter of a million sections, each of which spans the whole file, takes 25 s."""
     extension = ldcache.HEADER.size
     header = ldcache.HEADER.pack(ldcache.NEW_MAGIC, 0, 0, 2, extension)
     for count in (2, 17):

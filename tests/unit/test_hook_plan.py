@@ -149,7 +149,9 @@ def cache_of(*, flags: int = 0x303, **libraries: str) -> bytes:
 
 
 def image_of(cache: bytes | None = None, **looks: str) -> Image:
-    """Return an image in Debian's layout. A look is a state, or the reason why a path is unusable."""
+    """Return an image in Debian's layout. Each path maps to its state, or to the reason why it is
+    unusable.
+    """
     states = {
         "etc/vulkan/icd.d": "absent",
         "usr/share/vulkan/icd.d": "absent",
@@ -288,7 +290,9 @@ def test_the_smallest_set_that_has_all_is_chosen(asked: tuple[str, ...], chosen:
 
 
 def test_the_set_determines_programs_places_and_binds() -> None:
-    """Only graphics is requested, but the set has utility, so its program and sockets are included."""
+    """Only graphics is requested, but the set also has utility, so its program and sockets are
+    included.
+    """
     share = choose_share(MANIFEST, ("graphics",))
     assert [p.path for p in share.programs] == ["bin/nvidia-smi", "bin/nvidia-ngx-updater"]
     assert [p.name for p in share.places] == ["vulkan-icd"]
@@ -386,7 +390,9 @@ ETC, SHARE = "etc/vulkan/icd.d", "usr/share/vulkan/icd.d"
 def test_the_target_of_a_place_that_is_searched_everywhere(
     etc: str, share: str, how: str, target: str, others: tuple[str, ...]
 ) -> None:
-    """The first directory without files of the image is used; single files if all have some."""
+    """The first directory without files of the image is used; single files are used if all
+    directories have some.
+    """
     plan = plan_of("graphics", image=image_of(**{ETC: etc, SHARE: share}))
     (choice,) = plan.places
     assert (choice.how, choice.target, choice.others) == (how, target, others)
@@ -524,7 +530,9 @@ def test_look_at_returns_the_state_of_a_path(
 def test_a_directory_with_many_entries_is_not_read_to_its_end(
     tmp_path: Path, count: int, width: int, found: str
 ) -> None:
-    """The mirror would be mounted on it, but the image has files in it. A few names suffice for the error."""
+    """The mirror would be mounted on it, but the image has files in it. A few names are enough for
+    the error.
+    """
     (tmp_path / "lib64").mkdir()
     (tmp_path / "lib64/ld-linux-x86-64.so.2").write_bytes(b"glibc-hwcaps")
     target = tmp_path / TARGET
@@ -719,7 +727,9 @@ def test_a_generation_is_held_while_it_is_read(tmp_path: Path) -> None:
 
 
 def test_a_generation_that_is_removed_before_it_is_locked_is_not_used(tmp_path: Path) -> None:
-    """`tidegate gc` holds the lock while another generation is put in force; the hook reads that one."""
+    """`tidegate gc` holds the lock while another generation is put in force; the hook reads the new
+    one.
+    """
     make_node(tmp_path)
     drivers = tmp_path / "drivers"
     old, new = drivers / f"{V}-0123456789ab", drivers / f"{V}-abababababab"
@@ -740,7 +750,9 @@ def test_a_generation_that_is_removed_before_it_is_locked_is_not_used(tmp_path: 
 
 
 def wait_for_a_waiter(directory: Path) -> None:
-    """Wait until a process waits for the lock of a directory, which /proc/locks shows by an arrow."""
+    """Wait until /proc/locks shows, by an arrow, that a process is waiting for the lock of a
+    directory.
+    """
     inode = f":{directory.stat().st_ino} "
     for _ in range(1000):
         lines = Path("/proc/locks").read_text().splitlines()
@@ -831,7 +843,7 @@ def test_a_directory_named_libcuda_is_not_a_driver(tmp_path: Path) -> None:
 
 
 def test_a_path_through_links_and_dots_is_refused(tmp_path: Path) -> None:
-    """Resolved as text, the path is another directory than the one that a loader searches."""
+    """Resolved as text, the path is not the directory that a loader searches."""
     (tmp_path / "srv/app").mkdir(parents=True)
     (tmp_path / "srv/lib").mkdir()
     (tmp_path / "srv/lib/libcuda.so.1").touch()

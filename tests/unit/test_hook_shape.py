@@ -133,7 +133,7 @@ HOST_PATHS = {
     ("os.open", "c.root"),
     ("os.open", "'thread-self/mountinfo'"),  # dir_fd is the host's /proc
     ("os.stat", "'/'"),
-    # the hook's notes about a container, on the host
+    # The hook's notes about a container, on the host.
     ("os.open", "path"),
     ("os.open", "runtime_dir"),
     ("os.open", "f'{runtime_dir}/{DIRECTORY}'"),
@@ -187,7 +187,9 @@ def test_only_descriptors_are_used_below_the_root(module: str) -> None:
 
 
 def test_the_kernel_module_takes_names_and_confined_walks_only() -> None:
-    """Each os call of kernel.py that takes a name has a directory descriptor and checks the name first."""
+    """Each os call in kernel.py that takes a name gets a directory descriptor, after the name has
+    been checked.
+    """
     tree = ast.parse((HOOK / "kernel.py").read_text())
     for function in [n for n in tree.body if isinstance(n, ast.FunctionDef)]:
         for node in ast.walk(function):
@@ -230,7 +232,7 @@ entry.main()
     program = f"import sys; sys.path.insert(0, {str(HOOK.parent)!r})\n{code}"
     command = [b"/usr/bin/python3", b"-ISE", b"-c", program.encode(), reader.encode()]
     environment = [b"PATH=/image", b"TZ=/image", b"LD_LIBRARY_PATH=/image", b"=no name"]
-    # By execve(2) itself: newer versions of Python reject an entry without a name.
+    # execve(2) is called directly: newer versions of Python reject an entry without a name.
     starter = f"""
 import ctypes
 def words(them):

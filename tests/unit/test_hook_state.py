@@ -236,7 +236,7 @@ def test_annotations_are_joined_and_have_to_agree() -> None:
         ({"io.kubernetes.cri-o.ContainerType": "sandbox"}, False),
         ({"io.kubernetes.cri.container-type": "container"}, True),
         ({"io.kubernetes.cri-o.ContainerType": "container"}, True),
-        # The pod itself has the annotation of the engine that the node does not run.
+        # The other annotation, of the engine that the node does not run, comes from the pod itself.
         (
             {
                 "io.kubernetes.cri.container-type": "sandbox",
@@ -355,7 +355,7 @@ def test_asks_nothing_agrees_with_the_parser(
 
 
 def test_a_state_with_an_escaped_bundle_key_is_parsed(tmp_path: Path) -> None:
-    """An annotation of the state is named `bundle` and leads to a bundle without a request."""
+    """An annotation of the state is named `bundle` and names a bundle without a request."""
     (tmp_path / "config.json").write_text("{}")
     said = {**GOOD, "annotations": {"bundle": str(tmp_path)}}
     assert said["bundle"] != str(tmp_path)

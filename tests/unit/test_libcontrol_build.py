@@ -144,13 +144,16 @@ def test_loading_a_library_starts_nothing_and_connects_to_nothing(
     between = text.partition('"loading')[2].partition('"loaded')[0].splitlines()[1:-1]
     calls = [line.split(maxsplit=1)[1] for line in between]
     assert any(f"origin/{stem}-origin.so.1" in call for call in calls), text
-    # The loader looks for libraries and opens them. Nothing else may be opened, created or started.
+    # The loader searches for libraries and opens them. Nothing else may be opened, created or
+    # started.
     looks = re.compile(r"(stat|newfstatat|fstat|access|readlink)\(|open(at)?\(.*\.so")
     assert [call for call in calls if not looks.match(call) or "/run/" in call] == []
 
 
 def structures(path: Path) -> dict[str, tuple[int, dict[str, tuple[int, int]]]]:
-    """Return name -> (size, member -> (offset, size)) of the structures in a library's DWARF."""
+    """Return a dictionary, name -> (size, member -> (offset, size)), of the structures in a
+    library's DWARF data.
+    """
     found = {}
     with path.open("rb") as file:
         for unit in ELFFile(file).get_dwarf_info().iter_CUs():
@@ -193,7 +196,7 @@ GRANT = {"grant_header", "grant_device"}
 LEDGER = {"ledger_header", "ledger_device"}
 READ_BY = {
     "libcuda.so.1": GRANT | LEDGER | {"ledger_slot"},
-    "libtidegate-arbiter.so": GRANT | LEDGER,  # it reads only a slot's device parts
+    "libtidegate-arbiter.so": GRANT | LEDGER,  # this program reads only a slot's device parts
     "libnvidia-ml.so.1": GRANT | {"usage_header", "usage_entry"},
 }
 

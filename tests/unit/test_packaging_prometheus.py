@@ -59,7 +59,7 @@ def panels() -> list[dict[str, Any]]:
 
 
 def queries() -> list[str]:
-    """Return the dashboard's queries with Grafana's variables filled in."""
+    """Return the dashboard's queries, with values for Grafana's variables."""
     filled = []
     for panel in panels():
         for target in panel["targets"]:
@@ -93,7 +93,7 @@ def test_each_alert_fires_in_a_scene(promtool: str, tmp_path: Path) -> None:
     text, scenes = ALERTS.read_text(), tmp_path / SCENES.name
     document = yaml.safe_load(SCENES.read_text())
     for rule in rules():
-        # Only its own scenes: promtool takes 1 s for all of them.
+        # Only the scenes of the rule run: promtool takes 1 s for all of them.
         own = [one for one in document["tests"] if f'"{rule["alert"]}"' in str(one)]
         assert own, rule["alert"]
         scenes.write_text(yaml.safe_dump(document | {"tests": own}))
@@ -133,7 +133,8 @@ def test_texts_of_alerts_name_labels_that_they_have() -> None:
 def test_panels_show_something_of_series_that_are_there(promtool: str, tmp_path: Path) -> None:
     """Each query becomes an alert on its absence, next to one series of each metric. None may fire.
 
-    So Prometheus itself finds labels that do not match, and functions for the wrong kind of metric.
+    In this way Prometheus itself finds labels that do not match, and functions for the wrong kind
+    of metric.
     """
     values = {"instance": "n", "job": "tidegate"}
     series = []

@@ -87,7 +87,7 @@ def test_a_service_is_exposed_to_two_points_at_most(require, service):
 def test_the_mismatch_status_is_no_success_and_is_not_tried_again():
     assert settings("tidegate-refresh.service", "SuccessExitStatus") == ["SIGTERM"]
     prevented = settings("tidegate-refresh.service", "RestartPreventExitStatus")[0].split()
-    assert "69" in prevented  # docs/reference/errors.md: the driver
+    assert "69" in prevented  # by docs/reference/errors.md, an error of the driver
     assert "72" not in prevented  # a file changed while it was being read
 
 
@@ -144,7 +144,9 @@ def test_the_governor_asks_where_the_steering_service_listens():
 
 
 def test_the_steering_service_is_permitted_what_it_asks_for():
-    """`require_rights` of governor/hardware/nvidia.py; the governor has neither."""
+    """`require_rights` of governor/hardware/nvidia.py asks for two rights; the governor has
+    neither.
+    """
     (capabilities,) = settings("tidegate-steering.service", "CapabilityBoundingSet")
     assert "CAP_SYS_ADMIN" in capabilities.split()
     assert settings("tidegate-steering.service", "SystemCallFilter")[-1] == "pidfd_getfd"
@@ -202,5 +204,6 @@ def test_what_a_governor_leaves_is_there_for_the_next_one():
     assert one("RuntimeDirectoryPreserve") == "yes"  # it is mounted in containers
     assert f"/var/lib/{one('StateDirectory')}" == config.state_dir
     assert one("Restart") == "always"
-    # Errors that an operator has to fix: argparse's, and config in docs/reference/errors.md.
+    # These are errors that an operator has to fix: argparse's, and `config` in
+    # docs/reference/errors.md.
     assert one("RestartPreventExitStatus").split() == ["2", str(ConfigError.status)]

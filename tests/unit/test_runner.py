@@ -93,7 +93,7 @@ def play(build_dir: Path) -> Iterator[SimpleNamespace]:
                 assert time.monotonic() < end, "there is no grant, or never two at once"
                 worked = [one.work() for one in played]
                 if any(worked):
-                    process_end.send(b"r")  # makes the thread read it
+                    process_end.send(b"r")  # this makes the thread read it
             stats = [runner.stats(one.tenant) for one in played]
         return [(one, s.charged_ns / s.held_ns) for one, s in zip(played, stats, strict=True)]
 
@@ -111,8 +111,8 @@ def test_with_mps_overlapping_work_is_charged_and_several_processes_once(
         assert sum(one.beside) + sum(two.beside) > 0
         charged.append((charged_one, charged_two))
         # On a busy machine the containers are late. In that case no time is idle, and both are
-        # charged less; or the arbiter ends a grant while its holder still works, and charges it
-        # more.
+        # charged less; or the arbiter ends a grant while its holder still works, and charges the
+        # holder more.
         if 1.02 < charged_one < 1.06 and charged_two < 1.01:
             break
     else:
@@ -120,7 +120,7 @@ def test_with_mps_overlapping_work_is_charged_and_several_processes_once(
 
 
 def test_a_container_waits_from_when_it_wants_the_gpu_to_its_grant(build_dir: Path) -> None:
-    """Waits are measured by the governor's clock, and counted by their length."""
+    """Waits are measured by the governor's clock, and counted by length."""
     runner = Runner(load_library(build_dir / "libcontrol"), Config(), "timeslice")
     runner_end, process_end = socket.socketpair()
     with runner_end, process_end:

@@ -1,4 +1,6 @@
-"""`tidegate setup containerd`: a handler for CRI, in a drop-in where containerd merges these, else in config.toml."""
+"""`tidegate setup containerd`: a handler for CRI, in a drop-in where containerd merges drop-ins,
+otherwise in config.toml.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ OURS = {
 }
 V2, V3 = "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"
 
-# As in kubeadm's guides, with comments.
+# This is the file of kubeadm's guides, with comments.
 NODE2 = """\
 # The node's containerd.
 version = 2   # not 1
@@ -75,7 +77,9 @@ def handlers(content, plugin):
 def test_for_an_unknown_version_of_containerd_the_handler_is_appended_to_a_file_of_version_2(
     root, capsys
 ):
-    """containerd 1 would use a drop-in's CRI section in place of everything that the file has in its own."""
+    """containerd 1 would use a drop-in's CRI section in place of the whole CRI section of
+    the file.
+    """
     put(root, CONFIG, NODE2)
     before = snapshot(root)
     assert setup(root, "containerd") == 0
@@ -100,7 +104,9 @@ def test_crlf_stays_crlf(root):
 
 
 def test_containerd_1_without_a_file_keeps_runc(root):
-    """A CRI section that names one handler leaves containerd 1 with that one alone: it would not start CRI."""
+    """A CRI section that names one handler leaves containerd 1 with that handler alone, and CRI
+    would not start.
+    """
     before = snapshot(root)
     assert setup(root, "containerd", "--containerd-version", "1.6.20") == 0
     document = tomllib.loads(text(root, CONFIG))
@@ -208,7 +214,7 @@ def test_a_drop_in_is_imported_where_tables_are_merged(root, capsys, before, aft
 
 @pytest.mark.parametrize(("spec", "noted"), [("", False), ("/etc/containerd/spec.json", True)])
 def test_the_default_handlers_base_spec_is_named_where_it_has_one(root, capsys, spec, noted):
-    """`containerd config default` writes an empty one."""
+    """`containerd config default` writes an empty base_runtime_spec, which does not count."""
     runc = f"[plugins.'{V3}'.containerd.runtimes.runc]\nbase_runtime_spec = '{spec}'\n"
     put(root, CONFIG, "version = 4\n" + runc)
     assert setup(root, "containerd") == 0
@@ -257,7 +263,7 @@ def test_containerd_2_without_a_file_goes_on_reading_its_directory(root, capsys)
     assert "conf.d/other.toml is imported" in capsys.readouterr().out
     setup(root, "containerd", "--undo")
     assert snapshot(root) == before
-    # Before 2.2 nothing was imported. Files that were not read must stay unread.
+    # Versions before 2.2 import nothing by default. Files that were not read must stay unread.
     assert setup(root, "containerd", "--containerd-version", "2.1") == 0
     assert tomllib.loads(text(root, CONFIG))["imports"] == ["/etc/containerd/conf.d/tidegate*.toml"]
     assert "other.toml" not in capsys.readouterr().out
@@ -395,7 +401,7 @@ def test_runc_stays_if_other_handlers_were_added(root):
     put(root, CONFIG, text(root, CONFIG) + f"[plugins.'{V2}'.containerd.runtimes.kata]\n")
     setup(root, "containerd", "--undo")
     assert set(handlers(text(root, CONFIG), V2)) == {"runc", "kata"}
-    # It goes with ours if there was none before.
+    # The section is removed with our handler if there was none before.
     put(root, CONFIG, "version = 2\n")
     setup(root, "containerd")
     put(root, CONFIG, text(root, CONFIG) + "[grpc]\n")
@@ -418,7 +424,7 @@ def test_an_edited_drop_in_and_edited_imports(root):
     assert text(root, DROP_IN) == (
         f"version = 3\n[plugins.'{V3}'.containerd.runtimes.other]\n# other's\n"
     )
-    # A drop-in without anything else is removed, whatever became of our tables.
+    # A drop-in with nothing else in it is removed, even if our tables in it were edited.
     (root / DROP_IN.lstrip("/")).unlink()
     setup(root, "containerd")
     put(root, DROP_IN, text(root, DROP_IN) + "    SystemdCgroup = true\n")
@@ -437,8 +443,8 @@ def test_a_drop_in_that_is_not_imported_any_more_is_imported_again(root):
 
 
 def test_containerd_is_queried_where_it_is_installed(root, capsys, monkeypatch):
-    """containerd is queried only for the machine's own root. Here the root is another, and the
-    answers are faked.
+    """containerd is queried only for the machine's own root. Here the root is a different one, and
+    the answers are faked.
     """
     put(root, CONFIG, "version = 3\n")
     said = {
@@ -458,7 +464,7 @@ def test_containerd_is_queried_where_it_is_installed(root, capsys, monkeypatch):
         ("containerd", "--version"),
         ("containerd", "--config", CONFIG, "config", "dump"),
     ]
-    # The kubelet's cgroup driver, which only the dump has here.
+    # This is the kubelet's cgroup driver, which only the dump has here.
     assert handlers(text(root, DROP_IN), V3)["tidegate"]["options"] == {
         "BinaryName": "/usr/bin/tidegate-runtime",
         "SystemdCgroup": True,

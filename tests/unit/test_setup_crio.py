@@ -29,7 +29,7 @@ SETTINGS = "/etc/tidegate/runtime"
 HOOKS_DIR = "/usr/share/containers/oci/hooks.d"
 LIBEXEC = "/usr/libexec/crio"
 WRITTEN = "# Written by `tidegate setup crio`; `tidegate setup crio --undo` takes it out.\n"
-# Written by an older version. CRI-O from its own packages does not start with it.
+# An older version wrote this drop-in. CRI-O from its own packages does not start with it.
 OLD = '[crio.runtime.runtimes.tidegate]\nruntime_path = "/usr/bin/tidegate-runtime"\nruntime_type = "oci"\n'
 
 
@@ -123,8 +123,8 @@ def test_a_node_without_cri_o_gets_a_note(packaged, capsys):
 def killed(root: Path, at: int, *words: str) -> bool:
     """Run setup in a child that exits before its `at`th change of a file, counted from 0.
 
-    The changes that count are calls of os.fchmod, os.rename and os.unlink. Return whether the
-    child came that far.
+    The changes that count are calls of os.fchmod, os.rename and os.unlink. Return whether the child
+    got that far.
     """
     pid = os.fork()
     if not pid:
@@ -149,7 +149,7 @@ def killed(root: Path, at: int, *words: str) -> bool:
 
 @pytest.mark.parametrize("words", [("crio",), ("crio", "--undo")])
 def test_a_setup_that_is_killed_leaves_no_incomplete_file_that_cri_o_reads(packaged, words):
-    """CRI-O reads each file in its directory. The next run removes what is left."""
+    """CRI-O reads each file in its directory. The next run removes what the killed one left."""
     (packaged / "var/lib/tidegate").mkdir(parents=True)
     (packaged / "var/lib/tidegate/setup").mkdir(0o700)
     before = snapshot(packaged)

@@ -178,7 +178,7 @@ def test_the_default_runtime_goes_back_to_what_it_was(root):
     done = snapshot(root)
     setup(root, "docker", "--undo")
     assert snapshot(root) == before
-    # It was edited since: only our part goes, and the former default is back.
+    # The file was edited since: only our part is removed, and the former default is restored.
     setup(root, "docker", "--default")
     assert snapshot(root) == done
     put(root, CONFIG, json.dumps(edited))
@@ -264,7 +264,7 @@ def test_undo_without_a_setup_does_nothing(root, capsys):
 def test_a_link_is_followed_below_the_root_and_stays_a_link(root):
     real = put(root, "/srv/conf/daemon.json", "{}")
     (root / "etc/docker").mkdir(parents=True)
-    # An absolute link, as the node's own root resolves it.
+    # An absolute link leads to the path below the node's root.
     (root / "etc/docker/daemon.json").symlink_to("/srv/conf/daemon.json")
     before = snapshot(root)
     assert setup(root, "docker") == 0

@@ -1,4 +1,6 @@
-"""`tidegate setup podman` and `crio`: hooks and a drop-in, where the engine reads them and nothing else does."""
+"""`tidegate setup podman` and `crio`: hooks and a drop-in are written to places that the engine
+reads and that no other program reads.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from tests.unit.setup_tree import (
 PACKAGING = Path(__file__).resolve().parents[2] / "packaging"
 HOOKS = "/etc/tidegate/hooks.d"
 NAMES = ("50-tidegate-devices.json", "50-tidegate-end.json", "50-tidegate.json")
-# Buildah reads this directory as well. setup wrote to it before it had its own.
+# Buildah reads this directory as well. Earlier versions of setup wrote the hooks to it.
 FORMER = "/etc/containers/oci/hooks.d"
 CONF = "/etc/containers/containers.conf.d/50-tidegate.conf"
 
@@ -55,8 +57,8 @@ def test_the_hooks_are_of_oci_hooks_1_0_0(name, stage):
     assert hook["stages"] == [stage]
     assert hook["hook"]["path"] == "/usr/bin/tidegate-hook"
     assert hook["hook"]["args"] == ["tidegate-hook", stage]
-    # Without an env, runc gives a hook its own environment, and before 1.3 the image's at some
-    # stages.
+    # Without an `env`, runc gives a hook runc's own environment, or before 1.3, at some stages, the
+    # image's.
     assert hook["hook"]["env"] == ["PATH=/usr/sbin:/usr/bin:/sbin:/bin"] == list(HOOK_ENV)
     # The hook's own deadline is 20 s, and its error line must still be read.
     assert hook["hook"]["timeout"] == 30 == HOOK_TIMEOUT
@@ -132,7 +134,7 @@ def test_a_foreign_hook_of_that_name_is_refused(root, capsys, content):
 
 
 def test_podman_reads_the_directory_by_a_drop_in_beside_those_that_it_reads_now(root):
-    """On its own, Podman reads only /usr/share, which CRI-O reads as well."""
+    """By default, Podman reads only the directory in /usr/share, which CRI-O reads as well."""
     setup(root, "podman")
     assert text(root, CONF) == (
         "# Written by `tidegate setup podman`; `tidegate setup podman --undo` takes it out.\n"
@@ -370,7 +372,7 @@ def test_an_api_service_that_runs_is_named_with_what_restarts_it(root, capsys):
         assert setup(root, "podman", *words) == 0
         lines = capsys.readouterr().out.splitlines()
         assert [line for line in lines if line.startswith("to do")] == todo
-    # Until they have been restarted.
+    # This holds until the services have been restarted.
     put_service(root, 4716, unit=False, age_s=-100, command="podman system service")
     assert setup(root, "podman") == 0
     notes = capsys.readouterr().out.splitlines()

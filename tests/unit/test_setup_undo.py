@@ -63,7 +63,9 @@ runtimes = st.dictionaries(
 
 @st.composite
 def daemons(draw):
-    """Draw a daemon.json as dockerd's parser would get it, with everything that the parser accepts."""
+    """Draw a daemon.json such as dockerd's parser may get, with everything that the parser
+    accepts.
+    """
     members = draw(st.dictionaries(words, json_values, max_size=4))
     members.pop("runtimes", None)
     members.pop("default-runtime", None)

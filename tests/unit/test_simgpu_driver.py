@@ -516,7 +516,7 @@ def test_a_relaxed_thread_or_capture_forbids_nothing(driver: SimulatedDriver) ->
 
 @pytest.mark.usefixtures("context")
 def test_another_threads_query_breaks_a_global_capture_only(driver: SimulatedDriver) -> None:
-    """PyTorch's watchdog thread did this."""
+    """PyTorch's watchdog thread makes such a query."""
     stream, event = driver.stream(), driver.event()
     graph = ctypes.c_uint64()
     begin(driver, stream, THREAD_LOCAL)

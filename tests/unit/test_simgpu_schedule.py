@@ -105,7 +105,9 @@ def test_work_that_ends_gives_way_at_once(driver: SimulatedDriver) -> None:
 
 
 def test_a_workload_with_gaps_beside_a_hog_waits_for_its_slices(driver: SimulatedDriver) -> None:
-    """1 ms of work and 0.5 ms of idling make 67 % alone. Here it gets 1 ms in 3.26 ms; an H200 gave 29.6 %."""
+    """With 1 ms of work and 0.5 ms of idling, a workload has 67 % alone. Here it gets 1 ms in 3.26
+    ms; on an H200 it got 29.6 %.
+    """
     hog, gaps = driver.context(), driver.context()
     slot = driver.allocate(8)
     ends = []
@@ -128,7 +130,7 @@ def test_a_newcomer_waits_for_the_end_of_the_first_slice(driver: SimulatedDriver
 
 
 def test_a_newcomer_after_that_waits_for_a_whole_slice(driver: SimulatedDriver) -> None:
-    """As seen on an H200, the last slice of a longer stretch of work is not interrupted by a newcomer."""
+    """On an H200, a newcomer does not interrupt the last slice of a longer stretch of work."""
     first, second = driver.context(), driver.context()
     fill(first, 100)
     driver.set_clock(5 * MS)
@@ -142,7 +144,8 @@ def test_a_kernel_continues_where_it_was_interrupted(driver: SimulatedDriver) ->
     first.burn(5 * MS)
     second.burn(5 * MS)
     first.synchronize()
-    # 2 ms, away for 2.26 ms, 2 ms, away for 2.26 ms, and the rest.
+    # The kernel runs for 2 ms, is off for 2.26 ms, runs for 2 ms, is off for 2.26 ms, and runs for
+    # the rest.
     assert driver.clock() == 9_520_000
 
 

@@ -95,7 +95,7 @@ def test_a_process_that_is_off_does_nothing_and_continues_where_it_was(
     node.hardware.switch([held(node, 1)], on=False)
     busy = {c.pid: c.busy for c in simgpu.status(node.gpu).contexts}
     assert node.advance(100)[1] == 0
-    assert node.advance(100) == [100, 0]  # the other one is not interrupted any more
+    assert node.advance(100) == [100, 0]  # the other process is no longer interrupted
     assert {c.pid: c.busy for c in simgpu.status(node.gpu).contexts}[node.pids[1]] == busy[
         node.pids[1]
     ]
@@ -109,7 +109,7 @@ def test_with_both_off_the_gpu_idles_and_no_process_holds_it(node: SimpleNamespa
 
 
 def test_a_kernel_is_interrupted_by_the_switch_in_the_middle(node: SimpleNamespace) -> None:
-    """With kernels of 100 ms, the switch does not wait for the end of one."""
+    """With kernels of 100 ms, the switch does not wait for a kernel to end."""
     node.hardware.switch([held(node, 1)], on=False)
     node.advance(37)
     node.hardware.switch([held(node, 0)], on=False)
@@ -156,7 +156,9 @@ def test_a_process_that_ended_has_no_time_and_is_not_found(node: SimpleNamespace
 
 
 def steer(node: SimpleNamespace, shares: list[Share], seconds: float) -> list[float]:
-    """Run the policy this long after half a second; return each process's share of the GPU time, in percent."""
+    """Run the policy for half a second, then for the given time; return each process's share of the
+    GPU time in the latter, in percent.
+    """
     clock: Callable[[], int] = node.library.clock
     steering = Steering(node.hardware, clock=clock)
     for i, share in enumerate(shares):

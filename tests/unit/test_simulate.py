@@ -108,7 +108,7 @@ def test_the_same_pods_come_whatever_the_arm_and_the_same_seed_is_the_same_run()
 
 
 def test_with_little_load_no_pod_waits_and_with_much_whole_gpus_run_out_first() -> None:
-    # Where nodes are filled evenly, pods for eight GPUs may wait while most of the cluster is free.
+    # If nodes are filled evenly, pods for eight GPUs may wait while most of the cluster is free.
     for arm in (ARMS[1], ARMS[3]):
         calm = simulate(Scenario(nodes=30, load=0.3, hours=1.0, warm_hours=0.2), arm)
         assert calm.mean_wait == 0

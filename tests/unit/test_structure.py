@@ -80,14 +80,16 @@ def test_no_file_of_the_product_is_longer_than_can_be_read_in_one_go() -> None:
 
 
 def imported(tree: ast.Module, modules: frozenset[str]) -> set[str]:
-    """Return which of our modules a module imports anywhere, also in functions and for types."""
+    """Return which of our modules a module imports anywhere, including in functions and for
+    types.
+    """
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    # A package's own file is no layer of its own.
+    # A package's __init__ is not a separate layer.
     return {name for name in found if name in modules and f"{name}.__init__" not in modules}
 
 
@@ -103,7 +105,9 @@ def test_modules_import_each_other_in_one_direction(package: str) -> None:
 
 
 def references(build: Path, target: str) -> dict[str, dict[str, list[str]]]:
-    """Return the names that each C file uses of each other one, from the objects of a library or a program."""
+    """Return the names in each other file that each C file uses, from the objects of a library or a
+    program.
+    """
     objects = build / f"{target}.p"
     defined, used = {}, defaultdict(list)
     for path in sorted(objects.glob("*.c.o")):

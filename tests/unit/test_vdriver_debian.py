@@ -1,8 +1,9 @@
 """Tests that read and mirror the drivers that Debian ships.
 
 vdriver/libraries.toml names their packages. They are downloaded once into build/driver-cache, some
-110 MB for each ordinary branch. If a suite has a later driver of the same branch by now, that is
-read and mirrored, and the slow test of the packages' contents prints the new values for the table.
+110 MB for each ordinary branch. If a suite has a later driver of the same branch by now, that
+driver is read and mirrored, and the slow test of the packages' contents prints the new values for
+the table.
 """
 
 import contextlib
@@ -337,7 +338,7 @@ def test_configuration_and_modules_are_found_by_place(driver_root, branch):
 def test_the_mirror_matches_its_manifest_and_each_library_loads_from_it(
     driver_root, build_dir, tmp_path
 ):
-    """If libraries are missing on this machine: apt-get install libx11-6 libxext6."""
+    """If libraries are missing on this machine, run `apt-get install libx11-6 libxext6`."""
     result = refresh(driver_root, tmp_path / "out", build_dir / "libcontrol")
     report = verify(tmp_path / "out" / result.manifest.generation)
     assert report.faults == ()
@@ -345,7 +346,7 @@ def test_the_mirror_matches_its_manifest_and_each_library_loads_from_it(
     for one in report.libraries:
         if one.outcome == "loaded":
             continue
-        # It is a 32-bit library, needs a newer Debian or a separate package, or needs Mesa or
+        # The library is a 32-bit one, needs a newer Debian or a separate package, or needs Mesa or
         # Wayland, which not every machine has.
         assert one.path.startswith("lib32/") or re.search(
             r"GLIBC_|is not installed with this driver|lib(gbm|GL|EGL|wayland-\w+)\.so", one.detail
@@ -355,7 +356,8 @@ def test_the_mirror_matches_its_manifest_and_each_library_loads_from_it(
     for name in ("libcuda", "libnvidia-ml"):
         control = tmp_path / "out" / result.manifest.generation / "lib64" / f"{name}.so.1"
         origin = control.parent / "origin" / f"{name}-origin.so.1"
-        # No function that this driver lacks, and every function that both have.
+        # The control library exports no function that this driver lacks, and every function that
+        # both have.
         complete = set(read_exports((build_dir / "libcontrol" / control.name).resolve()))
         assert set(read_exports(control)) == complete & set(read_exports(origin))
     assert len(loaded) >= 18

@@ -156,7 +156,7 @@ def test_a_file_that_needs_too_many_reads_is_refused(tmp_path, monkeypatch):
 
 
 def test_names_that_never_end_are_read_within_the_bound(tmp_path):
-    # Points the section .shstrtab at 32 MiB without a zero byte.
+    # This points the section .shstrtab at 32 MiB without a zero byte.
     content = bytearray(elf("libcuda.so.1"))
     table, size, count = (
         int.from_bytes(content[a:b], "little") for a, b in ((40, 48), (58, 60), (60, 62))
@@ -224,7 +224,8 @@ def test_a_symbol_that_is_hidden_local_or_a_section_is_not_exported(tmp_path):
 
 def test_notes_in_a_segment_aligned_to_eight_bytes_are_found_or_refused(tmp_path):
     content = bytearray(rich_elf(64))
-    # Linkers use different numbers of segments for notes. This keeps one, of these 68 bytes.
+    # Linkers use different numbers of segments for notes. This keeps one segment, with these 68
+    # bytes.
     (table, size), (kept, _) = (elf_parts(content)[p] for p in ("segments", "note segment"))
     for at in range(table, table + size, 56):
         if at != kept and struct.unpack_from("<I", content, at) == (4,):

@@ -55,7 +55,7 @@ def test_the_older_format_has_the_same_entries(cache, form):
     assert data.startswith(b"ld.so-1.7.0")
     assert (b"glibc-ld.so.cache1.1" in data) == (form == "compat")
     older = {(e.soname, e.path, e.flags) for e in parse_cache(data)}
-    # The entries of a hwcaps subdirectory are in the newer one only.
+    # The entries of a hwcaps subdirectory are in the newer format only.
     assert older <= {(e.soname, e.path, e.flags) for e in parse_cache(cache.read_bytes())}
     assert {"libcuda.so.1", "libnvidia-ml.so.1", "libold.so.1"} <= {n for n, _, _ in older}
 

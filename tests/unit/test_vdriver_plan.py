@@ -102,7 +102,7 @@ def test_a_set_has_the_libraries_of_its_capabilities_and_their_dependencies():
         driver(
             file(f"libnvcuvid.so.{V}", "libnvcuvid.so.1", "video"),
             file(f"libnvidia-eglcore.so.{V}", f"libnvidia-eglcore.so.{V}", "graphics"),
-            # under another capability than the library that needs it
+            # Under a different capability from that of the library that needs it.
             file(f"libnvidia-fbc.so.{V}", "libnvidia-fbc.so.1", "video", ("libc.so.6",)),
             file(
                 f"libEGL_nvidia.so.{V}",

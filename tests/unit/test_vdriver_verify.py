@@ -339,7 +339,7 @@ def test_a_library_that_the_host_lacks_is_not_a_failure(tmp_path, control, capsy
 def test_a_missing_library_of_the_driver_is_a_failure(tmp_path, control, capsys):
     libraries = small_driver(V)
     del libraries[f"libnvcuvid.so.{V}"]
-    # Needs the absent library indirectly, after a library that the host lacks as well.
+    # This one needs the absent library indirectly, after a library that the host lacks as well.
     needed = ("libtidegate-absent.so.6", "libnvidia-encode.so.1")
     libraries[f"libnvidia-fbc.so.{V}"] = elf("libnvidia-fbc.so.1", needed)
     made = put_generation(tmp_path / "driver", V, libraries, control)
@@ -408,7 +408,9 @@ def test_a_library_that_ends_its_process_is_a_failure(tmp_path, control):
 
 
 def test_another_drivers_library_is_a_failure_wherever_it_comes_from(tmp_path, control):
-    """On a host with a second driver, a run path may lead to it. It is recognised by name or by soname."""
+    """On a host with a second driver, a run path may lead to that driver. It is recognised by name
+    or by soname.
+    """
     other = tmp_path / "other"
     put(other / "libnvcuvid.so.1", elf("libnvcuvid.so.1", tag="other"))
     put(other / "libharmless.so", elf("libnvidia-encode.so.1", tag="other"))

@@ -95,7 +95,7 @@ def test_the_page_shows_what_containers_have(served: Served, page: BrowserPage) 
     assert "3.0 GiB of 4.0 GiB (75 %) in use peak 3.5 GiB since its start" in row(page, 1)
     assert "6 allocations refused: the quota is 4.0 GiB" in row(page, 1)
     assert "used 25.0 % (25.0 % of its own, 0.0 % lent) guaranteed 30 %, limit 30 %" in row(page, 2)
-    # The drawing agrees with the text.
+    # The bars agree with the text.
     assert part(page, "tr:nth-child(1) .bar.time .own") == pytest.approx(40, abs=1)
     assert part(page, "tr:nth-child(1) .bar.time .lent") == pytest.approx(10, abs=1)
     assert part(page, ".total .slot:nth-child(1)") == pytest.approx(50, abs=1)
@@ -131,7 +131,7 @@ def test_the_page_keeps_up_and_a_new_governor_begins_anew(
     page.evaluate("refresh()")
     page.wait(f"{ROWS}[0].innerText.includes('used 5.0')")
     assert words(page, "#status") == "Up to date, every 5 seconds"
-    # As many steps as the page knows, but from another governor.
+    # There are as many steps as the page knows, but they are from another governor.
     served.stop()
     served.start(anew=True)
     two = admit(served, "two", memory="2Gi")
@@ -179,7 +179,7 @@ def test_a_shorter_period_takes_nothing_from_the_charts(served: Served, page: Br
     outside = f"document.querySelectorAll('{both} .outside').length"
     assert page.evaluate(outside) == 0
     numbers = "[...document.querySelectorAll('.gpu .number')].map((node) => node.innerText)"
-    assert page.evaluate(numbers) == ["2", "1"]  # one that has ended is shown last
+    assert page.evaluate(numbers) == ["2", "1"]  # a container that has ended is shown last
     page.evaluate("document.querySelector('input[value=\"60\"]').click()")
     page.wait(f"{ROWS}.length === 1")
     assert charts == [heights(page, both), heights(page, ".sums > div:nth-child(2) svg")]
@@ -230,7 +230,7 @@ def test_charts_have_axes_with_units_and_memory_is_drawn_like_time(
     assert heights(page, own.format(5)) == [[75, 75, 75, 75]]
     memory = heights(page, ".sums > div:nth-child(2) svg")
     assert memory == [[pytest.approx(part_of / 15.5, abs=0.02)] * 4 for part_of in (300, 150)]
-    # The dashed line is what both are guaranteed, from their first step on.
+    # The dashed line shows what both are guaranteed, from their first step on.
     promised = page.evaluate("document.querySelector('.sums svg .promised').getAttribute('d')")
     assert promised == "".join(
         f"{'M' if x == 176 else 'L'}{x} 45.00 {x + 1} 45.00" for x in range(176, 180)
@@ -392,7 +392,9 @@ def test_the_browser_runs_nothing_that_is_not_the_page_s(served: Served, page: B
 
 
 def test_a_name_that_leads_here_is_not_ours(served: Served, page: BrowserPage) -> None:
-    """A site can make its own name lead to this machine (DNS rebinding), so that its page may ask anything."""
+    """A site can make its own name lead to this machine (DNS rebinding), so that its page could
+    request anything from here.
+    """
     page.open(f"http://rebound.example:{served.port}/")
     assert page.evaluate(TEXT).startswith("421 Misdirected Request")
     answer = page.evaluate("fetch('/api/v1/state').then((answer) => answer.status)")
@@ -518,7 +520,7 @@ def test_memory_beyond_the_quota_is_drawn_as_such(served: Served, page: BrowserP
     assert "8.0 GiB of 4.0 GiB (200 %)" in row(page, 1)
     assert part(page, "tbody .memory .own") == pytest.approx(50, abs=1)
     assert part(page, "tbody .memory .over") == pytest.approx(50, abs=1)
-    # In the GPU's bar it takes no room from its neighbours.
+    # In the GPU's bar, the container takes no room from its neighbours.
     assert part(page, ".total.memory .slot") == pytest.approx(400 / 15.5, abs=1)
 
 
@@ -532,7 +534,7 @@ def test_a_compressed_picture_of_the_page_is_the_same(served: Served, page: Brow
     width, height, kind, rows = png.read(packed)
     assert (width, height, {len(row) for row in rows}) == (360, 200, {360 * png.BYTES[kind]})
     assert len({row[i : i + 3] for row in rows for i in range(0, len(row), 3)}) > 20
-    # A browser reads the same from it as from its own image.
+    # A browser reads the same pixels from the repacked image as from its own.
     read = [
         page.evaluate(
             "(async () => {"

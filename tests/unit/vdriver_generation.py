@@ -17,7 +17,9 @@ from vdriver.manifest import CapabilitySet, Manifest, ManifestFile, Place, Progr
 
 
 def put_control_with_origin(directory: Path) -> Path:
-    """Write two stand-ins for the control libraries, which load the driver's own as the real ones do."""
+    """Write two stand-ins for the control libraries, which load the driver's own libraries as the
+    real ones do.
+    """
     for stem in ("libcuda", "libnvidia-ml"):
         needed = (f"{stem}-origin.so.1",)
         put(directory / f"{stem}.so.1", elf(f"{stem}.so.1", needed, runpath="$ORIGIN/origin"))

@@ -79,7 +79,7 @@ def link(path: Path, target: str) -> Path:
 
 
 def for_aarch64(content: bytes) -> bytes:
-    """Mark a library as one for another machine."""
+    """Mark a library as built for aarch64."""
     return content[:18] + EM_AARCH64.to_bytes(2, "little") + content[20:]
 
 

@@ -2,10 +2,10 @@
 
 The model follows measurements on an H100 and an H200 (docs/reference/driver-calls.md):
 
-- A change of the context costs 80 us between two turns and 70 us of a turn, charged to no context.
+- A change of the context costs 80 us between two turns and 70 us of a turn; no context is charged.
 - A group gives way at once when its work ends. A group without work costs nothing.
 - The end of a slice interrupts a kernel.
-- When channels are switched off or on, the turn ends, and the circle of turns begins anew anywhere.
+- When channels are switched off or on, the turn ends, and the round begins anew at any group.
 
 A switch off or on takes effect at once here; the caller models the time that the driver's calls take.
 """
@@ -82,7 +82,7 @@ class VirtualGpu:
         self._random = random.Random(2)  # noqa: S311
 
     def begin_anew(self) -> None:
-        """End the turn, and begin the circle anywhere."""
+        """End the turn, and begin the round at any group."""
         self.resident, self._slice_left = None, 0
         self._begin = self._random.randrange(len(self._order))
 

@@ -80,7 +80,7 @@ stories.play(__file__, scene)
 
 @pytest.fixture
 def scratch(tmp_path):
-    """A function that writes a story of the test's own, of which one expectation is not met."""
+    """Return a function that writes a story with one expectation that is not met."""
     name = f"scratch-{os.getpid()}"
 
     def write(more: str = "pass") -> Path:

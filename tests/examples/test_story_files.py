@@ -57,7 +57,7 @@ def test_a_page_has_what_a_reader_looks_for(story):
     assert f"\nexamples/{story}/run\n" in text
     assert os.access(EXAMPLES / story / "run", os.X_OK)
     for path in (EXAMPLES / story).iterdir():
-        # Files to copy are linked from the page; files that end with .tidegate.yaml are in a table.
+        # Files to copy are linked from the page; files that end in .tidegate.yaml are in a table.
         if path.is_file() and path.name not in {"README.md", "run"}:
             assert f"]({path.name})" in text, f"the page has no link to {path.name}"
 
@@ -240,7 +240,7 @@ def test_the_page_and_the_page_on_kubernetes_agree_about_the_scheduler():
         "the GPU is chosen by", "a pod that fits nowhere",
     ]  # fmt: skip
     for said in (
-        "cluster's own scheduler",  # with claims it chooses
+        "cluster's own scheduler",  # with claims, Kubernetes chooses
         "DRAConsumableCapacity",
         "`Pending`",
         "CEL selectors",

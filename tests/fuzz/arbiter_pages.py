@@ -25,7 +25,7 @@ FLAGS = (
     "-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all",
 )  # fmt: skip
 LIARS = ("anything", "idle", "done")
-PROMISED = 25  # percent of each GPU, to each of three
+PROMISED = 25  # percent of each GPU, promised to each of three
 
 
 def build(directory: Path, sources: Sequence[str] = SOURCES) -> Path:
@@ -49,7 +49,8 @@ def hold(program: Path, seconds: int, seed: int, liars: str) -> None:
     steals time nothing would be left.
     """
     done = subprocess.run(
-        # Without randomisation: sanitizers need their shadow memory at addresses where mappings may be.
+        # Addresses are not randomised: sanitizers need their shadow memory at addresses where
+        # mappings could be.
         ["setarch", "-R", program, str(seconds), str(seed), liars],
         capture_output=True, text=True, check=False, timeout=seconds + 60,
         env={**os.environ, "ASAN_OPTIONS": "detect_leaks=1"},

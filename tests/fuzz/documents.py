@@ -285,7 +285,7 @@ def mutated(kind: str) -> st.SearchStrategy[bytes]:
 
     @st.composite
     def strategy(draw: st.DrawFn) -> bytes:
-        # In a list, so that the document itself can be replaced.
+        # The document is in a list, so that it can itself be replaced.
         document = [json.loads(draw(st.sampled_from(originals)))]
         for _ in range(draw(st.integers(0, 4))):
             holder, key = draw(st.sampled_from(places(document)))

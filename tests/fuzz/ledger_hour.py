@@ -26,8 +26,9 @@ def build(directory: Path) -> Path:
 def hold(program: Path, seconds: int, seed: int, *, remains: bool) -> None:
     """Run the program for `seconds` simulated seconds with the default configuration, and check its results.
 
-    With `remains`, the liars may report that their work continues after its grant. That time is charged to them instead of
-    the container that has the GPU at that time, so the others may gain the liars' own shares, but no more.
+    With `remains`, the liars may report that their work continues after its grant. That time is
+    charged to them instead of the container that has the GPU at that time, so the others may gain
+    as much as the liars' own shares, but no more.
     """
     config = runner_config(Config())
     arbiter = config.arbiter

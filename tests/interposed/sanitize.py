@@ -1,9 +1,10 @@
 """`python -m tests.interposed.sanitize address|undefined|thread|none`: the control library under a sanitizer.
 
-Builds the C parts with the sanitizer, in a build folder of their own, and runs tests/interposed/stress.c with
-the control library and the simulated GPU, all of them instrumented, while the grant opens and closes.
-Exits with 1 if the sanitizer found an error (the output is its report), and with 77 if this machine does
-not allow mount namespaces. With `none`, it runs the build in TIDEGATE_BUILD or build/meson.
+Build the C parts with the sanitizer, in a build folder of their own, and run
+tests/interposed/stress.c with the control library and the simulated GPU, all of them instrumented,
+while the grant opens and closes. Exit with 1 if the sanitizer found an error (the output is its
+report), and with 77 if this machine does not allow mount namespaces. With `none`, run the build in
+TIDEGATE_BUILD or build/meson.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ def stress(folder: Path, work: Path, environment: dict[str, str]) -> tuple[int, 
     )
     uuid = simgpu.device_uuid(1, 0).bytes
     with GrantSandbox(work / "room", [uuid], memory_limit=1 << 30) as room:
-        # Without randomisation: sanitizers need their shadow memory at addresses where mappings may
-        # be.
+        # Addresses are not randomised: sanitizers need their shadow memory at addresses where
+        # mappings could be.
         command = ["setarch", "-R", str(folder / "stress"), "--seconds", str(SECONDS)]
         variables = {"LD_LIBRARY_PATH": str(library), "SIMGPU_DIR": str(work / "gpu")}
         with (

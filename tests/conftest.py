@@ -154,7 +154,7 @@ its own, checks only those, and does not measure GPU time.
 
 
 def scope_of(nodeid: str) -> str:
-    """Return the name of what one worker runs as a whole: a module, or all tests that measure."""
+    """Return the name of the unit that one worker runs: a module, or all tests that measure."""
     module = nodeid.partition("::")[0]
     if module.startswith("tests/examples/test_stories"):
         return MEASURING
@@ -164,8 +164,8 @@ def scope_of(nodeid: str) -> str:
 
 
 def waits(scope: str) -> bool:
-    """Return whether the tests of a scope take equally long on a busy machine: they wait for periodic work, or stop after a
-    given time.
+    """Return whether the tests of a scope take the same time on a busy machine, because they wait
+    for periodic work or stop after a given time.
     """
     return scope.startswith(
         (
@@ -181,7 +181,8 @@ def waits(scope: str) -> bool:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """Give all measuring tests to one worker, and then one module at a time to each worker.
 
-    A third worker runs only the tests that mostly wait: in `make test` that leaves the processors to the tests that measure.
+    A third worker runs only the tests that mostly wait: in `make test`, that leaves the processors
+    to the tests that measure.
     """
     from xdist.scheduler import LoadScopeScheduling
     from xdist.workermanage import WorkerController
@@ -204,7 +205,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
                 super()._assign_work_unit(node)
 
         def remove_node(self, node: WorkerController) -> str | None:
-            # The base class queues all units of a crashed worker again; a unit without a test left would never finish.
+            # The base class queues all units of a crashed worker again; a unit that has no tests
+            # left would never finish.
             units = self.assigned_work[node]
             for scope in [scope for scope, tests in units.items() if all(tests.values())]:
                 del units[scope]

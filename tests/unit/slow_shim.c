@@ -1,8 +1,8 @@
 /*
- * A driver that stops in the middle of a call when the test wants it to: behind an allocation,
- * which is made by then and not reported yet, and before a pool is trimmed. The call goes on when
- * the test has removed the file that says where it stands. Its pitch is twice the width. The
- * simulated driver has the functions.
+ * A driver that stops in the middle of a call when the test wants it to: after an allocation was
+ * made and before the call returns, and before a pool is trimmed. The call continues when the test
+ * has removed the file that says where the call has stopped. The pitch of an allocation is twice
+ * its width. The functions themselves are the simulated driver's.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -66,7 +66,7 @@ int cuMemAllocPitch_v2(unsigned long long *at, size_t *pitch, size_t width, size
     return result;
 }
 
-/* No other thread finds out meanwhile. */
+/* No other thread learns of the allocation while the call is stopped. */
 int cuMemPoolGetAttribute(void *pool, int attribute, void *value)
 {
     char reached[1024];

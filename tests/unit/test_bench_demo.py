@@ -16,7 +16,8 @@ def test_the_processors_that_others_use_are_counted(tmp_path: Path) -> None:
 
     def later() -> None:
         time.sleep(0.1)
-        # Since then, three quarters of the time was used. Waiting for a disk counts as idle.
+        # Three quarters of the time since the first reading were used. Waiting for a disk counts as
+        # idle.
         stat.write_text("cpu  160 5 60 820 55 0 0 0 0 0\n")
 
     thread = threading.Thread(target=later)

@@ -46,7 +46,7 @@ def test_a_container_that_was_there_already_is_settled_at_once() -> None:
 
 
 def test_a_container_that_only_passes_the_new_share_has_not_settled() -> None:
-    """Looking only for the first good window would give 140 ms."""
+    """The first good window alone would give 140 ms."""
     work = steps((100, 30), (5, 30), (30, 60), (20, 90), (200, 60))
     # The windows are good again when nine of ten steps are at 60 and one is at 90: 63 on average.
     assert settled_after(work, 1000 * MS, 60, 4000 * MS) == (5 + 30 + 20 + 9) * 10 * MS

@@ -510,7 +510,7 @@ def test_a_descriptor_that_cannot_be_watched_keeps_its_memory_charged(agent, how
     agent.run("handle = create(); fd = exported(handle); release(handle)")
     charged = agent.field("memory")
     assert charged == (200 if how == "ours are closed" else 100) * MIB
-    # Memory from before is not known any more; memory from after is.
+    # Memory from before is no longer known, but memory from after is.
     if how == "ours are closed":
         agent.run("os.close(fd)")
         until_charged(agent, 100 * MIB)

@@ -1085,7 +1085,9 @@ def mps_agent(node: MemoryNode) -> Agent:
 
 
 def charged_beside_another(node: MemoryNode) -> float:
-    """Return the charge, in ms, of a unit of 50 ms that takes 200 ms beside another container's work."""
+    """Return the charge, in ms, of a unit of 50 ms that takes 200 ms next to another container's
+    work.
+    """
     agent = mps_agent(node)
     agent.run("for i in range(4): launch_meet(50_000_000, 1, s); driver.call('cuCtxSynchronize')")
     before = charged_after(agent, 0, 195_000_000, "launch(1000, s)")
@@ -1143,7 +1145,7 @@ def test_with_mps_longer_work_is_detected_where_a_grant_is_one_interval(
             until_field(agent, "want", 1)
             grant_contended(node, agent, epoch + 1, 10_000_000)
             agent.answer()
-            time.sleep(0.04)  # twice as long as it used to take
+            time.sleep(0.04)  # twice as long as before
             agent.run(f"words[1] = {epoch}; driver.call('cuStreamSynchronize', s)")
             until_field(agent, "released_epoch", epoch + 1)
             epoch += 2

@@ -13,7 +13,7 @@ from hypothesis import settings
 
 from tests.conftest import ROOT, SEARCH, TESTS
 
-# Does what conftest does for a run by pytest, then runs one test and prints its examples.
+# This does what conftest does for a run by pytest, and then runs one test and prints its examples.
 RUN = """
 import sys
 from hypothesis import given, settings, strategies as st

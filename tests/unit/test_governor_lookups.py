@@ -63,7 +63,7 @@ def test_a_name_is_found_once(ledger: mmap.mmap) -> None:
         b"cuName@x",
         b"cuName@1234567",
         b"cuName@",
-        b"cu" + b"x" * 46,  # no end
+        b"cu" + b"x" * 46,  # no terminator
         b"\xff" * 48,
     ],
 )
@@ -124,7 +124,7 @@ def test_ps_has_a_line_for_each_container_with_unknown_functions() -> None:
     both = [described(name=name, key="shared", unknown_functions=names[:1]) for name in ("b", "c")]
     assert unknown_lines([described(), older, described(unknown_functions=names), *both]) == [
         f"unknown functions: {'a' * 40}: cuOfTomorrow, cuMemAlloc@14000",
-        "unknown functions: b: cuOfTomorrow",  # b and c have one ledger
+        "unknown functions: b: cuOfTomorrow",  # b and c share one ledger
     ]
     # The answer may come from another program at the governor's socket.
     evil = described(name="n\x1b[2J", unknown_functions=["cu\x1b[2J"])

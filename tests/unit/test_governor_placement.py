@@ -95,7 +95,7 @@ def test_one_gpu_is_taken_where_the_group_is_broken_already() -> None:
     assert node.start(compute=60) == [0]
     assert node.start(compute=60) == [1]  # GPU 0 has no room
     assert node.start(compute=40) == [0]  # before a GPU that is empty
-    assert node.start(compute=60) == [2]  # this socket is in use already, the other is not
+    assert node.start(compute=60) == [2]  # this socket is already in use, and the other is not
     assert node.start(compute=60, count=4) == [4, 5, 6, 7]
 
 

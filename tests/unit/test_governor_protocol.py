@@ -431,7 +431,7 @@ def test_a_container_that_redeems_another_reservation_gets_its_own_quota(
         large = {**ADMIT, "id": "two", "reservation": token}
         assert client.error(large, pidfd)[0] == "refused"
         assert listed(governor) == ["one"]
-        # The container for which it was made has lost it, and gets what is left.
+        # The container for which the reservation was made has lost it, and gets what is left.
         late = {**ADMIT, "id": "three", "annotations": small, "reservation": token}
         assert client.ask(late, pidfd)["memory"] == GIB
 

@@ -1,4 +1,5 @@
-"""Where a loader of aarch64 finds the driver. glibc has no glibc-hwcaps subdirectory for it; up to 2.36 it searches `tls`.
+"""Where a loader of aarch64 finds the driver. For aarch64 glibc has no glibc-hwcaps subdirectory;
+up to version 2.36, it searches `tls`.
 
 What these loaders search was read from `ld.so --help` of Debian's glibc 2.31, 2.36 and 2.41 and from LD_DEBUG=libs, emulated.
 """

@@ -283,7 +283,7 @@ def test_no_spelling_of_an_annotation_is_overlooked(text: str) -> None:
 
 def test_other_containers_are_not_parsed() -> None:
     assert not may_mention_us(b'{"annotations": {"org.example/tidegate": "x", "y": "\\n"}}')
-    # In Go's JSON, "&&" and ">" as in a shell's line are written like this.
+    # Go writes "&&" and ">", as in a shell's command line, in JSON like this.
     assert not may_mention_us(rb'{"process": {"args": ["sh", "-c", "a \u0026\u0026 b \u003e c"]}}')
 
 

@@ -262,7 +262,7 @@ def test_a_source_that_changes_while_it_is_copied_fails_the_run(host, monkeypatc
 
 def test_content_is_shared_if_the_file_system_supports_it(host, monkeypatch):
     lib, other = host / "root/usr/lib64", host / f"root/usr/lib64/libnvidia-nvvm.so.{V}"
-    other.chmod(0o664)  # writable by others than root
+    other.chmod(0o664)  # writable by users other than root
     result = run(host)
     base = host / "out" / result.manifest.generation
     origin = base / "lib64/origin/libcuda-origin.so.1"

@@ -336,7 +336,7 @@ HOSTILE = [
 
 
 def test_names_of_containers_are_text_and_nothing_else(served: Served, page: BrowserPage) -> None:
-    """A user that starts a container chooses its name, and other users see that name on the page."""
+    """A user who starts a container chooses its name, and other users see that name on the page."""
     containers = [admit(served, name, memory="520Mi", compute="1") for name in HOSTILE]
     tally = served.world.server.tally
     for name in HOSTILE:

@@ -1,5 +1,5 @@
 /*
- * A program that goes around the control library: it loads the driver's own libcuda from the path
+ * A program that bypasses the control library: it loads the driver's own libcuda from the path
  * at which the test put it.
  *
  *   stray WAY...   each way is a step; the steps run in the given order:

@@ -23,7 +23,7 @@ def test_processes_that_compete_for_memory_do_not_exceed_the_quota(
     # At most a granule is left, and the driver's NVML reports that a full process has the whole
     # quota.
     assert report["limit"] - memory.GRANULE <= report["full"] <= report["limit"]
-    # Samples are from different moments; whatever they say, no process was accused of a violation.
+    # Samples are from different moments; whatever they show, no process was accused of a violation.
     log = (out / "governor.log").read_text()
     assert "process-registered" in log
     assert '"event": "violation"' not in log

@@ -1,7 +1,8 @@
 """The strategy mps: containers are clients of one daemon, which is watched and restarted, and
 outlives the governor.
 
-The daemon is the stand-in of simgpu/mps_control.c; containers, mounts, control library and governor are real.
+The daemon is a stand-in, simgpu/mps_control.c; containers, mounts, control library and governor are
+real.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def host(
     rootfs = make_rootfs(base / "rootfs", base / "tools")
     with EngineHost(unpacked(machine()), base) as host:
         host.check("sh", "-c", SETUP)
-        # As in packages: readable for every user.
+        # As in packages, every user can read them.
         subprocess.run(
             ["cp", "-r", str(ROOT / "oci_hook"), str(host.path("/usr/local/lib"))], check=True
         )

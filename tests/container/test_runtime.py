@@ -1,4 +1,6 @@
-"""The wrapper runtime and Podman's precreate: config.json is edited, then the real runtime runs."""
+"""The wrapper runtime and Podman's precreate: config.json is edited, and then the real runtime
+runs.
+"""
 
 from __future__ import annotations
 

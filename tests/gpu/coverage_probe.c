@@ -2,9 +2,8 @@
  * The coverage probe: calls every function that cuda.h declares, in every form, and reports
  * what each call did to the GPU.
  *
- *   coverage_probe --list                       lists the names, the cases and the reasons, calls
- * nothing coverage_probe [--block MiB] [--only NAME]   prints a JSON line for each call to standard
- * output
+ *   coverage_probe --list                       lists names, cases and reasons; calls nothing
+ *   coverage_probe [--block MiB] [--only NAME]  prints a JSON line for each call
  *
  * The coverage probe knows nothing of libcontrol's table. Memory is what NVML reports before and
  * after a call. GPU time is measured by events that are recorded through the original driver, while
@@ -51,7 +50,7 @@
 #define HOLD_NS 30000000   /* a call that takes longer waits for the GPU */
 #define SETTLE_NS                                                                                  \
     1000000000ull /* time in which the account must show what the driver did on its own */
-#define SETTLED_NS 1200000000ull /* it forgets this when nothing has changed for this long */
+#define SETTLED_NS 1200000000ull /* the findings settle when nothing changes for this long */
 #define SMALL      (4 << 20)     /* bytes that the driver may take for itself in any call */
 #define TOOK       (2 << 20)     /* bytes */
 #define WORKED_US  40
@@ -521,7 +520,7 @@ static bool judge(const struct one *one, const char *suffix)
         print_reason(one, suffix, "unprepared", failure);
         return !(one->flags & (OWN | BARE)) && w.context && DRIVER(cuCtxSynchronize)() == 0;
     }
-    /* Not before a call that may itself wait: a pool frees memory at the first wait. */
+    /* A call that is FREE may itself wait, and a pool frees memory at the first wait. */
     if (w.context && !(one->flags & FREE))
         DRIVER(cuCtxSynchronize)();
     if (ledger && one->flags & LATE)
@@ -565,8 +564,8 @@ static bool judge(const struct one *one, const char *suffix)
         DRIVER(cuCtxSynchronize)();
     memory[1] = memory_now();
     counters[2] = counters_now();
-    /* What a call takes itself must be charged at once. What the driver takes or frees at times of
-     * its own is found by a sample now and then, and launches are counted a little later. */
+    /* What a call takes itself must be charged at once. What the driver takes or frees on its
+     * own is found by a later sample, and launches are counted a little later. */
     if (ledger) {
         uint64_t end = now_ns() + SETTLE_NS;
 
@@ -672,7 +671,7 @@ static int follow(pid_t pid, int fd, size_t *last)
     size_t size = 0;
     int status;
 
-    /* Without a buffer, so that poll sees what is not read yet. */
+    /* The stream has no buffer, so that poll sees what has not been read yet. */
     setvbuf(in, NULL, _IONBF, 0);
     for (;;) {
         int ready = poll(&wait, 1, HUNG_MS);

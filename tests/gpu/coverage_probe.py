@@ -279,7 +279,7 @@ def summarise(verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
 
 def make_table(verdicts: Iterable[Verdict]) -> str:
-    """Return a line for each call: its native result, memory and GPU time, then the verdict."""
+    """Return a line for each call: its native result, memory and GPU time, and then the verdict."""
     lines = [f"{'function':<52} {'answer':>6} {'MiB':>7} {'us':>8}  verdict"]
     for v in verdicts:
         name = v.key[0] + (f" ({v.key[1]})" if v.key[1] else "")

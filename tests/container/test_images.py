@@ -88,8 +88,8 @@ Make = Callable[..., DiskBundle]
 
 @pytest.fixture
 def make(site: BenchNode, tmp_path: Path) -> Make:
-    """Return a function that makes a bundle with a quota of 2 GiB and a program that requests 3
-    GiB.
+    """Return a function that makes a bundle with a quota of 2 GiB and a program that requests
+    3 GiB.
     """
 
     def make_one(*program: str, **annotations: str) -> DiskBundle:
@@ -129,7 +129,7 @@ def ldconfig(bundle: DiskBundle, *directories: str) -> None:
 
 
 def own_driver(bundle: DiskBundle, site: BenchNode, directory: str) -> None:
-    """Put a driver of the image's own into a directory: the simulated GPU's own, without the
+    """Put a driver of the image's own into a directory: the simulated GPU's driver, without the
     control library.
     """
     (bundle.rootfs / directory).mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ CONF = "/etc/containers/containers.conf.d/50-tidegate.conf"
 STAGES = {"precreate", "createRuntime", "poststop"}
 RUN = ("run", "--rm", "--pull=never", "--network=none", "--annotation=tidegate.gpu/memory=4Gi")
 SOCKET = "unix:///run/podman/podman.sock"
-# Writes the hooks to the engine's own directory, which earlier versions of Tidegate used.
+# This writes the hooks to the engine's own directory, which earlier versions of Tidegate used.
 FORMERLY = f"""
 import sys
 from governor import cli

@@ -377,8 +377,8 @@ def test_no_container_stays_frozen_when_the_governor(place: Place, number: signa
     with place(on_violation="throttle") as node:
         culprit = start(node, "culprit", "own", f"take:{3 * GIB}", "began", "tick")
         began(culprit)
-        # The second freeze lasts two seconds. The test stops the governor earlier, so the container
-        # is not thawed because the time is over.
+        # The second freeze lasts two seconds. The test stops the governor earlier, so the end of
+        # that time cannot thaw the container.
         wait_for(lambda: len(events(node, "container-frozen")) == 2, "the second time")
         assert (node.runtime_dir / "frozen.json").exists()
         node.stop_governor(number)

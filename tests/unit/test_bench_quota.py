@@ -58,8 +58,8 @@ def test_a_run_that_is_shorter_than_a_window_has_no_error() -> None:
 
 
 def test_the_ideal_uses_the_gpu_whenever_a_container_has_work() -> None:
-    # One container has work for 2 s, and the other for the second of these seconds and one more: 3
-    # s in all.
+    # One container has work for 2 s, and the other for the second of these seconds and one more:
+    # 3 s in all.
     busy = [[[0, 2000 * MS]], [[1000 * MS, 3000 * MS]]]
     one = [10_000] * 100 + [5000] * 100 + [0] * 100
     two = [0] * 100 + [5000] * 100 + [10_000] * 100
@@ -98,7 +98,7 @@ def test_no_arm_promises_more_than_there_is(name: str) -> None:
 
 
 def test_all_suites_run_with_one_configuration() -> None:
-    """A suite proves nothing if it needs a quantum that no node has."""
+    """A suite that needs a quantum of its own proves nothing."""
     assert {json.dumps(dict(ARMS[arm].settings)) for arms in SUITES.values() for arm in arms} == {
         "{}"
     }

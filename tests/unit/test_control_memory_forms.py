@@ -451,8 +451,8 @@ def test_memory_that_is_bound_to_an_endpoint_stays_charged(agent, bind, end) -> 
     assert agent.run(call.format(7)) == 0
     agent.run("driver.call('cuMemUnmap', at, 100 * M); release(handle)")
     assert agent.field("memory") == 100 * MIB
-    # The ends of other bindings: of another endpoint, of another part of this one, and of a missing
-    # one.
+    # The ends of other bindings change nothing: those of another endpoint, of another part of this
+    # one, and of a missing one.
     agent.run("driver.call('cuLogicalEndpointDestroy', 8)")
     agent.run("driver.call('cuLogicalEndpointUnbind', 7, 0, 108 * M, 100 * M)")
     assert agent.run("driver.try_call('cuLogicalEndpointDestroy', 100)") != 0

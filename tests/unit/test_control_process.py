@@ -1130,7 +1130,7 @@ def test_with_mps_work_that_ends_beside_other_work_is_charged_as_predicted(
 def test_with_mps_longer_work_is_detected_where_a_grant_is_one_interval(
     node: MemoryNode,
 ) -> None:
-    """A late end beside other containers' work proves nothing, so once in a while the others are
+    """A late end next to other containers' work proves nothing, so once in a while the others are
     made to wait for the end.
     """
     agent = mps_agent(node)

@@ -472,7 +472,7 @@ def test_containers_that_share_a_claim_are_frozen_together_as_far_as_they_can_be
 def test_if_one_of_two_groups_cannot_be_frozen_none_stays_frozen(
     world: Callable[..., AuditWorld], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second group cannot be frozen after the first one was."""
+    """Freezing the second group fails, after the first one was frozen."""
     made = world(on_violation="throttle")
     one = made.add("one", pid=os.getpid())
     made.owners = {1: one}

@@ -239,7 +239,9 @@ class OnAndOff(VirtualContext):
     ],
 )
 def test_a_neighbour_that_works_in_bursts_takes_nothing_of_a_guarantee(share, cycle, busy, phase):
-    """Time that a container had while its neighbour was idle must not be deducted after that."""
+    """Time that a container had while its neighbour was idle must not count against it for longer
+    than that.
+    """
     shares = {1: Share(share, share), 2: Share(1 - share, 1 - share)}
     r = run(shares, {1: endless(), 2: OnAndOff(cycle, busy, phase)}, 8)
     assert r.used[1] >= 100 * share - 1.5

@@ -167,7 +167,7 @@ def test_a_service_that_hangs_is_not_waited_for(
 def test_the_next_governor_begins_when_the_watchdog_of_the_previous_one_has_ended(
     node: SimpleNamespace,
 ) -> None:
-    """The watchdog would undo what the next governor has switched off."""
+    """The watchdog would switch on what the next governor has switched off."""
     for _ in range(5):
         hardware = RemoteHardware(node.uuid, node.path)
         switch_off(node, hardware)

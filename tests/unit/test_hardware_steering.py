@@ -97,7 +97,7 @@ def node(tmp_path, monkeypatch):
 
 
 def us(ns):
-    """Convert to the driver's unit: its microsecond is 1.024 us."""
+    """Convert from ns to the driver's unit: its microsecond is 1.024 us."""
     return int(ns) // 1024
 
 

@@ -93,7 +93,7 @@ def test_each_alert_fires_in_a_scene(promtool: str, tmp_path: Path) -> None:
     text, scenes = ALERTS.read_text(), tmp_path / SCENES.name
     document = yaml.safe_load(SCENES.read_text())
     for rule in rules():
-        # Only the scenes of the rule run: promtool takes 1 s for all of them.
+        # Only the rule's own scenes are run: promtool takes 1 s for all of them.
         own = [one for one in document["tests"] if f'"{rule["alert"]}"' in str(one)]
         assert own, rule["alert"]
         scenes.write_text(yaml.safe_dump(document | {"tests": own}))

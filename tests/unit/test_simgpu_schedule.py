@@ -105,8 +105,8 @@ def test_work_that_ends_gives_way_at_once(driver: SimulatedDriver) -> None:
 
 
 def test_a_workload_with_gaps_beside_a_hog_waits_for_its_slices(driver: SimulatedDriver) -> None:
-    """With 1 ms of work and 0.5 ms of idling, a workload has 67 % alone. Here it gets 1 ms in 3.26
-    ms; on an H200 it got 29.6 %.
+    """With 1 ms of work and 0.5 ms of idling, a workload has 67 % alone. Here it gets 1 ms in
+    3.26 ms; on an H200 it got 29.6 %.
     """
     hog, gaps = driver.context(), driver.context()
     slot = driver.allocate(8)

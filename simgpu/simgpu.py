@@ -254,7 +254,6 @@ def status(path: Path) -> DeviceStatus:
     config = CONFIG.unpack(os.pread(descriptor, CONFIG.size, 0))
     if config[0] != MAGIC or config[1] != VERSION:
         raise ValueError(f"{path} is not a simulated GPU of version {VERSION}")
-    total, context_memory = config[4], config[5]
 
     while True:  # the two timelines may change places during the read
         mode, current, _ = struct.unpack("<IIQ", os.pread(descriptor, 16, CLOCK_OFFSET))
@@ -274,9 +273,7 @@ def status(path: Path) -> DeviceStatus:
     own_key = _process_key()
     for slot, (key, memory, attached) in enumerate(SLOT.iter_unpack(slots)):
         pid = os.getpid() if key == own_key else _owner(descriptor, slot)
-        if not attached:
-            continue
-        if pid is not None:
+        if attached and pid is not None:
             owners[slot] = (pid, memory)
     contexts: list[SeenContext] = []
     held: dict[int, int] = {}
@@ -290,7 +287,7 @@ def status(path: Path) -> DeviceStatus:
         pid, _ = owners[slot]
         contexts.append(SeenContext(serial, pid, tail - head, head, lane_busy, slices))
     processes = tuple(
-        Process(pid, memory + context_memory * held.get(slot, 0), held.get(slot, 0))
+        Process(pid, memory + config[5] * held.get(slot, 0), held.get(slot, 0))
         for slot, (pid, memory) in owners.items()
         if memory or slot in held
     )
@@ -298,7 +295,7 @@ def status(path: Path) -> DeviceStatus:
         device=path.name,
         uuid=f"GPU-{uuid.UUID(bytes=config[10])}",
         name=config[11].rstrip(b"\0").decode(),
-        total=total,
+        total=config[4],
         used=sum(process.memory for process in processes),
         now=now,
         clock="virtual" if mode else "monotonic",

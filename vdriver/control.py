@@ -35,7 +35,8 @@ SECTION_AT, VALUE_AT = 6, 8
 class ControlLibraries:
     """The control libraries for libcuda and for NVML.
 
-    The contents are those of the copies in the mirror; None if they are unchanged.
+    `cuda_content` and `nvml_content` are the contents of the copies in the mirror; None if a copy
+    is unchanged.
     """
 
     cuda: Library
@@ -45,7 +46,7 @@ class ControlLibraries:
 
 
 def read_control(directory: str | Path, read: Read = read_library) -> ControlLibraries:
-    """Read both from `directory`; MirrorError if one is missing or is not a control library."""
+    """Read both libraries from `directory`; MirrorError if one is missing or is something else."""
     return ControlLibraries(
         _read(Path(directory) / CUDA, read), _read(Path(directory) / NVML, read)
     )

@@ -78,8 +78,8 @@ def find_driver(
     """Return the driver below `root`, searching only `directories` when they are given.
 
     The driver is complete and of one version, that of the kernel module if one is loaded;
-    DriverError if there is none. `read` may cache its results; `sockets` adds the directories with
-    the sockets of the driver's services.
+    DriverError if there is no such driver. `read` may cache its results; `sockets` adds the
+    directories with the sockets of the driver's services.
     """
     tables = read_tables()
     tree = Tree(str(root))
@@ -132,7 +132,7 @@ def _require_directories(tree: Tree, directories: Sequence[str | Path] | None) -
 
 
 def _alternatives(tree: Tree, directories: Sequence[str]) -> list[str]:
-    """Return the directories of Debian's drivers below `directories`, then `directories` itself."""
+    """Return the directories of Debian's drivers below `directories`, followed by `directories`."""
     below = [f"{d}/nvidia/{name}" for d in directories for name in tree.names(f"{d}/nvidia")]
     return [*below, *directories]
 

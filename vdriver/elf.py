@@ -163,7 +163,7 @@ class _Stream(io.RawIOBase):
 
 @contextlib.contextmanager
 def _opened(name: str) -> Iterator[tuple[Any, tuple[str, ...], os.stat_result]]:
-    """Open a file and yield the result of `_parse` and its status; LibraryError if that fails."""
+    """Open a file; yield the result of `_parse` and the file's status, or raise LibraryError."""
     from elftools.common.exceptions import ELFError
     from elftools.construct import ConstructError
 
@@ -243,7 +243,7 @@ def _offset(elf: Any, address: int, size: int, what: str) -> Any:
 
 
 def _dynamic(elf: Any) -> tuple[Any, list[Any]]:
-    """Return the dynamic segment and its tags; for a static program None and no tags."""
+    """Return the dynamic segment and its tags; None and no tags for a static program."""
     segments = [s for s in elf.iter_segments("PT_DYNAMIC") if s["p_filesz"]]
     if not segments:
         return None, []

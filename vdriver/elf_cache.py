@@ -27,7 +27,7 @@ MAX_BYTES = 16 << 20  # largest cache file; forty libraries take 25 KiB
 # twice within a tick of the kernel's clock (10 ms at most) has the same times after both changes.
 SETTLED_NS = 100_000_000
 
-# Incremented when the meaning of a field of Library changes, or the rules for refusing a file.
+# Incremented when the meaning of a field of Library or a rule for refusing a file changes.
 MEANING = 2
 
 # A cache with another version is discarded; the version covers the names and types of all fields.
@@ -73,7 +73,7 @@ class ElfCache:
         return _unpack(kept[1])
 
     def save(self) -> None:
-        """Store the results that this run used, unless they are stored already; raises OSError."""
+        """Store the results that this run used, unless they are stored; OSError if that fails."""
         if self._file is None or self._same():
             return
         document = {"version": VERSION, "readings": {n: _pack(*a) for n, a in self._used.items()}}
@@ -122,7 +122,7 @@ def _pack(stamp: Stamp, answer: Answer) -> list[Any]:
 
 
 def _load(file: Path) -> dict[str, tuple[Stamp, Answer]]:
-    """Return the content of a cache file; raises one of several errors if it is damaged."""
+    """Return the content of a cache file; one of several errors if it is damaged."""
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(fd, "rb") as stored:
         status = os.fstat(fd)

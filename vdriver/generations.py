@@ -34,7 +34,7 @@ NAME = re.compile(rf"[0-9A-Za-z.]+-[0-9a-f]{{12}}({re.escape(DAMAGED)}-.+)?|{REM
 PROC_PID_INIT_INO = 0xEFFFFFFC  # include/linux/proc_ns.h: the first PID namespace
 LOCKED = "locked by a starting container, or by tidegate verify"
 CHANGED = "moved by a refresh in the meantime"
-SEARCH_TIME = 60.0  # longest search in seconds; one that is not complete keeps the generations
+SEARCH_TIME = 60.0  # longest search in seconds; after an incomplete one all generations are kept
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def collect(
     directory does not exist or no generation is in force.
     """
     directory = Path(driver_dir).resolve()
-    given = os.path.abspath(driver_dir)  # noqa: PTH100 - a path with links is another name of it
+    given = os.path.abspath(driver_dir)  # noqa: PTH100 - keeps links, so it is a second name
     usage = _Usage()
     outcomes: dict[str, GenerationOutcome] = {}
     try:

@@ -169,7 +169,7 @@ static void capture_graph(uint64_t iterations)
     check(cuGraphDestroy(graph), "cuGraphDestroy");
 }
 
-/* Called once before units of that many iterations. */
+/* Prepares for units of that many iterations; called once before them. */
 static void prepare(uint64_t iterations)
 {
     if (form == GRAPH)
@@ -230,7 +230,10 @@ static void wait_all(void)
         check(cuStreamSynchronize(side), "cuStreamSynchronize");
 }
 
-/* With long units there are few per round. Their duration is measured later, from the stamps. */
+/*
+ * Returns the number of iterations with which a unit takes about `unit_us`. With long units there
+ * are few per round. Their duration is measured later, from the stamps.
+ */
 static uint64_t calibrate(double unit_us)
 {
     uint64_t iterations = form == COPY || form == TINY ? 4 : form == PERSISTENT ? 1000 : 10000;

@@ -3,7 +3,7 @@
 `python -m bench.churn` starts containers of random shares and kinds of work beside one that always
 has work, the witness. Some end by themselves, others by SIGKILL. With --kills the governor
 is killed as well, every 20 s. From the stamps of each container it computes the share that the
-container was delivered in its life and the longest time for which it waited for the GPU. Writes
+container was delivered in its life and the longest time for which it waited for the GPU. It writes
 churn.json.
 """
 
@@ -89,7 +89,7 @@ class Visit:
     killed: bool = field(default=False)
 
     def begin(self) -> None:
-        """Let it start to work, as soon as it is set up."""
+        """Let it begin to work as soon as it is set up."""
         if self.begun is None and (self.container.out / "begin.ready").exists():
             (self.container.out / "begin").touch()
             self.begun = time.monotonic()
@@ -157,7 +157,7 @@ class Churn:
 def describe(
     visit: Visit, profile: Profile, disturbed: Sequence[tuple[int, int]]
 ) -> dict[str, Any]:
-    """Return what a container did, by its own stamps: its share in percent, its longest wait."""
+    """Return, from a container's own stamps, its share in percent and its longest wait."""
     tenant = visit.tenant
     row: dict[str, Any] = {
         "kind": visit.kind, "compute": tenant.compute, "limit": tenant.limit,
@@ -248,7 +248,7 @@ def measure(machine: Machine, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def summarise(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures of a run: what fell short of its guarantee, in points, and by how much."""
+    """Return the figures of a run, such as by how many points guarantees were missed."""
     witness, containers = result["witness"], result["containers"]
     quiet = [one for one in containers if "share" in one and not one["disturbed"]]
     short = sorted(one["share"] - one["compute"] for one in quiet)

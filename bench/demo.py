@@ -64,7 +64,7 @@ def say(text: str) -> None:
 
 
 def driver_answers() -> bool:
-    """Return whether /dev/nvidiactl has a kernel module; opening a leftover node fails."""
+    """Return whether a kernel module serves /dev/nvidiactl; opening a leftover node fails."""
     try:
         os.close(os.open("/dev/nvidiactl", os.O_RDWR | os.O_CLOEXEC))
     except OSError:
@@ -392,7 +392,7 @@ def processors_taken(seconds: float = 0.5, stat: Path = Path("/proc/stat")) -> f
 
 
 def load_line(taken: float) -> str:
-    """Return a warning about the load of other programs, or nothing if it is small."""
+    """Return a warning about the load of other programs, or an empty string if it is small."""
     if taken <= BUSY * (os.cpu_count() or 1):
         return ""
     return (

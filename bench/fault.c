@@ -3,8 +3,8 @@
  *
  *   fault [--wait-file F]
  *
- * The last line on standard output is JSON with the driver's error code, 0 if there was no fault,
- * and otherwise the call that returned it.
+ * The last line on standard output is JSON with the driver's error code (0 if there was no fault)
+ * and, after a fault, the call that returned it.
  * With --wait-file the program creates its context and F.ready, and continues when F exists.
  */
 #include <dlfcn.h>

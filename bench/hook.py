@@ -9,8 +9,8 @@ the additional cost over the first way in the same round:
     governed   Tidegate's hook, in a container that requests a share
     wrapper-asks-not, wrapper-governed   the same with tidegate-runtime, which inserts the hook
 
-The programs are the C ones, with a fork server behind them. `--scripts` uses the Python scripts
-that they execute if there is no server, and so shows how much both save.
+The programs are the C ones, and a fork server runs for them. `--scripts` uses the Python scripts
+that they execute if there is no server, and so shows how much time the two save.
 
 Then N containers are started 8 at a time, to measure how long each takes, and how many descriptors
 and mounts they leave behind. The GPU is simulated: no part of a start uses one.

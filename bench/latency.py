@@ -288,7 +288,7 @@ def _requests(service: Path) -> list[float]:
 
 
 def label_of(arm: Mapping[str, Any]) -> str:
-    """Return an arm's name; it contains a requested guarantee, and the number of services."""
+    """Return an arm's name, with its number of services if several, and any requested guarantee."""
     label = f"every-{arm['mean_us']}us-{arm['jobs']}-jobs-{arm['arm']}"
     n = arm.get("services", 1)
     label += f"-{n}-services" if n > 1 else ""
@@ -439,9 +439,9 @@ def measure(args: argparse.Namespace, machine: Machine, report: dict[str, Any]) 
 
 
 def rounds(args: argparse.Namespace, base: ArmLoad) -> Iterator[tuple[int, SharingWay, ArmLoad]]:
-    """Yield all arms once in each round, with its number; the order of every other one is reversed.
+    """Yield each round's number with each of its arms; every other round has the reverse order.
 
-    So a drift during the run, such as that of clocks, favours no arm.
+    Therefore a drift during the run, such as that of clocks, favours no arm.
     """
     arms = list(plan(args, base))
     for number in range(args.rounds):

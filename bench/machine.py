@@ -302,7 +302,7 @@ class Nvidia(Machine):
 def wait_set_up(root: Path, started: Sequence[subprocess.Popen[bytes]]) -> None:
     """Wait until every workload has reported that it is set up.
 
-    Workload i has the directory i of `root`, with its `--wait-file` begin and its output.
+    Workload i has the directory i of `root`, with its output and its `--wait-file`, named begin.
     """
     deadline = time.monotonic() + 240
     while len(list(root.glob("*/begin.ready"))) < len(started):
@@ -374,8 +374,8 @@ def _spec(
                 {
                     "path": str(ROOT / "oci_hook/tidegate-hook"),
                     "args": ["tidegate-hook", *hook],
-                    # Never empty: some runtimes pass the container's environment to a hook without
-                    # one.
+                    # Never empty: some runtimes pass the container's environment to a hook that
+                    # has none.
                     "env": ["PATH=/usr/sbin:/usr/bin:/sbin:/bin"],
                     "timeout": 60,
                 }

@@ -1,9 +1,9 @@
 """`python -m bench.memory`: puts a memory quota under attack.
 
-Runs bench/oom_stress.c in one container: processes that allocate and free at random in many
+It runs bench/oom_stress.c in one container: processes that allocate and free at random in many
 threads, some of which are killed. No other program uses the GPU. Meanwhile the driver's own NVML is
-read a hundred times a second: the used memory of the GPU, and the memory of its processes. Writes
-memory.json with every sample.
+read a hundred times a second: the used memory of the GPU, and the memory of its processes. Every
+sample is written to memory.json.
 
 The run fails if
 - more than the quota is used for longer than a second (the governor finds memory that the driver

@@ -1,6 +1,6 @@
 """`python -m bench.nvml_cost LIBRARY UUID ROUNDS`: measures the cost of an NVML sample of a GPU.
 
-Prints a line of JSON: how many processes NVML listed, how often it did not answer, and the
+It prints a line of JSON: how many processes NVML listed, how often NVML did not answer, and the
 microseconds of each round. `samples` is nvmlDeviceGetProcessUtilization and
 nvmlDeviceGetComputeRunningProcesses. `look` is everything that the governor reads in one sample:
 the memory, three lists of processes, the memory again, and the utilisation of processes.

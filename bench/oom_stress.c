@@ -7,9 +7,9 @@
  *         [--ways MASK]        1 cuMemAlloc, 2 cuMemAllocAsync, 4 cuMemCreate and cuMemMap; 7
  *         [--end-file PATH]    the competition ends early once this file exists
  *
- * After that it measures how long after the death of a process its memory is available to another,
- * and how much memory a process gets that takes all it can. Prints one JSON object. The program
- * uses libcuda.so.1 through dlopen and does not depend on Tidegate.
+ * After that it measures how soon after the end of a process its memory is available to another
+ * process, and how much memory a process gets if it takes all it can. It prints one JSON object.
+ * The program uses libcuda.so.1 through dlopen and does not depend on Tidegate.
  */
 #include <dlfcn.h>
 #include <pthread.h>

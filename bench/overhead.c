@@ -8,18 +8,18 @@
  * - launch: cuLaunchKernel of an empty kernel, mean of a batch;
  * - launch-median: the same in groups of eight, the median group of a batch, which excludes waits;
  * - alloc-async: cuMemAllocAsync and cuMemFreeAsync;
- * - alloc: cuMemAlloc and cuMemFree, with no other block of this program alive;
- * - alloc-1000, alloc-100000: the same with that many blocks alive;
+ * - alloc: cuMemAlloc and cuMemFree, while the program holds no other block;
+ * - alloc-1000, alloc-100000: the same while it holds that many other blocks;
  * - memory-info: cuMemGetInfo;
  * - look-up-ours, look-up: cuGetProcAddress of a function that the control library replaces
  *   (cuLaunchKernel), and of one that it does not (cuEventQuery);
- * - load: dlopen of libcuda.so.1, each in a process of its own.
+ * - load: dlopen of libcuda.so.1, each time in a new process.
  *
- * A sample is the mean time in ns of one call (one pair of calls) in a batch of --calls. Waiting
+ * A sample is the mean time in ns of one call (or pair of calls) in a batch of --calls. Waiting
  * for the work of a batch is not part of the measured time. With --against each sample is a pair:
  * one of the named library, which libcuda.so.1 has loaded, and one of libcuda.so.1 itself, in one
- * process and in turn (A B B A); `load` is not available then. Prints one JSON object: a list of
- * --samples numbers for each measure. Like the burner the program needs no toolkit and does not
+ * process and in turn (A B B A); `load` is not available then. The program prints one JSON object:
+ * a list of --samples numbers for each measure. Like the burner it needs no toolkit and does not
  * depend on Tidegate.
  */
 #include <dlfcn.h>

@@ -1,13 +1,13 @@
 """`python -m bench.overhead`: measures the control library's cost to callers of the driver API.
 
-Runs bench/overhead.c natively and governed in a container, in turn (A B B A), each time as a new
+It runs bench/overhead.c natively and governed in a container, in turn (A B B A), each time as a new
 process, and writes overhead.json with every sample. With `--stub` the driver is bench/stub.c, whose
 functions return at once, so that only the control library's own cost remains; there is no container
-then, only a grant page. With `--step` it compares steps of PyTorch: bench.step.
+then, only a grant page. With `--step` it compares steps of PyTorch (bench.step).
 
 Then it measures the same in one governed process that has both libraries: the control library, and
-the driver's library behind it. Samples of the two alternate. That excludes differences between
-processes, which can cost a launch some 100 ns either way.
+the driver's library behind it. Samples of the two alternate. This excludes differences between
+processes, which can make a launch some 100 ns slower or faster.
 
 A pair is a native run and the governed one that follows or precedes it. The difference is the
 median over the pairs of the differences between the runs' medians; its interval is a bootstrap of
@@ -123,7 +123,7 @@ def read_samples(text: str, measures: Sequence[str]) -> Samples:
 
 
 def read_pairs(text: str, measures: Sequence[str]) -> list[dict[str, Samples]]:
-    """Return each pair of samples of a process with both libraries, as a run of its own."""
+    """Return the pairs of samples of a process with both libraries, each as if from two runs."""
     found = last_json(text)
     if sorted(found) != sorted(measures):
         last = text.strip().splitlines()[-1:] or ["it printed nothing"]
@@ -191,7 +191,7 @@ def measure_stub(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Contained:
-    """The governed runs: each in a container of its own, under one governor."""
+    """The governed runs: each in its own container, all under one governor."""
 
     def __init__(self, node: BenchNode, options: Sequence[str]) -> None:
         self.node = node
@@ -199,7 +199,7 @@ class Contained:
         self.n = 0
 
     def start(self, command: Sequence[str], **annotations: str) -> Running:
-        """Start a container with a name of its own."""
+        """Start a container with a unique name."""
         self.n += 1
         return self.node.start(f"run{self.n}", command, {"memory": "4Gi", **annotations})
 

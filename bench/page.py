@@ -29,7 +29,7 @@ ROWS = "document.querySelectorAll('.gpu tbody tr').length"
 
 
 class PageGpus(Simulated):
-    """Two simulated GPUs, and in each image a program that loads a driver of its own."""
+    """Two simulated GPUs, and in each image a program that loads its own driver."""
 
     def __init__(self, work: Path, build: Path) -> None:
         super().__init__(work, build, devices=2)

@@ -1,11 +1,11 @@
 """Draws line charts as self-contained SVG documents.
 
-The module has no dependencies, because `make demo` installs from nothing on two cores, and a
-plotting library takes more time there than everything else together. It draws lines, levels, ticks
-and labels, and contains nothing about GPUs.
+The module has no dependencies: `make demo` may have to install everything that it needs, and on two
+cores a plotting library would take longer to install than everything else together. The module
+draws lines, levels, ticks and labels, and contains nothing about GPUs.
 
 The colours are Okabe and Ito's, which colour-blind readers can tell apart, and every line also has
-its name at its right end. The chart has a background of its own, light or dark as the reader's
+its name at its right end. The chart has its own background, light or dark as the reader's
 browser prefers, so it stays legible on any page.
 """
 

@@ -1,10 +1,10 @@
 """`python -m bench.programs [NAME ...]`: compares programs that run alone and governed.
 
 Each program of examples/workloads/programs runs natively, and then in a container with a quota,
-through the hook and a governor. Both runs must produce the same: exit status, named checks, values
-within the program's own tolerance, and no new line of output. The governor's counters must show
-that the second run was governed. Writes programs.json, prints a table, and exits with status 1 if a
-program differs.
+through the hook and a governor. Both runs must have the same exit status, the same named checks and
+the same values, within the program's own tolerance, and the second run must print no new line. The
+governor's counters must show that the second run was governed. The results are written to
+programs.json and printed as a table; the exit status is 1 if a program differs.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def shorten(value: Any) -> str:
 
 
 def compare(native: ProgramRun, governed: ProgramRun, seen: Seen) -> list[str]:
-    """Return a line for each difference of the governed run, or sign that it was not governed."""
+    """Return a line for each difference of the governed run, or sign of missing governance."""
     if native.missing:
         return []
     found = []
@@ -485,7 +485,7 @@ def wait_until_forgotten(node: BenchNode) -> None:
 
 
 def render_table(comparisons: Sequence[Comparison]) -> str:
-    """Return a row for each program, and below the table the differences."""
+    """Return a table with a row for each program, followed by the differences."""
     head = ("program", "native", "governed", "checks", "launches", "look-ups", "peak", "result")
     rows = [
         (

@@ -3,12 +3,12 @@
 Each arm (bench/arms.py) runs containers side by side on one GPU. Each container runs a burner that
 stamps its units of work with the GPU's clock (bench/burner.c; on a simulated GPU, its own
 workload). A container's work is computed from its stamps and from the duration of a unit alone; no
-figure of the governor is used. Writes quota.json: each container's work in steps of 10 ms, the
+figure of the governor is used. quota.json gets each container's work in steps of 10 ms, the
 governor's report of it, and the processor time of the governor and of the library's helper threads;
-for a suite also quota.svg. With --native each arm runs a second time without Tidegate, if that is
-meaningful.
+a suite also gets a quota.svg. With --native each arm runs a second time without Tidegate, if that
+is meaningful.
 
-A suite is a series of arms with a file of its own, SUITE/quota.json. Without a name all suites run.
+A suite is a series of arms with its own file, SUITE/quota.json. Without a name all suites run.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ SHAPES = {
 
 
 def _processor(result: Mapping[str, Any]) -> float | None:
-    """Return the processor time of governor and helpers with 32 containers, percent of a core."""
+    """Return the processor time of governor and helpers with 32 containers, in % of a core."""
     arm = result["raw"].get("arms", {}).get("many")
     return float(100 * sum(arm["processors"].values())) if arm else None
 

@@ -5,7 +5,7 @@ period of 0.1 s. It repeatedly kills the governor with SIGKILL at a random time 
 one, at once or up to 3 s later. From the stamps of each container's units of work it computes the
 longest time without work, between the kill and one second after the next governor answers. The same
 figure for seconds without a kill is the baseline: a container that has used its cap is off until
-the period ends. Writes restarts.json.
+the period ends. The results are written to restarts.json.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Runs a process under the control library without a container and without a governor.
 
-The control library is put in front of a driver of the caller's choice, in a mount namespace of its
-own where /run/tidegate is a directory with a grant page and a socket. The caller writes each word
-of the page, so a test or a measurement controls the grants. Needs root, or user namespaces.
+The control library is put in front of a driver of the caller's choice, in a separate mount
+namespace where /run/tidegate is a directory with a grant page and a socket. The caller writes each
+word of the page, so a test or a measurement controls the grants. This needs root, or user
+namespaces.
 """
 
 from __future__ import annotations

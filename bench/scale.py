@@ -280,7 +280,7 @@ def count_requests(nodes: int, directory: Path) -> dict[str, Any]:
 
 
 def run_requests() -> None:
-    """Count for each size of a cluster."""
+    """Count the requests for each size of the cluster."""
     found = []
     for nodes in SIZES:
         with tempfile.TemporaryDirectory() as directory:

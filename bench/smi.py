@@ -26,7 +26,7 @@ LOOK_S = 9
 
 GPU_QUERY = "name,driver_version,memory.total,memory.used,memory.free,utilization.gpu"
 # Runs nvidia-smi until shortly before the burner ends; the last output counts. Plain `nvidia-smi`
-# must work as well, because its table comes from other calls than the queries.
+# must work as well, because its table and the queries come from different calls.
 SCRIPT = f"""
 /usr/bin/burner --unit-us 500 --seconds {WORK_S} --out /out/progress.bin >/out/burner.log 2>&1 &
 burner=$!

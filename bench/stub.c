@@ -14,7 +14,7 @@
 enum { SUCCESS = 0, OUT_OF_MEMORY = 2, NOT_FOUND = 500 };
 
 static uint64_t pinned[8192];
-/* Handles are addresses in it, because 1 and 2 stand for streams in the driver API. */
+/* Handles are addresses in this array, because 1 and 2 stand for streams in the driver API. */
 static char objects[4096];
 
 EXPORT int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,

@@ -147,7 +147,7 @@ class Browser:
 
     @contextlib.contextmanager
     def page(self) -> Iterator[BrowserPage]:
-        """Open a page in a profile of its own."""
+        """Open a page in its own profile."""
         context = self.call("Target.createBrowserContext")["browserContextId"]
         target = self.call("Target.createTarget", url="about:blank", browserContextId=context)
         session = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)

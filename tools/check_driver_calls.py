@@ -4,8 +4,9 @@
 
 SOURCE is a tree of https://github.com/NVIDIA/open-gpu-kernel-modules, or of a release's source
 package; with tags it is a git repository of that project, and each tag is checked. Every number,
-size and offset of governor/hardware/calls.py becomes an assertion that gcc evaluates. Prints a line
-for each tree and for each difference; exits with status 1 if there is a difference.
+size and offset of governor/hardware/calls.py becomes an assertion that gcc evaluates. The program
+prints a line for each tree and for each difference, and exits with status 1 if there is a
+difference.
 """
 
 from __future__ import annotations

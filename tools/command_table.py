@@ -57,7 +57,7 @@ class Command:
 
     @property
     def name(self) -> str:
-        """The last word."""
+        """The last word of the command, which is the name of its program, verb or subcommand."""
         return self.path[-1]
 
     def synopsis(self) -> str:

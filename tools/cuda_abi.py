@@ -223,7 +223,7 @@ def read_simulated() -> Declarations:
 
 
 def faults_of_type(name: str, ours: Type, theirs: Type) -> Iterator[str]:
-    """Say where a structure of ours differs from the header's."""
+    """Yield each difference between a structure of ours and the header's."""
     if ours.kind != "struct" or theirs.kind != "struct":
         if ours.size != theirs.size:
             yield f"{name}: {ours}, in cuda.h {theirs}"
@@ -261,7 +261,7 @@ def passes_alike(ours: Type, theirs: Type) -> bool:
 
 
 def faults_of_function(name: str, ours: Type, theirs: Type) -> Iterator[str]:
-    """Say where a prototype of ours differs from the header's."""
+    """Yield each difference between a prototype of ours and the header's."""
     if len(ours.parameters) != len(theirs.parameters):
         count = len(theirs.parameters)
         yield f"{name}: {len(ours.parameters)} parameters, in cuda.h {count}"

@@ -134,7 +134,7 @@ def at_hand() -> Path | None:
 
 
 def faults_of_names(names: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Say which functions are not in the tables, or are not governed as they have to be."""
+    """Return a line for each table that lacks functions, with their names."""
     functions = cover(names)
     wanted = {
         "functions.toml does not name": [f.name for f in functions if f.effect is None],

@@ -6,7 +6,7 @@
 
 The rules and mutants are data: tests/mutants/rules.toml. A mutant that survives means a rule
 without a test. Some mutants make mounts on the host that should be in a container, so all of them
-run in a mount namespace of their own.
+run in a separate mount namespace.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def hunt(rules: list[str]) -> int:
 
 
 def main() -> int:
-    """Do what the command line requests."""
+    """Do what the command line requests, and return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("rules", nargs="*", metavar="RULE")
     parser.add_argument("--page", action="store_true")

@@ -36,7 +36,7 @@ def licence(text: str) -> str:
 
 
 def from_here(directory: Path) -> None:
-    """Copy nvidia-ml-py, which is a single module, with the licence in a file of its own."""
+    """Copy nvidia-ml-py, which is a single module, with the licence in a separate file."""
     try:
         found = metadata.distribution(NAME)
     except metadata.PackageNotFoundError:

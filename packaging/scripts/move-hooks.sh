@@ -1,5 +1,5 @@
-# Moves Podman's hooks out of the directory of earlier versions, which Buildah reads as well: it fails to build images
-# with them.
+# Moves Podman's hooks out of a directory that earlier versions used and that Buildah reads as well: Buildah fails to
+# build images while they are there.
 move_hooks() {
     grep -qs '"/usr/bin/tidegate-hook"' /etc/containers/oci/hooks.d/50-tidegate-devices.json || return 0
     grep -qs '"podman":' /var/lib/tidegate/setup/journal.json || return 0

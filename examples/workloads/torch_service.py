@@ -4,8 +4,8 @@
     torch_service.py --model resnet18|decode-graph --requests MEAN_US --seconds S --out FILE
 
 A request is a forward pass of ResNet18 over a batch of images, or some tokens of a decoder as CUDA
-graphs, each read back before the next one begins. FILE gets the records of request_loop.py. Needs
-PyTorch, a driver, and the modules in this directory.
+graphs, each read back before the next one begins. FILE gets the records of request_loop.py. The
+service needs PyTorch, a driver, and the modules in this directory.
 """
 
 from __future__ import annotations

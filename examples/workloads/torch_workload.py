@@ -5,9 +5,9 @@
     torch_workload.py --allocate BYTES
     torch_workload.py --model gru --selftest
 
-Trains on synthetic data that lives on the GPU, with random initial weights, and stamps the end of
-each unit of work (a part of the step, at most 2 ms of GPU time when alone) into FILE. Needs PyTorch
-and a driver, and the modules in this directory.
+The job trains on synthetic data that lives on the GPU, with random initial weights, and stamps the
+end of each unit of work (a part of the step, at most 2 ms of GPU time when alone) into FILE. It
+needs PyTorch, a driver, and the modules in this directory.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-# No model is loaded: neither library shall look for one, or for updates.
+# No model is loaded, so neither library may search for one, or for updates.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 import torch

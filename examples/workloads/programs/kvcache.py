@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Tests a paged key-value cache that sizes itself, and decoding by a CUDA graph through it.
 
-As serving engines do: load weights, run a forward pass to see what it takes, then take 0.92 of the
-GPU's memory less what is used, in blocks. Sequences find their blocks through a table.
+Like a serving engine, it loads weights, runs a forward pass to see what that takes, then takes 0.92
+of the GPU's memory less what is used, in blocks. Sequences find their blocks through a table.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests an allocator of one's own in PyTorch: a C library, for all tensors and for one pool.
+"""Tests a custom allocator in PyTorch: a C library, for all tensors and for one pool.
 
 Engines that move memory on their own give PyTorch such a library. This one calls the driver.
 """

@@ -49,7 +49,7 @@ class EngineWorker:
         self.cuda.call("cuCtxSynchronize")
 
     def write(self, value: int) -> int:
-        """Fill the tensor, add one to it in each round; return the value that is in it then."""
+        """Fill the tensor, add one to it in each round, and return its final value."""
         self.cuda.call("cuMemsetD32_v2", self.tensor, value, WORDS)
         added = sum(self.cuda.add_one(self.tensor, WORDS) for _ in range(ROUNDS))
         self.cuda.call("cuCtxSynchronize")
@@ -98,7 +98,7 @@ def serve(make: Callable[..., Any], requests: Connection, *arguments: Any) -> No
 
 
 class Remote:
-    """An object in a process of its own, and the pipe to it."""
+    """An object in a separate process, and the pipe to it."""
 
     def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
         context = mp.get_context("spawn")
@@ -129,7 +129,7 @@ class Core:
         return self.workers[rank].call(method, *arguments)
 
     def kill(self, rank: int, enough: int) -> tuple[bool, float]:
-        """Kill a worker, and wait until the other sees `enough` bytes free: if, and in what ms."""
+        """Kill a worker; return whether the other sees `enough` bytes free, and the delay in ms."""
         self.workers[rank].process.kill()
         self.workers[rank].process.join()
         ended = time.monotonic()

@@ -361,7 +361,7 @@ class _ChildSearch:
     def _tasks(self) -> Iterator[tuple[int, int]]:
         for pid in sorted(int(n) for n in os.listdir(self.proc) if n.isdigit()):  # noqa: PTH208
             if pid != os.getpid():
-                # By thread: each may have a namespace of its own, and the first may have ended.
+                # By thread: each may have its own namespace, and the first may have ended.
                 for task in self._names(f"{pid}/task"):
                     self._check()
                     yield pid, int(task)

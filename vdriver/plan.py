@@ -217,7 +217,7 @@ def _add_control(  # noqa: PLR0917 - private, and called twice
 def _libraries(
     builder: _Builder, directory: str, files: Iterable[DriverFile], version: str
 ) -> None:
-    # Libraries with the driver's version go first, so that a companion with a version of its own
+    # Libraries with the driver's version go first, so that a companion with its own version
     # (a leftover of an older branch) does not take a name from them.
     ending = f".so.{version}"
     for file in sorted(files, key=lambda f: (not f.name.endswith(ending), f.name)):
@@ -278,7 +278,7 @@ def _sets(
     for capabilities in tables.combinations(offered):
         names64 = _chosen(builder.names[LIB64], capabilities, tables)
         names32 = _chosen(builder.names[LIB32], capabilities, tables)
-        # A capability that adds no library, like display, does not need a directory of its own.
+        # A capability that adds no library, like display, does not need a separate directory.
         same = made.get((names64, names32))
         if same is None:
             below = f"{SETS}/{'+'.join(capabilities)}"

@@ -174,9 +174,9 @@ def _held(path: Path) -> Iterator[None]:
 def load_libraries(
     generation: Path, manifest: Manifest, progress: Progress | None = None
 ) -> tuple[Loaded, ...]:
-    """Load every library of lib64 and lib32 in a process of its own, and return the results.
+    """Load every library of lib64 and lib32, each in a separate process, and return the results.
 
-    They are sorted by path, lib64 first. MirrorError if the loader does not accept the
+    The results are sorted by path, lib64 first. MirrorError if the loader does not accept the
     generation's path.
     """
     if re.search(r"[:;$]", str(generation)):

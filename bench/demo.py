@@ -402,7 +402,7 @@ def load_line(taken: float) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the demo; the exit status is 0 if the report could be made."""
+    """Run the demo; return 0 if the report could be made."""
     args = parse_arguments(argv)
     os.environ["PATH"] += ":/usr/sbin:/sbin"
     if os.geteuid() != 0:

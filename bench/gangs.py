@@ -9,7 +9,7 @@ are written to gangs.json, and the next part begins.
             duration of its units
   hogs      the job in a container with 30 % of both GPUs, while a hog with 60 % runs on each
   restart   the job trains while hogs run and the governor is killed and restarted
-  rivals    two containers with 45 % of both GPUs, each with a job of its own
+  rivals    two containers with 45 % of both GPUs, each with its own job
 
 The job runs in two processes, and in one with both GPUs. A container's share of a GPU is computed
 from the stamps of its units, on that GPU's clock, as in bench.quota.
@@ -455,7 +455,7 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the parts; the status is 0 if each could be measured."""
+    """Run the parts; return 0 if each could be measured."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.gangs", description=__doc__.split("\n", maxsplit=1)[0]
     )

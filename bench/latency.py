@@ -366,7 +366,7 @@ def _gpu(machine: Machine) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure; the status is 1 if an arm could not be run."""
+    """Measure; return 1 if an arm could not be run."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.latency", description=__doc__.split("\n", maxsplit=1)[0]
     )

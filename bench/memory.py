@@ -113,7 +113,7 @@ def watch(node: BenchNode, arguments: list[str], limit: int) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run, print the findings and write memory.json; the status is 1 if there are faults."""
+    """Run, print the findings and write memory.json; return 1 if there are faults."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.memory", description=__doc__.split("\n", maxsplit=1)[0]
     )

@@ -95,7 +95,7 @@ def measure(node: BenchNode) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run; the status is 1 if the fault was not seen, or no container could work afterwards."""
+    """Run; return 1 if the fault was not seen, or no container could work afterwards."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.mps", description=__doc__.split("\n", maxsplit=1)[0]
     )

@@ -389,7 +389,7 @@ class Harness:
         return ["--quota", str(self.quota), "--within-ms", str(self.within_ms), "--tools", tools]
 
     def run_native(self, name: str) -> ProgramRun:
-        """Run a program directly on this machine, with empty caches of its own."""
+        """Run a program directly on this machine, with its own empty caches."""
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
             return self._run_native(name, home)
 

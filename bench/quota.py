@@ -377,7 +377,7 @@ def write(output: Path, result: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run arms; the status is 0 if all could be measured."""
+    """Run arms; return 0 if all could be measured."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.quota", description=__doc__.split("\n", maxsplit=1)[0]
     )

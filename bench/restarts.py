@@ -116,7 +116,7 @@ def summarise(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure; the status is 1 if that failed."""
+    """Measure; return 1 if that failed."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.restarts", description=__doc__.split("\n", maxsplit=1)[0]
     )

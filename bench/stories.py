@@ -121,7 +121,7 @@ class Stage:
     ) -> StoryProgram:
         """Start a container with any command.
 
-        Its annotations are those of `like` in containers.yaml, by default those of its own name;
+        It has the annotations of `like` in containers.yaml, by default those under its own name;
         `before` is put in front of the runtime's command line.
         """
 
@@ -414,7 +414,7 @@ def check_machine(build: Path) -> None:
 def set_stage(folder: Path, machine: Machine) -> Iterator[Stage]:
     """Make a node for the story, and remove it afterwards."""
     with BenchNode(machine, settings={"scheduling": "auto", **read_settings(folder)}) as node:
-        # A node has a runtime directory of its own, so names need not differ between runs.
+        # A node has its own runtime directory, so names need not differ between runs.
         node.prefix = ""
         stage = Stage(folder, node, machine, read_containers(folder))
         stage.say(f"{folder.name}: a {machine.kind} GPU, its driver mirrored, a governor")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests a green context: some of the GPU's multiprocessors, a stream of its own, and kernels."""
+"""Tests a green context: some of the GPU's multiprocessors, a separate stream, and kernels."""
 
 from __future__ import annotations
 

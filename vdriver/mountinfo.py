@@ -142,5 +142,5 @@ def _join(point: str, below: str) -> str:
 def _named(entry: str, places: dict[str, Location]) -> set[str]:
     if not re.fullmatch(r"[0-9A-Za-z.]+-[0-9a-f]{12}(\..+)?|\.tmp-.+", entry):
         return set(places)
-    # It may have been renamed since: set aside as damaged, or by a removal that was interrupted.
+    # The entry may have a new name by now: set aside as damaged, or by an interrupted removal.
     return {n for n in places if n == entry or n.startswith(f"{entry}.") or f"-{entry}" in n}

@@ -344,7 +344,7 @@ class _ChildSearch:
             pinned = _inode(mount.root) if mount.type == "nsfs" else None
             if pinned is None or pinned in self.read:
                 continue
-            # The path is valid in the namespace that was just read, so that is entered again.
+            # The path is valid in the namespace that was just read, so that one is entered again.
             where = f"mount namespace {pinned} at {show(mount.point)} of {what}"
             self._at(where)
             try:

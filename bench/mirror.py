@@ -70,7 +70,7 @@ class GraphicsNode(Nvidia):
 
 
 def tidegate(*arguments: str) -> tuple[float, int, dict[str, Any]]:
-    """Run the command; return seconds, status, and its answer.
+    """Run the command; return the seconds that it took, its status and its answer.
 
     An installed command has bytecode, so PYTHONDONTWRITEBYTECODE is removed from the environment.
     """

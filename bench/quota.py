@@ -132,7 +132,7 @@ def give_own_driver(node: BenchNode) -> None:
 
 
 def start_one(node: BenchNode, tenant: ArmContainer, seconds: float) -> Running:
-    """Start a container that sets up and then waits for the signal to begin."""
+    """Start a container that sets itself up and then waits for the signal to begin."""
     arguments = [
         *node.machine.command(tenant.job, inside=True),
         *tenant.options,

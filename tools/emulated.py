@@ -55,7 +55,7 @@ def register(emulator: Path, place: Path) -> None:
 
 
 def cover(root: Path) -> Path:
-    """Mount an overlay over a root, in memory, and return its mount point."""
+    """Mount an overlay with an upper layer in memory over a root; return its mount point."""
     place = root.with_name(f"{root.name}.over")
     place.mkdir(exist_ok=True)
     mount("tmpfs", place, "tmpfs")

@@ -105,7 +105,7 @@ def work(options: argparse.Namespace) -> None:
             words[DONE + number] = done
         over = words[END] or now - begin > options.seconds
         if number == 0 and over and not words[STOP_AT]:
-            # No process is ahead of this: its all-reduce needs this process's half.
+            # No process is beyond this iteration: its all-reduce needs this process's half.
             words[STOP_AT] = i + 4 * DEPTH
     for mark in pending:
         backend.wait(mark)

@@ -32,6 +32,8 @@ log = structlog.get_logger()
 
 SOON_NS = 20_000_000
 """Minimum interval between two samples of a GPU, in nanoseconds."""
+LEAST_S = 0.01
+"""Shortest interval between two checks of the ledgers, in seconds."""
 POLL_S = 0.05
 """Longest interval at which the ledgers are checked for waiting processes, in seconds. Processes
 announce that they wait, but a control library of an earlier version does not."""
@@ -205,8 +207,10 @@ async def reconcile(
         wait_s = POLL_S
         with _woken_by(runners[watch.device.uuid] for watch in watches) as woken:
             while True:
+                # A process can announce at any rate that it waits.
+                await asyncio.sleep(LEAST_S)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(woken.wait(), wait_s)
+                    await asyncio.wait_for(woken.wait(), max(0.0, wait_s - LEAST_S))
                 woken.clear()
                 wait_s = POLL_S
                 for watch in watches:

@@ -378,8 +378,7 @@ static void regain_patience(struct arbiter *arbiter, uint64_t now)
  *
  * The holder may be named if others want the GPU but have to wait longer: it then prepares its next
  * grant while its queue is full (H200, ResNet18 with 45 % beside two others: 42.9 % instead of
- * 41.8 %). If it is alone, it has the time until its next grant for that, and what it holds back
- * would be missing in this one (38.4 % instead of 43.3 %).
+ * 41.8 %). If it is alone, it has the time until its next grant for that.
  */
 static int32_t expect_next(const struct arbiter *arbiter, uint64_t now, uint64_t *beginsp)
 {

@@ -35,7 +35,8 @@ struct arbiter_config {
     uint64_t overhead_ns; /* longest part of a grant that a report may declare unused */
     uint64_t beside_ns;   /* longest part of its work that may have run alongside others' */
     /* The container that is expected to hold the GPU next is named at once, and has this long from
-     * the expected begin of its grant to prepare work; 0: it is not named before it is decided. */
+     * the expected beginning of its grant to prepare work; 0: it is not named before it is decided.
+     */
     uint64_t prepare_ns;
 };
 
@@ -131,5 +132,6 @@ bool arbiter_in_gang(const struct arbiter *arbiter, int32_t tenant);
 void arbiter_align(struct arbiter *arbiter, uint64_t at);
 void arbiter_keep(struct arbiter *arbiter, uint64_t until);
 void arbiter_take(struct arbiter *arbiter, uint64_t now);
+void arbiter_stop(struct arbiter *arbiter, uint64_t now);
 ARBITER_EXPORT void arbiter_stats(const struct arbiter *arbiter, int32_t tenant,
                                   struct arbiter_stats *statsp);

@@ -124,6 +124,13 @@ void arbiter_keep(struct arbiter *arbiter, uint64_t until)
     arbiter->kept = until;
 }
 
+/* Ends the grant, because the GPU's own scheduler divides the time from now on. */
+void arbiter_stop(struct arbiter *arbiter, uint64_t now)
+{
+    if (arbiter->holder != ARBITER_NOBODY)
+        arbiter_end_grant(arbiter, now, SEVERAL);
+}
+
 /* Takes the grant away. The holder is blocked on a container that itself waits for this grant, so
  * the arbiter does not wait for the holder. */
 void arbiter_take(struct arbiter *arbiter, uint64_t now)

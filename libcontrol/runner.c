@@ -150,13 +150,16 @@ static bool check_due(struct runner *runner, uint64_t now)
     return due;
 }
 
+/* Reports once that a process waits, until runner_due() is called again: a process could cause any
+ * number of reports. */
 static void report_due(struct runner *runner, uint64_t now)
 {
     uint64_t one = 1;
-    bool before = runner->due;
 
-    runner->due = check_due(runner, now);
-    if (runner->due && !before && write(runner->due_fd, &one, sizeof one) < 0)
+    if (runner->due || !check_due(runner, now))
+        return;
+    runner->due = true;
+    if (write(runner->due_fd, &one, sizeof one) < 0)
         return; /* full: it is known already */
 }
 
@@ -412,7 +415,7 @@ RUNNER_EXPORT void runner_open(struct runner *runner, bool open)
     pthread_mutex_lock(&runner->mutex);
     if (open && !runner->open) {
         if (runner->view.holder != ARBITER_NOBODY) {
-            arbiter_take(runner->arbiter, os_now());
+            arbiter_stop(runner->arbiter, os_now());
             runner->tenants[runner->view.holder].granted = false;
         }
         runner->view.holder = ARBITER_NOBODY;
@@ -444,8 +447,8 @@ RUNNER_EXPORT int runner_watch(struct runner *runner, int fd, struct runner *con
     return epoll_ctl(runner->epoll_fd, EPOLL_CTL_ADD, fd, &event) < 0 ? errno : 0;
 }
 
-/* Returns whether a process waits for a sample of NVML. The next one that begins to wait after this
- * has returned false is reported on runner_due_fd(). */
+/* Returns whether a process waits for a sample of NVML. If none does, the next one that begins to
+ * wait is reported on runner_due_fd(). */
 RUNNER_EXPORT bool runner_due(struct runner *runner)
 {
     bool due;

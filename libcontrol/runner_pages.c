@@ -112,6 +112,28 @@ static void count_wait(struct runner_waits *waits, uint64_t ns)
     waits->ns += ns;
 }
 
+/* Tells the next holder that it may prepare work, or should be awake. A new grant clears that, so
+ * a holder that is itself the next one is told in each of its grants. */
+static void name_next(struct runner *runner, const struct arbiter_view *view)
+{
+    const struct arbiter_view *old = &runner->view;
+    bool is_new = view->standby != old->standby || view->expected != old->expected ||
+                  (view->standby == view->holder && view->epoch != old->epoch);
+    struct runner_tenant *t;
+
+    if (old->standby != ARBITER_NOBODY && view->standby != old->standby) {
+        t = &runner->tenants[old->standby];
+        if (t->used)
+            atomic_store_relaxed(&t->grant->standby_ns, 0);
+    }
+    if (view->standby == ARBITER_NOBODY || !is_new || !(view->expected || runner->config.spin_ns))
+        return;
+    t = &runner->tenants[view->standby];
+    atomic_store_release(&t->grant->standby_ns, view->standby_ns);
+    atomic_add_seq_cst(&t->grant->signal, 1);
+    os_futex_wake(&t->grant->signal);
+}
+
 /* Writes the arbiter's decision into the pages. */
 void runner_apply(struct runner *runner, const struct arbiter_view *view)
 {
@@ -129,13 +151,6 @@ void runner_apply(struct runner *runner, const struct arbiter_view *view)
         (view->holder != old->holder || view->epoch != old->epoch) &&
         runner->tenants[old->holder].used && runner->tenants[old->holder].granted)
         runner_close_grant(&runner->tenants[old->holder]);
-    if (view->standby != ARBITER_NOBODY && runner->config.spin_ns &&
-        (view->standby != old->standby || view->expected != old->expected)) {
-        t = &runner->tenants[view->standby];
-        atomic_store_release(&t->grant->standby_ns, view->standby_ns);
-        atomic_add_seq_cst(&t->grant->signal, 1);
-        os_futex_wake(&t->grant->signal);
-    }
     if (view->holder != ARBITER_NOBODY) {
         uint64_t deadline = view->deadline_ns == ARBITER_NEVER ? GRANT_OPEN : view->deadline_ns;
 
@@ -159,6 +174,7 @@ void runner_apply(struct runner *runner, const struct arbiter_view *view)
             publish(t, deadline);
         }
     }
+    name_next(runner, view);
     runner->view = *view;
 }
 

@@ -38,7 +38,7 @@ struct runner {
     int epoll_fd;
     int wake_fd;
     int due_fd; /* written when a process begins to wait for a sample */
-    bool due;   /* a process waited for one when this was last checked */
+    bool due;   /* that was reported, and has not been checked since */
     struct arbiter *arbiter;
     struct arbiter_view view;
     struct runner_tenant tenants[ARBITER_N_TENANTS];

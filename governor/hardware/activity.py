@@ -106,10 +106,19 @@ class Activity:
     def wants_samples(self, now: int) -> bool:
         """Return whether new samples are due, and can correct more than their own error.
 
-        They cannot if nearly all turns ended with their slices.
+        They correct charges of processes that may have paused, and charges below the full time.
         """
-        open_ = sum(ns for step in self._steps for ns in step.open.values())
-        return now - self._asked >= ASK and open_ > NOISE * (now - self._known)
+        if now - self._asked < ASK:
+            return False
+        uncertain = sum(
+            max(step.open[pid], ns - step.charged[pid])
+            for step in self._steps
+            for pid, ns in step.resident.items()
+        )
+        if uncertain > NOISE * (now - self._known):
+            return True
+        self._asked = now  # the sum is not computed in each step
+        return False
 
     @property
     def known(self) -> int:

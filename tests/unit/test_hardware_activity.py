@@ -171,3 +171,19 @@ def test_samples_are_not_requested_if_turns_show_that_no_process_paused(last, wa
     turns = [Full(7, 400 * MS, 200 * MS), Full(8, 200 * MS, (400 - last) * MS)]
     activity.step(400 * MS, {7: 200 * MS, 8: 200 * MS}, None, turns)
     assert activity.wants_samples(400 * MS) == wanted
+
+
+def test_a_process_that_seldom_worked_is_charged_in_full_once_it_works_all_the_time():
+    """Until a sample shows that, it is charged at its earlier rate; its turns alone show no pause."""
+    activity = Activity(0)
+    for at in range(20, 1001, 20):
+        told = [Sample(at * MS, 0.05)] if at % 200 == 0 else None
+        activity.step(at * MS, {7: 20 * MS}, told)
+    charged = 0
+    for at in range(1020, 3021, 20):
+        told = None
+        if activity.wants_samples(at * MS):
+            told = [Sample(at // 200 * 200 * MS, 1.0)]
+        turns = [Full(7, 20 * MS, 10 * MS), Full(8, 10 * MS, 0)]
+        charged += activity.step(at * MS, {7: 10 * MS, 8: 10 * MS}, told, turns)[7]
+    assert charged == pytest.approx(1000 * MS, abs=30 * MS)

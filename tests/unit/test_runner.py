@@ -262,3 +262,43 @@ def test_a_process_that_begins_to_wait_for_a_sample_is_reported_once(build_dir: 
             where = layout.grant_device(0)
             pages.write(container.grant, where, "grant_device", "reconciled_ns", n)
     runner.close()
+
+
+def test_with_mps_a_container_may_prepare_work_before_each_of_its_grants(build_dir: Path) -> None:
+    """The second one wants the GPU and has to wait for much longer."""
+    runner = Runner(load_library(build_dir / "libcontrol"), Config(), "mps")
+    runner_end, process_end = socket.socketpair()
+    with runner_end, process_end:
+        runner.watch(runner_end.fileno())
+        first, second = RunnerContainer(runner, 1, 1.0), RunnerContainer(runner, 1, 1.0)
+        runner.set(first.tenant, WHOLE * 45 // 100, WHOLE * 45 // 100)
+        runner.set(second.tenant, WHOLE // 100, WHOLE // 100)
+        prepared: list[bool] = []
+        process_end.send(b"w")
+        end = time.monotonic() + 20
+        may_prepare = False
+        while len(prepared) < 100:
+            assert time.monotonic() < end
+            may_prepare = may_prepare or first.read("standby_ns") > time.monotonic_ns()
+            second.work()
+            if first.work():
+                prepared.append(may_prepare)
+                may_prepare = first.read("standby_ns") > time.monotonic_ns()
+                process_end.send(b"r")
+        assert sum(prepared[10:]) > 80
+    runner.close()
+
+
+def test_a_process_cannot_cause_more_reports_than_there_are_checks(build_dir: Path) -> None:
+    runner = Runner(load_library(build_dir / "libcontrol"), Config(), "timeslice")
+    runner_end, process_end = socket.socketpair()
+    with runner_end, process_end:
+        runner.watch(runner_end.fileno())
+        container = RunnerContainer(runner, 1, 1.0)
+        assert not runner.due()
+        for i in range(400):
+            container.report(0, "provisional_ns", i % 2)
+            process_end.send(b"p")
+            time.sleep(0.001)
+        assert os.eventfd_read(runner.due_fd) == 1
+    runner.close()

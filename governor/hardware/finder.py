@@ -55,6 +55,10 @@ class _Process:
     def __init__(self, tenant: int, pid: int, pidfd: int) -> None:
         self.tenant, self.pid, self.pidfd = tenant, pid, pidfd
         self.slots: dict[int, Callable[[], int]] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the searches that were made."""
         self.n_known = 0  # the context count that it reported when it was found
         self.is_seen = False  # the trace shows it, but none of its channels is known
         self.n_misses = 0
@@ -93,9 +97,24 @@ class Finder:
         self._accounts: dict[int, _Account] = {}
         self._has_warned = False
         self._processes: dict[tuple[int, int], _Process] = {}
+        self._is_active = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tidegate-find", daemon=True)
         self._thread.start()
+
+    def start(self) -> None:
+        """Search for all processes that have entered, as if they had only just entered."""
+        with self._lock:
+            for process in self._processes.values():
+                process.forget()
+            self._next_searches.clear()
+            self._accounts.clear()
+            self._is_active = True
+
+    def stop(self) -> None:
+        """Make no more searches until the next `start`."""
+        with self._lock:
+            self._is_active = False
 
     def enter(
         self, tenant: int, slot: int, pid: int, pidfd: int, contexts: Callable[[], int]
@@ -168,7 +187,7 @@ class Finder:
         """Return the process to search next, with a descriptor of it; None if none is due."""
         with self._lock:
             due = []
-            for process in self._processes.values():
+            for process in self._processes.values() if self._is_active else ():
                 if now < process.next_at:
                     continue
                 n = process.n_contexts()

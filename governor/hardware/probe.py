@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from governor.hardware.child import module_command
+from governor.hardware.driver import DriverCallError
 from governor.hardware.steering import Hardware
 
 VERSION = 1
@@ -103,6 +104,11 @@ class Worker:
     def pid(self) -> int:
         """The pid of the process."""
         return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process.poll() is None
 
     def __enter__(self) -> Self:
         return self
@@ -196,7 +202,10 @@ def probe(
         own |= {first.pid, second.pid}
         try:
             _check(hardware, (first, second), require_alone)
-        except WithoutEffectError:
+        except (WithoutEffectError, DriverCallError) as e:
+            # A service manager may end all processes at once.
+            if ending() or not (first.is_alive and second.is_alive):
+                raise NotProbedError("a process that works on it has ended") from e
             require_alone()
             raise
 

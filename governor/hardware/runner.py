@@ -308,25 +308,23 @@ class HardwareRunner(Runner):
         show_name()
         pause_s = self._again_s
         while True:
+            began = time.monotonic()
             try:
-                hardware, watchdog = self._open()
+                if self._steer(*self._open()):
+                    return
             except WithoutEffectError as e:
                 self.not_steered = str(e)
-                self._is_opened.set()
                 return
             except (OSError, DriverCallError, NotProbedError) as e:
                 self.not_steered = str(e)
-                self._is_opened.set()
-            except Exception as e:
-                log.exception("gpu-not-steered", gpu=self._gpu, error=repr(e))
+            except Exception as e:  # noqa: BLE001
+                # Whatever the error is, grants enforce the quotas.
                 self.not_steered = repr(e)
+                self._say_failed()
+            finally:
                 self._is_opened.set()
-            else:
-                began = time.monotonic()
-                if self._steer(hardware, watchdog):
-                    return
-                if time.monotonic() - began > LASTED_S:
-                    pause_s = self._again_s
+            if time.monotonic() - began > LASTED_S:
+                pause_s = self._again_s
             if self._ending.wait(pause_s):
                 return
             pause_s = min(2 * pause_s, AGAIN_MOST_S)
@@ -336,8 +334,9 @@ class HardwareRunner(Runner):
         hardware = self._opens(self._ending)
         try:
             return hardware, hardware.watchdog()
-        except BaseException:
+        except BaseException as e:
             hardware.close()
+            log.warning("gpu-not-steered", gpu=self._gpu, error=f"its watchdog cannot start: {e}")
             raise
 
     def _steer(self, hardware: Closeable, watchdog: Tells) -> bool:
@@ -349,30 +348,18 @@ class HardwareRunner(Runner):
             board=self._board,
             gpu=self._gpu,
         )
-        self._n_lost = 0
-        with self._lock:  # from here on, changes are put into the queue
-            self._known.tell(steering)
-            self._hardware, self._is_steered = hardware, True
-        self.not_steered = ""
-        self.open(is_open=True)
-        log.info("gpu-steered", gpu=self._gpu)
-        self._is_opened.set()
         try:
+            self._begin(steering, hardware)
             while self._step(steering, hardware):
                 pass
         except Exception as e:  # noqa: BLE001
-            # Whatever the error is, grants enforce the quotas.
             self.not_steered = str(e) or repr(e)
-            log.error(
-                "gpu-not-steered",
-                gpu=self._gpu,
-                error=self.not_steered,
-                hint="grants divide its time from now on; it is tried again after a pause",
-            )
+            self._say_failed()
             return False
         else:
             return True
         finally:
+            self._finder.stop()
             with self._lock:
                 self._is_steered = False
                 self._drain()
@@ -381,9 +368,29 @@ class HardwareRunner(Runner):
             with contextlib.suppress(Exception):
                 steering.all_on()
             # The watchdog switches on what could not be switched on here.
-            watchdog.close()
-            hardware.close()
+            for one in (watchdog, hardware):
+                with contextlib.suppress(Exception):
+                    one.close()
             self._used_before = self._used
+
+    def _begin(self, steering: Steering[Any], hardware: Closeable) -> None:
+        self._n_lost = 0
+        with self._lock:  # from here on, changes are put into the queue
+            self._known.tell(steering)
+            self._hardware, self._is_steered = hardware, True
+        self.not_steered = ""
+        self._finder.start()
+        self.open(is_open=True)
+        log.info("gpu-steered", gpu=self._gpu)
+        self._is_opened.set()
+
+    def _say_failed(self) -> None:
+        log.error(
+            "gpu-not-steered",
+            gpu=self._gpu,
+            error=self.not_steered,
+            hint="grants divide its time from now on; it is tried again after a pause",
+        )
 
     def _run_on_thread(self, what: Callable[[Steering[Any]], None]) -> None:
         """Run a call on the steering thread, while the GPU is steered; the lock is held."""

@@ -341,14 +341,15 @@ class HardwareRunner(Runner):
 
     def _steer(self, hardware: Closeable, watchdog: Tells) -> bool:
         """Steer the GPU until that fails, or until the end; return True at the end."""
-        steering = Steering(
-            hardware,
-            announce=watchdog.tell,
-            samples=self._samples,
-            board=self._board,
-            gpu=self._gpu,
-        )
+        steering: Steering[Any] | None = None
         try:
+            steering = Steering(
+                hardware,
+                announce=watchdog.tell,
+                samples=self._samples,
+                board=self._board,
+                gpu=self._gpu,
+            )
             self._begin(steering, hardware)
             while self._step(steering, hardware):
                 pass
@@ -365,8 +366,9 @@ class HardwareRunner(Runner):
                 self._drain()
             # Grants are closed first, so that a container that is switched on finds no open grant.
             self.open(is_open=False)
-            with contextlib.suppress(Exception):
-                steering.all_on()
+            if steering is not None:
+                with contextlib.suppress(Exception):
+                    steering.all_on()
             # The watchdog switches on what could not be switched on here.
             for one in (watchdog, hardware):
                 with contextlib.suppress(Exception):

@@ -34,6 +34,7 @@ class FinderWorld:
 def world():
     world = FinderWorld()
     world.finder = Finder(world.find, world.told.append)
+    world.finder.start()
     yield world
     world.finder.close()
 
@@ -118,6 +119,7 @@ def test_a_search_that_does_not_end_does_not_block_closing(monkeypatch):
     world = FinderWorld()
     world.takes_s = 3.0
     finder = world.finder = Finder(world.find, world.told.append)
+    finder.start()
     enter(world, 11)
     wait_for(lambda: world.looks)
     begin = time.monotonic()
@@ -173,3 +175,16 @@ def test_a_search_among_all_clients_is_rare_however_many_processes_there_are(wor
         time.sleep(0.01)
     most = 2 + (time.monotonic() - begin) / (world.takes_s * COST)
     assert 1 <= len(thorough()) <= most
+
+
+def test_a_process_that_came_before_the_finder_started_is_searched_like_a_new_one(world):
+    """While the GPU is not steered, no search can find anything, so none counts as a miss."""
+    world.finder.stop()
+    enter(world, 11)
+    world.has[11] = [1]
+    world.finder.saw([11])
+    time.sleep(0.3)
+    assert world.looks == []
+    world.finder.start()
+    wait_for(lambda: world.told)
+    assert world.looks == [(11, False)]

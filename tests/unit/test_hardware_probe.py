@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -115,6 +117,24 @@ def test_what_has_no_effect_beside_another_process_may_have_one(gpu: SimpleNames
     answers = iter([set(), {1}])
     with pytest.raises(NotProbedError, match=r"^other processes use it$"):
         run_probe(gpu, hardware, others=lambda: next(answers))
+
+
+@pytest.mark.parametrize(
+    "error", [WithoutEffectError("no effect"), DriverCallError("a call", 0x57)]
+)
+def test_nothing_is_concluded_if_the_processes_were_ended(
+    gpu: SimpleNamespace, error: Exception
+) -> None:
+    """A service manager may end them at the same time as the governor."""
+
+    class Ending:
+        def find(self, pid: int, _: int) -> None:
+            os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
+            raise error
+
+    with pytest.raises(NotProbedError, match="a process that works on it has ended"):
+        run_probe(gpu, Ending())
 
 
 def test_a_test_that_hangs_ends_within_its_time(

@@ -493,6 +493,28 @@ def test_the_end_does_not_wait_for_a_test(opening):
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.parametrize("where", ["log.info", "Steering"])
+def test_an_error_at_the_beginning_of_steering_leaves_no_open_grant(
+    opening, gpu, monkeypatch, where
+):
+    """For instance, the log is a closed pipe."""
+
+    def fails(*_, **__):
+        raise OSError("broken pipe")
+
+    runner, opening = opening
+    containers = [WaitingContainer(runner, 10) for _ in range(2)]
+    monkeypatch.setattr(f"governor.hardware.runner.{where}", fails)
+    opening.may_end.set()
+    wait_for(lambda: runner.not_steered == "broken pipe")
+    wait_for(lambda: gpu.closed)
+    assert not runner.is_steered
+    runner.wait_opened(20)
+    wait_for(lambda: not all(c.read("deadline_ns") == layout.OPEN for c in containers))
+    monkeypatch.undo()
+    wait_for(lambda: runner.is_steered)
+
+
 def test_a_gpu_on_which_calls_have_no_effect_is_not_tried_again(opening):
     runner, opening = opening
     opening.result = WithoutEffectError("no effect")

@@ -267,7 +267,7 @@ class Account:
         self._measure(device, now_ns, after, look)
         self._publish_usage()
         if now_ns - self._counted_ns[device] >= LENT_NS:
-            # Lent time is computed second by second, however rarely its counter is read.
+            # Lent time is computed about once a second, however rarely its counter is read.
             self._counted_ns[device] = now_ns
             self._counters.time(device, self._gpus.stats(device), now_ns, self.quota)
 

@@ -236,8 +236,8 @@ class Container:
 
     def _find_membership(self, first: Identity, recovered: RecoveredContainer | None) -> Membership:
         if recovered is None:
-            # The runtime has put the first process into its group, and no code of the image has run
-            # yet.
+            # The runtime has put the first process into its control group, and no code of the image
+            # has run yet.
             return find_membership(first.pid)
         if recovered.membership is not None:
             return recovered.membership

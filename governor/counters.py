@@ -35,8 +35,8 @@ class GpuTime:
     """The arbiter's times of a container on a GPU, or of all containers on it.
 
     The values are nanoseconds and counts. `held_ns` includes the current grant. `lent_ns` is the
-    time that was charged beyond the guarantee, second by second. `handover_ns` is the time that was
-    held but not charged, of grants with a settled charge.
+    time that was charged beyond the guarantee, in intervals of a second or more. `handover_ns` is
+    the time that was held but not charged, of grants with a settled charge.
     """
 
     held_ns: int = 0
@@ -55,8 +55,8 @@ class GpuTime:
 def gpu_time(stats: Stats, now_ns: int) -> GpuTime:
     """Return a container's GPU time as of now.
 
-    It includes the current grant, because an open grant is booked only at its end. `lent_ns` is not
-    set: see Counters.
+    It includes the current grant, because an open grant is charged only at its end. `lent_ns` is
+    not set: see Counters.
     """
     running = max(0, now_ns - int(stats.since_ns)) if stats.since_ns else 0
     return GpuTime(
@@ -95,7 +95,7 @@ class _Lent:
     total_ns: int = 0
 
     def update(self, now_ns: int, charged_ns: int, quota: Quota) -> int:
-        """Return the time lent until the end of the last full second, in nanoseconds."""
+        """Return the time lent until less than a second ago, in nanoseconds."""
         passed = now_ns - self.at_ns
         if passed >= LENT_NS:
             own, most = (passed * part // 100 for part in (quota.compute, quota.compute_limit))
@@ -163,7 +163,8 @@ contain nonsense."""
 class Rates:
     """A container's rates on a GPU over the last two seconds, in percent of that time.
 
-    Each reading is kept, so every caller gets the rate since the oldest reading within the window.
+    A reading that comes less than LEAST_NS after the last kept one is not kept. Rates are computed
+    from the newest kept reading that is at least RATE_NS old or, if there is none, from the oldest.
     """
 
     def __init__(self) -> None:

@@ -138,7 +138,7 @@ def parse_line(line: str, source: str = "", stamp: str = "") -> Event | None:
 
 
 def parse_journal(line: str) -> Event | None:
-    """Return the event of one line of `journalctl -o json`; None if it is not Tidegate's."""
+    """Return the event of one line of `journalctl -o json`, or None if it is not Tidegate's."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):

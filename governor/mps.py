@@ -127,7 +127,7 @@ _EVENTS = (
 
 
 def read_line(line: str) -> MpsEvent | None:
-    """Return the event in a line of a log; None if it is of no interest.
+    """Return the event in a line of a log, or None if it is of no interest.
 
     A client's command is logged verbatim, including line breaks, so a client can forge lines. It
     can hardly know the daemon's pid, with which genuine lines begin.

@@ -92,7 +92,7 @@ def _read_podman(identifier: str, bundle: str) -> object:
 
 
 def _read(path: Path) -> Any:
-    """Return a file's JSON, None if it cannot be read: a missing name is not an error."""
+    """Return a file's JSON, or None if it cannot be read: a missing name is not an error."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW
     try:
         fd = os.open(path, flags)

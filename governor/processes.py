@@ -43,7 +43,7 @@ def boot_id() -> str:
 
 
 def start_time(pid: int, proc: Path = PROC) -> int | None:
-    """Return a process's start time in clock ticks since the boot; None if it is gone."""
+    """Return a process's start time in clock ticks since the boot, or None if it is gone."""
     try:
         text = (proc / str(pid) / "stat").read_bytes()
         # The name is in parentheses and may itself contain some. Field 22 is the 20th after it.
@@ -58,7 +58,7 @@ def started_ns(pid: int, proc: Path = PROC) -> int:
 
 
 def open_process(process: Identity) -> int | None:
-    """Return a pidfd of exactly this process; None if it is gone.
+    """Return a pidfd of exactly this process, or None if it is gone.
 
     Raise OSError if none can be created.
     """

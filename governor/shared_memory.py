@@ -199,7 +199,7 @@ def memfd_device() -> int:
 def find_ledger(
     processes: Iterable[Identity], file: FileIdentity | None, taken: set[FileIdentity]
 ) -> Ledger | None:
-    """Return the ledger that one of these processes has mapped; None if none has.
+    """Return the ledger that one of these processes has mapped, or None if none has.
 
     `file` is the identity of the ledger. If it is not known, the first file is used that has the
     form of a ledger and does not belong to another container (`taken`): a process may have received

@@ -275,7 +275,7 @@ class State:
 
     @staticmethod
     def _set_aside(path: Path, why: str) -> Path | None:
-        """Move the file and its companions away; return the new path, None if that fails."""
+        """Move the file and its companions away; return the new path, or None if that fails."""
         number = 1
         while (aside := path.with_name(f"{path.name}.{why}-{number}")).exists():
             number += 1

@@ -124,7 +124,7 @@ def _examine(node: ExaminedNode, file: CdiFile) -> Iterator[Finding]:
 
 
 def _stale(node: ExaminedNode, path: str, device: dict[str, Any]) -> str | None:
-    """Return why a device node in a file does not match the one that exists; None if it does."""
+    """Return why a device node in a file does not match the one that exists, or None if it does."""
     status = node.stat(path)
     if status is None:
         return f"{path} is missing"

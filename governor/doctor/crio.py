@@ -19,7 +19,7 @@ NOT_HERE = "CRI-O is not set up here: it has no configuration"
 
 
 def configuration(node: ExaminedNode) -> Configuration | None:
-    """Return CRI-O's configuration from its files, None if there are no files."""
+    """Return CRI-O's configuration from its files, or None if there are no files."""
 
     def is_directory(path: str) -> bool:
         status = node.stat(path)

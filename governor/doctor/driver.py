@@ -47,7 +47,7 @@ def gpus(node: ExaminedNode) -> tuple[ModuleGpu, ...]:
 
 
 def needs_none(node: ExaminedNode) -> str | None:
-    """Return why this node does not need NVIDIA's kernel module, None if it does need it."""
+    """Return why this node does not need NVIDIA's kernel module, or None if it does need it."""
     kind = kind_of_mirror(node)
     if kind == "simulated":
         return "the mirror's driver is the simulated GPU's, which has no kernel module"
@@ -135,7 +135,7 @@ def nodes(node: ExaminedNode) -> Iterator[Finding]:
             )
         elif (found := _number(status)) != (major, minor):
             yield wrong(
-                f"{path} is {found[0]}:{found[1]}; the kernel says {major}:{minor}",
+                f"{path} is {found[0]}:{found[1]}; it must be {major}:{minor}",
                 f"rm {path} && {make}",
             )
         elif status.st_mode & 0o006 != 0o006:
@@ -155,7 +155,7 @@ def _number(status: os.stat_result) -> tuple[int, int]:
 
 
 def links(node: ExaminedNode) -> Iterator[Finding]:
-    """Check the links in /dev/char, without which systemd loses the devices on a reload."""
+    """Check the links in /dev/char, which keep containers' GPUs usable when systemd reloads."""
     if node.stat("/run/systemd/system") is None:
         yield note("systemd is not running here: no links in /dev/char are needed")
         return
@@ -238,7 +238,7 @@ def compute_mode(node: ExaminedNode, rows: list[list[str]]) -> Iterator[Finding]
             closed = True
             yield wrong(
                 f"GPU {index} has the compute mode {mode}: it accepts "
-                + ("no process" if mode == "Prohibited" else "the processes of one program"),
+                + ("no process" if mode == "Prohibited" else "only one process"),
                 f"nvidia-smi -i {index} -c DEFAULT",
             )
     if not closed:
@@ -297,5 +297,5 @@ def _is_mps(node: ExaminedNode, pid: str) -> bool:
             return False
         state = (node.read(f"/proc/{pid}/stat") or "").rpartition(") ")[2][:1]
     except UnseenError:
-        return False  # it has ended in the meantime
+        return False  # it cannot be examined
     return state not in ("Z", "X")

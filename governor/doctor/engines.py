@@ -69,7 +69,7 @@ nerdctl = partial(_version, program="nerdctl")
 
 
 def docker_info(node: ExaminedNode) -> dict[str, Any] | None:
-    """Return the output of `docker info`, None if dockerd does not answer."""
+    """Return the output of `docker info`, or None if dockerd does not answer."""
     client = node.find("docker")
     if client is None:
         return None
@@ -173,7 +173,7 @@ class Containerd(NamedTuple):
 
 
 def containerd_config(node: ExaminedNode, path: str) -> Containerd | None:
-    """Return containerd's configuration in force, None if this file does not exist here."""
+    """Return containerd's configuration in force, or None if this file does not exist here."""
     document = read_toml(node, path)
     program = node.find("containerd")
     asked = None

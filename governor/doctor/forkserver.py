@@ -44,7 +44,7 @@ def serves(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def _listener(node: ExaminedNode, path: str) -> int | None:
-    """Return the pid of the listening process, None if there is none."""
+    """Return the pid of the listening process, or None if there is none."""
     host = node.host(path)
     if host is None:
         return None

@@ -171,7 +171,7 @@ def stages(node: ExaminedNode) -> Iterator[Finding]:
 
 
 def podman(node: ExaminedNode) -> Iterator[Finding]:
-    """Check whether root's Podman runs the hook, and adds the devices before that."""
+    """Check whether root's Podman runs the hook at all of its stages."""
     if node.find("podman") is None:
         yield note("podman is not installed")
         return
@@ -246,4 +246,4 @@ def doubled(node: ExaminedNode) -> Iterator[Finding]:
             f"rm {both[0]}; for Podman, `{SETUP}` uses a directory that CRI-O does not read",
         )
     else:
-        yield ok("no engine runs the hook twice")
+        yield ok("CRI-O does not run the hook twice")

@@ -26,7 +26,7 @@ def _driver_dir(node: ExaminedNode) -> str:
 
 
 def kind_of_mirror(node: ExaminedNode) -> str | None:
-    """Return the kind of driver that is mirrored, None if it is not known."""
+    """Return the kind of driver that is mirrored, or None if it is not known."""
     with contextlib.suppress(HookError, UnseenError):
         manifest = read_manifest(_driver_dir(node))
         os.close(manifest.hold)

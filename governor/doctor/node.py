@@ -111,7 +111,7 @@ class ExaminedNode:
         return 0 if self.alive else os.stat(self.root).st_uid  # noqa: PTH116
 
     def host(self, path: str) -> str | None:
-        """Return this process's path for a path on the node, None if it does not resolve."""
+        """Return this process's path for a path on the node, or None if it does not resolve."""
         if self.alive:
             return path
         tree = Tree(self.root)
@@ -119,7 +119,7 @@ class ExaminedNode:
         return None if real is None else tree.host(real)
 
     def stat(self, path: str) -> os.stat_result | None:
-        """Return a file's status, None if there is no file."""
+        """Return a file's status, or None if there is no file."""
         host = self.host(path)
         try:
             return None if host is None else os.stat(host)  # noqa: PTH116
@@ -139,7 +139,7 @@ class ExaminedNode:
             raise UnseenError(f"{directory}: {e.strerror}", remedy=AS_ROOT) from e
 
     def read(self, path: str) -> str | None:
-        """Return a regular file's text, None if there is no file."""
+        """Return a regular file's text, or None if there is no file."""
         host = self.host(path)
         if host is None:
             return None
@@ -198,7 +198,7 @@ class BrokenError(Exception):
 
 
 def read_json(node: ExaminedNode, path: str) -> dict[str, Any] | None:
-    """Return a JSON object, None if there is no file; raise BrokenError for anything else."""
+    """Return a JSON object, or None if there is no file; raise BrokenError for anything else."""
     text = node.read(path)
     if text is None:
         return None
@@ -212,7 +212,7 @@ def read_json(node: ExaminedNode, path: str) -> dict[str, Any] | None:
 
 
 def read_toml(node: ExaminedNode, path: str) -> dict[str, Any] | None:
-    """Return a TOML document, None if there is no file; raise BrokenError for anything else."""
+    """Return a TOML document, or None if there is no file; raise BrokenError for anything else."""
     text = node.read(path)
     try:
         return None if text is None else parse_toml(text)

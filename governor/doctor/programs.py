@@ -57,7 +57,7 @@ def _resolution(node: ExaminedNode, path: str) -> Iterator[tuple[str, os.stat_re
 
 
 def not_trusted(node: ExaminedNode, path: str) -> str | None:
-    """Return how a user other than root could change the file at `path`, None if none could.
+    """Return how a user other than root could change the file at `path`, or None if none could.
 
     The file and all of its parent directories are examined, and so are those of each link's target.
     """

@@ -55,7 +55,7 @@ def _ask(node: ExaminedNode, op: str) -> dict[str, Any]:
 
 
 def process(node: ExaminedNode) -> int | None:
-    """Return the governor's pid; None if it does not answer."""
+    """Return the governor's pid, or None if it does not answer."""
     try:
         return int(_ask(node, "ping")["pid"])
     except (TidegateError, UnseenError):

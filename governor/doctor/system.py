@@ -1,4 +1,4 @@
-"""Check the kernel, its control groups, and its security modules."""
+"""Check the kernel, the processor, the control groups, and the security modules."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _listed(names: list[str]) -> str:
 
 
 def cgroups(node: ExaminedNode) -> Iterator[Finding]:
-    """Report the version of the control groups, and whether a runtime cannot use it."""
+    """Report the cgroup version; check whether any is mounted, and whether crun accepts it."""
     mounts = node.read("/proc/self/mounts")
     if mounts is None:
         raise UnseenError("/proc/self/mounts does not exist")

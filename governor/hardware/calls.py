@@ -1,9 +1,10 @@
 """The driver calls that steer the GPU's own scheduler, as data.
 
 The kernel module takes ioctls on /dev/nvidiactl. A caller allocates objects below its own *client*
-(NV_ESC_RM_ALLOC) and controls objects (NV_ESC_RM_CONTROL). All names here are those of NVIDIA's
+(NV_ESC_RM_ALLOC) and controls objects (NV_ESC_RM_CONTROL). The C names here are those of NVIDIA's
 published source of the kernel module, https://github.com/NVIDIA/open-gpu-kernel-modules, in which
-numbers, sizes and offsets are the same in every branch from 515 to 595.
+numbers, sizes and offsets are the same in every branch from 515 to 595, except where `since` or
+`before` is set.
 `tools/check-driver-calls` compiles this table against that source.
 """
 
@@ -85,7 +86,7 @@ class Layout:
         return value
 
     def only(self, *names: str) -> struct.Struct:
-        """Return a format that unpacks these fields, in the order of their offsets, in one step."""
+        """Return a format that unpacks these fields at once; they must be in order of offset."""
         format_, end = "<", 0
         for name in names:
             offset, n, element = self._elements[name]
@@ -200,11 +201,11 @@ GROUP = Constant("KEPLER_CHANNEL_GROUP_A", 0xA06C, "class/cla06c.h")
 BUFFER = Constant("NV_EVENT_BUFFER", 0x90CD, _BUFFER_CLASS)
 MEMORY = Constant("NV01_MEMORY_DEVICELESS", 0x90CE, "class/cl90ce.h")
 CHANNEL_LOW_BYTE = 0x6F
-"""Low byte of the classes of channels, in every generation: 0xc46f Turing, 0xc56f Ampere, 0xc86f
-Hopper."""
+"""Low byte of the classes of channels, in every GPU architecture: 0xc46f Turing, 0xc56f Ampere,
+0xc86f Hopper."""
 ENGINE_LOW_BYTES = (0xC0, 0x97)
 """Low bytes of the compute and graphics classes: 0xc6c0 and 0xc697 Ampere, 0xcbc0 and 0xcb97
-Hopper. A channel group without an object of either only copies."""
+Hopper. A channel group without such an object does neither compute nor graphics work."""
 
 DEVICE_ALLOC = Layout(
     "NV0080_ALLOC_PARAMETERS",

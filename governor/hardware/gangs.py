@@ -216,7 +216,7 @@ def _time_apart(spans: Sequence[tuple[int, int]], now: int) -> int:
 
 
 def _part_of_period(loads: Mapping[int, Load]) -> float | None:
-    """Return a container's part of a period on all its GPUs; None if it needs no window.
+    """Return a container's part of a period on all its GPUs, or None if it needs no window.
 
     As on one GPU, the part is its guarantee, its share of the time that no container is guaranteed,
     and what the limits of the others leave. The smallest such part of any of its GPUs is used.

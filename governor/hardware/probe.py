@@ -141,7 +141,7 @@ class Worker:
             raise NotProbedError("the process that works on it has ended") from e
 
     def answer(self, timeout_s: float) -> dict[str, Any] | None:
-        """Return the process's next answer; None if there is none within `timeout_s` seconds."""
+        """Return the process's next answer, or None if there is none within `timeout_s` seconds."""
         assert self._process.stdout is not None  # noqa: S101
         fd = self._process.stdout.fileno()
         deadline = min(time.monotonic() + timeout_s, self._until)
@@ -308,7 +308,7 @@ class Results:
         return why if is_ours and isinstance(why, str) else None
 
     def put(self, uuid: str, why: str) -> None:
-        """Keep a result; OSError if that is not possible."""
+        """Keep a result; raise OSError if that is not possible."""
         results = self._read()
         results[uuid] = {"version": VERSION, "driver": self._driver, "why": why}
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -53,7 +53,7 @@ class Tells(Protocol):
     """A watchdog: it is told which channels are off, and switches them on if the governor dies."""
 
     def tell(self, off: Sequence[Any], /) -> None:
-        """Announce what is about to be switched off; OSError if nothing listens."""
+        """Announce what is about to be switched off; raise OSError if nothing listens."""
 
     def close(self) -> None:
         """Stop it, after it has switched on what is off."""
@@ -70,7 +70,7 @@ class Closeable(Hardware[Any], Protocol):
 
 
 def open_hardware(nvml: Nvml, uuid: str) -> Closeable:
-    """Return the scheduler of a GPU; OSError or DriverCallError if it cannot be steered.
+    """Return the scheduler of a GPU; raise OSError or DriverCallError if it cannot be steered.
 
     A governor that has no right to make the calls uses the steering service.
     """

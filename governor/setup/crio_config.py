@@ -73,7 +73,7 @@ class Configuration:
         return named or next((name for name in BUILT_IN if self.program(name, runs)), BUILT_IN[0])
 
     def program(self, name: str, runs: Runs) -> str | None:
-        """Return the program of a handler, None if it does not exist."""
+        """Return the program of a handler, or None if it does not exist."""
         if self.handlers.get(name, {}).get("inherit_default_runtime") is True:
             name = self.text("default_runtime") or name
         path = self.text("runtime_path", name)
@@ -82,7 +82,7 @@ class Configuration:
         return search(name, runs)
 
     def monitor(self, name: str, runs: Runs) -> str | None:
-        """Return the conmon of a handler, None if it does not exist."""
+        """Return the conmon of a handler, or None if it does not exist."""
         path = self.text("conmon") or self.text("monitor_path", name)
         if path:
             return path if runs(path) else None
@@ -119,14 +119,14 @@ class Configuration:
 
 
 def search(program: str, runs: Runs) -> str | None:
-    """Return the path at which a service finds a program; None if it finds none."""
+    """Return the path at which a service finds a program, or None if it finds none."""
     if not program or "/" in program:
         return None
     return next((path for d in SEARCH if runs(path := f"{d}/{program}")), None)
 
 
 def files(names: Callable[[str], Iterable[str]], is_directory: Runs) -> Iterator[str]:
-    """Yield the paths of CRI-O's files in its order: all in the directory and below, by name."""
+    """Yield CRI-O's files in the order of reading: the main file, then all drop-ins by name."""
     yield MAIN
     yield from _below(DROP_INS, names, is_directory)
 

@@ -43,8 +43,8 @@ class Span:
 def parse(text: str) -> dict[str, Any]:
     """Return the object.
 
-    Raise ValueError if it is invalid, even if only a Go parser would reject it. Empty text is an
-    empty object, as for dockerd.
+    Raise ValueError if it is invalid, even if only a Go parser would reject it, or if a key occurs
+    twice in one object. Empty text is an empty object, as for dockerd.
     """
     body = text.removeprefix(BOM)
     if not body.strip(" \t\r\n"):

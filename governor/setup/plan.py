@@ -140,7 +140,7 @@ def untouched(root: Root, journal: Journal, engine: str, path: str) -> bool:
 
 
 def output(root: Root, *command: str) -> str | None:
-    """Return the output of an engine's program; None if it cannot be run here.
+    """Return the output of an engine's program, or None if it cannot be run here.
 
     If it fails, raise SetupError with the last line that it printed.
     """

@@ -22,7 +22,7 @@ from governor.setup.journal import Part
 
 
 def take_out(text: str, parts: list[Part], *, made: bool) -> str | None:
-    """Return the text without these parts; None if setup created the file and it is now empty.
+    """Return the text without these parts, or None if setup created the file and it is now empty.
 
     Raise ValueError if the text is no longer valid JSON or TOML, or a part cannot be identified.
     """

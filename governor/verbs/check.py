@@ -116,7 +116,7 @@ def look_at_mirror(driver_dir: str, root: str = "/") -> tuple[MirrorManifest, st
 
 
 def _visible_path(path: str, driver_dir: str) -> str | None:
-    """Return a watched file's path as seen by this process, None if it is not visible.
+    """Return a watched file's path as seen by this process, or None if it is not visible.
 
     If a pod made the mirror of its node's driver (`refresh --root /host`), the paths are those in
     that container. Another container of the pod, with hostPID, sees the node's root at

@@ -176,11 +176,11 @@ def test_device_nodes_of_other_numbers_are_wrong(host: Host) -> None:
     (host.root / "dev/nvidia0").unlink()
     os.mknod(host.root / "dev/nvidia0", 0o666 | stat.S_IFCHR, os.makedev(195, 7))
     assert host.check("driver.nodes")[0] == (
-        "wrong: /dev/nvidia0 is 195:7; the kernel says 195:0 -> rm /dev/nvidia0 && nvidia-modprobe -c 0"
+        "wrong: /dev/nvidia0 is 195:7; it must be 195:0 -> rm /dev/nvidia0 && nvidia-modprobe -c 0"
     )
     # The number of nvidia-uvm may change at a reboot.
     host.put("proc/devices", "Character devices:\n195 nvidia\n508 nvidia-uvm\n")
-    assert "/dev/nvidia-uvm is 511:0; the kernel says 508:0" in host.check("driver.nodes")[0]
+    assert "/dev/nvidia-uvm is 511:0; it must be 508:0" in host.check("driver.nodes")[0]
     host.put("proc/devices", "Character devices:\n195 nvidia\n")
     assert host.check("driver.nodes")[0].endswith(
         "its module nvidia-uvm is not loaded -> modprobe nvidia-uvm"

@@ -525,7 +525,7 @@ def test_crio_that_would_run_the_hook_twice_is_warned_of(host: Host) -> None:
         "etc/crio/crio.conf", f'[crio.runtime.runtimes.tidegate]\nruntime_path = "{RUNTIME}"\n'
     )
     host.json(LOCAL, hook_file())
-    assert host.check("hooks.doubled") == ["ok: no engine runs the hook twice"]
+    assert host.check("hooks.doubled") == ["ok: CRI-O does not run the hook twice"]
     host.json("usr/share/containers/oci/hooks.d/tidegate.json", hook_file())
     assert host.check("hooks.doubled")[0].startswith(
         "warning: CRI-O has the handler tidegate, and finds /usr/share/"

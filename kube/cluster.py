@@ -76,7 +76,7 @@ class Cluster:
         return self._json(f"node {name}", lambda **o: self._core.read_node(name, **o))
 
     def slice(self, name: str) -> dict[str, Any] | None:
-        """Return a ResourceSlice, None if it does not exist."""
+        """Return a ResourceSlice, or None if it does not exist."""
         try:
             return self._json(
                 f"ResourceSlice {name}", lambda **o: self._resource.read_resource_slice(name, **o)

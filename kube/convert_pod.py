@@ -51,7 +51,8 @@ ENVIRONMENT = {
     "GPU_CORE_UTILIZATION_POLICY": "",
     "NVIDIA_VISIBLE_DEVICES": "the claim names the GPUs",
 }
-"""HAMi's environment variables, with what replaces them."""
+"""Environment variables that are removed, with the reason that the note gives; it is empty for
+the variable that `take_environment` treats separately."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ _FACTORS = {"k": 10**3, "M": 10**6, "G": 10**9, "Ki": 1 << 10, "Mi": 1 << 20, "G
 
 
 def _whole_number(value: Any) -> int | None:
-    """Return the count of an extended resource, None if it is not a whole number."""
+    """Return the count of an extended resource, or None if it is not a whole number."""
     if isinstance(value, bool):
         return None
     found = _NUMBER.fullmatch(str(value))
@@ -310,7 +311,7 @@ class ConvertedPod:
         return Ask(blocks * BLOCK_MIB or None, max(cores, 1))
 
     def take_environment(self, container: dict[Any, Any], ask: Ask) -> None:
-        """Remove the variables of HAMi's library from a container."""
+        """Remove the variables that a claim replaces from a container, and note each."""
         kept = []
         variables = container.get("env")
         if not isinstance(variables, list):
@@ -339,7 +340,7 @@ class ConvertedPod:
                 del container["env"]
 
     def take_annotations(self, count: int) -> Callable[[Ask], None]:
-        """Remove the other systems' annotations; return a function that adds them to each claim."""
+        """Remove the other systems' annotations; return a function that applies them to a claim."""
         held, selectors, constraints = self.annotations, [], []
         limit = mps = None
         for key in [key for key in held if isinstance(key, str)]:

@@ -435,7 +435,7 @@ class ClaimDriver:
                 raise error from e
 
     def _entered(self, uid: str) -> dict[str, Any] | None:
-        """Return what the governor knows about a claim, None if it does not have it."""
+        """Return what the governor knows about a claim, or None if it does not have it."""
         return next((one for one in self._governor.claims() if str(one["uid"]) == uid), None)
 
     def _look_up(self, reference: Reference) -> tuple[dict[str, Any], str]:

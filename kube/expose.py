@@ -24,7 +24,7 @@ _KEPT = (b"accept", b"accept-encoding")
 
 
 def rewritten(head: bytes) -> bytes | None:
-    """Return the request to send to the governor, None if it is not for metrics."""
+    """Return the request to send to the governor, or None if it is not for metrics."""
     line, *headers = head.split(b"\r\n")
     if not _LINE.fullmatch(line):
         return None

@@ -36,9 +36,9 @@ _LOCK = re.compile(r"instance-(?P<name>.+)\.lock")
 _PLUGIN = re.compile(r"dra(?:-(?P<name>.+))?\.sock")
 _REGISTRAR = re.compile(rf"{re.escape(DRIVER)}(?:-(?P<name>.+))?-reg\.sock")
 CLAIMS = "claims.lock"
-"""File with a byte for each claim; the instance that works on a claim locks its byte."""
+"""File for byte-range locks; the instance that works on a claim locks one byte for it."""
 SLOTS = 1 << 30
-"""Number of bytes of that file, to which the claims' uids are hashed."""
+"""Number of bytes that can be locked; claims' uids are hashed to their offsets."""
 PATIENCE_S = 5.0
 """Longest wait in seconds for the lock on this instance's own file."""
 LATELY_S = 120.0
@@ -213,7 +213,7 @@ class Instance:
     def hold(self, uid: str, check: Callable[[], None]) -> Iterator[None]:
         """Keep other instances from working on a claim; `check` raises to give up the wait.
 
-        The caller lets only one thread at a time hold a claim: the kernel's lock excludes
+        The caller must let only one thread at a time hold a claim: the kernel's lock excludes
         processes, not threads.
         """
         if self._claims is None or not self.name:

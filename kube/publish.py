@@ -27,7 +27,7 @@ INTERVAL_S = 6.0
 WATCH_S = 540
 """Duration of one watch request, in seconds."""
 OWN = 16
-"""Number of this driver's own versions that are remembered, because their events may still come."""
+"""Number of resource versions, written or read, that are kept: their events may still come."""
 PACE_S = 1.0
 """Pause in seconds after a change of the slice by another client."""
 GATE = GateError(
@@ -42,7 +42,7 @@ class Slices(Protocol):
     """The publisher's requests to the API server (`kube.cluster.Cluster`)."""
 
     def slice(self, name: str) -> dict[str, Any] | None:
-        """Return a slice, None if it does not exist."""
+        """Return a slice, or None if it does not exist."""
 
     def create_slice(self, body: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
         """Create a slice and return what is stored."""
@@ -183,7 +183,10 @@ class Publisher:
         self._shown = shown
 
     def _check(self, stored: Mapping[str, Any], delete: str | None) -> None:
-        """If the API server dropped fields that sharing needs, delete `delete` and raise GATE."""
+        """Raise GATE if the API server dropped fields that sharing needs.
+
+        Before that, delete the slice with the name `delete`, if it is given.
+        """
         for device in (stored.get("spec") or {}).get("devices") or ():
             capacities = (device.get("capacity") or {}).values()
             shared = device.get("allowMultipleAllocations") is True

@@ -55,7 +55,7 @@ class Recheck:
     def next_mark(
         self, claims: Collection[str], mark: str, now: float, *, room: bool
     ) -> str | None:
-        """Return the mark that replaces `mark` in the slice, None if `mark` stays.
+        """Return the mark that replaces `mark` in the slice, or None if `mark` stays.
 
         `claims` are the uids of the prepared claims, `now` is in monotonic seconds, and `room` is
         whether a GPU has room left.

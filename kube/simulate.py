@@ -162,7 +162,7 @@ class SimulatedCluster:
         return []
 
     def choose(self, shape: PodShape) -> tuple[int, list[int]] | None:
-        """Return the node and the GPUs for a shape, None if it fits nowhere."""
+        """Return the node and the GPUs for a shape, or None if it fits nowhere."""
         nodes = len(self._cpu)
         best: tuple[int, list[int]] | None = None
         top, ties, feasible = -1, 0, 0

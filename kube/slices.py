@@ -2,7 +2,7 @@
 
 A GPU is one device that may be allocated many times; its capacities are bytes of memory and percent
 of time. A claim takes all of a capacity that it does not name, unless the node's options set
-another default: a claim never gets half a GPU without asking for a half. The functions are pure.
+another default. The functions are pure.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def make_slice(
 ) -> dict[str, Any]:
     """Return the slice for the governor's answer to `gpus`; its generation is 1.
 
-    `taints` are by GPU, and `roots` are the PCIe roots by PCI address.
+    `taints` maps the UUIDs of GPUs to their taints, and `roots` maps PCI addresses to PCIe roots.
     """
     devices = [
         _device(gpu, answer, taints.get(gpu["uuid"], ()), defaults, roots or {})
@@ -186,7 +186,7 @@ def nvlink_group(gpu: Mapping[str, Any], gpus: Sequence[Mapping[str, Any]]) -> i
 
 
 def semantic_version(text: str) -> str | None:
-    """Return a driver's version in semver notation: `580.159.04` is 580.159.4; else None."""
+    """Return a version in semver notation (580.159.4 for `580.159.04`), or None if it has none."""
     parts = text.split(".")
     if not 1 <= len(parts) <= 3 or not all(re.fullmatch(r"[0-9]{1,9}", part) for part in parts):
         return None

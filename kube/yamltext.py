@@ -1,9 +1,10 @@
 """Changes values in a YAML text and keeps the comments and format of everything else.
 
 PyYAML drops comments. A document is therefore read twice, as values and as nodes that know their
-positions in the text. Where two values differ, only those positions are overwritten. If that is not
-possible (anchors, some flow collections), the smallest enclosing part is rewritten, and its
-comments are lost. The result is read again and compared.
+positions in the text. Where two values differ, only those positions are overwritten. Where that is
+not possible (in flow collections, for example), the smallest enclosing part is rewritten. The
+result is read again and compared. If it differs, or if a mapping with a merge key or a repeated key
+has to be edited, the whole document is rewritten. A rewritten part loses its comments.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class UnreadableError(Exception):
 
 
 class _CannotEditError(Exception):
-    """The part cannot be edited and has to be rewritten."""
+    """The text cannot be edited; the whole document has to be rewritten."""
 
 
 @dataclass
@@ -154,7 +155,7 @@ def dump(value: Any, *, flow: bool = False) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes a shared value at each of its places, and indents sequences like Kubernetes."""
+    """Writes a shared value at each of its places, and indents sequences below their keys."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
         return True

@@ -46,7 +46,7 @@ class ControlLibraries:
 
 
 def read_control(directory: str | Path, read: Read = read_library) -> ControlLibraries:
-    """Read both libraries from `directory`; MirrorError if one is missing or is something else."""
+    """Read both libraries from `directory`; raise MirrorError if one is missing or another file."""
     return ControlLibraries(
         _read(Path(directory) / CUDA, read), _read(Path(directory) / NVML, read)
     )
@@ -57,8 +57,8 @@ def fit_control(
 ) -> ControlLibraries:
     """Return the libraries without the names that `driver` does not export.
 
-    MirrorError if one cannot be patched; LibraryError if a file cannot be read. A driver without
-    any export was not parsed correctly, so in that case no name is hidden.
+    Raise MirrorError if one cannot be patched, and LibraryError if a file cannot be read. A driver
+    without any export was not parsed correctly, so in that case no name is hidden.
     """
     return dataclasses.replace(
         control,

@@ -138,7 +138,7 @@ def _alternatives(tree: Tree, directories: Sequence[str]) -> list[str]:
 
 
 def read_kernel_version(tree: Tree) -> str | None:
-    """Return the version of the loaded kernel module; None if the tree does not show one."""
+    """Return the version of the loaded kernel module, or None if the tree does not show one."""
     match = KERNEL_VERSION.search(tree.read(KERNEL_VERSION_FILE, 4096) or b"")
     return match[1].decode() if match else None
 

@@ -73,7 +73,7 @@ class ElfCache:
         return _unpack(kept[1])
 
     def save(self) -> None:
-        """Store the results that this run used, unless they are stored; OSError if that fails."""
+        """Store the results that this run used, if not yet stored; raise OSError if that fails."""
         if self._file is None or self._same():
             return
         document = {"version": VERSION, "readings": {n: _pack(*a) for n, a in self._used.items()}}

@@ -84,8 +84,9 @@ def _file(reader: TreeReader, place: str, path: str, machine: str) -> DataFile |
         if read is None:
             return None
         real, library = read
+        # 32-bit libraries have their own directories; those for another machine are of no use.
         if library.bits != 64 or library.machine != machine:
-            return None  # libraries of the other class have their own directories, not places
+            return None
     else:
         regular = reader.regular(path)
         if regular is None:
@@ -104,8 +105,9 @@ def _file(reader: TreeReader, place: str, path: str, machine: str) -> DataFile |
 
 
 def portable(name: str, text: bytes) -> bytes | None:
-    """Return a text that names libraries by their sonames; None if it already does.
+    """Return the text with absolute paths of libraries shortened to file names.
 
+    Return None if there are none, or if the format is unknown; the file is then mirrored unchanged.
     On NixOS and in some clouds these files name libraries by paths that do not exist in containers.
     """
     try:

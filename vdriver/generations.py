@@ -87,8 +87,8 @@ def collect(
 
     This includes generations that were set aside as damaged and leftovers of earlier runs; no other
     file is touched. `nested` asserts that all containers are in this PID namespace although it is
-    not the machine's initial one. The search for uses takes at most `seconds`. MirrorError if the
-    directory does not exist or no generation is in force.
+    not the machine's initial one. The search for uses takes at most `seconds`. Raise MirrorError if
+    the directory does not exist or no generation is in force.
     """
     directory = Path(driver_dir).resolve()
     given = os.path.abspath(driver_dir)  # noqa: PTH100 - keeps links, so it is a second name

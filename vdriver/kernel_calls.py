@@ -37,7 +37,7 @@ def next_namespace(fd: int, request: int) -> int | None:
 
 
 def enter_namespace(fd: int, kind: int) -> None:
-    """Enter a namespace; OSError if that is not permitted."""
+    """Enter a namespace; raise OSError if that is not permitted."""
     if libc.setns(ctypes.c_int(fd), ctypes.c_int(kind)):  # os.setns exists since Python 3.12
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -58,6 +58,6 @@ def identify_link(directory: int, path: str) -> MountedFile:
 
 
 def share_files(one: int, other: int) -> bool:
-    """Return whether two threads share a descriptor table; False if the kernel cannot tell."""
+    """Return whether two threads share a descriptor table, or False if the kernel cannot tell."""
     number = SYS_KCMP.get(os.uname().machine)
     return number is not None and libc.syscall(number, one, other, KCMP_FILES, 0, 0) == 0

@@ -112,7 +112,7 @@ class Manifest:
 
 
 def read_manifest(path: str | Path) -> Manifest:
-    """Read the manifest at `path`, or in the generation `path`; MirrorError if that fails."""
+    """Read the manifest at `path`, or in the generation `path`; raise MirrorError if that fails."""
     file = Path(path)
     if file.is_dir():
         file /= NAME
@@ -130,7 +130,10 @@ def read_manifest(path: str | Path) -> Manifest:
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """Return the manifest in `data`; ValueError, KeyError, TypeError or MirrorError if invalid."""
+    """Return the manifest in `data`.
+
+    Raise ValueError, KeyError, TypeError or MirrorError if it is invalid.
+    """
     doc = json.loads(data)
     if doc["schema"] != SCHEMA:
         raise ValueError(f"schema {doc['schema']!r}, but this program reads {SCHEMA}")
@@ -151,7 +154,7 @@ def parse_manifest(data: bytes) -> Manifest:
 
 
 def validate(document: dict[str, Any]) -> None:
-    """Validate `document` against the schema; MirrorError names the member that does not match."""
+    """Validate `document` against the schema; raise MirrorError if it does not match."""
     import jsonschema
 
     schema = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))

@@ -157,7 +157,7 @@ def _merge(data: bytes) -> GenerationUses:
 
 
 class _LateError(Exception):
-    """The deadline has passed."""
+    """The deadline has passed, or there are too many mounts."""
 
 
 class _ChildSearch:
@@ -206,7 +206,7 @@ class _ChildSearch:
                 # the search of descriptors, so a timeout there is no reason to keep a generation.
                 self._report()
         except _LateError:
-            self._fault(f"the search took too long: it was at {self.last}")
+            self._fault(f"the search reached its limit of time or mounts: it was at {self.last}")
             self._report()
         else:
             if listed:
@@ -266,7 +266,7 @@ class _ChildSearch:
     # Namespaces
 
     def _read_listed(self) -> bool:
-        """Read the namespaces that the kernel lists; False if it does not list them all."""
+        """Read the namespaces that the kernel lists; return False if it does not list them all."""
         try:
             status = self._file("self/status", 1 << 16)
             effective = int(re.findall(rb"^CapEff:\s*(\w+)", status, re.MULTILINE)[0], 16)
@@ -422,11 +422,12 @@ class _ChildSearch:
         self._note_mounts(inode, mounts)
 
     def _check_hidden(self, *, listed: bool) -> None:
-        """Report the threads with a namespace that was not read.
+        """Read the mounts of the threads whose namespace could not be determined.
 
-        Reading mountinfo needs less privilege than following the link to the namespace, and mount
-        ids are unique on the machine: a thread with a mount that was read is in a namespace that
-        was read.
+        With `listed`, note these mounts; otherwise, report the threads with a namespace that was
+        not read. Reading mountinfo needs less privilege than following the link to the namespace,
+        and mount ids are unique on the machine: a thread with a mount that was read is in a
+        namespace that was read.
         """
         for task in self.hidden:
             try:
@@ -567,7 +568,7 @@ def _inode(text: str) -> int | None:
 
 
 def _open_pinned(point: str, identity: tuple[int, int]) -> int:
-    """Return a descriptor of the namespace mounted at `point`; OSError if another file is there.
+    """Return a descriptor of the namespace mounted at `point`; raise OSError if it is not there.
 
     The path may be in a hostile container, so the file is identified before it is opened.
     """

@@ -290,7 +290,7 @@ class Nvml:
         return None if info is None else _pci_address(info)
 
     def _node(self, handle: Any, address: str | None) -> int | None:
-        """Return the NUMA node nearest to a GPU; None if neither NVML nor the kernel knows.
+        """Return the NUMA node nearest to a GPU, or None if neither NVML nor the kernel knows.
 
         nvmlDeviceGetNumaNodeId is something else: the node of a GPU's own memory.
         """
@@ -332,7 +332,7 @@ class Nvml:
         return ends
 
     def _try_call(self, name: str, *arguments: object) -> Any:
-        """Return the result of an NVML function; None if it fails for any reason."""
+        """Return the result of an NVML function, or None if it fails for any reason."""
         try:
             return getattr(self._nvml, name)(*arguments)
         except (AttributeError, self._nvml.NVMLError):
@@ -372,7 +372,7 @@ def _call(what: str, function: Callable[[], T]) -> T:
 def _optional(
     nvml: Any, function: Callable[[], T], *, also: tuple[int, ...] = (), again: int = 3
 ) -> T | None:
-    """Return the result of `function`; None if this GPU or driver does not report it.
+    """Return the result of `function`, or None if this GPU or driver does not report it.
 
     `also` are further error codes that mean that there is nothing to report. pynvml queries the
     size and then the data: if there is more data by then, the call is repeated up to `again` times.

@@ -33,7 +33,7 @@ class RefreshResult:
     any, and `changed` is whether a real run would make another. `how` counts the files by how their
     content was obtained, and `aside` is the path to which a damaged generation was moved.
     `rewritten` names files of the driver that have new content but the same build id, which no
-    package causes.
+    package update causes.
     """
 
     plan: MirrorPlan
@@ -131,7 +131,10 @@ def _predict(plan: MirrorPlan, output: str | Path) -> RefreshResult:
 def _compare(
     result: RefreshResult, old: Mapping[str, str], new: Mapping[str, str]
 ) -> RefreshResult:
-    """Return the result with the paths that differ between `old` and `new`, given by content."""
+    """Return the result with the paths that differ between `old` and `new`.
+
+    Both map a path to a digest or to a link's target, or to "" if the content is not known.
+    """
     return dataclasses.replace(
         result,
         added=tuple(sorted(new.keys() - old.keys())),

@@ -54,7 +54,7 @@ class Tree:
         return "/" + "/".join(done)
 
     def _link(self, path: str) -> str | None:
-        """Return a link's target; None if `path` is not a link; OSError if it does not exist."""
+        """Return a link's target, or None for another file; raise OSError if it does not exist."""
         if path not in self._links:
             host = self.host(path)
             is_link = stat.S_ISLNK(os.lstat(host).st_mode)
@@ -89,7 +89,7 @@ class Tree:
         return None
 
     def read(self, path: str, limit: int) -> bytes | None:
-        """Return at most `limit` bytes of the regular file at `path`; None if there is none."""
+        """Return at most `limit` bytes of the regular file at `path`, or None if there is none."""
         real = self.regular(path)
         if real is None:
             return None

@@ -35,8 +35,8 @@ LOADER32 = Path("/lib/ld-linux.so.2")
 LOAD_TIMEOUT = 60.0  # seconds for one library; the largest of 550.163.01 takes 0.2
 WORKERS = 4
 
-# Capability of the X server's modules: their undefined symbols are in the program that loads them.
-# Some of those are data (serverClient, TimerSet), which even RTLD_LAZY resolves at once.
+# Capability of the X server's modules: their undefined symbols are defined in the program that
+# loads them. Some are data or have their address taken; even RTLD_LAZY resolves these at once.
 MODULES = "display"
 
 # CDLL opens with RTLD_NOW and RTLD_LOCAL. Standard output is replaced so that a library that prints
@@ -113,7 +113,8 @@ class Report:
 def find_generation(driver_dir: str | Path, name: str | None = None) -> Path:
     """Return the directory of a generation, by default of the one in force.
 
-    `name` is a name in `driver_dir`, or a path if it has a slash. MirrorError if it does not exist.
+    `name` is a name in `driver_dir`, or a path if it has a slash. Raise MirrorError if it does not
+    exist.
     """
     if name is None:
         current = Path(driver_dir, CURRENT)
@@ -136,7 +137,7 @@ def verify(
     """Check a generation's content and, with `load`, load its libraries.
 
     Without `read` the content of files is not read, which saves reading a gigabyte.
-    `progress` is called with the number of libraries done and the total. MirrorError if the
+    `progress` is called with the number of libraries done and the total. Raise MirrorError if the
     manifest cannot be read, or if `tidegate gc` is removing the generation.
     """
     path = Path(generation).resolve()
@@ -174,9 +175,10 @@ def _held(path: Path) -> Iterator[None]:
 def load_libraries(
     generation: Path, manifest: Manifest, progress: Progress | None = None
 ) -> tuple[Loaded, ...]:
-    """Load every library of lib64 and lib32, each in a separate process, and return the results.
+    """Load every library of lib64, each in a separate process, and return the results.
 
-    The results are sorted by path, lib64 first. MirrorError if the loader does not accept the
+    For a library of lib32, only list what the 32-bit loader finds for it, without running its code.
+    The results are sorted by path, lib64 first. Raise MirrorError if the loader does not accept the
     generation's path.
     """
     if re.search(r"[:;$]", str(generation)):
@@ -343,7 +345,7 @@ def _dlopen(libraries: _Libraries, path: str) -> tuple[str | None, list[str]]:
 
 
 def _host_lacks(error: str, libraries: _Libraries) -> str | None:
-    """Return which requirement of a library this host lacks; None if the mirror is at fault."""
+    """Return which requirement of a library this host lacks, or None if the mirror is at fault."""
     if match := MISSING.match(error):
         if read_tables().is_optional(match[1]):
             return f"needs {match[1]}, which is not installed with this driver"
@@ -388,7 +390,8 @@ def list_needed(loader: Path, path: str, libraries: _Libraries) -> Loaded:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as e:
-        return Loaded(path, "not loaded", f"{loader} does not answer ({type(e).__name__})")
+        why = f"{loader} cannot be run, or does not end ({type(e).__name__})"
+        return Loaded(path, "not loaded", why)
     text = done.stdout.decode(errors="replace")
     own: list[str] = []
     lacking: list[str] = []

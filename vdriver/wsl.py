@@ -22,7 +22,7 @@ DRIVER_VERSION = re.compile(r"^\s*DriverVer\s*=[^,\n]*,\s*([0-9.]+)", re.MULTILI
 
 
 def find_wsl(reader: TreeReader, tables: Tables) -> Driver | None:
-    """Return the WSL driver below the root; None if this is not WSL."""
+    """Return the WSL driver below the root, or None if this is not WSL."""
     tree, wsl = reader.tree, tables.wsl
     if tree.regular(wsl.marker) is None:
         return None
@@ -84,7 +84,7 @@ def _store(tree: Tree, tables: Tables) -> tuple[str, str]:
 
 
 def windows_version(text: bytes) -> str | None:
-    """Return the NVIDIA version for the DriverVer of an INF file; None if it has none."""
+    """Return the NVIDIA version for the DriverVer of an INF file, or None if it has none."""
     encoding = "utf-16" if text[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
     match = DRIVER_VERSION.search(text.decode(encoding, "replace"))
     digits = "".join(match[1].split(".")[-2:]) if match else ""

@@ -696,7 +696,9 @@ time.sleep(60)
 
 def test_a_search_that_does_not_end_in_time_keeps_every_generation(driver: TwoGenerations) -> None:
     found = generations.collect(driver.path, nested=True, seconds=0)
-    assert found.outcomes[0].reason.startswith("may be in use: the search took too long")
+    assert found.outcomes[0].reason.startswith(
+        "may be in use: the search reached its limit of time or mounts"
+    )
     assert driver.old.exists()
 
 
@@ -795,7 +797,9 @@ def test_descriptors_for_which_no_time_was_left_are_reported(
     found = generations.collect(driver.path, nested=True)
     if request.node.callspec.params["driver"] == "proc":
         reason = found.outcomes[0].reason
-        assert reason.startswith("may be in use: the search took too long: it was at pid ")
+        assert reason.startswith(
+            "may be in use: the search reached its limit of time or mounts: it was at pid "
+        )
     else:
         assert found.outcomes[0].removed
         assert found.notes[0].startswith("descriptors, from pid ")

@@ -282,7 +282,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="seed for starts and kills (1)")
     parser.add_argument("--kills", action="store_true", help="kill the governor every 20 s")
     parser.add_argument("--scheduling", choices=["hardware", "gate"], default="hardware")
-    parser.add_argument("--solo", type=float, default=3.0, help="seconds of each job alone (3)")
+    parser.add_argument(
+        "--solo", type=float, default=3.0, help="seconds of each job's solo run (default: 3)"
+    )
     parser.add_argument("--simulated", action="store_true", help="even if there is a real GPU")
     parser.add_argument("--output", type=Path, default=ROOT / "build/churn")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")

@@ -1,4 +1,4 @@
-"""Compares two arms that run alternately: medians, with a bootstrap of the pairs (and rounds)."""
+"""Statistics for two arms that run alternately: medians and bootstrap confidence intervals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def bootstrap_medians(values: Sequence[float], seed: int = 1) -> list[float]:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the median of `values`."""
+    """Return the 95 % confidence interval of the median of `values`."""
     medians = bootstrap_medians(values)
     return medians[round(0.025 * RESAMPLES)], medians[round(0.975 * RESAMPLES) - 1]
 

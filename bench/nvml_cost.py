@@ -1,7 +1,7 @@
 """`python -m bench.nvml_cost LIBRARY UUID ROUNDS`: measures the cost of an NVML sample of a GPU.
 
 It prints a line of JSON: how many processes NVML listed, how often NVML did not answer, and the
-microseconds of each round. `samples` is nvmlDeviceGetProcessUtilization and
+times of each round in microseconds. `samples` is nvmlDeviceGetProcessUtilization and
 nvmlDeviceGetComputeRunningProcesses. `look` is everything that the governor reads in one sample:
 the memory, three lists of processes, the memory again, and the utilisation of processes.
 """

@@ -1,10 +1,11 @@
 /*
  * Runs processes that compete for device memory: they allocate and free at random, in several
- * threads and in every possible way, and some are killed meanwhile
+ * threads and in up to three ways, and some are killed meanwhile
  *
  *   oom_stress [--processes N] [--threads N] [--seconds S] [--kill-every MS] [--most BYTES]
  *         [--seed N]
- *         [--ways MASK]        1 cuMemAlloc, 2 cuMemAllocAsync, 4 cuMemCreate and cuMemMap; 7
+ *         [--ways MASK]        1 cuMemAlloc, 2 cuMemAllocAsync, 4 cuMemCreate and cuMemMap
+ *                              (default: 7, all)
  *         [--end-file PATH]    the competition ends early once this file exists
  *
  * After that it measures how soon after the end of a process its memory is available to another
@@ -75,7 +76,7 @@ static struct shared {
     volatile int stop;
     volatile int ready;     /* last step that a process has reached; see wait_for() */
     volatile uint64_t died; /* ns: when the parent saw the end of the killed process */
-    volatile uint64_t back; /* ns: when another process saw its memory */
+    volatile uint64_t back; /* ns: when another process saw that memory free */
     volatile uint64_t filled, left, total;
     uint64_t allocations, refused, wrong;
     int error; /* of the first call that failed */
@@ -181,7 +182,7 @@ static int take_mapped(struct block *b)
         if (!succeeded(result, "cuMemMap"))
             cuMemAddressFree(b->at, b->size);
     }
-    /* From here on the mapping keeps the memory. */
+    /* The mapping keeps the memory allocated. */
     succeeded(cuMemRelease(memory), "cuMemRelease");
     return result;
 }
@@ -237,7 +238,7 @@ static void *oom_stress(void *argument)
             do
                 b->way = (enum way)(rand_r(&draw) % 3);
             while (!(ways >> b->way & 1));
-            /* Small sizes are as frequent as large ones. */
+            /* Each halving of `most` is equally likely, so that small sizes are frequent, too. */
             b->size = most >> rand_r(&draw) % 18;
             b->size = b->size / 2 + (size_t)rand_r(&draw) % (b->size / 2 + 1) + 1;
             if (take(b, stream))

@@ -17,10 +17,10 @@
  *
  * A sample is the mean time in ns of one call (or pair of calls) in a batch of --calls. Waiting
  * for the work of a batch is not part of the measured time. With --against each sample is a pair:
- * one of the named library, which libcuda.so.1 has loaded, and one of libcuda.so.1 itself, in one
- * process and in turn (A B B A); `load` is not available then. The program prints one JSON object:
- * a list of --samples numbers for each measure. Like the burner it needs no toolkit and does not
- * depend on Tidegate.
+ * one of the named library, which libcuda.so.1 must have loaded, and one of libcuda.so.1 itself, in
+ * the same process and in alternating order (A B B A); `load` is not available then. The program
+ * prints one JSON object: a list of --samples numbers for each measure. Like the burner, it needs
+ * no CUDA toolkit and does not depend on Tidegate.
  */
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -63,7 +63,7 @@ static struct functions {
     FUNCTIONS(MEMBER)
 } original, governed;
 
-/* The simulated GPU knows the name and the parameter, too. */
+/* The simulated GPU recognises this name and parameter. */
 static const char ptx[] = ".version 7.0\n.target sm_70\n.address_size 64\n"
                           ".visible .entry burn(.param .u64 ns)\n{\n  ret;\n}\n";
 
@@ -94,7 +94,7 @@ static void load(void *library, void *variable, const char *name)
     void *found = dlsym(library, name);
 
     if (!found) {
-        fprintf(stderr, "overhead: libcuda.so.1 has no %s\n", name);
+        fprintf(stderr, "overhead: the library has no symbol %s\n", name);
         exit(1);
     }
     memcpy(variable, &found, sizeof found);
@@ -130,7 +130,7 @@ static void start(void)
     check(cuStreamCreate(&stream, 1), "cuStreamCreate");
 }
 
-/* Finds the functions of the library that libcuda.so.1 has loaded. */
+/* Finds the functions of the library `name`, which libcuda.so.1 must have loaded. */
 static void start_against(const char *name)
 {
     void *library = dlopen(name, RTLD_NOW | RTLD_NOLOAD);
@@ -233,7 +233,7 @@ static double batch_median(void (*call)(void), double *groups)
     return groups[n / 2];
 }
 
-/* Keeps `n` small blocks alive from here on; they end with the process. */
+/* Allocates small blocks until there are `n`; they are freed when the process ends. */
 static void keep_blocks(unsigned n)
 {
     for (; n_blocks < n; n_blocks++) {
@@ -370,7 +370,7 @@ int main(int argc, char **argv)
         }
     }
     if (*separator == '{') {
-        fprintf(stderr, "overhead: no measure is named; see the head of overhead.c\n");
+        fprintf(stderr, "overhead: no measure was given; see the comment that begins overhead.c\n");
         return 64;
     }
     printf("}\n");

@@ -3,7 +3,7 @@
  *
  * processes_fork() has to be called before any use of CUDA. The first process is the one that was
  * started, and it uses the given file names; the k-th process appends ".k" to them. Only the first
- * process prints its last line, and it ends last.
+ * process writes to standard output, and it ends last.
  */
 #ifndef BENCH_PROCESSES_H
 #define BENCH_PROCESSES_H

@@ -1,4 +1,4 @@
-"""`python -m bench.programs [NAME ...]`: compares programs that run alone and governed.
+"""`python -m bench.programs [NAME ...]`: compares the native and the governed run of programs.
 
 Each program of examples/workloads/programs runs natively, and then in a container with a quota,
 through the hook and a governor. Both runs must have the same exit status, the same named checks and
@@ -48,7 +48,7 @@ LINES_KEPT = 60
 COMPUTE = 50
 
 REPORT_S = 0.5
-"""Time within which the counters include all launches of a program, seconds: under an open grant
+"""Time in seconds after which the counters include all launches of a program: under an open grant
 the control library reports launches five times a second.
 """
 
@@ -117,7 +117,7 @@ class ProgramRun:
 
 @dataclass
 class Seen:
-    """The largest values of a container's counters on its first GPU, as the governor reported."""
+    """The largest values of a container's counters on its first GPU, by the governor's reports."""
 
     launches: int = 0
     lookups: int = 0
@@ -125,7 +125,7 @@ class Seen:
     grants: int = 0
 
     def take(self, one: Mapping[str, Any]) -> None:
-        """Update the maxima with the current counters; a process's counts end with it."""
+        """Update the maxima with the current counters; a process's counts are lost when it ends."""
         if not one:
             return
         device = one["devices"][0]
@@ -136,7 +136,7 @@ class Seen:
 
 @dataclass
 class Comparison:
-    """A program in both runs."""
+    """The two runs of a program."""
 
     name: str
     native: ProgramRun
@@ -182,7 +182,7 @@ def new_lines(native: Sequence[str], governed: Sequence[str]) -> list[str]:
 
 
 def numbers_of(value: Any) -> list[float] | None:
-    """Return a value as numbers, or None if it is text."""
+    """Return a value as numbers, or None if it is not numeric."""
     values = value if isinstance(value, list) else [value]
     if all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in values):
         return [float(one) for one in values]
@@ -192,7 +192,7 @@ def numbers_of(value: Any) -> list[float] | None:
 def is_near(native: Any, governed: Any, tolerance: float) -> bool:
     """Return whether two values agree.
 
-    Numbers agree within `tolerance` of the largest one, text only if it is identical.
+    Numbers agree if they differ by at most `tolerance` times the largest; text must be identical.
     """
     first, second = numbers_of(native), numbers_of(governed)
     if first is None or second is None:
@@ -206,7 +206,7 @@ def is_near(native: Any, governed: Any, tolerance: float) -> bool:
 
 
 def compare_checks(native: Mapping[str, bool], governed: Mapping[str, bool]) -> list[str]:
-    """Return a line for each check that does not hold in both runs."""
+    """Return a line for each check that fails or is missing in at least one of the runs."""
     found = []
     for name in dict.fromkeys([*native, *governed]):
         if name not in governed:
@@ -214,9 +214,10 @@ def compare_checks(native: Mapping[str, bool], governed: Mapping[str, bool]) -> 
         elif name not in native:
             found.append(f"check “{name}” is missing in the native run")
         elif not native[name]:
-            found.append(f"check “{name}” fails natively" + (" too" if not governed[name] else ""))
+            runs = "the native run" if governed[name] else "both runs"
+            found.append(f"check “{name}” fails in {runs}")
         elif not governed[name]:
-            found.append(f"check “{name}” fails governed")
+            found.append(f"check “{name}” fails in the governed run")
     return found
 
 
@@ -229,8 +230,8 @@ def compare_values(native: Mapping[str, Any], governed: Mapping[str, Any]) -> li
         if name not in first or name not in second:
             found.append(f"value “{name}” is missing in one run")
         elif not is_near(first[name], second[name], tolerances.get(name, TOLERANCE)):
-            pair = f"{shorten(first[name])} natively, {shorten(second[name])} governed"
-            found.append(f"value “{name}” is {pair}")
+            one, two = shorten(first[name]), shorten(second[name])
+            found.append(f"value “{name}” is {one} in the native run, {two} in the governed run")
     return found
 
 
@@ -241,13 +242,13 @@ def shorten(value: Any) -> str:
 
 
 def compare(native: ProgramRun, governed: ProgramRun, seen: Seen) -> list[str]:
-    """Return a line for each difference of the governed run, or sign of missing governance."""
+    """Return a line for each difference, and for each sign that the second run was not governed."""
     if native.missing:
         return []
     found = []
     for which, arm in (("native", native), ("governed", governed)):
         if arm.missing:
-            found.append(f"only the {which} run lacks something: {arm.missing}")
+            found.append(f"only the {which} run lacks a requirement: {arm.missing}")
         elif arm.status is None:
             found.append(f"the {which} run did not end within its time")
         elif arm.status:
@@ -277,7 +278,7 @@ class NvidiaImage(Nvidia):
         self.python = sys.executable
 
     def make_rootfs(self, directory: Path) -> None:
-        """Make the overlay; the driver is a mount outside it, so ldconfig drops it."""
+        """Make the overlay; the driver is mounted outside it, so ldconfig leaves the driver out."""
         super().make_rootfs(directory)
         subprocess.run(["ldconfig", "-r", str(directory)], check=True, stderr=subprocess.DEVNULL)
 
@@ -376,12 +377,12 @@ def make_tools(directory: Path, *, cuda: bool) -> None:
 
 
 class Harness:
-    """Runs programs in both ways on one machine."""
+    """Runs programs natively and governed on one machine."""
 
     def __init__(self, machine: NvidiaImage | SimulatedImage, quota: int) -> None:
         self.machine = machine
         self.quota = quota
-        # On a simulated GPU, memory is freed when the shared machine has a free core.
+        # On a simulated GPU, memory is freed only once the machine has an idle core.
         self.within_ms = 200 if machine.kind == "nvidia" else 2000
 
     def options(self, tools: str) -> list[str]:
@@ -508,7 +509,7 @@ def render_table(comparisons: Sequence[Comparison]) -> str:
     for one in comparisons:
         lines += [f"{one.name}: {difference}" for difference in one.differences]
         if one.result == "not here":
-            lines.append(f"{one.name}: not here: {one.native.missing}")
+            lines.append(f"{one.name}: not run: {one.native.missing}")
     return "\n".join(lines)
 
 
@@ -553,7 +554,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def measure(
     args: argparse.Namespace, report: dict[str, Any], comparisons: list[Comparison]
 ) -> None:
-    """Run the programs. `report` and `comparisons` hold the results so far if one of them fails."""
+    """Run the programs. If a program fails, `report` and `comparisons` hold the results so far."""
     real = not args.simulated and driver_answers()
     names = args.names or (list(PROGRAMS) if real else list(ON_SIMULATED))
     tools = args.output / "tools"

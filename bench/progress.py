@@ -6,8 +6,8 @@ of each kind takes. In a run with others, each finished unit counts for the time
 the progress over a window divided by the window's length is the share of the GPU that was
 delivered. No figure of the governor, of the driver's utilisation or of the control library is used.
 
-This module computes; only `read_stamps` reads a file. Times and durations are in nanoseconds
-throughout, shares are fractions of 1, and quotas are percentages.
+This module only computes; the one function that reads a file is `read_stamps`. Times and
+durations are in nanoseconds throughout, shares are fractions of 1, and quotas are percentages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WARM_UP_NS = NS_PER_S
 """Initial part of a solo run that its profile excludes, while clocks and caches settle, in ns."""
 
 MAX_UNIT_NS = 2 * NS_PER_MS
-"""Longest unit that still resolves a window of 100 ms, in ns: it shifts at most 2 % across an edge.
+"""Longest unit for windows of 100 ms, in ns: at each edge, at most 2 % counts in the wrong window.
 """
 
 
@@ -60,7 +60,7 @@ class Profile:
     """
 
     units: int
-    """Number of units of the solo run behind the profile."""
+    """Number of units of the solo run on which the profile is based."""
 
     def duration(self, kind: int) -> float:
         """Return how long a unit of `kind` takes alone; raise ProgressError if it is unknown."""

@@ -59,16 +59,16 @@ from vdriver.manifest import read_manifest
 
 NATIVE_STEP_NS = 100 * NS_PER_MS
 NATIVE_S = 4.0
-"""Maximum duration of an arm without Tidegate, seconds: only its sum is compared, no windows."""
+"""Maximum duration of an arm without Tidegate, in seconds; only its total is compared."""
 
 LEAST_S = 40.0
 """Time limit for cleaning up after an arm, seconds."""
 
 SPARE_S = 1.0
-"""Time that a container works beyond the measurement, seconds: containers start with some delay."""
+"""Time for which a container works beyond the measurement, in seconds, because it starts late."""
 
 FOREVER_S = 600.0
-"""Duration that is passed to a container if a script ends it, seconds."""
+"""Duration that is passed to a container that a script ends, in seconds."""
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -385,7 +385,7 @@ def main(argv: list[str] | None = None) -> int:
         "names", nargs="*", metavar="SUITE|ARM", help="names that --list prints (default: all)"
     )
     parser.add_argument(
-        "--suite", action="append", choices=SUITES, help="the same as its name alone"
+        "--suite", action="append", choices=SUITES, help="the same as SUITE without the option"
     )
     parser.add_argument("--list", action="store_true", help="print the suites and arms, and exit")
     parser.add_argument("--native", action="store_true", help="also run without Tidegate")
@@ -393,9 +393,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--times", type=int, help="maximum number of events of each script")
     parser.add_argument(
         "--limit", type=float, default=0.0, metavar="SECONDS",
-        help="time limit of each arm: one that exceeds it, or fails, does not end the others",
+        help="time limit of each arm; an arm that exceeds it or fails does not stop the run",
     )  # fmt: skip
-    parser.add_argument("--solo", type=float, default=4.0, help="seconds of each job alone (4)")
+    parser.add_argument(
+        "--solo", type=float, default=4.0, help="seconds of each job's solo run (default: 4)"
+    )
     parser.add_argument("--simulated", action="store_true", help="even if there is a real GPU")
     parser.add_argument("--output", type=Path, default=ROOT / "build/quota")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
@@ -403,7 +405,7 @@ def main(argv: list[str] | None = None) -> int:
     args.compile = False
     unknown = [name for name in args.names if name not in SUITES and name not in ARMS]
     if unknown:
-        parser.error(f"{unknown[0]!r} is neither a suite nor an arm; --list names them")
+        parser.error(f"{unknown[0]!r} is neither a suite nor an arm; --list prints them")
     if args.list:
         for suite, names in SUITES.items():
             print(f"{suite}: {' '.join(names)}")

@@ -1,4 +1,4 @@
-"""Draws docs/figures/quota-*.svg, which explain quotas, from decisions of the arbiter itself.
+"""Draws docs/figures/quota-*.svg, which explain quotas, mostly from decisions of the real arbiter.
 
 `python -m bench.quota_pictures` writes the pictures of docs/explanation/quotas.md; `--check` fails
 if they are stale. The arbiter is the governor's (`make build`), the clock is virtual, and the
@@ -39,7 +39,7 @@ class ModelContainer:
     """Start and end of its sleep, in ns."""
     done: int = 0
     lent: int = 0
-    """The lent part of `done`, as far as it is settled."""
+    """The part of `done` that is known to be lent."""
     grants: list[tuple[int, int, bool]] = field(default_factory=list)
     """Begin and end of each piece of work, and whether its time was lent."""
 
@@ -108,7 +108,7 @@ def play(library: Any, jobs: Sequence[ModelContainer], until: int) -> None:
 
 @dataclass(frozen=True)
 class Words:
-    """The texts of a picture."""
+    """The title, subtitle and description of a picture."""
 
     title: str
     subtitle: str
@@ -116,7 +116,7 @@ class Words:
 
 
 def style() -> str:
-    """Return the rules of both appearances."""
+    """Return the CSS rules of the light and the dark theme."""
 
     def rules(theme: Theme) -> str:
         colours = "".join(
@@ -136,7 +136,7 @@ def style() -> str:
 
 
 def document(words: Words, height: int, parts: Sequence[str], hatched: int = 0) -> str:
-    """Return a self-contained picture with `hatched` patterns."""
+    """Return a self-contained SVG document that defines `hatched` hatch patterns."""
     width = 960
     patterns = "".join(
         f'<pattern id="p{i}" width="6" height="6" patternUnits="userSpaceOnUse" '
@@ -165,7 +165,7 @@ def document(words: Words, height: int, parts: Sequence[str], hatched: int = 0) 
 
 
 def text(x: float, y: float, words: str, css: str, extra: str = "") -> str:
-    """Return text at a place."""
+    """Return a text element at a position."""
     return f'<text x="{number(x)}" y="{number(y)}" class="{css}" {extra}>{escape(words)}</text>'
 
 
@@ -226,7 +226,7 @@ def guarantees(library: Any) -> str:
     play(library, jobs, 1_300 * MS)
     return strips(
         Words(
-            "One container at a time, each as often as its quota says",
+            "One container at a time, each for its guaranteed share",
             "Three containers that always have work, no borrowing: 45, 30 and 15 % of the GPU",
             "Grants of 4 to 8 ms in turn; for a tenth of the time no container may use the GPU.",
         ),
@@ -259,7 +259,7 @@ def lending(library: Any) -> str:
 
 
 def memory() -> str:
-    """Draw to which containers a GPU's memory is promised."""
+    """Draw how a GPU's memory is promised to containers."""
     whole = 81_408  # MiB, as in docs/reference/placement.md
     config = Config()
     reserve, context = config.memory_reserve >> 20, config.context_memory >> 20
@@ -301,17 +301,17 @@ def memory() -> str:
         text(
             left,
             top + tall + 68,
-            f"Of each quota, every process that uses the GPU takes {context} MiB for its context "
-            "first (context_memory).",
+            f"Each process that uses the GPU takes {context} MiB of its container's quota for its "
+            "context (context_memory).",
             "faint",
             'style="font-size:12px"',
         )
     )
     return document(
         Words(
-            "Memory is promised once, and never twice",
-            "An example of 79.5 GiB with three containers: solid is used, hatched is granted and "
-            "free for its owner alone",
+            "Memory is never promised twice",
+            "Example: 79.5 GiB and three containers; solid: used, hatched: granted but unused, "
+            "reserved for its container",
             "Quotas lie side by side in the GPU's memory; what is left can be granted.",
         ),
         int(top + tall + 92),

@@ -47,7 +47,7 @@ DEVICE: dict[str, int | bytes] = {
     "epoch": 1,
     "signal": 1,
 }
-"""Entry of a device: a container that is alone, with an open grant."""
+"""Default fields of a device's entry: a container alone on the GPU, with an open grant."""
 
 
 def control_folder(folder: Path, control: Path, driver: Path) -> Path:
@@ -152,7 +152,7 @@ class GrantSandbox:
         pages.write(self.grant, layout.grant_device(device), "grant_device", field, value)
 
     def grant_until(self, deadline_ns: int, device: int = 0) -> None:
-        """Begin a grant, or end it with 0, and wake the waiters."""
+        """Begin a grant that ends at `deadline_ns` (0: end the grant), and wake the waiters."""
         base = layout.grant_device(device)
         now = time.monotonic_ns()
         epoch = pages.read(self.grant, base, "grant_device", "epoch")

@@ -94,7 +94,7 @@ def test_a_program_that_shows_its_quota_is_reported(
     status, ran = run(build_dir, tmp_path / "out", "telltale")
     assert status == 1
     assert ran["telltale"]["differences"] == [
-        f"value “total” is {16 * GIB} natively, {8 * GIB} governed",
+        f"value “total” is {16 * GIB} in the native run, {8 * GIB} in the governed run",
         "new line: a line of mine",
         "the governor counted 0 launches, but there were at least 1",
     ]

@@ -43,7 +43,10 @@ def test_values_may_differ_by_their_tolerance():
         ({"losses": [2.0, 1.03, 0.5], "words": ["a", "b"]}, "value “losses” is [2.0, 1.0, 0.5]"),
         ({"losses": [2.0, 1.0], "words": ["a", "b"]}, "value “losses” is"),
         ({"losses": [2.0, float("nan"), 0.5], "words": ["a", "b"]}, "value “losses” is"),
-        ({"losses": [2.0, 1.0, 0.5], "words": ["a", "c"]}, 'value “words” is ["a", "b"] natively'),
+        (
+            {"losses": [2.0, 1.0, 0.5], "words": ["a", "c"]},
+            'value “words” is ["a", "b"] in the native run',
+        ),
         ({"losses": [2.0, 1.0, 0.5]}, "value “words” is missing in one run"),
     ],
 )
@@ -55,9 +58,9 @@ def test_other_values_are_a_difference(values, says):
 @pytest.mark.parametrize(
     ("native", "governed", "says"),
     [
-        ({"a": True}, {"a": False}, "check “a” fails governed"),
-        ({"a": False}, {"a": True}, "check “a” fails natively"),
-        ({"a": False}, {"a": False}, "check “a” fails natively too"),
+        ({"a": True}, {"a": False}, "check “a” fails in the governed run"),
+        ({"a": False}, {"a": True}, "check “a” fails in the native run"),
+        ({"a": False}, {"a": False}, "check “a” fails in both runs"),
         ({"a": True, "b": True}, {"a": True}, "check “b” is missing in the governed run"),
         ({"a": True}, {"a": True, "b": True}, "check “b” is missing in the native run"),
     ],
@@ -95,7 +98,7 @@ def test_a_program_missing_from_both_runs_is_no_difference_and_from_one_run_is()
     both = Comparison("mps", missing, missing, Seen(), compare(missing, missing, Seen()))
     assert both.differences == []
     assert both.result == "not here"
-    assert "only the governed run lacks something: no daemon" in compare(arm(), missing, SEEN)
+    assert "only the governed run lacks a requirement: no daemon" in compare(arm(), missing, SEEN)
 
 
 def test_only_lines_of_a_new_shape_are_new():
@@ -146,10 +149,12 @@ def test_counters_are_kept_at_their_highest():
 
 
 def test_the_table_names_every_difference():
-    differs = Comparison("oom", arm(), arm(), SEEN, ["value “a” is 1 natively, 2 governed"])
+    differs = Comparison(
+        "oom", arm(), arm(), SEEN, ["value “a” is 1 in the native run, 2 in the governed run"]
+    )
     text = programs.render_table([Comparison("train", arm(), arm(), SEEN), differs])
     assert "the same" in text.splitlines()[2]
-    assert text.splitlines()[-1] == "oom: value “a” is 1 natively, 2 governed"
+    assert text.splitlines()[-1] == "oom: value “a” is 1 in the native run, 2 in the governed run"
 
 
 def test_every_program_of_the_table_is_there():

@@ -54,7 +54,7 @@ def faults(name: str) -> list[str]:
 def main() -> int:
     """Build, check, and print the faults."""
     if shutil.which("aarch64-linux-gnu-gcc") is None:
-        print("not here: aarch64-linux-gnu-gcc (Debian: gcc-aarch64-linux-gnu)")
+        print("skipped: no aarch64-linux-gnu-gcc (Debian: gcc-aarch64-linux-gnu)")
         return 0
     try:
         build()

@@ -51,7 +51,7 @@ def commands() -> dict[str, list[str]]:
     """Return every check by name, slowest first."""
     python = [sys.executable, "-m"]
     sources = [path for path in tracked("*.c", "*.h") if ".gen." not in path]
-    # A lock consists of digests, and a licence's text is fixed.
+    # A lock file consists of digests, and a licence's text is fixed.
     prose = [path for path in tracked() if not path.endswith((".lock", "LICENSE"))]
     # A test of misspelt annotations needs the first word; LOOS is from the ELF standard, triggerin
     # from rpm.
@@ -108,7 +108,7 @@ def main() -> int:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         outcomes = list(pool.map(lambda check: run(*check), commands().items()))
     for outcome in outcomes:
-        # The last line of a check that passed has the number of things that it checked.
+        # The last line of a check that passed says how much it checked.
         last = outcome.output.strip().rpartition("\n")[2] if outcome.state != "FAILED" else ""
         print(f"{outcome.name:20} {outcome.state:8} {outcome.seconds:5.1f} s  {last}".rstrip())
         if outcome.state == "FAILED":

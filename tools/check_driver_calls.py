@@ -105,7 +105,7 @@ def main(arguments: list[str]) -> int:
 
     def report(name: str, tree: Path) -> bool:
         found = differences(tree, branch_of(tree))
-        print(f"{name}: {'as in the table' if not found else f'{len(found)} differences'}")
+        print(f"{name}: {'agrees with the table' if not found else f'{len(found)} differences'}")
         for line in found:
             print(f"  {line}")
         return bool(found)

@@ -50,7 +50,7 @@ def options(command: Command) -> list[str]:
 
 
 def described(command: Command, depth: int) -> list[str]:
-    """Return a command's part of the page, and those of its subcommands."""
+    """Return the section on a command, and those on its subcommands."""
     lines = ["", f"{'#' * depth} {' '.join(command.path)}", ""]
     summary = command.summary.strip().rstrip(".")
     lines.append(f"{summary[:1].upper()}{summary[1:]}.")

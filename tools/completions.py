@@ -23,14 +23,17 @@ from tools.generated import write_or_check  # noqa: E402
 DIRECTORY = ROOT / "packaging/completions"
 HEAD = "# Written by `python tools/completions.py` from the parsers of the programs."
 FILE_NAMES = {"bash": "bash/{}", "zsh": "zsh/_{}", "fish": "fish/{}.fish"}
-# The first column of `tidegate ps`, without the lines of violations below the table. Only ids
-# without special characters of the shell are offered: crun accepts any id without a slash, and bash
-# expands the words that it is given to choose from.
+# The first column of `tidegate ps`, without the lines below the table. Only ids without special
+# characters of the shell are offered: crun accepts any id without a slash, and bash expands the
+# words that it is given to choose from. This leaves out lines that begin with `violation:` as well.
 PLAIN = "[A-Za-z0-9][A-Za-z0-9_.+-]*"
-CONTAINERS = f"tidegate ps 2>/dev/null | awk 'NR > 1 && $1 ~ /^{PLAIN}$/ {{print $1}}'"
+BELOW = "^not its own|^unknown functions"
+CONTAINERS = (
+    f"tidegate ps 2>/dev/null | awk '/{BELOW}/ {{exit}} NR > 1 && $1 ~ /^{PLAIN}$/ {{print $1}}'"
+)
 # shtab writes the command in double quotes for fish, which would expand the dollars in it.
 ESCAPED = CONTAINERS.replace("$", r"\$")
-# Bash passes --option=value on as three words, and shtab's function expects two.
+# Bash splits --option=value into three words, and shtab's function expects two.
 SPLIT = """
 {function}() {{
   local i at=$COMP_CWORD words=()

@@ -223,13 +223,13 @@ def read_simulated() -> Declarations:
 
 
 def faults_of_type(name: str, ours: Type, theirs: Type) -> Iterator[str]:
-    """Yield each difference between a structure of ours and the header's."""
+    """Yield each difference between one of our structures and the header's."""
     if ours.kind != "struct" or theirs.kind != "struct":
         if ours.size != theirs.size:
             yield f"{name}: {ours}, in cuda.h {theirs}"
         return
     if not ours.members:
-        return  # it is only passed on
+        return  # opaque: only pointers to it are used
     if ours.size != theirs.size:
         yield f"{name}: {ours.size} bytes, in cuda.h {theirs.size}"
     for member, (at, made) in ours.members.items():
@@ -261,7 +261,7 @@ def passes_alike(ours: Type, theirs: Type) -> bool:
 
 
 def faults_of_function(name: str, ours: Type, theirs: Type) -> Iterator[str]:
-    """Yield each difference between a prototype of ours and the header's."""
+    """Yield each difference between one of our prototypes and the header's."""
     if len(ours.parameters) != len(theirs.parameters):
         count = len(theirs.parameters)
         yield f"{name}: {len(ours.parameters)} parameters, in cuda.h {count}"
@@ -329,7 +329,7 @@ def main() -> int:
     """Compare with a header; return 1 if something differs, and 77 if there is no header."""
     include = Path(sys.argv[1]) if sys.argv[1:] else packaged_include()
     if include is None:
-        print("cuda_abi: no cuda.h here: install nvidia-cuda-runtime, or name a directory")
+        print("cuda_abi: no cuda.h found; install nvidia-cuda-runtime, or give a directory")
         return 77
     faults, said = examine(include)
     print(*faults, sep="\n", end="\n" if faults else "")

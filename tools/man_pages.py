@@ -1,6 +1,6 @@
 """Generates packaging/man, from the table of command lines and the configuration's schema.
 
-`python tools/man_pages.py` writes them; `--check` fails if they are stale. They are in man(7)
+`python tools/man_pages.py` writes the pages; `--check` fails if they are stale. They are in man(7)
 format, which both man-db and mandoc read.
 """
 
@@ -84,7 +84,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 class ManPage:
-    """One page in the making."""
+    """A page while it is being built."""
 
     def __init__(self, name: str, section: int, summary: str, comment: str) -> None:
         self.lines = [
@@ -252,12 +252,12 @@ def tidegate_1() -> str:
                 page.say(*one.more.strip().split("\n\n"))
     page.section("EXIT STATUS")
     page.items(_tidegate_statuses())
-    page.say("Each error is one line on standard error: the problem; the remedy.")
+    page.say("Each error is one line on standard error: the problem, a semicolon, and the remedy.")
     page.section("FILES")
     page.items(
         [
             *CONFIG_FILES,
-            ("\\fB/run/tidegate/governor.sock\\fR", "The governor's socket, for root alone."),
+            ("\\fB/run/tidegate/governor.sock\\fR", "The governor's socket, for root only."),
             ("\\fB/var/lib/tidegate/driver\\fR", "The mirror of the driver."),
         ]
     )
@@ -308,7 +308,7 @@ def governor_1() -> str:
                 """Read the configuration again, as `tidegate reload` does. If it is not valid, the
                 governor logs `configuration-refused`, and keeps its current configuration.""",
             ),
-            ("\\fBSIGTERM\\fR, \\fBSIGINT\\fR", "End. Containers keep running."),
+            ("\\fBSIGTERM\\fR, \\fBSIGINT\\fR", "Stop the governor. Containers keep running."),
         ]
     )
     page.section("EXIT STATUS")
@@ -380,12 +380,12 @@ def runtime_1() -> str:
         command line of the runtime that it executes. Before `create`, `run` and `restore` of a
         container that requests a GPU it writes device nodes and the hook into the bundle's
         config.json; after `delete` it removes what the start left in the image's layer. Every other
-        command is passed to that runtime at once.
+        command is passed directly to that runtime.
         """,
     )
     page.section("OPTIONS")
     page.options(RUNTIME)
-    page.say("All others are those of the runtime that it executes.")
+    page.say("All other options are those of the runtime that it executes.")
     page.section("SETTINGS")
     page.say(
         """
@@ -422,7 +422,7 @@ def yaml_5() -> str:
         An unknown option, an option that is given twice in one file, and a value that is not
         accepted are errors that name the file and the option. The governor does not start with
         such a file, and a running governor keeps its configuration. `tidegate check FILE` reports
-        whether a file is accepted. `tidegate reload` puts it in force and reports which options
+        whether a file is accepted. `tidegate reload` applies it and reports which options
         need a restart; `tidegate reload --dry-run` reports both in advance.
         """,
         """

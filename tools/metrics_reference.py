@@ -29,7 +29,7 @@ HEAD = f"""\
 
 # Metrics
 
-The governor serves metrics for Prometheus at the place that `metrics.listen` names
+The governor serves metrics for Prometheus at the address that `metrics.listen` specifies
 ([configuration](configuration.md)): nowhere by default (`off`), a socket (`unix`), or a port of
 this machine. `GET /metrics` answers in Prometheus's text format or in OpenMetrics, compressed with
 gzip if the client accepts it. There is neither a password nor TLS, so only the socket and this
@@ -51,8 +51,8 @@ A wait for a grant begins when the governor sees that a container wants the GPU,
 container's grant, by the governor's clock. On a GPU that is steered (`tidegate_gpu_steered`) no
 waits are recorded, because work waits on the GPU, where it cannot be observed.
 
-Numbers that a container counts itself (launches, waits, refused allocations, the peak) are only as
-reliable as its program is honest. GPU time, what NVML reports, and violations are observed by the
+Numbers that a container counts itself (launches, waits, refused allocations, the peak) can be
+falsified by its programs. GPU time, what NVML reports, and violations are observed by the
 governor itself.
 
 The words mean what the [glossary](../glossary.md#the-words-for-numbers) says, and the numbers are
@@ -64,7 +64,7 @@ more may be used than held. On such GPUs, look at the time used and at the hand-
 """
 
 TAIL = """
-## Questions
+## Example queries
 
 ```promql
 # The fraction of a GPU that containers use, and the fraction that hand-overs cost

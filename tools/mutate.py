@@ -1,4 +1,4 @@
-"""Removes one rule of the hook after another, and checks that the tests of the rule fail.
+"""Removes the hook's rules one at a time, and checks that the tests of each rule fail.
 
     python tools/mutate.py [RULE...]  apply mutants to a copy of the tree, and print what kills them
     python tools/mutate.py --page     write docs/reference/hook-rules.md
@@ -37,8 +37,9 @@ HEAD = """\
 The hook, and the runtime that edits config.json before it, run as root on an image that they do not
 trust. R1 to R16 come from CVEs of NVIDIA's toolkit and runc, which do the same kind of work.
 Each rule has tests that carry out the attack with runc and crun, and mutants: patches that remove
-the rule from the code, with which the tests have to fail.
-`python tools/mutate.py` applies them to a copy of the tree, one after the other (minutes, as root).
+the rule from the code, under which the tests have to fail.
+`python tools/mutate.py` applies them to a copy of the tree, one after the other (this takes minutes
+and needs root).
 
 This page is generated from `tests/mutants/rules.toml` by `python tools/mutate.py --page`.
 
@@ -90,7 +91,7 @@ class Mutant:
 
 
 def read_table() -> tuple[list[Rule], list[Mutant]]:
-    """Return rules and mutants; a mutant that names no tests has those of its rule."""
+    """Return the rules and the mutants; a mutant without tests gets those of its rule."""
     document = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     rules = [
         Rule(r["id"], r["text"], tuple(r["code"]), tuple(r["tests"])) for r in document["rule"]
@@ -148,7 +149,7 @@ def problems() -> list[str]:
         try:
             compile(text.replace(mutant.old, mutant.new), mutant.file, "exec")
         except SyntaxError as e:
-            found.append(f"mutant '{mutant.name}' is not Python: {e}")
+            found.append(f"mutant '{mutant.name}' is not valid Python: {e}")
     if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page():
         found.append(f"{PAGE.relative_to(ROOT)} is stale; run python tools/mutate.py --page")
     return found
@@ -179,14 +180,15 @@ for directory in etc usr run var; do
 done
 exec "$@"
 """
-"""Script that runs a command with the host's directories under overlays that end with the command,
-because a mutant may change the host itself as if it were a container.
+"""Script that runs a command with the host's directories under overlays that disappear when the
+command ends, because a mutant may change the host itself as if it were a container.
 """
 
 
 def run_tests(tree: Path, tests: tuple[str, ...]) -> tuple[int, str]:
     """Run tests in a tree until one fails; return pytest's status and the name of that test."""
-    for cache in tree.rglob("__pycache__"):  # its times have whole seconds; mutants change faster
+    # Time stamps in caches are in whole seconds, and mutants follow each other faster.
+    for cache in tree.rglob("__pycache__"):
         shutil.rmtree(cache)
     command = [
         *("unshare", "-m", "--propagation", "private", "sh", "-ec", COVERED, "sh"),

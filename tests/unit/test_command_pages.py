@@ -202,6 +202,8 @@ def directory(tmp_path: Path, zsh_dump: Path) -> Path:
         '#!/bin/sh\n[ "$1" = ps ] || exit 1\n'
         "echo 'CONTAINER  GPU  STATE'\necho '4f3a  0  ok'\necho '77bb  0  violation: memory'\n"
         "echo 'violation: 77bb: much, GPU 0, process 1, for 2 s'\n"
+        "echo 'not its own: 77bb: 9 MiB held outside its quota, GPU 1, process 1'\n"
+        "echo 'unknown functions: 77bb: cuOfTomorrow'\n"
     )
     command.chmod(command.stat().st_mode | stat.S_IXUSR)
     return tmp_path

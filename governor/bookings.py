@@ -198,9 +198,10 @@ class Bookings:
             amount = f"{claim} ({' and '.join(words(quota) for quota in quotas)})"
             container = "" if user is None else f"container {user.identifier[:64]!r}"
             if claim.leaving:
-                ending.append(f"{amount}, taken back, is free when its {container} has ended")
+                ending.append(f"{amount}, taken back, becomes free when its {container} ends")
             else:
-                booked.append(f"{amount} has it" + (f" with {container}" if container else ""))
+                used = f", used by {container}" if container else ""
+                booked.append(f"{amount} holds a share of this GPU{used}")
         beside = [
             f"container {one.identifier[:64]!r} ({words(one.quota)}) was started without the"
             " cluster's scheduler"

@@ -176,7 +176,7 @@ def python(node: ExaminedNode) -> Iterator[Finding]:
         if not node.alive and node.runner is None:
             raise
         yield wrong(
-            f"{interpreter} does not run the hook: {e.message}",
+            f"{interpreter} cannot run the hook: {e.message}",
             "install python3's whole standard library (python3, not python3-minimal)",
         )
         return

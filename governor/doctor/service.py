@@ -203,8 +203,9 @@ def membership(node: ExaminedNode) -> Iterator[Finding]:
     unknown = [str(one["id"]) for one in containers if not one.get("control_group", True)]
     if unknown:
         yield warning(
-            f"the governor sees no control group of {len(unknown)} of {len(containers)} containers "
-            f"({unknown[0][:64]}): every process that reaches their sockets is registered",
+            f"the governor cannot see the control groups of {len(unknown)} of {len(containers)} "
+            f"containers ({unknown[0][:64]}): every process that reaches their sockets is "
+            "registered",
             "run the governor in the host's control group namespace, and start containers with "
             "control groups of their own",
         )
@@ -234,5 +235,5 @@ def database(node: ExaminedNode) -> Iterator[Finding]:
                 f"check the disk, then rm {directory}/{name}*",
             )
     if not late:
-        old = f", {len(aside)} longer ago" if aside else ""
-        yield ok(f"no database was set aside within {LATELY_S // 86400} days{old}")
+        old = f", {len(aside)} before that" if aside else ""
+        yield ok(f"no database was set aside in the last {LATELY_S // 86400} days{old}")

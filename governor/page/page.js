@@ -60,7 +60,7 @@ function renderTime({one, had}, live) {
     const [half, most] = device.grant_wait_ms.map(bound);
     time.append(make("p", {class: "quiet"}, `waited for a grant: half ${half}, 99\u00a0% ${most}`));
   }
-  if (had.part < 1) time.append(make("small", {}, `in the ${lasted(had.steps * about.step_s)} that it was there`));
+  if (had.part < 1) time.append(make("small", {}, `in the ${lasted(had.steps * about.step_s)} for which it ran`));
   return time;
 }
 

@@ -146,7 +146,7 @@ def _outcome(result: RefreshResult) -> str:
 
 
 def _counts(s: CapabilitySet) -> str:
-    more = f", {len(s.names32)} of 32 bit in {s.lib32}" if s.names32 else ""
+    more = f", {len(s.names32)} 32-bit names in {s.lib32}" if s.names32 else ""
     return f"{len(s.names64)} names in {s.lib64}{more}"
 
 

@@ -50,7 +50,7 @@ def test_a_mirror_of_another_version_than_the_module_is_wrong(host: Host) -> Non
 
 
 def test_a_mirror_that_a_pod_made_names_files_as_that_container_saw_them(host: Host) -> None:
-    """If the container's root is not mounted, the files are searched on the node.
+    """If the container's root is not mounted, the files are looked up on the node.
 
     Files that are not visible are not reported.
     """
@@ -126,7 +126,7 @@ def test_content_is_not_read(host: Host) -> None:
 
 
 class FileSystemWithRoom:
-    """A file system with this much free space. Only its `statvfs` is fake."""
+    """What `statvfs` returns for a file system with this much free space."""
 
     def __init__(self, free: int, *, inodes: int = 1 << 20, read_only: bool = False) -> None:
         self.f_bavail, self.f_frsize = free // 4096, 4096
@@ -192,7 +192,7 @@ def test_drop_ins_are_read_as_the_governor_does(host: Host) -> None:
     )
 
 
-def test_a_configuration_that_is_not_in_force_is_warned_of(tmp_path: Path) -> None:
+def test_a_configuration_that_is_not_in_force_is_a_warning(tmp_path: Path) -> None:
     host = Host(tmp_path / "n")
     with governor(host) as told:
         config = told["config"]
@@ -272,7 +272,9 @@ def test_containers_with_unidentifiable_processes_are_reported(tmp_path: Path) -
         assert host.check("governor.membership")[0].startswith("ok: each of 2 containers")
         told["list"]["containers"] += [{"id": "b" * 100, "control_group": False}]
         [found] = host.check("governor.membership")
-        assert found.startswith("warning: the governor sees no control group of 1 of 3 containers ")
+        assert found.startswith(
+            "warning: the governor cannot see the control groups of 1 of 3 containers "
+        )
         assert f"({'b' * 64})" in found
         assert "-> run the governor in the host's control group namespace" in found
     assert host.check("governor.membership")[0].startswith("note: the governor does not answer")
@@ -282,7 +284,7 @@ def test_a_database_that_was_recently_moved_away_is_a_warning(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host.put("var/lib/tidegate/state.db")
-    quiet = "ok: no database was set aside within 7 days"
+    quiet = "ok: no database was set aside in the last 7 days"
     assert host.check("governor.database") == [quiet]
     host.put("var/lib/tidegate/state.db.damaged-1")
     host.put("var/lib/tidegate/state.db.damaged-1-wal")
@@ -292,4 +294,4 @@ def test_a_database_that_was_recently_moved_away_is_a_warning(
     )
     later = time.time() + 8 * 86400
     monkeypatch.setattr(time, "time", lambda: later)
-    assert host.check("governor.database") == [f"{quiet}, 1 longer ago"]
+    assert host.check("governor.database") == [f"{quiet}, 1 before that"]

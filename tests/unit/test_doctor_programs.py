@@ -97,7 +97,7 @@ def test_every_link_of_a_chain_is_checked(host: Host) -> None:
     assert host.check("files.programs")[0].startswith(f"{EVERYBODY}/srv/alternatives has mode 0777")
 
 
-def test_the_interpreter_of_line_one_is_checked_for_its_modules(host: Host) -> None:
+def test_the_interpreter_of_the_shebang_is_checked_for_its_modules(host: Host) -> None:
     assert host.check("files.python") == [
         "ok: /usr/bin/python3 is Python 3.11.2, and has the modules that the hook needs"
     ]
@@ -113,9 +113,7 @@ def test_an_interpreter_that_does_not_run_the_hook_is_wrong(host: Host) -> None:
         "wrong: /usr/bin/python3 is Python 3.9.2, but the hook needs 3.11 -> install a newer python3"
     ]
     del host.commands["python3"]
-    assert host.check("files.python")[0].startswith(
-        "wrong: /usr/bin/python3 does not run the hook: "
-    )
+    assert host.check("files.python")[0].startswith("wrong: /usr/bin/python3 cannot run the hook: ")
     host.remove("usr/bin/python3")
     assert host.check("files.python")[0].startswith(
         "wrong: /usr/bin/python3, which runs /usr/bin/tidegate-hook, is missing"
@@ -159,7 +157,7 @@ def test_settings_that_the_wrapper_would_not_take_are_wrong(host: Host, text: st
     assert host.check("files.runtime")[0].startswith("wrong: /etc/tidegate/runtime:")
 
 
-def test_another_hook_of_the_wrappers_is_examined(host: Host) -> None:
+def test_a_configured_hook_of_the_wrapper_is_examined(host: Host) -> None:
     host.put("etc/tidegate/runtime", "hook /opt/tidegate-hook\n")
     assert host.check("files.runtime")[0].startswith(
         "wrong: the hook of /etc/tidegate/runtime, /opt/tidegate-hook is missing"
@@ -191,7 +189,7 @@ def test_a_runtime_for_a_state_directory_is_examined(host: Host) -> None:
     assert [line.partition(":")[0] for line in host.check("files.runtime")] == ["ok", "ok"]
 
 
-def test_control_libraries_are_wanted_for_a_refresh(host: Host) -> None:
+def test_control_libraries_are_required_for_a_refresh(host: Host) -> None:
     assert host.check("files.control")[0].startswith(
         "wrong: /usr/lib/tidegate/x86_64-linux-gnu has no libcuda.so.1 and no "
     )
@@ -225,7 +223,7 @@ def test_a_configuration_that_others_could_change_is_wrong(host: Host) -> None:
 def test_a_writable_mode_on_a_read_only_mount_is_ok(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An example is a ConfigMap in a pod: its directory has mode 0777. The mount here is faked."""
+    """The directory of a ConfigMap in a pod, for example, has mode 0777. The mount is faked."""
     host = Host(tmp_path / "root")
     host.put("etc/tidegate/config.yaml", "")
     (host.root / "etc/tidegate").chmod(0o777)

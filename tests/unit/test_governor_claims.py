@@ -1,4 +1,4 @@
-"""Test claims: they are booked once and not lost, however often they are requested, and containers share them.
+"""Test claims: each is allocated once and never lost, however often it is announced.
 
 The governor's modules are real, with a stub for the arbiter's thread. A container is an idle
 process. Tests with real containers are in tests/container/test_claims.py.
@@ -66,7 +66,7 @@ def told(
 
 
 def in_memory() -> Path:
-    """Make a directory that needs no disk, if possible. Its path is short enough for sockets."""
+    """Make a directory in memory if possible. Its path is short enough for sockets."""
     memory = "/dev/shm"
     return Path(tempfile.mkdtemp(dir=memory if os.access(memory, os.W_OK) else None))
 
@@ -104,7 +104,7 @@ class ClaimsWorld:
         await self.server.adopt()
 
     def kill(self) -> None:
-        """Drop everything as when a process is killed: nothing more is written."""
+        """Discard everything, as if the process were killed: nothing more is written."""
         for container in self.server.containers.values():
             container._state = container._slots._state = State()  # discards what they would write
             container.close(keep=True)
@@ -160,7 +160,7 @@ class ClaimsWorld:
         ]
 
     def booked(self, gpu: int = 0) -> tuple[int, int]:
-        """Return the memory and the time of a GPU that are booked."""
+        """Return how much of a GPU's memory and time is allocated."""
         one = self.server._allocations._gpus[gpu]
         return one.memory_used, one.compute_used
 
@@ -361,8 +361,10 @@ def test_invalid_names_and_numbers_never_become_a_claim(field: str) -> None:
     run(scene)
 
 
-def test_claims_are_as_many_as_there_is_room_for() -> None:
-    """Each claim takes memory and time, so empty claims cannot fill the table or the file."""
+def test_claims_are_refused_when_there_is_no_room() -> None:
+    """Each claim takes memory and time, so claims that take nothing cannot fill the table or the
+    database.
+    """
 
     async def scene(world: ClaimsWorld) -> None:
         for number in range(FREE // GIB):
@@ -595,7 +597,7 @@ def test_a_gpu_that_does_not_answer_takes_no_container_of_a_claim() -> None:
     run(scene)
 
 
-def test_a_quota_that_a_claim_gives_is_not_set() -> None:
+def test_a_quota_from_a_claim_cannot_be_changed_by_set() -> None:
     async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a"))
         await world.admit("one", use("a"))
@@ -644,8 +646,8 @@ def test_the_refusal_of_a_claim_names_the_users_of_its_gpu() -> None:
             world.claim(told("new"))
         assert str(caught.value) == (
             "claim default/name-new asks for 70 % of the time of GPU 0, but only 60 % is left; wait: claim"
-            " default/name-old (4096 MiB and 40 %), taken back, is free when its container"
-            " 'its-container' has ended"
+            " default/name-old (4096 MiB and 40 %), taken back, becomes free when its"
+            " container 'its-container' ends"
         )
         annotations = {"memory": "4Gi", "compute": "20", "devices": "0"}
         await world.admit(
@@ -656,7 +658,7 @@ def test_the_refusal_of_a_claim_names_the_users_of_its_gpu() -> None:
             world.claim(told("new"))
         assert caught.value.hint.endswith(
             "; container 'beside' (4096 MiB and 20 %) was started without the cluster's scheduler;"
-            " claim default/name-other (1024 MiB and 10 %) has it"
+            " claim default/name-other (1024 MiB and 10 %) holds a share of this GPU"
         )
         await world.end("beside")
         await world.end("its-container", wait=False)  # its end was not noticed yet
@@ -691,7 +693,7 @@ def test_a_leaving_claim_that_is_announced_again_stays() -> None:
     run(scene)
 
 
-def test_a_container_that_ends_while_no_governor_is_there_ends_a_claim_that_leaves() -> None:
+def test_a_leaving_claim_is_removed_if_its_container_ended_without_a_governor() -> None:
     async def scene(world: ClaimsWorld) -> None:
         world.claim(told("a"))
         await world.admit("one", use("a"))
@@ -762,7 +764,7 @@ def test_a_database_without_claims_is_migrated(tmp_path: Path) -> None:
     again.close()
 
 
-def test_a_claim_that_a_disk_changed_is_damage(tmp_path: Path) -> None:
+def test_a_claim_that_was_corrupted_on_disk_is_damage(tmp_path: Path) -> None:
     path = tmp_path / NAME
     state = State(path)
     state.load()
@@ -803,7 +805,7 @@ STEPS = st.one_of(
     ]
 )
 def test_in_any_order_each_claim_is_booked_exactly_once(steps: list[tuple[Any, ...]]) -> None:
-    """The model has only the promises, the claims that were taken back, and the running
+    """The model consists of the claims, those that were taken back, and the running
     containers.
     """
 
@@ -928,8 +930,8 @@ def test_metrics_have_labels_for_pod_and_claim() -> None:
     run(scene)
 
 
-def test_names_of_pods_put_nothing_into_the_metrics() -> None:
-    """An engine chooses these names.
+def test_names_of_pods_cannot_inject_metrics() -> None:
+    """An engine reports these names, which users choose.
 
     They are labels of a series, which ends with its claim and its container.
     """

@@ -61,7 +61,7 @@ def check(verb: str, document: object) -> None:
     jsonschema.Draft202012Validator(schema).validate(document)
 
 
-def test_the_promise_is_a_schema() -> None:
+def test_the_schema_of_the_outputs_is_valid() -> None:
     jsonschema.Draft202012Validator.check_schema(OUTPUTS)
 
 
@@ -134,7 +134,7 @@ def test_ps_as_json_conforms_to_the_schema(node: GovernorNode) -> None:
 
 
 def test_use_and_waiting_are_shown(node: GovernorNode) -> None:
-    """The values come from the arbiter's grants, and from the process's own reports in its ledger."""
+    """The values come from the arbiter's grants, and from the process's counts in the ledger."""
     directory = Path(node.config.runtime_dir, "containers", container_key("plain"))
 
     def device() -> dict[str, Any]:
@@ -143,7 +143,7 @@ def test_use_and_waiting_are_shown(node: GovernorNode) -> None:
 
     with OwnTenant(directory) as tenant:
         tenant.write(want=1)
-        wait_for(lambda: device()["waiting"] == 1, "a process that waits")
+        wait_for(lambda: device()["waiting"] == 1, "process that waits")
         began = time.monotonic()
         # By the library's count, calls waited half of the time.
         while not 30 < (device()["waited"] or 0) < 70:
@@ -153,7 +153,7 @@ def test_use_and_waiting_are_shown(node: GovernorNode) -> None:
         assert "plain" in tidegate(node, "inspect", "plain")
         assert f"process         {os.getpid()} " in tidegate(node, "inspect", "plain")
         tenant.write(want=0)
-    wait_for(lambda: not device()["waiting"], "an end of that")
+    wait_for(lambda: not device()["waiting"], "end of the wait")
 
 
 def test_a_containers_pod_is_known_after_a_restart(
@@ -277,8 +277,8 @@ def test_an_invalid_file_does_not_stop_the_listing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The governor keeps its old configuration, and an operator who repairs the file has to see
-    containers.
+    """The governor keeps its old configuration, and an operator who repairs the file must still be
+    able to list containers.
     """
     bad = tmp_path / "config.yaml"
     bad.write_text("placemnt: pack\n")
@@ -397,7 +397,9 @@ def test_a_container_is_found_by_id_name_or_pod() -> None:
 
 
 def test_a_name_that_is_a_prefix_of_another_id_is_ambiguous() -> None:
-    """A user must not get, by the choice of a name, the quota that an operator gives to another container."""
+    """A user must not be able to choose a name such that a quota meant for another container goes to
+    theirs.
+    """
     known = listed(("abc1", "", ""), ("ff", "abc", ""))
     with pytest.raises(RequestError, match="2 containers are named or begin with 'abc'"):
         find("abc", known)
@@ -471,7 +473,7 @@ def test_files_that_are_not_as_engines_write_them_give_no_name(tmp_path: Path) -
     for text in ("", "{", "[]", "[" * 100_000, '{"mounts": 1}', '{"mounts": [1, {}]}', '"\\ud800"'):
         Path(bundle, "config.json").write_text(text)
         assert find_name(ID, bundle, {}) == Name("docker")
-    # A user's own file is in the place of Docker's.
+    # A user's own file is in place of Docker's.
     mine = tmp_path / "mine"
     put(mine / "config.v2.json", {"ID": ID, "Name": "/root"})
     mounts = [{"destination": "/etc/hosts", "source": str(mine / "hosts")}]
@@ -586,7 +588,7 @@ def test_top_as_json_is_a_document_a_line(node: GovernorNode) -> None:
         ["--count", "-1"],
     ],
 )
-def test_top_refuses_an_invalid_interval(
+def test_top_refuses_an_invalid_interval_or_count(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -613,7 +615,7 @@ class Terminal:
         self.shown = ""
         self.process = subprocess.Popen(
             command(node, "top", *arguments), cwd=ROOT, env={**os.environ, "TERM": kind}, stdin=slave, stdout=slave,
-            stderr=slave, start_new_session=True, preexec_fn=hear_all,  # noqa: PLW1509 - which asks for nothing
+            stderr=slave, start_new_session=True, preexec_fn=hear_all,  # noqa: PLW1509 - hear_all takes no locks
         )  # fmt: skip
 
     def __enter__(self) -> Self:
@@ -637,7 +639,7 @@ class Terminal:
 
     def end(self) -> int:
         """Wait for the end and return the exit status."""
-        wait_for(lambda: self.read() is not None and self.process.poll() is not None, "its end")
+        wait_for(lambda: self.read() is not None and self.process.poll() is not None, "end of top")
         self.read()
         return self.process.returncode
 
@@ -650,14 +652,14 @@ class Terminal:
 
 def test_top_takes_the_terminal_and_gives_it_back(node: GovernorNode) -> None:
     with Terminal(node, "--interval", "60") as terminal:
-        wait_for(lambda: "ml/train-0" in terminal.read(), "a screen")
+        wait_for(lambda: "ml/train-0" in terminal.read(), "screen")
         assert terminal.shown.startswith(OPEN)
         assert not terminal.is_as_before()
         terminal.type(b" ")  # redraws at once, though a minute has not passed
-        wait_for(lambda: terminal.frames() >= 2, "another screen")
+        wait_for(lambda: terminal.frames() >= 2, "second screen")
         termios.tcsetwinsize(terminal.slave, (30, 40))
         terminal.process.send_signal(signal.SIGWINCH)
-        wait_for(lambda: terminal.frames() >= 3, "a narrower screen")
+        wait_for(lambda: terminal.frames() >= 3, "narrower screen")
         last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.shown.rpartition("\x1b[H")[2])
         assert max(map(len, last.splitlines())) <= 40
         terminal.type(b"q")
@@ -673,7 +675,7 @@ def test_however_top_ends_the_terminal_is_as_it_was(
     node: GovernorNode, number: signal.Signals, status: int
 ) -> None:
     with Terminal(node, "--interval", "60") as terminal:
-        wait_for(lambda: "ml/train-0" in terminal.read(), "a screen")
+        wait_for(lambda: "ml/train-0" in terminal.read(), "screen")
         terminal.process.send_signal(number)
         assert terminal.end() == status
         assert terminal.shown.endswith(CLOSE)
@@ -690,12 +692,12 @@ def test_top_counts_screens_and_waits_for_a_governor_that_is_away(
             assert terminal.end() == 0
             assert terminal.frames() == 2
         with Terminal(node, "--interval", "0.1") as terminal:
-            wait_for(lambda: "one" in terminal.read(), "a screen")
+            wait_for(lambda: "one" in terminal.read(), "screen")
             node.stop()
-            wait_for(lambda: "the governor does not answer" in terminal.read(), "that it is away")
+            wait_for(lambda: "the governor does not answer" in terminal.read(), "message from top")
             terminal.shown = ""
             node.start()
-            wait_for(lambda: "0/4096 MiB" in terminal.read(), "that it is back")
+            wait_for(lambda: "0/4096 MiB" in terminal.read(), "row from the new governor")
             terminal.type(b"q")
             assert terminal.end() == 0
 
@@ -712,7 +714,7 @@ def test_violations_are_shown_on_a_small_screen(
 ) -> None:
     """Rows that do not fit are omitted from the end of the table.
 
-    Lasting violations are always shown.
+    Ongoing violations are always shown.
     """
     found = json.loads(tidegate(node, "ps", "--json")) * 20
     episode = Episode("memory", found[-1]["devices"][0]["uuid"], 1, 3 * GIB, GIB, began=time.time())

@@ -1,4 +1,4 @@
-"""The page in a real browser: what it shows, which sources it trusts, and that everyone can read it."""
+"""Test the page in a real browser: what it shows, which sources it trusts, and that it is accessible."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEXT = "document.body.innerText"
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """One browser for all tests. As with DNS rebinding, the names of foreign sites lead here."""
+    """One browser for all tests. As with DNS rebinding, the names of foreign sites resolve to this machine."""
     try:
         find_browser()
     except BrowserError as e:
@@ -60,7 +60,7 @@ def open_page(page: BrowserPage, served: Served, rows: int) -> None:
 
 
 def words(page: BrowserPage, selector: str) -> str:
-    """Return the text that a person reads there, with normalised blanks."""
+    """Return the visible text of an element, with white space normalised."""
     text = str(page.evaluate(f"document.querySelector({json.dumps(selector)}).innerText"))
     return " ".join(text.split())
 
@@ -148,7 +148,7 @@ def test_a_container_that_ended_is_shown_while_it_is_within_the_chosen_period(
     served.step((one, 40.0), times=13)
     open_page(page, served, 2)
     assert "ended " in row(page, 2)
-    assert "in the 10 s that it was there" in row(page, 2)
+    assert "in the 10 s for which it ran" in row(page, 2)
     assert "used 10.0 %" in row(page, 2)
     page.evaluate("document.querySelector('input[value=\"60\"]').click()")
     page.wait(f"{ROWS}.length === 1")
@@ -269,7 +269,7 @@ def test_a_container_has_one_colour_wherever_it_is_drawn(served: Served, page: B
     assert numbers == ["2", "3", "4", "1"]
 
 
-def test_refusals_and_violations_stand_with_their_reasons(
+def test_refusals_and_violations_are_shown_with_their_reasons(
     served: Served, page: BrowserPage
 ) -> None:
     one = admit(served, "one")
@@ -391,8 +391,10 @@ def test_the_browser_runs_nothing_that_is_not_the_page_s(served: Served, page: B
     assert page.evaluate("window.pwned") is None
 
 
-def test_a_name_that_leads_here_is_not_ours(served: Served, page: BrowserPage) -> None:
-    """A site can make its own name lead to this machine (DNS rebinding), so that its page could
+def test_a_foreign_name_that_resolves_to_this_machine_is_refused(
+    served: Served, page: BrowserPage
+) -> None:
+    """A site can make its own name resolve to this machine (DNS rebinding), so that its page could
     request anything from here.
     """
     page.open(f"http://rebound.example:{served.port}/")
@@ -449,7 +451,7 @@ def test_a_page_of_another_origin_reads_nothing(
     assert loaded == "refused"
 
 
-def test_all_of_it_is_reached_by_keyboard(served: Served, page: BrowserPage) -> None:
+def test_every_control_can_be_reached_by_keyboard(served: Served, page: BrowserPage) -> None:
     one = admit(served, "one")
     served.step((one, 40.0), times=3)
     served.step((one, 10.0), times=1)
@@ -524,7 +526,7 @@ def test_memory_beyond_the_quota_is_drawn_as_such(served: Served, page: BrowserP
     assert part(page, ".total.memory .slot") == pytest.approx(400 / 15.5, abs=1)
 
 
-def test_a_compressed_picture_of_the_page_is_the_same(served: Served, page: BrowserPage) -> None:
+def test_a_repacked_screenshot_has_the_same_pixels(served: Served, page: BrowserPage) -> None:
     one = admit(served, "one")
     served.step((one, 40.0), times=2)
     page.size(360, 200)
@@ -619,7 +621,7 @@ CONTRAST = """
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 360])
-def test_it_is_read_in_light_and_dark_wide_and_narrow(
+def test_it_is_legible_in_light_and_dark_wide_and_narrow(
     served: Served, page: BrowserPage, scheme: str, width: int
 ) -> None:
     one = admit(served, "one", compute="40", compute_limit="60")

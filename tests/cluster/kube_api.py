@@ -1,5 +1,5 @@
-"""A client of the API server, by HTTP over the Unix socket of a `kubectl proxy`: no port of this machine is
-opened.
+"""A client of the API server that speaks HTTP over the Unix socket of `kubectl proxy`, so that no TCP
+port is opened.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GROUPS = {
     "controllerrevisions": "apis/apps/v1",
     "jobs": "apis/batch/v1",
 }
-"""API group of each kind; kinds that are not listed are in the core group."""
+"""API group of each resource; resources that are not listed are in the core group."""
 CLUSTER_WIDE = frozenset({"nodes", "resourceslices", "namespaces"})
 
 

@@ -79,7 +79,7 @@ def decode(data: bytes) -> dict[int, list[Any]]:
 
 
 class Cri:
-    """The socket of an engine."""
+    """A client of an engine's CRI socket."""
 
     def __init__(self, host: EngineHost, socket: str) -> None:
         self.host = host

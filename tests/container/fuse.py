@@ -1,4 +1,4 @@
-"""A FUSE file system that shows another directory, with a server that can leave requests unanswered.
+"""A FUSE file system that passes another directory through, with a server that can withhold replies.
 
 The process that made such a request waits in the kernel, and neither a deadline nor SIGKILL ends the
 wait. The server is a thread that speaks the kernel's protocol (include/uapi/linux/fuse.h), as far as
@@ -29,7 +29,7 @@ ROOT = 1  # node number of the root
 HEADER = struct.Struct("=IIQQIIIHH")  # struct fuse_in_header
 ANSWER = struct.Struct("=IiQ")  # struct fuse_out_header
 MOST_WRITE = 64 << 10
-LIMIT_S = 120.0  # then waiting requests get an error, so that a failed test can end
+LIMIT_S = 120.0  # after this, pending requests fail, so that a failed test can end
 OPCODES = {
     1: "lookup", 2: "forget", 3: "getattr", 4: "setattr", 5: "readlink", 6: "symlink", 9: "mkdir",
     10: "unlink", 11: "rmdir", 12: "rename", 14: "open", 15: "read", 16: "write", 17: "statfs",
@@ -111,11 +111,11 @@ class Fuse:
         _libc.umount2(os.fsencode(self.mountpoint), MNT_FORCE)
 
     def stall(self, operation: str, name: str) -> None:
-        """Leave all requests for this operation on an entry of this name unanswered from now on."""
+        """From now on, leave requests for this operation on entries with this name unanswered."""
         self.rule = (operation, name)
 
     def stuck(self) -> int:
-        """Wait for a request that is left unanswered, and return the PID of the process that made it."""
+        """Wait until a request is left unanswered, and return the PID of the process that made it."""
         return wait_for(lambda: self.held, "a request that stalls")[0].pid
 
     def resume(self) -> None:

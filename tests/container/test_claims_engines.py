@@ -1,8 +1,8 @@
-"""From a ResourceClaim to a governed container: the driver's process, the real governor, hook and mirror, and engines with
-CDI.
+"""Test the way from a ResourceClaim to a governed container, with the real driver, governor, hook and
+mirror, and engines with CDI.
 
-API server and kubelet are stand-ins (tests/kubernetes). Like the kubelet, the tests ask the engine for the devices that the
-driver's answer names.
+The API server and the kubelet are stand-ins (tests/kubernetes). Like the kubelet, the tests ask the
+engine for the devices that the driver's answer names.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ClaimNode:
     devices: list[dict[str, Any]]
 
     def allocate(self, name: str, *results: dict[str, Any], **more: Any) -> dict[str, Any]:
-        """Act as the scheduler: make a claim with shares of the first GPU, as the slice offers it."""
+        """Act as the scheduler: make a claim with shares of the first GPU in the slice."""
         document = claim(
             name,
             NAMESPACE,
@@ -183,7 +183,7 @@ def test_a_claim_that_was_taken_back_starts_no_container(
     cluster.unprepare(document)
     with pytest.raises(StartError):
         engine.run(*WORKLOAD, ours=False, devices=tuple(devices))
-    # This is as if the file had been kept: the governor refuses the container all the same.
+    # Even if the CDI file had been kept, the governor would refuse the container.
     path.write_bytes(kept)
     try:
         with pytest.raises(StartError):

@@ -5,7 +5,7 @@ machine, and in a container with a quota. A call that changes the memory that NV
 makes the GPU work, has to change the container's ledger as well, and has to return the same result
 as natively. The tables that describe the control library's handling of a function (libcontrol.api,
 functions.toml) are not consulted. Write report.json, table.txt and the lines of both runs, and exit
-with 1 if a function failed or is never called.
+with status 1 if a function failed or was never called.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def find_include(places: Iterable[Path] | None = None) -> Path | None:
     return None
 
 
-def compile_judge(include: Path, output: Path) -> None:
-    """Compile coverage_probe.c against a cuda.h; the program links with no library of NVIDIA's."""
+def compile_probe(include: Path, output: Path) -> None:
+    """Compile coverage_probe.c against a cuda.h; the program is not linked with any NVIDIA library."""
     command = [
         "gcc", "-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'libcontrol'}",
         "-isystem", str(include), str(SOURCE), "-o", str(output), "-lpthread", "-ldl",
@@ -169,18 +169,20 @@ def counted(row: Mapping[str, Any], *counters: str) -> bool:
 
 
 def memory_fault(native: Row, governed: Row) -> str:
-    """Describe the memory that a call moved and the ledger does not show, or return an empty
-    string.
+    """Describe the memory that a call took or freed without a record in the ledger, or return an
+    empty string.
     """
     change = max(memory_of(native), memory_of(governed), key=abs)
     late = native["late"] or abs(change) <= SMALL_CHANGE
     if abs(change) < TOOK or native["paid"] or accounted(governed, change, late=late):
         return ""
-    return f"{'takes' if change > 0 else 'gives'} {abs(change) / MIB:.0f} MiB unseen"
+    return f"{'takes' if change > 0 else 'frees'} {abs(change) / MIB:.0f} MiB unseen"
 
 
 def found_late(native: Row, governed: Row) -> bool:
-    """Return whether a call moved memory that was charged only after the governor's sample of NVML."""
+    """Return whether a call took or freed memory that was charged only after the governor's sample
+    of NVML.
+    """
     change = max(memory_of(native), memory_of(governed), key=abs)
     at_once = accounted(governed, change, late=False)
     return abs(change) >= TOOK and not native["paid"] and not at_once
@@ -197,7 +199,7 @@ def worked_us(row: Row) -> float:
 
 
 def work_fault(native: Row, governed: Row) -> str:
-    """Describe the GPU time of a call that did not pass the gate, or return an empty string."""
+    """Describe the GPU time of a call that bypassed the gate, or return an empty string."""
     time = max(worked_us(native), worked_us(governed))
     if not time or counted(governed, "launches", "small"):
         return ""
@@ -250,19 +252,19 @@ def blind(rows: Mapping[Key, Row], controls: Iterable[str] = tuple(CONTROLS)) ->
 def judge_all(
     native: Mapping[Key, Row], governed: Mapping[Key, Row], declared: Iterable[str], quota: int
 ) -> tuple[list[Verdict], list[str]]:
-    """Return a verdict for each call, and the defects of the judgement itself."""
+    """Return a verdict for each call, and the defects of the probe's own run."""
     lost: Row = {"outcome": "missing", "reason": "this run did not reach it"}
     keys = dict.fromkeys([*native, *governed])
     verdicts = [judge_call(k, native.get(k, lost), governed.get(k, lost), quota) for k in keys]
     called = {name for name, _ in keys}
     wrong = [f"{name}: declared, and never called" for name in sorted(set(declared) - called)]
     if not any("after" in row for row in governed.values()):
-        wrong.append("no process in the container found its slot of the ledger")
+        wrong.append("no process in the container found its slot in the ledger")
     return verdicts, wrong
 
 
 def summarise(verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """Return the number of calls, and the names of those that are not simply right."""
+    """Return the number of calls, and the names of those that failed, or are unproven, untimed or late."""
     named = {" ".join(v.key).strip(): v for v in verdicts}
     failed = {name: list(v.faults) for name, v in named.items() if v.faults}
     rest = {name: v for name, v in named.items() if name not in failed}
@@ -293,7 +295,7 @@ def make_table(verdicts: Iterable[Verdict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-class JudgedNvidia(Nvidia):
+class ProbeNvidia(Nvidia):
     """A real GPU, with the coverage probe in the container's image."""
 
     program: Path
@@ -304,7 +306,7 @@ class JudgedNvidia(Nvidia):
         shutil.copy(self.program, directory / "usr/bin/coverage_probe")
 
 
-class JudgedSimulated(Simulated):
+class ProbeSimulated(Simulated):
     """The simulated GPU, with the coverage probe in the container's image."""
 
     program: Path
@@ -349,7 +351,10 @@ def run_governed(machine: Machine, options: list[str], quota: int) -> tuple[str,
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run both and write the report; return 1 if a function failed or the coverage probe was blind."""
+    """Run the coverage probe natively and governed, and write the report.
+
+    Return 1 if a function failed or the probe was blind.
+    """
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.coverage_probe", description=__doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "build/coverage_probe")
     parser.add_argument(
@@ -369,7 +374,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--simulated",
         action="store_true",
-        help="on the simulated GPU, which has only some functions and copies in no time",
+        help="run on the simulated GPU, which has only some functions and whose copies take no time",
     )
     args = parser.parse_args(argv)
     args.quota = args.quota or (8 << 30 if args.simulated else 64 << 30)
@@ -384,12 +389,12 @@ def main(argv: list[str] | None = None) -> int:
         return os.EX_NOINPUT
     program = output / "coverage_probe"
     options = ["--block", str(args.block), *(["--only", args.only] if args.only else [])]
-    machine: JudgedSimulated | JudgedNvidia
+    machine: ProbeSimulated | ProbeNvidia
     try:
-        compile_judge(include, program)
+        compile_probe(include, program)
         build = ROOT / "build/meson"
         work = output / "work"
-        machine = JudgedSimulated(work, build) if args.simulated else JudgedNvidia(work, build)
+        machine = ProbeSimulated(work, build) if args.simulated else ProbeNvidia(work, build)
         machine.program = program
         lines = {"native": run_native(machine, program, options)}
         lines["governed"], driver = run_governed(machine, options, args.quota)
@@ -422,8 +427,8 @@ def main(argv: list[str] | None = None) -> int:
     for line in wrong:
         print(line)
     print(
-        f"coverage_probe: {report['functions']} functions, {len(verdicts)} calls: {report['proven']} as they "
-        f"should be ({len(report['untimed'])} of them without a measurement of GPU time), "
+        f"coverage_probe: {report['functions']} functions, {len(verdicts)} calls: "
+        f"{report['proven']} correct ({len(report['untimed'])} of them without a measurement of GPU time), "
         f"{len(report['failed'])} failed, {len(report['unproven'])} prove nothing here; "
         f"see {output}/table.txt"
     )

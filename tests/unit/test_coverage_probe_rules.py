@@ -54,7 +54,7 @@ def test_each_function_of_the_reference_is_called_or_says_why_not():
         (ran(device=512 * MIB, after={"provisional": 520 * MIB}), None),
         (ran(device=4096 * MIB, after={"provisional_ns": 5}), "takes 4096 MiB unseen"),
         (ran(device=4096 * MIB, after={"provisional": -5}), "takes 4096 MiB unseen"),
-        (ran(process=-512 * MIB), "gives 512 MiB unseen"),
+        (ran(process=-512 * MIB), "frees 512 MiB unseen"),
         (ran(process=-512 * MIB, returned={"memory": -512 * MIB}), None),
         (ran(process=64 * MIB, paid=True), None),
         (ran(process=MIB), None),
@@ -104,7 +104,7 @@ def test_a_function_of_the_host_is_excused_from_the_gate_alone():
 @pytest.mark.parametrize("change", [64 * MIB, -512 * MIB])
 def test_what_the_driver_takes_or_gives_by_itself_may_be_found_by_the_governor(change):
     row = ran(process=change, late=True)
-    said = (f"{'takes' if change > 0 else 'gives'} {abs(change) // MIB} MiB unseen",)
+    said = (f"{'takes' if change > 0 else 'frees'} {abs(change) // MIB} MiB unseen",)
     assert faults(row, row | {"after": {"overhead": change}}) == ()
     # The overhead is not accepted if the call is not expected to have late overhead, or if it is
     # too small or has the wrong sign.
@@ -118,7 +118,7 @@ def test_what_the_driver_takes_or_gives_by_itself_may_be_found_by_the_governor(c
 def test_memory_that_leaves_the_process_and_not_the_gpu_stays_charged():
     row = ran(process=-64 * MIB, device=0)
     assert faults(row, row | {"returned": {"unseen": 64 * MIB}}) == ()
-    assert faults(row, row | {"returned": {"unseen": -64 * MIB}}) == ("gives 64 MiB unseen",)
+    assert faults(row, row | {"returned": {"unseen": -64 * MIB}}) == ("frees 64 MiB unseen",)
 
 
 def test_any_call_may_make_the_driver_take_a_little_for_itself():
@@ -218,7 +218,7 @@ def compiled(tmp_path_factory):
     if include is None:
         lack("needs cuda.h of nvidia-cuda-runtime 13.5")
     program = tmp_path_factory.mktemp("probe") / "coverage_probe"
-    coverage_probe.compile_judge(include, program)
+    coverage_probe.compile_probe(include, program)
     return program, include
 
 

@@ -32,8 +32,10 @@ log = structlog.get_logger()
 
 SOON_NS = 20_000_000
 """Minimum interval between two samples of a GPU, in nanoseconds."""
-LEAST_S = 0.01
-"""Shortest interval between two checks of the ledgers, in seconds."""
+SETTLE_S = 0.01
+"""Time from a process's announcement to the sample, in seconds. The process is about to allocate,
+and a sample amid allocations counts some of them twice until the next one. It is also the shortest
+interval between two checks of the ledgers: a process can announce at any rate."""
 POLL_S = 0.05
 """Longest interval at which the ledgers are checked for waiting processes, in seconds. Processes
 announce that they wait, but a control library of an earlier version does not."""
@@ -207,10 +209,9 @@ async def reconcile(
         wait_s = POLL_S
         with _woken_by(runners[watch.device.uuid] for watch in watches) as woken:
             while True:
-                # A process can announce at any rate that it waits.
-                await asyncio.sleep(LEAST_S)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(woken.wait(), max(0.0, wait_s - LEAST_S))
+                    await asyncio.wait_for(woken.wait(), max(0.0, wait_s - SETTLE_S))
+                await asyncio.sleep(SETTLE_S)
                 woken.clear()
                 wait_s = POLL_S
                 for watch in watches:

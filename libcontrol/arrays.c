@@ -1,10 +1,12 @@
 /*
- * Computes how much memory the driver takes for an array, which the driver does not report.
+ * Computes how much memory the driver takes for an array, which the driver does not report, and
+ * ends the charge of an array that is destroyed.
  *
  * Measured on an H200: rows are rounded up to multiples of 64 bytes, heights to multiples of 8
- * rows, depths of more than 16 layers to multiples of 16, and smaller depths to a power of two.
- * Sparse arrays and those that get their memory by a later mapping take none themselves. An error
- * in the result counts as memory that the driver takes on its own, as NVML shows it.
+ * rows, depths of more than 16 to multiples of 16, and smaller depths to a power of two. The number
+ * of layers of a layered array is not rounded. Sparse arrays, and those to which memory is mapped
+ * later, take none of their own. An error in the result shows in NVML, and counts as memory that
+ * the driver takes on its own.
  */
 #include "control.h"
 

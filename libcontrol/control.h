@@ -221,7 +221,7 @@ struct gate_ticket {
 CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work);
 void gate_leave(const struct gate_ticket *ticket, CUresult result);
 void gate_note_dependency(void);
-bool gate_lost(uint64_t now); /* the governor is away, or its page is invalid */
+bool gate_lost(uint64_t now); /* no governor, an invalid page, or pages_alone() */
 void gate_forget_stream(CUstream stream);
 void gate_forget_context(CUcontext ctx);
 bool gate_capturing(CUstream stream);

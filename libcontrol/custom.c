@@ -1,4 +1,4 @@
-/* Functions of the API table that are written by hand, for initialization and streams. */
+/* Functions of the API table that are written by hand, for initialisation and streams. */
 #include "queue.h"
 
 #include <stdlib.h>

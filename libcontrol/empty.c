@@ -1,3 +1,3 @@
-/* An empty library that stands in for one of the driver's while the library that replaces it is
- * linked; see meson.build. */
+/* An empty library. The libraries that are interposed in front of the driver's libcuda and
+ * libnvidia-ml are linked against it in place of the driver's; see meson.build. */
 typedef int empty_translation_unit;

@@ -21,9 +21,9 @@
 #define ESTIMATE_NEVER 0x80000000u /* never checked; no process has that many grants */
 
 /* Maximum factor by which one measurement raises the duration of a kind, because it may include
- * other containers' time. Where containers run at the same time, one measurement in four does so,
- * by a tenth or more (H200, including the measurements that are recognised as such), and work that
- * has become longer is recognised within a hundred measurements. */
+ * other containers' time. Where containers run at the same time, one measurement in four is
+ * too long by a tenth or more for that reason (on an H200, counting those that are recognised as
+ * such). Work that has become longer is recognised within a hundred measurements. */
 #define ESTIMATE_RISE        2.0f
 #define ESTIMATE_RISE_WAITS  1.02f /* it may wait for another GPU */
 #define ESTIMATE_RISE_BESIDE 1.01f /* others' work may run alongside it */
@@ -31,7 +31,7 @@
 /* What was launched between two markers. */
 struct estimate_interval {
     uint32_t n_parts;
-    uint64_t rest_ns; /* predicted for work of further kinds, which do not learn from it */
+    uint64_t rest_ns; /* predicted for work of further kinds, whose estimates stay as they are */
     struct {
         uint32_t kind;
         uint32_t count;

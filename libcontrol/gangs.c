@@ -4,11 +4,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define IN_USE_NS 1000000000ull /* a GPU counts as used for this long after the last sign */
+#define IN_USE_NS 1000000000ull /* a GPU counts as used for this long after the last use */
 #define RECENT_NS 100000000ull  /* and is granted without a request for this long */
-#define QUIET_NS  300000ull     /* no GPU of the gang is in use for this long: its turn is over */
-/* How long a GPU that a gang gave back is kept while the gang holds another: a kernel of a
- * collective may run there. */
+#define QUIET_NS  300000ull     /* no GPU was wanted or held for this long: the turn is over */
+/* How long a GPU that a gang gave back is kept for it while it holds another: a kernel of a
+ * collective may be running on that other GPU. */
 #define SPLIT_NS        500000ull
 #define SPLIT_LENGTH_NS 500000ull /* length of the grant in which its counterpart begins */
 
@@ -41,7 +41,7 @@ struct gangs {
     struct arbiter_config config;
     struct gang gangs[GANGS_N];
     uint32_t n;     /* highest in use, plus one */
-    uint64_t stale; /* GPUs on which a gang was removed since their last step */
+    uint64_t stale; /* GPUs from which a gang has been removed since their last step */
     uint64_t now;   /* of the last step */
     uint64_t wake;  /* a step is due by then */
     uint64_t poked; /* GPUs to step again, because what gangs may do there has changed */
@@ -62,7 +62,7 @@ struct gangs *gangs_free(struct gangs *gangs)
     return NULL;
 }
 
-/* Returns the gang's tenant on a GPU; NULL if it has none there. */
+/* Returns the gang's member for a GPU; NULL if it has none. */
 static struct member *member_on(struct gang *g, uint32_t gpu)
 {
     for (uint32_t i = 0; g->used && i < g->n; i++)
@@ -71,8 +71,8 @@ static struct member *member_on(struct gang *g, uint32_t gpu)
     return NULL;
 }
 
-/* Makes a gang of a container's tenants, one for each GPU. Returns its number, or ARBITER_NOBODY if
- * it cannot be a gang and its GPUs are granted one by one. */
+/* Makes a gang of a container's tenants, one for each GPU. Returns the gang's number, or
+ * ARBITER_NOBODY if no gang can be made: the GPUs are then granted one by one. */
 int32_t gangs_add(struct gangs *gangs, const uint32_t *gpus, const int32_t *tenants, uint32_t n)
 {
     if (n > GANGS_N_OWN)
@@ -110,7 +110,7 @@ void gangs_remove(struct gangs *gangs, int32_t gang)
     g->turn = false;
 }
 
-/* Leaves a GPU out of all gangs until its next step. */
+/* Ends the turns of all gangs with this GPU, and leaves it out of them until its next step. */
 void gangs_leave(struct gangs *gangs, uint32_t gpu)
 {
     for (uint32_t i = 0; i < gangs->n; i++) {
@@ -239,7 +239,7 @@ static void begin_turn(struct gangs *gangs, struct gang *g)
     }
     g->turn = true;
     g->contended = true;
-    /* It costs more to begin and end on several GPUs, so a turn is as long as a grant may be. */
+    /* To begin and end on several GPUs costs more, so a turn is as long as the longest grant. */
     g->end = gangs->now + gangs->config.most_ns + gangs->config.switch_ns;
     g->quiet_ns = gangs->now;
     gangs->poked |= g->gpus;
@@ -277,8 +277,8 @@ static uint64_t split_since(const struct gang *g, const struct member *m)
     return m->done ? m->changed_ns : g->end;
 }
 
-/* Makes a short grant on a GPU that was given back, if the work on the gang's other GPUs does not
- * end either. Such grants are made for 20 ms at most. */
+/* Makes a short grant on a GPU that was given back, if the gang still holds another GPU after
+ * SPLIT_NS. No such grant is made later than `overdue_ns` after the end of the turn. */
 static void mend_split(struct gangs *gangs, struct gang *g)
 {
     for (uint32_t i = 0; i < g->n; i++) {
@@ -338,7 +338,7 @@ static void extend_turn(struct gangs *gangs, struct gang *g)
 }
 
 /* Whether the gang has given all of its GPUs back: it could get nothing more in this turn, and
- * would keep others from theirs. */
+ * would only delay the turns of others. */
 static bool is_spent(const struct gangs *gangs, const struct gang *g)
 {
     for (uint32_t i = 0; i < g->n; i++)
@@ -392,8 +392,8 @@ static bool may_begin(struct gangs *gangs, const struct gang *g)
 }
 
 /* Whether gang `a` goes before gang `b`. A gang that would have to be lent time goes after one that
- * is owed time. Otherwise, the gang that has had the least of its share goes first, compared on the
- * GPU where each has had the most. */
+ * is owed time. Otherwise, the gang that has had less of its share goes first; each is judged by
+ * the GPU on which it has had the most. */
 static bool goes_before(const struct gangs *gangs, const struct gang *a, const struct gang *b)
 {
     double due[2] = {0, 0}, tag[2] = {0, 0};
@@ -484,7 +484,7 @@ static void set_turn(struct gangs *gangs, const struct gang *g, const struct mem
 }
 
 /* Whether a gang still holds a GPU long after the end of its turn, or of its grant if it has no
- * turn, and waits for another one. Another gang may be waiting for it in the same way. */
+ * turn, and waits for another GPU. Another gang may hold that GPU and wait for this one. */
 static bool is_crossed(struct gangs *gangs, const struct gang *g, const struct member *m)
 {
     uint64_t at = m->standing.deadline_ns;
@@ -530,7 +530,7 @@ static uint64_t next_turn_at(const struct gangs *gangs, uint32_t gpu)
 }
 
 /* Returns the time until which a GPU is granted to no other container, because a gang may need it
- * for the counterpart of a kernel. Another container would run there for as long as a grant, while
+ * for the counterpart of a kernel. Another container would run there for a whole grant, while
  * that kernel spins. */
 static uint64_t kept_until(struct gangs *gangs, uint32_t gpu)
 {
@@ -567,7 +567,7 @@ uint64_t gangs_step(struct gangs *gangs, uint32_t gpu, struct arbiter *arbiter, 
             if ((m = member_on(&gangs->gangs[i], gpu)))
                 observe(gangs, &gangs->gangs[i], m, arbiter);
         decide(gangs);
-        /* What the step changes is seen in the next pass. It may end or begin a turn. */
+        /* The next iteration sees what the step changed, which may end or begin a turn. */
         if (pass == 3 || (pass && !(gangs->poked & here)))
             break;
         gangs->poked &= ~here;

@@ -37,7 +37,7 @@ static float gate_rise(const struct grant_device *grant)
                                                                  : ESTIMATE_RISE;
 }
 
-/* Closes the accounts of the last grant if a new one has begun. */
+/* Resets the gate's state for a new grant, if one has begun. */
 void gate_adopt(struct gate *g, const struct grant_device *grant)
 {
     uint32_t epoch = atomic_load_acquire(&grant->epoch);
@@ -58,13 +58,14 @@ void gate_adopt(struct gate *g, const struct grant_device *grant)
         g->n_spins--;
     if (g->n_long)
         g->n_long--;
-    /* Other containers had the GPU since the last grant, so no interval may span the two. Held work
-     * already has its own era. */
+    /* Other containers may have had the GPU since the previous grant, so no interval may span both
+     * grants. Held work already has an era of its own (queue.h). */
     if (!g->holding)
         g->queue.era++;
 }
 
-/* Whether the governor is away or its page is invalid (a heartbeat from the future, no page). */
+/* Whether the governor is not running, its page is invalid (a heartbeat from the future, no page),
+ * or this process enforces its quota on its own. */
 bool gate_lost(uint64_t now)
 {
     const struct grant_header *page = pages_grant();
@@ -75,7 +76,7 @@ bool gate_lost(uint64_t now)
 }
 
 /*
- * Returns the time until which work may start; 0: none may. While the governor is away, the
+ * Returns the time until which work may start; 0: none may. While gate_lost() is true, the
  * container gives itself grants at its guaranteed share, unless the node's configuration says
  * otherwise.
  */
@@ -93,7 +94,7 @@ uint64_t gate_deadline(struct gate *g, const struct grant_device *grant, uint64_
     default:
         if (now >= g->local_next) {
             g->local_deadline = now + GATE_LOCAL_NS;
-            /* A page with a share of 0 must not stop a program for an hour. */
+            /* At least 1 %: a page with a share near 0 must not stop a program for an hour. */
             g->local_next = now + GATE_LOCAL_NS * 1000000 / (share > 10000 ? share : 10000);
         }
         return g->local_deadline;

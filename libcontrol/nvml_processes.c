@@ -1,7 +1,7 @@
 /*
  * The functions of NVML that list processes: each shows only the container's own.
  *
- * These are the processes that the usage part of the grant file lists, by their PIDs in the
+ * These are the processes that the usage part of the grant page lists, by their PIDs in the
  * container. All of them use libcuda, so they are compute processes. None is listed under MPS or as
  * part of a MIG instance.
  */
@@ -10,7 +10,7 @@
 
 #include <string.h>
 
-/* Whether this is the driver's answer to a valid call with an empty list. */
+/* Whether the driver accepted the call, which passed no array. */
 static bool is_list_answer(nvmlReturn_t result)
 {
     return result == NVML_SUCCESS || result == NVML_ERROR_INSUFFICIENT_SIZE;
@@ -105,8 +105,8 @@ NVML_EXPORT nvmlReturn_t nvmlDeviceGetRunningProcessDetailList(nvmlDevice_t devi
     return result;
 }
 
-/* Returns, like the driver, only processes that used the GPU, and only if the sample is newer than
- * `last`. */
+/* Puts into `list`, like the driver, only processes that used the GPU, and only if the sample is
+ * newer than `last`. Returns their number. */
 static unsigned busy_processes(const struct page_device *own, unsigned long long last,
                                struct page_process list[LAYOUT_N_SLOTS], uint64_t *time_usp)
 {
@@ -213,7 +213,7 @@ NVML_EXPORT nvmlReturn_t nvmlDeviceGetAccountingPids(nvmlDevice_t device, unsign
 }
 
 /*
- * The driver knows processes by their PIDs on the host, where the number may belong to another
+ * The driver knows processes by their PIDs on the host, where the same PID may belong to another
  * process. Its answer is used only to find out whether accounting is available.
  */
 NVML_EXPORT nvmlReturn_t nvmlDeviceGetAccountingStats(nvmlDevice_t device, unsigned int pid,

@@ -31,10 +31,10 @@ struct pass {
     const struct grant_device *grant;
     uint64_t deadline_ns; /* valid while the page has this value */
     uint32_t epoch;       /* and this epoch, that of the grant in which the work was announced */
-    uint32_t limit;    /* 0: not valid. Open: bound of `used`; metered: differs from pass to pass */
-    uint32_t used;     /* launches counted here; two simultaneous ones may count as one */
-    uint32_t reported; /* how many of them are in the ledger */
-    uint32_t counted;  /* how many of them are in the model of the queue */
+    uint32_t limit;       /* 0: not valid. Open: maximum of `used`; metered: number of the pass */
+    uint32_t used;        /* launches counted here; two simultaneous ones may count as one */
+    uint32_t reported;    /* how many of them are in the ledger */
+    uint32_t counted;     /* how many of them are in the model of the queue */
     uint64_t began_ns;
     struct ledger_device *ledger;
     CUcontext ctx;

@@ -1,5 +1,6 @@
 /*
- * Charges allocations from pools by claiming, before each, the maximum by which its pool may grow.
+ * Charges allocations from pools. Before each allocation, the maximum by which its pool may grow is
+ * charged (here called a claim; unrelated to the claims of Kubernetes).
  *
  * If that does not fit, but the free memory in the pool may be enough for a small block, the
  * allocation is made without a claim, and is undone if the pool grew nevertheless. Frees need no
@@ -57,8 +58,8 @@ static void pool_outgrows(struct pool *pool)
         atomic_add_seq_cst(&pages_ledger_device((unsigned)pool->device)->outgrown, 1);
 }
 
-/* Called once the growth is charged, so no process is trusted while the container is over its
- * quota. */
+/* Ends the trust that pool_trust() gave. If the pool grew, its growth has been charged by then, so
+ * that the check for the next thread includes it. */
 static void pool_trust_end(struct pool *pool, uint64_t until)
 {
     __atomic_compare_exchange_n(&pages_ledger()->trust_ns[pool->device], &until, 0, false,
@@ -69,7 +70,9 @@ static void pool_trust_end(struct pool *pool, uint64_t until)
  * Trusts a thread to take a small block without a claim. Only one thread of the container at a time
  * is trusted, so the quota is exceeded by one unit at most. Returns the value that ends the trust,
  * or 0 if the thread is not trusted. A container that is already over its quota, because the driver
- * took memory, may use the free memory of its pools, except for a while after a pool grew.
+ * took memory, may use the free memory of its pools, unless one of them outgrew the quota and has
+ * not shrunk since. After a block was revoked, no thread is trusted with its pool for
+ * POOLS_DISTRUST_NS.
  */
 static uint64_t pool_trust(struct pool *pool)
 {
@@ -149,7 +152,7 @@ static CUresult pool_enter(struct pool_ticket *ticket, struct pool *pool, uint64
     return pool_enter_tight(ticket, size);
 }
 
-/* Frees a block that made its pool grow beyond the quota, in the order of its stream. */
+/* Frees, in stream order, a block that made its pool grow beyond the quota. */
 static cold CUresult pool_revoke(struct pool *pool, CUdeviceptr *dptr, CUstream stream)
 {
     atomic_store_relaxed(&pool->trust_at, os_now() + POOLS_DISTRUST_NS);
@@ -170,7 +173,7 @@ static CUresult pool_leave(struct pool_ticket *ticket, CUresult result, CUdevice
     if (likely(!ticket->unsure))
         return result;
     grown = held_bytes(&ticket->pool->held) > ticket->held;
-    /* A sample before the pool was queried attributes its growth to the driver. */
+    /* A sample taken before the pool was queried may have attributed its growth to the driver. */
     if (grown)
         account_driver_takes(ticket->pool->device, 0);
     over = result == CUDA_SUCCESS && grown && account_over(ticket->pool->device, 0);

@@ -1,4 +1,4 @@
-"""Rows of the API table for initialization and for the look-up of functions."""
+"""Rows of the API table for initialisation and for the look-up of functions."""
 
 from __future__ import annotations
 

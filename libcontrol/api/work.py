@@ -94,7 +94,7 @@ def _old(fn: Fn) -> Fn:
 
 
 def _copy(name: str, params: str, copy: str) -> tuple[Fn, ...]:
-    """Return a copy function's rows: for both default streams, and for the oldest form of a _v2."""
+    """Return a copy function's rows: both default streams, and the oldest form of _v2 functions."""
     if "CUstream hStream" in params:
         rows = with_ptsz(Fn(name, params, "copy", copy=copy, stream="hStream"))
     else:

@@ -60,7 +60,7 @@ static size_t element_bytes(const CUDA_ARRAY3D_DESCRIPTOR *shape)
 
 static CUresult shape_check(const CUDA_ARRAY3D_DESCRIPTOR *shape)
 {
-    const size_t most = 1u << 20; /* per dimension: products of three fit in 64 bits */
+    const size_t most = 1u << 19; /* per dimension: the size in bytes fits in 64 bits */
 
     if (!shape || !shape->Width || !element_bytes(shape) || shape->Width > most ||
         shape->Height > most || shape->Depth > most)

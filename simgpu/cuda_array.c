@@ -1,9 +1,10 @@
 /*
  * Entry points: arrays
  *
- * The size of an array was measured on an H200: rows are rounded up to 64 bytes, their number to a
- * multiple of 8, and the number of planes to a multiple of 16, or, below 16, to a power of two. The
- * sum is charged like any other allocation. The elements are stored row by row.
+ * The size of an array was measured on an H200: rows are rounded up to a multiple of 64 bytes, and
+ * their number to a multiple of 8. The number of planes, unless they are layers or faces of a cube,
+ * is rounded up to a multiple of 16, or, below 16, to a power of two. The result is charged like
+ * any other allocation. The elements are stored row by row.
  */
 #include "driver.h"
 
@@ -24,7 +25,7 @@ struct mipmapped {
 static struct pool arrays_pool = POOL(array, 0x41525230);
 static struct pool mipmapped_pool = POOL(mipmapped, 0x4d495030);
 
-/** array_valid() - do the array and its context exist? */
+/** array_valid() - whether the array and its context exist */
 bool array_valid(const struct array *array)
 {
     return pool_owns(&arrays_pool, array) && context_valid(array->context) &&
@@ -153,7 +154,7 @@ ENTRY(cuArrayDestroy, CUarray array)
         return r;
     if (!array_valid(array))
         return driver_leave(CUDA_ERROR_INVALID_HANDLE);
-    if (array->level) /* it ends with the array of which it is a level */
+    if (array->level) /* it is destroyed with the array of which it is a level */
         return driver_leave(CUDA_ERROR_INVALID_VALUE);
     r = capture_check_unsafe();
     if (r)

@@ -1,7 +1,7 @@
 /*
  * Entry points: linear, 2D and 3D copies
  *
- * Every copy is treated as one of planes of rows: a linear copy has one row in one plane. See
+ * Every copy is treated as a 3D copy: a linear copy has one plane, which has one row. See
  * copy.h for the copies that take time.
  */
 #include "copy.h"
@@ -21,7 +21,7 @@ struct extent {
     size_t rows, planes;
 };
 
-/** on_device() - is this device or managed memory, rather than host memory? */
+/** on_device() - whether this is device or managed memory, rather than host memory */
 bool on_device(const void *address)
 {
     const struct allocation *item = memory_at((uintptr_t)address);
@@ -166,7 +166,7 @@ ENTRY(cuMemcpyDtoDAsync_v2_ptsz, CUdeviceptr to, CUdeviceptr from, size_t bytes,
     return copy_line(ADDRESS(to), true, ADDRESS(from), true, bytes, PER_THREAD(stream), false);
 }
 
-/* Each address determines which kind of memory it belongs to. */
+/* The kind of memory of each end follows from its address. */
 static CUresult copy_unified(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream,
                              bool synchronous)
 {

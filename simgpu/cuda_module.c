@@ -11,12 +11,12 @@
  *                                  burns and stamps n times, into consecutive slots
  *   meet(u64 ns, u32 *own, u32 *other, u64 n)
  *                                  writes n to *own when it begins, spins until *other has reached
- *                                  n, then takes that much time: as a collective's kernel does
+ *                                  n, then takes `ns` of GPU time, as a collective's kernel does
  *
- * An image may be the text "// tidegate simgpu module" and lines "kernel NAME"; it then has only
- * those kernels, which may be other names for a burn. An image that is the text "globals:BYTES" has
- * variables of that size: they take device memory while the module is loaded. A library's module is
- * loaded into a context when one of its functions is first requested there.
+ * An image may be the line "// tidegate simgpu module", followed by lines "kernel NAME". Such an
+ * image has only those kernels; one whose name is not built in is a burn. An image that is the text
+ * "globals:BYTES" has variables of that size: they take device memory while the module is loaded. A
+ * library's module is loaded into a context when one of its functions is first requested there.
  */
 #include "driver.h"
 
@@ -59,7 +59,7 @@ struct kernel {
 
 struct library {
     struct object object;
-    char *text; /* the image, if it is text that has a meaning here */
+    char *text; /* the image, if it is text of a known form; otherwise empty */
     struct module *modules;
     struct kernel *kernels;
 };
@@ -508,7 +508,7 @@ static CUresult launch(CUfunction function, const unsigned int grid[3], const un
 
     if (r)
         return r;
-    if (pool_owns(&kernels_pool, function)) /* a kernel can be launched directly */
+    if (pool_owns(&kernels_pool, function)) /* a CUkernel is accepted, too */
         r = kernel_function((const struct kernel *)function, stream->context, &function);
     if (r)
         return driver_leave(r);

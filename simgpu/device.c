@@ -35,8 +35,8 @@
 
 #define LOCK_PATIENCE  4000000u   /* ns to wait before checking that the holder is alive */
 #define REAP_INTERVAL  2000000u   /* ns between two searches for dead processes */
-#define SLEEP_MOST     20000000u  /* longest sleep, ns: a death makes completions earlier */
-#define SLEEP_STEERED  500000u    /* the same, once slices or switches may do so as well */
+#define SLEEP_MOST     20000000u  /* longest sleep, ns: work ends earlier if a process dies */
+#define SLEEP_STEERED  500000u    /* the same if steered: steering may end work earlier, too */
 #define SAMPLE_LENGTH  500000000u /* ns */
 #define DEFAULT_FOLDER "/dev/tidegate-simgpu"
 
@@ -69,7 +69,7 @@ static uint64_t process_key(void)
     return key ? key : 1;
 }
 
-/* This does not use the C library, whose fcntl64 would require a newer version than drivers do. */
+/* Makes the system call itself: fcntl64 would require a newer C library than the real driver. */
 static int byte_lock(int fd, int command, short type, uint32_t slot, pid_t *pidp)
 {
     struct flock lock = {
@@ -171,8 +171,8 @@ uint64_t device_clock(const struct device *device)
 }
 
 /*
- * Remove everything that one attachment left behind. If this process is killed before it is done,
- * the next process to do this starts over.
+ * Remove everything that one attachment left behind. If this process is killed half-way, the
+ * next process that clears the slot starts over.
  */
 static void slot_clear(struct gpu *gpu, uint32_t slot)
 {
@@ -241,7 +241,7 @@ void device_leave(struct device *device)
 }
 
 /**
- * device_wait() - without the lock: sleep until `when` on the GPU's clock, or somewhat less
+ * device_wait() - without the lock: sleep until `when` on the GPU's clock, or wake earlier
  *
  * A virtual clock does not advance on its own: waiting advances it. Returns false if the clock
  * would never reach `when`.

@@ -1,4 +1,4 @@
-/* Functions of the library by base name, version and kind of default stream. */
+/* Finds functions of the library by base name, version and kind of default stream. */
 #pragma once
 
 #include <stdint.h>

@@ -1,5 +1,5 @@
 /*
- * NVML: how busy a GPU is, and by which processes
+ * NVML: how busy a GPU is, and which processes use it
  *
  * A percentage needs two readings of the timeline. The device file keeps an earlier reading only of
  * the GPU as a whole; the observer keeps all others itself, from the first query on.
@@ -10,9 +10,10 @@
 
 #include "schedule.h"
 
-#define HISTORY_LENGTH 500000000 /* minimum GPU time that a process's utilisation covers, ns */
+#define HISTORY_LENGTH 500000000 /* minimum interval between two kept readings, ns */
 
-/* Over the last 0.5 to 1 s, in whole percent; memory traffic is not simulated. */
+/* Covers the time since the older of the device's two samples, in whole percent. Memory traffic is
+ * not simulated. */
 ENTRY(nvmlReturn_t, nvmlDeviceGetUtilizationRates, nvmlDevice_t device, nvmlUtilization_t *rates)
 {
     const struct gpu_timeline *line;
@@ -61,7 +62,7 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetDynamicPstatesInfo, nvmlDevice_t device,
 
 /*
  * Samples of a device, taken when this process requests them; a real driver takes them on its own.
- * The first one is the utilisation, and each later one covers the time since the one before.
+ * The first is the rate above, and each later one covers the time since the previous one.
  */
 static struct marks {
     uint64_t now, busy; /* as of the newest sample */

@@ -93,7 +93,7 @@ class DeviceStatus:
 
 
 def size(text: str) -> int:
-    """Return the bytes that `16Gi`, `16GiB` or a number stands for. Raise ValueError for others."""
+    """Return the number of bytes in `16Gi`, `16GiB` or `4096`. Raise ValueError for other text."""
     match = re.fullmatch(r"(\d+)\s*(?:([KMGT]i)B?|)", text)
     if match is None:
         raise ValueError(f"{text!r} is not a size: write bytes, or use Ki, Mi, Gi or Ti as in 16Gi")
@@ -118,8 +118,8 @@ def device_uuid(seed: int, index: int) -> uuid.UUID:
 class MachineTopology:
     """Locations of the GPUs of a machine, and the NVLinks between them.
 
-    A place is `NUMA node/host bridge/PCIe tree/switch`: the common part of two places, from the
-    left, is what NVML calls their common ancestor. Without places NVML does not report one. A link
+    A location is `NUMA node/host bridge/PCIe tree/switch`: the common part of two, from the left,
+    is what NVML calls their common ancestor. Without locations NVML does not report one. A link
     is `0-1=4`, four NVLinks between GPUs 0 and 1; `switch=18` means 18 links from each GPU to
     NVSwitches, and `unseen=18` the same in a virtual machine, which does not see the switches.
     """
@@ -137,7 +137,7 @@ class MachineTopology:
                 raise ValueError(f"{link!r} names one GPU twice")
 
     def place(self, index: int) -> list[int]:
-        """Return the four numbers of a GPU's place, each increased by 1; zeros if it has none."""
+        """Return the four numbers of a GPU's location, each plus 1; zeros if it has none."""
         if index >= len(self.places):
             return [0] * 4
         match = re.fullmatch(r"(\d{1,3})/(\d{1,3})/(\d{1,3})/(\d{1,3})", self.places[index])

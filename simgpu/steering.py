@@ -31,9 +31,11 @@ class SteeredProcess(NamedTuple):
 
 
 class ContextRow(ctypes.Structure):
-    """A context: its process, time on the GPU, turns that ended early, and full turns.
+    """A context: its process, its GPU time in ns, and its time slices.
 
-    This is `struct simgpu_residency` of steer.c.
+    `early` is the number of slices that ended early, `full` the ns of slices that were used in
+    full, and `full_ended` the end of the last of those. This is `struct simgpu_residency` of
+    steer.c.
     """
 
     _fields_ = tuple(
@@ -48,7 +50,7 @@ class ContextRow(ctypes.Structure):
 
 
 class GpuTimes(NamedTuple):
-    """The GPU time and turns of processes by PID, up to `now`, a time on the GPU's clock."""
+    """The GPU time and slices of processes by PID, up to `now`, a time on the GPU's clock."""
 
     now: int
     ns: Counter[int]
@@ -70,7 +72,7 @@ class SimulatedHardware:
             ctypes.POINTER(ContextRow),
             ctypes.c_int,
         )
-        # Like the trace of a real GPU, this does not cover the time before.
+        # Like the trace of a real GPU, this covers only the time from now on.
         self._last = self._count()
         self.early_turns: Mapping[int, int] = {}
         self.full_turns: Sequence[Full] = ()
@@ -156,7 +158,7 @@ class SimulatedHardware:
         last, now = self._last, self._count()
         self._last = now
         self.early_turns = now.early - last.early
-        # Several full turns are reported as one that ended with the last of them.
+        # Several full slices are reported as one that ended with the last of them.
         self.full_turns = [
             Full(pid, now.now - now.full_ended[pid] + ns, now.now - now.full_ended[pid])
             for pid, ns in (now.full - last.full).items()
@@ -171,7 +173,7 @@ class SimulatedHardware:
 
 
 def revive(library: str, uuid: str, tokens: Sequence[int]) -> None:
-    """Switch on the processes of a GPU that `tokens` names."""
+    """Switch on the processes in `tokens` on the GPU with this UUID."""
     nvml, handle = ctypes.CDLL(library), ctypes.c_void_p()
     nvml.nvmlInit_v2()
     if nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle)) == 0:

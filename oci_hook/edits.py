@@ -41,7 +41,7 @@ FOREIGN = (
 
 
 def take_reservation(annotations: dict[str, str]) -> str:
-    """Remove the reservation from the annotations; return it, or "" if it is malformed."""
+    """Remove the reservation from the annotations; return it, or "" if absent or malformed."""
     token = annotations.pop(RESERVATION, "")
     return token if token.isascii() and token.isalnum() and len(token) <= TOKEN_LIMIT else ""
 
@@ -135,7 +135,7 @@ def is_gpu_node(path: str) -> bool:
 
 
 def require_no_gpu(document: dict[str, Any], why: HookError) -> None:
-    """Refuse a container that would start without the driver but can reach a GPU ungoverned.
+    """Refuse a container that would start without the driver but could use a GPU without a quota.
 
     `why` says why the driver cannot serve the container.
     """
@@ -206,7 +206,7 @@ def host_nodes(directory: str, minors: tuple[int, ...]) -> tuple[DeviceNode, ...
 
 
 def check_devices(minors: tuple[int, ...], nodes: tuple[int, ...]) -> None:
-    """Refuse a container without the device node of a granted GPU: programs would not find it."""
+    """Refuse a container that lacks the node of a granted GPU: programs would not find the GPU."""
     missing = [f"/dev/nvidia{minor}" for minor in minors if minor not in nodes]
     if missing:
         raise DeviceError(
@@ -333,7 +333,7 @@ def edit(
     nodes: tuple[DeviceNode, ...],
     entry: HookEntry,
 ) -> None:
-    """Edit config.json and keep everything else in it; a second edit changes nothing."""
+    """Edit config.json, and keep the rest of it; repeating the same edit changes nothing."""
     own = _object(document, "annotations")
     own |= annotations
     own[RESERVATION] = reservation

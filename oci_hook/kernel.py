@@ -2,8 +2,9 @@
 
 Constants and structures are named as in the kernel's headers. Each function is a thin wrapper that
 takes plain values and raises OSError, with the path, when a system call fails. No other module of
-the hook uses ctypes or accesses files below a container's root: every function that does takes a
-directory descriptor and either a single name or a path that openat2(2) confines.
+the hook uses ctypes, or opens, creates or removes files below a container's root: every function
+that does so takes a directory descriptor and either a single name or a path that openat2(2)
+confines.
 """
 
 from __future__ import annotations
@@ -119,9 +120,9 @@ def _int(value: int) -> ctypes.c_long:
 def openat2(dirfd: int, path: str, flags: int, resolve: int, mode: int = 0) -> int:
     """Open a path that `resolve` confines; the descriptor is close-on-exec.
 
-    While any process on the node renames a directory or mounts, the kernel cannot tell whether a
-    ".." in the path stayed inside the root, and returns EAGAIN: openat2(2). The call is then
-    repeated for about a second.
+    While any process on the node renames a directory or mounts a file system, the kernel cannot
+    tell whether a ".." in the path stayed inside the root, and returns EAGAIN: openat2(2). The call
+    is then repeated for about a second.
     """
     how = open_how(flags | os.O_CLOEXEC, mode, resolve)
     for attempt in range(TRIES):
@@ -167,7 +168,7 @@ def path_of(procfd: int, fd: int) -> str:
 
 
 def open_child(dirfd: int, name: str, flags: int = os.O_PATH) -> int:
-    """Open one entry of a directory, which must not be on another mount; links are not followed."""
+    """Open one entry of a directory, on the same mount, without following links."""
     _require_name(name)
     return openat2(
         dirfd, name, flags | os.O_NOFOLLOW, RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_XDEV
@@ -175,12 +176,12 @@ def open_child(dirfd: int, name: str, flags: int = os.O_PATH) -> int:
 
 
 def reopen(procfd: int, fd: int, flags: int) -> int:
-    """Open the file of an O_PATH descriptor for reading; `procfd` is the host's own /proc."""
+    """Open the file of an O_PATH descriptor with `flags`; `procfd` is the host's own /proc."""
     return os.open(f"self/fd/{fd}", flags | os.O_CLOEXEC | os.O_NOCTTY, dir_fd=procfd)
 
 
 def name_of(procfd: int, fd: int) -> str:
-    """Return the path, as this process sees it, of a descriptor's file; never open that path."""
+    """Return a descriptor's path as this process sees it; the path must not be opened."""
     return os.readlink(f"self/fd/{fd}", dir_fd=procfd)
 
 

@@ -1,4 +1,4 @@
-"""Checks characters of strings without `re`: 5 ms to import it and 2 ms to compile the patterns."""
+"""Checks strings without `re`, which takes 5 ms to import and 2 ms to compile the patterns."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ def is_version(text: str) -> bool:
 
 
 def is_path(text: str) -> bool:
-    """Return whether the kernel accepts a string as a path: no NUL, no lone surrogate.
+    """Return whether the kernel accepts a string as a path: it has no NUL and can be encoded.
 
-    As in the result of os.fsdecode, U+DC80 to U+DCFF stand for bytes that are not text.
+    Of the lone surrogates, only U+DC80 to U+DCFF are accepted: as in the result of os.fsdecode,
+    they stand for bytes that are not text.
     """
     try:
         text.encode(errors="surrogateescape")

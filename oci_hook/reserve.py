@@ -86,7 +86,7 @@ def name_variables(error: AnnotationError, asked: dict[str, str]) -> AnnotationE
 
 
 def find_unserved(request: Request, root: str, settings: Settings) -> HookError | None:
-    """Return why this node's driver cannot serve an image, as the hook would; None if it can.
+    """Return the hook's error if this node's driver cannot serve the image; None if it can.
 
     Errors for which the hook refuses every container are raised.
     """
@@ -119,12 +119,12 @@ def edit_config(
 ) -> tuple[str, bytes | None]:
     """Return the outcome, and the edited config.json; None if it stays unchanged.
 
-    `bundle` is the base of a relative root.path, `name` is for messages. Raise HookError if the
-    container cannot start; a reservation that was made before the error expires by itself.
+    `bundle` is the base of a relative root.path; `name` is for messages. Raise HookError if the
+    container cannot start; if a reservation has already been made, it expires on its own.
     """
     document, annotations, identity = parse_document(data, show(name))
     if find_claims(document, settings.entry.path):
-        return "no-request", None  # for a claim, CDI has edited it and the GPUs are allocated
+        return "no-request", None  # a claim's GPUs are allocated, and CDI has edited the file
     exact = governed_by(document, settings.entry.path)
     if is_sandbox(annotations) and not exact and not gives_gpu(document):
         return "no-request", None
@@ -143,7 +143,7 @@ def edit_config(
         raise name_variables(e, asked) from e
     require_reachable(settings.runtime_dir)
     if request.optional:
-        # Checked before device nodes are added, which would be in the container even ungoverned.
+        # Checked before device nodes are added: they would stay even in an ungoverned container.
         why = find_unserved(request, find_root(document, bundle, show(name)), settings)
         if why is not None:
             require_no_gpu(document, why)

@@ -154,8 +154,8 @@ static bool send_request(int server, const char *role, char *const arguments[])
  * then signals the server's child. Called only when a child waits for the descriptors: in the
  * queue of a stopped server, they would keep the runtime's pipe open.
  *
- * The outputs themselves are not sent: runtimes in Go wait until every process that has them has
- * ended, even if one is stuck.
+ * The outputs themselves are not sent: runtimes written in Go wait until every process that has
+ * them has ended, even if one is stuck.
  */
 static int send_descriptors(int server, const int outputs[2])
 {
@@ -204,7 +204,7 @@ static int receive(int server)
     return n == 1 ? answer : HANDOVER_LOST;
 }
 
-/* Copies to a standard output the content of the file that replaced it. */
+/* Copies the content of the file that replaced a standard stream to that stream. */
 static bool pass_on(int file, int output)
 {
     static char part[64 << 10];

@@ -1,6 +1,6 @@
 /*
- * tidegate-runtime: the wrapper that engines execute in place of runc or crun. It ends by executing
- * the real runtime.
+ * tidegate-runtime: the wrapper that engines execute in place of runc or crun. It usually ends by
+ * executing the real runtime.
  *
  * Every command of an engine runs through this program. A command that does not create a container,
  * or creates one that requests nothing, goes to the runtime at once. For other containers
@@ -36,7 +36,7 @@ struct call {
     const char *command;
     const char *bundle;
     const char *ident;
-    bool elsewhere; /* --config is given: the file may not be that of the bundle */
+    bool elsewhere; /* --config is given: the file need not be the bundle's */
 };
 
 enum kind { UNKNOWN, FLAG, VALUE };
@@ -166,7 +166,7 @@ static bool makes(const char *command)
     return is_among(command, making);
 }
 
-/* Whether no word is a command for which the runtime alone is not enough. */
+/* Whether no word is a command that needs more than the runtime. */
 static bool is_plain(char *const arguments[])
 {
     for (; *arguments; arguments++)
@@ -235,8 +235,9 @@ static int delete(const struct settings *settings, char *argv[], char *const arg
     while (waitpid(pid, &status, 0) < 0)
         if (errno != EINTR)
             handover_fail(STATUS_OS_ERROR, "tidegate-runtime: the runtime's status was lost\n");
-    /* For any status: a container that does not exist has ended; a running one keeps its files. */
-    server = handover_connect(settings->runtime_dir); /* not earlier: it waits 1 s for requests */
+    /* This is done whatever the status: a nonexistent container has ended, and a running one keeps
+     * its files. */
+    server = handover_connect(settings->runtime_dir); /* not earlier: the server's timeout is 1 s */
     if (server >= 0)
         done = handover_run(server, "deleted", arguments, END_DEADLINE_S);
     if (done == HANDOVER_DECLINED || done == HANDOVER_LOST) {

@@ -1,4 +1,4 @@
-/* Reads from /etc/tidegate/runtime the settings of the wrapper runtime that the C front needs. */
+/* Reads the settings in /etc/tidegate/runtime that the wrapper runtime's C program needs. */
 #pragma once
 
 #include <limits.h>

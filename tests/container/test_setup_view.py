@@ -104,7 +104,9 @@ def test_a_program_that_is_missing_is_not_asked_and_none_runs_below_another_root
     tmp_path: Path,
 ) -> None:
     edit = Edit("/etc/engine.conf", None, b"")
-    assert validate(Root("/"), Validation(("no-such-engine",)), [edit]) == []
+    assert validate(Root("/"), Validation(("no-such-engine",)), [edit]) == [
+        "no-such-engine is not installed: the new files are unchecked"
+    ]
     assert validate(Root(str(tmp_path)), Validation(("false",)), [edit]) == []
     assert validate(Root("/"), Validation(("false",)), []) == []
 

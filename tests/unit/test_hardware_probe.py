@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -383,11 +384,12 @@ def test_the_governor_waits_for_the_tests_for_a_short_time(
 
     library = load_library(build_dir / "libcontrol")
     runners = [HardwareRunner(library, Config(), opens, gpu=i) for i in range(8)]
-    began = time.monotonic()
-    wait_opened(runners)
-    assert 0.5 <= time.monotonic() - began < 3  # for all together
-    released.set()
-    wait_opened(runners)
-    assert all(runner.not_steered == "it cannot be opened" for runner in runners)
-    for runner in runners:
-        runner.close()
+    with ExitStack() as stack:
+        for runner in runners:
+            stack.callback(runner.close)
+        began = time.monotonic()
+        wait_opened(runners)
+        assert 0.5 <= time.monotonic() - began < 3  # for all together
+        released.set()
+        wait_opened(runners)
+        assert all(runner.not_steered == "it cannot be opened" for runner in runners)

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from contextlib import closing
 from mmap import mmap
 from typing import ClassVar
 
@@ -598,16 +599,13 @@ def test_a_container_with_a_steered_gpu_keeps_its_turns_on_another_one(build_dir
     other = WaitingContainer(second, 50, one.grant, one.ledger, device=1)
     rivals = WaitingContainer(first, 50), WaitingContainer(second, 50)
     gang = together.add([first, second], [one.tenant, other.tenant])
-    with Turns(one, other, *rivals) as turns:
+    with closing(grants), closing(first), closing(second), Turns(one, other, *rivals) as turns:
         wait_for(lambda: min(turns.n.values()) > 10)
         openings[0].may_end.set()
         wait_for(lambda: first.is_steered and one.read("deadline_ns") == layout.OPEN)
         before = dict(turns.n)
         wait_for(lambda: all(turns.n[c] > before[c] + 20 for c in (other, rivals[1])))
-    together.remove(gang)
-    for runner in (first, second):
-        runner.close()
-    grants.close()
+        together.remove(gang)
 
 
 def test_the_end_switches_everything_on(build_dir, gpu, hardware):

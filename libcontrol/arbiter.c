@@ -377,8 +377,7 @@ static void regain_patience(struct arbiter *arbiter, uint64_t now)
  * Returns the tenant that is expected to hold the GPU next, and in `beginsp` when its grant begins.
  *
  * The holder may be named if others want the GPU but have to wait longer: it then prepares its next
- * grant while its queue is full (H200, ResNet18 with 45 % beside two others: 42.9 % instead of
- * 41.8 %). If it is alone, it has the time until its next grant for that.
+ * grant while its queue is full. If it is alone, it has the time until its next grant for that.
  */
 static int32_t expect_next(const struct arbiter *arbiter, uint64_t now, uint64_t *beginsp)
 {

@@ -97,7 +97,7 @@ class Finder:
         self._accounts: dict[int, _Account] = {}
         self._has_warned = False
         self._processes: dict[tuple[int, int], _Process] = {}
-        self._is_active = False
+        self._active = threading.Event()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tidegate-find", daemon=True)
         self._thread.start()
@@ -109,12 +109,11 @@ class Finder:
                 process.forget()
             self._next_searches.clear()
             self._accounts.clear()
-            self._is_active = True
+        self._active.set()
 
     def stop(self) -> None:
         """Make no more searches until the next `start`."""
-        with self._lock:
-            self._is_active = False
+        self._active.clear()
 
     def enter(
         self, tenant: int, slot: int, pid: int, pidfd: int, contexts: Callable[[], int]
@@ -160,6 +159,7 @@ class Finder:
     def close(self) -> None:
         """Stop the thread, after the search that is under way."""
         self._ended.set()
+        self._active.set()
         self._thread.join(CLOSE_S)
         with self._lock:
             for process in list(self._processes.values()):
@@ -175,7 +175,9 @@ class Finder:
 
     def _run(self) -> None:
         show_name()
-        while not self._ended.wait(POLL_S):
+        while not self._ended.is_set():
+            self._active.wait()  # a GPU may be without steering for ever
+            self._ended.wait(POLL_S)
             while not self._ended.is_set() and (due := self._next(time.monotonic())):
                 process, pidfd, n, thorough = due
                 try:
@@ -187,7 +189,7 @@ class Finder:
         """Return the process to search next, with a descriptor of it; None if none is due."""
         with self._lock:
             due = []
-            for process in self._processes.values() if self._is_active else ():
+            for process in self._processes.values() if self._active.is_set() else ():
                 if now < process.next_at:
                     continue
                 n = process.n_contexts()

@@ -7,7 +7,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from mmap import mmap
 from operator import mul
 from pathlib import Path
@@ -239,11 +239,18 @@ def test_with_separate_contexts_the_work_of_two_containers_does_not_overlap(
     assert charged_one < 1.01
 
 
-def test_a_process_that_begins_to_wait_for_a_sample_is_reported_once(build_dir: Path) -> None:
-    runner = Runner(load_library(build_dir / "libcontrol"), Config(), "timeslice")
+@contextmanager
+def watched(build_dir: Path, strategy: str) -> Iterator[tuple[Runner, socket.socket]]:
+    """A runner, and the socket of a process that it watches."""
+    runner = Runner(load_library(build_dir / "libcontrol"), Config(), strategy)
     runner_end, process_end = socket.socketpair()
     with closing(runner), runner_end, process_end:
         runner.watch(runner_end.fileno())
+        yield runner, process_end
+
+
+def test_a_process_that_begins_to_wait_for_a_sample_is_reported_once(build_dir: Path) -> None:
+    with watched(build_dir, "timeslice") as (runner, process_end):
         container = RunnerContainer(runner, 1, 1.0)
 
         def reported(timeout_s: float) -> bool:
@@ -266,10 +273,7 @@ def test_a_process_that_begins_to_wait_for_a_sample_is_reported_once(build_dir: 
 
 def test_with_mps_a_container_may_prepare_work_before_each_of_its_grants(build_dir: Path) -> None:
     """The second one wants the GPU and has to wait for much longer."""
-    runner = Runner(load_library(build_dir / "libcontrol"), Config(), "mps")
-    runner_end, process_end = socket.socketpair()
-    with closing(runner), runner_end, process_end:
-        runner.watch(runner_end.fileno())
+    with watched(build_dir, "mps") as (runner, process_end):
         first, second = RunnerContainer(runner, 1, 1.0), RunnerContainer(runner, 1, 1.0)
         runner.set(first.tenant, WHOLE * 45 // 100, WHOLE * 45 // 100)
         runner.set(second.tenant, WHOLE // 100, WHOLE // 100)
@@ -289,10 +293,7 @@ def test_with_mps_a_container_may_prepare_work_before_each_of_its_grants(build_d
 
 
 def test_a_process_cannot_cause_more_reports_than_there_are_checks(build_dir: Path) -> None:
-    runner = Runner(load_library(build_dir / "libcontrol"), Config(), "timeslice")
-    runner_end, process_end = socket.socketpair()
-    with closing(runner), runner_end, process_end:
-        runner.watch(runner_end.fileno())
+    with watched(build_dir, "timeslice") as (runner, process_end):
         container = RunnerContainer(runner, 1, 1.0)
         assert not runner.due()
         for i in range(400):

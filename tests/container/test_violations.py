@@ -250,7 +250,7 @@ def test_memory_that_is_held_in_bursts_is_reported_and_stopped(place: Place) -> 
         )
         since = began(culprit)
         assert node.wait(culprit, WAIT_S) == 128 + signal.SIGKILL
-        [stopped, *_] = events(node, "violation-stopped")
+        [stopped, *_] = wait_for(lambda: events(node, "violation-stopped"), "the event")
         [found] = events(node, "violation")
         assert (stopped["kind"], found["kind"]) == ("memory", "memory")
         assert time.time() - since < SOON_S + 3
@@ -413,7 +413,7 @@ def test_stopping_kills_the_container(place: Place) -> None:
         culprit = start(node, "culprit", "child", "own", "began", "tick")
         since = began(culprit)
         assert node.wait(culprit, WAIT_S) == 128 + signal.SIGKILL
-        [stopped, *_] = events(node, "violation-stopped")
+        [stopped, *_] = wait_for(lambda: events(node, "violation-stopped"), "the event")
         assert stopped["kind"] == "unregistered"
         assert stopped["container"] == culprit.identifier
         assert time.time() - since < SOON_S + 2

@@ -16,6 +16,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -225,8 +226,11 @@ class MemoryNode:
         self.gpus = simgpu.create(
             work / "gpus", memory=memory, context_memory=CONTEXT, devices=devices
         )
-        self.runtime = work / "run"
-        self.runtime.mkdir()
+        # In memory, like the governor's: on a disk, a write to a mapped page waits for the disk.
+        shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        self._runtime = tempfile.TemporaryDirectory(prefix="tg", dir=shared)
+        self.runtime = Path(self._runtime.name)
+        self.runtime.chmod(0o755)
         self.grant = self._make_grant()
         self._ledger_fd = os.memfd_create("tidegate-ledger", os.MFD_CLOEXEC)
         os.ftruncate(self._ledger_fd, layout.LEDGER_SIZE)
@@ -480,6 +484,7 @@ class MemoryNode:
         os.close(self._ledger_fd)
         self.ledger.close()
         self.grant.close()
+        self._runtime.cleanup()
 
 
 @contextlib.contextmanager

@@ -189,7 +189,7 @@ static CUresult context_sleep(struct context *context, uint64_t need)
     context_settle(context);
     (void)driver_leave(CUDA_SUCCESS);
     passes = device_wait(device, when);
-    pthread_mutex_lock(&driver.lock);
+    driver_lock();
     if (!driver.initialised || !context_valid(context) || context->serial != serial)
         return CUDA_ERROR_CONTEXT_IS_DESTROYED;
     return passes ? CUDA_SUCCESS : CUDA_ERROR_UNKNOWN;

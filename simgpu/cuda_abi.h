@@ -380,4 +380,27 @@ enum {
     CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH = 1,
 };
 
+typedef struct CUcheckpointLockArgs_st {
+    unsigned int timeoutMs;
+    unsigned int reserved0;
+    uint64_t reserved1[7];
+} CUcheckpointLockArgs;
+
+typedef struct CUcheckpointCheckpointArgs_st {
+    void *customStorageInfo_out;
+    char reserved[56];
+} CUcheckpointCheckpointArgs;
+
+typedef struct CUcheckpointRestoreArgs_st {
+    void *gpuPairs;
+    unsigned int gpuPairsCount;
+    unsigned int padding0;
+    void *customStorageInfo_out;
+    char reserved[40];
+} CUcheckpointRestoreArgs;
+
+typedef struct CUcheckpointUnlockArgs_st {
+    uint64_t reserved[8];
+} CUcheckpointUnlockArgs;
+
 #define CU_STREAM_WAIT_VALUE_GEQ 0x0 /* (int32_t)(*address - value) >= 0 */

@@ -12,9 +12,9 @@ ENTRY(cuInit, unsigned int flags)
 
     if (flags)
         return CUDA_ERROR_INVALID_VALUE;
-    pthread_mutex_lock(&driver.lock);
+    driver_lock();
     r = driver_init();
-    pthread_mutex_unlock(&driver.lock);
+    driver_unlock();
     return r;
 }
 

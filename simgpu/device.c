@@ -181,6 +181,8 @@ static void slot_clear(struct gpu *gpu, uint32_t slot)
             atomic_store(&gpu->contexts[i].serial, 0);
     }
     atomic_store(&gpu->shared.slots[slot].memory, 0);
+    atomic_store(&gpu->shared.slots[slot].state, 0);
+    atomic_store(&gpu->shared.slots[slot].inside, 0);
     atomic_store(&gpu->shared.slots[slot].attached, 0);
 }
 
@@ -271,11 +273,20 @@ bool device_wait(struct device *device, uint64_t when)
     return true;
 }
 
+/** device_slot_away() - are the memory and the contexts of one attachment checkpointed? */
+bool device_slot_away(const struct device *device, uint32_t slot)
+{
+    return device->gpu->shared.slots[slot].state == CU_PROCESS_STATE_CHECKPOINTED;
+}
+
+/** device_slot_contexts() - contexts of one attachment that are on the device */
 unsigned int device_slot_contexts(const struct device *device, uint32_t slot)
 {
     const struct gpu *gpu = device->gpu;
     unsigned int n = 0;
 
+    if (device_slot_away(device, slot))
+        return 0;
     for (uint32_t i = 0; i < gpu->shared.n_contexts; i++)
         n += gpu->contexts[i].serial && gpu->contexts[i].slot == slot;
     return n;
@@ -286,6 +297,8 @@ uint64_t device_slot_memory(const struct device *device, uint32_t slot)
 {
     const struct gpu *gpu = device->gpu;
 
+    if (device_slot_away(device, slot))
+        return 0;
     return gpu->shared.slots[slot].memory +
            device_slot_contexts(device, slot) * gpu->config.context_memory;
 }

@@ -30,6 +30,7 @@ bool device_wait(struct device *device, uint64_t when);
 
 uint64_t device_used(const struct device *device);
 uint64_t device_slot_memory(const struct device *device, uint32_t slot);
+bool device_slot_away(const struct device *device, uint32_t slot);
 unsigned int device_slot_contexts(const struct device *device, uint32_t slot);
 int device_slot_pid(const struct device *device, uint32_t slot);
 void device_uuid_text(const struct device *device, char text[static 41]);

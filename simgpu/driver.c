@@ -14,6 +14,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #define STACK_DEPTH 64
 
@@ -65,13 +66,70 @@ bool context_valid(const struct context *context)
     return pool_owns(&contexts_pool, context);
 }
 
+/* The process's attachment to its device `i`, or NULL if it is gone. */
+static struct gpu_slot *own_slot(int i)
+{
+    const struct device *device = driver.devices[i];
+    struct gpu_slot *slot = &device->gpu->shared.slots[device->slot];
+
+    return atomic_load(&slot->attached) == device->generation ? slot : NULL;
+}
+
+static void calls_end(int n)
+{
+    for (int i = 0; i < n; i++) {
+        struct gpu_slot *slot = own_slot(i);
+
+        if (slot)
+            atomic_store(&slot->inside, 0);
+    }
+}
+
+/* Announce on each device that a thread of this process is in a call. Returns false if the process
+ * is locked or checkpointed (cuda_checkpoint.c): that thread has to wait. */
+static bool calls_begin(void)
+{
+    for (int i = 0; i < driver.n_devices; i++) {
+        struct gpu_slot *slot = own_slot(i);
+
+        if (!slot)
+            continue;
+        atomic_store(&slot->inside, 1);
+        if (atomic_load(&slot->state) != CU_PROCESS_STATE_RUNNING) {
+            calls_end(i + 1);
+            return false;
+        }
+    }
+    return true;
+}
+
+/** driver_lock() - take the lock; in a locked process, wait until it is unlocked */
+void driver_lock(void)
+{
+    static const struct timespec nap = {.tv_nsec = 1000000};
+
+    for (;;) {
+        pthread_mutex_lock(&driver.lock);
+        if (calls_begin())
+            return;
+        pthread_mutex_unlock(&driver.lock);
+        nanosleep(&nap, NULL);
+    }
+}
+
+void driver_unlock(void)
+{
+    calls_end(driver.n_devices);
+    pthread_mutex_unlock(&driver.lock);
+}
+
 /** driver_enter() - take the lock; before cuInit it returns an error, without the lock */
 CUresult driver_enter(void)
 {
-    pthread_mutex_lock(&driver.lock);
+    driver_lock();
     if (driver.initialised)
         return CUDA_SUCCESS;
-    pthread_mutex_unlock(&driver.lock);
+    driver_unlock();
     return CUDA_ERROR_NOT_INITIALIZED;
 }
 
@@ -102,7 +160,7 @@ CUresult driver_leave(CUresult result)
 
     driver.host_calls = NULL;
     driver.host_calls_last = NULL;
-    pthread_mutex_unlock(&driver.lock);
+    driver_unlock();
     while (calls) {
         struct host_call *call = calls;
 

@@ -210,6 +210,8 @@ struct driver {
 extern struct driver driver;
 extern struct pool contexts_pool;
 
+void driver_lock(void);
+void driver_unlock(void);
 CUresult driver_enter(void);
 CUresult driver_enter_context(struct context **contextp);
 CUresult driver_leave(CUresult result);

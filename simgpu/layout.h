@@ -24,7 +24,7 @@
 #include <stdint.h>
 
 #define SIMGPU_MAGIC          0x5550474d49534754ull /* "TGSIMGPU" in memory */
-#define SIMGPU_LAYOUT_VERSION 4
+#define SIMGPU_LAYOUT_VERSION 5
 
 #define GPU_NVLINKS  18   /* per GPU, as on an H200 */
 #define GPU_SLOTS    256  /* libraries attached at once; the lock word has eight bits for a slot */
@@ -36,6 +36,13 @@
  * want the same byte lock: the kernel would grant it to both.
  */
 #define GPU_SLOT_NVML 192
+
+/* The states of a process that is checkpointed from outside, as in NVIDIA's cuda.h. */
+typedef enum {
+    CU_PROCESS_STATE_RUNNING = 0,
+    CU_PROCESS_STATE_LOCKED = 1,
+    CU_PROCESS_STATE_CHECKPOINTED = 2,
+} CUprocessState;
 
 /* Record locks on these bytes of the device file, far beyond its end, show which slots are in
  * use. */
@@ -70,7 +77,9 @@ struct gpu_slot {
     _Atomic uint64_t key;      /* identifies the process among those of the same machine */
     _Atomic uint64_t memory;   /* bytes allocated, not counting those of the contexts themselves */
     _Atomic uint32_t attached; /* generation of the owner, 0 for a free slot */
-    uint32_t reserved[11];
+    _Atomic uint32_t state;    /* CUprocessState of the process */
+    _Atomic uint32_t inside;   /* 1 while a thread of the process is in a call */
+    uint32_t reserved[9];
 };
 
 /* What the timeline records about one context. */

@@ -23,6 +23,11 @@
     F(cuDeviceTotalMem, cuDeviceTotalMem_v2, 3020)                                                 \
     F(cuDeviceGetAttribute, cuDeviceGetAttribute, 2000)                                            \
     F(cuDeviceGetPCIBusId, cuDeviceGetPCIBusId, 4010)                                              \
+    F(cuCheckpointProcessGetState, cuCheckpointProcessGetState, 12080)                             \
+    F(cuCheckpointProcessLock, cuCheckpointProcessLock, 12080)                                     \
+    F(cuCheckpointProcessCheckpoint, cuCheckpointProcessCheckpoint, 12080)                         \
+    F(cuCheckpointProcessRestore, cuCheckpointProcessRestore, 12080)                               \
+    F(cuCheckpointProcessUnlock, cuCheckpointProcessUnlock, 12080)                                 \
     F(cuCtxCreate, cuCtxCreate_v2, 3020)                                                           \
     F(cuCtxCreate, cuCtxCreate_v3, 11040)                                                          \
     F(cuCtxCreate, cuCtxCreate_v4, 12050)                                                          \

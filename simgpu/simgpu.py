@@ -23,7 +23,7 @@ from pathlib import Path
 DEFAULT_DIRECTORY = Path("/dev/tidegate-simgpu")
 
 MAGIC = 0x5550474D49534754
-VERSION = 4
+VERSION = 5
 SLOTS = 256
 CONTEXTS = 256
 QUEUE = 1024
@@ -36,7 +36,9 @@ NVLINKS = 18
 CLOCK_OFFSET = 0x1008  # mode, current timeline, virtual now
 N_CONTEXTS_OFFSET = 0x1028
 SLOTS_OFFSET = 0x1058
-SLOT = struct.Struct("<QQI44x")
+SLOT = struct.Struct("<QQII40x")
+CHECKPOINTED = 2
+"""State of a process whose memory and contexts are not on the GPU."""
 TIMELINES_OFFSET = 0x5058
 TIMELINE = struct.Struct("<4QII2Q")
 LANE = struct.Struct("<10Q")
@@ -271,9 +273,9 @@ def status(path: Path) -> DeviceStatus:
     now, _, _, _, _, _, switches, busy = TIMELINE.unpack_from(timeline)
     owners: dict[int, tuple[int, int]] = {}
     own_key = _process_key()
-    for slot, (key, memory, attached) in enumerate(SLOT.iter_unpack(slots)):
+    for slot, (key, memory, attached, state) in enumerate(SLOT.iter_unpack(slots)):
         pid = os.getpid() if key == own_key else _owner(descriptor, slot)
-        if attached and pid is not None:
+        if attached and pid is not None and state != CHECKPOINTED:
             owners[slot] = (pid, memory)
     contexts: list[SeenContext] = []
     held: dict[int, int] = {}

@@ -21,7 +21,8 @@ static bool belongs(const struct device *device, uint32_t index, int pid)
 {
     const struct gpu_context *context = &device->gpu->contexts[index];
 
-    return context->serial && device_slot_pid(device, context->slot) == pid;
+    return context->serial && !device_slot_away(device, context->slot) &&
+           device_slot_pid(device, context->slot) == pid;
 }
 
 /* Count as the driver does (docs/reference/driver-calls.md). The device's lock is held. */
@@ -103,7 +104,9 @@ ENTRY(nvmlSimgpuResidency, struct device *device, uint64_t *nowp, struct simgpu_
     line = schedule_current(device->gpu);
     *nowp = line->now;
     for (uint32_t i = 0; i < gpu->shared.n_contexts && n < most; i++) {
-        int pid = gpu->contexts[i].serial ? device_slot_pid(device, gpu->contexts[i].slot) : 0;
+        uint32_t slot = gpu->contexts[i].slot;
+        bool exists = gpu->contexts[i].serial && !device_slot_away(device, slot);
+        int pid = exists ? device_slot_pid(device, slot) : 0;
         const struct gpu_lane *lane = &line->lanes[i];
 
         if (pid <= 0)

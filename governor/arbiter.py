@@ -174,6 +174,7 @@ def load_library(directory: str | Path) -> ctypes.CDLL:
         "runner_free": (pointer, (pointer,)),
         "runner_add": (i32, (pointer, u32, u32, pointer, u32, pointer)),
         "runner_set": (None, (pointer, i32, u32, u32)),
+        "runner_pause": (None, (pointer, i32, ctypes.c_bool)),
         "runner_remove": (None, (pointer, i32)),
         "runner_open": (None, (pointer, ctypes.c_bool)),
         "runner_watch": (
@@ -452,6 +453,10 @@ class Runner:
         if self._self:
             self._library.runner_remove(self._self, tenant)
         self._pages.pop(tenant, None)
+
+    def pause(self, tenant: int, *, is_paused: bool) -> None:
+        """Grant nothing to a container, whose grant ends at once; or grant to it again."""
+        self._library.runner_pause(self._self, tenant, is_paused)
 
     not_steered = ""
     """Reason why grants divide the time although the node is configured for the GPU's own

@@ -394,6 +394,26 @@ RUNNER_EXPORT void runner_remove(struct runner *runner, int32_t tenant)
     poke(runner);
 }
 
+/* A container that is paused is granted nothing. If it holds the GPU, its grant ends at once. */
+RUNNER_EXPORT void runner_pause(struct runner *runner, int32_t tenant, bool paused)
+{
+    struct runner_tenant *t = &runner->tenants[tenant];
+
+    pthread_mutex_lock(&runner->mutex);
+    t->paused = paused;
+    if (paused && t->granted) {
+        if (runner->view.holder == tenant) {
+            arbiter_stop(runner->arbiter, os_now());
+            runner->view.holder = ARBITER_NOBODY;
+        }
+        /* The grant may be one of those of runner_open_all(). */
+        arbiter_begin(runner->arbiter, atomic_load_relaxed(&t->grant->epoch));
+        runner_close_grant(t);
+    }
+    pthread_mutex_unlock(&runner->mutex);
+    poke(runner);
+}
+
 /* The arbiter is not stepped for now: gangs must not wait for it. */
 static void leave_gangs(struct runner *runner)
 {

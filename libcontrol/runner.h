@@ -37,6 +37,7 @@ struct runner *runner_free(struct runner *runner);
 int32_t runner_add(struct runner *runner, uint32_t guarantee, uint32_t limit, void *grant_page,
                    uint32_t device, void *ledger);
 void runner_set(struct runner *runner, int32_t tenant, uint32_t guarantee, uint32_t limit);
+void runner_pause(struct runner *runner, int32_t tenant, bool paused);
 void runner_remove(struct runner *runner, int32_t tenant);
 void runner_open(struct runner *runner, bool open);
 int runner_watch(struct runner *runner, int fd, struct runner *const *others, uint32_t n);

@@ -191,6 +191,7 @@ void runner_observe(struct runner *runner, uint64_t now)
         arbiter_overrun(runner->arbiter, i, report.overruns, now);
         arbiter_busy(runner->arbiter, i, report.busy_ns);
         arbiter_sign(runner->arbiter, i, report.seen_ns < now ? report.seen_ns : 0);
+        report.want = report.want && !t->paused;
         arbiter_want(runner->arbiter, i, report.want, now);
         if (!report.want || t->granted)
             t->waiting_ns = 0;
@@ -222,7 +223,7 @@ void runner_open_all(struct runner *runner, uint64_t now)
     for (int32_t i = 0; i < runner->n_tenants; i++) {
         struct runner_tenant *t = &runner->tenants[i];
 
-        if (!t->used || t->granted)
+        if (!t->used || t->paused || t->granted)
             continue;
         t->granted = true;
         t->waiting_ns = 0;

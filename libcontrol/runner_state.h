@@ -14,6 +14,7 @@ struct runner_tenant {
     struct grant_device *grant;
     struct ledger_header *ledger;
     uint32_t device;
+    bool paused;         /* it is granted nothing */
     bool granted;        /* its page has a grant */
     bool together;       /* its page says that its GPUs are granted together */
     uint64_t waiting_ns; /* since when it wants a grant and has none; 0: it does not */

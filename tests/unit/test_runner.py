@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from governor import arbiter
-from governor.arbiter import WAIT_BOUNDS_NS, WHOLE, Runner, load_library
+from governor.arbiter import WAIT_BOUNDS_NS, WHOLE, Runner, RunnerConfig, load_library
 from governor.config import Config
 from libcontrol import layout, pages
 
@@ -77,12 +77,25 @@ class RunnerContainer:
         return True
 
 
+def wait_for_each(monkeypatch: pytest.MonkeyPatch, strategy: str) -> RunnerConfig:
+    """Return the settings of runners from now on: on a busy machine no container counts as stopped, and no grant as
+    unused.
+    """
+    settings = arbiter.runner_config(Config(), strategy)
+    settings.arbiter.overdue_ns = 40 * 10**9
+    settings.unused_ns = 20 * 10**9
+    monkeypatch.setattr(arbiter, "runner_config", lambda *_: settings)
+    return settings
+
+
 @pytest.fixture
-def play(build_dir: Path) -> Iterator[SimpleNamespace]:
+def play(build_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     runners: list[Runner] = []
 
     def run(strategy: str, *containers: tuple[int, float]) -> list[tuple[RunnerContainer, float]]:
-        runner = Runner(load_library(build_dir / "libcontrol"), Config(), strategy)
+        with monkeypatch.context() as patch:
+            wait_for_each(patch, strategy)
+            runner = Runner(load_library(build_dir / "libcontrol"), Config(), strategy)
         runners.append(runner)
         runner_end, process_end = socket.socketpair()
         with runner_end, process_end:
@@ -164,8 +177,9 @@ def test_a_container_waits_from_when_it_wants_the_gpu_to_its_grant(build_dir: Pa
 
 
 def test_a_grant_that_is_given_back_late_is_held_until_then_whatever_the_ledger_reports(
-    build_dir: Path,
+    build_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    wait_for_each(monkeypatch, "timeslice")
     runner = Runner(load_library(build_dir / "libcontrol"), Config(), "timeslice")
     runner_end, process_end = socket.socketpair()
     with runner_end, process_end:
@@ -278,11 +292,7 @@ def test_with_mps_the_next_holder_is_named_in_each_grant(
 ) -> None:
     """The second one wants the GPU and has to wait for much longer. So the first is named often in
     its own grants, and each grant withdraws the announcement of the one before."""
-    settings = arbiter.runner_config(Config(), "mps")
-    settings.spin_ns = 0  # as on a node with few cores
-    settings.arbiter.overdue_ns = 40 * 10**9  # on a busy machine no container counts as stopped,
-    settings.unused_ns = 20 * 10**9  # and no grant as unused
-    monkeypatch.setattr(arbiter, "runner_config", lambda *_: settings)
+    wait_for_each(monkeypatch, "mps").spin_ns = 0  # as on a node with few cores
     with watched(build_dir, "mps") as (runner, process_end):
         first, second = RunnerContainer(runner, 1, 1.0), RunnerContainer(runner, 1, 1.0)
         runner.set(first.tenant, WHOLE * 45 // 100, WHOLE * 45 // 100)
@@ -305,6 +315,43 @@ def test_with_mps_the_next_holder_is_named_in_each_grant(
             worked = [first.work(look), second.work()]
             if any(worked):
                 process_end.send(b"r")
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_paused_container_is_granted_nothing_and_later_grants_have_higher_numbers(
+    build_dir: Path, *, is_open: bool
+) -> None:
+    """With `is_open`, the GPU's own scheduler divides the time, and all others have open grants."""
+    with watched(build_dir, "timeslice") as (runner, process_end):
+        one, two = RunnerContainer(runner, 1, 1.0), RunnerContainer(runner, 1, 1.0)
+        runner.open(is_open=is_open)
+
+        def granted(container: RunnerContainer) -> bool:
+            end = time.monotonic() + 20
+            while not (found := bool(container.read("deadline_ns"))) and time.monotonic() < end:
+                for each in (one, two):
+                    each.report(0, "seen_ns", time.monotonic_ns())
+                process_end.send(b"w")
+            return found
+
+        assert granted(one)
+        for paused, other in ((one, two), (two, one)):
+            epoch = paused.read("epoch")
+            runner.pause(paused.tenant, is_paused=True)
+            assert granted(other)
+            other.work()
+            process_end.send(b"r")
+            for _ in range(50):
+                time.sleep(0.002)
+                assert not paused.read("deadline_ns")
+            runner.open(is_open=False)
+            runner.open(is_open=is_open)
+            runner.pause(paused.tenant, is_paused=False)
+            other.report(0, "want", 0)
+            assert granted(paused)
+            assert paused.read("epoch") > epoch
+            other.report(0, "want", 1)
+        runner.open(is_open=False)
 
 
 def test_a_process_cannot_cause_more_reports_than_there_are_checks(build_dir: Path) -> None:

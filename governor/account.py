@@ -165,6 +165,14 @@ class Account:
         """Return the work without a grant that the processes report on GPU `device`."""
         return read_passing(self._ledger, self._processes, device)
 
+    def is_at_rest(self, device: int) -> bool:
+        """Return whether the processes report neither work on GPU `device` nor a wait for it."""
+        return not any(
+            pages.read(self._ledger, layout.ledger_device(slot, device), "ledger_device", name)
+            for slot in self._processes
+            for name in ("want", "pending")
+        )
+
     def is_sampled(self, device: int) -> bool:
         """Return whether only NVML's samples measure the container's work on GPU `device`.
 

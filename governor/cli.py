@@ -25,6 +25,8 @@ VERBS = (
         "inspect",
         "claims",
         "set",
+        "suspend",
+        "resume",
         "events",
         "check",
         "reload",

@@ -90,7 +90,8 @@ class RecoveredContainer:
 
     `grant` and `ledger` are None if they were not found. They are then created anew, and running
     processes do not see the new ones. Each process comes with its pidfd. `membership` is None if it
-    was not stored. `others` are the members after the first, with their pidfds.
+    was not stored. `others` are the members after the first, with their pidfds. `suspended` is
+    true if some of its processes may be suspended.
     """
 
     key: str
@@ -99,6 +100,7 @@ class RecoveredContainer:
     processes: tuple[tuple[ProcessRow, int], ...]
     membership: Membership | None = None
     others: tuple[tuple[MemberRow, int], ...] = ()
+    suspended: bool = False
 
     @property
     def members(self) -> list[Member]:
@@ -133,8 +135,11 @@ class Container:
         self.members = Members([first, *(recovered.members if recovered else ())])
         self.directory = Path(config.runtime_dir) / "containers" / self.key
         self.context_memory = config.context_memory
+        self._holds = config.hold_launches
         self.called: str | None = None  # its name in its engine; None until it has been looked up
         self.findings = Findings(len(self.devices))
+        self.suspension = "suspended" if recovered and recovered.suspended else ""
+        """`suspending`, `suspended`, `resuming`, or empty while it runs."""
         self._on_end: Callable[[Container, Member], None] = lambda *_: None
         self._state = state or State()
         self._mps = mps
@@ -167,6 +172,7 @@ class Container:
             ledger=ledger.file,
             uses=self.uses,
             others=tuple(member.row for member in self.members[1:]),
+            suspended=bool(self.suspension),
             **vars(first.row),
         )
         self.account = Account(
@@ -195,6 +201,9 @@ class Container:
         self._gpus.start(self.quota, self.grant, self.ledger)
         self._slots.announce()
         self._gpus.run_together()
+        if self.suspension:
+            self.pause()
+            self.allow_holds(allowed=False)
 
     def _make_pages(self, config: Config, recovered: RecoveredContainer | None) -> Ledger:
         """Create the directory with the grant page, and the ledger, unless they exist."""
@@ -363,7 +372,25 @@ class Container:
 
     def configure(self, config: Config) -> None:
         """Apply new settings of the node; the assumed size of a context does not change."""
+        self._holds = config.hold_launches
         take_over(self.grant, config, self.strategy)
+        self.allow_holds(allowed=not self.suspension)
+
+    def allow_holds(self, *, allowed: bool) -> None:
+        """Tell the processes whether a launch may be held on the GPU, if the node allows it."""
+        pages.write(self.grant, 0, "grant_header", "holds", int(self._holds and allowed))
+
+    def pause(self) -> None:
+        """Grant it nothing, and leave its processes to themselves on a steered GPU."""
+        self._gpus.pause(is_paused=True)
+        self._gpus.let_go()
+        self._slots.withdraw()
+
+    def unpause(self) -> None:
+        """Undo `pause`."""
+        self._slots.withdraw()  # those that have registered in the meantime
+        self._slots.announce()
+        self._gpus.pause(is_paused=False)
 
     def set_quota(self, quota: Quota) -> None:
         """Hold the container to another quota from now on, on each of its GPUs."""
@@ -396,6 +423,7 @@ class Container:
             "class": self.quota.work_class,
             "strategy": self.strategy,
             "mps": None if self._mps is None else self._mps.describe(),
+            "suspension": self.suspension,
             "lookups": self.account.lookups(),
             "unknown_functions": list(self._unknown.names),
             "devices": [self.account.describe(i) for i in range(len(self.devices))],
@@ -427,6 +455,11 @@ class Container:
         )
 
     # The end
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was closed."""
+        return self._closed
 
     def close(self, *, keep: bool = False) -> None:
         """Release everything: the GPU, the slots, the socket, the directory.

@@ -42,6 +42,7 @@ from governor.runners import RunnerMaker, wait_opened
 from governor.server import Server
 from governor.settings import SettingsInForce
 from governor.state import NAME, State
+from governor.suspension import Suspender
 from vdriver.errors import NvmlError, VdriverError
 from vdriver.manifest import read_manifest
 from vdriver.nvml import Nvml
@@ -359,6 +360,7 @@ def _make_server(
     stack.callback(state.close)
     state.load()
     server = Server(config, AllocationTable(devices, config, topology, left_out), runners, state)
+    server.suspender = Suspender(server.admissions, state, libcuda, nvml.processes)
     server.versions = {"driver": nvml.driver_version(), "cuda": nvml.cuda_version()}
     stack.callback(server.close)
     for mps in _find_mps(config, devices, server):

@@ -241,6 +241,8 @@ def state(container: dict[str, Any], gpu: str | None = None) -> str:
     """Return the state of a container, on one GPU or on all."""
     kinds = [one["kind"] for one in lasting(container) if gpu in (None, one["gpu"])]
     words = ["frozen"] if container["frozen"] else []
+    # A governor of an earlier version does not send this.
+    words += [container["suspension"]] if container.get("suspension") else []
     words += [f"violation: {', '.join(dict.fromkeys(kinds))}"] if kinds else []
     others = sorted({one["index"] for one in container.get("elsewhere", ())})
     if others:

@@ -126,6 +126,7 @@ CONTAINER_METRICS = (
         "container_processes", ("container", *WHOSE), "Processes of the container that use a GPU"
     ),
     _gauge("container_frozen", ("container", *WHOSE), "1 while it is frozen for a violation"),
+    _gauge("container_suspended", ("container", *WHOSE), "1 while it is suspended"),
     _gauge("container_compute_guarantee_ratio", CONTAINER, "Guaranteed part of the GPU's time"),
     _gauge("container_compute_limit_ratio", CONTAINER, "Limit, as a part of the GPU's time"),
     _gauge("container_latency", CONTAINER, "1 if its class is latency"),
@@ -312,6 +313,7 @@ def _add_container(families: _Families, container: Container, times: Mapping[str
         (name, *whose),
         container_processes=len(container.pids()),
         container_frozen=findings.frozen,
+        container_suspended=bool(container.suspension),
     )
     for i, device in enumerate(container.devices):
         labels = (name, device.uuid, *whose)

@@ -232,6 +232,7 @@ class _Search:
                 tuple(living.values()),
                 row.membership,
                 tuple(zip(row.others, pidfds[1:], strict=True)),
+                row.suspended,
             ),
             row.whose,
             row.uses,

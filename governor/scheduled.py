@@ -66,6 +66,11 @@ class Scheduled:
         for runner, tenant in zip(self._runners, self._tenants, strict=False):
             runner.leave(tenant, slot)
 
+    def pause(self, *, is_paused: bool) -> None:
+        """Grant nothing to the container, or grant to it again."""
+        for runner, tenant in zip(self._runners, self._tenants, strict=True):
+            runner.pause(tenant, is_paused=is_paused)
+
     def watch(self, fd: int) -> None:
         """Wake the GPUs' threads when a process writes to its socket."""
         self._runners[0].watch(fd, self._runners[1:])
@@ -114,6 +119,12 @@ class Scheduled:
             new.append(pid)
         return new
 
+    def let_go(self) -> None:
+        """Stop holding unregistered processes; they are held again when they are next found."""
+        for device, held in self._held.items():
+            for pid in list(held):
+                self._let_go(device, pid)
+
     def _let_go(self, device: int, pid: int) -> None:
         pidfd = self._held[device].pop(pid)
         self._loop.remove_reader(pidfd)
@@ -126,9 +137,7 @@ class Scheduled:
         if together is not None and self._gang != NOBODY:
             together.remove(self._gang)
             self._gang = NOBODY
-        for device, held in self._held.items():
-            for pid in list(held):
-                self._let_go(device, pid)
+        self.let_go()
         for runner, tenant in zip(self._runners, self._tenants, strict=False):
             runner.remove(tenant)
         self._tenants = []

@@ -35,6 +35,7 @@ from governor.requests import parse_request, pod_of, uses_of
 from governor.reservations import Reservations
 from governor.settings import SettingsInForce
 from governor.state import State
+from governor.suspension import Suspender
 from oci_hook.errors import HookError
 
 log = structlog.get_logger()
@@ -62,6 +63,7 @@ class Server:
         self.admissions = Admissions(config, allocations, runners, self._state, self._reservations)
         self.bookings = Bookings(allocations, self._state, self.admissions)
         self.admissions.bookings = self.bookings
+        self.suspender = Suspender(self.admissions, self._state)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def configure(self, config: Config) -> None:
@@ -194,6 +196,10 @@ class Server:
                     return self.admissions.release(request["id"])
                 case "set":
                     return self.admissions.set(request)
+                case "suspend":
+                    return await self.suspender.suspend(request)
+                case "resume":
+                    return await self.suspender.resume(request)
                 case "claim":
                     return self.bookings.claim(request)
                 case "unclaim":

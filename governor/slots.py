@@ -307,6 +307,11 @@ class Slots:
         self._loop.add_reader(process.pidfd, self._end, slot)
         self._announce(process)
 
+    def withdraw(self) -> None:
+        """Undo `announce`."""
+        for slot in self._processes:
+            self._gpus.leave(slot)
+
     def _announce(self, process: RegisteredProcess) -> None:
         contexts = partial(self._account.contexts, process.slot)
         self._gpus.enter(process.slot, process.pid, process.pidfd, contexts)

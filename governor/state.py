@@ -93,7 +93,8 @@ class ContainerRow:
 
     `membership` is None if the governor that wrote the row did not store it. `uses` are shares of
     claims, if the container's quota comes from them. In that case `others` are the other containers
-    that use the same shares; this one is the oldest.
+    that use the same shares; this one is the oldest. `suspended` is true if some of its processes
+    may be suspended.
     """
 
     key: str
@@ -107,6 +108,7 @@ class ContainerRow:
     whose: Whose = field(default_factory=Whose)
     uses: tuple[Use, ...] = ()
     others: tuple[MemberRow, ...] = ()
+    suspended: bool = False
 
     @property
     def members(self) -> tuple[MemberRow, ...]:
@@ -257,6 +259,7 @@ class State:
                 Whose(*values.get("whose", ())),
                 tuple((uid, name) for uid, name in values.get("uses", ())),
                 tuple(_member(one) for one in values.get("others", ())),
+                values.get("suspended", False),
             )
             if row.key != key:
                 raise ValueError(f"container {key} is stored as {row.key}")
@@ -407,6 +410,7 @@ class State:
                 "membership": row.membership and [row.membership.cgroups, row.membership.namespace],
                 "whose": [row.whose.bundle, dict(row.whose.identity)],
                 "uses": row.uses,
+                "suspended": row.suspended,
                 "others": [
                     {
                         "identifier": one.identifier,

@@ -262,6 +262,7 @@ def _describe(container: Container) -> dict[str, Any]:
         "class": container.quota.work_class,
         "processes": len(container.pids()),
         "frozen": container.findings.frozen,
+        "suspension": container.suspension,
         "elsewhere": container.findings.describe_elsewhere(),
         "devices": devices,
     }

@@ -43,6 +43,7 @@ function renderHead(row, live) {
   if (one.ended) head.append(make("p", {class: "quiet"}, `ended ${clock(timeOf(one.first + one.used.length - 1))}`));
   if (live) head.append(make("p", {class: "quiet"}, count(live.processes, "process", "processes")));
   if (live && live.frozen) head.append(trouble("frozen for a violation"));
+  if (live && live.suspension) head.append(make("p", {class: "quiet"}, live.suspension));
   for (const use of live ? live.elsewhere : []) {
     head.append(trouble(`uses GPU ${use.index}, which is not its own: process ${use.pid}, ${bytes(use.memory)}`));
   }

@@ -114,7 +114,7 @@ def test_the_state_has_the_governors_data(play: Callable[[Scene], None]) -> None
         assert found["containers"] == [
             {
                 "key": one.key, "id": "one", "name": "", "guarantee": 40, "limit": 70, "class": "throughput",
-                "processes": 1, "frozen": True, "elsewhere": [],
+                "processes": 1, "frozen": True, "suspension": "", "elsewhere": [],
                 "devices": [
                     {
                         "gpu": UUID, "memory_used": GIB, "memory_peak": GIB, "memory_limit": 4 * GIB,

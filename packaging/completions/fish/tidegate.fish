@@ -41,8 +41,8 @@ function _shtab_tidegate_using
   test "$_shtab_tidegate_cmdpath" = "$argv"
 end
 
-set -g _shtab_tidegate_commands ps top inspect claims set events check reload doctor explain setup cdi 'cdi generate' 'cdi list' convert refresh verify gc install
-set -g _shtab_tidegate_opts_with_value --annotation --bin-dir --bundle --class --compute --compute-limit --config --container --containerd-version --control-dir --count --dev-dir --driver-dir --gpu-memory --hook --hook-argument --hooks-dir --interval --library-dir --log --memory --module-version --output --root --rootfs --runtime-dir --since
+set -g _shtab_tidegate_commands ps top inspect claims set suspend resume events check reload doctor explain setup cdi 'cdi generate' 'cdi list' convert refresh verify gc install
+set -g _shtab_tidegate_opts_with_value --annotation --bin-dir --bundle --class --compute --compute-limit --config --container --containerd-version --control-dir --count --dev-dir --driver-dir --gpu-memory --hook --hook-argument --hooks-dir --interval --library-dir --log --memory --module-version --output --root --rootfs --runtime-dir --since --wait
 
 complete -c tidegate -e
 complete -c tidegate -f
@@ -81,6 +81,17 @@ complete -c tidegate -n '_shtab_tidegate_using set' -l class -xka "throughput la
 complete -c tidegate -n '_shtab_tidegate_using set' -l config -xka "(__fish_complete_path (commandline -ct))" -d 'configuration file (/etc/tidegate/config.yaml)'
 complete -c tidegate -n '_shtab_tidegate_using set' -l runtime-dir -xka "(__fish_complete_directories)" -d 'the governor'"'"'s directory (/run/tidegate)'
 complete -c tidegate -n '_shtab_tidegate_using set; and test $_shtab_tidegate_npos -eq 0' -ka "(tidegate ps 2>/dev/null | awk '/^not its own|^unknown functions/ {exit} NR > 1 && \$1 ~ /^[A-Za-z0-9][A-Za-z0-9_.+-]*\$/ {print \$1}')" -d 'its id, or a unique prefix of it, its name, or its pod'
+complete -c tidegate -n '_shtab_tidegate_using; and test $_shtab_tidegate_npos -eq 0' -a suspend -d 'Move a container'"'"'s GPU memory to host memory, and let the container wait.'
+complete -c tidegate -n '_shtab_tidegate_using suspend' -s h -l help -d 'show this help message and exit'
+complete -c tidegate -n '_shtab_tidegate_using suspend' -l config -xka "(__fish_complete_path (commandline -ct))" -d 'configuration file (/etc/tidegate/config.yaml)'
+complete -c tidegate -n '_shtab_tidegate_using suspend' -l runtime-dir -xka "(__fish_complete_directories)" -d 'the governor'"'"'s directory (/run/tidegate)'
+complete -c tidegate -n '_shtab_tidegate_using suspend' -l wait -x -d 'time within which its submitted work has to end (30)'
+complete -c tidegate -n '_shtab_tidegate_using suspend; and test $_shtab_tidegate_npos -eq 0' -ka "(tidegate ps 2>/dev/null | awk '/^not its own|^unknown functions/ {exit} NR > 1 && \$1 ~ /^[A-Za-z0-9][A-Za-z0-9_.+-]*\$/ {print \$1}')" -d 'its id, or a unique prefix of it, its name, or its pod'
+complete -c tidegate -n '_shtab_tidegate_using; and test $_shtab_tidegate_npos -eq 0' -a resume -d 'Bring back the GPU memory of a suspended container, and let it run.'
+complete -c tidegate -n '_shtab_tidegate_using resume' -s h -l help -d 'show this help message and exit'
+complete -c tidegate -n '_shtab_tidegate_using resume' -l config -xka "(__fish_complete_path (commandline -ct))" -d 'configuration file (/etc/tidegate/config.yaml)'
+complete -c tidegate -n '_shtab_tidegate_using resume' -l runtime-dir -xka "(__fish_complete_directories)" -d 'the governor'"'"'s directory (/run/tidegate)'
+complete -c tidegate -n '_shtab_tidegate_using resume; and test $_shtab_tidegate_npos -eq 0' -ka "(tidegate ps 2>/dev/null | awk '/^not its own|^unknown functions/ {exit} NR > 1 && \$1 ~ /^[A-Za-z0-9][A-Za-z0-9_.+-]*\$/ {print \$1}')" -d 'its id, or a unique prefix of it, its name, or its pod'
 complete -c tidegate -n '_shtab_tidegate_using; and test $_shtab_tidegate_npos -eq 0' -a events -d 'Show why containers did not start, from the node'"'"'s log.'
 complete -c tidegate -n '_shtab_tidegate_using events' -s h -l help -d 'show this help message and exit'
 complete -c tidegate -n '_shtab_tidegate_using events' -l container -xka "(tidegate ps 2>/dev/null | awk '/^not its own|^unknown functions/ {exit} NR > 1 && \$1 ~ /^[A-Za-z0-9][A-Za-z0-9_.+-]*\$/ {print \$1}')" -d 'show this container: its id, or a prefix of it; for a pod or claim, NAMESPACE/NAME'

@@ -1,0 +1,193 @@
+"""Program of the process that suspends and resumes a container's processes.
+
+It makes the driver's checkpoint calls, which copy the contents of a process's GPU memory to host
+memory and free all that the process has on the GPU, including its contexts. The calls take seconds,
+and their target may never answer, so they are made by a process that can be killed.
+
+It is started with the path of a libcuda, `suspend` or `resume`, the time in milliseconds within
+which submitted work has to end, and the processes as PID:START. It writes a line of JSON for each
+process that it has dealt with, and at the end one with `done` or `error`. If a process cannot be
+suspended, those before it run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Iterator
+
+from governor.processes import Identity, open_process
+
+PR_SET_PDEATHSIG = 1
+
+RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)
+"""States of a process (CUprocessState in cuda.h)."""
+
+INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED, NOT_READY = 1, 2, 3, 600
+NOT_SUPPORTED = 801
+
+
+class CheckpointError(Exception):
+    """A process could not be suspended or resumed; the message is one line."""
+
+
+class LockArguments(ctypes.Structure):
+    """CUcheckpointLockArgs."""
+
+    _fields_ = (("timeout_ms", ctypes.c_uint), ("reserved", ctypes.c_ubyte * 60))
+
+
+class CheckpointCalls:
+    """The checkpoint calls of a libcuda."""
+
+    def __init__(self, library: str) -> None:
+        self._cuda = ctypes.CDLL(library)
+        if not hasattr(self._cuda, "cuCheckpointProcessLock"):
+            raise CheckpointError("the driver has no checkpoint calls, which came with version 570")
+        if status := self._cuda.cuInit(0):
+            raise CheckpointError(f"cuInit returned {self._name(status)}")
+
+    def _name(self, status: int) -> str:
+        text = ctypes.c_char_p()
+        self._cuda.cuGetErrorName(status, ctypes.byref(text))
+        return (text.value or str(status).encode()).decode(errors="replace")
+
+    def state(self, pid: int) -> int | None:
+        """Return the state of a process; None if it does not use CUDA."""
+        found = ctypes.c_int()
+        status = self._cuda.cuCheckpointProcessGetState(pid, ctypes.byref(found))
+        if status in (INVALID_VALUE, NOT_INITIALIZED):
+            return None
+        if status:
+            raise CheckpointError(f"process {pid}: its state is not known: {self._name(status)}")
+        return found.value
+
+    def lock(self, pid: int, wait_ms: int) -> None:
+        """Let further calls of a process wait, once its submitted work has ended."""
+        status = self._cuda.cuCheckpointProcessLock(pid, ctypes.byref(LockArguments(wait_ms)))
+        if status == NOT_READY:
+            raise CheckpointError(
+                f"process {pid}: its work did not end within {wait_ms / 1000:g} s"
+            )
+        self._require(pid, "locked", status)
+
+    def checkpoint(self, pid: int) -> None:
+        """Move the GPU memory of a locked process to host memory, and free what it has."""
+        self._require(pid, "suspended", self._cuda.cuCheckpointProcessCheckpoint(pid, None))
+
+    def restore(self, pid: int) -> None:
+        """Undo `checkpoint`; the process stays locked."""
+        status = self._cuda.cuCheckpointProcessRestore(pid, None)
+        if status == OUT_OF_MEMORY:
+            raise CheckpointError(f"process {pid}: its GPU has no room for it")
+        self._require(pid, "resumed", status)
+
+    def unlock(self, pid: int) -> None:
+        """Undo `lock`."""
+        self._require(pid, "unlocked", self._cuda.cuCheckpointProcessUnlock(pid, None))
+
+    def _require(self, pid: int, what: str, status: int) -> None:
+        if status == NOT_SUPPORTED:
+            raise CheckpointError(f"process {pid}: the driver cannot checkpoint what it uses")
+        if status:
+            raise CheckpointError(f"process {pid} cannot be {what}: {self._name(status)}")
+
+
+def _say(**words: object) -> None:
+    print(json.dumps(words), flush=True)
+
+
+@contextlib.contextmanager
+def _alive(processes: list[Identity]) -> Iterator[dict[int, int]]:
+    """Yield the pidfds of the processes that have not ended, by pid."""
+    with contextlib.ExitStack() as stack:
+        found: dict[int, int] = {}
+        for process in processes:
+            pidfd = open_process(process)
+            if pidfd is not None:
+                stack.callback(os.close, pidfd)
+                found[process.pid] = pidfd
+        yield found
+
+
+def _has_ended(pidfd: int) -> bool:
+    return bool(select.select([pidfd], [], [], 0)[0])
+
+
+class Checkpointing:
+    """Suspends or resumes some processes. One that ends meanwhile is left out."""
+
+    def __init__(self, driver: CheckpointCalls, alive: dict[int, int]) -> None:
+        self._driver, self._alive = driver, alive
+
+    def _using(self) -> Iterator[tuple[int, int]]:
+        """Yield the processes that use CUDA, with their states."""
+        for pid, pidfd in self._alive.items():
+            # A process that has ended keeps its pid until its parent has waited for it. From then
+            # on another process may have the pid.
+            state = None if _has_ended(pidfd) else self._driver.state(pid)
+            if state == FAILED:
+                raise CheckpointError(f"process {pid}: an earlier attempt has failed for good")
+            if state is not None:
+                yield pid, state
+
+    def suspend(self, wait_ms: int) -> None:
+        """Suspend all, or raise CheckpointError with all running."""
+        try:
+            for pid, state in self._using():
+                if state == RUNNING:
+                    self._unless_ended(pid, self._driver.lock, wait_ms)
+            for pid, state in self._using():
+                if state == LOCKED:
+                    self._unless_ended(pid, self._driver.checkpoint)
+                    _say(pid=pid)
+        except CheckpointError as e:
+            try:
+                self.resume()
+            except CheckpointError as again:
+                raise CheckpointError(f"{e}; then {again}") from e
+            _say(undone=True)
+            raise
+
+    def resume(self) -> None:
+        """Resume all; after a CheckpointError, some may be resumed, and the others wait."""
+        for pid, state in self._using():
+            if state == CHECKPOINTED:
+                self._unless_ended(pid, self._driver.restore)
+        for pid, state in self._using():
+            if state == LOCKED:
+                self._unless_ended(pid, self._driver.unlock)
+                _say(pid=pid)
+
+    def _unless_ended(self, pid: int, call: Callable[..., None], *arguments: int) -> None:
+        try:
+            call(pid, *arguments)
+        except CheckpointError:
+            if not _has_ended(self._alive[pid]):
+                raise
+
+
+def main() -> None:
+    """Suspend or resume the processes in the arguments."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    library, what, wait_ms, *named = sys.argv[1:]
+    processes = [Identity(*map(int, one.split(":"))) for one in named]
+    try:
+        driver = CheckpointCalls(library)
+    except (CheckpointError, OSError) as e:
+        _say(undone=True)
+        _say(error=str(e))
+        return
+    try:
+        with _alive(processes) as alive:
+            work = Checkpointing(driver, alive)
+            work.suspend(int(wait_ms)) if what == "suspend" else work.resume()
+    except (CheckpointError, OSError) as e:
+        _say(error=str(e))
+    else:
+        _say(done=True)

@@ -1,0 +1,66 @@
+"""`tidegate suspend`: free the GPU memory of a container, and let it wait."""
+
+from __future__ import annotations
+
+import argparse
+
+from governor.client import ask, node_config
+from governor.listing import Listing, find, safe
+
+SUMMARY = "Move a container's GPU memory to host memory, and let the container wait"
+
+MIB = 1 << 20
+LONGEST_S = 3600.0
+"""Time for which the governor's answer is awaited, in seconds. It ends the driver's calls itself if
+they take too long."""
+
+
+def seconds(text: str) -> float:
+    """Return a number of seconds from the command line."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0.001 <= number <= LONGEST_S:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0.001 to {LONGEST_S:g}")
+    return number
+
+
+def add_container(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `suspend` and `resume` have in common."""
+    parser.add_argument("container", help="its id, or a unique prefix of it, its name, or its pod")
+    parser.add_argument(
+        "--config", metavar="FILE", help="configuration file (/etc/tidegate/config.yaml)"
+    )
+    parser.add_argument(
+        "--runtime-dir", metavar="DIR", help="the governor's directory (/run/tidegate)"
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's own options."""
+    add_container(parser)
+    parser.add_argument(
+        "--wait",
+        type=seconds,
+        metavar="SECONDS",
+        help="time within which its submitted work has to end (30)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Suspend the container, and print what it had on its GPUs."""
+    return change(args, "suspend", "suspended", {} if args.wait is None else {"wait": args.wait})
+
+
+def change(args: argparse.Namespace, op: str, done: str, options: dict[str, float]) -> int:
+    """Suspend or resume the container of a command line, and print what was done."""
+    config = node_config(args.config, args.runtime_dir)
+    identifier = str(find(args.container, Listing(config).containers())["id"])
+    answer = ask(config, op, timeout=LONGEST_S, id=identifier, **options)
+    n = answer["processes"]
+    print(
+        f"{safe(identifier)}: {done}, {n} process{'' if n == 1 else 'es'}, "
+        f"{answer['memory'] / MIB:.0f} MiB, {answer['seconds']:.1f} s"
+    )
+    return 0

@@ -212,9 +212,14 @@ class Debt:
         if before.pooled:
             ended = began_ns if ended_ns is None else ended_ns
             most = min(most, self._bound(ended, max(0, seen - charged), before, after))
-        debt = self.bytes + self._new_reports(before.told)
+        if late and before.told > self._told:
+            # The reports since the last sample are part of `late`, which counts in addition. They
+            # become debt with the next sample that no report follows.
+            debt, unreported = self.bytes, self._seen_unreported
+        else:
+            debt, unreported = self.bytes + self._new_reports(before.told), 0
         self.bytes = max(least, min(debt, most))
-        self._seen_unreported = self.bytes - debt
+        self._seen_unreported = unreported + self.bytes - debt
         expected = before.contexts * context_bytes
         # If more than half a context is missing, NVML does not list a context yet; a smaller
         # difference means that contexts are smaller than expected.

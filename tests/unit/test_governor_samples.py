@@ -301,6 +301,31 @@ def test_a_context_that_is_made_between_two_reads_counts_once() -> None:
     assert debt.least == debt.bytes == CONTEXT
 
 
+def test_a_context_that_is_reported_while_the_ledger_is_read_counts_once() -> None:
+    """The report is made in two steps, and the first reading is between them."""
+    debt = Debt()
+    amid = Charge(CONTEXT, CONTEXT, taking=CONTEXT, told=CONTEXT, took=CONTEXT, contexts=1)
+    after = Charge(provisional=CONTEXT, provisional_ns=11, told=CONTEXT, took=CONTEXT, contexts=1)
+    debt.update(10, CONTEXT, amid, after, CONTEXT)
+    assert after.used(debt.bytes, 10) == CONTEXT
+    debt.update(20, CONTEXT, after, after, CONTEXT)
+    assert after.used(debt.bytes, 20) == CONTEXT
+
+
+def test_reports_before_and_during_a_sample_count_once() -> None:
+    """The sum of the reports since the last sample is late, and some were made before this one."""
+    debt = Debt()
+    one = Charge(provisional=MIB, provisional_ns=9, told=MIB, took=MIB)
+    two = Charge(provisional=3 * MIB, provisional_ns=11, told=3 * MIB, took=3 * MIB)
+    debt.update(10, MIB, one, two)
+    assert two.used(debt.bytes, 10) == 3 * MIB
+    three = Charge(provisional=7 * MIB, provisional_ns=21, told=7 * MIB, took=7 * MIB)
+    debt.update(20, 3 * MIB, two, three)
+    assert three.used(debt.bytes, 20) == 7 * MIB
+    debt.update(30, 7 * MIB, three, three)
+    assert three.used(debt.bytes, 30) == 7 * MIB
+
+
 def test_a_context_that_becomes_provisional_while_the_ledger_is_read_hides_nothing() -> None:
     """The sum is read with the context's claim, and the memory that NVML does not attribute is read
     without it.

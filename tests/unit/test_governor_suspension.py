@@ -302,7 +302,9 @@ def test_if_the_calls_end_without_a_result_the_container_stays_suspended(
 def test_a_container_that_ends_meanwhile_is_no_error_for_others(
     directory: Path, build_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = [sys.executable, "-c", "import time; time.sleep(0.5); print('{\"done\": true}')"]
+    over = directory / "over"
+    program = f"while not os.path.exists({str(over)!r}): time.sleep(0.01)"
+    command = [sys.executable, "-c", f"import os, time\n{program}\nprint('{{\"done\": true}}')"]
     monkeypatch.setattr(suspension, "module_command", lambda *_: command)
 
     async def story(it: SimpleNamespace) -> None:
@@ -311,6 +313,7 @@ def test_a_container_that_ends_meanwhile_is_no_error_for_others(
         await until(lambda: it.container.row.suspended)
         assert it.container.suspension == "suspending"
         it.world.server.admissions.end(it.container, "ended")
+        over.touch()
         with pytest.raises(RefusedError, match="the container has ended"):
             await work
 

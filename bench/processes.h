@@ -14,7 +14,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#define PROCESSES_MOST 64
+#define MAX_PROCESSES 64
 
 struct processes {
     unsigned n;     /* number of processes */
@@ -25,8 +25,8 @@ static struct processes processes_fork(unsigned n)
 {
     struct processes all = {n, 0};
 
-    if (n > PROCESSES_MOST) {
-        fprintf(stderr, "--processes: %u is more than %d\n", n, PROCESSES_MOST);
+    if (n > MAX_PROCESSES) {
+        fprintf(stderr, "--processes: %u is more than %d\n", n, MAX_PROCESSES);
         exit(1);
     }
     for (unsigned k = 1; k < n; k++) {

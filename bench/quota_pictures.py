@@ -18,7 +18,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from bench.plot import DARK, FONT, LIGHT, Theme, nice_ticks, number
-from governor.arbiter import NEVER, NOBODY, WHOLE, Arbiter, arbiter_config, load_library
+from governor.arbiter import NEVER, NO_TENANT, WHOLE, Arbiter, arbiter_config, load_library
 from governor.config import Config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,7 +61,7 @@ def play(library: Any, jobs: Sequence[ModelContainer], until: int) -> None:
             arbiter.add(job.guarantee * WHOLE // 100, job.limit * WHOLE // 100, 0) for job in jobs
         ]
         changes = sorted({at for job in jobs for at in job.asleep})
-        now, last = 0, NOBODY
+        now, last = 0, NO_TENANT
         while now < until:
             for tenant, job in zip(numbers, jobs, strict=True):
                 arbiter.sign(tenant, now)
@@ -69,7 +69,7 @@ def play(library: Any, jobs: Sequence[ModelContainer], until: int) -> None:
                 arbiter.busy(tenant, job.done)
             view = arbiter.step(now)
             later = [at for at in changes if at > now]
-            if view.holder == NOBODY:
+            if view.holder == NO_TENANT:
                 now = min([view.wake_ns, *later, until])
                 continue
             job = jobs[numbers.index(view.holder)]

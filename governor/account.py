@@ -77,7 +77,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Look:
+class GpuSample:
     """One sample of a GPU: when it began, memory by host pid, and NVML's utilisation samples."""
 
     began_ns: int
@@ -242,7 +242,7 @@ class Account:
     # What is published on the grant page
 
     def reconcile(
-        self, device: int, before: Mapping[RegisteredProcess, Charge], look: Look | None
+        self, device: int, before: Mapping[RegisteredProcess, Charge], look: GpuSample | None
     ) -> None:
         """Compare the ledger with a sample, and publish the result.
 
@@ -317,7 +317,7 @@ class Account:
         device: int,
         now_ns: int,
         charges: Mapping[RegisteredProcess, Charge],
-        look: Look | None,
+        look: GpuSample | None,
     ) -> None:
         sampled = None
         if look is not None and self.is_sampled(device):

@@ -21,7 +21,7 @@ from governor.quota import MIB, Quota
 from governor.recover import FoundContainer
 from governor.requests import limit_after, nodes_of, pod_of, uses_of
 from governor.reservations import Reservations, describe_devices
-from governor.state import State, Whose
+from governor.state import Owner, State
 from oci_hook.request import check_request, parse_annotations
 
 log = structlog.get_logger()
@@ -90,7 +90,7 @@ class Admissions:
             else:
                 devices = self._allocations.restore(key, found.quota, found.devices)
             wanted = Wanted(
-                found.identifier, found.pidfd, found.quota, devices, found.whose, tuple(shares)
+                found.identifier, found.pidfd, found.quota, devices, found.owner, tuple(shares)
             )
             container = self._make(wanted, found.recovered)
         except BaseException:
@@ -126,7 +126,7 @@ class Admissions:
             return {**self._grant(known), "already": True}
         parsed = parse_annotations(request["annotations"])
         check_request(parsed, request["annotations"])
-        whose = Whose(request["bundle"], request["identity"])
+        owner = Owner(request["bundle"], request["identity"])
         if uses:
             shares = self.bookings.find_shares(uses, request)
             key = uses_key(uses)
@@ -144,7 +144,7 @@ class Admissions:
                 key, parsed, nodes_of(request), annotated=annotated
             )
         pidfd = descriptors.pop(0)
-        wanted = Wanted(request["id"], pidfd, quota, devices, whose, tuple(shares))
+        wanted = Wanted(request["id"], pidfd, quota, devices, owner, tuple(shares))
         made = await self._start(key, wanted, pending)
         self._log_admitted(made, request)
         return self._grant(made)
@@ -204,8 +204,8 @@ class Admissions:
         pending: list[Pending],
     ) -> dict[str, Any]:
         """Add a container to those that use the same shares; it gets the same allocation."""
-        whose = Whose(request["bundle"], request["identity"])
-        member = container.join(request["id"], descriptors.pop(0), whose)
+        owner = Owner(request["bundle"], request["identity"])
+        member = container.join(request["id"], descriptors.pop(0), owner)
         try:
             self._state.put(container.row)
         except StateError:

@@ -19,7 +19,7 @@ from governor.errors import GovernorError
 from libcontrol import pages
 
 NEVER = 2**64 - 1
-NOBODY = -1
+NO_TENANT = -1
 WHOLE = 1_000_000
 
 
@@ -217,7 +217,7 @@ class Arbiter:
         return int(self._self)
 
     def add(self, guarantee: int, limit: int, now: int) -> int:
-        """Add a tenant and return its number, or NOBODY if all numbers are taken."""
+        """Add a tenant and return its number, or NO_TENANT if all numbers are taken."""
         return int(self._library.arbiter_add(self._self, guarantee, limit, now))
 
     def begin(self, epoch: int) -> None:
@@ -296,7 +296,7 @@ class Gangs:
         self._self = None
 
     def add(self, tenants: Mapping[int, int]) -> int:
-        """Add a gang: a container's tenants by GPU; return the gang's number, or NOBODY."""
+        """Add a gang: a container's tenants by GPU; return the gang's number, or NO_TENANT."""
         return int(self._library.gangs_add(self._self, *_gang(tenants)))
 
     def remove(self, gang: int) -> None:
@@ -351,7 +351,7 @@ class Runners:
         self._self = None
 
     def add(self, runners: Sequence[Runner], tenants: Sequence[int]) -> int:
-        """Form a gang of a container's tenants; return its number, or NOBODY."""
+        """Form a gang of a container's tenants; return its number, or NO_TENANT."""
         n = len(tenants)
         pointers = (ctypes.c_void_p * n)(*[runner.pointer for runner in runners])
         return int(
@@ -371,7 +371,7 @@ class Together(Protocol):
     """Coordinator of containers that run on several GPUs at once."""
 
     def add(self, runners: Sequence[Any], tenants: Sequence[int], /) -> int:
-        """Run a container on all these runners' GPUs at once; return its gang number, or NOBODY."""
+        """Run a container on all these GPUs at once; return its gang number, or NO_TENANT."""
 
     def remove(self, gang: int, /) -> None:
         """Forget a container; call it before the container's tenants are removed."""
@@ -439,7 +439,7 @@ class Runner:
                 ctypes.addressof(views[1]),
             )
         )
-        if tenant == NOBODY:
+        if tenant == NO_TENANT:
             raise GovernorError("256 containers already share this GPU", hint="use another GPU")
         self._pages[tenant] = views
         return tenant

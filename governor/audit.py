@@ -24,7 +24,7 @@ from typing import Any
 import structlog
 
 from governor import cgroups
-from governor.account import Look, RegisteredProcess
+from governor.account import GpuSample, RegisteredProcess
 from governor.cgroups import CannotFreezeError, Group
 from governor.config import Config
 from governor.container import Container
@@ -32,10 +32,10 @@ from governor.counters import Tally
 from governor.pace import PacedLog
 from governor.processes import started_ns, status_fields
 from governor.quota import Device
-from governor.usage import LOOK_NS, Charge
+from governor.usage import SAMPLE_NS, Charge
 from governor.violations import (
     COMPUTE,
-    MOST_ELSEWHERE,
+    MAX_ELSEWHERE,
     WATCH_S,
     Episode,
     Facts,
@@ -48,7 +48,7 @@ from vdriver.nvml import ProcessMemory, ProcessUse
 
 log = structlog.get_logger()
 
-AUDIT_NS = LOOK_NS * 4 // 5
+AUDIT_NS = SAMPLE_NS * 4 // 5
 """Minimum interval between two samples that are audited, in nanoseconds. Additional samples are
 taken for processes that wait for memory."""
 
@@ -157,7 +157,7 @@ class Auditor:
     def audit(
         self,
         device: Device,
-        look: Look,
+        look: GpuSample,
         processes: Sequence[ProcessMemory],
         charges: Mapping[Container, Mapping[RegisteredProcess, Charge]],
     ) -> None:
@@ -243,7 +243,7 @@ class Auditor:
             if owner is not None and process.computes:
                 found.setdefault(owner, {})[process.pid] = process.used or 0
         for one in others:
-            held = dict(sorted(found.get(one.container, {}).items())[:MOST_ELSEWHERE])
+            held = dict(sorted(found.get(one.container, {}).items())[:MAX_ELSEWHERE])
             for pid in sorted(one.container.findings.note_elsewhere(device, held)):
                 one.lines.warning(
                     "gpu-not-granted",

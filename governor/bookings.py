@@ -11,7 +11,7 @@ import structlog
 from governor.admissions import Admissions
 from governor.allocations import AllocationTable
 from governor.claims import (
-    MOST_SHOWN,
+    MAX_SHOWN,
     NODE,
     Claim,
     ClaimShare,
@@ -211,8 +211,8 @@ class Bookings:
         found = [*ending, *beside, *booked]
         if not found:
             return ""
-        more = [f"{len(found) - MOST_SHOWN} more (tidegate ps)"] if len(found) > MOST_SHOWN else []
-        return "wait: " + "; ".join([*found[:MOST_SHOWN], *more])
+        more = [f"{len(found) - MAX_SHOWN} more (tidegate ps)"] if len(found) > MAX_SHOWN else []
+        return "wait: " + "; ".join([*found[:MAX_SHOWN], *more])
 
     def unclaim(self, uid: str) -> dict[str, Any]:
         """Withdraw a claim, at once or when its last container has ended."""

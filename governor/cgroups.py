@@ -23,7 +23,7 @@ V2 = ""
 FREEZER = "freezer"
 
 NS_GET_PARENT = 0xB702
-MOST_NESTED = 32
+MAX_NESTED = 32
 """Maximum nesting of pid namespaces (the kernel's MAX_PID_NS_LEVEL)."""
 
 
@@ -50,7 +50,7 @@ def pid_namespaces(pid: int | str, proc: Path = PROC) -> tuple[tuple[int, int], 
     except OSError:
         return ()
     try:
-        while len(found) < MOST_NESTED:
+        while len(found) < MAX_NESTED:
             status = os.fstat(fd)
             found.append((status.st_dev, status.st_ino))
             outer = fcntl.ioctl(fd, NS_GET_PARENT)

@@ -20,7 +20,7 @@ NODE = "node.tidegate.gpu"
 """Namespace of claims that represent units which the kubelet gave to pods of any namespace, rather
 than objects of the cluster. It contains a dot, which the name of a real namespace cannot."""
 
-MOST_SHOWN = 4
+MAX_SHOWN = 4
 """Maximum number of a claim's shares that are shown in one line."""
 EQUAL = "a container has the same quota on each of its GPUs"
 
@@ -55,9 +55,9 @@ class Claim:
 
     def amounts(self) -> str:
         """Return the claim's amounts by GPU as text; of many shares, the first ones."""
-        shown = [f"{words(share.quota)} of {share.device}" for share in self.shares[:MOST_SHOWN]]
-        if len(self.shares) > MOST_SHOWN:
-            shown.append(f"{len(self.shares) - MOST_SHOWN} more shares")
+        shown = [f"{words(share.quota)} of {share.device}" for share in self.shares[:MAX_SHOWN]]
+        if len(self.shares) > MAX_SHOWN:
+            shown.append(f"{len(self.shares) - MAX_SHOWN} more shares")
         return ", ".join(shown)
 
     def describe(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from governor.quota import Device, Quota
 from governor.scheduled import Scheduled, shares_of
 from governor.shared_memory import Ledger, make_grant, make_ledger, take_over
 from governor.slots import Slots
-from governor.state import ContainerRow, MemberRow, ProcessRow, State, Whose
+from governor.state import ContainerRow, MemberRow, Owner, ProcessRow, State
 from governor.violations import Findings
 from libcontrol import layout, pages
 
@@ -62,7 +62,7 @@ def container_key(identifier: str) -> str:
 class Wanted:
     """Parameters of a new container: its id, its first process, its quota and GPUs.
 
-    `claims` are the shares that it uses, if its quota comes from claims. `whose` has the names that
+    `claims` are the shares that it uses, if its quota comes from claims. `owner` has the names that
     the engine and the cluster give it.
     """
 
@@ -70,7 +70,7 @@ class Wanted:
     pidfd: int
     quota: Quota
     devices: tuple[Device, ...]
-    whose: Whose = field(default_factory=Whose)
+    owner: Owner = field(default_factory=Owner)
     claims: tuple[tuple[Claim, ClaimShare], ...] = ()
 
     @property
@@ -128,7 +128,7 @@ class Container:
         self.claims, self.uses = wanted.claims, wanted.uses
         self.quota, self.devices = wanted.quota, wanted.devices
         self.key = recovered.key if recovered else wanted.key
-        row = MemberRow(None, identify(wanted.pidfd), recovered is not None, None, wanted.whose)
+        row = MemberRow(None, identify(wanted.pidfd), recovered is not None, None, wanted.owner)
         if self.uses or container_key(wanted.identifier) == self.key:
             row = replace(row, identifier=wanted.identifier)
         first = Member(wanted.identifier, row, wanted.pidfd)
@@ -272,11 +272,11 @@ class Container:
         """Whether the start of at least one member is confirmed."""
         return any(member.confirmed for member in self.members)
 
-    def join(self, identifier: str, pidfd: int, whose: Whose) -> Member:
+    def join(self, identifier: str, pidfd: int, owner: Owner) -> Member:
         """Add a container that uses the same shares."""
         first = identify(pidfd)
         membership = find_membership(first.pid)
-        row = MemberRow(identifier, first, membership=membership, whose=whose)
+        row = MemberRow(identifier, first, membership=membership, owner=owner)
         member = Member(identifier, row, pidfd)
         warn_if_unknown(member)
         self.members.add(member)
@@ -434,8 +434,8 @@ class Container:
                 "id": member.identifier,
                 "pid": member.pid,
                 "confirmed": member.confirmed,
-                "bundle": member.row.whose.bundle,
-                "identity": dict(member.row.whose.identity),
+                "bundle": member.row.owner.bundle,
+                "identity": dict(member.row.owner.identity),
                 "processes": self._processes_of(member),
                 "control_group": bool(member.membership.cgroups),
                 **common,

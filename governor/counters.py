@@ -155,7 +155,7 @@ RATE_NS = 2_000_000_000
 show the current activity."""
 LEAST_NS = 100_000_000
 """Shortest time over which a rate is meaningful, in nanoseconds."""
-MOST_RATE = 1e6
+MAX_RATE = 1e6
 """Highest rate, in percent: that of ten thousand threads that wait all the time. A ledger may
 contain nonsense."""
 
@@ -182,7 +182,7 @@ class Rates:
         if passed < LEAST_NS:
             return dict.fromkeys(counters)
         return {
-            name: min(MOST_RATE, round(100 * max(0, value - before[name]) / passed, 1))
+            name: min(MAX_RATE, round(100 * max(0, value - before[name]) / passed, 1))
             for name, value in counters.items()
         }
 
@@ -196,7 +196,7 @@ class Looks:
     seconds: float = 0.0
 
 
-MOST_REMEMBERED = 64
+MAX_REMEMBERED = 64
 """Number of refusals, and of violations, that are remembered."""
 TEXT_LIMIT = 1024
 """Longest text of a refusal that is kept, in characters; a request can contain 64 KiB of untrusted
@@ -234,10 +234,10 @@ class Tally:
     stops: int = 0
     looks: dict[str, Looks] = field(default_factory=dict)
     """By the GPU's UUID."""
-    refusals: deque[Refusal] = field(default_factory=lambda: deque(maxlen=MOST_REMEMBERED))
+    refusals: deque[Refusal] = field(default_factory=lambda: deque(maxlen=MAX_REMEMBERED))
     """The last refusals, the newest at the end."""
     episodes: deque[tuple[str, Episode]] = field(
-        default_factory=lambda: deque(maxlen=MOST_REMEMBERED)
+        default_factory=lambda: deque(maxlen=MAX_REMEMBERED)
     )
     """The last violations with their containers' ids, including those of ended containers."""
     _past: dict[str, GpuTime] = field(default_factory=dict)

@@ -95,12 +95,12 @@ class Event:
         if "message" in fields:
             code = f"{fields['code']}: " if fields.get("code") else ""
             hint = f"; {fields['hint']}" if fields.get("hint") else ""
-            return f"{code}{fields['message']}{hint}{self._whose()}"
+            return f"{code}{fields['message']}{hint}{self._owner_text()}"
         hidden = {"event", "outcome", "level", "timestamp", "time", "id", "container", "key"}
         hidden |= {"stage", "plan", "ms", "total_ms"}
         return ", ".join(f"{name} {value}" for name, value in fields.items() if name not in hidden)
 
-    def _whose(self) -> str:
+    def _owner_text(self) -> str:
         """Return the pod and the claims that the event names, if any."""
         claims = self.fields.get("claims")
         named = [("pod", self.fields.get("pod")), ("claim", self.fields.get("claim"))]

@@ -2,7 +2,7 @@
 
 The module is pure: it uses no clock, container or file. The caller passes each reading and its
 time. Between two readings, rates are taken to be constant. Memory is bounded: a container takes 5
-KiB per GPU, and at most `MOST_SERIES` series are kept; the one that ended first is dropped first.
+KiB per GPU, and at most `MAX_SERIES` series are kept; the one that ended first is dropped first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from governor.usage import lent_of
 STEP_S = 5
 STEP_NS = STEP_S * 1_000_000_000
 STEPS = 180
-MOST_SERIES = 1024
+MAX_SERIES = 1024
 """Maximum number of series, one per container and GPU, including those of ended containers."""
 
 PART = 100
@@ -35,7 +35,7 @@ COLUMNS = {
 """The values that are kept for each step, and their array types: parts of a percent, percent,
 bytes, counts."""
 PARTS = ("used", "lent")
-MOST_BYTES = 2**64 - 1
+MAX_BYTES = 2**64 - 1
 """Upper bound of amounts of memory: a peak is reported by the container and not verified."""
 
 
@@ -136,7 +136,7 @@ class History:
 
         Otherwise its use since the previous reading would be lost.
         """
-        if len(self._parted) < MOST_SERIES:
+        if len(self._parted) < MAX_SERIES:
             self._parted.append((who, use))
 
     def record(self, now_ns: int, uses: Iterable[tuple[Hashable, Use]]) -> None:
@@ -165,7 +165,7 @@ class History:
         series = self._here.get(who)
         before = series.use if series is not None else None
         if series is None:
-            if len(self._here) + len(self._ended) >= MOST_SERIES:
+            if len(self._here) + len(self._ended) >= MAX_SERIES:
                 if not self._ended:
                     self.left_out += 1
                     return
@@ -208,7 +208,7 @@ class History:
                 "gpu": one.use.gpu,
                 "first": first,
                 "ended": one.ended,
-                "memory_peak": min(max(0, one.use.memory_peak), MOST_BYTES),
+                "memory_peak": min(max(0, one.use.memory_peak), MAX_BYTES),
             }
             series.append((about, values))
         return Cut(self.last, self.left_out, series)

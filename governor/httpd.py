@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 HEAD_LIMIT = 8 << 10
 REQUEST_S = 5.0
 """Longest time from a connection to the end of its answer, in seconds."""
-MOST_CONNECTIONS = 8
+MAX_CONNECTIONS = 8
 AGAIN_S = 10.0
 """Interval at which an unavailable address is tried again, in seconds."""
 
@@ -79,11 +79,11 @@ class Endpoint(abc.ABC):
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections += 1
         try:
-            if self._connections > 2 * MOST_CONNECTIONS:
+            if self._connections > 2 * MAX_CONNECTIONS:
                 writer.transport.abort()
                 return
             async with asyncio.timeout(REQUEST_S):
-                if self._connections > MOST_CONNECTIONS:
+                if self._connections > MAX_CONNECTIONS:
                     answer = self.status("503 Service Unavailable")
                 else:
                     answer = await self._answer(await reader.readuntil(b"\r\n\r\n"))

@@ -38,9 +38,9 @@ from governor.violations import KINDS
 S = 1e-9  # nanoseconds
 
 GPU = ("gpu", "index")
-WHOSE = ("namespace", "pod", "claim")
+OWNER = ("namespace", "pod", "claim")
 """Labels of a container that Kubernetes runs; empty for others."""
-CONTAINER = ("container", "gpu", *WHOSE)
+CONTAINER = ("container", "gpu", *OWNER)
 CLAIM = ("claim", "uid", "share", "gpu")
 
 
@@ -123,10 +123,10 @@ GPU_METRICS = (
 )
 CONTAINER_METRICS = (
     _gauge(
-        "container_processes", ("container", *WHOSE), "Processes of the container that use a GPU"
+        "container_processes", ("container", *OWNER), "Processes of the container that use a GPU"
     ),
-    _gauge("container_frozen", ("container", *WHOSE), "1 while it is frozen for a violation"),
-    _gauge("container_suspended", ("container", *WHOSE), "1 while it is suspended"),
+    _gauge("container_frozen", ("container", *OWNER), "1 while it is frozen for a violation"),
+    _gauge("container_suspended", ("container", *OWNER), "1 while it is suspended"),
     _gauge("container_compute_guarantee_ratio", CONTAINER, "Guaranteed part of the GPU's time"),
     _gauge("container_compute_limit_ratio", CONTAINER, "Limit, as a part of the GPU's time"),
     _gauge("container_latency", CONTAINER, "1 if its class is latency"),
@@ -177,7 +177,7 @@ CLAIM_METRICS = (
 )
 METRICS = (*NODE_METRICS, *GPU_METRICS, *CONTAINER_METRICS, *CLAIM_METRICS)
 
-MOST_TEXT = 1024
+MAX_TEXT = 1024
 """Longest text of a label, in characters: an id is not longer."""
 
 CODES = ("annotation", "refused", "request")
@@ -303,20 +303,20 @@ def _add_gpus(families: _Families, server: Server, times: Mapping[str, GpuTime])
 def _add_container(families: _Families, container: Container, times: Mapping[str, GpuTime]) -> None:
     findings = container.findings
     name = _text(container.identifier)
-    identity = container.members[0].row.whose.identity
-    whose = (
+    identity = container.members[0].row.owner.identity
+    owner = (
         _text(identity.get("namespace", "")),
         _text(identity.get("pod", "")),
         ",".join(dict.fromkeys(f"{claim.namespace}/{claim.name}" for claim, _ in container.claims)),
     )
     families.add(
-        (name, *whose),
+        (name, *owner),
         container_processes=len(container.pids()),
         container_frozen=findings.frozen,
         container_suspended=bool(container.suspension),
     )
     for i, device in enumerate(container.devices):
-        labels = (name, device.uuid, *whose)
+        labels = (name, device.uuid, *owner)
         quota, time_of, counted = container.quota, times[device.uuid], container.account.counted(i)
         memory = container.account.memory(i)
         families.add(
@@ -352,7 +352,7 @@ def _add_container(families: _Families, container: Container, times: Mapping[str
 
 def _text(foreign: str) -> str:
     """Return untrusted text without lone surrogates, which cannot be encoded."""
-    return foreign.encode("utf-8", "replace").decode()[:MOST_TEXT]
+    return foreign.encode("utf-8", "replace").decode()[:MAX_TEXT]
 
 
 class _Snapshot(Collector):

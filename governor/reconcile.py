@@ -18,13 +18,13 @@ from typing import Protocol
 
 import structlog
 
-from governor.account import Look
+from governor.account import GpuSample
 from governor.audit import Auditor
 from governor.container import Container
 from governor.counters import Tally
 from governor.quota import Device
 from governor.server import Server
-from governor.usage import LOOK_NS, WINDOW_NS, Charge
+from governor.usage import SAMPLE_NS, WINDOW_NS, Charge
 from vdriver.errors import VdriverError
 from vdriver.nvml import ProcessMemory, ProcessUse
 
@@ -87,7 +87,7 @@ class Unattributed:
         self.began_ns, self.bytes, self.n = began_ns, found, n_processes
 
 
-class LookWaiters(Protocol):
+class SampleWaiters(Protocol):
     """The runner of a GPU's arbiter, which knows whether a process waits for a sample."""
 
     @property
@@ -127,20 +127,20 @@ class _Watch:
                 self.unattributed.tell(container, i)
             self.told = here
 
-    def wait_ns(self, server: Server, waiting: LookWaiters, now_ns: int) -> int:
+    def wait_ns(self, server: Server, waiting: SampleWaiters, now_ns: int) -> int:
         """Return the time until a sample may be due; 0 if one is due now.
 
         It is due when the interval is over, or a process waits for it.
         """
         passed = now_ns - self.last_ns
-        if passed >= LOOK_NS:
+        if passed >= SAMPLE_NS:
             alone_ns = now_ns - max(self.last_ns, self.since_ns)
             is_due = alone_ns >= ALONE_NS or any(True for _ in self.sharing(server))
             return 0 if is_due else ALONE_NS - alone_ns
         # A driver that fails now will not recover within 20 ms.
         if not self.failing and waiting.due():
             return max(0, SOON_NS - passed)
-        return LOOK_NS - passed
+        return SAMPLE_NS - passed
 
 
 TRIES = 4
@@ -183,7 +183,7 @@ async def reconcile(
     server: Server,
     nvml: Observer,
     devices: list[Device],
-    runners: Mapping[str, LookWaiters],
+    runners: Mapping[str, SampleWaiters],
     *,
     tally: Tally | None = None,
     auditor: Auditor | None = None,
@@ -225,7 +225,7 @@ async def reconcile(
 
 
 @contextlib.contextmanager
-def _woken_by(waiters: Iterable[LookWaiters]) -> Iterator[asyncio.Event]:
+def _woken_by(waiters: Iterable[SampleWaiters]) -> Iterator[asyncio.Event]:
     """Set an event when a process begins to wait for a sample on any of the GPUs."""
     woken = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -276,13 +276,13 @@ async def _take_sample(
     )
     seen: tuple[ProcessMemory, ...] = ()
     loop = asyncio.get_running_loop()
-    look: Look | None = None
+    look: GpuSample | None = None
     unseen = _unseen(one for _, _, charges, _ in before for one in charges.values())
     try:
         seen, unattributed = await loop.run_in_executor(
             executor, _ask_memory, nvml, watch.device.uuid
         )
-        if wanted and began_ns - watch.sampled_ns >= LOOK_NS:
+        if wanted and began_ns - watch.sampled_ns >= SAMPLE_NS:
             watch.sampled_ns = began_ns
             await _ask_use(nvml, watch, executor)
         if unattributed is not None:
@@ -292,7 +292,7 @@ async def _take_sample(
         if unattributed is not None:
             watch.unattributed.record(began_ns, unattributed, len(seen))
         # A process without a figure from NVML counts as 0, which does not contradict its ledger.
-        look = Look(began_ns, {one.pid: one.used or 0 for one in seen}, watch.samples)
+        look = GpuSample(began_ns, {one.pid: one.used or 0 for one in seen}, watch.samples)
     except VdriverError as e:
         if not watch.failing:
             log.warning("nvml-failed", gpu=watch.device.index, error=str(e))

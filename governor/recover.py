@@ -39,7 +39,7 @@ from governor.processes import (
 )
 from governor.quota import Device, Quota
 from governor.shared_memory import MAPPED, Ledger, PageError, find_ledger, open_grant, read_quota
-from governor.state import ContainerRow, MemberRow, ProcessRow, State, Whose
+from governor.state import ContainerRow, MemberRow, Owner, ProcessRow, State
 from libcontrol import layout, pages
 
 log = structlog.get_logger()
@@ -57,7 +57,7 @@ class FoundContainer:
     quota: Quota
     devices: tuple[str, ...]
     recovered: RecoveredContainer
-    whose: Whose
+    owner: Owner
     uses: tuple[Use, ...] = ()
     claims: tuple[Claim, ...] = ()
     """The claims that are recorded in its directory, in case the state has lost them."""
@@ -234,7 +234,7 @@ class _Search:
                 tuple(zip(row.others, pidfds[1:], strict=True)),
                 row.suspended,
             ),
-            row.whose,
+            row.owner,
             row.uses,
             claims,
         )

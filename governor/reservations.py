@@ -19,7 +19,7 @@ log = structlog.get_logger()
 
 RESERVED_S = 30.0
 """Time for which GPUs stay reserved for a container that does not start, in seconds."""
-MOST_RESERVED = 1024
+MAX_RESERVED = 1024
 
 
 class Reservations:
@@ -34,9 +34,9 @@ class Reservations:
         parsed = parse_annotations(request["annotations"])
         check_request(parsed, request["annotations"])
         self._strike(request.get("replaces", ""))
-        if len(self._reserved) >= MOST_RESERVED:
+        if len(self._reserved) >= MAX_RESERVED:
             raise RefusedError(
-                f"{MOST_RESERVED} reservations wait for their containers",
+                f"{MAX_RESERVED} reservations wait for their containers",
                 hint=f"try again in {RESERVED_S:g} s",
             )
         token = secrets.token_hex(16)

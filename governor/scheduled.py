@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from mmap import mmap
 
-from governor.arbiter import NOBODY, WHOLE, Runner, Stats, Together, Waits
+from governor.arbiter import NO_TENANT, WHOLE, Runner, Stats, Together, Waits
 from governor.quota import Quota
 
 
@@ -25,7 +25,7 @@ class Scheduled:
     def __init__(self, runners: Sequence[Runner]) -> None:
         self._runners = list(runners)
         self._tenants: list[int] = []
-        self._gang = NOBODY
+        self._gang = NO_TENANT
         # Pidfds of unregistered processes that are held to the quota, by GPU and pid.
         self._held: dict[int, dict[int, int]] = {}
         self._loop = asyncio.get_running_loop()
@@ -134,9 +134,9 @@ class Scheduled:
     def close(self) -> None:
         """Leave the runners; the pages are not accessed after that."""
         together = self._together
-        if together is not None and self._gang != NOBODY:
+        if together is not None and self._gang != NO_TENANT:
             together.remove(self._gang)
-            self._gang = NOBODY
+            self._gang = NO_TENANT
         self.let_go()
         for runner, tenant in zip(self._runners, self._tenants, strict=False):
             runner.remove(tenant)

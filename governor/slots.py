@@ -35,7 +35,7 @@ log = structlog.get_logger()
 
 _SO_PEERPIDFD = 77
 
-MOST_UNANSWERED = 64
+MAX_UNANSWERED = 64
 """Maximum number of unanswered connections from a container's own processes. Connections from
 processes outside the container have a separate limit of the same size.
 """
@@ -186,7 +186,7 @@ class Slots:
         self._unanswered[is_own] += 1
         is_kept = False
         try:
-            if self._unanswered[is_own] <= MOST_UNANSWERED:
+            if self._unanswered[is_own] <= MAX_UNANSWERED:
                 # wait_for() is not used: before Python 3.12 it ignores a cancellation that comes
                 # together with the result, and the process would be registered after close().
                 async with asyncio.timeout(ANSWER_S):

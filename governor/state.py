@@ -65,7 +65,7 @@ class ProcessRow:
 
 
 @dataclass(frozen=True)
-class Whose:
+class Owner:
     """The owner of a container, as its engine reports it.
 
     The bundle, and `pod`, `namespace`, `name` and so on, are untrusted text, kept for display. Any
@@ -84,7 +84,7 @@ class MemberRow:
     process: Identity
     confirmed: bool = False
     membership: Membership | None = None
-    whose: Whose = field(default_factory=Whose)
+    owner: Owner = field(default_factory=Owner)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class ContainerRow:
     ledger: FileIdentity
     confirmed: bool = False
     membership: Membership | None = None
-    whose: Whose = field(default_factory=Whose)
+    owner: Owner = field(default_factory=Owner)
     uses: tuple[Use, ...] = ()
     others: tuple[MemberRow, ...] = ()
     suspended: bool = False
@@ -114,7 +114,7 @@ class ContainerRow:
     def members(self) -> tuple[MemberRow, ...]:
         """All members, the oldest first."""
         first = MemberRow(
-            self.identifier, self.process, self.confirmed, self.membership, self.whose
+            self.identifier, self.process, self.confirmed, self.membership, self.owner
         )
         return (first, *self.others)
 
@@ -256,7 +256,7 @@ class State:
                 FileIdentity(*values["ledger"]),
                 values["confirmed"],
                 _membership(values.get("membership")),
-                Whose(*values.get("whose", ())),
+                Owner(*values.get("whose", ())),
                 tuple((uid, name) for uid, name in values.get("uses", ())),
                 tuple(_member(one) for one in values.get("others", ())),
                 values.get("suspended", False),
@@ -408,7 +408,7 @@ class State:
                 "ledger": row.ledger,
                 "confirmed": row.confirmed,
                 "membership": row.membership and [row.membership.cgroups, row.membership.namespace],
-                "whose": [row.whose.bundle, dict(row.whose.identity)],
+                "whose": [row.owner.bundle, dict(row.owner.identity)],
                 "uses": row.uses,
                 "suspended": row.suspended,
                 "others": [
@@ -418,7 +418,7 @@ class State:
                         "confirmed": one.confirmed,
                         "membership": one.membership
                         and [one.membership.cgroups, one.membership.namespace],
-                        "whose": [one.whose.bundle, dict(one.whose.identity)],
+                        "whose": [one.owner.bundle, dict(one.owner.identity)],
                     }
                     for one in row.others
                 ],
@@ -557,7 +557,7 @@ def _member(values: dict[str, Any]) -> MemberRow:
         Identity(*values["process"]),
         values["confirmed"],
         _membership(values["membership"]),
-        Whose(*values["whose"]),
+        Owner(*values["whose"]),
     )
 
 

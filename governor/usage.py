@@ -20,16 +20,16 @@ Key = TypeVar("Key", bound=Hashable)
 WINDOW_NS = 1_000_000_000
 """Time over which utilisation is measured, in nanoseconds."""
 
-LOOK_NS = 250_000_000
+SAMPLE_NS = 250_000_000
 """Interval between two samples of a shared GPU, in nanoseconds."""
 
 NEW_NS = 300_000_000
 """Time after a context's creation during which NVML may not list it, in nanoseconds."""
 
-MOST_WAITING = 64
+MAX_WAITING = 64
 """Maximum number of samples that wait for the process's next query of its pools."""
 
-MOST_CONTEXTS = 64
+MAX_CONTEXTS = 64
 """Maximum number of contexts of one process on one GPU; a higher report is nonsense."""
 
 
@@ -104,7 +104,7 @@ def read_charge(ledger: mmap, slot: int, device: int, whole: int) -> Charge:
         provisional_ns,
         busy_ns,
         returned,
-        min(contexts, MOST_CONTEXTS),
+        min(contexts, MAX_CONTEXTS),
         min(moving_before + moving, memory),
         min(max(pooled_before, pooled), memory),
         min(taking, unseen),
@@ -256,7 +256,7 @@ class Debt:
         while self._waiting and self._waiting[0][0] <= after.asked_ns:
             self._most = self._waiting.popleft()[1]
         self._waiting.append((ended_ns, most - before.told - before.shrunk_before))
-        if len(self._waiting) > MOST_WAITING:
+        if len(self._waiting) > MAX_WAITING:
             self._waiting.popleft()
         if self._most is None:
             return 2**64

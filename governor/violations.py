@@ -39,7 +39,7 @@ UNREGISTERED_SUM_NS = 500_000_000
 """The same as a sum over short-lived processes, even if samples in between show none."""
 SUM_LOOKS = 3
 """Minimum number of samples in a sum."""
-LOOK_NS = 250_000_000
+SAMPLE_NS = 250_000_000
 """Longest time before a sample for which the sample counts."""
 LEAK = 0.1
 """Fraction of the time without a violation that is subtracted from its sum. A sample is seldom
@@ -66,9 +66,9 @@ LATE_NS = 750_000_000
 """If samples are further apart than this, the time in between is not judged: a container grants
 itself its share while the governor does not respond (`on_governor_loss`)."""
 
-MOST_ELSEWHERE = 32
+MAX_ELSEWHERE = 32
 """Maximum number of a container's processes on GPUs not granted to it that are reported."""
-MOST_EPISODES = 32
+MAX_EPISODES = 32
 """Number of violations of a container that are kept; ongoing ones are always kept."""
 
 
@@ -159,7 +159,7 @@ class Findings:
     def add(self, episode: Episode) -> None:
         """Add a violation that begins; if there are too many, drop the oldest that is over."""
         self.episodes.append(episode)
-        if len(self.episodes) > MOST_EPISODES:
+        if len(self.episodes) > MAX_EPISODES:
             over = next((one for one in self.episodes if one.ended is not None), None)
             if over is not None:
                 self.episodes.remove(over)
@@ -194,7 +194,7 @@ class Findings:
             {"gpu": uuid, "index": index, "pid": pid, "memory": memory}
             for uuid, (index, processes) in sorted(self.elsewhere.items())
             for pid, memory in sorted(processes.items())
-        ][:MOST_ELSEWHERE]
+        ][:MAX_ELSEWHERE]
 
 
 class _Lasting:
@@ -239,7 +239,7 @@ class _Sum:
         Once the bucket has been full, one more sample with the condition is enough, until the
         bucket is empty.
         """
-        passed = 0 if self._looked is None else min(now_ns - self._looked, LOOK_NS)
+        passed = 0 if self._looked is None else min(now_ns - self._looked, SAMPLE_NS)
         self._looked = now_ns
         if rate > 0:
             self._level = min(self._level + rate * passed, 2.0 * self._full_ns)

@@ -157,7 +157,7 @@ class PageEndpoint(httpd.Endpoint):
 
     async def _then(self, since: int) -> bytes:
         last = self._history.last
-        if self._cut_at != last or len(self._cuts) > httpd.MOST_CONNECTIONS:
+        if self._cut_at != last or len(self._cuts) > httpd.MAX_CONNECTIONS:
             self._cut_at = last
             self._cuts.clear()
         if since not in self._cuts:
@@ -310,11 +310,11 @@ async def find_names(server: Server) -> None:
         for container in list(server.containers.values()):
             if container.called is not None:
                 continue
-            whose = container.row.whose
+            owner = container.row.owner
             try:
                 # This runs on a thread, because Docker's and Podman's names are in files.
                 found = await asyncio.to_thread(
-                    find_name, container.identifier, whose.bundle, whose.identity
+                    find_name, container.identifier, owner.bundle, owner.identity
                 )
                 container.called = found.whole
             except Exception as e:  # the id is shown instead

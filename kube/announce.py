@@ -29,7 +29,7 @@ AGAIN_S = 300.0
 """Minimum interval between two events with the same message about the same claim, in seconds."""
 MOST = 512
 """Maximum number of queued events, and of remembered messages."""
-MOST_PODS = 4
+MAX_PODS = 4
 """Maximum number of pods of a claim that get an event."""
 MESSAGE = 1000
 """Maximum length of a message in characters; the API server accepts 1024."""
@@ -107,7 +107,7 @@ class Announcer:
                     "name": pod.get("name"),
                     "uid": pod.get("uid"),
                 }
-                for pod in pods[:MOST_PODS]
+                for pod in pods[:MAX_PODS]
             ),
         ):
             with contextlib.suppress(queue.Full):

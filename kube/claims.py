@@ -21,7 +21,7 @@ from kube.quantity import MIB, whole
 _UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")
 _LABEL = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 _REQUEST = re.compile(rf"{_LABEL.pattern}(?:/{_LABEL.pattern})?")
-MOST_SHARES = 32
+MAX_SHARES = 32
 """Maximum number of results in an allocation."""
 
 
@@ -142,9 +142,9 @@ def _read_claim(
         raise ClaimError(
             f"{reference} has no device of {DRIVER}", hint="use one of Tidegate's device classes"
         )
-    if len(results) > MOST_SHARES:
+    if len(results) > MAX_SHARES:
         raise ClaimError(
-            f"{reference} has {len(results)} devices", hint=f"ask for {MOST_SHARES} at most"
+            f"{reference} has {len(results)} devices", hint=f"ask for {MAX_SHARES} at most"
         )
     config = chosen.get("config") or ()
     counts: Counter[str] = Counter()

@@ -18,7 +18,7 @@ API = "resource.k8s.io/v1"
 BLOCK_MIB = 256
 """Size of one tencent.com/vcuda-memory in MiB."""
 
-MOST_MIB = 1 << 24
+MAX_MIB = 1 << 24
 """Limit of nvidia.com/gpumem in MiB. No GPU has 16 TiB: a manifest with 8Gi for this resource,
 which is counted in MiB, means another number."""
 
@@ -221,7 +221,7 @@ class ConvertedPod:
                 if key in asked:
                     number = _whole_number(asked[key])
                     wrong = "" if number is not None else "is not a whole number"
-                    if number and key == "nvidia.com/gpumem" and number > MOST_MIB:
+                    if number and key == "nvidia.com/gpumem" and number > MAX_MIB:
                         wrong = f"is {number} MiB, which no GPU has: it is counted in MiB"
                     if number is None or wrong:
                         self.note(key, f"{asked[key]!r} {wrong}; the container stays as it was")

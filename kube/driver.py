@@ -33,11 +33,11 @@ from oci_hook.errors import HookError
 
 log = structlog.get_logger()
 
-WAIT_MOST_S = 40.0
+MAX_WAIT_S = 40.0
 """Longest time in seconds that a call waits; the kubelet's timeout is 45 s."""
-PAUSE_S, PAUSE_MOST_S = 0.1, 1.0
+PAUSE_S, MAX_PAUSE_S = 0.1, 1.0
 """First and longest pause between two attempts of a call that waits, in seconds."""
-MOST_WAITING = 192
+MAX_WAITING = 192
 """Maximum number of calls that wait. Each occupies a thread of the server, as other calls do."""
 
 
@@ -181,7 +181,7 @@ class ClaimDriver:
         """
         document: dict[str, Any] | None = None
         begun = time.monotonic()
-        until = begun + min(WAIT_MOST_S, call.left())
+        until = begun + min(MAX_WAIT_S, call.left())
         pause, said = PAUSE_S, False
         with self._entered_waiter(reference.uid) as waiter:
             call.when_ended(self._wake)
@@ -204,7 +204,7 @@ class ClaimDriver:
                                 said = True
                                 self._say_waits(reference, document, error, left)
                             self._pause(waiter, min(pause * random.uniform(0.7, 1.0), left))  # noqa: S311
-                            pause = min(pause * 2, PAUSE_MOST_S)
+                            pause = min(pause * 2, MAX_PAUSE_S)
                             continue
                     self._refuse(reference, document, error)
                     if said and _may_pass(error):  # only after a wait, which prevents a busy loop
@@ -239,7 +239,7 @@ class ClaimDriver:
     def _wait_for(self, error: TidegateError, left: float) -> Iterator[bool]:
         """Yield whether a call may wait for an error to pass; count it as waiting in the block."""
         with self._changed:
-            may = left > 0 and _may_pass(error) and self._waiting < MOST_WAITING
+            may = left > 0 and _may_pass(error) and self._waiting < MAX_WAITING
             self._waiting += may
         try:
             yield may

@@ -14,9 +14,9 @@ import asyncio
 import contextlib
 import re
 
-MOST_REQUEST = 8192
-MOST_ANSWER = 64 << 20
-MOST_SERVED = 8
+MAX_REQUEST = 8192
+MAX_ANSWER = 64 << 20
+MAX_SERVED = 8
 TIMEOUT_S = 10.0
 _LINE = re.compile(rb"GET /metrics(\?[\x21-\x7e]*)? HTTP/1\.[01]")
 _HEADER = re.compile(rb"[\t\x20-\x7e]*")  # no line feed, which some servers take for a line end
@@ -46,7 +46,7 @@ class Proxy:
 
     def __init__(self, socket: str) -> None:
         self._socket = socket
-        self._served = asyncio.Semaphore(MOST_SERVED)
+        self._served = asyncio.Semaphore(MAX_SERVED)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one connection."""
@@ -77,7 +77,7 @@ class Proxy:
         try:
             sink.write(request + b"\r\n\r\n")
             passed = 0
-            while passed < MOST_ANSWER and (part := await source.read(1 << 16)):
+            while passed < MAX_ANSWER and (part := await source.read(1 << 16)):
                 passed += len(part)
                 writer.write(part)
                 await writer.drain()
@@ -88,7 +88,7 @@ class Proxy:
 async def run(host: str, port: int, socket: str) -> None:
     """Serve until cancelled."""
     proxy = Proxy(socket)
-    server = await asyncio.start_server(proxy.serve, host, port, limit=MOST_REQUEST)
+    server = await asyncio.start_server(proxy.serve, host, port, limit=MAX_REQUEST)
     async with server:
         await server.serve_forever()
 

@@ -43,7 +43,7 @@ PATIENCE_S = 5.0
 """Longest wait in seconds for the lock on this instance's own file."""
 LATELY_S = 120.0
 """Seconds for which another instance counts as present after it was last seen."""
-HOLD_MOST_S = 20.0
+MAX_HOLD_S = 20.0
 """Longest wait in seconds for another instance to release a claim. No instance needs that long,
 because it does not wait for anything while it holds a claim."""
 
@@ -220,7 +220,7 @@ class Instance:
             yield
             return
         slot = zlib.crc32(uid.encode(errors="replace")) % SLOTS
-        until = time.monotonic() + HOLD_MOST_S
+        until = time.monotonic() + MAX_HOLD_S
         while True:
             try:
                 fcntl.lockf(self._claims, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, slot)
@@ -233,7 +233,7 @@ class Instance:
                 check()
                 if time.monotonic() > until:
                     raise SocketError(
-                        f"another driver on this node has held the claim for {HOLD_MOST_S:.0f} s",
+                        f"another driver on this node has held the claim for {MAX_HOLD_S:.0f} s",
                         hint="stop the older driver",
                     ) from e
                 time.sleep(0.02)

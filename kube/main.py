@@ -49,7 +49,7 @@ log = structlog.get_logger()
 
 PERIOD_S = 2.0
 """Default interval between two steps of the loop, in seconds."""
-PAUSE_S, PAUSE_MOST_S = 1.0, 60.0
+PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 """First and longest pause in seconds before a peer that does not answer is asked again."""
 AWAY_S = 60.0
 """Seconds without an answer from the governor after which its GPUs get the taint AWAY."""
@@ -65,7 +65,7 @@ class Backoff:
 
     def failed(self, now: float) -> float:
         """Record a failure, and return the pause until the next attempt in seconds."""
-        self._pause = min(max(self._pause * 2, PAUSE_S), PAUSE_MOST_S)
+        self._pause = min(max(self._pause * 2, PAUSE_S), MAX_PAUSE_S)
         # The pause is random, so that not all nodes ask at once when the API server comes back.
         wait = self._pause * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
         self._until = now + wait

@@ -124,7 +124,7 @@ def of_request(config: Sequence[Mapping[str, Any]], request: str, claim: str) ->
         opaque = entry.get("opaque") or {}
         if opaque.get("driver") != DRIVER or not applies(entry.get("requests") or (), request):
             continue
-        whose = "its class" if entry.get("source") == "FromClass" else "the claim"
-        where = f"{claim}, request {request}, parameters of {whose}"
+        owner = "its class" if entry.get("source") == "FromClass" else "the claim"
+        where = f"{claim}, request {request}, parameters of {owner}"
         parameters = merge(parameters, opaque.get("parameters"), where)
     return parameters

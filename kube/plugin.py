@@ -52,7 +52,7 @@ PERIOD_S = 1.0
 """Interval between two steps of the loop, in seconds."""
 AWAY_S = 15.0
 """Seconds that a governor may be away, as in a restart, before the units become unhealthy."""
-PAUSE_MOST_S = 30.0
+MAX_PAUSE_S = 30.0
 """Longest pause between two attempts to register, in seconds."""
 CALL_S = 10.0
 """Timeout of the registration call, in seconds."""
@@ -331,7 +331,7 @@ class KubeletSocket:
             with grpc.insecure_channel(f"unix:{self._path}") as channel:
                 services.RegistrationStub(channel).Register(request, timeout=CALL_S)
         except grpc.RpcError as e:
-            self._pause = min(max(self._pause * 2, 1.0), PAUSE_MOST_S)
+            self._pause = min(max(self._pause * 2, 1.0), MAX_PAUSE_S)
             self._not_before = now + self._pause
             said = getattr(e, "details", lambda: "")() or repr(e)
             log.warning("not-registered", error=said[:300], again_s=self._pause)

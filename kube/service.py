@@ -33,7 +33,7 @@ from kube.api import (
     pluginregistration_v1_pb2_grpc,
 )
 from kube.claims import AllocatedClaim, Reference
-from kube.driver import MOST_WAITING, CallContext, ClaimDriver
+from kube.driver import MAX_WAITING, CallContext, ClaimDriver
 from kube.errors import SocketError
 from kube.health import HEALTHY, UNHEALTHY, Condition
 from kube.instances import Instance
@@ -49,7 +49,7 @@ SERVICES = (
     "v1alpha1.DRAResourceHealth",
 )
 """The services that are offered to the kubelet, which chooses among them."""
-WORKERS = MOST_WAITING + 64
+WORKERS = MAX_WAITING + 64
 """Maximum number of threads: each waiting call occupies one, and 64 are left for other calls."""
 STREAMS = 4
 """Maximum number of open streams. Each occupies a worker; a kubelet opens one."""
@@ -70,7 +70,7 @@ UNREGISTER_S = 1.5
 ALONE_S = 20.0
 """Seconds until a missing kubelet is logged. A running kubelet finds a plugin within a second, and
 one that is starting does so within a few."""
-REFUSED_S, REFUSED_MOST_S = 10.0, 300.0
+REFUSED_S, MAX_REFUSED_S = 10.0, 300.0
 """First and longest pause in seconds before the registration socket is created again after the
 kubelet refused the driver. A kubelet may retry on its own, or never for the same socket."""
 
@@ -411,7 +411,7 @@ class Endpoints:
         if accepted:
             self._pause = self._again_at = 0.0
         else:
-            self._pause = min(max(self._pause * 2, REFUSED_S), REFUSED_MOST_S)
+            self._pause = min(max(self._pause * 2, REFUSED_S), MAX_REFUSED_S)
             self._again_at = time.monotonic() + self._pause
         self._instance.note_registered(accepted)
         self._tell(accepted)

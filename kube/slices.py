@@ -20,7 +20,7 @@ from kube.quantity import MIB, parse_quantity
 STANDARD = "resource.kubernetes.io/"
 """Prefix of attributes that have the same meaning in all drivers (KEP 4381, KEP 6072)."""
 
-MOST_DEVICES = 64
+MAX_DEVICES = 64
 """Maximum number of devices in a slice with taints."""
 
 CONTEXT_MEMORY = 520 * MIB
@@ -67,7 +67,7 @@ def make_slice(
     """
     devices = [
         _device(gpu, answer, taints.get(gpu["uuid"], ()), defaults, roots or {})
-        for gpu in answer["gpus"][:MOST_DEVICES]
+        for gpu in answer["gpus"][:MAX_DEVICES]
         if gpu["memory"] >= MIB
     ]
     return {

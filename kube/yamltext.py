@@ -15,9 +15,9 @@ from typing import Any
 
 import yaml
 
-MOST_NODES = 300_000
+MAX_NODES = 300_000
 """Maximum number of nodes with aliases expanded: a few lines can expand to billions."""
-MOST_DEPTH = 200
+MAX_DEPTH = 200
 
 
 class UnreadableError(Exception):
@@ -89,7 +89,7 @@ def _starts(text: str) -> Iterator[yaml.DocumentStartEvent]:
             depth += 1
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
-        if depth > MOST_DEPTH:
+        if depth > MAX_DEPTH:
             raise UnreadableError("it is nested too deeply")
 
 
@@ -101,12 +101,12 @@ def _index(event: yaml.Event) -> int:
 
 def _require_small(root: yaml.Node) -> None:
     """Count a node once per reference; raise UnreadableError if there are too many, or a cycle."""
-    left = MOST_NODES
+    left = MAX_NODES
 
     def count(node: yaml.Node, above: int) -> None:
         nonlocal left
         left -= 1
-        if left < 0 or above > MOST_DEPTH:
+        if left < 0 or above > MAX_DEPTH:
             raise UnreadableError("it is too large, nested too deeply, or refers to itself")
         for child in _children(node):
             count(child, above + 1)

@@ -20,9 +20,9 @@ struct arbiter *arbiter_new(const struct arbiter_config *config)
 
     if (arbiter) {
         arbiter->config = *config;
-        arbiter->holder = ARBITER_NOBODY;
-        arbiter->last_holder = ARBITER_NOBODY;
-        arbiter->standby = ARBITER_NOBODY;
+        arbiter->holder = ARBITER_NONE;
+        arbiter->last_holder = ARBITER_NONE;
+        arbiter->standby = ARBITER_NONE;
         arbiter->align = ARBITER_NEVER;
         arbiter->scale = 1;
         arbiter->patience = (double)config->longest_ns;
@@ -61,7 +61,7 @@ int32_t arbiter_add(struct arbiter *arbiter, uint32_t guarantee, uint32_t limit,
             arbiter->n = i + 1;
         return i;
     }
-    return ARBITER_NOBODY;
+    return ARBITER_NONE;
 }
 
 /* Takes over the number of an earlier arbiter's grant, as read from a page. Later grants are
@@ -78,9 +78,9 @@ void arbiter_remove(struct arbiter *arbiter, int32_t tenant, uint64_t now)
     if (arbiter->holder == tenant)
         arbiter_end_grant(arbiter, now, SEVERAL);
     if (arbiter->standby == tenant)
-        arbiter->standby = ARBITER_NOBODY;
+        arbiter->standby = ARBITER_NONE;
     if (arbiter->last_holder == tenant)
-        arbiter->last_holder = ARBITER_NOBODY;
+        arbiter->last_holder = ARBITER_NONE;
     arbiter->tenants[tenant].used = false;
     arbiter->tenants[tenant].want = false;
 }
@@ -136,7 +136,7 @@ static void arrive(struct arbiter *arbiter, const struct tenant *t, uint64_t now
     double least;
 
     /* The grants of containers with several GPUs begin and end with their turns. */
-    if (arbiter->holder == ARBITER_NOBODY || arbiter->open || t->turn.role != ARBITER_ALONE ||
+    if (arbiter->holder == ARBITER_NONE || arbiter->open || t->turn.role != ARBITER_ALONE ||
         arbiter->tenants[arbiter->holder].turn.role == ARBITER_CALLED ||
         t == &arbiter->tenants[arbiter->holder] || t->owed_at > (double)now)
         return;
@@ -199,14 +199,14 @@ void arbiter_alive(struct arbiter *arbiter, uint64_t alive_ns)
 {
     if (alive_ns > arbiter->alive)
         arbiter->alive = alive_ns;
-    if (arbiter->holder != ARBITER_NOBODY)
+    if (arbiter->holder != ARBITER_NONE)
         arbiter_sign(arbiter, arbiter->holder, alive_ns);
 }
 
 void arbiter_released(struct arbiter *arbiter, uint64_t release_ns, uint64_t residual_ns,
                       uint32_t n_active)
 {
-    if (arbiter->holder == ARBITER_NOBODY)
+    if (arbiter->holder == ARBITER_NONE)
         return;
     if (release_ns < arbiter->start)
         release_ns = arbiter->start;
@@ -237,7 +237,7 @@ static void grant(struct arbiter *arbiter, int32_t tenant, bool lent, uint64_t n
         t->capped_at = max(t->capped_at, (double)now - 2.0 * (double)arbiter->config.quantum_ns);
     if (lent)
         arbiter->lent_clock = max(arbiter->lent_clock, t->lent_tag);
-    arbiter->beside = arbiter->last_holder != ARBITER_NOBODY && arbiter->last_holder != tenant &&
+    arbiter->beside = arbiter->last_holder != ARBITER_NONE && arbiter->last_holder != tenant &&
                       arbiter->config.beside_ns &&
                       now < arbiter->gpu_free + arbiter->config.beside_ns;
     arbiter->holder = tenant;
@@ -246,7 +246,7 @@ static void grant(struct arbiter *arbiter, int32_t tenant, bool lent, uint64_t n
     arbiter->start = begins;
     arbiter->alive = 0;
     arbiter->contended = others;
-    arbiter->standby = ARBITER_NOBODY;
+    arbiter->standby = ARBITER_NONE;
     arbiter->open = !others && t->limit >= 1.0;
     arbiter->deadline = begins + (uint64_t)arbiter_grant_length(arbiter, t, now);
     if (arbiter->last_holder != tenant)
@@ -320,7 +320,7 @@ static void step_holder(struct arbiter *arbiter, uint64_t now, struct arbiter_vi
     }
     if (arbiter->open) {
         rival = arbiter_choose(arbiter, (double)now, arbiter->holder, &lent);
-        if (rival == ARBITER_NOBODY && !arbiter_has_barred(arbiter, (double)now)) {
+        if (rival == ARBITER_NONE && !arbiter_has_barred(arbiter, (double)now)) {
             viewp->wake_ns = arbiter_next_eligible(arbiter, now, arbiter->holder);
             return;
         }
@@ -332,16 +332,16 @@ static void step_holder(struct arbiter *arbiter, uint64_t now, struct arbiter_vi
     decide = arbiter->deadline > config->lead_ns ? arbiter->deadline - config->lead_ns : 0;
     rival = arbiter_choose(arbiter, (double)(now > arbiter->deadline ? now : arbiter->deadline),
                            arbiter->holder, &lent);
-    if (rival != ARBITER_NOBODY || arbiter_has_barred(arbiter, (double)now))
+    if (rival != ARBITER_NONE || arbiter_has_barred(arbiter, (double)now))
         arbiter->contended = true;
     if (now < decide) {
         viewp->wake_ns = decide;
         return;
     }
-    if (arbiter->standby == ARBITER_NOBODY && now < arbiter->deadline) {
+    if (arbiter->standby == ARBITER_NONE && now < arbiter->deadline) {
         const struct tenant *t = &arbiter->tenants[arbiter->holder];
 
-        if (rival != ARBITER_NOBODY) {
+        if (rival != ARBITER_NONE) {
             arbiter->standby = rival;
         } else if (arbiter_expected_back(arbiter, now) == ARBITER_NEVER &&
                    !arbiter_has_barred(arbiter, (double)arbiter->deadline) &&
@@ -365,7 +365,7 @@ static void step_holder(struct arbiter *arbiter, uint64_t now, struct arbiter_vi
 /* While no work outlasts its grant, extends the time for which such work is waited for. */
 static void regain_patience(struct arbiter *arbiter, uint64_t now)
 {
-    bool late = arbiter->holder != ARBITER_NOBODY && !arbiter->open && now > arbiter->deadline;
+    bool late = arbiter->holder != ARBITER_NONE && !arbiter->open && now > arbiter->deadline;
 
     if (arbiter->patient && now > arbiter->patient && !late)
         arbiter->patience += PATIENCE * (double)(now - arbiter->patient);
@@ -381,17 +381,17 @@ static void regain_patience(struct arbiter *arbiter, uint64_t now)
  */
 static int32_t expect_next(const struct arbiter *arbiter, uint64_t now, uint64_t *beginsp)
 {
-    uint64_t end = arbiter->holder != ARBITER_NOBODY ? arbiter->deadline : now;
-    int32_t next = ARBITER_NOBODY;
+    uint64_t end = arbiter->holder != ARBITER_NONE ? arbiter->deadline : now;
+    int32_t next = ARBITER_NONE;
     double first = 1e300;
     bool lent, alone = true;
 
     if (end < now)
         end = now;
     *beginsp = end;
-    if (arbiter->holder != ARBITER_NOBODY)
+    if (arbiter->holder != ARBITER_NONE)
         next = arbiter_choose(arbiter, (double)end, arbiter->holder, &lent);
-    if (next != ARBITER_NOBODY)
+    if (next != ARBITER_NONE)
         return next;
     for (int32_t i = 0; i < arbiter->n; i++) {
         const struct tenant *t = &arbiter->tenants[i];
@@ -407,8 +407,8 @@ static int32_t expect_next(const struct arbiter *arbiter, uint64_t now, uint64_t
         }
     }
     if (next == arbiter->holder && alone)
-        next = ARBITER_NOBODY;
-    if (next != ARBITER_NOBODY && first > (double)end)
+        next = ARBITER_NONE;
+    if (next != ARBITER_NONE && first > (double)end)
         *beginsp = (uint64_t)first;
     return next;
 }
@@ -420,10 +420,10 @@ static void name_next(const struct arbiter *arbiter, uint64_t now, struct arbite
 
     viewp->standby = arbiter->standby;
     viewp->standby_ns = arbiter->deadline + arbiter->config.lead_ns;
-    if (arbiter->standby != ARBITER_NOBODY || !arbiter->config.prepare_ns || arbiter->open)
+    if (arbiter->standby != ARBITER_NONE || !arbiter->config.prepare_ns || arbiter->open)
         return;
     viewp->standby = expect_next(arbiter, now, &begins);
-    viewp->expected = viewp->standby != ARBITER_NOBODY;
+    viewp->expected = viewp->standby != ARBITER_NONE;
     viewp->standby_ns = begins + arbiter->config.prepare_ns;
 }
 
@@ -435,28 +435,28 @@ void arbiter_step(struct arbiter *arbiter, uint64_t now, struct arbiter_view *vi
     regain_patience(arbiter, now);
     memset(viewp, 0, sizeof *viewp);
     viewp->wake_ns = ARBITER_NEVER;
-    if (arbiter->holder != ARBITER_NOBODY && !arbiter->open && now >= taken_at(arbiter)) {
+    if (arbiter->holder != ARBITER_NONE && !arbiter->open && now >= taken_at(arbiter)) {
         arbiter->tenants[arbiter->holder].stats.overdue++;
         pass_over(&arbiter->tenants[arbiter->holder], arbiter->deadline);
         arbiter_end_grant(arbiter, now, SEVERAL);
     }
-    if (arbiter->holder == ARBITER_NOBODY) {
-        int32_t next = arbiter_choose(arbiter, (double)now, ARBITER_NOBODY, &lent);
+    if (arbiter->holder == ARBITER_NONE) {
+        int32_t next = arbiter_choose(arbiter, (double)now, ARBITER_NONE, &lent);
 
-        if (next != ARBITER_NOBODY)
+        if (next != ARBITER_NONE)
             grant(arbiter, next, lent, now);
         else
-            viewp->wake_ns = arbiter_next_eligible(arbiter, now, ARBITER_NOBODY);
+            viewp->wake_ns = arbiter_next_eligible(arbiter, now, ARBITER_NONE);
         if (viewp->wake_ns < arbiter->kept)
             viewp->wake_ns = arbiter->kept;
     }
-    if (arbiter->holder != ARBITER_NOBODY)
+    if (arbiter->holder != ARBITER_NONE)
         step_holder(arbiter, now, viewp);
     viewp->holder = arbiter->holder;
     viewp->epoch = arbiter->epoch;
     viewp->start_ns = arbiter->start;
     viewp->deadline_ns = arbiter->open ? ARBITER_NEVER : arbiter->deadline;
-    viewp->contended = arbiter->holder != ARBITER_NOBODY && arbiter->contended;
+    viewp->contended = arbiter->holder != ARBITER_NONE && arbiter->contended;
     viewp->beside = arbiter->beside;
     name_next(arbiter, now, viewp);
 }

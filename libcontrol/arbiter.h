@@ -21,7 +21,7 @@
 #include <stdint.h>
 
 #define ARBITER_N_TENANTS 256
-#define ARBITER_NOBODY    (-1)
+#define ARBITER_NONE      (-1)
 #define ARBITER_NEVER     UINT64_MAX
 #define ARBITER_WHOLE     1000000u /* share of a whole GPU */
 
@@ -42,7 +42,7 @@ struct arbiter_config {
 
 /* The arbiter's decision as of the last step. */
 struct arbiter_view {
-    int32_t holder;       /* ARBITER_NOBODY: none */
+    int32_t holder;       /* ARBITER_NONE: none */
     uint32_t epoch;       /* number of the grant */
     uint64_t start_ns;    /* when it began */
     uint64_t deadline_ns; /* ARBITER_NEVER: open */

@@ -55,7 +55,7 @@ void arbiter_accrue(struct arbiter *arbiter, uint64_t now)
 {
     uint64_t since = arbiter->accrued;
     unsigned n = 0;
-    bool held = arbiter->holder != ARBITER_NOBODY && arbiter->start < now, wanted = held;
+    bool held = arbiter->holder != ARBITER_NONE && arbiter->start < now, wanted = held;
     double each;
 
     if (now <= since)
@@ -230,7 +230,7 @@ void arbiter_end_grant(struct arbiter *arbiter, uint64_t end, uint32_t n_active)
     if (end > arbiter->gpu_free)
         arbiter->gpu_free = end;
     arbiter->last_holder = arbiter->holder;
-    arbiter->holder = ARBITER_NOBODY;
+    arbiter->holder = ARBITER_NONE;
     arbiter->open = false;
     if (!t->want)
         t->asleep = end;
@@ -244,7 +244,7 @@ void arbiter_close_open(struct arbiter *arbiter, uint64_t now, uint64_t end)
     arbiter->start = now;
     arbiter->alive = 0;
     arbiter->deadline = end;
-    arbiter->standby = ARBITER_NOBODY;
+    arbiter->standby = ARBITER_NONE;
 }
 
 /* Cancels what all containers are owed in common. Where hand-overs and pauses leave less GPU time

@@ -18,7 +18,7 @@ static bool any_wants(const struct arbiter *arbiter)
  * its time would be lent. */
 int32_t arbiter_choose(const struct arbiter *arbiter, double now, int32_t except, bool *lentp)
 {
-    int32_t owed = ARBITER_NOBODY, lent = ARBITER_NOBODY;
+    int32_t owed = ARBITER_NONE, lent = ARBITER_NONE;
     double best_owed = 0, best_lent = 0;
     bool present = any_wants(arbiter);
 
@@ -40,21 +40,21 @@ int32_t arbiter_choose(const struct arbiter *arbiter, double now, int32_t except
         if (t->owed_at <= now) {
             double due = due_at(arbiter, t);
 
-            if (owed == ARBITER_NOBODY || due < best_owed) {
+            if (owed == ARBITER_NONE || due < best_owed) {
                 owed = i;
                 best_owed = due;
             }
         } else if (is_elastic(t) && t->capped_at <= now) {
             double tag = max(t->lent_tag, arbiter->lent_clock);
 
-            if (lent == ARBITER_NOBODY || tag < best_lent) {
+            if (lent == ARBITER_NONE || tag < best_lent) {
                 lent = i;
                 best_lent = tag;
             }
         }
     }
-    *lentp = owed == ARBITER_NOBODY;
-    return owed != ARBITER_NOBODY ? owed : lent;
+    *lentp = owed == ARBITER_NONE;
+    return owed != ARBITER_NONE ? owed : lent;
 }
 
 /* Whether the holder's own quota allows it to continue after its deadline. */

@@ -49,7 +49,7 @@ void arbiter_look(const struct arbiter *arbiter, int32_t tenant, uint64_t now,
     standingp->holds = arbiter->holder == tenant;
     standingp->lent = is_elastic(t) && t->owed_at > (double)now;
     standingp->whole = t->limit >= 1.0;
-    standingp->free = arbiter->holder == ARBITER_NOBODY;
+    standingp->free = arbiter->holder == ARBITER_NONE;
     standingp->due = due_at(arbiter, t);
     standingp->tag = max(t->lent_tag, arbiter->lent_clock);
     standingp->busy = t->busy_told;
@@ -90,7 +90,7 @@ void arbiter_turn(struct arbiter *arbiter, int32_t tenant, const struct arbiter_
             arbiter_close_open(arbiter, now, turn->until_ns);
         else
             arbiter->deadline = turn->until_ns;
-    } else if (arbiter->holder != ARBITER_NOBODY && turn->role == ARBITER_CALLED &&
+    } else if (arbiter->holder != ARBITER_NONE && turn->role == ARBITER_CALLED &&
                (t->want || turn->unasked)) {
         least = arbiter->start + (uint64_t)SLICE_NS;
         if (least < now)
@@ -127,7 +127,7 @@ void arbiter_keep(struct arbiter *arbiter, uint64_t until)
 /* Ends the grant, because the GPU's own scheduler divides the time from now on. */
 void arbiter_stop(struct arbiter *arbiter, uint64_t now)
 {
-    if (arbiter->holder != ARBITER_NOBODY)
+    if (arbiter->holder != ARBITER_NONE)
         arbiter_end_grant(arbiter, now, SEVERAL);
 }
 
@@ -135,7 +135,7 @@ void arbiter_stop(struct arbiter *arbiter, uint64_t now)
  * the arbiter does not wait for the holder. */
 void arbiter_take(struct arbiter *arbiter, uint64_t now)
 {
-    if (arbiter->holder == ARBITER_NOBODY)
+    if (arbiter->holder == ARBITER_NONE)
         return;
     arbiter->tenants[arbiter->holder].stats.overdue++;
     arbiter_end_grant(arbiter, now, SEVERAL);

@@ -13,7 +13,7 @@
 
 #include <string.h>
 
-struct context contexts[CONTEXTS_MOST];
+struct context contexts[MAX_CONTEXTS];
 uint32_t n_places;
 uint32_t n_contexts;
 bool contexts_lost;

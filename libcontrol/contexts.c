@@ -10,9 +10,9 @@ static void context_enter(CUcontext handle, int device)
 {
     struct context *c = contexts;
 
-    while (c < contexts + CONTEXTS_MOST && c->n_users)
+    while (c < contexts + MAX_CONTEXTS && c->n_users)
         c++;
-    if (c < contexts + CONTEXTS_MOST) {
+    if (c < contexts + MAX_CONTEXTS) {
         c->device = device;
         c->moving = 0;
         c->n_users = 1;

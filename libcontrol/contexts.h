@@ -16,11 +16,11 @@ struct context {
     uint64_t moving;  /* charges that may end with it, while it is being destroyed */
 };
 
-#define CONTEXTS_MOST 1024 /* places in the table: no GPU has memory for so many contexts */
+#define MAX_CONTEXTS 1024 /* places in the table: no GPU has memory for so many contexts */
 
 /* The first OWNER_LAST places are numbered as owners, from 1 on. Places are taken and given back
  * under the lock. */
-extern struct context contexts[CONTEXTS_MOST];
+extern struct context contexts[MAX_CONTEXTS];
 extern uint32_t n_places; /* places that were ever taken */
 extern uint32_t n_contexts;
 extern bool contexts_lost; /* the table was full once: it may lack a context */

@@ -72,14 +72,14 @@ static struct member *member_on(struct gang *g, uint32_t gpu)
 }
 
 /* Makes a gang of a container's tenants, one for each GPU. Returns the gang's number, or
- * ARBITER_NOBODY if no gang can be made: the GPUs are then granted one by one. */
+ * ARBITER_NONE if no gang can be made: the GPUs are then granted one by one. */
 int32_t gangs_add(struct gangs *gangs, const uint32_t *gpus, const int32_t *tenants, uint32_t n)
 {
     if (n > GANGS_N_OWN)
-        return ARBITER_NOBODY;
+        return ARBITER_NONE;
     for (uint32_t i = 0; i < n; i++)
         if (gpus[i] >= GANGS_N_GPUS)
-            return ARBITER_NOBODY;
+            return ARBITER_NONE;
     for (int32_t i = 0; i < GANGS_N; i++) {
         struct gang *g = &gangs->gangs[i];
 
@@ -97,7 +97,7 @@ int32_t gangs_add(struct gangs *gangs, const uint32_t *gpus, const int32_t *tena
             gangs->n = (uint32_t)i + 1;
         return i;
     }
-    return ARBITER_NOBODY;
+    return ARBITER_NONE;
 }
 
 void gangs_remove(struct gangs *gangs, int32_t gang)

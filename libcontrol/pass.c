@@ -7,7 +7,7 @@
 
 #define PASS_LEAST_NS    (5 * NS_PER_US)    /* minimum budget that is worth a pass */
 #define PASS_LENGTH_NS   (2500 * NS_PER_US) /* GPU time of an open pass */
-#define PASS_MOST        1024               /* maximum number of launches of an open pass */
+#define MAX_PASS         1024               /* maximum number of launches of an open pass */
 #define PASS_INFLIGHT_NS (20 * NS_PER_MS)   /* maximum queued work while the grant is open */
 
 struct pass passes[PASS_N];
@@ -175,7 +175,7 @@ enum pass_answer pass_open(struct gate *g, struct queue_stream **sp,
         n = PASS_LENGTH_NS / estimate_ns(&g->estimate, *kindp);
         if (n > 1)
             pass_begin(p, g, s, grant, ledger, GRANT_OPEN,
-                       atomic_load_relaxed(&p->used) + (uint32_t)(n < PASS_MOST ? n : PASS_MOST));
+                       atomic_load_relaxed(&p->used) + (uint32_t)(n < MAX_PASS ? n : MAX_PASS));
     }
     os_unlock(&passes_lock);
     return answer;

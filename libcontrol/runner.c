@@ -111,7 +111,7 @@ static void spin(struct runner *runner, uint64_t deadline)
 
         pthread_mutex_lock(&runner->mutex);
         holder = runner->view.holder;
-        if (holder != ARBITER_NOBODY && runner->tenants[holder].used)
+        if (holder != ARBITER_NONE && runner->tenants[holder].used)
             runner_read_ledger(&runner->tenants[holder], runner->view.epoch, os_now(), &report);
         else
             report.released = true;
@@ -182,7 +182,7 @@ static uint64_t pass(struct runner *runner, uint64_t now)
         if (runner->tenants[i].used)
             atomic_store_relaxed(&runner->tenants[i].header->heartbeat_ns, now);
     report_due(runner, now);
-    if (view.holder != ARBITER_NOBODY && view.contended && runner->unused_at > now &&
+    if (view.holder != ARBITER_NONE && view.contended && runner->unused_at > now &&
         runner->unused_at < view.wake_ns)
         return runner->unused_at;
     return view.wake_ns;
@@ -203,9 +203,9 @@ static void *run(void *argument)
         until = pass(runner, now);
         view = runner->view;
         pthread_mutex_unlock(&runner->mutex);
-        if (runner->config.spin_ns && view.standby != ARBITER_NOBODY && !view.expected &&
+        if (runner->config.spin_ns && view.standby != ARBITER_NONE && !view.expected &&
             view.deadline_ns > now + runner->config.lookahead_ns + runner->config.spin_ns &&
-            view.deadline_ns != ARBITER_NEVER && view.holder != ARBITER_NOBODY)
+            view.deadline_ns != ARBITER_NEVER && view.holder != ARBITER_NONE)
             spin(runner, view.deadline_ns);
         else
             wait_until(runner, until);
@@ -248,7 +248,7 @@ static void runners_join(struct runners *runners, struct runner *runner)
 }
 
 /* Makes a container's tenants a gang, which is granted its GPUs together. Returns its number, or
- * ARBITER_NOBODY if the GPUs have to be granted one by one. The gang has to be removed before any
+ * ARBITER_NONE if the GPUs have to be granted one by one. The gang has to be removed before any
  * of the tenants. */
 RUNNER_EXPORT int32_t runners_add(struct runners *runners, struct runner *const *each,
                                   const int32_t *tenants, uint32_t n)
@@ -257,10 +257,10 @@ RUNNER_EXPORT int32_t runners_add(struct runners *runners, struct runner *const 
     int32_t gang;
 
     if (n > GANGS_N_OWN)
-        return ARBITER_NOBODY;
+        return ARBITER_NONE;
     for (uint32_t i = 0; i < n; i++) {
         if (each[i]->runners != runners)
-            return ARBITER_NOBODY;
+            return ARBITER_NONE;
         gpus[i] = each[i]->gpu;
     }
     pthread_mutex_lock(&runners->mutex);
@@ -286,8 +286,8 @@ RUNNER_EXPORT struct runner *runner_new(const struct runner_config *config, stru
     if (!runner)
         return NULL;
     runner->config = *config;
-    runner->view.holder = ARBITER_NOBODY;
-    runner->view.standby = ARBITER_NOBODY;
+    runner->view.holder = ARBITER_NONE;
+    runner->view.standby = ARBITER_NONE;
     pthread_mutex_init(&runner->mutex, NULL);
     runner->arbiter = arbiter_new(&config->arbiter);
     runner->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
@@ -348,8 +348,8 @@ RUNNER_EXPORT int32_t runner_add(struct runner *runner, uint32_t guarantee, uint
 
     pthread_mutex_lock(&runner->mutex);
     tenant = device < LAYOUT_N_DEVICES ? arbiter_add(runner->arbiter, guarantee, limit, os_now())
-                                       : ARBITER_NOBODY;
-    if (tenant != ARBITER_NOBODY) {
+                                       : ARBITER_NONE;
+    if (tenant != ARBITER_NONE) {
         struct runner_tenant *t = &runner->tenants[tenant];
 
         memset(t, 0, sizeof *t);
@@ -387,9 +387,9 @@ RUNNER_EXPORT void runner_remove(struct runner *runner, int32_t tenant)
     arbiter_remove(runner->arbiter, tenant, os_now());
     runner->tenants[tenant].used = false;
     if (runner->view.holder == tenant)
-        runner->view.holder = ARBITER_NOBODY;
+        runner->view.holder = ARBITER_NONE;
     if (runner->view.standby == tenant)
-        runner->view.standby = ARBITER_NOBODY;
+        runner->view.standby = ARBITER_NONE;
     pthread_mutex_unlock(&runner->mutex);
     poke(runner);
 }
@@ -404,7 +404,7 @@ RUNNER_EXPORT void runner_pause(struct runner *runner, int32_t tenant, bool paus
     if (paused && t->granted) {
         if (runner->view.holder == tenant) {
             arbiter_stop(runner->arbiter, os_now());
-            runner->view.holder = ARBITER_NOBODY;
+            runner->view.holder = ARBITER_NONE;
         }
         /* The grant may be one of those of runner_open_all(). */
         arbiter_begin(runner->arbiter, atomic_load_relaxed(&t->grant->epoch));
@@ -434,12 +434,12 @@ RUNNER_EXPORT void runner_open(struct runner *runner, bool open)
 {
     pthread_mutex_lock(&runner->mutex);
     if (open && !runner->open) {
-        if (runner->view.holder != ARBITER_NOBODY) {
+        if (runner->view.holder != ARBITER_NONE) {
             arbiter_stop(runner->arbiter, os_now());
             runner->tenants[runner->view.holder].granted = false;
         }
-        runner->view.holder = ARBITER_NOBODY;
-        runner->view.standby = ARBITER_NOBODY;
+        runner->view.holder = ARBITER_NONE;
+        runner->view.standby = ARBITER_NONE;
         leave_gangs(runner);
     } else if (!open && runner->open) {
         runner_close_all(runner);

@@ -121,12 +121,12 @@ static void name_next(struct runner *runner, const struct arbiter_view *view)
                   (view->standby == view->holder && view->epoch != old->epoch);
     struct runner_tenant *t;
 
-    if (old->standby != ARBITER_NOBODY && view->standby != old->standby) {
+    if (old->standby != ARBITER_NONE && view->standby != old->standby) {
         t = &runner->tenants[old->standby];
         if (t->used)
             atomic_store_relaxed(&t->grant->standby_ns, 0);
     }
-    if (view->standby == ARBITER_NOBODY || !is_new || !(view->expected || runner->config.spin_ns))
+    if (view->standby == ARBITER_NONE || !is_new || !(view->expected || runner->config.spin_ns))
         return;
     t = &runner->tenants[view->standby];
     atomic_store_release(&t->grant->standby_ns, view->standby_ns);
@@ -147,11 +147,10 @@ void runner_apply(struct runner *runner, const struct arbiter_view *view)
             atomic_store_relaxed(&t->grant->together, t->together);
         }
     }
-    if (old->holder != ARBITER_NOBODY &&
-        (view->holder != old->holder || view->epoch != old->epoch) &&
+    if (old->holder != ARBITER_NONE && (view->holder != old->holder || view->epoch != old->epoch) &&
         runner->tenants[old->holder].used && runner->tenants[old->holder].granted)
         runner_close_grant(&runner->tenants[old->holder]);
-    if (view->holder != ARBITER_NOBODY) {
+    if (view->holder != ARBITER_NONE) {
         uint64_t deadline = view->deadline_ns == ARBITER_NEVER ? GRANT_OPEN : view->deadline_ns;
 
         t = &runner->tenants[view->holder];

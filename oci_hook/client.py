@@ -18,8 +18,8 @@ else:
     from oci_hook.light_typing import NamedTuple
 
 LINE_LIMIT = 64 << 10
-MOST_MINOR = (1 << 20) - 1  # MINORMASK
-MOST_MEMORY = 1 << 50
+MAX_MINOR = (1 << 20) - 1  # MINORMASK
+MAX_MEMORY = 1 << 50
 WRONG = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # for a malformed answer
 PEER = Struct("=iII")  # struct ucred: pid, uid, gid
 PATIENCE = 5.0  # seconds; a restart of the governor, as in an upgrade, takes less
@@ -67,7 +67,7 @@ def _devices(answer: dict[str, Any]) -> tuple[tuple[str, int | None], ...]:
     if type(devices) is not list:
         raise TypeError(f"devices are {show(devices)}")
     return tuple(
-        (_name(d["uuid"]), None if d.get("minor") is None else _whole(d["minor"], MOST_MINOR))
+        (_name(d["uuid"]), None if d.get("minor") is None else _whole(d["minor"], MAX_MINOR))
         for d in devices
     )
 
@@ -85,7 +85,7 @@ def parse_admission(answer: dict[str, Any]) -> Grant:
         key=_name(answer["key"]),
         directory=directory,
         devices=tuple(uuid for uuid, _ in devices),
-        memory=_whole(answer["memory"], MOST_MEMORY),
+        memory=_whole(answer["memory"], MAX_MEMORY),
         compute=_whole(answer["compute"], 100),
         strategy=_name(answer.get("strategy", "timeslice")),
         minors=tuple(minor for _, minor in devices if minor is not None),

@@ -179,7 +179,7 @@ ENTRY(cuCtxSynchronize_v2, CUcontext named)
 }
 
 #define STACK_START 1024u /* bytes of each thread's stack that the context's memory includes */
-#define STACK_MOST  (512u << 10)
+#define MAX_STACK   (512u << 10)
 #define THREADS     (132u * 2048u) /* multiprocessors, and threads per multiprocessor */
 
 /* The stacks of all threads that the device can run grow together; they never shrink. */
@@ -188,7 +188,7 @@ static CUresult set_stack(struct context *context, size_t size)
     size_t grown = context->stacks;
     CUresult r;
 
-    if (size > STACK_MOST)
+    if (size > MAX_STACK)
         return CUDA_ERROR_INVALID_VALUE;
     if (size > STACK_START && (size - STACK_START) * THREADS > grown)
         grown = (size - STACK_START) * THREADS;

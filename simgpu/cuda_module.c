@@ -24,10 +24,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define HEADER     "// tidegate simgpu module"
-#define GLOBALS    "globals:"
-#define IMAGE_MOST (1u << 20) /* maximum number of bytes of a module file that are read */
-#define NAME_MOST  128
+#define HEADER    "// tidegate simgpu module"
+#define GLOBALS   "globals:"
+#define MAX_IMAGE (1u << 20) /* maximum number of bytes of a module file that are read */
+#define MAX_NAME  128
 
 #define STAMP_TAKES 1000u /* ns */
 
@@ -36,7 +36,7 @@ struct function {
     struct module *module;
     struct function *next;
     enum { BURNS, BURNS_AND_STAMPS, STAMPS, PERSISTS, MEETS } action;
-    char name[NAME_MOST];
+    char name[MAX_NAME];
 };
 
 struct module {
@@ -54,7 +54,7 @@ struct kernel {
     struct object object;
     struct library *library;
     struct kernel *next;
-    char name[NAME_MOST];
+    char name[MAX_NAME];
 };
 
 struct library {
@@ -83,7 +83,7 @@ static struct function *function_add(struct module *module, const char *name, si
 {
     struct function *function;
 
-    if (length == 0 || length >= NAME_MOST)
+    if (length == 0 || length >= MAX_NAME)
         return NULL;
     function = pool_take(&functions_pool);
     if (!function)
@@ -203,8 +203,8 @@ ENTRY(cuModuleLoad, CUmodule *modulep, const char *path)
     file = fopen(path, "re");
     if (!file)
         return CUDA_ERROR_FILE_NOT_FOUND;
-    text = calloc(1, IMAGE_MOST + 1);
-    n = text ? fread(text, 1, IMAGE_MOST, file) : 0;
+    text = calloc(1, MAX_IMAGE + 1);
+    n = text ? fread(text, 1, MAX_IMAGE, file) : 0;
     fclose(file);
     if (!text)
         return CUDA_ERROR_OUT_OF_MEMORY;
@@ -338,7 +338,7 @@ ENTRY(cuLibraryGetKernel, CUkernel *kernelp, CUlibrary library, const char *name
         return driver_leave(CUDA_ERROR_INVALID_VALUE);
     if (!pool_owns(&libraries_pool, library))
         return driver_leave(CUDA_ERROR_INVALID_HANDLE);
-    if (strlen(name) >= NAME_MOST || !text_names(library->text, name))
+    if (strlen(name) >= MAX_NAME || !text_names(library->text, name))
         return driver_leave(CUDA_ERROR_NOT_FOUND);
     kernel = library->kernels;
     while (kernel && strcmp(kernel->name, name) != 0)

@@ -35,7 +35,7 @@
 
 #define LOCK_PATIENCE  4000000u   /* ns to wait before checking that the holder is alive */
 #define REAP_INTERVAL  2000000u   /* ns between two searches for dead processes */
-#define SLEEP_MOST     20000000u  /* longest sleep, ns: work ends earlier if a process dies */
+#define MAX_SLEEP      20000000u  /* longest sleep, ns: work ends earlier if a process dies */
 #define SLEEP_STEERED  500000u    /* the same if steered: steering may end work earlier, too */
 #define SAMPLE_LENGTH  500000000u /* ns */
 #define DEFAULT_FOLDER "/dev/tidegate-simgpu"
@@ -263,7 +263,7 @@ bool device_wait(struct device *device, uint64_t when)
         return true;
     }
     now = clock_monotonic();
-    most = atomic_load(&shared->steered) ? SLEEP_STEERED : SLEEP_MOST;
+    most = atomic_load(&shared->steered) ? SLEEP_STEERED : MAX_SLEEP;
     if (when > now + most)
         when = now + most;
     until = (struct timespec){.tv_sec = (time_t)(when / 1000000000u),

@@ -26,7 +26,7 @@
 #include "cuda_abi.h"
 
 #define FLUSH_INTERVAL 50000000u /* ns */
-#define GROUPS_MOST    64
+#define MAX_GROUPS     64
 
 static struct {
     CUresult (*init)(unsigned int);
@@ -188,7 +188,7 @@ struct ring {
     CUfunction burn;
     CUdeviceptr slots;
     uint64_t *ends; /* pinned */
-    CUevent events[GROUPS_MOST];
+    CUevent events[MAX_GROUPS];
     uint64_t group;    /* units */
     uint64_t groups;   /* in the ring */
     uint64_t launched; /* groups */
@@ -260,10 +260,10 @@ static void ring_read(struct ring *ring)
         ring_flush(ring, now);
 }
 
-#define BURSTS_MOST 256
+#define MAX_BURSTS 256
 
 static struct {
-    uint64_t units[BURSTS_MOST][2];
+    uint64_t units[MAX_BURSTS][2];
     unsigned n, draw;
     uint64_t end, length; /* ns */
 } bursts;
@@ -272,13 +272,13 @@ static void burst_begin(uint64_t unit)
 {
     bursts.length = 200000000u + (uint64_t)(rand_r(&bursts.draw) % 10000) * 180000u;
     bursts.end = clock_now() + bursts.length;
-    if (bursts.n < BURSTS_MOST)
+    if (bursts.n < MAX_BURSTS)
         bursts.units[bursts.n][0] = unit;
 }
 
 static void burst_ends(uint64_t unit)
 {
-    if (bursts.n < BURSTS_MOST && unit > bursts.units[bursts.n][0])
+    if (bursts.n < MAX_BURSTS && unit > bursts.units[bursts.n][0])
         bursts.units[bursts.n++][1] = unit - 1;
 }
 

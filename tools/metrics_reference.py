@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from governor.httpd import MOST_CONNECTIONS, REQUEST_S  # noqa: E402
+from governor.httpd import MAX_CONNECTIONS, REQUEST_S  # noqa: E402
 from governor.metrics import (  # noqa: E402
     CLAIM_METRICS,
     CONTAINER_METRICS,
@@ -36,7 +36,7 @@ gzip if the client accepts it. There is neither a password nor TLS, so only the 
 machine's own addresses are accepted. `curl --unix-socket /run/tidegate/metrics.sock
 http://tidegate/metrics` shows the metrics.
 
-A connection serves one request and ends after {REQUEST_S:g} s; at most {MOST_CONNECTIONS} are
+A connection serves one request and ends after {REQUEST_S:g} s; at most {MAX_CONNECTIONS} are
 served at a time. Scrapes within {SAME_S:g} s of each other get the same numbers.
 
 Series with a `container` label end with the container; until then its counters never decrease, even

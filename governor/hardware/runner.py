@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import structlog
 
-from governor.arbiter import NOBODY, WHOLE, Runner, Runners, Stats
+from governor.arbiter import NO_TENANT, WHOLE, Runner, Runners, Stats
 from governor.config import Config
 from governor.hardware.activity import Sample
 from governor.hardware.driver import DriverCallError
@@ -41,7 +41,7 @@ HIDDEN_NS = 500_000_000
 """Largest GPU time, in nanoseconds, that a process may use through channels that are not found.
 Beyond it, only grants may still limit that process."""
 
-AGAIN_S, AGAIN_MOST_S = 60.0, 3600.0
+AGAIN_S, MAX_AGAIN_S = 60.0, 3600.0
 """First and longest pause after steering has failed, in seconds. The pause doubles each time."""
 OPENING = "it is being opened, and tested if that was not done before"
 """Reason for which a GPU is not steered at first."""
@@ -140,7 +140,7 @@ class GangCoordinator:
         """Forget a container; call it before the container's tenants are removed."""
         self.board.remove(gang)
         turns = self._turns.pop(gang)
-        if turns != NOBODY:
+        if turns != NO_TENANT:
             self.grants.remove(turns)
 
 
@@ -327,7 +327,7 @@ class HardwareRunner(Runner):
                 pause_s = self._again_s
             if self._ending.wait(pause_s):
                 return
-            pause_s = min(2 * pause_s, AGAIN_MOST_S)
+            pause_s = min(2 * pause_s, MAX_AGAIN_S)
 
     def _open(self) -> tuple[Closeable, Tells]:
         """Open the GPU, and start the watchdog, without which nothing may be switched off."""

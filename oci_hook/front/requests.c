@@ -8,9 +8,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#define PREFIX          "tidegate.gpu/"
-#define FIRST_SIZE      (64u << 10) /* bytes; most configurations are smaller */
-#define MOST_DEADLINE_S 3600        /* as in oci_hook/quick.py */
+#define PREFIX         "tidegate.gpu/"
+#define FIRST_SIZE     (64u << 10) /* bytes; most configurations are smaller */
+#define MAX_DEADLINE_S 3600        /* as in oci_hook/quick.py */
 
 bool text_read(int fd, size_t limit, struct text *text)
 {
@@ -56,7 +56,7 @@ bool text_read_deadline(const char *text, double *seconds)
     if (strspn(text, "0123456789.") != strlen(text))
         return false;
     *seconds = strtod(text, &end);
-    return end != text && !*end && *seconds >= 1e-3 && *seconds <= MOST_DEADLINE_S;
+    return end != text && !*end && *seconds >= 1e-3 && *seconds <= MAX_DEADLINE_S;
 }
 
 static int hex_digit(char c)

@@ -11,7 +11,7 @@ from tests.cluster.kube_api import Document, wait_for
 
 ROUNDS = 10
 PODS = 5
-MOST_S = 60.0
+MAX_S = 60.0
 QUIET_S = 15.0
 """A period without attempts, in seconds: longer than the driver defers an update, and longer than
 kube-scheduler defers a pod that it has tried.
@@ -54,7 +54,7 @@ def test_five_pods_that_are_created_at_once_and_fill_a_gpu_are_ready_within_a_mi
         began = time.monotonic()
         with ThreadPoolExecutor(PODS) as pool:
             list(pool.map(lambda n: cluster.api.create("pods", pod(n, template="part")), names))
-        cluster.wait_pods(*names, seconds=MOST_S)
+        cluster.wait_pods(*names, seconds=MAX_S)
         took.append(round(time.monotonic() - began, 1))
         refused += sum(bool(failures(cluster, name)) for name in names)
         cluster.delete_pods(*names)
@@ -83,7 +83,7 @@ def test_a_pod_that_waits_is_tried_again_after_claims_were_prepared(cluster: Rea
     cluster.api.create("pods", pod("little", template="little"))
     cluster.wait_pods("little")
     again = lambda: attempts(cluster, "large") > tried  # noqa: E731
-    wait_for("another try", again, MOST_S, cluster.pods_text)
+    wait_for("another try", again, MAX_S, cluster.pods_text)
     print(f"tried again {time.monotonic() - began:.1f} s after another pod was created")
     assert mark(cluster) != before
     cluster.delete_pods("held", "large", "little")

@@ -30,7 +30,7 @@ PAUSE_S = (2.0, 12.0)
 AWAY_S = (0.2, 15.0)
 """Range of the time for which containerd or the kubelet is away, in seconds. The other parts are restarted by the kubelet.
 """
-MOST_S = 20.0
+MAX_S = 20.0
 
 
 @dataclass
@@ -238,7 +238,7 @@ def test_pods_of_a_job_survive_kills_of_every_daemon(cluster: RealCluster) -> No
     assert len(waits) == COUNT, sorted(waits)
     worst = sorted(waits.items(), key=lambda item: item[1])[-3:]
     print(f"longest waits (while all parts answered, in total): {worst}")
-    late = {name: wait for name, wait in waits.items() if wait[0] > MOST_S}
+    late = {name: wait for name, wait in waits.items() if wait[0] > MAX_S}
     assert not late, {name: (late[name], cluster.api.events(name)) for name in late}
 
     uids = {one["metadata"]["uid"] for one in watch.pods.values()}

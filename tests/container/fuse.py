@@ -28,7 +28,7 @@ MNT_FORCE, MNT_DETACH = 1, 2
 ROOT = 1  # node number of the root
 HEADER = struct.Struct("=IIQQIIIHH")  # struct fuse_in_header
 ANSWER = struct.Struct("=IiQ")  # struct fuse_out_header
-MOST_WRITE = 64 << 10
+MAX_WRITE = 64 << 10
 LIMIT_S = 120.0  # after this, pending requests fail, so that a failed test can end
 OPCODES = {
     1: "lookup", 2: "forget", 3: "getattr", 4: "setattr", 5: "readlink", 6: "symlink", 9: "mkdir",
@@ -129,7 +129,7 @@ class Fuse:
     def _serve(self) -> None:
         while True:
             try:
-                data = os.read(self.fd, MOST_WRITE + (64 << 10))
+                data = os.read(self.fd, MAX_WRITE + (64 << 10))
             except OSError as e:
                 if e.errno in (errno.ENOENT, errno.EINTR):
                     continue  # the request was interrupted
@@ -195,7 +195,7 @@ class Fuse:
 
     def _init(self, request: FuseRequest) -> bytes:
         _, _, readahead, _ = struct.unpack_from("=4I", request.body)
-        limits = (16, 12, MOST_WRITE, 1)
+        limits = (16, 12, MAX_WRITE, 1)
         return struct.pack("=4I2H2I2H8I", 7, 31, readahead, 0, *limits, 0, 0, *[0] * 8)[:64]
 
     def _lookup(self, request: FuseRequest) -> bytes:

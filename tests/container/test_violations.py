@@ -27,7 +27,7 @@ from bench.machine import ROOT, Simulated
 from bench.node import BenchNode, Running
 from governor import cgroups
 from governor.client import ask
-from governor.metrics import WHOSE
+from governor.metrics import OWNER
 from simgpu import simgpu
 from tests.container.bundles import compile_c
 from tests.container.nodes import WAIT_S, events, show_output, units, wait_for
@@ -90,7 +90,7 @@ def scrape(node: BenchNode) -> dict[tuple[str, ...], float]:
     return {
         (
             sample.name,
-            *(sample.labels[name] for name in sorted(sample.labels.keys() - set(WHOSE))),
+            *(sample.labels[name] for name in sorted(sample.labels.keys() - set(OWNER))),
         ): sample.value
         for family in text_string_to_metric_families(body.decode())
         for sample in family.samples

@@ -98,10 +98,10 @@ static void begin(struct container *c, uint32_t gpus, uint32_t guarantee, uint32
     for (uint32_t i = 0; i < c->n; i++) {
         each[i] = runners[c->gpus[i]];
         c->tenants[i] = runner_add(each[i], guarantee, limit, c->grant, i, c->ledger);
-        if (c->tenants[i] == ARBITER_NOBODY)
+        if (c->tenants[i] == ARBITER_NONE)
             abort();
     }
-    c->gang = c->n > 1 ? runners_add(together, each, c->tenants, c->n) : ARBITER_NOBODY;
+    c->gang = c->n > 1 ? runners_add(together, each, c->tenants, c->n) : ARBITER_NONE;
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, pair) ||
         runner_watch(each[0], pair[1], each + 1, c->n - 1))
         abort();
@@ -111,7 +111,7 @@ static void begin(struct container *c, uint32_t gpus, uint32_t guarantee, uint32
 static void end(struct container *c)
 {
     close(c->poke);
-    if (c->gang != ARBITER_NOBODY)
+    if (c->gang != ARBITER_NONE)
         runners_remove(together, c->gang);
     for (uint32_t i = 0; i < c->n; i++)
         runner_remove(runners[c->gpus[i]], c->tenants[i]);

@@ -2,7 +2,7 @@
  * Measures the shares of honest containers on a GPU, on a virtual clock, next to containers that
  * write arbitrary values into their ledgers.
  *
- * `ledger_hour SECONDS SEED QUANTUM_NS MOST_NS LONGEST_NS SWITCH_NS LOOKAHEAD_NS REMAINS`. The
+ * `ledger_hour SECONDS SEED QUANTUM_NS MAX_NS LONGEST_NS SWITCH_NS LOOKAHEAD_NS REMAINS`. The
  * arbiter and the runner are the real ones, without the runner's thread: this program calls it
  * whenever the thread would wake. Two honest containers always have work, with 50 % and 20 % as
  * guarantee and limit. Six others, with 5 % each, write to their ledgers and never use the GPU; how
@@ -117,7 +117,7 @@ static void begin(struct container *c, uint32_t share)
     ((struct ledger_header *)c->ledger)->n_slots = 1;
     slot_of(c, 0)->state = 1;
     c->tenant = runner_add(runner, share, share, c->grant, 0, c->ledger);
-    if (c->tenant == ARBITER_NOBODY)
+    if (c->tenant == ARBITER_NONE)
         abort();
 }
 

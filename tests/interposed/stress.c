@@ -66,10 +66,10 @@ CUresult cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, uns
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **parameters,
                           void **extra);
 
-#define THREADS_MOST 64
-#define BLOCKS       32
-#define BURN_MOST    60000u     /* longest kernel, in ns */
-#define BLOCK_MOST   (8u << 20) /* largest allocation, in bytes */
+#define MAX_THREADS 64
+#define BLOCKS      32
+#define MAX_BURN    60000u     /* longest kernel, in ns */
+#define MAX_BLOCK   (8u << 20) /* largest allocation, in bytes */
 
 struct worker {
     pthread_t thread;
@@ -87,7 +87,7 @@ struct worker {
     _Atomic uint64_t began;
 };
 
-static struct worker workers[THREADS_MOST];
+static struct worker workers[MAX_THREADS];
 static CUdevice device;
 static CUcontext context;
 static CUfunction burn;
@@ -142,7 +142,7 @@ static bool end(struct worker *w, const char *call, CUresult result)
 
 static void launch(struct worker *w, CUstream stream)
 {
-    uint64_t ns = draw(w, BURN_MOST);
+    uint64_t ns = draw(w, MAX_BURN);
     void *parameters[] = {&ns};
     CUlaunchConfig config = {
         .gridDimX = 1 + (unsigned)draw(w, 4),
@@ -172,7 +172,7 @@ static void free_block(struct worker *w, unsigned i)
 static void block(struct worker *w)
 {
     unsigned i = (unsigned)draw(w, BLOCKS);
-    size_t size = 1 + draw(w, BLOCK_MOST), pitch;
+    size_t size = 1 + draw(w, MAX_BLOCK), pitch;
     bool got = false;
 
     if (w->blocks[i]) {
@@ -359,12 +359,12 @@ int main(int argc, char **argv)
     uint64_t seed = strtoull(option(argc, argv, "--seed", "1"), NULL, 10);
     uint64_t limit = strtoull(option(argc, argv, "--limit-ms", "5000"), NULL, 10) * 1000000u;
     const char *wait_file = option(argc, argv, "--wait-file", NULL);
-    struct worker *setup = &workers[THREADS_MOST - 1], total = {.longest_name = "none"};
+    struct worker *setup = &workers[MAX_THREADS - 1], total = {.longest_name = "none"};
     CUmodule module;
     pthread_t joiner;
     uint64_t until;
 
-    if (n_threads < 1 || n_threads >= THREADS_MOST)
+    if (n_threads < 1 || n_threads >= MAX_THREADS)
         return 64;
     CALL(setup, cuInit, 0);
     CALL(setup, cuDeviceGet, &device, 0);

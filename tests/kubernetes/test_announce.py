@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kube.announce import AGAIN_S, MESSAGE, MOST, MOST_PODS, Announcer
+from kube.announce import AGAIN_S, MAX_PODS, MESSAGE, MOST, Announcer
 from kube.claims import Reference
 from kube.errors import ClaimError, ClusterError
 from tests.conftest import examples
@@ -91,7 +91,7 @@ def test_the_number_of_events_is_limited(monkeypatch: pytest.MonkeyPatch) -> Non
     for _ in range(1000):
         announcer.refused(about, document, ClaimError("no", hint="x"))
     end(announcer)
-    assert len(events.written) == 1 + MOST_PODS
+    assert len(events.written) == 1 + MAX_PODS
     for number in range(10 * MOST):
         announcer.refused(about, document, ClaimError(f"no {number}", hint="x"))
     assert len(announcer._said) == MOST

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kube.expose import MOST_SERVED, Proxy, rewritten
+from kube.expose import MAX_SERVED, Proxy, rewritten
 
 
 async def exchange(tmp_path: Path, request: bytes, answer: bytes = b"HTTP/1.1 200 OK\r\n\r\nmetrics") -> tuple[bytes, bytes]:  # fmt: skip
@@ -93,7 +93,7 @@ def test_concurrent_connections_are_limited(tmp_path: Path) -> None:
     async def crowd() -> bytes:
         server = await asyncio.start_server(Proxy(str(tmp_path / "none")).serve, "127.0.0.1", 0)
         address = server.sockets[0].getsockname()
-        silent = [await asyncio.open_connection(*address) for _ in range(MOST_SERVED)]
+        silent = [await asyncio.open_connection(*address) for _ in range(MAX_SERVED)]
         await asyncio.sleep(0.2)
         reader, writer = await asyncio.open_connection(*address)
         writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")

@@ -10,7 +10,7 @@ import pytest
 
 from governor.arbiter import (
     NEVER,
-    NOBODY,
+    NO_TENANT,
     WHOLE,
     Arbiter,
     ArbiterConfig,
@@ -83,14 +83,14 @@ def play(
     with Arbiter(library, config(**changes)) as arbiter:
         tenants = [arbiter.add(j.guarantee * WHOLE // 100, j.limit * WHOLE // 100, 0) for j in jobs]
         wakes = sorted({t for j in jobs for pair in j.awake for t in pair})
-        now, last, gpu_until = 0, NOBODY, {}
+        now, last, gpu_until = 0, NO_TENANT, {}
         while now < until:
             for tenant, job in zip(tenants, jobs, strict=True):
                 arbiter.sign(tenant, now)
                 arbiter.want(tenant, now, want=job.wants(now))
                 arbiter.busy(tenant, int(job.done * job.measures) if honest else 0)
             view = arbiter.step(now)
-            if view.holder == NOBODY:
+            if view.holder == NO_TENANT:
                 now = min([view.wake_ns, *[w for w in wakes if w > now]])
                 assert now != NEVER
                 continue
@@ -112,7 +112,7 @@ def play(
                 if (
                     not view.contended
                     and view.wake_ns < view.deadline_ns + 20 * MS
-                    and view.standby == NOBODY
+                    and view.standby == NO_TENANT
                 ):
                     now = max(now + 1, view.wake_ns)
                     continue
@@ -265,7 +265,7 @@ def play_overrun(library, length, until, *, rival=50, step=MS):
                 over = False
                 left = left or length
             over = over or (left > 0 and view.holder != long)
-            active = {one for one in (long if left else NOBODY, view.holder) if one != NOBODY}
+            active = {one for one in (long if left else NO_TENANT, view.holder) if one != NO_TENANT}
             for one in active:
                 done[one] += step // len(active)
             if left:
@@ -302,7 +302,7 @@ def test_a_false_overrun_gives_others_no_more_than_its_containers_share(library)
                 arbiter.sign(tenant, now)
                 arbiter.want(tenant, now, want=True)
                 arbiter.busy(tenant, job.done)
-            if view.holder != NOBODY and now >= view.deadline_ns:
+            if view.holder != NO_TENANT and now >= view.deadline_ns:
                 arbiter.released(now)
             view = arbiter.step(now)
             if view.holder in tenants:
@@ -333,12 +333,12 @@ def test_a_container_that_paused_while_alone_does_not_make_up_for_it_later(libra
                 arbiter.sign(one, now)
                 arbiter.want(one, now, want=works[one])
                 arbiter.busy(one, ns)
-            if view.holder != NOBODY and (
+            if view.holder != NO_TENANT and (
                 now >= view.deadline_ns or (not works[view.holder] and now > view.start_ns + MS)
             ):
                 arbiter.released(now)
             view = arbiter.step(now)
-            if view.holder != NOBODY and works[view.holder]:
+            if view.holder != NO_TENANT and works[view.holder]:
                 done[view.holder] += MS
             if awake and not wakes:
                 had.append(done[sleeper] - awake)
@@ -371,7 +371,7 @@ def test_an_overrun_reported_only_while_an_accomplice_holds_the_gpu_is_not_belie
                 arbiter.sign(one, now)
                 arbiter.want(one, now, want=True)
                 arbiter.busy(one, ns)
-            if view.holder != NOBODY and now >= view.deadline_ns:
+            if view.holder != NO_TENANT and now >= view.deadline_ns:
                 arbiter.released(now)
             view = arbiter.step(now)
             if view.holder in done:
@@ -627,7 +627,7 @@ def test_new_shares_hold_from_the_next_grant(library):
         assert arbiter.step(0).holder == t
         arbiter.released(4 * MS)
         view = arbiter.step(4 * MS)
-        assert view.holder == NOBODY
+        assert view.holder == NO_TENANT
         assert view.wake_ns == pytest.approx(8 * MS, abs=MS)
 
 
@@ -719,13 +719,13 @@ def play_loopers(library, jobs: list[Looper], until: int, *, switch: int = 130_0
     step = 20_000
     with Arbiter(library, config()) as arbiter:
         tenants = [arbiter.add(j.quota * WHOLE // 100, j.quota * WHOLE // 100, 0) for j in jobs]
-        epoch, last, free = 0, NOBODY, 0
+        epoch, last, free = 0, NO_TENANT, 0
         for now in range(0, until, step):
             for tenant, job in zip(tenants, jobs, strict=True):
                 arbiter.want(tenant, now, want=job.left > 0 or job.ready <= now)
                 arbiter.busy(tenant, job.done)
             view = arbiter.step(now)
-            if view.holder == NOBODY:
+            if view.holder == NO_TENANT:
                 continue
             job = jobs[tenants.index(view.holder)]
             if view.epoch != epoch:
@@ -788,7 +788,7 @@ def play_stopped(library, other_limit: int, until: int, back: int) -> tuple[list
                 if tenant == other or runs:
                     arbiter.sign(tenant, now)
             view = arbiter.step(now)
-            if view.holder == NOBODY:
+            if view.holder == NO_TENANT:
                 continue
             if view.epoch != epoch:
                 epoch = view.epoch
@@ -834,7 +834,7 @@ def test_a_container_without_a_sign_gets_the_gpu_if_no_other_wants_it(library):
         for now in range(15 * MS, 60 * MS, 5 * MS):
             view = arbiter.step(now)
             holders.add(view.holder)
-            if view.holder != NOBODY:
+            if view.holder != NO_TENANT:
                 arbiter.released(now + 4 * MS)
         assert late in holders
 
@@ -888,7 +888,7 @@ def test_a_container_that_waits_for_its_cap_is_named_too(library):
         arbiter.want(first, 0, want=True)
         view = arbiter.step(0)
         assert view.holder == first
-        assert (view.standby, view.expected) == (NOBODY, 0)  # it holds the GPU already
+        assert (view.standby, view.expected) == (NO_TENANT, 0)  # it holds the GPU already
         arbiter.want(second, MS, want=True)
         view = arbiter.step(MS)
         assert view.holder == first
@@ -898,7 +898,7 @@ def test_a_container_that_waits_for_its_cap_is_named_too(library):
         assert (view.holder, view.standby) == (second, first)
         arbiter.released(view.deadline_ns)
         view = arbiter.step(view.deadline_ns)
-        assert view.holder == NOBODY
+        assert view.holder == NO_TENANT
         assert (view.standby, view.expected) == (first, 1)
         assert view.standby_ns == view.wake_ns - 1 + 10 * MS
 
@@ -912,7 +912,7 @@ def test_the_holder_is_named_if_the_others_have_to_wait_longer(library):
         now = 0
         for _ in range(8):
             view = arbiter.step(now)
-            if view.holder == NOBODY:
+            if view.holder == NO_TENANT:
                 now = view.wake_ns
                 continue
             seen.append((view.holder, view.standby))
@@ -928,9 +928,9 @@ def test_otherwise_a_holder_is_named_when_it_is_decided(library):
         for tenant in tenants:
             arbiter.want(tenant, 0, want=True)
         view = arbiter.step(0)
-        assert (view.standby, view.expected) == (NOBODY, 0)
+        assert (view.standby, view.expected) == (NO_TENANT, 0)
         for now in (view.deadline_ns, 2 * view.deadline_ns):
             arbiter.released(now)
             view = arbiter.step(now)
-        assert view.holder == NOBODY
-        assert view.standby == NOBODY
+        assert view.holder == NO_TENANT
+        assert view.standby == NO_TENANT

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from governor.arbiter import NOBODY, WHOLE, Arbiter, load_library
+from governor.arbiter import NO_TENANT, WHOLE, Arbiter, load_library
 from tests.unit.test_arbiter import MS, S, config
 
 TICK = 20_000
@@ -94,7 +94,7 @@ def shares(library, quotas: list[int], lie: Lie, quota: int, limit: int) -> list
         liar = arbiter.add(quota * WHOLE // 100, limit * WHOLE // 100, 0)
         done = dict.fromkeys(others, 0)
         left = dict.fromkeys(others, 0)
-        holder, last, epoch, began, free = NOBODY, NOBODY, 0, 0, 0
+        holder, last, epoch, began, free = NO_TENANT, NO_TENANT, 0, 0, 0
         for now in range(0, LONG, TICK):
             for other in others:
                 arbiter.sign(other, now)
@@ -109,7 +109,7 @@ def shares(library, quotas: list[int], lie: Lie, quota: int, limit: int) -> list
                 epoch, began = view.epoch, now
                 free = now + (SWITCH if holder != last else 0)
                 last = holder
-            if holder in (NOBODY, liar) or now < free:
+            if holder in (NO_TENANT, liar) or now < free:
                 continue
             if not left[holder] and now + UNIT // 2 > view.deadline_ns:
                 arbiter.busy(holder, done[holder])
@@ -174,7 +174,7 @@ def test_containers_that_work_for_moments_pay_for_the_context_switches(library):
         done = dict.fromkeys([victim, *nappers], 0)
         left = dict.fromkeys(done, 0)
         awake = dict.fromkeys(nappers, 0)
-        last, epoch, free = NOBODY, 0, 0
+        last, epoch, free = NO_TENANT, 0, 0
         for now in range(0, LONG, step):
             for tenant in done:
                 arbiter.sign(tenant, now)
@@ -186,7 +186,7 @@ def test_containers_that_work_for_moments_pay_for_the_context_switches(library):
                 epoch = view.epoch
                 free = now + (SWITCH if holder != last else 0)
                 last = holder
-            if holder == NOBODY or now < free:
+            if holder == NO_TENANT or now < free:
                 continue
             is_late = not left[holder] and now + UNIT // 2 > view.deadline_ns
             if is_late if holder == victim else now < awake[holder]:
@@ -216,7 +216,7 @@ def test_containers_that_hold_on_to_their_grants_do_not_add_up(library, limit):
         liars = [arbiter.add(WHOLE // 20, limit * WHOLE // 100, 0) for _ in range(9)]
         held = dict.fromkeys(liars, 0)
         done = left = stall = longest = 0
-        holder, last, epoch, free = NOBODY, NOBODY, 0, 0
+        holder, last, epoch, free = NO_TENANT, NO_TENANT, 0, 0
         for now in range(0, end, step):
             for tenant in (victim, *liars):
                 arbiter.sign(tenant, now)

@@ -89,10 +89,10 @@ def test_failures_are_shown_from_files_of_json_lines(
 def test_pods_and_claims_are_named_and_can_be_selected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whose = {"pod": "ml/train-0", "claims": ["ml/train"]}
+    owner = {"pod": "ml/train-0", "claims": ["ml/train"]}
     claim = {**REFUSED, "claim": "ml/other", "uid": "4c6e"}
     del claim["container"]
-    log = put(tmp_path / "log", {**REFUSED, **whose}, claim, REFUSED)
+    log = put(tmp_path / "log", {**REFUSED, **owner}, claim, REFUSED)
     [refused] = run(capsys, "--log", log, "--container", "ml/train-0")
     assert refused == f"{REFUSED_LINE} (pod ml/train-0, claim ml/train)"
     assert run(capsys, "--log", log, "--container", "ml/train") == [refused]

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from governor.arbiter import NEVER, NOBODY, WHOLE, Arbiter, Gangs, View, load_library
+from governor.arbiter import NEVER, NO_TENANT, WHOLE, Arbiter, Gangs, View, load_library
 from tests.conftest import examples
 from tests.unit.test_arbiter import MS, S, config
 
@@ -76,7 +76,7 @@ class GangNode:
         n = 1 + max(gpu for p in programs for gpu in p.gpus)
         self.arbiters = [stack.enter_context(Arbiter(library, config())) for _ in range(n)]
         self.gangs = stack.enter_context(Gangs(library, config()))
-        self.views = [View(holder=NOBODY) for _ in range(n)]
+        self.views = [View(holder=NO_TENANT) for _ in range(n)]
         self.used: list[int] = [-1] * n  # epoch in which the holder was active
         self.used_at: list[int] = [0] * n
         self.ranks: list[Rank] = []

@@ -21,7 +21,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from governor import audit, cgroups
-from governor.account import Look
+from governor.account import GpuSample
 from governor.arbiter import Stats
 from governor.audit import Auditor, _Watched
 from governor.cgroups import CannotFreezeError, Membership
@@ -32,7 +32,7 @@ from governor.members import Members
 from governor.pace import LINES
 from governor.quota import Device, Quota
 from governor.usage import Charge, Passing
-from governor.violations import MOST_ELSEWHERE, Findings
+from governor.violations import MAX_ELSEWHERE, Findings
 from vdriver.nvml import ProcessMemory, ProcessUse
 
 GIB = 1 << 30
@@ -176,7 +176,7 @@ class AuditWorld:
         return made
 
     def look(self, *processes: ProcessMemory, samples: tuple[ProcessUse, ...] = ()) -> None:
-        look = Look(
+        look = GpuSample(
             self.clock.monotonic_ns(), {one.pid: one.used or 0 for one in processes}, samples
         )
         charges = {one: {cast("Any", object()): Charge()} for one in self.containers.values()}
@@ -337,7 +337,7 @@ def test_use_of_a_gpu_that_was_not_granted_is_shown_and_no_violation(
 
     def look(*processes: ProcessMemory) -> None:
         made.clock.now_ns += 10**9
-        look = Look(made.clock.now_ns, {one.pid: one.used or 0 for one in processes})
+        look = GpuSample(made.clock.now_ns, {one.pid: one.used or 0 for one in processes})
         charges = {cast("Container", mine): {cast("Any", object()): Charge()}}
         made.auditor.audit(DEVICE, look, processes, charges)
 
@@ -376,8 +376,8 @@ def test_processes_on_another_gpu_fill_neither_the_log_nor_the_memory(
             processes = [ProcessMemory(first + i, 1) for i in range(100)]
             lost.registered = {one.pid for one in processes}
             made.clock.now_ns += 10**9
-            made.auditor.audit(DEVICE, Look(made.clock.now_ns, {}), processes, charges)
-            assert len(lost.findings.elsewhere["GPU-0"][1]) == MOST_ELSEWHERE
+            made.auditor.audit(DEVICE, GpuSample(made.clock.now_ns, {}), processes, charges)
+            assert len(lost.findings.elsewhere["GPU-0"][1]) == MAX_ELSEWHERE
 
     assert 0 < len(made.play(scene())) <= 2 * LINES
 

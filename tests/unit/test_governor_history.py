@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from governor.history import COLUMNS, MOST_SERIES, STEP_NS, STEPS, Cut, History, Use
+from governor.history import COLUMNS, MAX_SERIES, STEP_NS, STEPS, Cut, History, Use
 
 GPU = "GPU-00000000-0000-0000-0000-000000000001"
 SECOND = 1_000_000_000
@@ -142,20 +142,20 @@ def test_a_reused_name_is_another_container() -> None:
 
 def test_ended_series_are_dropped_first() -> None:
     history = History(0)
-    many = [(i, replace(ALONE, key=str(i))) for i in range(MOST_SERIES)]
+    many = [(i, replace(ALONE, key=str(i))) for i in range(MAX_SERIES)]
     history.record(STEP_NS, many)
     history.record(2 * STEP_NS, many[2:])
     new = [("new", ALONE), ("newer", ALONE), ("newest", ALONE)]
     history.record(3 * STEP_NS, many[2:] + new)
     cut = history.cut(-1)
-    assert (len(cut.series), cut.left_out) == (MOST_SERIES, 1)
-    assert [about["series"] for about, _ in cut.series][-2:] == [MOST_SERIES + 1, MOST_SERIES + 2]
+    assert (len(cut.series), cut.left_out) == (MAX_SERIES, 1)
+    assert [about["series"] for about, _ in cut.series][-2:] == [MAX_SERIES + 1, MAX_SERIES + 2]
     history.record(4 * STEP_NS, many[2:])
     assert history.cut(-1).left_out == 0
-    for i in range(3 * MOST_SERIES):
+    for i in range(3 * MAX_SERIES):
         history.part(("short", i), ALONE)
     history.record(5 * STEP_NS, [])
-    assert len(history.cut(-1).series) == MOST_SERIES
+    assert len(history.cut(-1).series) == MAX_SERIES
 
 
 def test_memory_is_bounded() -> None:

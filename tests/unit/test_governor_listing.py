@@ -27,7 +27,7 @@ import pytest
 from governor import cli
 from governor.arbiter import N_WAITS
 from governor.container import container_key
-from governor.counters import MOST_RATE, RATE_NS, Rates
+from governor.counters import MAX_RATE, RATE_NS, Rates
 from governor.errors import RequestError
 from governor.listing import Listing, find, short_ids, table, trouble_lines, violation_lines
 from governor.names import LIMIT, MOST, Name, find_name
@@ -361,7 +361,7 @@ def test_a_rate_is_of_the_last_two_seconds() -> None:
     # A reading that is too old is not used for the rate.
     assert rates.update(6 * S + RATE_NS, given=S // 2 + RATE_NS) == {"given": 100.0}
     assert rates.update(7 * S + RATE_NS, given=0) == {"given": 0.0}  # a counter that decreases
-    assert rates.update(8 * S + RATE_NS, given=2**62) == {"given": MOST_RATE}
+    assert rates.update(8 * S + RATE_NS, given=2**62) == {"given": MAX_RATE}
 
 
 def test_frequent_requests_get_the_same_rates() -> None:

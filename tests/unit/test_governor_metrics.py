@@ -29,8 +29,8 @@ from governor.container import Container
 from governor.counters import Counters, GpuTime, Tally, gpu_time, wait_bound_ms
 from governor.errors import ConfigError, GovernorError
 from governor.history import History
-from governor.httpd import HEAD_LIMIT, MOST_CONNECTIONS, Offer
-from governor.metrics import CLAIM_METRICS, METRICS, WHOSE, MetricsEndpoint, collect, listening
+from governor.httpd import HEAD_LIMIT, MAX_CONNECTIONS, Offer
+from governor.metrics import CLAIM_METRICS, METRICS, OWNER, MetricsEndpoint, collect, listening
 from governor.mps import Mps, Tools
 from governor.quota import Device, Quota
 from governor.violations import Episode
@@ -75,7 +75,7 @@ def play(
 
 def of(samples: Samples, name: str, /, **labels: str) -> float:
     if "container" in labels:
-        labels = {**dict.fromkeys(WHOSE, ""), **labels}
+        labels = {**dict.fromkeys(OWNER, ""), **labels}
     return samples["tidegate_" + name, tuple(sorted(labels.items()))]
 
 
@@ -292,7 +292,7 @@ def test_lent_time_is_counted_although_nothing_reads_it(monkeypatch: pytest.Monk
         is_running=False,
     )
     for _ in range(41):
-        one.reconcile(0, {}, account.Look(now[0], {}))
+        one.reconcile(0, {}, account.GpuSample(now[0], {}))
         now[0] += S // 4
         # The container alternates between a second with 80 % of the GPU and one with 20 %; it is
         # guaranteed 40 %.
@@ -331,10 +331,10 @@ def test_a_word_is_the_same_number_in_ps_in_the_metrics_and_on_the_page(
         (step,) = history.cut(-1).describe()
         (shown,) = web.describe(world.server)["containers"][0]["devices"]
         found = await world.scrape()
-        whose = {"container": "one", "gpu": UUID, "namespace": "", "pod": "", "claim": ""}
+        owner = {"container": "one", "gpu": UUID, "namespace": "", "pod": "", "claim": ""}
 
         def metric(name: str) -> float:
-            return of(found, f"container_{name}", **whose)
+            return of(found, f"container_{name}", **owner)
 
         assert (device["delivered"], device["lent"]) == (60.0, 20.0)
         assert (step["used"], step["lent"]) == ([60.0], [20.0])
@@ -434,7 +434,7 @@ def test_silent_clients_are_disconnected_while_others_are_served(
 
     async def scene(world: MetricsWorld) -> None:
         silent = [
-            await asyncio.open_unix_connection(str(world.path)) for _ in range(MOST_CONNECTIONS - 1)
+            await asyncio.open_unix_connection(str(world.path)) for _ in range(MAX_CONNECTIONS - 1)
         ]
         for i, (_, writer) in enumerate(silent):
             writer.write(b"GET" if i % 2 else b"")  # half of a request, or nothing
@@ -462,7 +462,7 @@ def test_the_number_of_connections_is_limited(play: Callable[[Scene], None]) -> 
         opened = [await asyncio.open_unix_connection(str(world.path)) for _ in range(200)]
         try:
             async with asyncio.timeout(4):  # they would time out after five seconds
-                while descriptors() > before + 200 + 2 * MOST_CONNECTIONS:  # noqa: ASYNC110
+                while descriptors() > before + 200 + 2 * MAX_CONNECTIONS:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
         finally:
             for _, writer in opened:

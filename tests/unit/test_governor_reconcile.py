@@ -32,7 +32,7 @@ from structlog.testing import capture_logs
 
 import governor.reconcile
 from governor import usage
-from governor.account import Look
+from governor.account import GpuSample
 from governor.arbiter import Runner, RunnerConfig, Stats, Waits, load_library
 from governor.audit import Auditor
 from governor.config import Config
@@ -40,7 +40,7 @@ from governor.container import Container, Wanted
 from governor.counters import Tally
 from governor.processes import namespace_pid
 from governor.quota import Device, Quota
-from governor.reconcile import EACH, LOOK_NS, POLL_S, SOON_NS, Unattributed, reconcile
+from governor.reconcile import EACH, POLL_S, SAMPLE_NS, SOON_NS, Unattributed, reconcile
 from governor.server import Server
 from governor.usage import Charge, Debt, Meter, of_limit, read_charge, sampled_percent
 from libcontrol import layout, pages
@@ -237,7 +237,7 @@ def read(container: Container, name: str) -> int:
 def look_once(container: Container, seen: dict[int, int] | None = None, **more: Any) -> None:
     """Reconcile as the loop does while nothing else changes."""
     before = container.account.charges(0)
-    look = None if seen is None else Look(time.monotonic_ns(), seen, **more)
+    look = None if seen is None else GpuSample(time.monotonic_ns(), seen, **more)
     container.account.reconcile(0, before, look)
 
 
@@ -754,7 +754,7 @@ def test_a_shared_gpu_is_sampled_four_times_a_second(play: Play) -> None:
             await world.admit()
             await until(lambda: len(world.nvml.looks) >= 4)
         gaps = [b - a for a, b in zip(world.nvml.looks, world.nvml.looks[1:], strict=False)]
-        assert min(gaps) >= LOOK_NS * 0.9
+        assert min(gaps) >= SAMPLE_NS * 0.9
 
     play(scene)
 
@@ -858,7 +858,7 @@ def test_a_process_that_ended_during_a_sample_leaves_no_debt(play: Play) -> None
         again, slot = await world.join(container)
         assert slot == 0  # in the place of the process that was killed
         container.account.reconcile(
-            0, before, Look(time.monotonic_ns(), {child.pid: 5000, again.pid: 70})
+            0, before, GpuSample(time.monotonic_ns(), {child.pid: 5000, again.pid: 70})
         )
         assert read(container, "memory_overhead") == 70
 

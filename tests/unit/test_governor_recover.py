@@ -29,7 +29,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from governor import cgroups, metrics, processes
-from governor.account import Look
+from governor.account import GpuSample
 from governor.admissions import Pending
 from governor.allocations import AllocationTable
 from governor.arbiter import Runner, Stats, Waits
@@ -501,7 +501,7 @@ def test_the_pages_memory_holds_until_the_first_sample(play: Play) -> None:
         await b.numbers("register")
         now = time.monotonic_ns()
         container.account.reconcile(
-            0, container.account.charges(0), Look(now, {a.pid: 500, b.pid: 70})
+            0, container.account.charges(0), GpuSample(now, {a.pid: 500, b.pid: 70})
         )
         base = layout.grant_device(0)
 
@@ -518,7 +518,7 @@ def test_the_pages_memory_holds_until_the_first_sample(play: Play) -> None:
         assert overhead() == 570
         again = world.one()
         again.account.reconcile(
-            0, again.account.charges(0), Look(time.monotonic_ns(), {a.pid: 500})
+            0, again.account.charges(0), GpuSample(time.monotonic_ns(), {a.pid: 500})
         )
         assert overhead() == 500
 
@@ -910,7 +910,7 @@ def test_no_ledger_ends_the_governor(play: Play) -> None:
                 ProcessUse(pid, draw.choice([0, time.time_ns() // 1000]), draw.getrandbits(8))
                 for pid in seen
             )
-            look = Look(time.monotonic_ns(), seen, uses)
+            look = GpuSample(time.monotonic_ns(), seen, uses)
             container.account.reconcile(0, before, look if draw.random() < 0.9 else None)
             auditor._audited_ns.clear()
             auditor.audit(DEVICE, look, found, {container: before})

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from governor import usage
-from governor.account import Look
+from governor.account import GpuSample
 from governor.usage import Charge, Debt, read_charge
 from libcontrol import pages
 from tests.conftest import examples
@@ -385,7 +385,7 @@ def test_both_bounds_are_published(play: Play) -> None:
         child, slot = await world.join(container)
         write(container, slot, memory=64 * MIB, moving=64 * MIB, took=520 * MIB)
         before = container.account.charges(0)
-        container.account.reconcile(0, before, Look(5, {child.pid: 576 * MIB}))
+        container.account.reconcile(0, before, GpuSample(5, {child.pid: 576 * MIB}))
         assert read(container, "memory_overhead") == 520 * MIB
         assert read(container, "overhead_last") == 512 * MIB
         assert read(container, "reconciled_ns") == 5

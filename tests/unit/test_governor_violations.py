@@ -15,8 +15,8 @@ from governor.violations import (
     LATE_NS,
     LEAST_PERCENT,
     LONGEST_S,
+    MAX_EPISODES,
     MEMORY,
-    MOST_EPISODES,
     SETTLE_NS,
     UNREGISTERED,
     WORKLESS_NS,
@@ -330,9 +330,9 @@ def test_freezing_doubles_up_to_its_longest() -> None:
 
 def test_findings_are_bounded_and_plain() -> None:
     findings = Findings(2)
-    for i in range(2 * MOST_EPISODES):
+    for i in range(2 * MAX_EPISODES):
         findings.add(Episode(MEMORY, "GPU-1", i, 2, 1, began=1.23456, ended=2.0))
-    assert len(findings.describe()["violations"]) == MOST_EPISODES
+    assert len(findings.describe()["violations"]) == MAX_EPISODES
     assert not findings.lasts("GPU-1", MEMORY)
     findings.add(Episode(MEMORY, "GPU-1", 5, 2, 1, began=1.23456))
     assert findings.lasts("GPU-1", MEMORY)
@@ -347,11 +347,11 @@ def test_findings_are_bounded_and_plain() -> None:
 def test_a_violation_that_lasts_is_not_forgotten_for_others() -> None:
     findings = Findings(1)
     findings.add(Episode(MEMORY, "GPU-0", 1, 2, 1))
-    for i in range(2 * MOST_EPISODES):
+    for i in range(2 * MAX_EPISODES):
         findings.add(Episode(COMPUTE, "GPU-0", i, 9, 0, ended=2.0))
     assert findings.lasts("GPU-0", MEMORY)
-    assert len(findings.episodes) == MOST_EPISODES
-    assert findings.episodes[-1].pid == 2 * MOST_EPISODES - 1
+    assert len(findings.episodes) == MAX_EPISODES
+    assert findings.episodes[-1].pid == 2 * MAX_EPISODES - 1
 
 
 def test_the_delays_of_a_report_add_up_to_two_seconds_at_most() -> None:

@@ -22,7 +22,7 @@ import pytest
 
 from governor import web
 from governor.config import Config, Web, parse_config
-from governor.counters import MOST_REMEMBERED, TEXT_LIMIT, Tally
+from governor.counters import MAX_REMEMBERED, TEXT_LIMIT, Tally
 from governor.errors import ConfigError
 from governor.history import STEP_NS, History
 from governor.names import Name, find_name
@@ -436,7 +436,7 @@ def test_only_the_last_refusals_are_remembered_and_no_more_of_each() -> None:
         tally.refuse(float(i), "x" * 5000, "refused", "m" * 5000, "h" * 5000)
         tally.violate(str(i), Episode("compute", UUID, 1, 50, 0))
     assert tally.refused["refused"] == 100
-    assert len(tally.refusals) == len(tally.episodes) == MOST_REMEMBERED == 64
+    assert len(tally.refusals) == len(tally.episodes) == MAX_REMEMBERED == 64
     assert [one.at for one in tally.refusals][:2] == [36.0, 37.0]
     assert {len(one.container) + len(one.message) for one in tally.refusals} == {2 * TEXT_LIMIT}
 

@@ -18,8 +18,8 @@ from tests.conftest import ROOT
 
 PRODUCT = ("bench", "governor", "kube", "libcontrol", "oci_hook", "simgpu", "tools", "vdriver")
 GENERATED = ("kube/api/",)
-MOST_LINES_OF_A_FUNCTION = 60
-MOST_LINES_OF_A_FILE = 600
+MAX_LINES_OF_A_FUNCTION = 60
+MAX_LINES_OF_A_FILE = 600
 
 
 def sources(*endings: str, of: tuple[str, ...] = ()) -> list[Path]:
@@ -65,7 +65,7 @@ def test_no_function_of_the_product_is_longer_than_a_screen_or_two() -> None:
         for name, tree in trees(PRODUCT)
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (lines := (node.end_lineno or 0) - node.lineno + 1) > MOST_LINES_OF_A_FUNCTION
+        and (lines := (node.end_lineno or 0) - node.lineno + 1) > MAX_LINES_OF_A_FUNCTION
     }
     assert long == {}
 
@@ -74,7 +74,7 @@ def test_no_file_of_the_product_is_longer_than_can_be_read_in_one_go() -> None:
     long = {
         str(path.relative_to(ROOT)): lines
         for path in sources(".py", ".c", ".h", ".html", ".css", ".js", of=PRODUCT)
-        if (lines := path.read_bytes().count(b"\n")) > MOST_LINES_OF_A_FILE
+        if (lines := path.read_bytes().count(b"\n")) > MAX_LINES_OF_A_FILE
     }
     assert long == {}
 

@@ -45,6 +45,8 @@ class GpuUse:
     debt: Debt = field(default_factory=Debt)
     used: int = 0
     peak: int = 0
+    is_listed: bool = False
+    """Whether a sample has shown the process since it had no context."""
     part: float = 0.0  # of the GPU's time, percent
     worked: float = 0.0  # `part` times nanoseconds, summed
 
@@ -102,6 +104,7 @@ class Account:
     ) -> None:
         """Start an account; `is_running` is true if an earlier governor admitted the container."""
         self.quota = quota
+        self.is_suspended = False
         self._grant, self._ledger, self._devices = grant, ledger, devices
         self._processes, self._gpus = processes, gpus
         self._context_memory = context_memory
@@ -186,7 +189,10 @@ class Account:
     def contexts(self, slot: int, device: int) -> int:
         """Return the context count that a process reports; it is not verified."""
         base = layout.ledger_device(slot, device)
-        return pages.read(self._ledger, base, "ledger_device", "contexts")
+        # A suspended process has none on the GPU, so there are no channels to search for.
+        return (
+            0 if self.is_suspended else pages.read(self._ledger, base, "ledger_device", "contexts")
+        )
 
     def lookups(self) -> int:
         """Return how often the processes looked up functions of the driver."""
@@ -259,7 +265,7 @@ class Account:
             self._keeps_memory[device] = False
         for process, charge in after.items():
             use = process.uses[device]
-            if look is not None:
+            if look is not None and not self._is_away(process, use, charge, look):
                 seen = look.seen.get(process.pid, 0)
                 charges = before.get(process, Charge()), charge
                 use.debt.update(
@@ -278,6 +284,24 @@ class Account:
             # Lent time is computed about once a second, however rarely its counter is read.
             self._counted_ns[device] = now_ns
             self._counters.time(device, self._gpus.stats(device), now_ns, self.quota)
+
+    def _is_away(
+        self, process: RegisteredProcess, use: GpuUse, charge: Charge, look: GpuSample
+    ) -> bool:
+        """Return whether a process's memory has left the GPU, and may come back.
+
+        That is so for a process with contexts that NVML no longer lists, because it was suspended
+        by this governor or checkpointed by its own container. It still counts with the memory that
+        the driver had taken; otherwise others could take that, and the quota would be exceeded when
+        it comes back.
+        """
+        if process.pid in look.seen or not charge.contexts:
+            use.is_listed = process.pid in look.seen
+            return False
+        if self.is_suspended and not use.is_listed:
+            # This governor has never seen it on the GPU.
+            use.debt.assume(charge.contexts * self._context_memory)
+        return self.is_suspended or use.is_listed
 
     def publish_unattributed(
         self, device: int, began_ns: int, unattributed: int, each: int, n_processes: int

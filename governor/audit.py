@@ -27,7 +27,7 @@ from governor import cgroups
 from governor.account import GpuSample, RegisteredProcess
 from governor.cgroups import CannotFreezeError, Group
 from governor.config import Config
-from governor.container import Container
+from governor.container import Container, find_owner
 from governor.counters import Tally
 from governor.pace import PacedLog
 from governor.processes import started_ns, status_fields
@@ -193,7 +193,8 @@ class Auditor:
                 ),
                 samples=_samples(look.samples, frozenset(own) | known, wall_ns),
                 idle=idle,
-                frozen=bool(watched.groups),
+                # A container that is being moved reports no work, and its memory is copied.
+                frozen=bool(watched.groups) or container.is_moving,
             )
             for episode, began in watched.devices[device.uuid].judge.observe(facts):
                 self._report(watched, i, episode, began=began)
@@ -225,7 +226,8 @@ class Auditor:
         ]
         registered = {pid: one.container for one in here for pid in one.container.pids()}
         return {
-            process.pid: registered.get(process.pid) or _find_owner(process.pid, here)
+            process.pid: registered.get(process.pid)
+            or find_owner(process.pid, [w.container for w in here])
             for process in processes
         }
 
@@ -239,7 +241,9 @@ class Auditor:
         registered = {pid: one.container for one in others for pid in one.container.pids()}
         found: dict[Container, dict[int, int]] = {}
         for process in processes if others else ():
-            owner = registered.get(process.pid) or _find_owner(process.pid, others)
+            owner = registered.get(process.pid) or find_owner(
+                process.pid, [w.container for w in others]
+            )
             if owner is not None and process.computes:
                 found.setdefault(owner, {})[process.pid] = process.used or 0
         for one in others:
@@ -342,7 +346,7 @@ class Auditor:
         wanted = pids if self._policy == "limit" else frozenset()
         if not wanted and i not in watched.limited:
             return
-        is_held = container.hold(i, wanted, lambda pid: _find_owner(pid, [watched]) is container)
+        is_held = container.hold(i, wanted, lambda pid: find_owner(pid, [container]) is container)
         if wanted and not is_held and watched.limited.get(i, True):
             log.warning(
                 "violation-limit-failed",
@@ -557,18 +561,6 @@ def _is_gone(e: Exception) -> bool:
     """Return whether a thaw failed because the control group is gone, so nothing stays frozen."""
     cause = e.__cause__ if isinstance(e, CannotFreezeError) else e
     return not isinstance(cause, OSError) or cause.errno in _GONE
-
-
-def _find_owner(pid: int, watched: Sequence[_Watched]) -> Container | None:
-    groups = cgroups.read_cgroups(pid)
-    for one in watched:
-        if one.container.members.has_cgroups(groups):
-            return one.container
-    namespaces = cgroups.pid_namespaces(pid)
-    for one in watched:
-        if one.container.members.has_namespaces(namespaces):
-            return one.container
-    return None
 
 
 def _samples(

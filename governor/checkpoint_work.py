@@ -4,10 +4,10 @@ It makes the driver's checkpoint calls, which copy the contents of a process's G
 memory and free all that the process has on the GPU, including its contexts. The calls take seconds,
 and their target may never answer, so they are made by a process that can be killed.
 
-It is started with the path of a libcuda, `suspend` or `resume`, the time in milliseconds within
-which submitted work has to end, and the processes as PID:START. It writes a line of JSON for each
-process that it has dealt with, and at the end one with `done` or `error`. If a process cannot be
-suspended, those before it run again.
+It is started with the pid of its parent, the path of a libcuda, `suspend` or `resume`, the time in
+milliseconds within which submitted work has to end, and the processes as PID:START. It writes a
+line of JSON for each process that it has dealt with, and at the end one with `done` or `error`. If
+a process cannot be suspended, those before it run again.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import contextlib
 import ctypes
 import json
 import os
-import select
 import signal
 import sys
 from collections.abc import Callable, Iterator
 
+from governor.members import is_readable
 from governor.processes import Identity, open_process
 
 PR_SET_PDEATHSIG = 1
@@ -33,7 +33,14 @@ NOT_SUPPORTED = 801
 
 
 class CheckpointError(Exception):
-    """A process could not be suspended or resumed; the message is one line."""
+    """A process could not be suspended or resumed; the message is one line.
+
+    `busy` is true if its work did not end in time.
+    """
+
+    def __init__(self, message: str, *, busy: bool = False) -> None:
+        super().__init__(message)
+        self.busy = busy
 
 
 class LockArguments(ctypes.Structure):
@@ -71,9 +78,8 @@ class CheckpointCalls:
         """Let further calls of a process wait, once its submitted work has ended."""
         status = self._cuda.cuCheckpointProcessLock(pid, ctypes.byref(LockArguments(wait_ms)))
         if status == NOT_READY:
-            raise CheckpointError(
-                f"process {pid}: its work did not end within {wait_ms / 1000:g} s"
-            )
+            what = f"its work did not end within {wait_ms / 1000:g} s"
+            raise CheckpointError(f"process {pid}: {what}", busy=True)
         self._require(pid, "locked", status)
 
     def checkpoint(self, pid: int) -> None:
@@ -115,36 +121,27 @@ def _alive(processes: list[Identity]) -> Iterator[dict[int, int]]:
         yield found
 
 
-def _has_ended(pidfd: int) -> bool:
-    return bool(select.select([pidfd], [], [], 0)[0])
-
-
 class Checkpointing:
     """Suspends or resumes some processes. One that ends meanwhile is left out."""
 
     def __init__(self, driver: CheckpointCalls, alive: dict[int, int]) -> None:
         self._driver, self._alive = driver, alive
 
-    def _using(self) -> Iterator[tuple[int, int]]:
-        """Yield the processes that use CUDA, with their states."""
-        for pid, pidfd in self._alive.items():
-            # A process that has ended keeps its pid until its parent has waited for it. From then
-            # on another process may have the pid.
-            state = None if _has_ended(pidfd) else self._driver.state(pid)
-            if state == FAILED:
-                raise CheckpointError(f"process {pid}: an earlier attempt has failed for good")
-            if state is not None:
-                yield pid, state
+    def _state(self, pid: int) -> int | None:
+        """Return the state of a process; None if it does not use CUDA, or has ended."""
+        # A process that has ended keeps its pid until its parent has waited for it. From then on
+        # another process may have the pid.
+        return None if is_readable(self._alive[pid]) else self._driver.state(pid)
 
     def suspend(self, wait_ms: int) -> None:
         """Suspend all, or raise CheckpointError with all running."""
         try:
-            for pid, state in self._using():
-                if state == RUNNING:
-                    self._unless_ended(pid, self._driver.lock, wait_ms)
-            for pid, state in self._using():
-                if state == LOCKED:
-                    self._unless_ended(pid, self._driver.checkpoint)
+            for pid in self._alive:
+                if self._state(pid) == FAILED:
+                    raise CheckpointError(f"process {pid}: an earlier attempt has failed for good")
+                self._step(pid, RUNNING, self._driver.lock, wait_ms)
+            for pid in self._alive:
+                if self._step(pid, LOCKED, self._driver.checkpoint):
                     _say(pid=pid)
         except CheckpointError as e:
             try:
@@ -155,39 +152,56 @@ class Checkpointing:
             raise
 
     def resume(self) -> None:
-        """Resume all; after a CheckpointError, some may be resumed, and the others wait."""
-        for pid, state in self._using():
-            if state == CHECKPOINTED:
-                self._unless_ended(pid, self._driver.restore)
-        for pid, state in self._using():
-            if state == LOCKED:
-                self._unless_ended(pid, self._driver.unlock)
-                _say(pid=pid)
+        """Resume all; if that fails for some, raise CheckpointError when the others are resumed."""
+        errors: list[CheckpointError] = []
+        failed: set[int] = set()
+        for before, call in (
+            (CHECKPOINTED, self._driver.restore),
+            (LOCKED, self._driver.unlock),
+        ):
+            for pid in self._alive:
+                if pid in failed:
+                    continue
+                try:
+                    if self._state(pid) == FAILED:
+                        raise CheckpointError(f"process {pid}: it has failed for good")
+                    if self._step(pid, before, call) and before == LOCKED:
+                        _say(pid=pid)
+                except CheckpointError as e:
+                    errors.append(e)
+                    failed.add(pid)
+        if errors:
+            raise errors[0]
 
-    def _unless_ended(self, pid: int, call: Callable[..., None], *arguments: int) -> None:
+    def _step(self, pid: int, before: int, call: Callable[..., None], *arguments: int) -> bool:
+        """Make a call for a process if it is in a certain state; return whether it was made."""
+        if self._state(pid) != before:
+            return False
         try:
             call(pid, *arguments)
         except CheckpointError:
-            if not _has_ended(self._alive[pid]):
+            if not is_readable(self._alive[pid]):
                 raise
+        return True
 
 
 def main() -> None:
     """Suspend or resume the processes in the arguments."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    library, what, wait_ms, *named = sys.argv[1:]
+    parent, library, what, wait_ms, *named = sys.argv[1:]
+    if os.getppid() != int(parent):
+        return  # the governor ended before that call
     processes = [Identity(*map(int, one.split(":"))) for one in named]
-    try:
-        driver = CheckpointCalls(library)
-    except (CheckpointError, OSError) as e:
-        _say(undone=True)
-        _say(error=str(e))
-        return
-    try:
-        with _alive(processes) as alive:
-            work = Checkpointing(driver, alive)
+    with contextlib.ExitStack() as stack:
+        try:
+            work = Checkpointing(CheckpointCalls(library), stack.enter_context(_alive(processes)))
+        except (CheckpointError, OSError) as e:
+            _say(undone=True)
+            _say(error=str(e))
+            return
+        try:
             work.suspend(int(wait_ms)) if what == "suspend" else work.resume()
-    except (CheckpointError, OSError) as e:
-        _say(error=str(e))
-    else:
-        _say(done=True)
+        except CheckpointError as e:
+            _say(error=str(e), busy=e.busy)
+        else:
+            _say(done=True)

@@ -18,7 +18,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from mmap import mmap
 from pathlib import Path
@@ -28,7 +28,7 @@ import structlog
 
 from governor.account import Account, RegisteredProcess
 from governor.arbiter import Runner
-from governor.cgroups import Membership, find_membership
+from governor.cgroups import Membership, find_membership, pid_namespaces, read_cgroups
 from governor.claims import Claim, ClaimShare, Use, uses_key
 from governor.config import Config
 from governor.lookups import UnknownFunctions
@@ -138,8 +138,8 @@ class Container:
         self._holds = config.hold_launches
         self.called: str | None = None  # its name in its engine; None until it has been looked up
         self.findings = Findings(len(self.devices))
-        self.suspension = "suspended" if recovered and recovered.suspended else ""
-        """`suspending`, `suspended`, `resuming`, or empty while it runs."""
+        self._suspension = "suspended" if recovered and recovered.suspended else ""
+        self._is_left_alone = False
         self._on_end: Callable[[Container, Member], None] = lambda *_: None
         self._state = state or State()
         self._mps = mps
@@ -185,6 +185,7 @@ class Container:
             context_memory=self.context_memory,
             is_running=recovered is not None,
         )
+        self.account.is_suspended = bool(self._suspension)
         self._slots = Slots(
             key=self.key,
             ledger=ledger,
@@ -196,14 +197,13 @@ class Container:
             state=self._state,
         )
         if recovered is not None:
-            take_over(self.grant, config, self.strategy)
+            take_over(self.grant, config, self.strategy, may_hold=not self.suspension)
             self._slots.take_over(recovered.processes, pages.read_usage(self.grant))
         self._gpus.start(self.quota, self.grant, self.ledger)
         self._slots.announce()
         self._gpus.run_together()
         if self.suspension:
-            self.pause()
-            self.allow_holds(allowed=False)
+            self._gpus.pause()
 
     def _make_pages(self, config: Config, recovered: RecoveredContainer | None) -> Ledger:
         """Create the directory with the grant page, and the ledger, unless they exist."""
@@ -342,8 +342,8 @@ class Container:
         They belong to the container; `owns` checks whether a pid does. Return whether the GPU's
         scheduler is steered: nothing else can hold the processes.
         """
-        if not self._gpus.is_steered(device):
-            return False
+        if self._is_left_alone or not self._gpus.is_steered(device):
+            return self._is_left_alone
         for pid in self._gpus.hold(device, pids, owns):
             self._lines.info("process-held", container=self.identifier, pid=pid)
         return True
@@ -373,24 +373,50 @@ class Container:
     def configure(self, config: Config) -> None:
         """Apply new settings of the node; the assumed size of a context does not change."""
         self._holds = config.hold_launches
-        take_over(self.grant, config, self.strategy)
-        self.allow_holds(allowed=not self.suspension)
+        take_over(self.grant, config, self.strategy, may_hold=not self.suspension)
+
+    @property
+    def suspension(self) -> str:
+        """`suspending`, `suspended`, `resuming`, or empty while it runs."""
+        return self._suspension
+
+    @suspension.setter
+    def suspension(self, value: str) -> None:
+        self._suspension = value
+        self.account.is_suspended = bool(value)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether its memory is on its way off the GPU or back."""
+        return self._suspension in ("suspending", "resuming")
 
     def allow_holds(self, *, allowed: bool) -> None:
         """Tell the processes whether a launch may be held on the GPU, if the node allows it."""
         pages.write(self.grant, 0, "grant_header", "holds", int(self._holds and allowed))
 
-    def pause(self) -> None:
-        """Grant it nothing, and leave its processes to themselves on a steered GPU."""
-        self._gpus.pause(is_paused=True)
+    @contextlib.contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """Do not steer its processes while the driver's checkpoint calls are made.
+
+        Afterwards they are steered again whatever the calls did: a process that runs is held to the
+        quota.
+        """
+        self._is_left_alone = True
         self._gpus.let_go()
         self._slots.withdraw()
+        try:
+            yield
+        finally:
+            self._is_left_alone = False
+            if not self._closed:
+                self._slots.withdraw()  # those that have registered in the meantime
+                self._announce()
 
-    def unpause(self) -> None:
-        """Undo `pause`."""
-        self._slots.withdraw()  # those that have registered in the meantime
-        self._slots.announce()
-        self._gpus.pause(is_paused=False)
+    def _announce(self) -> None:
+        try:
+            self._slots.announce()
+        except OSError as e:  # no descriptor is left; the steering finds them by their work
+            log.warning("processes-not-steered", container=self.identifier, error=e.strerror)
 
     def set_quota(self, quota: Quota) -> None:
         """Hold the container to another quota from now on, on each of its GPUs."""
@@ -492,6 +518,20 @@ class Container:
             os.close(self._ledger.fd)
         if not keep:
             shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def find_owner(pid: int, containers: Iterable[Container]) -> Container | None:
+    """Return the container of an unregistered process, by its control group or pid namespace."""
+    containers = list(containers)
+    groups = read_cgroups(pid)
+    for one in containers:
+        if one.members.has_cgroups(groups):
+            return one
+    namespaces = pid_namespaces(pid)
+    for one in containers:
+        if one.members.has_namespaces(namespaces):
+            return one
+    return None
 
 
 def _describe_claims(shares: Sequence[tuple[Claim, ClaimShare]]) -> list[dict[str, Any]]:

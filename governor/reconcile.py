@@ -18,7 +18,7 @@ from typing import Protocol
 
 import structlog
 
-from governor.account import GpuSample
+from governor.account import GpuSample, RegisteredProcess
 from governor.audit import Auditor
 from governor.container import Container
 from governor.counters import Tally
@@ -165,17 +165,22 @@ def _ask_memory(nvml: Observer, uuid: str) -> tuple[tuple[ProcessMemory, ...], i
     return seen, None
 
 
-def _unseen(charges: Iterable[Charge]) -> int | None:
+def _unseen(
+    charges: Iterable[tuple[Container, Mapping[RegisteredProcess, Charge]]],
+) -> int | None:
     """Return the charged bytes on a GPU that NVML attributes to no process.
 
     Return None while a process creates a context: NVML shows the memory before it attributes it to
-    the process.
+    the process. The same applies while the memory of a container is moved.
     """
     unseen = 0
-    for charge in charges:
-        if charge.taking:
+    for container, of_processes in charges:
+        if container.is_moving:
             return None
-        unseen += charge.unseen
+        for charge in of_processes.values():
+            if charge.taking:
+                return None
+            unseen += 0 if container.suspension else charge.unseen
     return unseen
 
 
@@ -277,7 +282,7 @@ async def _take_sample(
     seen: tuple[ProcessMemory, ...] = ()
     loop = asyncio.get_running_loop()
     look: GpuSample | None = None
-    unseen = _unseen(one for _, _, charges, _ in before for one in charges.values())
+    unseen = _unseen((container, charges) for container, _, charges, _ in before)
     try:
         seen, unattributed = await loop.run_in_executor(
             executor, _ask_memory, nvml, watch.device.uuid
@@ -286,8 +291,8 @@ async def _take_sample(
             watch.sampled_ns = began_ns
             await _ask_use(nvml, watch, executor)
         if unattributed is not None:
-            now = [container.account.charges(i) for container, i in watch.sharing(server)]
-            settled = unseen == _unseen(one for charges in now for one in charges.values())
+            now = [(one, one.account.charges(i)) for one, i in watch.sharing(server)]
+            settled = unseen == _unseen(now)
             unattributed = unattributed - unseen if unseen is not None and settled else None
         if unattributed is not None:
             watch.unattributed.record(began_ns, unattributed, len(seen))

@@ -66,10 +66,18 @@ class Scheduled:
         for runner, tenant in zip(self._runners, self._tenants, strict=False):
             runner.leave(tenant, slot)
 
-    def pause(self, *, is_paused: bool) -> None:
-        """Grant nothing to the container, or grant to it again."""
+    def pause(self) -> None:
+        """Grant nothing to the container; its grants end at once."""
+        self._leave_gang()
         for runner, tenant in zip(self._runners, self._tenants, strict=True):
-            runner.pause(tenant, is_paused=is_paused)
+            runner.pause(tenant, is_paused=True)
+
+    def unpause(self) -> None:
+        """Grant to the container again."""
+        for runner, tenant in zip(self._runners, self._tenants, strict=True):
+            runner.pause(tenant, is_paused=False)
+        if self._gang == NO_TENANT:
+            self.run_together()
 
     def watch(self, fd: int) -> None:
         """Wake the GPUs' threads when a process writes to its socket."""
@@ -131,12 +139,15 @@ class Scheduled:
         os.close(pidfd)
         self._runners[device].leave(self._tenants[device], -pid)
 
-    def close(self) -> None:
-        """Leave the runners; the pages are not accessed after that."""
+    def _leave_gang(self) -> None:
         together = self._together
         if together is not None and self._gang != NO_TENANT:
             together.remove(self._gang)
             self._gang = NO_TENANT
+
+    def close(self) -> None:
+        """Leave the runners; the pages are not accessed after that."""
+        self._leave_gang()
         self.let_go()
         for runner, tenant in zip(self._runners, self._tenants, strict=False):
             runner.remove(tenant)

@@ -171,9 +171,16 @@ def read_quota(page: mmap.mmap, uuids: Iterable[str]) -> tuple[Quota, tuple[str,
     return quota, tuple(found)
 
 
-def take_over(page: mmap.mmap, config: Config, strategy: str = "timeslice") -> None:
-    """Write the node's settings to a grant page that a previous governor created."""
-    for name, value in _settings(config, strategy).items():
+def take_over(
+    page: mmap.mmap, config: Config, strategy: str = "timeslice", *, may_hold: bool = True
+) -> None:
+    """Write the node's settings to a grant page that a previous governor created.
+
+    Unless `may_hold`, no launch is held on the GPU, whatever the settings are.
+    """
+    settings = _settings(config, strategy)
+    settings["holds"] *= may_hold
+    for name, value in settings.items():
         pages.write(page, 0, "grant_header", name, value)
 
 

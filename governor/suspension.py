@@ -7,7 +7,9 @@ booked, so it can be resumed at any time.
 Before the driver's calls are made (`checkpoint_work`), the container has to be at rest: launches
 that are held on the GPU wait for a grant, and channels that are switched off do not finish their
 work. So no more launches are held, those that are held get a last grant, and then the container is
-granted nothing, and its processes are no longer steered.
+granted nothing, and its processes are not steered until the calls have ended. If it is stopped in
+the middle of work that waits for work on another GPU or of another process, that cannot end: it
+runs on for a moment, and the next attempt follows.
 
 That a container is suspended is stored before the first call and until after the last. If the
 governor ends in between, the next one shows the container as suspended, and `resume` works from the
@@ -28,8 +30,7 @@ from typing import Any, Literal, Protocol
 
 import structlog
 
-from governor.cgroups import pid_namespaces, read_cgroups
-from governor.container import Container
+from governor.container import Container, find_owner
 from governor.errors import RefusedError
 from governor.hardware.child import module_command
 from governor.members import Member
@@ -42,11 +43,18 @@ log = structlog.get_logger()
 
 WAIT_S = 30
 """Time within which the submitted work of a container has to end, in seconds."""
+FIRST_WAIT_S = 1.0
+"""The same in the first attempt with a container whose work may wait for other work of its own, in
+seconds. It doubles with each attempt."""
+RUN_S = 0.1
+"""Time for which such a container runs on between two attempts, in seconds."""
 GRANTS_S = 3.0
 """Longest wait for the grants that end held launches, in seconds."""
 N_GRANTS = 2
 """Number of those grants: one may have begun before the container was told to hold no launch."""
 POLL_S = 0.01
+NVML_S = 5.0
+"""Longest wait for NVML's list of processes, in seconds."""
 EXTRA_S = 60.0
 SLOWEST = 500_000_000
 """Time for the driver's calls: EXTRA_S seconds, plus one for each SLOWEST bytes of memory. An H200
@@ -56,16 +64,20 @@ SLOWEST = 500_000_000
 class WorkError(Exception):
     """The driver's calls failed; the message is one line.
 
-    `undone` is true if all processes run as before.
+    `undone` is true if all processes run as before, `busy` if work of one of them did not end.
     """
 
-    def __init__(self, message: str, *, undone: bool = False) -> None:
+    def __init__(self, message: str, *, undone: bool = False, busy: bool = False) -> None:
         super().__init__(message)
-        self.undone = undone
+        self.undone, self.busy = undone, busy
 
 
 class FindsContainers(Protocol):
     """The containers of a node."""
+
+    @property
+    def containers(self) -> Mapping[str, Container]:
+        """All of them, by key."""
 
     def find(self, identifier: str) -> tuple[Container, Member] | None:
         """Return a container by its id."""
@@ -89,7 +101,7 @@ class Suspender:
         self._libcuda, self._computing = libcuda, computing
 
     async def suspend(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Suspend a container; raise RefusedError, with the container running, if it cannot be."""
+        """Suspend a container; raise RefusedError if it cannot be."""
         container = self._find(request["id"])
         self._refuse(container)
         if container.suspension:
@@ -98,7 +110,6 @@ class Suspender:
                 hint="tidegate resume ends that",
             )
         began = time.monotonic()
-        wait_s = request.get("wait", WAIT_S)
         container.suspension = "suspending"
         container.allow_holds(allowed=False)
         try:
@@ -109,27 +120,24 @@ class Suspender:
             container.allow_holds(allowed=True)
             raise
         container.row = replace(container.row, suspended=True)
-        container.pause()
-        uses: dict[Identity, int] = {}
         try:
-            uses = await self._uses(container)
-            n = await self._work("suspend", container, uses, wait_s)
+            n, memory = await self._move_out(container, request.get("wait", WAIT_S))
         except WorkError as e:
             if e.undone:
                 self._run_again(container)
-            hint = "" if e.undone else "tidegate resume makes it run again"
+            hint = "it runs on" if e.undone else "tidegate resume makes it run again"
             log.warning("container-not-suspended", container=container.identifier, error=str(e))
             raise RefusedError(f"the container cannot be suspended: {e}", hint=hint) from e
         finally:
             if container.suspension:
                 container.suspension = "suspended"
         _require_running(container)
-        return self._done("container-suspended", container, n, sum(uses.values()), began)
+        return self._done("container-suspended", container, n, memory, began)
 
     async def resume(self, request: dict[str, Any]) -> dict[str, Any]:
         """Resume a container; raise RefusedError, with the container suspended, if that fails."""
         container = self._find(request["id"])
-        if container.suspension not in ("", "suspended"):
+        if container.is_moving:
             raise RefusedError(
                 f"the container is {container.suspension}", hint="try again when that has ended"
             )
@@ -138,15 +146,17 @@ class Suspender:
         # Even if it does not count as suspended, its processes may be: the state may have been
         # lost, or the driver's calls made by another program.
         before, container.suspension = container.suspension, "resuming"
-        used = sum(container.account.memory(i).charged for i in range(len(container.devices)))
+        used = sum(container.account.memory(i).used for i in range(len(container.devices)))
         try:
-            n = await self._work("resume", container, await self._uses(container), 0)
+            with container.left_alone():
+                n = await self._work("resume", await self._uses(container), used, 0)
         except WorkError as e:
             log.warning("container-not-resumed", container=container.identifier, error=str(e))
             hint = f"it stays {before}; try again" if before else "tidegate ps shows its state"
             raise RefusedError(f"the container cannot be resumed: {e}", hint=hint) from e
         finally:
             container.suspension = before
+            container.allow_holds(allowed=not before)
         if not (before or n):
             raise RefusedError(
                 "the container is not suspended", hint="tidegate ps shows the state of each"
@@ -183,36 +193,60 @@ class Suspender:
         until = time.monotonic() + GRANTS_S
         granted = [i for i in range(len(container.devices)) if not container.gpus.is_steered(i)]
         before = {i: int(container.gpus.stats(i).grants) for i in granted}
-        while time.monotonic() < until:
-            _require_running(container)
-            if all(
-                container.account.is_at_rest(i)
-                or int(container.gpus.stats(i).grants) >= before[i] + N_GRANTS
-                for i in granted
-            ):
-                return
+        while time.monotonic() < until and not all(
+            container.account.is_at_rest(i)
+            or int(container.gpus.stats(i).grants) >= before[i] + N_GRANTS
+            for i in granted
+        ):
             await asyncio.sleep(POLL_S)
+            _require_running(container)
+        _require_running(container)
+
+    async def _move_out(self, container: Container, wait_s: float) -> tuple[int, int]:
+        """Bring a container to rest and suspend it; return the number of processes and bytes."""
+        left_s, step_s = wait_s, FIRST_WAIT_S
+        while True:
+            container.gpus.pause()
+            with container.left_alone():
+                uses = await self._uses(container)
+                memory = sum(uses.values())
+                is_one = len(uses) < 2 and len(container.devices) < 2
+                step_s = left_s if is_one else min(step_s, left_s)
+                try:
+                    return await self._work("suspend", uses, memory, step_s), memory
+                except WorkError as e:
+                    left_s -= step_s
+                    if not (e.busy and e.undone) or left_s <= 0:
+                        raise
+            _require_running(container)
+            container.gpus.unpause()
+            await asyncio.sleep(RUN_S)
+            _require_running(container)
+            step_s *= 2
 
     def _run_again(self, container: Container) -> None:
-        container.suspension = ""
         if container.has_ended:
+            container.suspension = ""
             return
+        container.gpus.unpause()
         container.allow_holds(allowed=True)
-        container.unpause()
         container.row = replace(container.row, suspended=False)
         self._state.note(container.row)
+        container.suspension = ""
 
     async def _uses(self, container: Container) -> dict[Identity, int]:
         """Return the container's processes, registered or not, with the memory that NVML shows."""
         seen: dict[int, int] = {}
         for device in container.devices:
             # NVML's failure is reported elsewhere; the registered processes are known.
-            with contextlib.suppress(VdriverError):
-                for one in await asyncio.to_thread(self._computing, device.uuid):
+            with contextlib.suppress(VdriverError, TimeoutError):
+                listed = asyncio.to_thread(self._computing, device.uuid)
+                for one in await asyncio.wait_for(listed, NVML_S):
                     seen[one.pid] = seen.get(one.pid, 0) + (one.used or 0)
-        pids = container.pids()
-        found = pids | {pid for pid in seen.keys() - pids if _belongs(pid, container)}
-        started = {pid: start_time(pid) for pid in found}
+        everyone = list(self._containers.containers.values())
+        registered = {pid for one in everyone for pid in one.pids()}
+        own = {pid for pid in seen.keys() - registered if find_owner(pid, everyone) is container}
+        started = {pid: start_time(pid) for pid in container.pids() | own}
         return {
             Identity(pid, start): seen.get(pid, 0)
             for pid, start in sorted(started.items())
@@ -222,19 +256,18 @@ class Suspender:
     async def _work(
         self,
         what: Literal["suspend", "resume"],
-        container: Container,
-        uses: Mapping[Identity, int],
+        processes: Iterable[Identity],
+        memory: int,
         wait_s: float,
     ) -> int:
         """Make the driver's calls, and return the number of processes that they were made for."""
-        if not uses:
+        named = [f"{one.pid}:{one.start}" for one in processes]
+        if not named:
             return 0
-        memory = sum(container.account.memory(i).used for i in range(len(container.devices)))
-        within_s = wait_s * len(uses) + EXTRA_S + memory / SLOWEST
+        within_s = wait_s * len(named) + EXTRA_S + memory / SLOWEST
         libcuda = self._libcuda
         assert libcuda is not None  # noqa: S101 - see `_refuse`
-        named = [f"{one.pid}:{one.start}" for one in uses]
-        arguments = [str(libcuda), what, str(int(wait_s * 1000)), *named]
+        arguments = [str(os.getpid()), str(libcuda), what, str(int(wait_s * 1000)), *named]
         try:
             child = await asyncio.create_subprocess_exec(
                 *module_command("governor.checkpoint_work", arguments),
@@ -276,7 +309,8 @@ def _read(output: bytes) -> int:
         lines = []
     for line in lines:
         if "error" in line:
-            raise WorkError(str(line["error"]), undone=any("undone" in one for one in lines))
+            undone = any("undone" in one for one in lines)
+            raise WorkError(str(line["error"]), undone=undone, busy=bool(line.get("busy")))
     if not any("done" in line for line in lines):
         raise WorkError("the process that makes the driver's calls has ended")
     return sum("pid" in line for line in lines)
@@ -285,9 +319,3 @@ def _read(output: bytes) -> int:
 def _require_running(container: Container) -> None:
     if container.has_ended:
         raise RefusedError("the container has ended", hint="tidegate ps lists the others")
-
-
-def _belongs(pid: int, container: Container) -> bool:
-    return container.members.has_cgroups(read_cgroups(pid)) or container.members.has_namespaces(
-        pid_namespaces(pid)
-    )

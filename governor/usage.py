@@ -228,6 +228,10 @@ class Debt:
         self.least = least
         return self.bytes
 
+    def assume(self, size: int) -> None:
+        """Let the debt be `size` bytes until the first sample that shows the process."""
+        self.bytes = size
+
     def _note_new(self, began_ns: int, after: Charge) -> None:
         """Note until when a context may be new: a while after the last report of taken memory.
 

@@ -54,19 +54,32 @@ static void set_state(const struct device *device, uint32_t slot, uint32_t state
     atomic_store(&device->gpu->shared.slots[slot].state, state);
 }
 
-static bool is_running(struct device *device, uint32_t slot)
+static bool is_below_locked(struct device *device, uint32_t slot)
 {
-    return state_of(device, slot) == CU_PROCESS_STATE_RUNNING;
+    return state_of(device, slot) < CU_PROCESS_STATE_LOCKED;
 }
 
-static bool is_locked(struct device *device, uint32_t slot)
+static bool is_below_checkpointed(struct device *device, uint32_t slot)
 {
-    return state_of(device, slot) == CU_PROCESS_STATE_LOCKED;
+    return state_of(device, slot) < CU_PROCESS_STATE_CHECKPOINTED;
 }
 
-static bool is_checkpointed(struct device *device, uint32_t slot)
+/*
+ * The state of a process is the most advanced one of its attachments: a caller that is killed
+ * between two of them leaves different ones.
+ */
+static CUresult find_state(int pid, CUprocessState *statep)
 {
-    return state_of(device, slot) == CU_PROCESS_STATE_CHECKPOINTED;
+    int n = visit_each(pid, is_below_checkpointed);
+
+    if (n == 0)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (n < 0)
+        *statep = CU_PROCESS_STATE_CHECKPOINTED;
+    else
+        *statep = visit_each(pid, is_below_locked) < 0 ? CU_PROCESS_STATE_LOCKED
+                                                       : CU_PROCESS_STATE_RUNNING;
+    return CUDA_SUCCESS;
 }
 
 static bool unlock(struct device *device, uint32_t slot)
@@ -124,20 +137,20 @@ static bool is_at_rest(struct device *device, uint32_t slot)
 }
 
 /* Change the state of a process, which has to be in a certain state before. */
-static CUresult change(int pid, visitor *is_before, visitor *make)
+static CUresult change(int pid, CUprocessState before, visitor *make)
 {
+    CUprocessState state = before;
     CUresult r = driver_enter();
-    int n;
 
     if (r)
         return r;
-    n = visit_each(pid, is_before);
-    if (n == 0)
-        r = CUDA_ERROR_INVALID_VALUE;
-    else if (n < 0)
+    r = find_state(pid, &state);
+    if (!r && state != before)
         r = CUDA_ERROR_ILLEGAL_STATE;
-    else
-        (void)visit_each(pid, make);
+    if (!r && visit_each(pid, make) < 0) {
+        (void)visit_each(pid, checkpoint); /* there was no room to restore one of the attachments */
+        r = CUDA_ERROR_OUT_OF_MEMORY;
+    }
     return driver_leave(r);
 }
 
@@ -150,15 +163,7 @@ ENTRY(cuCheckpointProcessGetState, int pid, CUprocessState *statep)
     r = driver_enter();
     if (r)
         return r;
-    if (visit_each(pid, is_running) > 0)
-        *statep = CU_PROCESS_STATE_RUNNING;
-    else if (visit_each(pid, is_locked) > 0)
-        *statep = CU_PROCESS_STATE_LOCKED;
-    else if (visit_each(pid, is_checkpointed) > 0)
-        *statep = CU_PROCESS_STATE_CHECKPOINTED;
-    else
-        r = CUDA_ERROR_INVALID_VALUE;
-    return driver_leave(r);
+    return driver_leave(find_state(pid, statep));
 }
 
 /* Lock a process, and wait until its work is done. After a timeout it is left running. */
@@ -167,7 +172,7 @@ ENTRY(cuCheckpointProcessLock, int pid, CUcheckpointLockArgs *args)
     static const struct timespec nap = {.tv_nsec = NAP};
     uint64_t began = clock_monotonic();
     uint64_t most = args && args->timeoutMs ? args->timeoutMs * UINT64_C(1000000) : UINT64_MAX;
-    CUresult r = change(pid, is_running, lock);
+    CUresult r = change(pid, CU_PROCESS_STATE_RUNNING, lock);
 
     if (r)
         return r;
@@ -189,31 +194,17 @@ ENTRY(cuCheckpointProcessLock, int pid, CUcheckpointLockArgs *args)
 ENTRY(cuCheckpointProcessCheckpoint, int pid, CUcheckpointCheckpointArgs *args)
 {
     (void)args;
-    return change(pid, is_locked, checkpoint);
+    return change(pid, CU_PROCESS_STATE_LOCKED, checkpoint);
 }
 
 ENTRY(cuCheckpointProcessRestore, int pid, CUcheckpointRestoreArgs *args)
 {
-    CUresult r = driver_enter();
-    int n;
-
     (void)args;
-    if (r)
-        return r;
-    n = visit_each(pid, is_checkpointed);
-    if (n == 0) {
-        r = CUDA_ERROR_INVALID_VALUE;
-    } else if (n < 0) {
-        r = CUDA_ERROR_ILLEGAL_STATE;
-    } else if (visit_each(pid, restore) < 0) {
-        (void)visit_each(pid, checkpoint);
-        r = CUDA_ERROR_OUT_OF_MEMORY;
-    }
-    return driver_leave(r);
+    return change(pid, CU_PROCESS_STATE_CHECKPOINTED, restore);
 }
 
 ENTRY(cuCheckpointProcessUnlock, int pid, CUcheckpointUnlockArgs *args)
 {
     (void)args;
-    return change(pid, is_locked, unlock);
+    return change(pid, CU_PROCESS_STATE_LOCKED, unlock);
 }

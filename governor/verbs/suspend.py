@@ -11,6 +11,7 @@ SUMMARY = "Move a container's GPU memory to host memory, and let the container w
 
 MIB = 1 << 20
 LONGEST_S = 3600.0
+ANSWER_S = 86400.0
 """Time for which the governor's answer is awaited, in seconds. It ends the driver's calls itself if
 they take too long."""
 
@@ -57,7 +58,7 @@ def change(args: argparse.Namespace, op: str, done: str, options: dict[str, floa
     """Suspend or resume the container of a command line, and print what was done."""
     config = node_config(args.config, args.runtime_dir)
     identifier = str(find(args.container, Listing(config).containers())["id"])
-    answer = ask(config, op, timeout=LONGEST_S, id=identifier, **options)
+    answer = ask(config, op, timeout=ANSWER_S, id=identifier, **options)
     n = answer["processes"]
     print(
         f"{safe(identifier)}: {done}, {n} process{'' if n == 1 else 'es'}, "

@@ -7,6 +7,7 @@ the other container.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 from bench.machine import Simulated
 from bench.node import BenchNode, Running, last_json
+from governor.client import ask
 from tests.container.bundles import ROOT, compile_c
 from tests.container.nodes import clear, show_output, wait_for
 
@@ -117,3 +119,22 @@ def test_halves_of_collectives_over_two_gpus_in_two_containers(node: BenchNode) 
     for one in finish(node, *pair, *others):
         assert one["seconds"] < 6
         assert one["longest"] < 1
+
+
+@pytest.mark.parametrize("mode", ["one", "each"])
+def test_a_container_can_be_suspended_in_the_middle_of_collectives(
+    node: BenchNode, mode: str
+) -> None:
+    """What was submitted on one GPU may wait for what was not submitted on the other."""
+    quota = {"devices": "0,1", "compute": "45", "compute_limit": "100"}
+    pair = [start(node, f"suspended-{mode}-{i}", mode, 1_000_000, **quota) for i in range(2)]
+    n = 2 if mode == "each" else 1
+    for container in pair:
+        wait_for(lambda c=container: len(list(c.out.glob("ready-*"))) == n, "contexts")
+        (container.out / "begin").touch()
+    time.sleep(0.5)
+    for _ in range(10):
+        name = pair[0].identifier
+        assert ask(node.config, "suspend", timeout=120, id=name, wait=60)["processes"] == n
+        assert ask(node.config, "resume", timeout=120, id=name)["processes"] == n
+        time.sleep(0.2)

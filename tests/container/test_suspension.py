@@ -20,6 +20,7 @@ from governor import cli
 from governor.client import ask
 from governor.errors import RefusedError
 from simgpu import simgpu
+from simgpu.testing import SimulatedDriver
 from tests.container.nodes import begin, clear, events, start_worker, units, wait_for, wait_ready
 
 MIB = 1 << 20
@@ -180,4 +181,47 @@ def test_the_commands_say_what_was_done(
     assert suspended.startswith(f"{container.identifier}: suspended, 1 process, {memory} MiB, ")
     assert any("suspended" in line for line in table)
     assert resumed.startswith(f"{container.identifier}: resumed, 1 process, ")
+    expect_work(container)
+
+
+def test_what_a_container_held_stays_in_its_account(node: BenchNode) -> None:
+    """Otherwise others of its processes could take that, and it would exceed its quota when it is resumed."""
+    container = worker(node, "--processes", "2")
+
+    def held() -> int:
+        (device,) = node.list_containers()[container.identifier]["devices"]
+        return int(device["memory_used"])
+
+    whole = 2 * (512 + 256) * MIB
+    wait_for(lambda: held() >= whole, "a sample")
+    suspend(node, container)
+    time.sleep(0.6)  # two samples
+    assert held() >= whole
+    with pytest.raises(RefusedError, match="the container uses 1540 MiB"):
+        ask(node.config, "set", id=container.identifier, memory=whole - 256 * MIB)
+    resume(node, container)
+    time.sleep(0.6)
+    assert whole <= held() < whole + 64 * MIB
+    assert node.list_containers()[container.identifier]["violations"] == []
+
+
+def test_a_container_that_undoes_its_suspension_gains_nothing(
+    node: BenchNode, build_dir: Path
+) -> None:
+    """The driver lets its processes restore each other. Here the test does it."""
+    container = worker(node, "--depth", "8", compute="20", **{"compute-limit": "20"})
+    suspend(node, container)
+    (pid,) = node.list_containers()[container.identifier]["processes"]
+    driver = SimulatedDriver(build_dir)
+    with driver.attached(node.machine.directory):
+        for call in ("Restore", "Unlock"):
+            driver.call(f"cuCheckpointProcess{call}", pid, None)
+    gpu = node.machine.directory / "gpu0"
+    time.sleep(1)
+    before = simgpu.status(gpu)
+    time.sleep(1)
+    after = simgpu.status(gpu)
+    assert after.busy == before.busy
+    assert state(node, container) == "suspended"
+    resume(node, container)
     expect_work(container)

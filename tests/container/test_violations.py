@@ -29,6 +29,7 @@ from governor import cgroups
 from governor.client import ask
 from governor.metrics import OWNER
 from simgpu import simgpu
+from simgpu.testing import SimulatedDriver
 from tests.container.bundles import compile_c
 from tests.container.nodes import WAIT_S, events, show_output, units, wait_for
 
@@ -455,6 +456,30 @@ def test_limit_holds_a_process_that_bypasses_the_library_to_the_quota(place: Pla
         node.delete(culprit)
         wait_for(lambda: len(ask(node.config, "list")["containers"]) == 1, "its end")
         assert not [pid for pid in culprit_processes if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_program_that_bypasses_the_library_and_undoes_its_suspension_is_held_to_the_quota(
+    place: Place, build_dir: Path, *, joins: bool
+) -> None:
+    """The driver lets processes of a container restore each other; here the test does it. The process may have registered, too."""
+    with place(on_violation="limit", scheduling="hardware") as node:
+        steps = [*(["join"] if joins else []), "own", "began", "burn:60000"]
+        culprit = start(node, "culprit", *steps, compute="20")
+        began(culprit)
+        time.sleep(2)
+        pids = pids_of(culprit, node)
+        assert ask(node.config, "suspend", timeout=60, id=culprit.identifier)["processes"] == 1
+        assert on_the_gpu(node, pids, 0.5) == 0
+        driver = SimulatedDriver(build_dir)
+        with driver.attached(node.machine.directory):
+            for call in ("Restore", "Unlock"):
+                for pid in pids:
+                    driver.try_call(f"cuCheckpointProcess{call}", pid, None)
+        wait_for(lambda: on_the_gpu(node, pids, 0.2) > 0, "work")
+        time.sleep(1)
+        shares = [on_the_gpu(node, pids, 1) for _ in range(3)]
+        assert 15 < max(shares) < 23
 
 
 def test_limit_reports_that_grants_divide_the_time(place: Place) -> None:

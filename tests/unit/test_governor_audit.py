@@ -57,6 +57,7 @@ class Made:
         self.lets_pass = Passing(0, 0, pending=False)
         self.killed = 0
         self.alive = True
+        self.is_moving = False
         self.others: list[Any] = []
 
     @property
@@ -161,14 +162,14 @@ class AuditWorld:
         self.group = MadeGroup(directory / "frozen.json")
         monkeypatch.setattr(audit, "time", self.clock)
         monkeypatch.setattr(audit, "AUDIT_NS", 0)
-        monkeypatch.setattr(audit, "_find_owner", self._find_owner)
+        monkeypatch.setattr(audit, "find_owner", self._find_owner)
         monkeypatch.setattr(audit, "started_ns", lambda pid: 2**62 if pid < 1000 else 1)
         self.patch = monkeypatch
         self.auditor = Auditor(self.containers, self.tally, self.config)
 
-    def _find_owner(self, pid: int, watched: Sequence[_Watched]) -> Made | None:
+    def _find_owner(self, pid: int, containers: Sequence[Container]) -> Made | None:
         owner = self.owners.get(pid)
-        return owner if any(cast("Any", one.container) is owner for one in watched) else None
+        return owner if any(cast("Any", one) is owner for one in containers) else None
 
     def add(self, name: str, **more: Any) -> Made:
         made = Made(name, **more)

@@ -625,6 +625,46 @@ def test_a_process_that_nvml_does_not_list_has_nothing(play: Play) -> None:
     play(scene)
 
 
+@pytest.mark.parametrize("is_suspended", [False, True])
+def test_a_process_that_is_checkpointed_keeps_what_the_driver_had_taken(
+    play: Play, *, is_suspended: bool
+) -> None:
+    """It comes back with that; its own container may have checkpointed it."""
+
+    async def scene(world: World) -> None:
+        container = await world.admit()
+        child, slot = await world.join(container)
+        write(container, slot, memory=100, contexts=1)
+        look_once(container, {child.pid: 300})
+        container.suspension = "suspended" if is_suspended else ""
+        look_once(container, {})
+        assert (read(container, "memory_overhead"), read(container, "memory_used")) == (200, 300)
+        container.suspension = ""
+        look_once(container, {})  # NVML lists it late
+        assert read(container, "memory_used") == 300
+        look_once(container, {child.pid: 310})
+        assert read(container, "memory_used") == 310
+        write(container, slot, contexts=0)
+        look_once(container, {})
+        assert read(container, "memory_used") == 100
+
+    play(scene)
+
+
+def test_a_suspended_process_that_this_governor_never_saw_counts_with_its_contexts(
+    play: Play,
+) -> None:
+    async def scene(world: World) -> None:
+        container = await world.admit()
+        _, slot = await world.join(container)
+        write(container, slot, memory=100, contexts=2)
+        container.suspension = "suspended"
+        look_once(container, {})
+        assert read(container, "memory_used") == 100 + 2 * container.context_memory
+
+    play(scene)
+
+
 @pytest.mark.parametrize(("before", "after"), [((512, 0), (0, 0)), ((0, 0), (512, 0))])
 def test_a_block_allocated_or_freed_during_a_sample_is_no_debt(
     play: Play, before: tuple[int, int], after: tuple[int, int]

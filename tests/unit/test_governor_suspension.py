@@ -25,6 +25,7 @@ from governor.errors import RefusedError, StateError
 from governor.suspension import Suspender
 from libcontrol import pages
 from tests.unit.governor_world import MetricsWorld, until
+from vdriver.nvml import ProcessMemory
 
 Told = list[str]
 
@@ -132,17 +133,21 @@ def test_a_process_without_cuda_is_left_alone_and_a_failed_one_is_an_error(
     alive: dict[int, int],
 ) -> None:
     one, two, _ = alive
-    driver = PlayedDriver({one: RUNNING})
+    driver = PlayedDriver({two: RUNNING})
     Checkpointing(driver, alive).suspend(500)  # type: ignore[arg-type]
-    assert driver.calls == [f"lock {one}", f"checkpoint {one}"]
-    driver.states[two] = checkpoint_work.FAILED
-    with pytest.raises(CheckpointError, match=f"process {two}: an earlier attempt has failed"):
+    assert driver.calls == [f"lock {two}", f"checkpoint {two}"]
+    driver.states[one] = checkpoint_work.FAILED
+    with pytest.raises(CheckpointError, match=f"process {one}: it has failed for good"):
         Checkpointing(driver, alive).resume()  # type: ignore[arg-type]
+    assert driver.states[two] == RUNNING  # all the same
+    with pytest.raises(CheckpointError, match=f"process {one}: an earlier attempt has failed"):
+        Checkpointing(driver, alive).suspend(500)  # type: ignore[arg-type]
+    assert driver.states[two] == RUNNING
 
 
 def run_work(*arguments: str) -> list[dict[str, Any]]:
     code = "from governor.checkpoint_work import main; main()"
-    command = [sys.executable, "-c", code, *arguments]
+    command = [sys.executable, "-c", code, str(os.getpid()), *arguments]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return [json.loads(line) for line in output.splitlines()]
 
@@ -283,7 +288,7 @@ def test_if_the_calls_end_without_a_result_the_container_stays_suspended(
 
     def command(module: str, arguments: list[str]) -> list[str]:
         assert module == "governor.checkpoint_work"
-        assert arguments[1] in ("suspend", "resume")
+        assert arguments[2] in ("suspend", "resume")
         return [sys.executable, "-c", program]
 
     monkeypatch.setattr(suspension, "module_command", command)
@@ -316,5 +321,132 @@ def test_a_container_that_ends_meanwhile_is_no_error_for_others(
         over.touch()
         with pytest.raises(RefusedError, match="the container has ended"):
             await work
+
+    governed(directory, build_dir, story)
+
+
+def said(*lines: dict[str, Any]) -> list[str]:
+    program = "\n".join(f"print({json.dumps(line)!r})" for line in lines)
+    return [sys.executable, "-c", program]
+
+
+BUSY = {"error": "process 1: its work did not end within 1 s", "busy": True}
+
+
+def test_work_that_waits_for_other_work_of_the_container_gets_several_attempts(
+    directory: Path, build_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container that is stopped in the middle of a collective cannot end it; it runs on for a moment."""
+    answers = [said({"undone": True}, BUSY)] * 2 + [said({"pid": 1}, {"pid": 2}, {"done": True})]
+    waits: list[int] = []
+    paused: list[bool] = []
+
+    def command(_: str, arguments: list[str]) -> list[str]:
+        waits.append(int(arguments[3]))
+        return answers.pop(0)
+
+    monkeypatch.setattr(suspension, "module_command", command)
+
+    async def story(it: SimpleNamespace) -> None:
+        it.world.runner.pause = lambda _, is_paused: paused.append(is_paused)
+        for _ in range(2):
+            await it.world.join(it.container)
+        answer = await it.suspender.suspend({"id": "one"})
+        assert answer["processes"] == 2
+        assert waits == [1000, 2000, 4000]
+        assert paused == [True, False, True, False, True]
+        # The last attempt has what is left of the time.
+        answers[:] = [said({"done": True})] + [said({"undone": True}, BUSY)] * 3
+        await it.suspender.resume({"id": "one"})
+        waits.clear()
+        message = await refused(it.suspender.suspend({"id": "one", "wait": 4.5}))
+        assert message.endswith("its work did not end within 1 s")
+        assert waits == [1000, 2000, 1500]
+        assert it.container.suspension == ""
+        assert not paused[-1]
+
+    governed(directory, build_dir, story)
+
+
+def test_a_container_that_ends_while_its_held_launches_end_leaves_nothing(
+    directory: Path, build_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suspension, "GRANTS_S", 0.2)
+
+    async def story(it: SimpleNamespace) -> None:
+        monkeypatch.setattr(it.container.account, "is_at_rest", lambda _: False)
+        work = asyncio.create_task(it.suspender.suspend({"id": "one"}))
+        await until(lambda: it.container.suspension)
+        it.world.server.admissions.end(it.container, "ended")
+        with pytest.raises(RefusedError, match="the container has ended"):
+            await work
+        assert not it.world.server._state.containers
+
+    governed(directory, build_dir, story)
+
+
+def test_processes_are_not_held_while_the_calls_are_made(directory: Path, build_dir: Path) -> None:
+    async def story(it: SimpleNamespace) -> None:
+        gpus = it.container.gpus
+        held: list[frozenset[int]] = []
+        gpus.is_steered = lambda _: True
+        gpus.hold = lambda _, pids, __: held.append(pids) or []
+        with it.container.left_alone():
+            assert it.container.hold(0, frozenset({1}), lambda _: True)
+        assert not held
+        assert it.container.hold(0, frozenset({1}), lambda _: True)
+        assert held == [frozenset({1})]
+
+    governed(directory, build_dir, story)
+
+
+def test_a_container_that_cannot_be_steered_again_runs_all_the_same(
+    directory: Path, build_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(it: SimpleNamespace) -> None:
+        await it.suspender.suspend({"id": "one"})
+
+        def fail() -> None:
+            raise OSError(24, "Too many open files")
+
+        paused: list[bool] = []
+        it.world.runner.pause = lambda _, is_paused: paused.append(is_paused)
+        monkeypatch.setattr(it.container._slots, "announce", fail)
+        await it.suspender.resume({"id": "one"})
+        assert (it.container.suspension, it.container.row.suspended, paused) == ("", False, [False])
+
+    governed(directory, build_dir, story)
+
+
+def test_a_reload_during_a_resume_that_finds_nothing_keeps_holds(
+    directory: Path, build_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(it: SimpleNamespace) -> None:
+        async def reload(*_: object) -> int:
+            it.container.configure(it.world.config)
+            assert holds(it.container) == 0
+            return 0
+
+        monkeypatch.setattr(it.suspender, "_work", reload)
+        assert await refused(it.suspender.resume({"id": "one"})) == "the container is not suspended"
+        assert holds(it.container) == 1
+
+    governed(directory, build_dir, story)
+
+
+def test_a_process_of_another_container_is_not_suspended_with_this_one(
+    directory: Path, build_dir: Path
+) -> None:
+    """The process is in the pid namespace of both, as with `--pid=container:`."""
+
+    async def story(it: SimpleNamespace) -> None:
+        other = await it.world.admit("two", compute="20")
+        child = await it.world.join(other)
+        listed = [ProcessMemory(pid, 5, computes=True) for pid in (child.pid, os.getpid())]
+        it.suspender._computing = lambda _: listed
+        for container in (it.container, other):
+            container.members.has_namespaces = lambda _: True
+        uses = await it.suspender._uses(it.container)
+        assert [one.pid for one in uses] == [os.getpid()]
 
     governed(directory, build_dir, story)

@@ -207,3 +207,36 @@ def test_a_process_that_dies_while_checkpointed_leaves_nothing(
     next_one = start()  # it may get the same place in the device's file
     assert state(driver, next_one.pid) == RUNNING
     assert seen(build_dir, gpus) == [{str(next_one.pid): 612 * MIB}, 612 * MIB]
+
+
+def test_a_caller_that_dies_between_two_gpus_leaves_a_state_from_which_one_can_go_on(
+    build_dir: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "pair"
+    simgpu.create(directory, devices=2)
+    process = start_python(build_dir, directory, TENANT)
+    try:
+        tenant = OtherProcess(process)
+        driver = SimulatedDriver(build_dir)
+        with driver.attached(directory):
+            for name, state_then in (("Lock", LOCKED), ("Checkpoint", CHECKPOINTED)):
+                step(driver, name, tenant.pid)
+                put_state(directory / "gpu1", state_then - 1)
+                assert state(driver, tenant.pid) == state_then
+                put_state(directory / "gpu1", state_then)
+            put_state(directory / "gpu0", LOCKED)
+            assert state(driver, tenant.pid) == CHECKPOINTED
+            step(driver, "Restore", tenant.pid)
+            put_state(directory / "gpu0", RUNNING)
+            step(driver, "Unlock", tenant.pid)
+            assert state(driver, tenant.pid) == RUNNING
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def put_state(gpu: Path, value: int) -> None:
+    """Write the state of the device's first attachment: the tenant's, which came first."""
+    with gpu.open("r+b") as file:
+        file.seek(simgpu.SLOTS_OFFSET + 20)
+        file.write(value.to_bytes(4, "little"))

@@ -55,6 +55,8 @@ N_GRANTS = 2
 POLL_S = 0.01
 NVML_S = 5.0
 """Longest wait for NVML's list of processes, in seconds."""
+END_S = 5.0
+"""Longest wait for the end of the process that makes the calls, after it was killed, in seconds."""
 EXTRA_S = 60.0
 SLOWEST = 500_000_000
 """Time for the driver's calls: EXTRA_S seconds, plus one for each SLOWEST bytes of memory. An H200
@@ -283,8 +285,11 @@ class Suspender:
         except TimeoutError as e:
             raise WorkError(f"the driver did not answer within {within_s:.0f} s") from e
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()
+            if child.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    child.kill()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(child.wait(), END_S)
         return _read(output)
 
     def _done(

@@ -401,12 +401,13 @@ RUNNER_EXPORT void runner_pause(struct runner *runner, int32_t tenant, bool paus
 
     pthread_mutex_lock(&runner->mutex);
     t->paused = paused;
-    if (paused && t->granted) {
+    if (paused) {
         if (runner->view.holder == tenant) {
             arbiter_stop(runner->arbiter, os_now());
             runner->view.holder = ARBITER_NONE;
         }
-        /* The grant may be one of those of runner_open_all(). */
+        /* Its page may have a grant of runner_open_all(), or one that such a grant is about to
+         * replace. */
         arbiter_begin(runner->arbiter, atomic_load_relaxed(&t->grant->epoch));
         runner_close_grant(t);
     }

@@ -107,9 +107,10 @@ class Suspender:
         container = self._find(request["id"])
         self._refuse(container)
         if container.suspension:
+            is_over = container.suspension == "suspended"
             raise RefusedError(
                 f"the container is {container.suspension} already",
-                hint="tidegate resume ends that",
+                hint="tidegate resume ends that" if is_over else "try again when that has ended",
             )
         began = time.monotonic()
         container.suspension = "suspending"
@@ -127,7 +128,9 @@ class Suspender:
         except WorkError as e:
             if e.undone:
                 self._run_again(container)
-            hint = "it runs on" if e.undone else "tidegate resume makes it run again"
+            hint = "tidegate resume makes it run again"
+            if e.undone:
+                hint = "it runs on; give more time with --wait" if e.busy else "it runs on"
             log.warning("container-not-suspended", container=container.identifier, error=str(e))
             raise RefusedError(f"the container cannot be suspended: {e}", hint=hint) from e
         finally:
@@ -160,9 +163,7 @@ class Suspender:
             container.suspension = before
             container.allow_holds(allowed=not before)
         if not (before or n):
-            raise RefusedError(
-                "the container is not suspended", hint="tidegate ps shows the state of each"
-            )
+            raise RefusedError("the container is not suspended", hint="there is nothing to resume")
         _require_running(container)
         self._run_again(container)
         return self._done("container-resumed", container, n, used, began)
@@ -197,6 +198,8 @@ class Suspender:
         before = {i: int(container.gpus.stats(i).grants) for i in granted}
         while time.monotonic() < until and not all(
             container.account.is_at_rest(i)
+            # An open grant holds nothing.
+            or container.account.is_sampled(i)
             or int(container.gpus.stats(i).grants) >= before[i] + N_GRANTS
             for i in granted
         ):

@@ -38,6 +38,7 @@ from bench.report_texts import (
     SHARES,
     STARTS_BY_ENGINE,
     STEP,
+    SUSPENSION,
 )
 
 STARTS = WAYS[1:]
@@ -437,6 +438,38 @@ def add_restarts(page: ResultsPage, results: Mapping[str, dict[str, Any]]) -> No
         page.add(where(result))
 
 
+def add_suspension(page: ResultsPage, results: Mapping[str, dict[str, Any]]) -> None:
+    """Add two rows for each run."""
+    page.add(SUSPENSION)
+    rows = []
+    for stem, result in results.items():
+        summary, gib = result["summary"], result["raw"]["held"] / (1 << 30)
+        rows.append(
+            (
+                stem, f"{gib:g} GiB", "none", f"{summary['native_out_s']:.2f} s",
+                f"{summary['native_back_s']:.2f} s", "", "", "",
+            )
+        )  # fmt: skip
+        rows.append(
+            (
+                stem, f"{gib:g} GiB", result["raw"]["scheduling"], f"{summary['out_s']:.2f} s",
+                f"{summary['back_s']:.2f} s", f"{summary['more_than_held_mib']:.0f} MiB",
+                f"{100 * summary['neighbour_out']:.1f} %",
+                f"{100 * summary['neighbour_back']:.1f} %",
+            )
+        )  # fmt: skip
+    page.table(
+        (
+            "result", "memory", "Tidegate's scheduling", "suspend", "resume", "freed besides",
+            "the neighbour's speed during suspend", "during resume",
+        ),
+        rows,
+        "llllllll",
+    )  # fmt: skip
+    for result in results.values():
+        page.add(where(result))
+
+
 def add_churn(page: ResultsPage, results: Mapping[str, dict[str, Any]]) -> None:
     """Add a row for each run."""
     page.add(CHURN)
@@ -478,6 +511,7 @@ SECTIONS: dict[str, Callable[[ResultsPage, Mapping[str, dict[str, Any]]], None]]
     "latency": add_latency,
     "restarts": add_restarts,
     "churn": add_churn,
+    "suspension": add_suspension,
     "judge": add_judge,
     "programs": add_programs,
 }

@@ -145,6 +145,19 @@ after the next governor answers.
 """
 
 
+SUSPENSION = """\
+## A container that is suspended
+
+`python -m bench.suspension` suspends a container with known contents in its memory and resumes it a
+second later, repeatedly, next to a container that always has work. The governor is killed and
+started again before every third resume. All contents were right at the end of each run.
+
+The rows without Tidegate are the driver's calls alone, for the same program with the GPU to itself.
+*Freed besides* is the memory that suspending freed beyond what the program had allocated: its
+context. The neighbour's speed is given in percent of its speed while the container is suspended.
+"""
+
+
 CHURN = """\
 ## Containers that come and go
 

@@ -29,6 +29,7 @@ from bench.provenance import ROOT, UNKNOWN
 from bench.quota_measure import summarise as summarise_arm
 from bench.report import WINDOWS, sampled_shares
 from bench.restarts import summarise as summarise_pauses
+from bench.suspension import summarise as summarise_moves
 
 RESULTS = ROOT / "bench" / "results"
 SCHEMA = pathlib.Path(__file__).with_name("result.schema.json")
@@ -366,6 +367,11 @@ def restarts(options: argparse.Namespace) -> dict[str, Any]:
     return keep_report(options, "restarts", summarise_pauses, ("scheduling", "shares"))
 
 
+def suspension(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the result of a run of bench.suspension: a container leaves the GPU."""
+    return keep_report(options, "suspension", summarise_moves, ("scheduling", "held"))
+
+
 def churn(options: argparse.Namespace) -> dict[str, Any]:
     """Return the result of a run of bench.churn: containers that come and go."""
     return keep_report(options, "churn", summarise_churn, ("scheduling", "seed", "n_kills"))
@@ -384,6 +390,7 @@ SUITES: dict[str, Suite] = {
     "restarts": restarts,
     "quota": quota,
     "shares": shares,
+    "suspension": suspension,
 }
 
 

@@ -131,7 +131,15 @@ class Checkpointing:
         """Return the state of a process; None if it does not use CUDA, or has ended."""
         # A process that has ended keeps its pid until its parent has waited for it. From then on
         # another process may have the pid.
-        return None if is_readable(self._alive[pid]) else self._driver.state(pid)
+        if is_readable(self._alive[pid]):
+            return None
+        try:
+            return self._driver.state(pid)
+        except CheckpointError:
+            # If no process has the pid, the driver returns CUDA_ERROR_OPERATING_SYSTEM (580).
+            if is_readable(self._alive[pid]):
+                return None
+            raise
 
     def suspend(self, wait_ms: int) -> None:
         """Suspend all, or raise CheckpointError with all running."""

@@ -42,6 +42,7 @@ from bench.quota_measure import wait_for_end
 from governor.client import ask
 from governor.daemon import original_nvml
 from governor.errors import TidegateError
+from governor.hardware.child import module_command
 from governor.processes import start_time
 from vdriver.errors import VdriverError
 from vdriver.nvml import Nvml
@@ -78,10 +79,10 @@ def measure_native(machine: Machine, python: str, held: int, rounds: int) -> lis
 
     def make_calls(what: str) -> float:
         identity = f"{holder.pid}:{start_time(holder.pid)}"
-        work = [sys.executable, "-m", "governor.checkpoint_work", str(os.getpid()), LIBCUDA, what]
+        arguments = [str(os.getpid()), LIBCUDA, what, "30000", identity]
         began = time.monotonic()
         done = subprocess.run(
-            [*work, "30000", identity],
+            module_command("governor.checkpoint_work", arguments),
             env=environment, cwd=ROOT, capture_output=True, text=True, check=True, timeout=CALL_S,
         )  # fmt: skip
         if '"done"' not in done.stdout:

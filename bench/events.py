@@ -1,9 +1,9 @@
-"""Runs the scripts of arms in `bench.quota`, and computes the figures that follow from them.
+"""Runs the scripts of `bench.quota`'s experiments, and computes the effects of their events.
 
-A script changes quotas, makes a neighbour begin and end, or kills or stops a container, and records
-the times of these events on this machine's clock. The effect is computed from the stamps of the
-remaining containers, on the GPU's clock; `clock_ns` in the burner's last line is how far the latter
-is ahead of this machine's.
+A script is a sequence of events: it changes quotas, starts and ends a neighbour, or kills or stops
+a container, and records the time of each event on this machine's clock. The effect is computed from
+the timestamps that the remaining containers record on the GPU's clock; `clock_ns` in the burner's
+last line is how far the latter is ahead of this machine's.
 
 Times are in nanoseconds; shares are percentages of the GPU.
 """
@@ -36,10 +36,10 @@ SOON_NS = 200 * NS_PER_MS
 """Time within which a change should be over, ns."""
 
 BEFORE_NS, AFTER_NS = 50 * NS_PER_MS, 300 * NS_PER_MS
-"""Range of a witness's stamps that is kept around each kill or stop, ns."""
+"""Range of the observed container's timestamps that is kept around each kill or stop, ns."""
 
 PHASE_S = 1.5
-"""Duration of a quota or a neighbour, seconds."""
+"""Duration of each phase with one quota, or with or without a neighbour, seconds."""
 
 Event = dict[str, Any]
 Start = Callable[[ArmContainer, float], Running]
@@ -135,11 +135,11 @@ def _longest(took: Sequence[float | None]) -> float | None:
 
 
 def stall_of(event: Event, unit_ns: float) -> tuple[float, float, bool]:
-    """Return a witness's wait after an event, its longest pause, and whether it had to wait.
+    """Return the observed container's wait after an event, its longest pause, and if it waited.
 
     Both times are in ms, less one unit. The wait counts from the event, because the time before it
-    was the other container's turn (at times two in a row), to which that container was entitled.
-    The pause is the whole gap. The witness had to wait if it was not at work at the event.
+    was the other container's turn (sometimes two in a row), which that container was entitled to.
+    The pause is the whole gap. The container waited if none of its work was running at the event.
     """
     ends = [one * 1000 for one in itertools.accumulate(event["ends_us"])]
     gaps = [

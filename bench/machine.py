@@ -89,8 +89,7 @@ class Simulated(Machine):
         super().__init__(work, build)
         self.unit_us = unit_us
         self.iterations: dict[str, str] = {}
-        # Like /dev/nvidia0, the device is not a project file: it is in this machine's shared
-        # memory.
+        # In shared memory, not in the work directory.
         self.directory = Path("/dev/shm") / f"tidegate-simgpu-{os.getpid()}"  # noqa: S108
         subprocess.run(
             [
@@ -117,7 +116,7 @@ class Simulated(Machine):
         """Return the C workload; burner-<us>[-<form>] sets the length and form of a unit."""
         if job.count("-") == 2:
             program = "/usr/bin/burner" if inside else str(self.build / "burner")
-            # The copies are small because the processor makes them: large ones would dominate.
+            # The simulated GPU copies on the processor: larger blocks would dominate the run time.
             return [*burner_command(program, job, self.iterations), "--block", str(1 << 20)]
         unit = job.split("-")[1] if job.startswith("burner-") else str(self.unit_us)
         program = (
@@ -218,7 +217,7 @@ class Nvidia(Machine):
         remember_iterations(self.iterations, job, answer)
 
     def make_rootfs(self, directory: Path) -> None:
-        """Mount an overlay of this machine's root, without the mounts (the driver) in it."""
+        """Mount an overlay of this machine's root, without what is mounted in it (the driver)."""
         directory.mkdir(parents=True)
         # Containers of different arms can have the same name.
         layers = self._layers / f"{len(self._mounted)}-{directory.parent.name}"

@@ -94,14 +94,17 @@ class BenchNode:
     ) -> None:
         for container in self.running:
             self.delete(container)
-        self._leave_mps()
+        self._collect_mps_logs()
         self.stop_governor()
         shutil.rmtree(self.runtime_dir, ignore_errors=True)
         if not self._keep_machine:
             self.machine.close()
 
-    def _leave_mps(self) -> None:
-        """Keep the logs of MPS; its daemons end with the governor once no container uses them."""
+    def _collect_mps_logs(self) -> None:
+        """Copy the logs of MPS, and wait until no container uses its daemons.
+
+        They then exit with the governor.
+        """
         for logs in (self.runtime_dir / "mps").glob("*/log"):
             shutil.copytree(logs, self.work / "mps" / logs.parent.name, dirs_exist_ok=True)
             deadline = time.monotonic() + 5

@@ -1,4 +1,8 @@
-"""Computes the work of containers from the stamps of their units, and the figures of arms."""
+"""Computes the work of each container of an arm, and the arm's figures.
+
+An arm is one experiment of `bench.quota` (`bench.arms`). Work is computed from the timestamps with
+which a container's program records the end of each unit of its work.
+"""
 
 from __future__ import annotations
 
@@ -63,12 +67,12 @@ class WorkloadReport:
         paths = [path, *sorted(path.parent.glob(f"{path.name}.*"))]
         self.stamps = tuple(sorted(stamp for one in paths for stamp in read_stamps(one)))
         self.bursts = answer.get("bursts", [])
-        # The simulated GPU's clock is that of this machine.
+        # 0 on the simulated GPU, which uses this machine's clock.
         self.ahead_ns = int(answer.get("clock_ns", 0))
 
 
 def wait_for_end(node: BenchNode, containers: Sequence[Running]) -> list[WorkloadReport]:
-    """Wait until containers have ended by themselves, and return their reports."""
+    """Wait until containers have exited on their own, and return their reports."""
     for container in containers:
         if node.wait(container, 120):
             raise MachineError(f"a container failed: {container.output.strip()[-200:]}")
@@ -105,10 +109,10 @@ def measure_work(
 def waits(
     stamps: Sequence[Stamp], profile: Profile, begin: int, end: int
 ) -> dict[str, float | int]:
-    """Return how long the GPU did not work for a program that always has work.
+    """Return how long a program that always has work waited for the GPU.
 
-    Such a wait is the time between two ends of units, less the time of the later unit alone, if
-    the difference is WAIT_NS or more.
+    A wait is the time between the ends of two units, less the time that the later one takes alone,
+    if that is WAIT_NS or more.
     """
     found = sorted(
         after.time - before.time - profile.duration(after.kind)
@@ -130,7 +134,7 @@ def within(spans: Sequence[Sequence[int]], begin: int, end: int) -> list[list[in
 
 
 def work(run: Progress, begin: int, end: int, step_ns: int = SAMPLE_NS) -> list[int]:
-    """Return the work in each step, in microseconds of the job alone; rounding is carried over."""
+    """Return the work in each step, in us of the job alone; rounding errors do not accumulate."""
     edges = [round(run.at(at) / 1000) for at in range(begin, end + 1, step_ns)]
     return [after - before for before, after in itertools.pairwise(edges)]
 
@@ -172,7 +176,7 @@ def summarise(arm: Mapping[str, Any]) -> dict[str, Any]:
             for one in arm["tenants"]
             for share in windows(one["work_us"], width)
         ]
-        # If quotas change, there is no error for the whole.
+        # If quotas change, an error over the whole run has no meaning.
         if errors and not arm.get("events"):
             errors.sort()
             summary[label] = {

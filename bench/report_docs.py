@@ -25,10 +25,10 @@ from bench.report_gangs import GANGS
 from bench.report_quota import DRAWN, QUOTA, chart_of_arm, row_of
 from bench.report_quota import HEAD as QUOTA_HEAD
 from bench.report_texts import (
+    API_COVERAGE,
     CHURN,
     HEAD,
     HOOK,
-    JUDGE,
     LATENCY,
     MEMORY,
     MIRROR,
@@ -290,10 +290,12 @@ def add_hook(page: ResultsPage, results: Mapping[str, dict[str, Any]]) -> None:
             )
             for runtime, one in result["summary"].items()
         ]
-        ways = [way.replace("-", " ") for way in STARTS]
+        ways = [
+            way.replace("wrapper-", "wrapper, ").replace("asks-not", "no request") for way in STARTS
+        ]
         head = (
             "runtime, alone",
-            *(f"{way}, ms more" for way in ways),
+            *(f"{way}: added ms" for way in ways),
             "at once, p50 / p99 ms",
             "failed",
         )
@@ -317,14 +319,14 @@ def add_starts(page: ResultsPage, results: Mapping[str, dict[str, Any]]) -> None
             )
             for name, one in result["summary"].items()
         ]
-        head = ("engine", "native, ms", "requests nothing, ms more", "governed, ms more")
+        head = ("engine", "native, ms", "no request: added ms", "governed: added ms")
         page.table(head, rows, "lrrr")
         page.add(where(result))
 
 
 def add_judge(page: ResultsPage, results: Mapping[str, dict[str, Any]]) -> None:
     """Add the verdicts of each run, with the reasons why some calls prove nothing."""
-    page.add(JUDGE)
+    page.add(API_COVERAGE)
     for result in results.values():
         one, gpu = result["summary"], result["gpu"]
         page.add(f"### {gpu['name']}, driver {gpu['driver']}, {result['date'][:10]}")
@@ -460,7 +462,7 @@ def add_suspension(page: ResultsPage, results: Mapping[str, dict[str, Any]]) -> 
         )  # fmt: skip
     page.table(
         (
-            "result", "memory", "Tidegate's scheduling", "suspend", "resume", "freed besides",
+            "result", "memory", "Tidegate's scheduling", "suspend", "resume", "also freed",
             "the neighbour's speed during suspend", "during resume",
         ),
         rows,

@@ -25,9 +25,10 @@ The delivered share is this progress divided by the time that passed. Neither th
 accounting nor the driver's utilisation figure is used. The error is the mean distance between
 delivered share and quota over all windows, averaged over the containers, in percentage points.
 
-A job that is limited by the GPU's power when it runs alone is faster in less of the time: on an
-H200, the GEMM with a cap of 45 %, alone and by time slices, has 45 % of the time and does 50.7 % of
-its work. So more than its quota is delivered to it, and that is no error.
+A job that is limited by the GPU's power when it runs alone runs faster if it has the GPU for only a
+part of the time. On an H200, a GEMM with a cap of 45 % and no other container beside it gets 45 %
+of the time and completes 50.7 % of the work that it completes alone. It is shown with more than its
+quota, which is not an error.
 """
 
 
@@ -58,7 +59,7 @@ of the medians next to it. The 95 % interval is a bootstrap of the pairs.
   on.
 - `memory-info` is `cuMemGetInfo`.
 - `look-up-ours` is `cuGetProcAddress` of a function that the control library replaces, `look-up`
-  the same of another function.
+  the same call for a function that it does not replace.
 - `load` is `dlopen` of libcuda.so.1 by a process.
 
 Rows with "alone" were measured while the container had the GPU to itself. Rows with "while another
@@ -79,12 +80,12 @@ HOOK = """\
 
 - "alone": without a hook.
 - "trivial": with a hook in C that does nothing.
-- "asks not": with Tidegate's hook, in a container that requests nothing.
+- "no request": with Tidegate's hook, in a container that requests nothing.
 - "governed": with Tidegate's hook, in a container that requests a share.
-- "wrapper asks not" and "wrapper governed": the same two under `tidegate-runtime`.
+- "wrapper, no request" and "wrapper, governed": the same two under `tidegate-runtime`.
 
 Hook and runtime are the C programs with the [fork server](reference/runtime.md#the-fork-server)
-behind them. "ms more" is the median of the differences from the start without a hook in the same
+behind them. "Added ms" is the median of the differences from the start without a hook in the same
 round. After that, containers that request a share are started eight at a time.
 
 The aims are 5 ms for a container that requests nothing and 30 ms for one that requests a share.
@@ -123,10 +124,10 @@ The arms:
 - `hardware`: the GPU's own scheduler divides the time.
 - `latency`: as `hardware`, and the service has the class `latency` and the cap.
 
-The service is guaranteed ten points more of the GPU than its requests take (20 % with a request
-every 20 ms). The jobs share the rest, and all containers may use idle time. Two numbers at the end
-of an arm's name are the guarantees of the service and of all jobs together; the first of them
-replaces this rule. Several services share the requests and the guarantee.
+The service is guaranteed the share that its requests need and ten percentage points more (20 % with
+a request every 20 ms). The jobs share the rest, and all containers may use idle time. If an arm's
+name ends in two numbers, these are the guarantees of the service and of all jobs together instead.
+Several services share the requests and the guarantee.
 
 The work of the jobs is given in percent of what one job does alone.
 """
@@ -150,11 +151,11 @@ SUSPENSION = """\
 
 `python -m bench.suspension` suspends a container with known contents in its memory and resumes it a
 second later, repeatedly, next to a container that always has work. The governor is killed and
-started again before every third resume. All contents were right at the end of each run.
+started again before every third resume. All contents were intact at the end of each run.
 
 The rows without Tidegate are the driver's calls alone, for the same program with the GPU to itself.
-*Freed besides* is the memory that suspending freed beyond what the program had allocated: its
-context. The neighbour's speed is given in percent of its speed while the container is suspended.
+*Also freed* is the memory that suspending freed beyond what the program had allocated: its context.
+The neighbour's speed is given in percent of its speed while the container is suspended.
 """
 
 
@@ -167,9 +168,9 @@ others by SIGKILL. All guarantees together fit on the GPU.
 
 The share of a container is its work from one second after its first unit, in percent of what it
 does alone in that time. It is measured for containers that always have work and live for at least
-two seconds. "Below" is how far the container furthest below its guarantee was from it, in points.
-"Seconds" are those of the container that is always there. There is no run without Tidegate, because
-nothing is guaranteed there.
+two seconds. "Below" is the largest distance of a container below its guarantee, in points.
+"Seconds" are those of the container that is always there. There is no run without Tidegate, which
+would guarantee nothing.
 """
 
 
@@ -190,7 +191,7 @@ STEP = """\
 `python -m bench.overhead --step` compares a native process with a process in a container that is
 alone and has the whole GPU. Both are warm and stay on the same processors. In turn (A B B A), each
 process takes steps for a fifth of a second while the other is idle. The figure of a turn is its
-median step, because the machine is shared and sometimes takes the processor away. Results without
+median step, because other load on the machine sometimes preempts the process. Results without
 a median have the mean instead.
 
 Any two processes differ by up to a percent for as long as they live, whichever program they run.
@@ -211,12 +212,12 @@ eight threads each and in every possible way. Some of them are killed. After tha
 takes all the memory that it can get.
 
 The used memory of the GPU is read from the driver's own NVML every 10 ms or slightly less often.
-Memory that a context takes and that NVML attributes to no process is left out, once for each
-process that can exist.
+Memory of a context that NVML attributes to no process is subtracted, once for each process that may
+be running.
 """
 
 
-JUDGE = """\
+API_COVERAGE = """\
 ## Every function of the driver API
 
 `python -m tests.gpu.coverage_probe` calls each function that `cuda.h` declares, natively and under

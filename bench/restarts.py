@@ -39,7 +39,7 @@ from vdriver.errors import VdriverError
 
 SHARES = (45, 30, 15)
 DOWN_S = (0.0, 0.0, 0.3, 3.0)
-"""Longest times until the next governor is started, in seconds, in turn."""
+"""Upper bounds of the random time until the next governor is started, in seconds, used in turn."""
 AFTER_S = 1.0
 
 
@@ -77,7 +77,7 @@ def measure(machine: Machine, n_kills: int, scheduling: str) -> dict[str, Any]:
             time.sleep(AFTER_S)
             events.append((killed, started, answers))
             took = (answers - started) / NS_PER_MS
-            print(f"kill {i + 1}: another one answers {took:.0f} ms after its start", flush=True)
+            print(f"kill {i + 1}: the next one answers {took:.0f} ms after its start", flush=True)
         node.check_scheduling()
         for one in containers:
             os.kill(pid_of(node, one), signal.SIGTERM)

@@ -225,6 +225,8 @@ class Account:
             "grant_wait_ns": int(waits.ns),
             **pages.device_sums(self._ledger, COUNTED, device),
             **self.counted(device),
+            # What its processes report is from before the suspension.
+            **({"contexts": 0} if self.is_suspended else {}),
         }
 
     def _rate(self, device: int, stats: Stats) -> dict[str, float | None]:

@@ -14,7 +14,7 @@ from typing import Any
 from governor.claims import Claim, ClaimShare, words
 from governor.config import Config
 from governor.errors import OccupiedError, RefusedError
-from governor.placement import Nearness, Standing, place
+from governor.placement import GpuState, Nearness, place
 from governor.quota import MIB, Device, Quota, show_memory
 from governor.shortage import Room, refuse_any, refuse_named
 from libcontrol.layout import N_DEVICES
@@ -523,7 +523,7 @@ class AllocationTable:
             least = self._config.context_memory
             raise refuse_any(list(rooms.values()), quota, count, least)
         standings = [
-            Standing(
+            GpuState(
                 fits=gpu.device.uuid in rooms and rooms[gpu.device.uuid].holds(quota),
                 empty=gpu in within and gpu.lost is None and gpu.closed is None and not gpu.quotas,
                 compute_used=min(gpu.compute_used, 100),

@@ -29,7 +29,7 @@ from governor.cgroups import CannotFreezeError, Group
 from governor.config import Config
 from governor.container import Container, find_owner
 from governor.counters import Tally
-from governor.pace import PacedLog
+from governor.pace import RateLimitedLog
 from governor.processes import started_ns, status_fields
 from governor.quota import Device
 from governor.usage import SAMPLE_NS, Charge
@@ -90,7 +90,7 @@ class _Watched:
     """State of a container between samples."""
 
     container: Container
-    lines: PacedLog = field(default_factory=lambda: PacedLog(log))
+    lines: RateLimitedLog = field(default_factory=lambda: RateLimitedLog(log))
     devices: dict[str, _Device] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
     """Its control groups while they are frozen by the governor."""

@@ -61,8 +61,8 @@ def parse_listen(
         return str(value)
     raise ConfigError(
         f"{name}: {option} is {value!r}, but must be off, unix, 127.0.0.1:PORT or '[::1]:PORT'",
-        hint="it shows the names of containers: for other machines, put a proxy that authenticates"
-        " clients in front of it",
+        hint="the names of containers are shown there: to reach it from other machines, use a proxy"
+        " that authenticates clients",
     )
 
 
@@ -72,7 +72,7 @@ def _spin_us() -> int:
 
 
 def _lookahead_us() -> int:
-    # The time in which a sleeping thread responds; it is longer if threads may not spin.
+    # The time that a sleeping thread takes to wake up; it is longer if threads may not spin.
     return 120 if _spin_us() else 300
 
 
@@ -82,7 +82,7 @@ def _library_dir() -> str:
 
 @dataclass(frozen=True)
 class Defaults:
-    """Defaults for a container that specifies only a part of its quota. Shares are percent."""
+    """Defaults for a container that specifies only a part of its quota. Shares are percentages."""
 
     memory: int | None = None
     compute: int = 1
@@ -328,7 +328,7 @@ def _unknown(name: str, error: Any) -> ConfigError:
         hint = f"did you mean {'.'.join([*path, close[0]])}?"
     else:
         hint = LISTED
-    return ConfigError(f"{name}: {'.'.join([*path, option])[:200]} is no option", hint=hint)
+    return ConfigError(f"{name}: {'.'.join([*path, option])[:200]} is not an option", hint=hint)
 
 
 def _with_integers(value: Any) -> Any:

@@ -34,7 +34,7 @@ from governor.config import Config
 from governor.lookups import UnknownFunctions
 from governor.members import Member, Members, warn_if_unknown
 from governor.mps import DIRECTORY, Mps, MpsEvent
-from governor.pace import PacedLog
+from governor.pace import RateLimitedLog
 from governor.processes import Identity, identify, names_in
 from governor.quota import Device, Quota
 from governor.scheduled import Scheduled, shares_of
@@ -147,7 +147,7 @@ class Container:
         self._processes: dict[int, RegisteredProcess] = {}  # by slot
         self._ledger: Ledger | None = None
         self._closed = False
-        self._lines = PacedLog(log)
+        self._lines = RateLimitedLog(log)
         self._unknown = UnknownFunctions()
         self._loop = asyncio.get_running_loop()
         try:

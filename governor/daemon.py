@@ -120,7 +120,7 @@ def find_devices(nvml: Nvml) -> tuple[list[Device], dict[int, str]]:
 
 
 def _find_mps(config: Config, devices: list[Device], server: Server) -> list[Mps]:
-    """Add the configured MPS daemons to the server; a GPU is closed until its daemon runs."""
+    """Add the configured MPS daemons; a GPU takes no container before its daemon runs."""
     wanted = [d for d in devices if config.strategy_of(d.index, d.uuid) == "mps"]
     if wanted:
         tools = find_tools(read_manifest((Path(config.driver_dir) / "current").resolve()))
@@ -160,8 +160,8 @@ def _open_lock(directory: Path) -> int:
 def _take_lock(lock: int, directory: Path) -> None:
     """Lock a directory for this governor; raise BlockingIOError if another governor runs there.
 
-    A governor that answers counts even without the lock, because older versions lock the directory
-    instead of this file.
+    A governor that answers on the socket counts even if it does not hold the lock, because older
+    versions lock the directory instead of this file.
     """
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
@@ -176,7 +176,7 @@ def _take_lock(lock: int, directory: Path) -> None:
     raise BlockingIOError
 
 
-async def wait_for_place(directory: Path, stop: asyncio.Event) -> int | None:
+async def wait_for_lock(directory: Path, stop: asyncio.Event) -> int | None:
     """Wait for another governor in `directory` to end; return the lock for `listening`.
 
     Return None if `stop` was set first.
@@ -253,7 +253,7 @@ def _make_directories(runtime: Path) -> None:
     if (too_long := len(os.fsencode(longest)) - LONGEST_SOCKET) > 0:
         raise GovernorError(
             f"{runtime}: the sockets of containers would have paths that are too long",
-            hint=f"choose a runtime_dir that is shorter by {too_long}",
+            hint=f"choose a runtime_dir that is shorter by {too_long} byte{'s' * (too_long != 1)}",
         )
     try:
         runtime.mkdir(parents=True, exist_ok=True)
@@ -293,7 +293,7 @@ async def govern(load: Callable[[], LoadedConfig], *, wait: bool = False) -> Non
     stop, hangups = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     _install_signal_handlers(stop, hangups)
-    lock = await wait_for_place(runtime, stop) if wait else None
+    lock = await wait_for_lock(runtime, stop) if wait else None
     if wait and lock is None:
         return
     require_simulated(config.driver_dir)

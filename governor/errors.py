@@ -12,6 +12,9 @@ from vdriver.errors import OperatorError
 class TidegateError(OperatorError):
     """A fault of the node, its configuration or a request."""
 
+    is_logged = False
+    """Whether it has an event of its own in the log, so that a refused request needs no other."""
+
 
 class ConfigError(TidegateError):
     """The configuration cannot be read or is invalid."""

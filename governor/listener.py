@@ -1,6 +1,6 @@
 """A listening Unix socket for a container's processes.
 
-A `Pace` limits how much of the governor's time it takes, whatever the container does.
+A `RateLimiter` limits how much of the governor's time it takes, whatever the container does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import structlog
 
-from governor.pace import Pace
+from governor.pace import RateLimiter
 
 log = structlog.get_logger()
 
@@ -53,7 +53,10 @@ class Listener:
     """
 
     def __init__(
-        self, path: Path, pace: Pace, serve: Callable[[socket.socket], Coroutine[None, None, None]]
+        self,
+        path: Path,
+        pace: RateLimiter,
+        serve: Callable[[socket.socket], Coroutine[None, None, None]],
     ) -> None:
         """Listen at `path`; `serve` is called with each connection and has to close it."""
         self._path, self._pace, self._serve = path, pace, serve

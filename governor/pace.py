@@ -10,10 +10,10 @@ from typing import Any
 
 LINE_S = 1.0
 LINES = 64
-"""Pace of a `PacedLog`: one line every `LINE_S` seconds, after `LINES` at once."""
+"""Rate of a `RateLimitedLog`: one line every `LINE_S` seconds, after a burst of `LINES`."""
 
 
-class Pace:
+class RateLimiter:
     """A rate with a burst: `burst` events at once, then one every `each_s` seconds.
 
     Times are seconds on a monotonic clock.
@@ -39,15 +39,15 @@ class Pace:
         return True
 
 
-class PacedLog:
+class RateLimitedLog:
     """Log lines that a tenant causes.
 
-    Lines in excess of the pace are dropped; the next line that is written gives their number.
+    Lines in excess of the rate are dropped; the next line that is written gives their number.
     """
 
     def __init__(self, log: Any) -> None:
         self._log = log
-        self._pace = Pace(LINE_S, LINES)
+        self._pace = RateLimiter(LINE_S, LINES)
         self._n_left_out = 0
 
     def info(self, event: str, **fields: object) -> None:

@@ -23,8 +23,8 @@ _UNKNOWN = max(Ancestor) + 1
 
 
 @dataclass(frozen=True)
-class Standing:
-    """A GPU when a container is placed: its use (percent, bytes), and whether the quota fits.
+class GpuState:
+    """State of a GPU at placement time: its use (percent, bytes), and whether the quota fits.
 
     An `empty` GPU has no container, but can take one.
     """
@@ -61,7 +61,7 @@ class Nearness:
         self.levels = len(keys)
 
 
-def place(policy: str, gpus: Sequence[Standing], count: int, near: Nearness) -> tuple[int, ...]:
+def place(policy: str, gpus: Sequence[GpuState], count: int, near: Nearness) -> tuple[int, ...]:
     """Return the positions of `count` GPUs that fit, in ascending order; that many must fit.
 
     The result is deterministic: of equal GPUs, the first ones are taken.
@@ -83,7 +83,7 @@ class _Costs:
     numbers compares digit by digit.
     """
 
-    def __init__(self, gpus: Sequence[Standing], near: Nearness) -> None:
+    def __init__(self, gpus: Sequence[GpuState], near: Nearness) -> None:
         n = len(gpus)
         base = n * n + 1  # more than the number of pairs, counted from both ends
         memory = max((gpu.memory_used for gpu in gpus), default=0) + 1
@@ -115,7 +115,7 @@ class _Costs:
 
 
 def _nearest(
-    gpus: Sequence[Standing], fitting: Sequence[int], count: int, near: Nearness
+    gpus: Sequence[GpuState], fitting: Sequence[int], count: int, near: Nearness
 ) -> tuple[int, ...]:
     costs = _Costs(gpus, near)
     if len(fitting) > EXACT:

@@ -233,7 +233,8 @@ class Server:
             about = {"uid": request["uid"]}
             if "namespace" in request:
                 about["claim"] = f"{request['namespace']}/{request['name']}"
-        if request.get("op") != "reload":  # it has its own log event
+        is_logged = isinstance(e, TidegateError) and e.is_logged
+        if request.get("op") != "reload" and not is_logged:  # otherwise it has its own event
             log.info("request-refused", **about, code=e.code, message=e.message, hint=e.hint)
         if request.get("op") in ("admit", "reserve"):
             name = str(request.get("id") or find_name("", "", request["identity"]).whole)

@@ -24,7 +24,7 @@ import structlog
 from governor.account import Account, GpuUse, RegisteredProcess
 from governor.listener import Listener
 from governor.members import Member, Members
-from governor.pace import Pace, PacedLog
+from governor.pace import RateLimitedLog, RateLimiter
 from governor.processes import Identity, identify, namespace_pid, pid_namespace, start_time
 from governor.scheduled import Scheduled
 from governor.shared_memory import Ledger
@@ -104,8 +104,8 @@ class Slots:
         self._gpus, self._account, self._state = gpus, account, state
         self._listener: Listener | None = None
         self._unanswered = {True: 0, False: 0}  # by whether the process is the container's own
-        self._lines = PacedLog(log)
-        self._refusals = {True: PacedLog(log), False: PacedLog(log)}
+        self._lines = RateLimitedLog(log)
+        self._refusals = {True: RateLimitedLog(log), False: RateLimitedLog(log)}
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -154,7 +154,7 @@ class Slots:
 
     def listen(self, path: Path) -> None:
         """Serve the container's processes at a socket."""
-        self._listener = Listener(path, Pace(REGISTRATION_S, REGISTRATIONS), self._register)
+        self._listener = Listener(path, RateLimiter(REGISTRATION_S, REGISTRATIONS), self._register)
 
     def close(self, *, keep: bool) -> None:
         """Stop serving; with `keep`, processes keep their slots and charges."""

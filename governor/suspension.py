@@ -1,19 +1,19 @@
-"""Suspend containers and resume them, by hand.
+"""Suspend containers and resume them, on request.
 
 A suspended container has nothing on the GPU: the contents of its memory are in host memory, and its
-contexts are gone. Its processes run on until they call the driver, and then wait. Its quota stays
-booked, so it can be resumed at any time.
+contexts are gone. Its processes run until they call the driver, and then wait. Its quota stays
+allocated, so it can be resumed at any time.
 
-Before the driver's calls are made (`checkpoint_work`), the container has to be at rest: launches
-that are held on the GPU wait for a grant, and channels that are switched off do not finish their
-work. So no more launches are held, those that are held get a last grant, and then the container is
-granted nothing, and its processes are not steered until the calls have ended. If it is stopped in
-the middle of work that waits for work on another GPU or of another process, that cannot end: it
-runs on for a moment, and the next attempt follows.
+Before the driver's calls are made (`checkpoint_work`), the container has to be idle: launches that
+are held on the GPU wait for a grant, and channels that are switched off do not finish their work.
+So holding is disabled first, and the launches that are already held get another grant. Then the
+container gets no more grants, and its processes are not steered until the calls have ended. Work
+that depends on another GPU or another process may be unable to finish in this state. The container
+is then allowed to run for a moment, and the suspension is tried again.
 
-That a container is suspended is stored before the first call and until after the last. If the
-governor ends in between, the next one shows the container as suspended, and `resume` works from the
-state in which each process is.
+The state is stored as suspended before the first call, and as running after the last one. If the
+governor ends in between, the next one shows the container as suspended, and `resume` continues from
+the actual state of each process.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ log = structlog.get_logger()
 WAIT_S = 30
 """Time within which the submitted work of a container has to end, in seconds."""
 FIRST_WAIT_S = 1.0
-"""The same in the first attempt with a container whose work may wait for other work of its own, in
-seconds. It doubles with each attempt."""
+"""The same in the first attempt with a container that has several processes or GPUs, so that some
+of its work may depend on other work of its own, in seconds. It doubles with each attempt."""
 RUN_S = 0.1
 """Time for which such a container runs on between two attempts, in seconds."""
 GRANTS_S = 3.0
@@ -95,7 +95,7 @@ class Suspender:
         libcuda: Path | None = None,
         computing: Callable[[str], Iterable[ProcessMemory]] = lambda _: (),
     ) -> None:
-        """Without `libcuda`, the driver's own library, no container can be suspended.
+        """Use `libcuda`, the driver's own library; without it, containers cannot be suspended.
 
         `computing` returns the processes on a GPU, by its UUID; it may raise VdriverError.
         """
@@ -107,10 +107,12 @@ class Suspender:
         container = self._find(request["id"])
         self._refuse(container)
         if container.suspension:
-            is_over = container.suspension == "suspended"
+            is_done = container.suspension == "suspended"
             raise RefusedError(
-                f"the container is {container.suspension} already",
-                hint="tidegate resume ends that" if is_over else "try again when that has ended",
+                f"the container is already {container.suspension}",
+                hint="tidegate resume undoes that"
+                if is_done
+                else "try again when that has finished",
             )
         began = time.monotonic()
         container.suspension = "suspending"
@@ -130,9 +132,8 @@ class Suspender:
                 self._run_again(container)
             hint = "tidegate resume makes it run again"
             if e.undone:
-                hint = "it runs on; give more time with --wait" if e.busy else "it runs on"
-            log.warning("container-not-suspended", container=container.identifier, error=str(e))
-            raise RefusedError(f"the container cannot be suspended: {e}", hint=hint) from e
+                hint = "it keeps running" + ("; give more time with --wait" if e.busy else "")
+            raise _failed("container-not-suspended", container, e, hint) from e
         finally:
             if container.suspension:
                 container.suspension = "suspended"
@@ -144,7 +145,7 @@ class Suspender:
         container = self._find(request["id"])
         if container.is_moving:
             raise RefusedError(
-                f"the container is {container.suspension}", hint="try again when that has ended"
+                f"the container is {container.suspension}", hint="try again when that has finished"
             )
         self._refuse(container)
         began = time.monotonic()
@@ -156,9 +157,8 @@ class Suspender:
             with container.left_alone():
                 n = await self._work("resume", await self._uses(container), used, 0)
         except WorkError as e:
-            log.warning("container-not-resumed", container=container.identifier, error=str(e))
             hint = f"it stays {before}; try again" if before else "tidegate ps shows its state"
-            raise RefusedError(f"the container cannot be resumed: {e}", hint=hint) from e
+            raise _failed("container-not-resumed", container, e, hint) from e
         finally:
             container.suspension = before
             container.allow_holds(allowed=not before)
@@ -180,7 +180,10 @@ class Suspender:
     def _refuse(self, container: Container) -> None:
         """Raise RefusedError if a container cannot be suspended or resumed."""
         if self._libcuda is None:
-            raise RefusedError("this governor has no driver", hint="start another")
+            raise RefusedError(
+                "this governor was started without the driver's libcuda",
+                hint="run tidegate refresh, and restart tidegate-governor",
+            )
         if container.strategy == "mps":
             raise RefusedError(
                 "the container shares its GPU by MPS, whose clients the driver cannot checkpoint",
@@ -192,13 +195,13 @@ class Suspender:
             )
 
     async def _end_holds(self, container: Container) -> None:
-        """Wait until no launch is held on the GPU, because of N_GRANTS grants or of a rest."""
+        """Wait until no launch is held: a GPU is idle, openly granted, or had N_GRANTS grants."""
         until = time.monotonic() + GRANTS_S
         granted = [i for i in range(len(container.devices)) if not container.gpus.is_steered(i)]
         before = {i: int(container.gpus.stats(i).grants) for i in granted}
         while time.monotonic() < until and not all(
             container.account.is_at_rest(i)
-            # An open grant holds nothing.
+            # Under an open grant no launch is held.
             or container.account.is_sampled(i)
             or int(container.gpus.stats(i).grants) >= before[i] + N_GRANTS
             for i in granted
@@ -322,6 +325,15 @@ def _read(output: bytes) -> int:
     if not any("done" in line for line in lines):
         raise WorkError("the process that makes the driver's calls has ended")
     return sum("pid" in line for line in lines)
+
+
+def _failed(event: str, container: Container, e: WorkError, hint: str) -> RefusedError:
+    """Log that the driver's calls failed, and return the error for the caller."""
+    log.warning(event, container=container.identifier, error=str(e))
+    done = event.removeprefix("container-not-")
+    error = RefusedError(f"the container cannot be {done}: {e}", hint=hint)
+    error.is_logged = True
+    return error
 
 
 def _require_running(container: Container) -> None:

@@ -1,10 +1,10 @@
 """Makes the kubelet retry pods at once when the driver can prepare their claims.
 
-A kubelet that finds no driver, or is refused, leaves the pod alone until the pod's next resync, 60
-to 90 s later, unless the pod changes. So the driver writes the time into an annotation of the pod:
-after a call has waited in vain for a temporary condition to pass, and for pods that were waiting
-before the driver was registered, as after a reboot. The driver may change only that annotation, and
-only on pods of its own node (packaging/kubernetes/base/resync.yaml).
+If the driver is absent or refuses a call, the kubelet does not retry the pod until the pod's next
+resync, 60 to 90 s later, unless the pod changes. So the driver writes the current time into an
+annotation of the pod: after a call has timed out waiting for a temporary condition to pass, and for
+pods that were waiting before the driver was registered, as after a reboot. The driver may change
+only that annotation, and only on pods of its own node (packaging/kubernetes/base/resync.yaml).
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ ANNOTATION = f"dra.{DRIVER}/prepare-again"
 """The annotation. It is not below `tidegate.gpu/`, where the hook refuses unknown names."""
 AFTER_S = 1.0
 """Seconds from a refusal to the annotation, so that the kubelet processes its answer first."""
-LOOKS_S = (0.3, 3.0, 9.0)
+SEARCH_DELAYS_S = (0.3, 3.0, 9.0)
 """Seconds from a registration to each search for waiting pods: a kubelet that has just started
 reports its pods late."""
-AGAIN_S = 5.0
+RETRY_S = 5.0
 """Seconds from a failed search to the next."""
-MOST = 1024
+MAX_PENDING = 1024
 """Maximum number of pods that wait for their annotation."""
 
 
-class Pods(Protocol):
-    """The requests to the API server."""
+class PodApi(Protocol):
+    """The requests to the API server about pods and their claims."""
 
     def pods(self, node: str) -> list[dict[str, Any]]:
         """Return the pods of a node."""
@@ -49,7 +49,7 @@ class Pods(Protocol):
         """Set an annotation of a pod."""
 
 
-class Known(Protocol):
+class ClaimRecord(Protocol):
     """The driver, which knows the claims that the kubelet has asked for."""
 
     def was_asked(self, uid: str) -> bool:
@@ -59,7 +59,7 @@ class Known(Protocol):
 class Resync:
     """Writes annotations on a separate thread, so that answers to the kubelet do not wait."""
 
-    def __init__(self, cluster: Pods, node: str, driver: Known) -> None:
+    def __init__(self, cluster: PodApi, node: str, driver: ClaimRecord) -> None:
         self._cluster = cluster
         self._node = node
         self._driver = driver
@@ -73,7 +73,7 @@ class Resync:
         """Look for waiting pods, because the kubelet knows the driver now."""
         now = time.monotonic()
         with self._changed:
-            self._looks = [now + after for after in LOOKS_S]
+            self._looks = [now + after for after in SEARCH_DELAYS_S]
             self._changed.notify_all()
 
     def refused(self, namespace: str, pods: Iterable[Mapping[str, Any]] | None) -> None:
@@ -89,7 +89,7 @@ class Resync:
         with self._changed:
             for pod in pods:
                 key = namespace, str(pod.get("name")), str(pod.get("uid"))
-                if len(self._pods) < MOST:
+                if len(self._pods) < MAX_PENDING:
                     self._pods.setdefault(key, due)
             self._changed.notify_all()
 
@@ -137,12 +137,12 @@ class Resync:
         except ClusterError as e:
             self._failed(e)
             with self._changed:
-                self._looks.append(time.monotonic() + AGAIN_S)
+                self._looks.append(time.monotonic() + RETRY_S)
         except Exception as e:  # noqa: BLE001 - an unexpected pod must not end the thread
             log.warning("pods-not-understood", error=repr(e)[:300])
 
     def _has_unasked_claim(self, pod: Mapping[str, Any]) -> bool:
-        """Return whether the kubelet has not asked for a claim of the pod that is on this node."""
+        """Return whether the pod has a claim on this node that the kubelet never asked for."""
         namespace = str(pod["metadata"]["namespace"])
         for name in _claims(pod):
             try:

@@ -1,7 +1,7 @@
-"""Sets up TLS to the API server, with all checks except that of the CA certificate's form.
+"""Sets up TLS to the API server, with all checks except Python 3.13's strict ones of certificates.
 
-Python 3.13 sets VERIFY_X509_STRICT by default, which refuses certificate authorities without a key
-usage extension. Clusters often have such authorities (EKS, microk8s, older kubeadm), and all other
+Python 3.13 sets VERIFY_X509_STRICT by default, which refuses CA certificates without a key usage
+extension. Clusters often have such certificates (EKS, microk8s, older kubeadm), and all other
 clients accept them. The chain, its dates and the host name are verified as usual.
 """
 

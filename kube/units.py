@@ -1,8 +1,8 @@
 """Maps the device plugin's units, each a GiB of a GPU's memory, to claims.
 
 The kubelet allocates units and never reports when they are free again. But a unit has only one
-owner: when a container gets it, the container that had it before has ended. A claim that overlaps a
-new one is therefore over. The functions are pure.
+owner: when a container gets it, the container that had it before has ended. So has a claim that
+overlaps a new one. The functions are pure.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def parse_units(names: Iterable[str], gpus: Sequence[Mapping[str, Any]]) -> Unit
     parts = ", ".join(f"{bits.bit_count()} GiB on GPU {numbers[u]}" for u, bits in chosen.items())
     total = sum(bits.bit_count() for bits in chosen.values())
     raise RefusedError(
-        f"{total} GiB were requested, but no GPU has that much left: {parts}",
-        hint="ask for less, wait until a pod has ended, or use DRA, which counts by GPU",
+        f"{total} GiB were requested, but no GPU has that much left: the kubelet allocated {parts}",
+        hint="ask for less, wait until a pod has ended, or use DRA, which allocates per GPU",
     )
 
 

@@ -101,8 +101,8 @@ double arbiter_grant_length(const struct arbiter *arbiter, const struct tenant *
     return clamp(cost * demand / (1 - demand), least, max(least, most));
 }
 
-/* Whether `t` is so far behind the holder, once the holder has worked until `at`, that it goes
- * first although that costs a hand-over. */
+/* Whether `t` will be so far behind the holder at `at`, if the holder works until then, that ending
+ * the holder's grant is worth a hand-over. */
 bool arbiter_is_behind(const struct arbiter *arbiter, const struct tenant *t, double at)
 {
     const struct tenant *holder = &arbiter->tenants[arbiter->holder];
@@ -114,8 +114,8 @@ bool arbiter_is_behind(const struct arbiter *arbiter, const struct tenant *t, do
                                 due_at(arbiter, holder) + used / holder->guarantee;
 }
 
-/* Returns when the holder's grant should end in favour of a container that sleeps, is expected back
- * soon and will then be behind the holder; ARBITER_NEVER if there is none. */
+/* Returns when the holder's grant should end in favour of an idle container that is expected to
+ * want the GPU soon and will then be behind the holder; ARBITER_NEVER if there is none. */
 uint64_t arbiter_expected_back(const struct arbiter *arbiter, uint64_t now)
 {
     uint64_t first = ARBITER_NEVER;
@@ -134,7 +134,7 @@ uint64_t arbiter_expected_back(const struct arbiter *arbiter, uint64_t now)
 }
 
 /* Returns the earliest time at which a tenant other than `except` that wants the GPU may have it. A
- * barred tenant does not count: it may have the GPU when it is called. */
+ * barred tenant is skipped: it may have the GPU when its gang's turn comes. */
 uint64_t arbiter_next_eligible(const struct arbiter *arbiter, uint64_t now, int32_t except)
 {
     double best = 1e300;

@@ -13,7 +13,7 @@ static uint32_t estimate_home(uintptr_t key, uint64_t blocks)
     return (uint32_t)(hash >> 52) % ESTIMATE_N_KINDS;
 }
 
-/* Begins a kind. Each number is written by one store, because estimate_look() reads concurrently. A
+/* Initialises the entry of a kind. Each number is written by one store, because estimate_look() reads concurrently. A
  * reader that finds the key also finds that there are no samples yet, and does not use the duration
  * of the previous kind in this entry. */
 static void kind_begin(struct estimate *e, uint32_t kind, uintptr_t key, uint64_t blocks, float ns)
@@ -115,8 +115,8 @@ uint64_t estimate_interval_ns(const struct estimate *e, const struct estimate_in
     return sum;
 }
 
-/* Notes that the interval took no longer than it should. The note is valid for ESTIMATE_CHECKED
- * grants. */
+/* Marks the kinds of an interval that took no longer than predicted as checked. The mark is valid
+ * for ESTIMATE_CHECKED grants. */
 void estimate_check(struct estimate *e, const struct estimate_interval *interval, uint32_t grant)
 {
     for (uint32_t i = 0; i < interval->n_parts; i++)
@@ -136,7 +136,8 @@ bool estimate_unchecked(const struct estimate *e, const struct estimate_interval
  * Learns from a measured interval. Where kernels wait for each other on several GPUs, or run
  * alongside others' work, a long measurement is mostly waiting. So one measurement raises an
  * estimate by the factor `rise` at most, and estimates stay near the shortest measurement. If
- * estimates were means, a collective's kernel would fit into a grant only as its first work.
+ * estimates were means, a collective's kernel would seem too long for a grant, except as its first
+ * work.
  */
 void estimate_learn(struct estimate *e, const struct estimate_interval *interval,
                     uint64_t measured_ns, float rise)

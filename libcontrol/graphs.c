@@ -133,7 +133,7 @@ static uint64_t ranges_union(struct ranges *ranges)
     return sum;
 }
 
-/* Adds what the graph's nodes allocate on one GPU: that of the first node on a governed GPU. */
+/* Adds the ranges that the graph's nodes allocate on one GPU: the first governed GPU of a node. */
 static void ranges_collect(struct ranges *ranges, CUgraph graph, unsigned depth)
 {
     CUgraphNode *nodes;

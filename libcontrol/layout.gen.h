@@ -65,7 +65,7 @@ _Static_assert(sizeof(struct grant_header) == 256, "grant_header");
 struct grant_device {
     uint8_t uuid[16]; /* governor, relaxed: the GPU's UUID */
     uint64_t memory_limit; /* governor, relaxed: quota of device memory */
-    uint64_t memory_overhead; /* governor, relaxed: what the driver took beyond the ledger's sum */
+    uint64_t memory_overhead; /* governor, relaxed: memory that the driver uses beyond the ledger's sum */
     uint64_t memory_used; /* governor, relaxed: memory in use at the last reconciliation, for NVML */
     uint64_t context_bytes; /* governor, relaxed: charged for a process's first context */
     uint32_t compute; /* governor, relaxed: guaranteed share */
@@ -82,7 +82,7 @@ struct grant_device {
     uint32_t n_processes; /* governor, relaxed: processes on the GPU when unattributed was sampled */
     uint64_t unattributed; /* governor, relaxed: memory in use that neither NVML nor a ledger attributes to a process; only differences matter */
     uint64_t unattributed_ns; /* governor, release: when unattributed was sampled */
-    uint64_t overhead_last; /* governor, relaxed: lower bound of memory_overhead, by the last sample */
+    uint64_t overhead_last; /* governor, relaxed: lower bound of memory_overhead at the last sample */
     uint64_t unattributed_each; /* governor, relaxed: part of unattributed that each process adds */
     uint32_t together; /* governor, relaxed: granted together with other GPUs: no launch is held */
     uint32_t beside; /* governor, relaxed: the previous holder's last work may run alongside */
@@ -200,7 +200,7 @@ struct ledger_device {
     uint64_t returned; /* container, seq_cst: total given back, excluding unseen */
     uint64_t moving; /* container, seq_cst: part of (memory - unseen) in calls under way */
     uint64_t pooled; /* container, seq_cst: part of (memory - unseen) held by pools */
-    uint64_t taking; /* container, seq_cst: part of unseen: yet to be taken or charged */
+    uint64_t taking; /* container, seq_cst: part of unseen that only one of memory and unseen has so far */
     uint64_t shrunk; /* container, seq_cst: total shrinkage of pools, as observed */
     uint64_t asked_ns; /* container, release: all pools were queried after this time */
     uint64_t outgrown; /* container, seq_cst: pools that grew beyond the quota */

@@ -81,7 +81,7 @@ GRANT_DEVICE = Struct(
     (
         Field("uuid", "u8", 16, doc="the GPU's UUID"),
         Field("memory_limit", "u64", doc="quota of device memory"),
-        Field("memory_overhead", "u64", doc="what the driver took beyond the ledger's sum"),
+        Field("memory_overhead", "u64", doc="memory that the driver uses beyond the ledger's sum"),
         Field("memory_used", "u64", doc="memory in use at the last reconciliation, for NVML"),
         Field("context_bytes", "u64", doc="charged for a process's first context"),
         Field("compute", "u32", doc="guaranteed share"),
@@ -103,7 +103,7 @@ GRANT_DEVICE = Struct(
             "only differences matter",
         ),
         Field("unattributed_ns", "u64", order="release", doc="when unattributed was sampled"),
-        Field("overhead_last", "u64", doc="lower bound of memory_overhead, by the last sample"),
+        Field("overhead_last", "u64", doc="lower bound of memory_overhead at the last sample"),
         Field("unattributed_each", "u64", doc="part of unattributed that each process adds"),
         Field("together", "u32", doc="granted together with other GPUs: no launch is held"),
         Field("beside", "u32", doc="the previous holder's last work may run alongside"),
@@ -185,7 +185,12 @@ LEDGER_DEVICE = Struct(
             "pooled", "u64", 1, "container", "seq_cst", "part of (memory - unseen) held by pools"
         ),
         Field(
-            "taking", "u64", 1, "container", "seq_cst", "part of unseen: yet to be taken or charged"
+            "taking",
+            "u64",
+            1,
+            "container",
+            "seq_cst",
+            "part of unseen that only one of memory and unseen has so far",
         ),
         Field("shrunk", "u64", 1, "container", "seq_cst", "total shrinkage of pools, as observed"),
         Field(
@@ -246,7 +251,7 @@ USAGE_ENTRY = Struct(
 )
 
 GRANT_SIZE = 4096
-"""Size of the grant page itself. A reader that does not know the usage part maps no more."""
+"""Size of the grant page itself. Readers that do not use the usage part map only this much."""
 GRANT_DEVICES = GRANT_HEADER.size
 GRANT_USAGE = GRANT_SIZE
 GRANT_USAGE_ENTRIES = GRANT_USAGE + USAGE_HEADER.size
@@ -265,7 +270,8 @@ REGISTER = b"r"
 """First byte that a process sends to request a slot."""
 
 AGAIN = b"a"
-"""First byte that a process sends if its slot is from a governor that is gone, or is lost."""
+"""First byte that a process sends to reconnect: the governor that gave it its slot has ended, or
+the connection was lost."""
 
 STRUCTS = (
     GRANT_HEADER,

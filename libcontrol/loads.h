@@ -2,14 +2,14 @@
  * Measures what a load of a module or library takes of a GPU's memory, which no driver call
  * reports.
  *
- * The driver's own cuMemGetInfo, before and after a load, shows it as long as other containers are
- * quiet. Each call takes 4 us on an H200, and a load a millisecond. A small amount is provisional
- * until the governor has sampled. A large amount is not believed before that: the load waits for a
- * sample, and is undone if the container is then over its quota. If the sample does not find the
- * memory in the process, but more of the GPU's memory belongs to no process, then it belongs to
+ * The driver's own cuMemGetInfo, before and after a load, shows it as long as no other container
+ * allocates or frees memory. Each call takes 4 us on an H200, and a load a millisecond. A small
+ * amount is provisional until the governor has sampled. A large amount is not charged before that:
+ * the load waits for a sample, and is undone if the container is then over its quota. If the sample
+ * attributes the memory to no process, and the GPU's unattributed memory has grown, it belongs to
  * managed variables (H200: 128 MiB of them, taken at the load). They are charged until the module
- * ends. While other containers come and go, the amount cannot be determined. The load is then
- * noted, and charged as soon as it can be.
+ * is unloaded. While other containers start and end, the amount cannot be determined. The load is
+ * then recorded, and charged as soon as the amount is known.
  */
 #pragma once
 
@@ -26,7 +26,7 @@ struct load {
     uint64_t unattributed; /* memory of no process: see grant_device.unattributed */
     uint32_t n_processes;
     uint64_t returned; /* total that the container's processes have given back */
-    uint64_t hidden;   /* found at the end: what was charged as memory of no process */
+    uint64_t hidden;   /* found at the end: memory that NVML attributes to no process */
     uint64_t missing;  /* what may have to be charged, but cannot be determined yet */
     uint64_t taken;    /* what it took apart from `hidden` */
 };
@@ -41,7 +41,7 @@ uint64_t load_grown(const struct load *load);
 void loaded_note(const struct load *load, uint64_t handle);
 uint64_t loaded_forget(uint64_t handle);
 
-/* Around the end of a module or library. */
+/* Call them before and after a module or library is unloaded. */
 void unload_begin(struct load *load);
 void unload_end(struct load *load, uint64_t handle, CUresult result);
 

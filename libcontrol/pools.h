@@ -19,11 +19,13 @@ struct pool {
     struct pool *next;
     CUmemoryPool handle;
     int device; /* -1: what it holds is not charged */
-    bool unseen;
+    bool unseen; /* NVML attributes its memory to no process */
     uint32_t state;
     uint32_t n_askers; /* threads that query it outside the application's calls */
-    uint64_t trust_at; /* not trusted before this time, because it grew on trust */
-    uint64_t level;    /* if not 0: it counts as outgrown until it holds less than this */
+    /* Until this time no allocation is let through because the pool's free memory may suffice: the
+     * last such allocation made the pool grow. */
+    uint64_t trust_at;
+    uint64_t level; /* not 0: it has grown beyond the quota, until it holds less than this */
     struct held held;
 };
 

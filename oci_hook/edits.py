@@ -1,8 +1,8 @@
 """Edits config.json for a container that shares a GPU: device nodes, hook and annotations.
 
 The wrapper runtime and Podman's `precreate` edit config.json before the container is created,
-because only device nodes that config.json names survive a reload of systemd. The hook does the
-mounts later.
+because only device nodes that config.json names survive `systemctl daemon-reload`. The hook does
+the mounts later.
 """
 
 from __future__ import annotations
@@ -291,11 +291,11 @@ def hook_entry(path: str, arguments: Iterable[str], stage: str = "createRuntime"
     }
 
 
-def enter_hook(document: dict[str, Any], entry: HookEntry) -> None:
+def add_hook_entry(document: dict[str, Any], entry: HookEntry) -> None:
     """Add the hook's entry exactly once; earlier entries are replaced.
 
-    There is no `poststop` entry: the programs that edit config.json see the container's end
-    themselves, so no process has to be started for it.
+    There is no `poststop` entry: the programs that edit config.json are called when the container
+    is deleted, so no process has to be started for it.
     """
     # --governed from an entry that CDI added is kept: a GPU was requested by name.
     more = ("--governed",) if governed_by(document, entry.path) else ()
@@ -339,5 +339,5 @@ def edit(
     own[RESERVATION] = reservation
     if nodes:
         _edit_devices(document, nodes)
-    enter_hook(document, entry)
+    add_hook_entry(document, entry)
     _edit_environment(document)

@@ -2,10 +2,10 @@
 
 Starting an interpreter and importing the hook takes 25 ms, several times for each container. The C
 programs in `oci_hook/front` connect to this server instead. One of its children does the work of
-the script, with the caller's standard input, working directory and command line, and with files in
-place of its outputs. Without the server everything works, only slower.
+the Python script, with the caller's standard input, working directory and command line, and with
+its outputs redirected to files. Without the server everything works, only slower.
 
-A caller is served if the script would run in the server as it would in the caller: the caller is
+A caller is served if the script would behave in the server as it would in the caller: the caller is
 root, and has the same version and installation, the same mount, PID and user namespaces and the
 same root directory. Any other caller is declined and executes the script. A child ends with its
 caller: the kernel sends it a signal when the caller's end of a pipe closes. That happens when a

@@ -66,7 +66,7 @@ def precreate(options: HookOptions, data: bytes | None, event: RunEvent) -> str:
         raise BundleError(
             f"config.json on stdin is larger than {CONFIG_LIMIT} bytes", hint="make it smaller"
         )
-    from oci_hook.edits import HookEntry, enter_hook
+    from oci_hook.edits import HookEntry, add_hook_entry
     from oci_hook.light_json import dump_json
     from oci_hook.reserve import Settings, edit_config
 
@@ -86,7 +86,7 @@ def precreate(options: HookOptions, data: bytes | None, event: RunEvent) -> str:
         # Podman shows only the exit status of this stage. At the next stage the hook will find the
         # same error, and Podman shows that stage's error line.
         document, _, _ = parse_document(data, name)
-        enter_hook(document, settings.entry)
+        add_hook_entry(document, settings.entry)
         outcome, edited = "edited", dump_json(document).encode()
         event.fields |= {"code": e.code, "message": e.message}
     event.phase("edit")

@@ -22,8 +22,8 @@ class BindDirectory(NamedTuple):
     target: str  # below the container's root
     held: str = ""  # the source relative to the generation's directory, which the hook holds open
     noexec: bool = False
-    volumes: bool = False  # may be created on a volume that the configuration mounts there
-    optional: bool = False  # left out, with a reason in the log, if the image has no room for it
+    volumes: bool = False  # the mount point may be created in a volume
+    optional: bool = False  # left out, with a reason in the log, if the image cannot take it
     may_lack: bool = False  # left out if the host has no such directory
     op: Literal["bind-directory"] = "bind-directory"
 
@@ -57,7 +57,7 @@ class WriteCache(NamedTuple):
     content: bytes
     strays: tuple[str, ...]  # other paths that the cache has for the sonames; they must be replaced
     added: int
-    compat32: bool = False  # 32-bit libraries were requested, and only the cache leads to them
+    compat32: bool = False  # 32-bit libraries were requested, and only the cache makes them found
     before: bytes = b""  # the image's own cache, to be restored at the container's end
     target: str = "etc/ld.so.cache"
     op: Literal["write-cache"] = "write-cache"
@@ -97,13 +97,13 @@ LIBRARIES_32 = "32-bit libraries"
 FLAGS = {"x86_64": ldcache.FLAGS_X86_64, "aarch64": ldcache.FLAGS_AARCH64}
 
 
-class Lead(NamedTuple):
+class CacheMapping(NamedTuple):
     """Sonames that ld.so.cache has to map to files in a directory."""
 
     directory: str  # below the container's root
     sonames: tuple[str, ...]
     flags: int = ldcache.FLAGS_X86_64
-    required: bool = False  # only the cache leads there
+    required: bool = False  # programs find them only by the cache
 
     @property
     def what(self) -> str:
@@ -111,17 +111,19 @@ class Lead(NamedTuple):
         return LIBRARIES_32 if self.flags == ldcache.FLAGS_I386 else "the driver's libraries"
 
 
-def plan_cache(cache: bytes | None, leads: tuple[Lead, ...]) -> WriteCache | None:
+def plan_cache(cache: bytes | None, mappings: tuple[CacheMapping, ...]) -> WriteCache | None:
     """Plan the new cache; None if the image has none, or needs no change."""
-    required = any(lead.required for lead in leads)
-    by_cache = next((lead.what for lead in leads if lead.required), "")
+    required = any(mapping.required for mapping in mappings)
+    by_cache = next((mapping.what for mapping in mappings if mapping.required), "")
     if cache is None or not ldcache.is_cache(cache):
         if required:
             raise _no_cache(
                 f"the image has no ld.so.cache, by which {by_cache} are found", by_cache
             )
         return None
-    names = [name.encode(errors="surrogateescape") for lead in leads for name in lead.sonames]
+    names = [
+        name.encode(errors="surrogateescape") for mapping in mappings for name in mapping.sonames
+    ]
     strays: list[bytes] = []
     try:
         before = ldcache.parse(cache)
@@ -132,12 +134,12 @@ def plan_cache(cache: bytes | None, leads: tuple[Lead, ...]) -> WriteCache | Non
                 )
             return None
         after = before
-        for lead in leads:
-            directory = b"/" + lead.directory.encode(errors="surrogateescape")
-            sonames = tuple(name.encode(errors="surrogateescape") for name in lead.sonames)
-            if lead.flags != ldcache.FLAGS_I386 or lead.required:
-                strays += ldcache.strays(before, directory, sonames, lead.flags)
-            after = ldcache.with_libraries(after, directory, sonames, lead.flags)
+        for mapping in mappings:
+            directory = b"/" + mapping.directory.encode(errors="surrogateescape")
+            sonames = tuple(name.encode(errors="surrogateescape") for name in mapping.sonames)
+            if mapping.flags != ldcache.FLAGS_I386 or mapping.required:
+                strays += ldcache.strays(before, directory, sonames, mapping.flags)
+            after = ldcache.with_libraries(after, directory, sonames, mapping.flags)
         content = ldcache.write(after)
     except ldcache.DamagedCacheError as e:
         if not required and not any(name in cache for name in names):
@@ -271,7 +273,7 @@ def plan_container(
         BindDirectory(grant.directory, "run/tidegate", noexec=True, volumes=True),
     ]
     flags = FLAGS[image.machine]
-    leads = [Lead(image.target, share.names64, flags, required=image.by_cache)]
+    mappings = [CacheMapping(image.target, share.names64, flags, required=image.by_cache)]
     skipped: list[str] = []
     if share.compat32 == "asked" and image.target32 is None:
         raise _no_compat32(image.reason32)
@@ -283,7 +285,9 @@ def plan_container(
             operations.append(
                 _bind_directory(manifest, mirror_set.lib32, image.target32, optional=not asked)
             )
-            leads.append(Lead(image.target32, share.names32, ldcache.FLAGS_I386, required=asked))
+            mappings.append(
+                CacheMapping(image.target32, share.names32, ldcache.FLAGS_I386, required=asked)
+            )
     operations += [
         _bind_file(manifest, p.path, f"usr/bin/{p.path.rpartition('/')[2]}") for p in share.programs
     ]
@@ -305,7 +309,7 @@ def plan_container(
         for b in share.binds
     ]
     # The cache comes last: the directories that it leads to have to be mounted by then.
-    cache = plan_cache(image.cache, tuple(leads))
+    cache = plan_cache(image.cache, tuple(mappings))
     if cache is not None:
         operations.append(cache)
     return Plan(tuple(operations), tuple(choices), tuple(skipped))

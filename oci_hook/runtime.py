@@ -1,7 +1,8 @@
 """The wrapper runtime: engines run it in place of runc or crun, and it edits config.json for them.
 
 Engines execute the C program (front/runtime.c). For most commands it executes the real runtime
-at once; the others are left to the fork server, or to this script, whose interpreter has to start.
+at once. The others are handled by the fork server or, more slowly, by this script in a new
+interpreter.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ COMMANDS = frozenset(
 MAKING = ("create", "run", "restore")
 # Options that take a value, and options that take none: those before the command, those of
 # `delete`, and those of the commands in MAKING.
-OF_ALL = (
+GLOBAL_OPTIONS = (
     frozenset(
         ("cgroup-manager", "criu", "log", "log-format", "log-level", "root", "rootless"),
     ),
@@ -90,7 +91,7 @@ def parse_call(arguments: list[str], *, like_crun: bool = False) -> EngineCall:
             elif call.command:
                 call.ident = argument
         else:
-            own = OF_ALL
+            own = GLOBAL_OPTIONS
             if call.command:
                 own = OF_DELETE if call.command == "delete" else OF_COMMAND
             read = _read_getopt if like_crun else _read_go
@@ -425,7 +426,8 @@ def delete(call: EngineCall, node: NodeSettings, arguments: list[str]) -> int:
         kernel.die_with_parent()  # an engine that gives up kills only the process that it started
         os.execv(node.runtime, [node.runtime, *arguments])  # noqa: S606 - the wrapper's purpose
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    # For any status: a container that does not exist has ended, and a running one keeps its files.
+    # Whatever the status: if the container does not exist its files are removed, and a running one
+    # keeps them.
     take_back(call, node)
     return status if status >= 0 else 128 - status
 
@@ -549,7 +551,7 @@ def _refuse(call: EngineCall, event: RunEvent, e: Exception) -> int:
 
 
 def main() -> None:
-    """Edit config.json if necessary, and become the real runtime."""
+    """Edit config.json if necessary, and execute the real runtime."""
     from oci_hook.quick import open_standard, take_program
 
     open_standard()

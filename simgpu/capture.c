@@ -1,5 +1,5 @@
 /*
- * Captures, and the graphs that they fill
+ * Stream capture, and the graphs that it produces
  *
  * A graph is the list of commands that were submitted while capturing, in that order; launching it
  * submits them again. Some calls make a capture invalid. Which calls those are depends on the mode
@@ -111,7 +111,7 @@ struct capture *capture_find(uint64_t number)
     return capture;
 }
 
-/** capture_begin() - from now on the stream's commands go into a graph */
+/** capture_begin() - start to record the stream's commands in a graph */
 CUresult capture_begin(struct stream *stream, CUstreamCaptureMode mode)
 {
     static uint64_t captures;
@@ -141,7 +141,7 @@ CUresult capture_begin(struct stream *stream, CUstreamCaptureMode mode)
     return CUDA_SUCCESS;
 }
 
-/** capture_end() - end a capture: its graph, or NULL and an error if it became invalid */
+/** capture_end() - end a capture and return its graph, or NULL and an error if it is invalid */
 CUresult capture_end(struct stream *stream, struct graph **graphp)
 {
     struct capture *capture = stream->capture;
@@ -192,7 +192,7 @@ void capture_invalidate(struct capture *capture)
     capture->invalid = true;
 }
 
-/** capture_check_unsafe() - may the thread make a call that cannot be part of a capture? */
+/** capture_check_unsafe() - check whether the thread may make a call that cannot be captured */
 CUresult capture_check_unsafe(void)
 {
     CUresult r = CUDA_SUCCESS;
@@ -228,7 +228,7 @@ CUresult capture_check_legacy(const struct context *context)
     return r;
 }
 
-/** capture_drop_stream() - a stream ends; a capture that it began ends with it */
+/** capture_drop_stream() - end the capture that a stream began, when the stream is destroyed */
 void capture_drop_stream(const struct stream *stream)
 {
     if (!stream->capture || stream->capture->origin != stream)

@@ -75,7 +75,7 @@ static bool named_process(struct device *device, const struct name *name)
 
 static struct allocation *find_import(const struct name *name)
 {
-    for (struct allocation *item = memory_behind(1); item; item = memory_behind(item->base + 1)) {
+    for (struct allocation *item = memory_after(1); item; item = memory_after(item->base + 1)) {
         if (item->kind == ALLOCATION_IMPORTED && item->origin == name->number &&
             item->origin_generation == name->generation)
             return item;

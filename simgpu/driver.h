@@ -265,7 +265,7 @@ CUresult memory_allocate(struct context *context, enum allocation_kind kind, siz
 uintptr_t memory_range(uintptr_t base, size_t size, bool replace);
 bool memory_add(const struct allocation *item);
 struct allocation *memory_at(uintptr_t address);
-struct allocation *memory_behind(uintptr_t address);
+struct allocation *memory_after(uintptr_t address);
 const struct allocation *memory_find(const void *address, size_t bytes);
 struct allocation *memory_freeable(uintptr_t address);
 void memory_renumber(struct allocation *item);

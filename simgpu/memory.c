@@ -62,8 +62,8 @@ struct allocation *memory_at(uintptr_t address)
     return address - item->base < item->size ? item : NULL;
 }
 
-/** memory_behind() - the first allocation that begins at or after `address`, or NULL */
-struct allocation *memory_behind(uintptr_t address)
+/** memory_after() - the first allocation that begins at or after `address`, or NULL */
+struct allocation *memory_after(uintptr_t address)
 {
     size_t lower = table_upper(address - 1);
 

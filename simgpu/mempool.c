@@ -139,14 +139,14 @@ static uintptr_t pool_end(const struct mempool *pool)
 
 static struct allocation *first_block(const struct mempool *pool)
 {
-    struct allocation *item = memory_behind(pool->base);
+    struct allocation *item = memory_after(pool->base);
 
     return item && item->base < pool_end(pool) ? item : NULL;
 }
 
 static struct allocation *next_block(const struct mempool *pool, const struct allocation *block)
 {
-    struct allocation *item = memory_behind(block->base + 1);
+    struct allocation *item = memory_after(block->base + 1);
 
     return item && item->base < pool_end(pool) ? item : NULL;
 }
@@ -301,7 +301,7 @@ void mempool_forget_stream(const struct stream *stream)
 static bool unit_used(const struct mempool *pool, size_t i)
 {
     uintptr_t start = pool->base + i * UNIT;
-    const struct allocation *block = memory_behind(start);
+    const struct allocation *block = memory_after(start);
 
     return memory_at(start) || (block && block->base < start + UNIT);
 }

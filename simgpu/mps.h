@@ -1,4 +1,4 @@
-/* Clients of the MPS stand-in; see mps.c. */
+/* Clients of the emulated MPS; see mps.c. */
 #pragma once
 
 #include <stdbool.h>

@@ -96,7 +96,7 @@ int index_of(nvmlDevice_t device)
     return -1;
 }
 
-/** ready_device() - can this device be queried, and does `result` exist? */
+/** ready_device() - check whether this device can be queried and `result` is not NULL */
 nvmlReturn_t ready_device(nvmlDevice_t device, const void *result)
 {
     nvmlReturn_t r = ready(result);

@@ -1,11 +1,11 @@
 /*
- * Virtual memory management: memory without an address, addresses without memory, and mappings
+ * Virtual memory management: physical allocations, address reservations, and mappings
  *
- * Memory is a piece of a memory file, so that it can be mapped more than once and by other
- * processes. Exportable memory has a separate file, which its last page describes; all other memory
- * shares one file. The process that created the memory is charged for it until its own handles and
- * mappings are gone. A process that imported the memory is not charged, which matches what NVML
- * reports, and keeps the contents.
+ * An allocation is a range of a memfd, so that it can be mapped more than once and by other
+ * processes. Each exportable allocation has its own file, whose last page describes it; all other
+ * allocations share one file. The process that created an allocation is charged for it until its
+ * own handles and mappings are gone. A process that imported it is not charged, which matches what
+ * NVML reports, and keeps the contents alive.
  */
 #include "driver.h"
 
@@ -63,7 +63,7 @@ static struct reservation *reservations;
 static int shared_file = -1;
 static off_t shared_end;
 
-/** handle_valid() - is it a handle that still has references? */
+/** handle_valid() - check whether this is a handle that still has references */
 bool handle_valid(const struct handle *handle)
 {
     return pool_owns(&handles_pool, handle) && handle->epoch == driver.epoch &&
@@ -75,7 +75,7 @@ size_t vmm_granularity(void)
     return GRANULARITY;
 }
 
-/* This does not use the C library, whose function requires a newer version than drivers do. */
+/* A system call, because memfd_create() needs a newer C library than the real driver does. */
 static int memory_file(void)
 {
     return (int)syscall(SYS_memfd_create, "simgpu", CLOSE_EXEC);
@@ -325,12 +325,12 @@ CUresult vmm_reserve(uintptr_t *basep, size_t size, size_t alignment, uintptr_t 
 
 static bool range_empty(uintptr_t base, size_t size)
 {
-    const struct allocation *behind = memory_behind(base);
+    const struct allocation *after = memory_after(base);
 
-    return !memory_at(base) && (!behind || behind->base >= base + size);
+    return !memory_at(base) && (!after || after->base >= base + size);
 }
 
-/** vmm_unreserve() - end a whole reservation; nothing may be mapped into it */
+/** vmm_unreserve() - free a whole reservation; nothing may be mapped into it */
 CUresult vmm_unreserve(uintptr_t base, size_t size)
 {
     for (struct reservation **link = &reservations; *link; link = &(*link)->next) {
@@ -348,7 +348,7 @@ CUresult vmm_unreserve(uintptr_t base, size_t size)
     return CUDA_ERROR_INVALID_VALUE;
 }
 
-/** vmm_unmapped() - a mapping has left the table; its addresses stay reserved */
+/** vmm_unmapped() - release a mapping that has left the table; its addresses stay reserved */
 static void vmm_unmapped(const struct allocation *item)
 {
     memory_range(item->base, item->size, true);
@@ -388,7 +388,7 @@ CUresult vmm_map(uintptr_t base, size_t size, size_t offset, struct handle *hand
     return CUDA_SUCCESS;
 }
 
-/* Do these bytes consist of whole, adjacent mappings? */
+/* Checks whether these bytes consist of whole, adjacent mappings. */
 static bool whole_mappings(uintptr_t base, size_t size)
 {
     uintptr_t end = base + size;
@@ -406,7 +406,7 @@ static bool whole_mappings(uintptr_t base, size_t size)
     return true;
 }
 
-/** vmm_unmap() - end whole mappings, after all work that may use them */
+/** vmm_unmap() - remove whole mappings, after all work that may use them */
 CUresult vmm_unmap(uintptr_t base, size_t size)
 {
     CUresult r;
@@ -450,7 +450,8 @@ CUresult vmm_access(uintptr_t base, size_t size, const CUmemAccessDesc *wanted)
             item->access &= ~(3ull << shift);
             item->access |= (uint64_t)wanted->flags << shift;
         }
-        /* This process makes the devices' accesses: it may write where any device may read. */
+        /* This process makes the accesses of the simulated devices, so memory is readable and
+         * writable here as soon as any device may access it at all. */
         if (mprotect((void *)base, item->size,
                      item->access || (host && wanted->flags) ? PROT_READ | PROT_WRITE : PROT_NONE))
             return CUDA_ERROR_OUT_OF_MEMORY;

@@ -2,7 +2,7 @@
 
     python -m tools.check_driver_calls SOURCE [TAG...]
 
-SOURCE is a tree of https://github.com/NVIDIA/open-gpu-kernel-modules, or of a release's source
+SOURCE is a checkout of https://github.com/NVIDIA/open-gpu-kernel-modules, or of a release's source
 package; with tags it is a git repository of that project, and each tag is checked. Every number,
 size and offset of governor/hardware/calls.py becomes an assertion that gcc evaluates. The program
 prints a line for each tree and for each difference, and exits with status 1 if there is a
@@ -64,7 +64,7 @@ def assertions(branch: int) -> str:
 
 
 def differences(tree: Path, branch: int) -> list[str]:
-    """Return the compiler's objections to the table, for the source of one version in `tree`."""
+    """Return the compiler's errors for the table, with the source of one version in `tree`."""
     command = ["gcc", "-fsyntax-only", "-w", "-x", "c", "-"]
     for include in INCLUDES:
         command += ["-I", str(tree / include)]

@@ -3,7 +3,7 @@
 The control library and the simulated driver declare the types and functions that they need
 themselves, because the header's licence keeps it out of the repository. Both sets of declarations
 are compiled, ours and those of the cuda.h in DIRECTORY (or of nvidia-cuda-runtime, which the tests
-install), and compared by the debugging information that the compiler writes about them: sizes of
+install), and compared using the debugging information that the compiler writes about them: sizes of
 types, offsets and sizes of members by name, sizes of parameters, values of constants. A member
 whose name begins with "reserved" or "pad" may be anything, on either side.
 """
@@ -29,8 +29,8 @@ LIBCONTROL, SIMGPU = ROOT / "libcontrol", ROOT / "simgpu"
 
 CONSTANT = re.compile(r"^#define (CU\w+)\s+(0x[0-9a-f]+|\d+)\b", re.MULTILINE)
 CALLED = re.compile(r'^\s*FIND\((\w+), "(\w+)"\);', re.MULTILINE)
-"""A function that the control library calls and does not hook: its field, and its name."""
-OWN = re.compile(r"reserved|pad")
+"""Matches a function that the control library calls and does not hook: its field and its name."""
+FILLER = re.compile(r"reserved|pad")
 VARIABLE = "abi_"
 ELSEWHERE = re.compile(r"cu(GL|VDPAU)")
 """Functions of cudaGL.h and cudaVDPAU.h."""
@@ -233,10 +233,10 @@ def faults_of_type(name: str, ours: Type, theirs: Type) -> Iterator[str]:
     if ours.size != theirs.size:
         yield f"{name}: {ours.size} bytes, in cuda.h {theirs.size}"
     for member, (at, made) in ours.members.items():
-        if OWN.match(member):
+        if FILLER.match(member):
             continue
         if member not in theirs.members:
-            fillers = [p for n, p in theirs.members.items() if OWN.match(n)]
+            fillers = [p for n, p in theirs.members.items() if FILLER.match(n)]
             if not any((at, made.size) == (there, filler.size) for there, filler in fillers):
                 yield f"{name}.{member}: not in cuda.h"
             continue

@@ -20,7 +20,7 @@ class WheelBuild(BuildHookInterface[Any]):
     """Called by hatchling for each wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Build with meson, and list files and targets; an editable install is a checkout."""
+        """Build with meson, and list the files to include. An editable install is a checkout."""
         if version == "editable":
             return
         root = Path(self.root)

@@ -30,17 +30,17 @@ HEAD = f"""\
 # Metrics
 
 The governor serves metrics for Prometheus at the address that `metrics.listen` specifies
-([configuration](configuration.md)): nowhere by default (`off`), a socket (`unix`), or a port of
-this machine. `GET /metrics` answers in Prometheus's text format or in OpenMetrics, compressed with
-gzip if the client accepts it. There is neither a password nor TLS, so only the socket and this
-machine's own addresses are accepted. `curl --unix-socket /run/tidegate/metrics.sock
+([configuration](configuration.md)): none (`off`, the default), a socket (`unix`), or a port of this
+machine's loopback addresses. `GET /metrics` answers in Prometheus's text format or in OpenMetrics,
+compressed with gzip if the client accepts it. There is no authentication and no TLS, so only the
+socket and loopback addresses can be configured. `curl --unix-socket /run/tidegate/metrics.sock
 http://tidegate/metrics` shows the metrics.
 
 A connection serves one request and ends after {REQUEST_S:g} s; at most {MAX_CONNECTIONS} are
 served at a time. Scrapes within {SAME_S:g} s of each other get the same numbers.
 
 Series with a `container` label end with the container; until then its counters never decrease, even
-if a process ends. Sums over containers lose the containers that have ended: for totals of a GPU or
+if a process ends. Sums over containers do not include those that have ended: for totals of a GPU or
 of the node, use the series without that label, which keep counting until the governor stops. `gpu`
 is the GPU's UUID, `index` its number on the node, and `container` the id that the runtime uses. In
 Kubernetes, `namespace` and `pod` name the container's pod, and `claim` (NAMESPACE/NAME) the claim

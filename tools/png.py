@@ -1,7 +1,7 @@
 """Recompresses PNG screenshots, because a browser optimizes for speed rather than for size.
 
-Pictures of text and plain areas are smallest without PNG's filters, which suit photographs: they
-become a fifth smaller, and no pixel changes.
+Screenshots compress best without PNG's filters, which suit photographs: the files become a fifth
+smaller, and no pixel changes.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def _unfilter(kind: int, coded: bytes, above: bytes, step: int) -> bytes:
     above = bytes(step) + above
     for i in range(step, len(row)):
         left, up, corner = row[i - step], above[i], above[i - step]
-        guess = (left, up, (left + up) >> 1)[kind - 1] if kind < 4 else _nearest(left, up, corner)
+        guess = (left, up, (left + up) >> 1)[kind - 1] if kind < 4 else _paeth(left, up, corner)
         row[i] = (row[i] + guess) & 0xFF
     return bytes(row[step:])
 
 
-def _nearest(left: int, up: int, corner: int) -> int:
+def _paeth(left: int, up: int, corner: int) -> int:
     """Return which of the three is nearest to left + up - corner."""
     to_left, to_up, to_corner = abs(up - corner), abs(left - corner), abs(left + up - 2 * corner)
     if to_left <= to_up and to_left <= to_corner:

@@ -1,5 +1,6 @@
 # shellcheck shell=sh
-# Finds the mirror and keyring of a Debian or Ubuntu release, for the tools that make roots and source this file.
+# Finds the mirror and keyring of a Debian or Ubuntu release, for the tools that create root file systems and source this
+# file.
 # find_suite sets, for the release $suite:
 #
 #     mirror        the mirror of its packages; MIRROR from the environment takes precedence
@@ -7,7 +8,7 @@
 #     keyring       the keyring that verifies its signatures
 #     script        debootstrap's script, which may be that of another release
 #
-# Ubuntu's releases are looked up next to Debian's on the mirror that this machine's apt uses, or else at Ubuntu's own.
+# Ubuntu's releases are looked up next to Debian's on the mirror that this machine's apt uses, or otherwise on Ubuntu's own mirror.
 
 # shellcheck disable=SC2034 # the caller reads them
 

@@ -1,8 +1,8 @@
 """Caches the results of `read_library` in a file, from one refresh to the next.
 
-A driver changes once a month, but a refresh reads its forty libraries at every boot. An entry is
-valid while its file's inode, size and times are unchanged. The cache file is trusted, so only root
-must be able to write to its directory.
+A driver changes about once a month, but a refresh reads its forty libraries at every boot. An entry
+is valid while its file's inode, size and times are unchanged. The cache file is trusted, so only
+root must be able to write to its directory.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ MAX_BYTES = 16 << 20  # largest cache file; forty libraries take 25 KiB
 SETTLED_NS = 100_000_000
 
 # Incremented when the meaning of a field of Library or a rule for refusing a file changes.
-MEANING = 2
+FORMAT_REVISION = 2
 
 # A cache with another version is discarded; the version covers the names and types of all fields.
 VERSION = zlib.crc32(
-    repr((MEANING, [(f.name, f.type) for f in dataclasses.fields(Library)])).encode()
+    repr((FORMAT_REVISION, [(f.name, f.type) for f in dataclasses.fields(Library)])).encode()
 )
 
 Stamp = tuple[int, int, int, int, int]
-Answer = Library | LibraryError
+ReadResult = Library | LibraryError
 
 
 class ElfCache:
@@ -48,12 +48,12 @@ class ElfCache:
 
     def __init__(self, file: str | Path | None) -> None:
         self._file = None if file is None else Path(file)
-        self._known: dict[str, tuple[Stamp, Answer]] = {}
+        self._known: dict[str, tuple[Stamp, ReadResult]] = {}
         if self._file is not None:
             damage = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
             with contextlib.suppress(*damage):
                 self._known = _load(self._file)
-        self._used: dict[str, tuple[Stamp, Answer]] = {}
+        self._used: dict[str, tuple[Stamp, ReadResult]] = {}
         self._stored = dict(self._known)
 
     def read(self, path: str | Path) -> Library:
@@ -100,7 +100,7 @@ def _is_settled(stamp: Stamp) -> bool:
     return stamp[4] + SETTLED_NS <= time.time_ns()
 
 
-def _read_file(path: str) -> Answer:
+def _read_file(path: str) -> ReadResult:
     try:
         return read_library(path)
     except LibraryError as e:
@@ -109,20 +109,20 @@ def _read_file(path: str) -> Answer:
         return LibraryError(e.message, hint=e.hint)  # a new one, without references to frames
 
 
-def _unpack(answer: Answer) -> Library:
+def _unpack(answer: ReadResult) -> Library:
     if isinstance(answer, LibraryError):
         raise LibraryError(answer.message, hint=answer.hint)
     return answer
 
 
-def _pack(stamp: Stamp, answer: Answer) -> list[Any]:
+def _pack(stamp: Stamp, answer: ReadResult) -> list[Any]:
     if isinstance(answer, LibraryError):
         return [stamp, {"message": answer.message, "hint": answer.hint}]
     return [stamp, vars(answer)]
 
 
-def _load(file: Path) -> dict[str, tuple[Stamp, Answer]]:
-    """Return the content of a cache file; one of several errors if it is damaged."""
+def _load(file: Path) -> dict[str, tuple[Stamp, ReadResult]]:
+    """Return the content of a cache file; raise one of several errors if it is damaged."""
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(fd, "rb") as stored:
         status = os.fstat(fd)
@@ -141,7 +141,7 @@ def _parse_stamp(values: list[int]) -> Stamp:
     return device, inode, size, mtime, ctime
 
 
-def _parse(path: str, fields: dict[str, Any]) -> Answer:
+def _parse(path: str, fields: dict[str, Any]) -> ReadResult:
     if "message" in fields:
         if not isinstance(fields["message"], str) or not isinstance(fields["hint"], str):
             raise ValueError("not a refusal")

@@ -2,7 +2,7 @@
 
 A generation is in use if it is mounted in any mount namespace of the machine, or if a process has
 one of its directories open (`vdriver.namespaces` finds both). If the search lacks a permission,
-every generation that could be in use beyond its reach is kept. The search may take a minute; it
+every generation that could be in use where it cannot look is kept. The search may take a minute; it
 holds only the generations' own locks, so a refresh does not wait for it. The driver directory's
 lock is taken for the removal.
 
@@ -91,7 +91,7 @@ def collect(
     the directory does not exist or no generation is in force.
     """
     directory = Path(driver_dir).resolve()
-    given = os.path.abspath(driver_dir)  # noqa: PTH100 - keeps links, so it is a second name
+    given = os.path.abspath(driver_dir)  # noqa: PTH100 - links stay: mounts may show either name
     usage = _Usage()
     outcomes: dict[str, GenerationOutcome] = {}
     try:

@@ -48,7 +48,7 @@ class CacheEntry:
 
 
 def parse_cache(data: bytes) -> tuple[CacheEntry, ...]:
-    """Return the cache's entries in file order; CacheError when `data` is not a cache.
+    """Return the cache's entries in file order; raise CacheError if `data` is not a cache.
 
     If a file has both formats, the newer one is used, as in the loader.
     """

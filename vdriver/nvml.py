@@ -1,6 +1,6 @@
 """Queries NVML through a library at a given path; the only module that imports pynvml.
 
-The results are types of this module; no other module knows NVML's names. Every failure is an
+The results are types of this module; no other module uses NVML's names. Every failure is an
 NvmlError. A value that a GPU or a driver does not report (the memory of a unified-memory GPU, or of
 a process behind MPS) is None.
 """
@@ -83,7 +83,7 @@ class ProcessMemory:
 
 @dataclass(frozen=True)
 class ProcessUse:
-    """One sample of a process of this host: percent of a GPU's time.
+    """A utilisation sample of a process of this host, in percent of a GPU's time.
 
     `time_us` is microseconds since 1970.
     """

@@ -1,7 +1,7 @@
 """Plans a generation of the mirror: lists its files, from a driver and the control libraries.
 
 The functions are pure: they work on the driver that was found, and read none of its files. Every
-operation can describe itself in words.
+operation has a `describe` method for operators.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def plan_mirror(
 
 @dataclass
 class _Builder:
-    """Operations by path. The first to claim a path gets it, so the control libraries keep theirs.
+    """Operations by path. The first one for a path counts; control libraries are added first.
 
     `names` maps each name in lib64 and lib32 to the library that it belongs to.
     """
@@ -192,7 +192,7 @@ def _add_control(  # noqa: PLR0917 - private, and called twice
     version: str,
     name: str,
 ) -> None:
-    """Add the control library under every name of a driver's library, and the latter as origin."""
+    """Add the control library under every name of the driver's, and the driver's own as origin."""
     soname = f"{name}.so.1"
     copy = Copy(
         f"{LIB64}/{soname}",

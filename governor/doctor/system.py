@@ -54,7 +54,7 @@ def calls(node: ExaminedNode) -> Iterator[Finding]:
         lacking = list(refused)
     if lacking:
         yield wrong(
-            f"Linux {release} lacks {_listed(lacking)}: the hook starts no container", NEWER
+            f"Linux {release} lacks {_listed(lacking)}: the hook cannot start containers", NEWER
         )
     else:
         yield ok(f"Linux {release} has {_listed([name for name, _ in CALLS])}")
@@ -64,7 +64,7 @@ def processor(node: ExaminedNode) -> Iterator[Finding]:
     """Check whether loaders search the hwcaps subdirectory on which the driver is mounted."""
     cpuinfo = node.read("/proc/cpuinfo") or ""
     if re.search(r"^CPU implementer\s*:", cpuinfo, re.MULTILINE):
-        yield ok("on aarch64 no loader chooses a directory by the processor")
+        yield ok("on aarch64 the loader does not select directories by CPU features")
         return
     found = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
     if found is None:
@@ -128,23 +128,23 @@ def cgroups(node: ExaminedNode) -> Iterator[Finding]:
         case {"cgroup": _, "cgroup2": unified}:
             yield from _hybrid(node, unified)
         case {"cgroup2": _}:
-            yield ok("control groups of version 2")
+            yield ok("cgroup v2")
         case {"cgroup": _}:
-            yield ok("control groups of version 1")
+            yield ok("cgroup v1")
         case _:
             yield wrong(
-                "no control groups are mounted: runtimes start no container",
+                "no cgroup file system is mounted: runtimes cannot start containers",
                 "mount -t cgroup2 none /sys/fs/cgroup",
             )
 
 
 def _hybrid(node: ExaminedNode, unified: str) -> Iterator[Finding]:
-    found = f"control groups of version 1, with version 2 at {unified} (hybrid)"
+    found = f"cgroup v1, with cgroup v2 at {unified} (hybrid)"
     crun = node.find("crun")
     if not crun:
         yield ok(found)
     elif not (node.read(f"{unified}/cgroup.controllers") or "").strip():
-        yield ok(f"{found}, without controllers in version 2")
+        yield ok(f"{found}, without controllers in cgroup v2")
     else:
         yield warning(
             f"{found}: {crun} refuses that (cgroups in hybrid mode not supported)",
@@ -158,7 +158,7 @@ def throttling(node: ExaminedNode) -> Iterator[Finding]:
         yield ok(f"on_violation is {node.config.on_violation}: containers are not frozen")
         return
     if not node.alive:
-        raise UnseenError(f"freezing cannot be examined on a node below {node.root}")
+        raise UnseenError(f"cannot check freezing: {node.root} is not the running system")
     mounts = [str(path) for path in find_mounts().values()]
     pid = process(node)
     shut = [] if pid is None else _read_only(node, pid, mounts)
@@ -172,7 +172,7 @@ def throttling(node: ExaminedNode) -> Iterator[Finding]:
         yield ok(f"on_violation is throttle, and containers can be frozen by {', '.join(mounts)}")
     else:
         yield warning(
-            "on_violation is throttle, but neither version 2 nor the freezer is mounted",
+            "on_violation is throttle, but neither cgroup v2 nor the v1 freezer is mounted",
             "mount -t cgroup -o freezer none /sys/fs/cgroup/freezer, or set on_violation: report",
         )
 
@@ -211,11 +211,12 @@ def _labels(node: ExaminedNode) -> Iterator[Finding]:
         except OSError as e:
             raise UnseenError(f"the SELinux label of {path}: {e.strerror}") from e
         kind = (context.strip("\0").split(":") + [""] * 3)[2]
+        label = f"type {kind}" if kind else "no label"
         if kind in LABELS:
-            yield ok(f"SELinux enforces, and {path} is {kind}")
+            yield ok(f"SELinux is enforcing, and {path} has {label}")
         else:
             yield warning(
-                f"SELinux enforces, and {path} is {kind or 'without a label'}: containers may not "
-                "read it (not tried with Tidegate)",
+                f"SELinux is enforcing, and {path} has {label}: containers may be unable to read "
+                "it (Tidegate was not tested with this label)",
                 RELABEL.format(path=path.removesuffix("/containers").removesuffix("/current")),
             )

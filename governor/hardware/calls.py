@@ -72,7 +72,7 @@ class Layout:
         """Offset, number of elements, and format of an element, by field.
 
         They are cached, because a search for a process's clients and channels makes a thousand
-        calls, and would take most of its time to look them up.
+        calls, and would otherwise spend most of its time on these look-ups.
         """
         return {
             field.name: (field.offset, field.n, struct.Struct(f"<{_FORMATS[field.type]}"))
@@ -213,7 +213,7 @@ DEVICE_ALLOC = Layout(
     56,
     (CallField("deviceId", "u32", 0), CallField("vaMode", "u32", 48)),
 )
-VA_MODE_PRIVATE = 2
+VA_MODE_MULTIPLE = 2
 """NV_DEVICE_ALLOCATION_VAMODE_MULTIPLE_VASPACES: no address space is created with the device."""
 
 SUBDEVICE_ALLOC = Layout(
@@ -345,8 +345,8 @@ GET_ACCESS_RIGHTS = Call(
         (CallField("hObject", "u32", 0), CallField("hClient", "u32", 4)),
     ),
 )
-"""The call reports to any client whether another client has an object; if that has none, nothing
-is written to the kernel's log."""
+"""Any client may ask with this call whether another client has an object. If it has none, the
+kernel module logs nothing."""
 GET_GPU_ID = Call(
     "NV2080_CTRL_CMD_GPU_GET_ID",
     0x20800142,

@@ -218,7 +218,7 @@ class DriverClient:
             self.client,
             calls.DEVICE,
             calls.DEVICE_ALLOC,
-            {"deviceId": layout.get(info, "deviceInstance"), "vaMode": calls.VA_MODE_PRIVATE},
+            {"deviceId": layout.get(info, "deviceInstance"), "vaMode": calls.VA_MODE_MULTIPLE},
         )
         subdevice = self.allocate(
             device,

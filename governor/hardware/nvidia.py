@@ -32,15 +32,15 @@ from governor.hardware.trace import Residency, Trace
 from governor.hardware.watchdog import Watchdog
 
 CAP_SYS_ADMIN = 21
-LEAST = 100
+MIN_SLICE_US = 100
 """Shortest time slice that is set, in microseconds: a context switch takes 80 us."""
-AGAIN = 64
+N_OVERLAP = 64
 """Number of handles that two consecutive searches both probe."""
 N_CLIENTS_KEPT = N_CLIENTS_LOOKED_AT // 2
 """Number of known clients that an ordinary search probes again."""
 SLICE_UNIT = 1024
-"""Actual length of the driver's microsecond, in nanoseconds: a time slice of 24,920 us lasts 25.53
-ms (H200), and all other lengths that were tried are longer in the same ratio."""
+"""Length in nanoseconds of what the driver counts as a microsecond of a time slice: one of 24,920
+us lasts 25.53 ms (H200), and all other lengths that were tried are longer in the same ratio."""
 
 
 class ClientHolding(NamedTuple):
@@ -121,8 +121,8 @@ class NvidiaHardware:
     def find(self, pid: int, pidfd: int, *, thorough: bool = False) -> Sequence[ClientHolding]:
         """Return a process's clients on this GPU; none if it is gone or has no context.
 
-        A `thorough` search takes 2 s, and also finds clients that are older than a few thousand
-        others.
+        A `thorough` search takes 2 s, and also finds clients with more than a few thousand newer
+        ones.
         """
         # A client has to be newer than those that it searches for.
         with self._open() as probe:
@@ -141,9 +141,9 @@ class NvidiaHardware:
         """Return the clients of other processes, newest first.
 
         Handles come from a counter, so a client that the last search did not find is newer than
-        that search. Otherwise each search would make a few thousand calls.
+        that search. Only newer handles are probed, which saves a few thousand calls.
         """
-        n_new = (probe.client - self._searched) % calls.N_CLIENTS + AGAIN
+        n_new = (probe.client - self._searched) % calls.N_CLIENTS + N_OVERLAP
         if thorough:
             found = live_clients(probe, calls.N_CLIENTS)
         elif not self._searched or n_new >= N_CLIENTS_LOOKED_AT:
@@ -206,7 +206,7 @@ class NvidiaHardware:
         If a process has closed or replaced its descriptor of the client's open file, the old slice
         stays.
         """
-        us = max(LEAST, ns // SLICE_UNIT)
+        us = max(MIN_SLICE_US, ns // SLICE_UNIT)
         client = held.holding.client
         self._residency.sliced(held.pid, us * SLICE_UNIT)
         try:
@@ -269,7 +269,7 @@ def require_rights(proc: Path = Path("/proc")) -> None:
     status = (proc / "self/status").read_text()
     effective = int(next(t for t in status.splitlines() if t.startswith("CapEff:")).split()[1], 16)
     if not effective >> CAP_SYS_ADMIN & 1:
-        raise PermissionError("without CAP_SYS_ADMIN the trace names no process")
+        raise PermissionError("without CAP_SYS_ADMIN the context-switch trace has no pids")
     with tempfile.TemporaryFile() as file:
         pidfd = os.pidfd_open(os.getpid())
         try:

@@ -44,7 +44,7 @@ from collections.abc import Mapping
 
 from governor.hardware.tenant import (
     BURST,
-    EVEN,
+    DEFAULT_SLICE,
     MS,
     PERIOD,
     SLACK,
@@ -406,7 +406,7 @@ class Policy:
             (keeps_on and self._is_full) or any(self._is_service(t, now) for t in first.values())
         ):
             self._turn, self._grain, self._is_even = None, SOON, True
-            settings = dict.fromkeys(others, Setting(True, EVEN))
+            settings = dict.fromkeys(others, Setting(True, DEFAULT_SLICE))
         else:
             self._grain = SOON
             settings = {i: Setting(True, self._slice_of_first(i, first)) for i in first}
@@ -414,7 +414,7 @@ class Policy:
             for i, tenant in rest.items():
                 # A container that is not continuous has short turns; dividing them would save
                 # nothing.
-                ns = SHORT * min(tenant.groups, N_SHORT) if tenant.is_continuous else EVEN
+                ns = SHORT * min(tenant.groups, N_SHORT) if tenant.is_continuous else DEFAULT_SLICE
                 settings[i] = Setting(i == holder or i not in takers, ns)
         lively = [t for t in others.values() if self._is_lively(t, now)]
         is_batched = not waits and all(t.is_capped and not t.first for t in lively)
@@ -450,7 +450,7 @@ class Policy:
         most = LONG if tenant.share.latency else min(LONG, int(tenant.share.limit * PERIOD))
         if not tenant.is_continuous:
             return max(LEAST, most)
-        length = LONG if all(t.is_continuous for t in first.values()) else EVEN
+        length = LONG if all(t.is_continuous for t in first.values()) else DEFAULT_SLICE
         whole = sum(t.share.guarantee for t in first.values() if t.is_continuous)
         return max(LEAST, min(most, int(length * tenant.share.guarantee / whole)))
 
@@ -581,5 +581,5 @@ class Policy:
                 at.append(now + max(self._grain, int(left)))
         for tenant in self._tenants.values():
             if tenant.share.latency and tenant.is_over and tenant.is_capped:
-                at.append(tenant.second.falls_to(tenant.second_at_most - SLACK))
+                at.append(tenant.second.time_below(tenant.max_per_second - SLACK))
         return max(now + MS // 2, min(at))

@@ -11,23 +11,23 @@ from typing import NamedTuple
 
 MS = 1_000_000
 PERIOD = 100 * MS
-"""Interval within which caps hold and each container that takes turns has one. Switching costs 0.6
-ms (H100, H200): at 100 ms, three containers together deliver 100.7 % of what one delivers alone; at
-20 ms, 94 to 95 %."""
+"""Interval within which caps hold and each container that takes turns gets one turn. Switching
+costs 0.6 ms (H100, H200): at 100 ms, three containers together deliver 100.7 % of what one delivers
+alone; at 20 ms, 94 to 95 %."""
 WINDOW = 10
 """Number of periods in a second, within which the cap of a container of class latency holds."""
 SLACK = 4 * MS
 """Time by which a container of class latency may exceed its cap in an arbitrary second, because
 driver calls may be late. In a second that begins with a period it may not, which keeps its average
 exact."""
-EVEN = 2 * MS
+DEFAULT_SLICE = 2 * MS
 """Slice of all containers while none has work all the time; it is the driver's default."""
 BURST = 0.5
-"""Fraction of the time that a container could have had: one that used more in a recent period takes
-turns."""
-OWES = 150 * MS
-"""A container that took more time than this while others were owed takes turns, even if its turns
-end for lack of work."""
+"""Fraction of the time that a container could have used. A container that used more than that in a
+recent period has to take turns."""
+MAX_OWED = 150 * MS
+"""Time in nanoseconds. A container that exceeded its guarantee by more than that while others were
+below theirs has to take turns, even if it ends its turns early for lack of work."""
 
 
 class Share(NamedTuple):
@@ -112,7 +112,7 @@ class Second:
         begin, end, ns = self._parts[0]
         return self._sum - ns * (min(end, since) - begin) / (end - begin)
 
-    def falls_to(self, amount: float) -> int:
+    def time_below(self, amount: float) -> int:
         """Return when the total will be no more than an amount if nothing is added."""
         left = self._sum
         for begin, end, ns in self._parts:
@@ -153,10 +153,10 @@ class Tenant:
             False  # its turns seldom end for lack of work; False while nothing is known
         )
         self.rests = False  # it had the turn, and did nothing
-        self.on, self.slice = True, EVEN
+        self.on, self.slice = True, DEFAULT_SLICE
         # A container is found in the middle of a period, and can be steered only from then on. So
-        # an excess over its cap in that period is not a debt, nor is its earlier use, within
-        # UNFOUND periods.
+        # an excess over its cap in that period is not a debt. What it used before it was found is
+        # not a debt either, for at most `policy.UNFOUND` periods.
         self.is_found = False
         self.n_unfound = 0  # periods in which it worked and could not be switched off
         self.fresh = True
@@ -187,7 +187,7 @@ class Tenant:
         return max(0.0, own)
 
     @property
-    def second_at_most(self) -> float:
+    def max_per_second(self) -> float:
         """GPU time that it may use within any second."""
         return self.share.limit * WINDOW * PERIOD + SLACK
 
@@ -202,7 +202,7 @@ class Tenant:
             self.carried = debt
         self.spent = max(0.0, self.spent + ns)
         self.second.add(begin, now, ns)
-        self.room = self.second_at_most - self.second.total(now)
+        self.room = self.max_per_second - self.second.total(now)
         self.is_over = self.room <= (SLACK if self.is_over else 0)
 
     @property
@@ -228,7 +228,7 @@ class Tenant:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether it takes turns with similar containers while the first rank must not wait."""
+        """Whether it has to take turns with similar containers while one of first rank runs."""
         return self.is_continuous and not self.rests and (self.burst > BURST or self.share.latency)
 
     @property
@@ -237,7 +237,7 @@ class Tenant:
 
         Otherwise a container could avoid taking turns by occasionally ending one early.
         """
-        is_debtor = self.owed < -OWES and self.burst > BURST
+        is_debtor = self.owed < -MAX_OWED and self.burst > BURST
         return is_debtor and not self.rests and not self.share.latency
 
     @property

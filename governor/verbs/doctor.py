@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         warnings = counts[Severity.WARNING]
         print(
             f"{counts[Severity.WRONG]} wrong, {warnings} warning{'s' * (warnings != 1)}, "
-            f"{counts[Severity.UNSEEN]} not seen, {counts[Severity.OK]} right"
+            f"{counts[Severity.UNSEEN]} unseen, {counts[Severity.OK]} ok"
         )
     return status
 

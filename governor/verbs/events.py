@@ -73,8 +73,8 @@ def _files(args: argparse.Namespace) -> list[Path]:
     if not found:
         raise RequestError(
             f"this node has no journal and none of {', '.join(SYSLOG_FILES)}",
-            hint="run a syslog daemon, or give the hook --log FILE and the wrapper's settings"
-            " `log FILE`, and name that file with --log",
+            hint="run a syslog daemon; or write the governor's standard error to a file, give the"
+            " hook --log FILE and the wrapper's settings `log FILE`, and name the files with --log",
         )
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from governor.client import ask, node_config
 from governor.listing import Listing, find, safe
@@ -58,7 +59,15 @@ def change(args: argparse.Namespace, op: str, done: str, options: dict[str, floa
     """Suspend or resume the container of a command line, and print what was done."""
     config = node_config(args.config, args.runtime_dir)
     identifier = str(find(args.container, Listing(config).containers())["id"])
-    answer = ask(config, op, timeout=ANSWER_S, id=identifier, **options)
+    try:
+        answer = ask(config, op, timeout=ANSWER_S, id=identifier, **options)
+    except KeyboardInterrupt:
+        print(
+            f"tidegate: {safe(identifier)}: the governor continues to {op} it; tidegate ps shows"
+            " its state",
+            file=sys.stderr,
+        )
+        raise
     n = answer["processes"]
     print(
         f"{safe(identifier)}: {done}, {n} process{'' if n == 1 else 'es'}, "

@@ -143,7 +143,14 @@ def _gpu_lines(look: dict[str, Any], width: int = BARS[0][0]) -> list[str]:
             if device["uuid"] == gpu["uuid"]
         ]
         rates = [device["delivered"] for device in own if device["delivered"] is not None]
-        used = sum(device["memory_used"] for device in own)
+        # A suspended container's memory counts against its quota, but is not on the GPU.
+        used = sum(
+            device["memory_used"]
+            for one in accounts.values()
+            if one.get("suspension") != "suspended"
+            for device in one["devices"]
+            if device["uuid"] == gpu["uuid"]
+        )
         rows.append(
             [
                 f"GPU {gpu['index']}",

@@ -1,4 +1,4 @@
-# Returns whether any process has a mount of something below a directory. The mirror and the grant are mounted in
+# Returns whether anything below a directory is mounted in any process's mount namespace. The mirror and the grant are mounted in
 # containers, and files that are removed disappear there as well.
 in_use() {
     # Resolved, because an administrator may have made it a link to a directory on another disk.

@@ -128,7 +128,7 @@ def test_a_suspended_container_stays_so_under_the_next_governor(node: BenchNode)
     expect_work(container)
 
 
-def test_a_container_whose_work_does_not_end_runs_on(node: BenchNode) -> None:
+def test_a_container_whose_work_does_not_end_keeps_running(node: BenchNode) -> None:
     options = ("--unit-us", "1000000", "--depth", "4")
     container = start_worker(node, f"worker-{next(numbers)}", *options, **{"compute-limit": "100"})
     wait_ready(container)
@@ -139,6 +139,9 @@ def test_a_container_whose_work_does_not_end_runs_on(node: BenchNode) -> None:
     assert state(node, container) == ""
     before = units(container)
     wait_for(lambda: units(container) > before, "the next kernel")
+    failures = events(node, "container-not-suspended", "request-refused")
+    logged = [e["event"] for e in failures if e["container"] == container.identifier]
+    assert logged == ["container-not-suspended"]
 
 
 def test_a_suspended_container_can_be_killed(node: BenchNode) -> None:
@@ -160,7 +163,7 @@ def test_only_a_running_container_is_suspended_and_only_a_suspended_one_resumed(
     with pytest.raises(RefusedError, match="the container is not suspended"):
         resume(node, container)
     suspend(node, container)
-    with pytest.raises(RefusedError, match="the container is suspended already"):
+    with pytest.raises(RefusedError, match="the container is already suspended"):
         suspend(node, container)
     resume(node, container)
     for op in ("suspend", "resume"):
@@ -176,12 +179,31 @@ def test_the_commands_say_what_was_done(
     memory = used(node) // MIB
     assert cli.main(["suspend", *options, "--wait", "20"]) == 0
     assert cli.main(["ps", *options[1:]]) == 0
+    assert cli.main(["top", "--count", "1", *options[1:]]) == 0
+    [device] = node.list_containers()[container.identifier]["devices"]
+    assert device["contexts"] == 0
     assert cli.main(["resume", *options]) == 0
     suspended, *table, resumed = capsys.readouterr().out.splitlines()
     assert suspended.startswith(f"{container.identifier}: suspended, 1 process, {memory} MiB, ")
     assert any("suspended" in line for line in table)
+    [gpu] = [line for line in table if line.startswith("GPU 0") and "memory [" in line]
+    assert "] 0/" in gpu.partition("memory [")[2]  # nothing of it is on the GPU
     assert resumed.startswith(f"{container.identifier}: resumed, 1 process, ")
     expect_work(container)
+
+
+def test_an_interrupted_command_says_that_the_governor_continues(
+    node: BenchNode, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    container = worker(node)
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("governor.verbs.suspend.ask", interrupt)
+    options = [container.identifier, "--runtime-dir", node.config.runtime_dir]
+    assert cli.main(["suspend", *options]) == 130
+    assert "the governor continues to suspend it" in capsys.readouterr().err
 
 
 def test_what_a_container_held_stays_in_its_account(node: BenchNode) -> None:

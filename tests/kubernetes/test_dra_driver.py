@@ -15,7 +15,7 @@ import pytest
 from kube.cluster import CALLS, Cluster
 from kube.errors import ClusterError
 from kube.main import main
-from kube.resync import LOOKS_S
+from kube.resync import SEARCH_DELAYS_S
 from tests.kubernetes.conftest import Stand
 from tests.kubernetes.documents import claim, config, reference, result
 from tests.kubernetes.kubelet import Kubelet, wait_for
@@ -322,7 +322,9 @@ def test_without_the_gate_of_taints_a_lost_gpu_is_left_out(stand: Stand) -> None
 def test_no_requests_are_sent_while_nothing_changes(stand: Stand) -> None:
     stand.up()
     wait_for(lambda: stand.api.counts()["watch", "resourceslices"], "the watch")
-    wait_for(lambda: stand.api.counts()["list", "pods"] == len(LOOKS_S), "the looks at pods")
+    wait_for(
+        lambda: stand.api.counts()["list", "pods"] == len(SEARCH_DELAYS_S), "the looks at pods"
+    )
     before = stand.api.counts()
     time.sleep(3)
     assert stand.api.counts() == before

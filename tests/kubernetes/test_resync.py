@@ -168,9 +168,9 @@ def api() -> Api:
 
 @pytest.fixture
 def resync(api: Api, monkeypatch: pytest.MonkeyPatch) -> Iterator[Resync]:
-    monkeypatch.setattr("kube.resync.LOOKS_S", (0.0,))
+    monkeypatch.setattr("kube.resync.SEARCH_DELAYS_S", (0.0,))
     monkeypatch.setattr("kube.resync.AFTER_S", 0.0)
-    monkeypatch.setattr("kube.resync.AGAIN_S", 0.05)
+    monkeypatch.setattr("kube.resync.RETRY_S", 0.05)
     made = Resync(api, NODE, api)
     thread = threading.Thread(target=made.run)
     thread.start()

@@ -166,8 +166,8 @@ def test_the_services_run_after_the_installation_and_an_upgrade_and_end_with_the
     ours = "/etc/tidegate/config.d/50-ours.yaml"
     machine.shell(f"echo 'placemnt: pack' >{ours}; ! systemctl reload tidegate-governor")
     assert machine.systemctl("is-active", "tidegate-governor.service") == "active"
-    assert "placemnt is no option" in machine.shell("tidegate doctor --problems || true")
-    assert "placemnt is no option" in machine.shell("tidegate events")
+    assert "placemnt is not an option" in machine.shell("tidegate doctor --problems || true")
+    assert "placemnt is not an option" in machine.shell("tidegate events")
     machine.shell(f"echo 'placement: pack' >{ours}; systemctl reload tidegate-governor")
     assert "placement: pack" in machine.shell("tidegate check")
     assert machine.shell("tidegate reload --dry-run").splitlines()[-1] == "nothing has changed"

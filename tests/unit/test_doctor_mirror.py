@@ -160,7 +160,7 @@ def test_the_configuration_is_the_governors(host: Host) -> None:
     host.put("etc/tidegate/config.yaml", "quantum_msec: 4\n")
     [found] = host.check("governor.configuration")
     assert found.startswith("wrong: ")
-    assert found.endswith("quantum_msec is no option -> did you mean quantum_ms?")
+    assert found.endswith("quantum_msec is not an option -> did you mean quantum_ms?")
 
 
 def test_drop_ins_are_read_as_the_governor_does(host: Host) -> None:
@@ -210,13 +210,15 @@ def test_a_configuration_that_is_not_in_force_is_a_warning(tmp_path: Path) -> No
             "warning: the governor does not use its files' values of placement, on_violation -> tidegate reload",
             "warning: the governor does not use its files' values of spin_us -> systemctl restart tidegate-governor",
         ]
-        config.update(changes=[], since=1e9, error={"message": "f: x is no option", "hint": "look"})
+        config.update(
+            changes=[], since=1e9, error={"message": "f: x is not an option", "hint": "look"}
+        )
         [found] = host.check("governor.in-force")
         assert found == (
-            "warning: f: x is no option: the governor continues with the configuration of 2001-09-09T01:46:40Z,"
+            "warning: f: x is not an option: the governor continues with the configuration of 2001-09-09T01:46:40Z,"
             " and a restart would fail -> correct it (look), then tidegate reload"
         )
-        config["refused"] = {"message": "f: x is no option", "hint": "look", "at": 1e9 + 60}
+        config["refused"] = {"message": "f: x is not an option", "hint": "look", "at": 1e9 + 60}
         assert ", since 2001-09-09T01:47:40Z, and a restart" in host.check("governor.in-force")[0]
     assert host.check("governor.in-force")[0].startswith("note: the governor does not answer")
 

@@ -36,7 +36,7 @@ def host(tmp_path: Path) -> Host:
         ("5.12", "ok: Linux 5.12 has open_tree and move_mount, "),
         (
             "5.10.0-30-amd64",
-            "wrong: Linux 5.10.0-30-amd64 lacks mount_setattr (5.12): the hook starts no container -> boot Linux 5.12",
+            "wrong: Linux 5.10.0-30-amd64 lacks mount_setattr (5.12): the hook cannot start containers -> boot Linux 5.12",
         ),
         (
             "5.4.0-200-generic",
@@ -59,16 +59,16 @@ def test_a_kernel_has_the_calls_of_its_version(host: Host, release: str, said: s
 @pytest.mark.parametrize(
     ("mounts", "said"),
     [
-        (V2, "ok: control groups of version 2"),
-        (V1, "ok: control groups of version 1"),
+        (V2, "ok: cgroup v2"),
+        (V1, "ok: cgroup v1"),
         (
             V1 + UNIFIED,
-            "ok: control groups of version 1, with version 2 at /sys/fs/cgroup/unified (hybrid)",
+            "ok: cgroup v1, with cgroup v2 at /sys/fs/cgroup/unified (hybrid)",
         ),
         (
             "proc /proc proc rw 0 0\n",
             (
-                "wrong: no control groups are mounted: runtimes start no container"
+                "wrong: no cgroup file system is mounted: runtimes cannot start containers"
                 " -> mount -t cgroup2 none /sys/fs/cgroup"
             ),
         ),
@@ -84,14 +84,14 @@ def test_crun_is_warned_of_where_version_2_has_controllers_beside_version_1(host
     host.program("usr/bin/crun")
     assert host.check("cgroup.version") == [
         (
-            "ok: control groups of version 1, with version 2 at /sys/fs/cgroup/unified (hybrid), "
-            "without controllers in version 2"
+            "ok: cgroup v1, with cgroup v2 at /sys/fs/cgroup/unified (hybrid), "
+            "without controllers in cgroup v2"
         )
     ]
     host.put("sys/fs/cgroup/unified/cgroup.controllers", "cpu io\n")
     assert host.check("cgroup.version") == [
         (
-            "warning: control groups of version 1, with version 2 at /sys/fs/cgroup/unified (hybrid): "
+            "warning: cgroup v1, with cgroup v2 at /sys/fs/cgroup/unified (hybrid): "
             "/usr/bin/crun refuses that (cgroups in hybrid mode not supported)"
             " -> use runc, or boot with systemd.unified_cgroup_hierarchy=1"
         )
@@ -118,7 +118,7 @@ def test_mounts_that_cannot_be_read_are_not_seen(host: Host) -> None:
 def test_freezing_matters_where_the_configuration_wants_it(host: Host) -> None:
     assert host.check("cgroup.freezer") == ["ok: on_violation is report: containers are not frozen"]
     assert host.check("cgroup.freezer", on_violation="throttle") == [
-        f"unseen: freezing cannot be examined on a node below {host.root}"
+        f"unseen: cannot check freezing: {host.root} is not the running system"
     ]
 
 
@@ -138,7 +138,7 @@ def test_files_without_a_label_are_warned_of_where_selinux_enforces(host: Host) 
     assert found.startswith(
         (
             "unseen: the SELinux label of /run/tidegate/containers: ",
-            "warning: SELinux enforces, and /run/tidegate/containers is ",
+            "warning: SELinux is enforcing, and /run/tidegate/containers has type ",
         )
     )
 
@@ -155,7 +155,7 @@ def test_the_running_kernel_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "openat2 refused: Operation not permitted" in look_here("kernel.calls")[0]
     assert look_here("kernel.calls")[0].startswith("wrong: ")
     monkeypatch.setattr(system, "_refused", lambda: [("mount_setattr", errno.ENOSYS)])
-    assert " lacks mount_setattr: the hook starts no container" in look_here("kernel.calls")[0]
+    assert " lacks mount_setattr: the hook cannot start containers" in look_here("kernel.calls")[0]
 
 
 def test_the_freezers_mount_must_be_writable_for_the_governor(
@@ -197,7 +197,7 @@ def test_a_freezer_must_be_mounted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "find_mounts", dict)
     [found] = look_here("cgroup.freezer", on_violation="throttle")
     assert found.startswith(
-        "warning: on_violation is throttle, but neither version 2 nor the freezer"
+        "warning: on_violation is throttle, but neither cgroup v2 nor the v1 freezer"
     )
 
 
@@ -206,9 +206,12 @@ def test_a_freezer_must_be_mounted(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             "container_file_t",
-            "ok: SELinux enforces, and /run/tidegate/containers is container_file_t",
+            "ok: SELinux is enforcing, and /run/tidegate/containers has type container_file_t",
         ),
-        ("var_run_t", "warning: SELinux enforces, and /run/tidegate/containers is var_run_t: "),
+        (
+            "var_run_t",
+            "warning: SELinux is enforcing, and /run/tidegate/containers has type var_run_t: ",
+        ),
     ],
 )
 def test_labels_are_those_that_containers_may_read(

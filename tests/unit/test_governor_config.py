@@ -128,18 +128,18 @@ def test_a_wrong_file_is_one_line_that_names_the_option(text: str, names_: str) 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("placements: pack", "node.yaml: placements is no option; did you mean placement?"),
+        ("placements: pack", "node.yaml: placements is not an option; did you mean placement?"),
         (
             "metrics.listen: unix",
-            "node.yaml: metrics.listen is no option; write metrics: and listen: below it, indented",
+            "node.yaml: metrics.listen is not an option; write metrics: and listen: below it, indented",
         ),
         (
             "defaults: {mem: 1Gi, compute: 5}",
-            "node.yaml: defaults.mem is no option; did you mean defaults.memory?",
+            "node.yaml: defaults.mem is not an option; did you mean defaults.memory?",
         ),
         (
             "weather: fine",
-            "node.yaml: weather is no option; tidegate.yaml(5) lists the options",
+            "node.yaml: weather is not an option; tidegate.yaml(5) lists the options",
         ),
         (
             "memory_reserve: 1G",
@@ -292,7 +292,7 @@ def test_an_error_names_the_file_that_has_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(main)
     assert line(caught.value) == (
-        f"{tmp_path}/config.d/x.yaml: placemnt is no option; did you mean placement?"
+        f"{tmp_path}/config.d/x.yaml: placemnt is not an option; did you mean placement?"
     )
     # Each file alone is valid.
     put(

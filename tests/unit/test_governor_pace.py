@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from governor import listener, pace
 from governor.listener import BACKLOG, Listener
-from governor.pace import LINES, Pace, PacedLog
+from governor.pace import LINES, RateLimitedLog, RateLimiter
 
 
 @given(
@@ -28,7 +28,7 @@ from governor.pace import LINES, Pace, PacedLog
 def test_no_interval_exceeds_its_rate_and_one_burst(
     each_s: float, burst: int, pauses: list[float]
 ) -> None:
-    one = Pace(each_s, burst)
+    one = RateLimiter(each_s, burst)
     now, taken = 1000.0, []
     for pause in pauses:
         now += pause
@@ -42,7 +42,7 @@ def test_no_interval_exceeds_its_rate_and_one_burst(
 
 
 def test_a_burst_passes_and_later_events_pass_in_their_time() -> None:
-    one = Pace(0.5, 3)
+    one = RateLimiter(0.5, 3)
     assert [one.may(100.0) for _ in range(4)] == [True, True, True, False]
     assert one.wait(100.0) == pytest.approx(0.5)
     assert one.may(100.51)
@@ -54,7 +54,7 @@ def test_lines_are_left_out_and_counted(monkeypatch: pytest.MonkeyPatch) -> None
     now = 100.0
     monkeypatch.setattr(pace.time, "monotonic", lambda: now)
     with capture_logs() as logs:
-        lines = PacedLog(structlog.get_logger())
+        lines = RateLimitedLog(structlog.get_logger())
         for i in range(LINES + 100):
             lines.info("came", number=i)
         assert len(logs) == LINES
@@ -117,7 +117,7 @@ def test_connections_beyond_the_pace_wait_in_the_queue(play: Play) -> None:
             connection.send(b"x")
             connection.close()
 
-        made = Listener(path, Pace(0.2, 3), serve)
+        made = Listener(path, RateLimiter(0.2, 3), serve)
         clients = [client(path) for _ in range(5)]
         await settle()
         assert len(served) == 3
@@ -137,7 +137,7 @@ def test_a_full_queue_holds_up_the_process_that_connects(play: Play) -> None:
         async def serve(connection: socket.socket) -> None:
             connection.close()
 
-        made = Listener(path, Pace(1000, 1), serve)
+        made = Listener(path, RateLimiter(1000, 1), serve)
         client(path).close()
         await settle()
         clients = fill(path)
@@ -160,7 +160,7 @@ def test_served_connections_end_with_the_listener(play: Play) -> None:
                 connection.close()
                 ended.set()
 
-        made = Listener(path, Pace(0.01, 10), serve)
+        made = Listener(path, RateLimiter(0.01, 10), serve)
         one = client(path)
         await settle()
         made.close()
@@ -177,7 +177,7 @@ def test_a_connection_whose_task_has_not_begun_ends_with_the_listener(play: Play
     async def scene(path: Path) -> None:
         accepted = []
 
-        class Noted(Pace):
+        class Noted(RateLimiter):
             def take(self, now: float) -> None:
                 super().take(now)
                 # This runs before the task's first step.
@@ -209,7 +209,7 @@ def test_without_descriptors_the_listener_pauses_and_continues(
             connection.close()
             served.set()
 
-        made = Listener(path, Pace(0.01, 10), serve)
+        made = Listener(path, RateLimiter(0.01, 10), serve)
 
         class Short:
             """The listener's socket, for which the table of descriptors is full in the first two
@@ -249,8 +249,8 @@ def test_a_socket_of_an_earlier_listener_is_replaced(play: Play) -> None:
             connection.close()
             served.set()
 
-        Listener(path, Pace(0.01, 10), serve).close()
-        made = Listener(path, Pace(0.01, 10), serve)
+        Listener(path, RateLimiter(0.01, 10), serve).close()
+        made = Listener(path, RateLimiter(0.01, 10), serve)
         client(path).close()
         await served.wait()
         made.close()

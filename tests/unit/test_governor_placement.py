@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from governor.allocations import AllocationTable
 from governor.config import Config
 from governor.errors import RefusedError
-from governor.placement import EXACT, Nearness, Standing, place
+from governor.placement import EXACT, GpuState, Nearness, place
 from governor.quota import MIB, Device
 from oci_hook.request import Request, parse_annotations
 from tests.conftest import examples
@@ -340,24 +340,24 @@ def topologies(draw: st.DrawFn, n: int) -> Topology:
 
 
 @st.composite
-def standings(draw: st.DrawFn, n: int) -> list[Standing]:
+def standings(draw: st.DrawFn, n: int) -> list[GpuState]:
     made = []
     for _ in range(n):
         empty = draw(st.booleans())
         compute, memory = (
             (0, 0) if empty else (draw(st.integers(1, 100)), draw(st.integers(1, 3)) * GIB)
         )
-        made.append(Standing(draw(st.booleans()) or draw(st.booleans()), empty, compute, memory))
+        made.append(GpuState(draw(st.booleans()) or draw(st.booleans()), empty, compute, memory))
     return made
 
 
 @st.composite
-def questions(draw: st.DrawFn) -> tuple[list[Standing], int, Topology]:
+def questions(draw: st.DrawFn) -> tuple[list[GpuState], int, Topology]:
     n = draw(st.integers(1, 8))
     found = draw(standings(n))
     fitting = sum(gpu.fits for gpu in found)
     if not fitting:
-        found[0] = Standing(True, found[0].empty, found[0].compute_used, found[0].memory_used)
+        found[0] = GpuState(True, found[0].empty, found[0].compute_used, found[0].memory_used)
         fitting = 1
     return found, draw(st.integers(1, fitting)), draw(topologies(n))
 
@@ -370,7 +370,7 @@ def way(topology: Topology, one: str, other: str) -> tuple[int, int, int]:
     return -route.nvlinks, 99 if route.ancestor is None else int(route.ancestor), numa
 
 
-def worth(chosen: tuple[int, ...], found: list[Standing], topology: Topology) -> tuple[object, ...]:
+def worth(chosen: tuple[int, ...], found: list[GpuState], topology: Topology) -> tuple[object, ...]:
     """Return the criteria for a set in their order; smaller is better.
 
     Based on the manual, not on the code.
@@ -395,7 +395,7 @@ def worth(chosen: tuple[int, ...], found: list[Standing], topology: Topology) ->
 
 @settings(deadline=None, max_examples=examples(300))
 @given(questions())
-def test_no_other_set_is_better(question: tuple[list[Standing], int, Topology]) -> None:
+def test_no_other_set_is_better(question: tuple[list[GpuState], int, Topology]) -> None:
     found, count, topology = question
     near = Nearness(uuids(len(found)), topology)
     chosen = place("topology", found, count, near)
@@ -418,7 +418,7 @@ def test_no_other_set_is_better_among_sixteen_gpus() -> None:
             for a, b in combinations(range(EXACT), 2)
         },
     )
-    found = [Standing(i != 5, i % 3 > 0, (0, i)[i % 3 == 0], 0) for i in range(EXACT)]
+    found = [GpuState(i != 5, i % 3 > 0, (0, i)[i % 3 == 0], 0) for i in range(EXACT)]
     near = Nearness(names, topology)
     for count in (2, 3, 4, 13):
         others = combinations((i for i in range(EXACT) if i != 5), count)
@@ -429,7 +429,7 @@ def test_no_other_set_is_better_among_sixteen_gpus() -> None:
 @settings(deadline=None, max_examples=examples(150))
 @given(questions(), st.sampled_from(["pack", "spread"]))
 def test_pack_takes_the_fullest_and_spread_the_emptiest(
-    question: tuple[list[Standing], int, Topology], policy: str
+    question: tuple[list[GpuState], int, Topology], policy: str
 ) -> None:
     found, count, topology = question
     chosen = place(policy, found, count, Nearness(uuids(len(found)), topology))

@@ -247,7 +247,7 @@ def test_an_invalid_file_changes_nothing_and_is_reported(
         if kind == "misspelt":
             [finding] = in_force(node)
             assert finding.startswith(
-                f"warning: {node_file}: placemnt is no option: the governor continues with the"
+                f"warning: {node_file}: placemnt is not an option: the governor continues with the"
             )
             assert finding.endswith(
                 ", and a restart would fail -> correct it (did you mean placement?), then tidegate reload"
@@ -287,7 +287,7 @@ def test_a_governor_does_not_start_with_a_bad_file(node: GovernorNode) -> None:
     )  # fmt: skip
     assert done.returncode == 78
     assert done.stderr == (
-        f"tidegate-governor: {node.drop_ins}/50-bad.yaml: placemnt is no option; did you mean placement?\n"
+        f"tidegate-governor: {node.drop_ins}/50-bad.yaml: placemnt is not an option; did you mean placement?\n"
     )
     (node.drop_ins / "50-bad.yaml").unlink()
     node.start()
@@ -383,7 +383,7 @@ def test_a_runtime_directory_that_is_too_deep_for_sockets_is_refused_at_the_star
         assert list(Path(short).iterdir()) == []
         assert capsys.readouterr().err == (
             f"tidegate-governor: {fits}x: the sockets of containers would have paths that are too long; "
-            "choose a runtime_dir that is shorter by 1\n"
+            "choose a runtime_dir that is shorter by 1 byte\n"
         )
         daemon._make_directories(Path(fits))
         directory = Path(fits, "containers", container_key("one"))

@@ -26,7 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from governor import state as module
 from governor.cgroups import Membership
 from governor.container import container_key
-from governor.daemon import listening, wait_for_place
+from governor.daemon import listening, wait_for_lock
 from governor.errors import GovernorError, StateError
 from governor.processes import FileIdentity, Identity
 from governor.quota import Quota
@@ -604,8 +604,8 @@ def test_a_waiting_governor_starts_when_the_other_has_ended(tmp_path: Path) -> N
     async def scene() -> None:
         stop = asyncio.Event()
         with listening(path) as first:
-            waiting = asyncio.create_task(wait_for_place(tmp_path, stop))
-            also = asyncio.create_task(wait_for_place(tmp_path, ended := asyncio.Event()))
+            waiting = asyncio.create_task(wait_for_lock(tmp_path, stop))
+            also = asyncio.create_task(wait_for_lock(tmp_path, ended := asyncio.Event()))
             await asyncio.sleep(0.2)
             assert not waiting.done()
             with socket.socket(socket.AF_UNIX) as client:

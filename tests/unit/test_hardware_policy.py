@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from governor.hardware.policy import AWAKE, LONG, SHORT, TURN_COST, UNFOUND, Policy
-from governor.hardware.tenant import EVEN, PERIOD, Second, Setting, Share
+from governor.hardware.tenant import DEFAULT_SLICE, PERIOD, Second, Setting, Share
 from tests.conftest import examples
 from tests.unit.virtual_gpu import MS, VirtualContext, VirtualGpu
 
@@ -468,7 +468,7 @@ def test_a_container_of_several_processes_does_not_make_the_gpu_look_idle():
             used = dict.fromkeys(on, MS)
             continue
         used = {i: int(10 * MS / len(on) * (part[i] if len(on) > 1 else 1)) for i in on}
-    assert slices[-1] > EVEN
+    assert slices[-1] > DEFAULT_SLICE
 
 
 @pytest.mark.parametrize("wanted", [(70, 30), (80, 20), (90, 10), (40, 30)])

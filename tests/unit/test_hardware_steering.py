@@ -13,7 +13,7 @@ from governor.hardware import calls
 from governor.hardware.activity import Sample
 from governor.hardware.discovery import ChannelGroup, Holding
 from governor.hardware.driver import DriverCallError
-from governor.hardware.nvidia import AGAIN, NvidiaHardware, require_rights, revive
+from governor.hardware.nvidia import N_OVERLAP, NvidiaHardware, require_rights, revive
 from governor.hardware.policy import SHORT, TURN_COST
 from governor.hardware.steering import Steering
 from governor.hardware.tenant import PERIOD, Share
@@ -356,7 +356,7 @@ def test_a_search_probes_only_new_and_known_clients(node):
     new = node.module.process(604)
     for i in (1001, 1002, 1003):  # all of them older than the last search
         assert node.hardware.find(i, -1)
-    assert n_asked() - first < 3 * (AGAIN + 10)
+    assert n_asked() - first < 3 * (N_OVERLAP + 10)
     assert new in node.hardware._clients
     del node.module.clients[new]
     assert node.hardware.find(1001, -1)
@@ -374,7 +374,7 @@ def test_clients_without_number_do_not_make_each_search_longer(node, monkeypatch
         node.hardware.find(1001, -1)
     before = n_calls(node.module, calls.GET_ACCESS_RIGHTS)
     node.hardware.find(1001, -1)
-    assert n_calls(node.module, calls.GET_ACCESS_RIGHTS) - before <= AGAIN + 10
+    assert n_calls(node.module, calls.GET_ACCESS_RIGHTS) - before <= N_OVERLAP + 10
 
 
 @pytest.mark.parametrize("how", ["remove", "forget"])

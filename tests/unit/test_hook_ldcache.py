@@ -271,11 +271,11 @@ def test_entries_that_share_long_names_do_not_fill_the_memory(
 import sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from oci_hook.errors import ImageError
-from oci_hook.plan import Lead, plan_cache
+from oci_hook.plan import CacheMapping, plan_cache
 with open({str(tmp_path / "cache")!r}, "rb") as f:
     data = f.read()
 try:
-    plan_cache(data, (Lead("usr/lib/x", ("liba.so.1",)),))
+    plan_cache(data, (CacheMapping("usr/lib/x", ("liba.so.1",)),))
 except ImageError as e:
     print(e.line())
 with open("/proc/self/status") as f:

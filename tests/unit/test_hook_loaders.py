@@ -16,7 +16,7 @@ import pytest
 from oci_hook import ldcache
 from oci_hook.errors import ImageError, UnservedImageError
 from oci_hook.image import Image, inspect_image, look_for_drivers, search_path
-from oci_hook.plan import Lead, plan_cache
+from oci_hook.plan import CacheMapping, plan_cache
 
 LIBDIR = "usr/lib/aarch64-linux-gnu"
 # Strings that are in the loader of each version.
@@ -75,7 +75,9 @@ def test_glibc_from_2_37_on_finds_the_driver_by_the_cache_only(arm: ArmImage) ->
     arm.use_glibc("2.41")
     image = arm.inspect()
     assert (image.target, image.by_cache) == (f"{LIBDIR}/tidegate", True)
-    [change] = [plan_cache(image.cache, (Lead(image.target, ("libcuda.so.1",), 0x0A03, True),))]
+    [change] = [
+        plan_cache(image.cache, (CacheMapping(image.target, ("libcuda.so.1",), 0x0A03, True),))
+    ]
     assert change is not None
     after = ldcache.parse(change.content)
     assert after is not None
@@ -93,7 +95,7 @@ def test_without_a_cache_nothing_leads_there(arm: ArmImage, cache: bytes | None)
 def test_a_damaged_cache_is_refused_though_it_names_no_driver(arm: ArmImage) -> None:
     arm.use_glibc("2.41", cache=CACHE[:20] + b"\xff" * 28)
     cache = arm.inspect().cache
-    lead = Lead(f"{LIBDIR}/tidegate", ("libcuda.so.1",), 0x0A03, True)
+    lead = CacheMapping(f"{LIBDIR}/tidegate", ("libcuda.so.1",), 0x0A03, True)
     with pytest.raises(ImageError, match="but the driver's libraries are found through it"):
         plan_cache(cache, (lead,))
     assert plan_cache(cache, (lead._replace(required=False),)) is None

@@ -38,7 +38,7 @@ from oci_hook.manifest import (
 from oci_hook.plan import (
     BindDirectory,
     BindFile,
-    Lead,
+    CacheMapping,
     Plan,
     WriteCache,
     plan_cache,
@@ -236,7 +236,10 @@ def test_the_cache_gets_sonames_and_development_links_that_exist() -> None:
 
 
 def test_a_cache_that_already_has_the_entries_is_not_written() -> None:
-    leads = (Lead(TARGET, ("liba.so.1",)), Lead(TARGET32, ("liba.so.1",), ldcache.FLAGS_I386))
+    leads = (
+        CacheMapping(TARGET, ("liba.so.1",)),
+        CacheMapping(TARGET32, ("liba.so.1",), ldcache.FLAGS_I386),
+    )
     operation = plan_cache(cache_of(), leads)
     assert isinstance(operation, WriteCache)
     assert (operation.strays, operation.compat32, operation.added) == ((), False, 2)
@@ -245,12 +248,12 @@ def test_a_cache_that_already_has_the_entries_is_not_written() -> None:
 
 @pytest.mark.parametrize("cache", [None, b"", b"no cache", b"\x7fELF" * 100])
 def test_a_file_that_is_not_a_cache_is_not_written(cache: bytes | None) -> None:
-    assert plan_cache(cache, (Lead(TARGET, ("liba.so.1",)),)) is None
+    assert plan_cache(cache, (CacheMapping(TARGET, ("liba.so.1",)),)) is None
 
 
 def test_a_damaged_cache_matters_only_if_it_names_driver_libraries() -> None:
     broken = ldcache.NEW_MAGIC + b"\xff" * 60
-    lead = Lead(TARGET, ("liba.so.1",))
+    lead = CacheMapping(TARGET, ("liba.so.1",))
     assert plan_cache(broken, (lead,)) is None
     with pytest.raises(ImageError, match="is damaged"):
         plan_cache(broken + b"liba.so.1\0", (lead,))
@@ -270,7 +273,9 @@ def test_a_damaged_cache_matters_only_if_it_names_driver_libraries() -> None:
 )
 def test_compat32_needs_a_cache(cache: bytes | None, message: str) -> None:
     with pytest.raises(ImageError, match=message):
-        plan_cache(cache, (Lead(TARGET32, ("liba.so.1",), ldcache.FLAGS_I386, required=True),))
+        plan_cache(
+            cache, (CacheMapping(TARGET32, ("liba.so.1",), ldcache.FLAGS_I386, required=True),)
+        )
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,13 @@ from governor.allocations import AllocationTable
 from governor.arbiter import Runner
 from governor.claims import Claim, ClaimShare, Use, merge, uses_key
 from governor.config import Config
-from governor.container import Container, RecoveredContainer, Wanted, container_key
+from governor.container import (
+    Container,
+    RecoveredContainer,
+    Wanted,
+    container_key,
+    unknown_container,
+)
 from governor.counters import Tally
 from governor.errors import RefusedError, RequestError, StateError
 from governor.members import Member
@@ -284,10 +290,7 @@ class Admissions:
         """Give a running container another quota."""
         found = self.find(request["id"])
         if found is None:
-            raise RefusedError(
-                f"no container {request['id'][:64]!r} shares a GPU of this node",
-                hint="tidegate ps lists them",
-            )
+            raise unknown_container(request["id"])
         container, _ = found
         if container.claims:
             raise RefusedError(

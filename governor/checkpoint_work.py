@@ -16,14 +16,12 @@ import contextlib
 import ctypes
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 
 from governor.members import is_readable
 from governor.processes import Identity, open_process
-
-PR_SET_PDEATHSIG = 1
+from oci_hook.kernel import die_with_parent
 
 RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)
 """States of a process (CUprocessState in cuda.h)."""
@@ -195,7 +193,7 @@ class Checkpointing:
 
 def main() -> None:
     """Suspend or resume the processes in the arguments."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     parent, library, what, wait_ms, *named = sys.argv[1:]
     if os.getppid() != int(parent):
         return  # the governor ended before that call

@@ -31,6 +31,7 @@ from governor.arbiter import Runner
 from governor.cgroups import Membership, find_membership, pid_namespaces, read_cgroups
 from governor.claims import Claim, ClaimShare, Use, uses_key
 from governor.config import Config
+from governor.errors import RefusedError
 from governor.lookups import UnknownFunctions
 from governor.members import Member, Members, warn_if_unknown
 from governor.mps import DIRECTORY, Mps, MpsEvent
@@ -518,6 +519,13 @@ class Container:
             os.close(self._ledger.fd)
         if not keep:
             shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def unknown_container(identifier: str) -> RefusedError:
+    """Return the error for an id that no container of this node has."""
+    return RefusedError(
+        f"no container {identifier[:64]!r} shares a GPU of this node", hint="tidegate ps lists them"
+    )
 
 
 def find_owner(pid: int, containers: Iterable[Container]) -> Container | None:

@@ -30,9 +30,9 @@ from typing import Any, Literal, Protocol
 
 import structlog
 
-from governor.container import Container, find_owner
+from governor.container import Container, find_owner, unknown_container
 from governor.errors import RefusedError
-from governor.hardware.child import module_command
+from governor.hardware.child import driver_environment, module_command
 from governor.members import Member
 from governor.processes import Identity, start_time
 from governor.state import State
@@ -171,10 +171,7 @@ class Suspender:
     def _find(self, identifier: str) -> Container:
         found = self._containers.find(identifier)
         if found is None:
-            raise RefusedError(
-                f"no container {identifier[:64]!r} shares a GPU of this node",
-                hint="tidegate ps lists them",
-            )
+            raise unknown_container(identifier)
         return found[0]
 
     def _refuse(self, container: Container) -> None:
@@ -282,7 +279,7 @@ class Suspender:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
-                env={**os.environ, "LD_LIBRARY_PATH": f"{libcuda.parent}:{libcuda.parent.parent}"},
+                env=driver_environment(libcuda),
             )
         except OSError as e:
             raise WorkError(f"no process can be started: {e.strerror}", undone=True) from e

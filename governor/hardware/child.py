@@ -1,9 +1,11 @@
-"""Command lines of child processes that run a module of this package as root."""
+"""Starts child processes that run a module of this package as root."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 START = """\
 import importlib, sys
@@ -18,3 +20,12 @@ def module_command(module: str, arguments: Sequence[str]) -> list[str]:
     """Return the command that calls `main` of a module with arguments in `sys.argv`."""
     paths = "\n".join(path for path in sys.path if path.startswith("/"))
     return [sys.executable, "-I", "-c", START, paths, module, *arguments]
+
+
+def driver_environment(libcuda: Path) -> dict[str, str]:
+    """Return the environment of a child that loads a driver's own libcuda.
+
+    It opens other libraries by name, such as the compiler of PTX. They are in its directory or, in
+    the mirror, in the one above.
+    """
+    return {**os.environ, "LD_LIBRARY_PATH": f"{libcuda.parent}:{libcuda.parent.parent}"}

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from governor.hardware.child import module_command
+from governor.hardware.child import driver_environment, module_command
 from governor.hardware.driver import DriverCallError
 from governor.hardware.steering import Hardware
 
@@ -83,15 +83,12 @@ class Worker:
         returns true.
         """
         self._until, self._ending = until, ending
-        # libcuda loads the compiler of PTX by its name. In the mirror, libcuda is in a directory of
-        # its own below that of the other libraries.
-        own = Path(library).parent
         self._process = subprocess.Popen(
             module_command("governor.hardware.probe_work", [library, uuid]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "LD_LIBRARY_PATH": f"{own}:{own.parent}"},
+            env=driver_environment(Path(library)),
         )
         self._buffer = b""
         try:

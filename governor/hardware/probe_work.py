@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import ctypes
 import json
-import signal
 import sys
 import time
+
+from oci_hook.kernel import die_with_parent
 
 KERNEL = b"""\
 .version 7.0
@@ -41,7 +42,6 @@ LOOP:
 """One thread of dependent multiply-adds, in PTX, so that its duration is proportional to `count`.
 The simulated GPU has a kernel of this name, which takes `count` nanoseconds."""
 
-PR_SET_PDEATHSIG = 1
 FIRST = 1 << 14
 """First count that is tried."""
 LONG_MS = 10.0
@@ -127,7 +127,7 @@ class GpuContext:
 def main() -> None:
     """Serve the process at the other end of the pipes, and end with it."""
     # A process with its channels off does not notice that its pipe was closed.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     library, uuid = sys.argv[1:3]
     try:
         gpu = GpuContext(library, uuid)

@@ -250,37 +250,37 @@ class Account:
     # What is published on the grant page
 
     def reconcile(
-        self, device: int, before: Mapping[RegisteredProcess, Charge], look: GpuSample | None
+        self, device: int, before: Mapping[RegisteredProcess, Charge], sample: GpuSample | None
     ) -> None:
         """Compare the ledger with a sample, and publish the result.
 
-        `before` are the charges from before the sample. `look` is None if NVML failed; the last
+        `before` are the charges from before the sample. `sample` is None if NVML failed; the last
         sample then stays in force, and `reconciled_ns` remains its time.
         """
         after = self.charges(device)
         now_ns = time.monotonic_ns()
         base = layout.grant_device(device)
-        if look is None:
+        if sample is None:
             since = pages.read(self._grant, base, "grant_device", "reconciled_ns")
         else:
-            since = look.began_ns
+            since = sample.began_ns
             self._keeps_memory[device] = False
         for process, charge in after.items():
             use = process.uses[device]
-            if look is not None and not self._is_away(process, use, charge, look):
-                seen = look.seen.get(process.pid, 0)
+            if sample is not None and not self._is_away(process, use, charge, sample):
+                seen = sample.seen.get(process.pid, 0)
                 charges = before.get(process, Charge()), charge
                 use.debt.update(
-                    look.began_ns, seen, *charges, self._context_memory, ended_ns=now_ns
+                    sample.began_ns, seen, *charges, self._context_memory, ended_ns=now_ns
                 )
             use.used = charge.used(use.debt.bytes, since)
             use.peak = max(use.peak, use.used)
         self._publish_memory(device)
-        if look is not None:
+        if sample is not None:
             # Written after the debt: a process that reads this time must also find the sample's
             # result.
             pages.write(self._grant, base, "grant_device", "reconciled_ns", since)
-        self._measure(device, now_ns, after, look)
+        self._measure(device, now_ns, after, sample)
         self._publish_usage()
         if now_ns - self._counted_ns[device] >= LENT_NS:
             # Lent time is computed about once a second, however rarely its counter is read.
@@ -288,7 +288,7 @@ class Account:
             self._counters.time(device, self._gpus.stats(device), now_ns, self.quota)
 
     def _is_away(
-        self, process: RegisteredProcess, use: GpuUse, charge: Charge, look: GpuSample
+        self, process: RegisteredProcess, use: GpuUse, charge: Charge, sample: GpuSample
     ) -> bool:
         """Return whether a process's memory has left the GPU, and may come back.
 
@@ -297,8 +297,8 @@ class Account:
         the driver had taken; otherwise others could take that, and the quota would be exceeded when
         it comes back.
         """
-        if process.pid in look.seen or not charge.contexts:
-            use.is_listed = process.pid in look.seen
+        if process.pid in sample.seen or not charge.contexts:
+            use.is_listed = process.pid in sample.seen
             return False
         if self.is_suspended and not use.is_listed:
             # This governor has never seen it on the GPU.
@@ -343,12 +343,12 @@ class Account:
         device: int,
         now_ns: int,
         charges: Mapping[RegisteredProcess, Charge],
-        look: GpuSample | None,
+        sample: GpuSample | None,
     ) -> None:
         sampled = None
-        if look is not None and self.is_sampled(device):
+        if sample is not None and self.is_sampled(device):
             pids = frozenset(process.pid for process in self._processes.values())
-            by_pid = sampled_percent(look.samples, pids)
+            by_pid = sampled_percent(sample.samples, pids)
             sampled = {process: by_pid.get(process.pid, 0) for process in charges}
         stats = self._gpus.stats(device)
         self._rate(device, stats)

@@ -157,7 +157,7 @@ class Auditor:
     def audit(
         self,
         device: Device,
-        look: GpuSample,
+        sample: GpuSample,
         processes: Sequence[ProcessMemory],
         charges: Mapping[Container, Mapping[RegisteredProcess, Charge]],
     ) -> None:
@@ -191,7 +191,7 @@ class Auditor:
                     for pid, one in own.items()
                     if pid not in known and one.computes and self._is_new(pid)
                 ),
-                samples=_samples(look.samples, frozenset(own) | known, wall_ns),
+                samples=_samples(sample.samples, frozenset(own) | known, wall_ns),
                 idle=idle,
                 # A container that is being moved reports no work, and its memory is copied.
                 frozen=bool(watched.groups) or container.is_moving,

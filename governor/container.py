@@ -340,8 +340,9 @@ class Container:
     def hold(self, device: int, pids: frozenset[int], owns: Callable[[int], bool]) -> bool:
         """Hold exactly these unregistered processes to the quota by means of the GPU's scheduler.
 
-        They belong to the container; `owns` checks whether a pid does. Return whether the GPU's
-        scheduler is steered: nothing else can hold the processes.
+        They belong to the container; `owns` checks whether a pid does. Return false if that is
+        impossible because the GPU's scheduler is not steered. While the driver's checkpoint calls
+        are made, nothing is done, and true is returned.
         """
         if self._is_left_alone or not self._gpus.is_steered(device):
             return self._is_left_alone

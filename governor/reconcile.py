@@ -281,7 +281,7 @@ async def _take_sample(
     )
     seen: tuple[ProcessMemory, ...] = ()
     loop = asyncio.get_running_loop()
-    look: GpuSample | None = None
+    sample: GpuSample | None = None
     unseen = _unseen((container, charges) for container, _, charges, _ in before)
     try:
         seen, unattributed = await loop.run_in_executor(
@@ -297,7 +297,7 @@ async def _take_sample(
         if unattributed is not None:
             watch.unattributed.record(began_ns, unattributed, len(seen))
         # A process without a figure from NVML counts as 0, which does not contradict its ledger.
-        look = GpuSample(began_ns, {one.pid: one.used or 0 for one in seen}, watch.samples)
+        sample = GpuSample(began_ns, {one.pid: one.used or 0 for one in seen}, watch.samples)
     except VdriverError as e:
         if not watch.failing:
             log.warning("nvml-failed", gpu=watch.device.index, error=str(e))
@@ -306,12 +306,12 @@ async def _take_sample(
         if watch.failing:
             log.info("nvml-answers", gpu=watch.device.index)
             server.allocations.set_lost(watch.device.uuid, None)
-    watch.failing = look is None
+    watch.failing = sample is None
     for container, i, charges, _ in before:
         # The container may have ended in the meantime, and another one may have its key.
         if server.containers.get(container.key) is container:
             watch.unattributed.tell(container, i)
-            container.account.reconcile(i, charges, look)
+            container.account.reconcile(i, charges, sample)
             container.note_unknown()
-    if look is not None and auditor is not None:
-        auditor.audit(watch.device, look, seen, {c: charges for c, _, charges, _ in before})
+    if sample is not None and auditor is not None:
+        auditor.audit(watch.device, sample, seen, {c: charges for c, _, charges, _ in before})

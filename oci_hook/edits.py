@@ -142,7 +142,7 @@ def require_no_gpu(document: dict[str, Any], why: HookError) -> None:
     if gives_gpu(document):
         raise type(why)(
             f"{why.message}, and config.json gives the container a GPU, which would be ungoverned",
-            hint="start it without --device and tidegate.gpu/shared to start without a GPU",
+            hint="leave out --device and tidegate.gpu/shared to start it without a GPU",
         ) from why
 
 

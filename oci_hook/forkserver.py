@@ -388,7 +388,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(USAGE, file=sys.stderr)
         return 2
     if os.geteuid() != 0:
-        print("tidegate-forkserver: hooks run as root; start it as root", file=sys.stderr)
+        print("tidegate-forkserver: it must be run as root, because hooks are", file=sys.stderr)
         return 77
     oci_hook.kernel.set_undumpable()
     oci_hook.quick.open_standard()
@@ -397,14 +397,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BlockingIOError:
         print(
             f"tidegate-forkserver: another server serves {runtime_dir}; stop it first,"
-            " or use --wait to take its place when it has ended",
+            " or use --wait to take over when it has exited",
             file=sys.stderr,
         )
         return 75
     except OSError as e:
         print(
             f"tidegate-forkserver: cannot listen in {runtime_dir}: {e.strerror};"
-            " start tidegate-governor, which makes that directory",
+            " start tidegate-governor, which creates that directory",
             file=sys.stderr,
         )
         return 71

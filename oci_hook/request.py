@@ -156,7 +156,7 @@ def _unknown(name: str) -> AnnotationError:
     near = difflib.get_close_matches(name[len(PREFIX) :], PARSERS, n=1)
     hint = f"did you mean {PREFIX}{near[0]}?" if near else "remove it"
     return AnnotationError(
-        f"annotation {show(name)} is unknown: below {PREFIX} there are {', '.join(PARSERS)}",
+        f"annotation {show(name)} is unknown: the names under {PREFIX} are {', '.join(PARSERS)}",
         hint=hint,
     )
 

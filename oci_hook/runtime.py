@@ -187,7 +187,8 @@ def parse_node(text: str, path: str, *, strict: bool = True) -> NodeSettings:
             node.runtime_for[directory] = program.strip()
         elif strict:
             raise SettingsError(
-                f"{path}:{number}: '{line[:80]}'; write `runtime-for /state/directory /its/path`"
+                f"{path}:{number}: '{line[:80]}'; write `runtime-for /state/directory"
+                " /path/to/runtime`"
             )
     if strict and node.environment not in ("", "allow", "ignore"):
         raise SettingsError(
@@ -229,7 +230,8 @@ def read_node(path: str, arguments: list[str], *, strict: bool = True) -> NodeSe
         node.runtime = next((r for r in RUNTIMES if os.access(r, os.X_OK)), "")
     if not node.runtime.startswith("/"):
         raise SettingsError(
-            f"no runtime to execute; install runc or crun, or write `runtime /its/path` to {path}"
+            "no runtime to execute; install runc or crun, or write `runtime /path/to/runtime` to"
+            f" {path}"
         )
     return node
 
@@ -322,7 +324,7 @@ def read_pending(call: EngineCall, node: NodeSettings) -> PendingContainer | Non
     path = f"{bundle}/config.json"
     if call.config and os.path.realpath(call.config) != os.path.realpath(path):
         path = os.path.abspath(call.config)
-    data = read_file(path, "the engine keeps config.json in the bundle")
+    data = read_file(path, "check that the bundle contains config.json")
     allowed = node.environment == "allow"
     if not may_mention_us(data) and not (allowed and b"TIDEGATE_" in data):
         return None
@@ -582,5 +584,5 @@ def main() -> None:
             sys.exit(delete(call, node, arguments))
         os.execv(node.runtime, [node.runtime, *arguments])  # noqa: S606 - the wrapper's purpose
     except OSError as e:
-        line = f"{node.runtime}: {e.strerror}; write `runtime /its/path` to {config}"
+        line = f"{node.runtime}: {e.strerror}; write `runtime /path/to/runtime` to {config}"
         sys.exit(_fail(call, line, node.log))

@@ -151,7 +151,7 @@ def check() -> int:
     try:
         fetch(newest_version())
     except RegistryError as e:
-        why = f" (the newest at hand, because the package registry did not answer: {e})"
+        why = f" (the newest at hand, because a newer one could not be fetched: {e})"
     include = at_hand()
     if include is None:
         faults, what = faults_of_names(known, known), f"the names of {DECLARED.name}"

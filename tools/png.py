@@ -36,7 +36,7 @@ def read(png: bytes) -> tuple[int, int, int, list[bytes]]:
         at += 12 + length
     width, height, depth, kind, _, _, interlaced = struct.unpack(">IIBBBBB", parts[b"IHDR"])
     if depth != 8 or kind not in BYTES or interlaced:
-        raise ValueError(f"a PNG of kind {kind}, {depth} bits a colour")
+        raise ValueError(f"unsupported PNG: colour type {kind}, bit depth {depth}")
     step, data = BYTES[kind], zlib.decompress(parts[b"IDAT"])
     rows: list[bytes] = []
     above = bytes(width * step)

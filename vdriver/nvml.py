@@ -409,12 +409,12 @@ def _remedy(nvml: Any, error: Any) -> str:
             "then run tidegate refresh"
         ),
         nvml.NVML_ERROR_NO_PERMISSION: "run as root, or give access to /dev/nvidia*",
-        nvml.NVML_ERROR_NOT_FOUND: "tidegate check lists the GPUs that are there",
-        nvml.NVML_ERROR_INVALID_ARGUMENT: "tidegate check lists the GPUs that are there",
+        nvml.NVML_ERROR_NOT_FOUND: "tidegate check lists the GPUs of this node",
+        nvml.NVML_ERROR_INVALID_ARGUMENT: "tidegate check lists the GPUs of this node",
         nvml.NVML_ERROR_GPU_IS_LOST: "the GPU fell off the bus: see the kernel log, and reboot",
         nvml.NVML_ERROR_FUNCTION_NOT_FOUND: "the driver is too old, or this is not an NVML library",
     }
-    return remedies.get(error.value, "nvidia-smi on the host shows the same; see the kernel log")
+    return remedies.get(error.value, "try nvidia-smi on the host, and see the kernel log")
 
 
 def _pci_address(info: Any) -> str:

@@ -219,7 +219,7 @@ def low_level(node: ExaminedNode) -> Iterator[Finding]:
         return
     yield warning(
         f"none of {', '.join(RUNTIMES)} is installed: the wrapper has no runtime",
-        f"install runc, or write `runtime /its/path` to {CONFIG}",
+        f"install runc, or write `runtime /path/to/runtime` to {CONFIG}",
     )
 
 

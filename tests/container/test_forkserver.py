@@ -375,7 +375,7 @@ def test_two_servers_cannot_serve_one_directory(front: HookNode) -> None:
     assert done.returncode == 75
     assert done.stderr == (
         f"tidegate-forkserver: another server serves {front.base}/run; stop it first,"
-        " or use --wait to take its place when it has ended\n"
+        " or use --wait to take over when it has exited\n"
     )
 
 

@@ -425,7 +425,7 @@ def test_a_state_directory_without_a_runtime_is_reported(
     file.write_text(f"runtime {runtime}\n{line}\n")
     call = [wrapper, "--tidegate-config", str(file), "--root", "/run/crun"]
     ran = subprocess.run([*call, "create", "x"], capture_output=True, text=True, check=False)
-    said = f"{file}:2: '{line}'; write `runtime-for /state/directory /its/path`"
+    said = f"{file}:2: '{line}'; write `runtime-for /state/directory /path/to/runtime`"
     assert (ran.returncode, ran.stderr) == (78, f"tidegate-runtime: {said}\n")
     ran = subprocess.run([*call, "kill", "x"], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (0, "it --root /run/crun kill x\n")
@@ -440,7 +440,7 @@ def test_a_wrong_configuration_is_in_the_nodes_log(tmp_path: Path, wrapper: str)
     assert ran.returncode == 78, ran.stderr
     event = json.loads(log.read_text())
     assert (event["id"], event["outcome"], event["code"]) == ("one", "failed", "config")
-    assert event["hint"] == f"write `runtime /its/path` to {file}"
+    assert event["hint"] == f"write `runtime /path/to/runtime` to {file}"
 
 
 def test_precreate_refuses_a_config_beyond_the_limit(node: HookNode, dev: Path) -> None:

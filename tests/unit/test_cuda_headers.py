@@ -104,7 +104,7 @@ def test_without_a_registry_the_newest_header_at_hand_is_compared(registry, monk
 
     monkeypatch.setattr(cuda_headers, "ask_registry", silent)
     assert cuda_headers.main(["--check"]) == 0
-    said = " (the newest at hand, because the package registry did not answer: Connection refused)"
+    said = " (the newest at hand, because a newer one could not be fetched: Connection refused)"
     assert capsys.readouterr().out.splitlines() == [
         "compared with cuda.h 13.4: 1 functions; all types",
         "compared with cuda.h 13.4: 1 functions; all types" + said,

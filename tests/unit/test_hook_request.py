@@ -195,14 +195,14 @@ def test_every_annotation_of_the_schema_is_in_the_reference() -> None:
         (
             {"memoryy": "8Gi"},
             (
-                "tidegate: annotation tidegate.gpu/memoryy is unknown: below tidegate.gpu/ there are memory, compute,"
+                "tidegate: annotation tidegate.gpu/memoryy is unknown: the names under tidegate.gpu/ are memory, compute,"
                 " compute-limit, class, count, devices, strategy, capabilities, driver; did you mean tidegate.gpu/memory?"
             ),
         ),
         (
             {"zzz": "8Gi"},
             (
-                "tidegate: annotation tidegate.gpu/zzz is unknown: below tidegate.gpu/ there are memory, compute,"
+                "tidegate: annotation tidegate.gpu/zzz is unknown: the names under tidegate.gpu/ are memory, compute,"
                 " compute-limit, class, count, devices, strategy, capabilities, driver; remove it"
             ),
         ),

@@ -13,9 +13,9 @@ static uint32_t estimate_home(uintptr_t key, uint64_t blocks)
     return (uint32_t)(hash >> 52) % ESTIMATE_N_KINDS;
 }
 
-/* Initialises the entry of a kind. Each number is written by one store, because estimate_look() reads concurrently. A
- * reader that finds the key also finds that there are no samples yet, and does not use the duration
- * of the previous kind in this entry. */
+/* Initialises the entry of a kind. Each number is written by one store, because estimate_look()
+ * reads concurrently. A reader that finds the key also finds that there are no samples yet, and
+ * does not use the duration of the previous kind in this entry. */
 static void kind_begin(struct estimate *e, uint32_t kind, uintptr_t key, uint64_t blocks, float ns)
 {
     atomic_store_relaxed(&e->kinds[kind].n_samples, 0);

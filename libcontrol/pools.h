@@ -18,7 +18,7 @@ enum pool_state {
 struct pool {
     struct pool *next;
     CUmemoryPool handle;
-    int device; /* -1: what it holds is not charged */
+    int device;  /* -1: what it holds is not charged */
     bool unseen; /* NVML attributes its memory to no process */
     uint32_t state;
     uint32_t n_askers; /* threads that query it outside the application's calls */

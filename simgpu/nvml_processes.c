@@ -64,7 +64,8 @@ static nvmlReturn_t list_processes(nvmlDevice_t device, unsigned int *count, voi
     device_leave(device);
     if (*count > room)
         return NVML_ERROR_INSUFFICIENT_SIZE;
-    for (unsigned int i = 0; i < *count; i++) /* each version of the struct extends the one before */
+    for (unsigned int i = 0; i < *count;
+         i++) /* each version of the struct extends the one before */
         memcpy((char *)infos + i * size, &found[i],
                size < sizeof(found[i]) ? size : sizeof(found[i]));
     return NVML_SUCCESS;

@@ -101,7 +101,7 @@ def test_a_check_that_fails_is_reported_and_the_others_run(
     assert lines[0].split(maxsplit=2) == [
         "unseen", "kernel.calls", "the check failed: ZeroDivisionError: division by zero",
     ]  # fmt: skip
-    assert lines[-1].endswith("right")
+    assert lines[-1].endswith(" ok")
     assert {line.split()[1] for line in lines if line[0] != " "} >= set(CHECKS)
 
 

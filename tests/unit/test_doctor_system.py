@@ -107,7 +107,7 @@ def test_a_processor_that_loaders_take_for_an_old_one_is_wrong(host: Host) -> No
     assert found.startswith("wrong: the processor is below x86-64-v2 (no sse4_2 and ssse3): ")
     host.put("proc/cpuinfo", "processor\t: 0\nFeatures\t: fp asimd\nCPU implementer\t: 0x41\n")
     assert host.check("kernel.processor") == [
-        "ok: on aarch64 no loader chooses a directory by the processor"
+        "ok: on aarch64 the loader does not select directories by CPU features"
     ]
 
 

@@ -420,7 +420,9 @@ def test_a_process_that_is_off_and_not_found_again_is_not_forgotten(node, monkey
 def test_without_the_right_to_see_pids_nothing_is_steered(tmp_path, capabilities, is_right):
     (tmp_path / "self").mkdir()
     (tmp_path / "self/status").write_text(f"Name:\tx\nCapEff:\t{capabilities}\n")
-    refused = pytest.raises(PermissionError, match="without CAP_SYS_ADMIN the trace names no")
+    refused = pytest.raises(
+        PermissionError, match="without CAP_SYS_ADMIN the context-switch trace has no"
+    )
     with contextlib.nullcontext() if is_right else refused:
         require_rights(tmp_path)
 

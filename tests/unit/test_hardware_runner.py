@@ -223,12 +223,14 @@ def test_a_process_is_searched_again_only_when_it_has_more_contexts(runner, gpu)
     gpu.contexts.add(11)
     container.enter(gpu, 11)
     wait_for(lambda: 11 in gpu.slices)
-    time.sleep(0.2)
-    assert gpu.n_finds == 1
+    time.sleep(0.2)  # its work may have been seen before the first search ended: then one follows
+    before = gpu.n_finds
+    time.sleep(0.3)
+    assert gpu.n_finds == before <= 2
     gpu.n_contexts = 2
-    wait_for(lambda: gpu.n_finds == 2)
+    wait_for(lambda: gpu.n_finds == before + 1)
     time.sleep(0.2)
-    assert gpu.n_finds == 2
+    assert gpu.n_finds == before + 1
 
 
 def test_the_charged_time_is_that_of_the_gpus_trace(runner, gpu):

@@ -94,7 +94,7 @@ ENTRY(cuMemFreeHost, void *address)
     if (r)
         return r;
     item = memory_at((uintptr_t)address);
-    r = item && item->base == (uintptr_t)address && item->kind == ALLOCATION_HOST
+    r = item && item->base == (uintptr_t)address && item->kind == ALLOCATION_HOST && !item->returned
             ? capture_check_unsafe()
             : CUDA_ERROR_INVALID_VALUE;
     if (!r)
@@ -102,6 +102,26 @@ ENTRY(cuMemFreeHost, void *address)
     if (!r)
         r = memory_release((uintptr_t)address);
     return driver_leave(r);
+}
+
+ENTRY(cuMemHostRegister_v2, void *address, size_t bytes, unsigned int flags)
+{
+    struct context *context;
+    CUresult r = driver_enter_context(&context);
+
+    if (r)
+        return r;
+    if (!address || flags > 15)
+        return driver_leave(CUDA_ERROR_INVALID_VALUE);
+    return driver_leave(memory_register(context, (uintptr_t)address, bytes));
+}
+
+ENTRY(cuMemHostUnregister, void *address)
+{
+    struct context *context;
+    CUresult r = driver_enter_context(&context);
+
+    return r ? r : driver_leave(memory_unregister((uintptr_t)address));
 }
 
 ENTRY(cuMemGetInfo_v2, size_t *freep, size_t *totalp)

@@ -270,6 +270,8 @@ const struct allocation *memory_find(const void *address, size_t bytes);
 struct allocation *memory_freeable(uintptr_t address);
 void memory_renumber(struct allocation *item);
 CUresult memory_release(uintptr_t address);
+CUresult memory_register(struct context *context, uintptr_t base, size_t bytes);
+CUresult memory_unregister(uintptr_t base);
 void memory_release_context(const struct context *context);
 void memory_forget(void);
 

@@ -93,6 +93,8 @@
     F(cuMipmappedArrayGetLevel, cuMipmappedArrayGetLevel, 5000)                                    \
     F(cuMemHostAlloc, cuMemHostAlloc, 2020)                                                        \
     F(cuMemFreeHost, cuMemFreeHost, 2000)                                                          \
+    F(cuMemHostRegister, cuMemHostRegister_v2, 6050)                                               \
+    F(cuMemHostUnregister, cuMemHostUnregister, 4000)                                              \
     F(cuMemGetInfo, cuMemGetInfo_v2, 3020)                                                         \
     S(cuMemcpyHtoD, cuMemcpyHtoD_v2, 3020)                                                         \
     P(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2, 3020)                                               \

@@ -314,6 +314,31 @@ CUresult memory_allocate(struct context *context, enum allocation_kind kind, siz
     return r;
 }
 
+/* The memory is the application's. */
+static void unregistered(const struct allocation *item)
+{
+    (void)item;
+}
+
+/** memory_register() - note memory of the host that the application wants pinned */
+CUresult memory_register(struct context *context, uintptr_t base, size_t bytes)
+{
+    struct allocation item = {.kind = ALLOCATION_HOST,
+                              .bytes = bytes,
+                              .size = bytes,
+                              .base = base,
+                              .context = context,
+                              .ordinal = context->ordinal,
+                              .returned = unregistered};
+    const struct allocation *after = memory_after(base);
+
+    if (bytes == 0 || base + bytes < base)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (memory_at(base) || (after && after->base < base + bytes))
+        return CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
+    return memory_add(&item) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
 static void table_remove(size_t place)
 {
     struct allocation item = table.items[place];
@@ -345,6 +370,16 @@ CUresult memory_release(uintptr_t address)
         return CUDA_ERROR_INVALID_VALUE;
     table_remove(upper - 1);
     return CUDA_SUCCESS;
+}
+
+/** memory_unregister() - undo memory_register() */
+CUresult memory_unregister(uintptr_t base)
+{
+    const struct allocation *item = memory_at(base);
+
+    if (!item || item->base != base || item->returned != unregistered)
+        return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
+    return memory_release(base);
 }
 
 /** memory_release_context() - end all allocations of one context */

@@ -1076,3 +1076,20 @@ def test_a_forked_child_has_none_of_its_parents_memory(build_dir: Path, gpu: Pat
     process = start_python(build_dir, gpu.parent, FORKER)
     output, _ = process.communicate()
     assert (process.returncode, output) == (0, "7\n0\n")
+
+
+def test_memory_of_the_application_is_registered_once(driver):
+    driver.context()
+    buffer = ctypes.create_string_buffer(3 * 4096)
+    address = ctypes.addressof(buffer)
+    driver.call("cuMemHostRegister_v2", address, 8192, 0)
+    kind = ctypes.c_uint()
+    driver.call("cuPointerGetAttribute", ctypes.byref(kind), 2, address + 8191)
+    assert kind.value == 1
+    for inside in (address, address + 4096, address - 1):
+        assert driver.try_call("cuMemHostRegister_v2", inside, 4096, 0) == 712
+    assert driver.try_call("cuMemFreeHost", address) == INVALID_VALUE
+    driver.call("cuMemHostUnregister", address)
+    assert driver.try_call("cuMemHostUnregister", address) == 713
+    assert driver.try_call("cuPointerGetAttribute", ctypes.byref(kind), 2, address) == INVALID_VALUE
+    buffer[0] = b"x"  # it is still the application's

@@ -13,6 +13,7 @@
  * `provisional` what it expects the driver to have taken.
  */
 #include "control.h"
+#include "parking.h"
 
 #include <string.h>
 
@@ -381,6 +382,8 @@ static cold bool account_claim_slowly(int device, uint64_t size, bool unseen)
 
 bool account_claim(int device, uint64_t size, bool unseen)
 {
+    if (parking_applies())
+        parking_wait();
     return likely(account_try(device, size, unseen)) || account_claim_slowly(device, size, unseen);
 }
 

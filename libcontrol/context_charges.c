@@ -7,6 +7,7 @@
  * (account.c).
  */
 #include "contexts.h"
+#include "parking.h"
 
 void context_count(int device, int change)
 {
@@ -34,9 +35,26 @@ bool context_begin(struct account_charge *charge, CUdevice dev)
         device < 0 ? 0 : atomic_load_relaxed(&pages_grant_device((unsigned)device)->context_bytes));
 }
 
+void context_ends_begin(void)
+{
+    if (!parking_applies())
+        return;
+    parking_enter(PARKING_STILL);
+    parking_lock_contexts();
+}
+
+void context_ends_end(void)
+{
+    if (!parking_applies())
+        return;
+    parking_unlock_contexts();
+    parking_leave();
+}
+
 /* Accounts for the end of a context of this GPU. */
 void context_gone(int device, uint8_t owner)
 {
+    parking_context_gone(owner);
     if (owner != OWNER_NONE)
         account_sweep(device, owner);
     modules_context_gone(owner);

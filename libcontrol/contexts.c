@@ -128,6 +128,7 @@ static struct context *begin_destroy(CUcontext handle)
 {
     struct context *c;
 
+    context_ends_begin();
     os_lock(&contexts_lock);
     c = context_find(handle);
     if (c)
@@ -147,20 +148,20 @@ static CUresult end_destroy(struct context *c, CUcontext handle, CUresult result
 {
     uint64_t moving;
 
-    if (!c)
-        return result;
-    moving = c->moving;
-    if (result != CUDA_SUCCESS) {
+    if (c && result != CUDA_SUCCESS) {
+        moving = c->moving;
         atomic_store_release(&c->handle, handle);
         account_landed(c->device, moving, false);
-        return result;
+    } else if (c) {
+        moving = c->moving;
+        context_gone(c->device, context_owner(c));
+        account_landed(c->device, moving, false);
+        os_lock(&contexts_lock);
+        c->n_users = 0;
+        atomic_add_relaxed(&n_contexts, -1u);
+        os_unlock(&contexts_lock);
     }
-    context_gone(c->device, context_owner(c));
-    account_landed(c->device, moving, false);
-    os_lock(&contexts_lock);
-    c->n_users = 0;
-    atomic_add_relaxed(&n_contexts, -1u);
-    os_unlock(&contexts_lock);
+    context_ends_end();
     return result;
 }
 
@@ -200,6 +201,7 @@ CONTROL_EXPORT CUresult cuCtxDetach(CUcontext ctx)
     bool last = false;
     CUresult result;
 
+    context_ends_begin();
     os_lock(&contexts_lock);
     c = context_find(ctx);
     if (c && c->n_users > 1) {
@@ -225,5 +227,6 @@ CONTROL_EXPORT CUresult cuCtxDetach(CUcontext ctx)
             c->n_users++;
         os_unlock(&contexts_lock);
     }
+    context_ends_end();
     return result;
 }

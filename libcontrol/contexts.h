@@ -43,6 +43,11 @@ uint8_t context_owner(const struct context *c);
 /* Claims what a context on this device will take. Returns false if it does not fit. */
 bool context_begin(struct account_charge *charge, CUdevice dev);
 void context_count(int device, int change);
+
+/* Around a call that may end a context: no memory is moved meanwhile, and none is moved in the
+ * context. */
+void context_ends_begin(void);
+void context_ends_end(void);
 void context_log_ungoverned(void) cold;
 void context_gone(int device, uint8_t owner);
 void context_last_leaves(int device);

@@ -69,6 +69,18 @@ struct driver_cuda {
     CUresult (*cuGraphMemAllocNodeGetParams)(CUgraphNode node, CUDA_MEM_ALLOC_NODE_PARAMS *params);
     CUresult (*cuKernelGetLibrary)(CUlibrary *library, CUkernel kernel);
     CUresult (*cuLibraryGetKernelCount)(unsigned int *count, CUlibrary library);
+    CUresult (*cuMemAddressReserve)(CUdeviceptr *address, size_t size, size_t alignment,
+                                    CUdeviceptr wanted, unsigned long long flags);
+    CUresult (*cuMemAddressFree)(CUdeviceptr address, size_t size);
+    CUresult (*cuMemSetAccess)(CUdeviceptr address, size_t size, const CUmemAccessDesc *access,
+                               size_t count);
+    CUresult (*cuMemHostRegister)(void *pointer, size_t size, unsigned int flags);
+    CUresult (*cuMemcpyDtoHAsync)(void *to, CUdeviceptr from, size_t size, CUstream stream);
+    CUresult (*cuMemcpyHtoDAsync)(CUdeviceptr to, const void *from, size_t size, CUstream stream);
+    CUresult (*cuStreamCreate)(CUstream *stream, unsigned int flags);
+    CUresult (*cuStreamDestroy)(CUstream stream);
+    CUresult (*cuStreamSynchronize)(CUstream stream);
+    CUresult (*cuCtxSynchronize)(void);
 };
 
 extern struct real_cuda origin_real;
@@ -107,6 +119,8 @@ struct pages {
     unsigned on_governor_loss;
     bool denied;
     bool alone;
+    char *arena; /* host memory for what this process parks; NULL: there is none */
+    uint64_t arena_size;
 };
 
 extern struct pages pages_now;
@@ -211,8 +225,9 @@ struct gate_work {
 };
 
 struct gate_ticket {
-    int device; /* -1: not governed, nothing to do in gate_leave() */
-    bool mark;  /* record a marker behind the work */
+    int device;  /* -1: not governed */
+    bool inside; /* the call keeps memory where it is: see parking.h */
+    bool mark;   /* record a marker behind the work */
     CUstream stream;
     CUcontext ctx;
     uint32_t era;

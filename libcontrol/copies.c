@@ -8,6 +8,7 @@
  */
 #include "copies.h"
 
+#include "parking.h"
 #include "pass.h"
 
 #define COPY_SMALL   (1ull << 20) /* smaller ones take no longer than an empty kernel */
@@ -43,6 +44,7 @@ CUresult copy_enter(struct gate_ticket *ticket, struct copy copy, CUstream strea
     int device;
 
     ticket->device = -1;
+    ticket->inside = false;
     if (unlikely(!pages_slot()))
         return CUDA_SUCCESS;
     if (copy.bytes && (fill || copy.flow == COPY_DEVICE)) {
@@ -56,6 +58,9 @@ CUresult copy_enter(struct gate_ticket *ticket, struct copy copy, CUstream strea
     device = pages_n_devices() == 1 ? 0 : pages_index_current();
     if (device >= 0)
         copy_count(pages_ledger_device((unsigned)device), copy);
+    ticket->inside = parking_applies();
+    if (ticket->inside)
+        parking_enter(PARKING_MEMORY);
     return CUDA_SUCCESS;
 }
 
@@ -65,6 +70,7 @@ void copy_note_small(void)
     struct gate_ticket ticket;
 
     copy_enter(&ticket, (struct copy){COPY_OTHER, 0}, NULL);
+    gate_leave(&ticket, CUDA_SUCCESS);
 }
 
 /* ---- size and direction of a copy ---- */
@@ -73,8 +79,11 @@ void copy_note_small(void)
  * well. */
 static bool copy_on_device(CUdeviceptr address)
 {
+    struct parking_block parked; /* the driver does not know the address of one that is parked */
     unsigned int type = 0;
 
+    if (parking_applies() && parking_find(address, &parked))
+        return true;
     return driver->cuPointerGetAttribute(&type, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address) ==
                CUDA_SUCCESS &&
            type == CU_MEMORYTYPE_DEVICE;

@@ -18,6 +18,13 @@ typedef struct CUdevResourceDesc_st *CUdevResourceDesc;
 typedef unsigned long long CUmemGenericAllocationHandle;
 typedef uint32_t CUlogicalEndpointId; /* chosen by the program from those that it reserved */
 typedef int CUmemAllocationHandleType;
+typedef int CUmemRangeHandleType;
+typedef int CUpointer_attribute;
+typedef unsigned long long CUtexObject;
+typedef struct CUtexref_st *CUtexref;
+typedef struct CUDA_RESOURCE_DESC_st CUDA_RESOURCE_DESC;
+typedef struct CUDA_TEXTURE_DESC_st CUDA_TEXTURE_DESC;
+typedef struct CUDA_RESOURCE_VIEW_DESC_st CUDA_RESOURCE_VIEW_DESC;
 #define CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR 1
 typedef int CUlimit;
 typedef int CUjit_option;
@@ -31,6 +38,7 @@ typedef int CUlibraryOption;
 #define CU_MEM_LOCATION_TYPE_HOST                          2
 #define CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN        6
 #define CU_MEM_ALLOCATION_TYPE_PINNED                      1
+#define CU_MEM_ACCESS_FLAGS_PROT_READWRITE                 3
 #define CU_MEM_ALLOCATION_TYPE_MANAGED                     2
 #define CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT               5
 #define CU_MEMPOOL_ATTR_USED_MEM_CURRENT                   7
@@ -52,6 +60,11 @@ typedef struct CUmemLocation_st {
     int type;
     int id;
 } CUmemLocation;
+
+typedef struct CUmemAccessDesc_st {
+    CUmemLocation location;
+    int flags;
+} CUmemAccessDesc;
 
 typedef struct CUmemAllocationProp_st {
     int type;

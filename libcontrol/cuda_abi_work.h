@@ -12,6 +12,11 @@ typedef struct CUgraphNode_st *CUgraphNode;
 typedef struct CUarray_st *CUarray;
 typedef struct CUgraphEdgeData_st CUgraphEdgeData;
 typedef struct CUmemcpyAttributes_st CUmemcpyAttributes;
+typedef struct CUDA_MEMSET_NODE_PARAMS_st CUDA_MEMSET_NODE_PARAMS;
+typedef struct CUDA_BATCH_MEM_OP_NODE_PARAMS_st CUDA_BATCH_MEM_OP_NODE_PARAMS;
+typedef union CUstreamBatchMemOpParams_union CUstreamBatchMemOpParams;
+typedef int CUgraphExecUpdateResult;
+typedef struct CUgraphExecUpdateResultInfo_st CUgraphExecUpdateResultInfo;
 typedef struct CUstreamCigCaptureParams_st CUstreamCigCaptureParams;
 typedef void (*CUgraphRecaptureCallback)(void); /* passed on unchanged */
 

@@ -1,4 +1,5 @@
 /* Functions of the API table that are written by hand, for initialisation and streams. */
+#include "parking.h"
 #include "queue.h"
 
 #include <stdlib.h>
@@ -94,6 +95,7 @@ CONTROL_EXPORT CUresult cuInit(unsigned int Flags)
     pages_match_devices();
     if (!custom_mps_allowed())
         return CUDA_ERROR_SYSTEM_NOT_READY;
+    parking_start();
     return result;
 }
 
@@ -155,10 +157,24 @@ CONTROL_EXPORT CUresult cuStreamDestroy(CUstream hStream)
 
 /* ---- captures: while there are none, no launch has to ask whether its stream captures ---- */
 
+/* No memory is moved while a stream captures. */
+static enum gate_capture capture_enter(CUstream stream, bool to_graphics)
+{
+    bool inside = parking_applies();
+    enum gate_capture capture;
+
+    if (inside)
+        parking_enter(PARKING_MEMORY);
+    capture = gate_capture_begin(stream, to_graphics);
+    if (inside)
+        parking_leave();
+    return capture;
+}
+
 #define CUSTOM_CAPTURE(name, stream, to_graphics, parameters, ...)                                 \
     CONTROL_EXPORT CUresult name parameters                                                        \
     {                                                                                              \
-        enum gate_capture capture = gate_capture_begin(stream, to_graphics);                       \
+        enum gate_capture capture = capture_enter(stream, to_graphics);                            \
         CUresult result;                                                                           \
                                                                                                    \
         if (capture == GATE_CAPTURE_REFUSED)                                                       \
@@ -280,6 +296,7 @@ CONTROL_EXPORT CUresult cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARAMS 
         };
 
         tickets[i].device = -1;
+        tickets[i].inside = false;
         if (custom_push_context_of(p->hStream)) {
             gate_enter(&tickets[i], &work);
             driver->cuCtxPopCurrent(&ctx);
@@ -287,10 +304,12 @@ CONTROL_EXPORT CUresult cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARAMS 
     }
     result = real->cuLaunchCooperativeKernelMultiDevice(launchParamsList, numDevices, flags);
     for (unsigned i = 0; i < n; i++) {
-        if (tickets[i].device >= 0 && custom_push_context_of(launchParamsList[i].hStream)) {
-            gate_leave(&tickets[i], result);
+        bool pushed = tickets[i].device >= 0 && custom_push_context_of(launchParamsList[i].hStream);
+
+        tickets[i].mark = tickets[i].mark && pushed;
+        gate_leave(&tickets[i], result);
+        if (pushed)
             driver->cuCtxPopCurrent(&ctx);
-        }
     }
     return result;
 }

@@ -2,6 +2,7 @@
 
 #include "control.h"
 #include "copies.h"
+#include "parking.h"
 #include "pass.h"
 
 CONTROL_EXPORT CUresult cuMemAlloc(CUdeviceptr_v1 *dptr, unsigned int bytesize)
@@ -25,7 +26,7 @@ CONTROL_EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
     CUresult result = account_reserve(&charge, ACCOUNT_BLOCK, bytesize);
     if (unlikely(result != CUDA_SUCCESS))
         return result;
-    result = real->cuMemAlloc_v2(dptr, bytesize);
+    result = parking_applies() ? parking_allocate(dptr, bytesize) : real->cuMemAlloc_v2(dptr, bytesize);
     if (unlikely(result != CUDA_SUCCESS)) {
         account_cancel(&charge);
         return result;
@@ -56,7 +57,7 @@ CONTROL_EXPORT CUresult cuMemAllocPitch_v2(CUdeviceptr *dptr, size_t *pPitch, si
     CUresult result = account_reserve(&charge, ACCOUNT_BLOCK, account_pitch(WidthInBytes, Height));
     if (unlikely(result != CUDA_SUCCESS))
         return result;
-    result = real->cuMemAllocPitch_v2(dptr, pPitch, WidthInBytes, Height, ElementSizeBytes);
+    result = parking_applies() ? parking_allocate_pitch(dptr, pPitch, WidthInBytes, Height, ElementSizeBytes) : real->cuMemAllocPitch_v2(dptr, pPitch, WidthInBytes, Height, ElementSizeBytes);
     if (unlikely(result != CUDA_SUCCESS)) {
         account_cancel(&charge);
         return result;
@@ -94,7 +95,9 @@ CONTROL_EXPORT CUresult cuMemFree_v2(CUdeviceptr dptr)
 {
     struct account_charge charge;
     account_forget(&charge, ACCOUNT_BLOCK, (uintptr_t)dptr);
-    CUresult result = real->cuMemFree_v2(dptr);
+    CUresult result = CUDA_SUCCESS;
+    if (!parking_free(dptr, &result))
+        result = real->cuMemFree_v2(dptr);
     account_forgotten(&charge, (uintptr_t)dptr, result);
     return result;
 }
@@ -103,7 +106,9 @@ CONTROL_EXPORT CUresult cuMemFreeAsync(CUdeviceptr dptr, CUstream hStream)
 {
     struct account_charge charge;
     account_forget(&charge, ACCOUNT_BLOCK, (uintptr_t)dptr);
-    CUresult result = real->cuMemFreeAsync(dptr, hStream);
+    CUresult result = CUDA_SUCCESS;
+    if (!parking_free_async(dptr, hStream, &result))
+        result = real->cuMemFreeAsync(dptr, hStream);
     account_forgotten(&charge, (uintptr_t)dptr, result);
     return result;
 }
@@ -112,7 +117,9 @@ CONTROL_EXPORT CUresult cuMemFreeAsync_ptsz(CUdeviceptr dptr, CUstream hStream)
 {
     struct account_charge charge;
     account_forget(&charge, ACCOUNT_BLOCK, (uintptr_t)dptr);
-    CUresult result = real->cuMemFreeAsync_ptsz(dptr, hStream);
+    CUresult result = CUDA_SUCCESS;
+    if (!parking_free_async(dptr, gate_ptsz(hStream), &result))
+        result = real->cuMemFreeAsync_ptsz(dptr, hStream);
     account_forgotten(&charge, (uintptr_t)dptr, result);
     return result;
 }
@@ -223,6 +230,709 @@ CONTROL_EXPORT CUresult cuMipmappedArrayCreate(CUmipmappedArray *pHandle, const 
     }
     account_record(&charge, (uintptr_t)*pHandle);
     return result;
+}
+
+static noinline CUresult wait_cuStreamWaitValue32(CUstream stream, CUdeviceptr addr, uint32_t value, unsigned int flags)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuStreamWaitValue32(stream, addr, value, flags);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuStreamWaitValue32(CUstream stream, CUdeviceptr addr, uint32_t value, unsigned int flags)
+{
+    __typeof__(&cuStreamWaitValue32) way = real->cuStreamWaitValue32;
+
+    if (parking_applies())
+        way = wait_cuStreamWaitValue32;
+    return way(stream, addr, value, flags);
+}
+
+static noinline CUresult wait_cuStreamWaitValue32_ptsz(CUstream stream, CUdeviceptr addr, uint32_t value, unsigned int flags)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuStreamWaitValue32_ptsz(stream, addr, value, flags);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuStreamWaitValue32_ptsz(CUstream stream, CUdeviceptr addr, uint32_t value, unsigned int flags)
+{
+    __typeof__(&cuStreamWaitValue32_ptsz) way = real->cuStreamWaitValue32_ptsz;
+
+    if (parking_applies())
+        way = wait_cuStreamWaitValue32_ptsz;
+    return way(stream, addr, value, flags);
+}
+
+static noinline CUresult wait_cuStreamWaitValue32_v2(CUstream stream, CUdeviceptr addr, uint32_t value, unsigned int flags)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuStreamWaitValue32_v2(stream, addr, value, flags);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuStreamWaitValue32_v2(CUstream stream, CUdeviceptr addr, uint32_t value, unsigned int flags)
+{
+    __typeof__(&cuStreamWaitValue32_v2) way = real->cuStreamWaitValue32_v2;
+
+    if (parking_applies())
+        way = wait_cuStreamWaitValue32_v2;
+    return way(stream, addr, value, flags);
+}
+
+static noinline CUresult wait_cuStreamWaitValue32_v2_ptsz(CUstream stream, CUdeviceptr addr, uint32_t value, unsigned int flags)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuStreamWaitValue32_v2_ptsz(stream, addr, value, flags);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuStreamWaitValue32_v2_ptsz(CUstream stream, CUdeviceptr addr, uint32_t value, unsigned int flags)
+{
+    __typeof__(&cuStreamWaitValue32_v2_ptsz) way = real->cuStreamWaitValue32_v2_ptsz;
+
+    if (parking_applies())
+        way = wait_cuStreamWaitValue32_v2_ptsz;
+    return way(stream, addr, value, flags);
+}
+
+static noinline CUresult wait_cuStreamWaitValue64(CUstream stream, CUdeviceptr addr, uint64_t value, unsigned int flags)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuStreamWaitValue64(stream, addr, value, flags);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuStreamWaitValue64(CUstream stream, CUdeviceptr addr, uint64_t value, unsigned int flags)
+{
+    __typeof__(&cuStreamWaitValue64) way = real->cuStreamWaitValue64;
+
+    if (parking_applies())
+        way = wait_cuStreamWaitValue64;
+    return way(stream, addr, value, flags);
+}
+
+static noinline CUresult wait_cuStreamWaitValue64_ptsz(CUstream stream, CUdeviceptr addr, uint64_t value, unsigned int flags)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuStreamWaitValue64_ptsz(stream, addr, value, flags);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuStreamWaitValue64_ptsz(CUstream stream, CUdeviceptr addr, uint64_t value, unsigned int flags)
+{
+    __typeof__(&cuStreamWaitValue64_ptsz) way = real->cuStreamWaitValue64_ptsz;
+
+    if (parking_applies())
+        way = wait_cuStreamWaitValue64_ptsz;
+    return way(stream, addr, value, flags);
+}
+
+static noinline CUresult wait_cuStreamWaitValue64_v2(CUstream stream, CUdeviceptr addr, uint64_t value, unsigned int flags)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuStreamWaitValue64_v2(stream, addr, value, flags);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuStreamWaitValue64_v2(CUstream stream, CUdeviceptr addr, uint64_t value, unsigned int flags)
+{
+    __typeof__(&cuStreamWaitValue64_v2) way = real->cuStreamWaitValue64_v2;
+
+    if (parking_applies())
+        way = wait_cuStreamWaitValue64_v2;
+    return way(stream, addr, value, flags);
+}
+
+static noinline CUresult wait_cuStreamWaitValue64_v2_ptsz(CUstream stream, CUdeviceptr addr, uint64_t value, unsigned int flags)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuStreamWaitValue64_v2_ptsz(stream, addr, value, flags);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuStreamWaitValue64_v2_ptsz(CUstream stream, CUdeviceptr addr, uint64_t value, unsigned int flags)
+{
+    __typeof__(&cuStreamWaitValue64_v2_ptsz) way = real->cuStreamWaitValue64_v2_ptsz;
+
+    if (parking_applies())
+        way = wait_cuStreamWaitValue64_v2_ptsz;
+    return way(stream, addr, value, flags);
+}
+
+static noinline CUresult wait_cuStreamWriteValue32(CUstream stream, CUdeviceptr addr, uint32_t value, unsigned int flags)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuStreamWriteValue32(stream, addr, value, flags);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuStreamWriteValue32(CUstream stream, CUdeviceptr addr, uint32_t value, unsigned int flags)
+{
+    __typeof__(&cuStreamWriteValue32) way = real->cuStreamWriteValue32;
+
+    if (parking_applies())
+        way = wait_cuStreamWriteValue32;
+    return way(stream, addr, value, flags);
+}
+
+static noinline CUresult wait_cuStreamWriteValue32_ptsz(CUstream stream, CUdeviceptr addr, uint32_t value, unsigned int flags)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuStreamWriteValue32_ptsz(stream, addr, value, flags);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuStreamWriteValue32_ptsz(CUstream stream, CUdeviceptr addr, uint32_t value, unsigned int flags)
+{
+    __typeof__(&cuStreamWriteValue32_ptsz) way = real->cuStreamWriteValue32_ptsz;
+
+    if (parking_applies())
+        way = wait_cuStreamWriteValue32_ptsz;
+    return way(stream, addr, value, flags);
+}
+
+static noinline CUresult wait_cuStreamWriteValue32_v2(CUstream stream, CUdeviceptr addr, uint32_t value, unsigned int flags)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuStreamWriteValue32_v2(stream, addr, value, flags);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuStreamWriteValue32_v2(CUstream stream, CUdeviceptr addr, uint32_t value, unsigned int flags)
+{
+    __typeof__(&cuStreamWriteValue32_v2) way = real->cuStreamWriteValue32_v2;
+
+    if (parking_applies())
+        way = wait_cuStreamWriteValue32_v2;
+    return way(stream, addr, value, flags);
+}
+
+static noinline CUresult wait_cuStreamWriteValue32_v2_ptsz(CUstream stream, CUdeviceptr addr, uint32_t value, unsigned int flags)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuStreamWriteValue32_v2_ptsz(stream, addr, value, flags);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuStreamWriteValue32_v2_ptsz(CUstream stream, CUdeviceptr addr, uint32_t value, unsigned int flags)
+{
+    __typeof__(&cuStreamWriteValue32_v2_ptsz) way = real->cuStreamWriteValue32_v2_ptsz;
+
+    if (parking_applies())
+        way = wait_cuStreamWriteValue32_v2_ptsz;
+    return way(stream, addr, value, flags);
+}
+
+static noinline CUresult wait_cuStreamWriteValue64(CUstream stream, CUdeviceptr addr, uint64_t value, unsigned int flags)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuStreamWriteValue64(stream, addr, value, flags);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuStreamWriteValue64(CUstream stream, CUdeviceptr addr, uint64_t value, unsigned int flags)
+{
+    __typeof__(&cuStreamWriteValue64) way = real->cuStreamWriteValue64;
+
+    if (parking_applies())
+        way = wait_cuStreamWriteValue64;
+    return way(stream, addr, value, flags);
+}
+
+static noinline CUresult wait_cuStreamWriteValue64_ptsz(CUstream stream, CUdeviceptr addr, uint64_t value, unsigned int flags)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuStreamWriteValue64_ptsz(stream, addr, value, flags);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuStreamWriteValue64_ptsz(CUstream stream, CUdeviceptr addr, uint64_t value, unsigned int flags)
+{
+    __typeof__(&cuStreamWriteValue64_ptsz) way = real->cuStreamWriteValue64_ptsz;
+
+    if (parking_applies())
+        way = wait_cuStreamWriteValue64_ptsz;
+    return way(stream, addr, value, flags);
+}
+
+static noinline CUresult wait_cuStreamWriteValue64_v2(CUstream stream, CUdeviceptr addr, uint64_t value, unsigned int flags)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuStreamWriteValue64_v2(stream, addr, value, flags);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuStreamWriteValue64_v2(CUstream stream, CUdeviceptr addr, uint64_t value, unsigned int flags)
+{
+    __typeof__(&cuStreamWriteValue64_v2) way = real->cuStreamWriteValue64_v2;
+
+    if (parking_applies())
+        way = wait_cuStreamWriteValue64_v2;
+    return way(stream, addr, value, flags);
+}
+
+static noinline CUresult wait_cuStreamWriteValue64_v2_ptsz(CUstream stream, CUdeviceptr addr, uint64_t value, unsigned int flags)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuStreamWriteValue64_v2_ptsz(stream, addr, value, flags);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuStreamWriteValue64_v2_ptsz(CUstream stream, CUdeviceptr addr, uint64_t value, unsigned int flags)
+{
+    __typeof__(&cuStreamWriteValue64_v2_ptsz) way = real->cuStreamWriteValue64_v2_ptsz;
+
+    if (parking_applies())
+        way = wait_cuStreamWriteValue64_v2_ptsz;
+    return way(stream, addr, value, flags);
+}
+
+static noinline CUresult wait_cuStreamBatchMemOp(CUstream stream, unsigned int count, CUstreamBatchMemOpParams *paramArray, unsigned int flags)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuStreamBatchMemOp(stream, count, paramArray, flags);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuStreamBatchMemOp(CUstream stream, unsigned int count, CUstreamBatchMemOpParams *paramArray, unsigned int flags)
+{
+    __typeof__(&cuStreamBatchMemOp) way = real->cuStreamBatchMemOp;
+
+    if (parking_applies())
+        way = wait_cuStreamBatchMemOp;
+    return way(stream, count, paramArray, flags);
+}
+
+static noinline CUresult wait_cuStreamBatchMemOp_ptsz(CUstream stream, unsigned int count, CUstreamBatchMemOpParams *paramArray, unsigned int flags)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuStreamBatchMemOp_ptsz(stream, count, paramArray, flags);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuStreamBatchMemOp_ptsz(CUstream stream, unsigned int count, CUstreamBatchMemOpParams *paramArray, unsigned int flags)
+{
+    __typeof__(&cuStreamBatchMemOp_ptsz) way = real->cuStreamBatchMemOp_ptsz;
+
+    if (parking_applies())
+        way = wait_cuStreamBatchMemOp_ptsz;
+    return way(stream, count, paramArray, flags);
+}
+
+static noinline CUresult wait_cuStreamBatchMemOp_v2(CUstream stream, unsigned int count, CUstreamBatchMemOpParams *paramArray, unsigned int flags)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuStreamBatchMemOp_v2(stream, count, paramArray, flags);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuStreamBatchMemOp_v2(CUstream stream, unsigned int count, CUstreamBatchMemOpParams *paramArray, unsigned int flags)
+{
+    __typeof__(&cuStreamBatchMemOp_v2) way = real->cuStreamBatchMemOp_v2;
+
+    if (parking_applies())
+        way = wait_cuStreamBatchMemOp_v2;
+    return way(stream, count, paramArray, flags);
+}
+
+static noinline CUresult wait_cuStreamBatchMemOp_v2_ptsz(CUstream stream, unsigned int count, CUstreamBatchMemOpParams *paramArray, unsigned int flags)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuStreamBatchMemOp_v2_ptsz(stream, count, paramArray, flags);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuStreamBatchMemOp_v2_ptsz(CUstream stream, unsigned int count, CUstreamBatchMemOpParams *paramArray, unsigned int flags)
+{
+    __typeof__(&cuStreamBatchMemOp_v2_ptsz) way = real->cuStreamBatchMemOp_v2_ptsz;
+
+    if (parking_applies())
+        way = wait_cuStreamBatchMemOp_v2_ptsz;
+    return way(stream, count, paramArray, flags);
+}
+
+static noinline CUresult wait_cuGraphAddMemcpyNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies, size_t numDependencies, const CUDA_MEMCPY3D *copyParams, CUcontext ctx)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuGraphAddMemcpyNode(phGraphNode, hGraph, dependencies, numDependencies, copyParams, ctx);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuGraphAddMemcpyNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies, size_t numDependencies, const CUDA_MEMCPY3D *copyParams, CUcontext ctx)
+{
+    __typeof__(&cuGraphAddMemcpyNode) way = real->cuGraphAddMemcpyNode;
+
+    if (parking_applies())
+        way = wait_cuGraphAddMemcpyNode;
+    return way(phGraphNode, hGraph, dependencies, numDependencies, copyParams, ctx);
+}
+
+static noinline CUresult wait_cuGraphMemcpyNodeSetParams(CUgraphNode hNode, const CUDA_MEMCPY3D *nodeParams)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuGraphMemcpyNodeSetParams(hNode, nodeParams);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuGraphMemcpyNodeSetParams(CUgraphNode hNode, const CUDA_MEMCPY3D *nodeParams)
+{
+    __typeof__(&cuGraphMemcpyNodeSetParams) way = real->cuGraphMemcpyNodeSetParams;
+
+    if (parking_applies())
+        way = wait_cuGraphMemcpyNodeSetParams;
+    return way(hNode, nodeParams);
+}
+
+static noinline CUresult wait_cuGraphExecMemcpyNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode, const CUDA_MEMCPY3D *copyParams, CUcontext ctx)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuGraphExecMemcpyNodeSetParams(hGraphExec, hNode, copyParams, ctx);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuGraphExecMemcpyNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode, const CUDA_MEMCPY3D *copyParams, CUcontext ctx)
+{
+    __typeof__(&cuGraphExecMemcpyNodeSetParams) way = real->cuGraphExecMemcpyNodeSetParams;
+
+    if (parking_applies())
+        way = wait_cuGraphExecMemcpyNodeSetParams;
+    return way(hGraphExec, hNode, copyParams, ctx);
+}
+
+static noinline CUresult wait_cuGraphAddMemsetNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies, size_t numDependencies, const CUDA_MEMSET_NODE_PARAMS *memsetParams, CUcontext ctx)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuGraphAddMemsetNode(phGraphNode, hGraph, dependencies, numDependencies, memsetParams, ctx);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuGraphAddMemsetNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies, size_t numDependencies, const CUDA_MEMSET_NODE_PARAMS *memsetParams, CUcontext ctx)
+{
+    __typeof__(&cuGraphAddMemsetNode) way = real->cuGraphAddMemsetNode;
+
+    if (parking_applies())
+        way = wait_cuGraphAddMemsetNode;
+    return way(phGraphNode, hGraph, dependencies, numDependencies, memsetParams, ctx);
+}
+
+static noinline CUresult wait_cuGraphMemsetNodeSetParams(CUgraphNode hNode, const CUDA_MEMSET_NODE_PARAMS *nodeParams)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuGraphMemsetNodeSetParams(hNode, nodeParams);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuGraphMemsetNodeSetParams(CUgraphNode hNode, const CUDA_MEMSET_NODE_PARAMS *nodeParams)
+{
+    __typeof__(&cuGraphMemsetNodeSetParams) way = real->cuGraphMemsetNodeSetParams;
+
+    if (parking_applies())
+        way = wait_cuGraphMemsetNodeSetParams;
+    return way(hNode, nodeParams);
+}
+
+static noinline CUresult wait_cuGraphExecMemsetNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode, const CUDA_MEMSET_NODE_PARAMS *memsetParams, CUcontext ctx)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuGraphExecMemsetNodeSetParams(hGraphExec, hNode, memsetParams, ctx);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuGraphExecMemsetNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode, const CUDA_MEMSET_NODE_PARAMS *memsetParams, CUcontext ctx)
+{
+    __typeof__(&cuGraphExecMemsetNodeSetParams) way = real->cuGraphExecMemsetNodeSetParams;
+
+    if (parking_applies())
+        way = wait_cuGraphExecMemsetNodeSetParams;
+    return way(hGraphExec, hNode, memsetParams, ctx);
+}
+
+static noinline CUresult wait_cuGraphAddBatchMemOpNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies, size_t numDependencies, const CUDA_BATCH_MEM_OP_NODE_PARAMS *nodeParams)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuGraphAddBatchMemOpNode(phGraphNode, hGraph, dependencies, numDependencies, nodeParams);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuGraphAddBatchMemOpNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies, size_t numDependencies, const CUDA_BATCH_MEM_OP_NODE_PARAMS *nodeParams)
+{
+    __typeof__(&cuGraphAddBatchMemOpNode) way = real->cuGraphAddBatchMemOpNode;
+
+    if (parking_applies())
+        way = wait_cuGraphAddBatchMemOpNode;
+    return way(phGraphNode, hGraph, dependencies, numDependencies, nodeParams);
+}
+
+static noinline CUresult wait_cuGraphBatchMemOpNodeSetParams(CUgraphNode hNode, const CUDA_BATCH_MEM_OP_NODE_PARAMS *nodeParams)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuGraphBatchMemOpNodeSetParams(hNode, nodeParams);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuGraphBatchMemOpNodeSetParams(CUgraphNode hNode, const CUDA_BATCH_MEM_OP_NODE_PARAMS *nodeParams)
+{
+    __typeof__(&cuGraphBatchMemOpNodeSetParams) way = real->cuGraphBatchMemOpNodeSetParams;
+
+    if (parking_applies())
+        way = wait_cuGraphBatchMemOpNodeSetParams;
+    return way(hNode, nodeParams);
+}
+
+static noinline CUresult wait_cuGraphExecBatchMemOpNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode, const CUDA_BATCH_MEM_OP_NODE_PARAMS *nodeParams)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuGraphExecBatchMemOpNodeSetParams(hGraphExec, hNode, nodeParams);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuGraphExecBatchMemOpNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode, const CUDA_BATCH_MEM_OP_NODE_PARAMS *nodeParams)
+{
+    __typeof__(&cuGraphExecBatchMemOpNodeSetParams) way = real->cuGraphExecBatchMemOpNodeSetParams;
+
+    if (parking_applies())
+        way = wait_cuGraphExecBatchMemOpNodeSetParams;
+    return way(hGraphExec, hNode, nodeParams);
+}
+
+static noinline CUresult wait_cuGraphExecUpdate(CUgraphExec hGraphExec, CUgraph hGraph, CUgraphNode *hErrorNode_out, CUgraphExecUpdateResult *updateResult_out)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuGraphExecUpdate(hGraphExec, hGraph, hErrorNode_out, updateResult_out);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuGraphExecUpdate(CUgraphExec hGraphExec, CUgraph hGraph, CUgraphNode *hErrorNode_out, CUgraphExecUpdateResult *updateResult_out)
+{
+    __typeof__(&cuGraphExecUpdate) way = real->cuGraphExecUpdate;
+
+    if (parking_applies())
+        way = wait_cuGraphExecUpdate;
+    return way(hGraphExec, hGraph, hErrorNode_out, updateResult_out);
+}
+
+static noinline CUresult wait_cuGraphExecUpdate_v2(CUgraphExec hGraphExec, CUgraph hGraph, CUgraphExecUpdateResultInfo *resultInfo)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuGraphExecUpdate_v2(hGraphExec, hGraph, resultInfo);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuGraphExecUpdate_v2(CUgraphExec hGraphExec, CUgraph hGraph, CUgraphExecUpdateResultInfo *resultInfo)
+{
+    __typeof__(&cuGraphExecUpdate_v2) way = real->cuGraphExecUpdate_v2;
+
+    if (parking_applies())
+        way = wait_cuGraphExecUpdate_v2;
+    return way(hGraphExec, hGraph, resultInfo);
+}
+
+static noinline CUresult wait_cuGraphNodeSetParams(CUgraphNode hNode, CUgraphNodeParams *nodeParams)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuGraphNodeSetParams(hNode, nodeParams);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuGraphNodeSetParams(CUgraphNode hNode, CUgraphNodeParams *nodeParams)
+{
+    __typeof__(&cuGraphNodeSetParams) way = real->cuGraphNodeSetParams;
+
+    if (parking_applies())
+        way = wait_cuGraphNodeSetParams;
+    return way(hNode, nodeParams);
+}
+
+static noinline CUresult wait_cuGraphNodeSetParams_v2(CUgraphNode hNode, CUgraphNodeParams *nodeParams)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuGraphNodeSetParams_v2(hNode, nodeParams);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuGraphNodeSetParams_v2(CUgraphNode hNode, CUgraphNodeParams *nodeParams)
+{
+    __typeof__(&cuGraphNodeSetParams_v2) way = real->cuGraphNodeSetParams_v2;
+
+    if (parking_applies())
+        way = wait_cuGraphNodeSetParams_v2;
+    return way(hNode, nodeParams);
+}
+
+static noinline CUresult wait_cuGraphExecNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode, CUgraphNodeParams *nodeParams)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuGraphExecNodeSetParams(hGraphExec, hNode, nodeParams);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuGraphExecNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode, CUgraphNodeParams *nodeParams)
+{
+    __typeof__(&cuGraphExecNodeSetParams) way = real->cuGraphExecNodeSetParams;
+
+    if (parking_applies())
+        way = wait_cuGraphExecNodeSetParams;
+    return way(hGraphExec, hNode, nodeParams);
+}
+
+static noinline CUresult wait_cuPointerSetAttribute(const void *value, CUpointer_attribute attribute, CUdeviceptr ptr)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuPointerSetAttribute(value, attribute, ptr);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuPointerSetAttribute(const void *value, CUpointer_attribute attribute, CUdeviceptr ptr)
+{
+    __typeof__(&cuPointerSetAttribute) way = real->cuPointerSetAttribute;
+
+    if (parking_applies())
+        way = wait_cuPointerSetAttribute;
+    return way(value, attribute, ptr);
+}
+
+static noinline CUresult wait_cuTexObjectCreate(CUtexObject *pTexObject, const CUDA_RESOURCE_DESC *pResDesc, const CUDA_TEXTURE_DESC *pTexDesc, const CUDA_RESOURCE_VIEW_DESC *pResViewDesc)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuTexObjectCreate(pTexObject, pResDesc, pTexDesc, pResViewDesc);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuTexObjectCreate(CUtexObject *pTexObject, const CUDA_RESOURCE_DESC *pResDesc, const CUDA_TEXTURE_DESC *pTexDesc, const CUDA_RESOURCE_VIEW_DESC *pResViewDesc)
+{
+    __typeof__(&cuTexObjectCreate) way = real->cuTexObjectCreate;
+
+    if (parking_applies())
+        way = wait_cuTexObjectCreate;
+    return way(pTexObject, pResDesc, pTexDesc, pResViewDesc);
+}
+
+static noinline CUresult wait_cuTexRefSetAddress_v2(size_t *ByteOffset, CUtexref hTexRef, CUdeviceptr dptr, size_t bytes)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuTexRefSetAddress_v2(ByteOffset, hTexRef, dptr, bytes);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuTexRefSetAddress_v2(size_t *ByteOffset, CUtexref hTexRef, CUdeviceptr dptr, size_t bytes)
+{
+    __typeof__(&cuTexRefSetAddress_v2) way = real->cuTexRefSetAddress_v2;
+
+    if (parking_applies())
+        way = wait_cuTexRefSetAddress_v2;
+    return way(ByteOffset, hTexRef, dptr, bytes);
 }
 
 static noinline CUresult long_cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsigned int gridDimY, unsigned int gridDimZ, unsigned int blockDimX, unsigned int blockDimY, unsigned int blockDimZ, unsigned int sharedMemBytes, CUstream hStream, void **kernelParams, void **extra)
@@ -1920,6 +2630,48 @@ const struct control_hook control_hooks[CONTROL_N_HOOKS] = {
     {"cuDeviceTotalMem_v2", offsetof(struct real_cuda, cuDeviceTotalMem_v2), (void *)cuDeviceTotalMem_v2},
     {"cuMemGetInfo", offsetof(struct real_cuda, cuMemGetInfo), (void *)cuMemGetInfo},
     {"cuMemGetInfo_v2", offsetof(struct real_cuda, cuMemGetInfo_v2), (void *)cuMemGetInfo_v2},
+    {"cuStreamWaitValue32", offsetof(struct real_cuda, cuStreamWaitValue32), (void *)cuStreamWaitValue32},
+    {"cuStreamWaitValue32_ptsz", offsetof(struct real_cuda, cuStreamWaitValue32_ptsz), (void *)cuStreamWaitValue32_ptsz},
+    {"cuStreamWaitValue32_v2", offsetof(struct real_cuda, cuStreamWaitValue32_v2), (void *)cuStreamWaitValue32_v2},
+    {"cuStreamWaitValue32_v2_ptsz", offsetof(struct real_cuda, cuStreamWaitValue32_v2_ptsz), (void *)cuStreamWaitValue32_v2_ptsz},
+    {"cuStreamWaitValue64", offsetof(struct real_cuda, cuStreamWaitValue64), (void *)cuStreamWaitValue64},
+    {"cuStreamWaitValue64_ptsz", offsetof(struct real_cuda, cuStreamWaitValue64_ptsz), (void *)cuStreamWaitValue64_ptsz},
+    {"cuStreamWaitValue64_v2", offsetof(struct real_cuda, cuStreamWaitValue64_v2), (void *)cuStreamWaitValue64_v2},
+    {"cuStreamWaitValue64_v2_ptsz", offsetof(struct real_cuda, cuStreamWaitValue64_v2_ptsz), (void *)cuStreamWaitValue64_v2_ptsz},
+    {"cuStreamWriteValue32", offsetof(struct real_cuda, cuStreamWriteValue32), (void *)cuStreamWriteValue32},
+    {"cuStreamWriteValue32_ptsz", offsetof(struct real_cuda, cuStreamWriteValue32_ptsz), (void *)cuStreamWriteValue32_ptsz},
+    {"cuStreamWriteValue32_v2", offsetof(struct real_cuda, cuStreamWriteValue32_v2), (void *)cuStreamWriteValue32_v2},
+    {"cuStreamWriteValue32_v2_ptsz", offsetof(struct real_cuda, cuStreamWriteValue32_v2_ptsz), (void *)cuStreamWriteValue32_v2_ptsz},
+    {"cuStreamWriteValue64", offsetof(struct real_cuda, cuStreamWriteValue64), (void *)cuStreamWriteValue64},
+    {"cuStreamWriteValue64_ptsz", offsetof(struct real_cuda, cuStreamWriteValue64_ptsz), (void *)cuStreamWriteValue64_ptsz},
+    {"cuStreamWriteValue64_v2", offsetof(struct real_cuda, cuStreamWriteValue64_v2), (void *)cuStreamWriteValue64_v2},
+    {"cuStreamWriteValue64_v2_ptsz", offsetof(struct real_cuda, cuStreamWriteValue64_v2_ptsz), (void *)cuStreamWriteValue64_v2_ptsz},
+    {"cuStreamBatchMemOp", offsetof(struct real_cuda, cuStreamBatchMemOp), (void *)cuStreamBatchMemOp},
+    {"cuStreamBatchMemOp_ptsz", offsetof(struct real_cuda, cuStreamBatchMemOp_ptsz), (void *)cuStreamBatchMemOp_ptsz},
+    {"cuStreamBatchMemOp_v2", offsetof(struct real_cuda, cuStreamBatchMemOp_v2), (void *)cuStreamBatchMemOp_v2},
+    {"cuStreamBatchMemOp_v2_ptsz", offsetof(struct real_cuda, cuStreamBatchMemOp_v2_ptsz), (void *)cuStreamBatchMemOp_v2_ptsz},
+    {"cuGraphAddMemcpyNode", offsetof(struct real_cuda, cuGraphAddMemcpyNode), (void *)cuGraphAddMemcpyNode},
+    {"cuGraphMemcpyNodeSetParams", offsetof(struct real_cuda, cuGraphMemcpyNodeSetParams), (void *)cuGraphMemcpyNodeSetParams},
+    {"cuGraphExecMemcpyNodeSetParams", offsetof(struct real_cuda, cuGraphExecMemcpyNodeSetParams), (void *)cuGraphExecMemcpyNodeSetParams},
+    {"cuGraphAddMemsetNode", offsetof(struct real_cuda, cuGraphAddMemsetNode), (void *)cuGraphAddMemsetNode},
+    {"cuGraphMemsetNodeSetParams", offsetof(struct real_cuda, cuGraphMemsetNodeSetParams), (void *)cuGraphMemsetNodeSetParams},
+    {"cuGraphExecMemsetNodeSetParams", offsetof(struct real_cuda, cuGraphExecMemsetNodeSetParams), (void *)cuGraphExecMemsetNodeSetParams},
+    {"cuGraphAddBatchMemOpNode", offsetof(struct real_cuda, cuGraphAddBatchMemOpNode), (void *)cuGraphAddBatchMemOpNode},
+    {"cuGraphBatchMemOpNodeSetParams", offsetof(struct real_cuda, cuGraphBatchMemOpNodeSetParams), (void *)cuGraphBatchMemOpNodeSetParams},
+    {"cuGraphExecBatchMemOpNodeSetParams", offsetof(struct real_cuda, cuGraphExecBatchMemOpNodeSetParams), (void *)cuGraphExecBatchMemOpNodeSetParams},
+    {"cuGraphExecUpdate", offsetof(struct real_cuda, cuGraphExecUpdate), (void *)cuGraphExecUpdate},
+    {"cuGraphExecUpdate_v2", offsetof(struct real_cuda, cuGraphExecUpdate_v2), (void *)cuGraphExecUpdate_v2},
+    {"cuGraphNodeSetParams", offsetof(struct real_cuda, cuGraphNodeSetParams), (void *)cuGraphNodeSetParams},
+    {"cuGraphNodeSetParams_v2", offsetof(struct real_cuda, cuGraphNodeSetParams_v2), (void *)cuGraphNodeSetParams_v2},
+    {"cuGraphExecNodeSetParams", offsetof(struct real_cuda, cuGraphExecNodeSetParams), (void *)cuGraphExecNodeSetParams},
+    {"cuPointerGetAttribute", offsetof(struct real_cuda, cuPointerGetAttribute), (void *)cuPointerGetAttribute},
+    {"cuPointerGetAttributes", offsetof(struct real_cuda, cuPointerGetAttributes), (void *)cuPointerGetAttributes},
+    {"cuPointerSetAttribute", offsetof(struct real_cuda, cuPointerSetAttribute), (void *)cuPointerSetAttribute},
+    {"cuMemGetAddressRange_v2", offsetof(struct real_cuda, cuMemGetAddressRange_v2), (void *)cuMemGetAddressRange_v2},
+    {"cuMemGetHandleForAddressRange", offsetof(struct real_cuda, cuMemGetHandleForAddressRange), (void *)cuMemGetHandleForAddressRange},
+    {"cuIpcGetMemHandle", offsetof(struct real_cuda, cuIpcGetMemHandle), (void *)cuIpcGetMemHandle},
+    {"cuTexObjectCreate", offsetof(struct real_cuda, cuTexObjectCreate), (void *)cuTexObjectCreate},
+    {"cuTexRefSetAddress_v2", offsetof(struct real_cuda, cuTexRefSetAddress_v2), (void *)cuTexRefSetAddress_v2},
     {"cuLaunchKernel", offsetof(struct real_cuda, cuLaunchKernel), (void *)cuLaunchKernel},
     {"cuLaunchKernel_ptsz", offsetof(struct real_cuda, cuLaunchKernel_ptsz), (void *)cuLaunchKernel_ptsz},
     {"cuLaunchKernelEx", offsetof(struct real_cuda, cuLaunchKernelEx), (void *)cuLaunchKernelEx},

@@ -12,6 +12,7 @@
  */
 #include "gate_parts.h"
 
+#include "parking.h"
 #include "pass.h"
 
 #include <string.h>
@@ -236,6 +237,26 @@ bool gate_capturing(CUstream stream)
     return unlikely(atomic_load_relaxed(&gate_n_captures)) && capture_is_running(stream);
 }
 
+static cold CUresult gate_refuse(struct gate_ticket *ticket, CUresult result)
+{
+    if (ticket->inside)
+        parking_leave();
+    ticket->inside = false;
+    return result;
+}
+
+/* Waits until the memory is resident, without asking for GPU time. The lock is held before and
+ * after. */
+static cold void gate_enter_parking(struct gate *g, struct ledger_device *ledger, bool *wantingp)
+{
+    if (*wantingp)
+        atomic_sub_seq_cst(&ledger->want, 1);
+    *wantingp = false;
+    os_unlock(&g->lock);
+    parking_enter(PARKING_MEMORY);
+    gate_lock(g);
+}
+
 CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
 {
     const struct grant_device *grant;
@@ -252,13 +273,20 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
     int device;
 
     ticket->device = -1;
-    if (unlikely(!pages_slot()) || unlikely(gate_visiting) || gate_capturing(work->stream))
+    ticket->inside = false;
+    if (unlikely(!pages_slot()) || unlikely(gate_visiting))
+        return CUDA_SUCCESS;
+    /* What is captured may be checked by the driver against the memory that is there. */
+    ticket->inside = parking_applies();
+    if (ticket->inside)
+        parking_enter(PARKING_MEMORY);
+    if (gate_capturing(work->stream))
         return CUDA_SUCCESS;
     if (unlikely(pages_denied()))
-        return CUDA_ERROR_SYSTEM_NOT_READY;
+        return gate_refuse(ticket, CUDA_ERROR_SYSTEM_NOT_READY);
     if (unlikely(atomic_load_relaxed(&gate_lazy_kernels)) &&
         modules_launch(work->key) == CUDA_ERROR_OUT_OF_MEMORY)
-        return CUDA_ERROR_OUT_OF_MEMORY;
+        return gate_refuse(ticket, CUDA_ERROR_OUT_OF_MEMORY);
     device = gate_place(work->stream, &ctx, &current);
     if (device < 0)
         return CUDA_SUCCESS;
@@ -367,7 +395,11 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
         if (!began)
             began = now;
         g->full = answer == GATE_CLOSED && g->active;
+        if (ticket->inside)
+            parking_leave(); /* the wait may be long */
         gate_wait(g, grant, ledger, answer, seen, &wanting);
+        if (ticket->inside && !parking_try(PARKING_MEMORY))
+            gate_enter_parking(g, ledger, &wanting);
         gate_visit_begin(&visit);
         gate_retire(g, ledger, os_now(), true);
         gate_visit_end(&visit);
@@ -429,15 +461,13 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
     return CUDA_SUCCESS;
 }
 
-void gate_leave(const struct gate_ticket *ticket, CUresult result)
+static void gate_mark_launch(const struct gate_ticket *ticket)
 {
     struct ledger_device *ledger;
     struct gate_visit visit;
     struct queue_stream *s;
     struct gate *g;
 
-    if (ticket->device < 0 || !ticket->mark || result != CUDA_SUCCESS)
-        return;
     g = &gate_devices[ticket->device];
     ledger = pages_ledger_device((unsigned)ticket->device);
     gate_visit_begin(&visit);
@@ -449,6 +479,14 @@ void gate_leave(const struct gate_ticket *ticket, CUresult result)
         gate_mark(g, s, s->era, os_now(), ledger);
     os_unlock(&g->lock);
     gate_visit_end(&visit);
+}
+
+void gate_leave(const struct gate_ticket *ticket, CUresult result)
+{
+    if (ticket->device >= 0 && ticket->mark && result == CUDA_SUCCESS)
+        gate_mark_launch(ticket);
+    if (unlikely(ticket->inside))
+        parking_leave();
 }
 
 /* ---- ends of streams, contexts and processes ---- */

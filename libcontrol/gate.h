@@ -88,6 +88,9 @@ void gate_end_holds(struct gate *g, struct ledger_device *ledger);
 uint64_t gate_spin_until(const struct grant_device *grant, uint64_t now);
 void helper_start(struct gate *g, unsigned device);
 
+/* Starts a thread of the library. Returns false if that is impossible. */
+bool helper_thread(void *(*run)(void *), void *argument);
+
 /* Passes (pass.c). The caller holds the gate's lock. */
 
 enum pass_answer {

@@ -65,7 +65,13 @@ def entry(fn: api.Fn) -> str:
     Raise ValueError for a row with an unknown method, `custom` included, or without something
     that its method needs.
     """
-    methods = {"gate": _gated, "copy": _copying, "charge": _charged, "refund": _refunding}
+    methods = {
+        "gate": _gated,
+        "copy": _copying,
+        "charge": _charged,
+        "refund": _refunding,
+        "use": _using,
+    }
     if fn.method not in methods:
         raise ValueError(f"{fn.name}: unknown method {fn.method}")
     names = ", ".join(name for _, name in split_parameters(fn.params))
@@ -119,11 +125,12 @@ def _charged(fn: api.Fn, head: str, names: str) -> str:
     if not fn.size or not fn.pointer:
         raise ValueError(f"{fn.name}: a charged function needs size and pointer")
     settle = f"    account_settle(&charge, {fn.kind}, {fn.settle});\n" if fn.settle else ""
+    instead = f"parking_applies() ? {fn.instead} : " if fn.instead else ""
     return (
         f"{head}    struct account_charge charge;\n"
         f"    CUresult result = account_reserve(&charge, {fn.kind}, {fn.size});\n"
         f"    if (unlikely(result != CUDA_SUCCESS))\n        return result;\n"
-        f"    result = real->{fn.name}({names});\n"
+        f"    result = {instead}real->{fn.name}({names});\n"
         f"    if (unlikely(result != CUDA_SUCCESS)) {{\n"
         f"        account_cancel(&charge);\n        return result;\n    }}\n"
         f"{settle}"
@@ -135,14 +142,35 @@ def _charged(fn: api.Fn, head: str, names: str) -> str:
 def _refunding(fn: api.Fn, head: str, names: str) -> str:
     if not fn.pointer:
         raise ValueError(f"{fn.name}: a refunding function needs pointer")
+    call = f"    CUresult result = real->{fn.name}({names});\n"
+    if fn.instead:
+        call = (
+            f"    CUresult result = CUDA_SUCCESS;\n"
+            f"    if (!{fn.instead.format(stream=fn.stream)})\n"
+            f"        result = real->{fn.name}({names});\n"
+        )
     # The block is forgotten before the driver is called, because another thread may be given the
     # same address as soon as it is free. If the call fails, the block is put back.
     return (
         f"{head}    struct account_charge charge;\n"
         f"    account_forget(&charge, {fn.kind}, (uintptr_t){fn.pointer});\n"
-        f"    CUresult result = real->{fn.name}({names});\n"
+        f"{call}"
         f"    account_forgotten(&charge, (uintptr_t){fn.pointer}, result);\n"
         f"    return result;\n}}\n"
+    )
+
+
+def _using(fn: api.Fn, head: str, names: str) -> str:
+    return (
+        f"static noinline CUresult wait_{fn.name}({fn.params})\n{{\n"
+        f"    CUresult result;\n\n"
+        f"    parking_enter(PARKING_MEMORY);\n"
+        f"    result = real->{fn.name}({names});\n"
+        f"    parking_leave();\n"
+        f"    return result;\n}}\n\n"
+        f"{head}    __typeof__(&{fn.name}) way = real->{fn.name};\n\n"
+        f"    if (parking_applies())\n        way = wait_{fn.name};\n"
+        f"    return way({names});\n}}\n"
     )
 
 
@@ -176,6 +204,7 @@ def entries_source() -> str:
         BANNER.format(source="api"),
         '#include "control.h"',
         '#include "copies.h"',
+        '#include "parking.h"',
         '#include "pass.h"\n',
     ]
     out += [entry(fn) for fn in api.CUDA if fn.method != "custom"]

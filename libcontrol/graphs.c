@@ -8,7 +8,7 @@
  * can share memory, so the need is the union of their ranges. A graph with such nodes can be
  * instantiated only once, and cannot be cloned.
  */
-#include "control.h"
+#include "parking.h"
 
 #include <string.h>
 #include <sys/mman.h>
@@ -283,8 +283,11 @@ CONTROL_EXPORT CUresult cuGraphAddNode(CUgraphNode *phGraphNode, CUgraph hGraph,
                                        const CUgraphNode *dependencies, size_t numDependencies,
                                        CUgraphNodeParams *nodeParams)
 {
-    CUresult result =
-        real->cuGraphAddNode(phGraphNode, hGraph, dependencies, numDependencies, nodeParams);
+    CUresult result;
+
+    parking_begin();
+    result = real->cuGraphAddNode(phGraphNode, hGraph, dependencies, numDependencies, nodeParams);
+    parking_end();
 
     return result == CUDA_SUCCESS ? added(result, nodeParams->type) : result;
 }
@@ -294,8 +297,12 @@ CONTROL_EXPORT CUresult cuGraphAddNode_v2(CUgraphNode *phGraphNode, CUgraph hGra
                                           const void *dependencyData, size_t numDependencies,
                                           CUgraphNodeParams *nodeParams)
 {
-    CUresult result = real->cuGraphAddNode_v2(phGraphNode, hGraph, dependencies, dependencyData,
-                                              numDependencies, nodeParams);
+    CUresult result;
+
+    parking_begin();
+    result = real->cuGraphAddNode_v2(phGraphNode, hGraph, dependencies, dependencyData,
+                                     numDependencies, nodeParams);
+    parking_end();
 
     return result == CUDA_SUCCESS ? added(result, nodeParams->type) : result;
 }
@@ -305,8 +312,12 @@ CONTROL_EXPORT CUresult cuGraphAddNode_v3(CUgraphNode *phGraphNode, CUgraph hGra
                                           const void *dependencyData, size_t numDependencies,
                                           CUgraphNodeParams *nodeParams)
 {
-    CUresult result = real->cuGraphAddNode_v3(phGraphNode, hGraph, dependencies, dependencyData,
-                                              numDependencies, nodeParams);
+    CUresult result;
+
+    parking_begin();
+    result = real->cuGraphAddNode_v3(phGraphNode, hGraph, dependencies, dependencyData,
+                                     numDependencies, nodeParams);
+    parking_end();
 
     return result == CUDA_SUCCESS ? added(result, nodeParams->type) : result;
 }
@@ -323,8 +334,11 @@ CONTROL_EXPORT CUresult cuGraphInstantiate(CUgraphExec *phGraphExec, CUgraph hGr
                                            CUgraphNode *phErrorNode, char *logBuffer,
                                            size_t bufferSize)
 {
-    CUresult result =
-        real->cuGraphInstantiate(phGraphExec, hGraph, phErrorNode, logBuffer, bufferSize);
+    CUresult result;
+
+    parking_begin();
+    result = real->cuGraphInstantiate(phGraphExec, hGraph, phErrorNode, logBuffer, bufferSize);
+    parking_end();
 
     after_instantiation(result, phGraphExec, hGraph);
     return result;
@@ -334,8 +348,11 @@ CONTROL_EXPORT CUresult cuGraphInstantiate_v2(CUgraphExec *phGraphExec, CUgraph 
                                               CUgraphNode *phErrorNode, char *logBuffer,
                                               size_t bufferSize)
 {
-    CUresult result =
-        real->cuGraphInstantiate_v2(phGraphExec, hGraph, phErrorNode, logBuffer, bufferSize);
+    CUresult result;
+
+    parking_begin();
+    result = real->cuGraphInstantiate_v2(phGraphExec, hGraph, phErrorNode, logBuffer, bufferSize);
+    parking_end();
 
     after_instantiation(result, phGraphExec, hGraph);
     return result;
@@ -344,7 +361,11 @@ CONTROL_EXPORT CUresult cuGraphInstantiate_v2(CUgraphExec *phGraphExec, CUgraph 
 CONTROL_EXPORT CUresult cuGraphInstantiateWithFlags(CUgraphExec *phGraphExec, CUgraph hGraph,
                                                     unsigned long long flags)
 {
-    CUresult result = real->cuGraphInstantiateWithFlags(phGraphExec, hGraph, flags);
+    CUresult result;
+
+    parking_begin();
+    result = real->cuGraphInstantiateWithFlags(phGraphExec, hGraph, flags);
+    parking_end();
 
     after_instantiation(result, phGraphExec, hGraph);
     return result;
@@ -353,7 +374,11 @@ CONTROL_EXPORT CUresult cuGraphInstantiateWithFlags(CUgraphExec *phGraphExec, CU
 CONTROL_EXPORT CUresult cuGraphInstantiateWithParams(CUgraphExec *phGraphExec, CUgraph hGraph,
                                                      void *instantiateParams)
 {
-    CUresult result = real->cuGraphInstantiateWithParams(phGraphExec, hGraph, instantiateParams);
+    CUresult result;
+
+    parking_begin();
+    result = real->cuGraphInstantiateWithParams(phGraphExec, hGraph, instantiateParams);
+    parking_end();
 
     after_instantiation(result, phGraphExec, hGraph);
     return result;
@@ -362,8 +387,11 @@ CONTROL_EXPORT CUresult cuGraphInstantiateWithParams(CUgraphExec *phGraphExec, C
 CONTROL_EXPORT CUresult cuGraphInstantiateWithParams_ptsz(CUgraphExec *phGraphExec, CUgraph hGraph,
                                                           void *instantiateParams)
 {
-    CUresult result =
-        real->cuGraphInstantiateWithParams_ptsz(phGraphExec, hGraph, instantiateParams);
+    CUresult result;
+
+    parking_begin();
+    result = real->cuGraphInstantiateWithParams_ptsz(phGraphExec, hGraph, instantiateParams);
+    parking_end();
 
     after_instantiation(result, phGraphExec, hGraph);
     return result;
@@ -375,7 +403,9 @@ CONTROL_EXPORT CUresult cuGraphUpload(CUgraphExec hGraphExec, CUstream hStream)
 
     if (result != CUDA_SUCCESS)
         return result;
+    parking_begin();
     result = real->cuGraphUpload(hGraphExec, hStream);
+    parking_end();
     account_graph_after(hGraphExec);
     return result;
 }
@@ -386,7 +416,9 @@ CONTROL_EXPORT CUresult cuGraphUpload_ptsz(CUgraphExec hGraphExec, CUstream hStr
 
     if (result != CUDA_SUCCESS)
         return result;
+    parking_begin();
     result = real->cuGraphUpload_ptsz(hGraphExec, hStream);
+    parking_end();
     account_graph_after(hGraphExec);
     return result;
 }

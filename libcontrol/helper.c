@@ -7,6 +7,7 @@
  * another container waits.
  */
 #include "gate.h"
+#include "parking.h"
 
 #include <pthread.h>
 #include <signal.h>
@@ -367,6 +368,7 @@ static void *helper_run(void *argument)
     uint64_t refresh_at = 0;
 
     gate_visit_begin(&visit); /* for the life of the thread */
+    parking_exempt();
     os_call(SYS_prctl, PR_SET_NAME, "tidegate");
     os_call(SYS_prctl, PR_SET_TIMERSLACK, 1000);
     for (;;) {
@@ -434,19 +436,26 @@ __attribute__((destructor)) static void helpers_finish(void)
 }
 
 /* Signals are blocked at the thread's creation, so that it receives none of the application's. */
-cold void helper_start(struct gate *g, unsigned device)
+cold bool helper_thread(void *(*run)(void *), void *argument)
 {
     uint64_t all = HELPER_BLOCKED, before = 0;
     int saved = errno;
     pthread_t thread;
+    bool runs;
 
     os_call(SYS_rt_sigprocmask, SIG_SETMASK, &all, &before, sizeof all);
-    if (pthread_create(&thread, NULL, helper_run, (void *)(uintptr_t)device) == 0) {
+    runs = pthread_create(&thread, NULL, run, argument) == 0;
+    if (runs)
         pthread_detach(thread);
-    } else {
-        g->no_holds = true; /* no helper would let held work run */
-        control_log("cannot start a thread for the gate: GPU time will be given back late");
-    }
     os_call(SYS_rt_sigprocmask, SIG_SETMASK, &before, NULL, sizeof all);
     errno = saved;
+    return runs;
+}
+
+cold void helper_start(struct gate *g, unsigned device)
+{
+    if (helper_thread(helper_run, (void *)(uintptr_t)device))
+        return;
+    g->no_holds = true; /* no helper would let held work run */
+    control_log("cannot start a thread for the gate: GPU time will be given back late");
 }

@@ -11,6 +11,7 @@
 #define LAYOUT_NO_SLOT 0xffffffffull
 #define LAYOUT_N_UNKNOWN 0x10ull
 #define LAYOUT_UNKNOWN_SIZE 0x30ull
+#define LAYOUT_ARENA_PIECE 0x4000000ull
 #define LAYOUT_REGISTER 0x72ull
 #define LAYOUT_AGAIN 0x61ull
 #define GRANT_MAGIC 0x544e415247474454ull
@@ -87,7 +88,9 @@ struct grant_device {
     uint32_t together; /* governor, relaxed: granted together with other GPUs: no launch is held */
     uint32_t beside; /* governor, relaxed: the previous holder's last work may run alongside */
     uint32_t work_class; /* governor, relaxed: 0 throughput, 1 latency */
-    uint8_t pad[36];
+    uint32_t parking; /* governor, relaxed: 1: its memory may be parked in host memory */
+    uint32_t resident; /* governor, release: futex word; 1: its memory belongs on the GPU, 0: in host memory */
+    uint8_t pad[28];
 };
 _Static_assert(offsetof(struct grant_device, uuid) == 0, "grant_device.uuid");
 _Static_assert(offsetof(struct grant_device, memory_limit) == 16, "grant_device.memory_limit");
@@ -113,6 +116,8 @@ _Static_assert(offsetof(struct grant_device, unattributed_each) == 136, "grant_d
 _Static_assert(offsetof(struct grant_device, together) == 144, "grant_device.together");
 _Static_assert(offsetof(struct grant_device, beside) == 148, "grant_device.beside");
 _Static_assert(offsetof(struct grant_device, work_class) == 152, "grant_device.work_class");
+_Static_assert(offsetof(struct grant_device, parking) == 156, "grant_device.parking");
+_Static_assert(offsetof(struct grant_device, resident) == 160, "grant_device.resident");
 _Static_assert(sizeof(struct grant_device) == 192, "grant_device");
 
 /* What the container's processes use, for NVML: after the grant page, in the same file. */
@@ -244,14 +249,22 @@ _Static_assert(offsetof(struct ledger_device, gave) == 240, "ledger_device.gave"
 _Static_assert(offsetof(struct ledger_device, alive_ns) == 248, "ledger_device.alive_ns");
 _Static_assert(sizeof(struct ledger_device) == 256, "ledger_device");
 
-/* One process; its devices follow at LEDGER_SLOT_DEVICES. */
+/* One process; its devices follow at LEDGER_SLOT_DEVICES. It parks memory only of a single GPU. */
 struct ledger_slot {
     uint32_t state; /* governor, release: 0 free, 1 in use */
     uint32_t pid; /* container, relaxed: PID in its own PID namespace */
     uint64_t lookups; /* container, relaxed: cuGetProcAddress answers replaced */
     uint64_t namespace; /* governor, relaxed: inode of its PID namespace, 0: unknown */
     uint8_t overruns[16]; /* container, relaxed: 1 while work of a grant that is over still runs */
-    uint64_t reserved[11];
+    uint64_t movable; /* container, relaxed: part of memory that can be parked */
+    uint64_t parked; /* container, seq_cst: part of unseen that is parked */
+    uint64_t moved; /* container, relaxed: total bytes parked and moved back */
+    uint64_t move_ns; /* container, relaxed: total time that moves took */
+    uint64_t away_ns; /* container, relaxed: total time that calls waited for memory */
+    uint32_t residency; /* container, release: 0 resident, 1 about to be parked, 2 being parked, 3 parked, 4 being moved back */
+    uint32_t awaiting; /* container, seq_cst: calls that wait for memory */
+    uint64_t arena; /* governor, relaxed: bytes of host memory that are ready for its parked memory */
+    uint64_t reserved[4];
     uint8_t pad[8064];
 };
 _Static_assert(offsetof(struct ledger_slot, state) == 0, "ledger_slot.state");
@@ -259,5 +272,13 @@ _Static_assert(offsetof(struct ledger_slot, pid) == 4, "ledger_slot.pid");
 _Static_assert(offsetof(struct ledger_slot, lookups) == 8, "ledger_slot.lookups");
 _Static_assert(offsetof(struct ledger_slot, namespace) == 16, "ledger_slot.namespace");
 _Static_assert(offsetof(struct ledger_slot, overruns) == 24, "ledger_slot.overruns");
-_Static_assert(offsetof(struct ledger_slot, reserved) == 40, "ledger_slot.reserved");
+_Static_assert(offsetof(struct ledger_slot, movable) == 40, "ledger_slot.movable");
+_Static_assert(offsetof(struct ledger_slot, parked) == 48, "ledger_slot.parked");
+_Static_assert(offsetof(struct ledger_slot, moved) == 56, "ledger_slot.moved");
+_Static_assert(offsetof(struct ledger_slot, move_ns) == 64, "ledger_slot.move_ns");
+_Static_assert(offsetof(struct ledger_slot, away_ns) == 72, "ledger_slot.away_ns");
+_Static_assert(offsetof(struct ledger_slot, residency) == 80, "ledger_slot.residency");
+_Static_assert(offsetof(struct ledger_slot, awaiting) == 84, "ledger_slot.awaiting");
+_Static_assert(offsetof(struct ledger_slot, arena) == 88, "ledger_slot.arena");
+_Static_assert(offsetof(struct ledger_slot, reserved) == 96, "ledger_slot.reserved");
 _Static_assert(sizeof(struct ledger_slot) == 8192, "ledger_slot");

@@ -108,6 +108,13 @@ GRANT_DEVICE = Struct(
         Field("together", "u32", doc="granted together with other GPUs: no launch is held"),
         Field("beside", "u32", doc="the previous holder's last work may run alongside"),
         Field("work_class", "u32", doc="0 throughput, 1 latency"),
+        Field("parking", "u32", doc="1: its memory may be parked in host memory"),
+        Field(
+            "resident",
+            "u32",
+            order="release",
+            doc="futex word; 1: its memory belongs on the GPU, 0: in host memory",
+        ),
     ),
     "One GPU of the container.",
 )
@@ -219,9 +226,24 @@ LEDGER_SLOT = Struct(
             "container",
             doc="1 while work of a grant that is over still runs",
         ),
-        Field("reserved", "u64", 11, "container"),
+        Field("movable", "u64", 1, "container", doc="part of memory that can be parked"),
+        Field("parked", "u64", 1, "container", "seq_cst", "part of unseen that is parked"),
+        Field("moved", "u64", 1, "container", doc="total bytes parked and moved back"),
+        Field("move_ns", "u64", 1, "container", doc="total time that moves took"),
+        Field("away_ns", "u64", 1, "container", doc="total time that calls waited for memory"),
+        Field(
+            "residency",
+            "u32",
+            1,
+            "container",
+            "release",
+            "0 resident, 1 about to be parked, 2 being parked, 3 parked, 4 being moved back",
+        ),
+        Field("awaiting", "u32", 1, "container", "seq_cst", "calls that wait for memory"),
+        Field("arena", "u64", doc="bytes of host memory that are ready for its parked memory"),
+        Field("reserved", "u64", 4, "container"),
     ),
-    "One process; its devices follow at LEDGER_SLOT_DEVICES.",
+    "One process; its devices follow at LEDGER_SLOT_DEVICES. It parks memory only of a single GPU.",
 )
 
 USAGE_HEADER = Struct(
@@ -266,6 +288,9 @@ OPEN = 2**64 - 1
 NO_SLOT = 2**32 - 1
 """The answer to a process that cannot be given a slot; no descriptor comes with it."""
 
+ARENA_PIECE = 64 << 20
+"""Host memory for parked memory is made ready, and pinned, in pieces of this size, in bytes."""
+
 REGISTER = b"r"
 """First byte that a process sends to request a slot."""
 
@@ -290,6 +315,7 @@ CONSTANTS = {
     "LAYOUT_NO_SLOT": NO_SLOT,
     "LAYOUT_N_UNKNOWN": N_UNKNOWN,
     "LAYOUT_UNKNOWN_SIZE": UNKNOWN_SIZE,
+    "LAYOUT_ARENA_PIECE": ARENA_PIECE,
     "LAYOUT_REGISTER": ord(REGISTER),
     "LAYOUT_AGAIN": ord(AGAIN),
     "GRANT_MAGIC": GRANT_MAGIC,

@@ -11,6 +11,7 @@
  * taken last. Only start_lock is held across calls into the driver.
  */
 #include "pages.h"
+#include "parking.h"
 
 /* Gives back memory that is held for later or no longer needed. Returns whether there was any. */
 static cold bool lifecycle_reclaim(int device)
@@ -26,6 +27,7 @@ static void lifecycle_refresh(int device)
     graphs_refresh(device);
     exports_refresh();
     modules_refresh(device);
+    parking_expire();
 }
 
 /* Resets the library in a forked child, which has none of the other threads and holds no device
@@ -43,6 +45,9 @@ static void lifecycle_forked(void)
     modules_after_fork();
     lookups_after_fork();
     custom_after_fork();
+    parking_after_fork();
+    parking_blocks_after_fork();
+    parking_move_after_fork();
 }
 
 extern int __register_atfork(void (*prepare)(void), void (*parent)(void), void (*child)(void),
@@ -63,5 +68,6 @@ __attribute__((constructor)) static void lifecycle_loaded(void)
         .watch = gate_watch,
     };
     pages_changed = lookups_joined;
+    parking_watch = parking_move_start;
     __register_atfork(NULL, NULL, lifecycle_forked, &__dso_handle);
 }

@@ -126,5 +126,15 @@ void origin_resolve(const struct control_hook *hooks)
     FIND(cuGraphMemAllocNodeGetParams, "cuGraphMemAllocNodeGetParams");
     FIND(cuKernelGetLibrary, "cuKernelGetLibrary");
     FIND(cuLibraryGetKernelCount, "cuLibraryGetKernelCount");
+    FIND(cuMemAddressReserve, "cuMemAddressReserve");
+    FIND(cuMemAddressFree, "cuMemAddressFree");
+    FIND(cuMemSetAccess, "cuMemSetAccess");
+    FIND(cuMemHostRegister, "cuMemHostRegister_v2");
+    FIND(cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2");
+    FIND(cuMemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2");
+    FIND(cuStreamCreate, "cuStreamCreate");
+    FIND(cuStreamDestroy, "cuStreamDestroy_v2");
+    FIND(cuStreamSynchronize, "cuStreamSynchronize");
+    FIND(cuCtxSynchronize, "cuCtxSynchronize");
 #undef FIND
 }

@@ -28,7 +28,12 @@ bool pages_identify_file(int fd, struct pages_file *filep);
 int pages_socket(int flags);
 long pages_connect(int fd);
 long pages_send(int fd, const char *byte, int flags);
-long pages_receive(int fd, int flags, uint32_t *slotp, int *ledger_fdp);
+
+/* The descriptors in an answer: the ledger's and, where memory may be parked, the arena's; or -1.
+ */
+enum { PAGES_LEDGER, PAGES_ARENA, PAGES_N_FDS };
+
+long pages_receive(int fd, int flags, uint32_t *slotp, int fds[PAGES_N_FDS]);
 bool pages_is_ours(int fd, uint64_t own_inode);
 bool pages_still_ours(void);
 

@@ -50,24 +50,38 @@ static const struct grant_header *pages_map_grant(void)
     return page;
 }
 
-/* Sends the first byte, to which the governor answers with the number of a slot and the ledger's
- * descriptor. Returns the descriptor, or -1. */
+/* Maps the host memory for what this process parks. The governor makes it ready as it is needed, so
+ * its end may lie behind the end of the file. */
+static void pages_map_arena(int fd)
+{
+    uint64_t size = account_round(pages_grant_device(0)->memory_limit, ACCOUNT_UNIT);
+
+    if (fd < 0)
+        return;
+    pages_now.arena = os_map(size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd);
+    pages_now.arena_size = pages_now.arena ? size : 0;
+    os_close(fd);
+}
+
+/* Sends the first byte, to which the governor answers with the number of a slot and descriptors.
+ * Returns that of the ledger, or -1. */
 static int pages_register(int fd, uint32_t *slotp)
 {
     static const char request = LAYOUT_REGISTER;
     struct timeval patience = {5, 0};
-    int ledger_fd = -1;
+    int fds[PAGES_N_FDS];
     long n;
 
     os_call(SYS_setsockopt, fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
     if (pages_send(fd, &request, 0) != 1)
         return -1;
-    n = pages_receive(fd, 0, slotp, &ledger_fd);
-    if ((n != (long)sizeof *slotp || *slotp >= LAYOUT_N_SLOTS) && ledger_fd >= 0) {
-        os_close(ledger_fd);
+    n = pages_receive(fd, 0, slotp, fds);
+    pages_map_arena(fds[PAGES_ARENA]);
+    if ((n != (long)sizeof *slotp || *slotp >= LAYOUT_N_SLOTS) && fds[PAGES_LEDGER] >= 0) {
+        os_close(fds[PAGES_LEDGER]);
         return -1;
     }
-    return ledger_fd;
+    return fds[PAGES_LEDGER];
 }
 
 static enum pages_answer pages_join(void)
@@ -160,6 +174,10 @@ void pages_after_fork(void)
     pages_rejoin_after_fork();
     if (pages_now.ledger)
         os_unmap(pages_now.ledger, LEDGER_SIZE);
+    if (pages_now.arena)
+        os_unmap(pages_now.arena, pages_now.arena_size);
+    pages_now.arena = NULL;
+    pages_now.arena_size = 0;
     governor_fd = -1;
     pages_now.ledger = NULL;
     pages_now.slot = NULL;

@@ -194,15 +194,19 @@ static void pages_receive_answer(struct pages_return *r, uint64_t now)
 {
     struct pages_file file = {0};
     uint32_t slot = LAYOUT_NO_SLOT;
-    int ledger_fd = -1;
+    int fds[PAGES_N_FDS];
     bool same = false;
+    int ledger_fd;
     long n;
 
     if (!pages_is_ours(r->fd, r->inode)) {
         pages_give_up(r, now);
         return;
     }
-    n = pages_receive(r->fd, MSG_DONTWAIT, &slot, &ledger_fd);
+    n = pages_receive(r->fd, MSG_DONTWAIT, &slot, fds);
+    ledger_fd = fds[PAGES_LEDGER];
+    if (fds[PAGES_ARENA] >= 0)
+        os_close(fds[PAGES_ARENA]); /* the process has mapped it, or did not get one in time */
     if (n == -EAGAIN && now < r->until)
         return;
     if (n != (long)sizeof slot) {

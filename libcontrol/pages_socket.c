@@ -68,12 +68,11 @@ long pages_connect(int fd)
     return os_call(SYS_connect, fd, &address, sizeof address);
 }
 
-/* Reads the answer: the number of a slot, and the ledger's descriptor or -1. Returns what recvmsg
- * returns. */
-long pages_receive(int fd, int flags, uint32_t *slotp, int *ledger_fdp)
+/* Reads the answer: the number of a slot, and the descriptors. Returns what recvmsg returns. */
+long pages_receive(int fd, int flags, uint32_t *slotp, int fds[PAGES_N_FDS])
 {
     union {
-        char bytes[CMSG_SPACE(sizeof(int))];
+        char bytes[CMSG_SPACE(PAGES_N_FDS * sizeof(int))];
         struct cmsghdr align;
     } control = {0};
     struct iovec iov = {slotp, sizeof *slotp};
@@ -86,13 +85,14 @@ long pages_receive(int fd, int flags, uint32_t *slotp, int *ledger_fdp)
     struct cmsghdr *header;
     long n = os_call(SYS_recvmsg, fd, &message, MSG_CMSG_CLOEXEC | flags);
 
-    *ledger_fdp = -1;
+    for (unsigned i = 0; i < PAGES_N_FDS; i++)
+        fds[i] = -1;
     if (n < 0)
         return n;
     header = CMSG_FIRSTHDR(&message);
     if (header && header->cmsg_type == SCM_RIGHTS &&
-        header->cmsg_len == CMSG_LEN(sizeof *ledger_fdp))
-        memcpy(ledger_fdp, CMSG_DATA(header), sizeof *ledger_fdp);
+        header->cmsg_len <= CMSG_LEN(PAGES_N_FDS * sizeof(int)))
+        memcpy(fds, CMSG_DATA(header), header->cmsg_len - CMSG_LEN(0));
     return n;
 }
 

@@ -2,6 +2,7 @@
 #include "pass.h"
 
 #include "gate.h"
+#include "parking.h"
 
 #include <string.h>
 
@@ -113,13 +114,14 @@ void pass_after_fork(void)
 
 /* Whether a stream may have a pass. Its handle alone has to determine where its work runs, which
  * the handle of a default stream does only with one GPU and one context. No stream may have one
- * while the launch of a kernel by the kernel's handle would load a library (modules.c). */
+ * while the launch of a kernel by the kernel's handle would load a library (modules.c), or where
+ * each launch has to keep memory on the GPU (parking.h). */
 static bool pass_fits(CUstream stream)
 {
     return ((uintptr_t)stream > 2 ||
             (pages_n_devices() == 1 && stream != CU_STREAM_PER_THREAD &&
              atomic_load_relaxed(&pages_ledger_device(0)->contexts) <= 1)) &&
-           likely(!atomic_load_seq_cst(&gate_lazy_kernels));
+           likely(!atomic_load_seq_cst(&gate_lazy_kernels)) && !parking_applies();
 }
 
 static void pass_begin(struct pass *p, const struct gate *g, const struct queue_stream *s,

@@ -5,6 +5,7 @@
  * reset destroys its contents even while it is retained.
  */
 #include "contexts.h"
+#include "parking.h"
 
 static bool primary_active(CUdevice dev)
 {
@@ -69,6 +70,7 @@ static uint64_t primary_leaves(CUdevice dev)
 {
     int device = pages_index_of(dev);
 
+    context_ends_begin();
     if (device >= 0 && atomic_load_relaxed(&primaries[device].n_retained) <= 1) {
         primary_forget(device);
         context_last_leaves(device);
@@ -82,6 +84,7 @@ static void primary_left(CUdevice dev, uint64_t moving)
 {
     if (moving)
         account_landed(pages_index_of(dev), moving, false);
+    context_ends_end();
 }
 
 static void primary_ends(CUdevice dev)
@@ -123,6 +126,7 @@ static void primary_reset(CUdevice dev, CUresult result)
 
     if (device < 0 || result != CUDA_SUCCESS)
         return;
+    parking_context_gone(OWNER_PRIMARY);
     account_sweep(device, OWNER_PRIMARY);
     account_driver_gives(device, 0);
     primary_ends(dev);
@@ -151,9 +155,11 @@ CONTROL_EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice dev)
 CONTROL_EXPORT CUresult cuDevicePrimaryCtxReset(CUdevice dev)
 {
     int device = pages_index_of(dev);
-    uint64_t moving = account_moves_all(device);
+    uint64_t moving;
     CUresult result;
 
+    context_ends_begin();
+    moving = account_moves_all(device);
     primary_forget(device);
     if (device >= 0)
         pools_hand_over(device);
@@ -166,9 +172,11 @@ CONTROL_EXPORT CUresult cuDevicePrimaryCtxReset(CUdevice dev)
 CONTROL_EXPORT CUresult cuDevicePrimaryCtxReset_v2(CUdevice dev)
 {
     int device = pages_index_of(dev);
-    uint64_t moving = account_moves_all(device);
+    uint64_t moving;
     CUresult result;
 
+    context_ends_begin();
+    moving = account_moves_all(device);
     primary_forget(device);
     if (device >= 0)
         pools_hand_over(device);
@@ -225,17 +233,21 @@ CONTROL_EXPORT CUresult cuGreenCtxDestroy(CUgreenCtx hCtx)
         blocks_remove(found);
     }
     blocks_unlock(BLOCK_GREEN, (uintptr_t)hCtx);
+    context_ends_begin();
     if (found && driver->cuCtxFromGreenCtx(&ctx, hCtx) == CUDA_SUCCESS)
         gate_forget_context(ctx);
     moving = account_moves_all(green.device);
     result = real->cuGreenCtxDestroy(hCtx);
-    if (green.device < 0)
+    if (green.device < 0) {
+        context_ends_end();
         return result;
+    }
     if (result != CUDA_SUCCESS) {
         blocks_lock(BLOCK_GREEN, green.key);
         blocks_add(&green);
         blocks_unlock(BLOCK_GREEN, green.key);
         account_landed(green.device, moving, false);
+        context_ends_end();
         return result;
     }
     context_count(green.device, -1);
@@ -245,5 +257,6 @@ CONTROL_EXPORT CUresult cuGreenCtxDestroy(CUgreenCtx hCtx)
         atomic_load_relaxed(&pages_grant_device((unsigned)green.device)->context_bytes));
     primary_ends((CUdevice)green.value);
     account_landed(green.device, moving, false);
+    context_ends_end();
     return result;
 }

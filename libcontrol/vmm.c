@@ -8,10 +8,20 @@
  * is charged when its first mapping shows its size.
  */
 #include "bindings.h"
+#include "parking.h"
 
 int account_location(const CUmemLocation *location)
 {
     return pages_index_of(account_ordinal(location));
+}
+
+/* Whether an address is in a block that only looks like the application's mapping to the driver,
+ * because the library made it: to the application it is one of cuMemAlloc. */
+static bool is_ours(CUdeviceptr address)
+{
+    struct parking_block block;
+
+    return parking_applies() && parking_find(address, &block);
 }
 
 static void unlock_handle(CUmemGenericAllocationHandle handle)
@@ -181,8 +191,11 @@ CONTROL_EXPORT CUresult cuMemRelease(CUmemGenericAllocationHandle handle)
 CONTROL_EXPORT CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle,
                                                     void *addr)
 {
-    CUresult result = real->cuMemRetainAllocationHandle(handle, addr);
+    CUresult result;
 
+    if (is_ours((uintptr_t)addr))
+        return CUDA_ERROR_INVALID_VALUE;
+    result = real->cuMemRetainAllocationHandle(handle, addr);
     if (result == CUDA_SUCCESS) {
         struct block *block = blocks_lock(BLOCK_HANDLE, *handle);
 
@@ -287,6 +300,8 @@ CONTROL_EXPORT CUresult cuMemMap(CUdeviceptr ptr, size_t size, size_t offset,
     CUresult result;
     bool known;
 
+    if (is_ours(ptr))
+        return CUDA_ERROR_INVALID_VALUE;
     result = map_enter(handle, size, &known);
     if (result != CUDA_SUCCESS)
         return result;
@@ -393,6 +408,8 @@ CONTROL_EXPORT CUresult cuMemUnmap(CUdeviceptr ptr, size_t size)
 {
     CUresult result;
 
+    if (is_ours(ptr))
+        return CUDA_ERROR_INVALID_VALUE;
     if (pages_slot())
         unmap_range(ptr, size, UNMAP_LEAVE);
     result = real->cuMemUnmap(ptr, size);

@@ -6,10 +6,10 @@ A function that is not in the table reaches the driver directly: the control lib
 
 from __future__ import annotations
 
-from libcontrol.api import core, memory, nvml, work
+from libcontrol.api import core, memory, nvml, uses, work
 from libcontrol.api.row import Fn
 
-CUDA: tuple[Fn, ...] = (*core.ROWS, *memory.ROWS, *work.ROWS)
+CUDA: tuple[Fn, ...] = (*core.ROWS, *memory.ROWS, *uses.ROWS, *work.ROWS)
 NVML: tuple[Fn, ...] = nvml.ROWS
 
 __all__ = ["CUDA", "NVML", "Fn"]

@@ -75,6 +75,7 @@ _BLOCKS: tuple[Fn, ...] = (
         "charge",
         size="bytesize",
         pointer="*dptr",
+        instead="parking_allocate(dptr, bytesize)",
     ),
     Fn(
         "cuMemAllocPitch",
@@ -93,6 +94,7 @@ _BLOCKS: tuple[Fn, ...] = (
         size="account_pitch(WidthInBytes, Height)",
         settle="account_product(*pPitch, Height)",
         pointer="*dptr",
+        instead="parking_allocate_pitch(dptr, pPitch, WidthInBytes, Height, ElementSizeBytes)",
     ),
     Fn(
         "cuMemAllocManaged",
@@ -103,9 +105,22 @@ _BLOCKS: tuple[Fn, ...] = (
         kind="ACCOUNT_MANAGED",
     ),
     Fn("cuMemFree", "CUdeviceptr_v1 dptr", "refund", pointer="dptr"),
-    Fn("cuMemFree_v2", "CUdeviceptr dptr", "refund", pointer="dptr"),
+    Fn(
+        "cuMemFree_v2",
+        "CUdeviceptr dptr",
+        "refund",
+        pointer="dptr",
+        instead="parking_free(dptr, &result)",
+    ),
     *with_ptsz(
-        Fn("cuMemFreeAsync", "CUdeviceptr dptr, CUstream hStream", "refund", pointer="dptr")
+        Fn(
+            "cuMemFreeAsync",
+            "CUdeviceptr dptr, CUstream hStream",
+            "refund",
+            stream="hStream",
+            pointer="dptr",
+            instead="parking_free_async(dptr, {stream}, &result)",
+        )
     ),
     Fn(
         "cuIpcOpenMemHandle",

@@ -10,8 +10,13 @@
              copies by calls that do not name the direction.
 - `charge`   takes device memory: `size` is reserved before the driver is called, and `pointer`
              names the block afterwards. `settle` (optional) is the size once the driver has
-             answered, and `kind` is one of account.h's kinds.
-- `refund`   gives device memory back: `pointer` names the block, and `kind` is its kind.
+             answered, and `kind` is one of account.h's kinds. `instead` (optional) is called in
+             place of the driver where memory may be parked.
+- `refund`   gives device memory back: `pointer` names the block, and `kind` is its kind. `instead`
+             (optional) is a condition: if it is true, the call has been made, with `result`.
+             `{stream}` in it stands for the stream.
+- `use`      uses device memory, or may be checked against what is there, and neither starts work
+             nor takes memory: it waits while the container's memory is parked.
 - `custom`   is written by hand in C.
 
 Parameters are as in NVIDIA's cuda.h 13.5.
@@ -38,6 +43,7 @@ class Fn(NamedTuple):
     size: str = ""
     settle: str = ""
     pointer: str = ""
+    instead: str = ""
     kind: str = "ACCOUNT_BLOCK"
 
 

@@ -76,7 +76,7 @@ def test_no_glibc_newer_than_2_17_is_needed(elf: ELFFile) -> None:
 IMPORTS = {
     "libcuda.so.1": {
         "__errno_location", "__register_atfork", "clock_gettime", "dlopen", "dlsym", "memcpy",
-        "memset", "pthread_create", "pthread_detach", "pthread_setcancelstate", "setenv",
+        "memmove", "memset", "pthread_create", "pthread_detach", "pthread_setcancelstate", "setenv",
         "snprintf", "strcmp", "strlen", "strncmp",
     },
     "libnvidia-ml.so.1": {"dlopen", "dlsym", "strncmp"},

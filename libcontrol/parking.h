@@ -1,0 +1,125 @@
+/*
+ * Memory that moves: the blocks of a container whose memory may be parked in host memory while
+ * other containers need the GPU's.
+ *
+ *   parking.c         whether the memory is on the GPU, and the calls that wait until it is
+ *   parking_blocks.c  the blocks that can be moved
+ *   parking_move.c    a thread that moves them
+ *
+ * Such a block is a physical allocation of its own (cuMemCreate) that is mapped at addresses which
+ * stay reserved until the block is freed. To park it, its contents are copied to host memory and
+ * the physical allocation is released; no pointer to it changes.
+ *
+ * The governor orders the moves (grant_device.resident). Calls that use device memory are counted
+ * while they run, and wait while the memory is away. So when no such call is under way and the GPU
+ * has finished what was submitted, nothing uses the memory until the state changes back.
+ */
+#pragma once
+
+#include "control.h"
+
+enum parking_state {
+    PARKING_RESIDENT,
+    PARKING_CLOSING, /* calls wait; those under way and submitted work are about to end */
+    PARKING_OUT,     /* memory is being moved to the host */
+    PARKING_PARKED,
+    PARKING_IN, /* memory is being moved back */
+};
+
+enum parking_need {
+    PARKING_MEMORY, /* the call uses device memory: it waits until that is resident */
+    PARKING_STILL,  /* the call waits only while memory is being moved */
+};
+
+/* ---- parking.c ---- */
+
+extern uint32_t parking_on; /* 1: the container's memory may be parked */
+
+static inline bool parking_applies(void)
+{
+    return unlikely(atomic_load_relaxed(&parking_on));
+}
+
+/* Around a call. Calls of one thread may be nested; only the outermost one waits. parking_try()
+ * does not wait: it returns false, and has then no effect, if the call would have to. */
+void parking_enter(enum parking_need need);
+bool parking_try(enum parking_need need);
+void parking_leave(void);
+
+/* The same around any call that uses device memory, at little cost where none is ever parked. */
+static inline void parking_begin(void)
+{
+    if (parking_applies())
+        parking_enter(PARKING_MEMORY);
+}
+
+static inline void parking_end(void)
+{
+    if (parking_applies())
+        parking_leave();
+}
+
+void parking_exempt(void); /* this thread's calls never wait */
+
+/* Waits until device memory may be taken. Called before a claim. */
+void parking_wait(void);
+
+void parking_start(void); /* called by cuInit, once the driver is initialised */
+enum parking_state parking_now(void);
+bool parking_close(uint64_t patience); /* from RESIDENT; false: a call did not end in time */
+bool parking_turn(enum parking_state from, enum parking_state to);
+void parking_settle(void);  /* waits until no call is under way that entered before */
+void parking_expire(void);  /* ends a CLOSING that takes too long; a helper calls this */
+void parking_publish(void); /* writes to the ledger what has changed */
+void parking_note_bytes(uint64_t bytes);         /* the size of the blocks that can be moved */
+void parking_count(uint64_t bytes, uint64_t ns); /* a move took this long */
+void parking_after_fork(void);
+
+/* Held by a thread that may end a context, or that uses one that the application made. */
+void parking_lock_contexts(void);
+void parking_unlock_contexts(void);
+
+/* Starts the thread that moves memory; lifecycle.c sets it. */
+extern void (*parking_watch)(void);
+
+/* ---- parking_blocks.c ---- */
+
+struct parking_block {
+    uint64_t base;   /* address */
+    uint64_t size;   /* bytes mapped */
+    uint64_t bytes;  /* bytes requested */
+    uint64_t handle; /* the physical allocation; 0: it is parked */
+    uint64_t offset; /* in the arena, while it is parked */
+    uint64_t buffer; /* the driver's number for the block; 0: not asked for yet */
+    CUcontext ctx;   /* in which it was allocated */
+    uint8_t owner;   /* with which it ends */
+    bool fixed;      /* it stays on the GPU, because something outside the GPU accesses it */
+};
+
+CUresult parking_allocate(CUdeviceptr *addressp, size_t bytes);
+CUresult parking_allocate_pitch(CUdeviceptr *addressp, size_t *pitchp, size_t width, size_t height,
+                                unsigned int element);
+bool parking_free(CUdeviceptr address, CUresult *resultp);
+bool parking_free_async(CUdeviceptr address, CUstream stream, CUresult *resultp);
+void parking_context_gone(uint8_t owner);
+
+/* Copies the block that contains an address. Returns false if there is none. */
+bool parking_find(uint64_t address, struct parking_block *found);
+bool parking_first(struct parking_block *found); /* any that can be moved */
+void parking_note_buffer(uint64_t base, uint64_t number);
+void parking_fix(uint64_t base);
+
+/* Maps physical memory at a block's addresses, or unmaps and releases it. */
+CUresult parking_map(struct parking_block *block);
+void parking_unmap(struct parking_block *block);
+
+/* The blocks, ordered by address. Only for the thread that moves them, while no call is under
+ * way. */
+struct parking_block *parking_blocks(size_t *np);
+uint64_t parking_bytes(void); /* total size of those that can be moved */
+void parking_blocks_after_fork(void);
+
+/* ---- parking_move.c ---- */
+
+void parking_move_start(void);
+void parking_move_after_fork(void);

@@ -1,0 +1,126 @@
+/*
+ * Answers about addresses, for blocks that only the library knows as what they are to the
+ * application; see parking.h.
+ *
+ * To the driver, such a block is a mapping of a physical allocation. What it says about one differs
+ * in a few attributes from what it says about memory of cuMemAlloc, and changes when the memory is
+ * parked and moved back.
+ */
+#include "parking.h"
+
+#define CU_POINTER_ATTRIBUTE_CONTEXT           1
+#define CU_POINTER_ATTRIBUTE_BUFFER_ID         7
+#define CU_POINTER_ATTRIBUTE_RANGE_START_ADDR  11
+#define CU_POINTER_ATTRIBUTE_RANGE_SIZE        12
+#define CU_POINTER_ATTRIBUTE_MAPPING_SIZE      18
+#define CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR 19
+
+/* Replaces the driver's answer about an attribute, where it would be another for memory of
+ * cuMemAlloc. */
+static void correct(void *data, CUpointer_attribute attribute, const struct parking_block *block)
+{
+    switch (attribute) {
+    case CU_POINTER_ATTRIBUTE_CONTEXT:
+        *(CUcontext *)data = block->ctx;
+        break;
+    case CU_POINTER_ATTRIBUTE_BUFFER_ID: /* identifies the block for its whole life */
+        if (block->buffer)
+            *(unsigned long long *)data = block->buffer;
+        else
+            parking_note_buffer(block->base, *(unsigned long long *)data);
+        break;
+    case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
+    case CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR:
+        *(CUdeviceptr *)data = block->base;
+        break;
+    case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
+    case CU_POINTER_ATTRIBUTE_MAPPING_SIZE:
+        *(size_t *)data = block->bytes;
+        break;
+    default:
+        break;
+    }
+}
+
+static bool find(CUdeviceptr address, struct parking_block *found)
+{
+    return parking_applies() && parking_find(address, found);
+}
+
+CONTROL_EXPORT CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute,
+                                              CUdeviceptr ptr)
+{
+    struct parking_block block;
+    CUresult result;
+
+    if (!find(ptr, &block))
+        return real->cuPointerGetAttribute(data, attribute, ptr);
+    parking_enter(PARKING_MEMORY);
+    result = real->cuPointerGetAttribute(data, attribute, ptr);
+    parking_leave();
+    if (result == CUDA_SUCCESS)
+        correct(data, attribute, &block);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuPointerGetAttributes(unsigned int numAttributes,
+                                               CUpointer_attribute *attributes, void **data,
+                                               CUdeviceptr ptr)
+{
+    struct parking_block block;
+    CUresult result;
+
+    if (!find(ptr, &block))
+        return real->cuPointerGetAttributes(numAttributes, attributes, data, ptr);
+    parking_enter(PARKING_MEMORY);
+    result = real->cuPointerGetAttributes(numAttributes, attributes, data, ptr);
+    parking_leave();
+    for (unsigned int i = 0; result == CUDA_SUCCESS && i < numAttributes; i++)
+        correct(data[i], attributes[i], &block);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuMemGetAddressRange_v2(CUdeviceptr *pbase, size_t *psize, CUdeviceptr dptr)
+{
+    struct parking_block block;
+
+    if (!find(dptr, &block))
+        return real->cuMemGetAddressRange_v2(pbase, psize, dptr);
+    if (pbase)
+        *pbase = block.base;
+    if (psize)
+        *psize = block.bytes;
+    return CUDA_SUCCESS;
+}
+
+/* The descriptor lets devices other than the GPU access the memory, so it has to stay where it
+ * is. */
+CONTROL_EXPORT CUresult cuMemGetHandleForAddressRange(void *handle, CUdeviceptr dptr, size_t size,
+                                                      CUmemRangeHandleType handleType,
+                                                      unsigned long long flags)
+{
+    struct parking_block block;
+    CUresult result;
+
+    if (!find(dptr, &block))
+        return real->cuMemGetHandleForAddressRange(handle, dptr, size, handleType, flags);
+    parking_enter(PARKING_MEMORY);
+    result = real->cuMemGetHandleForAddressRange(handle, dptr, size, handleType, flags);
+    if (result == CUDA_SUCCESS)
+        parking_fix(block.base);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuIpcGetMemHandle(CUipcMemHandle *pHandle, CUdeviceptr dptr)
+{
+    static uint32_t logged;
+    struct parking_block block;
+
+    if (!find(dptr, &block))
+        return real->cuIpcGetMemHandle(pHandle, dptr);
+    if (!atomic_exchange_acq_rel(&logged, 1))
+        control_log("cuIpcGetMemHandle is refused: memory that may be parked cannot be opened by "
+                    "other processes; set tidegate.gpu/parking to never");
+    return CUDA_ERROR_NOT_SUPPORTED;
+}

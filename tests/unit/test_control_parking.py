@@ -1,0 +1,516 @@
+"""Memory that is parked in host memory and moved back, by order of the governor, which the test is."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from governor.usage import Debt, read_charge
+from libcontrol import layout, pages
+from simgpu.testing import SimulatedDriver
+from tests.unit.memory_node import (
+    CONTEXT,
+    GIB,
+    LAUNCH,
+    MIB,
+    Agent,
+    MemoryNode,
+    need_namespaces,
+    repeating,
+)
+
+RESIDENT, CLOSING, PARKED, COMING = 0, 1, 3, 4
+
+WORDS = """
+import array, time
+def fill(address, size, seed):
+    words = array.array('Q', range(seed, seed + 512)).tobytes() * (size // 4096)
+    driver.call('cuMemcpyHtoD_v2', address, words, size)
+def holds(address, size, seed):
+    words = array.array('Q', range(seed, seed + 512)).tobytes() * (size // 4096)
+    found = ctypes.create_string_buffer(size)
+    driver.call('cuMemcpyDtoH_v2', found, address, size)
+    return found.raw == words
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _namespaces() -> None:
+    need_namespaces()
+
+
+class ParkingNode(MemoryNode):
+    """A container whose memory may be parked."""
+
+    def __init__(self, build: Path, work: Path, limit: int) -> None:
+        self.arenas: list[int] = []
+        self.has_arena = True
+        super().__init__(build, work, limit)
+        self.build = build
+        self.write("parking", 1)
+        self.write("resident", 1)
+
+    def more_fds(self, slot: int) -> list[int]:
+        """Make the host memory for what a process parks."""
+        if not self.has_arena:
+            return []
+        arena = os.memfd_create("tidegate-arena", os.MFD_CLOEXEC)
+        self.arenas.append(arena)
+        self.make_ready(slot, self.limit)
+        return [arena]
+
+    def make_ready(self, slot: int, size: int) -> None:
+        """Make the beginning of a process's arena ready."""
+        os.truncate(f"/proc/self/fd/{self.arenas[-1]}", size)
+        pages.write(self.ledger, pages.slot_base(slot), "ledger_slot", "arena", size)
+
+    def close(self) -> None:
+        super().close()
+        for arena in self.arenas:
+            os.close(arena)
+
+    def order(self, *, resident: bool) -> None:
+        """Order that the memory is moved; the process looks after half a second at the latest."""
+        self.write("resident", int(resident))
+
+    def report(self, agent: Agent, name: str) -> int:
+        """Read a field of what a process reports in its slot."""
+        assert agent.slot is not None
+        base = pages.slot_base(agent.slot)
+        return pages.read(self.ledger, base, "ledger_slot", name)
+
+    def park(self, agent: Agent) -> None:
+        self.order(resident=False)
+        until(lambda: self.report(agent, "residency") == PARKED)
+
+    def unpark(self, agent: Agent) -> None:
+        self.order(resident=True)
+        until(lambda: self.report(agent, "residency") == RESIDENT)
+
+
+def until(condition: Callable[[], bool], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def node(build_dir: Path, tmp_path: Path) -> Iterator[ParkingNode]:
+    node = ParkingNode(build_dir, tmp_path, 2 * GIB)
+    yield node
+    node.close()
+
+
+@pytest.fixture
+def agent(node: ParkingNode) -> Agent:
+    agent = node.agent()
+    agent.run(WORDS)
+    return agent
+
+
+# ---- blocks ----
+
+
+def test_a_block_is_charged_as_without_parking(agent: Agent) -> None:
+    agent.run("blocks = [driver.allocate(size) for size in (100, 1 << 20, 3 << 20, 100 << 20)]")
+    assert agent.charged == (2 + 2 + 4 + 100) * MIB
+    assert agent.seen == agent.charged + CONTEXT
+    assert agent.field("blocks") == 4
+    agent.run("for block in blocks: driver.call('cuMemFree_v2', block)")
+    assert agent.charged == 0
+    assert agent.seen == CONTEXT
+    assert agent.field("blocks") == 0
+
+
+def test_memory_that_can_be_parked_is_reported(node: ParkingNode, agent: Agent) -> None:
+    agent.run("blocks = [driver.allocate(size) for size in (100, 3 << 20, 100 << 20)]")
+    assert node.report(agent, "movable") == 104 * MIB
+    agent.run("driver.call('cuMemFree_v2', blocks[2])")
+    assert node.report(agent, "movable") == 4 * MIB
+
+
+def test_without_parking_the_driver_allocates(build_dir: Path, tmp_path: Path) -> None:
+    node = MemoryNode(build_dir, tmp_path, GIB)
+    try:
+        agent = node.agent()
+        agent.run("block = driver.allocate(100 << 20)")
+        base = pages.slot_base(agent.slot or 0)
+        assert pages.read(node.ledger, base, "ledger_slot", "movable") == 0
+        # The driver knows a handle only for a mapping.
+        assert agent.number(
+            "driver.try_call('cuMemRetainAllocationHandle', ctypes.byref(ctypes.c_uint64()), block)"
+        )
+    finally:
+        node.close()
+
+
+def test_a_block_looks_like_one_of_the_driver(agent: Agent) -> None:
+    agent.run("size = (5 << 20) + 12345; block = driver.allocate(size)")
+    agent.run(
+        "base, length = ctypes.c_uint64(), ctypes.c_size_t()\n"
+        "driver.call('cuMemGetAddressRange_v2', ctypes.byref(base), ctypes.byref(length), block + 4096)"
+    )
+    assert agent.run("[base.value == block, length.value == size]") == [True, True]
+    agent.run(
+        "def attribute(number, address):\n"
+        "    value = ctypes.c_uint64()\n"
+        "    driver.call('cuPointerGetAttribute', ctypes.byref(value), number, address)\n"
+        "    return value.value\n"
+    )
+    assert agent.run("attribute(1, block + 99) == context")
+    assert agent.run("attribute(2, block + 99)") == 2
+    assert agent.run("attribute(11, block + 99) == block")
+    assert agent.run("attribute(12, block + 99) == size")
+    for call in (
+        "cuMemUnmap', block, 6 << 20",
+        "cuMemRetainAllocationHandle', ctypes.byref(base), block",
+    ):
+        assert agent.number(f"driver.try_call('{call})") == 1
+    agent.run("driver.call('cuMemFree_v2', block)")
+    assert agent.number("driver.try_call('cuMemFree_v2', block)") == 1
+
+
+def test_its_number_stays_the_same(node: ParkingNode, agent: Agent) -> None:
+    agent.run("block = driver.allocate(5 << 20)")
+    agent.run("number = ctypes.c_uint64(); again = ctypes.c_uint64()")
+    agent.run("driver.call('cuPointerGetAttribute', ctypes.byref(number), 7, block)")
+    node.park(agent)
+    node.unpark(agent)
+    agent.run("driver.call('cuPointerGetAttribute', ctypes.byref(again), 7, block)")
+    assert agent.run("number.value == again.value != 0")
+
+
+def test_pitched_memory_can_be_parked(node: ParkingNode, agent: Agent) -> None:
+    agent.run("pitch = ctypes.c_size_t()")
+    agent.run("block = driver.get('cuMemAllocPitch_v2', ctypes.byref(pitch), 1000, 4000, 4)")
+    assert agent.number("pitch.value") == 1024
+    assert node.report(agent, "movable") == 4 * MIB
+    agent.run("fill(block, 1024 * 4000, 3)")
+    node.park(agent)
+    node.unpark(agent)
+    assert agent.run("holds(block, 1024 * 4000, 3)")
+
+
+def test_blocks_end_with_their_context(node: ParkingNode, agent: Agent) -> None:
+    agent.run("other = driver.get('cuCtxCreate_v2', 0, 0)")
+    agent.run("block = driver.allocate(100 << 20)")
+    agent.run("driver.call('cuCtxDestroy_v2', other)")
+    assert agent.charged == 0
+    assert agent.seen == CONTEXT
+    assert node.report(agent, "movable") == 0
+
+
+# ---- moves ----
+
+
+def test_parked_memory_is_not_on_the_gpu_and_comes_back_as_it_was(
+    node: ParkingNode, agent: Agent
+) -> None:
+    agent.run("sizes = [3 << 20, 20 << 20, (64 << 20) + 4096, 100 << 10]")
+    agent.run("blocks = [driver.allocate(size) for size in sizes]")
+    agent.run("for i, block in enumerate(blocks): fill(block, sizes[i] // 4096 * 4096, i)")
+    before = agent.field("memory")
+    node.park(agent)
+    assert agent.seen == CONTEXT + 2 * MIB  # the small block stays
+    assert agent.field("memory") == before  # the quota counts it all the same
+    assert node.report(agent, "parked") == 90 * MIB
+    assert agent.field("unseen") == 90 * MIB
+    assert node.sample() == CONTEXT
+    node.unpark(agent)
+    assert agent.seen == CONTEXT + 92 * MIB
+    assert agent.field("memory") == before
+    assert agent.field("unseen") == 0
+    assert (
+        agent.run("[holds(block, sizes[i] // 4096 * 4096, i) for i, block in enumerate(blocks)]")
+        == [True] * 4
+    )
+    assert node.report(agent, "moved") == 180 * MIB
+    assert node.report(agent, "move_ns") > 0
+
+
+def test_a_sample_amid_a_move_attributes_nothing_to_the_driver(
+    node: ParkingNode, agent: Agent
+) -> None:
+    agent.run("blocks = [driver.allocate(128 << 20) for _ in range(4)]")
+    debt, found = Debt(), set()
+    assert agent.slot is not None
+
+    def sample() -> None:
+        """Do what the governor does with a process."""
+        began = time.monotonic_ns()
+        before = read_charge(node.ledger, agent.slot or 0, 0, 64 * GIB)
+        seen = node.seen().get(agent.process.pid, 0)
+        after = read_charge(node.ledger, agent.slot or 0, 0, 64 * GIB)
+        debt.update(began, seen, before, after, CONTEXT, ended_ns=time.monotonic_ns())
+        found.add((debt.bytes, debt.least))
+
+    sample()
+    with repeating(sample, 0.0005):
+        for _ in range(4):
+            node.park(agent)
+            node.unpark(agent)
+    assert len(found) >= 1
+    assert max(max(one) for one in found) <= CONTEXT
+
+
+USES = {
+    "a copy to the GPU": "driver.call('cuMemcpyHtoD_v2', block, bytes(4096), 4096)",
+    "a copy from the GPU": "driver.call('cuMemcpyDtoH_v2', ctypes.create_string_buffer(4096), block, 4096)",
+    "a fill": "driver.call('cuMemsetD8_v2', block, 1, 4096)",
+    "a launch": "launch(1000)",
+    "an allocation": "driver.allocate(2 << 20)",
+    "a small allocation": "driver.allocate(200)",
+    "a context": "driver.get('cuCtxCreate_v2', 0, 0)",
+    "an attribute": "driver.call('cuPointerGetAttribute', ctypes.byref(ctypes.c_uint64()), 2, block)",
+    "a capture": "driver.call('cuStreamBeginCapture_v2', driver.get('cuStreamCreate', 1), 2)",
+}
+
+
+@pytest.mark.parametrize("use", list(USES))
+def test_a_call_that_uses_memory_waits_until_it_is_back(
+    node: ParkingNode, agent: Agent, use: str
+) -> None:
+    agent.run(LAUNCH)
+    agent.run("block = driver.allocate(8 << 20); fill(block, 8 << 20, 5)")
+    node.park(agent)
+    agent.send(f"begun = time.monotonic(); {USES[use]}")
+    until(lambda: node.report(agent, "awaiting") == 1)
+    time.sleep(0.1)
+    assert node.report(agent, "awaiting") == 1
+    node.order(resident=True)
+    agent.answer()
+    assert node.report(agent, "awaiting") == 0
+    assert node.report(agent, "away_ns") >= 100_000_000
+    if use not in ("a copy to the GPU", "a fill", "a capture"):
+        assert agent.run("holds(block, 8 << 20, 5)")
+
+
+def test_memory_is_freed_while_it_is_parked(node: ParkingNode, agent: Agent) -> None:
+    agent.run("blocks = [driver.allocate(8 << 20) for _ in range(3)]")
+    agent.run("for i, block in enumerate(blocks): fill(block, 8 << 20, i)")
+    node.park(agent)
+    agent.run("driver.call('cuMemFree_v2', blocks[1])")
+    assert agent.field("memory") == agent.field("unseen") == 16 * MIB
+    assert node.report(agent, "parked") == 16 * MIB
+    assert agent.number("driver.try_call('cuMemFree_v2', blocks[1] + 4096)") == 1
+    node.unpark(agent)
+    assert agent.charged == 16 * MIB
+    assert agent.field("unseen") == 0
+    assert agent.run("[holds(blocks[i], 8 << 20, i) for i in (0, 2)]") == [True, True]
+
+
+def test_a_context_ends_while_its_memory_is_parked(node: ParkingNode, agent: Agent) -> None:
+    agent.run("other = driver.get('cuCtxCreate_v2', 0, 0); block = driver.allocate(8 << 20)")
+    node.park(agent)
+    agent.run("driver.call('cuCtxDestroy_v2', other)")
+    assert agent.field("memory") == agent.field("unseen") == 0
+    assert agent.seen == CONTEXT
+    assert node.report(agent, "movable") == 0
+
+
+def test_work_in_flight_ends_before_its_memory_is_moved(node: ParkingNode, agent: Agent) -> None:
+    agent.run(LAUNCH)
+    agent.run("block = driver.allocate(8 << 20); launch(800_000_000)")
+    node.order(resident=False)
+    until(lambda: node.report(agent, "residency") == CLOSING)
+    assert agent.seen == CONTEXT + 8 * MIB
+    until(lambda: node.report(agent, "residency") == PARKED)
+    assert agent.seen == CONTEXT
+
+
+def test_a_captured_stream_keeps_memory_resident(node: ParkingNode, agent: Agent) -> None:
+    agent.run("block = driver.allocate(8 << 20); graph = ctypes.c_uint64()")
+    agent.run(
+        "stream = driver.get('cuStreamCreate', 1); driver.call('cuStreamBeginCapture_v2', stream, 2)"
+    )
+    node.order(resident=False)
+    time.sleep(0.8)
+    assert node.report(agent, "residency") == RESIDENT
+    agent.run("driver.call('cuMemsetD8Async', block, 1, 4096, stream)")
+    agent.run("driver.call('cuStreamEndCapture', stream, ctypes.byref(graph))")
+    until(lambda: node.report(agent, "residency") == PARKED)
+
+
+def test_work_that_waits_for_the_next_call_is_not_waited_for(
+    node: ParkingNode, agent: Agent
+) -> None:
+    agent.run("word = driver.get('cuMemHostAlloc', 4096, 0); block = driver.allocate(8 << 20)")
+    agent.run("ctypes.c_uint32.from_address(word).value = 0")
+    agent.run("streams = [driver.get('cuStreamCreate', 1) for _ in range(2)]")
+    agent.run("driver.call('cuStreamWaitValue32_v2', streams[0], word, 1, 0)")
+    node.order(resident=False)
+    until(lambda: node.report(agent, "residency") == CLOSING)
+    # The program lets the first stream go on after a call that waits for its memory.
+    agent.run("driver.call('cuMemsetD8Async', block, 1, 4096, streams[1])")
+    agent.run("ctypes.c_uint32.from_address(word).value = 1")
+    agent.run("driver.call('cuStreamSynchronize', streams[0])")
+    until(lambda: node.report(agent, "residency") == PARKED)
+
+
+def test_without_room_on_the_gpu_it_stays_parked(node: ParkingNode, agent: Agent) -> None:
+    agent.run("block = driver.allocate(1 << 30); fill(block, 8 << 20, 5)")
+    node.park(agent)
+    with SimulatedDriver(node.build).attached(node.work / "gpus") as other:
+        other.context()
+        taken = other.allocate(63 * GIB)
+        node.order(resident=True)
+        time.sleep(0.8)
+        assert node.report(agent, "residency") == COMING
+        node.order(resident=False)
+        until(lambda: node.report(agent, "residency") == PARKED)
+        assert agent.seen == CONTEXT
+        assert agent.field("memory") == agent.field("unseen") == GIB
+        node.order(resident=True)
+        time.sleep(0.8)
+        other.call("cuMemFree_v2", taken)
+        until(lambda: node.report(agent, "residency") == RESIDENT)
+    assert agent.run("holds(block, 8 << 20, 5)")
+
+
+def test_a_process_that_starts_without_room_waits(node: ParkingNode) -> None:
+    node.order(resident=False)
+    agent = node.agent(context=False)
+    agent.send("context = driver.get('cuCtxCreate_v2', 0, 0)")
+    until(lambda: node.report(agent, "awaiting") == 1)
+    assert agent.seen == 0
+    node.order(resident=True)
+    agent.answer()
+    assert agent.seen == CONTEXT
+
+
+def test_the_processes_of_a_container_move_together(node: ParkingNode) -> None:
+    agents = [node.agent() for _ in range(3)]
+    for i, agent in enumerate(agents):
+        agent.run(WORDS)
+        agent.run(f"block = driver.allocate(32 << 20); fill(block, 32 << 20, {i})")
+    node.order(resident=False)
+    for agent in agents:
+        until(lambda agent=agent: node.report(agent, "residency") == PARKED)
+    assert sum(node.seen().values()) == 3 * CONTEXT
+    assert node.used() == 3 * (CONTEXT + 32 * MIB)
+    node.order(resident=True)
+    for i, agent in enumerate(agents):
+        assert agent.run(f"holds(block, 32 << 20, {i})")
+
+
+def test_a_forked_child_is_another_process(node: ParkingNode, agent: Agent) -> None:
+    agent.run("block = driver.allocate(8 << 20); fill(block, 8 << 20, 5)")
+    agent.run("pid = os.fork() or os._exit(0)\nos.waitpid(pid, 0)")
+    node.park(agent)
+    node.unpark(agent)
+    assert agent.run("holds(block, 8 << 20, 5)")
+
+
+def test_without_host_memory_it_stays_on_the_gpu(node: ParkingNode) -> None:
+    node.has_arena = False
+    agent = node.agent()
+    agent.run("block = driver.allocate(8 << 20)")
+    node.order(resident=False)
+    time.sleep(0.8)
+    assert node.report(agent, "residency") == RESIDENT
+    agent.run("driver.call('cuMemsetD8_v2', block, 1, 4096)")
+
+
+def test_it_is_parked_once_there_is_host_memory_for_all_of_it(node: ParkingNode) -> None:
+    agent = node.agent()
+    agent.run(WORDS)
+    assert agent.slot is not None
+    node.make_ready(agent.slot, 64 * MIB)
+    agent.run("block = driver.allocate(80 << 20); fill(block, 80 << 20, 5)")
+    node.order(resident=False)
+    time.sleep(0.8)
+    assert node.report(agent, "residency") == RESIDENT
+    node.make_ready(agent.slot, 128 * MIB)
+    until(lambda: node.report(agent, "residency") == PARKED)
+    node.unpark(agent)
+    assert agent.run("holds(block, 80 << 20, 5)")
+
+
+@pytest.mark.parametrize("delay_ms", [0, 10, 30, 60, 100, 200])
+def test_a_process_that_is_killed_while_it_moves_leaves_nothing(
+    node: ParkingNode, agent: Agent, delay_ms: int
+) -> None:
+    other = node.agent()
+    other.run(WORDS)
+    other.run("block = driver.allocate(32 << 20); fill(block, 32 << 20, 4)")
+    agent.run("block = driver.allocate(1 << 30)")
+    node.order(resident=False)
+    until(lambda: node.report(agent, "residency") != RESIDENT)
+    time.sleep(delay_ms / 1000)
+    agent.kill()
+    until(lambda: node.report(other, "residency") == PARKED)
+    assert sum(node.seen().values()) == CONTEXT
+    assert node.sample() == CONTEXT
+    assert node.used() == CONTEXT + 32 * MIB
+    node.unpark(other)
+    assert other.run("holds(block, 32 << 20, 4)")
+
+
+def test_blocks_that_come_and_go_between_moves_keep_their_contents(
+    node: ParkingNode, agent: Agent
+) -> None:
+    draw = random.Random(7)  # noqa: S311 - the same sequence each time
+    live: dict[int, int] = {}
+    agent.run("blocks = {}")
+    for n in range(40):
+        (node.park if n % 2 else node.unpark)(agent)
+        size = draw.choice([1, 2, 3, 5, 17, 70]) * MIB
+        if n % 2 == 0 and sum(live.values()) + size < 400 * MIB:
+            agent.run(f"blocks[{n}] = driver.allocate({size}); fill(blocks[{n}], {size}, {n})")
+            live[n] = size
+        while live and draw.random() < 0.4:
+            gone = draw.choice(list(live))
+            agent.run(f"driver.call('cuMemFree_v2', blocks.pop({gone}))")
+            del live[gone]
+        if n % 2:
+            continue
+        for key, size in live.items():
+            assert agent.run(f"holds(blocks[{key}], {size}, {key})"), (n, key)
+
+
+@pytest.mark.parametrize("threads", [8])
+def test_many_threads_use_memory_while_it_moves(
+    node: ParkingNode, agent: Agent, threads: int
+) -> None:
+    agent.run(
+        "def work(i, seconds=3):\n"
+        "    driver.call('cuCtxSetCurrent', context)\n"
+        "    end, n = time.monotonic() + seconds, 0\n"
+        "    while time.monotonic() < end:\n"
+        "        block = driver.allocate(2 << 20)\n"
+        "        fill(block, 2 << 20, i + n)\n"
+        "        if not holds(block, 2 << 20, i + n): raise SystemExit(3)\n"
+        "        driver.call('cuMemFree_v2', block)\n"
+        "        n += 1\n"
+        "    counts.append(n)\n"
+        "counts = []\n"
+        "kept = driver.allocate(64 << 20); fill(kept, 64 << 20, 9)\n"
+    )
+    agent.send(
+        f"ts = [threading.Thread(target=work, args=(i,)) for i in range({threads})]\n"
+        "for t in ts: t.start()\n"
+        "for t in ts: t.join()\n"
+    )
+    end = time.monotonic() + 2.5
+    n = 0
+    while time.monotonic() < end:
+        node.park(agent)
+        node.unpark(agent)
+        n += 1
+    agent.answer()
+    assert n >= 1
+    assert agent.number("len(counts)") == threads
+    assert agent.run("holds(kept, 64 << 20, 9)")
+    assert agent.charged == 64 * MIB
+    assert agent.seen == CONTEXT + 64 * MIB
+    assert agent.field("unseen") == agent.field("moving") == agent.field("taking") == 0
+
+
+def test_the_layout_has_room_for_what_a_process_reports() -> None:
+    assert layout.offsets(layout.LEDGER_SLOT)["awaiting"] + 4 <= layout.LEDGER_SLOT_DEVICES

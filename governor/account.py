@@ -115,6 +115,7 @@ class Account:
         self._counters = Counters(len(devices))
         self._rates = [Rates() for _ in devices]
         self._peaks = [0] * len(devices)
+        self._seen = [(0, 0)] * len(devices)
         # The memory on the grant page stays unchanged until this governor's first sample.
         self._keeps_memory = [is_running] * len(devices)
 
@@ -127,6 +128,13 @@ class Account:
             process: read_charge(self._ledger, slot, device, whole)
             for slot, process in self._processes.items()
         }
+
+    def seen(self, device: int) -> tuple[int, int]:
+        """Return the bytes that NVML attributed to the processes on GPU `device`, and when.
+
+        The time is that at which the last sample began, in nanoseconds; 0 without one.
+        """
+        return self._seen[device]
 
     def used(self, device: int) -> int:
         """Return the bytes in use on GPU `device`, from the last sample and the current ledger."""
@@ -265,6 +273,8 @@ class Account:
         else:
             since = sample.began_ns
             self._keeps_memory[device] = False
+            seen = sum(sample.seen.get(process.pid, 0) for process in after)
+            self._seen[device] = (seen, sample.began_ns)
         for process, charge in after.items():
             use = process.uses[device]
             if sample is not None and not self._is_away(process, use, charge, sample):

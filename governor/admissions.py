@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -54,6 +54,10 @@ class Claimed(Protocol):
         """Handle the end of the last container with these shares."""
 
 
+async def _have_room(container: Container, more: int) -> None:
+    """Return at once: without overbooking, what fits into the allocation table has room."""
+
+
 class Admissions:
     """The containers of one node, by key, from their admission to their end."""
 
@@ -73,6 +77,9 @@ class Admissions:
         self.bookings: Claimed
         self.on_end: Callable[[Container], None] | None = None
         """Called for each container that ends, before it is removed from the arbiter."""
+        self.make_room: Callable[[Container, int], Awaitable[None]] = _have_room
+        """Waits for room on the GPU for a container that is never parked, or whose quota grows by a
+        number of bytes; raises RefusedError if there is none in time."""
         self._allocations, self._state, self._reservations = allocations, state, reservations
         self._runners = dict(runners)
 
@@ -152,6 +159,12 @@ class Admissions:
         pidfd = descriptors.pop(0)
         wanted = Wanted(request["id"], pidfd, quota, devices, owner, tuple(shares))
         made = await self._start(key, wanted, pending)
+        if made.parking is None:
+            try:
+                await self.make_room(made, 0)
+            except BaseException:
+                self.end(made, "refused")
+                raise
         self._log_admitted(made, request)
         return self._grant(made)
 
@@ -286,7 +299,7 @@ class Admissions:
             self.part(*found, "released")
         return {"ok": True}
 
-    def set(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def set(self, request: dict[str, Any]) -> dict[str, Any]:
         """Give a running container another quota."""
         found = self.find(request["id"])
         if found is None:
@@ -303,13 +316,16 @@ class Admissions:
             request.get("compute", old.compute),
             request.get("compute_limit", limit_after(request, old)),
             request.get("class", old.work_class),
+            old.parking,
         )
         _refuse_below_use(container, quota)
         self._allocations.change(container.key, quota)
         try:
+            if quota.memory > old.memory:
+                await self.make_room(container, quota.memory - old.memory)
             # Stored before the grant page is changed: a restarted governor uses what is stored.
             self._state.put(replace(container.row, quota=quota))
-        except StateError:
+        except BaseException:
             self._allocations.change(container.key, old)
             raise
         container.set_quota(quota)

@@ -1,14 +1,15 @@
 """Allocation table: which container has which part of which GPU.
 
-It is pure: it uses no file, clock or driver. The sum of memory quotas never exceeds a GPU's memory
-less the reserve, and the sum of guaranteed shares never exceeds 100 %. `placement` chooses the GPUs
-of a container, and `shortage` explains a refusal.
+It is pure: it uses no file, clock or driver. The sum of guaranteed shares never exceeds 100 %. The
+sum of memory quotas never exceeds a GPU's memory less the reserve, times `memory.overbook`; and all
+containers that may not be parked fit together with any single one of the others. `placement`
+chooses the GPUs of a container, and `shortage` explains a refusal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from governor.claims import Claim, ClaimShare, words
@@ -55,6 +56,24 @@ class _Gpu:
     @property
     def memory_used(self) -> int:
         return sum(quota.memory for quota in self.quotas.values())
+
+    @property
+    def memory_fixed(self) -> int:
+        """The memory of containers that may not be parked."""
+        return sum(quota.memory for quota in self.quotas.values() if not quota.parking)
+
+    @property
+    def memory_parkable(self) -> tuple[int, int]:
+        """The memory of containers that may be parked: that of the largest one, and of all."""
+        sizes = [quota.memory for quota in self.quotas.values() if quota.parking]
+        return max(sizes, default=0), sum(sizes)
+
+    def may_park(self, quota: Quota) -> bool:
+        """Return whether a container with this quota may be parked here.
+
+        The memory of clients of an MPS server is in the server's contexts.
+        """
+        return quota.parking and self.strategy == "timeslice"
 
     @property
     def compute_used(self) -> int:
@@ -116,6 +135,14 @@ def complete_quota(request: Request, config: Config, *, annotated: bool = True) 
         )
         compute = min(config.defaults.compute, limit)
     return Quota(memory, compute, limit, request.work_class)
+
+
+def _may_park(request: Request, config: Config, count: int) -> bool:
+    """Return whether a container's memory may be parked, where its GPU allows it.
+
+    The memory of a container with several GPUs would have to be moved on all of them at once.
+    """
+    return config.memory.overbook > 1 and request.parking == "allowed" and count == 1
 
 
 def _check_count(count: int, request: Request) -> None:
@@ -184,12 +211,15 @@ class AllocationTable:
             request = request._replace(devices=reached)
         count = len(request.devices) or request.gpus or 1
         _check_count(count, request)
+        quota = replace(quota, parking=_may_park(request, self._config, count))
         if request.devices:
             chosen = self._named(request, nodes)
             self._check_strategy(chosen, request)
             self._check(chosen, quota)
         else:
             chosen = self._place(quota, count, request, nodes)
+        quota = replace(quota, parking=chosen[0].may_park(quota))
+        self._check_host(quota)
         for gpu in chosen:
             gpu.quotas[key] = quota
         return quota, tuple(gpu.device for gpu in chosen)
@@ -302,7 +332,7 @@ class AllocationTable:
                 f" {share.strategy}, but that GPU is shared by {gpu.strategy}",
                 hint="leave strategy out, or configure the node to share that GPU in this way",
             )
-        room = self._room(gpu)
+        room = self._room(gpu, share.quota)
         if not room.holds(share.quota):
             short = f"{claim} asks for {room.short_of(share.quota)}"
             if share.quota.memory > room.whole:
@@ -396,7 +426,8 @@ class AllocationTable:
         }
 
     def _describe(self, gpu: _Gpu) -> dict[str, Any]:
-        room = self._room(gpu)
+        any_quota = Quota(0, 0, 0, parking=self._config.memory.overbook > 1)
+        room = self._room(gpu, any_quota)
         routes = []
         for other in self._gpus:
             route = self._topology.routes.get(frozenset((gpu.device.uuid, other.device.uuid)))
@@ -437,11 +468,15 @@ class AllocationTable:
             hint="name one of those",
         )
 
-    def _room(self, gpu: _Gpu) -> Room:
+    def _room(self, gpu: _Gpu, quota: Quota) -> Room:
+        """Return what a GPU has left for a container that may or may not be parked, as `quota`."""
         whole = gpu.device.memory - self._config.memory_reserve
+        left = int(whole * self._config.memory.overbook) - gpu.memory_used
+        largest, _ = gpu.memory_parkable
+        there = gpu.memory_fixed + (0 if gpu.may_park(quota) else largest)
         return Room(
             gpu.device.index,
-            max(whole - gpu.memory_used, 0),
+            max(min(left, whole - there), 0),
             max(100 - gpu.compute_used, 0),
             max(whole, 0),
         )
@@ -480,6 +515,19 @@ class AllocationTable:
             return "leave tidegate.gpu/strategy out, or ask for one GPU"
         return f"this node shares GPU {', '.join(others)} by {wanted}"
 
+    def _check_host(self, quota: Quota) -> None:
+        """Refuse a container whose memory would find no room in host memory when it is parked."""
+        limit = self._config.memory.host_limit
+        taken = sum(gpu.memory_parkable[1] for gpu in self._gpus)
+        if quota.parking and taken + quota.memory > limit:
+            raise RefusedError(
+                f"the node keeps {limit // MIB} MiB of host memory for parked memory, of which"
+                f" {max(limit - taken, 0) // MIB} MiB are left, but {-(-quota.memory // MIB)} MiB"
+                " are needed",
+                hint="raise memory.host in the node's configuration, or set tidegate.gpu/parking to"
+                " never",
+            )
+
     def _check(self, gpus: Sequence[_Gpu], quota: Quota) -> None:
         """Refuse a quota that does not fit on each of these GPUs."""
         for gpu in gpus:
@@ -488,7 +536,7 @@ class AllocationTable:
                     f"GPU {gpu.device.index} does not answer: {gpu.lost}",
                     hint="name another, or see the kernel log",
                 )
-        rooms = [self._room(gpu) for gpu in gpus]
+        rooms = [self._room(gpu, quota) for gpu in gpus]
         if not all(room.holds(quota) for room in rooms):
             raise refuse_named(rooms, quota, self._config.context_memory)
 
@@ -518,7 +566,7 @@ class AllocationTable:
                 f"GPU {fitting[0].device.index} takes no container now: {fitting[0].closed}",
                 hint="try again, or see the governor's log",
             )
-        rooms = {gpu.device.uuid: self._room(gpu) for gpu in taking}
+        rooms = {gpu.device.uuid: self._room(gpu, quota) for gpu in taking}
         if sum(room.holds(quota) for room in rooms.values()) < count:
             least = self._config.context_memory
             raise refuse_any(list(rooms.values()), quota, count, least)

@@ -104,6 +104,23 @@ class Web:
 
 
 @dataclass(frozen=True)
+class MemoryOptions:
+    """How much device memory is granted, relative to what a GPU has, and where the rest is kept.
+
+    `host` is the most host memory, in bytes, that is used for parked memory; 0 stands for half of
+    the node's.
+    """
+
+    overbook: float = 1.0
+    host: int = 0
+
+    @property
+    def host_limit(self) -> int:
+        """The most host memory that is used for parked memory, in bytes."""
+        return self.host or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+@dataclass(frozen=True)
 class Config:
     """The configuration in force. Sizes are in bytes; the units of times are in the names.
 
@@ -127,6 +144,7 @@ class Config:
     hold_launches: bool = True
     memory_reserve: int = 512 * MIB
     context_memory: int = 520 * MIB
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
     on_governor_loss: str = "keep"
     placement: str = "spread"
     on_violation: str = "report"
@@ -348,6 +366,12 @@ def _read_values(document: dict[str, Any], name: str) -> dict[str, Any]:
     for option in ("memory_reserve", "context_memory"):
         if option in values:
             values[option] = parse_quantity(values[option], f"{name}: {option}")
+    if "memory" in values:
+        if math.isnan(values["memory"].get("overbook", 1)):
+            raise ConfigError(f"{name}: memory.overbook: not a number", hint="write it like 1.5")
+        if "host" in values["memory"]:
+            host = parse_quantity(values["memory"]["host"], f"{name}: memory.host")
+            values["memory"] = {**values["memory"], "host": host}
     if "memory" in values.get("defaults", {}):
         memory = parse_quantity(values["defaults"]["memory"], f"{name}: defaults.memory")
         values["defaults"] = {**values["defaults"], "memory": memory}
@@ -370,6 +394,7 @@ def _build(values: dict[str, Any], origins: Mapping[str, str]) -> Config:
                 hint="add it to strategies, or choose one of those",
             )
     inner: dict[str, Any] = {
+        "memory": MemoryOptions(**values.pop("memory", {})),
         "metrics": Metrics(**values.pop("metrics", {})),
         "web": Web(**values.pop("web", {})),
         "defaults": Defaults(**values.pop("defaults", {})),
@@ -440,6 +465,7 @@ def read_config(path: str | Path | None = None) -> Config:
 def describe(config: Config) -> dict[str, Any]:
     """Return the configuration as plain values, in the order of its options."""
     plain: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(config)}
+    plain["memory"] = {f.name: getattr(config.memory, f.name) for f in fields(config.memory)}
     plain["metrics"] = {f.name: getattr(config.metrics, f.name) for f in fields(config.metrics)}
     plain["web"] = {f.name: getattr(config.web, f.name) for f in fields(config.web)}
     plain["strategies"] = list(config.strategies)

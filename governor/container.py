@@ -28,6 +28,7 @@ import structlog
 
 from governor.account import Account, RegisteredProcess
 from governor.arbiter import Runner
+from governor.arenas import Arenas
 from governor.cgroups import Membership, find_membership, pid_namespaces, read_cgroups
 from governor.claims import Claim, ClaimShare, Use, uses_key
 from governor.config import Config
@@ -36,6 +37,7 @@ from governor.lookups import UnknownFunctions
 from governor.members import Member, Members, warn_if_unknown
 from governor.mps import DIRECTORY, Mps, MpsEvent
 from governor.pace import RateLimitedLog
+from governor.parking import Parking
 from governor.processes import Identity, identify, names_in
 from governor.quota import Device, Quota
 from governor.scheduled import Scheduled, shares_of
@@ -147,6 +149,8 @@ class Container:
         self._gpus = Scheduled([runners[device.uuid] for device in self.devices])
         self._processes: dict[int, RegisteredProcess] = {}  # by slot
         self._ledger: Ledger | None = None
+        self.parking: Parking | None = None  # None: its memory is never parked
+        self.residency = ""  # where its memory is, if it may be parked
         self._closed = False
         self._lines = RateLimitedLog(log)
         self._unknown = UnknownFunctions()
@@ -187,7 +191,12 @@ class Container:
             is_running=recovered is not None,
         )
         self.account.is_suspended = bool(self._suspension)
+        arenas = Arenas(self.ledger) if self.quota.parking else None
+        if arenas is not None:
+            memory = self.devices[0].memory
+            self.parking = Parking(self.grant, self.ledger, self._processes, arenas, memory)
         self._slots = Slots(
+            arenas=arenas,
             key=self.key,
             ledger=ledger,
             n_devices=len(self.devices),
@@ -452,6 +461,7 @@ class Container:
             "strategy": self.strategy,
             "mps": None if self._mps is None else self._mps.describe(),
             "suspension": self.suspension,
+            "parking": self._describe_parking(),
             "lookups": self.account.lookups(),
             "unknown_functions": list(self._unknown.names),
             "devices": [self.account.describe(i) for i in range(len(self.devices))],
@@ -470,6 +480,21 @@ class Container:
             }
             for member in self.members
         ]
+
+    def _describe_parking(self) -> dict[str, Any] | None:
+        if self.parking is None:
+            return None
+        report = self.parking.report()
+        return {
+            "residency": self.residency or "parked",
+            "movable": report.movable,
+            "parked": report.parked,
+            "moved": report.moved,
+            "move_ns": report.move_ns,
+            "away_ns": report.away_ns,
+            "awaiting": report.awaiting,
+            "host_memory": self.parking.arenas.total,
+        }
 
     def _processes_of(self, member: Member) -> list[int]:
         """Return a member's registered processes; those without a member belong to the oldest."""

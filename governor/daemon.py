@@ -35,6 +35,7 @@ from governor.httpd import Offer
 from governor.manager import feed_watchdog, notify, watchdog_s
 from governor.mps import Mps, find_tools
 from governor.options import Parser
+from governor.parker import Parker
 from governor.quota import Device
 from governor.reconcile import reconcile
 from governor.recover import CONTAINERS
@@ -317,6 +318,7 @@ async def govern(load: Callable[[], LoadedConfig], *, wait: bool = False) -> Non
             await mps.tried()
         work = [
             server.serve(listener),
+            _park(server, devices),
             reconcile(server, nvml, devices, runners, tally=server.tally, auditor=auditor),
             server.keep_state(),
             settings.follow(hangups),
@@ -367,6 +369,13 @@ def _make_server(
         # This runs before the server detaches from the containers.
         stack.callback(_release_mps, server, mps)
     return server, devices, runners
+
+
+def _park(server: Server, devices: list[Device]) -> Coroutine[None, None, None]:
+    """Return the coroutine that moves memory of containers, and have them wait for it."""
+    parker = Parker(server.admissions, devices, server.config.memory_reserve)
+    server.admissions.make_room = parker.make_room
+    return parker.run()
 
 
 def _pages(server: Server, scraped: Offer, shown: Offer) -> list[Coroutine[None, None, None]]:

@@ -243,6 +243,8 @@ def state(container: dict[str, Any], gpu: str | None = None) -> str:
     words = ["frozen"] if container["frozen"] else []
     # A governor of an earlier version does not send this.
     words += [container["suspension"]] if container.get("suspension") else []
+    parking = container.get("parking") or {}
+    words += [parking["residency"]] if parking.get("residency", "resident") != "resident" else []
     words += [f"violation: {', '.join(dict.fromkeys(kinds))}"] if kinds else []
     others = sorted({one["index"] for one in container.get("elsewhere", ())})
     if others:

@@ -27,12 +27,16 @@ THROUGHPUT, LATENCY = CLASSES = ("throughput", "latency")
 
 @dataclass(frozen=True)
 class Quota:
-    """A container's quota on each of its GPUs: bytes, percent, and the class of its work."""
+    """A container's quota on each of its GPUs: bytes, percent, and the class of its work.
+
+    `parking` tells whether its memory may be parked in host memory.
+    """
 
     memory: int
     compute: int
     compute_limit: int
     work_class: str = THROUGHPUT
+    parking: bool = False
 
     @property
     def is_latency(self) -> bool:
@@ -46,6 +50,7 @@ class Quota:
             "compute": self.compute,
             "compute_limit": self.compute_limit,
             "class": self.work_class,
+            **({"parking": True} if self.parking else {}),
         }
 
 

@@ -171,12 +171,18 @@ def _unseen(
     """Return the charged bytes on a GPU that NVML attributes to no process.
 
     Return None while a process creates a context: NVML shows the memory before it attributes it to
-    the process. The same applies while the memory of a container is moved.
+    the process. The same applies while the memory of a container is moved. Memory that is parked in
+    host memory is charged like such memory, but is not on the GPU.
     """
     unseen = 0
     for container, of_processes in charges:
         if container.is_moving:
             return None
+        if container.parking is not None:
+            parked = container.parking.report()
+            if parked.n_resident + parked.n_parked < parked.n_processes:
+                return None
+            unseen -= parked.parked
         for charge in of_processes.values():
             if charge.taking:
                 return None

@@ -195,7 +195,7 @@ class Server:
                 case "release":
                     return self.admissions.release(request["id"])
                 case "set":
-                    return self.admissions.set(request)
+                    return await self.admissions.set(request)
                 case "suspend":
                     return await self.suspender.suspend(request)
                 case "resume":

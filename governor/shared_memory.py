@@ -90,6 +90,9 @@ def make_grant(
             "compute_limit": quota.compute_limit * WHOLE // 100,
             "strategy": int(strategy == "mps"),
             "work_class": int(quota.is_latency),
+            "parking": int(quota.parking),
+            # The memory of a container that may be parked gets its place when it is needed.
+            "resident": int(not quota.parking),
         }
         for device in devices
     ]
@@ -163,8 +166,10 @@ def read_quota(page: mmap.mmap, uuids: Iterable[str]) -> tuple[Quota, tuple[str,
             for name in ("memory_limit", "compute", "compute_limit")
         )
         latency = pages.read(page, base, "grant_device", "work_class")
+        parking = pages.read(page, base, "grant_device", "parking")
         shares = (compute * 100 // WHOLE, limit * 100 // WHOLE)
-        quotas.add(Quota(memory, *shares, LATENCY if latency else THROUGHPUT))
+        work_class = LATENCY if latency else THROUGHPUT
+        quotas.add(Quota(memory, *shares, work_class, parking == 1))
     quota = quotas.pop()
     if quotas or not 1 <= quota.compute <= quota.compute_limit <= 100 or not quota.memory:
         raise PageError("its quota is invalid")

@@ -22,6 +22,7 @@ from typing import Any
 import structlog
 
 from governor.account import Account, GpuUse, RegisteredProcess
+from governor.arenas import Arenas
 from governor.listener import Listener
 from governor.members import Member, Members
 from governor.pace import RateLimitedLog, RateLimiter
@@ -97,8 +98,9 @@ class Slots:
         gpus: Scheduled,
         account: Account,
         state: State,
+        arenas: Arenas | None = None,
     ) -> None:
-        self._key, self._n_devices = key, n_devices
+        self._key, self._n_devices, self._arenas = key, n_devices, arenas
         self._ledger_fd, self._ledger = ledger
         self._processes, self._members = processes, members
         self._gpus, self._account, self._state = gpus, account, state
@@ -144,6 +146,8 @@ class Slots:
         for slot in range(layout.N_SLOTS):
             if slot not in self._processes:
                 pages.clear_slot(self._ledger, slot)
+        if self._arenas is not None:
+            self._arenas.find(self._processes.values())
         n_slots = 1 + max(self._processes, default=-1)
         pages.write(self._ledger, 0, "ledger_header", "n_slots", n_slots)
 
@@ -172,6 +176,8 @@ class Slots:
             if process.socket is not None:
                 _disconnect(process.socket)
         self._processes.clear()
+        if self._arenas is not None:
+            self._arenas.drop()
 
     async def _register(self, own: socket.socket) -> None:
         """Register a process: it sends one byte and gets the slot's number and the ledger.
@@ -247,6 +253,8 @@ class Slots:
         pages.clear_slot(self._ledger, slot)
         self._enter(process)
         try:
+            if self._arenas is not None:
+                self._arenas.open(slot)
             self._answer(process, own)
         except OSError:
             self._forget(slot)
@@ -318,7 +326,13 @@ class Slots:
 
     def _answer(self, process: RegisteredProcess, own: socket.socket) -> None:
         self._gpus.watch(own.fileno())
-        socket.send_fds(own, [struct.pack("I", process.slot)], [self._ledger_fd])
+        fds = [self._ledger_fd]
+        if (
+            self._arenas is not None
+            and (arena := self._arenas.descriptor(process.slot)) is not None
+        ):
+            fds.append(arena)
+        socket.send_fds(own, [struct.pack("I", process.slot)], fds)
 
     def _forget(self, slot: int) -> RegisteredProcess:
         process = self._processes.pop(slot)
@@ -326,6 +340,8 @@ class Slots:
         self._loop.remove_reader(process.pidfd)
         os.close(process.pidfd)
         self._account.count_ended(slot)
+        if self._arenas is not None:
+            self._arenas.close(slot)
         pages.clear_slot(self._ledger, slot)
         self._state.unregister(self._key, slot)
         return process

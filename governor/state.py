@@ -512,9 +512,12 @@ class State:
 def _quota_values(quota: Quota) -> list[int | str]:
     """Return the values that make up a `Quota`.
 
-    The default class is omitted, so that an older governor without classes can read the row.
+    Defaults at the end are omitted, so that an older governor that does not know these values can
+    read the row.
     """
     values: list[int | str] = [quota.memory, quota.compute, quota.compute_limit]
+    if quota.parking:
+        return [*values, quota.work_class, quota.parking]
     return values if quota.work_class == THROUGHPUT else [*values, quota.work_class]
 
 

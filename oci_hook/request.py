@@ -41,6 +41,7 @@ class Request(NamedTuple):
     capabilities: tuple[str, ...] = DEFAULT_CAPABILITIES
     optional: bool = False
     work_class: str = "throughput"
+    parking: str = "allowed"
 
 
 def _refuse(name: str, value: str, accepted: str, hint: str) -> AnnotationError:
@@ -131,6 +132,12 @@ def _parse_class(name: str, value: str) -> str:
     return value
 
 
+def _parse_parking(name: str, value: str) -> str:
+    if value not in ("allowed", "never"):
+        raise _refuse(name, value, "allowed or never", "leave it out for allowed")
+    return value
+
+
 def _parse_driver(name: str, value: str) -> bool:
     if value not in ("required", "optional"):
         raise _refuse(name, value, "required or optional", "leave it out for required")
@@ -145,6 +152,7 @@ PARSERS = {
     "count": ("gpus", _parse_count),
     "devices": ("devices", _parse_devices),
     "strategy": ("strategy", _parse_strategy),
+    "parking": ("parking", _parse_parking),
     "capabilities": ("capabilities", _parse_capabilities),
     "driver": ("optional", _parse_driver),
 }

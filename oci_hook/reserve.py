@@ -41,6 +41,7 @@ VARIABLES = {
     "TIDEGATE_DEVICES": "devices",
     "TIDEGATE_STRATEGY": "strategy",
     "TIDEGATE_CLASS": "class",
+    "TIDEGATE_PARKING": "parking",
     "TIDEGATE_CAPABILITIES": "capabilities",
     "TIDEGATE_DRIVER": "driver",
 }

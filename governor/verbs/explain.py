@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from governor.config import Defaults
+    from governor.config import Config
     from oci_hook.image import Image
     from oci_hook.manifest import MirrorBind, MirrorManifest, WantedParts
     from oci_hook.plan import PlacePlan, Plan
@@ -90,9 +90,7 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
     try:
         yield "request"
         # With a claim, only the last two lines depend on the request.
-        said = list(_request(request, node_config(args.config, None).defaults))[
-            -2 if claims else 0 :
-        ]
+        said = list(_request(request, node_config(args.config, None)))[-2 if claims else 0 :]
         yield from (f"  {line}" for line in said)
         try:
             yield from _prepared(args, rootfd, container, request)
@@ -187,8 +185,24 @@ def _open_root(root: str) -> int:
     return rootfd
 
 
-def _request(request: Request, defaults: Defaults) -> Iterator[str]:
+def _parking(request: Request, config: Config) -> str:
+    from governor.quota import show_memory
+
+    memory = config.memory
+    if request.parking == "never" or memory.overbook <= 1:
+        never = "this node grants no more memory than its GPUs have"
+        return request.parking + ("" if request.parking == "never" else f": {never}")
+    size = request.memory or config.defaults.memory or 0
+    return (
+        f"allowed: while it is idle, its memory may be parked in host memory, of which this node"
+        f" keeps {show_memory(memory.host_limit)} for that; this container counts with"
+        f" {show_memory(size)}"
+    )
+
+
+def _request(request: Request, config: Config) -> Iterator[str]:
     """Yield the requested values, and this node's defaults for the others."""
+    defaults = config.defaults
     from governor.quota import show_memory
 
     if request.memory:
@@ -211,6 +225,7 @@ def _request(request: Request, defaults: Defaults) -> Iterator[str]:
     else:
         yield f"devices       {request.gpus or 1}, chosen by the governor"
     yield f"class         {request.work_class}"
+    yield f"parking       {_parking(request, config)}"
     yield f"strategy      {request.strategy}"
     yield f"capabilities  {', '.join(request.capabilities)}"
     yield f"driver        {'optional' if request.optional else 'required'}"

@@ -137,6 +137,7 @@ def _fields(one: dict[str, Any]) -> Iterator[tuple[str, str]]:
     memory = one["devices"][0]["memory_limit"] // MIB
     shares = f"{one['compute']} % of the time guaranteed, {one['compute_limit']} % at most"
     yield "quota", f"{memory} MiB of memory, {shares}"
+    yield from _parking_fields(one.get("parking"))
     for pid in one["processes"]:
         yield "process", f"{pid} {one['commands'][str(pid)]}"[:200]
     for device in one["devices"]:
@@ -154,6 +155,17 @@ def _fields(one: dict[str, Any]) -> Iterator[tuple[str, str]]:
         until = "ongoing" if episode["ended"] is None else f"until {_when(episode['ended'])}"
         found = describe_violation(one, episode)
         yield "violation", f"{episode['kind']}: {found}, from {_when(episode['began'])}, {until}"
+
+
+def _parking_fields(parking: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
+    if parking is None:
+        return
+    movable, host = (parking[name] // MIB for name in ("movable", "host_memory"))
+    where = f"{movable} MiB can be parked; {host} MiB of host memory are ready for that"
+    yield "memory is", f"{parking['residency']}: {where}"
+    moved, took = parking["moved"] // MIB, parking["move_ns"] / 1e9
+    waited = f"calls waited {parking['away_ns'] / 1e9:.1f} s for it"
+    yield "moved", f"{moved} MiB in {took:.1f} s; {waited}"
 
 
 def _device_fields(device: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ import pytest
 
 from governor.allocations import AllocationTable, Nodes, complete_quota
 from governor.claims import Claim, ClaimShare, check_claim
-from governor.config import Config, Defaults
+from governor.config import Config, Defaults, MemoryOptions
 from governor.errors import RefusedError
 from governor.quota import MIB, Device, Quota, show_memory
 from oci_hook.request import Request, parse_annotations
@@ -393,3 +393,74 @@ def test_unknown_device_nodes_restrict_nothing() -> None:
         allocations.admit("a", ask(memory="1Gi", devices="1"), Nodes(frozenset({0})))[1][0].index
         == 1
     )
+
+
+# ---- more memory than there is ----
+
+OVERBOOKED = Config(memory=MemoryOptions(overbook=2.0, host=100 * GIB))
+
+
+def test_quotas_of_containers_that_may_be_parked_add_up_to_more_than_there_is() -> None:
+    allocations = AllocationTable(gpus(1), OVERBOOKED)
+    for i in range(3):
+        quota, _ = allocations.admit(str(i), ask(memory="10Gi"))
+        assert quota.parking
+    assert 2 * FREE - 30 * GIB == GIB
+    with pytest.raises(RefusedError, match="1024 MiB of memory left"):
+        allocations.admit("more", ask(memory="2Gi"))
+    allocations.admit("more", ask(memory="1Gi"))
+
+
+def test_no_container_gets_more_than_the_gpu_has() -> None:
+    with pytest.raises(RefusedError, match="15872 MiB of memory left"):
+        AllocationTable(gpus(1), OVERBOOKED).admit("a", ask(memory="16Gi"))
+
+
+@pytest.mark.parametrize(
+    ("annotations", "count"),
+    [({"parking": "never"}, 1), ({"count": 2}, 2), ({"devices": "0,1"}, 2)],
+)
+def test_a_container_that_is_never_parked_has_its_memory(annotations, count) -> None:
+    allocations = AllocationTable(gpus(count), OVERBOOKED)
+    quota, _ = allocations.admit("a", ask(memory="10Gi", **annotations))
+    assert not quota.parking
+    with pytest.raises(RefusedError, match="5632 MiB of memory left"):
+        allocations.admit("b", ask(memory="6Gi"))
+    allocations.admit("b", ask(memory="5Gi"))
+    # One that may be parked fits beside those that may not; together they need not.
+    with pytest.raises(RefusedError, match="512 MiB of memory left"):
+        allocations.admit("c", ask(memory="1Gi", parking="never", devices=0))
+    allocations.admit("c", ask(memory="5Gi", devices=0))
+
+
+def test_clients_of_an_mps_server_are_never_parked() -> None:
+    config = replace(OVERBOOKED, strategies=("timeslice", "mps"), gpus={"0": {"strategy": "mps"}})
+    quota, _ = AllocationTable(gpus(1), config).admit("a", ask(memory="10Gi"))
+    assert not quota.parking
+
+
+def test_the_host_has_room_for_all_that_may_be_parked() -> None:
+    config = Config(memory=MemoryOptions(overbook=2.0, host=20 * GIB))
+    allocations = AllocationTable(gpus(2), config)
+    allocations.admit("a", ask(memory="8Gi"))
+    allocations.admit("b", ask(memory="8Gi"))
+    with pytest.raises(RefusedError, match="4096 MiB are left, but 5120 MiB are needed") as caught:
+        allocations.admit("c", ask(memory="5Gi"))
+    assert "memory.host" in caught.value.hint
+    allocations.admit("c", ask(memory="5Gi", parking="never"))
+    allocations.leave("a")
+    allocations.admit("d", ask(memory="8Gi"))
+
+
+def test_a_changed_quota_stays_one_that_may_be_parked() -> None:
+    allocations = AllocationTable(gpus(1), OVERBOOKED)
+    allocations.admit("a", ask(memory="10Gi"))
+    allocations.admit("b", ask(memory="10Gi"))
+    with pytest.raises(RefusedError, match="memory left"):
+        allocations.change("a", Quota(16 * GIB, 1, 100, parking=True))
+    allocations.change("a", Quota(15 * GIB, 1, 100, parking=True))
+
+
+def test_without_overbooking_nothing_is_parked() -> None:
+    quota, _ = AllocationTable(gpus(1), Config()).admit("a", ask(memory="10Gi"))
+    assert not quota.parking

@@ -602,7 +602,7 @@ def test_a_quota_from_a_claim_cannot_be_changed_by_set() -> None:
         world.claim(told("a"))
         await world.admit("one", use("a"))
         with pytest.raises(RefusedError, match="has its quota from claim default/name-a"):
-            world.server.admissions.set({"id": "one", "compute": 10})
+            await world.server.admissions.set({"id": "one", "compute": 10})
 
     run(scene)
 

@@ -19,6 +19,7 @@ from governor.config import (
     SCHEMA_FILE,
     Config,
     Defaults,
+    MemoryOptions,
     Metrics,
     describe,
     differences,
@@ -52,9 +53,10 @@ def test_schema_and_dataclass_have_the_same_options() -> None:
     assert set(OPTIONS) == names(Config)
     assert set(OPTIONS["defaults"]["properties"]) == names(Defaults)
     assert set(OPTIONS["metrics"]["properties"]) == names(Metrics)
+    assert set(OPTIONS["memory"]["properties"]) == names(MemoryOptions)
 
 
-@pytest.mark.parametrize("option", sorted(set(OPTIONS) - {"defaults", "metrics", "web"}))
+@pytest.mark.parametrize("option", sorted(set(OPTIONS) - {"defaults", "memory", "metrics", "web"}))
 def test_every_default_is_valid_in_the_file(option: str) -> None:
     value = getattr(Config(), option)
     assert getattr(parse_config(json.dumps({option: value})), option) == value
@@ -410,3 +412,28 @@ def test_check_accepts_a_relative_path(
     for name, why in ((".", "Is a directory"), ("/", "Is a directory"), ("/none", "No such file")):
         assert cli.main(["check", name]) == 78
         assert capsys.readouterr().err.startswith(f"tidegate: {name}: {why}")
+
+
+def test_memory_that_is_granted_twice() -> None:
+    config = parse_config("memory: {overbook: 1.7, host: 256Gi}\n")
+    assert config.memory == MemoryOptions(1.7, 256 << 30)
+    assert config.memory.host_limit == 256 << 30
+    assert Config().memory == MemoryOptions(1.0, 0)
+    assert 0 < Config().memory.host_limit < 1 << 50
+    assert describe(config)["memory"] == {"overbook": 1.7, "host": 256 << 30}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("memory: {overbook: 0.9}", "memory.overbook: 0.9 is less than the minimum of 1"),
+        ("memory: {overbook: 17}", "memory.overbook: 17 is greater than the maximum of 16"),
+        ("memory: {overbook: .nan}", "memory.overbook: not a number"),
+        ("memory: {host: much}", "memory.host is 'much', but must be bytes"),
+        ("memory: {hosts: 1Gi}", "memory.hosts is not an option"),
+    ],
+)
+def test_an_invalid_grant_of_memory_is_refused(text: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(text)
+    assert says in caught.value.message

@@ -472,12 +472,12 @@ def test_an_unconfirmed_container_is_removed(play: Play) -> None:
 def test_the_pages_quota_takes_precedence(play: Play) -> None:
     async def scene(world: RecoveryWorld) -> None:
         container = await world.admit()
-        world.server.admissions.set(
+        await world.server.admissions.set(
             {"id": "one", "memory": 5 * GIB, "compute": 20, "compute_limit": 70}
         )
         quota = Quota(5 * GIB, 20, 70)
         assert world.state.containers[container.key].quota == quota
-        world.server.admissions.set({"id": "one", "class": "latency"})
+        await world.server.admissions.set({"id": "one", "class": "latency"})
         quota = Quota(5 * GIB, 20, 70, "latency")
         assert world.state.containers[container.key].quota == quota
         await world.restart()
@@ -665,7 +665,7 @@ def test_an_unwritable_disk_refuses_only_new_containers(play: Play) -> None:
         with pytest.raises(StateError, match="cannot be written: attempt to write a readonly"):
             await world.admit("new")
         with pytest.raises(StateError):
-            world.server.admissions.set({"id": "one", "compute": 20})
+            await world.server.admissions.set({"id": "one", "compute": 20})
         assert {path.name for path in world.containers_dir.iterdir()} == {container.key}
         assert container.quota == quota
         assert world.server._allocations._gpus[0].quotas == {container.key: quota}

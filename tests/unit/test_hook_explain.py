@@ -81,6 +81,7 @@ def test_the_default_is_explained(node: Path, capsys: pytest.CaptureFixture[str]
         "  compute-limit 60 %: idle time is lent up to this limit",
         "  devices       1, chosen by the governor",
         "  class         throughput",
+        "  parking       allowed: this node grants no more memory than its GPUs have",
         "  strategy      auto",
         "  capabilities  compute, utility",
         "  driver        required",

@@ -41,6 +41,7 @@ ACCEPTED: list[tuple[dict[str, str], Request]] = [
     ({"strategy": "auto"}, Request()),
     ({"class": "throughput"}, Request()),
     ({"class": "latency"}, Request(work_class="latency")),
+    ({"parking": "never"}, Request(parking="never")),
     ({"strategy": "passthrough"}, Request(strategy="passthrough")),
     ({"capabilities": "utility,compute"}, Request()),
     ({"capabilities": "video"}, Request(capabilities=("video",))),
@@ -196,14 +197,14 @@ def test_every_annotation_of_the_schema_is_in_the_reference() -> None:
             {"memoryy": "8Gi"},
             (
                 "tidegate: annotation tidegate.gpu/memoryy is unknown: the names under tidegate.gpu/ are memory, compute,"
-                " compute-limit, class, count, devices, strategy, capabilities, driver; did you mean tidegate.gpu/memory?"
+                " compute-limit, class, count, devices, strategy, parking, capabilities, driver; did you mean tidegate.gpu/memory?"
             ),
         ),
         (
             {"zzz": "8Gi"},
             (
                 "tidegate: annotation tidegate.gpu/zzz is unknown: the names under tidegate.gpu/ are memory, compute,"
-                " compute-limit, class, count, devices, strategy, capabilities, driver; remove it"
+                " compute-limit, class, count, devices, strategy, parking, capabilities, driver; remove it"
             ),
         ),
         (

@@ -1,0 +1,268 @@
+"""Park the memory of idle containers in host memory when others need the room on the GPU.
+
+`residency` decides which memory moves; the processes of a container move it, by order. How much
+memory a container still holds on the GPU when it has reported that its memory is parked is taken
+from NVML, as soon as there is a sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from governor.arenas import ArenaError
+from governor.container import Container
+from governor.errors import RefusedError
+from governor.parking import ParkingReport
+from governor.quota import MIB, Device
+from governor.residency import Occupant, Whereabouts, decide
+
+log = structlog.get_logger()
+
+TICK_S = 0.01
+"""Interval of the checks while memory of some container is parked or moves, in seconds."""
+REST_S = 0.2
+"""The same at other times."""
+ROOM_S = 5.0
+"""Longest time for which the start of a container that is never parked waits for room, in seconds.
+The hook waits for ten."""
+LEAVE_NS = 60_000_000_000
+"""Longest time in which a container has to park its memory. Work that it has submitted ends first,
+and host memory is pinned at a second per GiB the first time."""
+AGAIN_NS = 60_000_000_000
+"""Time for which a container that did not park its memory in time is left alone."""
+LATE_NS = 5_000_000_000
+"""A move to the GPU that takes longer is logged."""
+SLACK = 64 << 20
+"""What a container may hold on the GPU beyond the expected, while its memory is parked, in
+bytes."""
+
+
+class ListsContainers(Protocol):
+    """The containers of a node."""
+
+    @property
+    def containers(self) -> Mapping[str, Container]:
+        """All of them, by key."""
+
+
+@dataclass
+class _Spot:
+    """Where a container's memory is, and since when."""
+
+    place: Whereabouts
+    since_ns: int
+    worked_ns: int
+    work: int = 0
+    waits_ns: int | None = None
+    ordered_ns: int = 0
+    move_ns: int = 0
+    left_alone_ns: int = 0
+    keeps: int = 0
+    parked_ns: int = 0
+    said_late: bool = False
+
+
+class Parker:
+    """Moves the memory of the containers of a node."""
+
+    def __init__(
+        self, containers: ListsContainers, devices: Iterable[Device], reserve: int
+    ) -> None:
+        """Leave `reserve` bytes of each GPU to nobody."""
+        self._containers = containers
+        self._capacity = {device.uuid: device.memory - reserve for device in devices}
+        self._spots: dict[Container, _Spot] = {}
+        self._growing: dict[Container, asyncio.Task[None]] = {}
+        self._more: dict[Container, int] = {}
+        self._wanted = asyncio.Event()
+
+    async def run(self) -> None:
+        """Check the containers from time to time, for ever."""
+        try:
+            while True:
+                moving = self.step(time.monotonic_ns())
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(TICK_S if moving else REST_S):
+                        await self._wanted.wait()
+                self._wanted.clear()
+        finally:
+            for task in self._growing.values():
+                task.cancel()
+            await asyncio.gather(*self._growing.values(), return_exceptions=True)
+
+    async def make_room(self, container: Container, more: int = 0) -> None:
+        """Wait until a container that is never parked has the room for its quota on its GPUs.
+
+        `more` are bytes by which its quota is about to grow. Raise RefusedError if others that may
+        be parked do not leave in time.
+        """
+        deadline = time.monotonic() + ROOM_S
+        self._more[container] = more
+        try:
+            while (missing := self._missing(container)) > 0 and not container.has_ended:
+                if time.monotonic() > deadline:
+                    raise RefusedError(
+                        f"{-(-missing // MIB)} MiB of memory are held by containers that may be"
+                        " parked, and work",
+                        hint="try again",
+                    )
+                self._wanted.set()
+                await asyncio.sleep(TICK_S)
+        finally:
+            self._more.pop(container, None)
+
+    def _missing(self, container: Container) -> int:
+        """Return the bytes by which the fullest of a container's GPUs is too full."""
+        now_ns = time.monotonic_ns()
+        everyone = list(self._containers.containers.values())
+        return max(
+            (
+                sum(self._look(one, now_ns).taken for one in here) - self._capacity[uuid]
+                for uuid, here in self._sharing(everyone).items()
+                if container in here
+            ),
+            default=0,
+        )
+
+    def _sharing(self, everyone: Iterable[Container]) -> dict[str, list[Container]]:
+        """Return the containers on each GPU."""
+        return {
+            uuid: [one for one in everyone if any(own.uuid == uuid for own in one.devices)]
+            for uuid in self._capacity
+        }
+
+    def step(self, now_ns: int) -> bool:
+        """Look at all containers once; return whether memory of any of them is away."""
+        everyone = list(self._containers.containers.values())
+        self._spots = {one: spot for one, spot in self._spots.items() if one in everyone}
+        if not any(one.parking for one in everyone):
+            return False
+        for uuid, here in self._sharing(everyone).items():
+            capacity = self._capacity[uuid]
+            by_key = {one.key: one for one in here}
+            tenants = [self._look(one, now_ns) for one in here]
+            orders = decide(capacity, tenants, now_ns)
+            for key in orders.leave:
+                self._order(by_key[key], Whereabouts.LEAVING, now_ns)
+            for key in orders.come:
+                self._order(by_key[key], Whereabouts.COMING, now_ns)
+            if sum(one.quota for one in tenants) > capacity:
+                for one in here:
+                    self._prepare(one)
+        return any(spot.place is not Whereabouts.RESIDENT for spot in self._spots.values())
+
+    # One container
+
+    def _look(self, container: Container, now_ns: int) -> Occupant:
+        parking = container.parking
+        if parking is None:
+            quota = container.quota.memory + self._more.get(container, 0)
+            return Occupant(container.key, quota, Whereabouts.RESIDENT, may_leave=False)
+        report = parking.report()
+        spot = self._spots.get(container)
+        if spot is None:
+            place = Whereabouts.COMING if parking.is_ordered else Whereabouts.PARKED
+            spot = self._spots[container] = _Spot(place, now_ns, now_ns, report.work)
+            spot.ordered_ns = now_ns
+        if report.work != spot.work or report.is_busy:
+            spot.work, spot.worked_ns = report.work, now_ns
+        if not report.awaiting:
+            spot.waits_ns = None
+        elif spot.waits_ns is None:
+            spot.waits_ns = now_ns
+        seen, sampled_ns = container.account.seen(0)
+        if spot.place is Whereabouts.RESIDENT:
+            spot.keeps = max(seen - report.movable, 0)
+        self._follow(container, spot, report, now_ns)
+        container.residency = spot.place.value
+        held = min(spot.keeps, container.quota.memory)
+        if spot.place is Whereabouts.PARKED and sampled_ns > spot.parked_ns:
+            held = seen
+        return Occupant(
+            container.key,
+            container.quota.memory + self._more.get(container, 0),
+            spot.place,
+            held=held,
+            keeps=min(spot.keeps, container.quota.memory),
+            waits_ns=spot.waits_ns,
+            worked_ns=spot.worked_ns,
+            since_ns=spot.since_ns,
+            move_ns=spot.move_ns,
+            is_going=spot.place is Whereabouts.LEAVING and report.n_going == report.n_processes,
+            may_leave=now_ns >= spot.left_alone_ns and not container.suspension,
+            is_latency=container.quota.is_latency,
+        )
+
+    def _follow(
+        self, container: Container, spot: _Spot, report: ParkingReport, now_ns: int
+    ) -> None:
+        """Note what has become of the last order."""
+        took_ns = now_ns - spot.ordered_ns
+        if spot.place is Whereabouts.COMING and report.n_resident == report.n_processes:
+            spot.place, spot.since_ns = Whereabouts.RESIDENT, now_ns
+            spot.move_ns = took_ns
+            if report.movable:
+                self._log("container-resident", container, report, took_ns)
+        elif spot.place is Whereabouts.COMING and took_ns > LATE_NS and not spot.said_late:
+            spot.said_late = True
+            log.warning(
+                "container-not-resident",
+                container=container.identifier,
+                hint="the GPU has no room for it although no container has it; this is tried again",
+            )
+        elif spot.place is Whereabouts.LEAVING and report.n_parked == report.n_processes:
+            spot.place, spot.parked_ns = Whereabouts.PARKED, now_ns
+            spot.move_ns = took_ns
+            self._log("container-parked", container, report, took_ns)
+        elif spot.place is Whereabouts.LEAVING and took_ns > LEAVE_NS:
+            log.warning(
+                "container-not-parked",
+                container=container.identifier,
+                hint="its work does not end; other containers wait for its memory. Set"
+                " tidegate.gpu/parking to never if that is how it works",
+            )
+            spot.left_alone_ns = now_ns + AGAIN_NS
+            self._order(container, Whereabouts.COMING, now_ns)
+
+    def _log(self, event: str, container: Container, report: ParkingReport, took_ns: int) -> None:
+        log.info(
+            event,
+            container=container.identifier,
+            memory=report.movable,
+            seconds=round(took_ns / 1e9, 3),
+        )
+
+    def _order(self, container: Container, place: Whereabouts, now_ns: int) -> None:
+        spot, parking = self._spots[container], container.parking
+        assert parking is not None  # noqa: S101 - only such containers are told to move
+        container.residency = place.value
+        spot.place, spot.ordered_ns, spot.said_late = place, now_ns, False
+        parking.order(resident=place is Whereabouts.COMING)
+
+    def _prepare(self, container: Container) -> None:
+        """Make host memory ready for what a container may have to park, in a thread."""
+        parking = container.parking
+        if parking is None or container in self._growing:
+            return
+        needed = parking.lacking(container.quota.memory)
+        if needed:
+            self._growing[container] = asyncio.create_task(self._grow(container, needed))
+
+    async def _grow(self, container: Container, needed: Mapping[int, int]) -> None:
+        parking = container.parking
+        try:
+            for slot, size in needed.items():
+                if parking is not None and not container.has_ended:
+                    await parking.arenas.grow(slot, size)
+        except ArenaError as e:
+            log.warning("no-host-memory", container=container.identifier, error=str(e))
+            await asyncio.sleep(LATE_NS / 1e9)
+        finally:
+            del self._growing[container]

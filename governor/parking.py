@@ -1,0 +1,129 @@
+"""What a container reports about its parked memory, and what it is ordered to do with it."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from mmap import mmap
+
+from governor.account import RegisteredProcess
+from governor.arenas import Arenas
+from libcontrol import layout, pages
+
+RESIDENT, CLOSING, OUT, PARKED, IN = range(5)
+"""What `residency` in a process's slot means."""
+
+_FUTEX = {"x86_64": 202, "aarch64": 98}
+_WAKE = 1
+_ALL = 2**31 - 1
+
+_REPORT = pages.Reader(
+    "ledger_slot", "residency", "awaiting", "movable", "parked", "moved", "move_ns", "away_ns"
+)
+_WORK = pages.Reader("ledger_device", "launches", "transfers", "small", "pending")
+
+
+@dataclass(frozen=True)
+class ParkingReport:
+    """What the processes of a container report, in bytes and nanoseconds.
+
+    The container writes these numbers. They decide when its memory is moved, and not how much of
+    the GPU is free: that is known from NVML.
+    """
+
+    n_processes: int = 0
+    n_resident: int = 0
+    n_parked: int = 0
+    n_going: int = 0
+    """Processes whose memory is parked, or is being copied to host memory."""
+    awaiting: int = 0
+    movable: int = 0
+    parked: int = 0
+    moved: int = 0
+    move_ns: int = 0
+    away_ns: int = 0
+    work: int = 0
+    """A number that changes when the container works."""
+    is_busy: bool = False
+    """Whether submitted work has not ended."""
+
+
+class Parking:
+    """The parked memory of one container with one GPU."""
+
+    def __init__(
+        self,
+        grant: mmap,
+        ledger: mmap,
+        processes: Mapping[int, RegisteredProcess],
+        arenas: Arenas,
+        memory: int,
+    ) -> None:
+        """`memory` is the GPU's, in bytes: no process reports more."""
+        self._grant, self._ledger, self._memory = grant, ledger, memory
+        self._processes, self.arenas = processes, arenas
+
+    def report(self) -> ParkingReport:
+        """Return what the processes report, added up."""
+        total = [0] * len(_REPORT.fields)
+        resident = parked = going = work = busy = 0
+        for slot in self._processes:
+            values = _REPORT(self._ledger, pages.slot_base(slot))
+            resident += values[0] == RESIDENT
+            parked += values[0] == PARKED
+            going += values[0] in (OUT, PARKED)
+            values[2:4] = [min(value, self._memory) for value in values[2:4]]
+            total = [one + value for one, value in zip(total, values, strict=True)]
+            *counts, pending = _WORK(self._ledger, layout.ledger_device(slot, 0))
+            work += sum(counts)
+            busy += pending > 0
+        _, awaiting, movable, held, moved, move_ns, away_ns = total
+        return ParkingReport(
+            len(self._processes),
+            resident,
+            parked,
+            going,
+            awaiting,
+            movable,
+            held,
+            moved,
+            move_ns,
+            away_ns,
+            work,
+            busy > 0,
+        )
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether the memory belongs on the GPU, by the last order."""
+        return bool(pages.read(self._grant, layout.grant_device(0), "grant_device", "resident"))
+
+    def order(self, *, resident: bool) -> None:
+        """Order the processes to move their memory to the GPU, or to the host."""
+        base = layout.grant_device(0)
+        pages.write(self._grant, base, "grant_device", "resident", int(resident))
+        at = base + layout.offsets(layout.GRANT_DEVICE)["resident"]
+        # The view ends with this call: while one exists, the page cannot be closed.
+        view = (ctypes.c_uint32 * 1).from_buffer(self._grant, at)
+        libc = ctypes.CDLL(None)
+        libc.syscall(_FUTEX[platform.machine()], ctypes.byref(view), _WAKE, _ALL, None, None, 0)
+        del view
+
+    def lacking(self, quota: int) -> dict[int, int]:
+        """Return the processes whose arena is smaller than what they may have to park, by slot.
+
+        The values are the sizes that are needed, in bytes. Whatever the processes report, all
+        arenas together have at most the quota and a piece for each process.
+        """
+        left = quota - self.arenas.total
+        needed = {}
+        for slot in list(self._processes):
+            ready = self.arenas.ready(slot)
+            movable = pages.read(self._ledger, pages.slot_base(slot), "ledger_slot", "movable")
+            more = min(movable - ready, left)
+            if more > 0:
+                needed[slot] = ready + more
+                left -= more
+        return needed

@@ -1,0 +1,149 @@
+"""Decide whose memory is on a GPU, where more memory is granted than the GPU has.
+
+The module is pure: it uses no clock or driver. A container is resident with its whole quota: its
+quota is reserved on the GPU, so it can allocate without asking. A container whose memory is parked
+keeps there what cannot be moved, such as contexts. So the quotas of the resident containers and
+what the parked ones keep never exceed the GPU's memory.
+
+A container comes to the GPU when one of its calls waits for memory. To make room, containers leave
+that have been idle for the longest time. A container that works leaves only when it has been
+resident for a turn, which is longer where a move costs more; so containers that always work and do
+not fit together share the GPU in turns of seconds.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+IDLE_NS = 500_000_000
+"""A container that has not worked for this long is idle, in nanoseconds."""
+STAY_NS = 1_000_000_000
+"""Shortest time for which an idle container stays resident, in nanoseconds."""
+TURN_NS = 10_000_000_000
+"""Shortest time for which a working container stays resident, in nanoseconds."""
+COST = 8
+"""That time is also at least this many times the time that its last move took."""
+
+
+class Whereabouts(enum.Enum):
+    """Where a container's memory is."""
+
+    RESIDENT = "resident"
+    LEAVING = "leaving"
+    """It has to be parked, and is still resident as far as is known."""
+    PARKED = "parked"
+    COMING = "coming"
+    """It may be moved back, and is not known to be resident yet."""
+
+
+@dataclass(frozen=True)
+class Occupant:
+    """A container on one GPU: sizes are bytes, times are nanoseconds of any one clock."""
+
+    key: str
+    quota: int
+    place: Whereabouts
+    held: int = 0
+    """Memory on the GPU by the driver's own account, while its memory is parked."""
+    keeps: int = 0
+    """Estimate of what it would hold if it were parked."""
+    waits_ns: int | None = None
+    """When a call began to wait for memory, if one waits."""
+    worked_ns: int = 0
+    """When it last worked."""
+    since_ns: int = 0
+    """When it last came to the GPU."""
+    move_ns: int = 0
+    """Time that its last move took."""
+    is_going: bool = False
+    """Whether it is leaving, and gives its memory up right now."""
+    may_leave: bool = True
+    is_latency: bool = False
+
+    @property
+    def taken(self) -> int:
+        """The part of the GPU's memory that nobody else can have."""
+        if self.place is Whereabouts.PARKED:
+            return self.held
+        return self.keeps if self.is_going else self.quota
+
+    def is_idle(self, now_ns: int) -> bool:
+        """Return whether it has not worked for a while."""
+        return now_ns - self.worked_ns >= IDLE_NS
+
+    def can_leave(self, now_ns: int) -> bool:
+        """Return whether it may be parked now."""
+        if self.place is not Whereabouts.RESIDENT or not self.may_leave:
+            return False
+        stayed_ns = now_ns - self.since_ns
+        if self.is_idle(now_ns):
+            return stayed_ns >= STAY_NS
+        return not self.is_latency and stayed_ns >= max(TURN_NS, COST * self.move_ns)
+
+
+@dataclass(frozen=True)
+class Orders:
+    """Containers that have to leave the GPU, and that may come, by key."""
+
+    leave: tuple[str, ...] = ()
+    come: tuple[str, ...] = ()
+
+
+def decide(capacity: int, tenants: Iterable[Occupant], now_ns: int) -> Orders:
+    """Return what has to change on a GPU with `capacity` bytes.
+
+    Containers come in the order in which they began to wait; one for which there is no room keeps
+    those behind it waiting, so that large ones are not passed over.
+    """
+    everyone = list(tenants)
+    free = capacity - sum(one.taken for one in everyone)
+    soon = _leaving(everyone)
+    if free < 0:  # a container that is never parked has started, or has a larger quota
+        return Orders(tuple(_choose(everyone, -free - soon, now_ns)))
+    come: list[str] = []
+    waiting = sorted(
+        (one for one in everyone if one.place is Whereabouts.PARKED and one.waits_ns is not None),
+        key=lambda one: (one.waits_ns or 0, one.key),
+    )
+    for one in waiting:
+        need = one.quota - one.held
+        if need <= free:
+            free -= need
+            come.append(one.key)
+            continue
+        return Orders(tuple(_choose(everyone, need - free - soon, now_ns)), tuple(come))
+    return Orders((), tuple(come))
+
+
+def _leaving(everyone: Sequence[Occupant]) -> int:
+    """Return what will be free when those that are about to leave have left."""
+    return sum(one.taken - one.keeps for one in everyone if one.place is Whereabouts.LEAVING)
+
+
+def _choose(everyone: Sequence[Occupant], need: int, now_ns: int) -> list[str]:
+    """Return the containers that should leave to make room; none if that would not suffice."""
+    if need <= 0:
+        return []
+    candidates = sorted(
+        (one for one in everyone if one.can_leave(now_ns)),
+        key=lambda one: (
+            not one.is_idle(now_ns),
+            one.worked_ns if one.is_idle(now_ns) else one.since_ns,
+        ),
+    )
+    chosen: list[Occupant] = []
+    for one in candidates:
+        if need <= 0:
+            break
+        chosen.append(one)
+        need -= one.quota - one.keeps
+    if need > 0:
+        return []
+    # One that was chosen early may be unnecessary because of a larger one that was chosen later.
+    for one in list(chosen):
+        if need + one.quota - one.keeps <= 0:
+            chosen.remove(one)
+            need += one.quota - one.keeps
+    return [one.key for one in chosen]

@@ -1,0 +1,365 @@
+"""When containers are told to park their memory, and what becomes of an order."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from governor import parker as module
+from governor.arenas import ArenaError, Arenas
+from governor.errors import RefusedError
+from governor.parker import AGAIN_NS, LATE_NS, LEAVE_NS, Parker
+from governor.parking import Parking, ParkingReport
+from governor.quota import Device, Quota
+from governor.residency import IDLE_NS, STAY_NS
+from libcontrol import layout, pages
+
+GIB = 1 << 30
+S = 1_000_000_000
+GPU = Device(0, "GPU-0", "a GPU", 41 * GIB)
+SECOND = Device(1, "GPU-1", "a GPU", 41 * GIB)
+CONTEXT = 512 << 20
+
+
+class PlayedArenas:
+    total = 0
+
+    def __init__(self) -> None:
+        self.grown: list[tuple[int, int]] = []
+        self.error: str | None = None
+
+    async def grow(self, slot: int, size: int) -> None:
+        if self.error:
+            raise ArenaError(self.error)
+        self.grown.append((slot, size))
+
+
+class PlayedParking:
+    """A container with one process, which follows orders if `obeys`."""
+
+    def __init__(self, memory: int) -> None:
+        self.told = ParkingReport(n_processes=1, n_parked=1, n_going=1, movable=memory)
+        self.is_ordered = False
+        self.obeys = True
+        self.arenas = PlayedArenas()
+        self.lacks: dict[int, int] = {}
+
+    def report(self) -> ParkingReport:
+        return self.told
+
+    def order(self, *, resident: bool) -> None:
+        self.is_ordered = resident
+        if self.obeys:
+            self.settle()
+
+    def settle(self) -> None:
+        here = int(self.is_ordered)
+        self.told = replace(
+            self.told, n_resident=here, n_parked=1 - here, n_going=1 - here, awaiting=0
+        )
+
+    def lacking(self, quota: int) -> dict[int, int]:
+        assert quota
+        return self.lacks
+
+
+class PlayedContainer:
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
+
+
+def container(key: str, memory: int, *, parks: bool = True, devices: Any = (GPU,)) -> Any:
+    return PlayedContainer(
+        key=key,
+        identifier=key,
+        quota=Quota(memory * GIB, 10, 100, parking=parks),
+        devices=devices,
+        parking=PlayedParking(memory * GIB - CONTEXT) if parks else None,
+        account=SimpleNamespace(seen=lambda _: (CONTEXT, 0)),
+        suspension="",
+        residency="",
+        has_ended=False,
+    )
+
+
+class Played:
+    """A node, on a clock that the test moves."""
+
+    def __init__(self, *containers: Any) -> None:
+        self.containers = {one.key: one for one in containers}
+        self.parker = Parker(self, (GPU, SECOND), GIB)  # type: ignore[arg-type]
+        self.now_ns = time.monotonic_ns()
+
+    def step(self, seconds: float = 0.0) -> bool:
+        self.now_ns += int(seconds * S)
+        return self.parker.step(self.now_ns)
+
+    def wants(self, one: Any) -> None:
+        one.parking.told = replace(one.parking.told, awaiting=1)
+
+    def works(self, one: Any) -> None:
+        one.parking.told = replace(one.parking.told, work=one.parking.told.work + 1)
+
+
+def where(*containers: Any) -> list[str]:
+    return [one.residency for one in containers]
+
+
+def test_a_container_comes_when_it_waits_and_leaves_when_another_one_waits() -> None:
+    a, b = container("a", 30), container("b", 30)
+    node = Played(a, b)
+    assert node.step()
+    assert where(a, b) == ["parked", "parked"]
+    node.wants(a)
+    with capture_logs() as logs:
+        node.step()
+        node.step()
+    assert where(a, b) == ["resident", "parked"]
+    assert [line["event"] for line in logs] == ["container-resident"]
+    node.wants(b)
+    node.step((STAY_NS + IDLE_NS) / S)
+    node.step()
+    node.step()
+    assert where(a, b) == ["parked", "resident"]
+
+
+def test_one_comes_as_soon_as_the_other_gives_its_memory_up() -> None:
+    a, b = container("a", 30), container("b", 30)
+    node = Played(a, b)
+    node.wants(a)
+    node.step()
+    node.step()
+    a.parking.obeys = False
+    node.wants(b)
+    node.step(5)
+    node.step(0.1)
+    assert where(a, b) == ["leaving", "parked"]
+    assert not b.parking.is_ordered
+    a.parking.told = replace(a.parking.told, n_resident=0, n_going=1)
+    node.step(0.1)
+    assert b.parking.is_ordered
+    assert where(a, b) == ["leaving", "coming"]
+
+
+def test_what_a_parked_container_holds_by_nvml_counts() -> None:
+    a, b = container("a", 30), container("b", 30)
+    node = Played(a, b)
+    # It says that its memory is parked, and holds it.
+    node.step()
+    a.account.seen = lambda _: (30 * GIB, time.monotonic_ns() + 1000 * S)
+    node.wants(b)
+    node.step()
+    assert where(a, b) == ["parked", "parked"]
+    assert not b.parking.is_ordered
+
+
+def test_one_that_does_not_leave_stays_and_is_left_alone_for_a_while() -> None:
+    a, b = container("a", 30), container("b", 30)
+    node = Played(a, b)
+    node.wants(a)
+    node.step()
+    node.step()
+    a.parking.obeys = False
+    node.wants(b)
+    node.step(5)
+    node.step()
+    assert not a.parking.is_ordered
+    with capture_logs() as logs:
+        node.step(LEAVE_NS / S + 1)
+    assert [line["event"] for line in logs] == ["container-not-parked"]
+    assert a.parking.is_ordered
+    node.step(1)
+    node.step(AGAIN_NS / S - 10)
+    assert a.residency == "resident"
+    node.step(20)
+    assert a.residency == "leaving"
+
+
+def test_a_move_to_the_gpu_that_takes_long_is_logged_once() -> None:
+    a = container("a", 30)
+    node = Played(a)
+    a.parking.obeys = False
+    node.wants(a)
+    node.step()
+    with capture_logs() as logs:
+        for _ in range(3):
+            node.step(LATE_NS / S)
+    assert [line["event"] for line in logs] == ["container-not-resident"]
+
+
+def test_a_suspended_container_is_left_alone() -> None:
+    a, b = container("a", 30), container("b", 30)
+    node = Played(a, b)
+    node.wants(a)
+    node.step()
+    node.step()
+    a.suspension = "suspended"
+    node.wants(b)
+    node.step(20)
+    assert a.parking.is_ordered
+
+
+def test_a_restarted_governor_continues() -> None:
+    a, b = container("a", 30), container("b", 30)
+    a.parking.order(resident=True)
+    node = Played(a, b)
+    node.step()
+    assert where(a, b) == ["resident", "parked"]
+
+
+def test_without_containers_that_may_be_parked_nothing_is_done() -> None:
+    assert not Played(container("a", 30, parks=False)).step()
+    assert not Played().step()
+
+
+def test_host_memory_is_made_ready_where_memory_is_short() -> None:
+    async def run() -> None:
+        a, b = container("a", 30), container("b", 30)
+        a.parking.lacks = {0: 20 * GIB}
+        node = Played(a)
+        node.step()
+        await asyncio.sleep(0)
+        assert a.parking.arenas.grown == []
+        node.containers["b"] = b
+        node.step()
+        await asyncio.sleep(0.01)
+        assert a.parking.arenas.grown == [(0, 20 * GIB)]
+
+    asyncio.run(run())
+
+
+def test_a_node_without_host_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LATE_NS", 0)
+
+    async def run() -> None:
+        a, b = container("a", 30), container("b", 30)
+        a.parking.lacks = {0: 20 * GIB}
+        a.parking.arenas.error = "5 bytes of memory are short on this node"
+        node = Played(a, b)
+        node.step()
+        await asyncio.sleep(0.01)
+
+    with capture_logs() as logs:
+        asyncio.run(run())
+    assert [line["event"] for line in logs] == ["no-host-memory"]
+
+
+def test_one_that_is_never_parked_waits_for_its_room() -> None:
+    async def run() -> None:
+        a = container("a", 30)
+        node = Played(a)
+        node.wants(a)
+        node.step(-100)
+        node.step(10)
+        node.step(10)
+        assert where(a) == ["resident"]
+        new = container("new", 30, parks=False)
+        node.containers["new"] = new
+        task = asyncio.create_task(node.parker.run())
+        await node.parker.make_room(new)
+        assert a.residency == "parked"
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_its_start_is_refused_if_others_keep_working(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ROOM_S", 0.1)
+
+    async def run() -> None:
+        a = container("a", 30)
+        node = Played(a)
+        node.wants(a)
+        node.step()
+        node.step()
+        new = container("new", 20, parks=False)
+        node.containers["new"] = new
+        with pytest.raises(RefusedError, match="10240 MiB of memory are held by containers"):
+            await node.parker.make_room(new)
+        await node.parker.make_room(container("elsewhere", 20, parks=False, devices=(SECOND,)))
+
+    asyncio.run(run())
+
+
+def test_a_quota_that_grows_waits_for_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ROOM_S", 0.1)
+
+    async def run() -> None:
+        a, b = container("a", 20), container("b", 20, parks=False)
+        node = Played(a, b)
+        node.wants(a)
+        node.step()
+        node.step()
+        await node.parker.make_room(b, 0)
+        with pytest.raises(RefusedError, match="1024 MiB"):
+            await node.parker.make_room(b, GIB)
+        await node.parker.make_room(b, 0)
+
+    asyncio.run(run())
+
+
+# ---- what a container reports ----
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Parking, mmap.mmap]]:
+    """A container with three processes, and its ledger."""
+    with mmap.mmap(-1, layout.LEDGER_SIZE) as ledger, mmap.mmap(-1, layout.GRANT_SIZE) as grant:
+        pages.init_ledger(ledger)
+        arenas = Arenas(ledger)
+        processes: dict[int, Any] = {}
+        for slot in (0, 1, 5):
+            processes[slot] = SimpleNamespace(slot=slot)
+            arenas.open(slot)
+        yield Parking(grant, ledger, processes, arenas, 40 * GIB), ledger
+        for slot in processes:
+            arenas.close(slot)
+
+
+def write(ledger: mmap.mmap, slot: int, **values: int) -> None:
+    for name, value in values.items():
+        pages.write(ledger, pages.slot_base(slot), "ledger_slot", name, value)
+
+
+def test_reports_are_added_up_and_bounded(pair) -> None:
+    parking, ledger = pair
+    write(ledger, 0, residency=3, movable=2**64 - 1, parked=2**63, awaiting=1)
+    write(ledger, 1, residency=2, movable=GIB)
+    write(ledger, 5, residency=77)
+    pages.write(ledger, layout.ledger_device(1, 0), "ledger_device", "pending", 4)
+    report = parking.report()
+    assert (report.n_processes, report.n_resident, report.n_parked, report.n_going) == (3, 0, 1, 2)
+    assert report.movable == 41 * GIB
+    assert report.parked == 40 * GIB
+    assert report.awaiting == 1
+    assert report.is_busy
+
+
+def test_no_report_makes_the_node_give_more_host_memory_than_the_quota(pair) -> None:
+    parking, ledger = pair
+    for slot in (0, 1, 5):
+        write(ledger, slot, movable=2**64 - 1)
+    quota = 200 << 20
+    for _ in range(4):
+        for slot, size in parking.lacking(quota).items():
+            asyncio.run(parking.arenas.grow(slot, size))
+    assert parking.arenas.total <= quota + 3 * layout.ARENA_PIECE
+    assert parking.lacking(quota) == {}
+
+
+def test_an_order_is_a_word_of_the_grant_page(pair) -> None:
+    parking, _ = pair
+    assert not parking.is_ordered
+    parking.order(resident=True)
+    assert parking.is_ordered
+    parking.order(resident=False)
+    assert not parking.is_ordered

@@ -131,8 +131,17 @@ def give_own_driver(node: BenchNode) -> None:
         node.machine.programs.append(copy)
 
 
-def start_one(node: BenchNode, tenant: ArmContainer, seconds: float) -> Running:
-    """Start a container that sets itself up and then waits for the signal to begin."""
+def start_one(
+    node: BenchNode,
+    tenant: ArmContainer,
+    seconds: float,
+    *,
+    more: Mapping[str, str] | None = None,
+) -> Running:
+    """Start a container that sets itself up and then waits for the signal to begin.
+
+    `more` are annotations beyond those of the arm.
+    """
     arguments = [
         *node.machine.command(tenant.job, inside=True),
         *tenant.options,
@@ -143,7 +152,7 @@ def start_one(node: BenchNode, tenant: ArmContainer, seconds: float) -> Running:
     limit = tenant.compute if tenant.limit is None else tenant.limit
     annotations = {
         "compute": str(tenant.compute), "compute-limit": str(limit), "memory": tenant.memory,
-        **({"class": "latency"} if tenant.latency else {}),
+        **({"class": "latency"} if tenant.latency else {}), **(more or {}),
     }  # fmt: skip
     return node.start(f"{next(_names)}", arguments, annotations)
 

@@ -158,7 +158,6 @@ The rows without Tidegate are the driver's calls alone, for the same program wit
 The neighbour's speed is given in percent of its speed while the container is suspended.
 """
 
-
 CHURN = """\
 ## Containers that come and go
 

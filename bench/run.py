@@ -24,6 +24,7 @@ from bench.memory import judge as judge_memory
 from bench.memory import longest_stretch
 from bench.mirror import faults
 from bench.overhead import summarise_report
+from bench.parking import summarise as summarise_parking
 from bench.progress import ProgressError, mean_abs_error_pp
 from bench.provenance import ROOT, UNKNOWN
 from bench.quota_measure import summarise as summarise_arm
@@ -367,6 +368,11 @@ def restarts(options: argparse.Namespace) -> dict[str, Any]:
     return keep_report(options, "restarts", summarise_pauses, ("scheduling", "shares"))
 
 
+def parking(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the result of a run of bench.parking: models that take turns on a GPU."""
+    return keep_report(options, "parking", summarise_parking, ("settings", "held"))
+
+
 def suspension(options: argparse.Namespace) -> dict[str, Any]:
     """Return the result of a run of bench.suspension: a container leaves the GPU."""
     return keep_report(options, "suspension", summarise_moves, ("scheduling", "held"))
@@ -386,6 +392,7 @@ SUITES: dict[str, Suite] = {
     "memory": memory,
     "mirror": mirror,
     "overhead": overhead,
+    "parking": parking,
     "programs": programs,
     "restarts": restarts,
     "quota": quota,

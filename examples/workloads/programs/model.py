@@ -1,0 +1,99 @@
+#!/usr/bin/env python3
+"""Holds device memory like a loaded model, and answers questions, until a file appears.
+
+    model.py --bytes N --out DIR [--busy]
+
+It is not one of the compared programs: `bench.parking` runs it. For each file DIR/ask.K, in the
+order of K, it uses the memory: it adds one to the words of the first block and reads one of the
+other blocks back. DIR/answer.K then has a line of JSON: the time until the first kernel had ended
+and the time for all, in seconds, and whether the block was right. With --busy it computes all the
+time, and writes the number of its turns to DIR/turns every tenth of a second. When DIR/stop exists,
+it compares all contents with what they have to be, and prints a line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from driver_api import Cuda
+from holder import HeldMemory
+
+NAP_S = 0.002
+WRITE_S = 0.1
+
+
+class Model:
+    """The memory, and what is asked of it."""
+
+    def __init__(self, cuda: Cuda, size: int, out: Path) -> None:
+        self.cuda, self.out = cuda, out
+        self.memory = HeldMemory(cuda, size)
+        self.answered = 0
+
+    def answer(self) -> None:
+        """Answer the next question."""
+        began = time.monotonic()
+        self.memory.add()
+        self.cuda.call("cuCtxSynchronize")
+        first = time.monotonic()
+        n_blocks = len(self.memory.blocks)
+        wrong = self.memory.count_wrong([1 + self.answered % (n_blocks - 1)])
+        answer = {
+            "asked": began,
+            "first_s": round(first - began, 4),
+            "total_s": round(time.monotonic() - began, 4),
+            "wrong": wrong,
+        }
+        part = self.out / "part"
+        part.write_text(json.dumps(answer) + "\n")
+        part.rename(self.out / f"answer.{self.answered}")
+        self.answered += 1
+
+    def serve(self) -> None:
+        """Answer questions."""
+        while not (self.out / "stop").exists():
+            if (self.out / f"ask.{self.answered}").exists():
+                self.answer()
+            else:
+                time.sleep(NAP_S)
+
+    def work(self) -> None:
+        """Compute all the time."""
+        turns, written = 0, 0.0
+        with (self.out / "turns").open("w", buffering=1) as lines:
+            while not (self.out / "stop").exists():
+                self.memory.add()
+                self.cuda.burn(1_000_000)
+                self.cuda.call("cuCtxSynchronize")
+                turns += 1
+                now = time.monotonic()
+                if now - written >= WRITE_S:
+                    lines.write(f"{now:.6f} {turns}\n")
+                    written = now
+
+
+def main() -> None:
+    """Hold the memory, and answer."""
+    parser = argparse.ArgumentParser(description="Holds device memory and answers questions.")
+    parser.add_argument("--bytes", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--busy", action="store_true", help="compute all the time")
+    args = parser.parse_args()
+    cuda = Cuda()
+    cuda.start()
+    model = Model(cuda, args.bytes, args.out)
+    (args.out / "begin.ready").touch()
+    if args.busy:
+        model.work()
+    else:
+        model.serve()
+    blocks = range(len(model.memory.blocks))
+    wrong = model.memory.count_wrong(blocks)
+    print(json.dumps({"answers": model.answered, "blocks": len(blocks), "wrong": wrong}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""`python -m bench.parking` on the simulated GPU, shortened."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bench import parking, run
+from bench.machine import ROOT
+
+
+@pytest.mark.slow
+def test_models_take_turns_and_faults_are_found(
+    require: Callable[..., None], build_dir: Path, tmp_path: Path
+) -> None:
+    require("runc")
+    out, kept = tmp_path / "out", tmp_path / "kept.json"
+    # Of the GPU's 16 GiB, 3 GiB are granted 1.7 times.
+    options = [
+        "--simulated", "--models", "3", "--held-mib", "256", "--pair-mib", "1280",
+        "--reserve-mib", "13312", "--host-mib", "8192", "--rounds", "2", "--seconds", "25",
+        "--build", str(build_dir),
+    ]  # fmt: skip
+    # Not in this process: the simulated driver's NVML keeps the first GPU that a process opens.
+    command = [sys.executable, "-m", "bench.parking", *options, "--output", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=250)
+    report = json.loads((out / "parking.json").read_text())
+    assert parking.judge(report) == []
+    assert report["summary"]["came"] >= 4
+    assert run.main(["--suite", "parking", "--from", str(out), "--out", str(kept)]) == 0
+
+    wrong = copy.deepcopy(report)
+    wrong["models"]["asked"][0]["wrong"] = 1
+    wrong["models"]["asked"][1]["after"]["used"] = 2 << 30
+    wrong["pair"]["ends"][1]["wrong"] = 3
+    wrong["pair"]["together"][0] = 0
+    assert len(parking.judge(wrong)) == 4

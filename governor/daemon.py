@@ -373,7 +373,7 @@ def _make_server(
 
 def _park(server: Server, devices: list[Device]) -> Coroutine[None, None, None]:
     """Return the coroutine that moves memory of containers, and have them wait for it."""
-    parker = Parker(server.admissions, devices, server.config.memory_reserve)
+    parker = Parker(server.admissions, devices, lambda: server.admissions.config.memory_reserve)
     server.admissions.make_room = parker.make_room
     return parker.run()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,11 +73,11 @@ class Parker:
     """Moves the memory of the containers of a node."""
 
     def __init__(
-        self, containers: ListsContainers, devices: Iterable[Device], reserve: int
+        self, containers: ListsContainers, devices: Iterable[Device], reserve: Callable[[], int]
     ) -> None:
-        """Leave `reserve` bytes of each GPU to nobody."""
-        self._containers = containers
-        self._capacity = {device.uuid: device.memory - reserve for device in devices}
+        """Leave `reserve()` bytes of each GPU to nobody; the configuration may change."""
+        self._containers, self._reserve = containers, reserve
+        self._memory = {device.uuid: device.memory for device in devices}
         self._spots: dict[Container, _Spot] = {}
         self._growing: dict[Container, asyncio.Task[None]] = {}
         self._more: dict[Container, int] = {}
@@ -119,23 +119,30 @@ class Parker:
             self._more.pop(container, None)
 
     def _missing(self, container: Container) -> int:
-        """Return the bytes by which the fullest of a container's GPUs is too full."""
+        """Return the bytes by which the fullest of a container's GPUs is too full.
+
+        Where nothing is ever parked, all that was granted is there.
+        """
         now_ns = time.monotonic_ns()
         everyone = list(self._containers.containers.values())
         return max(
             (
-                sum(self._look(one, now_ns).taken for one in here) - self._capacity[uuid]
+                sum(self._look(one, now_ns).taken for one in here) - self._capacity(uuid)
                 for uuid, here in self._sharing(everyone).items()
-                if container in here
+                if container in here and any(one.parking for one in here)
             ),
             default=0,
         )
+
+    def _capacity(self, uuid: str) -> int:
+        """Return the bytes of a GPU that containers may have."""
+        return self._memory[uuid] - self._reserve()
 
     def _sharing(self, everyone: Iterable[Container]) -> dict[str, list[Container]]:
         """Return the containers on each GPU."""
         return {
             uuid: [one for one in everyone if any(own.uuid == uuid for own in one.devices)]
-            for uuid in self._capacity
+            for uuid in self._memory
         }
 
     def step(self, now_ns: int) -> bool:
@@ -145,7 +152,7 @@ class Parker:
         if not any(one.parking for one in everyone):
             return False
         for uuid, here in self._sharing(everyone).items():
-            capacity = self._capacity[uuid]
+            capacity = self._capacity(uuid)
             by_key = {one.key: one for one in here}
             tenants = [self._look(one, now_ns) for one in here]
             orders = decide(capacity, tenants, now_ns)

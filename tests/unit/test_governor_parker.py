@@ -95,7 +95,8 @@ class Played:
 
     def __init__(self, *containers: Any) -> None:
         self.containers = {one.key: one for one in containers}
-        self.parker = Parker(self, (GPU, SECOND), GIB)  # type: ignore[arg-type]
+        self.reserve = GIB
+        self.parker = Parker(self, (GPU, SECOND), lambda: self.reserve)  # type: ignore[arg-type]
         self.now_ns = time.monotonic_ns()
 
     def step(self, seconds: float = 0.0) -> bool:
@@ -288,6 +289,32 @@ def test_its_start_is_refused_if_others_keep_working(monkeypatch: pytest.MonkeyP
         await node.parker.make_room(container("elsewhere", 20, parks=False, devices=(SECOND,)))
 
     asyncio.run(run())
+
+
+def test_where_nothing_is_parked_nobody_waits() -> None:
+    async def run() -> None:
+        node = Played(container("a", 30, parks=False))
+        new = container("new", 10, parks=False)
+        node.containers["new"] = new
+        node.reserve = 20 * GIB  # it was raised after they had been admitted
+        await node.parker.make_room(new)
+
+    asyncio.run(run())
+
+
+def test_the_reserve_in_force_counts() -> None:
+    a, b = container("a", 20), container("b", 20)
+    node = Played(a, b)
+    node.reserve = 2 * GIB
+    node.wants(a)
+    node.wants(b)
+    node.step()
+    node.step()
+    assert sorted(where(a, b)) == ["parked", "resident"]
+    node.reserve = GIB
+    node.step()
+    node.step()
+    assert where(a, b) == ["resident", "resident"]
 
 
 def test_a_quota_that_grows_waits_for_its_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,9 @@ from libcontrol.layout import N_DEVICES
 from oci_hook.request import Request
 from vdriver.nvml import Topology
 
+PARKABLE = frozenset({"compute", "utility", "compat32"})
+"""Capabilities with which a container's memory may be parked."""
+
 CLAIMED = "claim "
 """Prefix of the names of claims' shares in the table; a container's name there is its key."""
 
@@ -140,9 +143,16 @@ def complete_quota(request: Request, config: Config, *, annotated: bool = True) 
 def _may_park(request: Request, config: Config, count: int) -> bool:
     """Return whether a container's memory may be parked, where its GPU allows it.
 
-    The memory of a container with several GPUs would have to be moved on all of them at once.
+    The memory of a container with several GPUs would have to be moved on all of them at once. The
+    libraries of other capabilities call the driver by interfaces that the control library does not
+    see: a video decoder writes to memory that CUDA has allocated.
     """
-    return config.memory.overbook > 1 and request.parking == "allowed" and count == 1
+    return (
+        config.memory.overbook > 1
+        and request.parking == "allowed"
+        and count == 1
+        and set(request.capabilities) <= PARKABLE
+    )
 
 
 def _check_count(count: int, request: Request) -> None:

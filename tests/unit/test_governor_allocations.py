@@ -418,7 +418,13 @@ def test_no_container_gets_more_than_the_gpu_has() -> None:
 
 @pytest.mark.parametrize(
     ("annotations", "count"),
-    [({"parking": "never"}, 1), ({"count": 2}, 2), ({"devices": "0,1"}, 2)],
+    [
+        ({"parking": "never"}, 1),
+        ({"count": 2}, 2),
+        ({"devices": "0,1"}, 2),
+        ({"capabilities": "compute,utility,video"}, 1),
+        ({"capabilities": "all"}, 1),
+    ],
 )
 def test_a_container_that_is_never_parked_has_its_memory(annotations, count) -> None:
     allocations = AllocationTable(gpus(count), OVERBOOKED)

@@ -16,14 +16,11 @@ from governor.claims import Claim, ClaimShare, words
 from governor.config import Config
 from governor.errors import OccupiedError, RefusedError
 from governor.placement import GpuState, Nearness, place
-from governor.quota import MIB, Device, Quota, show_memory
+from governor.quota import MIB, PARKABLE, Device, Quota, show_memory
 from governor.shortage import Room, refuse_any, refuse_named
 from libcontrol.layout import N_DEVICES
 from oci_hook.request import Request
 from vdriver.nvml import Topology
-
-PARKABLE = frozenset({"compute", "utility", "compat32"})
-"""Capabilities with which a container's memory may be parked."""
 
 CLAIMED = "claim "
 """Prefix of the names of claims' shares in the table; a container's name there is its key."""

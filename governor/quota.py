@@ -25,6 +25,10 @@ THROUGHPUT, LATENCY = CLASSES = ("throughput", "latency")
 """Classes of work: batch work, and work that has to run immediately."""
 
 
+PARKABLE = frozenset({"compute", "utility", "compat32"})
+"""Capabilities with which a container's memory may be parked in host memory."""
+
+
 @dataclass(frozen=True)
 class Quota:
     """A container's quota on each of its GPUs: bytes, percent, and the class of its work.

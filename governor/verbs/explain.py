@@ -186,12 +186,17 @@ def _open_root(root: str) -> int:
 
 
 def _parking(request: Request, config: Config) -> str:
-    from governor.quota import show_memory
+    from governor.quota import PARKABLE, show_memory
 
     memory = config.memory
-    if request.parking == "never" or memory.overbook <= 1:
-        never = "this node grants no more memory than its GPUs have"
-        return request.parking + ("" if request.parking == "never" else f": {never}")
+    if request.parking == "never":
+        return "never"
+    if memory.overbook <= 1:
+        return "allowed: this node grants no more memory than its GPUs have"
+    if others := sorted(set(request.capabilities) - PARKABLE):
+        return f"allowed, but not possible with the capability {', '.join(others)}"
+    if len(request.devices) > 1 or (request.gpus or 1) > 1:
+        return "allowed, but not possible with several GPUs"
     size = request.memory or config.defaults.memory or 0
     return (
         f"allowed: while it is idle, its memory may be parked in host memory, of which this node"

@@ -227,6 +227,31 @@ def test_the_hosts_own_root_is_refused_as_by_the_hook(
     assert fail(node, capsys, "--rootfs", root) == (66, "", line)
 
 
+@pytest.mark.parametrize(
+    ("annotations", "said"),
+    [
+        (
+            (),
+            "allowed: while it is idle, its memory may be parked in host memory, of which this node"
+            " keeps 64Gi for that; this container counts with 8Gi",
+        ),
+        (("parking=never",), "never"),
+        (("count=2",), "allowed, but not possible with several GPUs"),
+        (("devices=0,1",), "allowed, but not possible with several GPUs"),
+        (
+            ("capabilities=compute,utility,graphics",),
+            "allowed, but not possible with the capability graphics",
+        ),
+    ],
+)
+def test_what_may_be_parked_is_explained(
+    node: Path, capsys: pytest.CaptureFixture[str], annotations: tuple[str, ...], said: str
+) -> None:
+    configuration = "memory: {overbook: 1.5, host: 64Gi}"
+    lines = explain(node, capsys, "memory=8Gi", *annotations, configuration=configuration)
+    assert f"  parking       {said}" in lines
+
+
 def test_a_bundle_without_config_is_reported_with_a_hint(
     node: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

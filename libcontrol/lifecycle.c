@@ -7,9 +7,9 @@
  *
  * Locks are taken in this order: start_lock (pages_join.c); the gate's lock of one GPU;
  * passes_lock; exports_lock or open_lock (hidden.c); a part of the table of blocks. Each of the
- * others (contexts_lock, captures_lock, pools_lock, names_lock, provisional_locks, and table_lock and
- * publish_lock of parked memory) is held alone or taken last. Only start_lock is held across calls
- * into the driver, and use_of_contexts (parking.c), which is taken before all others.
+ * others (contexts_lock, captures_lock, pools_lock, names_lock, provisional_locks, and table_lock
+ * and publish_lock of parked memory) is held alone or taken last. Only start_lock is held across
+ * calls into the driver, and use_of_contexts (parking.c), which is taken before all others.
  */
 #include "pages.h"
 #include "parking.h"

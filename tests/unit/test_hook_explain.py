@@ -227,14 +227,16 @@ def test_the_hosts_own_root_is_refused_as_by_the_hook(
     assert fail(node, capsys, "--rootfs", root) == (66, "", line)
 
 
+PARKED_WHILE_IDLE = (
+    "allowed: while it is idle, its memory may be parked in host memory, of which this node keeps"
+    " 64Gi for that; this container counts with 8Gi"
+)
+
+
 @pytest.mark.parametrize(
     ("annotations", "said"),
     [
-        (
-            (),
-            "allowed: while it is idle, its memory may be parked in host memory, of which this node"
-            " keeps 64Gi for that; this container counts with 8Gi",
-        ),
+        ((), PARKED_WHILE_IDLE),
         (("parking=never",), "never"),
         (("count=2",), "allowed, but not possible with several GPUs"),
         (("devices=0,1",), "allowed, but not possible with several GPUs"),

@@ -206,8 +206,8 @@ static bool block_in(struct parking_block *block, CUstream stream, uint64_t ends
     return false;
 }
 
-/* Moves all blocks, one after the other. If one cannot be moved in, those before it are parked
- * again: the contents in host memory are still theirs. */
+/* Moves all blocks, one after the other. If one cannot be moved, those before it are moved back.
+ * The contents in host memory are still theirs. */
 static bool move_blocks(bool out, CUstream stream)
 {
     uint64_t ends = os_now() + MOVE_ROOM_NS;
@@ -221,11 +221,18 @@ static bool move_blocks(bool out, CUstream stream)
             done = out ? block_out(&blocks[i], stream) : block_in(&blocks[i], stream, ends);
     if (driver->cuStreamSynchronize(stream) != CUDA_SUCCESS)
         done = false;
-    for (i = 0; !done && !out && i < n; i++)
-        if (!blocks[i].fixed && blocks[i].handle) {
+    for (i = 0; !done && i < n; i++) {
+        if (blocks[i].fixed)
+            continue;
+        if (out && !blocks[i].handle) {
+            block_in(&blocks[i], stream, ends);
+        } else if (!out && blocks[i].handle) {
             parking_unmap(&blocks[i]);
             charge_as(blocks[i].size, true);
         }
+    }
+    if (!done && out)
+        driver->cuStreamSynchronize(stream);
     return done;
 }
 
@@ -323,7 +330,7 @@ static bool move_out(void)
     /* Blocks may have been added since the arena was prepared. */
     done = place_all() <= arena_pinned;
     if (done && !move_all(true)) {
-        /* The context has failed, and with it the program: its calls are to return that. */
+        /* If the context has failed, the program's calls return that. */
         move_log(&logged, "memory cannot be parked: a copy failed");
         done = false;
     }

@@ -47,10 +47,10 @@ def _namespaces() -> None:
 class ParkingNode(MemoryNode):
     """A container whose memory may be parked."""
 
-    def __init__(self, build: Path, work: Path, limit: int) -> None:
+    def __init__(self, build: Path, work: Path, limit: int, shim: Path | None = None) -> None:
         self.arenas: list[int] = []
         self.has_arena = True
-        super().__init__(build, work, limit)
+        super().__init__(build, work, limit, shim=shim)
         self.build = build
         self.write("parking", 1)
         self.write("resident", 1)
@@ -238,7 +238,7 @@ def test_a_sample_amid_a_move_attributes_nothing_to_the_driver(
     node: ParkingNode, agent: Agent
 ) -> None:
     agent.run("blocks = [driver.allocate(128 << 20) for _ in range(4)]")
-    debt, found = Debt(), set()
+    debt, found, times = Debt(), set(), []
     assert agent.slot is not None
 
     def sample() -> None:
@@ -249,13 +249,14 @@ def test_a_sample_amid_a_move_attributes_nothing_to_the_driver(
         after = read_charge(node.ledger, agent.slot or 0, 0, 64 * GIB)
         debt.update(began, seen, before, after, CONTEXT, ended_ns=time.monotonic_ns())
         found.add((debt.bytes, debt.least))
+        times.append(began)
 
     sample()
     with repeating(sample, 0.0005):
         for _ in range(4):
             node.park(agent)
             node.unpark(agent)
-    assert len(found) >= 1
+    assert len(times) > 100
     assert max(max(one) for one in found) <= CONTEXT
 
 
@@ -452,6 +453,48 @@ def test_a_process_that_is_killed_while_it_moves_leaves_nothing(
     assert other.run("holds(block, 32 << 20, 4)")
 
 
+COPY_SHIM = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stddef.h>
+
+#define NEXT(name) ((__typeof__(name) *)dlsym(RTLD_NEXT, #name))
+
+int cuMemcpyDtoHAsync_v2(void *to, unsigned long long from, size_t size, void *stream);
+int cuMemcpyDtoHAsync_v2(void *to, unsigned long long from, size_t size, void *stream)
+{
+    return size == 4 << 20 ? 2 : NEXT(cuMemcpyDtoHAsync_v2)(to, from, size, stream);
+}
+"""
+
+
+def test_a_copy_to_the_host_that_fails_leaves_all_memory_where_it_was(
+    build_dir: Path, tmp_path: Path
+) -> None:
+    """The copy of a block of 4 MiB fails, with other blocks before and after it."""
+    shim = tmp_path / "copy_shim.c"
+    shim.write_text(COPY_SHIM)
+    (tmp_path / "node").mkdir()
+    node = ParkingNode(build_dir, tmp_path / "node", 2 * GIB, shim)
+    try:
+        agent = node.agent()
+        agent.run(WORDS)
+        agent.run("blocks = [driver.allocate(n << 20) for n in (8, 6, 4, 8, 6)]")
+        agent.run("for i, block in enumerate(blocks): fill(block, 2 << 20, i)")
+        node.order(resident=False)
+        time.sleep(0.8)
+        assert node.report(agent, "residency") != PARKED
+        node.order(resident=True)
+        until(lambda: node.report(agent, "residency") == RESIDENT)
+        held = agent.run("[holds(block, 2 << 20, i) for i, block in enumerate(blocks)]")
+        assert held == [True] * 5
+        assert agent.seen == CONTEXT + 32 * MIB
+        assert agent.charged == 32 * MIB
+        assert agent.field("unseen") == agent.field("moving") == 0
+    finally:
+        node.close()
+
+
 def test_blocks_that_come_and_go_between_moves_keep_their_contents(
     node: ParkingNode, agent: Agent
 ) -> None:
@@ -504,7 +547,7 @@ def test_many_threads_use_memory_while_it_moves(
         node.unpark(agent)
         n += 1
     agent.answer()
-    assert n >= 1
+    assert n > 1
     assert agent.number("len(counts)") == threads
     assert agent.run("holds(kept, 64 << 20, 9)")
     assert agent.charged == 64 * MIB

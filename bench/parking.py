@@ -255,7 +255,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--models", type=int, default=5)
     parser.add_argument("--held-mib", type=int, default=16384, help="memory of a model (16384)")
     parser.add_argument("--overbook", type=float, default=1.7)
-    parser.add_argument("--reserve-mib", type=int, default=512, help="memory left to nobody (512)")
+    parser.add_argument(
+        "--reserve-mib", type=int, default=512, help="memory that is not granted (512)"
+    )
     parser.add_argument("--host-mib", type=int, help="host memory for parked memory")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--pair-mib", type=int, help="memory of two busy containers (--held-mib)")

@@ -39,9 +39,6 @@ AGAIN_NS = 60_000_000_000
 """Time for which a container that did not park its memory in time is left alone."""
 LATE_NS = 5_000_000_000
 """A move to the GPU that takes longer is logged."""
-SLACK = 64 << 20
-"""What a container may hold on the GPU beyond the expected, while its memory is parked, in
-bytes."""
 
 
 class ListsContainers(Protocol):
@@ -75,7 +72,7 @@ class Parker:
     def __init__(
         self, containers: ListsContainers, devices: Iterable[Device], reserve: Callable[[], int]
     ) -> None:
-        """Leave `reserve()` bytes of each GPU to nobody; the configuration may change."""
+        """Give no container `reserve()` bytes of each GPU; the configuration may change."""
         self._containers, self._reserve = containers, reserve
         self._memory = {device.uuid: device.memory for device in devices}
         self._spots: dict[Container, _Spot] = {}

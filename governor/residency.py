@@ -64,7 +64,7 @@ class Occupant:
 
     @property
     def taken(self) -> int:
-        """The part of the GPU's memory that nobody else can have."""
+        """The part of the GPU's memory that no other container can have."""
         if self.place is Whereabouts.PARKED:
             return self.held
         return self.keeps if self.is_going else self.quota

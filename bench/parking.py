@@ -1,10 +1,11 @@
 """`python -m bench.parking`: several models on one GPU that has not enough memory for all.
 
-Each container holds memory with known contents (examples/workloads/programs/model.py). They are
-asked in turn, so the one that is asked has to come back from host memory while another one leaves.
-Next to them, a container whose memory is never parked runs kernels all the time. Then two
-containers that always compute, and do not fit together, share the GPU in turns. Before that, the
-same program answers with the GPU to itself, without Tidegate.
+Each container holds memory with known contents: blocks of the driver API, or the weights of a model
+in PyTorch (model.py and torch_model.py in examples/workloads/programs). They are asked in turn, so
+the one that is asked has to come back from host memory while another one leaves. Next to them, a
+container whose memory is never parked runs kernels all the time. Then two containers that always
+compute, and do not fit together, share the GPU in turns. Before that, the same program answers with
+the GPU to itself, without Tidegate.
 
 The run fails if contents differ, if an answer does not come, or if a container holds more device
 memory than its quota. How long the first kernel waits, at which rate memory moves, what the
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,26 @@ from governor.errors import TidegateError
 from vdriver.errors import VdriverError
 
 MIB = 1 << 20
-CONTEXT = 768 * MIB
-"""Part of the quota for what is not the held memory: contexts and modules, in bytes."""
+
+
+@dataclass(frozen=True)
+class ModelProgram:
+    """A program of examples/workloads/programs.
+
+    `more` is the part of its quota that is not the held memory, in bytes: for contexts, modules,
+    and what it computes with.
+    """
+
+    file: str
+    more: int
+
+
+PROGRAMS = {
+    "driver": ModelProgram("model.py", 768 * MIB),
+    "torch": ModelProgram("torch_model.py", 1536 * MIB),
+}
+BUSY = PROGRAMS["driver"]
+PARTS = ("models", "pair")
 READY_S = 300.0
 ANSWER_S = 120.0
 PAUSE_S = 1.1
@@ -66,17 +85,23 @@ def rate_between(turns: Sequence[tuple[float, int]], begin: float, end: float) -
 
 
 def start_model(
-    node: BenchNode, name: str, held: int, *, busy: bool = False, compute: str = "10"
+    node: BenchNode,
+    name: str,
+    held: int,
+    program: ModelProgram = BUSY,
+    *,
+    busy: bool = False,
+    compute: str = "10",
 ) -> Running:
     """Start a container that holds `held` bytes, and wait until it does."""
     arguments = [
         node.machine.python,  # type: ignore[attr-defined]
-        f"{INSIDE}/model.py",
+        f"{INSIDE}/{program.file}",
         "--bytes", str(held),
         "--out", "/out",
         *(["--busy"] if busy else []),
     ]  # fmt: skip
-    quota = {"memory": str(held + CONTEXT), "compute": compute, "compute-limit": "100"}
+    quota = {"memory": str(held + program.more), "compute": compute, "compute-limit": "100"}
     container = node.start(name, arguments, quota)
     node.wait_ready([container.out / "begin.ready"], READY_S)
     return container
@@ -95,12 +120,14 @@ def ask_model(out: Path, number: int) -> dict[str, Any]:
     return {"asked": asked, "answered": time.monotonic(), **json.loads(path.read_text())}
 
 
-def measure_native(machine: Machine, python: str, held: int, rounds: int) -> list[dict[str, Any]]:
+def measure_native(
+    machine: Machine, python: str, held: int, rounds: int, program: ModelProgram
+) -> list[dict[str, Any]]:
     """Return the answers of the program without Tidegate, with the GPU to itself."""
     out = machine.work / "native"
     out.mkdir()
     environment = {**os.environ, **machine.environment}
-    command = [python, str(SOURCE / "model.py"), "--bytes", str(held), "--out", str(out)]
+    command = [python, str(SOURCE / program.file), "--bytes", str(held), "--out", str(out)]
     model = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + READY_S
@@ -136,9 +163,14 @@ def finish(node: BenchNode, container: Running) -> dict[str, Any]:
     return answer
 
 
-def measure_models(node: BenchNode, n_models: int, held: int, rounds: int) -> dict[str, Any]:
+def measure_models(
+    node: BenchNode, n_models: int, held: int, rounds: int, program: ModelProgram
+) -> dict[str, Any]:
     """Ask models in turn, next to a container that works; return what was seen."""
-    models = [start_model(node, f"model-{i}", held) for i in range(n_models)]
+    models = []
+    for i in range(n_models):
+        models.append(start_model(node, f"model-{i}", held, program))
+        print(f"model {i + 1} of {n_models} has its memory", flush=True)
     neighbour = start_one(node, NEIGHBOUR, FOREVER_S, more={"parking": "never"})
     node.wait_ready([neighbour.out / "begin.ready"], READY_S)
     (neighbour.out / "begin").touch()
@@ -152,7 +184,10 @@ def measure_models(node: BenchNode, n_models: int, held: int, rounds: int) -> di
             asked.append({"model": j, **answer, "before": before, "after": after})
             time.sleep(PAUSE_S)
         waits = [one["first_s"] for one in asked[-n_models:]]
-        print(f"round {i + 1} of {rounds}: first kernels after {min(waits)} to {max(waits)} s")
+        print(
+            f"round {i + 1} of {rounds}: first kernels after {min(waits)} to {max(waits)} s",
+            flush=True,
+        )
     ends = [finish(node, model) for model in models]
     os.kill(pid_of(node, neighbour), signal.SIGTERM)
     stamps = wait_for_end(node, [neighbour])[0]
@@ -198,13 +233,12 @@ def measure_pair(node: BenchNode, held: int, seconds: float) -> dict[str, Any]:
     }
 
 
-def judge(report: Mapping[str, Any]) -> list[str]:
-    """Return the faults of a run, one line each."""
+def judge_models(models: Mapping[str, Any]) -> list[str]:
+    """Return the faults of models that were asked in turn."""
     found = []
-    models, pair = report["models"], report["pair"]
     for i, one in enumerate(models["asked"]):
         if one["wrong"]:
-            found.append(f"answer {i}, of model {one['model']}: its block has wrong contents")
+            found.append(f"answer {i}, of model {one['model']}: {one['wrong']} parts are wrong")
         found += [
             f"answer {i}: {one[when]['used']} bytes of {one[when]['limit']}"
             for when in ("before", "after")
@@ -212,24 +246,33 @@ def judge(report: Mapping[str, Any]) -> list[str]:
         ]
     if not any(one["before"]["residency"] == "parked" for one in models["asked"]):
         found.append("no model had to come back")
+    return found
+
+
+def judge(report: Mapping[str, Any]) -> list[str]:
+    """Return the faults of a run, one line each."""
+    parts = [report[part] for part in PARTS if part in report]
+    found = judge_models(report["models"]) if "models" in report else []
     found += [
         f"{one['wrong']} of {one['blocks']} blocks have wrong contents at the end"
-        for one in (*models["ends"], *pair["ends"])
+        for part in parts
+        for one in part["ends"]
         if one["wrong"]
     ]
     found += [
-        f"a busy container did {rate} turns per second" for rate in pair["together"] if rate <= 0
+        f"a busy container did {rate} turns per second"
+        for part in parts
+        for rate in part.get("together", [])
+        if rate <= 0
     ]
     return found
 
 
-def summarise(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the medians of the waits in seconds, the rates in GB/s, and ratios."""
-    asked = report["models"]["asked"]
-    came = [one for one in asked if one["before"]["residency"] == "parked"]
+def summarise_models(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the medians of the waits in seconds, the rate in GB/s, and the neighbour's ratio."""
+    came = [one for one in report["models"]["asked"] if one["before"]["residency"] == "parked"]
     waits = [one["first_s"] for one in came]
     rates = report["models"]["neighbour"]
-    pair = report["pair"]
     moved = [
         (one["after"]["moved"] - one["before"]["moved"])
         / max(one["after"]["move_ns"] - one["before"]["move_ns"], 1)
@@ -242,16 +285,24 @@ def summarise(report: Mapping[str, Any]) -> dict[str, Any]:
         "longest_first_s": max(waits, default=None),
         "came_gb_s": round(statistics.median(moved), 1) if moved else None,
         "neighbour": round(rates["moving"] / rates["resting"], 4) if rates["resting"] else None,
-        "pair": round(sum(pair["together"]) / pair["alone"], 4) if pair["alone"] else None,
     }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run, print the findings and write parking.json; return 1 if there are faults."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.parking", description=__doc__.split("\n", maxsplit=1)[0]
-    )
+def summarise(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of the parts that ran; `pair` is the work of two in that of one alone."""
+    found = summarise_models(report) if "models" in report else {}
+    if "pair" in report:
+        pair = report["pair"]
+        together, alone = sum(pair["together"]), pair["alone"]
+        found["pair"] = round(together / alone, 4) if alone else None
+    return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options: of the machine, the models, and the two busy containers."""
     parser.add_argument("--simulated", action="store_true", help="even if there is a real GPU")
+    parser.add_argument("--parts", default=",".join(PARTS), help="models,pair or one of these")
+    parser.add_argument("--program", choices=sorted(PROGRAMS), default="driver")
     parser.add_argument("--models", type=int, default=5)
     parser.add_argument("--held-mib", type=int, default=16384, help="memory of a model (16384)")
     parser.add_argument("--overbook", type=float, default=1.7)
@@ -265,31 +316,52 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--scheduling", choices=["auto", "hardware", "gate"], default="gate")
     parser.add_argument("--output", type=Path, default=ROOT / "build/parking")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, object]:
+    """Return the governor's configuration."""
+    memory: dict[str, object] = {"overbook": args.overbook}
+    if args.host_mib is not None:
+        memory["host"] = f"{args.host_mib}Mi"
+    return {
+        "scheduling": args.scheduling,
+        "memory": memory,
+        "memory_reserve": f"{args.reserve_mib}Mi",
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run, print the findings and write parking.json; return 1 if there are faults."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.parking", description=__doc__.split("\n", maxsplit=1)[0]
+    )
+    add_arguments(parser)
     args = parser.parse_args(argv)
+    parts = args.parts.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"no part is called {', '.join(sorted(unknown))}; parts are models and pair")
     output, build = args.output.resolve(), args.build.resolve()
     shutil.rmtree(output, ignore_errors=True)
     tools = output / "tools"
     tools.mkdir(parents=True)
     real = not args.simulated and driver_answers()
     machine = (NvidiaImage if real else SimulatedImage)(output, build, tools)
-    memory: dict[str, object] = {"overbook": args.overbook}
-    if args.host_mib is not None:
-        memory["host"] = f"{args.host_mib}Mi"
-    settings = {
-        "scheduling": args.scheduling,
-        "memory": memory,
-        "memory_reserve": f"{args.reserve_mib}Mi",
-    }
+    settings, program = settings_of(args), PROGRAMS[args.program]
     held = args.held_mib * MIB
     try:
         os.environ.update(machine.environment)  # for the driver's NVML in this process
-        with BenchNode(machine, settings=settings, keep_machine=True) as node:
-            report = {"gpu": asdict(name_gpu(node)), "settings": settings, "held": held}
-            report["native"] = measure_native(machine, machine.python, held, args.rounds)
-            report["models"] = measure_models(node, args.models, held, args.rounds)
-        with BenchNode(machine, settings=settings) as node:
-            pair = (args.pair_mib or args.held_mib) * MIB
-            report["pair"] = measure_pair(node, pair, args.seconds)
+        report: dict[str, Any] = {"settings": settings, "held": held, "program": args.program}
+        if "models" in parts:
+            with BenchNode(machine, settings=settings, keep_machine="pair" in parts) as node:
+                report["gpu"] = asdict(name_gpu(node))
+                rounds = args.rounds
+                report["native"] = measure_native(machine, machine.python, held, rounds, program)
+                report["models"] = measure_models(node, args.models, held, rounds, program)
+        if "pair" in parts:
+            with BenchNode(machine, settings=settings) as node:
+                report["gpu"] = asdict(name_gpu(node))
+                pair = (args.pair_mib or args.held_mib) * MIB
+                report["pair"] = measure_pair(node, pair, args.seconds)
     except (MachineError, TidegateError, VdriverError) as e:
         print(f"parking: {e}", file=sys.stderr)
         return 1

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bench import report_aims, report_gangs, report_suites
+from bench import report_aims, report_gangs, report_parking, report_suites
 from bench.hook import WAYS
 from bench.latency import label_of
 from bench.overhead import TITLES
@@ -472,6 +472,14 @@ def add_suspension(page: ResultsPage, results: Mapping[str, dict[str, Any]]) -> 
         page.add(where(result))
 
 
+def add_parking(page: ResultsPage, results: Mapping[str, dict[str, Any]]) -> None:
+    """Add a row for each run."""
+    page.add(report_parking.PARKING)
+    page.table(report_parking.TITLES, report_parking.rows_of(results), "lllrrrrrr")
+    for result in results.values():
+        page.add(where(result))
+
+
 def add_churn(page: ResultsPage, results: Mapping[str, dict[str, Any]]) -> None:
     """Add a row for each run."""
     page.add(CHURN)
@@ -514,6 +522,7 @@ SECTIONS: dict[str, Callable[[ResultsPage, Mapping[str, dict[str, Any]]], None]]
     "restarts": add_restarts,
     "churn": add_churn,
     "suspension": add_suspension,
+    "parking": add_parking,
     "judge": add_judge,
     "programs": add_programs,
 }

@@ -370,7 +370,7 @@ def restarts(options: argparse.Namespace) -> dict[str, Any]:
 
 def parking(options: argparse.Namespace) -> dict[str, Any]:
     """Return the result of a run of bench.parking: models that take turns on a GPU."""
-    return keep_report(options, "parking", summarise_parking, ("settings", "held"))
+    return keep_report(options, "parking", summarise_parking, ("settings", "held", "program"))
 
 
 def suspension(options: argparse.Namespace) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import Protocol
 
 from driver_api import Cuda
 from holder import HeldMemory
@@ -25,44 +26,61 @@ NAP_S = 0.002
 WRITE_S = 0.1
 
 
-class Model:
-    """The memory, and what is asked of it."""
+class Served(Protocol):
+    """What a model does for an answer."""
 
-    def __init__(self, cuda: Cuda, size: int, out: Path) -> None:
-        self.cuda, self.out = cuda, out
-        self.memory = HeldMemory(cuda, size)
-        self.answered = 0
+    def begin(self) -> None:
+        """Use the memory, and return when a first kernel has ended."""
 
-    def answer(self) -> None:
-        """Answer the next question."""
+    def count_wrong(self, answered: int) -> int:
+        """Finish an answer, and return how many of the parts that it compares are wrong."""
+
+
+def serve(model: Served, out: Path) -> int:
+    """Answer questions until DIR/stop exists, and return how many."""
+    answered = 0
+    (out / "begin.ready").touch()
+    while not (out / "stop").exists():
+        if not (out / f"ask.{answered}").exists():
+            time.sleep(NAP_S)
+            continue
         began = time.monotonic()
-        self.memory.add()
-        self.cuda.call("cuCtxSynchronize")
+        model.begin()
         first = time.monotonic()
-        n_blocks = len(self.memory.blocks)
-        wrong = self.memory.count_wrong([1 + self.answered % (n_blocks - 1)])
+        wrong = model.count_wrong(answered)
         answer = {
             "asked": began,
             "first_s": round(first - began, 4),
             "total_s": round(time.monotonic() - began, 4),
             "wrong": wrong,
         }
-        part = self.out / "part"
+        part = out / "part"
         part.write_text(json.dumps(answer) + "\n")
-        part.rename(self.out / f"answer.{self.answered}")
-        self.answered += 1
+        part.rename(out / f"answer.{answered}")
+        answered += 1
+    return answered
 
-    def serve(self) -> None:
-        """Answer questions."""
-        while not (self.out / "stop").exists():
-            if (self.out / f"ask.{self.answered}").exists():
-                self.answer()
-            else:
-                time.sleep(NAP_S)
+
+class Model:
+    """The memory, and what is asked of it."""
+
+    def __init__(self, cuda: Cuda, size: int, out: Path) -> None:
+        self.cuda, self.out = cuda, out
+        self.memory = HeldMemory(cuda, size)
+
+    def begin(self) -> None:
+        """Add one to the words of the first block."""
+        self.memory.add()
+        self.cuda.call("cuCtxSynchronize")
+
+    def count_wrong(self, answered: int) -> int:
+        """Return how many of one other block, of 1, have wrong contents."""
+        return self.memory.count_wrong([1 + answered % (len(self.memory.blocks) - 1)])
 
     def work(self) -> None:
         """Compute all the time."""
         turns, written = 0, 0.0
+        (self.out / "begin.ready").touch()
         with (self.out / "turns").open("w", buffering=1) as lines:
             while not (self.out / "stop").exists():
                 self.memory.add()
@@ -85,14 +103,14 @@ def main() -> None:
     cuda = Cuda()
     cuda.start()
     model = Model(cuda, args.bytes, args.out)
-    (args.out / "begin.ready").touch()
+    answered = 0
     if args.busy:
         model.work()
     else:
-        model.serve()
+        answered = serve(model, args.out)
     blocks = range(len(model.memory.blocks))
     wrong = model.memory.count_wrong(blocks)
-    print(json.dumps({"answers": model.answered, "blocks": len(blocks), "wrong": wrong}))
+    print(json.dumps({"answers": answered, "blocks": len(blocks), "wrong": wrong}))
 
 
 if __name__ == "__main__":

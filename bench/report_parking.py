@@ -1,0 +1,58 @@
+"""The section of the published results about models that take turns on a GPU (bench.parking)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+PARKING = """\
+## Models that do not fit together
+
+`python -m bench.parking` starts models in containers on a GPU that grants memory for about half of
+them, and asks each in turn, so the model that is asked comes back from host memory while another
+one leaves. *First kernel* is the time from the question until a kernel of the model has ended;
+without Tidegate, with the GPU to itself, that takes less than a millisecond. The longest ones are
+the first of each run, while host memory is still being pinned. *Rate* is that of the contents that
+come back. The neighbour is a container that always has work and stays on the GPU: its speed while
+models move, in percent of its speed while none does.
+
+Each model compares an answer and a part of its contents at each question, and all contents in the
+end; all were right, and no container held more than its quota. The models hold either blocks of the
+driver API or the weights of a model in PyTorch.
+
+Two containers that always work and do not fit together take turns; what they deliver together is
+given in percent of what one of them delivers alone.
+"""
+TITLES = (
+    "result", "models", "granted", "came back", "first kernel: median", "longest", "rate",
+    "the neighbour", "two in turns",
+)  # fmt: skip
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f} s"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+def rows_of(results: Mapping[str, dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Return a row for each run, by TITLES."""
+    rows = []
+    for stem, result in results.items():
+        raw, summary = result["raw"], result["summary"]
+        models = len(raw["models"]["ends"]) if "models" in raw else 0
+        kind = " in PyTorch" if raw.get("program") == "torch" else ""
+        rate = summary.get("came_gb_s")
+        rows.append(
+            (
+                stem, f"{models} of {raw['held'] / (1 << 30):g} GiB{kind}",
+                f"{raw['settings']['memory']['overbook']:g} times",
+                f"{summary['came']} times" if "came" in summary else "",
+                _seconds(summary.get("first_s")), _seconds(summary.get("longest_first_s")),
+                f"{rate:g} GB/s" if rate else "", _percent(summary.get("neighbour")),
+                _percent(summary.get("pair")),
+            )
+        )  # fmt: skip
+    return rows

@@ -67,6 +67,8 @@ READY_S = 300.0
 ANSWER_S = 120.0
 PAUSE_S = 1.1
 """Between two questions, in seconds: as long as a container stays at least."""
+DEVICE = "0"
+"""All containers share this GPU, also where there are more."""
 NEIGHBOUR = ArmContainer(30, limit=100)
 
 
@@ -101,7 +103,12 @@ def start_model(
         "--out", "/out",
         *(["--busy"] if busy else []),
     ]  # fmt: skip
-    quota = {"memory": str(held + program.more), "compute": compute, "compute-limit": "100"}
+    quota = {
+        "memory": str(held + program.more),
+        "compute": compute,
+        "compute-limit": "100",
+        "devices": DEVICE,
+    }
     container = node.start(name, arguments, quota)
     node.wait_ready([container.out / "begin.ready"], READY_S)
     return container
@@ -171,7 +178,7 @@ def measure_models(
     for i in range(n_models):
         models.append(start_model(node, f"model-{i}", held, program))
         print(f"model {i + 1} of {n_models} has its memory", flush=True)
-    neighbour = start_one(node, NEIGHBOUR, FOREVER_S, more={"parking": "never"})
+    neighbour = start_one(node, NEIGHBOUR, FOREVER_S, more={"parking": "never", "devices": DEVICE})
     node.wait_ready([neighbour.out / "begin.ready"], READY_S)
     (neighbour.out / "begin").touch()
     time.sleep(2)

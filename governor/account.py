@@ -172,6 +172,14 @@ class Account:
         """Return the processes' counters on GPU `device`, including those of ended processes."""
         return self._counters.processes(self._ledger, self._processes, device)
 
+    def moves(self) -> Mapping[str, int]:
+        """Return the bytes and times of moves of parked memory, including those of ended processes.
+
+        `moved` counts both directions. `away_ns` is the time for which calls waited for memory, of
+        all threads together.
+        """
+        return self._counters.moves(self._ledger, self._processes)
+
     def passing(self, device: int) -> Passing:
         """Return the work without a grant that the processes report on GPU `device`."""
         return read_passing(self._ledger, self._processes, device)

@@ -151,6 +151,7 @@ class Container:
         self._ledger: Ledger | None = None
         self.parking: Parking | None = None  # None: its memory is never parked
         self.residency = ""  # where its memory is, if it may be parked
+        self.times_parked = 0  # since this governor has had it
         self._closed = False
         self._lines = RateLimitedLog(log)
         self._unknown = UnknownFunctions()
@@ -461,7 +462,7 @@ class Container:
             "strategy": self.strategy,
             "mps": None if self._mps is None else self._mps.describe(),
             "suspension": self.suspension,
-            "parking": self._describe_parking(),
+            "parking": self.describe_parking(),
             "lookups": self.account.lookups(),
             "unknown_functions": list(self._unknown.names),
             "devices": [self.account.describe(i) for i in range(len(self.devices))],
@@ -481,7 +482,8 @@ class Container:
             for member in self.members
         ]
 
-    def _describe_parking(self) -> dict[str, Any] | None:
+    def describe_parking(self) -> dict[str, Any] | None:
+        """Return where its memory is, in bytes, nanoseconds and counts; None if it never moves."""
         if self.parking is None:
             return None
         report = self.parking.report()
@@ -489,9 +491,8 @@ class Container:
             "residency": self.residency or "parked",
             "movable": report.movable,
             "parked": report.parked,
-            "moved": report.moved,
-            "move_ns": report.move_ns,
-            "away_ns": report.away_ns,
+            "times_parked": self.times_parked,
+            **self.account.moves(),
             "awaiting": report.awaiting,
             "host_memory": self.parking.arenas.total,
         }

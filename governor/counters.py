@@ -25,6 +25,8 @@ from libcontrol import layout, pages
 
 OF_PROCESSES = ("launches", "waits", "wait_ns", "refused")
 """Fields of a ledger's device that stay counted after their process has ended."""
+OF_MOVES = ("moved", "move_ns", "away_ns")
+"""Fields of a ledger's slot, about memory that moves, that stay counted likewise."""
 
 MOST = 2**62
 """Upper bound of every counter, 146 years in nanoseconds: a higher value is nonsense."""
@@ -104,29 +106,49 @@ class _Lent:
         return self.total_ns
 
 
+class _ProcessSums:
+    """Sums of what processes count, including those that ended; they never decrease."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._past = Counter[str]()
+        self._highest = dict.fromkeys(names, 0)
+
+    def keep(self, values: Mapping[str, int]) -> None:
+        """Keep what a process has counted when it ends."""
+        self._past.update(values)
+
+    def add_up(self, running: Iterable[Mapping[str, int]]) -> Mapping[str, int]:
+        """Return the sums with what the running processes have counted."""
+        now = self._past.copy()
+        for values in running:
+            now.update(values)
+        for name, highest in self._highest.items():
+            self._highest[name] = max(highest, min(now[name], MOST))
+        return dict(self._highest)
+
+
 class Counters:
     """The counters of one container, by GPU."""
 
     def __init__(self, n_devices: int) -> None:
-        self._past = [Counter[str]() for _ in range(n_devices)]
-        self._highest = [Counter[str]() for _ in range(n_devices)]
+        self._sums = [_ProcessSums(OF_PROCESSES) for _ in range(n_devices)]
+        self._moves = _ProcessSums(OF_MOVES)
         self._time = [GpuTime()] * n_devices
         self._lent: list[_Lent | None] = [None] * n_devices
 
     def process_ended(self, ledger: mmap, slot: int) -> None:
         """Keep the counters of a process, before its slot is cleared."""
-        for device, past in enumerate(self._past):
-            past.update(_read(ledger, slot, device))
+        for device, sums in enumerate(self._sums):
+            sums.keep(_read(ledger, slot, device))
+        self._moves.keep(_read_moves(ledger, slot))
 
     def processes(self, ledger: mmap, slots: Iterable[int], device: int) -> Mapping[str, int]:
         """Return the sums over the processes in these slots and those that ended."""
-        now = self._past[device].copy()
-        for slot in slots:
-            now.update(_read(ledger, slot, device))
-        told = self._highest[device]
-        for name in OF_PROCESSES:
-            told[name] = max(told[name], min(now[name], MOST))
-        return dict(told)
+        return self._sums[device].add_up(_read(ledger, slot, device) for slot in slots)
+
+    def moves(self, ledger: mmap, slots: Iterable[int]) -> Mapping[str, int]:
+        """Return the sums of bytes moved and of nanoseconds, as `OF_MOVES` names them."""
+        return self._moves.add_up(_read_moves(ledger, slot) for slot in slots)
 
     def time(self, device: int, stats: Stats, now_ns: int, quota: Quota) -> GpuTime:
         """Return the container's GPU time, which never decreases.
@@ -143,11 +165,17 @@ class Counters:
 
 
 _read_counters = pages.Reader("ledger_device", *OF_PROCESSES)
+_read_slot = pages.Reader("ledger_slot", *OF_MOVES)
 
 
 def _read(ledger: mmap, slot: int, device: int) -> dict[str, int]:
     values = _read_counters(ledger, layout.ledger_device(slot, device))
     return {name: min(value, MOST) for name, value in zip(OF_PROCESSES, values, strict=True)}
+
+
+def _read_moves(ledger: mmap, slot: int) -> dict[str, int]:
+    values = _read_slot(ledger, pages.slot_base(slot))
+    return {name: min(value, MOST) for name, value in zip(OF_MOVES, values, strict=True)}
 
 
 RATE_NS = 2_000_000_000

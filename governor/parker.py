@@ -224,6 +224,7 @@ class Parker:
         elif spot.place is Whereabouts.LEAVING and report.n_parked == report.n_processes:
             spot.place, spot.parked_ns = Whereabouts.PARKED, now_ns
             spot.move_ns = took_ns
+            container.times_parked += 1
             self._log("container-parked", container, report, took_ns)
         elif spot.place is Whereabouts.LEAVING and took_ns > LEAVE_NS:
             log.warning(

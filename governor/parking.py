@@ -19,15 +19,13 @@ _FUTEX = {"x86_64": 202, "aarch64": 98}
 _WAKE = 1
 _ALL = 2**31 - 1
 
-_REPORT = pages.Reader(
-    "ledger_slot", "residency", "awaiting", "movable", "parked", "moved", "move_ns", "away_ns"
-)
+_REPORT = pages.Reader("ledger_slot", "residency", "awaiting", "movable", "parked")
 _WORK = pages.Reader("ledger_device", "launches", "transfers", "small", "pending")
 
 
 @dataclass(frozen=True)
 class ParkingReport:
-    """What the processes of a container report, in bytes and nanoseconds.
+    """What the running processes of a container report, in bytes and counts.
 
     The container writes these numbers. They decide when its memory is moved, and not how much of
     the GPU is free: that is known from NVML.
@@ -41,9 +39,6 @@ class ParkingReport:
     awaiting: int = 0
     movable: int = 0
     parked: int = 0
-    moved: int = 0
-    move_ns: int = 0
-    away_ns: int = 0
     work: int = 0
     """A number that changes when the container works."""
     is_busy: bool = False
@@ -74,12 +69,12 @@ class Parking:
             resident += values[0] == RESIDENT
             parked += values[0] == PARKED
             going += values[0] in (OUT, PARKED)
-            values[2:4] = [min(value, self._memory) for value in values[2:4]]
+            values[2:] = [min(value, self._memory) for value in values[2:]]
             total = [one + value for one, value in zip(total, values, strict=True)]
             *counts, pending = _WORK(self._ledger, layout.ledger_device(slot, 0))
             work += sum(counts)
             busy += pending > 0
-        _, awaiting, movable, held, moved, move_ns, away_ns = total
+        _, awaiting, movable, held = total
         return ParkingReport(
             len(self._processes),
             resident,
@@ -88,9 +83,6 @@ class Parking:
             awaiting,
             movable,
             held,
-            moved,
-            move_ns,
-            away_ns,
             work,
             busy > 0,
         )

@@ -164,8 +164,9 @@ def _parking_fields(parking: dict[str, Any] | None) -> Iterator[tuple[str, str]]
     where = f"{movable} MiB can be parked; {host} MiB of host memory are ready for that"
     yield "memory is", f"{parking['residency']}: {where}"
     moved, took = parking["moved"] // MIB, parking["move_ns"] / 1e9
+    times = parking["times_parked"]
     waited = f"calls waited {parking['away_ns'] / 1e9:.1f} s for it"
-    yield "moved", f"{moved} MiB in {took:.1f} s; {waited}"
+    yield "moved", f"{moved} MiB in {took:.1f} s, parked {times} time{'s' * (times != 1)}; {waited}"
 
 
 def _device_fields(device: dict[str, Any]) -> Iterator[tuple[str, str]]:

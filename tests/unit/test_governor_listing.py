@@ -540,6 +540,27 @@ def test_inspect_shows_the_waits_for_grants(
     assert fields.get("for a grant") == said
 
 
+PARKING: dict[str, Any] = {
+    "residency": "parked", "movable": 60 * MIB, "parked": 60 * MIB, "times_parked": 1, "moved": 300 * MIB,
+    "move_ns": 2 * S, "away_ns": 3 * S // 2, "awaiting": 0, "host_memory": 64 * MIB,
+}  # fmt: skip
+
+
+def test_inspect_shows_where_memory_is_and_what_moving_it_cost(node: GovernorNode) -> None:
+    document = json.loads(tidegate(node, "inspect", "train-0", "--json"))
+    assert document["parking"] is None
+    check("inspect", {**document, "parking": PARKING})
+    assert list(inspect._parking_fields(None)) == []
+    assert dict(inspect._parking_fields(PARKING)) == {
+        "memory is": "parked: 60 MiB can be parked; 64 MiB of host memory are ready for that",
+        "moved": "300 MiB in 2.0 s, parked 1 time; calls waited 1.5 s for it",
+    }
+    more = {**PARKING, "residency": "resident", "times_parked": 2}
+    fields = dict(inspect._parking_fields(more))
+    assert fields["memory is"].startswith("resident: ")
+    assert ", parked 2 times; " in fields["moved"]
+
+
 def test_inspect_shows_lent_time_in_the_unit_of_used_time(node: GovernorNode) -> None:
     document = json.loads(tidegate(node, "inspect", "train-0", "--json"))
     device = document["devices"][0]

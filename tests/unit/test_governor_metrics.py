@@ -254,6 +254,26 @@ def test_a_containers_time_never_decreases(looks: list[tuple[bool, int, int, int
         before = now
 
 
+def test_moves_of_memory_stay_counted_when_a_process_ends() -> None:
+    counters = Counters(1)
+    with mmap(-1, layout.LEDGER_SIZE) as ledger:
+        pages.init_ledger(ledger)
+
+        def put(slot: int, **values: int) -> None:
+            for name, value in values.items():
+                pages.write(ledger, pages.slot_base(slot), "ledger_slot", name, value)
+
+        put(0, moved=3 * GIB, move_ns=5, away_ns=7)
+        put(1, moved=GIB, move_ns=1, away_ns=2)
+        both = {"moved": 4 * GIB, "move_ns": 6, "away_ns": 9}
+        assert counters.moves(ledger, (0, 1)) == both
+        counters.process_ended(ledger, 0)
+        pages.clear_slot(ledger, 0)
+        assert counters.moves(ledger, (1,)) == both
+        put(1, moved=0, move_ns=3, away_ns=2**64 - 1)  # the program writes arbitrary values
+        assert counters.moves(ledger, (1,)) == {"moved": 4 * GIB, "move_ns": 8, "away_ns": 2**62}
+
+
 def test_lent_time_is_counted_by_the_second() -> None:
     counters = Counters(1)
     lent = []

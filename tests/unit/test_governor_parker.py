@@ -86,6 +86,7 @@ def container(key: str, memory: int, *, parks: bool = True, devices: Any = (GPU,
         account=SimpleNamespace(seen=lambda _: (CONTEXT, 0)),
         suspension="",
         residency="",
+        times_parked=0,
         has_ended=False,
     )
 
@@ -130,6 +131,8 @@ def test_a_container_comes_when_it_waits_and_leaves_when_another_one_waits() -> 
     node.step()
     node.step()
     assert where(a, b) == ["parked", "resident"]
+    # That it began with its memory in host memory does not count.
+    assert (a.times_parked, b.times_parked) == (1, 0)
 
 
 def test_one_comes_as_soon_as_the_other_gives_its_memory_up() -> None:

@@ -447,6 +447,7 @@ class AllocationTable:
             "name": gpu.device.name,
             "memory": max(gpu.device.memory - self._config.memory_reserve, 0),
             "memory_left": room.memory,
+            "memory_granted": gpu.memory_used,
             "compute_left": room.compute,
             "containers": sum(not key.startswith(CLAIMED) for key in gpu.quotas),
             "claims": sum(key.startswith(CLAIMED) for key in gpu.quotas),

@@ -32,6 +32,7 @@ from governor.claims import Claim
 from governor.config import Config
 from governor.container import Container
 from governor.counters import GpuTime, Looks
+from governor.residency import Whereabouts
 from governor.server import Server
 from governor.violations import KINDS
 
@@ -86,12 +87,29 @@ NODE_METRICS = (
     _counter("violations", ("kind",), "Violations that began, by kind"),
     _counter("throttles", (), "Times that a container was frozen for a violation"),
     _counter("stops", (), "Containers that were killed for a violation"),
+    _gauge(
+        "memory_overbook_ratio",
+        (),
+        "How many times its memory a GPU may be granted (memory.overbook)",
+    ),
+    _gauge("host_memory_taken_bytes", (), "Host memory that is taken for parked memory"),
+    _gauge(
+        "host_memory_needed_bytes",
+        (),
+        "Memory quotas of all containers that may be parked, added up",
+    ),
+    _gauge("host_memory_limit_bytes", (), "The most that may be needed (memory.host)"),
 )
 GPU_METRICS = (
     _gauge("gpu_info", (*GPU, "name", "strategy"), "Always 1; name and strategy are in the labels"),
     _gauge("gpu_containers", GPU, "Containers that share the GPU"),
     _gauge("gpu_memory_bytes", GPU, "Memory of the GPU"),
     _gauge("gpu_memory_grantable_bytes", GPU, "Memory that can still be granted"),
+    _gauge(
+        "gpu_memory_granted_bytes",
+        GPU,
+        "Memory that is granted; with memory.overbook, that may exceed the GPU's",
+    ),
     _gauge("gpu_time_grantable_ratio", GPU, "Part of the GPU's time that can still be guaranteed"),
     _gauge("gpu_steered", GPU, "1 while its own scheduler divides its time, 0 while grants do"),
     _gauge("gpu_lost", GPU, "1 while the GPU does not answer and no part of it is granted"),
@@ -169,6 +187,32 @@ CONTAINER_METRICS = (
     _gauge("container_memory_peak_bytes", CONTAINER, "Maximum memory that was in use at a time"),
     _counter("container_violations", (*CONTAINER, "kind"), "Violations that began, by kind"),
     _gauge("container_violation", (*CONTAINER, "kind"), "1 while a violation is ongoing"),
+    _gauge(
+        "container_residency",
+        (*CONTAINER, "state"),
+        "1 for where its memory is: resident, leaving, parked or coming; this and the following are"
+        " of containers that may be parked",
+    ),
+    _gauge("container_memory_movable_bytes", CONTAINER, "Memory that can be parked"),
+    _gauge(
+        "container_memory_parked_bytes",
+        CONTAINER,
+        "Memory that is in use, but in host memory and not on the GPU",
+    ),
+    _gauge("container_host_memory_bytes", CONTAINER, "Host memory that is ready for it"),
+    _counter("container_times_parked", CONTAINER, "Times that its memory was parked"),
+    _counter("container_moved_bytes", CONTAINER, "Memory that was moved, in both directions"),
+    _counter(
+        "container_move_seconds",
+        CONTAINER,
+        "Time that these moves took, of all processes together",
+    ),
+    _counter(
+        "container_away_seconds",
+        CONTAINER,
+        "Time for which calls waited for its memory, of all threads together",
+    ),
+    _gauge("container_awaiting_calls", CONTAINER, "Calls that wait for its memory now"),
 )
 CLAIM_METRICS = (
     _gauge("claim_memory_bytes", CLAIM, "Memory of a claim's share, used by a container or not"),
@@ -232,6 +276,9 @@ def collect(server: Server) -> list[Metric]:
     members = sum(len(container.members) for container in containers)
     families.add((), containers=members, admissions=tally.admitted)
     families.add((), throttles=tally.throttles, stops=tally.stops)
+    families.add((), memory_overbook_ratio=server.config.memory.overbook)
+    host = {f"host_memory_{name}_bytes": value for name, value in server.host_memory().items()}
+    families.add((), **host)
     for code in sorted({*CODES, *tally.refused}):
         families.add((code,), admissions_refused=tally.refused[code])
     for kind in KINDS:
@@ -272,6 +319,7 @@ def _add_gpus(families: _Families, server: Server, times: Mapping[str, GpuTime])
             gpu_containers=sum(len(container.members) for container in sharing),
             gpu_memory_bytes=device.memory,
             gpu_memory_grantable_bytes=0 if lost else room["memory_left"],
+            gpu_memory_granted_bytes=room["memory_granted"],
             gpu_time_grantable_ratio=0 if lost else room["compute_left"] / 100,
             gpu_steered=server.scheduling(device.uuid)["scheduling"] == "hardware",
             gpu_lost=lost,
@@ -348,6 +396,29 @@ def _add_container(families: _Families, container: Container, times: Mapping[str
                 container_violations=findings.counts[i][kind],
                 container_violation=findings.lasts(device.uuid, kind),
             )
+        _add_parking(families, container, labels)
+
+
+def _add_parking(families: _Families, container: Container, labels: tuple[str, ...]) -> None:
+    """Add where the memory of a container is, if it may be parked: then it has a single GPU."""
+    parking = container.describe_parking()
+    if parking is None:
+        return
+    for place in Whereabouts:
+        families.add(
+            (*labels, place.value), container_residency=place.value == parking["residency"]
+        )
+    families.add(
+        labels,
+        container_memory_movable_bytes=parking["movable"],
+        container_memory_parked_bytes=parking["parked"],
+        container_host_memory_bytes=parking["host_memory"],
+        container_times_parked=parking["times_parked"],
+        container_moved_bytes=parking["moved"],
+        container_move_seconds=parking["move_ns"] * S,
+        container_away_seconds=parking["away_ns"] * S,
+        container_awaiting_calls=parking["awaiting"],
+    )
 
 
 def _text(foreign: str) -> str:

@@ -258,6 +258,23 @@ class Server:
             "not_steered": runner.not_steered,
         }
 
+    def host_memory(self) -> dict[str, int]:
+        """Return the host memory for parked memory, in bytes.
+
+        `taken` exists now, `needed` is taken if all containers that may be parked use their quotas,
+        and `limit` is the most that may be needed.
+        """
+        each = [
+            (container.parking.arenas.total, container.quota.memory)
+            for container in self.containers.values()
+            if container.parking is not None
+        ]
+        return {
+            "taken": sum(taken for taken, _ in each),
+            "needed": sum(needed for _, needed in each),
+            "limit": self.config.memory.host_limit,
+        }
+
     def mps_event(self, mps: Mps, event: MpsEvent) -> None:
         """Handle an event of a GPU's MPS server, and tell the containers that share it."""
         if event.kind == "state":

@@ -51,9 +51,12 @@ A wait for a grant begins when the governor sees that a container wants the GPU,
 container's grant, by the governor's clock. On a GPU that is steered (`tidegate_gpu_steered`) no
 waits are recorded, because work waits on the GPU, where it cannot be observed.
 
-Numbers that a container counts itself (launches, waits, refused allocations, the peak) can be
-falsified by its programs. GPU time, what NVML reports, and violations are observed by the
-governor itself.
+Numbers that a container counts itself (launches, waits, refused allocations, the peak, and what is
+parked and moved) can be falsified by its programs. GPU time, what NVML reports, and violations are
+observed by the governor itself.
+
+Memory that is [parked](../howto/overbook.md) counts as used, because it counts against the quota.
+What a container has on the GPU is its memory in use less what is parked.
 
 The words mean what the [glossary](../glossary.md#the-words-for-numbers) says, and the numbers are
 those of `tidegate inspect` and of [the page](../howto/see-what-happens.md#the-page).
@@ -84,6 +87,12 @@ histogram_quantile(0.99, rate(tidegate_container_grant_wait_seconds_bucket[5m]))
 
 # Containers near their memory quota
 tidegate_container_memory_used_bytes / tidegate_container_memory_limit_bytes > 0.95
+
+# How many times its memory each GPU is granted
+tidegate_gpu_memory_granted_bytes / tidegate_gpu_memory_bytes
+
+# Containers whose calls wait for parked memory for more than a quarter of the time
+rate(tidegate_container_away_seconds_total[5m]) > 0.25
 
 # Containers that bypass their quota at this moment: see docs/howto/violations.md
 tidegate_container_violation == 1

@@ -25,6 +25,7 @@ def gpu(index: int, **more: Any) -> dict[str, Any]:
         "name": "NVIDIA H100 80GB HBM3",
         "memory": 80 * GIB - 512 * MIB,
         "memory_left": 80 * GIB - 512 * MIB,
+        "memory_granted": 0,
         "compute_left": 100,
         "containers": 0,
         "strategy": "timeslice",

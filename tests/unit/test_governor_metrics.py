@@ -24,7 +24,8 @@ from prometheus_client.openmetrics import parser as openmetrics
 
 from governor import account, web
 from governor.arbiter import N_WAITS, Stats, Waits
-from governor.config import Config, Metrics, parse_config
+from governor.arenas import Arenas
+from governor.config import Config, MemoryOptions, Metrics, parse_config
 from governor.container import Container
 from governor.counters import Counters, GpuTime, Tally, gpu_time, wait_bound_ms
 from governor.errors import ConfigError, GovernorError
@@ -32,6 +33,7 @@ from governor.history import History
 from governor.httpd import HEAD_LIMIT, MAX_CONNECTIONS, Offer
 from governor.metrics import CLAIM_METRICS, METRICS, OWNER, MetricsEndpoint, collect, listening
 from governor.mps import Mps, Tools
+from governor.parking import Parking
 from governor.quota import Device, Quota
 from governor.violations import Episode
 from libcontrol import layout, pages
@@ -104,6 +106,7 @@ def test_a_scrape_has_the_governors_data(play: Callable[[Scene], None]) -> None:
         mps = Mps(one.devices[0], Tools(Path("/"), "", "", multiuser=True), Config(), print)
         mps.state, mps.counts.faults = "running", 2
         world.server.mps[UUID] = mps
+        one.parking = Parking(one.grant, one.ledger, {}, Arenas(one.ledger), 16 * GIB)
         found = await world.scrape()
         gpu = {"gpu": UUID, "index": "0"}
         assert of(found, "build_info", version="0.1.0") == 1
@@ -118,6 +121,7 @@ def test_a_scrape_has_the_governors_data(play: Callable[[Scene], None]) -> None:
         assert of(found, "gpu_containers", **gpu) == 2
         assert of(found, "gpu_memory_bytes", **gpu) == 16 * GIB
         assert of(found, "gpu_memory_grantable_bytes", **gpu) == 10 * GIB - 512 * MIB
+        assert of(found, "gpu_memory_granted_bytes", **gpu) == 6 * GIB
         assert of(found, "gpu_time_grantable_ratio", **gpu) == 0.5
         assert of(found, "gpu_lost", **gpu) == 0
         assert of(found, "gpu_looks_total", **gpu) == 1
@@ -153,6 +157,66 @@ def test_a_scrape_has_the_governors_data(play: Callable[[Scene], None]) -> None:
             name for metric in METRICS if metric not in CLAIM_METRICS for name in metric.samples
         }
         assert {name for name, _ in found} == shown
+
+    play(scene)
+
+
+def test_where_memory_is_and_what_moving_it_cost_is_in_the_metrics_as_in_ps(
+    play: Callable[[Scene], None],
+) -> None:
+    async def scene(world: MetricsWorld) -> None:
+        memory = MemoryOptions(overbook=2.0, host=100 * GIB)
+        world.server.configure(replace(world.config, memory=memory))
+        one = await world.admit("one", memory="12Gi")
+        await world.admit("two", memory="10Gi", compute="10")
+        await world.admit("never", memory="1Gi", compute="10", parking="never")
+        await world.join(one)
+        assert one.parking
+        one.parking.arenas._arenas[0].ready = GIB
+        for name, value in (
+            ("movable", 9 * GIB), ("parked", 8 * GIB), ("moved", 20 * GIB), ("move_ns", 2 * S),
+            ("away_ns", 3 * S), ("awaiting", 1),
+        ):  # fmt: skip
+            pages.write(one.ledger, pages.slot_base(0), "ledger_slot", name, value)
+        one.residency, one.times_parked = "leaving", 5
+        found = await world.scrape()
+        assert of(found, "memory_overbook_ratio") == 2
+        assert of(found, "host_memory_taken_bytes") == GIB
+        assert of(found, "host_memory_needed_bytes") == 22 * GIB
+        assert of(found, "host_memory_limit_bytes") == 100 * GIB
+        assert of(found, "gpu_memory_granted_bytes", gpu=UUID, index="0") == 23 * GIB
+        own = {"container": "one", "gpu": UUID}
+        states = ("resident", "leaving", "parked", "coming")
+        assert [of(found, "container_residency", **own, state=name) for name in states] == [
+            0,
+            1,
+            0,
+            0,
+        ]
+        two = {"container": "two", "gpu": UUID}
+        assert of(found, "container_residency", **two, state="parked") == 1
+        told = one.describe()[0]["parking"]
+        for field, name, expected in (
+            ("movable", "memory_movable_bytes", 9 * GIB),
+            ("parked", "memory_parked_bytes", 8 * GIB),
+            ("host_memory", "host_memory_bytes", GIB),
+            ("times_parked", "times_parked_total", 5),
+            ("moved", "moved_bytes_total", 20 * GIB),
+            ("awaiting", "awaiting_calls", 1),
+        ):
+            assert told[field] == of(found, f"container_{name}", **own) == expected, field
+        for field, name, seconds in (
+            ("move_ns", "move_seconds_total", 2),
+            ("away_ns", "away_seconds_total", 3),
+        ):
+            assert told[field] / S == of(found, f"container_{name}", **own) == seconds, field
+        # A container that is never parked has none of these series.
+        of_never = {name for name, labels in found if ("container", "never") in labels}
+        assert "tidegate_container_memory_used_bytes" in of_never
+        assert not of_never & {
+            "tidegate_container_residency",
+            "tidegate_container_away_seconds_total",
+        }
 
     play(scene)
 
@@ -665,6 +729,7 @@ def test_names_follow_the_conventions() -> None:
             "claim",
             "uid",
             "share",
+            "state",
         }
     assert len({metric.name for metric in METRICS}) == len(METRICS)
 

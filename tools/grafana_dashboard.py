@@ -225,6 +225,53 @@ ROWS = (
         ),
     ),
     PanelRow(
+        "Parked memory",
+        (
+            Panel(
+                "Memory granted, of what the GPU has",
+                "Above 1, memory of idle containers is parked while others need the room",
+                {"tidegate_gpu_memory_granted_bytes{GPU} / tidegate_gpu_memory_bytes{GPU}": GPU},
+                "percentunit",
+            ),
+            Panel(
+                "Host memory for parked memory",
+                "What is taken now, what the quotas may need, and the most that they may",
+                {
+                    "tidegate_host_memory_taken_bytes{NODE}": "taken {{instance}}",
+                    "tidegate_host_memory_needed_bytes{NODE}": "needed {{instance}}",
+                    "tidegate_host_memory_limit_bytes{NODE}": "at most {{instance}}",
+                },
+                "bytes",
+            ),
+            Panel(
+                "Where the memory of containers is",
+                "Containers that may be parked, by where their memory is",
+                {"sum by (state) (tidegate_container_residency{OF})": "{{state}}"},
+                stacked=True,
+            ),
+            Panel(
+                "Memory parked",
+                "In use, but in host memory and not on the GPU",
+                {"tidegate_container_memory_parked_bytes{OF}": CONTAINER},
+                "bytes",
+                stacked=True,
+            ),
+            Panel(
+                "Memory moved",
+                "From the GPU and back to it",
+                {"rate(tidegate_container_moved_bytes_total{OF}[I])": CONTAINER},
+                "Bps",
+                stacked=True,
+            ),
+            Panel(
+                "Waiting for parked memory",
+                "Seconds per second, summed over all threads, by the container's own count",
+                {"rate(tidegate_container_away_seconds_total{OF}[I])": CONTAINER},
+                "s",
+            ),
+        ),
+    ),
+    PanelRow(
         "GPUs that are shared by MPS",
         (
             Panel(

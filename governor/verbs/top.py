@@ -137,20 +137,16 @@ def _gpu_lines(look: dict[str, Any], width: int = BARS[0][0]) -> list[str]:
         # Containers that share a claim each report the total of all of them.
         accounts = {one["key"]: one for one in look["containers"]}
         own = [
-            device
+            (one, device)
             for one in accounts.values()
             for device in one["devices"]
             if device["uuid"] == gpu["uuid"]
         ]
-        rates = [device["delivered"] for device in own if device["delivered"] is not None]
-        # A suspended container's memory counts against its quota, but is not on the GPU.
-        used = sum(
-            device["memory_used"]
-            for one in accounts.values()
-            if one.get("suspension") != "suspended"
-            for device in one["devices"]
-            if device["uuid"] == gpu["uuid"]
-        )
+        rates = [device["delivered"] for _, device in own if device["delivered"] is not None]
+        used = sum(_on_gpu(one, device) for one, device in own)
+        parked = sum(_parked(one) for one, _ in own)
+        words = [f"parked {parked >> 20} MiB"] if parked else []
+        words += ["lost"] if gpu["lost"] else ["closed"] if gpu["closed"] else []
         rows.append(
             [
                 f"GPU {gpu['index']}",
@@ -158,10 +154,25 @@ def _gpu_lines(look: dict[str, Any], width: int = BARS[0][0]) -> list[str]:
                 f"time [{_bar(sum(rates), 100, bar)}] {percent(sum(rates))} %",
                 f"memory [{_bar(used, gpu['memory'], bar)}] {used >> 20}/{gpu['memory'] >> 20} MiB",
                 f"left {gpu['compute_left']} % {gpu['memory_left'] >> 20} MiB",
-                "lost" if gpu["lost"] else "closed" if gpu["closed"] else "",
+                ", ".join(words),
             ]
         )
     return columns(rows) if rows else ["no GPU is shared"]
+
+
+def _on_gpu(container: dict[str, Any], device: dict[str, Any]) -> int:
+    """Return the bytes that a container has on a GPU.
+
+    What is suspended or parked counts against the quota, but is in host memory.
+    """
+    if container.get("suspension") == "suspended":
+        return 0
+    return max(0, int(device["memory_used"]) - _parked(container))
+
+
+def _parked(container: dict[str, Any]) -> int:
+    """Return the bytes of a container that are parked; it has a single GPU if any are."""
+    return int((container.get("parking") or {}).get("parked", 0))
 
 
 def _bar(value: float, most: float, length: int) -> str:

@@ -579,6 +579,33 @@ def test_inspect_shows_lent_time_in_the_unit_of_used_time(node: GovernorNode) ->
 # ---- top ----
 
 
+def test_parked_memory_is_not_on_the_gpu() -> None:
+    """It counts against the quota of its container."""
+    parked = {"key": "a", **row("a", "model", ""), "parking": PARKING}
+    other = {"key": "b", **row("b", "other", ""), "parking": None}
+    gpu = {
+        "uuid": "GPU-0", "index": 0, "name": "made up", "memory": 16 * GIB, "memory_left": GIB,
+        "compute_left": 20, "lost": None, "closed": None,
+    }  # fmt: skip
+    [line] = top._gpu_lines({"gpus": [gpu], "containers": [parked, other]})
+    assert re.split("  +", line)[3:] == [
+        "memory [" + "." * 20 + "] 140/16384 MiB", "left 20 % 1024 MiB", "parked 60 MiB"
+    ]  # fmt: skip
+    head, first, second = table([parked, other])
+    assert re.split("  +", head)[-1] == "STATE"
+    assert re.split("  +", first)[3] == re.split("  +", second)[3] == "100/2048 MiB"
+    assert (re.split("  +", first)[-1], re.split("  +", second)[-1]) == ("parked", "ok")
+    for residency, shown in (("leaving", "leaving"), ("coming", "coming"), ("resident", "ok")):
+        moving = {**parked, "parking": {**PARKING, "residency": residency, "parked": 0}}
+        assert table([moving])[1].endswith(f"  {shown}")
+    # A suspended container has nothing on the GPU.
+    away = {**parked, "suspension": "suspended"}
+    assert table([away])[1].endswith("  suspended, parked")
+    [line] = top._gpu_lines({"gpus": [{**gpu, "lost": "gone"}], "containers": [away]})
+    assert "] 0/16384 MiB" in line
+    assert line.endswith("  parked 60 MiB, lost")
+
+
 def test_top_prints_plain_lines_into_a_pipe(node: GovernorNode) -> None:
     out = tidegate(node, "top", "--interval", "0.1", "--count", "3")
     assert "\x1b" not in out

@@ -1,7 +1,7 @@
 """History of the containers' GPU use over the last 15 minutes, in steps of five seconds.
 
 The module is pure: it uses no clock, container or file. The caller passes each reading and its
-time. Between two readings, rates are taken to be constant. Memory is bounded: a container takes 5
+time. Between two readings, rates are taken to be constant. Memory is bounded: a container takes 6
 KiB per GPU, and at most `MAX_SERIES` series are kept; the one that ended first is dropped first.
 """
 
@@ -29,6 +29,7 @@ COLUMNS = {
     "guarantee": "B",
     "limit": "B",
     "memory": "Q",
+    "parked": "Q",
     "memory_limit": "Q",
     "refused": "I",
 }
@@ -41,7 +42,10 @@ MAX_BYTES = 2**64 - 1
 
 @dataclass(frozen=True)
 class Use:
-    """One reading of a container on a GPU. Times and refusals are counted from its start."""
+    """One reading of a container on a GPU. Times and refusals are counted from its start.
+
+    `memory` is in use, and `parked` is the part of it that is in host memory.
+    """
 
     key: str
     container: str
@@ -54,6 +58,7 @@ class Use:
     memory_peak: int
     memory_limit: int
     refused: int
+    parked: int = 0
 
 
 @dataclass
@@ -187,6 +192,7 @@ class History:
                 "guarantee": use.guarantee,
                 "limit": use.limit,
                 "memory": use.memory,
+                "parked": min(use.parked, use.memory),
                 "memory_limit": use.memory_limit,
                 "refused": 0,
             },

@@ -207,8 +207,8 @@ def describe(server: Server) -> dict[str, Any]:
     It runs on the governor's event loop.
     """
     allocations = server.allocations.describe()
-    shown = ("uuid", "index", "name", "strategy", "memory", "memory_left", "compute_left", "lost",
-             "closed")  # fmt: skip
+    shown = ("uuid", "index", "name", "strategy", "memory", "memory_left", "memory_granted",
+             "compute_left", "lost", "closed")  # fmt: skip
     tally = server.tally
     return {
         "policy": server.config.on_violation,
@@ -217,6 +217,7 @@ def describe(server: Server) -> dict[str, Any]:
             for gpu in allocations["gpus"]
         ],
         "left_out": allocations["left_out"],
+        "host_memory": server.host_memory(),
         "containers": [_describe(container) for container in server.containers.values()],
         "admitted": tally.admitted,
         "refused": dict(tally.refused),
@@ -263,9 +264,20 @@ def _describe(container: Container) -> dict[str, Any]:
         "processes": len(container.pids()),
         "frozen": container.findings.frozen,
         "suspension": container.suspension,
+        "parking": _describe_parking(container),
         "elsewhere": container.findings.describe_elsewhere(),
         "devices": devices,
     }
+
+
+def _describe_parking(container: Container) -> dict[str, Any] | None:
+    """Return where its memory is, if it may be parked."""
+    parking = container.describe_parking()
+    if parking is None:
+        return None
+    shown = ("residency", "movable", "parked", "times_parked", "host_memory")
+    away_s = round(parking["away_ns"] / 1e9, 3)
+    return {**{name: parking[name] for name in shown}, "away_s": away_s}
 
 
 def _finite(ms: float | None) -> float | None:
@@ -286,6 +298,7 @@ def reason_of(episode: Episode) -> str:
 def uses_of(container: Container) -> Iterator[tuple[tuple[Container, str], Use]]:
     """Yield the values for the history of a container, for each of its GPUs."""
     times = container.account.gpu_times()
+    parked = 0 if container.parking is None else container.parking.report().parked
     for i, device in enumerate(container.devices):
         memory = container.account.memory(i)
         use = Use(
@@ -300,6 +313,7 @@ def uses_of(container: Container) -> Iterator[tuple[tuple[Container, str], Use]]
             memory_peak=memory.peak,
             memory_limit=container.quota.memory,
             refused=container.account.counted(i)["refused"],
+            parked=parked,  # a container whose memory may be parked has a single GPU
         )
         yield (container, device.uuid), use
 

@@ -23,7 +23,7 @@ function tone(node, number) {
   return node;
 }
 
-/** Define the hatch pattern of each tone, which shows lent time. */
+/** Define the hatch pattern of each tone, which shows lent time and parked memory. */
 function makeHatches(defs) {
   for (let at = 0; at < TONES; at++) {
     defs.append(tone(draw("pattern", {id: `hatch-${at}`, width: 4, height: 9, patternUnits: "userSpaceOnUse"},
@@ -48,14 +48,19 @@ function timeBar(had) {
   return bar;
 }
 
+/** Return what a container uses of its memory quota as parts of a bar: what is on the GPU, and what is parked. */
+function memoryParts({memory, parked, memory_limit: limit}, whole) {
+  const within = Math.min(memory, limit), away = Math.min(parked, within), scale = whole ? 100 / whole : 0;
+  const parts = [width(make("span", {class: "own"}), scale * (within - away))];
+  return away ? [...parts, width(make("span", {class: "parked"}), scale * away)] : parts;
+}
+
 function memoryBar(had) {
   const bar = make("div", {class: "bar memory", "aria-hidden": "true"});
-  if (had.memory <= had.memory_limit) {
-    bar.append(width(make("span", {class: "own"}), had.memory_limit ? 100 * had.memory / had.memory_limit : 0));
-  } else {
+  bar.append(...memoryParts(had, Math.max(had.memory, had.memory_limit)));
+  if (had.memory > had.memory_limit) {
     const within = 100 * had.memory_limit / had.memory;
-    bar.append(width(make("span", {class: "own"}), within), width(make("span", {class: "over"}), 100 - within));
-    bar.append(mark("limit", within));
+    bar.append(width(make("span", {class: "over"}), 100 - within), mark("limit", within));
   }
   return bar;
 }
@@ -84,12 +89,14 @@ function totalBar(rows) {
 
 function totalMemoryBar(rows, gpu) {
   const bar = make("div", {class: "bar total memory", "aria-hidden": "true"});
-  for (const row of rows) {
-    const {stays, memory, memory_limit: limit} = row.had;
-    if (!stays) continue;
-    const used = width(make("span", {class: "own"}), limit ? 100 * memory / limit : 0);
-    bar.append(slot(row, 100 * limit / gpu.memory, "slot granted", used));
+  const here = rows.filter((row) => row.had.stays);
+  // More may be granted than the GPU has; then a mark shows what it has.
+  const whole = Math.max(gpu.memory, sum(here.map((row) => row.had.memory_limit)));
+  for (const row of here) {
+    const limit = row.had.memory_limit;
+    bar.append(slot(row, 100 * limit / whole, "slot granted", ...memoryParts(row.had, limit)));
   }
+  if (whole > gpu.memory) bar.append(mark("limit", 100 * gpu.memory / whole));
   return bar;
 }
 
@@ -116,26 +123,28 @@ function line(values, y) {
 }
 
 /**
- * Return a chart of stacked containers over time. `own` and `lent` are the names of the columns that are filled and
- * hatched, `promised` that of the column whose sum is the dashed line, and `most` is the upper end of the chart.
+ * Return a chart of stacked containers over time. `own` is the name of the column that is drawn, `less` that of what is
+ * subtracted from it, `part` that of the part of it that is hatched, and `promised` that of the column whose sum is the
+ * dashed line. `most` is the upper end of the chart.
  */
-function chart(ones, {own, lent, promised}, most, span) {
+function chart(ones, {own, less, part, promised}, most, span) {
   const svg = draw("svg", {class: "chart", viewBox: `0 0 ${about.steps} 100`, preserveAspectRatio: "none"});
   const y = (value) => (100 - 100 * clamp(value, most) / most).toFixed(2);
   const floor = Array(about.steps).fill(0), line_of = Array(about.steps).fill(null);
   for (const one of ones) {
     const number = numbers.get(one.key);
-    const base = (x) => floor[x], top = (x, i) => floor[x] + one[own][i];
-    const within = (x, i) => top(x, i) - (lent ? one[lent][i] : 0);
+    const amount = (i) => one[own][i] - (less ? one[less][i] : 0);
+    const base = (x) => floor[x], top = (x, i) => floor[x] + amount(i);
+    const within = (x, i) => top(x, i) - (part ? one[part][i] : 0);
     const band = tone(draw("g", {}, draw("title", {}, `${number}: ${short(plain(one.name || one.id), 64)}`)), number);
     band.append(draw("path", {class: "own", d: area(one, y, within, base)}));
-    if (lent) {
+    if (part && one[part].some((value) => value > 0)) {
       const fill = `url(#hatch-${(number - 1) % TONES})`;
-      band.append(draw("path", {class: "lent", fill, d: area(one, y, top, within)}));
+      band.append(draw("path", {class: part, fill, d: area(one, y, top, within)}));
     }
     svg.append(band);
     for (const [x, i] of shown(one)) {
-      floor[x] += one[own][i];
+      floor[x] += amount(i);
       line_of[x] += one[promised][i];
     }
   }
@@ -166,8 +175,9 @@ function plot(label, svg, labels) {
     make("small", {class: "times"}, ...times.map((text) => make("span", {}, text))));
 }
 
-const TIME = {own: "used", lent: "lent", promised: "guarantee"};
-const MEMORY = {own: "memory", promised: "memory_limit"};
+const TIME = {own: "used", part: "lent", promised: "guarantee"};
+const MEMORY = {own: "memory", part: "parked", promised: "memory_limit"};
+const ON_GPU = {own: "memory", less: "parked", promised: "memory_limit"};
 
 /** Return the upper end of these containers' charts, in percent: the same for all, so that they can be compared. */
 function timeScale(ones) {
@@ -180,8 +190,8 @@ function timePlot(label, ones, most, span) {
 }
 
 /** Return a chart of memory over time, up to `whole` bytes, or up to the highest value if that is more. */
-function memoryPlot(label, ones, whole, span) {
+function memoryPlot(label, ones, whole, span, columns = MEMORY) {
   const peak = ones.length === 1 ? Math.max(...ones[0].memory, ...ones[0].memory_limit) : 0;
   const most = Math.max(whole, peak, MIB);
-  return plot(label, chart(ones, MEMORY, most, span), [bytes(most), bytes(most / 2), "0"]);
+  return plot(label, chart(ones, columns, most, span), [bytes(most), bytes(most / 2), "0"]);
 }

@@ -1,7 +1,7 @@
 "use strict";
 // Holds the governor's answers, and selects the part that the page shows.
 
-const COLUMNS = ["used", "lent", "guarantee", "limit", "memory", "memory_limit", "refused"];
+const COLUMNS = ["used", "lent", "guarantee", "limit", "memory", "parked", "memory_limit", "refused"];
 
 let state = null;     // the last answer of api/v1/state
 let about = null;     // the last answer of api/v1/history
@@ -66,7 +66,8 @@ function valuesIn(one, span) {
     steps, used: sum(part("used")) / steps, lent: sum(part("lent")) / steps,
     part: steps / (span.last - span.first + 1),
     guarantee: part("guarantee").at(-1), limit: part("limit").at(-1),
-    memory: part("memory").at(-1), memory_limit: part("memory_limit").at(-1), refused: sum(part("refused")),
+    memory: part("memory").at(-1), parked: part("parked").at(-1), memory_limit: part("memory_limit").at(-1),
+    refused: sum(part("refused")),
     stays: to === span.last && (span.moment || !one.ended),
   };
 }

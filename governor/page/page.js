@@ -3,6 +3,9 @@
 
 const WAIT_MS = 15000;
 const HEADS = ["Container", "GPU time", "GPU time, last 15 minutes", "Memory", "Memory, last 15 minutes"];
+const MOVES = {
+  leaving: "memory is leaving the GPU", parked: "memory is parked", coming: "memory is coming to the GPU", resident: "",
+};
 
 let answered = null;  // time of the governor's last answer
 let sections = new Map();  // by GPU
@@ -44,6 +47,8 @@ function renderHead(row, live) {
   if (live) head.append(make("p", {class: "quiet"}, count(live.processes, "process", "processes")));
   if (live && live.frozen) head.append(trouble("frozen for a violation"));
   if (live && live.suspension) head.append(make("p", {class: "quiet"}, live.suspension));
+  const moves = live && live.parking ? MOVES[live.parking.residency] : "";
+  if (moves) head.append(make("p", {class: "quiet"}, moves));
   for (const use of live ? live.elsewhere : []) {
     head.append(trouble(`uses GPU ${use.index}, which is not its own: process ${use.pid}, ${bytes(use.memory)}`));
   }
@@ -65,17 +70,24 @@ function renderTime({one, had}, live) {
   return time;
 }
 
-function renderMemory({one, had}, span) {
+function renderMemory({one, had}, span, live) {
   const limit = had.memory_limit, peak = `peak ${bytes(one.memory_peak)}`;
   const memory = cell("td", "cell");
   if (one.ended && !span.moment) {
     // An ended container has no memory now, so its peak is shown.
-    memory.append(memoryBar({...had, memory: one.memory_peak}), make("p", {}, `${peak} of ${bytes(limit)}`));
+    const then = {...had, memory: one.memory_peak, parked: 0};
+    memory.append(memoryBar(then), make("p", {}, `${peak} of ${bytes(limit)}`));
     return memory;
   }
   const share = limit ? ` (${Math.round(100 * had.memory / limit)}\u00a0%)` : "";
   memory.append(memoryBar(had), make("p", {}, `${bytes(had.memory)} of ${bytes(limit)}${share} in use`));
+  if (had.parked) memory.append(make("p", {}, `${bytes(had.parked)} of it parked in host memory`));
   if (!span.moment) memory.append(make("p", {class: "quiet"}, `${peak} since its start`));
+  const {times_parked: times, away_s: waited} = (live && live.parking) || {times_parked: 0, away_s: 0};
+  if (times || waited) {
+    const cost = `calls waited ${waited.toFixed(1)}\u00a0s for it`;
+    memory.append(make("p", {class: "quiet"}, `parked ${count(times, "time")}, ${cost}`));
+  }
   return memory;
 }
 
@@ -86,7 +98,7 @@ function renderRow(row, span, now, most) {
   const limit = one.memory_limit.at(-1) || 0;
   const cells = [
     renderHead(row, live), renderTime(row, live), cell("td", "cell", timePlot(HEADS[2], [one], most, span)),
-    renderMemory(row, span), cell("td", "cell", memoryPlot(HEADS[4], [one], limit, span)),
+    renderMemory(row, span, live), cell("td", "cell", memoryPlot(HEADS[4], [one], limit, span)),
   ];
   return tone(make("tr", {role: "row", class: one.ended ? "ended" : "here"}, ...cells), row.number);
 }
@@ -134,17 +146,19 @@ function renderGpu(gpu, span, now) {
     : `in the last ${lasted((span.last - span.first + 1) * about.step_s)}`;
   // What is left is known only for the present; it excludes grants that no container uses yet.
   const guaranteed = span.moment ? sum(here.map((row) => row.had.guarantee)) : 100 - gpu.compute_left;
-  const granted = span.moment ? sum(here.map((row) => row.had.memory_limit)) : gpu.memory - gpu.memory_left;
+  const granted = span.moment ? sum(here.map((row) => row.had.memory_limit)) : gpu.memory_granted;
+  const parked = sum(here.map((row) => row.had.parked));
   parts.words.replaceChildren(`GPU time ${when}: `, make("strong", {}, `${percent(used)} used`),
     ` ${ownAndLent(used, lent, "their")}; guaranteed ${guaranteed}\u00a0%`);
   parts.bar.replaceChildren(totalBar(rows));
   parts.memoryWords.replaceChildren(span.moment ? "Memory then: " : "Memory now: ",
-    make("strong", {}, `${bytes(sum(here.map((row) => row.had.memory)))} in use`),
-    `; granted ${bytes(granted)} of ${bytes(gpu.memory)}`);
+    make("strong", {}, `${bytes(sum(here.map((row) => row.had.memory)) - parked)} in use`),
+    parked ? `, ${bytes(parked)} parked in host memory` : "", `; granted ${bytes(granted)} of ${bytes(gpu.memory)}`);
   parts.memoryBar.replaceChildren(totalMemoryBar(rows, gpu));
   // The charts show all containers, whichever steps are selected.
   parts.chart.replaceChildren(timePlot("All containers: GPU time, last 15 minutes", all, 100, span));
-  parts.memoryChart.replaceChildren(memoryPlot("All containers: memory, last 15 minutes", all, gpu.memory, span));
+  parts.memoryChart.replaceChildren(
+    memoryPlot("All containers: memory on the GPU, last 15 minutes", all, gpu.memory, span, ON_GPU));
   parts.caption.textContent = `Containers of GPU ${gpu.index}`;
   parts.table.hidden = !rows.length;
   if (!rows.length) parts.words.append(". No container in this time.");
@@ -193,8 +207,10 @@ function render() {
   renderEvents();
   const left = about.left_out ? ` ${count(about.left_out, "more container")} did not fit into the history.` : "";
   const others = state.left_out.map((gpu) => ` GPU ${gpu.index} is not shared: ${plain(gpu.reason)}.`).join("");
+  const {taken, needed, limit} = state.host_memory;
+  const host = needed ? ` ${bytes(taken)} of host memory taken for parked memory, ${bytes(limit)} at most.` : "";
   byId("about").textContent = `version ${state.version}, governor since ${day(state.started)}, `
-    + `${count(state.containers.length, "container")}.${left}${others}`;
+    + `${count(state.containers.length, "container")}.${host}${left}${others}`;
 }
 
 // Polling

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -212,9 +212,15 @@ class Served:
 
         self.run(end())
 
-    def step(self, *had: tuple[Container, float], times: int = 1, refused: int = 0) -> None:
+    def step(
+        self,
+        *had: tuple[Container, float],
+        times: int = 1,
+        refused: int = 0,
+        parked: Mapping[str, int] | None = None,
+    ) -> None:
         """Advance by `times` steps, in each of which each container uses the given percentage of
-        the GPU.
+        the GPU. `parked` is how much of its memory is parked, by key.
         """
 
         async def look() -> None:
@@ -231,6 +237,7 @@ class Served:
                         key, web._text(container.identifier), web._name(container), UUID,
                         charged_ns, quota.compute, quota.compute_limit,
                         quota.memory * 3 // 4, quota.memory * 7 // 8, quota.memory, count,
+                        (parked or {}).get(key, 0),
                     )  # fmt: skip
                     uses.append((key, use))
                 self.history.record(self._steps * STEP_NS, uses)

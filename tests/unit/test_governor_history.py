@@ -34,7 +34,9 @@ def test_a_step_has_the_use_since_the_previous_reading() -> None:
     steps(
         history,
         replace(quota, charged_ns=3 * SECOND),
-        replace(quota, charged_ns=5 * SECOND, memory=2 * GIB, memory_peak=3 * GIB, refused=3),
+        replace(
+            quota, charged_ns=5 * SECOND, memory=2 * GIB, memory_peak=3 * GIB, refused=3, parked=GIB
+        ),
         replace(quota, charged_ns=5 * SECOND, guarantee=50, memory_peak=3 * GIB, refused=3),
     )
     assert history.last == 2
@@ -46,9 +48,16 @@ def test_a_step_has_the_use_since_the_previous_reading() -> None:
         "guarantee": [40, 40, 50],
         "limit": [60, 60, 60],
         "memory": [GIB, 2 * GIB, GIB],
+        "parked": [0, GIB, 0],
         "memory_limit": [4 * GIB] * 3,
         "refused": [0, 3, 0],
     }  # fmt: skip
+
+
+def test_no_more_is_parked_than_is_in_use() -> None:
+    history = History(0)
+    steps(history, replace(ALONE, parked=2 * GIB))
+    assert (only(history.cut(-1))["memory"], only(history.cut(-1))["parked"]) == ([GIB], [GIB])
 
 
 def test_use_beyond_the_guarantee_is_lent() -> None:
@@ -185,7 +194,10 @@ def test_nonsense_is_bounded(looks: list[tuple[int, int, int]]) -> None:
     now = 0
     for passed, number, other in looks:
         now += 1 + passed
-        use = replace(ALONE, charged_ns=number, memory=other, memory_peak=other, refused=number)
+        use = replace(
+            ALONE,
+            charged_ns=number, memory=other, memory_peak=other, refused=number, parked=number,
+        )  # fmt: skip
         history.record(now, [("who", use)])
     for series in history.cut(-1).describe():
         for name, kind in COLUMNS.items():

@@ -21,7 +21,7 @@ import jsonschema
 import pytest
 
 from governor import web
-from governor.config import Config, Web, parse_config
+from governor.config import Config, MemoryOptions, Web, parse_config
 from governor.counters import MAX_REMEMBERED, TEXT_LIMIT, Tally
 from governor.errors import ConfigError
 from governor.history import STEP_NS, History
@@ -107,6 +107,7 @@ def test_the_state_has_the_governors_data(play: Callable[[Scene], None]) -> None
             {
                 "uuid": UUID, "index": 0, "name": 'a "GPU" \\ of ours', "strategy": "timeslice",
                 "memory": 16 * GIB - 512 * MIB, "memory_left": 12 * GIB - 512 * MIB,
+                "memory_granted": 4 * GIB,
                 "compute_left": 60, "lost": None, "closed": None,
                 "scheduling": "gate", "not_steered": "",
             }
@@ -114,7 +115,7 @@ def test_the_state_has_the_governors_data(play: Callable[[Scene], None]) -> None
         assert found["containers"] == [
             {
                 "key": one.key, "id": "one", "name": "", "guarantee": 40, "limit": 70, "class": "throughput",
-                "processes": 1, "frozen": True, "suspension": "", "elsewhere": [],
+                "processes": 1, "frozen": True, "suspension": "", "parking": None, "elsewhere": [],
                 "devices": [
                     {
                         "gpu": UUID, "memory_used": GIB, "memory_peak": GIB, "memory_limit": 4 * GIB,
@@ -137,6 +138,38 @@ def test_the_state_has_the_governors_data(play: Callable[[Scene], None]) -> None
         episode.ended = 1010.0
         found = await document(world, "/api/v1/state")
         assert found["violations"][0]["ended"] == 1010.0
+
+    play(scene)
+
+
+def test_where_memory_is_is_in_the_state_and_in_the_history(
+    play: Callable[[Scene], None],
+) -> None:
+    async def scene(world: MetricsWorld, history: History) -> None:
+        memory = MemoryOptions(overbook=2.0, host=100 * GIB)
+        world.server.configure(replace(world.config, memory=memory))
+        one = await world.admit("one", memory="12Gi")
+        await world.admit("two", memory="8Gi", compute="10")
+        await world.join(one)
+        assert one.parking
+        one.parking.arenas._arenas[0].ready = 3 * GIB
+        pages.write(one.ledger, layout.ledger_device(0, 0), "ledger_device", "memory", 9 * GIB)
+        for name, value in (("movable", 8 * GIB), ("parked", 8 * GIB), ("away_ns", 3 * S // 2)):
+            pages.write(one.ledger, pages.slot_base(0), "ledger_slot", name, value)
+        one.residency, one.times_parked = "coming", 2
+        found = await document(world, "/api/v1/state")
+        assert found["containers"][0]["parking"] == {
+            "residency": "coming", "movable": 8 * GIB, "parked": 8 * GIB, "times_parked": 2,
+            "host_memory": 3 * GIB, "away_s": 1.5,
+        }  # fmt: skip
+        assert found["containers"][1]["parking"]["residency"] == "parked"
+        assert found["host_memory"] == {"taken": 3 * GIB, "needed": 20 * GIB, "limit": 100 * GIB}
+        assert found["gpus"][0]["memory_granted"] == 20 * GIB
+        history.record(STEP_NS, web.uses_of(one))
+        pages.write(one.ledger, pages.slot_base(0), "ledger_slot", "parked", 0)
+        history.record(2 * STEP_NS, web.uses_of(one))
+        (series,) = (await document(world, "/api/v1/history"))["series"]
+        assert (series["memory"], series["parked"]) == ([9 * GIB] * 2, [8 * GIB, 0])
 
     play(scene)
 

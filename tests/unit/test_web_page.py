@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from governor.config import MemoryOptions
 from governor.container import Container
 from governor.quota import Device
 from governor.violations import Episode
@@ -524,6 +525,49 @@ def test_memory_beyond_the_quota_is_drawn_as_such(served: Served, page: BrowserP
     assert part(page, "tbody .memory .over") == pytest.approx(50, abs=1)
     # In the GPU's bar, the container takes no room from its neighbours.
     assert part(page, ".total.memory .slot") == pytest.approx(400 / 15.5, abs=1)
+
+
+def test_parked_memory_is_drawn_as_such_and_not_as_memory_on_the_gpu(
+    served: Served, page: BrowserPage
+) -> None:
+    server = served.world.server
+    memory = MemoryOptions(overbook=2.0, host=100 * GIB)
+    server.configure(replace(server.config, memory=memory))
+    one = admit(served, "one", memory="12Gi")
+    two = admit(served, "two", memory="8Gi", compute="10")
+    one.residency, one.times_parked, two.residency = "parked", 3, "resident"
+    served.step((one, 0.0), (two, 10.0), times=2, parked={one.key: 8 * GIB})
+    open_page(page, served, 2)
+    said = "Memory now: 7.0 GiB in use, 8.0 GiB parked in host memory; granted 20.0 GiB of 15.5 GiB"
+    assert said in words(page, ".gpu")
+    said = "0 MiB of host memory taken for parked memory, 100.0 GiB at most"
+    assert said in words(page, "#about")
+    assert "memory is parked" in row(page, 1)
+    said = "9.0 GiB of 12.0 GiB (75 %) in use 8.0 GiB of it parked in host memory"
+    assert said in row(page, 1)
+    assert "parked 3 times, calls waited 0.0 s for it" in row(page, 1)
+    assert "parked" not in row(page, 2)
+    assert part(page, "tr:nth-child(1) .bar.memory .own") == pytest.approx(100 / 12, abs=1)
+    assert part(page, "tr:nth-child(1) .bar.memory .parked") == pytest.approx(800 / 12, abs=1)
+    # In the GPU's bar there is room for all that is granted, and a mark where its memory ends.
+    assert part(page, ".total.memory .slot:nth-child(1)") == pytest.approx(60, abs=1)
+    assert part(page, ".total.memory .slot:nth-child(1) .parked") == pytest.approx(40, abs=1)
+    assert part(page, ".total.memory .slot:nth-child(2)") == pytest.approx(40, abs=1)
+    assert page.evaluate("document.querySelector('.total.memory .mark').style.left") == "77.5%"
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1200
+    # The GPU's chart has only what is on the GPU, a container's chart what counts against its quota.
+    on_gpu = heights(page, ".sums > div:nth-child(2) svg")
+    assert on_gpu == [[pytest.approx(part_of / 15.5, abs=0.02)] * 2 for part_of in (100, 600)]
+    assert heights(page, ".sums > div:nth-child(2) svg", "parked") == []
+    own = "tbody tr:nth-child(1) td:nth-child(5) svg"
+    assert heights(page, own) == [[pytest.approx(100 / 12, abs=0.02)] * 2]
+    assert heights(page, own, "parked") == [[pytest.approx(800 / 12, abs=0.02)] * 2]
+    assert page.complaints() == []
+    page.press("Tab", times=3)
+    page.press("ArrowLeft")
+    assert "Memory then: 7.0 GiB in use, 8.0 GiB parked in host memory" in words(page, ".gpu")
+    assert "8.0 GiB of it parked in host memory" in row(page, 1)
+    assert "memory is parked" not in row(page, 1)  # it is not known for earlier moments
 
 
 def test_a_repacked_screenshot_has_the_same_pixels(served: Served, page: BrowserPage) -> None:

@@ -219,7 +219,8 @@ class Parker:
             log.warning(
                 "container-not-resident",
                 container=container.identifier,
-                hint="the GPU has no room for it although no container has it; this is tried again",
+                message="the GPU has no room for its memory, although no container has that room",
+                hint="it is tried again; nvidia-smi shows what else uses the GPU",
             )
         elif spot.place is Whereabouts.LEAVING and report.n_parked == report.n_processes:
             spot.place, spot.parked_ns = Whereabouts.PARKED, now_ns
@@ -230,8 +231,8 @@ class Parker:
             log.warning(
                 "container-not-parked",
                 container=container.identifier,
-                hint="its work does not end; other containers wait for its memory. Set"
-                " tidegate.gpu/parking to never if that is how it works",
+                message="its work does not end, and other containers wait for its memory",
+                hint="set tidegate.gpu/parking to never if that is how it works",
             )
             spot.left_alone_ns = now_ns + AGAIN_NS
             self._order(container, Whereabouts.COMING, now_ns)

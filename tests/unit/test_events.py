@@ -86,6 +86,36 @@ def test_failures_are_shown_from_files_of_json_lines(
     assert [json.loads(line) for line in run(capsys, "--log", hook, "--json")] == [FAILED]
 
 
+def test_moves_of_memory_are_shown_if_asked_for_and_failures_always(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about = {"container": "77aa", "timestamp": "t"}
+    moved = {**about, "memory": 1 << 30, "seconds": 0.35, "level": "info"}
+    stays = {
+        **about,
+        "event": "container-not-parked",
+        "message": "its work does not end, and other containers wait for its memory",
+        "hint": "set tidegate.gpu/parking to never if that is how it works",
+        "level": "warning",
+    }
+    governor = put(
+        tmp_path / "governor.log",
+        {"event": "container-parked", **moved},
+        {"event": "container-resident", **moved},
+        stays,
+    )
+    [failure] = run(capsys, "--log", governor)
+    assert failure == (
+        f"{'t':24} governor container-not-parked 77aa: its work does not end, and other containers"
+        " wait for its memory; set tidegate.gpu/parking to never if that is how it works"
+    )
+    assert run(capsys, "--log", governor, "--container", "77", "--all") == [
+        f"{'t':24} governor container-parked 77aa: memory 1073741824, seconds 0.35",
+        f"{'t':24} governor container-resident 77aa: memory 1073741824, seconds 0.35",
+        failure,
+    ]
+
+
 def test_pods_and_claims_are_named_and_can_be_selected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

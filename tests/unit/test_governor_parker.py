@@ -126,6 +126,8 @@ def test_a_container_comes_when_it_waits_and_leaves_when_another_one_waits() -> 
         node.step()
     assert where(a, b) == ["resident", "parked"]
     assert [line["event"] for line in logs] == ["container-resident"]
+    assert (logs[0]["container"], logs[0]["memory"]) == ("a", 30 * GIB - CONTEXT)
+    assert logs[0]["seconds"] == 0.0
     node.wants(b)
     node.step((STAY_NS + IDLE_NS) / S)
     node.step()

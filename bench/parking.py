@@ -86,6 +86,19 @@ def rate_between(turns: Sequence[tuple[float, int]], begin: float, end: float) -
     return (inside[-1][1] - inside[0][1]) / (end - begin)
 
 
+def model_command(
+    machine: Machine, held: int, program: ModelProgram = BUSY, *, busy: bool = False
+) -> list[str]:
+    """Return the command of a model that holds `held` bytes, in a container of this machine."""
+    return [
+        machine.python,  # type: ignore[attr-defined]
+        f"{INSIDE}/{program.file}",
+        "--bytes", str(held),
+        "--out", "/out",
+        *(["--busy"] if busy else []),
+    ]  # fmt: skip
+
+
 def start_model(
     node: BenchNode,
     name: str,
@@ -96,20 +109,13 @@ def start_model(
     compute: str = "10",
 ) -> Running:
     """Start a container that holds `held` bytes, and wait until it does."""
-    arguments = [
-        node.machine.python,  # type: ignore[attr-defined]
-        f"{INSIDE}/{program.file}",
-        "--bytes", str(held),
-        "--out", "/out",
-        *(["--busy"] if busy else []),
-    ]  # fmt: skip
     quota = {
         "memory": str(held + program.more),
         "compute": compute,
         "compute-limit": "100",
         "devices": DEVICE,
     }
-    container = node.start(name, arguments, quota)
+    container = node.start(name, model_command(node.machine, held, program, busy=busy), quota)
     node.wait_ready([container.out / "begin.ready"], READY_S)
     return container
 

@@ -58,7 +58,7 @@ class HeldMemory:
             self.cuda.call("cuMemcpyDtoH_v2", self._pointer(found), self.blocks[i], BLOCK)
             self.first[0] = i
             wanted = self.first
-            if i == 0:
+            if i == 0 and self.added:
                 wanted = array.array("I", ((word + self.added) & 0xFFFFFFFF for word in wanted))
             # Python compares arrays number by number, which takes a second for a block.
             wrong += _libc.memcmp(self._pointer(found), self._pointer(wanted), BLOCK) != 0

@@ -14,7 +14,8 @@ from bench.provenance import ROOT
 
 EXAMPLES = ROOT / "examples"
 STORIES = (
-    "training-beside-inference", "jupyter-class", "ci-runners", "several-gpus", "moving-from-hami",
+    "training-beside-inference", "jupyter-class", "ci-runners", "several-gpus", "many-models",
+    "moving-from-hami",
 )  # fmt: skip
 PREFIX = "tidegate.gpu/"
 

@@ -476,7 +476,8 @@ class _ChildSearch:
             self.notes[f"descriptors of {self._who(pid)}: {e.strerror}"] = None
             return
         try:
-            with os.scandir(fd) as entries, contextlib.suppress(*GONE):
+            # Opening the list of a process that has just ended fails as well, since Linux 6.6.
+            with contextlib.suppress(*GONE), os.scandir(fd) as entries:
                 for entry in entries:
                     self._check()
                     self._look_at_open(pid, entry.name, "fd", fd=fd, holders=holders)

@@ -163,7 +163,7 @@ class Admissions:
             try:
                 await self.make_room(made, 0)
             except BaseException:
-                self.end(made, "refused")
+                self.part(made, made.members[0], "refused")
                 raise
         self._log_admitted(made, request)
         return self._grant(made)

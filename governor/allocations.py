@@ -303,6 +303,8 @@ class AllocationTable:
         before = [gpu.quotas.pop(key) for gpu in own]
         try:
             self._check(own, quota)
+            if any(gpu.may_park(quota) for gpu in own):
+                self._check_host(quota)
         except RefusedError:
             for gpu, old in zip(own, before, strict=True):
                 gpu.quotas[key] = old

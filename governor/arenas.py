@@ -92,7 +92,10 @@ class Arenas:
         arena = self._arenas.get(slot)
         if arena is None:
             return
-        fd = os.dup(arena.fd)  # the arena may be closed while the thread runs
+        try:
+            fd = os.dup(arena.fd)  # the arena may be closed while the thread runs
+        except OSError as e:
+            raise ArenaError(f"host memory cannot be reserved: {e.strerror}") from e
         try:
             while self._arenas.get(slot) is arena and arena.ready < size:
                 missing = layout.ARENA_PIECE + SPARE - self._available()
@@ -147,10 +150,11 @@ class Arenas:
                     if start_time(process.pid) != process.start:
                         os.close(fd)
                         break
-                    base = pages.slot_base(process.slot)
-                    said = pages.read(self._ledger, base, "ledger_slot", "arena")
-                    # The container can write both numbers; a wrong one harms only itself.
-                    self._arenas[process.slot] = _Arena(fd, min(said, os.fstat(fd).st_size))
+                    # What the file has, and not what the process's slot says.
+                    status = os.fstat(fd)
+                    ready = min(status.st_size, status.st_blocks * 512)
+                    self._arenas[process.slot] = _Arena(fd, ready)
+                    self._publish(process.slot)
                     break
             if time.monotonic() > until:
                 break

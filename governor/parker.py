@@ -21,7 +21,7 @@ from governor.container import Container
 from governor.errors import RefusedError
 from governor.parking import ParkingReport
 from governor.quota import MIB, Device
-from governor.residency import Occupant, Whereabouts, decide
+from governor.residency import Occupant, Whereabouts, decide, excess
 
 log = structlog.get_logger()
 
@@ -39,6 +39,15 @@ AGAIN_NS = 60_000_000_000
 """Time for which a container that did not park its memory in time is left alone."""
 LATE_NS = 5_000_000_000
 """A move to the GPU that takes longer is logged."""
+COME_NS = 60_000_000_000
+"""A container that does not report for so long that its memory is on the GPU counts as if it did:
+others must not wait for that report for ever."""
+WAIT_NS = 30_000_000_000
+"""A wait for room on the GPU that takes longer is logged."""
+UNKNOWN = 1 << 62
+"""More than any quota: what a container that was found leaving keeps is known when it has left."""
+SAMPLE_NS = 5_000_000_000
+"""Longest wait of a new governor for the first sample of the containers that it finds."""
 
 
 class ListsContainers(Protocol):
@@ -64,6 +73,9 @@ class _Spot:
     keeps: int = 0
     parked_ns: int = 0
     said_late: bool = False
+    said_waits: bool = False
+    unsampled_ns: int = 0
+    """Until when nothing is decided without a sample of a container that was found; 0: decide."""
 
 
 class Parker:
@@ -124,7 +136,7 @@ class Parker:
         everyone = list(self._containers.containers.values())
         return max(
             (
-                sum(self._look(one, now_ns).taken for one in here) - self._capacity(uuid)
+                excess(self._capacity(uuid), [self._look(one, now_ns) for one in here])
                 for uuid, here in self._sharing(everyone).items()
                 if container in here and any(one.parking for one in here)
             ),
@@ -152,6 +164,8 @@ class Parker:
             capacity = self._capacity(uuid)
             by_key = {one.key: one for one in here}
             tenants = [self._look(one, now_ns) for one in here]
+            if any(now_ns < self._spots[one].unsampled_ns for one in here if one.parking):
+                continue
             orders = decide(capacity, tenants, now_ns)
             for key in orders.leave:
                 self._order(by_key[key], Whereabouts.LEAVING, now_ns)
@@ -168,20 +182,23 @@ class Parker:
         parking = container.parking
         if parking is None:
             quota = container.quota.memory + self._more.get(container, 0)
-            return Occupant(container.key, quota, Whereabouts.RESIDENT, may_leave=False)
+            return Occupant(container.key, quota, Whereabouts.RESIDENT, is_fixed=True)
         report = parking.report()
+        seen, sampled_ns = container.account.seen(0)
         spot = self._spots.get(container)
         if spot is None:
-            place = Whereabouts.COMING if parking.is_ordered else Whereabouts.PARKED
-            spot = self._spots[container] = _Spot(place, now_ns, now_ns, report.work)
-            spot.ordered_ns = now_ns
+            spot = self._spots[container] = self._find(
+                report, now_ns, is_ordered=parking.is_ordered
+            )
+        if sampled_ns:
+            spot.unsampled_ns = 0
         if report.work != spot.work or report.is_busy:
             spot.work, spot.worked_ns = report.work, now_ns
-        if not report.awaiting:
-            spot.waits_ns = None
+        # The calls of a suspended container cannot go on, wherever its memory is.
+        if not report.awaiting or container.suspension:
+            spot.waits_ns, spot.said_waits = None, False
         elif spot.waits_ns is None:
             spot.waits_ns = now_ns
-        seen, sampled_ns = container.account.seen(0)
         if spot.place is Whereabouts.RESIDENT:
             spot.keeps = max(seen - report.movable, 0)
         self._follow(container, spot, report, now_ns)
@@ -189,11 +206,13 @@ class Parker:
         held = min(spot.keeps, container.quota.memory)
         if spot.place is Whereabouts.PARKED and sampled_ns > spot.parked_ns:
             held = seen
+        quota = container.quota.memory + self._more.get(container, 0)
         return Occupant(
             container.key,
-            container.quota.memory + self._more.get(container, 0),
+            quota,
             spot.place,
             held=held,
+            holds=min(held + report.movable, quota),
             keeps=min(spot.keeps, container.quota.memory),
             waits_ns=spot.waits_ns,
             worked_ns=spot.worked_ns,
@@ -204,6 +223,20 @@ class Parker:
             is_latency=container.quota.is_latency,
         )
 
+    @staticmethod
+    def _find(report: ParkingReport, now_ns: int, *, is_ordered: bool) -> _Spot:
+        """Return where the memory of a container is that is new, or was found by a new governor."""
+        place = Whereabouts.COMING if is_ordered else Whereabouts.LEAVING
+        if not is_ordered and report.n_parked == report.n_processes:
+            place = Whereabouts.PARKED
+        spot = _Spot(place, now_ns, now_ns, report.work)
+        spot.ordered_ns = now_ns
+        if place is Whereabouts.LEAVING:
+            spot.keeps = UNKNOWN
+        if report.n_processes:
+            spot.unsampled_ns = now_ns + SAMPLE_NS
+        return spot
+
     def _follow(
         self, container: Container, spot: _Spot, report: ParkingReport, now_ns: int
     ) -> None:
@@ -211,9 +244,11 @@ class Parker:
         took_ns = now_ns - spot.ordered_ns
         if spot.place is Whereabouts.COMING and report.n_resident == report.n_processes:
             spot.place, spot.since_ns = Whereabouts.RESIDENT, now_ns
-            spot.move_ns = took_ns
+            spot.move_ns = min(took_ns, LATE_NS)
             if report.movable:
                 self._log("container-resident", container, report, took_ns)
+        elif spot.place is Whereabouts.COMING and took_ns > COME_NS:
+            spot.place, spot.since_ns = Whereabouts.RESIDENT, now_ns
         elif spot.place is Whereabouts.COMING and took_ns > LATE_NS and not spot.said_late:
             spot.said_late = True
             log.warning(
@@ -224,7 +259,7 @@ class Parker:
             )
         elif spot.place is Whereabouts.LEAVING and report.n_parked == report.n_processes:
             spot.place, spot.parked_ns = Whereabouts.PARKED, now_ns
-            spot.move_ns = took_ns
+            spot.move_ns = min(took_ns, LATE_NS)
             container.times_parked += 1
             self._log("container-parked", container, report, took_ns)
         elif spot.place is Whereabouts.LEAVING and took_ns > LEAVE_NS:
@@ -236,6 +271,16 @@ class Parker:
             )
             spot.left_alone_ns = now_ns + AGAIN_NS
             self._order(container, Whereabouts.COMING, now_ns)
+        waits_ns = 0 if spot.waits_ns is None else now_ns - spot.waits_ns
+        if spot.place is Whereabouts.PARKED and waits_ns > WAIT_NS and not spot.said_waits:
+            spot.said_waits = True
+            log.warning(
+                "container-waits",
+                container=container.identifier,
+                message="its calls wait for memory on the GPU, which others do not leave",
+                hint="tidegate ps shows them; a container of class latency that works, or one with"
+                " tidegate.gpu/parking set to never, does not leave",
+            )
 
     def _log(self, event: str, container: Container, report: ParkingReport, took_ns: int) -> None:
         log.info(

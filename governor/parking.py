@@ -36,6 +36,8 @@ class ParkingReport:
     n_parked: int = 0
     n_going: int = 0
     """Processes whose memory is parked, or is being copied to host memory."""
+    n_moving: int = 0
+    """Processes whose memory is being copied."""
     awaiting: int = 0
     movable: int = 0
     parked: int = 0
@@ -63,12 +65,13 @@ class Parking:
     def report(self) -> ParkingReport:
         """Return what the processes report, added up."""
         total = [0] * len(_REPORT.fields)
-        resident = parked = going = work = busy = 0
+        resident = parked = going = moving = work = busy = 0
         for slot in self._processes:
             values = _REPORT(self._ledger, pages.slot_base(slot))
             resident += values[0] == RESIDENT
             parked += values[0] == PARKED
             going += values[0] in (OUT, PARKED)
+            moving += values[0] in (OUT, IN)
             values[2:] = [min(value, self._memory) for value in values[2:]]
             total = [one + value for one, value in zip(total, values, strict=True)]
             *counts, pending = _WORK(self._ledger, layout.ledger_device(slot, 0))
@@ -80,6 +83,7 @@ class Parking:
             resident,
             parked,
             going,
+            moving,
             awaiting,
             movable,
             held,

@@ -23,6 +23,7 @@ from governor.audit import Auditor
 from governor.container import Container
 from governor.counters import Tally
 from governor.quota import Device
+from governor.residency import Whereabouts
 from governor.server import Server
 from governor.usage import SAMPLE_NS, WINDOW_NS, Charge
 from vdriver.errors import VdriverError
@@ -165,22 +166,25 @@ def _ask_memory(nvml: Observer, uuid: str) -> tuple[tuple[ProcessMemory, ...], i
     return seen, None
 
 
+_MOVES = (Whereabouts.LEAVING.value, Whereabouts.COMING.value)
+
+
 def _unseen(
     charges: Iterable[tuple[Container, Mapping[RegisteredProcess, Charge]]],
 ) -> int | None:
     """Return the charged bytes on a GPU that NVML attributes to no process.
 
     Return None while a process creates a context: NVML shows the memory before it attributes it to
-    the process. The same applies while the memory of a container is moved. Memory that is parked in
-    host memory is charged like such memory, but is not on the GPU.
+    the process. The same applies while the memory of a container is moved, by the governor's order.
+    Memory that is parked in host memory is charged like such memory, but is not on the GPU.
     """
     unseen = 0
     for container, of_processes in charges:
         if container.is_moving:
             return None
-        if container.parking is not None:
+        if container.parking is not None and not container.suspension:
             parked = container.parking.report()
-            if parked.n_resident + parked.n_parked < parked.n_processes:
+            if parked.n_moving and container.residency in _MOVES:
                 return None
             unseen -= parked.parked
         for charge in of_processes.values():

@@ -3,7 +3,8 @@
 The module is pure: it uses no clock or driver. A container is resident with its whole quota: its
 quota is reserved on the GPU, so it can allocate without asking. A container whose memory is parked
 keeps there what cannot be moved, such as contexts. So the quotas of the resident containers and
-what the parked ones keep never exceed the GPU's memory.
+what the parked ones keep never exceed the GPU's memory. A quota that does not fit next to what the
+others keep at least counts only as far as it fits, so that its container is not parked for ever.
 
 A container comes to the GPU when one of its calls waits for memory. To make room, containers leave
 that have been idle for the longest time. A container that works leaves only when it has been
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 IDLE_NS = 500_000_000
 """A container that has not worked for this long is idle, in nanoseconds."""
@@ -49,6 +50,8 @@ class Occupant:
     """Memory on the GPU by the driver's own account, while its memory is parked."""
     keeps: int = 0
     """Estimate of what it would hold if it were parked."""
+    holds: int = 0
+    """Memory that it has allocated, on the GPU or parked, by its own report; within its quota."""
     waits_ns: int | None = None
     """When a call began to wait for memory, if one waits."""
     worked_ns: int = 0
@@ -60,6 +63,8 @@ class Occupant:
     is_going: bool = False
     """Whether it is leaving, and gives its memory up right now."""
     may_leave: bool = True
+    is_fixed: bool = False
+    """Whether its memory is never parked."""
     is_latency: bool = False
 
     @property
@@ -69,18 +74,31 @@ class Occupant:
             return self.held
         return self.keeps if self.is_going else self.quota
 
+    @property
+    def least(self) -> int:
+        """The part that it has even when its memory is parked."""
+        if self.is_fixed:
+            return self.quota
+        return self.held if self.place is Whereabouts.PARKED else self.keeps
+
     def is_idle(self, now_ns: int) -> bool:
         """Return whether it has not worked for a while."""
         return now_ns - self.worked_ns >= IDLE_NS
 
     def can_leave(self, now_ns: int) -> bool:
         """Return whether it may be parked now."""
-        if self.place is not Whereabouts.RESIDENT or not self.may_leave:
+        if self.place is not Whereabouts.RESIDENT or not self.may_leave or self.is_fixed:
             return False
         stayed_ns = now_ns - self.since_ns
         if self.is_idle(now_ns):
             return stayed_ns >= STAY_NS
         return not self.is_latency and stayed_ns >= max(TURN_NS, COST * self.move_ns)
+
+    def will_leave(self, now_ns: int) -> bool:
+        """Return whether it will leave for another within a turn, or is leaving."""
+        if self.is_fixed or not self.may_leave or self.place is Whereabouts.PARKED:
+            return False
+        return self.is_idle(now_ns) or not self.is_latency
 
 
 @dataclass(frozen=True)
@@ -94,10 +112,11 @@ class Orders:
 def decide(capacity: int, tenants: Iterable[Occupant], now_ns: int) -> Orders:
     """Return what has to change on a GPU with `capacity` bytes.
 
-    Containers come in the order in which they began to wait; one for which there is no room keeps
-    those behind it waiting, so that large ones are not passed over.
+    Containers come in the order in which they began to wait. One for which there is no room keeps
+    those behind it waiting while others will make room for it, so that large ones are not passed
+    over.
     """
-    everyone = list(tenants)
+    everyone = _fitted(capacity, list(tenants))
     free = capacity - sum(one.taken for one in everyone)
     soon = _leaving(everyone)
     if free < 0:  # a container that is never parked has started, or has a larger quota
@@ -113,8 +132,37 @@ def decide(capacity: int, tenants: Iterable[Occupant], now_ns: int) -> Orders:
             free -= need
             come.append(one.key)
             continue
-        return Orders(tuple(_choose(everyone, need - free - soon, now_ns)), tuple(come))
+        missing = need - free - soon
+        leave = _choose(everyone, missing, now_ns)
+        later = sum(
+            other.taken - other.keeps
+            for other in everyone
+            if other.will_leave(now_ns) and other.place is not Whereabouts.LEAVING
+        )
+        if leave or missing <= later:
+            return Orders(tuple(leave), tuple(come))
     return Orders((), tuple(come))
+
+
+def excess(capacity: int, tenants: Iterable[Occupant]) -> int:
+    """Return how many bytes more than a GPU has are taken; below zero, some are left."""
+    return sum(one.taken for one in _fitted(capacity, list(tenants))) - capacity
+
+
+def _fitted(capacity: int, everyone: Sequence[Occupant]) -> list[Occupant]:
+    """Return the containers with quotas that fit next to what all others have at least.
+
+    A quota counts less by what others keep when they are parked, at most: admission has ensured
+    that it fits next to those of containers that are never parked.
+    """
+    least = sum(one.least for one in everyone)
+    kept = sum(one.least for one in everyone if not one.is_fixed)
+
+    def fitted(one: Occupant) -> Occupant:
+        room = max(capacity - least + one.least, one.holds)
+        return replace(one, quota=min(one.quota, max(room, one.quota - kept + one.least)))
+
+    return [one if one.is_fixed else fitted(one) for one in everyone]
 
 
 def _leaving(everyone: Sequence[Occupant]) -> int:

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from governor import parker as module
 from governor.arenas import ArenaError, Arenas
 from governor.errors import RefusedError
-from governor.parker import AGAIN_NS, LATE_NS, LEAVE_NS, Parker
+from governor.parker import AGAIN_NS, COME_NS, LATE_NS, LEAVE_NS, Parker
 from governor.parking import Parking, ParkingReport
 from governor.quota import Device, Quota
 from governor.residency import IDLE_NS, STAY_NS
@@ -83,7 +83,7 @@ def container(key: str, memory: int, *, parks: bool = True, devices: Any = (GPU,
         quota=Quota(memory * GIB, 10, 100, parking=parks),
         devices=devices,
         parking=PlayedParking(memory * GIB - CONTEXT) if parks else None,
-        account=SimpleNamespace(seen=lambda _: (CONTEXT, 0)),
+        account=SimpleNamespace(seen=lambda _: (CONTEXT, 1)),
         suspension="",
         residency="",
         times_parked=0,
@@ -180,7 +180,8 @@ def test_one_that_does_not_leave_stays_and_is_left_alone_for_a_while() -> None:
     assert not a.parking.is_ordered
     with capture_logs() as logs:
         node.step(LEAVE_NS / S + 1)
-    assert [line["event"] for line in logs] == ["container-not-parked"]
+    assert [line["event"] for line in logs] == ["container-not-parked", "container-waits"]
+    assert [line["container"] for line in logs] == ["a", "b"]
     assert a.parking.is_ordered
     node.step(1)
     node.step(AGAIN_NS / S - 10)
@@ -213,12 +214,58 @@ def test_a_suspended_container_is_left_alone() -> None:
     assert a.parking.is_ordered
 
 
+def test_a_suspended_container_does_not_come() -> None:
+    a = container("a", 30)
+    node = Played(a)
+    a.suspension = "suspended"
+    node.wants(a)
+    node.step()
+    assert not a.parking.is_ordered
+    a.suspension = ""
+    node.step()
+    assert a.parking.is_ordered
+
+
+def test_one_that_never_says_that_it_has_come_leaves_like_any_other() -> None:
+    a, b = container("a", 30), container("b", 30)
+    node = Played(a, b)
+    a.parking.obeys = False
+    node.wants(a)
+    node.step()
+    node.wants(b)
+    node.step(COME_NS / S - 1)
+    assert a.parking.is_ordered
+    node.step(2)
+    node.step((STAY_NS + IDLE_NS) / S)
+    assert not a.parking.is_ordered
+
+
 def test_a_restarted_governor_continues() -> None:
     a, b = container("a", 30), container("b", 30)
     a.parking.order(resident=True)
     node = Played(a, b)
     node.step()
     assert where(a, b) == ["resident", "parked"]
+
+
+def test_a_restarted_governor_decides_nothing_before_it_has_seen_what_is_on_the_gpu() -> None:
+    a, b = container("a", 30), container("b", 30)
+    a.account.seen = b.account.seen = lambda _: (0, 0)
+    # It was leaving when the last governor ended, and holds all of its memory.
+    a.parking.told = replace(a.parking.told, n_parked=0, n_going=0)
+    node = Played(a, b)
+    node.wants(b)
+    node.step()
+    assert where(a, b) == ["leaving", "parked"]
+    node.step(1)
+    assert not b.parking.is_ordered
+    a.account.seen = b.account.seen = lambda _: (30 * GIB, 1)
+    a.parking.settle()
+    node.step()
+    assert where(a, b) == ["parked", "parked"]
+    a.account.seen = b.account.seen = lambda _: (CONTEXT, time.monotonic_ns() + 1000 * S)
+    node.step()
+    assert b.parking.is_ordered
 
 
 def test_without_containers_that_may_be_parked_nothing_is_done() -> None:

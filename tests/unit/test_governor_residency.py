@@ -17,6 +17,7 @@ from governor.residency import (
     Orders,
     Whereabouts,
     decide,
+    excess,
 )
 
 GIB = 1 << 30
@@ -152,12 +153,35 @@ def test_they_come_in_the_order_in_which_they_wait() -> None:
     assert decide(110 * GIB, tenants, NOW).come == ("first", "late")
 
 
+def test_one_for_which_nothing_leaves_does_not_keep_others_waiting() -> None:
+    tenants = [
+        resident("service", 40, idle_s=0, is_latency=True),
+        parked("large", 60, waits_s=3),
+        parked("small", 20, waits_s=1),
+    ]
+    assert decide(80 * GIB, tenants, NOW) == Orders(come=("small",))
+    tenants[0] = replace(tenants[0], worked_ns=NOW - 5 * S)
+    assert decide(80 * GIB, tenants, NOW) == Orders(leave=("service",))
+
+
+def test_a_quota_that_never_fits_beside_the_others_counts_as_far_as_it_fits() -> None:
+    others = [parked(key, 18, held=GIB) for key in "bcd"]
+    large = parked("a", 78, waits_s=2, held=GIB)
+    assert decide(79 * GIB, [large, *others], NOW).come == ("a",)
+    comes = replace(large, place=Whereabouts.RESIDENT, keeps=GIB, holds=70 * GIB, waits_ns=None)
+    assert excess(79 * GIB, [comes, *others]) == 0
+    assert decide(79 * GIB, [comes, *others], NOW) == Orders()
+    # Not if what it has allocated does not fit.
+    assert decide(79 * GIB, [replace(large, holds=77 * GIB), *others], NOW).come == ()
+
+
 def test_idle_ones_leave_for_one_that_is_never_parked() -> None:
     tenants = [
         resident("a", 30, idle_s=5),
         resident("b", 30, idle_s=50),
-        resident("new", 30, idle_s=0, stayed_s=0, may_leave=False),
+        resident("new", 30, idle_s=0, stayed_s=0, is_fixed=True),
     ]
+    assert excess(80 * GIB, tenants) == 10 * GIB
     assert decide(80 * GIB, tenants, NOW).leave == ("b",)
     tenants[1] = replace(tenants[1], place=Whereabouts.LEAVING)
     assert decide(80 * GIB, tenants, NOW) == Orders()
@@ -208,8 +232,7 @@ class OverbookedGpu:
                 self.tenants[key] = replace(self.tenants[key], place=place)
                 self.until[key] = self.now_ns + self.cost_ns
                 self.moves += 1
-        taken = sum(one.taken for one in self.tenants.values())
-        assert taken <= self.capacity
+        assert excess(self.capacity, self.tenants.values()) <= 0
 
 
 @pytest.mark.parametrize("cost_ns", [S // 3, S, 4 * S])
@@ -230,13 +253,17 @@ def test_two_that_always_work_share_in_turns_and_lose_little(cost_ns: int) -> No
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=8),
+    st.lists(st.tuples(st.integers(2, 40), st.booleans()), min_size=1, max_size=8),
     st.integers(40, 80),
+    st.sampled_from([0, GIB // 2, GIB]),
 )
 def test_every_one_that_waits_comes_and_the_gpu_is_never_overfull(
-    wanted: list[tuple[int, bool]], capacity: int
+    wanted: list[tuple[int, bool]], capacity: int, kept: int
 ) -> None:
-    tenants = {str(i): parked(str(i), size) for i, (size, _) in enumerate(wanted)}
+    tenants = {
+        str(i): replace(parked(str(i), size, held=kept), keeps=kept)
+        for i, (size, _) in enumerate(wanted)
+    }
     always = frozenset(str(i) for i, (_, works) in enumerate(wanted) if works)
     world = OverbookedGpu(capacity * GIB, S // 3, tenants, always)
     for _ in range(2_000):

@@ -190,6 +190,19 @@ void account_give(int device, uint64_t size, bool unseen)
     }
 }
 
+/* Notes that charged memory leaves the GPU and stays charged, or is about to be there again. */
+void account_hide(int device, uint64_t size, bool hidden)
+{
+    struct ledger_device *entry = pages_ledger_device((unsigned)device);
+
+    if (hidden) {
+        atomic_add_seq_cst(&entry->returned, size);
+        atomic_add_seq_cst(&entry->unseen, size);
+    } else {
+        lower_sum(&entry->unseen, size);
+    }
+}
+
 /*
  * Notes that a call is under way that takes or gives back `size` charged bytes. Until
  * account_landed() it is not known whether the driver has them. Called before a claim, and before a
@@ -334,6 +347,18 @@ static bool account_fits(int device, uint64_t used, uint64_t size)
     return !__builtin_add_overflow(used, size, &used) && used <= account_limit(device);
 }
 
+/* Sleeps for a moment, during which memory may be parked. Returns for how long it then was away. */
+static uint64_t account_nap(void)
+{
+    uint32_t depth = parking_pause();
+    uint64_t began;
+
+    os_sleep(NS_PER_MS);
+    began = os_now();
+    parking_resume(depth);
+    return depth ? os_now() - began : 0;
+}
+
 /*
  * Claims as soon as there is room, and returns false as soon as it is certain that there is none.
  *
@@ -361,7 +386,7 @@ static cold bool account_await_room(int device, uint64_t size, bool unseen)
             return false;
         if (!use.due)
             account_driver_takes(device, 0);
-        os_sleep(NS_PER_MS);
+        end += account_nap();
     }
 }
 
@@ -459,6 +484,13 @@ static void account_taken(struct account_charge *charge)
     charge->taking = 0;
 }
 
+static void account_leave(struct account_charge *charge)
+{
+    if (charge->inside)
+        parking_leave();
+    charge->inside = false;
+}
+
 /*
  * While the driver takes the memory, the claim counts as a charge for memory that NVML does not
  * attribute to the process. Whether a sample sees nothing, a part or all of it, the sum is never
@@ -467,9 +499,15 @@ static void account_taken(struct account_charge *charge)
 bool account_begin(struct account_charge *charge, int device, uint64_t size)
 {
     *charge = (struct account_charge){.device = device, .flags = BLOCK_UNSEEN};
-    if (device < 0 || !size)
+    if (device < 0)
+        return true;
+    charge->inside = parking_applies();
+    if (charge->inside)
+        parking_enter(PARKING_MEMORY);
+    if (!size)
         return true;
     if (!account_claim(device, size, true)) {
+        account_leave(charge);
         account_refuse(device);
         return false;
     }
@@ -486,6 +524,7 @@ void account_cancel(struct account_charge *charge)
         account_taken(charge);
     }
     charge->size = 0;
+    account_leave(charge);
 }
 
 void account_end(struct account_charge *charge, CUresult result)
@@ -499,6 +538,7 @@ void account_end(struct account_charge *charge, CUresult result)
     account_convert(charge->device, charge->size, true);
     account_taken(charge);
     account_note_peak(charge->device);
+    account_leave(charge);
 }
 
 void account_refresh(int device)

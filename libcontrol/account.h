@@ -99,6 +99,7 @@ struct account_charge {
     uint64_t size;    /* bytes charged */
     uint64_t claimed; /* bytes of the call that is under way */
     uint64_t taking;  /* bytes that the driver is about to take on its own */
+    bool inside;      /* the call keeps parked memory from moving until it ends */
 };
 
 /* What the container uses of a GPU, and its quota, in bytes. The use is what its processes are
@@ -112,6 +113,7 @@ bool account_try(int device, uint64_t size, bool unseen);
 bool account_claim(int device, uint64_t size, bool unseen);
 void account_add(int device, uint64_t size, bool unseen);
 void account_give(int device, uint64_t size, bool unseen);
+void account_hide(int device, uint64_t size, bool hidden);
 void account_moves(int device, uint64_t size, bool unseen);
 void account_landed(int device, uint64_t size, bool unseen);
 uint64_t account_moves_all(int device);

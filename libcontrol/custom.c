@@ -95,7 +95,8 @@ CONTROL_EXPORT CUresult cuInit(unsigned int Flags)
     pages_match_devices();
     if (!custom_mps_allowed())
         return CUDA_ERROR_SYSTEM_NOT_READY;
-    parking_start();
+    if (!parking_start())
+        return CUDA_ERROR_OPERATING_SYSTEM;
     return result;
 }
 

@@ -8,77 +8,112 @@
 CONTROL_EXPORT CUresult cuMemAlloc(CUdeviceptr_v1 *dptr, unsigned int bytesize)
 {
     struct account_charge charge;
-    CUresult result = account_reserve(&charge, ACCOUNT_BLOCK, bytesize);
-    if (unlikely(result != CUDA_SUCCESS))
+    CUresult result;
+
+    parking_begin();
+    result = account_reserve(&charge, ACCOUNT_BLOCK, bytesize);
+    if (unlikely(result != CUDA_SUCCESS)) {
+        parking_end();
         return result;
+    }
     result = real->cuMemAlloc(dptr, bytesize);
     if (unlikely(result != CUDA_SUCCESS)) {
         account_cancel(&charge);
+        parking_end();
         return result;
     }
     account_record(&charge, (uintptr_t)*dptr);
+    parking_end();
     return result;
 }
 
 CONTROL_EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
 {
     struct account_charge charge;
-    CUresult result = account_reserve(&charge, ACCOUNT_BLOCK, bytesize);
-    if (unlikely(result != CUDA_SUCCESS))
+    CUresult result;
+
+    parking_begin();
+    result = account_reserve(&charge, ACCOUNT_BLOCK, bytesize);
+    if (unlikely(result != CUDA_SUCCESS)) {
+        parking_end();
         return result;
+    }
     result = parking_applies() ? parking_allocate(dptr, bytesize) : real->cuMemAlloc_v2(dptr, bytesize);
     if (unlikely(result != CUDA_SUCCESS)) {
         account_cancel(&charge);
+        parking_end();
         return result;
     }
     account_record(&charge, (uintptr_t)*dptr);
+    parking_end();
     return result;
 }
 
 CONTROL_EXPORT CUresult cuMemAllocPitch(CUdeviceptr_v1 *dptr, unsigned int *pPitch, unsigned int WidthInBytes, unsigned int Height, unsigned int ElementSizeBytes)
 {
     struct account_charge charge;
-    CUresult result = account_reserve(&charge, ACCOUNT_BLOCK, account_pitch(WidthInBytes, Height));
-    if (unlikely(result != CUDA_SUCCESS))
+    CUresult result;
+
+    parking_begin();
+    result = account_reserve(&charge, ACCOUNT_BLOCK, account_pitch(WidthInBytes, Height));
+    if (unlikely(result != CUDA_SUCCESS)) {
+        parking_end();
         return result;
+    }
     result = real->cuMemAllocPitch(dptr, pPitch, WidthInBytes, Height, ElementSizeBytes);
     if (unlikely(result != CUDA_SUCCESS)) {
         account_cancel(&charge);
+        parking_end();
         return result;
     }
     account_settle(&charge, ACCOUNT_BLOCK, account_product(*pPitch, Height));
     account_record(&charge, (uintptr_t)*dptr);
+    parking_end();
     return result;
 }
 
 CONTROL_EXPORT CUresult cuMemAllocPitch_v2(CUdeviceptr *dptr, size_t *pPitch, size_t WidthInBytes, size_t Height, unsigned int ElementSizeBytes)
 {
     struct account_charge charge;
-    CUresult result = account_reserve(&charge, ACCOUNT_BLOCK, account_pitch(WidthInBytes, Height));
-    if (unlikely(result != CUDA_SUCCESS))
+    CUresult result;
+
+    parking_begin();
+    result = account_reserve(&charge, ACCOUNT_BLOCK, account_pitch(WidthInBytes, Height));
+    if (unlikely(result != CUDA_SUCCESS)) {
+        parking_end();
         return result;
+    }
     result = parking_applies() ? parking_allocate_pitch(dptr, pPitch, WidthInBytes, Height, ElementSizeBytes) : real->cuMemAllocPitch_v2(dptr, pPitch, WidthInBytes, Height, ElementSizeBytes);
     if (unlikely(result != CUDA_SUCCESS)) {
         account_cancel(&charge);
+        parking_end();
         return result;
     }
     account_settle(&charge, ACCOUNT_BLOCK, account_product(*pPitch, Height));
     account_record(&charge, (uintptr_t)*dptr);
+    parking_end();
     return result;
 }
 
 CONTROL_EXPORT CUresult cuMemAllocManaged(CUdeviceptr *dptr, size_t bytesize, unsigned int flags)
 {
     struct account_charge charge;
-    CUresult result = account_reserve(&charge, ACCOUNT_MANAGED, bytesize);
-    if (unlikely(result != CUDA_SUCCESS))
+    CUresult result;
+
+    parking_begin();
+    result = account_reserve(&charge, ACCOUNT_MANAGED, bytesize);
+    if (unlikely(result != CUDA_SUCCESS)) {
+        parking_end();
         return result;
+    }
     result = real->cuMemAllocManaged(dptr, bytesize, flags);
     if (unlikely(result != CUDA_SUCCESS)) {
         account_cancel(&charge);
+        parking_end();
         return result;
     }
     account_record(&charge, (uintptr_t)*dptr);
+    parking_end();
     return result;
 }
 
@@ -136,15 +171,22 @@ CONTROL_EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr dptr)
 CONTROL_EXPORT CUresult cuImportExternalMemory(CUexternalMemory *extMem_out, const CUDA_EXTERNAL_MEMORY_HANDLE_DESC *memHandleDesc)
 {
     struct account_charge charge;
-    CUresult result = account_reserve(&charge, ACCOUNT_EXTERNAL, memHandleDesc ? memHandleDesc->size : 0);
-    if (unlikely(result != CUDA_SUCCESS))
+    CUresult result;
+
+    parking_begin();
+    result = account_reserve(&charge, ACCOUNT_EXTERNAL, memHandleDesc ? memHandleDesc->size : 0);
+    if (unlikely(result != CUDA_SUCCESS)) {
+        parking_end();
         return result;
+    }
     result = real->cuImportExternalMemory(extMem_out, memHandleDesc);
     if (unlikely(result != CUDA_SUCCESS)) {
         account_cancel(&charge);
+        parking_end();
         return result;
     }
     account_record(&charge, (uintptr_t)*extMem_out);
+    parking_end();
     return result;
 }
 
@@ -160,75 +202,110 @@ CONTROL_EXPORT CUresult cuDestroyExternalMemory(CUexternalMemory extMem)
 CONTROL_EXPORT CUresult cuArrayCreate(CUarray *pHandle, const CUDA_ARRAY_DESCRIPTOR_v1 *pAllocateArray)
 {
     struct account_charge charge;
-    CUresult result = account_reserve(&charge, ACCOUNT_ARRAY, array_size_v1(pAllocateArray));
-    if (unlikely(result != CUDA_SUCCESS))
+    CUresult result;
+
+    parking_begin();
+    result = account_reserve(&charge, ACCOUNT_ARRAY, array_size_v1(pAllocateArray));
+    if (unlikely(result != CUDA_SUCCESS)) {
+        parking_end();
         return result;
+    }
     result = real->cuArrayCreate(pHandle, pAllocateArray);
     if (unlikely(result != CUDA_SUCCESS)) {
         account_cancel(&charge);
+        parking_end();
         return result;
     }
     account_record(&charge, (uintptr_t)*pHandle);
+    parking_end();
     return result;
 }
 
 CONTROL_EXPORT CUresult cuArrayCreate_v2(CUarray *pHandle, const CUDA_ARRAY_DESCRIPTOR *pAllocateArray)
 {
     struct account_charge charge;
-    CUresult result = account_reserve(&charge, ACCOUNT_ARRAY, array_size(pAllocateArray));
-    if (unlikely(result != CUDA_SUCCESS))
+    CUresult result;
+
+    parking_begin();
+    result = account_reserve(&charge, ACCOUNT_ARRAY, array_size(pAllocateArray));
+    if (unlikely(result != CUDA_SUCCESS)) {
+        parking_end();
         return result;
+    }
     result = real->cuArrayCreate_v2(pHandle, pAllocateArray);
     if (unlikely(result != CUDA_SUCCESS)) {
         account_cancel(&charge);
+        parking_end();
         return result;
     }
     account_record(&charge, (uintptr_t)*pHandle);
+    parking_end();
     return result;
 }
 
 CONTROL_EXPORT CUresult cuArray3DCreate(CUarray *pHandle, const CUDA_ARRAY3D_DESCRIPTOR_v1 *pAllocateArray)
 {
     struct account_charge charge;
-    CUresult result = account_reserve(&charge, ACCOUNT_ARRAY, array_size_3d_v1(pAllocateArray));
-    if (unlikely(result != CUDA_SUCCESS))
+    CUresult result;
+
+    parking_begin();
+    result = account_reserve(&charge, ACCOUNT_ARRAY, array_size_3d_v1(pAllocateArray));
+    if (unlikely(result != CUDA_SUCCESS)) {
+        parking_end();
         return result;
+    }
     result = real->cuArray3DCreate(pHandle, pAllocateArray);
     if (unlikely(result != CUDA_SUCCESS)) {
         account_cancel(&charge);
+        parking_end();
         return result;
     }
     account_record(&charge, (uintptr_t)*pHandle);
+    parking_end();
     return result;
 }
 
 CONTROL_EXPORT CUresult cuArray3DCreate_v2(CUarray *pHandle, const CUDA_ARRAY3D_DESCRIPTOR *pAllocateArray)
 {
     struct account_charge charge;
-    CUresult result = account_reserve(&charge, ACCOUNT_ARRAY, array_size_3d(pAllocateArray));
-    if (unlikely(result != CUDA_SUCCESS))
+    CUresult result;
+
+    parking_begin();
+    result = account_reserve(&charge, ACCOUNT_ARRAY, array_size_3d(pAllocateArray));
+    if (unlikely(result != CUDA_SUCCESS)) {
+        parking_end();
         return result;
+    }
     result = real->cuArray3DCreate_v2(pHandle, pAllocateArray);
     if (unlikely(result != CUDA_SUCCESS)) {
         account_cancel(&charge);
+        parking_end();
         return result;
     }
     account_record(&charge, (uintptr_t)*pHandle);
+    parking_end();
     return result;
 }
 
 CONTROL_EXPORT CUresult cuMipmappedArrayCreate(CUmipmappedArray *pHandle, const CUDA_ARRAY3D_DESCRIPTOR *pMipmappedArrayDesc, unsigned int numMipmapLevels)
 {
     struct account_charge charge;
-    CUresult result = account_reserve(&charge, ACCOUNT_ARRAY, array_size_mipmapped(pMipmappedArrayDesc, numMipmapLevels));
-    if (unlikely(result != CUDA_SUCCESS))
+    CUresult result;
+
+    parking_begin();
+    result = account_reserve(&charge, ACCOUNT_ARRAY, array_size_mipmapped(pMipmappedArrayDesc, numMipmapLevels));
+    if (unlikely(result != CUDA_SUCCESS)) {
+        parking_end();
         return result;
+    }
     result = real->cuMipmappedArrayCreate(pHandle, pMipmappedArrayDesc, numMipmapLevels);
     if (unlikely(result != CUDA_SUCCESS)) {
         account_cancel(&charge);
+        parking_end();
         return result;
     }
     account_record(&charge, (uintptr_t)*pHandle);
+    parking_end();
     return result;
 }
 
@@ -819,6 +896,25 @@ CONTROL_EXPORT CUresult cuGraphExecUpdate_v2(CUgraphExec hGraphExec, CUgraph hGr
     if (parking_applies())
         way = wait_cuGraphExecUpdate_v2;
     return way(hGraphExec, hGraph, resultInfo);
+}
+
+static noinline CUresult wait_cuGraphExecChildGraphNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode, CUgraph childGraph)
+{
+    CUresult result;
+
+    parking_enter(PARKING_MEMORY);
+    result = real->cuGraphExecChildGraphNodeSetParams(hGraphExec, hNode, childGraph);
+    parking_leave();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuGraphExecChildGraphNodeSetParams(CUgraphExec hGraphExec, CUgraphNode hNode, CUgraph childGraph)
+{
+    __typeof__(&cuGraphExecChildGraphNodeSetParams) way = real->cuGraphExecChildGraphNodeSetParams;
+
+    if (parking_applies())
+        way = wait_cuGraphExecChildGraphNodeSetParams;
+    return way(hGraphExec, hNode, childGraph);
 }
 
 static noinline CUresult wait_cuGraphNodeSetParams(CUgraphNode hNode, CUgraphNodeParams *nodeParams)
@@ -2661,6 +2757,7 @@ const struct control_hook control_hooks[CONTROL_N_HOOKS] = {
     {"cuGraphExecBatchMemOpNodeSetParams", offsetof(struct real_cuda, cuGraphExecBatchMemOpNodeSetParams), (void *)cuGraphExecBatchMemOpNodeSetParams},
     {"cuGraphExecUpdate", offsetof(struct real_cuda, cuGraphExecUpdate), (void *)cuGraphExecUpdate},
     {"cuGraphExecUpdate_v2", offsetof(struct real_cuda, cuGraphExecUpdate_v2), (void *)cuGraphExecUpdate_v2},
+    {"cuGraphExecChildGraphNodeSetParams", offsetof(struct real_cuda, cuGraphExecChildGraphNodeSetParams), (void *)cuGraphExecChildGraphNodeSetParams},
     {"cuGraphNodeSetParams", offsetof(struct real_cuda, cuGraphNodeSetParams), (void *)cuGraphNodeSetParams},
     {"cuGraphNodeSetParams_v2", offsetof(struct real_cuda, cuGraphNodeSetParams_v2), (void *)cuGraphNodeSetParams_v2},
     {"cuGraphExecNodeSetParams", offsetof(struct real_cuda, cuGraphExecNodeSetParams), (void *)cuGraphExecNodeSetParams},

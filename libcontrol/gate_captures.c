@@ -9,6 +9,7 @@
  * the driver is not known to report it as a capture, so it is looked up in a table here.
  */
 #include "gate_parts.h"
+#include "parking.h"
 
 #include <string.h>
 
@@ -49,6 +50,8 @@ void gate_join_begin(void)
         }
         os_unlock(&g->lock);
     }
+    if (parking_applies() && !gate_visiting)
+        parking_await_syncs(os_now() + GATE_JOIN_NS);
 }
 
 void gate_join_end(void)

@@ -128,13 +128,18 @@ def _charged(fn: api.Fn, head: str, names: str) -> str:
     instead = f"parking_applies() ? {fn.instead} : " if fn.instead else ""
     return (
         f"{head}    struct account_charge charge;\n"
-        f"    CUresult result = account_reserve(&charge, {fn.kind}, {fn.size});\n"
-        f"    if (unlikely(result != CUDA_SUCCESS))\n        return result;\n"
+        f"    CUresult result;\n\n"
+        f"    parking_begin();\n"
+        f"    result = account_reserve(&charge, {fn.kind}, {fn.size});\n"
+        f"    if (unlikely(result != CUDA_SUCCESS)) {{\n"
+        f"        parking_end();\n        return result;\n    }}\n"
         f"    result = {instead}real->{fn.name}({names});\n"
         f"    if (unlikely(result != CUDA_SUCCESS)) {{\n"
-        f"        account_cancel(&charge);\n        return result;\n    }}\n"
+        f"        account_cancel(&charge);\n"
+        f"        parking_end();\n        return result;\n    }}\n"
         f"{settle}"
         f"    account_record(&charge, (uintptr_t){fn.pointer});\n"
+        f"    parking_end();\n"
         f"    return result;\n}}\n"
     )
 

@@ -19,6 +19,8 @@ static cold bool lifecycle_reclaim(int device)
 {
     bool returned = exports_refresh();
 
+    if (parking_applies() && parking_reap(false))
+        returned = true;
     return pools_squeeze(device) || returned;
 }
 

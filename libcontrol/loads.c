@@ -1,6 +1,8 @@
 /* Measures how much memory a load of a module or library takes; see loads.h. */
 #include "loads.h"
 
+#include "parking.h"
+
 #define LOADS_MUCH    (16ull << 20)
 #define LOADS_WAIT_NS (2000 * NS_PER_MS)
 #define LOADS_N_LOOKS 8
@@ -65,8 +67,12 @@ static bool read_unattributed(const struct grant_device *grant, uint64_t *unattr
     return sampled;
 }
 
+/* A load begins when the container's memory is on the GPU. It may take seconds, so memory may be
+ * parked meanwhile. */
 void load_begin(struct load *load)
 {
+    if (parking_applies())
+        parking_wait();
     load->device = pages_index_current();
     load->hidden = load->missing = load->taken = 0;
     if (load->device < 0)

@@ -6,6 +6,7 @@
  * and mappings. A logical endpoint is destroyed by its number, which ends this process's bindings.
  */
 #include "bindings.h"
+#include "parking.h"
 
 /* The key of an endpoint in the table of bindings. It cannot be the handle of a multicast object,
  * because the driver's handles are addresses. */
@@ -97,9 +98,14 @@ CONTROL_EXPORT CUresult cuMulticastBindAddr(CUmemGenericAllocationHandle mcHandl
                                             unsigned long long flags)
 {
     uint64_t kept = keep_mapped((void *)(uintptr_t)memptr);
+    CUresult result;
 
-    return end_binding(mcHandle, mcOffset, kept ? device_of(kept) : 0, kept,
-                       real->cuMulticastBindAddr(mcHandle, mcOffset, memptr, size, flags));
+    parking_begin();
+    result = real->cuMulticastBindAddr(mcHandle, mcOffset, memptr, size, flags);
+    if (parking_applies() && result == CUDA_SUCCESS)
+        parking_fix(memptr); /* what is bound stays where it is */
+    parking_end();
+    return end_binding(mcHandle, mcOffset, kept ? device_of(kept) : 0, kept, result);
 }
 
 CONTROL_EXPORT CUresult cuMulticastBindAddr_v2(CUmemGenericAllocationHandle mcHandle, CUdevice dev,
@@ -107,9 +113,14 @@ CONTROL_EXPORT CUresult cuMulticastBindAddr_v2(CUmemGenericAllocationHandle mcHa
                                                unsigned long long flags)
 {
     uint64_t kept = keep_mapped((void *)(uintptr_t)memptr);
+    CUresult result;
 
-    return end_binding(mcHandle, mcOffset, (uint32_t)dev, kept,
-                       real->cuMulticastBindAddr_v2(mcHandle, dev, mcOffset, memptr, size, flags));
+    parking_begin();
+    result = real->cuMulticastBindAddr_v2(mcHandle, dev, mcOffset, memptr, size, flags);
+    if (parking_applies() && result == CUDA_SUCCESS)
+        parking_fix(memptr); /* what is bound stays where it is */
+    parking_end();
+    return end_binding(mcHandle, mcOffset, (uint32_t)dev, kept, result);
 }
 
 CONTROL_EXPORT CUresult cuMulticastUnbind(CUmemGenericAllocationHandle mcHandle, CUdevice dev,
@@ -145,9 +156,14 @@ CONTROL_EXPORT CUresult cuLogicalEndpointBindAddr(CUlogicalEndpointId leId, CUde
                                                   unsigned long long flags)
 {
     uint64_t kept = keep_mapped(ptr);
+    CUresult result;
 
-    return end_binding(ENDPOINT(leId), offset, (uint32_t)dev, kept,
-                       real->cuLogicalEndpointBindAddr(leId, dev, offset, ptr, size, flags));
+    parking_begin();
+    result = real->cuLogicalEndpointBindAddr(leId, dev, offset, ptr, size, flags);
+    if (parking_applies() && result == CUDA_SUCCESS)
+        parking_fix((uintptr_t)ptr); /* what is bound stays where it is */
+    parking_end();
+    return end_binding(ENDPOINT(leId), offset, (uint32_t)dev, kept, result);
 }
 
 /* One call may unbind what several have bound. */

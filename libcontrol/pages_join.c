@@ -60,6 +60,8 @@ static void pages_map_arena(int fd)
         return;
     pages_now.arena = os_map(size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd);
     pages_now.arena_size = pages_now.arena ? size : 0;
+    if (pages_now.arena) /* the contents of device memory are not part of a core file either */
+        os_call(SYS_madvise, pages_now.arena, size, MADV_DONTDUMP);
     os_close(fd);
 }
 

@@ -2,10 +2,14 @@
  * parking.h. */
 #include "parking.h"
 
-#define PARKING_NAP_NS (50 * NS_PER_MS) /* longest sleep between two checks of the state */
+#include <pthread.h>
+
+#define PARKING_NAP_NS    (50 * NS_PER_MS) /* longest sleep between two checks of the state */
+#define PARKING_SETTLE_NS (10 * NS_PER_S)  /* longest wait for calls that free memory */
 
 uint32_t parking_on;
-void (*parking_watch)(void);
+bool (*parking_watch)(void);
+uint32_t parking_n_syncs;
 
 static uint32_t state;        /* futex word: an enum parking_state */
 static uint32_t n_inside;     /* calls under way that entered, in all threads */
@@ -21,8 +25,11 @@ static struct {
     uint64_t movable, away_ns, moved, move_ns;
 } totals;
 
-/* Nested calls of this thread that have entered. */
+/* Nested calls of this thread that have entered, and whether the thread could be cancelled before:
+ * one that ended inside the driver would be counted for ever. */
 static __thread uint32_t depth;
+static __thread int cancel_before;
+static __thread bool exempt;
 
 enum parking_state parking_now(void)
 {
@@ -45,22 +52,32 @@ bool parking_turn(enum parking_state from, enum parking_state to)
 void parking_exempt(void)
 {
     depth++;
+    exempt = true;
 }
 
 /* Several GPUs would have to be parked and resident together, and the memory of clients of an MPS
  * server belongs to the server's contexts. The governor allows neither. */
-void parking_start(void)
+bool parking_start(void)
 {
     const struct grant_device *grant = pages_grant_device(0);
 
     if (atomic_load_relaxed(&parking_on) || pages_n_devices() != 1 || !pages_slot() ||
         !atomic_load_relaxed(&grant->parking) ||
         atomic_load_relaxed(&grant->strategy) == STRATEGY_MPS)
-        return;
-    if (!atomic_load_acquire(&grant->resident))
+        return true;
+    if (parking_must_leave())
         atomic_store_seq_cst(&state, (uint32_t)PARKING_PARKED);
     atomic_store_seq_cst(&parking_on, 1);
-    parking_watch();
+    if (parking_watch())
+        return true;
+    atomic_store_seq_cst(&parking_on, 0);
+    atomic_store_seq_cst(&state, (uint32_t)PARKING_RESIDENT);
+    return false;
+}
+
+bool parking_must_leave(void)
+{
+    return !atomic_load_acquire(&pages_grant_device(0)->resident);
 }
 
 static bool is_enough(uint32_t seen, enum parking_need need)
@@ -102,26 +119,59 @@ static cold void await(enum parking_need need)
 void parking_enter(enum parking_need need)
 {
     uint32_t seen;
+    int before;
 
-    if (!depth && unlikely(!enter(need, &seen)))
-        await(need);
+    if (!depth) {
+        pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before);
+        if (unlikely(!enter(need, &seen)))
+            await(need);
+        cancel_before = before;
+    }
     depth++;
 }
 
 bool parking_try(enum parking_need need)
 {
     uint32_t seen;
+    int before;
 
-    if (!depth && !enter(need, &seen))
-        return false;
+    if (!depth) {
+        pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before);
+        if (!enter(need, &seen)) {
+            pthread_setcancelstate(before, NULL);
+            return false;
+        }
+        cancel_before = before;
+    }
     depth++;
     return true;
 }
 
 void parking_leave(void)
 {
-    if (depth && !--depth)
-        atomic_sub_seq_cst(&n_inside, 1);
+    if (!depth || --depth)
+        return;
+    atomic_sub_seq_cst(&n_inside, 1);
+    pthread_setcancelstate(cancel_before, NULL);
+}
+
+uint32_t parking_pause(void)
+{
+    uint32_t paused = exempt ? 0 : depth;
+
+    if (!paused)
+        return 0;
+    depth = 1;
+    parking_leave();
+    return paused;
+}
+
+void parking_resume(uint32_t paused)
+{
+    if (!paused)
+        return;
+    parking_enter(PARKING_MEMORY);
+    depth = paused;
 }
 
 /* A thread that is inside a call keeps the memory where it is. */
@@ -131,10 +181,16 @@ void parking_wait(void)
     parking_leave();
 }
 
-void parking_settle(void)
+bool parking_settle(void)
 {
-    while (atomic_load_seq_cst(&n_inside))
+    uint64_t ends = os_now() + PARKING_SETTLE_NS;
+
+    while (atomic_load_seq_cst(&n_inside)) {
+        if (os_now() >= ends)
+            return false;
         os_sleep(20 * NS_PER_US);
+    }
+    return true;
 }
 
 bool parking_close(uint64_t patience)
@@ -145,7 +201,7 @@ bool parking_close(uint64_t patience)
     if (!parking_turn(PARKING_RESIDENT, PARKING_CLOSING))
         return false;
     while (atomic_load_seq_cst(&n_inside)) {
-        if (os_now() >= ends) {
+        if (os_now() >= ends || !parking_must_leave()) {
             parking_turn(PARKING_CLOSING, PARKING_RESIDENT);
             return false;
         }
@@ -162,8 +218,15 @@ bool parking_close(uint64_t patience)
 void parking_expire(void)
 {
     if (parking_applies() && atomic_load_relaxed(&state) == PARKING_CLOSING &&
-        os_now() >= atomic_load_acquire(&closing_ends))
-        parking_turn(PARKING_CLOSING, PARKING_RESIDENT);
+        (os_now() >= atomic_load_acquire(&closing_ends) || !parking_must_leave()) &&
+        parking_turn(PARKING_CLOSING, PARKING_RESIDENT))
+        parking_publish();
+}
+
+void parking_await_syncs(uint64_t ends)
+{
+    while (atomic_load_seq_cst(&parking_n_syncs) && os_now() < ends)
+        os_sleep(20 * NS_PER_US);
 }
 
 void parking_publish(void)
@@ -215,5 +278,7 @@ void parking_after_fork(void)
     parking_on = 0;
     state = PARKING_RESIDENT;
     n_inside = 0;
+    parking_n_syncs = 0;
     depth = 0;
+    exempt = false;
 }

@@ -46,6 +46,11 @@ void parking_enter(enum parking_need need);
 bool parking_try(enum parking_need need);
 void parking_leave(void);
 
+/* Around a wait in a call that has entered: memory may be parked meanwhile. parking_pause() returns
+ * what parking_resume() needs; 0: the call has not entered. */
+uint32_t parking_pause(void);
+void parking_resume(uint32_t paused);
+
 /* The same around any call that uses device memory, at little cost where none is ever parked. */
 static inline void parking_begin(void)
 {
@@ -64,11 +69,15 @@ void parking_exempt(void); /* this thread's calls never wait */
 /* Waits until device memory may be taken. Called before a claim. */
 void parking_wait(void);
 
-void parking_start(void); /* called by cuInit, once the driver is initialised */
+/* Called by cuInit, once the driver is initialised. Returns false if the memory of this process
+ * would have to be moved, and cannot be. */
+bool parking_start(void);
 enum parking_state parking_now(void);
+bool parking_must_leave(void);         /* the governor has ordered to park the memory */
 bool parking_close(uint64_t patience); /* from RESIDENT; false: a call did not end in time */
 bool parking_turn(enum parking_state from, enum parking_state to);
-void parking_settle(void);  /* waits until no call is under way that entered before */
+/* Waits until no call is under way that entered before. Returns false if one takes too long. */
+bool parking_settle(void);
 void parking_expire(void);  /* ends a CLOSING that takes too long; a helper calls this */
 void parking_publish(void); /* writes to the ledger what has changed */
 void parking_note_bytes(uint64_t bytes);         /* the size of the blocks that can be moved */
@@ -79,8 +88,13 @@ void parking_after_fork(void);
 void parking_lock_contexts(void);
 void parking_unlock_contexts(void);
 
-/* Starts the thread that moves memory; lifecycle.c sets it. */
-extern void (*parking_watch)(void);
+/* Synchronisations of contexts by the library. They would invalidate a capture, so a call that
+ * begins one waits for them. */
+extern uint32_t parking_n_syncs;
+void parking_await_syncs(uint64_t ends);
+
+/* Starts the thread that moves memory, and returns whether there is one; lifecycle.c sets it. */
+extern bool (*parking_watch)(void);
 
 /* ---- parking_blocks.c ---- */
 
@@ -90,10 +104,13 @@ struct parking_block {
     uint64_t bytes;  /* bytes requested */
     uint64_t handle; /* the physical allocation; 0: it is parked */
     uint64_t offset; /* in the arena, while it is parked */
+    uint64_t serial; /* distinguishes it from an earlier block at the same address */
     uint64_t buffer; /* the driver's number for the block; 0: not asked for yet */
     CUcontext ctx;   /* in which it was allocated */
     uint8_t owner;   /* with which it ends */
     bool fixed;      /* it stays on the GPU, because something outside the GPU accesses it */
+    bool freed;      /* the application has freed it, and its memory is still to be released */
+    bool arriving;   /* it is being moved to the GPU: its contents in host memory are valid */
 };
 
 CUresult parking_allocate(CUdeviceptr *addressp, size_t bytes);
@@ -109,6 +126,18 @@ bool parking_first(struct parking_block *found); /* any that can be moved */
 void parking_note_buffer(uint64_t base, uint64_t number);
 void parking_fix(uint64_t base);
 
+/* Releases blocks that were freed while that was not possible. With `idle`, the caller has ensured
+ * that no work uses them. Returns whether there were any. */
+bool parking_reap(bool idle);
+
+/* The context in which the library works on a block. */
+CUcontext parking_context(const struct parking_block *block);
+
+/* Around a synchronisation of a context by the library. parking_sync_begin() returns false if a
+ * stream captures. */
+bool parking_sync_begin(void);
+void parking_sync_end(void);
+
 /* Maps physical memory at a block's addresses, or unmaps and releases it. */
 CUresult parking_map(struct parking_block *block);
 void parking_unmap(struct parking_block *block);
@@ -121,5 +150,5 @@ void parking_blocks_after_fork(void);
 
 /* ---- parking_move.c ---- */
 
-void parking_move_start(void);
+bool parking_move_start(void);
 void parking_move_after_fork(void);

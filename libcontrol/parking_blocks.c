@@ -9,12 +9,19 @@
  */
 #include "parking.h"
 
+#include "contexts.h"
+
 #include <string.h>
+
+#define BLOCKS_ROOM_NS (5 * NS_PER_S) /* longest wait of an allocation for others that leave */
+#define BLOCKS_NAP_NS  (500 * NS_PER_US)
 
 static struct os_lock table_lock;
 static struct parking_block *blocks; /* ordered by address */
 static size_t n_blocks, capacity;
 static uint64_t total;
+static uint64_t n_made;
+static uint32_t n_freed; /* blocks with `freed` */
 
 /* ---- the table ---- */
 
@@ -70,6 +77,7 @@ static bool table_add(const struct parking_block *block)
         at = upper(block->base);
         memmove(&blocks[at + 1], &blocks[at], (n_blocks - at) * sizeof *blocks);
         blocks[at] = *block;
+        blocks[at].serial = ++n_made;
         n_blocks++;
         total += block->size;
         parking_note_bytes(total);
@@ -81,8 +89,10 @@ static bool table_add(const struct parking_block *block)
 /* Called with the lock. */
 static void table_remove(struct parking_block *block)
 {
-    if (!block->fixed)
+    if (!block->fixed && !block->freed)
         total -= block->size;
+    if (block->freed)
+        atomic_sub_seq_cst(&n_freed, 1);
     parking_note_bytes(total);
     n_blocks--;
     memmove(block, block + 1, (size_t)(blocks + n_blocks - block) * sizeof *blocks);
@@ -97,7 +107,7 @@ bool parking_find(uint64_t address, struct parking_block *found)
     if (block)
         *found = *block;
     os_unlock(&table_lock);
-    return block;
+    return block && !found->freed;
 }
 
 bool parking_first(struct parking_block *found)
@@ -106,7 +116,7 @@ bool parking_first(struct parking_block *found)
 
     os_lock(&table_lock);
     for (size_t i = 0; i < n_blocks && !any; i++) {
-        any = !blocks[i].fixed;
+        any = !blocks[i].fixed && !blocks[i].freed;
         *found = blocks[i];
     }
     os_unlock(&table_lock);
@@ -120,7 +130,7 @@ void parking_fix(uint64_t base)
 
     os_lock(&table_lock);
     block = block_at(base);
-    if (block && !block->fixed) {
+    if (block && !block->fixed && !block->freed) {
         block->fixed = true;
         total -= block->size;
         parking_note_bytes(total);
@@ -190,6 +200,18 @@ void parking_unmap(struct parking_block *block)
 
 /* ---- allocation ---- */
 
+/* The memory is part of the container's quota, which is reserved on the GPU while the container is
+ * resident. So if the driver has no room, another container is about to leave. */
+static CUresult map_patiently(struct parking_block *block)
+{
+    uint64_t ends = os_now() + BLOCKS_ROOM_NS;
+    CUresult result;
+
+    while ((result = parking_map(block)) == CUDA_ERROR_OUT_OF_MEMORY && os_now() < ends)
+        os_sleep(BLOCKS_NAP_NS);
+    return result;
+}
+
 /* Returns false if the block has to be the driver's own. */
 static bool block_make(struct parking_block *block, size_t bytes)
 {
@@ -201,7 +223,7 @@ static bool block_make(struct parking_block *block, size_t bytes)
         driver->cuMemAddressReserve(&base, block->size, 0, 0, 0) != CUDA_SUCCESS)
         return false;
     block->base = base;
-    if (parking_map(block) == CUDA_SUCCESS) {
+    if (map_patiently(block) == CUDA_SUCCESS) {
         if (table_add(block))
             return true;
         parking_unmap(block);
@@ -216,6 +238,7 @@ CUresult parking_allocate(CUdeviceptr *addressp, size_t bytes)
     CUresult result = CUDA_SUCCESS;
 
     parking_enter(PARKING_MEMORY);
+    parking_reap(false);
     if (addressp && bytes >= ACCOUNT_SMALL && !gate_captures() && pages_index_current() == 0 &&
         block_make(&block, bytes)) {
         *addressp = block.base;
@@ -259,14 +282,16 @@ static void block_end(struct parking_block *block)
     parking_publish();
 }
 
-static bool block_take(uint64_t address, struct parking_block *taken)
+/* Removes a block from the table, and renews the copy of it. Returns false if another thread was
+ * faster. */
+static bool block_take(struct parking_block *taken)
 {
     struct parking_block *block;
     bool found;
 
     os_lock(&table_lock);
-    block = block_at(address);
-    found = block && block->base == address;
+    block = block_at(taken->base);
+    found = block && block->serial == taken->serial;
     if (found) {
         *taken = *block;
         table_remove(block);
@@ -275,8 +300,33 @@ static bool block_take(uint64_t address, struct parking_block *taken)
     return found;
 }
 
-/* Like the driver's cuMemFree, this waits for the work that may use the block. */
-static CUresult await_work(CUcontext ctx)
+/* ---- synchronisation ---- */
+
+bool parking_sync_begin(void)
+{
+    atomic_add_seq_cst(&parking_n_syncs, 1);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    if (!gate_captures())
+        return true;
+    atomic_sub_seq_cst(&parking_n_syncs, 1);
+    return false;
+}
+
+void parking_sync_end(void)
+{
+    atomic_sub_seq_cst(&parking_n_syncs, 1);
+}
+
+/* A block of a green context is one of the primary context, and outlives the green one. A
+ * synchronisation of the primary context includes its green ones. */
+CUcontext parking_context(const struct parking_block *block)
+{
+    CUcontext primary = atomic_load_acquire(&primaries[0].handle);
+
+    return block->owner == OWNER_PRIMARY && primary ? primary : block->ctx;
+}
+
+static CUresult synchronize(CUcontext ctx)
 {
     CUcontext current = NULL;
     CUresult result;
@@ -292,7 +342,89 @@ static CUresult await_work(CUcontext ctx)
     return result;
 }
 
-/* Returns false if the block is not in the table, so that the driver has to free it. */
+/* ---- blocks whose memory is released later ---- */
+
+/* Marks a block as freed. It stays charged until its memory is released, so the charge that the
+ * caller gives back is added once more. */
+static bool free_later(uint64_t address)
+{
+    struct parking_block *block;
+    bool found;
+
+    os_lock(&table_lock);
+    block = block_at(address);
+    found = block && block->base == address && !block->freed;
+    if (found) {
+        account_add(0, block->size, false);
+        if (!block->fixed)
+            total -= block->size;
+        parking_note_bytes(total);
+        block->freed = true;
+        atomic_add_seq_cst(&n_freed, 1);
+    }
+    os_unlock(&table_lock);
+    parking_publish();
+    return found;
+}
+
+static void release(struct parking_block *block)
+{
+    bool parked = !block->handle;
+
+    account_moves(0, block->size, parked);
+    if (!parked)
+        parking_unmap(block);
+    driver->cuMemAddressFree(block->base, block->size);
+    account_give(0, block->size, parked);
+    account_landed(0, block->size, parked);
+}
+
+/* Copies the first freed block after the copied one. Returns false if there is none. */
+static bool next_freed(struct parking_block *block)
+{
+    bool found = false;
+
+    os_lock(&table_lock);
+    for (size_t i = upper(block->base); i < n_blocks && !found; i++) {
+        found = blocks[i].freed;
+        if (found)
+            *block = blocks[i];
+    }
+    os_unlock(&table_lock);
+    return found;
+}
+
+bool parking_reap(bool idle)
+{
+    struct parking_block block = {.base = 0};
+    bool any = false;
+
+    if (likely(!atomic_load_seq_cst(&n_freed)))
+        return false;
+    parking_enter(PARKING_STILL);
+    while (next_freed(&block)) {
+        bool done = idle;
+
+        if (!idle && parking_sync_begin()) {
+            done = synchronize(parking_context(&block)) == CUDA_SUCCESS;
+            parking_sync_end();
+        }
+        if (!done || !block_take(&block))
+            continue;
+        release(&block);
+        any = true;
+    }
+    parking_leave();
+    return any;
+}
+
+/* ---- cuMemFree ---- */
+
+/*
+ * Like the driver's cuMemFree, this waits for the work that may use the block. While a stream
+ * captures, that would invalidate the capture, so the memory is released later. Returns false if
+ * the block is not in the table, so that the driver has to free it.
+ */
 bool parking_free(CUdeviceptr address, CUresult *resultp)
 {
     struct parking_block block;
@@ -301,24 +433,38 @@ bool parking_free(CUdeviceptr address, CUresult *resultp)
     if (!parking_applies() || !address || !parking_find(address, &block) || block.base != address)
         return false;
     parking_enter(PARKING_STILL);
+    *resultp = CUDA_SUCCESS;
     /* No work uses a parked block. */
-    *resultp = parking_now() == PARKING_PARKED ? CUDA_SUCCESS : await_work(block.ctx);
-    found = *resultp != CUDA_SUCCESS || block_take(address, &block);
+    if (parking_now() != PARKING_PARKED) {
+        if (!parking_sync_begin()) {
+            found = free_later(address);
+            parking_leave();
+            return found;
+        }
+        *resultp = synchronize(parking_context(&block));
+        parking_sync_end();
+    }
+    found = *resultp != CUDA_SUCCESS || block_take(&block);
     if (found && *resultp == CUDA_SUCCESS)
         block_end(&block);
     parking_leave();
     return found;
 }
 
-/* The block is freed at once, after the stream's work. */
+/* The memory is released later, when no work can use it any more. */
 bool parking_free_async(CUdeviceptr address, CUstream stream, CUresult *resultp)
 {
     struct parking_block block;
+    bool found;
 
+    (void)stream;
     if (!parking_applies() || !parking_find(address, &block) || block.base != address)
         return false;
-    *resultp = driver->cuStreamSynchronize(stream);
-    return *resultp != CUDA_SUCCESS || parking_free(address, resultp);
+    *resultp = CUDA_SUCCESS;
+    parking_enter(PARKING_STILL);
+    found = free_later(address);
+    parking_leave();
+    return found;
 }
 
 /* A context has ended, and with it the blocks that were allocated in it. The caller has entered. */
@@ -327,7 +473,7 @@ void parking_context_gone(uint8_t owner)
     struct parking_block block;
     bool found;
 
-    if (!parking_applies())
+    if (!parking_applies() || owner == OWNER_NONE)
         return;
     do {
         found = false;
@@ -340,7 +486,9 @@ void parking_context_gone(uint8_t owner)
             }
         }
         os_unlock(&table_lock);
-        if (found)
+        if (found && block.freed)
+            release(&block);
+        else if (found)
             block_end(&block);
     } while (found);
 }
@@ -353,4 +501,5 @@ void parking_blocks_after_fork(void)
     blocks = NULL;
     n_blocks = capacity = 0;
     total = 0;
+    n_freed = 0;
 }

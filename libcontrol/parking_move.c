@@ -22,6 +22,7 @@
 #define MOVE_RETRY_NS (100 * NS_PER_MS) /* between attempts to move memory back */
 #define MOVE_REST_NS  (500 * NS_PER_MS) /* longest sleep without an order */
 #define MOVE_NAP_NS   (100 * NS_PER_US)
+#define MOVE_END_NS   (5 * NS_PER_S) /* longest wait of exit() for a move */
 
 #define CU_MEMHOSTREGISTER_PORTABLE 1
 #define CU_STREAM_NON_BLOCKING      1
@@ -35,7 +36,10 @@ static uint64_t arena_pinned; /* bytes at its beginning that the driver has pinn
 static CUcontext arena_ctx;   /* in which it did so */
 
 static uint32_t started;
+static uint32_t ending;  /* the process exits: memory is only moved for calls that wait for it */
+static uint32_t working; /* the thread may be in one */
 static uint64_t patience = MOVE_FIRST_NS;
+static bool given_up; /* memory could not be moved back, and not because of a lack of room */
 
 /* Each cause of a failure is logged once. */
 static cold void move_log(bool *logged, const char *message)
@@ -52,32 +56,47 @@ static cold void move_log(bool *logged, const char *message)
 static CUcontext push_context(void)
 {
     struct parking_block block;
+    CUcontext ctx;
 
-    if (!parking_first(&block) || driver->cuCtxPushCurrent(block.ctx) != CUDA_SUCCESS)
+    if (!parking_first(&block))
         return NULL;
-    return block.ctx;
+    ctx = parking_context(&block);
+    return driver->cuCtxPushCurrent(ctx) == CUDA_SUCCESS ? ctx : NULL;
 }
 
-static bool synchronize(CUcontext ctx)
+/* Waits for the work of a context, which does not end meanwhile. Returns false if memory must not
+ * move: the work failed, the program has been let go on, or a stream captures. */
+static bool synchronize(const CUcontext *handlep)
 {
-    CUresult result;
+    CUresult result = CUDA_SUCCESS;
+    CUcontext ctx;
+    bool done;
 
-    if (!ctx)
-        return true;
-    if (driver->cuCtxPushCurrent(ctx) != CUDA_SUCCESS)
-        return false;
-    result = driver->cuCtxSynchronize();
-    driver->cuCtxPopCurrent(&ctx);
-    return result == CUDA_SUCCESS;
+    parking_lock_contexts();
+    ctx = atomic_load_acquire(handlep);
+    done = parking_now() == PARKING_CLOSING && (!ctx || parking_sync_begin());
+    if (done && ctx) {
+        result = driver->cuCtxPushCurrent(ctx);
+        if (result == CUDA_SUCCESS) {
+            result = driver->cuCtxSynchronize();
+            driver->cuCtxPopCurrent(&ctx);
+        }
+        parking_sync_end();
+    }
+    parking_unlock_contexts();
+    return done && result == CUDA_SUCCESS;
 }
 
+/* A context that is not known cannot be synchronised. */
 static bool synchronize_all(void)
 {
-    bool done = !atomic_load_acquire(&primaries[0].alive) ||
-                synchronize(atomic_load_acquire(&primaries[0].handle));
+    bool alive = atomic_load_acquire(&primaries[0].alive);
+    bool done = !atomic_load_relaxed(&contexts_lost) &&
+                (!alive || atomic_load_acquire(&primaries[0].handle));
 
+    done = done && synchronize(&primaries[0].handle);
     for (uint32_t i = 0; done && i < atomic_load_relaxed(&n_places); i++)
-        done = synchronize(atomic_load_acquire(&contexts[i].handle));
+        done = synchronize(&contexts[i].handle);
     return done;
 }
 
@@ -130,7 +149,7 @@ static bool prepare(void)
     enum arena_need need = ARENA_PIN;
     CUcontext ctx;
 
-    while (need == ARENA_PIN) {
+    while (need == ARENA_PIN && !atomic_load_seq_cst(&ending)) {
         parking_lock_contexts();
         ctx = push_context();
         if (ctx && arena_ctx != ctx)
@@ -165,15 +184,12 @@ static CUresult copy_block(const struct parking_block *block, bool out, CUstream
     return result;
 }
 
-/*
- * Turns the charge for memory that has left the GPU into one that NVML attributes to no process, or
+/* Notes that the charge for a block is now one for memory that NVML attributes to no process, or
  * the other way round for memory that is about to be there. The quota counts it in both cases.
- * Around this and the move, a sample finds that memory is moving.
- */
+ * Around this and the move, a sample finds that memory is moving. */
 static void charge_as(uint64_t size, bool parked)
 {
-    account_add(0, size, parked);
-    account_give(0, size, !parked);
+    account_hide(0, size, parked);
 }
 
 /* Copies a block to the host and releases its memory. */
@@ -187,73 +203,113 @@ static bool block_out(struct parking_block *block, CUstream stream)
     return true;
 }
 
+/* How a move ended. */
+enum moved {
+    MOVED,
+    MOVED_BACK,  /* nothing has changed, and it may be tried again */
+    MOVED_PART,  /* some blocks are parked, and others are not */
+    MOVE_FAILED, /* the driver answered with an error that a further attempt would meet as well */
+};
+
 /* Gives a block memory, for which other containers may be making room right now, and begins to copy
- * it there. Returns false if there is no room, or the order was revoked. */
-static bool block_in(struct parking_block *block, CUstream stream, uint64_t ends)
+ * it there. The driver has no room if the answer is CUDA_ERROR_OUT_OF_MEMORY; that ends with the
+ * time, or if the order is revoked. */
+static CUresult block_in(struct parking_block *block, CUstream stream, uint64_t ends,
+                         bool revocable)
 {
-    const struct grant_device *grant = pages_grant_device(0);
     CUresult result;
 
     charge_as(block->size, false);
     while ((result = parking_map(block)) == CUDA_ERROR_OUT_OF_MEMORY && os_now() < ends &&
-           atomic_load_acquire(&grant->resident))
+           !(revocable && parking_must_leave()))
         os_sleep(MOVE_NAP_NS);
-    if (result == CUDA_SUCCESS && copy_block(block, false, stream) == CUDA_SUCCESS)
-        return true;
-    if (result == CUDA_SUCCESS)
+    if (result == CUDA_SUCCESS) {
+        result = copy_block(block, false, stream);
+        if (result == CUDA_SUCCESS)
+            return result;
         parking_unmap(block);
+    }
     charge_as(block->size, true);
-    return false;
+    return result;
 }
 
-/* Moves all blocks, one after the other. If one cannot be moved, those before it are moved back.
- * The contents in host memory are still theirs. */
-static bool move_blocks(bool out, CUstream stream)
+/* Moves all blocks to the host, one after the other. If one cannot be moved, those before it are
+ * moved back. */
+static enum moved blocks_out(CUstream stream)
 {
-    uint64_t ends = os_now() + MOVE_ROOM_NS;
+    enum moved moved = MOVED;
     struct parking_block *blocks;
-    bool done = true;
     size_t n, i;
 
     blocks = parking_blocks(&n);
-    for (i = 0; done && i < n; i++)
-        if (!blocks[i].fixed)
-            done = out ? block_out(&blocks[i], stream) : block_in(&blocks[i], stream, ends);
-    if (driver->cuStreamSynchronize(stream) != CUDA_SUCCESS)
-        done = false;
-    for (i = 0; !done && i < n; i++) {
-        if (blocks[i].fixed)
+    for (i = 0; i < n && moved == MOVED; i++)
+        if (!blocks[i].fixed && !block_out(&blocks[i], stream))
+            moved = MOVED_BACK;
+    for (i = 0; moved != MOVED && i < n; i++)
+        if (!blocks[i].handle &&
+            block_in(&blocks[i], stream, os_now() + MOVE_ROOM_NS, false) != CUDA_SUCCESS)
+            moved = MOVED_PART;
+    if (moved != MOVED)
+        driver->cuStreamSynchronize(stream);
+    return moved;
+}
+
+/* Moves all blocks that are parked to the GPU. If one cannot be moved, all of these are parked
+ * again: their contents in host memory are still valid. */
+static enum moved blocks_in(CUstream stream)
+{
+    uint64_t ends = os_now() + MOVE_ROOM_NS;
+    struct parking_block *blocks;
+    CUresult result = CUDA_SUCCESS, synchronized;
+    size_t n, i;
+
+    blocks = parking_blocks(&n);
+    for (i = 0; i < n && result == CUDA_SUCCESS; i++) {
+        if (blocks[i].handle)
             continue;
-        if (out && !blocks[i].handle) {
-            block_in(&blocks[i], stream, ends);
-        } else if (!out && blocks[i].handle) {
+        result = block_in(&blocks[i], stream, ends, true);
+        blocks[i].arriving = result == CUDA_SUCCESS;
+    }
+    synchronized = driver->cuStreamSynchronize(stream);
+    if (result == CUDA_SUCCESS)
+        result = synchronized;
+    for (i = 0; i < n; i++) {
+        if (blocks[i].arriving && result != CUDA_SUCCESS) {
             parking_unmap(&blocks[i]);
             charge_as(blocks[i].size, true);
         }
+        blocks[i].arriving = false;
     }
-    if (!done && out)
-        driver->cuStreamSynchronize(stream);
-    return done;
+    return result == CUDA_SUCCESS               ? MOVED
+           : result == CUDA_ERROR_OUT_OF_MEMORY ? MOVED_BACK
+                                                : MOVE_FAILED;
 }
 
-static bool move_all(bool out)
+static enum moved move_all(bool out)
 {
     uint64_t size = parking_bytes(), began = os_now();
     CUcontext ctx = push_context();
-    bool done = !size;
+    enum moved moved = size ? MOVE_FAILED : MOVED;
     CUstream stream;
+    CUresult result;
 
-    if (ctx && driver->cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING) == CUDA_SUCCESS) {
-        account_moves(0, size, false);
-        done = move_blocks(out, stream);
-        account_landed(0, size, false);
-        driver->cuStreamDestroy(stream);
-    }
-    if (ctx)
+    if (ctx) {
+        result = driver->cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING);
+        if (result == CUDA_SUCCESS) {
+            account_moves(0, size, false);
+            moved = out ? blocks_out(stream) : blocks_in(stream);
+            account_landed(0, size, false);
+            driver->cuStreamDestroy(stream);
+        } else if (result == CUDA_ERROR_OUT_OF_MEMORY || out) {
+            moved = MOVED_BACK;
+        }
         driver->cuCtxPopCurrent(&ctx);
-    if (done)
+    } else if (out && size) {
+        moved = MOVED_BACK;
+    }
+    if (moved == MOVED)
         parking_count(size, os_now() - began);
-    return done;
+    return moved;
 }
 
 /* Reports the state, and that the governor should look at it. */
@@ -282,18 +338,28 @@ static bool await_queue(void)
     }
 }
 
-/* Ends the use of the memory. Returns whether the state is OUT. */
+/* Ends the use of the memory. Returns whether the state is OUT. Unless a capture or the governor is
+ * the reason why not, work waited for a call that was made to wait, and the next attempt gives it
+ * more time. */
 static bool close_memory(void)
 {
-    if (gate_captures() || !parking_close(patience))
+    bool closed;
+
+    if (gate_captures())
         return false;
-    report();
-    /* A synchronisation would invalidate a capture that has begun since. */
-    if (!gate_captures() && await_queue() && synchronize_all() &&
-        parking_turn(PARKING_CLOSING, PARKING_OUT))
+    closed = parking_close(patience);
+    if (closed) {
+        report();
+        closed = await_queue() && synchronize_all() && parking_turn(PARKING_CLOSING, PARKING_OUT);
+    }
+    if (closed) {
+        patience = MOVE_FIRST_NS;
         return true;
+    }
     parking_turn(PARKING_CLOSING, PARKING_RESIDENT);
     report();
+    if (!gate_captures() && parking_must_leave())
+        patience = 2 * patience < MOVE_LAST_NS ? 2 * patience : MOVE_LAST_NS;
     return false;
 }
 
@@ -317,57 +383,77 @@ static uint64_t place_all(void)
 static bool move_out(void)
 {
     static bool logged;
-    bool done;
+    enum moved moved = MOVED_BACK;
 
-    if (!prepare())
+    /* A governor that is away would not order the memory back. */
+    if (gate_lost(os_now()) || !prepare() || !close_memory())
         return false;
-    if (!close_memory()) {
-        patience = patience < MOVE_LAST_NS ? 2 * patience : MOVE_LAST_NS;
-        return false;
-    }
-    patience = MOVE_FIRST_NS;
     report();
+    parking_reap(true);
     /* Blocks may have been added since the arena was prepared. */
-    done = place_all() <= arena_pinned;
-    if (done && !move_all(true)) {
+    if (place_all() <= arena_pinned) {
+        moved = move_all(true);
         /* If the context has failed, the program's calls return that. */
-        move_log(&logged, "memory cannot be parked: a copy failed");
-        done = false;
+        if (moved != MOVED)
+            move_log(&logged, "memory cannot be parked: a copy failed");
     }
-    parking_turn(PARKING_OUT, done ? PARKING_PARKED : PARKING_RESIDENT);
+    /* What has left and did not come back is moved back when the governor allows it. */
+    parking_turn(PARKING_OUT, moved == MOVED_BACK ? PARKING_RESIDENT : PARKING_PARKED);
     report();
-    return done;
+    return moved != MOVED_BACK;
 }
 
 static bool move_in(void)
 {
-    static bool logged;
-    bool done;
+    static bool logged, logged_calls;
+    enum moved moved;
 
     parking_turn(PARKING_PARKED, PARKING_IN);
-    parking_settle(); /* calls that free memory */
+    if (!parking_settle()) {
+        move_log(&logged_calls, "parked memory is not moved back: a call that frees memory does "
+                                "not return");
+        parking_turn(PARKING_IN, PARKING_PARKED);
+        return false;
+    }
     report();
-    done = move_all(false);
-    if (!done)
+    parking_reap(true);
+    moved = move_all(false);
+    if (moved == MOVED_BACK)
         move_log(&logged, "parked memory cannot be moved back to the GPU: the driver has no room "
                           "for it; this is tried again");
-    parking_turn(PARKING_IN, done ? PARKING_RESIDENT : PARKING_PARKED);
+    /* The program's calls then return the driver's error. */
+    if (moved == MOVE_FAILED) {
+        given_up = true;
+        control_log("parked memory cannot be moved back to the GPU: the driver answers with an "
+                    "error, and the program's next calls do as well");
+    }
+    parking_turn(PARKING_IN, moved == MOVED_BACK ? PARKING_PARKED : PARKING_RESIDENT);
     report();
-    return done;
+    return moved != MOVED_BACK;
 }
 
 /* Does what the governor orders. Returns how long to wait for the next order, in ns. */
 static uint64_t move_step(bool resident)
 {
+    uint64_t began = os_now();
     bool done;
 
-    if (resident == (parking_now() == PARKING_RESIDENT)) {
-        if (resident)
+    if (resident)
+        patience = MOVE_FIRST_NS;
+    if (given_up || resident == (parking_now() == PARKING_RESIDENT)) {
+        if (resident && !given_up)
             prepare(); /* ahead of the order */
         return MOVE_REST_NS;
     }
+    if (!resident && atomic_load_seq_cst(&ending))
+        return MOVE_REST_NS;
     done = resident ? move_in() : move_out();
-    return done ? MOVE_REST_NS : resident ? MOVE_RETRY_NS : MOVE_RUN_NS;
+    if (done)
+        return MOVE_REST_NS;
+    if (resident)
+        return MOVE_RETRY_NS;
+    /* The program runs for at least as long as it was made to wait. */
+    return os_now() - began > MOVE_RUN_NS ? os_now() - began : MOVE_RUN_NS;
 }
 
 static void *move_run(void *argument)
@@ -382,26 +468,52 @@ static void *move_run(void *argument)
     report();
     for (;;) {
         uint32_t resident = atomic_load_acquire(&grant->resident);
-        uint64_t ns = move_step(resident);
+        uint64_t ns;
 
+        atomic_store_seq_cst(&working, 1);
+        ns = move_step(resident);
         parking_publish();
+        atomic_store_seq_cst(&working, 0);
         os_futex_wait(&grant->resident, resident, ns);
     }
     return NULL;
 }
 
-cold void parking_move_start(void)
+cold bool parking_move_start(void)
 {
     if (atomic_exchange_acq_rel(&started, 1))
-        return;
+        return true;
     account_watch(0); /* its helper ends a CLOSING that takes too long */
-    if (!helper_thread(move_run, NULL))
-        control_log("cannot start a thread for moving memory: the memory stays where it is");
+    if (helper_thread(move_run, NULL))
+        return true;
+    atomic_store_release(&started, 0);
+    control_log("cannot start a thread for moving memory: cuInit fails");
+    return false;
+}
+
+/*
+ * The process ends by exit(). The driver's destructors, which run after this, must not meet the
+ * thread in one of the driver's functions. Destructors of other libraries may still need the
+ * memory, so it is moved to the GPU even now. The call of exit() may have interrupted a call that
+ * is counted, so nothing here waits for ever.
+ */
+__attribute__((destructor)) static void move_finish(void)
+{
+    uint64_t ends = os_now() + MOVE_END_NS;
+
+    atomic_store_seq_cst(&ending, 1);
+    while (atomic_load_seq_cst(&working) && os_now() < ends) {
+        parking_turn(PARKING_CLOSING, PARKING_RESIDENT);
+        os_sleep(20 * NS_PER_US);
+    }
 }
 
 void parking_move_after_fork(void)
 {
     started = 0;
+    ending = 0;
+    working = 0;
+    given_up = false;
     arena_pinned = 0;
     arena_ctx = NULL;
     patience = MOVE_FIRST_NS;

@@ -6,6 +6,7 @@
  * allocation is made without a claim, and is undone if the pool grew nevertheless. Frees need no
  * accounting.
  */
+#include "parking.h"
 #include "pools.h"
 
 #define POOLS_UNIT        (32ull << 20)
@@ -16,6 +17,7 @@
 struct pool_ticket {
     struct pool *pool; /* NULL: nothing to account for */
     uint64_t claimed;
+    bool inside;      /* the call keeps parked memory from moving until it ends */
     bool unsure;      /* the pool may have grown by more than was claimed */
     uint64_t trusted; /* value with which pool_trust_end() ends the trust; 0: none */
     uint64_t held;    /* what the pool held before a block was taken on trust */
@@ -131,12 +133,11 @@ static cold CUresult pool_enter_tight(struct pool_ticket *ticket, uint64_t size)
     return account_refuse(pool->device);
 }
 
-static CUresult pool_enter(struct pool_ticket *ticket, struct pool *pool, uint64_t size,
+static CUresult pool_claim(struct pool_ticket *ticket, struct pool *pool, uint64_t size,
                            CUstream stream)
 {
     CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
 
-    ticket->pool = NULL;
     if (!pool)
         return CUDA_SUCCESS;
     if (driver->cuStreamIsCapturing(stream, &capturing) == CUDA_SUCCESS &&
@@ -152,6 +153,21 @@ static CUresult pool_enter(struct pool_ticket *ticket, struct pool *pool, uint64
     return pool_enter_tight(ticket, size);
 }
 
+static CUresult pool_enter(struct pool_ticket *ticket, struct pool *pool, uint64_t size,
+                           CUstream stream)
+{
+    CUresult result;
+
+    ticket->pool = NULL;
+    ticket->inside = parking_applies();
+    if (ticket->inside)
+        parking_enter(PARKING_MEMORY);
+    result = pool_claim(ticket, pool, size, stream);
+    if (result != CUDA_SUCCESS && ticket->inside)
+        parking_leave();
+    return result;
+}
+
 /* Frees, in stream order, a block that made its pool grow beyond the quota. */
 static cold CUresult pool_revoke(struct pool *pool, CUdeviceptr *dptr, CUstream stream)
 {
@@ -162,8 +178,8 @@ static cold CUresult pool_revoke(struct pool *pool, CUdeviceptr *dptr, CUstream 
     return account_refuse(pool->device);
 }
 
-static CUresult pool_leave(struct pool_ticket *ticket, CUresult result, CUdeviceptr *dptr,
-                           CUstream stream)
+static CUresult pool_end(struct pool_ticket *ticket, CUresult result, CUdeviceptr *dptr,
+                         CUstream stream)
 {
     bool grown, over;
 
@@ -183,6 +199,15 @@ static CUresult pool_leave(struct pool_ticket *ticket, CUresult result, CUdevice
     if (over)
         return pool_revoke(ticket->pool, dptr, stream);
     return result == CUDA_ERROR_OUT_OF_MEMORY ? account_refuse(ticket->pool->device) : result;
+}
+
+static CUresult pool_leave(struct pool_ticket *ticket, CUresult result, CUdeviceptr *dptr,
+                           CUstream stream)
+{
+    result = pool_end(ticket, result, dptr, stream);
+    if (ticket->inside)
+        parking_leave();
+    return result;
 }
 
 CONTROL_EXPORT CUresult cuMemAllocAsync(CUdeviceptr *dptr, size_t bytesize, CUstream hStream)

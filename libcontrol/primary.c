@@ -188,6 +188,18 @@ CONTROL_EXPORT CUresult cuDevicePrimaryCtxReset_v2(CUdevice dev)
 
 /* ---- green contexts ---- */
 
+/* The work of green contexts is awaited in the primary one (parking_blocks.c). */
+static void primary_note_handle(int device, CUdevice dev)
+{
+    CUcontext handle;
+
+    if (!parking_applies() || atomic_load_acquire(&primaries[device].handle) ||
+        real->cuDevicePrimaryCtxRetain(&handle, dev) != CUDA_SUCCESS)
+        return;
+    atomic_store_release(&primaries[device].handle, handle);
+    real->cuDevicePrimaryCtxRelease_v2(dev);
+}
+
 /* A green context retains the primary context, and creates it if there is none. */
 CONTROL_EXPORT CUresult cuGreenCtxCreate(CUgreenCtx *phCtx, CUdevResourceDesc desc, CUdevice dev,
                                          unsigned int flags)
@@ -207,6 +219,7 @@ CONTROL_EXPORT CUresult cuGreenCtxCreate(CUgreenCtx *phCtx, CUdevResourceDesc de
                               .owner = OWNER_NONE};
 
         n_made = 1;
+        primary_note_handle(charge.device, dev);
         atomic_add_relaxed(&primaries[charge.device].n_retained, 1);
         if (primary_active(dev) && primary_turns(charge.device, true))
             n_made = 2;

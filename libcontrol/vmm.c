@@ -44,15 +44,18 @@ CONTROL_EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t
 
     if (device < 0)
         return real->cuMemCreate(handle, size, prop, flags);
-    if (!account_claim(device, block.size, false))
+    parking_begin();
+    if (!account_claim(device, block.size, false)) {
+        parking_end();
         return account_refuse(device);
-    result = real->cuMemCreate(handle, size, prop, flags);
-    if (result != CUDA_SUCCESS) {
-        account_give(device, block.size, false);
-        account_landed(device, block.size, false);
-        return result;
     }
+    result = real->cuMemCreate(handle, size, prop, flags);
+    if (result != CUDA_SUCCESS)
+        account_give(device, block.size, false);
     account_landed(device, block.size, false);
+    parking_end();
+    if (result != CUDA_SUCCESS)
+        return result;
     block.key = *handle;
     found = blocks_lock(BLOCK_HANDLE, block.key);
     if (unlikely(found)) {

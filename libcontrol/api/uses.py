@@ -92,6 +92,11 @@ _NODES: tuple[Fn, ...] = (
         "CUgraphExec hGraphExec, CUgraph hGraph, CUgraphExecUpdateResultInfo *resultInfo",
         "use",
     ),
+    Fn(
+        "cuGraphExecChildGraphNodeSetParams",
+        "CUgraphExec hGraphExec, CUgraphNode hNode, CUgraph childGraph",
+        "use",
+    ),
     Fn("cuGraphNodeSetParams", "CUgraphNode hNode, CUgraphNodeParams *nodeParams", "use"),
     Fn("cuGraphNodeSetParams_v2", "CUgraphNode hNode, CUgraphNodeParams *nodeParams", "use"),
     Fn(

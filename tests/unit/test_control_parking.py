@@ -267,6 +267,8 @@ USES = {
     "a launch": "launch(1000)",
     "an allocation": "driver.allocate(2 << 20)",
     "a small allocation": "driver.allocate(200)",
+    "a stream-ordered allocation": "driver.get('cuMemAllocAsync', 2 << 20, 0)",
+    "a module": "driver.get('cuModuleLoadData', ctypes.c_char_p(b''))",
     "a context": "driver.get('cuCtxCreate_v2', 0, 0)",
     "an attribute": "driver.call('cuPointerGetAttribute', ctypes.byref(ctypes.c_uint64()), 2, block)",
     "a capture": "driver.call('cuStreamBeginCapture_v2', driver.get('cuStreamCreate', 1), 2)",
@@ -336,6 +338,94 @@ def test_a_captured_stream_keeps_memory_resident(node: ParkingNode, agent: Agent
     agent.run("driver.call('cuMemsetD8Async', block, 1, 4096, stream)")
     agent.run("driver.call('cuStreamEndCapture', stream, ctypes.byref(graph))")
     until(lambda: node.report(agent, "residency") == PARKED)
+
+
+def test_memory_freed_during_a_capture_is_released_after_it(
+    node: ParkingNode, agent: Agent
+) -> None:
+    agent.run("blocks = [driver.allocate(8 << 20) for _ in range(3)]; graph = ctypes.c_uint64()")
+    agent.run("fill(blocks[0], 8 << 20, 3)")
+    agent.run(
+        "stream = driver.get('cuStreamCreate', 1); driver.call('cuStreamBeginCapture_v2', stream, 2)"
+    )
+    agent.run("driver.call('cuMemFree_v2', blocks[1])")
+    # It would have been a synchronisation, which invalidates the capture.
+    assert agent.seen == CONTEXT + 24 * MIB
+    assert agent.charged == 24 * MIB
+    assert node.report(agent, "movable") == 16 * MIB
+    assert agent.number("driver.try_call('cuMemFree_v2', blocks[1])") != 0
+    agent.run("driver.call('cuMemsetD8Async', blocks[0], 1, 4096, stream)")
+    agent.run("driver.call('cuStreamEndCapture', stream, ctypes.byref(graph))")
+    agent.run("driver.call('cuMemFree_v2', blocks[2])")
+    agent.run("blocks[2] = driver.allocate(2 << 20)")
+    assert agent.seen == CONTEXT + 10 * MIB
+    assert agent.charged == 10 * MIB
+    assert agent.run("holds(blocks[0], 8 << 20, 3)")
+    assert agent.field("moving") == agent.field("unseen") == 0
+
+
+def test_memory_freed_during_a_capture_is_not_parked(node: ParkingNode, agent: Agent) -> None:
+    agent.run("blocks = [driver.allocate(8 << 20) for _ in range(2)]; graph = ctypes.c_uint64()")
+    agent.run(
+        "stream = driver.get('cuStreamCreate', 1); driver.call('cuStreamBeginCapture_v2', stream, 2)"
+    )
+    agent.run("driver.call('cuMemFree_v2', blocks[0])")
+    agent.run("driver.call('cuStreamEndCapture', stream, ctypes.byref(graph))")
+    node.park(agent)
+    assert node.report(agent, "parked") == 8 * MIB
+    assert agent.seen == CONTEXT
+    assert agent.field("memory") == agent.field("unseen") == 8 * MIB
+    node.unpark(agent)
+    assert agent.seen == CONTEXT + 8 * MIB
+
+
+def test_a_free_in_a_stream_does_not_wait_for_its_work(agent: Agent) -> None:
+    agent.run(LAUNCH)
+    agent.run("block, kept = driver.allocate(8 << 20), driver.allocate(8 << 20)")
+    agent.run("begun = time.monotonic(); launch(700_000_000)")
+    agent.run("driver.call('cuMemFreeAsync', block, 0)")
+    assert agent.run("time.monotonic() - begun < 0.5")
+    assert agent.seen == CONTEXT + 16 * MIB
+    agent.run("driver.call('cuCtxSynchronize'); driver.call('cuMemFree_v2', kept)")
+    agent.run("driver.allocate(2 << 20)")
+    assert agent.seen == CONTEXT + 2 * MIB
+    assert agent.charged == 2 * MIB
+
+
+def test_nothing_is_parked_while_the_governor_is_away(node: ParkingNode, agent: Agent) -> None:
+    agent.run("block = driver.allocate(8 << 20)")
+    with node.away():
+        node.order(resident=False)
+        time.sleep(1.5)
+        assert node.report(agent, "residency") == RESIDENT
+        assert agent.seen == CONTEXT + 8 * MIB
+    until(lambda: node.report(agent, "residency") == PARKED)
+
+
+@pytest.mark.parametrize("state", ["resident", "parked"])
+def test_a_process_exits_whether_its_memory_is_parked_or_not(
+    node: ParkingNode, agent: Agent, state: str
+) -> None:
+    agent.run("block = driver.allocate(64 << 20)")
+    if state == "parked":
+        node.park(agent)
+    assert agent.process.stdin is not None
+    agent.process.stdin.close()  # it ends as a program does
+    assert agent.process.wait(20) == 0
+    assert sum(node.seen().values()) == 0
+
+
+def test_an_order_that_is_revoked_lets_the_program_go_on(node: ParkingNode, agent: Agent) -> None:
+    agent.run("word = driver.get('cuMemHostAlloc', 4096, 0); block = driver.allocate(8 << 20)")
+    agent.run("ctypes.c_uint32.from_address(word).value = 0")
+    agent.run("stream = driver.get('cuStreamCreate', 1)")
+    agent.run("driver.call('cuStreamWaitValue32_v2', stream, word, 1, 0)")
+    node.order(resident=False)
+    until(lambda: node.report(agent, "residency") == CLOSING)
+    node.order(resident=True)
+    until(lambda: node.report(agent, "residency") == RESIDENT, 0.9)
+    agent.run("ctypes.c_uint32.from_address(word).value = 1")
+    agent.run("driver.call('cuStreamSynchronize', stream)")
 
 
 def test_work_that_waits_for_the_next_call_is_not_waited_for(
@@ -491,6 +581,45 @@ def test_a_copy_to_the_host_that_fails_leaves_all_memory_where_it_was(
         assert agent.seen == CONTEXT + 32 * MIB
         assert agent.charged == 32 * MIB
         assert agent.field("unseen") == agent.field("moving") == 0
+    finally:
+        node.close()
+
+
+RETURN_SHIM = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stddef.h>
+
+#define NEXT(name) ((__typeof__(name) *)dlsym(RTLD_NEXT, #name))
+
+int cuMemcpyHtoDAsync_v2(unsigned long long to, const void *from, size_t size, void *stream);
+int cuMemcpyHtoDAsync_v2(unsigned long long to, const void *from, size_t size, void *stream)
+{
+    return size == 4 << 20 ? 719 : NEXT(cuMemcpyHtoDAsync_v2)(to, from, size, stream);
+}
+"""
+
+
+def test_if_the_driver_fails_on_the_way_back_calls_do_not_wait_for_ever(
+    build_dir: Path, tmp_path: Path
+) -> None:
+    """The GPU has an error while the memory is parked."""
+    shim = tmp_path / "return_shim.c"
+    shim.write_text(RETURN_SHIM)
+    (tmp_path / "node").mkdir()
+    node = ParkingNode(build_dir, tmp_path / "node", 2 * GIB, shim)
+    try:
+        agent = node.agent()
+        agent.run("block = driver.allocate(4 << 20)")
+        node.park(agent)
+        node.unpark(agent)
+        assert agent.number("driver.try_call('cuMemsetD8_v2', block, 1, 4096)") != 0
+        agent.run("driver.call('cuMemFree_v2', block)")
+        assert agent.charged == 0
+        # Nothing is moved any more.
+        node.order(resident=False)
+        time.sleep(0.8)
+        assert node.report(agent, "residency") == RESIDENT
     finally:
         node.close()
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from governor.parking import PARKED, RESIDENT
 from libcontrol import layout, pages
 
 HEARTBEAT_S = 0.05
@@ -74,9 +75,14 @@ def has_ended(process: socket.socket) -> bool:
 
 
 class GrantSandbox:
-    """A context manager with a grant page that its owner writes, and a heartbeat."""
+    """A context manager with a grant page that its owner writes, and a heartbeat.
 
-    def __init__(self, directory: Path, uuids: list[bytes], **fields: int) -> None:
+    With `parks`, memory may be parked in host memory of `memory_limit` bytes for each process.
+    """
+
+    def __init__(
+        self, directory: Path, uuids: list[bytes], *, parks: bool = False, **fields: int
+    ) -> None:
         directory.mkdir(parents=True)
         self.directory = directory
         self.alive = True
@@ -93,7 +99,8 @@ class GrantSandbox:
         self._word = (ctypes.c_char * layout.GRANT_SIZE).from_buffer(self.grant)
         self._uuids = uuids
         self._recovered = 0
-        self._fields = fields
+        self._fields = {**fields, "parking": 1, "resident": 1} if parks else fields
+        self._parks = parks
         self.reset()
         pages.init_ledger(self.ledger)
         # Via a descriptor of its directory: the path of a socket has at most 107 bytes.
@@ -166,7 +173,28 @@ class GrantSandbox:
         base = layout.grant_device(device)
         signal = pages.read(self.grant, base, "grant_device", "signal")
         self.write("signal", (signal + 1) % 2**32, device)
-        at = base + layout.offsets(layout.GRANT_DEVICE)["signal"]
+        self._wake_field("signal", device)
+
+    def order(self, *, resident: bool) -> None:
+        """Order that memory is parked, or moved back to the first GPU."""
+        self.write("resident", int(resident))
+        self._wake_field("resident", 0)
+
+    def has_moved(self) -> bool:
+        """Return whether all processes have done what was ordered last."""
+        resident = pages.read(self.grant, layout.grant_device(0), "grant_device", "resident")
+        wanted = RESIDENT if resident else PARKED
+        return all(self._read_slot(slot, "residency") == wanted for slot in self._processes)
+
+    def moved(self) -> int:
+        """Return how many bytes the running processes have parked and moved back."""
+        return sum(self._read_slot(slot, "moved") for slot in self._processes)
+
+    def _read_slot(self, slot: int, field: str) -> int:
+        return pages.read(self.ledger, pages.slot_base(slot), "ledger_slot", field)
+
+    def _wake_field(self, field: str, device: int) -> None:
+        at = layout.grant_device(device) + layout.offsets(layout.GRANT_DEVICE)[field]
         ctypes.CDLL(None).syscall(
             SYS_FUTEX, ctypes.c_void_p(ctypes.addressof(self._word) + at), FUTEX_WAKE, 2**31 - 1, 0
         )
@@ -221,7 +249,19 @@ class GrantSandbox:
             self._processes[slot] = process
             pages.write(self.ledger, pages.slot_base(slot), "ledger_slot", "state", 1)
             pages.write(self.ledger, 0, "ledger_header", "n_slots", len(self._used))
-            socket.send_fds(process, [struct.pack("I", slot)], [self._ledger_fd])
+            self._send(process, slot)
+
+    def _send(self, process: socket.socket, slot: int) -> None:
+        """Send a process its slot and descriptors: the ledger's, and that of host memory."""
+        fds = [self._ledger_fd]
+        if self._parks:
+            size = self._fields["memory_limit"]
+            fds.append(os.memfd_create("tidegate-arena", os.MFD_CLOEXEC))
+            os.ftruncate(fds[1], size)
+            pages.write(self.ledger, pages.slot_base(slot), "ledger_slot", "arena", size)
+        socket.send_fds(process, [struct.pack("I", slot)], fds)
+        for fd in fds[1:]:
+            os.close(fd)
 
     def _answer_again(self, process: socket.socket, pid: int) -> None:
         """Answer a process that already has a slot, as a restarted governor does."""
@@ -244,6 +284,8 @@ class GrantSandbox:
         pages.init_ledger(ledger)
         for slot in self._pids:
             pages.write(ledger, pages.slot_base(slot), "ledger_slot", "state", 1)
+            arena = self._read_slot(slot, "arena")
+            pages.write(ledger, pages.slot_base(slot), "ledger_slot", "arena", arena)
         pages.write(ledger, 0, "ledger_header", "n_slots", len(self._used))
         os.close(self._ledger_fd)
         self._ledger_fd, self.ledger = fd, ledger

@@ -2,7 +2,7 @@
 
 Build the C parts with the sanitizer, in a build folder of their own, and run
 tests/interposed/stress.c with the control library and the simulated GPU, all of them instrumented,
-while the grant opens and closes. Exit with 1 if the sanitizer found an error (the output is its
+while the grant opens and closes; then again, while memory is also parked and moved back. Exit with 1 if the sanitizer found an error (the output is its
 report), and with 77 if this machine does not allow mount namespaces. With `none`, run the build in
 TIDEGATE_BUILD or build/meson.
 """
@@ -56,17 +56,20 @@ def build(sanitizer: str) -> Path:
     return folder
 
 
-def open_and_close(room: GrantSandbox, process: subprocess.Popen[str], seed: int = 1) -> None:
+def open_and_close(
+    room: GrantSandbox, process: subprocess.Popen[str], *, parks: bool, seed: int = 1
+) -> int:
     """Change the grant as a governor does, and sometimes leave it unchanged as if the governor were
-    away, until the process ends.
+    away, until the process ends. Return how many bytes moved.
     """
     draw = random.Random(seed)  # noqa: S311 - a schedule, no secret
     began = time.monotonic()
-    is_lost = False
+    is_lost, moved = False, 0
     while process.poll() is None and time.monotonic() < began + LIMIT_S:
         if not is_lost and room.counter("launches") > 100:
             is_lost = True
             room.lose_ledger()  # the program moves its ledger while its threads count in it
+        moved = max(moved, room.moved())
         now = time.monotonic_ns()
         room.alive = draw.random() > 0.02
         room.write("contended", draw.randrange(2))
@@ -82,24 +85,32 @@ def open_and_close(room: GrantSandbox, process: subprocess.Popen[str], seed: int
         time.sleep(draw.uniform(0.0005, 0.008))
         if draw.random() < 0.05:
             room.hang_up()
+        # Some orders are revoked at once; most are followed first.
+        if parks and (room.has_moved() or draw.random() < 0.01):
+            room.order(resident=draw.random() < 0.95)
         if not room.alive:
             time.sleep(1.2)
         room.grant_until(0)
         time.sleep(draw.uniform(0, 0.004))
+    room.order(resident=True)
     room.grant_until(2**64 - 1)
+    return moved
 
 
-def stress(folder: Path, work: Path, environment: dict[str, str]) -> tuple[int, str, str]:
+def stress(
+    folder: Path, work: Path, environment: dict[str, str], *, parks: bool
+) -> tuple[int, str, str]:
     """Run the stress program of a build; return its status, output and errors."""
     simgpu.create(work / "gpu")
     library = control_folder(
         work / "lib", folder / "libcontrol/libcuda.so.1", (folder / "simgpu/libcuda.so.1").resolve()
     )
     uuid = simgpu.device_uuid(1, 0).bytes
-    with GrantSandbox(work / "room", [uuid], memory_limit=1 << 30) as room:
+    with GrantSandbox(work / "room", [uuid], memory_limit=1 << 30, parks=parks) as room:
         # Addresses are not randomised: sanitizers need their shadow memory at addresses where
         # mappings could be.
         command = ["setarch", "-R", str(folder / "stress"), "--seconds", str(SECONDS)]
+        command += ["--limit-ms", "30000"] if parks else []  # several moves, instrumented
         variables = {"LD_LIBRARY_PATH": str(library), "SIMGPU_DIR": str(work / "gpu")}
         with (
             (work / "errors").open("w") as errors,
@@ -112,7 +123,7 @@ def stress(folder: Path, work: Path, environment: dict[str, str]) -> tuple[int, 
             ) as process,
         ):
             try:
-                open_and_close(room, process)
+                moved = open_and_close(room, process, parks=parks)
                 output, _ = process.communicate(timeout=10)
             except subprocess.TimeoutExpired:
                 process.kill()
@@ -121,6 +132,8 @@ def stress(folder: Path, work: Path, environment: dict[str, str]) -> tuple[int, 
             return -1, output, "the ledger has no launch, or keeps blocks that were freed"
         if process.returncode == 0 and not room.returned:
             return -1, output, "the program never connected again"
+        if process.returncode == 0 and parks and not moved:
+            return -1, output, "no memory was parked"
     return process.returncode, output, (work / "errors").read_text()
 
 
@@ -145,12 +158,19 @@ def main() -> int:
             report = e.stdout + e.stderr
             print(report[max(report.find("FAILED:"), 0) :][:4000])
             return 1
-        status, output, errors = stress(folder, Path(work) / "run", OPTIONS[sanitizer])
-    if status or "runtime error:" in errors or "WARNING: ThreadSanitizer" in errors:
-        print(f"{sanitizer} sanitizer: status {status}\n{output}{errors[:20000]}")
-        return 1
-    summary = json.loads(output.splitlines()[-1])
-    print(f"{summary['calls']} calls, nothing found; the longest took {summary['longest_ms']} ms")
+        found = []
+        for parks in (False, True):
+            work_of_run = Path(work) / f"run-{parks}"
+            status, output, errors = stress(folder, work_of_run, OPTIONS[sanitizer], parks=parks)
+            if status or "runtime error:" in errors or "WARNING: ThreadSanitizer" in errors:
+                print(
+                    f"{sanitizer} sanitizer, parking {parks}: status {status}\n{output}{errors[:20000]}"
+                )
+                return 1
+            found.append(json.loads(output.splitlines()[-1]))
+    calls = " and ".join(str(one["calls"]) for one in found)
+    longest = max(one["longest_ms"] for one in found)
+    print(f"{calls} calls (memory parked), nothing found; the longest took {longest} ms")
     return 0
 
 

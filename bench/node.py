@@ -23,6 +23,8 @@ from governor.client import ask
 from governor.config import Config
 from governor.errors import GovernorError, TidegateError
 
+SETTINGS = "TIDEGATE_BENCH_SETTINGS"
+"""Environment variable with options of the governor's configuration, as YAML, for any benchmark."""
 READY_S = 20.0
 
 
@@ -66,6 +68,7 @@ class BenchNode:
         self.settings = {
             "scheduling": "gate",
             **(settings or {}),
+            **yaml.safe_load(os.environ.get(SETTINGS, "{}")),
             "runtime_dir": str(self.runtime_dir),
             "state_dir": str(self.work / "state"),
             "driver_dir": str(self.driver_dir),

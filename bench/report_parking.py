@@ -39,7 +39,7 @@ def _percent(value: float | None) -> str:
 
 def rows_of(results: Mapping[str, dict[str, Any]]) -> list[tuple[str, ...]]:
     """Return a row for each run, by TITLES."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for stem, result in results.items():
         raw, summary = result["raw"], result["summary"]
         models = len(raw["models"]["ends"]) if "models" in raw else 0

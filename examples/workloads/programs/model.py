@@ -26,7 +26,7 @@ NAP_S = 0.002
 WRITE_S = 0.1
 
 
-class Served(Protocol):
+class AnswersQuestions(Protocol):
     """What a model does for an answer."""
 
     def begin(self) -> None:
@@ -36,7 +36,7 @@ class Served(Protocol):
         """Finish an answer, and return how many of the parts that it compares are wrong."""
 
 
-def serve(model: Served, out: Path) -> int:
+def serve(model: AnswersQuestions, out: Path) -> int:
     """Answer questions until DIR/stop exists, and return how many."""
     answered = 0
     (out / "begin.ready").touch()

@@ -135,11 +135,12 @@ def _longest(took: Sequence[float | None]) -> float | None:
 
 
 def stall_of(event: Event, unit_ns: float) -> tuple[float, float, bool]:
-    """Return the observed container's wait after an event, its longest pause, and if it waited.
+    """Return the observed container's wait and longest pause at an event, and whether it waited.
 
-    Both times are in ms, less one unit. The wait counts from the event, because the time before it
-    was the other container's turn (sometimes two in a row), which that container was entitled to.
-    The pause is the whole gap. The container waited if none of its work was running at the event.
+    Both times are in ms, less one unit. The wait is measured from the event, because the time
+    before it was the other container's turn (sometimes two in a row), which that container was
+    entitled to. The pause is the whole gap. The container waited if none of its work was running at
+    the event.
     """
     ends = [one * 1000 for one in itertools.accumulate(event["ends_us"])]
     gaps = [
@@ -178,7 +179,7 @@ def summarise_events(arm: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keep_ends(stamps: Sequence[Stamp], at: int) -> list[int]:
-    """Return the ends of a witness's units around a time, in us.
+    """Return the end times of the observed container's units around a time, in us.
 
     The first is relative to that time, and each later one to the one before it.
     """

@@ -199,7 +199,8 @@ class Nvidia(Machine):
     def command(self, job: str, *, inside: bool) -> list[str]:
         """Return the burner for burner-<microseconds>, and a program in PyTorch otherwise.
 
-        A model's name trains it, decode-graph decodes tokens, and service-<model> answers requests.
+        decode-graph decodes tokens, service-<model> answers requests with a model, and a job named
+        after a model trains it.
         """
         if job.startswith("burner-"):
             program = "/usr/bin/burner" if inside else str(self.build / "burner")

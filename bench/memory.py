@@ -76,12 +76,16 @@ def judge(report: dict[str, Any]) -> list[str]:
         wrong.append(f"cuMemGetInfo reports a total of {counts['total']} bytes")
     if not limit - GRANULE <= report["full"] <= limit:
         wrong.append(
-            f"a full process holds {report['full']} bytes by NVML, but its quota is {limit}"
+            f"a process that filled its quota holds {report['full']} bytes according to NVML,"
+            f" but the quota is {limit}"
         )
     if counts["returned_ms"] > RETURN_MS:
-        wrong.append(f"a dead process's memory was back after {counts['returned_ms']} ms")
+        wrong.append(
+            "the memory of a killed process was available again only after"
+            f" {counts['returned_ms']} ms"
+        )
     if report["after"]:
-        wrong.append(f"{report['after']} bytes stayed charged")
+        wrong.append(f"{report['after']} bytes were still charged at the end")
     return wrong
 
 
@@ -117,14 +121,21 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.memory", description=__doc__.split("\n", maxsplit=1)[0]
     )
-    parser.add_argument("--simulated", action="store_true", help="even if there is a real GPU")
+    parser.add_argument(
+        "--simulated", action="store_true", help="use the simulated GPU even if there is a real one"
+    )
     parser.add_argument("--limit-mib", type=int, default=8192, help="the quota (8192)")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--seconds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kill-every", type=int, default=500, help="ms between kills (500)")
-    parser.add_argument("--ways", type=int, default=7, help="see the head of oom_stress.c (7: all)")
+    parser.add_argument(
+        "--ways",
+        type=int,
+        default=7,
+        help="bit mask of ways to allocate; see the comment at the top of oom_stress.c (7: all)",
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "build/memory")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
     args = parser.parse_args(argv)
@@ -163,10 +174,10 @@ def main(argv: list[str] | None = None) -> int:
     above -= limit + report["nobodys"] * args.processes
     print(
         f"{counts['allocations']} allocations, {counts['refused']} refused,"
-        f" {counts['killed']} killed\nquota {limit >> 20} MiB; at most {above / 2**20:+.1f} MiB of"
-        f" it were used; filled to {report['full'] / 2**20:.1f},"
+        f" {counts['killed']} killed\nquota {limit >> 20} MiB; peak use {above / 2**20:+.1f} MiB"
+        f" relative to it; filled to {report['full'] / 2**20:.1f},"
         f" {counts['left'] / 2**20:.2f} left\n"
-        f"a dead process's memory was back after {counts['returned_ms']} ms"
+        f"the memory of a killed process was available again after {counts['returned_ms']} ms"
     )
     for line in report["wrong"]:
         print(f"WRONG: {line}")

@@ -47,7 +47,7 @@ def wait_working(*containers: Running) -> None:
         while not (path.exists() and path.stat().st_size >= 16 * 100):
             if container.process.poll() is not None or time.monotonic() > deadline:
                 raise MachineError(
-                    f"container {container.name} does not work;"
+                    f"container {container.name} has not completed 100 units of work;"
                     f" see {container.bundle}/output and mps/ next to it"
                 )
             time.sleep(0.02)

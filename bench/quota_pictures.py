@@ -3,7 +3,7 @@
 `python -m bench.quota_pictures` writes the pictures of docs/explanation/quotas.md; `--check` fails
 if they are stale. The arbiter is the governor's (`make build`), the clock is virtual, and the
 containers are a model: each works in units of 0.2 ms for as long as it is awake. So the pictures
-are the same on any machine. Results of real GPUs are in docs/benchmarks.md.
+are the same on any machine. Results from real GPUs are in docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ModelContainer:
     lent: int = 0
     """The part of `done` that is known to be lent."""
     grants: list[tuple[int, int, bool]] = field(default_factory=list)
-    """Begin and end of each piece of work, and whether its time was lent."""
+    """Start and end of each piece of work, and whether its time was lent."""
 
     def wants(self, now: int) -> bool:
         """Return whether it has work."""

@@ -34,8 +34,8 @@ WORDS = {
     "table7": f"Three containers have 45, 30 and 15 %. {NATIVE}",
     "sweep": "One container runs alone. Its guarantee is 10 to 90 %, and its cap is the same.",
     "table8": (
-        "A container with 50 % runs beside one to four containers with 10 % each. Its loss is"
-        f" what it lacks of half of what it does alone, in percent of that half. {NATIVE}"
+        "A container with 50 % runs beside one to four containers with 10 % each. Its loss is the"
+        f" shortfall from half of the work that it does alone, in percent of that half. {NATIVE}"
     ),
     "aggregate": (
         "Two, four and eight containers always have work and share all of the GPU. The sum is the"
@@ -44,8 +44,8 @@ WORDS = {
     "elastic": (
         "Four containers with 25 % each work in bursts from the same random seeds. In the strict"
         " arms, no container gets more than its share. In the elastic arms, every"
-        " container may be lent up to 100 %. The load is the part of the time in which each"
-        ' container has work. "Of ideal" is the work done, in percent of the time in which any'
+        " container may be lent up to 100 %. The load is the fraction of the time in which"
+        ' each container has work. "Of ideal" is the work done, in percent of the time in which any'
         f" container had work. {NATIVE}"
     ),
     "longkernels": (
@@ -63,8 +63,8 @@ WORDS = {
     ),
     "settle": (
         "A change is settled when a container's work in the trailing 100 ms is within 3 points of"
-        " its new share and stays there for half a second. The time to settle counts from the"
-        " change.\n\n"
+        " its new share and stays there for half a second. The time to settle is measured from"
+        " the change.\n\n"
         "In `settle-quota` the quota of a container is set from 30 to 60 % and back, beside a"
         " container that takes what is left. In `settle-neighbour` a container that may be lent all"
         " of the GPU has 30 % while a neighbour works; the changes are the neighbour's first work"
@@ -72,8 +72,8 @@ WORDS = {
         '"Reached" is the first time within 3 points, even if the work moves away again. A'
         " window contains so few grants that it can be 3 points off without any change. For this"
         ' reason "off" is the distance from the new share over the half second that begins 200 ms'
-        ' after a change, in points, and the largest of all changes is shown. "Outside" is the'
-        " fraction of later windows that were nevertheless more than 3 points off."
+        " after a change, in points; the largest distance over all changes is shown."
+        ' "Outside" is the fraction of later windows that were nevertheless more than 3 points off.'
     ),
     "killed": (
         "A working neighbour is killed (SIGKILL) or stopped (SIGSTOP) at a random time. The wait"
@@ -141,7 +141,7 @@ def table8(result: Result) -> list[Table]:
 
 
 def elastic(result: Result) -> list[Table]:
-    """Return the gain by lending at each load."""
+    """Return the gain from lending at each load."""
     rows = []
     for name, duties in LOADS.items():
         both = [result["summary"].get(one) for one in (f"{name}-strict", name)]
@@ -207,7 +207,9 @@ def graphs(result: Result) -> list[Table]:
             )
         )
     if rows:
-        head = ("tokens a second", "alone", "30 % beside a hog", "beside it without")
+        head = (
+            "tokens a second", "alone", "30 % beside a hog", "30 % beside a hog, without Tidegate",
+        )  # fmt: skip
         tables.append((head, rows, "lrrr"))
     return tables
 

@@ -103,7 +103,7 @@ class GrantSandbox:
         self._parks = parks
         self.reset()
         pages.init_ledger(self.ledger)
-        # Via a descriptor of its directory: the path of a socket has at most 107 bytes.
+        # Via a descriptor of its directory: the path of a socket is limited to 107 bytes.
         self._folder_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(f"/proc/self/fd/{self._folder_fd}/governor.sock")

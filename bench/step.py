@@ -1,13 +1,13 @@
-"""`python -m bench.overhead --step`: measures a training step and a token, natively and governed.
+"""`python -m bench.overhead --step`: times training steps and decoding, natively and governed.
 
-Each arm is a process that is warm and takes steps for a moment on request, while the other one is
-idle. So the two values of a pair are half a second apart and do not include start-up time. The
+Each arm is a process that is warmed up and runs steps for a moment on request, while the other one
+is idle. So the two values of a pair are half a second apart and do not include start-up time. The
 container is alone and has the whole GPU. Both arms stay on the same processors.
 
 Two processes of the same program differ by up to a percent for as long as they live, depending on
 where their memory is and on which processor each thread runs. So there are rounds, each with two
-new processes and many pairs, and the bound counts the differences between rounds as well as those
-between pairs.
+new processes and many pairs, and the bound accounts for the differences between rounds as well as
+those between pairs.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ class Stepper:
         while not path.exists():
             reason = self.failed()
             if reason is not None:
-                raise MachineError(f"a process that takes steps ended: {reason}")
+                raise MachineError(f"a process that runs steps ended: {reason}")
             if time.monotonic() > deadline:
                 raise MachineError(f"no {path.name} within {seconds:g} s")
             time.sleep(0.005)
 
     def ready(self) -> None:
-        """Wait until the process is warm."""
+        """Wait until the process is warmed up."""
         self._wait(self.orders / "ready", READY_S)
 
     def run(self) -> dict[str, float]:
-        """Make the process take steps; return their number, total time, and the median step."""
+        """Make the process run steps; return their number, total time, and the median step."""
         (self.orders / f"go-{self.number}").touch()
         done = self.orders / f"done-{self.number}"
         self._wait(done, self.seconds + LATE_S)
@@ -76,7 +76,7 @@ class Stepper:
 
 
 def worker(kind: str, orders: Path, seconds: float, *, inside: bool) -> list[str]:
-    """Return the command of a process that takes steps."""
+    """Return the command of a process that runs steps."""
     folder = Path("/workload") if inside else ROOT / "examples" / "workloads"
     return [
         sys.executable, str(folder / "torch_step.py"), "--cores", cores(),
@@ -142,7 +142,7 @@ def governed_arm(node: BenchNode, kind: str, number: int, seconds: float) -> Ite
 
 
 def run_steps(arms: Mapping[str, Stepper], pairs: int) -> list[Pair]:
-    """Make both processes take steps in turn; discard the first run of each."""
+    """Make both processes run steps in turn; discard the first run of each."""
     for arm in arms.values():
         arm.ready()
     for arm in arms.values():
@@ -173,8 +173,8 @@ def summarise_steps(rounds: Sequence[Round]) -> dict[str, float]:
 def slowdown(pair: Pair) -> float:
     """Return the median governed step as a multiple of the median native one.
 
-    A shared machine takes the processor away now and then. That is a tenth of the total of 40 steps
-    of 4 ms, so a mean would not show the cost of calls.
+    A shared machine occasionally takes the processor away. One such pause is a tenth of the time of
+    40 steps of 4 ms, so a mean would hide the cost of the calls.
     """
     return step_ms(pair["governed"]) / step_ms(pair["native"])
 
@@ -187,7 +187,7 @@ def step_ms(turn: Mapping[str, float]) -> float:
 def measure_steps(
     node: BenchNode, output: Path, rounds: int, pairs: int, seconds: float
 ) -> dict[str, Any]:
-    """Measure all kinds of step on a node: the rounds of each."""
+    """Measure each kind of step on a node; return the rounds of each."""
     report: dict[str, Any] = {}
     for kind in KINDS:
         report[kind] = []

@@ -49,14 +49,14 @@ GOOD = {
         ({}, []),
         ({"samples": [[0.0, 103 << 20, 0], [1.5, 103 << 20, 0]]}, ["was used for 1.50 s"]),
         ({"samples": [[0.0, 103 << 20, 0], [0.5, 0, 0], [1.5, 103 << 20, 0]]}, []),
-        ({"full": 101 << 20}, ["a full process holds 105906176 bytes"]),
-        ({"full": 97 << 20}, ["a full process holds 101711872 bytes"]),
-        ({"after": 1}, ["1 bytes stayed charged"]),
+        ({"full": 101 << 20}, ["a process that filled its quota holds 105906176 bytes"]),
+        ({"full": 97 << 20}, ["a process that filled its quota holds 101711872 bytes"]),
+        ({"after": 1}, ["1 bytes were still charged at the end"]),
         ({"oom_stress": {"wrong": 2, "call": "cuMemMap", "error": 999}}, ["first cuMemMap: 999"]),
         ({"oom_stress": {"refused": 0}}, ["the quota was not reached"]),
         ({"oom_stress": {"left": 3 << 20}}, ["3145728 bytes were left"]),
         ({"oom_stress": {"total": 1}}, ["a total of 1 bytes"]),
-        ({"oom_stress": {"returned_ms": 100.1}}, ["back after 100.1 ms"]),
+        ({"oom_stress": {"returned_ms": 100.1}}, ["available again only after 100.1 ms"]),
     ],
 )
 def test_each_fault_of_a_run_is_reported(change: dict, says: list[str]) -> None:

@@ -228,7 +228,7 @@ class Admissions:
         try:
             self._state.put(container.row)
         except StateError:
-            container.part(member)
+            container.remove_member(member)
             raise
         pending.append((container, member))
         self._log_admitted(container, request)
@@ -342,7 +342,7 @@ class Admissions:
         if len(container.members) == 1:
             self.end(container, why)
             return
-        container.part(member)
+        container.remove_member(member)
         self._state.note(container.row)
         log.info("container-ended", container=member.identifier, key=container.key, why=why)
 

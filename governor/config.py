@@ -61,8 +61,8 @@ def parse_listen(
         return str(value)
     raise ConfigError(
         f"{name}: {option} is {value!r}, but must be off, unix, 127.0.0.1:PORT or '[::1]:PORT'",
-        hint="the names of containers are shown there: to reach it from other machines, use a proxy"
-        " that authenticates clients",
+        hint="the page and the metrics show container names: to reach them from other machines, use"
+        " a proxy that authenticates clients",
     )
 
 
@@ -332,7 +332,7 @@ def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def _unknown(name: str, error: Any) -> ConfigError:
-    """Return the error for an unknown option, with a hint at the one that was probably meant."""
+    """Return the error for an unknown option; its hint names the one that was probably meant."""
     import difflib
 
     path = [str(part) for part in error.absolute_path]

@@ -139,7 +139,7 @@ class Container:
         self.directory = Path(config.runtime_dir) / "containers" / self.key
         self.context_memory = config.context_memory
         self._holds = config.hold_launches
-        self.called: str | None = None  # its name in its engine; None until it has been looked up
+        self.engine_name: str | None = None  # None until it has been looked up
         self.findings = Findings(len(self.devices))
         self._suspension = "suspended" if recovered and recovered.suspended else ""
         self._is_left_alone = False
@@ -305,10 +305,10 @@ class Container:
         for member, own in zip(self.members, row.members, strict=True):
             member.row = own
 
-    def part(self, member: Member) -> None:
+    def remove_member(self, member: Member) -> None:
         """Remove a member that has ended or did not start; at least one other member stays."""
         if member is self.members[0]:
-            self.called = None  # from now on the next member's name counts
+            self.engine_name = None  # from now on the next member's name counts
         self.members.remove(member)
         self._loop.remove_reader(member.pidfd)
         os.close(member.pidfd)
@@ -427,7 +427,7 @@ class Container:
     def _announce(self) -> None:
         try:
             self._slots.announce()
-        except OSError as e:  # no descriptor is left; the steering finds them by their work
+        except OSError as e:  # out of descriptors; processes are found when they use the GPU
             log.warning("processes-not-steered", container=self.identifier, error=e.strerror)
 
     def set_quota(self, quota: Quota) -> None:
@@ -551,7 +551,8 @@ class Container:
 def unknown_container(identifier: str) -> RefusedError:
     """Return the error for an id that no container of this node has."""
     return RefusedError(
-        f"no container {identifier[:64]!r} shares a GPU of this node", hint="tidegate ps lists them"
+        f"no container {identifier[:64]!r} shares a GPU on this node",
+        hint="tidegate ps lists the containers that do",
     )
 
 

@@ -198,7 +198,7 @@ def _text(foreign: str) -> str:
 
 
 def _name(container: Container) -> str:
-    return _text(container.called or "")
+    return _text(container.engine_name or "")
 
 
 def describe(server: Server) -> dict[str, Any]:
@@ -322,7 +322,7 @@ async def find_names(server: Server) -> None:
     """Look up the name of each new container in its engine, until cancelled."""
     while True:
         for container in list(server.containers.values()):
-            if container.called is not None:
+            if container.engine_name is not None:
                 continue
             owner = container.row.owner
             try:
@@ -330,10 +330,10 @@ async def find_names(server: Server) -> None:
                 found = await asyncio.to_thread(
                     find_name, container.identifier, owner.bundle, owner.identity
                 )
-                container.called = found.whole
+                container.engine_name = found.whole
             except Exception as e:  # the id is shown instead
                 log.exception("page-look-failed", container=container.identifier, error=repr(e))
-                container.called = ""
+                container.engine_name = ""
         await asyncio.sleep(1)
 
 

@@ -208,13 +208,13 @@ RUNTIME_SETTINGS = {
     "runtime": "the runtime to execute: by default the first of /usr/bin/runc, /usr/sbin/runc,"
     " /usr/local/sbin/runc, /usr/bin/crun, /usr/libexec/crio/crun and /usr/libexec/crio/runc that"
     " exists",
-    "runtime-for": "a state directory, a blank, and the runtime to execute in place of `runtime` if"
+    "runtime-for": "a state directory, a space, and the runtime to execute in place of `runtime` if"
     " the engine passes that directory with --root; any number of lines",
     "environment": "allow or ignore (the default): whether variables of the container count if an"
     " annotation is missing",
     "hook": "the hook's path to write into config.json (/usr/bin/tidegate-hook)",
-    "hook-arguments": "the hook's options, separated by blanks",
+    "hook-arguments": "the hook's options, separated by spaces",
     "runtime-dir": "directory of the governor's socket (/run/tidegate)",
     "dev-dir": "the host's device nodes (/dev)",
-    "log": "a file for the lines of failed starts, in place of syslog",
+    "log": "a file to which failed starts are logged, one line each, instead of syslog",
 }

@@ -1,11 +1,12 @@
-"""Estimate how much of its time on the GPU each process worked.
+"""Estimate for how much of its time on the GPU each process worked.
 
 The driver's trace has a record only where one context ends and another begins. A process that is
-not interrupted stays on the GPU from its first work on, whether it works or pauses, so its
-residency does not measure its work. This concerns a process that is alone, and one with neighbours
-that have reached their caps. For each interval of 0.2 s, NVML reports the fraction in which a
-kernel of any process ran (H200: accurate to a percent, even while processes are switched off and
-on). If all processes together were on the GPU for longer than that, they paused for the difference.
+not interrupted stays on the GPU from its first piece of work onward, whether it works or pauses,
+so its residency does not measure its work. This applies to a process that is alone, and to one with
+neighbours that have reached their caps. For each interval of 0.2 s, NVML reports the fraction in
+which a kernel of any process ran (H200: accurate to a percent, even while processes are switched
+off and on). If all processes together were on the GPU for longer than that, they paused for the
+difference.
 
 Some turns show that a process did not pause: a turn that ends with its slice contains no pause,
 because a process that pauses gives up the GPU at once if another one waits. The charge of a process
@@ -170,7 +171,7 @@ class Activity:
             self._rates = {}
 
     def _settle_until(self, until: int, part: float) -> dict[int, float]:
-        """Settle the time before `until`, of which `part` had kernels; return corrections."""
+        """Settle the time before `until`, with kernels in a fraction `part`; return corrections."""
         if until - self._known > LONGEST:
             self._remove_steps(until - ASK)
         length = until - self._known

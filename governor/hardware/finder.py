@@ -28,7 +28,8 @@ RETRY_S = (0.02, 0.1, 1.0)
 """Pauses after searches that found nothing, in seconds: a process may report a context a moment
 before or after it exists."""
 CLOSE_S = 5.0
-"""Longest wait of a closing governor for a search, in seconds; after that it is abandoned."""
+"""How long a governor that is shutting down waits for a search, in seconds; then the search is
+abandoned."""
 COST = 20
 """Time for which a process is not searched again, as a multiple of the last search's duration."""
 BURST_S = 0.2

@@ -88,8 +88,8 @@ LONG = 16 * MS
 """Slice of a container in the first rank; if all of them are continuous, the sum of their
 slices."""
 END = 70_000
-"""Time by which a turn exceeds its slice, mostly to restore the context (H200: 0 to 100 us). Of
-it, only RESTORE (trace.py) is charged to no container."""
+"""Time by which a turn exceeds its slice, mostly to restore the context (H200: 0 to 100 us).
+Only the part RESTORE (trace.py) of it is not charged to any container."""
 GAP = 80_000
 """Time from the end of a turn to the beginning of the next (H100, H200)."""
 TURN_COST = GAP + END
@@ -119,10 +119,10 @@ MOST = 400 * MS
 enters the first rank at RISE and leaves it below FALL. It is owed at most MOST. For time that it
 took while others were owed, it owes at most MOST."""
 LACKS = 0.8
-"""Fraction of a container's guarantee of the last second. In a *circle* (the slices alone keep its
+"""Fraction of a container's guarantee for the last second. In a *circle* (the slices alone keep its
 containers to their caps), the time that a container is owed varies by a turn or two, and is
-recovered slowly because no container has more than its slices give it. So one that had more than
-this fraction stays in the circle."""
+recovered slowly because no container gets more than its slices. So one that got more than this
+fraction stays in the circle."""
 AWAKE = 2000 * MS
 """Time since its last use of the GPU for which a container keeps the slices of others short."""
 BUSY = 0.05, 0.02

@@ -39,30 +39,30 @@ log = structlog.get_logger("tidegate")
 
 HIDDEN_NS = 500_000_000
 """Largest GPU time, in nanoseconds, that a process may use through channels that are not found.
-Beyond it, only grants may still limit that process."""
+Above it, the GPU is no longer steered, and grants limit the process."""
 
 AGAIN_S, MAX_AGAIN_S = 60.0, 3600.0
 """First and longest pause after steering has failed, in seconds. The pause doubles each time."""
 OPENING = "it is being opened, and tested if that was not done before"
-"""Reason for which a GPU is not steered at first."""
+"""Why a GPU is not steered at first."""
 LASTED_S = 600.0
-"""Time of steering without a failure, in seconds, after which the next pause is the first again."""
+"""After this many seconds of steering without a failure, the next pause is the shortest again."""
 
 
-class Tells(Protocol):
+class WatchdogProtocol(Protocol):
     """A watchdog: it is told which channels are off, and switches them on if the governor dies."""
 
     def tell(self, off: Sequence[Any], /) -> None:
         """Announce what is about to be switched off; raise OSError if nothing listens."""
 
     def close(self) -> None:
-        """Stop it, after it has switched on what is off."""
+        """Switch on everything that is off, then stop."""
 
 
 class Closeable(Hardware[Any], Protocol):
     """A GPU that is steered until it is closed."""
 
-    def watchdog(self) -> Tells:
+    def watchdog(self) -> WatchdogProtocol:
         """Start the watchdog, which switches channels on when the governor dies."""
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ def open_hardware(nvml: Nvml, uuid: str) -> Closeable:
             try:
                 return RemoteHardware(uuid)
             except OSError as e:
-                raise OSError(f"{e} (and the governor itself may not: {lacking})") from e
+                raise OSError(f"{e} (and the governor itself lacks permission: {lacking})") from e
         return NvidiaHardware(uuid)
     try:
         from simgpu.steering import SimulatedHardware
@@ -91,7 +91,7 @@ def open_hardware(nvml: Nvml, uuid: str) -> Closeable:
     return SimulatedHardware(*simulated, uuid)
 
 
-LOST_S = 60.0
+LOG_INTERVAL_S = 60.0
 """Shortest interval between two log messages of the same kind, in seconds."""
 
 
@@ -100,7 +100,7 @@ class UnsteerableError(Exception):
 
 
 class _SteeredContainers:
-    """What the containers are, as a new Steering needs to know it."""
+    """The containers' shares, gangs and processes, from which a new Steering starts."""
 
     def __init__(self) -> None:
         self.shares: dict[int, Share] = {}
@@ -160,10 +160,10 @@ class HardwareRunner(Runner):
     ) -> None:
         """Start the threads.
 
-        `opens` opens the GPU, on the steering thread. Until then, grants divide its time. It
-        returns early if the event that it is given is set. After a failure, it is called again
-        after `again_s` seconds at first. `busy` returns NVML's samples of the GPU since a time, in
-        us since 1970. `together` is shared by the GPUs of the node.
+        `opens` opens the GPU, on the steering thread. Until then, grants divide its time. If
+        the event that it is passed is set, `opens` returns early. After a failure, it is called
+        again after `again_s` seconds at first. `busy` returns NVML's samples of the GPU since a
+        time, in us since 1970. `together` is shared by the GPUs of the node.
         """
         super().__init__(library, config, together=together.grants if together else None)
         self._board = together.board if together else Board()
@@ -176,21 +176,22 @@ class HardwareRunner(Runner):
         self._used: dict[int, int] = {}
         self._used_before: dict[int, int] = {}  # by earlier Steerings
         self._again_s = again_s
-        self._lock = threading.Lock()  # of what follows, and of what is put into the queue
+        self._lock = threading.Lock()  # guards what follows, and what is put into the queue
         self._known = _SteeredContainers()
         self._is_steered = False
-        self._is_opened = threading.Event()  # or it has failed
+        self._is_opened = threading.Event()  # set once opening has succeeded or failed
         self._ending = threading.Event()
         self._hardware: Closeable | None = None
         self._finder = Finder(self._find, self._found)
-        self._n_lost, self._lost_said_at, self._returned_said_at = 0, -LOST_S, -LOST_S
+        self._n_lost, self._lost_said_at = 0, -LOG_INTERVAL_S
+        self._returned_said_at = -LOG_INTERVAL_S
         self.not_steered = OPENING
         self._steering_thread = threading.Thread(target=self._run, name="tidegate-hw", daemon=True)
         self._steering_thread.start()
 
     @property
     def is_steered(self) -> bool:
-        """Whether the GPU's own scheduler divides its time, and not the arbiter's grants."""
+        """Whether the GPU's own scheduler, rather than the arbiter's grants, divides its time."""
         return self._is_steered
 
     def wait_opened(self, timeout_s: float) -> None:
@@ -299,7 +300,7 @@ class HardwareRunner(Runner):
                 )
             elif found.thorough:
                 # After an ordinary search this may still be an old client, which only a thorough
-                # one finds.
+                # search finds.
                 self._run_on_thread(lambda steering: steering.miss(found.pid))
 
     # ---- the steering thread ----
@@ -329,7 +330,7 @@ class HardwareRunner(Runner):
                 return
             pause_s = min(2 * pause_s, MAX_AGAIN_S)
 
-    def _open(self) -> tuple[Closeable, Tells]:
+    def _open(self) -> tuple[Closeable, WatchdogProtocol]:
         """Open the GPU, and start the watchdog, without which nothing may be switched off."""
         hardware = self._opens(self._ending)
         try:
@@ -339,7 +340,7 @@ class HardwareRunner(Runner):
             log.warning("gpu-not-steered", gpu=self._gpu, error=f"its watchdog cannot start: {e}")
             raise
 
-    def _steer(self, hardware: Closeable, watchdog: Tells) -> bool:
+    def _steer(self, hardware: Closeable, watchdog: WatchdogProtocol) -> bool:
         """Steer the GPU until that fails, or until the end; return True at the end."""
         steering: Steering[Any] | None = None
         try:
@@ -391,7 +392,7 @@ class HardwareRunner(Runner):
             "gpu-not-steered",
             gpu=self._gpu,
             error=self.not_steered,
-            hint="grants divide its time from now on; it is tried again after a pause",
+            hint="grants divide its time from now on; steering is tried again after a pause",
         )
 
     def _run_on_thread(self, what: Callable[[Steering[Any]], None]) -> None:
@@ -414,7 +415,7 @@ class HardwareRunner(Runner):
         self._say_returned(steering.returned)
         if steering.hidden_ns > HIDDEN_NS:
             raise UnsteerableError(
-                "a process has GPU time through an open file that cannot be found"
+                "a process uses the GPU through an open file that cannot be found"
             )
         self._say_lost(hardware.n_lost)
         while True:
@@ -430,8 +431,10 @@ class HardwareRunner(Runner):
     def _say_returned(self, pids: Collection[int]) -> None:
         now = time.monotonic()
         for pid in pids:
-            if now >= self._returned_said_at + LOST_S:
-                hint = "it is switched off again; a program can only do that on purpose"
+            if now >= self._returned_said_at + LOG_INTERVAL_S:
+                hint = (
+                    "it is switched off again; a process cannot switch its channels on by accident"
+                )
                 log.warning("process-switched-on", gpu=self._gpu, pid=pid, hint=hint)
                 self._returned_said_at = now
 
@@ -448,7 +451,10 @@ class HardwareRunner(Runner):
 
     def _say_lost(self, n: int) -> None:
         now = time.monotonic()
-        if n > self._n_lost and now >= self._lost_said_at + LOST_S:
-            hint = "the time in between is charged to no container; is a CPU always busy?"
+        if n > self._n_lost and now >= self._lost_said_at + LOG_INTERVAL_S:
+            hint = (
+                "the time in between is not charged to any container;"
+                " check whether a CPU is permanently busy"
+            )
             log.warning("trace-lost", gpu=self._gpu, records=n - self._n_lost, hint=hint)
             self._n_lost, self._lost_said_at = n, now

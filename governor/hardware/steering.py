@@ -17,11 +17,12 @@ from governor.hardware.policy import Policy
 from governor.hardware.tenant import Load, Setting, Share
 
 BLIP = 2_000_000
-"""GPU time in one step above which a process that is off counts as on again, in nanoseconds."""
+"""GPU time in one step, in nanoseconds, above which a process that is off is taken to be on
+again."""
 
 
 ACTIVE = 1_000_000_000
-"""Time since its last use of the GPU, in nanoseconds, after which a process has no part of its
+"""A process that has not used the GPU for this long, in nanoseconds, has no part of its
 container's slice."""
 
 
@@ -103,8 +104,8 @@ class Steering(Generic[H]):
 
         `announce` is called with everything that will be off, before it is switched off, in each
         step while anything is off, and once more when nothing is. `samples` returns NVML's samples
-        since a time, both on `clock`; None if NVML has none. The `board` coordinates containers
-        with several GPUs; `gpu` is this GPU's number on it.
+        since a given time, or None if NVML has none; all times are on `clock`. The `board`
+        coordinates containers with several GPUs; `gpu` is this GPU's number on it.
         """
         self._announce = announce
         self._announced = False  # whether the last announcement had anything off

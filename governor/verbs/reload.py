@@ -17,12 +17,12 @@ command exits with status 78. SIGHUP does the same, and the log reports the outc
 """
 WHEN = {
     "now": "in force now",
-    "next": "in force for what starts from now on",
+    "next": "applies to containers and processes that start from now on",
     "restart": "needs systemctl restart tidegate-governor",
 }
 IF = {
     "now": "would be in force at once",
-    "next": "would be in force for what starts from then on",
+    "next": "would apply to containers and processes that start from then on",
     "restart": "would need systemctl restart tidegate-governor",
 }
 

@@ -1,4 +1,4 @@
-"""`tidegate setup`: make a container engine use Tidegate, or remove it again."""
+"""`tidegate setup`: make a container engine use Tidegate, or undo that."""
 
 from __future__ import annotations
 
@@ -46,13 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", metavar="FILE", help="the engine's configuration file, if it is not the default"
     )
     parser.add_argument(
-        "--default", action="store_true", help="docker: make it the default runtime as well"
+        "--default",
+        action="store_true",
+        help="docker: also make tidegate-runtime the default runtime",
     )
     parser.add_argument(
         "--hooks-dir", metavar="DIR", help="podman: directory from which it reads hooks"
     )
     parser.add_argument(
-        "--containerd-version", metavar="1.7", help="containerd: its version, if it cannot be run"
+        "--containerd-version",
+        metavar="1.7",
+        help="containerd: the version to assume if containerd cannot be run",
     )
     parser.add_argument(
         "--base-spec",
@@ -150,7 +154,7 @@ def _undo(root: Root, args: argparse.Namespace) -> int:
     if not known:
         print(f"{args.engine}: not set up by this command, nothing to undo")
     elif not undo.edits:
-        print(f"{args.engine}: nothing of Tidegate is left in the engine's files")
+        print(f"{args.engine}: the engine's files contain no Tidegate configuration")
     else:
         print(f"to do: {importlib.import_module(f'governor.setup.{args.engine}').UNDONE}")
     return 0

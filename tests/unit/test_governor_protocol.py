@@ -764,7 +764,7 @@ def test_a_quota_below_the_memory_in_use_is_refused(governor: GovernorThread, pi
 def test_an_unknown_container_has_no_quota(governor: GovernorThread) -> None:
     with GovernorClient(governor) as client:
         code, message = client.error({"v": 1, "op": "set", "id": "nobody", "compute": 1})
-        assert (code, message) == ("refused", "no container 'nobody' shares a GPU of this node")
+        assert (code, message) == ("refused", "no container 'nobody' shares a GPU on this node")
 
 
 def test_the_command_names_a_container_by_its_beginning(

@@ -122,8 +122,8 @@ def test_a_reload_reports_when_each_change_takes_effect(
             "quantum_ms: 4 -> 5: needs systemctl restart tidegate-governor",
             f"spin_us: {spin} -> 7: needs systemctl restart tidegate-governor",
             "hold_launches: true -> false: in force now",
-            "on_governor_loss: keep -> deny: in force for what starts from now on",
-            "defaults.memory: none -> 1Gi: in force for what starts from now on",
+            "on_governor_loss: keep -> deny: applies to containers and processes that start from now on",
+            "defaults.memory: none -> 1Gi: applies to containers and processes that start from now on",
         ],
         "",
     )
@@ -147,8 +147,8 @@ def test_a_reload_reports_when_each_change_takes_effect(
     assert tidegate(node, "reload")[1] == [
         f"read: {node.file}",
         "hold_launches: false -> true: in force now",
-        "on_governor_loss: deny -> keep: in force for what starts from now on",
-        "defaults.memory: 1Gi -> none: in force for what starts from now on",
+        "on_governor_loss: deny -> keep: applies to containers and processes that start from now on",
+        "defaults.memory: 1Gi -> none: applies to containers and processes that start from now on",
     ]
     assert tidegate(node, "reload")[1] == [f"read: {node.file}", "nothing has changed"]
     assert in_force(node) == [f"ok: the governor has the configuration of its files: {node.file}"]

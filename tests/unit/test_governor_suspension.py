@@ -225,7 +225,7 @@ def test_a_container_without_processes_is_suspended_and_resumed(
 def test_what_cannot_be_suspended_is_refused(directory: Path, build_dir: Path) -> None:
     async def story(it: SimpleNamespace) -> None:
         assert await refused(it.suspender.suspend({"id": "two"})) == (
-            "no container 'two' shares a GPU of this node"
+            "no container 'two' shares a GPU on this node"
         )
         it.container.findings.frozen = True
         for op in (it.suspender.suspend, it.suspender.resume):

@@ -522,9 +522,9 @@ def test_names_are_looked_up_once_and_a_failure_ends_nothing(
         ((_, use),) = web.uses_of(one)
         assert use.name == ""
         task = asyncio.create_task(web.find_names(world.server))
-        await until(lambda: two.called is not None)
+        await until(lambda: two.engine_name is not None)
         three = await world.admit("three", compute="10")
-        await until(lambda: three.called is not None)
+        await until(lambda: three.engine_name is not None)
         assert not task.done()
         task.cancel()
         assert asked == [(name, "/bundle", {}) for name in ("one", "two", "three")]

@@ -51,7 +51,7 @@ This page is generated from `tests/mutants/rules.toml` by `python tools/mutate.p
 MUTANTS = """
 ## Mutants
 
-| rule | removed |
+| rule | mutant |
 | --- | --- |
 """
 

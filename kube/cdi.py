@@ -68,7 +68,8 @@ class Directory:
             with contextlib.suppress(OSError):
                 new.unlink(missing_ok=True)
             raise CdiError(
-                f"{path}: {e.strerror}", hint="free space, or make it writable for the driver"
+                f"{path}: {e.strerror}",
+                hint="free disk space, or make the directory writable for the driver",
             ) from e
         return True
 

@@ -24,7 +24,7 @@ CALLS = (
 """Every group, resource and verb in use; the role in packaging/kubernetes/ has exactly these."""
 
 LONGEST = 4 << 20
-"""Maximum size of a watch event in bytes: an object has 1.5 MiB at most."""
+"""Maximum size of a watch event in bytes: an object is at most 1.5 MiB."""
 
 POOL = 16
 """Number of connections that are kept open: a kubelet starts many pods at once."""
@@ -182,7 +182,7 @@ class Cluster:
         return [one for one in items if isinstance(one, dict)] if isinstance(items, list) else []
 
     def annotate_pod(self, namespace: str, name: str, uid: str, annotation: str, text: str) -> None:
-        """Set an annotation of a pod through its status, so that nothing else can change."""
+        """Set an annotation through the pod's status subresource, so nothing else can change."""
         body = {"metadata": {"uid": uid, "annotations": {annotation: text}}}
         self._json(
             f"pod {namespace}/{name}",
@@ -246,8 +246,8 @@ def _explain(subject: str, e: Exception) -> ClusterError:
     hint = "the driver retries; check the network and the API server"
     if "CERTIFICATE" in reason or "certificate" in reason:
         hint = (
-            "the certificate authority that is trusted has to be the API server's, and its"
-            " certificate has to name the host: see the kubeconfig, or the ConfigMap"
-            " kube-root-ca.crt of the namespace"
+            "the trusted certificate authority must be the one that issued the API server's"
+            " certificate, and that certificate must name the host: see the kubeconfig, or the"
+            " ConfigMap kube-root-ca.crt of the namespace"
         )
     return ClusterError(f"{subject}: no answer from the API server: {reason}", hint=hint)

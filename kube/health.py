@@ -65,7 +65,7 @@ def _judge(gpu: Mapping[str, Any], accused: Sequence[tuple[str, str]]) -> Condit
     if gpu.get("closed"):
         health = UNHEALTHY
         taints.append(Taint(TAINT_CLOSED, str(gpu.get("strategy") or "closed")))
-        messages.append(f"the GPU takes no container now: {gpu['closed']}")
+        messages.append(f"the GPU accepts no new containers: {gpu['closed']}")
     if accused:
         # The GPU is healthy, but a new pod would share it with a container that exceeds its share.
         kinds = sorted({kind for kind, _ in accused})

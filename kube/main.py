@@ -42,7 +42,7 @@ from kube.publish import Publisher, Watcher
 from kube.quantity import whole
 from kube.recheck import ANNOTATION, Recheck, has_room
 from kube.resync import Resync
-from kube.service import Alone, Endpoints, Health, directories
+from kube.service import Endpoints, Health, KubeletAbsence, directories
 from kube.slices import ClaimDefaults, make_slice, slice_name
 
 log = structlog.get_logger()
@@ -111,7 +111,7 @@ class DriverLoop:
         self._known = False
         self._leads = leads
         self.leading = True
-        self._alone = Alone()
+        self._absence = KubeletAbsence()
         self._node_uid: str | None = None
         self._away_since: float | None = None
         self._answer: Mapping[str, Any] | None = None
@@ -126,7 +126,7 @@ class DriverLoop:
         self._known = accepted
         self._publisher.forget()
         if not accepted:
-            self._alone = Alone()
+            self._absence = KubeletAbsence()
         self._reconcile.set()
         self.wake.set()
 
@@ -189,13 +189,13 @@ class DriverLoop:
         return True
 
     def _wait(self, now: float) -> None:
-        alone = self._alone.poll(now)
-        if alone:
+        seconds = self._absence.poll(now)
+        if seconds:
             place = directories(self._args.kubelet_dir)
             path = Instance(*place, self._args.instance).registration
             log.warning(
                 "no-kubelet",
-                message=f"no kubelet has registered this driver for {alone:.0f} s; it should have"
+                message=f"no kubelet has registered this driver for {seconds:.0f} s; it should have"
                 f" found {path}; no GPU is offered",
                 hint="see the kubelet's log; --kubelet-dir has to be its --root-dir, with the same"
                 " path here and on the host",

@@ -2,7 +2,7 @@
 
     tidegate-device-plugin [--runtime-dir DIR] [--kubelet-dir DIR] [--compute 25] ...
 
-It is meant for clusters that cannot share devices by DRA. A container asks for
+It is meant for clusters that cannot share devices through DRA. A container asks for
 `tidegate.gpu/memory-gib: 8`; the node's policy determines how much of the GPU's time comes with
 that. The allocation is encoded in the hook's arguments, in a CDI file of the node. It is never
 passed in the environment, which a pod can override.
@@ -40,7 +40,7 @@ from kube.health import HEALTHY, UNHEALTHY, judge
 from kube.names import DRIVER, PLUGIN_RESOURCE
 from kube.node import NodeClient
 from kube.options import add_node_options
-from kube.service import Alone, GrpcServer
+from kube.service import GrpcServer, KubeletAbsence
 from kube.units import UnitPolicy, Units, make_claim, parse_units, prefer, read_back, unit_names
 from oci_hook.errors import HookError
 
@@ -92,7 +92,8 @@ class Unit:
 class Allocations:
     """Announces to the governor the units that the kubelet allocates, and writes the CDI files.
 
-    As in the DRA driver, the governor comes first. Overlapping claims are withdrawn before that.
+    As in the DRA driver, a claim is announced to the governor before its CDI file is written.
+    Claims that overlap it are withdrawn first.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Allocations:
         self._dev_dir = dev_dir
         self._lock = threading.Lock()
         self._given: dict[str, tuple[Units, AllocatedClaim]] = {}
-        """The kubelet's allocations, all of which the governor has to know, by uid."""
+        """The kubelet's allocations by uid; the governor must know all of them."""
 
     def allocate(self, containers: Sequence[Sequence[str]]) -> list[str]:
         """Return the CDI device of each container; raise TidegateError if the units are refused."""
@@ -224,13 +225,13 @@ class DevicePlugin(services.DevicePluginServicer):  # type: ignore[misc]
                 self._changed.notify_all()
 
     def close(self, *, closed: bool = True) -> None:
-        """End all streams, or with `closed` false allow new ones."""
+        """End all streams; with `closed` false, allow new ones."""
         with self._changed:
             self._closed = closed
             self._changed.notify_all()
 
     def GetDevicePluginOptions(self, _request: Any, _context: Any) -> Any:  # noqa: N802
-        """Return options: the plugin prefers units, and needs no call before containers start."""
+        """Return options: the plugin has GetPreferredAllocation, and not PreStartContainer."""
         return messages.DevicePluginOptions(get_preferred_allocation_available=True)
 
     def ListAndWatch(self, _request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
@@ -361,7 +362,7 @@ class PluginLoop:
             lambda server: services.add_DevicePluginServicer_to_server(plugin, server),
             WORKERS,
         )
-        self._alone = Alone()
+        self._absence = KubeletAbsence()
         self._started = False
         self._restored = False
         self._away_since: float | None = None
@@ -384,7 +385,7 @@ class PluginLoop:
             self.registered = self._kubelet.register(now)
 
     def turn(self) -> None:
-        """Run one step, and after a while log that there is no kubelet."""
+        """Run one step, and log if there has been no kubelet for a while."""
         try:
             self.step()
         except SocketError as e:  # the kubelet has not created the directory yet
@@ -392,12 +393,12 @@ class PluginLoop:
         else:
             path = self._directory / "kubelet.sock"
             reason = "" if path.exists() else f"{path} does not exist"
-        alone = self._alone.poll(time.monotonic(), alone=bool(reason))
-        if alone:
+        seconds = self._absence.poll(time.monotonic(), absent=bool(reason))
+        if seconds:
             log.warning(
                 "no-kubelet",
-                message=f"{reason}, for {alone:.0f} s; no GPU is offered",
-                hint="see whether the kubelet runs; --kubelet-dir has to be its --root-dir",
+                message=f"no kubelet for {seconds:.0f} s: {reason}; no GPU is offered",
+                hint="check that the kubelet is running and that --kubelet-dir is its --root-dir",
             )
 
     def _look(self, now: float) -> None:
@@ -454,18 +455,20 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="how the GPU is shared (%(default)s)",
     )
-    parser.add_argument("--ready-file", metavar="FILE", help="exists once it is registered")
+    parser.add_argument(
+        "--ready-file", metavar="FILE", help="file that exists once the plugin is registered"
+    )
     return parser
 
 
 def _percent(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 100:
-        raise argparse.ArgumentTypeError("1 to 100 are accepted")
+        raise argparse.ArgumentTypeError("must be between 1 and 100")
     return int(text)
 
 
 @contextlib.contextmanager
-def _alone(kubelet_dir: Path) -> Iterator[None]:
+def _exclusive_lock(kubelet_dir: Path) -> Iterator[None]:
     """Exclude the DRA driver and a second plugin, which would allocate the same GPUs."""
     directory = kubelet_dir / "plugins" / DRIVER
     try:
@@ -503,7 +506,7 @@ def serve(args: argparse.Namespace) -> None:
     )
     kubelet_dir = Path(args.kubelet_dir)
     ready = Path(args.ready_file) if args.ready_file else None
-    with _alone(kubelet_dir):
+    with _exclusive_lock(kubelet_dir):
         loop = PluginLoop(node, allocations, DevicePlugin(allocations), kubelet_dir)
         log.info("plugin-started", kubelet_dir=args.kubelet_dir)
         try:

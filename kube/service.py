@@ -67,7 +67,7 @@ HAND_OVER_S = 42.0
 """Longest time in seconds to finish calls if a successor serves; a call waits for 40 s at most."""
 UNREGISTER_S = 1.5
 """Seconds until the kubelet stops calling: it checks for removed sockets once a second."""
-ALONE_S = 20.0
+ABSENT_S = 20.0
 """Seconds until a missing kubelet is logged. A running kubelet finds a plugin within a second, and
 one that is starting does so within a few."""
 REFUSED_S, MAX_REFUSED_S = 10.0, 300.0
@@ -102,7 +102,8 @@ class DraPlugin:
                 continue
             for share in claim.shares:
                 device = answer.devices.add(
-                    # The kubelet compares it with the name in a container: never an alternative's.
+                    # The kubelet compares this with the request name in the container, which is
+                    # never that of an alternative.
                     request_names=[share.base_request],
                     pool_name=share.pool,
                     device_name=share.device,
@@ -188,7 +189,7 @@ class Registration:
         )
 
     def NotifyRegistrationStatus(self, request: Any, _context: Any) -> Any:  # noqa: N802
-        """Handle the result; the kubelet registers the driver when either of them has started."""
+        """Handle the result. The kubelet registers the driver whenever one of the two starts."""
         if request.plugin_registered:
             log.info("registered")
         else:
@@ -271,17 +272,17 @@ class HealthService:
         return self._health.watch(self._messages, context)
 
 
-class Alone:
-    """Decides when to log that there is no kubelet: after ALONE_S, then at doubling intervals."""
+class KubeletAbsence:
+    """Decides when to log that there is no kubelet: after ABSENT_S, then at doubling intervals."""
 
     def __init__(self) -> None:
         self._since: float | None = None
-        self._say_at = ALONE_S
+        self._say_at = ABSENT_S
 
-    def poll(self, now: float, *, alone: bool = True) -> float | None:
-        """Return for how many seconds there was no kubelet if it is time to log it, else None."""
-        if not alone:
-            self._since, self._say_at = None, ALONE_S
+    def poll(self, now: float, *, absent: bool = True) -> float | None:
+        """Return the seconds without a kubelet if they are to be logged now, else None."""
+        if not absent:
+            self._since, self._say_at = None, ABSENT_S
             return None
         if self._since is None:
             self._since = now
@@ -328,7 +329,7 @@ class GrpcServer:
         self._server = server
 
     def poll(self) -> bool:
-        """Listen again if the socket was removed or replaced; return whether it was."""
+        """Listen again if the socket was removed or replaced; return whether that was so."""
         try:
             if self._path.stat().st_ino == self._inode:
                 return False
@@ -390,7 +391,7 @@ class Endpoints:
         self._registrar = GrpcServer(self._instance.registration, add_registration, workers=2)
 
     def start(self) -> None:
-        """Listen on both, first on the driver's: the kubelet calls as soon as it sees the other."""
+        """Listen on both sockets, the driver's first: the kubelet calls once it sees the other."""
         self._instance.start()
         self._plugin.start()
         self._registrar.start()
@@ -422,7 +423,7 @@ class Endpoints:
         The kubelet aborts the calls to a plugin when its registration socket is removed. If a later
         instance serves, it gets the new calls, so the calls of this one may continue for up to
         `most` seconds. Otherwise they have `grace` seconds: they may be waiting for a governor that
-        comes only with the next pod.
+        starts only with the next pod.
         """
         until = time.monotonic() + most
         while self._instance.has_successor() and time.monotonic() < until:

@@ -3,9 +3,9 @@
 This is not a model of GPUs: other tests show whether quotas hold. The simulation records when each
 pod is placed by kube-scheduler's rules. Pods are tried in order of arrival, and none blocks
 another. The search for a node begins where the previous pod's search ended, and stops when enough
-nodes are feasible. The best score by CPU wins, as with NodeResourcesFit. On a node the first GPU
-with room is taken, in the ResourceSlice's order, as the allocator of DynamicResources does. A GPU's
-capacities are 100 of `compute` and 100 of `memory`.
+nodes are feasible. The node with the best CPU score wins, as with NodeResourcesFit. On a node the
+first GPU with room is taken, in the ResourceSlice's order, as the allocator of DynamicResources
+does. A GPU's capacities are 100 of `compute` and 100 of `memory`.
 
 Pods that did not fit are retried as soon as another pod ends; a real scheduler waits up to 10 s.
 """
@@ -141,7 +141,7 @@ class SimulatedCluster:
         self._memory = [[WHOLE] * GPUS for _ in range(nodes)]
         self._cpu = [CPU] * nodes
         self._largest = [WHOLE] * nodes
-        """The most compute that a GPU of each node has left, which rules out most nodes quickly."""
+        """For each node, the most compute left on one GPU; this rules out most nodes quickly."""
         self._next = 0
         # Number of feasible nodes that kube-scheduler scores (percentageOfNodesToScore is 0).
         self._enough = max(100, nodes * max(5, 50 - nodes // 125) // 100)

@@ -24,7 +24,7 @@ MAX_DEVICES = 64
 """Maximum number of devices in a slice with taints."""
 
 CONTEXT_MEMORY = 520 * MIB
-"""The least memory of a claim in bytes, that of a context, if the governor does not report it."""
+"""Minimum memory of a claim in bytes, that of a context, if the governor does not report it."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _short(text: str) -> str:
 
 
 def nvlink_group(gpu: Mapping[str, Any], gpus: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the lowest index of a GPU and those that NVLinks connect to it, even indirectly.
+    """Return the lowest index among a GPU and those that NVLinks connect to it, directly or not.
 
     Return None if there are no others.
     """
@@ -186,7 +186,7 @@ def nvlink_group(gpu: Mapping[str, Any], gpus: Sequence[Mapping[str, Any]]) -> i
 
 
 def semantic_version(text: str) -> str | None:
-    """Return a version in semver notation (580.159.4 for `580.159.04`), or None if it has none."""
+    """Return a version in semver notation (580.159.4 for `580.159.04`); None if it is not one."""
     parts = text.split(".")
     if not 1 <= len(parts) <= 3 or not all(re.fullmatch(r"[0-9]{1,9}", part) for part in parts):
         return None

@@ -255,7 +255,7 @@ def test_the_governors_findings_become_health_and_taints() -> None:
         ),
         Condition(
             "Unhealthy",
-            "the GPU takes no container now: its MPS daemon starts",
+            "the GPU accepts no new containers: its MPS daemon starts",
             (Taint(TAINT_CLOSED, "mps"),),
         ),
         Condition(

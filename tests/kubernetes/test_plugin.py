@@ -24,7 +24,15 @@ from kube.api import deviceplugin_v1beta1_pb2 as messages
 from kube.api import deviceplugin_v1beta1_pb2_grpc as services
 from kube.cdi import Directory
 from kube.errors import CdiError
-from kube.plugin import AWAY_S, SOCKET, Allocations, DevicePlugin, PluginLoop, _alone, main
+from kube.plugin import (
+    AWAY_S,
+    SOCKET,
+    Allocations,
+    DevicePlugin,
+    PluginLoop,
+    _exclusive_lock,
+    main,
+)
 from kube.units import (
     GIB,
     UnitPolicy,
@@ -298,7 +306,8 @@ def test_a_missing_kubelet_is_reported_but_not_every_second(
     first, second = [one for one in logs if one["event"] == "no-kubelet"]
     assert f"{tmp_path}/device-plugins/{SOCKET}: cannot listen there" in first["message"]
     assert second["message"] == (
-        f"{tmp_path}/device-plugins/kubelet.sock does not exist, for 40 s; no GPU is offered"
+        f"no kubelet for 40 s: {tmp_path}/device-plugins/kubelet.sock does not exist;"
+        " no GPU is offered"
     )
     assert "--kubelet-dir" in first["hint"]
 
@@ -408,7 +417,7 @@ def test_claims_of_the_cluster_are_left_alone(node) -> None:
 
 
 def test_a_second_plugin_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with _alone(tmp_path):
+    with _exclusive_lock(tmp_path):
         assert main(["--kubelet-dir", str(tmp_path)]) == 73
     assert "not both" in capsys.readouterr().err
 

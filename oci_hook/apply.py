@@ -25,7 +25,7 @@ from oci_hook.files import as_owner, remove, write_all
 from oci_hook.image import open_root
 from oci_hook.light_typing import suppress
 from oci_hook.plan import BindDirectory, BindFile, Operation, Plan, WriteCache
-from oci_hook.quick import Whole
+from oci_hook.quick import DeferredDeadline
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
@@ -337,7 +337,7 @@ class Applier:
         """Create the parts of a path after the first `done`, below `fd`, which is their parent."""
         for depth, name in enumerate(parts[done:], done + 1):
             parent = fd
-            with Whole():
+            with DeferredDeadline():
                 as_owner(parent, partial(kernel.mkdirat, parent, name, 0o755))
                 self.undo.add(partial(kernel.unlinkat, parent, name, directory=True))
             self._note(parent, HookTrace("directory", "/".join(parts[:depth])))
@@ -370,7 +370,7 @@ class Applier:
                 raise
             if dirfd < 0:
                 dirfd = self.make_own_directory(parent)
-            with Whole():
+            with DeferredDeadline():
                 made = as_owner(dirfd, lambda: kernel.create(dirfd, name, 0o755))
                 self.undo.add(lambda: kernel.unlinkat(dirfd, name))
             assert made is not None  # noqa: S101
@@ -403,7 +403,7 @@ class Applier:
             self.require_ours(target, path, volumes=True)
         elif os.path.sameopenfile(target, self.rootfd):
             raise OSError(errno.EXDEV, "it is the container's root itself", path)
-        with Whole():
+        with DeferredDeadline():
             kernel.move_mount(source, target, path)
             self.undo.add(lambda: kernel.umount(self.container.procfd, source))
 
@@ -420,7 +420,7 @@ class Applier:
         )
         for left in (TEMPORARY, ASIDE):  # left by a run that was killed
             remove(dirfd, left)
-        with Whole():
+        with DeferredDeadline():
             fd = as_owner(dirfd, lambda: kernel.create(dirfd, TEMPORARY, 0o600))
             self.undo.add(partial(remove, dirfd, TEMPORARY))
         assert fd is not None  # noqa: S101
@@ -432,7 +432,7 @@ class Applier:
                 ours = os.fstat(fd)
             finally:
                 os.close(fd)
-            with Whole():
+            with DeferredDeadline():
                 _exchange(dirfd, name)
                 self.undo.add(partial(kernel.renameat, dirfd, TEMPORARY, name))
         except OSError:

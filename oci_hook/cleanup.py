@@ -64,11 +64,11 @@ class NoteHeader(NamedTuple):
     began: int  # start time of that process, because pids are reused; 0 if it had ended
     device: int
     inode: int  # with `device`, identifies the root; other paths and containers may share it
-    made: int = 0  # monotonic time in ns; a start reuses files that notes with an earlier time list
+    made: int = 0  # monotonic time in ns; a start reuses files that are listed in earlier notes
 
 
 class Attributes(NamedTuple):
-    """Attributes of a file that are restored."""
+    """File attributes that are restored."""
 
     mode: int
     uid: int
@@ -125,8 +125,8 @@ def lock(runtime_dir: str, device: int, inode: int) -> int:
 
     The lock lasts until the descriptor is closed or the process ends; the process must not have
     another descriptor of that file. Without the lock, the clean-up of another container could
-    remove what this one uses, mounts included, between the examination of the image and the note of
-    what was created. Return -1 if locking is not possible. If the process that has the lock is
+    remove what a start uses, mounts included, between the start's examination of the image and the
+    writing of its note. Return -1 if locking is not possible. If the process that has the lock is
     stuck because the root does not answer, the deadline raises a MountError with that reason.
 
     Each root corresponds to a byte of one file, so locks leave no files behind.
@@ -161,14 +161,14 @@ def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[Hoo
     write access to a directory above it could redirect the clean-up.
     """
     if not is_name(ident):
-        raise OSError(errno.EINVAL, "its id is not accepted as a file name")
+        raise OSError(errno.EINVAL, "the container's id cannot be used as a file name")
     rootfd = kernel.open_straight(root)
     place = os.fstat(rootfd)
     os.close(rootfd)
     note = NoteHeader(root, pid, _began(pid), place.st_dev, place.st_ino, time.monotonic_ns())
     data = dump_json(note).encode() + b"\n" + dump_json(traces).encode()
     if len(data) > STORED_LIMIT:
-        raise OSError(errno.EFBIG, f"their description takes {len(data)} bytes")
+        raise OSError(errno.EFBIG, f"the description takes {len(data)} bytes")
     above = os.open(runtime_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with suppress(FileExistsError):
@@ -292,8 +292,8 @@ def _take_from_root(runtime_dir: str, ident: str, own: NoteHeader) -> None:
     shared = [(n, note) for n, note in notes if note and (note.device, note.inode) == place]
     running = {(note.device, note.inode) for _, note in notes if note and _runs(note)}
     if place in running:
-        # A container that found everything it needs has created nothing. Its note is removed;
-        # otherwise the notes of its restarts would pile up.
+        # A start that found everything it needed created nothing. Its note is removed; otherwise
+        # the notes of the container's restarts would pile up.
         if not _runs(own) and not _parse_traces(_read(runtime_dir, ident)):
             forget(runtime_dir, ident)
         return

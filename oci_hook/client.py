@@ -142,11 +142,11 @@ class Client:
     """A connection to the governor. An admission that is not confirmed ends with the connection."""
 
     def __init__(self, runtime_dir: str, timeout: float, patience: float = 0.0) -> None:
-        """Connect; if the governor is being restarted, wait for it at most `patience` seconds.
+        """Connect; if the governor is being restarted, wait at most `patience` seconds for it.
 
-        The wait does not exceed `timeout` seconds either, so that its error is reported, not
-        the deadline's. If the kernel's queue of connections is full, the governor is running but
-        busy; the client then waits, whatever `patience` is.
+        The wait does not exceed `timeout` seconds either, so that the connection error is reported,
+        not the missed deadline. If the kernel's queue of connections is full, the governor is
+        running but busy; the client then waits, whatever `patience` is.
         """
         self.runtime_dir = runtime_dir
         self.path = f"{runtime_dir}/governor.sock"
@@ -155,7 +155,7 @@ class Client:
         self._connect(monotonic())
 
     def _connect(self, began: float) -> None:
-        """Connect; `began` is the time from which the wait counts."""
+        """Connect; `began` is the time at which the wait began."""
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self.socket.settimeout(self.timeout)
         self.buffer = b""
@@ -182,7 +182,7 @@ class Client:
         self._require_trusted()
 
     def _require_trusted(self) -> None:
-        """Refuse a listener of any user but root and this one: it decides what is mounted."""
+        """Refuse a listener that neither root nor this user runs: it decides what is mounted."""
         peer = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
         _, uid, _ = PEER.unpack(peer)
         if uid not in (0, os.geteuid()):
@@ -209,7 +209,7 @@ class Client:
     def _bad(self, op: str, found: object) -> UnreachableError:
         return UnreachableError(
             f"the governor answered {op} with {show(found)}, which this hook does not understand",
-            hint="install the same version of hook and governor",
+            hint="install the same version of the hook and the governor",
         )
 
     def _request(self, op: str, fds: tuple[int, ...] = (), **fields: object) -> dict[str, Any]:

@@ -424,7 +424,7 @@ def _look_at_program(rootfd: int, procfd: int, path: str) -> tuple[str, str] | N
             return None
         try:
             # Only a string: the result is resolved again, confined to the root.
-            root, place = (kernel.name_of(procfd, n) for n in (rootfd, fd))
+            root, place = (kernel.path_of(procfd, n) for n in (rootfd, fd))
             return place.removeprefix(root).rpartition("/")[0] or "/", run_path(fd)
         finally:
             os.close(fd)

@@ -163,7 +163,7 @@ def open_straight(path: str) -> int:
 
 
 def path_of(procfd: int, fd: int) -> str:
-    """Return the path of `fd`, without links."""
+    """Return the path of `fd`, without links; opening that path may lead to another file."""
     return os.readlink(f"self/fd/{fd}", dir_fd=procfd)
 
 
@@ -180,18 +180,13 @@ def reopen(procfd: int, fd: int, flags: int) -> int:
     return os.open(f"self/fd/{fd}", flags | os.O_CLOEXEC | os.O_NOCTTY, dir_fd=procfd)
 
 
-def name_of(procfd: int, fd: int) -> str:
-    """Return a descriptor's path as this process sees it; the path must not be opened."""
-    return os.readlink(f"self/fd/{fd}", dir_fd=procfd)
-
-
 def _require_name(name: str) -> None:
     if not name or "/" in name or name in (".", ".."):
         raise ValueError(f"{name!r} is not the name of one entry")
 
 
 def mkdirat(dirfd: int, name: str, mode: int) -> None:
-    """Create a directory in a directory."""
+    """Create the directory `name` in the directory `dirfd`."""
     _require_name(name)
     os.mkdir(name, mode, dir_fd=dirfd)
 
@@ -272,7 +267,7 @@ def open_tree(path: str, *, dirfd: int = AT_FDCWD) -> int:
 
 
 def mount_setattr(fd: int, attr_set: int, propagation: int, path: str) -> None:
-    """Set a mount's attributes by descriptor; `path` is for the error."""
+    """Set a mount's attributes by descriptor; `path` is used only in the error."""
     attr = mount_attr(attr_set, 0, propagation, 0)
     _check(
         _libc.syscall(
@@ -288,7 +283,7 @@ def mount_setattr(fd: int, attr_set: int, propagation: int, path: str) -> None:
 
 
 def move_mount(from_fd: int, to_fd: int, path: str) -> None:
-    """Attach a detached mount at `to_fd`; `path` is for the error."""
+    """Attach a detached mount at `to_fd`; `path` is used only in the error."""
     _check(
         _libc.syscall(
             _int(NR_move_mount),
@@ -305,7 +300,7 @@ def move_mount(from_fd: int, to_fd: int, path: str) -> None:
 def umount(procfd: int, fd: int) -> None:
     """Unmount the mount that `fd` refers to."""
     os.fchdir(procfd)  # umount2(2) takes only paths; this one begins in the host's own /proc
-    _check(_libc.umount2(f"self/fd/{fd}".encode(), MNT_DETACH), f"mount {fd}")
+    _check(_libc.umount2(f"self/fd/{fd}".encode(), MNT_DETACH), f"mount at descriptor {fd}")
 
 
 def mount_id(fd: int) -> int:
@@ -337,7 +332,7 @@ def _statx(fd: int) -> statx_result:
 
 
 def setns(fd: int, nstype: int, path: str) -> None:
-    """Enter a namespace; `path` is for the error."""
+    """Enter a namespace; `path` is used only in the error."""
     _check(_libc.setns(fd, nstype), path)
 
 

@@ -126,7 +126,7 @@ def serve(options: HookOptions, raw: bytes | None, event: RunEvent) -> str:
 
 
 def begin_event(options: HookOptions, raw: bytes | None, began: float) -> RunEvent:
-    """Return the event for work that was not begun, or that another process did."""
+    """Return the event of a run whose work was not begun, or was done by another process."""
     event = RunEvent(options.stage or "?", options.log, began)
     if raw is not None and options.stage != "precreate":
         with suppress(HookError):  # the container may have no id

@@ -111,8 +111,8 @@ def arm(seconds: float, who: str = "the hook") -> None:
     def expire(*_: object) -> None:
         from oci_hook.errors import MountError
 
-        if Whole.depth:
-            Whole.missed = expire
+        if DeferredDeadline.depth:
+            DeferredDeadline.missed = expire
             return
         shield()
         raise MountError(
@@ -123,8 +123,8 @@ def arm(seconds: float, who: str = "the hook") -> None:
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
-class Whole:
-    """`with Whole():` defers a deadline that passes inside the block to the end of the block.
+class DeferredDeadline:
+    """`with DeferredDeadline():` defers a deadline that passes inside the block to its end.
 
     The deadline usually passes during the call that is stuck. When that call returns, the step that
     undoes it has to be recorded before the deadline takes effect.
@@ -135,13 +135,13 @@ class Whole:
 
     def __enter__(self) -> None:
         """Defer the deadline."""
-        Whole.depth += 1
+        DeferredDeadline.depth += 1
 
     def __exit__(self, *_: object) -> None:
         """Raise the error of a deadline that passed inside the block."""
-        Whole.depth -= 1
-        if Whole.missed and not Whole.depth:
-            missed, Whole.missed = Whole.missed, None
+        DeferredDeadline.depth -= 1
+        if DeferredDeadline.missed and not DeferredDeadline.depth:
+            missed, DeferredDeadline.missed = DeferredDeadline.missed, None
             missed()
 
 

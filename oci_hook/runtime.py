@@ -133,7 +133,7 @@ def _read_getopt(
 
 
 class NodeSettings:
-    """The node's settings; each is a line of the file, with a name, a blank and a value."""
+    """The node's settings; each is a line of the file, with a name, a space and a value."""
 
     __slots__ = (
         "dev_dir",
@@ -162,7 +162,7 @@ class SettingsError(Exception):
 
 
 def parse_node(text: str, path: str, *, strict: bool = True) -> NodeSettings:
-    """Parse the text of a settings file; `path` is for the error.
+    """Parse the text of a settings file; `path` is used only in the error.
 
     Without `strict`, invalid lines are skipped.
     """
@@ -389,7 +389,7 @@ def _refuse_elsewhere(data: bytes, path: str) -> None:
     if any(name.startswith(PREFIX) for name in annotations):
         raise BundleError(
             f"--config names {show(path)}, but hooks read config.json in the bundle",
-            hint="put it there, and start the container without --config",
+            hint="put the configuration there, and start the container without --config",
         )
 
 

@@ -34,7 +34,7 @@ from oci_hook.manifest import (
     read_manifest,
 )
 from oci_hook.plan import Plan, plan_container
-from oci_hook.quick import HookOptions, Whole, shield
+from oci_hook.quick import DeferredDeadline, HookOptions, shield
 from oci_hook.request import Request, check_request, parse_annotations
 from oci_hook.state import Bundle, OciState
 
@@ -115,7 +115,7 @@ def prepare_container(start: Start) -> str:
     finally:
         client.close()
     # Some engines do not report the end of a container, so old notes are removed now and then.
-    if state.pid % cleanup.SWEEP == 0:  # by chance, about one start in SWEEP
+    if state.pid % cleanup.SWEEP == 0:  # pids are arbitrary: about one start in SWEEP
         shield()
         cleanup.sweep_apart(options.runtime_dir)
     return "prepared"
@@ -144,10 +144,10 @@ def inspect(start: Start, asked: Asked) -> NodeAndImage:
     container = CreatedContainer(state.pid, bundle.root)
     # Clean up after an earlier container with this id that ended without a report.
     cleanup.take_back(options.runtime_dir, state.id)
-    # Held until this process ends: another start or end on this root finds either all that this
-    # start creates, or nothing of it.
     place = os.fstat(container.rootfd)
     home = kernel.path_of(container.procfd, container.rootfd)
+    # Held until this process ends: another start or end on this root sees either everything that
+    # this start creates, or none of it.
     cleanup.lock(options.runtime_dir, place.st_dev, place.st_ino)
     image = inspect_image(
         container.rootfd,
@@ -188,13 +188,13 @@ def mount(start: Start, found: NodeAndImage, plan: Plan, client: Client) -> None
     try:
         skipped = [*plan.skipped, *apply_plan(plan, found.manifest.hold, found.container, undo)]
         try:
-            with Whole():
+            with DeferredDeadline():
                 cleanup.remember(
                     options.runtime_dir, state.id, state.pid, found.home, undo.traces()
                 )
                 noted = True
         except OSError as e:
-            skipped.append(f"traces of this container will stay: {e.strerror}")
+            skipped.append(f"what is created for this container will not be removed: {e.strerror}")
         if skipped:
             event.fields["skipped"] = skipped
         event.phase("apply")

@@ -130,8 +130,8 @@ static bool put(char *message, size_t *size, const char *word)
 }
 
 /*
- * Sends the request with the version and directory of this installation: the server of another one
- * declines. The descriptors follow when a child of the server has answered.
+ * Sends the request with the version and directory of this installation: the server of another
+ * installation declines. The descriptors are sent once a child of the server has answered.
  */
 static bool send_request(int server, const char *role, char *const arguments[])
 {

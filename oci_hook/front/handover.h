@@ -1,10 +1,10 @@
 /*
  * Hands a start over to the Python code, for the C programs of the hook and the wrapper runtime.
  *
- * Python code prepares a start that asks for a GPU. The fork server (oci_hook/forkserver.py) has
- * the interpreter and the modules loaded, so its forked child begins at once. If the server cannot
- * be reached, has another version, or runs in other namespaces, the program executes the Python
- * script of the same name, which does the same work about 25 ms later.
+ * The start of a container that asks for a GPU is prepared by Python code. The fork server
+ * (oci_hook/forkserver.py) has the interpreter and the modules loaded, so its forked child begins
+ * at once. If the server cannot be reached, has another version, or runs in other namespaces, the
+ * program executes the Python script of the same name, which does the same work about 25 ms later.
  */
 #pragma once
 
@@ -25,8 +25,8 @@ void handover_tidy_descriptors(void);
 const char *handover_program(void);
 
 /*
- * Connects to the fork server below `runtime_dir`. Returns a descriptor, or -1 if no server of root
- * or of this user listens there.
+ * Connects to the fork server below `runtime_dir`. Returns a descriptor, or -1 if no server that
+ * root or this user runs listens there.
  */
 int handover_connect(const char *runtime_dir);
 

@@ -114,7 +114,7 @@ def read_exports(path: str | Path) -> tuple[str, ...]:
         if not _has_hash_table(elf, values):
             return ()
         room = segment.num_symbols() * elf.structs.Elf_Sym.sizeof()
-        _offset(elf, values.get("DT_SYMTAB", 0), room, "the table of symbols")
+        _offset(elf, values.get("DT_SYMTAB", 0), room, "the symbol table")
         # Otherwise pyelftools searches for the tables again for every symbol.
         segment.get_table_offset = functools.cache(segment.get_table_offset)
         found = {symbol.name for symbol in segment.iter_symbols() if _is_found(symbol)}
@@ -199,7 +199,7 @@ def _parse(fd: int, status: os.stat_result) -> tuple[Any, tuple[str, ...]]:
     kind, count, header = elf["e_type"], elf["e_phnum"], elf.structs.Elf_Phdr.sizeof()
     _require(elf.little_endian, "not in the byte order of this machine (little-endian)")
     _require(kind in ("ET_DYN", "ET_EXEC"), f"neither a library nor a program ({kind})")
-    _require(count, "no segments that could be loaded")
+    _require(count, "no loadable segments")
     _require(max(count, elf.num_sections()) <= MAX_HEADERS, f"more than {MAX_HEADERS} headers")
     size = elf["e_phentsize"]
     _require(size == header, f"headers of {size} bytes instead of {header}")
@@ -253,7 +253,7 @@ def _dynamic(elf: Any) -> tuple[Any, list[Any]]:
     place = _offset(elf, segment["p_vaddr"], segment["p_filesz"], "the dynamic segment")
     _require(place == segment["p_offset"], "the dynamic segment is not at its load address")
     _, names = segment.get_table_offset("DT_STRTAB")
-    _require(names is not None, "no table of names in a loaded segment")
+    _require(names is not None, "no string table in a loaded segment")
     tags = list(itertools.islice(segment.iter_tags(), MAX_HEADERS + 1))
     _require(len(tags) <= MAX_HEADERS, f"more than {MAX_HEADERS} dynamic tags")
     kinds = [tag["d_tag"] for tag in tags]
@@ -268,7 +268,7 @@ def _linked(elf: Any) -> tuple[str | None, tuple[str, ...], str | None]:
         kind: [_text(getattr(tag, kind)) for tag in tags if hasattr(tag, kind)]
         for kind in ("soname", "needed", "runpath", "rpath")
     }
-    _require(all(names["needed"]), "an empty name of a library")
+    _require(all(names["needed"]), "an empty library name")
     soname, runpath, rpath = (next(iter(names[k]), None) for k in ("soname", "runpath", "rpath"))
     if soname is not None:
         # The soname becomes the name of a link in the mirror, so it must be one plain file name.

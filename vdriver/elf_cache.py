@@ -40,7 +40,7 @@ ReadResult = Library | LibraryError
 
 
 class ElfCache:
-    """A cached `read_library`: `read` returns the cached result if the file did not change.
+    """A cached `read_library`: `read` returns the cached result if the file has not changed.
 
     `file` keeps the results between runs; with None they last for this run only. A cache file that
     is absent, damaged, too large or from another version of this program counts as empty.
@@ -122,7 +122,7 @@ def _pack(stamp: Stamp, answer: ReadResult) -> list[Any]:
 
 
 def _load(file: Path) -> dict[str, tuple[Stamp, ReadResult]]:
-    """Return the content of a cache file; raise one of several errors if it is damaged."""
+    """Return a cache file's content; raise an error that ElfCache suppresses if it is damaged."""
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(fd, "rb") as stored:
         status = os.fstat(fd)

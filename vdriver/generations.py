@@ -2,9 +2,9 @@
 
 A generation is in use if it is mounted in any mount namespace of the machine, or if a process has
 one of its directories open (`vdriver.namespaces` finds both). If the search lacks a permission,
-every generation that could be in use where it cannot look is kept. The search may take a minute; it
-holds only the generations' own locks, so a refresh does not wait for it. The driver directory's
-lock is taken for the removal.
+every generation is kept that could be in use in a place that the search cannot examine. The search
+may take a minute; it holds only the generations' own locks, so a refresh does not wait for it. The
+driver directory's lock is taken for the removal.
 
 A library that is only mapped (its process lost the mount) does not count: a removed file stays
 available to processes that have it open, and finding them means reading the maps of every process.
@@ -72,7 +72,7 @@ class Collection:
             if outcome.failed:
                 raise MirrorError(
                     f"{self.directory / outcome.name}: {outcome.reason}",
-                    hint="run tidegate gc as root, on a file system that is writable",
+                    hint="run tidegate gc as root, and make sure that the file system is writable",
                 )
 
 

@@ -33,7 +33,7 @@ class Location(NamedTuple):
 
 @dataclass(frozen=True)
 class Sought:
-    """The directories for which mounts are searched.
+    """The directories that are looked for in mount tables.
 
     `driver` is the location of the driver directory and `paths` are its paths; `places` are the
     generations by name, and `directories` are the directories in them, as NAME/PATH by
@@ -128,7 +128,8 @@ def names_in_use(mounts: list[Mount], sought: Sought) -> set[str]:
                 for path in {*sought.paths, *aliases}:
                     if f"{layer}/".startswith(f"{path}/"):
                         used |= _named(layer[len(path) + 1 :].partition("/")[0], sought.places)
-        root = f"{mount.root}/"  # for a deleted directory PATH//deleted, which is below PATH
+        # mountinfo shows a deleted directory as PATH//deleted, which thus counts as below PATH.
+        root = f"{mount.root}/"
         for name, (device, path) in sought.places.items():
             if mount.device == device and root.startswith(f"{path}/"):
                 used.add(name)
@@ -142,5 +143,5 @@ def _join(point: str, below: str) -> str:
 def _named(entry: str, places: dict[str, Location]) -> set[str]:
     if not re.fullmatch(r"[0-9A-Za-z.]+-[0-9a-f]{12}(\..+)?|\.tmp-.+", entry):
         return set(places)
-    # The entry may have a new name by now: set aside as damaged, or by an interrupted removal.
+    # The entry may have been renamed since: set aside as damaged, or by an interrupted removal.
     return {n for n in places if n == entry or n.startswith(f"{entry}.") or f"-{entry}" in n}

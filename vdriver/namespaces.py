@@ -8,9 +8,10 @@ from outside, through every process that has its root elsewhere. A directory tha
 open, or has as its working directory, counts as well: a mount without a namespace (open_tree,
 umount --lazy) can be found only in that way.
 
-The search does not find: a mount hidden below another one on / where no process has its root; a
-directory that is open only through a descriptor in flight in a socket; an overlay's layer that was
-given as a relative path, or through another mount of the driver's directory that no longer exists.
+The search does not find a mount hidden below another one on / where no process has its root; nor a
+directory that is open only through a descriptor in flight in a socket; nor an overlay's layer that
+was given as a relative path, or through another mount of the driver's directory that no longer
+exists.
 """
 
 from __future__ import annotations
@@ -163,8 +164,8 @@ class _LateError(Exception):
 class _ChildSearch:
     """The search in the child process.
 
-    `read` has the namespaces that were read, each with a descriptor that keeps it alive: the kernel
-    reuses an inode number as soon as its namespace has ended.
+    `read` maps the inode number of each namespace that was read to a descriptor that keeps it
+    alive: the kernel reuses an inode number as soon as its namespace has ended.
     """
 
     def __init__(self, sought: Sought, deadline: float, parent: int, out: Any) -> None:
@@ -206,7 +207,7 @@ class _ChildSearch:
                 # the search of descriptors, so a timeout there is no reason to keep a generation.
                 self._report()
         except _LateError:
-            self._fault(f"the search reached its limit of time or mounts: it was at {self.last}")
+            self._fault(f"the search reached its time or mount limit at {self.last}")
             self._report()
         else:
             if listed:
@@ -415,7 +416,7 @@ class _ChildSearch:
         except GONE:
             return
         except OSError as e:
-            # The kernel returns EINVAL for a process that has ended and was not waited for.
+            # The kernel returns EINVAL for a process that has ended and has not been waited for.
             if self._state(pid) != "Z":
                 self._fault(f"root of {self._who(pid)}: {e.strerror}")
             return
@@ -438,7 +439,7 @@ class _ChildSearch:
                 if self._state(task) != "Z":
                     self._fault(f"mounts of {self._who(task)}: {e.strerror}")
                 continue
-            if listed:  # all namespaces were read, except mounts that a mount on / hides
+            if listed:  # all namespaces were read, but not mounts that a mount on / hides
                 self._note_mounts(0, mounts)
             elif not any(m.ident in self.idents for m in mounts):
                 self._fault(f"mount namespace of {self._who(task)}: not permitted")
@@ -509,7 +510,7 @@ class _ChildSearch:
 
     def _note_open(self, pid: int, identity: MountedFile) -> None:
         path = self.sought.directories.get((identity.device, identity.inode))
-        if path is not None and pid != self.parent:  # which holds the generations' locks
+        if path is not None and pid != self.parent:  # the parent has them open for the locks
             self.opened.setdefault(path.partition("/")[0], set()).add(pid)
 
     # /proc

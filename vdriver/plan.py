@@ -156,7 +156,9 @@ class _Builder:
     def add(self, operation: Operation) -> bool:
         first = self.operations.setdefault(operation.path, operation)
         if first != operation:
-            self.left_out.append(f"{operation.describe()}: taken by {first.describe()}")
+            self.left_out.append(
+                f"{operation.describe()}: its path is already taken by {first.describe()}"
+            )
         return first == operation
 
     def add_name(self, directory: str, name: str, operation: Operation, library: Library) -> bool:

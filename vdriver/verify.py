@@ -184,7 +184,7 @@ def load_libraries(
     if re.search(r"[:;$]", str(generation)):
         raise MirrorError(
             f"{generation}: the loader does not accept a path with ':', ';' or '$'",
-            hint="move the driver's directory, or leave loading out with --no-load",
+            hint="move the driver's directory, or skip loading with --no-load",
         )
     mirror64 = _read_libraries(generation, manifest, LIB64)
     mirror32 = _read_libraries(generation, manifest, LIB32)
@@ -303,7 +303,7 @@ def _load64(path: str, libraries: _Libraries) -> Loaded:
     if error is not None:
         lacks = _host_lacks(error, libraries)
         if (symbol := UNDEFINED.search(error)) and _is_module(path, libraries):
-            lacks = f"needs {symbol[1]}, which the X server has"
+            lacks = f"needs {symbol[1]}, which the X server defines"
         return Loaded(path, "not loaded" if lacks else "failed", lacks or error, own)
     return Loaded(path, "loaded", mapped=own)
 
@@ -313,7 +313,7 @@ def _is_module(path: str, libraries: _Libraries) -> bool:
 
 
 def _dlopen(libraries: _Libraries, path: str) -> tuple[str | None, list[str]]:
-    """Load a library in a process with only the mirror's path; return error and mapped files."""
+    """Load a library with only the mirror as the library path; return error and mapped files."""
     try:
         done = subprocess.run(
             [
@@ -338,8 +338,8 @@ def _dlopen(libraries: _Libraries, path: str) -> tuple[str | None, list[str]]:
         error, mapped = json.loads(done.stdout)
     except ValueError:
         if done.returncode < 0:
-            return f"ended its process with signal {-done.returncode} while it loaded", []
-        return f"ended its process with status {done.returncode} while it loaded", []
+            return f"killed its process with signal {-done.returncode} during loading", []
+        return f"ended its process with status {done.returncode} during loading", []
     prefix = f"{libraries.generation / path}: "
     return (None if error is None else str(error).removeprefix(prefix)), list(mapped)
 
@@ -390,7 +390,7 @@ def list_needed(loader: Path, path: str, libraries: _Libraries) -> Loaded:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as e:
-        why = f"{loader} cannot be run, or does not end ({type(e).__name__})"
+        why = f"{loader} cannot be run, or did not finish ({type(e).__name__})"
         return Loaded(path, "not loaded", why)
     text = done.stdout.decode(errors="replace")
     own: list[str] = []

@@ -697,7 +697,7 @@ time.sleep(60)
 def test_a_search_that_does_not_end_in_time_keeps_every_generation(driver: TwoGenerations) -> None:
     found = generations.collect(driver.path, nested=True, seconds=0)
     assert found.outcomes[0].reason.startswith(
-        "may be in use: the search reached its limit of time or mounts"
+        "may be in use: the search reached its time or mount limit"
     )
     assert driver.old.exists()
 
@@ -798,7 +798,7 @@ def test_descriptors_for_which_no_time_was_left_are_reported(
     if request.node.callspec.params["driver"] == "proc":
         reason = found.outcomes[0].reason
         assert reason.startswith(
-            "may be in use: the search reached its limit of time or mounts: it was at pid "
+            "may be in use: the search reached its time or mount limit at pid "
         )
     else:
         assert found.outcomes[0].removed

@@ -313,7 +313,7 @@ NO_END = b"A" * 16
 HOSTILE = {
     "another byte order": ("header", 5, "B", (2,), "byte order"),
     "another class": ("header", 4, "B", (3,), "Invalid EI_CLASS"),
-    "no segments": ("header", 56, "<H", (0,), "no segments that could be loaded"),
+    "no segments": ("header", 56, "<H", (0,), "no loadable segments"),
     "wide headers": ("header", 54, "<H", (57,), "headers of 57 bytes instead of 56"),
     "sections behind the file": ("header", 40, "<Q", (1 << 63,), "unreadable or truncated ELF"),
     "a relocatable file": ("header", 16, "<H", (1,), r"neither a library nor a program \(ET_REL"),
@@ -321,8 +321,8 @@ HOSTILE = {
     "dynamic nowhere": ("dynamic segment", 16, "<Q", (1 << 60,), "not in a loaded segment"),
     "two tables of names": ("symbols tag", 0, "<Q", (5,), "a dynamic tag occurs twice"),
     "two dynamics": ("note segment", 0, "<I", (2,), "more than one dynamic segment"),
-    "names outside": ("strings tag", 8, "<Q", (1 << 60,), "no table of names in a loaded segment"),
-    "no names": ("strings tag", 0, "<Q", (0x60000000,), "no table of names in a loaded segment"),
+    "names outside": ("strings tag", 8, "<Q", (1 << 60,), "no string table in a loaded segment"),
+    "no names": ("strings tag", 0, "<Q", (0x60000000,), "no string table in a loaded segment"),
     "a note with a long name": (
         "note",
         0,

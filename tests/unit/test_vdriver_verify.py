@@ -367,7 +367,7 @@ def test_an_undefined_symbol_is_a_failure_except_in_a_module_of_the_x_server(tmp
     assert found[f"lib64/libnvidia-fbc.so.{V}"] == ("failed", "undefined symbol: serverClient")
     assert found["lib64/nvidia_drv.so"] == (
         "not loaded",
-        "needs serverClient, which the X server has",
+        "needs serverClient, which the X server defines",
     )
 
 
@@ -399,11 +399,11 @@ def test_a_library_that_ends_its_process_is_a_failure(tmp_path, control):
     found = outcomes(put_generation(tmp_path / "driver", V, libraries, control))
     assert found[f"lib64/libnvidia-fbc.so.{V}"] == (
         "failed",
-        "ended its process with signal 4 while it loaded",
+        "killed its process with signal 4 during loading",
     )
     assert found[f"lib64/libnvidia-cfg.so.{V}"] == (
         "failed",
-        "ended its process with status 3 while it loaded",
+        "ended its process with status 3 during loading",
     )
 
 

@@ -101,8 +101,8 @@ double arbiter_grant_length(const struct arbiter *arbiter, const struct tenant *
     return clamp(cost * demand / (1 - demand), least, max(least, most));
 }
 
-/* Whether `t` will be so far behind the holder at `at`, if the holder works until then, that ending
- * the holder's grant is worth a hand-over. */
+/* Whether it is worth a hand-over to end the holder's grant at `at`: whether `t` will then be far
+ * enough behind the holder, if the holder works until then. */
 bool arbiter_is_behind(const struct arbiter *arbiter, const struct tenant *t, double at)
 {
     const struct tenant *holder = &arbiter->tenants[arbiter->holder];

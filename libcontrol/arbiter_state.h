@@ -18,20 +18,20 @@ struct tenant {
     double owed_at;   /* theoretical arrival time at the guaranteed rate */
     double capped_at; /* the same at the cap */
     double lent_tag;  /* start tag of the fair order in which idle time is lent */
-    uint64_t asleep;  /* since when it neither wants nor holds the GPU; ARBITER_NEVER: it does */
-    double busy_seen, busy_told; /* GPU time by the GPU's clock: accounted for, and reported */
+    uint64_t asleep;  /* since when it has neither wanted nor held the GPU; else ARBITER_NEVER */
+    double busy_seen, busy_told; /* GPU time on the GPU's clock: accounted for, and reported */
     /* Grants with an estimated use, which the GPU's clock will correct. */
     double unsettled_charge, unsettled_held;
-    double unsettled_beside; /* by how much its use may exceed the time that it held */
+    double unsettled_beside; /* by how much its use may exceed the time for which it held the GPU */
     unsigned n_unsettled;
     bool was_long;            /* one of them ended more than `overdue_ns` after its deadline */
-    unsigned n_impatient;     /* grants left that are not waited for */
+    unsigned n_impatient;     /* remaining grants whose work is not waited for */
     double allowance;         /* held time that its reports may still declare unused */
     uint64_t allowed;         /* time up to which the allowance has been credited */
     double overhead;          /* estimate of what a grant loses to the hand-over */
     double length;            /* average time for which it holds a grant that is not open */
     double nap;               /* average sleep between two pieces of work; 0: its sleeps are long */
-    bool overruns;            /* by its ledger, work of a grant that is over still runs */
+    bool overruns;            /* according to its ledger, work of a past grant still runs */
     uint64_t overran;         /* when the last overrun ended */
     uint64_t overran_grants;  /* number of its grants when the last overrun began */
     struct arbiter_turn turn; /* of a container with several GPUs */
@@ -48,7 +48,7 @@ struct arbiter {
     uint64_t start, deadline;
     bool beside;       /* the previous holder's work may run alongside the first of this grant */
     uint64_t alive;    /* when the holder last reported that its work still runs */
-    uint64_t gpu_free; /* when the last holder's work ended */
+    uint64_t gpu_free; /* when the previous holder's work ended */
     uint64_t accrued;  /* time up to which work that outlasts its grant has been charged */
     double shared;     /* part of this grant that was charged to such work of others */
     bool lent;         /* this grant is beyond the guarantee */

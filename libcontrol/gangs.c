@@ -5,12 +5,12 @@
 #include <string.h>
 
 #define IN_USE_NS 1000000000ull /* a GPU counts as used for this long after the last use */
-#define RECENT_NS 100000000ull  /* and is granted without a request for this long */
+#define RECENT_NS 100000000ull  /* and is granted without a request for this long after it */
 #define QUIET_NS  300000ull     /* no GPU was wanted or held for this long: the turn is over */
 /* How long a GPU that a gang gave back is kept for it while it holds another: a kernel of a
  * collective may be running on that other GPU. */
 #define SPLIT_NS        500000ull
-#define SPLIT_LENGTH_NS 500000ull /* length of the grant in which its counterpart begins */
+#define SPLIT_LENGTH_NS 500000ull /* length of the grant for that kernel's counterpart */
 
 /* One GPU of a gang. */
 struct member {
@@ -239,7 +239,8 @@ static void begin_turn(struct gangs *gangs, struct gang *g)
     }
     g->turn = true;
     g->contended = true;
-    /* To begin and end on several GPUs costs more, so a turn is as long as the longest grant. */
+    /* Beginning and ending a turn on several GPUs costs more, so it is as long as the longest
+     * grant. */
     g->end = gangs->now + gangs->config.most_ns + gangs->config.switch_ns;
     g->quiet_ns = gangs->now;
     gangs->poked |= g->gpus;

@@ -1,10 +1,11 @@
 /*
- * The gate lets work start on the GPU only while the container has a grant, and only as much of it
- * as ends with the grant.
+ * The gate lets work start on the GPU only while the container has a grant, and only as much work
+ * as will end by the end of the grant.
  *
  * The governor publishes one word, `deadline_ns`: work may start before it. GRANT_OPEN means that
  * no other container waits and no cap applies; then every launch passes (pass.h). Otherwise a
- * launch passes if it ends with the grant by the model of the GPU's queue (queue.h).
+ * launch passes if, according to the model of the GPU's queue (queue.h), it will end by the end of
+ * the grant.
  *
  * A launch that does not fit is submitted all the same, and held on the GPU (gate_holds.c). When a
  * grant's worth of work is held, or where a stream cannot be held, launches wait here. Streams that
@@ -104,7 +105,7 @@ static cold void gate_wait(struct gate *g, const struct grant_device *grant,
     os_unlock(&g->lock);
     if (poke)
         pages_poke();
-    /* The governor announced the grant: a core that sleeps now would answer late. */
+    /* The governor announced the grant: a core that sleeps now would wake up too late. */
     standby = gate_spin_until(grant, now);
     while (os_now() < standby && atomic_load_acquire(&grant->signal) == seen)
         os_relax();
@@ -126,12 +127,12 @@ static uint64_t gate_hold_ns(const struct gate *g)
 
 /*
  * Whether work may be put into the stream to be held: a grant's worth of known work, or one piece
- * of unknown duration. Nothing is held where several GPUs are granted together: all work that is
- * held on one of them would be let run together, although only the counterpart of a kernel on
- * another GPU is needed, and would itself spin.
+ * of unknown duration. Nothing is held where several GPUs are granted together: a grant releases
+ * all work that is held on its GPU, although only the counterpart of a kernel on another GPU is
+ * needed, and the work released with it would itself spin.
  *
- * Where containers share one context of the GPU, only the next holder holds work: streams that wait
- * delay each launch of the container that runs (H200, kernels of 25 us: by 2 us with three such
+ * Where containers share one context of the GPU, only the next holder holds work: waiting streams
+ * delay each launch of the running container (H200, kernels of 25 us: by 2 us with three such
  * streams, and not at all with one).
  */
 static bool gate_may_hold(struct gate *g, const struct queue_stream *s, uint32_t kind, uint64_t now)
@@ -178,8 +179,8 @@ static void gate_prepare(struct gate *g, const struct gate_ticket *ticket, bool 
  * and after, but not while the helper is started. */
 static cold void gate_start(struct gate *g, unsigned device)
 {
-    /* Either gate_join_begin() sees this gate, or a thread that marks here sees that its caller is
-     * joining. */
+    /* Either gate_join_begin() sees this gate, or a thread that records a marker here sees that a
+     * join is under way. */
     atomic_store_seq_cst(&g->started, true);
     g->ticket = 1;
     queue_init(&g->queue);
@@ -220,9 +221,9 @@ static int gate_place(CUstream stream, CUcontext *ctxp, bool *currentp)
     return one ? 0 : pages_index_current();
 }
 
-/* Learns how long the program's pauses are, from a launch that follows one. The times of launches
- * that a metered pass let through are not known; they count as made just now, so nothing is learned
- * from them. */
+/* Learns how long the program's pauses are, from a launch that follows one. Launches that a metered
+ * pass let through have no recorded times; they count as made just now, so nothing is learned from
+ * them. */
 static void gate_note_pause(struct gate *g, uint64_t now)
 {
     uint64_t end = g->queue.busy_until > g->last_launch ? g->queue.busy_until : g->last_launch;
@@ -276,7 +277,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
     ticket->inside = false;
     if (unlikely(!pages_slot()) || unlikely(gate_visiting))
         return CUDA_SUCCESS;
-    /* What is captured may be checked by the driver against the memory that is there. */
+    /* During a capture the driver may check whether the memory that the work uses is present. */
     ticket->inside = parking_applies();
     if (ticket->inside)
         parking_enter(PARKING_MEMORY);
@@ -305,7 +306,8 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
 
         gate_adopt(g, grant);
         now = os_now();
-        /* Pinned memory ends with the context in which it was made, so each context has its own. */
+        /* Pinned memory is freed with the context in which it was allocated, so each context has
+         * its own. */
         if (unlikely(!g->no_holds && current && !hold_find(g, ctx)) &&
             atomic_load_relaxed(&pages_grant()->holds)) {
             gate_visit_begin(&visit);
@@ -330,7 +332,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
             }
             open = pass_open(g, &s, grant, ledger, now, &average);
             if (open == PASS_FULL && !looked) {
-                /* The queue is full by the model only: its markers may have been reached. */
+                /* The queue is full only in the model: its markers may have been reached. */
                 looked = true;
                 gate_visit_begin(&visit);
                 gate_retire(g, ledger, now, true);

@@ -191,8 +191,8 @@ def entries_header() -> str:
     out.append("};\n")
     out += [f"CUresult {fn.name}({fn.params});" for fn in api.CUDA]
     out.append(
-        "\n/* One row per function of the table: its name, where the pointer to the driver's own is"
-        "\n * kept, and its replacement. */"
+        "\n/* One row per function of the table: its name, the offset in struct real_cuda of the"
+        "\n * pointer to the driver's own function, and its replacement. */"
     )
     out.append(
         "struct control_hook {\n    const char *name;\n    size_t real_offset;\n"
@@ -257,14 +257,17 @@ def known_header() -> str:
         BANNER.format(source="functions.toml"),
         "#pragma once\n",
         "#include <stdint.h>\n",
-        "/* Hashes of the names without the suffix of a form, in ascending order. The lowest bit",
-        " * is not part of the hash: it is 1 if every form of the function has to be hooked. */",
+        "/* Hashes of the names without the suffix of a form, such as _v2 or _ptsz, in ascending",
+        " * order. The lowest bit is not part of the hash: it is 1 if every form of the function",
+        " * has to be hooked. */",
         f"#define CONTROL_N_KNOWN {len(hashes)}",
         "static const uint64_t control_known[CONTROL_N_KNOWN] = {",
     ]
     numbers = sorted(number & ~1 | governed for number, governed in hashes.items())
     if len({number >> 1 for number in numbers}) < len(numbers):
-        raise ValueError("two names of functions.toml have the same hash but for the lowest bit")
+        raise ValueError(
+            "two names in functions.toml have hashes that differ only in the lowest bit"
+        )
     out += [f"    {number:#018x}ull," for number in numbers]
     out.append("};")
     return "\n".join(out) + "\n"

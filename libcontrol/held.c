@@ -1,6 +1,7 @@
 /*
- * Keeps the charge for what a pool of the driver holds, while several threads make it grow and
- * shrink. Each pool of stream-ordered allocation has one, and so has each GPU's memory of graphs.
+ * Keeps the charge for the memory that one of the driver's pools holds, while several threads make
+ * the pool grow and shrink. There is one such charge for each pool of stream-ordered allocations,
+ * and one for each GPU's graph memory.
  */
 #include "control.h"
 
@@ -14,9 +15,9 @@ void held_settle(struct held *held, int device, bool unseen, uint64_t claimed,
 {
     uint64_t before, now, bytes, word;
 
-    /* A thread that replaces the word in the meantime may have queried the pool later than this
-     * one, which then queries it again. An answer that changes nothing is written as well, so that
-     * no older one is written after it. */
+    /* Another thread that replaces the word in the meantime may have queried the pool later than
+     * this thread, which then queries the pool again. An answer that changes nothing is written as
+     * well, so that no older one is written after it. */
     do {
         before = now = 0;
         word = atomic_load_acquire(&held->word);

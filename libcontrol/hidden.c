@@ -1,7 +1,7 @@
 /*
  * Charges memory of modules and libraries that NVML attributes to no process: managed variables.
  *
- * No sample ever finds it in a process, so it is charged separately, and each charge is in the
+ * No sample attributes it to a process, so it is charged separately, and each charge is in the
  * table of blocks until its module, library or context ends. A load for which the amount of such
  * memory cannot be determined yet is noted here, and charged after the first sample that shows it.
  */

@@ -4,8 +4,9 @@
 
 #include <stdint.h>
 
-/* Hashes of the names without the suffix of a form, in ascending order. The lowest bit
- * is not part of the hash: it is 1 if every form of the function has to be hooked. */
+/* Hashes of the names without the suffix of a form, such as _v2 or _ptsz, in ascending
+ * order. The lowest bit is not part of the hash: it is 1 if every form of the function
+ * has to be hooked. */
 #define CONTROL_N_KNOWN 547
 static const uint64_t control_known[CONTROL_N_KNOWN] = {
     0x001f7a7723d590d5ull,

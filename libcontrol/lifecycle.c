@@ -1,6 +1,6 @@
 /*
- * Runs what all parts of the library do in a fixed order: when the library is loaded, when the
- * process forks, when memory is short, and when a helper queries the driver for changes.
+ * Runs, in a fixed order, what the parts of the library have to do when the library is loaded, when
+ * the process forks, when memory is short, and when a helper queries the driver for changes.
  *
  * No other file refers to this one. Lower layers call higher ones through pointers that are set
  * here, so that no two files need each other.
@@ -8,8 +8,9 @@
  * Locks are taken in this order: start_lock (pages_join.c); the gate's lock of one GPU;
  * passes_lock; exports_lock or open_lock (hidden.c); a part of the table of blocks. Each of the
  * others (contexts_lock, captures_lock, pools_lock, names_lock, provisional_locks, and table_lock
- * and publish_lock of parked memory) is held alone or taken last. Only start_lock is held across
- * calls into the driver, and use_of_contexts (parking.c), which is taken before all others.
+ * and publish_lock of parked memory) is held alone or taken last. Only start_lock and
+ * use_of_contexts (parking.c), which is taken before all others, are held across calls into the
+ * driver.
  */
 #include "pages.h"
 #include "parking.h"

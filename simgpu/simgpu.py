@@ -144,7 +144,7 @@ class MachineTopology:
             return [0] * 4
         match = re.fullmatch(r"(\d{1,3})/(\d{1,3})/(\d{1,3})/(\d{1,3})", self.places[index])
         if match is None:
-            raise ValueError(f"{self.places[index]!r} is not a place: write it like 0/0/1/0")
+            raise ValueError(f"{self.places[index]!r} is not a location: write it like 0/0/1/0")
         return [int(number) + 1 for number in match.groups()]
 
     def ends(self, index: int) -> bytes:

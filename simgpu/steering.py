@@ -146,7 +146,7 @@ class SimulatedHardware:
         return list(held)
 
     def named(self, data: Any) -> SteeredProcess:
-        """Return the process with this name. Raise ValueError or TypeError if it is not a name."""
+        """Return the process that `data` names. Raise ValueError or TypeError if it names none."""
         pid, n_groups = data
         return SteeredProcess(int(pid), int(n_groups))
 

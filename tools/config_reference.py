@@ -36,11 +36,11 @@ errors ([`config`, status 78](errors.md)) that name the file and the option. The
 start with such a file, and a running governor keeps its configuration
 ([how to change it](../howto/configure.md)). YAML's aliases are not accepted.
 
-| a new value applies | to |
+| a new value | applies to |
 | --- | --- |
-| now | containers that run, once the governor has [reloaded](../howto/configure.md) it |
+| now | running containers, once the governor has [reloaded](../howto/configure.md) the file |
 | next | containers and processes that start after that |
-| restart | the next governor |
+| restart | the governor once it has been restarted |
 
 Sizes are bytes, or whole numbers with `Ki`, `Mi`, `Gi` or `Ti`. A name with a dot is an option
 below another: `defaults.memory` is `memory:` below `defaults:`, as in the [example](#example).
@@ -65,7 +65,7 @@ metrics:
 
 # Defaults that depend on the machine, in words.
 DEPENDS = {
-    "library_dir": "`/usr/lib/tidegate`; in a checkout its own build",
+    "library_dir": "`/usr/lib/tidegate`; in a checkout, the directory of its own build",
     "spin_us": "`250`; `0` on fewer than 4 cores",
     "lookahead_us": "`120`; `300` where `spin_us` is 0 by default",
 }

@@ -1,7 +1,7 @@
 """`python -m tools.cuda_abi [DIRECTORY]` checks that the C parts agree with NVIDIA's cuda.h.
 
-The control library and the simulated driver declare the types and functions that they need
-themselves, because the header's licence keeps it out of the repository. Both sets of declarations
+The control library and the simulated driver themselves declare the types and functions that they
+need, because the header's licence keeps it out of the repository. Both sets of declarations
 are compiled, ours and those of the cuda.h in DIRECTORY (or of nvidia-cuda-runtime, which the tests
 install), and compared using the debugging information that the compiler writes about them: sizes of
 types, offsets and sizes of members by name, sizes of parameters, values of constants. A member
@@ -190,7 +190,7 @@ def compiled(includes: list[str], names: list[str], options: list[str]) -> Decla
 
 
 def read_header(include: Path) -> Declarations:
-    """Return what NVIDIA's header declares, each form by the name that the driver exports."""
+    """Return what NVIDIA's header declares, each form under the name that the driver exports."""
     options = ["-D__CUDA_API_VERSION_INTERNAL", f"-I{include}"]
     header = include / "cuda.h"
     found = compiled(["<cuda.h>"], sorted(read_declarations(header)), options)
@@ -292,7 +292,7 @@ def compare(ours: Declarations, theirs: Declarations) -> tuple[list[str], str]:
 
 
 def missing(ours: Declarations, theirs: Declarations) -> list[str]:
-    """Return the names that look like NVIDIA's and that only we declare."""
+    """Return the names that look like NVIDIA's but that only Tidegate declares."""
     names = [*ours.functions, *(n for n in ours.constants if re.match(r"CUD?A?_", n))]
     known = {*theirs.functions, *theirs.constants}
     return sorted(name for name in names if name not in known)

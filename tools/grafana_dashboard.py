@@ -92,7 +92,7 @@ ROWS = (
         (
             Panel(
                 "GPU time used",
-                "Part of each GPU's time that containers used",
+                "Fraction of each GPU's time that containers used",
                 {"rate(tidegate_gpu_charged_seconds_total{GPU}[I])": GPU},
                 "percentunit",
                 most=1,
@@ -145,7 +145,7 @@ ROWS = (
         (
             Panel(
                 "GPU time",
-                "Part of the GPU's time that each used",
+                "Fraction of the GPU's time that each used",
                 {"rate(tidegate_container_charged_seconds_total{OF}[I])": CONTAINER},
                 "percentunit",
                 stacked=True,
@@ -162,20 +162,20 @@ ROWS = (
             ),
             Panel(
                 "Lent",
-                "The part of the GPU time above that exceeds the guarantee; others left it idle",
+                "GPU time beyond the guarantee, which others left idle",
                 {"rate(tidegate_container_lent_seconds_total{OF}[I])": CONTAINER},
                 "percentunit",
                 stacked=True,
             ),
             Panel(
                 "Waiting for GPU time",
-                "Seconds per second, summed over all threads, by the container's own count",
+                "Seconds per second, summed over all threads, as counted by the container itself",
                 {"rate(tidegate_container_wait_seconds_total{OF}[I])": CONTAINER},
                 "s",
             ),
             Panel(
                 "Memory in use",
-                "What it allocated, and what the driver took for it",
+                "Memory that the container allocated, and that the driver took for it",
                 {"tidegate_container_memory_used_bytes{OF}": CONTAINER},
                 "bytes",
                 stacked=True,
@@ -198,7 +198,7 @@ ROWS = (
                 },
             ),
             Panel(
-                "Grants that had to be taken back",
+                "Grants taken back",
                 "Because the container's work outlasted them",
                 {"rate(tidegate_container_grants_overdue_total{OF}[I])": CONTAINER},
                 "cps",
@@ -265,14 +265,14 @@ ROWS = (
             ),
             Panel(
                 "Waiting for parked memory",
-                "Seconds per second, summed over all threads, by the container's own count",
+                "Seconds per second, summed over all threads, as counted by the container itself",
                 {"rate(tidegate_container_away_seconds_total{OF}[I])": CONTAINER},
                 "s",
             ),
         ),
     ),
     PanelRow(
-        "GPUs that are shared by MPS",
+        "GPUs shared through MPS",
         (
             Panel(
                 "MPS server running",

@@ -93,7 +93,7 @@ class Installer:
         making.replace(target)
 
     def remove_others(self, path: str) -> None:
-        """Remove everything below a directory that was not written."""
+        """Remove everything below a directory except what this run wrote."""
         directory = self.place(path)
         for found in sorted(directory.rglob("*"), reverse=True):  # contents before directories
             if found.is_dir() and not found.is_symlink():
@@ -104,7 +104,7 @@ class Installer:
 
 
 def files(directory: Path) -> Iterator[Path]:
-    """Yield every file below a directory, in order, without leftovers of Python and editors."""
+    """Yield every file below a directory, in order, except what Python and editors leave behind."""
     for path in sorted(directory.rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts and not path.name.startswith("."):
             yield path

@@ -76,7 +76,7 @@ def pages(root: Path = ROOT) -> list[Path]:
 
 
 def fences(text: str) -> list[Fence]:
-    """Return the fenced blocks; raise ValueError if one does not end."""
+    """Return the fenced blocks; raise ValueError if one is not closed."""
     found: list[Fence] = []
     language, start = "", 0
     inside: list[str] | None = None
@@ -91,7 +91,7 @@ def fences(text: str) -> list[Fence]:
         else:
             inside.append(line)
     if inside is not None:
-        raise ValueError(f"the block that begins before line {start} does not end")
+        raise ValueError(f"the fenced block that begins on line {start - 1} is not closed")
     return found
 
 

@@ -31,7 +31,9 @@ def licence(text: str) -> str:
         lines.append(line.strip("#").removeprefix(" "))
     found = "\n".join(lines).strip()
     if "Redistribution and use" not in found:
-        raise SystemExit(f"vendor: {MODULE} does not begin with its licence; find where it is now")
+        raise SystemExit(
+            f"vendor: {MODULE} does not begin with its licence; find out where that is"
+        )
     return found + "\n"
 
 

@@ -194,8 +194,8 @@ print(json.dumps([
 @pytest.mark.parametrize(
     ("places", "links", "says"),
     [
-        (("0/0/0",), (), "'0/0/0' is not a place"),
-        (("0/0/0/x",), (), "is not a place"),
+        (("0/0/0",), (), "'0/0/0' is not a location"),
+        (("0/0/0/x",), (), "is not a location"),
         ((), ("0-1",), "'0-1' is not an NVLink"),
         ((), ("0-1=10", "0-2=9"), "GPU 0 has 19 NVLinks: at most 18"),
         ((), ("0-7=1",), "'0-7=1' names a GPU that does not exist"),

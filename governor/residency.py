@@ -21,13 +21,12 @@ from dataclasses import dataclass, replace
 IDLE_NS = 500_000_000
 """A container that has not worked for this long is idle, in nanoseconds."""
 STAY_NS = 1_000_000_000
-"""Shortest time for which an idle container stays resident, in nanoseconds."""
+"""Shortest time for which an idle container stays resident, in nanoseconds. It is also at least the
+time that its last move took: a container that wakes up often does not spend most of it moving."""
 TURN_NS = 10_000_000_000
 """Shortest time for which a working container stays resident, in nanoseconds."""
 COST = 8
 """That time is also at least this many times the time that its last move took."""
-IDLE_COST = 2
-"""The same for an idle container: those that wake up often do not spend most of the time moving."""
 
 
 class Whereabouts(enum.Enum):
@@ -93,7 +92,7 @@ class Occupant:
             return False
         stayed_ns = now_ns - self.since_ns
         if self.is_idle(now_ns):
-            return stayed_ns >= max(STAY_NS, IDLE_COST * self.move_ns)
+            return stayed_ns >= max(STAY_NS, self.move_ns)
         return not self.is_latency and stayed_ns >= max(TURN_NS, COST * self.move_ns)
 
     def will_leave(self, now_ns: int) -> bool:

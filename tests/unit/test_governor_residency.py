@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from governor.residency import (
     COST,
-    IDLE_COST,
     IDLE_NS,
     STAY_NS,
     TURN_NS,
@@ -106,9 +105,9 @@ def test_one_that_has_just_come_stays_although_it_is_idle() -> None:
     assert decide(40 * GIB, [new, parked("b", 40, waits_s=0)], NOW).leave == ()
     old = replace(new, since_ns=NOW - STAY_NS)
     assert decide(40 * GIB, [old, parked("b", 40, waits_s=0)], NOW).leave == ("a",)
-    costly = replace(old, move_ns=STAY_NS)
+    costly = replace(old, move_ns=2 * STAY_NS)
     assert decide(40 * GIB, [costly, parked("b", 40, waits_s=0)], NOW).leave == ()
-    costly = replace(costly, since_ns=NOW - IDLE_COST * STAY_NS)
+    costly = replace(costly, since_ns=NOW - 2 * STAY_NS)
     assert decide(40 * GIB, [costly, parked("b", 40, waits_s=0)], NOW).leave == ("a",)
 
 

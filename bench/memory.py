@@ -116,11 +116,8 @@ def watch(node: BenchNode, arguments: list[str], limit: int) -> dict[str, Any]:
     }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run, print the findings and write memory.json; return 1 if there are faults."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.memory", description=__doc__.split("\n", maxsplit=1)[0]
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a run."""
     parser.add_argument(
         "--simulated", action="store_true", help="use the simulated GPU even if there is a real one"
     )
@@ -138,6 +135,14 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, default=ROOT / "build/memory")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run, print the findings and write memory.json; return 1 if there are faults."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.memory", description=__doc__.split("\n", maxsplit=1)[0]
+    )
+    add_options(parser)
     args = parser.parse_args(argv)
     args.compile = False
     args.output, args.build = args.output.resolve(), args.build.resolve()

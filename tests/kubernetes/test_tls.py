@@ -194,7 +194,7 @@ def test_a_certificate_that_is_not_the_api_servers_is_refused_with_a_hint(
     assert error.http == 0
     assert "no answer from the API server" in error.message
     assert words in error.message
-    assert "the certificate authority that is trusted" in error.hint
+    assert "the trusted certificate authority" in error.hint
     assert "API server says 0" not in str(error)
     assert "\n" not in str(error)
 

@@ -19,12 +19,11 @@ from typing import Any, Self
 import yaml
 
 from bench.machine import ROOT, Machine, MachineError, make_bundle
+from bench.provenance import SETTINGS
 from governor.client import ask
 from governor.config import Config
 from governor.errors import GovernorError, TidegateError
 
-SETTINGS = "TIDEGATE_BENCH_SETTINGS"
-"""Environment variable with options of the governor's configuration, as YAML, for any benchmark."""
 READY_S = 20.0
 
 

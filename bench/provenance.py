@@ -13,6 +13,8 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 UNKNOWN = "unknown"
+SETTINGS = "TIDEGATE_BENCH_SETTINGS"
+"""Environment variable with options of the governor's configuration, as YAML, for any benchmark."""
 
 
 def find_commit(root: pathlib.Path = ROOT) -> str:
@@ -57,6 +59,8 @@ def describe_run() -> dict[str, Any]:
     """Return a description of this process: command, time in UTC, commit and machine."""
     module = getattr(sys.modules.get("__main__"), "__spec__", None)
     program = ["python", "-m", module.name] if module else sys.argv[:1]
+    if SETTINGS in os.environ:  # they change what was measured
+        program = ["env", f"{SETTINGS}={os.environ[SETTINGS]}", *program]
     return {
         "command": shlex.join(map(publishable, [*program, *sys.argv[1:]])),
         "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),

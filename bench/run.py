@@ -370,7 +370,10 @@ def restarts(options: argparse.Namespace) -> dict[str, Any]:
 
 def parking(options: argparse.Namespace) -> dict[str, Any]:
     """Return the result of a run of bench.parking: models that take turns on a GPU."""
-    return keep_report(options, "parking", summarise_parking, ("settings", "held", "program"))
+    result = keep_report(options, "parking", summarise_parking, ("settings", "held", "program"))
+    if result["raw"]["wrong"]:  # the published page says that all contents were right
+        raise ResultError(f"the run found faults: {result['raw']['wrong'][0]}")
+    return result
 
 
 def suspension(options: argparse.Namespace) -> dict[str, Any]:

@@ -37,7 +37,7 @@ static CUcontext arena_ctx;   /* in which it did so */
 
 static uint32_t started;
 static uint32_t ending;  /* the process exits: memory is only moved for calls that wait for it */
-static uint32_t working; /* the thread may be in one */
+static uint32_t working; /* the thread may be in a call into the driver */
 static uint64_t patience = MOVE_FIRST_NS;
 static bool given_up; /* memory could not be moved back, and not because of a lack of room */
 

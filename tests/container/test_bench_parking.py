@@ -41,3 +41,8 @@ def test_models_take_turns_and_faults_are_found(
     wrong["pair"]["ends"][1]["wrong"] = 3
     wrong["pair"]["together"][0] = 0
     assert len(parking.judge(wrong)) == 4
+
+    (out / "parking.json").write_text(json.dumps({**report, "wrong": ["a fault"]}))
+    kept.unlink()
+    assert run.main(["--suite", "parking", "--from", str(out), "--out", str(kept)]) == 1
+    assert not kept.exists()

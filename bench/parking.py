@@ -5,7 +5,7 @@ in PyTorch (model.py and torch_model.py in examples/workloads/programs). They ar
 the one that is asked has to come back from host memory while another one leaves. Next to them, a
 container whose memory is never parked runs kernels all the time. Then two containers that always
 compute, and do not fit together, share the GPU in turns. Before that, the same program answers with
-the GPU to itself, without Tidegate.
+the GPU to itself, without Tidegate. The part `deaths` (deaths.py) kills processes while they move.
 
 The run fails if contents differ, if an answer does not come, or if a container holds more device
 memory than its quota. How long the first kernel waits, at which rate memory moves, what the
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.arms import ArmContainer
+from bench.deaths import judge_deaths, measure_deaths, summarise_deaths
 from bench.demo import driver_answers, name_gpu
 from bench.events import pid_of
 from bench.machine import ROOT, Machine, MachineError
@@ -62,7 +63,7 @@ PROGRAMS = {
     "torch": ModelProgram("torch_model.py", 1536 * MIB),
 }
 BUSY = PROGRAMS["driver"]
-PARTS = ("models", "pair")
+PARTS = ("models", "pair", "deaths")
 READY_S = 300.0
 ANSWER_S = 120.0
 PAUSE_S = 1.1
@@ -264,8 +265,9 @@ def judge_models(models: Mapping[str, Any]) -> list[str]:
 
 def judge(report: Mapping[str, Any]) -> list[str]:
     """Return the faults of a run, one line each."""
-    parts = [report[part] for part in PARTS if part in report]
+    parts = [report[part] for part in ("models", "pair") if part in report]
     found = judge_models(report["models"]) if "models" in report else []
+    found += judge_deaths(report["deaths"]) if "deaths" in report else []
     found += [
         f"{one['wrong']} of {one['blocks']} blocks have wrong contents at the end"
         for part in parts
@@ -308,13 +310,15 @@ def summarise(report: Mapping[str, Any]) -> dict[str, Any]:
         pair = report["pair"]
         together, alone = sum(pair["together"]), pair["alone"]
         found["pair"] = round(together / alone, 4) if alone else None
+    if "deaths" in report:
+        found["deaths"] = summarise_deaths(report["deaths"])
     return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options: of the machine, the models, and the two busy containers."""
     parser.add_argument("--simulated", action="store_true", help="even if there is a real GPU")
-    parser.add_argument("--parts", default=",".join(PARTS), help="models,pair or one of these")
+    parser.add_argument("--parts", default="models,pair", help="of models,pair,deaths")
     parser.add_argument("--program", choices=sorted(PROGRAMS), default="driver")
     parser.add_argument("--models", type=int, default=5)
     parser.add_argument("--held-mib", type=int, default=16384, help="memory of a model (16384)")
@@ -326,6 +330,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--pair-mib", type=int, help="memory of two busy containers (--held-mib)")
     parser.add_argument("--seconds", type=float, default=60, help="of the two busy ones (60)")
+    parser.add_argument("--kill-every", type=int, default=300, help="ms between kills (300)")
     parser.add_argument("--scheduling", choices=["auto", "hardware", "gate"], default="gate")
     parser.add_argument("--output", type=Path, default=ROOT / "build/parking")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
@@ -343,6 +348,33 @@ def settings_of(args: argparse.Namespace) -> dict[str, object]:
     }
 
 
+def measure_part(node: BenchNode, part: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Return what was seen in one part of a run."""
+    held, program = args.held_mib * MIB, PROGRAMS[args.program]
+    pair = (args.pair_mib or args.held_mib) * MIB
+    if part == "pair":
+        return {part: measure_pair(node, pair, args.seconds)}
+    if part == "deaths":
+        return {part: measure_deaths(node, pair, int(args.seconds), args.kill_every)}
+    machine = node.machine
+    native = measure_native(machine, machine.python, held, args.rounds, program)  # type: ignore[attr-defined]
+    models = measure_models(node, args.models, held, args.rounds, program)
+    return {"native": native, "models": models}
+
+
+def measure_parts(
+    machine: Machine, parts: Sequence[str], args: argparse.Namespace
+) -> dict[str, Any]:
+    """Return the report of a run, each part with a governor of its own."""
+    settings = settings_of(args)
+    report = {"settings": settings, "held": args.held_mib * MIB, "program": args.program}
+    for part in parts:
+        with BenchNode(machine, settings=settings, keep_machine=part != parts[-1]) as node:
+            report["gpu"] = asdict(name_gpu(node))
+            report.update(measure_part(node, part, args))
+    return report
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run, print the findings and write parking.json; return 1 if there are faults."""
     parser = argparse.ArgumentParser(
@@ -352,29 +384,19 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     parts = args.parts.split(",")
     if unknown := set(parts) - set(PARTS):
-        parser.error(f"no part is called {', '.join(sorted(unknown))}; parts are models and pair")
+        parser.error(
+            f"no part is called {', '.join(sorted(unknown))}; parts are {', '.join(PARTS)}"
+        )
     output, build = args.output.resolve(), args.build.resolve()
     shutil.rmtree(output, ignore_errors=True)
     tools = output / "tools"
     tools.mkdir(parents=True)
     real = not args.simulated and driver_answers()
     machine = (NvidiaImage if real else SimulatedImage)(output, build, tools)
-    settings, program = settings_of(args), PROGRAMS[args.program]
-    held = args.held_mib * MIB
+    machine.programs.append(build / "oom_stress")
     try:
         os.environ.update(machine.environment)  # for the driver's NVML in this process
-        report: dict[str, Any] = {"settings": settings, "held": held, "program": args.program}
-        if "models" in parts:
-            with BenchNode(machine, settings=settings, keep_machine="pair" in parts) as node:
-                report["gpu"] = asdict(name_gpu(node))
-                rounds = args.rounds
-                report["native"] = measure_native(machine, machine.python, held, rounds, program)
-                report["models"] = measure_models(node, args.models, held, rounds, program)
-        if "pair" in parts:
-            with BenchNode(machine, settings=settings) as node:
-                report["gpu"] = asdict(name_gpu(node))
-                pair = (args.pair_mib or args.held_mib) * MIB
-                report["pair"] = measure_pair(node, pair, args.seconds)
+        report = measure_parts(machine, [part for part in PARTS if part in parts], args)
     except (MachineError, TidegateError, VdriverError) as e:
         print(f"parking: {e}", file=sys.stderr)
         return 1

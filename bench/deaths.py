@@ -1,0 +1,159 @@
+"""Two containers that do not fit together, and whose processes are killed all the time.
+
+Both run bench/oom_stress.c with blocks of cuMemAlloc, so that all of their memory can be parked,
+and share the GPU in turns. Meanwhile the driver's NVML is read fifty times a second. In the end the
+memory of the GPU, and the shared memory of the host, are compared with those before the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bench.events import pid_of
+from bench.machine import MachineError
+from bench.memory import GRANULE, STRETCH_S, longest_stretch
+from bench.node import BenchNode, Running, last_json
+from governor.daemon import original_nvml
+from vdriver.nvml import Nvml
+
+MIB = 1 << 20
+N_CONTAINERS = 2
+SAMPLE_S = 0.02
+LOOK_S = 1.0
+LEFT = 64 * MIB
+"""Memory by which the host and the GPU may differ at the end, in bytes: others use them as well."""
+
+
+def shared_memory() -> int:
+    """Return the host's shared memory, in bytes: parked memory is in it."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Shmem:"))
+
+
+def namespace_of(pid: int) -> str | None:
+    """Return a process's PID namespace, or None if there is no such process."""
+    with contextlib.suppress(OSError):
+        return str(Path(f"/proc/{pid}/ns/pid").readlink())
+    return None
+
+
+def start_stress(node: BenchNode, quota: int, seconds: int, kill_every: int) -> list[Running]:
+    """Start the containers."""
+    return [
+        node.start(
+            f"stress-{i}",
+            [
+                "/usr/bin/oom_stress",
+                "--ways", "1",
+                "--seconds", str(seconds),
+                "--kill-every", str(kill_every),
+                "--seed", str(i + 1),
+            ],
+            {"memory": str(quota), "compute": "40", "compute-limit": "100", "devices": "0"},
+        )
+        for i in range(N_CONTAINERS)
+    ]  # fmt: skip
+
+
+def wait_for_container(node: BenchNode, container: Running) -> str | None:
+    """Return the PID namespace of a container once it runs."""
+    deadline = time.monotonic() + 20
+    while True:
+        with contextlib.suppress(MachineError, KeyError, IndexError):
+            return namespace_of(pid_of(node, container))
+        if time.monotonic() > deadline or container.process.poll() is not None:
+            raise MachineError(f"container {container.name} did not start")
+        time.sleep(0.05)
+
+
+def watch(
+    node: BenchNode, nvml: Nvml, uuid: str, containers: list[Running]
+) -> tuple[list[list[tuple[float, int]]], list[dict[str, Any]]]:
+    """Sample the memory of each container until all have ended, and their parking every second."""
+    spaces = [wait_for_container(node, one) for one in containers]
+    samples: list[list[tuple[float, int]]] = [[] for _ in containers]
+    parking: list[dict[str, Any]] = []
+    known: dict[int, str | None] = {}
+    began = looked = time.monotonic()
+    while any(one.process.poll() is None for one in containers):
+        processes = nvml.processes(uuid)
+        # A killed process keeps its entry for a moment, when /proc no longer has it.
+        known = {one.pid: known.get(one.pid) or namespace_of(one.pid) for one in processes}
+        at = round(time.monotonic() - began, 4)
+        for space, found in zip(spaces, samples, strict=True):
+            found.append((at, sum(p.used or 0 for p in processes if known[p.pid] == space)))
+        if time.monotonic() - looked > LOOK_S:
+            looked = time.monotonic()
+            listed = node.list_containers()
+            parking += [
+                {"at": at, "container": i, **listed[one.identifier]["parking"]}
+                for i, one in enumerate(containers)
+                if one.identifier in listed
+            ]
+        time.sleep(SAMPLE_S)
+    return samples, parking
+
+
+def measure_deaths(node: BenchNode, quota: int, seconds: int, kill_every: int) -> dict[str, Any]:
+    """Run both containers to their end; `left_host` and `left_gpu` are what remains, in bytes."""
+    with Nvml(original_nvml(str(node.driver_dir))) as nvml:
+        uuid = nvml.gpus()[0].uuid
+        before = nvml.memory_used(uuid) or 0, shared_memory()
+        containers = start_stress(node, quota, seconds, kill_every)
+        samples, parking = watch(node, nvml, uuid, containers)
+        for one in containers:
+            if node.wait(one, 60):
+                raise MachineError(f"a container failed: {one.output.strip()[-300:]}")
+        deadline = time.monotonic() + 10
+        while node.list_containers() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(1)
+        after = nvml.memory_used(uuid) or 0, shared_memory()
+    return {
+        "quota": quota,
+        "stress": [last_json(one.output) for one in containers],
+        "samples": samples,
+        "parking": parking,
+        "left_gpu": after[0] - before[0],
+        "left_host": after[1] - before[1],
+        "listed": len(node.list_containers()),
+    }
+
+
+def judge_deaths(deaths: Mapping[str, Any]) -> list[str]:
+    """Return the faults of a run, one line each."""
+    found = []
+    for i, (one, samples) in enumerate(zip(deaths["stress"], deaths["samples"], strict=True)):
+        stretch = longest_stretch([(at, used) for at, used in samples], deaths["quota"])
+        if stretch > STRETCH_S:
+            found.append(f"container {i} used more than its quota for {stretch:.2f} s")
+        if one["wrong"]:
+            found.append(f"{one['wrong']} calls failed, first {one['call']}: {one['error']}")
+        if not one["refused"]:
+            found.append(f"no allocation of container {i} was refused: its quota was not reached")
+        if not 0 <= one["left"] <= GRANULE:
+            found.append(f"{one['left']} bytes were left when no more could be allocated")
+    if not any(one["residency"] == "parked" for one in deaths["parking"]):
+        found.append("no container was ever parked")
+    found += [
+        f"{deaths[f'left_{where}']} bytes remain {text}"
+        for where, text in (("gpu", "on the GPU"), ("host", "in host memory"))
+        if deaths[f"left_{where}"] > LEFT
+    ]
+    if deaths["listed"]:
+        found.append(f"{deaths['listed']} containers are still registered")
+    return found
+
+
+def summarise_deaths(deaths: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how many processes were killed and how often memory moved, over both containers."""
+    last = {one["container"]: one for one in deaths["parking"]}
+    return {
+        "killed": sum(one["killed"] for one in deaths["stress"]),
+        "allocations": sum(one["allocations"] for one in deaths["stress"]),
+        "times_parked": sum(one["times_parked"] for one in last.values()),
+    }

@@ -163,7 +163,9 @@ CONTROL_EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr dptr)
 {
     struct account_charge charge;
     account_forget(&charge, ACCOUNT_IPC, (uintptr_t)dptr);
-    CUresult result = real->cuIpcCloseMemHandle(dptr);
+    CUresult result = CUDA_SUCCESS;
+    if (!parking_ipc_close(dptr, &result))
+        result = real->cuIpcCloseMemHandle(dptr);
     account_forgotten(&charge, (uintptr_t)dptr, result);
     return result;
 }
@@ -974,25 +976,6 @@ CONTROL_EXPORT CUresult cuGraphExecNodeSetParams(CUgraphExec hGraphExec, CUgraph
     return way(hGraphExec, hNode, nodeParams);
 }
 
-static noinline CUresult wait_cuPointerSetAttribute(const void *value, CUpointer_attribute attribute, CUdeviceptr ptr)
-{
-    CUresult result;
-
-    parking_enter(PARKING_MEMORY);
-    result = real->cuPointerSetAttribute(value, attribute, ptr);
-    parking_leave();
-    return result;
-}
-
-CONTROL_EXPORT CUresult cuPointerSetAttribute(const void *value, CUpointer_attribute attribute, CUdeviceptr ptr)
-{
-    __typeof__(&cuPointerSetAttribute) way = real->cuPointerSetAttribute;
-
-    if (parking_applies())
-        way = wait_cuPointerSetAttribute;
-    return way(value, attribute, ptr);
-}
-
 static noinline CUresult wait_cuTexObjectCreate(CUtexObject *pTexObject, const CUDA_RESOURCE_DESC *pResDesc, const CUDA_TEXTURE_DESC *pTexDesc, const CUDA_RESOURCE_VIEW_DESC *pResViewDesc)
 {
     CUresult result;
@@ -1305,6 +1288,7 @@ CONTROL_EXPORT CUresult cuMemcpy(CUdeviceptr dst, CUdeviceptr src, size_t ByteCo
         return result;
     result = real->cuMemcpy(dst, src, ByteCount);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -1316,6 +1300,7 @@ CONTROL_EXPORT CUresult cuMemcpy_ptds(CUdeviceptr dst, CUdeviceptr src, size_t B
         return result;
     result = real->cuMemcpy_ptds(dst, src, ByteCount);
     gate_leave(&ticket, result);
+    parking_end_copy(CU_STREAM_PER_THREAD, &result);
     return result;
 }
 
@@ -1349,6 +1334,7 @@ CONTROL_EXPORT CUresult cuMemcpyPeer(CUdeviceptr dstDevice, CUcontext dstContext
         return result;
     result = real->cuMemcpyPeer(dstDevice, dstContext, srcDevice, srcContext, ByteCount);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -1360,6 +1346,7 @@ CONTROL_EXPORT CUresult cuMemcpyPeer_ptds(CUdeviceptr dstDevice, CUcontext dstCo
         return result;
     result = real->cuMemcpyPeer_ptds(dstDevice, dstContext, srcDevice, srcContext, ByteCount);
     gate_leave(&ticket, result);
+    parking_end_copy(CU_STREAM_PER_THREAD, &result);
     return result;
 }
 
@@ -1393,6 +1380,7 @@ CONTROL_EXPORT CUresult cuMemcpyDtoD_v2(CUdeviceptr dstDevice, CUdeviceptr srcDe
         return result;
     result = real->cuMemcpyDtoD_v2(dstDevice, srcDevice, ByteCount);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -1404,6 +1392,7 @@ CONTROL_EXPORT CUresult cuMemcpyDtoD_v2_ptds(CUdeviceptr dstDevice, CUdeviceptr 
         return result;
     result = real->cuMemcpyDtoD_v2_ptds(dstDevice, srcDevice, ByteCount);
     gate_leave(&ticket, result);
+    parking_end_copy(CU_STREAM_PER_THREAD, &result);
     return result;
 }
 
@@ -1415,6 +1404,7 @@ CONTROL_EXPORT CUresult cuMemcpyDtoD(CUdeviceptr_v1 dstDevice, CUdeviceptr_v1 sr
         return result;
     result = real->cuMemcpyDtoD(dstDevice, srcDevice, ByteCount);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -1459,6 +1449,7 @@ CONTROL_EXPORT CUresult cuMemcpyHtoD_v2(CUdeviceptr dstDevice, const void *srcHo
         return result;
     result = real->cuMemcpyHtoD_v2(dstDevice, srcHost, ByteCount);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -1470,6 +1461,7 @@ CONTROL_EXPORT CUresult cuMemcpyHtoD_v2_ptds(CUdeviceptr dstDevice, const void *
         return result;
     result = real->cuMemcpyHtoD_v2_ptds(dstDevice, srcHost, ByteCount);
     gate_leave(&ticket, result);
+    parking_end_copy(CU_STREAM_PER_THREAD, &result);
     return result;
 }
 
@@ -1481,6 +1473,7 @@ CONTROL_EXPORT CUresult cuMemcpyHtoD(CUdeviceptr_v1 dstDevice, const void *srcHo
         return result;
     result = real->cuMemcpyHtoD(dstDevice, srcHost, ByteCount);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -1525,6 +1518,7 @@ CONTROL_EXPORT CUresult cuMemcpyDtoH_v2(void *dstHost, CUdeviceptr srcDevice, si
         return result;
     result = real->cuMemcpyDtoH_v2(dstHost, srcDevice, ByteCount);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -1536,6 +1530,7 @@ CONTROL_EXPORT CUresult cuMemcpyDtoH_v2_ptds(void *dstHost, CUdeviceptr srcDevic
         return result;
     result = real->cuMemcpyDtoH_v2_ptds(dstHost, srcDevice, ByteCount);
     gate_leave(&ticket, result);
+    parking_end_copy(CU_STREAM_PER_THREAD, &result);
     return result;
 }
 
@@ -1547,6 +1542,7 @@ CONTROL_EXPORT CUresult cuMemcpyDtoH(void *dstHost, CUdeviceptr_v1 srcDevice, un
         return result;
     result = real->cuMemcpyDtoH(dstHost, srcDevice, ByteCount);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -1591,6 +1587,7 @@ CONTROL_EXPORT CUresult cuMemcpyHtoA_v2(CUarray dstArray, size_t dstOffset, cons
         return result;
     result = real->cuMemcpyHtoA_v2(dstArray, dstOffset, srcHost, ByteCount);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -1602,6 +1599,7 @@ CONTROL_EXPORT CUresult cuMemcpyHtoA_v2_ptds(CUarray dstArray, size_t dstOffset,
         return result;
     result = real->cuMemcpyHtoA_v2_ptds(dstArray, dstOffset, srcHost, ByteCount);
     gate_leave(&ticket, result);
+    parking_end_copy(CU_STREAM_PER_THREAD, &result);
     return result;
 }
 
@@ -1613,6 +1611,7 @@ CONTROL_EXPORT CUresult cuMemcpyHtoA(CUarray dstArray, unsigned int dstOffset, c
         return result;
     result = real->cuMemcpyHtoA(dstArray, dstOffset, srcHost, ByteCount);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -1657,6 +1656,7 @@ CONTROL_EXPORT CUresult cuMemcpyAtoH_v2(void *dstHost, CUarray srcArray, size_t 
         return result;
     result = real->cuMemcpyAtoH_v2(dstHost, srcArray, srcOffset, ByteCount);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -1668,6 +1668,7 @@ CONTROL_EXPORT CUresult cuMemcpyAtoH_v2_ptds(void *dstHost, CUarray srcArray, si
         return result;
     result = real->cuMemcpyAtoH_v2_ptds(dstHost, srcArray, srcOffset, ByteCount);
     gate_leave(&ticket, result);
+    parking_end_copy(CU_STREAM_PER_THREAD, &result);
     return result;
 }
 
@@ -1679,6 +1680,7 @@ CONTROL_EXPORT CUresult cuMemcpyAtoH(void *dstHost, CUarray srcArray, unsigned i
         return result;
     result = real->cuMemcpyAtoH(dstHost, srcArray, srcOffset, ByteCount);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -1723,6 +1725,7 @@ CONTROL_EXPORT CUresult cuMemcpyAtoA_v2(CUarray dstArray, size_t dstOffset, CUar
         return result;
     result = real->cuMemcpyAtoA_v2(dstArray, dstOffset, srcArray, srcOffset, ByteCount);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -1734,6 +1737,7 @@ CONTROL_EXPORT CUresult cuMemcpyAtoA_v2_ptds(CUarray dstArray, size_t dstOffset,
         return result;
     result = real->cuMemcpyAtoA_v2_ptds(dstArray, dstOffset, srcArray, srcOffset, ByteCount);
     gate_leave(&ticket, result);
+    parking_end_copy(CU_STREAM_PER_THREAD, &result);
     return result;
 }
 
@@ -1745,6 +1749,7 @@ CONTROL_EXPORT CUresult cuMemcpyAtoA(CUarray dstArray, unsigned int dstOffset, C
         return result;
     result = real->cuMemcpyAtoA(dstArray, dstOffset, srcArray, srcOffset, ByteCount);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -1756,6 +1761,7 @@ CONTROL_EXPORT CUresult cuMemcpyAtoD_v2(CUdeviceptr dstDevice, CUarray srcArray,
         return result;
     result = real->cuMemcpyAtoD_v2(dstDevice, srcArray, srcOffset, ByteCount);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -1767,6 +1773,7 @@ CONTROL_EXPORT CUresult cuMemcpyAtoD_v2_ptds(CUdeviceptr dstDevice, CUarray srcA
         return result;
     result = real->cuMemcpyAtoD_v2_ptds(dstDevice, srcArray, srcOffset, ByteCount);
     gate_leave(&ticket, result);
+    parking_end_copy(CU_STREAM_PER_THREAD, &result);
     return result;
 }
 
@@ -1778,6 +1785,7 @@ CONTROL_EXPORT CUresult cuMemcpyAtoD(CUdeviceptr_v1 dstDevice, CUarray srcArray,
         return result;
     result = real->cuMemcpyAtoD(dstDevice, srcArray, srcOffset, ByteCount);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -1789,6 +1797,7 @@ CONTROL_EXPORT CUresult cuMemcpyDtoA_v2(CUarray dstArray, size_t dstOffset, CUde
         return result;
     result = real->cuMemcpyDtoA_v2(dstArray, dstOffset, srcDevice, ByteCount);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -1800,6 +1809,7 @@ CONTROL_EXPORT CUresult cuMemcpyDtoA_v2_ptds(CUarray dstArray, size_t dstOffset,
         return result;
     result = real->cuMemcpyDtoA_v2_ptds(dstArray, dstOffset, srcDevice, ByteCount);
     gate_leave(&ticket, result);
+    parking_end_copy(CU_STREAM_PER_THREAD, &result);
     return result;
 }
 
@@ -1811,6 +1821,7 @@ CONTROL_EXPORT CUresult cuMemcpyDtoA(CUarray dstArray, unsigned int dstOffset, C
         return result;
     result = real->cuMemcpyDtoA(dstArray, dstOffset, srcDevice, ByteCount);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -1822,6 +1833,7 @@ CONTROL_EXPORT CUresult cuMemcpy2D_v2(const CUDA_MEMCPY2D *pCopy)
         return result;
     result = real->cuMemcpy2D_v2(pCopy);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -1833,6 +1845,7 @@ CONTROL_EXPORT CUresult cuMemcpy2D_v2_ptds(const CUDA_MEMCPY2D *pCopy)
         return result;
     result = real->cuMemcpy2D_v2_ptds(pCopy);
     gate_leave(&ticket, result);
+    parking_end_copy(CU_STREAM_PER_THREAD, &result);
     return result;
 }
 
@@ -1844,6 +1857,7 @@ CONTROL_EXPORT CUresult cuMemcpy2D(const CUDA_MEMCPY2D_v1 *pCopy)
         return result;
     result = real->cuMemcpy2D(pCopy);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -1888,6 +1902,7 @@ CONTROL_EXPORT CUresult cuMemcpy2DUnaligned_v2(const CUDA_MEMCPY2D *pCopy)
         return result;
     result = real->cuMemcpy2DUnaligned_v2(pCopy);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -1899,6 +1914,7 @@ CONTROL_EXPORT CUresult cuMemcpy2DUnaligned_v2_ptds(const CUDA_MEMCPY2D *pCopy)
         return result;
     result = real->cuMemcpy2DUnaligned_v2_ptds(pCopy);
     gate_leave(&ticket, result);
+    parking_end_copy(CU_STREAM_PER_THREAD, &result);
     return result;
 }
 
@@ -1910,6 +1926,7 @@ CONTROL_EXPORT CUresult cuMemcpy2DUnaligned(const CUDA_MEMCPY2D_v1 *pCopy)
         return result;
     result = real->cuMemcpy2DUnaligned(pCopy);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -1921,6 +1938,7 @@ CONTROL_EXPORT CUresult cuMemcpy3D_v2(const CUDA_MEMCPY3D *pCopy)
         return result;
     result = real->cuMemcpy3D_v2(pCopy);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -1932,6 +1950,7 @@ CONTROL_EXPORT CUresult cuMemcpy3D_v2_ptds(const CUDA_MEMCPY3D *pCopy)
         return result;
     result = real->cuMemcpy3D_v2_ptds(pCopy);
     gate_leave(&ticket, result);
+    parking_end_copy(CU_STREAM_PER_THREAD, &result);
     return result;
 }
 
@@ -1943,6 +1962,7 @@ CONTROL_EXPORT CUresult cuMemcpy3D(const CUDA_MEMCPY3D_v1 *pCopy)
         return result;
     result = real->cuMemcpy3D(pCopy);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -1987,6 +2007,7 @@ CONTROL_EXPORT CUresult cuMemcpy3DPeer(const CUDA_MEMCPY3D_PEER *pCopy)
         return result;
     result = real->cuMemcpy3DPeer(pCopy);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -1998,6 +2019,7 @@ CONTROL_EXPORT CUresult cuMemcpy3DPeer_ptds(const CUDA_MEMCPY3D_PEER *pCopy)
         return result;
     result = real->cuMemcpy3DPeer_ptds(pCopy);
     gate_leave(&ticket, result);
+    parking_end_copy(CU_STREAM_PER_THREAD, &result);
     return result;
 }
 
@@ -2207,6 +2229,7 @@ CONTROL_EXPORT CUresult cuMemsetD8_v2(CUdeviceptr dstDevice, unsigned char uc, s
         return result;
     result = real->cuMemsetD8_v2(dstDevice, uc, N);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -2218,6 +2241,7 @@ CONTROL_EXPORT CUresult cuMemsetD8_v2_ptds(CUdeviceptr dstDevice, unsigned char 
         return result;
     result = real->cuMemsetD8_v2_ptds(dstDevice, uc, N);
     gate_leave(&ticket, result);
+    parking_end_copy(CU_STREAM_PER_THREAD, &result);
     return result;
 }
 
@@ -2229,6 +2253,7 @@ CONTROL_EXPORT CUresult cuMemsetD8(CUdeviceptr_v1 dstDevice, unsigned char uc, u
         return result;
     result = real->cuMemsetD8(dstDevice, uc, N);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -2262,6 +2287,7 @@ CONTROL_EXPORT CUresult cuMemsetD2D8_v2(CUdeviceptr dstDevice, size_t dstPitch, 
         return result;
     result = real->cuMemsetD2D8_v2(dstDevice, dstPitch, uc, Width, Height);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -2273,6 +2299,7 @@ CONTROL_EXPORT CUresult cuMemsetD2D8_v2_ptds(CUdeviceptr dstDevice, size_t dstPi
         return result;
     result = real->cuMemsetD2D8_v2_ptds(dstDevice, dstPitch, uc, Width, Height);
     gate_leave(&ticket, result);
+    parking_end_copy(CU_STREAM_PER_THREAD, &result);
     return result;
 }
 
@@ -2284,6 +2311,7 @@ CONTROL_EXPORT CUresult cuMemsetD2D8(CUdeviceptr_v1 dstDevice, unsigned int dstP
         return result;
     result = real->cuMemsetD2D8(dstDevice, dstPitch, uc, Width, Height);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -2317,6 +2345,7 @@ CONTROL_EXPORT CUresult cuMemsetD16_v2(CUdeviceptr dstDevice, unsigned short us,
         return result;
     result = real->cuMemsetD16_v2(dstDevice, us, N);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -2328,6 +2357,7 @@ CONTROL_EXPORT CUresult cuMemsetD16_v2_ptds(CUdeviceptr dstDevice, unsigned shor
         return result;
     result = real->cuMemsetD16_v2_ptds(dstDevice, us, N);
     gate_leave(&ticket, result);
+    parking_end_copy(CU_STREAM_PER_THREAD, &result);
     return result;
 }
 
@@ -2339,6 +2369,7 @@ CONTROL_EXPORT CUresult cuMemsetD16(CUdeviceptr_v1 dstDevice, unsigned short us,
         return result;
     result = real->cuMemsetD16(dstDevice, us, N);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -2372,6 +2403,7 @@ CONTROL_EXPORT CUresult cuMemsetD2D16_v2(CUdeviceptr dstDevice, size_t dstPitch,
         return result;
     result = real->cuMemsetD2D16_v2(dstDevice, dstPitch, us, Width, Height);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -2383,6 +2415,7 @@ CONTROL_EXPORT CUresult cuMemsetD2D16_v2_ptds(CUdeviceptr dstDevice, size_t dstP
         return result;
     result = real->cuMemsetD2D16_v2_ptds(dstDevice, dstPitch, us, Width, Height);
     gate_leave(&ticket, result);
+    parking_end_copy(CU_STREAM_PER_THREAD, &result);
     return result;
 }
 
@@ -2394,6 +2427,7 @@ CONTROL_EXPORT CUresult cuMemsetD2D16(CUdeviceptr_v1 dstDevice, unsigned int dst
         return result;
     result = real->cuMemsetD2D16(dstDevice, dstPitch, us, Width, Height);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -2427,6 +2461,7 @@ CONTROL_EXPORT CUresult cuMemsetD32_v2(CUdeviceptr dstDevice, unsigned int ui, s
         return result;
     result = real->cuMemsetD32_v2(dstDevice, ui, N);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -2438,6 +2473,7 @@ CONTROL_EXPORT CUresult cuMemsetD32_v2_ptds(CUdeviceptr dstDevice, unsigned int 
         return result;
     result = real->cuMemsetD32_v2_ptds(dstDevice, ui, N);
     gate_leave(&ticket, result);
+    parking_end_copy(CU_STREAM_PER_THREAD, &result);
     return result;
 }
 
@@ -2449,6 +2485,7 @@ CONTROL_EXPORT CUresult cuMemsetD32(CUdeviceptr_v1 dstDevice, unsigned int ui, u
         return result;
     result = real->cuMemsetD32(dstDevice, ui, N);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -2482,6 +2519,7 @@ CONTROL_EXPORT CUresult cuMemsetD2D32_v2(CUdeviceptr dstDevice, size_t dstPitch,
         return result;
     result = real->cuMemsetD2D32_v2(dstDevice, dstPitch, ui, Width, Height);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 
@@ -2493,6 +2531,7 @@ CONTROL_EXPORT CUresult cuMemsetD2D32_v2_ptds(CUdeviceptr dstDevice, size_t dstP
         return result;
     result = real->cuMemsetD2D32_v2_ptds(dstDevice, dstPitch, ui, Width, Height);
     gate_leave(&ticket, result);
+    parking_end_copy(CU_STREAM_PER_THREAD, &result);
     return result;
 }
 
@@ -2504,6 +2543,7 @@ CONTROL_EXPORT CUresult cuMemsetD2D32(CUdeviceptr_v1 dstDevice, unsigned int dst
         return result;
     result = real->cuMemsetD2D32(dstDevice, dstPitch, ui, Width, Height);
     gate_leave(&ticket, result);
+    parking_end_copy(NULL, &result);
     return result;
 }
 

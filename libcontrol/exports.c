@@ -162,20 +162,14 @@ static bool watch_start(void)
     return false;
 }
 
-/* Called after an allocation was exported as a descriptor, with a reference to it held. */
-cold void exports_note(uint64_t handle, int fd)
+/* Called with a reference to the allocation held. Returns whether it has to be asked for at the
+ * allocation's end (exports_outlive): descriptors that cannot be polled are not known. */
+cold bool exports_follow(uint64_t handle, int fd)
 {
     struct block entry = {.key = handle, .kind = BLOCK_EXPORT, .device = -1, .owner = OWNER_NONE};
-    struct block *block = blocks_lock(BLOCK_HANDLE, handle);
-    bool object = block && block->flags & BLOCK_OBJECT;
-    bool charged = block && block->device >= 0;
+    struct block *block;
     long failed;
 
-    if (block && object)
-        block->flags |= BLOCK_EXPORTED;
-    blocks_unlock(BLOCK_HANDLE, handle);
-    if (!charged || object)
-        return;
     os_lock(&exports_lock);
     block = blocks_lock(BLOCK_EXPORT, handle);
     if (block)
@@ -195,12 +189,27 @@ cold void exports_note(uint64_t handle, int fd)
         else
             blocks_add(&entry);
         blocks_unlock(BLOCK_EXPORT, handle);
-        block = blocks_lock(BLOCK_HANDLE, handle);
-        if (block)
-            block->flags |= BLOCK_EXPORTED;
-        blocks_unlock(BLOCK_HANDLE, handle);
     }
     os_unlock(&exports_lock);
+    return failed != -EPERM;
+}
+
+/* Called after an allocation was exported as a descriptor, with a reference to it held. */
+cold void exports_note(uint64_t handle, int fd)
+{
+    struct block *block = blocks_lock(BLOCK_HANDLE, handle);
+    bool object = block && block->flags & BLOCK_OBJECT;
+    bool charged = block && block->device >= 0;
+
+    if (block && object)
+        block->flags |= BLOCK_EXPORTED;
+    blocks_unlock(BLOCK_HANDLE, handle);
+    if (!charged || object || !exports_follow(handle, fd))
+        return;
+    block = blocks_lock(BLOCK_HANDLE, handle);
+    if (block)
+        block->flags |= BLOCK_EXPORTED;
+    blocks_unlock(BLOCK_HANDLE, handle);
 }
 
 /* Called when the last reference and mapping of an exported allocation in this process are gone.

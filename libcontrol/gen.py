@@ -111,12 +111,15 @@ def _gated(fn: api.Fn, head: str, names: str) -> str:
 def _copying(fn: api.Fn, head: str, names: str) -> str:
     if not fn.copy or not fn.stream:
         raise ValueError(f"{fn.name}: method copy needs copy and stream")
+    # To the program, these calls do not depend on a stream; see cuPointerSetAttribute.
+    waits = fn.stream in ("NULL", "CU_STREAM_PER_THREAD")
+    after = f"    parking_end_copy({fn.stream}, &result);\n" if waits else ""
     return (
         f"{head}    struct gate_ticket ticket;\n"
         f"    CUresult result = copy_enter(&ticket, {fn.copy}, {fn.stream});\n"
         f"    if (unlikely(result != CUDA_SUCCESS))\n        return result;\n"
         f"    result = real->{fn.name}({names});\n"
-        f"    gate_leave(&ticket, result);\n"
+        f"    gate_leave(&ticket, result);\n{after}"
         f"    return result;\n}}\n"
     )
 

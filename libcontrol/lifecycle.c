@@ -50,7 +50,8 @@ static void lifecycle_forked(void)
     lookups_after_fork();
     custom_after_fork();
     parking_after_fork();
-    parking_blocks_after_fork();
+    parking_table_after_fork();
+    parking_ipc_after_fork();
     parking_move_after_fork();
 }
 

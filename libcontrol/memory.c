@@ -1,6 +1,14 @@
 /* Charges memory of other processes that this one opens through CUDA IPC. NVML attributes it to
  * those processes alone. */
-#include "control.h"
+#include "parking.h"
+
+static void ipc_close(CUdeviceptr address)
+{
+    CUresult result;
+
+    if (!parking_ipc_close(address, &result))
+        real->cuIpcCloseMemHandle(address);
+}
 
 static CUresult ipc_opened(CUresult result, CUdeviceptr *pdptr)
 {
@@ -13,7 +21,7 @@ static CUresult ipc_opened(CUresult result, CUdeviceptr *pdptr)
         return result;
     result = account_open(BLOCK_IPC, device, *pdptr, size);
     if (result != CUDA_SUCCESS) {
-        real->cuIpcCloseMemHandle(*pdptr);
+        ipc_close(*pdptr);
         *pdptr = 0;
     }
     return result;
@@ -22,11 +30,16 @@ static CUresult ipc_opened(CUresult result, CUdeviceptr *pdptr)
 CONTROL_EXPORT CUresult cuIpcOpenMemHandle(CUdeviceptr *pdptr, CUipcMemHandle handle,
                                            unsigned int Flags)
 {
-    return ipc_opened(real->cuIpcOpenMemHandle(pdptr, handle, Flags), pdptr);
+    return ipc_opened(parking_ipc_knows(&handle) ? parking_ipc_open(pdptr, &handle, Flags)
+                                                 : real->cuIpcOpenMemHandle(pdptr, handle, Flags),
+                      pdptr);
 }
 
 CONTROL_EXPORT CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *pdptr, CUipcMemHandle handle,
                                               unsigned int Flags)
 {
-    return ipc_opened(real->cuIpcOpenMemHandle_v2(pdptr, handle, Flags), pdptr);
+    return ipc_opened(parking_ipc_knows(&handle)
+                          ? parking_ipc_open(pdptr, &handle, Flags)
+                          : real->cuIpcOpenMemHandle_v2(pdptr, handle, Flags),
+                      pdptr);
 }

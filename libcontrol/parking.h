@@ -4,7 +4,9 @@
  *
  *   parking.c         whether the memory is on the GPU, and the calls that wait until it is
  *   parking_blocks.c  the blocks that can be moved
+ *   parking_table.c   the table of these blocks
  *   parking_move.c    a thread that moves them
+ *   parking_ipc.c     CUDA IPC of such blocks
  *
  * Such a block is a physical allocation of its own (cuMemCreate) that is mapped at addresses which
  * stay reserved until the block is freed. To park it, its contents are copied to host memory and
@@ -96,7 +98,26 @@ void parking_await_syncs(uint64_t ends);
 /* Starts the thread that moves memory, and returns whether there is one; lifecycle.c sets it. */
 extern bool (*parking_watch)(void);
 
+/* ---- pointers.c ---- */
+
+extern uint32_t parking_copies_end; /* 1: copies that need no stream return when they have ended */
+
+cold void parking_await_copy(CUstream stream, CUresult *resultp);
+
+/* Called after such a copy. */
+static inline void parking_end_copy(CUstream stream, CUresult *resultp)
+{
+    if (unlikely(atomic_load_relaxed(&parking_copies_end)))
+        parking_await_copy(stream, resultp);
+}
+
 /* ---- parking_blocks.c ---- */
+
+/* A block of another process, which this one has opened by CUDA IPC. */
+struct parking_origin {
+    uint64_t process; /* a number that this process gave to itself at random; never 0 */
+    uint64_t serial;  /* of the block there */
+};
 
 struct parking_block {
     uint64_t base;   /* address */
@@ -111,20 +132,23 @@ struct parking_block {
     bool fixed;      /* it stays on the GPU, because something outside the GPU accesses it */
     bool freed;      /* the application has freed it, and its memory is still to be released */
     bool arriving;   /* it is being moved to the GPU: its contents in host memory are valid */
+    bool exported;   /* other processes may open it */
+    struct parking_origin origin; /* of memory of another process; otherwise zero */
+    uint32_t n_opened;            /* how often it was opened, if it is such memory */
 };
+
+static inline bool parking_is_import(const struct parking_block *block)
+{
+    return block->origin.process;
+}
 
 CUresult parking_allocate(CUdeviceptr *addressp, size_t bytes);
 CUresult parking_allocate_pitch(CUdeviceptr *addressp, size_t *pitchp, size_t width, size_t height,
                                 unsigned int element);
 bool parking_free(CUdeviceptr address, CUresult *resultp);
 bool parking_free_async(CUdeviceptr address, CUstream stream, CUresult *resultp);
+bool parking_close_import(CUdeviceptr address, CUresult *resultp);
 void parking_context_gone(uint8_t owner);
-
-/* Copies the block that contains an address. Returns false if there is none. */
-bool parking_find(uint64_t address, struct parking_block *found);
-bool parking_first(struct parking_block *found); /* any that can be moved */
-void parking_note_buffer(uint64_t base, uint64_t number);
-void parking_fix(uint64_t base);
 
 /* Releases blocks that were freed while that was not possible. With `idle`, the caller has ensured
  * that no work uses them. Returns whether there were any. */
@@ -140,13 +164,56 @@ void parking_sync_end(void);
 
 /* Maps physical memory at a block's addresses, or unmaps and releases it. */
 CUresult parking_map(struct parking_block *block);
+CUresult parking_map_handle(const struct parking_block *block, CUmemGenericAllocationHandle handle);
 void parking_unmap(struct parking_block *block);
+
+/* ---- parking_table.c ---- */
+
+/* Adds a block. Returns false if the table cannot grow. */
+bool parking_table_add(const struct parking_block *block);
+
+/* Removes a block, and renews the copy of it. Returns false if another thread was faster. */
+bool parking_table_take(struct parking_block *taken);
+bool parking_table_take_owned(uint8_t owner, struct parking_block *taken); /* any of the owner's */
+
+/* Marks a block as freed, and charges it once more. Returns false if there is none. */
+bool parking_table_free(uint64_t base);
+
+/* Copies the first freed block after the copied one. Returns false if there is none. */
+bool parking_table_next_freed(struct parking_block *block);
+bool parking_table_has_freed(void);
+
+/* Copies the block that contains an address. Returns false if there is none. */
+bool parking_find(uint64_t address, struct parking_block *found);
+bool parking_first(struct parking_block *found); /* any that can be moved */
+void parking_note_buffer(uint64_t base, uint64_t number);
+void parking_fix(uint64_t base);
+
+/* Marks the block that contains an address as one that other processes may open, and copies it.
+ * Called by a call that has entered. Returns false if there is none. */
+bool parking_export(uint64_t address, struct parking_block *found);
+
+/* Returns a file descriptor for a block that other processes may open, or -1. */
+int parking_descriptor(uint64_t serial);
+
+/* Counts one more, or one less, use of memory of another process. Returns false if the table does
+ * not have it. After the last use, it is marked as freed. */
+bool parking_use(const struct parking_origin *origin, uint64_t *basep);
+bool parking_unuse(uint64_t base, struct parking_block *found);
 
 /* The blocks, ordered by address. Only for the thread that moves them, while no call is under
  * way. */
 struct parking_block *parking_blocks(size_t *np);
 uint64_t parking_bytes(void); /* total size of those that can be moved */
-void parking_blocks_after_fork(void);
+void parking_table_after_fork(void);
+
+/* ---- parking_ipc.c ---- */
+
+/* Whether a handle was given out by the library, in this process or another. */
+bool parking_ipc_knows(const CUipcMemHandle *handle);
+CUresult parking_ipc_open(CUdeviceptr *addressp, const CUipcMemHandle *handle, unsigned int flags);
+bool parking_ipc_close(CUdeviceptr address, CUresult *resultp);
+void parking_ipc_after_fork(void);
 
 /* ---- parking_move.c ---- */
 

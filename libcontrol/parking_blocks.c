@@ -11,179 +11,37 @@
 
 #include "contexts.h"
 
-#include <string.h>
-
 #define BLOCKS_ROOM_NS (5 * NS_PER_S) /* longest wait of an allocation for others that leave */
 #define BLOCKS_NAP_NS  (500 * NS_PER_US)
 
-static struct os_lock table_lock;
-static struct parking_block *blocks; /* ordered by address */
-static size_t n_blocks, capacity;
-static uint64_t total;
-static uint64_t n_made;
-static uint32_t n_freed; /* blocks with `freed` */
-
-/* ---- the table ---- */
-
-/* Called with the lock. Returns the index of the first block that begins after `address`. */
-static size_t upper(uint64_t address)
-{
-    size_t low = 0, high = n_blocks;
-
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-
-        if (blocks[middle].base <= address)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
-}
-
-/* Called with the lock. */
-static struct parking_block *block_at(uint64_t address)
-{
-    size_t after = upper(address);
-    struct parking_block *block = after ? &blocks[after - 1] : NULL;
-
-    return block && address - block->base < block->size ? block : NULL;
-}
-
-static bool table_grow(void)
-{
-    size_t larger = capacity ? 2 * capacity : 128;
-    struct parking_block *table = os_map_memory(larger * sizeof *table);
-
-    if (!table)
-        return false;
-    if (blocks) {
-        memcpy(table, blocks, n_blocks * sizeof *table);
-        os_unmap(blocks, capacity * sizeof *blocks);
-    }
-    blocks = table;
-    capacity = larger;
-    return true;
-}
-
-static bool table_add(const struct parking_block *block)
-{
-    bool has_room;
-    size_t at;
-
-    os_lock(&table_lock);
-    has_room = n_blocks < capacity || table_grow();
-    if (has_room) {
-        at = upper(block->base);
-        memmove(&blocks[at + 1], &blocks[at], (n_blocks - at) * sizeof *blocks);
-        blocks[at] = *block;
-        blocks[at].serial = ++n_made;
-        n_blocks++;
-        total += block->size;
-        parking_note_bytes(total);
-    }
-    os_unlock(&table_lock);
-    return has_room;
-}
-
-/* Called with the lock. */
-static void table_remove(struct parking_block *block)
-{
-    if (!block->fixed && !block->freed)
-        total -= block->size;
-    if (block->freed)
-        atomic_sub_seq_cst(&n_freed, 1);
-    parking_note_bytes(total);
-    n_blocks--;
-    memmove(block, block + 1, (size_t)(blocks + n_blocks - block) * sizeof *blocks);
-}
-
-bool parking_find(uint64_t address, struct parking_block *found)
-{
-    const struct parking_block *block;
-
-    os_lock(&table_lock);
-    block = block_at(address);
-    if (block)
-        *found = *block;
-    os_unlock(&table_lock);
-    return block && !found->freed;
-}
-
-bool parking_first(struct parking_block *found)
-{
-    bool any = false;
-
-    os_lock(&table_lock);
-    for (size_t i = 0; i < n_blocks && !any; i++) {
-        any = !blocks[i].fixed && !blocks[i].freed;
-        *found = blocks[i];
-    }
-    os_unlock(&table_lock);
-    return any;
-}
-
-/* Called by a call that has entered, so the block is resident. */
-void parking_fix(uint64_t base)
-{
-    struct parking_block *block;
-
-    os_lock(&table_lock);
-    block = block_at(base);
-    if (block && !block->fixed && !block->freed) {
-        block->fixed = true;
-        total -= block->size;
-        parking_note_bytes(total);
-    }
-    os_unlock(&table_lock);
-}
-
-void parking_note_buffer(uint64_t base, uint64_t number)
-{
-    struct parking_block *block;
-
-    os_lock(&table_lock);
-    block = block_at(base);
-    if (block && !block->buffer)
-        block->buffer = number;
-    os_unlock(&table_lock);
-}
-
-struct parking_block *parking_blocks(size_t *np)
-{
-    *np = n_blocks;
-    return blocks;
-}
-
-uint64_t parking_bytes(void)
-{
-    uint64_t bytes;
-
-    os_lock(&table_lock);
-    bytes = total;
-    os_unlock(&table_lock);
-    return bytes;
-}
-
 /* ---- physical memory ---- */
 
+CUresult parking_map_handle(const struct parking_block *block, CUmemGenericAllocationHandle handle)
+{
+    CUmemAccessDesc access = {.location = {CU_MEM_LOCATION_TYPE_DEVICE, pages_device(0)},
+                              .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+    CUresult result = real->cuMemMap(block->base, block->size, 0, handle, 0);
+
+    if (result != CUDA_SUCCESS)
+        return result;
+    result = driver->cuMemSetAccess(block->base, block->size, &access, 1);
+    if (result != CUDA_SUCCESS)
+        real->cuMemUnmap(block->base, block->size);
+    return result;
+}
+
+/* The allocation can be exported, because the application may share any block by CUDA IPC. */
 CUresult parking_map(struct parking_block *block)
 {
     CUmemAllocationProp prop = {.type = CU_MEM_ALLOCATION_TYPE_PINNED,
+                                .requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
                                 .location = {CU_MEM_LOCATION_TYPE_DEVICE, pages_device(0)}};
-    CUmemAccessDesc access = {.location = prop.location,
-                              .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
     CUmemGenericAllocationHandle handle;
     CUresult result = real->cuMemCreate(&handle, block->size, &prop, 0);
 
     if (result != CUDA_SUCCESS)
         return result;
-    result = real->cuMemMap(block->base, block->size, 0, handle, 0);
-    if (result == CUDA_SUCCESS) {
-        result = driver->cuMemSetAccess(block->base, block->size, &access, 1);
-        if (result != CUDA_SUCCESS)
-            real->cuMemUnmap(block->base, block->size);
-    }
+    result = parking_map_handle(block, handle);
     if (result == CUDA_SUCCESS)
         block->handle = handle;
     else
@@ -224,7 +82,7 @@ static bool block_make(struct parking_block *block, size_t bytes)
         return false;
     block->base = base;
     if (map_patiently(block) == CUDA_SUCCESS) {
-        if (table_add(block))
+        if (parking_table_add(block))
             return true;
         parking_unmap(block);
     }
@@ -268,36 +126,30 @@ CUresult parking_allocate_pitch(CUdeviceptr *addressp, size_t *pitchp, size_t wi
 
 /* ---- the end of a block ---- */
 
+/* Whether a descriptor of a block that was released keeps its memory allocated. It is then charged
+ * until the descriptor is closed, too. */
+static bool lives_on(const struct parking_block *block, uint64_t handle)
+{
+    return block->exported &&
+           exports_outlive(&(struct block){.key = handle, .size = block->size, .device = 0});
+}
+
 /* A block that ends while it is parked is charged like a resident one again, because the caller
  * gives back the charge as for a resident one. */
 static void block_end(struct parking_block *block)
 {
-    if (block->handle) {
+    uint64_t handle = block->handle;
+
+    if (handle) {
         parking_unmap(block);
+        if (lives_on(block, handle))
+            account_add(0, block->size, false);
     } else {
         account_add(0, block->size, false);
         account_give(0, block->size, true);
     }
     driver->cuMemAddressFree(block->base, block->size);
     parking_publish();
-}
-
-/* Removes a block from the table, and renews the copy of it. Returns false if another thread was
- * faster. */
-static bool block_take(struct parking_block *taken)
-{
-    struct parking_block *block;
-    bool found;
-
-    os_lock(&table_lock);
-    block = block_at(taken->base);
-    found = block && block->serial == taken->serial;
-    if (found) {
-        *taken = *block;
-        table_remove(block);
-    }
-    os_unlock(&table_lock);
-    return found;
 }
 
 /* ---- synchronisation ---- */
@@ -348,50 +200,29 @@ static CUresult synchronize(CUcontext ctx)
  * caller gives back is added once more. */
 static bool free_later(uint64_t address)
 {
-    struct parking_block *block;
-    bool found;
+    bool found = parking_table_free(address);
 
-    os_lock(&table_lock);
-    block = block_at(address);
-    found = block && block->base == address && !block->freed;
-    if (found) {
-        account_add(0, block->size, false);
-        if (!block->fixed)
-            total -= block->size;
-        parking_note_bytes(total);
-        block->freed = true;
-        atomic_add_seq_cst(&n_freed, 1);
-    }
-    os_unlock(&table_lock);
     parking_publish();
     return found;
 }
 
 static void release(struct parking_block *block)
 {
-    bool parked = !block->handle;
+    uint64_t handle = block->handle;
+    bool parked = !handle;
 
+    if (parking_is_import(block)) { /* charged where it was opened; see memory.c */
+        parking_unmap(block);
+        driver->cuMemAddressFree(block->base, block->size);
+        return;
+    }
     account_moves(0, block->size, parked);
     if (!parked)
         parking_unmap(block);
     driver->cuMemAddressFree(block->base, block->size);
-    account_give(0, block->size, parked);
+    if (!lives_on(block, handle))
+        account_give(0, block->size, parked);
     account_landed(0, block->size, parked);
-}
-
-/* Copies the first freed block after the copied one. Returns false if there is none. */
-static bool next_freed(struct parking_block *block)
-{
-    bool found = false;
-
-    os_lock(&table_lock);
-    for (size_t i = upper(block->base); i < n_blocks && !found; i++) {
-        found = blocks[i].freed;
-        if (found)
-            *block = blocks[i];
-    }
-    os_unlock(&table_lock);
-    return found;
 }
 
 bool parking_reap(bool idle)
@@ -399,17 +230,17 @@ bool parking_reap(bool idle)
     struct parking_block block = {.base = 0};
     bool any = false;
 
-    if (likely(!atomic_load_seq_cst(&n_freed)))
+    if (!parking_table_has_freed())
         return false;
     parking_enter(PARKING_STILL);
-    while (next_freed(&block)) {
+    while (parking_table_next_freed(&block)) {
         bool done = idle;
 
         if (!idle && parking_sync_begin()) {
             done = synchronize(parking_context(&block)) == CUDA_SUCCESS;
             parking_sync_end();
         }
-        if (!done || !block_take(&block))
+        if (!done || !parking_table_take(&block))
             continue;
         release(&block);
         any = true;
@@ -430,7 +261,8 @@ bool parking_free(CUdeviceptr address, CUresult *resultp)
     struct parking_block block;
     bool found;
 
-    if (!parking_applies() || !address || !parking_find(address, &block) || block.base != address)
+    if (!parking_applies() || !address || !parking_find(address, &block) || block.base != address ||
+        parking_is_import(&block))
         return false;
     parking_enter(PARKING_STILL);
     *resultp = CUDA_SUCCESS;
@@ -444,7 +276,7 @@ bool parking_free(CUdeviceptr address, CUresult *resultp)
         *resultp = synchronize(parking_context(&block));
         parking_sync_end();
     }
-    found = *resultp != CUDA_SUCCESS || block_take(&block);
+    found = *resultp != CUDA_SUCCESS || parking_table_take(&block);
     if (found && *resultp == CUDA_SUCCESS)
         block_end(&block);
     parking_leave();
@@ -458,7 +290,8 @@ bool parking_free_async(CUdeviceptr address, CUstream stream, CUresult *resultp)
     bool found;
 
     (void)stream;
-    if (!parking_applies() || !parking_find(address, &block) || block.base != address)
+    if (!parking_applies() || !parking_find(address, &block) || block.base != address ||
+        parking_is_import(&block))
         return false;
     *resultp = CUDA_SUCCESS;
     parking_enter(PARKING_STILL);
@@ -467,39 +300,35 @@ bool parking_free_async(CUdeviceptr address, CUstream stream, CUresult *resultp)
     return found;
 }
 
+/* Like the driver, this waits for the work of the context after the last use. While a stream
+ * captures, the mapping ends later. */
+bool parking_close_import(CUdeviceptr address, CUresult *resultp)
+{
+    struct parking_block block;
+
+    if (!parking_unuse(address, &block))
+        return false;
+    *resultp = CUDA_SUCCESS;
+    if (!block.n_opened && parking_sync_begin()) {
+        synchronize(parking_context(&block));
+        parking_sync_end();
+        if (parking_table_take(&block))
+            release(&block);
+    }
+    return true;
+}
+
 /* A context has ended, and with it the blocks that were allocated in it. The caller has entered. */
 void parking_context_gone(uint8_t owner)
 {
     struct parking_block block;
-    bool found;
 
     if (!parking_applies() || owner == OWNER_NONE)
         return;
-    do {
-        found = false;
-        os_lock(&table_lock);
-        for (size_t i = 0; i < n_blocks && !found; i++) {
-            found = blocks[i].owner == owner;
-            if (found) {
-                block = blocks[i];
-                table_remove(&blocks[i]);
-            }
-        }
-        os_unlock(&table_lock);
-        if (found && block.freed)
+    while (parking_table_take_owned(owner, &block)) {
+        if (block.freed || parking_is_import(&block))
             release(&block);
-        else if (found)
+        else
             block_end(&block);
-    } while (found);
-}
-
-/* The blocks are the parent's. Another thread of it may have been changing the table at the time of
- * the fork. */
-void parking_blocks_after_fork(void)
-{
-    table_lock.word = 0;
-    blocks = NULL;
-    n_blocks = capacity = 0;
-    total = 0;
-    n_freed = 0;
+    }
 }

@@ -9,9 +9,12 @@
 #include "parking.h"
 
 #define CU_POINTER_ATTRIBUTE_CONTEXT           1
+#define CU_POINTER_ATTRIBUTE_SYNC_MEMOPS       6
 #define CU_POINTER_ATTRIBUTE_BUFFER_ID         7
+#define CU_POINTER_ATTRIBUTE_IS_IPC_CAPABLE    10
 #define CU_POINTER_ATTRIBUTE_RANGE_START_ADDR  11
 #define CU_POINTER_ATTRIBUTE_RANGE_SIZE        12
+#define CU_POINTER_ATTRIBUTE_ALLOWED_HANDLES   14
 #define CU_POINTER_ATTRIBUTE_MAPPING_SIZE      18
 #define CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR 19
 
@@ -36,6 +39,12 @@ static void correct(void *data, CUpointer_attribute attribute, const struct park
     case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
     case CU_POINTER_ATTRIBUTE_MAPPING_SIZE:
         *(size_t *)data = block->bytes;
+        break;
+    case CU_POINTER_ATTRIBUTE_IS_IPC_CAPABLE: /* the driver has written 0, of any width */
+        *(char *)data = !parking_is_import(block);
+        break;
+    case CU_POINTER_ATTRIBUTE_ALLOWED_HANDLES: /* and here a mask of which only bit 0 can be set */
+        *(char *)data = 0;
         break;
     default:
         break;
@@ -80,6 +89,37 @@ CONTROL_EXPORT CUresult cuPointerGetAttributes(unsigned int numAttributes,
     return result;
 }
 
+/* ---- copies that have ended when the call returns ---- */
+
+uint32_t parking_copies_end;
+
+/* A synchronisation would invalidate a capture. */
+void parking_await_copy(CUstream stream, CUresult *resultp)
+{
+    if (*resultp != CUDA_SUCCESS || !parking_sync_begin())
+        return;
+    *resultp = driver->cuStreamSynchronize(stream);
+    parking_sync_end();
+}
+
+/* The driver has this attribute for memory of cuMemAlloc alone. It is set for memory that other
+ * devices access, which has to stay where it is. From then on, the copies of all memory wait. */
+CONTROL_EXPORT CUresult cuPointerSetAttribute(const void *value, CUpointer_attribute attribute,
+                                              CUdeviceptr ptr)
+{
+    struct parking_block block;
+
+    if (!find(ptr, &block) || attribute != CU_POINTER_ATTRIBUTE_SYNC_MEMOPS || !value)
+        return real->cuPointerSetAttribute(value, attribute, ptr);
+    if (!*(const unsigned int *)value)
+        return CUDA_SUCCESS;
+    parking_enter(PARKING_MEMORY);
+    parking_fix(block.base);
+    atomic_store_relaxed(&parking_copies_end, 1);
+    parking_leave();
+    return CUDA_SUCCESS;
+}
+
 CONTROL_EXPORT CUresult cuMemGetAddressRange_v2(CUdeviceptr *pbase, size_t *psize, CUdeviceptr dptr)
 {
     struct parking_block block;
@@ -110,17 +150,4 @@ CONTROL_EXPORT CUresult cuMemGetHandleForAddressRange(void *handle, CUdeviceptr 
         parking_fix(block.base);
     parking_leave();
     return result;
-}
-
-CONTROL_EXPORT CUresult cuIpcGetMemHandle(CUipcMemHandle *pHandle, CUdeviceptr dptr)
-{
-    static uint32_t logged;
-    struct parking_block block;
-
-    if (!find(dptr, &block))
-        return real->cuIpcGetMemHandle(pHandle, dptr);
-    if (!atomic_exchange_acq_rel(&logged, 1))
-        control_log("cuIpcGetMemHandle is refused: memory that may be parked cannot be opened by "
-                    "other processes; set tidegate.gpu/parking to never");
-    return CUDA_ERROR_NOT_SUPPORTED;
 }

@@ -171,6 +171,19 @@ ENTRY(cuMemGetAddressRange_v2, CUdeviceptr *basep, size_t *bytesp, CUdeviceptr a
     return driver_leave(CUDA_SUCCESS);
 }
 
+/* As what a mapped allocation can be exported; other memory cannot. */
+static uint64_t handle_types(uintptr_t address)
+{
+    struct handle *handle;
+    uint64_t types;
+
+    if (handle_retain(&handle, address) != CUDA_SUCCESS)
+        return 0;
+    types = (uint64_t)handle_prop(handle)->requestedHandleTypes;
+    handle_release(handle);
+    return types;
+}
+
 /* For memory that belongs to no context, such as that of pools and mappings, the context is
  * NULL. */
 static CUresult attribute_get(void *value, CUpointer_attribute attribute, CUdeviceptr address,
@@ -203,6 +216,12 @@ static CUresult attribute_get(void *value, CUpointer_attribute attribute, CUdevi
     case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
         *(int *)value = item->ordinal;
         return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
+        *(unsigned int *)value = item->kind == ALLOCATION_DEVICE;
+        return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES:
+        *(uint64_t *)value = item->kind == ALLOCATION_MAPPED ? handle_types(address) : 0;
+        return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
         *(CUdeviceptr *)value = item->base;
         return CUDA_SUCCESS;
@@ -217,6 +236,20 @@ static CUresult attribute_get(void *value, CUpointer_attribute attribute, CUdevi
         return CUDA_SUCCESS;
     }
     return CUDA_ERROR_INVALID_VALUE;
+}
+
+/* Copies in a simulated GPU have ended when the call returns, so there is nothing to set. */
+ENTRY(cuPointerSetAttribute, const void *value, CUpointer_attribute attribute, CUdeviceptr address)
+{
+    const struct allocation *item;
+    CUresult r = driver_enter();
+
+    if (r)
+        return r;
+    item = find_pointer(address);
+    if (!value || !item || attribute != CU_POINTER_ATTRIBUTE_SYNC_MEMOPS)
+        return driver_leave(CUDA_ERROR_INVALID_VALUE);
+    return driver_leave(item->kind == ALLOCATION_DEVICE ? CUDA_SUCCESS : CUDA_ERROR_NOT_SUPPORTED);
 }
 
 ENTRY(cuPointerGetAttribute, void *value, CUpointer_attribute attribute, CUdeviceptr address)

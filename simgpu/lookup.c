@@ -83,6 +83,7 @@
     F(cuIpcCloseMemHandle, cuIpcCloseMemHandle, 4010)                                              \
     F(cuMemGetAddressRange, cuMemGetAddressRange_v2, 3020)                                         \
     F(cuPointerGetAttribute, cuPointerGetAttribute, 4000)                                          \
+    F(cuPointerSetAttribute, cuPointerSetAttribute, 6000)                                          \
     F(cuArrayCreate, cuArrayCreate_v2, 3020)                                                       \
     F(cuArray3DCreate, cuArray3DCreate_v2, 3020)                                                   \
     F(cuArrayDestroy, cuArrayDestroy, 2000)                                                        \

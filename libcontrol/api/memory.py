@@ -132,7 +132,14 @@ _BLOCKS: tuple[Fn, ...] = (
         "CUdeviceptr *pdptr, CUipcMemHandle handle, unsigned int Flags",
         "custom",
     ),
-    Fn("cuIpcCloseMemHandle", "CUdeviceptr dptr", "refund", pointer="dptr", kind="ACCOUNT_IPC"),
+    Fn(
+        "cuIpcCloseMemHandle",
+        "CUdeviceptr dptr",
+        "refund",
+        pointer="dptr",
+        kind="ACCOUNT_IPC",
+        instead="parking_ipc_close(dptr, &result)",
+    ),
     Fn(
         "cuImportExternalMemory",
         "CUexternalMemory *extMem_out, const CUDA_EXTERNAL_MEMORY_HANDLE_DESC *memHandleDesc",

@@ -120,7 +120,7 @@ _POINTERS: tuple[Fn, ...] = (
     Fn(
         "cuPointerSetAttribute",
         "const void *value, CUpointer_attribute attribute, CUdeviceptr ptr",
-        "use",
+        "custom",
     ),
     Fn(
         "cuMemGetAddressRange_v2",

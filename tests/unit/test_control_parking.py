@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,81 +22,20 @@ from tests.unit.memory_node import (
     need_namespaces,
     repeating,
 )
-
-RESIDENT, CLOSING, PARKED, COMING = 0, 1, 3, 4
-
-WORDS = """
-import array, time
-def fill(address, size, seed):
-    words = array.array('Q', range(seed, seed + 512)).tobytes() * (size // 4096)
-    driver.call('cuMemcpyHtoD_v2', address, words, size)
-def holds(address, size, seed):
-    words = array.array('Q', range(seed, seed + 512)).tobytes() * (size // 4096)
-    found = ctypes.create_string_buffer(size)
-    driver.call('cuMemcpyDtoH_v2', found, address, size)
-    return found.raw == words
-"""
+from tests.unit.parking_node import (
+    CLOSING,
+    COMING,
+    PARKED,
+    RESIDENT,
+    WORDS,
+    ParkingNode,
+    until,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _namespaces() -> None:
     need_namespaces()
-
-
-class ParkingNode(MemoryNode):
-    """A container whose memory may be parked."""
-
-    def __init__(self, build: Path, work: Path, limit: int, shim: Path | None = None) -> None:
-        self.arenas: list[int] = []
-        self.has_arena = True
-        super().__init__(build, work, limit, shim=shim)
-        self.build = build
-        self.write("parking", 1)
-        self.write("resident", 1)
-
-    def more_fds(self, slot: int) -> list[int]:
-        """Make the host memory for what a process parks."""
-        if not self.has_arena:
-            return []
-        arena = os.memfd_create("tidegate-arena", os.MFD_CLOEXEC)
-        self.arenas.append(arena)
-        self.make_ready(slot, self.limit)
-        return [arena]
-
-    def make_ready(self, slot: int, size: int) -> None:
-        """Make the beginning of a process's arena ready."""
-        os.truncate(f"/proc/self/fd/{self.arenas[-1]}", size)
-        pages.write(self.ledger, pages.slot_base(slot), "ledger_slot", "arena", size)
-
-    def close(self) -> None:
-        super().close()
-        for arena in self.arenas:
-            os.close(arena)
-
-    def order(self, *, resident: bool) -> None:
-        """Order that the memory is moved; the process looks after half a second at the latest."""
-        self.write("resident", int(resident))
-
-    def report(self, agent: Agent, name: str) -> int:
-        """Read a field of what a process reports in its slot."""
-        assert agent.slot is not None
-        base = pages.slot_base(agent.slot)
-        return pages.read(self.ledger, base, "ledger_slot", name)
-
-    def park(self, agent: Agent) -> None:
-        self.order(resident=False)
-        until(lambda: self.report(agent, "residency") == PARKED)
-
-    def unpark(self, agent: Agent) -> None:
-        self.order(resident=True)
-        until(lambda: self.report(agent, "residency") == RESIDENT)
-
-
-def until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -184,6 +122,20 @@ def test_its_number_stays_the_same(node: ParkingNode, agent: Agent) -> None:
     node.unpark(agent)
     agent.run("driver.call('cuPointerGetAttribute', ctypes.byref(again), 7, block)")
     assert agent.run("number.value == again.value != 0")
+
+
+def test_memory_whose_copies_have_to_end_stays_on_the_gpu(node: ParkingNode, agent: Agent) -> None:
+    agent.run("block = driver.allocate(8 << 20); other = driver.allocate(8 << 20)")
+    for on in (0, 1):
+        agent.run(f"one = ctypes.c_uint({on})")
+        agent.run("driver.call('cuPointerSetAttribute', ctypes.byref(one), 6, block + 4096)")
+        assert node.report(agent, "movable") == (16, 8)[on] * MIB
+    assert agent.number("driver.try_call('cuPointerSetAttribute', None, 6, block)") == 1
+    agent.run("fill(block, 8 << 20, 1); fill(other, 8 << 20, 2)")
+    node.park(agent)
+    assert agent.seen == CONTEXT + 8 * MIB
+    node.unpark(agent)
+    assert agent.run("[holds(block, 8 << 20, 1), holds(other, 8 << 20, 2)]") == [True, True]
 
 
 def test_pitched_memory_can_be_parked(node: ParkingNode, agent: Agent) -> None:

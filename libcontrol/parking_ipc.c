@@ -1,0 +1,367 @@
+/*
+ * CUDA IPC of blocks that can be moved; see parking.h.
+ *
+ * The driver shares only memory of its own cuMemAlloc by CUDA IPC. So the library gives out handles
+ * of its own for these blocks. Whoever opens one connects to a socket of the process that gave it
+ * out, and receives a file descriptor for the physical allocation, which it maps. From the first
+ * handle on, the block stays on the GPU, because it could not be moved for both processes at once.
+ *
+ * The socket is in the abstract namespace, so it ends with the process and needs no directory. Who
+ * connects has to present a number from the handle, because the namespace is the network's, which
+ * containers may share.
+ */
+#include "contexts.h"
+#include "gate.h"
+#include "pages.h"
+#include "parking.h"
+
+#include <stdio.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/time.h>
+#include <sys/un.h>
+
+#define IPC_MAGIC       0x4350497465676474ull /* "tdgetIPC" in memory */
+#define IPC_ANSWER_S    5                     /* longest wait for the other process, in seconds */
+#define IPC_END_NS      NS_PER_S              /* longest wait of exit() for an answer */
+#define IPC_BACKLOG     64
+#define IPC_PEER_ACCESS 1 /* CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS */
+
+/* The contents of a handle. That of a block never changes: programs compare handles. */
+struct ipc_handle {
+    uint64_t magic;
+    struct parking_origin origin;
+    uint64_t secret[2];
+    uint64_t size, bytes; /* of the block */
+    uint64_t zero;
+};
+
+_Static_assert(sizeof(struct ipc_handle) == sizeof(CUipcMemHandle), "it fills the handle");
+
+struct ipc_request {
+    uint64_t secret[2];
+    uint64_t serial;
+};
+
+static struct os_lock own_lock;
+static struct {
+    uint64_t process; /* 0: this process has not given out a handle yet */
+    uint64_t secret[2];
+} own;
+static uint32_t serves; /* a thread answers */
+
+static struct os_lock open_lock;
+static struct os_lock serve_lock; /* held by the thread while it may be in a call into the driver */
+static bool ending;               /* guarded by it: the process exits */
+
+/* ---- sockets ---- */
+
+/* Returns the length of the address. */
+static unsigned address_of(uint64_t process, struct sockaddr_un *address)
+{
+    int n;
+
+    *address = (struct sockaddr_un){.sun_family = AF_UNIX};
+    n = snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "tidegate-ipc-%016llx",
+                 (unsigned long long)process);
+    return (unsigned)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)n);
+}
+
+static void set_patience(int fd)
+{
+    struct timeval patience = {.tv_sec = IPC_ANSWER_S};
+
+    os_call(SYS_setsockopt, fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
+    os_call(SYS_setsockopt, fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
+}
+
+/* Sends a byte, with the descriptor unless that is -1. */
+static void send_descriptor(int to, int fd)
+{
+    union {
+        char bytes[CMSG_SPACE(sizeof(int))];
+        struct cmsghdr align;
+    } control = {0};
+    char byte = 'd';
+    struct iovec iov = {&byte, 1};
+    struct msghdr message = {.msg_iov = &iov, .msg_iovlen = 1};
+
+    if (fd >= 0) {
+        message.msg_control = control.bytes;
+        message.msg_controllen = sizeof control.bytes;
+        *CMSG_FIRSTHDR(&message) = (struct cmsghdr){
+            .cmsg_len = CMSG_LEN(sizeof fd), .cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS};
+        memcpy(CMSG_DATA(CMSG_FIRSTHDR(&message)), &fd, sizeof fd);
+    }
+    os_call(SYS_sendmsg, to, &message, MSG_NOSIGNAL);
+}
+
+/* ---- the process that gives out handles ---- */
+
+static void answer(int fd)
+{
+    struct ipc_request request;
+    int exported = -1;
+
+    set_patience(fd);
+    if (os_call(SYS_recvfrom, fd, &request, sizeof request, MSG_WAITALL, NULL, NULL) !=
+            (long)sizeof request ||
+        request.secret[0] != own.secret[0] || request.secret[1] != own.secret[1])
+        return;
+    os_lock(&serve_lock);
+    if (!ending)
+        exported = parking_descriptor(request.serial);
+    os_unlock(&serve_lock);
+    send_descriptor(fd, exported);
+    if (exported >= 0)
+        os_close(exported);
+}
+
+/* Returns a socket under the process's address, or -1. */
+static int listen_at(void)
+{
+    struct sockaddr_un address;
+    unsigned length = address_of(own.process, &address);
+    int fd = pages_socket(0);
+
+    if (fd < 0)
+        return -1;
+    if (os_call(SYS_bind, fd, &address, length) < 0 || os_call(SYS_listen, fd, IPC_BACKLOG) < 0) {
+        os_close(fd);
+        return -1;
+    }
+    return fd;
+}
+
+/* The program may close the socket, and open another file under its number. */
+static void *serve(void *argument)
+{
+    int fd = (int)(intptr_t)argument;
+    uint64_t inode = 0;
+
+    parking_exempt();
+    os_call(SYS_prctl, PR_SET_NAME, "tidegate-ipc");
+    pages_identify(fd, &inode, NULL);
+    for (;;) {
+        int peer;
+
+        if (!pages_is_ours(fd, inode)) {
+            fd = listen_at();
+            if (fd < 0 || !pages_identify(fd, &inode, NULL))
+                break;
+        }
+        peer = (int)os_call(SYS_accept4, fd, NULL, NULL, SOCK_CLOEXEC);
+        if (peer >= 0) {
+            answer(peer);
+            os_close(peer);
+        } else if (peer != -EINTR && peer != -ECONNABORTED) {
+            os_sleep(10 * NS_PER_MS); /* no more descriptors, for example */
+        }
+    }
+    atomic_store_release(&serves, 0);
+    return NULL;
+}
+
+/* Makes sure that the process has an address, and that a thread answers there. */
+static bool be_served(void)
+{
+    bool done = true;
+    int fd;
+
+    os_lock(&own_lock);
+    if (!own.process) {
+        uint64_t numbers[3];
+
+        done = os_call(SYS_getrandom, numbers, sizeof numbers, 0) == (long)sizeof numbers;
+        if (done) {
+            own.secret[0] = numbers[1];
+            own.secret[1] = numbers[2];
+            own.process = numbers[0] ? numbers[0] : 1;
+        }
+    }
+    if (done && !atomic_load_acquire(&serves)) {
+        fd = listen_at();
+        done = fd >= 0;
+        atomic_store_release(&serves, done);
+        if (done && !helper_thread(serve, (void *)(intptr_t)fd)) {
+            atomic_store_release(&serves, 0);
+            os_close(fd);
+            done = false;
+        }
+    }
+    os_unlock(&own_lock);
+    return done;
+}
+
+CONTROL_EXPORT CUresult cuIpcGetMemHandle(CUipcMemHandle *pHandle, CUdeviceptr dptr)
+{
+    static uint32_t logged;
+    struct parking_block block;
+    struct ipc_handle handle;
+    bool exported;
+
+    if (!pHandle || !parking_applies() || !parking_find(dptr, &block) || parking_is_import(&block))
+        return real->cuIpcGetMemHandle(pHandle, dptr);
+    if (!be_served()) {
+        if (!atomic_exchange_acq_rel(&logged, 1))
+            control_log("cuIpcGetMemHandle is refused: memory that may be parked is shared through "
+                        "a socket, which could not be made; set tidegate.gpu/parking to never");
+        return CUDA_ERROR_NOT_SUPPORTED;
+    }
+    parking_enter(PARKING_MEMORY);
+    exported = parking_export(dptr, &block);
+    parking_leave();
+    parking_publish();
+    if (!exported)
+        return CUDA_ERROR_INVALID_VALUE;
+    handle = (struct ipc_handle){.magic = IPC_MAGIC,
+                                 .origin = {own.process, block.serial},
+                                 .secret = {own.secret[0], own.secret[1]},
+                                 .size = block.size,
+                                 .bytes = block.bytes};
+    memcpy(pHandle, &handle, sizeof handle);
+    return CUDA_SUCCESS;
+}
+
+/* ---- the process that opens them ---- */
+
+bool parking_ipc_knows(const CUipcMemHandle *handle)
+{
+    uint64_t magic;
+
+    memcpy(&magic, handle, sizeof magic);
+    return magic == IPC_MAGIC && parking_applies();
+}
+
+/* Returns a descriptor of the physical allocation, or -1. */
+static int fetch(const struct ipc_handle *handle)
+{
+    struct ipc_request request = {.secret = {handle->secret[0], handle->secret[1]},
+                                  .serial = handle->origin.serial};
+    struct sockaddr_un address;
+    unsigned length = address_of(handle->origin.process, &address);
+    int socket = pages_socket(0), fds[PAGES_N_FDS] = {-1, -1};
+    uint32_t byte;
+
+    if (socket < 0)
+        return -1;
+    set_patience(socket);
+    if (os_call(SYS_connect, socket, &address, length) == 0 &&
+        os_call(SYS_sendto, socket, &request, sizeof request, MSG_NOSIGNAL, NULL, 0) ==
+            (long)sizeof request)
+        pages_receive(socket, 0, &byte, fds);
+    os_close(socket);
+    for (unsigned i = 1; i < PAGES_N_FDS; i++)
+        if (fds[i] >= 0)
+            os_close(fds[i]);
+    return fds[0];
+}
+
+/* Maps an allocation at addresses of its own. */
+static CUresult map_import(struct parking_block *block, int fd)
+{
+    CUmemGenericAllocationHandle handle;
+    CUdeviceptr base;
+    CUresult result;
+
+    if (driver->cuCtxGetCurrent(&block->ctx) != CUDA_SUCCESS || !block->ctx)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    result = real->cuMemImportFromShareableHandle(&handle, (void *)(intptr_t)fd,
+                                                  CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    if (result != CUDA_SUCCESS)
+        return result;
+    block->handle = handle;
+    result = driver->cuMemAddressReserve(&base, block->size, 0, 0, 0);
+    if (result == CUDA_SUCCESS) {
+        block->base = base;
+        result = parking_map_handle(block, handle);
+        if (result == CUDA_SUCCESS) {
+            if (parking_table_add(block))
+                return CUDA_SUCCESS;
+            real->cuMemUnmap(base, block->size);
+            result = CUDA_ERROR_OUT_OF_MEMORY;
+        }
+        driver->cuMemAddressFree(base, block->size);
+    }
+    real->cuMemRelease(handle);
+    return result;
+}
+
+static CUresult open_new(uint64_t *addressp, const struct ipc_handle *handle)
+{
+    struct parking_block block = {.size = handle->size,
+                                  .bytes = handle->bytes,
+                                  .owner = contexts_owner(),
+                                  .fixed = true,
+                                  .origin = handle->origin,
+                                  .n_opened = 1};
+    CUresult result = CUDA_ERROR_MAP_FAILED;
+    int fd = fetch(handle);
+
+    if (fd < 0)
+        return result;
+    result = map_import(&block, fd);
+    os_close(fd);
+    *addressp = block.base;
+    return result;
+}
+
+/* Opening a handle again returns the same address, like the driver's. So threads that open handles
+ * do so one after the other. */
+CUresult parking_ipc_open(CUdeviceptr *addressp, const CUipcMemHandle *given, unsigned int flags)
+{
+    struct ipc_handle handle;
+    uint64_t address = 0;
+    CUresult result = CUDA_SUCCESS;
+
+    memcpy(&handle, given, sizeof handle);
+    if (!addressp || flags != IPC_PEER_ACCESS)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (handle.origin.process == own.process || pages_index_current() != 0)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    parking_enter(PARKING_MEMORY);
+    os_lock(&open_lock);
+    if (!parking_use(&handle.origin, &address))
+        result = open_new(&address, &handle);
+    os_unlock(&open_lock);
+    parking_leave();
+    if (result == CUDA_SUCCESS)
+        *addressp = address;
+    return result;
+}
+
+bool parking_ipc_close(CUdeviceptr address, CUresult *resultp)
+{
+    bool ours;
+
+    if (!parking_applies())
+        return false;
+    parking_enter(PARKING_STILL);
+    ours = parking_close_import(address, resultp);
+    parking_leave();
+    return ours;
+}
+
+/* ---- the end ---- */
+
+/* The driver's destructors, which run after this, must not meet the thread in one of the driver's
+ * functions. */
+__attribute__((destructor)) static void ipc_finish(void)
+{
+    uint64_t ends = os_now() + IPC_END_NS;
+
+    while (!os_trylock(&serve_lock) && os_now() < ends)
+        os_sleep(20 * NS_PER_US);
+    ending = true;
+    os_unlock(&serve_lock);
+}
+
+/* The socket is the parent's, and so are its handles. */
+void parking_ipc_after_fork(void)
+{
+    own_lock.word = open_lock.word = serve_lock.word = 0;
+    own.process = 0;
+    serves = 0;
+    ending = false;
+}

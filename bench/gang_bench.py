@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.images import INSIDE, NvidiaImage, SimulatedImage, bind
 from bench.machine import ROOT, MachineError
 from bench.node import BenchNode, Running, last_json
-from bench.programs import INSIDE, NvidiaImage, SimulatedImage, bind
 from bench.progress import Profile
 
 WORKLOADS = ROOT / "examples/workloads"

@@ -33,9 +33,9 @@ from bench.arms import ArmContainer
 from bench.deaths import judge_deaths, measure_deaths, summarise_deaths
 from bench.demo import driver_answers, name_gpu
 from bench.events import pid_of
+from bench.images import INSIDE, SOURCE, NvidiaImage, SimulatedImage
 from bench.machine import ROOT, Machine, MachineError
 from bench.node import BenchNode, Running, last_json
-from bench.programs import INSIDE, SOURCE, NvidiaImage, SimulatedImage
 from bench.progress import NS_PER_S
 from bench.provenance import describe_run
 from bench.quota import FOREVER_S, start_one

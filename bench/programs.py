@@ -19,7 +19,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -28,16 +27,21 @@ from pathlib import Path
 from typing import Any
 
 from bench.demo import driver_answers, name_gpu
-from bench.machine import ROOT, TRIPLET, MachineError, Nvidia, Simulated
+from bench.images import (
+    INSIDE,
+    SOURCE,
+    TOOLS_INSIDE,
+    NvidiaImage,
+    SimulatedImage,
+    first_gpu,
+    make_tools,
+)
+from bench.machine import ROOT, MachineError
 from bench.node import BenchNode, last_json
 from bench.provenance import describe_run
 from governor.config import parse_quantity
 from governor.errors import TidegateError
 from vdriver.errors import VdriverError
-
-SOURCE = ROOT / "examples/workloads/programs"
-INSIDE = "/workload/programs"
-TOOLS_INSIDE = "/tools"
 
 NOT_HERE = 77
 TOLERANCE = 1e-3
@@ -94,10 +98,6 @@ ENGINES = ("kvcache", "sleepwake", "processes", "many", "plugin", "generate")
 
 ON_SIMULATED = ("driver", "threads", "forks", "sleepwake", "processes", "many")
 """Programs that need only the driver API, and kernels that the simulated GPU knows."""
-
-# RPATH of the linked program, with the usual library directories.
-RPATH = f"/usr/lib/{TRIPLET}:/usr/lib64:/usr/local/nvidia/lib64"
-STUB_C = "int cuInit(void) { return 1; }\nint cuDeviceTotalMem_v2(void) { return 1; }\n"
 
 
 @dataclass
@@ -269,113 +269,6 @@ def compare(native: ProgramRun, governed: ProgramRun, seen: Seen) -> list[str]:
     return found
 
 
-class NvidiaImage(Nvidia):
-    """The machine's root as the image, with a loader cache that does not contain the driver."""
-
-    def __init__(self, work: Path, build: Path, tools: Path) -> None:
-        super().__init__(work, build)
-        self.tools = tools
-        self.python = sys.executable
-
-    def make_rootfs(self, directory: Path) -> None:
-        """Make the overlay; the driver is mounted outside it, so ldconfig leaves the driver out."""
-        super().make_rootfs(directory)
-        subprocess.run(["ldconfig", "-r", str(directory)], check=True, stderr=subprocess.DEVNULL)
-
-    def spec(self) -> dict[str, Any]:
-        """Return the machine's part of a bundle, with the tools, and /sys as in any container."""
-        spec = super().spec()
-        spec["mounts"] += [
-            bind(self.tools, TOOLS_INSIDE),
-            {
-                "destination": "/sys",
-                "type": "sysfs",
-                "source": "sysfs",
-                "options": ["nosuid", "noexec", "nodev", "ro"],
-            },
-        ]
-        return spec
-
-
-class SimulatedImage(Simulated):
-    """The small image of the simulated GPU, with this machine's Python in it."""
-
-    def __init__(self, work: Path, build: Path, tools: Path, **kind: Any) -> None:
-        super().__init__(work, build, **kind)
-        self.tools = tools
-        self.python = str(Path(sys.executable).resolve())
-
-    def make_rootfs(self, directory: Path) -> None:
-        """Make the image, with the libraries that Python and its C extension modules need."""
-        super().make_rootfs(directory)
-        modules = Path(sysconfig.get_path("stdlib")) / "lib-dynload"
-        libraries = directory / "usr/lib" / TRIPLET
-        for library in needed_by([Path(self.python), *modules.glob("*.so")]):
-            if not (libraries / library.name).exists():
-                shutil.copy(library.resolve(), libraries / library.name)
-
-    def spec(self) -> dict[str, Any]:
-        """Return the device, Python, the programs, and the tools."""
-        spec = super().spec()
-        standard = sysconfig.get_path("stdlib")
-        spec["mounts"] += [
-            bind(Path(standard), standard),
-            bind(Path(self.python), self.python),
-            bind(SOURCE, INSIDE),
-            bind(self.tools, TOOLS_INSIDE),
-        ]
-        spec["env"] = ["PYTHONDONTWRITEBYTECODE=1"]
-        return spec
-
-
-def bind(source: Path, destination: str) -> dict[str, Any]:
-    """Return a read-only mount of an OCI configuration."""
-    return {
-        "destination": destination,
-        "type": "bind",
-        "source": str(source),
-        "options": ["bind", "ro"],
-    }
-
-
-def needed_by(files: Sequence[Path]) -> list[Path]:
-    """Return the libraries that ldd finds for files of this machine."""
-    done = subprocess.run(
-        ["ldd", *map(str, files)], capture_output=True, text=True, check=False
-    ).stdout
-    return sorted({Path(path) for path in re.findall(r"=> (/\S+) \(0x", done)})
-
-
-def make_tools(directory: Path, *, cuda: bool) -> None:
-    """Compile the helpers that some programs run, as far as this machine can."""
-    directory.mkdir(parents=True)
-    if shutil.which("gcc"):
-        stub = directory / "stub"
-        stub.mkdir()
-        subprocess.run(
-            [
-                "gcc", "-shared", "-fPIC", "-nostdlib", "-Wl,-soname,libcuda.so.1",
-                "-o", str(stub / "libcuda.so"), "-x", "c", "-",
-            ],
-            input=STUB_C.encode(), check=True,
-        )  # fmt: skip
-        subprocess.run(
-            [
-                "gcc", "-O1", "-o", str(directory / "linked"), str(SOURCE / "linked.c"),
-                f"-L{stub}", "-lcuda", "-ldl", f"-Wl,--disable-new-dtags,-rpath,{RPATH}",
-            ],
-            check=True,
-        )  # fmt: skip
-    if cuda and shutil.which("nvcc"):
-        subprocess.run(
-            [
-                "nvcc", "-O1", "-cudart", "static",
-                "-o", str(directory / "staticrt"), str(SOURCE / "staticrt.cu"),
-            ],
-            check=True,
-        )  # fmt: skip
-
-
 class Harness:
     """Runs programs natively and governed on one machine."""
 
@@ -384,6 +277,8 @@ class Harness:
         self.quota = quota
         # On a simulated GPU, memory is freed only once the machine has an idle core.
         self.within_ms = 200 if machine.kind == "nvidia" else 2000
+        # A program that uses all GPUs of the machine gets only the first, in both runs.
+        self.variables = {"CUDA_VISIBLE_DEVICES": first_gpu()} if machine.kind == "nvidia" else {}
 
     def options(self, tools: str) -> list[str]:
         """Return the options of both runs."""
@@ -398,6 +293,7 @@ class Harness:
         environment = {
             **os.environ,
             **self.machine.environment,
+            **self.variables,
             "PYTHONDONTWRITEBYTECODE": "1",
             "HOME": home,
             "TRITON_CACHE_DIR": f"{home}/triton",
@@ -429,6 +325,10 @@ class Harness:
             status, time.monotonic() - begin, *split_output(path.read_text(errors="replace"))
         )
 
+    def set_variables(self, config: dict[str, Any]) -> None:
+        """Add the variables to a container's configuration."""
+        config["process"]["env"] += [f"{name}={text}" for name, text in self.variables.items()]
+
     def run_governed(self, node: BenchNode, name: str) -> tuple[ProgramRun, Seen]:
         """Run a program in a container, and read its counters until all have been reported."""
         arguments = [
@@ -439,9 +339,10 @@ class Harness:
             "memory": str(self.quota),
             "compute": str(COMPUTE),
             "compute-limit": "100",
+            "devices": "0",
         }
         begin = time.monotonic()
-        container = node.start(name, arguments, annotations)
+        container = node.start(name, arguments, annotations, edit=self.set_variables)
         seen = Seen()
         status: int | None = None
         ended = True

@@ -231,6 +231,8 @@ static CUresult attribute_get(void *value, CUpointer_attribute attribute, CUdevi
     case CU_POINTER_ATTRIBUTE_MAPPED:
         *(bool *)value = true;
         return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_SYNC_MEMOPS: /* can only be set */
+        break;
     case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE:
         *(CUmemoryPool *)value = item->mempool;
         return CUDA_SUCCESS;

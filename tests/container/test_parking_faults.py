@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from bench.images import SimulatedImage
 from bench.node import BenchNode, Running
 from bench.parking import ANSWER_S, MIB, finish, parking_of, start_model
-from bench.programs import SimulatedImage
 
 pytestmark = pytest.mark.slow
 

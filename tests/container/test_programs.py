@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import programs
+from bench import images, programs
 
 GIB = 1 << 30
 
@@ -77,7 +77,7 @@ def source(tmp_path: Path, require: Callable[..., None], monkeypatch: pytest.Mon
     """A copy of the programs, to which a test can add its own."""
     require("gcc", "runc")
     path = tmp_path / "programs"
-    shutil.copytree(programs.SOURCE, path)
+    shutil.copytree(images.SOURCE, path)
     monkeypatch.setattr(programs, "SOURCE", path)
     return path
 

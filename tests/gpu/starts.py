@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.demo import driver_answers, name_gpu
+from bench.images import INSIDE, NvidiaImage
 from bench.machine import ROOT, MachineError
 from bench.node import BenchNode, last_json
-from bench.programs import INSIDE, NvidiaImage
 from bench.provenance import describe_run
 from governor.errors import TidegateError
 from vdriver.errors import VdriverError

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from bench import programs, report_docs
+from bench import images, programs, report_docs
 from bench import run as bench_run
 from bench.programs import Comparison, ProgramRun, Seen, compare, is_near, new_lines, split_output
 from bench.provenance import describe_run
@@ -159,7 +159,7 @@ def test_the_table_names_every_difference():
 
 
 def test_every_program_of_the_table_is_there():
-    files = {path.stem for path in programs.SOURCE.glob("*.py")}
+    files = {path.stem for path in images.SOURCE.glob("*.py")}
     assert files - NOT_COMPARED == set(programs.PROGRAMS)
 
 

@@ -75,9 +75,12 @@ bool parking_start(void)
     return false;
 }
 
+/* A page that no longer allows parking orders nothing: it was damaged when the process started. */
 bool parking_must_leave(void)
 {
-    return !atomic_load_acquire(&pages_grant_device(0)->resident);
+    const struct grant_device *grant = pages_grant_device(0);
+
+    return !atomic_load_acquire(&grant->resident) && atomic_load_relaxed(&grant->parking);
 }
 
 static bool is_enough(uint32_t seen, enum parking_need need)

@@ -467,14 +467,14 @@ static void *move_run(void *argument)
     os_call(SYS_prctl, PR_SET_NAME, "tidegate-move");
     report();
     for (;;) {
-        uint32_t resident = atomic_load_acquire(&grant->resident);
+        uint32_t order = atomic_load_acquire(&grant->resident);
         uint64_t ns;
 
         atomic_store_seq_cst(&working, 1);
-        ns = move_step(resident);
+        ns = move_step(!parking_must_leave());
         parking_publish();
         atomic_store_seq_cst(&working, 0);
-        os_futex_wait(&grant->resident, resident, ns);
+        os_futex_wait(&grant->resident, order, ns);
     }
     return NULL;
 }

@@ -8,15 +8,15 @@
  */
 #include "parking.h"
 
-#define CU_POINTER_ATTRIBUTE_CONTEXT           1
-#define CU_POINTER_ATTRIBUTE_SYNC_MEMOPS       6
-#define CU_POINTER_ATTRIBUTE_BUFFER_ID         7
-#define CU_POINTER_ATTRIBUTE_IS_IPC_CAPABLE    10
-#define CU_POINTER_ATTRIBUTE_RANGE_START_ADDR  11
-#define CU_POINTER_ATTRIBUTE_RANGE_SIZE        12
-#define CU_POINTER_ATTRIBUTE_ALLOWED_HANDLES   14
-#define CU_POINTER_ATTRIBUTE_MAPPING_SIZE      18
-#define CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR 19
+#define CU_POINTER_ATTRIBUTE_CONTEXT                    1
+#define CU_POINTER_ATTRIBUTE_SYNC_MEMOPS                6
+#define CU_POINTER_ATTRIBUTE_BUFFER_ID                  7
+#define CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE 10
+#define CU_POINTER_ATTRIBUTE_RANGE_START_ADDR           11
+#define CU_POINTER_ATTRIBUTE_RANGE_SIZE                 12
+#define CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES       14
+#define CU_POINTER_ATTRIBUTE_MAPPING_SIZE               18
+#define CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR          19
 
 /* Replaces the driver's answer about an attribute, where it would be another for memory of
  * cuMemAlloc. */
@@ -40,10 +40,10 @@ static void correct(void *data, CUpointer_attribute attribute, const struct park
     case CU_POINTER_ATTRIBUTE_MAPPING_SIZE:
         *(size_t *)data = block->bytes;
         break;
-    case CU_POINTER_ATTRIBUTE_IS_IPC_CAPABLE: /* the driver has written 0, of any width */
+    case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: /* 0 by the driver, of any width */
         *(char *)data = !parking_is_import(block);
         break;
-    case CU_POINTER_ATTRIBUTE_ALLOWED_HANDLES: /* and here a mask of which only bit 0 can be set */
+    case CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES: /* 1 by the driver, of any width */
         *(char *)data = 0;
         break;
     default:
@@ -117,6 +117,7 @@ CONTROL_EXPORT CUresult cuPointerSetAttribute(const void *value, CUpointer_attri
     parking_fix(block.base);
     atomic_store_relaxed(&parking_copies_end, 1);
     parking_leave();
+    parking_publish();
     return CUDA_SUCCESS;
 }
 
@@ -149,5 +150,6 @@ CONTROL_EXPORT CUresult cuMemGetHandleForAddressRange(void *handle, CUdeviceptr 
     if (result == CUDA_SUCCESS)
         parking_fix(block.base);
     parking_leave();
+    parking_publish();
     return result;
 }

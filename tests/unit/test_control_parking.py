@@ -246,6 +246,16 @@ def test_a_call_that_uses_memory_waits_until_it_is_back(
         assert agent.run("holds(block, 8 << 20, 5)")
 
 
+def test_a_page_that_allows_no_parking_does_not_order_it(node: ParkingNode, agent: Agent) -> None:
+    """A process that started on a damaged page continues when the page is valid again."""
+    agent.run("block = driver.allocate(8 << 20); fill(block, 8 << 20, 5)")
+    node.park(agent)
+    agent.send("holds(block, 8 << 20, 5)")
+    until(lambda: node.report(agent, "awaiting") == 1)
+    node.write("parking", 0)
+    assert agent.answer() is True
+
+
 def test_memory_is_freed_while_it_is_parked(node: ParkingNode, agent: Agent) -> None:
     agent.run("blocks = [driver.allocate(8 << 20) for _ in range(3)]")
     agent.run("for i, block in enumerate(blocks): fill(block, 8 << 20, i)")

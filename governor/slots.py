@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import select
 import socket
 import struct
 import sys
@@ -45,7 +46,21 @@ ANSWER_S = 5.0
 REGISTRATION_S = 0.01
 REGISTRATIONS = 256
 """A container's processes may connect a hundred times a second, after a burst of 256."""
+ENDED = "it has ended"
 STRANGER = "it is not in the container's control group; enter with the engine's exec, not nsenter"
+
+
+def _has_ended(peer: socket.socket, pid: int) -> bool:
+    """Return whether the process that connected has ended; it is then in no control group."""
+    try:
+        pidfd = _peer(peer, pid)
+    except OSError:
+        return True
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    ended = bool(poll.poll(0))
+    os.close(pidfd)
+    return ended
 
 
 def _hung_up(peer: socket.socket | None) -> bool:
@@ -221,7 +236,7 @@ class Slots:
         """Answer a process, and return whether the connection is kept."""
         try:
             if not is_own:
-                raise RuntimeError(STRANGER)
+                raise RuntimeError(ENDED if _has_ended(own, pid) else STRANGER)
             if request == layout.AGAIN:
                 self._readmit(pid, own)
             else:
@@ -268,7 +283,7 @@ class Slots:
         identity = identify(pidfd)
         if not pid or identity.pid != pid:
             os.close(pidfd)
-            raise RuntimeError("it has ended")
+            raise RuntimeError(ENDED)
         member = self._members.of(pid)
         if member is None:
             os.close(pidfd)

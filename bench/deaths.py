@@ -70,12 +70,15 @@ def wait_for_container(node: BenchNode, container: Running) -> str | None:
         time.sleep(0.05)
 
 
-def watch(
-    node: BenchNode, nvml: Nvml, uuid: str, containers: list[Running]
-) -> tuple[list[list[tuple[float, int]]], list[dict[str, Any]]]:
-    """Sample the memory of each container until all have ended, and their parking every second."""
+def watch(node: BenchNode, nvml: Nvml, uuid: str, containers: list[Running]) -> dict[str, Any]:
+    """Sample the memory of each container until all have ended, and their parking every second.
+
+    Return the times of the samples in seconds, the bytes of each container at these times, and what
+    the governor reported.
+    """
     spaces = [wait_for_container(node, one) for one in containers]
-    samples: list[list[tuple[float, int]]] = [[] for _ in containers]
+    times: list[float] = []
+    samples: list[list[int]] = [[] for _ in containers]
     parking: list[dict[str, Any]] = []
     known: dict[int, str | None] = {}
     began = looked = time.monotonic()
@@ -84,8 +87,9 @@ def watch(
         # A killed process keeps its entry for a moment, when /proc no longer has it.
         known = {one.pid: known.get(one.pid) or namespace_of(one.pid) for one in processes}
         at = round(time.monotonic() - began, 4)
+        times.append(at)
         for space, found in zip(spaces, samples, strict=True):
-            found.append((at, sum(p.used or 0 for p in processes if known[p.pid] == space)))
+            found.append(sum(p.used or 0 for p in processes if known[p.pid] == space))
         if time.monotonic() - looked > LOOK_S:
             looked = time.monotonic()
             listed = node.list_containers()
@@ -95,7 +99,7 @@ def watch(
                 if one.identifier in listed
             ]
         time.sleep(SAMPLE_S)
-    return samples, parking
+    return {"times": times, "samples": samples, "parking": parking}
 
 
 def measure_deaths(node: BenchNode, quota: int, seconds: int, kill_every: int) -> dict[str, Any]:
@@ -104,7 +108,7 @@ def measure_deaths(node: BenchNode, quota: int, seconds: int, kill_every: int) -
         uuid = nvml.gpus()[0].uuid
         before = nvml.memory_used(uuid) or 0, shared_memory()
         containers = start_stress(node, quota, seconds, kill_every)
-        samples, parking = watch(node, nvml, uuid, containers)
+        seen = watch(node, nvml, uuid, containers)
         for one in containers:
             if node.wait(one, 60):
                 raise MachineError(f"a container failed: {one.output.strip()[-300:]}")
@@ -116,8 +120,7 @@ def measure_deaths(node: BenchNode, quota: int, seconds: int, kill_every: int) -
     return {
         "quota": quota,
         "stress": [last_json(one.output) for one in containers],
-        "samples": samples,
-        "parking": parking,
+        **seen,
         "left_gpu": after[0] - before[0],
         "left_host": after[1] - before[1],
         "listed": len(node.list_containers()),
@@ -128,7 +131,8 @@ def judge_deaths(deaths: Mapping[str, Any]) -> list[str]:
     """Return the faults of a run, one line each."""
     found = []
     for i, (one, samples) in enumerate(zip(deaths["stress"], deaths["samples"], strict=True)):
-        stretch = longest_stretch([(at, used) for at, used in samples], deaths["quota"])
+        used = list(zip(deaths["times"], samples, strict=True))
+        stretch = longest_stretch(used, deaths["quota"])
         if stretch > STRETCH_S:
             found.append(f"container {i} used more than its quota for {stretch:.2f} s")
         if one["wrong"]:

@@ -476,6 +476,9 @@ def add_parking(page: ResultsPage, results: Mapping[str, dict[str, Any]]) -> Non
     """Add a row for each run."""
     page.add(report_parking.PARKING)
     page.table(report_parking.TITLES, report_parking.rows_of(results), "lllrrrrrr")
+    if deaths := report_parking.deaths_of(results):
+        page.add(report_parking.DEATHS)
+        page.table(report_parking.DEATHS_TITLES, deaths, "llrrrrr")
     for result in results.values():
         page.add(where(result))
 

@@ -29,6 +29,17 @@ TITLES = (
 )  # fmt: skip
 
 
+DEATHS = """\
+With `--parts deaths`, two containers that do not fit together share the GPU in turns, while 8
+processes of each allocate and free at random in 64 threads, and are killed all the time. The run
+fails if a container uses more than its quota for longer than a second by NVML's numbers, if a call
+fails for another reason than memory, or if memory of the GPU or the host remains in the end.
+"""
+DEATHS_TITLES = (
+    "result", "quotas", "killed", "allocations", "parked", "most used", "left on the GPU",
+)  # fmt: skip
+
+
 def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.3f} s"
 
@@ -42,6 +53,8 @@ def rows_of(results: Mapping[str, dict[str, Any]]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for stem, result in results.items():
         raw, summary = result["raw"], result["summary"]
+        if not {"models", "pair"} & raw.keys():
+            continue
         models = len(raw["models"]["ends"]) if "models" in raw else 0
         kind = " in PyTorch" if raw.get("program") == "torch" else ""
         rate = summary.get("came_gb_s")
@@ -53,6 +66,26 @@ def rows_of(results: Mapping[str, dict[str, Any]]) -> list[tuple[str, ...]]:
                 _seconds(summary.get("first_s")), _seconds(summary.get("longest_first_s")),
                 f"{rate:g} GB/s" if rate else "", _percent(summary.get("neighbour")),
                 _percent(summary.get("pair")),
+            )
+        )  # fmt: skip
+    return rows
+
+
+def deaths_of(results: Mapping[str, dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Return a row for each run in which processes were killed, by DEATHS_TITLES."""
+    rows = []
+    for stem, result in results.items():
+        deaths, summary = result["raw"].get("deaths"), result["summary"].get("deaths")
+        if deaths is None or summary is None:
+            continue
+        quota = deaths["quota"]
+        most = max(used for samples in deaths["samples"] for used in samples)
+        rows.append(
+            (
+                stem, f"{len(deaths['stress'])} of {quota / (1 << 30):g} GiB",
+                str(summary["killed"]), str(summary["allocations"]),
+                f"{summary['times_parked']} times", f"{100 * most / quota:.1f} % of a quota",
+                f"{deaths['left_gpu'] >> 20} MiB",
             )
         )  # fmt: skip
     return rows

@@ -23,12 +23,12 @@ from governor.counters import Tally
 from governor.errors import RefusedError, RequestError, StateError
 from governor.members import Member
 from governor.mps import Mps
-from governor.quota import MIB, Quota
+from governor.quota import MIB, PARKABLE, Quota
 from governor.recover import FoundContainer
 from governor.requests import limit_after, nodes_of, pod_of, uses_of
 from governor.reservations import Reservations, describe_devices
 from governor.state import Owner, State
-from oci_hook.request import check_request, parse_annotations
+from oci_hook.request import Request, check_request, parse_annotations
 
 log = structlog.get_logger()
 
@@ -100,6 +100,7 @@ class Admissions:
             shares = self.bookings.recover(found)
             if shares:
                 devices = self._allocations.named(found.devices)
+                self._allocations.set_parking(shares, parking=found.quota.parking)
             else:
                 devices = self._allocations.restore(key, found.quota, found.devices)
             wanted = Wanted(
@@ -145,10 +146,12 @@ class Admissions:
             key = uses_key(uses)
             together = self.containers.get(key)
             if together is not None:
+                _check_member(together, parsed)
                 return self._join(together, request, descriptors, pending)
             quotas = merge(shares)
-            quota = next(iter(quotas.values()))
             devices = self._allocations.claimed(shares[0][0], quotas)
+            parking = self._allocations.use_shares(shares, parsed.capabilities)
+            quota = replace(next(iter(quotas.values())), parking=parking)
         else:
             shares, key = [], container_key(request["id"])
             parsed = self._reservations.redeem(request, parsed)
@@ -368,6 +371,19 @@ class Admissions:
             if container.key in self.containers:
                 del self.containers[container.key]
                 container.close(keep=True)
+
+
+def _check_member(container: Container, request: Request) -> None:
+    """Refuse a container that would use the shares of one whose memory is parked, and cannot be."""
+    if container.parking is None:
+        return
+    others = sorted(set(request.capabilities) - PARKABLE)
+    if others:
+        raise RefusedError(
+            f"the memory of container {container.identifier[:64]!r}, which has the same shares of"
+            f" a claim, may be parked, but this one asks for the capability {', '.join(others)}",
+            hint="give it a claim of its own, or set parking: never in the claim's parameters",
+        )
 
 
 def _refuse_below_use(container: Container, quota: Quota) -> None:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from governor.claims import Claim, ClaimShare, words
+from governor.completion import check_count, check_memory, complete_quota, may_park
 from governor.config import Config
 from governor.errors import OccupiedError, RefusedError
 from governor.placement import GpuState, Nearness, place
 from governor.quota import MIB, PARKABLE, Device, Quota, show_memory
 from governor.shortage import Room, refuse_any, refuse_named
-from libcontrol.layout import N_DEVICES
 from oci_hook.request import Request
 from vdriver.nvml import Topology
 
@@ -85,87 +85,6 @@ def share_key(claim: Claim, share: ClaimShare) -> str:
     return f"{CLAIMED}{claim.uid} {share.name}"
 
 
-def check_memory(memory: int, config: Config, what: str) -> None:
-    """Refuse memory that is too small for a process's context; `what` names it in the message."""
-    if memory < config.context_memory:
-        raise RefusedError(
-            f"{what} is {show_memory(memory)}, but a process's context alone takes"
-            f" {show_memory(config.context_memory)}",
-            hint=f"ask for at least {-(-config.context_memory // MIB)}Mi",
-        )
-
-
-def complete_quota(request: Request, config: Config, *, annotated: bool = True) -> Quota:
-    """Return the quota of a request with this node's defaults.
-
-    Raise RefusedError if that quota cannot work. `annotated` tells whether the container came with
-    annotations. Without any, it was recognised only by a device of tidegate.gpu/shared, and the
-    engine may have dropped the user's annotations.
-    """
-    memory = request.memory if request.memory is not None else config.defaults.memory
-    if memory is None and not annotated:
-        raise RefusedError(
-            "the container has a device of tidegate.gpu/shared, but no annotation that says how"
-            " much memory it may use",
-            hint="add tidegate.gpu/memory (like 8Gi); if it is there, the engine did not"
-            " pass it to the hook, as with each handler of containerd except tidegate (run tidegate"
-            " setup containerd, then set runtimeClassName: tidegate); or set defaults.memory in the"
-            " node's configuration",
-        )
-    if memory is None:
-        raise RefusedError(
-            "annotation tidegate.gpu/memory is missing",
-            hint="add it (like 8Gi), or set defaults.memory in the node's configuration",
-        )
-    check_memory(memory, config, "annotation tidegate.gpu/memory")
-    if request.strategy not in ("auto", *config.strategies):
-        raise RefusedError(
-            f"annotation tidegate.gpu/strategy is {request.strategy}, but this node offers"
-            f" {' and '.join(config.strategies)}",
-            hint="leave it out, or write auto",
-        )
-    if request.compute is not None:
-        compute = request.compute
-        limit = request.compute_limit if request.compute_limit is not None else compute
-    else:
-        limit = (
-            request.compute_limit
-            if request.compute_limit is not None
-            else config.defaults.compute_limit
-        )
-        compute = min(config.defaults.compute, limit)
-    return Quota(memory, compute, limit, request.work_class)
-
-
-def _may_park(request: Request, config: Config, count: int) -> bool:
-    """Return whether a container's memory may be parked, where its GPU allows it.
-
-    The memory of a container with several GPUs would have to be moved on all of them at once. The
-    libraries of other capabilities call the driver by interfaces that the control library does not
-    see: a video decoder writes to memory that CUDA has allocated.
-    """
-    return (
-        config.memory.overbook > 1
-        and request.parking == "allowed"
-        and count == 1
-        and set(request.capabilities) <= PARKABLE
-    )
-
-
-def _check_count(count: int, request: Request) -> None:
-    if count > N_DEVICES:
-        raise RefusedError(
-            f"{count} GPUs were requested, but a container may have {N_DEVICES}",
-            hint=f"ask for {N_DEVICES} at most",
-        )
-    if request.strategy == "mps" and count > 1:
-        raise RefusedError(
-            f"annotation tidegate.gpu/strategy is mps and {count} GPUs were requested, but a"
-            " client of MPS can have only one",
-            hint="ask for one GPU, or for timeslice",
-        )
-
-
 class AllocationTable:
     """The GPUs of the node, and the quotas granted on them.
 
@@ -217,8 +136,8 @@ class AllocationTable:
         if nodes.exact and nodes.minors and not request.devices and request.gpus is None:
             request = request._replace(devices=reached)
         count = len(request.devices) or request.gpus or 1
-        _check_count(count, request)
-        quota = replace(quota, parking=_may_park(request, self._config, count))
+        check_count(count, request)
+        quota = replace(quota, parking=may_park(request, self._config, count))
         if request.devices:
             chosen = self._named(request, nodes)
             self._check_strategy(chosen, request)
@@ -341,14 +260,76 @@ class AllocationTable:
                 f" {share.strategy}, but that GPU is shared by {gpu.strategy}",
                 hint="leave strategy out, or configure the node to share that GPU in this way",
             )
-        room = self._room(gpu, share.quota)
-        if not room.holds(share.quota):
-            short = f"{claim} asks for {room.short_of(share.quota)}"
-            if share.quota.memory > room.whole:
+        quota = self._share_quota(claim, share, gpu)
+        room = self._room(gpu, quota)
+        if not room.holds(quota):
+            short = f"{claim} asks for {room.short_of(quota)}"
+            if quota.memory > room.whole:
                 raise RefusedError(short, hint=f"ask for {room.whole // MIB}Mi of memory at most")
             # The server knows which claims and containers occupy the GPU.
             raise OccupiedError(short, hint="wait", device=share.device)
-        gpu.quotas[share_key(claim, share)] = share.quota
+        try:
+            self._check_host(quota)
+        except RefusedError as e:
+            raise OccupiedError(
+                f"{claim}: {e.message}",
+                hint="wait, set parking: never in the claim's parameters, or raise memory.host in"
+                " the node's configuration",
+            ) from e
+        gpu.quotas[share_key(claim, share)] = quota
+
+    def _share_quota(self, claim: Claim, share: ClaimShare, gpu: _Gpu) -> Quota:
+        """Return the quota of a share; a container has all shares of a request."""
+        may = self._config.memory.overbook > 1 and share.parking == "allowed"
+        devices = {one.device for one in claim.shares if one.request == share.request}
+        quota = replace(share.quota, parking=may and len(devices) == 1)
+        return replace(quota, parking=gpu.may_park(quota))
+
+    def use_shares(
+        self,
+        shares: Sequence[tuple[Claim, ClaimShare]],
+        capabilities: Iterable[str],
+    ) -> bool:
+        """Return whether a container with these shares may be parked.
+
+        If it may not although its claim may, its memory now counts as memory that stays. Raise
+        RefusedError, and change nothing, if there is no room for that.
+        """
+        own = [(self._claimed(claim, share.device), claim, share) for claim, share in shares]
+        before = [gpu.quotas[share_key(claim, share)] for gpu, claim, share in own]
+        others = sorted(set(capabilities) - PARKABLE)
+        parking = (
+            not others
+            and len({share.device for _, share in shares}) == 1
+            and all(self._share_quota(claim, share, gpu).parking for gpu, claim, share in own)
+            and sum(one.memory for one in before if not one.parking) <= self._host_left()
+        )
+        self.set_parking(shares, parking=parking)
+        if parking or not any(quota.parking for quota in before):
+            return parking
+        for gpu in {gpu.device.uuid: gpu for gpu, _, _ in own}.values():
+            whole = gpu.device.memory - self._config.memory_reserve
+            if gpu.memory_fixed + gpu.memory_parkable[0] <= whole:
+                continue
+            for (one, claim, share), quota in zip(own, before, strict=True):
+                one.quotas[share_key(claim, share)] = quota
+            why = f"asks for the capability {', '.join(others)}" if others else "has several GPUs"
+            raise RefusedError(
+                f"the container's memory cannot be parked, because it {why}, and GPU"
+                f" {gpu.device.index} has no room for"
+                f" {show_memory(sum(quota.memory for quota in before))} that stay there",
+                hint="set parking: never in the parameters of the claim, so that it is not booked"
+                " where there is no room",
+            )
+        return parking
+
+    def set_parking(self, shares: Sequence[tuple[Claim, ClaimShare]], *, parking: bool) -> None:
+        """Note whether the container that has these shares may be parked."""
+        known = {gpu.device.uuid: gpu for gpu in self._gpus}
+        for claim, share in shares:
+            gpu, key = known.get(share.device), share_key(claim, share)
+            if gpu is not None and key in gpu.quotas:
+                gpu.quotas[key] = replace(gpu.quotas[key], parking=parking)
 
     def change_claim(self, old: Claim, new: Claim) -> None:
         """Replace a claim by another; on RefusedError, nothing changes."""
@@ -364,7 +345,8 @@ class AllocationTable:
         known = {gpu.device.uuid: gpu for gpu in self._gpus}
         for share in claim.shares:
             if share.device in known:
-                known[share.device].quotas[share_key(claim, share)] = share.quota
+                gpu = known[share.device]
+                gpu.quotas[share_key(claim, share)] = self._share_quota(claim, share, gpu)
         return tuple(share.device for share in claim.shares if share.device not in known)
 
     def leave_claim(self, claim: Claim) -> None:
@@ -448,6 +430,7 @@ class AllocationTable:
             "uuid": gpu.device.uuid,
             "name": gpu.device.name,
             "memory": max(gpu.device.memory - self._config.memory_reserve, 0),
+            "memory_offered": self._offered(gpu),
             "memory_left": room.memory,
             "memory_granted": gpu.memory_used,
             "compute_left": room.compute,
@@ -478,10 +461,16 @@ class AllocationTable:
             hint="name one of those",
         )
 
+    def _offered(self, gpu: _Gpu) -> int:
+        """Return the bytes to which the memory quotas on a GPU may add up."""
+        whole = gpu.device.memory - self._config.memory_reserve
+        times = self._config.memory.overbook if gpu.strategy == "timeslice" else 1
+        return max(int(whole * times), 0)
+
     def _room(self, gpu: _Gpu, quota: Quota) -> Room:
         """Return what a GPU has left for a container that may or may not be parked, as `quota`."""
         whole = gpu.device.memory - self._config.memory_reserve
-        left = int(whole * self._config.memory.overbook) - gpu.memory_used
+        left = self._offered(gpu) - gpu.memory_used
         largest, _ = gpu.memory_parkable
         there = gpu.memory_fixed + (0 if gpu.may_park(quota) else largest)
         return Room(
@@ -525,15 +514,19 @@ class AllocationTable:
             return "leave tidegate.gpu/strategy out, or ask for one GPU"
         return f"this node shares GPU {', '.join(others)} by {wanted}"
 
+    def _host_left(self) -> int:
+        """Return the bytes of host memory that are left for quotas that may be parked."""
+        taken = sum(gpu.memory_parkable[1] for gpu in self._gpus)
+        return max(self._config.memory.host_limit - taken, 0)
+
     def _check_host(self, quota: Quota) -> None:
         """Refuse a container whose memory would find no room in host memory when it is parked."""
-        limit = self._config.memory.host_limit
-        taken = sum(gpu.memory_parkable[1] for gpu in self._gpus)
-        if quota.parking and taken + quota.memory > limit:
+        left = self._host_left()
+        if quota.parking and quota.memory > left:
             raise RefusedError(
-                f"the node keeps {limit // MIB} MiB of host memory for parked memory, of which"
-                f" {max(limit - taken, 0) // MIB} MiB are left, but {-(-quota.memory // MIB)} MiB"
-                " are needed",
+                f"the node keeps {self._config.memory.host_limit // MIB} MiB of host memory for"
+                f" parked memory, of which {left // MIB} MiB are left, but"
+                f" {-(-quota.memory // MIB)} MiB are needed",
                 hint="raise memory.host in the node's configuration, or set tidegate.gpu/parking to"
                 " never",
             )

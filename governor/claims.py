@@ -33,6 +33,7 @@ class ClaimShare:
     device: str
     quota: Quota
     strategy: str = "auto"
+    parking: str = "allowed"
 
     @property
     def request(self) -> str:
@@ -75,6 +76,7 @@ class Claim:
                     "compute_limit": share.quota.compute_limit,
                     "strategy": share.strategy,
                     **({"class": LATENCY} if share.quota.is_latency else {}),
+                    **({"parking": share.parking} if share.parking != "allowed" else {}),
                 }
                 for share in self.shares
             ],
@@ -101,6 +103,7 @@ def parse_claim(document: Mapping[str, Any], *, leaving: bool = False) -> Claim:
                 one.get("class", THROUGHPUT),
             ),
             one.get("strategy", "auto"),
+            one.get("parking", "allowed"),
         )
         for one in document["shares"]
     ]

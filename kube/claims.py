@@ -59,6 +59,7 @@ class AllocatedShare:
     compute_limit: int
     strategy: str
     work_class: str = "throughput"
+    parking: str = "allowed"
     share_id: str | None = None
     """The scheduler's identifier of this part of the device."""
 
@@ -97,8 +98,9 @@ class AllocatedClaim:
                     "compute": share.compute,
                     "compute_limit": share.compute_limit,
                     "strategy": share.strategy,
-                    # Governors of older versions do not know classes.
+                    # Governors of older versions do not know classes, or parking.
                     **({"class": share.work_class} if share.work_class == "latency" else {}),
+                    **({"parking": share.parking} if share.parking == "never" else {}),
                 }
                 for share in self.shares
             ],
@@ -242,6 +244,7 @@ def _share(
         compute_limit=limit,
         strategy=parameters.strategy,
         work_class=parameters.work_class,
+        parking=parameters.parking,
         share_id=str(result["shareID"]) if result.get("shareID") else None,
     )
 

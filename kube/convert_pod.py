@@ -47,7 +47,7 @@ NO_EQUAL = {
 ENVIRONMENT = {
     "CUDA_DISABLE_CONTROL": "a container cannot turn its quota off",
     "ACTIVE_OOM_KILLER": "an allocation beyond the quota fails; no process is killed",
-    "CUDA_OVERSUBSCRIBE": "memory is never granted twice",
+    "CUDA_OVERSUBSCRIBE": "the node's configuration decides (memory.overbook)",
     "GPU_CORE_UTILIZATION_POLICY": "",
     "NVIDIA_VISIBLE_DEVICES": "the claim names the GPUs",
 }

@@ -33,6 +33,7 @@ class Parameters:
     compute_limit: int | None = None
     strategy: str = "auto"
     work_class: str = "throughput"
+    parking: str = "allowed"
 
 
 @functools.cache
@@ -67,6 +68,8 @@ def merge(before: Parameters, document: object, where: str) -> Parameters:
         after = replace(after, strategy=document["strategy"])
     if "class" in document:
         after = replace(after, work_class=document["class"])
+    if "parking" in document:
+        after = replace(after, parking=document["parking"])
     return after
 
 

@@ -2,7 +2,8 @@
 
 A GPU is one device that may be allocated many times; its capacities are bytes of memory and percent
 of time. A claim takes all of a capacity that it does not name, unless the node's options set
-another default. The functions are pure.
+another default. Where the node grants more memory than a GPU has (`memory.overbook`), the GPU
+offers more than one claim can have. The functions are pure.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ def _device(
     roots: Mapping[str, str],
 ) -> dict[str, Any]:
     memory = gpu["memory"] // MIB * MIB
+    offered = int(gpu.get("memory_offered", memory)) // MIB * MIB
     least = -(-int(answer.get("context_memory") or CONTEXT_MEMORY) // MIB) * MIB
     least = min(least, memory)
     usual = memory if defaults.memory is None else defaults.memory // MIB * MIB
@@ -111,8 +113,8 @@ def _device(
         "allowMultipleAllocations": True,
         "attributes": _attributes(gpu, answer, roots),
         "capacity": {
-            MEMORY: _capacity(memory, least, MIB, min(max(usual, least), memory)),
-            COMPUTE: _capacity(100, 1, 1, min(max(defaults.compute or 100, 1), 100)),
+            MEMORY: _capacity(offered, (least, memory), MIB, min(max(usual, least), memory)),
+            COMPUTE: _capacity(100, (1, 100), 1, min(max(defaults.compute or 100, 1), 100)),
         },
     }
     if taints:
@@ -120,14 +122,17 @@ def _device(
     return device
 
 
-def _capacity(value: int, least: int, step: int, usual: int) -> dict[str, Any]:
+def _capacity(value: int, span: tuple[int, int], step: int, usual: int) -> dict[str, Any]:
+    """Return a capacity of which a claim may ask for amounts in a range; `usual` is the default."""
+    least, most = span
+
     def show(number: int) -> str:
         return str(number) if step == 1 else f"{number // MIB}Mi"
 
     policy: dict[str, Any] = {"default": show(usual)}
     # The API server refuses a range that is smaller than one step.
-    if least + step <= value:
-        policy["validRange"] = {"min": show(least), "max": show(value), "step": show(step)}
+    if least + step <= most:
+        policy["validRange"] = {"min": show(least), "max": show(most), "step": show(step)}
     else:
         policy["validValues"] = [show(usual)]
     return {"value": show(value), "requestPolicy": policy}
@@ -142,6 +147,9 @@ def _attributes(
         "model": {"string": _short(gpu["name"])},
         "strategy": {"string": gpu["strategy"]},
     }
+    if gpu["memory"] and "memory_offered" in gpu:
+        percent = round(100 * gpu["memory_offered"] / gpu["memory"])
+        attributes["memoryOverbook"] = {"int": percent}
     for name, value in (
         ("driverVersion", answer.get("driver")),
         ("cudaVersion", answer.get("cuda")),

@@ -116,27 +116,39 @@ class RealCluster:
 
     # Tidegate.
 
-    def overlay(self, name: str = "base") -> Path:
-        """Write a kustomization of one of our directories that adds the simulated GPU's mounts."""
+    def overlay(self, name: str = "base", configuration: str = "") -> Path:
+        """Write a kustomization of one of our directories that adds the simulated GPU's mounts, and
+        replaces the nodes' configuration if one is given.
+        """
         directory = self.base / f"overlay-{name.replace('/', '-')}"
         directory.mkdir(exist_ok=True)
         base = os.path.relpath(MANIFESTS / name, directory)
         (directory / "simulated.yaml").write_text(SIMULATED)
-        (directory / "kustomization.yaml").write_text(
-            f"resources: [{base}]\npatches: [{{path: simulated.yaml}}]\n"
-        )
+        text = f"resources: [{base}]\npatches: [{{path: simulated.yaml}}]\n"
+        if configuration:
+            (directory / "config.yaml").write_text(configuration)
+            text += (
+                f"configMapGenerator: [{{name: tidegate, namespace: {SYSTEM}, behavior: replace,"
+                " files: [config.yaml]}]\n"
+            )
+        (directory / "kustomization.yaml").write_text(text)
         return directory
 
-    def apply(self, name: str = "base") -> None:
+    def apply(self, name: str = "base", configuration: str = "") -> None:
         """Apply the manifests, and wait until the GPUs of all nodes are offered."""
         for node in self.nodes:
             self.kubectl("label", "node", node.name, "tidegate.gpu/node=true", "--overwrite")
-        self.kubectl("apply", "-k", str(self.overlay(name)))
+        self.kubectl("apply", "-k", str(self.overlay(name, configuration)))
         wait_for("the DaemonSet to be ready", self.is_up, START_S, self.explain)
         self.first_look = self.system_pods()
 
     def is_up(self) -> bool:
-        """Return whether the DaemonSet's pods on all nodes are ready and the GPUs of all nodes are offered."""
+        """Return whether the DaemonSet's newest pods are ready on all nodes, and all GPUs are offered."""
+        for one in self.api.objects("daemonsets", SYSTEM):
+            status = one.get("status", {})
+            newest = status.get("observedGeneration") == one["metadata"]["generation"]
+            if not newest or status.get("updatedNumberScheduled", 0) < len(self.nodes):
+                return False
         ready = [pod for pod in self.system_pods() if is_true(pod, "Ready")]
         offered = {one["spec"].get("nodeName") for one in self.api.objects("resourceslices")}
         return len(ready) == len(self.nodes) and offered >= {node.name for node in self.nodes}

@@ -91,7 +91,13 @@ def test_an_allocation_becomes_a_request_to_the_governor() -> None:
 def test_the_claims_parameters_win_over_the_classs_option_by_option() -> None:
     configs = (
         config("FromClaim", ("gpu",), strategy="mps"),
-        config("FromClass", computeLimit=80, strategy="timeslice", **{"class": "latency"}),
+        config(
+            "FromClass",
+            computeLimit=80,
+            strategy="timeslice",
+            parking="never",
+            **{"class": "latency"},
+        ),
         {
             "source": "FromClaim",
             "opaque": {"driver": "nic.example.com", "parameters": {"what": "ever"}},
@@ -102,6 +108,7 @@ def test_the_claims_parameters_win_over_the_classs_option_by_option() -> None:
     (share,) = found.shares
     assert (share.compute_limit, share.strategy, share.work_class) == (80, "mps", "latency")
     assert found.describe()["shares"][0]["class"] == "latency"
+    assert found.describe()["shares"][0]["parking"] == "never"
 
 
 @pytest.mark.parametrize(

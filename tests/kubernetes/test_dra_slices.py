@@ -84,6 +84,23 @@ def test_each_gpu_is_a_device_that_can_be_allocated_many_times() -> None:
     assert len(made["spec"]["devices"]) == 2
 
 
+def test_a_gpu_whose_memory_is_granted_several_times_offers_more_than_one_claim_can_have() -> None:
+    one = {**gpu(0), "memory_offered": gpu(0)["memory"] * 17 // 10}
+    made = make_slice("n", "u", answer(one), {})
+    validate(made)
+    device = made["spec"]["devices"][0]
+    assert device["attributes"]["memoryOverbook"] == {"int": 170}
+    assert device["capacity"]["memory"] == {
+        "value": f"{81408 * 17 // 10}Mi",
+        "requestPolicy": {
+            "default": "81408Mi",
+            "validRange": {"min": "520Mi", "max": "81408Mi", "step": "1Mi"},
+        },
+    }
+    same = make_slice("n", "u", answer({**one, "memory_offered": one["memory"]}), {})
+    assert same["spec"]["devices"][0]["attributes"]["memoryOverbook"] == {"int": 100}
+
+
 def test_defaults_apply_to_claims_without_capacities() -> None:
     made = make_slice(
         "n", "u", answer(gpu(0)), {}, defaults=ClaimDefaults(memory=8 * GIB + 5, compute=25)

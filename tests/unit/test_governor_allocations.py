@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from governor.allocations import AllocationTable, Nodes, complete_quota
+from governor.allocations import AllocationTable, Nodes
 from governor.claims import Claim, ClaimShare, check_claim
+from governor.completion import complete_quota
 from governor.config import Config, Defaults, MemoryOptions
 from governor.errors import RefusedError
 from governor.quota import MIB, Device, Quota, show_memory

@@ -86,8 +86,10 @@ def check_answer(kind: str, answer: dict[str, Any]) -> None:
 class ClaimsWorld:
     """Successive governors on the same directories, and containers that outlive them."""
 
-    def __init__(self, directory: Path) -> None:
-        self.config = Config(runtime_dir=str(directory / "run"), state_dir=str(directory / "state"))
+    def __init__(self, directory: Path, **options: Any) -> None:
+        self.config = Config(
+            runtime_dir=str(directory / "run"), state_dir=str(directory / "state"), **options
+        )
         (directory / "run" / "containers").mkdir(parents=True, exist_ok=True)
         self.devices = list(GPUS)
         self.children: dict[str, subprocess.Popen[bytes]] = {}
@@ -184,12 +186,12 @@ async def until(condition: Callable[[], Any]) -> None:
         await asyncio.sleep(0.005)
 
 
-def run(scene: Callable[[ClaimsWorld], Awaitable[None]]) -> None:
+def run(scene: Callable[[ClaimsWorld], Awaitable[None]], **options: Any) -> None:
     """Run a coroutine function in a separate world with short paths for its sockets."""
     directory = in_memory()
 
     async def whole() -> None:
-        world = ClaimsWorld(directory)
+        world = ClaimsWorld(directory, **options)
         try:
             await world.start()
             await asyncio.wait_for(scene(world), 60)

@@ -810,6 +810,7 @@ def test_the_gpus_are_listed_with_what_is_left_of_them(
                     "uuid": UUID,
                     "name": "simulated",
                     "memory": 16 * GIB - GIB // 2,
+                    "memory_offered": 16 * GIB - GIB // 2,
                     "memory_left": 12 * GIB - GIB // 2,
                     "memory_granted": 4 * GIB,
                     "compute_left": 40,

@@ -1,0 +1,94 @@
+"""What a container asks for, completed with the node's defaults and checked by itself.
+
+The functions are pure; whether there is room is decided in `governor.allocations`.
+"""
+
+from __future__ import annotations
+
+from governor.config import Config
+from governor.errors import RefusedError
+from governor.quota import MIB, PARKABLE, Quota, show_memory
+from libcontrol.layout import N_DEVICES
+from oci_hook.request import Request
+
+
+def check_memory(memory: int, config: Config, what: str) -> None:
+    """Refuse memory that is too small for a process's context; `what` names it in the message."""
+    if memory < config.context_memory:
+        raise RefusedError(
+            f"{what} is {show_memory(memory)}, but a process's context alone takes"
+            f" {show_memory(config.context_memory)}",
+            hint=f"ask for at least {-(-config.context_memory // MIB)}Mi",
+        )
+
+
+def complete_quota(request: Request, config: Config, *, annotated: bool = True) -> Quota:
+    """Return the quota of a request with this node's defaults.
+
+    Raise RefusedError if that quota cannot work. `annotated` tells whether the container came with
+    annotations. Without any, it was recognised only by a device of tidegate.gpu/shared, and the
+    engine may have dropped the user's annotations.
+    """
+    memory = request.memory if request.memory is not None else config.defaults.memory
+    if memory is None and not annotated:
+        raise RefusedError(
+            "the container has a device of tidegate.gpu/shared, but no annotation that says how"
+            " much memory it may use",
+            hint="add tidegate.gpu/memory (like 8Gi); if it is there, the engine did not"
+            " pass it to the hook, as with each handler of containerd except tidegate (run tidegate"
+            " setup containerd, then set runtimeClassName: tidegate); or set defaults.memory in the"
+            " node's configuration",
+        )
+    if memory is None:
+        raise RefusedError(
+            "annotation tidegate.gpu/memory is missing",
+            hint="add it (like 8Gi), or set defaults.memory in the node's configuration",
+        )
+    check_memory(memory, config, "annotation tidegate.gpu/memory")
+    if request.strategy not in ("auto", *config.strategies):
+        raise RefusedError(
+            f"annotation tidegate.gpu/strategy is {request.strategy}, but this node offers"
+            f" {' and '.join(config.strategies)}",
+            hint="leave it out, or write auto",
+        )
+    if request.compute is not None:
+        compute = request.compute
+        limit = request.compute_limit if request.compute_limit is not None else compute
+    else:
+        limit = (
+            request.compute_limit
+            if request.compute_limit is not None
+            else config.defaults.compute_limit
+        )
+        compute = min(config.defaults.compute, limit)
+    return Quota(memory, compute, limit, request.work_class)
+
+
+def may_park(request: Request, config: Config, count: int) -> bool:
+    """Return whether a container's memory may be parked, where its GPU allows it.
+
+    The memory of a container with several GPUs would have to be moved on all of them at once. The
+    libraries of other capabilities call the driver by interfaces that the control library does not
+    see: a video decoder writes to memory that CUDA has allocated.
+    """
+    return (
+        config.memory.overbook > 1
+        and request.parking == "allowed"
+        and count == 1
+        and set(request.capabilities) <= PARKABLE
+    )
+
+
+def check_count(count: int, request: Request) -> None:
+    """Refuse a number of GPUs that no container can have."""
+    if count > N_DEVICES:
+        raise RefusedError(
+            f"{count} GPUs were requested, but a container may have {N_DEVICES}",
+            hint=f"ask for {N_DEVICES} at most",
+        )
+    if request.strategy == "mps" and count > 1:
+        raise RefusedError(
+            f"annotation tidegate.gpu/strategy is mps and {count} GPUs were requested, but a"
+            " client of MPS can have only one",
+            hint="ask for one GPU, or for timeslice",
+        )

@@ -51,7 +51,8 @@ static const char ptx[] =
     "  mov.u64 %t, %globaltimer;\n  st.volatile.global.u64 [%s], %t;\n"
     "NEXT:\n  add.u64 %s, %s, 8;\n  sub.u64 %m, %m, 1;\n  setp.ne.u64 %q, %m, 0;\n"
     "  @%q bra AGAIN;\n  ret;\n}\n"
-    /* Each thread accesses 16 bytes; on each pass, all threads together cover part of the memory. */
+    /* In each pass every thread accesses 16 bytes. The threads together cover one part of the
+     * memory, and the next pass covers the next part. */
     ".visible .entry sweep(.param .u64 count, .param .u64 block, .param .u64 bytes)\n{\n"
     "  .reg .u64 %n, %i, %p, %b, %o, %s, %e;\n  .reg .u32 %x, %y, %z, %r<4>;\n"
     "  .reg .pred %q;\n"

@@ -1,4 +1,4 @@
-"""Starts the jobs of `bench.gangs`, in containers with several GPUs and without Tidegate."""
+"""Starts the jobs of `bench.gangs`, both in containers with several GPUs and natively."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NVLINK_OFF = ("NCCL_NVLS_ENABLE=0", "NCCL_MNNVL_ENABLE=0")
 
 
 class GangNvidia(NvidiaImage):
-    """A real machine, with the GPUs that a container sees by default."""
+    """A real machine; `visible` lists the GPUs that programs in a container see by default."""
 
     visible: str | None = None
 
@@ -53,14 +53,14 @@ class GangSimulated(SimulatedImage):
 
 
 def with_visible(spec: dict[str, Any], visible: str | None) -> dict[str, Any]:
-    """Return what a machine adds to a bundle, with the environment of GPU programs."""
+    """Return a machine's part of a bundle, with the variables for GPU programs added."""
     shown = [] if visible is None else [f"CUDA_VISIBLE_DEVICES={visible}"]
     return {**spec, "env": [*spec.get("env", []), *NVLINK_OFF, *shown]}
 
 
 @dataclass(frozen=True)
 class GangJob:
-    """The job of gang.py: its form, two processes or one, and its work."""
+    """A job of gang.py: its form (two processes or one) and its work."""
 
     form: str = "processes"
     work: str = "reduce"

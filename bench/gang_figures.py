@@ -15,7 +15,8 @@ from bench.progress import NS_PER_MS, NS_PER_S
 from bench.quota_measure import windows
 
 NEAR = 5.0
-"""Distance from its share within which a container counts as back, in points over 100 ms."""
+"""Distance from its share within which a container counts as having recovered, in points over
+100 ms."""
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -70,9 +71,10 @@ def percent(work_us: Sequence[int]) -> float | None:
 
 
 def back_after(work_us: Sequence[int], event: Mapping[str, int], share: float) -> float | None:
-    """Return the time in ms from a governor's answer until 100 ms of work were near the share.
+    """Return how soon after the governor's restart a container's work was near its share.
 
-    Return None if that did not happen before the next event.
+    The time in ms begins when the restarted governor answers, and ends when the work of the last
+    100 ms is within `NEAR` of the share. Return None if that did not happen before the next event.
     """
     for end, done in trailing(work_us, event["returned_ns"], event["until_ns"]):
         if abs(done - share) <= NEAR:

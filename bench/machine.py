@@ -1,4 +1,4 @@
-"""Provides the two kinds of machine that a run can use: with a simulated GPU or a real one.
+"""Provides the two kinds of machine for a run: one with a simulated GPU and one with a real GPU.
 
 `Simulated` makes device files and runs the C workload; `Nvidia` uses the node's driver and runs
 PyTorch. A workload has the same interface on both: `--seconds`, `--out`, `--wait-file`,
@@ -106,7 +106,7 @@ class Simulated(Machine):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables with the directories of the device and of the driver outside containers."""
+        """Variables that name the directories of the device and the driver outside containers."""
         return {
             "SIMGPU_DIR": str(self.directory),
             "LD_LIBRARY_PATH": str(self.build / "simgpu"),
@@ -197,7 +197,7 @@ class Nvidia(Machine):
         return {}
 
     def command(self, job: str, *, inside: bool) -> list[str]:
-        """Return the burner for burner-<microseconds>, and a program in PyTorch otherwise.
+        """Return the burner for burner-<microseconds>, and a PyTorch program otherwise.
 
         decode-graph decodes tokens, service-<model> answers requests with a model, and a job named
         after a model trains it.
@@ -218,7 +218,10 @@ class Nvidia(Machine):
         remember_iterations(self.iterations, job, answer)
 
     def make_rootfs(self, directory: Path) -> None:
-        """Mount an overlay of this machine's root, without what is mounted in it (the driver)."""
+        """Mount an overlay of this machine's root file system.
+
+        It lacks the file systems that are mounted below, and so the driver's files there.
+        """
         directory.mkdir(parents=True)
         # Containers of different arms can have the same name.
         layers = self._layers / f"{len(self._mounted)}-{directory.parent.name}"
@@ -309,7 +312,7 @@ def wait_set_up(root: Path, started: Sequence[subprocess.Popen[bytes]]) -> None:
         for i, process in enumerate(started):
             if process.poll() is not None:
                 last = (root / str(i) / "output").read_text(errors="replace").strip()[-200:]
-                raise MachineError(f"a workload ended before working: {last}")
+                raise MachineError(f"a workload ended before it was ready: {last}")
         if time.monotonic() > deadline:
             raise MachineError("a workload was not ready within 240 s")
         time.sleep(0.02)
@@ -423,7 +426,8 @@ def make_bundle(
 ) -> Path:
     """Write an OCI bundle: a root file system and a config.json with Tidegate's hook.
 
-    `hook` are the hook's arguments before the stage; `<directory>/out` appears as /out inside.
+    `hook` lists the hook's arguments that precede the stage. `<directory>/out` appears as /out in
+    the container.
     """
     directory.mkdir(parents=True)
     (directory / "out").mkdir()

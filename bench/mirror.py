@@ -1,7 +1,7 @@
 """`python -m bench.mirror`: mirrors a node's whole driver, verifies it, and runs it in containers.
 
-Compares every file of the driver with readelf, times refreshes and `tidegate verify`, and starts
-containers through the hook that have no driver except the mirror: nvidia-smi, PyTorch, EGL and
+Compares every file of the driver with readelf, times refreshes and `tidegate verify`, and, through
+the hook, starts containers that have no driver except the mirror: nvidia-smi, PyTorch, EGL and
 Vulkan. Writes report.json, and exits with status 1 if one of these steps failed.
 """
 
@@ -115,12 +115,18 @@ def refreshes(mirror: Path, build: Path) -> dict[str, Any]:
         shutil.rmtree(mirror, ignore_errors=True)
         seconds, status, answer = tidegate(*command)
         if status or not answer["changed"]:
-            raise MachineError(f"tidegate refresh ended with {status} and made nothing")
+            raise MachineError(
+                f"tidegate refresh ended with status {status};"
+                " it should have succeeded and made a generation"
+            )
         first.append(round(seconds, 4))
     for _ in range(AGAIN):
         seconds, status, second = tidegate(*command)
         if status or second["changed"]:
-            raise MachineError(f"a second tidegate refresh ended with {status} or made something")
+            raise MachineError(
+                f"a repeated tidegate refresh ended with status {status};"
+                " it should have succeeded without changing anything"
+            )
         again.append(round(seconds, 4))
     names = sum(o.startswith(("mirror", "link", "rewrite", "write")) for o in answer["operations"])
     return {
@@ -166,7 +172,7 @@ def faults(report: dict[str, Any]) -> list[str]:
         **{name: ran[name]["status"] == 0 for name in ("smi", "torch", "graphics", "all")},
         "a pixel drawn": ran["graphics"].get("egl", {}).get("pixel") == PINK,
         "a Vulkan device": bool(ran["graphics"].get("vulkan", {}).get("devices")),
-        "none without the capability": ran["without"]["status"] == 2,
+        "no graphics without the capability": ran["without"]["status"] == 2,
     }
     return [name for name, holds in good.items() if not holds]
 
@@ -202,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
         (output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     wrong = faults(report)
     print(json.dumps({k: report[k] for k in ("readelf", "refresh", "containers")}))
-    print(f"mirror: {', '.join(wrong) or 'all checks passed'}")
+    print(f"mirror: {'failed: ' + ', '.join(wrong) if wrong else 'all checks passed'}")
     return 1 if wrong else 0
 
 

@@ -25,8 +25,8 @@ from governor.errors import TidegateError
 from vdriver.errors import VdriverError
 
 SETTINGS = {"strategies": ["mps"], "mps_fault_s": 5}
-BESIDE = 2
-AGAIN_S = 60.0
+N_NEIGHBOURS = 2
+WAIT_LIMIT_S = 60.0
 UNIT = "burner-500"
 
 
@@ -40,8 +40,8 @@ def worker(node: BenchNode, name: str, seconds: float) -> Running:
 
 
 def wait_working(*containers: Running) -> None:
-    """Wait until each has stamped work."""
-    deadline = time.monotonic() + AGAIN_S
+    """Wait until each container has completed 100 units of work."""
+    deadline = time.monotonic() + WAIT_LIMIT_S
     for container in containers:
         path = container.out / "progress.bin"
         while not (path.exists() and path.stat().st_size >= 16 * 100):
@@ -57,10 +57,10 @@ def work_again(node: BenchNode, began: float) -> dict[str, Any]:
     """Start containers until one works; return the time since the fault, and how many failed."""
     for tries in range(1000):
         container = worker(node, f"again-{tries}", 1.0)
-        status = node.wait(container, AGAIN_S)
+        status = node.wait(container, WAIT_LIMIT_S)
         if status == 0:
             return {"seconds": round(time.monotonic() - began, 2), "refused": tries}
-        if time.monotonic() - began > AGAIN_S:
+        if time.monotonic() - began > WAIT_LIMIT_S:
             break
         time.sleep(0.2)
     return {"seconds": None, "refused": tries + 1, "output": container.output[-300:]}
@@ -68,23 +68,23 @@ def work_again(node: BenchNode, began: float) -> dict[str, Any]:
 
 def measure(node: BenchNode) -> dict[str, Any]:
     """Let one container fail while others work."""
-    others = [worker(node, f"beside-{i}", 30.0) for i in range(BESIDE)]
+    others = [worker(node, f"beside-{i}", 30.0) for i in range(N_NEIGHBOURS)]
     wait_working(*others)
     wait_file = "/out/begin"
     faulty = node.start(
         "faulty", ["/usr/bin/fault", "--wait-file", wait_file], {"memory": "1Gi", "compute": "30"}
     )
-    node.wait_ready([faulty.out / "begin.ready"], AGAIN_S)
+    node.wait_ready([faulty.out / "begin.ready"], WAIT_LIMIT_S)
     began = time.monotonic()
     (faulty.out / "begin").touch()
-    status = node.wait(faulty, AGAIN_S)
+    status = node.wait(faulty, WAIT_LIMIT_S)
     report: dict[str, Any] = {
         "faulty": {"status": status, **last_json(faulty.output)},
         "others": [],
     }
     again = work_again(node, began)
     for container in others:
-        ended = node.wait(container, AGAIN_S)
+        ended = node.wait(container, WAIT_LIMIT_S)
         report["others"].append({"status": ended, "output": container.output[-300:]})
     report["again"] = again
     report["mps"] = ask(node.config, "gpus")["gpus"][0]["mps"]
@@ -95,7 +95,7 @@ def measure(node: BenchNode) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run; return 1 if the fault was not seen, or no container could work afterwards."""
+    """Run; return 1 if the fault was not detected or no container could work afterwards."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.mps", description=__doc__.split("\n", maxsplit=1)[0]
     )

@@ -116,7 +116,7 @@ def take_pictures(page: BrowserPage, output: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the demo; return 0 if the screenshots were made."""
+    """Run the demo; return 0 if the screenshots were taken."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.page", description=__doc__.split("\n", maxsplit=1)[0]
     )

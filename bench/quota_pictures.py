@@ -1,9 +1,10 @@
-"""Draws docs/figures/quota-*.svg, which explain quotas, mostly from decisions of the real arbiter.
+"""Draws docs/figures/quota-*.svg, the pictures that explain quotas.
 
 `python -m bench.quota_pictures` writes the pictures of docs/explanation/quotas.md; `--check` fails
-if they are stale. The arbiter is the governor's (`make build`), the clock is virtual, and the
-containers are a model: each works in units of 0.2 ms for as long as it is awake. So the pictures
-are the same on any machine. Results from real GPUs are in docs/benchmarks.md.
+if they are stale. Most of them show decisions of the real arbiter. It is the governor's (`make
+build`), the clock is virtual, and the containers are a model: each works in units of 0.2 ms for as
+long as it is awake. So the pictures are the same on any machine. Results from real GPUs are in
+docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ def strips(words: Words, jobs: Sequence[ModelContainer], begin: int, end: int) -
             if stop > begin and start < end:
                 paint = f'fill="url(#p{row})"' if lent else f'class="f{row}"'
                 parts.append(box(at(start), y, at(stop) - at(start), BAR, paint))
-        got = f"{job.share(begin, end):.0f} % here"
+        got = f"{job.share(begin, end):.0f} % of this time"
         parts.append(text(RIGHT + 14, y + 22, got, "ink"))
     key = bottom + 70
     parts.append(box(LEFT, key - 11, 26, 13, 'class="f0"'))
@@ -310,8 +311,8 @@ def memory() -> str:
     return document(
         Words(
             "Memory is never promised twice",
-            "Example: 79.5 GiB and three containers; solid: used, hatched: granted but unused, "
-            "reserved for its container",
+            "Example: a GPU with 79.5 GiB, and three containers. Solid: used; hatched: unused, but "
+            "reserved for the container",
             "Quotas lie side by side in the GPU's memory; what is left can be granted.",
         ),
         int(top + tall + 92),

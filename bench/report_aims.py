@@ -1,7 +1,8 @@
 """Makes the first section of docs/benchmarks.md: the aims, and the figures reached on a real GPU.
 
-An aim is a bound on a figure of one arm or suite. Every result of a real GPU that has the arm gives
-a value of the figure. The newest value counts. The others show how much it varies between runs.
+An aim is a bound on a figure of one arm or suite. Every result from a real GPU that contains the
+arm gives a value of the figure. The newest value counts. The others show how much it varies between
+runs.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ AIMS_HEAD = """\
 
 Each row gives an aim and the figure that was reached on a real GPU. "Reached" is the figure of the
 newest result that has the arm. "In all results" is the range over all results that have it. Points
-and percent are of the GPU unless stated otherwise. Work is what a container does relative to what
-it does alone.
+and percentages refer to the GPU unless stated otherwise. Work is what a container does relative to
+what it does alone.
 """
 
 TITLES = ("figure", "aim", "reached", "in all results", "met")
@@ -74,7 +75,7 @@ def _tight(result: Mapping[str, Any]) -> float | None:
 
 
 def _alone(result: Mapping[str, Any]) -> float | None:
-    """Return the largest distance of a lone container's work from its cap, in percent of it."""
+    """Return how far a lone container's work is at most from its cap, in percent of the cap."""
     summary = result["summary"]
     caps = (10, 50, 90)
     if not all(f"alone-{cap}" in summary for cap in caps):
@@ -96,7 +97,7 @@ def _beside(result: Mapping[str, Any]) -> float | None:
 
 
 def _shape(name: str) -> Figure:
-    """Return the distance from the quota of a form of work, in points.
+    """Return how far a container with this form of work is from its quota, in points.
 
     The container has a quota of 30 % and runs beside one with 70 %.
     """
@@ -164,7 +165,7 @@ AIMS = (
         "`mps`: the same, 95th percentile", "quota", _error("mps-thirds", "100ms", "p95"), most=1.2
     ),
     Aim(
-        "elastic: work, percent of the time in which a container had work",
+        "elastic: work, percent of the time in which any container had work",
         "quota",
         _of("elastic", lambda s: 100 * s["of_ideal"]),
         least=95,
@@ -221,7 +222,7 @@ AIMS = (
 
 
 def found_for(aim: Aim, results: Results) -> list[tuple[str, float]]:
-    """Return dates and values of a figure in results of a real GPU that have it, oldest first."""
+    """Return the dates and values of a figure in results from real GPUs, oldest first."""
     found = []
     for result in results.values():
         if result["suite"] != aim.suite or result["gpu"]["kind"] == "simulated":

@@ -114,9 +114,10 @@ class Bookings:
             uid, name = min(both)
             raise RefusedError(
                 f"share {name} of {self.claims[uid]} is used by container"
-                f" {container.identifier[:64]!r} together with other shares than this"
+                f" {container.identifier[:64]!r}, together with shares other than those that this"
                 " container names",
-                hint="give each container the same requests of a claim, or none that another has",
+                hint="give containers of one claim either the same requests, or requests that no"
+                " other container uses",
             )
 
     def claim(self, request: dict[str, Any]) -> dict[str, Any]:

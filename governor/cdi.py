@@ -17,8 +17,8 @@ from oci_hook.edits import CONTROL, DeviceNode, hook_entry, host_nodes
 KIND = "tidegate.gpu/shared"
 CLAIM_KIND = "tidegate.gpu/claim"
 VERSION = "0.5.0"
-"""The lowest version in which a device's name may begin with a digit; older engines refuse newer
-ones."""
+"""The lowest version in which a device's name may begin with a digit; older engines would refuse a
+newer version."""
 HOOK = "/usr/bin/tidegate-hook"
 
 

@@ -73,7 +73,7 @@ class CheckpointCalls:
         return found.value
 
     def lock(self, pid: int, wait_ms: int) -> None:
-        """Let further calls of a process wait, once its submitted work has ended."""
+        """Make further calls of a process wait, and return once its submitted work has ended."""
         status = self._cuda.cuCheckpointProcessLock(pid, ctypes.byref(LockArguments(wait_ms)))
         if status == NOT_READY:
             what = f"its work did not end within {wait_ms / 1000:g} s"

@@ -90,7 +90,8 @@ NODE_METRICS = (
     _gauge(
         "memory_overbook_ratio",
         (),
-        "How many times its memory a GPU may be granted (memory.overbook)",
+        "Memory that may be granted on a GPU, as a multiple of the GPU's own memory"
+        " (memory.overbook)",
     ),
     _gauge("host_memory_taken_bytes", (), "Host memory that is taken for parked memory"),
     _gauge(
@@ -123,7 +124,8 @@ GPU_METRICS = (
     _counter(
         "gpu_handover_seconds",
         GPU,
-        "Time that was held and not used, of grants that are settled: divide by the grants",
+        "Time that was held and not used, of grants that are settled; divided by the number of"
+        " grants, it is the mean per grant",
     ),
     _counter("gpu_grants", GPU, "Grants of GPU time"),
     _counter("gpu_looks", GPU, "Samples of NVML"),
@@ -132,7 +134,7 @@ GPU_METRICS = (
     _gauge(
         "gpu_mps_running",
         GPU,
-        "1 while its MPS server accepts clients; GPUs shared by mps",
+        "1 while its MPS server accepts clients; only for GPUs shared by mps",
     ),
     _counter("gpu_mps_faults", GPU, "Fatal faults that ended the work of its MPS clients"),
     _counter("gpu_mps_clients_refused", GPU, "Clients that its MPS server refused"),
@@ -190,8 +192,8 @@ CONTAINER_METRICS = (
     _gauge(
         "container_residency",
         (*CONTAINER, "state"),
-        "1 for where its memory is: resident, leaving, parked or coming; this and the following are"
-        " of containers that may be parked",
+        "1 for the state of its memory: resident, leaving, parked or coming; this metric and those"
+        " that follow exist only for containers whose memory may be parked",
     ),
     _gauge("container_memory_movable_bytes", CONTAINER, "Memory that can be parked"),
     _gauge(

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-LIMIT = 16 << 20
-"""Largest size of a file, in bytes: Podman has all its containers in one."""
-MOST = 128
-"""Longest name, in characters."""
+MAX_FILE = 16 << 20
+"""Maximum size of a file, in bytes; Podman lists all of its containers in one file."""
+MAX_NAME = 128
+"""Maximum length of a name, in characters."""
 OWN_FILES = ("/etc/hostname", "/etc/hosts", "/etc/resolv.conf")
 """Files that Docker mounts from the directory in which it keeps a container's settings."""
 PODMAN_FILES = ("containers.json", "volatile-containers.json")
@@ -60,11 +60,15 @@ def _engine(bundle: str) -> str:
 
 
 def _truncated(name: object) -> str:
-    return name[:MOST] if isinstance(name, str) else ""
+    return name[:MAX_NAME] if isinstance(name, str) else ""
 
 
 def _read_docker(identifier: str, bundle: str) -> object:
-    """Read the name next to Docker's files that the container mounts, wherever these are."""
+    """Read the name from Docker's settings of the container.
+
+    These are in the directory of those of Docker's files that the container mounts, wherever
+    that directory is.
+    """
     config = _read(Path(bundle) / "config.json")
     mounts = config.get("mounts") if isinstance(config, dict) else None
     for mount in mounts if isinstance(mounts, list) else ():
@@ -98,10 +102,10 @@ def _read(path: Path) -> Any:
         fd = os.open(path, flags)
         try:
             status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode) or status.st_size > LIMIT:
+            if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_FILE:
                 return None
             with os.fdopen(fd, "rb", closefd=False) as stream:
-                return json.loads(stream.read(LIMIT))
+                return json.loads(stream.read(MAX_FILE))
         finally:
             os.close(fd)
     except (OSError, ValueError, RecursionError):

@@ -88,7 +88,7 @@ histogram_quantile(0.99, rate(tidegate_container_grant_wait_seconds_bucket[5m]))
 # Containers near their memory quota
 tidegate_container_memory_used_bytes / tidegate_container_memory_limit_bytes > 0.95
 
-# How many times its memory each GPU is granted
+# The memory granted on each GPU, as a multiple of its own memory
 tidegate_gpu_memory_granted_bytes / tidegate_gpu_memory_bytes
 
 # Containers whose calls wait for parked memory for more than a quarter of the time

@@ -1,4 +1,4 @@
-"""Check CRI-O: whether it starts with its configuration, and the program of its handler."""
+"""Check CRI-O: whether it can start with its configuration, and which program its handler runs."""
 
 from __future__ import annotations
 

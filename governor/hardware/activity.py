@@ -34,7 +34,7 @@ SHORTEST = 100 * MS
 """Shortest interval between two samples."""
 LONGEST = 300 * MS
 """Longest time that one sample describes."""
-MEMORY = 1000 * MS
+RATE_HISTORY = 1000 * MS
 """Time for which the highest rate at which a process worked determines its charge."""
 NOISE = 0.02
 """Error of a sample, as a fraction of its interval; samples are in whole percent."""
@@ -163,9 +163,9 @@ class Activity:
 
     def _forget(self, now: int) -> None:
         """Drop steps that are too old for a sample to describe; their charges become final."""
-        while self._steps and self._steps[0].end < now - MEMORY - LONGEST:
+        while self._steps and self._steps[0].end < now - RATE_HISTORY - LONGEST:
             self._known = max(self._known, self._steps.popleft().end)
-        while self._settled and self._settled[0].until < now - MEMORY - LONGEST:
+        while self._settled and self._settled[0].until < now - RATE_HISTORY - LONGEST:
             self._settled.popleft()
         if not self._settled:
             self._rates = {}
@@ -188,7 +188,7 @@ class Activity:
         }
         parts = {pid: active[pid] / ns for pid, ns in cut.resident.items() if ns >= MS}
         self._settled.append(_Settled(until, parts))
-        while self._settled[0].until < until - MEMORY:
+        while self._settled[0].until < until - RATE_HISTORY:
             self._settled.popleft()
         self._rates = {}
         for one in self._settled:

@@ -13,7 +13,8 @@ sys.path[:] = sys.argv.pop(1).split("\\n")
 importlib.import_module(sys.argv.pop(1)).main()
 """
 """The program of the process. -I makes Python ignore the environment, as is needed for code that
-runs as root. The scripts of a package set the module path themselves, so it is an argument."""
+runs as root. The module path is an argument, because the packaged scripts that set it are not run
+in the child."""
 
 
 def module_command(module: str, arguments: Sequence[str]) -> list[str]:
@@ -25,7 +26,7 @@ def module_command(module: str, arguments: Sequence[str]) -> list[str]:
 def driver_environment(libcuda: Path) -> dict[str, str]:
     """Return the environment of a child that loads a driver's own libcuda.
 
-    It opens other libraries by name, such as the compiler of PTX. They are in its directory or, in
-    the mirror, in the one above.
+    libcuda opens other libraries by name, such as the PTX compiler. These are in libcuda's own
+    directory or, in the mirror, in the directory above it.
     """
     return {**os.environ, "LD_LIBRARY_PATH": f"{libcuda.parent}:{libcuda.parent.parent}"}

@@ -4,10 +4,10 @@ These calls need CAP_SYS_ADMIN and the system call pidfd_getfd. This process has
 nothing else: it reads no configuration, accepts connections only from root (and its own user), and
 makes no decisions.
 
-A governor opens a connection for each GPU, and sends on it the calls of `steering.Hardware`;
-searches, which can take long, use a second connection, passed with the first message. When a
-connection ends, the session's watchdog switches on what was left off, before the GPU can be opened
-again.
+A governor opens a connection for each GPU and sends the calls of `steering.Hardware` on it.
+Searches can take a long time, so they use a second connection, which is passed with the first
+message. When a connection ends, the session's watchdog switches on what was left off, before the
+GPU can be opened again.
 
     tidegate-steering [--socket PATH] [--nvml LIBRARY]
 
@@ -81,17 +81,17 @@ class SteeringService:
         self._threads: set[threading.Thread] = set()
         self._gpus: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
-        self._ended, self._ends = os.pipe()
+        self._wake_reader, self._wake_writer = os.pipe()
 
     def run(self) -> None:
         """Accept connections; return after the last session if the listener was passed."""
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
-        poll.register(self._ended, select.POLLIN)
+        poll.register(self._wake_reader, select.POLLIN)
         while True:
             ready = {fd for fd, _ in poll.poll()}
-            if self._ended in ready:
-                os.read(self._ended, 1)
+            if self._wake_reader in ready:
+                os.read(self._wake_reader, 1)
                 # New connections stay in the backlog of the service manager's socket.
                 if self._is_passed and not self._threads:
                     return
@@ -117,7 +117,7 @@ class SteeringService:
             channel.close()
             with self._lock:
                 self._threads.discard(threading.current_thread())
-            os.write(self._ends, b".")
+            os.write(self._wake_writer, b".")
 
     def _session(self, channel: Channel, connection: socket.socket) -> None:
         received = channel.receive()

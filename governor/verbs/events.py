@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a line per event; no event is not an error."""
+    """Print a line per event; it is not an error if there are none."""
     from governor.events import select
 
     shown = 0
@@ -50,13 +50,13 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(event.fields) if args.json else _line(event), flush=args.follow)
     if not shown and not args.json:
         about = f" of {args.container}" if args.container else ""
-        what = "nothing" if args.all else "no failure"
+        what = "no event" if args.all else "no failure"
         print(f"{what}{about} in {_where(args)}{_hint(args.container)}", file=sys.stderr)
     return 0
 
 
 def _hint(container: str | None) -> str:
-    """Return a hint for a container that is given by its name, which is in no log."""
+    """Return a hint for a container that is specified by its name; logs contain only ids."""
     if container is None or "/" in container or set(container) <= set("0123456789abcdef"):
         return ""
     return "; containers are found by their ids: tidegate ps, docker ps --all, podman ps --all"
@@ -87,7 +87,7 @@ def _source(args: argparse.Namespace) -> Iterator[Event]:
         return read_journal(args.since, follow=args.follow)
     if args.since:
         raise RequestError(
-            f"--since is for the journal only, and {files[0]} is a file", hint="leave it out"
+            f"--since applies only to the journal, but {files[0]} is a file", hint="leave it out"
         )
     return read_files(files, follow=args.follow)
 

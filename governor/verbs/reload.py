@@ -11,8 +11,8 @@ from governor.errors import ConfigError
 
 SUMMARY = "Make the governor read its configuration again"
 EPILOG = """\
-A configuration that is wrong changes nothing: the governor keeps the one that it has, and this
-command exits with status 78. SIGHUP does the same, and the log reports the outcome.
+An invalid configuration changes nothing: the governor keeps its current one, and this command exits
+with status 78. SIGHUP does the same, and the log reports the outcome.
 
 """
 WHEN = {
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"files": files, "changes": changes}, indent=2))
         return 0
-    print(f"read: {', '.join(files) or 'no file, the defaults'}")
+    print(f"read: {', '.join(files) or 'no file; the defaults apply'}")
     for one in changes:
         when = (IF if args.dry_run else WHEN)[one["effect"]]
         old, new = (show_value(one["option"], one[which]) for which in ("old", "new"))

@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 AGAIN_S = 300.0
 """Minimum interval between two events with the same message about the same claim, in seconds."""
-MOST = 512
+MAX_QUEUED = 512
 """Maximum number of queued events, and of remembered messages."""
 MAX_PODS = 4
 """Maximum number of pods of a claim that get an event."""
@@ -48,7 +48,7 @@ class Announcer:
     def __init__(self, cluster: Events, node: str) -> None:
         self._cluster = cluster
         self._node = node
-        self._queue: queue.Queue[tuple[str, dict[str, Any]] | None] = queue.Queue(MOST)
+        self._queue: queue.Queue[tuple[str, dict[str, Any]] | None] = queue.Queue(MAX_QUEUED)
         self._said: dict[tuple[str, str], float] = {}
         self._lock = threading.Lock()
         self._forbidden = False
@@ -84,9 +84,9 @@ class Announcer:
             last = self._said.get((reference.uid, message))
             if self._forbidden or (last is not None and now - last < AGAIN_S):
                 return
-            if len(self._said) >= MOST:
+            if len(self._said) >= MAX_QUEUED:
                 self._said = {k: t for k, t in self._said.items() if now - t < AGAIN_S}
-            if len(self._said) >= MOST:
+            if len(self._said) >= MAX_QUEUED:
                 return
             self._said[reference.uid, message] = now
         claim: dict[str, Any] = {

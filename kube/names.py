@@ -23,7 +23,7 @@ CDI_CLASS = "claim"
 TAINT_LOST = f"{DRIVER}/lost"
 TAINT_CLOSED = f"{DRIVER}/closed"
 TAINT_BYPASS = f"{DRIVER}/bypass"
-"""Keys of device taints: a GPU does not answer; takes no container now; a container bypasses its
-quota."""
+"""Keys of device taints, for a GPU that does not answer, a GPU that accepts no containers at the
+moment, and a GPU on which a container bypasses its quota."""
 
 KUBELET_DIR = "/var/lib/kubelet"

@@ -19,7 +19,7 @@ from kube.errors import ClaimError
 from kube.names import DRIVER
 
 SCHEMA_FILE = Path(__file__).with_name("tidegate_config.schema.json")
-MOST = 300
+MAX_EXCERPT = 300
 """Maximum length in characters of an excerpt of a foreign document in an error."""
 
 
@@ -106,7 +106,7 @@ def check(document: object, where: str) -> None:
 
 def _cut(text: str) -> str:
     plain = " ".join(text.split())
-    return plain if len(plain) <= MOST else plain[: MOST - 3] + "..."
+    return plain if len(plain) <= MAX_EXCERPT else plain[: MAX_EXCERPT - 3] + "..."
 
 
 def applies(requests: Sequence[str], request: str) -> bool:

@@ -11,7 +11,7 @@ _ROOT = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 
 
 def find_roots(addresses: Iterable[str | None], sysfs: str = "/sys") -> dict[str, str]:
-    """Return the PCIe roots (`pci0000:3a`) by PCI address, without those that sysfs lacks."""
+    """Return the PCIe root (`pci0000:3a`) of each PCI address; omit addresses that sysfs lacks."""
     roots = {}
     for address in addresses:
         if not address or not _ADDRESS.fullmatch(address):

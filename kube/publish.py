@@ -2,7 +2,7 @@
 
 Nothing is written while nothing changes. The stored slice is read back: a cluster that drops the
 fields needed to share devices gets no slice, because its scheduler would give a whole GPU to one
-claim, in contradiction to the node's quotas.
+claim, contrary to the node's quotas.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from kube.slices import normalised
 log = structlog.get_logger()
 
 INTERVAL_S = 6.0
-"""Minimum interval between two writes, in seconds; the next write has all changes until then."""
+"""Minimum interval between two writes, in seconds; the next write contains all changes made until
+then."""
 WATCH_S = 540
 """Duration of one watch request, in seconds."""
 OWN = 16
-"""Number of resource versions, written or read, that are kept: their events may still come."""
+"""Number of resource versions, written or read, that are kept, because their events may still
+arrive."""
 PACE_S = 1.0
 """Pause in seconds after a change of the slice by another client."""
 GATE = GateError(
     "the API server drops allowMultipleAllocations or requestPolicy of ResourceSlices: its feature"
     " gate DRAConsumableCapacity is off",
-    hint="turn it on (Kubernetes 1.36 has it on), or run the device plugin instead"
+    hint="turn it on (in Kubernetes 1.36 it is on by default), or run the device plugin instead"
     " (docs/howto/kubernetes.md); no GPU was offered",
 )
 
@@ -83,7 +85,7 @@ class Publisher:
 
     @property
     def current(self) -> bool:
-        """Whether the API server has this driver's slice, as far as known."""
+        """Whether the API server has this driver's slice, as far as is known."""
         return self._shown is not None and not self._stale.is_set()
 
     def is_own(self, version: str) -> bool:

@@ -64,7 +64,7 @@ class Resync:
         self._node = node
         self._driver = driver
         self._changed = threading.Condition()
-        self._looks: list[float] = []
+        self._searches: list[float] = []
         self._pods: dict[tuple[str, str, str], float] = {}
         self._forbidden = False
         self._stopped = False
@@ -73,7 +73,7 @@ class Resync:
         """Look for waiting pods, because the kubelet knows the driver now."""
         now = time.monotonic()
         with self._changed:
-            self._looks = [now + after for after in SEARCH_DELAYS_S]
+            self._searches = [now + after for after in SEARCH_DELAYS_S]
             self._changed.notify_all()
 
     def refused(self, namespace: str, pods: Iterable[Mapping[str, Any]] | None) -> None:
@@ -97,15 +97,15 @@ class Resync:
         """Write annotations until `stop` is called."""
         while True:
             with self._changed:
-                due = [*self._looks, *self._pods.values()]
+                due = [*self._searches, *self._pods.values()]
                 wait = min(due) - time.monotonic() if due else None
                 if not self._stopped and (wait is None or wait > 0):
                     self._changed.wait(wait)
                 if self._stopped:
                     return
                 now = time.monotonic()
-                look = any(one <= now for one in self._looks)
-                self._looks = [one for one in self._looks if one > now]
+                is_search_due = any(one <= now for one in self._searches)
+                self._searches = [one for one in self._searches if one > now]
                 ready = [key for key, one in self._pods.items() if one <= now]
                 for key in ready:
                     del self._pods[key]
@@ -113,8 +113,8 @@ class Resync:
                 continue
             for key in ready:
                 self._write(*key, why="refused")
-            if look:
-                self._look()
+            if is_search_due:
+                self._search()
 
     def stop(self) -> None:
         """Stop the thread."""
@@ -122,7 +122,7 @@ class Resync:
             self._stopped = True
             self._changed.notify_all()
 
-    def _look(self) -> None:
+    def _search(self) -> None:
         """Annotate the node's pods that wait for a claim that the kubelet has not asked for."""
         try:
             for pod in self._cluster.pods(self._node):
@@ -137,7 +137,7 @@ class Resync:
         except ClusterError as e:
             self._failed(e)
             with self._changed:
-                self._looks.append(time.monotonic() + RETRY_S)
+                self._searches.append(time.monotonic() + RETRY_S)
         except Exception as e:  # noqa: BLE001 - an unexpected pod must not end the thread
             log.warning("pods-not-understood", error=repr(e)[:300])
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kube.announce import AGAIN_S, MAX_PODS, MESSAGE, MOST, Announcer
+from kube.announce import AGAIN_S, MAX_PODS, MAX_QUEUED, MESSAGE, Announcer
 from kube.claims import Reference
 from kube.errors import ClaimError, ClusterError
 from tests.conftest import examples
@@ -92,10 +92,10 @@ def test_the_number_of_events_is_limited(monkeypatch: pytest.MonkeyPatch) -> Non
         announcer.refused(about, document, ClaimError("no", hint="x"))
     end(announcer)
     assert len(events.written) == 1 + MAX_PODS
-    for number in range(10 * MOST):
+    for number in range(10 * MAX_QUEUED):
         announcer.refused(about, document, ClaimError(f"no {number}", hint="x"))
-    assert len(announcer._said) == MOST
-    assert announcer._queue.qsize() <= MOST
+    assert len(announcer._said) == MAX_QUEUED
+    assert announcer._queue.qsize() <= MAX_QUEUED
     # After AGAIN_S the messages that were sent are forgotten.
     now[0] += AGAIN_S + 1
     announcer.refused(about, document, ClaimError("no", hint="x"))

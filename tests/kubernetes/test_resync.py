@@ -204,7 +204,7 @@ def test_without_the_right_it_says_so_once_and_stops(
     wait_for(lambda: not api.failures, "refused")
     resync.refused("ns", [{"name": "c", "uid": "w"}])
     resync.registered()
-    wait_for(lambda: not resync._looks and not resync._pods, "nothing is left")
+    wait_for(lambda: not resync._searches and not resync._pods, "nothing is left")
     assert (api.written, api.asked) == ([], 0)
     assert capsys.readouterr().out.count("pods-not-asked-again") == 1
 

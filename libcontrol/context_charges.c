@@ -35,7 +35,7 @@ bool context_begin(struct account_charge *charge, CUdevice dev)
         device < 0 ? 0 : atomic_load_relaxed(&pages_grant_device((unsigned)device)->context_bytes));
 }
 
-void context_ends_begin(void)
+void context_destroy_begin(void)
 {
     if (!parking_applies())
         return;
@@ -43,7 +43,7 @@ void context_ends_begin(void)
     parking_lock_contexts();
 }
 
-void context_ends_end(void)
+void context_destroy_end(void)
 {
     if (!parking_applies())
         return;

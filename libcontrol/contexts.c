@@ -128,7 +128,7 @@ static struct context *begin_destroy(CUcontext handle)
 {
     struct context *c;
 
-    context_ends_begin();
+    context_destroy_begin();
     os_lock(&contexts_lock);
     c = context_find(handle);
     if (c)
@@ -161,7 +161,7 @@ static CUresult end_destroy(struct context *c, CUcontext handle, CUresult result
         atomic_add_relaxed(&n_contexts, -1u);
         os_unlock(&contexts_lock);
     }
-    context_ends_end();
+    context_destroy_end();
     return result;
 }
 
@@ -201,7 +201,7 @@ CONTROL_EXPORT CUresult cuCtxDetach(CUcontext ctx)
     bool last = false;
     CUresult result;
 
-    context_ends_begin();
+    context_destroy_begin();
     os_lock(&contexts_lock);
     c = context_find(ctx);
     if (c && c->n_users > 1) {
@@ -227,6 +227,6 @@ CONTROL_EXPORT CUresult cuCtxDetach(CUcontext ctx)
             c->n_users++;
         os_unlock(&contexts_lock);
     }
-    context_ends_end();
+    context_destroy_end();
     return result;
 }

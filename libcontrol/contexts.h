@@ -46,8 +46,8 @@ void context_count(int device, int change);
 
 /* Around a call that may end a context: no memory is moved meanwhile, and none is moved in the
  * context. */
-void context_ends_begin(void);
-void context_ends_end(void);
+void context_destroy_begin(void);
+void context_destroy_end(void);
 void context_log_ungoverned(void) cold;
 void context_gone(int device, uint8_t owner);
 void context_last_leaves(int device);

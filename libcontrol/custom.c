@@ -88,7 +88,7 @@ CONTROL_EXPORT CUresult cuInit(unsigned int Flags)
     result = real->cuInit(Flags);
     if (result != CUDA_SUCCESS) {
         if (custom_mps_granted())
-            control_log("cuInit failed, as a client of this container's MPS server: "
+            control_log("cuInit failed for this client of the container's MPS server: "
                         "see " CUSTOM_MPS_DIRECTORY "/events for the server's state");
         return result;
     }
@@ -156,9 +156,9 @@ CONTROL_EXPORT CUresult cuStreamDestroy(CUstream hStream)
     return stream_gone(hStream, real->cuStreamDestroy(hStream));
 }
 
-/* ---- captures: while there are none, no launch has to ask whether its stream captures ---- */
+/* ---- captures: while there are none, no launch has to ask whether its stream is capturing ---- */
 
-/* No memory is moved while a stream captures. */
+/* No memory is moved while a stream is capturing. */
 static enum gate_capture capture_enter(CUstream stream, bool to_graphics)
 {
     bool inside = parking_applies();
@@ -220,8 +220,9 @@ CUSTOM_CAPTURE(cuStreamBeginCaptureToCig_ptsz, gate_ptsz(hStream), true,
                (CUstream hStream, CUstreamCigCaptureParams *streamCigCaptureParams), hStream,
                streamCigCaptureParams)
 
-/* A capture that this call could not end continues. For one to a graph, the driver is queried,
- * because some errors end it. One to a command list is ended only by a different call. */
+/* A capture that this call could not end continues. For a capture to a graph, the driver is
+ * queried, because some errors end the capture. A capture to a command list is ended only by a
+ * different call. */
 static CUresult capture_ended(CUstream stream, CUresult result)
 {
     bool continues;

@@ -21,21 +21,23 @@
 #define HELPER_REFRESH_NS (100 * NS_PER_MS) /* interval between queries of what pools hold */
 #define HELPER_OPEN_NS    (200 * NS_PER_MS) /* sleep under an open grant; bounded by the refresh */
 
-#define HELPER_SIGN_NS (5 * NS_PER_MS) /* interval between signs that overdue work is watched */
+/* Interval between heartbeats, which show that overdue work is being watched. */
+#define HELPER_SIGN_NS (5 * NS_PER_MS)
 
 /*
- * Work that is this much later than it should be waits for something, and perhaps for a container
- * that itself waits for the GPU: a collective's kernel spins until another container runs its
- * counterpart. If the work ends soon after others had the GPU, it was waiting, and the next time
- * the GPU is given back sooner. If it does not, it is long, and long work is waited for.
+ * Work that is this much later than it should be is presumably waiting for something, possibly for
+ * a container that is itself waiting for the GPU: a collective's kernel spins until another
+ * container runs its counterpart. If the work ends soon after others had the GPU, it was waiting,
+ * and the next time the GPU is given back sooner. If it does not, it is long, and long work is
+ * waited for.
  */
 #define HELPER_STUCK_NS   (20 * NS_PER_MS)
 #define HELPER_NEW_NS     (100 * NS_PER_MS) /* the same, for work that was never measured */
 #define HELPER_SPINS_NS   (NS_PER_MS)       /* the same, where work waited recently */
-#define HELPER_MET_NS     (100 * NS_PER_MS) /* how soon work ends if it waited */
+#define HELPER_MET_NS     (100 * NS_PER_MS) /* time in which work that waited ends, see above */
 #define HELPER_MEMORY     64                /* grants for which either finding is remembered */
 #define HELPER_TRIAL_NS   (200 * NS_PER_MS) /* how long work is waited for in a trial */
-#define HELPER_TRIALS     64 /* at least one time in this many is a trial, more at first */
+#define HELPER_TRIALS     64 /* at least one in this many times is a trial; at first, more are */
 #define HELPER_ENTER_NS   (20 * NS_PER_MS) /* how long a launch on its way is waited for */
 #define HELPER_LATE_NS    (NS_PER_MS)      /* and how long past the end of the grant */
 #define HELPER_LOOK_NS    (NS_PER_MS)      /* interval between checks for the end of late work */
@@ -211,8 +213,8 @@ static uint64_t helper_unused(struct gate *g, const struct grant_device *grant,
     return idle < due ? idle : due;
 }
 
-/* Returns how long an idle holder waits for the program: hardly at all if the program's pauses are
- * usually longer than that. */
+/* Returns how long an idle holder waits for the program: `idle_release_ns`, or hardly at all if the
+ * program usually pauses for longer than that. */
 static uint64_t helper_idle(const struct gate *g)
 {
     uint64_t idle = atomic_load_relaxed(&pages_grant()->idle_release_ns);
@@ -408,10 +410,10 @@ static void *helper_run(void *argument)
 }
 
 /*
- * The process ends by exit(). The library's destructors run before the driver's own, which must not
- * meet a helper in one of the driver's functions, nor wait for held work that no helper lets run
- * any more. Destructors of other libraries may still launch afterwards. The call of exit() may have
- * interrupted a thread that holds the lock, so nothing here waits for ever.
+ * The process ends by exit(). The library's destructors run before the driver's own. When the
+ * latter run, no helper may be in one of the driver's functions, and no work may be held that no
+ * helper would let run any more. Destructors of other libraries may still launch afterwards. The
+ * call of exit() may have interrupted a thread that holds the lock, so nothing here waits for ever.
  */
 __attribute__((destructor)) static void helpers_finish(void)
 {

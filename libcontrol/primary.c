@@ -70,7 +70,7 @@ static uint64_t primary_leaves(CUdevice dev)
 {
     int device = pages_index_of(dev);
 
-    context_ends_begin();
+    context_destroy_begin();
     if (device >= 0 && atomic_load_relaxed(&primaries[device].n_retained) <= 1) {
         primary_forget(device);
         context_last_leaves(device);
@@ -84,7 +84,7 @@ static void primary_left(CUdevice dev, uint64_t moving)
 {
     if (moving)
         account_landed(pages_index_of(dev), moving, false);
-    context_ends_end();
+    context_destroy_end();
 }
 
 static void primary_ends(CUdevice dev)
@@ -158,7 +158,7 @@ CONTROL_EXPORT CUresult cuDevicePrimaryCtxReset(CUdevice dev)
     uint64_t moving;
     CUresult result;
 
-    context_ends_begin();
+    context_destroy_begin();
     moving = account_moves_all(device);
     primary_forget(device);
     if (device >= 0)
@@ -175,7 +175,7 @@ CONTROL_EXPORT CUresult cuDevicePrimaryCtxReset_v2(CUdevice dev)
     uint64_t moving;
     CUresult result;
 
-    context_ends_begin();
+    context_destroy_begin();
     moving = account_moves_all(device);
     primary_forget(device);
     if (device >= 0)
@@ -246,13 +246,13 @@ CONTROL_EXPORT CUresult cuGreenCtxDestroy(CUgreenCtx hCtx)
         blocks_remove(found);
     }
     blocks_unlock(BLOCK_GREEN, (uintptr_t)hCtx);
-    context_ends_begin();
+    context_destroy_begin();
     if (found && driver->cuCtxFromGreenCtx(&ctx, hCtx) == CUDA_SUCCESS)
         gate_forget_context(ctx);
     moving = account_moves_all(green.device);
     result = real->cuGreenCtxDestroy(hCtx);
     if (green.device < 0) {
-        context_ends_end();
+        context_destroy_end();
         return result;
     }
     if (result != CUDA_SUCCESS) {
@@ -260,7 +260,7 @@ CONTROL_EXPORT CUresult cuGreenCtxDestroy(CUgreenCtx hCtx)
         blocks_add(&green);
         blocks_unlock(BLOCK_GREEN, green.key);
         account_landed(green.device, moving, false);
-        context_ends_end();
+        context_destroy_end();
         return result;
     }
     context_count(green.device, -1);
@@ -270,6 +270,6 @@ CONTROL_EXPORT CUresult cuGreenCtxDestroy(CUgreenCtx hCtx)
         atomic_load_relaxed(&pages_grant_device((unsigned)green.device)->context_bytes));
     primary_ends((CUdevice)green.value);
     account_landed(green.device, moving, false);
-    context_ends_end();
+    context_destroy_end();
     return result;
 }

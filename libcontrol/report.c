@@ -1,4 +1,4 @@
-/* Answers how much memory the GPU has and how much is free: its size is the quota. */
+/* Answers queries for the GPU's total and free memory: the total is the quota. */
 #include "control.h"
 
 /* Returns the quota, or the GPU's size if that is less. */

@@ -27,7 +27,7 @@ from oci_hook.light_typing import suppress
 from oci_hook.plan import BindDirectory, BindFile, Operation, Plan, WriteCache
 from oci_hook.quick import DeferredDeadline
 
-TYPE_CHECKING = False  # typing itself takes 3 ms
+TYPE_CHECKING = False  # importing typing takes 3 ms
 if TYPE_CHECKING:
     from collections.abc import Callable
     from functools import partial

@@ -13,7 +13,7 @@ from oci_hook.edits import members
 from oci_hook.errors import BundleError, HookError, show
 from oci_hook.quick import parse_arguments
 
-TYPE_CHECKING = False  # typing itself takes 3 ms
+TYPE_CHECKING = False  # importing typing takes 3 ms
 if TYPE_CHECKING:
     from typing import Any
 

@@ -11,7 +11,7 @@ from oci_hook.errors import AdmissionRefusedError, UnreachableError, show
 from oci_hook.light_json import dump_json, load_json
 from oci_hook.state import is_text
 
-TYPE_CHECKING = False  # typing itself takes 3 ms
+TYPE_CHECKING = False  # importing typing takes 3 ms
 if TYPE_CHECKING:
     from typing import Any, NamedTuple
 else:
@@ -145,8 +145,8 @@ class Client:
         """Connect; if the governor is being restarted, wait at most `patience` seconds for it.
 
         The wait does not exceed `timeout` seconds either, so that the connection error is reported,
-        not the missed deadline. If the kernel's queue of connections is full, the governor is
-        running but busy; the client then waits, whatever `patience` is.
+        not the missed deadline. If the socket's listen backlog is full, the governor is running
+        but busy; the client then waits, whatever `patience` is.
         """
         self.runtime_dir = runtime_dir
         self.path = f"{runtime_dir}/governor.sock"

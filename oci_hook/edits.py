@@ -14,7 +14,7 @@ from oci_hook.errors import BundleError, DeviceError, HookError, show
 from oci_hook.light_re import DIGITS, consists_of
 from oci_hook.quick import PREFIX
 
-TYPE_CHECKING = False  # typing itself takes 3 ms
+TYPE_CHECKING = False  # importing typing takes 3 ms
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import Any, NamedTuple

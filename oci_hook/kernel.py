@@ -14,7 +14,7 @@ import os
 import stat
 import time
 
-TYPE_CHECKING = False  # typing itself takes 3 ms
+TYPE_CHECKING = False  # importing typing takes 3 ms
 if TYPE_CHECKING:
     import ctypes
 else:

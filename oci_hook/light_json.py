@@ -7,7 +7,7 @@ position.
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # typing itself takes 3 ms
+TYPE_CHECKING = False  # importing typing takes 3 ms
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn

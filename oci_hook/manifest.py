@@ -16,7 +16,7 @@ from oci_hook.light_re import DIGITS, HEX, LETTERS, consists_of, is_below, is_pa
 from oci_hook.quick import read_bounded
 from oci_hook.request import ALL_CAPABILITIES
 
-TYPE_CHECKING = False  # typing itself takes 3 ms
+TYPE_CHECKING = False  # importing typing takes 3 ms
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any, Literal, NamedTuple

@@ -27,7 +27,7 @@ from oci_hook.quick import PREFIX
 from oci_hook.request import Request, check_request, parse_annotations
 from oci_hook.state import find_root, is_sandbox, parse_document
 
-TYPE_CHECKING = False  # typing itself takes 3 ms
+TYPE_CHECKING = False  # importing typing takes 3 ms
 if TYPE_CHECKING:
     from typing import Any, NamedTuple
 else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False  # typing itself takes 3 ms
+TYPE_CHECKING = False  # importing typing takes 3 ms
 if TYPE_CHECKING:
     from oci_hook.log import RunEvent
     from oci_hook.reserve import Settings
@@ -32,9 +32,9 @@ COMMANDS = frozenset(
         *("update", "version"),
     )
 )
-MAKING = ("create", "run", "restore")
+CREATING = ("create", "run", "restore")
 # Options that take a value, and options that take none: those before the command, those of
-# `delete`, and those of the commands in MAKING.
+# `delete`, and those of the commands in CREATING.
 GLOBAL_OPTIONS = (
     frozenset(
         ("cgroup-manager", "criu", "log", "log-format", "log-level", "root", "rootless"),
@@ -210,9 +210,10 @@ def state_root(arguments: list[str]) -> str:
 
 
 def read_node(path: str, arguments: list[str], *, strict: bool = True) -> NodeSettings:
-    """Read a command line's settings. Raise SettingsError if they are invalid or name no runtime.
+    """Read the settings that apply to a command line.
 
-    Without `strict`, only a missing runtime is an error.
+    Raise SettingsError if they are invalid or name no runtime. Without `strict`, only a missing
+    runtime is an error.
     """
     try:
         with open(path, encoding="utf-8", errors="strict" if strict else "replace") as file:
@@ -267,7 +268,7 @@ def _fail(call: EngineCall, line: str, log: str = "") -> int:
 
     complain(f"tidegate-runtime: {line}")
     _tell_engine(call, f"tidegate-runtime: {line}")
-    if call.command in MAKING:
+    if call.command in CREATING:
         message, _, hint = line.partition("; ")
         event = RunEvent("runtime", log or None)
         event.fields["id"] = show(call.ident, 128)
@@ -486,7 +487,7 @@ def make_ready(arguments: list[str]) -> int:
     except SettingsError as e:
         return _fail(parse_call(words), str(e))
     call = understand(words, node)
-    return edit_or_refuse(call, node) if call.command in MAKING else 0
+    return edit_or_refuse(call, node) if call.command in CREATING else 0
 
 
 def after_delete(arguments: list[str]) -> int:
@@ -568,14 +569,14 @@ def main() -> None:
     except SettingsError as e:
         # Parsed as runc's command line: engines write --log in a form that all runtimes accept.
         call = parse_call(arguments)
-        if call.command in MAKING:
+        if call.command in CREATING:
             sys.exit(_fail(call, str(e)))
         try:  # running containers can be inspected and ended even with invalid settings
             node = read_node(config, arguments, strict=False)
         except SettingsError as none:
             sys.exit(_fail(call, str(none)))
     call = understand(arguments, node)
-    if call.command in MAKING:
+    if call.command in CREATING:
         status = edit_or_refuse(call, node, late=late)
         if status:
             sys.exit(status)

@@ -25,16 +25,17 @@ void handover_tidy_descriptors(void);
 const char *handover_program(void);
 
 /*
- * Connects to the fork server below `runtime_dir`. Returns a descriptor, or -1 if no server that
- * root or this user runs listens there.
+ * Connects to the fork server below `runtime_dir`. Returns a descriptor, or -1 if no server run
+ * by root or by this user listens there.
  */
 int handover_connect(const char *runtime_dir);
 
 /*
  * Has the fork server do the work of `role` with these arguments, which end with a NULL. The
- * server's child has this process's standard input and working directory. Its output is copied to
- * the standard outputs when it has ended. `seconds` is the child's deadline: 2 s later the child is
- * abandoned, and ends when it can. Returns the child's exit status, or HANDOVER_*. Closes `server`.
+ * server's child has this process's standard input and working directory. When the child has ended,
+ * its output is copied to standard output and standard error. `seconds` is the child's deadline:
+ * 2 s later the child is abandoned, and ends when it can. Returns the child's exit status, or
+ * HANDOVER_*. Closes `server`.
  */
 int handover_run(int server, const char *role, char *const arguments[], double seconds);
 

@@ -121,13 +121,15 @@ def find_driver(
 def _require_directories(tree: Tree, directories: Sequence[str | Path] | None) -> None:
     """Refuse a root or a directory that does not exist, before the search for a driver."""
     if not os.path.isdir(tree.root):  # noqa: PTH112 - strings throughout
-        raise DriverError(f"{tree.root}: no such directory", hint="name one with --root")
+        raise DriverError(
+            f"{tree.root}: no such directory", hint="name an existing directory with --root"
+        )
     for directory in directories or ():
         real = tree.resolve(str(directory))
         if real is None or not os.path.isdir(tree.host(real)):  # noqa: PTH112
             raise DriverError(
                 f"{directory}: no such directory below {tree.root}",
-                hint="--library-dir names a directory as it is called below --root",
+                hint="the path given with --library-dir is interpreted below --root",
             )
 
 

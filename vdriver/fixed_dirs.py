@@ -32,7 +32,7 @@ def find_data(
 ) -> tuple[DataFile, ...]:
     """Return the files of each place, the first of each name; unusable files are skipped.
 
-    `libraries` are the names of the driver's libraries, each up to `.so`.
+    `libraries` contains the names of the driver's libraries, each without `.so` and what follows.
     """
     found: dict[tuple[str, str], DataFile] = {}
     words = {"version": version, "triplet": TRIPLETS[machine]}

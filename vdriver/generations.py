@@ -2,8 +2,8 @@
 
 A generation is in use if it is mounted in any mount namespace of the machine, or if a process has
 one of its directories open (`vdriver.namespaces` finds both). If the search lacks a permission,
-every generation is kept that could be in use in a place that the search cannot examine. The search
-may take a minute; it holds only the generations' own locks, so a refresh does not wait for it. The
+it keeps every generation that could be in use in a place that it cannot examine. The search may
+take a minute; it holds only the generations' own locks, so a refresh does not wait for it. The
 driver directory's lock is taken for the removal.
 
 A library that is only mapped (its process lost the mount) does not count: a removed file stays
@@ -154,8 +154,8 @@ def _is_at(path: Path, fd: int) -> bool:
 def _in_force(directory: Path) -> str:
     current = directory / CURRENT
     generation = Path(os.path.realpath(current))  # Path.resolve raises for a loop of links
-    # Without `current` all generations would be removed: the link may have been deleted, or a
-    # backup is being restored.
+    # Without `current`, no generation would be in force and all would be removed, although the link
+    # may have been deleted by mistake, or the restore of a backup may not be complete.
     if generation.parent != directory or not generation.is_dir():
         raise MirrorError(f"{current}: no generation is in force", hint="run tidegate refresh")
     return generation.name
@@ -239,7 +239,7 @@ def _find_usage(
     own = _mount_id(fd)
     mount = next((m for m in mounts if m.ident == own), None)
     if mount is None or os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115
-        faults = ["/proc is not this process's own"]
+        faults = ["/proc does not belong to this process's PID and mount namespaces"]
         mount = None
     elif os.stat("/proc/self/ns/pid").st_ino != PROC_PID_INIT_INO and not nested:  # noqa: PTH116
         faults = ["processes outside this PID namespace cannot be seen (see --nested)"]

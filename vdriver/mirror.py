@@ -5,8 +5,8 @@ from its content. Only then is `current` switched to it, by rename as well. If t
 killed at any point, the previous generation stays in force, and the next run removes the temporary
 files. The lock of the output directory allows one run at a time.
 
-File content is shared if the file system allows it: with the previous generation, by a reflink of
-the driver's file, or by a hard link to it. A hard link is made only to a file that no user but root
+If the file system allows it, file content is shared: with the previous generation, or with the
+driver's file, by a reflink or a hard link. A hard link is made only to a file that no user but root
 may write. Such a link shares the content: a program that rewrites the driver's file in place
 changes the mirror as well. Package managers do not do that: they rename. `tidegate verify` reports
 such a change, and so does the next refresh, which makes another generation.

@@ -8,9 +8,9 @@ from outside, through every process that has its root elsewhere. A directory tha
 open, or has as its working directory, counts as well: a mount without a namespace (open_tree,
 umount --lazy) can be found only in that way.
 
-The search does not find a mount hidden below another one on / where no process has its root; nor a
-directory that is open only through a descriptor in flight in a socket; nor an overlay's layer that
-was given as a relative path, or through another mount of the driver's directory that no longer
+The search does not find a mount that another mount on / hides, if no process has its root there;
+nor a directory that is open only through a descriptor in flight in a socket; nor an overlay's layer
+that was given as a relative path, or through another mount of the driver's directory that no longer
 exists.
 """
 
@@ -383,13 +383,13 @@ class _ChildSearch:
             known = inode in self.read
             if not known and not listed:
                 self.quiet = False
-                self.last = self._who(pid)
+                self.last = self._describe_process(pid)
                 self._enter_at(f"{path}/ns/mnt", inode, f"mount namespace {inode} of {self.last}")
             self.pids.setdefault(inode, set()).add(pid)
             self._look_at_root(path, pid, inode, follow=known or not listed)
             self._look_at_open(pid, f"{path}/cwd", "cwd")
             if not listed:
-                self.last = self._who(pid)
+                self.last = self._describe_process(pid)
                 self._look_at_descriptors(pid, task, scanned.setdefault(pid, []), holders=True)
 
     def _look_at_root(self, path: str, pid: int, inode: int, *, follow: bool) -> None:
@@ -404,7 +404,7 @@ class _ChildSearch:
             root = self._identity(f"{path}/root")
             if root.mount in self.idents or root in self.roots:
                 return
-            what = f"mounts of {self._who(pid)}"
+            what = f"mounts of {self._describe_process(pid)}"
             self._note_open(pid, root)
             mounts = self._mounts(f"{path}/mountinfo", what)
             stays = _inode(os.readlink(f"{path}/ns/mnt", dir_fd=self.proc)) == inode
@@ -412,13 +412,13 @@ class _ChildSearch:
                 self.roots.add(root)
             if (follow and stays) or not mounts:
                 self.quiet = False
-                self.last = self._who(pid)
+                self.last = self._describe_process(pid)
         except GONE:
             return
         except OSError as e:
             # The kernel returns EINVAL for a process that has ended and has not been waited for.
             if self._state(pid) != "Z":
-                self._fault(f"root of {self._who(pid)}: {e.strerror}")
+                self._fault(f"root of {self._describe_process(pid)}: {e.strerror}")
             return
         self._note_mounts(inode, mounts)
 
@@ -437,17 +437,17 @@ class _ChildSearch:
                 continue
             except OSError as e:
                 if self._state(task) != "Z":
-                    self._fault(f"mounts of {self._who(task)}: {e.strerror}")
+                    self._fault(f"mounts of {self._describe_process(task)}: {e.strerror}")
                 continue
             if listed:  # all namespaces were read, but not mounts that a mount on / hides
                 self._note_mounts(0, mounts)
             elif not any(m.ident in self.idents for m in mounts):
-                self._fault(f"mount namespace of {self._who(task)}: not permitted")
+                self._fault(f"mount namespace of {self._describe_process(task)}: not permitted")
 
     def _look_at_descriptors_of_all(self) -> None:
         scanned: dict[int, list[int]] = {}
         for pid, task in self._tasks():
-            self.last = self._who(pid)
+            self.last = self._describe_process(pid)
             self._look_at_descriptors(pid, task, scanned.setdefault(pid, []), holders=False)
 
     def _look_at_descriptors(
@@ -474,7 +474,7 @@ class _ChildSearch:
         except GONE:
             return
         except OSError as e:
-            self.notes[f"descriptors of {self._who(pid)}: {e.strerror}"] = None
+            self.notes[f"descriptors of {self._describe_process(pid)}: {e.strerror}"] = None
             return
         try:
             # Opening the list of a process that has just ended fails as well, since Linux 6.6.
@@ -498,7 +498,9 @@ class _ChildSearch:
             if inode is not None:
                 if holders and inode not in self.read:
                     self.quiet = False
-                    what = f"mount namespace {inode}, {kind} {path} of {self._who(pid)}"
+                    what = (
+                        f"mount namespace {inode}, {kind} {path} of {self._describe_process(pid)}"
+                    )
                     self._enter_at(f"{pid}/fd/{path}", inode, what)
             # Only a path that ends in the name of a sought directory is examined further, so that
             # no request goes to a file system that may not answer. The root of a mount without a
@@ -555,7 +557,7 @@ class _ChildSearch:
         except OSError:
             return "ended"
 
-    def _who(self, pid: int) -> str:
+    def _describe_process(self, pid: int) -> str:
         """Return a process's pid, name and user, for an administrator."""
         try:
             uid = f", uid {os.stat(str(pid), dir_fd=self.proc).st_uid}"

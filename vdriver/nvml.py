@@ -108,8 +108,8 @@ class Nvml:
 
     The library is loaded by that path, never by a search: on a node with Tidegate the name
     libnvidia-ml.so.1 may lead to the control library. pynvml keeps one library for the whole
-    process, so several instances may have the same path open, while a second path is an NvmlError
-    until they are closed.
+    process, so several instances may have the same path open, while opening a second path raises
+    NvmlError until they are closed.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -374,7 +374,7 @@ def _optional(
 ) -> T | None:
     """Return the result of `function`, or None if this GPU or driver does not report it.
 
-    `also` are further error codes that mean that there is nothing to report. pynvml queries the
+    `also` lists further error codes that mean that there is nothing to report. pynvml queries the
     size and then the data: if there is more data by then, the call is repeated up to `again` times.
     """
     absent = (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_FUNCTION_NOT_FOUND, *also)

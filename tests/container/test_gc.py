@@ -790,7 +790,7 @@ def test_descriptors_for_which_no_time_was_left_are_reported(
     """Any user can have millions of them. If the list of namespaces is complete without them, they keep nothing."""
 
     def too_many(self: Any, pid: int, *_: Any, **__: Any) -> None:
-        self.last = self._who(pid)
+        self.last = self._describe_process(pid)
         raise namespaces._LateError
 
     monkeypatch.setattr(namespaces._ChildSearch, "_look_at_descriptors", too_many)

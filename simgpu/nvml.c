@@ -208,7 +208,8 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetHandleByUUID, const char *uuid, nvmlDevice_t *d
     for (unsigned int i = 0; i < nvml.n_devices; i++) {
         char found[41];
 
-        /* NVIDIA's manual: "if any GPU has fallen off the bus", because its UUID cannot be read. */
+        /* NVIDIA's manual specifies this error "if any GPU has fallen off the bus", because the
+         * UUID of such a GPU cannot be read. */
         if (atomic_load(&nvml.devices[i]->gpu->config.lost))
             return NVML_ERROR_GPU_IS_LOST;
         device_uuid_text(nvml.devices[i], found);

@@ -72,7 +72,7 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetMemoryAffinity, nvmlDevice_t device, unsigned i
     return NVML_SUCCESS;
 }
 
-/* Only a GPU with memory that is a NUMA node, as in Grace Hopper, has an answer. */
+/* Only a GPU whose memory is a NUMA node, as in Grace Hopper, has such an id. */
 ENTRY(nvmlReturn_t, nvmlDeviceGetNumaNodeId, nvmlDevice_t device, unsigned int *node)
 {
     nvmlReturn_t r = ready_device(device, node);

@@ -5,15 +5,15 @@
  * passes the time to advance to. The same arrivals give the same history, regardless of which
  * process advances it and in how many steps.
  *
- * These rules were measured on an H200 without MPS. Contexts with pending work take turns in a
- * circle, for one slice each (2 ms). Each context switch on the GPU takes 130 us, during which
- * nothing executes. A context that runs out of work gives way at once. A context that is alone
- * keeps the GPU and pays nothing, and so does one that returns to a GPU that no other context used
- * in the meantime. A slice begins when its context takes the GPU. If it ends while no other context
- * waits, the next one begins when another context does: on the H200 a newcomer does not interrupt
- * the last 0.1 ms of 4 ms of work. A kernel is interrupted at the end of a slice and resumes later
- * where it stopped. Each context has one queue: one kernel at a time, in the order of submission,
- * regardless of streams. A context may have its own slice length. A context that is switched off is
+ * These rules were measured on an H200 without MPS. Contexts with pending work run round-robin, for
+ * one slice each (2 ms). Each context switch on the GPU takes 130 us, during which nothing
+ * executes. A context that runs out of work gives way at once. A context that is alone keeps the
+ * GPU and pays nothing, and so does one that returns to a GPU that no other context used in the
+ * meantime. A slice begins when its context takes the GPU. If it ends while no other context waits,
+ * the next one begins when another context does: on the H200 a newcomer does not interrupt the last
+ * 0.1 ms of 4 ms of work. A kernel is interrupted at the end of a slice and resumes later where it
+ * stopped. Each context has one queue: one kernel at a time, in the order of submission, regardless
+ * of streams. A context may have its own slice length. A context that is switched off is
  * interrupted at once and does not run until it is switched on (measured on an H100 and an H200).
  */
 #include "schedule.h"
@@ -40,7 +40,7 @@ static bool lane_pending(const struct gpu *gpu, const struct gpu_timeline *line,
            !(context->queue[line->lanes[index].head % GPU_QUEUE].duration & GPU_HELD);
 }
 
-/* Next context in the circle that has work, the resident one last; -1 if there is none. */
+/* Next context, round-robin, that has work, the resident one last; -1 if there is none. */
 static int next_pending(const struct gpu *gpu, const struct gpu_timeline *line)
 {
     uint32_t n = gpu->shared.n_contexts;
@@ -90,7 +90,7 @@ static void end_turn(const struct gpu *gpu, struct gpu_timeline *line)
     if (gpu->contexts[index].serial != line->resident)
         return;
     if (atomic_load_explicit(&gpu->contexts[index].off, memory_order_relaxed)) {
-        if (lane->fills) /* it was interrupted and did not give the GPU away */
+        if (lane->fills) /* it was interrupted and did not give up the GPU */
             count_full(line, lane, length);
     } else if (line->now < line->slice_end) {
         lane->early++;
@@ -201,9 +201,9 @@ void schedule_advance(struct gpu *gpu, uint64_t now)
                 line->now;
     }
     /*
-     * Commands are submitted after the timeline has been advanced to the time of their arrival. If
-     * one of another context arrives now, the overdue slice of the resident context therefore
-     * begins here.
+     * Commands are submitted after the timeline has been advanced to the time of their arrival.
+     * Therefore, if a command of another context arrives now, the overdue slice of the resident
+     * context begins here.
      */
     if (line->resident && next_pending(gpu, line) == (int)line->resident_index) {
         line->overtime |= now >= line->slice_end;

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "aarch64"
 LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1", "libtidegate-arbiter.so")
 GUEST = LIBRARIES[:2]
-"""Libraries that are loaded in containers, so in images with any glibc since 2.17."""
+"""Libraries that are loaded in containers, and therefore in images with any glibc from 2.17 on."""
 GLIBC_LIMIT = (2, 17)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-NOT_HERE = 77
+UNAVAILABLE = 77
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class CheckOutcome:
 
     @property
     def state(self) -> str:
-        """Return "ok", "not here" or "FAILED"."""
-        if self.status == NOT_HERE and os.environ.get("CI") != "true":
-            return "not here"
+        """Return "ok", "unavailable" or "FAILED"."""
+        if self.status == UNAVAILABLE and os.environ.get("CI") != "true":
+            return "unavailable"
         return "FAILED" if self.status else "ok"
 
 
@@ -110,7 +110,7 @@ def main() -> int:
     for outcome in outcomes:
         # The last line of a check that passed says how much it checked.
         last = outcome.output.strip().rpartition("\n")[2] if outcome.state != "FAILED" else ""
-        print(f"{outcome.name:20} {outcome.state:8} {outcome.seconds:5.1f} s  {last}".rstrip())
+        print(f"{outcome.name:20} {outcome.state:11} {outcome.seconds:5.1f} s  {last}".rstrip())
         if outcome.state == "FAILED":
             print(outcome.output, end="", flush=True)
     failed = [outcome.name for outcome in outcomes if outcome.state == "FAILED"]

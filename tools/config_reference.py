@@ -1,7 +1,7 @@
 """Generates docs/reference/configuration.md from governor/config.schema.json and `Config`.
 
 `python tools/config_reference.py` writes the page; `--check` fails if it is stale. The meaning of
-an option is its description in the schema, and its default that of `Config`.
+an option is its description in the schema; its default is taken from `Config`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m tools.cuda_headers` records the functions of each cuda.h, or checks that we have all.
+"""`python -m tools.cuda_headers` records each cuda.h's functions, or checks that none is missing.
 
 Without an option it writes `libcontrol/declared.toml`: the names of the functions by the CUDA
 version whose header is the first to declare them. Each HEADER is a file; without any, the newest

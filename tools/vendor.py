@@ -3,7 +3,7 @@
 
     tools/vendor.py DIR          the module that no distribution has: nvidia-ml-py, as installed
     tools/vendor.py --all DIR    all modules but PyYAML, for distributions that lack them for the
-                                 Python that is used (RHEL); pip fetches requirements-vendor.lock
+                                 Python version in use (RHEL); pip fetches requirements-vendor.lock
 
 Only pure Python modules are shipped: a compiled one would tie a package to one version of Python.
 """

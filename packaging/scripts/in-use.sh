@@ -12,7 +12,7 @@ in_use() {
 ${root%/}${below#"${target%/}"}
 END
     )"
-    # With xargs, because on a large node the names would exceed the length of a command line. A disk that is mounted at
-    # the directory itself does not count as use.
+    # With xargs, because on a large node the names would exceed the maximum length of a command line. A disk that is
+    # mounted at the directory itself does not count as use.
     echo /proc/[0-9]*/mountinfo | xargs cat 2>/dev/null | cut -d ' ' -f 2-4 | grep -F " $device $place/" | grep -q -v '/$'
 }

@@ -231,7 +231,7 @@ void graphs_after_fork(void);
 /* ---- exports.c ---- */
 
 void exports_note(uint64_t handle, int fd);
-bool exports_follow(uint64_t handle, int fd);
+long exports_follow(uint64_t handle, int fd, bool for_ever);
 bool exports_outlive(const struct block *gone);
 bool exports_refresh(void);
 void exports_after_fork(void);

@@ -32,6 +32,7 @@ static uint32_t n_lingering;
 /* The files that are open, guarded by the lock. */
 static struct {
     bool known;
+    bool failed; /* the list could not be read, for lack of descriptors */
     size_t n;
     uint64_t numbers[EXPORTS_N];
 } open_files;
@@ -100,10 +101,11 @@ static void read_open_files(void)
     long got;
     int fd;
 
-    open_files.known = false;
+    open_files.known = open_files.failed = false;
     open_files.n = 0;
     snprintf(path, sizeof path, "/proc/self/fdinfo/%d", exports_watch);
     fd = os_open(path);
+    open_files.failed = fd == -EMFILE || fd == -ENFILE;
     if (fd < 0)
         return;
     while ((got = os_call(SYS_read, fd, buffer, sizeof buffer)) > 0)
@@ -140,8 +142,8 @@ static bool watch_start(void)
 
     if (exports_watch >= 0) {
         read_open_files();
-        if (open_files.known)
-            return true;
+        if (open_files.known || open_files.failed)
+            return open_files.known;
         exports_lost = exports_made;
         exports_watch = -1;
     }
@@ -162,9 +164,11 @@ static bool watch_start(void)
     return false;
 }
 
-/* Called with a reference to the allocation held. Returns whether it has to be asked for at the
- * allocation's end (exports_outlive): descriptors that cannot be polled are not known. */
-cold bool exports_follow(uint64_t handle, int fd)
+/* Called with a reference to the allocation held, which has been exported as a descriptor. Returns
+ * 0 if it is watched, -EPERM if it cannot be polled, so that nothing is known about it, or another
+ * negative errno. With `for_ever`, the descriptor then counts as open for ever; otherwise it is for
+ * the caller to close. */
+cold long exports_follow(uint64_t handle, int fd, bool for_ever)
 {
     struct block entry = {.key = handle, .kind = BLOCK_EXPORT, .device = -1, .owner = OWNER_NONE};
     struct block *block;
@@ -178,11 +182,13 @@ cold bool exports_follow(uint64_t handle, int fd)
     failed = !watch_start();
     if (!entry.value)
         entry.value = ++exports_made;
-    if (!failed)
+    if (failed)
+        failed = -EMFILE;
+    else
         failed = watch_file(fd, entry.value);
     if (failed && failed != -EPERM)
         entry.flags |= BLOCK_FOR_EVER;
-    if (failed != -EPERM) {
+    if (!failed || (failed != -EPERM && for_ever)) {
         block = blocks_lock(BLOCK_EXPORT, handle);
         if (block)
             *block = entry;
@@ -191,7 +197,7 @@ cold bool exports_follow(uint64_t handle, int fd)
         blocks_unlock(BLOCK_EXPORT, handle);
     }
     os_unlock(&exports_lock);
-    return failed != -EPERM;
+    return failed;
 }
 
 /* Called after an allocation was exported as a descriptor, with a reference to it held. */
@@ -204,7 +210,7 @@ cold void exports_note(uint64_t handle, int fd)
     if (block && object)
         block->flags |= BLOCK_EXPORTED;
     blocks_unlock(BLOCK_HANDLE, handle);
-    if (!charged || object || !exports_follow(handle, fd))
+    if (!charged || object || exports_follow(handle, fd, true) == -EPERM)
         return;
     block = blocks_lock(BLOCK_HANDLE, handle);
     if (block)

@@ -10,26 +10,29 @@ static void ipc_close(CUdeviceptr address)
         real->cuIpcCloseMemHandle(address);
 }
 
+/* Opened memory is charged while memory cannot be parked, so that it is not there uncharged. */
 static CUresult ipc_opened(CUresult result, CUdeviceptr *pdptr)
 {
     int device = pages_index_current();
     CUdeviceptr base;
     size_t size;
 
-    if (result != CUDA_SUCCESS || device < 0 ||
-        driver->cuMemGetAddressRange(&base, &size, *pdptr) != CUDA_SUCCESS)
-        return result;
-    result = account_open(BLOCK_IPC, device, *pdptr, size);
-    if (result != CUDA_SUCCESS) {
-        ipc_close(*pdptr);
-        *pdptr = 0;
+    if (result == CUDA_SUCCESS && device >= 0 &&
+        driver->cuMemGetAddressRange(&base, &size, *pdptr) == CUDA_SUCCESS) {
+        result = account_open(BLOCK_IPC, device, *pdptr, size);
+        if (result != CUDA_SUCCESS) {
+            ipc_close(*pdptr);
+            *pdptr = 0;
+        }
     }
+    parking_end();
     return result;
 }
 
 CONTROL_EXPORT CUresult cuIpcOpenMemHandle(CUdeviceptr *pdptr, CUipcMemHandle handle,
                                            unsigned int Flags)
 {
+    parking_begin();
     return ipc_opened(parking_ipc_knows(&handle) ? parking_ipc_open(pdptr, &handle, Flags)
                                                  : real->cuIpcOpenMemHandle(pdptr, handle, Flags),
                       pdptr);
@@ -38,6 +41,7 @@ CONTROL_EXPORT CUresult cuIpcOpenMemHandle(CUdeviceptr *pdptr, CUipcMemHandle ha
 CONTROL_EXPORT CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *pdptr, CUipcMemHandle handle,
                                               unsigned int Flags)
 {
+    parking_begin();
     return ipc_opened(parking_ipc_knows(&handle)
                           ? parking_ipc_open(pdptr, &handle, Flags)
                           : real->cuIpcOpenMemHandle_v2(pdptr, handle, Flags),

@@ -267,6 +267,11 @@ void parking_lock_contexts(void)
     os_lock(&use_of_contexts);
 }
 
+bool parking_trylock_contexts(void)
+{
+    return os_trylock(&use_of_contexts);
+}
+
 void parking_unlock_contexts(void)
 {
     os_unlock(&use_of_contexts);

@@ -88,6 +88,7 @@ void parking_after_fork(void);
 
 /* Held by a thread that may end a context, or that uses one that the application made. */
 void parking_lock_contexts(void);
+bool parking_trylock_contexts(void);
 void parking_unlock_contexts(void);
 
 /* Synchronisations of contexts by the library. They would invalidate a capture, so a call that
@@ -135,6 +136,7 @@ struct parking_block {
     bool exported;   /* other processes may open it */
     struct parking_origin origin; /* of memory of another process; otherwise zero */
     uint32_t n_opened;            /* how often it was opened, if it is such memory */
+    bool charged; /* its last use has ended, and it is charged until its mapping has as well */
 };
 
 static inline bool parking_is_import(const struct parking_block *block)
@@ -197,9 +199,10 @@ bool parking_export(uint64_t address, struct parking_block *found);
 int parking_descriptor(uint64_t serial);
 
 /* Counts one more, or one less, use of memory of another process. Returns false if the table does
- * not have it. After the last use, it is marked as freed. */
+ * not have it. After the last use, it is marked as freed; with `later`, its mapping cannot end yet,
+ * and it is charged once more until then. */
 bool parking_use(const struct parking_origin *origin, uint64_t *basep);
-bool parking_unuse(uint64_t base, struct parking_block *found);
+bool parking_unuse(uint64_t base, bool later, struct parking_block *found);
 
 /* The blocks, ordered by address. Only for the thread that moves them, while no call is under
  * way. */

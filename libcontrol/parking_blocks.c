@@ -214,6 +214,8 @@ static void release(struct parking_block *block)
     if (parking_is_import(block)) { /* charged where it was opened; see memory.c */
         parking_unmap(block);
         driver->cuMemAddressFree(block->base, block->size);
+        if (block->charged)
+            account_give(0, block->size, true);
         return;
     }
     account_moves(0, block->size, parked);
@@ -233,6 +235,11 @@ bool parking_reap(bool idle)
     if (!parking_table_has_freed())
         return false;
     parking_enter(PARKING_STILL);
+    /* A context that another thread is ending must not be used. */
+    if (!idle && !parking_trylock_contexts()) {
+        parking_leave();
+        return false;
+    }
     while (parking_table_next_freed(&block)) {
         bool done = idle;
 
@@ -245,6 +252,8 @@ bool parking_reap(bool idle)
         release(&block);
         any = true;
     }
+    if (!idle)
+        parking_unlock_contexts();
     parking_leave();
     return any;
 }
@@ -305,17 +314,19 @@ bool parking_free_async(CUdeviceptr address, CUstream stream, CUresult *resultp)
 bool parking_close_import(CUdeviceptr address, CUresult *resultp)
 {
     struct parking_block block;
+    bool still = parking_sync_begin();
+    bool found = parking_unuse(address, !still, &block);
+    bool ends = found && still && !block.n_opened;
 
-    if (!parking_unuse(address, &block))
-        return false;
-    *resultp = CUDA_SUCCESS;
-    if (!block.n_opened && parking_sync_begin()) {
+    if (found)
+        *resultp = CUDA_SUCCESS;
+    if (ends)
         synchronize(parking_context(&block));
+    if (still)
         parking_sync_end();
-        if (parking_table_take(&block))
-            release(&block);
-    }
-    return true;
+    if (ends && parking_table_take(&block))
+        release(&block);
+    return found;
 }
 
 /* A context has ended, and with it the blocks that were allocated in it. The caller has entered. */

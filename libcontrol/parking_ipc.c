@@ -15,6 +15,7 @@
 #include "pages.h"
 #include "parking.h"
 
+#include <poll.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/prctl.h>
@@ -24,9 +25,13 @@
 
 #define IPC_MAGIC       0x4350497465676474ull /* "tdgetIPC" in memory */
 #define IPC_ANSWER_S    5                     /* longest wait for the other process, in seconds */
+#define IPC_REQUEST_NS  NS_PER_S              /* longest wait for what it sends upon connecting */
 #define IPC_END_NS      NS_PER_S              /* longest wait of exit() for an answer */
+#define IPC_ATTEMPTS    3
+#define IPC_NAP_NS      (20 * NS_PER_MS) /* after a connection that was lost */
 #define IPC_BACKLOG     64
-#define IPC_PEER_ACCESS 1 /* CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS */
+#define IPC_PEERS       64 /* connections whose requests are awaited at the same time */
+#define IPC_PEER_ACCESS 1  /* CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS */
 
 /* The contents of a handle. That of a block never changes: programs compare handles. */
 struct ipc_handle {
@@ -48,7 +53,8 @@ static struct os_lock own_lock;
 static struct {
     uint64_t process; /* 0: this process has not given out a handle yet */
     uint64_t secret[2];
-} own;
+    int listener;
+} own = {.listener = -1};
 static uint32_t serves; /* a thread answers */
 
 static struct os_lock open_lock;
@@ -67,6 +73,12 @@ static unsigned address_of(uint64_t process, struct sockaddr_un *address)
                  (unsigned long long)process);
     return (unsigned)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)n);
 }
+
+/* A signal, a stop or a freeze interrupts a call that has a time limit. */
+#define ipc_retry(result, call)                                                                    \
+    do                                                                                             \
+        (result) = (call);                                                                         \
+    while ((result) == -EINTR)
 
 static void set_patience(int fd)
 {
@@ -99,13 +111,13 @@ static void send_descriptor(int to, int fd)
 
 /* ---- the process that gives out handles ---- */
 
+/* Reads a request, which is sent as a whole upon connecting, and answers it. */
 static void answer(int fd)
 {
     struct ipc_request request;
     int exported = -1;
 
-    set_patience(fd);
-    if (os_call(SYS_recvfrom, fd, &request, sizeof request, MSG_WAITALL, NULL, NULL) !=
+    if (os_call(SYS_recvfrom, fd, &request, sizeof request, MSG_DONTWAIT, NULL, NULL) !=
             (long)sizeof request ||
         request.secret[0] != own.secret[0] || request.secret[1] != own.secret[1])
         return;
@@ -134,30 +146,80 @@ static int listen_at(void)
     return fd;
 }
 
-/* The program may close the socket, and open another file under its number. */
+/* Connections that have not sent a request yet, the oldest first. One that says nothing must not
+ * keep the others waiting. */
+struct ipc_peers {
+    unsigned n;
+    int fds[IPC_PEERS];
+    uint64_t since[IPC_PEERS];
+};
+
+static void drop_peer(struct ipc_peers *peers, unsigned which)
+{
+    os_close(peers->fds[which]);
+    peers->n--;
+    for (unsigned i = which; i < peers->n; i++) {
+        peers->fds[i] = peers->fds[i + 1];
+        peers->since[i] = peers->since[i + 1];
+    }
+}
+
+static void accept_peer(struct ipc_peers *peers, int listener)
+{
+    int fd = (int)os_call(SYS_accept4, listener, NULL, NULL, SOCK_CLOEXEC);
+
+    if (fd < 0) {
+        if (fd != -EINTR && fd != -EAGAIN && fd != -ECONNABORTED)
+            os_sleep(10 * NS_PER_MS); /* no more descriptors, for example */
+        return;
+    }
+    if (peers->n == IPC_PEERS)
+        drop_peer(peers, 0);
+    peers->fds[peers->n] = fd;
+    peers->since[peers->n++] = os_now();
+}
+
+/* Waits until a connection or a request arrives, and handles what has arrived. */
+static void serve_once(struct ipc_peers *peers, int listener)
+{
+    struct pollfd polled[IPC_PEERS + 1] = {{.fd = listener, .events = POLLIN}};
+    struct timespec limit = {.tv_sec = 1};
+    uint64_t now;
+
+    for (unsigned i = 0; i < peers->n; i++)
+        polled[i + 1] = (struct pollfd){.fd = peers->fds[i], .events = POLLIN};
+    os_call(SYS_ppoll, polled, peers->n + 1, peers->n ? &limit : NULL, NULL, 0);
+    now = os_now();
+    for (unsigned i = peers->n; i-- > 0;) {
+        if (polled[i + 1].revents)
+            answer(peers->fds[i]);
+        if (polled[i + 1].revents || now - peers->since[i] > IPC_REQUEST_NS)
+            drop_peer(peers, i);
+    }
+    if (polled[0].revents)
+        accept_peer(peers, listener);
+}
+
+/* The program may close the sockets, and open other files under their numbers. */
 static void *serve(void *argument)
 {
-    int fd = (int)(intptr_t)argument;
+    struct ipc_peers peers = {0};
+    struct gate_visit visit;
     uint64_t inode = 0;
 
+    (void)argument;
+    gate_visit_begin(&visit); /* for the life of the thread */
     parking_exempt();
     os_call(SYS_prctl, PR_SET_NAME, "tidegate-ipc");
-    pages_identify(fd, &inode, NULL);
+    pages_identify(own.listener, &inode, NULL);
     for (;;) {
-        int peer;
-
-        if (!pages_is_ours(fd, inode)) {
-            fd = listen_at();
-            if (fd < 0 || !pages_identify(fd, &inode, NULL))
+        if (!pages_is_ours(own.listener, inode)) {
+            peers.n = 0;
+            own.listener = listen_at();
+            if (own.listener < 0 || !pages_identify(own.listener, &inode, NULL))
                 break;
         }
-        peer = (int)os_call(SYS_accept4, fd, NULL, NULL, SOCK_CLOEXEC);
-        if (peer >= 0) {
-            answer(peer);
-            os_close(peer);
-        } else if (peer != -EINTR && peer != -ECONNABORTED) {
-            os_sleep(10 * NS_PER_MS); /* no more descriptors, for example */
-        }
+        serve_once(&peers, own.listener);
     }
     atomic_store_release(&serves, 0);
     return NULL;
@@ -167,7 +229,6 @@ static void *serve(void *argument)
 static bool be_served(void)
 {
     bool done = true;
-    int fd;
 
     os_lock(&own_lock);
     if (!own.process) {
@@ -181,12 +242,12 @@ static bool be_served(void)
         }
     }
     if (done && !atomic_load_acquire(&serves)) {
-        fd = listen_at();
-        done = fd >= 0;
+        own.listener = listen_at();
+        done = own.listener >= 0;
         atomic_store_release(&serves, done);
-        if (done && !helper_thread(serve, (void *)(intptr_t)fd)) {
+        if (done && !helper_thread(serve, NULL)) {
             atomic_store_release(&serves, 0);
-            os_close(fd);
+            os_close(own.listener);
             done = false;
         }
     }
@@ -234,24 +295,38 @@ bool parking_ipc_knows(const CUipcMemHandle *handle)
     return magic == IPC_MAGIC && parking_applies();
 }
 
-/* Returns a descriptor of the physical allocation, or -1. */
-static int fetch(const struct ipc_handle *handle)
+/* Connects, and reads the answer. Returns 1 if there was one. */
+static long ask(const struct ipc_handle *handle, int fds[PAGES_N_FDS])
 {
     struct ipc_request request = {.secret = {handle->secret[0], handle->secret[1]},
                                   .serial = handle->origin.serial};
     struct sockaddr_un address;
     unsigned length = address_of(handle->origin.process, &address);
-    int socket = pages_socket(0), fds[PAGES_N_FDS] = {-1, -1};
+    int socket = pages_socket(0);
     uint32_t byte;
+    long done;
 
     if (socket < 0)
-        return -1;
+        return socket;
     set_patience(socket);
-    if (os_call(SYS_connect, socket, &address, length) == 0 &&
-        os_call(SYS_sendto, socket, &request, sizeof request, MSG_NOSIGNAL, NULL, 0) ==
-            (long)sizeof request)
-        pages_receive(socket, 0, &byte, fds);
+    ipc_retry(done, os_call(SYS_connect, socket, &address, length));
+    if (done == 0)
+        ipc_retry(done,
+                  os_call(SYS_sendto, socket, &request, sizeof request, MSG_NOSIGNAL, NULL, 0));
+    if (done == (long)sizeof request)
+        ipc_retry(done, pages_receive(socket, 0, &byte, fds));
     os_close(socket);
+    return done;
+}
+
+/* Returns a descriptor of the physical allocation, or -1. If the other program has closed the
+ * socket, a first connection is lost with it, and makes the library open another one. */
+static int fetch(const struct ipc_handle *handle)
+{
+    int fds[PAGES_N_FDS] = {-1, -1};
+
+    for (unsigned i = 0; i < IPC_ATTEMPTS && ask(handle, fds) != 1; i++)
+        os_sleep(IPC_NAP_NS);
     for (unsigned i = 1; i < PAGES_N_FDS; i++)
         if (fds[i] >= 0)
             os_close(fds[i]);
@@ -318,9 +393,12 @@ CUresult parking_ipc_open(CUdeviceptr *addressp, const CUipcMemHandle *given, un
     memcpy(&handle, given, sizeof handle);
     if (!addressp || flags != IPC_PEER_ACCESS)
         return CUDA_ERROR_INVALID_VALUE;
+    if (!handle.origin.process)
+        return CUDA_ERROR_INVALID_HANDLE;
     if (handle.origin.process == own.process || pages_index_current() != 0)
         return CUDA_ERROR_INVALID_CONTEXT;
     parking_enter(PARKING_MEMORY);
+    parking_reap(false);
     os_lock(&open_lock);
     if (!parking_use(&handle.origin, &address))
         result = open_new(&address, &handle);
@@ -357,9 +435,13 @@ __attribute__((destructor)) static void ipc_finish(void)
     os_unlock(&serve_lock);
 }
 
-/* The socket is the parent's, and so are its handles. */
+/* The handles are the parent's. The child closes its copy of the socket, so that a process
+ * does not wait for an answer there when the parent has ended. */
 void parking_ipc_after_fork(void)
 {
+    if (own.process && atomic_load_relaxed(&serves))
+        os_close(own.listener);
+    own.listener = -1;
     own_lock.word = open_lock.word = serve_lock.word = 0;
     own.process = 0;
     serves = 0;

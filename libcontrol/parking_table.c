@@ -260,6 +260,7 @@ bool parking_export(uint64_t address, struct parking_block *found)
 int parking_descriptor(uint64_t serial)
 {
     int fd = -1;
+    long failed;
 
     os_lock(&table_lock);
     for (size_t i = 0; i < n_blocks; i++) {
@@ -270,8 +271,11 @@ int parking_descriptor(uint64_t serial)
         if (real->cuMemExportToShareableHandle(
                 &fd, block->handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0) != CUDA_SUCCESS)
             fd = -1;
-        else
-            exports_follow(block->handle, fd);
+        failed = fd < 0 ? 0 : exports_follow(block->handle, fd, false);
+        if (failed && failed != -EPERM) {
+            os_close(fd);
+            fd = -1;
+        }
         break;
     }
     os_unlock(&table_lock);
@@ -297,7 +301,7 @@ bool parking_use(const struct parking_origin *origin, uint64_t *basep)
     return found;
 }
 
-bool parking_unuse(uint64_t base, struct parking_block *found)
+bool parking_unuse(uint64_t base, bool later, struct parking_block *found)
 {
     struct parking_block *block;
     bool used;
@@ -306,8 +310,12 @@ bool parking_unuse(uint64_t base, struct parking_block *found)
     block = block_at(base);
     used = block && block->base == base && parking_is_import(block) && !block->freed;
     if (used) {
-        if (!--block->n_opened)
+        if (!--block->n_opened) {
+            block->charged = later;
+            if (later)
+                account_add(0, block->size, true);
             mark_freed(block);
+        }
         *found = *block;
     }
     os_unlock(&table_lock);

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from libcontrol import pages
+from libcontrol import layout, pages
 from tests.unit.memory_node import Agent, MemoryNode
 
 RESIDENT, CLOSING, PARKED, COMING = 0, 1, 3, 4
@@ -56,8 +58,13 @@ class ParkingNode(MemoryNode):
             os.close(arena)
 
     def order(self, *, resident: bool) -> None:
-        """Order that the memory is moved; the process looks after half a second at the latest."""
+        """Order that the memory is moved, and wake the threads that move it."""
         self.write("resident", int(resident))
+        view = ctypes.c_uint32.from_buffer(
+            self.grant, layout.grant_device(0) + layout.offsets(layout.GRANT_DEVICE)["resident"]
+        )
+        wake, number = 1, {"x86_64": 202, "aarch64": 98}[platform.machine()]
+        ctypes.CDLL(None).syscall(number, ctypes.byref(view), wake, 2**31 - 1, None, None, 0)
 
     def report(self, agent: Agent, name: str) -> int:
         """Read a field of what a process reports in its slot."""

@@ -608,6 +608,35 @@ def test_blocks_that_come_and_go_between_moves_keep_their_contents(
             assert agent.run(f"holds(blocks[{key}], {size}, {key})"), (n, key)
 
 
+@pytest.mark.slow
+def test_a_thousand_moves_change_no_bit(node: ParkingNode, agent: Agent) -> None:
+    draw = random.Random(11)  # noqa: S311 - the same sequence each time
+    sizes = [draw.choice([1, 2, 3, 5, 8, 13]) * MIB + draw.choice([0, 4096]) for _ in range(16)]
+    agent.run(
+        "blocks = []\n"
+        "def renew(i):\n"
+        "    address, size = blocks[i][:2]\n"
+        "    words = os.urandom(size)\n"
+        "    driver.call('cuMemcpyHtoD_v2', address, words, size)\n"
+        "    blocks[i] = address, size, words\n"
+        "def differs(i):\n"
+        "    address, size, words = blocks[i]\n"
+        "    found = ctypes.create_string_buffer(size)\n"
+        "    driver.call('cuMemcpyDtoH_v2', found, address, size)\n"
+        "    return found.raw != words\n"
+    )
+    for i, size in enumerate(sizes):
+        agent.run(f"blocks.append((driver.allocate({size}), {size}, b'')); renew({i})")
+    for n in range(500):
+        node.park(agent)
+        node.unpark(agent)
+        i = draw.randrange(len(sizes))
+        assert agent.run(f"differs({i})") is False, (n, i)
+        agent.run(f"renew({i})")
+    assert agent.run("[i for i in range(len(blocks)) if differs(i)]") == []
+    assert node.report(agent, "moved") >= 1000 * sum(sizes)
+
+
 @pytest.mark.parametrize("threads", [8])
 def test_many_threads_use_memory_while_it_moves(
     node: ParkingNode, agent: Agent, threads: int

@@ -147,7 +147,9 @@ class Admissions:
             together = self.containers.get(key)
             if together is not None:
                 _check_member(together, parsed)
-                return self._join(together, request, descriptors, pending)
+                answer = self._join(together, request, descriptors, pending)
+                await self._wait_for_room(*pending[-1])
+                return answer
             quotas = merge(shares)
             devices = self._allocations.claimed(shares[0][0], quotas)
             parking = self._allocations.use_shares(shares, parsed.capabilities)
@@ -162,14 +164,19 @@ class Admissions:
         pidfd = descriptors.pop(0)
         wanted = Wanted(request["id"], pidfd, quota, devices, owner, tuple(shares))
         made = await self._start(key, wanted, pending)
-        if made.parking is None:
-            try:
-                await self.make_room(made, 0)
-            except BaseException:
-                self.part(made, made.members[0], "refused")
-                raise
+        await self._wait_for_room(*pending[-1])
         self._log_admitted(made, request)
         return self._grant(made)
+
+    async def _wait_for_room(self, container: Container, member: Member) -> None:
+        """Wait until a container that is never parked has its memory; otherwise refuse a member."""
+        if container.parking is not None:
+            return
+        try:
+            await self.make_room(container, 0)
+        except BaseException:
+            self.part(container, member, "refused")
+            raise
 
     def _admitted_before(
         self, identifier: str, uses: Sequence[Use], pidfd: int

@@ -9,21 +9,19 @@ chooses the GPUs of a container, and `shortage` explains a refusal.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from governor.claims import Claim, ClaimShare, words
 from governor.completion import check_count, check_memory, complete_quota, may_park
 from governor.config import Config
 from governor.errors import OccupiedError, RefusedError
+from governor.gpu_quotas import CLAIMED, GpuQuotas, share_key, share_quota, unit_of
 from governor.placement import GpuState, Nearness, place
 from governor.quota import MIB, PARKABLE, Device, Quota, show_memory
 from governor.shortage import Room, refuse_any, refuse_named
 from oci_hook.request import Request
 from vdriver.nvml import Topology
-
-CLAIMED = "claim "
-"""Prefix of the names of claims' shares in the table; a container's name there is its key."""
 
 
 @dataclass(frozen=True)
@@ -45,46 +43,6 @@ class Nodes:
         return ", ".join(f"/dev/nvidia{minor}" for minor in sorted(self.minors))
 
 
-@dataclass
-class _Gpu:
-    device: Device
-    quotas: dict[str, Quota] = field(default_factory=dict)
-    strategy: str = "timeslice"
-    lost: str | None = None  # why it does not answer
-    closed: str | None = None  # why it temporarily takes no container, although it answers
-
-    @property
-    def memory_used(self) -> int:
-        return sum(quota.memory for quota in self.quotas.values())
-
-    @property
-    def memory_fixed(self) -> int:
-        """The memory of containers that may not be parked."""
-        return sum(quota.memory for quota in self.quotas.values() if not quota.parking)
-
-    @property
-    def memory_parkable(self) -> tuple[int, int]:
-        """The memory of containers that may be parked: that of the largest one, and of all."""
-        sizes = [quota.memory for quota in self.quotas.values() if quota.parking]
-        return max(sizes, default=0), sum(sizes)
-
-    def may_park(self, quota: Quota) -> bool:
-        """Return whether a container with this quota may be parked here.
-
-        The memory of clients of an MPS server is in the server's contexts.
-        """
-        return quota.parking and self.strategy == "timeslice"
-
-    @property
-    def compute_used(self) -> int:
-        return sum(quota.compute for quota in self.quotas.values())
-
-
-def share_key(claim: Claim, share: ClaimShare) -> str:
-    """Return the name of a claim's share in the allocation table."""
-    return f"{CLAIMED}{claim.uid} {share.name}"
-
-
 class AllocationTable:
     """The GPUs of the node, and the quotas granted on them.
 
@@ -100,7 +58,7 @@ class AllocationTable:
     ) -> None:
         self._config = config
         self._gpus = [
-            _Gpu(device, strategy=config.strategy_of(device.index, device.uuid))
+            GpuQuotas(device, strategy=config.strategy_of(device.index, device.uuid))
             for device in devices
         ]
         self._topology = topology or Topology()
@@ -170,7 +128,7 @@ class AllocationTable:
             )
         return reached
 
-    def _named(self, request: Request, nodes: Nodes) -> list[_Gpu]:
+    def _named(self, request: Request, nodes: Nodes) -> list[GpuQuotas]:
         """Return the GPUs that a request names.
 
         Raise RefusedError if the container cannot have them.
@@ -236,14 +194,29 @@ class AllocationTable:
         for gpu in self._gpus:
             gpu.quotas.pop(key, None)
 
-    def admit_claim(self, claim: Claim) -> None:
-        """Add the shares of a claim; on RefusedError, nothing changes."""
+    def admit_claim(self, claim: Claim) -> Claim:
+        """Add the shares of a claim, and return it as booked; on RefusedError, nothing changes."""
+        booked = replace(claim, parkable=self._may_park_claim(claim))
         try:
-            for share in claim.shares:
-                self._admit_share(claim, share)
+            for share in booked.shares:
+                self._admit_share(booked, share)
         except RefusedError:
             self.leave_claim(claim)
             raise
+        return booked
+
+    def _may_park_claim(self, claim: Claim) -> bool:
+        """Return whether the memory of a claim's containers may be parked.
+
+        A container may have all shares of its claim. If host memory is short, the claim is booked
+        as one whose memory stays on the GPU.
+        """
+        return (
+            self._config.memory.overbook > 1
+            and all(share.parking == "allowed" for share in claim.shares)
+            and len({share.device for share in claim.shares}) == 1
+            and sum(share.quota.memory for share in claim.shares) <= self._host_left()
+        )
 
     def _admit_share(self, claim: Claim, share: ClaimShare) -> None:
         gpu = self._claimed(claim, share.device)
@@ -260,30 +233,15 @@ class AllocationTable:
                 f" {share.strategy}, but that GPU is shared by {gpu.strategy}",
                 hint="leave strategy out, or configure the node to share that GPU in this way",
             )
-        quota = self._share_quota(claim, share, gpu)
-        room = self._room(gpu, quota)
+        quota = share_quota(claim, share, gpu)
+        room = self._room(gpu, quota, unit_of(share_key(claim, share)))
         if not room.holds(quota):
             short = f"{claim} asks for {room.short_of(quota)}"
             if quota.memory > room.whole:
                 raise RefusedError(short, hint=f"ask for {room.whole // MIB}Mi of memory at most")
             # The server knows which claims and containers occupy the GPU.
             raise OccupiedError(short, hint="wait", device=share.device)
-        try:
-            self._check_host(quota)
-        except RefusedError as e:
-            raise OccupiedError(
-                f"{claim}: {e.message}",
-                hint="wait, set parking: never in the claim's parameters, or raise memory.host in"
-                " the node's configuration",
-            ) from e
         gpu.quotas[share_key(claim, share)] = quota
-
-    def _share_quota(self, claim: Claim, share: ClaimShare, gpu: _Gpu) -> Quota:
-        """Return the quota of a share; a container has all shares of a request."""
-        may = self._config.memory.overbook > 1 and share.parking == "allowed"
-        devices = {one.device for one in claim.shares if one.request == share.request}
-        quota = replace(share.quota, parking=may and len(devices) == 1)
-        return replace(quota, parking=gpu.may_park(quota))
 
     def use_shares(
         self,
@@ -292,36 +250,60 @@ class AllocationTable:
     ) -> bool:
         """Return whether a container with these shares may be parked.
 
-        If it may not although its claim may, its memory now counts as memory that stays. Raise
-        RefusedError, and change nothing, if there is no room for that.
+        If it may not although a claim may, its memory counts as memory that stays until its end.
+        Raise RefusedError, and change nothing, if there is no room for that.
         """
         own = [(self._claimed(claim, share.device), claim, share) for claim, share in shares]
         before = [gpu.quotas[share_key(claim, share)] for gpu, claim, share in own]
-        others = sorted(set(capabilities) - PARKABLE)
-        parking = (
-            not others
-            and len({share.device for _, share in shares}) == 1
-            and all(self._share_quota(claim, share, gpu).parking for gpu, claim, share in own)
-            and sum(one.memory for one in before if not one.parking) <= self._host_left()
-        )
-        self.set_parking(shares, parking=parking)
-        if parking or not any(quota.parking for quota in before):
-            return parking
+        why = self._why_not_parked(own, sorted(set(capabilities) - PARKABLE))
+        self.set_parking(shares, parking=not why)
+        if not why or not any(claim.parkable for claim, _ in shares):
+            return not why
         for gpu in {gpu.device.uuid: gpu for gpu, _, _ in own}.values():
             whole = gpu.device.memory - self._config.memory_reserve
             if gpu.memory_fixed + gpu.memory_parkable[0] <= whole:
                 continue
             for (one, claim, share), quota in zip(own, before, strict=True):
                 one.quotas[share_key(claim, share)] = quota
-            why = f"asks for the capability {', '.join(others)}" if others else "has several GPUs"
             raise RefusedError(
-                f"the container's memory cannot be parked, because it {why}, and GPU"
+                f"the container's memory cannot be parked, because {why}, and GPU"
                 f" {gpu.device.index} has no room for"
                 f" {show_memory(sum(quota.memory for quota in before))} that stay there",
                 hint="set parking: never in the parameters of the claim, so that it is not booked"
                 " where there is no room",
             )
-        return parking
+        return False
+
+    def _why_not_parked(
+        self, own: Sequence[tuple[GpuQuotas, Claim, ClaimShare]], others: Sequence[str]
+    ) -> str:
+        """Return why a container with these shares may not be parked, or an empty string."""
+        if others:
+            return f"it asks for the capability {', '.join(others)}"
+        if len({claim.uid for _, claim, _ in own}) > 1:
+            return "it has shares of several claims"
+        if not all(share_quota(claim, share, gpu).parking for gpu, claim, share in own):
+            return "its claim was booked so, or the GPU is shared by mps"
+        staying = [
+            gpu.quotas[share_key(claim, share)].memory
+            for gpu, claim, share in own
+            if not gpu.quotas[share_key(claim, share)].parking
+        ]
+        # With `staying` empty, it counts already.
+        if staying and sum(staying) > self._host_left():
+            return "no host memory is left for it"
+        return ""
+
+    def release_shares(self, shares: Sequence[tuple[Claim, ClaimShare]]) -> None:
+        """Count shares that are no longer used as they were booked, if the host has room."""
+        for claim, share in shares:
+            gpu = next((one for one in self._gpus if one.device.uuid == share.device), None)
+            key = share_key(claim, share)
+            if gpu is None or key not in gpu.quotas or gpu.quotas[key].parking:
+                continue
+            quota = share_quota(claim, share, gpu)
+            if quota.parking and quota.memory <= self._host_left():
+                gpu.quotas[key] = quota
 
     def set_parking(self, shares: Sequence[tuple[Claim, ClaimShare]], *, parking: bool) -> None:
         """Note whether the container that has these shares may be parked."""
@@ -331,13 +313,20 @@ class AllocationTable:
             if gpu is not None and key in gpu.quotas:
                 gpu.quotas[key] = replace(gpu.quotas[key], parking=parking)
 
-    def change_claim(self, old: Claim, new: Claim) -> None:
-        """Replace a claim by another; on RefusedError, nothing changes."""
+    def change_claim(self, old: Claim, new: Claim) -> Claim:
+        """Replace a claim by another, and return it as booked; on RefusedError, nothing changes."""
+        before = [
+            (gpu, key, quota)
+            for gpu in self._gpus
+            for key, quota in gpu.quotas.items()
+            if key in {share_key(old, share) for share in old.shares}
+        ]
         self.leave_claim(old)
         try:
-            self.admit_claim(new)
+            return self.admit_claim(new)
         except RefusedError:
-            self.restore_claim(old)
+            for gpu, key, quota in before:
+                gpu.quotas[key] = quota
             raise
 
     def restore_claim(self, claim: Claim) -> tuple[str, ...]:
@@ -346,7 +335,10 @@ class AllocationTable:
         for share in claim.shares:
             if share.device in known:
                 gpu = known[share.device]
-                gpu.quotas[share_key(claim, share)] = self._share_quota(claim, share, gpu)
+                quota = share_quota(claim, share, gpu)
+                if quota.parking and quota.memory > self._host_left():
+                    quota = replace(quota, parking=False)
+                gpu.quotas[share_key(claim, share)] = quota
         return tuple(share.device for share in claim.shares if share.device not in known)
 
     def leave_claim(self, claim: Claim) -> None:
@@ -378,7 +370,7 @@ class AllocationTable:
                 )
         return tuple(gpu.device for gpu in gpus)
 
-    def _claimed(self, claim: Claim, uuid: str) -> _Gpu:
+    def _claimed(self, claim: Claim, uuid: str) -> GpuQuotas:
         for gpu in self._gpus:
             if gpu.device.uuid == uuid:
                 return gpu
@@ -401,7 +393,7 @@ class AllocationTable:
         """Stop admitting containers to a GPU, or resume (`reason` None); existing ones stay."""
         self._gpu(uuid).closed = reason
 
-    def _gpu(self, uuid: str) -> _Gpu:
+    def _gpu(self, uuid: str) -> GpuQuotas:
         return next(gpu for gpu in self._gpus if gpu.device.uuid == uuid)
 
     def describe(self) -> dict[str, Any]:
@@ -416,7 +408,7 @@ class AllocationTable:
             ],
         }
 
-    def _describe(self, gpu: _Gpu) -> dict[str, Any]:
+    def _describe(self, gpu: GpuQuotas) -> dict[str, Any]:
         any_quota = Quota(0, 0, 0, parking=self._config.memory.overbook > 1)
         room = self._room(gpu, any_quota)
         routes = []
@@ -444,7 +436,7 @@ class AllocationTable:
             "routes": routes,
         }
 
-    def _find(self, name: str) -> _Gpu:
+    def _find(self, name: str) -> GpuQuotas:
         for gpu in self._gpus:
             if name in (gpu.device.uuid, str(gpu.device.index)):
                 return gpu
@@ -461,18 +453,22 @@ class AllocationTable:
             hint="name one of those",
         )
 
-    def _offered(self, gpu: _Gpu) -> int:
+    def _offered(self, gpu: GpuQuotas) -> int:
         """Return the bytes to which the memory quotas on a GPU may add up."""
         whole = gpu.device.memory - self._config.memory_reserve
         times = self._config.memory.overbook if gpu.strategy == "timeslice" else 1
-        return max(int(whole * times), 0)
+        return max(min(int(whole * times), whole + self._config.memory.host_limit), 0)
 
-    def _room(self, gpu: _Gpu, quota: Quota) -> Room:
-        """Return what a GPU has left for a container that may or may not be parked, as `quota`."""
+    def _room(self, gpu: GpuQuotas, quota: Quota, unit: str = "") -> Room:
+        """Return what a GPU has left for a container that may or may not be parked, as `quota`.
+
+        `unit` names the claim to which the quota belongs.
+        """
         whole = gpu.device.memory - self._config.memory_reserve
         left = self._offered(gpu) - gpu.memory_used
-        largest, _ = gpu.memory_parkable
-        there = gpu.memory_fixed + (0 if gpu.may_park(quota) else largest)
+        sizes = gpu.parkable_by_unit()
+        beside = sizes[unit] if gpu.may_park(quota) else max(sizes.values(), default=0)
+        there = gpu.memory_fixed + beside
         return Room(
             gpu.device.index,
             max(min(left, whole - there), 0),
@@ -480,7 +476,7 @@ class AllocationTable:
             max(whole, 0),
         )
 
-    def _takes(self, gpu: _Gpu, request: Request) -> bool:
+    def _takes(self, gpu: GpuQuotas, request: Request) -> bool:
         """Return whether a GPU is shared in a way that the container wants or can use."""
         if request.strategy != "auto":
             return gpu.strategy == request.strategy
@@ -488,7 +484,7 @@ class AllocationTable:
         several = (len(request.devices) or request.gpus or 1) > 1
         return gpu.strategy == "timeslice" or not several
 
-    def _check_strategy(self, gpus: Sequence[_Gpu], request: Request) -> None:
+    def _check_strategy(self, gpus: Sequence[GpuQuotas], request: Request) -> None:
         """Refuse named GPUs that are shared by another strategy, or that take no container now."""
         for gpu in gpus:
             if not self._takes(gpu, request):
@@ -531,7 +527,7 @@ class AllocationTable:
                 " never",
             )
 
-    def _check(self, gpus: Sequence[_Gpu], quota: Quota) -> None:
+    def _check(self, gpus: Sequence[GpuQuotas], quota: Quota) -> None:
         """Refuse a quota that does not fit on each of these GPUs."""
         for gpu in gpus:
             if gpu.lost is not None:
@@ -543,7 +539,7 @@ class AllocationTable:
         if not all(room.holds(quota) for room in rooms):
             raise refuse_named(rooms, quota, self._config.context_memory)
 
-    def _place(self, quota: Quota, count: int, request: Request, nodes: Nodes) -> list[_Gpu]:
+    def _place(self, quota: Quota, count: int, request: Request, nodes: Nodes) -> list[GpuQuotas]:
         within = [gpu for gpu in self._gpus if nodes.has(gpu.device)]
         if nodes.minors and len(within) < count:
             raise RefusedError(

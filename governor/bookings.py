@@ -155,7 +155,7 @@ class Bookings:
             return
         if known is None:
             self._part_ended({share.device for share in claim.shares})
-            self._allocations.admit_claim(claim)
+            claim = self._allocations.admit_claim(claim)
             try:
                 self._state.put_claim(claim)
             except StateError:
@@ -169,7 +169,7 @@ class Bookings:
                     f" and cannot be changed to {claim.amounts()}",
                     hint="wait until that container has ended",
                 )
-            self._allocations.change_claim(known, claim)
+            claim = self._allocations.change_claim(known, claim)
             try:
                 self._state.put_claim(claim)
             except StateError:
@@ -270,6 +270,10 @@ class Bookings:
 
     def leave(self, uses: Sequence[Use]) -> None:
         """Handle the end of the last container with these shares."""
+        known = [(self.claims[uid], name) for uid, name in uses if uid in self.claims]
+        self._allocations.release_shares(
+            [(claim, one) for claim, name in known for one in claim.shares if one.name == name]
+        )
         for uid in {uid for uid, _ in uses}:
             claim = self.claims.get(uid)
             if claim is not None and claim.leaving:

@@ -50,6 +50,8 @@ class Claim:
     name: str
     shares: tuple[ClaimShare, ...]
     leaving: bool = False
+    parkable: bool = False
+    """Whether it was booked as one whose containers may be parked."""
 
     def __str__(self) -> str:
         return f"claim {self.namespace}/{self.name}"
@@ -67,6 +69,7 @@ class Claim:
             "uid": self.uid,
             "namespace": self.namespace,
             "name": self.name,
+            **({"parkable": True} if self.parkable else {}),
             "shares": [
                 {
                     "name": share.name,
@@ -83,8 +86,10 @@ class Claim:
         }
 
     def same(self, other: Claim) -> bool:
-        """Return whether two claims are equal, apart from `leaving`."""
-        return replace(self, leaving=False) == replace(other, leaving=False)
+        """Return whether two claims are equal, apart from `leaving` and `parkable`."""
+        return replace(self, leaving=False, parkable=False) == replace(
+            other, leaving=False, parkable=False
+        )
 
 
 def parse_claim(document: Mapping[str, Any], *, leaving: bool = False) -> Claim:
@@ -108,7 +113,14 @@ def parse_claim(document: Mapping[str, Any], *, leaving: bool = False) -> Claim:
         for one in document["shares"]
     ]
     shares.sort(key=lambda share: share.name)
-    claim = Claim(document["uid"], document["namespace"], document["name"], tuple(shares), leaving)
+    claim = Claim(
+        document["uid"],
+        document["namespace"],
+        document["name"],
+        tuple(shares),
+        leaving,
+        parkable=document.get("parkable", False),
+    )
     names = [share.name for share in shares]
     if len(set(names)) != len(names):
         raise RequestError(

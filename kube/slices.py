@@ -148,7 +148,8 @@ def _attributes(
         "strategy": {"string": gpu["strategy"]},
     }
     if gpu["memory"] and "memory_offered" in gpu:
-        percent = round(100 * gpu["memory_offered"] / gpu["memory"])
+        # Rounded up: 100 says that nothing is granted twice.
+        percent = -(-100 * gpu["memory_offered"] // gpu["memory"])
         attributes["memoryOverbook"] = {"int": percent}
     for name, value in (
         ("driverVersion", answer.get("driver")),

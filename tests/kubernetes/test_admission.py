@@ -95,6 +95,8 @@ def test_the_policies_match_the_schemas() -> None:
     assert _list_after(parameters, "document.strategy in") == strategies
     classes = set(schema()["properties"]["class"]["enum"])
     assert _list_after(parameters, 'document["class"] in') == classes
+    parking = set(schema()["properties"]["parking"]["enum"])
+    assert _list_after(parameters, "document.parking in") == parking
     hook = json.loads((ROOT / "oci_hook/annotations.schema.json").read_text())["properties"]
     annotations = _expressions("tidegate-annotations")
     assert _list_after(annotations, "(key.substring(13) in") == {

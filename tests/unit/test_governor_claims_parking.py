@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from governor.config import MemoryOptions
 from governor.errors import OccupiedError, RefusedError
-from tests.unit.test_governor_claims import FREE, GIB, ClaimsWorld, share, told, use
+from tests.unit.test_governor_claims import FREE, GIB, ClaimsWorld, share, told, until, use
 from tests.unit.test_governor_claims import run as run_in
 
 TWICE = MemoryOptions(overbook=2.0, host=100 * GIB)
@@ -119,28 +120,109 @@ def test_containers_that_share_a_claim_are_parked_together() -> None:
     run(scene)
 
 
-def test_a_container_with_shares_of_two_gpus_is_never_parked() -> None:
+def test_a_claim_for_which_the_host_has_no_room_stays_on_the_gpu() -> None:
     async def scene(world: ClaimsWorld) -> None:
-        shares = [share(f"{gpu}/0", gpu=gpu, memory=10 * GIB, compute=10) for gpu in range(2)]
-        world.claim(told("a", *shares))
-        world.claim(part("b", 10))
-        with pytest.raises(RefusedError, match="because it has several GPUs"):
-            await world.admit("refused", use("a", "0/0", "1/0"))
-        assert world.booked() == (20 * GIB, 20)
-        world.server.bookings.unclaim("b")
-        await world.admit("one", use("a", "0/0", "1/0"))
+        world.claim(part("a", 10))
+        world.claim(part("b", 3))  # 2 GiB of host memory are left
+        assert [world.claims()[uid].get("parkable", False) for uid in "ab"] == [True, False]
+        await world.admit("one", use("b"))
         assert not parks(world, "one")
+        with pytest.raises(OccupiedError, match="2560 MiB is left"):
+            world.claim(part("c", 3))
+        world.claim(part("c", 2))
+        assert world.claims()["c"]["parkable"]
+
+    run(scene, MemoryOptions(overbook=2.0, host=12 * GIB))
+
+
+def test_a_claim_that_never_fits_into_the_host_is_booked_as_without_overbooking() -> None:
+    async def scene(world: ClaimsWorld) -> None:
+        world.claim(part("a", 15))
+        await world.admit("one", use("a"))
+        assert not parks(world, "one")
+        told_about = world.server._allocations.describe()["gpus"][0]
+        assert told_about["memory_offered"] == FREE + 4 * GIB
+
+    run(scene, MemoryOptions(overbook=2.0, host=4 * GIB))
+
+
+def test_all_shares_of_a_claim_fit_together() -> None:
+    """A container that names a claim without a request has all of its shares."""
+
+    async def scene(world: ClaimsWorld) -> None:
+        two = [share(f"{name}/0", memory=10 * GIB, compute=10) for name in "ab"]
+        with pytest.raises(RefusedError, match="5632 MiB is left"):
+            world.claim(told("a", *two))
+        assert world.booked() == (0, 0)
+        two = [share(f"{name}/0", memory=5 * GIB, compute=10) for name in "ab"]
+        world.claim(told("a", *two))
+        await world.admit("one", use("a", "a/0", "b/0"))
+        assert parks(world, "one")
+        with pytest.raises(OccupiedError, match="5632 MiB is left"):
+            world.claim(part("b", 6, parking="never"))
+        world.claim(part("b", 5, parking="never"))
 
     run(scene)
 
 
-def test_the_host_has_room_for_all_claims_that_may_be_parked() -> None:
+def test_a_container_with_shares_of_two_claims_is_never_parked() -> None:
     async def scene(world: ClaimsWorld) -> None:
-        world.claim(part("a", 10))
-        with pytest.raises(OccupiedError, match="2048 MiB are left, but 3072 MiB are needed"):
-            world.claim(part("b", 3))
-        world.claim(part("b", 3, parking="never"))
-        assert world.booked() == (13 * GIB, 20)
+        for uid in "ab":
+            world.claim(part(uid, 7))
+        await world.admit("one", use("a"), use("b"))
+        assert not parks(world, "one")
+        await world.end("one")
+        world.claim(part("c", 2))
+        with pytest.raises(RefusedError, match="because it has shares of several claims"):
+            await world.admit("refused", use("a"), use("b"))
+
+    run(scene)
+
+
+def test_what_a_container_changed_ends_with_it() -> None:
+    async def scene(world: ClaimsWorld) -> None:
+        world.claim(part("a", 8))
+        await world.admit("one", use("a"), **GRAPHICS)
+        gpu = world.server._allocations._gpus[0]
+        assert gpu.memory_fixed == 8 * GIB
+        await world.end("one")
+        await until(lambda: not gpu.memory_fixed)
+        assert gpu.memory_parkable == (8 * GIB, 8 * GIB)
+
+    run(scene)
+
+
+def test_a_lowered_factor_applies_to_claims_that_are_booked_from_then_on() -> None:
+    async def scene(world: ClaimsWorld) -> None:
+        for uid in "abc":
+            world.claim(part(uid, 10))
+        await world.admit("one", use("a"))
+        world.config = replace(world.config, memory=replace(TWICE, overbook=1.0))
+        await world.restart()
+        assert parks(world, "one")
+        await world.admit("two", use("b"))
+        assert parks(world, "two")
+        with pytest.raises(RefusedError, match="asks for the capability graphics"):
+            await world.admit("refused", use("c"), **GRAPHICS)
+        with pytest.raises(OccupiedError):
+            world.claim(part("d", 1))
+
+    run(scene)
+
+
+def test_after_a_restart_the_host_has_room_for_all_that_may_be_parked() -> None:
+    async def scene(world: ClaimsWorld) -> None:
+        world.claim(part("a", 8))
+        await world.admit("one", use("a"), **GRAPHICS)
+        world.claim(part("b", 7))
+        await world.end("one", wait=False)
+        await world.restart()
+        gpu = world.server._allocations._gpus[0]
+        assert gpu.memory_parkable[1] <= 12 * GIB
+        await world.admit("two", use("a"))
+        await world.admit("three", use("b"))
+        assert gpu.memory_parkable[1] <= 12 * GIB
+        assert parks(world, "two") != parks(world, "three")
 
     run(scene, MemoryOptions(overbook=2.0, host=12 * GIB))
 

@@ -78,7 +78,8 @@ def source(tmp_path: Path, require: Callable[..., None], monkeypatch: pytest.Mon
     require("gcc", "runc")
     path = tmp_path / "programs"
     shutil.copytree(images.SOURCE, path)
-    monkeypatch.setattr(programs, "SOURCE", path)
+    for module in (images, programs):
+        monkeypatch.setattr(module, "SOURCE", path)
     return path
 
 

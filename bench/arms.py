@@ -20,11 +20,11 @@ class ArmContainer:
     compute: int
     unit_us: int = 500
     limit: int | None = None
-    """Cap up to which it may be lent time, percent; None: its guarantee, and no more."""
+    """Cap up to which it may be lent time, in percent; None: no more than its guarantee."""
     gap_us: int = 0
     """Pause after each unit, in microseconds."""
     bursts: int = 0
-    """Seed of its bursts: it alternates between 0.2 to 2 s of work and rest; 0: no bursts."""
+    """Seed of its bursts: it alternates between working for 0.2 to 2 s and resting; 0: none."""
     depth: int = 64
     """Units that it launches ahead."""
     form: str = ""
@@ -154,8 +154,8 @@ def _scripted() -> dict[str, Arm]:
             visitors=(ArmContainer(70),),
             times=3,
         ),
-        # The witness's cap leaves 40 % of the time to the victim, which lives on lent time. So the
-        # victim has the GPU at four in ten kills.
+        # The witness's cap leaves 40 % of the time to the victim, nearly all of which is lent to
+        # it. The victim therefore holds the GPU in about four of ten kills.
         "killed": Arm(
             (ArmContainer(50, limit=60),),
             native=False,

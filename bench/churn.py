@@ -283,9 +283,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kills", action="store_true", help="kill the governor every 20 s")
     parser.add_argument("--scheduling", choices=["hardware", "gate"], default="hardware")
     parser.add_argument(
-        "--solo", type=float, default=3.0, help="seconds of each job's solo run (default: 3)"
+        "--solo", type=float, default=3.0, help="duration of each job's solo run (default: 3 s)"
     )
-    parser.add_argument("--simulated", action="store_true", help="even if there is a real GPU")
+    parser.add_argument("--simulated", action="store_true", help="use a simulated GPU in any case")
     parser.add_argument("--output", type=Path, default=ROOT / "build/churn")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
     args = parser.parse_args(argv)

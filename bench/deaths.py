@@ -1,4 +1,4 @@
-"""Two containers that do not fit together, and whose processes are killed all the time.
+"""Measures two containers that do not fit on the GPU together, and whose processes are killed.
 
 Both run bench/oom_stress.c with blocks of cuMemAlloc, so that all of their memory can be parked,
 and share the GPU in turns. Meanwhile the driver's NVML is read fifty times a second. In the end the
@@ -25,7 +25,8 @@ N_CONTAINERS = 2
 SAMPLE_S = 0.02
 LOOK_S = 1.0
 LEFT = 64 * MIB
-"""Memory by which the host and the GPU may differ at the end, in bytes: others use them as well."""
+"""Memory, in bytes, that may be in use at the end on the GPU, or on the host, beyond what was in
+use before the run: other programs use both as well."""
 
 
 def shared_memory() -> int:
@@ -84,7 +85,7 @@ def watch(node: BenchNode, nvml: Nvml, uuid: str, containers: list[Running]) -> 
     began = looked = time.monotonic()
     while any(one.process.poll() is None for one in containers):
         processes = nvml.processes(uuid)
-        # A killed process keeps its entry for a moment, when /proc no longer has it.
+        # NVML lists a killed process for a moment after it has disappeared from /proc.
         known = {one.pid: known.get(one.pid) or namespace_of(one.pid) for one in processes}
         at = round(time.monotonic() - began, 4)
         times.append(at)

@@ -29,10 +29,10 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def bootstrap_rounds(rounds: Sequence[Sequence[float]], seed: int = 1) -> list[float]:
-    """Return the sorted means of the rounds' medians, of samples drawn with replacement.
+    """Return the sorted means of the rounds' medians, one mean for each sample.
 
-    Rounds are drawn first, then values within each, so that the result covers differences between
-    rounds as well as those within a round.
+    The samples are drawn with replacement: rounds first, then values within each, so that the
+    result covers differences between rounds as well as those within a round.
     """
     draw = random.Random(seed)  # noqa: S311 - a sample, not a secret
     return sorted(

@@ -442,7 +442,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=ROOT / "build/programs")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
     parser.add_argument("--runtime", default="runc", help="runc or crun")
-    parser.add_argument("--simulated", action="store_true", help="even if there is a real GPU")
+    parser.add_argument("--simulated", action="store_true", help="use a simulated GPU in any case")
     args = parser.parse_args(argv)
     named = [(ENGINES if name == "engines" else (name,)) for name in args.names]
     args.names = list(dict.fromkeys(itertools.chain.from_iterable(named)))

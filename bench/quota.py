@@ -61,11 +61,12 @@ NATIVE_STEP_NS = 100 * NS_PER_MS
 NATIVE_S = 4.0
 """Maximum duration of an arm without Tidegate, in seconds; only its total is compared."""
 
-LEAST_S = 40.0
-"""Time limit for cleaning up after an arm, seconds."""
+CLEANUP_S = 40.0
+"""Time limit for cleaning up after an arm, in seconds."""
 
 SPARE_S = 1.0
-"""Time for which a container works beyond the measurement, in seconds, because it starts late."""
+"""Extra time for which a container works, in seconds, so that it still works at the end of the
+measurement if it started late."""
 
 FOREVER_S = 600.0
 """Duration that is passed to a container that a script ends, in seconds."""
@@ -92,7 +93,7 @@ def processor_time(pid: int, thread: str | None = None) -> float:
     return sum(found.values()) if thread is None else found.get(thread, 0.0)
 
 
-def children(pid: int) -> list[int]:
+def process_tree(pid: int) -> list[int]:
     """Return a process and all its descendants."""
     found = [pid]
     for one in found:
@@ -109,7 +110,7 @@ class ProcessorClock:
 
     def __init__(self, node: BenchNode, containers: Sequence[Running]) -> None:
         self.governor = node.governor_pid
-        self.tenants = [pid for one in containers for pid in children(one.seen.get("pid", 0))]
+        self.tenants = [pid for one in containers for pid in process_tree(one.seen.get("pid", 0))]
 
     def read(self) -> dict[str, float]:
         """Return the seconds so far."""
@@ -335,7 +336,7 @@ def try_arm(
         if not args.limit:
             raise
         say(f"{name:16} {type(e).__name__}: {e}")
-        with time_limit(LEAST_S, "the end of an arm"):
+        with time_limit(CLEANUP_S, "cleaning up after an arm"):
             node.clear()
         return None
     say(f"{name:16} {json.dumps(summarise(result))}")
@@ -405,9 +406,9 @@ def main(argv: list[str] | None = None) -> int:
         help="time limit of each arm; an arm that exceeds it or fails does not stop the run",
     )  # fmt: skip
     parser.add_argument(
-        "--solo", type=float, default=4.0, help="seconds of each job's solo run (default: 4)"
+        "--solo", type=float, default=4.0, help="duration of each job's solo run (default: 4 s)"
     )
-    parser.add_argument("--simulated", action="store_true", help="even if there is a real GPU")
+    parser.add_argument("--simulated", action="store_true", help="use a simulated GPU in any case")
     parser.add_argument("--output", type=Path, default=ROOT / "build/quota")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
     args = parser.parse_args(argv)

@@ -29,7 +29,8 @@ from bench.progress import (
 )
 
 WAIT_NS = 500_000
-"""Shortest wait that counts, ns: shorter ones are context switches and variations of the units."""
+"""Shortest wait that counts, in ns: shorter ones are context switches and variations in the
+duration of units."""
 
 LONGEST_NS = 3000 * NS_PER_MS
 """Maximum time that a unit may take alone, ns."""

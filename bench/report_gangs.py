@@ -19,7 +19,7 @@ checked. Hogs are containers that always have work on one GPU. The columns:
 
 In the part `restart` the governor is killed with SIGKILL and started again. "Back" is the time from
 the new governor's first answer until the work in 100 ms was within 5 points of the share for the
-first time. "Second second" is the share from 1 to 2 s after that answer.
+first time. "Work, 1 to 2 s" is the work in the second from 1 to 2 s after that answer.
 """
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]], str]
@@ -108,7 +108,7 @@ def tenants_table(summary: Mapping[str, Any]) -> Table:
     ]
     head = (
         "arm", "container", "GPU", "share", "work", "charged", "error, 1 s", "back, ms",
-        "second second, %",
+        "work, 1 to 2 s, %",
     )  # fmt: skip
     return head, rows, "llrrrrrrr"
 

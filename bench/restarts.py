@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--scheduling", choices=["hardware", "gate"], default="hardware")
-    parser.add_argument("--simulated", action="store_true", help="even if there is a real GPU")
+    parser.add_argument("--simulated", action="store_true", help="use a simulated GPU in any case")
     parser.add_argument("--output", type=Path, default=ROOT / "build/restarts")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
     args = parser.parse_args(argv)

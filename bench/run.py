@@ -53,8 +53,8 @@ def read_json(path: pathlib.Path, runner: str = "bench.demo") -> dict[str, Any]:
         found = json.loads(path.read_text())
     except FileNotFoundError:
         raise ResultError(
-            f"{path} is missing: run `python -m {runner}`, and name with --from the directory"
-            f" that its {path.name} is in"
+            f"{path} is missing: run `python -m {runner}`, and pass the directory that"
+            f" contains its {path.name} with --from"
         ) from None
     if not isinstance(found, dict):
         raise ResultError(f"{path} does not hold a JSON object")
@@ -341,7 +341,7 @@ def keep_report(
     summarise: Callable[[dict[str, Any]], dict[str, Any]],
     configuration: Sequence[str],
 ) -> dict[str, Any]:
-    """Return the result of a suite with a report that has all raw data and a summary."""
+    """Return the result of a suite whose report contains all raw data and a summary."""
     report, run = read_run(options.source / f"{suite}.json", f"bench.{suite}")
     gpu, claimed = report.pop("gpu"), report.pop("summary")
     name_commit(run, options.commit)

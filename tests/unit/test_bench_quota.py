@@ -22,7 +22,7 @@ from bench.machine import MachineError, burner_command
 from bench.node import BenchNode
 from bench.progress import Profile, Progress, Stamp
 from bench.provenance import describe_run
-from bench.quota import children, group, main, processor_time, processor_times, try_arm
+from bench.quota import group, main, process_tree, processor_time, processor_times, try_arm
 from bench.quota_measure import spans_of, summarise, waits, windows, work
 from bench.report_quota import describe_arm, row_of
 from governor.config import Config
@@ -147,7 +147,7 @@ def test_processor_time_is_of_a_process_and_its_threads() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
     ) as child:
-        assert child.pid in children(os.getpid())
+        assert child.pid in process_tree(os.getpid())
         while processor_time(child.pid) < 0.2:
             assert child.poll() is None
         assert processor_time(child.pid, "no-such-thread") == 0

@@ -79,7 +79,10 @@ def test_samples_of_another_run_are_refused(demo, tmp_path, capsys):
 
 def test_a_directory_without_a_run_says_what_was_expected(tmp_path, capsys):
     assert keep(tmp_path, tmp_path / "r.json") == 1
-    assert "run `python -m bench.demo`, and name with --from" in capsys.readouterr().err
+    assert (
+        "run `python -m bench.demo`, and pass the directory that contains its"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +91,10 @@ def test_a_directory_without_a_run_says_what_was_expected(tmp_path, capsys):
 )
 def test_each_suite_says_which_run_it_is_made_of(suite, runner, tmp_path, capsys):
     assert run.main(["--suite", suite, "--from", str(tmp_path)]) == 1
-    assert f"run `python -m {runner}`, and name with --from" in capsys.readouterr().err
+    assert (
+        f"run `python -m {runner}`, and pass the directory that contains its"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_report_of_another_suite_is_refused(demo, tmp_path, capsys):

@@ -44,8 +44,8 @@ DIRECTORY = "mps"
 READY_S = 10.0
 POLL_S = 0.1
 SHORTEST_S, LONGEST_S = 0.2, 10.0
-"""Shortest and longest pause between two starts, in seconds; it doubles while the daemon keeps
-ending."""
+"""Shortest and longest pause between two starts, in seconds. The pause doubles each time the daemon
+ends again."""
 LIVED_S = 60.0
 """If the daemon ran for at least this time, in seconds, the next pause is the shortest again."""
 LOG_LIMIT = 8 << 20
@@ -268,7 +268,7 @@ class Mps:
                 await self._serve()
                 reason = "its MPS daemon has ended, and is being restarted"
             except (OSError, GovernorError) as e:
-                reason = f"its MPS daemon does not start: {e}"
+                reason = f"its MPS daemon cannot be started: {e}"
             self._forget()
             self._set("down", reason)
             if self._was_killed or time.monotonic() - began > LIVED_S:

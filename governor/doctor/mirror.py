@@ -95,7 +95,7 @@ def room(node: ExaminedNode) -> Iterator[Finding]:
                 "free some space, for example with tidegate gc",
             )
         elif status.f_files and status.f_favail < 1000:
-            yield state(f"{status.f_favail} inodes are free in {path}", "remove files there")
+            yield state(f"only {status.f_favail} inodes are free in {path}", "remove files there")
         else:
             yield ok(f"{free >> 20} MiB are free for {what} in {path}")
 

@@ -20,8 +20,8 @@ START_S = 10.0
 """Longest wait for the service, in seconds; the service manager starts it at the first
 connection."""
 CALL_S = 10.0
-"""Longest wait for a call that usually takes a millisecond, in seconds. After it, the GPU's time is
-divided by grants."""
+"""Longest wait, in seconds, for a call that usually takes a millisecond. If a call takes longer,
+the GPU's time is divided by grants from then on."""
 FIND_S = 120.0
 """Longest wait for a search, in seconds; a thorough one takes some seconds."""
 N_TRIES = 20
@@ -91,7 +91,8 @@ class RemoteHardware:
 class RemoteWatchdog:
     """The service's watchdog, with the interface of `watchdog.Watchdog`.
 
-    With each request for the used time, the service reports to it that the governor is alive.
+    Each request for the used time also makes the service report to the watchdog that the governor
+    is alive.
     """
 
     def __init__(self, channel: Channel) -> None:

@@ -124,7 +124,7 @@ class _SteeredContainers:
 
 
 class GangCoordinator:
-    """Lets containers run on several GPUs at once, steered or by grants."""
+    """Lets a container run on several GPUs at once, whether steered or shared by grants."""
 
     def __init__(self, grants: Runners) -> None:
         self.board, self.grants = Board(), grants
@@ -163,7 +163,8 @@ class HardwareRunner(Runner):
         `opens` opens the GPU, on the steering thread. Until then, grants divide its time. If
         the event that it is passed is set, `opens` returns early. After a failure, it is called
         again after `again_s` seconds at first. `busy` returns NVML's samples of the GPU since a
-        time, in us since 1970. `together` is shared by the GPUs of the node.
+        given time, which is in microseconds since 1970. `together` is shared by the GPUs of the
+        node.
         """
         super().__init__(library, config, together=together.grants if together else None)
         self._board = together.board if together else Board()
@@ -299,8 +300,8 @@ class HardwareRunner(Runner):
                     lambda steering: steering.take(found.tenant, found.pid, found.held)
                 )
             elif found.thorough:
-                # After an ordinary search this may still be an old client, which only a thorough
-                # search finds.
+                # An ordinary search misses a client that is older than thousands of others, so only
+                # a thorough search shows that the process has none.
                 self._run_on_thread(lambda steering: steering.miss(found.pid))
 
     # ---- the steering thread ----
@@ -341,7 +342,7 @@ class HardwareRunner(Runner):
             raise
 
     def _steer(self, hardware: Closeable, watchdog: WatchdogProtocol) -> bool:
-        """Steer the GPU until that fails, or until the end; return True at the end."""
+        """Steer the GPU until that fails or the runner is closed; return True if it was closed."""
         steering: Steering[Any] | None = None
         try:
             steering = Steering(

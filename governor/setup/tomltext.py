@@ -21,7 +21,7 @@ Path = tuple[str, ...]
 class Statement:
     """A header, or a key with its value: from its first character to the end of its line."""
 
-    path: Path  # of the header, or of the key alone
+    path: Path  # of the header; that of a key is relative to the header above it
     header: bool
     start: int
     end: int
@@ -126,7 +126,7 @@ def append(text: str, block: str) -> str:
 
 
 def merged(tree: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return two documents merged: tables are combined, other values of the second win."""
+    """Return two documents merged: tables are combined; other values come from the second one."""
     result = dict(tree)
     for key, value in other.items():
         old = result.get(key)
@@ -254,7 +254,7 @@ def _top(text: str, key: str) -> Statement | None:
 
 
 def _elements(text: str, opened: int) -> list[tuple[int, int]]:
-    """Return the positions of the elements of the array that opens here."""
+    """Return the positions of the elements of the array whose bracket is at `opened`."""
     found = []
     at = opened + 1
     while text[at] != "]":

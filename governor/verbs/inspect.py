@@ -148,7 +148,7 @@ def _fields(one: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "", ""
         yield "MPS server", ", ".join(f"{name} {value}" for name, value in one["mps"].items())
     for use in one["elsewhere"]:
-        yield "not its own", describe_elsewhere(use)
+        yield "other GPU", describe_elsewhere(use)
     if unknown := unknown_of(one):
         yield "unknown", f"functions that the control library does not know: {unknown}"
     for episode in one["violations"]:
@@ -171,7 +171,7 @@ def _parking_fields(parking: dict[str, Any] | None) -> Iterator[tuple[str, str]]
 
 def _device_fields(device: dict[str, Any]) -> Iterator[tuple[str, str]]:
     used, peak = device["memory_used"] // MIB, device["memory_peak"] // MIB
-    yield "  memory", f"{used} MiB used, {peak} MiB at most"
+    yield "  memory", f"{used} MiB used, peak {peak} MiB"
     used, own, lent = map(percent, _parts(device["delivered"], device["lent"]))
     use = f"{used} % of the GPU used ({own} % of its own, {lent} % lent)"
     yield "  last 2 s", f"{use}; calls waited {waiting(device)}"
@@ -180,7 +180,7 @@ def _device_fields(device: dict[str, Any]) -> Iterator[tuple[str, str]]:
     parts = _parts(device["charged_ns"] / 1e9, device["lent_ns"] / 1e9)
     used, own, lent = (f"{part:.1f} s" for part in parts)
     waited = f"{device['wait_ns'] / 1e9:.1f} s"
-    yield "  in all", f"{used} used ({own} of its own, {lent} lent); calls waited {waited}"
+    yield "  in total", f"{used} used ({own} of its own, {lent} lent); calls waited {waited}"
     half, most = (wait_bound_ms(device["grant_waits"], part) for part in (0.5, 0.99))
     if half is not None and most is not None:
         yield "  for a grant", f"half of the waits took {_bound(half)}, 99 % {_bound(most)}"

@@ -569,7 +569,7 @@ def test_inspect_shows_lent_time_in_the_unit_of_used_time(node: GovernorNode) ->
     fields = {name.strip(): value for name, value in inspect._device_fields(device)}
     used = "60 % of the GPU used (40 % of its own, 20 % lent); calls waited 100 %"
     assert fields["last 2 s"] == used
-    assert fields["in all"] == "42.0 s used (30.0 s of its own, 12.0 s lent); calls waited 3.0 s"
+    assert fields["in total"] == "42.0 s used (30.0 s of its own, 12.0 s lent); calls waited 3.0 s"
     device |= {"delivered": None, "lent": None, "waited": None}
     fields = {name.strip(): value for name, value in inspect._device_fields(device)}
     used = "? % of the GPU used (? % of its own, ? % lent); calls waited ?"

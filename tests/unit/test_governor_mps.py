@@ -250,7 +250,7 @@ def test_a_daemon_that_does_not_start_is_down_and_retried(short: Path) -> None:
         task = asyncio.get_running_loop().create_task(made.run())
         await until(lambda: made.state == "down")
         assert made.reason is not None
-        assert made.reason.startswith("its MPS daemon does not start: ")
+        assert made.reason.startswith("its MPS daemon cannot be started: ")
         assert f"{PROGRAM} ended at once; see {short}/mps/" in made.reason
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -112,7 +112,7 @@ def read_claim(
 ) -> AllocatedClaim:
     """Return the part of a ResourceClaim for this node; raise ClaimError if it cannot be served.
 
-    `pool` is this node's pool, `devices` maps the names of its devices to the GPUs' UUIDs.
+    `pool` is this node's pool, and `devices` maps the names of its devices to the GPUs' UUIDs.
     """
     reference.check()
     try:
@@ -136,7 +136,7 @@ def _read_claim(
     allocation = (document.get("status") or {}).get("allocation")
     if not allocation:
         raise ClaimError(
-            f"{reference} is not allocated", hint="wait for the scheduler, see the pod's events"
+            f"{reference} is not allocated", hint="wait for the scheduler, or see the pod's events"
         )
     chosen = allocation.get("devices") or {}
     results = [one for one in chosen.get("results") or () if one.get("driver") == DRIVER]
@@ -173,8 +173,8 @@ def _require_device(
     request, device = str(result["request"]), str(result.get("device"))
     if result.get("pool") != pool:
         raise ClaimError(
-            f"{reference}, request {request}: {_given(result)}device {device} belongs to the pool"
-            f" {result.get('pool')}, but this node's is {pool}",
+            f"{reference}, request {request}: {_given(result)}device {device} was allocated"
+            f" from the pool {result.get('pool')}, but this node's pool is {pool}",
             hint="the pod is not on its claim's node; recreate the pod",
         )
     if device not in devices:
@@ -250,7 +250,7 @@ def _share(
 
 
 def _given(result: Mapping[str, Any]) -> str:
-    """Return the capacities that the scheduler gave as text; empty if the result has none."""
+    """Return, as text, the capacities that the scheduler gave; empty if the result has none."""
     consumed = result.get("consumedCapacity") or {}
     capacities = {
         name: str(value)[:32]
@@ -274,5 +274,5 @@ def _amount(consumed: Mapping[str, Any], capacity: str, where: str) -> int:
     except ValueError as e:
         raise ClaimError(f"{where}: {capacity}: {e}", hint="ask for a whole number") from e
     if not 0 <= number < 1 << 50:
-        raise ClaimError(f"{where}: {capacity} is {number}", hint="ask for what a GPU has")
+        raise ClaimError(f"{where}: {capacity} is {number}", hint="ask for no more than a GPU has")
     return number

@@ -189,7 +189,10 @@ def _pods(document: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
 def _leftovers(
     value: Any, left: set[int], path: str = "", above: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """Yield path and key of unconverted GPU resources, except those `left` unchanged on purpose."""
+    """Yield the path and the key of each GPU resource that was not converted.
+
+    What is in `left` stays unchanged on purpose, and is not searched.
+    """
     if isinstance(value, dict) and id(value) not in left:
         for key, inner in value.items():
             asks = isinstance(key, str) and re.sub(r"^(requests|limits)\.", "", key) in RESOURCES

@@ -19,8 +19,8 @@ BLOCK_MIB = 256
 """Size of one tencent.com/vcuda-memory in MiB."""
 
 MAX_MIB = 1 << 24
-"""Limit of nvidia.com/gpumem in MiB. No GPU has 16 TiB: a manifest with 8Gi for this resource,
-which is counted in MiB, means another number."""
+"""Limit of nvidia.com/gpumem in MiB. No GPU has 16 TiB. A manifest with 8Gi for this resource is a
+mistake, because the resource is counted in MiB."""
 
 SHARE = 10
 """Guarantee in percent of a pod without gpucores: HAMi splits a GPU among ten by default."""
@@ -37,7 +37,7 @@ WRITTEN = (
 )
 """Prefixes of annotations that a scheduler writes on a pod when it places it."""
 
-NO_EQUAL = {
+NO_COUNTERPART = {
     "hami.io/node-scheduler-policy": "the cluster's own scheduler chooses the node",
     "hami.io/gpu-scheduler-policy": "the cluster's own scheduler chooses the GPU",
     "hami.io/device-scoring-weights": "the cluster's own scheduler chooses the GPU",
@@ -277,7 +277,7 @@ class ConvertedPod:
         else:
             self.note(
                 "no nvidia.com/gpumem",
-                "the claim gets all the memory, as from HAMi; its scheduler may have had a default",
+                "the claim gets all the memory, as with HAMi if its scheduler has no other default",
                 "changed",
             )
         cores = asked.get("nvidia.com/gpucores", 0)
@@ -349,8 +349,8 @@ class ConvertedPod:
             words = [word.strip() for word in text.split(",") if word.strip()]
             if key.startswith(WRITTEN):
                 self.note(key, "a scheduler wrote it when it placed the pod", "changed")
-            elif key in NO_EQUAL:
-                self.note(f"{key}: {text}", NO_EQUAL[key])
+            elif key in NO_COUNTERPART:
+                self.note(f"{key}: {text}", NO_COUNTERPART[key])
             elif key in {"nvidia.com/use-gpuuuid", "nvidia.com/nouse-gpuuuid"} and words:
                 one = f'device.attributes["{DRIVER}"].uuid in {json.dumps(words)}'
                 selectors.append(one if "/use" in key else f"!({one})")

@@ -144,7 +144,7 @@ class ClaimDriver:
         self._prepared: dict[str, Reference] = {}
         """The claims that are prepared, all of which the governor has to know, by uid."""
         self.entered: frozenset[str] = frozenset()
-        """Uids of the claims in the governor at the last `differs`, except those leaving."""
+        """Uids of the claims that the governor had at the last `differs`, except those leaving."""
         self._calls = 0
         self._locks: dict[str, tuple[threading.Lock, int]] = {}
         self._guard = threading.Lock()
@@ -215,7 +215,7 @@ class ClaimDriver:
 
     @contextlib.contextmanager
     def _entered_waiter(self, uid: str) -> Iterator[_Waiter]:
-        """Register a call that prepares a claim, for calls that take the claim back to find."""
+        """Register a call that prepares a claim, so that a call that takes it back can find it."""
         waiter = _Waiter()
         with self._changed:
             self._waiters.setdefault(uid, set()).add(waiter)
@@ -237,7 +237,7 @@ class ClaimDriver:
 
     @contextlib.contextmanager
     def _wait_for(self, error: TidegateError, left: float) -> Iterator[bool]:
-        """Yield whether a call may wait for an error to pass; count it as waiting in the block."""
+        """Yield whether a call may wait for an error to pass; in the block it counts as waiting."""
         with self._changed:
             may = left > 0 and _may_pass(error) and self._waiting < MAX_WAITING
             self._waiting += may
@@ -360,9 +360,9 @@ class ClaimDriver:
         """Return whether the state differs from the state that the kubelet last got.
 
         The claims in the governor differ after a start of this driver, after the governor has lost
-        its file, or if another driver of the node was called. The result is also True if the CDI
-        file of a claim is missing, and False while a call works on a claim. Raise TidegateError if
-        the governor does not answer.
+        its database, or if another driver of the node was called. The result is also True if the
+        CDI file of a claim is missing, and False while a call works on a claim. Raise TidegateError
+        if the governor does not answer.
         """
         with self._guard:
             calls, idle = self._calls, not self._locks

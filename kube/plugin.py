@@ -231,7 +231,7 @@ class DevicePlugin(services.DevicePluginServicer):  # type: ignore[misc]
             self._changed.notify_all()
 
     def GetDevicePluginOptions(self, _request: Any, _context: Any) -> Any:  # noqa: N802
-        """Return options: the plugin has GetPreferredAllocation, and not PreStartContainer."""
+        """Return options: GetPreferredAllocation is implemented, PreStartContainer not needed."""
         return messages.DevicePluginOptions(get_preferred_allocation_available=True)
 
     def ListAndWatch(self, _request: Any, context: Any) -> Iterator[Any]:  # noqa: N802

@@ -391,7 +391,11 @@ class Endpoints:
         self._registrar = GrpcServer(self._instance.registration, add_registration, workers=2)
 
     def start(self) -> None:
-        """Listen on both sockets, the driver's first: the kubelet calls once it sees the other."""
+        """Listen on both sockets.
+
+        The driver's is first, because the kubelet calls the driver as soon as it sees the
+        registration socket.
+        """
         self._instance.start()
         self._plugin.start()
         self._registrar.start()

@@ -1,8 +1,8 @@
 """Maps the device plugin's units, each a GiB of a GPU's memory, to claims.
 
 The kubelet allocates units and never reports when they are free again. But a unit has only one
-owner: when a container gets it, the container that had it before has ended. So has a claim that
-overlaps a new one. The functions are pure.
+owner: when it is given to a container, the container that had it before has ended. The same is true
+of a claim that overlaps a new one. The functions are pure.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Units:
 
     @property
     def uid(self) -> str:
-        """Uid of their claim: the same units are the same claim."""
+        """Uid of their claim: the same units always give the same uid."""
         digest = hashlib.sha256(f"{self.uuid} {self.bits:x}".encode()).hexdigest()
         return f"plugin-{digest[:32]}"
 

@@ -171,7 +171,7 @@ def test_a_refusal_names_claim_and_what_was_found() -> None:
         return refusal(claim("a", "b", result(**more)))
 
     assert changed(pool="node-2").startswith(
-        "claim b/a, request gpu: memory 8Gi, compute 30 of device gpu-00000000-1111-2222-3333-444455556666 belongs to the pool node-2, but this node's is node-1; "
+        "claim b/a, request gpu: memory 8Gi, compute 30 of device gpu-00000000-1111-2222-3333-444455556666 was allocated from the pool node-2, but this node's pool is node-1; "
     )
     assert changed(device="gpu-ffff").startswith(
         "claim b/a, request gpu: memory 8Gi, compute 30 of device gpu-ffff was requested, but this node does not have it; "

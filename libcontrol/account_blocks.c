@@ -61,7 +61,8 @@ void account_settle(struct account_charge *charge, enum account_kind kind, uint6
     account_measure(charge, kind, size);
     if (charge->size > before) {
         account_add(charge->device, charge->size - before, charge->flags & BLOCK_UNSEEN);
-        /* A sample before the charge attributes the difference to the driver. */
+        /* A sample taken before this charge attributes the difference to the driver, so a new
+         * sample is requested. */
         account_driver_takes(charge->device, 0);
     } else {
         account_give(charge->device, before - charge->size, charge->flags & BLOCK_UNSEEN);

@@ -27,11 +27,13 @@
 
 struct arbiter_config {
     uint64_t quantum_ns; /* length of one grant */
-    uint64_t most_ns;    /* the same, where idle time cannot pay for the hand-overs */
-    uint64_t overdue_ns; /* a grant is taken when its end and the holder's last sign are this old */
-    uint64_t longest_ns; /* or when it is overdue for this long, whatever the holder reports */
-    uint64_t lead_ns;    /* the next holder is decided this long before the end of a grant */
-    uint64_t switch_ns;  /* time that the GPU needs to change contexts */
+    uint64_t most_ns;    /* longest grant, where idle time does not pay for the hand-overs */
+    /* A grant is taken away when both its end and the holder's last sign of life are `overdue_ns`
+     * ago, or when it has been overdue for `longest_ns`, whatever the holder reports. */
+    uint64_t overdue_ns;
+    uint64_t longest_ns;
+    uint64_t lead_ns;     /* the next holder is decided this long before the end of a grant */
+    uint64_t switch_ns;   /* time that the GPU needs to change contexts */
     uint64_t overhead_ns; /* longest part of a grant that a report may declare unused */
     uint64_t beside_ns;   /* longest part of its work that may have run alongside others' */
     /* The container that is expected to hold the GPU next is named at once, and has this long from
@@ -49,8 +51,8 @@ struct arbiter_view {
     uint32_t contended;   /* another container could use the GPU */
     uint32_t beside;      /* the previous holder's last work may run alongside this grant's */
     int32_t standby;      /* the next holder */
-    uint32_t expected;    /* it is not decided: it may prepare work, but need not be awake */
-    uint64_t standby_ns;  /* the next holder may prepare work, or should be awake, until then */
+    uint32_t expected;    /* it is not decided yet: it may prepare work, but need not be awake */
+    uint64_t standby_ns;  /* until then it may prepare work, or should be awake if it is decided */
     uint64_t wake_ns;     /* step again by then */
 };
 
@@ -87,7 +89,7 @@ struct arbiter_standing {
     bool want;
     bool holds;
     bool lent;         /* GPU time granted now would be lent */
-    bool rivals;       /* another container waits that is eligible by the end of this grant */
+    bool rivals;       /* another container that is eligible by the end of this grant waits */
     bool others;       /* another container waits, eligible or not */
     bool whole;        /* its cap is the whole GPU */
     bool may_continue; /* its own quota allows it to continue after its grant */
@@ -97,7 +99,7 @@ struct arbiter_standing {
     double tag;           /* its place in the order in which idle time is lent */
     double busy;          /* GPU time that it has reported as used, in total */
     uint64_t ready_ns;    /* when it may have GPU time */
-    uint64_t first_ns;    /* when no container goes before it; ARBITER_NEVER: a waiting one does */
+    uint64_t first_ns;    /* from then on it goes first; ARBITER_NEVER: a waiting one goes first */
     uint64_t deadline_ns; /* of the holder's grant; ARBITER_NEVER: open */
 };
 

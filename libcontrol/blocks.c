@@ -1,10 +1,10 @@
 /*
  * The table of the live allocations of this process, by address or handle.
  *
- * There are sixteen open-addressing tables (parts), each with its own lock. Two threads seldom
- * meet, and an allocation costs the same with ten blocks as with a hundred thousand. A removed
- * entry leaves no mark behind, because the entries after it move up. All entries of one slab of 2
- * MiB are in the same part, so a small block and its slab change under one lock.
+ * There are sixteen open-addressing tables (parts), each with its own lock. Two threads rarely
+ * contend for a lock, and an allocation costs the same with ten blocks as with a hundred thousand.
+ * A removal leaves no tombstone, because the entries after the removed one move up. All entries of
+ * one slab of 2 MiB are in the same part, so a small block and its slab change under one lock.
  *
  * The tables are in separate mappings: malloc belongs to the application, and may have hooks or
  * hold locks.

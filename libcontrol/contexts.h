@@ -18,10 +18,10 @@ struct context {
 
 #define MAX_CONTEXTS 1024 /* places in the table: no GPU has memory for so many contexts */
 
-/* The first OWNER_LAST places are numbered as owners, from 1 on. Places are taken and given back
- * under the lock. */
+/* The first OWNER_LAST places also have owner numbers, counted from 1. Places are taken and given
+ * back under the lock. */
 extern struct context contexts[MAX_CONTEXTS];
-extern uint32_t n_places; /* places that were ever taken */
+extern uint32_t n_places; /* number of places that have ever been taken */
 extern uint32_t n_contexts;
 extern bool contexts_lost; /* the table was full once: it may lack a context */
 extern struct os_lock contexts_lock;
@@ -44,8 +44,8 @@ uint8_t context_owner(const struct context *c);
 bool context_begin(struct account_charge *charge, CUdevice dev);
 void context_count(int device, int change);
 
-/* Around a call that may end a context: no memory is moved meanwhile, and none is moved in the
- * context. */
+/* Called before and after a call that may end a context. In between, no memory is moved, and the
+ * thread that moves memory uses no context. */
 void context_destroy_begin(void);
 void context_destroy_end(void);
 void context_log_ungoverned(void) cold;

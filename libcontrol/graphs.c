@@ -133,7 +133,8 @@ static uint64_t ranges_union(struct ranges *ranges)
     return sum;
 }
 
-/* Adds the ranges that the graph's nodes allocate on one GPU: the first governed GPU of a node. */
+/* Adds the ranges that the graph's nodes allocate on one GPU: that of the first node that allocates
+ * on a governed GPU. */
 static void ranges_collect(struct ranges *ranges, CUgraph graph, unsigned depth)
 {
     CUgraphNode *nodes;
@@ -194,7 +195,7 @@ static void instantiated(CUgraphExec exec, CUgraph graph)
             blocks_remove(stale);
         blocks_add(&block);
         blocks_unlock(BLOCK_EXEC, block.key);
-        /* The memory may be taken as late as when the GPU reaches the graph. */
+        /* The driver may not take the memory until the GPU reaches the graph. */
         account_watch(ranges.device);
     }
     if (ranges.items)

@@ -5,8 +5,8 @@
  * beginning of a call (driver_lock). While it is checkpointed, its memory and contexts also do not
  * count as being on the device. Their contents are in the process's own memory all the time.
  *
- * A command that waits for a word of the process completes only in a call of the process, so such a
- * process cannot be locked. A real GPU sees the store by itself.
+ * A command that waits for a word in the process's memory completes only in a call of that process,
+ * so a process with such a command cannot be locked. A real GPU sees the store by itself.
  */
 #include "driver.h"
 
@@ -14,7 +14,7 @@
 
 #include "schedule.h"
 
-#define NAP 200000u /* ns between two checks whether a process is at rest */
+#define NAP 200000u /* ns between two checks of whether a process is at rest */
 
 /* One attachment of the process; called with the device's lock held. */
 typedef bool visitor(struct device *device, uint32_t slot);
@@ -65,8 +65,8 @@ static bool is_below_checkpointed(struct device *device, uint32_t slot)
 }
 
 /*
- * The state of a process is the most advanced one of its attachments: a caller that is killed
- * between two of them leaves different ones.
+ * The state of a process is the most advanced state of its attachments: if a caller is killed
+ * between two attachments, their states differ.
  */
 static CUresult find_state(int pid, CUprocessState *statep)
 {
@@ -136,7 +136,7 @@ static bool is_at_rest(struct device *device, uint32_t slot)
     return true;
 }
 
-/* Change the state of a process, which has to be in a certain state before. */
+/* Change the state of a process, which has to be in the state `before`. */
 static CUresult change(int pid, CUprocessState before, visitor *make)
 {
     CUprocessState state = before;

@@ -287,7 +287,7 @@ static CUresult find_end(const struct place_of *place, const struct extent *exte
         return CUDA_ERROR_INVALID_VALUE;
     if (!end->address)
         return CUDA_ERROR_INVALID_VALUE;
-    /* With only one row, or one plane, its distance to the next may be 0. */
+    /* If there is only one row, or one plane, the caller may pass 0 as the distance to the next. */
     if (extent->rows == 1 && extent->planes == 1 && pitch == 0)
         pitch = place->x + extent->n;
     if (extent->planes == 1 && rows == 0)

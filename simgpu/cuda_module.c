@@ -1,7 +1,8 @@
 /*
  * Entry points: modules, functions and launches
  *
- * A module's image is not executed. The kernels are built in, and every image has them:
+ * A module's image is not executed. The kernels are built in, and every image has them unless it
+ * lists its own (see below):
  *
  *   burn(u64 ns)                   takes that much GPU time
  *   burn_stamp(u64 ns, u64 *slot)  also writes the time of its end, on the GPU's clock, to *slot

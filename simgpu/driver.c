@@ -5,9 +5,9 @@
  * and while a callback of the application runs. Where the device's lock is needed as well, it is
  * taken second and held for one check or one change.
  *
- * Kernels are in the shared queue, and any process that looks at the device completes them. The
- * effects of their completion in this process (a time stamp written, an event completed, a copy
- * made) happen at its next call: see context_settle().
+ * Kernels are in the shared queue, and any process that enters the device completes those that are
+ * due. The effects of their completion in this process (a time stamp written, an event completed, a
+ * copy made) happen at its next call: see context_settle().
  */
 #include "driver.h"
 #include "mps.h"

@@ -64,18 +64,18 @@ def is_abandoned() -> bool:
         return False
 
 
-def overdue(seconds: float, who: str) -> "MountError":
-    """Return the error that reports an abandoned worker; `who` is its name in the message."""
+def overdue(seconds: float, subject: str) -> "MountError":
+    """Return the error that reports an abandoned worker; `subject` is its name in the message."""
     from oci_hook.errors import MountError
 
     return MountError(
-        f"{who} did not finish within {seconds:g} s, and could not be interrupted:"
+        f"{subject} did not finish within {seconds:g} s, and could not be interrupted:"
         " most likely the container's root file system does not answer",
         hint=ANSWERS,
     )
 
 
-def run_apart(work: "Callable[[], int]", seconds: float, who: str = "the hook") -> int:
+def run_apart(work: "Callable[[], int]", seconds: float, subject: str = "the hook") -> int:
     """Do work in a worker and return its status. Raise MountError if it is late or incomplete.
 
     `seconds` is the deadline that the work itself sets. A child of the fork server is a worker
@@ -89,7 +89,7 @@ def run_apart(work: "Callable[[], int]", seconds: float, who: str = "the hook") 
     try:
         pid = posix.fork()
     except OSError as e:
-        raise _lost(f"cannot create a process for {who}: {e.strerror}") from e
+        raise _lost(f"cannot create a process for {subject}: {e.strerror}") from e
     if pid == 0:
         own_status = LOST
         try:
@@ -101,9 +101,9 @@ def run_apart(work: "Callable[[], int]", seconds: float, who: str = "the hook") 
         posix.close(reading)
         status = _wait_for(pid, seconds + GRACE)
         if status is None:
-            raise overdue(seconds, who)
+            raise overdue(seconds, subject)
         if status < 0 or status == LOST:
-            raise _lost(f"the worker process for {who} did not complete (status {status})")
+            raise _lost(f"the worker process for {subject} did not complete (status {status})")
         _pass_on(outputs)
     finally:
         posix.close(writing)

@@ -1,4 +1,4 @@
-"""The errors of the hook, one class for each kind of failure that an operator tells apart.
+"""The errors of the hook, one class for each kind of failure that an operator has to distinguish.
 
 Each class has a code and an exit status that stay the same across releases;
 docs/reference/errors.md has a row for each. The message states what was found, and the hint states

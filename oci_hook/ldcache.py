@@ -95,7 +95,7 @@ def parse(data: bytes) -> Cache | None:
         raise DamagedCacheError("the header is truncated")
     _, count, _, endian, extension = HEADER.unpack_from(data, base)
     if endian & 3 not in (ENDIAN_UNSET, ENDIAN_LITTLE):
-        raise DamagedCacheError("another byte order")
+        raise DamagedCacheError("the byte order is not little-endian")
     first = base + HEADER.size
     if count > (len(data) - first) // ENTRY.size:
         raise DamagedCacheError(f"{count} entries do not fit")
@@ -189,7 +189,7 @@ def compare(a: bytes, b: bytes, *, signed: bool = True) -> int:
 def with_libraries(
     cache: Cache, directory: bytes, sonames: tuple[bytes, ...], flags: int = FLAGS_X86_64
 ) -> Cache:
-    """Return a cache that leads `sonames` to `directory` and is otherwise the same.
+    """Return a cache in which `sonames` lead to `directory`, and which is otherwise the same.
 
     Entries are in descending order. New entries are inserted where a binary search for them ends,
     so the order of the others does not change, whatever it is.

@@ -11,7 +11,7 @@ else:
 # No loader searches this directory by default. Where glibc has no subdirectory for the machine
 # (i386, and aarch64 from 2.37 on), ld.so.cache leads to it.
 BY_CACHE = "tidegate"
-TLS = "tls"  # loaders older than glibc 2.37 search it first, or next after glibc-hwcaps
+TLS = "tls"  # loaders older than glibc 2.37 search it first, or directly after glibc-hwcaps
 
 
 class LoadersOf(NamedTuple):

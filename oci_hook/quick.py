@@ -1,8 +1,8 @@
 """The part of the hook that runs for every container: parses options, and looks for a request.
 
-Most containers of a node request no GPU, and pay only for the interpreter, `oci_hook.entry` and
-this module. It imports no module that has to be read from disk: `os` alone takes 2 ms. Annotations
-are string literals where necessary, which saves 0.3 ms for `__future__`.
+Most containers on a node request no GPU, and pay only for the interpreter, `oci_hook.entry` and
+this module. It imports no module that has to be read from disk: `os` alone takes 2 ms. Type
+annotations are string literals where necessary, which saves the 0.3 ms for importing `__future__`.
 """
 
 import posix  # os, without its classes
@@ -39,9 +39,9 @@ PREFIX = "tidegate.gpu/"
 ESCAPES = tuple([b"\\u%04x" % ord(character) for character in PREFIX])
 LATE = "--late"  # set by the C front, after a child of the fork server has missed its deadline
 STATE_LIMIT = 4 << 20  # bytes
-CONFIG_LIMIT = 4 << 20  # bytes; in memory, a document of the smallest values is 50 times as large
-PART = 64 << 10  # bytes of the first read; most inputs are smaller
-PARTS = 1 << 20  # bytes of each further read
+CONFIG_LIMIT = 4 << 20  # bytes; once parsed, the smallest values take 50 times as much memory
+FIRST_READ = 64 << 10  # bytes of the first read; most inputs are smaller
+NEXT_READ = 1 << 20  # bytes of each further read
 
 
 class HookOptions:
@@ -95,7 +95,9 @@ def parse_arguments(arguments: "list[str]") -> HookOptions:
     if (options.claim == "") != (options.share == "") or (
         options.claim and options.stage == "precreate"
     ):
-        raise _misuse("--claim and --share go together, and not with precreate")
+        raise _misuse(
+            "--claim and --share must be given together, and cannot be used with precreate"
+        )
     return options
 
 
@@ -105,7 +107,7 @@ def _misuse(message: str, *values: str) -> Exception:
     return InternalError(message.format(*map(show, values)), hint=USAGE)
 
 
-def arm(seconds: float, who: str = "the hook") -> None:
+def arm(seconds: float, subject: str = "the hook") -> None:
     """Set a deadline: without one, a hook that hangs would block the runtime forever."""
 
     def expire(*_: object) -> None:
@@ -116,7 +118,7 @@ def arm(seconds: float, who: str = "the hook") -> None:
             return
         shield()
         raise MountError(
-            f"{who} did not finish within {seconds:g} s", hint="see the hook's log on the node"
+            f"{subject} did not finish within {seconds:g} s", hint="see the hook's log on the node"
         )
 
     signal.signal(signal.SIGALRM, expire)
@@ -164,7 +166,7 @@ def read_bounded(fd: int, limit: int) -> "bytes | None":
     parts: list[bytes] = []
     size = 0
     while size <= limit:
-        part = posix.read(fd, min(PARTS if parts else PART, limit + 1 - size))
+        part = posix.read(fd, min(NEXT_READ if parts else FIRST_READ, limit + 1 - size))
         if not part:
             return b"".join(parts)
         parts.append(part)
@@ -175,7 +177,7 @@ def read_bounded(fd: int, limit: int) -> "bytes | None":
 def may_mention_us(config: bytes) -> bool:
     """Return, without parsing, whether config.json may contain an annotation of Tidegate.
 
-    Most containers of a node have none, and this check is all that they pay for. JSON escapes could
+    Most containers on a node have none, and this check is all that they pay for. JSON escapes could
     spell the prefix, so a text in which one of its characters is escaped is parsed to be sure. Go
     escapes "&", "<" and ">", which half of all command lines contain; the prefix has none of them.
     """
@@ -187,7 +189,7 @@ def may_mention_us(config: bytes) -> bool:
 def asks_nothing(state: "bytes | None") -> bool:
     """Return, without parsing, whether a container certainly requests nothing.
 
-    Most containers of a node request nothing, and parsing needs modules that take time to import.
+    Most containers on a node request nothing, and parsing needs modules that take time to import.
     A state that is not in the form that runtimes write gives False, and the code that then parses
     it reports the fault.
     """

@@ -240,8 +240,8 @@ int handover_run(int server, const char *role, char *const arguments[], double s
     if (status >= 0) {
         pass_on(outputs[1], STDERR_FILENO); /* a failure is not fatal: the log has the line, too */
         if (!pass_on(outputs[0], STDOUT_FILENO))
-            handover_fail(STATUS_OS_ERROR, "tidegate: config.json could not be written to stdout; "
-                                           "find out why the engine closed it\n");
+            handover_fail(STATUS_OS_ERROR, "tidegate: config.json could not be written to standard "
+                                           "output; check why the engine closed the pipe\n");
     }
     close(server);
     close(outputs[0]);

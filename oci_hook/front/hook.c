@@ -122,8 +122,8 @@ static bool is_done(const struct options *options, const struct text *input)
         ssize_t n = write(STDOUT_FILENO, input->data + done, input->size - done);
 
         if (n <= 0)
-            handover_fail(STATUS_OS_ERROR, "tidegate: config.json could not be written to stdout; "
-                                           "find out why the engine closed it\n");
+            handover_fail(STATUS_OS_ERROR, "tidegate: config.json could not be written to standard "
+                                           "output; check why the engine closed the pipe\n");
         done += (size_t)n;
     }
     return true;

@@ -627,7 +627,7 @@ def test_a_configuration_without_a_reader_is_an_error(front: HookNode) -> None:
     )  # fmt: skip
     os.close(writing)
     assert done.returncode == 71
-    assert b"config.json could not be written to stdout" in done.stderr
+    assert b"config.json could not be written to standard output" in done.stderr
 
 
 def test_an_incompletely_read_configuration_is_an_error(front: HookNode) -> None:

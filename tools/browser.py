@@ -1,4 +1,4 @@
-"""Drives headless Chromium through two pipes with its own protocol, for tests and screenshots.
+"""Drives headless Chromium over two pipes with the DevTools protocol, for tests and screenshots.
 
 The browser is this machine's `chromium`, or the one that `tools/debian-programs chromium` unpacks.
 """
@@ -183,7 +183,10 @@ class BrowserPage:
         ]
 
     def complaints(self) -> list[str]:
-        """Return the errors and warnings on the page's console, and those of its policies."""
+        """Return the errors and warnings on the page's console, and the issues that audits found.
+
+        Such an issue is, for example, a violation of the content security policy.
+        """
         messages = [
             f"{one['type']}: {' '.join(str(arg.get('value', arg)) for arg in one['args'])}"
             for one in self.events("Runtime.consoleAPICalled")

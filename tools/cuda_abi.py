@@ -1,7 +1,7 @@
 """`python -m tools.cuda_abi [DIRECTORY]` checks that the C parts agree with NVIDIA's cuda.h.
 
-The control library and the simulated driver themselves declare the types and functions that they
-need, because the header's licence keeps it out of the repository. Both sets of declarations
+The control library and the simulated driver declare the types and functions that they need
+themselves, because the header's licence keeps it out of the repository. Both sets of declarations
 are compiled, ours and those of the cuda.h in DIRECTORY (or of nvidia-cuda-runtime, which the tests
 install), and compared using the debugging information that the compiler writes about them: sizes of
 types, offsets and sizes of members by name, sizes of parameters, values of constants. A member
@@ -249,7 +249,7 @@ def faults_of_type(name: str, ours: Type, theirs: Type) -> Iterator[str]:
 
 
 def passes_alike(ours: Type, theirs: Type) -> bool:
-    """Return whether a value of the one type can be passed as the other."""
+    """Return whether a value of one type can be passed as a value of the other."""
     if (ours.kind, ours.size) != (theirs.kind, theirs.size):
         return False
     if ours.kind != "pointer" or not ours.target or not theirs.target:

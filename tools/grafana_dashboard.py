@@ -145,7 +145,7 @@ ROWS = (
         (
             Panel(
                 "GPU time",
-                "Fraction of the GPU's time that each used",
+                "Fraction of the GPU's time that each container used",
                 {"rate(tidegate_container_charged_seconds_total{OF}[I])": CONTAINER},
                 "percentunit",
                 stacked=True,
@@ -228,14 +228,14 @@ ROWS = (
         "Parked memory",
         (
             Panel(
-                "Memory granted, of what the GPU has",
+                "Memory granted, as a fraction of the GPU's memory",
                 "Above 1, memory of idle containers is parked while others need the room",
                 {"tidegate_gpu_memory_granted_bytes{GPU} / tidegate_gpu_memory_bytes{GPU}": GPU},
                 "percentunit",
             ),
             Panel(
                 "Host memory for parked memory",
-                "What is taken now, what the quotas may need, and the most that they may",
+                "What is taken now, what the quotas may need, and the maximum (memory.host)",
                 {
                     "tidegate_host_memory_taken_bytes{NODE}": "taken {{instance}}",
                     "tidegate_host_memory_needed_bytes{NODE}": "needed {{instance}}",

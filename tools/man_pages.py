@@ -293,8 +293,9 @@ def governor_1() -> str:
         if standard error is a terminal.
         """,
         """
-        The governor may end at any time and in any way: running containers keep to their quota
-        by themselves, no new container starts, and the next governor takes over the running ones.
+        The governor may end at any time and in any way: running containers continue to keep to
+        their quotas on their own, no new container starts, and the next governor takes over the
+        running ones.
         """,
     )
     page.section("OPTIONS")
@@ -376,7 +377,7 @@ def runtime_1() -> str:
     page.section("DESCRIPTION")
     page.say(
         """
-        Docker, containerd, CRI-O and Podman execute this runtime in place of runc. It has the
+        Docker, containerd, CRI-O and Podman execute this runtime in place of runc. It accepts the
         command line of the runtime that it executes. Before `create`, `run` and `restore` of a
         container that requests a GPU it writes device nodes and the hook into the bundle's
         config.json; after `delete` it removes what the start left in the image's layer. Every other

@@ -30,11 +30,11 @@ HEAD = f"""\
 # Metrics
 
 The governor serves metrics for Prometheus at the address that `metrics.listen` specifies
-([configuration](configuration.md)): none (`off`, the default), a socket (`unix`), or a port of this
-machine's loopback addresses. `GET /metrics` answers in Prometheus's text format or in OpenMetrics,
-compressed with gzip if the client accepts it. There is no authentication and no TLS, so only the
-socket and loopback addresses can be configured. `curl --unix-socket /run/tidegate/metrics.sock
-http://tidegate/metrics` shows the metrics.
+([configuration](configuration.md)): none (`off`, the default), a socket (`unix`), or a port on one
+of this machine's loopback addresses. `GET /metrics` answers in Prometheus's text format or in
+OpenMetrics, compressed with gzip if the client accepts it. There is no authentication and no TLS,
+so only the socket and loopback addresses can be configured. `curl --unix-socket
+/run/tidegate/metrics.sock http://tidegate/metrics` shows the metrics.
 
 A connection serves one request and ends after {REQUEST_S:g} s; at most {MAX_CONNECTIONS} are
 served at a time. Scrapes within {SAME_S:g} s of each other get the same numbers.
@@ -62,8 +62,9 @@ The words mean what the [glossary](../glossary.md#the-words-for-numbers) says, a
 those of `tidegate inspect` and of [the page](../howto/see-what-happens.md#the-page).
 
 Under `timeslice`, the hand-over is the time held less the time used. Under `mps`, a container's
-work may continue alongside that of the next one and is charged although its grant is over, so that
-more may be used than held. On such GPUs, look at the time used and at the hand-over separately.
+work may continue alongside that of the next one and is charged although its grant is over, so the
+time used may exceed the time held. On such GPUs, look at the time used and at the hand-over
+separately.
 """
 
 TAIL = """

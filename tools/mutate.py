@@ -78,7 +78,7 @@ class Mutant:
     tests: tuple[str, ...]
 
     def apply(self, root: Path) -> str:
-        """Patch the file below `root`, and return its old text; ValueError if it does not fit."""
+        """Patch the file below `root`, and return its old text; ValueError if it does not apply."""
         path = root / self.file
         text = path.read_text(encoding="utf-8")
         if text.count(self.old) != 1:
@@ -144,7 +144,7 @@ def problems() -> list[str]:
     for mutant in mutants:
         text = (ROOT / mutant.file).read_text(encoding="utf-8")
         if text.count(mutant.old) != 1:
-            found.append(f"mutant '{mutant.name}' no longer fits {mutant.file}")
+            found.append(f"mutant '{mutant.name}' no longer applies to {mutant.file}")
             continue
         try:
             compile(text.replace(mutant.old, mutant.new), mutant.file, "exec")
@@ -254,7 +254,7 @@ def main() -> int:
         return 0
     if arguments.check:
         found = problems()
-        print("\n".join(found) or f"{len(read_table()[1])} mutants fit")
+        print("\n".join(found) or f"{len(read_table()[1])} mutants apply")
         return 1 if found else 0
     return hunt(arguments.rules)
 

@@ -75,7 +75,10 @@ def check_content(generation: Path, manifest: Manifest, *, read: bool = True) ->
                 yield Fault(f"{place.source}/{name}", f"belongs to {place.name}, but has no entry")
     for program in manifest.programs:
         if program.path not in files or files[program.path].role != "program":
-            yield Fault(program.path, "is a program of the manifest, but has no entry as one")
+            yield Fault(
+                program.path,
+                "is among the manifest's programs, but has no file entry with the role 'program'",
+            )
     yield from _check_unnamed(tree, expected)
 
 
@@ -230,7 +233,7 @@ def _check_set(  # noqa: PLR0917 - private, and called once
     for path, like in pairs:
         expected.add(path)
         if like not in files:
-            yield Fault(path, f"is not in the manifest as {like}")
+            yield Fault(path, f"has no entry in the manifest, where its name would be {like}")
         elif path != like and path in tree.entries and like in tree.entries:
             yield from _check_same(tree, path, like, files[like])
 

@@ -165,7 +165,7 @@ def _require_whole(plan: MirrorPlan, previous: Manifest | None) -> None:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         sign = f"no longer has {lost[0]}{more}, which the mirror has"
     elif driver.others and had != has:
-        sign = f"has other files than its mirror, and libraries of {driver.others[0]} beside them"
+        sign = f"has files that differ from its mirror's, next to libraries of {driver.others[0]}"
     if sign is not None:
         raise MirrorError(
             f"driver {driver.version} below {driver.root} {sign}",

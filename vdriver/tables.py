@@ -19,7 +19,7 @@ from vdriver.errors import DriverError
 
 FILE = Path(__file__).with_name("libraries.toml")
 UNKNOWN = "compute"
-COMPAT32 = "compat32"  # the capability for 32-bit libraries, whatever their use is
+COMPAT32 = "compat32"  # the capability for 32-bit libraries, whatever they are used for
 
 
 @dataclass(frozen=True)

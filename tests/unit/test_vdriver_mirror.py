@@ -424,7 +424,7 @@ def test_a_program_that_is_replaced_before_its_libraries_is_refused_too(host):
     put(host / "root/usr/bin/nvidia-smi", elf(program=True, tag="550"), 0o755)
     put(host / "root/usr/lib64/libnvidia-ptxjitcompiler.so.550.54.14", elf("x.so.1"))
     with pytest.raises(
-        MirrorError, match=r"has other files .* libraries of 550\.54\.14 beside them"
+        MirrorError, match=r"has files that differ .* next to libraries of 550\.54\.14"
     ):
         run(host)
     assert require_whole(host / "out") == first

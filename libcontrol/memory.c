@@ -10,7 +10,8 @@ static void ipc_close(CUdeviceptr address)
         real->cuIpcCloseMemHandle(address);
 }
 
-/* Opened memory is charged while memory cannot be parked, so that it is not there uncharged. */
+/* Opened memory is charged in the call that opens it, while memory cannot be parked unless the
+ * charge has to wait for room. */
 static CUresult ipc_opened(CUresult result, CUdeviceptr *pdptr)
 {
     int device = pages_index_current();

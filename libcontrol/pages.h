@@ -26,6 +26,8 @@ extern uint64_t governor_inode; /* by which pages_is_ours() recognises that sock
 bool pages_identify(int fd, uint64_t *inodep, uint64_t *sizep);
 bool pages_identify_file(int fd, struct pages_file *filep);
 int pages_socket(int flags);
+/* Gives a descriptor a high number, to keep clear of programs that manage low ones themselves. */
+int pages_high(int fd);
 long pages_connect(int fd);
 long pages_send(int fd, const char *byte, int flags);
 

@@ -44,20 +44,21 @@ long pages_send(int fd, const char *byte, int flags)
     return os_call(SYS_sendto, fd, byte, 1, MSG_NOSIGNAL | flags, NULL, 0);
 }
 
-/* Returns a socket with a high number, to keep clear of programs that manage low descriptors
- * themselves. */
-int pages_socket(int flags)
+int pages_high(int fd)
 {
-    int fd = (int)os_call(SYS_socket, AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | flags, 0);
-    int high;
+    int high = (int)os_call(SYS_fcntl, fd, F_DUPFD_CLOEXEC, 500);
 
-    if (fd < 0)
-        return -1;
-    high = (int)os_call(SYS_fcntl, fd, F_DUPFD_CLOEXEC, 500);
     if (high < 0)
         return fd;
     os_close(fd);
     return high;
+}
+
+int pages_socket(int flags)
+{
+    int fd = (int)os_call(SYS_socket, AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | flags, 0);
+
+    return fd < 0 ? -1 : pages_high(fd);
 }
 
 long pages_connect(int fd)

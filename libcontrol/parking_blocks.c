@@ -231,14 +231,19 @@ bool parking_reap(bool idle)
 {
     struct parking_block block = {.base = 0};
     bool any = false;
+    uint64_t ends;
 
     if (!parking_table_has_freed())
         return false;
     parking_enter(PARKING_STILL);
+    ends = os_now() + BLOCKS_ROOM_NS;
     /* A context that another thread is ending must not be used. */
-    if (!idle && !parking_trylock_contexts()) {
-        parking_leave();
-        return false;
+    while (!idle && !parking_trylock_contexts()) {
+        if (os_now() >= ends) {
+            parking_leave();
+            return false;
+        }
+        os_sleep(BLOCKS_NAP_NS);
     }
     while (parking_table_next_freed(&block)) {
         bool done = idle;

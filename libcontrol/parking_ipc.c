@@ -24,7 +24,7 @@
 #include <sys/un.h>
 
 #define IPC_MAGIC       0x4350497465676474ull /* "tdgetIPC" in memory */
-#define IPC_ANSWER_S    5                     /* longest wait for the other process, in seconds */
+#define IPC_ANSWER_NS   (5 * NS_PER_S)        /* longest wait for the other process */
 #define IPC_REQUEST_NS  NS_PER_S              /* longest wait for what it sends upon connecting */
 #define IPC_END_NS      NS_PER_S              /* longest wait of exit() for an answer */
 #define IPC_ATTEMPTS    3
@@ -54,6 +54,7 @@ static struct {
     uint64_t process; /* 0: this process has not given out a handle yet */
     uint64_t secret[2];
     int listener;
+    uint64_t inode; /* of the listener */
 } own = {.listener = -1};
 static uint32_t serves; /* a thread answers */
 
@@ -74,19 +75,26 @@ static unsigned address_of(uint64_t process, struct sockaddr_un *address)
     return (unsigned)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)n);
 }
 
-/* A signal, a stop or a freeze interrupts a call that has a time limit. */
-#define ipc_retry(result, call)                                                                    \
-    do                                                                                             \
-        (result) = (call);                                                                         \
-    while ((result) == -EINTR)
-
-static void set_patience(int fd)
+/* Limits each call on a socket to the time that is left. Returns false if there is none. */
+static bool set_patience(int fd, uint64_t ends)
 {
-    struct timeval patience = {.tv_sec = IPC_ANSWER_S};
+    uint64_t now = os_now();
+    uint64_t left = ends > now ? ends - now : 0;
+    struct timeval limit = {(time_t)(left / NS_PER_S), (long)(left % NS_PER_S / 1000)};
 
-    os_call(SYS_setsockopt, fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
-    os_call(SYS_setsockopt, fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
+    if (left < NS_PER_MS)
+        return false;
+    os_call(SYS_setsockopt, fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+    os_call(SYS_setsockopt, fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
+    return true;
 }
+
+/* Repeats a call on a socket until the time is over, because a signal, a stop or a freeze
+ * interrupts it. */
+#define ipc_retry(result, fd, ends, call)                                                          \
+    do                                                                                             \
+        (result) = set_patience(fd, ends) ? (call) : -EAGAIN;                                      \
+    while ((result) == -EINTR)
 
 /* Sends a byte, with the descriptor unless that is -1. */
 static void send_descriptor(int to, int fd)
@@ -130,96 +138,110 @@ static void answer(int fd)
         os_close(exported);
 }
 
-/* Returns a socket under the process's address, or -1. */
-static int listen_at(void)
+/* Makes the socket under the process's address. */
+static bool listen_at(void)
 {
     struct sockaddr_un address;
     unsigned length = address_of(own.process, &address);
     int fd = pages_socket(0);
 
     if (fd < 0)
-        return -1;
-    if (os_call(SYS_bind, fd, &address, length) < 0 || os_call(SYS_listen, fd, IPC_BACKLOG) < 0) {
+        return false;
+    if (os_call(SYS_bind, fd, &address, length) < 0 || os_call(SYS_listen, fd, IPC_BACKLOG) < 0 ||
+        !pages_identify(fd, &own.inode, NULL)) {
         os_close(fd);
-        return -1;
+        return false;
     }
-    return fd;
+    own.listener = fd;
+    return true;
 }
 
 /* Connections that have not sent a request yet, the oldest first. One that says nothing must not
- * keep the others waiting. */
+ * keep the others waiting. The program may close any of them, and open another file under its
+ * number. */
+struct ipc_peer {
+    int fd;
+    uint64_t inode;
+    uint64_t since;
+};
+
 struct ipc_peers {
     unsigned n;
-    int fds[IPC_PEERS];
-    uint64_t since[IPC_PEERS];
+    struct ipc_peer all[IPC_PEERS];
 };
 
 static void drop_peer(struct ipc_peers *peers, unsigned which)
 {
-    os_close(peers->fds[which]);
+    const struct ipc_peer *peer = &peers->all[which];
+
+    if (pages_is_ours(peer->fd, peer->inode))
+        os_close(peer->fd);
     peers->n--;
-    for (unsigned i = which; i < peers->n; i++) {
-        peers->fds[i] = peers->fds[i + 1];
-        peers->since[i] = peers->since[i + 1];
-    }
+    for (unsigned i = which; i < peers->n; i++)
+        peers->all[i] = peers->all[i + 1];
 }
 
-static void accept_peer(struct ipc_peers *peers, int listener)
+static void accept_peer(struct ipc_peers *peers)
 {
-    int fd = (int)os_call(SYS_accept4, listener, NULL, NULL, SOCK_CLOEXEC);
+    struct ipc_peer peer = {.since = os_now()};
+    int fd = (int)os_call(SYS_accept4, own.listener, NULL, NULL, SOCK_CLOEXEC);
 
     if (fd < 0) {
         if (fd != -EINTR && fd != -EAGAIN && fd != -ECONNABORTED)
-            os_sleep(10 * NS_PER_MS); /* no more descriptors, for example */
+            os_sleep(IPC_NAP_NS); /* no more descriptors, for example */
         return;
     }
+    peer.fd = pages_high(fd);
+    pages_identify(peer.fd, &peer.inode, NULL);
     if (peers->n == IPC_PEERS)
         drop_peer(peers, 0);
-    peers->fds[peers->n] = fd;
-    peers->since[peers->n++] = os_now();
+    peers->all[peers->n++] = peer;
 }
 
-/* Waits until a connection or a request arrives, and handles what has arrived. */
-static void serve_once(struct ipc_peers *peers, int listener)
+/* Waits until a connection or a request arrives, for a second at most, and handles what has
+ * arrived. */
+static void serve_once(struct ipc_peers *peers)
 {
-    struct pollfd polled[IPC_PEERS + 1] = {{.fd = listener, .events = POLLIN}};
+    struct pollfd polled[IPC_PEERS + 1] = {{.fd = own.listener, .events = POLLIN}};
     struct timespec limit = {.tv_sec = 1};
     uint64_t now;
 
     for (unsigned i = 0; i < peers->n; i++)
-        polled[i + 1] = (struct pollfd){.fd = peers->fds[i], .events = POLLIN};
-    os_call(SYS_ppoll, polled, peers->n + 1, peers->n ? &limit : NULL, NULL, 0);
+        polled[i + 1] = (struct pollfd){.fd = peers->all[i].fd, .events = POLLIN};
+    if (os_call(SYS_ppoll, polled, peers->n + 1, &limit, NULL, 0) < 0)
+        os_sleep(IPC_NAP_NS);
     now = os_now();
     for (unsigned i = peers->n; i-- > 0;) {
-        if (polled[i + 1].revents)
-            answer(peers->fds[i]);
-        if (polled[i + 1].revents || now - peers->since[i] > IPC_REQUEST_NS)
+        const struct ipc_peer *peer = &peers->all[i];
+
+        if (polled[i + 1].revents && pages_is_ours(peer->fd, peer->inode))
+            answer(peer->fd);
+        if (polled[i + 1].revents || now - peer->since > IPC_REQUEST_NS)
             drop_peer(peers, i);
     }
-    if (polled[0].revents)
-        accept_peer(peers, listener);
+    if (polled[0].revents && pages_is_ours(own.listener, own.inode))
+        accept_peer(peers);
 }
 
-/* The program may close the sockets, and open other files under their numbers. */
 static void *serve(void *argument)
 {
     struct ipc_peers peers = {0};
     struct gate_visit visit;
-    uint64_t inode = 0;
+    bool ends;
 
     (void)argument;
-    gate_visit_begin(&visit); /* for the life of the thread */
+    os_lock(&serve_lock); /* it calls the driver */
+    ends = ending;
+    if (!ends)
+        gate_visit_begin(&visit); /* for the life of the thread */
+    os_unlock(&serve_lock);
     parking_exempt();
     os_call(SYS_prctl, PR_SET_NAME, "tidegate-ipc");
-    pages_identify(own.listener, &inode, NULL);
-    for (;;) {
-        if (!pages_is_ours(own.listener, inode)) {
-            peers.n = 0;
-            own.listener = listen_at();
-            if (own.listener < 0 || !pages_identify(own.listener, &inode, NULL))
-                break;
-        }
-        serve_once(&peers, own.listener);
+    while (!ends) {
+        if (pages_is_ours(own.listener, own.inode) || listen_at())
+            serve_once(&peers);
+        else
+            ends = true;
     }
     atomic_store_release(&serves, 0);
     return NULL;
@@ -242,8 +264,7 @@ static bool be_served(void)
         }
     }
     if (done && !atomic_load_acquire(&serves)) {
-        own.listener = listen_at();
-        done = own.listener >= 0;
+        done = listen_at();
         atomic_store_release(&serves, done);
         if (done && !helper_thread(serve, NULL)) {
             atomic_store_release(&serves, 0);
@@ -295,8 +316,8 @@ bool parking_ipc_knows(const CUipcMemHandle *handle)
     return magic == IPC_MAGIC && parking_applies();
 }
 
-/* Connects, and reads the answer. Returns 1 if there was one. */
-static long ask(const struct ipc_handle *handle, int fds[PAGES_N_FDS])
+/* Connects, and reads the answer. Returns 1 if there was one, or what went wrong. */
+static long ask(const struct ipc_handle *handle, uint64_t ends, int fds[PAGES_N_FDS])
 {
     struct ipc_request request = {.secret = {handle->secret[0], handle->secret[1]},
                                   .serial = handle->origin.serial};
@@ -308,13 +329,12 @@ static long ask(const struct ipc_handle *handle, int fds[PAGES_N_FDS])
 
     if (socket < 0)
         return socket;
-    set_patience(socket);
-    ipc_retry(done, os_call(SYS_connect, socket, &address, length));
+    ipc_retry(done, socket, ends, os_call(SYS_connect, socket, &address, length));
     if (done == 0)
-        ipc_retry(done,
+        ipc_retry(done, socket, ends,
                   os_call(SYS_sendto, socket, &request, sizeof request, MSG_NOSIGNAL, NULL, 0));
     if (done == (long)sizeof request)
-        ipc_retry(done, pages_receive(socket, 0, &byte, fds));
+        ipc_retry(done, socket, ends, pages_receive(socket, 0, &byte, fds));
     os_close(socket);
     return done;
 }
@@ -323,13 +343,21 @@ static long ask(const struct ipc_handle *handle, int fds[PAGES_N_FDS])
  * socket, a first connection is lost with it, and makes the library open another one. */
 static int fetch(const struct ipc_handle *handle)
 {
+    uint64_t ends = os_now() + IPC_ANSWER_NS;
     int fds[PAGES_N_FDS] = {-1, -1};
 
-    for (unsigned i = 0; i < IPC_ATTEMPTS && ask(handle, fds) != 1; i++)
+    for (unsigned i = 0; i < IPC_ATTEMPTS; i++) {
+        long done = ask(handle, ends, fds);
+
+        for (unsigned k = done == 1 ? 1 : 0; k < PAGES_N_FDS; k++) {
+            if (fds[k] >= 0)
+                os_close(fds[k]);
+            fds[k] = -1;
+        }
+        if (done == 1 || done == -EAGAIN)
+            break;
         os_sleep(IPC_NAP_NS);
-    for (unsigned i = 1; i < PAGES_N_FDS; i++)
-        if (fds[i] >= 0)
-            os_close(fds[i]);
+    }
     return fds[0];
 }
 
@@ -439,7 +467,7 @@ __attribute__((destructor)) static void ipc_finish(void)
  * does not wait for an answer there when the parent has ended. */
 void parking_ipc_after_fork(void)
 {
-    if (own.process && atomic_load_relaxed(&serves))
+    if (pages_is_ours(own.listener, own.inode))
         os_close(own.listener);
     own.listener = -1;
     own_lock.word = open_lock.word = serve_lock.word = 0;

@@ -318,6 +318,34 @@ def test_a_program_that_closes_the_librarys_descriptors_still_shares(
         guest.run(f"closed(opened('{handle}'))")
 
 
+def test_files_of_a_program_that_closed_the_librarys_are_left_alone(
+    owner: Agent, guest: Agent
+) -> None:
+    """The program's pipes get the numbers of the listening socket and of a connection."""
+    owner.run("before = set(os.listdir('/proc/self/fd'))")
+    handle = handle_of(owner)
+    (process,) = struct.unpack("Q", bytes.fromhex(handle)[PROCESS])
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.connect(f"\0tidegate-ipc-{process:016x}")
+        time.sleep(0.2)
+        owner.run(
+            "import stat\n"
+            "new = [int(n) for n in os.listdir('/proc/self/fd') if n not in before and int(n) >= 500]\n"
+            "ours = [n for n in new if stat.S_ISSOCK(os.fstat(n).st_mode)]\n"
+            "pipes = []\n"
+            "for number in ours:\n"
+            "    reading, writing = os.pipe()\n"
+            "    os.write(writing, b'x' * 64)\n"
+            "    os.dup2(reading, number)\n"
+            "    os.close(reading)\n"
+            "    pipes.append(writing)\n"
+        )
+        time.sleep(2.5)
+    guest.run(f"closed(opened('{handle}'))")
+    assert owner.number("len(ours)") >= 2
+    assert owner.run("[len(os.read(number, 100)) for number in ours] == [64] * len(ours)")
+
+
 def test_a_handle_of_another_size_maps_nothing(owner: Agent, guest: Agent) -> None:
     handle = array.array("Q", bytes.fromhex(handle_of(owner)))
     handle[5] *= 2
